@@ -1,0 +1,367 @@
+"""Every message and value on the wire: frozen msgspec Structs, durations and never instants.
+
+What is *said* lives here, what is *known* in each room's own model: a wire type never becomes state by being kept.
+Rules for changing a message: new fields have defaults, no field is renamed or reused, and each class stands in the
+union of its receiver, so that the type checker fails at every `assert_never` until it is handled. Ids of owners and
+nodes are part of queue names and of broker permissions, so they match ``[a-z0-9][a-z0-9-]*``.
+
+The flow of one round::
+
+    arbiter --Probe--> app      app --ProbeReply--> arbiter        phase 1, visibility: rho of every app
+    arbiter --Offer--> app      app --Bid---------> arbiter        phase 2, allocation: the worst-off bid
+    arbiter --Grant--> app      app --AppReport---> arbiter        the app divides its GPUs among its jobs
+    arbiter --NodePlan-> node   node --NodeReport-> arbiter        the node agents make it so, and prove it
+
+`NodePlan`, `NodeReport`, `Holdings` and `AppReport` say the *whole* of what is, and are repeated every beat: a lost
+message costs one beat, never an app.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NewType
+
+from msgspec import Meta, Struct
+
+OwnerId = NewType("OwnerId", str)  #: who submits apps; one app-agent daemon and one broker user ``app-<owner>`` each
+TenantId = NewType("TenantId", str)  #: who pays: several owners may belong to one tenant
+AppId = NewType("AppId", str)  #: ``<owner>-<number>``
+JobId = NewType("JobId", str)  #: ``<app>.<number>``
+TaskId = NewType("TaskId", str)  #: ``<job>-a<attempt>``: one attempt of one job on one node
+NodeId = NewType("NodeId", str)
+GpuId = NewType("GpuId", str)  #: the device's UUID, ``GPU-...``
+LeaseId = NewType("LeaseId", str)
+RoundId = NewType("RoundId", int)
+
+Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Positive = Annotated[int, Meta(ge=1, le=2**31)]
+Rho = Annotated[float, Meta(ge=0, le=1e15)]  #: finish-time fairness T_sh / T_id; smaller is better, 1 is fair
+Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:/#@-]*$")]
+PartyId = Annotated[str, Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9-]*$")]
+Sentence = Annotated[str, Meta(max_length=8192)]
+
+Role = Literal["arbiter", "node", "app"]
+Level = Literal["slot", "machine", "rack", "cluster"]  #: localities, tight to loose (PAPERS.md section 1)
+LEVELS: tuple[Level, ...] = ("slot", "machine", "rack", "cluster")
+
+TaskPhase = Literal["starting", "running", "suspending", "suspended", "resuming", "vacating", "stopping", "exited"]
+Outcome = Literal["finished", "preempted", "failed", "stopped"]
+Want = Literal["run", "vacate", "stop"]
+PreemptBy = Literal["auto", "checkpoint", "suspend"]
+
+
+class Party(Struct, frozen=True, order=True):
+    """One participant; `user` is the name the broker knows it by and validates on every message."""
+
+    role: Role
+    id: PartyId
+
+    @property
+    def user(self) -> str:
+        """The broker user: ``arbiter``, ``node-<id>`` or ``app-<owner>``."""
+        return "arbiter" if self.role == "arbiter" else f"{self.role}-{self.id}"
+
+
+ARBITER = Party("arbiter", "arbiter")
+
+
+class LaunchSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """How a node agent starts a task: a program, never a shell line."""
+
+    command: Annotated[tuple[str, ...], Meta(min_length=1, max_length=1024)]
+    cwd: str
+    checkpoint_dir: str  #: on storage every candidate node sees; the node agent exports it to the worker
+    env: dict[str, str] = {}
+
+
+class JobWish(Struct, frozen=True):
+    """What the app wants of one of its jobs now.
+
+    `gpus` empty means the job waits; otherwise it is this app's division of its leases. `attempt` grows by one each
+    time the job is to start anew (migration, restart), so a revived zombie of an older attempt is recognised.
+    `suspended` says that attempt `attempt` is parked on `gpus` and wants to be resumed there.
+    """
+
+    job: Name
+    attempt: Count
+    gpus: tuple[GpuId, ...]
+    launch: LaunchSpec
+    grace_s: Seconds = 120.0
+    preempt_by: PreemptBy = "auto"
+    suspended: bool = False
+
+
+class LeaseTerms(Struct, frozen=True):
+    """One lease: one GPU to one app. (id, epoch) is the fencing token; `remaining_s` runs from receipt."""
+
+    lease: LeaseId
+    gpu: GpuId
+    node: NodeId
+    rack: str
+    slot: str
+    epoch: Count
+    remaining_s: Seconds
+    leaving: bool = False  #: preempted: still the app's until its node agent proves the GPU empty
+
+
+class GpuStatus(Struct, frozen=True):
+    """One GPU as its node agent measured it. `empty` is the proof of release: no process, memory given back."""
+
+    gpu: GpuId
+    model: str
+    memory_bytes: Count
+    slot: str  #: the NVLink or PCIe island the GPU belongs to, a name within the node
+    healthy: bool
+    empty: bool
+    used_bytes: Count = 0
+    strangers: Count = 0  #: processes on the GPU that run under no lease
+    detail: Sentence = ""
+
+
+class TaskStatus(Struct, frozen=True):
+    """One task as its node agent knows it. `step` is the last mini-batch completed, -1 before the first."""
+
+    task: TaskId
+    app: AppId
+    job: JobId
+    attempt: Count
+    gpus: tuple[GpuId, ...]
+    phase: TaskPhase
+    step: int = -1
+    start_step: int = -1  #: the step this attempt restored from, -1 when it began afresh
+    saved_step: int = -1  #: the step of the newest durable checkpoint of this attempt
+    total_steps: Count = 0  #: as declared by the script, 0 when unknown
+    step_s: Seconds = 0.0  #: mean time of recent mini-batches, measured by the worker; 0 when unknown
+    cooperative: bool = False  #: the library is loaded: the worker can be suspended at a mini-batch boundary
+    can_checkpoint: bool = False  #: the script gave a save function: the worker can leave and start elsewhere
+    suspensions: Count = 0
+    outcome: Outcome | None = None
+    exit_code: int | None = None
+    reason: Sentence = ""
+    metrics: dict[str, float] = {}
+
+
+# --- to the arbiter -------------------------------------------------------------------------------------------------
+
+
+class NodeReport(Struct, frozen=True, tag=True):
+    """All a node agent knows of its node: enrolment, heartbeat, inventory, tasks and proof of release in one.
+
+    The pair (`epoch`, `plan_seq`) is the newest `NodePlan` this node has applied: an `empty` GPU proves a release
+    only if that plan already lacked the lease.
+    """
+
+    node: NodeId
+    rack: str
+    boot_id: str
+    incarnation: Count  #: grows by one each time the node agent starts
+    seq: Count  #: grows by one with each report of one incarnation
+    epoch: Count
+    plan_seq: Count
+    gpus: tuple[GpuStatus, ...]
+    tasks: tuple[TaskStatus, ...]
+
+
+class AppReport(Struct, frozen=True, tag=True):
+    """An app's whole wish: enrolment, demand, the division of its leases, and how far it is.
+
+    `gang` GPUs are needed at once by each of its jobs, `demand_max` is the most the app can use now, and `releases`
+    are leases it gives back. `ideal_s` is T_cluster, its finish time alone on the whole cluster (0: unknown).
+    """
+
+    app: AppId
+    tenant: TenantId
+    name: str
+    seq: Count
+    state: Literal["active", "finished", "failed", "cancelled"]
+    gang: Positive
+    demand_max: Count
+    jobs: tuple[JobWish, ...]
+    releases: tuple[LeaseId, ...] = ()
+    level_max: Level = "cluster"  #: the loosest locality a gang accepts
+    ideal_s: Seconds = 0.0
+    reason: Sentence = ""
+    migrations: Count = 0
+    steps_lost: Count = 0
+    suspensions: Count = 0
+    metrics: dict[str, float] = {}
+
+
+class ProbeReply(Struct, frozen=True, tag=True):
+    """An app's answer to `Probe`: its finish-time fairness with what it holds now (Eq. 1 or 2)."""
+
+    app: AppId
+    round: RoundId
+    rho: Rho
+
+
+class BidRow(Struct, frozen=True, array_like=True):
+    """With `gpus` GPUs in all (held and new), no two of one gang further apart than `level`, rho would be `rho`."""
+
+    gpus: Count
+    level: Level
+    rho: Rho
+
+
+class Bid(Struct, frozen=True, tag=True):
+    """A compact valuation, pruned by dominance. `rho_none` is rho if the app gains nothing in this round.
+
+    `only` restricts the bid to these GPUs of the offer (a suspended job that cannot leave its GPU).
+    """
+
+    app: AppId
+    round: RoundId
+    rho_none: Rho
+    rows: Annotated[tuple[BidRow, ...], Meta(max_length=4096)]
+    only: tuple[GpuId, ...] | None = None
+
+
+class Query(Struct, frozen=True, tag=True):
+    """A question from an app agent on behalf of its user; changes nothing."""
+
+    query_id: Name
+    kind: Literal["apps", "nodes", "explain", "rounds", "log"]
+    target: str = ""
+    offset: Count = 0  #: for `log`: the byte to start at
+
+
+class LogChunk(Struct, frozen=True, tag=True):
+    """A node agent's answer to `ReadLog`, relayed by the arbiter to whoever asked."""
+
+    query_id: Name
+    task: TaskId
+    offset: Count
+    data: bytes
+    size: Count  #: the log's size now
+    ended: bool  #: the task has exited: no more will be written
+
+
+# --- to an app agent ------------------------------------------------------------------------------------------------
+
+
+class Probe(Struct, frozen=True, tag=True):
+    """Phase 1: report rho. `elapsed_s` since the app came, `apps_mean` is N_avg, the time-weighted mean of apps."""
+
+    app: AppId
+    round: RoundId
+    epoch: Count
+    cluster_gpus: Count
+    apps_mean: Annotated[float, Meta(ge=0, le=1e9)]
+    elapsed_s: Seconds
+    deadline_s: Seconds
+
+
+class OfferedGpu(Struct, frozen=True, array_like=True):
+    """One GPU on offer and where it is."""
+
+    gpu: GpuId
+    node: NodeId
+    rack: str
+    slot: str
+
+
+class Offer(Struct, frozen=True, tag=True):
+    """Phase 2: the GPUs in play, not binding. Includes the receiver's own leases that end soon."""
+
+    app: AppId
+    round: RoundId
+    epoch: Count
+    lease_s: Seconds
+    deadline_s: Seconds
+    gpus: tuple[OfferedGpu, ...]
+    kept: tuple[OfferedGpu, ...]  #: GPUs the app holds whose leases are not in play
+
+
+class Grant(Struct, frozen=True, tag=True):
+    """The app won these leases in this round; `renewed` ones it already held and keeps without interruption."""
+
+    app: AppId
+    round: RoundId
+    epoch: Count
+    seq: Count
+    leases: tuple[LeaseTerms, ...]
+    renewed: tuple[LeaseTerms, ...] = ()
+
+
+class Preempt(Struct, frozen=True, tag=True):
+    """The app must leave these leases; its node agents suspend or checkpoint its tasks within `deadline_s`."""
+
+    app: AppId
+    epoch: Count
+    seq: Count
+    leases: tuple[LeaseId, ...]
+    reason: Sentence
+    deadline_s: Seconds
+
+
+class Holdings(Struct, frozen=True, tag=True):
+    """All the arbiter knows of an app: its leases and tasks. (epoch, seq) grows; older ones are ignored."""
+
+    app: AppId
+    epoch: Count
+    seq: Count
+    leases: tuple[LeaseTerms, ...]
+    tasks: tuple[TaskStatus, ...]
+    cluster_gpus: Count = 0
+    acked: Count = 0  #: the newest `AppReport.seq` the arbiter has handled
+
+
+class Refusal(Struct, frozen=True, tag=True):
+    """The arbiter will never serve this app as it is; `reason` is one sentence that names the mend."""
+
+    app: AppId
+    reason: Sentence
+
+
+class Answer(Struct, frozen=True, tag=True):
+    """The answer to `Query`: one JSON document, or `error` with a sentence."""
+
+    query_id: Name
+    document: bytes
+    error: Sentence = ""
+
+
+# --- to a node agent ------------------------------------------------------------------------------------------------
+
+
+class TaskOrder(Struct, frozen=True):
+    """What one task on this node should do: `run`, `vacate` its GPUs without loss, or `stop` for good."""
+
+    task: TaskId
+    app: AppId
+    job: JobId
+    attempt: Count
+    gpus: tuple[GpuId, ...]
+    want: Want
+    launch: LaunchSpec
+    grace_s: Seconds
+    preempt_by: PreemptBy = "auto"
+    reason: Sentence = ""
+
+
+class NodePlan(Struct, frozen=True, tag=True):
+    """All that should be on this node. A task that is not named has no lease and is stopped.
+
+    A node agent refuses a plan whose (epoch, seq) is older than the newest it saw, also after its own restart.
+    """
+
+    node: NodeId
+    epoch: Count
+    seq: Count
+    leases: tuple[LeaseTerms, ...]
+    tasks: tuple[TaskOrder, ...]
+
+
+class ReadLog(Struct, frozen=True, tag=True):
+    """Send up to `limit` bytes of this task's output from `offset` on; answered by `LogChunk`."""
+
+    query_id: Name
+    task: TaskId
+    offset: Count
+    limit: Positive = 65536
+
+
+ToArbiter = NodeReport | AppReport | ProbeReply | Bid | Query | LogChunk
+ToApp = Probe | Offer | Grant | Preempt | Holdings | Refusal | Answer
+ToNode = NodePlan | ReadLog
+AnyMessage = ToArbiter | ToApp | ToNode

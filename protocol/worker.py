@@ -1,0 +1,176 @@
+"""The worker contract: what a training process and its node agent say over a local Unix socket, one JSON line each.
+
+The worker side is `app_agent.session`, which uses the standard library only and writes these shapes by hand; the node
+agent decodes them with `decode_line`. Orders go to a helper thread of the worker, never by signal. Every order carries
+the agent's generation `gen` (persisted, one more at each start of the node agent) and a `seq`; a worker ignores lower
+generations and answers repeated orders again without doing them twice. The worker is fail-static: without an agent it
+keeps its last order and reconnects with backoff.
+
+The environment of a worker (see `ENVIRONMENT`): where to connect, who it is, where to checkpoint, which GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from protocol.codec import WireError
+from protocol.messages import Count, Seconds, Sentence
+
+PROTO = 1
+#: Longest line either side sends or accepts.
+LINE_BYTES_MAX = 65536
+#: EX_TEMPFAIL: "I have saved; start me again", said by a worker that was told to leave.
+EXIT_REQUEUE = 75
+
+#: Name of each environment variable a node agent gives a worker, and what it holds.
+ENVIRONMENT: dict[str, str] = {
+    "GPU_ARBITER_SOCKET": "path of the node agent's Unix socket for this task; absent: every call is a no-op",
+    "GPU_ARBITER_TASK": "the task's id",
+    "GPU_ARBITER_JOB": "the job's id, the same in every attempt",
+    "GPU_ARBITER_ATTEMPT": "the attempt, from 0",
+    "GPU_ARBITER_CHECKPOINT_DIR": "folder of this job's checkpoints, the same in every attempt",
+    "GPU_ARBITER_GPUS": "how many GPUs this task has",
+    "CUDA_VISIBLE_DEVICES": "their UUIDs, comma-separated (a hint, not isolation)",
+    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "TORCH_NCCL_ENABLE_MONITORING": "0: the watchdog must not kill a suspended worker",
+}
+
+Step = Annotated[int, Meta(ge=-1, le=2**53)]
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """First line after each connect. `state` is what the worker does now; a reconnecting worker may be suspended."""
+
+    proto: int
+    task: str
+    pid: Count
+    state: Literal["running", "suspended"]
+    step: Step
+    start_step: Step
+    total_steps: Count
+    can_park: bool
+    can_checkpoint: bool
+    gen: Count = 0  #: the highest agent generation seen so far
+    seq: Count = 0  #: the last order obeyed of that generation
+    saved_step: Step = -1
+    finished: bool = False
+
+
+class Progress(Struct, frozen=True, tag="progress"):
+    """Every quarter of a second at most, while steps are made, and every 5 s at least as a heartbeat."""
+
+    step: Step
+    step_s: Seconds  #: mean mini-batch time over recent steps, without time suspended
+    start_step: Step
+    total_steps: Count
+    can_park: bool
+    can_checkpoint: bool
+    saved_step: Step
+    metrics: dict[str, float] = {}
+
+
+class Suspended(Struct, frozen=True, tag="suspended"):
+    """The worker stands at a mini-batch boundary; `bytes` are parked in host memory, `residue_bytes` stay behind."""
+
+    seq: Count
+    step: Step
+    bytes: Count
+    residue_bytes: Count
+    seconds: Seconds
+
+
+class Resumed(Struct, frozen=True, tag="resumed"):
+    """The worker trains again."""
+
+    seq: Count
+    step: Step
+    seconds: Seconds
+
+
+class Saved(Struct, frozen=True, tag="saved"):
+    """A checkpoint of `step` is durable. With `leaving`, the process now exits with code 75 (EXIT_REQUEUE)."""
+
+    seq: Count
+    step: Step
+    dir: str
+    seconds: Seconds
+    leaving: bool
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """The worker cannot obey order `seq`; `reason` says why (no save function, CUDA graphs alive, ...)."""
+
+    seq: Count
+    reason: Sentence
+
+
+class Finished(Struct, frozen=True, tag="finished"):
+    """Training reached its end. Said explicitly: exit code 0 alone is not success."""
+
+    step: Step
+    metrics: dict[str, float] = {}
+
+
+class Stacks(Struct, frozen=True, tag="stacks"):
+    """Answer to `probe`: where every thread stands."""
+
+    seq: Count
+    text: Sentence
+
+
+FromWorker = Hello | Progress | Suspended | Resumed | Saved | Refused | Finished | Stacks
+
+
+class Order(Struct, frozen=True, tag="order"):
+    """From the node agent.
+
+    `suspend`: park at the next mini-batch boundary. `resume`. `leave`: at the next boundary save a checkpoint and exit
+    75; `save`: at the next boundary save and go on. `probe`: answer `Stacks` from the helper thread at once.
+    """
+
+    do: Literal["suspend", "resume", "leave", "save", "probe"]
+    gen: Count
+    seq: Count
+
+
+_decoder: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+_order_decoder: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+_encoder = msgspec.json.Encoder()
+
+
+def decode_line(line: bytes) -> FromWorker:
+    """Return what the worker said.
+
+    Raises
+    ------
+    WireError
+        For anything else, whatever the bytes.
+    """
+    if len(line) > LINE_BYTES_MAX:
+        raise WireError(f"a line of {len(line)} bytes is longer than {LINE_BYTES_MAX}")
+    try:
+        return _decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not a line of the worker contract: {error}") from error
+
+
+def decode_order(line: bytes) -> Order:
+    """Return the order in `line` (for tests of the worker side).
+
+    Raises
+    ------
+    WireError
+        For anything else.
+    """
+    try:
+        return _order_decoder.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"not an order: {error}") from error
+
+
+def encode_line(message: FromWorker | Order) -> bytes:
+    """Return `message` as one line, newline included."""
+    return _encoder.encode(message) + b"\n"
