@@ -1,0 +1,1 @@
+"""The arbiter: owns every lease, runs the rounds, explains what it did."""

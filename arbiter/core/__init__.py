@@ -1,0 +1,1 @@
+"""Decisions of the arbiter, and nothing that could carry one out."""

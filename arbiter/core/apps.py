@@ -1,0 +1,203 @@
+"""Apps: enrolment, admission, their wishes, withdrawal."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from arbiter.core import fairness, leases, model, rounds
+from arbiter.core.model import Active, App, Enrolling, Job, Leased, Settled, State
+from arbiter.core.policy import AppView, GpuView
+from arbiter.core.turn import Turn
+from protocol.core import Send
+from protocol.messages import AppReport, JobId, JobWish, Party, Refusal
+
+#: Settled apps remembered, with their stories; the ledger keeps all.
+SETTLED_MAX = 1000
+
+
+def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
+    """Take in an app's whole wish; enrol it if it is new. Older reports than the newest seen change nothing."""
+    if sender.role != "app" or report.app.rsplit("-", 1)[0] != sender.id:
+        turn.tell(sender.user, f"spoke for app {report.app}, which is not its own; refused", loudly=True)
+        return
+    app = turn.state.apps.get(report.app)
+    if app is None:
+        if report.state != "active":
+            _acknowledge_unknown(turn, sender, report)
+            return
+        app = _enrol(turn, sender, report)
+    if isinstance(app.state, model.Refused):
+        _refuse(turn, app, app.state.reason)
+    app = _note_wish(turn, app, report)
+    if not isinstance(app.state, Settled):
+        _take_releases(turn, app, report)
+        if report.state != "active":
+            _settle(turn, turn.state.apps[app.id], report)
+
+
+def _acknowledge_unknown(turn: Turn, sender: Party, report: AppReport) -> None:
+    """An app that ended before we heard of it needs nothing but to hear that we know."""
+    turn.tell(sender.user, f"{report.app} ended ({report.state}) and was never seen running")
+    known = _make_app(turn, sender, report)
+    turn.state.apps[report.app] = replace(known, state=Settled(report.state, report.reason, turn.now, 0.0))  # type: ignore[arg-type]
+    turn.apps.add(report.app)
+
+
+def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
+    state = turn.state
+    return App(
+        id=report.app,
+        owner=sender.id,
+        tenant=report.tenant,
+        name=report.name,
+        arrived_at=turn.now,
+        seen_at=turn.now,
+        report_seq=report.seq,
+        gang=report.gang,
+        demand_max=report.demand_max,
+        level_max=report.level_max,
+        jobs=(),
+        state=Enrolling(),
+        apps_integral=state.apps_count.integral(turn.now),
+    )
+
+
+def _enrol(turn: Turn, sender: Party, report: AppReport) -> App:
+    app = replace(_make_app(turn, sender, report), report_seq=-1)
+    turn.state.apps[app.id] = app
+    _count(turn, +1)
+    turn.tell(app.id, f"submitted by {sender.id} for tenant {report.tenant}: {report.name}", loudly=True)
+    return app
+
+
+def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
+    if report.seq <= app.report_seq:
+        app = replace(app, seen_at=turn.now)
+        turn.state.apps[app.id] = app
+        return app
+    jobs = tuple(_job(wish) for wish in report.jobs)
+    wants_more = report.demand_max > app.demand_max or app.report_seq < 0
+    if (jobs, report.demand_max, report.gang) != (app.jobs, app.demand_max, app.gang):
+        turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
+        turn.apps.add(app.id)
+    app = replace(
+        app,
+        seen_at=turn.now,
+        report_seq=report.seq,
+        gang=report.gang,
+        demand_max=report.demand_max,
+        level_max=report.level_max,
+        jobs=jobs,
+        ideal_s=report.ideal_s,
+        migrations=report.migrations,
+        steps_lost=report.steps_lost,
+        suspensions=report.suspensions,
+        metrics=dict(report.metrics),
+    )
+    turn.state.apps[app.id] = app
+    turn.state.news = turn.state.news or (wants_more and app.active)
+    return app
+
+
+def _job(wish: JobWish) -> Job:
+    return Job(
+        id=JobId(wish.job),
+        attempt=wish.attempt,
+        gpus=wish.gpus,
+        launch=wish.launch,
+        grace_s=wish.grace_s,
+        preempt_by=wish.preempt_by,
+        suspended=wish.suspended,
+    )
+
+
+def _take_releases(turn: Turn, app: App, report: AppReport) -> None:
+    given_back = set(report.releases)
+    for gpu in leases.held(turn, app.id):
+        if isinstance(gpu.state, Leased) and gpu.state.lease.id in given_back:
+            leases.revoke(turn, gpu, "given back by the app")
+
+
+def _settle(turn: Turn, app: App, report: AppReport) -> None:
+    assert report.state != "active"
+    lived_s = turn.now - app.arrived_at
+    ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=rounds.apps_mean(turn.state, app, turn.now))
+    if isinstance(app.state, Active | Enrolling):
+        _count(turn, -1)
+    leases.end_all(turn, app.id, f"the app has {report.state}" if report.state == "finished" else report.state)
+    rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s) if ideal_s > 0 else 0.0
+    turn.put_app(turn.state.apps[app.id], Settled(report.state, report.reason, turn.now, rho))
+    _forget_oldest(turn)
+
+
+def _forget_oldest(turn: Turn) -> None:
+    """Bound the memory of apps that are over and have nothing left on any node."""
+    over = [app for app in turn.state.apps.values() if isinstance(app.state, Settled) and not _lingers(turn, app)]
+    over.sort(key=lambda app: app.state.at if isinstance(app.state, Settled) else 0.0)
+    for app in over[: max(0, len(over) - SETTLED_MAX)]:
+        del turn.state.apps[app.id]
+        turn.state.stories.pop(app.id, None)
+        turn.apps.discard(app.id)
+
+
+def _lingers(turn: Turn, app: App) -> bool:
+    return bool(turn.index.gpus[app.id]) or bool(turn.index.tasks[app.id])
+
+
+# --- admission ------------------------------------------------------------------------------------------------------
+
+
+def admit_waiting(turn: Turn) -> None:
+    """Admit or refuse apps that have arrived, once nodes have had time to enrol."""
+    waiting = [app for app in turn.state.apps.values() if isinstance(app.state, Enrolling)]
+    if not waiting or not turn.state.nodes:
+        return
+    cluster = [
+        GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot) for gpu in sorted(turn.state.gpus.values(), key=lambda g: g.id)
+    ]
+    policy = rounds.policy_of(turn.state)
+    for app in waiting:
+        verdict = policy.admit(cluster, _newcomer(turn, app))
+        if verdict.admitted:
+            turn.put_app(app, Active())
+        elif turn.now >= _admission_at(turn.state):
+            _count(turn, -1)
+            _refuse(turn, turn.put_app(app, model.Refused(verdict.reason, turn.now)), verdict.reason)
+
+
+def _newcomer(turn: Turn, app: App) -> AppView:
+    return AppView(
+        app=app.id,
+        tenant=app.tenant,
+        gang=app.gang,
+        demand_max=app.demand_max,
+        level_max=app.level_max,
+        elapsed_s=turn.now - app.arrived_at,
+        rho=None,
+        kept=(),
+        renewable=(),
+    )
+
+
+def _refuse(turn: Turn, app: App, reason: str) -> None:
+    turn.effects.append(Send(Party("app", app.owner), Refusal(app.id, reason)))
+
+
+def _admission_at(state: State) -> float:
+    return state.started_at + state.settings.admission_wait_s
+
+
+def next_admission(state: State) -> float | None:
+    """Return when waiting apps must be decided upon, or None."""
+    if any(isinstance(app.state, Enrolling) for app in state.apps.values()) and state.now < _admission_at(state):
+        return _admission_at(state)
+    return None
+
+
+# --- N_avg ----------------------------------------------------------------------------------------------------------
+
+
+def _count(turn: Turn, change: int) -> None:
+    """Apps have come or gone: carry the integral of their number forward (N_avg of Eq. 1)."""
+    counted = turn.state.apps_count
+    turn.state.apps_count = counted.observe(counted.last_value + change, turn.now)

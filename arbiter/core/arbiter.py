@@ -1,0 +1,259 @@
+"""The arbiter: told what happened, it answers what to do. It owns every lease and can do nothing itself.
+
+How it works: each event changes the state through a `Turn`; then the round is moved on as far as it can go; then
+plans and holdings that have changed are sent. Everything it sends it also restates every beat, and everything it is
+told is a restatement too, so a message that is lost, late or repeated costs one beat and changes nothing else.
+
+May not enter here: clocks, dice, logs, files, sockets, and any branch on which policy runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import assert_never
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from arbiter.core import apps, leases, model, nodes, plans, rounds
+from arbiter.core.model import ArbiterSettings, Bidding, Chapter, Draining, Free, Leased, State
+from arbiter.core.turn import Effect, Index, LeaseRecord, Note, RoundRecord, Turn
+from protocol.core import Connected, Received, Send, Tick
+from protocol.messages import (
+    AppId,
+    AppReport,
+    Bid,
+    Grant,
+    LogChunk,
+    NodeReport,
+    Party,
+    Preempt,
+    ProbeReply,
+    Query,
+    RoundId,
+)
+
+__all__ = ["Arbiter", "Configured", "Effect", "Event", "LeaseRecord", "Note", "RoundRecord"]
+
+
+class Configured(Struct, frozen=True, tag=True):
+    """Event: these settings hold from now on. Journaled, so that a replay decides as it was decided then."""
+
+    settings: ArbiterSettings
+
+
+Event = Received | Tick | Connected | Configured
+
+
+class Arbiter:
+    """The core of the arbiter (see `protocol.core.Core`)."""
+
+    def __init__(self, settings: ArbiterSettings | None = None) -> None:
+        """Begin knowing nothing."""
+        self.state = State(settings=settings or ArbiterSettings())
+        self._index = Index(self.state)
+
+    @classmethod
+    def restored(cls, snapshot: bytes) -> Arbiter:
+        """Return the arbiter whose `snapshot` this is."""
+        arbiter = cls()
+        arbiter.state = msgspec.msgpack.decode(snapshot, type=State)
+        arbiter._index = Index(arbiter.state)
+        return arbiter
+
+    def snapshot(self) -> bytes:
+        """Return the whole state as bytes; equal states give equal bytes."""
+        return msgspec.msgpack.encode(self.state, order="deterministic")
+
+    # --- the core's shape -------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> Sequence[Effect]:
+        """Be told what happened at `now` (UNIX seconds); answer what to do, in order."""
+        assert now >= self.state.now, f"time went back from {self.state.now} to {now}"
+        self.state.now = now
+        turn = Turn(self.state, now, self._index)
+        self._take(turn, event)
+        nodes.lose_silent(turn)
+        leases.expire(turn)
+        apps.admit_waiting(turn)
+        rounds.advance(turn)
+        self._say(turn)
+        return turn.effects
+
+    def deadline(self) -> float | None:
+        """Return when the next `Tick` is wanted: a phase ends, a lease ends, a node is overdue, or the beat is due."""
+        state = self.state
+        candidates = [rounds.deadline(state), leases.next_expiry(state), nodes.next_timeout(state)]
+        if state.nodes or state.apps:
+            candidates.append(state.beat_at + state.settings.beat_s)
+        candidates.append(apps.next_admission(state))
+        times = [time for time in candidates if time is not None]
+        return min(times) if times else None
+
+    def story(self, id: str) -> Sequence[Chapter]:  # noqa: A002
+        """Return what has happened to a GPU, app, node or ``rounds``, oldest first."""
+        return tuple(self.state.stories.get(id, ()))
+
+    def validate(self) -> None:
+        """Assert everything that must hold between events."""
+        _validate(self.state, self._index)
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def _take(self, turn: Turn, event: Event) -> None:
+        match event:
+            case Tick():
+                pass
+            case Configured(settings):
+                if settings != self.state.settings:
+                    self.state.settings = settings
+                    self.state.news = True
+                    turn.tell("rounds", f"settings changed; the policy is {settings.policy}", loudly=True)
+            case Connected(epoch):
+                self._lead(turn, epoch)
+            case Received(sender, message):
+                self._hear(turn, sender, message)
+            case _ as never:
+                assert_never(never)
+
+    def _lead(self, turn: Turn, epoch: int) -> None:
+        """Begin a new incarnation: nobody is overdue yet, no lease ends before a round could renew it."""
+        state = self.state
+        assert epoch > state.epoch, f"epoch {epoch} is not newer than {state.epoch}"
+        state.epoch = epoch
+        state.started_at = turn.now
+        state.news = True
+        rounds.abort(turn, "the arbiter started anew")
+        nodes.forgive(turn)
+        grace_until = turn.now + state.settings.renewal_lead_s + state.settings.probe_s + state.settings.bid_s
+        for gpu in list(state.gpus.values()):
+            if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < grace_until:
+                turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=grace_until)))
+        turn.apps |= state.apps.keys()
+        turn.tell("rounds", f"leading in epoch {epoch}")
+
+    def _hear(self, turn: Turn, sender: Party, message: object) -> None:
+        match message:
+            case NodeReport():
+                if sender == Party("node", message.node):
+                    nodes.take_report(turn, message)
+                else:
+                    turn.tell(sender.user, f"spoke for node {message.node}; refused", loudly=True)
+            case AppReport():
+                apps.take_report(turn, sender, message)
+            case ProbeReply():
+                if self._may_speak(turn, sender, message):
+                    rounds.take_rho(turn, message)
+            case Bid():
+                if self._may_speak(turn, sender, message):
+                    rounds.take_bid(turn, message)
+            case Query() | LogChunk():
+                pass  # answered by the daemon's desk; changes nothing here
+            case _:
+                turn.tell(sender.user, f"sent a {type(message).__name__}, which is not for an arbiter", loudly=True)
+
+    def _may_speak(self, turn: Turn, sender: Party, message: ProbeReply | Bid) -> bool:
+        app = self.state.apps.get(message.app)
+        kind = type(message).__name__
+        if app is None:
+            turn.tell(sender.user, f"sent a {kind} for {message.app}, an app nobody has submitted", loudly=True)
+            return False
+        if sender != Party("app", app.owner):
+            turn.tell(sender.user, f"sent a {kind} for {message.app}, which belongs to {app.owner}", loudly=True)
+            return False
+        self.state.apps[app.id] = replace(app, seen_at=turn.now)
+        return app.active
+
+    # --- what is said at the end of a turn --------------------------------------------------------------------------
+
+    def _say(self, turn: Turn) -> None:
+        state = self.state
+        beat = turn.now >= state.beat_at + state.settings.beat_s
+        if beat:
+            state.beat_at = turn.now
+        for app_id in sorted(turn.apps):
+            turn.nodes |= {state.tasks[task].node for task in turn.index.tasks[app_id]}
+            turn.nodes |= {state.gpus[gpu].node for gpu in turn.index.gpus[app_id]}
+        for node_id in sorted(state.nodes if beat else turn.nodes):
+            self._say_plan(turn, state.nodes[node_id], restate=beat)
+        self._say_news(turn)
+        for app_id in sorted(state.apps if beat else turn.apps):
+            self._say_holdings(turn, state.apps[app_id], restate=beat)
+
+    def _say_plan(self, turn: Turn, node: model.Node, *, restate: bool) -> None:
+        plan = plans.plan_of(turn, node)
+        digest = plans.plan_digest(plan)
+        changed = digest != node.plan_digest
+        if changed:
+            node = replace(node, plan_seq=node.plan_seq + 1, plan_digest=digest)
+            self.state.nodes[node.id] = node
+        plans.note_ordered(turn, node, plan)
+        if isinstance(node.state, model.Up) and (changed or restate):
+            turn.effects.append(Send(Party("node", node.id), replace(plan, seq=node.plan_seq), beat=not changed))
+
+    def _say_news(self, turn: Turn) -> None:
+        """Send one Grant per app that won or kept something, one Preempt per app and reason that lost something."""
+        state = self.state
+        for app_id in sorted(turn.granted.keys() | turn.renewed.keys()):
+            app = self._next_seq(app_id)
+            granted, renewed = turn.granted.get(app_id, []), turn.renewed.get(app_id, [])
+            grant = Grant(
+                app=app_id,
+                round=RoundId((granted or renewed)[0].round),
+                epoch=state.epoch,
+                seq=app.holdings_seq,
+                leases=tuple(plans.terms_of(turn, lease) for lease in granted),
+                renewed=tuple(plans.terms_of(turn, lease) for lease in renewed),
+            )
+            turn.effects.append(Send(Party("app", app.owner), grant))
+        for (app_id, reason), lost in sorted(turn.revoked.items()):
+            app = self._next_seq(app_id)
+            grace_s = max((job.grace_s for job in app.jobs), default=0.0)
+            preempt = Preempt(app_id, state.epoch, app.holdings_seq, tuple(sorted(lost)), reason, grace_s)
+            turn.effects.append(Send(Party("app", app.owner), preempt))
+
+    def _say_holdings(self, turn: Turn, app: model.App, *, restate: bool) -> None:
+        if not app.active and app.id not in turn.apps:
+            return
+        holdings = plans.holdings_of(turn, app)
+        digest = plans.holdings_digest(holdings)
+        changed = digest != app.holdings_digest
+        if changed or restate:
+            app = replace(self._next_seq(app.id), holdings_digest=digest)
+            self.state.apps[app.id] = app
+            message = replace(holdings, seq=app.holdings_seq)
+            turn.effects.append(Send(Party("app", app.owner), message, beat=not changed))
+
+    def _next_seq(self, app_id: AppId) -> model.App:
+        app = self.state.apps[app_id]
+        app = replace(app, holdings_seq=app.holdings_seq + 1)
+        self.state.apps[app_id] = app
+        return app
+
+
+def _validate(state: State, index: Index) -> None:
+    assert index.same_as(Index(state)), "the index is not what the state says"
+    seen = set()
+    for gpu_id, gpu in state.gpus.items():
+        assert gpu.id == gpu_id
+        node = state.nodes[gpu.node]
+        if isinstance(gpu.state, Free):
+            continue
+        lease = gpu.state.lease
+        assert lease.gpu == gpu_id
+        assert lease.id not in seen, f"{lease.id} is on two GPUs"
+        seen.add(lease.id)
+        assert lease.epoch <= state.epoch
+        app = state.apps[lease.app]
+        if isinstance(gpu.state, Leased):
+            assert app.active, f"{app.id} holds {gpu_id} though it is {type(app.state).__name__}"
+            assert lease.expires_at > state.now
+        elif isinstance(gpu.state, Draining):
+            assert gpu.state.plan_seq <= node.plan_seq, f"{gpu_id} drains by a plan that was never sent"
+    for task in state.tasks.values():
+        assert task.node in state.nodes
+    if isinstance(state.phase, Bidding):
+        assert state.phase.bids.keys() <= set(state.phase.bidders)
+    active = sum(1 for app in state.apps.values() if isinstance(app.state, model.Active | model.Enrolling))
+    assert state.apps_count.last_value == active

@@ -1,0 +1,150 @@
+"""Grant, renew, revoke, expire, prove release: the only code that moves a GPU between apps.
+
+A GPU is granted only when it is `Free`, and becomes free only by the proof of its node agent: a report on a plan
+that already lacked the lease, saying that the GPU is empty. So no GPU is ever held twice, whatever is lost, late,
+repeated or restarted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from msgspec.structs import replace
+
+from arbiter.core import model
+from arbiter.core.model import Draining, Free, Gpu, Lease, Leased
+from arbiter.core.turn import LeaseRecord, Turn
+from protocol.messages import AppId, GpuId, LeaseId
+
+
+def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int) -> Lease:  # noqa: A002 - the field's word
+    """Lease a free GPU to `app` for one lease duration from now."""
+    state = turn.state
+    assert gpu.present
+    state.leases_made += 1
+    lease = Lease(
+        id=LeaseId(f"{app.id}/{state.leases_made}"),
+        app=app.id,
+        gpu=gpu.id,
+        epoch=state.epoch,
+        round=round,
+        granted_at=turn.now,
+        expires_at=turn.now + state.settings.lease_s,
+    )
+    turn.put_gpu(gpu, Leased(lease))
+    turn.granted[app.id].append(lease)
+    state.apps[app.id] = replace(app, tally=replace(app.tally, grants=app.tally.grants + 1))
+    turn.tell(gpu.id, f"granted to {app.id} in round {round} as {lease.id}")
+    return lease
+
+
+def renew(turn: Turn, gpu: Gpu, *, round: int) -> Lease:  # noqa: A002
+    """Let the incumbent keep its GPU for another lease duration, without interruption."""
+    assert isinstance(gpu.state, Leased)
+    lease = replace(gpu.state.lease, expires_at=turn.now + turn.state.settings.lease_s, round=round)
+    turn.put_gpu(gpu, Leased(lease))
+    turn.renewed[lease.app].append(lease)
+    app = turn.state.apps[lease.app]
+    turn.state.apps[lease.app] = replace(app, tally=replace(app.tally, renewals=app.tally.renewals + 1))
+    turn.tell(gpu.id, f"renewed for {lease.app} in round {round}")
+    return lease
+
+
+def revoke(turn: Turn, gpu: Gpu, reason: str, *, promised_to: AppId | None = None, preempted: bool = False) -> None:
+    """End a lease; the GPU drains until its node agent proves it empty.
+
+    `preempted` says that the app still wanted it, which is counted and told to the app.
+    """
+    assert isinstance(gpu.state, Leased)
+    lease = gpu.state.lease
+    node = turn.state.nodes[gpu.node]
+    turn.put_gpu(
+        gpu,
+        Draining(
+            lease=lease,
+            plan_seq=node.plan_seq + 1,
+            since=turn.now,
+            reason=reason,
+            promised_to=promised_to,
+            round=turn.state.round,
+        ),
+    )
+    turn.tell(gpu.id, f"taken from {lease.app}: {reason}")
+    if preempted:
+        turn.revoked[lease.app, reason].append(lease.id)
+        app = turn.state.apps[lease.app]
+        turn.state.apps[app.id] = replace(app, tally=replace(app.tally, preemptions=app.tally.preemptions + 1))
+        turn.tell(app.id, f"lost {gpu.id} on {gpu.node}: {reason}")
+
+
+def prove(turn: Turn, gpu: Gpu) -> None:
+    """The node agent has proved the GPU empty: free it, or grant it to the app it was promised to."""
+    assert isinstance(gpu.state, Draining)
+    assert gpu.empty
+    drained = gpu.state
+    held_s = turn.now - drained.lease.granted_at
+    app = turn.state.apps[drained.lease.app]
+    turn.state.apps[app.id] = replace(app, tally=replace(app.tally, gpu_seconds=app.tally.gpu_seconds + held_s))
+    turn.effects.append(
+        LeaseRecord(drained.lease.id, app.id, gpu.id, gpu.node, drained.lease.granted_at, turn.now, drained.reason)
+    )
+    turn.put_gpu(gpu, Free(turn.now))
+    turn.tell(gpu.id, f"proved empty after {app.id}")
+    winner = turn.state.apps.get(drained.promised_to) if drained.promised_to is not None else None
+    freed = turn.state.gpus[gpu.id]
+    if winner is not None and winner.active and freed.healthy and len(held(turn, winner.id)) < winner.demand_max:
+        grant(turn, freed, winner, round=drained.round)
+    else:
+        turn.state.news = True
+
+
+def expire(turn: Turn) -> None:
+    """End every lease whose time is up and that no round has renewed."""
+    for gpu in sorted(turn.state.gpus.values(), key=lambda each: each.id):
+        if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at <= turn.now:
+            revoke(turn, gpu, "the lease ended and no round renewed it", preempted=True)
+
+
+def end_all(turn: Turn, app: AppId, reason: str) -> None:
+    """End every lease of an app that is over."""
+    for gpu in held(turn, app):
+        revoke(turn, gpu, reason)
+
+
+def held(turn: Turn, app: AppId) -> list[Gpu]:
+    """Return the GPUs leased to `app`, sorted by id, without those that drain."""
+    gpus = (turn.state.gpus[gpu_id] for gpu_id in sorted(turn.index.gpus[app]))
+    return [gpu for gpu in gpus if isinstance(gpu.state, Leased)]
+
+
+def in_play(turn: Turn) -> Iterator[Gpu]:
+    """Yield, by id, the GPUs a round may assign: free and proven, or leased until soon."""
+    soon = turn.now + turn.state.settings.renewal_lead_s
+    for gpu_id in sorted(turn.state.gpus):
+        gpu = turn.state.gpus[gpu_id]
+        if not usable(turn.state, gpu):
+            continue
+        match gpu.state:
+            case Free() if gpu.empty:
+                yield gpu
+            case Leased(lease) if lease.expires_at <= soon:
+                yield gpu
+            case _:
+                pass
+
+
+def usable(state: model.State, gpu: Gpu) -> bool:
+    """Whether a GPU may be assigned at all: its node is up and says that it is there and healthy."""
+    return gpu.present and gpu.healthy and isinstance(state.nodes[gpu.node].state, model.Up)
+
+
+def next_expiry(state: model.State, *, lead_s: float = 0.0) -> float | None:
+    """Return when the next lease is within `lead_s` of its end, or None."""
+    ends = [gpu.state.lease.expires_at for gpu in state.gpus.values() if isinstance(gpu.state, Leased)]
+    return min(ends) - lead_s if ends else None
+
+
+def running_gpu_seconds(state: model.State, gpus: Iterable[GpuId], now: float) -> float:
+    """Return the GPU-seconds of leases that are not over yet."""
+    states = (state.gpus[gpu_id].state for gpu_id in gpus)
+    return sum(now - each.lease.granted_at for each in states if not isinstance(each, Free))

@@ -1,0 +1,113 @@
+"""The seam between the arbiter and its policies: four questions, answered by pure functions.
+
+A policy sees a `View` (frozen, no way back into the arbiter) and, if it asked for an auction, the bids; it answers
+with the *desired assignment* of the GPUs in play and a reason per app. The arbiter derives grants, renewals and
+preemptions by comparing desired with current, and checks the assignment against what is free then: a policy may be
+wrong, a grant may not. Nothing outside `policies/` asks which policy runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from msgspec import Struct
+
+from protocol.messages import AppId, Bid, GpuId, Level, NodeId, TenantId
+
+
+class GpuView(Struct, frozen=True):
+    """One GPU in play: free, or leased to `holder` until soon."""
+
+    gpu: GpuId
+    node: NodeId
+    rack: str
+    slot: str
+    holder: AppId | None = None
+
+
+class AppView(Struct, frozen=True):
+    """One active app that can use GPUs. `want` is how many more than `kept` it could use now (whole gangs)."""
+
+    app: AppId
+    tenant: TenantId
+    gang: int
+    demand_max: int
+    level_max: Level
+    elapsed_s: float  #: since it arrived
+    rho: float | None  #: its answer to the probe; None when it did not answer in time
+    kept: tuple[GpuView, ...]  #: GPUs it holds whose leases are not in play
+    renewable: tuple[GpuId, ...]  #: GPUs in play that it holds now
+    only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any (a parked job that cannot move)
+
+    @property
+    def want(self) -> int:
+        """How many GPUs more than `kept` it could use now."""
+        return max(0, self.demand_max - len(self.kept))
+
+
+class View(Struct, frozen=True):
+    """What a policy may know. `gpus` and `apps` are sorted (by id; by arrival, then id)."""
+
+    round: int
+    seed: int  #: of this round; the only source of randomness
+    lease_s: float
+    cluster_gpus: int
+    gpus: tuple[GpuView, ...]
+    apps: tuple[AppView, ...]
+    offered: tuple[AppId, ...] | None = None  #: who saw the offer, once it was made; None: ask `Policy.bidders`
+
+
+class Settings(Struct, frozen=True, forbid_unknown_fields=True):
+    """Knobs of the policies, from the arbiter's configuration."""
+
+    fairness_knob: float = 0.8  #: f of PAPERS.md section 1: the (1 - f) fraction with the worst rho bids
+    solver_budget_ms: float = 500.0
+    #: "idle": what hidden payments leave stays free for a round when no app outside the auction can use it; bidders
+    #: cannot gain by lying. "bidders": it is given back to them; no GPU idles, but over-reporting can pay.
+    leftover: str = "bidders"
+
+
+class Outcome(Struct, frozen=True):
+    """What one app got in a round and why, in numbers and one sentence; kept in the round's record."""
+
+    app: AppId
+    gpus: tuple[GpuId, ...]
+    reason: str
+    bid: bool = False
+    won: int = 0  #: GPUs of the proportionally fair allocation, before hidden payments
+    fraction: float = 1.0  #: c_i
+    rho_now: float | None = None
+    rho_next: float | None = None  #: as bid, for what it got
+
+
+class Allocation(Struct, frozen=True):
+    """The desired assignment: each GPU in play to at most one app; unnamed GPUs to nobody."""
+
+    assign: Mapping[GpuId, AppId]
+    outcomes: tuple[Outcome, ...]
+    proven: bool = True  #: the solver proved its optimum (always true for policies without one)
+    facts: Mapping[str, float] = {}  #: figures for the round's record (gap, solver_ms is added by the shell)
+
+
+class Admission(Struct, frozen=True):
+    """Whether an app may enter; `reason` is one sentence that names the mend."""
+
+    admitted: bool
+    reason: str = ""
+
+
+class Policy(Protocol):
+    """One scheduling policy; stateless, made from `Settings`."""
+
+    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
+        """Say whether `app` may enter a cluster of these GPUs."""
+        ...
+
+    def bidders(self, view: View) -> Sequence[AppId]:
+        """Return who sees the offer; empty for no auction."""
+        ...
+
+    def allocate(self, view: View, bids: Mapping[AppId, Bid]) -> Allocation:
+        """Return the desired assignment of the GPUs in play."""
+        ...

@@ -1,0 +1,310 @@
+"""The two phases of a round (PAPERS.md section 1): probe rho, offer, collect one bid each, allocate.
+
+A round starts when GPUs can be assigned and an app wants some, at the arbiter's own pace; each phase has a deadline,
+and who is silent by then drops out of it and is recorded as such. The policy sees what is in play *when it decides*:
+a node lost or an app withdrawn in the meantime is no longer there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from arbiter.core import leases, model
+from arbiter.core.model import Bidding, Draining, Free, Gpu, Idle, Leased, Probing, State
+from arbiter.core.policies import POLICIES
+from arbiter.core.policy import Allocation, AppView, GpuView, Policy, View
+from arbiter.core.turn import RoundRecord, Turn
+from protocol.core import Send
+from protocol.messages import AppId, Bid, GpuId, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId
+
+
+def policy_of(state: State) -> Policy:
+    """Return the policy in force."""
+    return POLICIES[state.settings.policy](state.settings.policy_settings)
+
+
+def advance(turn: Turn) -> None:
+    """Move the round as far as time and answers allow: start one, close a phase, or do nothing."""
+    match turn.state.phase:
+        case Idle():
+            if _due(turn):
+                _probe(turn)
+        case Probing(deadline=deadline, asked=asked, rhos=rhos):
+            if turn.now >= deadline or rhos.keys() >= _still(turn, asked):
+                _offer(turn)
+        case Bidding(deadline=deadline, bidders=bidders, bids=bids):
+            if turn.now >= deadline or bids.keys() >= _still(turn, bidders):
+                _allocate(turn)
+        case _ as never:
+            assert_never(never)
+
+
+def abort(turn: Turn, why: str) -> None:
+    """Drop the round in progress: its answers went to an arbiter that is no more."""
+    if not isinstance(turn.state.phase, Idle):
+        turn.tell("rounds", f"round {turn.state.round} dropped: {why}")
+        turn.state.phase = Idle(turn.now)
+        turn.state.news = True
+
+
+def take_rho(turn: Turn, reply: ProbeReply) -> None:
+    """Note an app's rho; answers to a closed phase change nothing."""
+    phase = turn.state.phase
+    app = turn.state.apps[reply.app]
+    turn.state.apps[app.id] = replace(app, rho=reply.rho)
+    if not isinstance(phase, Probing) or reply.round != turn.state.round or reply.app not in phase.asked:
+        turn.tell(app.id, f"its rho for round {reply.round} came after that phase had closed and was not used")
+    elif reply.app not in phase.rhos:
+        turn.state.phase = replace(phase, rhos={**phase.rhos, reply.app: reply.rho})
+
+
+def take_bid(turn: Turn, bid: Bid) -> None:
+    """Note an app's bid; one each, for the round in progress only."""
+    phase = turn.state.phase
+    if not isinstance(phase, Bidding) or bid.round != turn.state.round or bid.app not in phase.bidders:
+        turn.tell(bid.app, f"its bid for round {bid.round} was refused: that round is closed to it", loudly=True)
+    elif bid.app not in phase.bids:
+        turn.state.phase = replace(phase, bids={**phase.bids, bid.app: bid})
+
+
+def deadline(state: State) -> float | None:
+    """Return when the round needs a `Tick`, or None."""
+    match state.phase:
+        case Probing(deadline=at) | Bidding(deadline=at):
+            return at
+        case Idle(not_before=not_before):
+            if not any(app.active for app in state.apps.values()):
+                return None
+            due = leases.next_expiry(state, lead_s=state.settings.renewal_lead_s)
+            wanted = [not_before] if state.news else [time for time in (due, _retry_at(state)) if time is not None]
+            return max(not_before, min(wanted)) if wanted else None
+        case _ as never:
+            assert_never(never)
+
+
+# --- phase 1 --------------------------------------------------------------------------------------------------------
+
+
+def _due(turn: Turn) -> bool:
+    state = turn.state
+    at = deadline(state)
+    if at is None or turn.now < at:
+        return False
+    state.news = False
+    view = make_view(turn, leases.in_play(turn), {})
+    wanting = any(_want(app) > 0 for app in view.apps)
+    if not view.gpus or not wanting:
+        state.phase = Idle(turn.now + state.settings.round_pause_s)
+        return False
+    return True
+
+
+def _retry_at(state: State) -> float | None:
+    """Return when to try free GPUs again that the last round left unused: rho, and so bids, change with time."""
+    since = [gpu.state.since for gpu in state.gpus.values() if isinstance(gpu.state, Free) and gpu.present]
+    if not since or not isinstance(state.phase, Idle):
+        return None
+    return state.phase.not_before + state.settings.lease_s / 4
+
+
+def _probe(turn: Turn) -> None:
+    state = turn.state
+    state.round += 1
+    view = make_view(turn, leases.in_play(turn), {})
+    asked = tuple(app.app for app in view.apps)
+    state.phase = Probing(turn.now, turn.now + state.settings.probe_s, asked, {})
+    for app_id in asked:
+        turn.effects.append(_probe_of(turn, state.apps[app_id], view.cluster_gpus))
+
+
+def _probe_of(turn: Turn, app: model.App, cluster_gpus: int) -> Send:
+    state = turn.state
+    elapsed_s = turn.now - app.arrived_at
+    probe = Probe(
+        app=app.id,
+        round=RoundId(state.round),
+        epoch=state.epoch,
+        cluster_gpus=cluster_gpus,
+        apps_mean=apps_mean(state, app, turn.now),
+        elapsed_s=elapsed_s,
+        deadline_s=state.settings.probe_s,
+    )
+    return Send(Party("app", app.owner), probe)
+
+
+def apps_mean(state: State, app: model.App, now: float) -> float:
+    """Return N_avg: the time-weighted mean of the number of apps over this app's life so far (at least 1)."""
+    return max(1.0, state.apps_count.mean_since(app.apps_integral, app.arrived_at, now))
+
+
+# --- phase 2 --------------------------------------------------------------------------------------------------------
+
+
+def _offer(turn: Turn) -> None:
+    state = turn.state
+    assert isinstance(state.phase, Probing)
+    gpus = list(leases.in_play(turn))
+    view = make_view(turn, iter(gpus), state.phase.rhos)
+    bidders = tuple(policy_of(state).bidders(view)) if gpus else ()
+    state.phase = Bidding(
+        started_at=state.phase.started_at,
+        deadline=turn.now + state.settings.bid_s,
+        rhos=state.phase.rhos,
+        offered=tuple(gpu.id for gpu in gpus),
+        bidders=bidders,
+        bids={},
+    )
+    offered = tuple(_offered(gpu) for gpu in view.gpus)
+    views = {app.app: app for app in view.apps}
+    for app_id in bidders:
+        offer = Offer(
+            app=app_id,
+            round=RoundId(state.round),
+            epoch=state.epoch,
+            lease_s=state.settings.lease_s,
+            deadline_s=state.settings.bid_s,
+            gpus=offered,
+            kept=tuple(_offered(gpu) for gpu in views[app_id].kept),
+        )
+        turn.effects.append(Send(Party("app", state.apps[app_id].owner), offer))
+    if not bidders:
+        _allocate(turn)
+
+
+def _offered(gpu: GpuView) -> OfferedGpu:
+    return OfferedGpu(gpu.gpu, gpu.node, gpu.rack, gpu.slot)
+
+
+def _allocate(turn: Turn) -> None:
+    state = turn.state
+    phase = state.phase
+    assert isinstance(phase, Bidding)
+    offered = set(phase.offered)
+    view = make_view(turn, (gpu for gpu in leases.in_play(turn) if gpu.id in offered), phase.rhos)
+    present = {app.app for app in view.apps}
+    bids = {app: bid for app, bid in phase.bids.items() if app in present}
+    allocation = policy_of(state).allocate(view, bids)
+    state.phase = Idle(turn.now + state.settings.round_pause_s)
+    _enact(turn, view, allocation)
+    for outcome in allocation.outcomes:
+        turn.tell(outcome.app, f"round {state.round}: {outcome.reason}")
+    turn.effects.append(_record(turn, phase, allocation))
+
+
+def _enact(turn: Turn, view: View, allocation: Allocation) -> None:
+    """Derive the transitions by comparing desired with current; what the policy got wrong is not done."""
+    in_view = {gpu.gpu for gpu in view.gpus}
+    for stray in sorted(set(allocation.assign) - in_view):
+        turn.tell("rounds", f"the policy assigned {stray}, which was not in play; ignored", loudly=True)
+    for gpu_view in view.gpus:
+        gpu = turn.state.gpus[gpu_view.gpu]
+        winner = allocation.assign.get(gpu.id)
+        app = turn.state.apps.get(winner) if winner is not None else None
+        if winner is not None and (app is None or not app.active):
+            turn.tell("rounds", f"the policy gave {gpu.id} to {winner}, which is not active; ignored", loudly=True)
+            app = None
+        _move(turn, gpu, app)
+
+
+def _move(turn: Turn, gpu: Gpu, app: model.App | None) -> None:
+    number = turn.state.round
+    match gpu.state:
+        case Free():
+            if app is not None:
+                leases.grant(turn, gpu, app, round=number)
+        case Leased(lease):
+            if app is not None and app.id == lease.app:
+                leases.renew(turn, gpu, round=number)
+            elif app is not None:
+                leases.revoke(turn, gpu, f"round {number} gave it to {app.id}", promised_to=app.id, preempted=True)
+            else:
+                leases.revoke(turn, gpu, f"round {number} did not renew its lease", preempted=True)
+        case Draining():
+            raise AssertionError(f"{gpu.id} was in play while it drains")
+        case _ as never:
+            assert_never(never)
+
+
+def _record(turn: Turn, phase: Bidding, allocation: Allocation) -> RoundRecord:
+    return RoundRecord(
+        round=turn.state.round,
+        at=phase.started_at,
+        took_s=turn.now - phase.started_at,
+        asked=tuple(sorted(phase.rhos)),
+        bidders=phase.bidders,
+        silent=tuple(app for app in phase.bidders if app not in phase.bids),
+        gpus=phase.offered,
+        outcomes=allocation.outcomes,
+        proven=allocation.proven,
+        facts=dict(allocation.facts),
+    )
+
+
+# --- what a policy sees ---------------------------------------------------------------------------------------------
+
+
+def make_view(turn: Turn, gpus: Iterator[Gpu], rhos: Mapping[AppId, float]) -> View:
+    """Return the frozen view of the apps that can use GPUs and the GPUs in play."""
+    state = turn.state
+    views = {gpu.id: _view_of(gpu) for gpu in gpus}
+    promised = _promised(state)
+    ordered = sorted((app for app in state.apps.values() if app.active), key=lambda app: (app.arrived_at, app.id))
+    apps = [_app_view(turn, app, views, promised.get(app.id, []), rhos) for app in ordered if _heard(turn, app)]
+    return View(
+        round=state.round,
+        seed=state.settings.seed * 1_000_003 + state.round,
+        lease_s=state.settings.lease_s,
+        cluster_gpus=sum(1 for gpu in state.gpus.values() if leases.usable(state, gpu)),
+        gpus=tuple(views.values()),
+        apps=tuple(app for app in apps if _want(app) > 0 or app.renewable),
+    )
+
+
+def _app_view(
+    turn: Turn, app: model.App, in_play: Mapping[GpuId, GpuView], promised: list[Gpu], rhos: Mapping[AppId, float]
+) -> AppView:
+    held = leases.held(turn, app.id)
+    kept = [_view_of(gpu) for gpu in held if gpu.id not in in_play] + [_view_of(gpu) for gpu in promised]
+    return AppView(
+        app=app.id,
+        tenant=app.tenant,
+        gang=app.gang,
+        demand_max=app.demand_max,
+        level_max=app.level_max,
+        elapsed_s=turn.now - app.arrived_at,
+        rho=rhos.get(app.id),
+        kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
+        renewable=tuple(gpu.id for gpu in held if gpu.id in in_play),
+    )
+
+
+def _promised(state: State) -> dict[AppId, list[Gpu]]:
+    """Return, per app, the draining GPUs it has won: as good as held, and not to be won twice over."""
+    promised: dict[AppId, list[Gpu]] = {}
+    for gpu in state.gpus.values():
+        if isinstance(gpu.state, Draining) and gpu.state.promised_to is not None:
+            promised.setdefault(gpu.state.promised_to, []).append(gpu)
+    return promised
+
+
+def _view_of(gpu: Gpu) -> GpuView:
+    holder = gpu.state.lease.app if isinstance(gpu.state, Leased) else None
+    return GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot, holder)
+
+
+def _want(app: AppView) -> int:
+    return app.demand_max - len(app.kept)
+
+
+def _heard(turn: Turn, app: model.App) -> bool:
+    """Whether the app's agent speaks, or its training goes on without it (fail-static)."""
+    if turn.now - app.seen_at <= turn.state.settings.app_timeout_s:
+        return True
+    return any(turn.state.tasks[task].alive for task in turn.index.tasks[app.id])
+
+
+def _still(turn: Turn, apps: tuple[AppId, ...]) -> set[AppId]:
+    return {app for app in apps if turn.state.apps[app].active}

@@ -1,0 +1,164 @@
+"""One call of `Arbiter.handle`: the state, the time, and what has come of it so far.
+
+Operations on leases, rounds and apps change the state through a `Turn` and leave marks in it; at the end of the call
+the arbiter turns the marks into messages, so that an app that wins four GPUs in one round hears one `Grant`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import Struct
+
+from arbiter.core import lifecycle, model
+from arbiter.core.model import Chapter, State
+from arbiter.core.policy import Outcome
+from protocol.core import Send
+from protocol.messages import AppId, GpuId, LeaseId, NodeId, TaskId
+
+#: Lines kept of one object's story: a day of rounds at the default lease is 144; the ledger keeps all of them.
+STORY_LENGTH_MAX = 64
+
+
+class RoundRecord(Struct, frozen=True, tag=True):
+    """Effect: one round, for the ledger. `took_s` spans probe, offer, bids and allocation."""
+
+    round: int
+    at: float
+    took_s: float
+    asked: tuple[AppId, ...]
+    bidders: tuple[AppId, ...]
+    silent: tuple[AppId, ...]  #: bidders that sent no bid before the deadline
+    gpus: tuple[GpuId, ...]
+    outcomes: tuple[Outcome, ...]
+    proven: bool
+    facts: dict[str, float]
+
+
+class LeaseRecord(Struct, frozen=True, tag=True):
+    """Effect: one lease that is over, for the ledger. From grant to proof of release."""
+
+    lease: LeaseId
+    app: AppId
+    gpu: GpuId
+    node: NodeId
+    start: float
+    end: float
+    reason: str
+
+
+class Note(Struct, frozen=True, tag=True):
+    """Effect: something a human reading the log should see; `subject` is an id."""
+
+    subject: str
+    what: str
+
+
+Effect = Send | RoundRecord | LeaseRecord | Note
+
+
+@dataclass
+class Turn:
+    """The transient side of one event."""
+
+    state: State
+    now: float
+    index: Index
+    effects: list[Effect] = field(default_factory=list)
+    granted: dict[AppId, list[model.Lease]] = field(default_factory=lambda: defaultdict(list))
+    renewed: dict[AppId, list[model.Lease]] = field(default_factory=lambda: defaultdict(list))
+    revoked: dict[tuple[AppId, str], list[LeaseId]] = field(default_factory=lambda: defaultdict(list))
+    nodes: set[NodeId] = field(default_factory=set)  #: whose plan may have changed
+    apps: set[AppId] = field(default_factory=set)  #: whose holdings may have changed
+
+    def tell(self, subject: str, what: str, *, loudly: bool = False) -> None:
+        """Add a line to the story of `subject`; `loudly` also puts it into the log."""
+        story = self.state.stories.setdefault(subject, [])
+        story.append(Chapter(self.now, what))
+        del story[:-STORY_LENGTH_MAX]
+        if loudly:
+            self.effects.append(Note(subject, what))
+
+    def put_gpu(self, gpu: model.Gpu, state: model.GpuState) -> str:
+        """Move a GPU into `state` and return the verb; keeps the index true."""
+        verb = lifecycle.gpu_transition(gpu, state, self.state.stories.get(gpu.id, ()))
+        self.index.unbind(gpu)
+        moved = msgspec.structs.replace(gpu, state=state)
+        self.state.gpus[gpu.id] = moved
+        self.index.bind(moved)
+        self.nodes.add(gpu.node)
+        for app in (_app_of(gpu.state), _app_of(state)):
+            if app is not None:
+                self.apps.add(app)
+        return verb
+
+    def put_app(self, app: model.App, state: model.AppState) -> model.App:
+        """Move an app into `state` and return it."""
+        verb = lifecycle.app_transition(app, state, self.state.stories.get(app.id, ()))
+        moved = msgspec.structs.replace(app, state=state)
+        self.state.apps[app.id] = moved
+        self.apps.add(app.id)
+        self.state.news = True
+        reason = getattr(state, "reason", "")
+        past = {"admit": "admitted", "refuse": "refused", "settle": getattr(state, "outcome", "settled")}[verb]
+        self.tell(app.id, f"{past}: {reason}" if reason else past)
+        return moved
+
+
+class Index:
+    """GPUs and tasks by app: derived from the state, never part of it."""
+
+    def __init__(self, state: State) -> None:
+        """Derive everything afresh."""
+        self.gpus: dict[AppId, set[GpuId]] = defaultdict(set)
+        self.tasks: dict[AppId, set[TaskId]] = defaultdict(set)
+        self.node_gpus: dict[NodeId, set[GpuId]] = defaultdict(set)
+        self.node_tasks: dict[NodeId, set[TaskId]] = defaultdict(set)
+        for gpu in state.gpus.values():
+            self.bind(gpu)
+        for task in state.tasks.values():
+            self.bind_task(task)
+
+    def bind(self, gpu: model.Gpu) -> None:
+        """Note who has this GPU."""
+        self.node_gpus[gpu.node].add(gpu.id)
+        app = _app_of(gpu.state)
+        if app is not None:
+            self.gpus[app].add(gpu.id)
+
+    def unbind(self, gpu: model.Gpu) -> None:
+        """Forget who has this GPU."""
+        app = _app_of(gpu.state)
+        if app is not None:
+            self.gpus[app].discard(gpu.id)
+
+    def bind_task(self, task: model.Task) -> None:
+        """Note where this task is."""
+        self.tasks[task.app].add(task.id)
+        self.node_tasks[task.node].add(task.id)
+
+    def unbind_task(self, task: model.Task) -> None:
+        """Forget this task."""
+        self.tasks[task.app].discard(task.id)
+        self.node_tasks[task.node].discard(task.id)
+
+    def same_as(self, other: Index) -> bool:
+        """Whether both say the same (empty entries aside)."""
+        pairs = (
+            (self.gpus, other.gpus),
+            (self.tasks, other.tasks),
+            (self.node_gpus, other.node_gpus),
+            (self.node_tasks, other.node_tasks),
+        )
+        return all(_filled(mine.items()) == _filled(theirs.items()) for mine, theirs in pairs)
+
+
+def _filled(items: Iterable[tuple[str, set[GpuId]]] | Iterable[tuple[str, set[TaskId]]]) -> dict[str, set[str]]:
+    return {key: {str(value) for value in values} for key, values in items if values}
+
+
+def _app_of(state: model.GpuState) -> AppId | None:
+    return None if isinstance(state, model.Free) else state.lease.app

@@ -1,0 +1,133 @@
+"""The arbiter's daemon: the core between journal, bus, ledger and desk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import assert_never
+
+import structlog
+
+from arbiter.config import ArbiterConfig, ConfigError, check
+from arbiter.core.arbiter import Arbiter, Configured, Effect, Event
+from arbiter.core.turn import LeaseRecord, Note, RoundRecord
+from arbiter.desk import Desk
+from arbiter.ledger import Ledger
+from protocol.bus import Bus
+from protocol.core import Send
+from protocol.journal import Journal
+from protocol.messages import ARBITER, AnyMessage, LogChunk, Party, Query
+from protocol.shell import Shell
+
+#: Events between two snapshots: a restart replays at most these, about a second's work.
+SNAPSHOT_EVERY = 5_000
+
+_log = structlog.get_logger("arbiter")
+
+
+async def run_arbiter(config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[], None] | None = None) -> None:
+    """Run the arbiter until cancelled. The state folder is made if it is missing.
+
+    Raises
+    ------
+    ConfigError
+        If the settings cannot work.
+    JournalError
+        If the state folder belongs to another process or cannot be read.
+    """
+    check(config.arbiter, "configuration")
+    folder = _state_folder(config)
+    with (
+        closing(_journal(folder)) as journal,
+        closing(Ledger(folder / "ledger.db")) as ledger,
+    ):
+        arbiter = _restore(journal, ledger)
+        _configure(arbiter, journal, config)
+        desk = Desk(arbiter, ledger)
+
+        async def perform(effect: RoundRecord | LeaseRecord | Note) -> None:
+            _perform(effect, ledger)
+
+        def answer(sender: Party, message: AnyMessage) -> Sequence[Send] | None:
+            match message:
+                case Query():
+                    return desk.ask(sender, message, shell.now())
+                case LogChunk():
+                    return desk.deliver(message)
+                case _:
+                    return None
+
+        shell: Shell[Configured, RoundRecord | LeaseRecord | Note] = Shell(
+            arbiter,
+            bus,
+            ARBITER,
+            perform=perform,
+            journal=journal,
+            snapshot=arbiter.snapshot,
+            snapshot_every=SNAPSHOT_EVERY,
+            shared_users=frozenset(config.shared_users),
+            answer=answer,
+            on_alive=on_alive,
+        )
+        if config.shared_users:
+            _log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
+        await shell.run()
+
+
+def _state_folder(config: ArbiterConfig) -> Path:
+    folder = Path(config.state_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"state_dir {folder} cannot be made: {error.strerror}; give a folder this user owns"
+        ) from error
+    return folder
+
+
+def _journal(folder: Path) -> Journal[Event]:
+    return Journal.of(folder / "journal.db", Event)
+
+
+def _restore(journal: Journal[Event], ledger: Ledger) -> Arbiter:
+    """Return the arbiter as the journal tells; what it recorded last is recorded again, should it have been missed."""
+    loaded = journal.load()
+    arbiter = Arbiter.restored(loaded.snapshot) if loaded.snapshot is not None else Arbiter()
+    count = 0
+    for _seq, now, event in loaded.events:
+        for effect in arbiter.handle(event, now):
+            if isinstance(effect, RoundRecord | LeaseRecord):
+                ledger.write(effect)
+        count += 1
+    arbiter.validate()
+    _log.info("journal.replayed", events=count, apps=len(arbiter.state.apps), round=arbiter.state.round)
+    return arbiter
+
+
+def _configure(arbiter: Arbiter, journal: Journal[Event], config: ArbiterConfig) -> None:
+    event = Configured(config.arbiter)
+    now = max(time.time(), journal.last_now)
+    journal.append(now, event)
+    journal.commit()
+    for effect in arbiter.handle(event, now):
+        if isinstance(effect, Note):
+            _perform(effect, None)
+
+
+def _perform(effect: RoundRecord | LeaseRecord | Note, ledger: Ledger | None) -> None:
+    match effect:
+        case RoundRecord() | LeaseRecord():
+            if ledger is not None:
+                ledger.write(effect)
+            if isinstance(effect, RoundRecord):
+                won = {outcome.app: len(outcome.gpus) for outcome in effect.outcomes if outcome.gpus}
+                _log.info("round.closed", round=effect.round, bidders=len(effect.bidders), gpus=won)
+        case Note(subject, what):
+            _log.info("object.noted", subject=subject, what=what)
+        case _ as never:
+            assert_never(never)
+
+
+__all__ = ["Effect", "run_arbiter"]

@@ -1,0 +1,279 @@
+"""The desk: answers users' questions from the state and the ledger; changes nothing.
+
+Answers are JSON documents with a schema name; within a major version fields are only ever added. Questions come as
+`Query` from an app agent (the user's side) and go back as `Answer`; logs are fetched from the node that has them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import OrderedDict
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, assert_never
+
+import msgspec
+
+from arbiter.core import leases, model, rounds
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.model import Active, Draining, Enrolling, Free, Leased, Refused, Settled
+from arbiter.core.turn import RoundRecord
+from arbiter.ledger import Ledger
+from protocol.core import Send
+from protocol.messages import Answer, AppId, LogChunk, Party, Query, ReadLog, TaskId
+
+#: Questions about logs that wait for a node at any time; the oldest is dropped, and its asker asks again.
+WAITING_MAX = 1000
+#: Rounds and leases told at once: a week of leases of 600 s on 8 GPUs.
+SPANS_MAX = 20_000
+EXPLAIN_ROUNDS = 20
+
+
+class Desk:
+    """Answers for one arbiter."""
+
+    def __init__(self, arbiter: Arbiter, ledger: Ledger) -> None:
+        """Answer from this state and this ledger."""
+        self._arbiter = arbiter
+        self._ledger = ledger
+        self._waiting: OrderedDict[str, Party] = OrderedDict()
+
+    def ask(self, sender: Party, query: Query, now: float) -> Sequence[Send]:
+        """Return what to send so that `sender` gets an answer."""
+        match query.kind:
+            case "apps":
+                return [_answer(sender, query, self._apps(now, query.target))]
+            case "nodes":
+                return [_answer(sender, query, self._nodes(now))]
+            case "rounds":
+                return [_answer(sender, query, self._rounds(now))]
+            case "explain":
+                return [self._explain(sender, query, now)]
+            case "log":
+                return [self._fetch_log(sender, query)]
+            case _ as never:
+                assert_never(never)
+
+    def deliver(self, chunk: LogChunk) -> Sequence[Send]:
+        """Return what to send when a node has answered `ReadLog`."""
+        asker = self._waiting.pop(chunk.query_id, None)
+        if asker is None:
+            return []
+        document = {
+            "schema": "log/v1",
+            "task": chunk.task,
+            "offset": chunk.offset,
+            "size": chunk.size,
+            "ended": chunk.ended,
+            "data": base64.b64encode(chunk.data).decode(),
+        }
+        return [Send(asker, Answer(chunk.query_id, msgspec.json.encode(document)))]
+
+    # --- documents --------------------------------------------------------------------------------------------------
+
+    def _apps(self, now: float, target: str) -> dict[str, Any]:
+        apps = sorted(self._arbiter.state.apps.values(), key=lambda app: (app.arrived_at, app.id))
+        return {
+            "schema": "apps/v1",
+            "apps": [self._app(app, now) for app in apps if not target or app.id == target],
+        }
+
+    def _app(self, app: model.App, now: float) -> dict[str, Any]:
+        state = self._arbiter.state
+        gpus = [gpu for gpu in state.gpus.values() if not isinstance(gpu.state, Free) and gpu.state.lease.app == app.id]
+        running_s = leases.running_gpu_seconds(state, (gpu.id for gpu in gpus), now)
+        ended_at = app.state.at if isinstance(app.state, Settled | Refused) else None
+        lived_s = (ended_at or now) - app.arrived_at
+        tasks = [task for task in state.tasks.values() if task.app == app.id]
+        return {
+            "id": app.id,
+            "tenant": app.tenant,
+            "name": app.name,
+            "state": _state_name(app, gpus, tasks),
+            "reason": getattr(app.state, "reason", ""),
+            "gpus": [gpu.id for gpu in gpus if isinstance(gpu.state, Leased)],
+            "gang": app.gang,
+            "want": app.demand_max,
+            "rho": app.state.rho if isinstance(app.state, Settled) else app.rho,
+            "jct_s": lived_s if isinstance(app.state, Settled) else None,
+            "elapsed_s": lived_s,
+            "gpu_seconds": app.tally.gpu_seconds + running_s,
+            "grants": app.tally.grants,
+            "renewals": app.tally.renewals,
+            "preemptions": app.tally.preemptions,
+            "migrations": app.migrations,
+            "steps_lost": app.steps_lost,
+            "suspensions": app.suspensions,
+            "metrics": app.metrics,
+            "arrived_at": _instant(app.arrived_at),
+            "ended_at": _instant(ended_at) if ended_at is not None else None,
+            "tasks": [_task(task) for task in tasks],
+        }
+
+    def _nodes(self, now: float) -> dict[str, Any]:
+        state = self._arbiter.state
+        nodes = []
+        for node in sorted(state.nodes.values(), key=lambda node: node.id):
+            up = isinstance(node.state, model.Up)
+            since = node.state.seen_at if isinstance(node.state, model.Up) else node.state.since
+            gpus = sorted((gpu for gpu in state.gpus.values() if gpu.node == node.id), key=lambda gpu: gpu.id)
+            nodes.append(
+                {
+                    "id": node.id,
+                    "rack": node.rack,
+                    "state": "up" if up else "lost",
+                    "last_seen_s": now - since,
+                    "gpus": [_gpu(gpu) for gpu in gpus],
+                }
+            )
+        return {"schema": "nodes/v1", "nodes": nodes}
+
+    def _rounds(self, now: float) -> dict[str, Any]:
+        records = self._ledger.rounds(limit=1000)
+        spans = [
+            {"gpu": lease.gpu, "node": lease.node, "app": lease.app, "from": lease.start, "to": lease.end}
+            for lease in self._ledger.leases(limit=SPANS_MAX)
+        ]
+        for gpu in self._arbiter.state.gpus.values():
+            if not isinstance(gpu.state, Free):
+                held = gpu.state.lease
+                spans.append({"gpu": gpu.id, "node": gpu.node, "app": held.app, "from": held.granted_at, "to": now})
+        return {
+            "schema": "rounds/v1",
+            "count": self._ledger.round_count(),
+            "rounds": [_round(record) for record in records],
+            "spans": spans,
+        }
+
+    def _explain(self, sender: Party, query: Query, now: float) -> Send:
+        app = self._arbiter.state.apps.get(AppId(query.target))
+        if app is None:
+            story = self._arbiter.story(query.target)
+            if not story:
+                return _refuse(
+                    sender, query, f"nothing here is called {query.target}; `gpu-arbiter ps -a` lists the apps"
+                )
+            document = {"schema": "explain/v1", "id": query.target, "story": _story(story)}
+            return _answer(sender, query, document)
+        document = self._app(app, now) | {
+            "schema": "explain/v1",
+            "app": app.id,
+            "held": list(self._app(app, now)["gpus"]),
+            "refusal": app.state.reason if isinstance(app.state, Refused) else "",
+            "waiting_for": self._waiting_for(app),
+            "apps_mean": rounds.apps_mean(self._arbiter.state, app, now),
+            "rounds": [_own_round(app.id, record) for record in self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app.id)],
+            "story": _story(self._arbiter.story(app.id)),
+        }
+        return _answer(sender, query, document)
+
+    def _waiting_for(self, app: model.App) -> str:
+        """Return, in one sentence, what the app waits for before any round could help it; empty if rounds decide."""
+        state = self._arbiter.state
+        if isinstance(app.state, Enrolling):
+            return "no node has enrolled yet; start one with `gpu-arbiter node-agent`" if not state.nodes else ""
+        draining = [
+            gpu.id for gpu in state.gpus.values() if isinstance(gpu.state, Draining) and gpu.state.promised_to == app.id
+        ]
+        if draining:
+            return f"it has won {', '.join(sorted(draining))} and waits until the last user has left"
+        if not any(leases.usable(state, gpu) for gpu in state.gpus.values()):
+            return "no GPU is in service; see `gpu-arbiter nodes`"
+        return ""
+
+    def _fetch_log(self, sender: Party, query: Query) -> Send:
+        task_id, _, _ = query.target.partition(" ")
+        task = self._arbiter.state.tasks.get(TaskId(task_id)) or self._newest_task(task_id)
+        if task is None:
+            return _refuse(sender, query, f"no node has output of {query.target}; it may not have started yet")
+        self._waiting[query.query_id] = sender
+        while len(self._waiting) > WAITING_MAX:
+            self._waiting.popitem(last=False)
+        return Send(Party("node", task.node), ReadLog(query.query_id, task.id, query.offset))
+
+    def _newest_task(self, target: str) -> model.Task | None:
+        """Return the newest task of an app or job called `target`."""
+        tasks = [task for task in self._arbiter.state.tasks.values() if target in (task.app, task.job)]
+        return max(tasks, key=lambda task: (task.attempt, task.job), default=None)
+
+
+# --- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def _answer(to: Party, query: Query, document: dict[str, Any]) -> Send:
+    return Send(to, Answer(query.query_id, msgspec.json.encode(document)))
+
+
+def _refuse(to: Party, query: Query, why: str) -> Send:
+    return Send(to, Answer(query.query_id, b"", why))
+
+
+def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model.Task]) -> str:
+    match app.state:
+        case Enrolling():
+            return "enrolling"
+        case Refused():
+            return "refused"
+        case Settled(outcome=outcome):
+            return outcome
+        case Active():
+            if any(task.phase == "running" for task in tasks):
+                return "running"
+            if any(isinstance(gpu.state, Leased) for gpu in gpus):
+                return "starting"
+            return "suspended" if any(task.phase == "suspended" for task in tasks) else "waiting"
+        case _ as never:
+            assert_never(never)
+
+
+def _task(task: model.Task) -> dict[str, Any]:
+    names = ("job", "attempt", "node", "gpus", "phase", "step", "start_step", "saved_step", "total_steps", "step_s")
+    told = {name: getattr(task, name) for name in (*names, "suspensions", "outcome", "exit_code", "reason", "metrics")}
+    return {"task": task.id, **told}
+
+
+def _gpu(gpu: model.Gpu) -> dict[str, Any]:
+    names = {Free: "free", Leased: "leased", Draining: "draining"}
+    return {
+        "id": gpu.id,
+        "model": gpu.model,
+        "slot": gpu.slot,
+        "memory_bytes": gpu.memory_bytes,
+        "state": names[type(gpu.state)] if gpu.present else "absent",
+        "app": None if isinstance(gpu.state, Free) else gpu.state.lease.app,
+        "healthy": gpu.healthy,
+        "empty": gpu.empty,
+        "detail": gpu.detail,
+    }
+
+
+def _round(record: RoundRecord) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(record)
+    told.pop("type")
+    return told | {"at": _instant(record.at)}
+
+
+def _own_round(app: AppId, record: RoundRecord) -> dict[str, Any]:
+    (outcome,) = [outcome for outcome in record.outcomes if outcome.app == app][:1]
+    winners = [{"app": other.app, "gpus": len(other.gpus)} for other in record.outcomes if other.gpus]
+    return {
+        "round": record.round,
+        "at": _instant(record.at),
+        "bid": outcome.bid,
+        "won": outcome.won,
+        "got": len(outcome.gpus),
+        "fraction": outcome.fraction,
+        "rho_now": outcome.rho_now,
+        "rho_next": outcome.rho_next,
+        "reason": outcome.reason,
+        "winners": winners,
+        "silent": app in record.silent,
+    }
+
+
+def _story(chapters: Sequence[model.Chapter]) -> list[dict[str, Any]]:
+    return [{"at": _instant(chapter.at), "what": chapter.what} for chapter in chapters]
+
+
+def _instant(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,0 +1,359 @@
+"""The arbiter's promises, told event by event."""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from arbiter.core.model import Active, Draining, Free, Leased, Lost, Probing, Refused
+from arbiter.core.policy import Settings
+from protocol.core import Received, Tick
+from protocol.messages import (
+    Bid,
+    BidRow,
+    Grant,
+    Holdings,
+    NodePlan,
+    Offer,
+    Party,
+    Preempt,
+    Probe,
+    ProbeReply,
+    Query,
+    Refusal,
+    RoundId,
+)
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, notes, records, sent, task, wish
+
+
+def one_app_running() -> tuple[Site, str]:
+    """A site of one GPU whose app holds it and trains on it."""
+    site = Site()
+    site.node("n1", 1)
+    effects = site.app("ana-1") + site.wait(0)
+    site.play_round(effects)
+    gpu = gpu_id("n1", 0)
+    assert site.held("ana-1") == [gpu]
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    return site, gpu
+
+
+def test_a_lone_app_gets_the_free_gpu_through_probe_offer_bid_and_grant() -> None:
+    site = Site()
+    site.node("n1", 1)
+    effects = site.app("ana-1")
+    (probe,) = sent(effects + site.wait(0), Probe)
+    assert (probe.app, probe.cluster_gpus, probe.apps_mean) == ("ana-1", 1, 1.0)
+    (offer,) = sent(site.rho("ana-1", 3.0), Offer)
+    assert [gpu.gpu for gpu in offer.gpus] == [gpu_id("n1", 0)]
+    effects = site.bid("ana-1", {1: 0.5})
+    (grant,) = sent(effects, Grant)
+    assert [lease.gpu for lease in grant.leases] == [gpu_id("n1", 0)]
+    assert grant.epoch == 1
+    (record,) = records(effects)
+    assert record.bidders == ("ana-1",)
+    assert record.outcomes[0].gpus == (gpu_id("n1", 0),)
+
+
+def test_a_granted_gpu_runs_the_job_its_app_divides_it_to() -> None:
+    site, gpu = one_app_running()
+    (order,) = site.plans["n1"].tasks
+    assert (order.task, order.want, order.gpus) == ("ana-1.0-a0", "run", (gpu,))
+
+
+def test_the_same_report_twice_changes_nothing() -> None:
+    site, _gpu = one_app_running()
+    _now, again = site.journal[-1]
+    before = replace(site.arbiter.state.nodes["n1"])
+    effects = site.handle(again)
+    assert sent(effects, NodePlan) == []
+    assert site.arbiter.state.nodes["n1"] == before
+
+
+def test_an_incumbent_that_wins_again_is_renewed_without_interruption() -> None:
+    site, gpu = one_app_running()
+    first = site.gpu_state(gpu)
+    assert isinstance(first, Leased)
+    site.now += 80
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    plan = site.plans["n1"]
+    effects = site.play_round(site.wait(10.5))
+    (grant,) = sent(effects, Grant)
+    assert [lease.gpu for lease in grant.renewed] == [gpu]
+    renewed = site.gpu_state(gpu)
+    assert isinstance(renewed, Leased)
+    assert renewed.lease.id == first.lease.id
+    assert renewed.lease.expires_at > first.lease.expires_at
+    assert site.plans["n1"].tasks == plan.tasks
+
+
+def lose_to_newcomer(site: Site, gpu: str) -> list[object]:
+    """Let `bob-1` win the GPU that `ana-1` holds."""
+    site.now += 80
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    site.app("bob-1")
+    effects = site.wait(10.5)
+    effects += site.rho("ana-1", 1.0)
+    effects += site.rho("bob-1", 50.0)
+    assert [offer.app for offer in sent(effects, Offer)] == ["bob-1"]
+    return effects + site.bid("bob-1", {1: 1.0})
+
+
+def test_a_loser_is_preempted_and_the_winner_waits_for_the_proof_of_release() -> None:
+    site, gpu = one_app_running()
+    effects = lose_to_newcomer(site, gpu)
+    (preempt,) = sent(effects, Preempt)
+    assert preempt.app == "ana-1"
+    assert "bob-1" in preempt.reason
+    assert site.plans["n1"].tasks[0].want == "vacate"
+    assert sent(effects, Grant) == []
+    ana = task("ana-1", 0, [gpu], "vacating")
+    assert sent(site.node("n1", tasks=[ana], used=[gpu]), Grant) == []
+    gone = task("ana-1", 0, [gpu], "exited", outcome="preempted")
+    (grant,) = sent(site.node("n1", tasks=[gone]), Grant)
+    assert grant.app == "bob-1"
+    assert site.held("bob-1") == [gpu]
+
+
+def test_a_report_on_an_older_plan_proves_nothing() -> None:
+    site, gpu = one_app_running()
+    old = site.plans["n1"]
+    lose_to_newcomer(site, gpu)
+    site.node("n1", plan=(old.epoch, old.seq))
+    assert isinstance(site.gpu_state(gpu), Draining)
+    site.node("n1", plan=(0, 10**6))
+    assert isinstance(site.gpu_state(gpu), Draining), "a report of another epoch proves nothing"
+    site.node("n1")
+    assert site.holder(gpu) == "bob-1"
+
+
+def test_a_next_attempt_starts_only_when_the_earlier_one_is_gone() -> None:
+    site = Site()
+    site.node("n1", 2)
+    effects = site.app("ana-1", demand=2) + site.wait(0)
+    site.play_round(effects)
+    a, b = gpu_id("n1", 0), gpu_id("n1", 1)
+    assert site.held("ana-1") == [a, b]
+    site.app("ana-1", demand=2, jobs=[wish("ana-1", 0, [a])])
+    site.node("n1", tasks=[task("ana-1", 0, [a])], used=[a])
+    site.app("ana-1", demand=2, jobs=[wish("ana-1", 0, [b], attempt=1)])
+    assert [(order.task, order.want) for order in site.plans["n1"].tasks] == [("ana-1.0-a0", "vacate")]
+    site.node("n1", tasks=[task("ana-1", 0, [a], "exited", outcome="preempted")])
+    assert [(order.task, order.want) for order in site.plans["n1"].tasks] == [("ana-1.0-a1", "run")]
+
+
+def test_an_exited_task_is_named_until_its_app_moves_on_so_that_its_end_is_never_lost() -> None:
+    site, gpu = one_app_running()
+    done = task("ana-1", 0, [gpu], "exited", outcome="finished", exit_code=0)
+    (holdings,) = sent(site.node("n1", tasks=[done]), Holdings)
+    assert holdings.tasks[0].outcome == "finished"
+    assert [order.task for order in site.plans["n1"].tasks] == ["ana-1.0-a0"]
+    site.app("ana-1", demand=0, state="finished")
+    assert site.plans["n1"].tasks == ()
+
+
+def test_a_finished_app_gives_back_everything_and_is_forgotten_by_the_rounds() -> None:
+    site, gpu = one_app_running()
+    site.app("ana-1", state="finished", ideal_s=10.0, demand=0)
+    assert isinstance(site.gpu_state(gpu), Draining)
+    site.node("n1")
+    assert isinstance(site.gpu_state(gpu), Free)
+    app = site.arbiter.state.apps["ana-1"]
+    assert app.tally.grants == 1
+    assert sent(site.wait(200), Probe) == []
+
+
+def two_apps_probed() -> Site:
+    """A site of one GPU where both apps are asked for their rho."""
+    site = Site()
+    site.app("ana-1")
+    site.app("bob-1")
+    site.node("n1", 1)
+    site.wait(1)
+    phase = site.arbiter.state.phase
+    assert isinstance(phase, Probing)
+    assert phase.asked == ("ana-1", "bob-1")
+    return site
+
+
+def test_a_withdrawn_app_does_not_hold_up_the_round_it_was_in() -> None:
+    site = two_apps_probed()
+    site.rho("ana-1", 5.0)
+    effects = site.app("bob-1", state="cancelled", demand=0)
+    assert [offer.app for offer in sent(effects, Offer)] == ["ana-1"]
+
+
+def test_a_silent_app_drops_out_at_the_deadline_and_the_record_says_so() -> None:
+    site = Site()
+    site.node("n1", 1)
+    effects = site.app("ana-1") + site.wait(0)
+    assert sent(effects, Probe)
+    effects = site.rho("ana-1", 1.0)
+    assert sent(effects, Offer)
+    (record,) = records(site.wait(2.0))
+    assert record.silent == ("ana-1",)
+
+
+def test_a_bid_for_a_closed_round_is_refused_with_a_sentence_and_disturbs_nothing() -> None:
+    site, gpu = one_app_running()
+    before = site.gpu_state(gpu)
+    effects = site.bid("ana-1", {1: 0.1}, round=1)
+    assert "its bid for round 1 was refused: that round is closed to it" in notes(effects)
+    assert site.gpu_state(gpu) == before
+
+
+def test_a_second_bid_in_a_round_changes_nothing() -> None:
+    site = Site(replace(SETTINGS, policy_settings=Settings(fairness_knob=0.0)))
+    site.app("ana-1")
+    site.app("bob-1")
+    site.node("n1", 1)
+    site.wait(1)
+    site.rho("ana-1", 1.0)
+    assert len(sent(site.rho("bob-1", 1.0), Offer)) == 2
+    site.bid("ana-1", {1: 0.5})
+    first = site.arbiter.state.phase
+    site.bid("ana-1", {1: 0.001})
+    assert site.arbiter.state.phase == first
+
+
+def test_an_unknown_app_gets_a_sentence_and_nothing_else_changes() -> None:
+    site, _gpu = one_app_running()
+    before = site.arbiter.state.apps.copy()
+    effects = site.hear(Party("app", "eve"), Bid("eve-1", RoundId(1), 1.0, (BidRow(1, "cluster", 0.1),)))
+    assert "an app nobody has submitted" in notes(effects)
+    assert site.arbiter.state.apps == before
+
+
+def test_nobody_can_speak_for_an_app_or_node_of_another() -> None:
+    site, gpu = one_app_running()
+    assert "not its own" in notes(site.app("ana-1", state="cancelled", sender="eve"))
+    assert "belongs to ana" in notes(site.hear(Party("app", "eve"), ProbeReply("ana-1", RoundId(1), 9.0)))
+    (node_report,) = [event.message for _, event in site.journal if isinstance(event, Received)][:1]
+    assert "refused" in notes(site.hear(Party("node", "n2"), node_report))
+    assert site.held("ana-1") == [gpu]
+
+
+def test_an_app_that_never_fits_is_refused_with_the_mend_once_nodes_had_time_to_enrol() -> None:
+    site = Site()
+    site.node("n1", 4)
+    assert sent(site.app("ana-1", gang=9, demand=9), Refusal) == []
+    (refusal,) = sent(site.wait(5.0), Refusal)
+    assert "9" in refusal.reason
+    assert "4" in refusal.reason
+    assert isinstance(site.arbiter.state.apps["ana-1"].state, Refused)
+    (again,) = sent(site.app("ana-1", gang=9, demand=9), Refusal)
+    assert again == refusal
+
+
+def test_an_app_waits_for_nodes_before_it_is_judged() -> None:
+    site = Site()
+    site.app("ana-1", gang=4, demand=4)
+    site.wait(60)
+    site.node("n1", 4)
+    assert isinstance(site.arbiter.state.apps["ana-1"].state, Active)
+
+
+def test_a_lost_node_ends_its_leases_and_the_gpu_stays_untouchable_until_proved() -> None:
+    site, gpu = one_app_running()
+    effects = site.wait(30)
+    assert isinstance(site.arbiter.state.nodes["n1"].state, Lost)
+    (preempt,) = sent(effects, Preempt)
+    assert "lost" in preempt.reason
+    holdings = sent(effects, Holdings)[-1]
+    assert holdings.tasks[0].phase == "exited"
+    assert isinstance(site.gpu_state(gpu), Draining)
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    assert site.plans["n1"].tasks[0].want == "vacate"
+    assert isinstance(site.gpu_state(gpu), Draining)
+    site.node("n1")
+    assert isinstance(site.gpu_state(gpu), Free)
+
+
+def test_an_unhealthy_gpu_leaves_service_and_its_app_is_told() -> None:
+    site, gpu = one_app_running()
+    effects = site.node("n1", sick=[gpu], used=[gpu])
+    (preempt,) = sent(effects, Preempt)
+    assert "fell off the bus" in preempt.reason
+    site.node("n1", sick=[gpu])
+    assert isinstance(site.gpu_state(gpu), Free)
+    assert sent(site.wait(100), Offer) == []
+
+
+def test_leases_nobody_renews_expire() -> None:
+    site, gpu = one_app_running()
+    site.now += 85
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], demand=0)
+    effects = site.wait(16)
+    assert isinstance(site.gpu_state(gpu), Draining)
+    assert sent(effects, Preempt)
+
+
+def test_a_restarted_arbiter_holds_every_lease_and_asks_nobody_to_stop() -> None:
+    site, gpu = one_app_running()
+    lease = site.gpu_state(gpu)
+    assert isinstance(lease, Leased)
+    site.now += 500  # far beyond the lease and the node timeout: our own absence is not held against anyone
+    effects = site.lead()
+    still = site.gpu_state(gpu)
+    assert isinstance(still, Leased)
+    assert still.lease.id == lease.lease.id
+    (plan,) = sent(effects, NodePlan)
+    assert plan.epoch == 2
+    assert plan.tasks[0].want == "run"
+    assert sent(effects, Preempt) == []
+
+
+def test_a_release_gives_the_gpu_to_the_next_round() -> None:
+    site, gpu = one_app_running()
+    state = site.gpu_state(gpu)
+    assert isinstance(state, Leased)
+    effects = site.app("ana-1", demand=0, releases=[state.lease.id])
+    assert sent(effects, Preempt) == []
+    site.app("bob-1")
+    effects = site.node("n1") + site.wait(1)
+    site.play_round(effects)
+    assert site.held("bob-1") == [gpu]
+
+
+def test_a_gpu_with_strangers_is_not_offered() -> None:
+    site = Site()
+    site.node("n1", 1, used=[gpu_id("n1", 0)])
+    site.app("ana-1")
+    assert sent(site.wait(20), Offer) == []
+
+
+def test_everything_is_restated_every_beat() -> None:
+    site, _gpu = one_app_running()
+    effects = site.wait(SETTINGS.beat_s + 0.1)
+    assert sent(effects, NodePlan)
+    assert sent(effects, Holdings)
+
+
+def test_questions_change_nothing() -> None:
+    site, _gpu = one_app_running()
+    before = site.arbiter.snapshot()
+    site.hear(Party("app", "ana"), Query("q1", "apps"))
+    assert site.arbiter.snapshot() == before
+
+
+def test_a_snapshot_and_the_journal_rebuild_the_state_bit_for_bit() -> None:
+    site, gpu = one_app_running()
+    lose_to_newcomer(site, gpu)
+    middle, count = site.arbiter.snapshot(), len(site.journal)
+    site.node("n1")
+    site.lead()
+    site.wait(50)
+    assert site.replayed() == site.arbiter.snapshot()
+    assert site.replayed(since=count, snapshot=middle) == site.arbiter.snapshot()
+    site.handle(Tick())
+
+
+def test_a_story_tells_what_happened_to_an_app() -> None:
+    site, gpu = one_app_running()
+    lose_to_newcomer(site, gpu)
+    told = site.told("ana-1")
+    assert "submitted by ana" in told
+    assert "bob-1" in told

@@ -1,0 +1,272 @@
+"""A harness for the arbiter's core: say an event, look at the effects; everything is validated after every event.
+
+`Site` plays nodes and apps by hand. Nodes obey the newest plan when told to `comply`; apps answer probes with a rho
+and offers with rows given by the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from arbiter.core.arbiter import Arbiter, Configured, Effect, Event
+from arbiter.core.model import ArbiterSettings, Draining, Free, Leased
+from arbiter.core.turn import Note, RoundRecord
+from protocol.core import Connected, Received, Send, Tick
+from protocol.messages import (
+    AppId,
+    AppReport,
+    Bid,
+    BidRow,
+    GpuId,
+    GpuStatus,
+    Grant,
+    JobWish,
+    LaunchSpec,
+    NodeId,
+    NodePlan,
+    NodeReport,
+    Offer,
+    Party,
+    Probe,
+    ProbeReply,
+    RoundId,
+    TaskId,
+    TaskStatus,
+    TenantId,
+    ToArbiter,
+)
+
+MessageT = TypeVar("MessageT")
+
+SETTINGS = ArbiterSettings(
+    policy="themis",
+    lease_s=100.0,
+    renewal_lead_s=10.0,
+    round_pause_s=1.0,
+    probe_s=2.0,
+    bid_s=2.0,
+    beat_s=5.0,
+    node_timeout_s=30.0,
+    app_timeout_s=40.0,
+    admission_wait_s=5.0,
+)
+LAUNCH = LaunchSpec(command=("python", "train.py"), cwd="/tmp", checkpoint_dir="/tmp/ckpt")
+
+
+class Site:
+    """One arbiter and the parties around it."""
+
+    def __init__(self, settings: ArbiterSettings = SETTINGS, *, start: float = 1000.0) -> None:
+        self.arbiter = Arbiter()
+        self.now = start
+        self.epoch = 0
+        self.journal: list[tuple[float, Event]] = []
+        self.seqs: dict[str, int] = {}
+        self.plans: dict[str, NodePlan] = {}
+        self.node_sizes: dict[str, int] = {}
+        self.busy: dict[str, TaskStatus] = {}
+        self.lead(settings)
+
+    # --- the core ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event) -> list[Effect]:
+        self.journal.append((self.now, event))
+        effects = list(self.arbiter.handle(event, self.now))
+        self.arbiter.validate()
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, NodePlan):
+                self.plans[effect.message.node] = effect.message
+        return effects
+
+    def lead(self, settings: ArbiterSettings | None = None) -> list[Effect]:
+        if settings is not None:
+            self.handle(Configured(settings))
+        self.epoch += 1
+        return self.handle(Connected(self.epoch))
+
+    def hear(self, sender: Party, message: ToArbiter) -> list[Effect]:
+        return self.handle(Received(sender, message))
+
+    def wait(self, seconds: float) -> list[Effect]:
+        """Let time pass, with a tick at each deadline on the way."""
+        end = self.now + seconds
+        effects: list[Effect] = []
+        for _ in range(10_000):
+            due = self.arbiter.deadline()
+            if due is None or due > end:
+                break
+            self.now = max(self.now, due)
+            effects += self.handle(Tick())
+        else:
+            raise AssertionError("the arbiter asks for ticks without end")
+        self.now = end
+        return effects
+
+    # --- nodes ------------------------------------------------------------------------------------------------------
+
+    def node(
+        self,
+        name: str,
+        gpus: int | None = None,
+        *,
+        rack: str = "rack-1",
+        tasks: Sequence[TaskStatus] = (),
+        used: Sequence[str] = (),
+        sick: Sequence[str] = (),
+        plan: tuple[int, int] | None = None,
+        incarnation: int = 1,
+    ) -> list[Effect]:
+        """Report as node `name`; by default it has obeyed the newest plan it was sent."""
+        count = self.node_sizes.setdefault(name, gpus or 0) if gpus is None else gpus
+        self.node_sizes[name] = count
+        newest = self.plans.get(name)
+        applied = plan or ((newest.epoch, newest.seq) if newest else (0, 0))
+        report = NodeReport(
+            node=NodeId(name),
+            rack=rack,
+            boot_id="boot",
+            incarnation=incarnation,
+            seq=self._next(f"node-{name}"),
+            epoch=applied[0],
+            plan_seq=applied[1],
+            gpus=tuple(gpu_status(name, index, used, sick) for index in range(count)),
+            tasks=tuple(tasks),
+        )
+        return self.hear(Party("node", name), report)
+
+    # --- apps -------------------------------------------------------------------------------------------------------
+
+    def app(
+        self,
+        app: str,
+        *,
+        gang: int = 1,
+        demand: int = 1,
+        jobs: Sequence[JobWish] = (),
+        state: str = "active",
+        releases: Sequence[str] = (),
+        sender: str | None = None,
+        ideal_s: float = 0.0,
+    ) -> list[Effect]:
+        report = AppReport(
+            app=AppId(app),
+            tenant=TenantId("team"),
+            name="train",
+            seq=self._next(f"app-{app}"),
+            state=state,  # type: ignore[arg-type]
+            gang=gang,
+            demand_max=demand,
+            jobs=tuple(jobs),
+            releases=tuple(releases),  # type: ignore[arg-type]
+            ideal_s=ideal_s,
+        )
+        return self.hear(Party("app", sender or app.rsplit("-", 1)[0]), report)
+
+    def rho(self, app: str, value: float, *, round: int | None = None) -> list[Effect]:  # noqa: A002
+        number = self.arbiter.state.round if round is None else round
+        return self.hear(self.party(app), ProbeReply(AppId(app), RoundId(number), value))
+
+    def bid(
+        self,
+        app: str,
+        values: Mapping[int, float],
+        *,
+        none: float = 1e6,
+        round: int | None = None,  # noqa: A002
+    ) -> list[Effect]:
+        """Bid rho `values[k]` for k GPUs in all, whatever the locality."""
+        number = self.arbiter.state.round if round is None else round
+        rows = tuple(BidRow(k, "cluster", rho) for k, rho in sorted(values.items()))
+        return self.hear(self.party(app), Bid(AppId(app), RoundId(number), none, rows))
+
+    def play_round(self, effects: list[Effect], bids: Mapping[str, Mapping[int, float]] | None = None) -> list[Effect]:
+        """Answer every probe (rho 1, or that of `bids`' best) and offer among `effects`, and what follows from it."""
+        bids = bids or {}
+        for probe in sent(effects, Probe):
+            effects = effects + self.rho(probe.app, 1.0)
+        for offer in sent(effects, Offer):
+            rows = bids.get(offer.app) or {k: 10.0 / k for k in range(1, len(offer.gpus) + len(offer.kept) + 1)}
+            effects = effects + self.bid(offer.app, rows)
+        return effects
+
+    def party(self, app: str) -> Party:
+        return Party("app", app.rsplit("-", 1)[0])
+
+    def _next(self, name: str) -> int:
+        self.seqs[name] = self.seqs.get(name, 0) + 1
+        return self.seqs[name]
+
+    # --- what is ----------------------------------------------------------------------------------------------------
+
+    def holder(self, gpu: str) -> str | None:
+        state = self.arbiter.state.gpus[GpuId(gpu)].state
+        return None if isinstance(state, Free) else state.lease.app
+
+    def gpu_state(self, gpu: str) -> Free | Leased | Draining:
+        return self.arbiter.state.gpus[GpuId(gpu)].state
+
+    def held(self, app: str) -> list[str]:
+        states = sorted(self.arbiter.state.gpus.items())
+        return [gpu for gpu, each in states if isinstance(each.state, Leased) and each.state.lease.app == app]
+
+    def told(self, id: str) -> str:  # noqa: A002
+        return "\n".join(chapter.what for chapter in self.arbiter.story(id))
+
+    def replayed(self, since: int = 0, snapshot: bytes | None = None) -> bytes:
+        """Return the snapshot of an arbiter rebuilt from `snapshot` and the journal after event `since`."""
+        again = Arbiter.restored(snapshot) if snapshot else Arbiter()
+        for now, event in self.journal[since:]:
+            again.handle(event, now)
+        return again.snapshot()
+
+
+def gpu_id(node: str, index: int) -> str:
+    return f"GPU-{node}-{index}"
+
+
+def gpu_status(node: str, index: int, used: Sequence[str], sick: Sequence[str]) -> GpuStatus:
+    name = gpu_id(node, index)
+    return GpuStatus(
+        gpu=GpuId(name),
+        model="H200",
+        memory_bytes=2**30,
+        slot=f"s{index // 2}",
+        healthy=name not in sick,
+        empty=name not in used,
+        detail="fell off the bus" if name in sick else "",
+    )
+
+
+def wish(app: str, index: int, gpus: Sequence[str], *, attempt: int = 0) -> JobWish:
+    return JobWish(job=f"{app}.{index}", attempt=attempt, gpus=tuple(GpuId(gpu) for gpu in gpus), launch=LAUNCH)
+
+
+def task(
+    app: str, index: int, gpus: Sequence[str], phase: str = "running", *, attempt: int = 0, **more: object
+) -> TaskStatus:
+    job = f"{app}.{index}"
+    return TaskStatus(
+        task=TaskId(f"{job}-a{attempt}"),
+        app=AppId(app),
+        job=job,  # type: ignore[arg-type]
+        attempt=attempt,
+        gpus=tuple(GpuId(gpu) for gpu in gpus),
+        phase=phase,  # type: ignore[arg-type]
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def sent(effects: Sequence[Effect], kind: type[MessageT]) -> list[MessageT]:
+    return [effect.message for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
+
+
+def notes(effects: Sequence[Effect]) -> str:
+    return "\n".join(f"{effect.subject}: {effect.what}" for effect in effects if isinstance(effect, Note))
+
+
+def records(effects: Sequence[Effect]) -> list[RoundRecord]:
+    return [effect for effect in effects if isinstance(effect, RoundRecord)]
+
+
+__all__ = ["LAUNCH", "SETTINGS", "Grant", "Site", "gpu_id", "notes", "records", "sent", "task", "wish"]
