@@ -72,5 +72,7 @@ def check(settings: ArbiterSettings, source: str) -> None:
             f"{source}: arbiter.lease_s is {settings.lease_s}, too short for renewal_lead_s + probe_s + bid_s; "
             "make the lease longer or the others shorter"
         )
-    if not 0 <= settings.policy_settings.fairness_knob < 1:
-        raise ConfigError(f"{source}: arbiter.policy_settings.fairness_knob must be at least 0 and below 1")
+    try:
+        POLICIES[settings.policy](settings.policy_settings)
+    except ValueError as error:
+        raise ConfigError(f"{source}: arbiter.policy_settings: {error}") from error

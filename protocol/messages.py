@@ -178,7 +178,7 @@ class AppReport(Struct, frozen=True, tag=True):
     demand_max: Count
     jobs: tuple[JobWish, ...]
     releases: tuple[LeaseId, ...] = ()
-    level_max: Level = "cluster"  #: the loosest locality a gang accepts
+    level_max: Level = "cluster"  #: bounds the union of the app's GPUs; each gang is on one machine in any case
     ideal_s: Seconds = 0.0
     reason: Sentence = ""
     migrations: Count = 0

@@ -12,7 +12,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from arbiter.core import leases, model
+from arbiter.core import leases, model, plans
 from arbiter.core.model import Bidding, Draining, Free, Gpu, Idle, Leased, Probing, State
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Allocation, AppView, GpuView, Policy, View
@@ -95,7 +95,7 @@ def _due(turn: Turn) -> bool:
         return False
     state.news = False
     view = make_view(turn, leases.in_play(turn), {})
-    wanting = any(_want(app) > 0 for app in view.apps)
+    wanting = any(app.want > 0 for app in view.apps)
     if not view.gpus or not wanting:
         state.phase = Idle(turn.now + state.settings.round_pause_s)
         return False
@@ -184,6 +184,7 @@ def _allocate(turn: Turn) -> None:
     assert isinstance(phase, Bidding)
     offered = set(phase.offered)
     view = make_view(turn, (gpu for gpu in leases.in_play(turn) if gpu.id in offered), phase.rhos)
+    view = replace(view, offered=phase.bidders)
     present = {app.app for app in view.apps}
     bids = {app: bid for app, bid in phase.bids.items() if app in present}
     allocation = policy_of(state).allocate(view, bids)
@@ -259,7 +260,7 @@ def make_view(turn: Turn, gpus: Iterator[Gpu], rhos: Mapping[AppId, float]) -> V
         lease_s=state.settings.lease_s,
         cluster_gpus=sum(1 for gpu in state.gpus.values() if leases.usable(state, gpu)),
         gpus=tuple(views.values()),
-        apps=tuple(app for app in apps if _want(app) > 0 or app.renewable),
+        apps=tuple(app for app in apps if app.want > 0 or app.renewable),
     )
 
 
@@ -278,7 +279,16 @@ def _app_view(
         rho=rhos.get(app.id),
         kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
         renewable=tuple(gpu.id for gpu in held if gpu.id in in_play),
+        only=_bound_to(turn, app),
     )
+
+
+def _bound_to(turn: Turn, app: model.App) -> tuple[GpuId, ...] | None:
+    """Return the only GPUs an app can use: its jobs are all parked there, and none can leave by a checkpoint."""
+    parked = [turn.state.tasks.get(plans.task_id(job)) for job in app.jobs if job.suspended]
+    if not app.jobs or len(parked) < len(app.jobs) or any(task is None or task.can_checkpoint for task in parked):
+        return None
+    return tuple(sorted(gpu for task in parked if task is not None for gpu in task.gpus))
 
 
 def _promised(state: State) -> dict[AppId, list[Gpu]]:
@@ -293,10 +303,6 @@ def _promised(state: State) -> dict[AppId, list[Gpu]]:
 def _view_of(gpu: Gpu) -> GpuView:
     holder = gpu.state.lease.app if isinstance(gpu.state, Leased) else None
     return GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot, holder)
-
-
-def _want(app: AppView) -> int:
-    return app.demand_max - len(app.kept)
 
 
 def _heard(turn: Turn, app: model.App) -> bool:

@@ -1,0 +1,1 @@
+"""The partial-allocation auction: proportionally fair allocation, hidden payments, whole GPUs."""

@@ -1,0 +1,212 @@
+"""Themis: finish-time fairness by partial-allocation auctions.
+
+The (1 - f) fraction of apps with the greatest rho bids for all GPUs in play. A proportionally fair allocation with
+hidden payments makes honest bids best; what the payments leave over goes to apps that did not bid: first to the one
+that holds the GPU (its renewal is no restart), then by lot in whole gangs. When none of those can use it, the setting
+`leftover` decides: "idle" leaves it free for a round, so that over-reporting cannot pay; "bidders" gives it back to
+bidders, so that no GPU idles, and then over-reporting can pay.
+
+An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps what it holds if nobody else
+takes it: its training goes on without its agent.
+
+*Source:* Themis (NSDI 2020), section 4 and Pseudocode 1; defaults f = 0.8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from arbiter.core.auction.payments import AuctionResult, Award, partial_allocation
+from arbiter.core.auction.problem import Bidder, build
+from arbiter.core.chance import draw, shuffled
+from arbiter.core.placement import PLACE
+from arbiter.core.policies.dealing import Deal, admit_what_fits, gpus, shares
+from arbiter.core.policy import Admission, Allocation, AppView, GpuView, Outcome, Settings, View
+from protocol.messages import AppId, Bid
+
+#: Steps of the search that fit into a millisecond (measured, 3 to 5 microseconds each on a server core).
+WORK_PER_MS = 250
+LEFTOVER = ("idle", "bidders")
+
+
+class Themis:
+    """Auctions among the worst-off.
+
+    Raises
+    ------
+    ValueError
+        For settings outside their range.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        if not 0.0 <= settings.fairness_knob <= 1.0:
+            raise ValueError(f"fairness_knob is {settings.fairness_knob}; it must be from 0 to 1")
+        if settings.leftover not in LEFTOVER:
+            raise ValueError(f'leftover is "{settings.leftover}"; it must be one of {", ".join(LEFTOVER)}')
+        if not settings.solver_budget_ms > 0.0:
+            raise ValueError(f"solver_budget_ms is {settings.solver_budget_ms}; it must be above 0")
+        self._settings = settings
+
+    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
+        """Refuse an app whose gang fits no node."""
+        return admit_what_fits(cluster, app)
+
+    def bidders(self, view: View) -> Sequence[AppId]:
+        """Return the ceil((1 - f) n) worst-off of the n apps that answered and want GPUs; ties are decided by lot."""
+        able = [app for app in view.apps if app.rho is not None and app.want > 0]
+        if not able:
+            return ()
+        # (1 - 0.7) * 10 is 3.0000000000000004 in binary.
+        count = max(1, math.ceil((1.0 - self._settings.fairness_knob) * len(able) - 1e-9))
+        ranked = sorted(able, key=lambda app: (-_rho(app), draw(view.seed, "cutoff", app.app), app.app))
+        return tuple(app.app for app in ranked[:count])
+
+    def allocate(self, view: View, bids: Mapping[AppId, Bid]) -> Allocation:
+        """Hold the auction, deal the leftovers, and say of every app what it got and why."""
+        offered = self.bidders(view) if view.offered is None else view.offered
+        entered = {app: bid for app, bid in bids.items() if app in offered}
+        work = max(1, int(self._settings.solver_budget_ms * WORK_PER_MS))
+        problem = build(view, entered, work=work)
+        result = partial_allocation(problem)
+        round_ = _Round(view, tuple(offered), {b.app: b for b in problem.bidders}, result)
+        round_.deal_leftovers(to_bidders=self._settings.leftover == "bidders")
+        return Allocation(
+            assign=round_.deal.assign,
+            outcomes=tuple(round_.outcome(app) for app in view.apps),
+            proven=result.proven,
+            facts={
+                "value": result.value,
+                "gap": result.gap,
+                "work": float(result.work),
+                "bidders": float(len(problem.bidders)),
+                "leftover": float(len(result.leftover)),
+                "idle": float(len(round_.deal.left)),
+            },
+        )
+
+
+class _Round:
+    """One auction's aftermath: leftovers and reasons."""
+
+    def __init__(
+        self, view: View, offered: tuple[AppId, ...], bidders: Mapping[AppId, Bidder], result: AuctionResult
+    ) -> None:
+        self.deal = Deal(view)
+        self._view = view
+        self._offered = offered
+        self._bidders = bidders
+        self._awards: dict[AppId, Award] = {award.app: award for award in result.awards}
+        for award in result.awards:
+            self.deal.give(award.app, award.kept)
+        self._winners = shares(award.app for award in result.awards for _ in award.kept)
+        self._renewed: dict[AppId, int] = {}
+        self._given: dict[AppId, int] = {}
+        self._misfit: dict[AppId, str] = {}
+
+    # --- leftovers --------------------------------------------------------------------------------------------------
+
+    def deal_leftovers(self, *, to_bidders: bool) -> None:
+        others = [app for app in self._view.apps if app.app not in self._awards]
+        self._renew(others)
+        self._draw_lots([app for app in others if app.rho is not None and app.app not in self._offered])
+        if to_bidders:
+            bidders = [self._as_bid(app) for app in self._view.apps if app.app in self._awards]
+            self._renew(bidders)
+            self._draw_lots(bidders)
+
+    def _renew(self, apps: Sequence[AppView]) -> None:
+        for app in apps:
+            self._renewed[app.app] = self.deal.renew(app)
+
+    def _draw_lots(self, apps: Sequence[AppView]) -> None:
+        """Give one gang at a time to each app in a random order, round after round, until none can use more."""
+        waiting = shuffled(self._view.seed, apps, name=lambda app: app.app, purpose="leftover")
+        while waiting:
+            waiting = [app for app in waiting if self._give_one_gang(app)]
+
+    def _give_one_gang(self, app: AppView) -> bool:
+        if self.deal.room(app) <= 0:
+            return False
+        taken = self.deal.fill(app, app.gang)
+        self._given[app.app] = self._given.get(app.app, 0) + taken
+        if not taken:
+            self._misfit.setdefault(app.app, self.deal.misfit(app))
+        return taken > 0
+
+    def _as_bid(self, app: AppView) -> AppView:
+        """Return `app`, bound to the GPUs that its bid named."""
+        only = self._bidders[app.app].only
+        return app if only is None else replace(app, only=tuple(sorted(only)))
+
+    # --- reasons ----------------------------------------------------------------------------------------------------
+
+    def outcome(self, app: AppView) -> Outcome:
+        got = self.deal.got[app.app]
+        names = tuple(sorted(gpu.gpu for gpu in got))
+        award = self._awards.get(app.app)
+        tail = self._leftover_clause(app) + self.deal.losses(app)
+        if award is None:
+            return Outcome(app.app, names, self._outsider_reason(app) + tail, rho_now=app.rho)
+        bidder = self._bidders[app.app]
+        return Outcome(
+            app=app.app,
+            gpus=names,
+            reason=self._bidder_reason(bidder, award) + tail,
+            bid=True,
+            won=len(award.won),
+            fraction=award.fraction,
+            rho_now=bidder.rho_none if app.rho is None else app.rho,
+            rho_next=bidder.rho(got),
+        )
+
+    def _bidder_reason(self, bidder: Bidder, award: Award) -> str:
+        count = len(self._view.gpus)
+        if not bidder.rows:
+            return f"bid, but none of its rows can be met by the {gpus(count)} in play or betters its rho"
+        if not award.won:
+            row = max(bidder.rows, key=lambda row: (row.gain, -row.new))
+            where = "" if row.level == "cluster" else f" within {PLACE[row.level]}"
+            rho = bidder.rho_none * math.exp(-row.gain)
+            return (
+                f"bid and won none of the {gpus(count)} in play, which went to {self._winners or 'nobody'}; its best "
+                f"row, {gpus(row.new)} more{where}, would have brought rho from {bidder.rho_none:.4g} to {rho:.4g}"
+            )
+        won = f"bid and won {len(award.won)} of the {gpus(count)} in play"
+        keeps = len(award.kept)
+        if keeps == len(award.won):
+            paid = "keeps all of them" if award.fraction > 1.0 - 1e-9 else "keeps all of them by the lot of rounding"
+        else:
+            paid = f"keeps {keeps or 'none'} after its hidden payment"
+        now, then = bidder.rho_none, bidder.rho(award.kept)
+        return f"{won} and {paid} (c = {award.fraction:.3f}); rho goes from {now:.4g} to {then:.4g}"
+
+    def _outsider_reason(self, app: AppView) -> str:
+        if app.want <= 0:
+            return f"wants no more than the {gpus(len(app.kept))} it keeps"
+        if app.app in self._offered:
+            return "was offered the GPUs in play and did not bid in time"
+        if app.rho is None:
+            return "did not answer the probe in time, so it took no part"
+        rhos = [_rho(other) for other in self._view.apps if other.app in self._offered and other.rho is not None]
+        cutoff = f"not above {min(rhos):.4g}, the least of the bidders" if rhos else "not among those that bid"
+        winners = self._winners or "nobody"
+        return f"did not bid, its rho {app.rho:.4g} being {cutoff}; the auction's GPUs went to {winners}"
+
+    def _leftover_clause(self, app: AppView) -> str:
+        renewed, given = self._renewed.get(app.app, 0), self._given.get(app.app, 0)
+        parts = []
+        if renewed:
+            parts.append(f"keeps {gpus(renewed)} it holds, left over by the auction")
+        if given:
+            parts.append(f"was given {gpus(given)} by lot from what the auction left over")
+        if not parts and app.app not in self._awards and app.app in self._misfit:
+            parts.append(f"no leftovers fit: {self._misfit[app.app]}")
+        return "".join(f"; {part}" for part in parts)
+
+
+def _rho(app: AppView) -> float:
+    assert app.rho is not None, f"{app.app} has not answered"
+    return app.rho

@@ -1,0 +1,124 @@
+"""What users are told: apps, nodes, rounds, and why an app waits."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+
+from arbiter.core.turn import LeaseRecord, RoundRecord
+from arbiter.desk import Desk
+from arbiter.ledger import Ledger
+from protocol.core import Send
+from protocol.messages import Answer, LogChunk, Party, Query, ReadLog, TaskId
+from tests.support.arbiter_site import Effect, Site, gpu_id, task, wish
+
+ANA = Party("app", "ana")
+
+
+class Counter:
+    """A site with a ledger that performs the records, and a desk."""
+
+    def __init__(self) -> None:
+        self.site = Site()
+        self.ledger = Ledger(":memory:")
+        self.desk = Desk(self.site.arbiter, self.ledger)
+
+    def note(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, RoundRecord | LeaseRecord):
+                self.ledger.write(effect)
+                self.ledger.write(effect)  # twice: a restart may record again
+
+    def ask(self, kind: str, target: str = "") -> dict[str, Any]:
+        (send,) = self.desk.ask(ANA, Query("q1", kind, target), self.site.now)  # type: ignore[arg-type]
+        assert isinstance(send.message, Answer)
+        assert send.message.error == "", send.message.error
+        return msgspec.json.decode(send.message.document)  # type: ignore[no-any-return]
+
+
+def contended() -> Counter:
+    """One GPU, won by ana in round 1; bob waits."""
+    counter = Counter()
+    site = counter.site
+    site.node("n1", 1)
+    counter.note(site.play_round(site.app("ana-1") + site.wait(0)))
+    gpu = gpu_id("n1", 0)
+    counter.note(site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])]))
+    counter.note(site.node("n1", tasks=[task("ana-1", 0, [gpu], step=7)], used=[gpu]))
+    counter.note(site.app("bob-1"))
+    site.now += 88
+    counter.note(site.node("n1", tasks=[task("ana-1", 0, [gpu], step=9)], used=[gpu]))
+    effects = site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])]) + site.wait(2.5)
+    effects += site.rho("ana-1", 60.0) + site.rho("bob-1", 1.0)
+    counter.note(effects + site.bid("ana-1", {1: 0.5}))
+    return counter
+
+
+def test_apps_are_listed_with_what_they_hold_and_have_had() -> None:
+    ana, bob = contended().ask("apps")["apps"]
+    assert (ana["id"], ana["state"], ana["gpus"]) == ("ana-1", "running", [gpu_id("n1", 0)])
+    assert (ana["grants"], ana["renewals"]) == (1, 1)
+    assert ana["gpu_seconds"] > 88
+    assert ana["tasks"][0]["step"] == 9
+    assert (bob["state"], bob["gpus"], bob["jct_s"]) == ("waiting", [], None)
+
+
+def test_an_explanation_names_who_won_instead() -> None:
+    told = contended().ask("explain", "bob-1")
+    assert told["schema"] == "explain/v1"
+    newest = told["rounds"][0]
+    assert newest["winners"] == [{"app": "ana-1", "gpus": 1}]
+    assert newest["got"] == 0
+    assert newest["reason"]
+    assert any("submitted" in line["what"] for line in told["story"])
+
+
+def test_the_explanation_of_a_gpu_is_its_story() -> None:
+    told = contended().ask("explain", gpu_id("n1", 0))
+    assert any("granted to ana-1" in line["what"] for line in told["story"])
+
+
+def test_an_explanation_of_nothing_names_the_next_step() -> None:
+    counter = contended()
+    (send,) = counter.desk.ask(ANA, Query("q", "explain", "zoe-9"), counter.site.now)
+    assert isinstance(send.message, Answer)
+    assert "gpu-arbiter ps" in send.message.error
+
+
+def test_nodes_are_listed_with_the_state_of_every_gpu() -> None:
+    (node,) = contended().ask("nodes")["nodes"]
+    assert (node["id"], node["state"]) == ("n1", "up")
+    assert (node["gpus"][0]["state"], node["gpus"][0]["app"]) == ("leased", "ana-1")
+
+
+def test_rounds_and_spans_come_from_the_ledger_and_from_leases_still_held() -> None:
+    counter = contended()
+    told = counter.ask("rounds")
+    assert told["count"] == len(told["rounds"]) == counter.site.arbiter.state.round
+    assert [span["app"] for span in told["spans"]] == ["ana-1"]
+    counter.note(counter.site.app("ana-1", state="finished", demand=0))
+    counter.note(counter.site.node("n1"))
+    spans = counter.ask("rounds")["spans"]
+    assert sorted(span["app"] for span in spans) == ["ana-1", "bob-1"] or spans[0]["app"] == "ana-1"
+    assert spans[0]["to"] - spans[0]["from"] > 88
+
+
+def test_a_log_is_fetched_from_the_node_that_has_it_and_returned_to_who_asked() -> None:
+    counter = contended()
+    (fetch,) = counter.desk.ask(ANA, Query("q7", "log", "ana-1", offset=3), counter.site.now)
+    assert fetch == Send(Party("node", "n1"), ReadLog("q7", TaskId("ana-1.0-a0"), 3))
+    (answer,) = counter.desk.deliver(LogChunk("q7", TaskId("ana-1.0-a0"), 3, b"loss 0.1\n", 12, ended=False))
+    assert answer.to == ANA
+    assert isinstance(answer.message, Answer)
+    document = msgspec.json.decode(answer.message.document)
+    assert base64.b64decode(document["data"]) == b"loss 0.1\n"
+    assert counter.desk.deliver(LogChunk("q7", TaskId("x"), 0, b"", 0, ended=True)) == []
+
+
+def test_a_log_of_nothing_is_refused_with_a_sentence() -> None:
+    counter = contended()
+    (send,) = counter.desk.ask(ANA, Query("q", "log", "bob-1"), counter.site.now)
+    assert isinstance(send.message, Answer)
+    assert "may not have started" in send.message.error

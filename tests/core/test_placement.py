@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from arbiter.core.placement import LOOSENESS, choose, largest_hole, locality
+from protocol.messages import LEVELS, GpuId, Level
+from tests.support.auctions import gpus_of
+
+
+def nodes(gpus: object) -> Counter[str]:
+    return Counter(gpu.node for gpu in gpus)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("picked", "level"),
+    [((), "slot"), ((0,), "slot"), ((0, 1), "slot"), ((0, 2), "machine"), ((0, 8), "rack"), ((0, 4), "cluster")],
+)
+def test_the_worst_pair_of_gpus_sets_the_locality(picked: tuple[int, ...], level: Level) -> None:
+    cluster = gpus_of(4, 4, 4, slots=2, racks=2)
+    assert locality(cluster[i] for i in picked) == level
+
+
+def test_a_bundle_goes_where_it_leaves_the_smallest_hole() -> None:
+    assert nodes(choose(gpus_of(4, 2, 3), 2)) == {"n01": 2}
+
+
+def test_a_bundle_too_large_for_one_machine_takes_the_largest_first() -> None:
+    assert nodes(choose(gpus_of(2, 4, 3), 6)) == {"n01": 4, "n00": 2}
+
+
+def test_gpus_the_app_holds_come_first() -> None:
+    cluster = gpus_of(4, 2)
+    held = [cluster[1].gpu, cluster[3].gpu]
+    assert {gpu.gpu for gpu in choose(cluster, 2, held=held)} == set(held)
+
+
+def test_gpus_that_others_hold_come_last() -> None:
+    cluster = gpus_of(2, 4)
+    bundle = choose(cluster, 2, avoid=[cluster[0].gpu])
+    assert nodes(bundle) == {"n01": 2}
+
+
+def test_a_bundle_stays_in_one_slot_when_one_is_large_enough() -> None:
+    cluster = gpus_of(4, slots=2)[1:]
+    assert locality(choose(cluster, 2)) == "slot"
+
+
+def test_no_gang_is_ever_split_over_machines() -> None:
+    assert choose(gpus_of(1, 1, 1), 2, gang=2) == ()
+    assert nodes(choose(gpus_of(3, 3, 1), 6, gang=2)) == {"n00": 2, "n01": 2}
+
+
+def test_a_broken_gang_is_completed_before_another_is_begun() -> None:
+    cluster = gpus_of(4, 4)
+    assert nodes(choose(cluster[1:], 1, gang=2, near=cluster[:1])) == {"n00": 1}
+
+
+def test_the_level_bounds_what_is_held_and_new_together() -> None:
+    cluster = gpus_of(2, 4)
+    assert nodes(choose(cluster[1:], 4, level_max="machine", near=cluster[:1])) == {"n00": 1}
+    assert choose(cluster[2:], 4, level_max="machine", near=cluster[:1]) == ()
+    assert choose(cluster[2:], 1, level_max="machine", near=[cluster[0], cluster[5]]) == ()
+
+
+def test_the_largest_hole_is_that_of_one_place() -> None:
+    cluster = gpus_of(4, 2, slots=2)
+    assert (largest_hole(cluster), largest_hole(cluster, "slot"), largest_hole([])) == (4, 2, 0)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    slots=st.integers(1, 2),
+    racks=st.integers(1, 2),
+    count=st.integers(0, 12),
+    gang=st.integers(1, 4),
+    level=st.sampled_from(LEVELS),
+    data=st.data(),
+)
+def test_every_bundle_keeps_its_bounds_and_is_as_large_as_gangs_and_places_allow(
+    sizes: list[int], slots: int, racks: int, count: int, gang: int, level: Level, data: st.DataObject
+) -> None:
+    cluster = gpus_of(*sizes, slots=slots, racks=racks)
+    held = data.draw(st.sets(st.sampled_from([gpu.gpu for gpu in cluster])))
+    bundle = choose(cluster, count, level_max=level, gang=gang, held=[GpuId(gpu) for gpu in held])
+    assert len({gpu.gpu for gpu in bundle}) == len(bundle) <= count
+    assert all(found % gang == 0 for found in nodes(bundle).values())
+    assert LOOSENESS[locality(bundle)] <= LOOSENESS[level]
+    if level == "cluster":
+        most = sum(size // gang * gang for size in sizes)
+        assert len(bundle) == min(most, count // gang * gang)

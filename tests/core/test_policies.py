@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from arbiter.core.placement import LOOSENESS, locality
+from arbiter.core.policies import POLICIES
+from arbiter.core.policies.themis import Themis
+from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, Settings, View
+from protocol.messages import LEVELS, AppId, Bid
+from tests.support.auctions import app_of, bid_of, gpus_of, view_of
+
+everywhere = pytest.mark.parametrize("name", sorted(POLICIES))
+Themis_bids = Mapping[AppId, Bid]
+
+
+def linear_bid(app: AppView, gpus: int) -> Bid:
+    """A bid for any number of whole gangs, anywhere: rho falls with each GPU."""
+    have, base = len(app.kept), app.rho or 1.0
+    counts = [have + n for n in range(1, min(app.want, gpus) + 1)]
+    return bid_of(app.app, base, *((k, "cluster", base / (1 + k - have)) for k in counts))
+
+
+def play(view: View, name: str = "themis", knobs: Settings | None = None) -> dict[str, Outcome]:
+    """One round in which every app that is asked bids; checks what must hold of every allocation."""
+    policy = POLICIES[name](knobs or Settings())
+    bidders = policy.bidders(view)
+    bids = {app.app: linear_bid(app, len(view.gpus)) for app in view.apps if app.app in bidders}
+    return settled(view, policy.allocate(replace(view, offered=tuple(bidders)), bids))
+
+
+def settled(view: View, allocation: Allocation) -> dict[str, Outcome]:
+    gpus = {gpu.gpu: gpu for gpu in view.gpus}
+    assert [outcome.app for outcome in allocation.outcomes] == [app.app for app in view.apps]
+    assert allocation.assign.keys() <= gpus.keys()
+    for app, outcome in zip(view.apps, allocation.outcomes, strict=True):
+        got = [gpus[gpu] for gpu, owner in allocation.assign.items() if owner == app.app]
+        assert sorted(outcome.gpus) == sorted(gpu.gpu for gpu in got)
+        assert outcome.reason
+        assert len(got) <= app.want
+        assert app.only is None or {gpu.gpu for gpu in got} <= set(app.only)
+        assert_whole_gangs(app, got)
+        if got and not outcome.bid:
+            assert LOOSENESS[locality([*app.kept, *got])] <= LOOSENESS[app.level_max]
+    return {outcome.app: outcome for outcome in allocation.outcomes}
+
+
+def assert_whole_gangs(app: AppView, got: Sequence[GpuView]) -> None:
+    kept, new = Counter(gpu.node for gpu in app.kept), Counter(gpu.node for gpu in got)
+    assert all((kept[node] + count) % app.gang == 0 for node, count in new.items())
+
+
+@st.composite
+def views(draw: st.DrawFn) -> View:
+    """Any state a policy may be shown: gangs, kept and renewable GPUs, silent apps, named GPUs, tight levels."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    cluster = list(gpus_of(*sizes, slots=draw(st.integers(1, 2)), racks=draw(st.integers(1, 2))))
+    owners = draw(st.lists(st.integers(-1, 3), min_size=len(cluster), max_size=len(cluster)))
+    in_play = draw(st.lists(st.booleans(), min_size=len(cluster), max_size=len(cluster)))
+    triples = list(zip(cluster, owners, in_play, strict=True))
+    apps = []
+    for index in range(draw(st.integers(0, 4))):
+        kept = [gpu for gpu, owner, playing in triples if owner == index and not playing]
+        apps.append(
+            app_of(
+                f"o-{index}",
+                gang=draw(st.integers(1, 3)),
+                demand_max=draw(st.integers(0, 8)),
+                level_max=draw(st.sampled_from(LEVELS)),
+                rho=draw(st.none() | st.sampled_from([0.0, 0.5, 1.0, 1.0, 40.0, 1e15])),
+                kept=kept,
+                renewable=[gpu.gpu for gpu, owner, playing in triples if owner == index and playing],
+                only=draw(st.none() | st.just([gpu.gpu for gpu in cluster[::2]])),
+            )
+        )
+    offered = [replace(gpu, holder=None) for gpu, owner, playing in triples if playing or owner not in range(len(apps))]
+    return view_of(offered, apps, seed=draw(st.integers(0, 1000)))
+
+
+@everywhere
+@given(view=views(), leftover=st.sampled_from(["idle", "bidders"]), knob=st.sampled_from([0.0, 0.5, 0.8, 1.0]))
+@settings(max_examples=150, deadline=None)
+def test_no_gpu_goes_to_two_apps_and_no_gang_is_broken_and_all_get_a_reason(
+    name: str, view: View, leftover: str, knob: float
+) -> None:
+    play(view, name, Settings(leftover=leftover, fairness_knob=knob))
+
+
+@everywhere
+@given(view=views())
+@settings(max_examples=30, deadline=None)
+def test_the_same_view_gives_the_same_allocation(name: str, view: View) -> None:
+    assert play(view, name) == play(view, name)
+
+
+@everywhere
+def test_a_gang_that_fits_no_node_is_refused_with_the_mend(name: str) -> None:
+    admission = POLICIES[name](Settings()).admit(gpus_of(4, 2), app_of("o-1", gang=9))
+    assert not admission.admitted
+    assert "needs a gang of 9 GPUs on one node, the largest node has 4" in admission.reason
+    assert "ask for at most 4 with --gpus" in admission.reason
+
+
+@everywhere
+def test_a_gang_that_fits_some_node_is_admitted_and_so_is_any_while_there_are_no_nodes(name: str) -> None:
+    policy = POLICIES[name](Settings())
+    assert policy.admit(gpus_of(4, 2), app_of("o-1", gang=4)).admitted
+    assert policy.admit((), app_of("o-1", gang=4)).admitted
+
+
+# --- themis: who bids -----------------------------------------------------------------------------------------------
+
+
+def apps_with(*rhos: float | None) -> list[AppView]:
+    return [app_of(f"o-{index}", rho=rho) for index, rho in enumerate(rhos)]
+
+
+@pytest.mark.parametrize(("knob", "count"), [(0.0, 10), (0.7, 3), (0.8, 2), (0.85, 2), (0.9, 1), (1.0, 1)])
+def test_the_worst_off_fraction_bids_and_at_least_one(knob: float, count: int) -> None:
+    view = view_of(gpus_of(1), apps_with(*map(float, range(10))))
+    bidders = Themis(Settings(fairness_knob=knob)).bidders(view)
+    assert list(bidders) == [f"o-{9 - place}" for place in range(count)]
+
+
+def test_apps_that_did_not_answer_or_want_nothing_do_not_bid() -> None:
+    apps = [*apps_with(None, 1.0), app_of("o-9", rho=9.0, demand_max=0)]
+    assert Themis(Settings(fairness_knob=0.0)).bidders(view_of(gpus_of(1), apps)) == ("o-1",)
+
+
+def test_equal_rhos_at_the_cutoff_are_decided_by_lot() -> None:
+    apps = apps_with(2.0, 2.0, 2.0)
+    first = {Themis(Settings()).bidders(view_of(gpus_of(1), apps, seed=seed)) for seed in range(40)}
+    assert len(first) == 3
+
+
+# --- themis: who gets what, and why ---------------------------------------------------------------------------------
+
+
+def test_the_winner_is_told_what_it_won_and_its_rho() -> None:
+    outcomes = play(view_of(gpus_of(2), [app_of("o-1", rho=6.0, demand_max=2)]))
+    assert (
+        outcomes["o-1"].reason
+        == "bid and won 2 of the 2 GPUs in play and keeps all of them (c = 1.000); rho goes from 6 to 2"
+    )
+    assert (outcomes["o-1"].won, outcomes["o-1"].fraction, outcomes["o-1"].rho_next) == (2, 1.0, pytest.approx(2.0))
+
+
+def test_a_loser_is_told_who_won_and_which_row_lost() -> None:
+    view = view_of(gpus_of(1), [app_of("o-1", rho=8.0), app_of("o-2", rho=9.0, renewable=["g00-00"])])
+    outcomes = play(view, knobs=Settings(fairness_knob=0.0))
+    assert "won none of the 1 GPU in play" in outcomes["o-1"].reason
+    assert "its best row, 1 GPU more, would have brought rho from 8 to 4" in outcomes["o-1"].reason
+
+
+def test_an_app_that_did_not_bid_is_told_the_cutoff_and_the_winners() -> None:
+    outcomes = play(view_of(gpus_of(1), apps_with(9.0, 1.5)))
+    assert "its rho 1.5 being not above 9" in outcomes["o-1"].reason
+    assert "went to o-0 (1)" in outcomes["o-1"].reason
+    assert "nothing is left" in outcomes["o-1"].reason
+
+
+def test_leftovers_go_to_apps_that_did_not_bid_before_any_goes_back_to_bidders() -> None:
+    apps = [app_of("o-0", rho=9.0, demand_max=1), app_of("o-1", rho=2.0, demand_max=2), app_of("o-2", rho=1.0)]
+    outcomes = play(view_of(gpus_of(4), apps))
+    assert {app: len(outcome.gpus) for app, outcome in outcomes.items()}["o-0"] == 1
+    assert sum(len(outcome.gpus) for outcome in outcomes.values()) == 4
+    assert all("by lot from what the auction left over" in outcomes[app].reason for app in ("o-1", "o-2"))
+
+
+def test_the_holder_of_a_leftover_gpu_keeps_it() -> None:
+    gpus = gpus_of(2)
+    apps = [app_of("o-0", rho=9.0, demand_max=1), *apps_with(None, 1.0, 1.0)[1:]]
+    holder = app_of("o-7", rho=0.5, renewable=[gpus[1].gpu])
+    for seed in range(10):
+        outcomes = play(view_of(gpus, [*apps, holder], seed=seed))
+        assert outcomes["o-7"].gpus == (gpus[1].gpu,)
+        assert "keeps 1 GPU it holds, left over by the auction" in outcomes["o-7"].reason
+
+
+def test_a_silent_app_keeps_what_nobody_takes_and_gets_nothing_new() -> None:
+    gpus = gpus_of(3)
+    apps = [app_of("o-0", rho=9.0, demand_max=1), app_of("o-1", rho=None, renewable=[gpus[2].gpu])]
+    outcomes = play(view_of(gpus, apps), knobs=Settings(leftover="idle"))
+    assert outcomes["o-1"].gpus == (gpus[2].gpu,)
+    assert "did not answer the probe in time" in outcomes["o-1"].reason
+
+
+def test_an_app_offered_that_does_not_bid_is_told_so() -> None:
+    view = view_of(gpus_of(1), apps_with(9.0))
+    outcomes = settled(view, Themis(Settings()).allocate(replace(view, offered=(AppId("o-0"),)), {}))
+    assert "did not bid in time" in outcomes["o-0"].reason
+    assert outcomes["o-0"].gpus == ()
+
+
+def test_a_bid_by_an_app_that_was_not_asked_is_ignored() -> None:
+    view = view_of(gpus_of(1), apps_with(9.0, 1.0))
+    bids = {app.app: linear_bid(app, 1) for app in view.apps}
+    outcomes = settled(view, Themis(Settings()).allocate(view, bids))
+    assert not outcomes["o-1"].bid
+    assert outcomes["o-0"].gpus
+
+
+def test_a_gang_that_no_leftover_fits_is_told_the_largest_hole() -> None:
+    apps = [app_of("o-0", rho=9.0, demand_max=1), app_of("o-1", rho=1.0, gang=4)]
+    outcomes = play(view_of(gpus_of(3, 2), apps))
+    assert "it needs a gang of 4 on one node, and the largest hole is 3" in outcomes["o-1"].reason
+
+
+def contested(knob: float = 0.0) -> tuple[View, Settings]:
+    """Two apps that both want both GPUs and pay for it, so that GPUs are left over by payment."""
+    return view_of(gpus_of(2), apps_with(8.0, 8.0)), Settings(fairness_knob=knob)
+
+
+def test_what_payments_leave_goes_back_to_bidders_or_idles_as_the_setting_says() -> None:
+    dealt: dict[str, Counter[int]] = {"idle": Counter(), "bidders": Counter()}
+    for leftover, seen in dealt.items():
+        for seed in range(30):
+            view, knobs = contested()
+            outcomes = play(replace(view, seed=seed), knobs=replace(knobs, leftover=leftover))
+            seen[sum(len(outcome.gpus) for outcome in outcomes.values())] += 1
+    assert dealt["bidders"] == {2: 30}
+    assert set(dealt["idle"]) == {0, 1, 2}
+
+
+def test_who_loses_gpus_it_held_is_told_to_whom() -> None:
+    gpus = gpus_of(1)
+    apps = [app_of("o-0", rho=9.0), app_of("o-1", rho=1.0, renewable=[gpus[0].gpu])]
+    outcomes = play(view_of(gpus, apps))
+    assert "of the GPUs it held, 1 went to o-0 (1)" in outcomes["o-1"].reason
+
+
+@pytest.mark.parametrize(
+    ("knobs", "field"),
+    [
+        (Settings(fairness_knob=1.5), "fairness_knob is 1.5"),
+        (Settings(fairness_knob=math.nan), "fairness_knob is nan"),
+        (Settings(leftover="burn"), 'leftover is "burn"'),
+        (Settings(solver_budget_ms=0.0), r"solver_budget_ms is 0\.0"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(knobs: Settings, field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        POLICIES["themis"](knobs)
+
+
+# --- fifo -----------------------------------------------------------------------------------------------------------
+
+
+def test_fifo_serves_in_order_of_arrival() -> None:
+    apps = [app_of("o-9", demand_max=2), app_of("o-1", demand_max=2), app_of("o-5")]
+    outcomes = play(view_of(gpus_of(3), apps), "fifo")
+    assert [len(outcome.gpus) for outcome in outcomes.values()] == [2, 1, 0]
+    assert outcomes["o-5"].reason.startswith("number 3 in order of arrival: nothing is left")
+
+
+def test_fifo_never_takes_a_gpu_from_its_holder() -> None:
+    gpus = gpus_of(2)
+    late = app_of("o-2", renewable=[gpus[0].gpu, gpus[1].gpu])
+    outcomes = play(view_of(gpus, [app_of("o-1"), late]), "fifo")
+    assert outcomes["o-2"].gpus == (gpus[0].gpu, gpus[1].gpu)
+    assert "went to o-2 (2)" in outcomes["o-1"].reason
+
+
+def test_fifo_does_not_let_small_apps_overtake_a_large_gang() -> None:
+    outcomes = play(view_of(gpus_of(3), [app_of("o-1", gang=4), app_of("o-2")]), "fifo")
+    assert outcomes["o-1"].reason.endswith("it needs a gang of 4 on one node, and the largest hole is 3")
+    assert outcomes["o-2"].gpus == ()
+    assert "before o-1, which came earlier and waits for a gang of 4" in outcomes["o-2"].reason
+
+
+def test_fifo_lets_others_by_an_app_that_runs_and_could_use_more() -> None:
+    gpus = gpus_of(3)
+    first = app_of("o-1", gang=2, renewable=[gpus[0].gpu, gpus[1].gpu])
+    outcomes = play(view_of(gpus, [first, app_of("o-2")]), "fifo")
+    assert outcomes["o-2"].gpus == (gpus[2].gpu,)
