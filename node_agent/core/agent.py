@@ -1,0 +1,800 @@
+"""The node agent's core: what should be on the node is a plan, what is on it is measured, the rest is reconciled.
+
+Rules of this file. Nothing is started without a lease of the newest plan and a measurement, begun after the previous
+worker had left, that shows the GPU free. A plan older than the newest seen is refused, also by the next incarnation,
+which is why the fence is written down before anything is obeyed. Until the first plan comes nothing is stopped: a
+silent arbiter cannot have given the GPUs to anybody else. Every order is said again after a reconnect and has a
+deadline; past it the worker is asked harder (see `_climb`), up to SIGKILL for all that the task ever started.
+
+It works by levels, not edges: `handle` takes the news in, then `_settle` walks all tasks and does what each one's wish
+and state demand, so that a plan told twice changes nothing and a missed message is made up for by the next.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, assert_never
+
+from msgspec.structs import replace
+
+from node_agent.core.events import (
+    Adopted,
+    AdoptedWorker,
+    ForgetWorker,
+    LogRead,
+    NodeEffect,
+    NodeEvent,
+    NodeFacts,
+    NoteWorker,
+    OrderWorker,
+    ReadLogFile,
+    RememberFence,
+    Sampled,
+    SampleFailed,
+    SignalWorker,
+    StartFailed,
+    StartWorker,
+    TakeSample,
+    WorkerDisconnected,
+    WorkerGone,
+    WorkerNote,
+    WorkerSaid,
+    WorkerStarted,
+)
+from node_agent.core.model import (
+    TRANSITIONS,
+    Exited,
+    Facts,
+    IllegalTransition,
+    Ladder,
+    Loading,
+    Resuming,
+    Running,
+    Starting,
+    State,
+    Stopping,
+    Suspended,
+    Suspending,
+    Task,
+    Vacating,
+    Waiting,
+)
+from node_agent.core.proof import Gpus
+from node_agent.core.verdict import judge, lost_work
+from protocol.core import Connected, Received, Send, Tick
+from protocol.messages import (
+    ARBITER,
+    AnyMessage,
+    LogChunk,
+    NodePlan,
+    NodeReport,
+    Outcome,
+    ReadLog,
+    TaskId,
+    TaskOrder,
+    TaskStatus,
+)
+from protocol.worker import (
+    Finished,
+    FromWorker,
+    Hello,
+    Order,
+    Progress,
+    Refused,
+    Resumed,
+    Saved,
+    Stacks,
+)
+from protocol.worker import (
+    Suspended as SuspendedLine,
+)
+
+PROBE_S = 5.0  #: a helper thread answers at once or is wedged
+TERMINATE_S = 10.0  #: between SIGTERM and SIGKILL, once a worker has missed its deadline
+KILL_AGAIN_S = 5.0  #: a process in an uninterruptible call dies late; keep asking
+RESUME_AGAIN_S = 5.0
+RESUMES_MAX = 3  #: a worker that refuses so often gets a new attempt instead
+LEAVE_S = 30.0  #: from "saved, leaving" to the process being gone
+LOG_BYTES_MAX = 2**20  #: of one answer, well below the bus's largest frame
+STORY_MAX = 64
+STACKS_CHARS_MAX = 1500
+REASON_CHARS_MAX = 4000
+
+#: What an order to vacate tries, in this order; a worker that cannot do any of it is signalled.
+MEANS: dict[str, tuple[Literal["leave", "suspend"], ...]] = {
+    "auto": ("leave", "suspend"),
+    "checkpoint": ("leave",),
+    "suspend": ("suspend", "leave"),
+}
+
+
+class NodeAgent:
+    """One node's agent, without hands.
+
+    Parameters
+    ----------
+    facts
+        What it knows of itself.
+    fence
+        (epoch, seq) of the newest plan any earlier incarnation saw.
+    """
+
+    def __init__(self, facts: NodeFacts, fence: tuple[int, int] = (0, 0)) -> None:
+        self._facts = facts
+        self._fence = fence
+        self._planned = False  #: a plan has come to this incarnation
+        self._leased: frozenset[str] = frozenset()
+        self._tasks: dict[TaskId, Task] = {}
+        self._gpus = Gpus(facts)
+        self._asked_mark = 0
+        self._adopted = False
+        self._order_seq = 0
+        self._report_seq = 0
+        self._reported: tuple[object, ...] = ()
+        self._beat_at: float | None = None
+        self._notes: dict[TaskId, WorkerNote] = {}
+        self._story: dict[TaskId, deque[str]] = {}
+        self._effects: list[NodeEffect] = []
+        self._now = 0.0
+        self.plans_refused = 0
+
+    # --- the outside ----------------------------------------------------------------------------------------------
+
+    def handle(self, event: NodeEvent, now: float) -> Sequence[NodeEffect]:
+        """Take `event` in at `now` (UNIX seconds) and return what to do, in order."""
+        assert now >= self._now, f"time went back from {self._now} to {now}"
+        self._now = now
+        self._take_in(event)
+        self._settle()
+        effects, self._effects = self._effects, []
+        return effects
+
+    def deadline(self) -> float | None:
+        """Return when the next beat or the next rung of a ladder is due, UNIX seconds."""
+        times = [task.deadline for task in self._tasks.values()]
+        return min((time for time in (*times, self._beat_at) if time is not None), default=None)
+
+    def tasks(self) -> tuple[Task, ...]:
+        """Return every task, in order of its id."""
+        return tuple(self._tasks[key] for key in sorted(self._tasks))
+
+    def story(self, task: TaskId) -> tuple[str, ...]:
+        """Return what happened to `task`, oldest first; empty if it is unknown."""
+        return tuple(self._story.get(task, ()))
+
+    def validate(self) -> None:
+        """Assert what must always hold."""
+        for task in self._tasks.values():
+            if isinstance(task.state, Waiting | Starting):
+                assert task.launch is not None, f"{task.id} would be started without knowing how"
+        holders = [(gpu, task.id) for task in self._tasks.values() if task.occupies for gpu in task.gpus]
+        held = [gpu for gpu, _ in holders]
+        assert len(held) == len(set(held)), f"a GPU is used by two tasks: {holders}"
+
+    # --- news -------------------------------------------------------------------------------------------------------
+
+    def _take_in(self, event: NodeEvent) -> None:
+        match event:
+            case Received(message=message):
+                self._received(message)
+            case Connected():
+                self._reported = ()  # what was said before may be lost: say it again at once
+            case Tick():
+                pass
+            case Adopted(workers=workers):
+                self._adopt(workers)
+            case Sampled():
+                self._sampled(event)
+            case SampleFailed(reason=reason):
+                self._gpus.failed(reason)
+            case WorkerStarted():
+                self._started(event)
+            case StartFailed(task=task_id, reason=reason):
+                self._start_failed(task_id, reason)
+            case WorkerSaid(task=task_id, message=line):
+                self._said(task_id, line)
+            case WorkerDisconnected(task=task_id):
+                self._learn(task_id, connected=False)
+            case WorkerGone():
+                self._gone(event)
+            case LogRead(chunk=chunk):
+                self._log_read(chunk)
+            case _:
+                assert_never(event)
+
+    def _received(self, message: AnyMessage) -> None:
+        match message:
+            case NodePlan():
+                self._plan(message)
+            case ReadLog(query_id=query, task=task, offset=offset, limit=limit):
+                self._effects.append(ReadLogFile(query, task, offset, min(limit, LOG_BYTES_MAX)))
+            case _:
+                pass  # nothing else is for a node; the bus lets only the arbiter write here
+
+    def _plan(self, plan: NodePlan) -> None:
+        """Obey `plan` unless a newer one was seen by this or an earlier incarnation."""
+        token = (plan.epoch, plan.seq)
+        if plan.node != self._facts.node or token < self._fence:
+            self.plans_refused += 1
+            return
+        if token > self._fence:
+            self._fence = token
+            self._effects.append(RememberFence(*token))
+        self._planned = True
+        self._leased = frozenset(lease.gpu for lease in plan.leases if not lease.leaving)
+        for order in plan.tasks:
+            self._order(order)
+        named = {order.task for order in plan.tasks}
+        for task in self.tasks():
+            if task.id not in named:
+                self._unnamed(task)
+
+    def _order(self, order: TaskOrder) -> None:
+        task = self._tasks.get(order.task)
+        if task is None:
+            self._new(order)
+        elif task.gpus != order.gpus and not isinstance(task.state, Waiting | Exited):
+            wrong = "its order names other GPUs than it was started on; only a new attempt can move it"
+            self._put(replace(task, complaint=wrong, named=True))
+        else:
+            gpus = order.gpus if isinstance(task.state, Waiting) else task.gpus
+            self._put(_with_order(replace(task, gpus=gpus), order))
+
+    def _new(self, order: TaskOrder) -> None:
+        task = Task(order.task, order.app, order.job, order.attempt, order.gpus, Waiting())
+        self._put(_with_order(task, order))
+        self._tell(order.task, f"ordered to {order.want} on {', '.join(order.gpus)}")
+
+    def _unnamed(self, task: Task) -> None:
+        """No lease names this task any more: it ends, and is forgotten once that was reported."""
+        if task.named and not isinstance(task.state, Exited):
+            self._tell(task.id, "named by no plan any more")
+        self._put(replace(task, named=False, want="stop", reason=task.reason or "its lease has ended"))
+
+    def _adopt(self, workers: Sequence[AdoptedWorker]) -> None:
+        self._adopted = True
+        for worker in workers:
+            note = worker.note
+            state: State = Loading(self._now + self._facts.hello_s)
+            if note.suspended:
+                state = Suspended(proof_by=self._now + self._facts.park_proof_s)
+            task = Task(worker.task, worker.app, worker.job, worker.attempt, worker.gpus, state)
+            self._put(replace(task, facts=_facts_of(note)))
+            self._notes[worker.task] = note
+            self._tell(worker.task, f"found by a new node agent, {task.phase}")
+            self._readopt_ending(worker)
+        self._gpus.touch(gpu for worker in workers for gpu in worker.gpus)
+
+    def _readopt_ending(self, worker: AdoptedWorker) -> None:
+        """Go on ending a worker that an earlier incarnation was ending, from SIGTERM on."""
+        task, note = self._tasks[worker.task], worker.note
+        if note.ending:
+            self._stop(task, "stopped", note.reason)
+        elif note.signalled:
+            self._terminate(task, note.reason, TERMINATE_S)
+
+    def _sampled(self, event: Sampled) -> None:
+        self._gpus.sampled(event)
+        for gpu, detail in self._gpus.lost().items():
+            for task in self.tasks():
+                if gpu in task.gpus and not isinstance(task.state, Exited | Waiting):
+                    self._lose(task, f"its GPU {gpu} was lost ({detail}); {lost_work(task.facts)}")
+        for sample in self._gpus.overdrawn():
+            victim = self._gpus.heaviest(sample.gpu, self.tasks())
+            if victim is not None and not isinstance(victim.state, Stopping | Exited):
+                why = f"out of memory: {sample.gpu} has {sample.memory_bytes} bytes and more were used"
+                self._kill(victim, "failed", why)
+
+    def _started(self, event: WorkerStarted) -> None:
+        task = self._tasks[event.task]
+        self._go(task, Loading(self._now + self._facts.hello_s), f"started as process {event.pid}")
+
+    def _start_failed(self, task_id: TaskId, reason: str) -> None:
+        task = self._tasks[task_id]
+        self._gpus.touch(task.gpus)
+        self._go(task, Exited("failed", reason), "could not be started")
+
+    # --- what workers say -----------------------------------------------------------------------------------------
+
+    def _said(self, task_id: TaskId, line: FromWorker) -> None:
+        task = self._tasks.get(task_id)
+        if task is None or isinstance(task.state, Exited | Starting | Waiting):
+            return
+        match line:
+            case Hello():
+                self._hello(task, line)
+            case Progress():
+                self._progress(task, line)
+            case SuspendedLine():
+                self._parked(task, line)
+            case Resumed(seq=seq, step=step):
+                if isinstance(task.state, Resuming) and seq == _seq(task.state.ladder):
+                    self._learn(task_id, step=step)
+                    self._go(self._tasks[task_id], Running(), f"resumed at step {step}")
+            case Saved():
+                self._saved(task, line)
+            case Refused(seq=seq, reason=reason):
+                self._refused(task, seq, reason)
+            case Finished(step=step, metrics=metrics):
+                self._learn(task_id, finished=True, step=step, metrics=task.facts.metrics | metrics)
+                self._tell(task_id, f"said that it finished at step {step}")
+            case Stacks(seq=seq, text=text):
+                self._stacks(task, seq, text)
+            case _:
+                assert_never(line)
+
+    def _hello(self, task: Task, line: Hello) -> None:
+        self._learn(
+            task.id,
+            hello=True,
+            connected=True,
+            step=line.step,
+            start_step=line.start_step,
+            saved_step=max(line.saved_step, task.facts.saved_step),
+            total_steps=line.total_steps,
+            can_park=line.can_park,
+            can_checkpoint=line.can_checkpoint,
+            finished=line.finished,
+        )
+        task = self._tasks[task.id]
+        parked = line.state == "suspended"
+        match task.state:
+            case Loading() | Running() if parked:
+                self._suspended(task, "said hello, suspended")
+            case Loading():
+                self._go(task, Running(), "said hello")
+            case Suspended() if not parked:
+                self._go(task, Running(), "said hello, running although it was thought suspended")
+            case Suspending() | Resuming() | Vacating():
+                ladder = task.state.ladder
+                if ladder.order is not None and ladder.rung in ("ordered", "probed"):
+                    self._effects.append(OrderWorker(task.id, ladder.order))
+            case _:
+                pass
+
+    def _progress(self, task: Task, line: Progress) -> None:
+        self._learn(
+            task.id,
+            hello=True,
+            connected=True,
+            step=line.step,
+            step_s=line.step_s,
+            start_step=line.start_step,
+            saved_step=max(line.saved_step, task.facts.saved_step),
+            total_steps=line.total_steps,
+            can_park=line.can_park,
+            can_checkpoint=line.can_checkpoint,
+            metrics=line.metrics or task.facts.metrics,
+        )
+        if isinstance(task.state, Loading):
+            self._go(self._tasks[task.id], Running(), "makes progress")
+
+    def _parked(self, task: Task, line: SuspendedLine) -> None:
+        if isinstance(task.state, Suspending) and line.seq == _seq(task.state.ladder):
+            self._learn(task.id, step=line.step)
+            self._suspended(self._tasks[task.id], f"suspended at step {line.step}")
+
+    def _suspended(self, task: Task, what: str) -> None:
+        self._learn(task.id, suspensions=task.facts.suspensions + 1)
+        self._gpus.touch(task.gpus)
+        self._go(self._tasks[task.id], Suspended(self._now + self._facts.park_proof_s), what)
+
+    def _saved(self, task: Task, line: Saved) -> None:
+        facts = task.facts
+        self._learn(
+            task.id,
+            step=max(line.step, facts.step),
+            saved_step=max(line.step, facts.saved_step),
+            left=line.leaving or facts.left,
+        )
+        task = self._tasks[task.id]
+        if line.leaving and isinstance(task.state, Vacating) and task.state.ladder.rung in ("ordered", "probed"):
+            ladder = replace(task.state.ladder, deadline=self._now + LEAVE_S)
+            self._put(replace(task, state=replace(task.state, ladder=ladder)))
+            self._tell(task.id, f"saved step {line.step} and leaves")
+
+    def _refused(self, task: Task, seq: int, reason: str) -> None:
+        """Try the next means: a worker that cannot leave may be able to park, and the other way round."""
+        match task.state:
+            case Suspending(ladder=ladder) | Vacating(ladder=ladder) if _asked(ladder, seq):
+                assert ladder.order is not None
+                self._learn(task.id, refused=(*task.facts.refused, ladder.order.do))
+                self._tell(task.id, f"refused to {ladder.order.do}: {reason}")
+                self._vacate(self._tasks[task.id], refusal=reason)
+            case Resuming(ladder=ladder) if _asked(ladder, seq):
+                self._resume_refused(task, reason)
+            case _:
+                pass
+
+    def _resume_refused(self, task: Task, reason: str) -> None:
+        """Leave the worker parked and ask again later: somebody's memory may still have been in its way."""
+        self._learn(task.id, refused=(*task.facts.refused, "resume"))
+        task = self._tasks[task.id]
+        if task.facts.refused.count("resume") >= RESUMES_MAX:
+            self._terminate(task, f"could not be resumed ({reason})", TERMINATE_S)
+            return
+        parked = Suspended(self._now + self._facts.park_proof_s, reason, retry_at=self._now + RESUME_AGAIN_S)
+        self._go(task, parked, f"could not be resumed: {reason}")
+
+    def _stacks(self, task: Task, seq: int, text: str) -> None:
+        """The probe was answered and the deadline is past: keep the evidence and go on up."""
+        match task.state:
+            case (
+                Suspending(ladder=Ladder(rung="probed"))
+                | Resuming(ladder=Ladder(rung="probed"))
+                | Vacating(ladder=Ladder(rung="probed"))
+            ):
+                self._tell(task.id, f"stood here when its time was up (probe {seq}): {text[:STACKS_CHARS_MAX]}")
+                self._overdue(task)
+            case _:
+                pass
+
+    def _gone(self, event: WorkerGone) -> None:
+        task = self._tasks.get(event.task)
+        if task is None:
+            return
+        self._gpus.touch(task.gpus)
+        self._learn(event.task, connected=False)
+        if event.finished is not None:
+            self._learn(event.task, metrics=task.facts.metrics | event.finished)
+        task = self._tasks[event.task]
+        if isinstance(task.state, Exited):
+            self._put(replace(task, state=replace(task.state, lingering=False)))
+            self._tell(task.id, "its process is gone")
+            return
+        verdict = judge(task, event)
+        reason = verdict.reason[:REASON_CHARS_MAX]
+        self._go(task, Exited(verdict.outcome, reason, verdict.exit_code), f"{verdict.outcome}: {reason or 'code 0'}")
+
+    def _log_read(self, chunk: LogChunk) -> None:
+        task = self._tasks.get(chunk.task)
+        ended = task is None or (isinstance(task.state, Exited) and not task.state.lingering)
+        self._effects.append(Send(ARBITER, replace(chunk, ended=ended)))
+
+    # --- reconciling ----------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Do what each task's wish and state demand now, then measure and report what is left to say."""
+        for task in self.tasks():
+            self._reconcile(task)
+        for task in self.tasks():
+            self._note(task)
+        if self._gpus.mark > self._asked_mark:
+            self._asked_mark = self._gpus.mark
+            self._effects.append(TakeSample(self._asked_mark))
+        self._report()
+
+    def _reconcile(self, task: Task) -> None:
+        match task.state:
+            case Waiting():
+                self._begin(task)
+            case Starting():
+                pass  # its outcome comes as an event
+            case Loading() | Running():
+                self._guide(task)
+            case Suspended():
+                self._hold(task)
+            case Suspending() | Resuming() | Vacating() if task.want == "stop":
+                self._stop(task, "stopped", task.reason)
+            case Suspending() | Resuming() | Vacating() | Stopping():
+                self._climb(task)
+            case Exited():
+                self._haunt(task)
+            case _:
+                assert_never(task.state)
+
+    def _begin(self, task: Task) -> None:
+        """Start a waiting task if its GPUs are leased and proven free; end it if nobody wants it to run."""
+        if task.want == "run":
+            obstacle = self._obstacle(task)
+            if obstacle:
+                self._put(replace(task, state=Waiting(obstacle)))
+                return
+            assert task.launch is not None
+            self._go(task, Starting(), "its GPUs are free")
+            start = StartWorker(task.id, task.app, task.job, task.attempt, task.gpus, task.launch)
+            self._effects.append(start)
+        elif task.want == "stop":
+            self._go(task, Exited("stopped", task.reason or "it was not running here"), "nothing to stop")
+        else:
+            self._go(task, Exited("preempted", "it was not running here"), "nothing to vacate")
+
+    def _guide(self, task: Task) -> None:
+        """See that a living worker does what is wanted."""
+        if task.want == "vacate":
+            self._vacate(task)
+        elif task.want == "stop":
+            self._stop(task, "stopped", task.reason)
+        elif isinstance(task.state, Loading) and self._now >= task.state.hello_by:
+            self._go(task, Running(), "said no hello in time; treated as a program without the library")
+
+    def _hold(self, task: Task) -> None:
+        """Resume a parked worker when it may run, end it when it may not stay."""
+        assert isinstance(task.state, Suspended)
+        if task.want == "stop":
+            self._stop(task, "stopped", task.reason)
+        elif task.want == "run":
+            obstacle = self._obstacle(task)
+            if obstacle:
+                retry_at = task.state.retry_at if self._now < task.state.retry_at else 0.0
+                self._put(replace(task, state=replace(task.state, obstacle=obstacle, retry_at=retry_at)))
+            elif self._now >= task.state.retry_at:
+                self._go(task, Resuming(self._ask(task, "resume", task.grace_s)), "its GPUs are free again")
+        elif task.want == "vacate" and self._now >= task.state.proof_by:
+            kept = self._gpus.kept_by(task)
+            if kept is not None:
+                self._terminate(task, f"was suspended but kept its memory on {kept}", TERMINATE_S)
+            else:
+                proof_by = self._now + self._facts.park_proof_s
+                self._put(replace(task, state=replace(task.state, proof_by=proof_by)))
+
+    def _obstacle(self, task: Task) -> str:
+        """Say why `task` may not use its GPUs now, or return an empty string."""
+        unleased = [gpu for gpu in task.gpus if gpu not in self._leased]
+        if unleased or not task.gpus:
+            return f"no lease for {', '.join(unleased) or 'any GPU'}"
+        obstacles = (self._gpus.obstacle(gpu, self._tasks, besides=task.id) for gpu in task.gpus)
+        return next((obstacle for obstacle in obstacles if obstacle), "")
+
+    # --- asking a worker to go, and asking harder -------------------------------------------------------------------
+
+    def _vacate(self, task: Task, refusal: str = "") -> None:
+        """Ask by the gentlest means that the worker has and has not refused."""
+        facts = task.facts
+        able = {"leave": facts.can_checkpoint, "suspend": facts.can_park}
+        means = [do for do in MEANS[task.preempt_by] if able[do] and do not in facts.refused]
+        if not means:
+            why = f"refused: {refusal}" if refusal else "can neither save nor be suspended"
+            self._terminate(task, f"told to leave by SIGTERM as it {why}", task.grace_s)
+        elif means[0] == "suspend":
+            self._go(task, Suspending(self._ask(task, "suspend", task.grace_s)), "ordered to suspend")
+        else:
+            self._learn(task.id, told_to_leave=True)
+            self._go(
+                self._tasks[task.id], Vacating(self._ask(task, "leave", task.grace_s)), "ordered to save and leave"
+            )
+
+    def _ask(self, task: Task, do: Literal["suspend", "resume", "leave", "probe"], patience_s: float) -> Ladder:
+        """Send an order and return the ladder that watches it."""
+        self._order_seq += 1
+        order = Order(do, self._facts.incarnation, self._order_seq)
+        self._effects.append(OrderWorker(task.id, order))
+        return Ladder("ordered", self._now + patience_s, order)
+
+    def _climb(self, task: Task) -> None:
+        """One rung up once a deadline has passed: probe, SIGTERM, SIGKILL, SIGKILL again."""
+        assert isinstance(task.state, Suspending | Resuming | Vacating | Stopping)
+        ladder = task.state.ladder
+        if self._now < ladder.deadline:
+            return
+        if ladder.rung == "ordered" and task.facts.connected:
+            self._ask(task, "probe", PROBE_S)
+            # The order asked for stays the one to repeat after a reconnect; the probe is only a question.
+            probed = Ladder("probed", self._now + PROBE_S, ladder.order)
+            self._put(replace(task, state=replace(task.state, ladder=probed)))
+            self._tell(task.id, "its time is up; asked where it stands")
+        elif ladder.rung in ("ordered", "probed"):
+            self._overdue(task)
+        else:
+            self._effects.append(SignalWorker(task.id, "kill"))
+            killed = Ladder("killed", self._now + KILL_AGAIN_S)
+            self._put(replace(task, state=replace(task.state, ladder=killed)))
+            self._tell(task.id, "sent SIGKILL")
+
+    def _overdue(self, task: Task) -> None:
+        assert isinstance(task.state, Suspending | Resuming | Vacating | Stopping)
+        order = task.state.ladder.order
+        assert order is not None, "only what was ordered can be overdue"
+        self._terminate(task, f"did not {order.do} in time", TERMINATE_S)
+
+    def _terminate(self, task: Task, reason: str, patience_s: float) -> None:
+        """SIGTERM the main process, only that one: a group's helpers would die before it can save."""
+        self._effects.append(SignalWorker(task.id, "terminate"))
+        self._learn(task.id, signalled=True)
+        ladder = Ladder("terminated", self._now + patience_s)
+        task = self._tasks[task.id]
+        if isinstance(task.state, Vacating):
+            self._put(replace(task, state=Vacating(ladder, reason)))
+            self._tell(task.id, f"sent SIGTERM: {reason}")
+        else:
+            self._go(task, Vacating(ladder, reason), f"sent SIGTERM: {reason}")
+
+    def _stop(self, task: Task, outcome: Outcome, reason: str) -> None:
+        self._effects.append(SignalWorker(task.id, "terminate"))
+        self._learn(task.id, signalled=True)
+        patience_s = min(task.grace_s, TERMINATE_S)
+        ladder = Ladder("terminated", self._now + patience_s)
+        self._go(self._tasks[task.id], Stopping(ladder, outcome, reason), "sent SIGTERM to end for good")
+
+    def _kill(self, task: Task, outcome: Outcome, reason: str) -> None:
+        self._effects.append(SignalWorker(task.id, "kill"))
+        self._learn(task.id, signalled=True)
+        ladder = Ladder("killed", self._now + KILL_AGAIN_S)
+        self._go(self._tasks[task.id], Stopping(ladder, outcome, reason), f"sent SIGKILL: {reason}")
+
+    def _lose(self, task: Task, reason: str) -> None:
+        """Report the end at once: a process on a lost GPU may hang in the kernel and ignore SIGKILL for long."""
+        if isinstance(task.state, Starting):
+            return  # there is no process to kill yet; the next sample finds it
+        self._effects.append(SignalWorker(task.id, "kill"))
+        lost = Exited("preempted", reason, None, lingering=True, kill_again_at=self._now + KILL_AGAIN_S)
+        self._go(task, lost, reason)
+
+    def _haunt(self, task: Task) -> None:
+        """Kill the process of a lost GPU again until it is gone."""
+        assert isinstance(task.state, Exited)
+        if task.state.lingering and self._now >= task.state.kill_again_at:
+            self._effects.append(SignalWorker(task.id, "kill"))
+            self._put(replace(task, state=replace(task.state, kill_again_at=self._now + KILL_AGAIN_S)))
+
+    # --- memory, reports --------------------------------------------------------------------------------------------
+
+    def _note(self, task: Task) -> None:
+        """Have what a next incarnation needs written down, when it changed."""
+        if isinstance(task.state, Waiting | Starting | Exited):
+            return
+        note = _note_of(task)
+        before = self._notes.get(task.id, WorkerNote())
+        # Steps change all the time and are said again in hello; they ride along with what matters.
+        if replace(note, step=before.step) != before:
+            self._notes[task.id] = note
+            self._effects.append(NoteWorker(task.id, note))
+
+    def _report(self) -> None:
+        """Report when something changed or the beat is due, not before adoption and the first measurement."""
+        if not (self._adopted and self._gpus.known):
+            return
+        report = self.statuses()
+        significant = (report.epoch, report.plan_seq, _still(report))
+        due = self._beat_at is None or self._now >= self._beat_at
+        changed = significant != self._reported
+        if not (due or changed):
+            return
+        self._report_seq += 1
+        self._reported = significant
+        self._beat_at = self._now + self._facts.beat_s
+        self._effects.append(Send(ARBITER, replace(report, seq=self._report_seq), beat=not changed))
+        self._forget_reported()
+
+    def _forget_reported(self) -> None:
+        """Forget ended tasks that no plan names: their end has just been reported."""
+        for task in self.tasks():
+            if isinstance(task.state, Exited) and not task.state.lingering and not task.named:
+                del self._tasks[task.id]
+                self._story.pop(task.id, None)
+                self._notes.pop(task.id, None)
+                self._effects.append(ForgetWorker(task.id))
+
+    def statuses(self) -> NodeReport:
+        """Return all that is, as a report without its number."""
+        epoch, seq = self._fence
+        return NodeReport(
+            node=self._facts.node,
+            rack=self._facts.rack,
+            boot_id=self._facts.boot_id,
+            incarnation=self._facts.incarnation,
+            seq=0,
+            epoch=epoch,
+            plan_seq=seq,
+            gpus=self._gpus.statuses(self._tasks),
+            tasks=tuple(_status(task) for task in self.tasks()),
+        )
+
+    # --- the only ways a task changes -------------------------------------------------------------------------------
+
+    def _put(self, task: Task) -> None:
+        self._tasks[task.id] = task
+
+    def _learn(self, task_id: TaskId, **facts: object) -> None:
+        task = self._tasks.get(task_id)
+        if task is not None:
+            self._put(replace(task, facts=replace(task.facts, **facts)))
+
+    def _go(self, task: Task, state: State, what: str) -> None:
+        """Lead `task` into `state`, which the table must allow."""
+        if type(state) not in TRANSITIONS[type(task.state)]:
+            raise IllegalTransition(task.id, task.state, state, self.story(task.id))
+        self._put(replace(task, state=state))
+        self._tell(task.id, what)
+
+    def _tell(self, task_id: TaskId, what: str) -> None:
+        self._story.setdefault(task_id, deque(maxlen=STORY_MAX)).append(f"{self._now:.3f} {what}")
+
+
+def _with_order(task: Task, order: TaskOrder) -> Task:
+    return replace(
+        task,
+        want=order.want,
+        launch=order.launch,
+        grace_s=order.grace_s,
+        preempt_by=order.preempt_by,
+        reason=order.reason,
+        named=True,
+        complaint="",
+    )
+
+
+def _seq(ladder: Ladder) -> int:
+    return -1 if ladder.order is None else ladder.order.seq
+
+
+def _asked(ladder: Ladder, seq: int) -> bool:
+    return ladder.rung in ("ordered", "probed") and seq == _seq(ladder)
+
+
+def _facts_of(note: WorkerNote) -> Facts:
+    return Facts(
+        hello=note.hello,
+        can_park=note.can_park,
+        can_checkpoint=note.can_checkpoint,
+        told_to_leave=note.leaving,
+        signalled=note.signalled,
+        suspensions=note.suspensions,
+        step=note.step,
+        start_step=note.start_step,
+        saved_step=note.saved_step,
+        total_steps=note.total_steps,
+    )
+
+
+def _note_of(task: Task) -> WorkerNote:
+    facts, state = task.facts, task.state
+    reason = state.reason if isinstance(state, Vacating | Stopping) else ""
+    return WorkerNote(
+        hello=facts.hello,
+        can_park=facts.can_park,
+        can_checkpoint=facts.can_checkpoint,
+        suspended=isinstance(state, Suspended),
+        leaving=facts.told_to_leave,
+        ending=isinstance(state, Stopping),
+        signalled=facts.signalled,
+        suspensions=facts.suspensions,
+        step=facts.step,
+        start_step=facts.start_step,
+        saved_step=facts.saved_step,
+        total_steps=facts.total_steps,
+        reason=reason,
+    )
+
+
+def _status(task: Task) -> TaskStatus:
+    facts, state = task.facts, task.state
+    ended = state if isinstance(state, Exited) else None
+    return TaskStatus(
+        task=task.id,
+        app=task.app,
+        job=task.job,
+        attempt=task.attempt,
+        gpus=task.gpus,
+        phase=task.phase,
+        step=facts.step,
+        start_step=facts.start_step,
+        saved_step=facts.saved_step,
+        total_steps=facts.total_steps,
+        step_s=facts.step_s,
+        cooperative=facts.can_park,
+        can_checkpoint=facts.can_checkpoint,
+        suspensions=facts.suspensions,
+        outcome=ended.outcome if ended else None,
+        exit_code=ended.exit_code if ended else None,
+        reason=task.complaint or _reason(state),
+        metrics=facts.metrics,
+    )
+
+
+def _reason(state: State) -> str:
+    match state:
+        case Waiting(obstacle=reason) | Suspended(obstacle=reason):
+            return reason
+        case Vacating(reason=reason) | Stopping(reason=reason) | Exited(reason=reason):
+            return reason
+        case _:
+            return ""
+
+
+def _still(report: NodeReport) -> tuple[object, ...]:
+    """Return the report without what changes at every step; that can wait for the beat."""
+    gpus = tuple(replace(gpu, used_bytes=0) for gpu in report.gpus)
+    tasks = tuple(replace(task, step=0, step_s=0.0, metrics={}) for task in report.tasks)
+    return (gpus, tasks)

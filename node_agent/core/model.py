@@ -1,0 +1,231 @@
+"""What a node agent knows of a task: a state is a class with its own data, and the table says what may follow what.
+
+=============  =========================================================================================
+`Waiting`      has a lease; its GPUs are not proven free yet
+`Starting`     its process is being started
+`Loading`      its process lives and has not said hello
+`Running`      said hello, or never will
+`Suspending`   was ordered to park at the next mini-batch boundary
+`Suspended`    parked: alive, its GPU memory in host memory
+`Resuming`     was ordered to train again
+`Vacating`     must leave its GPUs: told to save and go, or being signalled
+`Stopping`     must end for good: being signalled
+`Exited`       gone; `lingering` while its process is not, although its GPU is lost
+=============  =========================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Literal, assert_never
+
+from msgspec import Struct
+
+from protocol.messages import (
+    AppId,
+    GpuId,
+    JobId,
+    LaunchSpec,
+    Outcome,
+    PreemptBy,
+    TaskId,
+    TaskPhase,
+    Want,
+)
+from protocol.worker import Order
+
+Rung = Literal["ordered", "probed", "terminated", "killed"]
+
+
+class Ladder(Struct, frozen=True):
+    """How hard the worker has been asked, and when to ask harder."""
+
+    rung: Rung
+    deadline: float
+    order: Order | None = None  #: what was ordered, to be said again after a reconnect
+
+
+class Waiting(Struct, frozen=True):
+    """`obstacle` says what the task waits for."""
+
+    obstacle: str = ""
+
+
+class Starting(Struct, frozen=True):
+    """Nothing is known yet of the process."""
+
+
+class Loading(Struct, frozen=True):
+    """Waits for hello until `hello_by`."""
+
+    hello_by: float
+
+
+class Running(Struct, frozen=True):
+    """Trains."""
+
+
+class Suspending(Struct, frozen=True):
+    """Ordered to park."""
+
+    ladder: Ladder
+
+
+class Suspended(Struct, frozen=True):
+    """Parked; must have given its memory back by `proof_by`."""
+
+    proof_by: float
+    obstacle: str = ""  #: why it cannot be resumed although it should run
+    retry_at: float = 0.0  #: it refused to resume; ask again then
+
+
+class Resuming(Struct, frozen=True):
+    """Ordered to train again."""
+
+    ladder: Ladder
+
+
+class Vacating(Struct, frozen=True):
+    """Leaves; `reason` says why it had to be signalled, empty while it leaves by itself."""
+
+    ladder: Ladder
+    reason: str = ""
+
+
+class Stopping(Struct, frozen=True):
+    """Ends for good, as `outcome` unless it finishes first."""
+
+    ladder: Ladder
+    outcome: Outcome
+    reason: str
+
+
+class Exited(Struct, frozen=True):
+    """Ended."""
+
+    outcome: Outcome
+    reason: str
+    exit_code: int | None = None
+    lingering: bool = False
+    kill_again_at: float = 0.0
+
+
+State = Waiting | Starting | Loading | Running | Suspending | Suspended | Resuming | Vacating | Stopping | Exited
+
+#: What may follow what. A worker found by a new incarnation enters as Loading or Suspended.
+TRANSITIONS: dict[type[State], tuple[type[State], ...]] = {
+    Waiting: (Starting, Exited),
+    Starting: (Loading, Exited),
+    Loading: (Running, Suspended, Vacating, Stopping, Exited),
+    Running: (Suspending, Suspended, Vacating, Stopping, Exited),
+    Suspending: (Suspended, Vacating, Stopping, Exited),
+    Suspended: (Running, Resuming, Vacating, Stopping, Exited),
+    Resuming: (Running, Suspended, Vacating, Stopping, Exited),
+    Vacating: (Suspending, Stopping, Exited),
+    Stopping: (Exited,),
+    Exited: (),
+}
+
+
+class Facts(Struct, frozen=True):
+    """What the worker said of itself."""
+
+    hello: bool = False
+    connected: bool = False
+    step: int = -1
+    start_step: int = -1
+    saved_step: int = -1
+    total_steps: int = 0
+    step_s: float = 0.0
+    can_park: bool = False
+    can_checkpoint: bool = False
+    left: bool = False  #: saved a checkpoint and said that it goes
+    told_to_leave: bool = False
+    signalled: bool = False
+    finished: bool = False
+    suspensions: int = 0
+    refused: tuple[str, ...] = ()  #: orders it refused in this attempt to move it
+    metrics: dict[str, float] = {}
+
+
+class Task(Struct, frozen=True):
+    """One attempt of one job on this node. `named` says that the newest plan names it."""
+
+    id: TaskId
+    app: AppId
+    job: JobId
+    attempt: int
+    gpus: tuple[GpuId, ...]
+    state: State
+    want: Want | None = None  #: None: found alive, and no plan has come yet
+    launch: LaunchSpec | None = None
+    grace_s: float = 120.0
+    preempt_by: PreemptBy = "auto"
+    reason: str = ""
+    named: bool = True
+    complaint: str = ""  #: what is wrong with the order, for the status
+    facts: Facts = Facts()
+
+    @property
+    def occupies(self) -> bool:
+        """Whether its process may hold memory on its GPUs beyond a parked worker's share."""
+        match self.state:
+            case Waiting() | Suspended():
+                return False
+            case Exited(lingering=lingering):
+                return lingering
+            case _:
+                return True
+
+    @property
+    def deadline(self) -> float | None:
+        """When something must be done if nothing happens, UNIX seconds."""
+        match self.state:
+            case (
+                Suspending(ladder=ladder) | Resuming(ladder=ladder) | Vacating(ladder=ladder) | Stopping(ladder=ladder)
+            ):
+                return ladder.deadline
+            case Loading(hello_by=at):
+                return at
+            case Suspended(proof_by=proof_by, retry_at=retry_at):
+                return {"vacate": proof_by, "run": retry_at or None}.get(self.want or "")
+            case Exited(lingering=True, kill_again_at=at):
+                return at
+            case _:
+                return None
+
+    @property
+    def phase(self) -> TaskPhase:
+        """The word on the wire for its state."""
+        return phase(self.state)
+
+
+def phase(state: State) -> TaskPhase:
+    """Return the word on the wire for `state`."""
+    match state:
+        case Waiting() | Starting() | Loading():
+            return "starting"
+        case Running():
+            return "running"
+        case Suspending():
+            return "suspending"
+        case Suspended():
+            return "suspended"
+        case Resuming():
+            return "resuming"
+        case Vacating():
+            return "vacating"
+        case Stopping():
+            return "stopping"
+        case Exited():
+            return "exited"
+        case _:
+            assert_never(state)
+
+
+class IllegalTransition(AssertionError):  # noqa: N818 - the field's own word for it
+    """Our own bug: a task was led where its state does not go. Carries the task's whole story."""
+
+    def __init__(self, task: TaskId, start: State, finish: State, story: tuple[str, ...]) -> None:
+        self.task, self.start, self.finish, self.story = task, start, finish, story
+        told = "; ".join(story)
+        super().__init__(f"task {task} cannot go from {start!r} to {finish!r}; its story: {told}")

@@ -1,0 +1,94 @@
+"""How the end of a worker is judged.
+
+Exit code 0 is not success: a framework hit by SIGTERM in mid-training may well return 0. Finished means that the worker
+said so *and* left with 0; 75 after an order to leave means preempted; a worker that we signalled to make it leave was
+preempted whatever its code; everything else failed, in one sentence.
+"""
+
+from __future__ import annotations
+
+import signal as signals
+
+from msgspec import Struct
+
+from node_agent.core.events import WorkerGone
+from node_agent.core.model import Facts, Stopping, Suspending, Task, Vacating
+from protocol.messages import Outcome
+from protocol.worker import EXIT_REQUEUE
+
+#: A status travels every beat; a log's tail in it is a hint, the log itself has the rest.
+TAIL_CHARS_MAX = 2000
+
+
+class Verdict(Struct, frozen=True):
+    """`exit_code` as a shell would give it: 128 + n for signal n."""
+
+    outcome: Outcome
+    reason: str
+    exit_code: int | None
+
+
+def judge(task: Task, gone: WorkerGone) -> Verdict:
+    """Return how `task` ended, given how its process did."""
+    code = _shell_code(gone)
+    facts = task.facts
+    finished = facts.finished or gone.finished is not None
+    if finished and gone.exit_code == 0 and (not facts.signalled or _complete(facts)):
+        return Verdict("finished", "", 0)
+    match task.state:
+        case Stopping(outcome=outcome, reason=reason):
+            return Verdict(outcome, reason, code)
+        case Vacating(reason=reason) if facts.signalled and reason:
+            return Verdict("preempted", f"{reason}; {lost_work(facts)}", code)
+        case _:
+            return _unasked(task, gone, finished=finished)
+
+
+def _unasked(task: Task, gone: WorkerGone, *, finished: bool) -> Verdict:
+    """Judge a worker that left by itself, in its own way."""
+    code, facts = gone.exit_code, task.facts
+    if code is None and gone.signal is None:
+        # The supervisor or the node went down under it: nothing that a script can be blamed for.
+        return Verdict("preempted", f"{gone.reason or 'ended, and nobody saw how'}; {lost_work(facts)}", None)
+    if facts.told_to_leave and (code == EXIT_REQUEUE or (code == 0 and facts.left)):
+        return Verdict("preempted", f"saved at step {facts.saved_step} and left as it was told", code)
+    if code == 0 and not facts.hello and not isinstance(task.state, Vacating | Suspending):
+        return Verdict("finished", "exited 0; never used the library, so its success is unconfirmed", code)
+    if code == 0:
+        return Verdict("failed", "exited early: code 0, but it never said that it had finished" + _tail(gone), code)
+    if finished:
+        return Verdict("failed", f"said that it had finished, then {_how(gone)}{_tail(gone)}", _shell_code(gone))
+    return Verdict("failed", _how(gone) + _tail(gone), _shell_code(gone))
+
+
+def _complete(facts: Facts) -> bool:
+    """Say whether all declared steps were made: a script that we sent SIGTERM may call a cut-off end a finish."""
+    return facts.total_steps > 0 and facts.step + 1 >= facts.total_steps
+
+
+def lost_work(facts: Facts) -> str:
+    """Say what a worker that is killed now loses."""
+    if facts.saved_step >= 0:
+        return f"work since the checkpoint of step {facts.saved_step} is lost"
+    return "work since the last checkpoint is lost"
+
+
+def _how(gone: WorkerGone) -> str:
+    if gone.signal is not None:
+        try:
+            name = signals.Signals(gone.signal).name
+        except ValueError:
+            name = f"signal {gone.signal}"
+        return f"was killed by {name}, which this system did not send"
+    if gone.reason:
+        return gone.reason
+    return f"exited with code {gone.exit_code}"
+
+
+def _tail(gone: WorkerGone) -> str:
+    tail = gone.tail.strip()[-TAIL_CHARS_MAX:]
+    return f"; its log ends: {tail}" if tail else ""
+
+
+def _shell_code(gone: WorkerGone) -> int | None:
+    return gone.exit_code if gone.signal is None else 128 + gone.signal

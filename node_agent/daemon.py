@@ -1,0 +1,296 @@
+"""The node agent's daemon: the core between bus, GPUs and workers.
+
+It may be killed at any time: workers go on, their shims write down how they end, and the next node agent on the same
+state directory finds them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import assert_never
+
+import structlog
+from msgspec import Struct
+from msgspec.structs import replace
+
+from node_agent import procfs
+from node_agent.config import ConfigError, NodeConfig
+from node_agent.core.agent import NodeAgent
+from node_agent.core.events import (
+    ForgetWorker,
+    LocalEffect,
+    LocalEvent,
+    LogRead,
+    NodeFacts,
+    NoteWorker,
+    OrderWorker,
+    ReadLogFile,
+    RememberFence,
+    Sampled,
+    SampleFailed,
+    SignalWorker,
+    StartWorker,
+    TakeSample,
+)
+from node_agent.devices import DeviceBackend, DeviceError
+from node_agent.devices.sampling import measure, open_backend
+from node_agent.workers.manager import Settings, Workers, WorkersError
+from node_agent.workers.records import read_json, write_json
+from protocol.bus import Bus
+from protocol.messages import LogChunk, NodeId, Party
+from protocol.shell import Shell
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
+
+
+async def run_node_agent(
+    config: NodeConfig,
+    bus: Bus,
+    *,
+    backend: DeviceBackend | None = None,
+    clock: Callable[[], float] = time.time,
+    end_workers: bool = False,
+    on_alive: Callable[[], None] | None = None,
+    on_ready: Callable[[], None] | None = None,
+) -> None:
+    """Run one node's agent until cancelled. Its workers live on, unless `end_workers` says to leave nothing behind.
+
+    Parameters
+    ----------
+    config, bus
+        What it is, and where the arbiter is.
+    backend
+        The GPUs, for tests that inject faults; by default those that the configuration names.
+    clock
+        UNIX time in seconds.
+    end_workers
+        SIGKILL all workers at the end.
+    on_alive
+        Called at least once a second, for a watchdog.
+    on_ready
+        Called once the workers of earlier node agents have been found.
+
+    Raises
+    ------
+    ConfigError
+        If the GPUs, the containment or the state directory cannot be had as configured.
+    """
+    with _state(config) as memory:
+        gpus = _open(config) if backend is None else backend
+        try:
+            await _run(config, bus, memory, gpus, clock, end_workers, on_alive, on_ready)
+        finally:
+            if backend is None:
+                gpus.close()
+
+
+async def _run(
+    config: NodeConfig,
+    bus: Bus,
+    memory: _Memory,
+    backend: DeviceBackend,
+    clock: Callable[[], float],
+    end_workers: bool,
+    on_alive: Callable[[], None] | None,
+    on_ready: Callable[[], None] | None,
+) -> None:
+    if config.shared_users:
+        log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
+    boot_id = procfs.boot_id()
+    core = NodeAgent(_facts(config, memory, backend, boot_id), (memory.kept.epoch, memory.kept.seq))
+    hands = _Hands(memory)
+    shell: Shell[LocalEvent, LocalEffect] = Shell(
+        core,
+        bus,
+        Party("node", config.node),
+        perform=hands.perform,
+        clock=clock,
+        shared_users=frozenset(config.shared_users),
+        on_alive=on_alive,
+    )
+    async with asyncio.TaskGroup() as tasks:
+        try:
+            workers = Workers(_settings(config, boot_id), backend, shell.post, tasks)
+        except WorkersError as error:
+            raise ConfigError(str(error)) from error
+        sampler = Sampler(backend, workers, shell.post, config.sample_s)
+        hands.attach(workers, sampler, tasks, shell.post)
+        await workers.adopt()
+        sampling = tasks.create_task(sampler.run())
+        log.info("node.ready", node=config.node, gpus=len(backend.devices()), incarnation=memory.kept.incarnation)
+        if on_ready is not None:
+            on_ready()
+        try:
+            await shell.run()
+        finally:
+            sampling.cancel()
+            if end_workers:
+                await workers.end()
+            workers.close()
+
+
+def _facts(config: NodeConfig, memory: _Memory, backend: DeviceBackend, boot_id: str) -> NodeFacts:
+    return NodeFacts(
+        node=NodeId(config.node),
+        rack=config.rack,
+        boot_id=boot_id,
+        incarnation=memory.kept.incarnation,
+        beat_s=config.beat_s,
+        idle_bytes_max=backend.idle_bytes_max,
+        parked_bytes_max=backend.parked_bytes_max,
+        hello_s=config.hello_s,
+    )
+
+
+def _settings(config: NodeConfig, boot_id: str) -> Settings:
+    return Settings(
+        node=config.node,
+        state_dir=Path(config.state_dir).resolve(),
+        boot_id=boot_id,
+        runtime_dir=Path(config.runtime_dir).resolve() if config.runtime_dir else None,
+        bootstrap_dir=Path(config.bootstrap_dir).resolve() if config.bootstrap_dir else None,
+        containment=config.containment,
+    )
+
+
+def _open(config: NodeConfig) -> DeviceBackend:
+    try:
+        return open_backend(
+            config.gpus, config.node, memory_bytes=config.simulated_memory_bytes, pin=config.simulated_pin
+        )
+    except DeviceError as error:
+        raise ConfigError(str(error)) from error
+
+
+class _Hands:
+    """Carries out what the core asks, each thing where it belongs."""
+
+    def __init__(self, memory: _Memory) -> None:
+        self._memory = memory
+
+    def attach(
+        self, workers: Workers, sampler: Sampler, tasks: asyncio.TaskGroup, post: Callable[[LocalEvent], None]
+    ) -> None:
+        self._workers, self._sampler, self._tasks, self._post = workers, sampler, tasks, post
+
+    async def perform(self, effect: LocalEffect) -> None:
+        match effect:
+            case RememberFence(epoch=epoch, seq=seq):
+                await asyncio.to_thread(self._memory.remember_fence, epoch=epoch, seq=seq)
+            case StartWorker():
+                log.info("worker.start", task=effect.task, gpus=effect.gpus)
+                self._tasks.create_task(self._workers.start(effect), name=f"start {effect.task}")
+            case OrderWorker(task=task, order=order):
+                log.info("worker.order", task=task, do=order.do, seq=order.seq)
+                self._workers.order(task, order)
+            case SignalWorker(task=task, how=how):
+                log.info("worker.signal", task=task, how=how)
+                self._workers.signal(task, how)
+            case NoteWorker(task=task, note=note):
+                await self._workers.note(task, note)
+            case ForgetWorker(task=task):
+                await self._workers.forget(task)
+            case TakeSample(mark=mark):
+                self._sampler.ask(mark)
+            case ReadLogFile():
+                self._tasks.create_task(self._read_log(effect), name=f"log of {effect.task}")
+            case _:
+                assert_never(effect)
+
+    async def _read_log(self, ask: ReadLogFile) -> None:
+        data, size = await self._workers.read_log(ask.task, offset=ask.offset, limit=ask.limit)
+        # Whether the log has ended is for the core to say, which knows the task.
+        self._post(LogRead(LogChunk(ask.query_id, ask.task, ask.offset, data, size, ended=False)))
+
+
+class Sampler:
+    """Measures all GPUs every `sample_s`, and at once when asked."""
+
+    def __init__(
+        self, backend: DeviceBackend, workers: Workers, post: Callable[[LocalEvent], None], sample_s: float
+    ) -> None:
+        self._backend = backend
+        self._workers = workers
+        self._post = post
+        self._sample_s = sample_s
+        self._mark = 0
+        self._wake = asyncio.Event()
+
+    def ask(self, mark: int) -> None:
+        """Have a measurement begun after this moment and posted with `mark`."""
+        self._mark = max(self._mark, mark)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        while True:
+            self._wake.clear()
+            mark = self._mark
+            try:
+                gpus = await asyncio.to_thread(measure, self._backend, self._workers.owner)
+            except DeviceError as error:
+                log.warning("sample.failed", reason=str(error))
+                self._post(SampleFailed(str(error)))
+            else:
+                self._post(Sampled(mark, gpus))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._sample_s):
+                    await self._wake.wait()
+
+
+class Kept(Struct, frozen=True):
+    """What survives the node agent: how often it started, and the newest plan it saw."""
+
+    incarnation: int = 0
+    epoch: int = 0
+    seq: int = 0
+
+
+class _Memory:
+    """`Kept`, on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        before = read_json(path, Kept)
+        if before is None and path.exists():
+            raise ConfigError(
+                f"{path} is damaged, and without it an outdated plan could be obeyed; "
+                "stop this node's tasks, then remove the file"
+            )
+        self.kept = Kept() if before is None else before
+        self._write(replace(self.kept, incarnation=self.kept.incarnation + 1))
+
+    def remember_fence(self, *, epoch: int, seq: int) -> None:
+        self._write(replace(self.kept, epoch=epoch, seq=seq))
+
+    def _write(self, kept: Kept) -> None:
+        write_json(self._path, kept)
+        self.kept = kept
+
+
+@contextmanager
+def _state(config: NodeConfig) -> Iterator[_Memory]:
+    """Hold the state directory: one node agent at a time."""
+    folder = Path(config.state_dir)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"state_dir {folder} cannot be written: {error.strerror}; set another state_dir") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise ConfigError(
+            f"another node agent uses state_dir {folder}; stop it, or give this one a state_dir of its own"
+        ) from error
+    try:
+        yield _Memory(folder / "agent.json")
+    finally:
+        os.close(lock)

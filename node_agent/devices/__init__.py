@@ -1,0 +1,126 @@
+"""The GPUs of a host: one protocol, two implementations, chosen by configuration and never by chance.
+
+`nvml` reads real NVIDIA GPUs through the driver's library, `simulated` makes virtual ones of real processes' memory
+and cores. Everything above this folder is the same for both; `tests/contract/test_devices.py` holds their promises.
+
+Promises
+--------
+1. GPUs are named by UUID; the order of `devices` is that of the PCI bus and does not change while the backend is open.
+2. `memory` and `processes` are measured at the call, not remembered, and list every process, also parked ones.
+3. A lost GPU stays in `devices`; its `health` says so and its other methods raise `DeviceError`.
+4. A call that gets no answer raises `DeviceError` within `timeout_s`; nothing blocks for ever on a sick GPU.
+5. Every method may be called from any one thread at a time; none changes a setting of the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from protocol.messages import GpuId
+
+#: How two GPUs of a host are joined, tight to loose: NVLink, then the PCIe common ancestor.
+LinkKind = Literal["nvlink", "single", "multiple", "hostbridge", "node", "system"]
+
+
+class DeviceError(Exception):
+    """The GPUs cannot be used as asked; the message is a sentence that names the mend."""
+
+
+class Device(Struct, frozen=True):
+    """One GPU. `slot` names the NVLink or PCIe island it belongs to within the host."""
+
+    gpu: GpuId
+    index: int
+    model: str
+    memory_bytes: int
+    slot: str
+    bus_id: str = ""
+
+
+class Memory(Struct, frozen=True):
+    """Bytes of a GPU's memory; `used_bytes` leaves out what the driver reserves for itself."""
+
+    total_bytes: int
+    used_bytes: int
+    reserved_bytes: int = 0
+
+
+class Process(Struct, frozen=True):
+    """A process with a context on a GPU."""
+
+    pid: int
+    memory_bytes: int
+
+
+class Health(Struct, frozen=True):
+    """`lost`: the GPU answers no more. Not healthy and not lost: it should get no new work."""
+
+    healthy: bool = True
+    lost: bool = False
+    detail: str = ""
+
+
+class DeviceBackend(Protocol):
+    """The GPUs of this host; see the promises above."""
+
+    @property
+    def idle_bytes_max(self) -> int:
+        """Memory in use below which a GPU without processes counts as empty."""
+        ...
+
+    @property
+    def parked_bytes_max(self) -> int:
+        """What a suspended worker may keep: its context and libraries' workspaces."""
+        ...
+
+    def devices(self) -> Sequence[Device]:
+        """Return every GPU of this host, in the order of the PCI bus."""
+        ...
+
+    def topology(self) -> dict[tuple[GpuId, GpuId], LinkKind]:
+        """Return how each pair (a, b), a before b in `devices`, is joined."""
+        ...
+
+    def memory(self, gpu: GpuId) -> Memory:
+        """Measure its memory now."""
+        ...
+
+    def processes(self, gpu: GpuId) -> Sequence[Process]:
+        """List the processes on it now, whoever's they are."""
+        ...
+
+    def utilisation(self, gpu: GpuId) -> float | None:
+        """Return the share of recent time in which the GPU worked, 0 to 1, or None if unknown."""
+        ...
+
+    def health(self, gpu: GpuId) -> Health:
+        """Return its health, after taking in every event that has come since."""
+        ...
+
+    def env(self, gpus: Sequence[GpuId]) -> dict[str, str]:
+        """Return the environment that makes a worker see `gpus` and no others."""
+        ...
+
+    def cpus(self, gpus: Sequence[GpuId]) -> Sequence[int] | None:
+        """Return the cores a worker on `gpus` should run on, None for any."""
+        ...
+
+    def attach(self, pid: int, gpus: Sequence[GpuId]) -> None:
+        """Be told that the processes under `pid` were given `gpus`."""
+        ...
+
+    def detach(self, pid: int) -> None:
+        """Be told that they are gone."""
+        ...
+
+    def close(self) -> None:
+        """Let the driver go."""
+        ...
+
+
+def visible(gpus: Sequence[GpuId]) -> dict[str, str]:
+    """Return the variables by which CUDA shows a process `gpus`, by UUID, in the order given."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -1,0 +1,60 @@
+"""One measurement of all GPUs, with each process assigned to the task it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from node_agent.core.events import GpuProcess, GpuSample
+from node_agent.devices import Device, DeviceBackend, DeviceError
+from node_agent.devices.nvml import NvmlBackend
+from node_agent.devices.simulated import SimulatedBackend
+from protocol.messages import TaskId
+
+
+def open_backend(gpus: str, node: str, *, memory_bytes: int, pin: bool) -> DeviceBackend:
+    """Open the GPUs that the configuration names: ``nvml`` or ``simulated:N``.
+
+    Raises
+    ------
+    DeviceError
+        If there are none of that kind; another kind is never taken instead.
+    """
+    kind, _, count = gpus.partition(":")
+    if gpus == "nvml":
+        return NvmlBackend()
+    if kind == "simulated" and count.isascii() and count.isdigit():
+        return SimulatedBackend(node, int(count), memory_bytes=memory_bytes, pin=pin)
+    raise DeviceError(f"gpus = {gpus!r} names no kind of GPU; write 'nvml', or 'simulated:4' for four virtual ones")
+
+
+def measure(backend: DeviceBackend, owner: Callable[[int], TaskId | None]) -> tuple[GpuSample, ...]:
+    """Measure all GPUs now. `owner` says which task a process belongs to, None for a stranger.
+
+    Raises
+    ------
+    DeviceError
+        If the driver does not answer; a single lost GPU is no error but a sample that says so.
+    """
+    return tuple(_sample(backend, device, owner) for device in backend.devices())
+
+
+def _sample(backend: DeviceBackend, device: Device, owner: Callable[[int], TaskId | None]) -> GpuSample:
+    health = backend.health(device.gpu)
+    processes: tuple[GpuProcess, ...] = ()
+    used_bytes = 0
+    if not health.lost:
+        # Processes first: one that leaves in between is then counted too much, never too little.
+        found = backend.processes(device.gpu)
+        processes = tuple(GpuProcess(p.pid, p.memory_bytes, owner(p.pid)) for p in found)
+        used_bytes = backend.memory(device.gpu).used_bytes
+    return GpuSample(
+        gpu=device.gpu,
+        model=device.model,
+        memory_bytes=device.memory_bytes,
+        slot=device.slot,
+        used_bytes=used_bytes,
+        processes=processes,
+        healthy=health.healthy,
+        lost=health.lost,
+        detail=health.detail,
+    )

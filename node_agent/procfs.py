@@ -1,0 +1,89 @@
+"""What the kernel says of processes: parents, sessions, start times, memory. Reads /proc, changes nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Container, Iterable
+from pathlib import Path
+
+from msgspec import Struct
+
+PROC = Path("/proc")
+
+
+class Stat(Struct, frozen=True):
+    """One process. (pid, `start_ticks`) names it for as long as the machine runs; a pid alone is used again."""
+
+    pid: int
+    state: str
+    ppid: int
+    session: int
+    start_ticks: int
+
+
+def boot_id() -> str:
+    """Return the kernel's name for this run of the machine."""
+    return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def stat(pid: int) -> Stat | None:
+    """Return the process `pid`, or None if there is none."""
+    try:
+        # Unbuffered and without pathlib: this runs for every process of the host, every second.
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    # The second field is the program's name in brackets and may itself hold brackets and blanks.
+    fields = text[text.rindex(b")") + 2 :].split(None, 20)
+    return Stat(pid, fields[0].decode(), int(fields[1]), int(fields[3]), int(fields[19]))
+
+
+def processes() -> list[Stat]:
+    """Return every process."""
+    found = (stat(int(name)) for name in os.listdir("/proc") if name.isdigit())  # noqa: PTH208 - as above
+    return [process for process in found if process is not None]
+
+
+def root_of(pid: int, roots: Container[int]) -> int | None:
+    """Return which of `roots` the process `pid` is under, None if it is under none or gone."""
+    while pid > 1 and (process := stat(pid)) is not None:
+        if process.ppid in roots:
+            return process.ppid
+        pid = process.ppid
+    return None
+
+
+def descendants(roots: Iterable[int]) -> dict[int, int]:
+    """Return every living process under `roots`, each with the root it is under; the roots are left out."""
+    children: dict[int, list[int]] = {}
+    for process in processes():
+        if process.state != "Z":
+            children.setdefault(process.ppid, []).append(process.pid)
+    under: dict[int, int] = {}
+    for root in roots:
+        queue = list(children.get(root, ()))
+        while queue:
+            pid = queue.pop()
+            if pid not in under:
+                under[pid] = root
+                queue.extend(children.get(pid, ()))
+    return under
+
+
+def is_running(pid: int, start_ticks: int) -> bool:
+    """Say whether the very process that started at `start_ticks` still lives (a zombie does not)."""
+    process = stat(pid)
+    return process is not None and process.start_ticks == start_ticks and process.state != "Z"
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return the process's private memory in use (RssAnon), 0 if it is gone."""
+    try:
+        text = (PROC / str(pid) / "status").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    for line in text.splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,1 @@
+"""Processes of tasks: starting, watching, talking to, signalling and re-adopting them."""

@@ -1,0 +1,166 @@
+"""The Unix socket on which one task's worker talks: lines in, orders out.
+
+Callbacks only, so no task can die unseen. A connection counts once its first line is a hello of this very task from a
+process of our own user; whatever else it says costs it the connection and nobody else anything. When a worker
+reconnects the newest connection is the worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from protocol.codec import WireError
+from protocol.messages import TaskId
+from protocol.worker import LINE_BYTES_MAX, PROTO, FromWorker, Hello, Order, decode_line, encode_line
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
+
+#: How long a connection may stay silent before its hello.
+HELLO_S = 5.0
+#: Connections of one task that have not said hello yet; more are turned away.
+STRANGERS_MAX = 8
+
+
+class Contact:
+    """The socket of one task.
+
+    Parameters
+    ----------
+    said, left
+        Called with each line of the worker, and when its connection is gone.
+    """
+
+    def __init__(self, task: TaskId, said: Callable[[FromWorker], None], left: Callable[[], None]) -> None:
+        self.task = task
+        self._said = said
+        self._left = left
+        self._server: asyncio.Server | None = None
+        self._worker: _Connection | None = None
+        self._strangers: set[_Connection] = set()
+        self._silent = asyncio.Event()
+        self._silent.set()
+
+    async def open(self, path: Path) -> None:
+        """Listen at `path`, replacing a socket that an earlier node agent left there."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_unix_server(lambda: _Connection(self), str(path))
+
+    def order(self, order: Order) -> bool:
+        """Pass `order` on; False if no worker is connected."""
+        if self._worker is None:
+            return False
+        self._worker.send(encode_line(order))
+        return True
+
+    async def wait_silent(self) -> None:
+        """Wait until no worker is connected: all that it said has then been passed on."""
+        await self._silent.wait()
+
+    def close(self) -> None:
+        """Stop listening and hang up; the worker lives on."""
+        if self._server is not None:
+            self._server.close()
+        for connection in [*self._strangers, *([self._worker] if self._worker else [])]:
+            connection.hang_up()
+
+    # --- called by connections --------------------------------------------------------------------------------------
+
+    def arrived(self, connection: _Connection) -> bool:
+        """Say whether a new connection may stay until its hello."""
+        if len(self._strangers) >= STRANGERS_MAX:
+            return False
+        self._strangers.add(connection)
+        return True
+
+    def heard(self, connection: _Connection, message: FromWorker) -> str:
+        """Take a line in; return what is wrong with it, or an empty string."""
+        if connection is not self._worker:
+            if not isinstance(message, Hello):
+                return "the first line is no hello"
+            if message.task != self.task or message.proto != PROTO:
+                return f"a hello of task {message.task!r}, protocol {message.proto}, on the socket of {self.task}"
+            self._strangers.discard(connection)
+            earlier, self._worker = self._worker, connection
+            self._silent.clear()
+            if earlier is not None:
+                earlier.hang_up()
+        self._said(message)
+        return ""
+
+    def closed(self, connection: _Connection) -> None:
+        """Note that a connection is gone."""
+        self._strangers.discard(connection)
+        if connection is self._worker:
+            self._worker = None
+            self._silent.set()
+            self._left()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: bytes to lines."""
+
+    def __init__(self, contact: Contact) -> None:
+        self._contact = contact
+        self._buffer = b""
+        self._transport: asyncio.Transport | None = None
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if _peer_uid(transport) != os.getuid() or not self._contact.arrived(self):
+            self._drop("it is not a process of our user, or too many have not said hello")
+            return
+        self._patience = asyncio.get_running_loop().call_later(HELLO_S, self._drop, "no hello came")
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if len(self._buffer) > LINE_BYTES_MAX:
+            self._drop(f"a line is longer than {LINE_BYTES_MAX} bytes")
+            return
+        for line in lines:
+            if self._transport is None or self._transport.is_closing() or not self._take(line):
+                return
+
+    def _take(self, line: bytes) -> bool:
+        try:
+            wrong = self._contact.heard(self, decode_line(line))
+        except WireError as error:
+            wrong = str(error)
+        if wrong:
+            self._drop(wrong)
+            return False
+        if self._patience is not None:
+            self._patience.cancel()
+        return True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+        self._transport = None
+        self._contact.closed(self)
+
+    def send(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _drop(self, why: str) -> None:
+        log.warning("connection.dropped", task=self._contact.task, reason=why)
+        self.hang_up()
+
+
+def _peer_uid(transport: asyncio.Transport) -> int:
+    sock: socket.socket = transport.get_extra_info("socket")
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)

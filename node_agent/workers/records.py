@@ -1,0 +1,203 @@
+"""What is on disk about each worker, so that the next node agent finds it again.
+
+One folder per task under ``workers/``: ``spec.json`` (before the process is started), ``started.json`` and
+``exit.json`` (by the shim), ``note.json`` (what the core wants remembered), ``lock`` (held by the living shim). Logs
+stand apart under ``logs/`` and outlive the record. All files are written beside, synced and renamed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+import msgspec
+from msgspec import Struct
+
+from node_agent.core.events import WorkerNote
+from protocol.messages import AppId, GpuId, JobId, TaskId
+
+T = TypeVar("T", bound=Struct)
+
+#: Logs of ended tasks kept; the oldest go first.
+LOGS_MAX = 500
+#: What is shown of a log with a failure.
+TAIL_BYTES = 4096
+TAIL_LINES = 12
+
+
+class Spec(Struct, frozen=True):
+    """How a task was started, for the shim and for the next node agent."""
+
+    task: TaskId
+    app: AppId
+    job: JobId
+    attempt: int
+    gpus: tuple[GpuId, ...]
+    boot_id: str
+    command: tuple[str, ...]
+    cwd: str
+    env: dict[str, str]
+    log: str
+    checkpoint_dir: str
+    cpus: tuple[int, ...] = ()
+
+
+class Started(Struct, frozen=True):
+    """The two processes, each named by its pid and start time."""
+
+    pid: int
+    start_ticks: int
+    shim: int
+    shim_ticks: int
+
+
+class Exit(Struct, frozen=True):
+    """How the main process ended; `error`: it was never started. `survivors` would not die."""
+
+    code: int | None = None
+    signal: int | None = None
+    survivors: tuple[int, ...] = ()
+    error: str = ""
+
+
+class Record:
+    """One task's folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def spec(self) -> Spec | None:
+        """How it was started; None if the folder holds no whole record."""
+        return read_json(self.path / "spec.json", Spec)
+
+    @property
+    def started(self) -> Started | None:
+        """Its processes, once they live."""
+        return read_json(self.path / "started.json", Started)
+
+    @property
+    def exit(self) -> Exit | None:
+        """Its end, once it has ended."""
+        return read_json(self.path / "exit.json", Exit)
+
+    @property
+    def note(self) -> WorkerNote:
+        """What the core last wanted remembered."""
+        return read_json(self.path / "note.json", WorkerNote) or WorkerNote()
+
+    def lock(self) -> int:
+        """Return a descriptor that holds the lock, to be handed to the shim.
+
+        Raises
+        ------
+        BlockingIOError
+            If a living shim holds it.
+        """
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise
+        return fd
+
+    @property
+    def alive(self) -> bool:
+        """Whether a shim, perhaps one that is just being started, still has the task in hand."""
+        try:
+            os.close(self.lock())
+        except BlockingIOError:
+            return True
+        return False
+
+
+class Records:
+    """All tasks' folders and logs under one state directory."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self._workers = state_dir / "workers"
+        self._logs = state_dir / "logs"
+        for folder in (self._workers, self._logs):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def of(self, task: TaskId) -> Record:
+        """Return the record of `task`, which need not exist."""
+        return Record(self._workers / file_name(task))
+
+    def create(self, spec: Spec) -> Record:
+        """Make a folder for a new task and write down how it is to be started."""
+        record = self.of(spec.task)
+        shutil.rmtree(record.path, ignore_errors=True)
+        record.path.mkdir(mode=0o700)
+        write_json(record.path / "spec.json", spec)
+        return record
+
+    def all(self) -> list[Record]:
+        """Return every whole record, in order of its name."""
+        found = (Record(path) for path in sorted(self._workers.iterdir()))
+        return [record for record in found if record.spec is not None]
+
+    def remove(self, task: TaskId) -> None:
+        """Forget a task; its log stays until newer ones push it out."""
+        shutil.rmtree(self.of(task).path, ignore_errors=True)
+        logs = sorted(self._logs.iterdir(), key=lambda path: path.stat().st_mtime)
+        for path in logs[: max(0, len(logs) - LOGS_MAX)]:
+            path.unlink(missing_ok=True)
+
+    def log_path(self, task: TaskId) -> Path:
+        """Return where the output of `task` goes."""
+        return self._logs / f"{file_name(task)}.log"
+
+    def read_log(self, task: TaskId, *, offset: int, limit: int) -> tuple[bytes, int]:
+        """Return up to `limit` bytes from `offset` on, and the log's size; nothing if there is none."""
+        try:
+            with self.log_path(task).open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(min(offset, size))
+                return file.read(limit), size
+        except FileNotFoundError:
+            return b"", 0
+
+    def tail(self, task: TaskId) -> str:
+        """Return the last lines of the log."""
+        _, size = self.read_log(task, offset=0, limit=0)
+        data, _ = self.read_log(task, offset=max(0, size - TAIL_BYTES), limit=TAIL_BYTES)
+        return "\n".join(data.decode(errors="replace").splitlines()[-TAIL_LINES:])
+
+
+def file_name(task: TaskId) -> str:
+    """Return a name for files of `task`: itself if it is tame, escaped and shortened if not."""
+    name = quote(task, safe="")
+    if len(name) <= 120 and not name.startswith("."):
+        return name
+    return f"{name[:80].lstrip('.')}-{hashlib.blake2s(task.encode(), digest_size=8).hexdigest()}"
+
+
+def read_json(path: Path, kind: type[T]) -> T | None:
+    """Return the content of `path`; None if it is absent or not whole."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+        return None
+
+
+def write_json(path: Path, value: Struct) -> None:
+    """Write `value` so that a reader finds the old or the new one, whole, also after a power cut."""
+    beside = path.with_name(path.name + ".tmp")
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(msgspec.json.encode(value))
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

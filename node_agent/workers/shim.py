@@ -1,0 +1,181 @@
+"""The small parent of every task: outlives the node agent and writes down how the task ended.
+
+Run as a script, ``python -I -S shim.py FOLDER``, with the standard library alone, so that it starts in milliseconds and
+nothing of the user's environment reaches it. It holds the lock on fd `LOCK_FD` as long as it lives, which is how a new
+node agent knows a task whose start was cut off half-way. It writes ``started.json`` and ``exit.json`` in FOLDER, and
+the first of them to its standard output too.
+
+The task gets a session of its own. It dies with the shim (PDEATHSIG), and whatever it left behind, also what tried to
+run away into another session, comes back to the shim as its nearest subreaper and is killed before ``exit.json``.
+"""
+
+# pathlib would double the time this takes to start.
+# ruff: noqa: PTH105, PTH118, PTH123, PTH208
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` itself is not needed to run
+    from typing import Any
+
+    Json = dict[str, Any]
+
+LOCK_FD = 9
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+#: A process in an uninterruptible kernel call may never die; the task has ended all the same.
+SURVIVORS_S = 5.0
+
+
+def main(folder: str) -> int:
+    """Run the task described by ``spec.json`` in `folder` to its end."""
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGPIPE"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    with open(os.path.join(folder, "spec.json"), "rb") as file:
+        spec = json.load(file)
+    pid, error = spawn(spec)
+    if error:
+        write(folder, "exit.json", {"error": error})
+        return 1
+    started = {"pid": pid, "start_ticks": start_ticks(pid), "shim": os.getpid(), "shim_ticks": start_ticks(os.getpid())}
+    write(folder, "started.json", started)
+    tell(started)
+    status = wait(pid)
+    survivors = end_survivors()
+    code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
+    write(folder, "exit.json", {"code": code, "signal": number, "survivors": survivors})
+    return 0
+
+
+def spawn(spec: Json) -> tuple[int, str]:
+    """Start the command; return its pid, or why it could not be started."""
+    reader, writer = os.pipe()
+    shim = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        try:
+            become(spec, shim)
+        except BaseException as error:  # noqa: BLE001 - the child must end here, whatever happens
+            os.write(writer, str(error).encode(errors="replace"))
+        os._exit(127)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        complaint = pipe.read().decode(errors="replace")  # ends at exec, which closes the other end
+    if complaint:
+        os.waitpid(pid, 0)
+    return pid, complaint
+
+
+def become(spec: Json, shim: int) -> None:
+    """Turn this child into the task."""
+    os.setsid()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != shim:
+        raise RuntimeError("the supervisor died while the task was being started")
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGPIPE"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    if spec["cpus"]:
+        os.sched_setaffinity(0, spec["cpus"])
+    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((null, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    with suppress(OSError):  # started by hand, without a lock
+        os.close(LOCK_FD)
+    os.chdir(spec["cwd"])
+    os.execvpe(spec["command"][0], spec["command"], spec["env"])  # noqa: S606 - a program, never a shell line
+
+
+def wait(pid: int) -> int:
+    """Reap everything until `pid` has ended; return its status."""
+    while True:
+        ended, status = os.wait()
+        if ended == pid:
+            return status
+
+
+def end_survivors() -> list[int]:
+    """Kill what the task left behind; return what would not die."""
+    deadline = time.monotonic() + SURVIVORS_S
+    while left := descendants():
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return left
+        reap()
+        time.sleep(0.01)
+    reap()
+    return []
+
+
+def reap() -> None:
+    """Collect children that have ended."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def descendants() -> list[int]:
+    """Return every living process under this one."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    fields = file.read().rpartition(b")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if fields[0] != b"Z":
+                children.setdefault(int(fields[1]), []).append(int(name))
+    found: list[int] = []
+    queue = [os.getpid()]
+    while queue:
+        below = children.get(queue.pop(), [])
+        found.extend(below)
+        queue.extend(below)
+    return found
+
+
+def start_ticks(pid: int) -> int:
+    """Return when `pid` started, in clock ticks since boot."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+def write(folder: str, name: str, content: Json) -> None:
+    """Write `content` so that a reader finds all of it or nothing, also after a power cut."""
+    path = os.path.join(folder, name)
+    fd = os.open(path + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.write(fd, json.dumps(content).encode())
+    os.fsync(fd)
+    os.close(fd)
+    os.replace(path + ".tmp", path)
+
+
+def tell(started: Json) -> None:
+    """Tell the node agent, if it still listens, and let go of its pipes."""
+    with suppress(OSError):  # it has died since; the next one reads started.json
+        os.write(1, json.dumps(started).encode() + b"\n")
+    null = os.open(os.devnull, os.O_RDWR)
+    for target in (0, 1, 2):
+        os.dup2(null, target)
+
+
+def prctl(option: int, value: int) -> None:
+    """Ask the kernel for a property of this process."""
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

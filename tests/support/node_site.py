@@ -1,0 +1,245 @@
+"""A whole node agent with real processes, on the in-process bus, under an arbiter that is the test itself.
+
+Run as a program it is the same in a process of its own, which a test can kill: plans come in as JSON lines on standard
+input, reports go out on standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from node_agent.config import NodeConfig
+from node_agent.daemon import run_node_agent
+from node_agent.devices.simulated import SimulatedBackend
+from protocol.bus import Link, Outgoing
+from protocol.bus.memory import MemoryBroker, MemoryBus
+from protocol.codec import decode, encode
+from protocol.messages import (
+    ARBITER,
+    AppId,
+    GpuId,
+    GpuStatus,
+    JobId,
+    LaunchSpec,
+    LeaseId,
+    LeaseTerms,
+    LogChunk,
+    NodeId,
+    NodePlan,
+    NodeReport,
+    Party,
+    ReadLog,
+    TaskId,
+    TaskOrder,
+    TaskStatus,
+    ToNode,
+    Want,
+)
+
+NODE = "n1"
+PATIENCE_S = 20.0
+WORKER = Path(__file__).with_name("hand_worker.py")
+
+
+def gpu(number: int) -> GpuId:
+    return GpuId(f"GPU-sim-{NODE}-{number}")
+
+
+def config(folder: Path, **fields: object) -> NodeConfig:
+    values: dict[str, object] = {"beat_s": 0.2, "sample_s": 0.2, "hello_s": 0.5}
+    return NodeConfig(node=NODE, gpus="simulated:2", state_dir=str(folder / "state"), **(values | fields))  # type: ignore[arg-type]
+
+
+def task_order(
+    folder: Path,
+    task: str,
+    *command: str,
+    want: Want = "run",
+    gpus: Sequence[int] = (0,),
+    grace_s: float = 5.0,
+    cwd: str | None = None,
+    env: dict[str, str] | None = None,
+    checkpoint_dir: str | None = None,
+) -> TaskOrder:
+    """An order for a program; by default ``hand_worker.py`` with `command` as its arguments."""
+    job, _, attempt = task.rpartition("-a")
+    line = command if command and "/" in command[0] else (sys.executable, str(WORKER), *command)
+    launch = LaunchSpec(line, cwd or str(folder), checkpoint_dir or str(folder / job), env or {})
+    owned = tuple(gpu(number) for number in gpus)
+    app = AppId(job.partition(".")[0])
+    return TaskOrder(TaskId(task), app, JobId(job), int(attempt), owned, want, launch, grace_s)
+
+
+def plan_of(orders: Sequence[TaskOrder], *, epoch: int, seq: int) -> NodePlan:
+    leased = sorted({one for order in orders for one in order.gpus})
+    leases = tuple(LeaseTerms(LeaseId(f"L-{one}"), one, NodeId(NODE), "r", "s", epoch, 60.0) for one in leased)
+    return NodePlan(NodeId(NODE), epoch, seq, leases, tuple(orders))
+
+
+def find_task(report: NodeReport, task: str) -> TaskStatus | None:
+    return next((status for status in report.tasks if status.task == task), None)
+
+
+def find_gpu(report: NodeReport, number: int) -> GpuStatus:
+    return next(status for status in report.gpus if status.gpu == gpu(number))
+
+
+class Site:
+    """The arbiter's end of the bus."""
+
+    def __init__(self, folder: Path, link: Link, backend: SimulatedBackend) -> None:
+        self.folder = folder
+        self.backend = backend
+        self._link = link
+        self._ids = count()
+        self.epoch, self.seq = 1, 0
+
+    async def plan(self, *orders: TaskOrder, epoch: int | None = None, seq: int | None = None) -> None:
+        self.seq += 1
+        await self.send(plan_of(orders, epoch=epoch or self.epoch, seq=seq or self.seq))
+
+    async def send(self, message: ToNode) -> None:
+        data = encode(message, sender=ARBITER, id=f"m{next(self._ids)}")
+        assert await self._link.send([Outgoing(Party("node", NODE), data)]) == [None]
+
+    async def receive(self) -> NodeReport | LogChunk:
+        async with asyncio.timeout(PATIENCE_S):
+            delivery = await self._link.receive()
+            await delivery.ack()
+        body = decode(delivery.data).body
+        assert isinstance(body, NodeReport | LogChunk)
+        return body
+
+    async def report(self, wanted: Callable[[NodeReport], bool] = lambda report: True) -> NodeReport:
+        """The next report that is `wanted`."""
+        last: NodeReport | None = None
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    message = await self.receive()
+                    if isinstance(message, NodeReport):
+                        last = message
+                        if wanted(message):
+                            return message
+        except TimeoutError as error:
+            raise AssertionError(f"no such report; the last one was {last}") from error
+
+    async def status(self, task: str, wanted: Callable[[TaskStatus], bool]) -> TaskStatus:
+        """The next status of `task` that is `wanted`."""
+        report = await self.report(lambda report: (s := find_task(report, task)) is not None and wanted(s))
+        status = find_task(report, task)
+        assert status is not None
+        return status
+
+    async def exited(self, task: str) -> TaskStatus:
+        return await self.status(task, lambda status: status.phase == "exited")
+
+    async def phase(self, task: str, phase: str) -> TaskStatus:
+        return await self.status(task, lambda status: status.phase == phase)
+
+    async def log(self, task: str) -> LogChunk:
+        await self.send(ReadLog("q", TaskId(task), 0))
+        while True:
+            message = await self.receive()
+            if isinstance(message, LogChunk):
+                return message
+
+
+@asynccontextmanager
+async def node_site(folder: Path, *, end_workers: bool = True, **fields: object) -> AsyncIterator[Site]:
+    """A running node agent with two virtual GPUs."""
+    bus = MemoryBus(MemoryBroker())
+    link = await bus.connect(ARBITER)
+    await link.lead()
+    await link.provision(Party("node", NODE))
+    await link.consume()
+    backend = SimulatedBackend(NODE, 2)
+    async with asyncio.TaskGroup() as group:
+        agent = group.create_task(
+            run_node_agent(config(folder, **fields), bus, backend=backend, end_workers=end_workers)
+        )
+        try:
+            yield Site(folder, link, backend)
+        finally:
+            agent.cancel()
+    await link.close()
+
+
+# --- in a process of its own ----------------------------------------------------------------------------------------
+
+
+async def serve(folder: Path) -> None:
+    """Plans from standard input, reports to standard output, logs to standard error."""
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    async with node_site(folder, end_workers=False) as site, asyncio.TaskGroup() as group:
+        group.create_task(_pass_plans_on(site))
+        while True:
+            report = await site.report()
+            os.write(1, msgspec.json.encode(report) + b"\n")
+
+
+async def _pass_plans_on(site: Site) -> None:
+    reader = asyncio.StreamReader(limit=2**20)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    while line := await reader.readline():
+        await site.send(msgspec.json.decode(line, type=NodePlan))
+
+
+class NodeProcess:
+    """The other end of `serve`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def plan(self, plan: NodePlan) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(msgspec.json.encode(plan) + b"\n")
+        await self.process.stdin.drain()
+
+    async def report(self, wanted: Callable[[NodeReport], bool] = lambda report: True) -> NodeReport:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(PATIENCE_S):
+            while line := await self.process.stdout.readline():
+                report = msgspec.json.decode(line, type=NodeReport)
+                if wanted(report):
+                    return report
+        raise AssertionError("the node agent ended")
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def node_process(folder: Path) -> AsyncIterator[NodeProcess]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.support.node_site",
+        str(folder),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        limit=2**20,
+    )
+    try:
+        yield NodeProcess(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        transport = process._transport  # type: ignore[attr-defined] - closes the pipes before the loop ends
+        transport.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(Path(sys.argv[1])))
