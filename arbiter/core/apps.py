@@ -29,6 +29,8 @@ def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
     if isinstance(app.state, model.Refused):
         _refuse(turn, app, app.state.reason)
     app = _note_wish(turn, app, report)
+    if report.state != "active":
+        turn.apps.add(app.id)  # it repeats its end until it hears that we know
     if not isinstance(app.state, Settled):
         _take_releases(turn, app, report)
         if report.state != "active":

@@ -219,7 +219,7 @@ class Arbiter:
         holdings = plans.holdings_of(turn, app)
         digest = plans.holdings_digest(holdings)
         changed = digest != app.holdings_digest
-        if changed or restate:
+        if changed or restate or not app.active:
             app = replace(self._next_seq(app.id), holdings_digest=digest)
             self.state.apps[app.id] = app
             message = replace(holdings, seq=app.holdings_seq)

@@ -178,6 +178,13 @@ def two_apps_probed() -> Site:
     return site
 
 
+def test_an_app_that_repeats_its_end_is_answered_again() -> None:
+    site, _gpu = one_app_running()
+    assert sent(site.app("ana-1", state="finished", demand=0), Holdings)
+    (again,) = sent(site.app("ana-1", state="finished", demand=0), Holdings)
+    assert again.acked == site.seqs["app-ana-1"]
+
+
 def test_a_withdrawn_app_does_not_hold_up_the_round_it_was_in() -> None:
     site = two_apps_probed()
     site.rho("ana-1", 5.0)

@@ -1,0 +1,114 @@
+"""The configuration of an owner's app-agent daemon: one TOML file, decoded once into one frozen value."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used; the message names the field and the mend."""
+
+
+class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How an app-agent daemon runs.
+
+    Attributes
+    ----------
+    owner
+        Whose apps it hosts: the broker user is ``app-<owner>``, app ids are ``<owner>-<number>``.
+    tenant
+        Who pays for apps that do not say; the owner if empty.
+    bus
+        ``amqp[s]://user:password@host:port/vhost``; when empty, the daemon reads it from the file `bus_file`.
+    prefix
+        Of queue and exchange names; the same in all daemons of a site.
+    state_dir
+        Where the journal is kept: what makes a restarted daemon remember its apps.
+    socket
+        The control socket that the command line talks to; by default where the command line looks for it.
+    shared_users
+        Broker users that may speak for anyone: only for brokers where all daemons share one user.
+    beat_s
+        Every so often each app states its whole wish again.
+    answer_s
+        How long a question to the arbiter may take.
+    """
+
+    owner: str
+    tenant: str = ""
+    bus: str = ""
+    bus_file: str = ""
+    prefix: str = ""
+    state_dir: str = "/var/lib/gpu-arbiter-app"
+    socket: str = ""
+    shared_users: tuple[str, ...] = ()
+    beat_s: float = 2.0
+    answer_s: float = 10.0
+
+
+def load(path: Path) -> AppConfig:
+    """Return the configuration in the TOML file at `path`.
+
+    Raises
+    ------
+    ConfigError
+        With the file, the field and the mend.
+    """
+    try:
+        return parse(tomllib.loads(path.read_text()), source=str(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the file with --config") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def parse(fields: Mapping[str, Any], *, source: str) -> AppConfig:
+    """Return the configuration made of these fields.
+
+    Raises
+    ------
+    ConfigError
+        With `source`, the field and the mend.
+    """
+    try:
+        config = msgspec.convert(fields, AppConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}; see docs/operations.md for every field") from error
+    for name in ("owner", "tenant"):
+        value = getattr(config, name)
+        if not _ID.fullmatch(value) and (value or name == "owner"):
+            raise ConfigError(f"{source}: {name} is {value!r}; use lower-case letters, digits and dashes, such as ada")
+    for name in ("beat_s", "answer_s"):
+        if getattr(config, name) <= 0:
+            raise ConfigError(f"{source}: {name} is {getattr(config, name)}; it must be above 0 seconds")
+    return config
+
+
+def default_socket(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where the control socket is looked for: $GPU_ARBITER_URL, the runtime folder, or the home's state.
+
+    Raises
+    ------
+    ConfigError
+        If GPU_ARBITER_URL is no ``unix:///path``.
+    """
+    url = environ.get("GPU_ARBITER_URL", "")
+    if url:
+        path = url.removeprefix("unix://")
+        if path == url or not path.startswith("/"):
+            raise ConfigError(f"GPU_ARBITER_URL is {url!r}; set it to unix:///path/to/control.sock, or unset it")
+        return Path(path)
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    if runtime:
+        return Path(runtime) / "gpu-arbiter" / "control.sock"
+    return Path(environ.get("HOME", "/")) / ".local" / "state" / "gpu-arbiter" / "control.sock"

@@ -1,0 +1,1 @@
+"""The app agent without hands: it decides and can do nothing."""

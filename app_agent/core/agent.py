@@ -1,0 +1,599 @@
+"""The app agent: values allocations, bids, divides what it holds among its jobs. A core; one per app.
+
+It is told what the arbiter says (`hear`) and that time has passed (`tick`), and answers with messages. What it wants is
+one `AppReport`, stated whole when it changes and again every beat; what it has is the arbiter's newest `Holdings`, with
+`Grant` and `Preempt` as earlier news of the same. (epoch, seq) orders these three, so that loss, repetition and
+reordering change nothing that the next beat does not mend. A lease's remaining time is ignored: when the arbiter is
+silent an app keeps what it has, since nobody else can have been granted it (fail-static).
+
+After every event the same four steps run, in this order: jobs follow what node agents reported, the search advances,
+GPUs are divided, and the report goes out if it says something new.
+
+What may not enter: event loop, clock, dice, files, sockets; other apps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Literal, assert_never
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from app_agent.core import division, jobs, valuation
+from app_agent.core.division import Asking
+from app_agent.core.model import (
+    AppState,
+    Done,
+    Dropped,
+    Failed,
+    HeldGpu,
+    Job,
+    Leaving,
+    Over,
+    Placed,
+    Stopping,
+    Suspended,
+    Waiting,
+    locality,
+)
+from app_agent.core.spec import AppSpec
+from app_agent.core.tuning import AppScheduler, Left, Search, Trial, scheduler_for
+from app_agent.core.valuation import LevelTerms, Valuation
+from protocol.core import Send
+from protocol.messages import (
+    ARBITER,
+    LEVELS,
+    AppId,
+    AppReport,
+    Bid,
+    GpuId,
+    Grant,
+    Holdings,
+    JobId,
+    JobWish,
+    LaunchSpec,
+    LeaseId,
+    LeaseTerms,
+    Level,
+    Offer,
+    OfferedGpu,
+    Preempt,
+    Probe,
+    ProbeReply,
+    Refusal,
+    TenantId,
+)
+
+#: What a job whose length nobody knows is taken for: an hour of one GPU.
+UNKNOWN_WORK_S = 3600.0
+#: A job of unknown length that runs on beyond that is taken to have a tenth of its steps still to do.
+UNKNOWN_LEFT_SHARE = 0.1
+#: A part of a gang is kept this long, and a quarter of a lease at least, for the rest to be freed by its holder.
+GANG_PATIENCE_S = 60.0
+#: An elastic job grows when that saves more than so many restarts.
+GROWTH_GAIN_MIN = 2.0
+
+ToOneApp = Probe | Offer | Grant | Preempt | Holdings | Refusal
+
+
+class _Facts(Struct, frozen=True):
+    """What follows from the jobs and the search: derived, never part of the state."""
+
+    jobs: tuple[Job, ...]
+    search: Search
+    slowdown: Mapping[Level, float]
+    trials: tuple[Trial, ...]
+    runnable: tuple[int, ...]
+
+
+class AppAgent:
+    """The agent of one app; `state` is all it knows."""
+
+    def __init__(self, state: AppState, *, beat_s: float) -> None:
+        self.state = state
+        self.beat_s = beat_s
+        self._scheduler: AppScheduler = scheduler_for(state.spec)
+        self._facts: _Facts | None = None
+
+    @classmethod
+    def of(cls, app: AppId, spec: AppSpec, *, now: float, beat_s: float) -> AppAgent:
+        """Return the agent of a new app; `spec` has no mistake."""
+        fresh = tuple(Job(JobId(f"{app}.{number}"), number) for number in range(len(spec.trials)))
+        return cls(AppState(app, spec, fresh, scheduler_for(spec).begin(), now), beat_s=beat_s)
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def hear(self, message: ToOneApp, now: float) -> list[Send]:
+        """Take in what the arbiter said; answer."""
+        match message:
+            case Probe():
+                return self._answer_probe(message)
+            case Offer():
+                return self._answer_offer(message, now)
+            case Grant() | Preempt() | Holdings():
+                return self._hear_news(message, now)
+            case Refusal(reason=reason):
+                return self._be_refused(reason, now)
+            case _ as never:
+                assert_never(never)
+
+    def tick(self, now: float) -> list[Send]:
+        """Restate the whole wish if a beat is due."""
+        return self.restate(now) if now >= self._beat_due() and not self._quiet() else []
+
+    def restate(self, now: float) -> list[Send]:
+        """State the whole wish again, now."""
+        return [] if self._quiet() else self._follow(now, restate=True)
+
+    def cancel(self, now: float) -> list[Send]:
+        """End the app at its user's word; an app that is over stays as it is."""
+        if self.state.over is None:
+            self._end("cancelled", "cancelled by its owner", now)
+        return self._follow(now)
+
+    def deadline(self) -> float | None:
+        """Return when `tick` is wanted, or None when everything is said and heard."""
+        return None if self._quiet() else self._beat_due()
+
+    def _beat_due(self) -> float:
+        return self.state.beat_at + self.beat_s
+
+    def _quiet(self) -> bool:
+        return self.state.over is not None and self.state.over.settled
+
+    def _be_refused(self, reason: str, now: float) -> list[Send]:
+        """End without another word: who refused the app for good need not hear that it is over."""
+        if self.state.over is None:
+            self.state.over = Over("failed", reason, self.state.seq + 1, now, refused=True, settled=True)
+        return []
+
+    # --- what the arbiter knows -------------------------------------------------------------------------------------
+
+    def _hear_news(self, message: Grant | Preempt | Holdings, now: float) -> list[Send]:
+        """Update the leases, and the jobs if tasks were told of, unless something newer was heard already."""
+        state = self.state
+        if (message.epoch, message.seq) < state.view:
+            return []
+        state.view = (message.epoch, message.seq)
+        match message:
+            case Grant():
+                self._hold((*message.leases, *message.renewed))
+            case Preempt():
+                state.news = message.reason
+                lost = set(message.leases)
+                state.held = {
+                    gpu: replace(held, leaving=held.leaving or held.lease in lost) for gpu, held in state.held.items()
+                }
+            case Holdings():
+                self._take_holdings(message)
+            case _ as never:
+                assert_never(never)
+        return self._follow(now, restate=bool(self._quiet() and state.held))
+
+    def _hold(self, terms: Iterable[LeaseTerms]) -> None:
+        self.state.held |= {each.gpu: HeldGpu.of(each) for each in terms}
+
+    def _take_holdings(self, message: Holdings) -> None:
+        state = self.state
+        state.held = {each.gpu: HeldGpu.of(each) for each in message.leases}
+        state.acked = max(state.acked, message.acked)
+        state.cluster_gpus = message.cluster_gpus or state.cluster_gpus
+        tasks = {(task.job, task.attempt): task for task in message.tasks}
+        state.jobs = tuple(
+            jobs.observe(job, tasks.get((job.id, _attempt(job))), state.spec, state.held, acked=message.acked)
+            for job in state.jobs
+        )
+        if state.over is not None and state.acked >= state.over.since_seq and not state.held:
+            state.over = replace(state.over, settled=True)
+
+    # --- after every event ------------------------------------------------------------------------------------------
+
+    def _follow(self, now: float, *, restate: bool = False) -> list[Send]:
+        """Draw the consequences of what is known, and say so if they are new."""
+        if self.state.over is None:
+            self._advance_search(now)
+        if self.state.over is None:
+            self._divide(now)
+        return self._report(now, restate=restate)
+
+    def _advance_search(self, now: float) -> None:
+        """Let the search decide; drop what it goes on without; end the app when it has its answer or can have none."""
+        state = self.state
+        state.search = self._scheduler.advance(state.search, self.trials())
+        following = state.seq + 1
+        state.jobs = tuple(
+            job if job.number in state.search.survivors else jobs.drop(job, since_seq=following) for job in state.jobs
+        )
+        trials = self.trials()
+        failures = [job.state for job in state.jobs if isinstance(job.state, Failed)]
+        if self._scheduler.answer(state.search, trials) is not None:
+            self._end("finished", "", now)
+        elif state.search.fault:
+            self._end("failed", state.search.fault, now, exit_code=1)
+        elif all(isinstance(state.jobs[number].state, Failed) for number in state.search.survivors):
+            last = failures[-1] if failures else Failed("every trial has failed", 1)
+            self._end("failed", last.reason, now, exit_code=last.exit_code)
+
+    def _end(
+        self, outcome: Literal["finished", "failed", "cancelled"], reason: str, now: float, *, exit_code: int = 0
+    ) -> None:
+        self.state.over = Over(outcome, reason, self.state.seq + 1, now, exit_code)
+
+    def trials(self) -> tuple[Trial, ...]:
+        """Return the jobs as the search sees them."""
+        return self._now().trials
+
+    def _now(self) -> _Facts:
+        """Return what follows from the jobs and the search; both are replaced, never changed, so identity tells."""
+        state, facts = self.state, self._facts
+        if facts is None or facts.jobs is not state.jobs or facts.search is not state.search:
+            slowdown = valuation.slowdowns(job.times for job in state.jobs)
+            trials = tuple(self._trial(job, slowdown) for job in state.jobs)
+            runnable = self._scheduler.runnable(state.search, trials)
+            facts = self._facts = _Facts(state.jobs, state.search, slowdown, trials, runnable)
+        return facts
+
+    def _trial(self, job: Job, slowdown: Mapping[Level, float]) -> Trial:
+        standing: Literal["live", "done", "failed"] = "live"
+        if isinstance(job.state, Done):
+            standing = "done"
+        elif isinstance(job.state, Failed):
+            standing = "failed"
+        return Trial(
+            number=job.number,
+            steps_done=job.steps_done,
+            steps_total=self._steps_total(job, slowdown),
+            state=standing,
+            metric=job.metrics.get(self.state.spec.metric),
+        )
+
+    # --- division ---------------------------------------------------------------------------------------------------
+
+    def _divide(self, now: float) -> None:
+        """Take jobs off GPUs they must leave, start those that wait, grow one that gains, give back what is useless."""
+        state = self.state
+        wanted = self._now().runnable
+        self._clear(set(wanted))
+        self._start([state.jobs[number] for number in wanted])
+        held_back = self._hold_back(wanted)
+        held_back |= self._grow(wanted, held_back)
+        self._give_back(wanted, held_back, now)
+
+    def _put(self, job: Job) -> None:
+        self.state.jobs = tuple(job if other.id == job.id else other for other in self.state.jobs)
+
+    def _clear(self, wanted: set[int]) -> None:
+        """Let placed jobs leave that have lost a GPU, or whose phase is over."""
+        held, following = self.state.held, self.state.seq + 1
+        for job in self.state.jobs:
+            if isinstance(job.state, Placed):
+                lost = any(gpu in held and held[gpu].leaving for gpu in job.state.gpus)
+                if lost or job.number not in wanted:
+                    self._put(jobs.leave(job, since_seq=following))
+
+    def _free(self) -> list[HeldGpu]:
+        """Return the GPUs that are the app's to stay, and that no process of its own may be on."""
+        busy = {gpu for job in self.state.jobs for gpu in self._occupied(job)}
+        given_back = set(self.state.given_back)
+        return [
+            held
+            for gpu, held in sorted(self.state.held.items())
+            if gpu not in busy and not held.leaving and held.lease not in given_back
+        ]
+
+    def _occupied(self, job: Job) -> tuple[GpuId, ...]:
+        """Return the GPUs kept from other jobs by `job`; a parked job keeps them only when it can be resumed there."""
+        if isinstance(job.state, Suspended):
+            return job.state.gpus if self._resumable(job) else ()
+        return job.gpus
+
+    def _resumable(self, job: Job) -> bool:
+        held = self.state.held
+        wanted = job.number in self._now().runnable
+        return wanted and all(gpu in held and not held[gpu].leaving for gpu in job.gpus)
+
+    def _start(self, wanted: Sequence[Job]) -> None:
+        waiting = [job for job in wanted if isinstance(job.state, Waiting)]
+        for job_id, gpus in division.divide(self._free(), self._asking(waiting)).items():
+            job = next(job for job in waiting if job.id == job_id)
+            self._put(jobs.place(job, gpus, since_seq=self.state.seq + 1))
+
+    def _asking(self, some: Iterable[Job]) -> list[Asking]:
+        spec = self.state.spec
+        return [Asking(job.id, spec.gang, spec.job_demand_max) for job in some]
+
+    def _hold_back(self, wanted: Sequence[int]) -> set[GpuId]:
+        """Return the free GPUs that jobs will use which are still leaving others, as if these had left already."""
+        state = self.state
+        pending = [job for job in self._wanted_jobs(wanted) if isinstance(job.state, Waiting | Leaving)]
+        soon = [
+            held
+            for job in pending
+            for held in (state.held.get(gpu) for gpu in job.gpus)
+            if held is not None and not held.leaving
+        ]
+        plan = division.divide([*self._free(), *soon], self._asking(pending))
+        return {gpu for gpus in plan.values() for gpu in gpus}
+
+    def _wanted_jobs(self, wanted: Sequence[int]) -> list[Job]:
+        return [self.state.jobs[number] for number in wanted]
+
+    def _grow(self, wanted: Sequence[int], held_back: set[GpuId]) -> set[GpuId]:
+        """Let elastic jobs leave in order to start again on more GPUs of their node; return those GPUs."""
+        state = self.state
+        used: set[GpuId] = set()
+        for job in self._wanted_jobs(wanted):
+            if not isinstance(job.state, Placed) or not self._growable(job):
+                continue
+            nodes = {state.held[gpu].node for gpu in job.gpus if gpu in state.held}
+            more = [held.gpu for held in self._free() if held.node in nodes and held.gpu not in held_back | used]
+            size = valuation.effective_gpus(
+                len(job.gpus) + len(more), gang=state.spec.gang, demand_max=state.spec.job_demand_max
+            )
+            if size > len(job.gpus) and self._gains(job, size):
+                used |= set(more[: size - len(job.gpus)])
+                self._put(jobs.leave(job, since_seq=state.seq + 1))
+        return used
+
+    def _growable(self, job: Job) -> bool:
+        """Whether a running job could be started again on more GPUs without losing work, and that would pay."""
+        spec = self.state.spec
+        able = spec.elastic and job.cooperative and jobs.movable(job, spec)
+        able = able and job.seen == _attempt(job) and job.step >= 0
+        return able and self._gains(job, spec.job_demand_max)
+
+    def _gains(self, job: Job, gpus: int) -> bool:
+        spec = self.state.spec
+        left_s = max(0, self.trials()[job.number].steps_total - job.steps_done) * self._serial_s(job)
+        saved_s = left_s / max(1, len(job.gpus)) - left_s / gpus
+        return saved_s > GROWTH_GAIN_MIN * spec.restart_s
+
+    def _give_back(self, wanted: Sequence[int], held_back: set[GpuId], now: float) -> None:
+        """Release what no job can use; a part of a gang only when the rest of it has not come for a while."""
+        state = self.state
+        useless = {held.lease for held in self._free() if held.gpu not in held_back}
+        hoping = any(isinstance(job.state, Waiting | Leaving | Suspended) for job in self._wanted_jobs(wanted))
+        patience_s = max(GANG_PATIENCE_S, state.lease_s / 4) if hoping and state.spec.gang > 1 else 0.0
+        state.useless_since = {lease: state.useless_since.get(lease, now) for lease in sorted(useless)}
+        given_back = {lease for lease, since in state.useless_since.items() if now - since >= patience_s}
+        still_there = {held.lease for held in state.held.values()}
+        state.given_back = tuple(sorted((given_back | set(state.given_back)) & still_there))
+
+    # --- valuation --------------------------------------------------------------------------------------------------
+
+    def _answer_probe(self, probe: Probe) -> list[Send]:
+        """Phase 1: say how fair the app's lot is now."""
+        if self.state.over is not None or probe.epoch < self.state.view[0]:
+            return []
+        self.state.cluster_gpus = probe.cluster_gpus
+        self.state.apps_mean = probe.apps_mean
+        value = self._value(elapsed_s=probe.elapsed_s, apps_mean=probe.apps_mean)
+        staying = [held for held in self.state.held.values() if not held.leaving]
+        rho = valuation.rho_of(value, len(staying), locality(staying))
+        return [Send(ARBITER, ProbeReply(self.state.app, probe.round, rho))]
+
+    def _answer_offer(self, offer: Offer, now: float) -> list[Send]:
+        """Phase 2: bid for whole gangs, up to what the app can use now; N_avg is that of the newest probe."""
+        state = self.state
+        if state.over is not None or offer.epoch < state.view[0]:
+            return []
+        state.lease_s = offer.lease_s
+        value = self._value(elapsed_s=now - state.submitted_at, apps_mean=state.apps_mean)
+        kept = [_as_held(gpu) for gpu in offer.kept]
+        only = self._only(offer)
+        reach = offer.gpus if only is None else [gpu for gpu in offer.gpus if gpu.gpu in set(only)]
+        gpus_max = min(self.demand_max(), len(kept) + len(reach))
+        rows = valuation.bid_rows(value, kept=len(kept), kept_level=locality(kept), gpus_max=gpus_max)
+        rho_none = valuation.rho_of(value, len(kept), locality(kept))
+        return [Send(ARBITER, Bid(state.app, offer.round, rho_none, rows, only))]
+
+    def _only(self, offer: Offer) -> tuple[GpuId, ...] | None:
+        """Return the offered GPUs that jobs are bound to which can go on nowhere else, if that is so of all jobs."""
+        wanted = self._wanted_jobs(self._now().runnable)
+        bound = [job for job in wanted if self._bound(job)]
+        if not wanted or len(bound) < len(wanted):
+            return None
+        reachable = {gpu.gpu for gpu in (*offer.gpus, *offer.kept)}
+        homes = {gpu for job in bound if set(job.gpus) <= reachable for gpu in job.gpus}
+        return tuple(gpu.gpu for gpu in offer.gpus if gpu.gpu in homes)
+
+    def _bound(self, job: Job) -> bool:
+        """Whether this job's process can go on only on the GPUs it is on: parked, or it would have to be parked."""
+        if isinstance(job.state, Suspended):
+            return True
+        return isinstance(job.state, Placed | Leaving) and not jobs.movable(job, self.state.spec)
+
+    def demand_max(self) -> int:
+        """Return the most GPUs the app can use now."""
+        if self.state.over is not None:
+            return 0
+        runnable = self._now().runnable
+        return sum(self._demand(self.state.jobs[number]) for number in runnable)
+
+    def _demand(self, job: Job) -> int:
+        if isinstance(job.state, Suspended) or (isinstance(job.state, Placed) and not self._growable(job)):
+            return len(job.gpus)
+        return self.state.spec.job_demand_max
+
+    def _value(self, *, elapsed_s: float, apps_mean: float) -> Valuation:
+        """Return what rho of any allocation follows from, as things stand."""
+        state = self.state
+        left = self._scheduler.left(state.search, self.trials())
+        return Valuation(
+            phases=tuple(tuple(item.steps * self._serial_of(item) for item in phase) for phase in left),
+            gang=state.spec.gang,
+            terms=self._terms(),
+            elapsed_s=elapsed_s,
+            lease_s=state.lease_s,
+            fair_s=valuation.fair_time_s(self.ideal_s(), apps_mean=apps_mean),
+        )
+
+    def _terms(self) -> tuple[LevelTerms, ...]:
+        """Return what each level means to this app.
+
+        A level bounds the union of the app's GPUs, but each job stands on one node. So one job accepts nothing beyond a
+        machine; several jobs are as fast in a cluster as in a machine, only that a job cannot count on more than its
+        gang when the GPUs lie scattered.
+        """
+        spec = self.state.spec
+        slowdown = self._now().slowdown
+        tight: list[Level] = ["slot"] if spec.level_max == "slot" else ["slot", "machine"]
+        terms = [LevelTerms(level, slowdown[level], spec.job_demand_max) for level in tight]
+        if len(self.state.jobs) > 1:
+            terms.append(LevelTerms("cluster", slowdown[tight[-1]], spec.gang))
+        return tuple(terms)
+
+    def ideal_s(self) -> float:
+        """Return T_cluster, the app's finish time alone on the whole cluster; 0 while the cluster is not known."""
+        state = self.state
+        if state.cluster_gpus == 0:
+            return 0.0
+        budget_s = self._scheduler.budget_steps(self.trials()) * self._serial_median_s()
+        demand_max = state.spec.job_demand_max * len(state.jobs)
+        return valuation.cluster_time_s(budget_s, cluster_gpus=state.cluster_gpus, demand_max=demand_max)
+
+    def _steps_total(self, job: Job, slowdown: Mapping[Level, float]) -> int:
+        """Return the steps of `job`: as its script declared, as its user said, or as many as take an hour."""
+        known = job.total_steps or self.state.spec.steps_total
+        if known:
+            return known
+        serial_s = self._measured_s(job, slowdown) or self.state.spec.step_serial_s or 1.0
+        return max(round(UNKNOWN_WORK_S / serial_s), round(job.steps_done * (1 + UNKNOWN_LEFT_SHARE)), 1)
+
+    def _serial_of(self, left: Left) -> float:
+        return self._serial_median_s() if left.trial is None else self._serial_s(self.state.jobs[left.trial])
+
+    def _serial_s(self, job: Job) -> float:
+        return self._measured_s(job, self._now().slowdown) or self._serial_median_s()
+
+    def _serial_median_s(self) -> float:
+        """Return the median job's time of one mini-batch on one GPU (Eq. 2), or a guess."""
+        facts = self._now()
+        measured = [serial for job in self.state.jobs if (serial := self._measured_s(job, facts.slowdown)) > 0]
+        if measured:
+            return median(measured)
+        return self.state.spec.step_serial_s or UNKNOWN_WORK_S / facts.trials[0].steps_total
+
+    def _measured_s(self, job: Job, slowdown: Mapping[Level, float]) -> float:
+        """Return the job's time of one mini-batch on one GPU by its newest measurement, 0 if there is none."""
+        if not job.times:
+            return 0.0
+        newest = job.times[-1]
+        demand_max = self.state.spec.job_demand_max
+        return valuation.serial_time_s(
+            newest.step_s, slowdown=slowdown[newest.level], gpus=newest.gpus, job_demand_max=demand_max
+        )
+
+    # --- report -----------------------------------------------------------------------------------------------------
+
+    def _report(self, now: float, *, restate: bool) -> list[Send]:
+        """Say the whole wish if it is new, or if it is due to be said again."""
+        state = self.state
+        report = self.wish()
+        new = state.said is None or _urgent(report) != _urgent(state.said)
+        if not new and not restate:
+            return []
+        state.seq += 1
+        state.said = report
+        state.beat_at = now
+        return [Send(ARBITER, replace(report, seq=state.seq), beat=not new)]
+
+    def wish(self) -> AppReport:
+        """Return the whole wish, as yet without its number."""
+        state = self.state
+        over = state.over
+        return AppReport(
+            app=state.app,
+            tenant=TenantId(state.spec.tenant),
+            name=state.spec.name,
+            seq=0,
+            state=over.state if over else "active",
+            gang=state.spec.gang,
+            demand_max=self.demand_max(),
+            jobs=() if over else tuple(filter(None, map(self._wish, state.jobs))),
+            releases=() if over else state.given_back,
+            level_max=self._level_max(),
+            ideal_s=self.ideal_s(),
+            reason=over.reason if over else "",
+            migrations=sum(job.migrations for job in state.jobs),
+            steps_lost=sum(job.lost for job in state.jobs),
+            suspensions=sum(job.suspensions_before + job.suspensions for job in state.jobs),
+            metrics=self.metrics(),
+        )
+
+    def _level_max(self) -> Level:
+        """Return the loosest level of the *union* of the app's GPUs: a single job lives on one node."""
+        if len(self.state.jobs) > 1:
+            return "cluster"
+        return min(self.state.spec.level_max, "machine", key=LEVELS.index)
+
+    def _wish(self, job: Job) -> JobWish | None:
+        """Return what the app wants of `job`, or None when it wants nothing more."""
+        match job.state:
+            case Done() | Failed() | Dropped() | Stopping():
+                return None
+            case Waiting(attempt) | Leaving(attempt):
+                return self._wish_for(job, attempt, ())
+            case Placed(attempt, gpus, _):
+                return self._wish_for(job, attempt, gpus)
+            case Suspended(attempt, gpus):
+                wanted = job.number in self._now().runnable
+                return self._wish_for(job, attempt, gpus if wanted else (), suspended=True)
+            case _ as never:
+                assert_never(never)
+
+    def _wish_for(self, job: Job, attempt: int, gpus: tuple[GpuId, ...], *, suspended: bool = False) -> JobWish:
+        spec = self.state.spec
+        launch = LaunchSpec(
+            command=spec.trials[job.number],
+            cwd=spec.cwd,
+            checkpoint_dir=f"{spec.checkpoint_root}/{self.state.app}/{job.number}",
+            env=spec.env,
+        )
+        return JobWish(job.id, attempt, gpus, launch, spec.grace_s, spec.preempt_by, suspended)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what was last reported of the model that is the app's answer, or may become it."""
+        state = self.state
+        answer = self._scheduler.answer(state.search, self.trials())
+        if answer is not None:
+            return state.jobs[answer].metrics
+        return self._best().metrics
+
+    def _best(self) -> Job:
+        """Return the surviving job with the best metric so far."""
+        spec = self.state.spec
+        sign = -1.0 if spec.mode == "max" else 1.0
+        standing = [self.state.jobs[number] for number in self.state.search.survivors] or list(self.state.jobs)
+        return min(standing, key=lambda job: sign * job.metrics.get(spec.metric, sign * math.inf))
+
+    # --- for people -------------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Assert what must always be true of the state."""
+        state = self.state
+        claimed = [gpu for job in state.jobs if isinstance(job.state, Placed) for gpu in job.state.gpus]
+        assert len(claimed) == len(set(claimed)), f"{state.app} put two jobs on one GPU: {claimed}"
+        for job in state.jobs:
+            nodes = {state.held[gpu].node for gpu in job.gpus if gpu in state.held}
+            assert len(nodes) <= 1, f"{job.id} lies on several nodes: {sorted(nodes)}"
+        assert state.view == (-1, -1) or state.view >= (0, 0)
+        assert len({job.id for job in state.jobs}) == len(state.jobs)
+
+
+def _attempt(job: Job) -> int:
+    return job.state.attempt if isinstance(job.state, Waiting | Placed | Leaving | Suspended | Stopping) else -1
+
+
+def _as_held(gpu: OfferedGpu) -> HeldGpu:
+    return HeldGpu(LeaseId(""), gpu.gpu, gpu.node, gpu.rack, gpu.slot, leaving=False)
+
+
+def _urgent(report: AppReport) -> bytes:
+    """Return what of a report the arbiter must hear at once; figures can wait for the beat."""
+    calm = replace(report, seq=0, ideal_s=0.0, migrations=0, steps_lost=0, suspensions=0, metrics={})
+    return msgspec.msgpack.encode(calm)

@@ -1,0 +1,288 @@
+"""The apps of one owner: a core that numbers them, gives each an agent, and keeps a record of those that are over.
+
+What its agents are told and say passes through unchanged. The owner's own events are `Submit`, `Cancel` and `Ask`;
+whoever sent them hears back by effects that carry the same `request`. `Changed` tells every change of a record, so that
+nobody needs to poll. What may not enter: event loop, clock, dice, files, sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Literal, assert_never
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from app_agent.core.agent import AppAgent, ToOneApp
+from app_agent.core.model import AppState, Leaving, Placed, Suspended
+from app_agent.core.spec import AppSpec, mistake
+from protocol.core import Connected, Received, Send, Tick
+from protocol.messages import ARBITER, Answer, AppId, Offer, OwnerId, Probe, Query, TaskId
+
+#: An agent whose app is over stays this long to answer an arbiter that has not understood it.
+FORGET_AFTER_S = 600.0
+#: Records of apps that are over, kept for `ps` and `wait`; the arbiter's ledger keeps all.
+RECORDS_MAX = 1000
+
+QueryKind = Literal["apps", "nodes", "explain", "rounds", "log"]
+RecordState = Literal["waiting", "running", "suspended", "finished", "failed", "cancelled"]
+
+
+class Submit(Struct, frozen=True, tag=True):
+    """Event: the owner submits an app."""
+
+    request: str
+    spec: AppSpec
+
+
+class Cancel(Struct, frozen=True, tag=True):
+    """Event: the owner ends an app."""
+
+    request: str
+    app: AppId
+
+
+class Ask(Struct, frozen=True, tag=True):
+    """Event: the owner asks the arbiter; the answer goes past this core, since it changes nothing."""
+
+    request: str
+    kind: QueryKind
+    target: str = ""
+    offset: int = 0
+
+
+class AppRecord(Struct, frozen=True):
+    """One app as its owner's tools see it. `exit_code` is the app's own as a shell would show it, once it is over."""
+
+    app: AppId
+    tenant: str
+    name: str
+    state: RecordState
+    reason: str
+    submitted_at: float
+    ended_at: float | None
+    exit_code: int | None
+    refused: bool
+    gpus: tuple[str, ...]
+    tasks: tuple[TaskId, ...]
+    migrations: int
+    steps_lost: int
+    suspensions: int
+    metrics: dict[str, float]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will become of it."""
+        return self.ended_at is not None
+
+
+class Configured(Struct, frozen=True, tag=True):
+    """Event: the daemon has started with these settings."""
+
+    tenant: str
+    beat_s: float
+
+
+class Accepted(Struct, frozen=True, tag=True):
+    """Effect: request `request` was done, for app `app`."""
+
+    request: str
+    app: AppId
+
+
+class Declined(Struct, frozen=True, tag=True):
+    """Effect: request `request` cannot be done; `reason` is one sentence, `missing` says that no such app exists."""
+
+    request: str
+    reason: str
+    missing: bool = False
+
+
+class Changed(Struct, frozen=True, tag=True):
+    """Effect: the record of an app is new."""
+
+    record: AppRecord
+
+
+Event = Received | Connected | Tick | Configured | Submit | Cancel | Ask
+Effect = Send | Accepted | Declined | Changed
+#: Events and effects that are this core's own; the shell knows the others.
+OwnEvent = Configured | Submit | Cancel | Ask
+OwnEffect = Accepted | Declined | Changed
+
+
+class HostState(Struct):
+    """All the host knows; what a snapshot holds."""
+
+    owner: OwnerId
+    tenant: str
+    beat_s: float
+    submitted: int = 0
+    apps: dict[AppId, AppState] = {}
+    records: dict[AppId, AppRecord] = {}
+
+
+class AppHost:
+    """The agents of one owner's apps.
+
+    `owner` is whose they are, part of their ids and of the broker user; `tenant` pays for apps that do not say; every
+    `beat_s` seconds each agent states its whole wish again.
+    """
+
+    def __init__(self, owner: OwnerId, *, tenant: str = "", beat_s: float = 2.0) -> None:
+        self._take_over(HostState(owner, tenant or owner, beat_s))
+
+    @classmethod
+    def restore(cls, blob: bytes) -> AppHost:
+        """Return the host as it was when `snapshot` gave these bytes."""
+        state = msgspec.msgpack.decode(blob, type=HostState)
+        host = cls(state.owner)
+        host._take_over(state)
+        return host
+
+    def _take_over(self, state: HostState) -> None:
+        self.state = state
+        self._agents = {app: AppAgent(known, beat_s=state.beat_s) for app, known in state.apps.items()}
+
+    def snapshot(self) -> bytes:
+        """Return the whole state; `restore` gives it back bit for bit."""
+        return msgspec.msgpack.encode(self.state)
+
+    # --- events -----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> Sequence[Effect]:
+        """Be told what happened; answer what to do, in order."""
+        effects = self._take(event, now)
+        if isinstance(event, Tick | Connected | Submit):
+            self._forget(now)
+        return effects
+
+    def _take(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case Received(_, message):
+                return self._hear(message, now)
+            case Connected():
+                return [effect for app in sorted(self._agents) for effect in self._restate(app, now)]
+            case Tick():
+                return [effect for app in sorted(self._agents) for effect in self._tick(app, now)]
+            case Configured(tenant, beat_s):
+                self.state.tenant, self.state.beat_s = tenant, beat_s
+                self._take_over(self.state)
+                return []
+            case Submit(request, spec):
+                return self._submit(request, spec, now)
+            case Cancel(request, app):
+                return self._cancel(request, app, now)
+            case Ask(request, kind, target, offset):
+                return [Send(ARBITER, Query(request, kind, target, offset))]
+            case _ as never:
+                assert_never(never)
+
+    def deadline(self) -> float | None:
+        """Return when a `Tick` is wanted at the latest, or None."""
+        wanted = [at for agent in self._agents.values() if (at := agent.deadline()) is not None]
+        return min(wanted, default=None)
+
+    def validate(self) -> None:
+        """Assert what must always be true."""
+        assert self.state.apps.keys() == self._agents.keys()
+        assert self.state.apps.keys() <= self.state.records.keys()
+        assert len(self.state.records) <= self.state.submitted
+        for agent in self._agents.values():
+            agent.validate()
+
+    def records(self) -> tuple[AppRecord, ...]:
+        """Return the records of all apps, in the order of submission."""
+        return tuple(self.state.records.values())
+
+    # --- apps -------------------------------------------------------------------------------------------------------
+
+    def _submit(self, request: str, spec: AppSpec, now: float) -> list[Effect]:
+        spec = replace(spec, tenant=spec.tenant or self.state.tenant, name=spec.name or _name(spec))
+        wrong = mistake(spec)
+        if wrong is not None:
+            return [Declined(request, wrong)]
+        self.state.submitted += 1
+        app = AppId(f"{self.state.owner}-{self.state.submitted}")
+        agent = AppAgent.of(app, spec, now=now, beat_s=self.state.beat_s)
+        self._agents[app] = agent
+        self.state.apps[app] = agent.state
+        return [Accepted(request, app), *self._note(app, agent.restate(now))]
+
+    def _cancel(self, request: str, app: AppId, now: float) -> list[Effect]:
+        if app not in self.state.records:
+            return [Declined(request, f"there is no app {app}; `gpu-arbiter ps` lists yours", missing=True)]
+        accepted = Accepted(request, app)
+        if app not in self._agents:
+            return [accepted]
+        return [accepted, *self._note(app, self._agents[app].cancel(now))]
+
+    def _hear(self, message: object, now: float) -> list[Effect]:
+        """Pass the arbiter's word to the app it is for; what is for nobody here changes nothing."""
+        if isinstance(message, Answer) or not isinstance(message, ToOneApp) or message.app not in self._agents:
+            return []
+        answers = self._agents[message.app].hear(message, now)
+        if isinstance(message, Probe | Offer):
+            return list(answers)  # What a round asks for changes no record, and a round is many questions.
+        return self._note(message.app, answers)
+
+    def _restate(self, app: AppId, now: float) -> list[Effect]:
+        return self._note(app, self._agents[app].restate(now))
+
+    def _tick(self, app: AppId, now: float) -> list[Effect]:
+        return self._note(app, self._agents[app].tick(now))
+
+    def _note(self, app: AppId, sends: list[Send]) -> list[Effect]:
+        """Return `sends`, and the app's record if it has changed."""
+        record = record_of(self._agents[app].state, self._agents[app].metrics())
+        if self.state.records.get(app) == record:
+            return list(sends)
+        self.state.records[app] = record
+        return [*sends, Changed(record)]
+
+    def _forget(self, now: float) -> None:
+        """Let agents go whose app has long been over, and the oldest records beyond the limit."""
+        for app, state in list(self.state.apps.items()):
+            if state.over is not None and state.over.settled and now >= state.over.at + FORGET_AFTER_S:
+                del self.state.apps[app], self._agents[app]
+        surplus = len(self.state.records) - RECORDS_MAX
+        if surplus > 0:
+            for app in [app for app in self.state.records if app not in self.state.apps][:surplus]:
+                del self.state.records[app]
+
+
+def record_of(state: AppState, metrics: dict[str, float]) -> AppRecord:
+    """Return the record of an app as it stands."""
+    over = state.over
+    return AppRecord(
+        app=state.app,
+        tenant=state.spec.tenant,
+        name=state.spec.name,
+        state=over.state if over else _standing(state),
+        reason=over.reason if over else state.news,
+        submitted_at=state.submitted_at,
+        ended_at=over.at if over else None,
+        exit_code=over.exit_code if over else None,
+        refused=bool(over and over.refused),
+        gpus=() if over else tuple(gpu for gpu, held in sorted(state.held.items()) if not held.leaving),
+        tasks=tuple(job.task for job in state.jobs if job.seen >= 0),
+        migrations=sum(job.migrations for job in state.jobs),
+        steps_lost=sum(job.lost for job in state.jobs),
+        suspensions=sum(job.suspensions_before + job.suspensions for job in state.jobs),
+        metrics=metrics,
+    )
+
+
+def _standing(state: AppState) -> RecordState:
+    """Return what the app's jobs are about, taken together."""
+    if any(isinstance(job.state, Placed | Leaving) and job.seen == job.state.attempt for job in state.jobs):
+        return "running"
+    return "suspended" if any(isinstance(job.state, Suspended) for job in state.jobs) else "waiting"
+
+
+def _name(spec: AppSpec) -> str:
+    """Return a name for people: the script, or else the program."""
+    words = spec.trials[0]
+    return PurePath(next((word for word in words[1:] if word.endswith(".py")), words[0])).name or "app"

@@ -1,0 +1,185 @@
+"""One job through its attempts: what follows from what its node agent said of it. Pure functions of a `Job`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from app_agent.core.model import (
+    Attempting,
+    Done,
+    Dropped,
+    Failed,
+    HeldGpu,
+    Job,
+    Leaving,
+    Placed,
+    Stopping,
+    Suspended,
+    Waiting,
+    locality,
+)
+from app_agent.core.spec import AppSpec
+from app_agent.core.valuation import IterTime
+from protocol.messages import GpuId, TaskStatus
+
+#: A job that fails this often before its first mini-batch cannot start at all; trying on would only hide the reason.
+FALSE_STARTS_MAX = 2
+#: Mini-batches of one attempt after which its mean time is taken for a measurement.
+STEPS_MEASURED_MIN = 3
+
+
+def observe(job: Job, status: TaskStatus | None, spec: AppSpec, held: Mapping[GpuId, HeldGpu], *, acked: int) -> Job:
+    """Return `job` after the arbiter's newest word on its attempt; `status` None: the arbiter knows no such task.
+
+    `held` are the app's GPUs by the same word, `acked` the newest report that the arbiter had handled when it spoke.
+    """
+    if not isinstance(job.state, Attempting):
+        return job
+    if status is None:
+        return _vanish(job, held, acked=acked)
+    job = _learn(job, status, held)
+    if status.phase == "exited":
+        return _end(job, status, spec)
+    return _follow(job, status)
+
+
+def _vanish(job: Job, held: Mapping[GpuId, HeldGpu], *, acked: int) -> Job:
+    """Decide on an attempt of which the arbiter knows nothing: not yet started, or lost with its node."""
+    match job.state:
+        case Placed(_, gpus, _) if all(gpu in held for gpu in gpus) and not _seen(job):
+            return job  # It is still to be started.
+        case Leaving(_, _, since) | Stopping(_, _, since) if acked < since:
+            return job  # The arbiter spoke before it had heard of this wish.
+        case Stopping():
+            return replace(job, state=Dropped())
+        case _:
+            return next_attempt(job, preempted=_seen(job))
+
+
+def _seen(job: Job) -> bool:
+    assert isinstance(job.state, Attempting)
+    return job.seen == job.state.attempt
+
+
+def _learn(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
+    """Take in the figures of `status`."""
+    if status.attempt > job.seen:
+        moved = job.preempted and bool(job.seen_gpus) and set(job.seen_gpus) != set(status.gpus)
+        job = replace(
+            job,
+            seen=status.attempt,
+            seen_gpus=status.gpus,
+            migrations=job.migrations + moved,
+            steps_lost=job.lost,
+            steps_before=max(job.step, job.steps_before if job.step < 0 else -1),
+            step=-1,
+            start_step=-1,
+            suspensions_before=job.suspensions_before + job.suspensions,
+            suspensions=0,
+        )
+    return replace(
+        job,
+        step=max(job.step, status.step),
+        start_step=max(job.start_step, status.start_step),
+        total_steps=status.total_steps or job.total_steps,
+        cooperative=status.cooperative,
+        can_checkpoint=status.can_checkpoint,
+        suspensions=max(job.suspensions, status.suspensions),
+        metrics={**job.metrics, **status.metrics},
+        times=_measure(job, status, held),
+    )
+
+
+def _measure(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> tuple[IterTime, ...]:
+    """Keep the newest mini-batch time for each number of GPUs and locality."""
+    gpus = [held[gpu] for gpu in status.gpus if gpu in held]
+    made = status.step - status.start_step
+    if status.step_s <= 0 or made < STEPS_MEASURED_MIN or len(gpus) != len(status.gpus):
+        return job.times
+    time = IterTime(len(gpus), locality(gpus), status.step_s)
+    others = (other for other in job.times if (other.gpus, other.level) != (time.gpus, time.level))
+    return (*others, time)
+
+
+def _follow(job: Job, status: TaskStatus) -> Job:
+    """Keep pace with a living attempt: parked, or going on after having been parked."""
+    match job.state, status.phase:
+        case ((Placed() | Leaving()), "suspended"):
+            return replace(job, state=Suspended(status.attempt, status.gpus))
+        case Suspended(attempt, gpus), ("running" | "resuming"):
+            return replace(job, state=Placed(attempt, gpus, 0))
+        case _:
+            return job
+
+
+def _end(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
+    """Decide what follows the end of an attempt."""
+    if status.outcome == "finished":
+        return replace(job, state=Done())
+    if isinstance(job.state, Stopping):
+        return replace(job, state=Dropped())
+    if status.outcome == "failed":
+        return _fail(job, status, spec)
+    return next_attempt(job, preempted=True)
+
+
+def _fail(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
+    """Start a failed job anew, unless it failed too often or cannot even start."""
+    made_progress = status.step > status.start_step
+    restarts = job.restarts + 1
+    false_starts = 0 if made_progress else job.false_starts + 1
+    job = replace(job, restarts=restarts, false_starts=false_starts)
+    reason = status.reason or f"{status.task} exited with code {status.exit_code}"
+    if false_starts >= FALSE_STARTS_MAX:
+        why = f"{job.id} failed {false_starts} times before its first mini-batch: {reason}"
+        return replace(job, state=Failed(why, shell_code(status.exit_code)))
+    if restarts > spec.max_restarts:
+        why = f"{job.id} failed {restarts} times, and {spec.max_restarts} restarts are allowed: {reason}"
+        return replace(job, state=Failed(why, shell_code(status.exit_code)))
+    return next_attempt(job, preempted=False)
+
+
+def next_attempt(job: Job, *, preempted: bool) -> Job:
+    """Return `job` waiting to start anew, in an attempt of its own."""
+    assert isinstance(job.state, Attempting)
+    return replace(job, state=Waiting(job.state.attempt + 1), preempted=preempted)
+
+
+def shell_code(exit_code: int | None) -> int:
+    """Return an exit code as a shell would show it: 128 + n for signal n, 1 when unknown or 0."""
+    if not exit_code:
+        return 1
+    return 128 - exit_code if exit_code < 0 else exit_code
+
+
+def place(job: Job, gpus: tuple[GpuId, ...], *, since_seq: int) -> Job:
+    """Start the waiting attempt on `gpus`."""
+    assert isinstance(job.state, Waiting)
+    assert gpus
+    return replace(job, state=Placed(job.state.attempt, gpus, since_seq))
+
+
+def leave(job: Job, *, since_seq: int) -> Job:
+    """Take a placed job off its GPUs without loss."""
+    assert isinstance(job.state, Placed)
+    return replace(job, state=Leaving(job.state.attempt, job.state.gpus, since_seq))
+
+
+def drop(job: Job, *, since_seq: int) -> Job:
+    """Go on without this job; nothing of it needs saving."""
+    match job.state:
+        case Waiting():
+            return replace(job, state=Dropped())
+        case Placed(attempt, gpus, _) | Leaving(attempt, gpus, _) | Suspended(attempt, gpus):
+            return replace(job, state=Stopping(attempt, gpus, since_seq))
+        case _:
+            return job
+
+
+def movable(job: Job, spec: AppSpec) -> bool:
+    """Whether a running job can go on elsewhere: by a checkpoint, or because it can only be killed and begun anew."""
+    if not job.cooperative:
+        return True
+    return spec.preempt_by != "suspend" and job.can_checkpoint

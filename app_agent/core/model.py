@@ -1,0 +1,197 @@
+"""What an app agent knows: its GPUs, its jobs, its search. All of it encodes, so that a snapshot holds all of it.
+
+A job's state is a class with its own data. The table of what may follow what:
+
+==========  ==========================================================================================
+Waiting     Placed (GPUs found), Dropped (the search goes on without it)
+Placed      Leaving (a lease ends, a phase is over, it grows), Suspended, Stopping, and every end of an attempt
+Leaving     Suspended, Stopping, and every end of an attempt
+Suspended   Placed (resumed), Stopping, and every end of an attempt
+Stopping    Dropped
+==========  ==========================================================================================
+
+An attempt ends in Done (finished), Failed (failed too often) or Waiting (preempted, failed, lost: the next attempt).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+from app_agent.core.spec import AppSpec
+from app_agent.core.tuning.shape import Search
+from app_agent.core.valuation import IterTime
+from protocol.messages import LEVELS, AppId, AppReport, GpuId, JobId, LeaseId, LeaseTerms, Level, NodeId, TaskId
+
+
+class HeldGpu(Struct, frozen=True):
+    """One GPU that is leased to this app, and where it is. A lease that is `leaving` will not come back."""
+
+    lease: LeaseId
+    gpu: GpuId
+    node: NodeId
+    rack: str
+    slot: str
+    leaving: bool
+
+    @classmethod
+    def of(cls, terms: LeaseTerms) -> HeldGpu:
+        """Return what the app agent keeps of `terms`: not the time left, for it keeps its GPUs until told to leave."""
+        return cls(terms.lease, terms.gpu, terms.node, terms.rack, terms.slot, terms.leaving)
+
+
+class Waiting(Struct, frozen=True, tag=True):
+    """Attempt `attempt` is still to be started."""
+
+    attempt: int
+
+
+class Placed(Struct, frozen=True, tag=True):
+    """Attempt `attempt` starts or runs on `gpus`; first wished in report `since_seq`."""
+
+    attempt: int
+    gpus: tuple[GpuId, ...]
+    since_seq: int
+
+
+class Leaving(Struct, frozen=True, tag=True):
+    """Attempt `attempt` is to leave `gpus` without loss; first wished in report `since_seq`."""
+
+    attempt: int
+    gpus: tuple[GpuId, ...]
+    since_seq: int
+
+
+class Suspended(Struct, frozen=True, tag=True):
+    """Attempt `attempt` is parked on `gpus`, and can go on only there."""
+
+    attempt: int
+    gpus: tuple[GpuId, ...]
+
+
+class Stopping(Struct, frozen=True, tag=True):
+    """The search goes on without this job; its process is not yet known to be gone."""
+
+    attempt: int
+    gpus: tuple[GpuId, ...]
+    since_seq: int
+
+
+class Dropped(Struct, frozen=True, tag=True):
+    """Eliminated by the search."""
+
+
+class Done(Struct, frozen=True, tag=True):
+    """Its script ran to its end."""
+
+
+class Failed(Struct, frozen=True, tag=True):
+    """Will not be started again; `exit_code` is its last one, as a shell would show it."""
+
+    reason: str
+    exit_code: int
+
+
+JobState = Waiting | Placed | Leaving | Suspended | Stopping | Dropped | Done | Failed
+Attempting = Placed | Leaving | Suspended | Stopping
+
+
+class Job(Struct, frozen=True):
+    """One job over all its attempts.
+
+    `step` and what follows it are of attempt `seen`, the newest that a node agent reported (-1: none).
+    `steps_before` is the last step of the attempt before that; `gpus_before` and `moved` say where it ran and whether
+    it left by preemption.
+    """
+
+    id: JobId
+    number: int
+    state: JobState = Waiting(0)
+    seen: int = -1
+    seen_gpus: tuple[GpuId, ...] = ()
+    step: int = -1
+    start_step: int = -1
+    total_steps: int = 0
+    cooperative: bool = False
+    can_checkpoint: bool = False
+    suspensions: int = 0
+    metrics: dict[str, float] = {}
+    steps_before: int = -1
+    preempted: bool = False
+    steps_lost: int = 0
+    suspensions_before: int = 0
+    migrations: int = 0
+    restarts: int = 0
+    false_starts: int = 0
+    times: tuple[IterTime, ...] = ()
+
+    @property
+    def steps_done(self) -> int:
+        """Mini-batches behind it, as far as the newest attempts tell."""
+        return max(self.step, self.steps_before if self.step < 0 else -1) + 1
+
+    @property
+    def gpus(self) -> tuple[GpuId, ...]:
+        """The GPUs that a process of this job may be on."""
+        return self.state.gpus if isinstance(self.state, Attempting) else ()
+
+    @property
+    def task(self) -> TaskId:
+        """The id of the newest attempt that was seen."""
+        return TaskId(f"{self.id}-a{self.seen}")
+
+    @property
+    def lost(self) -> int:
+        """Steps that had to be made again, in all attempts."""
+        return self.steps_lost + self.lost_now
+
+    @property
+    def lost_now(self) -> int:
+        """Steps before this attempt that it had to make again; known once it has made one (it has then restored)."""
+        return max(0, self.steps_before - self.start_step) if self.step >= 0 else 0
+
+
+class Over(Struct, frozen=True):
+    """How an app ended, and the report from which on that was said."""
+
+    state: Literal["finished", "failed", "cancelled"]
+    reason: str
+    since_seq: int
+    at: float
+    exit_code: int = 0
+    refused: bool = False  #: by the arbiter, as something that can never be served
+    settled: bool = False  #: the arbiter knows, and holds no lease for the app any more
+
+
+class AppState(Struct):
+    """All one app agent knows. Only `AppAgent.handle` changes it."""
+
+    app: AppId
+    spec: AppSpec
+    jobs: tuple[Job, ...]
+    search: Search
+    submitted_at: float
+    over: Over | None = None
+    seq: int = 0  #: of the newest report
+    said: AppReport | None = None
+    beat_at: float = 0.0
+    view: tuple[int, int] = (-1, -1)  #: (epoch, seq) of the newest word of the arbiter
+    acked: int = -1
+    held: dict[GpuId, HeldGpu] = {}
+    given_back: tuple[LeaseId, ...] = ()
+    useless_since: dict[LeaseId, float] = {}
+    cluster_gpus: int = 0
+    apps_mean: float = 1.0  #: N_avg, as last probed
+    lease_s: float = 600.0  #: as last offered; the default is that of PAPERS.md section 1
+    news: str = ""  #: the newest thing a user should know: why it was preempted
+
+
+def locality(gpus: list[HeldGpu]) -> Level:
+    """Return the worst locality among `gpus`; slots are names within a node."""
+    by_level: list[set[tuple[str, ...]]] = [
+        {(gpu.node, gpu.slot) for gpu in gpus},
+        {(gpu.node,) for gpu in gpus},
+        {(gpu.rack,) for gpu in gpus},
+    ]
+    return next((level for level, places in zip(LEVELS, by_level, strict=False) if len(places) <= 1), "cluster")

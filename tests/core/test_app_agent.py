@@ -1,0 +1,497 @@
+"""The app agent: what it bids, how it divides, and what becomes of its jobs."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from app_agent.core.agent import AppAgent
+from app_agent.core.model import AppState, Done, Dropped, Suspended
+from protocol.messages import ARBITER, Bid, BidRow, Holdings, ProbeReply, Refusal
+from tests.support.app_harness import APP, Bench, exited, status
+
+TASK = "ada-1.0-a0"
+
+# --- enrolment and reports ------------------------------------------------------------------------------------------
+
+
+def test_a_new_app_states_its_whole_wish_at_once() -> None:
+    bench = Bench(gang=2)
+    (send,) = bench.sent
+    assert (send.to, send.beat) == (ARBITER, False)
+    report = bench.report
+    assert (report.app, report.tenant, report.state) == (APP, "team-a", "active")
+    assert (report.gang, report.demand_max, report.seq) == (2, 2, 1)
+    assert bench.wished() == (0, "")
+    assert bench.wish().launch.checkpoint_dir == "/checkpoints/ada-1/0"
+
+
+def test_the_wish_is_restated_every_beat_with_a_number_of_its_own() -> None:
+    bench = Bench()
+    assert bench.tick(1.0) == []
+    (send,) = bench.tick(1.0)
+    assert send.beat
+    assert [report.seq for report in bench.reports] == [1, 2]
+    assert bench.agent.deadline() == bench.now + 2.0
+
+
+def test_an_unchanged_wish_is_not_repeated_between_beats() -> None:
+    bench = Bench()
+    assert bench.holdings() == []
+
+
+def test_t_cluster_is_reported_once_the_cluster_is_known() -> None:
+    bench = Bench(gang=2, gpus_max=4, steps_total=100, step_serial_s=2.0)
+    assert bench.report.ideal_s == 0
+    bench.holdings()
+    bench.tick()
+    assert bench.report.ideal_s == 100 * 2.0 / 4
+
+
+# --- grants and division --------------------------------------------------------------------------------------------
+
+
+def test_a_granted_gpu_goes_to_the_waiting_job() -> None:
+    bench = Bench()
+    bench.grant("n1g0")
+    assert bench.wished() == (0, "n1g0")
+
+
+def test_a_gang_lies_on_one_node_and_in_one_slot_if_it_can() -> None:
+    bench = Bench(gang=2)
+    bench.grant("n1g0 n2g1 n2g2 n2g3")
+    assert bench.wished() == (0, "n2g2 n2g3")
+
+
+def test_a_part_of_a_gang_starts_nothing_and_is_kept_for_the_rest_to_come() -> None:
+    bench = Bench(gang=2)
+    bench.grant("n1g0")
+    assert bench.wished() == (0, "")
+    bench.tick(59.0)
+    assert bench.report.releases == ()
+    bench.grant("n1g1")
+    assert bench.wished() == (0, "n1g0 n1g1")
+
+
+def test_a_part_of_a_gang_is_given_back_when_the_rest_does_not_come() -> None:
+    bench = Bench(gang=2)
+    bench.grant("n1g0")
+    bench.tick(200.0)
+    assert bench.report.releases == ("L-n1g0",)
+    bench.grant("n1g1")
+    assert bench.wished() == (0, ""), "what was given back is not used again"
+    bench.holdings("n1g1")
+    assert bench.report.releases == ()
+
+
+def test_leases_beyond_what_jobs_can_use_are_given_back_at_once() -> None:
+    bench = Bench()
+    bench.grant("n1g0 n1g1")
+    assert bench.wished() == (0, "n1g0")
+    assert bench.report.releases == ("L-n1g1",)
+
+
+def test_an_elastic_job_takes_all_it_can_use_on_the_node_where_most_fits() -> None:
+    bench = Bench(gang=1, gpus_max=4)
+    bench.grant("n1g0 n2g0 n2g1 n2g2")
+    assert bench.wished() == (0, "n2g0 n2g1 n2g2")
+    assert bench.report.releases == ("L-n1g0",)
+
+
+def test_news_that_come_late_twice_or_out_of_order_change_nothing() -> None:
+    bench = Bench()
+    bench.grant("n1g0", seq=5)
+    wish = bench.quietly()
+    bench.holdings("", seq=4)
+    bench.grant("n1g3", seq=3)
+    bench.grant("n1g0", seq=5)
+    assert bench.quietly() == wish
+    assert len(bench.reports) == 2
+
+
+def test_a_new_arbiter_counts_from_the_beginning() -> None:
+    bench = Bench()
+    bench.grant("n1g0", seq=50)
+    bench.hear(Holdings(APP, epoch=2, seq=1, leases=(), tasks=()))
+    assert bench.wished() == (1, "")
+
+
+# --- the life of a job ----------------------------------------------------------------------------------------------
+
+
+def started(**changes: object) -> Bench:
+    """An app whose job runs on n1g0 and has made some steps."""
+    bench = Bench(**changes)
+    bench.grant("n1g0")
+    bench.holdings("n1g0", status(TASK, "n1g0", step=9, start_step=-1, step_s=0.5))
+    return bench
+
+
+def test_a_finished_job_ends_the_app_with_its_metrics() -> None:
+    bench = started()
+    bench.holdings("n1g0", exited(TASK, "n1g0", "finished", step=99, metrics={"accuracy": 0.97}))
+    assert (bench.report.state, bench.report.jobs) == ("finished", ())
+    assert bench.report.metrics == {"accuracy": 0.97}
+    assert bench.report.demand_max == 0
+
+
+def test_the_end_is_restated_until_the_arbiter_knows_and_holds_nothing_for_it() -> None:
+    bench = started()
+    bench.holdings("n1g0", exited(TASK, "n1g0", "finished"))
+    ended = bench.report.seq
+    assert bench.tick()[0].beat
+    bench.holdings("", acked=ended - 1)
+    assert bench.tick() != []
+    bench.holdings("", leaving="n1g0")
+    assert bench.tick() != []
+    bench.holdings("")
+    assert bench.tick() == []
+    assert bench.agent.deadline() is None
+
+
+def test_a_preempted_job_leaves_and_goes_on_elsewhere_as_a_new_attempt() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    assert bench.wished() == (0, "")
+    bench.grant("n2g0")
+    assert bench.wished() == (0, ""), "not before its old process is gone"
+    bench.holdings("n2g0", exited(TASK, "n1g0", "preempted", step=12, saved_step=12), leaving="n1g0")
+    assert bench.wished() == (1, "n2g0")
+    bench.holdings("n2g0", status("ada-1.0-a1", "n2g0", step=20, start_step=12))
+    bench.tick()
+    assert (bench.report.migrations, bench.report.steps_lost) == (1, 0)
+
+
+def test_steps_lost_are_those_made_again() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    bench.holdings("n1g1", exited(TASK, "n1g0", "preempted", step=40, saved_step=30))
+    bench.holdings("n1g1", status("ada-1.0-a1", "n1g1", "starting"))
+    bench.tick()
+    assert bench.report.steps_lost == 0, "where it starts is known only after its first step"
+    bench.holdings("n1g1", status("ada-1.0-a1", "n1g1", step=31, start_step=30))
+    bench.tick()
+    assert bench.report.steps_lost == 10
+    bench.holdings("n1g1", exited("ada-1.0-a1", "n1g1", "preempted", step=50))
+    bench.holdings("n1g1", status("ada-1.0-a2", "n1g1", step=0, start_step=-1))
+    bench.tick()
+    assert bench.report.steps_lost == 10 + 51
+    assert bench.report.migrations == 1, "the last restart was in place"
+
+
+def test_a_suspended_job_wishes_to_be_resumed_on_its_own_gpus() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    bench.holdings("", status(TASK, "n1g0", "suspended", can_checkpoint=False), leaving="n1g0")
+    wish = bench.wish()
+    assert (wish.attempt, wish.gpus, wish.suspended) == (0, ("n1g0",), True)
+    bench.grant("n1g0")
+    bench.holdings("n1g0", status(TASK, "n1g0", "running", step=11, suspensions=1))
+    assert (bench.wished(), bench.wish().suspended) == ((0, "n1g0"), False)
+    bench.tick()
+    assert (bench.report.suspensions, bench.report.migrations, bench.report.steps_lost) == (1, 0, 0)
+
+
+def test_other_gpus_are_no_use_to_a_suspended_job() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    bench.holdings("n1g1", status(TASK, "n1g0", "suspended", can_checkpoint=False))
+    assert bench.report.releases == ("L-n1g1",)
+
+
+def test_a_job_that_crashes_is_started_again_and_at_last_fails_with_its_own_words() -> None:
+    bench = started(max_restarts=1)
+    crash = {"exit_code": 3, "reason": "exited with code 3: ValueError: no such file", "start_step": -1}
+    bench.holdings("n1g0", exited(TASK, "n1g0", "failed", step=9, **crash))
+    assert bench.wished() == (1, "n1g0")
+    bench.holdings("n1g0", exited("ada-1.0-a1", "n1g0", "failed", step=9, **crash))
+    assert bench.report.state == "failed"
+    assert bench.report.reason == (
+        "ada-1.0 failed 2 times, and 1 restarts are allowed: exited with code 3: ValueError: no such file"
+    )
+
+
+def test_a_script_that_crashes_at_once_is_tried_twice() -> None:
+    bench = Bench(max_restarts=100)
+    bench.grant("n1g0")
+    bench.holdings("n1g0", exited(TASK, "n1g0", "failed", exit_code=-11, reason="killed by signal 11"))
+    assert bench.wished() == (1, "n1g0")
+    bench.holdings("n1g0", exited("ada-1.0-a1", "n1g0", "failed", exit_code=-11, reason="killed by signal 11"))
+    assert bench.report.reason == "ada-1.0 failed 2 times before its first mini-batch: killed by signal 11"
+    over = bench.agent.state.over
+    assert over is not None
+    assert over.exit_code == 139
+
+
+def test_a_job_lost_with_its_node_starts_anew() -> None:
+    bench = started()
+    bench.holdings("")
+    assert bench.wished() == (1, "")
+    bench.grant("n2g0")
+    assert bench.wished() == (1, "n2g0")
+
+
+def test_a_job_that_is_not_yet_known_to_the_arbiter_is_not_lost() -> None:
+    bench = Bench()
+    bench.grant("n1g0")
+    bench.holdings("n1g0", acked=1)
+    bench.holdings("n1g0")
+    assert bench.wished() == (0, "n1g0")
+
+
+def test_a_task_that_was_seen_and_is_known_no_more_starts_anew() -> None:
+    bench = started()
+    bench.holdings("n1g0")
+    assert bench.wished() == (1, "n1g0")
+
+
+def test_a_word_spoken_before_the_wish_to_leave_was_heard_does_not_end_the_attempt() -> None:
+    bench = Bench()
+    bench.grant("n1g0")
+    started_seq = bench.report.seq
+    bench.preempt("n1g0")
+    bench.holdings("", leaving="n1g0", acked=started_seq)
+    assert bench.wished() == (0, ""), "its process may just be starting"
+    bench.holdings("", leaving="n1g0")
+    assert bench.wished() == (1, "")
+
+
+def test_a_cancelled_app_wishes_nothing_and_stays_cancelled() -> None:
+    bench = started()
+    (send,) = bench.cancel()
+    assert not send.beat
+    assert (bench.report.state, bench.report.jobs, bench.report.demand_max) == ("cancelled", (), 0)
+    bench.holdings("n1g0", exited(TASK, "n1g0", "finished"))
+    assert bench.report.state == "cancelled"
+    assert bench.probe() == []
+
+
+def test_a_refused_app_fails_with_the_arbiters_sentence_and_says_no_more() -> None:
+    bench = Bench(gang=9)
+    assert bench.hear(Refusal(APP, "needs a gang of 9 GPUs on one node, the largest node has 4")) == []
+    over = bench.agent.state.over
+    assert over is not None
+    assert (over.state, over.refused) == ("failed", True)
+    assert over.reason == "needs a gang of 9 GPUs on one node, the largest node has 4"
+    assert bench.tick() == []
+
+
+# --- elastic jobs ---------------------------------------------------------------------------------------------------
+
+
+def test_an_elastic_job_shrinks_to_what_is_left_when_a_gpu_is_taken() -> None:
+    bench = Bench(gang=1, gpus_max=2)
+    bench.grant("n1g0 n1g1")
+    bench.holdings("n1g0 n1g1", status(TASK, "n1g0 n1g1", step=5))
+    bench.preempt("n1g1")
+    assert bench.wished() == (0, "")
+    assert bench.report.releases == ()
+    bench.holdings("n1g0", exited(TASK, "n1g0 n1g1", "preempted", step=6), leaving="n1g1")
+    assert bench.wished() == (1, "n1g0")
+
+
+def growing(step_s: float) -> Bench:
+    bench = Bench(gang=1, gpus_max=4, steps_total=1000, restart_s=10.0)
+    bench.grant("n1g0")
+    bench.holdings("n1g0", status(TASK, "n1g0", step=99, start_step=-1, step_s=step_s))
+    return bench
+
+
+def test_an_elastic_job_grows_on_its_node_when_that_pays() -> None:
+    bench = growing(step_s=1.0)  # 900 s to go on one GPU
+    assert bench.report.demand_max == 4
+    bench.grant("n1g1 n2g0")
+    assert bench.wished() == (0, ""), "it leaves in order to start again on more"
+    assert bench.report.releases == ("L-n2g0",)
+    bench.holdings("n1g0 n1g1", exited(TASK, "n1g0", "preempted", step=101))
+    assert bench.wished() == (1, "n1g0 n1g1")
+
+
+def test_an_elastic_job_that_is_nearly_done_does_not_grow() -> None:
+    bench = growing(step_s=0.01)  # 9 s to go
+    assert bench.report.demand_max == 1
+    bench.grant("n1g1")
+    assert bench.wished() == (0, "n1g0")
+    assert bench.report.releases == ("L-n1g1",)
+
+
+def test_a_job_that_cannot_checkpoint_does_not_grow() -> None:
+    bench = Bench(gang=1, gpus_max=4, steps_total=1000)
+    bench.grant("n1g0")
+    bench.holdings("n1g0", status(TASK, "n1g0", step=9, step_s=1.0, can_checkpoint=False))
+    assert bench.report.demand_max == 1
+
+
+# --- probes and bids ------------------------------------------------------------------------------------------------
+
+
+def test_the_probe_is_answered_with_eq_1() -> None:
+    bench = Bench(steps_total=100, step_serial_s=2.0)
+    bench.grant("n1g0")
+    (send,) = bench.probe(elapsed_s=100.0, apps_mean=2.0)
+    # By hand: T_sh is 100 s past and 200 s to come, T_cluster 200 s on its one GPU, T_id twice that.
+    assert send.message == ProbeReply(APP, 2, 300 / 400)
+
+
+def test_measured_iteration_times_replace_the_guess() -> None:
+    bench = Bench(steps_total=100, step_serial_s=2.0)
+    bench.grant("n1g0")
+    bench.holdings("n1g0", status(TASK, "n1g0", step=49, start_step=-1, step_s=0.5))
+    (send,) = bench.probe(elapsed_s=100.0)
+    assert send.message == ProbeReply(APP, 2, pytest.approx((100 + 50 * 0.5) / 50))
+
+
+def test_a_bid_has_a_row_for_each_useful_total_and_no_more_than_the_demand() -> None:
+    bench = Bench(gang=2, gpus_max=4, steps_total=100, step_serial_s=8.0)
+    bench.holdings()  # cluster of 8
+    bid = bench.offer("n1g0 n1g1 n1g2 n1g3 n2g0 n2g1")
+    # Alone on four GPUs 200 s; with two 400 s; with none one lease of 600 s and then two.
+    assert bid == Bid(APP, 2, rho_none=5.0, rows=(BidRow(2, "machine", 2.0), BidRow(4, "machine", 1.0)))
+
+
+def test_kept_gpus_count_in_every_row() -> None:
+    bench = Bench(gang=1, gpus_max=4, steps_total=100, step_serial_s=8.0)
+    bench.holdings()
+    bid = bench.offer("n1g1", kept="n1g0")
+    assert (bid.rho_none, bid.rows) == (4.0, (BidRow(2, "machine", 2.0),))
+
+
+def test_a_gang_that_the_offer_cannot_hold_is_not_bid_for() -> None:
+    assert Bench(gang=2).offer("n1g0").rows == ()
+
+
+def test_a_suspended_job_bids_for_its_own_gpus_only() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    bench.holdings("", status(TASK, "n1g0", "suspended", can_checkpoint=False), leaving="n1g0")
+    bid = bench.offer("n1g0 n1g1")
+    assert bid.only == ("n1g0",)
+    assert [row.gpus for row in bid.rows] == [1]
+    elsewhere = bench.offer("n1g1 n2g0")
+    assert (elsewhere.only, elsewhere.rows) == ((), ())
+
+
+def test_a_running_job_that_could_only_be_parked_bids_to_stay() -> None:
+    bench = started()
+    bench.holdings("n1g0", status(TASK, "n1g0", step=9, can_checkpoint=False))
+    assert bench.offer("n1g0 n1g1").only == ("n1g0",)
+    bench.holdings("n1g0", status(TASK, "n1g0", step=9, can_checkpoint=True))
+    assert bench.offer("n1g0 n1g1").only is None
+
+
+def test_an_offer_or_probe_of_an_arbiter_of_the_past_is_not_answered() -> None:
+    bench = Bench()
+    bench.hear(Holdings(APP, epoch=7, seq=1, leases=(), tasks=()))
+    assert bench.probe() == []
+
+
+# --- a search -------------------------------------------------------------------------------------------------------
+
+
+def searching(gpus: str) -> Bench:
+    """Four trials of 10, 20 and 40 steps, with leases on `gpus`."""
+    trials = tuple(("python", "train.py", str(number)) for number in range(4))
+    bench = Bench(trials=trials, metric="accuracy", steps_total=70)
+    bench.grant(gpus)
+    return bench
+
+
+def trial(number: int, gpu: str, step: int, accuracy: float, attempt: int = 0, **facts: object) -> object:
+    return status(f"ada-1.{number}-a{attempt}", gpu, step=step, metrics={"accuracy": accuracy}, **facts)
+
+
+def test_each_trial_gets_a_gang_and_the_level_of_the_union_is_the_cluster() -> None:
+    bench = searching("n1g0 n2g0")
+    assert [bench.wished(number) for number in range(4)] == [(0, "n1g0"), (0, "n2g0"), (0, ""), (0, "")]
+    assert (bench.report.demand_max, bench.report.level_max) == (4, "cluster")
+    assert bench.wish(1).launch.command == ("python", "train.py", "1")
+    assert bench.wish(1).launch.checkpoint_dir == "/checkpoints/ada-1/1"
+
+
+def test_a_trial_at_the_end_of_its_phase_leaves_and_the_next_one_gets_its_gpu() -> None:
+    bench = searching("n1g0")
+    bench.holdings("n1g0", trial(0, "n1g0", 9, 0.5))  # type: ignore[arg-type]
+    assert bench.wished(0) == (0, "")
+    assert bench.report.demand_max == 3
+    bench.holdings("n1g0", exited("ada-1.0-a0", "n1g0", "preempted", step=10))
+    assert (bench.wished(0), bench.wished(1)) == ((1, ""), (0, "n1g0"))
+    assert bench.report.releases == ()
+
+
+def test_meanwhile_the_metrics_are_those_of_the_best_trial_so_far() -> None:
+    bench = searching("n1g0 n1g1")
+    bench.holdings("n1g0 n1g1", status("ada-1.0-a0", "n1g0", step=1), trial(1, "n1g1", 2, 0.4))  # type: ignore[arg-type]
+    bench.tick()
+    assert bench.report.metrics == {"accuracy": 0.4}
+
+
+def test_the_worse_half_is_dropped_and_the_search_ends_with_its_best_trial() -> None:
+    bench = searching("n1g0 n1g1 n1g2 n1g3")
+    bench.holdings(
+        "n1g0 n1g1 n1g2 n1g3",
+        *(trial(number, f"n1g{number}", 11, accuracy) for number, accuracy in enumerate((0.1, 0.4, 0.3, 0.2))),  # type: ignore[arg-type]
+    )
+    assert [wish.job for wish in bench.report.jobs] == ["ada-1.1", "ada-1.2"]
+    assert bench.report.demand_max == 2
+    bench.holdings("n1g1 n1g2", trial(1, "n1g1", 31, 0.6), trial(2, "n1g2", 30, 0.7))  # type: ignore[arg-type]
+    assert [wish.job for wish in bench.report.jobs] == ["ada-1.2"]
+    states = [job.state for job in bench.agent.state.jobs]
+    assert isinstance(states[0], Dropped)
+    bench.holdings("n1g1 n1g2", exited("ada-1.2-a0", "n1g2", "finished", metrics={"accuracy": 0.9}))
+    assert (bench.report.state, bench.report.metrics) == ("finished", {"accuracy": 0.9})
+    assert isinstance(bench.agent.state.jobs[2].state, Done)
+
+
+def test_gpus_of_dropped_trials_are_given_back_once_they_are_empty() -> None:
+    bench = searching("n1g0 n1g1 n1g2 n1g3")
+    told = [trial(number, f"n1g{number}", 11, accuracy) for number, accuracy in enumerate((0.1, 0.4, 0.3, 0.2))]
+    bench.holdings("n1g0 n1g1 n1g2 n1g3", *told)  # type: ignore[arg-type]
+    assert bench.report.releases == ()
+    bench.holdings("n1g0 n1g1 n1g2 n1g3", *told[1:3])  # type: ignore[arg-type]
+    assert bench.report.releases == ("L-n1g0", "L-n1g3")
+
+
+def test_a_trial_parked_at_the_end_of_its_phase_is_resumed_when_it_is_promoted() -> None:
+    bench = searching("n1g0 n1g1 n1g2 n1g3")
+    parked = {"can_checkpoint": False}
+    running = [trial(number, f"n1g{number}", 4, 0.1) for number in range(1, 4)]
+    bench.holdings("n1g0 n1g1 n1g2 n1g3", trial(0, "n1g0", 11, 0.9, **parked), *running)  # type: ignore[arg-type]
+    suspended = trial(0, "n1g0", 11, 0.9, phase="suspended", **parked)
+    bench.holdings("n1g0 n1g1 n1g2 n1g3", suspended, *running)  # type: ignore[arg-type]
+    assert (bench.wished(0), bench.wish(0).suspended) == ((0, ""), True)
+    done = [trial(number, f"n1g{number}", 12, 0.1) for number in range(1, 4)]
+    bench.holdings("n1g1 n1g2 n1g3", suspended, *done)  # type: ignore[arg-type]
+    assert (bench.wished(0), bench.wish(0).suspended) == ((0, "n1g0"), True)
+    assert isinstance(bench.agent.state.jobs[0].state, Suspended)
+
+
+def test_a_search_of_silent_scripts_fails_with_the_mend() -> None:
+    bench = searching("n1g0 n1g1 n1g2 n1g3")
+    bench.holdings(
+        "n1g0 n1g1 n1g2 n1g3", *(status(f"ada-1.{number}-a0", f"n1g{number}", step=11) for number in range(4))
+    )
+    assert bench.report.state == "failed"
+    assert "session.report(accuracy=...)" in bench.report.reason
+
+
+def test_a_search_survives_a_trial_that_cannot_start_and_fails_only_with_all_of_them() -> None:
+    bench = searching("n1g0 n1g1 n1g2 n1g3")
+    gpus = "n1g0 n1g1 n1g2 n1g3"
+    for attempt in range(2):
+        crashed = [exited(f"ada-1.{number}-a{attempt}", f"n1g{number}", "failed", exit_code=2) for number in range(4)]
+        bench.holdings(gpus, *crashed)
+        assert bench.report.state == ("active" if attempt == 0 else "failed")
+    assert "before its first mini-batch" in bench.report.reason
+
+
+# --- snapshots ------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_state_survives_encoding() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    blob = msgspec.msgpack.encode(bench.agent.state)
+    revived = AppAgent(msgspec.msgpack.decode(blob, type=AppState), beat_s=2.0)
+    assert revived.state == bench.agent.state
+    assert msgspec.msgpack.encode(revived.state) == blob
+    assert revived.wish() == bench.agent.wish()
