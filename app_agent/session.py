@@ -1,0 +1,202 @@
+"""What a training script imports to share GPUs: ``from app_agent import session``.
+
+Nothing is needed to be suspended and resumed: a plain PyTorch script runs unchanged, and every ``optimizer.step()`` is
+a point where it can stand still. With a few lines it also leaves a GPU and goes on elsewhere::
+
+    from app_agent import session
+
+    session.init(total_steps=1000)
+    start = session.restore(load)                  # load(folder) reads the checkpoint; 0 on a fresh start
+    for step in range(start, 1000):
+        ...
+        if session.step_end(step, save=save):      # True: save(folder) has run, now leave
+            sys.exit(session.EXIT_REQUEUE)
+    session.done(accuracy=accuracy)
+
+Run by hand, without a node agent, every call does nothing and costs nothing.
+
+How it works: a helper thread holds a Unix socket to the node agent and leaves an order where the training thread looks
+at the end of each mini-batch. The training thread obeys there and nowhere else. When no order is there, which is
+nearly always, a step costs a look at the clock and two additions. Standard library only; PyTorch is touched only once
+the script has loaded it.
+
+`step` is the index of the mini-batch just completed, from 0; a checkpoint of step s holds s + 1 mini-batches.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .interpreter import watch_exit, watch_optimizers
+from .training_process import Save, TrainingProcess, whole_number
+
+__all__ = [
+    "EXIT_REQUEUE",
+    "active",
+    "checkpoint_dir",
+    "done",
+    "gpus",
+    "init",
+    "report",
+    "restore",
+    "should_preempt",
+    "step_end",
+]
+
+#: EX_TEMPFAIL: "I have saved; start me again".
+EXIT_REQUEUE = 75
+
+active: bool  #: whether a node agent started this process; answered by `__getattr__`
+_session: TrainingProcess | None = None
+
+
+def init(total_steps: int | None = None) -> None:
+    """Declare that this script cooperates, and how many mini-batches it will make, if that is known.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `total_steps` is not a number of mini-batches.
+    """
+    if total_steps is not None:
+        total_steps = whole_number("total_steps", total_steps)
+    _begin()
+    if _session is not None:
+        _session.cooperate(total_steps)
+
+
+def restore(load: Callable[[str], object]) -> int:
+    """Restore the newest complete checkpoint of this job, if there is one, and return how many mini-batches are done.
+
+    That number is also the step to go on with: 0 on a fresh start. ``load(folder)`` reads what the save function
+    wrote into `folder`; if it answers a number, that counts as the last completed step instead of the one on record.
+    """
+    _begin()
+    return 0 if _session is None else _session.restore(load)
+
+
+def step_end(step: int | None = None, save: Save | None = None, metrics: Mapping[str, float] | None = None) -> bool:
+    """Say that a mini-batch is complete; stand still here if ordered to.
+
+    Parameters
+    ----------
+    step
+        Index of the mini-batch, from 0; counted from the restored step on if left out.
+    save
+        ``save(folder)`` writes all state that training needs to go on. Called only when a checkpoint is wanted.
+    metrics
+        What the mini-batch gave, by name. Read a few times a second at most.
+
+    Returns
+    -------
+    bool
+        True when a checkpoint was saved and the process is to leave with ``sys.exit(session.EXIT_REQUEUE)``.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If `step` is not an index.
+    """
+    if step is not None and (step.__class__ is not int or step < 0):
+        step = whole_number("step", step)
+    session = _session
+    if session is None:
+        return False
+    if not session.explicit:
+        session.begin_explicit()
+    now = time.perf_counter()
+    session.training_s += now - session.mark
+    session.mark = now
+    session.boundaries += 1
+    session.step = session.step + 1 if step is None else step
+    if save is not None and not session.can_checkpoint:
+        session.offer_checkpoints()
+    if metrics is not None:
+        session.note(metrics)
+    if session.order is None:
+        return False
+    return session.obey(save, by_hook=False)
+
+
+def should_preempt() -> bool:
+    """Return whether the next `step_end` with a save function will save and answer True."""
+    order = None if _session is None else _session.order
+    return order is not None and order.do == "leave"
+
+
+def report(**metrics: float) -> None:
+    """Report measurements, such as a validation accuracy; the newest value of each name is kept."""
+    if _session is not None:
+        _session.report(metrics)
+
+
+def done(**metrics: float) -> None:
+    """Say that training has reached its end, with final measurements.
+
+    An exit with code 0 alone is not success: a process that is told to terminate often ends just so.
+    """
+    if _session is not None:
+        _session.finish(metrics)
+
+
+def gpus() -> int:
+    """Return how many GPUs this process has; 1 when nobody said."""
+    return int(os.environ.get("GPU_ARBITER_GPUS") or 1)
+
+
+def checkpoint_dir() -> Path | None:
+    """Return the folder of this job's checkpoints, the same in every attempt, or None without a node agent."""
+    return None if _session is None else _session.root
+
+
+def __getattr__(name: str) -> bool:
+    if name == "active":
+        return _session is not None
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# --- starting -------------------------------------------------------------------------------------------------------
+
+
+def _begin() -> None:
+    """Take the node agent's socket, if this process has been given one and has not taken it yet."""
+    global _session  # noqa: PLW0603 - a process is one training process
+    # Removed from the environment, so that no child of this process takes itself for the training process.
+    path = os.environ.pop("GPU_ARBITER_SOCKET", "")
+    if not path or _session is not None:
+        return
+    task, attempt = os.environ.get("GPU_ARBITER_TASK", ""), os.environ.get("GPU_ARBITER_ATTEMPT", "")
+    if not task or not attempt.isdecimal():
+        warnings.warn("gpu-arbiter: GPU_ARBITER_TASK or GPU_ARBITER_ATTEMPT is missing; running alone", stacklevel=3)
+        return
+    folder = os.environ.get("GPU_ARBITER_CHECKPOINT_DIR", "")
+    _session = TrainingProcess(path, task, int(attempt), Path(folder) if folder else None)
+    os.register_at_fork(after_in_child=_forget)
+    atexit.register(_end)
+    watch_exit(_session.note_exit)
+    watch_optimizers(_after_optimizer_step)
+    _session.link.start()
+
+
+def _forget() -> None:
+    """In a forked child: it is not the training process."""
+    global _session  # noqa: PLW0603 - see `_begin`
+    if _session is not None:
+        _session.link.abandon()
+        _session = None
+
+
+def _end() -> None:
+    if _session is not None:
+        _session.end()
+
+
+def _after_optimizer_step(*_: object) -> None:
+    session = _session
+    if session is not None and not session.explicit:
+        session.optimizer_stepped()

@@ -1,0 +1,1 @@
+"""The demo's training scripts, which users may start from: `plain.py`, and `digits.py`, the same with our lines."""

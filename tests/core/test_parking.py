@@ -1,0 +1,195 @@
+"""Parking moves every byte and loses none; aliases stay aliases."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Self
+
+import numpy as np
+import pytest
+import torch
+
+from app_agent import parking
+
+MODEL_BYTES = 4 * (256 * 256 + 256)
+
+
+def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Dropout(0.5))
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 256)).square().mean().backward()
+        optimizer.step()
+
+
+def test_training_goes_on_as_if_nothing_had_happened() -> None:
+    model, optimizer = build()
+    train(model, optimizer, steps=6)
+    disturbed, its_optimizer = build()
+    train(disturbed, its_optimizer)
+    for _ in range(2):
+        parking.park().restore()
+    train(disturbed, its_optimizer)
+    pairs = zip(model.parameters(), disturbed.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_weights_gradients_and_moments_are_gone_while_parked() -> None:
+    model, optimizer = build()
+    train(model, optimizer)
+    weight = model[0].weight  # type: ignore[index]
+    held = [weight, weight.grad, *(optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq"))]
+    parked = parking.park()
+    assert [tensor.untyped_storage().nbytes() for tensor in held] == [0, 0, 0, 0]
+    assert parked.bytes >= 4 * 4 * 256 * 256
+    parked.restore()
+    assert [tensor.untyped_storage().nbytes() for tensor in held] == [4 * 256 * 256] * 4
+
+
+def test_a_gradient_that_python_has_never_seen_is_parked_too() -> None:
+    weight = torch.ones(10_000, requires_grad=True)
+    (2 * weight).sum().backward()
+    parked = parking.park()
+    assert weight.grad is not None
+    assert weight.grad.untyped_storage().nbytes() == 0
+    parked.restore()
+    assert weight.grad.eq(2).all()
+
+
+@pytest.mark.parametrize(
+    "alias",
+    [
+        lambda tensor: tensor[10:20],
+        lambda tensor: tensor.t(),
+        lambda tensor: tensor.detach(),
+        torch.nn.Parameter,
+    ],
+)
+def test_two_names_of_one_memory_stay_so_and_are_parked_once(alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    owner = torch.randn(100, 100)
+    other, before = alias(owner), parking.park()
+    before.restore()
+    copy = other.detach().clone()
+    parked = parking.park()
+    parked.restore()
+    assert parked.bytes - before.bytes <= copy.nbytes  # the copy, and not the alias
+    assert torch.equal(other.detach(), copy)
+    owner.zero_()
+    assert not other.detach().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int8, torch.bool, torch.complex64])
+def test_every_type_of_number_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
+    tensor = torch.randint(0, 2, (9_999,)).to(dtype)
+    copy = tensor.clone()
+    parking.park().restore()
+    assert torch.equal(tensor, copy)
+
+
+def test_not_a_number_keeps_its_payload() -> None:
+    tensor = torch.full((4_096,), float("nan"))
+    tensor.view(torch.int32)[7] = 0x7FC0BEEF
+    parking.park().restore()
+    assert tensor.view(torch.int32)[7] == 0x7FC0BEEF
+
+
+def test_memory_that_others_hold_by_address_stays_and_is_counted() -> None:
+    from_numpy = torch.from_numpy(np.ones(100_000))
+    exported = torch.ones(100_000)
+    array = exported.numpy()
+    shared = torch.ones(100_000).share_memory_()
+    tensors = [from_numpy, exported, shared]
+    parked = parking.park()
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [800_000, 400_000, 400_000]
+    assert parked.residue_bytes >= 1_600_000
+    parked.restore()
+    array[:] = 5
+    assert exported.eq(5).all()
+
+
+def test_what_has_no_memory_of_its_own_is_left_alone() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Wrapper(torch.Tensor):
+        """A tensor around another, as DTensor is: it claims memory that it does not have."""
+
+        def __new__(cls, inner: torch.Tensor) -> Self:
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+        @classmethod
+        def __torch_dispatch__(cls, *_: object) -> None:
+            pytest.fail("parking looked into a wrapper")
+
+    wrapper = Wrapper(torch.ones(100_000))
+    with FakeTensorMode():
+        fake = torch.empty(100_000)
+    others = [torch.empty(100_000, device="meta"), torch.eye(300).to_sparse(), torch.empty(0), fake, wrapper]
+    parking.park().restore()
+    assert [len(tensor) for tensor in others] == [100_000, 300, 0, 100_000, 100_000]
+
+
+def test_a_living_cuda_graph_is_refused_with_the_mend_and_nothing_is_touched() -> None:
+    class Graph(torch.cuda.CUDAGraph):
+        """As PyTorch's own, for a machine that has no CUDA."""
+
+        def __new__(cls) -> Self:
+            return object.__new__(cls)
+
+        def __init__(self) -> None:
+            pass
+
+    tensor, graph = torch.ones(10_000), Graph()
+    with pytest.raises(parking.ParkRefused, match=r"CUDA graph is alive.*checkpoint"):
+        parking.park()
+    assert tensor.eq(1).all()
+    del graph
+
+
+def test_state_that_host_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.ones(10_000)
+    monkeypatch.setattr(parking, "_kept", None)
+    monkeypatch.setattr(parking.os, "posix_fallocate", refuse)
+    with pytest.raises(parking.ParkRefused, match="host memory does not hold"):
+        parking.park()
+    assert tensor.eq(1).all()
+
+
+def refuse(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_resume_without_memory_leaves_all_parked_and_may_be_tried_again() -> None:
+    tensors = [torch.full((10_000,), float(value)) for value in range(3)]
+    parked = parking.park()
+    (last, size) = parked._storages[-1]
+    parked._storages[-1] = (Exhausted(last), size)
+    with pytest.raises(parking.ParkRefused, match="all state is still parked"):
+        parked.restore()
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [0, 0, 0]
+    parked._storages[-1] = (last, size)
+    parked.restore()
+    assert [float(tensor.mean()) for tensor in tensors] == [0.0, 1.0, 2.0]
+
+
+class Exhausted:
+    """A storage on a GPU that is full."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage
+
+    def resize_(self, size: int) -> None:
+        if size:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.storage.resize_(0)
+
+
+def test_a_program_without_pytorch_has_nothing_to_park() -> None:
+    program = "from app_agent import parking; assert parking.park().bytes == 0"
+    subprocess.run([sys.executable, "-c", program], check=True)

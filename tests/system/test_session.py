@@ -1,0 +1,513 @@
+"""The training side with real processes and, where it counts, real PyTorch: what a node agent sees and gets."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app_agent import session
+from protocol.worker import (
+    EXIT_REQUEUE,
+    Finished,
+    Hello,
+    Progress,
+    Refused,
+    Resumed,
+    Saved,
+    Stacks,
+    Suspended,
+    encode_line,
+)
+from tests.support.worker_agent import BOOTSTRAP, ROOT, Worker, WorkerAgent
+
+DIGITS = str(ROOT / "launch" / "training" / "digits.py")
+PLAIN = str(ROOT / "launch" / "training" / "plain.py")
+OPTIONS = ("--steps", "60", "--step-ms", "20", "--hidden", "512", "--eval-every", "30")
+
+#: A training loop without PyTorch: what the socket says does not depend on it, and it starts at once.
+LOOP = """
+import sys, time
+from app_agent import session
+session.init(total_steps={steps})
+def save(folder):
+    open(folder + "/step", "w").write(str(step))
+def load(folder):
+    assert open(folder + "/step").read().isdecimal()
+start = session.restore(load)
+for step in range(start, {steps}):
+    time.sleep(0.01)
+    if session.step_end(step, save=save, metrics={{"loss": 1.0 / (step + 1)}}):
+        sys.exit(session.EXIT_REQUEUE)
+session.done(accuracy=0.5)
+"""
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[WorkerAgent]:
+    with WorkerAgent(tmp_path / "agent.sock") as one:
+        yield one
+
+
+def loop(steps: int) -> tuple[str, str]:
+    return "-c", LOOP.format(steps=steps)
+
+
+def script(text: str) -> tuple[str, str]:
+    return "-c", textwrap.dedent(text)
+
+
+def past(step: int) -> object:
+    return lambda value: value >= step
+
+
+@pytest.fixture(scope="module")
+def solo() -> str:
+    """What the scripts print when nobody disturbs them."""
+    command = [sys.executable, DIGITS, "--steps", "60", "--hidden", "512"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+# --- exactness ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [DIGITS, PLAIN])
+def test_a_script_suspended_and_resumed_twice_ends_with_the_weights_of_an_undisturbed_run(
+    agent: WorkerAgent, tmp_path: Path, solo: str, path: str
+) -> None:
+    with Worker(tmp_path, path, *OPTIONS) as worker:
+        for step in (5, 25):
+            agent.wait(Progress, step=past(step))
+            suspended = agent.wait(Suspended, seq=agent.order("suspend").seq)
+            assert suspended.bytes > 3 * 4 * 64 * 512  # weights and both moments of the first layer alone
+            agent.wait(Resumed, seq=agent.order("resume").seq, step=suspended.step)
+        code, out, err = worker.end()
+    assert (code, out, err) == (0, solo, "")
+    agent.wait(Finished, step=59)
+
+
+def test_a_script_that_left_and_restarted_ends_with_the_weights_of_an_undisturbed_run(
+    agent: WorkerAgent, tmp_path: Path, solo: str
+) -> None:
+    with Worker(tmp_path, DIGITS, *OPTIONS) as first:
+        agent.wait(Progress, step=past(10), can_checkpoint=True)
+        saved = agent.wait(Saved, seq=agent.order("leave").seq, leaving=True)
+        assert first.end()[0] == EXIT_REQUEUE
+    assert not [message for message in agent.heard if isinstance(message, Finished)]
+    assert Path(saved.dir).parent == first.checkpoints
+    heard = len(agent.heard)
+    with Worker(tmp_path, DIGITS, *OPTIONS, attempt=1) as second:
+        agent.wait(Progress, since=heard, start_step=saved.step)
+        assert second.end() == (0, solo, "")
+    finished = agent.wait(Finished, since=heard)
+    assert finished.metrics["accuracy"] == pytest.approx(float(solo.split()[2]), abs=1e-4)
+
+
+def test_parked_state_leaves_the_memory_that_stands_for_the_gpu(agent: WorkerAgent, tmp_path: Path) -> None:
+    text = """
+        import time, torch
+        from app_agent import session
+        state = torch.ones(40_000_000)
+        while True:
+            time.sleep(0.01)
+            session.step_end()
+        """
+    with Worker(tmp_path, *script(text)) as worker:
+        agent.wait(Progress, step=past(1))
+        running = worker.rss_bytes("RssAnon")
+        agent.order("suspend")
+        suspended = agent.wait(Suspended)
+        parked, arena = worker.rss_bytes("RssAnon"), worker.rss_bytes("RssShmem")
+        agent.order("resume")
+        agent.wait(Resumed)
+        resumed = worker.rss_bytes("RssAnon")
+    assert suspended.bytes == 160_000_000
+    assert min(running, resumed) - parked > 0.95 * suspended.bytes
+    assert arena >= suspended.bytes
+
+
+# --- the contract ---------------------------------------------------------------------------------------------------
+
+
+def test_hello_comes_first_and_says_who_speaks(agent: WorkerAgent, tmp_path: Path) -> None:
+    with Worker(tmp_path, *loop(steps=20)) as worker:
+        hello = agent.wait(Hello)
+        assert worker.end()[0] == 0
+    assert agent.heard[0] == hello
+    assert (hello.task, hello.pid, hello.state, hello.step) == ("me-1.0-a0", worker.process.pid, "running", -1)
+
+
+def test_progress_tells_step_time_capabilities_and_metrics(agent: WorkerAgent, tmp_path: Path) -> None:
+    with Worker(tmp_path, *loop(steps=100_000)):
+        progress = agent.wait(Progress, step=past(50), step_s=lambda value: value > 0)
+    assert 0.01 <= progress.step_s < 0.1
+    assert (progress.can_park, progress.can_checkpoint, progress.total_steps) == (True, True, 100_000)
+    assert 0 < progress.metrics["loss"] < 1
+
+
+def test_a_finished_job_says_so_and_leaves_it_in_writing(agent: WorkerAgent, tmp_path: Path) -> None:
+    with Worker(tmp_path, *loop(steps=5)) as worker:
+        assert worker.end()[0] == 0
+    finished = agent.wait(Finished)
+    assert (finished.step, finished.metrics["accuracy"]) == (4, 0.5)
+    assert json.loads((worker.checkpoints / "finished.json").read_text()) == {
+        "schema": "finished/v1",
+        "task": "me-1.0-a0",
+        "attempt": 0,
+        "step": 4,
+        "metrics": finished.metrics,
+    }
+
+
+def test_the_end_is_in_writing_even_when_no_agent_was_ever_there(tmp_path: Path) -> None:
+    with Worker(tmp_path, *loop(steps=5)) as worker:
+        assert worker.end()[0] == 0
+    assert json.loads((worker.checkpoints / "finished.json").read_text())["task"] == "me-1.0-a0"
+
+
+def test_a_program_that_never_names_the_library_is_finished_when_it_ends_normally(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    with Worker(tmp_path, "-c", "print('hello')") as worker:
+        assert worker.end() == (0, "hello\n", "")
+    agent.wait(Finished, step=-1)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("raise RuntimeError('broken')", 1),
+        ("sys.exit(3)", 3),
+        ("sys.exit('broken')", 1),
+        ("session.init(total_steps=10); sys.exit(0)", 0),  # only one of ten steps was made
+        ("os._exit(0)", 0),
+    ],
+)
+def test_a_program_that_ends_badly_never_says_finished(agent: WorkerAgent, tmp_path: Path, end: str, code: int) -> None:
+    text = f"import os, sys\nfrom app_agent import session\nsession.step_end(0)\n{end}\n"
+    with Worker(tmp_path, "-c", text) as worker:
+        assert worker.end()[0] == code
+    assert not [message for message in agent.heard if isinstance(message, Finished)]
+    assert not (worker.checkpoints / "finished.json").exists()
+
+
+def test_measurements_may_be_tensors_and_those_that_are_no_numbers_are_left_out(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    text = """
+        import torch, warnings
+        from app_agent import session
+        session.init()
+        with warnings.catch_warnings(record=True) as caught:
+            session.report(loss=torch.ones(1, requires_grad=True) * 2, broken=float("nan"), text="good")
+        assert "metric text is str" in str(caught[0].message), caught
+        session.done()
+        """
+    with Worker(tmp_path, *script(text)) as worker:
+        assert worker.end() == (0, "", "")
+    assert agent.wait(Finished).metrics == {"loss": 2.0}
+
+
+def test_a_step_that_is_no_index_is_named() -> None:
+    with pytest.raises(TypeError, match="step is '7'; give a whole number"):
+        session.step_end("7")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="total_steps is -1; give 0 or more"):
+        session.init(total_steps=-1)
+
+
+def test_the_example_in_the_docs_leaves_and_goes_on(agent: WorkerAgent, tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "checkpointed.py")
+    with Worker(tmp_path, example) as worker:
+        agent.wait((Hello, Progress), can_checkpoint=True)
+        agent.order("leave")
+        assert worker.end()[0] == EXIT_REQUEUE
+    with Worker(tmp_path, example, attempt=1) as worker:
+        assert worker.end() == (0, "y = 3.00 x + 1.00\n", "")
+
+
+def test_a_program_told_to_leave_that_just_ends_has_not_finished(agent: WorkerAgent, tmp_path: Path) -> None:
+    text = """
+        import time
+        from app_agent import session
+        session.restore(lambda folder: None)
+        while not session.should_preempt():
+            time.sleep(0.01)
+        """
+    with Worker(tmp_path, *script(text)) as worker:
+        agent.wait((Hello, Progress), can_checkpoint=True)
+        agent.order("leave")
+        assert worker.end() == (0, "", "")
+    assert not [message for message in agent.heard if isinstance(message, Finished)]
+
+
+def test_orders_that_come_twice_are_answered_twice_and_done_once(agent: WorkerAgent, tmp_path: Path) -> None:
+    with Worker(tmp_path, *loop(steps=100_000)):
+        agent.wait(Progress, step=past(1))
+        order = agent.order("save")
+        saved = agent.wait(Saved)
+        agent.wait(Progress, since=len(agent.heard), step=past(saved.step + 1))
+        heard = len(agent.heard)
+        agent.say(encode_line(order))
+        assert agent.wait(Saved, since=heard) == saved
+
+
+def test_orders_of_an_older_agent_are_ignored(agent: WorkerAgent, tmp_path: Path) -> None:
+    with Worker(tmp_path, *loop(steps=100_000)) as worker:
+        agent.wait(Progress, step=past(1))
+        agent.order("probe", gen=5)
+        agent.wait(Stacks)
+        agent.order("leave", gen=4)
+        agent.order("save", gen=5)
+        agent.wait(Saved, leaving=False)
+        assert worker.process.poll() is None
+
+
+def test_a_younger_order_takes_the_place_of_one_not_yet_obeyed(agent: WorkerAgent, tmp_path: Path) -> None:
+    text = """
+        from app_agent import session
+        session.init()
+        input()
+        session.step_end(0)
+        """
+    with Worker(tmp_path, *script(text)) as worker:
+        agent.wait(Hello)
+        agent.order("suspend")
+        agent.wait(Resumed, seq=agent.order("resume").seq)
+        assert worker.process.stdin is not None
+        worker.process.stdin.write("now make a step\n")
+        assert worker.end()[0] == 0
+        assert not [message for message in agent.heard if isinstance(message, Suspended)]
+
+
+def test_a_suspended_process_can_be_told_to_leave(agent: WorkerAgent, tmp_path: Path) -> None:
+    with Worker(tmp_path, *loop(steps=100_000)) as worker:
+        agent.wait(Progress, step=past(3))
+        agent.order("suspend")
+        suspended = agent.wait(Suspended)
+        agent.wait(Suspended, seq=agent.order("suspend").seq)
+        agent.wait(Refused, seq=agent.order("save").seq)
+        agent.order("leave")
+        assert worker.end()[0] == EXIT_REQUEUE
+        assert agent.wait(Saved).step == suspended.step
+
+
+def test_a_script_without_save_function_refuses_to_leave_and_says_the_mend(agent: WorkerAgent, tmp_path: Path) -> None:
+    text = """
+        import time
+        from app_agent import session
+        while True:
+            time.sleep(0.01)
+            session.step_end()
+        """
+    with Worker(tmp_path, *script(text)) as worker:
+        agent.wait(Progress, step=past(1), can_checkpoint=False)
+        agent.order("leave")
+        assert "step_end(step, save=...)" in agent.wait(Refused).reason
+        agent.wait(Progress, since=len(agent.heard))
+        assert worker.process.poll() is None
+
+
+def test_a_save_function_that_fails_is_refused_and_training_goes_on(agent: WorkerAgent, tmp_path: Path) -> None:
+    text = """
+        import time
+        from app_agent import session
+        def save(folder):
+            open(folder + "/half", "w").close()
+            raise OSError("disk full")
+        while True:
+            time.sleep(0.01)
+            session.step_end(save=save)
+        """
+    with Worker(tmp_path, *script(text)) as worker:
+        agent.wait((Hello, Progress), can_checkpoint=True)
+        agent.order("leave")
+        assert "OSError: disk full" in agent.wait(Refused).reason
+        agent.wait(Progress, since=len(agent.heard))
+        assert list(worker.checkpoints.iterdir()) == []
+
+
+def test_a_probe_tells_where_the_training_thread_hangs(agent: WorkerAgent, tmp_path: Path) -> None:
+    text = """
+        def wait_for_ever():
+            input()
+        wait_for_ever()
+        """
+    with Worker(tmp_path, *script(text)):
+        agent.wait(Hello)
+        agent.order("probe")
+        assert "wait_for_ever" in agent.wait(Stacks).text
+
+
+def test_nonsense_from_the_agent_costs_the_connection_and_nothing_else(agent: WorkerAgent, tmp_path: Path) -> None:
+    with Worker(tmp_path, *loop(steps=100_000)) as worker:
+        for count, nonsense in enumerate((b"\xff\n", b"[]\n", b'{"type":"order"}\n', b"x" * 70_000), start=1):
+            agent.wait(Hello, pid=lambda _, count=count: len(agent.hellos) == count)
+            agent.say(nonsense)
+        agent.wait(Hello, pid=lambda _: len(agent.hellos) == 5)
+        agent.say(b'{"type":"order","do":"dance","gen":1,"seq":1}\n')
+        assert "knows no order" in agent.wait(Refused).reason
+        assert worker.process.poll() is None
+
+
+# --- without an agent -----------------------------------------------------------------------------------------------
+
+
+def test_run_by_hand_every_call_does_nothing(tmp_path: Path) -> None:
+    text = """
+        import threading
+        from app_agent import session
+        session.init(total_steps=3)
+        assert not session.active
+        assert session.restore(lambda folder: 1 / 0) == 0
+        for step in range(3):
+            assert session.step_end(step, save=lambda folder: 1 / 0, metrics={"loss": 1.0}) is False
+        assert not session.should_preempt()
+        session.report(loss=1.0)
+        session.done(accuracy=1.0)
+        assert (session.gpus(), session.checkpoint_dir()) == (1, None)
+        assert threading.active_count() == 1
+        """
+    subprocess.run([sys.executable, *script(text)], check=True, cwd=tmp_path, env={**os.environ})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_goes_on_while_the_agent_is_dead_and_meets_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+    with WorkerAgent(path) as agent, Worker(tmp_path, *loop(steps=100_000)) as worker:
+        before = agent.wait(Progress, step=past(3))
+        agent.die()
+        with WorkerAgent(path, gen=2) as successor:
+            hello = successor.wait(Hello)
+            assert hello.step >= before.step
+            successor.wait(Progress, step=past(hello.step + 5))
+            successor.order("leave")
+            assert worker.end()[0] == EXIT_REQUEUE
+
+
+def test_a_suspended_process_stays_so_while_the_agent_is_dead(tmp_path: Path) -> None:
+    path = tmp_path / "agent.sock"
+    with WorkerAgent(path) as agent, Worker(tmp_path, *loop(steps=100_000)):
+        agent.wait(Progress, step=past(3))
+        agent.order("suspend")
+        suspended = agent.wait(Suspended)
+        agent.die()
+        with WorkerAgent(path, gen=2) as successor:
+            hello = successor.wait(Hello)
+            assert (hello.state, hello.step, hello.gen, hello.seq) == ("suspended", suspended.step, 1, suspended.seq)
+            successor.order("resume")
+            assert successor.wait(Resumed).step == suspended.step
+
+
+def test_finished_waits_for_an_agent_when_it_cannot_be_written_down(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    with Worker(tmp_path, *loop(steps=5)) as worker:
+        assert worker.process.stderr is not None
+        assert "could not record the end of training" in worker.process.stderr.readline()
+        with WorkerAgent(tmp_path / "agent.sock") as late:
+            assert late.wait(Hello).finished
+            assert late.wait(Finished).metrics["accuracy"] == 0.5
+            assert worker.end()[0] == 0
+
+
+# --- processes around it --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_child_processes_do_not_speak_for_the_task(agent: WorkerAgent, tmp_path: Path, method: str) -> None:
+    text = f"""
+        import multiprocessing, os, subprocess, sys
+        from app_agent import session
+        def child():
+            from app_agent import session
+            session.init()
+            os._exit(int(session.active or session.step_end(7)))
+        if __name__ == "__main__":
+            session.init()
+            process = multiprocessing.get_context("{method}").Process(target=child)
+            process.start()
+            process.join()
+            assert process.exitcode == 0
+            subprocess.run([sys.executable, "-c", "pass"], check=True)
+            session.done()
+        """
+    (tmp_path / "train.py").write_text(textwrap.dedent(text))
+    with Worker(tmp_path, "train.py") as worker:
+        assert worker.end() == (0, "", "")
+    assert [hello.pid for hello in agent.hellos] == [worker.process.pid]
+
+
+def test_data_loader_workers_do_not_speak_for_the_task(agent: WorkerAgent, tmp_path: Path) -> None:
+    text = """
+        import torch
+        if __name__ == "__main__":
+            model = torch.nn.Linear(8, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            data = torch.utils.data.TensorDataset(torch.ones(16, 8))
+            for (batch,) in torch.utils.data.DataLoader(data, batch_size=4, num_workers=2):
+                model(batch).sum().backward()
+                optimizer.step()
+        """
+    (tmp_path / "train.py").write_text(textwrap.dedent(text))
+    with Worker(tmp_path, "train.py") as worker:
+        assert worker.end() == (0, "", "")
+    assert [hello.pid for hello in agent.hellos] == [worker.process.pid]
+    agent.wait(Finished, step=3)
+
+
+def test_an_interpreter_without_our_packages_is_served_too(agent: WorkerAgent, tmp_path: Path) -> None:
+    python = str(Path(sys.base_prefix) / "bin" / "python3")
+    text = """
+        import sys
+        from app_agent import session
+        assert session.active
+        assert not any("gpu" in name or "msgspec" in name for name in sys.modules), sys.modules
+        session.done()
+        """
+    with Worker(tmp_path, *script(text), python=python) as worker:
+        assert worker.end() == (0, "", "")
+    agent.wait(Finished)
+
+
+def test_the_environments_own_sitecustomize_still_runs(agent: WorkerAgent, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.customized = True\n")
+    path = os.pathsep.join((str(BOOTSTRAP), str(tmp_path)))
+    with Worker(tmp_path, "-c", "assert customized", PYTHONPATH=path) as worker:
+        assert worker.end() == (0, "", "")
+    agent.wait(Finished)
+
+
+def test_an_explicit_step_end_is_the_only_boundary_once_it_is_called(agent: WorkerAgent, tmp_path: Path) -> None:
+    text = """
+        import torch
+        from app_agent import session
+        model = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            for half in range(2):
+                optimizer.step()
+            session.step_end()
+        """
+    with Worker(tmp_path, *script(text)) as worker:
+        assert worker.end() == (0, "", "")
+    agent.wait(Finished, step=4)
+
+
+def test_an_optimizer_that_steps_inside_backward_is_no_boundary(agent: WorkerAgent, tmp_path: Path) -> None:
+    text = """
+        import torch
+        model = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+        model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+        while True:
+            model(torch.ones(4, 8)).sum().backward()
+        """
+    with Worker(tmp_path, *script(text)):
+        agent.wait(Progress, step=past(1))
+        agent.order("suspend")
+        assert "inside backward" in agent.wait(Refused).reason
