@@ -20,7 +20,7 @@ from arbiter.core.model import Active, Draining, Enrolling, Free, Leased, Refuse
 from arbiter.core.turn import RoundRecord
 from arbiter.ledger import Ledger
 from protocol.core import Send
-from protocol.messages import Answer, AppId, LogChunk, Party, Query, ReadLog, TaskId
+from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId
 
 #: Questions about logs that wait for a node at any time; the oldest is dropped, and its asker asks again.
 WAITING_MAX = 1000
@@ -182,19 +182,22 @@ class Desk:
         return ""
 
     def _fetch_log(self, sender: Party, query: Query) -> Send:
-        task_id, _, _ = query.target.partition(" ")
-        task = self._arbiter.state.tasks.get(TaskId(task_id)) or self._newest_task(task_id)
-        if task is None:
+        found = self._whereabouts(query.target)
+        if found is None:
             return _refuse(sender, query, f"no node has output of {query.target}; it may not have started yet")
+        task, node = found
         self._waiting[query.query_id] = sender
         while len(self._waiting) > WAITING_MAX:
             self._waiting.popitem(last=False)
-        return Send(Party("node", task.node), ReadLog(query.query_id, task.id, query.offset))
+        return Send(Party("node", node), ReadLog(query.query_id, task, query.offset))
 
-    def _newest_task(self, target: str) -> model.Task | None:
-        """Return the newest task of an app or job called `target`."""
-        tasks = [task for task in self._arbiter.state.tasks.values() if target in (task.app, task.job)]
-        return max(tasks, key=lambda task: (task.attempt, task.job), default=None)
+    def _whereabouts(self, target: str) -> tuple[TaskId, NodeId] | None:
+        """Return the newest task of the app, job or task called `target`, and its node."""
+        job = target.rpartition("-a")[0] if "-a" in target.rpartition(".")[2] else target
+        app = self._arbiter.state.apps.get(AppId(job.rpartition(".")[0] or job))
+        ran = list(app.ran.items()) if app is not None else []
+        fitting = [(task, node) for task, node in ran if target in (app and app.id, task, task.rpartition("-a")[0])]
+        return fitting[-1] if fitting else None
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------

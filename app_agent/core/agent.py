@@ -448,17 +448,19 @@ class AppAgent:
         return tuple(terms)
 
     def ideal_s(self) -> float:
-        """Return T_cluster, the app's finish time alone on the whole cluster; 0 while the cluster is not known."""
+        """Return T_cluster, its finish time alone on the whole cluster; 0: the cluster or its work is not known."""
         state = self.state
-        if state.cluster_gpus == 0:
+        unmeasured = state.over is not None and not any(job.steps_done for job in state.jobs)
+        if state.cluster_gpus == 0 or unmeasured:
             return 0.0
         budget_s = self._scheduler.budget_steps(self.trials()) * self._serial_median_s()
         demand_max = state.spec.job_demand_max * len(state.jobs)
         return valuation.cluster_time_s(budget_s, cluster_gpus=state.cluster_gpus, demand_max=demand_max)
 
     def _steps_total(self, job: Job, slowdown: Mapping[Level, float]) -> int:
-        """Return the steps of `job`: as its script declared, as its user said, or as many as take an hour."""
-        known = job.total_steps or self.state.spec.steps_total
+        """Return the steps of `job`: as made, as its script declared, as its user said, or as many as take an hour."""
+        made = job.steps_done if isinstance(job.state, Done) else 0
+        known = made or job.total_steps or self.state.spec.steps_total
         if known:
             return known
         serial_s = self._measured_s(job, slowdown) or self.state.spec.step_serial_s or 1.0

@@ -41,7 +41,7 @@ def _acknowledge_unknown(turn: Turn, sender: Party, report: AppReport) -> None:
     """An app that ended before we heard of it needs nothing but to hear that we know."""
     turn.tell(sender.user, f"{report.app} ended ({report.state}) and was never seen running")
     known = _make_app(turn, sender, report)
-    turn.state.apps[report.app] = replace(known, state=Settled(report.state, report.reason, turn.now, 0.0))  # type: ignore[arg-type]
+    turn.state.apps[report.app] = replace(known, state=Settled(report.state, report.reason, turn.now, None))  # type: ignore[arg-type]
     turn.apps.add(report.app)
 
 
@@ -127,7 +127,8 @@ def _settle(turn: Turn, app: App, report: AppReport) -> None:
     if isinstance(app.state, Active | Enrolling):
         _count(turn, -1)
     leases.end_all(turn, app.id, f"the app has {report.state}" if report.state == "finished" else report.state)
-    rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s) if ideal_s > 0 else 0.0
+    finished = report.state == "finished" and ideal_s > 0
+    rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s) if finished else None
     turn.put_app(turn.state.apps[app.id], Settled(report.state, report.reason, turn.now, rho))
     _forget_oldest(turn)
 

@@ -205,7 +205,7 @@ class Settled(Struct, frozen=True, tag=True):
     outcome: Literal["finished", "failed", "cancelled"]
     reason: str
     at: float
-    rho: float
+    rho: float | None  #: None unless it finished and said how long it would have taken alone
 
 
 AppState = Enrolling | Active | Refused | Settled
@@ -243,6 +243,7 @@ class App(Struct, frozen=True):
     steps_lost: int = 0
     suspensions: int = 0
     metrics: dict[str, float] = {}
+    ran: dict[TaskId, NodeId] = {}  #: its newest tasks and where their output is
     holdings_seq: int = 0
     holdings_digest: str = ""
 

@@ -31,6 +31,10 @@ from protocol.messages import (
 )
 
 
+#: Tasks of one app whose node is remembered after they are gone, for their output.
+WHEREABOUTS_MAX = 64
+
+
 def task_id(job: model.Job) -> TaskId:
     """Return the id of a job's current attempt."""
     return TaskId(f"{job.id}-a{job.attempt}")
@@ -174,8 +178,15 @@ def note_ordered(turn: Turn, node: model.Node, plan: NodePlan) -> None:
             )
             turn.index.bind_task(task)
             turn.apps.add(order.app)
+            _note_whereabouts(turn, task)
         if task.ordered_seq != node.plan_seq:
             turn.state.tasks[order.task] = replace(task, ordered_seq=node.plan_seq)
+
+
+def _note_whereabouts(turn: Turn, task: Task) -> None:
+    app = turn.state.apps[task.app]
+    newest = dict(list({**app.ran, task.id: task.node}.items())[-WHEREABOUTS_MAX:])
+    turn.state.apps[app.id] = replace(app, ran=newest)
 
 
 class _PlanBody(Struct, array_like=True):
