@@ -135,6 +135,21 @@ def test_a_finished_job_ends_the_app_with_its_metrics() -> None:
     assert bench.report.demand_max == 0
 
 
+def test_a_finished_app_says_how_long_its_work_takes_alone_by_the_steps_it_made() -> None:
+    bench = started(steps_total=0)
+    bench.tick()
+    assert bench.report.ideal_s > 1000, "an hour, while nobody knows"
+    bench.holdings("n1g0", exited(TASK, "n1g0", "finished", step=99, start_step=-1, step_s=0.5))
+    assert bench.report.ideal_s == 100 * 0.5
+
+
+def test_a_finished_app_whose_steps_nobody_saw_says_nothing_of_its_time_alone() -> None:
+    bench = Bench(steps_total=0)
+    bench.grant("n1g0")
+    bench.holdings("n1g0", exited(TASK, "n1g0", "finished", step=-1))
+    assert (bench.report.state, bench.report.ideal_s) == ("finished", 0.0)
+
+
 def test_the_end_is_restated_until_the_arbiter_knows_and_holds_nothing_for_it() -> None:
     bench = started()
     bench.holdings("n1g0", exited(TASK, "n1g0", "finished"))

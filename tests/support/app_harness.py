@@ -35,7 +35,7 @@ def spec_of(**changes: object) -> AppSpec:
     """A spec without mistakes; one trial of one GPU unless changed."""
     fields: dict[str, object] = {
         "trials": (("python", "train.py"),),
-        "cwd": "/work",
+        "cwd": "/srv",
         "checkpoint_root": "/checkpoints",
         "tenant": "team-a",
         "name": "train.py",

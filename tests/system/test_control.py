@@ -26,7 +26,7 @@ from protocol.bus.memory import MemoryBroker, MemoryBus
 
 ResultT = TypeVar("ResultT")
 
-SPEC = AppSpec(trials=(("python", "train.py"),), cwd="/work", checkpoint_root="/checkpoints", name="mine")
+SPEC = AppSpec(trials=(("python", "train.py"),), cwd="/srv", checkpoint_root="/checkpoints", name="mine")
 
 
 @pytest.fixture
