@@ -1,0 +1,69 @@
+# Every target works from a fresh clone: it first makes .venv with the exact versions of requirements.lock.
+# Needs python3 >= 3.11 (with venv) and make; no root, no GPU. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PACKAGES := protocol arbiter node_agent app_agent simulator launch
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test format lint types contracts check bench lock clean
+
+help: ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(READY) ## make .venv with everything, at the locked versions
+
+$(READY): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "gpu-arbiter needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) \
+		|| { echo "cannot make $(VENV); on Debian first run: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+demo: $(READY) ## two nodes of four simulated GPUs, two tenants, six apps; figures in out/demo/
+	$(BIN)/gpu-arbiter demo
+
+test: $(READY) ## all tests; installs RabbitMQ when it may, else says what to do
+	sh scripts/ensure-rabbitmq.sh
+	$(BIN)/python -m pytest
+
+format: $(READY) ## rewrite the code in the house's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(READY) ## format and lint, changing nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY) ## mypy --strict
+	$(BIN)/mypy
+
+contracts: $(READY) ## who may import whom
+	$(BIN)/lint-imports
+
+check: lint types contracts test ## format, lint, types, import contracts, tests: what CI runs
+
+bench: $(READY) ## the benchmarks, one JSON document each in out/bench/
+	sh scripts/ensure-rabbitmq.sh
+	@mkdir -p out/bench
+	@for script in benchmarks/*.py; do \
+		echo "== $$script"; \
+		$(BIN)/python "$$script" --json > "out/bench/$$(basename "$$script" .py).json" || exit 1; \
+		cat "out/bench/$$(basename "$$script" .py).json"; \
+	done
+
+# The lock names the public version of torch without its local label (+cpu, +cu128), so that one file serves hosts with
+# and without a GPU; the CUDA libraries that a GPU build brings are pinned exactly by torch itself.
+lock: ## resolve pyproject.toml anew in a clean environment and rewrite requirements.lock
+	rm -rf build/lock && $(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	{ echo "# Made by \`make lock\` from pyproject.toml; do not edit."; \
+	  build/lock/bin/python -m pip freeze --exclude-editable | sed -E 's/\+[A-Za-z0-9.]+$$//'; } > build/requirements.lock
+	mv build/requirements.lock requirements.lock
+	rm -rf build/lock
+
+clean: ## remove everything that was made
+	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,54 @@
+"""The command line: `gpu-arbiter VERB [SELECTOR] [flags]`.
+
+Verbs live in `launch.verbs`, the meaning of exit codes in `launch.exit_codes`, how answers look in `launch.surface`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import version as installed_version
+
+import typer
+
+from launch import exit_codes
+from launch.surface import emit, note, say, wants_json
+from launch.verbs import daemons, demonstrating, diagnosing, looking, submitting
+
+app = typer.Typer(
+    name="gpu-arbiter",
+    help="Share bare-metal GPU hosts fairly for deep-learning training. Try it: gpu-arbiter up, then submit.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for group in (submitting, looking, diagnosing, daemons, demonstrating):
+    group.add(app)
+
+
+@app.command()
+def version(json: bool = typer.Option(False, "--json", help="print one JSON document")) -> None:
+    """Print the version."""
+    number = installed_version("gpu-arbiter")
+    if wants_json(json):
+        emit({"schema": "version/v1", "version": number})
+    else:
+        say(number)
+
+
+def main() -> None:
+    """Run the command line; never end in a traceback because a reader or the user went away."""
+    try:
+        app()
+    except KeyboardInterrupt:
+        note("interrupted")
+        sys.exit(exit_codes.INTERRUPTED)
+    except BrokenPipeError:
+        # The reader has what it wanted (`gpu-arbiter ps | head`); keep Python from complaining when it flushes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(exit_codes.DONE)
+
+
+if __name__ == "__main__":
+    main()

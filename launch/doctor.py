@@ -1,0 +1,124 @@
+"""Self-checks of this host: each says what is, and what to do when it is not as it should be."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+from msgspec import Struct
+
+from launch.buses import open_bus
+from launch.client import open_client
+from launch.faults import Fault
+from protocol.bus import BusError
+from protocol.messages import Party
+
+Verdict = Literal["ok", "note", "fail"]
+
+
+class Check(Struct, frozen=True):
+    """One thing looked at. A `note` is no fault, but worth knowing; `mend` is what to do."""
+
+    name: str
+    verdict: Verdict
+    found: str
+    mend: str = ""
+
+
+def checks(bus: str = "") -> Iterator[Check]:
+    """Look at everything that a command or a daemon here will need, the broker at `bus` if one is given."""
+    yield _python()
+    yield _state_folder(Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"))
+    yield _torch()
+    yield _gpus()
+    yield _containment()
+    if bus:
+        yield _broker(bus)
+    yield from _running()
+
+
+def _python() -> Check:
+    found = f"Python {sys.version.split()[0]} at {sys.executable}"
+    return Check("python", "ok" if sys.version_info >= (3, 11) else "fail", found, "install Python 3.11 or newer")
+
+
+def _state_folder(folder: Path) -> Check:
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not os.access(nearest, os.W_OK):
+        return Check("state folder", "fail", f"{nearest} cannot be written", "set XDG_STATE_HOME or give --state-dir")
+    free_bytes = shutil.disk_usage(nearest).free
+    if free_bytes < 2**30:
+        return Check("state folder", "fail", f"{nearest} has {free_bytes >> 20} MiB left", "free some space")
+    return Check("state folder", "ok", f"{folder}, {free_bytes >> 30} GiB free")
+
+
+def _torch() -> Check:
+    if importlib.util.find_spec("torch") is None:
+        return Check("torch", "note", "not in this environment", "for the demo: pip install 'gpu-arbiter[demo]'")
+    from importlib.metadata import version
+
+    return Check("torch", "ok", f"PyTorch {version('torch')}")
+
+
+def _gpus() -> Check:
+    mend = "without an NVIDIA driver use simulated ones: gpu-arbiter up --gpus simulated:4"
+    try:
+        import pynvml
+    except ImportError:
+        return Check("gpus", "note", "nvidia-ml-py is not installed", mend)
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return Check("gpus", "note", f"no NVIDIA driver answers ({error})", mend)
+    try:
+        return Check("gpus", "ok", f"{pynvml.nvmlDeviceGetCount()} GPUs, driver {pynvml.nvmlSystemGetDriverVersion()}")
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _containment() -> Check:
+    if shutil.which("systemd-run") and Path("/run/systemd/system").exists():
+        return Check("containment", "ok", 'systemd runs here: containment = "systemd-scope" can be used')
+    return Check("containment", "note", "no systemd: tasks run in process groups of their own", "")
+
+
+def _broker(url: str) -> Check:
+    try:
+        asyncio.run(_greet(url))
+    except Fault as fault:
+        return Check("broker", "fail", fault.sentence, fault.next_step)
+    except BusError as error:
+        return Check("broker", "fail", str(error), "see docs/operations.md, RabbitMQ")
+    return Check("broker", "ok", "answers and lets this user in")
+
+
+async def _greet(url: str) -> None:
+    link = await open_bus(url).connect(Party("app", "doctor"))
+    await link.close()
+
+
+def _running() -> Iterator[Check]:
+    try:
+        with open_client() as client:
+            yield Check("app agent", "ok", f"answers at {client.address}")
+            yield _asked(lambda: client.query("nodes"))
+    except Fault as fault:
+        yield Check("app agent", "fail", fault.sentence, fault.next_step)
+
+
+def _asked(nodes: Callable[[], dict[str, object]]) -> Check:
+    try:
+        document = nodes()
+    except Fault as fault:
+        return Check("arbiter", "fail", fault.sentence, fault.next_step)
+    listed = document["nodes"]
+    assert isinstance(listed, list)
+    if not any(node["state"] == "up" for node in listed):
+        return Check("arbiter", "fail", "answers, but no node is up", "gpu-arbiter node-agent --config node.toml")
+    return Check("arbiter", "ok", f"answers; {len(listed)} nodes, {sum(len(node['gpus']) for node in listed)} GPUs")

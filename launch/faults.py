@@ -1,0 +1,24 @@
+"""An expected end of a command: one sentence for the user, the next step, and the exit code."""
+
+from __future__ import annotations
+
+from launch import exit_codes
+
+
+class Fault(Exception):  # noqa: N818 - may be the caller's, the world's or nobody's error
+    """Why a command could not do what it was asked; `next_step` is what to do about it."""
+
+    def __init__(self, sentence: str, *, code: int = exit_codes.FAILED, next_step: str = "") -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.code = code
+        self.next_step = next_step
+
+    def document(self) -> dict[str, object]:
+        """Return what `--json` prints."""
+        return {"schema": "error/v1", "error": self.sentence, "next": self.next_step, "code": self.code}
+
+
+def usage(sentence: str, next_step: str = "") -> Fault:
+    """Return a fault of the command line itself."""
+    return Fault(sentence, code=exit_codes.USAGE, next_step=next_step)

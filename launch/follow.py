@@ -1,0 +1,70 @@
+"""Print a task's output as it grows, across attempts."""
+
+from __future__ import annotations
+
+import base64
+import sys
+import time
+from collections.abc import Callable
+from typing import BinaryIO
+
+from launch.client import Client
+from launch.faults import Fault
+from launch.surface import note
+from launch.views import OVER
+
+#: A reader's patience between two questions when nothing new was written.
+PAUSE_S = 0.5
+
+
+def follow_logs(
+    client: Client,
+    target: str,
+    *,
+    follow: bool,
+    out: BinaryIO | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> None:
+    """Write the output of `target` to `out` (stdout); with `follow`, until it is over.
+
+    Raises
+    ------
+    Fault
+        If there is no such task and, with `follow`, never will be.
+    """
+    out = out or sys.stdout.buffer
+    task, offset = "", 0
+    while True:
+        try:
+            chunk = client.query("log", target, offset)
+        except Fault:
+            known, over = _standing(client, target)
+            if not follow or not known:
+                raise
+            if over:  # it never started, or its output is no longer kept
+                return
+            pause(PAUSE_S)  # it waits for its first GPU
+            continue
+        if chunk["task"] != task:
+            if task:
+                note(f"--- {chunk['task']} ---")
+            if offset:  # asked at the offset of another attempt's output
+                task, offset = str(chunk["task"]), 0
+                continue
+            task = str(chunk["task"])
+        data = base64.b64decode(chunk["data"])
+        out.write(data)
+        out.flush()
+        offset += len(data)
+        if offset < chunk["size"]:
+            continue
+        if not follow or (chunk["ended"] and _standing(client, target)[1]):
+            return
+        pause(PAUSE_S)
+
+
+def _standing(client: Client, target: str) -> tuple[bool, bool]:
+    """Return whether the app that `target` is or belongs to is known, and whether it will write no more."""
+    apps = {str(app["id"]): app for app in client.query("apps")["apps"]}
+    app = apps.get(target) or apps.get(target.split(".", 1)[0])
+    return app is not None, app is None or app["state"] in OVER

@@ -1,0 +1,125 @@
+"""From flags and a spec file to what the app agent is asked to run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from app_agent.core.spec import AppSpec
+from launch.faults import usage
+
+#: Of the submitter's environment, what a task needs to find the same programs; everything else is asked for by --env.
+INHERITED = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG")
+FIELDS = ", ".join(field.name for field in msgspec.structs.fields(AppSpec))
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def seconds(text: str, flag: str) -> float:
+    """Return a length of time given as ``120``, ``120s``, ``2m``, ``1h`` or ``1d``.
+
+    Raises
+    ------
+    Fault
+        Naming `flag`, for anything else.
+    """
+    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1.0)
+    try:
+        value = float(number) * unit
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1e9:
+        raise usage(f"{flag} is {text!r}, which is no length of time", "write 120, 120s, 2m, 1h or 1d")
+    return value
+
+
+def environment(wanted: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the task's variables: the inherited few, and each ``NAME=VALUE`` or ``NAME`` (from here) of `wanted`.
+
+    Raises
+    ------
+    Fault
+        For a name that is not set here.
+    """
+    variables = {name: environ[name] for name in INHERITED if name in environ}
+    for item in wanted:
+        name, given, value = item.partition("=")
+        if not name:
+            raise usage(f"--env {item!r} has no name", "write --env NAME=VALUE, or --env NAME to pass on your own")
+        if not given and name not in environ:
+            raise usage(f"--env {name}: no such variable here", f"write --env {name}=VALUE")
+        variables[name] = value if given else environ[name]
+    return variables
+
+
+def trials(command: Sequence[str], files: Path | None, given: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return one command per trial: `command` followed by each trial's arguments; just `command` without trials.
+
+    Raises
+    ------
+    Fault
+        For a file that cannot be read or holds fewer than two trials.
+    """
+    lines: list[str] = []
+    if files is not None:
+        try:
+            text = files.read_text()
+        except OSError as error:
+            raise usage(
+                f"--trials {files} cannot be read: {error.strerror}", "give a file of one line per trial"
+            ) from None
+        lines += [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    lines += given
+    if not lines:
+        return (tuple(command),)
+    if len(lines) == 1:
+        raise usage(
+            "a search needs at least two trials, one was given", "repeat --trial, or give --trials a longer file"
+        )
+    return tuple((*command, *shlex.split(line)) for line in lines)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the fields in a spec file: those of the flags, under the names of `AppSpec`, and ``command``.
+
+    Raises
+    ------
+    Fault
+        For a file that cannot be read or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise usage(f"{path} cannot be read: {error.strerror}", "give -f a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise usage(f"{path} is not TOML: {error}", "see docs/cli.md for an example") from None
+
+
+def build(fields: Mapping[str, Any]) -> AppSpec:
+    """Return the spec made of these fields.
+
+    Raises
+    ------
+    Fault
+        Naming the field that is wrong.
+    """
+    try:
+        return msgspec.convert(dict(fields), AppSpec)
+    except msgspec.ValidationError as error:
+        raise usage(f"the spec cannot be used: {error}", f"its fields are: {FIELDS}") from None
+
+
+def default_name(command: Sequence[str]) -> str:
+    """Return a name for an app: its script's, else its program's."""
+    script = next((word for word in command[1:] if word.endswith((".py", ".sh"))), command[0])
+    return Path(script).stem or "app"
+
+
+def absolute(path: str | Path) -> str:
+    """Return `path` as every node should see it."""
+    return str(Path(os.path.abspath(path)))  # noqa: PTH100 - resolve() would follow the links of this host only

@@ -1,0 +1,103 @@
+"""How the command line speaks: documents for programs, plain tables for people, sentences on stderr.
+
+stdout carries what was asked for and nothing else. `--json` (or GPU_ARBITER_OUTPUT=json) prints one document with a
+`schema` name; fields are added within a schema's version, never changed. No colour, no prompt, no control characters.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from launch.faults import Fault
+
+Document = Mapping[str, Any]
+
+
+def wants_json(flag: bool) -> bool:
+    """Return whether the answer is for a program, by flag or by environment."""
+    return flag or os.environ.get("GPU_ARBITER_OUTPUT", "").lower() == "json"
+
+
+def emit(document: Document) -> None:
+    """Print one document."""
+    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def say(text: str) -> None:
+    """Print what was asked for, as text."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    sys.stdout.flush()
+
+
+def note(sentence: str) -> None:
+    """Tell the person something that is not the answer."""
+    sys.stderr.write(sentence.rstrip("\n") + "\n")
+    sys.stderr.flush()
+
+
+def report(fault: Fault, *, as_json: bool) -> None:
+    """Say why the command failed: a sentence and the next step on stderr, with `--json` a document on stdout too."""
+    if as_json:
+        emit(fault.document())
+    note(f"gpu-arbiter: {fault.sentence}")
+    if fault.next_step:
+        note(f"next: {fault.next_step}")
+
+
+@contextmanager
+def answering(*, as_json: bool) -> Iterator[None]:
+    """Turn a `Fault` of the command inside into its sentence and its exit code."""
+    try:
+        yield
+    except Fault as fault:
+        report(fault, as_json=as_json)
+        raise SystemExit(fault.code) from None
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return aligned columns; numbers to the right."""
+    cells = [list(headers), *[list(row) for row in rows]]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
+    right = [bool(rows) and all(_numeric(row[column]) for row in rows) for column in range(len(headers))]
+    return "\n".join(_line(row, widths, right) for row in cells)
+
+
+def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    padded = (
+        cell.rjust(width) if flush else cell.ljust(width) for cell, width, flush in zip(row, widths, right, strict=True)
+    )
+    return "  ".join(padded).rstrip()
+
+
+def _numeric(cell: str) -> bool:
+    return cell in {"", "-"} or cell.replace(".", "", 1).replace("-", "", 1).isdigit()
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """Return a figure for a table, ``-`` when there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a length of time as people say it: ``45s``, ``3m05s``, ``2h10m``, ``4d03h``."""
+    if seconds is None:
+        return "-"
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return ``1 node`` or ``2 nodes``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,89 @@
+"""`up`: everything here, in one process. `arbiter`, `node-agent`, `app-agent`: one daemon each, from one TOML file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch import log_lines
+from launch.buses import open_bus
+from launch.faults import usage
+from launch.notify import feeder
+from launch.service import faults, serve
+from launch.surface import answering
+
+Config = Annotated[Path, typer.Option("--config", "-c", help="the daemon's TOML file, see docs/operations.md")]
+LogLevel = Annotated[str, typer.Option(help=", ".join(log_lines.LEVELS))]
+
+
+def add(app: typer.Typer) -> None:
+    """Add this group's verbs to `app`."""
+    app.command()(up)
+    app.command()(arbiter)
+    app.command("node-agent")(node_agent)
+    app.command("app-agent")(app_agent)
+
+
+def up(
+    gpus: Annotated[str, typer.Option(help="simulated:N per node, or nvml for this host's real GPUs")] = "simulated:4",
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="nodes to pretend to be (1 with nvml)")] = 1,
+    state_dir: Annotated[Path | None, typer.Option(help="where the state is kept between runs")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="start with nothing, and leave nothing")] = False,
+    log_level: LogLevel = "error",  # a person reads along, and what else there is to say is in the answers
+) -> None:
+    """Start everything on this machine: arbiter, node agents and app agent in one process. Ctrl-C stops it."""
+    with answering(as_json=False):
+        from launch import up as site
+
+        _set_log_level(log_level)
+        if gpus == "nvml" and nodes != 1:
+            raise usage("--gpus nvml is this host, which is one node", "leave --nodes out")
+        site.run(site.Options(gpus=gpus, nodes=nodes, state_dir=state_dir, fresh=fresh))
+
+
+def arbiter(config: Config, log_level: LogLevel = "info") -> None:
+    """Run the arbiter. One per site leads; a second one stands by."""
+    from arbiter.config import load
+    from arbiter.daemon import run_arbiter
+
+    with answering(as_json=False), faults():
+        _set_log_level(log_level)
+        chosen = load(config)
+        bus = open_bus(chosen.bus, file=chosen.bus_file, prefix=chosen.prefix)
+        serve(lambda: (run_arbiter(chosen, bus, on_alive=feeder()),))
+
+
+def node_agent(config: Config, log_level: LogLevel = "info") -> None:
+    """Run this host's node agent. Ending it leaves training running; the next one adopts it."""
+    from msgspec.structs import replace
+
+    from launch.site import bootstrap_dir
+    from node_agent.config import load
+    from node_agent.daemon import run_node_agent
+
+    with answering(as_json=False), faults():
+        _set_log_level(log_level)
+        chosen = load(config)
+        chosen = replace(chosen, bootstrap_dir=chosen.bootstrap_dir or str(bootstrap_dir()))
+        bus = open_bus(chosen.bus, file=chosen.bus_file, prefix=chosen.prefix)
+        serve(lambda: (run_node_agent(chosen, bus, on_alive=feeder()),))
+
+
+def app_agent(config: Config, log_level: LogLevel = "info") -> None:
+    """Run an owner's app agent, which hosts every app the owner submits."""
+    from app_agent.config import load
+    from app_agent.daemon import run_app_host
+
+    with answering(as_json=False), faults():
+        _set_log_level(log_level)
+        chosen = load(config)
+        bus = open_bus(chosen.bus, file=chosen.bus_file, prefix=chosen.prefix)
+        serve(lambda: (run_app_host(chosen, bus, on_alive=feeder()),))
+
+
+def _set_log_level(level: str) -> None:
+    if level not in log_lines.LEVELS:
+        raise usage(f"--log-level is {level!r}", f"choose one of {', '.join(log_lines.LEVELS)}")
+    log_lines.configure(level)

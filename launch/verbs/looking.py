@@ -1,0 +1,70 @@
+"""`ps`, `explain`, `logs`, `nodes`: what is, and why."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from launch import exit_codes, views
+from launch.client import open_client
+from launch.follow import follow_logs
+from launch.surface import answering, emit, say, wants_json
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+Selector = Annotated[str, typer.Argument(metavar="ID", help="an app's id, or `last`")]
+
+
+def add(app: typer.Typer) -> None:
+    """Add this group's verbs to `app`."""
+    for verb in (ps, explain, logs, nodes):
+        app.command()(verb)
+
+
+def ps(
+    everything: Annotated[bool, typer.Option("-a", "--all", help="also those that are over")] = False,
+    json: Json = False,
+) -> None:
+    """List apps."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        document = client.query("apps")
+        if as_json:
+            emit(document)
+        else:
+            say(views.apps_table(document, everything=everything))
+
+
+def explain(app: Selector, json: Json = False) -> None:
+    """Say why an app waits, was preempted, or has as many GPUs as it has, and what to do next."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        document = client.query("explain", client.resolve(app))
+        if as_json:
+            emit(document)
+        else:
+            say(views.explanation(document, time.time()))
+
+
+def logs(
+    target: Annotated[str, typer.Argument(metavar="ID", help="an app, job or task, or `last`")],
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until it is over, across preemptions")] = False,
+) -> None:
+    """Print what a task wrote to stdout and stderr; of an app, its newest attempt."""
+    with answering(as_json=False), open_client() as client:
+        try:
+            follow_logs(client, client.resolve(target), follow=follow)
+        except KeyboardInterrupt:
+            raise SystemExit(exit_codes.INTERRUPTED) from None
+
+
+def nodes(json: Json = False) -> None:
+    """List nodes and who holds their GPUs."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        document = client.query("nodes")
+        if as_json:
+            emit(document)
+        else:
+            say(views.nodes_table(document))

@@ -1,0 +1,207 @@
+"""`submit`, `run`: hand an app over. `cancel`, `wait`: what becomes of it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from app_agent.core.spec import AppSpec
+from launch import exit_codes, spec
+from launch.client import Client, Until, ending, open_client
+from launch.faults import usage
+from launch.follow import follow_logs
+from launch.surface import answering, emit, note, say, wants_json
+
+PROGRAM = {"allow_interspersed_args": False}  # everything after the first word belongs to the user's program
+
+Command = Annotated[
+    list[str] | None, typer.Argument(metavar="[--] COMMAND [ARGS]...", help="the program and its arguments")
+]
+Gpus = Annotated[int | None, typer.Option("-g", "--gpus", min=1, help="GPUs each job needs at once, on one node (1)")]
+MinGpus = Annotated[int | None, typer.Option(min=1, help="the same as --gpus, for an app that can also use more")]
+MaxGpus = Annotated[
+    int | None, typer.Option(min=1, help="the most GPUs a job can use; it must be able to restart on more")
+]
+Tenant = Annotated[
+    str | None, typer.Option(envvar="GPU_ARBITER_TENANT", help="who pays; the daemon's default otherwise")
+]
+Name = Annotated[str | None, typer.Option(help="for people; the script's name otherwise")]
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="mini-batches of one whole training, if the script does not say")
+]
+Checkpoints = Annotated[
+    Path | None, typer.Option("--checkpoint-dir", help="folder that every node sees (./checkpoints)")
+]
+Grace = Annotated[str | None, typer.Option(help="time to save before a preemption turns to force (120s)")]
+PreemptBy = Annotated[str | None, typer.Option(help="auto, checkpoint or suspend (auto)")]
+Env = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE, or NAME to pass on your own; repeatable")]
+Restarts = Annotated[int | None, typer.Option("--max-restarts", min=0, help="new starts after failures (3)")]
+TrialFile = Annotated[Path | None, typer.Option("--trials", help="search: a file of one line of arguments per trial")]
+Trial = Annotated[list[str] | None, typer.Option("--trial", help="search: the arguments of one trial; repeatable")]
+Metric = Annotated[str | None, typer.Option(help="search: the reported figure that trials are compared by")]
+Mode = Annotated[str | None, typer.Option(help="search: max or min (max)")]
+SpecFile = Annotated[Path | None, typer.Option("-f", "--file", help="a TOML file with these as fields; flags win")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+Timeout = Annotated[str | None, typer.Option(help="give up after this long, with exit code 5")]
+
+
+def add(app: typer.Typer) -> None:
+    """Add this group's verbs to `app`."""
+    app.command(context_settings=PROGRAM)(submit)
+    app.command(context_settings=PROGRAM)(run)
+    app.command()(cancel)
+    app.command()(wait)
+
+
+def submit(
+    command: Command = None,
+    gpus: Gpus = None,
+    min_gpus: MinGpus = None,
+    max_gpus: MaxGpus = None,
+    tenant: Tenant = None,
+    name: Name = None,
+    steps: Steps = None,
+    checkpoint_dir: Checkpoints = None,
+    grace: Grace = None,
+    preempt_by: PreemptBy = None,
+    env: Env = None,
+    max_restarts: Restarts = None,
+    trials: TrialFile = None,
+    trial: Trial = None,
+    metric: Metric = None,
+    mode: Mode = None,
+    file: SpecFile = None,
+    wait_: Annotated[bool, typer.Option("--wait", help="return when it is over, with its exit code")] = False,
+    json: Json = False,
+) -> None:
+    """Queue an app and print its id.
+
+    gpu-arbiter submit -g 2 --env SEED=1 -- python train.py --lr 0.1
+    """
+    flags = dict(locals())
+    as_json = wants_json(json)
+    with answering(as_json=as_json):
+        app_spec = _spec(flags)
+        with open_client() as client:
+            app = client.submit(app_spec)
+            if as_json:
+                emit({"schema": "submitted/v1", "app": app})
+            else:
+                say(app)
+            if wait_:
+                raise SystemExit(_outcome(client, app, None))
+
+
+def run(
+    command: Command = None,
+    gpus: Gpus = None,
+    min_gpus: MinGpus = None,
+    max_gpus: MaxGpus = None,
+    tenant: Tenant = None,
+    name: Name = None,
+    steps: Steps = None,
+    checkpoint_dir: Checkpoints = None,
+    grace: Grace = None,
+    preempt_by: PreemptBy = None,
+    env: Env = None,
+    max_restarts: Restarts = None,
+    file: SpecFile = None,
+) -> None:
+    """Submit an app, show its output, and return its exit code. Ctrl-C cancels it."""
+    flags = dict(locals())
+    with answering(as_json=False):
+        app_spec = _spec(flags)
+        with open_client() as client:
+            app = client.submit(app_spec)
+            note(f"{app} is queued; its output follows")
+            try:
+                follow_logs(client, app, follow=True)
+                raise SystemExit(_outcome(client, app, None))
+            except KeyboardInterrupt:
+                client.cancel(app)
+                note(f"{app} is cancelled")
+                raise SystemExit(exit_codes.INTERRUPTED) from None
+
+
+def cancel(
+    apps: Annotated[list[str], typer.Argument(metavar="ID...", help="app ids, or `last`")],
+    json: Json = False,
+) -> None:
+    """End apps for good; their tasks are stopped and their GPUs freed."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        ended = [client.resolve(selector) for selector in apps]
+        for app in ended:
+            client.cancel(app)
+        if as_json:
+            emit({"schema": "cancelled/v1", "apps": ended})
+
+
+def wait(
+    apps: Annotated[list[str], typer.Argument(metavar="ID...", help="app ids, or `last`")],
+    timeout: Timeout = None,
+    for_: Annotated[Until, typer.Option("--for", help="done, or running")] = "done",
+    json: Json = False,
+) -> None:
+    """Return when apps are over, with the greatest of their exit codes; or when they run."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        deadline = time.monotonic() + spec.seconds(timeout, "--timeout") if timeout else None
+        codes = {}
+        for app in [client.resolve(selector) for selector in apps]:
+            codes[app] = _outcome(client, app, deadline, until=for_)
+        if as_json:
+            emit({"schema": "waited/v1", "apps": [{"id": app, "code": code} for app, code in codes.items()]})
+        raise SystemExit(max(codes.values(), default=exit_codes.DONE))
+
+
+def _outcome(client: Client, app: str, deadline: float | None, until: Until = "done") -> int:
+    """Wait for `app` and return its exit code, having said why it failed."""
+    left_s = None if deadline is None else max(0.0, round(deadline - time.monotonic(), 1))
+    end = ending(client.wait(app, until=until, timeout_s=left_s))
+    if end.sentence:
+        note(end.sentence)
+    return end.code
+
+
+def _spec(flags: dict[str, Any]) -> AppSpec:
+    """Return what to run: the file's fields, overruled by the flags."""
+    fields: dict[str, Any] = spec.load(flags["file"]) if flags["file"] else {}
+    command = flags["command"] or fields.pop("command", None)
+    fields.pop("command", None)
+    if isinstance(command, str) or (command is None and "trials" not in fields):
+        raise usage("no command was given", "gpu-arbiter submit -- python train.py")
+    if command:
+        chosen = spec.trials(command, flags.get("trials"), flags.get("trial") or ())
+        if len(chosen) > 1 or "trials" not in fields:
+            fields["trials"] = chosen
+        fields.setdefault("name", spec.default_name(command))
+    fields |= _given(flags)
+    fields["env"] = spec.environment(flags["env"] or (), os.environ) | dict(fields.get("env", {}))
+    fields.setdefault("cwd", str(Path.cwd()))
+    fields.setdefault("checkpoint_root", str(Path(fields["cwd"]) / "checkpoints"))
+    return spec.build(fields)
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that flags were given for."""
+    if flags["gpus"] and flags["min_gpus"] and flags["gpus"] != flags["min_gpus"]:
+        raise usage("--gpus and --min-gpus differ", "give one of them")
+    fields = {
+        "gang": flags["gpus"] or flags["min_gpus"],
+        "gpus_max": flags["max_gpus"],
+        "tenant": flags["tenant"],
+        "name": flags["name"],
+        "steps_total": flags["steps"],
+        "checkpoint_root": spec.absolute(flags["checkpoint_dir"]) if flags["checkpoint_dir"] else None,
+        "grace_s": spec.seconds(flags["grace"], "--grace") if flags["grace"] else None,
+        "preempt_by": flags["preempt_by"],
+        "max_restarts": flags["max_restarts"],
+        "metric": flags.get("metric"),
+        "mode": flags.get("mode"),
+    }
+    return {name: value for name, value in fields.items() if value is not None}

@@ -1,0 +1,156 @@
+"""The arbiter's answers as text for people: pure functions from a document to lines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from launch.surface import Document, duration, number, table
+
+OVER = frozenset({"finished", "failed", "cancelled", "refused"})
+EXPLAINED_ROUNDS = 5
+TOLD_CHAPTERS = 12
+
+
+def apps_table(document: Document, *, everything: bool = False) -> str:
+    """Return `ps`: apps that are not over yet, or all of them."""
+    apps = [app for app in document["apps"] if everything or app["state"] not in OVER]
+    if not apps:
+        return "no apps; start one with: gpu-arbiter submit -- python train.py"
+    headers = ("ID", "TENANT", "NAME", "STATE", "GPUS", "WANT", "RHO", "STEP", "AGE", "WHERE")
+    return table(headers, [_app_row(app) for app in apps])
+
+
+def _app_row(app: Document) -> tuple[str, ...]:
+    return (
+        str(app["id"]),
+        str(app["tenant"]),
+        str(app["name"]),
+        str(app["state"]),
+        str(len(app["gpus"])),
+        str(app["want"]),
+        number(app["rho"] or None),
+        steps(app["tasks"]),
+        duration(app["elapsed_s"] if app["jct_s"] is None else app["jct_s"]),
+        ",".join(sorted({str(task["node"]) for task in app["tasks"] if task["phase"] != "exited"})) or "-",
+    )
+
+
+def steps(tasks: Sequence[Document]) -> str:
+    """Return how far the newest attempt of the furthest job is: mini-batches done, of how many."""
+    if not tasks:
+        return "-"
+    furthest = max(tasks, key=lambda task: (task["step"], task["total_steps"]))
+    done, total = furthest["step"] + 1, furthest["total_steps"]
+    return f"{done}/{total}" if total else str(done)
+
+
+def nodes_table(document: Document) -> str:
+    """Return `nodes`: one line per GPU."""
+    rows = [_gpu_row(node, gpu) for node in document["nodes"] for gpu in node["gpus"]]
+    if not rows:
+        return "no nodes; start one with: gpu-arbiter node-agent --config node.toml"
+    return table(("NODE", "RACK", "NODE-STATE", "SEEN", "GPU", "SLOT", "MODEL", "STATE", "APP", "DETAIL"), rows)
+
+
+def _gpu_row(node: Document, gpu: Document) -> tuple[str, ...]:
+    health = str(gpu["state"]) if gpu["healthy"] else f"{gpu['state']}, unhealthy"
+    return (
+        str(node["id"]),
+        str(node["rack"]),
+        str(node["state"]),
+        duration(node["last_seen_s"]) + " ago",
+        str(gpu["id"]),
+        str(gpu["slot"]),
+        str(gpu["model"]),
+        health,
+        str(gpu["app"] or "-"),
+        str(gpu["detail"] or ""),
+    )
+
+
+def explanation(document: Document, now: float) -> str:
+    """Return `explain`: state, what it holds, the rounds that decided it, its story, and one next step."""
+    if "app" not in document:  # a task, node, GPU or lease: only its story
+        return _story(document, now)
+    parts = [_headline(document), _fairness(document), _rounds(document, now), _story(document, now), _tasks(document)]
+    parts.append("next: " + next_step(document))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _headline(document: Document) -> str:
+    held = document.get("held") or []
+    holding = f"holds {len(held)} of the {document['want']} GPUs it can use"
+    if document["state"] in OVER:
+        line = f"{document['app']} of tenant {document['tenant']} is {document['state']}"
+    else:
+        line = f"{document['app']} of tenant {document['tenant']} is {document['state']} and {holding}"
+    if held:
+        line += ": " + ", ".join(map(str, held))
+    why = document.get("refusal") or document.get("waiting_for") or document.get("reason")
+    return line + "." + (f"\nReason: {why}" if why else "")
+
+
+def _fairness(document: Document) -> str:
+    rho = document.get("rho")
+    if not rho:  # it was never in a round
+        return ""
+    verdict = "no later than alone on its share" if rho <= 1 else f"{rho:.2f} times as late as alone on its share"
+    return f"Its finish-time fairness rho is {rho:.2f}, {verdict}; the worst-off apps bid in each round."
+
+
+def _rounds(document: Document, now: float) -> str:
+    rounds = sorted(document.get("rounds") or [], key=lambda entry: -int(entry["round"]))[:EXPLAINED_ROUNDS]
+    if not rounds:
+        return "" if document["state"] in OVER else "No round has decided about it yet."
+    lines = ["Last rounds, newest first:"]
+    for entry in rounds:
+        lines.append(f"  round {entry['round']}, {_ago(entry['at'], now)}: {entry['reason']}")
+        if winners := entry.get("winners"):
+            lines.append("    went to: " + ", ".join(f"{winner['app']} ({winner['gpus']})" for winner in winners))
+    return "\n".join(lines)
+
+
+def _story(document: Document, now: float) -> str:
+    chapters = (document.get("story") or [])[-TOLD_CHAPTERS:]
+    if not chapters:
+        return ""
+    return "\n".join(["Its story:", *(f"  {_ago(chapter['at'], now)}: {chapter['what']}" for chapter in chapters)])
+
+
+def _ago(instant: str, now: float) -> str:
+    return duration(now - seconds_of(instant)) + " ago"
+
+
+def seconds_of(instant: str) -> float:
+    """Return the UNIX time of an ISO-8601 instant."""
+    return datetime.fromisoformat(instant).timestamp()
+
+
+def _tasks(document: Document) -> str:
+    tasks = document.get("tasks") or []
+    if not tasks:
+        return ""
+    rows = [
+        (str(task["task"]), str(task["node"]), str(task["phase"]), steps([task]), str(task.get("reason") or ""))
+        for task in tasks
+    ]
+    return table(("TASK", "NODE", "PHASE", "STEP", "REASON"), rows)
+
+
+def next_step(document: Document) -> str:
+    """Return the one command that helps most now."""
+    app = document["app"]
+    match str(document["state"]):
+        case "refused":
+            return "submit it again with what the refusal names"
+        case "failed" if any(str(chapter["what"]).startswith("refused") for chapter in document.get("story") or ()):
+            return "submit it again with what the refusal names"
+        case "failed":
+            return f"gpu-arbiter logs {app}"
+        case "finished" | "cancelled":
+            return f"gpu-arbiter logs {app}   # its output stays readable for a while"
+        case _ if document.get("held"):
+            return f"gpu-arbiter logs -f {app}"
+        case _:
+            return f"gpu-arbiter wait {app} --for running   # or: gpu-arbiter nodes, to see who holds what"

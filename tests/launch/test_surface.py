@@ -1,0 +1,221 @@
+"""What the command line says, without a site: specs, tables, explanations, logs, notices to systemd."""
+
+from __future__ import annotations
+
+import base64
+import io
+import socket
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from launch import exit_codes, notify, site, spec, surface, timeline, views
+from launch.client import Client
+from launch.faults import Fault
+from launch.follow import follow_logs
+
+# --- specs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "value"), [("120", 120), ("90s", 90), ("2m", 120), ("1.5h", 5400), ("1d", 86400)])
+def test_lengths_of_time_are_read_as_people_write_them(text: str, value: float) -> None:
+    assert spec.seconds(text, "--grace") == value
+
+
+@pytest.mark.parametrize("text", ["", "s", "soon", "-1", "nan", "inf", "1w"])
+def test_what_is_no_length_of_time_names_its_flag(text: str) -> None:
+    with pytest.raises(Fault, match="--grace"):
+        spec.seconds(text, "--grace")
+
+
+def test_only_a_few_variables_and_those_asked_for_travel() -> None:
+    here = {"PATH": "/bin", "SECRET": "x", "SEED": "1"}
+    assert spec.environment(["SEED", "A=b=c"], here) == {"PATH": "/bin", "SEED": "1", "A": "b=c"}
+    with pytest.raises(Fault, match="has no name"):
+        spec.environment(["=1"], here)
+
+
+def test_trials_come_from_a_file_and_from_flags(tmp_path: Path) -> None:
+    (tmp_path / "trials").write_text("--lr 1\n\n# a remark\n--lr '2 3'\n")
+    found = spec.trials(("train",), tmp_path / "trials", ["--lr 4"])
+    assert found == (("train", "--lr", "1"), ("train", "--lr", "2 3"), ("train", "--lr", "4"))
+    assert spec.trials(("train",), None, []) == (("train",),)
+
+
+def test_an_app_is_named_after_its_script() -> None:
+    assert spec.default_name(["python", "-u", "src/train.py", "--x"]) == "train"
+    assert spec.default_name(["/usr/bin/true"]) == "true"
+
+
+def test_an_unknown_field_is_refused_with_those_there_are() -> None:
+    with pytest.raises(Fault) as caught:
+        spec.build({"trials": [["a"]], "cwd": "/", "checkpoint_root": "/", "gpu": 1})
+    assert "gpu" in caught.value.sentence
+    assert "gang" in caught.value.next_step
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_aligned_with_numbers_to_the_right() -> None:
+    assert surface.table(("ID", "N"), [("a", "1"), ("bcd", "-"), ("e", "22")]) == "ID    N\na     1\nbcd   -\ne    22"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "-"), (0, "0s"), (59.9, "59s"), (185, "3m05s"), (7800, "2h10m"), (360000, "4d04h")]
+)
+def test_durations_read_as_people_say_them(value: float | None, text: str) -> None:
+    assert surface.duration(value) == text
+
+
+def app(**changes: Any) -> dict[str, Any]:
+    return {
+        "id": "ada-1", "tenant": "t", "name": "n", "state": "running", "gpus": ["g0"], "want": 2, "rho": 1.5,
+        "jct_s": None, "elapsed_s": 61.0, "tasks": [], "reason": "",
+    } | changes  # fmt: skip
+
+
+def task(**changes: Any) -> dict[str, Any]:
+    return {"task": "ada-1.0-a0", "node": "n1", "phase": "running", "step": 4, "total_steps": 9, "reason": ""} | changes
+
+
+def test_ps_shows_what_is_not_over_unless_asked_for_all() -> None:
+    document = {"apps": [app(tasks=[task()]), app(id="ada-2", state="failed", jct_s=5.0)]}
+    row = views.apps_table(document).splitlines()[1]
+    assert " ".join(row.split()) == "ada-1 t n running 1 2 1.50 5/9 1m01s n1"
+    assert "ada-2" not in views.apps_table(document)
+    assert "ada-2" in views.apps_table(document, everything=True)
+    assert "gpu-arbiter submit" in views.apps_table({"apps": []})
+
+
+def explained(**changes: Any) -> str:
+    story = {"app": "ada-1", "held": [], "rounds": [], "story": [], "refusal": "", "waiting_for": ""}
+    return views.explanation(app(**story) | changes, now=views.seconds_of("2026-01-01T00:01:00Z"))
+
+
+def test_an_explanation_says_who_won_instead_and_what_to_do_next() -> None:
+    lost = {
+        "round": 7,
+        "at": "2026-01-01T00:00:30Z",
+        "reason": "bid and lost",
+        "winners": [{"app": "bob-1", "gpus": 2}],
+    }
+    text = explained(state="waiting", rounds=[lost])
+    assert "ada-1 of tenant t is waiting and holds 0 of the 2 GPUs it can use." in text
+    assert "round 7, 30s ago: bid and lost" in text
+    assert "went to: bob-1 (2)" in text
+    assert text.splitlines()[-1].startswith("next: gpu-arbiter wait ada-1 --for running")
+
+
+@pytest.mark.parametrize(
+    ("changes", "command"),
+    [
+        ({"state": "running", "held": ["g0"]}, "gpu-arbiter logs -f ada-1"),
+        ({"state": "failed"}, "gpu-arbiter logs ada-1"),
+        ({"state": "refused", "refusal": "too large"}, "submit it again"),
+        ({"state": "failed", "story": [{"at": "2026-01-01T00:00:00Z", "what": "refused: x"}]}, "submit it again"),
+    ],
+)
+def test_each_state_has_its_next_step(changes: dict[str, Any], command: str) -> None:
+    assert command in explained(**changes).splitlines()[-1]
+
+
+# --- logs -----------------------------------------------------------------------------------------------------------
+
+
+class Node:
+    """A client whose arbiter has these chunks of output, one per question, and this state of the app after each."""
+
+    def __init__(self, *answers: tuple[str, int, bytes, int, bool]) -> None:
+        self._answers = list(answers)
+        self.asked: list[int] = []
+
+    def query(self, kind: str, target: str = "", offset: int = 0) -> dict[str, Any]:
+        if kind == "apps":
+            return {"apps": [app(state="running" if self._answers else "finished")]}
+        self.asked.append(offset)
+        if not self._answers:
+            raise Fault("no node has output of it", code=exit_codes.NOT_FOUND)
+        name, start, data, size, ended = self._answers.pop(0)
+        assert start == offset
+        return {"task": name, "data": base64.b64encode(data).decode(), "size": size, "ended": ended}
+
+
+def followed(node: Node, *, follow: bool = True) -> bytes:
+    out = io.BytesIO()
+    follow_logs(cast("Client", node), "ada-1", follow=follow, out=out, pause=lambda _: None)
+    return out.getvalue()
+
+
+def test_output_is_followed_until_the_app_is_over() -> None:
+    node = Node(("a0", 0, b"one\n", 4, False), ("a0", 4, b"", 4, False), ("a0", 4, b"two\n", 8, True))
+    assert followed(node) == b"one\ntwo\n"
+
+
+def test_a_new_attempt_is_read_from_its_beginning() -> None:
+    node = Node(("a0", 0, b"one\n", 4, True), ("a1", 4, b"", 4, False), ("a1", 0, b"1\n2\n", 4, True))
+    assert followed(node) == b"one\n1\n2\n"
+    assert node.asked == [0, 4, 0]
+
+
+def test_without_follow_all_that_there_is_now_is_printed_once() -> None:
+    node = Node(("a0", 0, b"one\n", 8, False), ("a0", 4, b"two\n", 8, False))
+    assert followed(node, follow=False) == b"one\ntwo\n"
+
+
+def test_logs_of_nothing_fail_unless_it_may_still_come() -> None:
+    with pytest.raises(Fault, match="no node has output"):
+        followed(Node(), follow=False)
+    assert followed(Node()) == b""
+
+
+# --- systemd --------------------------------------------------------------------------------------------------------
+
+
+def test_systemd_hears_ready_once_and_then_the_watchdog_in_time(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(tmp_path / "notify"))
+        systemd.setblocking(False)
+        times = iter((0.0, 1.0, 1.9, 2.0, 3.0, 4.5))
+        environment = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "8000000"}
+        alive = notify.feeder(environment, clock=lambda: next(times))
+        for _ in range(6):
+            alive()
+        heard = [systemd.recv(100).decode() for _ in range(4)]
+        with pytest.raises(BlockingIOError):  # and no more
+            systemd.recv(100)
+    assert heard == ["READY=1", "WATCHDOG=1", "WATCHDOG=1", "WATCHDOG=1"]
+
+
+def test_without_systemd_nobody_is_told_and_nothing_fails(tmp_path: Path) -> None:
+    assert notify.notify("READY=1", {}) is False
+    assert notify.notify("READY=1", {"NOTIFY_SOCKET": str(tmp_path / "nobody")}) is False
+    assert notify.watchdog_s({"WATCHDOG_USEC": "5000000", "WATCHDOG_PID": "1"}) is None
+
+
+# --- the rest -------------------------------------------------------------------------------------------------------
+
+
+def test_every_configuration_written_for_a_daemon_reads_back_the_same(tmp_path: Path) -> None:
+    import tomllib
+
+    import msgspec
+
+    local = site.local_site(tmp_path / 'a "quoted" folder', nodes=2, gpus="simulated:1")
+    for config in (local.arbiter, *local.nodes, local.app):
+        assert msgspec.convert(tomllib.loads(site.toml(msgspec.to_builtins(config))), type(config)) == config
+
+
+def test_the_exit_codes_in_the_documentation_are_those_of_the_program() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
+    section = text[text.index("## Exit codes") :]
+    rows = [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("| ")]
+    assert {int(row) for row in rows if row.isdigit()} == exit_codes.MEANING.keys()
+
+
+def test_the_timeline_is_a_picture_even_of_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    timeline.draw([], {}, tmp_path / "empty.png")
+    timeline.draw([{"gpu": "g", "node": "n", "app": "a", "from": 1.0, "to": 2.0}], {}, tmp_path / "one.png")
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")

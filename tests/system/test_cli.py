@@ -1,0 +1,285 @@
+"""The command line against a running site, as a user types it: answers, exit codes, sentences."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from launch import exit_codes
+
+PROGRAM = (sys.executable, "-m", "launch.cli")
+Cli = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("cli")
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GPU_ARBITER_")}
+    return own | {"GPU_ARBITER_URL": f"unix://{folder}/control.sock", "HOME": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def site(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """`gpu-arbiter up` with four simulated GPUs, up when the fixture is."""
+    command = [*PROGRAM, "up", "--fresh", "--gpus", "simulated:4"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert "gpu-arbiter is up: 1 node, 4 GPUs" in process.stderr.readline()
+        yield process
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
+@pytest.fixture
+def cli(site: subprocess.Popen[str], environment: dict[str, str], tmp_path: Path) -> Cli:
+    """Run one command to its end, in an empty folder."""
+    return _runner(environment, tmp_path)
+
+
+@pytest.fixture
+def lonely(environment: dict[str, str], tmp_path: Path) -> Cli:
+    """The same where no daemon answers."""
+    return _runner(environment | {"GPU_ARBITER_URL": f"unix://{tmp_path}/nobody.sock"}, tmp_path)
+
+
+def _runner(environment: dict[str, str], folder: Path) -> Cli:
+    def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [*PROGRAM, *words]
+        return subprocess.run(
+            command, env=environment | variables, cwd=folder, capture_output=True, text=True, check=False, timeout=60
+        )
+
+    return run
+
+
+def script(line: str) -> tuple[str, ...]:
+    """Return the words that run `line` in Python."""
+    return ("--", sys.executable, "-c", line)
+
+
+# --- submitting -----------------------------------------------------------------------------------------------------
+
+
+def test_submit_prints_the_id_and_nothing_else(cli: Cli) -> None:
+    done = cli("submit", *script("pass"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip().startswith("me-")
+    assert len(done.stdout.split()) == 1
+
+
+def test_run_shows_the_output_and_returns_the_programs_own_exit_code(cli: Cli) -> None:
+    done = cli("run", "--max-restarts", "0", *script("print('a word'); raise SystemExit(3)"))
+    assert done.returncode == 3
+    assert done.stdout == "a word\n"
+    assert "exited with code 3" in done.stderr
+
+
+def test_a_program_with_flags_of_its_own_needs_no_dashes_before_them(cli: Cli) -> None:
+    done = cli("run", sys.executable, "-c", "import sys; print(sys.argv[1:])", "--json", "-g", "7")
+    assert (done.returncode, done.stdout) == (0, "['--json', '-g', '7']\n")
+
+
+def test_a_program_runs_where_it_was_submitted_with_the_variables_asked_for(cli: Cli, tmp_path: Path) -> None:
+    line = "import os; print(os.getcwd(), os.environ['A'], os.environ['B'], os.environ.get('C'))"
+    done = cli("run", "--env", "A=1", "--env", "B", *script(line), B="2", C="3")
+    assert done.stdout == f"{tmp_path} 1 2 None\n"
+
+
+def test_a_spec_file_is_overruled_by_flags(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "app.toml").write_text('command = ["true"]\nname = "filed"\ntenant = "vision"\ngang = 2\n')
+    app = cli("submit", "-f", "app.toml", "--name", "flagged").stdout.strip()
+    (listed,) = [each for each in json.loads(cli("ps", "--json").stdout)["apps"] if each["id"] == app]
+    assert (listed["name"], listed["tenant"], listed["gang"]) == ("flagged", "vision", 2)
+
+
+def test_what_can_never_fit_is_refused_with_the_mend(cli: Cli) -> None:
+    done = cli("submit", "-g", "9", "--wait", "--", "true")
+    assert done.returncode == exit_codes.REFUSED
+    assert "the largest node has 4; ask for at most 4 with --gpus" in done.stderr
+
+
+def test_a_program_that_does_not_exist_fails_with_the_mend(cli: Cli) -> None:
+    done = cli("run", "--", "/no/such/program")
+    assert done.returncode == exit_codes.FAILED
+    assert "'/no/such/program' was not found" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("submit",), "no command was given"),
+        (("submit", "--env", "NOT_SET", "--", "true"), "--env NOT_SET: no such variable here"),
+        (("submit", "--grace", "soon", "--", "true"), "--grace is 'soon', which is no length of time"),
+        (("submit", "--trial", "--lr 1", "--", "true"), "a search needs at least two trials"),
+        (("submit", "--trial", "1", "--trial", "2", "--", "true"), "2 trials but no metric"),
+        (("submit", "-g", "2", "--max-gpus", "1", "--", "true"), "gpus_max is 1, fewer than the gang of 2"),
+        (("submit", "--preempt-by", "magic", "--", "true"), "Invalid enum value 'magic'"),
+        (("submit", "-f", "missing.toml"), "missing.toml cannot be read"),
+        (("submit", "--tenant", "Team A", "--", "true"), "tenant is 'Team A'; use lower-case letters"),
+    ],
+)
+def test_a_wrong_submission_is_one_sentence_and_code_2(cli: Cli, words: tuple[str, ...], sentence: str) -> None:
+    done = cli(*words)
+    assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
+    assert sentence in done.stderr.splitlines()[0]
+
+
+# --- looking --------------------------------------------------------------------------------------------------------
+
+
+def test_an_app_can_be_waited_for_explained_and_cancelled(cli: Cli) -> None:
+    app = cli("submit", *script("import time; print('on', flush=True); time.sleep(600)")).stdout.strip()
+    assert cli("wait", "--for", "running", "--timeout", "30s", app).returncode == 0
+    assert app in cli("ps").stdout
+    late = cli("wait", "--timeout", "0.2", app)
+    assert (late.returncode, app in late.stderr) == (exit_codes.TIMED_OUT, True)
+    why = cli("explain", "last")
+    assert f"{app} of tenant default is" in why.stdout
+    assert why.stdout.rstrip().splitlines()[-1].startswith("next: ")
+    assert cli("cancel", "last").returncode == 0
+    assert cli("wait", app).returncode == exit_codes.INTERRUPTED
+
+
+def test_logs_follow_until_the_app_is_over(cli: Cli) -> None:
+    app = cli("submit", *script("import time; print('one', flush=True); time.sleep(1); print('two')")).stdout.strip()
+    assert cli("logs", "-f", app).stdout == "one\ntwo\n"
+
+
+def test_every_answer_for_programs_names_its_schema(cli: Cli) -> None:
+    cli("submit", "--", "true")
+    for words, schema in [
+        (("ps",), "apps/v1"),
+        (("nodes",), "nodes/v1"),
+        (("explain", "last"), "explain/v1"),
+        (("doctor",), "doctor/v1"),
+        (("version",), "version/v1"),
+        (("submit", "--json", "--", "true"), "submitted/v1"),
+        (("explain", "nobody-1"), "error/v1"),
+    ]:
+        done = cli(*words, GPU_ARBITER_OUTPUT="json")
+        assert json.loads(done.stdout)["schema"] == schema, words
+
+
+def test_nodes_says_who_holds_which_gpu(cli: Cli) -> None:
+    listed = cli("nodes").stdout
+    assert [f"GPU-sim-n1-{index}" in listed for index in range(4)] == [True] * 4
+
+
+@pytest.mark.parametrize("words", [("explain", "me-999"), ("logs", "me-999"), ("cancel", "me-999"), ("wait", "me-999")])
+def test_what_does_not_exist_is_code_3(cli: Cli, words: tuple[str, ...]) -> None:
+    done = cli(*words)
+    assert done.returncode == exit_codes.NOT_FOUND
+    assert done.stderr.startswith("gpu-arbiter: ")
+    assert "Traceback" not in done.stderr
+
+
+# --- without a site -------------------------------------------------------------------------------------------------
+
+
+def test_without_a_daemon_every_verb_says_how_to_start_one(lonely: Cli) -> None:
+    for words in (("ps",), ("nodes",), ("submit", "--", "true"), ("wait", "last")):
+        done = lonely(*words)
+        assert done.returncode == exit_codes.UNREACHABLE, words
+        assert "start one with `gpu-arbiter up`" in done.stderr
+
+
+def test_doctor_names_the_mend_of_what_is_broken(lonely: Cli) -> None:
+    done = lonely("doctor", "--json", "--bus", "amqp://guest:guest@127.0.0.1:1/")
+    assert done.returncode == exit_codes.FAILED
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert found["python"]["verdict"] == "ok"
+    assert found["broker"]["verdict"] == found["app agent"]["verdict"] == "fail"
+    assert "guest:guest" not in done.stdout
+    assert "gpu-arbiter up" in found["app agent"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "text", "sentence"),
+    [
+        ("arbiter", "lease = 3", "unknown field `lease`"),
+        ("arbiter", "", "bus is '', which is no broker's address"),
+        ("arbiter", 'bus = "http://secret@x"', "bus is 'http://...@x'"),
+        ("arbiter", '[arbiter]\npolicy = "chance"', "arbiter.policy is 'chance'; choose one of fifo, themis"),
+        ("node-agent", 'node = "n1"', "missing required field `gpus`"),
+        ("node-agent", 'node = "n1"\ngpus = "simulated:1"\nbus_file = "/none"', "bus_file /none cannot be read"),
+        ("app-agent", 'owner = "Alice"', "owner is 'Alice'; use lower-case letters"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence_and_code_2(
+    lonely: Cli, tmp_path: Path, verb: str, text: str, sentence: str
+) -> None:
+    (tmp_path / "daemon.toml").write_text(text)
+    done = lonely(verb, "--config", "daemon.toml")
+    assert done.returncode == exit_codes.USAGE
+    assert sentence in done.stderr.splitlines()[0]
+
+
+def test_real_gpus_are_never_replaced_by_simulated_ones(lonely: Cli) -> None:
+    done = lonely("up", "--fresh", "--gpus", "cuda")
+    assert done.returncode == exit_codes.USAGE
+    assert "simulated:4" in done.stderr
+
+
+def test_provision_prints_the_least_rights_of_a_participant(lonely: Cli) -> None:
+    lines = lonely("provision", "app-alice", "--vhost", "gpu").stdout
+    assert "rabbitmqctl set_permissions -p gpu app-alice" in lines
+    assert lonely("provision", "Alice").returncode == exit_codes.USAGE
+    assert "consumer_timeout" in lonely("provision", "broker").stdout
+
+
+def test_a_reader_that_goes_away_is_no_error(lonely: Cli) -> None:
+    command = f"{' '.join(PROGRAM)} provision app-alice | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert "Traceback" not in done.stderr
+
+
+# --- staying --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_apps_survive_a_restart_of_up(environment: dict[str, str], tmp_path: Path) -> None:
+    own = environment | {"GPU_ARBITER_URL": f"unix://{tmp_path}/control.sock", "XDG_STATE_HOME": str(tmp_path)}
+    cli, gate = _runner(own, tmp_path), tmp_path / "gate"
+    line = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.05)\nprint('through')"
+    with _up(own):
+        app = cli("submit", *script(line)).stdout.strip()
+        assert cli("wait", "--for", "running", "--timeout", "30s", app).returncode == 0
+    with _up(own):
+        gate.touch()
+        assert cli("wait", "--timeout", "60s", app).returncode == 0
+        (seen,) = json.loads(cli("ps", "--json").stdout)["apps"]
+        assert (seen["state"], seen["preemptions"], seen["migrations"]) == ("finished", 0, 0)
+
+
+def _up(environment: dict[str, str]) -> _Up:
+    return _Up(environment)
+
+
+class _Up:
+    """`gpu-arbiter up`, ended by Ctrl-C."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._environment = environment
+
+    def __enter__(self) -> None:
+        self._process = subprocess.Popen([*PROGRAM, "up"], env=self._environment, stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        greeting = self._process.stderr.readline()
+        if "is up" not in greeting:
+            self._process.kill()
+            raise AssertionError(greeting)
+
+    def __exit__(self, *_: object) -> None:
+        began = time.monotonic()
+        self._process.send_signal(signal.SIGINT)
+        self._process.communicate(timeout=30)
+        assert self._process.returncode == 0
+        assert time.monotonic() - began < 15

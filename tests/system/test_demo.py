@@ -1,0 +1,110 @@
+"""The demo, which is also the first test of the whole system: real training, real processes, both buses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from launch import demo
+from tests.support.rabbitmq import PrivateRabbitMQ, available
+
+FIGURES = {
+    "id", "tenant", "jct_s", "rho", "gpu_seconds", "grants", "renewals", "preemptions", "migrations", "steps_lost",
+    "final_accuracy",
+}  # fmt: skip
+QUICK = {"steps": 300, "step_ms": 25.0}
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[demo.Result, Path]:
+    out = tmp_path_factory.mktemp("demo")
+    return demo.run(demo.Options(out=out, quiet=True, **QUICK)), out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_every_app_finishes_and_nobody_loses_a_step(outcome: tuple[demo.Result, Path]) -> None:
+    result, _ = outcome
+    assert result.unfinished == ()
+    apps = result.summary["apps"]
+    assert len(apps) >= 5
+    assert {app["tenant"] for app in apps} == {"vision", "speech"}
+    assert [app["steps_lost"] for app in apps] == [0] * len(apps)
+    assert all(app["grants"] >= 1 and app["gpu_seconds"] > 0 for app in apps)
+
+
+@pytest.mark.slow
+def test_gpus_change_hands_and_leases_are_renewed(outcome: tuple[demo.Result, Path]) -> None:
+    apps = outcome[0].summary["apps"]
+    assert sum(app["preemptions"] for app in apps) >= 1
+    assert sum(app["migrations"] + app["suspensions"] for app in apps) >= 1
+    assert sum(app["renewals"] for app in apps) >= 1
+
+
+@pytest.mark.slow
+def test_no_gpu_is_held_by_two_apps_at_any_time(outcome: tuple[demo.Result, Path]) -> None:
+    spans = json.loads((outcome[1] / "rounds.json").read_text())["spans"]
+    assert spans
+    for gpu in {span["gpu"] for span in spans}:
+        held = sorted((span["from"], span["to"], span["app"]) for span in spans if span["gpu"] == gpu)
+        for earlier, later in pairwise(held):
+            assert later[0] >= earlier[1] - 1e-6, (gpu, earlier, later)
+
+
+@pytest.mark.slow
+def test_the_summary_and_the_picture_are_left_behind(outcome: tuple[demo.Result, Path]) -> None:
+    result, out = outcome
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary == result.summary
+    assert (summary["schema"], summary["bus"]) == ("demo/v1", "memory")
+    assert summary["wall_s"] <= 120
+    assert summary["rounds"] > 1
+    assert all(app.keys() >= FIGURES for app in summary["apps"])
+    assert all(app["final_accuracy"] > 0.8 for app in summary["apps"])
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_weights_are_those_of_the_same_script_run_alone(outcome: tuple[demo.Result, Path], tmp_path: Path) -> None:
+    apps = {app["name"]: app for app in outcome[0].summary["apps"]}
+    for spec in demo.apps(demo.Options(**QUICK), tmp_path, tmp_path):
+        app = apps[spec.name]
+        if len(spec.trials) > 1 or not app["preemptions"]:
+            continue
+        alone = subprocess.run(
+            [*spec.trials[0], "--step-ms", "0"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert _digest(outcome[0].outputs[app["id"]]) == _digest(alone.stdout), app
+
+
+@pytest.mark.slow
+@pytest.mark.broker
+@pytest.mark.timeout(180)
+@pytest.mark.skipif(not available(), reason="rabbitmq-server is not installed; see scripts/ensure-rabbitmq.sh")
+def test_over_rabbitmq_with_daemons_of_their_own_it_gives_the_same_kind_of_result(
+    broker: PrivateRabbitMQ, tmp_path: Path
+) -> None:
+    words = ["demo", "--json", "--bus", broker.url(), "--out", str(tmp_path), "--steps", "200"]
+    done = subprocess.run([sys.executable, "-m", "launch.cli", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert (summary["schema"], summary["bus"], len(summary["apps"])) == ("demo/v1", "amqp", 6)
+    assert [(app["state"], app["steps_lost"]) for app in summary["apps"]] == [("finished", 0)] * 6
+
+
+@pytest.fixture
+def broker() -> Iterator[PrivateRabbitMQ]:
+    with PrivateRabbitMQ() as private:
+        yield private
+
+
+def _digest(output: str) -> str:
+    (found,) = re.findall(r"weights sha256 ([0-9a-f]{64})", output)
+    return str(found)

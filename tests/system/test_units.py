@@ -1,0 +1,82 @@
+"""The systemd units and the example configurations beside them are ones that work."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import app_agent.config
+import arbiter.config
+import node_agent.config
+
+SYSTEMD = Path(__file__).resolve().parents[2] / "systemd"
+PROGRAM = "/opt/gpu-arbiter/bin/gpu-arbiter"
+UNITS = sorted(SYSTEMD.glob("*.service"))
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed on this machine")
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_systemd_finds_nothing_wrong_with_a_unit(unit: Path, tmp_path: Path) -> None:
+    # The unit as installed, but for the program, which systemd wants to exist; a template is verified as an instance.
+    copy = tmp_path / unit.name.replace("@.", "@alice.")
+    copy.write_text(unit.read_text().replace(PROGRAM, sys.executable))
+    verdict = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", copy],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    about_us = [line for line in verdict.stderr.splitlines() if unit.name.split("@")[0].split(".")[0] in line]
+    assert (verdict.returncode, about_us) == (0, [])
+
+
+def test_each_unit_starts_the_program_with_a_verb_and_a_configuration() -> None:
+    for unit in UNITS:
+        (start,) = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
+        assert start.startswith(f"ExecStart={PROGRAM} ")
+        assert " --config /etc/gpu-arbiter/" in start
+
+
+def test_a_restarted_node_agent_leaves_training_and_its_sockets_alone() -> None:
+    lines = (SYSTEMD / "gpu-arbiter-node-agent.service").read_text().splitlines()
+    assert {"KillMode=process", "RuntimeDirectoryPreserve=yes", "OOMPolicy=continue"} <= set(lines)
+    # A private /tmp would vanish under the workers at the first restart.
+    assert not [line for line in lines if line.startswith(("PrivateTmp=", "ProtectSystem=", "MemoryDenyWriteExecute="))]
+
+
+def test_the_example_configurations_are_accepted() -> None:
+    assert arbiter.config.load(SYSTEMD / "arbiter.toml").arbiter.policy == "themis"
+    assert node_agent.config.load(SYSTEMD / "node.toml").gpus == "nvml"
+    assert app_agent.config.load(SYSTEMD / "app.toml").owner == "alice"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "chosen"),
+    [
+        ("arbiter", arbiter.config.ArbiterConfig, {"bus_file"}),
+        ("node", node_agent.config.NodeConfig, {"node", "gpus", "bus_file", "runtime_dir"}),
+        ("app", app_agent.config.AppConfig, {"owner", "bus_file", "state_dir", "socket"}),
+    ],
+)
+def test_what_an_example_calls_a_default_is_one(name: str, kind: type[msgspec.Struct], chosen: set[str]) -> None:
+    required = {"node": {"node": "n1", "gpus": "nvml"}, "app": {"owner": "alice"}}.get(name, {})
+    defaults = msgspec.json.decode(msgspec.json.encode(kind(**required)))
+    example = tomllib.loads((SYSTEMD / f"{name}.toml").read_text())
+    assert _differences(example, defaults) == chosen - required.keys()
+
+
+def _differences(example: dict[str, object], defaults: dict[str, object]) -> set[str]:
+    found = set()
+    for field, value in example.items():
+        known = defaults[field]
+        if isinstance(value, dict) and isinstance(known, dict):
+            found |= _differences(value, known)
+        elif value != known:
+            found.add(field)
+    return found
