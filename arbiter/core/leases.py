@@ -93,9 +93,17 @@ def prove(turn: Turn, gpu: Gpu) -> None:
     winner = turn.state.apps.get(drained.promised_to) if drained.promised_to is not None else None
     freed = turn.state.gpus[gpu.id]
     if winner is not None and winner.active and freed.healthy and len(held(turn, winner.id)) < winner.demand_max:
-        grant(turn, freed, winner, round=drained.round)
+        lease = grant(turn, freed, winner, round=drained.round)
+        _align(turn, lease)
     else:
         turn.state.news = True
+
+
+def _align(turn: Turn, newest: Lease) -> None:
+    """Let leases won in one round end together, counted from the last to arrive: half a gang is of no use to anyone."""
+    for gpu in held(turn, newest.app):
+        if isinstance(gpu.state, Leased) and gpu.state.lease.round == newest.round:
+            turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=newest.expires_at)))
 
 
 def expire(turn: Turn) -> None:

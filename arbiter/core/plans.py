@@ -30,7 +30,6 @@ from protocol.messages import (
     Want,
 )
 
-
 #: Tasks of one app whose node is remembered after they are gone, for their output.
 WHEREABOUTS_MAX = 64
 

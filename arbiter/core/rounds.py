@@ -12,7 +12,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from arbiter.core import leases, model, plans
+from arbiter.core import leases, model
 from arbiter.core.model import Bidding, Draining, Free, Gpu, Idle, Leased, Probing, State
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Allocation, AppView, GpuView, Policy, View
@@ -279,16 +279,15 @@ def _app_view(
         rho=rhos.get(app.id),
         kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
         renewable=tuple(gpu.id for gpu in held if gpu.id in in_play),
-        only=_bound_to(turn, app),
+        only=_bound_to(app),
     )
 
 
-def _bound_to(turn: Turn, app: model.App) -> tuple[GpuId, ...] | None:
-    """Return the only GPUs an app can use: its jobs are all parked there, and none can leave by a checkpoint."""
-    parked = [turn.state.tasks.get(plans.task_id(job)) for job in app.jobs if job.suspended]
-    if not app.jobs or len(parked) < len(app.jobs) or any(task is None or task.can_checkpoint for task in parked):
+def _bound_to(app: model.App) -> tuple[GpuId, ...] | None:
+    """Return the only GPUs an app can use, if all its jobs are parked: each goes on where it is or not at all."""
+    if not app.jobs or not all(job.suspended for job in app.jobs):
         return None
-    return tuple(sorted(gpu for task in parked if task is not None for gpu in task.gpus))
+    return tuple(sorted(gpu for job in app.jobs for gpu in job.gpus))
 
 
 def _promised(state: State) -> dict[AppId, list[Gpu]]:

@@ -117,6 +117,26 @@ def test_a_loser_is_preempted_and_the_winner_waits_for_the_proof_of_release() ->
     assert site.held("bob-1") == [gpu]
 
 
+def test_leases_won_in_one_round_end_together_even_if_one_had_to_be_emptied_first() -> None:
+    site, gpu = one_app_running()
+    site.node("n1", 2, tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    other = gpu_id("n1", 1)
+    site.app("bob-1", gang=2, demand=2)
+    site.now += 85
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    site.app("bob-1", gang=2, demand=2)
+    effects = site.wait(5.5) + site.rho("ana-1", 1.0) + site.rho("bob-1", 50.0)
+    assert [offer.app for offer in sent(effects, Offer)] == ["bob-1"]
+    site.bid("bob-1", {2: 1.0})
+    assert site.held("bob-1") == [other]
+    site.now += 7
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], "exited", outcome="preempted")])
+    ends = {state.lease.expires_at for state in map(site.gpu_state, site.held("bob-1")) if isinstance(state, Leased)}
+    assert site.held("bob-1") == [gpu, other]
+    assert ends == {site.now + SETTINGS.lease_s}
+
+
 def test_a_report_on_an_older_plan_proves_nothing() -> None:
     site, gpu = one_app_running()
     old = site.plans["n1"]
