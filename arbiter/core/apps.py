@@ -20,6 +20,10 @@ def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
     if sender.role != "app" or report.app.rsplit("-", 1)[0] != sender.id:
         turn.tell(sender.user, f"spoke for app {report.app}, which is not its own; refused", loudly=True)
         return
+    mistake = _mistake(report)
+    if mistake:
+        turn.tell(sender.user, f"its report of {report.app} was refused: {mistake}", loudly=True)
+        return
     app = turn.state.apps.get(report.app)
     if app is None:
         if report.state != "active":
@@ -35,6 +39,18 @@ def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
         _take_releases(turn, app, report)
         if report.state != "active":
             _settle(turn, turn.state.apps[app.id], report)
+
+
+def _mistake(report: AppReport) -> str:
+    """Return what is wrong with a report's jobs, in one sentence, or nothing."""
+    names = [wish.job for wish in report.jobs]
+    strange = [name for name in names if not name.startswith(f"{report.app}.") or "." in name[len(report.app) + 1 :]]
+    if strange:
+        return f"its jobs must be named {report.app}.<number>, not {strange[0]}"
+    if len(set(names)) < len(names):
+        return "two of its jobs have the same name"
+    gpus = [gpu for wish in report.jobs for gpu in wish.gpus]
+    return "two of its jobs wish for the same GPU" if len(set(gpus)) < len(gpus) else ""
 
 
 def _acknowledge_unknown(turn: Turn, sender: Party, report: AppReport) -> None:

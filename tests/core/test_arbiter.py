@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
 from arbiter.core.model import Active, Draining, Free, Leased, Lost, Probing, Refused
@@ -12,6 +13,7 @@ from protocol.messages import (
     BidRow,
     Grant,
     Holdings,
+    JobWish,
     NodePlan,
     Offer,
     Party,
@@ -260,6 +262,22 @@ def test_nobody_can_speak_for_an_app_or_node_of_another() -> None:
     (node_report,) = [event.message for _, event in site.journal if isinstance(event, Received)][:1]
     assert "refused" in notes(site.hear(Party("node", "n2"), node_report))
     assert site.held("ana-1") == [gpu]
+
+
+@pytest.mark.parametrize(
+    ("jobs", "why"),
+    [
+        ([wish("bob-1", 0, [])], "named ana-1.<number>, not bob-1.0"),
+        ([wish("ana-1", 0, []), wish("ana-1", 0, [])], "the same name"),
+        ([wish("ana-1", 0, ["GPU-n1-0"]), wish("ana-1", 1, ["GPU-n1-0"])], "the same GPU"),
+    ],
+)
+def test_a_wish_that_makes_no_sense_is_refused_whole(jobs: list[JobWish], why: str) -> None:
+    site, _gpu = one_app_running()
+    before = site.arbiter.state.apps["ana-1"]
+    assert why in notes(site.app("ana-1", jobs=jobs))
+    assert site.arbiter.state.apps["ana-1"] == before
+    assert site.plans["n1"].tasks[0].want == "run"
 
 
 def test_an_app_that_never_fits_is_refused_with_the_mend_once_nodes_had_time_to_enrol() -> None:
