@@ -1,0 +1,45 @@
+"""What an administrator does once per site and per participant, as command lines and configuration to copy."""
+
+from __future__ import annotations
+
+import shlex
+
+from protocol.messages import Party
+from protocol.topology import CONSUMER_TIMEOUT_MS, Topology
+
+#: A daemon has one connection; more for the moment in which the broker has not noticed the first's death.
+CONNECTIONS_MAX = 3
+CHANNELS_MAX = 16
+
+
+def user_commands(party: Party, topology: Topology | None = None, vhost: str = "/") -> list[str]:
+    """Return the `rabbitmqctl` lines that create the broker user of `party` with no more rights than it needs.
+
+    The password is read from standard input, so that it stands in no shell history.
+    """
+    topology = topology or Topology()
+    rights = topology.permissions(party)
+    limits = f'{{"max-connections":{CONNECTIONS_MAX},"max-channels":{CHANNELS_MAX}}}'
+    rows: list[list[str]] = [
+        ["rabbitmqctl", "add_user", party.user],
+        ["rabbitmqctl", "set_user_limits", party.user, limits],
+        ["rabbitmqctl", "set_permissions", "-p", vhost, party.user, rights.configure, rights.write, rights.read],
+        *(
+            ["rabbitmqctl", "set_topic_permissions", "-p", vhost, party.user, exchange.name, write, rights.topic_read]
+            for exchange, write in zip(topology.exchanges, (rights.topic_write, "^$"), strict=True)
+        ),
+    ]
+    return [shlex.join(row) for row in rows]
+
+
+def broker_config() -> str:
+    """Return the lines that `rabbitmq.conf` needs, each with its reason."""
+    return "\n".join(
+        (
+            "# A leading arbiter holds one message unacknowledged for as long as it leads; the default is 30 minutes.",
+            f"consumer_timeout = {CONSUMER_TIMEOUT_MS}",
+            "heartbeat = 10",
+            "channel_max = 64",
+            "",
+        )
+    )

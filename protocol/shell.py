@@ -1,0 +1,474 @@
+"""The only event loop around a core: decide, perform, acknowledge.
+
+Events come from the bus, from timers and from the daemon's adapters (`Shell.post`), and are handled one at a time, in
+batches of what waits: each event is journalled and handled, then the journal is committed once, then the effects are
+performed in order with runs of `Send` pipelined, and only then are the deliveries acknowledged. A crash anywhere in
+between repeats messages, which every core bears.
+
+Connections are supervised here. Agents go on without the bus: their workers and deadlines do not wait for it, and
+what they would have said is restated when `Connected` comes. The arbiter decides only while it leads.
+
+What a peer does wrong (bytes that are no message, a sender who is not who he says, a message for somebody else) is
+logged and rejected, and disturbs nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Generic, TypeVar, get_args
+
+import structlog
+from msgspec import Struct
+
+from protocol.bus import Bus, BusError, ConnectionLost, Delivery, Link, NotProvisioned, Outgoing, Refused
+from protocol.codec import WireError, decode, encode
+from protocol.core import Connected, Core, Received, Send, Tick
+from protocol.journal import Journal
+from protocol.messages import ARBITER, AnyMessage, Party, Role, ToApp, ToArbiter, ToNode
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+EventT = TypeVar("EventT")
+EffectT = TypeVar("EffectT")
+
+#: Events handled between two commits; bounds how long one batch keeps the loop.
+BATCH_MAX = 128
+#: Local events that may wait, far beyond what any adapter has in flight: more means that nobody handles them.
+POSTED_MAX = 100_000
+#: Message ids remembered per sender. The broker repeats at most what was prefetched; this is that many times over.
+SEEN_MAX = 2048
+#: Senders whose ids are remembered.
+SENDERS_MAX = 4096
+#: The loop's own pulse, for the watchdog.
+PULSE_S = 1.0
+BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 2.0
+CONSUME_RETRY_S_MIN, CONSUME_RETRY_S_MAX = 0.2, 2.0
+
+#: What each role may be told; anything else is somebody else's mail.
+_UNDERSTOOD: dict[Role, tuple[type, ...]] = {
+    "arbiter": get_args(ToArbiter),
+    "app": get_args(ToApp),
+    "node": get_args(ToNode),
+}
+
+_log = structlog.get_logger("shell")
+
+
+class _Arrived(Struct, frozen=True):
+    """A delivery, and the link that it must be settled on."""
+
+    link: Link
+    delivery: Delivery
+
+
+class _Settling(Struct, frozen=True):
+    """A delivery to acknowledge once the batch's effects are out; `identity` is empty if it was not handled."""
+
+    arrived: _Arrived
+    sender: Party = ARBITER
+    identity: str = ""
+
+
+class Shell(Generic[EventT, EffectT]):
+    """Drives one core on the real clock over a bus.
+
+    Parameters
+    ----------
+    core
+        Decides; see `protocol.core`.
+    bus, party
+        Where to connect, and as whom.
+    perform
+        Carries out each effect but `Send`. It must not wait for long: work that takes time is started here, and its
+        outcome posted as an event. An exception is our own bug and ends `run`.
+    journal
+        Every event is written to it before it is handled.
+    snapshot, snapshot_every
+        The core's state as bytes, taken after so many journalled events.
+    clock
+        UNIX time in seconds. What the core sees never goes back, also not across restarts with a journal.
+    shared_users
+        Broker users that several participants use (single-user brokers); their messages are believed.
+    answer
+        Asked first of every message: a sequence of `Send` if the message is a question that changes nothing (it is
+        then neither journalled nor given to the core), None otherwise.
+    on_alive
+        Called by the loop at least once per second, for a watchdog.
+    """
+
+    def __init__(
+        self,
+        core: Core[EventT | Received | Tick | Connected, EffectT | Send],
+        bus: Bus,
+        party: Party,
+        *,
+        perform: Callable[[EffectT], Awaitable[None]],
+        journal: Journal[EventT | Received | Tick | Connected] | None = None,
+        snapshot: Callable[[], bytes] | None = None,
+        snapshot_every: int = 20_000,
+        clock: Callable[[], float] = time.time,
+        shared_users: frozenset[str] = frozenset(),
+        answer: Callable[[Party, AnyMessage], Sequence[Send] | None] | None = None,
+        on_alive: Callable[[], None] | None = None,
+    ) -> None:
+        self._core = core
+        self._bus = bus
+        self._party = party
+        self._perform = perform
+        self._journal = journal
+        self._snapshot = snapshot
+        self._snapshot_every = snapshot_every
+        self._clock = clock
+        self._shared_users = shared_users
+        self._answer = answer
+        self._on_alive = on_alive
+
+        self._leads = party.role == "arbiter"
+        self._waiting: deque[EventT | Received | Tick | Connected | _Arrived] = deque()
+        self._wake = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._connected = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._link: Link | None = None
+        self._epoch = 0
+        self._now = journal.last_now if journal is not None else 0.0
+        self._since_snapshot = 0
+        self._backoff_s = BACKOFF_S_MIN
+        self._seen: OrderedDict[Party, OrderedDict[str, None]] = OrderedDict()
+        self._known: set[Party] = set()  # whose inbox exists, as far as this link knows
+        # Unique among all processes that ever speak as this party, so that ids need no storage.
+        self._ids = (f"{prefix}-{number}" for prefix in [secrets.token_hex(6)] for number in itertools.count())
+
+    # --- for the daemon ---------------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether the arbiter leads, or the agent reads its inbox."""
+        return self._connected.is_set()
+
+    @property
+    def epoch(self) -> int:
+        """The arbiter's incarnation, 0 before it first led and for agents."""
+        return self._epoch
+
+    def now(self) -> float:
+        """Return the time as the core sees it, in seconds."""
+        self._now = max(self._now, self._clock())
+        return self._now
+
+    def post(self, event: EventT) -> None:
+        """Queue a local event; for the thread of the loop.
+
+        Raises
+        ------
+        RuntimeError
+            If `POSTED_MAX` events wait already.
+        """
+        if len(self._waiting) >= POSTED_MAX:
+            raise RuntimeError(f"{self._party.user}: {POSTED_MAX} events wait and none is handled")
+        self._put(event)
+
+    def post_threadsafe(self, event: EventT) -> None:
+        """Queue a local event from another thread; for a shell that runs."""
+        assert self._loop is not None, "the shell does not run yet"
+        self._loop.call_soon_threadsafe(self.post, event)
+
+    def stop(self) -> None:
+        """Let `run` return after the batch in hand."""
+        self._stopping.set()
+        self._wake.set()
+
+    async def wait_connected(self) -> None:
+        """Wait until the arbiter leads, or the agent reads its inbox."""
+        await self._connected.wait()
+
+    async def wait_idle(self) -> None:
+        """Wait until no event waits and none is being handled."""
+        await self._idle.wait()
+
+    async def run(self) -> None:
+        """Drive the core until `stop` or cancellation."""
+        self._loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.TaskGroup() as group:
+                connection = group.create_task(self._stay_connected())
+                await self._decide_until_stopped()
+                connection.cancel()
+        except BaseExceptionGroup as errors:
+            # One cause reads better as itself, and daemons tell a full disk from a bug.
+            if len(errors.exceptions) == 1:
+                raise errors.exceptions[0] from None
+            raise
+
+    # --- deciding ---------------------------------------------------------------------------------------------------
+
+    def _put(self, item: EventT | Received | Tick | Connected | _Arrived, *, first: bool = False) -> None:
+        if first:
+            self._waiting.appendleft(item)
+        else:
+            self._waiting.append(item)
+        self._idle.clear()
+        self._wake.set()
+
+    @property
+    def _may_decide(self) -> bool:
+        return self._link is not None and self._epoch > 0 if self._leads else True
+
+    async def _decide_until_stopped(self) -> None:
+        while not self._stopping.is_set():
+            if self._on_alive is not None:
+                self._on_alive()
+            await self._wait_for_work()
+            if self._may_decide and not self._stopping.is_set():
+                await self._decide()
+
+    async def _wait_for_work(self) -> None:
+        self._wake.clear()
+        if self._waiting and self._may_decide:
+            return
+        if not self._waiting:
+            self._idle.set()
+        timeout_s = PULSE_S
+        deadline = self._core.deadline() if self._may_decide else None
+        if deadline is not None:
+            timeout_s = min(timeout_s, max(0.0, deadline - self.now()))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
+
+    async def _decide(self) -> None:
+        """Handle one batch of what waits."""
+        effects: list[EffectT | Send] = []
+        settling: list[_Settling] = []
+        self._idle.clear()
+        self._tick(effects)
+        for _ in range(min(BATCH_MAX, len(self._waiting))):
+            item = self._waiting.popleft()
+            if not isinstance(item, _Arrived):
+                self._handle(item, effects)
+            elif item.link is self._link:  # a dead link's deliveries come again
+                await self._admit(item, effects, settling)
+        if self._journal is not None:
+            self._journal.commit()
+        whole = await self._carry_out(effects)
+        await self._settle(settling, whole=whole)
+        self._take_snapshot()
+        await asyncio.sleep(0)  # an in-process bus never waits, and others live on this loop
+
+    def _tick(self, effects: list[EffectT | Send]) -> None:
+        deadline = self._core.deadline()
+        if deadline is not None and deadline <= self.now():
+            self._handle(Tick(), effects)
+
+    def _handle(self, event: EventT | Received | Tick | Connected, effects: list[EffectT | Send]) -> None:
+        now = self.now()
+        if self._journal is not None:
+            self._journal.append(now, event)
+            self._since_snapshot += 1
+        effects.extend(self._core.handle(event, now))
+
+    def _take_snapshot(self) -> None:
+        if self._journal is None or self._snapshot is None or self._since_snapshot < self._snapshot_every:
+            return
+        self._journal.snapshot(self._snapshot())
+        self._since_snapshot = 0
+
+    # --- admitting --------------------------------------------------------------------------------------------------
+
+    async def _admit(self, item: _Arrived, effects: list[EffectT | Send], settling: list[_Settling]) -> None:
+        """Handle a delivery unless it is nonsense, dead or known."""
+        delivery = item.delivery
+        if delivery.dead:
+            _log.warning("letter.dead", why=delivery.dead, user=delivery.user, party=self._party.user)
+            settling.append(_Settling(item))
+            return
+        try:
+            sender, identity, message = self._read(delivery)
+        except WireError as error:
+            _log.warning("wire.refused", reason=str(error), user=delivery.user, party=self._party.user)
+            await self._reject(item)
+            return
+        if self._is_repeated(sender, identity):
+            settling.append(_Settling(item))
+            return
+        settling.append(_Settling(item, sender, identity))
+        await self._ensure_inbox(item.link, sender)
+        answers = self._answer(sender, message) if self._answer is not None else None
+        if answers is None:
+            self._handle(Received(sender, message), effects)
+        else:
+            effects.extend(answers)
+
+    async def _reject(self, item: _Arrived) -> None:
+        try:
+            await item.delivery.reject()
+        except ConnectionLost as error:
+            self._lose(item.link, error)
+
+    def _read(self, delivery: Delivery) -> tuple[Party, str, AnyMessage]:
+        """Return who said what.
+
+        Raises
+        ------
+        WireError
+            If the bytes are no message, or the sender is not whom the broker authenticated, or it is not for us.
+        """
+        envelope = decode(delivery.data)
+        sender = envelope.sender
+        if delivery.user != sender.user and delivery.user not in self._shared_users:
+            raise WireError(f"the message says it is from {sender.user!r}, the broker says {delivery.user!r}")
+        if not self._leads and sender != ARBITER:
+            raise WireError(f"only the arbiter may speak to an agent, not {sender.user!r}")
+        if not isinstance(envelope.body, _UNDERSTOOD[self._party.role]):
+            raise WireError(f"{type(envelope.body).__name__} is not for {self._party.user!r}")
+        return sender, envelope.id, envelope.body
+
+    def _is_repeated(self, sender: Party, identity: str) -> bool:
+        seen = self._seen.setdefault(sender, OrderedDict())
+        self._seen.move_to_end(sender)
+        if identity in seen:
+            return True
+        seen[identity] = None
+        if len(seen) > SEEN_MAX:
+            seen.popitem(last=False)
+        if len(self._seen) > SENDERS_MAX:
+            self._seen.popitem(last=False)
+        return False
+
+    async def _ensure_inbox(self, link: Link, sender: Party) -> None:
+        if not self._leads or sender in self._known:
+            return
+        try:
+            await link.provision(sender)
+            self._known.add(sender)
+        except ConnectionLost as error:
+            self._lose(link, error)
+        except BusError as error:
+            _log.warning("inbox.refused", reason=str(error), user=sender.user)
+
+    # --- performing -------------------------------------------------------------------------------------------------
+
+    async def _carry_out(self, effects: Sequence[EffectT | Send]) -> bool:
+        """Perform in order; return whether everything that was to be said has been."""
+        whole = True
+        sends: list[Send] = []
+        for effect in effects:
+            if isinstance(effect, Send):
+                sends.append(effect)
+                continue
+            whole &= await self._say(sends)
+            sends = []
+            await self._perform(effect)
+        return await self._say(sends) and whole
+
+    async def _say(self, sends: Sequence[Send]) -> bool:
+        link = self._link
+        if not sends:
+            return True
+        if link is None:
+            _log.debug("send.dropped", count=len(sends), party=self._party.user)
+            return False
+        outgoing = [Outgoing(send.to, self._encode(send), send.beat) for send in sends]
+        try:
+            verdicts = await link.send(outgoing)
+        except ConnectionLost as error:
+            self._lose(link, error)
+            return False
+        for send, verdict in zip(sends, verdicts, strict=True):
+            if verdict is not None:
+                self._known.discard(send.to)
+                kind = type(send.message).__name__
+                _log.warning("send.failed", to=send.to.user, message=kind, reason=str(verdict), party=self._party.user)
+        return True
+
+    def _encode(self, send: Send) -> bytes:
+        return encode(send.message, sender=self._party, id=next(self._ids))
+
+    async def _settle(self, settling: Sequence[_Settling], *, whole: bool) -> None:
+        if not settling:
+            return
+        if not whole:
+            # The effects did not all get out, so let the broker's repetition be handled again.
+            for settled in settling:
+                self._seen.get(settled.sender, OrderedDict()).pop(settled.identity, None)
+        link = settling[0].arrived.link  # a batch's deliveries are all of the link that lived when it began
+        try:
+            await link.ack([settled.arrived.delivery for settled in settling])
+        except ConnectionLost as error:
+            self._lose(link, error)
+
+    # --- the connection ---------------------------------------------------------------------------------------------
+
+    def _lose(self, link: Link, error: BusError) -> None:
+        """Stop using `link`; its reader notices by itself."""
+        if self._link is link:
+            _log.warning("bus.lost", reason=str(error), party=self._party.user)
+            self._forget_link()
+
+    def _forget_link(self) -> None:
+        self._link = None
+        self._known.clear()
+        self._connected.clear()
+
+    async def _stay_connected(self) -> None:
+        while True:
+            try:
+                async with self._connection() as link:
+                    await self._converse(link)
+            except (ConnectionLost, Refused) as error:
+                reason, retry_s = str(error), round(self._backoff_s, 1)
+                _log.warning("bus.unavailable", reason=reason, party=self._party.user, retry_s=retry_s)
+            # Jitter: a thousand agents lose their broker at the same moment.
+            await asyncio.sleep(self._backoff_s * (0.5 + secrets.randbelow(1000) / 1000))
+            self._backoff_s = min(self._backoff_s * 2, BACKOFF_S_MAX)
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Link]:
+        link = await self._bus.connect(self._party)
+        try:
+            yield link
+        finally:
+            self._forget_link()
+            await link.close()
+
+    async def _converse(self, link: Link) -> None:
+        """Use one link until it dies."""
+        if self._leads:
+            await self._lead(link)
+        else:
+            await self._enrol(link)
+        self._connected.set()
+        self._backoff_s = BACKOFF_S_MIN
+        _log.info("bus.connected", party=self._party.user, url=self._bus.url, epoch=self._epoch)
+        while True:
+            self._put(_Arrived(link, await link.receive()))
+
+    async def _lead(self, link: Link) -> None:
+        epoch = await link.lead()
+        self._epoch = epoch if self._journal is None else self._journal.next_epoch(epoch)
+        self._link = link
+        # Before whatever waited: the core must not speak in the name of its former incarnation.
+        self._put(Connected(self._epoch), first=True)
+
+    async def _enrol(self, link: Link) -> None:
+        """Say who we are until the arbiter has given us an inbox."""
+        self._link = link
+        retry_s = CONSUME_RETRY_S_MIN
+        while True:
+            self._put(Connected())
+            try:
+                await link.consume()
+                break
+            except NotProvisioned as error:
+                _log.debug("inbox.missing", reason=str(error), party=self._party.user)
+            await asyncio.sleep(retry_s)
+            retry_s = min(retry_s * 2, CONSUME_RETRY_S_MAX)
+        self._put(Connected())

@@ -1,0 +1,233 @@
+"""Exchanges, queues, routes, limits and permissions: data only, read by both buses and by the provisioning commands.
+
+::
+
+    agents --bid.<user>--> ga.up --bid.*, ack.*--> arbiter.inbox   quorum, one active consumer: the leader
+    agents --hb.<user>---> ga.up --hb.*, tele.*--> arbiter.tele    restatements; the oldest are dropped
+    arbiter -------------> default exchange -----> app.<owner>     keeps the newest
+    arbiter -------------> default exchange -----> node.<id>       refuses when full; expired ones are dead-lettered
+    broker --------------> ga.dlx -------#-------> arbiter.dead    what expired or was rejected
+    (one token) ---------------------------------> arbiter.leader  never acknowledged: its holder leads
+
+Agents declare nothing and may write to `ga.up` only, with their own user name as the last word of the routing key.
+"""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from protocol.messages import Party
+
+MINUTE_MS = 60_000
+HOUR_MS = 60 * MINUTE_MS
+#: The broker's own name for the exchange that routes by queue name, as permissions spell it.
+DEFAULT_EXCHANGE = "amq.default"
+#: A leader holds its token unacknowledged for as long as it leads; RabbitMQ's default closes its channel after 30 min.
+CONSUMER_TIMEOUT_MS = 31_622_400_000
+
+Argument = str | int | bool
+
+
+class ExchangeSpec(Struct, frozen=True):
+    """A durable topic exchange."""
+
+    name: str
+
+
+class QueueSpec(Struct, frozen=True):
+    """A durable queue, the arguments it is declared with and its bindings (exchange, pattern)."""
+
+    name: str
+    arguments: dict[str, Argument]
+    bindings: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def quorum(self) -> bool:
+        """Replicated and always stored; dead messages and redelivery counts are kept across broker crashes."""
+        return self.arguments.get("x-queue-type") == "quorum"
+
+    def limit(self, argument: str) -> int | None:
+        """Return a numeric argument, or None if the queue has no such limit."""
+        value = self.arguments.get(argument)
+        return None if value is None else int(value)
+
+
+class Route(Struct, frozen=True):
+    """How a message travels. Empty `exchange`: straight to the queue `key`. `mandatory`: nobody there is an error."""
+
+    exchange: str
+    key: str
+    persistent: bool
+    mandatory: bool
+
+
+class Permissions(Struct, frozen=True):
+    """Regular expressions as `rabbitmqctl` takes them; the broker searches, it does not match whole names."""
+
+    configure: str
+    write: str
+    read: str
+    topic_write: str = "^$"
+    topic_read: str = "^$"
+
+
+class Topology(Struct, frozen=True):
+    """Every name and limit of one site; all daemons of a site use the same value.
+
+    `prefix` keeps several sites apart on one virtual host. Limits in messages, times in milliseconds.
+    """
+
+    prefix: str = ""
+    #: One owner may run a thousand apps, each of which may have a probe, an offer, a grant and its holdings under way.
+    app_max: int = 4096
+    #: Older than a round's deadlines by far: an offer of a minute ago is answered by nobody.
+    app_ttl_ms: int = MINUTE_MS
+    #: An owner who is away for a day is forgotten by the broker; its first report provisions it again.
+    app_expires_ms: int = 24 * HOUR_MS
+    node_max: int = 1000
+    #: A plan is restated every beat; an undelivered one of a minute ago says that the node is away.
+    node_ttl_ms: int = MINUTE_MS
+    inbox_max: int = 20_000
+    #: A message that killed its reader twenty times is put aside.
+    inbox_delivery_limit: int = 20
+    #: Five beats of two thousand agents.
+    tele_max: int = 10_000
+    tele_ttl_ms: int = 10_000
+    dead_max: int = 10_000
+    #: Beyond 20 the rate no longer grows, and what is prefetched is handled twice after a crash.
+    arbiter_prefetch: int = 100
+    app_prefetch: int = 64
+    node_prefetch: int = 8
+
+    def name(self, name: str) -> str:
+        """Return the name on the broker of the exchange or queue `name`."""
+        return f"{self.prefix}{name}"
+
+    @property
+    def up(self) -> str:
+        """The exchange that all agents write to."""
+        return self.name("ga.up")
+
+    @property
+    def dead_letter_exchange(self) -> str:
+        """The exchange for what expired or was rejected."""
+        return self.name("ga.dlx")
+
+    @property
+    def exchanges(self) -> tuple[ExchangeSpec, ...]:
+        """All exchanges."""
+        return (ExchangeSpec(self.up), ExchangeSpec(self.dead_letter_exchange))
+
+    @property
+    def leader(self) -> QueueSpec:
+        """The queue of the leader token.
+
+        The broker counts its deliveries, durably; a delivery limit would one day throw the token away. Surplus
+        tokens are bounded by the length, never delivered while the first lives, and purged by the leader.
+        """
+        arguments: dict[str, Argument] = {
+            "x-queue-type": "quorum",
+            "x-single-active-consumer": True,
+            "x-max-length": 1,
+            "x-overflow": "reject-publish",
+        }
+        return QueueSpec(self.name("arbiter.leader"), arguments)
+
+    @property
+    def arbiter_inbox(self) -> QueueSpec:
+        """What agents say once: answers, bids, changed reports."""
+        arguments: dict[str, Argument] = {
+            "x-queue-type": "quorum",
+            "x-single-active-consumer": True,
+            "x-delivery-limit": self.inbox_delivery_limit,
+            "x-dead-letter-exchange": self.dead_letter_exchange,
+            "x-max-length": self.inbox_max,
+            "x-overflow": "reject-publish",
+        }
+        return QueueSpec(self.name("arbiter.inbox"), arguments, ((self.up, "bid.*"), (self.up, "ack.*")))
+
+    @property
+    def telemetry(self) -> QueueSpec:
+        """What agents restate every beat; stale ones are worth nothing."""
+        arguments: dict[str, Argument] = {
+            "x-max-length": self.tele_max,
+            "x-overflow": "drop-head",
+            "x-message-ttl": self.tele_ttl_ms,
+        }
+        return QueueSpec(self.name("arbiter.tele"), arguments, ((self.up, "hb.*"), (self.up, "tele.*")))
+
+    @property
+    def dead_letters(self) -> QueueSpec:
+        """Where the arbiter learns what never arrived."""
+        arguments: dict[str, Argument] = {"x-max-length": self.dead_max, "x-overflow": "drop-head"}
+        return QueueSpec(self.name("arbiter.dead"), arguments, ((self.dead_letter_exchange, "#"),))
+
+    @property
+    def arbiter_queues(self) -> tuple[QueueSpec, ...]:
+        """All queues that exist before any agent comes."""
+        return (self.leader, self.arbiter_inbox, self.telemetry, self.dead_letters)
+
+    def inbox(self, party: Party) -> QueueSpec:
+        """Return the queue that `party` reads."""
+        match party.role:
+            case "arbiter":
+                return self.arbiter_inbox
+            case "app":
+                return QueueSpec(self.name(f"app.{party.id}"), self._app_arguments())
+            case "node":
+                return QueueSpec(self.name(f"node.{party.id}"), self._node_arguments())
+
+    def _app_arguments(self) -> dict[str, Argument]:
+        # No dead letters: what an app did not read in time is restated, and a report of each would be a flood.
+        return {
+            "x-max-length": self.app_max,
+            "x-overflow": "drop-head",
+            "x-message-ttl": self.app_ttl_ms,
+            "x-expires": self.app_expires_ms,
+        }
+
+    def _node_arguments(self) -> dict[str, Argument]:
+        return {
+            "x-max-length": self.node_max,
+            "x-overflow": "reject-publish",
+            "x-message-ttl": self.node_ttl_ms,
+            "x-dead-letter-exchange": self.dead_letter_exchange,
+        }
+
+    def prefetch(self, party: Party) -> int:
+        """Return how many messages `party` may hold unsettled."""
+        return {"arbiter": self.arbiter_prefetch, "app": self.app_prefetch, "node": self.node_prefetch}[party.role]
+
+    def route(self, sender: Party, to: Party, *, beat: bool) -> Route:
+        """Return the way from `sender` to `to`; whether it is permitted is the broker's decision."""
+        if to.role != "arbiter":
+            return Route("", self.inbox(to).name, persistent=not beat, mandatory=not beat)
+        word = "hb" if beat else {"app": "bid", "node": "ack", "arbiter": "ack"}[sender.role]
+        return Route(self.up, f"{word}.{sender.user}", persistent=not beat, mandatory=not beat)
+
+    def permissions(self, party: Party) -> Permissions:
+        """Return what the broker lets `party` do. Anchored, because the broker searches for a match anywhere."""
+        prefix = re.escape(self.prefix)
+        if party.role == "arbiter":
+            own = rf"{prefix}(arbiter|app|node)\..+"
+            return Permissions(
+                configure=rf"^({prefix}ga\.(up|dlx)|{own})$",
+                write=rf"^({re.escape(DEFAULT_EXCHANGE)}|{prefix}ga\.dlx|{own})$",
+                read=rf"^({prefix}ga\.(up|dlx)|{own})$",
+                topic_read=".*",  # bindings of the inboxes; no writing, so that it cannot forge a bid
+            )
+        words = {"app": "bid|hb", "node": "ack|hb|tele"}[party.role]
+        return Permissions(
+            configure="^$",
+            write=rf"^{prefix}ga\.up$",
+            read=rf"^{re.escape(self.inbox(party).name)}$",
+            topic_write=rf"^({words})\.{{username}}$",
+        )
+
+
+def with_prefix(topology: Topology, prefix: str) -> Topology:
+    """Return `topology` under other names, for a run of its own on a shared broker."""
+    return replace(topology, prefix=prefix)

@@ -1,0 +1,34 @@
+#!/bin/sh
+# Makes sure that the contract tests find RabbitMQ. They start private nodes of their own from the package's files; the
+# packaged service is neither needed nor started.
+set -eu
+
+server=/usr/lib/rabbitmq/bin/rabbitmq-server
+[ -x "$server" ] && exit 0
+
+give_up() {
+    echo "RabbitMQ is missing ($server): $1" >&2
+    echo "The tests on a real broker are skipped. To run them: sudo apt-get install --no-install-recommends rabbitmq-server" >&2
+    [ "${CI:-}" = true ] && exit 1
+    exit 0
+}
+
+[ "$(id -u)" = 0 ] || give_up "installing it needs root."
+command -v apt-get >/dev/null || give_up "there is no apt-get here."
+
+# A policy of 101 keeps the package from starting its service, which would listen on all addresses.
+policy=/usr/sbin/policy-rc.d
+made_policy=
+if [ ! -e "$policy" ]; then
+    printf '#!/bin/sh\nexit 101\n' >"$policy"
+    chmod 755 "$policy"
+    made_policy=yes
+fi
+remove_policy() { [ -z "$made_policy" ] || rm -f "$policy"; }
+trap remove_policy EXIT
+
+echo "Installing rabbitmq-server for the contract tests ..." >&2
+export DEBIAN_FRONTEND=noninteractive
+apt-get update -qq >&2 || give_up "apt-get update failed."
+apt-get install -y -qq --no-install-recommends rabbitmq-server >&2 || give_up "apt-get install failed."
+[ -x "$server" ] || give_up "the package does not contain it."

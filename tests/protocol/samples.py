@@ -1,0 +1,138 @@
+"""One sample of every message, every field set to something that is not its default."""
+
+from __future__ import annotations
+
+from protocol.messages import (
+    ARBITER,
+    Answer,
+    AnyMessage,
+    AppId,
+    AppReport,
+    Bid,
+    BidRow,
+    GpuId,
+    GpuStatus,
+    Grant,
+    Holdings,
+    JobId,
+    JobWish,
+    LaunchSpec,
+    LeaseId,
+    LeaseTerms,
+    LogChunk,
+    NodeId,
+    NodePlan,
+    NodeReport,
+    Offer,
+    OfferedGpu,
+    Party,
+    Preempt,
+    Probe,
+    ProbeReply,
+    Query,
+    ReadLog,
+    Refusal,
+    RoundId,
+    TaskId,
+    TaskOrder,
+    TaskStatus,
+    TenantId,
+)
+
+NODE, APP = Party("node", "n1"), Party("app", "ann")
+_GPU, _OTHER_GPU = GpuId("GPU-0a"), GpuId("GPU-0b")
+_APP, _JOB, _TASK, _LEASE = AppId("ann-1"), JobId("ann-1.0"), TaskId("ann-1.0-a2"), LeaseId("L7")
+_LAUNCH = LaunchSpec(("python", "train.py", "--lr", "0.1"), "/home/ann", "/shared/ckpt/ann-1.0", {"SEED": "7"})
+_TERMS = LeaseTerms(_LEASE, _GPU, NodeId("n1"), "r1", "s0", 3, 55.5, leaving=True)
+_STATUS = TaskStatus(
+    _TASK,
+    _APP,
+    _JOB,
+    2,
+    (_GPU, _OTHER_GPU),
+    "exited",
+    step=120,
+    start_step=40,
+    saved_step=119,
+    total_steps=500,
+    step_s=0.125,
+    cooperative=True,
+    can_checkpoint=True,
+    suspensions=4,
+    outcome="preempted",
+    exit_code=75,
+    reason="left with a checkpoint of step 119",
+    metrics={"loss": 0.25},
+)
+
+#: (sender, message), one of each class.
+SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
+    (
+        NODE,
+        NodeReport(
+            node=NodeId("n1"),
+            rack="r1",
+            boot_id="b00t",
+            incarnation=2,
+            seq=9,
+            epoch=3,
+            plan_seq=8,
+            gpus=(GpuStatus(_GPU, "H100", 85 * 2**30, "s0", True, False, 2**30, 1, "a stranger holds 1 GiB"),),
+            tasks=(_STATUS,),
+        ),
+    ),
+    (
+        APP,
+        AppReport(
+            app=_APP,
+            tenant=TenantId("vision"),
+            name="digits",
+            seq=11,
+            state="active",
+            gang=2,
+            demand_max=4,
+            jobs=(JobWish(_JOB, 2, (_GPU,), _LAUNCH, 30.0, "checkpoint", suspended=True),),
+            releases=(_LEASE,),
+            level_max="machine",
+            ideal_s=600.0,
+            reason="two trials left",
+            migrations=1,
+            steps_lost=2,
+            suspensions=3,
+            metrics={"accuracy": 0.875},
+        ),
+    ),
+    (APP, ProbeReply(_APP, RoundId(5), 1.5)),
+    (APP, Bid(_APP, RoundId(5), 4.0, (BidRow(1, "slot", 2.0), BidRow(2, "rack", 1.25)), only=(_GPU,))),
+    (APP, Query("q1", "log", "ann-1.0-a2", 4096)),
+    (NODE, LogChunk("q1", _TASK, 4096, b"epoch 1\n\xff\x00", 5000, ended=True)),
+    (ARBITER, Probe(_APP, RoundId(5), 3, 8, 2.5, 60.0, 1.0)),
+    (
+        ARBITER,
+        Offer(
+            _APP,
+            RoundId(5),
+            3,
+            60.0,
+            1.0,
+            (OfferedGpu(_GPU, NodeId("n1"), "r1", "s0"),),
+            (OfferedGpu(_OTHER_GPU, NodeId("n1"), "r1", "s1"),),
+        ),
+    ),
+    (ARBITER, Grant(_APP, RoundId(5), 3, 21, (_TERMS,), (_TERMS,))),
+    (ARBITER, Preempt(_APP, 3, 22, (_LEASE,), "ann-2 was worse off", 120.0)),
+    (ARBITER, Holdings(_APP, 3, 23, (_TERMS,), (_STATUS,), 8, 11)),
+    (ARBITER, Refusal(_APP, "needs 16 GPUs and the cluster has 8: ask for fewer")),
+    (ARBITER, Answer("q1", b'{"schema":"apps/v1"}', "no such app")),
+    (
+        ARBITER,
+        NodePlan(
+            NodeId("n1"),
+            3,
+            24,
+            (_TERMS,),
+            (TaskOrder(_TASK, _APP, _JOB, 2, (_GPU,), "vacate", _LAUNCH, 30.0, "suspend", "ann-2 won"),),
+        ),
+    ),
+    (ARBITER, ReadLog("q1", _TASK, 4096, 1024)),
+)

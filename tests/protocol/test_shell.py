@@ -1,0 +1,519 @@
+"""The shell: what peers and brokers do wrong never reaches the core, and what it decides gets out or comes again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+from msgspec import Struct
+from structlog.testing import capture_logs
+
+from protocol.bus import Link, Outgoing
+from protocol.bus.memory import MemoryBroker, MemoryBus
+from protocol.codec import decode, encode
+from protocol.core import Connected, Received, Send, Tick
+from protocol.journal import Journal
+from protocol.messages import (
+    ARBITER,
+    Answer,
+    AnyMessage,
+    AppId,
+    NodeId,
+    NodePlan,
+    Party,
+    ProbeReply,
+    Query,
+    Refusal,
+    RoundId,
+)
+from protocol.shell import Shell
+
+APP, NODE = Party("app", "a1"), Party("node", "n1")
+PATIENCE_S = 10.0
+T = TypeVar("T")
+
+
+class Poke(Struct, frozen=True, tag=True):
+    """A local event."""
+
+    text: str
+
+
+class Shout(Struct, frozen=True):
+    """A local effect."""
+
+    text: str
+
+
+Event = Received | Tick | Connected | Poke
+
+
+class Recorder:
+    """A core that records what it is told and answers as the test says."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.times: list[float] = []
+        self.wants_tick_at: float | None = None
+        self.answers: Callable[[Event], Sequence[Send | Shout]] = lambda event: ()
+        self.changed = asyncio.Event()
+
+    def handle(self, event: Event, now: float) -> Sequence[Send | Shout]:
+        self.events.append(event)
+        self.times.append(now)
+        if isinstance(event, Tick):
+            self.wants_tick_at = None
+        self.changed.set()
+        return self.answers(event)
+
+    def deadline(self) -> float | None:
+        return self.wants_tick_at
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    @property
+    def heard(self) -> list[AnyMessage]:
+        return [event.message for event in self.events if isinstance(event, Received)]
+
+
+class Rig:
+    """A broker, one shell under test, and bare links of its peers."""
+
+    def __init__(self) -> None:
+        self.broker = MemoryBroker()
+        self.bus = MemoryBus(self.broker)
+        self.core = Recorder()
+        self.shouted: list[str] = []
+
+    async def shout(self, effect: Shout) -> None:
+        self.shouted.append(effect.text)
+
+    def shell(self, party: Party, **options: object) -> Shell[Poke, Shout]:
+        return Shell[Poke, Shout](self.core, self.bus, party, perform=self.shout, **options)  # type: ignore[arg-type]
+
+    @asynccontextmanager
+    async def running(self, shell: Shell[Poke, Shout]) -> AsyncIterator[Shell[Poke, Shout]]:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(shell.run())
+            yield shell
+            shell.stop()
+
+    @asynccontextmanager
+    async def arbiter(self, **options: object) -> AsyncIterator[Shell[Poke, Shout]]:
+        """A leading arbiter's shell."""
+        async with self.running(self.shell(ARBITER, **options)) as shell:
+            await patiently(shell.wait_connected())
+            yield shell
+
+    async def leading_link(self) -> Link:
+        link = await self.bus.connect(ARBITER)
+        await link.lead()
+        return link
+
+
+async def patiently(waiting: Awaitable[T]) -> T:
+    async with asyncio.timeout(PATIENCE_S):
+        return await waiting
+
+
+@pytest.fixture
+async def rig() -> Rig:
+    return Rig()
+
+
+@pytest.fixture
+def logs() -> Iterator[list[dict[str, object]]]:
+    with capture_logs() as captured:
+        yield captured  # type: ignore[misc]
+
+
+def reply(number: int) -> ProbeReply:
+    return ProbeReply(AppId("a1-1"), RoundId(number), 1.0)
+
+
+def frame(message: AnyMessage, sender: Party = APP, *, name: str) -> bytes:
+    return encode(message, sender=sender, id=name)
+
+
+async def say(link: Link, to: Party, *frames: bytes) -> None:
+    assert not any(await link.send([Outgoing(to, data) for data in frames]))
+
+
+def said(logs: list[dict[str, object]], event: str) -> list[dict[str, object]]:
+    return [entry for entry in logs if entry["event"] == event]
+
+
+# --- what peers do wrong --------------------------------------------------------------------------------------------
+
+
+async def test_a_repeated_message_is_handled_once(rig: Rig) -> None:
+    async with rig.arbiter() as shell:
+        app = await rig.bus.connect(APP)
+        await say(app, ARBITER, frame(reply(1), name="x"), frame(reply(1), name="x"), frame(reply(2), name="y"))
+        await rig.core.until(lambda: len(rig.core.heard) == 2)
+        await say(app, ARBITER, frame(reply(1), name="x"), frame(reply(3), name="z"))
+        await rig.core.until(lambda: len(rig.core.heard) == 3)
+        await shell.wait_idle()
+    assert rig.core.heard == [reply(1), reply(2), reply(3)]
+
+
+async def test_two_senders_may_use_the_same_id(rig: Rig) -> None:
+    other = Party("app", "a2")
+    async with rig.arbiter():
+        for party in (APP, other):
+            link = await rig.bus.connect(party)
+            await say(link, ARBITER, frame(reply(1), party, name="x"))
+        await rig.core.until(lambda: len(rig.core.heard) == 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"\xc1 no message", "not a message"),
+        (frame(reply(7), Party("app", "a2"), name="n"), "the broker says 'app-a1'"),
+        (frame(reply(7), ARBITER, name="n"), "the broker says 'app-a1'"),
+        (frame(Refusal(AppId("a1-1"), "no"), name="n"), "Refusal is not for 'arbiter'"),
+    ],
+    ids=["malformed", "misattributed", "impostor", "misdirected"],
+)
+async def test_nonsense_is_refused_and_disturbs_nothing_else(
+    rig: Rig, logs: list[dict[str, object]], data: bytes, words: str
+) -> None:
+    async with rig.arbiter() as shell:
+        app = await rig.bus.connect(APP)
+        await say(app, ARBITER, frame(reply(1), name="a"), data, frame(reply(2), name="b"))
+        await rig.core.until(lambda: len(rig.core.heard) == 2)
+        await shell.wait_idle()
+    assert rig.core.heard == [reply(1), reply(2)]
+    (refused,) = said(logs, "wire.refused")
+    assert words in str(refused["reason"])
+    assert refused["user"] == "app-a1"
+
+
+async def test_a_rejected_message_comes_back_as_a_dead_letter_that_is_logged_and_not_handled(
+    rig: Rig, logs: list[dict[str, object]]
+) -> None:
+    async with rig.arbiter() as shell:
+        await say(await rig.bus.connect(APP), ARBITER, b"nonsense")
+        async with asyncio.timeout(PATIENCE_S):
+            while not said(logs, "letter.dead"):
+                await asyncio.sleep(0)
+                await shell.wait_idle()
+    assert said(logs, "letter.dead")[0]["why"] == "rejected:arbiter.inbox"
+    assert rig.core.heard == []
+
+
+async def test_a_shared_user_is_believed_if_the_site_says_so(rig: Rig, logs: list[dict[str, object]]) -> None:
+    rig.bus = MemoryBus(rig.broker, user="guest")
+    async with rig.arbiter(shared_users=frozenset({"guest"})):
+        await say(await rig.bus.connect(APP), ARBITER, frame(reply(1), name="x"))
+        await rig.core.until(lambda: rig.core.heard == [reply(1)])
+    assert said(logs, "wire.refused") == []
+
+
+async def test_an_agent_hears_only_the_arbiter(rig: Rig, logs: list[dict[str, object]]) -> None:
+    arbiter = await rig.leading_link()
+    await arbiter.provision(NODE)
+    plan = NodePlan(NodeId("n1"), 1, 1, (), ())
+    async with rig.running(rig.shell(NODE)) as shell:
+        await patiently(shell.wait_connected())
+        await say(arbiter, NODE, frame(reply(1), ARBITER, name="x"), frame(plan, ARBITER, name="y"))
+        await rig.core.until(lambda: rig.core.heard == [plan])
+    assert len(said(logs, "wire.refused")) == 1
+
+
+async def test_an_agent_obeys_no_other_agent_even_where_all_share_one_user(
+    rig: Rig, logs: list[dict[str, object]]
+) -> None:
+    rig.bus = MemoryBus(rig.broker, user="guest")
+    arbiter = await rig.leading_link()
+    await arbiter.provision(NODE)
+    plan = NodePlan(NodeId("n1"), 1, 1, (), ())
+    async with rig.running(rig.shell(NODE, shared_users=frozenset({"guest"}))) as shell:
+        await patiently(shell.wait_connected())
+        await say(await rig.bus.connect(APP), NODE, frame(plan, APP, name="x"))
+        await say(arbiter, NODE, frame(plan, ARBITER, name="y"))
+        await rig.core.until(lambda: len(rig.core.heard) == 1)
+    (refused,) = said(logs, "wire.refused")
+    assert "only the arbiter" in str(refused["reason"])
+
+
+# --- connecting -----------------------------------------------------------------------------------------------------
+
+
+async def test_the_arbiter_hears_of_its_epoch_before_anything_else(rig: Rig) -> None:
+    shell = rig.shell(ARBITER)
+    shell.post(Poke("waited"))
+    async with rig.running(shell):
+        await rig.core.until(lambda: len(rig.core.events) == 2)
+    assert rig.core.events == [Connected(1), Poke("waited")]
+
+
+async def test_an_arbiter_that_does_not_lead_decides_nothing(rig: Rig) -> None:
+    leader = await rig.leading_link()
+    rig.core.wants_tick_at = 0.0
+    async with rig.running(rig.shell(ARBITER)) as shell:
+        shell.post(Poke("early"))
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await rig.core.until(lambda: bool(rig.core.events))
+        await leader.close()
+        await rig.core.until(lambda: Poke("early") in rig.core.events)
+        assert shell.epoch == 2
+    assert Connected(2) in rig.core.events
+    assert rig.core.events.index(Connected(2)) < rig.core.events.index(Poke("early"))
+
+
+async def test_an_arbiter_whose_link_dies_leads_again_with_a_higher_epoch(rig: Rig) -> None:
+    async with rig.arbiter() as shell:
+        rig.broker.restart()
+        await rig.core.until(lambda: Connected(2) in rig.core.events)
+        await patiently(shell.wait_connected())
+        await say(await rig.bus.connect(APP), ARBITER, frame(reply(1), name="x"))
+        await rig.core.until(lambda: rig.core.heard == [reply(1)])
+
+
+async def test_the_journals_epoch_wins_over_a_broker_that_forgot(rig: Rig, tmp_path: Path) -> None:
+    for expected in (1, 2):
+        rig = Rig()  # a new broker, as after `up` is started again
+        with Journal[Event].of(tmp_path / "journal", Event) as journal:
+            async with rig.arbiter(journal=journal) as shell:
+                assert shell.epoch == expected
+
+
+async def test_an_agent_enrols_again_and_again_until_it_has_an_inbox(rig: Rig) -> None:
+    rig.core.answers = lambda event: [Send(ARBITER, reply(1))] if isinstance(event, Connected) else ()
+    async with rig.running(rig.shell(APP)) as shell:
+        await rig.core.until(lambda: rig.core.events == [Connected()])  # nobody leads: its word is unroutable
+        arbiter = await rig.leading_link()
+        delivery = await patiently(arbiter.receive())
+        await arbiter.provision(decode(delivery.data).sender)
+        await patiently(shell.wait_connected())
+        await rig.core.until(lambda: len(rig.core.events) >= 3)
+    assert set(rig.core.events) == {Connected()}
+
+
+async def test_the_arbiters_shell_provisions_whoever_it_hears_from(rig: Rig) -> None:
+    rig.core.answers = lambda event: [Send(event.sender, Answer("q", b"{}"))] if isinstance(event, Received) else ()
+    async with rig.arbiter():
+        app = await rig.bus.connect(APP)
+        await say(app, ARBITER, frame(Query("q", "apps"), name="x"))
+        await rig.core.until(lambda: len(rig.core.heard) == 1)
+        await app.consume()
+        delivery = await patiently(app.receive())
+    assert decode(delivery.data).body == Answer("q", b"{}")
+
+
+async def test_an_agent_goes_on_without_the_bus_and_restates_when_it_is_back(rig: Rig) -> None:
+    rig.core.answers = lambda event: [Send(ARBITER, reply(1)), Shout("done")]
+    rig.broker.stop()
+    async with rig.running(rig.shell(APP)) as shell:
+        shell.post(Poke("local"))
+        await rig.core.until(lambda: rig.core.events == [Poke("local")])
+        await shell.wait_idle()
+        assert rig.shouted == ["done"]
+        rig.broker.start()
+        await rig.core.until(lambda: Connected() in rig.core.events)
+
+
+async def test_a_refused_connection_is_retried_with_growing_pauses(rig: Rig, logs: list[dict[str, object]]) -> None:
+    rig.broker.stop()
+    async with rig.running(rig.shell(APP)) as shell:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(said(logs, "bus.unavailable")) < 3:  # noqa: ASYNC110 - a log has no event to wait for
+                await asyncio.sleep(0.01)
+        assert not shell.connected
+    pauses = [entry["retry_s"] for entry in said(logs, "bus.unavailable")]
+    assert pauses[:3] == [0.1, 0.2, 0.4]
+
+
+# --- effects --------------------------------------------------------------------------------------------------------
+
+
+async def test_effects_are_performed_in_order_and_many_sends_at_once(rig: Rig) -> None:
+    arbiter = await rig.leading_link()
+    rig.core.answers = lambda event: (
+        [Shout("first"), *(Send(ARBITER, reply(number)) for number in range(1000)), Shout("last")]
+        if isinstance(event, Poke)
+        else ()
+    )
+    async with rig.running(rig.shell(APP)) as shell:
+        await rig.core.until(lambda: Connected() in rig.core.events)
+        shell.post(Poke("go"))
+        heard = []
+        for _ in range(1000):
+            delivery = await patiently(arbiter.receive())
+            heard.append(decode(delivery.data).body)
+            await delivery.ack()
+    assert heard == [reply(number) for number in range(1000)]
+    assert rig.shouted == ["first", "last"]
+
+
+async def test_a_send_that_fails_is_logged_and_disturbs_nothing(rig: Rig, logs: list[dict[str, object]]) -> None:
+    rig.core.answers = lambda event: [Send(Party("app", "nobody"), Refusal(AppId("x"), "no")), Shout("after")]
+    async with rig.arbiter() as shell:
+        await shell.wait_idle()
+    assert rig.shouted == ["after"]
+    (failed,) = said(logs, "send.failed")
+    assert (failed["to"], failed["message"]) == ("app-nobody", "Refusal")
+
+
+async def test_a_message_whose_answer_did_not_get_out_is_handled_again(rig: Rig) -> None:
+    arbiter = await rig.leading_link()
+    await arbiter.provision(APP)
+    rig.core.answers = lambda event: [Send(ARBITER, reply(9))] if isinstance(event, Received) else ()
+    async with rig.running(rig.shell(APP)) as shell:
+        await patiently(shell.wait_connected())
+        await say(arbiter, APP, frame(Refusal(AppId("a1-1"), "no"), ARBITER, name="x"))
+        rig.broker.drop_publish = 1
+        delivery = await patiently(arbiter.receive())
+    assert decode(delivery.data).body == reply(9)
+    assert rig.core.heard == [Refusal(AppId("a1-1"), "no")] * 2
+
+
+async def test_a_crash_between_handling_and_acknowledging_repeats_the_message(rig: Rig) -> None:
+    class CrashedError(Exception):
+        pass
+
+    async def crash(effect: Shout) -> None:
+        raise CrashedError
+
+    rig.core.answers = lambda event: [Shout("x")] if isinstance(event, Received) else ()
+    shell = Shell[Poke, Shout](rig.core, rig.bus, ARBITER, perform=crash)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(_raised(shell.run()))
+        await patiently(shell.wait_connected())
+        await say(await rig.bus.connect(APP), ARBITER, frame(reply(1), name="x"))
+        assert isinstance(await patiently(running), CrashedError)
+    assert rig.core.heard == [reply(1)]
+    rig.core = Recorder()
+    async with rig.arbiter():
+        await rig.core.until(lambda: rig.core.heard == [reply(1)])
+
+
+async def _raised(waiting: Awaitable[None]) -> Exception | None:
+    try:
+        await waiting
+    except Exception as error:  # noqa: BLE001 - the test asks which
+        return error
+    return None
+
+
+async def test_what_was_handled_is_acknowledged_and_does_not_come_again(rig: Rig) -> None:
+    app = await rig.bus.connect(APP)
+    async with rig.arbiter() as shell:
+        await say(app, ARBITER, frame(reply(1), name="x"))
+        await rig.core.until(lambda: rig.core.heard == [reply(1)])
+        await shell.wait_idle()
+    rig.core = Recorder()
+    async with rig.arbiter():
+        await say(app, ARBITER, frame(reply(2), name="y"))
+        await rig.core.until(lambda: bool(rig.core.heard))
+    assert rig.core.heard == [reply(2)]
+
+
+# --- time and journal -----------------------------------------------------------------------------------------------
+
+
+async def test_a_tick_comes_at_the_deadline(rig: Rig) -> None:
+    async with rig.running(rig.shell(APP)) as shell:
+        deadline = shell.now() + 0.05
+        rig.core.wants_tick_at = deadline
+        shell.post(Poke("look again"))
+        await rig.core.until(lambda: Tick() in rig.core.events)
+        assert rig.core.times[rig.core.events.index(Tick())] >= deadline
+
+
+async def test_time_never_goes_back_also_not_over_a_restart(rig: Rig, tmp_path: Path) -> None:
+    for readings in ([5.0, 3.0, 8.0, 7.0], [1.0, 2.0]):
+        clock = iter(readings)
+        last = readings[-1]
+        with Journal[Event].of(tmp_path / "journal", Event) as journal:
+            shell = rig.shell(APP, journal=journal, clock=lambda clock=clock, last=last: next(clock, last))
+            async with rig.running(shell):
+                for _ in readings:
+                    shell.post(Poke("what time is it?"))
+                await shell.wait_idle()
+    assert rig.core.times == sorted(rig.core.times)
+    assert max(rig.core.times) == 8.0
+
+
+async def test_every_event_is_in_the_journal_before_its_effects_happen(rig: Rig, tmp_path: Path) -> None:
+    journal = Journal[Event].of(tmp_path / "journal", Event)
+    seen: list[int] = []
+
+    async def look(effect: Shout) -> None:
+        assert not journal._database.in_transaction
+        seen.append(journal.last_seq)
+
+    rig.core.answers = lambda event: [Shout("x")] if isinstance(event, Poke) else ()
+    shell = Shell[Poke, Shout](rig.core, rig.bus, APP, perform=look, journal=journal)
+    async with rig.running(shell):
+        shell.post(Poke("a"))
+        await shell.wait_idle()
+        shell.post(Poke("b"))
+        await shell.wait_idle()
+    with journal:
+        written = [event for _, _, event in journal.load().events]
+    assert written == rig.core.events
+    assert len(seen) == 2
+
+
+async def test_snapshots_are_taken_every_so_many_events(rig: Rig, tmp_path: Path) -> None:
+    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+        options = {"snapshot": lambda: b"%d events" % len(rig.core.events), "snapshot_every": 10}
+        async with rig.running(rig.shell(APP, journal=journal, **options)) as shell:
+            for number in range(25):
+                shell.post(Poke(str(number)))
+                await shell.wait_idle()
+        loaded = journal.load()
+        assert loaded.snapshot is not None
+        done = int(loaded.snapshot.split()[0])
+        assert done >= 20
+        assert [event for _, _, event in loaded.events] == rig.core.events[done:]
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_watchdog_is_fed_also_by_an_arbiter_that_waits_to_lead(rig: Rig) -> None:
+    await rig.leading_link()
+    fed = asyncio.Event()
+    async with rig.running(rig.shell(ARBITER, on_alive=fed.set)):
+        for _ in range(2):
+            await patiently(fed.wait())
+            fed.clear()
+
+
+async def test_events_from_another_thread_are_handled(rig: Rig) -> None:
+    async with rig.running(rig.shell(APP)) as shell:
+        await rig.core.until(lambda: Connected() in rig.core.events)
+        await asyncio.to_thread(shell.post_threadsafe, Poke("from afar"))
+        await rig.core.until(lambda: Poke("from afar") in rig.core.events)
+
+
+async def test_cancelling_run_hangs_up(rig: Rig) -> None:
+    async with asyncio.TaskGroup() as group:
+        shell = rig.shell(ARBITER)
+        running = group.create_task(shell.run())
+        await patiently(shell.wait_connected())
+        running.cancel()
+    successor = await rig.bus.connect(ARBITER)
+    assert await patiently(successor.lead()) == 2
+
+
+async def test_a_core_that_fails_ends_run_with_its_own_error(rig: Rig) -> None:
+    def fail(event: Event) -> Sequence[Send | Shout]:
+        raise AssertionError("no GPU is held twice")
+
+    rig.core.answers = fail
+    with pytest.raises(AssertionError, match="held twice"):
+        await patiently(rig.shell(ARBITER).run())

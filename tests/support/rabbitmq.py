@@ -1,0 +1,205 @@
+"""A private RabbitMQ node for tests: own ports, own data, own epmd, and it dies with the process that started it."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
+
+from protocol.bus.provision import broker_config
+from protocol.messages import Party
+from protocol.topology import Topology
+
+SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
+START_TIMEOUT_S = 60.0
+PASSWORD = "secret"
+ADMIN = "admin"
+_PR_SET_PDEATHSIG = 1
+
+
+def available() -> bool:
+    """Whether Debian's rabbitmq-server is installed."""
+    return SERVER.exists()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _password_hash(password: str) -> str:
+    salt = secrets.token_bytes(4)
+    return base64.b64encode(salt + hashlib.sha256(salt + password.encode()).digest()).decode()
+
+
+def definitions(parties: Iterable[Party], vhosts: Iterable[str], topology: Topology) -> dict[str, object]:
+    """Return what RabbitMQ imports at boot: users with the product's own permission table, and an administrator."""
+    vhosts, parties = list(vhosts), list(parties)
+    users = [ADMIN, *(party.user for party in parties)]
+    everything = {"configure": ".*", "write": ".*", "read": ".*"}
+    permissions: list[dict[str, str]] = []
+    topic_permissions: list[dict[str, str]] = []
+    for vhost in vhosts:
+        permissions.append({"user": ADMIN, "vhost": vhost, **everything})
+        for party in parties:
+            rights = topology.permissions(party)
+            plain = {"configure": rights.configure, "write": rights.write, "read": rights.read}
+            permissions.append({"user": party.user, "vhost": vhost, **plain})
+            topic = {"exchange": topology.up, "write": rights.topic_write, "read": rights.topic_read}
+            topic_permissions.append({"user": party.user, "vhost": vhost, **topic})
+    return {
+        "users": [
+            {
+                "name": user,
+                "password_hash": _password_hash(PASSWORD),
+                "hashing_algorithm": "rabbit_password_hashing_sha256",
+                "tags": "administrator" if user == ADMIN else "",
+            }
+            for user in users
+        ],
+        "vhosts": [{"name": vhost} for vhost in vhosts],
+        "permissions": permissions,
+        "topic_permissions": topic_permissions,
+    }
+
+
+class PrivateRabbitMQ:
+    """One broker node. `url(user)` is where to connect; `kill`, `start`, `freeze`, `thaw` are its fates."""
+
+    def __init__(
+        self, parties: Iterable[Party] = (), vhosts: Iterable[str] = ("/",), topology: Topology | None = None
+    ) -> None:
+        memory = Path("/dev/shm")  # a disk under load makes quorum queues ten times slower
+        self.folder = Path(tempfile.mkdtemp(prefix="ga-rabbit-", dir=memory if os.access(memory, os.W_OK) else None))
+        self.port = free_port()
+        self._epmd_port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._write_files(definitions(parties, vhosts, topology or Topology()))
+        self._epmd = subprocess.Popen(
+            ["epmd", "-port", str(self._epmd_port), "-address", "127.0.0.1"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,  # noqa: PLW1509 - started by the main thread only
+        )
+
+    def url(self, user: str = ADMIN, vhost: str = "/", *, port: int | None = None, password: str = PASSWORD) -> str:
+        """Return the address for `user`, optionally through a proxy's `port`."""
+        path = "%2F" if vhost == "/" else vhost
+        return f"amqp://{user}:{password}@127.0.0.1:{port or self.port}/{path}"
+
+    def start(self) -> None:
+        """Start on what data there is, and return when connections are taken."""
+        with (self.folder / "output").open("ab") as output:
+            self._process = subprocess.Popen(
+                [str(SERVER)],
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=_die_with_parent,  # noqa: PLW1509 - started by the main thread only
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"RabbitMQ did not start:\n{(self.folder / 'output').read_text()[-4000:]}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def freeze(self) -> None:
+        """SIGSTOP: connections stay open and nothing answers."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """Kill it and forget its data."""
+        if self._process is not None:
+            self.kill()
+        self._epmd.kill()
+        self._epmd.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write_files(self, imported: dict[str, object]) -> None:
+        cookie = self.folder / ".erlang.cookie"
+        cookie.write_text(secrets.token_hex(16))
+        cookie.chmod(0o400)
+        (self.folder / "plugins").write_text("[].\n")
+        (self.folder / "definitions.json").write_text(json.dumps(imported))
+        lines = [
+            f"listeners.tcp.1 = 127.0.0.1:{self.port}",
+            "loopback_users = none",
+            "log.console = false",
+            "vm_memory_high_watermark.absolute = 1GB",
+            "disk_free_limit.absolute = 50MB",
+            "raft.wal_max_size_bytes = 16777216",
+            f"load_definitions = {self.folder / 'definitions.json'}",
+            broker_config(),
+        ]
+        (self.folder / "rabbitmq.conf").write_text("\n".join(lines))
+
+    def _environment(self) -> dict[str, str]:
+        folder = str(self.folder)
+        return {
+            "PATH": os.environ["PATH"],
+            "LANG": "C.UTF-8",
+            "HOME": folder,
+            "RABBITMQ_NODENAME": f"test{self.port}@localhost",
+            "RABBITMQ_CONF_ENV_FILE": "/dev/null",
+            "RABBITMQ_CONFIG_FILE": f"{folder}/rabbitmq.conf",
+            "RABBITMQ_ADVANCED_CONFIG_FILE": f"{folder}/none",
+            "RABBITMQ_MNESIA_BASE": f"{folder}/data",
+            "RABBITMQ_LOG_BASE": f"{folder}/log",
+            "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/plugins",
+            "RABBITMQ_DIST_PORT": str(free_port()),
+            "ERL_EPMD_PORT": str(self._epmd_port),
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-noinput -kernel inet_dist_use_interface {127,0,0,1}",
+            "RABBITMQ_ALLOW_INPUT": "1",  # makes the script exec, so that signals hit the broker itself
+        }
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as probe:
+                probe.sendall(b"AMQP\x00\x00\x09\x01")
+                return probe.recv(1) == b"\x01"
+        except OSError:
+            return False
