@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-
-
-class ConfigError(Exception):
-    """The configuration cannot be used; the message names the field and the mend."""
+from protocol import config
+from protocol.config import ConfigError
 
 
 class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,41 +51,27 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> AppConfig:
-    """Return the configuration in the TOML file at `path`.
-
-    Raises
-    ------
-    ConfigError
-        With the file, the field and the mend.
-    """
-    try:
-        return parse(tomllib.loads(path.read_text()), source=str(path))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the file with --config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+    """Return the configuration in the TOML file at `path`; raises `ConfigError`."""
+    return config.load(path, AppConfig, check)
 
 
 def parse(fields: Mapping[str, Any], *, source: str) -> AppConfig:
-    """Return the configuration made of these fields.
+    """Return the configuration made of these fields; raises `ConfigError`."""
+    return config.parse(fields, AppConfig, check, source=source)
+
+
+def check(app: AppConfig, source: str) -> None:
+    """Refuse settings that cannot work.
 
     Raises
     ------
     ConfigError
         With `source`, the field and the mend.
     """
-    try:
-        config = msgspec.convert(fields, AppConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}; see docs/operations.md for every field") from error
-    for name in ("owner", "tenant"):
-        value = getattr(config, name)
-        if not _ID.fullmatch(value) and (value or name == "owner"):
-            raise ConfigError(f"{source}: {name} is {value!r}; use lower-case letters, digits and dashes, such as ada")
-    for name in ("beat_s", "answer_s"):
-        if getattr(config, name) <= 0:
-            raise ConfigError(f"{source}: {name} is {getattr(config, name)}; it must be above 0 seconds")
-    return config
+    config.require_id(app.owner, "owner", "ada", source)
+    if app.tenant:
+        config.require_id(app.tenant, "tenant", "vision", source)
+    config.require_positive(app, ("beat_s", "answer_s"), source)
 
 
 def default_socket(environ: Mapping[str, str] = os.environ) -> Path:

@@ -17,7 +17,7 @@ from typing import assert_never
 import msgspec
 import structlog
 
-from app_agent.config import AppConfig, ConfigError, default_socket
+from app_agent.config import AppConfig, default_socket
 from app_agent.control import (
     NOT_FOUND,
     TIMED_OUT,
@@ -50,6 +50,7 @@ from app_agent.core.host import (
     Submit,
 )
 from protocol.bus import Bus
+from protocol.config import ConfigError
 from protocol.core import Send
 from protocol.journal import Journal
 from protocol.messages import Answer, AnyMessage, AppId, OwnerId, Party

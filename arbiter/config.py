@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
 from arbiter.core.model import ArbiterSettings
 from arbiter.core.policies import POLICIES
-
-
-class ConfigError(Exception):
-    """The configuration cannot be used; the message names file, field and mend."""
+from protocol import config
+from protocol.config import ConfigError
 
 
 class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -33,26 +29,11 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> ArbiterConfig:
-    """Return the configuration in the TOML file at `path`.
-
-    Raises
-    ------
-    ConfigError
-        With the file, the field and the mend.
-    """
-    try:
-        config = msgspec.convert(tomllib.loads(path.read_text()), ArbiterConfig)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the file with --config") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}; see docs/operations.md for every field") from error
-    check(config.arbiter, str(path))
-    return config
+    """Return the configuration in the TOML file at `path`; raises `ConfigError`."""
+    return config.load(path, ArbiterConfig, check)
 
 
-def check(settings: ArbiterSettings, source: str) -> None:
+def check(arbiter: ArbiterConfig, source: str) -> None:
     """Refuse settings that cannot work.
 
     Raises
@@ -60,13 +41,12 @@ def check(settings: ArbiterSettings, source: str) -> None:
     ConfigError
         With `source`, the field and the mend.
     """
+    settings = arbiter.arbiter
     if settings.policy not in POLICIES:
-        raise ConfigError(
-            f"{source}: arbiter.policy is {settings.policy!r}; choose one of {', '.join(sorted(POLICIES))}"
-        )
-    for name in ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s"):
-        if getattr(settings, name) <= 0:
-            raise ConfigError(f"{source}: arbiter.{name} is {getattr(settings, name)}; it must be above 0")
+        known = ", ".join(sorted(POLICIES))
+        raise ConfigError(f"{source}: arbiter.policy is {settings.policy!r}; choose one of {known}")
+    names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s")
+    config.require_positive(settings, names, f"{source}: arbiter")
     if settings.renewal_lead_s + settings.probe_s + settings.bid_s >= settings.lease_s:
         raise ConfigError(
             f"{source}: arbiter.lease_s is {settings.lease_s}, too short for renewal_lead_s + probe_s + bid_s; "

@@ -10,12 +10,13 @@ from typing import assert_never
 
 import structlog
 
-from arbiter.config import ArbiterConfig, ConfigError, check
+from arbiter.config import ArbiterConfig, check
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event
 from arbiter.core.turn import LeaseRecord, Note, RoundRecord
 from arbiter.desk import Desk
 from arbiter.ledger import Ledger
 from protocol.bus import Bus
+from protocol.config import ConfigError
 from protocol.core import Send
 from protocol.journal import Journal
 from protocol.messages import ARBITER, AnyMessage, LogChunk, Party, Query
@@ -37,7 +38,7 @@ async def run_arbiter(config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[],
     JournalError
         If the state folder belongs to another process or cannot be read.
     """
-    check(config.arbiter, "configuration")
+    check(config, "configuration")
     folder = _state_folder(config)
     with (
         closing(_journal(folder)) as journal,

@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from app_agent.config import ConfigError, default_socket
+from app_agent.config import default_socket
 from app_agent.control import Control, ControlError, exit_code
 from app_agent.core.host import AppRecord, QueryKind
 from app_agent.core.spec import AppSpec
 from launch import exit_codes
 from launch.faults import Fault, usage
+from protocol.config import ConfigError
 
 Until = Literal["done", "running"]
 #: What helps, by exit code, where the sentence does not say it already.

@@ -10,23 +10,19 @@ from pathlib import Path
 
 import structlog
 
-from app_agent.config import ConfigError as AppConfigError
-from arbiter.config import ConfigError as ArbiterConfigError
 from launch import exit_codes
 from launch.faults import Fault
 from launch.notify import notify
-from node_agent.config import ConfigError as NodeConfigError
 from node_agent.devices import DeviceError
 from node_agent.workers.manager import WorkersError
 from protocol.bus import Refused
+from protocol.config import ConfigError
 from protocol.journal import JournalError
 
 Daemon = Coroutine[None, None, None]
 #: What is the operator's to mend; its message is a sentence. Anything else is a bug and ends in a traceback.
 EXPECTED: dict[type[Exception], int] = {
-    ArbiterConfigError: exit_codes.USAGE,
-    NodeConfigError: exit_codes.USAGE,
-    AppConfigError: exit_codes.USAGE,
+    ConfigError: exit_codes.USAGE,
     JournalError: exit_codes.FAILED,
     DeviceError: exit_codes.USAGE,
     WorkersError: exit_codes.USAGE,

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 from msgspec import Struct
 
-_ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+from protocol import config
+from protocol.config import ConfigError
+
 _GPUS = re.compile(r"nvml|simulated:[0-9]{1,3}")
-
-
-class ConfigError(Exception):
-    """The configuration cannot be used; the message names the field and the mend."""
 
 
 class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,38 +67,16 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> NodeConfig:
-    """Return the configuration in the TOML file at `path`.
-
-    Raises
-    ------
-    ConfigError
-        With the file, the field and the mend.
-    """
-    try:
-        return parse(tomllib.loads(path.read_text()), source=str(path))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; give the file with --config") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+    """Return the configuration in the TOML file at `path`; raises `ConfigError`."""
+    return config.load(path, NodeConfig, check)
 
 
 def parse(fields: Mapping[str, Any], *, source: str) -> NodeConfig:
-    """Return the configuration made of these fields.
-
-    Raises
-    ------
-    ConfigError
-        With `source`, the field and the mend.
-    """
-    try:
-        config = msgspec.convert(fields, NodeConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}; see docs/operations.md for every field") from error
-    check(config, source=source)
-    return config
+    """Return the configuration made of these fields; raises `ConfigError`."""
+    return config.parse(fields, NodeConfig, check, source=source)
 
 
-def check(config: NodeConfig, *, source: str) -> None:
+def check(node: NodeConfig, source: str) -> None:
     """Refuse settings that cannot work.
 
     Raises
@@ -110,17 +84,12 @@ def check(config: NodeConfig, *, source: str) -> None:
     ConfigError
         With `source`, the field and the mend.
     """
-    if not _ID.fullmatch(config.node):
+    config.require_id(node.node, "node", "gpu-host-1", source)
+    if not _GPUS.fullmatch(node.gpus):
         raise ConfigError(
-            f"{source}: node is {config.node!r}; use lower-case letters, digits and dashes, such as gpu-host-1"
-        )
-    if not _GPUS.fullmatch(config.gpus):
-        raise ConfigError(
-            f"{source}: gpus is {config.gpus!r}; write 'nvml' for this host's NVIDIA GPUs, or 'simulated:4' for "
+            f"{source}: gpus is {node.gpus!r}; write 'nvml' for this host's NVIDIA GPUs, or 'simulated:4' for "
             "four virtual ones"
         )
-    for name in ("beat_s", "sample_s", "hello_s", "simulated_memory_bytes"):
-        if getattr(config, name) <= 0:
-            raise ConfigError(f"{source}: {name} is {getattr(config, name)}; it must be above 0")
-    if config.bootstrap_dir and not Path(config.bootstrap_dir).is_dir():
-        raise ConfigError(f"{source}: bootstrap_dir {config.bootstrap_dir} is no folder; give an existing one or none")
+    config.require_positive(node, ("beat_s", "sample_s", "hello_s", "simulated_memory_bytes"), source)
+    if node.bootstrap_dir and not Path(node.bootstrap_dir).is_dir():
+        raise ConfigError(f"{source}: bootstrap_dir {node.bootstrap_dir} is no folder; give an existing one or none")

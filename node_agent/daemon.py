@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from node_agent import procfs
-from node_agent.config import ConfigError, NodeConfig
+from node_agent.config import NodeConfig
 from node_agent.core.agent import NodeAgent
 from node_agent.core.events import (
     ForgetWorker,
@@ -43,6 +43,7 @@ from node_agent.devices.sampling import measure, open_backend
 from node_agent.workers.manager import Settings, Workers, WorkersError
 from node_agent.workers.records import read_json, write_json
 from protocol.bus import Bus
+from protocol.config import ConfigError
 from protocol.messages import LogChunk, NodeId, Party
 from protocol.shell import Shell
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from app_agent.config import AppConfig, ConfigError, default_socket, parse
+from app_agent.config import AppConfig, default_socket, parse
 from app_agent.control import Control, ControlError, exit_code
 from app_agent.core.host import AppRecord
 from app_agent.core.spec import AppSpec
@@ -23,6 +23,7 @@ from arbiter.config import ArbiterConfig
 from arbiter.core.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from protocol.bus.memory import MemoryBroker, MemoryBus
+from protocol.config import ConfigError
 
 ResultT = TypeVar("ResultT")
 

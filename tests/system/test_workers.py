@@ -19,10 +19,11 @@ import msgspec
 import pytest
 
 from node_agent import procfs
-from node_agent.config import ConfigError, NodeConfig, load, parse
+from node_agent.config import NodeConfig, load, parse
 from node_agent.daemon import run_node_agent
 from node_agent.workers.manager import INHERITED
 from protocol.bus.memory import MemoryBroker, MemoryBus
+from protocol.config import ConfigError
 from protocol.messages import NodeReport
 from protocol.worker import ENVIRONMENT
 from tests.support.node_site import Site, config, find_gpu, find_task, gpu, node_process, node_site, plan_of, task_order
