@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -56,7 +55,7 @@ async def run_arbiter(config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[],
                 case Query():
                     return desk.ask(sender, message, shell.now())
                 case LogChunk():
-                    return desk.deliver(message)
+                    return desk.deliver(sender, message)
                 case _:
                     return None
 
@@ -108,11 +107,11 @@ def _restore(journal: Journal[Event], ledger: Ledger) -> Arbiter:
 
 
 def _configure(arbiter: Arbiter, journal: Journal[Event], config: ArbiterConfig) -> None:
+    """Take the settings into the state, at the time of the last event: until we lead, no time has passed for us."""
     event = Configured(config.arbiter)
-    now = max(time.time(), journal.last_now)
-    journal.append(now, event)
+    journal.append(arbiter.state.now, event)
     journal.commit()
-    for effect in arbiter.handle(event, now):
+    for effect in arbiter.handle(event, arbiter.state.now):
         if isinstance(effect, Note):
             _perform(effect, None)
 

@@ -17,6 +17,7 @@ import msgspec
 from arbiter.core import leases, model, rounds
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.model import Active, Draining, Enrolling, Free, Leased, Refused, Settled
+from arbiter.core.policy import Outcome
 from arbiter.core.turn import RoundRecord
 from arbiter.ledger import Ledger
 from protocol.core import Send
@@ -27,6 +28,9 @@ WAITING_MAX = 1000
 #: Rounds and leases told at once: a week of leases of 600 s on 8 GPUs.
 SPANS_MAX = 20_000
 EXPLAIN_ROUNDS = 20
+ROUNDS_MAX = 200
+#: Below the codec's limit for a frame.
+DOCUMENT_BYTES_MAX = 3 * 2**20
 
 
 class Desk:
@@ -54,9 +58,9 @@ class Desk:
             case _ as never:
                 assert_never(never)
 
-    def deliver(self, chunk: LogChunk) -> Sequence[Send]:
+    def deliver(self, sender: Party, chunk: LogChunk) -> Sequence[Send]:
         """Return what to send when a node has answered `ReadLog`."""
-        asker = self._waiting.pop(chunk.query_id, None)
+        asker = self._waiting.pop(chunk.query_id, None) if sender.role == "node" else None
         if asker is None:
             return []
         document = {
@@ -129,7 +133,7 @@ class Desk:
         return {"schema": "nodes/v1", "nodes": nodes}
 
     def _rounds(self, now: float) -> dict[str, Any]:
-        records = self._ledger.rounds(limit=1000)
+        records = self._ledger.rounds(limit=ROUNDS_MAX)
         spans = [
             {"gpu": lease.gpu, "node": lease.node, "app": lease.app, "from": lease.start, "to": lease.end}
             for lease in self._ledger.leases(limit=SPANS_MAX)
@@ -185,26 +189,32 @@ class Desk:
         found = self._whereabouts(query.target)
         if found is None:
             return _refuse(sender, query, f"no node has output of {query.target}; it may not have started yet")
-        task, node = found
+        app, task, node = found
+        if app.owner != sender.id:
+            return _refuse(sender, query, f"the output of {app.id} is for {app.owner} only")
         self._waiting[query.query_id] = sender
         while len(self._waiting) > WAITING_MAX:
             self._waiting.popitem(last=False)
         return Send(Party("node", node), ReadLog(query.query_id, task, query.offset))
 
-    def _whereabouts(self, target: str) -> tuple[TaskId, NodeId] | None:
-        """Return the newest task of the app, job or task called `target`, and its node."""
+    def _whereabouts(self, target: str) -> tuple[model.App, TaskId, NodeId] | None:
+        """Return the app, and the newest task of the app, job or task called `target`, and its node."""
         job = target.rpartition("-a")[0] if "-a" in target.rpartition(".")[2] else target
         app = self._arbiter.state.apps.get(AppId(job.rpartition(".")[0] or job))
-        ran = list(app.ran.items()) if app is not None else []
-        fitting = [(task, node) for task, node in ran if target in (app and app.id, task, task.rpartition("-a")[0])]
-        return fitting[-1] if fitting else None
+        if app is None:
+            return None
+        known = {task: node for task, node in app.ran.items() if target in (app.id, task, task.rpartition("-a")[0])}
+        return (app, *list(known.items())[-1]) if known else None
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
 
 def _answer(to: Party, query: Query, document: dict[str, Any]) -> Send:
-    return Send(to, Answer(query.query_id, msgspec.json.encode(document)))
+    packed = msgspec.json.encode(document)
+    if len(packed) > DOCUMENT_BYTES_MAX:
+        return _refuse(to, query, f"the answer has {len(packed)} bytes, more than a message carries; ask for one app")
+    return Send(to, Answer(query.query_id, packed))
 
 
 def _refuse(to: Party, query: Query, why: str) -> Send:
@@ -246,7 +256,7 @@ def _gpu(gpu: model.Gpu) -> dict[str, Any]:
         "app": None if isinstance(gpu.state, Free) else gpu.state.lease.app,
         "healthy": gpu.healthy,
         "empty": gpu.empty,
-        "detail": gpu.detail,
+        "detail": "" if gpu.healthy and isinstance(gpu.state, Leased) else gpu.detail,
     }
 
 
@@ -257,7 +267,7 @@ def _round(record: RoundRecord) -> dict[str, Any]:
 
 
 def _own_round(app: AppId, record: RoundRecord) -> dict[str, Any]:
-    (outcome,) = [outcome for outcome in record.outcomes if outcome.app == app][:1]
+    outcome = next((outcome for outcome in record.outcomes if outcome.app == app), Outcome(app, (), ""))
     winners = [{"app": other.app, "gpus": len(other.gpus)} for other in record.outcomes if other.gpus]
     return {
         "round": record.round,

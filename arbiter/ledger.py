@@ -39,7 +39,7 @@ class Ledger:
         self._database.close()
 
     def write(self, record: RoundRecord | LeaseRecord) -> None:
-        """Add one record; one that is there already stays as it is."""
+        """Add one record; writing it again changes nothing."""
         with self._database:
             if isinstance(record, RoundRecord):
                 self._write_round(record)
@@ -49,7 +49,7 @@ class Ledger:
 
     def _write_round(self, record: RoundRecord) -> None:
         packed = msgspec.msgpack.encode(record)
-        self._database.execute("INSERT OR IGNORE INTO rounds VALUES (?, ?, ?)", (record.round, record.at, packed))
+        self._database.execute("INSERT OR REPLACE INTO rounds VALUES (?, ?, ?)", (record.round, record.at, packed))
         rows = [(outcome.app, record.round) for outcome in record.outcomes]
         self._database.executemany("INSERT OR IGNORE INTO outcomes VALUES (?, ?)", rows)
 

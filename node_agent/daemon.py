@@ -55,7 +55,7 @@ async def run_node_agent(
     bus: Bus,
     *,
     backend: DeviceBackend | None = None,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
     end_workers: bool = False,
     on_alive: Callable[[], None] | None = None,
     on_ready: Callable[[], None] | None = None,
@@ -69,7 +69,7 @@ async def run_node_agent(
     backend
         The GPUs, for tests that inject faults; by default those that the configuration names.
     clock
-        UNIX time in seconds.
+        UNIX time in seconds; by default the shell's steady clock.
     end_workers
         SIGKILL all workers at the end.
     on_alive
@@ -96,7 +96,7 @@ async def _run(
     bus: Bus,
     memory: _Memory,
     backend: DeviceBackend,
-    clock: Callable[[], float],
+    clock: Callable[[], float] | None,
     end_workers: bool,
     on_alive: Callable[[], None] | None,
     on_ready: Callable[[], None] | None,
@@ -265,7 +265,8 @@ class _Memory:
                 "stop this node's tasks, then remove the file"
             )
         self.kept = Kept() if before is None else before
-        self._write(replace(self.kept, incarnation=self.kept.incarnation + 1))
+        # By the clock, so that it grows even if the state directory was lost: lower ones are taken for old news.
+        self._write(replace(self.kept, incarnation=max(self.kept.incarnation + 1, int(time.time()))))
 
     def remember_fence(self, *, epoch: int, seq: int) -> None:
         self._write(replace(self.kept, epoch=epoch, seq=seq))

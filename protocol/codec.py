@@ -7,6 +7,7 @@ Unknown fields of a newer peer are ignored; an unknown version, tag or shape is 
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any
 
 import msgpack
@@ -18,6 +19,8 @@ from protocol.messages import AnyMessage, Party
 VERSION = 1
 #: Largest frame accepted; a 4096-row bid is 60 kB, a plan for 16 GPUs 20 kB. Bounds what a peer can make us hold.
 FRAME_BYTES_MAX = 4 * 2**20
+#: A 64-bit or 32-bit float whose exponent is all ones, or bytes that look like one.
+_PERHAPS_NOT_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]|\xca[\x7f\xff][\x80-\xff]")
 
 
 class WireError(Exception):
@@ -58,7 +61,8 @@ def decode(data: bytes) -> Envelope:
         envelope = msgspec.convert(raw, Envelope, builtin_types=(bytes,))
     except (ValueError, msgpack.UnpackException, msgspec.ValidationError, RecursionError, TypeError) as error:
         raise WireError(f"not a message of this protocol: {error}") from error
-    _refuse_non_finite(raw)
+    if _PERHAPS_NOT_FINITE.search(data):
+        _refuse_non_finite(raw)
     return envelope
 
 

@@ -61,6 +61,16 @@ _UNDERSTOOD: dict[Role, tuple[type, ...]] = {
 _log = structlog.get_logger("shell")
 
 
+def steady_clock(at_least: float = 0.0) -> Callable[[], float]:
+    """Return a clock of UNIX seconds that starts at the wall clock's time or `at_least` and then only goes on.
+
+    Corrections of the wall clock do not reach it, so that a step forward and back freezes nobody. Time during which
+    the host sleeps counts.
+    """
+    offset = max(time.time(), at_least) - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return lambda: time.clock_gettime(time.CLOCK_BOOTTIME) + offset
+
+
 class _Arrived(Struct, frozen=True):
     """A delivery, and the link that it must be settled on."""
 
@@ -93,7 +103,8 @@ class Shell(Generic[EventT, EffectT]):
     snapshot, snapshot_every
         The core's state as bytes, taken after so many journalled events.
     clock
-        UNIX time in seconds. What the core sees never goes back, also not across restarts with a journal.
+        UNIX time in seconds; by default a `steady_clock`. What the core sees never goes back, also not across
+        restarts with a journal.
     shared_users
         Broker users that several participants use (single-user brokers); their messages are believed.
     answer
@@ -113,7 +124,7 @@ class Shell(Generic[EventT, EffectT]):
         journal: Journal[EventT | Received | Tick | Connected] | None = None,
         snapshot: Callable[[], bytes] | None = None,
         snapshot_every: int = 20_000,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
         shared_users: frozenset[str] = frozenset(),
         answer: Callable[[Party, AnyMessage], Sequence[Send] | None] | None = None,
         on_alive: Callable[[], None] | None = None,
@@ -125,7 +136,7 @@ class Shell(Generic[EventT, EffectT]):
         self._journal = journal
         self._snapshot = snapshot
         self._snapshot_every = snapshot_every
-        self._clock = clock
+        self._clock = steady_clock(journal.last_now if journal is not None else 0.0) if clock is None else clock
         self._shared_users = shared_users
         self._answer = answer
         self._on_alive = on_alive
@@ -249,13 +260,13 @@ class Shell(Generic[EventT, EffectT]):
         effects: list[EffectT | Send] = []
         settling: list[_Settling] = []
         self._idle.clear()
-        self._tick(effects)
         for _ in range(min(BATCH_MAX, len(self._waiting))):
             item = self._waiting.popleft()
             if not isinstance(item, _Arrived):
                 self._handle(item, effects)
             elif item.link is self._link:  # a dead link's deliveries come again
                 await self._admit(item, effects, settling)
+        self._tick(effects)  # last: what has waited longer must not be overtaken by a deadline that it may answer
         if self._journal is not None:
             self._journal.commit()
         whole = await self._carry_out(effects)

@@ -7,12 +7,14 @@ from msgspec.structs import replace
 from arbiter.core import fairness, leases, model, rounds
 from arbiter.core.model import Active, App, Enrolling, Job, Leased, Settled, State
 from arbiter.core.policy import AppView, GpuView
-from arbiter.core.turn import Turn
+from arbiter.core.turn import Index, Turn
 from protocol.core import Send
 from protocol.messages import AppReport, JobId, JobWish, Party, Refusal
 
-#: Settled apps remembered, with their stories; the ledger keeps all.
-SETTLED_MAX = 1000
+#: Apps that are over and remembered, with their stories; the ledger keeps their rounds and leases.
+OVER_MAX = 1000
+#: An active report that much younger than its app's end is no echo of the past.
+REUSE_S = 60.0
 
 
 def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
@@ -32,6 +34,8 @@ def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
         app = _enrol(turn, sender, report)
     if isinstance(app.state, model.Refused):
         _refuse(turn, app, app.state.reason)
+    if report.state == "active" and _is_reused(turn, app, report):
+        _refuse(turn, app, f"the id {app.id} belongs to an app that has ended; submit it again")
     app = _note_wish(turn, app, report)
     if report.state != "active":
         turn.apps.add(app.id)  # it repeats its end until it hears that we know
@@ -53,12 +57,18 @@ def _mistake(report: AppReport) -> str:
     return "two of its jobs wish for the same GPU" if len(set(gpus)) < len(gpus) else ""
 
 
+def _is_reused(turn: Turn, app: App, report: AppReport) -> bool:
+    """Whether an id comes back from the dead: the owner's state was lost, and its agent counts from 1 again."""
+    return isinstance(app.state, Settled) and turn.now - app.state.at > REUSE_S and report.seq < app.report_seq
+
+
 def _acknowledge_unknown(turn: Turn, sender: Party, report: AppReport) -> None:
     """An app that ended before we heard of it needs nothing but to hear that we know."""
     turn.tell(sender.user, f"{report.app} ended ({report.state}) and was never seen running")
     known = _make_app(turn, sender, report)
     turn.state.apps[report.app] = replace(known, state=Settled(report.state, report.reason, turn.now, None))  # type: ignore[arg-type]
     turn.apps.add(report.app)
+    _forget_oldest(turn)
 
 
 def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
@@ -83,6 +93,7 @@ def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
 def _enrol(turn: Turn, sender: Party, report: AppReport) -> App:
     app = replace(_make_app(turn, sender, report), report_seq=-1)
     turn.state.apps[app.id] = app
+    turn.index.bind_app(app)
     _count(turn, +1)
     turn.tell(app.id, f"submitted by {sender.id} for tenant {report.tenant}: {report.name}", loudly=True)
     return app
@@ -142,6 +153,7 @@ def _settle(turn: Turn, app: App, report: AppReport) -> None:
     ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=rounds.apps_mean(turn.state, app, turn.now))
     if isinstance(app.state, Active | Enrolling):
         _count(turn, -1)
+    rounds.excuse(turn, app.id)
     leases.end_all(turn, app.id, f"the app has {report.state}" if report.state == "finished" else report.state)
     finished = report.state == "finished" and ideal_s > 0
     rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s) if finished else None
@@ -151,9 +163,15 @@ def _settle(turn: Turn, app: App, report: AppReport) -> None:
 
 def _forget_oldest(turn: Turn) -> None:
     """Bound the memory of apps that are over and have nothing left on any node."""
-    over = [app for app in turn.state.apps.values() if isinstance(app.state, Settled) and not _lingers(turn, app)]
-    over.sort(key=lambda app: app.state.at if isinstance(app.state, Settled) else 0.0)
-    for app in over[: max(0, len(over) - SETTLED_MAX)]:
+    if len(turn.state.apps) <= OVER_MAX:
+        return
+    over = [
+        (app.state.at, app)
+        for app in turn.state.apps.values()
+        if isinstance(app.state, Settled | model.Refused) and not _lingers(turn, app)
+    ]
+    over.sort(key=lambda each: (each[0], each[1].id))
+    for _, app in over[: max(0, len(over) - OVER_MAX)]:
         del turn.state.apps[app.id]
         turn.state.stories.pop(app.id, None)
         turn.apps.discard(app.id)
@@ -168,9 +186,9 @@ def _lingers(turn: Turn, app: App) -> bool:
 
 def admit_waiting(turn: Turn) -> None:
     """Admit or refuse apps that have arrived, once nodes have had time to enrol."""
-    waiting = [app for app in turn.state.apps.values() if isinstance(app.state, Enrolling)]
-    if not waiting or not turn.state.nodes:
+    if not turn.index.enrolling or not turn.state.nodes:
         return
+    waiting = sorted((turn.state.apps[app] for app in turn.index.enrolling), key=lambda app: (app.arrived_at, app.id))
     cluster = [
         GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot) for gpu in sorted(turn.state.gpus.values(), key=lambda g: g.id)
     ]
@@ -182,6 +200,7 @@ def admit_waiting(turn: Turn) -> None:
         elif turn.now >= _admission_at(turn.state):
             _count(turn, -1)
             _refuse(turn, turn.put_app(app, model.Refused(verdict.reason, turn.now)), verdict.reason)
+            _forget_oldest(turn)
 
 
 def _newcomer(turn: Turn, app: App) -> AppView:
@@ -206,9 +225,9 @@ def _admission_at(state: State) -> float:
     return state.started_at + state.settings.admission_wait_s
 
 
-def next_admission(state: State) -> float | None:
+def next_admission(state: State, index: Index) -> float | None:
     """Return when waiting apps must be decided upon, or None."""
-    if any(isinstance(app.state, Enrolling) for app in state.apps.values()) and state.now < _admission_at(state):
+    if index.enrolling and state.now < _admission_at(state):
         return _admission_at(state)
     return None
 

@@ -37,6 +37,10 @@ from protocol.messages import (
 __all__ = ["Arbiter", "Configured", "Effect", "Event", "LeaseRecord", "Note", "RoundRecord"]
 
 
+#: While anything is enrolled a tick comes every beat; after this many without one, the process or its host stood still.
+ABSENCE_BEATS = 4
+
+
 class Configured(Struct, frozen=True, tag=True):
     """Event: these settings hold from now on. Journaled, so that a replay decides as it was decided then."""
 
@@ -71,8 +75,9 @@ class Arbiter:
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
         """Be told what happened at `now` (UNIX seconds); answer what to do, in order."""
         assert now >= self.state.now, f"time went back from {self.state.now} to {now}"
-        self.state.now = now
         turn = Turn(self.state, now, self._index)
+        self._excuse_absence(turn)
+        self.state.now = now
         self._take(turn, event)
         nodes.lose_silent(turn)
         leases.expire(turn)
@@ -84,10 +89,10 @@ class Arbiter:
     def deadline(self) -> float | None:
         """Return when the next `Tick` is wanted: a phase ends, a lease ends, a node is overdue, or the beat is due."""
         state = self.state
-        candidates = [rounds.deadline(state), leases.next_expiry(state), nodes.next_timeout(state)]
+        candidates = [rounds.deadline(state, self._index), leases.next_expiry(self._index), nodes.next_timeout(state)]
         if state.nodes or state.apps:
             candidates.append(state.beat_at + state.settings.beat_s)
-        candidates.append(apps.next_admission(state))
+        candidates.append(apps.next_admission(state, self._index))
         times = [time for time in candidates if time is not None]
         return min(times) if times else None
 
@@ -126,12 +131,18 @@ class Arbiter:
         state.news = True
         rounds.abort(turn, "the arbiter started anew")
         nodes.forgive(turn)
-        grace_until = turn.now + state.settings.renewal_lead_s + state.settings.probe_s + state.settings.bid_s
-        for gpu in list(state.gpus.values()):
-            if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < grace_until:
-                turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=grace_until)))
+        leases.extend(turn)
+        nodes.plan_anew(turn)
         turn.apps |= state.apps.keys()
         turn.tell("rounds", f"leading in epoch {epoch}")
+
+    def _excuse_absence(self, turn: Turn) -> None:
+        """If we have not been ticked for several beats it was we who were away: hold nobody's silence against them."""
+        away_s = turn.now - self.state.now
+        if self.state.epoch > 0 and away_s > ABSENCE_BEATS * self.state.settings.beat_s:
+            turn.tell("rounds", f"the arbiter was away for {away_s:.0f} s", loudly=True)
+            nodes.forgive(turn)
+            leases.extend(turn)
 
     def _hear(self, turn: Turn, sender: Party, message: object) -> None:
         match message:
@@ -178,8 +189,10 @@ class Arbiter:
         for node_id in sorted(state.nodes if beat else turn.nodes):
             self._say_plan(turn, state.nodes[node_id], restate=beat)
         self._say_news(turn)
-        for app_id in sorted(state.apps if beat else turn.apps):
-            self._say_holdings(turn, state.apps[app_id], restate=beat)
+        affected = sorted(state.apps if beat else turn.apps)
+        cluster_gpus = plans.cluster_gpus(state) if affected else 0
+        for app_id in affected:
+            self._say_holdings(turn, state.apps[app_id], cluster_gpus, restate=beat)
 
     def _say_plan(self, turn: Turn, node: model.Node, *, restate: bool) -> None:
         plan = plans.plan_of(turn, node)
@@ -213,10 +226,10 @@ class Arbiter:
             preempt = Preempt(app_id, state.epoch, app.holdings_seq, tuple(sorted(lost)), reason, grace_s)
             turn.effects.append(Send(Party("app", app.owner), preempt))
 
-    def _say_holdings(self, turn: Turn, app: model.App, *, restate: bool) -> None:
+    def _say_holdings(self, turn: Turn, app: model.App, cluster_gpus: int, *, restate: bool) -> None:
         if not app.active and app.id not in turn.apps:
             return
-        holdings = plans.holdings_of(turn, app)
+        holdings = plans.holdings_of(turn, app, cluster_gpus=cluster_gpus)
         digest = plans.holdings_digest(holdings)
         changed = digest != app.holdings_digest
         if changed or restate or not app.active:
@@ -254,6 +267,6 @@ def _validate(state: State, index: Index) -> None:
     for task in state.tasks.values():
         assert task.node in state.nodes
     if isinstance(state.phase, Bidding):
-        assert state.phase.bids.keys() <= set(state.phase.bidders)
+        assert state.phase.bids.keys() | state.phase.awaited <= set(state.phase.bidders)
     active = sum(1 for app in state.apps.values() if isinstance(app.state, model.Active | model.Enrolling))
     assert state.apps_count.last_value == active

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from arbiter.core import model
 from arbiter.core.model import Draining, Free, Gpu, Lease, Leased
-from arbiter.core.turn import LeaseRecord, Turn
+from arbiter.core.turn import Index, LeaseRecord, Turn
 from protocol.messages import AppId, GpuId, LeaseId
 
 
@@ -77,6 +77,29 @@ def revoke(turn: Turn, gpu: Gpu, reason: str, *, promised_to: AppId | None = Non
         turn.tell(app.id, f"lost {gpu.id} on {gpu.node}: {reason}")
 
 
+def withdraw(turn: Turn, gpu: Gpu, reason: str) -> None:
+    """Take a GPU that is out of service from its app, or from the app it was promised to."""
+    match gpu.state:
+        case Leased():
+            revoke(turn, gpu, reason, preempted=True)
+        case Draining(promised_to=winner) if winner is not None:
+            turn.put_gpu(gpu, replace(gpu.state, promised_to=None))
+            turn.tell(winner, f"won {gpu.id} but will not get it: {reason}")
+            turn.apps.add(winner)
+            turn.state.news = True
+        case _:
+            pass
+
+
+def extend(turn: Turn) -> None:
+    """After an absence of our own: let no lease end before a round could renew it."""
+    settings = turn.state.settings
+    grace_until = turn.now + settings.renewal_lead_s + settings.probe_s + settings.bid_s
+    for gpu in list(turn.state.gpus.values()):
+        if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < grace_until:
+            turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=grace_until)))
+
+
 def prove(turn: Turn, gpu: Gpu) -> None:
     """The node agent has proved the GPU empty: free it, or grant it to the app it was promised to."""
     assert isinstance(gpu.state, Draining)
@@ -108,9 +131,10 @@ def _align(turn: Turn, newest: Lease) -> None:
 
 def expire(turn: Turn) -> None:
     """End every lease whose time is up and that no round has renewed."""
-    for gpu in sorted(turn.state.gpus.values(), key=lambda each: each.id):
-        if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at <= turn.now:
-            revoke(turn, gpu, "the lease ended and no round renewed it", preempted=True)
+    if turn.index.next_end > turn.now:
+        return
+    for gpu_id in sorted(gpu for gpu, end in turn.index.ends.items() if end <= turn.now):
+        revoke(turn, turn.state.gpus[gpu_id], "the lease ended and no round renewed it", preempted=True)
 
 
 def end_all(turn: Turn, app: AppId, reason: str) -> None:
@@ -146,10 +170,9 @@ def usable(state: model.State, gpu: Gpu) -> bool:
     return gpu.present and gpu.healthy and isinstance(state.nodes[gpu.node].state, model.Up)
 
 
-def next_expiry(state: model.State, *, lead_s: float = 0.0) -> float | None:
+def next_expiry(index: Index, *, lead_s: float = 0.0) -> float | None:
     """Return when the next lease is within `lead_s` of its end, or None."""
-    ends = [gpu.state.lease.expires_at for gpu in state.gpus.values() if isinstance(gpu.state, Leased)]
-    return min(ends) - lead_s if ends else None
+    return index.next_end - lead_s if index.ends else None
 
 
 def running_gpu_seconds(state: model.State, gpus: Iterable[GpuId], now: float) -> float:

@@ -263,22 +263,23 @@ class Idle(Struct, frozen=True, tag=True):
 
 
 class Probing(Struct, frozen=True, tag=True):
-    """Phase 1: waiting for rho of the apps asked."""
+    """Phase 1: waiting for rho of the apps asked; an answer moves its app from `awaited` to `rhos`, in place."""
 
     started_at: float
     deadline: float
-    asked: tuple[AppId, ...]
+    awaited: set[AppId]
     rhos: dict[AppId, float]
 
 
 class Bidding(Struct, frozen=True, tag=True):
-    """Phase 2: waiting for the bids of those who saw the offer."""
+    """Phase 2: waiting for the bids of those who saw the offer; a bid moves its app from `awaited` to `bids`."""
 
     started_at: float
     deadline: float
     rhos: dict[AppId, float]
     offered: tuple[GpuId, ...]
     bidders: tuple[AppId, ...]
+    awaited: set[AppId]
     bids: dict[AppId, Bid]
 
 

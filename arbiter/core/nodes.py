@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from arbiter.core import leases, model, plans
-from arbiter.core.model import Draining, Free, Gpu, Leased, Lost, Node, State, Up
+from arbiter.core.model import Draining, Free, Gpu, Lost, Node, State, Up
 from arbiter.core.turn import Turn
 from protocol.messages import GpuStatus, NodeReport, TaskId
 
@@ -15,6 +15,9 @@ def take_report(turn: Turn, report: NodeReport) -> None:
     node = turn.state.nodes.get(report.node)
     if node is not None and (report.incarnation, report.seq) <= (node.incarnation, node.report_seq):
         return
+    if report.epoch > turn.state.epoch:
+        why = f"knows epoch {report.epoch}, newer than ours ({turn.state.epoch}), and refuses our plans"
+        turn.tell(report.node, f"{why}: another arbiter leads, or this one has lost its state", loudly=True)
     node = _enrol(turn, node, report)
     turn.nodes.add(node.id)
     _take_gpus(turn, node, report)
@@ -54,7 +57,7 @@ def _take_gpus(turn: Turn, node: Node, report: NodeReport) -> None:
     reported = {status.gpu: status for status in report.gpus}
     for gpu_id, status in reported.items():
         known = turn.state.gpus.get(gpu_id)
-        if known is not None and known.node != node.id and _hosted(turn.state, known):
+        if known is not None and known.node != node.id and not _may_move(turn.state, known):
             turn.tell(node.id, f"reports {gpu_id}, which {known.node} has; ignored", loudly=True)
             continue
         _put_gpu(turn, known, node, status)
@@ -64,8 +67,9 @@ def _take_gpus(turn: Turn, node: Node, report: NodeReport) -> None:
             _withdraw_gpu(turn, replace(known, present=False, empty=False), "its node no longer reports it")
 
 
-def _hosted(state: State, gpu: Gpu) -> bool:
-    return gpu.present and isinstance(state.nodes[gpu.node].state, Up)
+def _may_move(state: State, gpu: Gpu) -> bool:
+    """Whether a GPU may turn up on another node: nobody has it, and its old node does not report it."""
+    return isinstance(gpu.state, Free) and not (gpu.present and isinstance(state.nodes[gpu.node].state, Up))
 
 
 def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> None:
@@ -97,8 +101,7 @@ def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> No
 def _withdraw_gpu(turn: Turn, gpu: Gpu, why: str) -> None:
     turn.state.gpus[gpu.id] = gpu
     turn.tell(gpu.id, why, loudly=True)
-    if isinstance(gpu.state, Leased):
-        leases.revoke(turn, gpu, f"{gpu.id} on {gpu.node} is out of service: {why}", preempted=True)
+    leases.withdraw(turn, gpu, f"{gpu.id} on {gpu.node} is out of service: {why}")
 
 
 def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
@@ -106,6 +109,9 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
     _forget_tasks(turn, turn.index.node_tasks[node.id] - reported.keys(), report)
     for task in reported.values():
         known = turn.state.tasks.get(task.id)
+        if not _makes_sense(known, task):
+            turn.tell(node.id, f"reports a task {task.id} of {task.app}, which makes no sense; ignored", loudly=True)
+            continue
         if known is not None and known.node != node.id:
             turn.tell(task.app, f"{task.id} is reported by {node.id} and by {known.node}; {known.node} counts")
             continue
@@ -118,6 +124,12 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
         ):
             _tell_phase(turn, known, task)
     turn.apps &= turn.state.apps.keys()
+
+
+def _makes_sense(known: model.Task | None, task: model.Task) -> bool:
+    """Whether a task's id says what its fields say, as it did before."""
+    same = known is None or (known.app, known.job, known.attempt) == (task.app, task.job, task.attempt)
+    return same and task.id == f"{task.job}-a{task.attempt}" and task.job.rpartition(".")[0] == task.app
 
 
 def _forget_tasks(turn: Turn, missing: set[TaskId], report: NodeReport) -> None:
@@ -159,16 +171,22 @@ def lose_silent(turn: Turn) -> None:
             turn.apps |= {turn.state.tasks[task].app for task in turn.index.node_tasks[node.id]}
             turn.apps &= turn.state.apps.keys()
             for gpu_id in sorted(turn.index.node_gpus[node.id]):
-                gpu = turn.state.gpus[gpu_id]
-                if isinstance(gpu.state, Leased):
-                    leases.revoke(turn, gpu, f"node {node.id} was lost", preempted=True)
+                leases.withdraw(turn, turn.state.gpus[gpu_id], f"node {node.id} was lost")
 
 
 def forgive(turn: Turn) -> None:
-    """Begin a new epoch: silence during our own absence is not held against anyone, and every plan is sent anew."""
+    """Hold nobody's silence during our own absence against them."""
     for node in list(turn.state.nodes.values()):
-        state = Up(turn.now) if isinstance(node.state, Up) else node.state
-        turn.state.nodes[node.id] = replace(node, state=state, plan_digest="")
+        if isinstance(node.state, Up):
+            turn.state.nodes[node.id] = replace(node, state=Up(turn.now))
+    for app in list(turn.state.apps.values()):
+        turn.state.apps[app.id] = replace(app, seen_at=turn.now)
+
+
+def plan_anew(turn: Turn) -> None:
+    """Begin a new epoch: every plan is sent anew, and only reports on those prove anything."""
+    for node in list(turn.state.nodes.values()):
+        turn.state.nodes[node.id] = replace(node, plan_digest="")
         turn.nodes.add(node.id)
     for gpu in list(turn.state.gpus.values()):
         if isinstance(gpu.state, Draining):

@@ -129,8 +129,13 @@ def terms_of(turn: Turn, lease: model.Lease) -> LeaseTerms:
     return _terms(turn, lease, turn.state.gpus[lease.gpu])
 
 
-def holdings_of(turn: Turn, app: model.App) -> Holdings:
-    """Return all an app should know now."""
+def cluster_gpus(state: State) -> int:
+    """Return how many GPUs there are to hope for."""
+    return sum(1 for gpu in state.gpus.values() if gpu.present and gpu.healthy)
+
+
+def holdings_of(turn: Turn, app: model.App, *, cluster_gpus: int) -> Holdings:
+    """Return all an app should know now; `cluster_gpus` is the same for all of them."""
     state = turn.state
     terms = [terms_of(turn, gpu.state.lease) for gpu in held(turn, app.id) if isinstance(gpu.state, Leased)]
     for gpu_id in sorted(turn.index.gpus[app.id]):
@@ -144,7 +149,7 @@ def holdings_of(turn: Turn, app: model.App) -> Holdings:
         seq=app.holdings_seq,
         leases=tuple(terms),
         tasks=tuple(_status(state, task) for task in tasks),
-        cluster_gpus=sum(1 for gpu in state.gpus.values() if gpu.present and gpu.healthy),
+        cluster_gpus=cluster_gpus,
         acked=app.report_seq,
     )
 

@@ -16,7 +16,7 @@ from arbiter.core import leases, model
 from arbiter.core.model import Bidding, Draining, Free, Gpu, Idle, Leased, Probing, State
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Allocation, AppView, GpuView, Policy, View
-from arbiter.core.turn import RoundRecord, Turn
+from arbiter.core.turn import Index, RoundRecord, Turn
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId
 
@@ -31,12 +31,12 @@ def advance(turn: Turn) -> None:
     match turn.state.phase:
         case Idle():
             if _due(turn):
-                _probe(turn)
-        case Probing(deadline=deadline, asked=asked, rhos=rhos):
-            if turn.now >= deadline or rhos.keys() >= _still(turn, asked):
+                _try(turn)
+        case Probing(deadline=deadline, awaited=awaited):
+            if turn.now >= deadline or not awaited:
                 _offer(turn)
-        case Bidding(deadline=deadline, bidders=bidders, bids=bids):
-            if turn.now >= deadline or bids.keys() >= _still(turn, bidders):
+        case Bidding(deadline=deadline, awaited=awaited):
+            if turn.now >= deadline or not awaited:
                 _allocate(turn)
         case _ as never:
             assert_never(never)
@@ -50,36 +50,49 @@ def abort(turn: Turn, why: str) -> None:
         turn.state.news = True
 
 
+def excuse(turn: Turn, app: AppId) -> None:
+    """Wait no longer for an app that is over."""
+    if not isinstance(turn.state.phase, Idle):
+        turn.state.phase.awaited.discard(app)
+
+
 def take_rho(turn: Turn, reply: ProbeReply) -> None:
     """Note an app's rho; answers to a closed phase change nothing."""
     phase = turn.state.phase
     app = turn.state.apps[reply.app]
     turn.state.apps[app.id] = replace(app, rho=reply.rho)
-    if not isinstance(phase, Probing) or reply.round != turn.state.round or reply.app not in phase.asked:
+    if not isinstance(phase, Probing) or reply.round != turn.state.round or not _asked(phase, reply.app):
         turn.tell(app.id, f"its rho for round {reply.round} came after that phase had closed and was not used")
-    elif reply.app not in phase.rhos:
-        turn.state.phase = replace(phase, rhos={**phase.rhos, reply.app: reply.rho})
+    elif reply.app in phase.awaited:
+        phase.awaited.remove(reply.app)
+        phase.rhos[reply.app] = reply.rho
 
 
 def take_bid(turn: Turn, bid: Bid) -> None:
     """Note an app's bid; one each, for the round in progress only."""
     phase = turn.state.phase
-    if not isinstance(phase, Bidding) or bid.round != turn.state.round or bid.app not in phase.bidders:
+    if not isinstance(phase, Bidding) or bid.round != turn.state.round or not _asked(phase, bid.app):
         turn.tell(bid.app, f"its bid for round {bid.round} was refused: that round is closed to it", loudly=True)
-    elif bid.app not in phase.bids:
-        turn.state.phase = replace(phase, bids={**phase.bids, bid.app: bid})
+    elif bid.app in phase.awaited:
+        phase.awaited.remove(bid.app)
+        phase.bids[bid.app] = bid
 
 
-def deadline(state: State) -> float | None:
+def _asked(phase: Probing | Bidding, app: AppId) -> bool:
+    return app in phase.awaited or app in (phase.rhos if isinstance(phase, Probing) else phase.bids)
+
+
+def deadline(state: State, index: Index) -> float | None:
     """Return when the round needs a `Tick`, or None."""
     match state.phase:
         case Probing(deadline=at) | Bidding(deadline=at):
             return at
         case Idle(not_before=not_before):
-            if not any(app.active for app in state.apps.values()):
+            if not index.active:
                 return None
-            due = leases.next_expiry(state, lead_s=state.settings.renewal_lead_s)
-            wanted = [not_before] if state.news else [time for time in (due, _retry_at(state)) if time is not None]
+            due = leases.next_expiry(index, lead_s=state.settings.renewal_lead_s)
+            retry_at = _retry_at(state, index)
+            wanted = [not_before] if state.news else [time for time in (due, retry_at) if time is not None]
             return max(not_before, min(wanted)) if wanted else None
         case _ as never:
             assert_never(never)
@@ -89,33 +102,33 @@ def deadline(state: State) -> float | None:
 
 
 def _due(turn: Turn) -> bool:
+    at = deadline(turn.state, turn.index)
+    return at is not None and turn.now >= at
+
+
+def _try(turn: Turn) -> None:
+    """Start a round if there is something to give and somebody who wants it."""
     state = turn.state
-    at = deadline(state)
-    if at is None or turn.now < at:
-        return False
     state.news = False
     view = make_view(turn, leases.in_play(turn), {})
-    wanting = any(app.want > 0 for app in view.apps)
-    if not view.gpus or not wanting:
+    if view.gpus and any(app.want > 0 for app in view.apps):
+        _probe(turn, view)
+    else:
         state.phase = Idle(turn.now + state.settings.round_pause_s)
-        return False
-    return True
 
 
-def _retry_at(state: State) -> float | None:
+def _retry_at(state: State, index: Index) -> float | None:
     """Return when to try free GPUs again that the last round left unused: rho, and so bids, change with time."""
-    since = [gpu.state.since for gpu in state.gpus.values() if isinstance(gpu.state, Free) and gpu.present]
-    if not since or not isinstance(state.phase, Idle):
+    if not isinstance(state.phase, Idle) or not any(state.gpus[gpu].present for gpu in index.free):
         return None
     return state.phase.not_before + state.settings.lease_s / 4
 
 
-def _probe(turn: Turn) -> None:
+def _probe(turn: Turn, view: View) -> None:
     state = turn.state
     state.round += 1
-    view = make_view(turn, leases.in_play(turn), {})
     asked = tuple(app.app for app in view.apps)
-    state.phase = Probing(turn.now, turn.now + state.settings.probe_s, asked, {})
+    state.phase = Probing(turn.now, turn.now + state.settings.probe_s, set(asked), {})
     for app_id in asked:
         turn.effects.append(_probe_of(turn, state.apps[app_id], view.cluster_gpus))
 
@@ -155,6 +168,7 @@ def _offer(turn: Turn) -> None:
         rhos=state.phase.rhos,
         offered=tuple(gpu.id for gpu in gpus),
         bidders=bidders,
+        awaited=set(bidders),
         bids={},
     )
     offered = tuple(_offered(gpu) for gpu in view.gpus)
@@ -252,7 +266,8 @@ def make_view(turn: Turn, gpus: Iterator[Gpu], rhos: Mapping[AppId, float]) -> V
     state = turn.state
     views = {gpu.id: _view_of(gpu) for gpu in gpus}
     promised = _promised(state)
-    ordered = sorted((app for app in state.apps.values() if app.active), key=lambda app: (app.arrived_at, app.id))
+    active = (state.apps[app] for app in turn.index.active)
+    ordered = sorted(active, key=lambda app: (app.arrived_at, app.id))
     apps = [_app_view(turn, app, views, promised.get(app.id, []), rhos) for app in ordered if _heard(turn, app)]
     return View(
         round=state.round,
@@ -294,7 +309,7 @@ def _promised(state: State) -> dict[AppId, list[Gpu]]:
     """Return, per app, the draining GPUs it has won: as good as held, and not to be won twice over."""
     promised: dict[AppId, list[Gpu]] = {}
     for gpu in state.gpus.values():
-        if isinstance(gpu.state, Draining) and gpu.state.promised_to is not None:
+        if isinstance(gpu.state, Draining) and gpu.state.promised_to is not None and leases.usable(state, gpu):
             promised.setdefault(gpu.state.promised_to, []).append(gpu)
     return promised
 
@@ -309,7 +324,3 @@ def _heard(turn: Turn, app: model.App) -> bool:
     if turn.now - app.seen_at <= turn.state.settings.app_timeout_s:
         return True
     return any(turn.state.tasks[task].alive for task in turn.index.tasks[app.id])
-
-
-def _still(turn: Turn, apps: tuple[AppId, ...]) -> set[AppId]:
-    return {app for app in apps if turn.state.apps[app].active}

@@ -6,6 +6,7 @@ the arbiter turns the marks into messages, so that an app that wins four GPUs in
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ from protocol.messages import AppId, GpuId, LeaseId, NodeId, TaskId
 
 #: Lines kept of one object's story: a day of rounds at the default lease is 144; the ledger keeps all of them.
 STORY_LENGTH_MAX = 64
+#: Objects with a story; peers name things, so this must have a bound. The oldest goes first.
+STORIES_MAX = 20_000
 
 
 class RoundRecord(Struct, frozen=True, tag=True):
@@ -76,9 +79,12 @@ class Turn:
 
     def tell(self, subject: str, what: str, *, loudly: bool = False) -> None:
         """Add a line to the story of `subject`; `loudly` also puts it into the log."""
-        story = self.state.stories.setdefault(subject, [])
+        stories = self.state.stories
+        story = stories.setdefault(subject, [])
         story.append(Chapter(self.now, what))
         del story[:-STORY_LENGTH_MAX]
+        if len(stories) > STORIES_MAX:
+            del stories[next(iter(stories))]
         if loudly:
             self.effects.append(Note(subject, what))
 
@@ -100,6 +106,7 @@ class Turn:
         verb = lifecycle.app_transition(app, state, self.state.stories.get(app.id, ()))
         moved = msgspec.structs.replace(app, state=state)
         self.state.apps[app.id] = moved
+        self.index.bind_app(moved)
         self.apps.add(app.id)
         self.state.news = True
         reason = getattr(state, "reason", "")
@@ -109,7 +116,7 @@ class Turn:
 
 
 class Index:
-    """GPUs and tasks by app: derived from the state, never part of it."""
+    """What would otherwise be searched for at every event: derived from the state, never part of it."""
 
     def __init__(self, state: State) -> None:
         """Derive everything afresh."""
@@ -117,8 +124,15 @@ class Index:
         self.tasks: dict[AppId, set[TaskId]] = defaultdict(set)
         self.node_gpus: dict[NodeId, set[GpuId]] = defaultdict(set)
         self.node_tasks: dict[NodeId, set[TaskId]] = defaultdict(set)
+        self.free: set[GpuId] = set()
+        self.ends: dict[GpuId, float] = {}  #: of the leases
+        self.enrolling: set[AppId] = set()
+        self.active: set[AppId] = set()
+        self._next_end: float | None = None
         for gpu in state.gpus.values():
             self.bind(gpu)
+        for app in state.apps.values():
+            self.bind_app(app)
         for task in state.tasks.values():
             self.bind_task(task)
 
@@ -126,14 +140,37 @@ class Index:
         """Note who has this GPU."""
         self.node_gpus[gpu.node].add(gpu.id)
         app = _app_of(gpu.state)
-        if app is not None:
+        if app is None:
+            self.free.add(gpu.id)
+        else:
             self.gpus[app].add(gpu.id)
+        if isinstance(gpu.state, model.Leased):
+            self.ends[gpu.id] = gpu.state.lease.expires_at
+            self._next_end = None
 
     def unbind(self, gpu: model.Gpu) -> None:
         """Forget who has this GPU."""
         app = _app_of(gpu.state)
         if app is not None:
             self.gpus[app].discard(gpu.id)
+        self.free.discard(gpu.id)
+        if self.ends.pop(gpu.id, None) is not None:
+            self._next_end = None
+
+    @property
+    def next_end(self) -> float:
+        """When the next lease ends; infinite when there is none."""
+        if self._next_end is None:
+            self._next_end = min(self.ends.values(), default=math.inf)
+        return self._next_end
+
+    def bind_app(self, app: model.App) -> None:
+        """Note where this app stands."""
+        for standing, kind in ((self.enrolling, model.Enrolling), (self.active, model.Active)):
+            if isinstance(app.state, kind):
+                standing.add(app.id)
+            else:
+                standing.discard(app.id)
 
     def bind_task(self, task: model.Task) -> None:
         """Note where this task is."""
@@ -153,7 +190,9 @@ class Index:
             (self.node_gpus, other.node_gpus),
             (self.node_tasks, other.node_tasks),
         )
-        return all(_filled(mine.items()) == _filled(theirs.items()) for mine, theirs in pairs)
+        alike = all(_filled(mine.items()) == _filled(theirs.items()) for mine, theirs in pairs)
+        alike = alike and (self.free, self.ends, self.next_end) == (other.free, other.ends, other.next_end)
+        return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
 
 
 def _filled(items: Iterable[tuple[str, set[GpuId]]] | Iterable[tuple[str, set[TaskId]]]) -> dict[str, set[str]]:

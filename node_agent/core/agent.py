@@ -501,8 +501,9 @@ class NodeAgent:
             self._go(task, Exited("preempted", "it was not running here"), "nothing to vacate")
 
     def _guide(self, task: Task) -> None:
-        """See that a living worker does what is wanted."""
-        if task.want == "vacate":
+        """See that a living worker does what is wanted; one that may still say hello is asked to leave after that."""
+        greeting = isinstance(task.state, Loading) and not task.facts.hello and self._now < task.state.hello_by
+        if task.want == "vacate" and not greeting:
             self._vacate(task)
         elif task.want == "stop":
             self._stop(task, "stopped", task.reason)

@@ -115,7 +115,7 @@ State = Waiting | Starting | Loading | Running | Suspending | Suspended | Resumi
 TRANSITIONS: dict[type[State], tuple[type[State], ...]] = {
     Waiting: (Starting, Exited),
     Starting: (Loading, Exited),
-    Loading: (Running, Suspended, Vacating, Stopping, Exited),
+    Loading: (Running, Suspending, Suspended, Vacating, Stopping, Exited),
     Running: (Suspending, Suspended, Vacating, Stopping, Exited),
     Suspending: (Suspended, Vacating, Stopping, Exited),
     Suspended: (Running, Resuming, Vacating, Stopping, Exited),

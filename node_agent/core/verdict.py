@@ -41,10 +41,10 @@ def judge(task: Task, gone: WorkerGone) -> Verdict:
         case Vacating(reason=reason) if facts.signalled and reason:
             return Verdict("preempted", f"{reason}; {lost_work(facts)}", code)
         case _:
-            return _unasked(task, gone, finished=finished)
+            return _unasked(task, gone)
 
 
-def _unasked(task: Task, gone: WorkerGone, *, finished: bool) -> Verdict:
+def _unasked(task: Task, gone: WorkerGone) -> Verdict:
     """Judge a worker that left by itself, in its own way."""
     code, facts = gone.exit_code, task.facts
     if code is None and gone.signal is None:
@@ -56,8 +56,6 @@ def _unasked(task: Task, gone: WorkerGone, *, finished: bool) -> Verdict:
         return Verdict("finished", "exited 0; never used the library, so its success is unconfirmed", code)
     if code == 0:
         return Verdict("failed", "exited early: code 0, but it never said that it had finished" + _tail(gone), code)
-    if finished:
-        return Verdict("failed", f"said that it had finished, then {_how(gone)}{_tail(gone)}", _shell_code(gone))
     return Verdict("failed", _how(gone) + _tail(gone), _shell_code(gone))
 
 

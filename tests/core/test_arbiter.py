@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.model import Active, Draining, Free, Leased, Lost, Probing, Refused
+from arbiter.core import apps
+from arbiter.core.model import Active, Draining, Free, Leased, Lost, Probing, Refused, Up
 from arbiter.core.policy import Settings
 from protocol.core import Received, Tick
 from protocol.messages import (
@@ -196,7 +197,7 @@ def two_apps_probed() -> Site:
     site.wait(1)
     phase = site.arbiter.state.phase
     assert isinstance(phase, Probing)
-    assert phase.asked == ("ana-1", "bob-1")
+    assert phase.awaited == {"ana-1", "bob-1"}
     return site
 
 
@@ -314,6 +315,80 @@ def test_a_lost_node_ends_its_leases_and_the_gpu_stays_untouchable_until_proved(
     assert isinstance(site.gpu_state(gpu), Draining)
     site.node("n1")
     assert isinstance(site.gpu_state(gpu), Free)
+
+
+def test_an_arbiter_that_stood_still_holds_nobody_s_silence_against_them() -> None:
+    site, gpu = one_app_running()
+    site.now += 500  # the process was stopped, the host slept: no tick, no message
+    effects = site.handle(Tick())
+    assert sent(effects, Preempt) == []
+    assert isinstance(site.arbiter.state.nodes["n1"].state, Up)
+    assert isinstance(site.gpu_state(gpu), Leased)
+    assert isinstance(site.arbiter.state.nodes["n1"].state, Up)
+    site.wait(29)
+    assert isinstance(site.arbiter.state.nodes["n1"].state, Up)
+    site.wait(2)
+    assert isinstance(site.arbiter.state.nodes["n1"].state, Lost)
+
+
+def test_an_app_that_was_promised_a_gpu_of_a_lost_node_bids_again() -> None:
+    site, gpu = one_app_running()
+    lose_to_newcomer(site, gpu)
+    site.node("n2", 1, used=[gpu_id("n2", 0)])
+    for _ in range(8):
+        site.wait(4)
+        site.app("bob-1")
+        site.app("ana-1", demand=0)
+        site.node("n2", used=[gpu_id("n2", 0)])
+    state = site.gpu_state(gpu)
+    assert isinstance(state, Draining)
+    assert state.promised_to is None
+    effects = site.node("n2") + site.wait(1)
+    site.play_round(effects)
+    assert site.held("bob-1") == [gpu_id("n2", 0)]
+
+
+def test_a_gpu_that_somebody_holds_cannot_turn_up_on_another_node() -> None:
+    site, gpu = one_app_running()
+    site.wait(31)
+    assert isinstance(site.arbiter.state.nodes["n1"].state, Lost)
+    report = next(event.message for _, event in site.journal if isinstance(event, Received))
+    effects = site.hear(Party("node", "n2"), replace(report, node="n2"))  # type: ignore[type-var]
+    assert f"reports {gpu}, which n1 has" in notes(effects)
+    assert site.arbiter.state.gpus[gpu].node == "n1"
+
+
+def test_a_task_that_contradicts_itself_is_ignored() -> None:
+    site, gpu = one_app_running()
+    before = site.arbiter.state.tasks.copy()
+    liar = replace(task("ana-1", 0, [gpu]), app="bob-1")
+    assert "makes no sense" in notes(site.node("n1", tasks=[liar], used=[gpu]))
+    assert site.arbiter.state.tasks == before
+
+
+def test_a_node_that_knows_a_newer_arbiter_is_told_of_loudly() -> None:
+    site, _gpu = one_app_running()
+    assert "newer than ours" in notes(site.node("n1", plan=(7, 1)))
+
+
+def test_what_is_over_is_forgotten_at_last() -> None:
+    site = Site()
+    site.node("n1", 1)
+    site.wait(6)
+    for number in range(1, apps.OVER_MAX + 20):
+        site.app(f"ana-{number}", gang=5, demand=5)
+    assert len(site.arbiter.state.apps) == apps.OVER_MAX
+    assert "ana-1" not in site.arbiter.state.apps
+
+
+def test_an_id_that_comes_back_from_the_dead_is_refused() -> None:
+    site, _gpu = one_app_running()
+    site.app("ana-1", state="finished", demand=0)
+    site.node("n1")
+    site.wait(100)
+    site.seqs["app-ana-1"] = 0  # its owner's state was lost
+    (refusal,) = sent(site.app("ana-1"), Refusal)
+    assert "submit it again" in refusal.reason
 
 
 def test_an_unhealthy_gpu_leaves_service_and_its_app_is_told() -> None:

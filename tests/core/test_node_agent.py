@@ -556,6 +556,15 @@ def test_an_adopted_worker_that_the_plan_does_not_name_is_stopped() -> None:
     assert bench.only(SignalWorker).how == "terminate"
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_an_adopted_worker_that_must_leave_before_it_has_said_hello_is_asked_when_it_has(known: bool) -> None:
+    bench = Bench(fresh=True)
+    bench.adopt(found(A, hello=known, can_park=known))
+    bench.plan(task_order(A, 0, want="vacate"))
+    bench.worker(A, hello(A, step=5))
+    assert bench.all(OrderWorker)[-1].order.do == "suspend"
+
+
 def test_an_adopted_suspended_worker_says_so_and_can_be_resumed() -> None:
     bench = Bench(fresh=True)
     bench.adopt(found(A, hello=True, can_park=True, suspended=True, suspensions=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 
 from arbiter.core.placement import PLACE, choose, largest_hole
 from arbiter.core.policy import Admission, AppView, GpuView, View
@@ -18,17 +19,19 @@ class Deal:
         self.left: dict[GpuId, GpuView] = {gpu.gpu: gpu for gpu in sorted(view.gpus, key=lambda gpu: gpu.gpu)}
         self.got: dict[AppId, list[GpuView]] = {app.app: [] for app in view.apps}
         self._holder = {gpu: app.app for app in view.apps for gpu in app.renewable}
+        self._owner: dict[GpuId, AppId] = {}
 
     @property
     def assign(self) -> dict[GpuId, AppId]:
         """The assignment so far, by GPU."""
-        return dict(sorted((gpu.gpu, app) for app, gpus in self.got.items() for gpu in gpus))
+        return dict(sorted(self._owner.items()))
 
     def give(self, app: AppId, gpus: Iterable[GpuView]) -> None:
         """Give these GPUs, which must be left, to `app`."""
         for gpu in gpus:
             del self.left[gpu.gpu]
             self.got[app].append(gpu)
+            self._owner[gpu.gpu] = app
 
     def renew(self, app: AppView) -> int:
         """Give `app` as many of the GPUs it holds as are left and make whole gangs; return how many."""
@@ -49,6 +52,8 @@ class Deal:
 
     def _take(self, app: AppView, gpus_max: int, within: Collection[GpuId] | None = None) -> int:
         pool = [gpu for gpu in self.pool(app) if within is None or gpu.gpu in within]
+        if not pool:
+            return 0
         near = (*app.kept, *self.got[app.app])
         others = {gpu for gpu, holder in self._holder.items() if holder != app.app}
         bundle = choose(
@@ -59,7 +64,7 @@ class Deal:
 
     def losses(self, app: AppView) -> str:
         """Return a clause on the GPUs `app` held and does not get again; empty when there are none."""
-        owner = self.assign
+        owner = self._owner
         lost = [gpu for gpu in app.renewable if owner.get(gpu) != app.app]
         if not lost:
             return ""
@@ -71,7 +76,7 @@ class Deal:
         """Return a clause on why nothing that is left serves `app`, now."""
         pool = self.pool(app)
         if not self.left:
-            return f"nothing is left of the GPUs in play, which went to {shares(self.assign.values())}"
+            return self._all_gone
         if not pool:
             return f"none of the {gpus(len(self.left))} left is one it can use (its parked jobs cannot move)"
         if self.room(app) < app.gang:
@@ -81,6 +86,11 @@ class Deal:
         if hole < app.gang:
             return f"it needs a gang of {app.gang} on {PLACE[place]}, and the largest hole is {hole}"
         return f"none of the {gpus(len(pool))} left is within {PLACE[app.level_max]} together with what it has"
+
+    @cached_property
+    def _all_gone(self) -> str:
+        """Said to every app that comes too late; when nothing is left nothing changes any more."""
+        return f"nothing is left of the GPUs in play, which went to {shares(self._owner.values())}"
 
 
 def admit_what_fits(cluster: Sequence[GpuView], app: AppView) -> Admission:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from msgspec.structs import replace
 
@@ -66,12 +67,12 @@ class Themis:
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid]) -> Allocation:
         """Hold the auction, deal the leftovers, and say of every app what it got and why."""
-        offered = self.bidders(view) if view.offered is None else view.offered
+        offered = frozenset(self.bidders(view) if view.offered is None else view.offered)
         entered = {app: bid for app, bid in bids.items() if app in offered}
         work = max(1, int(self._settings.solver_budget_ms * WORK_PER_MS))
         problem = build(view, entered, work=work)
         result = partial_allocation(problem)
-        round_ = _Round(view, tuple(offered), {b.app: b for b in problem.bidders}, result)
+        round_ = _Round(view, offered, {b.app: b for b in problem.bidders}, result)
         round_.deal_leftovers(to_bidders=self._settings.leftover == "bidders")
         return Allocation(
             assign=round_.deal.assign,
@@ -92,7 +93,7 @@ class _Round:
     """One auction's aftermath: leftovers and reasons."""
 
     def __init__(
-        self, view: View, offered: tuple[AppId, ...], bidders: Mapping[AppId, Bidder], result: AuctionResult
+        self, view: View, offered: frozenset[AppId], bidders: Mapping[AppId, Bidder], result: AuctionResult
     ) -> None:
         self.deal = Deal(view)
         self._view = view
@@ -190,10 +191,13 @@ class _Round:
             return "was offered the GPUs in play and did not bid in time"
         if app.rho is None:
             return "did not answer the probe in time, so it took no part"
-        rhos = [_rho(other) for other in self._view.apps if other.app in self._offered and other.rho is not None]
-        cutoff = f"not above {min(rhos):.4g}, the least of the bidders" if rhos else "not among those that bid"
         winners = self._winners or "nobody"
-        return f"did not bid, its rho {app.rho:.4g} being {cutoff}; the auction's GPUs went to {winners}"
+        return f"did not bid, its rho {app.rho:.4g} being {self._cutoff}; the auction's GPUs went to {winners}"
+
+    @cached_property
+    def _cutoff(self) -> str:
+        rhos = [_rho(app) for app in self._view.apps if app.app in self._offered and app.rho is not None]
+        return f"not above {min(rhos):.4g}, the least of the bidders" if rhos else "not among those that bid"
 
     def _leftover_clause(self, app: AppView) -> str:
         renewed, given = self._renewed.get(app.app, 0), self._given.get(app.app, 0)
