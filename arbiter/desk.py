@@ -165,11 +165,17 @@ class Desk:
             "held": list(self._app(app, now)["gpus"]),
             "refusal": app.state.reason if isinstance(app.state, Refused) else "",
             "waiting_for": self._waiting_for(app),
+            "next_round_s": self._next_round_s(now),
             "apps_mean": rounds.apps_mean(self._arbiter.state, app, now),
             "rounds": [_own_round(app.id, record) for record in self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app.id)],
             "story": _story(self._arbiter.story(app.id)),
         }
         return _answer(sender, query, document)
+
+    def _next_round_s(self, now: float) -> float | None:
+        """Return how long until a round may start: leases end, or something is free now."""
+        at = self._arbiter.next_round()
+        return None if at is None else max(0.0, at - now)
 
     def _waiting_for(self, app: model.App) -> str:
         """Return, in one sentence, what the app waits for before any round could help it; empty if rounds decide."""

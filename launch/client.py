@@ -107,5 +107,6 @@ def _faults() -> Iterator[None]:
 def ending(record: AppRecord) -> Ending:
     """Return how the app of `record` ended, or that it runs."""
     if record.state == "finished" or not record.over:
-        return Ending(exit_codes.DONE)
+        told = record.over and record.reason
+        return Ending(exit_codes.DONE, f"{record.app} finished: {record.reason}" if told else "")
     return Ending(exit_code(record), f"{record.app} {record.state}: {record.reason}".rstrip(": "))

@@ -96,13 +96,21 @@ def _fairness(document: Document) -> str:
     if not rho:  # it was never in a round
         return ""
     verdict = "no later than alone on its share" if rho <= 1 else f"{rho:.2f} times as late as alone on its share"
-    return f"Its finish-time fairness rho is {rho:.2f}, {verdict}; the worst-off apps bid in each round."
+    rule = "" if document["state"] in OVER else "; the worst-off apps bid in each round"
+    return f"Its finish-time fairness rho is {rho:.2f}, {verdict}{rule}.{_next_round(document)}"
+
+
+def _next_round(document: Document) -> str:
+    wait_s = document.get("next_round_s")
+    if document["state"] in OVER or wait_s is None:
+        return ""
+    return f" The next round decides in about {duration(wait_s)}."
 
 
 def _rounds(document: Document, now: float) -> str:
     rounds = sorted(document.get("rounds") or [], key=lambda entry: -int(entry["round"]))[:EXPLAINED_ROUNDS]
     if not rounds:
-        return "" if document["state"] in OVER else "No round has decided about it yet."
+        return "" if document["state"] in OVER else "No round has decided about it yet." + _next_round(document)
     lines = ["Last rounds, newest first:"]
     for entry in rounds:
         lines.append(f"  round {entry['round']}, {_ago(entry['at'], now)}: {entry['reason']}")

@@ -211,12 +211,23 @@ class AppAgent:
         trials = self.trials()
         failures = [job.state for job in state.jobs if isinstance(job.state, Failed)]
         if self._scheduler.answer(state.search, trials) is not None:
-            self._end("finished", "", now)
+            self._end("finished", self._remark(), now)
         elif state.search.fault:
             self._end("failed", state.search.fault, now, exit_code=1)
         elif all(isinstance(state.jobs[number].state, Failed) for number in state.search.survivors):
             last = failures[-1] if failures else Failed("every trial has failed", 1)
             self._end("failed", last.reason, now, exit_code=last.exit_code)
+
+    def _remark(self) -> str:
+        """Return what a user should know of an app that has finished nevertheless."""
+        failed = [job for job in self.state.jobs if isinstance(job.state, Failed)]
+        remarks = [job.state.remark for job in self.state.jobs if isinstance(job.state, Done) and job.state.remark]
+        for job in failed[:1]:
+            assert isinstance(job.state, Failed)
+            remarks.append(
+                f"{len(failed)} of {len(self.state.jobs)} trials failed, the first because {job.state.reason}"
+            )
+        return "; ".join(remarks)
 
     def _end(
         self, outcome: Literal["finished", "failed", "cancelled"], reason: str, now: float, *, exit_code: int = 0

@@ -117,7 +117,7 @@ def _follow(job: Job, status: TaskStatus) -> Job:
 def _end(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
     """Decide what follows the end of an attempt."""
     if status.outcome == "finished":
-        return replace(job, state=Done())
+        return replace(job, state=Done(status.reason))
     if isinstance(job.state, Stopping):
         return replace(job, state=Dropped())
     if status.outcome == "failed":

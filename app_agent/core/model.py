@@ -83,7 +83,9 @@ class Dropped(Struct, frozen=True, tag=True):
 
 
 class Done(Struct, frozen=True, tag=True):
-    """Its script ran to its end."""
+    """Its script ran to its end; `remark` says if its success is unconfirmed."""
+
+    remark: str = ""
 
 
 class Failed(Struct, frozen=True, tag=True):

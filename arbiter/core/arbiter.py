@@ -96,6 +96,10 @@ class Arbiter:
         times = [time for time in candidates if time is not None]
         return min(times) if times else None
 
+    def next_round(self) -> float | None:
+        """Return when the next round starts, or the phase of the present one ends, if nothing happens before."""
+        return rounds.deadline(self.state, self._index)
+
     def story(self, id: str) -> Sequence[Chapter]:  # noqa: A002
         """Return what has happened to a GPU, app, node or ``rounds``, oldest first."""
         return tuple(self.state.stories.get(id, ()))

@@ -135,7 +135,10 @@ def cancel(
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
         ended = [client.resolve(selector) for selector in apps]
+        over = {str(record.app): record.state for record in client.apps() if record.over}
         for app in ended:
+            if app in over:
+                note(f"{app} was already {over[app]}")
             client.cancel(app)
         if as_json:
             emit({"schema": "cancelled/v1", "apps": ended})
