@@ -293,6 +293,8 @@ class TrainingProcess:
         if order.do == "probe":
             self._reply(order, {"type": "stacks", "text": _stacks()})
         elif self.leaving or self.finished:
+            if self.finished:
+                self._say_finished()  # ahead of a refusal, which alone would lead to harsher means
             self._reply(order, {"type": "refused", "reason": "training has ended; the process is about to exit"})
         elif order.do == "suspend":
             self.order = order

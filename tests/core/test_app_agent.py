@@ -483,7 +483,7 @@ def test_a_trial_parked_at_the_end_of_its_phase_is_resumed_when_it_is_promoted()
 def test_a_search_of_silent_scripts_fails_with_the_mend() -> None:
     bench = searching("n1g0 n1g1 n1g2 n1g3")
     bench.holdings(
-        "n1g0 n1g1 n1g2 n1g3", *(status(f"ada-1.{number}-a0", f"n1g{number}", step=11) for number in range(4))
+        "n1g0 n1g1 n1g2 n1g3", *(status(f"ada-1.{number}-a0", f"n1g{number}", step=99) for number in range(4))
     )
     assert bench.report.state == "failed"
     assert "session.report(accuracy=...)" in bench.report.reason

@@ -24,7 +24,7 @@ from node_agent.core.events import (
 )
 from node_agent.core.model import TRANSITIONS, Exited, IllegalTransition, Running
 from protocol.core import Connected, Received, Send
-from protocol.messages import ARBITER, LogChunk, NodeReport, ReadLog, TaskId
+from protocol.messages import ARBITER, LogChunk, NodeReport, PreemptBy, ReadLog, TaskId
 from protocol.worker import Finished, Refused, Resumed, Saved, Stacks, Suspended
 from tests.support.node_harness import GIB, MIB, Bench, gpu, hello, process, progress, sample, task_order
 
@@ -336,6 +336,31 @@ def test_a_refusal_leads_to_the_next_means(bench: Bench) -> None:
     bench.worker(A, Refused(order.seq, "CUDA graphs are alive"))
     assert bench.only(SignalWorker).how == "terminate"
     assert "CUDA graphs are alive" in bench.status(A).reason
+
+
+@pytest.mark.parametrize("preempt_by", ["checkpoint", "suspend"])
+def test_a_worker_that_has_finished_is_given_its_grace_to_exit(bench: Bench, preempt_by: PreemptBy) -> None:
+    bench.run(A, 0, checkpoint=True)
+    bench.plan(task_order(A, 0, want="vacate", preempt_by=preempt_by, grace_s=60))
+    seq = bench.ordered().seq
+    bench.worker(A, Finished(99, {}))
+    bench.worker(A, Refused(seq, "training has ended; the process is about to exit"))
+    assert not bench.all(OrderWorker)
+    assert not bench.all(SignalWorker)
+    bench.wait(59)
+    assert not bench.all(SignalWorker)
+    bench.gone(A, 0)
+    assert bench.status(A).outcome == "finished"
+
+
+def test_a_worker_that_has_finished_and_does_not_exit_is_ended_in_the_end(bench: Bench) -> None:
+    bench.run(A, 0, checkpoint=True)
+    bench.plan(task_order(A, 0, want="vacate", grace_s=60))
+    seq = bench.ordered().seq
+    bench.worker(A, Finished(99, {}))
+    bench.worker(A, Refused(seq, "training has ended; the process is about to exit"))
+    bench.wait(120)
+    assert bench.all(SignalWorker)[0].how == "terminate"
 
 
 def test_a_program_without_the_library_gets_sigterm_its_grace_and_sigkill(bench: Bench) -> None:

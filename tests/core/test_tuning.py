@@ -53,7 +53,7 @@ def test_less_can_be_better() -> None:
 
 
 def test_equal_metrics_are_ranked_by_number_and_silent_trials_last() -> None:
-    shown = trials((10, None), (10, -0.5), (10, -0.5), (10, -0.5))
+    shown = trials((30, None), (10, -0.5), (10, -0.5), (10, -0.5))
     assert HALVING.advance(HALVING.begin(), shown).survivors == (1, 2)
 
 
@@ -72,8 +72,16 @@ def test_failed_trials_are_not_waited_for_and_not_kept() -> None:
     assert HALVING.advance(HALVING.begin(), shown).survivors == (2, 3)
 
 
+def test_a_trial_that_has_not_reported_yet_goes_on_beyond_its_phase_until_it_does() -> None:
+    late = trials((10, None), (10, 0.1), (10, 0.2), (10, 0.3))
+    search = HALVING.advance(HALVING.begin(), late)
+    assert search.phase == 0
+    assert HALVING.runnable(search, late) == (0,)
+    assert HALVING.advance(search, trials((13, 0.9), (10, 0.1), (10, 0.2), (10, 0.3))).survivors == (0, 3)
+
+
 def test_a_search_whose_scripts_report_no_metric_says_so() -> None:
-    search = HALVING.advance(HALVING.begin(), trials(*[(10, None)] * 4))
+    search = HALVING.advance(HALVING.begin(), trials(*[(30, None)] * 4))
     assert search.fault == ("no trial reported the metric 'accuracy'; call session.report(accuracy=...) in them")
 
 

@@ -86,14 +86,19 @@ class PrivateRabbitMQ:
     """One broker node. `url(user)` is where to connect; `kill`, `start`, `freeze`, `thaw` are its fates."""
 
     def __init__(
-        self, parties: Iterable[Party] = (), vhosts: Iterable[str] = ("/",), topology: Topology | None = None
+        self,
+        parties: Iterable[Party] = (),
+        vhosts: Iterable[str] = ("/",),
+        topology: Topology | None = None,
+        *,
+        memory_max: str = "1GB",
     ) -> None:
         memory = Path("/dev/shm")  # a disk under load makes quorum queues ten times slower
         self.folder = Path(tempfile.mkdtemp(prefix="ga-rabbit-", dir=memory if os.access(memory, os.W_OK) else None))
         self.port = free_port()
         self._epmd_port = free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        self._write_files(definitions(parties, vhosts, topology or Topology()))
+        self._write_files(definitions(parties, vhosts, topology or Topology()), memory_max)
         self._epmd = subprocess.Popen(
             ["epmd", "-port", str(self._epmd_port), "-address", "127.0.0.1"],
             stdout=subprocess.DEVNULL,
@@ -158,7 +163,7 @@ class PrivateRabbitMQ:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _write_files(self, imported: dict[str, object]) -> None:
+    def _write_files(self, imported: dict[str, object], memory_max: str) -> None:
         cookie = self.folder / ".erlang.cookie"
         cookie.write_text(secrets.token_hex(16))
         cookie.chmod(0o400)
@@ -168,7 +173,7 @@ class PrivateRabbitMQ:
             f"listeners.tcp.1 = 127.0.0.1:{self.port}",
             "loopback_users = none",
             "log.console = false",
-            "vm_memory_high_watermark.absolute = 1GB",
+            f"vm_memory_high_watermark.absolute = {memory_max}",
             "disk_free_limit.absolute = 50MB",
             "raft.wal_max_size_bytes = 16777216",
             f"load_definitions = {self.folder / 'definitions.json'}",

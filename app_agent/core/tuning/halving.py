@@ -54,10 +54,15 @@ class Halving(Struct, frozen=True):
         return all(trials[number].state != "live" or self._there(search, trials[number]) for number in search.survivors)
 
     def _there(self, search: Search, trial: Trial) -> bool:
-        """Whether `trial` has ended this phase; the last phase ends by the script alone."""
+        """Whether `trial` has ended this phase: made its steps and reported. The last phase ends by the script alone.
+
+        A trial that has not reported goes on, for as long as another phase: scripts report every so many steps, and know
+        nothing of our phases' ends.
+        """
         if search.phase == len(self.ends) - 1:
             return False
-        return trial.state == "done" or trial.steps_done >= self.ends[search.phase]
+        end = self.ends[search.phase + (trial.metric is None)]
+        return trial.state == "done" or trial.steps_done >= end
 
     def _halve(self, search: Search, trials: Sequence[Trial]) -> Search:
         """Keep the better half of those that did not fail; without a single metric nobody can say which that is."""
