@@ -238,7 +238,7 @@ class Shell(Generic[EventT, EffectT]):
             if self._on_alive is not None:
                 self._on_alive()
             await self._wait_for_work()
-            if self._may_decide and not self._stopping.is_set():
+            if self._may_decide and not self._stopping.is_set() and (self._waiting or self._is_due()):
                 await self._decide()
 
     async def _wait_for_work(self) -> None:
@@ -275,9 +275,12 @@ class Shell(Generic[EventT, EffectT]):
         await asyncio.sleep(0)  # an in-process bus never waits, and others live on this loop
 
     def _tick(self, effects: list[EffectT | Send]) -> None:
-        deadline = self._core.deadline()
-        if deadline is not None and deadline <= self.now():
+        if self._is_due():
             self._handle(Tick(), effects)
+
+    def _is_due(self) -> bool:
+        deadline = self._core.deadline()
+        return deadline is not None and deadline <= self.now()
 
     def _handle(self, event: EventT | Received | Tick | Connected, effects: list[EffectT | Send]) -> None:
         now = self.now()

@@ -397,6 +397,9 @@ class NodeAgent:
     def _refused(self, task: Task, seq: int, reason: str) -> None:
         """Try the next means: a worker that cannot leave may be able to park, and the other way round."""
         match task.state:
+            case Suspending(ladder=ladder) | Vacating(ladder=ladder) if _asked(ladder, seq) and task.facts.finished:
+                # It exits by itself; a SIGTERM now would undo a training that is whole. The order's time still runs.
+                self._tell(task.id, f"has finished and is about to exit: {reason}")
             case Suspending(ladder=ladder) | Vacating(ladder=ladder) if _asked(ladder, seq):
                 assert ladder.order is not None
                 self._learn(task.id, refused=(*task.facts.refused, ladder.order.do))

@@ -165,6 +165,23 @@ def test_a_finished_job_says_so_and_leaves_it_in_writing(agent: WorkerAgent, tmp
     }
 
 
+def test_an_order_that_comes_after_the_end_is_refused_after_finished_was_said_again(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    command, text = loop(steps=5)
+    with Worker(tmp_path, command, text + "sys.stdin.readline()\n") as worker:
+        agent.wait(Finished)
+        heard = len(agent.heard)
+        agent.order("leave")
+        agent.wait(Refused, since=heard)
+        # Or a node agent might hear the refusal alone, go on to SIGTERM, and undo a training that is whole.
+        assert [type(message) for message in agent.heard[heard:] if not isinstance(message, Progress)] == [
+            Finished,
+            Refused,
+        ]
+        worker.process.communicate("\n")
+
+
 def test_the_end_is_in_writing_even_when_no_agent_was_ever_there(tmp_path: Path) -> None:
     with Worker(tmp_path, *loop(steps=5)) as worker:
         assert worker.end()[0] == 0
