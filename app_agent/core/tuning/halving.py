@@ -56,8 +56,8 @@ class Halving(Struct, frozen=True):
     def _there(self, search: Search, trial: Trial) -> bool:
         """Whether `trial` has ended this phase: made its steps and reported. The last phase ends by the script alone.
 
-        A trial that has not reported goes on, for as long as another phase: scripts report every so many steps, and know
-        nothing of our phases' ends.
+        A trial that has not reported goes on, for as long as another phase: scripts report every so many steps, and
+        know nothing of our phases' ends.
         """
         if search.phase == len(self.ends) - 1:
             return False
