@@ -1,0 +1,72 @@
+"""The arbiter's daemon: what a restart finds, and settings that cannot work."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.config import ArbiterConfig, load
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.model import ArbiterSettings, Leased, Up
+from arbiter.daemon import _configure, _journal, _restore
+from arbiter.ledger import Ledger
+from protocol.config import ConfigError
+from protocol.core import Connected
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
+
+
+def a_site_of_long_ago() -> Site:
+    """One app trains on one GPU; nobody has heard of the arbiter since."""
+    site = Site(start=time.time() - 5000)
+    site.node("n1", 1)
+    site.play_round(site.app("ana-1") + site.wait(0))
+    gpu = gpu_id("n1", 0)
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    return site
+
+
+def restarted(site: Site, folder: Path, settings: ArbiterSettings) -> Arbiter:
+    """The arbiter as a daemon finds it in a journal of that site's events, about to lead."""
+    with _journal(folder) as journal:
+        for now, event in site.journal:
+            journal.append(now, event)
+        journal.commit()
+    with _journal(folder) as journal:
+        arbiter = _restore(journal, Ledger(folder / "ledger.db"))
+        assert arbiter.snapshot() == site.arbiter.snapshot()
+        _configure(arbiter, journal, ArbiterConfig(state_dir=str(folder), arbiter=settings))
+        return arbiter
+
+
+def test_an_arbiter_that_was_away_for_hours_takes_nothing_from_anyone(tmp_path: Path) -> None:
+    site = a_site_of_long_ago()
+    changed = replace(SETTINGS, lease_s=200.0)
+    arbiter = restarted(site, tmp_path, changed)
+    arbiter.handle(Connected(2), time.time())
+    arbiter.validate()
+    assert arbiter.state.settings == changed
+    assert isinstance(arbiter.state.nodes["n1"].state, Up)  # type: ignore[index]
+    assert isinstance(arbiter.state.gpus[gpu_id("n1", 0)].state, Leased)  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[arbiter]\npolicy = 'lottery'\n", "arbiter.policy is 'lottery'; choose one of fifo, themis"),
+        ("[arbiter]\nlease_s = 20.0\n", "arbiter.lease_s is 20.0, too short"),
+        ("[arbiter]\nbeat_s = 0.0\n", "beat_s is 0.0; it must be above 0"),
+        ("[arbiter.policy_settings]\nfairness_knob = 1.5\n", "arbiter.policy_settings"),
+        ("[arbiter]\nlease = 600\n", "unknown field `lease`"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_file_field_and_mend(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "arbiter.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    assert str(path) in str(error.value)
+    assert says in str(error.value)
