@@ -196,17 +196,38 @@ class ProbeReply(Struct, frozen=True, tag=True):
 
 
 class BidRow(Struct, frozen=True, array_like=True):
-    """With `gpus` GPUs in all (held and new), no two of one gang further apart than `level`, rho would be `rho`."""
+    """With `gpus` GPUs in all (kept and new), all in one place of `level`, rho would be `rho`.
+
+    Gangs lie within one machine: on each machine with new GPUs, the kept and new ones are whole gangs.
+    """
 
     gpus: Count
     level: Level
     rho: Rho
 
 
+class ExplicitRow(Struct, frozen=True, array_like=True):
+    """With exactly these numbers of new GPUs on these nodes, beside what the app keeps, rho would be `rho`.
+
+    For a valuation that depends on more than how many GPUs and how far apart: NVLink islands, types of GPUs, the shape
+    of a split. Such an app bids compact rows for what holds wherever its GPUs lie, and an explicit row for each split
+    that is worth more than these say. Explicit rows make an auction much dearer to solve: a few of the best, not all.
+    """
+
+    new: Annotated[tuple[tuple[NodeId, Positive], ...], Meta(min_length=1, max_length=1024)]
+    rho: Rho
+
+    def __post_init__(self) -> None:
+        """Refuse a node that is named twice, whichever number was meant."""
+        if len(dict(self.new)) < len(self.new):
+            raise ValueError("an explicit row names a node twice")
+
+
 class Bid(Struct, frozen=True, tag=True):
     """A compact valuation, pruned by dominance. `rho_none` is rho if the app gains nothing in this round.
 
-    `only` restricts the bid to these GPUs of the offer (a suspended job that cannot leave its GPU).
+    `only` restricts the bid to these GPUs of the offer (a suspended job that cannot leave its GPU). At most one row
+    wins, compact or explicit.
     """
 
     app: AppId
@@ -214,6 +235,7 @@ class Bid(Struct, frozen=True, tag=True):
     rho_none: Rho
     rows: Annotated[tuple[BidRow, ...], Meta(max_length=4096)]
     only: tuple[GpuId, ...] | None = None
+    explicit: Annotated[tuple[ExplicitRow, ...], Meta(max_length=256)] = ()
 
 
 class Query(Struct, frozen=True, tag=True):

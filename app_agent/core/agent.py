@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from app_agent.core import division, jobs, valuation
+from app_agent.core import bids, division, jobs, valuation
 from app_agent.core.division import Asking
 from app_agent.core.model import (
     AppState,
@@ -38,7 +38,6 @@ from app_agent.core.model import (
     Stopping,
     Suspended,
     Waiting,
-    locality,
 )
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import AppScheduler, Left, Search, Trial, scheduler_for
@@ -56,7 +55,6 @@ from protocol.messages import (
     JobId,
     JobWish,
     LaunchSpec,
-    LeaseId,
     LeaseTerms,
     Level,
     Offer,
@@ -88,6 +86,12 @@ class _Facts(Struct, frozen=True):
     slowdown: Mapping[Level, float]
     trials: tuple[Trial, ...]
     runnable: tuple[int, ...]
+    serials_s: tuple[float, ...]  #: each job's time of one mini-batch on one GPU, as measured or as the median
+    serial_median_s: float  #: the median job's, or a guess (Eq. 2)
+
+    def serial_of_s(self, left: Left) -> float:
+        """Return the time of one mini-batch on one GPU; a job of a phase to come is taken for the median one."""
+        return self.serial_median_s if left.trial is None else self.serials_s[left.trial]
 
 
 class AppAgent:
@@ -245,7 +249,11 @@ class AppAgent:
             slowdown = valuation.slowdowns(job.times for job in state.jobs)
             trials = tuple(self._trial(job, slowdown) for job in state.jobs)
             runnable = self._scheduler.runnable(state.search, trials)
-            facts = self._facts = _Facts(state.jobs, state.search, slowdown, trials, runnable)
+            measured_s = [self._measured_s(job, slowdown) for job in state.jobs]
+            guess_s = state.spec.step_serial_s or UNKNOWN_WORK_S / trials[0].steps_total
+            median_s = median([serial_s for serial_s in measured_s if serial_s > 0] or [guess_s])
+            serials_s = tuple(serial_s or median_s for serial_s in measured_s)
+            facts = self._facts = _Facts(state.jobs, state.search, slowdown, trials, runnable, serials_s, median_s)
         return facts
 
     def _trial(self, job: Job, slowdown: Mapping[Level, float]) -> Trial:
@@ -359,7 +367,7 @@ class AppAgent:
 
     def _gains(self, job: Job, gpus: int) -> bool:
         spec = self.state.spec
-        left_s = max(0, self.trials()[job.number].steps_total - job.steps_done) * self._serial_s(job)
+        left_s = max(0, self.trials()[job.number].steps_total - job.steps_done) * self._now().serials_s[job.number]
         saved_s = left_s / max(1, len(job.gpus)) - left_s / gpus
         return saved_s > GROWTH_GAIN_MIN * spec.restart_s
 
@@ -383,8 +391,8 @@ class AppAgent:
         self.state.cluster_gpus = probe.cluster_gpus
         self.state.apps_mean = probe.apps_mean
         value = self._value(elapsed_s=probe.elapsed_s, apps_mean=probe.apps_mean)
-        staying = [held for held in self.state.held.values() if not held.leaving]
-        rho = valuation.rho_of(value, len(staying), locality(staying))
+        staying = [_where(held) for held in self.state.held.values() if not held.leaving]
+        rho = bids.rho_kept(value, bids.reach_of(staying, (), gang=value.gang, levels=()))
         return [Send(ARBITER, ProbeReply(self.state.app, probe.round, rho))]
 
     def _answer_offer(self, offer: Offer, now: float) -> list[Send]:
@@ -394,12 +402,13 @@ class AppAgent:
             return []
         state.lease_s = offer.lease_s
         value = self._value(elapsed_s=now - state.submitted_at, apps_mean=state.apps_mean)
-        kept = [_as_held(gpu) for gpu in offer.kept]
         only = self._only(offer)
-        reach = offer.gpus if only is None else [gpu for gpu in offer.gpus if gpu.gpu in set(only)]
-        gpus_max = min(self.demand_max(), len(kept) + len(reach))
-        rows = valuation.bid_rows(value, kept=len(kept), kept_level=locality(kept), gpus_max=gpus_max)
-        rho_none = valuation.rho_of(value, len(kept), locality(kept))
+        named = None if only is None else set(only)
+        usable = [gpu for gpu in offer.gpus if named is None or gpu.gpu in named]
+        levels = [terms.level for terms in value.terms]
+        reach = bids.reach_of(offer.kept, usable, gang=value.gang, levels=levels)
+        rho_none = bids.rho_kept(value, reach)
+        rows = bids.bid_rows(value, reach, rho_none=rho_none, gpus_max=self.demand_max())
         return [Send(ARBITER, Bid(state.app, offer.round, rho_none, rows, only))]
 
     def _only(self, offer: Offer) -> tuple[GpuId, ...] | None:
@@ -433,9 +442,10 @@ class AppAgent:
     def _value(self, *, elapsed_s: float, apps_mean: float) -> Valuation:
         """Return what rho of any allocation follows from, as things stand."""
         state = self.state
-        left = self._scheduler.left(state.search, self.trials())
+        facts = self._now()
+        left = self._scheduler.left(state.search, facts.trials)
         return Valuation(
-            phases=tuple(tuple(item.steps * self._serial_of(item) for item in phase) for phase in left),
+            phases=tuple(tuple(item.steps * facts.serial_of_s(item) for item in phase) for phase in left),
             gang=state.spec.gang,
             terms=self._terms(),
             elapsed_s=elapsed_s,
@@ -464,7 +474,7 @@ class AppAgent:
         unmeasured = state.over is not None and not any(job.steps_done for job in state.jobs)
         if state.cluster_gpus == 0 or unmeasured:
             return 0.0
-        budget_s = self._scheduler.budget_steps(self.trials()) * self._serial_median_s()
+        budget_s = self._scheduler.budget_steps(self.trials()) * self._now().serial_median_s
         demand_max = state.spec.job_demand_max * len(state.jobs)
         return valuation.cluster_time_s(budget_s, cluster_gpus=state.cluster_gpus, demand_max=demand_max)
 
@@ -476,20 +486,6 @@ class AppAgent:
             return known
         serial_s = self._measured_s(job, slowdown) or self.state.spec.step_serial_s or 1.0
         return max(round(UNKNOWN_WORK_S / serial_s), round(job.steps_done * (1 + UNKNOWN_LEFT_SHARE)), 1)
-
-    def _serial_of(self, left: Left) -> float:
-        return self._serial_median_s() if left.trial is None else self._serial_s(self.state.jobs[left.trial])
-
-    def _serial_s(self, job: Job) -> float:
-        return self._measured_s(job, self._now().slowdown) or self._serial_median_s()
-
-    def _serial_median_s(self) -> float:
-        """Return the median job's time of one mini-batch on one GPU (Eq. 2), or a guess."""
-        facts = self._now()
-        measured = [serial for job in self.state.jobs if (serial := self._measured_s(job, facts.slowdown)) > 0]
-        if measured:
-            return median(measured)
-        return self.state.spec.step_serial_s or UNKNOWN_WORK_S / facts.trials[0].steps_total
 
     def _measured_s(self, job: Job, slowdown: Mapping[Level, float]) -> float:
         """Return the job's time of one mini-batch on one GPU by its newest measurement, 0 if there is none."""
@@ -602,8 +598,8 @@ def _attempt(job: Job) -> int:
     return job.state.attempt if isinstance(job.state, Waiting | Placed | Leaving | Suspended | Stopping) else -1
 
 
-def _as_held(gpu: OfferedGpu) -> HeldGpu:
-    return HeldGpu(LeaseId(""), gpu.gpu, gpu.node, gpu.rack, gpu.slot, leaving=False)
+def _where(held: HeldGpu) -> OfferedGpu:
+    return OfferedGpu(held.gpu, held.node, held.rack, held.slot)
 
 
 def _urgent(report: AppReport) -> bytes:

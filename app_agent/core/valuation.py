@@ -3,7 +3,7 @@
 Everything is expressed in *serial seconds*: the time a piece of work takes on one GPU. A phase is the serial seconds
 that each of its jobs still has to do; an app with one job is an app with one phase of one job, so that Eq. 1 is the
 case of Eq. 2 with n = 1. The slowdown S(G) of PAPERS.md section 1 multiplies all of them alike, and is set by the
-locality level of the allocation.
+locality level of the allocation. What becomes of an offer is in `bids`.
 
 No instants, no messages received, no state: numbers in, numbers out.
 """
@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from heapq import heapreplace
+from math import fsum
 from statistics import fmean
 
+import numpy as np
 from msgspec import Struct
+from numpy.typing import NDArray
 
-from protocol.messages import LEVELS, BidRow, Level
+from protocol.messages import LEVELS, Level
+
+Counts = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 #: S(G) until measured. Source: Themis, as in PAPERS.md section 1: 1 in a machine, 1.1 across them, 1.3 across racks.
 SLOWDOWN_CRUDE: Mapping[Level, float] = {"slot": 1.0, "machine": 1.0, "rack": 1.1, "cluster": 1.3}
 #: The wire's bound for rho; a valuation must stay finite, or no sum of logarithms exists.
 RHO_MAX = 1e15
-#: The wire's bound for the rows of a bid; only an offer of thousands of GPUs to one app comes near.
-ROWS_MAX = 4096
 #: Up to this many jobs a phase is packed exactly; above it longest-first is used, at most 4/3 of the best.
 EXACT_JOBS_MAX = 8
 
@@ -112,40 +117,67 @@ def rho(shared_s: float, fair_s: float) -> float:
 
 
 def makespan_s(works_s: Sequence[float], *, gpus: int, gang: int, job_demand_max: int) -> float:
-    """Return the time of one phase: the last of its jobs, for the app's own division of `gpus` GPUs.
+    """Return the time of one phase on `gpus` GPUs, infinite with less than one gang: `makespans_s` for one count."""
+    assert gang >= 1, gang
+    if gpus < gang and any(work > 0 for work in works_s):
+        return math.inf
+    caps = np.array([max(1, job_demand_max // gang)])
+    return float(makespans_s(works_s, np.array([max(1, gpus // gang)]), caps)[0, 0] / gang)
 
-    With fewer gangs of GPUs than jobs, jobs queue for gangs, packed so that the last ends soonest; with more, each job
-    takes its even share of gangs, up to `job_demand_max` GPUs (what `division.divide` does, and the worked example of
-    PAPERS.md section 1: 16 GPUs are 4 + 4 + 4 + 4, though 5 + 4 + 4 + 3 would end a tenth sooner). Infinite with less
-    than one gang.
+
+def makespans_s(works_s: Sequence[float], gangs: Counts, caps: Counts) -> Floats:
+    """Return the time of one phase, the last of its jobs, by the app's own division of so many gangs of GPUs.
+
+    With fewer gangs than jobs, jobs queue for gangs, packed so that the last ends soonest; with more, each job takes
+    its even share of gangs, up to a cap (what `division.divide` does, and the worked example of PAPERS.md section 1:
+    16 GPUs are 4 + 4 + 4 + 4, though 5 + 4 + 4 + 3 would end a tenth sooner). A gang counts as one GPU here: the
+    caller divides by its size.
+
+    Parameters
+    ----------
+    works_s
+        Serial seconds each job has left; those with none take part in nothing.
+    gangs
+        gangs[k], at least 1 and ascending: how many gangs there are.
+    caps
+        caps[level], at least 1: how many of them one job can use.
+
+    Returns
+    -------
+    makespan[level, k] in seconds, never more for more gangs.
 
     Source: Themis, Eq. 2: T_sh(i) = max_j T(G_j).
     """
-    assert gang >= 1, gang
     works = sorted((work for work in works_s if work > 0), reverse=True)
-    gangs = gpus // gang
+    times = np.zeros((len(caps), len(gangs)))
     if not works:
-        return 0.0
-    if gangs == 0:
-        return math.inf
-    if gangs <= len(works):
-        return _queue_s(works, gangs) / gang
-    return _spread_s(works, gangs, max(1, job_demand_max // gang)) / gang
+        return times
+    queueing = int(np.searchsorted(gangs, len(works)))
+    if queueing:
+        times[:, :queueing] = [_queue_s(works, count) for count in gangs[:queueing].tolist()]
+    if queueing < len(gangs):
+        times[:, queueing:] = _spread_s(np.array(works), gangs[queueing:], caps[:, np.newaxis])
+    return times
 
 
-def _spread_s(works: Sequence[float], gangs: int, cap: int) -> float:
-    """Spread gangs over jobs as evenly as whole gangs allow, the surplus to the longest jobs, which come first."""
-    share, surplus = divmod(gangs, len(works))
-    return max(work / min(cap, share + (index < surplus)) for index, work in enumerate(works))
+def _spread_s(works: Floats, gangs: Counts, caps: Counts) -> Floats:
+    """Spread gangs evenly over no more jobs, the surplus to the longest ones, which come first."""
+    share, surplus = np.divmod(gangs, len(works))
+    # The last to end is the longest of all, or the longest of those without surplus.
+    times: Floats = np.maximum(works[0] / np.minimum(caps, share + 1), works[surplus] / np.minimum(caps, share))
+    return times
 
 
 def _queue_s(works: Sequence[float], gangs: int) -> float:
-    """Pack jobs onto gangs, longest first; exactly when they are few."""
-    loads = [0.0] * gangs
-    for work in works:
-        loads[loads.index(min(loads))] += work
+    """Pack jobs, which come longest first, onto fewer gangs in that order; exactly when they are few."""
+    if works[0] == works[-1]:
+        return -(-len(works) // gangs) * works[0]
+    loads = list(reversed(works[:gangs]))  # in ascending order, and so a heap
+    for work in works[gangs:]:
+        heapreplace(loads, loads[0] + work)
     best = max(loads)
-    return _pack_exactly(works, [0.0] * gangs, best) if len(works) <= EXACT_JOBS_MAX else best
+    least = max(works[0], fsum(works) / gangs)
+    return _pack_exactly(works, [0.0] * gangs, best) if len(works) <= EXACT_JOBS_MAX and best > least else best
 
 
 def _pack_exactly(works: Sequence[float], loads: list[float], best: float) -> float:
@@ -195,6 +227,29 @@ def work_s(value: Valuation, gpus: int, terms: LevelTerms) -> float:
     return terms.slowdown * sum(phases)
 
 
+def rho_table(value: Valuation, gangs_max: int) -> Floats:
+    """Return rho[level, k] with k = 1 to `gangs_max` whole gangs of GPUs, at column k - 1; levels as in `value.terms`.
+
+    Equal to `rho_of` of as many GPUs, to the last bit. Each phase's makespans are worked out once for all levels.
+
+    Source: Themis, Eq. 2.
+    """
+    gangs = np.arange(1, gangs_max + 1)
+    caps = np.array([max(1, terms.job_demand_max // value.gang) for terms in value.terms])
+    works_s = np.zeros((len(caps), gangs_max))
+    for phase in value.phases:
+        works_s += makespans_s(phase, gangs, caps) / value.gang
+    slowdown = np.array([terms.slowdown for terms in value.terms])[:, np.newaxis]
+    return _rhos(value.elapsed_s + slowdown * works_s, value.fair_s)
+
+
+def _rhos(shared_s: Floats, fair_s: float) -> Floats:
+    if fair_s <= 0:
+        return np.full_like(shared_s, RHO_MAX)
+    with np.errstate(over="ignore"):
+        return np.minimum(RHO_MAX, shared_s / fair_s)
+
+
 def rho_of(value: Valuation, gpus: int, level: Level) -> float:
     """Return rho if the app holds `gpus` GPUs at `level` from now on.
 
@@ -213,36 +268,3 @@ def terms_at(value: Valuation, level: Level) -> LevelTerms:
     """Return the terms of the tightest accepted level that is no tighter than `level`; beyond all, the loosest."""
     at_least = LEVELS.index(level)
     return next((terms for terms in value.terms if LEVELS.index(terms.level) >= at_least), value.terms[-1])
-
-
-def bid_rows(value: Valuation, *, kept: int, kept_level: Level, gpus_max: int) -> tuple[BidRow, ...]:
-    """Return the rows of a bid: rho for every total from `kept` + 1 to `gpus_max` at each level, pruned.
-
-    A union with what is kept cannot be tighter than what is kept, so tighter levels are left out.
-    """
-    rho_none = rho_of(value, kept, kept_level)
-    loose_enough = [terms for terms in value.terms if LEVELS.index(terms.level) >= LEVELS.index(kept_level)]
-    rows = [
-        BidRow(gpus, terms.level, rho_of(value, gpus, terms.level))
-        for terms in loose_enough
-        for gpus in range(max(kept + 1, value.gang), gpus_max + 1)
-    ]
-    return prune(rows, rho_none)
-
-
-def prune(rows: Iterable[BidRow], rho_none: float) -> tuple[BidRow, ...]:
-    """Drop each row that another one dominates: no more GPUs, no tighter a level, no worse a rho; or having nothing.
-
-    Lossless: whatever placement satisfies the dropped row also satisfies the one that stays. Looser rows go first, so
-    that of two equal rows the one that leaves the arbiter more freedom stays.
-
-    Of more than `ROWS_MAX` rows evenly spaced ones stay, which is the only thing ever lost.
-
-    Source: findings on the auction, section 2.
-    """
-    kept: list[BidRow] = []
-    for row in sorted(rows, key=lambda row: (-LEVELS.index(row.level), row.gpus, row.rho)):
-        if row.rho < rho_none and not any(other.gpus <= row.gpus and other.rho <= row.rho for other in kept):
-            kept.append(row)
-    kept.sort(key=lambda row: (row.gpus, LEVELS.index(row.level)))
-    return tuple(kept[:: -(-len(kept) // ROWS_MAX)] if kept else ())

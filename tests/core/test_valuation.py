@@ -1,30 +1,32 @@
 """Eq. 1 by hand, and what must hold of any valuation."""
 
-import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from app_agent.core.valuation import (
+    RHO_MAX,
     IterTime,
     LevelTerms,
     Valuation,
-    bid_rows,
     cluster_time_s,
     effective_gpus,
     fair_time_s,
     iter_time_s,
     makespan_s,
-    prune,
+    makespans_s,
     rho,
     rho_of,
+    rho_table,
     serial_time_s,
     shared_time_s,
     slowdowns,
 )
-from protocol.messages import LEVELS, BidRow, Level
+from benchmarks.bid_preparation import scalar_makespan_s
+from protocol.messages import LEVELS
 
 CRUDE: tuple[LevelTerms, ...] = (
     LevelTerms("slot", 1.0, 4),
@@ -99,22 +101,6 @@ def test_a_lucky_measurement_of_a_looser_level_does_not_make_it_better() -> None
     assert slowdowns([measured])["rack"] == 1.0
 
 
-def test_rows_beyond_the_demand_are_not_bid() -> None:
-    rows = bid_rows(valued(10_000.0), kept=0, kept_level="slot", gpus_max=9)
-    assert [row.gpus for row in rows if row.level == "machine"] == [1, 2, 3, 4]
-
-
-def test_rows_worse_than_having_nothing_are_not_bid() -> None:
-    # 100,000 s of work: one GPU across racks costs 30,000 s more than waiting a lease of 600 s for one in a machine.
-    rows = bid_rows(valued(100_000.0), kept=0, kept_level="slot", gpus_max=1)
-    assert rows == (BidRow(1, "machine", 100.0),)
-
-
-def test_what_is_kept_bounds_the_level_of_the_union() -> None:
-    rows = bid_rows(valued(1000.0), kept=1, kept_level="rack", gpus_max=2)
-    assert {row.level for row in rows} <= {"rack", "cluster"}
-
-
 works = st.lists(st.floats(1.0, 1e5), min_size=1, max_size=10)
 
 
@@ -133,25 +119,30 @@ def test_looser_is_never_better_and_rho_is_finite(works_s: list[float], gpus: in
     assert all(math.isfinite(each) for each in values)
 
 
-rows_of = st.lists(st.builds(BidRow, st.integers(1, 12), st.sampled_from(LEVELS), st.floats(0.1, 5.0)), max_size=20)
+@given(works, st.integers(1, 24), st.integers(1, 8))
+def test_a_table_of_makespans_is_what_each_of_them_is_by_itself(works_s: list[float], gangs: int, cap: int) -> None:
+    counts = np.arange(1, gangs + 1)
+    table = makespans_s(works_s, counts, np.array([cap, 1]))
+    one_by_one = [[scalar_makespan_s(works_s, count, most) for count in range(1, gangs + 1)] for most in (cap, 1)]
+    assert table == pytest.approx(np.array(one_by_one), rel=1e-12)
 
 
-@given(rows_of, st.floats(0.1, 5.0))
-def test_pruning_loses_no_placement(rows: list[BidRow], rho_none: float) -> None:
-    """Whatever a placement (so many GPUs, that far apart) is worth by all rows, it is worth by the pruned ones."""
-
-    def worth(some: list[BidRow], gpus: int, level: Level) -> float:
-        fitting = (row.rho for row in some if row.gpus <= gpus and LEVELS.index(row.level) >= LEVELS.index(level))
-        return min([rho_none, *fitting])
-
-    pruned = list(prune(rows, rho_none))
-    for gpus, level in itertools.product(range(13), LEVELS):
-        assert worth(rows, gpus, level) == worth(pruned, gpus, level)
+@given(st.lists(works, max_size=3), st.integers(1, 3), st.integers(1, 20))
+def test_the_table_of_rho_is_rho_to_the_last_bit(phases: list[list[float]], gang: int, gangs: int) -> None:
+    value = Valuation(tuple(map(tuple, phases)), gang, CRUDE, elapsed_s=50.0, lease_s=600.0, fair_s=1000.0)
+    table = rho_table(value, gangs)
+    for row, terms in enumerate(CRUDE):
+        assert table[row].tolist() == [rho_of(value, gang * count, terms.level) for count in range(1, gangs + 1)]
 
 
-@given(rows_of, st.floats(0.1, 5.0))
-def test_pruning_leaves_no_dominated_row(rows: list[BidRow], rho_none: float) -> None:
-    pruned = prune(rows, rho_none)
-    for one, other in itertools.permutations(pruned, 2):
-        looser = LEVELS.index(one.level) >= LEVELS.index(other.level)
-        assert not (one.gpus <= other.gpus and one.rho <= other.rho and looser)
+def test_what_has_nothing_to_do_takes_no_time() -> None:
+    assert makespan_s((), gpus=4, gang=1, job_demand_max=4) == 0
+    assert makespan_s((0.0, 0.0), gpus=0, gang=1, job_demand_max=4) == 0
+    assert rho_of(Valuation((), 1, CRUDE, elapsed_s=50.0, lease_s=600.0, fair_s=1000.0), 1, "slot") == 0.05
+
+
+@pytest.mark.parametrize("fair_s", [0.0, 1e-300])
+def test_rho_is_clipped_to_what_the_wire_carries(fair_s: float) -> None:
+    value = Valuation(((1e20,),), 1, CRUDE, elapsed_s=1e12, lease_s=600.0, fair_s=fair_s)
+    assert rho_of(value, 1, "slot") == RHO_MAX
+    assert (rho_table(value, 3) == RHO_MAX).all()

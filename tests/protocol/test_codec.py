@@ -63,6 +63,25 @@ def test_a_field_of_a_newer_peer_is_ignored(sender: Party, message: AnyMessage) 
     assert decode(msgpack.packb(raw)).body == message
 
 
+@pytest.mark.parametrize(("sender", "message"), SAMPLES, ids=NAMES)
+def test_a_field_that_an_older_peer_does_not_know_is_read_as_its_default(sender: Party, message: AnyMessage) -> None:
+    optional = {field.name: field.default for field in msgspec.structs.fields(message) if not field.required}
+    raw = msgpack.unpackb(frame(sender, message))
+    raw["body"] = {name: value for name, value in raw["body"].items() if name not in optional}
+    read = decode(msgpack.packb(raw)).body
+    assert {name: getattr(read, name) for name in optional} == {
+        name: {} if default is msgspec.NODEFAULT else default for name, default in optional.items()
+    }
+
+
+@pytest.mark.parametrize("rows", ["rows", "explicit"])
+def test_a_row_that_a_newer_peer_made_longer_is_read(rows: str) -> None:
+    sender, bid = next(sample for sample in SAMPLES if type(sample[1]).__name__ == "Bid")
+    raw = msgpack.unpackb(frame(sender, bid))
+    raw["body"][rows][0].append("shoe size")
+    assert decode(msgpack.packb(raw)).body == bid
+
+
 def tampered(**changes: Any) -> bytes:
     """Return the frame of a probe reply with `changes` to its envelope."""
     raw = msgpack.unpackb(frame(APP, ProbeReply(AppId("ann-1"), RoundId(5), 1.5)))
@@ -101,6 +120,29 @@ BODY = {"type": "ProbeReply", "app": "ann-1", "round": 5, "rho": 1.5}
 def test_what_is_no_message_is_refused_in_words(data: bytes, words: str) -> None:
     with pytest.raises(WireError, match=words):
         decode(data)
+
+
+@pytest.mark.parametrize(
+    ("explicit", "words"),
+    [
+        ([[[], 1.0]], "length"),
+        ([[[["n1", 0]], 1.0]], ">= 1"),
+        ([[[["n1", -2]], 1.0]], ">= 1"),
+        ([[[["n1", 1.5]], 1.0]], "int"),
+        ([[[["n1", 1], ["n2", 1], ["n1", 2]], 1.0]], "names a node twice"),
+        ([[[["n1", 1]], math.nan]], ">= 0"),
+        ([[[["n1", 1]], -1.0]], ">= 0"),
+        ([[{"n1": 1}, 1.0]], "array"),
+        ([[[["n1", 1]], 1.0]] * 257, "length"),
+        ([[[[f"n{node}", 1] for node in range(1025)], 1.0]], "length"),
+    ],
+)
+def test_an_explicit_row_that_means_nothing_is_refused(explicit: list[Any], words: str) -> None:
+    sender, bid = next(sample for sample in SAMPLES if type(sample[1]).__name__ == "Bid")
+    raw = msgpack.unpackb(frame(sender, bid))
+    raw["body"]["explicit"] = explicit
+    with pytest.raises(WireError, match=words):
+        decode(msgpack.packb(raw))
 
 
 @pytest.mark.parametrize("depth", ["metrics", "nested"])
