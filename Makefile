@@ -21,6 +21,8 @@ $(READY): requirements.lock pyproject.toml
 		|| { echo "cannot make $(VENV); on Debian first run: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@echo "compiling the auction's loops, once (about a minute)"
+	@$(BIN)/python -c 'from arbiter.core.auction.instance import warm_up; warm_up()'
 	@touch $@
 
 demo: $(READY) ## two nodes of four simulated GPUs, two tenants, six apps; figures in out/demo/
@@ -48,6 +50,7 @@ check: lint types contracts test ## format, lint, types, import contracts, tests
 
 bench: $(READY) ## the benchmarks, one JSON document each in out/bench/
 	sh scripts/ensure-rabbitmq.sh
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	@mkdir -p out/bench
 	@for script in benchmarks/*.py; do \
 		echo "== $$script"; \
