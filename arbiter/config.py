@@ -45,7 +45,7 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
     if settings.policy not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"{source}: arbiter.policy is {settings.policy!r}; choose one of {known}")
-    names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s")
+    names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s", "decide_grace_s")
     config.require_positive(settings, names, f"{source}: arbiter")
     if settings.renewal_lead_s + settings.probe_s + settings.bid_s >= settings.lease_s:
         raise ConfigError(

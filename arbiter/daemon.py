@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -11,9 +12,10 @@ import structlog
 
 from arbiter.config import ArbiterConfig, check
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event
-from arbiter.core.turn import LeaseRecord, Note, RoundRecord
+from arbiter.core.turn import Decide, Decided, LeaseRecord, Note, RoundRecord
 from arbiter.desk import Desk
 from arbiter.ledger import Ledger
+from arbiter.solver import Solver
 from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.core import Send
@@ -23,6 +25,8 @@ from protocol.shell import Shell
 
 #: Events between two snapshots: a restart replays at most these, about a second's work.
 SNAPSHOT_EVERY = 5_000
+
+Performed = Decide | RoundRecord | LeaseRecord | Note
 
 _log = structlog.get_logger("arbiter")
 
@@ -46,9 +50,13 @@ async def run_arbiter(config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[],
         arbiter = _restore(journal, ledger)
         _configure(arbiter, journal, config)
         desk = Desk(arbiter, ledger)
+        solver = Solver()
 
-        async def perform(effect: RoundRecord | LeaseRecord | Note) -> None:
-            _perform(effect, ledger)
+        async def perform(effect: Performed) -> None:
+            if isinstance(effect, Decide):
+                solver.ask(effect)
+            else:
+                _perform(effect, ledger)
 
         def answer(sender: Party, message: AnyMessage) -> Sequence[Send] | None:
             match message:
@@ -59,7 +67,7 @@ async def run_arbiter(config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[],
                 case _:
                     return None
 
-        shell: Shell[Configured, RoundRecord | LeaseRecord | Note] = Shell(
+        shell: Shell[Configured | Decided, Performed] = Shell(
             arbiter,
             bus,
             ARBITER,
@@ -73,7 +81,23 @@ async def run_arbiter(config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[],
         )
         if config.shared_users:
             _log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
-        await shell.run()
+        # Before we lead: a round would wait for the compiler in vain.
+        await solver.warm_up(on_alive)
+        await _run(shell, solver)
+
+
+async def _run(shell: Shell[Configured | Decided, Performed], solver: Solver) -> None:
+    """Run both until the shell ends; an error in either ends both."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            solving = group.create_task(solver.run(shell.post))
+            await shell.run()
+            solving.cancel()
+    except BaseExceptionGroup as errors:
+        # One cause reads better as itself, and the command line tells a full disk from a bug.
+        if len(errors.exceptions) == 1:
+            raise errors.exceptions[0] from None
+        raise
 
 
 def _state_folder(config: ArbiterConfig) -> Path:

@@ -16,7 +16,7 @@ import msgspec
 
 from arbiter.core import leases, model, rounds
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.model import Active, Draining, Enrolling, Free, Leased, Refused, Settled
+from arbiter.core.model import Active, Deciding, Draining, Enrolling, Free, Leased, Refused, Settled
 from arbiter.core.policy import Outcome
 from arbiter.core.turn import RoundRecord
 from arbiter.ledger import Ledger
@@ -173,9 +173,9 @@ class Desk:
         return _answer(sender, query, document)
 
     def _next_round_s(self, now: float) -> float | None:
-        """Return how long until a round may start: leases end, or something is free now."""
+        """Return how long until a round may start: leases end, or something is free now. None while one is decided."""
         at = self._arbiter.next_round()
-        return None if at is None else max(0.0, at - now)
+        return None if at is None or isinstance(self._arbiter.state.phase, Deciding) else max(0.0, at - now)
 
     def _waiting_for(self, app: model.App) -> str:
         """Return, in one sentence, what the app waits for before any round could help it; empty if rounds decide."""
@@ -189,6 +189,9 @@ class Desk:
             return f"it has won {', '.join(sorted(draining))} and waits until the last user has left"
         if not any(leases.usable(state, gpu) for gpu in state.gpus.values()):
             return "no GPU is in service; see `gpu-arbiter nodes`"
+        if isinstance(app.state, Active) and isinstance(state.phase, Deciding):
+            what = f"the auction of round {state.round}" if state.phase.bidders else f"round {state.round}"
+            return f"{what} is being solved"
         return ""
 
     def _fetch_log(self, sender: Party, query: Query) -> Send:

@@ -45,8 +45,9 @@ from app_agent.core import host as app_host
 from app_agent.core.host import AppHost
 from app_agent.core.spec import AppSpec
 from arbiter.core.arbiter import Arbiter, Configured, Event
+from arbiter.core.decisions import decide
 from arbiter.core.model import ArbiterSettings, Free, Idle
-from arbiter.core.turn import LeaseRecord, Note, RoundRecord
+from arbiter.core.turn import Decide, LeaseRecord, Note, RoundRecord
 from arbiter.daemon import SNAPSHOT_EVERY
 from arbiter.ledger import Ledger
 from protocol.bus import Link, NotProvisioned, Outgoing
@@ -375,7 +376,10 @@ class Site:
             answer=self._watch,
         )
 
-    async def _perform(self, effect: RoundRecord | LeaseRecord | Note) -> None:
+    async def _perform(self, effect: RoundRecord | LeaseRecord | Note | Decide) -> None:
+        if isinstance(effect, Decide):
+            self.shell.post(decide(effect))
+            return
         if not isinstance(effect, Note):
             self._ledger.write(effect)
         if isinstance(effect, RoundRecord):

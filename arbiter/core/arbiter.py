@@ -17,8 +17,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from arbiter.core import apps, leases, model, nodes, plans, rounds
-from arbiter.core.model import ArbiterSettings, Bidding, Chapter, Draining, Free, Leased, State
-from arbiter.core.turn import Effect, Index, LeaseRecord, Note, RoundRecord, Turn
+from arbiter.core.model import ArbiterSettings, Bidding, Chapter, Deciding, Draining, Free, Leased, State
+from arbiter.core.turn import Decide, Decided, Effect, Index, LeaseRecord, Note, RoundRecord, Turn
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     AppId,
@@ -34,7 +34,7 @@ from protocol.messages import (
     RoundId,
 )
 
-__all__ = ["Arbiter", "Configured", "Effect", "Event", "LeaseRecord", "Note", "RoundRecord"]
+__all__ = ["Arbiter", "Configured", "Decide", "Decided", "Effect", "Event", "LeaseRecord", "Note", "RoundRecord"]
 
 
 #: While anything is enrolled a tick comes every beat; after this many without one, the process or its host stood still.
@@ -47,7 +47,7 @@ class Configured(Struct, frozen=True, tag=True):
     settings: ArbiterSettings
 
 
-Event = Received | Tick | Connected | Configured
+Event = Received | Tick | Connected | Configured | Decided
 
 
 class Arbiter:
@@ -121,6 +121,8 @@ class Arbiter:
                     turn.tell("rounds", f"settings changed; the policy is {settings.policy}", loudly=True)
             case Connected(epoch):
                 self._lead(turn, epoch)
+            case Decided():
+                rounds.take_decision(turn, event)
             case Received(sender, message):
                 self._hear(turn, sender, message)
             case _ as never:
@@ -272,5 +274,8 @@ def _validate(state: State, index: Index) -> None:
         assert task.node in state.nodes
     if isinstance(state.phase, Bidding):
         assert state.phase.bids.keys() | state.phase.awaited <= set(state.phase.bidders)
+    if isinstance(state.phase, Deciding):
+        assert set(state.phase.silent) <= set(state.phase.bidders)
+        assert set(state.phase.in_play) <= set(state.phase.offered)
     active = sum(1 for app in state.apps.values() if isinstance(app.state, model.Active | model.Enrolling))
     assert state.apps_count.last_value == active

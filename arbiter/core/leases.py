@@ -94,7 +94,8 @@ def withdraw(turn: Turn, gpu: Gpu, reason: str) -> None:
 def extend(turn: Turn) -> None:
     """After an absence of our own: let no lease end before a round could renew it."""
     settings = turn.state.settings
-    grace_until = turn.now + settings.renewal_lead_s + settings.probe_s + settings.bid_s
+    round_s = settings.probe_s + settings.bid_s + settings.solver_budget_s
+    grace_until = turn.now + settings.renewal_lead_s + round_s
     for gpu in list(turn.state.gpus.values()):
         if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < grace_until:
             turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=grace_until)))
@@ -163,6 +164,15 @@ def in_play(turn: Turn) -> Iterator[Gpu]:
                 yield gpu
             case _:
                 pass
+
+
+def promised(state: model.State) -> dict[AppId, list[Gpu]]:
+    """Return, per app, the draining GPUs it has won: as good as held, and not to be won twice over."""
+    found: dict[AppId, list[Gpu]] = {}
+    for gpu in state.gpus.values():
+        if isinstance(gpu.state, Draining) and gpu.state.promised_to is not None and usable(state, gpu):
+            found.setdefault(gpu.state.promised_to, []).append(gpu)
+    return found
 
 
 def usable(state: model.State, gpu: Gpu) -> bool:

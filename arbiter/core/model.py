@@ -40,11 +40,17 @@ class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     round_pause_s: float = 1.0  #: between rounds, whatever happens
     probe_s: float = 2.0  #: deadline of phase 1
     bid_s: float = 2.0  #: deadline of phase 2
+    decide_grace_s: float = 15.0  #: a round without its decision is dropped this long after the solver's budget
     beat_s: float = 2.0  #: plans and holdings are restated this often
     node_timeout_s: float = 60.0  #: silence after which a node's leases end
     app_timeout_s: float = 60.0  #: silence after which an app without living tasks is left out of rounds
     admission_wait_s: float = 5.0  #: nodes have this long to enrol before an app is refused as too large
     seed: int = 0
+
+    @property
+    def solver_budget_s(self) -> float:
+        """How long the policy may take to decide."""
+        return self.policy_settings.solver_budget_ms / 1000.0
 
 
 # --- leases and GPUs ------------------------------------------------------------------------------------------------
@@ -252,6 +258,13 @@ class App(Struct, frozen=True):
         """Whether it takes part in rounds."""
         return isinstance(self.state, Active)
 
+    @property
+    def only(self) -> tuple[GpuId, ...] | None:
+        """The only GPUs it can use, if all its jobs are parked: each goes on where it is or not at all. None: any."""
+        if not self.jobs or not all(job.suspended for job in self.jobs):
+            return None
+        return tuple(sorted(gpu for job in self.jobs for gpu in job.gpus))
+
 
 # --- rounds ---------------------------------------------------------------------------------------------------------
 
@@ -283,7 +296,19 @@ class Bidding(Struct, frozen=True, tag=True):
     bids: dict[AppId, Bid]
 
 
-RoundState = Idle | Probing | Bidding
+class Deciding(Struct, frozen=True, tag=True):
+    """The policy decides, outside of the core, about `in_play`; what it answers is checked when it comes."""
+
+    started_at: float
+    deadline: float
+    rhos: dict[AppId, float]
+    offered: tuple[GpuId, ...]
+    bidders: tuple[AppId, ...]
+    silent: tuple[AppId, ...]  #: bidders that sent no bid before the deadline
+    in_play: tuple[GpuId, ...]  #: what is left of `offered` when the bids are in
+
+
+RoundState = Idle | Probing | Bidding | Deciding
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------

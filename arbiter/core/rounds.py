@@ -1,8 +1,9 @@
-"""The two phases of a round (PAPERS.md section 1): probe rho, offer, collect one bid each, allocate.
+"""The two phases of a round (PAPERS.md section 1): probe rho, offer, collect one bid each, have it decided.
 
 A round starts when GPUs can be assigned and an app wants some, at the arbiter's own pace; each phase has a deadline,
-and who is silent by then drops out of it and is recorded as such. The policy sees what is in play *when it decides*:
-a node lost or an app withdrawn in the meantime is no longer there.
+and who is silent by then drops out of it and is recorded as such. The policy sees what is in play *when the bids are
+in*: a node lost or an app withdrawn by then is no longer there. It decides away from the loop (`decisions`), and while
+it does everything goes on but rounds; a decision that does not come is waited for no longer than its deadline.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from arbiter.core import leases, model
-from arbiter.core.model import Bidding, Draining, Free, Gpu, Idle, Leased, Probing, State
+from arbiter.core import decisions, fairness, leases, model
+from arbiter.core.model import Bidding, Deciding, Gpu, Idle, Leased, Probing, State
 from arbiter.core.policies import POLICIES
-from arbiter.core.policy import Allocation, AppView, GpuView, Policy, View
-from arbiter.core.turn import Index, RoundRecord, Turn
+from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, Policy, View
+from arbiter.core.turn import Decide, Decided, Index, RoundRecord, Turn
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId
 
@@ -37,22 +38,25 @@ def advance(turn: Turn) -> None:
                 _offer(turn)
         case Bidding(deadline=deadline, awaited=awaited):
             if turn.now >= deadline or not awaited:
-                _allocate(turn)
+                _decide(turn)
+        case Deciding(deadline=deadline):
+            if turn.now >= deadline:
+                abort(turn, "its decision did not come in time", loudly=True)
         case _ as never:
             assert_never(never)
 
 
-def abort(turn: Turn, why: str) -> None:
-    """Drop the round in progress: its answers went to an arbiter that is no more."""
+def abort(turn: Turn, why: str, *, loudly: bool = False) -> None:
+    """Drop the round in progress, if there is one: what it waits for will not come, or too late."""
     if not isinstance(turn.state.phase, Idle):
-        turn.tell("rounds", f"round {turn.state.round} dropped: {why}")
+        turn.tell("rounds", f"round {turn.state.round} dropped: {why}", loudly=loudly)
         turn.state.phase = Idle(turn.now)
         turn.state.news = True
 
 
 def excuse(turn: Turn, app: AppId) -> None:
     """Wait no longer for an app that is over."""
-    if not isinstance(turn.state.phase, Idle):
+    if isinstance(turn.state.phase, Probing | Bidding):
         turn.state.phase.awaited.discard(app)
 
 
@@ -78,6 +82,20 @@ def take_bid(turn: Turn, bid: Bid) -> None:
         phase.bids[bid.app] = bid
 
 
+def take_decision(turn: Turn, decided: Decided) -> None:
+    """Close the round with what the policy decided; a decision of any other round or epoch changes nothing."""
+    state = turn.state
+    phase = state.phase
+    if not isinstance(phase, Deciding) or (decided.round, decided.epoch) != (state.round, state.epoch):
+        turn.tell("rounds", f"a decision of round {decided.round} was not used: that round is over", loudly=True)
+        return
+    outcomes = decisions.enact(turn, phase, decided.allocation)
+    state.phase = Idle(turn.now + state.settings.round_pause_s)
+    for outcome in outcomes:
+        turn.tell(outcome.app, f"round {state.round}: {outcome.reason}")
+    turn.effects.append(_record(turn, phase, decided.allocation, outcomes))
+
+
 def _asked(phase: Probing | Bidding, app: AppId) -> bool:
     return app in phase.awaited or app in (phase.rhos if isinstance(phase, Probing) else phase.bids)
 
@@ -85,7 +103,7 @@ def _asked(phase: Probing | Bidding, app: AppId) -> bool:
 def deadline(state: State, index: Index) -> float | None:
     """Return when the round needs a `Tick`, or None."""
     match state.phase:
-        case Probing(deadline=at) | Bidding(deadline=at):
+        case Probing(deadline=at) | Bidding(deadline=at) | Deciding(deadline=at):
             return at
         case Idle(not_before=not_before):
             if not index.active:
@@ -185,15 +203,17 @@ def _offer(turn: Turn) -> None:
         )
         turn.effects.append(Send(Party("app", state.apps[app_id].owner), offer))
     if not bidders:
-        _allocate(turn)
+        _decide(turn)
 
 
 def _offered(gpu: GpuView) -> OfferedGpu:
     return OfferedGpu(gpu.gpu, gpu.node, gpu.rack, gpu.slot)
 
 
-def _allocate(turn: Turn) -> None:
+def _decide(turn: Turn) -> None:
+    """Ask for the policy's decision on what is in play now."""
     state = turn.state
+    settings = state.settings
     phase = state.phase
     assert isinstance(phase, Bidding)
     offered = set(phase.offered)
@@ -201,58 +221,28 @@ def _allocate(turn: Turn) -> None:
     view = replace(view, offered=phase.bidders)
     present = {app.app for app in view.apps}
     bids = {app: bid for app, bid in phase.bids.items() if app in present}
-    allocation = policy_of(state).allocate(view, bids)
-    state.phase = Idle(turn.now + state.settings.round_pause_s)
-    _enact(turn, view, allocation)
-    for outcome in allocation.outcomes:
-        turn.tell(outcome.app, f"round {state.round}: {outcome.reason}")
-    turn.effects.append(_record(turn, phase, allocation))
+    turn.effects.append(Decide(state.round, state.epoch, settings.policy, settings.policy_settings, view, bids))
+    state.phase = Deciding(
+        started_at=phase.started_at,
+        deadline=turn.now + settings.solver_budget_s + settings.decide_grace_s,
+        rhos=phase.rhos,
+        offered=phase.offered,
+        bidders=phase.bidders,
+        silent=tuple(app for app in phase.bidders if app not in phase.bids),
+        in_play=tuple(gpu.gpu for gpu in view.gpus),
+    )
 
 
-def _enact(turn: Turn, view: View, allocation: Allocation) -> None:
-    """Derive the transitions by comparing desired with current; what the policy got wrong is not done."""
-    in_view = {gpu.gpu for gpu in view.gpus}
-    for stray in sorted(set(allocation.assign) - in_view):
-        turn.tell("rounds", f"the policy assigned {stray}, which was not in play; ignored", loudly=True)
-    for gpu_view in view.gpus:
-        gpu = turn.state.gpus[gpu_view.gpu]
-        winner = allocation.assign.get(gpu.id)
-        app = turn.state.apps.get(winner) if winner is not None else None
-        if winner is not None and (app is None or not app.active):
-            turn.tell("rounds", f"the policy gave {gpu.id} to {winner}, which is not active; ignored", loudly=True)
-            app = None
-        _move(turn, gpu, app)
-
-
-def _move(turn: Turn, gpu: Gpu, app: model.App | None) -> None:
-    number = turn.state.round
-    match gpu.state:
-        case Free():
-            if app is not None:
-                leases.grant(turn, gpu, app, round=number)
-        case Leased(lease):
-            if app is not None and app.id == lease.app:
-                leases.renew(turn, gpu, round=number)
-            elif app is not None:
-                leases.revoke(turn, gpu, f"round {number} gave it to {app.id}", promised_to=app.id, preempted=True)
-            else:
-                leases.revoke(turn, gpu, f"round {number} did not renew its lease", preempted=True)
-        case Draining():
-            raise AssertionError(f"{gpu.id} was in play while it drains")
-        case _ as never:
-            assert_never(never)
-
-
-def _record(turn: Turn, phase: Bidding, allocation: Allocation) -> RoundRecord:
+def _record(turn: Turn, phase: Deciding, allocation: Allocation, outcomes: tuple[Outcome, ...]) -> RoundRecord:
     return RoundRecord(
         round=turn.state.round,
         at=phase.started_at,
         took_s=turn.now - phase.started_at,
         asked=tuple(sorted(phase.rhos)),
         bidders=phase.bidders,
-        silent=tuple(app for app in phase.bidders if app not in phase.bids),
+        silent=phase.silent,
         gpus=phase.offered,
-        outcomes=allocation.outcomes,
+        outcomes=outcomes,
         proven=allocation.proven,
         facts=dict(allocation.facts),
     )
@@ -265,7 +255,7 @@ def make_view(turn: Turn, gpus: Iterator[Gpu], rhos: Mapping[AppId, float]) -> V
     """Return the frozen view of the apps that can use GPUs and the GPUs in play."""
     state = turn.state
     views = {gpu.id: _view_of(gpu) for gpu in gpus}
-    promised = _promised(state)
+    promised = leases.promised(state)
     active = (state.apps[app] for app in turn.index.active)
     ordered = sorted(active, key=lambda app: (app.arrived_at, app.id))
     apps = [_app_view(turn, app, views, promised.get(app.id, []), rhos) for app in ordered if _heard(turn, app)]
@@ -294,24 +284,9 @@ def _app_view(
         rho=rhos.get(app.id),
         kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
         renewable=tuple(gpu.id for gpu in held if gpu.id in in_play),
-        only=_bound_to(app),
+        only=app.only,
+        ideal_s=fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=apps_mean(turn.state, app, turn.now)),
     )
-
-
-def _bound_to(app: model.App) -> tuple[GpuId, ...] | None:
-    """Return the only GPUs an app can use, if all its jobs are parked: each goes on where it is or not at all."""
-    if not app.jobs or not all(job.suspended for job in app.jobs):
-        return None
-    return tuple(sorted(gpu for job in app.jobs for gpu in job.gpus))
-
-
-def _promised(state: State) -> dict[AppId, list[Gpu]]:
-    """Return, per app, the draining GPUs it has won: as good as held, and not to be won twice over."""
-    promised: dict[AppId, list[Gpu]] = {}
-    for gpu in state.gpus.values():
-        if isinstance(gpu.state, Draining) and gpu.state.promised_to is not None and leases.usable(state, gpu):
-            promised.setdefault(gpu.state.promised_to, []).append(gpu)
-    return promised
 
 
 def _view_of(gpu: Gpu) -> GpuView:

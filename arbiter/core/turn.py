@@ -16,9 +16,9 @@ from msgspec import Struct
 
 from arbiter.core import lifecycle, model
 from arbiter.core.model import Chapter, State
-from arbiter.core.policy import Outcome
+from arbiter.core.policy import Allocation, Outcome, Settings, View
 from protocol.core import Send
-from protocol.messages import AppId, GpuId, LeaseId, NodeId, TaskId
+from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TaskId
 
 #: Lines kept of one object's story: a day of rounds at the default lease is 144; the ledger keeps all of them.
 STORY_LENGTH_MAX = 64
@@ -26,8 +26,30 @@ STORY_LENGTH_MAX = 64
 STORIES_MAX = 20_000
 
 
+class Decide(Struct, frozen=True, tag=True):
+    """Effect: let the policy decide, away from the loop; what it answers comes back as `Decided`.
+
+    It is complete, and nobody changes what it holds. A repeated or lost one is no harm.
+    """
+
+    round: int
+    epoch: int
+    policy: str  #: a name in `POLICIES`
+    settings: Settings
+    view: View
+    bids: dict[AppId, Bid]
+
+
+class Decided(Struct, frozen=True, tag=True):
+    """Event: what the policy answered. Journaled, so that a replay decides nothing anew."""
+
+    round: int
+    epoch: int
+    allocation: Allocation
+
+
 class RoundRecord(Struct, frozen=True, tag=True):
-    """Effect: one round, for the ledger. `took_s` spans probe, offer, bids and allocation."""
+    """Effect: one round, for the ledger. `took_s` spans probe, offer, bids and decision."""
 
     round: int
     at: float
@@ -60,7 +82,7 @@ class Note(Struct, frozen=True, tag=True):
     what: str
 
 
-Effect = Send | RoundRecord | LeaseRecord | Note
+Effect = Send | Decide | RoundRecord | LeaseRecord | Note
 
 
 @dataclass

@@ -75,6 +75,26 @@ def test_an_explanation_names_who_won_instead() -> None:
     assert any("submitted" in line["what"] for line in told["story"])
 
 
+def test_an_explanation_says_that_the_round_is_being_decided() -> None:
+    counter = contended()
+    site, gpu = counter.site, gpu_id("n1", 0)
+    site.now += 80
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    site.app("bob-1")
+    assert counter.ask("explain", "bob-1")["waiting_for"] == ""
+    site.decides_late = True
+    site.play_round(site.wait(11))
+    for app in ("ana-1", "bob-1"):
+        told = counter.ask("explain", app)
+        assert told["waiting_for"] == f"the auction of round {site.arbiter.state.round} is being solved"
+        assert told["next_round_s"] is None
+    site.decide()
+    told = counter.ask("explain", "bob-1")
+    assert "being solved" not in told["waiting_for"]
+    assert told["next_round_s"] is not None
+
+
 def test_the_explanation_of_a_gpu_is_its_story() -> None:
     told = contended().ask("explain", gpu_id("n1", 0))
     assert any("granted to ana-1" in line["what"] for line in told["story"])

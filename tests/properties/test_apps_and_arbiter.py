@@ -1,8 +1,8 @@
 """App agents and the arbiter, core to core, on a bus that loses, repeats and reorders, and with restarts.
 
-The nodes are imaginary and obey at once; the two cores are the real ones. Safety holds at every instant (each core
-validates itself, and a node asserts that no GPU runs two tasks); when the faults end, every app finishes with nothing
-lost.
+The nodes are imaginary and obey at once; the two cores are the real ones. What the policy decides is late, lost and
+repeated like any message. Safety holds at every instant (each core validates itself, and a node asserts that no GPU
+runs two tasks); when the faults end, every app finishes with nothing lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from msgspec.structs import replace
 from app_agent.core.host import AppHost, Submit
 from app_agent.core.spec import AppSpec
 from arbiter.core.arbiter import Arbiter
+from arbiter.core.decisions import decide
 from arbiter.core.model import ArbiterSettings
+from arbiter.core.turn import Decide, Decided
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     ARBITER,
@@ -35,7 +37,14 @@ from protocol.messages import (
 from tests.support.app_harness import spec_of
 
 SETTINGS = ArbiterSettings(
-    lease_s=20.0, renewal_lead_s=4.0, round_pause_s=0.5, probe_s=1.0, bid_s=1.0, beat_s=1.0, admission_wait_s=1.0
+    lease_s=20.0,
+    renewal_lead_s=4.0,
+    round_pause_s=0.5,
+    probe_s=1.0,
+    bid_s=1.0,
+    decide_grace_s=1.0,
+    beat_s=1.0,
+    admission_wait_s=1.0,
 )
 STEP_S = 0.25
 
@@ -151,6 +160,8 @@ class World:
     def _carry(self, sender: Party, effects: object) -> None:
         assert isinstance(effects, list)
         for effect in effects:
+            if isinstance(effect, Decide):
+                self._post(ARBITER, ARBITER, decide(effect))
             if isinstance(effect, Send):
                 self._post(sender, effect.to, effect.message)
                 if isinstance(effect.message, AppReport):
@@ -196,6 +207,8 @@ class World:
     def _deliver(self, sender: Party, to: Party, message: object) -> None:
         if isinstance(message, NodePlan):
             self.machines[message.node].obey(message)
+        elif isinstance(message, Decided):
+            self._carry(ARBITER, self.arbiter.handle(message, self.now))
         elif to == ARBITER:
             self._carry(ARBITER, self.arbiter.handle(Received(sender, message), self.now))  # type: ignore[arg-type]
         else:

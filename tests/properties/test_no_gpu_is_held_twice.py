@@ -1,8 +1,8 @@
 """Whatever is lost, late, repeated or restarted: no GPU is ever used by two tasks, and in calm everything finishes.
 
 The nodes here are naive on purpose: they start what the newest plan says without looking whether the GPU is empty,
-so that only the arbiter stands between two apps. Messages wait in piles and are delivered in any order, repeatedly or
-never; the arbiter restarts from its snapshot and journal at any moment.
+so that only the arbiter stands between two apps. Messages and decisions wait in piles and are delivered in any order,
+repeatedly or never; the arbiter restarts from its snapshot and journal at any moment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arbiter.core.arbiter import Arbiter, Configured, Event
+from arbiter.core.decisions import decide
 from arbiter.core.model import ArbiterSettings, Settled, Up
+from arbiter.core.turn import Decide, Decided
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     AnyMessage,
@@ -43,6 +45,7 @@ SETTINGS = ArbiterSettings(
     round_pause_s=1.0,
     probe_s=1.0,
     bid_s=1.0,
+    decide_grace_s=4.0,
     beat_s=3.0,
     node_timeout_s=25.0,
     app_timeout_s=1e6,
@@ -175,6 +178,7 @@ class World:
         self.apps = {name: SimpleApp(name) for name in APPS}
         self.piles: dict[str, list[AnyMessage]] = defaultdict(list)
         self.up: list[tuple[Party, AnyMessage]] = []
+        self.decided: list[Decided] = []
         self.arbiter = Arbiter()
         self.journal: list[tuple[float, Event]] = []
         self.saved = self.arbiter.snapshot()
@@ -187,6 +191,8 @@ class World:
         for effect in self.arbiter.handle(event, self.now):
             if isinstance(effect, Send):
                 self.piles[effect.to.user].append(effect.message)
+            elif isinstance(effect, Decide):
+                self.decided.append(decide(effect))
         self.arbiter.validate()
 
     def lead(self) -> None:
@@ -210,6 +216,13 @@ class World:
         if self.up:
             sender, message = self.up[which % len(self.up)] if keep else self.up.pop(which % len(self.up))
             self.handle(Received(sender, message))
+
+    def close(self, which: int, *, keep: bool = False, lose: bool = False) -> None:
+        """Let the arbiter hear one of the decisions it has asked for, or never."""
+        if self.decided:
+            decided = self.decided[which % len(self.decided)] if keep else self.decided.pop(which % len(self.decided))
+            if not lose:
+                self.handle(decided)
 
     def deliver(self, user: str, which: int, *, keep: bool) -> None:
         pile = self.piles[user]
@@ -271,22 +284,31 @@ class World:
             case 9:
                 self.train()
             case 10:
-                self.breathe(silent=node.name if pick % 3 == 0 else "")
-            case 11 | 12:
-                self.hear(pick, keep=command == 12)
-            case 13:
-                self.hear(0, keep=False)
+                self.breathe(silent=node.name if pick % 3 == 0 else "", thinking=pick % 2 == 0)
+            case 11 | 12 | 13:
+                self.hear(0 if command == 13 else pick, keep=command == 12)
             case 14:
-                app.gives_back = True
-                self.tell(Party("app", app.name.split("-")[0]), app.report())
+                self.give_back(app, everything=pick % 4 == 0)
             case 15:  # an app that does not wait for its old attempt to leave
                 app.attempt, app.gpus = app.attempt + 1, tuple(sorted(app.leases)[:1])
                 self.tell(Party("app", app.name.split("-")[0]), app.report())
+            case 16 | 17 | 18:
+                self.close(pick, keep=command == 17, lose=command == 18)
             case _:
                 pass
 
-    def breathe(self, *, silent: str = "") -> None:
-        """One second in which nothing is lost: everyone (but `silent`) reports and every message arrives in order."""
+    def give_back(self, app: SimpleApp, *, everything: bool) -> None:
+        """An app gives back what it holds, or gives up; that is heard at once."""
+        app.gives_back, app.done = True, app.done or everything
+        self.tell(Party("app", app.name.split("-")[0]), app.report())
+        if everything:
+            self.hear(-1, keep=False)
+
+    def breathe(self, *, silent: str = "", thinking: bool = False) -> None:
+        """One second in which nothing is lost: everyone (but `silent`) reports and every message arrives in order.
+
+        So does every decision, unless the policy is `thinking`.
+        """
         self.now += 1.0
         self.handle(Tick())
         for node in self.nodes.values():
@@ -297,6 +319,8 @@ class World:
         for _again in range(4):
             while self.up:
                 self.hear(0, keep=False)
+            while self.decided and not thinking:
+                self.close(0)
             for user in sorted(self.piles):
                 while self.piles[user]:
                     self.deliver(user, 0, keep=False)
@@ -315,7 +339,7 @@ class World:
 
 
 #: What happens next; quiet seconds are frequent, or nothing would ever get far enough to go wrong.
-COMMANDS = st.sampled_from([*range(16), *[10] * 6, *[13] * 3])
+COMMANDS = st.sampled_from([*range(19), *[10] * 6, *[13] * 3])
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,7 +1,7 @@
 """A harness for the arbiter's core: say an event, look at the effects; everything is validated after every event.
 
 `Site` plays nodes and apps by hand. Nodes obey the newest plan when told to `comply`; apps answer probes with a rho
-and offers with rows given by the test.
+and offers with rows given by the test. The policy decides at once, or when told to if `decides_late`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event
+from arbiter.core.decisions import decide
 from arbiter.core.model import ArbiterSettings, Draining, Free, Leased
-from arbiter.core.turn import Note, RoundRecord
+from arbiter.core.turn import Decide, Note, RoundRecord
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     AppId,
@@ -66,6 +67,8 @@ class Site:
         self.plans: dict[str, NodePlan] = {}
         self.node_sizes: dict[str, int] = {}
         self.busy: dict[str, TaskStatus] = {}
+        self.decides_late = False
+        self.undecided: list[Decide] = []
         self.lead(settings)
 
     # --- the core ---------------------------------------------------------------------------------------------------
@@ -77,7 +80,14 @@ class Site:
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.message, NodePlan):
                 self.plans[effect.message.node] = effect.message
-        return effects
+            if isinstance(effect, Decide):
+                self.undecided.append(effect)
+        return effects if self.decides_late else effects + self.decide()
+
+    def decide(self) -> list[Effect]:
+        """Let the policy answer all that it was asked."""
+        asked, self.undecided = self.undecided, []
+        return [effect for each in asked for effect in self.handle(decide(each))]
 
     def lead(self, settings: ArbiterSettings | None = None) -> list[Effect]:
         if settings is not None:

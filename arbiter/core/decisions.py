@@ -1,0 +1,156 @@
+"""A round's decision: what the policy wants, and what can be done of it when it comes.
+
+A policy may take seconds to decide, so it decides away from the loop, on a frozen view (`decide`), and the world goes
+on meanwhile. What it wants is therefore checked against what is so *then* (`enact`): a GPU that left play, an app that
+is over, a gang that lost a GPU. A policy may be late or wrong, a grant may not. What cannot be done is left as it is
+and said; the next round has it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from arbiter.core import leases, model
+from arbiter.core.model import Deciding, Draining, Free, Gpu, Leased
+from arbiter.core.policies import POLICIES
+from arbiter.core.policy import Allocation, Clock, Outcome
+from arbiter.core.turn import Decide, Decided, Turn
+from protocol.messages import AppId, GpuId, NodeId
+
+
+def decide(effect: Decide, clock: Clock | None = None) -> Decided:
+    """Let the policy decide: bounded by the policy's own budget only, so for any thread but the loop's.
+
+    Without a `clock` (seconds, whatever their origin) it is pure, and the budget is counted in steps alone.
+    """
+    policy = POLICIES[effect.policy](effect.settings)
+    return Decided(effect.round, effect.epoch, policy.allocate(effect.view, effect.bids, clock))
+
+
+def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome, ...]:
+    """Derive the transitions by comparing desired with current; return the outcomes as they have become.
+
+    What the policy got wrong is not done, and neither is what has become impossible since it was asked.
+    """
+    asked = set(phase.in_play)
+    for stray in sorted(set(allocation.assign) - asked):
+        turn.tell("rounds", f"the policy assigned {stray}, which was not in play; ignored", loudly=True)
+    desired = {gpu: app for gpu, app in sorted(allocation.assign.items()) if gpu in asked}
+    here = {gpu.id: gpu for gpu in leases.in_play(turn) if gpu.id in asked}
+    withheld = _withheld(turn, here, desired)
+    for (app, why), gpus in _grouped((desired[gpu], why, gpu) for gpu, why in withheld.items()):
+        turn.tell("rounds", f"round {turn.state.round} gave {gpus} to {app} in vain: {why}", loudly=True)
+    turn.state.news = turn.state.news or bool(withheld)
+    outcomes = tuple(_as_it_became(outcome, here, desired, withheld) for outcome in allocation.outcomes)
+    for gpu_id, gpu in here.items():
+        if gpu_id not in withheld:
+            winner = desired.get(gpu_id)
+            _move(turn, gpu, None if winner is None else turn.state.apps[winner])
+    return outcomes
+
+
+def _move(turn: Turn, gpu: Gpu, app: model.App | None) -> None:
+    number = turn.state.round
+    match gpu.state:
+        case Free():
+            if app is not None:
+                leases.grant(turn, gpu, app, round=number)
+        case Leased(lease):
+            if app is not None and app.id == lease.app:
+                leases.renew(turn, gpu, round=number)
+            elif app is not None:
+                leases.revoke(turn, gpu, f"round {number} gave it to {app.id}", promised_to=app.id, preempted=True)
+            else:
+                leases.revoke(turn, gpu, f"round {number} did not renew its lease", preempted=True)
+        case Draining():
+            raise AssertionError(f"{gpu.id} was in play while it drains")
+        case _ as never:
+            assert_never(never)
+
+
+# --- what cannot be done --------------------------------------------------------------------------------------------
+
+
+def _withheld(turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId]) -> dict[GpuId, str]:
+    """Return the GPUs that do not go to whom they were given, each with a clause on why."""
+    reasons = {gpu: "it is no longer in play" for gpu in desired if gpu not in here}
+    shares: dict[AppId, list[Gpu]] = defaultdict(list)
+    for gpu_id, app_id in desired.items():
+        if gpu_id in here:
+            shares[app_id].append(here[gpu_id])
+    promised = leases.promised(turn.state)
+    for app_id, share in shares.items():
+        app = turn.state.apps.get(app_id)
+        if app is None or not app.active:
+            reasons |= {gpu.id: "that app is over" for gpu in share}
+            continue
+        kept = [gpu for gpu in leases.held(turn, app_id) if gpu.id not in here] + promised.get(app_id, [])
+        usable = {gpu.id for gpu in _usable(app, share, kept)}
+        reasons |= {gpu.id: "that app has no use for it any more" for gpu in share if gpu.id not in usable}
+    return dict(sorted(reasons.items()))
+
+
+def _usable(app: model.App, share: Sequence[Gpu], kept: Sequence[Gpu]) -> list[Gpu]:
+    """Return what `app` can use of its share: whole gangs on each node with what it keeps there, in all what it wants.
+
+    Nodes where it holds more of its share come first: there it need not move.
+    """
+    room = app.demand_max - len(kept)
+    kept_on = Counter(gpu.node for gpu in kept)
+    by_node: dict[NodeId, list[Gpu]] = defaultdict(list)
+    for gpu in sorted(share, key=lambda gpu: (_rank(gpu, app.id), gpu.id)):
+        if app.only is None or gpu.id in app.only:
+            by_node[gpu.node].append(gpu)
+    usable: list[Gpu] = []
+    for node in sorted(by_node, key=lambda node: (-sum(_rank(gpu, app.id) == 0 for gpu in by_node[node]), node)):
+        counts = range(min(len(by_node[node]), room - len(usable)), 0, -1)
+        count = next((count for count in counts if (kept_on[node] + count) % app.gang == 0), 0)
+        usable += by_node[node][:count]
+    return usable
+
+
+def _rank(gpu: Gpu, app: AppId) -> int:
+    """Return how soon `app` can have a GPU: 0 it holds it, 1 it is free, 2 somebody must leave it."""
+    match gpu.state:
+        case Leased(lease):
+            return 0 if lease.app == app else 2
+        case _:
+            return 1
+
+
+def _as_it_became(
+    outcome: Outcome, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId], withheld: Mapping[GpuId, str]
+) -> Outcome:
+    """Return an outcome without what could not be done, which its reason then says."""
+    missed = [(withheld[gpu], "", gpu) for gpu in outcome.gpus if gpu in withheld]
+    spared = [
+        (withheld[gpu], desired[gpu], gpu)
+        for gpu in withheld
+        if gpu in here and _holder(here[gpu]) == outcome.app != desired[gpu]
+    ]
+    clauses = [f"{gpus} could not be given when this was decided: {why}" for (why, _), gpus in _grouped(missed)]
+    clauses += [f"it keeps {gpus} for now, decided for {winner}: {why}" for (why, winner), gpus in _grouped(spared)]
+    if not clauses:
+        return outcome
+    return replace(
+        outcome,
+        gpus=tuple(gpu for gpu in outcome.gpus if gpu not in withheld),
+        reason="; ".join([outcome.reason, *clauses]),
+        rho_next=None if missed else outcome.rho_next,
+    )
+
+
+def _grouped(items: Iterable[tuple[str, str, GpuId]]) -> list[tuple[tuple[str, str], str]]:
+    """Return each pair of keys once, sorted, with the names of its GPUs."""
+    groups: dict[tuple[str, str], list[GpuId]] = defaultdict(list)
+    for one, other, gpu in items:
+        groups[one, other].append(gpu)
+    return [(keys, ", ".join(gpus)) for keys, gpus in sorted(groups.items())]
+
+
+def _holder(gpu: Gpu) -> AppId | None:
+    return gpu.state.lease.app if isinstance(gpu.state, Leased) else None

@@ -1,0 +1,77 @@
+"""The thread in which policies decide, so that the loop of the arbiter never waits for a decision."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+from msgspec.structs import replace
+
+from arbiter.core.auction.compiled import COMPILED
+from arbiter.core.auction.instance import warm_up
+from arbiter.core.decisions import decide
+from arbiter.core.turn import Decide, Decided
+
+_log = structlog.get_logger("solver")
+
+
+class Solver:
+    """Answers `Decide`, one at a time; of those that wait only the newest, as the others' rounds are over."""
+
+    def __init__(self) -> None:
+        """Begin with nothing to decide."""
+        self._newest: Decide | None = None
+        self._asked = asyncio.Event()
+
+    def ask(self, effect: Decide) -> None:
+        """Have this decided as soon as the thread is free; returns at once."""
+        self._newest = effect
+        self._asked.set()
+
+    async def warm_up(self, on_alive: Callable[[], None] | None = None) -> None:
+        """Have the auction's loops compiled, which takes a minute at the first start and half a second after it."""
+        if not COMPILED:
+            _log.warning("solver.slow", why="numba is not installed; auctions are solved some 50 times slower")
+            return
+        begun = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, thread_name_prefix="solver") as thread:
+            compiling = loop.run_in_executor(thread, warm_up)
+            while not (await asyncio.wait([compiling], timeout=1.0))[0]:
+                if on_alive is not None:
+                    on_alive()
+            compiling.result()
+        _log.info("solver.ready", took_s=round(time.perf_counter() - begun, 1))
+
+    async def run(self, post: Callable[[Decided], None]) -> None:
+        """Hand each decision to `post`, until cancelled. An exception in a policy is our own bug and ends it.
+
+        A decision in hand cannot be interrupted: its thread ends with it, and the process not before.
+        """
+        loop = asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, thread_name_prefix="solver")
+        try:
+            while True:
+                post(await loop.run_in_executor(thread, decide_timed, await self._next()))
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _next(self) -> Decide:
+        while self._newest is None:
+            self._asked.clear()
+            await self._asked.wait()
+        effect, self._newest = self._newest, None
+        return effect
+
+
+def decide_timed(effect: Decide) -> Decided:
+    """Decide, and add to the allocation's facts how long it took: `solver_ms`, of the wall clock."""
+    begun = time.perf_counter()
+    decided = decide(effect, time.perf_counter)
+    solver_ms = (time.perf_counter() - begun) * 1000.0
+    _log.debug("round.decided", round=effect.round, solver_ms=round(solver_ms, 3))
+    allocation = replace(decided.allocation, facts={**decided.allocation.facts, "solver_ms": solver_ms})
+    return replace(decided, allocation=allocation)

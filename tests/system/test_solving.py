@@ -1,0 +1,298 @@
+"""A policy that takes its time: the arbiter's daemon hears, answers and restates meanwhile, on one loop and one bus."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from arbiter.config import ArbiterConfig
+from arbiter.core.model import ArbiterSettings
+from arbiter.core.policies import POLICIES
+from arbiter.core.policies.fifo import Fifo
+from arbiter.core.policies.themis import Themis
+from arbiter.core.policy import Allocation, Clock, Settings, View
+from arbiter.core.turn import Decide, Decided
+from arbiter.daemon import run_arbiter
+from arbiter.ledger import Ledger
+from arbiter.solver import Solver
+from protocol.bus.memory import MemoryBroker, MemoryBus
+from protocol.core import Connected, Received, Send, Tick
+from protocol.messages import (
+    ARBITER,
+    Answer,
+    AnyMessage,
+    AppId,
+    AppReport,
+    Bid,
+    BidRow,
+    Level,
+    NodeId,
+    NodePlan,
+    NodeReport,
+    Offer,
+    Party,
+    Probe,
+    ProbeReply,
+    Query,
+    TenantId,
+)
+from protocol.shell import Shell
+from tests.support.arbiter_site import gpu_status
+from tests.support.auctions import app_of, bid_of, gpus_of, view_of
+
+BEAT_S = 0.1
+SOLVE_S = 2.0
+#: Of the loop, and so of everything that the arbiter hears, answers and restates.
+PAUSE_S_MAX = 0.25
+#: For what must come: the limit is for a broken build, not for timing.
+PATIENCE_S = 30.0
+NODES, APPS = 4, 8
+SETTINGS = ArbiterSettings(
+    policy="slow", probe_s=0.5, bid_s=0.5, round_pause_s=60.0, beat_s=BEAT_S, admission_wait_s=0.0
+)
+
+
+class Played:
+    """A participant: says something every beat, and answers what it is told."""
+
+    def __init__(self, say: Callable[[], AnyMessage], reply: Callable[[AnyMessage], AnyMessage | None]) -> None:
+        self._say, self._reply = say, reply
+        self._at = 0.0
+
+    def handle(self, event: Received | Tick | Connected, now: float) -> Sequence[Send]:
+        if isinstance(event, Received):
+            reply = self._reply(event.message)
+            return [] if reply is None else [Send(ARBITER, reply)]
+        self._at = now + BEAT_S
+        return [Send(ARBITER, self._say(), beat=isinstance(event, Tick))]
+
+    def deadline(self) -> float | None:
+        return self._at
+
+
+class Heard:
+    """When plans and answers came, and when the loop was free, by its own clock."""
+
+    def __init__(self) -> None:
+        self.free: list[float] = []
+        self.plans: list[float] = []
+        self.answers: list[tuple[float, float]] = []  #: when asked, and when answered
+        self.said: list[str] = []  #: in each answer, what `o1-1` waits for
+        self.granted = asyncio.Event()
+        self._asked: dict[str, float] = {}
+
+    async def look(self) -> None:
+        while True:
+            self.free.append(time.monotonic())
+            await asyncio.sleep(0.005)
+
+    def plan(self, plan: NodePlan) -> None:
+        self.plans.append(time.monotonic())
+        if plan.leases:
+            self.granted.set()
+
+    def query(self) -> Query:
+        query = Query(f"q{len(self._asked)}", "explain", "o1-1")
+        self._asked[query.query_id] = time.monotonic()
+        return query
+
+    def answer(self, message: AnyMessage) -> None:
+        if isinstance(message, Answer) and not message.error:
+            self.answers.append((self._asked[message.query_id], time.monotonic()))
+            self.said.append(msgspec.json.decode(message.document)["waiting_for"])
+
+
+def node(number: int, heard: Heard) -> Played:
+    seqs = itertools.count(1)
+    applied = [0, 0]
+
+    def obey(message: AnyMessage) -> None:
+        if isinstance(message, NodePlan):
+            heard.plan(message)
+            applied[:] = [message.epoch, message.seq]
+
+    def report() -> NodeReport:
+        gpus = tuple(gpu_status(f"n{number}", index, (), ()) for index in range(2))
+        return NodeReport(NodeId(f"n{number}"), "r1", "boot", 1, next(seqs), applied[0], applied[1], gpus, ())
+
+    return Played(report, obey)
+
+
+def app(number: int) -> Played:
+    name, seqs = AppId(f"o{number}-1"), itertools.count(1)
+
+    def reply(message: AnyMessage) -> AnyMessage | None:
+        match message:
+            case Probe():
+                return ProbeReply(name, message.round, 1.0)
+            case Offer():
+                return Bid(name, message.round, 1.0, (BidRow(1, "cluster", 0.5),))
+            case _:
+                return None
+
+    return Played(lambda: AppReport(name, TenantId("t"), "train", next(seqs), "active", 1, 1, ()), reply)
+
+
+@asynccontextmanager
+async def site(folder: Path, heard: Heard, settings: ArbiterSettings = SETTINGS) -> AsyncIterator[None]:
+    bus = MemoryBus(MemoryBroker())
+
+    async def perform(_: object) -> None:
+        raise AssertionError("nothing but Send is played")
+
+    players = {Party("node", f"n{number}"): node(number, heard) for number in range(NODES)}
+    players |= {Party("app", f"o{number}"): app(number) for number in range(APPS)}
+    players[Party("app", "asker")] = Played(heard.query, heard.answer)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(run_arbiter(ArbiterConfig(state_dir=str(folder), arbiter=settings), bus))]
+        for party, core in players.items():
+            tasks.append(group.create_task(Shell(core, bus, party, perform=perform).run()))
+        tasks.append(group.create_task(heard.look()))
+        yield
+        for task in tasks:
+            task.cancel()
+
+
+class Solve:
+    """A policy that works before it answers, and when."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.begun = asyncio.Event()
+        self.began = self.ended = 0.0
+        self._work = work
+        self._loop = asyncio.get_running_loop()
+
+    def policy(self, settings: Settings) -> Fifo:
+        return _Slow(settings, self)
+
+    def run(self) -> None:
+        self.began = time.monotonic()
+        self._loop.call_soon_threadsafe(self.begun.set)
+        self._work()
+        self.ended = time.monotonic()
+
+    def longest(self, times: Sequence[float]) -> float:
+        """The longest time in this work without any of `times`."""
+        inside = (at for at in times if self.began < at < self.ended)
+        return max(b - a for a, b in itertools.pairwise([self.began, *inside, self.ended]))
+
+
+class _Slow(Fifo):
+    def __init__(self, settings: Settings, solve: Solve) -> None:
+        super().__init__(settings)
+        self._solve = solve
+
+    def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
+        self._solve.run()
+        return super().allocate(view, bids)
+
+
+def sleep() -> None:
+    time.sleep(SOLVE_S)
+
+
+def burn() -> None:
+    until, count = time.monotonic() + SOLVE_S, 0
+    while time.monotonic() < until:
+        count += 1
+
+
+def auction() -> None:
+    """Auctions of 256 GPUs among 60 apps with gangs of five sizes, in which the solver runs to its budget."""
+    until = time.monotonic() + SOLVE_S
+    cluster = gpus_of(*[8] * 32, slots=2, racks=4)
+    apps = [app_of(f"a{index}", gang=1 + index % 5) for index in range(60)]
+    bids = {app.app: bid_of(app.app, 1.0 + index / 7, *_rows(app.gang, index)) for index, app in enumerate(apps)}
+    view = replace(view_of(cluster, apps), offered=tuple(bids))
+    while time.monotonic() < until:
+        Themis(Settings(solver_budget_ms=500.0)).allocate(view, bids)
+
+
+def _rows(gang: int, index: int) -> list[tuple[int, Level, float]]:
+    levels: tuple[Level, ...] = ("machine", "rack", "cluster")
+    return [
+        (gangs * gang, level, (1.0 + index / 7) / (1 + gangs * gang * (0.9 - 0.13 * rank + index / 173)))
+        for gangs in range(1, 8)
+        for rank, level in enumerate(levels)
+    ]
+
+
+@pytest.mark.parametrize("work", [sleep, burn, auction])
+async def test_a_policy_that_decides_for_seconds_delays_nothing_but_its_round(
+    work: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, solve = Heard(), Solve(work)
+    monkeypatch.setitem(POLICIES, "slow", solve.policy)
+    async with site(tmp_path, heard):
+        await heard.granted.wait()
+    assert solve.ended - solve.began >= SOLVE_S
+    assert solve.longest(heard.free) < PAUSE_S_MAX
+    assert solve.longest(heard.plans) < BEAT_S + PAUSE_S_MAX
+    assert solve.longest([answered for _, answered in heard.answers]) < BEAT_S + PAUSE_S_MAX
+    waits_s = [answered - asked for asked, answered in heard.answers if solve.began < asked < answered < solve.ended]
+    assert max(waits_s) < PAUSE_S_MAX
+    assert "round 1 is being solved" in heard.said
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        (record,) = ledger.rounds(limit=9)
+    assert record.facts["solver_ms"] >= SOLVE_S * 1000
+    assert record.took_s >= SOLVE_S
+
+
+async def test_an_arbiter_stops_at_once_while_a_policy_decides_and_the_next_one_decides_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck = threading.Event()
+    try:
+        solve = Solve(stuck.wait)
+        monkeypatch.setitem(POLICIES, "slow", solve.policy)
+        async with asyncio.timeout(PATIENCE_S), site(tmp_path, Heard()):
+            await solve.begun.wait()
+        assert not solve.ended
+        again = Heard()
+        monkeypatch.setitem(POLICIES, "slow", Fifo)
+        async with asyncio.timeout(PATIENCE_S), site(tmp_path, again):
+            await again.granted.wait()
+        assert not solve.ended
+    finally:
+        stuck.set()
+
+
+async def test_an_error_of_a_policy_ends_the_arbiter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setitem(POLICIES, "slow", Solve(fail).policy)
+    with pytest.RaisesGroup(pytest.RaisesExc(ZeroDivisionError, match="a bug of ours")):
+        async with asyncio.timeout(PATIENCE_S), site(tmp_path, Heard()):
+            await asyncio.Event().wait()
+
+
+async def test_of_the_decisions_that_wait_only_the_newest_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = threading.Event()
+    solve = Solve(stuck.wait)
+    monkeypatch.setitem(POLICIES, "slow", solve.policy)
+    made: asyncio.Queue[Decided] = asyncio.Queue()
+    solver = Solver()
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        running = group.create_task(solver.run(made.put_nowait))
+        solver.ask(asked(1))
+        await solve.begun.wait()
+        solver.ask(asked(2))
+        solver.ask(asked(3))
+        stuck.set()
+        assert [(await made.get()).round for _ in range(2)] == [1, 3]
+        running.cancel()
+    assert made.empty()
+
+
+def asked(number: int) -> Decide:
+    return Decide(number, 1, "slow", Settings(), view_of((), ()), {})
