@@ -8,12 +8,14 @@ wrong, a grant may not. Nothing outside `policies/` asks which policy runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
 
 from protocol.messages import AppId, Bid, GpuId, Level, NodeId, TenantId
+
+Clock = Callable[[], float]
 
 
 class GpuView(Struct, frozen=True):
@@ -39,6 +41,7 @@ class AppView(Struct, frozen=True):
     kept: tuple[GpuView, ...]  #: GPUs it holds whose leases are not in play
     renewable: tuple[GpuId, ...]  #: GPUs in play that it holds now
     only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any (a parked job that cannot move)
+    ideal_s: float = 0.0  #: T_id, from the T_cluster that it reports; 0: not known
 
     @property
     def want(self) -> int:
@@ -62,10 +65,49 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     """Knobs of the policies, from the arbiter's configuration."""
 
     fairness_knob: float = 0.8  #: f of PAPERS.md section 1: the (1 - f) fraction with the worst rho bids
+    #: For the auction, its explanation included. Counted in steps of work, so that equal rounds end equally whatever
+    #: the machine is doing; when it runs out, the round's `Allocation.facts` and its reasons say so.
     solver_budget_ms: float = 500.0
     #: "idle": what hidden payments leave stays free for a round when no app outside the auction can use it; bidders
     #: cannot gain by lying. "bidders": it is given back to them; no GPU idles, but over-reporting can pay.
     leftover: str = "bidders"
+
+
+class Change(Struct, frozen=True):
+    """A change, of this one thing, after which an app would have won GPUs; `auction.explain.changed` makes it.
+
+    `kind` says what the figures mean; those of other kinds are None.
+
+    - ``rho``: a row, for `gpus` new GPUs at `level`, of this `rho` or less; or for the counts in `nodes`;
+    - ``fewer``: a row for so many `gpus` only, at `level`, of the `rho` it bid for more of them;
+    - ``looser``: a row for `gpus` at this looser `level`, of the `rho` it bid for a tighter one;
+    - ``gang``: gangs of this size;
+    - ``free``: this many more `gpus` in play on `node`;
+    - ``move``: the use of any GPU, not of certain ones only.
+    """
+
+    kind: str
+    text: str  #: one sentence
+    verified: bool  #: the auction was solved with this change and the app won; otherwise it is an estimate
+    gpus: int | None = None
+    level: Level | None = None
+    rho: float | None = None
+    gang: int | None = None
+    node: NodeId | None = None
+    nodes: tuple[tuple[NodeId, int], ...] = ()
+
+
+class Loss(Struct, frozen=True):
+    """Why an app that bid won nothing, or keeps less than it won.
+
+    `binding` names the constraint: ``rows`` (no row betters its rho), ``gpus`` (in the cluster), ``node``, ``slot``,
+    ``rack`` (holes of that kind), ``restriction`` (its own: `only`, or its bid's level beside what it keeps),
+    ``price`` (others gain more), ``lot`` (others gain as much), ``payment`` (hidden payment).
+    """
+
+    binding: str
+    text: str  #: one sentence
+    changes: tuple[Change, ...] = ()  #: the smallest of each kind that is known to help, most to the point first
 
 
 class Outcome(Struct, frozen=True):
@@ -79,6 +121,8 @@ class Outcome(Struct, frozen=True):
     fraction: float = 1.0  #: c_i
     rho_now: float | None = None
     rho_next: float | None = None  #: as bid, for what it got
+    fraction_gap: float = 0.0  #: log c_i may be so much lower: its leave-one-out problem is known no better
+    loss: Loss | None = None
 
 
 class Allocation(Struct, frozen=True):
@@ -86,8 +130,9 @@ class Allocation(Struct, frozen=True):
 
     assign: Mapping[GpuId, AppId]
     outcomes: tuple[Outcome, ...]
-    proven: bool = True  #: the solver proved its optimum (always true for policies without one)
-    facts: Mapping[str, float] = {}  #: figures for the round's record (gap, solver_ms is added by the shell)
+    proven: bool = True  #: the solver proved its optima (always true for policies without one)
+    #: Figures for the round's record; how long it took is added by who has a clock.
+    facts: Mapping[str, float] = {}
 
 
 class Admission(Struct, frozen=True):
@@ -108,6 +153,9 @@ class Policy(Protocol):
         """Return who sees the offer; empty for no auction."""
         ...
 
-    def allocate(self, view: View, bids: Mapping[AppId, Bid]) -> Allocation:
-        """Return the desired assignment of the GPUs in play."""
+    def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
+        """Return the desired assignment of the GPUs in play.
+
+        `clock` tells seconds, whatever their origin, where the caller has one: only to hold a search to its budget.
+        """
         ...

@@ -9,12 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from arbiter.core.auction.solve import STEPS_PER_MS
 from arbiter.core.placement import LOOSENESS, locality
 from arbiter.core.policies import POLICIES
 from arbiter.core.policies.themis import Themis
 from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, Settings, View
 from protocol.messages import LEVELS, AppId, Bid
 from tests.support.auctions import app_of, bid_of, gpus_of, view_of
+
+pytestmark = pytest.mark.usefixtures("compiled_auction")
 
 everywhere = pytest.mark.parametrize("name", sorted(POLICIES))
 Themis_bids = Mapping[AppId, Bid]
@@ -158,6 +161,61 @@ def test_a_loser_is_told_who_won_and_which_row_lost() -> None:
     assert "its best row, 1 GPU more, would have brought rho from 8 to 4" in outcomes["o-1"].reason
 
 
+def test_a_loser_is_told_what_bound_it_and_the_smallest_change_that_would_have_won() -> None:
+    view = view_of(gpus_of(1), apps_with(8.0, 9.0))
+    rich = bid_of("o-0", 8.0, (1, "cluster", 1.0))
+    poor = bid_of("o-1", 9.0, (1, "cluster", 6.0))
+    policy = Themis(Settings(fairness_knob=0.0))
+    outcome = settled(view, policy.allocate(view, {rich.app: rich, poor.app: poor}))["o-1"]
+    assert outcome.loss is not None
+    assert (outcome.loss.binding, outcome.loss.changes[0].rho) == ("price", 1.124)
+    assert outcome.loss.text in outcome.reason
+    assert "a rho of 1.124 instead of 6 with 1 GPU more would have won them" in outcome.reason
+
+
+def test_a_winner_that_keeps_less_than_it_won_is_told_what_it_costs_the_others() -> None:
+    outcomes = [outcome for seed in range(10) for outcome in play(*contested(seed=seed)).values()]
+    paid = [outcome for outcome in outcomes if outcome.loss is not None]
+    assert paid
+    for outcome in paid:
+        assert outcome.loss is not None
+        assert outcome.loss.binding == "payment"
+        assert f"product of the others' values is {outcome.fraction:.3g} of what it would be" in outcome.reason
+
+
+def test_the_record_of_a_round_has_the_auctions_figures() -> None:
+    view = view_of(gpus_of(2), [app_of("o-1", rho=6.0, demand_max=2)])
+    bids = {app.app: linear_bid(app, 2) for app in view.apps}
+    allocation = Themis(Settings()).allocate(view, bids)
+    facts = dict(allocation.facts)
+    assert allocation.proven
+    assert facts["sum_log_v"] == pytest.approx(-math.log(2.0)) == pytest.approx(facts["upper_bound"])
+    assert (facts["gap"], facts["worst_gap"], facts["proven"], facts["proven_payments"]) == (0.0, 0.0, 1.0, 1.0)
+    assert (facts["bidders"], facts["winners"], facts["out_of_budget"], facts["idle"]) == (1.0, 1.0, 0.0, 0.0)
+    assert facts["steps"] > 0.0
+
+
+def test_a_round_whose_budget_ran_out_says_so_and_bounds_what_it_missed() -> None:
+    gpus = gpus_of(*[4] * 8)
+    apps = [app_of(f"o-{i:02}", rho=10.0 + i / 7) for i in range(20)]
+    levels = [("machine", 1.0), ("rack", 1.13), ("cluster", 1.4)]
+    bids = {
+        app.app: bid_of(
+            app.app, app.rho or 0.0, *((k, level, slow * 9.0 / k**0.9) for k in range(1, 9) for level, slow in levels)
+        )  # type: ignore[misc]
+        for app in apps
+    }
+    view = view_of(gpus, apps)
+    hasty = Themis(Settings(fairness_knob=0.0, solver_budget_ms=1e-6)).allocate(view, bids)
+    patient = Themis(Settings(fairness_knob=0.0, solver_budget_ms=1e5)).allocate(view, bids)
+    assert not hasty.proven
+    assert hasty.facts["out_of_budget"] == 1.0
+    assert hasty.facts["sum_log_v"] < patient.facts["sum_log_v"] <= hasty.facts["upper_bound"]
+    assert all("the solver's budget ran out" in outcome.reason for outcome in settled(view, hasty).values())
+    assert patient.proven
+    assert patient.facts["steps_explaining"] <= 0.25 * 0.8e5 * STEPS_PER_MS
+
+
 def test_an_app_that_did_not_bid_is_told_the_cutoff_and_the_winners() -> None:
     outcomes = play(view_of(gpus_of(1), apps_with(9.0, 1.5)))
     assert "its rho 1.5 being not above 9" in outcomes["o-1"].reason
@@ -212,17 +270,17 @@ def test_a_gang_that_no_leftover_fits_is_told_the_largest_hole() -> None:
     assert "it needs a gang of 4 on one node, and the largest hole is 3" in outcomes["o-1"].reason
 
 
-def contested(knob: float = 0.0) -> tuple[View, Settings]:
+def contested(seed: int = 7) -> tuple[View, str, Settings]:
     """Two apps that both want both GPUs and pay for it, so that GPUs are left over by payment."""
-    return view_of(gpus_of(2), apps_with(8.0, 8.0)), Settings(fairness_knob=knob)
+    return view_of(gpus_of(2), apps_with(8.0, 8.0), seed=seed), "themis", Settings(fairness_knob=0.0)
 
 
 def test_what_payments_leave_goes_back_to_bidders_or_idles_as_the_setting_says() -> None:
     dealt: dict[str, Counter[int]] = {"idle": Counter(), "bidders": Counter()}
     for leftover, seen in dealt.items():
         for seed in range(30):
-            view, knobs = contested()
-            outcomes = play(replace(view, seed=seed), knobs=replace(knobs, leftover=leftover))
+            view, name, knobs = contested(seed)
+            outcomes = play(view, name, replace(knobs, leftover=leftover))
             seen[sum(len(outcome.gpus) for outcome in outcomes.values())] += 1
     assert dealt["bidders"] == {2: 30}
     assert set(dealt["idle"]) == {0, 1, 2}

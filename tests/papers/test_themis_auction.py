@@ -10,22 +10,24 @@ import math
 
 import pytest
 
-from arbiter.core.auction.payments import partial_allocation
-from tests.support.auctions import app_of, bid_of, gpus_of, problem_of
+from arbiter.core.auction.bids import Award, Settlement
+from tests.support.auctions import app_of, bid_of, entry_of, gpus_of, settle
+
+pytestmark = pytest.mark.usefixtures("compiled_auction")
 
 A = bid_of("A", 4.0, (1, "cluster", 2.0), (2, "cluster", 1.0))
 B = bid_of("B", 6.0, (1, "cluster", 2.0), (2, "cluster", 1.5))
 
 
-def auction(seed: int):  # type: ignore[no-untyped-def]
-    result = partial_allocation(problem_of(gpus_of(2), [app_of("A"), app_of("B")], [A, B], seed=seed))
+def auction(seed: int) -> tuple[Settlement, dict[str, Award]]:
+    result = settle(entry_of(gpus_of(2), [app_of("A"), app_of("B")], [A, B], seed=seed))
     return result, {award.app: award for award in result.awards}
 
 
 def test_the_proportionally_fair_allocation_maximises_the_product() -> None:
     result, awards = auction(seed=1)
     assert {app: len(award.won) for app, award in awards.items()} == {"A": 1, "B": 1}
-    assert math.exp(result.value) == pytest.approx(6.0)
+    assert math.exp(result.solved.value) == pytest.approx(6.0)
 
 
 def test_each_keeps_what_the_others_have_with_it_over_what_they_would_have_without() -> None:

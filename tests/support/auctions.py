@@ -1,17 +1,21 @@
-"""Small auctions: makers of problems, and an oracle that tries everything."""
+"""Small auctions: makers of rounds, and an oracle that deals the GPUs in every way there is."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
-from arbiter.core.auction.problem import Bidder, Problem, build
+from arbiter.core.auction import bids, instance
+from arbiter.core.auction.bids import Entry, Settlement
+from arbiter.core.auction.solve import Budget
 from arbiter.core.placement import LOOSENESS, locality
 from arbiter.core.policy import AppView, GpuView, View
-from protocol.messages import LEVELS, AppId, Bid, BidRow, GpuId, Level, NodeId, RoundId, TenantId
+from protocol.messages import LEVELS, AppId, Bid, BidRow, ExplicitRow, GpuId, Level, NodeId, RoundId, TenantId
 
-AMPLE = 10_000_000
+#: Steps enough for every auction here.
+AMPLE = 100_000_000
 
 
 def gpus_of(*sizes: int, slots: int = 1, racks: int = 1, first: int = 0) -> tuple[GpuView, ...]:
@@ -52,48 +56,64 @@ def view_of(gpus: Iterable[GpuView], apps: Iterable[AppView], seed: int = 7) -> 
     return View(round=1, seed=seed, lease_s=60.0, cluster_gpus=64, gpus=tuple(gpus), apps=tuple(apps))
 
 
-def bid_of(name: str, rho_none: float, *rows: tuple[int, Level, float], only: Sequence[GpuId] | None = None) -> Bid:
-    found = tuple(BidRow(gpus, level, rho) for gpus, level, rho in rows)
-    return Bid(AppId(name), RoundId(1), rho_none, found, None if only is None else tuple(only))
+def bid_of(
+    name: str,
+    rho_none: float,
+    *rows: tuple[int, Level, float],
+    only: Sequence[GpuId] | None = None,
+    explicit: Sequence[tuple[Mapping[str, int], float]] = (),
+) -> Bid:
+    return Bid(
+        AppId(name),
+        RoundId(1),
+        rho_none,
+        tuple(BidRow(gpus, level, rho) for gpus, level, rho in rows),
+        None if only is None else tuple(only),
+        tuple(ExplicitRow(tuple((NodeId(node), n) for node, n in new.items()), rho) for new, rho in explicit),
+    )
 
 
-def problem_of(
-    gpus: Sequence[GpuView], apps: Sequence[AppView], bids: Sequence[Bid], *, work: int = AMPLE, seed: int = 7
-) -> Problem:
-    return build(view_of(gpus, apps, seed), {bid.app: bid for bid in bids}, work=work)
+def entry_of(gpus: Sequence[GpuView], apps: Sequence[AppView], bids_: Sequence[Bid], *, seed: int = 7) -> Entry:
+    return bids.enter(view_of(gpus, apps, seed), {bid.app: bid for bid in bids_})
+
+
+def settle(entry: Entry, steps: int = AMPLE) -> Settlement:
+    return bids.settle(entry, Budget(steps))
 
 
 # --- the oracle -----------------------------------------------------------------------------------------------------
 
 
-def worth(bidder: Bidder, gpus: Sequence[GpuView]) -> list[float]:
-    """worth[mask]: the greatest gain from any part of the GPUs in `mask`, straight from what a row promises."""
+def worth(app: AppView, bid: Bid, gpus: Sequence[GpuView]) -> list[float]:
+    """worth[mask]: the greatest gain (log V over nothing) from any part of the GPUs in `mask`, as the bid says."""
     values = [0.0] * (1 << len(gpus))
     for mask in range(1, len(values)):
         members = [gpu for bit, gpu in enumerate(gpus) if mask >> bit & 1]
         values[mask] = max(values[mask & ~(1 << bit)] for bit in range(len(gpus)) if mask >> bit & 1)
-        if bidder.only is None or all(gpu.gpu in bidder.only for gpu in members):
-            values[mask] = max(values[mask], _exactly(bidder, members))
+        if all(gpu.gpu in only for gpu in members for only in (app.only, bid.only) if only is not None):
+            values[mask] = max(values[mask], _exactly(app, bid, members))
     return values
 
 
-def _exactly(bidder: Bidder, members: Sequence[GpuView]) -> float:
-    nodes = {gpu.node for gpu in members}
-    union = [*bidder.kept, *members]
-    if any(sum(gpu.node == node for gpu in union) % bidder.gang for node in nodes):
+def _exactly(app: AppView, bid: Bid, members: Sequence[GpuView]) -> float:
+    by_node = Counter(gpu.node for gpu in members)
+    kept = Counter(gpu.node for gpu in app.kept)
+    if len(members) > app.want or any((kept[node] + count) % app.gang for node, count in by_node.items()):
         return 0.0
-    spread = LOOSENESS[locality(union)]
-    return max((r.gain for r in bidder.rows if r.new == len(members) and LOOSENESS[r.level] >= spread), default=0.0)
+    spread = LOOSENESS[locality([*app.kept, *members])]
+    count = len(app.kept) + len(members)
+    plain = (row.rho for row in bid.rows if row.gpus == count and LOOSENESS[row.level] >= spread)
+    named = (row.rho for row in bid.explicit if dict(row.new) == by_node)
+    return max([0.0, *(math.log(bid.rho_none / rho) for rho in (*plain, *named))])
 
 
-def best_value(problem: Problem, skip: int | None = None) -> float:
-    """The greatest sum of gains over all ways to deal the GPUs, bidder `skip` left out."""
-    total = [0.0] * (1 << len(problem.gpus))
-    for index, bidder in enumerate(problem.bidders):
-        if index == skip:
-            continue
-        values = worth(bidder, problem.gpus)
-        total = [_best_split(total, values, mask) for mask in range(len(total))]
+def best_value(view: View, bids_: Mapping[AppId, Bid], skip: AppId | None = None) -> float:
+    """The greatest sum of gains over all ways to deal the GPUs, the app `skip` left out."""
+    total = [0.0] * (1 << len(view.gpus))
+    for app in view.apps:
+        if app.app in bids_ and app.app != skip:
+            values = worth(app, bids_[app.app], view.gpus)
+            total = [_best_split(total, values, mask) for mask in range(len(total))]
     return total[-1]
 
 
@@ -108,8 +128,10 @@ def _best_split(total: list[float], values: list[float], mask: int) -> float:
 # --- chance ---------------------------------------------------------------------------------------------------------
 
 
-def random_problem(seed: int, *, gpus_max: int = 7, bidders_max: int = 5, work: int = AMPLE) -> Problem:
-    """A small auction with everything in it: gangs, kept GPUs, levels, named GPUs, ties and absurd values."""
+def random_round(seed: int, *, gpus_max: int = 7, bidders_max: int = 5) -> tuple[View, dict[AppId, Bid]]:
+    """A small round with everything in it: gangs, kept and held GPUs, levels, named GPUs, explicit rows, ties and
+    absurd values.
+    """
     dice = random.Random(seed)
     sizes: list[int] = []
     while sum(sizes) < gpus_max - 1:
@@ -118,29 +140,46 @@ def random_problem(seed: int, *, gpus_max: int = 7, bidders_max: int = 5, work: 
     cluster = gpus_of(*sizes, slots=dice.choice((1, 2)), racks=racks)
     elsewhere = gpus_of(2, 2, racks=racks, first=len(sizes))
     apps: list[AppView] = []
-    bids: list[Bid] = []
+    found: list[Bid] = []
     kept_pool = list(cluster[: dice.choice((0, 0, 1, 2))])
     offered = [gpu for gpu in cluster if gpu not in kept_pool]
+    held_pool = [gpu.gpu for gpu in dice.sample(offered, k=dice.choice((0, 0, 2, len(offered))))]
     kept_pool += elsewhere
     for index in range(dice.randint(1, bidders_max)):
         gang = dice.choice((1, 1, 1, 2, 3))
         kept = [kept_pool.pop(0) for _ in range(dice.choice((0, 0, 0, 1, 2))) if kept_pool]
+        held = [held_pool.pop() for _ in range(dice.choice((0, 0, 1, 2))) if held_pool]
         base = dice.choice((1.0, 1.0, 1e-9, 1e9, 37.5))
         only = dice.sample([gpu.gpu for gpu in offered], k=min(len(offered), dice.randint(0, 3)))
         rows = [
-            (len(kept) + new, level, base * dice.choice((0.9, 0.5, 0.25, 0.1, round(dice.random(), 2) + 0.01)))
+            (len(kept) + new, level, base * _share(dice))
             for new in range(1, len(offered) + 2)
             for level in dice.sample(LEVELS, k=dice.randint(1, 4))
             if dice.random() < 0.6
         ]
+        bound = only if dice.random() < 0.25 else None
+        explicit = [(_some_of(offered, dice), base * _share(dice)) for _ in range(dice.choice((0, 0, 0, 1, 3)))]
         name = f"a{index}"
-        apps.append(app_of(name, gang=gang, kept=kept))
-        bids.append(bid_of(name, base, *rows, only=only if dice.random() < 0.25 else None))
+        apps.append(app_of(name, gang=gang, kept=kept, renewable=held))
+        found.append(bid_of(name, base, *rows, only=bound, explicit=explicit))
         if dice.random() < 0.2:
             apps.append(app_of(name + "twin", gang=gang, kept=[]))
-            bids.append(bid_of(name + "twin", base, *rows))
-    return problem_of(offered, apps, bids, work=work, seed=seed)
+            found.append(bid_of(name + "twin", base, *rows))
+    return view_of(offered, apps, seed), {bid.app: bid for bid in found}
 
 
-def log_sum(values: Iterable[float]) -> float:
-    return math.fsum(values)
+def _share(dice: random.Random) -> float:
+    return dice.choice((0.9, 0.5, 0.25, 0.1, round(dice.random(), 2) + 0.01))
+
+
+def _some_of(gpus: Sequence[GpuView], dice: random.Random) -> Mapping[str, int]:
+    return Counter(gpu.node for gpu in dice.sample(list(gpus), k=dice.randint(1, len(gpus))))
+
+
+def random_entry(seed: int, *, gpus_max: int = 7, bidders_max: int = 5) -> Entry:
+    return bids.enter(*random_round(seed, gpus_max=gpus_max, bidders_max=bidders_max))
+
+
+def compile_all() -> None:
+    """Compile the loops (or read them from the cache) outside of the tests' time limits."""
+    instance.warm_up()

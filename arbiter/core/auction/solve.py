@@ -1,406 +1,363 @@
-"""The proportionally fair allocation: maximise the sum of gains over all bidders, each GPU to at most one.
+"""Solving one auction: the best allocation, and the best without each winner, each with an upper bound.
 
-How it works. Forget where the GPUs are: then only their number T binds, and the linear relaxation is solved by taking
-the steepest steps of each bidder's concave hull until T GPUs are used. The steepness where they run out is the price
-lambda of a GPU; a choice's *loss* is what it falls short of its bidder's best at that price. An allocation is worth the
-relaxed optimum less the losses of its choices, so choices with a large loss cannot be part of a good one. The search
-admits choices up to a loss `beta`, bounds what is left by a table (bidders x GPUs, exact but for where they are), goes
-through the allocations best first, asks `Packer` whether they can stand side by side, and widens `beta` until the best
-one found is proven best. Work is counted in steps, never in time; when it runs out the best found is returned with the
-bound.
+Stages, each only for what the one before left open, and only as far as the budget goes:
 
-*Source:* Themis (NSDI 2020), Pseudocode 1: G_pf = argmax prod_i V_i(G_i).
+1. enumerate what loses little against the relaxation with one price for all GPUs (`kernel.explore`);
+2. repair allocations by ruin and recreate, and explore again with prices of scarce machines and racks from a linear
+   programme (`prices`), which make the bound tight where machines or racks are what binds;
+3. a mixed-integer programme on the few options that can still matter (`exact`).
+
+Work is counted in steps, so that equal input gives equal output on every machine; a clock, if the caller has one, is
+a safeguard that only ever ends the search early.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Hashable, Iterator, Sequence
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
-from msgspec import Struct
-from numpy.typing import NDArray
 
-from arbiter.core.auction.packing import Kind, Need, Packer
-from arbiter.core.auction.problem import TOLERANCE, Bidder, Problem
-from arbiter.core.policy import GpuView
+from arbiter.core.auction import kernel
+from arbiter.core.auction.compiled import COMPILED
+from arbiter.core.auction.exact import search
+from arbiter.core.auction.prices import Priced, Pricing
+from arbiter.core.auction.problem import TOLERANCE, Floats, Ints, Problem
 
-#: An allocation must be better by this to replace another; below it, floating-point sums in another order differ.
-STEP_UP = 1e-10
-#: Losses admitted, one after the other; beyond, all that can still matter.
-BETAS = (1e-9, 1e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+#: Steps of work per millisecond, low enough that a budget in steps is kept on a slow core too.
+STEPS_PER_MS = 30_000 if COMPILED else 300
+#: Steps that the first attempt at each problem may take: most are closed by far less.
+FIRST_STEPS = 60_000
+#: Below this gap of the whole problem prices come before repair.
+EXPLORED_ENOUGH = 0.05
+#: Steps for one problem, and nodes for one packing question, in each round.
+STEPS = (200_000, 1_000_000, 5_000_000, 25_000_000, 125_000_000, 4_000_000_000)
+NODES = (2_000, 2_000, 10_000, 50_000, 200_000, 200_000)
+#: No call of the kernel takes more than one part in so many of the budget, as the clock is asked in between.
+CALLS_MIN = 12
+#: Repairs in a row that improve nothing before another problem gets its turn.
+STALE_MAX = 5
+#: Shares of the budget: for the whole problem at first, for all others after that, and of what is left then for the
+#: programme on the whole one.
+SHARES, HASTY_SHARES = (0.4, 0.2, 0.8), (0.1, 0.2, 0.4)
+#: The whole problem, which every payment hangs on, may take so many times more.
+WHOLE_WEIGHT = 4
 
 
-class Option(NamedTuple):
-    """One useful row of a bid: so many new GPUs, bound so, for that gain."""
-
-    gpus: int
-    gain: float
-    need: Need
+#: A budget below this is one that a round waits for: then gaps this small are good enough after this part of it, and
+#: after twice that part the whole problem's gap alone decides.
+HASTY_MS, HASTY_PART = 800.0, 0.12
+GOOD_GAP, GOOD_WORST_GAP = 0.008, 0.03
 
 
-class Solution(Struct, frozen=True):
-    """An allocation by choices: `picks[bidder]` is an index into its options, -1 for nothing.
+@dataclass
+class Budget:
+    """How much may be done: `steps` counted by the search and, where there is a clock, `seconds_left` told by it.
 
-    `value` is the sum of gains, `upper` a proven bound on any allocation's; `proven` says they are equal.
+    Without a clock equal input gives equal output on every machine, and the mixed-integer programme, whose work cannot
+    be counted beforehand, is left out.
     """
 
-    picks: tuple[int, ...]
-    value: float
-    upper: float
-    proven: bool
-    work: int
+    steps: int
+    seconds_left: Callable[[], float] | None = None
+    hasty: bool = False  #: whether to stop early with small gaps, as somebody waits
+    spent: int = 0
+
+    @classmethod
+    def of(cls, milliseconds: float, clock: Callable[[], float] | None = None) -> Budget:
+        """Return the budget of that much time from now on; `clock` gives seconds, whatever their origin."""
+        steps = int(min(milliseconds * STEPS_PER_MS, 2**60))
+        hasty = milliseconds < HASTY_MS
+        if clock is None:
+            return cls(steps, hasty=hasty)
+        end = clock() + milliseconds / 1e3
+        return cls(steps, lambda: end - clock(), hasty)
 
     @property
-    def gap(self) -> float:
-        """How much better another allocation might be, at most (a sum of logarithms)."""
-        return max(0.0, self.upper - self.value)
+    def left(self) -> int:
+        """Steps left; 0 when the clock says so."""
+        if self.seconds_left is not None and self.seconds_left() <= 0.0:
+            return 0
+        return max(0, self.steps - self.spent)
 
 
-def solve(problem: Problem) -> Solution:
-    """Return the proportionally fair allocation of `problem`, or the best found within its work."""
-    return Auctioneer(problem).solve(work=problem.work)
+@dataclass
+class Solved:
+    """The answers. Arrays by bidder have one more row, the last: the whole problem.
 
-
-class Auctioneer:
-    """Solves one problem, whole and with one bidder left out; what it learns about packing serves all of them."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.packer = Packer(problem.gpus, problem.bidders)
-        self.options = [self._options_of(index, bidder) for index, bidder in enumerate(problem.bidders)]
-        #: Bidders of equal type can exchange their picks without changing anything else.
-        self.types = _numbered([(self.packer.anchor_of(index), *options) for index, options in enumerate(self.options)])
-        self._steps = sorted(
-            (-slope, index, count) for index in range(len(self.options)) for slope, count in _hull(self.options[index])
-        )
-        self._flatten()
-
-    def _options_of(self, index: int, bidder: Bidder) -> list[Option]:
-        options: list[Option] = []
-        for row in bidder.rows:
-            need = self.packer.need(index, row, bidder.gang)
-            if need is not None:
-                options.append(Option(row.new, row.gain, need))
-        return _undominated(options)
-
-    def _flatten(self) -> None:
-        """Lay all options of all bidders out in flat arrays, each bidder's nothing first."""
-        sizes = [len(options) + 1 for options in self.options]
-        self._starts: NDArray[np.intp] = np.concatenate(([0], np.cumsum(sizes)[:-1])).astype(np.intp)
-        self._owner = np.repeat(np.arange(len(sizes)), sizes)
-        self._pick = np.concatenate([np.arange(-1, size - 1) for size in sizes]) if sizes else np.zeros(0, dtype=int)
-        flat = (
-            [(0, 0.0)]
-            if not sizes
-            else [pair for options in self.options for pair in [(0, 0.0), *((o.gpus, o.gain) for o in options)]]
-        )
-        self._count: NDArray[np.float64] = np.array([count for count, _ in flat], dtype=float)
-        self._gain: NDArray[np.float64] = np.array([gain for _, gain in flat], dtype=float)
-
-    # --- the relaxation ---------------------------------------------------------------------------------------------
-
-    def _price(self, skip: int | None) -> float:
-        """Return lambda: the steepness of the step that uses the last GPU, 0 when they do not run out."""
-        left = len(self.problem.gpus)
-        for minus_slope, index, count in self._steps:
-            if index != skip:
-                left -= count
-                if left <= 0:
-                    return -minus_slope
-        return 0.0
-
-    def relax(self, skip: int | None) -> Relaxed:
-        """Return the relaxed optimum without bidder `skip`."""
-        price = self._price(skip)
-        net = self._gain - price * self._count
-        best = np.maximum.reduceat(net, self._starts)
-        loss = best[self._owner] - net
-        if skip is not None:
-            best = np.delete(best, skip)
-            loss[self._owner == skip] = np.inf
-        return Relaxed(price * len(self.problem.gpus) + float(best.sum()), loss)
-
-    # --- the search -------------------------------------------------------------------------------------------------
-
-    def solve(self, *, work: int, skip: int | None = None, start: Solution | None = None) -> Solution:
-        """Return the best allocation without bidder `skip`.
-
-        `start` is an allocation to improve on (its pick for `skip` is dropped); `work` bounds the search in steps.
-        """
-        if not self.options or (skip is not None and len(self.options) == 1):
-            return Solution((-1,) * len(self.options), 0.0, 0.0, True, 0)
-        best = self._start(skip, start)
-        relaxed = self.relax(skip)
-        upper, spent, exhausted = relaxed.upper, 0, False
-        for beta in (*BETAS, np.inf):
-            search = Enumeration(self, relaxed, beta, skip, best, work - spent)
-            best, bound = search.run()
-            upper = min(upper, bound)
-            spent += search.work
-            exhausted = search.exhausted
-            if exhausted or upper - self._value(best) <= TOLERANCE:
-                break
-            if start is None and beta == BETAS[0]:
-                best = self._grown(best, skip)
-        value = self._value(best)
-        proven = upper - value <= TOLERANCE
-        return Solution(tuple(best), value, value if proven else max(upper, value), proven, spent)
-
-    def _start(self, skip: int | None, start: Solution | None) -> list[int]:
-        picks = [-1] * len(self.options) if start is None else list(start.picks)
-        if skip is not None:
-            picks[skip] = -1
-        return picks
-
-    def _value(self, picks: list[int]) -> float:
-        return sum(self.options[index][pick].gain for index, pick in enumerate(picks) if pick >= 0)
-
-    def _grown(self, picks: list[int], skip: int | None) -> list[int]:
-        """Return `picks`, each step taken that still fits, steepest first: a start that the search can only better."""
-        picks = list(picks)
-        left = len(self.problem.gpus) - sum(self.options[i][p].gpus for i, p in enumerate(picks) if p >= 0)
-        ranked = sorted(
-            (-option.gain / option.gpus, index, pick)
-            for index, options in enumerate(self.options)
-            for pick, option in enumerate(options)
-            if index != skip
-        )
-        for _, index, pick in ranked:
-            option, before = self.options[index][pick], picks[index]
-            had = self.options[index][before] if before >= 0 else None
-            more = option.gpus - (had.gpus if had else 0)
-            if left == 0 or more > left or (had and had.gain >= option.gain):
-                continue
-            picks[index] = pick
-            if self.packer.fits(self.needs(picks)):
-                left -= more
-            else:
-                picks[index] = before
-        return picks
-
-    def needs(self, picks: list[int] | tuple[int, ...]) -> tuple[Need, ...]:
-        """Return what `picks` ask of the packing, in its order; those that are a matter of counting left out."""
-        chosen = (self.options[index][pick].need for index, pick in enumerate(picks) if pick >= 0)
-        return tuple(sorted(need for need in chosen if need.kind is not Kind.ANY))
-
-    def place(self, picks: tuple[int, ...]) -> dict[int, tuple[GpuView, ...]]:
-        """Return the GPUs of each bidder that `picks` give any."""
-        wanted = {index: self.options[index][pick].need for index, pick in enumerate(picks) if pick >= 0}
-        counts = {index: self.options[index][pick].gpus for index, pick in enumerate(picks) if pick >= 0}
-        placed = self.packer.place(wanted, self.problem.bidders)
-        assert all(len(placed[index]) == count for index, count in counts.items())
-        return placed
-
-
-class Relaxed(NamedTuple):
-    """The relaxed optimum, an upper bound, and the loss of each option (flat)."""
-
-    upper: float
-    loss: NDArray[np.float64]
-
-
-class Taker(NamedTuple):
-    """The next bidder that takes something, those between taking nothing; `minus_worth` bounds what follows."""
-
-    minus_worth: float
-    position: int
-    pick: int
-    option: Option
-
-
-class Branch(NamedTuple):
-    """An allocation to be completed: its takers so far ended with bidder `index`."""
-
-    takers: Iterator[Taker]
-    bidder: int
-    left: int
-    value: float
-    needs: list[Need]
-
-
-class Enumeration:
-    """Goes through all allocations whose choices lose at most `beta` each, best first, and keeps the best that packs.
-
-    Nothing may always be chosen, so that a completion exists.
+    `picks[p, i]` is bidder i's option in problem p or -1, `spots[p, i]` where its pieces or block are; `values`,
+    `uppers` the sums of gains and their bounds; `twin[i]` is the row that answers for the problem without i.
     """
 
-    def __init__(
-        self, auctioneer: Auctioneer, relaxed: Relaxed, beta: float, skip: int | None, best: list[int], budget: int
-    ) -> None:
-        self._auctioneer = auctioneer
-        self._options = auctioneer.options
-        self._best = best
-        self._best_value = auctioneer._value(best)
-        # No choice that loses more than what the best found lacks to the bound can be part of a better one.
-        self._complete = beta >= relaxed.upper - self._best_value
-        self._floor = relaxed.upper - beta
-        self._tau = max(self._best_value + STEP_UP, self._floor - STEP_UP)
+    problem: Problem
+    picks: Ints
+    spots: Ints
+    values: Floats
+    uppers: Floats
+    twin: Ints
+    budget: Budget
+
+    @property
+    def whole(self) -> int:
+        """The row of the whole problem."""
+        return len(self.twin)
+
+    @property
+    def value(self) -> float:
+        """The sum of gains of the allocation found."""
+        return float(self.values[self.whole])
+
+    @property
+    def upper(self) -> float:
+        """A bound on every allocation's sum of gains, never below `value`."""
+        return max(self.value, float(self.uppers[self.whole]))
+
+    def without(self, bidder: int) -> tuple[float, float]:
+        """Return (value, upper bound) of the best allocation without this bidder."""
+        row = self.twin[bidder]
+        value = float(self.values[row])
+        return value, max(value, float(self.uppers[row]))
+
+    def open(self) -> list[int]:
+        """Return the rows that are not proven, the whole problem first."""
+        rows = [self.whole, *(i for i in range(self.whole) if self.twin[i] == i)]
+        return [row for row in rows if self.uppers[row] - self.values[row] > TOLERANCE]
+
+    @property
+    def worst_gap(self) -> float:
+        """The greatest gap of all the problems."""
+        rows = [self.whole, *(i for i in range(self.whole) if self.twin[i] == i)]
+        return max(0.0, *(float(self.uppers[row] - self.values[row]) for row in rows))
+
+
+def solve(problem: Problem, budget: Budget, *, seed: int = 0) -> Solved:
+    """Return the best allocation and the best without each winner, as far as the budget goes."""
+    return _Solver(problem, budget, seed).run()
+
+
+def best(problem: Problem, budget: Budget) -> tuple[float, float, Ints]:
+    """Return (value, upper bound, option per bidder or -1) of the whole problem alone, by the first stage only."""
+    solver = _Solver(problem, budget, 0)
+    out = solver.first(budget.steps, 0)
+    return out.value, out.upper, out.picks[out.whole]
+
+
+def exercise(problem: Problem) -> None:
+    """Run every stage on a problem, needed or not, so that all loops are compiled."""
+    solver = _Solver(problem, Budget.of(1000.0, lambda: 0.0), 0)
+    solver.improve()
+    solver.run()
+    solver.settle(np.zeros(0, dtype=np.int64))
+
+
+class _Solver:
+    def __init__(self, problem: Problem, budget: Budget, seed: int) -> None:
+        count = problem.bidders
+        wide = int(problem.options.pieces.max(initial=1)) or 1
+        self._problem = problem
         self._budget = budget
-        self._packed_before = auctioneer.packer.steps
-        self._nodes = 0
-        self._unsure = False
-        self.exhausted = False
-        self._choose_variables(relaxed.loss <= beta + STEP_UP, skip)
-
-    @property
-    def work(self) -> int:
-        """Steps done: nodes of the search, rows of the table, and steps of packing."""
-        return self._nodes + self._auctioneer.packer.steps - self._packed_before
-
-    def _choose_variables(self, admitted: NDArray[np.bool_], skip: int | None) -> None:
-        owners, picks = self._auctioneer._owner[admitted].tolist(), self._auctioneer._pick[admitted].tolist()
-        chosen: dict[int, list[int]] = {}
-        for owner, pick in zip(owners, picks, strict=True):
-            if pick >= 0:
-                chosen.setdefault(owner, []).append(pick)
-        types = self._auctioneer.types
-        # Big gains first, so that the bound bites early; equal types side by side, so that symmetry can be broken.
-        self._order = sorted(
-            (index for index in chosen if index != skip),
-            key=lambda index: (-self._options[index][chosen[index][0]].gain, types[index], index),
+        self._seed = seed
+        self._keys = np.zeros(kernel.MEMO, dtype=np.uint64)
+        self._answers = np.zeros(kernel.MEMO, dtype=np.int8)
+        self._work = np.zeros(1, dtype=np.int64)
+        self._priced: dict[int, Priced] = {}
+        self._repairs = 0
+        self._others_priced = False
+        self._out = Solved(
+            problem,
+            picks=np.full((count + 1, count), -1, dtype=np.int64),
+            spots=np.full((count + 1, count, wide), -1, dtype=np.int64),
+            values=np.zeros(count + 1),
+            uppers=np.full(count + 1, self._most()),
+            twin=np.full(count, count, dtype=np.int64),
+            budget=budget,
         )
-        self._choices = [[(pick, self._options[index][pick]) for pick in chosen[index]] for index in self._order]
-        self._twin = [
-            position > 0 and types[index] == types[self._order[position - 1]]
-            for position, index in enumerate(self._order)
-        ]
 
-    def run(self) -> tuple[list[int], float]:
-        """Return the best allocation known and an upper bound on every allocation."""
-        total = len(self._auctioneer.problem.gpus)
-        self._completion = self._table(total)
-        bound = self._completion[0][total]
-        if bound >= self._tau:
-            self._enumerate(total)
-        if self.exhausted or self._unsure:
-            return self._best, bound if self._complete else max(bound, self._floor)
-        # All that was left out is worth less than the floor, or than the best found.
-        return self._best, self._best_value if self._complete else max(self._best_value, self._floor)
+    def _most(self) -> float:
+        """Return what all bidders would gain if nobody were in another's way."""
+        options = self._problem.options
+        most = np.zeros(self._problem.bidders)
+        np.maximum.at(most, np.repeat(np.arange(len(most)), np.diff(options.off)), options.gain)
+        return float(most.sum())
 
-    def _table(self, total: int) -> list[list[float]]:
-        """Return table[j][u]: the most that the bidders from j on gain with u GPUs, wherever these are."""
-        row = np.zeros(total + 1)
-        table = [row.tolist()]
-        for choices in reversed(self._choices):
-            better = row.copy()
-            for _, option in choices:
-                np.maximum(
-                    better[option.gpus :], row[: total + 1 - option.gpus] + option.gain, out=better[option.gpus :]
-                )
-            row = better
-            table.append(row.tolist())
-            self._nodes += 1
-        table.reverse()
-        return table
+    def run(self) -> Solved:
+        """Go through the stages as far as needed and allowed."""
+        out = self._out
+        if len(self._problem.options.new):
+            whole = min(FIRST_STEPS, self._budget.left // 4)
+            self.first(whole, min(whole // 2, self._budget.left // (2 * self._problem.bidders)))
+        if out.open() and self._budget.left:
+            self.improve()
+        return out
 
-    def _enumerate(self, total: int) -> None:
-        """Go through the allocations, one taker after the other; a stack, as there may be as many as GPUs."""
-        self._picks = [-1] * len(self._options)
-        stack = [Branch(iter(self._takers(0, total, 0.0)), -1, total, 0.0, [])]
-        while stack and not self.exhausted:
-            branch = stack[-1]
-            taker = next(branch.takers, None)
-            if taker is None or branch.value - taker.minus_worth < self._tau:
-                stack.pop()
-                if branch.bidder >= 0:
-                    self._picks[branch.bidder] = -1
-                continue
-            self._nodes += 1
-            self.exhausted = self.work > self._budget
-            needs = self._with(branch.needs, taker.option.need)
-            if needs is None:
-                continue
-            index, left = self._order[taker.position], branch.left - taker.option.gpus
-            value = branch.value + taker.option.gain
-            self._picks[index] = taker.pick
-            self._note(value)
-            takers = self._takers(taker.position + 1, left, value)
-            stack.append(Branch(iter(takers), index, left, value, needs))
+    def first(self, whole: int, each: int) -> Solved:
+        """Explore the whole problem and each without one winner at one price for all GPUs, for so many steps."""
+        out, problem = self._out, self._problem
+        if len(problem.options.new):
+            kernel.explore_all(
+                problem.ground, problem.options, problem.options.gain, 0.0, problem.types, out.picks, out.spots,
+                out.values, out.uppers, out.twin, self._keys, self._answers, self._work, whole, each,
+                self._budget.left // 2, NODES[0],
+            )  # fmt: skip
+            self._charge()
+        return out
 
-    def _takers(self, start: int, left: int, value: float) -> list[Taker]:
-        """Return who of the bidders from `start` on may be the next to take something, most promising first.
+    def improve(self) -> None:
+        """Close what the first enumeration left open: the whole problem first, then those without a winner."""
+        out, budget, pricing = self._out, self._budget, Pricing(self._problem)
+        if out.uppers[out.whole] - out.value > EXPLORED_ENOUGH:
+            self._repair(out.whole, pricing.plain(), self._share(20, STEPS[1]))
+        whole, others, programme = HASTY_SHARES if budget.hasty else SHARES
+        self._close(out.whole, pricing, int(budget.left * whole), NODES[0])
+        self._sweep(pricing, min(STEPS[0], int(budget.left * others) // max(1, len(out.open()))), NODES[0])
+        if out.upper - out.value > GOOD_GAP or not budget.hasty:
+            self._programme(out.whole, pricing, programme)
+        for effort, (steps, nodes) in enumerate(zip(STEPS, NODES, strict=True)):
+            if self._enough():
+                break
+            if effort:
+                self._keys[self._answers == kernel.UNKNOWN] = 0
+                self._close(out.whole, pricing, self._share(4, steps * WHOLE_WEIGHT), nodes)
+            self._sweep(pricing, steps, nodes)
+            rows = sorted(out.open(), key=lambda row: float(out.values[row] - out.uppers[row]))  # widest gaps first
+            for place, row in enumerate(rows):
+                if effort and not self._enough():
+                    self._programme(row, pricing, 2.0 / (len(rows) - place + 1))
+            self._adopt()
+        self._share_out()
 
-        The twin of a bidder that took nothing takes nothing either, and otherwise no better choice than that one: the
-        other way round would be the same allocation.
-        """
-        takers: list[Taker] = []
-        for position in range(start, len(self._order)):
-            if value + self._completion[position][left] < self._tau:
-                break  # nor can any later one: fewer are left to gain
-            first = self._picks[self._order[position - 1]] if self._twin[position] else 0
-            if first < 0:
-                continue
-            after = self._completion[position + 1]
-            for pick, option in self._choices[position]:
-                if option.gpus <= left and pick >= first:
-                    worth = option.gain + after[left - option.gpus]
-                    if value + worth >= self._tau:
-                        takers.append(Taker(-worth, position, pick, option))
-        takers.sort(key=lambda taker: taker[:3])
-        return takers
+    def _sweep(self, pricing: Pricing, steps: int, nodes: int) -> None:
+        """Close each open problem without a winner, as far as so many steps for each go."""
+        self._share_out()
+        rows = [row for row in self._out.open() if row != self._out.whole]
+        for place, row in enumerate(rows):
+            self._close(row, pricing, self._share(len(rows) - place, steps), nodes)
+        self._adopt()
 
-    def _with(self, needs: list[Need], need: Need) -> list[Need] | None:
-        """Return `needs` and `need`, or None when they cannot be met at once."""
-        if need.kind is Kind.ANY:
-            return needs
-        more = list(needs)
-        insort(more, need)
-        return more if self._packs(tuple(more)) else None
+    def _enough(self) -> bool:
+        """Whether to stop: all is proven, the budget is gone, or what is left to gain is not worth the wait."""
+        out, budget = self._out, self._budget
+        if not out.open() or not budget.left:
+            return True
+        part = budget.spent / budget.steps
+        if budget.seconds_left is not None:
+            part = max(part, 1.0 - budget.seconds_left() * 1e3 * STEPS_PER_MS / budget.steps)
+        small = out.upper - out.value < GOOD_GAP and (out.worst_gap < GOOD_WORST_GAP or part > 2 * HASTY_PART)
+        return budget.hasty and part > HASTY_PART and small
 
-    def _packs(self, needs: tuple[Need, ...]) -> bool:
-        answer = self._auctioneer.packer.fits(needs)
-        self._unsure = self._unsure or answer is None
-        return answer is True
+    # --- stages -----------------------------------------------------------------------------------------------------
 
-    def _note(self, value: float) -> None:
-        if value >= self._tau:
-            self._best, self._best_value = list(self._picks), value
-            self._tau = value + STEP_UP
+    def _share(self, parts: int, most: int) -> int:
+        return min(self._budget.left // parts, most)
 
+    def _close(self, row: int, pricing: Pricing, steps: int, nodes: int) -> None:
+        """Explore one problem with its own prices and repair its allocation, in turns, while that helps."""
+        out = self._out
+        if out.uppers[row] - out.values[row] <= TOLERANCE or not steps:
+            return
+        priced = self._prices(row, pricing, steps)
+        limit = self._budget.spent + steps
+        part = max(1, min(steps, self._budget.steps // CALLS_MIN) // 2)
+        explored, stale = -np.inf, 0
+        while self._budget.spent < limit and self._budget.left and stale < STALE_MAX:
+            before = float(out.values[row])
+            if before > explored:  # another value cuts other branches
+                self._explore(row, priced, part // 2, nodes)
+                explored = float(out.values[row])
+            if out.uppers[row] - out.values[row] <= TOLERANCE:
+                return
+            self._repair(row, priced, part)
+            stale = 0 if out.values[row] > before + TOLERANCE else stale + 1
 
-def _numbered(things: Sequence[Hashable]) -> list[int]:
-    """Return a number for each of `things`, the same for equal ones."""
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(thing, len(numbers)) for thing in things]
+    def _prices(self, row: int, pricing: Pricing, steps: int) -> Priced:
+        """Return the problem's own prices, or those of the whole one where they would cost more than they may."""
+        out = self._out
+        if row not in self._priced:
+            if row != out.whole:
+                whole = self._prices(out.whole, pricing, steps)
+                # What the last one cost is the guess; the whole one's says little, as the others start from it.
+                guess = pricing.steps() if self._others_priced else pricing.steps() // 2
+                if guess > steps:
+                    out.uppers[row] = min(out.uppers[row], whole.bound(row))
+                    return whole
+            self._others_priced = row != out.whole
+            limit_s = None if self._budget.seconds_left is None else self._budget.seconds_left()
+            self._priced[row] = pricing.prices(row if row < out.whole else -1, float(out.values[row]), limit_s)
+            self._budget.spent += pricing.steps()
+        return self._priced[row]
 
+    def _programme(self, row: int, pricing: Pricing, share: float) -> None:
+        """Settle one problem by the mixed-integer programme, if there is a clock to hold it to a share of the time."""
+        out, budget = self._out, self._budget
+        if out.uppers[row] - out.values[row] <= TOLERANCE or budget.seconds_left is None or not budget.left:
+            return
+        skip = row if row < out.whole else -1
+        before = budget.seconds_left()
+        answer = search(
+            self._problem, self._prices(row, pricing, budget.left), skip, float(out.values[row]),
+            float(out.uppers[row]), limit_s=share * before,
+        )  # fmt: skip
+        budget.spent += int((before - budget.seconds_left()) * 1e3 * STEPS_PER_MS)
+        out.uppers[row] = min(out.uppers[row], answer.upper)
+        if len(answer.chosen):
+            self.settle(answer.chosen, row)
 
-def _undominated(options: list[Option]) -> list[Option]:
-    """Return the options worth choosing, best gain first: none has another that asks no more and gains no less."""
-    kept: list[Option] = []
-    for option in sorted(options, key=lambda option: (-option.gain, option.gpus, -option.need.level, option.need)):
-        if not any(_asks_no_more(other, option) for other in kept):
-            kept.append(option)
-    return kept
+    def settle(self, chosen: Ints, row: int = -1) -> None:
+        """Make an allocation the programme found that of a problem, with places for its pieces."""
+        out, problem = self._out, self._problem
+        options, ground = problem.options, problem.ground
+        room = ground.room.copy()
+        for option in chosen:
+            kernel.take_fixed(room, ground.parent, options, option, 1)
+        spots = np.full_like(out.spots[row], -1)
+        if kernel.pack(ground, room, options, chosen, spots, self._work, NODES[-1]) != kernel.YES:
+            return
+        bidders = np.searchsorted(options.off, chosen, side="right") - 1
+        out.picks[row] = -1
+        out.picks[row, bidders] = chosen
+        out.spots[row, bidders] = spots[: len(chosen)]
+        out.values[row] = options.gain[chosen].sum()
 
+    def _explore(self, row: int, priced: Priced, steps: int, nodes: int) -> None:
+        out = self._out
+        skip = row if row < out.whole else -1
+        value, upper = kernel.explore(
+            self._problem.ground, self._problem.options, priced.worth, priced.constant, self._problem.types, skip,
+            priced.price(skip), out.picks[row], out.spots[row], self._keys, self._answers, self._work,
+            int(self._work[0]) + steps, nodes,
+        )  # fmt: skip
+        out.values[row] = value
+        out.uppers[row] = min(out.uppers[row], upper)
+        self._charge()
 
-def _asks_no_more(one: Option, other: Option) -> bool:
-    """Whether wherever `other` can stand `one` can stand as well."""
-    if one.need.level < other.need.level:
-        return False
-    if one.need.anchor or other.need.anchor:
-        # Kept GPUs may leave a gang to be completed; then fewer GPUs can be harder to place than more.
-        return one.gpus == other.gpus
-    return one.gpus <= other.gpus and one.need.gang <= max(1, other.need.gang)
+    def _repair(self, row: int, priced: Priced, steps: int) -> None:
+        out = self._out
+        skip = row if row < out.whole else -1
+        self._repairs += 1  # another seed each time, or it would try the same again
+        out.values[row] = kernel.repair(
+            self._problem.ground, self._problem.options, priced.worth, priced.price(skip), skip, out.picks[row],
+            out.spots[row], self._seed + self._repairs, float(out.uppers[row]) - TOLERANCE, self._work,
+            int(self._work[0]) + steps,
+        )  # fmt: skip
+        self._charge()
 
+    def _charge(self) -> None:
+        self._budget.spent += int(self._work[0])
+        self._work[0] = 0
 
-def _hull(options: list[Option]) -> list[tuple[float, int]]:
-    """Return the steps (gain per GPU, GPUs) of the concave hull of nothing and `options`, steepest first."""
-    best: dict[int, float] = {}
-    for option in options:
-        best[option.gpus] = max(option.gain, best.get(option.gpus, 0.0))
-    corners: list[tuple[int, float]] = [(0, 0.0)]
-    for count in sorted(best):
-        gain = best[count]
-        if gain <= corners[-1][1]:
-            continue
-        while len(corners) > 1 and _slope(corners[-2], corners[-1]) <= _slope(corners[-1], (count, gain)):
-            corners.pop()
-        corners.append((count, gain))
-    return [(_slope(a, b), b[0] - a[0]) for a, b in pairwise(corners)]
+    def _share_out(self) -> None:
+        out = self._out
+        kernel.share_out(
+            self._problem.options, self._problem.types, out.picks, out.spots, out.values, out.uppers, out.twin
+        )
 
-
-def _slope(one: tuple[int, float], other: tuple[int, float]) -> float:
-    return (other[1] - one[1]) / (other[0] - one[0])
+    def _adopt(self) -> None:
+        """Take over a better allocation without a bidder for the whole problem: that one may have nothing."""
+        out = self._out
+        rows = [i for i in range(out.whole) if out.twin[i] == i]
+        best = max(rows, key=lambda row: out.values[row], default=out.whole)
+        if out.values[best] > out.value + TOLERANCE:
+            assert out.uppers[out.whole] > out.value + TOLERANCE, "a proven optimum was beaten without a bidder"
+            out.picks[out.whole], out.spots[out.whole] = out.picks[best], out.spots[best]
+            out.values[out.whole] = out.values[best]
+            self._share_out()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from arbiter.core.policies.dealing import Deal, admit_what_fits, gpus
-from arbiter.core.policy import Admission, Allocation, AppView, GpuView, Outcome, Settings, View
+from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Outcome, Settings, View
 from protocol.messages import AppId, Bid
 
 
@@ -28,7 +28,7 @@ class Fifo:
         """Return nobody: there is no auction."""
         return ()
 
-    def allocate(self, view: View, bids: Mapping[AppId, Bid]) -> Allocation:
+    def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return everybody's own GPUs to them and the rest in order of arrival."""
         deal = Deal(view)
         for app in view.apps:

@@ -20,16 +20,19 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from arbiter.core.auction.payments import AuctionResult, Award, partial_allocation
-from arbiter.core.auction.problem import Bidder, build
+from arbiter.core.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
+from arbiter.core.auction.compiled import COMPILED
+from arbiter.core.auction.explain import explain
+from arbiter.core.auction.problem import TOLERANCE
+from arbiter.core.auction.solve import FIRST_STEPS, Budget
 from arbiter.core.chance import draw, shuffled
 from arbiter.core.placement import PLACE
 from arbiter.core.policies.dealing import Deal, admit_what_fits, gpus, shares
-from arbiter.core.policy import Admission, Allocation, AppView, GpuView, Outcome, Settings, View
-from protocol.messages import AppId, Bid
+from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Loss, Outcome, Settings, View
+from protocol.messages import LEVELS, AppId, Bid
 
-#: Steps of the search that fit into a millisecond (measured, 3 to 5 microseconds each on a server core).
-WORK_PER_MS = 250
+#: The part of the budget that is for explaining the outcome: a quarter of what is for finding it.
+EXPLAINING = 0.2
 LEFTOVER = ("idle", "bidders")
 
 
@@ -65,44 +68,65 @@ class Themis:
         ranked = sorted(able, key=lambda app: (-_rho(app), draw(view.seed, "cutoff", app.app), app.app))
         return tuple(app.app for app in ranked[:count])
 
-    def allocate(self, view: View, bids: Mapping[AppId, Bid]) -> Allocation:
+    def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Hold the auction, deal the leftovers, and say of every app what it got and why."""
         offered = frozenset(self.bidders(view) if view.offered is None else view.offered)
         entered = {app: bid for app, bid in bids.items() if app in offered}
-        work = max(1, int(self._settings.solver_budget_ms * WORK_PER_MS))
-        problem = build(view, entered, work=work)
-        result = partial_allocation(problem)
-        round_ = _Round(view, offered, {b.app: b for b in problem.bidders}, result)
+        entry = enter(view, entered)
+        budget_ms = self._settings.solver_budget_ms
+        budget = Budget.of((1.0 - EXPLAINING) * budget_ms, clock)
+        budget.steps = max(1, budget.steps)  # the first step finds a bound, without which no gap could be told
+        settlement = settle(entry, budget)
+        explaining = Budget.of(EXPLAINING * budget_ms, clock)
+        losses = explain(view, entered, entry, settlement, explaining)
+        round_ = _Round(view, offered, entry, settlement, losses)
         round_.deal_leftovers(to_bidders=self._settings.leftover == "bidders")
         return Allocation(
             assign=round_.deal.assign,
             outcomes=tuple(round_.outcome(app) for app in view.apps),
-            proven=result.proven,
-            facts={
-                "value": result.value,
-                "gap": result.gap,
-                "work": float(result.work),
-                "bidders": float(len(problem.bidders)),
-                "leftover": float(len(result.leftover)),
-                "idle": float(len(round_.deal.left)),
-            },
+            proven=not settlement.solved.open(),
+            facts=_facts(entry, settlement, explaining) | {"idle": float(len(round_.deal.left))},
         )
+
+
+def _facts(entry: Entry, settlement: Settlement, explaining: Budget) -> dict[str, float]:
+    """Return the auction's figures; sums of log V, 1 for yes."""
+    solved = settlement.solved
+    return {
+        "sum_log_v": entry.log_none + solved.value,
+        "upper_bound": entry.log_none + solved.upper,
+        "gap": solved.upper - solved.value,
+        "worst_gap": solved.worst_gap,
+        "proven": float(solved.upper - solved.value <= TOLERANCE),
+        "proven_payments": float(not solved.open()),
+        "steps": float(solved.budget.spent),
+        "steps_explaining": float(explaining.spent),
+        "out_of_budget": float(bool(solved.open()) and solved.budget.left < FIRST_STEPS),
+        "compiled": float(COMPILED),
+        "bidders": float(len(entry.bidders)),
+        "winners": float(sum(bool(award.won) for award in settlement.awards)),
+        "rows_thinned": float(entry.thinned),
+        "leftover": float(len(settlement.leftover)),
+    }
 
 
 class _Round:
     """One auction's aftermath: leftovers and reasons."""
 
     def __init__(
-        self, view: View, offered: frozenset[AppId], bidders: Mapping[AppId, Bidder], result: AuctionResult
+        self, view: View, offered: frozenset[AppId], entry: Entry, settlement: Settlement, losses: Mapping[AppId, Loss]
     ) -> None:
         self.deal = Deal(view)
         self._view = view
         self._offered = offered
-        self._bidders = bidders
-        self._awards: dict[AppId, Award] = {award.app: award for award in result.awards}
-        for award in result.awards:
+        self._number = {bidder.app: number for number, bidder in enumerate(entry.bidders)}
+        self._bidders = {bidder.app: bidder for bidder in entry.bidders}
+        self._solved = settlement.solved
+        self._losses = losses
+        self._awards: dict[AppId, Award] = {award.app: award for award in settlement.awards}
+        for award in settlement.awards:
             self.deal.give(award.app, award.kept)
-        self._winners = shares(award.app for award in result.awards for _ in award.kept)
+        self._winners = shares(award.app for award in settlement.awards for _ in award.kept)
         self._renewed: dict[AppId, int] = {}
         self._given: dict[AppId, int] = {}
         self._misfit: dict[AppId, str] = {}
@@ -155,32 +179,54 @@ class _Round:
         return Outcome(
             app=app.app,
             gpus=names,
-            reason=self._bidder_reason(bidder, award) + tail,
+            reason=self._bidder_reason(bidder, award) + self._gap_clause + tail,
             bid=True,
             won=len(award.won),
             fraction=award.fraction,
             rho_now=bidder.rho_none if app.rho is None else app.rho,
             rho_next=bidder.rho(got),
+            fraction_gap=self._fraction_gap(award),
+            loss=self._losses.get(app.app),
         )
+
+    def _fraction_gap(self, award: Award) -> float:
+        if not award.won:
+            return 0.0
+        value, upper = self._solved.without(self._number[award.app])
+        return upper - value
+
+    @cached_property
+    def _gap_clause(self) -> str:
+        """Said to every bidder when the search was not over."""
+        if not self._solved.open():
+            return ""
+        gap = self._solved.worst_gap
+        return f" (the solver's budget ran out: sums of log V and of c are certain to {gap:.2g} only)"
 
     def _bidder_reason(self, bidder: Bidder, award: Award) -> str:
         count = len(self._view.gpus)
-        if not bidder.rows:
-            return f"bid, but none of its rows can be met by the {gpus(count)} in play or betters its rho"
+        loss = self._losses.get(award.app)
         if not award.won:
-            row = max(bidder.rows, key=lambda row: (row.gain, -row.new))
-            where = "" if row.level == "cluster" else f" within {PLACE[row.level]}"
-            rho = bidder.rho_none * math.exp(-row.gain)
+            assert loss is not None, f"nobody knows why {award.app} lost"
+            how = "".join(f"; {change.text}" for change in loss.changes[:1])
+            if len(bidder.new) == 0:
+                return f"bid and won none of the {gpus(count)} in play: {loss.text}{how}"
+            best = max(range(len(bidder.new)), key=lambda row: (bidder.gain[row], -bidder.new[row]))
+            level = LEVELS[bidder.level[best]]
+            where = "" if level == "cluster" else f" within {PLACE[level]}"
+            rho = bidder.rho_none * math.exp(-bidder.gain[best])
             return (
                 f"bid and won none of the {gpus(count)} in play, which went to {self._winners or 'nobody'}; its best "
-                f"row, {gpus(row.new)} more{where}, would have brought rho from {bidder.rho_none:.4g} to {rho:.4g}"
+                f"row, {gpus(int(bidder.new[best]))} more{where}, would have brought rho from {bidder.rho_none:.4g} to "
+                f"{rho:.4g}; {loss.text}{how}"
             )
         won = f"bid and won {len(award.won)} of the {gpus(count)} in play"
         keeps = len(award.kept)
         if keeps == len(award.won):
             paid = "keeps all of them" if award.fraction > 1.0 - 1e-9 else "keeps all of them by the lot of rounding"
         else:
-            paid = f"keeps {keeps or 'none'} after its hidden payment"
+            assert loss is not None, f"nobody knows why {award.app} keeps less than it won"
+            paid = f"keeps {keeps or 'none'} after its hidden payment: {loss.text}"
         now, then = bidder.rho_none, bidder.rho(award.kept)
         return f"{won} and {paid} (c = {award.fraction:.3f}); rho goes from {now:.4g} to {then:.4g}"
 

@@ -1,0 +1,16 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.support.auctions import compile_all
+
+
+@pytest.fixture(scope="session")
+def compiled_auction() -> None:
+    """The auction's loops are compiled by now, or read from the cache: see below."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    # The first compilation takes minutes on a busy machine and would count against one test's time limit.
+    if not session.config.option.collectonly and any("compiled_auction" in item.fixturenames for item in session.items):
+        compile_all()

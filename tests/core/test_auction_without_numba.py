@@ -1,0 +1,54 @@
+"""Where numba cannot be had, or is told not to compile, the same auction ends the same, and says that it is slower."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("compiled_auction")
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import json, sys
+{before}
+from arbiter.core.auction.compiled import COMPILED
+from arbiter.core.policies.themis import Themis
+from arbiter.core.policy import Settings
+from tests.support.auctions import random_round, random_entry, settle
+found = []
+for seed in (3, 11, 345):
+    entry = random_entry(seed, gpus_max=6)
+    result = settle(entry)
+    found.append([[a.app, a.log_c, [g.gpu for g in a.won], [g.gpu for g in a.kept]] for a in result.awards])
+    found.append([result.solved.value, result.solved.worst_gap, result.solved.budget.spent])
+view, bids = random_round(5)
+facts = Themis(Settings(fairness_knob=0.0, solver_budget_ms=1e5)).allocate(view, bids).facts
+assert facts["compiled"] == COMPILED, facts
+print(json.dumps([COMPILED, found]))
+"""
+
+
+def run(before: str = "", **environment: str) -> tuple[bool, object]:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT.format(before=before)],
+        cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    compiled, found = json.loads(done.stdout)
+    return compiled, found
+
+
+@pytest.mark.slow
+def test_without_numba_and_without_its_compiler_the_answers_are_the_same() -> None:
+    compiled, expected = run()
+    assert compiled
+    assert run(NUMBA_DISABLE_JIT="1") == (False, expected)
+    assert run('sys.modules["numba"] = None  # what the import statement takes for "not installed"') == (
+        False,
+        expected,
+    )
