@@ -28,6 +28,8 @@ from arbiter.core.auction.problem import TOLERANCE, Floats, Ints, Problem
 STEPS_PER_MS = 30_000 if COMPILED else 300
 #: Steps that the first attempt at each problem may take: most are closed by far less.
 FIRST_STEPS = 60_000
+#: With more options than this a first allocation is made before anything is proven.
+LARGE = 20_000
 #: Below this gap of the whole problem prices come before repair.
 EXPLORED_ENOUGH = 0.05
 #: Steps for one problem, and nodes for one packing question, in each round.
@@ -184,6 +186,11 @@ class _Solver:
         """Go through the stages as far as needed and allowed."""
         out = self._out
         if len(self._problem.options.new):
+            if len(self._problem.options.new) > LARGE:
+                # Looking at everything once may take all of the time: have something to show for it.
+                plain = Priced(self._problem, self._problem.options.gain, 0.0)
+                out.uppers[out.whole] = min(out.uppers[out.whole], plain.bound(-1))
+                self._repair(out.whole, plain, 1)
             whole = min(FIRST_STEPS, self._budget.left // 4)
             self.first(whole, min(whole // 2, self._budget.left // (2 * self._problem.bidders)))
         if out.open() and self._budget.left:
