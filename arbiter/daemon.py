@@ -81,8 +81,6 @@ async def run_arbiter(config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[],
         )
         if config.shared_users:
             _log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
-        # Before we lead: a round would wait for the compiler in vain.
-        await solver.warm_up(on_alive)
         await _run(shell, solver)
 
 

@@ -31,21 +31,6 @@ class Solver:
         self._newest = effect
         self._asked.set()
 
-    async def warm_up(self, on_alive: Callable[[], None] | None = None) -> None:
-        """Have the auction's loops compiled, which takes a minute at the first start and half a second after it."""
-        if not COMPILED:
-            _log.warning("solver.slow", why="numba is not installed; auctions are solved some 50 times slower")
-            return
-        begun = time.perf_counter()
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, thread_name_prefix="solver") as thread:
-            compiling = loop.run_in_executor(thread, warm_up)
-            while not (await asyncio.wait([compiling], timeout=1.0))[0]:
-                if on_alive is not None:
-                    on_alive()
-            compiling.result()
-        _log.info("solver.ready", took_s=round(time.perf_counter() - begun, 1))
-
     async def run(self, post: Callable[[Decided], None]) -> None:
         """Hand each decision to `post`, until cancelled. An exception in a policy is our own bug and ends it.
 
@@ -54,6 +39,8 @@ class Solver:
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, thread_name_prefix="solver")
         try:
+            # Before the first decision: it would run into its deadline while its loops are compiled.
+            await loop.run_in_executor(thread, get_ready)
             while True:
                 post(await loop.run_in_executor(thread, decide_timed, await self._next()))
         finally:
@@ -65,6 +52,16 @@ class Solver:
             await self._asked.wait()
         effect, self._newest = self._newest, None
         return effect
+
+
+def get_ready() -> None:
+    """Have the auction's loops compiled, which takes a minute at the first start and a second after it."""
+    if not COMPILED:
+        _log.warning("solver.slow", why="numba is not installed; auctions are solved some 50 times slower")
+        return
+    begun = time.perf_counter()
+    warm_up()
+    _log.info("solver.ready", took_s=round(time.perf_counter() - begun, 1))
 
 
 def decide_timed(effect: Decide) -> Decided:
