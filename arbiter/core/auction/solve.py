@@ -37,6 +37,9 @@ STEPS = (200_000, 1_000_000, 5_000_000, 25_000_000, 125_000_000, 4_000_000_000)
 NODES = (2_000, 2_000, 10_000, 50_000, 200_000, 200_000)
 #: No call of the kernel takes more than one part in so many of the budget, as the clock is asked in between.
 CALLS_MIN = 12
+#: Nor do calls take more steps than this, nor the whole problem at first, however large the budget: what they leave
+#: open then, the programme settles sooner.
+CALL_MAX, WHOLE_MAX = 12_000_000, 60_000_000
 #: Repairs in a row that improve nothing before another problem gets its turn.
 STALE_MAX = 5
 #: Shares of the budget: for the whole problem at first, for all others after that, and of what is left then for the
@@ -215,7 +218,7 @@ class _Solver:
         if out.uppers[out.whole] - out.value > EXPLORED_ENOUGH:
             self._repair(out.whole, pricing.plain(), self._share(20, STEPS[1]))
         whole, others, programme = HASTY_SHARES if budget.hasty else SHARES
-        self._close(out.whole, pricing, int(budget.left * whole), NODES[0])
+        self._close(out.whole, pricing, min(int(budget.left * whole), WHOLE_MAX), NODES[0])
         self._sweep(pricing, min(STEPS[0], int(budget.left * others) // max(1, len(out.open()))), NODES[0])
         if out.upper - out.value > GOOD_GAP or not budget.hasty:
             self._programme(out.whole, pricing, programme)
@@ -264,7 +267,7 @@ class _Solver:
             return
         priced = self._prices(row, pricing, steps)
         limit = self._budget.spent + steps
-        part = max(1, min(steps, self._budget.steps // CALLS_MIN) // 2)
+        part = max(1, min(steps, self._budget.steps // CALLS_MIN, CALL_MAX) // 2)
         explored, stale = -np.inf, 0
         while self._budget.spent < limit and self._budget.left and stale < STALE_MAX:
             before = float(out.values[row])
