@@ -116,10 +116,7 @@ def view(result: Result) -> str:
         )
         for app, won in result.allocation.items()
     ]
-    if math.isinf(result.gap):
-        certainty = "no bound in this budget"
-    else:
-        certainty = "proven optimal" if result.proven else f"gap {result.gap:.2g}, not all proven"
+    certainty = "proven optimal" if result.proven else f"gap {result.gap:.2g}, not all proven"
     summary = (
         f"sum of log V {number(result.sum_log_v, 4)}, {certainty}; solved in {number(result.solve_ms)} ms; "
         f"left over: {counts(result.leftover)}"

@@ -405,7 +405,7 @@ def test_the_arbiter_tells_how_much_of_its_time_an_app_has_lived_from_what_the_a
     views = {app.app: app for app in asked.view.apps}
     assert {name: view.ideal_s for name, view in views.items()} == {"ana-1": 200.0, "bob-1": 0.0}
     entry = enter(asked.view, {app: replace(bid, rho_none=1.0) for app, bid in asked.bids.items()})
-    sunk = {bidder.app: worth.sunk for bidder, worth in zip(entry.bidders, entry.worths, strict=True)}
+    sunk = {str(bidder.app): worth.sunk for bidder, worth in zip(entry.bidders, entry.worths, strict=True)}
     assert sunk["ana-1"] == pytest.approx(views[AppId("ana-1")].elapsed_s / 200.0)
     assert 0.1 <= sunk["ana-1"] < 0.15
     assert sunk["bob-1"] == 0.0
