@@ -344,3 +344,24 @@ def leaves(value: Any, path: str = "") -> list[str]:
 def test_any_values_of_fields_give_a_result_or_a_sentence(changes: dict[str, Any]) -> None:
     # Longest paths first: what a shorter one replaces is gone afterwards.
     result_or_sentence(changed(*sorted(changes.items(), key=lambda change: -len(change[0]))))
+
+
+def test_the_seed_decides_ties_and_the_order_of_the_file_nothing() -> None:
+    apps = [
+        {"id": f"a{index}", "elapsed": 0.0, "work_left": 9000.0, "t_id": 1000.0, "demand_max": 4, "gang": 4,
+         "slowdown": {"machine": 1.0, "rack": 1.5, "cross": 2.0}, "held": {}}
+        for index in range(4)
+    ]  # fmt: skip
+    document = {
+        "schema": "themis-auction-1",
+        "lease": 600.0,
+        "machines": [{"id": "m", "rack": "r", "gpus": 4, "free": 4}],
+    }
+
+    def winner(order: list[dict[str, object]], seed: int) -> str:
+        result = solve(parse(json.dumps({**document, "apps": order}).encode()), seed=seed)
+        assert list(result.allocation) == [app["id"] for app in order]
+        return next(app for app, won in result.allocation.items() if won)
+
+    assert len({winner(apps, seed) for seed in range(16)}) > 1
+    assert all(winner(apps, seed) == winner(apps[::-1], seed) for seed in range(16))

@@ -24,6 +24,7 @@ from arbiter.core.auction.payments import Payments, settle
 from arbiter.core.auction.problem import CLUSTER, MACHINE, RACK, Floats, Home, Machine, Map, Problem, Rows, build
 from arbiter.core.auction.rounding import Worth, machine_of
 from arbiter.core.auction.solve import Budget, exercise
+from arbiter.core.chance import shuffled
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Size = Annotated[int, Meta(ge=1, le=1_000_000_000)]
@@ -363,6 +364,10 @@ class Result(Struct, frozen=True):
     total_ms: float
 
 
+#: The fields of `Result` that are by app.
+BY_APP = ("allocation", "log_v", "c", "without", "without_gap", "grants")
+
+
 def solve(
     instance: Instance,
     budget_ms: float = 500.0,
@@ -384,10 +389,12 @@ def solve(
         Seconds, whatever their origin: then the budget is kept by the clock too, and the times are measured.
     """
     start = clock() if clock is not None else 0.0
-    entry = enter(instance)
+    # The order of bidders decides ties, so it is by lot and not that of the file.
+    by_lot = replace(instance, apps=shuffled(seed, instance.apps, name=lambda app: app.id, purpose="tie"))
+    entry = enter(by_lot)
     began = clock() if clock is not None else 0.0
 
-    names = [app.id for app in instance.apps]
+    names = [app.id for app in by_lot.apps]
     outcome = settle(
         entry.problem,
         entry.places,
@@ -397,7 +404,9 @@ def solve(
         seed=seed,
     )
     ended = clock() if clock is not None else 0.0
-    return _result(instance, entry, outcome, solve_ms=(ended - began) * 1e3, total_ms=(ended - start) * 1e3)
+    result = _result(by_lot, entry, outcome, solve_ms=(ended - began) * 1e3, total_ms=(ended - start) * 1e3)
+    listed = {field: {app.id: getattr(result, field)[app.id] for app in instance.apps} for field in BY_APP}
+    return replace(result, **listed)
 
 
 def _result(instance: Instance, entry: Entry, outcome: Payments, *, solve_ms: float, total_ms: float) -> Result:
