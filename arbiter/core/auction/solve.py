@@ -35,6 +35,8 @@ EXPLORED_ENOUGH = 0.05
 #: Steps for one problem, and nodes for one packing question, in each round.
 STEPS = (200_000, 1_000_000, 5_000_000, 25_000_000, 125_000_000, 4_000_000_000)
 NODES = (2_000, 2_000, 10_000, 50_000, 200_000, 200_000)
+#: The clock stops the search this early, so that the call in hand and the payments end within the budget too.
+DEADLINE_PART = 0.93
 #: No call of the kernel takes more than one part in so many of the budget, as the clock is asked in between.
 CALLS_MIN = 12
 #: Nor do calls take more steps than this, nor the whole problem at first, however large the budget: what they leave
@@ -75,7 +77,7 @@ class Budget:
         hasty = milliseconds < HASTY_MS
         if clock is None:
             return cls(steps, hasty=hasty)
-        end = clock() + milliseconds / 1e3
+        end = clock() + DEADLINE_PART * milliseconds / 1e3
         return cls(steps, lambda: end - clock(), hasty)
 
     @property
