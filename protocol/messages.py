@@ -26,7 +26,9 @@ OwnerId = NewType("OwnerId", str)  #: who submits apps; one app-agent daemon and
 TenantId = NewType("TenantId", str)  #: who pays: several owners may belong to one tenant
 AppId = NewType("AppId", str)  #: ``<owner>-<number>``
 JobId = NewType("JobId", str)  #: ``<app>.<number>``
-TaskId = NewType("TaskId", str)  #: ``<job>-a<attempt>``: one attempt of one job on one node
+#: ``<job>-a<attempt>``: one attempt of one job on one node. Of a job that lies on several nodes, this is its part on
+#: the first of them (by id); the other parts are ``<job>-a<attempt>.<rank>``, rank 1 and on.
+TaskId = NewType("TaskId", str)
 NodeId = NewType("NodeId", str)
 GpuId = NewType("GpuId", str)  #: the device's UUID, ``GPU-...``
 LeaseId = NewType("LeaseId", str)
@@ -119,7 +121,10 @@ class GpuStatus(Struct, frozen=True):
 
 
 class TaskStatus(Struct, frozen=True):
-    """One task as its node agent knows it. `step` is the last mini-batch completed, -1 before the first."""
+    """One task as its node agent knows it. `step` is the last mini-batch completed, -1 before the first.
+
+    `gpus` are those of its node: a job that lies on several nodes is one task on each.
+    """
 
     task: TaskId
     app: AppId
@@ -166,7 +171,8 @@ class AppReport(Struct, frozen=True, tag=True):
     """An app's whole wish: enrolment, demand, the division of its leases, and how far it is.
 
     `gang` GPUs are needed at once by each of its jobs, `demand_max` is the most the app can use now, and `releases`
-    are leases it gives back. `ideal_s` is T_cluster, its finish time alone on the whole cluster (0: unknown).
+    are leases it gives back. `ideal_s` is T_cluster, its finish time alone on the whole cluster (0: unknown). Of what
+    is left it says the run time with all it can use, and the GPU-seconds that takes (None: unknown).
     """
 
     app: AppId
@@ -178,13 +184,17 @@ class AppReport(Struct, frozen=True, tag=True):
     demand_max: Count
     jobs: tuple[JobWish, ...]
     releases: tuple[LeaseId, ...] = ()
-    level_max: Level = "cluster"  #: bounds the union of the app's GPUs; each gang is on one machine in any case
+    level_max: Level = "cluster"  #: bounds the union of the app's GPUs; each gang is on one machine unless it `spans`
     ideal_s: Seconds = 0.0
     reason: Sentence = ""
     migrations: Count = 0
     steps_lost: Count = 0
     suspensions: Count = 0
     metrics: dict[str, float] = {}
+    spans: bool = False  #: a gang may lie on several machines; otherwise each lies on one
+    left_s: Seconds | None = None
+    left_gpu_s: Seconds | None = None
+    loss_drop: float = 0.0  #: decrease of its normalised loss that it expects of one more lease with all it can use
 
 
 class ProbeReply(Struct, frozen=True, tag=True):
@@ -198,7 +208,8 @@ class ProbeReply(Struct, frozen=True, tag=True):
 class BidRow(Struct, frozen=True, array_like=True):
     """With `gpus` GPUs in all (kept and new), all in one place of `level`, rho would be `rho`.
 
-    Gangs lie within one machine: on each machine with new GPUs, the kept and new ones are whole gangs.
+    Gangs lie within one machine: on each machine with new GPUs, the kept and new ones are whole gangs. Of an app that
+    `spans`, `gpus` are whole gangs, wherever they lie.
     """
 
     gpus: Count
@@ -347,7 +358,10 @@ class Answer(Struct, frozen=True, tag=True):
 
 
 class TaskOrder(Struct, frozen=True):
-    """What one task on this node should do: `run`, `vacate` its GPUs without loss, or `stop` for good."""
+    """What one task on this node should do: `run`, `vacate` its GPUs without loss, or `stop` for good.
+
+    `gpus` are the job's on this node; a job that lies on several nodes is ordered on each of them.
+    """
 
     task: TaskId
     app: AppId

@@ -38,6 +38,7 @@ from app_agent.core.model import (
     Stopping,
     Suspended,
     Waiting,
+    locality,
 )
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import AppScheduler, Left, Search, Trial, scheduler_for
@@ -63,6 +64,7 @@ from protocol.messages import (
     Probe,
     ProbeReply,
     Refusal,
+    TaskStatus,
     TenantId,
 )
 
@@ -72,6 +74,10 @@ UNKNOWN_WORK_S = 3600.0
 UNKNOWN_LEFT_SHARE = 0.1
 #: A part of a gang is kept this long, and a quarter of a lease at least, for the rest to be freed by its holder.
 GANG_PATIENCE_S = 60.0
+#: Levels at which a job lies in one machine.
+CLOSE: tuple[Level, ...] = ("slot", "machine")
+#: The metric that an app which names none, and wants less of it, is taken to report.
+LOSS = "loss"
 #: An elastic job grows when that saves more than so many restarts.
 GROWTH_GAIN_MIN = 2.0
 
@@ -126,8 +132,13 @@ class AppAgent:
                 assert_never(never)
 
     def tick(self, now: float) -> list[Send]:
-        """Restate the whole wish if a beat is due."""
-        return self.restate(now) if now >= self._beat_due() and not self._quiet() else []
+        """Restate the whole wish if a beat is due; give back what has waited for the rest of its gang for too long."""
+        if self._quiet():
+            return []
+        if now >= self._beat_due():
+            return self.restate(now)
+        patient_until = self.state.patient_until
+        return self._follow(now) if patient_until is not None and now >= patient_until else []
 
     def restate(self, now: float) -> list[Send]:
         """State the whole wish again, now."""
@@ -141,7 +152,10 @@ class AppAgent:
 
     def deadline(self) -> float | None:
         """Return when `tick` is wanted, or None when everything is said and heard."""
-        return None if self._quiet() else self._beat_due()
+        if self._quiet():
+            return None
+        patient_until = self.state.patient_until
+        return self._beat_due() if patient_until is None else min(self._beat_due(), patient_until)
 
     def _beat_due(self) -> float:
         return self.state.beat_at + self.beat_s
@@ -173,7 +187,7 @@ class AppAgent:
                     gpu: replace(held, leaving=held.leaving or held.lease in lost) for gpu, held in state.held.items()
                 }
             case Holdings():
-                self._take_holdings(message)
+                self._take_holdings(message, now)
             case _ as never:
                 assert_never(never)
         return self._follow(now, restate=bool(self._quiet() and state.held))
@@ -181,18 +195,34 @@ class AppAgent:
     def _hold(self, terms: Iterable[LeaseTerms]) -> None:
         self.state.held |= {each.gpu: HeldGpu.of(each) for each in terms}
 
-    def _take_holdings(self, message: Holdings) -> None:
+    def _take_holdings(self, message: Holdings, now: float) -> None:
         state = self.state
         state.held = {each.gpu: HeldGpu.of(each) for each in message.leases}
         state.acked = max(state.acked, message.acked)
         state.cluster_gpus = message.cluster_gpus or state.cluster_gpus
-        tasks = {(task.job, task.attempt): task for task in message.tasks}
+        tasks: dict[tuple[JobId, int], list[TaskStatus]] = {}
+        for task in message.tasks:
+            tasks.setdefault((task.job, task.attempt), []).append(task)
         state.jobs = tuple(
-            jobs.observe(job, tasks.get((job.id, _attempt(job))), state.spec, state.held, acked=message.acked)
-            for job in state.jobs
+            jobs.observe(job, self._told(job, tasks), state.spec, state.held, acked=message.acked) for job in state.jobs
         )
+        self._note_loss(now)
         if state.over is not None and state.acked >= state.over.since_seq and not state.held:
             state.over = replace(state.over, settled=True)
+
+    def _told(self, job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) -> TaskStatus | None:
+        """Return what was told of the job's present attempt, whose parts may be on several nodes."""
+        parts = tasks.get((job.id, _attempt(job)), ())
+        if not self.state.spec.spans:
+            return parts[-1] if parts else None
+        return jobs.gathered(parts, job.gpus)
+
+    def _note_loss(self, now: float) -> None:
+        """Remember the last two losses that were reported, if a loss is what the app reports."""
+        state = self.state
+        loss = self.metrics().get(state.spec.metric or LOSS) if state.spec.mode == "min" else None
+        if loss is not None and loss not in (last for _, last in state.losses[-1:]):
+            state.losses = (*state.losses[-1:], (now, loss))
 
     # --- after every event ------------------------------------------------------------------------------------------
 
@@ -268,6 +298,7 @@ class AppAgent:
             steps_total=self._steps_total(job, slowdown),
             state=standing,
             metric=job.metrics.get(self.state.spec.metric),
+            resting=isinstance(job.state, Waiting | Suspended),
         )
 
     # --- division ---------------------------------------------------------------------------------------------------
@@ -312,8 +343,17 @@ class AppAgent:
 
     def _resumable(self, job: Job) -> bool:
         held = self.state.held
-        wanted = job.number in self._now().runnable
+        wanted = job.number in self._now().runnable and not self._displaced(job)
         return wanted and all(gpu in held and not held[gpu].leaving for gpu in job.gpus)
+
+    def _displaced(self, job: Job) -> bool:
+        """Whether a parked job waits for another of the app's on its GPUs: one not parked, or parked and before it."""
+        mine, runnable = set(job.gpus), self._now().runnable
+        rivals = (other for other in self.state.jobs if other.id != job.id and not mine.isdisjoint(other.gpus))
+        return any(
+            not isinstance(other.state, Suspended) or (other.number < job.number and other.number in runnable)
+            for other in rivals
+        )
 
     def _start(self, wanted: Sequence[Job]) -> None:
         waiting = [job for job in wanted if isinstance(job.state, Waiting)]
@@ -323,7 +363,7 @@ class AppAgent:
 
     def _asking(self, some: Iterable[Job]) -> list[Asking]:
         spec = self.state.spec
-        return [Asking(job.id, spec.gang, spec.job_demand_max) for job in some]
+        return [Asking(job.id, spec.gang, spec.job_demand_max, spec.spans) for job in some]
 
     def _hold_back(self, wanted: Sequence[int]) -> set[GpuId]:
         """Return the free GPUs that jobs will use which are still leaving others, as if these had left already."""
@@ -342,21 +382,36 @@ class AppAgent:
         return [self.state.jobs[number] for number in wanted]
 
     def _grow(self, wanted: Sequence[int], held_back: set[GpuId]) -> set[GpuId]:
-        """Let elastic jobs leave in order to start again on more GPUs of their node; return those GPUs."""
+        """Let elastic jobs leave in order to start again on more GPUs that they can reach; return those GPUs."""
         state = self.state
         used: set[GpuId] = set()
         for job in self._wanted_jobs(wanted):
             if not isinstance(job.state, Placed) or not self._growable(job):
                 continue
             nodes = {state.held[gpu].node for gpu in job.gpus if gpu in state.held}
-            more = [held.gpu for held in self._free() if held.node in nodes and held.gpu not in held_back | used]
+            free = [held for held in self._free() if held.gpu not in held_back | used]
+            more = [held for held in free if held.node in nodes]
+            if state.spec.spans:
+                more += [held for held in free if held.node not in nodes]
             size = valuation.effective_gpus(
                 len(job.gpus) + len(more), gang=state.spec.gang, demand_max=state.spec.job_demand_max
             )
-            if size > len(job.gpus) and self._gains(job, size):
-                used |= set(more[: size - len(job.gpus)])
+            more = more[: size - len(job.gpus)]
+            if size > len(job.gpus) and self._gains(job, size, self._looser(job, more)):
+                used |= {held.gpu for held in more}
                 self._put(jobs.leave(job, since_seq=state.seq + 1))
         return used
+
+    def _looser(self, job: Job, more: Sequence[HeldGpu]) -> float:
+        """Return how much slower a job's GPUs are together with `more` than by themselves, for they lie further apart.
+
+        A job that stays on its node counts as no slower.
+        """
+        if not self.state.spec.spans:
+            return 1.0
+        slowdown = self._now().slowdown
+        own = [self.state.held[gpu] for gpu in job.gpus if gpu in self.state.held]
+        return slowdown[locality([*own, *more])] / slowdown[locality(own)]
 
     def _growable(self, job: Job) -> bool:
         """Whether a running job could be started again on more GPUs without losing work, and that would pay."""
@@ -365,10 +420,10 @@ class AppAgent:
         able = able and job.seen == _attempt(job) and job.step >= 0
         return able and self._gains(job, spec.job_demand_max)
 
-    def _gains(self, job: Job, gpus: int) -> bool:
+    def _gains(self, job: Job, gpus: int, slower: float = 1.0) -> bool:
         spec = self.state.spec
         left_s = max(0, self.trials()[job.number].steps_total - job.steps_done) * self._now().serials_s[job.number]
-        saved_s = left_s / max(1, len(job.gpus)) - left_s / gpus
+        saved_s = left_s / max(1, len(job.gpus)) - slower * left_s / gpus
         return saved_s > GROWTH_GAIN_MIN * spec.restart_s
 
     def _give_back(self, wanted: Sequence[int], held_back: set[GpuId], now: float) -> None:
@@ -378,7 +433,9 @@ class AppAgent:
         hoping = any(isinstance(job.state, Waiting | Leaving | Suspended) for job in self._wanted_jobs(wanted))
         patience_s = max(GANG_PATIENCE_S, state.lease_s / 4) if hoping and state.spec.gang > 1 else 0.0
         state.useless_since = {lease: state.useless_since.get(lease, now) for lease in sorted(useless)}
-        given_back = {lease for lease, since in state.useless_since.items() if now - since >= patience_s}
+        given_back = {lease for lease, since in state.useless_since.items() if now >= since + patience_s}
+        hoped_for = [since for lease, since in state.useless_since.items() if lease not in given_back]
+        state.patient_until = min(hoped_for) + patience_s if hoped_for else None
         still_there = {held.lease for held in state.held.values()}
         state.given_back = tuple(sorted((given_back | set(state.given_back)) & still_there))
 
@@ -392,7 +449,7 @@ class AppAgent:
         self.state.apps_mean = probe.apps_mean
         value = self._value(elapsed_s=probe.elapsed_s, apps_mean=probe.apps_mean)
         staying = [_where(held) for held in self.state.held.values() if not held.leaving]
-        rho = bids.rho_kept(value, bids.reach_of(staying, (), gang=value.gang, levels=()))
+        rho = bids.rho_kept(value, bids.reach_of(staying, (), gang=value.gang, spans=self.state.spec.spans, levels=()))
         return [Send(ARBITER, ProbeReply(self.state.app, probe.round, rho))]
 
     def _answer_offer(self, offer: Offer, now: float) -> list[Send]:
@@ -406,7 +463,7 @@ class AppAgent:
         named = None if only is None else set(only)
         usable = [gpu for gpu in offer.gpus if named is None or gpu.gpu in named]
         levels = [terms.level for terms in value.terms]
-        reach = bids.reach_of(offer.kept, usable, gang=value.gang, levels=levels)
+        reach = bids.reach_of(offer.kept, usable, gang=value.gang, spans=state.spec.spans, levels=levels)
         rho_none = bids.rho_kept(value, reach)
         rows = bids.bid_rows(value, reach, rho_none=rho_none, gpus_max=self.demand_max())
         return [Send(ARBITER, Bid(state.app, offer.round, rho_none, rows, only))]
@@ -435,23 +492,32 @@ class AppAgent:
         return sum(self._demand(self.state.jobs[number]) for number in runnable)
 
     def _demand(self, job: Job) -> int:
-        if isinstance(job.state, Suspended) or (isinstance(job.state, Placed) and not self._growable(job)):
+        if isinstance(job.state, Suspended):
+            return 0 if self._displaced(job) else len(job.gpus)
+        if isinstance(job.state, Placed) and not self._growable(job):
             return len(job.gpus)
         return self.state.spec.job_demand_max
 
     def _value(self, *, elapsed_s: float, apps_mean: float) -> Valuation:
         """Return what rho of any allocation follows from, as things stand."""
         state = self.state
-        facts = self._now()
-        left = self._scheduler.left(state.search, facts.trials)
+        terms = self._terms()
         return Valuation(
-            phases=tuple(tuple(item.steps * facts.serial_of_s(item) for item in phase) for phase in left),
+            phases=self._works_s(),
             gang=state.spec.gang,
-            terms=self._terms(),
+            terms=terms,
             elapsed_s=elapsed_s,
             lease_s=state.lease_s,
             fair_s=valuation.fair_time_s(self.ideal_s(), apps_mean=apps_mean),
+            # A gang may be larger than every machine: to hope for better would mean never to bid for what there is.
+            hoped=terms[-1].level if state.spec.spans and state.spec.gang > 1 else "machine",
         )
+
+    def _works_s(self) -> tuple[tuple[float, ...], ...]:
+        """Return the serial seconds each job has left, phase by phase."""
+        facts = self._now()
+        left = self._scheduler.left(self.state.search, facts.trials)
+        return tuple(tuple(item.steps * facts.serial_of_s(item) for item in phase) for phase in left)
 
     def _terms(self) -> tuple[LevelTerms, ...]:
         """Return what each level means to this app.
@@ -459,9 +525,15 @@ class AppAgent:
         A level bounds the union of the app's GPUs, but each job stands on one node. So one job accepts nothing beyond a
         machine; several jobs are as fast in a cluster as in a machine, only that a job cannot count on more than its
         gang when the GPUs lie scattered.
+
+        Jobs that span accept all levels up to the loosest that their user does. Of several such jobs each is taken to
+        lie as far apart as all together, which is the worst case.
         """
         spec = self.state.spec
         slowdown = self._now().slowdown
+        if spec.spans:
+            accepted = LEVELS[: LEVELS.index(spec.level_max) + 1]
+            return tuple(LevelTerms(level, slowdown[level], spec.job_demand_max) for level in accepted)
         tight: list[Level] = ["slot"] if spec.level_max == "slot" else ["slot", "machine"]
         terms = [LevelTerms(level, slowdown[level], spec.job_demand_max) for level in tight]
         if len(self.state.jobs) > 1:
@@ -474,7 +546,7 @@ class AppAgent:
         unmeasured = state.over is not None and not any(job.steps_done for job in state.jobs)
         if state.cluster_gpus == 0 or unmeasured:
             return 0.0
-        budget_s = self._scheduler.budget_steps(self.trials()) * self._now().serial_median_s
+        budget_s = self._scheduler.budget_steps(self.trials(), state.search) * self._now().serial_median_s
         demand_max = state.spec.job_demand_max * len(state.jobs)
         return valuation.cluster_time_s(budget_s, cluster_gpus=state.cluster_gpus, demand_max=demand_max)
 
@@ -515,6 +587,7 @@ class AppAgent:
         """Return the whole wish, as yet without its number."""
         state = self.state
         over = state.over
+        left_s, left_gpu_s = self._left()
         return AppReport(
             app=state.app,
             tenant=TenantId(state.spec.tenant),
@@ -532,10 +605,63 @@ class AppAgent:
             steps_lost=sum(job.lost for job in state.jobs),
             suspensions=sum(job.suspensions_before + job.suspensions for job in state.jobs),
             metrics=self.metrics(),
+            spans=state.spec.spans,
+            left_s=left_s,
+            left_gpu_s=left_gpu_s,
+            loss_drop=self._loss_drop(),
         )
 
+    def _left(self) -> tuple[float | None, float | None]:
+        """Return the run time left with all the app can use, close together, and the GPU-seconds that takes.
+
+        None while nobody knows how many steps there are, or how long one takes.
+
+        Source: Themis, Eq. 2 at full demand: sum_i max_j W_ij / job_demand_max; one job is a phase by itself.
+        """
+        state = self.state
+        steps_known = bool(state.spec.steps_total) or len(state.jobs) > 1 or state.jobs[0].total_steps > 0
+        time_known = state.spec.step_serial_s > 0 or any(job.times for job in state.jobs)
+        if state.over is not None or not (steps_known and time_known):
+            return None, None
+        left = self._scheduler.left(state.search, self.trials())
+        works_s = [[item.steps * self._close_serial_s(item) for item in phase] for phase in left]
+        longest_s = math.fsum(max(phase, default=0.0) for phase in works_s)
+        return longest_s / state.spec.job_demand_max, math.fsum(work_s for phase in works_s for work_s in phase)
+
+    def _close_serial_s(self, left: Left) -> float:
+        """Return a job's time of one mini-batch on one GPU, by what owes least to a guess of S.
+
+        What was measured across machines says that only by way of S, which may be but the crude table's; so what was
+        measured in one machine comes first, then what the user declared.
+        """
+        spec, facts = self.state.spec, self._now()
+        times = () if left.trial is None else self.state.jobs[left.trial].times
+        if not spec.spans or (times and times[-1].level in CLOSE):
+            return facts.serial_of_s(left)
+        close = [time for time in times if time.level in CLOSE]
+        if not close:
+            return spec.step_serial_s or facts.serial_of_s(left)
+        newest = close[-1]
+        return valuation.serial_time_s(
+            newest.step_s,
+            slowdown=facts.slowdown[newest.level],
+            gpus=newest.gpus,
+            job_demand_max=spec.job_demand_max,
+        )
+
+    def _loss_drop(self) -> float:
+        """Return the share of its loss that the app expects to lose in one more lease, at the pace last seen."""
+        if len(self.state.losses) < 2:
+            return 0.0
+        (earlier, before), (later, after) = self.state.losses
+        if not (later > earlier and math.isfinite(before) and 0.0 < before > after):
+            return 0.0
+        return (before - after) / before * self.state.lease_s / (later - earlier)
+
     def _level_max(self) -> Level:
-        """Return the loosest level of the *union* of the app's GPUs: a single job lives on one node."""
+        """Return the loosest level of the *union* of the app's GPUs: a single job that does not span has one node."""
+        if self.state.spec.spans:
+            return self.state.spec.level_max
         if len(self.state.jobs) > 1:
             return "cluster"
         return min(self.state.spec.level_max, "machine", key=LEVELS.index)
@@ -550,7 +676,7 @@ class AppAgent:
             case Placed(attempt, gpus, _):
                 return self._wish_for(job, attempt, gpus)
             case Suspended(attempt, gpus):
-                wanted = job.number in self._now().runnable
+                wanted = job.number in self._now().runnable and not self._displaced(job)
                 return self._wish_for(job, attempt, gpus if wanted else (), suspended=True)
             case _ as never:
                 assert_never(never)
@@ -589,7 +715,7 @@ class AppAgent:
         assert len(claimed) == len(set(claimed)), f"{state.app} put two jobs on one GPU: {claimed}"
         for job in state.jobs:
             nodes = {state.held[gpu].node for gpu in job.gpus if gpu in state.held}
-            assert len(nodes) <= 1, f"{job.id} lies on several nodes: {sorted(nodes)}"
+            assert len(nodes) <= 1 or state.spec.spans, f"{job.id} lies on several nodes: {sorted(nodes)}"
         assert state.view == (-1, -1) or state.view >= (0, 0)
         assert len({job.id for job in state.jobs}) == len(state.jobs)
 
@@ -604,5 +730,16 @@ def _where(held: HeldGpu) -> OfferedGpu:
 
 def _urgent(report: AppReport) -> bytes:
     """Return what of a report the arbiter must hear at once; figures can wait for the beat."""
-    calm = replace(report, seq=0, ideal_s=0.0, migrations=0, steps_lost=0, suspensions=0, metrics={})
+    calm = replace(
+        report,
+        seq=0,
+        ideal_s=0.0,
+        migrations=0,
+        steps_lost=0,
+        suspensions=0,
+        metrics={},
+        left_s=None,
+        left_gpu_s=None,
+        loss_drop=0.0,
+    )
     return msgspec.msgpack.encode(calm)

@@ -4,7 +4,8 @@ A bid is a compact valuation. Under Eq. 1 and Eq. 2 rho depends on nothing but h
 apart they lie, so the rows say what every placement is worth without listing any: the arbiter chooses the placement.
 What of the table can occur follows from the offer: k is bounded by the largest hole at each level, or by the one hole
 around the GPUs the app keeps, since a level bounds the union of kept and new GPUs. Gangs lie within one machine, so new
-GPUs come in whole gangs, except where they complete a part of a gang that is kept.
+GPUs come in whole gangs, except where they complete a part of a gang that is kept. Gangs of an app that spans machines
+lie anywhere: of it, kept and new GPUs together are whole gangs.
 
 A valuation that depends on more (NVLink islands, types of GPUs, how a job is split) says that in explicit rows,
 `protocol.messages.ExplicitRow`, with the compact rows as what holds anywhere; no valuation here needs them.
@@ -45,7 +46,7 @@ class Room(Struct, frozen=True):
     Attributes
     ----------
     new_max
-        The most new GPUs, in whole gangs.
+        The most new GPUs, in whole gangs (with what is kept, if the app spans).
     completing
         completing[r]: n new GPUs with n % gang = r are whole gangs together with at least so many kept GPUs that were
         parts of gangs. Other n are not whole gangs anywhere.
@@ -65,10 +66,20 @@ class Reach(Struct, frozen=True):
 
 
 def reach_of(
-    kept: Iterable[OfferedGpu], offered: Iterable[OfferedGpu], *, gang: int, levels: Iterable[Level] = LEVELS
+    kept: Iterable[OfferedGpu],
+    offered: Iterable[OfferedGpu],
+    *,
+    gang: int,
+    spans: bool = False,
+    levels: Iterable[Level] = LEVELS,
 ) -> Reach:
-    """Return what an app that keeps `kept` can reach of `offered` at `levels`, in gangs of `gang` GPUs of a machine."""
+    """Return what an app that keeps `kept` can reach of `offered` at `levels`, in gangs of `gang` GPUs.
+
+    Each gang lies in one machine, unless the app `spans` machines.
+    """
     mine, free = _by_slot(kept), _by_slot(offered)
+    if spans:
+        return _spanning_reach(mine, free, gang, levels)
     machines = _grouped(mine, DEPTH["machine"]), _grouped(free, DEPTH["machine"])
     # A gang may lie across the slots of a machine, unless all must lie in one slot.
     rooms = {level: _room(*((mine, free) if level == "slot" else machines), DEPTH[level], gang) for level in levels}
@@ -78,6 +89,19 @@ def reach_of(
         gangs=sum(count // gang for count in machines[0].values()),
         rooms=rooms,
     )
+
+
+def _spanning_reach(mine: Places, free: Places, gang: int, levels: Iterable[Level]) -> Reach:
+    """Return what can be reached where gangs lie anywhere: with what is kept, only whole gangs in all."""
+    kept = sum(mine.values())
+    rooms = {}
+    for level in levels:
+        homes, holes = _grouped(mine, DEPTH[level]), _grouped(free, DEPTH[level])
+        hole = max((count for place, count in holes.items() if not homes or place in homes), default=0)
+        most = max(0, (kept + hole) // gang * gang - kept) if len(homes) <= 1 else 0
+        rooms[level] = Room(most, {-kept % gang: kept % gang})
+    level = next(level for level in LEVELS if len(_grouped(mine, DEPTH[level])) <= 1)
+    return Reach(kept, level, kept // gang, rooms)
 
 
 def _by_slot(gpus: Iterable[OfferedGpu]) -> Places:

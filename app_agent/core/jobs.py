@@ -1,8 +1,8 @@
-"""One job through its attempts: what follows from what its node agent said of it. Pure functions of a `Job`."""
+"""One job through its attempts: what follows from what its node agents said of it. Pure functions of a `Job`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -22,12 +22,71 @@ from app_agent.core.model import (
 )
 from app_agent.core.spec import AppSpec
 from app_agent.core.valuation import IterTime
-from protocol.messages import GpuId, TaskStatus
+from protocol.messages import GpuId, Outcome, TaskPhase, TaskStatus
 
 #: A job that fails this often before its first mini-batch cannot start at all; trying on would only hide the reason.
 FALSE_STARTS_MAX = 2
 #: Mini-batches of one attempt after which its mean time is taken for a measurement.
 STEPS_MEASURED_MIN = 3
+#: Of an attempt in parts that are not all alike: the phase furthest from all of them running counts.
+_PHASES: tuple[TaskPhase, ...] = ("stopping", "vacating", "suspending", "starting", "resuming", "running", "suspended")
+#: Of an attempt whose parts ended differently: what is worst counts.
+_OUTCOMES: tuple[Outcome, ...] = ("failed", "preempted", "stopped", "finished")
+
+
+def gathered(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskStatus | None:
+    """Return an attempt on `gpus` as one task, from those of its parts that are known; None if there are none.
+
+    It runs when all of its parts run and is over when all are; it has made the steps that all have made.
+    """
+    if not parts:
+        return None
+    ordered = sorted(parts, key=lambda part: part.task)
+    known = tuple(sorted({gpu for part in parts for gpu in part.gpus}))
+    whole = set(gpus) <= set(known)
+    if whole and len(parts) == 1:
+        return parts[0]
+    phase = _phase(ordered, whole=whole)
+    last = _last(ordered, whole=whole) if phase == "exited" else None
+    return replace(
+        last or ordered[0],
+        gpus=known,
+        phase=phase,
+        step=min(part.step for part in parts),
+        start_step=min(part.start_step for part in parts),
+        saved_step=min(part.saved_step for part in parts),
+        total_steps=max(part.total_steps for part in parts),
+        # Of a gang that is not whole nothing is measured.
+        step_s=max(part.step_s for part in parts) if whole and all(part.step_s > 0 for part in parts) else 0.0,
+        cooperative=all(part.cooperative for part in parts),
+        can_checkpoint=all(part.can_checkpoint for part in parts),
+        suspensions=max(part.suspensions for part in parts),
+        outcome=last.outcome if last else None,
+        reason=last.reason if last else next((part.reason for part in ordered if part.reason), ""),
+        metrics={name: value for part in reversed(ordered) for name, value in part.metrics.items()},
+    )
+
+
+def _phase(parts: Sequence[TaskStatus], *, whole: bool) -> TaskPhase:
+    """Return what the parts are about, taken together; `whole` says that none of them is missing."""
+    living = {part.phase for part in parts if part.phase != "exited"}
+    if not living or (living == {"suspended"} and not whole):
+        return "exited"  # what is parked can go on only with all the others
+    if any(part.phase == "exited" and part.outcome != "finished" for part in parts):
+        return "vacating"  # the others follow
+    if len(living) > 1 and "suspended" in living:
+        return "suspending"
+    if not whole and living == {"running"}:
+        return "starting"
+    return next(phase for phase in _PHASES if phase in living)
+
+
+def _last(parts: Sequence[TaskStatus], *, whole: bool) -> TaskStatus:
+    """Return the part whose end is that of the attempt; it has finished only if none is missing and all have."""
+    worst = min(parts, key=lambda part: _OUTCOMES.index(part.outcome or "preempted"))
+    if worst.outcome is None or (worst.outcome == "finished" and not whole):
+        return replace(worst, outcome="preempted", exit_code=None, reason="a part of it was lost")
+    return worst
 
 
 def observe(job: Job, status: TaskStatus | None, spec: AppSpec, held: Mapping[GpuId, HeldGpu], *, acked: int) -> Job:

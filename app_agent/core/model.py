@@ -140,7 +140,7 @@ class Job(Struct, frozen=True):
 
     @property
     def task(self) -> TaskId:
-        """The id of the newest attempt that was seen."""
+        """The id of the newest attempt that was seen, or of its part on the first node."""
         return TaskId(f"{self.id}-a{self.seen}")
 
     @property
@@ -183,10 +183,12 @@ class AppState(Struct):
     held: dict[GpuId, HeldGpu] = {}
     given_back: tuple[LeaseId, ...] = ()
     useless_since: dict[LeaseId, float] = {}
+    patient_until: float | None = None  #: when those of them that may still make a gang are given back
     cluster_gpus: int = 0
     apps_mean: float = 1.0  #: N_avg, as last probed
     lease_s: float = 600.0  #: as last offered; the default is that of PAPERS.md section 1
     news: str = ""  #: the newest thing a user should know: why it was preempted
+    losses: tuple[tuple[float, float], ...] = ()  #: (time, loss) of the last two reports in which the loss was new
 
 
 def locality(gpus: list[HeldGpu]) -> Level:

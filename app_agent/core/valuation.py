@@ -53,7 +53,8 @@ class Valuation(Struct, frozen=True):
     """All that rho of any allocation follows from.
 
     `phases[i][j]` are the serial seconds job j has left in phase i, `terms` the levels the app accepts, tight to loose,
-    `elapsed_s` = T_current - T_start, `lease_s` the length of a lease, and `fair_s` = T_id.
+    `elapsed_s` = T_current - T_start, `lease_s` the length of a lease, and `fair_s` = T_id. `hoped` is the level at
+    which an app without a gang counts on having one after the next round.
     """
 
     phases: tuple[tuple[float, ...], ...]
@@ -62,6 +63,7 @@ class Valuation(Struct, frozen=True):
     elapsed_s: float
     lease_s: float
     fair_s: float
+    hoped: Level = "machine"
 
 
 def effective_gpus(gpus: int, *, gang: int, demand_max: int) -> int:
@@ -260,7 +262,7 @@ def rho_of(value: Valuation, gpus: int, level: Level) -> float:
     """
     if gpus >= value.gang:
         return rho(value.elapsed_s + work_s(value, gpus, terms_at(value, level)), value.fair_s)
-    later_s = value.lease_s + work_s(value, value.gang, terms_at(value, "machine"))
+    later_s = value.lease_s + work_s(value, value.gang, terms_at(value, value.hoped))
     return rho(value.elapsed_s + later_s, value.fair_s)
 
 

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from arbiter.core import fairness, leases, model, rounds
 from arbiter.core.model import Active, App, Enrolling, Job, Leased, Settled, State
-from arbiter.core.policy import AppView, GpuView
+from arbiter.core.policy import AppView
 from arbiter.core.turn import Index, Turn
 from protocol.core import Send
 from protocol.messages import AppReport, JobId, JobWish, Party, Refusal
@@ -87,11 +87,13 @@ def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
         jobs=(),
         state=Enrolling(),
         apps_integral=state.apps_count.integral(turn.now),
+        arrival=state.apps_arrived,
     )
 
 
 def _enrol(turn: Turn, sender: Party, report: AppReport) -> App:
     app = replace(_make_app(turn, sender, report), report_seq=-1)
+    turn.state.apps_arrived += 1
     turn.state.apps[app.id] = app
     turn.index.bind_app(app)
     _count(turn, +1)
@@ -99,7 +101,23 @@ def _enrol(turn: Turn, sender: Party, report: AppReport) -> App:
     return app
 
 
+def note_voice(turn: Turn, app: App) -> None:
+    """Note that an app's agent speaks; one that was left out of rounds for its silence makes them worth while again."""
+    if turn.now - app.seen_at > turn.state.settings.app_timeout_s:
+        turn.state.news = True
+
+
+def take_back_unused(turn: Turn) -> None:
+    """End the leases of apps that are silent and run nothing: whatever the tenure, nobody would ever give them back."""
+    for app_id in sorted(turn.index.active):
+        app = turn.state.apps[app_id]
+        if turn.index.gpus.get(app_id) and not rounds.heard(turn, app):
+            for gpu in leases.held(turn, app_id):
+                leases.revoke(turn, gpu, "its app is silent and runs nothing", preempted=True)
+
+
 def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
+    note_voice(turn, app)
     if report.seq <= app.report_seq:
         app = replace(app, seen_at=turn.now)
         turn.state.apps[app.id] = app
@@ -122,6 +140,11 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         steps_lost=report.steps_lost,
         suspensions=report.suspensions,
         metrics=dict(report.metrics),
+        spans=report.spans,
+        left_s=report.left_s,
+        left_gpu_s=report.left_gpu_s,
+        left_at=turn.now,
+        loss_drop=report.loss_drop,
     )
     turn.state.apps[app.id] = app
     turn.state.news = turn.state.news or (wants_more and app.active)
@@ -188,13 +211,10 @@ def admit_waiting(turn: Turn) -> None:
     """Admit or refuse apps that have arrived, once nodes have had time to enrol."""
     if not turn.index.enrolling or not turn.state.nodes:
         return
-    waiting = sorted((turn.state.apps[app] for app in turn.index.enrolling), key=lambda app: (app.arrived_at, app.id))
-    cluster = [
-        GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot) for gpu in sorted(turn.state.gpus.values(), key=lambda g: g.id)
-    ]
-    policy = rounds.policy_of(turn.state)
+    waiting = sorted((turn.state.apps[app] for app in turn.index.enrolling), key=lambda app: app.arrival)
+    cluster = turn.index.census()[2]
     for app in waiting:
-        verdict = policy.admit(cluster, _newcomer(turn, app))
+        verdict = turn.policy.admit(cluster, _newcomer(app))
         if verdict.admitted:
             turn.put_app(app, Active())
         elif turn.now >= _admission_at(turn.state):
@@ -203,17 +223,18 @@ def admit_waiting(turn: Turn) -> None:
             _forget_oldest(turn)
 
 
-def _newcomer(turn: Turn, app: App) -> AppView:
+def _newcomer(app: App) -> AppView:
     return AppView(
         app=app.id,
         tenant=app.tenant,
         gang=app.gang,
         demand_max=app.demand_max,
         level_max=app.level_max,
-        elapsed_s=turn.now - app.arrived_at,
+        arrived_at=app.arrived_at,
         rho=None,
         kept=(),
         renewable=(),
+        spans=app.spans,
     )
 
 

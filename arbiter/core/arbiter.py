@@ -81,15 +81,17 @@ class Arbiter:
         self._take(turn, event)
         nodes.lose_silent(turn)
         leases.expire(turn)
+        if isinstance(event, Tick) and self._beat_is_due(now):
+            apps.take_back_unused(turn)
         apps.admit_waiting(turn)
-        rounds.advance(turn)
+        rounds.advance(turn, may_start=isinstance(event, Tick))
         self._say(turn)
         return turn.effects
 
     def deadline(self) -> float | None:
         """Return when the next `Tick` is wanted: a phase ends, a lease ends, a node is overdue, or the beat is due."""
         state = self.state
-        candidates = [rounds.deadline(state, self._index), leases.next_expiry(self._index), nodes.next_timeout(state)]
+        candidates = [rounds.deadline(state, self._index), leases.next_expiry(self._index), self._index.overdue_at]
         if state.nodes or state.apps:
             candidates.append(state.beat_at + state.settings.beat_s)
         candidates.append(apps.next_admission(state, self._index))
@@ -99,6 +101,11 @@ class Arbiter:
     def next_round(self) -> float | None:
         """Return when the next round starts, or the phase of the present one ends, if nothing happens before."""
         return rounds.deadline(self.state, self._index)
+
+    def standing(self) -> tuple[int, int]:
+        """Return how many GPUs are leased or drain, and how many active apps hold none."""
+        index = self._index
+        return len(self.state.gpus) - len(index.free), sum(1 for app in index.active if not index.gpus.get(app))
 
     def story(self, id: str) -> Sequence[Chapter]:  # noqa: A002
         """Return what has happened to a GPU, app, node or ``rounds``, oldest first."""
@@ -118,6 +125,8 @@ class Arbiter:
                 if settings != self.state.settings:
                     self.state.settings = settings
                     self.state.news = True
+                    leases.retenure(turn)
+                    self._index.overdue_at = None
                     turn.tell("rounds", f"settings changed; the policy is {settings.policy}", loudly=True)
             case Connected(epoch):
                 self._lead(turn, epoch)
@@ -179,6 +188,7 @@ class Arbiter:
         if sender != Party("app", app.owner):
             turn.tell(sender.user, f"sent a {kind} for {message.app}, which belongs to {app.owner}", loudly=True)
             return False
+        apps.note_voice(turn, app)
         self.state.apps[app.id] = replace(app, seen_at=turn.now)
         return app.active
 
@@ -186,7 +196,7 @@ class Arbiter:
 
     def _say(self, turn: Turn) -> None:
         state = self.state
-        beat = turn.now >= state.beat_at + state.settings.beat_s
+        beat = self._beat_is_due(turn.now)
         if beat:
             state.beat_at = turn.now
         for app_id in sorted(turn.apps):
@@ -196,9 +206,12 @@ class Arbiter:
             self._say_plan(turn, state.nodes[node_id], restate=beat)
         self._say_news(turn)
         affected = sorted(state.apps if beat else turn.apps)
-        cluster_gpus = plans.cluster_gpus(state) if affected else 0
+        cluster_gpus = turn.index.census()[0]
         for app_id in affected:
             self._say_holdings(turn, state.apps[app_id], cluster_gpus, restate=beat)
+
+    def _beat_is_due(self, now: float) -> bool:
+        return now >= self.state.beat_at + self.state.settings.beat_s
 
     def _say_plan(self, turn: Turn, node: model.Node, *, restate: bool) -> None:
         plan = plans.plan_of(turn, node)
@@ -267,7 +280,7 @@ def _validate(state: State, index: Index) -> None:
         app = state.apps[lease.app]
         if isinstance(gpu.state, Leased):
             assert app.active, f"{app.id} holds {gpu_id} though it is {type(app.state).__name__}"
-            assert lease.expires_at > state.now
+            assert lease.expires_at > state.now, f"{lease.id} has ended"
         elif isinstance(gpu.state, Draining):
             assert gpu.state.plan_seq <= node.plan_seq, f"{gpu_id} drains by a plan that was never sent"
     for task in state.tasks.values():

@@ -16,9 +16,8 @@ from msgspec.structs import replace
 
 from arbiter.core import leases, model
 from arbiter.core.model import Deciding, Draining, Free, Gpu, Leased
-from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Allocation, Clock, Outcome
-from arbiter.core.turn import Decide, Decided, Turn
+from arbiter.core.turn import Decide, Decided, Turn, policy_of
 from protocol.messages import AppId, GpuId, NodeId
 
 
@@ -27,7 +26,7 @@ def decide(effect: Decide, clock: Clock | None = None) -> Decided:
 
     Without a `clock` (seconds, whatever their origin) it is pure, and the budget is counted in steps alone.
     """
-    policy = POLICIES[effect.policy](effect.settings)
+    policy = policy_of(effect.policy, effect.settings)
     return Decided(effect.round, effect.epoch, policy.allocate(effect.view, effect.bids, clock))
 
 
@@ -40,7 +39,7 @@ def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome,
     for stray in sorted(set(allocation.assign) - asked):
         turn.tell("rounds", f"the policy assigned {stray}, which was not in play; ignored", loudly=True)
     desired = {gpu: app for gpu, app in sorted(allocation.assign.items()) if gpu in asked}
-    here = {gpu.id: gpu for gpu in leases.in_play(turn) if gpu.id in asked}
+    here = _here(turn, asked, allocation)
     withheld = _withheld(turn, here, desired)
     for (app, why), gpus in _grouped((desired[gpu], why, gpu) for gpu, why in withheld.items()):
         turn.tell("rounds", f"round {turn.state.round} gave {gpus} to {app} in vain: {why}", loudly=True)
@@ -51,6 +50,13 @@ def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome,
             winner = desired.get(gpu_id)
             _move(turn, gpu, None if winner is None else turn.state.apps[winner])
     return outcomes
+
+
+def _here(turn: Turn, asked: set[GpuId], allocation: Allocation) -> dict[GpuId, Gpu]:
+    """Return, by id, the GPUs that the decision is about and that are still in play."""
+    about = asked if allocation.unnamed == "nobody" else asked & {*allocation.assign, *allocation.freed}
+    gpus = (turn.state.gpus[gpu] for gpu in sorted(about) if gpu in turn.state.gpus)
+    return {gpu.id: gpu for gpu in gpus if leases.is_in_play(turn, gpu)}
 
 
 def _move(turn: Turn, gpu: Gpu, app: model.App | None) -> None:
@@ -82,7 +88,7 @@ def _withheld(turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, App
     for gpu_id, app_id in desired.items():
         if gpu_id in here:
             shares[app_id].append(here[gpu_id])
-    promised = leases.promised(turn.state)
+    promised = leases.promised(turn)
     for app_id, share in shares.items():
         app = turn.state.apps.get(app_id)
         if app is None or not app.active:
@@ -108,9 +114,10 @@ def _usable(app: model.App, share: Sequence[Gpu], kept: Sequence[Gpu]) -> list[G
     usable: list[Gpu] = []
     for node in sorted(by_node, key=lambda node: (-sum(_rank(gpu, app.id) == 0 for gpu in by_node[node]), node)):
         counts = range(min(len(by_node[node]), room - len(usable)), 0, -1)
-        count = next((count for count in counts if (kept_on[node] + count) % app.gang == 0), 0)
+        count = next((count for count in counts if app.spans or (kept_on[node] + count) % app.gang == 0), 0)
         usable += by_node[node][:count]
-    return usable
+    broken = (len(kept) + len(usable)) % app.gang if app.spans else 0
+    return usable[: max(0, len(usable) - broken)]
 
 
 def _rank(gpu: Gpu, app: AppId) -> int:

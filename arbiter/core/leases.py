@@ -18,7 +18,7 @@ from protocol.messages import AppId, GpuId, LeaseId
 
 
 def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int) -> Lease:  # noqa: A002 - the field's word
-    """Lease a free GPU to `app` for one lease duration from now."""
+    """Lease a free GPU to `app` from now, for as long as the policy's tenure says."""
     state = turn.state
     assert gpu.present
     state.leases_made += 1
@@ -29,7 +29,7 @@ def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int) -> Lease:  # noqa
         epoch=state.epoch,
         round=round,
         granted_at=turn.now,
-        expires_at=turn.now + state.settings.lease_s,
+        expires_at=end_of_lease(turn),
     )
     turn.put_gpu(gpu, Leased(lease))
     turn.granted[app.id].append(lease)
@@ -38,10 +38,23 @@ def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int) -> Lease:  # noqa
     return lease
 
 
+def end_of_lease(turn: Turn) -> float:
+    """Return when a lease that begins now ends."""
+    return turn.now + turn.state.settings.lease_s if turn.policy.tenure == "lease" else model.NEVER
+
+
+def retenure(turn: Turn) -> None:
+    """Under a new policy: let every lease end as if it had been granted now."""
+    end = end_of_lease(turn)
+    for gpu in list(turn.state.gpus.values()):
+        if isinstance(gpu.state, Leased) and (gpu.state.lease.expires_at < model.NEVER) != (end < model.NEVER):
+            turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=end)))
+
+
 def renew(turn: Turn, gpu: Gpu, *, round: int) -> Lease:  # noqa: A002
     """Let the incumbent keep its GPU for another lease duration, without interruption."""
     assert isinstance(gpu.state, Leased)
-    lease = replace(gpu.state.lease, expires_at=turn.now + turn.state.settings.lease_s, round=round)
+    lease = replace(gpu.state.lease, expires_at=end_of_lease(turn), round=round)
     turn.put_gpu(gpu, Leased(lease))
     turn.renewed[lease.app].append(lease)
     app = turn.state.apps[lease.app]
@@ -82,6 +95,7 @@ def withdraw(turn: Turn, gpu: Gpu, reason: str) -> None:
     match gpu.state:
         case Leased():
             revoke(turn, gpu, reason, preempted=True)
+            turn.state.news = True  # its app wants another, and this one may never be proven empty
         case Draining(promised_to=winner) if winner is not None:
             turn.put_gpu(gpu, replace(gpu.state, promised_to=None))
             turn.tell(winner, f"won {gpu.id} but will not get it: {reason}")
@@ -151,26 +165,39 @@ def held(turn: Turn, app: AppId) -> list[Gpu]:
 
 
 def in_play(turn: Turn) -> Iterator[Gpu]:
-    """Yield, by id, the GPUs a round may assign: free and proven, or leased until soon."""
-    soon = turn.now + turn.state.settings.renewal_lead_s
-    for gpu_id in sorted(turn.state.gpus):
-        gpu = turn.state.gpus[gpu_id]
-        if not usable(turn.state, gpu):
-            continue
-        match gpu.state:
-            case Free() if gpu.empty:
-                yield gpu
-            case Leased(lease) if lease.expires_at <= soon:
-                yield gpu
-            case _:
-                pass
+    """Yield, by id, the GPUs a round may assign: free and proven, or leased until soon, or revocable at any time."""
+    index = turn.index
+    candidates: Iterable[GpuId]
+    match turn.policy.tenure:
+        case "revocable":
+            candidates = turn.state.gpus
+        case "lease":
+            soon = turn.now + turn.state.settings.renewal_lead_s
+            candidates = index.free | {gpu for gpu, end in index.ends.items() if end <= soon}
+        case "lasting":
+            candidates = index.free
+    return (gpu for gpu in map(turn.state.gpus.__getitem__, sorted(candidates)) if is_in_play(turn, gpu))
 
 
-def promised(state: model.State) -> dict[AppId, list[Gpu]]:
+def is_in_play(turn: Turn, gpu: Gpu) -> bool:
+    """Whether a round may assign this GPU."""
+    match gpu.state:
+        case Free():
+            return gpu.empty and usable(turn.state, gpu)
+        case Leased(lease):
+            tenure = turn.policy.tenure
+            soon = tenure == "lease" and lease.expires_at <= turn.now + turn.state.settings.renewal_lead_s
+            return (soon or tenure == "revocable") and usable(turn.state, gpu)
+        case _:
+            return False
+
+
+def promised(turn: Turn) -> dict[AppId, list[Gpu]]:
     """Return, per app, the draining GPUs it has won: as good as held, and not to be won twice over."""
     found: dict[AppId, list[Gpu]] = {}
-    for gpu in state.gpus.values():
-        if isinstance(gpu.state, Draining) and gpu.state.promised_to is not None and usable(state, gpu):
+    for gpu in map(turn.state.gpus.__getitem__, sorted(turn.index.draining)):
+        assert isinstance(gpu.state, Draining)
+        if gpu.state.promised_to is not None and usable(turn.state, gpu):
             found.setdefault(gpu.state.promised_to, []).append(gpu)
     return found
 

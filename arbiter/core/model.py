@@ -29,6 +29,9 @@ from protocol.messages import (
     TenantId,
 )
 
+#: When a lease ends that does not end by time; far beyond any clock, and still a number that a wire carries.
+NEVER = 1e11
+
 
 class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     """How the arbiter works; part of the state, so that a replay decides as it was decided then."""
@@ -242,6 +245,7 @@ class App(Struct, frozen=True):
     jobs: tuple[Job, ...]
     state: AppState
     apps_integral: float  #: the integral of the number of apps over time when it arrived
+    arrival: int = 0  #: how many had arrived before
     ideal_s: float = 0.0
     rho: float | None = None
     tally: Tally = Tally()
@@ -252,6 +256,11 @@ class App(Struct, frozen=True):
     ran: dict[TaskId, NodeId] = {}  #: its newest tasks and where their output is
     holdings_seq: int = 0
     holdings_digest: str = ""
+    spans: bool = False
+    left_s: float | None = None
+    left_gpu_s: float | None = None
+    left_at: float = 0.0  #: when it said so
+    loss_drop: float = 0.0
 
     @property
     def active(self) -> bool:
@@ -334,8 +343,10 @@ class State(Struct):
     tasks: dict[TaskId, Task] = field(default_factory=dict)
     apps: dict[AppId, App] = field(default_factory=dict)
     apps_count: TimeMean = TimeMean(0.0, 0.0, 0.0, 0.0)  #: apps enrolled and not yet over; N_avg comes from it
+    apps_arrived: int = 0
     round: int = 0
     phase: RoundState = Idle()
+    look_again_at: float | None = None  #: the policy wants another round then, even if nothing happens
     news: bool = False  #: something happened since the last round that could change its result
     leases_made: int = 0
     stories: dict[str, list[Chapter]] = field(default_factory=dict)

@@ -37,6 +37,9 @@ def _enrol(turn: Turn, known: Node | None, report: NodeReport) -> Node:
         plan_seq=known.plan_seq if known else 0,
         plan_digest=known.plan_digest if known else "",
     )
+    if known is None or isinstance(known.state, Lost):
+        turn.index.recount()
+        turn.index.overdue_at = None
     if known is None:
         turn.tell(node.id, f"enrolled with {len(report.gpus)} GPUs in {report.rack}", loudly=True)
         turn.state.news = True
@@ -92,6 +95,14 @@ def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> No
             turn.index.node_gpus[known.node].discard(known.id)
         turn.index.bind(gpu)
     turn.state.gpus[gpu.id] = gpu
+    if known is None or (known.present, known.healthy, known.node, known.rack, known.slot) != (
+        gpu.present,
+        gpu.healthy,
+        gpu.node,
+        gpu.rack,
+        gpu.slot,
+    ):
+        turn.index.recount()
     became_usable = known is None or (not known.healthy and gpu.healthy) or (not known.empty and gpu.empty)
     turn.state.news = turn.state.news or (became_usable and isinstance(gpu.state, Free))
     if not gpu.healthy and (known is None or known.healthy):
@@ -100,6 +111,7 @@ def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> No
 
 def _withdraw_gpu(turn: Turn, gpu: Gpu, why: str) -> None:
     turn.state.gpus[gpu.id] = gpu
+    turn.index.recount()
     turn.tell(gpu.id, why, loudly=True)
     leases.withdraw(turn, gpu, f"{gpu.id} on {gpu.node} is out of service: {why}")
 
@@ -129,7 +141,7 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
 def _makes_sense(known: model.Task | None, task: model.Task) -> bool:
     """Whether a task's id says what its fields say, as it did before."""
     same = known is None or (known.app, known.job, known.attempt) == (task.app, task.job, task.attempt)
-    return same and task.id == f"{task.job}-a{task.attempt}" and task.job.rpartition(".")[0] == task.app
+    return same and plans.is_task_id(task.id, task.job, task.attempt) and task.job.rpartition(".")[0] == task.app
 
 
 def _forget_tasks(turn: Turn, missing: set[TaskId], report: NodeReport) -> None:
@@ -162,20 +174,26 @@ def _take_proofs(turn: Turn, node: Node, plan_seq: int) -> None:
 
 def lose_silent(turn: Turn) -> None:
     """End the leases on nodes that have been silent for too long; their GPUs drain until the node proves otherwise."""
+    if turn.index.overdue_at is not None and turn.now < turn.index.overdue_at:
+        return
     limit_s = turn.state.settings.node_timeout_s
     for node in list(turn.state.nodes.values()):
         if isinstance(node.state, Up) and turn.now >= node.state.seen_at + limit_s:
             turn.state.nodes[node.id] = replace(node, state=Lost(turn.now))
+            turn.index.recount()
             turn.tell(node.id, f"lost: silent for {limit_s:.0f} s", loudly=True)
             turn.nodes.add(node.id)
             turn.apps |= {turn.state.tasks[task].app for task in turn.index.node_tasks[node.id]}
             turn.apps &= turn.state.apps.keys()
             for gpu_id in sorted(turn.index.node_gpus[node.id]):
                 leases.withdraw(turn, turn.state.gpus[gpu_id], f"node {node.id} was lost")
+    seen = [node.state.seen_at for node in turn.state.nodes.values() if isinstance(node.state, Up)]
+    turn.index.overdue_at = min(seen) + limit_s if seen else None
 
 
 def forgive(turn: Turn) -> None:
     """Hold nobody's silence during our own absence against them."""
+    turn.state.news = True  # who was left out of rounds for it is not any more
     for node in list(turn.state.nodes.values()):
         if isinstance(node.state, Up):
             turn.state.nodes[node.id] = replace(node, state=Up(turn.now))
@@ -192,9 +210,3 @@ def plan_anew(turn: Turn) -> None:
         if isinstance(gpu.state, Draining):
             plan_seq = turn.state.nodes[gpu.node].plan_seq + 1
             turn.put_gpu(gpu, replace(gpu.state, plan_seq=plan_seq))
-
-
-def next_timeout(state: State) -> float | None:
-    """Return when the next node would be lost, or None."""
-    seen = [node.state.seen_at for node in state.nodes.values() if isinstance(node.state, Up)]
-    return min(seen) + state.settings.node_timeout_s if seen else None

@@ -1,9 +1,11 @@
 """Placement: localities, and which concrete GPUs make up a bundle.
 
-Localities are nested: a slot (NVLink or PCIe island) lies in a machine, that in a rack, that in the cluster. A job is
-one task on one node in this release, so whatever else is asked:
+Localities are nested: a slot (NVLink or PCIe island) lies in a machine, that in a rack, that in the cluster. Whatever
+else is asked:
 
-- each gang lies within one machine: on every machine that gets new GPUs the app's GPUs, kept and new, are whole gangs;
+- each gang lies within one machine: on every machine that gets new GPUs the app's GPUs, kept and new, are whole gangs.
+  Of an app that *spans* machines only the total must be whole gangs; it gets one machine if that is enough, else one
+  rack, else few machines;
 - a *level* (of a bid's row, or an app's `level_max`) bounds the **union** of all GPUs the app then holds, not one
   gang. An app of several jobs, which may stand anywhere, says ``cluster``; an app that is one elastic job says
   ``machine``.
@@ -15,6 +17,8 @@ that the bundle fits most closely (large holes stay large), one slot.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
 from typing import TypeVar
 
 from arbiter.core.policy import GpuView
@@ -71,6 +75,7 @@ def choose(
     *,
     level_max: Level = "cluster",
     gang: int = 1,
+    chunk: int | None = None,
     near: Sequence[GpuView] = (),
     held: Collection[GpuId] = (),
     avoid: Collection[GpuId] = (),
@@ -86,25 +91,71 @@ def choose(
     level_max
         Bounds the union of the chosen and `near`.
     gang
-        On each machine that is chosen from, the chosen and `near` are whole gangs of this size.
+        The chosen and `near` are whole gangs of this size.
+    chunk
+        On each machine that is chosen from, the chosen and `near` are a multiple of this, a divisor of `gang`: 1 lets
+        gangs lie on several machines. None stands for `gang`.
     near
         GPUs the app has anyway.
     held, avoid
         GPUs to take first and last.
     """
-    homes = {place_of(gpu, level_max) for gpu in near}
-    if len(homes) > 1 or count <= 0:
-        return ()  # what it has already lies further apart than it accepts, so no union can lie closer
+    if count <= 0:
+        return ()
+    if chunk is None or chunk == gang:
+        whole = partial(_fill, count=count, gang=gang, near=near, held=held, avoid=avoid)
+        return _best(pool, level_max, whole, near=near, held=held, avoid=avoid)[1]
+    spanning = partial(_span, count=count, gang=gang, chunk=chunk, near=near, held=held, avoid=avoid)
+    tightest = min(LOOSENESS[level_max], LOOSENESS["machine"])
+    levels = LEVELS[tightest : LOOSENESS[level_max] + 1]
+    found = [_best(pool, level, spanning, near=near, held=held, avoid=avoid) for level in levels]
+    return max(found, key=itemgetter(0))[1]  # of equals the first, which lies closest together
+
+
+def _best(
+    pool: Sequence[GpuView],
+    level: Level,
+    fill: Callable[[Sequence[GpuView]], tuple[GpuView, ...]],
+    *,
+    near: Sequence[GpuView],
+    held: Collection[GpuId],
+    avoid: Collection[GpuId],
+) -> tuple[tuple[int, int, int], tuple[GpuView, ...]]:
+    """Return the best bundle in one place of that level, and how good it is: GPUs, those held, those not to take."""
+    homes = {place_of(gpu, level) for gpu in near}
     best: tuple[GpuView, ...] = ()
     best_key = (0, 0, 0, 0)
-    for place, hole in sorted(group(pool, lambda gpu: place_of(gpu, level_max)).items()):
+    if len(homes) > 1:
+        return best_key[:3], best  # what it has already lies further apart than this, so no union can lie closer
+    for place, hole in sorted(group(pool, lambda gpu: place_of(gpu, level)).items()):
         if homes and place not in homes:
             continue
-        bundle = _fill(hole, count, gang=gang, near=near, held=held, avoid=avoid)
+        bundle = fill(hole)
         key = (len(bundle), sum(g.gpu in held for g in bundle), -sum(g.gpu in avoid for g in bundle), -len(hole))
         if bundle and (not best or key > best_key):
             best, best_key = bundle, key
-    return best
+    return best_key[:3], best
+
+
+def _span(
+    pool: Sequence[GpuView],
+    count: int,
+    *,
+    gang: int,
+    chunk: int,
+    near: Sequence[GpuView],
+    held: Collection[GpuId],
+    avoid: Collection[GpuId],
+) -> tuple[GpuView, ...]:
+    """Return up to `count` GPUs of `pool` that are whole gangs with `near`, on each machine a multiple of `chunk`."""
+    room = min(len(pool), count)
+    while room > 0:
+        room = most_whole(room, room, len(near), gang)
+        bundle = _fill(pool, room, gang=chunk, near=near, held=held, avoid=avoid)
+        if len(bundle) == room:
+            return bundle
+        room = len(bundle)
+    return ()
 
 
 def _fill(

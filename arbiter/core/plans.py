@@ -1,8 +1,10 @@
 """What each node should do and what each app should know, derived from the state; pure and level-triggered.
 
-A plan names every task that should be on a node. A task runs if all its GPUs are leased to its app; if one is not,
-it vacates; if its app no longer wishes its job, or wishes nothing any more, it stops. A job's next attempt is named
-only when no process of an earlier attempt can exist, so no job ever runs twice.
+A plan names every task that should be on a node. A task runs if all its job's GPUs are leased to its app; if one is
+not, it vacates; if its app no longer wishes its job, or wishes nothing any more, it stops. A job's next attempt is
+named only when no process of an earlier attempt can exist, so no job ever runs twice.
+
+A job that spans nodes is one task on each, a *part*. All of them start, or none, and when one has left the others do.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from protocol.messages import (
     AppId,
     GpuId,
     Holdings,
+    JobId,
     LeaseTerms,
     NodeId,
     NodePlan,
@@ -30,13 +33,25 @@ from protocol.messages import (
     Want,
 )
 
+#: A job lies on fewer nodes than a number of so many digits.
+RANK_DIGITS_MAX = 10
 #: Tasks of one app whose node is remembered after they are gone, for their output.
 WHEREABOUTS_MAX = 64
+#: Why a task is to leave, unless its job has ended elsewhere.
+LEASE_ENDED = "its lease ended"
+
+Shares = dict[NodeId, tuple[GpuId, ...]]  #: a job's GPUs by node
 
 
-def task_id(job: model.Job) -> TaskId:
-    """Return the id of a job's current attempt."""
-    return TaskId(f"{job.id}-a{job.attempt}")
+def task_id(job: JobId, attempt: int, rank: int = 0) -> TaskId:
+    """Return the id of an attempt of a job; of its part on the `rank`-th of its nodes, if it lies on several."""
+    return TaskId(f"{job}-a{attempt}.{rank}" if rank else f"{job}-a{attempt}")
+
+
+def is_task_id(task: TaskId, job: JobId, attempt: int) -> bool:
+    """Whether `task` is the id of that attempt, or of a part of it."""
+    rank = task.rpartition(".")[2]
+    return task == task_id(job, attempt, int(rank) if rank.isdecimal() and len(rank) < RANK_DIGITS_MAX else 0)
 
 
 def plan_of(turn: Turn, node: model.Node) -> NodePlan:
@@ -54,23 +69,52 @@ def _orders(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
     app = turn.state.apps[app_id]
     if not app.active:
         return []
+    known: dict[JobId, list[Task]] = {}
+    for task_id in sorted(turn.index.tasks[app_id]):
+        task = turn.state.tasks[task_id]
+        known.setdefault(task.job, []).append(task)
     orders = []
     for job in app.jobs:
-        here = turn.state.tasks.get(task_id(job))
-        earlier = [task for task in _tasks_of(turn, job) if task.attempt < job.attempt]
-        orders += [_order(job, task, "vacate", app_id) for task in earlier if task.alive and task.node == node.id]
-        if here is not None and here.node == node.id:
-            orders.append(_order(job, here, _want(turn, app_id, here.gpus, job), app_id))
-        elif here is None and _may_start(turn, node, app_id, job, earlier):
-            orders.append(_order(job, None, "run", app_id))
+        tasks = known.get(job.id, [])
+        if tasks or job.gpus:
+            orders += _orders_of(turn, node, app, job, tasks)
     return orders
 
 
-def _may_start(turn: Turn, node: model.Node, app_id: AppId, job: model.Job, earlier: list[Task]) -> bool:
-    """Whether a new attempt may start here: every GPU leased and on this node, every earlier attempt gone."""
-    if not job.gpus or any(_haunts(turn.state, task) for task in earlier):
+def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tasks: list[Task]) -> list[TaskOrder]:
+    """Return what `node` should do for one job, of which the arbiter knows these tasks on any node."""
+    orders = [
+        # What is parked has nowhere to go on: left in peace it would keep the next attempt waiting for ever.
+        _order(job, task, "stop" if task.phase == "suspended" else "vacate", LEASE_ENDED)
+        for task in tasks
+        if task.attempt < job.attempt and task.alive and task.node == node.id
+    ]
+    shares = _shares(turn, app, job)
+    parts = [task for task in tasks if task.attempt == job.attempt]
+    here = [task for task in parts if task.node == node.id]
+    orders += [_order(job, task, *_want(turn.state, task, shares, parts)) for task in here]
+    if not here and node.id in shares and _may_start(turn, job, shares, tasks):
+        orders.append(_first_order(job, node.id, shares))
+    return orders
+
+
+def _shares(turn: Turn, app: model.App, job: model.Job) -> Shares:
+    """Return the job's GPUs by node, nodes in order; none if it may not run: one is not leased, or too far away."""
+    if not _all_leased(turn, app.id, job.gpus):
+        return {}
+    shares: Shares = {}
+    for gpu in job.gpus:
+        node = turn.state.gpus[gpu].node
+        shares[node] = (*shares.get(node, ()), gpu)
+    return dict(sorted(shares.items())) if app.spans or len(shares) <= 1 else {}
+
+
+def _may_start(turn: Turn, job: model.Job, shares: Shares, tasks: list[Task]) -> bool:
+    """Whether the job's part on a node without one may start: earlier attempts are gone, its other parts may run."""
+    if any(_haunts(turn.state, task) for task in tasks if task.attempt < job.attempt):
         return False
-    return _all_leased(turn, app_id, job.gpus) and all(turn.state.gpus[gpu].node == node.id for gpu in job.gpus)
+    parts = [task for task in tasks if task.attempt == job.attempt]
+    return all(task.alive and _want(turn.state, task, shares, parts) == ("run", "") for task in parts)
 
 
 def _haunts(state: State, task: Task) -> bool:
@@ -78,8 +122,19 @@ def _haunts(state: State, task: Task) -> bool:
     return task.alive and isinstance(state.nodes[task.node].state, model.Up)
 
 
-def _want(turn: Turn, app_id: AppId, gpus: tuple[GpuId, ...], job: model.Job) -> Want:
-    return "run" if job.gpus and set(job.gpus) == set(gpus) and _all_leased(turn, app_id, gpus) else "vacate"
+def _want(state: State, task: Task, shares: Shares, parts: list[Task]) -> tuple[Want, str]:
+    """Return what a task of the job's present attempt should do, and why if it should go; `parts` are all of them."""
+    if any(_is_gone(state, other) for other in parts if other.id != task.id):
+        # What is parked could go on only together with the part that is over.
+        return "stop" if task.phase == "suspended" else "vacate", "its job ended on another node"
+    mine = task.node in shares and set(shares[task.node]) == set(task.gpus)
+    return ("run", "") if mine else ("vacate", LEASE_ENDED)
+
+
+def _is_gone(state: State, task: Task) -> bool:
+    """Whether this part of an attempt ended before its work was done, so that the other parts cannot go on."""
+    lost = task.alive and isinstance(state.nodes[task.node].state, model.Lost)
+    return lost or (task.phase == "exited" and task.outcome != "finished")
 
 
 def _all_leased(turn: Turn, app_id: AppId, gpus: tuple[GpuId, ...]) -> bool:
@@ -87,24 +142,33 @@ def _all_leased(turn: Turn, app_id: AppId, gpus: tuple[GpuId, ...]) -> bool:
     return len(states) == len(gpus) and all(isinstance(s, Leased) and s.lease.app == app_id for s in states)
 
 
-def _order(job: model.Job, task: Task | None, want: Want, app_id: AppId) -> TaskOrder:
+def _order(job: model.Job, task: Task, want: Want, reason: str) -> TaskOrder:
     return TaskOrder(
-        task=task.id if task else task_id(job),
-        app=app_id,
+        task=task.id,
+        app=_app_of(job),
         job=job.id,
-        attempt=task.attempt if task else job.attempt,
-        gpus=task.gpus if task else job.gpus,
+        attempt=task.attempt,
+        gpus=task.gpus,
         want=want,
         launch=job.launch,
         grace_s=job.grace_s,
         preempt_by=job.preempt_by,
-        reason="" if want == "run" else "its lease ended",
+        reason=reason,
     )
 
 
-def _tasks_of(turn: Turn, job: model.Job) -> list[Task]:
-    tasks = (turn.state.tasks[task] for task in sorted(turn.index.tasks[_app_of(job)]))
-    return [task for task in tasks if task.job == job.id]
+def _first_order(job: model.Job, node: NodeId, shares: Shares) -> TaskOrder:
+    return TaskOrder(
+        task=task_id(job.id, job.attempt, list(shares).index(node)),
+        app=_app_of(job),
+        job=job.id,
+        attempt=job.attempt,
+        gpus=shares[node],
+        want="run",
+        launch=job.launch,
+        grace_s=job.grace_s,
+        preempt_by=job.preempt_by,
+    )
 
 
 def _app_of(job: model.Job) -> AppId:
@@ -127,11 +191,6 @@ def _terms(turn: Turn, lease: model.Lease, gpu: model.Gpu, *, leaving: bool = Fa
 def terms_of(turn: Turn, lease: model.Lease) -> LeaseTerms:
     """Return a lease as an app is told of it."""
     return _terms(turn, lease, turn.state.gpus[lease.gpu])
-
-
-def cluster_gpus(state: State) -> int:
-    """Return how many GPUs there are to hope for."""
-    return sum(1 for gpu in state.gpus.values() if gpu.present and gpu.healthy)
 
 
 def holdings_of(turn: Turn, app: model.App, *, cluster_gpus: int) -> Holdings:

@@ -9,7 +9,7 @@ wrong, a grant may not. Nothing outside `policies/` asks which policy runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import ClassVar, Literal, Protocol
 
 from msgspec import Struct
 
@@ -17,9 +17,13 @@ from protocol.messages import AppId, Bid, GpuId, Level, NodeId, TenantId
 
 Clock = Callable[[], float]
 
+#: How long holders keep their GPUs. ``lease``: until the lease ends, and a round may renew it; ``lasting``: until they
+#: give them back; ``revocable``: until any round takes them, so that all GPUs are in play in every round.
+Tenure = Literal["lease", "lasting", "revocable"]
+
 
 class GpuView(Struct, frozen=True):
-    """One GPU in play: free, or leased to `holder` until soon."""
+    """One GPU in play: free, or leased to `holder` until soon (see `Tenure`)."""
 
     gpu: GpuId
     node: NodeId
@@ -29,19 +33,35 @@ class GpuView(Struct, frozen=True):
 
 
 class AppView(Struct, frozen=True):
-    """One active app that can use GPUs. `want` is how many more than `kept` it could use now (whole gangs)."""
+    """One active app that can use GPUs. `want` is how many more than `kept` it could use now (whole gangs).
+
+    What changes with time alone is asked of the `View`, which knows the time: `View.served_gpu_s` and its like.
+    """
 
     app: AppId
     tenant: TenantId
     gang: int
     demand_max: int
     level_max: Level
-    elapsed_s: float  #: since it arrived
-    rho: float | None  #: its answer to the probe; None when it did not answer in time
+    arrived_at: float  #: on the clock of `View.now`
+    rho: float | None  #: its answer to the probe; None when it did not answer in time, or was not asked
     kept: tuple[GpuView, ...]  #: GPUs it holds whose leases are not in play
     renewable: tuple[GpuId, ...]  #: GPUs in play that it holds now
     only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any (a parked job that cannot move)
-    ideal_s: float = 0.0  #: T_id, from the T_cluster that it reports; 0: not known
+    ideal_s: float = 0.0  #: T_id, from the T_cluster that it reports; 0: not known, or not asked for rho
+    spans: bool = False  #: a gang may lie on several machines; otherwise each lies on one
+    left_s: float | None = None  #: run time left with all it can use, as it reported at `left_at`; None: unknown
+    left_gpu_s: float | None = None  #: and the GPU-seconds that takes
+    left_at: float = 0.0
+    loss_drop: float = 0.0  #: decrease of its normalised loss that it expects of one more lease with all it can use
+    served_gpu_s: float = 0.0  #: GPU-seconds of its leases that are over
+    leases: int = 0  #: that it holds now
+    granted_sum: float = 0.0  #: the sum of the times at which those were granted
+
+    @property
+    def chunk(self) -> int:
+        """Its GPUs on each machine are a multiple of this."""
+        return 1 if self.spans else self.gang
 
     @property
     def want(self) -> int:
@@ -59,6 +79,27 @@ class View(Struct, frozen=True):
     gpus: tuple[GpuView, ...]
     apps: tuple[AppView, ...]
     offered: tuple[AppId, ...] | None = None  #: who saw the offer, once it was made; None: ask `Policy.bidders`
+    now: float = 0.0  #: seconds, whatever their origin
+
+    def elapsed_s(self, app: AppView) -> float:
+        """Return the time since `app` arrived."""
+        return self.now - app.arrived_at
+
+    def served_gpu_s(self, app: AppView) -> float:
+        """Return the GPU-seconds `app` has been leased so far (attained service of PAPERS.md section 1)."""
+        return app.served_gpu_s + app.leases * self.now - app.granted_sum
+
+    def left_s(self, app: AppView) -> float | None:
+        """Return the run time that `app` has left with all it can use; None when it does not know."""
+        if app.left_s is None or not app.leases:
+            return app.left_s
+        return max(0.0, app.left_s - (self.now - app.left_at) * min(1.0, app.leases / max(1, app.demand_max)))
+
+    def left_gpu_s(self, app: AppView) -> float | None:
+        """Return the GPU-seconds that `app` has left; None when it does not know."""
+        if app.left_gpu_s is None:
+            return None
+        return max(0.0, app.left_gpu_s - (self.now - app.left_at) * min(app.leases, app.demand_max))
 
 
 class Settings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,6 +112,10 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     #: "idle": what hidden payments leave stays free for a round when no app outside the auction can use it; bidders
     #: cannot gain by lying. "bidders": it is given back to them; no GPU idles, but over-reporting can pay.
     leftover: str = "bidders"
+    #: Apps that neither had nor got anything are told why one by one in rounds of up to so many apps; beyond, those
+    #: that wait share one sentence.
+    reasons_max: int = 2000
+    las_threshold_gpu_s: float = 3600.0  #: `las`: attained service from which an app is in the second queue
 
 
 class Change(Struct, frozen=True):
@@ -126,13 +171,21 @@ class Outcome(Struct, frozen=True):
 
 
 class Allocation(Struct, frozen=True):
-    """The desired assignment: each GPU in play to at most one app; unnamed GPUs to nobody."""
+    """The desired assignment: each GPU in play to at most one app.
+
+    A GPU that `assign` does not name goes to nobody; or, where `unnamed` is "holder", it stays with whom it is with
+    unless it is in `freed`. Apps without an outcome of their own are told `rest`.
+    """
 
     assign: Mapping[GpuId, AppId]
     outcomes: tuple[Outcome, ...]
     proven: bool = True  #: the solver proved its optima (always true for policies without one)
     #: Figures for the round's record; how long it took is added by who has a clock.
     facts: Mapping[str, float] = {}
+    unnamed: Literal["nobody", "holder"] = "nobody"
+    freed: tuple[GpuId, ...] = ()
+    rest: str = ""
+    look_again_s: float | None = None  #: another round is wanted then, even if nothing happens
 
 
 class Admission(Struct, frozen=True):
@@ -144,6 +197,9 @@ class Admission(Struct, frozen=True):
 
 class Policy(Protocol):
     """One scheduling policy; stateless, made from `Settings`."""
+
+    probes: ClassVar[bool]  #: whether a round first asks every app for its rho (phase 1)
+    tenure: ClassVar[Tenure]
 
     def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
         """Say whether `app` may enter a cluster of these GPUs."""

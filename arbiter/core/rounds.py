@@ -8,30 +8,29 @@ it does everything goes on but rounds; a decision that does not come is waited f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import assert_never
 
 from msgspec.structs import replace
 
 from arbiter.core import decisions, fairness, leases, model
 from arbiter.core.model import Bidding, Deciding, Gpu, Idle, Leased, Probing, State
-from arbiter.core.policies import POLICIES
-from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, Policy, View
-from arbiter.core.turn import Decide, Decided, Index, RoundRecord, Turn
+from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, View
+from arbiter.core.turn import Decide, Decided, Index, RoundRecord, Turn, policy_of
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId
 
 
-def policy_of(state: State) -> Policy:
-    """Return the policy in force."""
-    return POLICIES[state.settings.policy](state.settings.policy_settings)
+def advance(turn: Turn, *, may_start: bool) -> None:
+    """Move the round as far as time and answers allow: start one if that may be, close a phase, or do nothing.
 
-
-def advance(turn: Turn) -> None:
-    """Move the round as far as time and answers allow: start one, close a phase, or do nothing."""
+    A round starts at a tick only, which comes after all news of the same moment: two jobs that end together free their
+    GPUs for one round, not the first one's for a round of its own.
+    """
     match turn.state.phase:
         case Idle():
-            if _due(turn):
+            if may_start and _due(turn):
                 _try(turn)
         case Probing(deadline=deadline, awaited=awaited):
             if turn.now >= deadline or not awaited:
@@ -91,6 +90,8 @@ def take_decision(turn: Turn, decided: Decided) -> None:
         return
     outcomes = decisions.enact(turn, phase, decided.allocation)
     state.phase = Idle(turn.now + state.settings.round_pause_s)
+    if decided.allocation.look_again_s is not None:
+        state.look_again_at = turn.now + decided.allocation.look_again_s
     for outcome in outcomes:
         turn.tell(outcome.app, f"round {state.round}: {outcome.reason}")
     turn.effects.append(_record(turn, phase, decided.allocation, outcomes))
@@ -109,8 +110,8 @@ def deadline(state: State, index: Index) -> float | None:
             if not index.active:
                 return None
             due = leases.next_expiry(index, lead_s=state.settings.renewal_lead_s)
-            retry_at = _retry_at(state, index)
-            wanted = [not_before] if state.news else [time for time in (due, retry_at) if time is not None]
+            times = (due, _retry_at(state, index), state.look_again_at)
+            wanted = [not_before] if state.news else [time for time in times if time is not None]
             return max(not_before, min(wanted)) if wanted else None
         case _ as never:
             assert_never(never)
@@ -128,16 +129,25 @@ def _try(turn: Turn) -> None:
     """Start a round if there is something to give and somebody who wants it."""
     state = turn.state
     state.news = False
-    view = make_view(turn, leases.in_play(turn), {})
-    if view.gpus and any(app.want > 0 for app in view.apps):
+    state.look_again_at = None
+    gpus = list(leases.in_play(turn))
+    view = make_view(turn, gpus, {}) if gpus else None
+    if view is None or not any(app.want > 0 for app in view.apps):
+        state.phase = Idle(turn.now + state.settings.round_pause_s)
+    elif turn.policy.probes:
         _probe(turn, view)
     else:
-        state.phase = Idle(turn.now + state.settings.round_pause_s)
+        state.round += 1
+        view = replace(view, round=state.round, seed=_seed(state), offered=())
+        _ask_policy(turn, view, {}, Bidding(turn.now, turn.now, {}, tuple(gpu.gpu for gpu in view.gpus), (), set(), {}))
 
 
 def _retry_at(state: State, index: Index) -> float | None:
     """Return when to try free GPUs again that the last round left unused: rho, and so bids, change with time."""
-    if not isinstance(state.phase, Idle) or not any(state.gpus[gpu].present for gpu in index.free):
+    tenure = policy_of(state.settings.policy, state.settings.policy_settings).tenure
+    if tenure != "lease" or not isinstance(state.phase, Idle):
+        return None  # under other tenures nothing changes by itself
+    if not any(state.gpus[gpu].present for gpu in index.free):
         return None
     return state.phase.not_before + state.settings.lease_s / 4
 
@@ -178,8 +188,8 @@ def _offer(turn: Turn) -> None:
     state = turn.state
     assert isinstance(state.phase, Probing)
     gpus = list(leases.in_play(turn))
-    view = make_view(turn, iter(gpus), state.phase.rhos)
-    bidders = tuple(policy_of(state).bidders(view)) if gpus else ()
+    view = make_view(turn, gpus, state.phase.rhos)
+    bidders = tuple(turn.policy.bidders(view)) if gpus else ()
     state.phase = Bidding(
         started_at=state.phase.started_at,
         deadline=turn.now + state.settings.bid_s,
@@ -212,15 +222,18 @@ def _offered(gpu: GpuView) -> OfferedGpu:
 
 def _decide(turn: Turn) -> None:
     """Ask for the policy's decision on what is in play now."""
-    state = turn.state
-    settings = state.settings
-    phase = state.phase
+    phase = turn.state.phase
     assert isinstance(phase, Bidding)
     offered = set(phase.offered)
-    view = make_view(turn, (gpu for gpu in leases.in_play(turn) if gpu.id in offered), phase.rhos)
+    view = make_view(turn, [gpu for gpu in leases.in_play(turn) if gpu.id in offered], phase.rhos)
     view = replace(view, offered=phase.bidders)
     present = {app.app for app in view.apps}
-    bids = {app: bid for app, bid in phase.bids.items() if app in present}
+    _ask_policy(turn, view, {app: bid for app, bid in phase.bids.items() if app in present}, phase)
+
+
+def _ask_policy(turn: Turn, view: View, bids: dict[AppId, Bid], phase: Bidding) -> None:
+    state = turn.state
+    settings = state.settings
     turn.effects.append(Decide(state.round, state.epoch, settings.policy, settings.policy_settings, view, bids))
     state.phase = Deciding(
         started_at=phase.started_at,
@@ -251,50 +264,83 @@ def _record(turn: Turn, phase: Deciding, allocation: Allocation, outcomes: tuple
 # --- what a policy sees ---------------------------------------------------------------------------------------------
 
 
-def make_view(turn: Turn, gpus: Iterator[Gpu], rhos: Mapping[AppId, float]) -> View:
+def make_view(turn: Turn, gpus: Sequence[Gpu], rhos: Mapping[AppId, float]) -> View:
     """Return the frozen view of the apps that can use GPUs and the GPUs in play."""
     state = turn.state
-    views = {gpu.id: _view_of(gpu) for gpu in gpus}
-    promised = leases.promised(state)
-    active = (state.apps[app] for app in turn.index.active)
-    ordered = sorted(active, key=lambda app: (app.arrived_at, app.id))
-    apps = [_app_view(turn, app, views, promised.get(app.id, []), rhos) for app in ordered if _heard(turn, app)]
+    in_play = {gpu.id for gpu in gpus}
+    promised = leases.promised(turn)
+    active = [state.apps[app] for _, app in turn.index.order]
+    apps = [_app_view(turn, app, in_play, promised.get(app.id, ()), rhos) for app in active if heard(turn, app)]
     return View(
         round=state.round,
-        seed=state.settings.seed * 1_000_003 + state.round,
+        seed=_seed(state),
         lease_s=state.settings.lease_s,
-        cluster_gpus=sum(1 for gpu in state.gpus.values() if leases.usable(state, gpu)),
-        gpus=tuple(views.values()),
-        apps=tuple(app for app in apps if app.want > 0 or app.renewable),
+        cluster_gpus=turn.index.census()[1],
+        gpus=tuple(_gpu_view(turn, gpu) for gpu in gpus),
+        apps=tuple(app for app in apps if app.renewable or app.want > 0),
+        now=turn.now,
     )
 
 
+def _seed(state: State) -> int:
+    return state.settings.seed * 1_000_003 + state.round
+
+
 def _app_view(
-    turn: Turn, app: model.App, in_play: Mapping[GpuId, GpuView], promised: list[Gpu], rhos: Mapping[AppId, float]
+    turn: Turn, app: model.App, in_play: set[GpuId], promised: Sequence[Gpu], rhos: Mapping[AppId, float]
 ) -> AppView:
+    """Return what is shown of `app`; what was shown last if it was derived from the same."""
+    index = turn.index
+    renewable = tuple(sorted(in_play & index.gpus[app.id])) if index.gpus.get(app.id) else ()
+    version = index.versions[app.id]
+    shown = index.app_views.get(app.id)
+    if shown is not None and shown[0] is app and shown[1:3] == (version, renewable):
+        view = shown[3]
+    else:
+        view = _look_at(turn, app, renewable, promised)
+        index.app_views[app.id] = (app, version, renewable, view)
+    if app.id not in rhos:
+        return view
+    mean = apps_mean(turn.state, app, turn.now)
+    return replace(view, rho=rhos[app.id], ideal_s=fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean))
+
+
+def _look_at(turn: Turn, app: model.App, renewable: tuple[GpuId, ...], promised: Sequence[Gpu]) -> AppView:
     held = leases.held(turn, app.id)
-    kept = [_view_of(gpu) for gpu in held if gpu.id not in in_play] + [_view_of(gpu) for gpu in promised]
+    kept = [_gpu_view(turn, gpu) for gpu in (*(gpu for gpu in held if gpu.id not in renewable), *promised)]
     return AppView(
         app=app.id,
         tenant=app.tenant,
         gang=app.gang,
         demand_max=app.demand_max,
         level_max=app.level_max,
-        elapsed_s=turn.now - app.arrived_at,
-        rho=rhos.get(app.id),
+        arrived_at=app.arrived_at,
+        rho=None,
         kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
-        renewable=tuple(gpu.id for gpu in held if gpu.id in in_play),
+        renewable=renewable,
         only=app.only,
-        ideal_s=fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=apps_mean(turn.state, app, turn.now)),
+        spans=app.spans,
+        left_s=app.left_s,
+        left_gpu_s=app.left_gpu_s,
+        left_at=app.left_at,
+        loss_drop=app.loss_drop,
+        served_gpu_s=app.tally.gpu_seconds,
+        leases=len(held),
+        granted_sum=math.fsum(gpu.state.lease.granted_at for gpu in held if isinstance(gpu.state, Leased)),
     )
 
 
-def _view_of(gpu: Gpu) -> GpuView:
+def _gpu_view(turn: Turn, gpu: Gpu) -> GpuView:
+    shown = turn.index.gpu_views.get(gpu.id)
+    if shown is not None and shown[0] is gpu:
+        return shown[1]
     holder = gpu.state.lease.app if isinstance(gpu.state, Leased) else None
-    return GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot, holder)
+    view = GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot, holder)
+    turn.index.gpu_views[gpu.id] = (gpu, view)
+    return view
 
 
-def _heard(turn: Turn, app: model.App) -> bool:
+def heard(turn: Turn, app: model.App) -> bool:
     """Whether the app's agent speaks, or its training goes on without it (fail-static)."""
     if turn.now - app.seen_at <= turn.state.settings.app_timeout_s:
         return True

@@ -7,16 +7,19 @@ the arbiter turns the marks into messages, so that an app that wins four GPUs in
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 from msgspec import Struct
 
 from arbiter.core import lifecycle, model
 from arbiter.core.model import Chapter, State
-from arbiter.core.policy import Allocation, Outcome, Settings, View
+from arbiter.core.policies import POLICIES
+from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, Policy, Settings, View
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TaskId
 
@@ -85,6 +88,12 @@ class Note(Struct, frozen=True, tag=True):
 Effect = Send | Decide | RoundRecord | LeaseRecord | Note
 
 
+@lru_cache(maxsize=16)
+def policy_of(name: str, settings: Settings) -> Policy:
+    """Return the policy of that name; policies are stateless, so one serves everybody."""
+    return POLICIES[name](settings)
+
+
 @dataclass
 class Turn:
     """The transient side of one event."""
@@ -98,6 +107,11 @@ class Turn:
     revoked: dict[tuple[AppId, str], list[LeaseId]] = field(default_factory=lambda: defaultdict(list))
     nodes: set[NodeId] = field(default_factory=set)  #: whose plan may have changed
     apps: set[AppId] = field(default_factory=set)  #: whose holdings may have changed
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force."""
+        return policy_of(self.state.settings.policy, self.state.settings.policy_settings)
 
     def tell(self, subject: str, what: str, *, loudly: bool = False) -> None:
         """Add a line to the story of `subject`; `loudly` also puts it into the log."""
@@ -147,10 +161,20 @@ class Index:
         self.node_gpus: dict[NodeId, set[GpuId]] = defaultdict(set)
         self.node_tasks: dict[NodeId, set[TaskId]] = defaultdict(set)
         self.free: set[GpuId] = set()
-        self.ends: dict[GpuId, float] = {}  #: of the leases
+        self.draining: set[GpuId] = set()
+        self.ends: dict[GpuId, float] = {}  #: of the leases that end
         self.enrolling: set[AppId] = set()
         self.active: set[AppId] = set()
+        self.order: list[tuple[int, AppId]] = []  #: the active ones by arrival
         self._next_end: float | None = None
+        #: No node is overdue before; None: not known. Nodes are heard of later and later, so it stays true.
+        self.overdue_at: float | None = None
+        self._census: tuple[int, int, tuple[GpuView, ...]] | None = None
+        self._state = state
+        #: What was last shown of GPUs and apps, with what it was derived from: most are the same in the next round.
+        self.gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
+        self.app_views: dict[AppId, tuple[model.App, int, tuple[GpuId, ...], AppView]] = {}
+        self.versions: dict[AppId, int] = defaultdict(int)  #: grows whenever what an app holds or is promised changes
         for gpu in state.gpus.values():
             self.bind(gpu)
         for app in state.apps.values():
@@ -166,18 +190,45 @@ class Index:
             self.free.add(gpu.id)
         else:
             self.gpus[app].add(gpu.id)
+            self.versions[app] += 1
         if isinstance(gpu.state, model.Leased):
-            self.ends[gpu.id] = gpu.state.lease.expires_at
-            self._next_end = None
+            if gpu.state.lease.expires_at < model.NEVER:
+                self.ends[gpu.id] = gpu.state.lease.expires_at
+                self._next_end = None
+        elif isinstance(gpu.state, model.Draining):
+            self._bind_draining(gpu.id, gpu.state)
+
+    def _bind_draining(self, gpu: GpuId, state: model.Draining) -> None:
+        self.draining.add(gpu)
+        if state.promised_to is not None:
+            self.versions[state.promised_to] += 1
 
     def unbind(self, gpu: model.Gpu) -> None:
         """Forget who has this GPU."""
         app = _app_of(gpu.state)
         if app is not None:
             self.gpus[app].discard(gpu.id)
+            self.versions[app] += 1
+        if isinstance(gpu.state, model.Draining):
+            self.draining.discard(gpu.id)
+            if gpu.state.promised_to is not None:
+                self.versions[gpu.state.promised_to] += 1
         self.free.discard(gpu.id)
         if self.ends.pop(gpu.id, None) is not None:
             self._next_end = None
+
+    def recount(self) -> None:
+        """A GPU or a node has come, gone, fallen ill or recovered: count anew when next asked."""
+        self._census = None
+
+    def census(self) -> tuple[int, int, tuple[GpuView, ...]]:
+        """Return how many GPUs there are to hope for, how many may be assigned at all, and where every GPU is."""
+        if self._census is None:
+            gpus = sorted(self._state.gpus.values(), key=lambda gpu: gpu.id)
+            hoped = [gpu for gpu in gpus if gpu.present and gpu.healthy]
+            usable = sum(isinstance(self._state.nodes[gpu.node].state, model.Up) for gpu in hoped)
+            self._census = len(hoped), usable, tuple(GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot) for gpu in gpus)
+        return self._census
 
     @property
     def next_end(self) -> float:
@@ -188,11 +239,20 @@ class Index:
 
     def bind_app(self, app: model.App) -> None:
         """Note where this app stands."""
-        for standing, kind in ((self.enrolling, model.Enrolling), (self.active, model.Active)):
-            if isinstance(app.state, kind):
-                standing.add(app.id)
-            else:
-                standing.discard(app.id)
+        if isinstance(app.state, model.Enrolling):
+            self.enrolling.add(app.id)
+        else:
+            self.enrolling.discard(app.id)
+        place = (app.arrival, app.id)
+        if isinstance(app.state, model.Active):
+            if app.id not in self.active:
+                self.active.add(app.id)
+                insort(self.order, place)
+        elif app.id in self.active:
+            self.active.discard(app.id)
+            del self.order[bisect_left(self.order, place)]
+            self.app_views.pop(app.id, None)
+            self.versions.pop(app.id, None)
 
     def bind_task(self, task: model.Task) -> None:
         """Note where this task is."""
@@ -214,6 +274,7 @@ class Index:
         )
         alike = all(_filled(mine.items()) == _filled(theirs.items()) for mine, theirs in pairs)
         alike = alike and (self.free, self.ends, self.next_end) == (other.free, other.ends, other.next_end)
+        alike = alike and (self.draining, self.order, self.census()) == (other.draining, other.order, other.census())
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
 
 

@@ -234,7 +234,7 @@ class _Game:
             gang=1,  # gangs may lie across machines here
             demand_max=claim.demand_max,
             level_max="cluster",
-            elapsed_s=claim.elapsed,
+            arrived_at=-claim.elapsed,
             rho=1.0,
             kept=(),
             renewable=self._holds[claim.id],
@@ -254,7 +254,7 @@ class _Game:
         own = set(self._holds[name])
         chosen: list[GpuView] = []
         for machine, count in counts.items():
-            here = [gpu for gpu in deal.left.values() if gpu.node == machine]
+            here = [gpu for gpu in deal.left if gpu.node == machine]
             here.sort(key=lambda gpu: (gpu.gpu not in own, gpu.holder is not None, gpu.gpu))
             chosen += here[:count]
         return chosen

@@ -44,6 +44,12 @@ TrialFile = Annotated[Path | None, typer.Option("--trials", help="search: a file
 Trial = Annotated[list[str] | None, typer.Option("--trial", help="search: the arguments of one trial; repeatable")]
 Metric = Annotated[str | None, typer.Option(help="search: the reported figure that trials are compared by")]
 Mode = Annotated[str | None, typer.Option(help="search: max or min (max)")]
+Search = Annotated[str | None, typer.Option(help="which trials go on: halving, hyperband, curve or all (halving)")]
+Eta = Annotated[int | None, typer.Option(min=2, help="hyperband: of so many trials one goes on (3)")]
+StepsMin = Annotated[int | None, typer.Option(min=1, help="hyperband: mini-batches before a trial can be judged")]
+Target = Annotated[
+    float | None, typer.Option(help="curve: the metric at which a trial, or a lone job, has done enough")
+]
 SpecFile = Annotated[Path | None, typer.Option("-f", "--file", help="a TOML file with these as fields; flags win")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 Timeout = Annotated[str | None, typer.Option(help="give up after this long, with exit code 5")]
@@ -74,6 +80,10 @@ def submit(
     trial: Trial = None,
     metric: Metric = None,
     mode: Mode = None,
+    search: Search = None,
+    eta: Eta = None,
+    steps_min: StepsMin = None,
+    target: Target = None,
     file: SpecFile = None,
     wait_: Annotated[bool, typer.Option("--wait", help="return when it is over, with its exit code")] = False,
     json: Json = False,
@@ -206,5 +216,9 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
         "max_restarts": flags["max_restarts"],
         "metric": flags.get("metric"),
         "mode": flags.get("mode"),
+        "search": flags.get("search"),
+        "eta": flags.get("eta"),
+        "steps_min": flags.get("steps_min"),
+        "target": flags.get("target"),
     }
     return {name: value for name, value in fields.items() if value is not None}

@@ -12,6 +12,7 @@ and state demand, so that a plan told twice changes nothing and a missed message
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal, assert_never
@@ -133,6 +134,7 @@ class NodeAgent:
         self._report_seq = 0
         self._reported: tuple[object, ...] = ()
         self._beat_at: float | None = None
+        self._figures_at: float | None = None  #: when metrics that have come since the last report are due
         self._notes: dict[TaskId, WorkerNote] = {}
         self._story: dict[TaskId, deque[str]] = {}
         self._effects: list[NodeEffect] = []
@@ -153,7 +155,7 @@ class NodeAgent:
     def deadline(self) -> float | None:
         """Return when the next beat or the next rung of a ladder is due, UNIX seconds."""
         times = [task.deadline for task in self._tasks.values()]
-        return min((time for time in (*times, self._beat_at) if time is not None), default=None)
+        return min((time for time in (*times, self._beat_at, self._figures_at) if time is not None), default=None)
 
     def tasks(self) -> tuple[Task, ...]:
         """Return every task, in order of its id."""
@@ -367,6 +369,8 @@ class NodeAgent:
             can_checkpoint=line.can_checkpoint,
             metrics=line.metrics or task.facts.metrics,
         )
+        if line.metrics and line.metrics != task.facts.metrics and self._figures_at is None:
+            self._figures_at = self._now + self._facts.figures_s
         if isinstance(task.state, Loading):
             self._go(self._tasks[task.id], Running(), "makes progress")
 
@@ -651,13 +655,14 @@ class NodeAgent:
             return
         report = self.statuses()
         significant = (report.epoch, report.plan_seq, _still(report))
-        due = self._beat_at is None or self._now >= self._beat_at
+        due = any(at is None or self._now >= at for at in (self._beat_at, self._figures_at or math.inf))
         changed = significant != self._reported
         if not (due or changed):
             return
         self._report_seq += 1
         self._reported = significant
         self._beat_at = self._now + self._facts.beat_s
+        self._figures_at = None
         self._effects.append(Send(ARBITER, replace(report, seq=self._report_seq), beat=not changed))
         self._forget_reported()
 

@@ -29,6 +29,7 @@ class NodeFacts(Struct, frozen=True):
     boot_id: str
     incarnation: int
     beat_s: float = 2.0
+    figures_s: float = 2.0  #: metrics that a worker reports are passed on within this
     idle_bytes_max: int = 0
     parked_bytes_max: int = 0
     hello_s: float = 15.0  #: a worker that has not said hello by then is treated as one that never will

@@ -28,7 +28,7 @@ def deciding(*, gpus: int = 1, gang: int = 1, demand: int = 1) -> Site:
 
 def contended(assign: Mapping[int, str], *, gpus: int = 2, gang: int = 1) -> tuple[Site, Decided]:
     """`ana-1` holds every GPU of one node and is about to lose some to `bob-1`: the decision is on its way."""
-    site = Site(replace(SETTINGS, policy="fifo"))
+    site = Site(replace(SETTINGS, policy="drf"))
     site.node("n1", gpus)
     site.play_round(site.app("ana-1", demand=gpus) + site.wait(0))
     assert len(site.held("ana-1")) == gpus

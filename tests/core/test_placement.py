@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arbiter.core.placement import LOOSENESS, choose, largest_hole, locality
+from arbiter.core.placement import LOOSENESS, choose, group, largest_hole, locality
 from protocol.messages import LEVELS, GpuId, Level
 from tests.support.auctions import gpus_of
 
@@ -66,6 +66,39 @@ def test_the_level_bounds_what_is_held_and_new_together() -> None:
     assert choose(cluster[2:], 1, level_max="machine", near=[cluster[0], cluster[5]]) == ()
 
 
+def test_a_spanning_bundle_takes_one_machine_then_one_rack_then_few_machines() -> None:
+    span = {"gang": 4, "chunk": 1}
+    assert nodes(choose(gpus_of(2, 4, 2), 4, **span)) == {"n01": 4}
+    # Racks r0: 2 + 2, r1: 3.
+    assert nodes(choose(gpus_of(2, 3, 2, racks=2), 4, **span)) == {"n00": 2, "n02": 2}
+    # Racks r0: 1 + 2, r1: 3: neither has four.
+    assert nodes(choose(gpus_of(1, 3, 2, racks=2), 4, **span)) == {"n00": 1, "n01": 3}
+    assert choose(gpus_of(1, 3, 2, racks=2), 4, level_max="rack", **span) == ()
+    assert choose(gpus_of(2, 1), 4, **span) == ()
+
+
+def test_what_a_spanning_bundle_has_counts_for_its_gangs_and_its_level() -> None:
+    cluster = gpus_of(2, 2, 3, racks=2)  # r0: n00 and n02, r1: n01
+    near = cluster[:1]
+    assert nodes(choose(cluster[1:], 7, gang=4, chunk=1, near=near)) == {"n00": 1, "n02": 2}
+    assert nodes(choose(cluster[1:], 7, gang=3, chunk=1, near=near, level_max="machine")) == {}
+    assert nodes(choose(cluster[1:], 7, gang=2, chunk=1, near=near, level_max="machine")) == {"n00": 1}
+
+
+def test_a_larger_spanning_bundle_is_better_than_a_tighter_one() -> None:
+    assert len(choose(gpus_of(4, 2, 2, racks=3), 8, gang=2, chunk=1)) == 8
+
+
+def test_a_spanning_bundle_stays_where_it_is_held_rather_than_move_closer_together() -> None:
+    cluster = gpus_of(1, 1, 2)
+    held = [gpu.gpu for gpu in cluster[:2]]
+    assert [gpu.gpu for gpu in choose(cluster, 2, gang=2, chunk=1, held=held)] == held
+
+
+def test_a_bundle_in_chunks_is_whole_gangs_in_all_and_chunks_on_each_machine() -> None:
+    assert nodes(choose(gpus_of(3, 3, 3), 9, gang=4, chunk=2)) == {"n00": 2, "n01": 2}
+
+
 def test_the_largest_hole_is_that_of_one_place() -> None:
     cluster = gpus_of(4, 2, slots=2)
     assert (largest_hole(cluster), largest_hole(cluster, "slot"), largest_hole([])) == (4, 2, 0)
@@ -92,3 +125,9 @@ def test_every_bundle_keeps_its_bounds_and_is_as_large_as_gangs_and_places_allow
     if level == "cluster":
         most = sum(size // gang * gang for size in sizes)
         assert len(bundle) == min(most, count // gang * gang)
+    spread = choose(cluster, count, level_max=level, gang=gang, chunk=1, held=[GpuId(gpu) for gpu in held])
+    assert len({gpu.gpu for gpu in spread}) == len(spread) <= count
+    assert LOOSENESS[locality(spread)] <= LOOSENESS[level]
+    holes = {place: largest_hole(found, level) for place, found in group(cluster, lambda gpu: gpu.rack).items()}
+    room = len(cluster) if level == "cluster" else max(holes.values())
+    assert len(spread) == min(room, count) // gang * gang

@@ -41,9 +41,14 @@ def play(view: View, name: str = "themis", knobs: Settings | None = None) -> dic
 def settled(view: View, allocation: Allocation) -> dict[str, Outcome]:
     gpus = {gpu.gpu: gpu for gpu in view.gpus}
     assert [outcome.app for outcome in allocation.outcomes] == [app.app for app in view.apps]
-    assert allocation.assign.keys() <= gpus.keys()
+    assert allocation.assign.keys() | set(allocation.freed) <= gpus.keys()
+    owners = dict(allocation.assign)
+    if allocation.unnamed == "holder":
+        assert not allocation.assign.keys() & set(allocation.freed)
+        held = {gpu: app.app for app in view.apps for gpu in app.renewable if gpu not in allocation.freed}
+        owners = held | owners
     for app, outcome in zip(view.apps, allocation.outcomes, strict=True):
-        got = [gpus[gpu] for gpu, owner in allocation.assign.items() if owner == app.app]
+        got = [gpus[gpu] for gpu, owner in owners.items() if owner == app.app]
         assert sorted(outcome.gpus) == sorted(gpu.gpu for gpu in got)
         assert outcome.reason
         assert len(got) <= app.want
@@ -56,7 +61,8 @@ def settled(view: View, allocation: Allocation) -> dict[str, Outcome]:
 
 def assert_whole_gangs(app: AppView, got: Sequence[GpuView]) -> None:
     kept, new = Counter(gpu.node for gpu in app.kept), Counter(gpu.node for gpu in got)
-    assert all((kept[node] + count) % app.gang == 0 for node, count in new.items())
+    assert all((kept[node] + count) % app.chunk == 0 for node, count in new.items())
+    assert not (app.spans and got) or (len(app.kept) + len(got)) % app.gang == 0
 
 
 @st.composite

@@ -82,7 +82,14 @@ class Site:
                 self.plans[effect.message.node] = effect.message
             if isinstance(effect, Decide):
                 self.undecided.append(effect)
+        if not isinstance(event, Tick):
+            effects += self._tick_if_due()
         return effects if self.decides_late else effects + self.decide()
+
+    def _tick_if_due(self) -> list[Effect]:
+        """Tick after the news, as every driver does."""
+        due = self.arbiter.deadline()
+        return self.handle(Tick()) if due is not None and due <= self.now else []
 
     def decide(self) -> list[Effect]:
         """Let the policy answer all that it was asked."""

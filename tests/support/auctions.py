@@ -44,7 +44,7 @@ def app_of(
         gang=gang,
         demand_max=demand_max,
         level_max=level_max,
-        elapsed_s=0.0,
+        arrived_at=0.0,
         rho=rho,
         kept=tuple(kept),
         renewable=tuple(renewable),

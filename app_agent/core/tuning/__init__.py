@@ -1,15 +1,47 @@
-"""Which of an app's trials get GPUs: one job, or successive halving over several."""
+"""Which of an app's trials get GPUs: one job, or one of four searches over several."""
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from app_agent.core.spec import AppSpec
+from app_agent.core.tuning.all import All
+from app_agent.core.tuning.curve import CurveStopping
 from app_agent.core.tuning.halving import Halving
-from app_agent.core.tuning.shape import AppScheduler, Left, Search, Trial
+from app_agent.core.tuning.hyperband import Hyperband
+from app_agent.core.tuning.shape import AppScheduler, Curve, Left, Search, Trial
 from app_agent.core.tuning.single import Single
 
-__all__ = ["AppScheduler", "Halving", "Left", "Search", "Single", "Trial", "scheduler_for"]
+__all__ = [
+    "All",
+    "AppScheduler",
+    "Curve",
+    "CurveStopping",
+    "Halving",
+    "Hyperband",
+    "Left",
+    "Search",
+    "Single",
+    "Trial",
+    "scheduler_for",
+]
 
 
 def scheduler_for(spec: AppSpec) -> AppScheduler:
-    """Return the app scheduler that `spec` asks for."""
-    return Halving.of(spec) if len(spec.trials) > 1 else Single()
+    """Return the app scheduler that `spec` asks for; among one trial there is nothing to search, but it may end early.
+
+    `spec` has no mistake.
+    """
+    if spec.search == "curve":
+        return CurveStopping.of(spec)
+    if len(spec.trials) == 1:
+        return Single()
+    match spec.search:
+        case "halving":
+            return Halving.of(spec)
+        case "hyperband":
+            return Hyperband.of(spec)
+        case "all":
+            return All.of(spec)
+        case _ as never:
+            assert_never(never)

@@ -1,10 +1,7 @@
 """Successive halving: after each phase the better half of the trials goes on.
 
-Phase i ends for a trial when it has made `ends[i]` mini-batches since its beginning. A trial that is there waits
-without GPUs (it checkpoints and leaves) until the others are; then all are compared by their metric and the better half
-goes on. In the last phase one trial is left, and runs until its script says it has finished. Scripts know nothing of
-phases: a trial is stopped from outside and makes some steps more than its phase has (what it makes between two
-reports), which only ever favours the faster ones by those steps.
+One bracket (`bracket`) of all trials, in which phase i ends after `ends[i]` mini-batches and half the places are left
+for the next. In the last phase one trial is left, and runs until its script says it has finished.
 
 *Source:* PAPERS.md section 1, Eq. 2.
 """
@@ -12,12 +9,13 @@ reports), which only ever favours the faster ones by those steps.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Literal
 
 from msgspec import Struct
 
 from app_agent.core.spec import AppSpec, phases_of
+from app_agent.core.tuning.bracket import Bracket, Yardstick
 from app_agent.core.tuning.shape import Left, Search, Trial
 
 
@@ -39,57 +37,36 @@ class Halving(Struct, frozen=True):
         )
         return cls(len(spec.trials), ends, spec.metric, spec.mode)
 
+    @property
+    def bracket(self) -> Bracket:
+        """The trials and what each phase has room for: all, then half of them, rounded up, and so on."""
+        places = tuple(-(-self.trials // 2**phase) for phase in range(len(self.ends)))
+        return Bracket(tuple(range(self.trials)), self.ends, places)
+
     def begin(self) -> Search:
         """Return the search with every trial in phase 0."""
         return Search(survivors=tuple(range(self.trials)))
 
     def advance(self, search: Search, trials: Sequence[Trial]) -> Search:
         """End as many phases as are over."""
-        while not search.fault and search.phase < len(self.ends) - 1 and self._over(search, trials):
-            search = self._halve(search, trials)
+        bracket, by = self.bracket, Yardstick(self.metric, self.mode)
+        while not search.fault and search.phase < bracket.last:
+            standing = _standing(search, trials)
+            if not bracket.over(search.phase, standing):
+                break
+            better = bracket.promoted(search.phase, standing, by)
+            if better is None:
+                return Search(search.survivors, search.phase, by.silence())
+            search = Search(tuple(trial.number for trial in better), search.phase + 1)
         return search
-
-    def _over(self, search: Search, trials: Sequence[Trial]) -> bool:
-        """Whether every survivor has ended its phase, one way or another."""
-        return all(trials[number].state != "live" or self._there(search, trials[number]) for number in search.survivors)
-
-    def _there(self, search: Search, trial: Trial) -> bool:
-        """Whether `trial` has ended this phase: made its steps and reported. The last phase ends by the script alone.
-
-        A trial that has not reported goes on, for as long as another phase: scripts report every so many steps, and
-        know nothing of our phases' ends.
-        """
-        if search.phase == len(self.ends) - 1:
-            return False
-        end = self.ends[search.phase + (trial.metric is None)]
-        return trial.state == "done" or trial.steps_done >= end
-
-    def _halve(self, search: Search, trials: Sequence[Trial]) -> Search:
-        """Keep the better half of those that did not fail; without a single metric nobody can say which that is."""
-        standing = [trials[number] for number in search.survivors if trials[number].state != "failed"]
-        if standing and all(trial.metric is None for trial in standing):
-            fault = f"no trial reported the metric {self.metric!r}; call session.report({self.metric}=...) in them"
-            return Search(search.survivors, search.phase, fault)
-        places = -(-self.trials // 2 ** (search.phase + 1))
-        best = sorted(standing, key=self._rank)[:places]
-        return Search(tuple(sorted(trial.number for trial in best)), search.phase + 1)
-
-    def _rank(self, trial: Trial) -> tuple[bool, float, int]:
-        """Sort key: better metrics first, silent trials last, then by number."""
-        value = 0.0 if trial.metric is None else trial.metric
-        return (trial.metric is None, -value if self.mode == "max" else value, trial.number)
 
     def runnable(self, search: Search, trials: Sequence[Trial]) -> tuple[int, ...]:
         """Return the survivors that have not ended this phase, the one with most steps left first.
 
         The longest first is what keeps the phase short when there are fewer gangs of GPUs than trials.
         """
-        live = [
-            trials[number]
-            for number in search.survivors
-            if trials[number].state == "live" and not self._there(search, trials[number])
-        ]
-        return tuple(trial.number for trial in sorted(live, key=lambda trial: (trial.steps_done, trial.number)))
+        running = self.bracket.running(search.phase, _standing(search, trials))
+        return tuple(trial.number for trial in sorted(running, key=lambda trial: (trial.steps_done, trial.number)))
 
     def answer(self, search: Search, trials: Sequence[Trial]) -> int | None:
         """Return the last survivor once its script has ended."""
@@ -109,9 +86,16 @@ class Halving(Struct, frozen=True):
     def _phase(self, phase: int) -> tuple[Left, ...]:
         """Return the steps of a phase of which nothing is known."""
         steps = self.ends[phase] - (self.ends[phase - 1] if phase else 0)
-        return tuple(Left(None, steps) for _ in range(-(-self.trials // 2**phase)))
+        return tuple(Left(None, steps) for _ in range(self.bracket.places[phase]))
 
-    def budget_steps(self, trials: Sequence[Trial]) -> int:
+    def budget_steps(self, trials: Sequence[Trial], search: Search | None = None) -> int:
         """Return the steps of all phases."""
-        lengths = [end - start for start, end in pairwise((0, *self.ends))]
-        return sum(-(-self.trials // 2**phase) * steps for phase, steps in enumerate(lengths))
+        return self.bracket.budget_steps()
+
+    def report_steps(self, trial: Trial) -> tuple[int, ...]:
+        """Return the ends of the phases."""
+        return self.ends
+
+
+def _standing(search: Search, trials: Sequence[Trial]) -> list[Trial]:
+    return [trials[number] for number in search.survivors]

@@ -11,23 +11,53 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
+from app_agent.core.tuning.forecast import Law, Point
+
 
 class Trial(Struct, frozen=True):
-    """One trial as the app agent sees it. `done` ended by itself, `failed` will not be started again."""
+    """One trial as the app agent sees it.
+
+    `done` ended by itself, `failed` will not be started again. A live trial is `resting` when it makes no steps and
+    what it made is saved: it waits for GPUs, or is parked. `metric` is what it reported last.
+    """
 
     number: int
     steps_done: int
     steps_total: int
     state: Literal["live", "done", "failed"]
     metric: float | None = None
+    resting: bool = False
+
+
+class Curve(Struct, frozen=True):
+    """What one trial has reported, ascending in steps, boundedly many; and the law it follows, once that is known."""
+
+    points: tuple[Point, ...] = ()
+    law: Law | None = None
 
 
 class Search(Struct, frozen=True):
-    """What a scheduler remembers. `survivors` are the trials of phase `phase`; `fault` says why no answer can come."""
+    """What a scheduler remembers.
+
+    Attributes
+    ----------
+    survivors
+        The trials that are not eliminated; those of phase `phase`.
+    phase
+        Of a search in which all trials share their phases.
+    fault
+        Why no answer can come, or nothing.
+    rungs
+        Of Hyperband: the rung that each bracket is in.
+    curves
+        Of performance-curve stopping: one for each trial.
+    """
 
     survivors: tuple[int, ...]
     phase: int = 0
     fault: str = ""
+    rungs: tuple[int, ...] = ()
+    curves: tuple[Curve, ...] = ()
 
 
 class Left(Struct, frozen=True):
@@ -38,7 +68,7 @@ class Left(Struct, frozen=True):
 
 
 class AppScheduler(Protocol):
-    """Decides among an app's trials; implementations are `single.Single` and `halving.Halving`."""
+    """Decides among an app's trials: `Single`, `Halving`, `Hyperband`, `CurveStopping`, `All`, one module each."""
 
     def begin(self) -> Search:
         """Return the search before anything has run."""
@@ -60,6 +90,16 @@ class AppScheduler(Protocol):
         """Return the steps left, phase by phase, this one first (Themis, Eq. 2)."""
         ...
 
-    def budget_steps(self, trials: Sequence[Trial]) -> int:
-        """Return the steps of the whole app, all trials and phases together: B, in steps of a median trial."""
+    def budget_steps(self, trials: Sequence[Trial], search: Search | None = None) -> int:
+        """Return the steps of the whole app, all trials and phases together: B, in steps of a median trial.
+
+        `search` None: as if it had just begun.
+        """
+        ...
+
+    def report_steps(self, trial: Trial) -> tuple[int, ...]:
+        """Return the step counts, ascending, at which a report of `trial` matters to a decision.
+
+        What a script that reports only when it matters would use; one that reports more often changes little.
+        """
         ...

@@ -32,6 +32,10 @@ class Single(Struct, frozen=True):
         """Return the job's steps left."""
         return (tuple(Left(trial.number, max(0, trial.steps_total - trial.steps_done)) for trial in trials),)
 
-    def budget_steps(self, trials: Sequence[Trial]) -> int:
+    def budget_steps(self, trials: Sequence[Trial], search: Search | None = None) -> int:
         """Return the job's steps."""
         return sum(trial.steps_total for trial in trials)
+
+    def report_steps(self, trial: Trial) -> tuple[int, ...]:
+        """Return none: nothing is decided."""
+        return ()

@@ -55,10 +55,15 @@ SPLIT_MACHINES_MAX = 64
 
 
 class Bidder(Struct, frozen=True):
-    """One app's valuation. `new`, `level`, `gain` are its useful rows: what to win, and the log V over nothing."""
+    """One app's valuation. `new`, `level`, `gain` are its useful rows: what to win, and the log V over nothing.
+
+    Its GPUs on each machine are a multiple of `chunk`, and `gang` is what it can use at once: the same, but for an app
+    whose gangs may lie on several machines, where all of its GPUs together are whole gangs.
+    """
 
     app: AppId
     gang: int
+    chunk: int
     kept: tuple[GpuView, ...]
     held: frozenset[GpuId]  #: GPUs in play that it holds now: their renewal is no restart
     only: frozenset[GpuId] | None  #: GPUs in play that it can use; None: any
@@ -74,7 +79,7 @@ class Bidder(Struct, frozen=True):
         if not gpus:
             return 0.0
         spread = LOOSENESS[locality((*self.kept, *gpus))]
-        met = np.isin(self.new, list(usable_counts(self.kept, gpus, self.gang))) & (self.level >= spread)
+        met = np.isin(self.new, list(usable_counts(self.kept, gpus, self.chunk))) & (self.level >= spread)
         by_node = {node: len(found) for node, found in group(gpus, lambda gpu: gpu.node).items()}
         named = [gain for new, gain in self.explicit if all(by_node.get(node, 0) >= count for node, count in new)]
         return max(float(self.gain[met].max(initial=0.0)), *named, 0.0)
@@ -125,7 +130,7 @@ class Settlement(Struct, frozen=True):
 
 
 def usable_counts(kept: Sequence[GpuView], new: Sequence[GpuView], gang: int) -> set[int]:
-    """Return how many of `new` an app can use: sums, over the machines, of what makes whole gangs with `kept`."""
+    """Return how many of `new` can lie as an app's GPUs must: sums, over the machines, of whole gangs with `kept`."""
     if gang == 1:
         return set(range(len(new) + 1))
     held = {node: len(gpus) for node, gpus in group(kept, lambda gpu: gpu.node).items()}
@@ -136,11 +141,17 @@ def usable_counts(kept: Sequence[GpuView], new: Sequence[GpuView], gang: int) ->
     return counts
 
 
-def whole_gangs(kept: Sequence[GpuView], new: Sequence[GpuView], gang: int) -> bool:
-    """Say whether on each machine with new GPUs the kept and new ones are whole gangs."""
+def whole_gangs(kept: Sequence[GpuView], new: Sequence[GpuView], gang: int, chunk: int | None = None) -> bool:
+    """Say whether the kept and new GPUs, if there are new ones, are whole gangs.
+
+    So they are on each machine with new ones; or multiples of `chunk` there, and whole gangs together.
+    """
+    per_machine = gang if chunk is None else chunk
     held = {node: len(gpus) for node, gpus in group(kept, lambda gpu: gpu.node).items()}
     won = group(new, lambda gpu: gpu.node)
-    return all((held.get(node, 0) + len(gpus)) % gang == 0 for node, gpus in won.items())
+    if not all((held.get(node, 0) + len(gpus)) % per_machine == 0 for node, gpus in won.items()):
+        return False
+    return per_machine == gang or not new or (len(kept) + len(new)) % gang == 0
 
 
 # --- in -------------------------------------------------------------------------------------------------------------
@@ -166,7 +177,7 @@ def enter(view: View, bids: Mapping[AppId, Bid], *, lift: Mapping[AppId, float] 
         (app for app in view.apps if app.app in bids),
         key=lambda app: (bool(app.renewable), draw(view.seed, "tie", app.app), app.app),
     )
-    bidders = tuple(_bidder(app, bids[app.app], gpus, lift.get(app.app, 0.0)) for app in ordered)
+    bidders = tuple(_bidder(view, app, bids[app.app], gpus, lift.get(app.app, 0.0)) for app in ordered)
     by_slot = _slots_matter(gpus, bidders)
     if not by_slot:
         bidders = tuple(replace(bidder, level=np.maximum(bidder.level, MACHINE)) for bidder in bidders)
@@ -184,7 +195,7 @@ def enter(view: View, bids: Mapping[AppId, Bid], *, lift: Mapping[AppId, float] 
         ground.places,
         _rows([bidder if is_plain else None for bidder, is_plain in zip(bidders, plain, strict=True)]),
         homes,
-        [bidder.gang for bidder in bidders],
+        [bidder.chunk for bidder in bidders],
         special=special,
         cells=ground.cells,
     )
@@ -192,30 +203,31 @@ def enter(view: View, bids: Mapping[AppId, Bid], *, lift: Mapping[AppId, float] 
     return Entry(view.seed, gpus, bidders, ground, problem, worths, held, thinned)
 
 
-def _bidder(app: AppView, bid: Bid, gpus: Sequence[GpuView], lift: float) -> Bidder:
+def _bidder(view: View, app: AppView, bid: Bid, gpus: Sequence[GpuView], lift: float) -> Bidder:
     named = [only for only in (app.only, bid.only) if only is not None]
     usable = frozenset.intersection(*map(frozenset, named)) if named else None
     if usable is not None:
         usable &= {gpu.gpu for gpu in gpus}
         usable = None if len(usable) == len(gpus) else usable
     most = min(len(gpus) if usable is None else len(usable), app.want)
-    new, level, gain = useful_rows(bid, kept=len(app.kept), most=most, lift=lift)
+    new, level, gain = useful_rows(bid, kept=len(app.kept), most=most, lift=lift, gang=app.gang if app.spans else 1)
     return Bidder(
         app=app.app,
         gang=app.gang,
+        chunk=app.chunk,
         kept=app.kept,
         held=frozenset(app.renewable).intersection(gpu.gpu for gpu in gpus),
         only=usable,
         rho_none=clipped(bid.rho_none),
-        sunk=_sunk(app, clipped(bid.rho_none)),
+        sunk=_sunk(view, app, clipped(bid.rho_none)),
         new=new,
         level=level,
         gain=gain,
-        explicit=_useful_explicit(bid, most=most, lift=lift),
+        explicit=_useful_explicit(bid, app, most=most, lift=lift),
     )
 
 
-def _sunk(app: AppView, rho_none: float) -> float:
+def _sunk(view: View, app: AppView, rho_none: float) -> float:
     """Return the share of T_sh, if the app wins nothing, that has elapsed already: in [0, 1), 0 if T_id is not known.
 
     The age is the arbiter's own count. T_id is the app's word, but no word brings it more GPUs than none at all: the
@@ -224,16 +236,19 @@ def _sunk(app: AppView, rho_none: float) -> float:
     shared_s = rho_none * app.ideal_s
     if not shared_s > 0.0:
         return 0.0
-    return min(max(app.elapsed_s / shared_s, 0.0), JUST_BELOW_ONE)
+    return min(max(view.elapsed_s(app) / shared_s, 0.0), JUST_BELOW_ONE)
 
 
-def useful_rows(bid: Bid, *, kept: int, most: int, lift: float = 0.0) -> tuple[Ints, Ints, Floats]:
-    """Return (new, level, gain) of the rows that ask for 1 to `most` new GPUs and gain something."""
+def useful_rows(bid: Bid, *, kept: int, most: int, lift: float = 0.0, gang: int = 1) -> tuple[Ints, Ints, Floats]:
+    """Return (new, level, gain) of the rows that ask for 1 to `most` new GPUs and gain something.
+
+    Rows whose GPUs in all are no whole gangs of `gang` are left out.
+    """
     total = np.array([row.gpus for row in bid.rows], dtype=np.int64)
     level = np.array([LOOSENESS[row.level] for row in bid.rows], dtype=np.int64)
     rho = np.array([row.rho for row in bid.rows], dtype=np.float64)
     new = total - kept
-    open_to = (new > 0) & (new <= most) & np.isfinite(rho)
+    open_to = (new > 0) & (new <= most) & (total % gang == 0) & np.isfinite(rho)
     if not math.isfinite(bid.rho_none):
         open_to[:] = False
     new, level = new[open_to], level[open_to]
@@ -243,11 +258,14 @@ def useful_rows(bid: Bid, *, kept: int, most: int, lift: float = 0.0) -> tuple[I
     return new[useful], level[useful], gain[useful]
 
 
-def _useful_explicit(bid: Bid, *, most: int, lift: float) -> tuple[tuple[tuple[tuple[NodeId, int], ...], float], ...]:
+def _useful_explicit(
+    bid: Bid, app: AppView, *, most: int, lift: float
+) -> tuple[tuple[tuple[tuple[NodeId, int], ...], float], ...]:
     if not math.isfinite(bid.rho_none):
         return ()
     base = lift + math.log(clipped(bid.rho_none))
-    gains = ((row.new, round(base - math.log(clipped(row.rho)), GAIN_DIGITS)) for row in bid.explicit)
+    whole = (row for row in bid.explicit if not app.spans or (len(app.kept) + total(row.new)) % app.gang == 0)
+    gains = ((row.new, round(base - math.log(clipped(row.rho)), GAIN_DIGITS)) for row in whole)
     return tuple((new, gain) for new, gain in gains if gain > 0.0 and total(new) <= most)
 
 
@@ -279,7 +297,7 @@ def _rows(bidders: Sequence[Bidder | None]) -> Rows:
 
 def _worth(ground: Ground, bidder: Bidder, home: Home, held: Mapping[int, int]) -> Worth:
     kept = ground.by_machine(bidder.kept)
-    if bidder.gang > 1 and home.slot >= 0:
+    if bidder.chunk > 1 and home.slot >= 0:
         kept = {**kept, home.slot: len(bidder.kept)}  # gangs of a bundle on one slot are counted there
     machine = ground.places.place_of_machine
     explicit = tuple(
@@ -293,7 +311,7 @@ def _worth(ground: Ground, bidder: Bidder, home: Home, held: Mapping[int, int]) 
         bidder.gain,
         home=home,
         kept=kept,
-        gang=bidder.gang,
+        gang=bidder.chunk,
         step=bidder.gang,
         held=held,
         explicit=explicit,
@@ -404,8 +422,8 @@ class _Expansion:
         self._kept = ground.by_machine(bidder.kept)
         room = ground.places.room
         #: What completes the gang on machines where a part of one is kept, if there are GPUs at all.
-        parts = {machine: count % bidder.gang for machine, count in self._kept.items() if room[machine]}
-        self._broken = {machine: bidder.gang - part for machine, part in parts.items() if part}
+        parts = {machine: count % bidder.chunk for machine, count in self._kept.items() if room[machine]}
+        self._broken = {machine: bidder.chunk - part for machine, part in parts.items() if part}
         self.needed = bidder.only is not None or bool(self._broken)
 
     def special(self) -> list[Special]:
@@ -419,9 +437,9 @@ class _Expansion:
         for named, gain in self._bidder.explicit:
             for fixed in self._explicit_ways(named):
                 best[fixed, 0] = max(gain, best.get((fixed, 0), 0.0))
-        gang = self._bidder.gang
+        chunk = self._bidder.chunk
         return [
-            Special(self._number, total(fixed) + pieces * gang, gain, fixed, pieces, gang if pieces else 0)
+            Special(self._number, total(fixed) + pieces * chunk, gain, fixed, pieces, chunk if pieces else 0)
             for (fixed, pieces), gain in best.items()
         ]
 
@@ -434,7 +452,7 @@ class _Expansion:
         order = np.lexsort((-bidder.gain, -bidder.level, bidder.new))
         columns = (bidder.new[order].tolist(), bidder.level[order].tolist(), bidder.gain[order].tolist())
         rows = list(zip(*columns, strict=True))
-        if bidder.gang > 1:
+        if bidder.chunk > 1:
             return rows
         best = [0.0] * (CLUSTER + 1)  # best[level]: of the rows so far that are at least that loose
         found = []
@@ -460,7 +478,7 @@ class _Expansion:
 
         A whole gang anywhere must not land on a machine where a part of one is left as it is.
         """
-        gang, room = self._bidder.gang, self._ground.places.room
+        gang, room = self._bidder.chunk, self._ground.places.room
         able = {machine: lack for machine, lack in self._broken.items() if lack <= room[machine]}
         if 1 << len(able) > self._ways_max:
             return None
@@ -480,7 +498,7 @@ class _Expansion:
         if any(node not in machine for node, _ in named):
             return []
         counts = sorted((machine[node], count) for node, count in named)
-        if any((self._kept.get(place, 0) + count) % self._bidder.gang for place, count in counts):
+        if any((self._kept.get(place, 0) + count) % self._bidder.chunk for place, count in counts):
             return []
         spots = group_spots(self._spots(MACHINE), self._ground, MACHINE)
         if any(total(spots.get(place, [])) < count for place, count in counts):
@@ -524,7 +542,7 @@ class _Expansion:
 
     def _splits(self, layout: _Layout, new: int) -> Iterator[Split]:
         """Yield the ways to take `new` GPUs of a domain in whole gangs, dense ones first."""
-        gang = self._bidder.gang
+        gang = self._bidder.chunk
         steps = 0
 
         def takes(at: int, left: int) -> Iterator[tuple[int, ...]]:
@@ -598,7 +616,7 @@ def _award(entry: Entry, number: int, won: tuple[GpuView, ...], log_c: float) ->
     bidder = entry.bidders[number]
     if not won:
         return Award(bidder.app, (), 0.0, ())
-    assert whole_gangs(bidder.kept, won, bidder.gang), f"{bidder.app} won a broken gang"
+    assert whole_gangs(bidder.kept, won, bidder.gang, bidder.chunk), f"{bidder.app} won a broken gang"
     assert bidder.only is None or bidder.only.issuperset(gpu.gpu for gpu in won), f"{bidder.app} cannot use all it won"
     places = _by_place(entry.ground, won, bidder)
     counts = {place: len(gpus) for place, gpus in places.items()}
@@ -606,14 +624,14 @@ def _award(entry: Entry, number: int, won: tuple[GpuView, ...], log_c: float) ->
     kept: list[GpuView] = []
     for place, count in part.items():
         kept += dense(places[place], count, near=(*bidder.kept, *kept), held=bidder.held)
-    assert whole_gangs(bidder.kept, kept, bidder.gang), f"{bidder.app} keeps a broken gang"
+    assert whole_gangs(bidder.kept, kept, bidder.gang, bidder.chunk), f"{bidder.app} keeps a broken gang"
     return Award(bidder.app, won, log_c, tuple(kept))
 
 
 def _by_place(ground: Ground, gpus: Sequence[GpuView], bidder: Bidder) -> dict[int, list[GpuView]]:
     """Return GPUs by machine, or by slot where that is worth something to the bidder and breaks no gang."""
     by_slot = group(gpus, ground.tightest)
-    if len(by_slot) == 1 or (bidder.gang == 1 and (bidder.level == SLOT).any()):
+    if len(by_slot) == 1 or (bidder.chunk == 1 and (bidder.level == SLOT).any()):
         return by_slot
     return group(gpus, ground.machine)
 

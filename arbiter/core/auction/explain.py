@@ -177,6 +177,12 @@ class _Case:
         if len(new) == 0:
             text = f"no row of its bid betters its rho of {bidder.rho_none:.4g}"
             return self._with_changes("rows", text, None, ("rho",))
+        if app.spans:
+            whole = (len(app.kept) + new) % app.gang == 0
+            if not whole.any():
+                beside = f" with the {gpus(len(app.kept))} that it keeps" if app.kept else ""
+                return Loss("rows", f"none of its rows asks for whole gangs of {app.gang}{beside}")
+            new, level, gain = new[whole], level[whole], gain[whole]
         at = int(np.lexsort((-gain, -level, new))[0])
         row = _Row(int(new[at]), int(level[at]), bidder.rho_none * math.exp(-float(gain[at])))
         least = f"its rows ask for {gpus(row.new)} or more"
@@ -201,7 +207,7 @@ class _Case:
         if len({place_of(gpu, LEVELS[row.level]) for gpu in bidder.kept}) > 1:
             text = f"its rows ask for GPUs within {PLACE[LEVELS[row.level]]}, and those that it keeps are in several"
             return self._with_changes("restriction", text, row, ("looser",))
-        if bidder.gang > 1 and all(new % bidder.gang for new in bidder.new.tolist()):
+        if bidder.chunk > 1 and all(new % bidder.chunk for new in bidder.new.tolist()):
             parts = " beside the parts of gangs that it keeps" if bidder.kept else ""
             text = f"none of its rows asks for whole gangs of {bidder.gang}{parts}"
             return self._with_changes("rows", text, row, ("gang", "free"))
@@ -211,7 +217,7 @@ class _Case:
     def _needs(self, row: _Row) -> tuple[str, str]:
         """Return what is too small for a row, and a clause on what it needs and what there is."""
         bidder, places = self._bidder, self._entry.ground.places
-        gang = bidder.gang
+        gang = bidder.chunk
         gangs = row.new // gang
         if gang > 1 and row.level >= RACK:
             room = sum(int(free) // gang for free in places.room[places.first_machine : places.first_rack])
@@ -269,8 +275,8 @@ class _Case:
         if row.nodes:
             return "restriction", "others gain more by the GPUs of the nodes that its row names"
         level = row.level if row.level < CLUSTER else MACHINE
-        if bidder.gang > 1 and row.level == CLUSTER:
-            return "node", f"others gain more by holes of {gpus(bidder.gang)} on one node"
+        if bidder.chunk > 1 and row.level == CLUSTER:
+            return "node", f"others gain more by holes of {gpus(bidder.chunk)} on one node"
         home = " where it keeps some" if bidder.kept else ""
         where = PLACE[LEVELS[level]]
         return {SLOT: "slot", MACHINE: "node", RACK: "rack"}[level], (
@@ -409,7 +415,7 @@ class _Case:
         return None
 
     def _smaller_gang(self, row: _Row) -> Change | None:
-        size = self._bidder.gang
+        size = self._bidder.chunk  # a smaller gang of one that spans asks for no other places
         while size > 1:
             size //= 2
             change = Change("gang", f"gangs of {size} instead of {self._bidder.gang} would have won", True, gang=size)
@@ -505,7 +511,7 @@ class _Case:
         if len(bidder.new) == 0:
             nodes, gain = min(bidder.explicit, key=lambda row: (sum(count for _, count in row[0]), -row[1]))
             return _Row(sum(count for _, count in nodes), CLUSTER, bidder.rho_none * math.exp(-gain), nodes)
-        broken = bidder.new % bidder.gang != 0
+        broken = bidder.new % bidder.chunk != 0
         at = int(np.lexsort((-bidder.gain, -bidder.level, bidder.new, broken))[0])
         rho = bidder.rho_none * math.exp(-float(bidder.gain[at]))
         return _Row(int(bidder.new[at]), int(bidder.level[at]), rho)

@@ -4,8 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from arbiter.core.policies.backfill import Backfill
+from arbiter.core.policies.drf import Drf
 from arbiter.core.policies.fifo import Fifo
+from arbiter.core.policies.gandiva_placement import GandivaPlacement
+from arbiter.core.policies.las import Las
+from arbiter.core.policies.optimus import Optimus
+from arbiter.core.policies.slaq import Slaq
+from arbiter.core.policies.srsf import Srsf
+from arbiter.core.policies.srtf import Srtf
 from arbiter.core.policies.themis import Themis
 from arbiter.core.policy import Policy, Settings
 
-POLICIES: dict[str, Callable[[Settings], Policy]] = {"themis": Themis, "fifo": Fifo}
+POLICIES: dict[str, Callable[[Settings], Policy]] = {
+    "themis": Themis,
+    "fifo": Fifo,
+    "backfill": Backfill,
+    "srtf": Srtf,
+    "srsf": Srsf,
+    "las": Las,
+    "drf": Drf,
+    "optimus": Optimus,
+    "slaq": Slaq,
+    "gandiva-placement": GandivaPlacement,
+}

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import ClassVar
 
 from msgspec.structs import replace
 
@@ -28,7 +29,7 @@ from arbiter.core.auction.solve import FIRST_STEPS, Budget
 from arbiter.core.chance import draw, shuffled
 from arbiter.core.placement import PLACE
 from arbiter.core.policies.dealing import Deal, admit_what_fits, gpus, shares
-from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Loss, Outcome, Settings, View
+from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Loss, Outcome, Settings, Tenure, View
 from protocol.messages import LEVELS, AppId, Bid
 
 #: The part of the budget that is for explaining the outcome: a quarter of what is for finding it.
@@ -44,6 +45,9 @@ class Themis:
     ValueError
         For settings outside their range.
     """
+
+    probes: ClassVar[bool] = True
+    tenure: ClassVar[Tenure] = "lease"
 
     def __init__(self, settings: Settings) -> None:
         if not 0.0 <= settings.fairness_knob <= 1.0:

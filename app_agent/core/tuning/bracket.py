@@ -1,0 +1,116 @@
+"""One bracket of a search: a few trials begin, the best of each rung go on. What halving and Hyperband are made of.
+
+Rung i ends for a trial when it has made `ends[i]` mini-batches since its beginning. A trial that is there waits without
+GPUs (it checkpoints and leaves) until the others of its bracket are; then all are compared by their metric, and
+`places[i + 1]` of them go on. In the last rung nobody is compared: trials run until their scripts say they have
+finished. Scripts know nothing of rungs: a trial is stopped from outside and makes some steps more than its rung has
+(what it makes between two reports), which only ever favours the faster ones by those steps.
+
+*Source:* PAPERS.md section 1, Eq. 2; Li et al., Hyperband, JMLR 18 (2018), Algorithm 1, the inner loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from app_agent.core.tuning.shape import Left, Trial
+
+
+class Yardstick(Struct, frozen=True):
+    """What trials are compared by: the name of the metric, and whether more (``max``) or less of it is better."""
+
+    metric: str
+    mode: Literal["max", "min"]
+
+    def signed(self, value: float) -> float:
+        """Return `value` turned so that less is better."""
+        return -value if self.mode == "max" else value
+
+    def rank(self, trial: Trial) -> tuple[bool, float, int]:
+        """Sort key: better metrics first, silent trials last, then by number."""
+        value = 0.0 if trial.metric is None else self.signed(trial.metric)
+        return (trial.metric is None, value, trial.number)
+
+    def silence(self) -> str:
+        """Return the sentence for trials none of which reported."""
+        return f"no trial reported the metric {self.metric!r}; call session.report({self.metric}=...) in them"
+
+
+class Bracket(Struct, frozen=True):
+    """Trials that are compared with each other.
+
+    Attributes
+    ----------
+    members
+        The trials that begin it, by number.
+    ends
+        Mini-batches since the beginning at which each rung ends, ascending.
+    places
+        How many trials each rung has, never more than the one before.
+    """
+
+    members: tuple[int, ...]
+    ends: tuple[int, ...]
+    places: tuple[int, ...]
+
+    @property
+    def last(self) -> int:
+        """The last rung."""
+        return len(self.ends) - 1
+
+    def there(self, rung: int, trial: Trial) -> bool:
+        """Whether `trial` has ended this rung: made its steps and reported. The last rung ends by the script alone.
+
+        A trial that has not reported goes on, for as long as another rung: scripts report every so many steps, and
+        know nothing of our rungs' ends.
+        """
+        if rung == self.last:
+            return False
+        end = self.ends[rung + (trial.metric is None)]
+        return trial.state == "done" or trial.steps_done >= end
+
+    def over(self, rung: int, standing: Iterable[Trial]) -> bool:
+        """Whether all that stand in this rung have ended it, one way or another."""
+        return all(trial.state != "live" or self.there(rung, trial) for trial in standing)
+
+    def promoted(self, rung: int, standing: Iterable[Trial], by: Yardstick) -> tuple[Trial, ...] | None:
+        """Return those that go on to the rung after this: the best of those that did not fail, by number.
+
+        None when there are more than places and not a single metric: nobody can say which are better.
+        """
+        able = [trial for trial in standing if trial.state != "failed"]
+        places = self.places[rung + 1]
+        if len(able) > places and all(trial.metric is None for trial in able):
+            return None
+        return tuple(sorted(sorted(able, key=by.rank)[:places], key=lambda trial: trial.number))
+
+    def running(self, rung: int, standing: Iterable[Trial]) -> list[Trial]:
+        """Return those that can use GPUs in this rung."""
+        return [trial for trial in standing if trial.state == "live" and not self.there(rung, trial)]
+
+    def left(self, rung: int, standing: Sequence[Trial], *, after: int, until: int) -> list[Left]:
+        """Return the mini-batches that are left between the step counts `after` and `until`.
+
+        Those who stand in this rung are known up to its end; who makes the steps beyond is not.
+        """
+        end = min(until, self.ends[rung])
+        known = [Left(trial.number, max(0, end - max(after, trial.steps_done))) for trial in _live(standing)]
+        later = [place for place in range(rung + 1, len(self.ends)) if after < self.ends[place] <= until]
+        unknown = [
+            Left(None, self.ends[place] - max(after, self.ends[place - 1]))
+            for place in later
+            for _ in range(min(self.places[place], len(standing)))
+        ]
+        return [item for item in (*known, *unknown) if item.steps]
+
+    def budget_steps(self) -> int:
+        """Return the mini-batches of all rungs."""
+        starts = (0, *self.ends)
+        return sum(places * (self.ends[rung] - starts[rung]) for rung, places in enumerate(self.places))
+
+
+def _live(standing: Iterable[Trial]) -> list[Trial]:
+    return [trial for trial in standing if trial.state == "live"]
