@@ -13,7 +13,7 @@ import typer
 
 from launch import exit_codes
 from launch.surface import emit, note, say, wants_json
-from launch.verbs import auction, daemons, demonstrating, diagnosing, looking, submitting
+from launch.verbs import auction, daemons, demonstrating, diagnosing, looking, simulating, submitting, surviving
 
 app = typer.Typer(
     name="gpu-arbiter",
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (submitting, looking, diagnosing, auction, daemons, demonstrating):
+for group in (submitting, looking, diagnosing, auction, simulating, surviving, daemons, demonstrating):
     group.add(app)
 
 

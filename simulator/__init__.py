@@ -1,1 +1,1 @@
-"""The same cores under a virtual clock. Empty of logic as yet; it may import every room but launch."""
+"""The simulator: the arbiter's, the app agents' and the node agents' own cores under virtual time."""

@@ -1,0 +1,196 @@
+"""Clusters to simulate: nodes, their racks, slots and GPUs, from a name, a TOML file or ``NODESxGPUS``.
+
+A cluster file holds a few settings and one table per kind of machine, most often two or three lines each::
+
+    name = "mine"
+    rack_size = 8          # nodes in one rack
+    racks = "filled"       # filled in the order of the tables; "mixed": every rack has some of each kind
+
+    [[machines]]
+    count = 16
+    gpus = 8
+    slots = [4, 4]         # GPUs of each NVLink or PCIe island; islands of two if left out
+    gpu_type = "v100"
+    memory_gib = 16        # of one GPU
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from protocol.messages import NodeId
+
+#: Nodes of a rack where nothing else is said: eight machines of eight GPUs, as power and switches allow in practice.
+RACK_SIZE = 8
+#: GPUs of a slot where nothing else is said: two and two behind one PCIe switch.
+SLOT_SIZE = 2
+#: More than any published cluster; a slip of the keyboard should not fill the memory.
+GPUS_MAX = 65_536
+GIB = 2**30
+
+_GRID = re.compile(r"(\d+)x(\d+)", re.ASCII)
+_SHIPPED = resources.files("simulator") / "clusters"
+
+
+class ClusterError(ValueError):
+    """The cluster cannot be used; the message names the field and the mend."""
+
+
+class NodePlan(Struct, frozen=True):
+    """One node: `slots[i]` GPUs in its i-th slot, all of one type with `memory_bytes` each."""
+
+    id: NodeId
+    rack: str
+    slots: tuple[int, ...]
+    gpu_type: str
+    memory_bytes: int
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of this node."""
+        return sum(self.slots)
+
+
+class Cluster(Struct, frozen=True):
+    """A cluster; its nodes in the order of their ids."""
+
+    name: str
+    nodes: tuple[NodePlan, ...]
+
+    @property
+    def gpus(self) -> int:
+        """The GPUs of all nodes."""
+        return sum(node.gpus for node in self.nodes)
+
+    @property
+    def gpus_of_largest_node(self) -> int:
+        """The largest gang that one node can hold."""
+        return max(node.gpus for node in self.nodes)
+
+
+_Positive = Annotated[int, Meta(ge=1, le=GPUS_MAX)]
+
+
+class _Machines(Struct, frozen=True, forbid_unknown_fields=True):
+    """One kind of machine in a cluster file."""
+
+    count: _Positive
+    gpus: _Positive
+    slots: Annotated[tuple[_Positive, ...], Meta(min_length=1)] | None = None
+    gpu_type: Annotated[str, Meta(min_length=1)] = "generic"
+    memory_gib: Annotated[float, Meta(gt=0, le=4096)] = 16
+
+
+class _File(Struct, frozen=True, forbid_unknown_fields=True):
+    """A cluster file."""
+
+    name: Annotated[str, Meta(min_length=1)]
+    machines: Annotated[tuple[_Machines, ...], Meta(min_length=1)]
+    rack_size: _Positive = RACK_SIZE
+    racks: Literal["filled", "mixed"] = "filled"
+
+
+def parse_cluster(text: str) -> Cluster:
+    """Return the cluster that `text` names.
+
+    Parameters
+    ----------
+    text
+        ``NODESxGPUS`` such as ``8x8`` (slots of two GPUs, racks of eight nodes), the name of a shipped cluster, or the
+        path of a TOML file.
+
+    Raises
+    ------
+    ClusterError
+        With the field that is wrong and the mend.
+    """
+    grid = _GRID.fullmatch(text)
+    if grid:
+        return _grid(text, int(grid[1]), int(grid[2]))
+    if text in shipped():
+        return from_toml((_SHIPPED / f"{text}.toml").read_text(), source=text)
+    return from_toml(_read(text), source=text)
+
+
+def shipped() -> tuple[str, ...]:
+    """Return the names of the clusters that come with the simulator."""
+    files = (Path(entry.name) for entry in _SHIPPED.iterdir())
+    return tuple(sorted(file.stem for file in files if file.suffix == ".toml"))
+
+
+def from_toml(text: str, *, source: str) -> Cluster:
+    """Return the cluster that a file's `text` describes; `source` is what errors call it.
+
+    Raises
+    ------
+    ClusterError
+        With `source`, the field and the mend.
+    """
+    try:
+        file = msgspec.convert(tomllib.loads(text), _File)
+    except tomllib.TOMLDecodeError as error:
+        raise ClusterError(f"{source} is not TOML: {error}; the head of simulator/cluster.py has an example") from None
+    except msgspec.ValidationError as error:
+        raise ClusterError(f"{source}: {error}; mend that field, or leave it out where it has a default") from None
+    for kind in file.machines:
+        if kind.slots is not None and sum(kind.slots) != kind.gpus:
+            wrong = f"slots of {kind.gpus}-GPU machines are {list(kind.slots)}, which add up to {sum(kind.slots)}"
+            raise ClusterError(f"{source}: {wrong}; make them add up to {kind.gpus}")
+    _require_size(sum(kind.count * kind.gpus for kind in file.machines), f"{source}: machines")
+    return Cluster(file.name, tuple(_nodes(file)))
+
+
+def _grid(text: str, nodes: int, gpus: int) -> Cluster:
+    """Return a cluster of equal nodes."""
+    if nodes < 1 or gpus < 1:
+        raise ClusterError(f"the cluster {text} is empty; give NODESxGPUS with both at least 1, such as 8x8")
+    _require_size(nodes * gpus, f"the cluster {text}: NODESxGPUS")
+    return Cluster(text, tuple(_nodes(_File(text, (_Machines(nodes, gpus),)))))
+
+
+def _read(text: str) -> str:
+    """Return the text of the file called so."""
+    try:
+        return Path(text).read_text()
+    except (OSError, UnicodeDecodeError, ValueError):
+        names = ", ".join(shipped())
+        raise ClusterError(
+            f"the cluster {text!r} is no size, no readable file and no shipped name; "
+            f"give NODESxGPUS such as 8x8, a TOML file, or one of {names}"
+        ) from None
+
+
+def _require_size(gpus: int, field: str) -> None:
+    """Refuse clusters beyond all measure."""
+    if gpus > GPUS_MAX:
+        raise ClusterError(f"{field} come to {gpus} GPUs; {GPUS_MAX} are the most that are simulated")
+
+
+def _nodes(file: _File) -> Iterator[NodePlan]:
+    """Yield the nodes: ids of one width, so that their order as text is their order."""
+    count = sum(kind.count for kind in file.machines)
+    racks = -(-count // file.rack_size)
+    width, rack_width = max(3, len(str(count))), max(2, len(str(racks)))
+    kinds = [kind for kind in file.machines for _ in range(kind.count)]
+    for index, kind in enumerate(kinds):
+        rack = index % racks if file.racks == "mixed" else index // file.rack_size
+        yield NodePlan(
+            id=NodeId(f"n{index + 1:0{width}}"),
+            rack=f"r{rack + 1:0{rack_width}}",
+            slots=kind.slots or _pairs(kind.gpus),
+            gpu_type=kind.gpu_type,
+            memory_bytes=round(kind.memory_gib * GIB),
+        )
+
+
+def _pairs(gpus: int) -> tuple[int, ...]:
+    """Return slots of two, and one of one where they are odd."""
+    return (SLOT_SIZE,) * (gpus // SLOT_SIZE) + ((gpus % SLOT_SIZE,) if gpus % SLOT_SIZE else ())

@@ -1,0 +1,237 @@
+"""One run of the simulator as a value: what the command line says, what a sweep sends to another process.
+
+Text in, a `Run` out; everything that can be wrong with the text is one sentence, `ExperimentError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qsl
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from arbiter.config import ArbiterConfig, check
+from arbiter.core.model import ArbiterSettings
+from arbiter.core.policies import POLICIES
+from arbiter.core.policy import Settings
+from protocol.config import ConfigError
+from simulator import fluid
+from simulator.cluster import Cluster, ClusterError, parse_cluster
+from simulator.costs import Costs, CostsError, parse_costs
+from simulator.profiles import ProfileError, Profiles, built_in, crude, measured
+from simulator.results import Run
+from simulator.workload import Workload, WorkloadError, load, themis_workload
+
+Progress = Callable[[int, int], None]  #: told (jobs that are over, all jobs)
+
+#: What `--policy` may be: the arbiter's own and the reference line.
+POLICY_NAMES = (*POLICIES, fluid.NAME)
+#: A trace that starts so is drawn, not read.
+THEMIS = "themis:"
+#: What may follow: ``themis:1?apps=20&contention=2``.
+GENERATOR_KEYS: Mapping[str, type] = {
+    "apps": int,
+    "cluster_gpus": int,
+    "contention": float,
+    "network_share": float,
+    "scale": float,
+    "search": str,
+    "growth": int,
+    "tenants": int,
+    "curve_points": int,
+}
+#: Apps of a drawn workload, unless it says.
+APPS = 40
+#: Fields that have a flag of their own.
+_APART = {"policy", "policy_settings", "seed"}
+#: Fields of the arbiter's settings and of its policies', which `knobs` may set.
+KNOBS = (
+    *(name for name in ArbiterSettings.__struct_fields__ if name not in _APART),
+    *Settings.__struct_fields__,
+)
+
+
+class ExperimentError(ValueError):
+    """The run cannot be made: one sentence that names what is wrong and the mend."""
+
+
+class Experiment(Struct, frozen=True):
+    """One run. `first` takes only so many jobs of the trace (0: all), `knobs` are settings by name, as text.
+
+    `profiles` say how much slower jobs are when their GPUs lie apart: ``built-in``, ``crude``, or a folder of tables.
+    """
+
+    trace: str
+    cluster: str
+    policy: str
+    overheads: str = "default"
+    profiles: str = "built-in"
+    seed: int = 0
+    first: int = 0
+    knobs: tuple[tuple[str, str], ...] = ()
+
+
+def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
+    """Return the run.
+
+    Raises
+    ------
+    ExperimentError
+        Before anything runs, if it cannot be made.
+    """
+    settings = settings_of(experiment)
+    workload, cluster, costs, profiles = inputs_of(experiment)
+    if experiment.policy == fluid.NAME:
+        return fluid.simulate(workload, cluster, seed=experiment.seed, progress=progress)
+    # Not at the top: who only wants a sentence or the reference line does not need the world.
+    from simulator.run import simulate
+
+    return simulate(
+        workload,
+        cluster,
+        policy=experiment.policy,
+        settings=settings,
+        costs=costs,
+        profiles=profiles,
+        seed=experiment.seed,
+        progress=progress,
+    )
+
+
+def prepare(experiments: Sequence[Experiment]) -> None:
+    """Find what is wrong with runs that differ in policy, settings and seed only, before the first one begins.
+
+    Raises
+    ------
+    ExperimentError
+        For the first that cannot be made.
+    """
+    for experiment in experiments:
+        settings_of(experiment)
+    for experiment in experiments[:1]:
+        inputs_of(experiment)
+
+
+def inputs_of(experiment: Experiment) -> tuple[Workload, Cluster, Costs, Profiles]:
+    """Return what is run, and where; raises `ExperimentError`."""
+    try:
+        cluster = parse_cluster(experiment.cluster)
+        costs = parse_costs(experiment.overheads)
+        profiles = profiles_of(experiment.profiles)
+        workload = workload_of(experiment.trace, cluster, seed=experiment.seed, first=experiment.first)
+    except (ClusterError, CostsError, ProfileError, WorkloadError) as error:
+        raise ExperimentError(str(error)) from None
+    return workload, cluster, costs, profiles
+
+
+def profiles_of(text: str) -> Profiles:
+    """Return the profiles of that name, or those measured in the tables of a folder; raises `ProfileError`."""
+    named = {"built-in": built_in, "crude": crude}
+    return named[text]() if text in named else measured(text)
+
+
+# --- the trace --------------------------------------------------------------------------------------------------------
+
+
+def workload_of(trace: str, cluster: Cluster, *, seed: int = 0, first: int = 0) -> Workload:
+    """Return the workload in the file `trace`, or the one drawn as ``themis:KIND?key=value&...`` says.
+
+    A drawn one follows from `seed`; `cluster_gpus` is that of `cluster` unless given.
+
+    Raises
+    ------
+    ExperimentError, WorkloadError
+        Naming what is wrong with it.
+    """
+    if not trace.startswith(THEMIS):
+        return load(trace, first=first or None)
+    kind, _, query = trace.removeprefix(THEMIS).partition("?")
+    if kind not in ("1", "2"):
+        raise ExperimentError(f"the trace {trace!r} asks for workload {kind!r}; write themis:1 or themis:2")
+    given = generator_arguments(trace, query)
+    arguments: dict[str, Any] = {"kind": int(kind), "apps": APPS, "cluster_gpus": cluster.gpus, **given, "seed": seed}
+    whole = themis_workload(**arguments)
+    return beginning(replace(whole, name=trace), first)
+
+
+def generator_arguments(trace: str, query: str) -> dict[str, Any]:
+    """Return the arguments that follow the question mark of `trace`."""
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError:
+        raise ExperimentError(f"the trace {trace!r} has no key=value after its question mark; {_how()}") from None
+    given: dict[str, Any] = {}
+    for key, text in pairs:
+        if key not in GENERATOR_KEYS:
+            raise ExperimentError(f"the trace {trace!r} has {key!r}, which no generator knows; {_how()}")
+        try:
+            given[key] = GENERATOR_KEYS[key](text)
+        except ValueError:
+            raise ExperimentError(f"the trace {trace!r} has {key}={text}, which is no number; {_how()}") from None
+    return given
+
+
+def _how() -> str:
+    return f"write {THEMIS}1?apps=20&contention=2, with any of {', '.join(GENERATOR_KEYS)}"
+
+
+def beginning(workload: Workload, first: int) -> Workload:
+    """Return the apps that come first, as many as hold `first` jobs, and at least one; all for 0."""
+    jobs, apps = 0, 0
+    for app in workload.apps if first else ():
+        if apps and jobs + len(app.jobs) > first:
+            break
+        jobs, apps = jobs + len(app.jobs), apps + 1
+    return replace(workload, apps=workload.apps[:apps]) if first else workload
+
+
+# --- the settings -----------------------------------------------------------------------------------------------------
+
+
+def settings_of(experiment: Experiment) -> ArbiterSettings:
+    """Return the arbiter's settings for this run.
+
+    Raises
+    ------
+    ExperimentError
+        Naming the policy or the setting that cannot be.
+    """
+    if experiment.policy not in POLICY_NAMES:
+        raise ExperimentError(
+            f"the policy {experiment.policy!r} is not known; choose one of {', '.join(sorted(POLICY_NAMES))}"
+        )
+    settings = ArbiterSettings(seed=experiment.seed)
+    if experiment.policy in POLICIES:
+        settings = replace(settings, policy=experiment.policy)
+    if experiment.overheads == "none":
+        settings = replace(settings, round_pause_s=0.0)  # a pause is an overhead, too
+    for name, text in experiment.knobs:
+        settings = with_knob(settings, name, text)
+    try:
+        check(ArbiterConfig(arbiter=settings), "the settings")
+    except ConfigError as error:
+        raise ExperimentError(str(error)) from None
+    return settings
+
+
+def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSettings:
+    """Return `settings` with that of this name set, be it the arbiter's or its policy's.
+
+    Raises
+    ------
+    ExperimentError
+        If there is no such setting, or it cannot have this value.
+    """
+    if name not in KNOBS:
+        raise ExperimentError(f"there is no setting {name!r}; choose one of {', '.join(KNOBS)}")
+    inner = name in Settings.__struct_fields__
+    target: ArbiterSettings | Settings = settings.policy_settings if inner else settings
+    fields = {**msgspec.structs.asdict(target), name: text}
+    try:
+        changed: Any = msgspec.convert(fields, type(target), strict=False)
+    except msgspec.ValidationError as error:
+        raise ExperimentError(f"{name} is {text!r}, which it cannot be: {error}") from None
+    return replace(settings, policy_settings=changed) if inner else changed

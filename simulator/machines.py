@@ -1,0 +1,626 @@
+"""Imaginary machines: they perform what node agents ask for, and train imaginary jobs on imaginary GPUs.
+
+Below the node agents everything is invented here and nothing is decided: a `Machine` carries out the effects of one
+node agent with the costs it was given and tells its outcomes as events; a `Training` is one attempt of one job, whose
+parts on several machines make every mini-batch together; a `Shelf` is the storage that all nodes see.
+
+How fast a job is: work is counted in *serial seconds*, what one GPU takes for it at best. On n GPUs whose locality has
+the slowdown S it does n / S of them per second (PAPERS.md section 1, Eq. 1), n at most what the job can use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from msgspec import Struct
+
+from node_agent.core.agent import NodeAgent
+from node_agent.core.events import (
+    Adopted,
+    AdoptedWorker,
+    ForgetWorker,
+    GpuProcess,
+    GpuSample,
+    LocalEffect,
+    LocalEvent,
+    LogRead,
+    NodeFacts,
+    NoteWorker,
+    OrderWorker,
+    ReadLogFile,
+    RememberFence,
+    Sampled,
+    SignalWorker,
+    StartFailed,
+    StartWorker,
+    TakeSample,
+    WorkerGone,
+    WorkerNote,
+    WorkerSaid,
+    WorkerStarted,
+)
+from protocol.messages import GpuId, JobId, Level, LogChunk, NodeId, TaskId
+from protocol.worker import EXIT_REQUEUE, PROTO, Finished, Hello, Order, Progress, Resumed, Saved, Stacks, Suspended
+from simulator.cluster import NodePlan
+from simulator.costs import Costs
+
+#: Bytes that an unparked worker shows on its GPU; what matters is that it is not nothing.
+WORKER_BYTES = 8 * 2**30
+#: Progress is counted in whole mini-batches; sums of floats are off by less than that.
+STEP_SLACK = 1e-6
+
+At = Callable[[float, Callable[[], None]], None]  #: run this so many seconds from now
+
+
+class Gpu(Struct, frozen=True):
+    """One imaginary GPU and where it is."""
+
+    id: GpuId
+    node: NodeId
+    rack: str
+    slot: str
+
+
+class JobFacts(Struct, frozen=True):
+    """What is true of a job, whatever anybody believes.
+
+    `work_s` are serial seconds, `steps` mini-batches; `reports` the numbers of mini-batches after which the script
+    reports its metric, with its values; `slowdown` answers S of so many GPUs at that level.
+    """
+
+    work_s: float
+    steps: int
+    demand_max: int
+    slowdown: Callable[[int, Level], float]
+    reports: tuple[tuple[int, float], ...] = ()
+    metric: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Serial seconds of one mini-batch."""
+        return self.work_s / self.steps
+
+
+class Tale(Struct):
+    """What became of one job, for the rows of the result. GPU time in GPU-seconds."""
+
+    first_start_s: float | None = None
+    finish_s: float | None = None
+    held_gpu_s: float = 0.0  #: from the start of each process to its end
+    useful_gpu_s: float = 0.0
+    placed: float = 0.0  #: useful GPU-seconds times 1 / S
+    preemptions: int = 0
+    migrations: int = 0
+    last_gpus: tuple[GpuId, ...] = ()
+
+
+class Shelf:
+    """What outlives every process: each job's newest checkpoint, in serial seconds of work, and its story."""
+
+    def __init__(self) -> None:
+        self.saved_s: dict[JobId, float] = {}
+        self.saved_by: dict[JobId, int] = {}  #: the attempt that saved it
+        self.tales: dict[JobId, Tale] = {}
+        self.attempts: dict[tuple[JobId, int], Training] = {}
+
+    def save(self, training: Training, done_s: float) -> None:
+        """Keep a checkpoint, unless a later attempt has saved one, which outranks whatever a revived one still writes.
+
+        Source: `app_agent.checkpoints`: an attempt restores the newest checkpoint of the attempts before it.
+        """
+        job, attempt = training.job, training.attempt
+        before = self.saved_by.get(job, attempt)
+        if attempt < before:
+            return
+        known_s = self.saved_s.get(job, 0.0) if attempt == before else 0.0
+        self.saved_s[job] = training.kept_s = max(done_s, known_s)
+        self.saved_by[job] = attempt
+
+
+class Training:
+    """One attempt of one job: it makes mini-batches while all its parts run."""
+
+    def __init__(self, job: JobId, attempt: int, facts: JobFacts, gpus: Sequence[Gpu], shelf: Shelf) -> None:
+        self.job = job
+        self.attempt = attempt
+        self.facts = facts
+        self.gpus = tuple(gpus)
+        self.parts: dict[TaskId, Worker] = {}
+        self.ended: set[TaskId] = set()
+        self.done_s = shelf.saved_s.get(job, 0.0)  #: serial seconds of work behind it when it last stood still
+        self.start_s = self.done_s
+        self.kept_s = self.done_s  #: what of it is saved
+        self.since: float | None = None  #: when it began to run, None: it stands
+        self.slowdown = facts.slowdown(len(gpus), locality(gpus))
+        self.speed = min(len(gpus), facts.demand_max) / self.slowdown
+        self.halted = False  #: a part was told to go: no more mini-batches in this attempt
+        self.version = 0
+        self.told = 0  #: reports behind it
+
+    def progress_s(self, now: float) -> float:
+        """Return the serial seconds of work behind it."""
+        running = 0.0 if self.since is None else max(0.0, now - self.since) * self.speed
+        return min(self.facts.work_s, self.done_s + running)
+
+    def steps(self, now: float) -> int:
+        """Return the whole mini-batches behind it."""
+        return min(self.facts.steps, math.floor(self.progress_s(now) / self.facts.step_s + STEP_SLACK))
+
+    @property
+    def start_step(self) -> int:
+        """The last mini-batch that it restored, -1 for none."""
+        return math.floor(self.start_s / self.facts.step_s + STEP_SLACK) - 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its parts are there and run."""
+        there = sum(len(part.gpus) for part in self.parts.values() if part.phase == "running")
+        return there == len(self.gpus) and not self.halted
+
+    def boundary_s(self, now: float) -> float:
+        """Return how long the mini-batch in progress takes from now."""
+        if self.since is None:
+            return 0.0
+        part = self.progress_s(now) / self.facts.step_s
+        return max(0.0, math.ceil(part - STEP_SLACK) - part) * self.facts.step_s / self.speed
+
+
+class Worker:
+    """The process of one task on one machine."""
+
+    def __init__(self, start: StartWorker, training: Training, machine: Machine, now: float) -> None:
+        self.task = start.task
+        self.spec = start
+        self.gpus = start.gpus
+        self.training = training
+        self.phase: Literal["starting", "running", "saving", "parking", "parked", "resuming", "gone"] = "starting"
+        self.note = WorkerNote()
+        self.since = now  #: when its process began
+        self.leaving = False
+        self.parking = Order("suspend", 0, 0)  #: the newest order to park
+        self.hangs = False
+        self.gone: WorkerGone | None = None  #: how it ended, for a node agent that was not there
+        self.pid = 0
+        self.machine = machine
+
+
+def locality(gpus: Sequence[Gpu]) -> Level:
+    """Return the tightest level that holds all of `gpus`."""
+    if len({(gpu.node, gpu.slot) for gpu in gpus}) <= 1:
+        return "slot"
+    if len({gpu.node for gpu in gpus}) <= 1:
+        return "machine"
+    return "rack" if len({gpu.rack for gpu in gpus}) <= 1 else "cluster"
+
+
+class Machine:
+    """One host without its node agent: GPUs, processes, and what it has written down for the next node agent.
+
+    `post` takes an event for the node agent, `facts_of` knows the truth of a job, `gpus_of` all the GPUs of an attempt
+    (what a real job's rendezvous would find out), `at` runs something later.
+    """
+
+    def __init__(
+        self,
+        spec: NodePlan,
+        costs: Costs,
+        shelf: Shelf,
+        *,
+        now: Callable[[], float],
+        at: At,
+        post: Callable[[LocalEvent], None],
+        facts_of: Callable[[JobId], JobFacts],
+        gpus_of: Callable[[StartWorker], Sequence[Gpu]],
+        slow: float = 1.0,
+    ) -> None:
+        self.node = NodeId(spec.id)
+        self.rack = spec.rack
+        self.gpus = tuple(
+            Gpu(GpuId(f"{spec.id}-g{index}"), self.node, spec.rack, f"slot-{slot}")
+            for index, slot in enumerate(slot for slot, count in enumerate(spec.slots) for _ in range(count))
+        )
+        self.costs = costs
+        self.fence = (0, 0)
+        self.incarnation = 0
+        self.boots = 1
+        self.workers: dict[TaskId, Worker] = {}
+        self.sick: dict[GpuId, str] = {}
+        self._shelf = shelf
+        self._now = now
+        self._at = at
+        self._post = post
+        self._facts_of = facts_of
+        self._gpus_of = gpus_of
+        self.slow = slow
+        self._gpu_model = spec.gpu_type
+        self._memory_bytes = spec.memory_bytes
+        self._asked = 0  #: the newest measurement that this incarnation asked for
+        self._idle = {gpu.id: self._sample(gpu, ()) for gpu in self.gpus}
+        self._pids = 1000
+
+    # --- the node agent on it ---------------------------------------------------------------------------------------
+
+    def boot(self, *, beat_s: float, hello_s: float) -> NodeAgent:
+        """Return a new incarnation of the node agent; what it finds is posted."""
+        self.incarnation += 1
+        facts = NodeFacts(
+            self.node, self.rack, f"boot-{self.boots}", self.incarnation, beat_s=beat_s, figures_s=0.0, hello_s=hello_s
+        )
+        self._asked = 0
+        self._post(Adopted(tuple(_adopted(worker) for worker in self.workers.values())))
+        for worker in self.workers.values():
+            if worker.gone is not None:
+                self._post(worker.gone)
+            elif worker.phase != "starting" and not worker.hangs:
+                self._say_hello(worker)
+        self.measure()
+        return NodeAgent(facts, self.fence)
+
+    def crash(self) -> None:
+        """Lose power: every process ends unsaved."""
+        self.boots += 1
+        for worker in self.workers.values():
+            if worker.phase != "gone":
+                self._end(worker, kept=False)
+                worker.gone = WorkerGone(worker.task, reason="the node was restarted")
+
+    def perform(self, effect: LocalEffect) -> None:
+        """Carry out what the node agent asks for."""
+        match effect:
+            case TakeSample(mark):
+                self._asked = mark
+                asker = self.incarnation
+                self._later(self.costs.sample_s, lambda: self._take_sample(mark) if self.incarnation == asker else None)
+            case StartWorker():
+                self._start(effect)
+            case OrderWorker(task, order):
+                self._order(task, order)
+            case SignalWorker(task, how):
+                self._signal(task, how)
+            case NoteWorker(task, note):
+                if task in self.workers:
+                    self.workers[task].note = note
+            case ForgetWorker(task):
+                self.workers.pop(task, None)
+            case RememberFence(epoch, seq):
+                self.fence = (epoch, seq)
+            case ReadLogFile(query, task, offset, _):
+                self._post(LogRead(LogChunk(query, task, offset, b"", 0, ended=True)))
+
+    def _later(self, seconds: float, then: Callable[[], None]) -> None:
+        if seconds > 0.0:
+            self._at(seconds * self.slow, then)
+        else:
+            then()
+
+    # --- measuring --------------------------------------------------------------------------------------------------
+
+    def _sample(self, gpu: Gpu, processes: tuple[GpuProcess, ...]) -> GpuSample:
+        return GpuSample(
+            gpu=gpu.id,
+            model=self._gpu_model,
+            memory_bytes=self._memory_bytes,
+            slot=gpu.slot,
+            used_bytes=sum(process.memory_bytes for process in processes),
+            processes=processes,
+            healthy=gpu.id not in self.sick,
+            lost=gpu.id in self.sick,
+            detail=self.sick.get(gpu.id, ""),
+        )
+
+    def _take_sample(self, mark: int) -> None:
+        using: dict[GpuId, list[GpuProcess]] = {}
+        for worker in self.workers.values():
+            if worker.phase not in ("parked", "gone"):
+                for gpu in worker.gpus:
+                    using.setdefault(gpu, []).append(GpuProcess(worker.pid, WORKER_BYTES, worker.task))
+        samples = tuple(
+            self._sample(gpu, tuple(using.get(gpu.id, ())))
+            if gpu.id in using or gpu.id in self.sick
+            else self._idle[gpu.id]
+            for gpu in self.gpus
+        )
+        self._post(Sampled(mark, samples))
+
+    def measure(self) -> None:
+        """Measure all GPUs now, as node agents do now and then without being asked."""
+        self._take_sample(self._asked)
+
+    def fail_gpu(self, gpu: GpuId, detail: str) -> None:
+        """Lose a GPU; its workers hang until they are killed."""
+        self.sick[gpu] = detail
+        for worker in self.workers.values():
+            if gpu in worker.gpus:
+                worker.hangs = True
+                self._halt(worker.training)
+        self.measure()
+
+    def mend_gpu(self, gpu: GpuId) -> None:
+        """Have it back."""
+        self.sick.pop(gpu, None)
+        self.measure()
+
+    # --- processes --------------------------------------------------------------------------------------------------
+
+    def _start(self, effect: StartWorker) -> None:
+        if effect.task in self.workers:
+            self._post(StartFailed(effect.task, "a process of that task is here already"))
+            return
+        now = self._now()
+        key = (effect.job, effect.attempt)
+        training = self._shelf.attempts.get(key)
+        if training is None:
+            facts, gpus = self._facts_of(effect.job), self._gpus_of(effect)
+            training = Training(effect.job, effect.attempt, facts, gpus, self._shelf)
+            self._shelf.attempts[key] = training
+        worker = self.workers[effect.task] = Worker(effect, training, self, now)
+        training.parts[worker.task] = worker
+        self._pids += 1
+        worker.pid = self._pids
+        self._tale(worker).first_start_s = _first(self._tale(worker).first_start_s, now)
+        self._post(WorkerStarted(worker.task, worker.pid))
+        restore_s = self.costs.restore_s if training.start_s > 0.0 else 0.0
+        self._later(self.costs.start_s + restore_s, lambda: self._greet(worker))
+
+    def _greet(self, worker: Worker) -> None:
+        if worker.phase != "starting":
+            return
+        worker.phase = "running"
+        self._say_hello(worker)
+        self._go_on(worker.training)
+
+    def _say_hello(self, worker: Worker) -> None:
+        training = worker.training
+        state: Literal["running", "suspended"] = "suspended" if worker.phase == "parked" else "running"
+        self._say(
+            worker,
+            Hello(
+                proto=PROTO,
+                task=worker.task,
+                pid=worker.pid,
+                state=state,
+                step=training.steps(self._now()) - 1,
+                start_step=training.start_step,
+                total_steps=training.facts.steps,
+                can_park=True,
+                can_checkpoint=True,
+            ),
+        )
+
+    def _say(self, worker: Worker, line: Hello | Progress | Suspended | Resumed | Saved | Finished | Stacks) -> None:
+        if not worker.hangs:
+            self._post(WorkerSaid(worker.task, line))
+
+    def _order(self, task: TaskId, order: Order) -> None:
+        worker = self.workers.get(task)
+        if worker is None or worker.hangs or worker.phase in ("starting", "gone"):
+            return
+        match order.do:
+            case "leave" | "save":
+                self._save(worker, order, leaving=order.do == "leave")
+            case "suspend":
+                self._park(worker, order)
+            case "resume":
+                self._resume(worker, order)
+            case "probe":
+                self._say(worker, Stacks(order.seq, "imaginary"))
+
+    def _save(self, worker: Worker, order: Order, *, leaving: bool) -> None:
+        training = worker.training
+        if worker.phase not in ("running", "parked") or worker.leaving:
+            return
+        worker.leaving = leaving
+        wait_s = training.boundary_s(self._now()) if self.costs.boundaries and not training.halted else 0.0
+
+        def stand() -> None:
+            if worker.phase not in ("running", "parked"):
+                return
+            if leaving:
+                worker.phase = "saving"
+                self._halt(training)
+            self._later(self.costs.checkpoint_s, saved)
+
+        def saved() -> None:
+            if worker.phase == "gone":
+                return
+            self._shelf.save(training, training.progress_s(self._now()))
+            step = training.steps(self._now()) - 1
+            self._say(worker, Saved(order.seq, step, "imaginary", self.costs.checkpoint_s, leaving))
+            if leaving:
+                self._end(worker, kept=True)
+                self._leave(worker, WorkerGone(worker.task, exit_code=EXIT_REQUEUE))
+
+        self._later(wait_s, stand)
+
+    def _park(self, worker: Worker, order: Order) -> None:
+        if worker.phase == "parked":
+            step = worker.training.steps(self._now()) - 1
+            self._say(worker, Suspended(order.seq, step, WORKER_BYTES, 0, self.costs.suspend_s))
+        worker.parking = order  # a younger order is answered in the place of an older one
+        if worker.phase != "running":
+            return
+        training = worker.training
+        worker.phase = "parking"
+        wait_s = training.boundary_s(self._now()) if self.costs.boundaries else 0.0
+
+        def parked() -> None:
+            if worker.phase != "parking":
+                return
+            worker.phase = "parked"
+            step = training.steps(self._now()) - 1
+            self._say(worker, Suspended(worker.parking.seq, step, WORKER_BYTES, 0, self.costs.suspend_s))
+
+        self._stand(training)
+        self._later(wait_s + self.costs.suspend_s, parked)
+
+    def _resume(self, worker: Worker, order: Order) -> None:
+        if worker.phase == "running":
+            self._say(worker, Resumed(order.seq, worker.training.steps(self._now()) - 1, 0.0))
+        if worker.phase != "parked":
+            return
+        worker.phase = "resuming"
+
+        def resumed() -> None:
+            if worker.phase != "resuming":
+                return
+            worker.phase = "running"
+            step = worker.training.steps(self._now()) - 1
+            self._say(worker, Resumed(order.seq, step, self.costs.resume_s))
+            self._go_on(worker.training)
+
+        self._later(self.costs.resume_s, resumed)
+
+    def _signal(self, task: TaskId, how: Literal["terminate", "kill"]) -> None:
+        worker = self.workers.get(task)
+        if worker is None or worker.phase == "gone" or (worker.hangs and how == "terminate"):
+            return
+        self._end(worker, kept=False)
+        self._leave(worker, WorkerGone(worker.task, signal=9 if how == "kill" else 15))
+
+    def fail_worker(self, task: TaskId, exit_code: int) -> None:
+        """Let a script crash."""
+        self._lose(task, WorkerGone(task, exit_code=exit_code, tail="imaginary crash"))
+
+    def kill_worker(self, task: TaskId) -> None:
+        """Let somebody else send SIGKILL."""
+        self._lose(task, WorkerGone(task, signal=9))
+
+    def _lose(self, task: TaskId, how: WorkerGone) -> None:
+        worker = self.workers.get(task)
+        if worker is not None and worker.phase != "gone":
+            self._end(worker, kept=False)
+            self._leave(worker, how)
+
+    def hang_worker(self, task: TaskId, *, standing: bool) -> None:
+        """Let a worker say and hear nothing any more, SIGKILL aside; and stand still, or go on with its training."""
+        worker = self.workers.get(task)
+        if worker is not None and worker.phase != "gone":
+            worker.hangs = True
+            if standing:
+                self._halt(worker.training)
+
+    def _leave(self, worker: Worker, how: WorkerGone) -> None:
+        worker.gone = how
+        self._post(how)
+
+    def _end(self, worker: Worker, *, kept: bool) -> None:
+        """Let a process end; unless it was `kept` by a checkpoint, its attempt's work since the last one is lost."""
+        if worker.phase == "gone":
+            return
+        now = self._now()
+        training = worker.training
+        self._halt(training)
+        worker.phase = "gone"
+        tale = self._tale(worker)
+        tale.held_gpu_s += (now - worker.since) * len(worker.gpus)
+        training.ended.add(worker.task)
+        if len(training.ended) == len(training.parts):
+            self._settle(training, tale, kept=kept)
+
+    def _settle(self, training: Training, tale: Tale, *, kept: bool) -> None:
+        """Book what the attempt achieved, once its last part is gone."""
+        useful_s = training.kept_s - training.start_s
+        gpu_s = useful_s / training.speed * len(training.gpus)
+        tale.useful_gpu_s += gpu_s
+        tale.placed += gpu_s / training.slowdown
+        names = tuple(sorted(gpu.id for gpu in training.gpus))
+        tale.migrations += bool(tale.last_gpus) and tale.last_gpus != names
+        tale.last_gpus = names
+        tale.preemptions += kept and training.done_s < training.facts.work_s
+        for key in [key for key, each in self._shelf.attempts.items() if each is training]:
+            del self._shelf.attempts[key]
+
+    def _tale(self, worker: Worker) -> Tale:
+        return self._shelf.tales.setdefault(worker.training.job, Tale())
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def _go_on(self, training: Training) -> None:
+        """Make mini-batches if all parts run, up to the next thing the script has to say."""
+        if not training.complete:
+            return
+        training.since = self._now()
+        self._await_next(training)
+
+    def _await_next(self, training: Training) -> None:
+        facts = training.facts
+        done_s = training.progress_s(self._now())
+        while training.told < len(facts.reports) and facts.reports[training.told][0] <= training.steps(self._now()):
+            training.told += 1
+        goal_s = facts.work_s
+        if training.told < len(facts.reports):
+            goal_s = min(goal_s, facts.reports[training.told][0] * facts.step_s)
+        training.version += 1
+        version = training.version
+        self._at((goal_s - done_s) / training.speed, lambda: self._reach(training, version, goal_s))
+
+    def _reach(self, training: Training, version: int, goal_s: float) -> None:
+        if training.version != version or training.since is None:
+            return
+        now = self._now()
+        facts = training.facts
+        training.done_s, training.since = goal_s, now
+        step = training.steps(now)
+        metrics = {facts.metric: _value_at(facts, step)} if facts.metric else {}
+        if goal_s >= facts.work_s:
+            self._finish(training, metrics)
+            return
+        for part in training.parts.values():
+            self._say_progress(part, step, metrics)
+        if training.since is not None:  # nobody has told it to stand meanwhile
+            self._await_next(training)
+
+    def _say_progress(self, part: Worker, step: int, metrics: dict[str, float]) -> None:
+        training = part.training
+        line = Progress(
+            step=step - 1,
+            step_s=training.facts.step_s / training.speed,
+            start_step=training.start_step,
+            total_steps=training.facts.steps,
+            can_park=True,
+            can_checkpoint=True,
+            saved_step=-1,
+            metrics=metrics,
+        )
+        part.machine._say(part, line)
+
+    def _finish(self, training: Training, metrics: dict[str, float]) -> None:
+        self._stand(training)
+        training.done_s = training.facts.work_s
+        self._shelf.save(training, training.done_s)
+        self._shelf.tales.setdefault(training.job, Tale()).finish_s = self._now()
+        for part in list(training.parts.values()):
+            part.machine._finish_part(part, metrics)
+
+    def _finish_part(self, worker: Worker, metrics: dict[str, float]) -> None:
+        self._say(worker, Finished(worker.training.facts.steps - 1, metrics))
+        self._end(worker, kept=True)
+        self._leave(worker, WorkerGone(worker.task, exit_code=0))
+        worker.gone = WorkerGone(worker.task, exit_code=0, finished=metrics)  # whoever comes later finds that written
+
+    def _stand(self, training: Training) -> None:
+        """Stop making mini-batches."""
+        training.done_s = training.progress_s(self._now())
+        training.since = None
+        training.version += 1
+
+    def _halt(self, training: Training) -> None:
+        self._stand(training)
+        training.halted = True
+
+
+def _first(known: float | None, now: float) -> float:
+    return now if known is None else known
+
+
+def _value_at(facts: JobFacts, step: int) -> float:
+    """Return the metric as the script reports it after `step` mini-batches: that of the newest report."""
+    said = [value for at, value in facts.reports if at <= step]
+    return said[-1] if said else 0.0
+
+
+def _adopted(worker: Worker) -> AdoptedWorker:
+    spec = worker.spec
+    return AdoptedWorker(spec.task, spec.app, spec.job, spec.attempt, spec.gpus, worker.note)

@@ -1,0 +1,249 @@
+"""How much slower a model trains when its GPUs lie apart, and when it shares a GPU with another.
+
+Three sources, each filling in for the one before it: tables of measurements, if a folder of them is given; a small
+table of our own, ``tables/models.csv``; and for models in neither, the crude factors that Themis starts from.
+
+Our own table is made, not measured: a model whose gradients are large for the time it computes gets factors up to 1.3
+across machines and 2 across racks, one that computes most of the time about 1.05 and 1.1. `busy` is the part of its
+time for which it keeps a GPU busy. Two on one GPU then run as fast as fits: each at 1 / (busy + busy) of its own speed,
+or at its whole speed where the sum is below 1.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+from msgspec import Struct
+
+from protocol.messages import LEVELS, Level
+
+#: Iteration time by locality, relative to a single machine. *Source:* Themis (NSDI 2020), S(G) of Eq. 1 to begin with.
+CRUDE: Mapping[Level, float] = {"slot": 1.0, "machine": 1.0, "rack": 1.1, "cluster": 1.3}
+#: Nobody measured across racks what was measured across machines: it is extrapolated as the crude factors go.
+ACROSS_RACKS = CRUDE["cluster"] / CRUDE["rack"]
+#: For unknown models: two of them together do 1.37 times what one does alone, the median of Gavel's pairs on a V100.
+BUSY = 0.73
+#: What is taken of the tables: the cluster where placement matters, the GPU and the run that have both tables.
+PLACEMENT_CLUSTER, THROUGHPUT_GPU, THROUGHPUT_SOURCE = "aws", "v100", "gavel_sim_2020"
+
+SLOWDOWN_CSV = Path("placement", "slowdown.csv")
+CONSOLIDATION_CSV = Path("throughput", "consolidation_slowdown.csv")
+COLOCATED_CSV = Path("throughput", "colocated.csv")
+
+_NOT_OF_NAMES = re.compile(r"[^a-z0-9]")
+
+
+class ProfileError(ValueError):
+    """The tables cannot be used; the message names the file, the field and the mend."""
+
+
+class ModelProfile(Struct, frozen=True):
+    """One row of our own table: slowdowns across machines and across racks, and the part of its time on the GPU."""
+
+    model: str
+    domain: str
+    network_intensive: bool
+    rack: float
+    cluster: float
+    busy: float
+
+
+class Profiles(Struct, frozen=True):
+    """What is known of models.
+
+    Attributes
+    ----------
+    apart
+        ``apart[model][gpus]``: slowdown across machines of one rack, and across racks, of a job of so many GPUs.
+    busy
+        ``busy[model]``: the part of its time for which it keeps a GPU busy.
+    pairs
+        ``pairs[a, b]``: speeds of a and b on one GPU relative to each alone; 0 and 0: they do not fit together.
+    """
+
+    apart: Mapping[str, Mapping[int, tuple[float, float]]]
+    busy: Mapping[str, float]
+    pairs: Mapping[tuple[str, str], tuple[float, float]]
+
+    def slowdown(self, model: str, gpus: int, level: Level) -> float:
+        """Return S >= 1: iteration time on `gpus` GPUs that lie within one `level`, relative to one machine.
+
+        A job size that was not measured takes the next smaller one that was, else the smallest.
+        """
+        assert level in LEVELS, level
+        if gpus <= 1 or level in {"slot", "machine"}:
+            return 1.0
+        sizes = self.apart.get(key_of(model))
+        if sizes is None:
+            return CRUDE[level]
+        size = max((size for size in sizes if size <= gpus), default=min(sizes))
+        rack, cluster = sizes[size]
+        return rack if level == "rack" else cluster
+
+    def interference(self, model_a: str, model_b: str) -> tuple[float, float]:
+        """Return the speeds of two jobs on one GPU, each relative to itself alone; (0, 0): they do not fit together."""
+        a, b = key_of(model_a), key_of(model_b)
+        if (a, b) in self.pairs:
+            return self.pairs[a, b]
+        together = self.busy.get(a, BUSY) + self.busy.get(b, BUSY)
+        speed = 1 / max(1.0, together)
+        return speed, speed
+
+
+def key_of(model: str) -> str:
+    """Return the name under which a model is known, however it is written: ``ResNet-50`` is ``resnet50``."""
+    return _NOT_OF_NAMES.sub("", model.lower())
+
+
+def crude() -> Profiles:
+    """Return profiles that know no model: the crude factors for all."""
+    return Profiles({}, {}, {})
+
+
+def built_in() -> Profiles:
+    """Return the profiles of our own table."""
+    rows = models()
+    return Profiles(
+        apart={row.model: {2: (row.rack, row.cluster)} for row in rows},
+        busy={row.model: row.busy for row in rows},
+        pairs={},
+    )
+
+
+def measured(folder: Path | str) -> Profiles:
+    """Return the measurements in `folder`, and our own table for what they lack.
+
+    Parameters
+    ----------
+    folder
+        With any of ``placement/slowdown.csv``, ``throughput/consolidation_slowdown.csv``, ``throughput/colocated.csv``.
+
+    Raises
+    ------
+    ProfileError
+        If it holds none of them, or one lacks a column.
+    """
+    files = [Path(folder) / name for name in (CONSOLIDATION_CSV, SLOWDOWN_CSV, COLOCATED_CSV)]
+    if not any(file.is_file() for file in files):
+        wanted = ", ".join(str(name) for name in (SLOWDOWN_CSV, CONSOLIDATION_CSV, COLOCATED_CSV))
+        raise ProfileError(f"the folder of profiles {folder} holds no table; give one with any of {wanted}")
+    own, (consolidation, slowdown, colocated) = built_in(), files
+    apart = dict(own.apart) | _if_there(consolidation, _consolidation) | _if_there(slowdown, _placement)
+    return Profiles(apart, own.busy, _if_there(colocated, _pairs))
+
+
+@cache
+def models() -> tuple[ModelProfile, ...]:
+    """Return our own table, in the order of its lines."""
+    file = resources.files("simulator") / "tables" / "models.csv"
+    return tuple(
+        ModelProfile(
+            model=row["model"],
+            domain=row["domain"],
+            network_intensive=row["network_intensive"] == "yes",
+            rack=float(row["rack"]),
+            cluster=float(row["cluster"]),
+            busy=float(row["busy"]),
+        )
+        for row in csv.DictReader(file.read_text().splitlines())
+    )
+
+
+_Apart = dict[str, Mapping[int, tuple[float, float]]]
+_Pairs = dict[tuple[str, str], tuple[float, float]]
+_KeyT = TypeVar("_KeyT")
+_ValueT = TypeVar("_ValueT")
+
+
+def _if_there(file: Path, read: Callable[[Path], dict[_KeyT, _ValueT]]) -> dict[_KeyT, _ValueT]:
+    """Return what `read` makes of `file`, nothing without the file."""
+    return read(file) if file.is_file() else {}
+
+
+def _placement(file: Path) -> _Apart:
+    """Return slowdowns of jobs that fit one node, by the median over the ways to spread them.
+
+    Larger jobs lie apart in either case, and what was compared there is another question.
+    """
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in _rows(file, ("cluster", "model", "gpus", "packed_nodes", "slowdown_median")):
+        if row["cluster"] == PLACEMENT_CLUSTER and row["packed_nodes"] == "1":
+            _collect(found, file, row, "gpus", "slowdown_median")
+    return _apart(found)
+
+
+def _consolidation(file: Path) -> _Apart:
+    """Return slowdowns of jobs on several servers instead of one, by the median over batch sizes."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for row in _rows(file, ("gpu_type", "model", "scale_factor", "slowdown")):
+        if row["gpu_type"] == THROUGHPUT_GPU:
+            _collect(found, file, row, "scale_factor", "slowdown")
+    return _apart(found)
+
+
+def _collect(
+    found: dict[str, dict[int, list[float]]], file: Path, row: Mapping[str, str], size: str, value: str
+) -> None:
+    """Put one measurement with the others of its model and job size."""
+    sizes = found.setdefault(key_of(row["model"]), {})
+    sizes.setdefault(round(_number(file, row, size)), []).append(_number(file, row, value))
+
+
+def _apart(found: Mapping[str, Mapping[int, Sequence[float]]]) -> _Apart:
+    """Return the median of each; where lying apart was measured to be faster it counts as no slower."""
+    return {
+        model: {size: _apart_of(max(1.0, median(values))) for size, values in sorted(sizes.items())}
+        for model, sizes in found.items()
+    }
+
+
+def _apart_of(rack: float) -> tuple[float, float]:
+    """Return the slowdowns across machines and across racks."""
+    return rack, rack * ACROSS_RACKS if rack > 1 else rack
+
+
+def _pairs(file: Path) -> _Pairs:
+    """Return speeds together, by the median over batch sizes; not together if most of these did not fit."""
+    columns = ("source", "gpu_type", "model_a", "model_b", "feasible", "ratio_a", "ratio_b")
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for row in _rows(file, columns):
+        if (row["source"], row["gpu_type"]) != (THROUGHPUT_SOURCE, THROUGHPUT_GPU):
+            continue
+        a, b = key_of(row["model_a"]), key_of(row["model_b"])
+        fits = row["feasible"] == "1"
+        speeds = (_number(file, row, "ratio_a"), _number(file, row, "ratio_b")) if fits else (0.0, 0.0)
+        found.setdefault((a, b), []).append(speeds)
+        found.setdefault((b, a), []).append(speeds[::-1])
+    return {pair: _together(speeds) for pair, speeds in found.items()}
+
+
+def _together(speeds: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the median of the pairs that fitted, at most 1; (0, 0) if most did not."""
+    fitting = [pair for pair in speeds if pair != (0.0, 0.0)]
+    if 2 * len(fitting) < len(speeds):
+        return 0.0, 0.0
+    return min(1.0, median(a for a, _ in fitting)), min(1.0, median(b for _, b in fitting))
+
+
+def _rows(file: Path, columns: Sequence[str]) -> Iterator[Mapping[str, str]]:
+    """Yield the lines of a table."""
+    rows = csv.DictReader(file.read_text().splitlines())
+    missing = set(columns) - set(rows.fieldnames or ())
+    if missing:
+        raise ProfileError(f"{file} lacks the columns {', '.join(sorted(missing))}; add them or leave the file out")
+    yield from rows
+
+
+def _number(file: Path, row: Mapping[str, str], name: str) -> float:
+    """Return a number of a table."""
+    try:
+        return float(row[name])
+    except ValueError:
+        raise ProfileError(f"{file}: {name} of {row} is {row[name]!r}; give a number") from None

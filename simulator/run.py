@@ -1,0 +1,309 @@
+"""One simulation: a workload on a cluster under a policy, and the rows that tell what came of it."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable
+from math import fsum
+
+import msgspec
+from msgspec.structs import replace
+
+from app_agent.core.model import Dropped, Failed, JobState
+from app_agent.core.spec import AppSpec
+from app_agent.core.tuning import scheduler_for
+from app_agent.core.tuning.shape import Trial
+from arbiter.core.fairness import TimeMean
+from arbiter.core.model import ArbiterSettings
+from arbiter.core.turn import LeaseRecord
+from protocol.messages import JobId, Level
+from simulator.cluster import Cluster
+from simulator.costs import Costs
+from simulator.machines import JobFacts, Tale
+from simulator.profiles import Profiles
+from simulator.results import AppRow, JobRow, Run, State
+from simulator.workload import AppPlan, JobPlan, Workload
+from simulator.world import Living, World, quiet
+
+#: Points of the timeline that are kept; of more, every second one goes.
+TIMELINE_MAX = 4000
+Progress = Callable[[int, int], None]
+
+
+def simulate(
+    workload: Workload,
+    cluster: Cluster,
+    *,
+    policy: str,
+    settings: ArbiterSettings,
+    costs: Costs,
+    profiles: Profiles,
+    seed: int = 0,
+    progress: Progress | None = None,
+    wire: bool = False,
+) -> Run:
+    """Return what becomes of `workload` on `cluster` under `policy`.
+
+    Of the arbiter's `settings` policy and seed are set, and beats left out, since nothing is lost in this world.
+    `costs` are what acts take; with `costs.placement`, `profiles` say how much slower jobs are whose GPUs lie apart. `progress`
+    is called now and then with the number of jobs that are over and of all jobs. `wire` encodes and decodes every
+    message, as a bus does.
+    """
+    settings = quiet(replace(settings, policy=policy, seed=seed))
+    run = _Simulation(workload, cluster, settings, costs, profiles, progress, wire=wire)
+    return run.run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        settings: ArbiterSettings,
+        costs: Costs,
+        profiles: Profiles,
+        progress: Progress | None,
+        *,
+        wire: bool,
+    ) -> None:
+        self.workload = workload
+        self.cluster = cluster
+        self.settings = settings
+        self.costs = costs
+        self.profiles = profiles
+        self.progress = progress
+        self.began_s = time.process_time()
+        self.world = World(cluster, settings, costs, wire=wire)
+        self.world.on_over = self._over
+        self.world.on_lease = self._lease
+        self.world.on_round = self._round
+        self.start_s = min((app.submit_s for app in workload.apps), default=0.0)
+        self.count = TimeMean.begin(0.0, 0.0)
+        self.arrivals: dict[str, float] = {}  #: by app: the integral of the number of apps when it came
+        self.rows: dict[str, tuple[AppRow, tuple[JobRow, ...]]] = {}
+        self.leased: dict[str, float] = {}
+        self.plans = {app.id: app for app in workload.apps}
+        self.jobs_total = workload.jobs
+        self.jobs_over = 0
+        self.rounds = 0
+        self.timeline: list[tuple[float, int, int]] = []
+        self.stride = 1
+
+    def run(self) -> Run:
+        world = self.world
+        for app in self.workload.apps:
+            world.at(app.submit_s - self.start_s, lambda app=app: self._submit(app))  # type: ignore[misc]
+        total = len(self.workload.apps)
+        world.run(done=lambda: len(self.rows) == total)
+        world.arbiter.core.validate()
+        rows = [self.rows.get(app.id) or self._unfinished(app) for app in self.workload.apps]
+        return Run(
+            name=self.workload.name,
+            policy=self.settings.policy,
+            cluster=self.cluster.name,
+            cluster_gpus=self.cluster.gpus,
+            seed=self.settings.seed,
+            settings=msgspec.to_builtins(self.settings),
+            costs=msgspec.to_builtins(self.costs),
+            jobs=tuple(job for _, jobs in rows for job in jobs),
+            apps=tuple(app for app, _ in rows),
+            timeline=tuple(self.timeline),
+            cpu_s=time.process_time() - self.began_s,
+            events=world.events,
+            messages=world.messages,
+            rounds=self.rounds,
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            notes=self.workload.notes,
+        )
+
+    # --- apps -------------------------------------------------------------------------------------------------------
+
+    def _submit(self, plan: AppPlan) -> None:
+        world = self.world
+        self.arrivals[plan.id] = self.count.integral(world.now)
+        self.count = self.count.observe(self.count.last_value + 1, world.now)
+        spec = spec_of(plan)
+        world.submit(plan.id, spec, facts_of(plan, spec, self._slowdown(plan.model)))
+
+    def _slowdown(self, model: str) -> Callable[[int, Level], float]:
+        if not self.costs.placement:
+            return lambda gpus, level: 1.0  # noqa: ARG005
+        return lambda gpus, level: self.profiles.slowdown(model, gpus, level)
+
+    def _over(self, living: Living) -> None:
+        world = self.world
+        self.jobs_over += len(living.jobs)
+        if self.progress is not None:
+            self.progress(self.jobs_over, self.jobs_total)
+        self.rows[living.name] = self._rows(living)
+        self.count = self.count.observe(self.count.last_value - 1, world.now)
+
+    def _lease(self, record: LeaseRecord) -> None:
+        self.leased[record.app] = self.leased.get(record.app, 0.0) + record.end - record.start
+
+    def _round(self, record: object) -> None:
+        self.rounds += 1
+        if self.rounds % self.stride:
+            return
+        self.timeline.append((self.world.now + self.start_s, *self.world.arbiter.core.standing()))
+        if len(self.timeline) > TIMELINE_MAX:
+            del self.timeline[::2]
+            self.stride *= 2
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def _rows(self, living: Living) -> tuple[AppRow, tuple[JobRow, ...]]:
+        """Return the rows of an app that is over."""
+        world, plan = self.world, self.plans[living.name]
+        agent = living.actor.core.state.apps[living.app]
+        over = agent.over
+        assert over is not None
+        state: State = "refused" if over.refused else "finished" if over.state == "finished" else "failed"
+        jobs = tuple(self._job_row(plan, living, job.id, state, job.state) for job in agent.jobs)
+        arrived = living.submitted_at
+        mean = max(1.0, self.count.mean_since(self.arrivals[living.name], arrived, world.now))
+        return self._app_row(plan, jobs, state, over.reason, world.now if state != "refused" else None, mean), jobs
+
+    def _job_row(self, plan: AppPlan, living: Living, job: JobId, app_state: State, job_state: JobState) -> JobRow:
+        tale = self.world.shelf.tales.get(job) or Tale()
+        state: State = app_state
+        if isinstance(job_state, Dropped):
+            state = "stopped"
+        elif isinstance(job_state, Failed):
+            state = "failed"
+        finish = tale.finish_s if tale.finish_s is not None else self.world.now
+        return JobRow(
+            job=f"{plan.id}.{job.rpartition('.')[2]}" if len(plan.jobs) > 1 else plan.id,
+            app=plan.id,
+            tenant=plan.tenant,
+            gpus=plan.gpus,
+            submit_s=plan.submit_s,
+            first_start_s=_shifted(tale.first_start_s, self.start_s),
+            finish_s=finish + self.start_s if state in ("finished", "stopped", "failed") else None,
+            state=state,
+            useful_gpu_s=tale.useful_gpu_s,
+            wasted_gpu_s=max(0.0, tale.held_gpu_s - tale.useful_gpu_s),
+            preemptions=tale.preemptions,
+            migrations=tale.migrations,
+            placement=tale.placed / tale.useful_gpu_s if tale.useful_gpu_s > 0.0 else 1.0,
+        )
+
+    def _app_row(
+        self, plan: AppPlan, jobs: tuple[JobRow, ...], state: State, reason: str, finish: float | None, mean: float
+    ) -> AppRow:
+        budget_s, alone_s = budget_of(plan), alone_of(plan, self.cluster.gpus)
+        demand_max = plan.gpus_max * len(plan.jobs)
+        ideal_s = budget_s / max(1, min(self.cluster.gpus, demand_max)) * mean
+        jct_s = None if finish is None else finish + self.start_s - plan.submit_s
+        useful_s = fsum(job.useful_gpu_s for job in jobs)
+        starts = [job.first_start_s for job in jobs if job.first_start_s is not None]
+        return AppRow(
+            app=plan.id,
+            tenant=plan.tenant,
+            model=plan.model,
+            gpus=plan.gpus,
+            gpus_max=plan.gpus_max,
+            jobs=len(jobs),
+            submit_s=plan.submit_s,
+            first_start_s=min(starts, default=None),
+            finish_s=_shifted(finish, self.start_s),
+            state=state,
+            reason=reason,
+            jct_s=jct_s,
+            shared_s=jct_s,
+            ideal_s=ideal_s,
+            rho=jct_s / ideal_s if jct_s is not None and ideal_s > 0.0 else None,
+            apps_mean=mean,
+            alone_s=alone_s,
+            useful_gpu_s=useful_s,
+            wasted_gpu_s=fsum(job.wasted_gpu_s for job in jobs),
+            preemptions=sum(job.preemptions for job in jobs),
+            migrations=sum(job.migrations for job in jobs),
+            placement=fsum(job.placement * job.useful_gpu_s for job in jobs) / useful_s if useful_s > 0.0 else 1.0,
+        )
+
+    def _unfinished(self, plan: AppPlan) -> tuple[AppRow, tuple[JobRow, ...]]:
+        """Return the rows of an app for which nothing will ever happen again."""
+        living = next((app for app in self.world.apps.values() if app.name == plan.id), None)
+        names = [JobId(f"{living.app if living else plan.id}.{number}") for number in range(len(plan.jobs))]
+        assert living is not None, f"{plan.id} never came"
+        jobs = tuple(self._job_row(plan, living, job, "unfinished", Dropped()) for job in names)
+        jobs = tuple(replace(job, state="unfinished", finish_s=None) for job in jobs)
+        return self._app_row(plan, jobs, "unfinished", "nothing would ever have happened again", None, 1.0), jobs
+
+
+def _shifted(time_s: float | None, by_s: float) -> float | None:
+    return None if time_s is None else time_s + by_s
+
+
+# --- what is true of an app, and what its owner says of it ------------------------------------------------------------
+
+
+def spec_of(plan: AppPlan) -> AppSpec:
+    """Return the app as its owner submits it: honest about its steps and their time."""
+    steps = max(job.steps for job in plan.jobs)
+    serial_s = [job.step_s * plan.gpus for job in plan.jobs]
+    several = len(plan.jobs) > 1
+    return AppSpec(
+        trials=(("imaginary",),) * len(plan.jobs),
+        cwd="/",
+        checkpoint_root="/",
+        tenant=plan.tenant,
+        name=plan.id,
+        gang=plan.gpus,
+        gpus_max=plan.gpus_max,
+        steps_total=steps,
+        step_serial_s=sorted(serial_s)[len(serial_s) // 2],
+        metric="loss" if several else "",
+        mode="min" if several else "max",
+        search="halving" if plan.search == "single" else plan.search,
+        spans=True,
+    )
+
+
+def facts_of(plan: AppPlan, spec: AppSpec, slowdown: Callable[[int, Level], float]) -> list[JobFacts]:
+    """Return the truth about the jobs of an app; they report their loss whenever that matters to their search."""
+    reporting = plan.search in ("halving", "hyperband", "curve")
+    scheduler = scheduler_for(spec) if reporting else None
+    facts = []
+    for number, job in enumerate(plan.jobs):
+        trial = Trial(number=number, steps_done=0, steps_total=job.steps, state="live")
+        when = scheduler.report_steps(trial) if scheduler is not None else ()
+        facts.append(
+            JobFacts(
+                work_s=job.duration_s * plan.gpus,
+                steps=job.steps,
+                demand_max=plan.gpus_max,
+                slowdown=slowdown,
+                reports=tuple((at, loss_at(job, at)) for at in when if at <= job.steps),
+                metric=spec.metric,
+            )
+        )
+    return facts
+
+
+def loss_at(job: JobPlan, step: int) -> float:
+    """Return the loss of `job` after `step` mini-batches: the point of its curve that is nearest before."""
+    if not job.curve:
+        return 0.0
+    place = step / job.steps * len(job.curve)
+    return job.curve[min(len(job.curve) - 1, max(0, int(place) - 1))]
+
+
+def budget_of(plan: AppPlan) -> float:
+    """Return B, the serial seconds of the whole app: what its search makes of trials of the median length.
+
+    Source: Themis, Eq. 2: T_cluster = B / min(R_C, app_demand_max).
+    """
+    if len(plan.jobs) == 1 or plan.search == "all":
+        return fsum(job.duration_s for job in plan.jobs) * plan.gpus
+    spec = spec_of(plan)
+    trials = [Trial(number=i, steps_done=0, steps_total=job.steps, state="live") for i, job in enumerate(plan.jobs)]
+    return scheduler_for(spec).budget_steps(trials) * spec.step_serial_s
+
+
+def alone_of(plan: AppPlan, cluster_gpus: int) -> float:
+    """Return the run time alone on the empty cluster: of one job its own, of several the budget at full demand."""
+    demand_max = min(cluster_gpus, plan.gpus_max * len(plan.jobs))
+    return budget_of(plan) / max(1, demand_max)

@@ -1,0 +1,85 @@
+"""A file becomes a workload: which format it is, is seen from its beginning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from simulator.workload import alibaba, gavel, helios, neutral, philly
+from simulator.workload.plans import Workload, WorkloadError
+from simulator.workload.rows import Limits, Trace, workload_of
+
+FORMATS = (
+    "the neutral CSV (job_id, submit_s, gpus, duration_s), Philly's cluster_job_log, Alibaba's pai_task_table or "
+    "openb_pod_list, Helios's cluster_log, or a trace of Gavel"
+)
+
+
+def load(
+    path: Path | str,
+    *,
+    first: int | None = None,
+    until_s: float | None = None,
+    step_s: float = 1.0,
+    trace: str | None = None,
+    throughputs: Path | str | None = None,
+) -> Workload:
+    """Return the workload in the file at `path`.
+
+    Parameters
+    ----------
+    path
+        A trace of any of `FORMATS`; the tables that belong to it lie in the same folder.
+    first, until_s
+        Take the first so many jobs to come, those submitted before `until_s` on the trace's own clock.
+    step_s
+        About how long a mini-batch takes: traces say how long jobs run, not in how many steps. With 1 and run times of
+        whole seconds each takes exactly a second.
+    trace
+        Which one to take of a neutral CSV that holds several.
+    throughputs
+        For a trace of Gavel without run times: the table of measured rates.
+
+    Raises
+    ------
+    WorkloadError
+        With the file, the line, the field and the mend.
+    """
+    if first is not None and first < 1:
+        raise WorkloadError(f"first is {first}; take at least 1 job")
+    if not step_s > 0:
+        raise WorkloadError(f"step_s is {step_s}; give seconds above 0")
+    file = Path(path)
+    rates = None if throughputs is None else gavel.rates_of(_read(Path(throughputs)), str(throughputs))
+    read = _recognise(_read(file), file, trace, rates)
+    return workload_of(read, name=file.stem, limits=Limits(first, until_s, step_s))
+
+
+def _recognise(text: str, file: Path, only: str | None, rates: gavel.Rates | None) -> Trace:
+    """Return the trace in `text`, whatever its format."""
+    source, columns = file.name, {name.strip() for name in text.split("\n", 1)[0].split(",")}
+    if text.lstrip().startswith("["):
+        return philly.read(text, source)
+    if gavel.fields_of(text) in gavel.LAYOUTS:
+        return gavel.read(text, source, rates)
+    if columns >= helios.REQUIRED:
+        return helios.read(text, source)
+    if columns >= alibaba.PODS_REQUIRED:
+        return alibaba.read_pods(text, source)
+    if columns >= alibaba.TASKS_REQUIRED or file.stem == "pai_task_table":
+        return alibaba.read_tasks(text, source, alibaba.job_table(file))
+    if columns & neutral.REQUIRED:
+        missing = sorted(neutral.REQUIRED - columns)
+        if missing:
+            raise WorkloadError(f"{source} lacks the columns {', '.join(missing)}; {FORMATS} can be read")
+        return neutral.read(text, source, only=only)
+    raise WorkloadError(f"{source} is of no known format; give {FORMATS}")
+
+
+def _read(file: Path) -> str:
+    """Return the text of a file."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise WorkloadError(f"{file} cannot be read: {error.strerror}; give the path of a trace") from None
+    except UnicodeDecodeError:
+        raise WorkloadError(f"{file} is not text; unpack it first") from None

@@ -1,0 +1,443 @@
+"""Virtual time: the arbiter's, the app agents' and the node agents' own cores, driven without a network or a clock.
+
+The world does what `protocol.shell` and the daemons do live, and nothing else: it hands events to cores one at a time,
+carries messages, ticks a core when its deadline has come, asks the policy for its decision, and lets machines perform
+what node agents ask for. No core can tell the difference, and nothing that a core decides is decided here.
+
+At one instant everything that was said is heard before any core is ticked, as a live shell hears a whole batch before
+its tick; what happens at the same instant happens in the order in which it was caused.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from app_agent.core.host import Accepted, AppHost, Changed, Declined, Submit
+from app_agent.core.model import Attempting
+from app_agent.core.spec import AppSpec
+from arbiter.core.arbiter import Arbiter, Configured, Event
+from arbiter.core.decisions import decide
+from arbiter.core.model import NEVER, ArbiterSettings
+from arbiter.core.turn import Decide, LeaseRecord, Note, RoundRecord
+from node_agent.core.agent import NodeAgent
+from node_agent.core.events import LocalEvent, StartWorker
+from protocol.codec import decode, encode
+from protocol.core import Connected, Received, Send, Tick
+from protocol.messages import ARBITER, AnyMessage, AppId, GpuId, JobId, NodeId, OwnerId, Party
+from simulator.cluster import Cluster
+from simulator.costs import Costs
+from simulator.machines import Gpu, JobFacts, Machine, Shelf
+
+#: How often agents restate everything in a world that loses no message: never.
+QUIET_S = NEVER / 10
+#: An instant at which that much happens never ends: a bug, and better seen than waited for.
+INSTANT_MAX = 5_000_000
+
+Route = Callable[[Party, Party, AnyMessage, float], Sequence[float]]
+#: Told of each event and what came of it; answers whether the participant lived long enough to do that.
+Watcher = Callable[["Actor", Any, Sequence[Any]], bool]
+_EVENT, _TICK = 0, 1
+
+
+class Stuck(AssertionError):  # noqa: N818 - what it says of the world
+    """Something that must happen cannot happen any more, or an instant never ends."""
+
+
+class Log(Protocol):
+    """A participant's journal."""
+
+    def append(self, entry: tuple[float, Any], /) -> None:
+        """Write down that this event comes at that time."""
+        ...
+
+
+class Actor:
+    """One core, the world's view of its clock, and who it is."""
+
+    def __init__(self, party: Party, core: Any, *, rate: float = 1.0, offset_s: float = 0.0) -> None:
+        self.party = party
+        self.core = core
+        self.rate = rate
+        self.offset_s = offset_s
+        self.wakes_at = inf  #: when it wants its next tick, in the world's time
+        self.queued_at = inf  #: the earliest entry for it in the queue, never later than that
+        self.version = 0  #: grows when it is started anew: what was meant for the former one is void
+        self.up = True
+        self.log: Log | None = None  #: where its events are written down before they are handled
+        self.held: list[Any] | None = None  #: what happened while its process stands still; None: it does not
+
+    def clock(self, now: float) -> float:
+        """Return the time that this one reads."""
+        return self.offset_s + now * self.rate
+
+    def when(self, local: float, now: float) -> float:
+        """Return the world's time at which its clock shows `local`, `now` at the earliest."""
+        if self.rate == 1.0 and self.offset_s == 0.0:
+            return max(now, local)
+        at = (local - self.offset_s) / self.rate
+        while self.clock(at) < local:  # rounding must not wake it a little early, again and again
+            at += max(1e-9, abs(at) * 1e-15)
+        return max(now, at)
+
+
+class Living(Struct):
+    """An app in the world: its host and the truth about its jobs."""
+
+    name: str
+    spec: AppSpec
+    jobs: tuple[JobFacts, ...]
+    actor: Actor
+    submitted_at: float
+    app: AppId = AppId("")
+    over_at: float | None = None
+
+
+def quiet(settings: ArbiterSettings) -> ArbiterSettings:
+    """Return `settings` for a world in which no message is lost and nobody dies: nothing has to be said twice."""
+    return replace(settings, beat_s=QUIET_S, node_timeout_s=QUIET_S, app_timeout_s=QUIET_S, admission_wait_s=0.0)
+
+
+class World:
+    """All participants on one virtual clock.
+
+    Parameters
+    ----------
+    cluster, costs
+        The imaginary machines and what their acts take.
+    settings
+        The arbiter's; use `quiet` where nothing is ever lost.
+    beat_s
+        How often agents restate everything.
+    route
+        Returns the delays, in seconds, after which copies of a message arrive: none when it is lost. By default
+        everything arrives once, after `costs.message_s`.
+    wire
+        Encode and decode every message as on a bus.
+    journal
+        Keep every event of the arbiter, with its time.
+    check
+        Called after every instant at which something happened, with the world.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        settings: ArbiterSettings,
+        costs: Costs,
+        *,
+        beat_s: float = QUIET_S,
+        hello_s: float = QUIET_S,
+        route: Route | None = None,
+        wire: bool = False,
+        journal: bool = False,
+        check: Callable[[World], None] | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.costs = costs
+        self.settings = settings
+        self.beat_s = beat_s
+        self.hello_s = hello_s
+        self.shelf = Shelf()
+        self.apps: dict[str, Living] = {}  #: by owner; each app has an owner of its own
+        self.rounds: list[RoundRecord] = []
+        self.leases: list[LeaseRecord] = []
+        self.notes: list[tuple[float, Note]] = []
+        self.journal: list[tuple[float, Event]] = []
+        self.events = 0
+        self.messages = 0
+        self.watcher: Watcher | None = None
+        self.on_undelivered: Callable[[Actor, Received], None] | None = None
+        self.on_over: Callable[[Living], None] | None = None
+        self.on_round: Callable[[RoundRecord], None] | None = None
+        self.on_lease: Callable[[LeaseRecord], None] | None = None
+        self._route = route
+        self._wire = wire
+        self._check = check
+        self._queue: list[tuple[float, int, int, Any]] = []
+        self._numbers = itertools.count()
+        self._ready: deque[tuple[Actor, int, Any]] = deque()
+        self._actors: dict[Party, Actor] = {}
+        self._pending: dict[Party, list[LocalEvent]] = {}
+        self.epoch = 0
+        self.arbiter = self._enrol(Actor(ARBITER, Arbiter()))
+        if journal:
+            self.arbiter.log = self.journal
+        self.machines: dict[NodeId, Machine] = {}
+        self.gpus: dict[GpuId, Gpu] = {}
+        for node in cluster.nodes:
+            self._add_node(node)
+        self._tell(self.arbiter, Configured(settings))
+        self.lead()
+
+    # --- participants -----------------------------------------------------------------------------------------------
+
+    def _enrol(self, actor: Actor) -> Actor:
+        self._actors[actor.party] = actor
+        return actor
+
+    def actor(self, party: Party) -> Actor:
+        """Return the participant of that name."""
+        return self._actors[party]
+
+    def lead(self) -> None:
+        """Let the arbiter begin a new epoch."""
+        self.epoch += 1
+        self._tell(self.arbiter, Connected(self.epoch))
+
+    def _add_node(self, spec: Any) -> None:
+        party = Party("node", spec.id)
+        machine = Machine(
+            spec,
+            self.costs,
+            self.shelf,
+            now=lambda: self.now,
+            at=self.after,
+            post=lambda event: self._hear_machine(party, event),
+            facts_of=self._facts_of,
+            gpus_of=self._gpus_of,
+        )
+        self.machines[machine.node] = machine
+        self.gpus |= {gpu.id: gpu for gpu in machine.gpus}
+        self._enrol(Actor(party, None))
+        self.boot(machine.node)
+
+    def boot(self, node: NodeId) -> None:
+        """Start the node agent of `node`, anew if need be."""
+        actor = self._actors[Party("node", node)]
+        actor.version += 1
+        actor.up = True
+        actor.held = None
+        actor.wakes_at = actor.queued_at = inf
+        self._pending[actor.party] = []
+        machine = self.machines[node]
+        actor.core = machine.boot(beat_s=self.beat_s, hello_s=self.hello_s)
+        for event in self._pending.pop(actor.party):
+            self._tell(actor, event)
+        self._tell(actor, Connected())
+
+    def _hear_machine(self, party: Party, event: LocalEvent) -> None:
+        if party in self._pending:
+            self._pending[party].append(event)
+        else:
+            actor = self._actors[party]
+            if actor.up:
+                self._tell(actor, event)
+
+    def submit(self, name: str, spec: AppSpec, jobs: Sequence[JobFacts]) -> Living:
+        """Start the app agent of a new app, whose script is `spec` as far as anybody knows, and `jobs` in truth."""
+        owner = OwnerId(f"app{len(self.apps) + 1}")
+        actor = self._enrol(Actor(Party("app", owner), AppHost(owner, tenant=spec.tenant, beat_s=self.beat_s)))
+        living = Living(name, spec, tuple(jobs), actor, self.now)
+        self.apps[owner] = living
+        self._tell(actor, Connected())
+        self._tell(actor, Submit(name, spec))
+        return living
+
+    def _facts_of(self, job: JobId) -> JobFacts:
+        app, _, number = job.rpartition(".")
+        return self.apps[app.rpartition("-")[0]].jobs[int(number)]
+
+    def _gpus_of(self, start: StartWorker) -> Sequence[Gpu]:
+        """Return all GPUs of the attempt, as its rendezvous would find them out."""
+        host = self.apps[start.app.rpartition("-")[0]].actor.core
+        state = host.state.apps[start.app].jobs[int(start.job.rpartition(".")[2])].state
+        known = isinstance(state, Attempting) and state.attempt == start.attempt and set(start.gpus) <= set(state.gpus)
+        return [self.gpus[gpu] for gpu in (state.gpus if known else start.gpus)]
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def tell(self, party: Party, event: Any) -> None:
+        """Let this happen to a participant now, if it is up."""
+        self._tell(self._actors[party], event)
+
+    def stop(self, party: Party) -> None:
+        """End a participant's process: what it was about to do is not done, what comes meanwhile is not heard."""
+        actor = self._actors[party]
+        actor.up = False
+        actor.held = None
+        actor.version += 1
+        actor.wakes_at = actor.queued_at = inf
+
+    def start(self, party: Party, core: Any) -> None:
+        """Start the arbiter or an app agent again, as it was restored; the caller says what it is told first."""
+        actor = self._actors[party]
+        actor.version += 1
+        actor.up = True
+        actor.core = core
+
+    def freeze(self, party: Party) -> None:
+        """Let a participant's process stand still."""
+        actor = self._actors[party]
+        if actor.up and actor.held is None:
+            actor.held = []
+
+    def thaw(self, party: Party) -> None:
+        """Let it go on: it hears all that has happened meanwhile."""
+        actor = self._actors[party]
+        if actor.held is not None:
+            held, actor.held = actor.held, None
+            for event in (*held, Tick()):
+                self._tell(actor, event)
+
+    # --- time -------------------------------------------------------------------------------------------------------
+
+    def after(self, seconds: float, then: Callable[[], None]) -> None:
+        """Run `then` so many seconds from now."""
+        self.at(self.now + seconds, then)
+
+    def at(self, time: float, then: Callable[[], None]) -> None:
+        """Run `then` at that time."""
+        heapq.heappush(self._queue, (max(time, self.now), _EVENT, next(self._numbers), then))
+
+    def run(self, until: float = inf, *, done: Callable[[], bool] = lambda: False) -> None:
+        """Let time pass up to `until`, or until everything is `done` or nothing will ever happen.
+
+        Raises
+        ------
+        Stuck
+            If an instant never ends.
+        """
+        while True:
+            self._instant()
+            if done():
+                return
+            if not self._queue or self._queue[0][0] > until:
+                break
+            self.now = self._queue[0][0]
+        if self.now < until < inf:
+            self.now = until
+
+    def _instant(self) -> None:
+        """Do all that is to be done now."""
+        queue, ready = self._queue, self._ready
+        began = self.events
+        while True:
+            if ready:
+                actor, version, event = ready.popleft()
+                if actor.version == version and actor.up:
+                    self._handle(actor, event)
+            elif queue and queue[0][0] <= self.now:
+                _, kind, _, what = heapq.heappop(queue)
+                if kind == _EVENT:
+                    what()
+                else:
+                    self._wake(*what)
+            else:
+                break
+            if self.events - began > INSTANT_MAX:
+                raise Stuck(f"more than {INSTANT_MAX} events at {self.now} s")
+        if self._check is not None and self.events > began:
+            self._check(self)
+
+    def _wake(self, actor: Actor, version: int) -> None:
+        """Tick a core whose deadline has come, unless that has changed meanwhile."""
+        if actor.version != version or not actor.up or actor.queued_at > self.now:
+            return
+        actor.queued_at = inf
+        if actor.wakes_at > self.now:
+            self._queue_tick(actor)
+            return
+        actor.wakes_at = inf
+        self._handle(actor, Tick())
+
+    def _tell(self, actor: Actor, event: Any) -> None:
+        self._ready.append((actor, actor.version, event))
+
+    # --- cores ------------------------------------------------------------------------------------------------------
+
+    def _handle(self, actor: Actor, event: Any) -> None:
+        """Do what a shell does: hand over the event, perform what comes of it, and note when to tick."""
+        self.events += 1
+        now = actor.clock(self.now)
+        if actor.held is not None:
+            if type(event) is not Tick:
+                actor.held.append(event)
+            return
+        if actor.log is not None:
+            actor.log.append((now, event))
+        effects = actor.core.handle(event, now)
+        if self.watcher is not None and not self.watcher(actor, event, effects):
+            return
+        for effect in effects:
+            if type(effect) is Send:
+                self._carry(actor.party, effect)
+            else:
+                self._perform(actor, effect)
+        deadline = actor.core.deadline()
+        wakes_at = inf if deadline is None else actor.when(deadline, self.now)
+        actor.wakes_at = wakes_at
+        if wakes_at < actor.queued_at:
+            self._queue_tick(actor)
+
+    def _queue_tick(self, actor: Actor) -> None:
+        """Have an actor looked at when it wants its next tick; a deadline that moves on costs nothing until then."""
+        if actor.wakes_at < inf:
+            actor.queued_at = actor.wakes_at
+            heapq.heappush(self._queue, (actor.wakes_at, _TICK, next(self._numbers), (actor, actor.version)))
+
+    def _carry(self, sender: Party, send: Send) -> None:
+        self.messages += 1
+        message = send.message
+        if self._wire:
+            message = decode(encode(message, sender=sender, id="0")).body
+        receiver = self._actors.get(send.to)
+        if receiver is None:
+            return
+        event = Received(sender, message)
+        delays = (self.costs.message_s,) if self._route is None else self._route(sender, send.to, message, self.now)
+        for delay in delays:
+            if delay > 0.0:
+                self.after(delay, lambda: self._deliver(receiver, event))
+            else:
+                self._deliver(receiver, event)
+
+    def _deliver(self, receiver: Actor, event: Received) -> None:
+        if receiver.up:
+            self._tell(receiver, event)
+        elif self.on_undelivered is not None:
+            self.on_undelivered(receiver, event)
+
+    def _perform(self, actor: Actor, effect: Any) -> None:
+        match effect:
+            case Decide():
+                self._decide(effect)
+            case RoundRecord():
+                (self.rounds.append if self.on_round is None else self.on_round)(effect)
+            case LeaseRecord():
+                (self.leases.append if self.on_lease is None else self.on_lease)(effect)
+            case Note():
+                self.notes.append((self.now, effect))
+            case Accepted(_, app):
+                self.apps[actor.party.id].app = app
+            case Declined(_, reason):
+                raise ValueError(f"the world made an app that no agent accepts: {reason}")
+            case Changed(record):
+                living = self.apps[actor.party.id]
+                if record.over and living.over_at is None:
+                    living.over_at = self.now
+                    if self.on_over is not None:
+                        self.on_over(living)
+            case _:
+                assert isinstance(actor.core, NodeAgent), f"nobody performs {effect}"
+                self.machines[NodeId(actor.party.id)].perform(effect)
+
+    def _decide(self, effect: Decide) -> None:
+        arbiter, version = self.arbiter, self.arbiter.version
+        answer = decide(effect)
+
+        def decided() -> None:
+            if arbiter.version == version and arbiter.up:
+                self._tell(arbiter, answer)
+
+        if self.costs.decide_s > 0.0:
+            self.after(self.costs.decide_s, decided)
+        else:
+            decided()

@@ -1,0 +1,288 @@
+"""`simulate`, `compare` and `sweep`, as a user types them."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from msgspec.structs import replace
+from typer.testing import CliRunner
+
+from launch import cli, exit_codes
+from launch.verbs import simulating
+from simulator import experiment, fluid, results
+from simulator.experiment import Experiment
+from simulator.results import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+TRACE = "job_id,tenant,submit_s,gpus,duration_s\na,ann,0,1,100\nb,bob,0,2,50\nc,bob,10,1,20\n"
+MEASURED = {"cpu_s", "jobs_per_cpu_s", "peak_rss_bytes"}
+
+
+@pytest.fixture(autouse=True)
+def _no_wish_for_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPU_ARBITER_OUTPUT", raising=False)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "three.csv"
+    path.write_text(TRACE)
+    return path
+
+
+def run(*words: str | Path) -> Result:
+    result = CliRunner().invoke(cli.app, list(map(str, words)))
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def document(*words: str | Path) -> dict[str, Any]:
+    result = run(*words, "--json")
+    assert result.exit_code == exit_codes.DONE, result.stderr
+    return json.loads(result.stdout)  # type: ignore[no-any-return]
+
+
+# --- simulate -------------------------------------------------------------------------------------------------------
+
+
+def test_simulate_drives_the_scheduler_itself(trace: Path) -> None:
+    answer = document("simulate", trace, "--cluster", "1x2", "--policy", "fifo", "--overheads", "none")
+    # Two GPUs, strictly in turn: `a` has one to 100, `b` needs both and so runs to 150, and `c` behind it to 170.
+    assert {row["job"]: row["finish_s"] for row in answer["jobs"]} == {"a": 100.0, "b": 150.0, "c": 170.0}
+    assert answer["schema"] == "simulation/v1"
+    assert list(answer) == ["schema", "inputs", "summary", "tenants", "apps", "jobs"]
+    summary = answer["summary"]
+    wanted = ("jobs_in", "jobs_out", "avg_jct_s", "p50_jct_s", "p99_jct_s", "makespan_s", "gpu_seconds_useful")
+    assert [summary[name] for name in wanted] == [3, 3, pytest.approx(410 / 3), 150.0, 160.0, 170.0, 220.0]
+    assert summary["gpu_seconds_wasted"] == 0.0
+    assert {"max_rho", "cpu_s"} <= summary.keys()
+    assert [row["tenant"] for row in answer["tenants"]] == ["ann", "bob"]
+    assert (answer["inputs"]["policy"], answer["inputs"]["cluster"]) == ("fifo", "1x2")
+
+
+def test_simulate_shows_a_table_to_people(trace: Path) -> None:
+    result = run("simulate", trace, "--cluster", "1x2", "--policy", "fifo", "--overheads", "none", "--seed", "4")
+    assert result.exit_code == exit_codes.DONE
+    for line in (
+        "jobs +3 in, 3 out",
+        "seed +4",
+        r"makespan \[s\] +170.0",
+        "policy +fifo",
+        r"cut +60 s leave out 2 apps",
+    ):
+        assert re.search(f"^{line}$", result.stdout, re.MULTILINE), line
+    assert re.search(r"^bob +2 +0.0 +0.0 +0.545 +155.0 +\d", result.stdout, re.MULTILINE)
+
+
+def test_jobs_that_can_never_run_are_named(trace: Path) -> None:
+    trace.write_text(TRACE + "huge,ann,0,64,5\n")
+    result = run("simulate", trace, "--cluster", "1x2", "--policy", fluid.NAME)
+    assert re.search(r"^jobs +4 in, 3 out, 1 refused$", result.stdout, re.MULTILINE)
+    assert re.search(r"^refused +huge$", result.stdout, re.MULTILINE)
+
+
+def test_rows_are_written_where_asked(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    run("simulate", trace, "--cluster", "1x2", "--policy", fluid.NAME, "--out", out)
+    with (out / "jobs.csv").open() as file:
+        assert [row["job"] for row in csv.DictReader(file)] == ["a", "b", "c"]
+    assert json.loads((out / "summary.json").read_text())["summary"]["jobs_out"] == 3
+    assert (out / "apps.csv").exists()
+    (tmp_path / "file").touch()
+    result = run("simulate", trace, "--cluster", "1x2", "--policy", fluid.NAME, "--out", tmp_path / "file")
+    assert result.exit_code == exit_codes.FAILED
+    assert result.stderr.splitlines()[-2].startswith(f"gpu-arbiter: {tmp_path}/file cannot be written: ")
+
+
+def test_the_same_seed_gives_the_same_answer(trace: Path) -> None:
+    words = ("simulate", "themis:1?apps=3&scale=0.1", "--cluster", "1x4", "--policy", fluid.NAME, "--seed", "5")
+    one, other = document(*words), document(*words)
+    for answer in (one, other):
+        for name in MEASURED:
+            del answer["summary"][name]
+    assert one == other
+    assert document(*words[:-1], "6")["apps"] != one["apps"]
+
+
+def test_flags_reach_the_experiment(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Experiment] = []
+
+    def execute(wanted: Experiment, progress: object) -> Run:
+        seen.append(wanted)
+        return real(replace(wanted, policy=fluid.NAME), None)
+
+    real = experiment.execute
+    monkeypatch.setattr(experiment, "execute", execute)
+    run(
+        *("simulate", trace, "--cluster", "1x2", "--policy", "fifo", "--overheads", "none", "--profiles", "crude"),
+        *("--lease", "5m", "--round-pause", "2s", "--fairness-knob", "0.5", "--set", "probe_s=1", "--seed", "9"),
+        *("--first", "2"),
+    )
+    knobs = (("lease_s", "300.0"), ("round_pause_s", "2.0"), ("fairness_knob", "0.5"), ("probe_s", "1"))
+    assert seen == [Experiment(str(trace), "1x2", "fifo", "none", "crude", 9, 2, knobs)]
+
+
+def test_the_cut_is_the_users(trace: Path) -> None:
+    words = ("simulate", trace, "--cluster", "1x2", "--policy", fluid.NAME)
+    assert document(*words)["summary"]["apps_cut"] == 2
+    cut = document(*words, "--min-duration", "1m")["summary"]
+    assert (cut["apps_cut"], cut["min_duration_s"]) == (2, 60.0)
+    assert document(*words, "--min-duration", "0")["summary"]["apps_cut"] == 0
+
+
+def test_jobs_that_never_end_are_a_failure(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = experiment.execute
+
+    def execute(wanted: Experiment, progress: object) -> Run:
+        whole = real(replace(wanted, policy=fluid.NAME), None)
+        return replace(whole, jobs=(replace(whole.jobs[0], state="unfinished"), *whole.jobs[1:]))
+
+    monkeypatch.setattr(experiment, "execute", execute)
+    result = run("simulate", trace, "--cluster", "1x2", "--policy", "fifo", "--json")
+    assert result.exit_code == exit_codes.FAILED
+    assert json.loads(result.stdout.splitlines()[0])["summary"]["jobs_unfinished"] == 1
+    assert "1 job never ended under fluid-fair-share; repeat with --seed 0" in result.stderr
+
+
+# --- compare --------------------------------------------------------------------------------------------------------
+
+
+def test_compare_always_has_the_reference_line(trace: Path, tmp_path: Path) -> None:
+    html = tmp_path / "report.html"
+    words = ("compare", trace, "--cluster", "1x2", "--policies", "fifo,backfill,fifo", "--overheads", "none")
+    answer = document(*words, "--html", html)
+    assert answer["schema"] == "comparison/v1"
+    assert [one["policy"] for one in answer["runs"]] == ["fifo", "backfill", "fluid-fair-share"]
+    # Backfill lets `c` run beside `a`; `b` then waits for `a` alone.
+    assert [one["summary"]["avg_jct_s"] for one in answer["runs"][:2]] == [pytest.approx(410 / 3), 90.0]
+    assert html.read_text().startswith("<!doctype html>")
+    text = run(*words).stdout
+    assert re.search(r"^fluid-fair-share +3 ", text, re.MULTILINE)
+    assert "three on 1x2, 2 GPUs, seed 0" in text
+    again = document("compare", trace, "--cluster", "1x2", "--policies", "fluid-fair-share,fifo", "--overheads", "none")
+    assert [one["policy"] for one in again["runs"]] == ["fifo", "fluid-fair-share"]
+
+
+def test_all_policies_are_known_to_compare() -> None:
+    assert simulating._policies("all") == list(experiment.POLICY_NAMES)
+    assert {"themis", "fifo", "fluid-fair-share"} <= set(experiment.POLICY_NAMES)
+
+
+# --- sweep ----------------------------------------------------------------------------------------------------------
+
+
+def test_sweep_has_a_row_for_each_run_and_a_group_for_each_setting(trace: Path) -> None:
+    words = ("sweep", trace, "--cluster", "1x2", "--policies", "fifo,fluid-fair-share", "--overheads", "none")
+    answer = document(*words, "--set", "lease_s=300,600", "--seeds", "0-1", "--jobs", "1")
+    assert answer["schema"] == "sweep/v1"
+    assert [(row["policy"], row["settings"].get("lease_s"), row["seed"]) for row in answer["rows"]] == [
+        ("fifo", "300", 0),
+        ("fifo", "300", 1),
+        ("fifo", "600", 0),
+        ("fifo", "600", 1),
+        ("fluid-fair-share", None, 0),
+        ("fluid-fair-share", None, 1),
+    ]
+    assert len(answer["groups"]) == 3
+    assert answer["groups"][0]["figures"]["makespan_s"] == {"mean": 170.0, "low": 170.0, "high": 170.0}
+    assert answer["inputs"]["trace"] == str(trace)
+    table = run(*words, "--set", "lease_s=300,600", "--seeds", "0-1", "--jobs", "1").stdout
+    assert re.search(r"^POLICY +LEASE_S +SEEDS +AVG JCT ", table)
+    assert re.search(r"^fifo +300 +2 +136.7 \+- 0.0 ", table, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("text", "seeds"), [("0-3", [0, 1, 2, 3]), ("0,3,5", [0, 3, 5]), ("7", [7]), ("1, 0-2", [1, 0, 2])]
+)
+def test_seeds_are_ranges_and_lists(text: str, seeds: list[int]) -> None:
+    assert simulating._seeds(text) == seeds
+
+
+# --- what is wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("simulate", "/none.csv", "--cluster", "1x2"), "/none.csv cannot be read"),
+        (("simulate", "TRACE", "--cluster", "two"), "the cluster 'two' is no size"),
+        (("simulate", "TRACE", "--cluster", "1x2", "--policy", "best"), "the policy 'best' is not known"),
+        (("simulate", "TRACE", "--cluster", "1x2", "--overheads", "some"), "overheads are 'some'"),
+        (("simulate", "TRACE", "--cluster", "1x2", "--lease", "long"), "--lease is 'long'"),
+        (("simulate", "TRACE", "--cluster", "1x2", "--lease", "1s"), "the settings: arbiter.lease_s is 1.0"),
+        (("simulate", "TRACE", "--cluster", "1x2", "--fairness-knob", "7"), "the settings: arbiter.policy_settings"),
+        (("simulate", "TRACE", "--cluster", "1x2", "--set", "probe_s"), "--set is 'probe_s'"),
+        (("simulate", "TRACE", "--cluster", "1x2", "--min-duration", "x"), "--min-duration is 'x'"),
+        (("compare", "TRACE", "--cluster", "1x2", "--policies", "fifo,best"), "the policy 'best' is not known"),
+        (("compare", "TRACE", "--cluster", "1x2", "--policies", ","), "--policies names none"),
+        (("sweep", "TRACE", "--cluster", "1x2", "--seeds", "3-1"), "--seeds is '3-1'"),
+        (("sweep", "TRACE", "--cluster", "1x2", "--seeds", "all"), "--seeds is 'all'"),
+        (("sweep", "TRACE", "--cluster", "1x2", "--set", "lease_s=,"), "--set lease_s=, has no values"),
+        (("sweep", "TRACE", "--cluster", "1x2", "--set", "a=1", "--set", "a=2"), "--set a is there twice"),
+        (("sweep", "TRACE", "--cluster", "1x2", "--set", "leash_s=300"), "there is no setting 'leash_s'"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_a_next_step(trace: Path, words: tuple[str, ...], sentence: str) -> None:
+    given = [str(trace) if word == "TRACE" else word for word in words]
+    result = run(*given)
+    assert (result.exit_code, result.stdout) == (exit_codes.USAGE, "")
+    said, next_step = result.stderr.splitlines()
+    assert said.startswith(f"gpu-arbiter: {sentence}")
+    assert next_step.startswith("next: ")
+    answer = json.loads(run(*given, "--json").stdout)
+    assert (answer["schema"], f"gpu-arbiter: {answer['error']}") == ("error/v1", said)
+
+
+# --- how far it is --------------------------------------------------------------------------------------------------
+
+
+def test_who_waits_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(simulating, "LINE_EVERY_S", 0.0)
+    with simulating._progress("fifo", "job", as_json=False) as told:
+        told(10, 60)
+    assert capsys.readouterr().err == "fifo: 10 of 60 jobs\n"
+    with simulating._progress("fifo", "job", as_json=True) as told:
+        told(10, 60)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(simulating, "LINE_EVERY_S", 1e9)
+    with simulating._progress("fifo", "job", as_json=False) as told:
+        told(10, 60)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_is_drawn_after_a_while_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with simulating._bar("fifo") as told:
+        told(10, 60)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(simulating, "PATIENCE_S", 0.0)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    with simulating._bar("fifo") as told:
+        told(10, 60)
+        told(20, 60)
+    assert "20/60" in capsys.readouterr().err
+
+
+# --- the guide ------------------------------------------------------------------------------------------------------
+
+
+def test_the_guide_describes_every_figure_flag_and_knob(trace: Path) -> None:
+    text = (ROOT / "docs" / "simulator.md").read_text()
+    figures = results.summary(experiment.execute(Experiment(str(trace), "1x2", fluid.NAME)))
+    for name in figures:
+        base = re.sub(r"(_uniform)?(_cut)?$", "", name) if "rho" in name else name
+        assert f"`{base}`" in text, base
+    for row in (results.JobRow, results.AppRow):
+        for name in row.__struct_fields__:
+            assert f"`{name}`" in text, name
+    for name in experiment.GENERATOR_KEYS:
+        assert f"`{name}`" in text, name
+    for verb in ("simulate", "compare", "sweep"):
+        help_text = run(verb, "--help").stdout
+        for flag in re.findall(r"--[a-z-]+", help_text):
+            assert flag in text or flag == "--help", (verb, flag)

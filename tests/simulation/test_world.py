@@ -1,0 +1,182 @@
+"""The simulator against what is known: exact targets of the field, and small worlds worked out by hand.
+
+The exact targets are of rigid gangs with GPUs counted and nothing costing anything, agreed on by an integer-exact event
+simulation and by Tiresias's simulator for every finish time (findings on the peers).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.model import ArbiterSettings
+from arbiter.core.policy import Settings
+from simulator.cluster import parse_cluster
+from simulator.costs import NONE, Costs
+from simulator.profiles import built_in
+from simulator.results import Run, summary
+from simulator.run import simulate
+from simulator.workload import AppPlan, JobPlan, Workload, load
+from tests.support.traces import shared
+
+#: No pause between rounds, and leases that are renewed at their very end: time costs nothing here.
+INSTANT = ArbiterSettings(
+    round_pause_s=0.0, renewal_lead_s=0.0, probe_s=1.0, bid_s=1.0, policy_settings=Settings(reasons_max=0)
+)
+TRACES = {
+    "fake500": "traces/synthetic-small/astraea_fake_job.csv",
+    "tiresias60": "traces/synthetic-small/tiresias_60_job.csv",
+}
+#: trace, cluster, policy: average, median and 99th percentile of completion times, makespan; seconds.
+TARGETS = [
+    ("fake500", "8x8", "fifo", 59690.0, 56598.0, 133217.0, 142770.0),
+    ("fake500", "8x8", "backfill", 37745.0, 32031.0, 118715.0, 128210.0),
+    ("fake500", "8x8", "srtf", 29016.8, 17498.0, 117173.0, 130171.0),
+    ("fake500", "8x8", "srsf", 22013.8, 10552.0, 116857.0, 129855.0),
+    ("fake500", "32x8", "fifo", 13685.4, 13057.0, 33088.0, 37507.0),
+    ("fake500", "32x8", "backfill", 10359.8, 9089.0, 33265.0, 38099.0),
+    ("fake500", "32x8", "srtf", 8203.3, 4821.0, 33089.0, 37526.0),
+    ("fake500", "32x8", "srsf", 6362.4, 2898.0, 35270.0, 38939.0),
+    ("fake500", "42x8", "fifo", 10384.8, 9832.0, 26814.0, 30354.0),
+    ("fake500", "42x8", "backfill", 8260.9, 7292.0, 26518.0, 31374.0),
+    ("fake500", "42x8", "srtf", 6542.9, 3911.0, 27151.0, 30421.0),
+    ("fake500", "42x8", "srsf", 5195.6, 2576.0, 27997.0, 31154.0),
+    ("tiresias60", "1x8", "fifo", 1556.5, 1421.0, 3997.0, 5747.0),
+    ("tiresias60", "1x8", "backfill", 715.3, 152.0, 3424.0, 4806.0),
+    ("tiresias60", "1x8", "srtf", 519.9, 143.0, 3430.0, 4901.0),
+    ("tiresias60", "1x8", "srsf", 563.4, 152.0, 4294.0, 4962.0),
+]
+
+
+def one(name: str, submit_s: float, gpus: int, duration_s: float, *, gpus_max: int = 0, model: str = "") -> AppPlan:
+    job = JobPlan(duration_s, max(1, int(duration_s)))
+    return AppPlan(name, "team", submit_s, gpus, gpus_max or gpus, (job,), model)
+
+
+def run(
+    apps: list[AppPlan],
+    cluster: str,
+    policy: str,
+    *,
+    costs: Costs = NONE,
+    settings: ArbiterSettings = INSTANT,
+    wire: bool = False,
+) -> Run:
+    return simulate(
+        Workload("test", tuple(apps)),
+        parse_cluster(cluster),
+        policy=policy,
+        settings=settings,
+        costs=costs,
+        profiles=built_in(),
+        wire=wire,
+    )
+
+
+def finishes(result: Run) -> dict[str, float | None]:
+    return {row.app: row.finish_s for row in result.apps}
+
+
+# --- exact targets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("trace", "cluster", "policy", "mean", "median", "p99", "makespan"), TARGETS)
+def test_the_exact_targets_to_the_printed_digit(
+    trace: str, cluster: str, policy: str, mean: float, median: float, p99: float, makespan: float
+) -> None:
+    result = run(list(load(shared(TRACES[trace])).apps), cluster, policy)
+    figures = summary(result)
+    assert (figures["jobs_in"], figures["jobs_out"]) == (len(result.apps), len(result.apps))
+    told = [figures[name] for name in ("avg_jct_s", "p50_jct_s", "p99_jct_s", "makespan_s")]
+    assert [f"{value:.1f}" for value in told] == [f"{value:.1f}" for value in (mean, median, p99, makespan)]
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_alone_takes_its_own_time_and_what_the_machine_costs() -> None:
+    assert finishes(run([one("a", 100.0, 2, 50.0)], "1x4", "fifo")) == {"a": 150.0}
+    costs = Costs(message_s=1.0, sample_s=2.0, start_s=10.0)
+    # Four messages of 1 s: report, grant, wish, order; starting 10 s; the app hears of the end after two more.
+    late = run([one("a", 0.0, 1, 5.0), one("b", 100.0, 2, 50.0)], "1x4", "fifo", costs=costs)
+    assert finishes(late)["b"] == 100.0 + 4.0 + 10.0 + 50.0 + 2.0
+    assert late.jobs[1].finish_s == 164.0
+
+
+def test_a_preempted_job_pays_for_checkpoint_and_restart_and_loses_no_work() -> None:
+    costs = Costs(start_s=10.0, checkpoint_s=5.0, restore_s=3.0)
+    # The long one starts at 10 s. At 60 s the short one comes, with less left: the long one, 50 s done, saves for 5 s;
+    # the short one starts at 65 s, runs from 75 to 95 s. The long one restarts, restores by 108 s, has 50 s left.
+    result = run([one("long", 0.0, 1, 100.0), one("short", 60.0, 1, 20.0)], "1x1", "srtf", costs=costs)
+    assert finishes(result) == {"long": 158.0, "short": 95.0}
+    rows = {row.job: row for row in result.jobs}
+    assert (rows["long"].preemptions, rows["long"].migrations) == (1, 0)
+    # On its GPU from 0 to 65 s and from 95 to 158 s.
+    assert rows["long"].useful_gpu_s == pytest.approx(100.0)
+    assert rows["long"].wasted_gpu_s == pytest.approx(65.0 + 63.0 - 100.0)
+    assert rows["short"].first_start_s == 65.0
+
+
+def test_a_gang_across_machines_is_slower_as_the_profiles_say() -> None:
+    profiles = built_in()
+    slowdown = profiles.slowdown("", 4, "rack")
+    assert slowdown > 1.0
+    result = run([one("wide", 0.0, 4, 100.0)], "2x2", "fifo", costs=Costs(placement=True))
+    assert finishes(result)["wide"] == pytest.approx(100.0 * slowdown)
+    (row,) = result.jobs
+    assert row.placement == pytest.approx(1.0 / slowdown)
+    assert row.useful_gpu_s == pytest.approx(400.0 * slowdown)
+
+
+def test_a_job_that_can_never_run_is_refused_by_name_and_the_rest_goes_on() -> None:
+    result = run([one("huge", 0.0, 9, 10.0), one("small", 0.0, 1, 10.0)], "2x4", "fifo")
+    rows = {row.app: row for row in result.apps}
+    assert (rows["huge"].state, rows["small"].state) == ("refused", "finished")
+    assert "9" in rows["huge"].reason
+    assert (summary(result)["jobs_in"], summary(result)["jobs_out"]) == (2, 1)
+
+
+def test_two_jobs_that_end_together_free_their_gpus_for_one_round() -> None:
+    # The large one came first: it gets what both leave, not the small one what the first leaves.
+    apps = [one("a", 0.0, 1, 50.0), one("b", 0.0, 1, 50.0), one("large", 1.0, 2, 10.0), one("small", 2.0, 1, 10.0)]
+    assert finishes(run(apps, "1x2", "backfill")) == {"a": 50.0, "b": 50.0, "large": 60.0, "small": 70.0}
+
+
+# --- the world itself -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["fifo", "srtf", "las", "themis"])
+def test_encoding_every_message_changes_nothing(policy: str) -> None:
+    apps = [one(f"j{number}", 7.0 * number, 1 + number % 3, 40.0 + 13 * number) for number in range(12)]
+    settings = replace(INSTANT, lease_s=60.0, renewal_lead_s=5.0)
+    plain, wired = (run(apps, "2x2", policy, settings=settings, wire=wire) for wire in (False, True))
+    assert plain.jobs == wired.jobs
+    assert plain.apps == wired.apps
+    assert (plain.events, plain.messages) == (wired.events, wired.messages)
+
+
+def test_the_same_seed_gives_the_same_bytes_in_fresh_interpreters() -> None:
+    script = Path(__file__).with_name("replayed.py")
+    outputs = set()
+    for hash_seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True, timeout=100
+        )
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
+    rows: list[dict[str, Any]] = json.loads(outputs.pop())["apps"]
+    assert len(rows) == 16
+
+
+def test_no_more_gpus_are_in_use_than_there_are() -> None:
+    apps = [one(f"j{number}", 3.0 * number, 1 + number % 4, 30.0) for number in range(20)]
+    result = run(apps, "2x3", "srsf")
+    assert 0 < max(in_use for _, in_use, _ in result.timeline) <= 6

@@ -1,0 +1,23 @@
+"""Where the recorded traces lie, which are no part of this repository: tests that need them skip, in CI they fail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+#: In the checkout, or beside it.
+FOLDERS = (ROOT / "shared", ROOT.parent / "shared")
+
+
+def shared(path: str) -> Path:
+    """Return the file or folder `path` of the shared folder, or skip the test."""
+    for folder in FOLDERS:
+        if (folder / path).exists():
+            return folder / path
+    reason = f"shared/{path} is missing: recorded traces are not part of the repository"
+    if os.environ.get("CI") == "true":
+        pytest.fail(reason)
+    pytest.skip(reason)
