@@ -187,7 +187,7 @@ class Desk:
         ]
         if draining:
             return f"it has won {', '.join(sorted(draining))} and waits until the last user has left"
-        if not any(leases.usable(state, gpu) for gpu in state.gpus.values()):
+        if not any(model.usable(state, gpu) for gpu in state.gpus.values()):
             return "no GPU is in service; see `gpu-arbiter nodes`"
         if isinstance(app.state, Active) and isinstance(state.phase, Deciding):
             what = f"the auction of round {state.round}" if state.phase.bidders else f"round {state.round}"
@@ -207,13 +207,19 @@ class Desk:
         return Send(Party("node", node), ReadLog(query.query_id, task, query.offset))
 
     def _whereabouts(self, target: str) -> tuple[model.App, TaskId, NodeId] | None:
-        """Return the app, and the newest task of the app, job or task called `target`, and its node."""
-        job = target.rpartition("-a")[0] if "-a" in target.rpartition(".")[2] else target
-        app = self._arbiter.state.apps.get(AppId(job.rpartition(".")[0] or job))
+        """Return the app, and the newest task of the app, job or task called `target`, and its node.
+
+        Of a job that lies on several nodes that is its first part; the others are found by their own names only.
+        """
+        app = self._arbiter.state.apps.get(AppId(target.partition(".")[0]))
         if app is None:
             return None
-        known = {task: node for task, node in app.ran.items() if target in (app.id, task, task.rpartition("-a")[0])}
-        return (app, *list(known.items())[-1]) if known else None
+        named = [task for task in app.ran if target in (app.id, task, task.rpartition("-a")[0])]
+        if not named:
+            return None
+        first = named[-1] if named[-1] == target else _first_part(named[-1])
+        task = first if first in app.ran else named[-1]
+        return app, task, app.ran[task]
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------
@@ -295,6 +301,12 @@ def _own_round(app: AppId, record: RoundRecord) -> dict[str, Any]:
 
 def _story(chapters: Sequence[model.Chapter]) -> list[dict[str, Any]]:
     return [{"at": _instant(chapter.at), "what": chapter.what} for chapter in chapters]
+
+
+def _first_part(task: TaskId) -> TaskId:
+    """Return the task on the first of the nodes that its job lies on; ``ana-1.0-a2`` of ``ana-1.0-a2.1``."""
+    job, mark, rest = task.rpartition("-a")
+    return TaskId(f"{job}{mark}{rest.partition('.')[0]}")
 
 
 def _instant(at: float) -> str:

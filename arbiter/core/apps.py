@@ -9,7 +9,7 @@ from arbiter.core.model import Active, App, Enrolling, Job, Leased, Settled, Sta
 from arbiter.core.policy import AppView
 from arbiter.core.turn import Index, Turn
 from protocol.core import Send
-from protocol.messages import AppReport, JobId, JobWish, Party, Refusal
+from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal
 
 #: Apps that are over and remembered, with their stories; the ledger keeps their rounds and leases.
 OVER_MAX = 1000
@@ -66,7 +66,9 @@ def _acknowledge_unknown(turn: Turn, sender: Party, report: AppReport) -> None:
     """An app that ended before we heard of it needs nothing but to hear that we know."""
     turn.tell(sender.user, f"{report.app} ended ({report.state}) and was never seen running")
     known = _make_app(turn, sender, report)
-    turn.state.apps[report.app] = replace(known, state=Settled(report.state, report.reason, turn.now, None))  # type: ignore[arg-type]
+    known = replace(known, state=Settled(report.state, report.reason, turn.now, None))  # type: ignore[arg-type]
+    turn.state.apps[known.id] = known
+    turn.index.bind_app(known)
     turn.apps.add(report.app)
     _forget_oldest(turn)
 
@@ -186,22 +188,21 @@ def _settle(turn: Turn, app: App, report: AppReport) -> None:
 
 def _forget_oldest(turn: Turn) -> None:
     """Bound the memory of apps that are over and have nothing left on any node."""
-    if len(turn.state.apps) <= OVER_MAX:
-        return
-    over = [
-        (app.state.at, app)
-        for app in turn.state.apps.values()
-        if isinstance(app.state, Settled | model.Refused) and not _lingers(turn, app)
-    ]
-    over.sort(key=lambda each: (each[0], each[1].id))
-    for _, app in over[: max(0, len(over) - OVER_MAX)]:
-        del turn.state.apps[app.id]
-        turn.state.stories.pop(app.id, None)
-        turn.apps.discard(app.id)
+    over = turn.index.over
+    place = 0
+    while len(over) > OVER_MAX and place < len(over):
+        _, app_id = over[place]
+        if _lingers(turn, app_id):
+            place += 1
+            continue
+        del over[place]
+        del turn.state.apps[app_id]
+        turn.state.stories.pop(app_id, None)
+        turn.apps.discard(app_id)
 
 
-def _lingers(turn: Turn, app: App) -> bool:
-    return bool(turn.index.gpus[app.id]) or bool(turn.index.tasks[app.id])
+def _lingers(turn: Turn, app: AppId) -> bool:
+    return bool(turn.index.gpus.get(app)) or bool(turn.index.tasks.get(app))
 
 
 # --- admission ------------------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ repeated or restarted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 
 from msgspec.structs import replace
 
 from arbiter.core import model
 from arbiter.core.model import Draining, Free, Gpu, Lease, Leased
+from arbiter.core.policy import GpuView
 from arbiter.core.turn import Index, LeaseRecord, Turn
 from protocol.messages import AppId, GpuId, LeaseId
 
@@ -164,30 +165,31 @@ def held(turn: Turn, app: AppId) -> list[Gpu]:
     return [gpu for gpu in gpus if isinstance(gpu.state, Leased)]
 
 
-def in_play(turn: Turn) -> Iterator[Gpu]:
-    """Yield, by id, the GPUs a round may assign: free and proven, or leased until soon, or revocable at any time."""
+def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
+    """Return, by id, the GPUs a round may assign: free and proven, or leased until soon, or revocable at any time."""
     index = turn.index
-    candidates: Iterable[GpuId]
+    candidates = index.free
     match turn.policy.tenure:
         case "revocable":
-            candidates = turn.state.gpus
+            return index.revocable()
         case "lease":
             soon = turn.now + turn.state.settings.renewal_lead_s
             candidates = index.free | {gpu for gpu, end in index.ends.items() if end <= soon}
         case "lasting":
-            candidates = index.free
-    return (gpu for gpu in map(turn.state.gpus.__getitem__, sorted(candidates)) if is_in_play(turn, gpu))
+            pass
+    gpus = map(turn.state.gpus.__getitem__, sorted(candidates))
+    return {gpu.id: index.show(gpu) for gpu in gpus if is_in_play(turn, gpu)}
 
 
 def is_in_play(turn: Turn, gpu: Gpu) -> bool:
     """Whether a round may assign this GPU."""
     match gpu.state:
         case Free():
-            return gpu.empty and usable(turn.state, gpu)
+            return gpu.empty and model.usable(turn.state, gpu)
         case Leased(lease):
             tenure = turn.policy.tenure
             soon = tenure == "lease" and lease.expires_at <= turn.now + turn.state.settings.renewal_lead_s
-            return (soon or tenure == "revocable") and usable(turn.state, gpu)
+            return (soon or tenure == "revocable") and model.usable(turn.state, gpu)
         case _:
             return False
 
@@ -197,14 +199,9 @@ def promised(turn: Turn) -> dict[AppId, list[Gpu]]:
     found: dict[AppId, list[Gpu]] = {}
     for gpu in map(turn.state.gpus.__getitem__, sorted(turn.index.draining)):
         assert isinstance(gpu.state, Draining)
-        if gpu.state.promised_to is not None and usable(turn.state, gpu):
+        if gpu.state.promised_to is not None and model.usable(turn.state, gpu):
             found.setdefault(gpu.state.promised_to, []).append(gpu)
     return found
-
-
-def usable(state: model.State, gpu: Gpu) -> bool:
-    """Whether a GPU may be assigned at all: its node is up and says that it is there and healthy."""
-    return gpu.present and gpu.healthy and isinstance(state.nodes[gpu.node].state, model.Up)
 
 
 def next_expiry(index: Index, *, lead_s: float = 0.0) -> float | None:

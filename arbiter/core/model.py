@@ -350,3 +350,8 @@ class State(Struct):
     news: bool = False  #: something happened since the last round that could change its result
     leases_made: int = 0
     stories: dict[str, list[Chapter]] = field(default_factory=dict)
+
+
+def usable(state: State, gpu: Gpu) -> bool:
+    """Whether a GPU may be assigned at all: its node is up and says that it is there and healthy."""
+    return gpu.present and gpu.healthy and isinstance(state.nodes[gpu.node].state, Up)

@@ -18,8 +18,9 @@ def take_report(turn: Turn, report: NodeReport) -> None:
     if report.epoch > turn.state.epoch:
         why = f"knows epoch {report.epoch}, newer than ours ({turn.state.epoch}), and refuses our plans"
         turn.tell(report.node, f"{why}: another arbiter leads, or this one has lost its state", loudly=True)
+    if node is None or not _up_to_date(turn.state, node, report):
+        turn.nodes.add(report.node)
     node = _enrol(turn, node, report)
-    turn.nodes.add(node.id)
     _take_gpus(turn, node, report)
     _take_tasks(turn, node, report)
     if report.epoch == turn.state.epoch:
@@ -89,12 +90,15 @@ def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> No
         detail=status.detail,
         state=known.state if known else Free(turn.now),
     )
+    if gpu == known:
+        return
     if known is None or known.node != node.id:
         if known is not None:
             turn.index.unbind(known)
             turn.index.node_gpus[known.node].discard(known.id)
         turn.index.bind(gpu)
     turn.state.gpus[gpu.id] = gpu
+    turn.index.touch(gpu.id)
     if known is None or (known.present, known.healthy, known.node, known.rack, known.slot) != (
         gpu.present,
         gpu.healthy,
@@ -129,11 +133,8 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
             continue
         turn.state.tasks[task.id] = replace(task, ordered_seq=known.ordered_seq if known else 0)
         turn.index.bind_task(task)
-        if known is None or (known.phase, known.outcome, known.can_checkpoint) != (
-            task.phase,
-            task.outcome,
-            task.can_checkpoint,
-        ):
+        if known is None or _news_of(known) != _news_of(task):
+            turn.nodes.add(node.id)
             _tell_phase(turn, known, task)
     turn.apps &= turn.state.apps.keys()
 
@@ -154,6 +155,12 @@ def _forget_tasks(turn: Turn, missing: set[TaskId], report: NodeReport) -> None:
             del turn.state.tasks[task_id]
             turn.index.unbind_task(task)
             turn.apps.add(task.app)
+            turn.nodes.add(report.node)
+
+
+def _news_of(task: model.Task) -> tuple[object, ...]:
+    """Return what of a task its app must hear at once; steps can wait for the beat."""
+    return (task.phase, task.outcome, task.can_checkpoint, task.metrics)
 
 
 def _tell_phase(turn: Turn, known: model.Task | None, task: model.Task) -> None:

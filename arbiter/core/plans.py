@@ -259,7 +259,7 @@ class _PlanBody(Struct, array_like=True):
 
 class _HoldingsBody(Struct, array_like=True):
     leases: tuple[tuple[str, bool], ...]
-    tasks: tuple[tuple[str, str, str, bool], ...]
+    tasks: tuple[tuple[str, str, str, bool, dict[str, float]], ...]
     acked: int
 
 
@@ -269,8 +269,8 @@ def plan_digest(plan: NodePlan) -> str:
 
 
 def holdings_digest(holdings: Holdings) -> str:
-    """Return a digest of what matters at once in holdings: leases and task phases, not steps and times."""
-    tasks = tuple((t.task, t.phase, t.outcome or "", t.can_checkpoint) for t in holdings.tasks)
+    """Return a digest of what matters at once in holdings: leases, task phases and metrics, not steps and times."""
+    tasks = tuple((t.task, t.phase, t.outcome or "", t.can_checkpoint, t.metrics) for t in holdings.tasks)
     return _digest(_HoldingsBody(tuple((t.lease, t.leaving) for t in holdings.leases), tasks, holdings.acked))
 
 

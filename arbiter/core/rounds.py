@@ -130,7 +130,7 @@ def _try(turn: Turn) -> None:
     state = turn.state
     state.news = False
     state.look_again_at = None
-    gpus = list(leases.in_play(turn))
+    gpus = leases.in_play(turn)
     view = make_view(turn, gpus, {}) if gpus else None
     if view is None or not any(app.want > 0 for app in view.apps):
         state.phase = Idle(turn.now + state.settings.round_pause_s)
@@ -139,7 +139,7 @@ def _try(turn: Turn) -> None:
     else:
         state.round += 1
         view = replace(view, round=state.round, seed=_seed(state), offered=())
-        _ask_policy(turn, view, {}, Bidding(turn.now, turn.now, {}, tuple(gpu.gpu for gpu in view.gpus), (), set(), {}))
+        _ask_policy(turn, view, {}, Bidding(turn.now, turn.now, {}, tuple(gpus), (), set(), {}))
 
 
 def _retry_at(state: State, index: Index) -> float | None:
@@ -187,14 +187,14 @@ def apps_mean(state: State, app: model.App, now: float) -> float:
 def _offer(turn: Turn) -> None:
     state = turn.state
     assert isinstance(state.phase, Probing)
-    gpus = list(leases.in_play(turn))
+    gpus = leases.in_play(turn)
     view = make_view(turn, gpus, state.phase.rhos)
     bidders = tuple(turn.policy.bidders(view)) if gpus else ()
     state.phase = Bidding(
         started_at=state.phase.started_at,
         deadline=turn.now + state.settings.bid_s,
         rhos=state.phase.rhos,
-        offered=tuple(gpu.id for gpu in gpus),
+        offered=tuple(gpus),
         bidders=bidders,
         awaited=set(bidders),
         bids={},
@@ -225,7 +225,7 @@ def _decide(turn: Turn) -> None:
     phase = turn.state.phase
     assert isinstance(phase, Bidding)
     offered = set(phase.offered)
-    view = make_view(turn, [gpu for gpu in leases.in_play(turn) if gpu.id in offered], phase.rhos)
+    view = make_view(turn, {gpu: shown for gpu, shown in leases.in_play(turn).items() if gpu in offered}, phase.rhos)
     view = replace(view, offered=phase.bidders)
     present = {app.app for app in view.apps}
     _ask_policy(turn, view, {app: bid for app, bid in phase.bids.items() if app in present}, phase)
@@ -264,20 +264,30 @@ def _record(turn: Turn, phase: Deciding, allocation: Allocation, outcomes: tuple
 # --- what a policy sees ---------------------------------------------------------------------------------------------
 
 
-def make_view(turn: Turn, gpus: Sequence[Gpu], rhos: Mapping[AppId, float]) -> View:
+def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, float]) -> View:
     """Return the frozen view of the apps that can use GPUs and the GPUs in play."""
-    state = turn.state
-    in_play = {gpu.id for gpu in gpus}
+    state, index = turn.state, turn.index
     promised = leases.promised(turn)
-    active = [state.apps[app] for _, app in turn.index.order]
-    apps = [_app_view(turn, app, in_play, promised.get(app.id, ()), rhos) for app in active if heard(turn, app)]
+    apps: list[AppView] = []
+    for _, app_id in index.order:
+        app = state.apps[app_id]
+        held = index.gpus.get(app_id)
+        renewable = tuple(sorted([gpu for gpu in held if gpu in gpus])) if held else ()
+        version = index.versions.get(app_id, 0)
+        shown = index.app_views.get(app_id)
+        if shown is None or shown[0] is not app or shown[1] != version or shown[2] != renewable:
+            look = _look_at(turn, app, renewable, promised.get(app_id, ()))
+            shown = index.app_views[app_id] = (app, version, renewable, look)
+        view = shown[3]
+        if (renewable or view.want > 0) and heard(turn, app):
+            apps.append(_with_rho(turn, app, view, rhos[app_id]) if app_id in rhos else view)
     return View(
         round=state.round,
         seed=_seed(state),
         lease_s=state.settings.lease_s,
-        cluster_gpus=turn.index.census()[1],
-        gpus=tuple(_gpu_view(turn, gpu) for gpu in gpus),
-        apps=tuple(app for app in apps if app.renewable or app.want > 0),
+        cluster_gpus=index.census()[1],
+        gpus=tuple(gpus.values()),
+        apps=tuple(apps),
         now=turn.now,
     )
 
@@ -286,28 +296,14 @@ def _seed(state: State) -> int:
     return state.settings.seed * 1_000_003 + state.round
 
 
-def _app_view(
-    turn: Turn, app: model.App, in_play: set[GpuId], promised: Sequence[Gpu], rhos: Mapping[AppId, float]
-) -> AppView:
-    """Return what is shown of `app`; what was shown last if it was derived from the same."""
-    index = turn.index
-    renewable = tuple(sorted(in_play & index.gpus[app.id])) if index.gpus.get(app.id) else ()
-    version = index.versions[app.id]
-    shown = index.app_views.get(app.id)
-    if shown is not None and shown[0] is app and shown[1:3] == (version, renewable):
-        view = shown[3]
-    else:
-        view = _look_at(turn, app, renewable, promised)
-        index.app_views[app.id] = (app, version, renewable, view)
-    if app.id not in rhos:
-        return view
+def _with_rho(turn: Turn, app: model.App, view: AppView, rho: float) -> AppView:
     mean = apps_mean(turn.state, app, turn.now)
-    return replace(view, rho=rhos[app.id], ideal_s=fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean))
+    return replace(view, rho=rho, ideal_s=fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean))
 
 
 def _look_at(turn: Turn, app: model.App, renewable: tuple[GpuId, ...], promised: Sequence[Gpu]) -> AppView:
     held = leases.held(turn, app.id)
-    kept = [_gpu_view(turn, gpu) for gpu in (*(gpu for gpu in held if gpu.id not in renewable), *promised)]
+    kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in renewable), *promised)]
     return AppView(
         app=app.id,
         tenant=app.tenant,
@@ -328,16 +324,6 @@ def _look_at(turn: Turn, app: model.App, renewable: tuple[GpuId, ...], promised:
         leases=len(held),
         granted_sum=math.fsum(gpu.state.lease.granted_at for gpu in held if isinstance(gpu.state, Leased)),
     )
-
-
-def _gpu_view(turn: Turn, gpu: Gpu) -> GpuView:
-    shown = turn.index.gpu_views.get(gpu.id)
-    if shown is not None and shown[0] is gpu:
-        return shown[1]
-    holder = gpu.state.lease.app if isinstance(gpu.state, Leased) else None
-    view = GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot, holder)
-    turn.index.gpu_views[gpu.id] = (gpu, view)
-    return view
 
 
 def heard(turn: Turn, app: model.App) -> bool:

@@ -171,9 +171,12 @@ class Index:
         self.overdue_at: float | None = None
         self._census: tuple[int, int, tuple[GpuView, ...]] | None = None
         self._state = state
+        self.over: list[tuple[float, AppId]] = []  #: the apps that are over, the oldest first
         #: What was last shown of GPUs and apps, with what it was derived from: most are the same in the next round.
-        self.gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
+        self._gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
         self.app_views: dict[AppId, tuple[model.App, int, tuple[GpuId, ...], AppView]] = {}
+        self._revocable: dict[GpuId, GpuView] = {}
+        self._touched: set[GpuId] = set()  #: GPUs that have changed since `_revocable` was looked at
         self.versions: dict[AppId, int] = defaultdict(int)  #: grows whenever what an app holds or is promised changes
         for gpu in state.gpus.values():
             self.bind(gpu)
@@ -185,6 +188,7 @@ class Index:
     def bind(self, gpu: model.Gpu) -> None:
         """Note who has this GPU."""
         self.node_gpus[gpu.node].add(gpu.id)
+        self._touched.add(gpu.id)
         app = _app_of(gpu.state)
         if app is None:
             self.free.add(gpu.id)
@@ -220,6 +224,40 @@ class Index:
     def recount(self) -> None:
         """A GPU or a node has come, gone, fallen ill or recovered: count anew when next asked."""
         self._census = None
+        self._touched.update(self._state.gpus)
+
+    def touch(self, gpu: GpuId) -> None:
+        """Something else about this GPU has changed."""
+        self._touched.add(gpu)
+
+    def show(self, gpu: model.Gpu) -> GpuView:
+        """Return what a policy is shown of this GPU."""
+        shown = self._gpu_views.get(gpu.id)
+        if shown is not None and shown[0] is gpu:
+            return shown[1]
+        holder = gpu.state.lease.app if isinstance(gpu.state, model.Leased) else None
+        view = GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot, holder)
+        self._gpu_views[gpu.id] = (gpu, view)
+        return view
+
+    def revocable(self) -> dict[GpuId, GpuView]:
+        """Return all GPUs that a round may assign where no lease protects its holder, by id."""
+        if self._touched:
+            known = self._revocable
+            fresh = False
+            for gpu_id in self._touched:
+                gpu = self._state.gpus[gpu_id]
+                leased = isinstance(gpu.state, model.Leased)
+                free = gpu.empty and isinstance(gpu.state, model.Free)
+                if (leased or free) and model.usable(self._state, gpu):
+                    fresh = fresh or gpu_id not in known
+                    known[gpu_id] = self.show(gpu)
+                else:
+                    known.pop(gpu_id, None)
+            if fresh:
+                self._revocable = dict(sorted(known.items()))
+            self._touched.clear()
+        return self._revocable
 
     def census(self) -> tuple[int, int, tuple[GpuView, ...]]:
         """Return how many GPUs there are to hope for, how many may be assigned at all, and where every GPU is."""
@@ -243,6 +281,10 @@ class Index:
             self.enrolling.add(app.id)
         else:
             self.enrolling.discard(app.id)
+        if isinstance(app.state, model.Settled | model.Refused):
+            end = (app.state.at, app.id)
+            if end not in self.over[bisect_left(self.over, end) :][:1]:
+                insort(self.over, end)
         place = (app.arrival, app.id)
         if isinstance(app.state, model.Active):
             if app.id not in self.active:
@@ -275,6 +317,7 @@ class Index:
         alike = all(_filled(mine.items()) == _filled(theirs.items()) for mine, theirs in pairs)
         alike = alike and (self.free, self.ends, self.next_end) == (other.free, other.ends, other.next_end)
         alike = alike and (self.draining, self.order, self.census()) == (other.draining, other.order, other.census())
+        alike = alike and (self.over, self.revocable()) == (other.over, other.revocable())
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
 
 

@@ -6,12 +6,14 @@ import base64
 from typing import Any
 
 import msgspec
+import pytest
+from msgspec.structs import replace
 
 from arbiter.core.turn import LeaseRecord, RoundRecord
 from arbiter.desk import Desk
 from arbiter.ledger import Ledger
 from protocol.core import Send
-from protocol.messages import Answer, LogChunk, Party, Query, ReadLog, TaskId
+from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId
 from tests.support.arbiter_site import Effect, Site, gpu_id, task, wish
 
 ANA = Party("app", "ana")
@@ -137,6 +139,46 @@ def test_a_log_is_fetched_from_the_node_that_has_it_and_returned_to_who_asked() 
     document = msgspec.json.decode(answer.message.document)
     assert base64.b64decode(document["data"]) == b"loss 0.1\n"
     assert counter.desk.deliver(Party("node", "n1"), LogChunk("q7", TaskId("x"), 0, b"", 0, ended=True)) == []
+
+
+def spread() -> Counter:
+    """An app whose one job lies on two nodes, and has been on one node alone before."""
+    counter = Counter()
+    site = counter.site
+    site.node("n1", 1)
+    site.node("n2", 1)
+    site.app("mary-ann-1")
+    app = site.arbiter.state.apps[AppId("mary-ann-1")]
+    nodes = {"mary-ann-1.0-a9": "n2", "mary-ann-1.0-a10": "n1", "mary-ann-1.0-a10.1": "n2"}
+    ran = {TaskId(name): NodeId(node) for name, node in nodes.items()}
+    site.arbiter.state.apps[app.id] = replace(app, ran=ran)
+    return counter
+
+
+@pytest.mark.parametrize(
+    ("target", "task", "node"),
+    [
+        ("mary-ann-1", "mary-ann-1.0-a10", "n1"),
+        ("mary-ann-1.0", "mary-ann-1.0-a10", "n1"),
+        ("mary-ann-1.0-a10", "mary-ann-1.0-a10", "n1"),
+        ("mary-ann-1.0-a10.1", "mary-ann-1.0-a10.1", "n2"),
+        ("mary-ann-1.0-a9", "mary-ann-1.0-a9", "n2"),
+    ],
+)
+def test_the_log_of_a_job_on_several_nodes_is_that_of_its_first_part_and_each_part_has_a_name(
+    target: str, task: str, node: str
+) -> None:
+    counter = spread()
+    (fetch,) = counter.desk.ask(Party("app", "mary-ann"), Query("q", "log", target), counter.site.now)
+    assert fetch == Send(Party("node", node), ReadLog("q", TaskId(task), 0))
+
+
+@pytest.mark.parametrize("target", ["mary-ann-1.0-a10.2", "mary-ann-1.1", "mary-ann-1.0-a1", "mary", "mary-ann-1."])
+def test_a_part_that_is_not_known_has_no_log(target: str) -> None:
+    counter = spread()
+    (send,) = counter.desk.ask(Party("app", "mary-ann"), Query("q", "log", target), counter.site.now)
+    assert isinstance(send.message, Answer)
+    assert f"no node has output of {target}" in send.message.error
 
 
 def test_the_output_of_an_app_is_for_its_owner_only() -> None:

@@ -1,14 +1,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from arbiter.core.placement import LOOSENESS, choose, group, largest_hole, locality
+from arbiter.core.placement import LOOSENESS, group, locality, place_of
+from arbiter.core.policies.dealing import Holes, pick
+from arbiter.core.policy import GpuView
 from protocol.messages import LEVELS, GpuId, Level
-from tests.support.auctions import gpus_of
+from tests.support.auctions import app_of, gpus_of
+
+
+def choose(
+    pool: Sequence[GpuView],
+    count: int,
+    *,
+    level_max: Level = "cluster",
+    gang: int = 1,
+    spans: bool = False,
+    near: Sequence[GpuView] = (),
+    held: Collection[GpuId] = (),
+    avoid: Collection[GpuId] = (),
+) -> tuple[GpuView, ...]:
+    """What an app of such gangs is given of `pool`, which others claim `avoid` of."""
+    app = replace(app_of("a-1", gang=gang, level_max=level_max), spans=spans)
+    return tuple(pick(Holes(pool, dict.fromkeys(avoid, 1)), app, count, near=near, held=held))
 
 
 def nodes(gpus: object) -> Counter[str]:
@@ -67,41 +87,55 @@ def test_the_level_bounds_what_is_held_and_new_together() -> None:
 
 
 def test_a_spanning_bundle_takes_one_machine_then_one_rack_then_few_machines() -> None:
-    span = {"gang": 4, "chunk": 1}
-    assert nodes(choose(gpus_of(2, 4, 2), 4, **span)) == {"n01": 4}
+    assert nodes(choose(gpus_of(2, 4, 2), 4, gang=4, spans=True)) == {"n01": 4}
     # Racks r0: 2 + 2, r1: 3.
-    assert nodes(choose(gpus_of(2, 3, 2, racks=2), 4, **span)) == {"n00": 2, "n02": 2}
+    assert nodes(choose(gpus_of(2, 3, 2, racks=2), 4, gang=4, spans=True)) == {"n00": 2, "n02": 2}
     # Racks r0: 1 + 2, r1: 3: neither has four.
-    assert nodes(choose(gpus_of(1, 3, 2, racks=2), 4, **span)) == {"n00": 1, "n01": 3}
-    assert choose(gpus_of(1, 3, 2, racks=2), 4, level_max="rack", **span) == ()
-    assert choose(gpus_of(2, 1), 4, **span) == ()
+    assert nodes(choose(gpus_of(1, 3, 2, racks=2), 4, gang=4, spans=True)) == {"n00": 1, "n01": 3}
+    assert choose(gpus_of(1, 3, 2, racks=2), 4, level_max="rack", gang=4, spans=True) == ()
+    assert choose(gpus_of(2, 1), 4, gang=4, spans=True) == ()
 
 
 def test_what_a_spanning_bundle_has_counts_for_its_gangs_and_its_level() -> None:
     cluster = gpus_of(2, 2, 3, racks=2)  # r0: n00 and n02, r1: n01
     near = cluster[:1]
-    assert nodes(choose(cluster[1:], 7, gang=4, chunk=1, near=near)) == {"n00": 1, "n02": 2}
-    assert nodes(choose(cluster[1:], 7, gang=3, chunk=1, near=near, level_max="machine")) == {}
-    assert nodes(choose(cluster[1:], 7, gang=2, chunk=1, near=near, level_max="machine")) == {"n00": 1}
+    assert nodes(choose(cluster[1:], 7, gang=4, spans=True, near=near)) == {"n00": 1, "n02": 2}
+    assert nodes(choose(cluster[1:], 7, gang=3, spans=True, near=near, level_max="machine")) == {}
+    assert nodes(choose(cluster[1:], 7, gang=2, spans=True, near=near, level_max="machine")) == {"n00": 1}
 
 
 def test_a_larger_spanning_bundle_is_better_than_a_tighter_one() -> None:
-    assert len(choose(gpus_of(4, 2, 2, racks=3), 8, gang=2, chunk=1)) == 8
+    assert len(choose(gpus_of(4, 2, 2, racks=3), 8, gang=2, spans=True)) == 8
 
 
 def test_a_spanning_bundle_stays_where_it_is_held_rather_than_move_closer_together() -> None:
     cluster = gpus_of(1, 1, 2)
     held = [gpu.gpu for gpu in cluster[:2]]
-    assert [gpu.gpu for gpu in choose(cluster, 2, gang=2, chunk=1, held=held)] == held
+    assert [gpu.gpu for gpu in choose(cluster, 2, gang=2, spans=True, held=held)] == held
 
 
-def test_a_bundle_in_chunks_is_whole_gangs_in_all_and_chunks_on_each_machine() -> None:
-    assert nodes(choose(gpus_of(3, 3, 3), 9, gang=4, chunk=2)) == {"n00": 2, "n01": 2}
+def test_a_spanning_bundle_lies_on_one_machine_when_that_is_enough_at_every_level() -> None:
+    # Racks r0: 4 + 4, r1: 2 + 2, the tighter hole.
+    for level in ("rack", "cluster"):
+        assert len(nodes(choose(gpus_of(4, 2, 4, 2, racks=2), 4, gang=4, spans=True, level_max=level))) == 1
+    # Where all of them are claimed, too: somebody must leave anyway.
+    cluster = gpus_of(4, 2, 4, 2, racks=2)
+    everyone = [gpu.gpu for gpu in cluster]
+    assert len(nodes(choose(cluster, 4, gang=4, spans=True, level_max="rack", avoid=everyone))) == 1
 
 
-def test_the_largest_hole_is_that_of_one_place() -> None:
-    cluster = gpus_of(4, 2, slots=2)
-    assert (largest_hole(cluster), largest_hole(cluster, "slot"), largest_hole([])) == (4, 2, 0)
+def test_a_spanning_bundle_joins_what_the_app_has_in_its_rack() -> None:
+    # Racks r0: n00 and n02, r1: n01, whose hole is the tightest and holds all it gets.
+    cluster = gpus_of(2, 2, 3, racks=2)
+    near = cluster[:2]
+    assert nodes(choose(cluster[2:], 2, gang=2, spans=True, near=near)) == {"n02": 2}
+    assert nodes(choose(cluster[2:4], 2, gang=2, spans=True, near=near)) == {"n01": 2}
+
+
+def test_a_spanning_bundle_too_large_for_one_machine_takes_one_rack_even_if_its_app_held_gpus_that_are_gone() -> None:
+    cluster = gpus_of(2, 3, 2, racks=2)
+    assert nodes(choose(cluster, 4, gang=4, spans=True, held=[GpuId("gone")])) == {"n00": 2, "n02": 2}
+    assert nodes(choose(cluster, 4, gang=4, spans=True, held=[cluster[2].gpu]))["n01"] > 0
 
 
 @given(
@@ -125,9 +159,10 @@ def test_every_bundle_keeps_its_bounds_and_is_as_large_as_gangs_and_places_allow
     if level == "cluster":
         most = sum(size // gang * gang for size in sizes)
         assert len(bundle) == min(most, count // gang * gang)
-    spread = choose(cluster, count, level_max=level, gang=gang, chunk=1, held=[GpuId(gpu) for gpu in held])
+    spread = choose(cluster, count, level_max=level, gang=gang, spans=True, held=[GpuId(gpu) for gpu in held])
     assert len({gpu.gpu for gpu in spread}) == len(spread) <= count
     assert LOOSENESS[locality(spread)] <= LOOSENESS[level]
-    holes = {place: largest_hole(found, level) for place, found in group(cluster, lambda gpu: gpu.rack).items()}
-    room = len(cluster) if level == "cluster" else max(holes.values())
+    room = max(map(len, group(cluster, lambda gpu: place_of(gpu, level)).values()))
     assert len(spread) == min(room, count) // gang * gang
+    if level != "slot" and not held and len(spread) <= max(sizes):
+        assert len(nodes(spread)) <= 1

@@ -7,8 +7,9 @@ Stages, each only for what the one before left open, and only as far as the budg
    programme (`prices`), which make the bound tight where machines or racks are what binds;
 3. a mixed-integer programme on the few options that can still matter (`exact`).
 
-Work is counted in steps, so that equal input gives equal output on every machine; a clock, if the caller has one, is
-a safeguard that only ever ends the search early.
+Work is counted in steps, so that equal input gives equal output on every machine. A clock, if the caller has one, does
+two things: it ends the search when time is up, and it lets stage 3 run, whose work cannot be counted beforehand. Then
+answers may differ from those without a clock, and where time runs out from machine to machine.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Rounds may have thousands of apps and of GPUs, and most apps get nothing. So what is left is kept by machine, an app
 that cannot be served is passed over without a look at any GPU, and only who gets new GPUs has its places compared.
 
-Preferred are, in this order: GPUs the app holds (a renewal is no restart), machines where it is already, one machine
-that holds all it gets (else one rack), free GPUs before those that somebody else must leave, the tightest hole, one
-slot.
+Preferred are, in this order: GPUs the app holds (a renewal is no restart), for an app that spans machines the rack
+where it is already, machines where it is already, one machine that holds all it gets (else, for an app that spans, one
+rack), free GPUs before those that somebody else must leave, the tightest hole, one slot.
 """
 
 from __future__ import annotations
@@ -242,16 +242,17 @@ def pick(
         GPUs to take first, whoever claims them.
     """
     if app.spans:
+        count = min(count, len(holes))
         count -= (len(near) + count) % app.gang
     if count <= 0:
         return []
-    if not near and not held and app.level_max in ("machine", "cluster") and count % app.chunk == 0:
+    if not near and not held and app.level_max != "slot" and count % app.chunk == 0:
         node = holes.tightest(count)
         if node is not None:
             return _of_machine(holes, holes.nodes[node], count, (), ())
-    if app.spans and app.level_max == "cluster" and not held and count > holes.largest():
+    if app.spans and app.level_max == "cluster" and (near or count > holes.largest()):
         bundle = _best(holes, app, count, "rack", near, held)
-        if len(bundle) == count:
+        if len(bundle) == count and _owned(bundle, held) == min(count, sum(gpu in holes for gpu in held)):
             return bundle
     return _best(holes, app, count, app.level_max, near, held)
 
@@ -266,21 +267,27 @@ def _best(
     kept_on = Counter(gpu.node for gpu in near)
     owned_on = Counter(holes.views[gpu].node for gpu in held if gpu in holes)
     best: list[GpuView] = []
-    best_key = (0, 0, 0, 0)
+    best_key = (0, 0, False, 0, 0)
     for place, pools in _places(holes, level):
         if homes and place not in homes:
             continue
         bundle = _fill(holes, pools, count, app.chunk, near, held, kept_on, owned_on)
         if bundle:
-            own = sum(gpu.gpu in held for gpu in bundle) if held else 0
+            own = _owned(bundle, held)
+            one = len(pools) == 1 or len({gpu.node for gpu in bundle}) == 1
             touched = sum(gpu.gpu in holes.claims and gpu.gpu not in held for gpu in bundle) if holes.claims else 0
-            key = (len(bundle), own, -touched, -sum(map(len, pools.values())))
+            key = (len(bundle), own, one, -touched, -sum(map(len, pools.values())))
             if not best or key > best_key:
                 best, best_key = bundle, key
     if app.spans and (len(near) + len(best)) % app.gang:
         short = len(best) - (len(near) + len(best)) % app.gang
         return _best(holes, app, short, level, near, held) if short > 0 else []
     return best
+
+
+def _owned(bundle: Sequence[GpuView], held: Collection[GpuId]) -> int:
+    """Return how many GPUs of a bundle are among those that are held."""
+    return sum(gpu.gpu in held for gpu in bundle) if held else 0
 
 
 def _places(holes: Holes, level: Level) -> Iterator[tuple[tuple[str, ...], Mapping[NodeId, Pool]]]:

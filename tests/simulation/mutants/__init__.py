@@ -1,0 +1,277 @@
+"""Faults planted in the cores, one at a time: each of them some fault world must notice.
+
+A mutant is a context manager; while it is open the cores have the fault. All of them are mistakes that somebody might
+make in good faith: a check left out, an order of two steps, a message not repeated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from msgspec.structs import replace
+
+from app_agent.core import jobs
+from app_agent.core.agent import AppAgent
+from app_agent.core.host import AppHost
+from arbiter.core import apps, leases, nodes, plans, rounds
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.model import Bidding, Draining, Free, Leased
+from node_agent.core import agent as node_core
+from node_agent.core.agent import NodeAgent
+from node_agent.core.proof import Gpus
+from node_agent.core.verdict import Verdict, judge
+from protocol.messages import LeaseId
+from simulator.weather import Record
+
+Mutant = Callable[[], AbstractContextManager[None]]
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(plant: Callable[[], Iterator[None]]) -> Mutant:
+    """Enter a planted fault into the table, under its name."""
+    made = contextmanager(plant)
+    MUTANTS[plant.__name__] = made
+    return made
+
+
+def _nothing(*_args: Any, **_options: Any) -> None:
+    pass
+
+
+# --- the arbiter ----------------------------------------------------------------------------------------------------
+
+
+@mutant
+def the_end_of_an_app_is_never_acknowledged() -> Iterator[None]:
+    say = Arbiter._say_holdings
+
+    def silent(self: Arbiter, turn: Any, app: Any, *args: Any, **options: Any) -> None:
+        if app.active:
+            say(self, turn, app, *args, **options)
+
+    with patch.object(Arbiter, "_say_holdings", silent):
+        yield
+
+
+@mutant
+def a_gpu_is_granted_while_it_drains() -> Iterator[None]:
+    revoke = leases.revoke
+
+    def hasty(turn: Any, gpu: Any, reason: str, *, promised_to: Any = None, preempted: bool = False) -> None:
+        revoke(turn, gpu, reason, promised_to=promised_to, preempted=preempted)
+        if promised_to is not None:
+            turn.put_gpu(turn.state.gpus[gpu.id], Free(turn.now))
+            leases.grant(turn, turn.state.gpus[gpu.id], turn.state.apps[promised_to], round=turn.state.round)
+
+    with patch.object(leases, "revoke", hasty):
+        yield
+
+
+@mutant
+def a_restarted_arbiter_keeps_its_epoch() -> Iterator[None]:
+    lead = Arbiter._lead
+
+    def forgetful(self: Arbiter, turn: Any, epoch: int) -> None:
+        before = self.state.epoch
+        lead(self, turn, epoch)
+        self.state.epoch = before or epoch
+
+    with patch.object(Arbiter, "_lead", forgetful):
+        yield
+
+
+@mutant
+def a_bid_for_an_earlier_round_counts() -> Iterator[None]:
+    def gullible(turn: Any, bid: Any) -> None:
+        phase = turn.state.phase
+        if isinstance(phase, Bidding) and bid.app in phase.awaited:
+            phase.awaited.remove(bid.app)
+            phase.bids[bid.app] = bid
+
+    with patch.object(rounds, "take_bid", gullible):
+        yield
+
+
+@mutant
+def a_report_on_an_older_plan_proves_a_release() -> Iterator[None]:
+    prove = nodes._take_proofs
+    with patch.object(nodes, "_take_proofs", lambda turn, node, _: prove(turn, node, 2**60)):
+        yield
+
+
+@mutant
+def a_report_of_an_older_epoch_proves_a_release() -> Iterator[None]:
+    take = nodes.take_report
+
+    def gullible(turn: Any, report: Any) -> None:
+        take(turn, replace(report, epoch=turn.state.epoch, plan_seq=2**50) if report.epoch else report)
+
+    with patch.object(nodes, "take_report", gullible):
+        yield
+
+
+@mutant
+def leases_never_end() -> Iterator[None]:
+    with patch.object(leases, "expire", _nothing):
+        yield
+
+
+@mutant
+def what_an_app_gives_back_is_not_taken() -> Iterator[None]:
+    with patch.object(apps, "_take_releases", _nothing):
+        yield
+
+
+@mutant
+def the_gpus_of_a_silent_node_are_free() -> Iterator[None]:
+    lose = nodes.lose_silent
+
+    def rash(turn: Any) -> None:
+        lose(turn)
+        for gpu in list(turn.state.gpus.values()):
+            if isinstance(gpu.state, Draining) and "was lost" in gpu.state.reason:
+                turn.put_gpu(gpu, Free(turn.now))
+
+    with patch.object(nodes, "lose_silent", rash):
+        yield
+
+
+@mutant
+def the_next_attempt_does_not_wait_for_the_last() -> Iterator[None]:
+    with patch.object(plans, "_haunts", lambda *_: False):
+        yield
+
+
+@mutant
+def a_lease_has_a_number_from_outside_the_state() -> Iterator[None]:
+    grant, numbers = leases.grant, itertools.count()
+
+    def careless(turn: Any, gpu: Any, app: Any, **options: Any) -> Any:
+        lease = grant(turn, gpu, app, **options)
+        lease = replace(lease, id=LeaseId(f"{app.id}/n{next(numbers)}"))
+        turn.put_gpu(turn.state.gpus[gpu.id], Leased(lease))
+        return lease
+
+    with patch.object(leases, "grant", careless):
+        yield
+
+
+@mutant
+def a_silent_app_keeps_what_it_does_not_use() -> Iterator[None]:
+    with patch.object(apps, "take_back_unused", _nothing):
+        yield
+
+
+@mutant
+def plans_and_holdings_are_said_only_once() -> Iterator[None]:
+    with patch.object(Arbiter, "_beat_is_due", lambda *_: False):
+        yield
+
+
+# --- node agents ----------------------------------------------------------------------------------------------------
+
+
+@mutant
+def a_node_obeys_older_plans() -> Iterator[None]:
+    plan = NodeAgent._plan
+
+    def obedient(self: NodeAgent, message: Any) -> None:
+        self._fence = min(self._fence, (message.epoch, message.seq))
+        plan(self, message)
+        self._fence = (message.epoch, message.seq)
+
+    with patch.object(NodeAgent, "_plan", obedient):
+        yield
+
+
+@mutant
+def a_node_starts_without_looking() -> Iterator[None]:
+    with patch.object(NodeAgent, "_obstacle", lambda *_: ""):
+        yield
+
+
+@mutant
+def a_gpu_counts_as_empty_while_its_worker_leaves() -> Iterator[None]:
+    with patch.object(Gpus, "obstacle", lambda *_args, **_options: ""):
+        yield
+
+
+@mutant
+def a_node_does_not_ask_workers_to_leave() -> Iterator[None]:
+    with patch.object(NodeAgent, "_vacate", _nothing):
+        yield
+
+
+@mutant
+def a_crash_counts_as_a_finish() -> Iterator[None]:
+    def kind(task: Any, gone: Any) -> Verdict:
+        verdict = judge(task, gone)
+        return Verdict("finished", "", 0) if verdict.outcome == "failed" else verdict
+
+    with patch.object(node_core, "judge", kind):
+        yield
+
+
+# --- app agents -----------------------------------------------------------------------------------------------------
+
+
+@mutant
+def an_app_says_its_wish_only_once() -> Iterator[None]:
+    with patch.object(AppAgent, "tick", lambda *_: []), patch.object(AppAgent, "restate", lambda *_: []):
+        yield
+
+
+@mutant
+def an_app_forgets_to_give_back() -> Iterator[None]:
+    with patch.object(AppAgent, "_give_back", _nothing):
+        yield
+
+
+@mutant
+def an_attempt_keeps_its_number() -> Iterator[None]:
+    def lazy(job: Any, *, preempted: bool) -> Any:
+        return replace(job, state=jobs.Waiting(job.state.attempt), preempted=preempted)
+
+    with patch.object(jobs, "next_attempt", lazy):
+        yield
+
+
+@mutant
+def parked_jobs_wish_for_the_same_gpus() -> Iterator[None]:
+    with patch.object(AppAgent, "_displaced", lambda *_: False):
+        yield
+
+
+# --- journals -------------------------------------------------------------------------------------------------------
+
+
+@mutant
+def the_journal_is_written_after_handling() -> Iterator[None]:
+    append = Record.append
+
+    def late(self: Any, entry: Any) -> None:
+        waiting = getattr(self, "waiting", None)
+        self.waiting = entry
+        if waiting is not None:
+            append(self, waiting)
+
+    with patch.object(Record, "append", late):
+        yield
+
+
+@mutant
+def a_snapshot_leaves_out_what_is_held() -> Iterator[None]:
+    restore = AppHost.restore.__func__  # type: ignore[attr-defined]
+
+    def forgetful(kind: Any, blob: bytes) -> Any:
+        host = restore(kind, blob)
+        for state in host.state.apps.values():
+            state.held = {}
+        return host
+
+    with patch.object(AppHost, "restore", classmethod(forgetful)):
+        yield
