@@ -44,7 +44,8 @@ INSTANT_MAX = 5_000_000
 Route = Callable[[Party, Party, AnyMessage, float], Sequence[float]]
 #: Told of each event and what came of it; answers whether the participant lived long enough to do that.
 Watcher = Callable[["Actor", Any, Sequence[Any]], bool]
-_EVENT, _TICK = 0, 1
+#: At one instant: what was said is heard, then agents tick, then the arbiter, who then knows all they had to say.
+_EVENT, _TICK, _LAST = 0, 1, 2
 
 
 class Stuck(AssertionError):  # noqa: N818 - what it says of the world
@@ -64,6 +65,7 @@ class Actor:
 
     def __init__(self, party: Party, core: Any, *, rate: float = 1.0, offset_s: float = 0.0) -> None:
         self.party = party
+        self.turn = _LAST if party == ARBITER else _TICK
         self.core = core
         self.rate = rate
         self.offset_s = offset_s
@@ -102,7 +104,7 @@ class Living(Struct):
 
 def quiet(settings: ArbiterSettings) -> ArbiterSettings:
     """Return `settings` for a world in which no message is lost and nobody dies: nothing has to be said twice."""
-    return replace(settings, beat_s=QUIET_S, node_timeout_s=QUIET_S, app_timeout_s=QUIET_S, admission_wait_s=0.0)
+    return replace(settings, beat_s=QUIET_S, node_timeout_s=QUIET_S, app_timeout_s=QUIET_S)
 
 
 class World:
@@ -153,6 +155,7 @@ class World:
         self.journal: list[tuple[float, Event]] = []
         self.events = 0
         self.messages = 0
+        self.instant_max = INSTANT_MAX
         self.watcher: Watcher | None = None
         self.on_undelivered: Callable[[Actor, Received], None] | None = None
         self.on_over: Callable[[Living], None] | None = None
@@ -332,8 +335,8 @@ class World:
                     self._wake(*what)
             else:
                 break
-            if self.events - began > INSTANT_MAX:
-                raise Stuck(f"more than {INSTANT_MAX} events at {self.now} s")
+            if self.events - began > self.instant_max:
+                raise Stuck(f"more than {self.instant_max} events at {self.now} s")
         if self._check is not None and self.events > began:
             self._check(self)
 
@@ -381,7 +384,7 @@ class World:
         """Have an actor looked at when it wants its next tick; a deadline that moves on costs nothing until then."""
         if actor.wakes_at < inf:
             actor.queued_at = actor.wakes_at
-            heapq.heappush(self._queue, (actor.wakes_at, _TICK, next(self._numbers), (actor, actor.version)))
+            heapq.heappush(self._queue, (actor.wakes_at, actor.turn, next(self._numbers), (actor, actor.version)))
 
     def _carry(self, sender: Party, send: Send) -> None:
         self.messages += 1

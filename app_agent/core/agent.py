@@ -137,8 +137,7 @@ class AppAgent:
             return []
         if now >= self._beat_due():
             return self.restate(now)
-        patient_until = self.state.patient_until
-        return self._follow(now) if patient_until is not None and now >= patient_until else []
+        return self._follow(now) if self._patience_over(now) else []
 
     def restate(self, now: float) -> list[Send]:
         """State the whole wish again, now."""
@@ -177,6 +176,7 @@ class AppAgent:
         if (message.epoch, message.seq) < state.view:
             return []
         state.view = (message.epoch, message.seq)
+        before = (state.held, state.jobs, state.over)
         match message:
             case Grant():
                 self._hold((*message.leases, *message.renewed))
@@ -190,10 +190,15 @@ class AppAgent:
                 self._take_holdings(message, now)
             case _ as never:
                 assert_never(never)
+        if (state.held, state.jobs, state.over) == before and not self._patience_over(now):
+            return []  # what follows from it was said when it was new
         return self._follow(now, restate=bool(self._quiet() and state.held))
 
+    def _patience_over(self, now: float) -> bool:
+        return self.state.patient_until is not None and now >= self.state.patient_until
+
     def _hold(self, terms: Iterable[LeaseTerms]) -> None:
-        self.state.held |= {each.gpu: HeldGpu.of(each) for each in terms}
+        self.state.held = self.state.held | {each.gpu: HeldGpu.of(each) for each in terms}
 
     def _take_holdings(self, message: Holdings, now: float) -> None:
         state = self.state
@@ -267,6 +272,7 @@ class AppAgent:
         self, outcome: Literal["finished", "failed", "cancelled"], reason: str, now: float, *, exit_code: int = 0
     ) -> None:
         self.state.over = Over(outcome, reason, self.state.seq + 1, now, exit_code)
+        self.state.patient_until = None  # nothing is divided any more, so nobody else would end this wait
 
     def trials(self) -> tuple[Trial, ...]:
         """Return the jobs as the search sees them."""

@@ -123,6 +123,10 @@ class Bench:
     def say(self, event: NodeEvent) -> list[NodeEffect]:
         self.effects = list(self.core.handle(event, self.now))
         self.core.validate()
+        due = self.core.deadline()
+        if due is not None and due <= self.now:  # every driver ticks after the news
+            self.effects += self.core.handle(Tick(), self.now)
+            self.core.validate()
         for effect in self.effects:
             if isinstance(effect, TakeSample):
                 self.mark = effect.mark
