@@ -134,6 +134,7 @@ class NodeAgent:
         self._report_seq = 0
         self._reported: tuple[object, ...] = ()
         self._beat_at: float | None = None
+        self._unsaid = False  #: something may have changed since the last tick
         self._figures_at: float | None = None  #: when metrics that have come since the last report are due
         self._notes: dict[TaskId, WorkerNote] = {}
         self._story: dict[TaskId, deque[str]] = {}
@@ -149,11 +150,20 @@ class NodeAgent:
         self._now = now
         self._take_in(event)
         self._settle()
+        if isinstance(event, Tick):
+            self._report()
+        else:
+            self._unsaid = True
         effects, self._effects = self._effects, []
         return effects
 
     def deadline(self) -> float | None:
-        """Return when the next beat or the next rung of a ladder is due, UNIX seconds."""
+        """Return when the next beat or the next rung of a ladder is due, UNIX seconds; at once after any news.
+
+        What has changed is reported at a tick, which comes after all news of the same moment: one report says it all.
+        """
+        if self._unsaid:
+            return self._now
         times = [task.deadline for task in self._tasks.values()]
         return min((time for time in (*times, self._beat_at, self._figures_at) if time is not None), default=None)
 
@@ -271,7 +281,9 @@ class NodeAgent:
     def _readopt_ending(self, worker: AdoptedWorker) -> None:
         """Go on ending a worker that an earlier incarnation was ending, from SIGTERM on."""
         task, note = self._tasks[worker.task], worker.note
-        if note.ending:
+        if note.ending and note.suspended:
+            self._kill(task, "stopped", note.reason, parked=True)
+        elif note.ending:
             self._stop(task, "stopped", note.reason)
         elif note.signalled:
             self._terminate(task, note.reason, TERMINATE_S)
@@ -462,7 +474,7 @@ class NodeAgent:
     # --- reconciling ----------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """Do what each task's wish and state demand now, then measure and report what is left to say."""
+        """Do what each task's wish and state demand now, then have measured what is left to prove."""
         for task in self.tasks():
             self._reconcile(task)
         for task in self.tasks():
@@ -470,7 +482,6 @@ class NodeAgent:
         if self._gpus.mark > self._asked_mark:
             self._asked_mark = self._gpus.mark
             self._effects.append(TakeSample(self._asked_mark))
-        self._report()
 
     def _reconcile(self, task: Task) -> None:
         match task.state:
@@ -521,7 +532,8 @@ class NodeAgent:
         """Resume a parked worker when it may run, end it when it may not stay."""
         assert isinstance(task.state, Suspended)
         if task.want == "stop":
-            self._stop(task, "stopped", task.reason)
+            # No SIGTERM: a script that catches it would be unparked, on GPUs that may be another's by now.
+            self._kill(task, "stopped", task.reason, parked=True)
         elif task.want == "run":
             obstacle = self._obstacle(task)
             if obstacle:
@@ -615,11 +627,11 @@ class NodeAgent:
         ladder = Ladder("terminated", self._now + patience_s)
         self._go(self._tasks[task.id], Stopping(ladder, outcome, reason), "sent SIGTERM to end for good")
 
-    def _kill(self, task: Task, outcome: Outcome, reason: str) -> None:
+    def _kill(self, task: Task, outcome: Outcome, reason: str, *, parked: bool = False) -> None:
         self._effects.append(SignalWorker(task.id, "kill"))
         self._learn(task.id, signalled=True)
         ladder = Ladder("killed", self._now + KILL_AGAIN_S)
-        self._go(self._tasks[task.id], Stopping(ladder, outcome, reason), f"sent SIGKILL: {reason}")
+        self._go(self._tasks[task.id], Stopping(ladder, outcome, reason, parked), f"sent SIGKILL: {reason}")
 
     def _lose(self, task: Task, reason: str) -> None:
         """Report the end at once: a process on a lost GPU may hang in the kernel and ignore SIGKILL for long."""
@@ -651,6 +663,7 @@ class NodeAgent:
 
     def _report(self) -> None:
         """Report when something changed or the beat is due, not before adoption and the first measurement."""
+        self._unsaid = False
         if not (self._adopted and self._gpus.known):
             return
         report = self.statuses()
@@ -754,7 +767,7 @@ def _note_of(task: Task) -> WorkerNote:
         hello=facts.hello,
         can_park=facts.can_park,
         can_checkpoint=facts.can_checkpoint,
-        suspended=isinstance(state, Suspended),
+        suspended=isinstance(state, Suspended) or (isinstance(state, Stopping) and state.parked),
         leaving=facts.told_to_leave,
         ending=isinstance(state, Stopping),
         signalled=facts.signalled,

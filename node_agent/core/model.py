@@ -92,11 +92,12 @@ class Vacating(Struct, frozen=True):
 
 
 class Stopping(Struct, frozen=True):
-    """Ends for good, as `outcome` unless it finishes first."""
+    """Ends for good, as `outcome` unless it finishes first. One that was `parked` has no memory on its GPUs."""
 
     ladder: Ladder
     outcome: Outcome
     reason: str
+    parked: bool = False
 
 
 class Exited(Struct, frozen=True):
@@ -169,7 +170,7 @@ class Task(Struct, frozen=True):
     def occupies(self) -> bool:
         """Whether its process may hold memory on its GPUs beyond a parked worker's share."""
         match self.state:
-            case Waiting() | Suspended():
+            case Waiting() | Suspended() | Stopping(parked=True):
                 return False
             case Exited(lingering=lingering):
                 return lingering
