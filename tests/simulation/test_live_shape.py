@@ -24,6 +24,7 @@ from benchmarks.live_vs_simulated import (
     crowd_of,
     measure,
     outcome_of,
+    savings_of,
     side_by_side,
     simulate,
     step_s_of,
@@ -48,6 +49,7 @@ def known(**changes: Any) -> Measured:
         able_share=0.5,
         leaving_s=2.0,
         ending_s=0.25,
+        savings_s=(1.5,),
         starts=((0.0, 3.0),),
         submitted_s=dict.fromkeys(NAMES, 0.0),
         step_s=dict.fromkeys(JOBS, 0.025) | {"3.0": 0.04},
@@ -76,8 +78,9 @@ def test_what_is_measured_is_what_was_there() -> None:
 def test_leaving_and_parking_are_measured_where_leases_are_short() -> None:
     hurried = replace(CALM, steps=300, lease_s=6.0)
     costs = replace(known().costs, suspend_s=0.4, resume_s=0.3)
-    heard = simulate(hurried, known(costs=costs), ("greeting", "leaving"))
+    heard = simulate(hurried, known(costs=costs, starts=((0.0, 7.0),)), ("greeting", "leaving"))
     measured = measure(heard)
+    assert measured.costs.start_s == pytest.approx(7.0)
     assert measured.costs.checkpoint_s == pytest.approx(1.5, abs=0.025)  # within one mini-batch
     assert measured.costs.suspend_s == pytest.approx(0.4)
     assert measured.costs.resume_s == pytest.approx(0.3)
@@ -120,6 +123,12 @@ def test_a_process_is_heard_from_its_start_to_its_end() -> None:
     assert attempt.start_s(0.1) == pytest.approx(4.5)
     attempt.stops.append(101.0)
     assert attempt.start_s(0.1) is None
+
+
+def test_who_was_ended_has_not_saved() -> None:
+    saved, ended = (Attempt(TaskId(name), name, 1, 0.0, leave_at=10.0, gone=12.5) for name in "ab")
+    ended.ended = 12.0
+    assert savings_of([saved, ended]) == [2.5]
 
 
 def test_lines_do_not_leak_between_processes() -> None:
@@ -189,7 +198,10 @@ def test_the_goals_are_about_means() -> None:
     lived = [Outcome({"x": 8.0}, 90.0, 1, 1, 0), Outcome({"x": 12.0}, 110.0, 1, 1, 0)]
     imagined = [Outcome({"x": 12.0}, 110.0, 1, 3, 0)]
     both = side_by_side(lived, imagined)
-    assert both["apps"]["x"] == {"live": [10.0, 8.0, 12.0], "simulated": [12.0, 12.0, 12.0], "difference": 0.2}
+    # Of 8 and 12 the standard deviation is the root of 8, that of a mean of two is 2.
+    expected = {"live": [10.0, 8.0, 12.0], "simulated": [12.0, 12.0, 12.0], "difference": 0.2, "error": 0.2}
+    assert both["apps"]["x"] == expected
+    assert side_by_side(lived[:1], imagined)["apps"]["x"]["error"] is None
     assert both["makespan"]["difference"] == pytest.approx(0.1)
     assert both["met"]
     assert not side_by_side(lived, [replace(imagined[0], makespan_s=111.0)])["met"]
