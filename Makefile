@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+N ?= 2000
 PACKAGES := protocol arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test format lint types contracts check bench lock clean
+.PHONY: help setup demo test format lint types contracts check worlds bench papers lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,6 +49,9 @@ contracts: $(READY) ## who may import whom
 
 check: lint types contracts test ## format, lint, types, import contracts, tests: what CI runs
 
+worlds: $(READY) ## N sites full of faults (2000): nothing unsafe may happen, all that can finish must
+	$(BIN)/gpu-arbiter worlds --count $(N)
+
 bench: $(READY) ## the benchmarks, one JSON document each in out/bench/
 	sh scripts/ensure-rabbitmq.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
@@ -56,6 +60,13 @@ bench: $(READY) ## the benchmarks, one JSON document each in out/bench/
 		echo "== $$script"; \
 		$(BIN)/python "$$script" --json > "out/bench/$$(basename "$$script" .py).json" || exit 1; \
 		cat "out/bench/$$(basename "$$script" .py).json"; \
+	done
+
+papers: $(READY) ## published evaluations done again, out/bench/papers/; quickly with FLAGS=--quick
+	@mkdir -p out/bench/papers
+	@for script in $$(grep -l __main__ benchmarks/papers/*.py); do \
+		echo "== $$script"; \
+		$(BIN)/python "$$script" $(FLAGS) --json > "out/bench/papers/$$(basename "$$script" .py).json" || exit 1; \
 	done
 
 # The lock names the public version of torch without its local label (+cpu, +cu128), so that one file serves hosts with

@@ -16,7 +16,9 @@ from launch.faults import usage
 
 #: Of the submitter's environment, what a task needs to find the same programs; everything else is asked for by --env.
 INHERITED = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG")
-FIELDS = ", ".join(field.name for field in msgspec.structs.fields(AppSpec))
+#: What only the simulator's machines can do as yet.
+SIMULATED_ONLY = ("spans",)
+FIELDS = ", ".join(field.name for field in msgspec.structs.fields(AppSpec) if field.name not in SIMULATED_ONLY)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -109,9 +111,16 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
         Naming the field that is wrong.
     """
     try:
-        return msgspec.convert(dict(fields), AppSpec)
+        app_spec = msgspec.convert(dict(fields), AppSpec)
     except msgspec.ValidationError as error:
         raise usage(f"the spec cannot be used: {error}", f"its fields are: {FIELDS}") from None
+    if app_spec.spans:
+        raise usage(
+            "spans is true, but on a real site all GPUs of one job lie on one node, as nothing stops its parts at the "
+            "same mini-batch yet",
+            "leave spans out, and ask for a gang that fits one node",
+        )
+    return app_spec
 
 
 def default_name(command: Sequence[str]) -> str:

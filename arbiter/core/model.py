@@ -269,10 +269,13 @@ class App(Struct, frozen=True):
 
     @property
     def only(self) -> tuple[GpuId, ...] | None:
-        """The only GPUs it can use, if all its jobs are parked: each goes on where it is or not at all. None: any."""
-        if not self.jobs or not all(job.suspended for job in self.jobs):
-            return None
-        return tuple(sorted(gpu for job in self.jobs for gpu in job.gpus))
+        """The only GPUs it can use, if only parked jobs want more than they have: these go on where they are. None: any."""
+        named = tuple(sorted(gpu for job in self.jobs for gpu in job.gpus))
+        parked = [job for job in self.jobs if job.suspended]
+        if parked and len(parked) == len(self.jobs):
+            return named
+        # Jobs that wait, but not for GPUs (a search goes on without them for now), are no reason to give it any.
+        return named if any(job.gpus for job in parked) and self.demand_max <= len(named) else None
 
 
 # --- rounds ---------------------------------------------------------------------------------------------------------

@@ -184,7 +184,8 @@ def lose_silent(turn: Turn) -> None:
     if turn.index.overdue_at is not None and turn.now < turn.index.overdue_at:
         return
     limit_s = turn.state.settings.node_timeout_s
-    for node in list(turn.state.nodes.values()):
+    # By id, and not as they came: a state that was restored from a snapshot does not know any more who came first.
+    for node in sorted(turn.state.nodes.values(), key=lambda each: each.id):
         if isinstance(node.state, Up) and turn.now >= node.state.seen_at + limit_s:
             turn.state.nodes[node.id] = replace(node, state=Lost(turn.now))
             turn.index.recount()

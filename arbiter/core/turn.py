@@ -141,6 +141,7 @@ class Turn:
         """Move an app into `state` and return it."""
         verb = lifecycle.app_transition(app, state, self.state.stories.get(app.id, ()))
         moved = msgspec.structs.replace(app, state=state)
+        self.index.forget_end(app)
         self.state.apps[app.id] = moved
         self.index.bind_app(moved)
         self.apps.add(app.id)
@@ -295,6 +296,14 @@ class Index:
             del self.order[bisect_left(self.order, place)]
             self.app_views.pop(app.id, None)
             self.versions.pop(app.id, None)
+
+    def forget_end(self, app: model.App) -> None:
+        """Forget when this app ended: one that was refused may yet say that it is over."""
+        if isinstance(app.state, model.Settled | model.Refused):
+            end = (app.state.at, app.id)
+            place = bisect_left(self.over, end)
+            if self.over[place : place + 1] == [end]:
+                del self.over[place]
 
     def bind_task(self, task: model.Task) -> None:
         """Note where this task is."""

@@ -50,7 +50,7 @@ def solve(
         if not 0.0 < budget_ms < math.inf:
             raise usage(f"--budget-ms is {budget_ms:g}", "give milliseconds, more than 0")
         auction = _read(file)
-        _prepare()
+        prepare()
         from arbiter.core.auction.instance import solve as solve_instance
 
         result = solve_instance(auction, budget_ms, seed=seed, clock=time.perf_counter)
@@ -86,8 +86,8 @@ def _read(file: str) -> Instance:
         raise usage(f"{name}: {error}", next_step) from None
 
 
-def _prepare() -> None:
-    """Have the solver compiled, so that its times are those of solving."""
+def prepare() -> None:
+    """Have the solver compiled, so that its times are those of solving; whoever waits for it is told."""
     from arbiter.core.auction.compiled import COMPILED
     from arbiter.core.auction.instance import warm_up
 

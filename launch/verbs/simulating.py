@@ -262,7 +262,7 @@ def _execute(experiment: Experiment, *, as_json: bool) -> Run:
     from simulator.experiment import execute
 
     if experiment.policy == "themis":
-        auction._prepare()
+        auction.prepare()
     with _progress(experiment.policy, "job", as_json=as_json) as progress:
         return execute(experiment, progress)
 

@@ -437,6 +437,15 @@ def test_what_is_given_up_comes_from_the_emptiest_machine_and_in_whole_gangs() -
     assert steps == [{}, machines(entry, 0, 2), machines(entry, 0, 4), machines(entry, 2, 4)]
 
 
+def test_of_machines_with_as_many_gpus_the_one_where_it_holds_none_is_given_up_first() -> None:
+    gpus = gpus_of(2, 2)
+    app = app_of("a", renewable=[gpus[3].gpu])
+    entry = entry_of(gpus, [app], [bid_of("a", 9.0, (4, "cluster", 1.0))])
+    steps = prefixes(worth_of(entry), machines(entry, 2, 2), entry.ground.places)
+    assert [sum(step.values()) for step in steps] == [0, 1, 2, 3, 4]
+    assert steps[2] == machines(entry, 0, 2)
+
+
 def test_the_same_round_entered_twice_is_the_same_auction() -> None:
     entry, again = random_entry(11), random_entry(11)
     assert settle(entry).awards == settle(again).awards

@@ -56,6 +56,8 @@ def test_gpus_the_app_holds_come_first() -> None:
     cluster = gpus_of(4, 2)
     held = [cluster[1].gpu, cluster[3].gpu]
     assert {gpu.gpu for gpu in choose(cluster, 2, held=held)} == set(held)
+    racks = gpus_of(2, 2, racks=2)
+    assert nodes(choose(racks, 2, level_max="rack", held=[racks[2].gpu, racks[3].gpu])) == {"n01": 2}
 
 
 def test_gpus_that_others_hold_come_last() -> None:

@@ -55,6 +55,17 @@ def test_an_unknown_field_is_refused_with_those_there_are() -> None:
     assert "gang" in caught.value.next_step
 
 
+def test_a_job_on_several_nodes_is_refused_for_a_real_site() -> None:
+    fields = {"trials": [["a"]], "cwd": "/", "checkpoint_root": "/"}
+    assert not spec.build(fields | {"spans": False}).spans
+    with pytest.raises(Fault) as caught:
+        spec.build(fields | {"spans": True})
+    assert caught.value.code == exit_codes.USAGE
+    assert caught.value.sentence.startswith("spans is true, but on a real site all GPUs of one job lie on one node")
+    assert "leave spans out" in caught.value.next_step
+    assert "spans" not in spec.FIELDS
+
+
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import time
+import tomllib
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from arbiter.config import ArbiterConfig, load
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.model import ArbiterSettings, Leased, Up
+from arbiter.core.policies import POLICIES
+from arbiter.core.policy import Settings
 from arbiter.daemon import _configure, _journal, _restore
 from arbiter.ledger import Ledger
 from protocol.config import ConfigError
@@ -56,11 +61,20 @@ def test_an_arbiter_that_was_away_for_hours_takes_nothing_from_anyone(tmp_path: 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[arbiter]\npolicy = 'lottery'\n", "arbiter.policy is 'lottery'; choose one of fifo, themis"),
+        (
+            "[arbiter]\npolicy = 'lottery'\n",
+            "arbiter.policy is 'lottery'; choose one of backfill, drf, fifo, gandiva-placement, las, optimus, slaq, "
+            "srsf, srtf, themis",
+        ),
         ("[arbiter]\nlease_s = 20.0\n", "arbiter.lease_s is 20.0, too short"),
         ("[arbiter]\nbeat_s = 0.0\n", "beat_s is 0.0; it must be above 0"),
         ("[arbiter.policy_settings]\nfairness_knob = 1.5\n", "arbiter.policy_settings"),
         ("[arbiter]\nlease = 600\n", "unknown field `lease`"),
+        (
+            "[arbiter]\npolicy = 'las'\n[arbiter.policy_settings]\nlas_threshold_gpu_s = 0.0\n",
+            "las_threshold_gpu_s is 0",
+        ),
+        ("[arbiter]\npolicy = 'srtf'\n[arbiter.policy_settings]\nreasons_max = -1\n", "reasons_max is -1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_file_field_and_mend(tmp_path: Path, text: str, says: str) -> None:
@@ -70,3 +84,22 @@ def test_settings_that_cannot_work_are_refused_by_file_field_and_mend(tmp_path: 
         load(path)
     assert str(path) in str(error.value)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_can_be_chosen_and_set_in_the_file(tmp_path: Path, policy: str) -> None:
+    path = tmp_path / "arbiter.toml"
+    settings = "[arbiter.policy_settings]\nlas_threshold_gpu_s = 7200.0\nreasons_max = 10\n"
+    path.write_text(f"[arbiter]\npolicy = '{policy}'\n{settings}")
+    loaded = load(path).arbiter
+    assert loaded.policy == policy
+    assert (loaded.policy_settings.las_threshold_gpu_s, loaded.policy_settings.reasons_max) == (7200.0, 10)
+
+
+def test_the_settings_that_are_shipped_are_the_defaults_and_name_every_policy() -> None:
+    shipped = Path(__file__).parents[2] / "systemd" / "arbiter.toml"
+    assert load(shipped).arbiter == ArbiterSettings()
+    fields = {field.name for field in msgspec.structs.fields(Settings)}
+    assert fields == set(tomllib.loads(shipped.read_text())["arbiter"]["policy_settings"])
+    words = set(re.findall(r"[a-z-]+", shipped.read_text()))
+    assert [name for name in POLICIES if name not in words] == []

@@ -16,6 +16,7 @@ import pytest
 from launch import exit_codes
 
 PROGRAM = (sys.executable, "-m", "launch.cli")
+POLICY_NAMES = "backfill, drf, fifo, gandiva-placement, las, optimus, slaq, srsf, srtf, themis"
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -132,6 +133,13 @@ def test_a_wrong_submission_is_one_sentence_and_code_2(cli: Cli, words: tuple[st
     assert sentence in done.stderr.splitlines()[0]
 
 
+def test_a_spec_file_that_asks_for_a_job_on_several_nodes_is_refused(lonely: Cli, tmp_path: Path) -> None:
+    (tmp_path / "app.toml").write_text('command = ["true"]\ngang = 8\nspans = true\n')
+    done = lonely("submit", "-f", "app.toml")
+    assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
+    assert "spans is true" in done.stderr.splitlines()[0]
+
+
 # --- looking --------------------------------------------------------------------------------------------------------
 
 
@@ -207,7 +215,7 @@ def test_doctor_names_the_mend_of_what_is_broken(lonely: Cli) -> None:
         ("arbiter", "lease = 3", "unknown field `lease`"),
         ("arbiter", "", "bus is '', which is no broker's address"),
         ("arbiter", 'bus = "http://secret@x"', "bus is 'http://...@x'"),
-        ("arbiter", '[arbiter]\npolicy = "chance"', "arbiter.policy is 'chance'; choose one of fifo, themis"),
+        ("arbiter", '[arbiter]\npolicy = "chance"', f"arbiter.policy is 'chance'; choose one of {POLICY_NAMES}"),
         ("node-agent", 'node = "n1"', "missing required field `gpus`"),
         ("node-agent", 'node = "n1"\ngpus = "simulated:1"\nbus_file = "/none"', "bus_file /none cannot be read"),
         ("app-agent", 'owner = "Alice"', "owner is 'Alice'; use lower-case letters"),

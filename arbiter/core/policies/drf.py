@@ -1,7 +1,11 @@
 """DRF: dominant resource fairness, GPUs being the dominant resource.
 
 One gang at a time goes to the tenant with the smallest share of the cluster's GPUs, and in it to the app with the
-smallest share, until nothing fits; equal ones in order of arrival. A tenant's share counts the apps in the round.
+smallest share, until nothing fits; equal ones in order of arrival.
+
+A tenant's share counts the apps in the view. Those are not all: an app that has all it wants, under leases of which
+none is in play, is not shown, and its GPUs are not counted. So a tenant with such apps can get more than its share
+until their leases come into play, at most a lease later.
 
 *Source:* dominant resource fairness (NSDI 2011), progressive filling; every app here needs GPUs before all else, so its
 dominant resource is GPUs.

@@ -16,7 +16,6 @@ from msgspec.structs import replace
 
 from app_agent.core import jobs
 from app_agent.core.agent import AppAgent
-from app_agent.core.host import AppHost
 from arbiter.core import apps, leases, nodes, plans, rounds
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.model import Bidding, Draining, Free, Leased
@@ -168,7 +167,15 @@ def a_silent_app_keeps_what_it_does_not_use() -> Iterator[None]:
 
 @mutant
 def plans_and_holdings_are_said_only_once() -> Iterator[None]:
-    with patch.object(Arbiter, "_beat_is_due", lambda *_: False):
+    say_plan, say_holdings = Arbiter._say_plan, Arbiter._say_holdings
+
+    def plan(self: Arbiter, turn: Any, node: Any, *, restate: bool) -> None:
+        say_plan(self, turn, node, restate=False)
+
+    def holdings(self: Arbiter, turn: Any, app: Any, cluster_gpus: int, *, restate: bool) -> None:
+        say_holdings(self, turn, app, cluster_gpus, restate=False)
+
+    with patch.object(Arbiter, "_say_plan", plan), patch.object(Arbiter, "_say_holdings", holdings):
         yield
 
 
@@ -185,12 +192,6 @@ def a_node_obeys_older_plans() -> Iterator[None]:
         self._fence = (message.epoch, message.seq)
 
     with patch.object(NodeAgent, "_plan", obedient):
-        yield
-
-
-@mutant
-def a_node_starts_without_looking() -> Iterator[None]:
-    with patch.object(NodeAgent, "_obstacle", lambda *_: ""):
         yield
 
 
@@ -221,13 +222,11 @@ def a_crash_counts_as_a_finish() -> Iterator[None]:
 
 @mutant
 def an_app_says_its_wish_only_once() -> Iterator[None]:
-    with patch.object(AppAgent, "tick", lambda *_: []), patch.object(AppAgent, "restate", lambda *_: []):
-        yield
-
-
-@mutant
-def an_app_forgets_to_give_back() -> Iterator[None]:
-    with patch.object(AppAgent, "_give_back", _nothing):
+    with (
+        patch.object(AppAgent, "tick", lambda *_: []),
+        patch.object(AppAgent, "restate", lambda *_: []),
+        patch.object(AppAgent, "deadline", lambda *_: None),
+    ):
         yield
 
 
@@ -264,14 +263,13 @@ def the_journal_is_written_after_handling() -> Iterator[None]:
 
 
 @mutant
-def a_snapshot_leaves_out_what_is_held() -> Iterator[None]:
-    restore = AppHost.restore.__func__  # type: ignore[attr-defined]
+def a_snapshot_leaves_out_a_counter() -> Iterator[None]:
+    restored = Arbiter.restored.__func__  # type: ignore[attr-defined]
 
     def forgetful(kind: Any, blob: bytes) -> Any:
-        host = restore(kind, blob)
-        for state in host.state.apps.values():
-            state.held = {}
-        return host
+        arbiter = restored(kind, blob)
+        arbiter.state.leases_made = 0
+        return arbiter
 
-    with patch.object(AppHost, "restore", classmethod(forgetful)):
+    with patch.object(Arbiter, "restored", classmethod(forgetful)):
         yield

@@ -1,0 +1,236 @@
+"""Fault worlds, the quick form: a hundred of them pass, one seed is one world, the checks tell right from wrong.
+
+`gpu-arbiter worlds` runs as many as one likes; what hides in the cores and must be found is in `mutants`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from arbiter.core.model import ArbiterSettings, Free
+from launch.cli import app as command_line
+from protocol.messages import ARBITER, Party
+from simulator.checks import Checks, Violation, unsettled
+from simulator.cluster import parse_cluster
+from simulator.costs import Costs
+from simulator.faults import NetworkOptions, draw, facts_of
+from simulator.weather import Network
+from simulator.world import World
+from simulator.worlds import Verdict, run_world, run_worlds, summary
+from tests.support.app_harness import spec_of
+
+ROOT = Path(__file__).resolve().parents[2]
+WORLDS = 100
+
+
+@pytest.mark.timeout(300)
+def test_a_hundred_worlds_pass() -> None:
+    verdicts = list(run_worlds(range(WORLDS)))
+    assert {verdict.seed: verdict.wrong for verdict in verdicts if verdict.wrong} == {}
+    figures = summary(verdicts)
+    assert figures["worlds"] == figures["passed"] == WORLDS
+    # They are about something: daemons died, apps ended in every way, and most could finish after all.
+    assert figures["restarts"] > WORLDS
+    assert figures["apps"]["finished"] > 3 * figures["apps"]["cancelled"] > 0
+    assert all(0.0 < share <= 1.0 for share in figures["used"].values())
+
+
+def test_the_same_seed_is_the_same_world_in_a_fresh_interpreter() -> None:
+    code = (
+        "import hashlib\nfrom simulator.worlds import run_world\nlines = []\nrun_world(5, tell=lines.append)\n"
+        "print(len(lines), hashlib.sha256('\\n'.join(lines).encode()).hexdigest())"
+    )
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("0", "7")
+    ]
+    assert told[0] == told[1]
+    assert int(told[0].split()[0]) > 100
+
+
+def test_seeds_differ_and_options_cover_what_can_go_wrong() -> None:
+    options = [draw(seed) for seed in range(200)]
+    assert draw(3) == draw(3)
+    kinds = {fault.kind for each in options for fault in each.faults}
+    assert kinds == {
+        *("crash", "freeze", "cut", "vanish", "power", "gpu", "cancel", "policy"),
+        *("worker-crash", "worker-kill", "worker-deaf", "worker-stall"),
+    }
+    assert {fault.who.role for each in options for fault in each.faults if fault.kind == "crash"} == {
+        *("arbiter", "node", "app"),
+    }
+    assert any(app.spec.spans for each in options for app in each.apps)
+    assert any(app.lie != 1.0 for each in options for app in each.apps)
+    assert {app.spec.search for each in options for app in each.apps if len(app.spec.trials) > 1} == {
+        *("halving", "hyperband", "curve", "all"),
+    }
+    assert all(fault.at <= each.calm_at for each in options for fault in each.faults)
+
+
+# --- the network ----------------------------------------------------------------------------------------------------
+
+
+def network(**changes: float) -> Network:
+    options = {"loss": 0.0, "repeat": 0.0, "delay_s": 1.0, "ordered": False, "kept": False, **changes}
+    return Network(NetworkOptions(**options), seed=1)  # type: ignore[arg-type]
+
+
+NODE = Party("node", "n1")
+
+
+def test_a_network_loses_and_repeats_by_its_odds() -> None:
+    lossy = network(loss=0.3)
+    arrived = sum(len(lossy(NODE, ARBITER, None, 0.0)) for _ in range(2000))  # type: ignore[arg-type]
+    assert 0.65 < arrived / 2000 < 0.75
+    twice = network(repeat=0.2)
+    copies = sum(len(twice(NODE, ARBITER, None, 0.0)) for _ in range(2000))  # type: ignore[arg-type]
+    assert 1.15 < copies / 2000 < 1.25
+
+
+def test_on_an_ordered_link_nothing_overtakes() -> None:
+    ordered, unordered = network(ordered=True), network()
+
+    def arrivals(link: Network) -> list[float]:
+        return [0.1 * number + link(NODE, ARBITER, None, 0.1 * number)[0] for number in range(50)]  # type: ignore[arg-type]
+
+    assert arrivals(ordered) == sorted(arrivals(network(ordered=True)))
+    assert arrivals(unordered) != sorted(arrivals(network()))
+
+
+def test_a_cut_takes_one_direction_or_both_and_overlapping_cuts_count() -> None:
+    link = network()
+    link.cut(NODE, 1, +1)
+    assert link(NODE, ARBITER, None, 0.0) == ()  # type: ignore[arg-type]
+    assert len(link(ARBITER, NODE, None, 0.0)) == 1  # type: ignore[arg-type]
+    link.cut(NODE, 0, +1)
+    assert link(ARBITER, NODE, None, 0.0) == ()  # type: ignore[arg-type]
+    link.cut(NODE, 1, -1)
+    assert link(NODE, ARBITER, None, 0.0) == ()  # type: ignore[arg-type]
+    link.cut(NODE, 0, -1)
+    assert len(link(NODE, ARBITER, None, 0.0)) == 1  # type: ignore[arg-type]
+    link.calm = True
+    assert link(NODE, ARBITER, None, 9.0) == (pytest.approx(0.01),)  # type: ignore[arg-type]
+
+
+# --- the checks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def running() -> World:
+    """A world in which app1-1 trains on both GPUs of the only node, and app2-1 waits."""
+    settings = ArbiterSettings(policy="fifo", round_pause_s=0.5, admission_wait_s=0.0)
+    world = World(parse_cluster("1x2"), settings, Costs(message_s=0.01), beat_s=2.0)
+    app = draw(0).apps[0]
+    for name in ("first", "second"):
+        spec = spec_of(gang=2, steps_total=100, tenant="red")
+        world.submit(name, spec, facts_of(type(app)(0.0, spec, 200.0, apart=False), seed=0))
+    world.run(until=20.0)
+    return world
+
+
+def test_a_world_at_work_passes_and_what_is_over_leaves_nothing(running: World) -> None:
+    checks = Checks()
+    checks.judge_whole(running)
+    assert [worker.phase for machine in running.machines.values() for worker in machine.workers.values()] == ["running"]
+    running.run(until=400.0, done=lambda: all(living.over_at is not None for living in running.apps.values()))
+    assert unsettled(running, ()) != {}  # the end is said, and not yet heard
+    running.run(until=420.0)
+    checks.judge_whole(running)
+    assert unsettled(running, ()) == {}
+
+
+def break_ownership(world: World) -> None:
+    state = world.arbiter.core.state
+    gpu = next(iter(state.gpus.values()))
+    state.gpus[gpu.id] = type(gpu)(**{**{f: getattr(gpu, f) for f in gpu.__struct_fields__}, "state": Free(0.0)})
+
+
+def break_fence(world: World) -> None:
+    next(iter(world.machines.values())).fence = (0, 0)
+
+
+def break_work(world: World) -> None:
+    world.run(until=400.0, done=lambda: next(iter(world.apps.values())).over_at is not None)
+    next(iter(world.shelf.tales.values())).placed -= 1.0
+
+
+def break_finish(world: World) -> None:
+    world.run(until=400.0, done=lambda: next(iter(world.apps.values())).over_at is not None)
+    next(iter(world.shelf.tales.values())).finish_s = None
+
+
+def break_attempts(world: World) -> None:
+    machine = next(iter(world.machines.values()))
+    worker = next(iter(machine.workers.values()))
+    spec = worker.spec
+    older = {
+        **{f: getattr(spec, f) for f in spec.__struct_fields__},
+        "attempt": spec.attempt + 1,
+        "task": "app1-1.0-a1",
+    }
+    machine._start(type(spec)(**older))
+
+
+def break_ownership_by_two(world: World) -> None:
+    machine = next(iter(world.machines.values()))
+    spec = next(iter(machine.workers.values())).spec
+    fields = {f: getattr(spec, f) for f in spec.__struct_fields__}
+    machine._start(type(spec)(**{**fields, "task": "app1-1.0-a0.1"}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (break_ownership, "which to the arbiter is nobody's"),
+        (break_ownership_by_two, "is used by"),
+        (break_fence, "the fence of n001 fell"),
+        (break_attempts, "has a process of attempt 1 beside app1-1.0-a0"),
+        (break_work, "s of work were counted, and it has 200"),
+        (break_finish, "counts as finished and is not"),
+    ],
+)
+def test_each_check_sees_what_it_is_there_for(running: World, harm: Callable[[World], None], said: str) -> None:
+    checks = Checks()
+    checks.judge_whole(running)
+    harm(running)
+    with pytest.raises(Violation, match=said):
+        checks.judge_whole(running)
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_one_document_and_what_repeats_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(command_line, ["worlds", "--count", "3", "--seed", "1", "--jobs", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["schema"] == "worlds/v1"
+    assert document["summary"]["worlds"] == 3
+    assert document["failures"] == []
+
+    def broken(seeds: range, *, jobs: int) -> Iterator[Verdict]:
+        for verdict in map(run_world, seeds):
+            fields = {name: getattr(verdict, name) for name in verdict.__struct_fields__}
+            yield Verdict(**{**fields, "wrong": "n1-g0 is used by two", "lines": ("the last words",)})
+
+    monkeypatch.setattr("simulator.worlds.run_worlds", broken)
+    result = CliRunner().invoke(command_line, ["worlds", "--count", "1", "--seed", "4"])
+    assert result.exit_code == 1
+    assert "world 4 failed" in result.stdout
+    assert "the last words" in result.stdout
+    assert "gpu-arbiter worlds --seed 4 --count 1 --trace" in result.stdout
