@@ -46,9 +46,9 @@ def simulate(
     """Return what becomes of `workload` on `cluster` under `policy`.
 
     Of the arbiter's `settings` policy and seed are set, and beats left out, since nothing is lost in this world.
-    `costs` are what acts take; with `costs.placement`, `profiles` say how much slower jobs are whose GPUs lie apart. `progress`
-    is called now and then with the number of jobs that are over and of all jobs. `wire` encodes and decodes every
-    message, as a bus does.
+    `costs` are what acts take; with `costs.placement`, `profiles` say how much slower jobs are whose GPUs lie apart.
+    `progress` is called now and then with the number of jobs that are over and of all jobs. `wire` encodes and decodes
+    every message, as a bus does.
     """
     settings = quiet(replace(settings, policy=policy, seed=seed))
     run = _Simulation(workload, cluster, settings, costs, profiles, progress, wire=wire)

@@ -105,7 +105,7 @@ class Arbiter:
     def standing(self) -> tuple[int, int]:
         """Return how many GPUs are leased or drain, and how many active apps hold none."""
         index = self._index
-        return len(self.state.gpus) - len(index.free), sum(1 for app in index.active if not index.gpus.get(app))
+        return len(self.state.gpus) - len(index.free), len(index.active) - len(index.active & index.holders)
 
     def story(self, id: str) -> Sequence[Chapter]:  # noqa: A002
         """Return what has happened to a GPU, app, node or ``rounds``, oldest first."""
@@ -265,7 +265,13 @@ class Arbiter:
 
 
 def _validate(state: State, index: Index) -> None:
-    assert index.same_as(Index(state)), "the index is not what the state says"
+    fresh = Index(state)
+    assert index.same_as(fresh), "the index is not what the state says"
+    known, anew = Turn(state, state.now, index), Turn(state, state.now, fresh)
+    for node in state.nodes.values():
+        assert plans.plan_of(known, node) == plans.plan_of(anew, node), f"the plan of {node.id} is out of date"
+    shown = [rounds.make_view(turn, leases.in_play(turn), {}) for turn in (known, anew)]
+    assert shown[0] == shown[1], "what a policy is shown is out of date"
     seen = set()
     for gpu_id, gpu in state.gpus.items():
         assert gpu.id == gpu_id

@@ -269,7 +269,7 @@ class App(Struct, frozen=True):
 
     @property
     def only(self) -> tuple[GpuId, ...] | None:
-        """The only GPUs it can use, if only parked jobs want more than they have: these go on where they are. None: any."""
+        """The only GPUs it can use, if only parked jobs want more than they have; such jobs cannot move. None: any."""
         named = tuple(sorted(gpu for job in self.jobs for gpu in job.gpus))
         parked = [job for job in self.jobs if job.suspended]
         if parked and len(parked) == len(self.jobs):

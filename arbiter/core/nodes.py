@@ -132,7 +132,8 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
             turn.tell(task.app, f"{task.id} is reported by {node.id} and by {known.node}; {known.node} counts")
             continue
         turn.state.tasks[task.id] = replace(task, ordered_seq=known.ordered_seq if known else 0)
-        turn.index.bind_task(task)
+        if known is None or (_news_of(known), known.gpus) != (_news_of(task), task.gpus):
+            turn.index.bind_task(task)
         if known is None or _news_of(known) != _news_of(task):
             turn.nodes.add(node.id)
             _tell_phase(turn, known, task)

@@ -61,16 +61,28 @@ def plan_of(turn: Turn, node: model.Node) -> NodePlan:
     terms = tuple(_terms(turn, gpu.state.lease, gpu) for gpu in gpus if isinstance(gpu.state, Leased))
     apps = {gpu.state.lease.app for gpu in gpus if isinstance(gpu.state, Leased)}
     apps |= {state.tasks[task].app for task in turn.index.node_tasks[node.id]}
-    orders = [order for app_id in sorted(apps) if app_id in state.apps for order in _orders(turn, node, app_id)]
+    orders = [order for app_id in sorted(apps) if app_id in state.apps for order in _orders_for(turn, node, app_id)]
     return NodePlan(node=node.id, epoch=state.epoch, seq=node.plan_seq, leases=terms, tasks=tuple(orders))
 
 
-def _orders(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
+def _orders_for(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
+    """Return what `node` should do for an app; what was said last if nothing of the app has stirred since."""
     app = turn.state.apps[app_id]
     if not app.active:
         return []
+    stirs = turn.index.stirs[app_id]
+    said = turn.index.orders.setdefault(app_id, {})
+    last = said.get(node.id)
+    if last is not None and last[0] is app.jobs and last[1] is app.state and last[2] == stirs:
+        return last[3]
+    orders = _orders(turn, node, app)
+    said[node.id] = (app.jobs, app.state, stirs, orders)
+    return orders
+
+
+def _orders(turn: Turn, node: model.Node, app: model.App) -> list[TaskOrder]:
     known: dict[JobId, list[Task]] = {}
-    for task_id in sorted(turn.index.tasks[app_id]):
+    for task_id in sorted(turn.index.tasks[app.id]):
         task = turn.state.tasks[task_id]
         known.setdefault(task.job, []).append(task)
     orders = []

@@ -271,16 +271,14 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
     apps: list[AppView] = []
     for _, app_id in index.order:
         app = state.apps[app_id]
-        held = index.gpus.get(app_id)
-        renewable = tuple(sorted([gpu for gpu in held if gpu in gpus])) if held else ()
-        version = index.versions.get(app_id, 0)
+        renewable = tuple(sorted([gpu for gpu in index.gpus[app_id] if gpu in gpus])) if app_id in index.holders else ()
         shown = index.app_views.get(app_id)
-        if shown is None or shown[0] is not app or shown[1] != version or shown[2] != renewable:
+        if shown is None or shown[0] is not app or shown[1] != index.versions[app_id] or shown[2] != renewable:
             look = _look_at(turn, app, renewable, promised.get(app_id, ()))
-            shown = index.app_views[app_id] = (app, version, renewable, look)
-        view = shown[3]
-        if (renewable or view.want > 0) and heard(turn, app):
-            apps.append(_with_rho(turn, app, view, rhos[app_id]) if app_id in rhos else view)
+            matters = bool(renewable) or look.want > 0
+            shown = index.app_views[app_id] = (app, index.versions[app_id], renewable, look, matters)
+        if shown[4] and heard(turn, app):
+            apps.append(_with_rho(turn, app, shown[3], rhos[app_id]) if app_id in rhos else shown[3])
     return View(
         round=state.round,
         seed=_seed(state),

@@ -21,7 +21,7 @@ from arbiter.core.model import Chapter, State
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, Policy, Settings, View
 from protocol.core import Send
-from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TaskId
+from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TaskId, TaskOrder
 
 #: Lines kept of one object's story: a day of rounds at the default lease is 144; the ledger keeps all of them.
 STORY_LENGTH_MAX = 64
@@ -175,7 +175,11 @@ class Index:
         self.over: list[tuple[float, AppId]] = []  #: the apps that are over, the oldest first
         #: What was last shown of GPUs and apps, with what it was derived from: most are the same in the next round.
         self._gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
-        self.app_views: dict[AppId, tuple[model.App, int, tuple[GpuId, ...], AppView]] = {}
+        self.app_views: dict[AppId, tuple[model.App, int, tuple[GpuId, ...], AppView, bool]] = {}
+        #: By app and node: what was last ordered there, with the app's jobs and state and the count of its stirs.
+        self.orders: dict[AppId, dict[NodeId, tuple[object, object, int, list[TaskOrder]]]] = {}
+        self.stirs: dict[AppId, int] = defaultdict(int)  #: grows whenever its GPUs or tasks change
+        self.holders: set[AppId] = set()  #: apps that have a GPU, leased or draining
         self._revocable: dict[GpuId, GpuView] = {}
         self._touched: set[GpuId] = set()  #: GPUs that have changed since `_revocable` was looked at
         self.versions: dict[AppId, int] = defaultdict(int)  #: grows whenever what an app holds or is promised changes
@@ -195,7 +199,9 @@ class Index:
             self.free.add(gpu.id)
         else:
             self.gpus[app].add(gpu.id)
+            self.holders.add(app)
             self.versions[app] += 1
+            self.stirs[app] += 1
         if isinstance(gpu.state, model.Leased):
             if gpu.state.lease.expires_at < model.NEVER:
                 self.ends[gpu.id] = gpu.state.lease.expires_at
@@ -214,6 +220,9 @@ class Index:
         if app is not None:
             self.gpus[app].discard(gpu.id)
             self.versions[app] += 1
+            self.stirs[app] += 1
+            if not self.gpus[app]:
+                self.holders.discard(app)
         if isinstance(gpu.state, model.Draining):
             self.draining.discard(gpu.id)
             if gpu.state.promised_to is not None:
@@ -226,6 +235,7 @@ class Index:
         """A GPU or a node has come, gone, fallen ill or recovered: count anew when next asked."""
         self._census = None
         self._touched.update(self._state.gpus)
+        self.orders.clear()
 
     def touch(self, gpu: GpuId) -> None:
         """Something else about this GPU has changed."""
@@ -296,6 +306,7 @@ class Index:
             del self.order[bisect_left(self.order, place)]
             self.app_views.pop(app.id, None)
             self.versions.pop(app.id, None)
+            self.orders.pop(app.id, None)
 
     def forget_end(self, app: model.App) -> None:
         """Forget when this app ended: one that was refused may yet say that it is over."""
@@ -306,12 +317,14 @@ class Index:
                 del self.over[place]
 
     def bind_task(self, task: model.Task) -> None:
-        """Note where this task is."""
+        """Note where this task is, or that it has changed."""
+        self.stirs[task.app] += 1
         self.tasks[task.app].add(task.id)
         self.node_tasks[task.node].add(task.id)
 
     def unbind_task(self, task: model.Task) -> None:
         """Forget this task."""
+        self.stirs[task.app] += 1
         self.tasks[task.app].discard(task.id)
         self.node_tasks[task.node].discard(task.id)
 

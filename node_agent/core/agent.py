@@ -137,6 +137,7 @@ class NodeAgent:
         self._unsaid = False  #: something may have changed since the last tick
         self._figures_at: float | None = None  #: when metrics that have come since the last report are due
         self._notes: dict[TaskId, WorkerNote] = {}
+        self._noted: dict[TaskId, Task] = {}  #: as it was when that was last looked at
         self._story: dict[TaskId, deque[str]] = {}
         self._effects: list[NodeEffect] = []
         self._now = 0.0
@@ -652,8 +653,9 @@ class NodeAgent:
 
     def _note(self, task: Task) -> None:
         """Have what a next incarnation needs written down, when it changed."""
-        if isinstance(task.state, Waiting | Starting | Exited):
+        if self._noted.get(task.id) is task or isinstance(task.state, Waiting | Starting | Exited):
             return
+        self._noted[task.id] = task
         note = _note_of(task)
         before = self._notes.get(task.id, WorkerNote())
         # Steps change all the time and are said again in hello; they ride along with what matters.
@@ -686,6 +688,7 @@ class NodeAgent:
                 del self._tasks[task.id]
                 self._story.pop(task.id, None)
                 self._notes.pop(task.id, None)
+                self._noted.pop(task.id, None)
                 self._effects.append(ForgetWorker(task.id))
 
     def statuses(self) -> NodeReport:
