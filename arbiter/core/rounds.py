@@ -269,6 +269,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
     state, index = turn.state, turn.index
     promised = leases.promised(turn)
     apps: list[AppView] = []
+    silent_before = turn.now - state.settings.app_timeout_s
     for _, app_id in index.order:
         app = state.apps[app_id]
         renewable = tuple(sorted([gpu for gpu in index.gpus[app_id] if gpu in gpus])) if app_id in index.holders else ()
@@ -277,7 +278,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
             look = _look_at(turn, app, renewable, promised.get(app_id, ()))
             matters = bool(renewable) or look.want > 0
             shown = index.app_views[app_id] = (app, index.versions[app_id], renewable, look, matters)
-        if shown[4] and heard(turn, app):
+        if shown[4] and (app.seen_at >= silent_before or heard(turn, app)):
             apps.append(_with_rho(turn, app, shown[3], rhos[app_id]) if app_id in rhos else shown[3])
     return View(
         round=state.round,
