@@ -1,4 +1,4 @@
-"""The seam between the arbiter and its policies: four questions, answered by pure functions.
+"""The seam between the arbiter and its policies: two traits and three questions, answered by pure functions.
 
 A policy sees a `View` (frozen, no way back into the arbiter) and, if it asked for an auction, the bids; it answers
 with the *desired assignment* of the GPUs in play and a reason per app. The arbiter derives grants, renewals and
@@ -80,6 +80,7 @@ class View(Struct, frozen=True):
     apps: tuple[AppView, ...]
     offered: tuple[AppId, ...] | None = None  #: who saw the offer, once it was made; None: ask `Policy.bidders`
     now: float = 0.0  #: seconds, whatever their origin
+    unseen: Mapping[TenantId, int] = {}  #: GPUs of apps that are not shown, having all they want and none in play
 
     def elapsed_s(self, app: AppView) -> float:
         """Return the time since `app` arrived."""

@@ -19,7 +19,7 @@ from arbiter.core.model import Bidding, Deciding, Gpu, Idle, Leased, Probing, St
 from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, View
 from arbiter.core.turn import Decide, Decided, Index, RoundRecord, Turn, policy_of
 from protocol.core import Send
-from protocol.messages import AppId, Bid, GpuId, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId
+from protocol.messages import AppId, Bid, GpuId, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId, TenantId
 
 
 def advance(turn: Turn, *, may_start: bool) -> None:
@@ -269,6 +269,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
     state, index = turn.state, turn.index
     promised = leases.promised(turn)
     apps: list[AppView] = []
+    unseen: dict[TenantId, int] = {}
     silent_before = turn.now - state.settings.app_timeout_s
     for _, app_id in index.order:
         app = state.apps[app_id]
@@ -280,6 +281,8 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
             shown = index.app_views[app_id] = (app, index.versions[app_id], renewable, look, matters)
         if shown[4] and (app.seen_at >= silent_before or heard(turn, app)):
             apps.append(_with_rho(turn, app, shown[3], rhos[app_id]) if app_id in rhos else shown[3])
+        elif shown[3].kept:
+            unseen[app.tenant] = unseen.get(app.tenant, 0) + len(shown[3].kept)
     return View(
         round=state.round,
         seed=_seed(state),
@@ -288,6 +291,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         gpus=tuple(gpus.values()),
         apps=tuple(apps),
         now=turn.now,
+        unseen=unseen,
     )
 
 

@@ -211,6 +211,13 @@ def test_drf_serves_the_tenant_with_the_least_share_then_its_least_app() -> None
     assert counts("drf", round_of(gpus_of(7), *many, lone)) == {"m0": 2, "m1": 1, "m2": 1, "lone": 3}
 
 
+def test_drf_counts_apps_that_have_all_they_want_and_are_not_shown() -> None:
+    one, other = job("one", tenant="large"), job("other", tenant="small")
+    view = round_of(gpus_of(1), one, other)
+    assert counts("drf", view) == {"one": 1, "other": 0}
+    assert counts("drf", replace(view, unseen={TenantId("large"): 2, TenantId("small"): 1})) == {"one": 0, "other": 1}
+
+
 def test_drf_counts_what_apps_keep_and_gives_whole_gangs() -> None:
     elsewhere = gpus_of(4, first=9)
     rich = app_of("rich", demand_max=9, kept=elsewhere)

@@ -3,10 +3,6 @@
 One gang at a time goes to the tenant with the smallest share of the cluster's GPUs, and in it to the app with the
 smallest share, until nothing fits; equal ones in order of arrival.
 
-A tenant's share counts the apps in the view. Those are not all: an app that has all it wants, under leases of which
-none is in play, is not shown, and its GPUs are not counted. So a tenant with such apps can get more than its share
-until their leases come into play, at most a lease later.
-
 *Source:* dominant resource fairness (NSDI 2011), progressive filling; every app here needs GPUs before all else, so its
 dominant resource is GPUs.
 """
@@ -66,7 +62,7 @@ class Drf(Ranked):
 
 def _kept(view: View) -> Counter[TenantId]:
     """Return how many GPUs each tenant keeps whatever the round decides."""
-    kept: Counter[TenantId] = Counter()
+    kept: Counter[TenantId] = Counter(view.unseen)
     for app in view.apps:
         if app.kept:
             kept[app.tenant] += len(app.kept)

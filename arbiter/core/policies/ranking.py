@@ -276,7 +276,7 @@ class Ranked(ABC):
         """Return in how many seconds the order may change by itself; None: never."""
         return None
 
-    # --- the four questions -----------------------------------------------------------------------------------------
+    # --- what a policy is asked --------------------------------------------------------------------------------------
 
     def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
         """Refuse an app whose gang fits no place that it accepts."""
