@@ -168,9 +168,17 @@ class Desk:
             "next_round_s": self._next_round_s(now),
             "apps_mean": rounds.apps_mean(self._arbiter.state, app, now),
             "rounds": [_own_round(app.id, record) for record in self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app.id)],
-            "story": _story(self._arbiter.story(app.id)),
+            "story": _story(self._own_story(app)),
         }
         return _answer(sender, query, document)
+
+    def _own_story(self, app: model.App) -> Sequence[model.Chapter]:
+        """Return the story of an app, with what the last round tells all apps that it tells nothing of their own."""
+        story, rest = self._arbiter.story(app.id), self._arbiter.state.rest
+        if rest is None or not app.active:
+            return story
+        this_round = rest.what.partition(":")[0] + ":"
+        return story if any(chapter.what.startswith(this_round) for chapter in story) else (*story, rest)
 
     def _next_round_s(self, now: float) -> float | None:
         """Return how long until a round may start: leases end, or something is free now. None while one is decided."""

@@ -42,6 +42,7 @@ class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     renewal_lead_s: float = 30.0  #: a round runs this long before leases end, so that incumbents learn in time
     round_pause_s: float = 1.0  #: between rounds, whatever happens
     probe_s: float = 2.0  #: deadline of phase 1
+    probes_max: int = 2000  #: apps asked in phase 1; of more, those that look worst off by what the arbiter knows
     bid_s: float = 2.0  #: deadline of phase 2
     decide_grace_s: float = 15.0  #: a round without its decision is dropped this long after the solver's budget
     beat_s: float = 2.0  #: plans and holdings are restated this often
@@ -306,6 +307,7 @@ class Bidding(Struct, frozen=True, tag=True):
     bidders: tuple[AppId, ...]
     awaited: set[AppId]
     bids: dict[AppId, Bid]
+    asked: frozenset[AppId] | None = None  #: who was asked for rho, where not everybody was
 
 
 class Deciding(Struct, frozen=True, tag=True):
@@ -352,6 +354,7 @@ class State(Struct):
     look_again_at: float | None = None  #: the policy wants another round then, even if nothing happens
     news: bool = False  #: something happened since the last round that could change its result
     leases_made: int = 0
+    rest: Chapter | None = None  #: what the last round tells the apps that it tells nothing of their own
     stories: dict[str, list[Chapter]] = field(default_factory=dict)
 
 

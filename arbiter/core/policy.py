@@ -80,6 +80,7 @@ class View(Struct, frozen=True):
     apps: tuple[AppView, ...]
     offered: tuple[AppId, ...] | None = None  #: who saw the offer, once it was made; None: ask `Policy.bidders`
     now: float = 0.0  #: seconds, whatever their origin
+    asked: frozenset[AppId] | None = None  #: who was asked for rho, where not everybody was
     unseen: Mapping[TenantId, int] = {}  #: GPUs of apps that are not shown, having all they want and none in play
 
     def elapsed_s(self, app: AppView) -> float:

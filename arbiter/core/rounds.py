@@ -8,6 +8,7 @@ it does everything goes on but rounds; a decision that does not come is waited f
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from typing import assert_never
@@ -94,6 +95,8 @@ def take_decision(turn: Turn, decided: Decided) -> None:
         state.look_again_at = turn.now + decided.allocation.look_again_s
     for outcome in outcomes:
         turn.tell(outcome.app, f"round {state.round}: {outcome.reason}")
+    rest = decided.allocation.rest
+    state.rest = model.Chapter(turn.now, f"round {state.round}: {rest}") if rest else None
     turn.effects.append(_record(turn, phase, decided.allocation, outcomes))
 
 
@@ -155,10 +158,32 @@ def _retry_at(state: State, index: Index) -> float | None:
 def _probe(turn: Turn, view: View) -> None:
     state = turn.state
     state.round += 1
-    asked = tuple(app.app for app in view.apps)
+    asked = tuple(app.app for app in _worst_off(turn, view, state.settings.probes_max))
     state.phase = Probing(turn.now, turn.now + state.settings.probe_s, set(asked), {})
     for app_id in asked:
         turn.effects.append(_probe_of(turn, state.apps[app_id], view.cluster_gpus))
+
+
+def _worst_off(turn: Turn, view: View, count: int) -> Sequence[AppView]:
+    """Return the `count` apps that look worst off, by arrival: a budget on messages where there are thousands of apps.
+
+    The arbiter's estimate of rho takes the run time left from an app's last report, and a lease more of one that has no
+    GPUs. Who does not say how long it takes is judged by its age alone.
+    """
+    if len(view.apps) <= count:
+        return view.apps
+    apps_mean_now = turn.state.apps_count.last_value
+
+    def estimate(app: AppView) -> float:
+        left_s = view.left_s(app)
+        cluster_s = turn.state.apps[app.app].ideal_s
+        if left_s is None or cluster_s <= 0.0:
+            return view.elapsed_s(app) / max(1.0, view.lease_s)
+        shared_s = view.elapsed_s(app) + left_s + (0.0 if app.leases else view.lease_s)
+        return shared_s / (cluster_s * max(1.0, apps_mean_now))
+
+    chosen = {app.app for app in heapq.nlargest(count, view.apps, key=estimate)}
+    return [app for app in view.apps if app.app in chosen]
 
 
 def _probe_of(turn: Turn, app: model.App, cluster_gpus: int) -> Send:
@@ -189,11 +214,14 @@ def _offer(turn: Turn) -> None:
     assert isinstance(state.phase, Probing)
     gpus = leases.in_play(turn)
     view = make_view(turn, gpus, state.phase.rhos)
+    asked = _asked_of(state.phase, view)
+    view = replace(view, asked=asked)
     bidders = tuple(turn.policy.bidders(view)) if gpus else ()
     state.phase = Bidding(
         started_at=state.phase.started_at,
         deadline=turn.now + state.settings.bid_s,
         rhos=state.phase.rhos,
+        asked=asked,
         offered=tuple(gpus),
         bidders=bidders,
         awaited=set(bidders),
@@ -216,6 +244,12 @@ def _offer(turn: Turn) -> None:
         _decide(turn)
 
 
+def _asked_of(phase: Probing, view: View) -> frozenset[AppId] | None:
+    """Return who was asked, or None if everybody in the view was."""
+    asked = phase.awaited | phase.rhos.keys()
+    return None if all(app.app in asked for app in view.apps) else frozenset(asked)
+
+
 def _offered(gpu: GpuView) -> OfferedGpu:
     return OfferedGpu(gpu.gpu, gpu.node, gpu.rack, gpu.slot)
 
@@ -226,7 +260,7 @@ def _decide(turn: Turn) -> None:
     assert isinstance(phase, Bidding)
     offered = set(phase.offered)
     view = make_view(turn, {gpu: shown for gpu, shown in leases.in_play(turn).items() if gpu in offered}, phase.rhos)
-    view = replace(view, offered=phase.bidders)
+    view = replace(view, offered=phase.bidders, asked=phase.asked)
     present = {app.app for app in view.apps}
     _ask_policy(turn, view, {app: bid for app, bid in phase.bids.items() if app in present}, phase)
 

@@ -9,12 +9,14 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from arbiter.core.arbiter import Configured
+from arbiter.core.policy import Settings
 from arbiter.core.turn import LeaseRecord, RoundRecord
 from arbiter.desk import Desk
 from arbiter.ledger import Ledger
 from protocol.core import Send
 from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId
-from tests.support.arbiter_site import Effect, Site, gpu_id, task, wish
+from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, task, wish
 
 ANA = Party("app", "ana")
 
@@ -193,3 +195,19 @@ def test_a_log_of_nothing_is_refused_with_a_sentence() -> None:
     (send,) = counter.desk.ask(ANA, Query("q", "log", "bob-1"), counter.site.now)
     assert isinstance(send.message, Answer)
     assert "may not have started" in send.message.error
+
+
+def test_who_is_told_nothing_of_its_own_by_a_crowded_round_is_told_what_holds_for_all() -> None:
+    counter = Counter()
+    site = counter.site
+    site.handle(Configured(replace(SETTINGS, policy="backfill", policy_settings=Settings(reasons_max=0))))
+    for app in ("ana-1", "bob-1", "cleo-1"):
+        site.app(app)
+    site.play_round(site.node("n1", 1) + site.wait(6))
+    assert site.held("ana-1") == [gpu_id("n1", 0)]
+    told = counter.ask("explain", "cleo-1")["story"]
+    assert told[-1]["what"].startswith("round 1: ")
+    assert site.arbiter.state.rest is not None
+    assert told[-1]["what"] == site.arbiter.state.rest.what
+    own = counter.ask("explain", "ana-1")["story"]
+    assert all(line["what"] != site.arbiter.state.rest.what for line in own)

@@ -165,6 +165,7 @@ class Site:
         releases: Sequence[str] = (),
         sender: str | None = None,
         ideal_s: float = 0.0,
+        left_s: float | None = None,
     ) -> list[Effect]:
         report = AppReport(
             app=AppId(app),
@@ -177,6 +178,7 @@ class Site:
             jobs=tuple(jobs),
             releases=tuple(releases),  # type: ignore[arg-type]
             ideal_s=ideal_s,
+            left_s=left_s,
         )
         return self.hear(Party("app", sender or app.rsplit("-", 1)[0]), report)
 

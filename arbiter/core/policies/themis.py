@@ -85,9 +85,13 @@ class Themis:
         losses = explain(view, entered, entry, settlement, explaining)
         round_ = _Round(view, offered, entry, settlement, losses)
         round_.deal_leftovers(to_bidders=self._settings.leftover == "bidders")
+        told = view.apps
+        if len(told) > self._settings.reasons_max:
+            told = tuple(app for app in told if app.app in entered or app.renewable or round_.deal.got.get(app.app))
         return Allocation(
             assign=round_.deal.assign,
-            outcomes=tuple(round_.outcome(app) for app in view.apps),
+            outcomes=tuple(round_.outcome(app) for app in told),
+            rest=round_.rest if len(told) < len(view.apps) else "",
             proven=not settlement.solved.open(),
             facts=_facts(entry, settlement, explaining) | {"idle": float(len(round_.deal.left))},
         )
@@ -239,10 +243,17 @@ class _Round:
             return f"wants no more than the {gpus(len(app.kept))} it keeps"
         if app.app in self._offered:
             return "was offered the GPUs in play and did not bid in time"
+        if self._view.asked is not None and app.app not in self._view.asked:
+            return f"was not asked for its rho: the {len(self._view.asked)} that looked worse off were (probes_max)"
         if app.rho is None:
             return "did not answer the probe in time, so it took no part"
         winners = self._winners or "nobody"
         return f"did not bid, its rho {app.rho:.4g} being {self._cutoff}; the auction's GPUs went to {winners}"
+
+    @property
+    def rest(self) -> str:
+        """Said to those that are not told one by one."""
+        return f"was not among the worst off, who bid; the auction's GPUs went to {self._winners or 'nobody'}"
 
     @cached_property
     def _cutoff(self) -> str:
