@@ -33,7 +33,7 @@ GOALS = {"fifo": 2000.0, "themis": 280.0}
 #: Processor seconds that two weeks of Philly may take, and bytes.
 LONG_GOALS_S = {"las": 180.0, "themis": 900.0}
 RSS_GOAL = 1.5 * 2**30
-#: How a site with thousands of waiting apps would run auctions: seldom, for long leases, among those that look worst off.
+#: How a site with thousands of waiting apps would run auctions: seldom, for long leases, among the worst off.
 CROWDED = {"round_pause_s": "300", "lease_s": "3600", "probes_max": "64", "solver_budget_ms": "50"}
 #: Where the cost per job is compared: so many jobs of two weeks of Philly, twice and four times as many.
 LENGTHS = (1500, 3000, 6000)
