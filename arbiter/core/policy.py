@@ -113,6 +113,7 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     solver_budget_ms: float = 500.0
     #: "idle": what hidden payments leave stays free for a round when no app outside the auction can use it; bidders
     #: cannot gain by lying. "bidders": it is given back to them; no GPU idles, but over-reporting can pay.
+    #: "worst-off": all of it is dealt in order of rho, whoever bid: fairer where gangs are wide, not the paper's rule.
     leftover: str = "bidders"
     #: Apps that neither had nor got anything are told why one by one in rounds of up to so many apps; beyond, those
     #: that wait share one sentence.

@@ -93,7 +93,7 @@ def views(draw: st.DrawFn) -> View:
 
 
 @everywhere
-@given(view=views(), leftover=st.sampled_from(["idle", "bidders"]), knob=st.sampled_from([0.0, 0.5, 0.8, 1.0]))
+@given(view=views(), leftover=st.sampled_from(["idle", "bidders", "worst-off"]), knob=st.sampled_from([0.0, 0.5, 0.8, 1.0]))
 @settings(max_examples=150, deadline=None)
 def test_no_gpu_goes_to_two_apps_and_no_gang_is_broken_and_all_get_a_reason(
     name: str, view: View, leftover: str, knob: float
@@ -235,6 +235,18 @@ def test_leftovers_go_to_apps_that_did_not_bid_before_any_goes_back_to_bidders()
     assert {app: len(outcome.gpus) for app, outcome in outcomes.items()}["o-0"] == 1
     assert sum(len(outcome.gpus) for outcome in outcomes.values()) == 4
     assert all("by lot from what the auction left over" in outcomes[app].reason for app in ("o-1", "o-2"))
+
+
+def test_leftovers_may_go_to_the_worst_off_whether_they_bid_or_not() -> None:
+    # Two bid for the one gang. Whoever wins owes nearly all that it gains, so nothing of the gang can be kept.
+    gpus = gpus_of(2)
+    apps = [app_of(name, gang=2, demand_max=2, rho=rho) for name, rho in (("a", 9.0), ("b", 8.0), ("c", 5.0))]
+    rows = ((2, "cluster", 4.0),)
+    bids = {AppId(name): bid_of(name, 8.0, *rows) for name in ("a", "b")}
+    view = replace(view_of(gpus, apps), offered=(AppId("a"), AppId("b")))
+    policy = {rule: Themis(Settings(leftover=rule, fairness_knob=0.5)) for rule in ("bidders", "worst-off")}
+    won = {rule: set(each.allocate(view, bids).assign.values()) for rule, each in policy.items()}
+    assert won == {"bidders": {"c"}, "worst-off": {"a"}}
 
 
 def test_the_holder_of_a_leftover_gpu_keeps_it() -> None:

@@ -4,7 +4,9 @@ The (1 - f) fraction of apps with the greatest rho bids for all GPUs in play. A 
 hidden payments makes honest bids best; what the payments leave over goes to apps that did not bid: first to the one
 that holds the GPU (its renewal is no restart), then by lot in whole gangs. When none of those can use it, the setting
 `leftover` decides: "idle" leaves it free for a round, so that over-reporting cannot pay; "bidders" gives it back to
-bidders, so that no GPU idles, and then over-reporting can pay.
+bidders, so that no GPU idles, and then over-reporting can pay. A third way departs from the paper: "worst-off" deals
+all that is left, gang by gang, in order of rho, whoever bid or not. Where gangs are wide and few GPUs are in play the
+worst-off bidder's payment takes nearly all that it won, and a lot would give it to somebody better off.
 
 An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps what it holds if nobody else
 takes it: its training goes on without its agent.
@@ -34,7 +36,7 @@ from protocol.messages import LEVELS, AppId, Bid
 
 #: The part of the budget that is for explaining the outcome: a quarter of what is for finding it.
 EXPLAINING = 0.2
-LEFTOVER = ("idle", "bidders")
+LEFTOVER = ("idle", "bidders", "worst-off")
 
 
 class Themis:
@@ -84,7 +86,10 @@ class Themis:
         explaining = Budget.of(EXPLAINING * budget_ms, clock)
         losses = explain(view, entered, entry, settlement, explaining)
         round_ = _Round(view, offered, entry, settlement, losses)
-        round_.deal_leftovers(to_bidders=self._settings.leftover == "bidders")
+        if self._settings.leftover == "worst-off":
+            round_.deal_to_worst_off()
+        else:
+            round_.deal_leftovers(to_bidders=self._settings.leftover == "bidders")
         told = view.apps
         if len(told) > self._settings.reasons_max:
             told = tuple(app for app in told if app.app in entered or app.renewable or round_.deal.got.get(app.app))
@@ -138,6 +143,7 @@ class _Round:
         self._renewed: dict[AppId, int] = {}
         self._given: dict[AppId, int] = {}
         self._misfit: dict[AppId, str] = {}
+        self._way = "by lot"
 
     # --- leftovers --------------------------------------------------------------------------------------------------
 
@@ -149,6 +155,15 @@ class _Round:
             bidders = [self._as_bid(app) for app in self._view.apps if app.app in self._awards]
             self._renew(bidders)
             self._draw_lots(bidders)
+
+    def deal_to_worst_off(self) -> None:
+        """Give one gang at a time to each app that has told its rho, the greatest first, whether it bid or not."""
+        self._way = "in order of rho"
+        apps = [self._as_bid(app) if app.app in self._awards else app for app in self._view.apps]
+        waiting = sorted((app for app in apps if app.rho is not None), key=lambda app: (-_rho(app), app.app))
+        while waiting:
+            waiting = [app for app in waiting if self._give_one_gang(app)]
+        self._renew(apps)
 
     def _renew(self, apps: Sequence[AppView]) -> None:
         for app in apps:
@@ -266,7 +281,7 @@ class _Round:
         if renewed:
             parts.append(f"keeps {gpus(renewed)} it holds, left over by the auction")
         if given:
-            parts.append(f"was given {gpus(given)} by lot from what the auction left over")
+            parts.append(f"was given {gpus(given)} {self._way} from what the auction left over")
         if not parts and app.app not in self._awards and app.app in self._misfit:
             parts.append(f"no leftovers fit: {self._misfit[app.app]}")
         return "".join(f"; {part}" for part in parts)

@@ -1,0 +1,1 @@
+"""Published evaluations, rerun."""

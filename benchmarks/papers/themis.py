@@ -1,0 +1,547 @@
+"""Themis's evaluation: ``python benchmarks/papers/themis.py [--quick] [--json] [--only PART,...] [--keep FILE]``.
+
+Every published figure of Themis (NSDI 2020; PAPERS.md section 1) beside what the cores that run live do under virtual
+time, on workloads drawn from its published medians. What it costs to start, save and move jobs is counted, and so is
+placement (`simulator.costs.DEFAULT`). Parts:
+
+*rho*: greatest rho of each policy over that of `themis`, GPU time, workloads 1 and 2, 64 GPUs; *large*: 256 GPUs;
+*contention*: once, twice and four times the work; *network*: the part of apps that suffer from lying apart;
+*errors*: every rho that apps tell is wrong by up to 20 %; *liar*: one of eight equal apps over-reports; *f* and
+*lease*: sweeps; *rounds*: how seldom rounds are and how many GPUs are in play in them.
+
+rho is that of the app rows: time to completion over T_id with the mean number of apps over the app's life. Each policy
+gets the same apps; several seeds give a mean with its 95 % interval. `--keep` notes every run in a file and takes from
+it those that are done, so that a long evaluation can be cut off and resumed with the same code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
+
+from benchmarks.papers.cases import FLUID, MEMORY, Case, Figures, Knobs, Lie, liars_jct_s, rhos_alone, run
+from simulator.costs import DEFAULT
+from simulator.sweep import interval
+from simulator.workload.themis import Kind
+
+SCHEMA = "themis-evaluation/v1"
+THEMIS = "themis"
+#: The six that the goals name, and the others.
+BASELINES = ("gandiva-placement", "las", "optimus", "slaq", "srtf", "srsf")
+OTHERS = ("drf", "fifo", "backfill")
+GOAL_RATIO, GOAL_ERROR = 2.2, 0.1076
+KINDS: tuple[Kind, ...] = (1, 2)
+#: The paper's "near 1".
+NEAR_1 = 1.2
+
+#: Rounds every five minutes, which have in play all GPUs whose leases end before the next: many at once, so that wide
+#: gangs find room. The lead is longer than the pause, or leases would end that no round could have renewed.
+SELDOM: Knobs = (("renewal_lead_s", "300"), ("round_pause_s", "295"))
+SELDOM_ALL: Knobs = (("renewal_lead_s", "590"), ("round_pause_s", "300"))
+#: The worst-off bidders keep next to nothing of a gang that several of them want: themis without either rule.
+WORST_OFF: Knobs = (("leftover", "worst-off"),)
+
+
+class Plan(Struct, frozen=True):
+    """How much of everything is done. Of each app `scale` times the published jobs, of `scale` times the length."""
+
+    apps: int
+    scale: float
+    seeds: tuple[int, ...]
+    few_seeds: tuple[int, ...]  #: of the parts with many runs
+    rho_contentions: tuple[float, ...]  #: of the comparison of all policies
+    contentions: tuple[float, ...]
+    shares: tuple[float, ...]
+    errors: int
+    lies: tuple[float, ...]
+    liar_seeds: tuple[int, ...]
+    liar_gpu_hours: float
+    knobs_f: tuple[str, ...]
+    leases: tuple[str, ...]
+    rounds: tuple[Knobs, ...]
+    apps_large: int
+    seeds_large: tuple[int, ...]
+
+
+FULL = Plan(
+    apps=30,
+    scale=0.2,
+    seeds=(0, 1, 2),
+    few_seeds=(0, 1),
+    rho_contentions=(4.0, 1.0),
+    contentions=(1.0, 2.0, 4.0),
+    shares=(0.0, 0.5, 1.0),
+    errors=3,
+    lies=(0.1, 0.2, 0.34, 1.0),
+    liar_seeds=(0, 1, 2, 3, 4, 5, 6, 7),
+    liar_gpu_hours=16.0,
+    knobs_f=("0", "0.4", "0.6", "0.8", "1"),
+    leases=("150", "300", "600", "1200", "2400"),
+    rounds=((), (("renewal_lead_s", "150"), ("round_pause_s", "145")), SELDOM, SELDOM_ALL),
+    apps_large=60,
+    seeds_large=(0,),
+)
+QUICK = Plan(
+    apps=8,
+    scale=0.1,
+    seeds=(0,),
+    few_seeds=(0,),
+    rho_contentions=(4.0, 1.0),
+    contentions=(1.0, 4.0),
+    shares=(1.0,),
+    errors=1,
+    lies=(0.34, 1.0),
+    liar_seeds=(0,),
+    liar_gpu_hours=4.0,
+    knobs_f=("0.4", "0.8", "1"),
+    leases=("300", "600"),
+    rounds=((), SELDOM),
+    apps_large=8,
+    seeds_large=(),
+)
+
+
+class Claim(Struct, frozen=True):
+    """A published figure, ours, the goal, and whether ours meets it; `met` is null where nothing is asked."""
+
+    name: str
+    paper: str
+    ours: str
+    goal: str
+    met: bool | None
+
+
+class Table(Struct, frozen=True):
+    """Figures behind claims: mean over the seeds, and where there are several its 95 % interval as ``± half``."""
+
+    name: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Part(Struct, frozen=True):
+    """What one part of the evaluation says."""
+
+    claims: tuple[Claim, ...]
+    tables: tuple[Table, ...]
+
+
+class Report(Struct, frozen=True):
+    """The whole document."""
+
+    schema: str
+    claims: tuple[Claim, ...]
+    tables: tuple[Table, ...]
+    inputs: dict[str, Any]
+    cpu_s: float
+
+
+# --- figures over seeds -----------------------------------------------------------------------------------------------
+
+
+def said(values: Sequence[float], form: str = ".2f") -> str:
+    """Return the mean of `values`, and its 95 % interval if there are several."""
+    found = interval(values)
+    middle, low = found["mean"], found["low"]
+    assert middle is not None
+    return f"{middle:{form}}" + ("" if low is None else f" ± {middle - low:{form}}")
+
+
+def mean(values: Sequence[float]) -> float:
+    middle = interval(values)["mean"]
+    assert middle is not None
+    return middle
+
+
+def ratios(case: Case, policy: str, seeds: Sequence[int], figure: Callable[[Figures], float]) -> list[float]:
+    """Return for each seed the figure of `policy` over that of `case`'s own policy."""
+    others = replace(case, policy=policy, knobs=(), variant="")
+    return [figure(run(replace(others, seed=seed))) / figure(run(replace(case, seed=seed))) for seed in seeds]
+
+
+def row_of(name: str, case: Case, seeds: Sequence[int]) -> tuple[str, ...]:
+    """Return the row of a table of policies."""
+    figures = [run(replace(case, seed=seed)) for seed in seeds]
+    return (
+        name,
+        said([each.max_rho for each in figures]),
+        said([each.max_rho_cut for each in figures]),
+        said([each.max_rho_uniform for each in figures]),
+        said([each.mean_rho for each in figures]),
+        said([each.jain for each in figures]),
+        said([each.gpu_s / 3600 for each in figures], ".0f"),
+        said([100 * each.wasted_gpu_s / each.gpu_s for each in figures], ".1f"),
+        said([each.avg_jct_s / 3600 for each in figures]),
+        said([each.makespan_s / 3600 for each in figures], ".1f"),
+        said([each.placement for each in figures], ".3f"),
+        said([each.preemptions for each in figures], ".0f"),
+        str(sum(each.unfinished for each in figures)),
+    )
+
+
+COLUMNS = (
+    "", "max rho", "max rho, cut", "max rho, uniform", "mean rho", "Jain", "GPU-h", "wasted %", "mean JCT h",
+    "makespan h", "placement", "preemptions", "unfinished",
+)  # fmt: skip
+
+
+def worst_of(case: Case, seeds: Sequence[int]) -> list[tuple[str, ...]]:
+    """Return the app with the greatest rho, of each seed."""
+    return [(case.policy, str(seed), run(replace(case, seed=seed)).worst) for seed in seeds]
+
+
+def base(plan: Plan, **changes: Any) -> Case:
+    """Return themis on workload 1 with the defaults of everything, but for `changes`."""
+    return replace(Case(kind=1, policy=THEMIS, seed=0, apps=plan.apps, scale=plan.scale), **changes)
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def rho_part(plan: Plan) -> Part:
+    """Greatest rho and GPU time of each policy, on both workloads."""
+    claims: list[Claim] = []
+    tables: list[Table] = [alone_table(plan)]
+    for contention, kind in product(plan.rho_contentions, KINDS):
+        case = base(plan, kind=kind, contention=contention)
+        what = f"workload {kind}, 64 GPUs, contention {contention:g}"
+        tables.append(policies_table(what, case, plan.seeds))
+        cases = [replace(case, policy=policy) for policy in (THEMIS, *BASELINES, FLUID)]
+        stories = tuple(line for each in cases for line in worst_of(each, plan.seeds))
+        tables.append(Table(f"the worst-off app, {what}", ("policy", "seed", "its story"), stories))
+        claims += [ratio_claim(case, policy, plan.seeds) for policy in BASELINES]
+        if kind == 2:
+            for policy, goal, paper in (("gandiva-placement", 0.048, "4.8 %"), ("slaq", 2.5, "250 %")):
+                name = f"GPU time, workload 2, contention {contention:g}: {policy}"
+                claims.append(gpu_time_claim(name, case, policy, plan.seeds, goal, paper))
+    return Part(tuple(claims), tuple(tables))
+
+
+def alone_table(plan: Plan) -> Table:
+    """Return what rho would be of apps that have the whole cluster for themselves: what no scheduler can better.
+
+    T_cluster of Eq. 2 supposes that an app can use all its GPUs to the end. With jobs of unequal length, or a search
+    that ends with one job of many, it cannot: alone its rho is above 1, and among few others it stays so.
+    """
+    rows = []
+    for kind, seed in product(KINDS, plan.seeds):
+        alone = rhos_alone(base(plan, kind=kind, seed=seed))
+        rows.append((str(kind), str(seed), f"{max(alone):.2f}", f"{mean(alone):.2f}"))
+    return Table("rho of apps that are alone in the cluster", ("workload", "seed", "max", "mean"), tuple(rows))
+
+
+def policies_table(name: str, case: Case, seeds: Sequence[int]) -> Table:
+    """Return all policies on the workload of `case`, with themis also in seldom rounds."""
+    rows = [row_of(THEMIS, case, seeds), row_of("themis, seldom rounds", replace(case, knobs=SELDOM), seeds)]
+    rows.append(row_of("themis, no payments", replace(case, variant="no payments"), seeds))
+    rows.append(row_of("themis, leftovers to the worst-off", replace(case, knobs=WORST_OFF), seeds))
+    others = (*BASELINES, *OTHERS, FLUID)
+    rows += [row_of(policy, replace(case, policy=policy, knobs=()), seeds) for policy in others]
+    return Table(name, COLUMNS, tuple(rows))
+
+
+def ratio_claim(case: Case, policy: str, seeds: Sequence[int]) -> Claim:
+    """Return by how much the greatest rho of `policy` is worse; beside it what an ideal fair share would come to."""
+    found = ratios(case, policy, seeds, lambda each: each.max_rho)
+    seldom = ratios(replace(case, knobs=SELDOM), policy, seeds, lambda each: each.max_rho)
+    varied = ratios(replace(case, knobs=WORST_OFF), policy, seeds, lambda each: each.max_rho)
+    fluid = ratios(replace(case, policy=FLUID), policy, seeds, lambda each: each.max_rho)
+    gpus = case.cluster.rpartition("-")[2]
+    beside = f"seldom rounds {said(seldom)}; leftovers to the worst-off {said(varied)}; over {FLUID} {said(fluid)}"
+    return Claim(
+        name=f"max rho, workload {case.kind}, {gpus} GPUs, contention {case.contention:g}: {policy} / themis",
+        paper="2.2 to 3.25",
+        ours=f"{said(found)} ({beside})",
+        goal=f">= {GOAL_RATIO}",
+        met=mean(found) >= GOAL_RATIO,
+    )
+
+
+def gpu_time_claim(name: str, case: Case, policy: str, seeds: Sequence[int], goal: float, paper: str) -> Claim:
+    """Return how much more GPU time `policy` uses for the same apps."""
+    found = [ratio - 1.0 for ratio in ratios(case, policy, seeds, lambda each: each.gpu_s)]
+    percents = said([100 * each for each in found], ".1f")
+    return Claim(name, f"{paper} better", f"{percents} % better", f">= {100 * goal:g} %", mean(found) >= goal)
+
+
+def large_part(plan: Plan) -> Part:
+    """Greatest rho at 256 GPUs."""
+    if not plan.seeds_large:
+        return Part((), ())
+    case = base(plan, cluster="themis-256", apps=plan.apps_large, contention=max(plan.rho_contentions))
+    table = policies_table(f"workload 1, 256 GPUs, contention {case.contention:g}", case, plan.seeds_large)
+    return Part(tuple(ratio_claim(case, policy, plan.seeds_large) for policy in BASELINES), (table,))
+
+
+def contention_part(plan: Plan) -> Part:
+    """Greatest rho as more work comes."""
+    claims, rows = [], []
+    policies = (THEMIS, *BASELINES, FLUID)
+    for contention in plan.contentions:
+        case = base(plan, contention=contention)
+        found = {policy: max_rhos(replace(case, policy=policy), plan.few_seeds) for policy in policies}
+        found["themis, seldom rounds"] = max_rhos(replace(case, knobs=SELDOM), plan.few_seeds)
+        rows += [(f"{contention:g}x", policy, said(values)) for policy, values in found.items()]
+        if contention > 1:
+            claims.append(
+                Claim(
+                    f"contention {contention:g}x: max rho of themis stays near 1, of the others not",
+                    "themis alone near 1",
+                    "; ".join(f"{policy} {said(values)}" for policy, values in found.items()),
+                    f"themis <= {NEAR_1}, all others above",
+                    mean(found[THEMIS]) <= NEAR_1 < min(mean(found[policy]) for policy in BASELINES),
+                )
+            )
+    return Part(tuple(claims), (Table("contention", ("work", "policy", "max rho"), tuple(rows)),))
+
+
+def max_rhos(case: Case, seeds: Sequence[int]) -> list[float]:
+    return [run(replace(case, seed=seed)).max_rho for seed in seeds]
+
+
+def network_part(plan: Plan) -> Part:
+    """Greatest rho and GPU time as more apps suffer from lying apart."""
+    claims, rows = [], []
+    for share in plan.shares:
+        case = base(plan, network_share=share)
+        found = {policy: max_rhos(replace(case, policy=policy), plan.few_seeds) for policy in (THEMIS, *BASELINES)}
+        over = {policy: mean(ratios(case, policy, plan.few_seeds, lambda each: each.max_rho)) for policy in BASELINES}
+        rows += [(f"{share:.0%}", policy, said(values)) for policy, values in found.items()]
+        least, most = min(over, key=over.__getitem__), max(over, key=over.__getitem__)
+        ours = f"others over themis: {over[least]:.2f} ({least}) to {over[most]:.2f} ({most})"
+        all_of_them = share == 1.0
+        claims.append(
+            Claim(
+                f"network-intensive share {share:.0%}: best max rho",
+                "best; 1.24 to 1.77 times better" if all_of_them else "best",
+                ours,
+                "every other >= 1.24 times" if all_of_them else "every other above",
+                over[least] >= (1.24 if all_of_them else 1.0),
+            )
+        )
+        if all_of_them:
+            name = "GPU time, all apps network-intensive, gandiva-placement"
+            claims.append(gpu_time_claim(name, case, "gandiva-placement", plan.few_seeds, 0.081, "8.1 %"))
+    return Part(tuple(claims), (Table("network-intensive share", ("share", "policy", "max rho"), tuple(rows)),))
+
+
+def errors_part(plan: Plan) -> Part:
+    """Greatest rho when apps misjudge every rho by up to 20 %."""
+    rows, changes = [], []
+    for seed in plan.few_seeds:
+        case = base(plan, seed=seed)
+        true = run(case).max_rho
+        for error_seed in range(1, plan.errors + 1):
+            wrong = run(replace(case, error=0.2, error_seed=error_seed)).max_rho
+            changes.append(wrong / true - 1.0)
+            rows.append((str(seed), str(error_seed), f"{true:.3f}", f"{wrong:.3f}", f"{100 * changes[-1]:+.1f} %"))
+    percents = said([100 * each for each in changes], ".1f")
+    claim = Claim(
+        "errors of up to 20 % in every rho told: change of max rho",
+        "10.76 %",
+        f"{percents} % (largest {100 * max(changes, key=abs):+.1f} %)",
+        f"<= {100 * GOAL_ERROR:g} %",
+        abs(mean(changes)) <= GOAL_ERROR,
+    )
+    columns = ("seed", "seed of the errors", "true", "wrong", "change")
+    return Part((claim,), (Table("errors in bids", columns, tuple(rows)),))
+
+
+def liar_part(plan: Plan) -> Part:
+    """What one of eight equal apps gains by over-reporting what GPUs that lie apart are to it."""
+    claims, rows = [], []
+    lies: tuple[Lie, ...] = ("bid", "bid and probe")
+    for lie, leftover in product(lies, ("bidders", "idle")):
+        knobs: Knobs = (("leftover", leftover),)
+        gains = {by: liars_gains(plan, by, lie, knobs) for by in plan.lies}
+        rows += [
+            (lie, leftover, f"{by:.0%}", f"{said([100 * gain for gain in found], '.1f')} %")
+            for by, found in gains.items()
+        ]
+        best = max(gains, key=lambda by: mean(gains[by]))
+        # Sooner by more than chance: the interval's lower end, where there is one.
+        gained = [by for by, found in gains.items() if lower(found) > 0.0]
+        claims.append(
+            Claim(
+                f"the liar, {lie} over-reported, leftover {leftover}: gain",
+                "none below 34 %, large loss above",
+                f"at most {said([100 * gain for gain in gains[best]], '.1f')} % sooner, at X = {best:.0%}",
+                "no gain at any X",
+                not gained,
+            )
+        )
+    columns = ("over-reported", "leftover", "X", "done sooner by")
+    return Part(tuple(claims), (Table("the liar", columns, tuple(rows)),))
+
+
+def liars_gains(plan: Plan, by: float, lie: Lie, knobs: Knobs) -> list[float]:
+    """Return for each seed how much sooner the liar is done than telling the truth; 0.01 is one percent."""
+    return [
+        liars_jct_s(0.0, "bid", seed, plan.liar_gpu_hours, knobs)
+        / liars_jct_s(by, lie, seed, plan.liar_gpu_hours, knobs)
+        - 1.0
+        for seed in plan.liar_seeds
+    ]
+
+
+def lower(values: Sequence[float]) -> float:
+    """Return the lower end of the 95 % interval, of one value itself."""
+    found = interval(values)
+    low = found["mean"] if found["low"] is None else found["low"]
+    assert low is not None
+    return low
+
+
+def knob_part(plan: Plan, knob: str, values: Sequence[str], paper: str, best_of_paper: str) -> Part:
+    """Sweep one setting: greatest rho, and GPU time as the measure of efficiency."""
+    cases = {value: base(plan, knobs=((knob, value),)) for value in values}
+    rows = tuple(row_of(f"{knob} {value}", case, plan.few_seeds) for value, case in cases.items())
+    rhos = {value: mean(max_rhos(case, plan.few_seeds)) for value, case in cases.items()}
+    best = min(rhos, key=rhos.__getitem__)
+    claim = Claim(
+        f"best {knob} by max rho",
+        paper,
+        f"{best} ({', '.join(f'{value}: {found:.2f}' for value, found in rhos.items())})",
+        f"{best_of_paper} is best",
+        best == best_of_paper,
+    )
+    hours = {
+        value: mean([run(replace(case, seed=s)).gpu_s / 3600 for s in plan.few_seeds]) for value, case in cases.items()
+    }
+    falls = Claim(
+        f"efficiency by {knob}",
+        "falls with f" if knob == "fairness_knob" else "falls with short leases",
+        "GPU-h " + ", ".join(f"{value}: {found:.0f}" for value, found in hours.items()),
+        f"GPU time at {values[0]} {'below' if knob == 'fairness_knob' else 'above'} that at {values[-1]}",
+        (hours[values[0]] < hours[values[-1]]) == (knob == "fairness_knob"),
+    )
+    return Part((claim, falls), (Table(f"sweep of {knob}", COLUMNS, rows),))
+
+
+def f_part(plan: Plan) -> Part:
+    """Sweep f."""
+    paper = "0.8; fairness improves from 0 to 0.8, 1.5 times worse at 1"
+    return knob_part(plan, "fairness_knob", plan.knobs_f, paper, "0.8")
+
+
+def lease_part(plan: Plan) -> Part:
+    """Sweep the length of leases."""
+    return knob_part(plan, "lease_s", plan.leases, "10 min", "600")
+
+
+def rounds_part(plan: Plan) -> Part:
+    """How often rounds are, and how much is in play: a cause of what is missed."""
+    worst = base(plan, contention=max(plan.contentions))
+    rows = tuple(
+        row_of(
+            " ".join(f"{name} {value}" for name, value in knobs) or "default",
+            replace(case, knobs=knobs),
+            plan.few_seeds,
+        )
+        for case in (base(plan), worst)
+        for knobs in plan.rounds
+    )
+    table = Table(f"rounds of themis, at contention 1 and then {worst.contention:g}", COLUMNS, rows)
+    return Part((), (table, *elastic_tables(plan)))
+
+
+def elastic_tables(plan: Plan) -> list[Table]:
+    """Return the policies on jobs that can use any number of GPUs up to their gang: no gang can starve."""
+    policies = (THEMIS, *BASELINES, FLUID)
+    tables = []
+    for contention in (min(plan.contentions), max(plan.contentions)):
+        case = base(plan, contention=contention, elastic=True)
+        rows = tuple(row_of(policy, replace(case, policy=policy), plan.few_seeds) for policy in policies)
+        tables.append(Table(f"jobs of any size up to their gang, contention {contention:g}", COLUMNS, rows))
+    return tables
+
+
+PARTS: dict[str, Callable[[Plan], Part]] = {
+    "rho": rho_part,
+    "errors": errors_part,
+    "liar": liar_part,
+    "lease": lease_part,
+    "f": f_part,
+    "rounds": rounds_part,
+    "contention": contention_part,
+    "network": network_part,
+    "large": large_part,
+}
+
+
+# --- all of it --------------------------------------------------------------------------------------------------------
+
+
+def evaluate(plan: Plan, parts: Sequence[str]) -> Report:
+    """Return the document of these parts."""
+    done = [PARTS[name](plan) for name in parts]
+    return Report(
+        schema=SCHEMA,
+        claims=tuple(claim for part in done for claim in part.claims),
+        tables=tuple(table for part in done for table in part.tables),
+        inputs={"plan": msgspec.to_builtins(plan), "parts": list(parts), "costs": msgspec.to_builtins(DEFAULT)},
+        cpu_s=sum(figures.cpu_s for figures in MEMORY.done.values()),
+    )
+
+
+def text_of(report: Report) -> str:
+    """Return the document as Markdown."""
+    claims = tuple(
+        (claim.name, claim.paper, claim.ours, claim.goal, {True: "met", False: "**missed**", None: ""}[claim.met])
+        for claim in report.claims
+    )
+    tables = (Table("Claims", ("claim", "paper", "ours", "goal", ""), claims), *report.tables)
+    return "\n".join(f"## {table.name[0].upper()}{table.name[1:]}\n\n{_markdown(table)}\n" for table in tables)
+
+
+def _markdown(table: Table) -> str:
+    lines = [table.columns, tuple("---" for _ in table.columns), *table.rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> int:
+    options = _options()
+    if options.tables:
+        report = msgspec.json.decode(options.tables.read_bytes(), type=Report)
+    else:
+        if options.keep:
+            MEMORY.use(options.keep)
+        plan = QUICK if options.quick else FULL
+        if options.seeds:
+            plan = replace(plan, seeds=tuple(range(options.seeds)), few_seeds=tuple(range(options.seeds)))
+        report = evaluate(plan, options.only)
+    print(msgspec.json.encode(report).decode() if options.json else text_of(report))
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--quick", action="store_true", help="a small part of everything: less than two minutes")
+    parser.add_argument("--seeds", type=int, help="so many seeds in all parts but large and liar")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="note runs here, and do not repeat those noted")
+    parser.add_argument("--tables", type=Path, metavar="FILE", help="run nothing, print the tables of such a document")
+    parser.add_argument("--only", type=_parts, default=tuple(PARTS), metavar="PART,...", help=", ".join(PARTS))
+    return parser.parse_args()
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"there is no part {unknown[0]!r}; choose of {', '.join(PARTS)}")
+    return parts
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

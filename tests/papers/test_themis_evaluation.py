@@ -1,0 +1,193 @@
+"""Themis's evaluation: what its claims are made of, by hand, and that a small one says the same twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from benchmarks.papers import cases, themis
+from benchmarks.papers.cases import FLUID, MEMORY, Case, Figures, elastic, erring, lying
+from benchmarks.papers.themis import BASELINES, PARTS, QUICK, SCHEMA, SELDOM, WORST_OFF, Plan
+from protocol.messages import AppId, Bid, BidRow, ProbeReply, RoundId
+from simulator.workload import AppPlan, JobPlan, Workload
+
+#: Whichever test comes first may have to compile the solver's loops, which takes a minute on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = replace(QUICK, apps=3, scale=0.05, contentions=(1.0, 2.0), knobs_f=("0.8", "1"), liar_gpu_hours=1.0, lies=(1.0,))
+BID = Bid(AppId("a-1"), RoundId(1), 2.0, (BidRow(1, "machine", 1.0), BidRow(2, "rack", 0.5), BidRow(4, "cluster", 0.4)))
+PROBED = ProbeReply(AppId("a-1"), RoundId(1), 2.0)
+
+
+def figures(max_rho: float, gpu_s: float = 3600.0) -> Figures:
+    return Figures(max_rho, max_rho, max_rho, 1.0, 1.0, gpu_s, 36.0, 3600.0, 7200.0, 1.0, 0, 1, 0, 0.0, "a story")
+
+
+@pytest.fixture
+def known() -> Iterator[dict[Case, Figures]]:
+    """Runs that count as done."""
+    before = dict(MEMORY.done)
+    yield MEMORY.done
+    MEMORY.done = before
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio_is_the_mean_over_seeds_of_equal_apps(known: dict[Case, Figures]) -> None:
+    case = themis.base(QUICK)
+    for seed, ours, seldom, fluid, theirs in ((0, 1.0, 2.0, 0.5, 2.0), (1, 1.0, 1.0, 1.0, 3.0)):
+        known[replace(case, seed=seed)] = figures(ours)
+        known[replace(case, seed=seed, knobs=SELDOM)] = figures(seldom)
+        known[replace(case, seed=seed, policy=FLUID)] = figures(fluid)
+        known[replace(case, seed=seed, knobs=WORST_OFF)] = figures(0.5)
+        known[replace(case, seed=seed, policy="las")] = figures(theirs)
+    claim = themis.ratio_claim(case, "las", (0, 1))
+    # 2 and 3 have the mean 2.5; their interval is t(1) * 0.7071 / sqrt(2) = 12.706 / 2.
+    assert claim.ours == (
+        "2.50 ± 6.35 (seldom rounds 2.00 ± 12.71; leftovers to the worst-off 5.00 ± 12.71; "
+        "over fluid-fair-share 3.50 ± 6.35)"
+    )
+    assert claim.met is True
+    assert themis.ratio_claim(case, "las", (0,)).met is False, "2.0 is less than 2.2"
+
+
+@pytest.mark.parametrize(("theirs", "met"), [(1.10, True), (1.04, False)])
+def test_gpu_time_is_compared_with_ours(known: dict[Case, Figures], theirs: float, met: bool) -> None:
+    case = themis.base(QUICK, kind=2)
+    known[case] = figures(1.0, 1000.0)
+    known[replace(case, policy="slaq")] = figures(1.0, 1000.0 * theirs)
+    claim = themis.gpu_time_claim("x", case, "slaq", (0,), 0.048, "4.8 %")
+    assert (claim.ours, claim.met) == (f"{100 * theirs - 100:.1f} % better", met)
+
+
+@pytest.mark.parametrize(("wrong", "met"), [((1.1, 1.2), False), ((1.1, 1.0), True), ((0.7, 0.8), False)])
+def test_errors_may_change_max_rho_a_little(known: dict[Case, Figures], wrong: tuple[float, float], met: bool) -> None:
+    case = themis.base(QUICK)
+    known[case] = figures(1.0)
+    for number, rho in enumerate(wrong, start=1):
+        known[replace(case, error=0.2, error_seed=number)] = figures(rho)
+    (claim,) = themis.errors_part(replace(QUICK, errors=2)).claims
+    assert claim.met is met
+
+
+def test_contention_is_met_only_by_themis_alone_near_1(known: dict[Case, Figures]) -> None:
+    plan = replace(QUICK, contentions=(4.0,))
+    case = themis.base(plan, contention=4.0)
+    known[case] = figures(1.1)
+    known[replace(case, knobs=SELDOM)] = figures(1.0)
+    known[replace(case, policy=FLUID)] = figures(0.9)
+    for policy in BASELINES:
+        known[replace(case, policy=policy)] = figures(1.3)
+    assert themis.contention_part(plan).claims[0].met is True
+    known[replace(case, policy="srtf")] = figures(1.19)
+    assert themis.contention_part(plan).claims[0].met is False
+    known[case] = figures(1.21)
+    known[replace(case, policy="srtf")] = figures(1.3)
+    assert themis.contention_part(plan).claims[0].met is False
+
+
+def test_an_error_changes_every_rho_and_nothing_else_and_follows_from_its_seed() -> None:
+    change = erring(0.2, "7/app-1")
+    probed, bid = change(PROBED), change(BID)
+    assert isinstance(probed, ProbeReply)
+    assert isinstance(bid, Bid)
+    factors = [probed.rho / 2.0, bid.rho_none / 2.0, *(w.rho / r.rho for w, r in zip(bid.rows, BID.rows, strict=True))]
+    assert all(0.8 <= factor <= 1.2 for factor in factors)
+    assert len(set(factors)) == len(factors)
+    assert [(row.gpus, row.level) for row in bid.rows] == [(row.gpus, row.level) for row in BID.rows]
+    again = erring(0.2, "7/app-1")
+    assert (again(PROBED), again(BID)) == (probed, bid)
+    assert erring(0.2, "8/app-1")(PROBED) != probed
+
+
+def test_a_liar_over_reports_what_lies_apart() -> None:
+    bid = lying(0.5, "bid")(BID)
+    assert isinstance(bid, Bid)
+    assert [row.rho for row in bid.rows] == pytest.approx([1.0, 0.75, 0.6])
+    assert bid.rho_none == 2.0
+    assert lying(0.5, "bid")(PROBED) == PROBED
+    assert lying(0.5, "bid and probe")(PROBED) == replace(PROBED, rho=3.0)
+
+
+def test_jobs_of_any_size_have_the_same_work() -> None:
+    app = AppPlan("a", "t", 0.0, 4, 4, (JobPlan(10.0, 5),))
+    assert elastic(app) == AppPlan("a", "t", 0.0, 1, 4, (JobPlan(40.0, 5),))
+
+
+def test_runs_that_are_done_are_not_repeated(tmp_path: Path, known: dict[Case, Figures]) -> None:
+    case = themis.base(TINY, seed=99)
+    memory = cases.Memory()
+    memory.use(tmp_path / "kept.jsonl")
+    memory.add(case, figures(1.25))
+    other = cases.Memory()
+    other.use(tmp_path / "kept.jsonl")
+    assert other.done == {case: figures(1.25)}
+
+
+# --- a small evaluation -----------------------------------------------------------------------------------------------
+
+
+def evaluated(plan: Plan, *parts: str) -> themis.Report:
+    return themis.evaluate(plan, parts)
+
+
+def test_every_part_says_what_it_claims() -> None:
+    report = evaluated(TINY, *PARTS)
+    assert report.schema == SCHEMA
+    assert all(claim.name and claim.paper and claim.ours and claim.goal for claim in report.claims)
+    names = [claim.name for claim in report.claims]
+    assert len(set(names)) == len(names)
+    for kind in (1, 2):
+        for policy in BASELINES:
+            assert f"max rho, workload {kind}, 64 GPUs, contention 4: {policy} / themis" in names
+    for word in (
+        "GPU time, workload 2, contention 1: slaq",
+        "contention 2x",
+        "share 100%",
+        "errors",
+        "liar",
+        "fairness_knob",
+        "lease_s",
+    ):
+        assert any(word in name for name in names), word
+    for table in report.tables:
+        assert all(len(row) == len(table.columns) for row in table.rows), table.name
+    assert themis.text_of(report).startswith("## Claims\n")
+
+
+def _document(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "benchmarks/papers/themis.py", "--quick", "--json", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=500)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_it_says_the_same_twice() -> None:
+    first, second = _document("--only", "errors"), _document("--only", "errors")
+    assert first.pop("cpu_s") > 0 < second.pop("cpu_s")
+    assert first == second
+    assert {*first["claims"][0]} == {"name", "paper", "ours", "goal", "met"}
+
+
+def test_an_unknown_part_is_named() -> None:
+    command = [sys.executable, "benchmarks/papers/themis.py", "--only", "rho,luck"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2
+    assert "there is no part 'luck'; choose of rho, errors" in done.stderr
+
+
+def test_an_app_of_unequal_jobs_is_not_done_in_its_ideal_time_even_alone() -> None:
+    # Jobs of 1 and 3 hours on one GPU each: B = 4 GPU-hours over two GPUs are 2 hours, and it takes 3.
+    apps = (AppPlan("a", "t", 0.0, 1, 1, (JobPlan(3600.0, 10), JobPlan(10800.0, 10)), search="all"),)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "drawn", lambda case, cluster: Workload("w", apps))
+        assert cases.rhos_alone(themis.base(TINY)) == pytest.approx([1.5])
