@@ -45,14 +45,20 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
     if settings.policy not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"{source}: arbiter.policy is {settings.policy!r}; choose one of {known}")
-    names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s", "decide_grace_s")
+    names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s", "decide_grace_s", "probes_max")
     config.require_positive(settings, names, f"{source}: arbiter")
+    pauses = ("renewal_lead_s", "round_pause_s", "admission_wait_s")
+    config.require_not_negative(settings, pauses, f"{source}: arbiter")
+    where = f"{source}: arbiter.policy_settings"
+    config.require_positive(settings.policy_settings, ("solver_budget_ms", "las_threshold_gpu_s"), where)
+    config.require_not_negative(settings.policy_settings, ("reasons_max",), where)
     if settings.renewal_lead_s + settings.probe_s + settings.bid_s >= settings.lease_s:
         raise ConfigError(
             f"{source}: arbiter.lease_s is {settings.lease_s}, too short for renewal_lead_s + probe_s + bid_s; "
             "make the lease longer or the others shorter"
         )
     try:
-        POLICIES[settings.policy](settings.policy_settings)
+        for policy in POLICIES.values():  # whichever is chosen: a setting that another one could not have is a mistake
+            policy(settings.policy_settings)
     except ValueError as error:
-        raise ConfigError(f"{source}: arbiter.policy_settings: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,24 @@ ConfigT = TypeVar("ConfigT", bound=Struct)
 Check = Callable[[ConfigT, str], None]
 
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+#: How msgspec says what is wrong, and how we do; what it says of other mistakes stays as it is.
+_PLACE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<field>.*)`)?", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_CHOICE = re.compile(r"Invalid enum value (.*)")
+_LENGTH = re.compile(r"Expected `(array|str)` of length >= (\d+)")
+_BOUND = re.compile(r"Expected `(?:int|float)` (>=|<=|>|<) (\S+)")
+_TYPE = re.compile(r"Expected `(.*?)`(?:, got `(.*)`)?")
+_BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "array": "a list",
+    "object": "a table",
+    "null": "nothing",
+}
 
 
 class ConfigError(Exception):
@@ -50,13 +69,44 @@ def parse(fields: Mapping[str, Any], kind: type[ConfigT], check: Check[ConfigT],
     try:
         config = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}; see docs/operations.md for every field") from error
+        raise ConfigError(f"{source}: {in_words(error)}; see docs/operations.md for every field") from error
     check(config, source)
     return config
 
 
+def in_words(error: msgspec.ValidationError) -> str:
+    """Return what is wrong as a user reads it, the field first: ``start_s must be at least 0.0``."""
+    place = _PLACE.fullmatch(str(error))
+    assert place is not None, "everything matches"
+    what, field = place["what"], place["field"] or ""
+    if found := _UNKNOWN.fullmatch(what):
+        return f"{_inside(field, found[1])} is not known here; leave it out or mend its name"
+    if found := _MISSING.fullmatch(what):
+        return f"{_inside(field, found[1])} is missing; add it"
+    subject = field or "the whole"
+    if found := _CHOICE.fullmatch(what):
+        return f"{subject} is {found[1]}, which is none of its choices"
+    if found := _LENGTH.fullmatch(what):
+        return f"{subject} is too short; give {found[2]} {'entry' if found[1] == 'array' else 'character'} or more"
+    if found := _BOUND.fullmatch(what):
+        return f"{subject} must be {_BOUNDS[found[1]]} {found[2]}"
+    if found := _TYPE.fullmatch(what):
+        but = f", and is {_kind(found[2])}" if found[2] else ""
+        return f"{subject} must be {_kind(found[1])}{but}"
+    return f"{field}: {what}" if field else what
+
+
+def _inside(field: str, name: str) -> str:
+    return f"{field}.{name}" if field else name
+
+
+def _kind(types: str) -> str:
+    """Return ``a whole number or nothing`` for ``int | null``."""
+    return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
+
+
 def require_positive(config: Struct, names: Iterable[str], source: str) -> None:
-    """Refuse numbers that are not above 0.
+    """Refuse numbers that are not above 0, or not finite.
 
     Raises
     ------
@@ -64,8 +114,25 @@ def require_positive(config: Struct, names: Iterable[str], source: str) -> None:
         With `source` and the first such field.
     """
     for name in names:
-        if getattr(config, name) <= 0:
-            raise ConfigError(f"{source}: {name} is {getattr(config, name)}; it must be above 0")
+        value = getattr(config, name)
+        if not 0 < value < math.inf:
+            mend = "above 0" if value <= 0 else "a finite number above 0"
+            raise ConfigError(f"{source}: {name} is {value}; it must be {mend}")
+
+
+def require_not_negative(config: Struct, names: Iterable[str], source: str) -> None:
+    """Refuse numbers below 0, or not finite.
+
+    Raises
+    ------
+    ConfigError
+        With `source` and the first such field.
+    """
+    for name in names:
+        value = getattr(config, name)
+        if not 0 <= value < math.inf:
+            mend = "0 or more" if value < 0 else "a finite number, 0 or more"
+            raise ConfigError(f"{source}: {name} is {value}; it must be {mend}")
 
 
 def require_id(value: str, name: str, example: str, source: str) -> None:

@@ -26,6 +26,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from protocol.config import in_words
 from protocol.messages import NodeId
 
 #: Nodes of a rack where nothing else is said: eight machines of eight GPUs, as power and switches allow in practice.
@@ -139,7 +140,7 @@ def from_toml(text: str, *, source: str) -> Cluster:
     except tomllib.TOMLDecodeError as error:
         raise ClusterError(f"{source} is not TOML: {error}; the head of simulator/cluster.py has an example") from None
     except msgspec.ValidationError as error:
-        raise ClusterError(f"{source}: {error}; mend that field, or leave it out where it has a default") from None
+        raise ClusterError(f"{source}: {in_words(error)}; the head of simulator/cluster.py has an example") from None
     for kind in file.machines:
         if kind.slots is not None and sum(kind.slots) != kind.gpus:
             wrong = f"slots of {kind.gpus}-GPU machines are {list(kind.slots)}, which add up to {sum(kind.slots)}"

@@ -12,6 +12,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
+from protocol.config import in_words
+
 Time = Annotated[float, Meta(ge=0, le=1e6)]
 
 
@@ -72,6 +74,8 @@ def parse_costs(text: str) -> Costs:
         return msgspec.toml.decode(path.read_bytes(), type=Costs)
     except OSError as error:
         raise CostsError(f"overheads are {text!r}; write none, default, or a file that can be read") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except msgspec.ValidationError as error:
         fields = ", ".join(Costs.__struct_fields__)
-        raise CostsError(f"{path} cannot be used: {error}; it may hold {fields}") from error
+        raise CostsError(f"{path}: {in_words(error)}; it may hold {fields}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CostsError(f"{path} is not TOML: {error}; write lines such as start_s = 20") from error

@@ -138,6 +138,7 @@ class Training:
         self.halted = False  #: a part was told to go: no more mini-batches in this attempt
         self.version = 0
         self.told = 0  #: reports behind it
+        self.taken = False  #: it leaves because a lease was taken from its app
 
     def progress_s(self, now: float) -> float:
         """Return the serial seconds of work behind it."""
@@ -199,7 +200,8 @@ class Machine:
     """One host without its node agent: GPUs, processes, and what it has written down for the next node agent.
 
     `post` takes an event for the node agent, `facts_of` knows the truth of a job, `gpus_of` all the GPUs of an attempt
-    (what a real job's rendezvous would find out), `at` runs something later.
+    (what a real job's rendezvous would find out), `taken` whether the arbiter has taken one of these from its app, for
+    the rows; `at` runs something later.
     """
 
     def __init__(
@@ -213,6 +215,7 @@ class Machine:
         post: Callable[[LocalEvent], None],
         facts_of: Callable[[JobId], JobFacts],
         gpus_of: Callable[[StartWorker], Sequence[Gpu]],
+        taken: Callable[[Sequence[GpuId]], bool],
         slow: float = 1.0,
     ) -> None:
         self.node = NodeId(spec.id)
@@ -233,6 +236,7 @@ class Machine:
         self._post = post
         self._facts_of = facts_of
         self._gpus_of = gpus_of
+        self._taken = taken
         self.slow = slow
         self._gpu_model = spec.gpu_type
         self._memory_bytes = spec.memory_bytes
@@ -348,6 +352,8 @@ class Machine:
         if effect.task in self.workers:
             self._post(StartFailed(effect.task, "a process of that task is here already"))
             return
+        on = {gpu for each in self.workers.values() if each.phase not in ("parked", "gone") for gpu in each.gpus}
+        assert on.isdisjoint(effect.gpus), f"{effect.task} is started on a GPU that another process is on"
         now = self._now()
         key = (effect.job, effect.attempt)
         training = self._shelf.attempts.get(key)
@@ -412,6 +418,7 @@ class Machine:
         if worker.phase not in ("running", "parked") or worker.leaving:
             return
         worker.leaving = leaving
+        training.taken = training.taken or (leaving and self._taken(worker.gpus))
         wait_s = training.boundary_s(self._now()) if self.costs.boundaries and not training.halted else 0.0
 
         def stand() -> None:
@@ -528,7 +535,7 @@ class Machine:
         names = tuple(sorted(gpu.id for gpu in training.gpus))
         tale.migrations += bool(tale.last_gpus) and tale.last_gpus != names
         tale.last_gpus = names
-        tale.preemptions += kept and training.done_s < training.facts.work_s
+        tale.preemptions += training.taken and training.done_s < training.facts.work_s
         for key in [key for key, each in self._shelf.attempts.items() if each is training]:
             del self._shelf.attempts[key]
 

@@ -34,7 +34,7 @@ NAMES_MAX = 20
 class JobRow(Struct, frozen=True):
     """One job. `stopped` was dropped by its own search, `refused` can never run, `unfinished` was cut off by the end.
 
-    GPU time is that of its leases.
+    GPU time is that of its processes.
     """
 
     job: str
@@ -46,7 +46,7 @@ class JobRow(Struct, frozen=True):
     finish_s: float | None
     state: State
     useful_gpu_s: float  #: GPU-seconds of steps that counted
-    wasted_gpu_s: float  #: GPU-seconds leased otherwise: starting, saving, steps made twice, waiting for others
+    wasted_gpu_s: float  #: GPU-seconds of its processes otherwise: starting, saving, steps made twice or not kept
     preemptions: int
     migrations: int
     placement: float  #: mean of 1 / S while running; 1 is best
@@ -78,7 +78,7 @@ class AppRow(Struct, frozen=True):
     apps_mean: float  #: N_avg, time-weighted over its life
     alone_s: float  #: run time alone with all it can use of the empty cluster, at best placement: d
     useful_gpu_s: float
-    wasted_gpu_s: float
+    wasted_gpu_s: float  #: the rest of its leases: what its jobs wasted, and GPUs on which no process was
     preemptions: int
     migrations: int
     placement: float  #: mean of 1 / S while running; 1 is best
@@ -165,8 +165,8 @@ def summary(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
     done = finished(run)
     waits = [app.first_start_s - app.submit_s for app in done if app.first_start_s is not None]
     jct = [app.jct_s for app in done if app.jct_s is not None]
-    useful = fsum(job.useful_gpu_s for job in run.jobs)
-    wasted = fsum(job.wasted_gpu_s for job in run.jobs)
+    useful = fsum(app.useful_gpu_s for app in run.apps)
+    wasted = fsum(app.wasted_gpu_s for app in run.apps)
     makespan = makespan_s(run)
     jobs_out = sum(job.ended for job in run.jobs)
     return {

@@ -10,7 +10,7 @@ from math import fsum
 import msgspec
 from msgspec.structs import replace
 
-from app_agent.core.model import Dropped, Failed, JobState
+from app_agent.core.model import Done, Dropped, Failed, JobState
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import scheduler_for
 from app_agent.core.tuning.shape import Trial
@@ -24,7 +24,7 @@ from simulator.machines import JobFacts, Tale
 from simulator.profiles import Profiles
 from simulator.results import AppRow, JobRow, Run, State
 from simulator.workload import AppPlan, JobPlan, Workload
-from simulator.world import Living, World, quiet
+from simulator.world import QUIET_S, Living, World, quiet
 
 #: Points of the timeline that are kept; of more, every second one goes.
 TIMELINE_MAX = 4000
@@ -51,11 +51,13 @@ def simulate(
     every message, as a bus does.
     """
     settings = quiet(replace(settings, policy=policy, seed=seed))
-    run = _Simulation(workload, cluster, settings, costs, profiles, progress, wire=wire)
+    run = Simulation(workload, cluster, settings, costs, profiles, progress, wire=wire)
     return run.run()
 
 
-class _Simulation:
+class Simulation:
+    """One run in progress; see `simulate` for what it is made of. The settings are those of a `quiet` world."""
+
     def __init__(
         self,
         workload: Workload,
@@ -63,9 +65,9 @@ class _Simulation:
         settings: ArbiterSettings,
         costs: Costs,
         profiles: Profiles,
-        progress: Progress | None,
+        progress: Progress | None = None,
         *,
-        wire: bool,
+        wire: bool = False,
     ) -> None:
         self.workload = workload
         self.cluster = cluster
@@ -81,7 +83,7 @@ class _Simulation:
         self.start_s = min((app.submit_s for app in workload.apps), default=0.0)
         self.count = TimeMean.begin(0.0, 0.0)
         self.arrivals: dict[str, float] = {}  #: by app: the integral of the number of apps when it came
-        self.rows: dict[str, tuple[AppRow, tuple[JobRow, ...]]] = {}
+        self.ends: dict[str, tuple[float, float]] = {}  #: by app: when it was over, and N_avg
         self.leased: dict[str, float] = {}
         self.plans = {app.id: app for app in workload.apps}
         self.jobs_total = workload.jobs
@@ -89,15 +91,19 @@ class _Simulation:
         self.rounds = 0
         self.timeline: list[tuple[float, int, int]] = []
         self.stride = 1
+        self.noted = 0
 
     def run(self) -> Run:
         world = self.world
         for app in self.workload.apps:
             world.at(app.submit_s - self.start_s, lambda app=app: self._submit(app))  # type: ignore[misc]
         total = len(self.workload.apps)
-        world.run(done=lambda: len(self.rows) == total)
+        last_s = max((app.submit_s - self.start_s for app in self.workload.apps), default=0.0)
+        # What was dropped by its search, or has just ended, still has to leave its GPUs and be booked.
+        world.run(last_s + QUIET_S / 2, done=lambda: len(self.ends) == total and world.arbiter.core.standing()[0] == 0)
         world.arbiter.core.validate()
-        rows = [self.rows.get(app.id) or self._unfinished(app) for app in self.workload.apps]
+        living = {app.name: app for app in world.apps.values()}
+        rows = [self._rows(app, living[app.id]) for app in self.workload.apps]
         return Run(
             name=self.workload.name,
             policy=self.settings.policy,
@@ -136,43 +142,57 @@ class _Simulation:
         self.jobs_over += len(living.jobs)
         if self.progress is not None:
             self.progress(self.jobs_over, self.jobs_total)
-        self.rows[living.name] = self._rows(living)
+        mean = self.count.mean_since(self.arrivals[living.name], living.submitted_at, world.now)
+        self.ends[living.name] = (world.now, max(1.0, mean))
         self.count = self.count.observe(self.count.last_value - 1, world.now)
+        self._note_standing()
 
     def _lease(self, record: LeaseRecord) -> None:
         self.leased[record.app] = self.leased.get(record.app, 0.0) + record.end - record.start
+        self._note_standing()
 
     def _round(self, record: object) -> None:
         self.rounds += 1
-        if self.rounds % self.stride:
+        self._note_standing()
+
+    def _note_standing(self) -> None:
+        """Add how many GPUs are held and apps wait now to the timeline, in the place of what was so at this instant."""
+        self.noted += 1
+        if self.noted % self.stride:
             return
-        self.timeline.append((self.world.now + self.start_s, *self.world.arbiter.core.standing()))
+        point = (self.world.now + self.start_s, *self.world.arbiter.core.standing())
+        if self.timeline and self.timeline[-1][0] == point[0]:
+            self.timeline[-1] = point
+        elif not self.timeline or self.timeline[-1][1:] != point[1:]:
+            self.timeline.append(point)
         if len(self.timeline) > TIMELINE_MAX:
             del self.timeline[::2]
             self.stride *= 2
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _rows(self, living: Living) -> tuple[AppRow, tuple[JobRow, ...]]:
-        """Return the rows of an app that is over."""
-        world, plan = self.world, self.plans[living.name]
+    def _rows(self, plan: AppPlan, living: Living) -> tuple[AppRow, tuple[JobRow, ...]]:
+        """Return the rows of an app; one that is not over by now never will be."""
         agent = living.actor.core.state.apps[living.app]
-        over = agent.over
-        assert over is not None
-        state: State = "refused" if over.refused else "finished" if over.state == "finished" else "failed"
-        jobs = tuple(self._job_row(plan, living, job.id, state, job.state) for job in agent.jobs)
-        arrived = living.submitted_at
-        mean = max(1.0, self.count.mean_since(self.arrivals[living.name], arrived, world.now))
-        return self._app_row(plan, jobs, state, over.reason, world.now if state != "refused" else None, mean), jobs
+        over, (end, mean) = agent.over, self.ends.get(plan.id, (None, 1.0))
+        state: State = "unfinished"
+        if over is not None and end is not None:
+            state = "refused" if over.refused else "finished" if over.state == "finished" else "failed"
+        jobs = tuple(self._job_row(plan, job.id, state, job.state, end) for job in agent.jobs)
+        reason = "nothing would ever have happened again" if over is None else over.reason
+        finish = None if state == "refused" else end
+        return self._app_row(plan, living, jobs, state, reason, finish, mean), jobs
 
-    def _job_row(self, plan: AppPlan, living: Living, job: JobId, app_state: State, job_state: JobState) -> JobRow:
+    def _job_row(self, plan: AppPlan, job: JobId, app_state: State, job_state: JobState, end: float | None) -> JobRow:
         tale = self.world.shelf.tales.get(job) or Tale()
         state: State = app_state
         if isinstance(job_state, Dropped):
             state = "stopped"
         elif isinstance(job_state, Failed):
             state = "failed"
-        finish = tale.finish_s if tale.finish_s is not None else self.world.now
+        elif isinstance(job_state, Done):
+            state = "finished"
+        finish = tale.finish_s if tale.finish_s is not None else end
         return JobRow(
             job=f"{plan.id}.{job.rpartition('.')[2]}" if len(plan.jobs) > 1 else plan.id,
             app=plan.id,
@@ -180,7 +200,7 @@ class _Simulation:
             gpus=plan.gpus,
             submit_s=plan.submit_s,
             first_start_s=_shifted(tale.first_start_s, self.start_s),
-            finish_s=finish + self.start_s if state in ("finished", "stopped", "failed") else None,
+            finish_s=_shifted(finish, self.start_s) if state in ("finished", "stopped", "failed") else None,
             state=state,
             useful_gpu_s=tale.useful_gpu_s,
             wasted_gpu_s=max(0.0, tale.held_gpu_s - tale.useful_gpu_s),
@@ -190,7 +210,14 @@ class _Simulation:
         )
 
     def _app_row(
-        self, plan: AppPlan, jobs: tuple[JobRow, ...], state: State, reason: str, finish: float | None, mean: float
+        self,
+        plan: AppPlan,
+        living: Living,
+        jobs: tuple[JobRow, ...],
+        state: State,
+        reason: str,
+        finish: float | None,
+        mean: float,
     ) -> AppRow:
         budget_s, alone_s = budget_of(plan), alone_of(plan, self.cluster.gpus)
         demand_max = plan.gpus_max * len(plan.jobs)
@@ -217,20 +244,11 @@ class _Simulation:
             apps_mean=mean,
             alone_s=alone_s,
             useful_gpu_s=useful_s,
-            wasted_gpu_s=fsum(job.wasted_gpu_s for job in jobs),
+            wasted_gpu_s=max(0.0, self.leased.get(living.app, 0.0) - useful_s),
             preemptions=sum(job.preemptions for job in jobs),
             migrations=sum(job.migrations for job in jobs),
             placement=fsum(job.placement * job.useful_gpu_s for job in jobs) / useful_s if useful_s > 0.0 else 1.0,
         )
-
-    def _unfinished(self, plan: AppPlan) -> tuple[AppRow, tuple[JobRow, ...]]:
-        """Return the rows of an app for which nothing will ever happen again."""
-        living = next((app for app in self.world.apps.values() if app.name == plan.id), None)
-        names = [JobId(f"{living.app if living else plan.id}.{number}") for number in range(len(plan.jobs))]
-        assert living is not None, f"{plan.id} never came"
-        jobs = tuple(self._job_row(plan, living, job, "unfinished", Dropped()) for job in names)
-        jobs = tuple(replace(job, state="unfinished", finish_s=None) for job in jobs)
-        return self._app_row(plan, jobs, "unfinished", "nothing would ever have happened again", None, 1.0), jobs
 
 
 def _shifted(time_s: float | None, by_s: float) -> float | None:

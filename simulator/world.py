@@ -31,7 +31,7 @@ from node_agent.core.agent import NodeAgent
 from node_agent.core.events import LocalEvent, StartWorker
 from protocol.codec import decode, encode
 from protocol.core import Connected, Received, Send, Tick
-from protocol.messages import ARBITER, AnyMessage, AppId, GpuId, JobId, NodeId, OwnerId, Party
+from protocol.messages import ARBITER, AnyMessage, AppId, GpuId, Grant, JobId, LeaseId, NodeId, OwnerId, Party, Preempt
 from simulator.cluster import Cluster
 from simulator.costs import Costs
 from simulator.machines import Gpu, JobFacts, Machine, Shelf
@@ -155,6 +155,8 @@ class World:
         self.journal: list[tuple[float, Event]] = []
         self.events = 0
         self.messages = 0
+        self._lease_gpus: dict[LeaseId, GpuId] = {}
+        self._taken: set[GpuId] = set()  #: GPUs whose leases were taken from apps that still wanted them
         self.instant_max = INSTANT_MAX
         self.watcher: Watcher | None = None
         self.on_undelivered: Callable[[Actor, Received], None] | None = None
@@ -206,6 +208,7 @@ class World:
             post=lambda event: self._hear_machine(party, event),
             facts_of=self._facts_of,
             gpus_of=self._gpus_of,
+            taken=lambda gpus: not self._taken.isdisjoint(gpus),
         )
         self.machines[machine.node] = machine
         self.gpus |= {gpu.id: gpu for gpu in machine.gpus}
@@ -389,6 +392,10 @@ class World:
     def _carry(self, sender: Party, send: Send) -> None:
         self.messages += 1
         message = send.message
+        if type(message) is Grant:
+            self._lease_gpus.update((each.lease, each.gpu) for each in message.leases)
+        elif type(message) is Preempt:
+            self._taken.update(self._lease_gpus[lease] for lease in message.leases if lease in self._lease_gpus)
         if self._wire:
             message = decode(encode(message, sender=sender, id="0")).body
         receiver = self._actors.get(send.to)
@@ -415,6 +422,7 @@ class World:
             case RoundRecord():
                 (self.rounds.append if self.on_round is None else self.on_round)(effect)
             case LeaseRecord():
+                self._taken.discard(self._lease_gpus.pop(effect.lease, effect.gpu))
                 (self.leases.append if self.on_lease is None else self.on_lease)(effect)
             case Note():
                 self.notes.append((self.now, effect))

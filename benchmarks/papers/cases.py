@@ -28,7 +28,7 @@ from simulator.costs import DEFAULT
 from simulator.experiment import Experiment, settings_of
 from simulator.profiles import built_in
 from simulator.results import AppRow, Run, summary
-from simulator.run import _Simulation
+from simulator.run import Simulation
 from simulator.workload import AppPlan, JobPlan, Workload, themis_workload
 from simulator.workload.themis import Kind
 from simulator.world import quiet
@@ -282,7 +282,7 @@ class Distorted:
         return [Send(effect.to, self._change(effect.message)) if type(effect) is Send else effect for effect in effects]
 
 
-class _Distorting(_Simulation):
+class _Distorting(Simulation):
     """A simulation in which some apps' hosts are distorted."""
 
     def __init__(

@@ -93,7 +93,9 @@ def views(draw: st.DrawFn) -> View:
 
 
 @everywhere
-@given(view=views(), leftover=st.sampled_from(["idle", "bidders", "worst-off"]), knob=st.sampled_from([0.0, 0.5, 0.8, 1.0]))
+@given(
+    view=views(), leftover=st.sampled_from(["idle", "bidders", "worst-off"]), knob=st.sampled_from([0.0, 0.5, 0.8, 1.0])
+)
 @settings(max_examples=150, deadline=None)
 def test_no_gpu_goes_to_two_apps_and_no_gang_is_broken_and_all_get_a_reason(
     name: str, view: View, leftover: str, knob: float

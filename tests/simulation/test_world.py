@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from simulator.cluster import parse_cluster
 from simulator.costs import NONE, Costs
 from simulator.profiles import built_in
 from simulator.results import Run, summary
-from simulator.run import simulate
+from simulator.run import Simulation, simulate
 from simulator.workload import AppPlan, JobPlan, Workload, load
+from simulator.world import quiet
 from tests.support.traces import shared
 
 #: No pause between rounds, and leases that are renewed at their very end: time costs nothing here.
@@ -180,3 +182,39 @@ def test_no_more_gpus_are_in_use_than_there_are() -> None:
     apps = [one(f"j{number}", 3.0 * number, 1 + number % 4, 30.0) for number in range(20)]
     result = run(apps, "2x3", "srsf")
     assert 0 < max(in_use for _, in_use, _ in result.timeline) <= 6
+
+
+def search(name: str, submit_s: float, trials: int) -> AppPlan:
+    """A search by halving whose first trial is the best."""
+    jobs = tuple(JobPlan(70.0, 70, tuple(1.0 + 0.1 * number - 0.01 * k for k in range(10))) for number in range(trials))
+    return AppPlan(name, "team", submit_s, 1, 1, jobs, search="halving")
+
+
+def test_the_timeline_says_how_many_gpus_are_held_at_any_time() -> None:
+    result = run([one("a", 0.0, 4, 100.0), one("b", 5000.0, 1, 50.0)], "1x4", "fifo")
+    assert result.timeline == ((0.0, 4, 0), (100.0, 0, 0), (5000.0, 1, 0), (5050.0, 0, 0))
+    held = [(later[0] - now[0]) * now[1] for now, later in pairwise(result.timeline)]
+    assert sum(held) == 450.0 == sum(row.useful_gpu_s + row.wasted_gpu_s for row in result.apps)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "themis"])
+def test_a_trial_that_rests_by_its_own_search_was_not_preempted(policy: str) -> None:
+    result = run([search("alone", 0.0, 4)], "1x4", policy)
+    assert [row.state for row in result.apps] == ["finished"]
+    assert sum(row.state == "stopped" for row in result.jobs) == 3
+    assert sum(row.preemptions for row in result.jobs) == 0
+
+
+def test_gpu_time_of_the_rows_is_that_of_all_leases_also_of_trials_that_are_dropped_last() -> None:
+    costs = Costs(message_s=0.5, sample_s=0.5, start_s=5.0, checkpoint_s=3.0, restore_s=2.0)
+    apps = [search("s", 0.0, 4), one("a", 10.0, 2, 60.0), search("t", 20.0, 4), one("b", 30.0, 1, 30.0)]
+    settings = replace(INSTANT, lease_s=40.0, renewal_lead_s=5.0)
+    simulation = Simulation(Workload("test", tuple(apps)), parse_cluster("2x2"), quiet(settings), costs, built_in())
+    result = simulation.run()
+    leased = sum(simulation.leased.values())
+    assert leased > 400.0
+    assert sum(row.useful_gpu_s + row.wasted_gpu_s for row in result.apps) == pytest.approx(leased)
+    assert all(tale.held_gpu_s >= tale.useful_gpu_s for tale in simulation.world.shelf.tales.values())
+    assert sum(tale.held_gpu_s for tale in simulation.world.shelf.tales.values()) <= leased + 1e-6
+    standing = [(later[0] - now[0]) * now[1] for now, later in pairwise(result.timeline)]
+    assert sum(standing) == pytest.approx(leased)
