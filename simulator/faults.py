@@ -253,7 +253,8 @@ def _app(dice: Random, cluster: Cluster, calm_at: float) -> AppOptions:
         steps_total=max(1, round(work_s)) if dice.random() < 0.7 else 0,
         step_serial_s=dice.choice((0.0, 1.0, 3.0)),
         restart_s=dice.choice((1.0, 5.0)),
-        grace_s=dice.choice((4.0, 10.0)),
+        # Long enough to save on a slow node: who is killed before that at every preemption never finishes.
+        grace_s=dice.choice((14.0, 25.0)),
         preempt_by=dice.choice(("auto", "checkpoint", "suspend")),
         max_restarts=10,
         level_max=dice.choice(("cluster", "cluster", "machine", "slot")),

@@ -364,7 +364,8 @@ def _look_at(turn: Turn, app: model.App, renewable: tuple[GpuId, ...], promised:
 
 
 def heard(turn: Turn, app: model.App) -> bool:
-    """Whether the app's agent speaks, or its training goes on without it (fail-static)."""
+    """Whether the app's agent speaks, or its training goes on without it (fail-static); what is parked does not."""
     if turn.now - app.seen_at <= turn.state.settings.app_timeout_s:
         return True
-    return any(turn.state.tasks[task].alive for task in turn.index.tasks[app.id])
+    tasks = (turn.state.tasks[task] for task in turn.index.tasks[app.id])
+    return any(task.alive and task.phase != "suspended" for task in tasks)

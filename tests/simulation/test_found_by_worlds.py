@@ -212,3 +212,18 @@ def test_a_deadline_that_moves_on_is_kept() -> None:
     world.at(3.0, lambda: world.tell(actor.party, Connected()))  # it restates, and so puts its beat off to 7 s
     world.run(until=12.0)
     assert ticks == [7.0, 11.0]
+
+
+def test_an_app_whose_agent_is_gone_and_whose_jobs_are_all_parked_holds_no_gpu() -> None:
+    """Its parked processes counted as training that goes on without it: its leases were renewed for ever."""
+    site = Site(replace(SETTINGS, policy="drf"))
+    gpu = gpu_id("n1", 0)
+    site.node("n1", 1)
+    site.play_round(site.app("ana-1") + site.wait(6))
+    assert site.held("ana-1") == [gpu]
+    parked = replace(task("ana-1", 0, [gpu]), phase="suspended")
+    site.app("ana-1", jobs=[replace(wish("ana-1", 0, [gpu]), suspended=True)])
+    for _ in range(40):
+        site.node("n1", tasks=[parked])
+        site.play_round(site.app("bob-1") + site.wait(5))
+    assert site.held("bob-1") == [gpu]
