@@ -75,21 +75,21 @@ def parse(fields: Mapping[str, Any], kind: type[ConfigT], check: Check[ConfigT],
 
 
 def in_words(error: msgspec.ValidationError) -> str:
-    """Return what is wrong as a user reads it, the field first: ``start_s must be at least 0.0``."""
+    """Return what is wrong as a user reads it, the field first: ``start_s must be at least 0``."""
     place = _PLACE.fullmatch(str(error))
     assert place is not None, "everything matches"
     what, field = place["what"], place["field"] or ""
     if found := _UNKNOWN.fullmatch(what):
-        return f"{_inside(field, found[1])} is not known here; leave it out or mend its name"
+        return f"unknown field `{_inside(field, found[1])}`; leave it out or mend its name"
     if found := _MISSING.fullmatch(what):
-        return f"{_inside(field, found[1])} is missing; add it"
+        return f"missing required field `{_inside(field, found[1])}`; add it"
     subject = field or "the whole"
     if found := _CHOICE.fullmatch(what):
         return f"{subject} is {found[1]}, which is none of its choices"
     if found := _LENGTH.fullmatch(what):
         return f"{subject} is too short; give {found[2]} {'entry' if found[1] == 'array' else 'character'} or more"
     if found := _BOUND.fullmatch(what):
-        return f"{subject} must be {_BOUNDS[found[1]]} {found[2]}"
+        return f"{subject} must be {_BOUNDS[found[1]]} {found[2].removesuffix('.0')}"
     if found := _TYPE.fullmatch(what):
         but = f", and is {_kind(found[2])}" if found[2] else ""
         return f"{subject} must be {_kind(found[1])}{but}"

@@ -17,7 +17,7 @@ from arbiter.config import ArbiterConfig, check
 from arbiter.core.model import ArbiterSettings
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Settings
-from protocol.config import ConfigError
+from protocol.config import ConfigError, in_words
 from simulator import fluid
 from simulator.cluster import Cluster, ClusterError, parse_cluster
 from simulator.costs import Costs, CostsError, parse_costs
@@ -47,9 +47,11 @@ GENERATOR_KEYS: Mapping[str, type] = {
 APPS = 40
 #: Fields that have a flag of their own.
 _APART = {"policy", "policy_settings", "seed"}
+#: Those that a world in which nothing is lost does not use (`simulator.world.quiet`).
+UNUSED = ("beat_s", "node_timeout_s", "app_timeout_s")
 #: Fields of the arbiter's settings and of its policies', which `knobs` may set.
 KNOBS = (
-    *(name for name in ArbiterSettings.__struct_fields__ if name not in _APART),
+    *(name for name in ArbiterSettings.__struct_fields__ if name not in {*_APART, *UNUSED}),
     *Settings.__struct_fields__,
 )
 
@@ -85,11 +87,13 @@ def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
     settings = settings_of(experiment)
     workload, cluster, costs, profiles = inputs_of(experiment)
     if experiment.policy == fluid.NAME:
-        return fluid.simulate(workload, cluster, seed=experiment.seed, progress=progress)
+        return replace(
+            fluid.simulate(workload, cluster, seed=experiment.seed, progress=progress), given=given_of(experiment)
+        )
     # Not at the top: who only wants a sentence or the reference line does not need the world.
     from simulator.run import simulate
 
-    return simulate(
+    run = simulate(
         workload,
         cluster,
         policy=experiment.policy,
@@ -99,6 +103,22 @@ def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
         seed=experiment.seed,
         progress=progress,
     )
+    return replace(run, given=given_of(experiment))
+
+
+def given_of(experiment: Experiment) -> dict[str, Any]:
+    """Return what was asked for, in the words it was asked: all but policy, settings and seed, which differ."""
+    return {
+        "trace": experiment.trace,
+        "overheads": experiment.overheads,
+        "profiles": experiment.profiles,
+        "first": experiment.first,
+    }
+
+
+def probes(policy: str) -> bool:
+    """Return whether that policy asks apps for bids, for which its solver must be compiled."""
+    return policy in POLICIES and POLICIES[policy](Settings()).probes
 
 
 def prepare(experiments: Sequence[Experiment]) -> None:
@@ -167,6 +187,8 @@ def generator_arguments(trace: str, query: str) -> dict[str, Any]:
     for key, text in pairs:
         if key not in GENERATOR_KEYS:
             raise ExperimentError(f"the trace {trace!r} has {key!r}, which no generator knows; {_how()}")
+        if key in given:
+            raise ExperimentError(f"the trace {trace!r} has {key} twice; give it once")
         try:
             given[key] = GENERATOR_KEYS[key](text)
         except ValueError:
@@ -225,6 +247,11 @@ def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSetting
     ExperimentError
         If there is no such setting, or it cannot have this value.
     """
+    if name in UNUSED:
+        raise ExperimentError(
+            f"{name} has no effect here: no message is lost and nobody dies, so nothing is said twice or timed out; "
+            "leave it out"
+        )
     if name not in KNOBS:
         raise ExperimentError(f"there is no setting {name!r}; choose one of {', '.join(KNOBS)}")
     inner = name in Settings.__struct_fields__
@@ -233,5 +260,6 @@ def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSetting
     try:
         changed: Any = msgspec.convert(fields, type(target), strict=False)
     except msgspec.ValidationError as error:
-        raise ExperimentError(f"{name} is {text!r}, which it cannot be: {error}") from None
+        must = in_words(error).removeprefix(name).partition(", and is")[0]
+        raise ExperimentError(f"{name} is {text!r}; it{must}") from None
     return replace(settings, policy_settings=changed) if inner else changed

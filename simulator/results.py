@@ -27,6 +27,8 @@ Figures = dict[str, Any]
 MIN_DURATION_S = 60.0
 #: The only figures of a summary that the same seed does not determine.
 MEASURED = ("cpu_s", "jobs_per_cpu_s", "peak_rss_bytes")
+#: What `write` writes.
+FILES = ("jobs.csv", "apps.csv", "summary.json")
 #: Refused jobs that a summary names; beyond, it only counts them.
 NAMES_MAX = 20
 
@@ -106,6 +108,7 @@ class Run(Struct, frozen=True):
     rounds: int
     peak_rss_bytes: int
     notes: tuple[str, ...]
+    given: dict[str, Any] = {}  #: what it was asked for in words: trace, overheads, profiles, first
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -279,6 +282,7 @@ def inputs(run: Run) -> Figures:
         "seed": run.seed,
         "settings": run.settings,
         "costs": run.costs,
+        **run.given,
         "notes": list(run.notes),
     }
 

@@ -94,6 +94,7 @@ class Simulation:
         self.noted = 0
 
     def run(self) -> Run:
+        """Return what became of it."""
         world = self.world
         for app in self.workload.apps:
             world.at(app.submit_s - self.start_s, lambda app=app: self._submit(app))  # type: ignore[misc]

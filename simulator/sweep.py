@@ -6,16 +6,18 @@ Rows come back in the order of the grid, whoever ran them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import product
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from simulator import fluid
-from simulator.experiment import Experiment, ExperimentError, execute
+from simulator.costs import parse_costs
+from simulator.experiment import UNUSED, Experiment, ExperimentError, execute, given_of, settings_of
 from simulator.results import MIN_DURATION_S, Figures, mean, summary
 
 Progress = Callable[[int, int], None]  #: told (runs that are over, all runs)
@@ -57,7 +59,7 @@ def sweep(
     dask: str = "",
     progress: Progress | None = None,
 ) -> list[Figures]:
-    """Return one row per run, in order: its policy, its settings that were set, its seed, and its summary.
+    """Return one row per run, in order: its policy, its settings that were set, its seed, its summary and its notes.
 
     Parameters
     ----------
@@ -88,11 +90,41 @@ def sweep(
 
 def row_of(experiment: Experiment, *, min_duration_s: float) -> Figures:
     """Run one of them."""
+    run = execute(experiment)
     return {
         "policy": experiment.policy,
         "settings": dict(experiment.knobs),
         "seed": experiment.seed,
-        "summary": summary(execute(experiment), min_duration_s),
+        "summary": summary(run, min_duration_s),
+        "notes": list(run.notes),
+    }
+
+
+def inputs(experiments: Sequence[Experiment], rows: Sequence[Figures], min_duration_s: float) -> Figures:
+    """Return what all runs of one grid share: the words they were asked for in, costs, settings, and every note once.
+
+    Settings are without those that differ between the runs, which stand in their rows.
+    """
+    first = next((run for run in experiments if run.policy != fluid.NAME), experiments[0])
+    apart = {"policy", "seed", *UNUSED}.union(*(dict(run.knobs) for run in experiments))
+    scheduled = first.policy != fluid.NAME  # the reference line has neither settings nor costs
+    settings = msgspec.to_builtins(settings_of(first)) if scheduled else {}
+    return {
+        **given_of(first),
+        "cluster": first.cluster,
+        "min_duration_s": min_duration_s,
+        "settings": _without(settings, apart),
+        "costs": msgspec.to_builtins(parse_costs(first.overheads)) if scheduled else {},
+        "notes": list(dict.fromkeys(note for row in rows for note in row["notes"])),
+    }
+
+
+def _without(settings: Mapping[str, Any], apart: Collection[str]) -> Figures:
+    """Return `settings`, and those within them, without the names `apart`."""
+    return {
+        name: _without(value, apart) if isinstance(value, Mapping) else value
+        for name, value in settings.items()
+        if name not in apart
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -53,6 +53,9 @@ SetMany = Annotated[
 ]
 Policies = Annotated[str, typer.Option(metavar="A,B,C|all", help="which policies")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+
+#: Settings with a flag of their own.
+FLAGGED = ("lease_s", "round_pause_s", "fairness_knob")
 
 #: Of one run, for people: heading, name in the summary, digits.
 SHOWN = (
@@ -139,10 +142,12 @@ def simulate(
         from simulator import results
         from simulator.experiment import Experiment, prepare
 
-        knobs = (*_flags(lease, round_pause, fairness_knob), *_single(set_))
+        knobs = _knobs(lease, round_pause, fairness_knob, set_)
         shortest_s = seconds(min_duration, "--min-duration")
         experiment = Experiment(trace, cluster, policy, overheads, profiles, seed, first, knobs)
         prepare([experiment])
+        if out is not None:
+            _demand_folder(out, results.FILES)
         run = _execute(experiment, as_json=as_json)
         if out is not None:
             _write(out, lambda folder: results.write(run, folder, shortest_s))
@@ -150,8 +155,8 @@ def simulate(
             emit(results.document(run, shortest_s))
         else:
             say(one_view(run, results.summary(run, shortest_s)))
-            _notes([run])
-        _demand_ends([run])
+            _notes(run.notes)
+        _demand_ends([_unfinished(run)])
 
 
 def compare(
@@ -176,7 +181,7 @@ def compare(
         from simulator import fluid, report, results
         from simulator.experiment import Experiment, prepare
 
-        knobs = (*_flags(lease, round_pause, fairness_knob), *_single(set_))
+        knobs = _knobs(lease, round_pause, fairness_knob, set_)
         shortest_s = seconds(min_duration, "--min-duration")
         names = _policies(policies)
         experiments = [
@@ -184,6 +189,8 @@ def compare(
             for name in (*(name for name in names if name != fluid.NAME), fluid.NAME)
         ]
         prepare(experiments)
+        if html is not None:
+            _demand_folder(html.parent, (html.name,))
         runs = [_execute(experiment, as_json=as_json) for experiment in experiments]
         summaries = [results.summary(run, shortest_s) for run in runs]
         if html is not None:
@@ -193,8 +200,8 @@ def compare(
             emit(comparison(runs, summaries))
         else:
             say(side_by_side(runs, summaries))
-            _notes(runs)
-        _demand_ends(runs)
+            _notes(sentence for run in runs for sentence in run.notes)
+        _demand_ends(map(_unfinished, runs))
 
 
 def sweep(
@@ -215,35 +222,33 @@ def sweep(
     as_json = wants_json(json)
     with answering(as_json=as_json), _speaking():
         from simulator import sweep as sweeping
-        from simulator.experiment import Experiment, prepare
+        from simulator.experiment import Experiment, prepare, probes
 
         shortest_s = seconds(min_duration, "--min-duration")
         base = Experiment(trace, cluster, "", overheads, profiles, 0, first)
         experiments = sweeping.grid(base, _policies(policies), _many(set_), _seeds(seeds))
         prepare(experiments)
+        if any(probes(experiment.policy) for experiment in experiments):
+            auction.prepare()
         with _progress("sweep", "run", as_json=as_json) as progress:
             rows = sweeping.sweep(
                 experiments, min_duration_s=shortest_s, processes=jobs or -1, dask=dask, progress=progress
             )
         groups = sweeping.groups(rows)
+        inputs = sweeping.inputs(experiments, rows, shortest_s)
         if as_json:
             emit(
                 {
                     "schema": "sweep/v1",
-                    "inputs": {
-                        "trace": trace,
-                        "cluster": cluster,
-                        "overheads": overheads,
-                        "profiles": profiles,
-                        "first": first,
-                        "min_duration_s": shortest_s,
-                    },
+                    "inputs": inputs,
                     "rows": rows,
                     "groups": groups,
                 }
             )
         else:
             say(swept(groups))
+            _notes(inputs["notes"])
+        _demand_ends((row["policy"], row["seed"], row["summary"]["jobs_unfinished"]) for row in rows)
 
 
 @contextmanager
@@ -259,9 +264,9 @@ def _speaking() -> Iterator[None]:
 
 def _execute(experiment: Experiment, *, as_json: bool) -> Run:
     """Run it, and show how far it is."""
-    from simulator.experiment import execute
+    from simulator.experiment import execute, probes
 
-    if experiment.policy == "themis":
+    if probes(experiment.policy):
         auction.prepare()
     with _progress(experiment.policy, "job", as_json=as_json) as progress:
         return execute(experiment, progress)
@@ -271,28 +276,62 @@ def _write(path: Path, how: Callable[[Path], Any]) -> None:
     try:
         how(path)
     except OSError as error:
-        raise Fault(f"{path} cannot be written: {error.strerror}", next_step="give a place you may write to") from None
+        raise _unwritable(path, error) from None
 
 
-def _notes(runs: Sequence[Run]) -> None:
+def _unwritable(path: Path, error: OSError) -> Fault:
+    return Fault(f"{path} cannot be written: {error.strerror}", next_step="give a place you may write to")
+
+
+def _demand_folder(folder: Path, names: Sequence[str]) -> None:
+    """Make `folder` and fail unless files of these names can be written there: a long run should not end in vain."""
+    path = folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in (folder / name for name in names):
+            new = not path.exists()
+            path.open("ab").close()
+            if new:
+                path.unlink()
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _notes(sentences: Iterable[str]) -> None:
     """Say what was assumed, once."""
-    for sentence in dict.fromkeys(sentence for run in runs for sentence in run.notes):
+    for sentence in dict.fromkeys(sentences):
         note(sentence)
 
 
-def _demand_ends(runs: Sequence[Run]) -> None:
-    """Fail if jobs that could have run never came to an end."""
-    for run in runs:
-        count = sum(job.state == "unfinished" for job in run.jobs)
+def _demand_ends(runs: Iterable[tuple[str, int, int]]) -> None:
+    """Fail if jobs that could have run never came to an end: (policy, seed, how many) of each run."""
+    for policy, seed, count in runs:
         if count:
             raise Fault(
-                f"{plural(count, 'job')} never ended under {run.policy}; repeat with --seed {run.seed}",
+                f"{plural(count, 'job')} never ended under {policy}; repeat with --seed {seed}",
                 code=exit_codes.FAILED,
-                next_step="--out FOLDER writes a row for each; this is a bug of the policy or of the simulator",
+                next_step="simulate --out FOLDER writes a row for each; this is a bug of the policy or the simulator",
             )
 
 
+def _unfinished(run: Run) -> tuple[str, int, int]:
+    """Return what `_demand_ends` asks about."""
+    return run.policy, run.seed, sum(job.state == "unfinished" for job in run.jobs)
+
+
 # --- words of the command line ----------------------------------------------------------------------------------------
+
+
+def _knobs(
+    lease: str | None, round_pause: str | None, fairness_knob: float | None, words: Sequence[str] | None
+) -> tuple[tuple[str, str], ...]:
+    """Return all settings that one run is given, each once."""
+    knobs = (*_flags(lease, round_pause, fairness_knob), *_single(words))
+    for place, (name, _) in enumerate(knobs):
+        if name in dict(knobs[:place]):
+            own = f"--{name.removesuffix('_s').replace('_', '-')}" if name in FLAGGED else "--set"
+            raise usage(f"{name} is set twice", f"give it once, by {own}")
+    return knobs
 
 
 def _flags(lease: str | None, round_pause: str | None, fairness_knob: float | None) -> Iterator[tuple[str, str]]:
@@ -320,7 +359,7 @@ def _many(words: Sequence[str] | None) -> Mapping[str, tuple[str, ...]]:
     for name, values in _single(words):
         if name in found:
             raise usage(f"--set {name} is there twice", "write all its values once, with commas between them")
-        found[name] = tuple(value.strip() for value in values.split(",") if value.strip())
+        found[name] = tuple(dict.fromkeys(value.strip() for value in values.split(",") if value.strip()))
         if not found[name]:
             raise usage(f"--set {name}={values} has no values", "write NAME=V1,V2, such as lease_s=300,600")
     return found
@@ -434,12 +473,23 @@ def swept(groups: Sequence[Figures]) -> str:
         (
             group["policy"],
             *(group["settings"].get(name, "-") for name in knobs),
-            str(len(group["seeds"])),
+            _shortly(group["seeds"]),
             *(_interval(group["figures"].get(name), digits) for _, name, digits in SWEPT),
         )
         for group in groups
     ]
     return table(("POLICY", *(name.upper() for name in knobs), "SEEDS", *(heading for heading, _, _ in SWEPT)), rows)
+
+
+def _shortly(seeds: Sequence[int]) -> str:
+    """Return seeds as `_seeds` reads them, ascending: ``0-3,7``."""
+    spans: list[list[int]] = []
+    for seed in sorted(seeds):
+        if spans and seed == spans[-1][1] + 1:
+            spans[-1][1] = seed
+        else:
+            spans.append([seed, seed])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def _interval(figure: Mapping[str, float | None] | None, digits: int) -> str:

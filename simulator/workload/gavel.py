@@ -8,7 +8,8 @@ r"""Gavel's traces (OSDI 2020), and Shockwave's: lines of fields between tabs, w
 ==  =========================================================================================================
 
 Only the last says how long a job runs. For the others that is its steps divided by a measured rate, which a table
-gives: a CSV with the columns ``model, batch_size, scale_factor, steps_per_s``, the rate being the sum over its GPUs.
+gives, ``throughputs.csv`` in the same folder: a CSV with the columns ``model, batch_size, scale_factor, steps_per_s``,
+the rate being the sum over its GPUs.
 Where the table has them, ``source``, ``gpu_type`` and ``consolidated`` are held to `REFERENCE`.
 """
 
@@ -31,6 +32,9 @@ LAYOUTS: Mapping[int, tuple[str, ...]] = {
 }  # fmt: skip
 #: The rates that Gavel's own simulator takes: V100, all GPUs of a job on one server.
 REFERENCE: Mapping[str, str] = {"source": "gavel_sim_2020", "gpu_type": "v100", "consolidated": "1"}
+
+#: The table of rates, where it lies in the folder of the trace.
+TABLE = "throughputs.csv"
 
 _JOB_TYPE = re.compile(r"(?P<model>.+?) \(batch size (?P<batch>\d+)\)")
 _RATE_COLUMNS = frozenset({"model", "batch_size", "scale_factor", "steps_per_s"})
@@ -56,7 +60,7 @@ def read(text: str, source: str, rates: Rates | None) -> Trace:
     """
     names = LAYOUTS[fields_of(text)]
     if rates is None and "duration" not in names:
-        mend = "give throughputs, a CSV with model, batch_size, scale_factor and steps_per_s"
+        mend = f"put {TABLE} beside it, a CSV with model, batch_size, scale_factor and steps_per_s"
         raise WorkloadError(f"{source} gives steps and no run times; {mend}")
     trace = empty_trace()
     for number, line in enumerate(lines_of(text, source, delimiter="\t", names=names)):
@@ -92,7 +96,7 @@ def _add(trace: Trace, number: str, line: Line, rates: Rates | None) -> None:
     if duration_s is None:
         trace.refuse(number, "the table has no rate for their model, batch size and GPUs")
         return
-    trace.add(TraceJob(number, "default", line.number_of("arrival"), gpus, duration_s, model, batch_size))
+    trace.add(TraceJob(number, "default", line.time_of("arrival"), gpus, duration_s, model, batch_size))
 
 
 def _work(line: Line, gpus: int, rates: Rates | None) -> tuple[str, int, float | None]:
@@ -101,7 +105,7 @@ def _work(line: Line, gpus: int, rates: Rates | None) -> tuple[str, int, float |
     found = _JOB_TYPE.fullmatch(kind)
     model, batch_size = (found["model"], int(found["batch"])) if found else (kind, 0)
     if "duration" in line.fields:
-        return model, batch_size, line.number_of("duration")
+        return model, batch_size, line.time_of("duration")
     assert rates is not None
     rate, measured = _rate(rates, model, batch_size, gpus)
     return model, measured, line.number_of("total_steps") / rate if rate else None

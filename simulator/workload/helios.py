@@ -20,7 +20,7 @@ def read(text: str, source: str) -> Trace:
                 tenant=line.text("vc", "default"),
                 submit_s=line.instant_of("submit_time"),
                 gpus=line.whole_of("gpu_num"),
-                duration_s=line.number_of("duration"),
+                duration_s=line.time_of("duration"),
             )
         )
     trace.notes.append("jobs run as long as they did, however they ended")

@@ -37,7 +37,7 @@ def load(
     trace
         Which one to take of a neutral CSV that holds several.
     throughputs
-        For a trace of Gavel without run times: the table of measured rates.
+        For a trace of Gavel without run times: the table of measured rates; throughputs.csv beside it if not given.
 
     Raises
     ------
@@ -49,17 +49,18 @@ def load(
     if not step_s > 0:
         raise WorkloadError(f"step_s is {step_s}; give seconds above 0")
     file = Path(path)
-    rates = None if throughputs is None else gavel.rates_of(_read(Path(throughputs)), str(throughputs))
-    read = _recognise(_read(file), file, trace, rates)
+    table = file.with_name(gavel.TABLE) if throughputs is None else Path(throughputs)
+    read = _recognise(_read(file), file, trace, table if throughputs is not None or table.is_file() else None)
     return workload_of(read, name=file.stem, limits=Limits(first, until_s, step_s))
 
 
-def _recognise(text: str, file: Path, only: str | None, rates: gavel.Rates | None) -> Trace:
+def _recognise(text: str, file: Path, only: str | None, table: Path | None) -> Trace:
     """Return the trace in `text`, whatever its format."""
     source, columns = file.name, {name.strip() for name in text.split("\n", 1)[0].split(",")}
     if text.lstrip().startswith("["):
         return philly.read(text, source)
     if gavel.fields_of(text) in gavel.LAYOUTS:
+        rates = None if table is None else gavel.rates_of(_read(table), str(table))
         return gavel.read(text, source, rates)
     if columns >= helios.REQUIRED:
         return helios.read(text, source)

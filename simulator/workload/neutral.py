@@ -34,7 +34,7 @@ def _chosen(lines: list[Line], source: str, only: str | None) -> list[Line]:
     """Return the lines of the trace `only`, all where the file holds one."""
     names = sorted({line.fields["trace"] for line in lines if "trace" in line.fields})
     if only is None and len(names) > 1:
-        raise WorkloadError(f"{source} holds {len(names)} traces; choose one with trace: {', '.join(names)}")
+        raise WorkloadError(f"{source} holds {len(names)} traces; keep the lines of one of them: {', '.join(names)}")
     if only is not None and only not in names:
         raise WorkloadError(f"{source} holds no trace {only!r}; choose one of {', '.join(names) or 'none: it has one'}")
     return [line for line in lines if only is None or line.fields["trace"] == only]
@@ -45,9 +45,9 @@ def _job(line: Line) -> TraceJob:
     return TraceJob(
         id=line.text("job_id"),
         tenant=line.text("tenant", TENANT),
-        submit_s=line.number_of("submit_s"),
+        submit_s=line.time_of("submit_s"),
         gpus=line.whole_of("gpus"),
-        duration_s=line.number_of("duration_s"),
+        duration_s=line.time_of("duration_s"),
         model=line.text("model", ""),
         batch_size=line.whole_of("batch_size", "0"),
     )

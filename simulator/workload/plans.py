@@ -10,6 +10,8 @@ from msgspec import Struct
 from app_agent.core.spec import phases_of
 
 Search = Literal["single", "all", "halving", "hyperband", "curve"]
+#: How the jobs of an app that has several may belong together.
+SEARCHES = ("all", "halving", "hyperband", "curve")
 
 
 class WorkloadError(ValueError):

@@ -14,6 +14,10 @@ from simulator.workload.plans import AppPlan, JobPlan, Workload, WorkloadError
 
 #: So many jobs that are left out are named, the others counted.
 NAMED = 5
+#: Longer than any trace: thirty years. Beyond, a virtual clock would lose its fractions of a second.
+TIME_MAX_S = 1e9
+#: More GPUs, instances or samples than anybody has.
+COUNT_MAX = 10**9
 
 _NOT_OF_TENANTS = re.compile(r"[^a-z0-9]+")
 
@@ -50,9 +54,18 @@ class Line(Struct, frozen=True):
             raise self.wrong(name, "give a finite number")
         return value
 
+    def time_of(self, name: str) -> float:
+        """Return seconds that a virtual clock can count; negative ones are left to whoever takes the job in."""
+        value = self.number_of(name)
+        if abs(value) > TIME_MAX_S:
+            raise self.wrong(name, f"give at most {TIME_MAX_S:.0f} seconds")
+        return value
+
     def whole_of(self, name: str, default: str | None = None) -> int:
         """Return a whole number; ``4.0`` is one."""
         value = self.number_of(name, default)
+        if abs(value) > COUNT_MAX:
+            raise self.wrong(name, f"give at most {COUNT_MAX}")
         if value != int(value):
             raise self.wrong(name, "give a whole number")
         return int(value)
@@ -155,7 +168,7 @@ def workload_of(trace: Trace, *, name: str, limits: Limits) -> Workload:
     Raises
     ------
     WorkloadError
-        If no job is left, an id comes twice, or a job is submitted before time 0.
+        If no job is left, an id comes twice, or a job is submitted before time 0 or beyond all clocks.
     """
     ordered = sorted(trace.jobs, key=lambda job: job.submit_s)
     taken = _limited(ordered, limits)
@@ -196,6 +209,13 @@ def _require_sound(jobs: Sequence[TraceJob], name: str, refused: Mapping[str, Se
         raise WorkloadError(f"{name} holds no job to simulate: {why}; give a trace with gpus and duration above 0")
     if jobs[0].submit_s < 0:
         raise WorkloadError(f"{name}: submit_s of job {jobs[0].id} is {jobs[0].submit_s:g}; count from 0")
+    for job in jobs:
+        if job.gpus > COUNT_MAX:
+            raise WorkloadError(f"{name}: gpus of job {job.id} are {job.gpus}; give at most {COUNT_MAX}")
+        for field, value in (("submit_s", job.submit_s), ("run time", job.duration_s)):
+            if value > TIME_MAX_S:
+                most = f"{TIME_MAX_S:.0f} seconds are the most that are simulated"
+                raise WorkloadError(f"{name}: {field} of job {job.id} is {value:g} s; {most}, mend its line")
     seen: set[str] = set()
     for job in jobs:
         if job.id in seen:

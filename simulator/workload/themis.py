@@ -20,7 +20,7 @@ matter has a stream of dice of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -29,7 +29,17 @@ from msgspec import Struct, structs
 from app_agent.core.spec import phases_of
 from simulator.profiles import models
 from simulator.workload.curves import CurveShape, loss_curve
-from simulator.workload.plans import AppPlan, JobPlan, Search, Workload, WorkloadError, gpu_seconds, halving_share
+from simulator.workload.plans import (
+    SEARCHES,
+    AppPlan,
+    JobPlan,
+    Search,
+    Workload,
+    WorkloadError,
+    gpu_seconds,
+    halving_share,
+)
+from simulator.workload.rows import TIME_MAX_S
 
 Kind = Literal[1, 2]
 ChoiceT = TypeVar("ChoiceT")
@@ -48,6 +58,9 @@ IN_WAKE, WAKE = 0.75, 0.05
 #: Ours: mini-batches take 0.2 to 1 s; losses begin near the logarithm of a few hundred to some thousand classes.
 STEP_S = (0.2, 1.0)
 LOSS_START, LOSS_FLOOR = (5.0, 9.0), (0.5, 2.5)
+#: More than anybody means; a slip of the keyboard should not fill the memory.
+MOST = {"apps": 100_000, "cluster_gpus": 1_000_000, "growth": 1_000, "tenants": 10_000, "curve_points": 10_000}
+CONTENTION, SCALE = (1e-3, 1e3), (1e-3, 1.0)
 
 
 class _Draft(Struct, frozen=True):
@@ -105,7 +118,9 @@ def themis_workload(
     WorkloadError
         For a number out of range.
     """
-    _require(apps, cluster_gpus, contention, network_share, scale, growth, tenants, curve_points)
+    counts = {"apps": apps, "cluster_gpus": cluster_gpus, "growth": growth, "tenants": tenants}
+    _require_counts(counts, curve_points)
+    _require_figures(contention, network_share, scale, search)
     way: Search = search or ("all" if kind == 1 else "halving")
     sizes, arrivals, owners, curves = (np.random.default_rng(part) for part in np.random.SeedSequence(seed).spawn(4))
     drafts = [_draft(kind, scale, way, sizes) for _ in range(apps)]
@@ -123,6 +138,11 @@ def themis_workload(
         for number, draft in enumerate(drafts)
     ]
     gap_s = sum(map(gpu_seconds, plans)) / apps / cluster_gpus / contention
+    if gap_s * (apps - 1) > TIME_MAX_S:
+        raise WorkloadError(
+            f"apps would come for {gap_s * (apps - 1):.3g} s, and {TIME_MAX_S:.0f} are the most that are simulated; "
+            "give fewer apps, more contention or more cluster_gpus"
+        )
     times = _times(apps, arrivals)
     placed = tuple(_at(plan, time * gap_s) for plan, time in zip(plans, times, strict=True))
     name = f"themis-{kind}" + (f"-x{contention:g}" if contention != 1 else "")
@@ -197,22 +217,29 @@ def _pick(shares: Sequence[tuple[ChoiceT, float]], chance: float) -> ChoiceT:
     return shares[-1][0]
 
 
-def _require(
-    apps: int, gpus: int, contention: float, network: float, scale: float, growth: int, tenants: int, points: int
-) -> None:
-    """Refuse numbers out of range."""
-    whole = {"apps": apps, "cluster_gpus": gpus, "growth": growth, "tenants": tenants}
-    for name, value in whole.items():
+def _require_counts(counts: Mapping[str, int], points: int) -> None:
+    """Refuse whole numbers out of range."""
+    for name, value in counts.items():
         if value < 1:
             raise WorkloadError(f"{name} is {value}; give at least 1")
-    if not 0 < contention < math.inf:
-        raise WorkloadError(f"contention is {contention}; give a number above 0, such as 1, 2 or 4")
-    if not 0 < scale <= 1:
-        raise WorkloadError(f"scale is {scale}; give a number above 0, and 1 for the full size")
-    if not 0 <= network <= 1:
-        raise WorkloadError(f"network_share is {network}; give a part from 0 to 1")
     if points < 0:
         raise WorkloadError(f"curve_points is {points}; give 0 for no curves, or more")
+    for name, value in {**counts, "curve_points": points}.items():
+        if value > MOST[name]:
+            raise WorkloadError(f"{name} is {value}; give at most {MOST[name]}")
+
+
+def _require_figures(contention: float, network_share: float, scale: float, search: str | None) -> None:
+    """Refuse other figures out of range, and searches that are none."""
+    if not CONTENTION[0] <= contention <= CONTENTION[1]:
+        low, high = CONTENTION
+        raise WorkloadError(f"contention is {contention}; give a number from {low:g} to {high:g}, such as 1, 2 or 4")
+    if not SCALE[0] <= scale <= SCALE[1]:
+        raise WorkloadError(f"scale is {scale}; give a number from {SCALE[0]:g} to 1, which is the full size")
+    if not 0 <= network_share <= 1:
+        raise WorkloadError(f"network_share is {network_share}; give a part from 0 to 1")
+    if search is not None and search not in SEARCHES:
+        raise WorkloadError(f"search is {search!r}; give one of {', '.join(SEARCHES)}")
 
 
 def _notes(kind: Kind, way: Search, scale: float, contention: float, network_share: float) -> tuple[str, ...]:

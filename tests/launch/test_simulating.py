@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from launch import cli, exit_codes
 from launch.verbs import simulating
 from simulator import experiment, fluid, results
+from simulator import sweep as sweeping
 from simulator.experiment import Experiment
 from simulator.results import Run
 
@@ -63,7 +64,9 @@ def test_simulate_drives_the_scheduler_itself(trace: Path) -> None:
     assert summary["gpu_seconds_wasted"] == 0.0
     assert {"max_rho", "cpu_s"} <= summary.keys()
     assert [row["tenant"] for row in answer["tenants"]] == ["ann", "bob"]
-    assert (answer["inputs"]["policy"], answer["inputs"]["cluster"]) == ("fifo", "1x2")
+    inputs = answer["inputs"]
+    assert (inputs["policy"], inputs["cluster"], inputs["trace"]) == ("fifo", "1x2", str(trace))
+    assert (inputs["overheads"], inputs["profiles"], inputs["first"]) == ("none", "built-in", 0)
 
 
 def test_simulate_shows_a_table_to_people(trace: Path) -> None:
@@ -94,10 +97,39 @@ def test_rows_are_written_where_asked(trace: Path, tmp_path: Path) -> None:
         assert [row["job"] for row in csv.DictReader(file)] == ["a", "b", "c"]
     assert json.loads((out / "summary.json").read_text())["summary"]["jobs_out"] == 3
     assert (out / "apps.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("simulate", "--policy", "fifo", "--out", "file"), "file"),
+        (("simulate", "--policy", "fifo", "--out", "taken"), "taken/apps.csv"),
+        (("compare", "--policies", "fifo", "--html", "file/report.html"), "file"),
+        (("compare", "--policies", "fifo", "--html", "taken"), "taken"),
+    ],
+)
+def test_where_nothing_can_be_written_nothing_runs(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], named: str
+) -> None:
     (tmp_path / "file").touch()
-    result = run("simulate", trace, "--cluster", "1x2", "--policy", fluid.NAME, "--out", tmp_path / "file")
-    assert result.exit_code == exit_codes.FAILED
-    assert result.stderr.splitlines()[-2].startswith(f"gpu-arbiter: {tmp_path}/file cannot be written: ")
+    (tmp_path / "taken" / "apps.csv").mkdir(parents=True)
+    monkeypatch.setattr(experiment, "execute", lambda *_: pytest.fail("it ran"))
+    verb, *flags, place = words
+    result = run(verb, trace, "--cluster", "1x2", *flags, tmp_path / place)
+    assert (result.exit_code, result.stdout) == (exit_codes.FAILED, "")
+    said, next_step = result.stderr.splitlines()
+    assert said.startswith(f"gpu-arbiter: {tmp_path}/{named} cannot be written: ")
+    assert next_step == "next: give a place you may write to"
+    assert not (tmp_path / "taken" / "jobs.csv").exists()
+
+
+def test_what_cannot_run_leaves_what_was_written_before(trace: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.html"
+    report.write_text("earlier")
+    simulating._demand_folder(tmp_path, (report.name,))
+    assert report.read_text() == "earlier"
+    result = run("compare", trace, "--cluster", "1x2", "--policies", "best", "--html", tmp_path / "new" / "report.html")
+    assert (result.exit_code, (tmp_path / "new").exists()) == (exit_codes.USAGE, False)
 
 
 def test_the_same_seed_gives_the_same_answer(trace: Path) -> None:
@@ -192,9 +224,14 @@ def test_sweep_has_a_row_for_each_run_and_a_group_for_each_setting(trace: Path) 
     assert len(answer["groups"]) == 3
     assert answer["groups"][0]["figures"]["makespan_s"] == {"mean": 170.0, "low": 170.0, "high": 170.0}
     assert answer["inputs"]["trace"] == str(trace)
-    table = run(*words, "--set", "lease_s=300,600", "--seeds", "0-1", "--jobs", "1").stdout
+    assert answer["inputs"]["settings"]["round_pause_s"] == 0.0
+    assert answer["inputs"]["costs"]["start_s"] == 0.0
+    assert any("fluid-fair-share" in sentence for sentence in answer["inputs"]["notes"])
+    result = run(*words, "--set", "lease_s=300,300,600", "--seeds", "0-1", "--jobs", "1")
+    assert [line for line in result.stderr.splitlines() if line] == answer["inputs"]["notes"]
+    table = result.stdout
     assert re.search(r"^POLICY +LEASE_S +SEEDS +AVG JCT ", table)
-    assert re.search(r"^fifo +300 +2 +136.7 \+- 0.0 ", table, re.MULTILINE)
+    assert re.search(r"^fifo +300 +0-1 +136.7 \+- 0.0 ", table, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +239,41 @@ def test_sweep_has_a_row_for_each_run_and_a_group_for_each_setting(trace: Path) 
 )
 def test_seeds_are_ranges_and_lists(text: str, seeds: list[int]) -> None:
     assert simulating._seeds(text) == seeds
+
+
+@pytest.mark.parametrize(("seeds", "text"), [([4], "4"), ([3, 0, 1, 2], "0-3"), ([0, 2, 3, 7], "0,2-3,7")])
+def test_seeds_are_shown_as_they_are_written(seeds: list[int], text: str) -> None:
+    assert simulating._shortly(seeds) == text
+    assert simulating._seeds(text) == sorted(seeds)
+
+
+def test_jobs_that_never_end_are_a_failure_of_a_sweep_too(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = experiment.execute
+
+    def execute(wanted: Experiment) -> Run:
+        whole = real(replace(wanted, policy=fluid.NAME), None)
+        lost = replace(whole.jobs[0], state="unfinished")
+        return replace(whole, policy="fifo", jobs=(lost, *whole.jobs[1:]) if wanted.seed == 1 else whole.jobs)
+
+    monkeypatch.setattr(sweeping, "execute", execute)
+    words = ("sweep", trace, "--cluster", "1x2", "--policies", "fifo", "--seeds", "0-1", "--jobs", "1", "--json")
+    result = run(*words)
+    assert result.exit_code == exit_codes.FAILED
+    assert "1 job never ended under fifo; repeat with --seed 1" in result.stderr
+    assert len(json.loads(result.stdout.splitlines()[0])["rows"]) == 2
+
+
+@pytest.mark.parametrize(("policy", "times"), [("themis", 1), ("fifo", 0), (fluid.NAME, 0)])
+def test_the_solver_is_compiled_before_what_needs_it(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, policy: str, times: int
+) -> None:
+    real, done = experiment.execute, list[str]()
+    monkeypatch.setattr(simulating.auction, "prepare", lambda: done.append("compiled"))
+    for module in (experiment, sweeping):
+        monkeypatch.setattr(module, "execute", lambda wanted, *_: real(replace(wanted, policy=fluid.NAME), None))
+    run("simulate", trace, "--cluster", "1x2", "--policy", policy)
+    run("sweep", trace, "--cluster", "1x2", "--policies", policy, "--jobs", "1", "--seeds", "0-1")
+    assert done == ["compiled"] * times * 2
 
 
 # --- what is wrong --------------------------------------------------------------------------------------------------
@@ -219,6 +291,15 @@ def test_seeds_are_ranges_and_lists(text: str, seeds: list[int]) -> None:
         (("simulate", "TRACE", "--cluster", "1x2", "--fairness-knob", "7"), "the settings: arbiter.policy_settings"),
         (("simulate", "TRACE", "--cluster", "1x2", "--set", "probe_s"), "--set is 'probe_s'"),
         (("simulate", "TRACE", "--cluster", "1x2", "--min-duration", "x"), "--min-duration is 'x'"),
+        (
+            ("simulate", "TRACE", "--cluster", "1x2", "--lease", "500", "--set", "lease_s=300"),
+            "lease_s is set twice",
+        ),
+        (("compare", "TRACE", "--cluster", "1x2", "--set", "bid_s=3", "--set", "bid_s=2"), "bid_s is set twice"),
+        (("simulate", "TRACE", "--cluster", "1x2", "--fairness-knob", "nan"), "the settings: arbiter.policy_settings"),
+        (("simulate", "TRACE", "--cluster", "1x2", "--set", "node_timeout_s=5"), "node_timeout_s has no effect here"),
+        (("simulate", "themis:1?search=single", "--cluster", "1x2"), "search is 'single'; give one of all, halving"),
+        (("simulate", "themis:1?tenants=99999999999999999999", "--cluster", "1x2"), "tenants is 99999999999999999999"),
         (("compare", "TRACE", "--cluster", "1x2", "--policies", "fifo,best"), "the policy 'best' is not known"),
         (("compare", "TRACE", "--cluster", "1x2", "--policies", ","), "--policies names none"),
         (("sweep", "TRACE", "--cluster", "1x2", "--seeds", "3-1"), "--seeds is '3-1'"),

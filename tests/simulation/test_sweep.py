@@ -47,7 +47,12 @@ def test_a_pause_between_rounds_is_an_overhead(trace: str) -> None:
     [
         ({"policy": "best"}, "the policy 'best' is not known; choose one of "),
         ({"knobs": (("leash_s", "3"),)}, "there is no setting 'leash_s'; choose one of lease_s, "),
-        ({"knobs": (("lease_s", "long"),)}, "lease_s is 'long', which it cannot be: "),
+        ({"knobs": (("lease_s", "long"),)}, "lease_s is 'long'; it must be a number"),
+        ({"knobs": (("probes_max", "1.5"),)}, "probes_max is '1.5'; it must be a whole number"),
+        ({"knobs": (("lease_s", "nan"),)}, "the settings: arbiter: lease_s is nan; it must be a finite number above 0"),
+        ({"knobs": (("beat_s", "5"),)}, "beat_s has no effect here: no message is lost and nobody dies"),
+        ({"knobs": (("app_timeout_s", "5"),)}, "app_timeout_s has no effect here: "),
+        ({"knobs": (("node_timeout_s", "5"),)}, "node_timeout_s has no effect here: "),
         ({"knobs": (("lease_s", "10"),)}, "the settings: arbiter.lease_s is 10.0, too short"),
         ({"knobs": (("fairness_knob", "7"),), "policy": "themis"}, "the settings: arbiter.policy_settings: "),
         ({"cluster": "0x8"}, "the cluster 0x8 is empty; "),
@@ -58,6 +63,8 @@ def test_a_pause_between_rounds_is_an_overhead(trace: str) -> None:
         ({"trace": "themis:1?apps"}, "the trace 'themis:1?apps' has no key=value"),
         ({"trace": "themis:1?app=2"}, "the trace 'themis:1?app=2' has 'app', which no generator knows"),
         ({"trace": "themis:1?apps=two"}, "the trace 'themis:1?apps=two' has apps=two, which is no number"),
+        ({"trace": "themis:1?apps=2&apps=3"}, "the trace 'themis:1?apps=2&apps=3' has apps twice; give it once"),
+        ({"trace": "themis:1?search=foo"}, "search is 'foo'; give one of all, halving, hyperband, curve"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(trace: str, fields: dict[str, Any], sentence: str) -> None:
@@ -107,12 +114,29 @@ def test_a_grid_is_every_combination_in_order(trace: str) -> None:
     ]
 
 
+def test_a_grid_says_once_what_its_runs_share(trace: str) -> None:
+    grid = sweep.grid(base(trace), ["fluid-fair-share", "fifo"], {"lease_s": ("300",), "reasons_max": ("1",)}, [0, 1])
+    notes: list[list[str]] = [["drawn", "a"], ["drawn", "b"], ["drawn"], []]
+    inputs = sweep.inputs(grid, [{"notes": own} for own in notes], 60.0)
+    assert {name: inputs[name] for name in ("trace", "cluster", "overheads", "profiles", "first")} == {
+        "trace": trace, "cluster": "1x2", "overheads": "none", "profiles": "built-in", "first": 0,
+    }  # fmt: skip
+    assert (inputs["notes"], inputs["min_duration_s"]) == (["drawn", "a", "b"], 60.0)
+    assert (inputs["costs"]["start_s"], inputs["settings"]["round_pause_s"], inputs["settings"]["probe_s"]) == (0, 0, 2)
+    assert not {"lease_s", "policy", "seed", "beat_s"} & inputs["settings"].keys()
+    assert inputs["settings"]["policy_settings"].keys() >= {"fairness_knob"}
+    assert "reasons_max" not in inputs["settings"]["policy_settings"]
+    alone = sweep.inputs(grid[:2], [], 60.0)
+    assert (alone["settings"], alone["costs"]) == ({}, {})
+
+
 def test_rows_come_in_order_whoever_makes_them(trace: str) -> None:
     experiments = sweep.grid(base(trace), ["fluid-fair-share"], {}, [2, 0, 1])
     told: list[tuple[int, int]] = []
     here = sweep.sweep(experiments, progress=lambda done, whole: told.append((done, whole)))
     assert [row["seed"] for row in here] == [2, 0, 1]
     assert told == [(1, 3), (2, 3), (3, 3)]
+    assert here[0]["notes"][0] == "the trace names no tenants: all jobs are of 'default'"
     # Two GPUs: `a` and `b` alone to 5; then 2/3 each until `a` has its 10 at 12.5, when `b` has 10 of 20 and `c` 5 of
     # 10; 1 each until `c` ends at 17.5 and `b` at 22.5.
     figures = here[0]["summary"]

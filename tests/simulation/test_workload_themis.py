@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections import Counter
@@ -167,12 +168,19 @@ def test_the_same_seed_gives_the_same_bytes_in_a_fresh_interpreter() -> None:
         ({"cluster_gpus": 0}, "cluster_gpus is 0; give at least 1"),
         ({"growth": 0}, "growth is 0"),
         ({"tenants": 0}, "tenants is 0"),
-        ({"contention": 0.0}, "contention is 0.0; give a number above 0"),
+        ({"contention": 0.0}, "contention is 0.0; give a number from 0.001 to 1000"),
+        ({"contention": 1e-300}, "contention is 1e-300; give a number from 0.001 to 1000"),
         ({"network_share": 1.5}, "network_share is 1.5; give a part from 0 to 1"),
-        ({"scale": 2.0}, "scale is 2.0; give a number above 0, and 1 for the full size"),
+        ({"scale": 2.0}, "scale is 2.0; give a number from 0.001 to 1, which is the full size"),
+        ({"scale": math.nan}, "scale is nan; give a number from 0.001 to 1"),
+        ({"tenants": 10**20}, "tenants is 100000000000000000000; give at most 10000"),
+        ({"curve_points": 10**9}, "curve_points is 1000000000; give at most 10000"),
+        ({"search": "foo"}, "search is 'foo'; give one of all, halving, hyperband, curve"),
+        ({"search": "single"}, "search is 'single'; give one of all, "),
+        ({"cluster_gpus": 1, "contention": 0.001}, "give fewer apps, more contention or more cluster_gpus"),
         ({"curve_points": -1}, "curve_points is -1"),
     ],
 )
-def test_numbers_out_of_range_are_refused_with_the_mend(wanted: dict[str, float], words: str) -> None:
+def test_numbers_out_of_range_are_refused_with_the_mend(wanted: dict[str, Any], words: str) -> None:
     with pytest.raises(WorkloadError, match=words):
         draw(**wanted)

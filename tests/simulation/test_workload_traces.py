@@ -67,7 +67,7 @@ def test_limits_take_the_first_to_come_and_say_so() -> None:
 def test_one_of_several_traces_in_a_file_is_chosen(tmp_path: Path) -> None:
     file = write(tmp_path, "trace,job_id,submit_s,gpus,duration_s\na,0,1,1,5\nb,0,2,1,6\n")
     assert lines(load(file, trace="b")) == [("0", "default", 2.0, 1, 6.0)]
-    with pytest.raises(WorkloadError, match=r"holds 2 traces; choose one with trace: a, b"):
+    with pytest.raises(WorkloadError, match=r"holds 2 traces; keep the lines of one of them: a, b"):
         load(file)
     with pytest.raises(WorkloadError, match=r"no trace 'c'; choose one of a, b"):
         load(file, trace="c")
@@ -140,8 +140,36 @@ def test_gavel_knows_models_without_a_batch_size_and_names_those_without_a_rate(
 
 def test_a_trace_with_run_times_needs_no_rates() -> None:
     assert lines(load(DATA / "twelve.trace"))[0][-1] == 777.0
-    with pytest.raises(WorkloadError, match=r"nine.trace gives steps and no run times; give throughputs"):
+    with pytest.raises(WorkloadError, match=r"nine.trace gives steps and no run times; put throughputs.csv beside it"):
         load(DATA / "nine.trace")
+
+
+def test_rates_that_lie_beside_a_trace_are_found(tmp_path: Path) -> None:
+    (tmp_path / "nine.trace").write_text((DATA / "nine.trace").read_text())
+    (tmp_path / "throughputs.csv").write_text((DATA / "rates.csv").read_text())
+    assert load(tmp_path / "nine.trace").apps == load(DATA / "nine.trace", throughputs=DATA / "rates.csv").apps
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("a,0,1,1e12", r"line 2: duration_s is '1e12'; give at most 1000000000 seconds$"),
+        ("a,2e9,1,5", r"line 2: submit_s is '2e9'; give at most 1000000000 seconds$"),
+        ("a,0,1e300,5", r"line 2: gpus is '1e300'; give at most 1000000000$"),
+    ],
+)
+def test_what_no_clock_can_count_is_refused_with_its_line(tmp_path: Path, row: str, words: str) -> None:
+    with pytest.raises(WorkloadError, match=words):
+        load(write(tmp_path, f"job_id,submit_s,gpus,duration_s\n{row}\n"))
+    assert lines(load(write(tmp_path, "job_id,submit_s,gpus,duration_s\na,1e9,1,1e9\n"))) == [
+        ("a", "default", 1e9, 1, 1e9)
+    ]
+
+
+def test_what_no_clock_can_count_is_refused_by_job_where_times_are_worked_out(tmp_path: Path) -> None:
+    pods = "name,num_gpu,gpu_milli,creation_time,deletion_time,scheduled_time\np,1,1000,0,3e9,5\n"
+    with pytest.raises(WorkloadError, match=r"run time of job p is 3e\+09 s; 1000000000 seconds are the most"):
+        load(write(tmp_path, pods))
 
 
 HEAD = "job_id,submit_s,gpus,duration_s\n"
