@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import fsum
 
 import msgspec
@@ -17,14 +19,15 @@ from app_agent.core.tuning.shape import Trial
 from arbiter.core.fairness import TimeMean
 from arbiter.core.model import ArbiterSettings
 from arbiter.core.turn import LeaseRecord
-from protocol.messages import JobId, Level
+from node_agent.core.events import StartWorker
+from protocol.messages import JobId, Level, NodeId
 from simulator.cluster import Cluster
 from simulator.costs import Costs
 from simulator.machines import JobFacts, Tale
 from simulator.profiles import Profiles
 from simulator.results import AppRow, JobRow, Run, State
 from simulator.workload import AppPlan, JobPlan, Workload
-from simulator.world import QUIET_S, Living, World, quiet
+from simulator.world import QUIET_S, Actor, Living, World, quiet
 
 #: Points of the timeline that are kept; of more, every second one goes.
 TIMELINE_MAX = 4000
@@ -51,8 +54,19 @@ def simulate(
     every message, as a bus does.
     """
     settings = quiet(replace(settings, policy=policy, seed=seed))
-    run = Simulation(workload, cluster, settings, costs, profiles, progress, wire=wire)
-    return run.run()
+    with _seldom_collected():
+        return Simulation(workload, cluster, settings, costs, profiles, progress, wire=wire).run()
+
+
+@contextmanager
+def _seldom_collected() -> Iterator[None]:
+    """Look for garbage in cycles seldom: a world keeps much and makes few cycles, and looking costs a tenth of it."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Simulation:
@@ -80,6 +94,7 @@ class Simulation:
         self.world.on_over = self._over
         self.world.on_lease = self._lease
         self.world.on_round = self._round
+        self.world.watcher = self._watch
         self.start_s = min((app.submit_s for app in workload.apps), default=0.0)
         self.count = TimeMean.begin(0.0, 0.0)
         self.arrivals: dict[str, float] = {}  #: by app: the integral of the number of apps when it came
@@ -147,6 +162,14 @@ class Simulation:
         self.ends[living.name] = (world.now, max(1.0, mean))
         self.count = self.count.observe(self.count.last_value - 1, world.now)
         self._note_standing()
+
+    def _watch(self, actor: Actor, event: object, effects: Sequence[object]) -> bool:
+        """Assert that no process is started on a GPU that another one is on, and so never more than there are."""
+        for effect in effects:
+            if type(effect) is StartWorker:
+                used = self.world.machines[NodeId(actor.party.id)].in_use()
+                assert used.isdisjoint(effect.gpus), f"{effect.task} is started on a GPU that another process is on"
+        return True
 
     def _lease(self, record: LeaseRecord) -> None:
         self.leased[record.app] = self.leased.get(record.app, 0.0) + record.end - record.start

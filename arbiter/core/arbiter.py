@@ -214,7 +214,12 @@ class Arbiter:
         return now >= self.state.beat_at + self.state.settings.beat_s
 
     def _say_plan(self, turn: Turn, node: model.Node, *, restate: bool) -> None:
-        plan = plans.plan_of(turn, node)
+        outline = plans.outline_of(turn, node)
+        said = turn.index.outlines.get(node.id)
+        if not restate and node.plan_digest and said is not None and said.same_as(outline):
+            return
+        turn.index.outlines[node.id] = outline
+        plan = plans.plan_of(turn, node, outline)
         digest = plans.plan_digest(plan)
         changed = digest != node.plan_digest
         if changed:

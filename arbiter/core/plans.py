@@ -40,6 +40,9 @@ WHEREABOUTS_MAX = 64
 #: Why a task is to leave, unless its job has ended elsewhere.
 LEASE_ENDED = "its lease ended"
 
+#: What is ordered for an app that is over.
+NOTHING: list[TaskOrder] = []
+
 Shares = dict[NodeId, tuple[GpuId, ...]]  #: a job's GPUs by node
 
 
@@ -54,22 +57,43 @@ def is_task_id(task: TaskId, job: JobId, attempt: int) -> bool:
     return task == task_id(job, attempt, int(rank) if rank.isdecimal() and len(rank) < RANK_DIGITS_MAX else 0)
 
 
-def plan_of(turn: Turn, node: model.Node) -> NodePlan:
-    """Return all that should be on `node` now."""
+class Outline(Struct, frozen=True):
+    """What a plan follows from: the leases on the node, and what each app has ordered there."""
+
+    leases: tuple[tuple[model.Lease, model.Gpu], ...]
+    orders: tuple[list[TaskOrder], ...]
+
+    def same_as(self, other: Outline) -> bool:
+        """Whether both make the same plan, times left aside: the same leases, and the very same lists of orders."""
+        alike = len(self.leases) == len(other.leases) and len(self.orders) == len(other.orders)
+        alike = alike and all(one[0].id == two[0].id for one, two in zip(self.leases, other.leases, strict=True))
+        return alike and all(one is two for one, two in zip(self.orders, other.orders, strict=True))
+
+
+def outline_of(turn: Turn, node: model.Node) -> Outline:
+    """Return what the plan of `node` follows from now."""
     state = turn.state
     gpus = [state.gpus[gpu_id] for gpu_id in sorted(turn.index.node_gpus[node.id])]
-    terms = tuple(_terms(turn, gpu.state.lease, gpu) for gpu in gpus if isinstance(gpu.state, Leased))
-    apps = {gpu.state.lease.app for gpu in gpus if isinstance(gpu.state, Leased)}
+    leases = tuple([(gpu.state.lease, gpu) for gpu in gpus if isinstance(gpu.state, Leased)])
+    apps = {lease.app for lease, _ in leases}
     apps |= {state.tasks[task].app for task in turn.index.node_tasks[node.id]}
-    orders = [order for app_id in sorted(apps) if app_id in state.apps for order in _orders_for(turn, node, app_id)]
-    return NodePlan(node=node.id, epoch=state.epoch, seq=node.plan_seq, leases=terms, tasks=tuple(orders))
+    orders = [_orders_for(turn, node, app_id) for app_id in sorted(apps) if app_id in state.apps]
+    return Outline(leases, tuple(orders))
+
+
+def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> NodePlan:
+    """Return all that should be on `node` now."""
+    outline = outline or outline_of(turn, node)
+    terms = tuple(_terms(turn, lease, gpu) for lease, gpu in outline.leases)
+    orders = tuple(order for some in outline.orders for order in some)
+    return NodePlan(node=node.id, epoch=turn.state.epoch, seq=node.plan_seq, leases=terms, tasks=orders)
 
 
 def _orders_for(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
     """Return what `node` should do for an app; what was said last if nothing of the app has stirred since."""
     app = turn.state.apps[app_id]
     if not app.active:
-        return []
+        return NOTHING
     stirs = turn.index.stirs[app_id]
     said = turn.index.orders.setdefault(app_id, {})
     last = said.get(node.id)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -89,9 +90,13 @@ Effect = Send | Decide | RoundRecord | LeaseRecord | Note
 
 
 @lru_cache(maxsize=16)
+def _made(kind: Callable[[Settings], Policy], settings: Settings) -> Policy:
+    return kind(settings)
+
+
 def policy_of(name: str, settings: Settings) -> Policy:
     """Return the policy of that name; policies are stateless, so one serves everybody."""
-    return POLICIES[name](settings)
+    return _made(POLICIES[name], settings)
 
 
 @dataclass
@@ -178,6 +183,7 @@ class Index:
         self.app_views: dict[AppId, tuple[model.App, int, tuple[GpuId, ...], AppView, bool]] = {}
         #: By app and node: what was last ordered there, with the app's jobs and state and the count of its stirs.
         self.orders: dict[AppId, dict[NodeId, tuple[object, object, int, list[TaskOrder]]]] = {}
+        self.outlines: dict[NodeId, Any] = {}  #: by node: the `plans.Outline` of the plan that was sent last
         self.stirs: dict[AppId, int] = defaultdict(int)  #: grows whenever its GPUs or tasks change
         self.holders: set[AppId] = set()  #: apps that have a GPU, leased or draining
         self._revocable: dict[GpuId, GpuView] = {}
