@@ -1,6 +1,6 @@
 """The comparison of the live demo with the world: what it measures is what was there, seen on worlds that are known.
 
-The live side itself takes minutes: ``python benchmarks/live_vs_simulated.py``. A world with given costs is listened to
+The live side itself takes minutes: ``python benchmarks/fidelity.py``. A world with given costs is listened to
 just as a live run is, so here it stands in for one.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.live_vs_simulated import (
+from benchmarks.fidelity import (
     Attempt,
     Heard,
     Measured,

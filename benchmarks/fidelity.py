@@ -1,4 +1,4 @@
-"""The demo live against the same six apps in the world: ``python benchmarks/live_vs_simulated.py [--json] [--quick]``.
+"""The demo live against the same six apps in the world: ``python benchmarks/fidelity.py [--json] [--quick]``.
 
 Each live run is that of ``gpu-arbiter demo``: real training in real processes, two nodes of four simulated GPUs. Its
 arbiter's and node agents' cores are listened to, and what they heard says what machines really took: from a start to
@@ -638,13 +638,13 @@ def live(options: demo.Options) -> Run:
 
 
 def compare(options: demo.Options, runs: Sequence[Run], worlds: int) -> dict[str, Any]:
-    """Return the ``live-vs-simulated/v1`` document: each live run's costs in `worlds` worlds for each set of traits."""
+    """Return the ``fidelity/v1`` document: each live run's costs in `worlds` worlds for each set of traits."""
     variants = []
     for traits in VARIANTS:
         done = [outcome_of(simulate(options, run.measured, traits, seed)) for run in runs for seed in range(worlds)]
         variants.append({"traits": traits} | side_by_side([run.outcome for run in runs], done))
     return {
-        "schema": "live-vs-simulated/v1",
+        "schema": "fidelity/v1",
         "lease_s": options.lease_s,
         "cpus": os.cpu_count(),
         "live_runs": [_live_row(run) for run in runs],
