@@ -16,6 +16,7 @@ from app_agent.core.model import Done, Dropped, Failed, JobState
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import scheduler_for
 from app_agent.core.tuning.shape import Trial
+from arbiter.core import fairness
 from arbiter.core.fairness import TimeMean
 from arbiter.core.model import ArbiterSettings
 from arbiter.core.turn import LeaseRecord
@@ -245,7 +246,8 @@ class Simulation:
     ) -> AppRow:
         budget_s, alone_s = budget_of(plan), alone_of(plan, self.cluster.gpus)
         demand_max = plan.gpus_max * len(plan.jobs)
-        ideal_s = budget_s / max(1, min(self.cluster.gpus, demand_max)) * mean
+        cluster_s = budget_s / max(1, min(self.cluster.gpus, demand_max))
+        ideal_s = fairness.ideal_time_s(cluster_s=cluster_s, apps_mean=mean)
         jct_s = None if finish is None else finish + self.start_s - plan.submit_s
         useful_s = fsum(job.useful_gpu_s for job in jobs)
         starts = [job.first_start_s for job in jobs if job.first_start_s is not None]
@@ -264,7 +266,7 @@ class Simulation:
             jct_s=jct_s,
             shared_s=jct_s,
             ideal_s=ideal_s,
-            rho=jct_s / ideal_s if jct_s is not None and ideal_s > 0.0 else None,
+            rho=fairness.rho(shared_s=jct_s, ideal_s=ideal_s) if jct_s is not None and ideal_s > 0.0 else None,
             apps_mean=mean,
             alone_s=alone_s,
             useful_gpu_s=useful_s,

@@ -32,7 +32,7 @@ from node_agent.core.events import LocalEvent, StartWorker
 from protocol.codec import decode, encode
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import ARBITER, AnyMessage, AppId, GpuId, Grant, JobId, LeaseId, NodeId, OwnerId, Party, Preempt
-from simulator.cluster import Cluster
+from simulator.cluster import Cluster, NodePlan
 from simulator.costs import Costs
 from simulator.machines import Gpu, JobFacts, Machine, Shelf
 
@@ -197,7 +197,7 @@ class World:
         self.epoch += 1
         self._tell(self.arbiter, Connected(self.epoch))
 
-    def _add_node(self, spec: Any) -> None:
+    def _add_node(self, spec: NodePlan) -> None:
         party = Party("node", spec.id)
         machine = Machine(
             spec,

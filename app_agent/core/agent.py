@@ -190,9 +190,10 @@ class AppAgent:
                 self._take_holdings(message, now)
             case _ as never:
                 assert_never(never)
-        if (state.held, state.jobs, state.over) == before and not self._patience_over(now):
+        contradicted = self._quiet() and bool(state.held)  # it is over, and the arbiter does not seem to know
+        if (state.held, state.jobs, state.over) == before and not contradicted and not self._patience_over(now):
             return []  # what follows from it was said when it was new
-        return self._follow(now, restate=bool(self._quiet() and state.held))
+        return self._follow(now, restate=contradicted)
 
     def _patience_over(self, now: float) -> bool:
         return self.state.patient_until is not None and now >= self.state.patient_until

@@ -12,7 +12,6 @@ and state demand, so that a plan told twice changes nothing and a missed message
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal, assert_never
@@ -670,7 +669,8 @@ class NodeAgent:
             return
         report = self.statuses()
         significant = (report.epoch, report.plan_seq, _still(report))
-        due = any(at is None or self._now >= at for at in (self._beat_at, self._figures_at or math.inf))
+        due = self._beat_at is None or self._now >= self._beat_at
+        due = due or (self._figures_at is not None and self._now >= self._figures_at)
         changed = significant != self._reported
         if not (due or changed):
             return

@@ -7,7 +7,7 @@ import pytest
 
 from app_agent.core.agent import AppAgent
 from app_agent.core.model import AppState, Done, Dropped, Suspended
-from protocol.messages import ARBITER, Bid, BidRow, Holdings, ProbeReply, Refusal
+from protocol.messages import ARBITER, AppReport, Bid, BidRow, Holdings, ProbeReply, Refusal
 from tests.support.app_harness import APP, Bench, exited, status
 
 TASK = "ada-1.0-a0"
@@ -162,6 +162,16 @@ def test_the_end_is_restated_until_the_arbiter_knows_and_holds_nothing_for_it() 
     bench.holdings("")
     assert bench.tick() == []
     assert bench.agent.deadline() is None
+
+
+def test_an_arbiter_that_leases_to_an_app_which_is_over_is_told_so_every_time_it_says_that() -> None:
+    bench = started()
+    bench.holdings("n1g0", exited(TASK, "n1g0", "finished"))
+    bench.holdings("")
+    assert bench.agent.deadline() is None
+    for _ in range(2):  # the first answer may be lost
+        told = [send.message for send in bench.holdings("n2g0") if isinstance(send.message, AppReport)]
+        assert [report.state for report in told] == ["finished"]
 
 
 def test_a_preempted_job_leaves_and_goes_on_elsewhere_as_a_new_attempt() -> None:
