@@ -351,6 +351,7 @@ class State(Struct):
     apps_arrived: int = 0
     round: int = 0
     phase: RoundState = Idle()
+    fruitless_at: float | None = None  #: when a round was last found to have nothing to give, or nobody to give it to
     look_again_at: float | None = None  #: the policy wants another round then, even if nothing happens
     news: bool = False  #: something happened since the last round that could change its result
     leases_made: int = 0

@@ -22,6 +22,9 @@ from arbiter.core.turn import Decide, Decided, Index, RoundRecord, Turn, policy_
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId, TenantId
 
+#: When leases are about to end and nobody wants GPUs, that is looked at again so much later, or when there is news.
+FRUITLESS_S = 1.0
+
 
 def advance(turn: Turn, *, may_start: bool) -> None:
     """Move the round as far as time and answers allow: start one if that may be, close a phase, or do nothing.
@@ -113,6 +116,8 @@ def deadline(state: State, index: Index) -> float | None:
             if not index.active:
                 return None
             due = leases.next_expiry(index, lead_s=state.settings.renewal_lead_s)
+            if due is not None and state.fruitless_at is not None:
+                due = max(due, state.fruitless_at + FRUITLESS_S)
             times = (due, _retry_at(state, index), state.look_again_at)
             wanted = [not_before] if state.news else [time for time in times if time is not None]
             return max(not_before, min(wanted)) if wanted else None
@@ -137,6 +142,7 @@ def _try(turn: Turn) -> None:
     view = make_view(turn, gpus, {}) if gpus else None
     if view is None or not any(app.want > 0 for app in view.apps):
         state.phase = Idle(turn.now + state.settings.round_pause_s)
+        state.fruitless_at = turn.now
     elif turn.policy.probes:
         _probe(turn, view)
     else:

@@ -145,10 +145,16 @@ def test_a_job_that_can_never_run_is_refused_by_name_and_the_rest_goes_on() -> N
     assert (summary(result)["jobs_in"], summary(result)["jobs_out"]) == (2, 1)
 
 
-def test_two_jobs_that_end_together_free_their_gpus_for_one_round() -> None:
+@pytest.mark.parametrize("cluster", ["1x2", "2x1"])
+def test_two_jobs_that_end_together_free_their_gpus_for_one_round(cluster: str) -> None:
     # The large one came first: it gets what both leave, not the small one what the first leaves.
     apps = [one("a", 0.0, 1, 50.0), one("b", 0.0, 1, 50.0), one("large", 1.0, 2, 10.0), one("small", 2.0, 1, 10.0)]
-    assert finishes(run(apps, "1x2", "backfill")) == {"a": 50.0, "b": 50.0, "large": 60.0, "small": 70.0}
+    assert finishes(run(apps, cluster, "backfill")) == {"a": 50.0, "b": 50.0, "large": 60.0, "small": 70.0}
+
+
+def test_a_round_waits_for_the_nodes_news_of_its_instant_also_where_an_app_spoke_first() -> None:
+    apps = [one("a", 0.0, 1, 50.0), one("large", 1.0, 2, 10.0), one("small", 50.0, 1, 10.0)]
+    assert finishes(run(apps, "1x2", "backfill")) == {"a": 50.0, "large": 60.0, "small": 70.0}
 
 
 # --- the world itself -------------------------------------------------------------------------------------------------
@@ -185,8 +191,11 @@ def test_no_more_gpus_are_in_use_than_there_are() -> None:
 
 
 def search(name: str, submit_s: float, trials: int) -> AppPlan:
-    """A search by halving whose first trial is the best."""
-    jobs = tuple(JobPlan(70.0, 70, tuple(1.0 + 0.1 * number - 0.01 * k for k in range(10))) for number in range(trials))
+    """A search by halving whose first trial is the best and the fastest: it rests until the others are there."""
+    jobs = tuple(
+        JobPlan(70.0 + 7.0 * number, 70, tuple(1.0 + 0.1 * number - 0.01 * k for k in range(10)))
+        for number in range(trials)
+    )
     return AppPlan(name, "team", submit_s, 1, 1, jobs, search="halving")
 
 
