@@ -181,8 +181,10 @@ def _decode(line: bytes) -> Line:
     """Return the order in `line`; an agent that sends anything else loses the connection, and nothing more."""
     try:
         order = json.loads(line)
-        if order["type"] == "order" and type(order["gen"]) is int and type(order["seq"]) is int:
-            return {"do": str(order["do"]), "gen": order["gen"], "seq": order["seq"]}
-    except (ValueError, KeyError, TypeError):
+        numbers = {"gen": order["gen"], "seq": order["seq"], "at_step": order.get("at_step", -1)}
+        numbers["bytes"] = order.get("bytes", 0)
+        if order["type"] == "order" and all(type(number) is int for number in numbers.values()):
+            return {"do": str(order["do"]), **numbers}
+    except (ValueError, KeyError, TypeError, AttributeError):
         pass
     raise ConnectionAbortedError("the agent sent something that is not an order")

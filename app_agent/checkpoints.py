@@ -4,8 +4,15 @@
 written under a temporary name, every file and the folder are flushed to the disk, then it is renamed: a folder with
 this name and a manifest that matches it is complete, and anything else is skipped.
 
-All attempts of a job share `root`. An attempt restores the newest checkpoint of the attempts *before* it, so whatever a
-revived zombie of an older attempt still writes is outranked as soon as its successor has saved once.
+All attempts of a job share its roots. The durable one is seen by every node. The other, if there is one, lies in this
+host's memory: a checkpoint with which a job leaves its GPUs goes there, so that an attempt that starts on the same node
+need not wait for a disk, and the node agent copies it to the durable root. An attempt restores the newest checkpoint
+of the attempts *before* it, so whatever a revived zombie of an older attempt still writes is outranked as soon as its
+successor has saved once.
+
+Several processes of one task (ranks) write one checkpoint together. Rank 0 makes the folder, each rank's save function
+writes into it, each marks that it is done, and rank 0 seals and renames it. The marks lie in a folder beside it, whose
+name holds the order's number, so that none is ever taken for another's. One that fails says so there, and all give up.
 """
 
 from __future__ import annotations
@@ -15,7 +22,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +31,64 @@ from typing import Any
 KEPT = 2
 MANIFEST = "manifest.json"
 FINISHED = "finished.json"
+#: How long one rank waits for another to do its part: to come, to write its share, to seal.
+RANKS_S_MAX = 600.0
+_LOOK_S = 0.01
 
 _COMPLETE = re.compile(r"a(\d+)-s(\d+)\Z")
-_PARTIAL = re.compile(r"tmp-a(\d+)-s\d+\Z")
+_PARTIAL = re.compile(r"tmp-a(\d+)-s\d+(?:-.*)?\Z")
+_MARKS = "-marks"
 
 
 class Checkpoint:
-    """A complete checkpoint: mini-batches 0 to `step` are done in it."""
+    """A complete checkpoint: mini-batches 0 to `step` are done in it, and `samples` were consumed if that was told."""
 
-    __slots__ = ("attempt", "path", "step")
+    __slots__ = ("attempt", "path", "samples", "step")
 
-    def __init__(self, attempt: int, step: int, path: Path) -> None:
-        self.attempt = attempt
-        self.step = step
-        self.path = path
+    def __init__(self, attempt: int, step: int, path: Path, samples: int = 0) -> None:
+        self.attempt, self.step, self.path, self.samples = attempt, step, path, samples
 
 
-def newest(root: Path, before_attempt: int) -> Checkpoint | None:
-    """Return the newest complete checkpoint of the attempts before `before_attempt`, or None."""
-    found = [item for item in _complete(root) if item.attempt < before_attempt]
-    return found[-1] if found else None
+class Root:
+    """A folder of checkpoints. `durable`: what is said to be there is there after a power cut; else in memory only."""
+
+    __slots__ = ("durable", "kept", "path")
+
+    def __init__(self, path: Path, *, durable: bool = True) -> None:
+        self.path, self.durable = path, durable
+        self.kept = KEPT if durable else 1
 
 
-def write(root: Path, attempt: int, step: int, total_steps: int, save: Callable[[str], object]) -> Path:
-    """Let `save(folder)` write its files and make them a durable checkpoint; return its folder.
+class Team:
+    """One process among those that write a checkpoint together; `order` is the same in all, and new each time."""
+
+    __slots__ = ("order", "patience_s", "rank", "world")
+
+    def __init__(self, rank: int = 0, world: int = 1, order: str = "", patience_s: float = RANKS_S_MAX) -> None:
+        self.rank, self.world, self.order, self.patience_s = rank, world, order, patience_s
+
+
+def newest(roots: Sequence[Root], before_attempt: int) -> Checkpoint | None:
+    """Return the newest complete checkpoint of the attempts before `before_attempt`, or None.
+
+    Of the same checkpoint in two roots, the one in the first.
+    """
+    found = [item for root in roots for item in _complete(root.path) if item.attempt < before_attempt]
+    return max(found, key=lambda item: (item.attempt, item.step), default=None)
+
+
+def write(
+    roots: Sequence[Root],
+    attempt: int,
+    step: int,
+    facts: dict[str, Any],
+    save: Callable[[str], object],
+    team: Team | None = None,
+) -> Path:
+    """Let `save(folder)` write its files and make them a checkpoint in the first of `roots` that takes it.
+
+    `facts` is what else the manifest is to say. Of several ranks, all call this for the same step, with the same roots.
+    Returns the checkpoint's folder.
 
     Raises
     ------
@@ -54,23 +96,21 @@ def write(root: Path, attempt: int, step: int, total_steps: int, save: Callable[
         If the disk refuses; nothing half-written is left under a trusted name.
     ValueError
         If `save` wrote no file.
+    TimeoutError
+        If another rank did not do its part.
     """
-    final = root / f"a{attempt}-s{step}"
-    if _read(final) is not None:
-        return final  # this very step was saved a moment ago: nothing has changed since
-    partial = root / f"tmp-a{attempt}-s{step}"
-    _make_empty(partial)
-    try:
-        save(str(partial))
-        _seal(partial, {"schema": "checkpoint/v1", "attempt": attempt, "step": step, "total_steps": total_steps})
-        shutil.rmtree(final, ignore_errors=True)  # an incomplete one of the same name
-        partial.rename(final)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    _sync(root)
-    _prune(root, attempt)
-    return final
+    team = team or Team()
+    name = f"a{attempt}-s{step}"
+    for root in roots:
+        if _read(root.path / name) is not None:
+            return root.path / name  # this very step was saved a moment ago: nothing has changed since
+    manifest = {"schema": "checkpoint/v1", "attempt": attempt, "step": step, **facts}
+    *others, last = roots
+    for root in others:
+        # Whatever it fails at: what PyTorch raises when memory is full is no OSError.
+        with contextlib.suppress(Exception):
+            return _write(root, roots, name, manifest, save, team)
+    return _write(last, roots, name, manifest, save, team)
 
 
 def write_finished(root: Path, document: dict[str, Any]) -> None:
@@ -87,6 +127,178 @@ def write_finished(root: Path, document: dict[str, Any]) -> None:
     _sync(partial)
     partial.replace(root / FINISHED)
     _sync(root)
+
+
+# --- writing --------------------------------------------------------------------------------------------------------
+
+
+def _write(
+    root: Root, roots: Sequence[Root], name: str, manifest: dict[str, Any], save: Callable[[str], object], team: Team
+) -> Path:
+    if team.world == 1:
+        return _lead(root, f"tmp-{name}", name, manifest, save, None)
+    partial = f"tmp-{name}-{team.order}"
+    marks = _Marks(root.path / (partial + _MARKS), team)
+    if team.rank == 0:
+        return _lead(root, partial, name, manifest, save, marks)
+    later = [item.path / (partial + _MARKS) for item in roots[roots.index(root) + 1 :]]
+    _follow(root.path / partial, root.path / name, save, marks, later)
+    return root.path / name
+
+
+def _lead(
+    root: Root,
+    partial_name: str,
+    name: str,
+    manifest: dict[str, Any],
+    save: Callable[[str], object],
+    marks: _Marks | None,
+) -> Path:
+    """Make the folder, save this rank's share, wait for the others', and seal it."""
+    partial, final = root.path / partial_name, root.path / name
+    try:
+        _make_empty(partial)
+        shutil.rmtree(final, ignore_errors=True)  # an incomplete one of the same name
+        if marks is not None:
+            marks.open()
+        save(str(partial))
+        if marks is not None:
+            marks.wait_done()
+        _seal(partial, manifest, durable=root.durable)
+        partial.rename(final)
+    except BaseException as error:
+        if marks is not None:
+            marks.give_up(error)
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if root.durable:
+        _sync(root.path)
+    _prune(root, int(manifest["attempt"]))
+    return final
+
+
+def _follow(partial: Path, final: Path, save: Callable[[str], object], marks: _Marks, later: Sequence[Path]) -> None:
+    """Save this rank's share into the folder that rank 0 makes, and wait until it has sealed the whole."""
+    marks.wait_open(later)
+    try:
+        save(str(partial))
+    except BaseException as error:
+        marks.check()  # rank 0 has taken the folder away
+        marks.fail(error)
+        raise
+    marks.done()
+    marks.wait_sealed(final)
+
+
+class _Marks:
+    """What the ranks tell each other about one checkpoint: files in a folder that all of them see."""
+
+    def __init__(self, folder: Path, team: Team) -> None:
+        self._folder, self._team = folder, team
+
+    # rank 0
+
+    def open(self) -> None:
+        self._folder.mkdir()
+        self._put("open")
+
+    def wait_done(self) -> None:
+        """Wait until every other rank has saved its share."""
+        for rank in range(1, self._team.world):
+            self._wait(f"rank {rank} did not save its share", self._folder / f"done-{rank}")
+
+    def give_up(self, error: BaseException) -> None:
+        with contextlib.suppress(OSError):  # the folder may be what could not be made
+            self._put("closed", f"rank 0: {_sentence(error)}")
+
+    # all others
+
+    def wait_open(self, later: Sequence[Path]) -> None:
+        """Wait until rank 0 has made the folder; ConnectionAbortedError if it has gone on to a later root."""
+        turned = [folder / "open" for folder in later]
+        self._wait("rank 0 did not begin", self._folder / "open", *turned)
+        if any(path.exists() for path in turned):
+            raise ConnectionAbortedError("rank 0 has given this folder up")
+
+    def done(self) -> None:
+        self._put(f"done-{self._team.rank}")
+
+    def fail(self, error: BaseException) -> None:
+        """Say that this rank could not."""
+        with contextlib.suppress(OSError):
+            self._put("failed", f"rank {self._team.rank}: {_sentence(error)}")
+
+    def wait_sealed(self, final: Path) -> None:
+        self._wait("rank 0 did not seal it", final)
+
+    def check(self) -> None:
+        """Raise ConnectionAbortedError if a rank has given up, with its reason."""
+        for mark in ("failed", "closed"):
+            with contextlib.suppress(FileNotFoundError):
+                raise ConnectionAbortedError((self._folder / mark).read_text(encoding="utf-8"))
+
+    def _put(self, name: str, text: str = "") -> None:
+        partial = self._folder / f"{name}.{self._team.rank}.tmp"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self._folder / name)
+
+    def _wait(self, late: str, *wanted: Path) -> None:
+        deadline = time.monotonic() + self._team.patience_s
+        while True:
+            self.check()
+            if any(path.exists() for path in wanted):
+                return
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{late} within {self._team.patience_s:.0f} s")
+            time.sleep(_LOOK_S)
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:1000]
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _seal(folder: Path, manifest: dict[str, Any], *, durable: bool) -> None:
+    """Write the manifest last and flush everything, so that a manifest on the disk means the rest is there too."""
+    files = _files(folder)
+    if not files:
+        raise ValueError("the save function wrote no file into the folder it was given")
+    for path in sorted(folder.rglob("*")) if durable else ():
+        _sync(path)
+    document = {**manifest, "files": files, "complete": True}
+    (folder / MANIFEST).write_text(json.dumps(document, sort_keys=True) + "\n", encoding="utf-8")
+    if durable:
+        _sync(folder / MANIFEST)
+        _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _prune(root: Root, attempt: int) -> None:
+    """Remove all but the newest complete checkpoints, and what crashed attempts before `attempt` left half-written.
+
+    Of this attempt's own, the marks of what has come to an end: all ranks are past that when they write again.
+    """
+    for item in _complete(root.path)[: -root.kept]:
+        shutil.rmtree(item.path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for path in list(root.path.iterdir()):
+            match = _PARTIAL.match(path.name)
+            if match is not None and int(match[1]) < attempt + path.name.endswith(_MARKS):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+# --- reading --------------------------------------------------------------------------------------------------------
 
 
 def _complete(root: Path) -> list[Checkpoint]:
@@ -109,51 +321,15 @@ def _read(path: Path) -> Checkpoint | None:
         manifest = json.loads((path / MANIFEST).read_bytes())
         assert isinstance(manifest, dict)
         told = manifest.get("complete"), manifest.get("attempt"), manifest.get("step"), manifest.get("files")
+        samples = manifest.get("samples", 0)
     except (OSError, ValueError, AssertionError):
         return None
     if told != (True, attempt, step, _files(path)):
         return None
-    return Checkpoint(attempt, step, path)
-
-
-def _make_empty(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-
-
-def _seal(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest last and flush everything, so that a manifest on the disk means the rest is there too."""
-    files = _files(folder)
-    if not files:
-        raise ValueError("the save function wrote no file into the folder it was given")
-    for path in sorted(folder.rglob("*")):
-        _sync(path)
-    document = {**manifest, "files": files, "complete": True}
-    (folder / MANIFEST).write_text(json.dumps(document, sort_keys=True) + "\n", encoding="utf-8")
-    _sync(folder / MANIFEST)
-    _sync(folder)
+    return Checkpoint(attempt, step, path, samples if type(samples) is int else 0)
 
 
 def _files(folder: Path) -> dict[str, int]:
     """Size in bytes of every file below `folder`, by relative name, the manifest left out."""
     files = (path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _prune(root: Path, attempt: int) -> None:
-    """Remove all but the newest complete checkpoints, and what crashed attempts before `attempt` left half-written."""
-    for item in _complete(root)[:-KEPT]:
-        shutil.rmtree(item.path, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        for path in list(root.iterdir()):
-            match = _PARTIAL.match(path.name)
-            if match is not None and int(match[1]) < attempt:
-                shutil.rmtree(path, ignore_errors=True)

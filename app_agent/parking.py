@@ -4,6 +4,10 @@ At a mini-batch boundary the bytes of every live storage are copied into one are
 resized to nothing; unparking resizes it back and copies the bytes in. This works on storages and not on tensors, so
 parameters keep their identity, optimizers their keys, and views and tied weights their aliases.
 
+The host's side is the slow one: writing into memory that nobody has touched yet takes some ten to thirty times longer
+than the copy itself. So the arena is made once, faulted in and registered with CUDA (`prepare`, while training goes
+on), and kept. Without `prepare` the first `park` does it, and takes its time.
+
 Without CUDA the storages in main memory play the GPU's part, so that the same code runs on simulated GPUs. There the
 arena is a memfd: the kernel books it as shared memory (RssShmem) and the parked storages' own memory (RssAnon) falls.
 
@@ -17,11 +21,18 @@ a thread (prefetching to the GPU) has to pause it itself.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
 import mmap
 import os
+import queue
 import sys
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -30,8 +41,21 @@ from typing import Any
 #: its 2 MiB segment.
 SMALL_BYTES = 4096
 _ALIGN_BYTES = 64
+#: Faulted in at once. Meanwhile the training thread cannot map or unmap memory, so it is some milliseconds' worth.
+_CHUNK_BYTES = 8 * 2**20
+#: madvise(2), Linux 5.14: fault pages in for writing without changing what is in them.
+_MADV_POPULATE_WRITE = 23
+#: cudaHostRegisterPortable: pinned for the contexts of all GPUs.
+_PORTABLE = 1
 
-_OTHER, _TENSOR, _GRAPH = 0, 1, 2
+_GRAPH_REASON = (
+    "a CUDA graph is alive and would replay on addresses that parking moves; "
+    "let this job be preempted by checkpoint, or compile it without CUDA graphs"
+)
+_POOL_REASON = (
+    "GPU memory lies in a private pool, whose addresses others than PyTorch may hold; "
+    "let this job be preempted by checkpoint, or train without torch.cuda.MemPool"
+)
 
 
 class ParkRefused(Exception):  # noqa: N818 - an expected no
@@ -49,9 +73,10 @@ class Parked:
         How much stays where it was.
     """
 
-    def __init__(self, storages: list[Any], arena: Any, residue_bytes: int) -> None:
+    def __init__(self, storages: list[Any], arena: _Arena | None, residue_bytes: int) -> None:
         self._storages = [(storage, storage.nbytes()) for storage in storages]
         self._arena = arena
+        self._devices = _devices(storages)
         self.residue_bytes = residue_bytes
         self.bytes = sum(size for _, size in self._storages)
 
@@ -63,32 +88,54 @@ class Parked:
         ParkRefused
             If the memory is not there; everything is still parked and `restore` may be tried again.
         """
-        try:
-            for storage, size, saved in self._slices():
-                storage.resize_(size)
-                _bytes_of(storage).copy_(saved)
-        except RuntimeError as error:
-            self._release()
-            raise ParkRefused(f"there is not enough memory to resume, all state is still parked: {error}") from error
-        _synchronize()
+        with _first_in_line():
+            try:
+                for storage, size in self._storages:
+                    storage.resize_(size)
+                if not self._devices:
+                    _fault_ahead([(storage.data_ptr(), size) for storage, size in self._storages])
+                for storage, _, saved in self._slices():
+                    _bytes_of(storage).copy_(saved, non_blocking=bool(self._devices))
+                _synchronize(self._devices)
+            except RuntimeError as error:
+                self._release()
+                raise ParkRefused(
+                    f"there is not enough memory to resume, all state is still parked: {error}"
+                ) from error
+            if self._arena is not None:
+                self._arena.in_use = False
 
     def _take(self) -> None:
-        for storage, _, saved in self._slices():
-            saved.copy_(_bytes_of(storage))
-        _synchronize()
+        _synchronize(self._devices)  # what other streams still write must be written
+        with _releasing() as release:
+            for storage, _, saved in self._slices():
+                saved.copy_(_bytes_of(storage), non_blocking=bool(self._devices))
+                if not self._devices:
+                    release(storage)
+        _synchronize(self._devices)
         self._release()
+
+    def _put_back(self) -> None:
+        """Undo a `_take` that was cut off."""
+        for storage, size, saved in self._slices():
+            if storage.nbytes() < size:
+                storage.resize_(size)
+                _bytes_of(storage).copy_(saved)
+        if self._arena is not None:
+            self._arena.in_use = False
 
     def _release(self) -> None:
         for storage, _ in self._storages:
             storage.resize_(0)
-        torch = _torch()
-        if torch is not None and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        if self._devices:
+            sys.modules["torch"].cuda.empty_cache()
 
     def _slices(self) -> Iterable[tuple[Any, int, Any]]:
-        offset = 0
+        if self._arena is None:
+            return
+        offset, memory = 0, self._arena.tensor()
         for storage, size in self._storages:
-            yield storage, size, self._arena[offset : offset + size]
+            yield storage, size, memory[offset : offset + size]
             offset += _aligned(size)
 
 
@@ -103,36 +150,76 @@ def park() -> Parked:
     torch = _torch()
     if torch is None:
         return Parked([], None, 0)
-    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        device_type = "cuda" if torch.cuda.is_initialized() else "cpu"
-        storages, residue_bytes = _find(torch, device_type)
-        parked = Parked(storages, _arena(torch, sum(_aligned(item.nbytes()) for item in storages)), residue_bytes)
-        parked._take()
-        if device_type == "cuda":
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _first_in_line():
+        storages, residue_bytes = _find(torch)
+        arena = _claim(_total(storages))
+        parked = Parked(storages, arena, residue_bytes)
+        if arena is not None:
+            arena.in_use = True
+        try:
+            parked._take()
+        except BaseException:  # the script's own signal handler, which may want to save
+            parked._put_back()
+            raise
+        if parked._devices:
             parked.residue_bytes = sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count())))
         return parked
 
 
-def _torch() -> ModuleType | None:
-    """PyTorch, if the script has loaded it: it is never loaded from here."""
-    return sys.modules.get("torch")
+class State:
+    """What `survey` found: the bytes `park` would need of the arena, and the CUDA devices they lie on."""
+
+    __slots__ = ("bytes", "devices")
+
+    def __init__(self, size: int, devices: tuple[int, ...]) -> None:
+        self.bytes, self.devices = size, devices
 
 
-def _synchronize() -> None:
+def survey() -> State:
+    """Return what `park` would move now. To be called by the training thread at a boundary; takes some 10 ms.
+
+    Raises
+    ------
+    ParkRefused
+        If it would move nothing, because a CUDA graph is alive.
+    """
     torch = _torch()
-    if torch is not None and torch.cuda.is_initialized():
-        for device in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(device)
+    if torch is None:
+        return State(0, ())
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        storages, _ = _find(torch)
+        return State(_total(storages), _devices(storages))
 
 
-def _find(torch: ModuleType, device_type: str) -> tuple[list[Any], int]:
+# --- the state ------------------------------------------------------------------------------------------------------
+
+
+def _torch() -> ModuleType | None:
+    """PyTorch, if the script has loaded it whole: it is never loaded from here."""
+    torch = sys.modules.get("torch")
+    return torch if torch is not None and hasattr(torch, "cuda") and hasattr(torch, "no_grad") else None
+
+
+def _devices(storages: Iterable[Any]) -> tuple[int, ...]:
+    """The CUDA devices that `storages` lie on. Others must not be touched: that alone would make a context there."""
+    return tuple(sorted({storage.device.index for storage in storages if storage.device.type == "cuda"}))
+
+
+def _synchronize(devices: Iterable[int]) -> None:
+    for device in devices:
+        sys.modules["torch"].cuda.synchronize(device)
+
+
+def _find(torch: ModuleType) -> tuple[list[Any], int]:
     """Return the distinct storages to park, and the bytes of those that have to stay."""
+    device_type = "cuda" if torch.cuda.is_initialized() else "cpu"
+    if device_type == "cuda":
+        _check_allocator(torch)
     movable: dict[int, Any] = {}
     fixed: dict[int, int] = {}
-    arena = None if _kept is None else _kept.untyped_storage()._cdata
     for tensor in _tensors(torch):
         storage = _storage_of(torch, tensor, device_type)
-        if storage is None or storage._cdata in movable or storage._cdata == arena:
+        if storage is None or storage._cdata in movable or _is_arena(storage):
             continue
         if _may_move(storage, device_type):
             movable[storage._cdata] = storage
@@ -142,28 +229,37 @@ def _find(torch: ModuleType, device_type: str) -> tuple[list[Any], int]:
 
 
 def _tensors(torch: ModuleType) -> Iterable[Any]:
-    """Every live tensor, gradients included. Classifying types and not objects keeps the walk short."""
-    kinds: dict[type, int] = {}
-    for item in gc.get_objects():
-        kind = kinds.get(type(item))
-        if kind is None:
-            kind = kinds[type(item)] = _kind(torch, type(item))
-        if kind == _TENSOR:
-            yield item
-            # A gradient that Python has never looked at exists in C++ only.
-            if item.is_leaf and item.requires_grad and item.grad is not None:
-                yield item.grad
-        elif kind == _GRAPH:
-            raise ParkRefused(
-                "a CUDA graph is alive and would replay on addresses that parking moves; "
-                "let this job be preempted by checkpoint, or compile it without CUDA graphs"
-            )
+    """Every live tensor, gradients included. One look at each object, for there are hundreds of thousands."""
+    tensors, graphs = _kinds(torch.Tensor), _kinds(torch.cuda.CUDAGraph)
+    wanted = tensors | graphs
+    found = [item for item in gc.get_objects() if type(item) in wanted]
+    if any(type(item) in graphs for item in found):
+        raise ParkRefused(_GRAPH_REASON)
+    for item in found:
+        yield item
+        # A gradient that Python has never looked at exists in C++ only.
+        if item.is_leaf and item.requires_grad and item.grad is not None:
+            yield item.grad
 
 
-def _kind(torch: ModuleType, of: type) -> int:
-    if issubclass(of, torch.Tensor):
-        return _TENSOR
-    return _GRAPH if issubclass(of, torch.cuda.CUDAGraph) else _OTHER
+def _kinds(base: type) -> set[type]:
+    """`base` and all classes made from it."""
+    return {base}.union(*map(_kinds, type.__subclasses__(base)))
+
+
+def _check_allocator(torch: ModuleType) -> None:
+    """Refuse memory that something else than PyTorch's tensors knows by address."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # torch.compile(mode="reduce-overhead" and the like)
+    containers = getattr(getattr(trees, "local", None), "tree_manager_containers", {})
+    if any(container.tree_manager is not None for container in containers.values()):
+        raise ParkRefused(_GRAPH_REASON)
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except RuntimeError:  # an allocator without snapshots (cudaMallocAsync) has no private pools either
+        segments = []
+    for segment in segments:
+        if segment["active_size"] and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            raise ParkRefused(_POOL_REASON)
 
 
 def _storage_of(torch: ModuleType, tensor: Any, device_type: str) -> Any | None:
@@ -195,40 +291,206 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-#: The arena as a tensor of bytes. Kept for the next time: writing into warm pages is some twenty times faster.
-_kept: Any | None = None
+def _total(storages: Iterable[Any]) -> int:
+    return sum(_aligned(storage.nbytes()) for storage in storages)
 
 
-def _arena(torch: ModuleType, size: int) -> Any:
-    """Return `size` bytes of host memory.
+# --- the arena ------------------------------------------------------------------------------------------------------
+
+
+class _Arena:
+    """Host memory of a fixed size, a memfd, of which the first `ready` bytes are faulted in.
+
+    Raises
+    ------
+    OSError
+        If the host has not so much.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self.size > _available_bytes():  # a memfd has no limit of its own, and faulting it in ends in an OOM kill
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        descriptor = os.memfd_create("gpu-arbiter-parked", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, self.size)
+            self._memory = mmap.mmap(descriptor, self.size)
+        finally:
+            os.close(descriptor)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.ready = 0
+        self.registered = self.in_use = False
+        self._tensor: Any = None
+
+    def tensor(self) -> Any:
+        """Return it as a tensor of bytes."""
+        if self._tensor is None:
+            torch = sys.modules["torch"]
+            self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
+        return self._tensor
+
+    def fault_in(self, size: int) -> None:
+        """Fault in up to `size` bytes more; what is in them stays as it is."""
+        size = min(size, self.size - self.ready)
+        failed = _libc.madvise(self.address + self.ready, size, _MADV_POPULATE_WRITE)
+        if failed and ctypes.get_errno() != errno.EINVAL:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        if failed:  # a kernel before 5.14
+            for offset in range(self.ready, self.ready + size, mmap.PAGESIZE):
+                self._memory[offset] = self._memory[offset]
+        self.ready += size
+
+    def register(self) -> None:
+        """Pin it for CUDA, which makes the copies several times faster; refused, they are slow and still right."""
+        torch = _torch()
+        if torch is not None and torch.cuda.is_initialized() and not self.registered:
+            self.registered = not int(torch.cuda.cudart().cudaHostRegister(self.address, self.size, _PORTABLE))
+
+    def unregister(self) -> None:
+        """Undo `register`, before the memory goes."""
+        if self.registered:
+            sys.modules["torch"].cuda.cudart().cudaHostUnregister(self.address)
+
+
+_libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+@contextmanager
+def _releasing() -> Iterator[Callable[[Any], None]]:
+    """Give storages in main memory back on another core, which takes the kernel half as long as their copy took."""
+    copied: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def run() -> None:
+        for storage in iter(copied.get, None):
+            storage.resize_(0)
+
+    thread = threading.Thread(target=run, name="gpu-arbiter-frees", daemon=True)
+    thread.start()
+    try:
+        yield copied.put
+    finally:
+        copied.put(None)
+        thread.join()
+
+
+def _fault_ahead(ranges: list[tuple[int, int]]) -> None:
+    """Fault in main memory that is about to be copied to, on another core: the kernel takes as long as the copy.
+
+    Only pages that lie wholly within a range are touched, and what is in them stays as it is.
+    """
+
+    def run() -> None:
+        for address, size in ranges:
+            begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + size
+            for chunk in range(begin, end - mmap.PAGESIZE + 1, _CHUNK_BYTES):
+                length = min(_CHUNK_BYTES, end - chunk) // mmap.PAGESIZE * mmap.PAGESIZE
+                _libc.madvise(chunk, length, _MADV_POPULATE_WRITE)
+
+    threading.Thread(target=run, name="gpu-arbiter-faults", daemon=True).start()
+
+
+#: Held by whoever copies into or out of the arena, faults it in or replaces it.
+_guard = threading.Lock()
+_awaited = False  #: the training thread waits for `_guard`, which `prepare` may take again before it wakes
+_kept: _Arena | None = None
+
+
+@contextmanager
+def _first_in_line() -> Iterator[None]:
+    global _awaited  # noqa: PLW0603 - one training thread per process
+    _awaited = True
+    with _guard:
+        _awaited = False
+        yield
+
+
+def ready_bytes() -> int:
+    """Return how much of the arena is faulted in."""
+    arena = _kept
+    return 0 if arena is None else arena.ready
+
+
+def prepare(size: int, device: int | None = None) -> None:
+    """Have an arena of at least `size` bytes faulted in and registered, in a thread beside the training thread.
+
+    Parameters
+    ----------
+    size
+        Bytes. A living arena that is smaller gives way to a new one, unless state lies in it.
+    device
+        The CUDA device this process trains on, so that no context is made on another.
 
     Raises
     ------
     ParkRefused
-        If the host has not so much.
+        If the host has not so much memory.
     """
+    torch = _torch()
+    if device is not None and torch is not None:
+        torch.cuda.set_device(device)  # of this thread
+    with _guard:
+        arena = _kept if _kept is not None and _kept.in_use else _fitting(size)
+    while arena is not None and arena.ready < arena.size:
+        while _awaited:  # a suspension does not wait for the rest
+            time.sleep(0.001)
+        with _guard:
+            if arena is not _kept:
+                return
+            _faulted(arena, _CHUNK_BYTES)
+    with _guard:
+        if arena is not None and arena is _kept:
+            arena.register()
+
+
+def _claim(size: int) -> _Arena | None:
+    """Return an arena of at least `size` bytes to copy to, now."""
+    arena = _fitting(size)
+    while arena is not None and arena.ready < size:
+        _faulted(arena, size)
+    if arena is not None:
+        arena.register()
+    return arena
+
+
+def _fitting(size: int) -> _Arena | None:
+    """Return the arena, or a new one if it is too small: somewhat larger, and more so if it has been too small once."""
     global _kept  # noqa: PLW0603 - one arena per process
-    if size == 0:
-        return None
-    if _kept is None or _kept.numel() < size:
-        if _kept is not None and torch.cuda.is_initialized():
-            torch.cuda.cudart().cudaHostUnregister(_kept.data_ptr())
+    if size == 0 or (_kept is not None and _kept.size >= size):
+        return _kept
+    slack = size // 16
+    if _kept is not None:
+        slack = size // 4
+        _kept.unregister()
         _kept = None  # before its successor, so that both never exist together
-        try:
-            memory = _allocate(size)
-        except OSError as error:
-            raise ParkRefused(f"host memory does not hold the {size} bytes to park: {error}") from error
-        _kept = torch.frombuffer(memory, dtype=torch.uint8)
-        if torch.cuda.is_initialized():
-            # Pinned pages make the copies several times faster; where that is refused they are slow and still right.
-            torch.cuda.cudart().cudaHostRegister(_kept.data_ptr(), size, 0)
+    try:
+        _kept = _Arena(size + slack)
+    except OSError as error:
+        raise _no_memory(size, error) from error
     return _kept
 
 
-def _allocate(size: int) -> mmap.mmap:
-    descriptor = os.memfd_create("gpu-arbiter-parked", os.MFD_CLOEXEC)
+def _faulted(arena: _Arena, size: int) -> None:
+    global _kept  # noqa: PLW0603 - as above
     try:
-        os.posix_fallocate(descriptor, 0, size)  # fails here, cleanly, and not later as a bus error
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
+        arena.fault_in(size)
+    except OSError as error:
+        _kept = None if not arena.in_use else arena
+        raise _no_memory(arena.size, error) from error
+
+
+def _no_memory(size: int, error: OSError) -> ParkRefused:
+    return ParkRefused(f"host memory does not hold the {size} bytes to park: {error}")
+
+
+def _is_arena(storage: Any) -> bool:
+    return _kept is not None and storage.data_ptr() == _kept.address
+
+
+def _available_bytes() -> int:
+    """What the kernel could give without swapping; see proc(5), MemAvailable."""
+    with Path("/proc/meminfo").open(encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return sys.maxsize

@@ -13,6 +13,9 @@ a point where it can stand still. With a few lines it also leaves a GPU and goes
             sys.exit(session.EXIT_REQUEUE)
     session.done(accuracy=accuracy)
 
+Under ``torchrun`` every training process does the same: all stop after the same mini-batch, each one's ``save(folder)``
+is called with the same folder, and a checkpoint counts once all have written their share.
+
 Run by hand, without a node agent, every call does nothing and costs nothing.
 
 How it works: a helper thread holds a Unix socket to the node agent and leaves an order where the training thread looks
@@ -27,13 +30,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from .interpreter import watch_exit, watch_optimizers
-from .training_process import Save, TrainingProcess, whole_number
+from .checkpoints import Root
+from .interpreter import is_helper, is_launcher, watch_exit, watch_launcher, watch_optimizers
+from .training_process import Identity, Save, TrainingProcess, whole_number
 
 __all__ = [
     "EXIT_REQUEUE",
@@ -44,6 +49,7 @@ __all__ = [
     "init",
     "report",
     "restore",
+    "samples",
     "should_preempt",
     "step_end",
 ]
@@ -80,7 +86,20 @@ def restore(load: Callable[[str], object]) -> int:
     return 0 if _session is None else _session.restore(load)
 
 
-def step_end(step: int | None = None, save: Save | None = None, metrics: Mapping[str, float] | None = None) -> bool:
+def samples() -> int:
+    """Return how many samples have been consumed since the first attempt began, as told to `step_end`.
+
+    After `restore` it says where in the data to go on, also when the number of GPUs or the batch has changed.
+    """
+    return 0 if _session is None else _session.samples
+
+
+def step_end(
+    step: int | None = None,
+    save: Save | None = None,
+    metrics: Mapping[str, float] | None = None,
+    samples: int | None = None,
+) -> bool:
     """Say that a mini-batch is complete; stand still here if ordered to.
 
     Parameters
@@ -91,6 +110,8 @@ def step_end(step: int | None = None, save: Save | None = None, metrics: Mapping
         ``save(folder)`` writes all state that training needs to go on. Called only when a checkpoint is wanted.
     metrics
         What the mini-batch gave, by name. Read a few times a second at most.
+    samples
+        How many samples the mini-batch consumed, of all training processes together. Kept with each checkpoint.
 
     Returns
     -------
@@ -100,7 +121,7 @@ def step_end(step: int | None = None, save: Save | None = None, metrics: Mapping
     Raises
     ------
     TypeError, ValueError
-        If `step` is not an index.
+        If `step` is not an index, or `samples` no count.
     """
     if step is not None and (step.__class__ is not int or step < 0):
         step = whole_number("step", step)
@@ -113,12 +134,14 @@ def step_end(step: int | None = None, save: Save | None = None, metrics: Mapping
     session.training_s += now - session.mark
     session.mark = now
     session.boundaries += 1
+    if samples is not None:
+        session.consume(samples)
     session.step = session.step + 1 if step is None else step
     if save is not None and not session.can_checkpoint:
         session.offer_checkpoints()
     if metrics is not None:
         session.note(metrics)
-    if session.order is None:
+    if not session.due:
         return False
     return session.obey(save, by_hook=False)
 
@@ -151,7 +174,7 @@ def gpus() -> int:
 
 def checkpoint_dir() -> Path | None:
     """Return the folder of this job's checkpoints, the same in every attempt, or None without a node agent."""
-    return None if _session is None else _session.root
+    return None if _session is None else _session.durable
 
 
 def __getattr__(name: str) -> bool:
@@ -166,21 +189,47 @@ def __getattr__(name: str) -> bool:
 def _begin() -> None:
     """Take the node agent's socket, if this process has been given one and has not taken it yet."""
     global _session  # noqa: PLW0603 - a process is one training process
+    if _session is not None or is_helper(sys.orig_argv):
+        return
+    if is_launcher(sys.orig_argv):  # the processes that it starts are the ones that train
+        watch_launcher(EXIT_REQUEUE)
+        return
     # Removed from the environment, so that no child of this process takes itself for the training process.
     path = os.environ.pop("GPU_ARBITER_SOCKET", "")
-    if not path or _session is not None:
+    identity = _identity() if path else None
+    if identity is None:
         return
-    task, attempt = os.environ.get("GPU_ARBITER_TASK", ""), os.environ.get("GPU_ARBITER_ATTEMPT", "")
-    if not task or not attempt.isdecimal():
-        warnings.warn("gpu-arbiter: GPU_ARBITER_TASK or GPU_ARBITER_ATTEMPT is missing; running alone", stacklevel=3)
-        return
-    folder = os.environ.get("GPU_ARBITER_CHECKPOINT_DIR", "")
-    _session = TrainingProcess(path, task, int(attempt), Path(folder) if folder else None)
+    _session = TrainingProcess(path, identity, _roots())
     os.register_at_fork(after_in_child=_forget)
     atexit.register(_end)
     watch_exit(_session.note_exit)
     watch_optimizers(_after_optimizer_step)
     _session.link.start()
+
+
+def _identity() -> Identity | None:
+    """Return who this process is, by its environment; None, with a warning, if that does not say it."""
+    task, attempt = os.environ.get("GPU_ARBITER_TASK", ""), os.environ.get("GPU_ARBITER_ATTEMPT", "")
+    if not task or not attempt.isdecimal():
+        warnings.warn("gpu-arbiter: GPU_ARBITER_TASK or GPU_ARBITER_ATTEMPT is missing; running alone", stacklevel=4)
+        return None
+    rank = os.environ.get("LOCAL_RANK", "0")
+    world = (
+        os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+    )  # torchrun's name, and DeepSpeed's
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        warnings.warn(
+            f"gpu-arbiter: LOCAL_RANK {rank!r} is not below LOCAL_WORLD_SIZE {world!r}; running alone", stacklevel=4
+        )
+        return None
+    return Identity(task, int(attempt), int(rank), int(world))
+
+
+def _roots() -> list[Root]:
+    """Return where checkpoints lie: this host's memory, if the node agent offers it, and the durable folder."""
+    memory, durable = (os.environ.get(f"GPU_ARBITER_{name}_DIR", "") for name in ("MEMORY", "CHECKPOINT"))
+    roots = [Root(Path(memory), durable=False)] if memory and durable else []
+    return [*roots, Root(Path(durable))] if durable else roots
 
 
 def _forget() -> None:

@@ -6,9 +6,11 @@ script calls and `app_agent.interpreter` for where this process is watched.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import os
+import signal
 import sys
 import threading
 import time
@@ -17,13 +19,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from . import checkpoints
+from . import checkpoints, parking, process_memory
 from .agent_link import BEAT_S, AgentLink, Line
-
-if TYPE_CHECKING:
-    from . import parking
+from .checkpoints import Root, Team
 
 PROTO = 1
 HEARTBEAT_S = 5.0
@@ -36,16 +36,23 @@ FLUSH_S = 2.0
 #: How long it waits for an agent to come back when `finished` could not be put on the disk either.
 FINISHED_S = 30.0
 
+#: Orders that the helper thread obeys, whatever the training thread does.
+AT_ONCE = frozenset({"probe", "tell", "arena", "cap"})
+#: Of so many orders the answers are kept, to be given again.
+ANSWERS_KEPT = 16
+#: The first mini-batch may still make state, such as an optimizer's moments.
+BOUNDARIES_BEFORE_SURVEY = 2
+
 Save = Callable[[str], object]
 
 
 class Order:
-    """One order of the node agent."""
+    """One order of the node agent. With `at_step` -1 it is for the next boundary."""
 
-    __slots__ = ("do", "gen", "seq")
+    __slots__ = ("at_step", "bytes", "do", "gen", "seq")
 
-    def __init__(self, do: str, gen: int, seq: int) -> None:
-        self.do, self.gen, self.seq = do, gen, seq
+    def __init__(self, do: str, gen: int, seq: int, at_step: int = -1, size: int = 0) -> None:
+        self.do, self.gen, self.seq, self.at_step, self.bytes = do, gen, seq, at_step, size
 
     @property
     def key(self) -> tuple[int, int]:
@@ -53,40 +60,63 @@ class Order:
         return self.gen, self.seq
 
 
+class Identity:
+    """Who this process is: `rank` of `world` training processes that attempt `attempt` of the job has on this node."""
+
+    __slots__ = ("attempt", "rank", "task", "world")
+
+    def __init__(self, task: str, attempt: int, rank: int = 0, world: int = 1) -> None:
+        self.task, self.attempt, self.rank, self.world = task, attempt, rank, world
+
+
 class TrainingProcess:
     """The training process as its node agent sees it.
 
     The training thread writes the counters and obeys `order`; the helper thread reads the counters and sets `order`.
-    Everything but the counters changes under `_changed`, which the training thread takes only when there is an order.
+    Everything but the counters changes under `_changed`, which the training thread takes only when something is `due`.
+
+    To stop after the same mini-batch, the processes of one task are first told to `hold` at a step ahead. The helper
+    thread answers at once and must be right: it sets `order` and `due`, then reads `step`. The training thread writes
+    `step`, then reads `due`. So a step that is not over when the helper looks will find the order; of one that is over,
+    `late` is said, and the order is taken back before the training thread, which may have seen it, gets the lock.
     """
 
-    def __init__(self, socket_path: str, task: str, attempt: int, root: Path | None) -> None:
-        self.task, self.attempt, self.root = task, attempt, root
+    def __init__(self, socket_path: str, identity: Identity, roots: list[Root]) -> None:
+        self.task, self.attempt = identity.task, identity.attempt
+        self.rank, self.world = identity.rank, identity.world
+        self.roots = roots
+        self.durable: Path | None = roots[-1].path if roots else None
         self.home = os.getpid()
         # The counters: written at each boundary.
         self.step = self.start_step = self.saved_step = -1
-        self.boundaries = 0
+        self.boundaries = self.samples = 0
         self.training_s = 0.0
         self.mark = time.perf_counter()
         self.explicit = False
         self.order: Order | None = None
+        self.due = False  #: whether the training thread is to look closer at its next boundary
         # What the script can do, and where it stands.
         self.total_steps = 0
         self.can_park = self.can_checkpoint = False
-        self.stopped = self.leaving = self.finished = self.finish_recorded = False
+        self.stopped = self.held = self.leaving = self.finished = self.finish_recorded = False
         self.exit_status: object = None
         self.metrics: dict[str, float] = {}
         self._metrics_wanted = True
+        # Memory, in bytes.
+        self._survey_wanted = self._surveyed = False
+        self._devices: tuple[int, ...] = ()
+        self._state_bytes = self._trough_bytes = self._peak_bytes = 0
+        self._cap: int | None = None  #: what is still to be put in force
         # Orders and answers.
         self._changed = threading.Condition()
         self._accepted = self._obeyed = (0, 0)
-        self._answer: Line = {}
+        self._answers: dict[tuple[int, int], Line] = {}  #: the last ones
         self._standing: Line = {}  #: the answer to every order to suspend while suspended
         # What was said last.
-        self._samples: deque[tuple[int, float]] = deque(maxlen=BEATS_OF_STEP_TIME)
+        self._samples_of_time: deque[tuple[int, float]] = deque(maxlen=BEATS_OF_STEP_TIME)
         self._told: Line = {}
         self._told_at = -math.inf
-        self.link = AgentLink(socket_path, greet=self._hello, beat=self._progress, obey=self._take)
+        self.link = AgentLink(socket_path, greet=self._hello, beat=self._beat, obey=self._take)
 
     # --- the script's side -----------------------------------------------------------------------------------------
 
@@ -104,21 +134,26 @@ class TrainingProcess:
     def restore(self, load: Callable[[str], object]) -> int:
         """Load the newest checkpoint; return the step to go on with."""
         self.offer_checkpoints()
-        found = None if self.root is None else checkpoints.newest(self.root, self.attempt)
+        found = checkpoints.newest(self.roots, self.attempt)
         if found is None:
             return 0
         loaded = load(str(found.path))
         step = found.step if loaded is None or isinstance(loaded, bool) else whole_number("load's answer", loaded)
         self.step = self.start_step = step
+        self.samples = found.samples
         self.link.wake()
         return step + 1
+
+    def consume(self, samples: int) -> None:
+        """Count the samples of a mini-batch."""
+        self.samples += samples if samples.__class__ is int and samples >= 0 else whole_number("samples", samples)
 
     def begin_explicit(self) -> None:
         """The script marks its mini-batches itself: what the optimizer hook has counted so far is void."""
         self.explicit = True
         self.step = self.start_step
         self.boundaries, self.training_s = 0, 0.0
-        self._samples.clear()
+        self._samples_of_time.clear()
         self.cooperate(None)
 
     def optimizer_stepped(self) -> None:
@@ -130,7 +165,7 @@ class TrainingProcess:
         self.step += 1
         if not self.can_park:  # only now: many a program loads PyTorch and never trains
             self.cooperate(None)
-        if self.order is not None:
+        if self.due:
             self.obey(None, by_hook=True)
 
     def note(self, metrics: Mapping[str, float]) -> None:
@@ -159,11 +194,13 @@ class TrainingProcess:
             "metrics": self.metrics,
         }
         try:
-            if self.root is not None:
-                checkpoints.write_finished(self.root, document)
+            if self.rank > 0:  # rank 0 speaks for all
+                self.finish_recorded = True
+            elif self.durable is not None:
+                checkpoints.write_finished(self.durable, document)
                 self.finish_recorded = True
         except OSError as error:
-            warnings.warn(f"gpu-arbiter: could not record the end of training in {self.root}: {error}", stacklevel=3)
+            warnings.warn(f"gpu-arbiter: could not record the end of training in {self.durable}: {error}", stacklevel=3)
         self._say_finished()
 
     def _say_finished(self) -> None:
@@ -172,27 +209,52 @@ class TrainingProcess:
     # --- orders, in the training thread ----------------------------------------------------------------------------
 
     def obey(self, save: Save | None, *, by_hook: bool) -> bool:
-        """Do what is ordered; return whether the process is to leave."""
+        """Do what is ordered for this boundary; return whether the process is to leave."""
+        if self._survey_wanted:
+            self._survey()
         while not self.leaving:
             order = self.order
-            if order is None:
+            if order is None or self.step < order.at_step:
                 break
             if by_hook and _inside_backward():
                 self._refuse(
                     order, "the optimizer steps inside backward; call session.step_end() after each mini-batch"
                 )
+            elif order.do == "hold":
+                self._hold(order)
             elif order.do == "suspend":
                 self._suspend(order)
             elif save is not None:
                 self._save(order, save)
             else:
                 break  # a later boundary brings the save function
+        with self._changed:
+            self.due = self.order is not None or self._survey_wanted
         self.mark = time.perf_counter()  # standing still is no training time
         return self.leaving
 
-    def _suspend(self, order: Order) -> None:
-        from . import parking
+    def _survey(self) -> None:
+        """Look once how much there is to park, so that room can be made for it while training goes on."""
+        self._survey_wanted = False
+        try:
+            state = parking.survey()
+        except parking.ParkRefused:
+            return  # an order to suspend will be answered with the reason
+        self._devices, self._state_bytes = state.devices, state.bytes
+        self._trough_bytes = process_memory.allocated_bytes(state.devices)[0] if state.devices else state.bytes
+        process_memory.forget_peak(state.devices)
 
+    def _hold(self, order: Order) -> None:
+        """Stand at this boundary until there is another order."""
+        with self._changed:
+            self.held = True
+            try:
+                while self.order is order:
+                    self._changed.wait()
+            finally:
+                self.held = False
+
+    def _suspend(self, order: Order) -> None:
         begun = time.perf_counter()
         try:
             parked = parking.park()
@@ -210,6 +272,7 @@ class TrainingProcess:
                     "seconds": time.perf_counter() - begun,
                 }
                 self._reply(order, self._standing)
+            self._state_bytes = max(self._state_bytes, parked.bytes)
         try:
             while not self._unpark(parked, self._stand()):
                 pass
@@ -227,8 +290,6 @@ class TrainingProcess:
 
     def _unpark(self, parked: parking.Parked, order: Order | None) -> bool:
         """Bring the state back to obey `order`; return False, and stand still again, if there is no memory for it."""
-        from . import parking
-
         begun = time.perf_counter()
         try:
             parked.restore()
@@ -246,9 +307,7 @@ class TrainingProcess:
     def _save(self, order: Order, save: Save) -> None:
         begun = time.perf_counter()
         try:
-            if self.root is None:
-                raise ValueError("GPU_ARBITER_CHECKPOINT_DIR is not set")  # noqa: TRY301 - one fate for all that fails
-            path = checkpoints.write(self.root, self.attempt, self.step, self.total_steps, save)
+            path = self._write(order, save)
         except Exception as error:  # noqa: BLE001 - the script's own function failed: this order fails, training goes on
             self._refuse(order, f"the checkpoint of step {self.step} failed: {type(error).__name__}: {error}")
             return
@@ -260,6 +319,15 @@ class TrainingProcess:
             self.order = order if self.leaving else None  # leaving, each further step is told to leave again
             line = {"type": "saved", "step": self.step, "dir": str(path), "leaving": self.leaving}
             self._reply(order, {**line, "seconds": time.perf_counter() - begun})
+
+    def _write(self, order: Order, save: Save) -> Path:
+        """Write a checkpoint: to go on, in a durable place; to leave, in memory if that is offered."""
+        if not self.roots:
+            raise ValueError("GPU_ARBITER_CHECKPOINT_DIR is not set")
+        roots = self.roots if order.do == "leave" else self.roots[-1:]
+        facts = {"total_steps": self.total_steps, "samples": self.samples, "world": self.world}
+        team = Team(self.rank, self.world, f"g{order.gen}-q{order.seq}")
+        return checkpoints.write(roots, self.attempt, self.step, facts, save, team)
 
     def _refuse(self, order: Order, reason: str) -> None:
         self._settle(order, {"type": "refused", "reason": reason[:TEXT_CHARS_MAX]})
@@ -273,52 +341,96 @@ class TrainingProcess:
 
     def _reply(self, order: Order, line: Line) -> None:
         self._obeyed = order.key
-        self._answer = {**line, "seq": order.seq}
-        self.link.say(self._answer)
+        line = {**line, "seq": order.seq}
+        self._answers[order.key] = line
+        if len(self._answers) > ANSWERS_KEPT:
+            del self._answers[next(iter(self._answers))]
+        self.link.say(line)
 
     # --- orders, in the helper thread ------------------------------------------------------------------------------
 
     def _take(self, line: Line) -> None:
-        order = Order(line["do"], line["gen"], line["seq"])
+        order = Order(line["do"], line["gen"], line["seq"], line["at_step"], line["bytes"])
         with self._changed:
-            if order.key > self._accepted:
+            if order.do in AT_ONCE and order.gen >= self._accepted[0]:
+                self._accepted = max(self._accepted, order.key)
+                self._answer_at_once(order)
+            elif order.key > self._accepted:
                 self._accepted = order.key
                 self._accept(order)
                 self._changed.notify_all()
-            elif order.key == self._obeyed:
-                self.link.say(self._answer)  # the first answer was lost
+            elif order.key in self._answers:
+                self.link.say(self._answers[order.key])  # the first answer was lost
+
+    def _answer_at_once(self, order: Order) -> None:
+        """Obey what needs no boundary; it may be done twice, and takes no other order's place."""
+        if order.do == "probe":
+            self.link.say({"type": "stacks", "seq": order.seq, "text": _stacks()})
+        elif order.do == "arena":
+            threading.Thread(target=self._prepare, args=(order,), name="gpu-arbiter-arena", daemon=True).start()
+        else:
+            if order.do == "cap":
+                self._cap = order.bytes
+                self._enforce_cap()
+            self.link.say({**self._news(), "seq": order.seq})
+
+    def _prepare(self, order: Order) -> None:
+        """Make the arena in a thread of its own: it may take seconds, and the helper thread must not be silent."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            parking.prepare(order.bytes, self._devices[0] if self._devices else None)
+        except parking.ParkRefused as refusal:
+            self.link.say({"type": "refused", "seq": order.seq, "reason": str(refusal)[:TEXT_CHARS_MAX]})
+        else:
+            self.link.say({**self._news(), "seq": order.seq})
 
     def _accept(self, order: Order) -> None:
-        """Answer at once what needs no boundary, and leave the rest to the training thread."""
-        if order.do == "probe":
-            self._reply(order, {"type": "stacks", "text": _stacks()})
-        elif self.leaving or self.finished:
+        """Answer at once what can be, and leave the rest to the training thread."""
+        if self.leaving or self.finished:
             if self.finished:
                 self._say_finished()  # ahead of a refusal, which alone would lead to harsher means
             self._reply(order, {"type": "refused", "reason": "training has ended; the process is about to exit"})
-        elif order.do == "suspend":
-            self.order = order
-            if self.stopped:
-                self._reply(order, self._standing)
         elif order.do == "resume":
-            self.order = order if self.stopped else None
+            self._leave_to_training(order if self.stopped else None)
             if not self.stopped:
                 self._reply(order, {"type": "resumed", "step": self.step, "seconds": 0.0})
-        else:
-            self._accept_checkpoint(order)
-
-    def _accept_checkpoint(self, order: Order) -> None:
-        if order.do not in ("leave", "save"):
-            self._reply(
-                order, {"type": "refused", "reason": f"this version of the library knows no order {order.do!r}"}
-            )
-        elif not self.can_checkpoint:
-            reason = "the script gives no save function: call session.step_end(step, save=...) after each mini-batch"
-            self._reply(order, {"type": "refused", "reason": reason})
-        elif self.stopped and order.do == "save":
-            self._reply(order, {"type": "refused", "reason": "suspended; resume it first, or order it to leave"})
-        else:
+        elif order.do == "suspend" and self.stopped:
             self.order = order
+            self._reply(order, self._standing)
+        elif reason := self._why_not(order):
+            self._reply(order, {"type": "refused", "reason": reason})
+        else:
+            self._accept_at(order)
+
+    def _accept_at(self, order: Order) -> None:
+        """Leave `order` to the training thread unless the boundary it is for is past; see the class on who may look."""
+        here = self.held or self.stopped  # the training thread stands, and has looked at `order` all the same
+        self._leave_to_training(order)
+        step = self.step
+        late = 0 <= order.at_step < step or (order.at_step == step >= 0 and not here)
+        if late:
+            self._leave_to_training(None)
+        if order.do == "hold":
+            self._reply(order, {"type": "late" if late else "ready", "step": step})
+        elif late:
+            reason = f"step {order.at_step} is over, {step} was the last; name a later one"
+            self._reply(order, {"type": "refused", "reason": reason})
+
+    def _leave_to_training(self, order: Order | None) -> None:
+        self.order = order
+        self.due = order is not None or self._survey_wanted
+
+    def _why_not(self, order: Order) -> str:
+        """Return why `order` can never be obeyed as things are; empty if it can."""
+        if order.do not in ("suspend", "hold", "leave", "save"):
+            return f"this version of the library knows no order {order.do!r}"
+        if order.do in ("leave", "save") and not self.can_checkpoint:
+            return "the script gives no save function: call session.step_end(step, save=...) after each mini-batch"
+        if self.stopped and order.do == "save":
+            return "suspended; resume it first, or order it to leave"
+        if self.stopped and order.do == "hold":
+            return "suspended; resume it first"
+        return ""
 
     # --- what the helper thread says -------------------------------------------------------------------------------
 
@@ -333,10 +445,12 @@ class TrainingProcess:
                 "proto": PROTO,
                 "task": self.task,
                 "pid": self.home,
-                "state": "suspended" if self.stopped else "running",
+                "state": "suspended" if self.stopped else "held" if self.held else "running",
                 "gen": gen,
                 "seq": seq,
                 "finished": self.finished,
+                "rank": self.rank,
+                "world": self.world,
                 **self._facts(),
             }
 
@@ -350,27 +464,63 @@ class TrainingProcess:
             "saved_step": self.saved_step,
         }
 
-    def _progress(self) -> Line | None:
-        """Return what has changed, at most every `BEAT_S` unless it is what the script can do; else a heartbeat."""
+    def _figures(self) -> Line:
+        return {
+            "metrics": self.metrics,
+            "samples": self.samples,
+            "state_bytes": self._state_bytes,
+            "arena_bytes": parking.ready_bytes(),
+            "peak_bytes": self._peak_bytes,
+            "trough_bytes": self._trough_bytes,
+        }
+
+    def _news(self) -> Line:
+        return {"type": "progress", **self._facts(), **self._figures(), "step_s": self._step_s()}
+
+    def _beat(self) -> Line | None:
+        """Look at the memory; return what has changed, at most every `BEAT_S` unless it is what the script can do.
+
+        When nothing has changed for long, return a heartbeat.
+        """
         now = time.monotonic()
         self._metrics_wanted = True
-        line = {"type": "progress", **self._facts(), "metrics": self.metrics}
+        self._watch_memory()
+        line = {**self._facts(), **self._figures()}
         capable = self._told.get("can_park"), self._told.get("can_checkpoint"), self._told.get("start_step")
         urgent = capable != (line["can_park"], line["can_checkpoint"], line["start_step"])
         quiet_s = HEARTBEAT_S if line == self._told else 0.9 * BEAT_S
         if not urgent and now - self._told_at < quiet_s:
             return None
         self._told, self._told_at = line, now
-        return {**line, "step_s": self._step_s()}
+        return {"type": "progress", **line, "step_s": self._step_s()}
+
+    def _watch_memory(self) -> None:
+        if not self._surveyed and self.boundaries >= BOUNDARIES_BEFORE_SURVEY and "torch" in sys.modules:
+            self._surveyed = True
+            with self._changed:
+                self._survey_wanted = self.due = True
+        if self._cap is not None:
+            self._enforce_cap()
+        with contextlib.suppress(Exception):  # a figure is not worth the thread
+            used = process_memory.allocated_bytes(self._devices)[1] if self._devices else 0
+            self._peak_bytes = max(self._peak_bytes, used or process_memory.anonymous_bytes())
+
+    def _enforce_cap(self) -> None:
+        """Put the cap in force once it is known which GPUs this process uses; without CUDA there is nothing to cap."""
+        if self._cap is not None and self._devices:
+            limit, self._cap = self._cap, None
+            with contextlib.suppress(Exception):  # as above: the node agent sees whether it is kept to
+                process_memory.cap(limit, self._devices)
 
     def _step_s(self) -> float:
         """Mean seconds per mini-batch over the last beats in which there were any; 0 while unknown.
 
         The first mini-batch never counts: it holds the start-up.
         """
-        samples, sample = self._samples, (self.boundaries, self.training_s)
-        if sample[0] > (samples[-1][0] if samples else 0):
-            samples.append(sample)
+        samples, sample = self._samples_of_time, (self.boundaries, self.training_s)
+        with self._changed:  # the thread that makes the arena asks too
+            if sample[0] > (samples[-1][0] if samples else 0):
+                samples.append(sample)
         if len(samples) < 2:
             return 0.0
         (steps, begun_s), (steps_now, now_s) = samples[0], samples[-1]

@@ -30,7 +30,9 @@ JobId = NewType("JobId", str)  #: ``<app>.<number>``
 #: the first of them (by id); the other parts are ``<job>-a<attempt>.<rank>``, rank 1 and on.
 TaskId = NewType("TaskId", str)
 NodeId = NewType("NodeId", str)
-GpuId = NewType("GpuId", str)  #: the device's UUID, ``GPU-...``
+#: A seat on a device: the device's UUID, ``GPU-...``, for its first seat, ``GPU-...+<n>`` for another. One seat is one
+#: lease. Unless GPUs are shared each has one seat, and nobody needs to know the difference.
+GpuId = NewType("GpuId", str)
 LeaseId = NewType("LeaseId", str)
 RoundId = NewType("RoundId", int)
 
@@ -46,10 +48,22 @@ Role = Literal["arbiter", "node", "app"]
 Level = Literal["slot", "machine", "rack", "cluster"]  #: localities, tight to loose (PAPERS.md section 1)
 LEVELS: tuple[Level, ...] = ("slot", "machine", "rack", "cluster")
 
-TaskPhase = Literal["starting", "running", "suspending", "suspended", "resuming", "vacating", "stopping", "exited"]
+#: "resting": between its turns on a GPU that it shares, its lease untouched; "suspended": parked as its lease ended.
+TaskPhase = Literal[
+    "starting", "running", "resting", "suspending", "suspended", "resuming", "vacating", "stopping", "exited"
+]
 Outcome = Literal["finished", "preempted", "failed", "stopped"]
 Want = Literal["run", "vacate", "stop"]
 PreemptBy = Literal["auto", "checkpoint", "suspend"]
+#: How jobs share a GPU: one for as long as its lease lasts; in turns; or several at once where that is faster.
+Sharing = Literal["exclusive", "timeslice", "pack"]
+#: Where a mini-batch time comes from: the worker's own steps, or the period of a signal.
+StepSource = Literal["unknown", "steps", "allocator", "memory", "gpm", "utilisation"]
+Priority = Annotated[int, Meta(ge=-1000, le=1000)]
+#: ``trial``: trial and error, a person waits for what it says; ``batch``: best effort (PAPERS.md section 3).
+Kind = Literal["batch", "trial"]
+Cpus = Annotated[float, Meta(ge=0, le=1e6)]
+Weight = Annotated[float, Meta(gt=0, le=1e6)]  #: of GPU time among equals: twice the weight, twice the share
 
 
 class Party(Struct, frozen=True, order=True):
@@ -91,6 +105,20 @@ class JobWish(Struct, frozen=True):
     grace_s: Seconds = 120.0
     preempt_by: PreemptBy = "auto"
     suspended: bool = False
+    priority: Priority = 0  #: on a shared GPU, a job is never suspended for one of lower priority
+
+
+class Utility(Struct, frozen=True):
+    """What an app is worth by when it ends: worth / (1 + exp(decay_per_s (age at its end - target_s))).
+
+    A `worth` of 0 means 1 for each GPU-hour of its work. A `decay_per_s` of 0 means half of `worth` at any time.
+
+    *Source:* OASiS (INFOCOM 2018), section V: theta1, theta2 and theta3.
+    """
+
+    worth: Annotated[float, Meta(ge=0, le=1e12)]
+    decay_per_s: Annotated[float, Meta(ge=0, le=1e12)]
+    target_s: Seconds
 
 
 class LeaseTerms(Struct, frozen=True):
@@ -107,7 +135,10 @@ class LeaseTerms(Struct, frozen=True):
 
 
 class GpuStatus(Struct, frozen=True):
-    """One GPU as its node agent measured it. `empty` is the proof of release: no process, memory given back."""
+    """One seat of a GPU as its node agent measured it.
+
+    `empty` is the proof of release: no process of that seat is left, or what is left is parked; memory given back.
+    """
 
     gpu: GpuId
     model: str
@@ -118,6 +149,27 @@ class GpuStatus(Struct, frozen=True):
     used_bytes: Count = 0
     strangers: Count = 0  #: processes on the GPU that run under no lease
     detail: Sentence = ""
+    device: str = ""  #: the GPU this is a further seat on; empty for a GPU's first seat
+    quarantined: bool = False  #: healthy by its driver's word, but jobs of different apps failed on it
+
+
+class Measured(Struct, frozen=True, omit_defaults=True):
+    """What the node agent measured of a task, not what anybody claims; bytes are summed over its processes.
+
+    `share` is the part of the time since it last began to share its GPUs in which it ran: 1 for a job that has them to
+    itself. `cost_s` are the seconds that its last suspension and its last resumption took, together.
+    """
+
+    source: StepSource = "unknown"  #: of `TaskStatus.step_s`
+    confidence: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    peak_bytes: Count = 0
+    trough_bytes: Count = 0
+    parked_bytes: Count = 0
+    utilisation: Annotated[float, Meta(ge=0, le=1)] | None = None
+    share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    cost_s: Seconds = 0.0
+    packed_with: tuple[TaskId, ...] = ()
+    remark: Sentence = ""  #: what was found out about sharing its GPUs, for people
 
 
 class TaskStatus(Struct, frozen=True):
@@ -144,6 +196,9 @@ class TaskStatus(Struct, frozen=True):
     exit_code: int | None = None
     reason: Sentence = ""
     metrics: dict[str, float] = {}
+    measured: Measured = Measured()
+    samples: Count = 0  #: samples consumed, where the script says so
+    unflushed: bool = False  #: its newest checkpoint is in this node's memory only, on its way to the disk
 
 
 # --- to the arbiter -------------------------------------------------------------------------------------------------
@@ -165,6 +220,8 @@ class NodeReport(Struct, frozen=True, tag=True):
     plan_seq: Count
     gpus: tuple[GpuStatus, ...]
     tasks: tuple[TaskStatus, ...]
+    cpus: Cpus = 0.0  #: that the node has in all; 0: it does not say
+    host_bytes: Count = 0  #: of host memory, likewise
 
 
 class AppReport(Struct, frozen=True, tag=True):
@@ -195,6 +252,13 @@ class AppReport(Struct, frozen=True, tag=True):
     left_s: Seconds | None = None
     left_gpu_s: Seconds | None = None
     loss_drop: float = 0.0  #: decrease of its normalised loss that it expects of one more lease with all it can use
+    sizes: tuple[Positive, ...] = ()  #: GPU counts that each of its jobs accepts, rising; empty: `gang` only
+    move_s: Seconds = 0.0  #: what moving one of its jobs to other GPUs costs, as measured; 0: unknown
+    weight: Weight = 1.0  #: its part of the GPU time among the apps of its tenant
+    utility: Utility | None = None  #: what it is worth by when it ends; None: its owner did not say
+    kind: Kind = "batch"
+    cpus: Cpus = 0.0  #: that each of its jobs needs on its node; 0: it asks for none
+    host_bytes: Count = 0  #: of host memory, likewise
 
 
 class ProbeReply(Struct, frozen=True, tag=True):
@@ -253,7 +317,7 @@ class Query(Struct, frozen=True, tag=True):
     """A question from an app agent on behalf of its user; changes nothing."""
 
     query_id: Name
-    kind: Literal["apps", "nodes", "explain", "rounds", "log"]
+    kind: Literal["apps", "nodes", "explain", "rounds", "log", "shares"]
     target: str = ""
     offset: Count = 0  #: for `log`: the byte to start at
 
@@ -373,12 +437,15 @@ class TaskOrder(Struct, frozen=True):
     grace_s: Seconds
     preempt_by: PreemptBy = "auto"
     reason: Sentence = ""
+    priority: Priority = 0
 
 
 class NodePlan(Struct, frozen=True, tag=True):
     """All that should be on this node. A task that is not named has no lease and is stopped.
 
-    A node agent refuses a plan whose (epoch, seq) is older than the newest it saw, also after its own restart.
+    A node agent refuses a plan whose (epoch, seq) is older than the newest it saw, also after its own restart. Each of
+    its GPUs is to have `seats` seats, as far as the node agent allows; who sits there shares the GPU as `sharing` says,
+    in turns of `quantum_s` at least.
     """
 
     node: NodeId
@@ -386,6 +453,19 @@ class NodePlan(Struct, frozen=True, tag=True):
     seq: Count
     leases: tuple[LeaseTerms, ...]
     tasks: tuple[TaskOrder, ...]
+    sharing: Sharing = "exclusive"
+    seats: Annotated[int, Meta(ge=1, le=64)] = 1
+    quantum_s: Seconds = 60.0
+
+
+def seat(device: GpuId, number: int) -> GpuId:
+    """Return the id of the seat of that number on a device, 0 being the device itself."""
+    return GpuId(f"{device}+{number}") if number else device
+
+
+def device_of(gpu: GpuId) -> GpuId:
+    """Return the device that a seat is on."""
+    return GpuId(gpu.partition("+")[0])
 
 
 class ReadLog(Struct, frozen=True, tag=True):

@@ -33,6 +33,8 @@ ENVIRONMENT: dict[str, str] = {
     "GPU_ARBITER_ATTEMPT": "the attempt, from 0",
     "GPU_ARBITER_CHECKPOINT_DIR": "folder of this job's checkpoints, the same in every attempt",
     "GPU_ARBITER_GPUS": "how many GPUs this task has",
+    "GPU_ARBITER_MEMORY_DIR": "folder in host memory for a checkpoint with which it leaves its GPUs; absent: none",
+    "PET_NPROC_PER_NODE": "the same number, for torchrun without --nproc-per-node",
     "CUDA_VISIBLE_DEVICES": "their UUIDs, comma-separated (a hint, not isolation)",
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     "TORCH_NCCL_ENABLE_MONITORING": "0: the watchdog must not kill a suspended worker",
@@ -42,12 +44,16 @@ Step = Annotated[int, Meta(ge=-1, le=2**53)]
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """First line after each connect. `state` is what the worker does now; a reconnecting worker may be suspended."""
+    """First line after each connect. `state` is what the worker does now; a reconnecting worker may be suspended.
+
+    A task may be several training processes (torchrun): `rank` of `world` on this node, each with a connection. `held`
+    says that it stands at a boundary because of an order to `hold`.
+    """
 
     proto: int
     task: str
     pid: Count
-    state: Literal["running", "suspended"]
+    state: Literal["running", "held", "suspended"]
     step: Step
     start_step: Step
     total_steps: Count
@@ -57,10 +63,16 @@ class Hello(Struct, frozen=True, tag="hello"):
     seq: Count = 0  #: the last order obeyed of that generation
     saved_step: Step = -1
     finished: bool = False
+    rank: Count = 0
+    world: Annotated[int, Meta(ge=1, le=1024)] = 1
 
 
 class Progress(Struct, frozen=True, tag="progress"):
-    """Every quarter of a second at most, while steps are made, and every 5 s at least as a heartbeat."""
+    """Every quarter of a second at most, while steps are made, and every 5 s at least as a heartbeat.
+
+    Bytes are of this process alone, 0 while unknown: what parking would move, the part of the host arena that is
+    faulted in and registered for it, and the GPU memory at its peak within a mini-batch and at the boundary.
+    """
 
     step: Step
     step_s: Seconds  #: mean mini-batch time over recent steps, without time suspended
@@ -70,6 +82,12 @@ class Progress(Struct, frozen=True, tag="progress"):
     can_checkpoint: bool
     saved_step: Step
     metrics: dict[str, float] = {}
+    state_bytes: Count = 0
+    arena_bytes: Count = 0
+    peak_bytes: Count = 0
+    trough_bytes: Count = 0
+    samples: Count = 0  #: samples consumed, where the script says so
+    seq: Count = 0  #: of the order to `tell` that this answers; 0: unasked
 
 
 class Suspended(Struct, frozen=True, tag="suspended"):
@@ -121,19 +139,42 @@ class Stacks(Struct, frozen=True, tag="stacks"):
     text: Sentence
 
 
-FromWorker = Hello | Progress | Suspended | Resumed | Saved | Refused | Finished | Stacks
+class Ready(Struct, frozen=True, tag="ready"):
+    """Answer to `hold`, from the helper thread at once: it will stand at the end of that step."""
+
+    seq: Count
+    step: Step  #: the last step it has completed
 
 
-class Order(Struct, frozen=True, tag="order"):
+class Late(Struct, frozen=True, tag="late"):
+    """Answer to `hold`: it has passed that step already and goes on; name a later one."""
+
+    seq: Count
+    step: Step
+
+
+FromWorker = Hello | Progress | Suspended | Resumed | Saved | Refused | Finished | Stacks | Ready | Late
+
+
+class Order(Struct, frozen=True, tag="order", omit_defaults=True):
     """From the node agent.
 
     `suspend`: park at the next mini-batch boundary. `resume`. `leave`: at the next boundary save a checkpoint and exit
-    75; `save`: at the next boundary save and go on. `probe`: answer `Stacks` from the helper thread at once.
+    75; `save`: at the next boundary save and go on. `probe`: answer `Stacks` from the helper thread at once. `tell`:
+    answer `Progress` at once. `arena`: have a host arena of `bytes` faulted in and registered, from the helper thread.
+    `cap`: let this process take at most `bytes` of each GPU's memory, 0 for no limit.
+
+    The processes of one task stop at the same step in two phases, without a collective. `hold`: stand still at the end
+    of step `at_step` until the next order; answered `Ready` or `Late`. Once all are ready, `suspend`, `leave` or `save`
+    with the same `at_step` is done there; `resume` lets those that stand, or would, go on. With `at_step` -1 an order
+    is obeyed at the next boundary.
     """
 
-    do: Literal["suspend", "resume", "leave", "save", "probe"]
+    do: Literal["suspend", "resume", "leave", "save", "probe", "tell", "arena", "cap", "hold"]
     gen: Count
     seq: Count
+    at_step: Step = -1
+    bytes: Count = 0
 
 
 _decoder: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)

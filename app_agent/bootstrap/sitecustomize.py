@@ -2,7 +2,8 @@
 
 The node agent puts this folder at the head of PYTHONPATH. The first Python process of the task finds the node agent's
 socket in its environment, loads the library from the folder beside this one (the script's interpreter need not have it
-installed) and starts its helper thread. All others only pay for looking. PyTorch is not imported from here.
+installed) and starts its helper thread. All others only pay for looking. PyTorch is not imported from here. A launcher
+such as torchrun leaves the socket to the training processes that it starts.
 """
 
 import importlib.machinery

@@ -78,7 +78,7 @@ GANG_PATIENCE_S = 60.0
 CLOSE: tuple[Level, ...] = ("slot", "machine")
 #: The metric that an app which names none, and wants less of it, is taken to report.
 LOSS = "loss"
-#: An elastic job grows when that saves more than so many restarts.
+#: An elastic job grows when that saves more than so many restarts, of which what was measured counts if it was.
 GROWTH_GAIN_MIN = 2.0
 
 ToOneApp = Probe | Offer | Grant | Preempt | Holdings | Refusal
@@ -210,7 +210,8 @@ class AppAgent:
         for task in message.tasks:
             tasks.setdefault((task.job, task.attempt), []).append(task)
         state.jobs = tuple(
-            jobs.observe(job, self._told(job, tasks), state.spec, state.held, acked=message.acked) for job in state.jobs
+            jobs.observe(job, self._told(job, tasks), state.spec, state.held, acked=message.acked, now=now)
+            for job in state.jobs
         )
         self._note_loss(now)
         if state.over is not None and state.acked >= state.over.since_seq and not state.held:
@@ -314,23 +315,26 @@ class AppAgent:
         """Take jobs off GPUs they must leave, start those that wait, grow one that gains, give back what is useless."""
         state = self.state
         wanted = self._now().runnable
-        self._clear(set(wanted))
-        self._start([state.jobs[number] for number in wanted])
+        self._clear(set(wanted), now)
+        self._start([state.jobs[number] for number in wanted], now)
         held_back = self._hold_back(wanted)
-        held_back |= self._grow(wanted, held_back)
+        held_back |= self._grow(wanted, held_back, now)
         self._give_back(wanted, held_back, now)
 
     def _put(self, job: Job) -> None:
         self.state.jobs = tuple(job if other.id == job.id else other for other in self.state.jobs)
 
-    def _clear(self, wanted: set[int]) -> None:
-        """Let placed jobs leave that have lost a GPU, or whose phase is over."""
+    def _clear(self, wanted: set[int], now: float) -> None:
+        """Let placed jobs leave that have lost a GPU, or whose phase is over.
+
+        One that accepts a smaller size goes on with what it keeps as soon as it has left, in its next attempt.
+        """
         held, following = self.state.held, self.state.seq + 1
         for job in self.state.jobs:
             if isinstance(job.state, Placed):
                 lost = any(gpu in held and held[gpu].leaving for gpu in job.state.gpus)
                 if lost or job.number not in wanted:
-                    self._put(jobs.leave(job, since_seq=following))
+                    self._put(jobs.leave(job, since_seq=following, now=now))
 
     def _free(self) -> list[HeldGpu]:
         """Return the GPUs that are the app's to stay, and that no process of its own may be on."""
@@ -362,15 +366,15 @@ class AppAgent:
             for other in rivals
         )
 
-    def _start(self, wanted: Sequence[Job]) -> None:
+    def _start(self, wanted: Sequence[Job], now: float) -> None:
         waiting = [job for job in wanted if isinstance(job.state, Waiting)]
         for job_id, gpus in division.divide(self._free(), self._asking(waiting)).items():
             job = next(job for job in waiting if job.id == job_id)
-            self._put(jobs.place(job, gpus, since_seq=self.state.seq + 1))
+            self._put(jobs.place(job, gpus, since_seq=self.state.seq + 1, now=now))
 
     def _asking(self, some: Iterable[Job]) -> list[Asking]:
         spec = self.state.spec
-        return [Asking(job.id, spec.gang, spec.job_demand_max, spec.spans) for job in some]
+        return [Asking(job.id, spec.gang, spec.job_demand_max, spec.spans, spec.sizes) for job in some]
 
     def _hold_back(self, wanted: Sequence[int]) -> set[GpuId]:
         """Return the free GPUs that jobs will use which are still leaving others, as if these had left already."""
@@ -388,7 +392,7 @@ class AppAgent:
     def _wanted_jobs(self, wanted: Sequence[int]) -> list[Job]:
         return [self.state.jobs[number] for number in wanted]
 
-    def _grow(self, wanted: Sequence[int], held_back: set[GpuId]) -> set[GpuId]:
+    def _grow(self, wanted: Sequence[int], held_back: set[GpuId], now: float) -> set[GpuId]:
         """Let elastic jobs leave in order to start again on more GPUs that they can reach; return those GPUs."""
         state = self.state
         used: set[GpuId] = set()
@@ -400,13 +404,12 @@ class AppAgent:
             more = [held for held in free if held.node in nodes]
             if state.spec.spans:
                 more += [held for held in free if held.node not in nodes]
-            size = valuation.effective_gpus(
-                len(job.gpus) + len(more), gang=state.spec.gang, demand_max=state.spec.job_demand_max
-            )
+            (asking,) = self._asking([job])
+            size = asking.fitting(len(job.gpus) + len(more))
             more = more[: size - len(job.gpus)]
             if size > len(job.gpus) and self._gains(job, size, self._looser(job, more)):
                 used |= {held.gpu for held in more}
-                self._put(jobs.leave(job, since_seq=state.seq + 1))
+                self._put(jobs.leave(job, since_seq=state.seq + 1, now=now))
         return used
 
     def _looser(self, job: Job, more: Sequence[HeldGpu]) -> float:
@@ -422,16 +425,21 @@ class AppAgent:
 
     def _growable(self, job: Job) -> bool:
         """Whether a running job could be started again on more GPUs without losing work, and that would pay."""
+        return self._resizable(job) and _begun(job) and self._gains(job, self.state.spec.job_demand_max)
+
+    def _resizable(self, job: Job) -> bool:
+        """Whether an attempt can go on with another number of GPUs: it is known to save a checkpoint when it leaves."""
         spec = self.state.spec
-        able = spec.elastic and job.cooperative and jobs.movable(job, spec)
-        able = able and job.seen == _attempt(job) and job.step >= 0
-        return able and self._gains(job, spec.job_demand_max)
+        return spec.elastic and job.cooperative and jobs.movable(job, spec)
 
     def _gains(self, job: Job, gpus: int, slower: float = 1.0) -> bool:
-        spec = self.state.spec
         left_s = max(0, self.trials()[job.number].steps_total - job.steps_done) * self._now().serials_s[job.number]
         saved_s = left_s / max(1, len(job.gpus)) - slower * left_s / gpus
-        return saved_s > GROWTH_GAIN_MIN * spec.restart_s
+        return saved_s > GROWTH_GAIN_MIN * (self.move_s() or self.state.spec.restart_s)
+
+    def move_s(self) -> float:
+        """Return what moving a job costs, the median of what the last moves did (see `jobs.observe`); 0: unknown."""
+        return median([cost_s for job in self.state.jobs for cost_s in job.moves_s] or [0.0])
 
     def _give_back(self, wanted: Sequence[int], held_back: set[GpuId], now: float) -> None:
         """Release what no job can use; a part of a gang only when the rest of it has not come for a while."""
@@ -518,13 +526,26 @@ class AppAgent:
             fair_s=valuation.fair_time_s(self.ideal_s(), apps_mean=apps_mean),
             # A gang may be larger than every machine: to hope for better would mean never to bid for what there is.
             hoped=terms[-1].level if state.spec.spans and state.spec.gang > 1 else "machine",
+            sizes=state.spec.sizes,
         )
 
     def _works_s(self) -> tuple[tuple[float, ...], ...]:
-        """Return the serial seconds each job has left, phase by phase."""
+        """Return the serial seconds each job has left, phase by phase, at the rate at which it runs now.
+
+        A job that has its GPUs for a share of the time makes share / step_s steps a second, and so takes 1 / share
+        times as long; it is taken to go on like that. Its time alone, T_id, knows of no sharing.
+        """
         facts = self._now()
         left = self._scheduler.left(self.state.search, facts.trials)
-        return tuple(tuple(item.steps * facts.serial_of_s(item) for item in phase) for phase in left)
+        return tuple(tuple(item.steps * facts.serial_of_s(item) / self._rate(item) for item in phase) for phase in left)
+
+    def _rate(self, left: Left) -> float:
+        """Return at which part of its speed alone a job runs; 1 for one that does not run."""
+        if left.trial is None:
+            return 1.0
+        job = self.state.jobs[left.trial]
+        running = isinstance(job.state, Placed) and job.seen == job.state.attempt
+        return job.pace.rate if running else 1.0
 
     def _terms(self) -> tuple[LevelTerms, ...]:
         """Return what each level means to this app.
@@ -616,12 +637,30 @@ class AppAgent:
             left_s=left_s,
             left_gpu_s=left_gpu_s,
             loss_drop=self._loss_drop(),
+            sizes=self._sizes(),
+            move_s=self.move_s(),
+            weight=state.spec.weight,
+            utility=state.spec.utility,
+            kind=state.spec.kind,
+            cpus=state.spec.cpus,
+            host_bytes=state.spec.host_bytes,
         )
+
+    def _sizes(self) -> tuple[int, ...]:
+        """Return the sizes its jobs accept; none while a job of it runs that cannot go on with another one."""
+        spec = self.state.spec
+        rigid = any(
+            isinstance(job.state, Suspended)
+            or (isinstance(job.state, Placed) and _begun(job) and not self._resizable(job))
+            for job in self.state.jobs
+        )
+        return () if self.state.over is not None or not spec.elastic or rigid else spec.accepted
 
     def _left(self) -> tuple[float | None, float | None]:
         """Return the run time left with all the app can use, close together, and the GPU-seconds that takes.
 
-        None while nobody knows how many steps there are, or how long one takes.
+        A job that has its GPUs for a share of the time takes 1 / share times as long, and no more GPU-seconds. None
+        while nobody knows how many steps there are, or how long one takes.
 
         Source: Themis, Eq. 2 at full demand: sum_i max_j W_ij / job_demand_max; one job is a phase by itself.
         """
@@ -631,9 +670,9 @@ class AppAgent:
         if state.over is not None or not (steps_known and time_known):
             return None, None
         left = self._scheduler.left(state.search, self.trials())
-        works_s = [[item.steps * self._close_serial_s(item) for item in phase] for phase in left]
-        longest_s = math.fsum(max(phase, default=0.0) for phase in works_s)
-        return longest_s / state.spec.job_demand_max, math.fsum(work_s for phase in works_s for work_s in phase)
+        works = [[(item.steps * self._close_serial_s(item), self._rate(item)) for item in phase] for phase in left]
+        longest_s = math.fsum(max((work_s / rate for work_s, rate in phase), default=0.0) for phase in works)
+        return longest_s / state.spec.job_demand_max, math.fsum(work_s for phase in works for work_s, _ in phase)
 
     def _close_serial_s(self, left: Left) -> float:
         """Return a job's time of one mini-batch on one GPU, by what owes least to a guess of S.
@@ -696,7 +735,7 @@ class AppAgent:
             checkpoint_dir=f"{spec.checkpoint_root}/{self.state.app}/{job.number}",
             env=spec.env,
         )
-        return JobWish(job.id, attempt, gpus, launch, spec.grace_s, spec.preempt_by, suspended)
+        return JobWish(job.id, attempt, gpus, launch, spec.grace_s, spec.preempt_by, suspended, spec.priority)
 
     def metrics(self) -> dict[str, float]:
         """Return what was last reported of the model that is the app's answer, or may become it."""
@@ -731,6 +770,11 @@ def _attempt(job: Job) -> int:
     return job.state.attempt if isinstance(job.state, Waiting | Placed | Leaving | Suspended | Stopping) else -1
 
 
+def _begun(job: Job) -> bool:
+    """Whether the present attempt has made a mini-batch, as far as anybody has told."""
+    return job.seen == _attempt(job) and job.step >= 0
+
+
 def _where(held: HeldGpu) -> OfferedGpu:
     return OfferedGpu(held.gpu, held.node, held.rack, held.slot)
 
@@ -748,5 +792,6 @@ def _urgent(report: AppReport) -> bytes:
         left_s=None,
         left_gpu_s=None,
         loss_drop=0.0,
+        move_s=0.0,
     )
     return msgspec.msgpack.encode(calm)

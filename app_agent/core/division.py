@@ -1,31 +1,46 @@
 """The app's own division of its GPUs among its jobs: each job on one node, in one slot if possible.
 
 Jobs stay where they are. What is free goes first to jobs that wait, a gang each in the search's order, then what is
-left of a node to the jobs just placed there, as far as they can use it. A job that spans nodes is placed likewise, on
-one node if that is enough, else in one rack, else on few nodes.
+left of a node to the jobs just placed there, from one size that they accept to the next. A job that spans nodes is
+placed likewise, on one node if that is enough, else in one rack, else on few nodes.
 
 *Source:* PAPERS.md section 1, step 5 of a round; the order of the trials is that of the phase's least makespan.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
 from app_agent.core.model import HeldGpu
+from app_agent.core.valuation import effective_gpus
 from protocol.messages import GpuId, JobId, NodeId
 
 Nodes = Mapping[NodeId, list[HeldGpu]]  #: what is free, by node
 
 
 class Asking(Struct, frozen=True):
-    """A job that waits: it needs `gang` GPUs, of one node unless it `spans`, and can use whole gangs up to `most`."""
+    """A job that waits: it needs `gang` GPUs, of one node unless it `spans`, and can use whole gangs up to `most`.
+
+    With `sizes` it runs on just these numbers of GPUs, rising from `gang` to `most`.
+    """
 
     job: JobId
     gang: int
     most: int
     spans: bool = False
+    sizes: tuple[int, ...] = ()
+
+    def fitting(self, gpus: int) -> int:
+        """Return the most of so many GPUs that the job can run on; 0 if it cannot run on any."""
+        return effective_gpus(gpus, gang=self.gang, demand_max=self.most, sizes=self.sizes)
+
+    def step(self, gpus: int) -> int:
+        """Return how many more GPUs than these the job needs for the next size it accepts; 0 if there is none."""
+        larger = next((size for size in self.sizes if size > gpus), 0) if self.sizes else gpus + self.gang
+        return max(0, larger - gpus) if larger <= self.most else 0
 
 
 def divide(free: Iterable[HeldGpu], asking: Sequence[Asking]) -> dict[JobId, tuple[GpuId, ...]]:
@@ -45,11 +60,11 @@ def divide(free: Iterable[HeldGpu], asking: Sequence[Asking]) -> dict[JobId, tup
 def _settle(nodes: Nodes, ask: Asking, *, alone: bool) -> list[HeldGpu]:
     """Take what a job begins with, or nothing if it does not fit; if it is alone, where most of its demand fits."""
     if ask.spans:
-        count = min(ask.most if alone else ask.gang, sum(map(len, nodes.values()))) // ask.gang * ask.gang
-        return _spread(nodes, count)
+        return _spread(nodes, ask.fitting(min(ask.most if alone else ask.gang, sum(map(len, nodes.values())))))
     fits = [node for node, gpus in nodes.items() if len(gpus) >= ask.gang]
     wanted = ask.most if alone else ask.gang
-    home = min(fits, key=lambda node: (-min(len(nodes[node]), wanted), len(nodes[node]), node), default=None)
+    fitting = {node: ask.fitting(min(len(nodes[node]), wanted)) for node in fits}
+    home = min(fits, key=lambda node: (-fitting[node], len(nodes[node]), node), default=None)
     return [] if home is None else _take(nodes[home], ask.gang)
 
 
@@ -96,23 +111,23 @@ def _take(gpus: list[HeldGpu], count: int) -> list[HeldGpu]:
     return taken
 
 
-def _extend(nodes: Nodes, homes: Mapping[JobId, list[HeldGpu]], asks: Mapping[JobId, Asking]) -> None:
-    """Hand out what is left, gang by gang, to the placed jobs with the fewest GPUs; to each where it is, if it can."""
+def _extend(nodes: Nodes, homes: dict[JobId, list[HeldGpu]], asks: Mapping[JobId, Asking]) -> None:
+    """Hand out what is left, size by size, to the placed jobs with the fewest GPUs; to each where it is, if it can."""
     order = {job: index for index, job in enumerate(homes)}
     while True:
-        within = {
-            job: _reachable(nodes, asks[job], gpus)
-            for job, gpus in homes.items()
-            if len(gpus) + asks[job].gang <= asks[job].most
-        }
-        able = [job for job, near in within.items() if sum(map(len, near.values())) >= asks[job].gang]
+        steps = {job: step for job, gpus in homes.items() if (step := asks[job].step(len(gpus)))}
+        within = {job: _reachable(nodes, asks[job], homes[job], step) for job, step in steps.items()}
+        able = [job for job, near in within.items() if sum(map(len, near.values())) >= steps[job]]
         if not able:
             return
         job = min(able, key=lambda job: (len(homes[job]), order[job]))
-        homes[job].extend(_spread(within[job], asks[job].gang))
+        wanted = len(homes[job]) + steps[job]
+        for held in homes[job]:  # nothing has started yet: all of it anew may lie closer together
+            insort(nodes[held.node], held, key=lambda held: held.gpu)
+        homes[job] = _spread(within[job], wanted)
 
 
-def _reachable(nodes: Nodes, ask: Asking, gpus: Sequence[HeldGpu]) -> Nodes:
-    """Return where a job may grow: on its own nodes, or anywhere if it spans and these do not have a gang."""
+def _reachable(nodes: Nodes, ask: Asking, gpus: Sequence[HeldGpu], step: int) -> Nodes:
+    """Return where a job may grow by `step`: on its own nodes, or anywhere if it spans and these do not have that."""
     own = {held.node: nodes[held.node] for held in gpus}
-    return nodes if ask.spans and sum(map(len, own.values())) < ask.gang else own
+    return nodes if ask.spans and sum(map(len, own.values())) < step else own

@@ -16,17 +16,17 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from app_agent.core.agent import AppAgent, ToOneApp
-from app_agent.core.model import AppState, Leaving, Placed, Suspended
+from app_agent.core.model import AppState, Attempting, Job, Leaving, Placed, Suspended
 from app_agent.core.spec import AppSpec, mistake
 from protocol.core import Connected, Received, Send, Tick
-from protocol.messages import ARBITER, Answer, AppId, Offer, OwnerId, Probe, Query, TaskId
+from protocol.messages import ARBITER, Answer, AppId, JobId, Offer, OwnerId, Probe, Query, StepSource, TaskId
 
 #: An agent whose app is over stays this long to answer an arbiter that has not understood it.
 FORGET_AFTER_S = 600.0
 #: Records of apps that are over, kept for `ps` and `wait`; the arbiter's ledger keeps all.
 RECORDS_MAX = 1000
 
-QueryKind = Literal["apps", "nodes", "explain", "rounds", "log"]
+QueryKind = Literal["apps", "nodes", "explain", "rounds", "log", "shares"]
 RecordState = Literal["waiting", "running", "suspended", "finished", "failed", "cancelled"]
 
 
@@ -53,6 +53,28 @@ class Ask(Struct, frozen=True, tag=True):
     offset: int = 0
 
 
+class JobRecord(Struct, frozen=True):
+    """One job of which a process lives, as its owner's tools see it.
+
+    `steps` of `total_steps` (0: unknown) mini-batches and `samples` are behind it, as far as its script says. One takes
+    `step_s` (0: unknown), without time suspended, by `step_source`: its own word, or the period of a signal. It has its
+    GPUs for a `share` of the time, 1 if it has them to itself, and beside it run the tasks `packed_with`; `remark` is
+    what its node agent found out about that.
+    """
+
+    job: JobId
+    task: TaskId
+    gpus: tuple[str, ...]
+    steps: int
+    total_steps: int
+    samples: int
+    step_s: float
+    step_source: StepSource
+    share: float
+    packed_with: tuple[TaskId, ...]
+    remark: str
+
+
 class AppRecord(Struct, frozen=True):
     """One app as its owner's tools see it. `exit_code` is the app's own as a shell would show it, once it is over."""
 
@@ -71,6 +93,7 @@ class AppRecord(Struct, frozen=True):
     steps_lost: int
     suspensions: int
     metrics: dict[str, float]
+    jobs: tuple[JobRecord, ...] = ()
 
     @property
     def over(self) -> bool:
@@ -83,6 +106,7 @@ class Configured(Struct, frozen=True, tag=True):
 
     tenant: str
     beat_s: float
+    priority_max: int = 0
 
 
 class Accepted(Struct, frozen=True, tag=True):
@@ -119,6 +143,7 @@ class HostState(Struct):
     owner: OwnerId
     tenant: str
     beat_s: float
+    priority_max: int = 0
     submitted: int = 0
     apps: dict[AppId, AppState] = {}
     records: dict[AppId, AppRecord] = {}
@@ -128,11 +153,11 @@ class AppHost:
     """The agents of one owner's apps.
 
     `owner` is whose they are, part of their ids and of the broker user; `tenant` pays for apps that do not say; every
-    `beat_s` seconds each agent states its whole wish again.
+    `beat_s` seconds each agent states its whole wish again. No app may have a priority above `priority_max`.
     """
 
-    def __init__(self, owner: OwnerId, *, tenant: str = "", beat_s: float = 2.0) -> None:
-        self._take_over(HostState(owner, tenant or owner, beat_s))
+    def __init__(self, owner: OwnerId, *, tenant: str = "", beat_s: float = 2.0, priority_max: int = 0) -> None:
+        self._take_over(HostState(owner, tenant or owner, beat_s, priority_max))
 
     @classmethod
     def restore(cls, blob: bytes) -> AppHost:
@@ -167,8 +192,8 @@ class AppHost:
                 return [effect for app in sorted(self._agents) for effect in self._restate(app, now)]
             case Tick():
                 return [effect for app in sorted(self._agents) for effect in self._tick(app, now)]
-            case Configured(tenant, beat_s):
-                self.state.tenant, self.state.beat_s = tenant, beat_s
+            case Configured(tenant, beat_s, priority_max):
+                self.state.tenant, self.state.beat_s, self.state.priority_max = tenant, beat_s, priority_max
                 self._take_over(self.state)
                 return []
             case Submit(request, spec):
@@ -201,7 +226,7 @@ class AppHost:
 
     def _submit(self, request: str, spec: AppSpec, now: float) -> list[Effect]:
         spec = replace(spec, tenant=spec.tenant or self.state.tenant, name=spec.name or _name(spec))
-        wrong = mistake(spec)
+        wrong = mistake(spec) or _presumption(spec, self.state.priority_max)
         if wrong is not None:
             return [Declined(request, wrong)]
         self.state.submitted += 1
@@ -272,6 +297,38 @@ def record_of(state: AppState, metrics: dict[str, float]) -> AppRecord:
         steps_lost=sum(job.lost for job in state.jobs),
         suspensions=sum(job.suspensions_before + job.suspensions for job in state.jobs),
         metrics=metrics,
+        jobs=() if over else tuple(_job_record(job) for job in state.jobs if _living(job)),
+    )
+
+
+def _living(job: Job) -> bool:
+    return isinstance(job.state, Attempting) and job.seen == job.state.attempt
+
+
+def _job_record(job: Job) -> JobRecord:
+    pace = job.pace
+    return JobRecord(
+        job=job.id,
+        task=job.task,
+        gpus=tuple(job.gpus),
+        steps=job.steps_done,
+        total_steps=job.total_steps,
+        samples=job.samples,
+        step_s=pace.step_s,
+        step_source=pace.source,
+        share=pace.share,
+        packed_with=pace.packed_with,
+        remark=pace.remark,
+    )
+
+
+def _presumption(spec: AppSpec, priority_max: int) -> str | None:
+    """Say that an app asks for more priority than its owner may give it."""
+    if spec.priority <= priority_max:
+        return None
+    return (
+        f"priority is {spec.priority}, and apps here have at most {priority_max}; lower it, or have the administrator "
+        f"raise priority_max in the app agent's configuration"
     )
 
 

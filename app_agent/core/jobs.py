@@ -14,6 +14,7 @@ from app_agent.core.model import (
     HeldGpu,
     Job,
     Leaving,
+    Pace,
     Placed,
     Stopping,
     Suspended,
@@ -28,8 +29,21 @@ from protocol.messages import GpuId, Outcome, TaskPhase, TaskStatus
 FALSE_STARTS_MAX = 2
 #: Mini-batches of one attempt after which its mean time is taken for a measurement.
 STEPS_MEASURED_MIN = 3
+#: What a move costs is the median of so many moves.
+MOVES_REMEMBERED = 5
+#: Least share that is believed: a GPU has at most 64 seats, and who waits for its first turn has had none yet.
+SHARE_MIN = 1 / 64
 #: Of an attempt in parts that are not all alike: the phase furthest from all of them running counts.
-_PHASES: tuple[TaskPhase, ...] = ("stopping", "vacating", "suspending", "starting", "resuming", "running", "suspended")
+_PHASES: tuple[TaskPhase, ...] = (
+    "stopping",
+    "vacating",
+    "suspending",
+    "starting",
+    "resuming",
+    "running",
+    "resting",
+    "suspended",
+)
 #: Of an attempt whose parts ended differently: what is worst counts.
 _OUTCOMES: tuple[Outcome, ...] = ("failed", "preempted", "stopped", "finished")
 
@@ -64,6 +78,8 @@ def gathered(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskStatus |
         outcome=last.outcome if last else None,
         reason=last.reason if last else next((part.reason for part in ordered if part.reason), ""),
         metrics={name: value for part in reversed(ordered) for name, value in part.metrics.items()},
+        measured=min((part.measured for part in ordered), key=lambda measured: measured.share),
+        samples=min(part.samples for part in parts),
     )
 
 
@@ -89,10 +105,16 @@ def _last(parts: Sequence[TaskStatus], *, whole: bool) -> TaskStatus:
     return worst
 
 
-def observe(job: Job, status: TaskStatus | None, spec: AppSpec, held: Mapping[GpuId, HeldGpu], *, acked: int) -> Job:
+def observe(
+    job: Job, status: TaskStatus | None, spec: AppSpec, held: Mapping[GpuId, HeldGpu], *, acked: int, now: float
+) -> Job:
     """Return `job` after the arbiter's newest word on its attempt; `status` None: the arbiter knows no such task.
 
     `held` are the app's GPUs by the same word, `acked` the newest report that the arbiter had handled when it spoke.
+
+    What a move costs is measured on the way: from the order to leave until the attempt is over, and from the wish to
+    start the next one until its first mini-batch, both to within the time that reports take. The time between, in
+    which the job waits for GPUs, is no cost of moving it. Only moves of jobs that were told to leave count.
     """
     if not isinstance(job.state, Attempting):
         return job
@@ -100,8 +122,8 @@ def observe(job: Job, status: TaskStatus | None, spec: AppSpec, held: Mapping[Gp
         return _vanish(job, held, acked=acked)
     job = _learn(job, status, held)
     if status.phase == "exited":
-        return _end(job, status, spec)
-    return _follow(job, status)
+        return _end(job, status, spec, now)
+    return _follow(_arrive(job, status, now), status, held)
 
 
 def _vanish(job: Job, held: Mapping[GpuId, HeldGpu], *, acked: int) -> Job:
@@ -138,6 +160,7 @@ def _learn(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
             suspensions_before=job.suspensions_before + job.suspensions,
             suspensions=0,
         )
+    times = _measure(job, status, held)
     return replace(
         job,
         step=max(job.step, status.step),
@@ -147,33 +170,70 @@ def _learn(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
         can_checkpoint=status.can_checkpoint,
         suspensions=max(job.suspensions, status.suspensions),
         metrics={**job.metrics, **status.metrics},
-        times=_measure(job, status, held),
+        times=times,
+        samples=status.samples or job.samples,
+        pace=_pace(status, times),
     )
 
 
 def _measure(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> tuple[IterTime, ...]:
-    """Keep the newest mini-batch time for each number of GPUs and locality."""
+    """Keep the newest mini-batch time for each number of GPUs and locality.
+
+    It is one without time suspended, so that it holds for a job that takes turns, too. One that was measured beside
+    another job on the same GPU does not replace one that was not.
+    """
     gpus = [held[gpu] for gpu in status.gpus if gpu in held]
-    made = status.step - status.start_step
-    if status.step_s <= 0 or made < STEPS_MEASURED_MIN or len(gpus) != len(status.gpus):
+    if status.step_s <= 0 or not _settled(status) or len(gpus) != len(status.gpus):
         return job.times
     time = IterTime(len(gpus), locality(gpus), status.step_s)
-    others = (other for other in job.times if (other.gpus, other.level) != (time.gpus, time.level))
-    return (*others, time)
+    others = tuple(other for other in job.times if (other.gpus, other.level) != (time.gpus, time.level))
+    packed = bool(status.measured.packed_with)
+    return job.times if packed and len(others) < len(job.times) else (*others, time)
 
 
-def _follow(job: Job, status: TaskStatus) -> Job:
-    """Keep pace with a living attempt: parked, or going on after having been parked."""
+def _settled(status: TaskStatus) -> bool:
+    """Whether its mini-batch time is a measurement: over some steps, or by a signal if the script tells none."""
+    if status.measured.source in ("unknown", "steps"):
+        return status.step - status.start_step >= STEPS_MEASURED_MIN
+    return True
+
+
+def _pace(status: TaskStatus, times: Sequence[IterTime]) -> Pace:
+    """Return how the attempt gets on: a job that runs for a share of the time makes share / step_s steps a second."""
+    measured = status.measured
+    rate = max(SHARE_MIN, measured.share)
+    alone = next((time.step_s for time in reversed(times) if time.gpus == len(status.gpus)), 0.0)
+    if measured.packed_with and 0 < alone < status.step_s:
+        rate *= alone / status.step_s
+    return Pace(status.step_s, measured.source, measured.share, measured.packed_with, rate, measured.remark)
+
+
+def _arrive(job: Job, status: TaskStatus, now: float) -> Job:
+    """Note what a move has cost, once the job has made its first mini-batch where it moved to."""
+    state = job.state
+    if not isinstance(state, Placed) or state.left_s is None or status.step <= status.start_step:
+        return job
+    cost_s = state.left_s + max(0.0, now - state.at)
+    return replace(job, state=replace(state, left_s=None), moves_s=(*job.moves_s, cost_s)[-MOVES_REMEMBERED:])
+
+
+def _follow(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
+    """Keep pace with a living attempt: parked, or going on after having been parked.
+
+    A job that stands on GPUs which are its own to stay waits for its turn on them, as far as anybody here knows.
+    """
     match job.state, status.phase:
+        case Placed(_, gpus, _), "suspended" if all(gpu in held and not held[gpu].leaving for gpu in gpus):
+            return job
         case ((Placed() | Leaving()), "suspended"):
             return replace(job, state=Suspended(status.attempt, status.gpus))
-        case Suspended(attempt, gpus), ("running" | "resuming"):
+        case Suspended(attempt, gpus), ("running" | "resuming" | "resting"):
             return replace(job, state=Placed(attempt, gpus, 0))
         case _:
             return job
 
 
-def _end(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
+def _end(job: Job, status: TaskStatus, spec: AppSpec, now: float) -> Job:
     """Decide what follows the end of an attempt."""
     if status.outcome == "finished":
         return replace(job, state=Done(status.reason))
@@ -181,7 +241,8 @@ def _end(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
         return replace(job, state=Dropped())
     if status.outcome == "failed":
         return _fail(job, status, spec)
-    return next_attempt(job, preempted=True)
+    left_s = max(0.0, now - job.state.at) if isinstance(job.state, Leaving) else None
+    return next_attempt(job, preempted=True, left_s=left_s)
 
 
 def _fail(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
@@ -200,10 +261,10 @@ def _fail(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
     return next_attempt(job, preempted=False)
 
 
-def next_attempt(job: Job, *, preempted: bool) -> Job:
-    """Return `job` waiting to start anew, in an attempt of its own."""
+def next_attempt(job: Job, *, preempted: bool, left_s: float | None = None) -> Job:
+    """Return `job` waiting to start anew, in an attempt of its own; `left_s` as in `Waiting`."""
     assert isinstance(job.state, Attempting)
-    return replace(job, state=Waiting(job.state.attempt + 1), preempted=preempted)
+    return replace(job, state=Waiting(job.state.attempt + 1, left_s), preempted=preempted)
 
 
 def shell_code(exit_code: int | None) -> int:
@@ -213,17 +274,17 @@ def shell_code(exit_code: int | None) -> int:
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
-def place(job: Job, gpus: tuple[GpuId, ...], *, since_seq: int) -> Job:
+def place(job: Job, gpus: tuple[GpuId, ...], *, since_seq: int, now: float) -> Job:
     """Start the waiting attempt on `gpus`."""
     assert isinstance(job.state, Waiting)
     assert gpus
-    return replace(job, state=Placed(job.state.attempt, gpus, since_seq))
+    return replace(job, state=Placed(job.state.attempt, gpus, since_seq, now, job.state.left_s))
 
 
-def leave(job: Job, *, since_seq: int) -> Job:
+def leave(job: Job, *, since_seq: int, now: float) -> Job:
     """Take a placed job off its GPUs without loss."""
     assert isinstance(job.state, Placed)
-    return replace(job, state=Leaving(job.state.attempt, job.state.gpus, since_seq))
+    return replace(job, state=Leaving(job.state.attempt, job.state.gpus, since_seq, now))
 
 
 def drop(job: Job, *, since_seq: int) -> Job:

@@ -22,7 +22,19 @@ from msgspec import Struct
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning.shape import Search
 from app_agent.core.valuation import IterTime
-from protocol.messages import LEVELS, AppId, AppReport, GpuId, JobId, LeaseId, LeaseTerms, Level, NodeId, TaskId
+from protocol.messages import (
+    LEVELS,
+    AppId,
+    AppReport,
+    GpuId,
+    JobId,
+    LeaseId,
+    LeaseTerms,
+    Level,
+    NodeId,
+    StepSource,
+    TaskId,
+)
 
 
 class HeldGpu(Struct, frozen=True):
@@ -42,25 +54,32 @@ class HeldGpu(Struct, frozen=True):
 
 
 class Waiting(Struct, frozen=True, tag=True):
-    """Attempt `attempt` is still to be started."""
+    """Attempt `attempt` is still to be started. The one before took `left_s` to leave, if it had been told to."""
 
     attempt: int
+    left_s: float | None = None
 
 
 class Placed(Struct, frozen=True, tag=True):
-    """Attempt `attempt` starts or runs on `gpus`; first wished in report `since_seq`."""
+    """Attempt `attempt` starts or runs on `gpus`; first wished in report `since_seq`, at time `at`.
+
+    A job that moved keeps `left_s` (see `Waiting`) until its first mini-batch here, which tells what the move cost.
+    """
 
     attempt: int
     gpus: tuple[GpuId, ...]
     since_seq: int
+    at: float = 0.0
+    left_s: float | None = None
 
 
 class Leaving(Struct, frozen=True, tag=True):
-    """Attempt `attempt` is to leave `gpus` without loss; first wished in report `since_seq`."""
+    """Attempt `attempt` is to leave `gpus` without loss; first wished in report `since_seq`, at time `at`."""
 
     attempt: int
     gpus: tuple[GpuId, ...]
     since_seq: int
+    at: float = 0.0
 
 
 class Suspended(Struct, frozen=True, tag=True):
@@ -99,6 +118,22 @@ JobState = Waiting | Placed | Leaving | Suspended | Stopping | Dropped | Done | 
 Attempting = Placed | Leaving | Suspended | Stopping
 
 
+class Pace(Struct, frozen=True):
+    """How a job gets on where it runs, as its node agent measured it.
+
+    `step_s` is the time of one mini-batch without time suspended, by `source`. `share` is the part of the time in which
+    it runs, less than 1 for one that takes turns; `packed_with` are tasks that run beside it. `rate` is its speed
+    relative to having its GPUs to itself; `remark` is what was found out about sharing them, for people.
+    """
+
+    step_s: float = 0.0
+    source: StepSource = "unknown"
+    share: float = 1.0
+    packed_with: tuple[TaskId, ...] = ()
+    rate: float = 1.0
+    remark: str = ""
+
+
 class Job(Struct, frozen=True):
     """One job over all its attempts.
 
@@ -127,6 +162,9 @@ class Job(Struct, frozen=True):
     restarts: int = 0
     false_starts: int = 0
     times: tuple[IterTime, ...] = ()
+    samples: int = 0  #: samples its script has consumed, where it says so: its position in the data
+    pace: Pace = Pace()
+    moves_s: tuple[float, ...] = ()  #: what its last moves cost, see `jobs.observe`
 
     @property
     def steps_done(self) -> int:

@@ -8,12 +8,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from protocol.messages import Count, Level, Positive, PreemptBy, Seconds
+from protocol.messages import Count, Cpus, Kind, Level, Positive, PreemptBy, Priority, Seconds, Utility, Weight
 
 Command = Annotated[tuple[str, ...], Meta(min_length=1, max_length=1024)]
 
 #: Source: Li et al., Hyperband, JMLR 18 (2018), section 3: 3 or 4.
 ETA = 3
+
+#: Longest list of sizes, which every report of the app repeats.
+SIZES_MAX = 64
 
 _TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
@@ -28,7 +31,13 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     cwd, checkpoint_root
         Absolute folders on storage that every node sees; job n of app a checkpoints in ``<checkpoint_root>/<a>/<n>``.
     gang
-        GPUs each job needs at once, on one node; `gpus_max` is the most it can use (0: just the gang).
+        GPUs each job needs at once, on one node.
+    sizes
+        Of an elastic job: the numbers of GPUs it accepts, rising, `gang` first and each a multiple of it, such as
+        1, 2, 4. It changes from one to another by leaving with a checkpoint and starting again.
+    gpus_max
+        The most GPUs a job can use where it accepts all multiples of its gang (0: just the gang). For the simulator's
+        workloads; `submit` offers `sizes` only.
     spans
         Whether a job's GPUs may lie on several nodes. `submit` does not offer it: nothing stops the ranks of one gang
         at the same step yet, so node agents could not preempt them without loss; the simulator's machines can.
@@ -37,7 +46,19 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     step_serial_s
         Time of one mini-batch on one GPU, a guess used until it was measured; 0: unknown.
     restart_s
-        What one checkpoint and restart costs; an elastic job grows only for a gain of more than twice that.
+        What one checkpoint and restart costs, a guess used until it was measured; an elastic job grows only for a gain
+        of more than twice that.
+    priority
+        On a shared GPU, its jobs are never suspended for one of lower priority.
+    kind
+        ``trial`` for trial and error, whose owner waits for its first steps: it may start at the cost of one of class
+        ``batch``, for a while (`arbiter.core.trials`).
+    cpus, host_bytes
+        CPU cores and bytes of host memory that each job needs on its node; 0: it asks for none.
+    weight
+        Its part of the GPU time among the apps of its tenant, where the policy goes by that (`astraea`).
+    utility
+        What it is worth by when it ends, where the policy sells GPUs by that (`oasis`); None: it does not say.
     level_max
         The loosest locality of one job's GPUs; one that does not span lies on one node, so levels beyond ``machine``
         mean that.
@@ -66,7 +87,8 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(max_length=128)] = ""
     env: dict[str, str] = {}
     gang: Positive = 1
-    gpus_max: Count = 0
+    sizes: Annotated[tuple[Positive, ...], Meta(max_length=SIZES_MAX)] = ()
+    gpus_max: Annotated[int, Meta(ge=0, le=2**16)] = 0
     spans: bool = False
     steps_total: Count = 0
     step_serial_s: Seconds = 0.0
@@ -74,6 +96,12 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     level_max: Level = "cluster"
     grace_s: Seconds = 120.0
     preempt_by: PreemptBy = "auto"
+    priority: Priority = 0
+    kind: Kind = "batch"
+    cpus: Cpus = 0.0
+    host_bytes: Count = 0
+    weight: Weight = 1.0
+    utility: Utility | None = None
     max_restarts: Count = 3
     metric: str = ""
     mode: Literal["max", "min"] = "max"
@@ -85,8 +113,13 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def job_demand_max(self) -> int:
-        """The most GPUs one job can use: whole gangs."""
-        return self.gang * (max(self.gang, self.gpus_max) // self.gang)
+        """The most GPUs one job can use."""
+        return self.sizes[-1] if self.sizes else self.gang * (max(self.gang, self.gpus_max) // self.gang)
+
+    @property
+    def accepted(self) -> tuple[int, ...]:
+        """The numbers of GPUs one job can run on, rising."""
+        return self.sizes or tuple(range(self.gang, self.job_demand_max + 1, self.gang))
 
     @property
     def elastic(self) -> bool:
@@ -127,9 +160,26 @@ def mistake(spec: AppSpec) -> str | None:
             return f"{field} is {getattr(spec, field)!r}, which is no absolute path; give one that starts with /"
     if not _TENANT.fullmatch(spec.tenant):
         return f"tenant is {spec.tenant!r}; use lower-case letters, digits and dashes, such as team-a"
+    return _sizes_mistake(spec) or _options_mistake(spec) or (_search_mistake(spec) if len(spec.trials) > 1 else None)
+
+
+def _sizes_mistake(spec: AppSpec) -> str | None:
+    """Say why these are no sizes that a job can run on."""
     if spec.gpus_max and spec.gpus_max < spec.gang:
         return f"gpus_max is {spec.gpus_max}, fewer than the gang of {spec.gang}; raise gpus_max or lower gang"
-    return _options_mistake(spec) or (_search_mistake(spec) if len(spec.trials) > 1 else None)
+    if not spec.sizes:
+        return None
+    told = ",".join(map(str, spec.sizes))
+    if spec.gpus_max:
+        return f"both sizes ({told}) and gpus_max ({spec.gpus_max}) are given; leave gpus_max out"
+    if list(spec.sizes) != sorted(set(spec.sizes)):
+        return f"sizes are {told}; list each number of GPUs once, the smallest first, such as 1,2,4"
+    if spec.sizes[0] != spec.gang:
+        return f"sizes are {told}, but gang is {spec.gang}; make gang the smallest of them, {spec.sizes[0]}"
+    odd = next((size for size in spec.sizes if size % spec.gang), None)
+    if odd is not None:
+        return f"sizes are {told}, but {odd} is no multiple of {spec.gang}; GPUs are granted in multiples of the first"
+    return None
 
 
 def _options_mistake(spec: AppSpec) -> str | None:

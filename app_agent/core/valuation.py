@@ -54,7 +54,8 @@ class Valuation(Struct, frozen=True):
 
     `phases[i][j]` are the serial seconds job j has left in phase i, `terms` the levels the app accepts, tight to loose,
     `elapsed_s` = T_current - T_start, `lease_s` the length of a lease, and `fair_s` = T_id. `hoped` is the level at
-    which an app without a gang counts on having one after the next round.
+    which an app without a gang counts on having one after the next round. `sizes` are the numbers of GPUs that a job
+    accepts, rising multiples of `gang`, which is the first; empty: all multiples.
     """
 
     phases: tuple[tuple[float, ...], ...]
@@ -64,14 +65,16 @@ class Valuation(Struct, frozen=True):
     lease_s: float
     fair_s: float
     hoped: Level = "machine"
+    sizes: tuple[int, ...] = ()
 
 
-def effective_gpus(gpus: int, *, gang: int, demand_max: int) -> int:
-    """Return how many of `gpus` do work: whole gangs, up to the demand.
+def effective_gpus(gpus: int, *, gang: int, demand_max: int, sizes: Sequence[int] = ()) -> int:
+    """Return how many of `gpus` do work for a job: whole gangs, or the largest of `sizes`, up to the demand.
 
     Source: findings on the auction, section 1: eff(k) = gang * floor(min(k, demand_max) / gang).
     """
-    return gang * (min(gpus, demand_max) // gang)
+    most = min(gpus, demand_max)
+    return max((size for size in sizes if size <= most), default=0) if sizes else gang * (most // gang)
 
 
 def iter_time_s(serial_s: float, *, slowdown: float, gpus: int, job_demand_max: int) -> float:
@@ -118,22 +121,25 @@ def rho(shared_s: float, fair_s: float) -> float:
     return min(RHO_MAX, shared_s / fair_s) if fair_s > 0 else RHO_MAX
 
 
-def makespan_s(works_s: Sequence[float], *, gpus: int, gang: int, job_demand_max: int) -> float:
+def makespan_s(
+    works_s: Sequence[float], *, gpus: int, gang: int, job_demand_max: int, sizes: Sequence[int] = ()
+) -> float:
     """Return the time of one phase on `gpus` GPUs, infinite with less than one gang: `makespans_s` for one count."""
     assert gang >= 1, gang
     if gpus < gang and any(work > 0 for work in works_s):
         return math.inf
     caps = np.array([max(1, job_demand_max // gang)])
-    return float(makespans_s(works_s, np.array([max(1, gpus // gang)]), caps)[0, 0] / gang)
+    steps = [size // gang for size in sizes]
+    return float(makespans_s(works_s, np.array([max(1, gpus // gang)]), caps, steps)[0, 0] / gang)
 
 
-def makespans_s(works_s: Sequence[float], gangs: Counts, caps: Counts) -> Floats:
+def makespans_s(works_s: Sequence[float], gangs: Counts, caps: Counts, sizes: Sequence[int] = ()) -> Floats:
     """Return the time of one phase, the last of its jobs, by the app's own division of so many gangs of GPUs.
 
     With fewer gangs than jobs, jobs queue for gangs, packed so that the last ends soonest; with more, each job takes
-    its even share of gangs, up to a cap (what `division.divide` does, and the worked example of PAPERS.md section 1:
-    16 GPUs are 4 + 4 + 4 + 4, though 5 + 4 + 4 + 3 would end a tenth sooner). A gang counts as one GPU here: the
-    caller divides by its size.
+    its even share of gangs, up to a cap, or the largest of `sizes` within it (what `division.divide` does, and the
+    worked example of PAPERS.md section 1: 16 GPUs are 4 + 4 + 4 + 4, though 5 + 4 + 4 + 3 would end a tenth sooner). A
+    gang counts as one GPU here: the caller divides by its size.
 
     Parameters
     ----------
@@ -143,6 +149,8 @@ def makespans_s(works_s: Sequence[float], gangs: Counts, caps: Counts) -> Floats
         gangs[k], at least 1 and ascending: how many gangs there are.
     caps
         caps[level], at least 1: how many of them one job can use.
+    sizes
+        The numbers of them that one job can run on, rising from 1; empty: all.
 
     Returns
     -------
@@ -158,15 +166,23 @@ def makespans_s(works_s: Sequence[float], gangs: Counts, caps: Counts) -> Floats
     if queueing:
         times[:, :queueing] = [_queue_s(works, count) for count in gangs[:queueing].tolist()]
     if queueing < len(gangs):
-        times[:, queueing:] = _spread_s(np.array(works), gangs[queueing:], caps[:, np.newaxis])
+        works_array, spread = np.array(works), gangs[queueing:]
+        accepted = np.array(sizes) if sizes else np.arange(1, int(spread[-1]) + 1)
+        for cap in set(caps.tolist()):
+            times[caps == cap, queueing:] = _spread_s(works_array, spread, accepted[accepted <= cap])
     return times
 
 
-def _spread_s(works: Floats, gangs: Counts, caps: Counts) -> Floats:
-    """Spread gangs evenly over no more jobs, the surplus to the longest ones, which come first."""
-    share, surplus = np.divmod(gangs, len(works))
+def _spread_s(works: Floats, gangs: Counts, sizes: Counts) -> Floats:
+    """Spread gangs evenly over no more jobs, the surplus to the longest ones, which come first.
+
+    All jobs have the largest size that there is for all; of what is left, as many as it suffices for have the next.
+    """
+    index = np.searchsorted(sizes, gangs // len(works), side="right") - 1
+    share, following = sizes[index], sizes[np.minimum(index + 1, len(sizes) - 1)]
+    surplus = (gangs - share * len(works)) // np.maximum(1, following - share) * (following > share)
     # The last to end is the longest of all, or the longest of those without surplus.
-    times: Floats = np.maximum(works[0] / np.minimum(caps, share + 1), works[surplus] / np.minimum(caps, share))
+    times: Floats = np.maximum(works[0] / following, works[surplus] / share)
     return times
 
 
@@ -225,7 +241,9 @@ def slowdowns(measured: Iterable[Sequence[IterTime]]) -> dict[Level, float]:
 def work_s(value: Valuation, gpus: int, terms: LevelTerms) -> float:
     """Return the time from now to the end on `gpus` GPUs at that level. Source: Themis, Eq. 2: sum_i T_sh(i)."""
     cap = terms.job_demand_max
-    phases = (makespan_s(works, gpus=gpus, gang=value.gang, job_demand_max=cap) for works in value.phases)
+    phases = (
+        makespan_s(works, gpus=gpus, gang=value.gang, job_demand_max=cap, sizes=value.sizes) for works in value.phases
+    )
     return terms.slowdown * sum(phases)
 
 
@@ -239,8 +257,9 @@ def rho_table(value: Valuation, gangs_max: int) -> Floats:
     gangs = np.arange(1, gangs_max + 1)
     caps = np.array([max(1, terms.job_demand_max // value.gang) for terms in value.terms])
     works_s = np.zeros((len(caps), gangs_max))
+    sizes = [size // value.gang for size in value.sizes]
     for phase in value.phases:
-        works_s += makespans_s(phase, gangs, caps) / value.gang
+        works_s += makespans_s(phase, gangs, caps, sizes) / value.gang
     slowdown = np.array([terms.slowdown for terms in value.terms])[:, np.newaxis]
     return _rhos(value.elapsed_s + slowdown * works_s, value.fair_s)
 

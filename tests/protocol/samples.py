@@ -21,6 +21,7 @@ from protocol.messages import (
     LeaseId,
     LeaseTerms,
     LogChunk,
+    Measured,
     NodeId,
     NodePlan,
     NodeReport,
@@ -38,6 +39,7 @@ from protocol.messages import (
     TaskOrder,
     TaskStatus,
     TenantId,
+    Utility,
 )
 
 NODE, APP = Party("node", "n1"), Party("app", "ann")
@@ -64,6 +66,11 @@ _STATUS = TaskStatus(
     exit_code=75,
     reason="left with a checkpoint of step 119",
     metrics={"loss": 0.25},
+    measured=Measured(
+        "gpm", 0.875, 2**30, 2**28, 2**27, 0.5, 0.25, 1.5, (TaskId("bob-1.0-a0"),), "runs faster beside bob-1.0-a0"
+    ),
+    samples=7680,
+    unflushed=True,
 )
 
 #: (sender, message), one of each class.
@@ -78,8 +85,24 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             seq=9,
             epoch=3,
             plan_seq=8,
-            gpus=(GpuStatus(_GPU, "H100", 85 * 2**30, "s0", True, False, 2**30, 1, "a stranger holds 1 GiB"),),
+            gpus=(
+                GpuStatus(
+                    _GPU,
+                    "H100",
+                    85 * 2**30,
+                    "s0",
+                    True,
+                    False,
+                    2**30,
+                    1,
+                    "a stranger holds 1 GiB",
+                    "GPU-0",
+                    quarantined=True,
+                ),
+            ),
             tasks=(_STATUS,),
+            cpus=32.0,
+            host_bytes=256 * 2**30,
         ),
     ),
     (
@@ -92,7 +115,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             state="active",
             gang=2,
             demand_max=4,
-            jobs=(JobWish(_JOB, 2, (_GPU,), _LAUNCH, 30.0, "checkpoint", suspended=True),),
+            jobs=(JobWish(_JOB, 2, (_GPU,), _LAUNCH, 30.0, "checkpoint", suspended=True, priority=5),),
             releases=(_LEASE,),
             level_max="machine",
             ideal_s=600.0,
@@ -105,6 +128,13 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             left_s=120.5,
             left_gpu_s=241.0,
             loss_drop=0.25,
+            sizes=(2, 4),
+            move_s=35.0,
+            weight=2.0,
+            utility=Utility(50.0, 0.001, 21600.0),
+            kind="trial",
+            cpus=8.0,
+            host_bytes=64 * 2**30,
         ),
     ),
     (APP, ProbeReply(_APP, RoundId(5), 1.5)),
@@ -146,7 +176,10 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             3,
             24,
             (_TERMS,),
-            (TaskOrder(_TASK, _APP, _JOB, 2, (_GPU,), "vacate", _LAUNCH, 30.0, "suspend", "ann-2 won"),),
+            (TaskOrder(_TASK, _APP, _JOB, 2, (_GPU,), "vacate", _LAUNCH, 30.0, "suspend", "ann-2 won", 5),),
+            "pack",
+            4,
+            30.0,
         ),
     ),
     (ARBITER, ReadLog("q1", _TASK, 4096, 1024)),

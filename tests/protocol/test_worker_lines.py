@@ -16,8 +16,10 @@ from protocol.worker import (
     Finished,
     FromWorker,
     Hello,
+    Late,
     Order,
     Progress,
+    Ready,
     Refused,
     Resumed,
     Saved,
@@ -31,14 +33,16 @@ from protocol.worker import (
 #: Message and line. The worker writes these lines by hand, so the text itself is the contract.
 GOLDEN: tuple[tuple[FromWorker | Order, bytes], ...] = (
     (
-        Hello(1, "ann-1.0-a2", 4242, "suspended", 7, 3, 100, True, True, 5, 9, 6, True),
+        Hello(1, "ann-1.0-a2", 4242, "suspended", 7, 3, 100, True, True, 5, 9, 6, True, 1, 2),
         b'{"type":"hello","proto":1,"task":"ann-1.0-a2","pid":4242,"state":"suspended","step":7,"start_step":3,'
-        b'"total_steps":100,"can_park":true,"can_checkpoint":true,"gen":5,"seq":9,"saved_step":6,"finished":true}\n',
+        b'"total_steps":100,"can_park":true,"can_checkpoint":true,"gen":5,"seq":9,"saved_step":6,"finished":true,'
+        b'"rank":1,"world":2}\n',
     ),
     (
-        Progress(7, 0.125, 3, 100, True, False, 6, {"loss": 0.5}),
+        Progress(7, 0.125, 3, 100, True, False, 6, {"loss": 0.5}, 4096, 8192, 1024, 512, 256, 15),
         b'{"type":"progress","step":7,"step_s":0.125,"start_step":3,"total_steps":100,"can_park":true,'
-        b'"can_checkpoint":false,"saved_step":6,"metrics":{"loss":0.5}}\n',
+        b'"can_checkpoint":false,"saved_step":6,"metrics":{"loss":0.5},'
+        b'"state_bytes":4096,"arena_bytes":8192,"peak_bytes":1024,"trough_bytes":512,"samples":256,"seq":15}\n',
     ),
     (
         Suspended(9, 7, 1048576, 4096, 0.25),
@@ -52,9 +56,12 @@ GOLDEN: tuple[tuple[FromWorker | Order, bytes], ...] = (
     (Refused(12, "no save function"), b'{"type":"refused","seq":12,"reason":"no save function"}\n'),
     (Finished(99, {"accuracy": 0.875}), b'{"type":"finished","step":99,"metrics":{"accuracy":0.875}}\n'),
     (Stacks(13, "main: forward"), b'{"type":"stacks","seq":13,"text":"main: forward"}\n'),
+    (Ready(16, 8), b'{"type":"ready","seq":16,"step":8}\n'),
+    (Late(17, 12), b'{"type":"late","seq":17,"step":12}\n'),
+    (Order("hold", 5, 18, 10), b'{"type":"order","do":"hold","gen":5,"seq":18,"at_step":10}\n'),
     (Order("leave", 5, 14), b'{"type":"order","do":"leave","gen":5,"seq":14}\n'),
 )
-NAMES = [type(message).__name__ for message, _ in GOLDEN]
+NAMES = [type(message).__name__ for message, _ in GOLDEN]  # `Order` twice
 
 
 def read(line: bytes) -> FromWorker | Order:
