@@ -39,11 +39,39 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     bootstrap_dir
         Prepended to the workers' PYTHONPATH, so that unchanged scripts are instrumented; empty: not done.
     containment
-        ``systemd-scope`` puts each task into a transient scope of the slice ``gpu-arbiter.slice``.
+        ``systemd-scope`` puts each task into a transient scope of the slice ``gpu-arbiter.slice``, ``cgroup`` into a
+        group of its own in cgroup v2; ``auto`` takes the first of these that works, else none, and logs what is open.
+    cgroup_root
+        The folder for the tasks' groups with ``cgroup``; by default the group of the node agent's service.
+    memory_max_bytes
+        Host memory that a task may take for each GPU it has, parked tensors included; 0: not bounded.
+    devices
+        Patterns of device files that tasks may open besides their GPUs'; only ``systemd-scope`` closes the others.
+    quarantine
+        Whether a GPU on which jobs of different apps fail gets no new work until a job finishes there or its id is
+        written into the file ``unquarantine`` in `state_dir`.
+    strangers
+        What becomes of processes that use a GPU under no lease: ``exclude`` leaves the GPU to them, ``warn`` uses it
+        all the same while no more memory is in use than on an idle one, ``kill`` ends those that compute.
+    strangers_uid_min
+        Processes of users below this are never ended as strangers.
     beat_s, sample_s
         Every so often the node is reported, and its GPUs are measured.
     hello_s
         A worker that has not used the library by then is treated as one that never will.
+    seats_max
+        Jobs that may share a GPU here, whatever the arbiter allows.
+    host_memory_bytes
+        Host memory that the state of parked jobs may take; 0: half of what the host has.
+    memory_dir
+        Folder in host memory (tmpfs) through which jobs move to other GPUs of this host; empty: by way of the disk.
+    driver_checkpoint
+        Whether the driver suspends jobs that cannot be parked: ``auto`` where a probe at the start shows that it can,
+        ``off``; ``on`` also for simulated GPUs, where SIGSTOP plays its part.
+    slice_overhead_max
+        The part of a turn on a shared GPU that suspending and resuming may take: turns last as long as that demands.
+    pack_gain_min
+        Two jobs stay together on a GPU from this sum of their step rates on, each against its own rate alone.
     simulated_memory_bytes, simulated_pin
         Memory of a virtual GPU; whether each gets one core for its workers.
     """
@@ -58,10 +86,22 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     runtime_dir: str = ""
     shared_users: tuple[str, ...] = ()
     bootstrap_dir: str = ""
-    containment: Literal["none", "systemd-scope"] = "none"
+    containment: Literal["auto", "none", "systemd-scope", "cgroup"] = "auto"
+    cgroup_root: str = ""
+    memory_max_bytes: int = 0
+    devices: tuple[str, ...] = ("/dev/infiniband/*", "/dev/gdrdrv")
+    quarantine: Literal["on", "off"] = "on"
+    strangers: Literal["warn", "exclude", "kill"] = "exclude"
+    strangers_uid_min: int = 1000
     beat_s: float = 2.0
     sample_s: float = 1.0
     hello_s: float = 15.0
+    seats_max: int = 8
+    host_memory_bytes: int = 0
+    memory_dir: str = ""
+    driver_checkpoint: Literal["auto", "on", "off"] = "auto"
+    slice_overhead_max: float = 0.02
+    pack_gain_min: float = 1.05
     simulated_memory_bytes: int = 4 * 2**30
     simulated_pin: bool = False
 
@@ -90,6 +130,12 @@ def check(node: NodeConfig, source: str) -> None:
             f"{source}: gpus is {node.gpus!r}; write 'nvml' for this host's NVIDIA GPUs, or 'simulated:4' for "
             "four virtual ones"
         )
-    config.require_positive(node, ("beat_s", "sample_s", "hello_s", "simulated_memory_bytes"), source)
+    positive = ("beat_s", "sample_s", "hello_s", "seats_max", "slice_overhead_max", "pack_gain_min")
+    config.require_positive(node, (*positive, "simulated_memory_bytes"), source)
+    for field in ("memory_max_bytes", "strangers_uid_min", "host_memory_bytes"):
+        if getattr(node, field) < 0:
+            raise ConfigError(f"{source}: {field} is {getattr(node, field)}; it must be 0 or more")
+    if node.cgroup_root and not Path(node.cgroup_root).is_absolute():
+        raise ConfigError(f"{source}: cgroup_root {node.cgroup_root} is no full path; give one below /sys/fs/cgroup")
     if node.bootstrap_dir and not Path(node.bootstrap_dir).is_dir():
         raise ConfigError(f"{source}: bootstrap_dir {node.bootstrap_dir} is no folder; give an existing one or none")

@@ -15,14 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import assert_never
 
+import psutil
 import structlog
 from msgspec import Struct
 from msgspec.structs import replace
 
-from node_agent import procfs
+from node_agent import health_files, procfs
 from node_agent.config import NodeConfig
 from node_agent.core.agent import NodeAgent
 from node_agent.core.events import (
+    CheckpointProcess,
+    EndStranger,
     ForgetWorker,
     LocalEffect,
     LocalEvent,
@@ -30,8 +33,11 @@ from node_agent.core.events import (
     NodeFacts,
     NoteWorker,
     OrderWorker,
+    ProcessCheckpointed,
+    QuarantineLifted,
     ReadLogFile,
     RememberFence,
+    RememberHealth,
     Sampled,
     SampleFailed,
     SignalWorker,
@@ -39,13 +45,18 @@ from node_agent.core.events import (
     TakeSample,
 )
 from node_agent.devices import DeviceBackend, DeviceError
+from node_agent.devices.activity import ActivityWatch
 from node_agent.devices.sampling import measure, open_backend
+from node_agent.workers.driver import Checkpointer, open_checkpointer
 from node_agent.workers.manager import Settings, Workers, WorkersError
 from node_agent.workers.records import read_json, write_json
 from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.messages import LogChunk, NodeId, Party
 from protocol.shell import Shell
+
+#: Between two looks for a lifted quarantine.
+LIFTING_S = 2.0
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
@@ -104,8 +115,14 @@ async def _run(
     if config.shared_users:
         log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
     boot_id = procfs.boot_id()
-    core = NodeAgent(_facts(config, memory, backend, boot_id), (memory.kept.epoch, memory.kept.seq))
-    hands = _Hands(memory)
+    settings = _settings(config, boot_id)
+    checkpointer = open_checkpointer(backend, settings.state_dir)
+    why_not = await _probe(config, checkpointer)
+    log.info("driver.checkpoint", works=not why_not, reason=why_not)
+    facts = _facts(config, memory, backend, boot_id, driver=not why_not)
+    fence = (memory.kept.epoch, memory.kept.seq)
+    core = NodeAgent(facts, fence, health_files.read(memory.folder))
+    hands = _Hands(memory, checkpointer)
     shell: Shell[LocalEvent, LocalEffect] = Shell(
         core,
         bus,
@@ -117,26 +134,39 @@ async def _run(
     )
     async with asyncio.TaskGroup() as tasks:
         try:
-            workers = Workers(_settings(config, boot_id), backend, shell.post, tasks)
+            workers = Workers(settings, backend, shell.post, tasks)
         except WorkersError as error:
             raise ConfigError(str(error)) from error
-        sampler = Sampler(backend, workers, shell.post, config.sample_s)
+        watch = ActivityWatch(backend, shell.post)
+        sampler = Sampler(backend, workers, shell.post, config.sample_s, lambda: watch.watch(core.unmeasured()))
+        lifting = tasks.create_task(_watch_for_lifting(memory.folder, shell.post))
         hands.attach(workers, sampler, tasks, shell.post)
         await workers.adopt()
-        sampling = tasks.create_task(sampler.run())
+        if facts.driver:
+            await hands.find_checkpointed()
+        working = (tasks.create_task(sampler.run()), tasks.create_task(watch.run()), lifting)
         log.info("node.ready", node=config.node, gpus=len(backend.devices()), incarnation=memory.kept.incarnation)
         if on_ready is not None:
             on_ready()
         try:
             await shell.run()
         finally:
-            sampling.cancel()
+            for task in working:
+                task.cancel()
             if end_workers:
                 await workers.end()
             workers.close()
 
 
-def _facts(config: NodeConfig, memory: _Memory, backend: DeviceBackend, boot_id: str) -> NodeFacts:
+async def _probe(config: NodeConfig, checkpointer: Checkpointer) -> str:
+    """Say why the driver is not to checkpoint processes here; empty if it can and may."""
+    real = config.gpus == "nvml"
+    if config.driver_checkpoint == "off" or (config.driver_checkpoint == "auto" and not real):
+        return f"driver_checkpoint is {config.driver_checkpoint}" + ("" if real else " and the GPUs are simulated")
+    return await checkpointer.probe()
+
+
+def _facts(config: NodeConfig, memory: _Memory, backend: DeviceBackend, boot_id: str, *, driver: bool) -> NodeFacts:
     return NodeFacts(
         node=NodeId(config.node),
         rack=config.rack,
@@ -146,6 +176,16 @@ def _facts(config: NodeConfig, memory: _Memory, backend: DeviceBackend, boot_id:
         idle_bytes_max=backend.idle_bytes_max,
         parked_bytes_max=backend.parked_bytes_max,
         hello_s=config.hello_s,
+        quarantine=config.quarantine == "on",
+        strangers=config.strangers,
+        strangers_uid_min=config.strangers_uid_min,
+        seats_max=config.seats_max,
+        host_bytes=config.host_memory_bytes or psutil.virtual_memory().total // 2,
+        cpus=float(psutil.cpu_count() or 0),
+        total_bytes=psutil.virtual_memory().total,
+        driver=driver,
+        slice_overhead_max=config.slice_overhead_max,
+        pack_gain_min=config.pack_gain_min,
     )
 
 
@@ -157,6 +197,10 @@ def _settings(config: NodeConfig, boot_id: str) -> Settings:
         runtime_dir=Path(config.runtime_dir).resolve() if config.runtime_dir else None,
         bootstrap_dir=Path(config.bootstrap_dir).resolve() if config.bootstrap_dir else None,
         containment=config.containment,
+        devices=config.devices,
+        memory_max_bytes=config.memory_max_bytes,
+        cgroup_root=config.cgroup_root,
+        memory_dir=Path(config.memory_dir).resolve() if config.memory_dir else None,
     )
 
 
@@ -172,24 +216,51 @@ def _open(config: NodeConfig) -> DeviceBackend:
 class _Hands:
     """Carries out what the core asks, each thing where it belongs."""
 
-    def __init__(self, memory: _Memory) -> None:
-        self._memory = memory
+    def __init__(self, memory: _Memory, checkpointer: Checkpointer) -> None:
+        self._memory, self._checkpointer = memory, checkpointer
 
     def attach(
         self, workers: Workers, sampler: Sampler, tasks: asyncio.TaskGroup, post: Callable[[LocalEvent], None]
     ) -> None:
         self._workers, self._sampler, self._tasks, self._post = workers, sampler, tasks, post
 
+    async def find_checkpointed(self) -> None:
+        """Post what became of the tasks that an earlier node agent's driver helper was about."""
+        for task in self._workers.living():
+            found = await self._checkpointer.find(await asyncio.to_thread(self._workers.processes, task))
+            match found.standing:
+                case "suspended":
+                    self._post(ProcessCheckpointed(task, "suspend", ok=True))
+                case "lost":
+                    self._post(ProcessCheckpointed(task, "suspend", ok=False, lost=True, reason=found.reason))
+                case _ if found.known:
+                    self._post(ProcessCheckpointed(task, "resume", ok=True))
+
+    async def _checkpoint(self, effect: CheckpointProcess) -> None:
+        pids = await asyncio.to_thread(self._workers.processes, effect.task)
+        do = self._checkpointer.suspend if effect.do == "suspend" else self._checkpointer.resume
+        done = await do(pids, effect.timeout_s)
+        self._post(
+            ProcessCheckpointed(effect.task, effect.do, done.ok, done.reason, done.lost, done.seconds, done.bytes)
+        )
+
     async def perform(self, effect: LocalEffect) -> None:
         match effect:
             case RememberFence(epoch=epoch, seq=seq):
                 await asyncio.to_thread(self._memory.remember_fence, epoch=epoch, seq=seq)
+            case RememberHealth(ledger=ledger):
+                await asyncio.to_thread(health_files.write, self._memory.folder, ledger)
+            case EndStranger():
+                self._workers.end_stranger(effect)
             case StartWorker():
                 log.info("worker.start", task=effect.task, gpus=effect.gpus)
                 self._tasks.create_task(self._workers.start(effect), name=f"start {effect.task}")
-            case OrderWorker(task=task, order=order):
+            case OrderWorker(task=task, order=order, rank=rank):
                 log.info("worker.order", task=task, do=order.do, seq=order.seq)
-                self._workers.order(task, order)
+                self._workers.order(task, order, rank)
+            case CheckpointProcess(task=task, do=do):
+                log.info("worker.checkpoint", task=task, do=do)
+                self._tasks.create_task(self._checkpoint(effect), name=f"{do} {task}")
             case SignalWorker(task=task, how=how):
                 log.info("worker.signal", task=task, how=how)
                 self._workers.signal(task, how)
@@ -214,12 +285,18 @@ class Sampler:
     """Measures all GPUs every `sample_s`, and at once when asked."""
 
     def __init__(
-        self, backend: DeviceBackend, workers: Workers, post: Callable[[LocalEvent], None], sample_s: float
+        self,
+        backend: DeviceBackend,
+        workers: Workers,
+        post: Callable[[LocalEvent], None],
+        sample_s: float,
+        each: Callable[[], None] = lambda: None,
     ) -> None:
         self._backend = backend
         self._workers = workers
         self._post = post
         self._sample_s = sample_s
+        self._each = each
         self._mark = 0
         self._wake = asyncio.Event()
 
@@ -240,9 +317,19 @@ class Sampler:
                 self._post(SampleFailed(str(error)))
             else:
                 self._post(Sampled(mark, gpus))
+            self._each()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._sample_s):
                     await self._wake.wait()
+
+
+async def _watch_for_lifting(folder: Path, post: Callable[[LocalEvent], None]) -> None:
+    """Post it when an admin lifts a quarantine."""
+    while True:
+        lifted = await asyncio.to_thread(health_files.lifted, folder)
+        if lifted is not None:
+            post(QuarantineLifted(lifted))
+        await asyncio.sleep(LIFTING_S)
 
 
 class Kept(Struct, frozen=True):
@@ -258,6 +345,7 @@ class _Memory:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.folder = path.parent
         before = read_json(path, Kept)
         if before is None and path.exists():
             raise ConfigError(

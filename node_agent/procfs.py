@@ -9,6 +9,7 @@ from pathlib import Path
 from msgspec import Struct
 
 PROC = Path("/proc")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Stat(Struct, frozen=True):
@@ -71,10 +72,44 @@ def descendants(roots: Iterable[int]) -> dict[int, int]:
     return under
 
 
+def uid(pid: int) -> int | None:
+    """Return whose process it is, None if it is gone or not to be seen from here."""
+    try:
+        return (PROC / str(pid)).stat().st_uid
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+
+
+def with_variable(name: str) -> dict[int, str]:
+    """Return every living process of ours that was started with the environment variable `name`, with its value."""
+    found: dict[int, str] = {}
+    wanted = os.fsencode(f"{name}=")
+    for process in processes():
+        try:
+            entries = (PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
+        except OSError:  # somebody else's, or gone
+            continue
+        value = next((entry for entry in entries if entry.startswith(wanted)), None)
+        if value is not None and process.state != "Z":
+            found[process.pid] = os.fsdecode(value[len(wanted) :])
+    return found
+
+
 def is_running(pid: int, start_ticks: int) -> bool:
     """Say whether the very process that started at `start_ticks` still lives (a zombie does not)."""
     process = stat(pid)
     return process is not None and process.start_ticks == start_ticks and process.state != "Z"
+
+
+def cpu_s(pid: int) -> float | None:
+    """Return the processor time of all its threads so far, in steps of 10 ms, None if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    fields = text[text.rindex(b")") + 2 :].split(None, 14)
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
 
 
 def anonymous_bytes(pid: int) -> int:

@@ -6,28 +6,39 @@ which is why the fence is written down before anything is obeyed. Until the firs
 silent arbiter cannot have given the GPUs to anybody else. Every order is said again after a reconnect and has a
 deadline; past it the worker is asked harder (see `_climb`), up to SIGKILL for all that the task ever started.
 
+Where a plan lets jobs share GPUs, `sharing` says whose turn it is; the others rest: parked, their leases untouched. The
+processes of one task stop at the same step (`gang`).
+
 It works by levels, not edges: `handle` takes the news in, then `_settle` walks all tasks and does what each one's wish
 and state demand, so that a plan told twice changes nothing and a missed message is made up for by the next.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
+from node_agent.core import gang
 from node_agent.core.events import (
     Adopted,
     AdoptedWorker,
+    CheckpointProcess,
+    Estimated,
+    Flushed,
     ForgetWorker,
+    HealthLedger,
+    LocalEvent,
     LogRead,
     NodeEffect,
     NodeEvent,
     NodeFacts,
     NoteWorker,
     OrderWorker,
+    ProcessCheckpointed,
+    QuarantineLifted,
     ReadLogFile,
     RememberFence,
     Sampled,
@@ -35,6 +46,7 @@ from node_agent.core.events import (
     SignalWorker,
     StartFailed,
     StartWorker,
+    StrangerSpared,
     TakeSample,
     WorkerDisconnected,
     WorkerGone,
@@ -42,6 +54,8 @@ from node_agent.core.events import (
     WorkerSaid,
     WorkerStarted,
 )
+from node_agent.core.health import Health
+from node_agent.core.means import MEANS, REST, Means, Ways
 from node_agent.core.model import (
     TRANSITIONS,
     Exited,
@@ -61,12 +75,15 @@ from node_agent.core.model import (
     Waiting,
 )
 from node_agent.core.proof import Gpus
+from node_agent.core.sharing import Sharing, Word
 from node_agent.core.verdict import judge, lost_work
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     ARBITER,
     AnyMessage,
+    GpuId,
     LogChunk,
+    Measured,
     NodePlan,
     NodeReport,
     Outcome,
@@ -79,8 +96,10 @@ from protocol.worker import (
     Finished,
     FromWorker,
     Hello,
+    Late,
     Order,
     Progress,
+    Ready,
     Refused,
     Resumed,
     Saved,
@@ -98,15 +117,11 @@ RESUMES_MAX = 3  #: a worker that refuses so often gets a new attempt instead
 LEAVE_S = 30.0  #: from "saved, leaving" to the process being gone
 LOG_BYTES_MAX = 2**20  #: of one answer, well below the bus's largest frame
 STORY_MAX = 64
+SMOOTHING = 0.2  #: weight of the newest reading of a device's utilisation
 STACKS_CHARS_MAX = 1500
 REASON_CHARS_MAX = 4000
-
-#: What an order to vacate tries, in this order; a worker that cannot do any of it is signalled.
-MEANS: dict[str, tuple[Literal["leave", "suspend"], ...]] = {
-    "auto": ("leave", "suspend"),
-    "checkpoint": ("leave",),
-    "suspend": ("suspend", "leave"),
-}
+DRIVER_S = 120.0  #: the driver moves some 5 GB per second
+DRIVER_GRACE_S = 30.0  #: beyond that, its helper process does not answer any more
 
 
 class NodeAgent:
@@ -118,15 +133,20 @@ class NodeAgent:
         What it knows of itself.
     fence
         (epoch, seq) of the newest plan any earlier incarnation saw.
+    ledger
+        What an earlier incarnation knew of the health of its GPUs.
     """
 
-    def __init__(self, facts: NodeFacts, fence: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, facts: NodeFacts, fence: tuple[int, int] = (0, 0), ledger: HealthLedger | None = None) -> None:
         self._facts = facts
+        self._health = Health(facts, ledger)
         self._fence = fence
         self._planned = False  #: a plan has come to this incarnation
         self._leased: frozenset[str] = frozenset()
         self._tasks: dict[TaskId, Task] = {}
         self._gpus = Gpus(facts)
+        self._ways = Ways(facts)
+        self._sharing = Sharing(facts, self._gpus, self._ways)
         self._asked_mark = 0
         self._adopted = False
         self._order_seq = 0
@@ -165,6 +185,7 @@ class NodeAgent:
         if self._unsaid:
             return self._now
         times = [task.deadline for task in self._tasks.values()]
+        times += self._sharing.deadlines()
         return min((time for time in (*times, self._beat_at, self._figures_at) if time is not None), default=None)
 
     def tasks(self) -> tuple[Task, ...]:
@@ -180,9 +201,16 @@ class NodeAgent:
         for task in self._tasks.values():
             if isinstance(task.state, Waiting | Starting):
                 assert task.launch is not None, f"{task.id} would be started without knowing how"
-        holders = [(gpu, task.id) for task in self._tasks.values() if task.occupies for gpu in task.gpus]
-        held = [gpu for gpu, _ in holders]
-        assert len(held) == len(set(held)), f"a GPU is used by two tasks: {holders}"
+        holders = [(device, task.id) for task in self._tasks.values() if task.occupies for device in task.devices]
+        users: dict[GpuId, list[TaskId]] = {}
+        for device, task_id in holders:
+            users.setdefault(device, []).append(task_id)
+        for device, found in users.items():
+            assert len(found) == 1 or self._are_packed(found), f"{device} is used by several tasks: {found}"
+
+    def _are_packed(self, tasks: Sequence[TaskId]) -> bool:
+        """Whether these may be on one device at once: packed, or just told apart again."""
+        return len(tasks) == 2 and self._sharing.packs.met(*tasks)
 
     # --- news -------------------------------------------------------------------------------------------------------
 
@@ -194,6 +222,11 @@ class NodeAgent:
                 self._reported = ()  # what was said before may be lost: say it again at once
             case Tick():
                 pass
+            case _:
+                self._take_in_local(event)
+
+    def _take_in_local(self, event: LocalEvent) -> None:
+        match event:
             case Adopted(workers=workers):
                 self._adopt(workers)
             case Sampled():
@@ -204,12 +237,20 @@ class NodeAgent:
                 self._started(event)
             case StartFailed(task=task_id, reason=reason):
                 self._start_failed(task_id, reason)
-            case WorkerSaid(task=task_id, message=line):
-                self._said(task_id, line)
-            case WorkerDisconnected(task=task_id):
-                self._learn(task_id, connected=False)
+            case WorkerSaid(task=task_id, message=line, rank=rank):
+                self._hear(task_id, line, rank)
+            case WorkerDisconnected(task=task_id, rank=rank):
+                self._parted(task_id, rank)
             case WorkerGone():
                 self._gone(event)
+            case Flushed(task=task_id, error=error):
+                self._flushed(task_id, error)
+            case ProcessCheckpointed():
+                self._checkpointed(event)
+            case Estimated():
+                self._estimated(event)
+            case StrangerSpared() | QuarantineLifted():
+                self._health.told(event, self._now)
             case LogRead(chunk=chunk):
                 self._log_read(chunk)
             case _:
@@ -235,6 +276,7 @@ class NodeAgent:
             self._effects.append(RememberFence(*token))
         self._planned = True
         self._leased = frozenset(lease.gpu for lease in plan.leases if not lease.leaving)
+        self._sharing.configure(plan)
         for order in plan.tasks:
             self._order(order)
         named = {order.task for order in plan.tasks}
@@ -270,12 +312,14 @@ class NodeAgent:
             note = worker.note
             state: State = Loading(self._now + self._facts.hello_s)
             if note.suspended:
-                state = Suspended(proof_by=self._now + self._facts.park_proof_s)
+                state = Suspended(proof_by=self._now + self._facts.park_proof_s, by_driver=note.by_driver)
             task = Task(worker.task, worker.app, worker.job, worker.attempt, worker.gpus, state)
-            self._put(replace(task, facts=_facts_of(note)))
+            # What the last incarnation reported of a parked worker's seats is not known.
+            self._put(replace(task, facts=_facts_of(note), given_up=note.suspended))
             self._notes[worker.task] = note
             self._tell(worker.task, f"found by a new node agent, {task.phase}")
             self._readopt_ending(worker)
+        self._sharing.found(self._tasks)
         self._gpus.touch(gpu for worker in workers for gpu in worker.gpus)
 
     def _readopt_ending(self, worker: AdoptedWorker) -> None:
@@ -290,15 +334,39 @@ class NodeAgent:
 
     def _sampled(self, event: Sampled) -> None:
         self._gpus.sampled(event)
+        self._effects += self._health.sampled(event.gpus, self._now)
+        self._note_utilisation(event)
         for gpu, detail in self._gpus.lost().items():
             for task in self.tasks():
-                if gpu in task.gpus and not isinstance(task.state, Exited | Waiting):
+                if gpu in task.devices and not isinstance(task.state, Exited | Waiting):
                     self._lose(task, f"its GPU {gpu} was lost ({detail}); {lost_work(task.facts)}")
         for sample in self._gpus.overdrawn():
             victim = self._gpus.heaviest(sample.gpu, self.tasks())
             if victim is not None and not isinstance(victim.state, Stopping | Exited):
                 why = f"out of memory: {sample.gpu} has {sample.memory_bytes} bytes and more were used"
                 self._kill(victim, "failed", why)
+
+    def _note_utilisation(self, event: Sampled) -> None:
+        """Take the utilisation of a device for that of the task that has it to itself, smoothed."""
+        measured = {sample.gpu: sample.utilisation for sample in event.gpus if sample.utilisation is not None}
+        if not measured:
+            return
+        for task in self.alone():
+            readings = [measured[device] for device in task.devices if device in measured]
+            if readings:
+                newest, before = sum(readings) / len(readings), task.facts.utilisation
+                smooth = newest if before is None else before + SMOOTHING * (newest - before)
+                self._learn(task.id, utilisation=smooth)
+
+    def alone(self) -> list[Task]:
+        """Return the running tasks that have their devices to themselves at the moment."""
+        users = Counter(device for task in self._tasks.values() if task.occupies for device in task.devices)
+        running = (task for task in self.tasks() if isinstance(task.state, Running))
+        return [task for task in running if all(users[device] == 1 for device in task.devices)]
+
+    def unmeasured(self) -> dict[TaskId, tuple[GpuId, ...]]:
+        """Return, with their devices, the tasks that do not tell their mini-batch time and whose devices may."""
+        return {task.id: tuple(sorted(task.devices)) for task in self.alone() if task.facts.source != "steps"}
 
     def _started(self, event: WorkerStarted) -> None:
         task = self._tasks[event.task]
@@ -311,10 +379,27 @@ class NodeAgent:
 
     # --- what workers say -----------------------------------------------------------------------------------------
 
-    def _said(self, task_id: TaskId, line: FromWorker) -> None:
+    def _hear(self, task_id: TaskId, line: FromWorker, rank: int) -> None:
+        """Take in what one process of a task said: if it has several, what they say together."""
         task = self._tasks.get(task_id)
         if task is None or isinstance(task.state, Exited | Starting | Waiting):
             return
+        several, orders, said = gang.heard(task.gang, rank, line, self._next_seq)
+        if several is not task.gang:
+            self._put(replace(task, gang=several))
+        for order in orders:
+            self._effects.append(OrderWorker(task_id, order))
+        if said is not None:
+            self._said(self._tasks[task_id], said)
+
+    def _parted(self, task_id: TaskId, rank: int) -> None:
+        task = self._tasks.get(task_id)
+        if task is not None:
+            self._put(replace(task, gang=gang.parted(task.gang, rank)))
+            self._learn(task_id, connected=False)
+
+    def _said(self, task: Task, line: FromWorker) -> None:
+        task_id = task.id
         match line:
             case Hello():
                 self._hello(task, line)
@@ -322,10 +407,10 @@ class NodeAgent:
                 self._progress(task, line)
             case SuspendedLine():
                 self._parked(task, line)
-            case Resumed(seq=seq, step=step):
+            case Resumed(seq=seq, step=step, seconds=seconds):
                 if isinstance(task.state, Resuming) and seq == _seq(task.state.ladder):
-                    self._learn(task_id, step=step)
-                    self._go(self._tasks[task_id], Running(), f"resumed at step {step}")
+                    self._learn(task_id, step=step, resume_s=seconds)
+                    self._runs(task, f"resumed at step {step}")
             case Saved():
                 self._saved(task, line)
             case Refused(seq=seq, reason=reason):
@@ -335,6 +420,8 @@ class NodeAgent:
                 self._tell(task_id, f"said that it finished at step {step}")
             case Stacks(seq=seq, text=text):
                 self._stacks(task, seq, text)
+            case Ready() | Late():
+                pass
             case _:
                 assert_never(line)
 
@@ -363,7 +450,9 @@ class NodeAgent:
             case Suspending() | Resuming() | Vacating():
                 ladder = task.state.ladder
                 if ladder.order is not None and ladder.rung in ("ordered", "probed"):
-                    self._effects.append(OrderWorker(task.id, ladder.order))
+                    several, orders = gang.again(task.gang, ladder.order, self._next_seq)
+                    self._put(replace(task, gang=several))
+                    self._effects += [OrderWorker(task.id, order) for order in orders]
             case _:
                 pass
 
@@ -380,21 +469,86 @@ class NodeAgent:
             can_park=line.can_park,
             can_checkpoint=line.can_checkpoint,
             metrics=line.metrics or task.facts.metrics,
+            samples=max(line.samples, task.facts.samples),
+            source="steps" if line.step_s > 0 else task.facts.source,
+            confidence=1.0 if line.step_s > 0 else task.facts.confidence,
+            state_bytes=line.state_bytes,
+            arena_bytes=line.arena_bytes,
+            peak_bytes=max(line.peak_bytes, task.facts.peak_bytes),
+            trough_bytes=line.trough_bytes,
         )
+        self._sharing.progressed(task, line.step, self._now)
         if line.metrics and line.metrics != task.facts.metrics and self._figures_at is None:
             self._figures_at = self._now + self._facts.figures_s
         if isinstance(task.state, Loading):
-            self._go(self._tasks[task.id], Running(), "makes progress")
+            self._runs(task, "makes progress")
+        self._prepare(self._tasks[task.id])
+
+    def _runs(self, task: Task, what: str) -> None:
+        self._go(task, Running(), what)
+        self._sharing.runs(task.id, self._tasks, self._now)
+
+    def _prepare(self, task: Task) -> None:
+        """Have host memory ready before it is needed, as far as there is any: the first suspension is to be quick."""
+        facts = task.facts
+        parks = self._sharing.active or task.preempt_by == "suspend" or not facts.can_checkpoint
+        if not (parks and facts.can_park and facts.connected) or facts.arena_asked >= facts.state_bytes:
+            return
+        if not self._ways.has_host_memory(task, self._tasks.values()):
+            return
+        self._learn(task.id, arena_asked=facts.state_bytes)
+        lines = task.gang.news if task.gang.world > 1 else {None: None}
+        for rank, line in lines.items():
+            size = facts.state_bytes if line is None else line.state_bytes
+            order = Order("arena", self._facts.incarnation, self._next_seq(), bytes=size)
+            self._effects.append(OrderWorker(task.id, order, rank))
 
     def _parked(self, task: Task, line: SuspendedLine) -> None:
         if isinstance(task.state, Suspending) and line.seq == _seq(task.state.ladder):
-            self._learn(task.id, step=line.step)
+            self._learn(task.id, step=line.step, parked_bytes=line.bytes, suspend_s=line.seconds)
             self._suspended(self._tasks[task.id], f"suspended at step {line.step}")
 
-    def _suspended(self, task: Task, what: str) -> None:
+    def _suspended(self, task: Task, what: str, *, by_driver: bool = False) -> None:
         self._learn(task.id, suspensions=task.facts.suspensions + 1)
         self._gpus.touch(task.gpus)
-        self._go(self._tasks[task.id], Suspended(self._now + self._facts.park_proof_s), what)
+        self._go(task, Suspended(self._now + self._facts.park_proof_s, by_driver=by_driver), what)
+
+    def _checkpointed(self, event: ProcessCheckpointed) -> None:
+        """The driver has suspended or resumed a task, or could not."""
+        task = self._tasks.get(event.task)
+        match task.state if task else None:
+            case Suspending(by_driver=True) if event.do == "suspend" and event.ok:
+                self._learn(event.task, parked_bytes=event.bytes, suspend_s=event.seconds)
+                self._suspended(self._tasks[event.task], "suspended by the driver", by_driver=True)
+            case Resuming(by_driver=True) if event.do == "resume" and event.ok:
+                self._learn(event.task, resume_s=event.seconds)
+                self._runs(self._tasks[event.task], "resumed by the driver")
+            case Suspending() | Resuming() | Suspended() | Loading() | Running() if event.lost:
+                why = f"the driver could not {event.do} it and it can never go on ({event.reason})"
+                self._kill(self._tasks[event.task], "preempted", f"{why}; {lost_work(self._tasks[event.task].facts)}")
+            case Loading() | Running() if event.do == "suspend" and event.ok:
+                self._suspended(self._tasks[event.task], "found suspended by the driver", by_driver=True)
+            case Suspended(by_driver=True) if event.do == "resume" and event.ok:
+                self._runs(self._tasks[event.task], "found running, resumed by the driver")
+            case Suspending(by_driver=True) if event.do == "suspend":
+                self._declined(self._tasks[event.task], "driver", event.reason)
+            case Resuming(by_driver=True) if event.do == "resume":
+                self._resume_refused(self._tasks[event.task], event.reason)
+            case _:
+                pass
+
+    def _estimated(self, event: Estimated) -> None:
+        task = self._tasks.get(event.task)
+        if task is not None and task.facts.source != "steps":
+            self._learn(event.task, step_s=event.step_s, source=event.source, confidence=event.confidence)
+
+    def _flushed(self, task_id: TaskId, error: str) -> None:
+        task = self._tasks.get(task_id)
+        if task is None or not isinstance(task.state, Exited):
+            return
+        if error:
+            self._tell(task_id, f"its checkpoint is in host memory and could not be put on the disk: {error}")
+        self._put(replace(task, state=replace(task.state, unflushed=False), complaint=error))
 
     def _saved(self, task: Task, line: Saved) -> None:
         facts = task.facts
@@ -418,22 +572,32 @@ class NodeAgent:
                 self._tell(task.id, f"has finished and is about to exit: {reason}")
             case Suspending(ladder=ladder) | Vacating(ladder=ladder) if _asked(ladder, seq):
                 assert ladder.order is not None
-                self._learn(task.id, refused=(*task.facts.refused, ladder.order.do))
-                self._tell(task.id, f"refused to {ladder.order.do}: {reason}")
-                self._vacate(self._tasks[task.id], refusal=reason)
+                self._declined(task, ladder.order.do, reason)
             case Resuming(ladder=ladder) if _asked(ladder, seq):
                 self._resume_refused(task, reason)
             case _:
                 pass
 
+    def _declined(self, task: Task, do: str, reason: str) -> None:
+        """Try the next means; if it only had to rest and none is left, it keeps its GPUs."""
+        self._learn(task.id, refused=(*task.facts.refused, do), refusal=reason)
+        self._tell(task.id, f"refused to {do}: {reason}")
+        task = self._tasks[task.id]
+        if task.want == "run" and isinstance(task.state, Suspending):
+            self._go(task, Running(), "goes on, as it cannot be suspended")
+        else:
+            self._vacate(task, refusal=reason)
+
     def _resume_refused(self, task: Task, reason: str) -> None:
         """Leave the worker parked and ask again later: somebody's memory may still have been in its way."""
         self._learn(task.id, refused=(*task.facts.refused, "resume"))
         task = self._tasks[task.id]
+        by_driver = isinstance(task.state, Resuming) and task.state.by_driver
         if task.facts.refused.count("resume") >= RESUMES_MAX:
             self._terminate(task, f"could not be resumed ({reason})", TERMINATE_S)
             return
-        parked = Suspended(self._now + self._facts.park_proof_s, reason, retry_at=self._now + RESUME_AGAIN_S)
+        proof_by, retry_at = self._now + self._facts.park_proof_s, self._now + RESUME_AGAIN_S
+        parked = Suspended(proof_by, reason, retry_at, by_driver)
         self._go(task, parked, f"could not be resumed: {reason}")
 
     def _stacks(self, task: Task, seq: int, text: str) -> None:
@@ -456,15 +620,20 @@ class NodeAgent:
         self._gpus.touch(task.gpus)
         self._learn(event.task, connected=False)
         if event.finished is not None:
-            self._learn(event.task, metrics=task.facts.metrics | event.finished)
+            step = max(task.facts.step, event.finished_step)
+            self._learn(event.task, metrics=task.facts.metrics | event.finished, step=step)
         task = self._tasks[event.task]
         if isinstance(task.state, Exited):
             self._put(replace(task, state=replace(task.state, lingering=False)))
             self._tell(task.id, "its process is gone")
             return
         verdict = judge(task, event)
-        reason = verdict.reason[:REASON_CHARS_MAX]
-        self._go(task, Exited(verdict.outcome, reason, verdict.exit_code), f"{verdict.outcome}: {reason or 'code 0'}")
+        fault = self._health.fault(task.gpus, self._now) if verdict.outcome == "failed" else ""
+        reason = "; ".join(filter(None, (verdict.reason, fault)))[:REASON_CHARS_MAX]
+        if not event.reason:  # what is known to have ended it was not the GPU
+            self._health.ended(task.id, task.app, task.gpus, verdict.outcome, self._now)
+        ended = Exited(verdict.outcome, reason, verdict.exit_code, unflushed=event.unflushed)
+        self._go(task, ended, f"{verdict.outcome}: {reason or 'code 0'}")
 
     def _log_read(self, chunk: LogChunk) -> None:
         task = self._tasks.get(chunk.task)
@@ -475,10 +644,13 @@ class NodeAgent:
 
     def _settle(self) -> None:
         """Do what each task's wish and state demand now, then have measured what is left to prove."""
+        for word in self._sharing.take_turns(self._tasks, self._now):
+            self._pass_on(word)
         for task in self.tasks():
             self._reconcile(task)
         for task in self.tasks():
             self._note(task)
+        self._effects += self._health.news()
         if self._gpus.mark > self._asked_mark:
             self._asked_mark = self._gpus.mark
             self._effects.append(TakeSample(self._asked_mark))
@@ -505,7 +677,7 @@ class NodeAgent:
     def _begin(self, task: Task) -> None:
         """Start a waiting task if its GPUs are leased and proven free; end it if nobody wants it to run."""
         if task.want == "run":
-            obstacle = self._obstacle(task)
+            obstacle = self._obstacle(task) or next(filter(None, map(self._health.quarantine, task.gpus)), "")
             if obstacle:
                 self._put(replace(task, state=Waiting(obstacle)))
                 return
@@ -526,7 +698,9 @@ class NodeAgent:
         elif task.want == "stop":
             self._stop(task, "stopped", task.reason)
         elif isinstance(task.state, Loading) and self._now >= task.state.hello_by:
-            self._go(task, Running(), "said no hello in time; treated as a program without the library")
+            self._runs(task, "said no hello in time; treated as a program without the library")
+        elif isinstance(task.state, Running) and task.want == "run" and not self._sharing.has_turn(task):
+            self._rest(task)
 
     def _hold(self, task: Task) -> None:
         """Resume a parked worker when it may run, end it when it may not stay."""
@@ -540,7 +714,9 @@ class NodeAgent:
                 retry_at = task.state.retry_at if self._now < task.state.retry_at else 0.0
                 self._put(replace(task, state=replace(task.state, obstacle=obstacle, retry_at=retry_at)))
             elif self._now >= task.state.retry_at:
-                self._go(task, Resuming(self._ask(task, "resume", task.grace_s)), "its GPUs are free again")
+                self._resume(task)
+        elif self._sharing.returns(task, self._tasks) and not self._sharing.obstacle(task, self._tasks):
+            self._leave(task, "has a turn to save and leave")
         elif task.want == "vacate" and self._now >= task.state.proof_by:
             kept = self._gpus.kept_by(task)
             if kept is not None:
@@ -554,33 +730,71 @@ class NodeAgent:
         unleased = [gpu for gpu in task.gpus if gpu not in self._leased]
         if unleased or not task.gpus:
             return f"no lease for {', '.join(unleased) or 'any GPU'}"
-        obstacles = (self._gpus.obstacle(gpu, self._tasks, besides=task.id) for gpu in task.gpus)
-        return next((obstacle for obstacle in obstacles if obstacle), "")
+        return self._sharing.obstacle(task, self._tasks)
+
+    def _pass_on(self, word: Word) -> None:
+        """Tell a task's story, and its worker what `sharing` wants of it."""
+        if word.text:
+            self._tell(word.task, word.text)
+        if word.do:
+            order = Order(word.do, self._facts.incarnation, self._next_seq(), bytes=word.bytes)
+            self._effects.append(OrderWorker(word.task, order))
+
+    def _means(self, task: Task, among: Sequence[Means]) -> list[Means]:
+        return self._ways.of(task, among, self._tasks.values())
+
+    def _rest(self, task: Task) -> None:
+        """Have a task whose turn is over make room."""
+        means = self._means(task, REST)
+        if means:
+            self._suspend(task, means[0], task.grace_s, "its turn is over")
+
+    def _suspend(self, task: Task, how: Means, patience_s: float, why: str) -> None:
+        if how == "driver":
+            self._effects.append(CheckpointProcess(task.id, "suspend", DRIVER_S))
+            ladder = Ladder("ordered", self._now + DRIVER_S + DRIVER_GRACE_S)
+            self._go(task, Suspending(ladder, by_driver=True), f"suspended by the driver: {why}")
+        else:
+            self._go(task, Suspending(self._ask(task, "suspend", patience_s)), f"ordered to suspend: {why}")
+
+    def _resume(self, task: Task) -> None:
+        assert isinstance(task.state, Suspended)
+        self._put(replace(task, given_up=False))
+        if task.state.by_driver:
+            self._effects.append(CheckpointProcess(task.id, "resume", DRIVER_S))
+            ladder = Ladder("ordered", self._now + DRIVER_S + DRIVER_GRACE_S)
+            self._go(task, Resuming(ladder, by_driver=True), "resumed by the driver")
+        else:
+            self._go(task, Resuming(self._ask(task, "resume", task.grace_s)), "its GPUs are free again")
 
     # --- asking a worker to go, and asking harder -------------------------------------------------------------------
 
     def _vacate(self, task: Task, refusal: str = "") -> None:
         """Ask by the gentlest means that the worker has and has not refused."""
-        facts = task.facts
-        able = {"leave": facts.can_checkpoint, "suspend": facts.can_park}
-        means = [do for do in MEANS[task.preempt_by] if able[do] and do not in facts.refused]
+        means = self._means(task, MEANS[task.preempt_by])
         if not means:
             why = f"refused: {refusal}" if refusal else "can neither save nor be suspended"
             self._terminate(task, f"told to leave by SIGTERM as it {why}", task.grace_s)
-        elif means[0] == "suspend":
-            self._go(task, Suspending(self._ask(task, "suspend", task.grace_s)), "ordered to suspend")
+        elif means[0] == "leave":
+            self._leave(task, "ordered to save and leave")
         else:
-            self._learn(task.id, told_to_leave=True)
-            self._go(
-                self._tasks[task.id], Vacating(self._ask(task, "leave", task.grace_s)), "ordered to save and leave"
-            )
+            self._suspend(task, means[0], task.grace_s, "it must leave its GPUs")
+
+    def _leave(self, task: Task, what: str) -> None:
+        self._learn(task.id, told_to_leave=True)
+        self._go(task, Vacating(self._ask(task, "leave", task.grace_s)), what)
 
     def _ask(self, task: Task, do: Literal["suspend", "resume", "leave", "probe"], patience_s: float) -> Ladder:
-        """Send an order and return the ladder that watches it."""
-        self._order_seq += 1
-        order = Order(do, self._facts.incarnation, self._order_seq)
-        self._effects.append(OrderWorker(task.id, order))
+        """Send an order, to all processes of the task at the same step, and return the ladder that watches it."""
+        order = Order(do, self._facts.incarnation, self._next_seq())
+        several, orders = gang.ask(self._tasks[task.id].gang, order, self._next_seq)
+        self._put(replace(self._tasks[task.id], gang=several))
+        self._effects += [OrderWorker(task.id, each) for each in orders]
         return Ladder("ordered", self._now + patience_s, order)
+
+    def _next_seq(self) -> int:
+        self._order_seq += 1
+        return self._order_seq
 
     def _climb(self, task: Task) -> None:
         """One rung up once a deadline has passed: probe, SIGTERM, SIGKILL, SIGKILL again."""
@@ -590,6 +804,7 @@ class NodeAgent:
             return
         if ladder.rung == "ordered" and task.facts.connected:
             self._ask(task, "probe", PROBE_S)
+            task = self._tasks[task.id]
             # The order asked for stays the one to repeat after a reconnect; the probe is only a question.
             probed = Ladder("probed", self._now + PROBE_S, ladder.order)
             self._put(replace(task, state=replace(task.state, ladder=probed)))
@@ -605,8 +820,11 @@ class NodeAgent:
     def _overdue(self, task: Task) -> None:
         assert isinstance(task.state, Suspending | Resuming | Vacating | Stopping)
         order = task.state.ladder.order
-        assert order is not None, "only what was ordered can be overdue"
-        self._terminate(task, f"did not {order.do} in time", TERMINATE_S)
+        if order is None:
+            why = f"the driver's helper did not answer; {lost_work(task.facts)}"
+            self._kill(task, "preempted", why)
+        else:
+            self._terminate(task, f"did not {order.do} in time", TERMINATE_S)
 
     def _terminate(self, task: Task, reason: str, patience_s: float) -> None:
         """SIGTERM the main process, only that one: a group's helpers would die before it can save."""
@@ -679,12 +897,20 @@ class NodeAgent:
         self._beat_at = self._now + self._facts.beat_s
         self._figures_at = None
         self._effects.append(Send(ARBITER, replace(report, seq=self._report_seq), beat=not changed))
+        self._give_up({seat.gpu for seat in report.gpus if seat.empty} - self._leased)
         self._forget_reported()
+
+    def _give_up(self, seats: set[GpuId]) -> None:
+        """Note who is parked on seats that were reported empty under no lease: it never uses them again without one."""
+        for task in self.tasks():
+            if isinstance(task.state, Suspended) and not task.given_up and not seats.isdisjoint(task.gpus):
+                self._put(replace(task, given_up=True))
 
     def _forget_reported(self) -> None:
         """Forget ended tasks that no plan names: their end has just been reported."""
         for task in self.tasks():
-            if isinstance(task.state, Exited) and not task.state.lingering and not task.named:
+            over = isinstance(task.state, Exited) and not task.state.lingering and not task.state.unflushed
+            if over and not task.named:
                 del self._tasks[task.id]
                 self._story.pop(task.id, None)
                 self._notes.pop(task.id, None)
@@ -694,6 +920,7 @@ class NodeAgent:
     def statuses(self) -> NodeReport:
         """Return all that is, as a report without its number."""
         epoch, seq = self._fence
+        seats = self._gpus.statuses(self._tasks, self._sharing.returning(self._tasks))
         return NodeReport(
             node=self._facts.node,
             rack=self._facts.rack,
@@ -702,9 +929,19 @@ class NodeAgent:
             seq=0,
             epoch=epoch,
             plan_seq=seq,
-            gpus=self._gpus.statuses(self._tasks),
-            tasks=tuple(_status(task) for task in self.tasks()),
+            gpus=tuple(map(self._health.judged, seats)),
+            tasks=tuple(self._status(task) for task in self.tasks()),
+            cpus=self._facts.cpus,
+            host_bytes=self._facts.total_bytes,
         )
+
+    def _status(self, task: Task) -> TaskStatus:
+        status = _status(task)
+        if not self._sharing.active:
+            return status
+        resting = task.want == "run" and isinstance(task.state, Suspending | Suspended | Resuming)
+        measured = self._sharing.measured(task, status.measured, self._tasks)
+        return replace(status, measured=measured, phase="resting" if resting else status.phase)
 
     # --- the only ways a task changes -------------------------------------------------------------------------------
 
@@ -718,6 +955,7 @@ class NodeAgent:
 
     def _go(self, task: Task, state: State, what: str) -> None:
         """Lead `task` into `state`, which the table must allow."""
+        task = self._tasks[task.id]
         if type(state) not in TRANSITIONS[type(task.state)]:
             raise IllegalTransition(task.id, task.state, state, self.story(task.id))
         self._put(replace(task, state=state))
@@ -737,6 +975,7 @@ def _with_order(task: Task, order: TaskOrder) -> Task:
         reason=order.reason,
         named=True,
         complaint="",
+        priority=order.priority,
     )
 
 
@@ -760,6 +999,9 @@ def _facts_of(note: WorkerNote) -> Facts:
         start_step=note.start_step,
         saved_step=note.saved_step,
         total_steps=note.total_steps,
+        state_bytes=note.state_bytes,
+        arena_asked=note.arena_bytes,
+        parked_bytes=note.parked_bytes,
     )
 
 
@@ -771,6 +1013,7 @@ def _note_of(task: Task) -> WorkerNote:
         can_park=facts.can_park,
         can_checkpoint=facts.can_checkpoint,
         suspended=isinstance(state, Suspended) or (isinstance(state, Stopping) and state.parked),
+        by_driver=isinstance(state, Suspended) and state.by_driver,
         leaving=facts.told_to_leave,
         ending=isinstance(state, Stopping),
         signalled=facts.signalled,
@@ -780,6 +1023,9 @@ def _note_of(task: Task) -> WorkerNote:
         saved_step=facts.saved_step,
         total_steps=facts.total_steps,
         reason=reason,
+        state_bytes=facts.state_bytes,
+        arena_bytes=facts.arena_asked,
+        parked_bytes=facts.parked_bytes,
     )
 
 
@@ -805,6 +1051,17 @@ def _status(task: Task) -> TaskStatus:
         exit_code=ended.exit_code if ended else None,
         reason=task.complaint or _reason(state),
         metrics=facts.metrics,
+        measured=Measured(
+            source=facts.source,
+            confidence=facts.confidence,
+            peak_bytes=facts.peak_bytes,
+            trough_bytes=facts.trough_bytes,
+            parked_bytes=facts.parked_bytes,
+            utilisation=facts.utilisation,
+            cost_s=facts.suspend_s + facts.resume_s,
+        ),
+        samples=facts.samples,
+        unflushed=ended is not None and ended.unflushed,
     )
 
 
@@ -821,5 +1078,15 @@ def _reason(state: State) -> str:
 def _still(report: NodeReport) -> tuple[object, ...]:
     """Return the report without what changes at every step; that can wait for the beat."""
     gpus = tuple(replace(gpu, used_bytes=0) for gpu in report.gpus)
-    tasks = tuple(replace(task, step=0, step_s=0.0, metrics={}) for task in report.tasks)
+    tasks = tuple(
+        replace(
+            task,
+            step=min(task.step, 0),
+            step_s=0.0,
+            metrics={},
+            samples=0,
+            measured=Measured(remark=task.measured.remark),
+        )
+        for task in report.tasks
+    )
     return (gpus, tasks)

@@ -11,8 +11,12 @@ from typing import Literal
 from msgspec import Struct
 
 from protocol.core import Connected, Received, Send, Tick
-from protocol.messages import AppId, GpuId, JobId, LaunchSpec, LogChunk, NodeId, TaskId
+from protocol.messages import AppId, GpuId, JobId, LaunchSpec, LogChunk, NodeId, StepSource, TaskId
 from protocol.worker import FromWorker, Order
+
+#: What to do about processes on a GPU under no lease. `exclude`: the GPU counts as used. `warn`: they are reported, and
+#: the GPU is used while all that is in use on it stays below what an idle one may show. `kill`: they are ended.
+StrangersPolicy = Literal["warn", "exclude", "kill"]
 
 # --- values ---------------------------------------------------------------------------------------------------------
 
@@ -34,18 +38,37 @@ class NodeFacts(Struct, frozen=True):
     parked_bytes_max: int = 0
     hello_s: float = 15.0  #: a worker that has not said hello by then is treated as one that never will
     park_proof_s: float = 30.0
+    seats_max: int = 8  #: jobs that a GPU may be shared by, whatever a plan asks
+    host_bytes: int = 0  #: host memory that the state of parked workers may take; 0: not limited
+    cpus: float = 0.0  #: CPU cores of the node; 0: unknown
+    total_bytes: int = 0  #: host memory of the node; 0: unknown
+    driver: bool = False  #: the driver can checkpoint processes here, as proven when the node agent started
+    slice_overhead_max: float = 0.02  #: of a turn, for suspending and resuming
+    pack_gain_min: float = 1.05  #: sum of normalised step rates from which two jobs stay together on a GPU
+    pack_steps: int = 60  #: mini-batches of each over which that is measured
+    quarantine: bool = True  #: a GPU on which jobs of different apps failed gets no new work
+    strangers: StrangersPolicy = "exclude"
+    strangers_uid_min: int = 1000  #: processes of users below it are never ended as strangers
 
 
 class GpuProcess(Struct, frozen=True):
-    """A process on a GPU; `task` is whose, None for a stranger that runs under no lease."""
+    """A process on a GPU; `task` is whose, None for a stranger that runs under no lease.
+
+    The rest is known of strangers alone: user (None: not to be seen from here, as in another container), start time,
+    whether it computes on the GPU or only draws, and whether it is a helper of the node agent itself.
+    """
 
     pid: int
     memory_bytes: int
     task: TaskId | None = None
+    uid: int | None = None
+    start_ticks: int = 0
+    compute: bool = True
+    helper: bool = False
 
 
 class GpuSample(Struct, frozen=True):
-    """One GPU as measured. `lost` says that it fell off the bus and its workers with it."""
+    """One device as measured. `lost` says that it fell off the bus and its workers with it."""
 
     gpu: GpuId
     model: str
@@ -56,6 +79,25 @@ class GpuSample(Struct, frozen=True):
     healthy: bool = True
     lost: bool = False
     detail: str = ""
+    utilisation: float | None = None  #: share of recent time in which it worked, 0 to 1
+    faults: tuple[str, ...] = ()  #: errors since the last measurement that only a program on it must answer for
+
+
+class TaskFailure(Struct, frozen=True):
+    """A task failed at `at` (UNIX seconds) on these devices."""
+
+    app: AppId
+    task: TaskId
+    gpus: tuple[GpuId, ...]
+    at: float
+
+
+class HealthLedger(Struct, frozen=True):
+    """What must outlive the node agent about its GPUs: failures, when a job last finished on each, who is barred."""
+
+    failures: tuple[TaskFailure, ...] = ()
+    finished: dict[GpuId, float] = {}
+    quarantined: dict[GpuId, str] = {}  #: each with the sentence that says why
 
 
 class WorkerNote(Struct, frozen=True):
@@ -74,6 +116,10 @@ class WorkerNote(Struct, frozen=True):
     saved_step: int = -1
     total_steps: int = 0
     reason: str = ""
+    by_driver: bool = False  #: suspended by the driver's checkpoint, not by parking
+    state_bytes: int = 0  #: of its state, as it last said
+    arena_bytes: int = 0  #: of host memory that it was told to take for its state
+    parked_bytes: int = 0
 
 
 class AdoptedWorker(Struct, frozen=True):
@@ -124,16 +170,18 @@ class StartFailed(Struct, frozen=True, tag=True):
 
 
 class WorkerSaid(Struct, frozen=True, tag=True):
-    """The worker sent a line."""
+    """A training process of the task sent a line; `rank` is the one it said hello with."""
 
     task: TaskId
     message: FromWorker
+    rank: int = 0
 
 
 class WorkerDisconnected(Struct, frozen=True, tag=True):
-    """The worker's socket closed; the process may live on and connect again."""
+    """A training process's socket closed; the process may live on and connect again."""
 
     task: TaskId
+    rank: int = 0
 
 
 class WorkerGone(Struct, frozen=True, tag=True):
@@ -148,6 +196,50 @@ class WorkerGone(Struct, frozen=True, tag=True):
     tail: str = ""  #: the last lines of its log
     reason: str = ""  #: why nobody could see the exit
     finished: dict[str, float] | None = None
+    finished_step: int = -1  #: the last step it had made then
+    unflushed: bool = False  #: it left a checkpoint in host memory; `Flushed` follows
+
+
+class Flushed(Struct, frozen=True, tag=True):
+    """The checkpoint that the task had left in host memory is on its job's storage, or cannot be put there."""
+
+    task: TaskId
+    error: str = ""
+
+
+class ProcessCheckpointed(Struct, frozen=True, tag=True):
+    """Outcome of `CheckpointProcess`. `lost`: the process can never be resumed and must be killed."""
+
+    task: TaskId
+    do: Literal["suspend", "resume"]
+    ok: bool
+    reason: str = ""
+    lost: bool = False
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+class Estimated(Struct, frozen=True, tag=True):
+    """The mini-batch time of a task that does not tell it, from a periodic signal; `step_s` 0: none was found."""
+
+    task: TaskId
+    step_s: float
+    source: StepSource
+    confidence: float
+
+
+class StrangerSpared(Struct, frozen=True, tag=True):
+    """A process could not be ended as a stranger; `reason` says why."""
+
+    pid: int
+    start_ticks: int
+    reason: str
+
+
+class QuarantineLifted(Struct, frozen=True, tag=True):
+    """An administrator trusts these devices again; empty: all of this node."""
+
+    gpus: tuple[GpuId, ...] = ()
 
 
 class LogRead(Struct, frozen=True, tag=True):
@@ -165,6 +257,11 @@ LocalEvent = (
     | WorkerSaid
     | WorkerDisconnected
     | WorkerGone
+    | Flushed
+    | ProcessCheckpointed
+    | Estimated
+    | StrangerSpared
+    | QuarantineLifted
     | LogRead
 )
 NodeEvent = LocalEvent | Received | Tick | Connected
@@ -180,8 +277,23 @@ class RememberFence(Struct, frozen=True, tag=True):
     seq: int
 
 
+class RememberHealth(Struct, frozen=True, tag=True):
+    """Write down what is known of the GPUs, for the next incarnation."""
+
+    ledger: HealthLedger
+
+
+class EndStranger(Struct, frozen=True, tag=True):
+    """Send SIGTERM or SIGKILL to a process that uses a GPU under no lease; `StrangerSpared` if that cannot be."""
+
+    gpu: GpuId
+    pid: int
+    start_ticks: int
+    how: Literal["terminate", "kill"]
+
+
 class StartWorker(Struct, frozen=True, tag=True):
-    """Start the task's process; answered by `WorkerStarted` or `StartFailed`."""
+    """Start the task's process; answered by `WorkerStarted` or `StartFailed`. `gpus` are seats (see `device_of`)."""
 
     task: TaskId
     app: AppId
@@ -196,6 +308,15 @@ class OrderWorker(Struct, frozen=True, tag=True):
 
     task: TaskId
     order: Order
+    rank: int | None = None  #: None: all its training processes
+
+
+class CheckpointProcess(Struct, frozen=True, tag=True):
+    """Have the driver suspend or resume all CUDA processes of the task; answered by `ProcessCheckpointed`."""
+
+    task: TaskId
+    do: Literal["suspend", "resume"]
+    timeout_s: float
 
 
 class SignalWorker(Struct, frozen=True, tag=True):
@@ -234,6 +355,16 @@ class ReadLogFile(Struct, frozen=True, tag=True):
 
 
 LocalEffect = (
-    RememberFence | StartWorker | OrderWorker | SignalWorker | NoteWorker | ForgetWorker | TakeSample | ReadLogFile
+    RememberFence
+    | RememberHealth
+    | EndStranger
+    | StartWorker
+    | OrderWorker
+    | CheckpointProcess
+    | SignalWorker
+    | NoteWorker
+    | ForgetWorker
+    | TakeSample
+    | ReadLogFile
 )
 NodeEffect = LocalEffect | Send

@@ -6,7 +6,7 @@
 `Loading`      its process lives and has not said hello
 `Running`      said hello, or never will
 `Suspending`   was ordered to park at the next mini-batch boundary
-`Suspended`    parked: alive, its GPU memory in host memory
+`Suspended`    parked: alive, its GPU memory in host memory; until its next turn, or because its lease ended
 `Resuming`     was ordered to train again
 `Vacating`     must leave its GPUs: told to save and go, or being signalled
 `Stopping`     must end for good: being signalled
@@ -20,6 +20,7 @@ from typing import Literal, assert_never
 
 from msgspec import Struct
 
+from node_agent.core.gang import Gang
 from protocol.messages import (
     AppId,
     GpuId,
@@ -27,9 +28,11 @@ from protocol.messages import (
     LaunchSpec,
     Outcome,
     PreemptBy,
+    StepSource,
     TaskId,
     TaskPhase,
     Want,
+    device_of,
 )
 from protocol.worker import Order
 
@@ -65,9 +68,10 @@ class Running(Struct, frozen=True):
 
 
 class Suspending(Struct, frozen=True):
-    """Ordered to park."""
+    """Ordered to park, or being checkpointed by the driver."""
 
     ladder: Ladder
+    by_driver: bool = False
 
 
 class Suspended(Struct, frozen=True):
@@ -76,12 +80,14 @@ class Suspended(Struct, frozen=True):
     proof_by: float
     obstacle: str = ""  #: why it cannot be resumed although it should run
     retry_at: float = 0.0  #: it refused to resume; ask again then
+    by_driver: bool = False  #: by the driver's checkpoint: it hears nothing
 
 
 class Resuming(Struct, frozen=True):
-    """Ordered to train again."""
+    """Ordered to train again, or being restored by the driver."""
 
     ladder: Ladder
+    by_driver: bool = False
 
 
 class Vacating(Struct, frozen=True):
@@ -108,6 +114,7 @@ class Exited(Struct, frozen=True):
     exit_code: int | None = None
     lingering: bool = False
     kill_again_at: float = 0.0
+    unflushed: bool = False  #: its checkpoint is on the way from host memory to the disk
 
 
 State = Waiting | Starting | Loading | Running | Suspending | Suspended | Resuming | Vacating | Stopping | Exited
@@ -118,7 +125,7 @@ TRANSITIONS: dict[type[State], tuple[type[State], ...]] = {
     Starting: (Loading, Exited),
     Loading: (Running, Suspending, Suspended, Vacating, Stopping, Exited),
     Running: (Suspending, Suspended, Vacating, Stopping, Exited),
-    Suspending: (Suspended, Vacating, Stopping, Exited),
+    Suspending: (Running, Suspending, Suspended, Vacating, Stopping, Exited),
     Suspended: (Running, Resuming, Vacating, Stopping, Exited),
     Resuming: (Running, Suspended, Vacating, Stopping, Exited),
     Vacating: (Suspending, Stopping, Exited),
@@ -145,7 +152,20 @@ class Facts(Struct, frozen=True):
     finished: bool = False
     suspensions: int = 0
     refused: tuple[str, ...] = ()  #: orders it refused in this attempt to move it
+    refusal: str = ""  #: why it refused the last of them
     metrics: dict[str, float] = {}
+    samples: int = 0
+    source: StepSource = "unknown"  #: of `step_s`
+    confidence: float = 0.0
+    utilisation: float | None = None
+    state_bytes: int = 0  #: what parking would move
+    arena_bytes: int = 0  #: host memory that is ready for it
+    arena_asked: int = 0
+    peak_bytes: int = 0
+    trough_bytes: int = 0
+    parked_bytes: int = 0
+    suspend_s: float = 0.0
+    resume_s: float = 0.0
 
 
 class Task(Struct, frozen=True):
@@ -165,6 +185,14 @@ class Task(Struct, frozen=True):
     named: bool = True
     complaint: str = ""  #: what is wrong with the order, for the status
     facts: Facts = Facts()
+    priority: int = 0
+    gang: Gang = Gang()
+    given_up: bool = False  #: parked, and its seats were reported empty under no lease: they may be another's by now
+
+    @property
+    def devices(self) -> frozenset[GpuId]:
+        """The devices that its seats are on."""
+        return frozenset(map(device_of, self.gpus))
 
     @property
     def occupies(self) -> bool:

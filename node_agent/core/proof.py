@@ -4,15 +4,18 @@ A measurement proves something only if it began after the last worker had left t
 restore a worker into memory that is not free yet is fatal (out of memory at best, a bricked process with the driver's
 own checkpoints), so nothing here is optimistic. Marks count those departures; a sample carries the newest mark asked
 for before it began, so that no clock is compared with another.
+
+On a device with several seats, a seat is empty when nothing of its own is left there; to start or to resume takes the
+whole device, but for a task that is to run beside this one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from node_agent.core.events import GpuProcess, GpuSample, NodeFacts, Sampled
 from node_agent.core.model import Suspended, Task
-from protocol.messages import GpuId, GpuStatus, TaskId
+from protocol.messages import GpuId, GpuStatus, TaskId, device_of, seat
 
 
 class Gpus:
@@ -25,6 +28,13 @@ class Gpus:
         self._mark = 0  #: the newest mark given to a departure
         self._touched: dict[GpuId, int] = {}
         self._blind = ""  #: why the GPUs cannot be measured at the moment
+        self.seats = 1  #: of each device
+        self._plain = True  #: no device ever had a second seat
+
+    def seat(self, count: int) -> None:
+        """Have `count` seats on each device."""
+        self.seats = count
+        self._plain = self._plain and count == 1
 
     @property
     def known(self) -> bool:
@@ -54,6 +64,7 @@ class Gpus:
         """A worker left these GPUs just now: what was measured before proves nothing."""
         self._mark += 1
         self._touched.update(dict.fromkeys(gpus, self._mark))
+        self._plain = self._plain and not any("+" in gpu for gpu in self._touched)
 
     def lost(self) -> Mapping[GpuId, str]:
         """Return the GPUs that are gone, each with what is known of it."""
@@ -63,58 +74,104 @@ class Gpus:
         """Return the GPUs on which more memory is used than there is (virtual ones; a real one refuses)."""
         return [sample for sample in self._samples.values() if sample.used_bytes > sample.memory_bytes]
 
-    def obstacle(self, gpu: GpuId, tasks: Mapping[TaskId, Task], *, besides: TaskId | None = None) -> str:
-        """Say why `gpu` is not free for `besides` (None: for anybody), or return an empty string."""
-        sample = self._samples.get(gpu)
+    def obstacle(self, gpu: GpuId, tasks: Mapping[TaskId, Task], *, awaited: Collection[TaskId] = ()) -> str:
+        """Say why this seat is not empty, or return an empty string; `awaited` are parked tasks that will use it."""
+        sample = self._samples.get(device_of(gpu))
+        unusable = self._unusable(gpu, sample)
+        if unusable or sample is None:
+            return unusable
+        for task in tasks.values():
+            if gpu in task.gpus and (task.occupies or task.id in awaited):
+                return f"{gpu} is still used by task {task.id}"
+        if self._sampled_mark < self._touched.get(gpu, 0):
+            return f"{gpu} is being measured"
+        return self._occupied(sample, self._on(sample.gpu, tasks))
+
+    def obstacle_to(self, task: Task, tasks: Mapping[TaskId, Task], *, beside: TaskId | None = None) -> str:
+        """Say why `task` may not use its devices now, alone or with who runs `beside` it; or return an empty string."""
+        return next(filter(None, (self._held_against(task, gpu, tasks, beside) for gpu in task.gpus)), "")
+
+    def _held_against(self, task: Task, gpu: GpuId, tasks: Mapping[TaskId, Task], beside: TaskId | None) -> str:
+        sample = self._samples.get(device_of(gpu))
+        unusable = self._unusable(gpu, sample)
+        if unusable or sample is None:
+            return unusable
+        here = self._on(sample.gpu, tasks)
+        for other in here:
+            if other.occupies and other.id not in (task.id, beside):
+                return f"{gpu} is still used by task {other.id}"
+        seats = {seat_id for other in here for seat_id in other.gpus} | {gpu}
+        if self._sampled_mark < max(self._touched.get(each, 0) for each in seats if device_of(each) == sample.gpu):
+            return f"{gpu} is being measured"
+        return self._occupied(sample, here)
+
+    def _unusable(self, gpu: GpuId, sample: GpuSample | None) -> str:
         if sample is None:
             return f"this node has no GPU {gpu}"
         if self._blind:
             return f"{gpu} cannot be measured: {self._blind}"
-        if not sample.healthy:
-            return f"{gpu} is not healthy: {sample.detail}"
-        for task in tasks.values():
-            if gpu in task.gpus and task.id != besides and task.occupies:
-                return f"{gpu} is still used by task {task.id}"
-        if self._sampled_mark < self._touched.get(gpu, 0):
-            return f"{gpu} is being measured"
-        return self._occupied(sample, tasks)
+        return "" if sample.healthy else f"{gpu} is not healthy: {sample.detail}"
 
-    def _occupied(self, sample: GpuSample, tasks: Mapping[TaskId, Task]) -> str:
-        """Say what a fresh sample shows on a GPU that no worker of ours should be using."""
-        parked = {t.id for t in tasks.values() if sample.gpu in t.gpus and isinstance(t.state, Suspended)}
+    def _on(self, device: GpuId, tasks: Mapping[TaskId, Task]) -> list[Task]:
+        """Return the tasks with a seat on `device`."""
+        if self._plain:
+            return [task for task in tasks.values() if device in task.gpus]
+        return [task for task in tasks.values() if device in task.devices]
+
+    def _occupied(self, sample: GpuSample, here: Iterable[Task]) -> str:
+        """Say what a fresh sample shows on a device besides the workers that should be using it."""
+        parked = {task.id for task in here if isinstance(task.state, Suspended)}
+        using = {task.id for task in here if task.occupies}
         strangers = [process.pid for process in sample.processes if process.task is None]
-        if strangers:
+        if strangers and self._facts.strangers != "warn":
             return f"{sample.gpu} is used by a process under no lease: pid {strangers[0]}"
-        ghosts = [process for process in sample.processes if process.task not in parked]
+        ghosts = [process for process in sample.processes if process.task not in parked | using | {None}]
         if ghosts:
             return f"{sample.gpu} still has process {ghosts[0].pid} of task {ghosts[0].task}"
         allowed = self._facts.idle_bytes_max + len(parked) * self._facts.parked_bytes_max
-        return f"the memory of {sample.gpu} is not given back yet" if sample.used_bytes > allowed else ""
+        given_back = using or sample.used_bytes <= allowed
+        return "" if given_back else f"the memory of {sample.gpu} is not given back yet"
 
     def kept_by(self, task: Task) -> GpuId | None:
         """Return a GPU on which a fresh sample shows `task`, though parked, with more than a parked worker's share."""
         for gpu in task.gpus:
-            sample = self._samples.get(gpu)
+            sample = self._samples.get(device_of(gpu))
             if sample is None or self._blind or self._sampled_mark < self._touched.get(gpu, 0):
                 continue
             if sum(_bytes_of(task.id, sample.processes)) > self._facts.parked_bytes_max:
                 return gpu
         return None
 
-    def heaviest(self, gpu: GpuId, tasks: Iterable[Task]) -> Task | None:
-        """Return the task that uses most of `gpu` among those that are not parked."""
-        processes = self._samples[gpu].processes
-        using = [task for task in tasks if gpu in task.gpus and task.occupies]
+    def memory_bytes(self, device: GpuId) -> int:
+        """Return the size of a device's memory."""
+        return self._samples[device].memory_bytes
+
+    def utilisation(self, device: GpuId) -> float | None:
+        """Return the share of recent time in which a device worked, if that is known."""
+        sample = self._samples.get(device)
+        return None if sample is None else sample.utilisation
+
+    def heaviest(self, device: GpuId, tasks: Iterable[Task]) -> Task | None:
+        """Return the task that uses most of `device` among those that are not parked."""
+        processes = self._samples[device].processes
+        using = [task for task in tasks if device in task.devices and task.occupies]
         return max(using, key=lambda task: (sum(_bytes_of(task.id, processes)), task.id), default=None)
 
-    def statuses(self, tasks: Mapping[TaskId, Task]) -> tuple[GpuStatus, ...]:
-        """Return every GPU for the report, with or without its proof of release."""
-        return tuple(self._status(sample, tasks) for sample in self._samples.values())
+    def statuses(self, tasks: Mapping[TaskId, Task], awaited: Collection[TaskId] = ()) -> tuple[GpuStatus, ...]:
+        """Return every seat for the report, with or without its proof of release."""
+        used = {gpu for task in tasks.values() for gpu in task.gpus if gpu not in self._samples}
+        return tuple(
+            self._status(sample, gpu, tasks, awaited)
+            for sample in self._samples.values()
+            for gpu in _seats(sample.gpu, self.seats, used)
+        )
 
-    def _status(self, sample: GpuSample, tasks: Mapping[TaskId, Task]) -> GpuStatus:
-        obstacle = self.obstacle(sample.gpu, tasks)
+    def _status(
+        self, sample: GpuSample, gpu: GpuId, tasks: Mapping[TaskId, Task], awaited: Collection[TaskId]
+    ) -> GpuStatus:
+        obstacle = self.obstacle(gpu, tasks, awaited=awaited)
         return GpuStatus(
-            gpu=sample.gpu,
+            gpu=gpu,
             model=sample.model,
             memory_bytes=sample.memory_bytes,
             slot=sample.slot,
@@ -123,7 +180,14 @@ class Gpus:
             used_bytes=sample.used_bytes,
             strangers=sum(process.task is None for process in sample.processes),
             detail=sample.detail or obstacle,
+            device="" if gpu == sample.gpu else sample.gpu,
         )
+
+
+def _seats(device: GpuId, count: int, used: Collection[GpuId]) -> list[GpuId]:
+    """Return the seats of a device: those that are to be there, and others that are still used."""
+    seats = [seat(device, number) for number in range(count)]
+    return seats + sorted(gpu for gpu in used if device_of(gpu) == device and gpu not in seats)
 
 
 def _bytes_of(task: TaskId, processes: Iterable[GpuProcess]) -> list[int]:

@@ -72,14 +72,14 @@ def lost_work(facts: Facts) -> str:
 
 
 def _how(gone: WorkerGone) -> str:
+    if gone.reason:
+        return gone.reason
     if gone.signal is not None:
         try:
             name = signals.Signals(gone.signal).name
         except ValueError:
             name = f"signal {gone.signal}"
         return f"was killed by {name}, which this system did not send"
-    if gone.reason:
-        return gone.reason
     return f"exited with code {gone.exit_code}"
 
 

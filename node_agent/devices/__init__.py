@@ -9,7 +9,8 @@ Promises
 2. `memory` and `processes` are measured at the call, not remembered, and list every process, also parked ones.
 3. A lost GPU stays in `devices`; its `health` says so and its other methods raise `DeviceError`.
 4. A call that gets no answer raises `DeviceError` within `timeout_s`; nothing blocks for ever on a sick GPU.
-5. Every method may be called from any one thread at a time; none changes a setting of the GPU.
+5. Every method may be called from any one thread at a time, `activity` and `processes` also beside another call;
+   none changes a setting of the GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from protocol.messages import GpuId
 
 #: How two GPUs of a host are joined, tight to loose: NVLink, then the PCIe common ancestor.
 LinkKind = Literal["nvlink", "single", "multiple", "hostbridge", "node", "system"]
+#: What tells how busy a GPU is: its performance monitors, or the share of time in which anything ran on it.
+ActivitySource = Literal["gpm", "utilisation"]
 
 
 class DeviceError(Exception):
@@ -49,18 +52,31 @@ class Memory(Struct, frozen=True):
 
 
 class Process(Struct, frozen=True):
-    """A process with a context on a GPU."""
+    """A process with a context on a GPU; without `compute` it only draws there, like a display server."""
 
     pid: int
     memory_bytes: int
+    compute: bool = True
+
+
+class Activity(Struct, frozen=True):
+    """How busy a GPU was since the last reading, 0 to 1."""
+
+    busy: float
+    source: ActivitySource
 
 
 class Health(Struct, frozen=True):
-    """`lost`: the GPU answers no more. Not healthy and not lost: it should get no new work."""
+    """`lost`: the GPU answers no more. Not healthy and not lost: it should get no new work.
+
+    `faults` are the errors since the last call that a program on the GPU must be started again for; they say nothing
+    against the GPU itself.
+    """
 
     healthy: bool = True
     lost: bool = False
     detail: str = ""
+    faults: tuple[str, ...] = ()
 
 
 class DeviceBackend(Protocol):
@@ -94,6 +110,14 @@ class DeviceBackend(Protocol):
 
     def utilisation(self, gpu: GpuId) -> float | None:
         """Return the share of recent time in which the GPU worked, 0 to 1, or None if unknown."""
+        ...
+
+    def activity(self, gpu: GpuId) -> Activity | None:
+        """Return how busy it was since the last call, None where that is unknown, as it may be at the first.
+
+        One caller alone may ask, since a second would shorten what the first is told of. Calls should come more than
+        100 ms apart.
+        """
         ...
 
     def health(self, gpu: GpuId) -> Health:

@@ -7,15 +7,22 @@ a `DeviceError` instead of a hang. This module reads and never changes a setting
 from __future__ import annotations
 
 import importlib
+import os
 import queue
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from node_agent.devices import Device, DeviceError, Health, LinkKind, Memory, Process, visible
+from node_agent.devices import Activity, Device, DeviceError, Health, LinkKind, Memory, Process, visible
+from node_agent.devices.gpm import Gpm
+from node_agent.devices.xid import Verdict, demand, judge
 from protocol.messages import GpuId
 
 T = TypeVar("T")
@@ -39,23 +46,26 @@ SLOT_KINDS: frozenset[LinkKind] = frozenset({"nvlink", "single", "multiple"})
 
 #: Field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: the driver's own verdict on what a GPU needs; 0 is nothing.
 FIELD_RECOVERY = 230
-RECOVERY = {
-    1: "needs a GPU reset",
-    2: "needs a reboot of the node",
-    3: "should be drained of peer-to-peer work",
-    4: "should be drained and reset",
-    5: "needs its IMEX domain recovered",
-    6: "needs a bus reset",
-    7: "needs a reboot of the system",
-}
 EVENT_DOUBLE_BIT_ECC = 0x2
 EVENT_XID = 0x8
 EVENT_UNAVAILABLE = 0x4000
 EVENT_RECOVERY = 0x8000
-#: Xids that a program's own mistake raises; they say nothing against the GPU. Used only where the driver gives no
-#: recovery action (before driver 570): any other Xid then takes the GPU out of use.
-XIDS_OF_PROGRAMS = frozenset({13, 31, 43, 45})
 EVENTS_MAX = 100  #: taken in per call, so that a storm of them cannot keep the thread
+FAULTS_MAX = 8  #: kept per GPU until they are asked for
+#: Between two looks at whether a GPU that was lost answers a library opened afresh.
+REVIVE_S = 30.0
+#: Prints the UUID of each GPU that answers; a process of its own, as opening the library may hang on a sick GPU.
+LOOK = """
+import pynvml as nvml
+nvml.nvmlInit()
+for index in range(nvml.nvmlDeviceGetCount()):
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        nvml.nvmlDeviceGetMemoryInfo(handle)
+        print(nvml.nvmlDeviceGetUUID(handle))
+    except nvml.NVMLError:
+        pass
+"""
 
 
 class _Gpu(Struct):
@@ -64,6 +74,9 @@ class _Gpu(Struct):
     handle: Any
     device: Device
     health: Health = Health()
+    faults: tuple[str, ...] = ()
+    demanded: bool = False  #: out of use because of the driver's recovery action, so until it is withdrawn
+    silent: bool = False  #: out of use because NVML did not answer, so until a library opened afresh answers
 
 
 class NvmlBackend:
@@ -75,6 +88,8 @@ class NvmlBackend:
         The module `pynvml`, or one with the functions of it used here.
     timeout_s
         How long a call may take before the GPUs count as unmeasurable.
+    look
+        The program that finds out which GPUs answer again, after one was lost.
 
     Raises
     ------
@@ -85,9 +100,17 @@ class NvmlBackend:
     idle_bytes_max = IDLE_BYTES_MAX
     parked_bytes_max = PARKED_BYTES_MAX
 
-    def __init__(self, nvml: Any = None, *, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        nvml: Any = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        look: Sequence[str] = (sys.executable, "-I", "-c", LOOK),
+    ) -> None:
         self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
         self._thread = _Watched(timeout_s)
+        self._look = _Look(look)
+        self._gpm = Gpm(self._nvml)
         self._events: Any = None
         try:
             found = self._thread.call(self._open)
@@ -118,21 +141,32 @@ class NvmlBackend:
         """Return the share of time in which a kernel ran, over the driver's last window."""
         return self._about(gpu, self._utilisation)
 
+    def activity(self, gpu: GpuId) -> Activity | None:
+        """Return what the performance monitors say, else the driver's last window (1/6 to 1 s, nvml.h)."""
+        return self._about(gpu, self._activity)
+
     def health(self, gpu: GpuId) -> Health:
-        """Return its health after taking in the driver's events."""
+        """Return its health after taking in the driver's events; one that had gone silent is looked for again."""
         entry = self._known(gpu)
         self._thread.call(self._take_in_events)
+        if entry.silent and gpu in self._look.answering():
+            self._thread.call(self._reopen)
         if not entry.health.lost:
             self._thread.call(lambda: self._touch(entry))
-        return entry.health
+        faults, entry.faults = entry.faults, ()
+        return structs.replace(entry.health, faults=faults)
 
     def env(self, gpus: Sequence[GpuId]) -> dict[str, str]:
         """Show `gpus` by UUID: a hint to CUDA, not isolation."""
         return visible(gpus)
 
     def cpus(self, gpus: Sequence[GpuId]) -> Sequence[int] | None:
-        """Leave cores to the kernel."""
-        return None
+        """Return the cores that the driver calls near to `gpus`, None where it makes no difference."""
+        allowed = os.sched_getaffinity(0)
+        words = max(allowed) // 64 + 1
+        masks = [self._about(gpu, lambda one: self._near(one, words)) for gpu in gpus]
+        near = allowed.intersection(*masks) if masks and all(masks) else set()
+        return sorted(near) if near and near != allowed else None
 
     def attach(self, pid: int, gpus: Sequence[GpuId]) -> None:
         """Nothing to do: the driver itself knows who is on a GPU."""
@@ -148,6 +182,7 @@ class NvmlBackend:
             pass  # a library that hangs now has nothing more to lose
         finally:
             self._thread.close()
+            self._look.close()
 
     # --- in the watched thread --------------------------------------------------------------------------------------
 
@@ -222,6 +257,29 @@ class NvmlBackend:
         except nvml.NVMLError:
             self._events = None  # a virtual GPU without events: losses still show in every call
 
+    def _reopen(self) -> None:
+        """Open the library afresh, which a GPU needs that was reset or came back; all handles are new after that."""
+        nvml = self._nvml
+        nvml.nvmlShutdown()
+        nvml.nvmlInit()
+        for index in range(nvml.nvmlDeviceGetCount()):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            gpu = self._gpus.get(GpuId(_text(nvml.nvmlDeviceGetUUID(handle))))
+            if gpu is None:
+                continue
+            gpu.handle = handle
+            if gpu.silent:
+                gpu.health, gpu.silent = Health(), False
+        self._register([gpu for gpu in self._gpus.values() if not gpu.silent])
+
+    def _near(self, gpu: _Gpu, words: int) -> set[int]:
+        """Return the cores on the GPU's side of the host; none where the driver does not tell."""
+        try:
+            masks = self._nvml.nvmlDeviceGetCpuAffinity(gpu.handle, words)
+        except self._nvml.NVMLError:
+            return set()
+        return {word * 64 + bit for word, mask in enumerate(masks) for bit in range(64) if int(mask) >> bit & 1}
+
     def _memory(self, gpu: _Gpu) -> Memory:
         nvml = self._nvml
         try:
@@ -235,6 +293,7 @@ class NvmlBackend:
     def _processes(self, gpu: _Gpu) -> Sequence[Process]:
         nvml = self._nvml
         found: dict[int, int] = {}
+        compute: set[int] = set()
         for listing in (
             nvml.nvmlDeviceGetComputeRunningProcesses,
             nvml.nvmlDeviceGetMPSComputeRunningProcesses,
@@ -247,7 +306,9 @@ class NvmlBackend:
             for entry in entries:
                 # The memory is None where the driver does not tell, as on WDDM and some virtual GPUs.
                 found[int(entry.pid)] = max(found.get(int(entry.pid), 0), int(entry.usedGpuMemory or 0))
-        return [Process(pid, memory_bytes) for pid, memory_bytes in sorted(found.items())]
+            if listing != nvml.nvmlDeviceGetGraphicsRunningProcesses:
+                compute.update(int(entry.pid) for entry in entries)
+        return [Process(pid, memory_bytes, pid in compute) for pid, memory_bytes in sorted(found.items())]
 
     def _utilisation(self, gpu: _Gpu) -> float | None:
         nvml = self._nvml
@@ -255,6 +316,14 @@ class NvmlBackend:
             return float(nvml.nvmlDeviceGetUtilizationRates(gpu.handle).gpu) / 100.0
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_NotFound):
             return None  # MIG, or no sample in the driver's window
+
+    def _activity(self, gpu: _Gpu) -> Activity | None:
+        uuid = gpu.device.gpu
+        if self._gpm.supports(uuid, gpu.handle):
+            busy = self._gpm.busy(uuid, gpu.handle)
+            return None if busy is None else Activity(busy, "gpm")
+        used = self._utilisation(gpu)
+        return None if used is None else Activity(used, "utilisation")
 
     def _take_in_events(self) -> None:
         nvml = self._nvml
@@ -277,12 +346,19 @@ class NvmlBackend:
         if gpu is None or gpu.health.lost:
             return
         kind, data = int(event.eventType), int(event.eventData)
-        what = f"Xid {data}" if kind == EVENT_XID else f"event 0x{kind:x}"
         action = self._recovery(gpu)
-        if action:
-            gpu.health = Health(healthy=False, detail=f"{what}: it {RECOVERY.get(action, f'needs action {action}')}")
-        elif action is None and not (kind == EVENT_XID and data in XIDS_OF_PROGRAMS):
-            gpu.health = Health(healthy=False, detail=f"{what}; check the driver's log, then restart the node agent")
+        if kind == EVENT_XID:
+            verdict = judge(data, action)
+        elif action:
+            verdict = Verdict(drain=f"event 0x{kind:x}: it {demand(action)}")
+        elif action is None:
+            verdict = Verdict(drain=f"event 0x{kind:x}; look into the kernel's log, then restart the node agent")
+        else:
+            verdict = Verdict()
+        if verdict.fault:
+            gpu.faults = (*gpu.faults, verdict.fault)[-FAULTS_MAX:]
+        if verdict.drain:
+            gpu.health, gpu.demanded = Health(healthy=False, detail=verdict.drain), bool(action)
 
     def _uuid_of(self, event: Any) -> str:
         try:
@@ -300,10 +376,12 @@ class NvmlBackend:
         return int(value.value.uiVal) if value.nvmlReturn == 0 else None
 
     def _touch(self, gpu: _Gpu) -> None:
-        """Learn whether the GPU still answers, and whether a reset has since cured it."""
+        """Learn whether the GPU still answers, and whether the driver asks for a recovery or no longer does."""
         action = self._ask(gpu, self._recovery)
         if action and gpu.health.healthy:
-            gpu.health = Health(healthy=False, detail=f"it {RECOVERY.get(action, f'needs action {action}')}")
+            gpu.health, gpu.demanded = Health(healthy=False, detail=f"it {demand(action)}"), True
+        elif action == 0 and gpu.demanded:
+            gpu.health, gpu.demanded = Health(), False
         self._ask(gpu, lambda one: self._nvml.nvmlDeviceGetMemoryInfo(one.handle))
 
     def _ask(self, gpu: _Gpu, question: Callable[[_Gpu], T]) -> T | None:
@@ -312,8 +390,9 @@ class NvmlBackend:
         except self._nvml.NVMLError as error:
             if getattr(error, "value", None) == self._nvml.NVML_ERROR_GPU_IS_LOST:
                 gpu.health = Health(healthy=False, lost=True, detail="it fell off the bus (NVML_ERROR_GPU_IS_LOST)")
+                gpu.silent = True
             elif gpu.health.healthy:
-                gpu.health = Health(healthy=False, detail=f"NVML: {error}")
+                gpu.health, gpu.silent = Health(healthy=False, detail=f"NVML: {error}"), True
             return None
 
     # --- outside it -------------------------------------------------------------------------------------------------
@@ -404,3 +483,33 @@ class _Watched:
                 future.set_result(work())
             except Exception as error:  # noqa: BLE001 - handed to the caller, whose call it was
                 future.set_exception(error)
+
+
+class _Look:
+    """Looks for GPUs that answer again, every `REVIVE_S` and by a process of its own; never waits for it."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._next = 0.0
+
+    def answering(self) -> set[str]:
+        """Return the UUIDs that the last look found, once; empty while it runs or none is due."""
+        if self._process is None:
+            if time.monotonic() >= self._next:
+                self._process = subprocess.Popen(
+                    self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+                )
+            return set()
+        if self._process.poll() is None:
+            return set()  # it may hang in the driver for ever; then nothing is ever found, and nothing waits
+        found, _ = self._process.communicate()
+        self._process, self._next = None, time.monotonic() + REVIVE_S
+        return set(found.decode(errors="replace").split())
+
+    def close(self) -> None:
+        """End a look that is under way; one that hangs in the driver is left to the system."""
+        if self._process is not None:
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.communicate(timeout=1.0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
+from node_agent import procfs
 from node_agent.core.events import GpuProcess, GpuSample
-from node_agent.devices import Device, DeviceBackend, DeviceError
+from node_agent.devices import Device, DeviceBackend, DeviceError, Process
 from node_agent.devices.nvml import NvmlBackend
 from node_agent.devices.simulated import SimulatedBackend
 from protocol.messages import TaskId
@@ -41,12 +43,13 @@ def measure(backend: DeviceBackend, owner: Callable[[int], TaskId | None]) -> tu
 def _sample(backend: DeviceBackend, device: Device, owner: Callable[[int], TaskId | None]) -> GpuSample:
     health = backend.health(device.gpu)
     processes: tuple[GpuProcess, ...] = ()
-    used_bytes = 0
+    used_bytes, utilisation = 0, None
     if not health.lost:
         # Processes first: one that leaves in between is then counted too much, never too little.
         found = backend.processes(device.gpu)
-        processes = tuple(GpuProcess(p.pid, p.memory_bytes, owner(p.pid)) for p in found)
+        processes = tuple(_process(process, owner(process.pid)) for process in found)
         used_bytes = backend.memory(device.gpu).used_bytes
+        utilisation = backend.utilisation(device.gpu)
     return GpuSample(
         gpu=device.gpu,
         model=device.model,
@@ -57,4 +60,21 @@ def _sample(backend: DeviceBackend, device: Device, owner: Callable[[int], TaskI
         healthy=health.healthy,
         lost=health.lost,
         detail=health.detail,
+        utilisation=utilisation,
+        faults=health.faults,
+    )
+
+
+def _process(process: Process, task: TaskId | None) -> GpuProcess:
+    """Return what the core is told of a process; of a stranger, all that decides whether it may be ended."""
+    if task is not None:
+        return GpuProcess(process.pid, process.memory_bytes, task)
+    known = procfs.stat(process.pid)
+    return GpuProcess(
+        process.pid,
+        process.memory_bytes,
+        uid=procfs.uid(process.pid),
+        start_ticks=0 if known is None else known.start_ticks,
+        compute=process.compute,
+        helper=process.pid == os.getpid() or procfs.root_of(process.pid, {os.getpid()}) is not None,
     )

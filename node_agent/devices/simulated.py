@@ -8,10 +8,12 @@ for all to see, since the kernel books a memfd as shared. What it cannot show: s
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Iterable, Sequence
 
 from node_agent import procfs
-from node_agent.devices import Device, DeviceError, Health, LinkKind, Memory, Process, visible
+from node_agent.devices import Activity, Device, DeviceError, Health, LinkKind, Memory, Process, visible
+from node_agent.devices.xid import demand, judge
 from protocol.messages import GpuId
 
 GPUS_MAX = 64
@@ -20,9 +22,12 @@ GPUS_PER_SLOT = 2
 CONTEXT_BYTES = 256 * 2**20
 PARKED_BYTES_MAX = 128 * 2**20
 MEMORY_BYTES = 4 * 2**30
+#: Utilisation is of at least so much time, as a driver's is.
+RECENT_S = 1.0
 
 #: Without these glibc keeps what torch frees, and a parked worker would seem to hold its memory (findings: 0.9 GiB).
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072"}
+#: And without huge pages giving memory back and taking it again costs several times what copying it does.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
 class SimulatedBackend:
@@ -44,6 +49,11 @@ class SimulatedBackend:
         self._attached: dict[int, tuple[GpuId, ...]] = {}
         self._strangers: dict[GpuId, tuple[int, ...]] = {}
         self._lost: dict[GpuId, str] = {}
+        self._drained: dict[GpuId, str] = {}
+        self._faults: dict[GpuId, tuple[str, ...]] = {}
+        self._checkpointed: dict[int, int] = {}
+        self._meters = {device.gpu: _Meter() for device in self._devices}
+        self._slow_meters = {device.gpu: _Meter(RECENT_S) for device in self._devices}
 
     def _device(self, node: str, index: int) -> Device:
         slot = f"slot-{index // GPUS_PER_SLOT}"
@@ -56,12 +66,56 @@ class SimulatedBackend:
         self._lost[self._known(gpu)] = detail
 
     def restore(self, gpu: GpuId) -> None:
-        """Undo `lose`."""
-        self._lost.pop(gpu, None)
+        """Undo `lose`, `fault` and `require`, as a reset would."""
+        for what in (self._lost, self._drained, self._faults):
+            what.pop(gpu, None)
+
+    def fault(self, gpu: GpuId, xid: int) -> None:
+        """Raise an Xid on `gpu`, as under a driver that gives no recovery action."""
+        verdict = judge(xid, None)
+        if verdict.drain:
+            self._drained[self._known(gpu)] = verdict.drain
+        if verdict.fault:
+            self._faults[self._known(gpu)] = (*self._faults.get(gpu, ()), verdict.fault)
+
+    def require(self, gpu: GpuId, action: int) -> None:
+        """Have the driver ask for a recovery action of `gpu`; 0 withdraws it."""
+        self._drained.pop(self._known(gpu), None)
+        if action:
+            self._drained[gpu] = f"it {demand(action)}"
 
     def intrude(self, gpu: GpuId, *pids: int) -> None:
         """Put processes that run under no lease on `gpu`; none to clear it."""
         self._strangers[self._known(gpu)] = pids
+
+    # --- the driver's checkpoint, as it is simulated ----------------------------------------------------------------
+
+    def checkpointed(self, pids: Iterable[int]) -> int:
+        """Leave `pids` out of every GPU for as long as they stand still; return the bytes that this frees."""
+        self._checkpointed |= {pid: process.start_ticks for pid in pids if (process := procfs.stat(pid)) is not None}
+        return sum(map(_device_bytes, pids))
+
+    def restored(self, pids: Iterable[int]) -> int:
+        """Count them again; return the bytes that this takes."""
+        for pid in pids:
+            self._checkpointed.pop(pid, None)
+        return sum(map(_device_bytes, pids))
+
+    def too_small_for(self, pids: Collection[int]) -> GpuId | None:
+        """Return a GPU that cannot hold what the checkpointed `pids` would bring back, None if all can."""
+        roots = procfs.descendants(self._attached)
+        for gpu in {gpu for pid in pids if pid in roots for gpu in self._attached[roots[pid]]}:
+            back = [pid for pid in pids if pid in roots and gpu in self._attached[roots[pid]]]
+            needed = sum(_device_bytes(pid) // len(self._attached[roots[pid]]) for pid in back)
+            if self.memory(gpu).used_bytes + needed > self._memory_bytes:
+                return gpu
+        return None
+
+    def _is_checkpointed(self, pid: int) -> bool:
+        if pid not in self._checkpointed:
+            return False
+        process = procfs.stat(pid)
+        return process is not None and process.state == "T" and process.start_ticks == self._checkpointed[pid]
 
     # --- the promises -----------------------------------------------------------------------------------------------
 
@@ -80,21 +134,34 @@ class SimulatedBackend:
 
     def processes(self, gpu: GpuId) -> Sequence[Process]:
         """Return every process under a root attached to `gpu`; one on several GPUs uses an equal share of each."""
+        return [Process(pid, _device_bytes(pid) // share) for pid, share in self._on(gpu)]
+
+    def _on(self, gpu: GpuId) -> list[tuple[int, int]]:
+        """Return every process on `gpu`, with the number of GPUs that it is on."""
         self._answering(gpu)
-        shares = {root: len(gpus) for root, gpus in self._attached.items() if gpu in gpus}
+        shares = {root: len(gpus) for root, gpus in list(self._attached.items()) if gpu in gpus}
         ours = [(pid, shares[root]) for pid, root in procfs.descendants(shares).items()] if shares else []
+        ours = [(pid, share) for pid, share in ours if not self._is_checkpointed(pid)]
         strangers = [(pid, 1) for pid in self._strangers.get(gpu, ()) if procfs.stat(pid) is not None]
-        return [Process(pid, _device_bytes(pid) // share) for pid, share in sorted(ours + strangers)]
+        return sorted(ours + strangers)
 
     def utilisation(self, gpu: GpuId) -> float | None:
-        """Unknown: the worker's own step times say more."""
-        self._answering(gpu)
-        return None
+        """Return the share of the last second or more that its processes spent on a core."""
+        processes = self._on(gpu)
+        return self._slow_meters[gpu].read(processes)
+
+    def activity(self, gpu: GpuId) -> Activity | None:
+        """Return the share of the time since the last call that its processes spent on a core."""
+        processes = self._on(gpu)
+        busy = self._meters[gpu].read(processes)
+        return None if busy is None else Activity(busy, "utilisation")
 
     def health(self, gpu: GpuId) -> Health:
-        """Return whether `lose` was called."""
-        detail = self._lost.get(self._known(gpu))
-        return Health() if detail is None else Health(healthy=False, lost=True, detail=detail)
+        """Return what was injected."""
+        if self._known(gpu) in self._lost:
+            return Health(healthy=False, lost=True, detail=self._lost[gpu])
+        drained = self._drained.get(gpu, "")
+        return Health(healthy=not drained, detail=drained, faults=self._faults.pop(gpu, ()))
 
     def env(self, gpus: Sequence[GpuId]) -> dict[str, str]:
         """Make the memory honest and give one compute thread per virtual GPU."""
@@ -128,6 +195,28 @@ class SimulatedBackend:
     def _answering(self, gpu: GpuId) -> None:
         if self._known(gpu) in self._lost:
             raise DeviceError(f"{gpu} is lost: {self._lost[gpu]}")
+
+
+class _Meter:
+    """The share of time that processes spent on a core since it was last read, at least `window_s` ago."""
+
+    def __init__(self, window_s: float = 0.0) -> None:
+        self._window_s = window_s
+        self._at_s = time.monotonic()
+        self._used_s: dict[int, float] | None = None
+        self._busy: float | None = None
+
+    def read(self, processes: Iterable[tuple[int, int]]) -> float | None:
+        """Return the share, 0 to 1; None at the first call. A process on several GPUs works equally on each."""
+        now_s = time.monotonic()
+        if self._used_s is not None and now_s - self._at_s < self._window_s:
+            return self._busy
+        used_s = {pid: seconds / share for pid, share in processes if (seconds := procfs.cpu_s(pid)) is not None}
+        if self._used_s is not None and now_s > self._at_s:
+            spent_s = sum(max(0.0, seconds - self._used_s.get(pid, 0.0)) for pid, seconds in used_s.items())
+            self._busy = min(1.0, spent_s / (now_s - self._at_s))
+        self._at_s, self._used_s = now_s, used_s
+        return self._busy
 
 
 def _device_bytes(pid: int) -> int:

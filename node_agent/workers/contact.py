@@ -1,8 +1,8 @@
 """The Unix socket on which one task's worker talks: lines in, orders out.
 
 Callbacks only, so no task can die unseen. A connection counts once its first line is a hello of this very task from a
-process of our own user; whatever else it says costs it the connection and nobody else anything. When a worker
-reconnects the newest connection is the worker.
+process of our own user; whatever else it says costs it the connection and nobody else anything. A task may be several
+training processes: each has its rank and its connection, and when one reconnects the newest connection is that rank.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
 #: How long a connection may stay silent before its hello.
 HELLO_S = 5.0
-#: Connections of one task that have not said hello yet; more are turned away.
-STRANGERS_MAX = 8
+#: Connections of one task that have not said hello yet; more are turned away. All its ranks may come at once.
+STRANGERS_MAX = 64
 
 
 class Contact:
@@ -34,15 +34,16 @@ class Contact:
     Parameters
     ----------
     said, left
-        Called with each line of the worker, and when its connection is gone.
+        Called with each line of a rank, and when its connection is gone.
     """
 
-    def __init__(self, task: TaskId, said: Callable[[FromWorker], None], left: Callable[[], None]) -> None:
+    def __init__(self, task: TaskId, said: Callable[[FromWorker, int], None], left: Callable[[int], None]) -> None:
         self.task = task
         self._said = said
         self._left = left
         self._server: asyncio.Server | None = None
-        self._worker: _Connection | None = None
+        self._ranks: dict[int, _Connection] = {}
+        self._world = 1
         self._strangers: set[_Connection] = set()
         self._silent = asyncio.Event()
         self._silent.set()
@@ -52,22 +53,27 @@ class Contact:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: _Connection(self), str(path))
 
-    def order(self, order: Order) -> bool:
-        """Pass `order` on; False if no worker is connected."""
-        if self._worker is None:
-            return False
-        self._worker.send(encode_line(order))
-        return True
+    @property
+    def world(self) -> int:
+        """How many training processes the task has here, by what the newest that came says."""
+        return self._world
+
+    def order(self, order: Order, rank: int | None = None) -> bool:
+        """Pass `order` on to one rank, or to all that are connected; False if that is nobody."""
+        connections = [one for number, one in self._ranks.items() if rank in (None, number)]
+        for connection in connections:
+            connection.send(encode_line(order))
+        return bool(connections)
 
     async def wait_silent(self) -> None:
-        """Wait until no worker is connected: all that it said has then been passed on."""
+        """Wait until no rank is connected: all that they said has then been passed on."""
         await self._silent.wait()
 
     def close(self) -> None:
         """Stop listening and hang up; the worker lives on."""
         if self._server is not None:
             self._server.close()
-        for connection in [*self._strangers, *([self._worker] if self._worker else [])]:
+        for connection in [*self._strangers, *self._ranks.values()]:
             connection.hang_up()
 
     # --- called by connections --------------------------------------------------------------------------------------
@@ -81,32 +87,50 @@ class Contact:
 
     def heard(self, connection: _Connection, message: FromWorker) -> str:
         """Take a line in; return what is wrong with it, or an empty string."""
-        if connection is not self._worker:
-            if not isinstance(message, Hello):
-                return "the first line is no hello"
-            if message.task != self.task or message.proto != PROTO:
-                return f"a hello of task {message.task!r}, protocol {message.proto}, on the socket of {self.task}"
-            self._strangers.discard(connection)
-            earlier, self._worker = self._worker, connection
-            self._silent.clear()
-            if earlier is not None:
-                earlier.hang_up()
-        self._said(message)
+        if self._ranks.get(connection.rank) is not connection:
+            wrong = self._why_not(message)
+            if wrong or not isinstance(message, Hello):
+                return wrong
+            self._admit(connection, message)
+        self._said(message, connection.rank)
         return ""
+
+    def _why_not(self, message: FromWorker) -> str:
+        """Return why a connection cannot begin with this line; empty if it can."""
+        if not isinstance(message, Hello):
+            return "the first line is no hello"
+        if message.task != self.task or message.proto != PROTO:
+            return f"a hello of task {message.task!r}, protocol {message.proto}, on the socket of {self.task}"
+        if message.rank >= message.world:
+            return f"a hello of rank {message.rank} of {message.world}; ranks are counted from 0"
+        if message.world != self._world and self._ranks.keys() - {message.rank}:
+            return f"a hello of rank {message.rank} of {message.world}, while ranks of {self._world} are connected"
+        return ""
+
+    def _admit(self, connection: _Connection, hello: Hello) -> None:
+        self._strangers.discard(connection)
+        earlier = self._ranks.get(hello.rank)
+        connection.rank, self._world = hello.rank, hello.world
+        self._ranks[hello.rank] = connection
+        self._silent.clear()
+        if earlier is not None:
+            earlier.hang_up()
 
     def closed(self, connection: _Connection) -> None:
         """Note that a connection is gone."""
         self._strangers.discard(connection)
-        if connection is self._worker:
-            self._worker = None
-            self._silent.set()
-            self._left()
+        if self._ranks.get(connection.rank) is connection:
+            del self._ranks[connection.rank]
+            if not self._ranks:
+                self._silent.set()
+            self._left(connection.rank)
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: bytes to lines."""
+    """One connection: bytes to lines. `rank` is -1 until its hello."""
 
     def __init__(self, contact: Contact) -> None:
+        self.rank = -1
         self._contact = contact
         self._buffer = b""
         self._transport: asyncio.Transport | None = None

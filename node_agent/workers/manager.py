@@ -13,11 +13,10 @@ import os
 import select
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from hashlib import blake2s
 from pathlib import Path
@@ -26,14 +25,18 @@ from typing import Literal
 import msgspec
 import structlog
 from msgspec import Struct
+from msgspec.structs import replace
 
 from node_agent import procfs
 from node_agent.core.events import (
     Adopted,
     AdoptedWorker,
+    EndStranger,
+    Flushed,
     LocalEvent,
     StartFailed,
     StartWorker,
+    StrangerSpared,
     WorkerDisconnected,
     WorkerGone,
     WorkerNote,
@@ -41,11 +44,14 @@ from node_agent.core.events import (
     WorkerStarted,
 )
 from node_agent.devices import DeviceBackend
+from node_agent.workers import containment
 from node_agent.workers.contact import Contact
-from node_agent.workers.records import Record, Records, Spec, Started, read_json, write_json
+from node_agent.workers.containment import ContainmentError, Limits, Standing
+from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
+from node_agent.workers.records import Exit, Record, Records, Spec, Started, read_json, write_json
 from node_agent.workers.shim import LOCK_FD
-from protocol.messages import TaskId
-from protocol.worker import Order
+from protocol.messages import TaskId, device_of
+from protocol.worker import FromWorker, Order, Progress
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
@@ -60,10 +66,12 @@ KILLED_S = 5.0
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 #: Of what a shim that could not start complained of.
 COMPLAINT_BYTES_MAX = 2000
+#: In the state directory: which containment is in force.
+STANDING = "containment.json"
+#: The variable by which a task's processes are known as ours: its value is that of no other task and no other agent.
+SOCKET = "GPU_ARBITER_SOCKET"
 #: Longest path of a Unix socket the kernel takes, less the terminating zero.
 SOCKET_PATH_MAX = 107
-
-Containment = Literal["none", "systemd-scope"]
 
 
 class WorkersError(Exception):
@@ -78,6 +86,7 @@ class FinishedFile(Struct, frozen=True):
     """``finished.json``, left in the checkpoint folder by a worker that finished."""
 
     task: str
+    step: int = -1
     metrics: dict[str, float] = {}
 
 
@@ -89,7 +98,11 @@ class Settings(Struct, frozen=True):
     boot_id: str
     runtime_dir: Path | None = None
     bootstrap_dir: Path | None = None
-    containment: Containment = "none"
+    containment: containment.Kind = "none"
+    cgroup_root: str = ""
+    memory_max_bytes: int = 0  #: host memory of a task for each GPU that it has; 0: not bounded
+    devices: tuple[str, ...] = ()  #: patterns of device files that tasks may open besides those of their GPUs
+    memory_dir: Path | None = None  #: on tmpfs; where workers that leave may put their checkpoints
 
 
 class _Worker:
@@ -100,6 +113,7 @@ class _Worker:
         self.contact = contact
         self.started: Started | None = None
         self.pidfd: int | None = None
+        self.trained: set[int] = set()  #: the ranks that have made a mini-batch, and so have loaded what they restored
 
 
 class Workers:
@@ -136,28 +150,51 @@ class Workers:
         self._records = Records(settings.state_dir)
         self._sockets = _socket_dir(settings.runtime_dir or settings.state_dir)
         self._workers: dict[TaskId, _Worker] = {}
-        if settings.containment == "systemd-scope":
-            _check_systemd()
+        self._bounds = self._contain()
+        self._memory = self._open_memory()
+
+    def _contain(self) -> containment.Containment:
+        """Choose the containment, and say aloud what it leaves open."""
+        settings = self._settings
+        try:
+            bounds = containment.choose(settings.containment, settings.cgroup_root)
+        except ContainmentError as error:
+            raise WorkersError(str(error)) from error
+        log.info("containment.chosen", containment=bounds.kind)
+        for lack in bounds.lacks:
+            log.warning("containment.open", containment=bounds.kind, lack=lack)
+        write_json(settings.state_dir / STANDING, Standing(bounds.kind, bounds.lacks))
+        return bounds
+
+    def _open_memory(self) -> MemoryCheckpoints | None:
+        folder = self._settings.memory_dir
+        try:
+            return None if folder is None else MemoryCheckpoints(folder)
+        except OSError as error:
+            raise WorkersError(
+                f"memory_dir {folder} cannot be made ({error.strerror}); name a folder on tmpfs, or leave it out"
+            ) from error
 
     # --- what the core asks -----------------------------------------------------------------------------------------
 
     async def start(self, effect: StartWorker) -> None:
         """Start the task's process and post how that went."""
         try:
-            spec = self._spec(effect)
+            spec = self._spec(effect, await asyncio.to_thread(self._offer_memory, effect))
             started = await self._launch(spec)
         except (CannotStart, OSError) as error:
             self._drop(effect.task)
+            await asyncio.to_thread(self._bounds.leave, self._key(effect.task))
             self._post(StartFailed(effect.task, str(error)))
             return
         self._post(WorkerStarted(effect.task, started.pid))
         self._watch(effect.task, started)
 
-    def order(self, task: TaskId, order: Order) -> None:
-        """Pass an order on, if the worker is connected."""
+    def order(self, task: TaskId, order: Order, rank: int | None = None) -> None:
+        """Pass an order on to one training process of the task, or to all, as far as they are connected."""
         worker = self._workers.get(task)
         if worker is not None:
-            worker.contact.order(order)
+            worker.contact.order(order, rank)
 
     def signal(self, task: TaskId, how: Literal["terminate", "kill"]) -> None:
         """SIGTERM the main process (waking it if it was stopped), or SIGKILL everything the task started."""
@@ -166,10 +203,29 @@ class Workers:
             return
         started = worker.started
         if how == "kill":
-            self._kill_all(started)
+            self._kill_all(task, started)
         elif procfs.is_running(started.pid, started.start_ticks):
             _send(started.pid, signal.SIGTERM)
             _send(started.pid, signal.SIGCONT)
+
+    def end_stranger(self, effect: EndStranger) -> None:
+        """Signal a process that uses a GPU under no lease, or post why it cannot be."""
+        number = signal.SIGKILL if effect.how == "kill" else signal.SIGTERM
+        try:
+            fd = os.pidfd_open(effect.pid)
+        except ProcessLookupError:
+            return
+        try:
+            if procfs.is_running(effect.pid, effect.start_ticks):
+                signal.pidfd_send_signal(fd, number)
+                log.warning("stranger.signalled", pid=effect.pid, gpu=effect.gpu, signal=number.name)
+        except ProcessLookupError:
+            pass
+        except PermissionError:
+            reason = "the node agent has no right to end it; give its service CAP_KILL, or end it yourself"
+            self._post(StrangerSpared(effect.pid, effect.start_ticks, reason))
+        finally:
+            os.close(fd)
 
     async def note(self, task: TaskId, note: WorkerNote) -> None:
         """Write down what the next node agent must know of a worker."""
@@ -187,6 +243,15 @@ class Workers:
 
     # --- what others ask --------------------------------------------------------------------------------------------
 
+    def living(self) -> list[TaskId]:
+        """Return the tasks whose processes live, as far as is known."""
+        return [task for task, worker in self._workers.items() if worker.started is not None]
+
+    def processes(self, task: TaskId) -> list[int]:
+        """Return all processes of a task; reads all of /proc, and may be called from any thread."""
+        worker = self._workers.get(task)
+        return [] if worker is None or worker.started is None else list(procfs.descendants([worker.started.shim]))
+
     def owner(self, pid: int) -> TaskId | None:
         """Return the task that a process belongs to; may be called from the sampling thread."""
         tasks = {w.started.shim: task for task, w in list(self._workers.items()) if w.started is not None}
@@ -200,6 +265,8 @@ class Workers:
         self._post(Adopted(tuple(_adopted(spec, record.note) for record, spec in specs)))
         for record, spec in specs:
             await self._adopt(record, spec)
+        await asyncio.to_thread(self._sweep, list(self._workers))
+        self._keep_what_is_left({spec.task for _, spec in specs})
 
     def close(self) -> None:
         """Let go of all workers without touching them."""
@@ -210,26 +277,29 @@ class Workers:
 
     async def end(self) -> None:
         """SIGKILL all workers and wait a little for them to go, for a node agent that is to leave nothing behind."""
-        living = [worker.started for worker in self._workers.values() if worker.started is not None]
+        living = [(task, worker.started) for task, worker in self._workers.items() if worker.started is not None]
         for worker in self._workers.values():
             self._unwatch(worker)
         await asyncio.to_thread(self._end, living)
 
-    def _end(self, living: Sequence[Started]) -> None:
+    def _end(self, living: Sequence[tuple[TaskId, Started]]) -> None:
         deadline = time.monotonic() + KILLED_S
         left = list(living)
         while left and time.monotonic() < deadline:
-            for started in left:
-                self._kill_all(started)
+            for task, started in left:
+                self._kill_all(task, started)
                 _reap(started.shim)
-            left = [started for started in left if procfs.is_running(started.shim, started.shim_ticks)]
+            left = [(task, one) for task, one in left if procfs.is_running(one.shim, one.shim_ticks)]
             time.sleep(0.01)
+        for task, _ in living:
+            self._bounds.leave(self._key(task))
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def _spec(self, effect: StartWorker) -> Spec:
+    def _spec(self, effect: StartWorker, memory: dict[str, str]) -> Spec:
         launch, node = effect.launch, self._settings.node
-        env = self._environment(effect)
+        devices = [device_of(gpu) for gpu in effect.gpus]
+        env = self._environment(effect) | self._backend.env(devices) | memory
         _check_folder(launch.cwd, node)
         _check_command(launch.command[0], launch.cwd, env.get("PATH", os.defpath), node)
         _check_checkpoint_dir(launch.checkpoint_dir, node)
@@ -245,7 +315,7 @@ class Workers:
             env=env,
             log=str(self._records.log_path(effect.task)),
             checkpoint_dir=launch.checkpoint_dir,
-            cpus=tuple(self._backend.cpus(effect.gpus) or ()),
+            cpus=tuple(self._backend.cpus(devices) or ()),
         )
 
     def _environment(self, effect: StartWorker) -> dict[str, str]:
@@ -255,26 +325,26 @@ class Workers:
             env["PYTHONPATH"] = os.pathsep.join(
                 path for path in (str(self._settings.bootstrap_dir), env.get("PYTHONPATH", "")) if path
             )
-        return (
-            env
-            | self._backend.env(effect.gpus)
-            | {
-                "GPU_ARBITER_SOCKET": str(self._socket_path(effect.task)),
-                "GPU_ARBITER_TASK": effect.task,
-                "GPU_ARBITER_JOB": effect.job,
-                "GPU_ARBITER_ATTEMPT": str(effect.attempt),
-                "GPU_ARBITER_CHECKPOINT_DIR": effect.launch.checkpoint_dir,
-                "GPU_ARBITER_GPUS": str(len(effect.gpus)),
-                # Its watchdog would take a suspended worker for a hung one and kill it.
-                "TORCH_NCCL_ENABLE_MONITORING": "0",
-            }
-        )
+        return env | {
+            "GPU_ARBITER_SOCKET": str(self._socket_path(effect.task)),
+            "GPU_ARBITER_TASK": effect.task,
+            "GPU_ARBITER_JOB": effect.job,
+            "GPU_ARBITER_ATTEMPT": str(effect.attempt),
+            "GPU_ARBITER_CHECKPOINT_DIR": effect.launch.checkpoint_dir,
+            "GPU_ARBITER_GPUS": str(len(effect.gpus)),
+            # What torchrun takes for --nproc-per-node unless it is given.
+            "PET_NPROC_PER_NODE": str(len(effect.gpus)),
+            # Its watchdog would take a suspended worker for a hung one and kill it.
+            "TORCH_NCCL_ENABLE_MONITORING": "0",
+        }
 
     async def _launch(self, spec: Spec) -> Started:
         """Listen, then start the shim and wait for its word."""
+        limits = self._limits(spec)
+        spec = replace(spec, cgroup=await asyncio.to_thread(self._enter, spec.task, limits))
         record = await asyncio.to_thread(self._records.create, spec)
         worker = await self._hold(spec)
-        line, complaint = await asyncio.to_thread(_spawn, self._shim_command(record, spec.task), record)
+        line, complaint = await asyncio.to_thread(_spawn, self._shim_command(record, spec.task, limits), record)
         if not line:
             ended = record.exit
             why = ended.error if ended and ended.error else complaint or "its supervisor ended at once"
@@ -282,24 +352,44 @@ class Workers:
         worker.started = msgspec.json.decode(line, type=Started)
         return worker.started
 
-    def _shim_command(self, record: Record, task: TaskId) -> list[str]:
+    def _shim_command(self, record: Record, task: TaskId, limits: Limits) -> list[str]:
         shim = [sys.executable, "-I", "-S", str(SHIM), str(record.path)]
-        if self._settings.containment == "none":
-            return shim
-        unit = f"gpu-arbiter-{blake2s(task.encode(), digest_size=8).hexdigest()}"
-        scope = ["systemd-run", "--scope", "--quiet", "--collect", "--unit", unit, "--slice", "gpu-arbiter.slice"]
-        return [*scope, *(["--user"] if os.getuid() else []), "--", *shim]
+        return self._bounds.command(self._key(task), limits, shim)
+
+    def _enter(self, task: TaskId, limits: Limits) -> str:
+        try:
+            return self._bounds.enter(self._key(task), limits)
+        except OSError as error:
+            raise CannotStart(
+                f"the bounds of the task could not be set on node {self._settings.node} ({error}); "
+                f"an administrator must mend its {self._bounds.kind} containment"
+            ) from error
+
+    def _limits(self, spec: Spec) -> Limits:
+        held = {device_of(gpu) for gpu in spec.gpus}
+        gpus = [device for device in self._backend.devices() if device.gpu in held]
+        files = containment.device_files(gpus, self._settings.devices)
+        return Limits(self._settings.memory_max_bytes * len(held), spec.cpus, files)
+
+    def _key(self, task: TaskId) -> str:
+        return containment.key_of(self._settings.state_dir, task)
 
     async def _hold(self, spec: Spec) -> _Worker:
         task = spec.task
         contact = Contact(
             task,
-            said=lambda message: self._post(WorkerSaid(task, message)),
-            left=lambda: self._post(WorkerDisconnected(task)),
+            said=lambda message, rank: self._said(task, message, rank),
+            left=lambda rank: self._post(WorkerDisconnected(task, rank)),
         )
         self._workers[task] = worker = _Worker(spec, contact)
         await contact.open(self._socket_path(task))
         return worker
+
+    def _said(self, task: TaskId, message: FromWorker, rank: int) -> None:
+        worker = self._workers.get(task)
+        if worker is not None and isinstance(message, Progress) and message.step > message.start_step:
+            self._note_trained(worker, rank)
+        self._post(WorkerSaid(task, message, rank))
 
     def _socket_path(self, task: TaskId) -> Path:
         return self._sockets / f"{blake2s(task.encode(), digest_size=8).hexdigest()}.sock"
@@ -310,7 +400,7 @@ class Workers:
         """See the shim's end as soon as it comes, whether or not it is our child."""
         worker = self._workers[task]
         worker.started = started
-        self._backend.attach(started.shim, worker.spec.gpus)
+        self._backend.attach(started.shim, [device_of(gpu) for gpu in worker.spec.gpus])
         try:
             worker.pidfd = os.pidfd_open(started.shim)
         except ProcessLookupError:
@@ -342,7 +432,7 @@ class Workers:
         if worker.started is not None:
             self._backend.detach(worker.started.shim)
         self._drop(task)
-        self._post(gone)
+        await self._post_gone(gone, worker.spec)
 
     def _inquest(self, worker: _Worker) -> WorkerGone:
         """Read what the shim wrote; where it could not write, kill what is left and say that nobody saw."""
@@ -353,16 +443,21 @@ class Workers:
         ended = record.exit
         if ended is None and worker.started is not None:
             _end_session(worker.started.pid)
+        self._end_orphans([str(self._socket_path(spec.task))])
+        self._bounds.leave(self._key(spec.task))
         if ended is None:
             return WorkerGone(spec.task, reason="its supervisor was killed, so nobody saw how it ended")
         if ended.error:
             return WorkerGone(spec.task, exit_code=127, reason=f"could not be started: {ended.error}")
+        finished = finished_of(spec)
         return WorkerGone(
             spec.task,
             exit_code=ended.code,
             signal=ended.signal,
             tail=self._records.tail(spec.task),
-            finished=finished_metrics(spec),
+            reason=_out_of_memory(ended),
+            finished=finished.metrics if finished else None,
+            finished_step=finished.step if finished else -1,
         )
 
     def _drop(self, task: TaskId) -> None:
@@ -371,19 +466,95 @@ class Workers:
             worker.contact.close()
             self._socket_path(task).unlink(missing_ok=True)
 
-    def _kill_all(self, started: Started) -> None:
+    def _kill_all(self, task: TaskId, started: Started) -> None:
         """SIGKILL all below the shim, which stays to write down the end."""
+        self._bounds.kill(self._key(task))
         below = list(procfs.descendants([started.shim]))
         if procfs.is_running(started.pid, started.start_ticks) and started.pid not in below:
             below.append(started.pid)
         for pid in below:
             _send(pid, signal.SIGKILL)
 
+    # --- checkpoints in host memory ---------------------------------------------------------------------------------
+
+    def _offer_memory(self, effect: StartWorker) -> dict[str, str]:
+        """Make room in memory for a checkpoint of the task; return the variable that says where."""
+        if self._memory is None:
+            return {}
+        try:
+            folder = self._memory.offer(Owner(effect.job, effect.task, effect.launch.checkpoint_dir))
+        except OSError as error:
+            log.warning("memory.refused", task=effect.task, folder=str(self._memory.root), reason=str(error))
+            return {}
+        return {"GPU_ARBITER_MEMORY_DIR": str(folder)}
+
+    def _note_trained(self, worker: _Worker, rank: int) -> None:
+        """Once all ranks have loaded what they restored, what earlier attempts left in memory may go."""
+        if self._memory is None or rank in worker.trained:
+            return
+        worker.trained.add(rank)
+        if len(worker.trained) == worker.contact.world:
+            release = asyncio.to_thread(self._memory.release, worker.spec.job, worker.spec.attempt)
+            self._tasks.create_task(release, name=f"release memory of {worker.spec.job}")
+
+    async def _post_gone(self, gone: WorkerGone, spec: Spec) -> None:
+        """Post a worker's end; if it left a checkpoint in memory, see that it gets to a disk."""
+        owner = Owner(spec.job, spec.task, spec.checkpoint_dir)
+        unflushed = self._memory is not None and await asyncio.to_thread(self._memory.unflushed, owner) is not None
+        self._post(replace(gone, unflushed=unflushed))
+        if self._memory is not None:
+            keeping = self._keep(self._memory, owner, tell=unflushed)
+            self._tasks.create_task(keeping, name=f"keep memory of {spec.job}")
+
+    async def _keep(self, memory: MemoryCheckpoints, owner: Owner, *, tell: bool) -> None:
+        """Flush what is in memory, and keep it a while for an attempt that starts here."""
+        error = await asyncio.to_thread(memory.flush, owner)
+        if tell:
+            self._post(Flushed(owner.task, error))
+        await asyncio.sleep(KEPT_S)
+        attempts = [worker.spec.attempt for worker in self._workers.values() if worker.spec.job == owner.job]
+        await asyncio.to_thread(memory.release, owner.job, max(attempts, default=None))
+
+    def _keep_what_is_left(self, told: Collection[TaskId]) -> None:
+        """Flush what tasks left of which no record is left either."""
+        for owner in self._memory.owners() if self._memory is not None else ():
+            if owner.task not in told and self._memory is not None:
+                self._tasks.create_task(self._keep(self._memory, owner, tell=False), name=f"keep memory of {owner.job}")
+
+    # --- what outlives its task -------------------------------------------------------------------------------------
+
+    def _end_orphans(self, sockets: Collection[str]) -> None:
+        """SIGKILL every process that was started with one of these sockets in its environment."""
+        deadline = time.monotonic() + KILLED_S
+        told = False
+        while time.monotonic() < deadline:
+            found = procfs.with_variable(SOCKET)
+            left = [pid for pid, path in found.items() if path in sockets and pid != os.getpid()]
+            if not left:
+                return
+            if not told:
+                log.warning("orphans.ended", pids=left)
+                told = True
+            for pid in left:
+                _send(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+    def _sweep(self, alive: Collection[TaskId]) -> None:
+        """End what earlier node agents' tasks left behind, but for the tasks that were found alive."""
+        keep = {str(self._socket_path(task)) for task in alive}
+        ours = {path for path in procfs.with_variable(SOCKET).values() if Path(path).parent == self._sockets}
+        if ours - keep:
+            self._end_orphans(ours - keep)
+        self._bounds.sweep(containment.owner_of(self._settings.state_dir), {self._key(task) for task in alive})
+
     # --- adopting ---------------------------------------------------------------------------------------------------
 
     async def _adopt(self, record: Record, spec: Spec) -> None:
         if spec.boot_id != self._settings.boot_id:
-            self._post(WorkerGone(spec.task, reason="the node was restarted", finished=finished_metrics(spec)))
+            finished = finished_of(spec)
+            metrics, step = (finished.metrics, finished.step) if finished else (None, -1)
+            gone = WorkerGone(spec.task, reason="the node was restarted", finished=metrics, finished_step=step)
+            await self._post_gone(gone, spec)
             return
         started = await asyncio.to_thread(_settled, record)
         worker = await self._hold(spec)
@@ -396,10 +567,19 @@ class Workers:
         self._watch(spec.task, started)
 
 
-def finished_metrics(spec: Spec) -> dict[str, float] | None:
-    """Return the metrics of a finish this very task wrote down in its checkpoint folder, or None."""
+def finished_of(spec: Spec) -> FinishedFile | None:
+    """Return the finish that this very task wrote down in its checkpoint folder, or None."""
     found = read_json(Path(spec.checkpoint_dir) / "finished.json", FinishedFile)
-    return found.metrics if found is not None and found.task == spec.task else None
+    return found if found is not None and found.task == spec.task else None
+
+
+def _out_of_memory(ended: Exit) -> str:
+    if not ended.oom_kills:
+        return ""
+    return (
+        f"ran out of host memory: the kernel killed {ended.oom_kills} of its processes at its cgroup's limit; "
+        "use less (data loaders, caches), or have the node's memory_max_bytes raised"
+    )
 
 
 def _adopted(spec: Spec, note: WorkerNote) -> AdoptedWorker:
@@ -478,22 +658,6 @@ def _check_checkpoint_dir(folder: str, node: str) -> None:
             f"the checkpoint directory {folder} cannot be written on node {node} ({error.strerror}); "
             "name another with --checkpoint-dir, on storage that every node sees"
         ) from error
-
-
-def _check_systemd() -> None:
-    mend = 'set containment = "none", or run the node agent under systemd'
-    if shutil.which("systemd-run") is None or not Path("/run/systemd/system").is_dir():
-        raise WorkersError(f'containment = "systemd-scope" needs a running systemd, and this host has none; {mend}')
-    user = ["--user"] if os.getuid() else []
-    probe = subprocess.run(
-        ["systemd-run", *user, "--scope", "--quiet", "--collect", "true"],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    if probe.returncode:
-        raise WorkersError(f'containment = "systemd-scope" does not work here ({probe.stderr.strip()}); {mend}')
 
 
 def _socket_dir(parent: Path) -> Path:

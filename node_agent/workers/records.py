@@ -45,6 +45,7 @@ class Spec(Struct, frozen=True):
     log: str
     checkpoint_dir: str
     cpus: tuple[int, ...] = ()
+    cgroup: str = ""  #: the folder of the group that the task joins; ``own``: it is in its shim's
 
 
 class Started(Struct, frozen=True):
@@ -63,6 +64,7 @@ class Exit(Struct, frozen=True):
     signal: int | None = None
     survivors: tuple[int, ...] = ()
     error: str = ""
+    oom_kills: int = 0  #: of its processes, by the kernel, at the limit of its cgroup
 
 
 class Record:

@@ -52,7 +52,8 @@ def main(folder: str) -> int:
     status = wait(pid)
     survivors = end_survivors()
     code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
-    write(folder, "exit.json", {"code": code, "signal": number, "survivors": survivors})
+    kills = oom_kills(spec.get("cgroup", ""))
+    write(folder, "exit.json", {"code": code, "signal": number, "survivors": survivors, "oom_kills": kills})
     return 0
 
 
@@ -84,6 +85,9 @@ def become(spec: Json, shim: int) -> None:
         raise RuntimeError("the supervisor died while the task was being started")
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGPIPE"):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
+    if spec.get("cgroup", "").startswith("/"):
+        with open(os.path.join(spec["cgroup"], "cgroup.procs"), "w") as group:
+            group.write("0")  # this very process; what it starts is born in the group
     if spec["cpus"]:
         os.sched_setaffinity(0, spec["cpus"])
     log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -145,6 +149,18 @@ def descendants() -> list[int]:
         found.extend(below)
         queue.extend(below)
     return found
+
+
+def oom_kills(cgroup: str) -> int:
+    """Return how many processes of `cgroup` (``own``: this process's) the kernel killed for want of memory."""
+    with suppress(OSError):
+        if cgroup == "own":
+            with open("/proc/self/cgroup") as file:
+                own = next((line[3:].strip() for line in file if line.startswith("0::")), "")
+            cgroup = "/sys/fs/cgroup" + own
+        with open(os.path.join(cgroup, "memory.events")) as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    return 0
 
 
 def start_ticks(pid: int) -> int:

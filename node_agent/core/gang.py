@@ -1,0 +1,259 @@
+"""The training processes of one task stop at the same step: two phases, no collective, no cost per step.
+
+A rank that stopped alone would leave the others waiting in a collective. So all are first told to `hold` at a step that
+none has reached; each answers at once whether it will stand there. Only when all will is the order itself given, for
+that step; if one was late, all get a later step before anybody has parked. A task of one process is told directly.
+
+Upwards all of this looks like one worker: `heard` answers what a single process would have said, or nothing yet.
+
+*Source:* findings on GPU mechanisms 3.3; Gavel and Determined agree by a barrier or a broadcast instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from protocol.worker import (
+    Finished,
+    FromWorker,
+    Hello,
+    Late,
+    Order,
+    Progress,
+    Ready,
+    Refused,
+    Resumed,
+    Saved,
+    Stacks,
+    Suspended,
+)
+
+#: Steps between the furthest rank, as far as is known, and where all are to stand.
+AHEAD_STEPS = 2
+#: What is known of a rank's step may be so old (its progress comes every quarter of a second).
+STALE_S = 0.5
+#: While nobody has said how long a step takes.
+AHEAD_STEPS_BLIND = 20
+
+TOGETHER = frozenset({"suspend", "leave", "save"})
+NextSeq = Callable[[], int]
+
+
+class Holding(Struct, frozen=True):
+    """Phase 1: all are to stand at the end of `at_step`; `ready` are the ranks that will."""
+
+    wish: Order
+    seq: int
+    at_step: int
+    ahead: int
+    ready: frozenset[int] = frozenset()
+
+
+class Doing(Struct, frozen=True):
+    """Phase 2, or an order that needs no step in common: `answers` so far, by rank."""
+
+    wish: Order
+    seq: int
+    at_step: int = -1
+    answers: Mapping[int, FromWorker] = {}
+
+
+class Gang(Struct, frozen=True):
+    """The training processes of a task, as last heard of."""
+
+    world: int = 1
+    hellos: Mapping[int, Hello] = {}  #: of those connected now
+    news: Mapping[int, Progress] = {}
+    phase: Holding | Doing | None = None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all its processes are connected."""
+        return len(self.hellos) >= self.world
+
+    @property
+    def step(self) -> int:
+        """The furthest step that is known of any."""
+        steps = [line.step for line in self.hellos.values()] + [line.step for line in self.news.values()]
+        return max(steps, default=-1)
+
+
+def ask(gang: Gang, wish: Order, next_seq: NextSeq) -> tuple[Gang, list[Order]]:
+    """Begin to have `wish` obeyed; return what to tell all ranks."""
+    if gang.world == 1:
+        return gang, [wish]
+    if wish.do not in TOGETHER:
+        doing = Doing(wish, wish.seq)
+        return replace(gang, phase=doing if wish.do in ("resume", "probe") else gang.phase), [wish]
+    return _hold(gang, wish, _ahead(gang), next_seq)
+
+
+def heard(gang: Gang, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple[Gang, list[Order], FromWorker | None]:
+    """Take a rank's line in; return what to tell all ranks now, and what the task as a whole says, if anything."""
+    if isinstance(line, Hello):
+        gang = replace(gang, world=line.world, hellos={**gang.hellos, rank: line})
+    if gang.world == 1:
+        return gang, [], line
+    match line:
+        case Hello():
+            return _greeted(gang, next_seq)
+        case Progress():
+            gang = replace(gang, news={**gang.news, rank: line})
+            return gang, [], _progress(gang) if len(gang.news) >= gang.world else None
+        case Ready() | Late():
+            return *_promised(gang, rank, line, next_seq), None
+        case Finished():
+            return gang, [], line
+        case Refused():
+            return _refused(gang, line, next_seq)
+        case _:
+            return _answered(gang, rank, line)
+
+
+def parted(gang: Gang, rank: int) -> Gang:
+    """Return the gang without the connection of that rank; it may come back."""
+    return replace(gang, hellos={each: hello for each, hello in gang.hellos.items() if each != rank})
+
+
+# --- phase 1 --------------------------------------------------------------------------------------------------------
+
+
+def _ahead(gang: Gang) -> int:
+    step_s = max((line.step_s for line in gang.news.values()), default=0.0)
+    return AHEAD_STEPS + math.ceil(STALE_S / step_s) if step_s > 0 else AHEAD_STEPS_BLIND
+
+
+def _hold(gang: Gang, wish: Order, ahead: int, next_seq: NextSeq) -> tuple[Gang, list[Order]]:
+    seq, at_step = next_seq(), gang.step + ahead
+    held = replace(gang, phase=Holding(wish, seq, at_step, ahead))
+    return held, [Order("hold", wish.gen, seq, at_step=at_step)]
+
+
+def _promised(gang: Gang, rank: int, line: Ready | Late, next_seq: NextSeq) -> tuple[Gang, list[Order]]:
+    phase = gang.phase
+    if not isinstance(phase, Holding) or line.seq != phase.seq:
+        return gang, []
+    if isinstance(line, Late):
+        known = gang.news.get(rank)
+        if known is not None and line.step > known.step:
+            gang = replace(gang, news={**gang.news, rank: replace(known, step=line.step)})
+        behind = max(0, line.step - gang.step)
+        return _hold(gang, phase.wish, 2 * phase.ahead + behind, next_seq)
+    ready = phase.ready | {rank}
+    if len(ready) < gang.world:
+        return replace(gang, phase=replace(phase, ready=ready)), []
+    seq = next_seq()
+    doing = Doing(phase.wish, seq, phase.at_step)
+    return replace(gang, phase=doing), [replace(phase.wish, seq=seq, at_step=phase.at_step)]
+
+
+# --- phase 2 --------------------------------------------------------------------------------------------------------
+
+
+def _answered(gang: Gang, rank: int, line: FromWorker) -> tuple[Gang, list[Order], FromWorker | None]:
+    phase = gang.phase
+    assert isinstance(line, Suspended | Resumed | Saved | Stacks)
+    if not isinstance(phase, Doing) or line.seq != phase.seq:
+        return gang, [], None
+    phase = replace(phase, answers={**phase.answers, rank: line})
+    if len(phase.answers) < gang.world:
+        return replace(gang, phase=phase), [], None
+    return replace(gang, phase=None, news=_caught_up(gang, phase)), [], _together(phase)
+
+
+def _caught_up(gang: Gang, phase: Doing) -> dict[int, Progress]:
+    """Return the news of all ranks, none older than its answer: what is behind all must not seem to be undone."""
+    steps = {rank: line.step for rank, line in phase.answers.items() if isinstance(line, Suspended | Resumed | Saved)}
+    return {rank: replace(line, step=max(line.step, steps.get(rank, -1))) for rank, line in gang.news.items()}
+
+
+def _together(phase: Doing) -> FromWorker:
+    """Return the answers of all ranks as one, to the order that was wished for."""
+    lines = [phase.answers[rank] for rank in sorted(phase.answers)]
+    seq = phase.wish.seq
+    match lines[0]:
+        case Suspended():
+            parts = [line for line in lines if isinstance(line, Suspended)]
+            return Suspended(
+                seq,
+                min(part.step for part in parts),
+                sum(part.bytes for part in parts),
+                sum(part.residue_bytes for part in parts),
+                max(part.seconds for part in parts),
+            )
+        case Stacks():
+            told = (f"rank {rank}:\n{line.text}" for rank, line in enumerate(lines) if isinstance(line, Stacks))
+            return Stacks(seq, "\n".join(told)[:8192])
+        case first:
+            assert isinstance(first, Resumed | Saved)
+            return replace(first, seq=seq)
+
+
+def _refused(gang: Gang, line: Refused, next_seq: NextSeq) -> tuple[Gang, list[Order], FromWorker | None]:
+    """One rank cannot: let the others, who stand or have parked already, go on."""
+    phase = gang.phase
+    if phase is None or line.seq != phase.seq:
+        return gang, [], None
+    orders = [Order("resume", phase.wish.gen, next_seq())] if phase.wish.do in TOGETHER else []
+    return replace(gang, phase=None), orders, replace(line, seq=phase.wish.seq)
+
+
+# --- coming and going -----------------------------------------------------------------------------------------------
+
+
+def _greeted(gang: Gang, next_seq: NextSeq) -> tuple[Gang, list[Order], FromWorker | None]:
+    """Once all are there they speak as one; if they stand in different ways and nobody ordered it, all go on."""
+    if not gang.complete:
+        return gang, [], None
+    hellos = [gang.hellos[each] for each in sorted(gang.hellos)]
+    states = {hello.state for hello in hellos}
+    state: Literal["running", "suspended"] = "suspended" if states == {"suspended"} else "running"
+    orders = []
+    if gang.phase is None and len(states | {"running"}) > 1 and state == "running":
+        # A node agent died between the two phases.
+        orders = [Order("resume", max(hello.gen for hello in hellos), next_seq())]
+    first = hellos[0]
+    line = replace(
+        first,
+        state=state,
+        step=min(hello.step for hello in hellos),
+        saved_step=min(hello.saved_step for hello in hellos),
+        can_park=all(hello.can_park for hello in hellos),
+        can_checkpoint=all(hello.can_checkpoint for hello in hellos),
+        finished=any(hello.finished for hello in hellos),
+    )
+    return gang, orders, line
+
+
+def again(gang: Gang, wish: Order, next_seq: NextSeq) -> tuple[Gang, list[Order]]:
+    """Return what to say again after a reconnect so that `wish` is obeyed; an order that is repeated is done once."""
+    match gang.phase:
+        case Holding(wish=Order(seq=seq), at_step=at_step) as phase if seq == wish.seq:
+            return gang, [Order("hold", wish.gen, phase.seq, at_step=at_step)]
+        case Doing(wish=Order(seq=seq), at_step=at_step) as phase if seq == wish.seq:
+            return gang, [replace(wish, seq=phase.seq, at_step=at_step)]
+        case _:
+            return ask(gang, wish, next_seq)
+
+
+def _progress(gang: Gang) -> Progress:
+    lines = [gang.news[rank] for rank in sorted(gang.news)]
+    return replace(
+        lines[0],
+        step=min(line.step for line in lines),
+        step_s=max(line.step_s for line in lines),
+        saved_step=min(line.saved_step for line in lines),
+        can_park=all(line.can_park for line in lines),
+        can_checkpoint=all(line.can_checkpoint for line in lines),
+        metrics={name: value for line in reversed(lines) for name, value in line.metrics.items()},
+        state_bytes=sum(line.state_bytes for line in lines),
+        arena_bytes=sum(line.arena_bytes for line in lines),
+        peak_bytes=sum(line.peak_bytes for line in lines),
+        trough_bytes=sum(line.trough_bytes for line in lines),
+        samples=max(line.samples for line in lines),
+    )

@@ -1,0 +1,220 @@
+"""Which GPUs of this node are trusted, and what becomes of processes that use one under no lease.
+
+Quarantine. A driver may call a GPU healthy on which nothing works. The ledger blames a GPU when tasks of at least two
+apps failed on it, whether before or after their first mini-batch, and nobody finished there since. One app never blames
+a GPU, however often its jobs fail: Xid 13, 31 and 43 are mostly users' own mistakes. An app whose tasks failed on other
+GPUs of the node too is no evidence, nor is anything while all that ends elsewhere on the node fails as well: then the
+node is sick, its storage say, and not the GPU. A job that finishes on the GPU clears its record.
+
+Strangers. Whoever holds the policy `kill` has processes ended that nobody leased a GPU to. Only one that computes, that
+belongs to no system user and that was seen for `PATIENCE_S` is ended: SIGTERM, and SIGKILL `TERMINATE_S` later.
+
+Nothing here knows of tasks' states, measurements in doubt or leases; `agent.py` asks and tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import assert_never
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from node_agent.core.events import (
+    EndStranger,
+    GpuProcess,
+    GpuSample,
+    HealthLedger,
+    NodeFacts,
+    QuarantineLifted,
+    RememberHealth,
+    StrangerSpared,
+    TaskFailure,
+)
+from protocol.messages import AppId, GpuId, GpuStatus, Outcome, TaskId, device_of
+
+WINDOW_S = 24 * 3600.0  #: failures older than this blame nobody
+ENDS_MAX = 8  #: of each GPU, the newest
+APPS_MIN = 2
+PATIENCE_S = 5.0  #: a stranger seen for less may be a process that is on its way out
+TERMINATE_S = 10.0  #: between SIGTERM and SIGKILL, and between two SIGKILLs
+FAULT_S = 60.0  #: a program dies within this of the error that killed it
+
+MEND = "check it, then write its id into the file `unquarantine` in the node agent's state_dir"
+
+
+class Stranger(Struct, frozen=True):
+    """What is being done about one: since when it is seen, when it was last signalled and how often, why it is not."""
+
+    gpus: tuple[GpuId, ...]
+    seen_at: float
+    signalled_at: float = 0.0
+    signals: int = 0
+    spared: str = ""
+
+
+class Health:
+    """The ledger of one node, and its strangers.
+
+    Parameters
+    ----------
+    facts
+        Whether there is a quarantine, and the policy on strangers.
+    ledger
+        As the last incarnation had it remembered.
+    """
+
+    def __init__(self, facts: NodeFacts, ledger: HealthLedger | None = None) -> None:
+        self._facts = facts
+        self._ledger = ledger or HealthLedger()
+        self._remembered = self._ledger
+        self._strangers: dict[tuple[int, int], Stranger] = {}
+        self._faults: dict[GpuId, tuple[float, str]] = {}
+
+    def told(self, event: StrangerSpared | QuarantineLifted, now: float) -> None:
+        """Take in what an administrator or the adapter of processes says."""
+        match event:
+            case QuarantineLifted(gpus=gpus):
+                self.lift(gpus, now)
+            case StrangerSpared():
+                self.spared(event)
+            case _:
+                assert_never(event)
+
+    # --- quarantine -------------------------------------------------------------------------------------------------
+
+    def ended(self, task: TaskId, app: AppId, gpus: Iterable[GpuId], outcome: Outcome, now: float) -> None:
+        """Take in how a task that had been started ended on these seats at `now`, UNIX seconds."""
+        devices = tuple(sorted({device_of(gpu) for gpu in gpus}))
+        if outcome == "finished":
+            self._clear(devices, now)
+        elif outcome == "failed" and self._facts.quarantine:
+            self._ledger = replace(self._ledger, failures=(*self._current(now), TaskFailure(app, task, devices, now)))
+            for device in devices:
+                self._blame(device, now)
+
+    def lift(self, gpus: Sequence[GpuId], now: float) -> None:
+        """Trust these devices again, all if there are none."""
+        self._clear(gpus or tuple(self._ledger.quarantined), now)
+
+    def quarantine(self, gpu: GpuId) -> str:
+        """Say why no new task may start on this seat's device, or return an empty string."""
+        return self._ledger.quarantined.get(device_of(gpu), "") if self._facts.quarantine else ""
+
+    def news(self) -> list[RememberHealth]:
+        """Return the ledger if it has changed since it was last returned."""
+        if self._ledger == self._remembered:
+            return []
+        self._remembered = self._ledger
+        return [RememberHealth(self._ledger)]
+
+    def _clear(self, devices: Iterable[GpuId], now: float) -> None:
+        gone = set(devices)
+        barred = {gpu: why for gpu, why in self._ledger.quarantined.items() if gpu not in gone}
+        finished = self._ledger.finished | dict.fromkeys(sorted(gone), now)
+        self._ledger = replace(self._ledger, finished=finished, quarantined=barred)
+        self._ledger = replace(self._ledger, failures=self._current(now))
+
+    def _current(self, now: float) -> tuple[TaskFailure, ...]:
+        """Return the failures that still say something about some GPU."""
+        kept = {failure for gpu in self._failed_on() for failure in self._against(gpu, now)}
+        return tuple(failure for failure in self._ledger.failures if failure in kept)
+
+    def _failed_on(self) -> list[GpuId]:
+        return sorted({gpu for failure in self._ledger.failures for gpu in failure.gpus})
+
+    def _against(self, device: GpuId, now: float) -> list[TaskFailure]:
+        """Return the newest failures on `device` that nobody's finish has cleared and time has not."""
+        since = max(self._ledger.finished.get(device, 0.0), now - WINDOW_S)
+        return [one for one in self._ledger.failures if device in one.gpus and one.at > since][-ENDS_MAX:]
+
+    def _blame(self, device: GpuId, now: float) -> None:
+        elsewhere = [failure for failure in self._ledger.failures if device not in failure.gpus]
+        roaming = {failure.app for failure in elsewhere}
+        evidence = [failure for failure in self._against(device, now) if failure.app not in roaming]
+        apps = sorted({failure.app for failure in evidence})
+        if device in self._ledger.quarantined or len(apps) < APPS_MIN:
+            return
+        since = min(failure.at for failure in evidence)
+        if any(failure.at >= since for failure in elsewhere) and not self._finished_elsewhere(device, since):
+            return
+        why = f"quarantined: jobs of {' and '.join(apps)} failed on {device} and on no other GPU of this node; {MEND}"
+        self._ledger = replace(self._ledger, quarantined=self._ledger.quarantined | {device: why})
+
+    def _finished_elsewhere(self, device: GpuId, since: float) -> bool:
+        return any(at >= since for gpu, at in self._ledger.finished.items() if gpu != device)
+
+    # --- measurements -----------------------------------------------------------------------------------------------
+
+    def sampled(self, gpus: Iterable[GpuSample], now: float) -> list[EndStranger]:
+        """Take in a measurement of all GPUs; return which strangers to end now, and how."""
+        here: dict[tuple[int, int], Stranger] = {}
+        for sample in gpus:
+            if sample.faults:
+                self._faults[sample.gpu] = (now, sample.faults[-1])
+            for process in sample.processes:
+                if process.task is None:
+                    key = (process.pid, process.start_ticks)
+                    known = self._strangers.get(key) or Stranger((), now, spared=self._spared(process))
+                    on = here[key].gpus if key in here else ()
+                    here[key] = replace(known, gpus=(*on, sample.gpu))
+        orders: list[EndStranger] = []
+        for key, stranger in sorted(here.items()):
+            if self._due(stranger, now):
+                orders.append(EndStranger(stranger.gpus[0], *key, "kill" if stranger.signals else "terminate"))
+                here[key] = replace(stranger, signalled_at=now, signals=stranger.signals + 1)
+        self._strangers = here
+        return orders
+
+    def spared(self, event: StrangerSpared) -> None:
+        """Leave a process alone from now on that could not be ended."""
+        key = (event.pid, event.start_ticks)
+        if key in self._strangers:
+            self._strangers[key] = replace(self._strangers[key], spared=event.reason)
+
+    def judged(self, status: GpuStatus) -> GpuStatus:
+        """Return a seat's status with what is known here of its device; the driver's own word comes first."""
+        barred = self.quarantine(status.gpu)
+        told = barred or self.remark(status.gpu) if status.healthy else ""
+        return replace(status, quarantined=bool(barred), detail=told or status.detail)
+
+    def remark(self, gpu: GpuId) -> str:
+        """Say what there is to know of strangers on this seat's device, or return an empty string."""
+        told = [_told(pid, one) for (pid, _), one in sorted(self._strangers.items()) if device_of(gpu) in one.gpus]
+        return "; ".join(told)
+
+    def fault(self, gpus: Iterable[GpuId], now: float) -> str:
+        """Return the error that a program on these seats met lately, or an empty string."""
+        met = {device: self._faults[device] for device in map(device_of, gpus) if device in self._faults}
+        return next((f"{device} met {what}" for device, (at, what) in met.items() if at > now - FAULT_S), "")
+
+    def _spared(self, process: GpuProcess) -> str:
+        """Say why a stranger is not ended, or return an empty string."""
+        facts = self._facts
+        if facts.strangers != "kill":
+            return f"strangers = {facts.strangers!r}"
+        if process.helper:
+            return "it is the node agent's own"
+        if process.uid is None or not process.start_ticks:
+            return "it is not to be seen from here, perhaps in another container"
+        if not process.compute:
+            return "it only draws"
+        if process.uid < facts.strangers_uid_min:
+            return f"it belongs to system user {process.uid}; strangers_uid_min is {facts.strangers_uid_min}"
+        return ""
+
+    def _due(self, stranger: Stranger, now: float) -> bool:
+        if stranger.spared:
+            return False
+        if stranger.signals == 0:
+            return now >= stranger.seen_at + PATIENCE_S
+        return now >= stranger.signalled_at + TERMINATE_S
+
+
+def _told(pid: int, stranger: Stranger) -> str:
+    what = f"process {pid} uses {', '.join(stranger.gpus)} under no lease"
+    if stranger.spared:
+        return f"{what}; it is left alone: {stranger.spared}"
+    if stranger.signals == 0:
+        return f"{what}; it will be ended"
+    return f"{what}; it was sent {'SIGTERM' if stranger.signals == 1 else 'SIGKILL'}"

@@ -1,0 +1,82 @@
+"""How a task can be made to give its GPUs up: what it is able to, has not refused, and host memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from node_agent.core.events import NodeFacts
+from node_agent.core.model import Loading, Resuming, Running, Starting, Suspended, Suspending, Task
+
+#: `leave`: by a checkpoint; `suspend`: parked by itself at a mini-batch boundary; `driver`: by the driver's checkpoint.
+Means = Literal["leave", "suspend", "driver"]
+
+#: What an order to vacate tries, in this order; a worker that cannot do any of it is signalled.
+MEANS: dict[str, tuple[Means, ...]] = {
+    "auto": ("leave", "suspend", "driver"),
+    "checkpoint": ("leave",),
+    "suspend": ("suspend", "driver", "leave"),
+}
+#: What a worker tries whose turn on a shared GPU is over.
+REST: tuple[Means, ...] = ("suspend", "driver")
+
+
+class Ways:
+    """What the tasks of one node can do, given what its host has."""
+
+    def __init__(self, facts: NodeFacts) -> None:
+        self._facts = facts
+
+    def of(self, task: Task, among: Sequence[Means], tasks: Iterable[Task]) -> list[Means]:
+        """Return what of these a task can do and has not refused; `tasks` are all of the node."""
+        facts = task.facts
+        if among is REST and self._is_of_unknown_size(task):
+            return []
+        found = [do for do in among if do not in facts.refused]
+        if "leave" in found and not facts.can_checkpoint:
+            found.remove("leave")
+        if "suspend" in found and not (facts.can_park and self.has_host_memory(task, tasks)):
+            found.remove("suspend")
+        if "driver" in found and not self._facts.driver:
+            found.remove("driver")
+        return found
+
+    def can_rest(self, task: Task, tasks: Iterable[Task]) -> bool:
+        """Whether a task that is on its GPUs can be suspended, now or within a moment."""
+        if isinstance(task.state, Running):
+            return bool(self.of(task, REST, tasks))
+        return isinstance(task.state, Suspending)
+
+    def why_fixed(self, task: Task) -> str:
+        """Say why a task cannot be suspended."""
+        facts = task.facts
+        if isinstance(task.state, Starting | Loading | Resuming):
+            return "it is only starting"
+        if facts.refusal and {"suspend", "driver"} & set(facts.refused):
+            return facts.refusal
+        if facts.hello and facts.step <= facts.start_step and (not facts.can_park or self._is_of_unknown_size(task)):
+            return "it has not made its first mini-batch yet"
+        if facts.can_park:
+            return f"host memory for parked jobs has no room for its {facts.state_bytes} bytes"
+        return "it does not use the library, and the driver cannot checkpoint processes here"
+
+    def _is_of_unknown_size(self, task: Task) -> bool:
+        """Whether a task has not said yet how much it would park; after its first mini-batch it has."""
+        facts = task.facts
+        fresh = facts.hello and facts.step <= facts.start_step and not (facts.state_bytes or facts.parked_bytes)
+        return bool(self._facts.host_bytes) and fresh
+
+    def has_host_memory(self, task: Task, tasks: Iterable[Task]) -> bool:
+        """Whether the state of `task` can be parked beside that of all others."""
+        if not self._facts.host_bytes:
+            return True
+        taken = sum(_host_bytes(each) for each in tasks if each.id != task.id and each.phase != "exited")
+        # After a restart of the node agent what it parked last is known before what it would park now.
+        return taken + max(task.facts.state_bytes, task.facts.parked_bytes) <= self._facts.host_bytes
+
+
+def _host_bytes(task: Task) -> int:
+    """Return what a task has of host memory for its state, or is about to have."""
+    facts = task.facts
+    parks = isinstance(task.state, Suspending | Suspended | Resuming)
+    return max(facts.arena_asked, facts.parked_bytes, facts.state_bytes if parks else 0)

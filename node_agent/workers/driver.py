@@ -1,0 +1,503 @@
+"""Suspending processes that do not cooperate: through the driver's checkpoint, or its like for virtual GPUs.
+
+The driver moves all GPU memory of a process, its context too, to host memory and back, at the same addresses, without
+the process knowing. It is slower than parking and has sharp edges, which decide the promises here:
+
+1. `suspend` and `resume` are given all processes of a task and pick those that use the GPU; both may be repeated.
+2. Each is over within `timeout_s`, and within 20 s more if a helper had to be killed and it is found out what it left.
+   `lost` says that the task can never run again and must be killed.
+3. A `suspend` that answers neither `ok` nor `lost` has left the task running as it was.
+4. `resume` must not be called before its GPUs were measured free: a restore that meets too little memory is lost.
+5. libcuda is loaded in a helper process and never here. One that hangs is killed; if the driver was then about to
+   checkpoint or restore, the task is lost, since nobody can tell what it left. A helper outlives the node agent.
+
+A freezer must come after `suspend` and be lifted before `resume`: a frozen process cannot run the driver's restore
+thread. Processes are not frozen here; they stop at their next call of CUDA.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import importlib.metadata
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+import structlog
+from msgspec import Struct
+
+from node_agent import procfs
+from node_agent.devices import DeviceBackend, DeviceError
+from node_agent.devices.simulated import SimulatedBackend
+from node_agent.workers.records import read_json, write_json
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
+
+HELPER = Path(__file__).with_name("driver_helper.py")
+LOCK_FD = 9
+#: The first driver under which a process that uses NVML, as PyTorch does, can be checkpointed.
+DRIVER_MIN = 570
+#: How much of `timeout_s` waiting for a task's work on the GPU may take; the rest is for copying.
+LOCK_SHARE = 1 / 3
+PROBE_S = 90.0
+#: For asking how things stand, and letting go what was left locked.
+FIND_S = 15.0
+#: For the helpers of a node agent that died, to end what they were about.
+ORPHANS_S = 60.0
+REAP_S = 1.0
+LINE_BYTES_MAX = 64 * 1024
+#: What the helper needs of our environment; it must see all GPUs, whatever this process was told to see.
+INHERITED = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH")
+
+Standing = Literal["running", "suspended", "lost"]
+
+
+class Result(Struct, frozen=True):
+    """How a suspension or resumption went. `bytes`: how much host memory the task takes more, or less, than before."""
+
+    ok: bool
+    reason: str = ""
+    lost: bool = False
+    seconds: float = 0.0
+    bytes: int = 0
+
+
+class Found(Struct, frozen=True):
+    """How the processes of a task stand. Not `known`: nobody could say, for this reason."""
+
+    standing: Standing = "running"
+    known: bool = True
+    reason: str = ""
+
+
+class Checkpointer(Protocol):
+    """Suspends and resumes processes; see the promises above."""
+
+    async def probe(self) -> str:
+        """Return why it cannot be used on this host, empty if it can. The first time on a host this takes seconds."""
+        ...
+
+    async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
+        """Free the GPU memory of `pids`."""
+        ...
+
+    async def resume(self, pids: Sequence[int], timeout_s: float) -> Result:
+        """Give it back to them."""
+        ...
+
+    async def find(self, pids: Sequence[int]) -> Found:
+        """Say how `pids` stand, after a node agent died; what it had left half-way and can run, runs again."""
+        ...
+
+
+def open_checkpointer(backend: DeviceBackend, state_dir: Path) -> Checkpointer:
+    """Return the one that belongs to the GPUs of `backend`."""
+    if isinstance(backend, SimulatedBackend):
+        return SimulatedCheckpointer(backend)
+    return DriverCheckpointer(state_dir, Host.read())
+
+
+# --- the driver's ---------------------------------------------------------------------------------------------------
+
+
+class Host(Struct, frozen=True):
+    """What decides whether the driver can checkpoint here: a new driver or a new start of the host decides anew."""
+
+    machine: str
+    driver: str  #: version of the kernel module, as ``580.95.05``; empty: not loaded
+    bindings: str  #: version of cuda-bindings; empty: not installed
+    boot_id: str
+    user: int
+
+    @classmethod
+    def read(cls) -> Host:
+        """Look at this host."""
+        bindings = ""
+        with suppress(importlib.metadata.PackageNotFoundError):
+            bindings = importlib.metadata.version("cuda-bindings")
+        driver = ""
+        with suppress(OSError):
+            driver = Path("/sys/module/nvidia/version").read_text().strip()
+        return cls(platform.machine(), driver, bindings, procfs.boot_id(), os.getuid())
+
+    @property
+    def unfit(self) -> str:
+        """Why there is no point in trying, empty if there is."""
+        if not self.driver:
+            return "the NVIDIA kernel module is not loaded on this host"
+        major = self.driver.partition(".")[0]
+        if not major.isdigit() or int(major) < DRIVER_MIN:
+            return f"the NVIDIA driver is {self.driver}, and checkpointing needs {DRIVER_MIN} or newer; update it"
+        if self.machine != "x86_64":
+            return f"the NVIDIA driver checkpoints processes on x86_64 only, and this host is {self.machine}"
+        if not self.bindings:
+            return "the package cuda-bindings is not installed for the node agent; install gpu-arbiter[cuda]"
+        return ""
+
+
+class Verdict(Struct, frozen=True):
+    """What a trial on this host showed, kept in ``driver.json``."""
+
+    host: Host
+    reason: str = ""
+
+
+class _Request(Struct, frozen=True, omit_defaults=True):
+    """What the helper is asked; see there."""
+
+    do: Literal["suspend", "resume", "find", "probe"]
+    timeout_s: float
+    pids: tuple[int, ...] = ()
+    lock_s: float | None = None
+    moves: dict[str, str] | None = None
+
+
+class _Line(Struct, frozen=True):
+    """What the helper says: what it is `at`, or with `ok` its answer."""
+
+    at: str = ""
+    pid: int = 0
+    ok: bool | None = None
+    state: Standing | None = None
+    lost: bool = False
+    again: bool = False
+    reason: str = ""
+
+
+class DriverCheckpointer:
+    """The NVIDIA driver's checkpoint, by one helper process for each operation.
+
+    Parameters
+    ----------
+    state_dir
+        Where the verdict of the trial is kept, and the lock that living helpers hold.
+    host
+        What it is tried on.
+    command
+        The helper; tests give one with a driver that is played.
+    """
+
+    def __init__(
+        self,
+        state_dir: Path,
+        host: Host,
+        command: Sequence[str] = (sys.executable, "-I", str(HELPER)),
+    ) -> None:
+        self._verdict = state_dir / "driver.json"
+        self._lock = state_dir / "driver.lock"
+        self._host = host
+        self._command = tuple(command)
+        self._children: set[int] = set()
+        self._orphans_gone = False
+
+    async def probe(self) -> str:
+        """Return the verdict, by a trial with a small process unless there was one since the host started."""
+        if self._host.unfit:
+            return self._host.unfit
+        known = read_json(self._verdict, Verdict)
+        if known is not None and known.host == self._host:
+            return known.reason
+        answer, at = await self._ask(_Request("probe", PROBE_S))
+        if answer is None:
+            answer = _Line(ok=False, reason=f"the driver hung or crashed in '{at}' when it was tried")
+        reason = "" if answer.ok else answer.reason
+        if not answer.again:
+            await asyncio.to_thread(write_json, self._verdict, Verdict(self._host, reason))
+        log.info("driver.probed", driver=self._host.driver, works=not reason, reason=reason)
+        return reason
+
+    async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
+        """Checkpoint them; raises nothing."""
+        request = _Request("suspend", timeout_s, _sorted(pids), lock_s=timeout_s * LOCK_SHARE)
+        return await self._measured(request, "suspended")
+
+    async def resume(self, pids: Sequence[int], timeout_s: float, moves: dict[str, str] | None = None) -> Result:
+        """Restore them, where `moves` says so from one GPU, by UUID, to another of the same kind (driver 580)."""
+        return await self._measured(_Request("resume", timeout_s, _sorted(pids), moves=moves or {}), "running")
+
+    async def find(self, pids: Sequence[int]) -> Found:
+        """Ask the driver, once the helpers of an earlier node agent have ended."""
+        if not self._orphans_gone:
+            await self._wait_for_orphans()
+            self._orphans_gone = True
+        return await self._find(pids)
+
+    async def _find(self, pids: Sequence[int]) -> Found:
+        answer, at = await self._ask(_Request("find", FIND_S, _sorted(pids)))
+        if answer is None:
+            return Found(known=False, reason=f"the driver hung or crashed in '{at}'")
+        if answer.state is None:
+            return Found(known=False, reason=answer.reason)
+        return Found(answer.state, reason=answer.reason)
+
+    async def _measured(self, request: _Request, wanted: Standing) -> Result:
+        """Return how it went, with its time and by how much the memory of the processes changed."""
+        began, before = time.monotonic(), _resident_bytes(request.pids)
+        answer, at = await self._ask(request)
+        outcome = await self._without_answer(request, at, wanted) if answer is None else _result(answer)
+        moved = abs(_resident_bytes(request.pids) - before) if outcome.ok else 0
+        return msgspec.structs.replace(outcome, seconds=time.monotonic() - began, bytes=moved)
+
+    async def _without_answer(self, request: _Request, at: str, wanted: Standing) -> Result:
+        """Find out what a helper left that hung or crashed."""
+        reason = f"the driver hung or crashed in '{at}' and was given up after {request.timeout_s:.0f} s at most"
+        if at == "start":
+            return Result(ok=False, reason=reason)
+        if at in ("checkpoint", "restore"):
+            return Result(ok=False, lost=True, reason=reason)
+        found = await self._find(request.pids)
+        if not found.known or found.standing == "lost":
+            return Result(ok=False, lost=True, reason=f"{reason}; then {found.reason}")
+        return Result(ok=found.standing == wanted, reason="" if found.standing == wanted else reason)
+
+    # --- the helper -------------------------------------------------------------------------------------------------
+
+    async def _ask(self, request: _Request) -> tuple[_Line | None, str]:
+        """Have a helper do it; return its answer, or None, and what it was at last."""
+        try:
+            pid, reader = self._start(request)
+        except OSError as error:
+            reason = f"the helper for the driver could not be started: {error.strerror}"
+            return _Line(ok=False, again=True, reason=reason), "start"
+        at = "start"
+        async with self._listening(pid, reader) as lines:
+            try:
+                async with asyncio.timeout(request.timeout_s):
+                    # A line without its end is the last word of a helper that was killed.
+                    while (data := await lines.readline()).endswith(b"\n"):
+                        line = msgspec.json.decode(data, type=_Line)
+                        if line.ok is not None:
+                            return line, at
+                        at = line.at
+            except TimeoutError:
+                log.warning("driver.hung", do=request.do, pids=request.pids, at=at)
+                with suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+        return None, at
+
+    @asynccontextmanager
+    async def _listening(self, pid: int, reader: int) -> AsyncIterator[asyncio.StreamReader]:
+        """Give what the helper writes.
+
+        If the node agent is stopped meanwhile the helper goes on: killed, it would lose the task.
+        """
+        lines = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(reader, "rb")
+        )
+        try:
+            yield lines
+        finally:
+            transport.close()
+        await self._reap(pid)
+
+    def _start(self, request: _Request) -> tuple[int, int]:
+        """Start a helper that holds the lock, in a session of its own; return its pid and the pipe it writes to."""
+        lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        reader, writer = os.pipe()
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            actions = [
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, writer, 1),
+                (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
+                (os.POSIX_SPAWN_DUP2, lock, LOCK_FD),
+            ]
+            line = [*self._command, msgspec.json.encode(request).decode()]
+            env = {name: os.environ[name] for name in INHERITED if name in os.environ}
+            pid = os.posix_spawnp(line[0], line, env, file_actions=actions, setsid=True)
+        except OSError:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
+            os.close(lock)
+        self._children.add(pid)
+        return pid, reader
+
+    async def _reap(self, pid: int) -> None:
+        """Collect the helper, waiting a little: one that is stuck in the kernel is left to a later call."""
+        deadline = time.monotonic() + REAP_S
+        while True:
+            self._children -= {child for child in self._children if _has_ended(child)}
+            if pid not in self._children or time.monotonic() > deadline:
+                return
+            await asyncio.sleep(0.01)
+
+    async def _wait_for_orphans(self) -> None:
+        """Wait until no helper lives, whoever started it."""
+        lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            deadline = time.monotonic() + ORPHANS_S
+            while not _try_lock(lock):
+                if time.monotonic() > deadline:
+                    log.error("driver.orphans", meaning="a helper of an earlier node agent does not end")
+                    return
+                await asyncio.sleep(0.05)
+        finally:
+            os.close(lock)
+
+
+def _has_ended(child: int) -> bool:
+    return os.waitpid(child, os.WNOHANG)[0] != 0
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sorted(pids: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(pids))
+
+
+def _result(answer: _Line) -> Result:
+    return Result(ok=bool(answer.ok), reason=answer.reason, lost=answer.lost)
+
+
+def _resident_bytes(pids: Sequence[int]) -> int:
+    return sum(_resident_pages(pid) for pid in pids) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _resident_pages(pid: int) -> int:
+    try:
+        return int((procfs.PROC / str(pid) / "statm").read_text().split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+# --- its like for virtual GPUs --------------------------------------------------------------------------------------
+
+Fault = Literal["lock", "slow", "lost"]
+
+
+class SimulatedCheckpointer:
+    """Stops processes with SIGSTOP; the virtual GPUs then count their memory as the host's.
+
+    What it has in common with the driver's: a restore onto a GPU that is too full is for ever, a lock can fail to come,
+    all may take too long, and the state is the processes' own (T in /proc), so that the next node agent finds it.
+    What not: no GPU's memory really moves, and a restore that failed is forgotten with this object.
+    """
+
+    def __init__(self, backend: SimulatedBackend) -> None:
+        self._backend = backend
+        self._failed: dict[int, int] = {}
+        self._fault: Fault | None = None
+        self._fault_s = 0.0
+
+    def inject(self, fault: Fault, *, seconds: float = 0.0) -> None:
+        """Have the next operation fail to lock, last `seconds` longer, or lose the task."""
+        self._fault, self._fault_s = fault, seconds
+
+    async def probe(self) -> str:
+        """Return that it works."""
+        return ""
+
+    async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
+        """Stop them and all they started."""
+        began, fault = time.monotonic(), self._take_fault()
+        if fault == "lock":
+            return Result(ok=False, reason="its work on the GPU did not end in time (injected)")
+        everyone = _stop(pids)
+        if not await _wait_stopped(everyone, timeout_s * LOCK_SHARE):
+            _continue(everyone)
+            return Result(ok=False, reason="it did not stop in time; look for processes stuck in the kernel (state D)")
+        if lost := await self._injected(fault, everyone, timeout_s):
+            return lost
+        moved = self._backend.checkpointed(everyone)
+        return Result(ok=True, seconds=time.monotonic() - began, bytes=moved)
+
+    async def resume(self, pids: Sequence[int], timeout_s: float) -> Result:
+        """Let them go on if their GPUs have room, else never."""
+        began, everyone = time.monotonic(), _with_descendants(pids)
+        if self._is_failed(everyone):
+            return Result(ok=False, lost=True, reason="an earlier restore failed, which is for ever")
+        try:
+            full = self._backend.too_small_for(everyone)
+        except DeviceError as error:
+            return self._lose(everyone, str(error))
+        if full is not None:
+            return self._lose(everyone, f"{full} has too little memory free for it; a failed restore is for ever")
+        if lost := await self._injected(self._take_fault(), everyone, timeout_s):
+            return lost
+        moved = self._backend.restored(everyone)
+        _continue(everyone)
+        return Result(ok=True, seconds=time.monotonic() - began, bytes=moved)
+
+    async def find(self, pids: Sequence[int]) -> Found:
+        """Suspended is what stands still altogether; what was stopped in part goes on."""
+        everyone = _with_descendants(pids)
+        if self._is_failed(everyone):
+            return Found("lost", reason="an earlier restore failed, which is for ever")
+        if everyone and all(map(_is_stopped, everyone)):
+            self._backend.checkpointed(everyone)
+            return Found("suspended")
+        _continue(everyone)
+        return Found("running")
+
+    def _take_fault(self) -> Fault | None:
+        fault, self._fault = self._fault, None
+        return fault
+
+    async def _injected(self, fault: Fault | None, pids: Sequence[int], timeout_s: float) -> Result | None:
+        if fault == "slow":
+            await asyncio.sleep(min(self._fault_s, timeout_s))
+        if fault == "slow" and self._fault_s >= timeout_s:
+            return self._lose(pids, f"the driver hung, within {timeout_s:.0f} s (injected)")
+        return self._lose(pids, "the driver failed (injected)") if fault == "lost" else None
+
+    def _lose(self, pids: Sequence[int], reason: str) -> Result:
+        self._failed |= {pid: process.start_ticks for pid in pids if (process := procfs.stat(pid)) is not None}
+        return Result(ok=False, lost=True, reason=reason)
+
+    def _is_failed(self, pids: Sequence[int]) -> bool:
+        return any(procfs.is_running(pid, self._failed[pid]) for pid in pids if pid in self._failed)
+
+
+def _with_descendants(pids: Sequence[int]) -> list[int]:
+    return sorted({*pids, *procfs.descendants(pids)})
+
+
+def _stop(pids: Sequence[int]) -> list[int]:
+    """SIGSTOP `pids` and what they start until none is new; return them all."""
+    stopped: list[int] = []
+    while new := [pid for pid in _with_descendants(pids) if pid not in stopped]:
+        _signal_all(new, signal.SIGSTOP)
+        stopped += new
+    return stopped
+
+
+def _continue(pids: Sequence[int]) -> None:
+    _signal_all(pids, signal.SIGCONT)
+
+
+def _signal_all(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+async def _wait_stopped(pids: Sequence[int], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        stopped = all(map(_is_stopped, pids))
+        if stopped or time.monotonic() > deadline:
+            return stopped
+        await asyncio.sleep(0.005)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Say whether `pid` stands still, for now or for good."""
+    process = procfs.stat(pid)
+    return process is None or process.state in "TZX"
