@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 from msgspec import Struct
 
@@ -11,6 +13,10 @@ from arbiter.core.policies import POLICIES
 from protocol import config
 from protocol.config import ConfigError
 
+HistoryMode = Literal["auto", "resume", "begin"]
+#: The most seats that a plan can give a GPU.
+SEATS_MAX = 64
+
 
 class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Where the arbiter runs and how it decides.
@@ -18,6 +24,10 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `bus` is ``amqp[s]://user:password@host:port/vhost``; when empty, the daemon reads it from the file `bus_file`
     (systemd credential). `state_dir` holds the journal and the ledger. `shared_users` lists broker users that may
     speak for anyone: only for brokers where all daemons share one user.
+
+    `history` says what is expected of the history of GPU time, which decides who is served next: ``auto`` resumes it,
+    and refuses to start where the ledger tells of a past that the journal has not; ``resume`` refuses to start without
+    one; ``begin`` accepts that it begins at nothing.
     """
 
     state_dir: str = "/var/lib/gpu-arbiter"
@@ -26,6 +36,7 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     prefix: str = ""  #: of queue and exchange names; the same in all daemons of a site
     shared_users: tuple[str, ...] = ()
     arbiter: ArbiterSettings = ArbiterSettings()
+    history: HistoryMode = "auto"
 
 
 def load(path: Path) -> ArbiterConfig:
@@ -46,17 +57,23 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"{source}: arbiter.policy is {settings.policy!r}; choose one of {known}")
     names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s", "decide_grace_s", "probes_max")
-    config.require_positive(settings, names, f"{source}: arbiter")
+    config.require_positive(settings, (*names, "quantum_s"), f"{source}: arbiter")
     pauses = ("renewal_lead_s", "round_pause_s", "admission_wait_s")
     config.require_not_negative(settings, pauses, f"{source}: arbiter")
     where = f"{source}: arbiter.policy_settings"
     config.require_positive(settings.policy_settings, ("solver_budget_ms", "las_threshold_gpu_s"), where)
-    config.require_not_negative(settings.policy_settings, ("reasons_max",), where)
+    config.require_not_negative(settings.policy_settings, ("reasons_max", "gandiva_idle_s"), where)
+    if not 1 <= settings.seats <= SEATS_MAX:
+        raise ConfigError(f"{source}: arbiter.seats is {settings.seats}; give how many jobs may share a GPU, 1 to 64")
     if settings.renewal_lead_s + settings.probe_s + settings.bid_s >= settings.lease_s:
         raise ConfigError(
             f"{source}: arbiter.lease_s is {settings.lease_s}, too short for renewal_lead_s + probe_s + bid_s; "
             "make the lease longer or the others shorter"
         )
+    names_of_tenants = Counter(each.name for each in settings.tenants)
+    twice = [name for name, count in names_of_tenants.items() if count > 1]
+    if twice:
+        raise ConfigError(f"{source}: arbiter.tenants names {twice[0]} twice; give each tenant one table")
     try:
         for policy in POLICIES.values():  # whichever is chosen: a setting that another one could not have is a mistake
             policy(settings.policy_settings)

@@ -10,9 +10,9 @@ from typing import assert_never
 
 import structlog
 
-from arbiter.config import ArbiterConfig, check
-from arbiter.core.arbiter import Arbiter, Configured, Effect, Event
-from arbiter.core.turn import Decide, Decided, LeaseRecord, Note, RoundRecord
+from arbiter.config import ArbiterConfig, HistoryMode, check
+from arbiter.core.arbiter import Arbiter, Configured, Effect, Event, MissingHistory
+from arbiter.core.turn import AppRecord, Decide, Decided, LeaseRecord, Note, RoundRecord
 from arbiter.desk import Desk
 from arbiter.ledger import Ledger
 from arbiter.solver import Solver
@@ -26,7 +26,7 @@ from protocol.shell import Shell
 #: Events between two snapshots: a restart replays at most these, about a second's work.
 SNAPSHOT_EVERY = 5_000
 
-Performed = Decide | RoundRecord | LeaseRecord | Note
+Performed = Decide | RoundRecord | LeaseRecord | AppRecord | Note
 
 _log = structlog.get_logger("arbiter")
 
@@ -37,7 +37,7 @@ async def run_arbiter(config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[],
     Raises
     ------
     ConfigError
-        If the settings cannot work.
+        If the settings cannot work, or the history of GPU time that there should be is not there.
     JournalError
         If the state folder belongs to another process or cannot be read.
     """
@@ -47,7 +47,7 @@ async def run_arbiter(config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[],
         closing(_journal(folder)) as journal,
         closing(Ledger(folder / "ledger.db")) as ledger,
     ):
-        arbiter = _restore(journal, ledger)
+        arbiter = _restore(journal, ledger, config.history)
         _configure(arbiter, journal, config)
         desk = Desk(arbiter, ledger)
         solver = Solver()
@@ -113,14 +113,28 @@ def _journal(folder: Path) -> Journal[Event]:
     return Journal.of(folder / "journal.db", Event)
 
 
-def _restore(journal: Journal[Event], ledger: Ledger) -> Arbiter:
-    """Return the arbiter as the journal tells; what it recorded last is recorded again, should it have been missed."""
+def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "auto") -> Arbiter:
+    """Return the arbiter as the journal tells; what it recorded last is recorded again, should it have been missed.
+
+    Raises
+    ------
+    ConfigError
+        If there should be a history of GPU time and there is none: everybody's would silently begin at nothing.
+    """
+    mend = 'bring the state folder back, or set history = "begin" for one start, if it is to begin at nothing'
+    if history != "begin" and journal.last_seq == 0 and (history == "resume" or ledger.used()):
+        why = "is to be resumed" if history == "resume" else "is told of by ledger.db"
+        raise ConfigError(f"{journal.path} is empty, but a history of GPU time {why}; {mend}")
     loaded = journal.load()
-    arbiter = Arbiter.restored(loaded.snapshot) if loaded.snapshot is not None else Arbiter()
+    try:
+        begin = history == "begin"
+        arbiter = Arbiter() if loaded.snapshot is None else Arbiter.restored(loaded.snapshot, begin_history=begin)
+    except MissingHistory as error:
+        raise ConfigError(f"{journal.path}: {error}; {mend}") from error
     count = 0
     for _seq, now, event in loaded.events:
         for effect in arbiter.handle(event, now):
-            if isinstance(effect, RoundRecord | LeaseRecord):
+            if isinstance(effect, RoundRecord | LeaseRecord | AppRecord):
                 ledger.write(effect)
         count += 1
     arbiter.validate()
@@ -138,9 +152,9 @@ def _configure(arbiter: Arbiter, journal: Journal[Event], config: ArbiterConfig)
             _perform(effect, None)
 
 
-def _perform(effect: RoundRecord | LeaseRecord | Note, ledger: Ledger | None) -> None:
+def _perform(effect: RoundRecord | LeaseRecord | AppRecord | Note, ledger: Ledger | None) -> None:
     match effect:
-        case RoundRecord() | LeaseRecord():
+        case RoundRecord() | LeaseRecord() | AppRecord():
             if ledger is not None:
                 ledger.write(effect)
             if isinstance(effect, RoundRecord):

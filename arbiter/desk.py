@@ -7,21 +7,21 @@ Answers are JSON documents with a schema name; within a major version fields are
 from __future__ import annotations
 
 import base64
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, assert_never
 
 import msgspec
 
-from arbiter.core import leases, model, rounds
+from arbiter.core import claims, leases, model, rounds
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.model import Active, Deciding, Draining, Enrolling, Free, Leased, Refused, Settled
 from arbiter.core.policy import Outcome
 from arbiter.core.turn import RoundRecord
 from arbiter.ledger import Ledger
 from protocol.core import Send
-from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId
+from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId, TenantId, device_of
 
 #: Questions about logs that wait for a node at any time; the oldest is dropped, and its asker asks again.
 WAITING_MAX = 1000
@@ -29,6 +29,8 @@ WAITING_MAX = 1000
 SPANS_MAX = 20_000
 EXPLAIN_ROUNDS = 20
 ROUNDS_MAX = 200
+#: What is told of what node agents measured of a task.
+MEASURED = ("source", "confidence", "share", "utilisation", "peak_bytes", "packed_with", "remark")
 #: Below the codec's limit for a frame.
 DOCUMENT_BYTES_MAX = 3 * 2**20
 
@@ -51,6 +53,8 @@ class Desk:
                 return [_answer(sender, query, self._nodes(now))]
             case "rounds":
                 return [_answer(sender, query, self._rounds(now))]
+            case "shares":
+                return [_answer(sender, query, self._tenants(now))]
             case "explain":
                 return [self._explain(sender, query, now)]
             case "log":
@@ -89,6 +93,7 @@ class Desk:
         ended_at = app.state.at if isinstance(app.state, Settled | Refused) else None
         lived_s = (ended_at or now) - app.arrived_at
         tasks = [task for task in state.tasks.values() if task.app == app.id]
+        standing = state.history.of_app(app.id, max(now, state.now))
         return {
             "id": app.id,
             "tenant": app.tenant,
@@ -109,9 +114,63 @@ class Desk:
             "steps_lost": app.steps_lost,
             "suspensions": app.suspensions,
             "metrics": app.metrics,
+            "priority": app.priority,
+            "class": app.kind,
+            "cpus": app.cpus,
+            "host_bytes": app.host_bytes,
+            "preempted_for_trials": app.preempted,
+            "weight": app.weight,
+            "ltgf": standing.ltgf_other,
+            "ltgf_all": standing.ltgf,
+            "fair_gpu_seconds": standing.other_gpu_s,
+            "shares": self._shares(app, gpus),
+            "claims": [_claim(claim) for claim in app.claims],
             "arrived_at": _instant(app.arrived_at),
             "ended_at": _instant(ended_at) if ended_at is not None else None,
             "tasks": [_task(task) for task in tasks],
+        }
+
+    def _shares(self, app: model.App, gpus: Sequence[model.Gpu]) -> list[dict[str, Any]]:
+        """Return, for each of its GPUs that others have a seat on, who they are."""
+        shares = []
+        for gpu in gpus:
+            others = {seat.state.lease.app for seat in self._seats(gpu) if isinstance(seat.state, Leased)} - {app.id}
+            if others and isinstance(gpu.state, Leased):
+                shares.append({"gpu": device_of(gpu.id), "with": sorted(others), "guest": gpu.state.lease.guest})
+        return shares
+
+    def _seats(self, gpu: model.Gpu) -> list[model.Gpu]:
+        """Return the seats of the GPU that this is one of, in order: those that it has or somebody is on."""
+        seats = (self._arbiter.state.gpus[seat] for seat in sorted(self._arbiter.seats(gpu.id), key=model.seat_number))
+        return [seat for seat in seats if seat.present or not isinstance(seat.state, Free)]
+
+    def _tenants(self, now: float) -> dict[str, Any]:
+        """Return what tenants are due and have had, and how that compares; see `arbiter.core.history`."""
+        state = self._arbiter.state
+        history = state.history
+        active = Counter(app.tenant for app in state.apps.values() if app.active)
+        return {
+            "schema": "shares/v1",
+            "gpus": history.gpus,
+            "since": None if history.since is None else _instant(history.since),
+            "tenants": [self._tenant(name, active[name], max(now, state.now)) for name in sorted(history.tenants)],
+        }
+
+    def _tenant(self, tenant: TenantId, apps: int, now: float) -> dict[str, Any]:
+        history = self._arbiter.state.history
+        account, standing = history.tenants[tenant], history.of_tenant(tenant, now)
+        return {
+            "tenant": tenant,
+            "weight": history.weight_of(tenant),
+            "quota_gpus": account.quota.rate,
+            "wanted_gpus": history.pools[tenant].demand,
+            "held_gpus": account.allocated.rate,
+            "apps": apps,
+            "gpu_seconds": standing.allocated_gpu_s,
+            "fair_gpu_seconds": standing.fair_gpu_s,
+            "quota_gpu_seconds": standing.other_gpu_s,
+            "ltgf": standing.ltgf,
+            "ltgf_quota": standing.ltgf_other,
         }
 
     def _nodes(self, now: float) -> dict[str, Any]:
@@ -120,14 +179,15 @@ class Desk:
         for node in sorted(state.nodes.values(), key=lambda node: node.id):
             up = isinstance(node.state, model.Up)
             since = node.state.seen_at if isinstance(node.state, model.Up) else node.state.since
-            gpus = sorted((gpu for gpu in state.gpus.values() if gpu.node == node.id), key=lambda gpu: gpu.id)
+            here = (gpu for gpu in state.gpus.values() if gpu.node == node.id and model.is_first(gpu.id))
+            gpus = sorted(here, key=lambda gpu: gpu.id)
             nodes.append(
                 {
                     "id": node.id,
                     "rack": node.rack,
                     "state": "up" if up else "lost",
                     "last_seen_s": now - since,
-                    "gpus": [_gpu(gpu) for gpu in gpus],
+                    "gpus": [_gpu(gpu, [seat for seat in self._seats(gpu) if seat is not gpu]) for gpu in gpus],
                 }
             )
         return {"schema": "nodes/v1", "nodes": nodes}
@@ -253,7 +313,7 @@ def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model
         case Settled(outcome=outcome):
             return outcome
         case Active():
-            if any(task.phase == "running" for task in tasks):
+            if any(task.phase in ("running", "resting") for task in tasks):
                 return "running"
             if any(isinstance(gpu.state, Leased) for gpu in gpus):
                 return "starting"
@@ -265,10 +325,17 @@ def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model
 def _task(task: model.Task) -> dict[str, Any]:
     names = ("job", "attempt", "node", "gpus", "phase", "step", "start_step", "saved_step", "total_steps", "step_s")
     told = {name: getattr(task, name) for name in (*names, "suspensions", "outcome", "exit_code", "reason", "metrics")}
-    return {"task": task.id, **told}
+    measured = {name: getattr(task.measured, name) for name in MEASURED}
+    return {"task": task.id, **told, "samples": task.samples, "measured": measured}
 
 
-def _gpu(gpu: model.Gpu) -> dict[str, Any]:
+def _claim(claim: model.Claim) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(claim)
+    told.pop("app")
+    return told | {"text": claims.sentence(claim)}
+
+
+def _gpu(gpu: model.Gpu, further: Sequence[model.Gpu]) -> dict[str, Any]:
     names = {Free: "free", Leased: "leased", Draining: "draining"}
     return {
         "id": gpu.id,
@@ -276,11 +343,17 @@ def _gpu(gpu: model.Gpu) -> dict[str, Any]:
         "slot": gpu.slot,
         "memory_bytes": gpu.memory_bytes,
         "state": names[type(gpu.state)] if gpu.present else "absent",
-        "app": None if isinstance(gpu.state, Free) else gpu.state.lease.app,
+        "app": _app_on(gpu),
+        "seats": [{"id": seat.id, "state": names[type(seat.state)], "app": _app_on(seat)} for seat in further],
+        "quarantined": gpu.quarantined,
         "healthy": gpu.healthy,
         "empty": gpu.empty,
         "detail": "" if gpu.healthy and isinstance(gpu.state, Leased) else gpu.detail,
     }
+
+
+def _app_on(gpu: model.Gpu) -> AppId | None:
+    return None if isinstance(gpu.state, Free) else gpu.state.lease.app
 
 
 def _round(record: RoundRecord) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The ledger: every round and every lease that is over, queryable long after the state has forgotten them.
+"""The ledger: every round, claim that was off, lease and app that is over, long after the state has forgotten them.
 
 Writing the same record twice changes nothing, so a crash between deciding and recording is mended by performing the
 last records again. It shares the state folder with the journal but can be read by anyone with SQLite.
@@ -12,14 +12,20 @@ from pathlib import Path
 
 import msgspec
 
-from arbiter.core.turn import LeaseRecord, RoundRecord
+from arbiter.core.model import Claim
+from arbiter.core.turn import AppRecord, LeaseRecord, RoundRecord
 from protocol.messages import AppId
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rounds (round INTEGER PRIMARY KEY, at REAL NOT NULL, record BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS outcomes (app TEXT NOT NULL, round INTEGER NOT NULL, PRIMARY KEY (app, round));
+CREATE TABLE IF NOT EXISTS claims (app TEXT NOT NULL, round INTEGER NOT NULL, what TEXT NOT NULL, claimed REAL NOT NULL,
+                                   measured REAL NOT NULL, ratio REAL NOT NULL, source TEXT NOT NULL,
+                                   confidence REAL NOT NULL, PRIMARY KEY (app, round, what));
 CREATE TABLE IF NOT EXISTS leases (lease TEXT PRIMARY KEY, app TEXT NOT NULL, gpu TEXT NOT NULL, node TEXT NOT NULL,
                                    start REAL NOT NULL, end REAL NOT NULL, reason TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS apps (app TEXT PRIMARY KEY, tenant TEXT NOT NULL, ended_at REAL NOT NULL,
+                                 record BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS leases_by_app ON leases (app);
 """
 
@@ -38,11 +44,19 @@ class Ledger:
         """Close the file."""
         self._database.close()
 
-    def write(self, record: RoundRecord | LeaseRecord) -> None:
+    def used(self) -> bool:
+        """Whether anything was ever recorded."""
+        query = "SELECT EXISTS (SELECT 1 FROM rounds) OR EXISTS (SELECT 1 FROM leases)"
+        return bool(self._database.execute(query).fetchone()[0])
+
+    def write(self, record: RoundRecord | LeaseRecord | AppRecord) -> None:
         """Add one record; writing it again changes nothing."""
         with self._database:
             if isinstance(record, RoundRecord):
                 self._write_round(record)
+            elif isinstance(record, AppRecord):
+                told = (record.app, record.tenant, record.ended_at, msgspec.msgpack.encode(record))
+                self._database.execute("INSERT OR REPLACE INTO apps VALUES (?, ?, ?, ?)", told)
             else:
                 row = (record.lease, record.app, record.gpu, record.node, record.start, record.end, record.reason)
                 self._database.execute("INSERT OR IGNORE INTO leases VALUES (?, ?, ?, ?, ?, ?, ?)", row)
@@ -52,6 +66,11 @@ class Ledger:
         self._database.execute("INSERT OR REPLACE INTO rounds VALUES (?, ?, ?)", (record.round, record.at, packed))
         rows = [(outcome.app, record.round) for outcome in record.outcomes]
         self._database.executemany("INSERT OR IGNORE INTO outcomes VALUES (?, ?)", rows)
+        claims = [
+            (each.app, record.round, each.what, each.claimed, each.measured, each.ratio, each.source, each.confidence)
+            for each in record.claims
+        ]
+        self._database.executemany("INSERT OR IGNORE INTO claims VALUES (?, ?, ?, ?, ?, ?, ?, ?)", claims)
 
     def rounds(self, *, limit: int, app: AppId | None = None) -> Sequence[RoundRecord]:
         """Return the newest `limit` rounds, newest first; with `app`, those that say something of it."""
@@ -67,6 +86,20 @@ class Ledger:
         """Return how many rounds there were."""
         (count,) = self._database.execute("SELECT count(*) FROM rounds").fetchone()
         return int(count)
+
+    def claims(self, *, limit: int) -> Sequence[tuple[int, Claim]]:
+        """Return the newest `limit` claims that were off, oldest first, each with its round."""
+        query = (
+            "SELECT round, app, what, claimed, measured, ratio, source, confidence FROM claims "
+            "ORDER BY round DESC, app DESC, what DESC LIMIT ?"
+        )
+        rows = self._database.execute(query, (limit,)).fetchall()
+        return [(int(row[0]), Claim(*row[1:])) for row in reversed(rows)]
+
+    def apps(self, *, limit: int) -> Sequence[AppRecord]:
+        """Return the newest `limit` apps that are over, oldest first."""
+        rows = self._database.execute("SELECT record FROM apps ORDER BY ended_at DESC, app DESC LIMIT ?", (limit,))
+        return [msgspec.msgpack.decode(packed, type=AppRecord) for (packed,) in reversed(rows.fetchall())]
 
     def leases(self, *, limit: int) -> Sequence[LeaseRecord]:
         """Return the newest `limit` leases that are over, oldest first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from arbiter.core import fairness, leases, model, rounds
+from arbiter.core import bookings, fairness, leases, model, rounds
 from arbiter.core.model import Active, App, Enrolling, Job, Leased, Settled, State
 from arbiter.core.policy import AppView
 from arbiter.core.turn import Index, Turn
@@ -147,8 +147,17 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         left_gpu_s=report.left_gpu_s,
         left_at=turn.now,
         loss_drop=report.loss_drop,
+        sizes=report.sizes,
+        move_s=report.move_s,
+        demand_most=max(app.demand_most, report.demand_max),
+        utility=report.utility,
+        weight=report.weight,
+        kind=report.kind,
+        cpus=report.cpus,
+        host_bytes=report.host_bytes,
     )
     turn.state.apps[app.id] = app
+    turn.follow(app)
     turn.state.news = turn.state.news or (wants_more and app.active)
     return app
 
@@ -162,6 +171,7 @@ def _job(wish: JobWish) -> Job:
         grace_s=wish.grace_s,
         preempt_by=wish.preempt_by,
         suspended=wish.suspended,
+        priority=wish.priority,
     )
 
 
@@ -183,6 +193,7 @@ def _settle(turn: Turn, app: App, report: AppReport) -> None:
     finished = report.state == "finished" and ideal_s > 0
     rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s) if finished else None
     turn.put_app(turn.state.apps[app.id], Settled(report.state, report.reason, turn.now, rho))
+    leases.close_account(turn, app.id)
     _forget_oldest(turn)
 
 
@@ -197,6 +208,7 @@ def _forget_oldest(turn: Turn) -> None:
             continue
         del over[place]
         del turn.state.apps[app_id]
+        turn.state.history.forget(app_id)
         turn.state.stories.pop(app_id, None)
         turn.apps.discard(app_id)
 
@@ -216,8 +228,14 @@ def admit_waiting(turn: Turn) -> None:
     cluster = turn.index.census()[2]
     for app in waiting:
         verdict = turn.policy.admit(cluster, _newcomer(app))
+        if verdict.admitted and bookings.sells(turn):
+            if turn.now < _admission_at(turn.state):
+                continue  # what there is to sell is known when nodes have had time to enrol
+            verdict = bookings.sell(turn, app)
         if verdict.admitted:
-            turn.put_app(app, Active())
+            turn.put_app(turn.state.apps[app.id], Active())
+            if verdict.reason:
+                turn.tell(app.id, verdict.reason)
         elif turn.now >= _admission_at(turn.state):
             _count(turn, -1)
             _refuse(turn, turn.put_app(app, model.Refused(verdict.reason, turn.now)), verdict.reason)

@@ -9,21 +9,24 @@ May not enter here: clocks, dice, logs, files, sockets, and any branch on which 
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from math import fsum, isclose
 from typing import assert_never
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter.core import apps, leases, model, nodes, plans, rounds
+from arbiter.core import apps, bookings, leases, model, nodes, plans, rounds, sharing
 from arbiter.core.model import ArbiterSettings, Bidding, Chapter, Deciding, Draining, Free, Leased, State
-from arbiter.core.turn import Decide, Decided, Effect, Index, LeaseRecord, Note, RoundRecord, Turn
+from arbiter.core.turn import AppRecord, Decide, Decided, Effect, Index, LeaseRecord, Note, RoundRecord, Turn
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     AppId,
     AppReport,
     Bid,
+    GpuId,
     Grant,
     LogChunk,
     NodeReport,
@@ -32,13 +35,30 @@ from protocol.messages import (
     ProbeReply,
     Query,
     RoundId,
+    device_of,
 )
 
-__all__ = ["Arbiter", "Configured", "Decide", "Decided", "Effect", "Event", "LeaseRecord", "Note", "RoundRecord"]
+__all__ = [
+    "AppRecord",
+    "Arbiter",
+    "Configured",
+    "Decide",
+    "Decided",
+    "Effect",
+    "Event",
+    "LeaseRecord",
+    "MissingHistory",
+    "Note",
+    "RoundRecord",
+]
 
 
 #: While anything is enrolled a tick comes every beat; after this many without one, the process or its host stood still.
 ABSENCE_BEATS = 4
+
+
+class MissingHistory(ValueError):  # noqa: N818 - its name says what it is
+    """There should be a history of GPU time, and there is none: who has had more than its share is not known."""
 
 
 class Configured(Struct, frozen=True, tag=True):
@@ -59,12 +79,33 @@ class Arbiter:
         self._index = Index(self.state)
 
     @classmethod
-    def restored(cls, snapshot: bytes) -> Arbiter:
-        """Return the arbiter whose `snapshot` this is."""
+    def restored(cls, snapshot: bytes, *, begin_history: bool = False) -> Arbiter:
+        """Return the arbiter whose `snapshot` this is; `begin_history`: count GPU time from then on if it has none.
+
+        Raises
+        ------
+        MissingHistory
+            If the snapshot has no history of GPU time, though things have happened.
+        """
         arbiter = cls()
         arbiter.state = msgspec.msgpack.decode(snapshot, type=State)
         arbiter._index = Index(arbiter.state)
+        if arbiter.state.epoch > 0 and arbiter.state.history.since is None:
+            if not begin_history:
+                raise MissingHistory("the snapshot holds no history of GPU time, so everybody's would begin at nothing")
+            arbiter._begin_history()
         return arbiter
+
+    def _begin_history(self) -> None:
+        """Count GPU time from now on, as if all that is so had just become so."""
+        state = self.state
+        turn = Turn(state, state.now, self._index)
+        state.history.since = state.now
+        state.history.resize(self._index.census()[1], state.settings.tenants, state.now)
+        for app in sorted(state.apps.values(), key=lambda app: app.arrival):
+            turn.follow(app)
+        for app_id, gpus in sorted(_held(state, self._index).items()):
+            state.history.hold(app_id, state.apps[app_id].tenant, gpus, state.now)
 
     def snapshot(self) -> bytes:
         """Return the whole state as bytes; equal states give equal bytes."""
@@ -76,6 +117,8 @@ class Arbiter:
         """Be told what happened at `now` (UNIX seconds); answer what to do, in order."""
         assert now >= self.state.now, f"time went back from {self.state.now} to {now}"
         turn = Turn(self.state, now, self._index)
+        if self.state.history.since is None:
+            self.state.history.since = now
         self._excuse_absence(turn)
         self.state.now = now
         self._take(turn, event)
@@ -83,8 +126,12 @@ class Arbiter:
         leases.expire(turn)
         if isinstance(event, Tick) and self._beat_is_due(now):
             apps.take_back_unused(turn)
+        bookings.renew(turn)
         apps.admit_waiting(turn)
         rounds.advance(turn, may_start=isinstance(event, Tick))
+        gpus = self._index.census()[1]
+        if gpus != self.state.history.gpus:
+            self.state.history.resize(gpus, self.state.settings.tenants, now)
         self._say(turn)
         return turn.effects
 
@@ -94,7 +141,7 @@ class Arbiter:
         candidates = [rounds.deadline(state, self._index), leases.next_expiry(self._index), self._index.overdue_at]
         if state.nodes or state.apps:
             candidates.append(state.beat_at + state.settings.beat_s)
-        candidates.append(apps.next_admission(state, self._index))
+        candidates += [apps.next_admission(state, self._index), bookings.deadline(state, self._index)]
         times = [time for time in candidates if time is not None]
         return min(times) if times else None
 
@@ -105,7 +152,12 @@ class Arbiter:
     def standing(self) -> tuple[int, int]:
         """Return how many GPUs are leased or drain, and how many active apps hold none."""
         index = self._index
-        return len(self.state.gpus) - len(index.free), len(index.active) - len(index.active & index.holders)
+        idle = sum(seats <= index.free for seats in index.seats.values()) if index.divided else len(index.free)
+        return len(index.seats) - idle, len(index.active) - len(index.active & index.holders)
+
+    def seats(self, gpu: GpuId) -> frozenset[GpuId]:
+        """Return all seats of the GPU that this is one of."""
+        return frozenset(self._index.seats[device_of(gpu)])
 
     def story(self, id: str) -> Sequence[Chapter]:  # noqa: A002
         """Return what has happened to a GPU, app, node or ``rounds``, oldest first."""
@@ -125,8 +177,12 @@ class Arbiter:
                 if settings != self.state.settings:
                     self.state.settings = settings
                     self.state.news = True
+                    self._index.recount()
                     leases.retenure(turn)
+                    leases.reseat(turn)
+                    turn.nodes |= self.state.nodes.keys()
                     self._index.overdue_at = None
+                    turn.state.history.resize(self._index.census()[1], settings.tenants, turn.now)
                     turn.tell("rounds", f"settings changed; the policy is {settings.policy}", loudly=True)
             case Connected(epoch):
                 self._lead(turn, epoch)
@@ -269,13 +325,44 @@ class Arbiter:
         return app
 
 
+def _held(state: State, index: Index) -> dict[AppId, float]:
+    """Return the GPUs that each app has, draining ones included; of one with several seats its part."""
+    held: dict[AppId, float] = defaultdict(float)
+    for seats in index.seats.values():
+        states = [state.gpus[seat].state for seat in sorted(seats)]
+        apps = [each.lease.app for each in states if not isinstance(each, Free)]
+        for app in apps:
+            held[app] += 1.0 / len(apps)
+    return held
+
+
+def _validate_history(state: State, index: Index) -> None:
+    """Assert that what is booked is what is so."""
+    history = state.history
+    held = _held(state, index)
+    booked = {app: account.allocated.rate for app, account in history.apps.items()}
+    assert held.keys() <= booked.keys(), f"nothing is booked for {sorted(held.keys() - booked.keys())}"
+    alike = all(isclose(rate, held.get(app, 0.0), abs_tol=1e-6) for app, rate in booked.items())
+    assert alike, "held and booked differ"
+    wanted = {app.id: (float(app.weight), app.demand_max) for app in state.apps.values() if app.active}
+    known = {app: (account.weight, account.demand) for app, account in history.apps.items() if account.demand}
+    assert known == {app: terms for app, terms in wanted.items() if terms[1]}, "what apps want is not what is booked"
+    groups = Counter((account.tenant, account.key) for account in history.apps.values() if account.demand)
+    kept = {(name, key): each.apps for name, pool in history.pools.items() for key, each in pool.groups.items()}
+    assert kept == groups, "the pools do not hold the apps there are"
+    total = fsum(account.allocated.at(state.now) for account in history.tenants.values())
+    most = 0.0 if history.since is None else (state.now - history.since) * len(index.seats)
+    assert total <= most + 1e-3, "GPU time came from nowhere"
+
+
 def _validate(state: State, index: Index) -> None:
     fresh = Index(state)
     assert index.same_as(fresh), "the index is not what the state says"
     known, anew = Turn(state, state.now, index), Turn(state, state.now, fresh)
     for node in state.nodes.values():
         assert plans.plan_of(known, node) == plans.plan_of(anew, node), f"the plan of {node.id} is out of date"
-    shown = [rounds.make_view(turn, leases.in_play(turn), {}) for turn in (known, anew)]
+    _validate_history(state, index)
+    shown = [rounds.make_view(turn, sharing.shown(turn), {}) for turn in (known, anew)]
     assert shown[0] == shown[1], "what a policy is shown is out of date"
     seen = set()
     for gpu_id, gpu in state.gpus.items():
@@ -294,6 +381,9 @@ def _validate(state: State, index: Index) -> None:
             assert lease.expires_at > state.now, f"{lease.id} has ended"
         elif isinstance(gpu.state, Draining):
             assert gpu.state.plan_seq <= node.plan_seq, f"{gpu_id} drains by a plan that was never sent"
+    for app_id, gpus in index.gpus.items():
+        leased = [device_of(gpu) for gpu in gpus if isinstance(state.gpus[gpu].state, Leased)]
+        assert len(leased) == len(set(leased)), f"{app_id} holds two seats of one GPU: {sorted(gpus)}"
     for task in state.tasks.values():
         assert task.node in state.nodes
     if isinstance(state.phase, Bidding):

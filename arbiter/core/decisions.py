@@ -14,11 +14,11 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from arbiter.core import leases, model
+from arbiter.core import leases, model, sharing, trials
 from arbiter.core.model import Deciding, Draining, Free, Gpu, Leased
 from arbiter.core.policy import Allocation, Clock, Outcome
 from arbiter.core.turn import Decide, Decided, Turn, policy_of
-from protocol.messages import AppId, GpuId, NodeId
+from protocol.messages import AppId, GpuId, NodeId, device_of
 
 
 def decide(effect: Decide, clock: Clock | None = None) -> Decided:
@@ -26,8 +26,13 @@ def decide(effect: Decide, clock: Clock | None = None) -> Decided:
 
     Without a `clock` (seconds, whatever their origin) it is pure, and the budget is counted in steps alone.
     """
+    view = effect.view
     policy = policy_of(effect.policy, effect.settings)
-    return Decided(effect.round, effect.epoch, policy.allocate(effect.view, effect.bids, clock))
+    if view.gpus or not (view.seats or view.takeable):
+        allocation = trials.allocate(policy, effect.settings, view, effect.bids, clock)
+    else:  # there is something for guests, or for trials, only
+        allocation = trials.serve(policy, effect.settings, view, Allocation({}, (), unnamed="holder"))
+    return Decided(effect.round, effect.epoch, sharing.with_guests(view, allocation))
 
 
 def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome, ...]:
@@ -35,39 +40,57 @@ def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome,
 
     What the policy got wrong is not done, and neither is what has become impossible since it was asked.
     """
-    asked = set(phase.in_play)
-    for stray in sorted(set(allocation.assign) - asked):
+    asked = {*phase.in_play, *phase.seats}
+    takeable = frozenset(phase.takeable)
+    for stray in sorted(set(allocation.assign) - asked - takeable):
         turn.tell("rounds", f"the policy assigned {stray}, which was not in play; ignored", loudly=True)
-    desired = {gpu: app for gpu, app in sorted(allocation.assign.items()) if gpu in asked}
-    here = _here(turn, asked, allocation)
+    desired = {gpu: app for gpu, app in sorted(allocation.assign.items()) if gpu in asked | takeable}
+    here = _here(turn, asked, takeable, allocation)
     withheld = _withheld(turn, here, desired)
     for (app, why), gpus in _grouped((desired[gpu], why, gpu) for gpu, why in withheld.items()):
         turn.tell("rounds", f"round {turn.state.round} gave {gpus} to {app} in vain: {why}", loudly=True)
     turn.state.news = turn.state.news or bool(withheld)
     outcomes = tuple(_as_it_became(outcome, here, desired, withheld) for outcome in allocation.outcomes)
+    guests = frozenset(allocation.guests)
     for gpu_id, gpu in here.items():
         if gpu_id not in withheld:
             winner = desired.get(gpu_id)
-            _move(turn, gpu, None if winner is None else turn.state.apps[winner])
+            _move(turn, gpu, None if winner is None else turn.state.apps[winner], guest=gpu_id in guests)
+    for app_id in allocation.preempted:
+        _note_preempted(turn, app_id, here)
     return outcomes
 
 
-def _here(turn: Turn, asked: set[GpuId], allocation: Allocation) -> dict[GpuId, Gpu]:
-    """Return, by id, the GPUs that the decision is about and that are still in play."""
-    about = asked if allocation.unnamed == "nobody" else asked & {*allocation.assign, *allocation.freed}
+def _note_preempted(turn: Turn, app_id: AppId, here: Mapping[GpuId, Gpu]) -> None:
+    """Count that an app has made room for a trial, if it has: P of FitGpp, and its place on top of the queue."""
+    mine = [turn.state.gpus[gpu.id] for gpu in here.values() if _holder(gpu) == app_id]
+    gone = any(isinstance(gpu.state, Draining) for gpu in mine)
+    app = turn.state.apps.get(app_id)
+    if app is not None and gone:
+        turn.state.apps[app_id] = replace(app, preempted=app.preempted + 1, preempted_in=turn.state.round)
+
+
+def _here(turn: Turn, asked: set[GpuId], takeable: frozenset[GpuId], allocation: Allocation) -> dict[GpuId, Gpu]:
+    """Return, by id, the GPUs that the decision is about and that are still in play, or may be taken for trials."""
+    named = {*allocation.assign, *allocation.freed}
+    about = (asked if allocation.unnamed == "nobody" else asked & named) | (takeable & named)
     gpus = (turn.state.gpus[gpu] for gpu in sorted(about) if gpu in turn.state.gpus)
-    return {gpu.id: gpu for gpu in gpus if leases.is_in_play(turn, gpu)}
+    return {gpu.id: gpu for gpu in gpus if leases.is_in_play(turn, gpu) or _may_take(turn, gpu, takeable)}
 
 
-def _move(turn: Turn, gpu: Gpu, app: model.App | None) -> None:
+def _may_take(turn: Turn, gpu: Gpu, takeable: frozenset[GpuId]) -> bool:
+    return gpu.id in takeable and isinstance(gpu.state, Leased) and model.usable(turn.state, gpu)
+
+
+def _move(turn: Turn, gpu: Gpu, app: model.App | None, *, guest: bool) -> None:
     number = turn.state.round
     match gpu.state:
         case Free():
             if app is not None:
-                leases.grant(turn, gpu, app, round=number)
+                leases.grant(turn, gpu, app, round=number, guest=guest)
         case Leased(lease):
             if app is not None and app.id == lease.app:
-                leases.renew(turn, gpu, round=number)
+                leases.renew(turn, gpu, round=number, guest=guest)
             elif app is not None:
                 leases.revoke(turn, gpu, f"round {number} gave it to {app.id}", promised_to=app.id, preempted=True)
             else:
@@ -95,9 +118,22 @@ def _withheld(turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, App
             reasons |= {gpu.id: "that app is over" for gpu in share}
             continue
         kept = [gpu for gpu in leases.held(turn, app_id) if gpu.id not in here] + promised.get(app_id, [])
-        usable = {gpu.id for gpu in _usable(app, share, kept)}
-        reasons |= {gpu.id: "that app has no use for it any more" for gpu in share if gpu.id not in usable}
+        single = _one_seat_each(share, kept)
+        reasons |= {gpu.id: "that app has a seat on that GPU already" for gpu in share if gpu not in single}
+        usable = {gpu.id for gpu in _usable(app, single, kept)}
+        reasons |= {gpu.id: "that app has no use for it any more" for gpu in single if gpu.id not in usable}
     return dict(sorted(reasons.items()))
+
+
+def _one_seat_each(share: Sequence[Gpu], kept: Sequence[Gpu]) -> list[Gpu]:
+    """Return the share of an app without second seats on any GPU."""
+    taken = {device_of(gpu.id) for gpu in kept}
+    single = []
+    for gpu in share:
+        if device_of(gpu.id) not in taken:
+            taken.add(device_of(gpu.id))
+            single.append(gpu)
+    return single
 
 
 def _usable(app: model.App, share: Sequence[Gpu], kept: Sequence[Gpu]) -> list[Gpu]:
@@ -108,8 +144,9 @@ def _usable(app: model.App, share: Sequence[Gpu], kept: Sequence[Gpu]) -> list[G
     room = app.demand_max - len(kept)
     kept_on = Counter(gpu.node for gpu in kept)
     by_node: dict[NodeId, list[Gpu]] = defaultdict(list)
+    only = None if app.only is None else {device_of(gpu) for gpu in app.only}
     for gpu in sorted(share, key=lambda gpu: (_rank(gpu, app.id), gpu.id)):
-        if app.only is None or gpu.id in app.only:
+        if only is None or device_of(gpu.id) in only:
             by_node[gpu.node].append(gpu)
     usable: list[Gpu] = []
     for node in sorted(by_node, key=lambda node: (-sum(_rank(gpu, app.id) == 0 for gpu in by_node[node]), node)):

@@ -7,20 +7,21 @@ repeated or restarted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from arbiter.core import model
 from arbiter.core.model import Draining, Free, Gpu, Lease, Leased
 from arbiter.core.policy import GpuView
-from arbiter.core.turn import Index, LeaseRecord, Turn
-from protocol.messages import AppId, GpuId, LeaseId
+from arbiter.core.turn import AppRecord, Index, LeaseRecord, Turn
+from protocol.messages import AppId, GpuId, LeaseId, device_of
 
 
-def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int) -> Lease:  # noqa: A002 - the field's word
-    """Lease a free GPU to `app` from now, for as long as the policy's tenure says."""
+def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int, guest: bool = False) -> Lease:  # noqa: A002
+    """Lease a free GPU to `app` from now, for as long as the policy's tenure says; where it is parked, that seat."""
     state = turn.state
+    gpu = _own_seat(turn, gpu, app)
     assert gpu.present
     state.leases_made += 1
     lease = Lease(
@@ -31,12 +32,44 @@ def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int) -> Lease:  # noqa
         round=round,
         granted_at=turn.now,
         expires_at=end_of_lease(turn),
+        guest=guest,
     )
     turn.put_gpu(gpu, Leased(lease))
     turn.granted[app.id].append(lease)
     state.apps[app.id] = replace(app, tally=replace(app.tally, grants=app.tally.grants + 1))
     turn.tell(gpu.id, f"granted to {app.id} in round {round} as {lease.id}")
     return lease
+
+
+def _own_seat(turn: Turn, gpu: Gpu, app: model.App) -> Gpu:
+    """Return the free seat of a GPU on which a job of `app` is parked, which could go on on no other; else `gpu`."""
+
+    def is_free(seat: GpuId) -> bool:
+        own = turn.state.gpus.get(seat)
+        return own is not None and isinstance(own.state, Free) and own.empty and model.usable(turn.state, own)
+
+    mine = turn.index.gpus[app.id]
+    parked = [job.gpus for job in app.jobs if job.suspended]
+    own = seats_of_jobs(parked, lambda seat: seat in mine or is_free(seat)) if parked else {}
+    seat = own.get(device_of(gpu.id), gpu.id)
+    return turn.state.gpus[seat] if is_free(seat) else gpu
+
+
+def seats_of_jobs(jobs: Iterable[Sequence[GpuId]], is_usable: Callable[[GpuId], bool]) -> dict[GpuId, GpuId]:
+    """Return, by GPU, the usable seat on which one of an app's `jobs` is parked; as many as can be of one job.
+
+    An app has one seat of a GPU. If several of its jobs are parked on the same GPUs, seats picked GPU by GPU could be
+    some of the one and some of the other, and neither could go on.
+    """
+    chosen: dict[GpuId, GpuId] = {}
+    rest: dict[GpuId, GpuId] = {}
+    for seats in jobs:
+        usable = {device_of(seat): seat for seat in seats if is_usable(seat)}
+        if len(usable) == len(seats) and not usable.keys() & chosen.keys():
+            chosen.update(usable)
+        else:
+            rest = usable | rest
+    return rest | chosen
 
 
 def end_of_lease(turn: Turn) -> float:
@@ -47,15 +80,36 @@ def end_of_lease(turn: Turn) -> float:
 def retenure(turn: Turn) -> None:
     """Under a new policy: let every lease end as if it had been granted now."""
     end = end_of_lease(turn)
-    for gpu in list(turn.state.gpus.values()):
+    for _, gpu in sorted(turn.state.gpus.items()):
         if isinstance(gpu.state, Leased) and (gpu.state.lease.expires_at < model.NEVER) != (end < model.NEVER):
             turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=end)))
 
 
-def renew(turn: Turn, gpu: Gpu, *, round: int) -> Lease:  # noqa: A002
+def reseat(turn: Turn) -> None:
+    """Under new settings: end the leases of seats that GPUs have no more; of several leases, one is no guest's."""
+    gpus = turn.state.gpus
+    for _, gpu in sorted(gpus.items()):  # not as they came: a restored state has them in order
+        if model.seat_number(gpu.id) >= turn.state.settings.seats_per_gpu:
+            withdraw(turn, gpu, f"{device_of(gpu.id)} is shared by fewer now")
+    for seats in turn.index.seats.values() if not turn.policy.shares else ():
+        leased = [gpus[seat] for seat in sorted(seats) if isinstance(gpus[seat].state, Leased)]
+        for gpu in sorted(leased, key=seniority)[1:]:
+            assert isinstance(gpu.state, Leased)
+            if not gpu.state.lease.guest:
+                turn.put_gpu(gpu, Leased(replace(gpu.state.lease, guest=True)))
+
+
+def seniority(gpu: Gpu) -> tuple[bool, float, int]:
+    """Return by what the leases on one GPU are ordered: guests last, then by age, then by seat."""
+    assert isinstance(gpu.state, Leased)
+    lease = gpu.state.lease
+    return lease.guest, lease.granted_at, model.seat_number(gpu.id)
+
+
+def renew(turn: Turn, gpu: Gpu, *, round: int, guest: bool = False) -> Lease:  # noqa: A002
     """Let the incumbent keep its GPU for another lease duration, without interruption."""
     assert isinstance(gpu.state, Leased)
-    lease = replace(gpu.state.lease, expires_at=end_of_lease(turn), round=round)
+    lease = replace(gpu.state.lease, expires_at=end_of_lease(turn), round=round, guest=guest)
     turn.put_gpu(gpu, Leased(lease))
     turn.renewed[lease.app].append(lease)
     app = turn.state.apps[lease.app]
@@ -119,7 +173,7 @@ def extend(turn: Turn) -> None:
 def prove(turn: Turn, gpu: Gpu) -> None:
     """The node agent has proved the GPU empty: free it, or grant it to the app it was promised to."""
     assert isinstance(gpu.state, Draining)
-    assert gpu.empty
+    assert gpu.empty or not gpu.present
     drained = gpu.state
     held_s = turn.now - drained.lease.granted_at
     app = turn.state.apps[drained.lease.app]
@@ -129,13 +183,40 @@ def prove(turn: Turn, gpu: Gpu) -> None:
     )
     turn.put_gpu(gpu, Free(turn.now))
     turn.tell(gpu.id, f"proved empty after {app.id}")
+    close_account(turn, app.id)
     winner = turn.state.apps.get(drained.promised_to) if drained.promised_to is not None else None
     freed = turn.state.gpus[gpu.id]
-    if winner is not None and winner.active and freed.healthy and len(held(turn, winner.id)) < winner.demand_max:
+    if winner is not None and winner.active and model.usable(turn.state, freed) and _may_have(turn, winner, freed):
         lease = grant(turn, freed, winner, round=drained.round)
         _align(turn, lease)
     else:
         turn.state.news = True
+
+
+def close_account(turn: Turn, app_id: AppId) -> None:
+    """Record what an app has had, once it is over and holds nothing any more."""
+    app = turn.state.apps[app_id]
+    if turn.index.gpus[app_id] or not isinstance(app.state, model.Settled) or app_id not in turn.state.history.apps:
+        return
+    standing = turn.state.history.of_app(app_id, turn.now)
+    turn.effects.append(
+        AppRecord(
+            app=app_id,
+            tenant=app.tenant,
+            weight=app.weight,
+            arrived_at=app.arrived_at,
+            ended_at=app.state.at,
+            allocated_gpu_s=standing.allocated_gpu_s,
+            fair_gpu_s=standing.fair_gpu_s,
+            fair_within_gpu_s=standing.other_gpu_s,
+        )
+    )
+
+
+def _may_have(turn: Turn, app: model.App, gpu: Gpu) -> bool:
+    """Whether an app wants another GPU, and has no seat on that one."""
+    own = held(turn, app.id)
+    return len(own) < app.demand_max and not any(device_of(each.id) == device_of(gpu.id) for each in own)
 
 
 def _align(turn: Turn, newest: Lease) -> None:
@@ -174,24 +255,29 @@ def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
             return index.revocable()
         case "lease":
             soon = turn.now + turn.state.settings.renewal_lead_s
-            candidates = index.free | {gpu for gpu, end in index.ends.items() if end <= soon}
+            candidates = index.free | index.guests | {gpu for gpu, end in index.ends.items() if end <= soon}
         case "lasting":
-            pass
+            candidates = index.free | index.guests
     gpus = map(turn.state.gpus.__getitem__, sorted(candidates))
     return {gpu.id: index.show(gpu) for gpu in gpus if is_in_play(turn, gpu)}
 
 
 def is_in_play(turn: Turn, gpu: Gpu) -> bool:
-    """Whether a round may assign this GPU."""
+    """Whether a round may assign this GPU: a guest's at any time, and nobody comes to one that somebody is leaving."""
     match gpu.state:
         case Free():
-            return gpu.empty and model.usable(turn.state, gpu)
+            return gpu.empty and model.usable(turn.state, gpu) and not turn.index.drains(gpu.id)
         case Leased(lease):
-            tenure = turn.policy.tenure
-            soon = tenure == "lease" and lease.expires_at <= turn.now + turn.state.settings.renewal_lead_s
-            return (soon or tenure == "revocable") and model.usable(turn.state, gpu)
+            open_ = lease.guest or turn.policy.tenure == "revocable" or is_due(turn, lease)
+            return open_ and model.usable(turn.state, gpu)
         case _:
             return False
+
+
+def is_due(turn: Turn, lease: Lease) -> bool:
+    """Whether a lease ends unless the next round renews it."""
+    lead_s = turn.state.settings.renewal_lead_s
+    return turn.policy.tenure == "lease" and lease.expires_at <= turn.now + lead_s
 
 
 def promised(turn: Turn) -> dict[AppId, list[Gpu]]:

@@ -12,25 +12,34 @@ from typing import Literal
 from msgspec import Struct, field
 
 from arbiter.core.fairness import TimeMean
-from arbiter.core.policy import Settings
+from arbiter.core.history import History, TenantTerms
+from arbiter.core.policy import Asked, Booking, Settings
 from protocol.messages import (
     AppId,
     Bid,
     GpuId,
     JobId,
+    Kind,
     LaunchSpec,
     LeaseId,
     Level,
+    Measured,
     NodeId,
     Outcome,
     PreemptBy,
+    Priority,
+    Sharing,
+    StepSource,
     TaskId,
     TaskPhase,
     TenantId,
+    Utility,
 )
 
 #: When a lease ends that does not end by time; far beyond any clock, and still a number that a wire carries.
 NEVER = 1e11
+#: A GPU has fewer seats, whose numbers have fewer digits.
+SEATS_MAX, SEAT_DIGITS_MAX = 10_000, 5
 
 
 class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
@@ -50,18 +59,35 @@ class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     app_timeout_s: float = 60.0  #: silence after which an app without living tasks is left out of rounds
     admission_wait_s: float = 5.0  #: nodes have this long to enrol before an app is refused as too large
     seed: int = 0
+    sharing: Sharing = "exclusive"  #: whether several jobs may have one GPU, in turns or at once
+    seats: int = 4  #: the most jobs on one GPU, where GPUs are shared
+    quantum_s: float = 60.0  #: how long a job's turn on a shared GPU lasts at least
+    tenants: tuple[TenantTerms, ...] = ()  #: what tenants are due; those that are not named have weight 1
 
     @property
     def solver_budget_s(self) -> float:
         """How long the policy may take to decide."""
         return self.policy_settings.solver_budget_ms / 1000.0
 
+    @property
+    def shared(self) -> bool:
+        """Whether GPUs have more seats than one."""
+        return self.seats_per_gpu > 1
+
+    @property
+    def seats_per_gpu(self) -> int:
+        """How many seats each GPU is to have."""
+        return 1 if self.sharing == "exclusive" else self.seats
+
 
 # --- leases and GPUs ------------------------------------------------------------------------------------------------
 
 
 class Lease(Struct, frozen=True):
-    """One GPU to one app until `expires_at`; (id, epoch) is the fencing token."""
+    """One seat of a GPU to one app until `expires_at`; (id, epoch) is the fencing token.
+
+    A `guest` came to a GPU that was another's; see `sharing`.
+    """
 
     id: LeaseId
     app: AppId
@@ -70,6 +96,7 @@ class Lease(Struct, frozen=True):
     round: int
     granted_at: float
     expires_at: float
+    guest: bool = False
 
 
 class Free(Struct, frozen=True, tag=True):
@@ -102,7 +129,7 @@ GpuState = Free | Leased | Draining
 
 
 class Gpu(Struct, frozen=True):
-    """One GPU and its state."""
+    """One seat of a GPU, which has no others unless GPUs are shared, and its state."""
 
     id: GpuId
     node: NodeId
@@ -110,11 +137,13 @@ class Gpu(Struct, frozen=True):
     slot: str
     model: str
     memory_bytes: int
-    healthy: bool
+    healthy: bool  #: by its driver's word, and not quarantined by its node agent
     empty: bool  #: as last reported
     present: bool  #: in its node's last report
     detail: str
     state: GpuState
+    quarantined: bool = False
+    parked: bool = False  #: a suspended job is on this seat, which can go on nowhere else
 
 
 # --- nodes and tasks ------------------------------------------------------------------------------------------------
@@ -143,6 +172,8 @@ class Node(Struct, frozen=True):
     state: Up | Lost
     plan_seq: int = 0
     plan_digest: str = ""
+    cpus: float = 0.0  #: in all; 0: unknown
+    host_bytes: int = 0
 
 
 class Task(Struct, frozen=True):
@@ -171,6 +202,9 @@ class Task(Struct, frozen=True):
     exit_code: int | None
     reason: str
     metrics: dict[str, float]
+    measured: Measured = Measured()
+    samples: int = 0
+    unflushed: bool = False
     ordered_seq: int = 0
 
     @property
@@ -192,6 +226,7 @@ class Job(Struct, frozen=True):
     grace_s: float
     preempt_by: PreemptBy
     suspended: bool
+    priority: Priority = 0
 
 
 class Enrolling(Struct, frozen=True, tag=True):
@@ -230,6 +265,25 @@ class Tally(Struct, frozen=True):
     gpu_seconds: float = 0.0
 
 
+Quantity = Literal["left_gpu_s", "left_s", "rho", "rho_none"]
+
+
+class Claim(Struct, frozen=True):
+    """What an app says of itself beside what node agents measured of its tasks; `ratio` is claimed / measured.
+
+    `what` is ``left_gpu_s`` or ``left_s`` (of its reports), ``rho`` (its answer to the probe) or ``rho_none`` (of its
+    bid). `source` and `confidence` are of the least certain of the mini-batch times behind `measured`.
+    """
+
+    app: AppId
+    what: Quantity
+    claimed: float
+    measured: float
+    ratio: float
+    source: StepSource
+    confidence: float
+
+
 class App(Struct, frozen=True):
     """One app: its wish, where it stands, and what it has had."""
 
@@ -262,11 +316,37 @@ class App(Struct, frozen=True):
     left_gpu_s: float | None = None
     left_at: float = 0.0  #: when it said so
     loss_drop: float = 0.0
+    sizes: tuple[int, ...] = ()
+    move_s: float = 0.0
+    demand_most: int = 0  #: the greatest `demand_max` it has had
+    cooperative: bool | None = None  #: whether its tasks can be suspended, by the last that ran; None: none has yet
+    can_checkpoint: bool = False  #: likewise, whether they can leave and start elsewhere
+    resting: bool = False  #: a task of it rests between its turns on a shared GPU
+    claims: tuple[Claim, ...] = ()  #: what was last told of its claims that are off
+    utility: Utility | None = None
+    booking: Booking | None = None  #: what it has bought, where the policy sells
+    weight: float = 1.0  #: among the apps of its tenant
+    kind: Kind = "batch"
+    cpus: float = 0.0  #: of each job; 0: it asks for none
+    host_bytes: int = 0
+    preempted: int = 0  #: how often it made room for a trial: P of PAPERS.md section 3 is about that
+    preempted_in: int = 0  #: the round in which it last did; later ones stand before it in the queue
 
     @property
     def active(self) -> bool:
         """Whether it takes part in rounds."""
         return isinstance(self.state, Active)
+
+    @property
+    def priority(self) -> int:
+        """The highest of its jobs."""
+        return max((job.priority for job in self.jobs), default=0)
+
+    @property
+    def movable(self) -> bool:
+        """Whether its jobs are known to go on elsewhere from a checkpoint, if told to now."""
+        able = self.can_checkpoint and not self.resting
+        return able and all(job.preempt_by != "suspend" for job in self.jobs)
 
     @property
     def only(self) -> tuple[GpuId, ...] | None:
@@ -320,6 +400,9 @@ class Deciding(Struct, frozen=True, tag=True):
     bidders: tuple[AppId, ...]
     silent: tuple[AppId, ...]  #: bidders that sent no bid before the deadline
     in_play: tuple[GpuId, ...]  #: what is left of `offered` when the bids are in
+    seats: tuple[GpuId, ...] = ()  #: those that guests may get or leave
+    takeable: tuple[GpuId, ...] = ()  #: those not in play that a trial may be given
+    rhos_none: dict[AppId, float] = {}  #: as bid, by those of whose GPUs none was in play
 
 
 RoundState = Idle | Probing | Bidding | Deciding
@@ -357,8 +440,28 @@ class State(Struct):
     leases_made: int = 0
     rest: Chapter | None = None  #: what the last round tells the apps that it tells nothing of their own
     stories: dict[str, list[Chapter]] = field(default_factory=dict)
+    asked: tuple[Asked, ...] = ()  #: the apps that have asked for a booking last, the newest last
+    slot: tuple[int, int] = (0, 0)  #: the slot and the number of usable GPUs for which bookings were last looked at
+    history: History = field(default_factory=History)  #: who has had how much GPU time
 
 
 def usable(state: State, gpu: Gpu) -> bool:
-    """Whether a GPU may be assigned at all: its node is up and says that it is there and healthy."""
-    return gpu.present and gpu.healthy and isinstance(state.nodes[gpu.node].state, Up)
+    """Whether a GPU may be assigned at all: its node is up and says that it is there and healthy.
+
+    The further seats of a GPU may be while GPUs are shared; where a job is parked, always.
+    """
+    seated = is_first(gpu.id) or gpu.parked or seat_number(gpu.id) < state.settings.seats_per_gpu
+    return seated and gpu.present and gpu.healthy and isinstance(state.nodes[gpu.node].state, Up)
+
+
+def is_first(gpu: GpuId) -> bool:
+    """Whether this is a GPU's first seat, and so stands for the GPU where GPUs are counted."""
+    return "+" not in gpu
+
+
+def seat_number(gpu: GpuId) -> int:
+    """Return the number of a seat on its GPU, 0 for the first; a name that numbers nothing is beyond all."""
+    number = gpu.partition("+")[2]
+    if is_first(gpu):
+        return 0
+    return int(number) if number.isdecimal() and len(number) < SEAT_DIGITS_MAX else SEATS_MAX

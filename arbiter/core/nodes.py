@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from arbiter.core import leases, model, plans
 from arbiter.core.model import Draining, Free, Gpu, Lost, Node, State, Up
 from arbiter.core.turn import Turn
-from protocol.messages import GpuStatus, NodeReport, TaskId
+from protocol.messages import AppId, GpuId, GpuStatus, NodeReport, TaskId, device_of
+
+#: Phases of a task that has shown what it can do; between its turns on a shared GPU, too.
+RUNNING = ("running", "resting")
 
 
 def take_report(turn: Turn, report: NodeReport) -> None:
@@ -24,7 +29,7 @@ def take_report(turn: Turn, report: NodeReport) -> None:
     _take_gpus(turn, node, report)
     _take_tasks(turn, node, report)
     if report.epoch == turn.state.epoch:
-        _take_proofs(turn, node, report.plan_seq)
+        _take_proofs(turn, node, report)
 
 
 def _enrol(turn: Turn, known: Node | None, report: NodeReport) -> Node:
@@ -37,6 +42,8 @@ def _enrol(turn: Turn, known: Node | None, report: NodeReport) -> Node:
         state=Up(turn.now),
         plan_seq=known.plan_seq if known else 0,
         plan_digest=known.plan_digest if known else "",
+        cpus=report.cpus,
+        host_bytes=report.host_bytes,
     )
     if known is None or isinstance(known.state, Lost):
         turn.index.recount()
@@ -58,10 +65,10 @@ def _up_to_date(state: State, known: Node, report: NodeReport) -> bool:
 
 
 def _take_gpus(turn: Turn, node: Node, report: NodeReport) -> None:
-    reported = {status.gpu: status for status in report.gpus}
+    reported = _whole(report.gpus)
     for gpu_id, status in reported.items():
         known = turn.state.gpus.get(gpu_id)
-        if known is not None and known.node != node.id and not _may_move(turn.state, known):
+        if known is not None and known.node != node.id and not _may_move(turn, known):
             turn.tell(node.id, f"reports {gpu_id}, which {known.node} has; ignored", loudly=True)
             continue
         _put_gpu(turn, known, node, status)
@@ -71,9 +78,28 @@ def _take_gpus(turn: Turn, node: Node, report: NodeReport) -> None:
             _withdraw_gpu(turn, replace(known, present=False, empty=False), "its node no longer reports it")
 
 
-def _may_move(state: State, gpu: Gpu) -> bool:
-    """Whether a GPU may turn up on another node: nobody has it, and its old node does not report it."""
-    return isinstance(gpu.state, Free) and not (gpu.present and isinstance(state.nodes[gpu.node].state, Up))
+def _whole(reported: Sequence[GpuStatus]) -> dict[GpuId, GpuStatus]:
+    """Return what was reported, by seat: what ails a GPU on one seat ails it on all; none is there without the first.
+
+    A quarantined GPU counts as not healthy.
+    """
+    seats = {status.gpu: status for status in reported}
+    seats = {gpu: status for gpu, status in seats.items() if device_of(gpu) in seats}
+    ill: dict[GpuId, GpuStatus] = {}
+    for gpu, status in seats.items():
+        if status.quarantined or not status.healthy:
+            ill.setdefault(device_of(gpu), status)
+    for gpu, status in seats.items() if ill else ():
+        cause = ill.get(device_of(gpu))
+        if cause is not None:
+            seats[gpu] = replace(status, healthy=False, quarantined=cause.quarantined, detail=cause.detail)
+    return seats
+
+
+def _may_move(turn: Turn, gpu: Gpu) -> bool:
+    """Whether a GPU may turn up on another node: nobody has a seat on it, and its old node does not report it."""
+    nobodys = turn.index.seats[device_of(gpu.id)] <= turn.index.free
+    return nobodys and not (gpu.present and isinstance(turn.state.nodes[gpu.node].state, Up))
 
 
 def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> None:
@@ -89,6 +115,8 @@ def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> No
         present=True,
         detail=status.detail,
         state=known.state if known else Free(turn.now),
+        quarantined=status.quarantined,
+        parked=known is not None and known.parked,
     )
     if gpu == known:
         return
@@ -110,7 +138,8 @@ def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> No
     became_usable = known is None or (not known.healthy and gpu.healthy) or (not known.empty and gpu.empty)
     turn.state.news = turn.state.news or (became_usable and isinstance(gpu.state, Free))
     if not gpu.healthy and (known is None or known.healthy):
-        _withdraw_gpu(turn, gpu, f"unhealthy: {gpu.detail or 'no detail given'}")
+        why = gpu.detail or "no detail given"
+        _withdraw_gpu(turn, gpu, why if gpu.quarantined else f"unhealthy: {why}")
 
 
 def _withdraw_gpu(turn: Turn, gpu: Gpu, why: str) -> None:
@@ -132,12 +161,64 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
             turn.tell(task.app, f"{task.id} is reported by {node.id} and by {known.node}; {known.node} counts")
             continue
         turn.state.tasks[task.id] = replace(task, ordered_seq=known.ordered_seq if known else 0)
+        _note_manners(turn, task)
         if known is None or (_news_of(known), known.gpus) != (_news_of(task), task.gpus):
             turn.index.bind_task(task)
         if known is None or _news_of(known) != _news_of(task):
             turn.nodes.add(node.id)
             _tell_phase(turn, known, task)
+            if task.app in turn.state.apps:
+                _note_resting(turn, task.app)
+    _note_parked(turn, node)
     turn.apps &= turn.state.apps.keys()
+
+
+def _note_manners(turn: Turn, task: model.Task) -> None:
+    """Remember of an app whether its training can be suspended, or can leave: all of it, of what was seen training.
+
+    Before its first mini-batch a script has shown nothing yet: it may still be loading its libraries.
+    """
+    app = turn.state.apps.get(task.app)
+    if app is None or not _trains(task) or (app.cooperative, app.can_checkpoint) == _manners(task):
+        return
+    tasks = [turn.state.tasks[each] for each in turn.index.tasks[app.id] | {task.id}]
+    running = [_manners(each) for each in tasks if _trains(each)]
+    cooperative, can_checkpoint = (all(each) for each in zip(*running, strict=True))
+    if (app.cooperative, app.can_checkpoint) != (cooperative, can_checkpoint):
+        turn.state.apps[app.id] = replace(app, cooperative=cooperative, can_checkpoint=can_checkpoint)
+        turn.state.news = turn.state.news or turn.state.settings.shared  # who may share a GPU with it has changed
+
+
+def _trains(task: model.Task) -> bool:
+    return task.phase in RUNNING and task.step >= 0
+
+
+def _note_resting(turn: Turn, app_id: AppId) -> None:
+    """Note whether a task of an app rests between its turns: told to leave now, it would be parked for good."""
+    app = turn.state.apps[app_id]
+    resting = any(turn.state.tasks[task].phase == "resting" for task in turn.index.tasks[app_id])
+    if app.resting != resting:
+        turn.state.apps[app_id] = replace(app, resting=resting)
+        moves = turn.policy.shares or not turn.index.guests.isdisjoint(turn.index.gpus[app_id])
+        turn.state.news = turn.state.news or (moves and not resting)  # it could move now
+
+
+def _manners(task: model.Task) -> tuple[bool, bool]:
+    return task.cooperative, task.can_checkpoint
+
+
+def _note_parked(turn: Turn, node: Node) -> None:
+    """Note on which seats of a node jobs are parked, if any GPU there has several."""
+    here = turn.index.node_gpus[node.id]
+    if all(model.is_first(gpu) for gpu in here):
+        return
+    tasks = (turn.state.tasks[task] for task in turn.index.node_tasks[node.id])
+    parked = {gpu for task in tasks if task.phase == "suspended" for gpu in task.gpus}
+    for gpu in [turn.state.gpus[gpu] for gpu in sorted(here)]:
+        if gpu.parked != (gpu.id in parked):
+            turn.state.gpus[gpu.id] = replace(gpu, parked=gpu.id in parked)
+            turn.index.touch(gpu.id)
+            turn.state.news = True
 
 
 def _makes_sense(known: model.Task | None, task: model.Task) -> bool:
@@ -157,11 +238,13 @@ def _forget_tasks(turn: Turn, missing: set[TaskId], report: NodeReport) -> None:
             turn.index.unbind_task(task)
             turn.apps.add(task.app)
             turn.nodes.add(report.node)
+            if task.app in turn.state.apps:
+                _note_resting(turn, task.app)
 
 
 def _news_of(task: model.Task) -> tuple[object, ...]:
-    """Return what of a task its app must hear at once; steps can wait for the beat."""
-    return (task.phase, task.outcome, task.can_checkpoint, task.metrics)
+    """Return what of a task its app must hear at once, or what another may wait for; steps can wait for the beat."""
+    return (task.phase, task.outcome, task.can_checkpoint, task.metrics, task.unflushed)
 
 
 def _tell_phase(turn: Turn, known: model.Task | None, task: model.Task) -> None:
@@ -172,12 +255,21 @@ def _tell_phase(turn: Turn, known: model.Task | None, task: model.Task) -> None:
         turn.tell(task.app, f"{task.id} on {task.node} is {task.phase}{ended} at step {task.step}{why}")
 
 
-def _take_proofs(turn: Turn, node: Node, plan_seq: int) -> None:
+def _take_proofs(turn: Turn, node: Node, report: NodeReport) -> None:
     """Free the draining GPUs that this report proves empty: it knew the plan that had dropped the lease."""
-    for gpu_id in sorted(turn.index.node_gpus[node.id]):
+    for gpu_id in sorted(turn.index.node_gpus[node.id] & turn.index.draining):
         gpu = turn.state.gpus[gpu_id]
-        if isinstance(gpu.state, Draining) and gpu.present and gpu.empty and plan_seq >= gpu.state.plan_seq:
+        assert isinstance(gpu.state, Draining)
+        proven = (gpu.present and gpu.empty) or _is_done_away(turn, gpu, report)
+        if proven and report.plan_seq >= gpu.state.plan_seq:
             leases.prove(turn, gpu)
+
+
+def _is_done_away(turn: Turn, gpu: Gpu, report: NodeReport) -> bool:
+    """Whether a seat is gone while its GPU is there: then nobody is on it, as a node reports all that is."""
+    if model.is_first(gpu.id) or gpu.present or not turn.state.gpus[device_of(gpu.id)].present:
+        return False
+    return not any(gpu.id in task.gpus and task.phase != "exited" for task in report.tasks)
 
 
 def lose_silent(turn: Turn) -> None:

@@ -2,7 +2,8 @@
 
 A plan names every task that should be on a node. A task runs if all its job's GPUs are leased to its app; if one is
 not, it vacates; if its app no longer wishes its job, or wishes nothing any more, it stops. A job's next attempt is
-named only when no process of an earlier attempt can exist, so no job ever runs twice.
+named only when no process of an earlier attempt can exist, so no job ever runs twice; and on another node only when the
+checkpoint of the earlier one is not in its node's memory alone, so none is left behind.
 
 A job that spans nodes is one task on each, a *part*. All of them start, or none, and when one has left the others do.
 """
@@ -27,6 +28,7 @@ from protocol.messages import (
     LeaseTerms,
     NodeId,
     NodePlan,
+    Sharing,
     TaskId,
     TaskOrder,
     TaskStatus,
@@ -39,6 +41,9 @@ RANK_DIGITS_MAX = 10
 WHEREABOUTS_MAX = 64
 #: Why a task is to leave, unless its job has ended elsewhere.
 LEASE_ENDED = "its lease ended"
+
+#: Why what is parked is ended, to start again elsewhere.
+QUARANTINED = "the GPU that it is parked on is quarantined"
 
 #: What is ordered for an app that is over.
 NOTHING: list[TaskOrder] = []
@@ -58,14 +63,16 @@ def is_task_id(task: TaskId, job: JobId, attempt: int) -> bool:
 
 
 class Outline(Struct, frozen=True):
-    """What a plan follows from: the leases on the node, and what each app has ordered there."""
+    """What a plan follows from: the leases on the node, what each app has ordered there, and how GPUs are shared."""
 
     leases: tuple[tuple[model.Lease, model.Gpu], ...]
     orders: tuple[list[TaskOrder], ...]
+    sharing: tuple[Sharing, int, float]
 
     def same_as(self, other: Outline) -> bool:
         """Whether both make the same plan, times left aside: the same leases, and the very same lists of orders."""
         alike = len(self.leases) == len(other.leases) and len(self.orders) == len(other.orders)
+        alike = alike and self.sharing == other.sharing
         alike = alike and all(one[0].id == two[0].id for one, two in zip(self.leases, other.leases, strict=True))
         return alike and all(one is two for one, two in zip(self.orders, other.orders, strict=True))
 
@@ -78,7 +85,8 @@ def outline_of(turn: Turn, node: model.Node) -> Outline:
     apps = {lease.app for lease, _ in leases}
     apps |= {state.tasks[task].app for task in turn.index.node_tasks[node.id]}
     orders = [_orders_for(turn, node, app_id) for app_id in sorted(apps) if app_id in state.apps]
-    return Outline(leases, tuple(orders))
+    settings = state.settings
+    return Outline(leases, tuple(orders), (settings.sharing, settings.seats_per_gpu, settings.quantum_s))
 
 
 def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> NodePlan:
@@ -86,7 +94,8 @@ def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> Nod
     outline = outline or outline_of(turn, node)
     terms = tuple(_terms(turn, lease, gpu) for lease, gpu in outline.leases)
     orders = tuple(order for some in outline.orders for order in some)
-    return NodePlan(node=node.id, epoch=turn.state.epoch, seq=node.plan_seq, leases=terms, tasks=orders)
+    sharing, seats, quantum_s = outline.sharing
+    return NodePlan(node.id, turn.state.epoch, node.plan_seq, terms, orders, sharing, seats, quantum_s)
 
 
 def _orders_for(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
@@ -123,7 +132,8 @@ def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tas
         # What is parked has nowhere to go on: left in peace it would keep the next attempt waiting for ever.
         _order(job, task, "stop" if task.phase == "suspended" else "vacate", LEASE_ENDED)
         for task in tasks
-        if task.attempt < job.attempt and task.alive and task.node == node.id
+        # One that is over is named until its checkpoint is on the disk, or its node would forget it.
+        if task.attempt < job.attempt and (task.alive or task.unflushed) and task.node == node.id
     ]
     shares = _shares(turn, app, job)
     parts = [task for task in tasks if task.attempt == job.attempt]
@@ -147,7 +157,8 @@ def _shares(turn: Turn, app: model.App, job: model.Job) -> Shares:
 
 def _may_start(turn: Turn, job: model.Job, shares: Shares, tasks: list[Task]) -> bool:
     """Whether the job's part on a node without one may start: earlier attempts are gone, its other parts may run."""
-    if any(_haunts(turn.state, task) for task in tasks if task.attempt < job.attempt):
+    earlier = [task for task in tasks if task.attempt < job.attempt]
+    if any(_haunts(turn.state, task) or _is_needed(turn.state, task, shares) for task in earlier):
         return False
     parts = [task for task in tasks if task.attempt == job.attempt]
     return all(task.alive and _want(turn.state, task, shares, parts) == ("run", "") for task in parts)
@@ -158,11 +169,19 @@ def _haunts(state: State, task: Task) -> bool:
     return task.alive and isinstance(state.nodes[task.node].state, model.Up)
 
 
+def _is_needed(state: State, task: Task, shares: Shares) -> bool:
+    """Whether the newest checkpoint is in the memory of a node that lives, and the next attempt would not be there."""
+    here = shares.keys() == {task.node}
+    return task.unflushed and not here and isinstance(state.nodes[task.node].state, model.Up)
+
+
 def _want(state: State, task: Task, shares: Shares, parts: list[Task]) -> tuple[Want, str]:
     """Return what a task of the job's present attempt should do, and why if it should go; `parts` are all of them."""
     if any(_is_gone(state, other) for other in parts if other.id != task.id):
         # What is parked could go on only together with the part that is over.
         return "stop" if task.phase == "suspended" else "vacate", "its job ended on another node"
+    if task.phase == "suspended" and any(state.gpus[gpu].quarantined for gpu in task.gpus if gpu in state.gpus):
+        return "stop", QUARANTINED  # parked, it would wait for as long as nobody has looked at that GPU
     mine = task.node in shares and set(shares[task.node]) == set(task.gpus)
     return ("run", "") if mine else ("vacate", LEASE_ENDED)
 
@@ -190,6 +209,7 @@ def _order(job: model.Job, task: Task, want: Want, reason: str) -> TaskOrder:
         grace_s=job.grace_s,
         preempt_by=job.preempt_by,
         reason=reason,
+        priority=job.priority,
     )
 
 
@@ -204,6 +224,7 @@ def _first_order(job: model.Job, node: NodeId, shares: Shares) -> TaskOrder:
         launch=job.launch,
         grace_s=job.grace_s,
         preempt_by=job.preempt_by,
+        priority=job.priority,
     )
 
 
@@ -291,6 +312,7 @@ def _note_whereabouts(turn: Turn, task: Task) -> None:
 class _PlanBody(Struct, array_like=True):
     leases: tuple[tuple[str, str], ...]
     tasks: tuple[TaskOrder, ...]
+    sharing: tuple[Sharing, int, float]
 
 
 class _HoldingsBody(Struct, array_like=True):
@@ -301,7 +323,8 @@ class _HoldingsBody(Struct, array_like=True):
 
 def plan_digest(plan: NodePlan) -> str:
     """Return a digest of what a plan orders, times left out: equal digests need no new plan."""
-    return _digest(_PlanBody(tuple((term.lease, term.gpu) for term in plan.leases), plan.tasks))
+    terms = tuple((term.lease, term.gpu) for term in plan.leases)
+    return _digest(_PlanBody(terms, plan.tasks, (plan.sharing, plan.seats, plan.quantum_s)))
 
 
 def holdings_digest(holdings: Holdings) -> str:

@@ -1,4 +1,4 @@
-"""The seam between the arbiter and its policies: two traits and three questions, answered by pure functions.
+"""The seam between the arbiter and its policies: three traits and three questions, answered by pure functions.
 
 A policy sees a `View` (frozen, no way back into the arbiter) and, if it asked for an auction, the bids; it answers
 with the *desired assignment* of the GPUs in play and a reason per app. The arbiter derives grants, renewals and
@@ -9,11 +9,11 @@ wrong, a grant may not. Nothing outside `policies/` asks which policy runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 from msgspec import Struct
 
-from protocol.messages import AppId, Bid, GpuId, Level, NodeId, TenantId
+from protocol.messages import AppId, Bid, GpuId, Kind, Level, NodeId, TenantId, Utility, device_of
 
 Clock = Callable[[], float]
 
@@ -22,14 +22,85 @@ Clock = Callable[[], float]
 Tenure = Literal["lease", "lasting", "revocable"]
 
 
+class TenantView(Struct, frozen=True):
+    """One tenant, and its GPU time up to `View.now`; see `history`."""
+
+    weight: float = 1.0
+    quota_gpus: float = 0.0  #: what it is due of the cluster now (Eq. 6)
+    fair_gpus: float = 0.0  #: of that, what its apps can use (Eq. 8)
+    gpus_per_weight: float = 0.0  #: of that, what is fair for an app of weight 1 (Eq. 13)
+    allocated_gpu_s: float = 0.0
+    fair_gpu_s: float = 0.0  #: of min(demand, quota): Eq. 8
+    quota_gpu_s: float = 0.0  #: of its quota, whatever it wanted: Eq. 16
+    #: By group of its apps (`AppView.fair_group`): what was fair for one app that was in it all along (Eq. 15).
+    fair_groups: Mapping[str, float] = {}
+
+
 class GpuView(Struct, frozen=True):
-    """One GPU in play: free, or leased to `holder` until soon (see `Tenure`)."""
+    """One GPU in play: free, or leased to `holder` until soon (see `Tenure`). Where GPUs are shared, a seat on one."""
 
     gpu: GpuId
     node: NodeId
     rack: str
     slot: str
     holder: AppId | None = None
+    free_since: float | None = None  #: on the clock of `View.now`; None while somebody has it
+
+    @property
+    def device(self) -> GpuId:
+        """The GPU that this is a seat on: itself, unless GPUs are shared."""
+        return device_of(self.gpu)
+
+
+class SeatView(Struct, frozen=True):
+    """A seat on a shared GPU that is free or leased, for `sharing.with_guests`; what is in play is all of them.
+
+    `guest` says that its holder is not the one that policies see on that GPU; `due`, that its lease ends unless this
+    round renews it.
+    """
+
+    seat: GpuView
+    guest: bool = False
+    due: bool = False
+    parked: bool = False  #: somebody's job is parked here, which can go on nowhere else
+    inherited: bool = False  #: its holder came as a guest, and is the owner now
+    cooperative: bool | None = None  #: whether its holder's training can be suspended; None: not known yet
+    priority: int = 0  #: of its holder
+
+
+class Booking(Struct, frozen=True):
+    """What an app has bought: so many GPUs of these nodes in these slots, a slot being ``floor(now / slot_s)``.
+
+    A booking without slots is of an app that was admitted and for the rest of whose work there is nothing left to sell.
+    """
+
+    slots: tuple[tuple[int, tuple[tuple[NodeId, int], ...]], ...]
+    ends_at: float  #: the end of its last slot, UNIX seconds
+    utility: float  #: what it is worth if it ends then
+    price: float  #: what it was to pay for that
+    made_at: float
+    again: int = 0  #: how often it was booked anew because it lagged, or GPUs were lost
+
+    def at(self, slot: int) -> tuple[tuple[NodeId, int], ...]:
+        """Return the GPUs of one slot, by node."""
+        return next((gpus for number, gpus in self.slots if number == slot), ())
+
+
+class Asked(Struct, frozen=True, array_like=True):
+    """An app that has asked for a booking: when, ln of what each GPU-hour of it is worth, and how many these are."""
+
+    at: float
+    density: float
+    gpu_hours: float
+
+
+class Market(Struct, frozen=True):
+    """What there is to sell: the usable GPUs of each node, what others have booked, and the worth of apps seen."""
+
+    now: float
+    gpus: tuple[tuple[NodeId, int], ...]
+    bookings: tuple[Booking, ...]
+    asked: tuple[Asked, ...] = ()  #: the apps that have asked last, the newest last
 
 
 class AppView(Struct, frozen=True):
@@ -57,6 +128,24 @@ class AppView(Struct, frozen=True):
     served_gpu_s: float = 0.0  #: GPU-seconds of its leases that are over
     leases: int = 0  #: that it holds now
     granted_sum: float = 0.0  #: the sum of the times at which those were granted
+    priority: int = 0  #: the highest of its jobs
+    sizes: tuple[int, ...] = ()  #: GPU counts that each of its jobs accepts, rising; empty: its gang only
+    move_s: float = 0.0  #: what moving one of its jobs costs, as it measured; 0: unknown
+    jobs: tuple[tuple[GpuId, ...], ...] = ()  #: the GPUs of each of its jobs, none for one that waits
+    cooperative: bool | None = None  #: whether its training can be suspended; None: it has not run yet
+    movable: bool = False  #: its training is known to save a checkpoint when it leaves, if told to now
+    utility: Utility | None = None  #: what it is worth by when it ends; None: it did not say
+    booking: Booking | None = None  #: what it has bought, if the policy sells
+    weight: float = 1.0  #: among the apps of its tenant
+    allocated: tuple[float, float] = (0.0, 0.0)  #: GPU-seconds it has had are the first plus the second times the time
+    fair_group: str = ""  #: in `TenantView.fair_groups`; empty: in none
+    kind: Kind = "batch"
+    cpus: float = 0.0  #: of each job; 0: it asks for none
+    host_bytes: int = 0
+    grace_s: float = 0.0  #: the longest of its jobs
+    preempted: int = 0  #: how often it made room for a trial
+    preempted_in: int = 0  #: the round in which it last did
+    fair_offset_gpu_s: float = 0.0  #: what was fair for it more than for its group; without a group all that was
 
     @property
     def chunk(self) -> int:
@@ -67,6 +156,19 @@ class AppView(Struct, frozen=True):
     def want(self) -> int:
         """How many GPUs more than `kept` it could use now."""
         return max(0, self.demand_max - len(self.kept))
+
+
+class NodeView(Struct, frozen=True):
+    """What a node has beside GPUs, and what of it is about to be left or promised to who waits for GPUs that drain.
+
+    A capacity of 0 is not known, and so no bound.
+    """
+
+    gpus: int
+    cpus: float = 0.0
+    host_bytes: int = 0
+    leaving_cpus: float = 0.0
+    leaving_host_bytes: float = 0.0
 
 
 class View(Struct, frozen=True):
@@ -82,6 +184,26 @@ class View(Struct, frozen=True):
     now: float = 0.0  #: seconds, whatever their origin
     asked: frozenset[AppId] | None = None  #: who was asked for rho, where not everybody was
     unseen: Mapping[TenantId, int] = {}  #: GPUs of apps that are not shown, having all they want and none in play
+    #: Where GPUs are shared and the policy sees one seat of each, all seats that are free or leased, by id.
+    seats: tuple[SeatView, ...] = ()
+    shared: bool = False  #: whether several jobs may have one GPU
+    nodes: Mapping[NodeId, NodeView] = {}
+    leaving: frozenset[AppId] = frozenset()  #: apps that have not left yet what they have lost
+    #: GPUs that are not in play, which a trial that waits may be given by `trials`; none unless one waits.
+    takeable: tuple[GpuView, ...] = ()
+    holders: tuple[AppView, ...] = ()  #: who holds those
+    tenants: Mapping[TenantId, TenantView] = {}  #: all that have ever had an app, or have terms
+
+    def allocated_gpu_s(self, app: AppView) -> float:
+        """Return the GPU-seconds that `app` has had, until its GPUs were proven empty (Astraea, Eq. 2)."""
+        before, rate = app.allocated
+        return before + rate * self.now
+
+    def fair_gpu_s(self, app: AppView) -> float:
+        """Return the GPU-seconds that were fair for `app` within its tenant (Astraea, Eq. 15)."""
+        if not app.fair_group:
+            return app.fair_offset_gpu_s
+        return max(0.0, app.fair_offset_gpu_s + self.tenants[app.tenant].fair_groups[app.fair_group])
 
     def elapsed_s(self, app: AppView) -> float:
         """Return the time since `app` arrived."""
@@ -119,6 +241,27 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     #: that wait share one sentence.
     reasons_max: int = 2000
     las_threshold_gpu_s: float = 3600.0  #: `las`: attained service from which an app is in the second queue
+    gandiva_idle_s: float = 60.0  #: `gandiva`: an elastic app grows onto GPUs that have been idle for so long
+    #: `astraea`, and `themis` with `tenants_first`: a tenant is due its quota even while it does not want it (Eq. 16).
+    astraea_quota_variant: bool = False
+    tenants_first: bool = False  #: `themis`: GPUs are split among tenants first, and auctioned within each one's part
+    fitgpp_s: float = 4.0  #: `fitgpp`: s, how much a long grace period weighs beside a large demand (Eq. 3)
+    fitgpp_p: int = 1  #: `fitgpp`: P, an app makes room for trials so many times, unless no other could (Eq. 4)
+    #: Under policies without a rule of their own for trials: of all GPUs, trials hold at most this part at others'
+    #: cost; 0: trials are like other apps.
+    trial_share: float = 0.1
+    trial_s: float = 1800.0  #: an app of class ``trial`` counts as one until it has run for so long
+    allox_alpha: float = 0.3  #: `allox`: the part of the tenants, those with the least GPU time, that is served first
+
+    oasis_slot_s: float = 3600.0  #: `oasis`: GPUs are sold by slots of so many seconds
+    oasis_slots: int = 168  #: `oasis`: so many slots from now on are for sale
+    oasis_price_max: float = 0.0  #: `oasis`: U, the price of a GPU-hour of a full node; 0: by the apps seen
+    oasis_price_min: float = 0.0  #: `oasis`: L, the price of a GPU-hour of an empty node; 0: by the apps seen
+    oasis_margin: float = 0.1  #: `oasis`: books so much more than the work that apps say is left
+    #: `rrh`: an app starts if its reward, in units of worth per GPU-hour, is more than this.
+    rrh_threshold: float = 0.0
+    dorm_fairness: float = 0.1  #: `dorm`: the shares of all apps may differ from their fair ones by this in all
+    dorm_adjusted: float = 0.1  #: `dorm`: of the apps that run, this part may be given another number of GPUs
 
 
 class Change(Struct, frozen=True):
@@ -189,6 +332,9 @@ class Allocation(Struct, frozen=True):
     freed: tuple[GpuId, ...] = ()
     rest: str = ""
     look_again_s: float | None = None  #: another round is wanted then, even if nothing happens
+    order: tuple[AppId, ...] = ()  #: whose turn comes first to share GPUs; those not named, by their rho and arrival
+    preempted: tuple[AppId, ...] = ()  #: who makes room for a trial, which is counted and puts it on top of the queue
+    guests: tuple[GpuId, ...] = ()  #: of the assigned, the seats on GPUs that the policy has given to others
 
 
 class Admission(Struct, frozen=True):
@@ -196,6 +342,8 @@ class Admission(Struct, frozen=True):
 
     admitted: bool
     reason: str = ""
+    booking: Booking | None = None  #: what it has bought, of a policy that sells
+    asked: Asked | None = None  #: what of this app is to be remembered for prices
 
 
 class Policy(Protocol):
@@ -203,6 +351,7 @@ class Policy(Protocol):
 
     probes: ClassVar[bool]  #: whether a round first asks every app for its rho (phase 1)
     tenure: ClassVar[Tenure]
+    shares: ClassVar[bool]  #: whether it deals with all seats of shared GPUs itself; others see one seat of each
 
     def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
         """Say whether `app` may enter a cluster of these GPUs."""
@@ -218,3 +367,29 @@ class Policy(Protocol):
         `clock` tells seconds, whatever their origin, where the caller has one: only to hold a search to its budget.
         """
         ...
+
+
+@runtime_checkable
+class Seller(Protocol):
+    """A policy that sells the GPUs of coming slots; its bookings are kept in the state, and shown to `allocate`."""
+
+    @property
+    def slot_s(self) -> float:
+        """How long a slot is."""
+        ...
+
+    def sell(self, market: Market, app: AppView) -> Admission:
+        """Say whether `app` may enter, and what it has bought; one that has a booking asks for the rest of its work."""
+        ...
+
+
+@runtime_checkable
+class ServesTrials(Protocol):
+    """A policy that has a rule of its own for apps of class ``trial``; for others there is `trials`."""
+
+    serves_trials: ClassVar[bool]
+
+
+def is_trial(view: View, app: AppView, trial_s: float) -> bool:
+    """Whether an app still counts as a trial: it has not run for `trial_s` yet on a gang's worth of GPUs."""
+    return app.kind == "trial" and view.served_gpu_s(app) < trial_s * app.gang

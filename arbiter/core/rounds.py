@@ -15,10 +15,11 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from arbiter.core import decisions, fairness, leases, model
+from arbiter.core import claims, decisions, fairness, leases, model, sharing, trials
+from arbiter.core.history import AppAccount
 from arbiter.core.model import Bidding, Deciding, Gpu, Idle, Leased, Probing, State
-from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, View
-from arbiter.core.turn import Decide, Decided, Index, RoundRecord, Turn, policy_of
+from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, TenantView, View
+from arbiter.core.turn import Decide, Decided, Index, RoundRecord, Seats, Turn, policy_of
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId, TenantId
 
@@ -92,6 +93,7 @@ def take_decision(turn: Turn, decided: Decided) -> None:
     if not isinstance(phase, Deciding) or (decided.round, decided.epoch) != (state.round, state.epoch):
         turn.tell("rounds", f"a decision of round {decided.round} was not used: that round is over", loudly=True)
         return
+    off = claims.compare(turn, _said(turn, phase))
     outcomes = decisions.enact(turn, phase, decided.allocation)
     state.phase = Idle(turn.now + state.settings.round_pause_s)
     if decided.allocation.look_again_s is not None:
@@ -100,7 +102,14 @@ def take_decision(turn: Turn, decided: Decided) -> None:
         turn.tell(outcome.app, f"round {state.round}: {outcome.reason}")
     rest = decided.allocation.rest
     state.rest = model.Chapter(turn.now, f"round {state.round}: {rest}") if rest else None
-    turn.effects.append(_record(turn, phase, decided.allocation, outcomes))
+    turn.effects.append(_record(turn, phase, decided.allocation, outcomes, off))
+
+
+def _said(turn: Turn, phase: Deciding) -> dict[AppId, claims.Said]:
+    """Return what apps said of themselves in this round; without probes, what they report counts for all."""
+    if not phase.rhos:
+        return dict.fromkeys(turn.index.holders, claims.Said())
+    return {app: claims.Said(rho, phase.rhos_none.get(app)) for app, rho in phase.rhos.items()}
 
 
 def _asked(phase: Probing | Bidding, app: AppId) -> bool:
@@ -138,17 +147,22 @@ def _try(turn: Turn) -> None:
     state = turn.state
     state.news = False
     state.look_again_at = None
-    gpus = leases.in_play(turn)
-    view = make_view(turn, gpus, {}) if gpus else None
-    if view is None or not any(app.want > 0 for app in view.apps):
+    gpus = sharing.shown(turn)
+    view = make_view(turn, gpus, {}) if gpus or state.settings.shared or trials.wait(turn) else None
+    if view is None or not any(app.want > 0 for app in view.apps) or not (gpus or _invites(view)):
         state.phase = Idle(turn.now + state.settings.round_pause_s)
         state.fruitless_at = turn.now
-    elif turn.policy.probes:
+    elif turn.policy.probes and gpus:
         _probe(turn, view)
     else:
         state.round += 1
         view = replace(view, round=state.round, seed=_seed(state), offered=())
         _ask_policy(turn, view, {}, Bidding(turn.now, turn.now, {}, tuple(gpus), (), set(), {}))
+
+
+def _invites(view: View) -> bool:
+    """Whether there is anything beside GPUs in play that guests, or trials, could get."""
+    return bool(view.takeable) or sharing.invites(view)
 
 
 def _retry_at(state: State, index: Index) -> float | None:
@@ -218,7 +232,7 @@ def apps_mean(state: State, app: model.App, now: float) -> float:
 def _offer(turn: Turn) -> None:
     state = turn.state
     assert isinstance(state.phase, Probing)
-    gpus = leases.in_play(turn)
+    gpus = sharing.shown(turn)
     view = make_view(turn, gpus, state.phase.rhos)
     asked = _asked_of(state.phase, view)
     view = replace(view, asked=asked)
@@ -234,6 +248,7 @@ def _offer(turn: Turn) -> None:
         bids={},
     )
     offered = tuple(_offered(gpu) for gpu in view.gpus)
+    seats = sharing.instead(turn, view) if turn.index.divided else {}
     views = {app.app: app for app in view.apps}
     for app_id in bidders:
         offer = Offer(
@@ -242,7 +257,7 @@ def _offer(turn: Turn) -> None:
             epoch=state.epoch,
             lease_s=state.settings.lease_s,
             deadline_s=state.settings.bid_s,
-            gpus=offered,
+            gpus=tuple(_offered(gpu) for gpu in seats[app_id]) if app_id in seats else offered,
             kept=tuple(_offered(gpu) for gpu in views[app_id].kept),
         )
         turn.effects.append(Send(Party("app", state.apps[app_id].owner), offer))
@@ -265,10 +280,11 @@ def _decide(turn: Turn) -> None:
     phase = turn.state.phase
     assert isinstance(phase, Bidding)
     offered = set(phase.offered)
-    view = make_view(turn, {gpu: shown for gpu, shown in leases.in_play(turn).items() if gpu in offered}, phase.rhos)
+    view = make_view(turn, {gpu: shown for gpu, shown in sharing.shown(turn).items() if gpu in offered}, phase.rhos)
     view = replace(view, offered=phase.bidders, asked=phase.asked)
     present = {app.app for app in view.apps}
-    _ask_policy(turn, view, {app: bid for app, bid in phase.bids.items() if app in present}, phase)
+    bids = {app: bid for app, bid in phase.bids.items() if app in present}
+    _ask_policy(turn, view, sharing.as_seen(view, bids) if turn.index.divided else bids, phase)
 
 
 def _ask_policy(turn: Turn, view: View, bids: dict[AppId, Bid], phase: Bidding) -> None:
@@ -282,11 +298,20 @@ def _ask_policy(turn: Turn, view: View, bids: dict[AppId, Bid], phase: Bidding) 
         offered=phase.offered,
         bidders=phase.bidders,
         silent=tuple(app for app in phase.bidders if app not in phase.bids),
+        rhos_none={app.app: bids[app.app].rho_none for app in view.apps if app.app in bids and not app.renewable},
         in_play=tuple(gpu.gpu for gpu in view.gpus),
+        seats=tuple(seat.seat.gpu for seat in view.seats),
+        takeable=tuple(gpu.gpu for gpu in view.takeable),
     )
 
 
-def _record(turn: Turn, phase: Deciding, allocation: Allocation, outcomes: tuple[Outcome, ...]) -> RoundRecord:
+def _record(
+    turn: Turn,
+    phase: Deciding,
+    allocation: Allocation,
+    outcomes: tuple[Outcome, ...],
+    off: tuple[model.Claim, ...],
+) -> RoundRecord:
     return RoundRecord(
         round=turn.state.round,
         at=phase.started_at,
@@ -298,6 +323,7 @@ def _record(turn: Turn, phase: Deciding, allocation: Allocation, outcomes: tuple
         outcomes=outcomes,
         proven=allocation.proven,
         facts=dict(allocation.facts),
+        claims=off,
     )
 
 
@@ -311,18 +337,22 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
     apps: list[AppView] = []
     unseen: dict[TenantId, int] = {}
     silent_before = turn.now - state.settings.app_timeout_s
+    guests = sharing.seating(turn).guests
     for _, app_id in index.order:
         app = state.apps[app_id]
         renewable = tuple(sorted([gpu for gpu in index.gpus[app_id] if gpu in gpus])) if app_id in index.holders else ()
+        guest_at = guests.get(app_id, ())
+        seats = (renewable, guest_at, sharing.only(turn, app, guest_at))
         shown = index.app_views.get(app_id)
-        if shown is None or shown[0] is not app or shown[1] != index.versions[app_id] or shown[2] != renewable:
-            look = _look_at(turn, app, renewable, promised.get(app_id, ()))
+        if shown is None or shown[0] is not app or shown[1] != index.versions[app_id] or shown[2] != seats:
+            look = _look_at(turn, app, seats, promised.get(app_id, ()))
             matters = bool(renewable) or look.want > 0
-            shown = index.app_views[app_id] = (app, index.versions[app_id], renewable, look, matters)
+            shown = index.app_views[app_id] = (app, index.versions[app_id], seats, look, matters)
         if shown[4] and (app.seen_at >= silent_before or heard(turn, app)):
             apps.append(_with_rho(turn, app, shown[3], rhos[app_id]) if app_id in rhos else shown[3])
         elif shown[3].kept:
             unseen[app.tenant] = unseen.get(app.tenant, 0) + len(shown[3].kept)
+    takeable, holders = trials.takeable(turn, apps, gpus)
     return View(
         round=state.round,
         seed=_seed(state),
@@ -332,7 +362,32 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         apps=tuple(apps),
         now=turn.now,
         unseen=unseen,
+        seats=sharing.seats_of(turn),
+        shared=state.settings.shared,
+        nodes=trials.nodes_of(turn),
+        leaving=trials.leaving(turn),
+        takeable=takeable,
+        holders=holders,
+        tenants=_tenants(turn),
     )
+
+
+def _tenants(turn: Turn) -> dict[TenantId, TenantView]:
+    history, now = turn.state.history, turn.now
+    weights = {each.name: each.weight for each in history.terms}
+    return {
+        name: TenantView(
+            weight=weights.get(name, 1.0),
+            quota_gpus=account.quota.rate,
+            fair_gpus=account.fair.rate,
+            gpus_per_weight=history.pools[name].gpus_per_weight,
+            allocated_gpu_s=account.allocated.at(now),
+            fair_gpu_s=account.fair.at(now),
+            quota_gpu_s=account.quota.at(now),
+            fair_groups=history.pools[name].accrued(now),
+        )
+        for name, account in sorted(history.tenants.items())
+    }
 
 
 def _seed(state: State) -> int:
@@ -344,9 +399,13 @@ def _with_rho(turn: Turn, app: model.App, view: AppView, rho: float) -> AppView:
     return replace(view, rho=rho, ideal_s=fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean))
 
 
-def _look_at(turn: Turn, app: model.App, renewable: tuple[GpuId, ...], promised: Sequence[Gpu]) -> AppView:
+def _look_at(turn: Turn, app: model.App, seats: Seats, promised: Sequence[Gpu]) -> AppView:
+    renewable, guest_at, only = seats
     held = leases.held(turn, app.id)
-    kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in renewable), *promised)]
+    apart = (*renewable, *guest_at)
+    kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in apart), *promised)]
+    account = turn.state.history.apps.get(app.id) or AppAccount(app.tenant)
+    had = account.allocated
     return AppView(
         app=app.id,
         tenant=app.tenant,
@@ -357,7 +416,7 @@ def _look_at(turn: Turn, app: model.App, renewable: tuple[GpuId, ...], promised:
         rho=None,
         kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
         renewable=renewable,
-        only=app.only,
+        only=only,
         spans=app.spans,
         left_s=app.left_s,
         left_gpu_s=app.left_gpu_s,
@@ -366,6 +425,24 @@ def _look_at(turn: Turn, app: model.App, renewable: tuple[GpuId, ...], promised:
         served_gpu_s=app.tally.gpu_seconds,
         leases=len(held),
         granted_sum=math.fsum(gpu.state.lease.granted_at for gpu in held if isinstance(gpu.state, Leased)),
+        priority=app.priority,
+        sizes=app.sizes,
+        move_s=app.move_s,
+        jobs=tuple([job.gpus for job in app.jobs]),
+        cooperative=app.cooperative,
+        movable=app.movable,
+        utility=app.utility,
+        booking=app.booking,
+        weight=app.weight,
+        kind=app.kind,
+        cpus=app.cpus,
+        host_bytes=app.host_bytes,
+        grace_s=max((job.grace_s for job in app.jobs), default=0.0),
+        preempted=app.preempted,
+        preempted_in=app.preempted_in,
+        allocated=(had.total - had.rate * had.since, had.rate),
+        fair_group=account.key if account.demand else "",
+        fair_offset_gpu_s=account.fair_within,
     )
 
 

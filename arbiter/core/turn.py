@@ -22,7 +22,7 @@ from arbiter.core.model import Chapter, State
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, Policy, Settings, View
 from protocol.core import Send
-from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TaskId, TaskOrder
+from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TaskId, TaskOrder, TenantId, device_of
 
 #: Lines kept of one object's story: a day of rounds at the default lease is 144; the ledger keeps all of them.
 STORY_LENGTH_MAX = 64
@@ -65,6 +65,7 @@ class RoundRecord(Struct, frozen=True, tag=True):
     outcomes: tuple[Outcome, ...]
     proven: bool
     facts: dict[str, float]
+    claims: tuple[model.Claim, ...] = ()  #: what apps claim that is not what was measured of their tasks
 
 
 class LeaseRecord(Struct, frozen=True, tag=True):
@@ -79,6 +80,19 @@ class LeaseRecord(Struct, frozen=True, tag=True):
     reason: str
 
 
+class AppRecord(Struct, frozen=True, tag=True):
+    """Effect: one app that is over and holds nothing any more, for the ledger; GPU-seconds as in `history.Standing`."""
+
+    app: AppId
+    tenant: TenantId
+    weight: float
+    arrived_at: float
+    ended_at: float
+    allocated_gpu_s: float
+    fair_gpu_s: float
+    fair_within_gpu_s: float
+
+
 class Note(Struct, frozen=True, tag=True):
     """Effect: something a human reading the log should see; `subject` is an id."""
 
@@ -86,7 +100,9 @@ class Note(Struct, frozen=True, tag=True):
     what: str
 
 
-Effect = Send | Decide | RoundRecord | LeaseRecord | Note
+#: Of an app: the GPUs in play that it holds, the seats where it is a guest, and the only GPUs it can use.
+Seats = tuple[tuple[GpuId, ...], tuple[GpuId, ...], tuple[GpuId, ...] | None]
+Effect = Send | Decide | RoundRecord | LeaseRecord | AppRecord | Note
 
 
 @lru_cache(maxsize=16)
@@ -136,11 +152,32 @@ class Turn:
         moved = msgspec.structs.replace(gpu, state=state)
         self.state.gpus[gpu.id] = moved
         self.index.bind(moved)
+        self._account(gpu.id, _app_of(gpu.state), _app_of(state))
         self.nodes.add(gpu.node)
         for app in (_app_of(gpu.state), _app_of(state)):
             if app is not None:
                 self.apps.add(app)
         return verb
+
+    def _account(self, gpu: GpuId, before: AppId | None, after: AppId | None) -> None:
+        """Book a seat that changes hands: all apps on one GPU have equal parts of it."""
+        if before == after:
+            return
+        seats = self.index.seats[device_of(gpu)]
+        states = (self.state.gpus[seat].state for seat in sorted(seats) if seat != gpu) if len(seats) > 1 else ()
+        others = [app for app in map(_app_of, states) if app is not None]
+        had, has = len(others) + (before is not None), len(others) + (after is not None)
+        changes = [(app, 1.0 / has - 1.0 / had) for app in others] if had != has else []
+        changes += [(before, -1.0 / had)] if before is not None else []
+        changes += [(after, 1.0 / has)] if after is not None else []
+        for app, change in changes:
+            self.state.history.hold(app, self.state.apps[app].tenant, change, self.now)
+            self.index.versions[app] += 1
+
+    def follow(self, app: model.App) -> None:
+        """Book what an app can use from now on: something only while it takes part in rounds."""
+        demand = app.demand_max if app.active else 0
+        self.state.history.follow(app.id, app.tenant, weight=float(app.weight), demand=demand, now=self.now)
 
     def put_app(self, app: model.App, state: model.AppState) -> model.App:
         """Move an app into `state` and return it."""
@@ -149,6 +186,7 @@ class Turn:
         self.index.forget_end(app)
         self.state.apps[app.id] = moved
         self.index.bind_app(moved)
+        self.follow(moved)
         self.apps.add(app.id)
         self.state.news = True
         reason = getattr(state, "reason", "")
@@ -166,8 +204,11 @@ class Index:
         self.tasks: dict[AppId, set[TaskId]] = defaultdict(set)
         self.node_gpus: dict[NodeId, set[GpuId]] = defaultdict(set)
         self.node_tasks: dict[NodeId, set[TaskId]] = defaultdict(set)
+        self.seats: dict[GpuId, set[GpuId]] = defaultdict(set)  #: by GPU: that itself and its further seats, if any
         self.free: set[GpuId] = set()
         self.draining: set[GpuId] = set()
+        self.guests: set[GpuId] = set()  #: seats that are leased to guests
+        self.seating: Any = None  #: the `sharing.Seating` that follows from all seats; None: not known
         self.ends: dict[GpuId, float] = {}  #: of the leases that end
         self.enrolling: set[AppId] = set()
         self.active: set[AppId] = set()
@@ -180,7 +221,7 @@ class Index:
         self.over: list[tuple[float, AppId]] = []  #: the apps that are over, the oldest first
         #: What was last shown of GPUs and apps, with what it was derived from: most are the same in the next round.
         self._gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
-        self.app_views: dict[AppId, tuple[model.App, int, tuple[GpuId, ...], AppView, bool]] = {}
+        self.app_views: dict[AppId, tuple[model.App, int, Seats, AppView, bool]] = {}
         #: By app and node: what was last ordered there, with the app's jobs and state and the count of its stirs.
         self.orders: dict[AppId, dict[NodeId, tuple[object, object, int, list[TaskOrder]]]] = {}
         self.outlines: dict[NodeId, Any] = {}  #: by node: the `plans.Outline` of the plan that was sent last
@@ -199,7 +240,8 @@ class Index:
     def bind(self, gpu: model.Gpu) -> None:
         """Note who has this GPU."""
         self.node_gpus[gpu.node].add(gpu.id)
-        self._touched.add(gpu.id)
+        self.seats[device_of(gpu.id)].add(gpu.id)
+        self.touch(gpu.id)
         app = _app_of(gpu.state)
         if app is None:
             self.free.add(gpu.id)
@@ -209,6 +251,8 @@ class Index:
             self.versions[app] += 1
             self.stirs[app] += 1
         if isinstance(gpu.state, model.Leased):
+            if gpu.state.lease.guest:
+                self.guests.add(gpu.id)
             if gpu.state.lease.expires_at < model.NEVER:
                 self.ends[gpu.id] = gpu.state.lease.expires_at
                 self._next_end = None
@@ -234,18 +278,30 @@ class Index:
             if gpu.state.promised_to is not None:
                 self.versions[gpu.state.promised_to] += 1
         self.free.discard(gpu.id)
+        self.guests.discard(gpu.id)
         if self.ends.pop(gpu.id, None) is not None:
             self._next_end = None
 
     def recount(self) -> None:
         """A GPU or a node has come, gone, fallen ill or recovered: count anew when next asked."""
         self._census = None
+        self.seating = None
         self._touched.update(self._state.gpus)
         self.orders.clear()
 
     def touch(self, gpu: GpuId) -> None:
-        """Something else about this GPU has changed."""
-        self._touched.add(gpu)
+        """Something about this GPU has changed, which may matter to all its seats."""
+        self.seating = None
+        self._touched |= self.seats[device_of(gpu)]
+
+    @property
+    def divided(self) -> bool:
+        """Whether any GPU has several seats."""
+        return len(self.seats) < len(self._state.gpus)
+
+    def drains(self, gpu: GpuId) -> bool:
+        """Whether somebody is leaving this GPU, on whatever seat."""
+        return not self.draining.isdisjoint(self.seats[device_of(gpu)])
 
     def show(self, gpu: model.Gpu) -> GpuView:
         """Return what a policy is shown of this GPU."""
@@ -253,7 +309,8 @@ class Index:
         if shown is not None and shown[0] is gpu:
             return shown[1]
         holder = gpu.state.lease.app if isinstance(gpu.state, model.Leased) else None
-        view = GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot, holder)
+        since = gpu.state.since if isinstance(gpu.state, model.Free) else None
+        view = GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot, holder, since)
         self._gpu_views[gpu.id] = (gpu, view)
         return view
 
@@ -265,7 +322,7 @@ class Index:
             for gpu_id in self._touched:
                 gpu = self._state.gpus[gpu_id]
                 leased = isinstance(gpu.state, model.Leased)
-                free = gpu.empty and isinstance(gpu.state, model.Free)
+                free = gpu.empty and isinstance(gpu.state, model.Free) and not self.drains(gpu_id)
                 if (leased or free) and model.usable(self._state, gpu):
                     fresh = fresh or gpu_id not in known
                     known[gpu_id] = self.show(gpu)
@@ -279,7 +336,8 @@ class Index:
     def census(self) -> tuple[int, int, tuple[GpuView, ...]]:
         """Return how many GPUs there are to hope for, how many may be assigned at all, and where every GPU is."""
         if self._census is None:
-            gpus = sorted(self._state.gpus.values(), key=lambda gpu: gpu.id)
+            firsts = (gpu for gpu in self._state.gpus.values() if model.is_first(gpu.id))
+            gpus = sorted(firsts, key=lambda gpu: gpu.id)
             hoped = [gpu for gpu in gpus if gpu.present and gpu.healthy]
             usable = sum(isinstance(self._state.nodes[gpu.node].state, model.Up) for gpu in hoped)
             self._census = len(hoped), usable, tuple(GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot) for gpu in gpus)
@@ -341,11 +399,13 @@ class Index:
             (self.tasks, other.tasks),
             (self.node_gpus, other.node_gpus),
             (self.node_tasks, other.node_tasks),
+            (self.seats, other.seats),
         )
         alike = all(_filled(mine.items()) == _filled(theirs.items()) for mine, theirs in pairs)
         alike = alike and (self.free, self.ends, self.next_end) == (other.free, other.ends, other.next_end)
         alike = alike and (self.draining, self.order, self.census()) == (other.draining, other.order, other.census())
         alike = alike and (self.over, self.revocable()) == (other.over, other.revocable())
+        alike = alike and self.guests == other.guests
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
 
 

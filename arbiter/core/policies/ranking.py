@@ -246,6 +246,7 @@ class Ranked(ABC):
     probes: ClassVar[bool] = False
     tenure: ClassVar[Tenure]
     by: ClassVar[str]  #: what the order goes by, in words
+    shares: ClassVar[bool] = False
     migrates: ClassVar[bool] = False  #: whether apps on several machines move where they lie closer together
 
     def __init__(self, settings: Settings) -> None:
@@ -314,10 +315,11 @@ class Ranked(ABC):
         }
         words = _Words(self, view, order, selection, misfits, newcomers, lost)
         facts = {"idle": float(selection.left)}
+        turns = tuple(app.app for app in order) if view.seats else ()
         rest = "" if selection.told else f"keeps what it holds, if it holds any, and waits for more {self.by}"
         if self.tenure == "lease":
             assign = dict(sorted((selection.incumbents() | newcomers).items()))
-            return Allocation(assign, words.outcomes(), facts=facts, rest=rest)
+            return Allocation(assign, words.outcomes(), facts=facts, rest=rest, order=turns)
         known = {app.app for app in holders}
         left_behind = [gpu.gpu for gpu in view.gpus if gpu.holder is not None and gpu.holder not in known]
         freed = sorted(gpu for each in (left_behind, *lost.values()) for gpu in each if gpu not in newcomers)
@@ -329,6 +331,7 @@ class Ranked(ABC):
             freed=tuple(freed),
             rest=rest,
             look_again_s=self.look_again_s(view, selection),
+            order=turns,
         )
 
 

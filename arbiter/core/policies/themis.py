@@ -8,6 +8,9 @@ bidders, so that no GPU idles, and then over-reporting can pay. A third way depa
 all that is left, gang by gang, in order of rho, whoever bid or not. Where gangs are wide and few GPUs are in play the
 worst-off bidder's payment takes nearly all that it won, and a lot would give it to somebody better off.
 
+With `tenants_first` the GPUs in play are split among tenants as Astraea would, and each part is auctioned among the
+apps of its tenant alone: finish-time fairness within tenants, long-term GPU-time fairness between them.
+
 An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps what it holds if nobody else
 takes it: its training goes on without its agent.
 
@@ -30,9 +33,11 @@ from arbiter.core.auction.problem import TOLERANCE
 from arbiter.core.auction.solve import FIRST_STEPS, Budget
 from arbiter.core.chance import draw, shuffled
 from arbiter.core.placement import PLACE
-from arbiter.core.policies.dealing import Deal, admit_what_fits, gpus, shares
+from arbiter.core.policies.dealing import Deal, admit_what_fits, gpus, losses, shares
+from arbiter.core.policies.ranking import Selection
+from arbiter.core.policies.tenancy import Standings, tenant_by_tenant
 from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Loss, Outcome, Settings, Tenure, View
-from protocol.messages import LEVELS, AppId, Bid
+from protocol.messages import LEVELS, AppId, Bid, GpuId, TenantId
 
 #: The part of the budget that is for explaining the outcome: a quarter of what is for finding it.
 EXPLAINING = 0.2
@@ -50,6 +55,7 @@ class Themis:
 
     probes: ClassVar[bool] = True
     tenure: ClassVar[Tenure] = "lease"
+    shares: ClassVar[bool] = False
 
     def __init__(self, settings: Settings) -> None:
         if not 0.0 <= settings.fairness_knob <= 1.0:
@@ -65,8 +71,20 @@ class Themis:
         return admit_what_fits(cluster, app)
 
     def bidders(self, view: View) -> Sequence[AppId]:
-        """Return the ceil((1 - f) n) worst-off of the n apps that answered and want GPUs; ties are decided by lot."""
+        """Return the ceil((1 - f) n) worst-off of the n apps that answered and want GPUs; ties are decided by lot.
+
+        With `tenants_first` that is so within each tenant.
+        """
         able = [app for app in view.apps if app.rho is not None and app.want > 0]
+        if not self._settings.tenants_first:
+            return self._worst_off(view, able)
+        tenants = sorted({app.tenant for app in able})
+        chosen = {
+            app for tenant in tenants for app in self._worst_off(view, [each for each in able if each.tenant == tenant])
+        }
+        return tuple(app.app for app in view.apps if app.app in chosen)
+
+    def _worst_off(self, view: View, able: Sequence[AppView]) -> tuple[AppId, ...]:
         if not able:
             return ()
         # (1 - 0.7) * 10 is 3.0000000000000004 in binary.
@@ -76,6 +94,8 @@ class Themis:
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Hold the auction, deal the leftovers, and say of every app what it got and why."""
+        if self._settings.tenants_first and len({app.tenant for app in view.apps}) > 1:
+            return within_tenants(view, bids, clock, self._settings)
         offered = frozenset(self.bidders(view) if view.offered is None else view.offered)
         entered = {app: bid for app, bid in bids.items() if app in offered}
         entry = enter(view, entered)
@@ -84,8 +104,8 @@ class Themis:
         budget.steps = max(1, budget.steps)  # the first step finds a bound, without which no gap could be told
         settlement = settle(entry, budget)
         explaining = Budget.of(EXPLAINING * budget_ms, clock)
-        losses = explain(view, entered, entry, settlement, explaining)
-        round_ = _Round(view, offered, entry, settlement, losses)
+        why_lost = explain(view, entered, entry, settlement, explaining)
+        round_ = _Round(view, offered, entry, settlement, why_lost)
         if self._settings.leftover == "worst-off":
             round_.deal_to_worst_off()
         else:
@@ -285,6 +305,88 @@ class _Round:
         if not parts and app.app not in self._awards and app.app in self._misfit:
             parts.append(f"no leftovers fit: {self._misfit[app.app]}")
         return "".join(f"; {part}" for part in parts)
+
+
+# --- tenants first ----------------------------------------------------------------------------------------------------
+
+
+def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, settings: Settings) -> Allocation:
+    """Split the GPUs in play among tenants by their GPU time of what was fair, and hold one auction in each part.
+
+    The split is Astraea's tenant phase: gang by gang to the tenant with the least index, in it to the app with the
+    greatest rho; what each tenant's apps come to is its part.
+    """
+    owner = _split(view, settings)
+    tenants = sorted({app.tenant for app in view.apps})
+    parts = {tenant: tuple(gpu for gpu in view.gpus if owner.get(gpu.gpu) == tenant) for tenant in tenants}
+    budget_ms = settings.solver_budget_ms / max(1, sum(map(bool, parts.values())))
+    policy = Themis(replace(settings, tenants_first=False, solver_budget_ms=budget_ms))
+    held = {
+        tenant: policy.allocate(_part_of(view, tenant, part), bids, clock) for tenant, part in parts.items() if part
+    }
+    assign = dict(sorted((gpu, app) for each in held.values() for gpu, app in each.assign.items()))
+    outcomes = {outcome.app: outcome for each in held.values() for outcome in each.outcomes}
+    told = [app for app in view.apps if app.app in outcomes or not parts[app.tenant]]
+    return Allocation(
+        assign=assign,
+        outcomes=tuple(_told(app, outcomes.get(app.app), owner, assign) for app in told),
+        proven=all(each.proven for each in held.values()),
+        facts=_all_facts([each.facts for each in held.values()]),
+        rest=next((each.rest for each in held.values() if each.rest), ""),
+    )
+
+
+def _split(view: View, settings: Settings) -> dict[GpuId, TenantId]:
+    """Return whose part each GPU in play is; one that nobody can use goes to no part but its holder's tenant's."""
+    standings = Standings(view, by_quota=settings.astraea_quota_variant)
+    selection = Selection(view, view.apps, told=False)
+
+    def worth(app: AppView) -> float:
+        return -app.rho if app.rho is not None else math.inf
+
+    for app, gpus_max in tenant_by_tenant(view, selection, standings, worth):
+        selection.take(app, gpus_max)
+    selection.settle()
+    tenants = {app.app: app.tenant for app in view.apps}
+    holders = {gpu: app.tenant for app in view.apps for gpu in app.renewable}
+    return holders | {gpu: tenants[app] for gpu, app in (selection.incumbents() | selection.newcomers()).items()}
+
+
+def _part_of(view: View, tenant: TenantId, part: tuple[GpuView, ...]) -> View:
+    there = {gpu.gpu for gpu in part}
+    apps = [app for app in view.apps if app.tenant == tenant]
+    own = frozenset(app.app for app in apps)
+    return replace(
+        view,
+        gpus=part,
+        apps=tuple(replace(app, renewable=tuple(gpu for gpu in app.renewable if gpu in there)) for app in apps),
+        offered=None if view.offered is None else tuple(app for app in view.offered if app in own),
+    )
+
+
+def _told(
+    app: AppView, outcome: Outcome | None, owner: Mapping[GpuId, TenantId], assign: Mapping[GpuId, AppId]
+) -> Outcome:
+    """Return an app's outcome with what its tenant's part was to it."""
+    lost = losses([gpu for gpu in app.renewable if owner.get(gpu) != app.tenant], assign)
+    if outcome is None:
+        first = (
+            f"its tenant {app.tenant} has no part of the GPUs in play: others have had less of what is fair for them"
+        )
+        return Outcome(app.app, (), first + lost, rho_now=app.rho)
+    return replace(outcome, reason=f"in the part of {app.tenant}: {outcome.reason}{lost}")
+
+
+def _all_facts(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the figures of all auctions: sums, of yes and no whether all say so, of gaps the widest."""
+    merged: dict[str, float] = {}
+    for name in facts[0] if facts else ():
+        values = [each[name] for each in facts]
+        if name.startswith("proven") or name == "compiled":
+            merged[name] = min(values)
+        else:
+            merged[name] = max(values) if "gap" in name or name == "out_of_budget" else math.fsum(values)
+    return merged
 
 
 def _rho(app: AppView) -> float:

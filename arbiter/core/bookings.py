@@ -1,0 +1,139 @@
+"""What apps have bought of coming slots, where the policy sells: asked for on arrival, and again by those that lag.
+
+Bookings are kept with the apps, so they are journalled and in snapshots like all else; how much of a slot is sold is
+the sum of them. They are looked at when a slot begins, or GPUs have come or gone: never at any other event.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from msgspec.structs import replace
+
+from arbiter.core import model
+from arbiter.core.model import App, State
+from arbiter.core.policy import Admission, AppView, Booking, Market, Seller
+from arbiter.core.turn import Index, Turn, policy_of
+from protocol.messages import NodeId
+
+#: Prices go by the apps that have asked last, so many of them.
+ASKED_MAX = 256
+
+
+def sells(turn: Turn) -> bool:
+    """Whether the policy sells GPUs."""
+    return isinstance(turn.policy, Seller)
+
+
+def sell(turn: Turn, app: App) -> Admission:
+    """Ask the policy for a booking, and keep what it answers; an app that has one asks for the rest of its work."""
+    policy = turn.policy
+    assert isinstance(policy, Seller)
+    market = Market(turn.now, _usable(turn), _others(turn, app), turn.state.asked)
+    left_gpu_s = left_of(app, len(turn.index.gpus.get(app.id, ())), turn.now)
+    verdict = policy.sell(market, replace(asking(app), left_gpu_s=left_gpu_s, left_at=turn.now))
+    if verdict.asked is not None and app.booking is None:
+        turn.state.asked = (*turn.state.asked, verdict.asked)[-ASKED_MAX:]
+    if verdict.booking is not None:
+        turn.state.apps[app.id] = replace(turn.state.apps[app.id], booking=verdict.booking)
+    return verdict
+
+
+def asking(app: App) -> AppView:
+    """Return an app as it asks to enter: nothing of it runs."""
+    return AppView(
+        app=app.id,
+        tenant=app.tenant,
+        gang=app.gang,
+        demand_max=max(app.demand_max, app.demand_most),
+        level_max=app.level_max,
+        arrived_at=app.arrived_at,
+        rho=None,
+        kept=(),
+        renewable=(),
+        spans=app.spans,
+        left_s=app.left_s,
+        left_gpu_s=app.left_gpu_s,
+        left_at=app.left_at,
+        sizes=app.sizes,
+        utility=app.utility,
+        booking=app.booking,
+    )
+
+
+def renew(turn: Turn) -> None:
+    """At the beginning of a slot, or with other GPUs: book anew for apps whose booking is not enough any more."""
+    policy = turn.policy
+    if not isinstance(policy, Seller):
+        return
+    here = (math.floor(turn.now / policy.slot_s), turn.index.census()[1])
+    if here == turn.state.slot:
+        return
+    turn.state.slot = here
+    if turn.now < turn.state.started_at + turn.state.settings.admission_wait_s:
+        # Nodes have not all been heard of; until then nobody's booking is worth less.
+        turn.state.slot = (here[0], -1)
+        return
+    turn.state.news = True
+    usable = dict(_usable(turn))
+    for _, app_id in turn.index.order:
+        app = turn.state.apps[app_id]
+        if app.booking is None:
+            continue
+        why = _shortfall(turn, app, app.booking, policy.slot_s, usable)
+        if why:
+            verdict = sell(turn, app)
+            turn.tell(app_id, f"books again, {why}: {verdict.reason}")
+
+
+def _shortfall(turn: Turn, app: App, booking: Booking, slot_s: float, usable: dict[NodeId, int]) -> str:
+    """Return why a booking is not enough any more; empty if it is."""
+    slot = turn.state.slot[0]
+    ahead = [(number, gpus) for number, gpus in booking.slots if number >= slot]
+    if not ahead and not booking.slots:
+        return "for there was nothing to sell to it"
+    gone = sorted({node for _, gpus in ahead for node, count in gpus if count > usable.get(node, 0)})
+    if gone:
+        return f"for GPUs of {', '.join(gone)} are gone"
+    left_gpu_s = left_of(app, len(turn.index.gpus.get(app.id, ())), turn.now)
+    booked_gpu_s = sum(
+        count * ((number + 1) * slot_s - max(turn.now, number * slot_s)) for number, gpus in ahead for _, count in gpus
+    )
+    if left_gpu_s is None or booked_gpu_s >= left_gpu_s * (1.0 - 1e-9):
+        return ""
+    return f"for it lags: {left_gpu_s:.4g} GPU-s are left, and {booked_gpu_s:.4g} are booked"
+
+
+def left_of(app: App, held: int, now: float) -> float | None:
+    """Return the GPU-seconds that an app has left, by its last report and what it holds since."""
+    if app.left_gpu_s is None:
+        return None
+    return max(0.0, app.left_gpu_s - (now - app.left_at) * min(held, app.demand_max))
+
+
+def deadline(state: State, index: Index) -> float | None:
+    """Return when bookings must be looked at, or None."""
+    policy = policy_of(state.settings.policy, state.settings.policy_settings)
+    if not isinstance(policy, Seller) or not index.active:
+        return None
+    ready_at = state.started_at + state.settings.admission_wait_s
+    if state.slot[1] < 0 and state.now < ready_at:
+        return ready_at
+    # The least time at which the number of the slot is another, whatever the division makes of it.
+    number = math.floor(state.now / policy.slot_s)
+    at = (number + 1) * policy.slot_s
+    return at if math.floor(at / policy.slot_s) > number else math.nextafter(at, math.inf)
+
+
+def _usable(turn: Turn) -> tuple[tuple[NodeId, int], ...]:
+    """Return how many GPUs of each node may be assigned at all."""
+    state = turn.state
+    counts = Counter(gpu.node for gpu in state.gpus.values() if model.is_first(gpu.id) and model.usable(state, gpu))
+    return tuple(sorted(counts.items()))
+
+
+def _others(turn: Turn, app: App) -> tuple[Booking, ...]:
+    """Return the bookings of all apps but this one."""
+    apps = (turn.state.apps[app_id] for _, app_id in turn.index.order if app_id != app.id)
+    return tuple(each.booking for each in apps if each.booking is not None)

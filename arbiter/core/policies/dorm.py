@@ -1,0 +1,104 @@
+"""Dorm: the cluster is partitioned anew when apps come and go, to use it best, nearly fairly and with few changes.
+
+How many gangs each app gets is the answer of a small integer programme (`pricing.dorm`): greatest utilisation, with
+`dorm_fairness` bounding how far shares are from those of `drf`, and `dorm_adjusted` which part of those that run may
+get another number. Which GPUs these are is dealt as under the other policies: those it holds, then the tightest hole.
+Of many apps the first `APPS_MAX`, those that run before others, are looked at, the others wait.
+
+*Source:* Dorm (2017) as a baseline of OASiS (INFOCOM 2018), section V; see `pricing.dorm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from arbiter.core.policies.dealing import Deal, admit_what_fits, gpus
+from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Outcome, Settings, Tenure, View
+from arbiter.core.pricing.dorm import Tenant, partition
+from protocol.messages import AppId, Bid
+
+APPS_MAX = 400
+
+
+class Dorm:
+    """The partition that uses most GPUs, within bounds of fairness and change.
+
+    Raises
+    ------
+    ValueError
+        For settings outside their range.
+    """
+
+    probes: ClassVar[bool] = False
+    tenure: ClassVar[Tenure] = "revocable"
+    shares: ClassVar[bool] = False
+
+    def __init__(self, settings: Settings) -> None:
+        for name in ("dorm_fairness", "dorm_adjusted"):
+            value = getattr(settings, name)
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"{name} is {value}; it must be from 0 to 1")
+        if settings.reasons_max < 0:
+            raise ValueError(f"reasons_max is {settings.reasons_max}; it must be 0 or more")
+        self._settings = settings
+
+    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
+        """Refuse an app whose gang fits no place that it accepts."""
+        return admit_what_fits(cluster, app)
+
+    def bidders(self, view: View) -> Sequence[AppId]:
+        """Return nobody: there is no auction."""
+        return ()
+
+    def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
+        """Return the partition, dealt out."""
+        apps = sorted((app for app in view.apps if app.demand_max > 0), key=lambda app: not _has(app))[:APPS_MAX]
+        counts = self._partition(view, apps)
+        deal = Deal(view)
+        for app in apps:
+            deal.renew(app, counts[app.app] - len(app.kept))
+        for app in apps:
+            deal.fill(app, counts[app.app] - len(app.kept) - len(deal.got[app.app]))
+        told = view.apps
+        if len(told) > self._settings.reasons_max:
+            told = tuple(app for app in told if {gpu.gpu for gpu in deal.got[app.app]} != set(app.renewable))
+        return Allocation(
+            assign=deal.assign,
+            outcomes=tuple(self._outcome(app, deal, counts.get(app.app)) for app in told),
+            facts={"idle": float(len(deal.left))},
+            rest="its part of the cluster is what it holds, if anything, and it waits for more"
+            if len(told) < len(view.apps)
+            else "",
+        )
+
+    def _partition(self, view: View, apps: Sequence[AppView]) -> dict[AppId, int]:
+        """Return how many GPUs each app is to have, those that are not in play included."""
+        total = len(view.gpus) + sum(len(app.kept) for app in apps)
+        tenants = [Tenant((float(app.gang),), app.demand_max // app.gang, _has(app) // app.gang) for app in apps]
+        settings = self._settings
+        gangs = partition(tenants, (float(total),), fairness=settings.dorm_fairness, adjusted=settings.dorm_adjusted)
+        return {app.app: _accepted(app, count * app.gang) for app, count in zip(apps, gangs, strict=True)}
+
+    def _outcome(self, app: AppView, deal: Deal, count: int | None) -> Outcome:
+        got = tuple(sorted(gpu.gpu for gpu in deal.got[app.app]))
+        if count is None:
+            part = (
+                "needs no GPU now" if app.demand_max <= 0 else f"waits until fewer than {APPS_MAX} apps are before it"
+            )
+        else:
+            short = count - len(app.kept) - len(got)
+            part = f"its part of the cluster is {gpus(count)}"
+            part += f", of which {short} cannot be had now: {deal.misfit(app)}" if short > 0 else ""
+        return Outcome(app.app, got, part + deal.losses(app), won=len(got), rho_now=app.rho)
+
+
+def _accepted(app: AppView, count: int) -> int:
+    """Return the most of so many GPUs that an app can run on: one job of accepted sizes would give others back."""
+    if not app.sizes or app.sizes[-1] < app.demand_max:
+        return count
+    return max((size for size in app.sizes if size <= count), default=0)
+
+
+def _has(app: AppView) -> int:
+    return len(app.kept) + len(app.renewable)

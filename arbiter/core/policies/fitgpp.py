@@ -1,0 +1,66 @@
+"""FitGpp: a trial starts at once, at the cost of one small job that has to leave soon.
+
+Of the apps of class batch whose leaving alone makes room for the trial, the one with the least score is preempted:
+small, with a short grace period, and not preempted `fitgpp_p` times before. If there is none, random ones are, until it
+fits. It never asks how long anything takes.
+
+*Source:* FitGpp (Yabuuchi et al., OpML 2019), Eq. 2 to 4; PAPERS.md section 3. Among random ones only those on nodes
+that could hold the trial are drawn: others would leave for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from arbiter.core.policies.preemption import Preemptive, Round
+from arbiter.core.policies.victims import Victim, score_of
+from arbiter.core.policy import AppView
+from protocol.messages import NodeId
+
+
+class FitGpp(Preemptive):
+    """The victim of the least score."""
+
+    def victims(self, round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
+        """Return the one with the least score; random ones where none alone suffices."""
+        fresh = [unit for unit in round_.eligible(trial) if unit.app.preempted < self.settings.fitgpp_p]
+        if fresh:
+            scores = self.scores(round_, fresh)
+            place = min(range(len(fresh)), key=lambda index: (scores[index], fresh[index].app.app, fresh[index].node))
+            return [(fresh[place], f"score {scores[place]:.3g}, the least of {len(fresh)}")]
+        return _at_random(round_, trial)
+
+    def scores(self, round_: Round, units: Sequence[Victim]) -> list[float]:
+        """Return Score(j) = Size(D_j) / max_J Size + s * GP_j / max_J GP of each; J are all apps that could leave.
+
+        *Source:* FitGpp (OpML 2019), Eq. 3.
+        """
+        nodes = round_.view.nodes
+        everybody = [score_of(unit, nodes) for unit in round_.units]
+        size_max = max((size for size, _ in everybody), default=0.0) or 1.0
+        grace_max = max((grace_s for _, grace_s in everybody), default=0.0) or 1.0
+        found = (score_of(unit, nodes) for unit in units)
+        return [size / size_max + self.settings.fitgpp_s * grace_s / grace_max for size, grace_s in found]
+
+
+def _at_random(round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
+    """Return random victims that together make room, all of one node unless the trial spans nodes."""
+    order = round_.lots(round_.units, trial)
+    if not trial.spans:
+        able = [unit.node for unit in order if round_.fits_without(trial, _on(unit.node, order))]
+        order = _on(able[0], order) if able else order
+    return drawn(round_, trial, order, "drawn by lot, as none alone makes room")
+
+
+def _on(node: NodeId, units: Sequence[Victim]) -> list[Victim]:
+    return [unit for unit in units if unit.node == node]
+
+
+def drawn(round_: Round, trial: AppView, order: Sequence[Victim], why: str) -> list[tuple[Victim, str]]:
+    """Return the first of `order` that together make room for `trial`."""
+    chosen: list[Victim] = []
+    for unit in order:
+        chosen.append(unit)
+        if round_.fits_without(trial, chosen):
+            break
+    return [(unit, why) for unit in chosen]

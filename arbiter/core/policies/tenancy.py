@@ -1,0 +1,121 @@
+"""What the policies that know tenants share: where tenants and apps stand, and whose turn it is.
+
+An index is GPU time had over GPU time that was fair (Astraea, Eq. 5 and 12); the smallest goes first. In a round what
+is dealt counts as served, as in Algorithm 1, and here so does what is kept, both for one lease; what is fair goes on
+for that lease, too. So the indices that are compared are those at the end of the leases that the round deals. Without
+that, a tenant that has just come would be ahead of all others by whatever part, and far behind them after one job.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from arbiter.core.policies.ranking import Selection, Turn
+from arbiter.core.policy import AppView, TenantView, View
+from protocol.messages import AppId, TenantId
+
+#: Of a tenant that no history knows, as in a view made by hand.
+_UNKNOWN = TenantView()
+
+
+class Standings:
+    """The indices of tenants and apps while a round deals GPUs; `by_quota`: tenants' by Eq. 16 instead of Eq. 8."""
+
+    def __init__(self, view: View, *, by_quota: bool = False) -> None:
+        self._view = view
+        self._by_quota = by_quota
+        self._counted = kept_of(view)
+        self._dealt: Counter[AppId] = Counter()
+
+    def deal(self, app: AppView, gpus: int) -> None:
+        """Count the lease of so many GPUs as served."""
+        self._counted[app.tenant] += gpus
+        self._dealt[app.app] += gpus
+
+    def of_tenant(self, tenant: TenantId) -> float:
+        """Return the index of a tenant, at the end of the lease."""
+        told, lease_s = self._view.tenants.get(tenant, _UNKNOWN), self._view.lease_s
+        fair, share = (told.quota_gpu_s, told.quota_gpus) if self._by_quota else (told.fair_gpu_s, told.fair_gpus)
+        return _index(told.allocated_gpu_s + self._counted[tenant] * lease_s, fair + share * lease_s)
+
+    def of_app(self, app: AppView) -> float:
+        """Return the index of an app within its tenant, at the end of the lease; of one that had nothing 0."""
+        had = (len(app.kept) + self._dealt[app.app]) * self._view.lease_s
+        before, rate = app.allocated
+        if before or rate:
+            had += before + rate * self._view.now
+        if had <= 0.0:
+            return 0.0  # most of thousands
+        told = self._view.tenants.get(app.tenant, _UNKNOWN)
+        share = min(app.demand_max, app.weight * told.gpus_per_weight)
+        return _index(had, self._view.fair_gpu_s(app) + share * self._view.lease_s)
+
+
+def _index(had: float, fair: float) -> float:
+    if had <= 0.0:
+        return 0.0
+    return had / fair if fair > 0.0 else inf
+
+
+def kept_of(view: View) -> Counter[TenantId]:
+    """Return how many GPUs each tenant keeps whatever the round decides."""
+    kept: Counter[TenantId] = Counter(view.unseen)
+    for app in view.apps:
+        if app.kept:
+            kept[app.tenant] += len(app.kept)
+    return kept
+
+
+def tenant_by_tenant(
+    view: View, selection: Selection, standings: Standings, worth: Callable[[AppView], float]
+) -> Iterator[Turn]:
+    """Yield one gang's turn again and again: of the tenant with the least index, the app with the least `worth`.
+
+    An app that does not fit lets the others of its tenant by, and a tenant of which none fits the other tenants. Equal
+    tenants are served by name, equal apps in order of arrival.
+
+    *Source:* Astraea, Algorithms 1 and 2; the reward of a job is its index's negative.
+    """
+    queues: dict[TenantId, list[tuple[float, int]]] = {}
+    for arrival, app in enumerate(view.apps):
+        if app.want > 0:
+            queues.setdefault(app.tenant, []).append((worth(app), arrival))
+    for queue in queues.values():
+        heapify(queue)
+    tenants = [(standings.of_tenant(tenant), tenant) for tenant in queues]
+    heapify(tenants)
+    while tenants and selection.left > 0:
+        _, tenant = heappop(tenants)
+        queue = queues[tenant]
+        while queue and selection.left > 0:
+            _, arrival = heappop(queue)
+            app = view.apps[arrival]
+            if app.gang > selection.left and not (app.kept or app.renewable or selection.told):
+                continue
+            before = selection.left
+            yield app, turn_of(app)
+            taken = before - selection.left
+            if taken:
+                standings.deal(app, taken)
+                if selection.has(app) < app.demand_max:
+                    heappush(queue, (worth(app), arrival))
+                break
+        if queue:
+            heappush(tenants, (standings.of_tenant(tenant), tenant))
+
+
+def turn_of(app: AppView) -> int | None:
+    """Return the most GPUs that `app` takes in one turn: one gang, or all it wants where that is one gang anyway."""
+    return None if app.demand_max == app.gang else app.gang
+
+
+def in_order(apps: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    """Yield each app once, for all it wants; one that does not fit lets those behind it by."""
+    for app in apps:
+        if selection.left <= 0:
+            return
+        if app.gang <= selection.left or app.kept or app.renewable or selection.told:
+            yield app, None

@@ -1,0 +1,65 @@
+"""YARN-CS: a static quota for each tenant, first come first served within it, nobody ever preempted.
+
+A tenant never holds more than its quota, whatever idles elsewhere; within it the first app that does not fit blocks
+those behind it. A tenant that holds nothing may run one app that is larger than its quota, or it never could.
+
+*Source:* YARN's capacity scheduler as Astraea (Ye et al., TPDS 2021) uses it as a baseline; that one exception is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
+
+from arbiter.core.policies.dealing import gpus
+from arbiter.core.policies.ranking import Ranked, Selection, Turn
+from arbiter.core.policies.tenancy import kept_of
+from arbiter.core.policy import AppView, Tenure, View
+from protocol.messages import TenantId
+
+#: A quota this close above a whole number of GPUs is that number: sums of weights round.
+SLACK = 1e-6
+
+
+class YarnCs(Ranked):
+    """Order of arrival within a fixed quota."""
+
+    tenure: ClassVar[Tenure] = "lasting"
+    by = "in order of arrival, within its tenant's quota"
+
+    def order(self, view: View) -> Sequence[AppView]:
+        """Return the apps as they arrived."""
+        return view.apps
+
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+        """Yield each app in turn for what its tenant's quota leaves, until one of that tenant has to wait."""
+        used = kept_of(view)
+        for app in selection.holders:
+            used[app.tenant] += selection.has(app) - len(app.kept)
+        blocked: set[TenantId] = set()
+        for app in order:
+            if selection.left <= 0:
+                return
+            if app.tenant in blocked or app.want <= 0:
+                continue
+            room = quota_of(view, app.tenant) - used[app.tenant]
+            if used[app.tenant] == 0:
+                room = max(room, app.gang)
+            taken = 0
+            if room >= app.gang or app.chunk > 1:
+                before = selection.left
+                yield app, min(app.demand_max, room)
+                taken = before - selection.left
+                used[app.tenant] += taken
+            if not taken and not selection.has(app):
+                blocked.add(app.tenant)
+
+    def figures(self, view: View) -> Callable[[AppView], str]:
+        """Return what says the quota."""
+        return lambda app: f"quota of {gpus(quota_of(view, app.tenant))}"
+
+
+def quota_of(view: View, tenant: TenantId) -> int:
+    """Return the whole GPUs of a tenant's quota; without a history of tenants all there are."""
+    told = view.tenants.get(tenant)
+    return view.cluster_gpus if told is None else int(told.quota_gpus + SLACK)

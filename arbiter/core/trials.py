@@ -1,0 +1,305 @@
+"""Trials under any policy: one that does not fit starts at once, at the cost of whom it harms least.
+
+A trial is an app of class ``trial`` that has not run for `Settings.trial_s` yet: somebody waits for its first steps.
+Policies that have a rule of their own for trials (`policy.ServesTrials`) are left alone. Under all others this is a
+layer around `Policy.allocate`:
+
+- A trial keeps what it holds for as long as it counts as one; the policy sees those GPUs as not in play.
+- The rest of what the policy decides stands. After it, each trial that still has nothing, in order of arrival, gets one
+  gang: of what the policy gave to nobody, or else what *one* app of class ``batch`` holds on a node makes room for it.
+  Victim is who loses least: the fewest GPUs and the shortest grace period, by FitGpp's score (Eq. 3); nobody twice, if
+  another can be found (its P).
+- In all, trials hold at most `Settings.trial_share` of the cluster's GPUs that way, and one in any case, so that
+  calling everything a trial gains nothing; a trial beyond that waits like everybody else.
+
+The victim leaves as in any preemption, with a checkpoint within the grace period that it declared, and loses no step.
+Where GPUs are shared this does nothing: a trial comes as a guest there (`sharing`).
+
+*Source:* FitGpp (OpML 2019), PAPERS.md section 3; the class under other policies and its bounds are this project's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from arbiter.core import model
+from arbiter.core.model import Draining, Leased
+from arbiter.core.policies.dealing import Holes, pick
+from arbiter.core.policies.victims import Victim, score_of, units_of
+from arbiter.core.policy import (
+    Allocation,
+    AppView,
+    Clock,
+    GpuView,
+    NodeView,
+    Outcome,
+    Policy,
+    ServesTrials,
+    Settings,
+    View,
+    is_trial,
+)
+from arbiter.core.turn import Turn
+from protocol.messages import AppId, Bid, GpuId, NodeId
+
+#: An app that has not left so long after its grace period is waited for no longer: what it is on may never be empty.
+LEAVE_S = 60.0
+
+# --- what policies are shown ------------------------------------------------------------------------------------------
+
+
+def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
+    """Return what nodes have besides GPUs, and what of that is about to be left; none where nobody says."""
+    state = turn.state
+    if not any(node.cpus or node.host_bytes for node in state.nodes.values()):
+        return {}
+    leaving: dict[NodeId, tuple[float, float]] = {}
+    for gpu_id in sorted(turn.index.draining):
+        gpu = state.gpus[gpu_id]
+        app = state.apps.get(gpu.state.lease.app) if isinstance(gpu.state, Draining) else None
+        if app is not None:
+            cpus, host_bytes = leaving.get(gpu.node, (0.0, 0.0))
+            leaving[gpu.node] = (cpus + app.cpus / app.gang, host_bytes + app.host_bytes / app.gang)
+    return {
+        node.id: NodeView(
+            sum(model.is_first(gpu) for gpu in turn.index.node_gpus[node.id]),
+            node.cpus,
+            node.host_bytes,
+            *leaving.get(node.id, (0.0, 0.0)),
+        )
+        for node in sorted(state.nodes.values(), key=lambda each: each.id)
+    }
+
+
+def leaving(turn: Turn) -> frozenset[AppId]:
+    """Return the apps that have not left yet what they have lost, and will: it is in service, and their grace runs."""
+    found = set()
+    for gpu in (turn.state.gpus[gpu] for gpu in turn.index.draining):
+        app = turn.state.apps.get(gpu.state.lease.app) if isinstance(gpu.state, Draining) else None
+        if isinstance(gpu.state, Draining) and app is not None and model.usable(turn.state, gpu):
+            grace_s = max((job.grace_s for job in app.jobs), default=0.0)
+            if turn.now < gpu.state.since + grace_s + LEAVE_S:
+                found.add(app.id)
+    return frozenset(found)
+
+
+def wait(turn: Turn) -> bool:
+    """Whether a trial that this layer serves has nothing: a reason for a round where nothing is in play."""
+    settings = turn.state.settings
+    if settings.shared or not _serves(turn.policy, settings.policy_settings):
+        return False
+    return any(turn.state.apps[app].kind == "trial" for app in turn.index.active - turn.index.holders)
+
+
+def takeable(
+    turn: Turn, apps: Sequence[AppView], gpus: Mapping[GpuId, GpuView]
+) -> tuple[tuple[GpuView, ...], tuple[AppView, ...]]:
+    """Return the leased GPUs that are not in play and that a trial which waits may be given, and who holds them."""
+    settings = turn.state.settings
+    if settings.shared or not _serves(turn.policy, settings.policy_settings):
+        return (), ()
+    if not any(app.kind == "trial" and app.want > 0 and not app.kept and not app.renewable for app in apps):
+        return (), ()
+    holders = sorted(turn.index.holders & turn.index.app_views.keys())
+    held = (turn.state.gpus[gpu] for holder in holders for gpu in sorted(turn.index.gpus[holder]))
+    able = [gpu for gpu in held if isinstance(gpu.state, Leased) and gpu.id not in gpus]
+    taken = tuple(turn.index.show(gpu) for gpu in able if model.usable(turn.state, gpu))
+    names = {gpu.holder for gpu in taken}
+    return taken, tuple(turn.index.app_views[app][3] for app in holders if app in names)
+
+
+def _serves(policy: Policy, settings: Settings) -> bool:
+    """Whether this layer serves trials under `policy`."""
+    return settings.trial_share > 0.0 and not isinstance(policy, ServesTrials)
+
+
+# --- around the policy ------------------------------------------------------------------------------------------------
+
+
+def allocate(
+    policy: Policy, settings: Settings, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None
+) -> Allocation:
+    """Return what the policy decides about what trials do not keep, and what trials get besides."""
+    if not any(app.kind == "trial" for app in view.apps) or view.shared or not _serves(policy, settings):
+        return policy.allocate(view, bids, clock)
+    own = {app.app: app for app in view.apps if app.renewable and is_trial(view, app, settings.trial_s)}
+    kept = {gpu: app.app for app in own.values() for gpu in app.renewable}
+    seen = replace(
+        view,
+        gpus=tuple(gpu for gpu in view.gpus if gpu.gpu not in kept),
+        apps=tuple(_keeping(view, app) if app.app in own else app for app in view.apps),
+    )
+    allocation = policy.allocate(seen, {app: bid for app, bid in bids.items() if app not in own}, clock)
+    outcomes = tuple(_as_trial(outcome, own.get(outcome.app)) for outcome in allocation.outcomes)
+    assign = dict(sorted({**allocation.assign, **kept}.items()))
+    return serve(policy, settings, view, replace(allocation, assign=assign, outcomes=outcomes))
+
+
+def _keeping(view: View, app: AppView) -> AppView:
+    """Return an app whose GPUs in play are not."""
+    mine = frozenset(app.renewable)
+    kept = (*app.kept, *(gpu for gpu in view.gpus if gpu.gpu in mine))
+    return replace(app, kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)), renewable=())
+
+
+def _as_trial(outcome: Outcome, app: AppView | None) -> Outcome:
+    if app is None:
+        return outcome
+    return replace(
+        outcome,
+        gpus=tuple(sorted((*outcome.gpus, *app.renewable))),
+        reason=f"it is a trial and keeps the GPUs it holds; {outcome.reason}",
+    )
+
+
+def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation) -> Allocation:
+    """Return the allocation with a gang for each trial that has nothing, as far as the share of trials allows; pure."""
+    if view.shared or not _serves(policy, settings):
+        return allocation
+    waiting = [
+        app
+        for app in view.apps
+        if app.want >= app.gang
+        and not app.kept
+        and app.app not in view.leaving
+        and is_trial(view, app, settings.trial_s)
+        and not app.renewable
+        and app.app not in set(allocation.assign.values())
+    ]
+    return _Serving(settings, view, allocation).answer(waiting) if waiting else allocation
+
+
+class _Serving:
+    """One round's trials."""
+
+    def __init__(self, settings: Settings, view: View, allocation: Allocation) -> None:
+        self._settings = settings
+        self._view = view
+        self._allocation = allocation
+        self._apps = {app.app: app for app in view.apps}
+        self._assign = dict(allocation.assign)
+        self._freed = set(allocation.freed)
+        self._words: dict[AppId, list[str]] = defaultdict(list)
+        self._preempted: list[AppId] = []
+        self._free = [
+            gpu
+            for gpu in view.gpus
+            if gpu.gpu not in self._assign and (allocation.unnamed == "nobody" or gpu.holder is None)
+        ]
+        trials = {app.app for app in view.apps if is_trial(view, app, settings.trial_s)}
+        self._trials_hold = sum(
+            len(app.kept) + sum(self._assign.get(gpu) in (None, app.app) for gpu in app.renewable)
+            for app in view.apps
+            if app.app in trials
+        )
+        self._units = self._found_units(trials)
+        self._size_max = max((score_of(unit, view.nodes)[0] for unit in self._units), default=0.0)
+        self._grace_max = max((unit.app.grace_s for unit in self._units), default=0.0)
+
+    def _found_units(self, trials: set[AppId]) -> list[Victim]:
+        """Return what apps of class ``batch`` hold after this round, node by node."""
+        after: dict[AppId, list[GpuView]] = defaultdict(list)
+        lost = self._freed
+        for gpu in self._view.gpus:
+            holder = gpu.holder
+            stays = self._allocation.unnamed == "holder" and gpu.gpu not in lost and gpu.gpu not in self._assign
+            if holder is not None and (stays or self._assign.get(gpu.gpu) == holder):
+                after[holder].append(gpu)
+        for gpu in self._view.takeable:
+            if gpu.holder is not None:
+                after[gpu.holder].append(gpu)
+        known = self._apps | {app.app: app for app in self._view.holders}
+        return [
+            unit
+            for app, gpus in sorted(after.items())
+            if app not in trials and app in known and known[app].kind == "batch"
+            for unit in units_of(known[app], gpus)
+        ]
+
+    def answer(self, waiting: Sequence[AppView]) -> Allocation:
+        """Serve who can be served."""
+        for app in waiting:
+            share = max(1.0, self._settings.trial_share * self._view.cluster_gpus)
+            if not self._place(app) and self._trials_hold + app.gang > share:
+                self._words[app.app].append(
+                    f"it is a trial, and trials hold {self._trials_hold} GPUs of at most {share:.4g} "
+                    "that they may have at others' cost"
+                )
+            elif app.app not in self._assign.values():
+                self._preempt_for(app)
+        return replace(
+            self._allocation,
+            assign=dict(sorted(self._assign.items())),
+            freed=tuple(sorted(self._freed - self._assign.keys())),
+            outcomes=self._outcomes(),
+            preempted=tuple(self._preempted),
+        )
+
+    def _place(self, app: AppView) -> bool:
+        """Give a trial what nobody has."""
+        usable = (gpu for gpu in self._free if app.only is None or gpu.gpu in app.only)
+        bundle = pick(Holes(usable), app, app.gang)
+        return bool(bundle) and self._give(app, bundle, f"it is a trial and gets {len(bundle)} free")
+
+    def _give(self, app: AppView, bundle: Sequence[GpuView], why: str) -> bool:
+        self._assign |= {gpu.gpu: app.app for gpu in bundle}
+        names = {gpu.gpu for gpu in bundle}
+        self._free = [gpu for gpu in self._free if gpu.gpu not in names]
+        self._trials_hold += len(bundle)
+        self._words[app.app].append(why)
+        return True
+
+    def _preempt_for(self, app: AppView) -> None:
+        """Let the victim of least loss make room for a trial."""
+        able = (unit for unit in self._units if unit.app.priority <= app.priority)
+        victims = [unit for unit in able if self._bundle(app, unit)]
+        fresh = [unit for unit in victims if unit.app.preempted < self._settings.fitgpp_p] or victims
+        if not fresh:
+            self._words[app.app].append("it is a trial, and what no other app of class batch holds would make room")
+            return
+        scored = [(self._score(unit), unit) for unit in fresh]
+        score, unit = min(scored, key=lambda each: (each[0], each[1].app.app, each[1].node))
+        bundle = self._bundle(app, unit)
+        taken = {gpu.gpu for gpu in unit.gpus}
+        self._units.remove(unit)
+        self._give(app, bundle, f"it is a trial, for which {unit.app.app} makes room on {unit.node}: score {score:.3g}")
+        self._preempted.append(unit.app.app)
+        self._words[unit.app.app].append(
+            f"leaves {len(taken)} GPUs on {unit.node} for the trial {app.app}: score {score:.3g}, the least"
+        )
+        for gpu in taken:
+            if self._assign.get(gpu) == unit.app.app:
+                del self._assign[gpu]
+        self._freed |= taken - self._assign.keys()
+
+    def _score(self, unit: Victim) -> float:
+        size, grace_s = score_of(unit, self._view.nodes)
+        part = size / self._size_max if self._size_max else 0.0
+        return part + (self._settings.fitgpp_s * grace_s / self._grace_max if self._grace_max else 0.0)
+
+    def _bundle(self, app: AppView, unit: Victim) -> list[GpuView]:
+        """Return a gang for `app` of what one victim and nobody have; free GPUs on its node come first."""
+        nodes = {gpu.node for gpu in unit.gpus}
+        free = [gpu for gpu in self._free if gpu.node in nodes]
+        pool = [gpu for gpu in (*free, *unit.gpus) if app.only is None or gpu.gpu in app.only]
+        return pick(Holes(pool, {gpu.gpu: 1 for gpu in unit.gpus}), app, app.gang)
+
+    def _outcomes(self) -> tuple[Outcome, ...]:
+        """Return the outcomes with what has become of trials and their victims."""
+        own: dict[AppId, list[GpuId]] = defaultdict(list)
+        for gpu, app in self._assign.items():
+            own[app].append(gpu)
+        known = {outcome.app: outcome for outcome in self._allocation.outcomes}
+        missing = {app: Outcome(app, (), "") for app in self._words if app not in known}
+        return tuple(
+            outcome if outcome.app not in self._words else self._outcome(outcome, own[outcome.app])
+            for outcome in (known | missing).values()
+        )
+
+    def _outcome(self, outcome: Outcome, gpus: Sequence[GpuId]) -> Outcome:
+        before = [gpu for gpu in outcome.gpus if gpu not in self._freed and gpu not in self._assign]
+        reason = "; ".join(filter(None, [outcome.reason, *self._words[outcome.app]]))
+        return replace(outcome, gpus=tuple(sorted({*gpus, *before})), reason=reason)
