@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +16,11 @@ from msgspec import Struct
 from launch.buses import open_bus
 from launch.client import open_client
 from launch.faults import Fault
+from node_agent import health_files
+from node_agent.core.events import HealthLedger
+from node_agent.workers import containment
+from node_agent.workers.manager import STANDING
+from node_agent.workers.records import read_json
 from protocol.bus import BusError
 from protocol.messages import Party
 
@@ -38,6 +43,7 @@ def checks(bus: str = "") -> Iterator[Check]:
     yield _torch()
     yield _gpus()
     yield _containment()
+    yield from _nodes_here(_state_folders())
     if bus:
         yield _broker(bus)
     yield from _running()
@@ -83,9 +89,33 @@ def _gpus() -> Check:
 
 
 def _containment() -> Check:
-    if shutil.which("systemd-run") and Path("/run/systemd/system").exists():
-        return Check("containment", "ok", 'systemd runs here: containment = "systemd-scope" can be used')
-    return Check("containment", "note", "no systemd: tasks run in process groups of their own", "")
+    """Say what a node agent of this user would contain its tasks with."""
+    bounds = containment.choose("auto")
+    found = f'containment = "auto" takes {bounds.kind!r} for this user'
+    if not bounds.lacks:
+        return Check("containment", "ok", found)
+    mend = "for more, run the node agent by its systemd unit; see docs/operations.md"
+    return Check("containment", "note", f"{found}; open: {'; '.join(bounds.lacks)}", mend)
+
+
+def _state_folders() -> list[Path]:
+    """Return where node agents of this host keep their state by default, as far as this user may look."""
+    home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
+    folders = [Path("/var/lib/gpu-arbiter-node"), *sorted((home / "gpu-arbiter/up").glob("node-*"))]
+    return [folder for folder in folders if os.access(folder, os.R_OK | os.X_OK)]
+
+
+def _nodes_here(folders: Sequence[Path]) -> Iterator[Check]:
+    """Say of each node agent what it wrote down: the containment in force and the GPUs that it bars."""
+    for folder in folders:
+        standing = read_json(folder / STANDING, containment.Standing)
+        if standing is not None:
+            lacks = f"; open: {'; '.join(standing.lacks)}" if standing.lacks else ""
+            yield Check(f"containment in {folder}", "note" if lacks else "ok", f"{standing.kind}{lacks}")
+        ledger = read_json(folder / health_files.LEDGER, HealthLedger) or HealthLedger()
+        for gpu, why in ledger.quarantined.items():
+            mend = f"to use it again: echo {gpu} > {folder / health_files.LIFT}"
+            yield Check("quarantine", "note", why, mend)
 
 
 def _broker(url: str) -> Check:
@@ -107,18 +137,34 @@ def _running() -> Iterator[Check]:
     try:
         with open_client() as client:
             yield Check("app agent", "ok", f"answers at {client.address}")
-            yield _asked(lambda: client.query("nodes"))
+            yield from _asked(lambda: client.query("nodes"))
     except Fault as fault:
         yield Check("app agent", "fail", fault.sentence, fault.next_step)
 
 
-def _asked(nodes: Callable[[], dict[str, object]]) -> Check:
+def _asked(nodes: Callable[[], dict[str, object]]) -> Iterator[Check]:
     try:
         document = nodes()
     except Fault as fault:
-        return Check("arbiter", "fail", fault.sentence, fault.next_step)
+        yield Check("arbiter", "fail", fault.sentence, fault.next_step)
+        return
     listed = document["nodes"]
     assert isinstance(listed, list)
     if not any(node["state"] == "up" for node in listed):
-        return Check("arbiter", "fail", "answers, but no node is up", "gpu-arbiter node-agent --config node.toml")
-    return Check("arbiter", "ok", f"answers; {len(listed)} nodes, {sum(len(node['gpus']) for node in listed)} GPUs")
+        yield Check("arbiter", "fail", "answers, but no node is up", "gpu-arbiter node-agent --config node.toml")
+        return
+    gpus = [gpu for node in listed for gpu in node["gpus"]]
+    yield Check("arbiter", "ok", f"answers; {len(listed)} nodes, {len(gpus)} GPUs")
+    yield from _sick(gpus)
+
+
+def _sick(gpus: Iterable[dict[str, object]]) -> Iterator[Check]:
+    """Say which GPUs get no work, and why."""
+    for gpu in gpus:
+        if gpu.get("quarantined"):
+            yield Check("quarantine", "note", str(gpu["detail"]), "run gpu-arbiter doctor on its node for the mend")
+        elif not gpu["healthy"]:
+            yield Check("health", "note", f"{gpu['id']}: {gpu['detail']}", "see docs/operations.md, sick GPUs")
+        if gpu.get("strangers"):
+            found = f"{gpu['strangers']} processes under no lease use {gpu['id']}: {gpu['detail']}"
+            yield Check("strangers", "note", found, "end them, or choose what becomes of them: strangers in node.toml")

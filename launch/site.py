@@ -239,18 +239,25 @@ def on_broker(site: Site, url: str, *, user: str, prefix: str) -> Site:
 
 
 def toml(fields: Mapping[str, Any]) -> str:
-    """Return `fields` as TOML: values first, then one table per nested mapping."""
+    """Return `fields` as TOML: values first, then one table per nested mapping, also of those in lists."""
     return "\n".join(_toml_lines(fields, "")) + "\n"
 
 
 def _toml_lines(fields: Mapping[str, Any], path: str) -> Iterator[str]:
     for name, value in fields.items():
-        if not isinstance(value, Mapping) and value is not None:
+        if not isinstance(value, Mapping) and value is not None and not _are_tables(value):
             yield f"{name} = {json.dumps(value)}"  # JSON's strings, numbers and lists are TOML's
     for name, value in fields.items():
         if isinstance(value, Mapping):
             yield f"[{path}{name}]"
             yield from _toml_lines(value, f"{path}{name}.")
+        for each in value if _are_tables(value) else ():
+            yield f"[[{path}{name}]]"
+            yield from _toml_lines(each, f"{path}{name}.")
+
+
+def _are_tables(value: Any) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(each, Mapping) for each in value)
 
 
 # --- waiting --------------------------------------------------------------------------------------------------------

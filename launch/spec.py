@@ -12,13 +12,16 @@ from typing import Any
 import msgspec
 
 from app_agent.core.spec import AppSpec
+from arbiter.core.pricing.utility import FORMS, parse
 from launch.faults import usage
+from protocol.messages import Utility
 
 #: Of the submitter's environment, what a task needs to find the same programs; everything else is asked for by --env.
 INHERITED = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG")
-#: What only the simulator's machines can do as yet.
-SIMULATED_ONLY = ("spans",)
+#: What is for the simulator only.
+SIMULATED_ONLY = ("spans", "gpus_max")
 FIELDS = ", ".join(field.name for field in msgspec.structs.fields(AppSpec) if field.name not in SIMULATED_ONLY)
+_SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -38,6 +41,55 @@ def seconds(text: str, flag: str) -> float:
     if not 0 <= value <= 1e9:
         raise usage(f"{flag} is {text!r}, which is no length of time", "write 120, 120s, 2m, 1h or 1d")
     return value
+
+
+def gpu_sizes(text: str, flag: str) -> tuple[int, ...]:
+    """Return the numbers of GPUs given as ``2``, or as ``1,2,4``.
+
+    Raises
+    ------
+    Fault
+        Naming `flag`, for anything else.
+    """
+    words = text.split(",")
+    if not all(word.strip().isascii() and word.strip().isdigit() and 1 <= int(word) <= 2**16 for word in words):
+        raise usage(
+            f"{flag} is {text!r}, which is no number of GPUs",
+            "write 2, or 1,2,4 for a job that can go on with each of these",
+        )
+    return tuple(map(int, words))
+
+
+def size(text: str, flag: str) -> int:
+    """Return a number of bytes given as ``8G``, ``512M`` or in bytes.
+
+    Raises
+    ------
+    Fault
+        Naming `flag`, for anything else.
+    """
+    number, unit = (text[:-1], _SIZES[text[-1].upper()]) if text[-1:].upper() in _SIZES else (text, 1)
+    try:
+        value = float(number) * unit
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 2**53:
+        raise usage(f"{flag} is {text!r}, which is no amount of memory", "write 8G, 512M or a number of bytes")
+    return int(value)
+
+
+def utility(text: str, flag: str) -> Utility:
+    """Return what an app is worth by when it ends, given as ``deadline:6h`` or ``sigmoid:50,2/h,6h``.
+
+    Raises
+    ------
+    Fault
+        Naming `flag`, for anything else.
+    """
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise usage(f"{flag} cannot be used: {error}", FORMS) from None
 
 
 def environment(wanted: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -105,13 +157,22 @@ def load(path: Path) -> dict[str, Any]:
 def build(fields: Mapping[str, Any]) -> AppSpec:
     """Return the spec made of these fields.
 
+    An elastic job needs at least the first of its sizes, so its gang need not be given.
+
     Raises
     ------
     Fault
         Naming the field that is wrong.
     """
+    fields = dict(fields)
+    if "class" in fields:  # as the flag is called
+        fields["kind"] = fields.pop("class")
+    if isinstance(fields.get("utility"), str):
+        fields["utility"] = utility(fields["utility"], "utility")
+    sizes = fields.get("sizes")
+    smallest = {"gang": sizes[0]} if isinstance(sizes, list | tuple) and sizes else {}
     try:
-        app_spec = msgspec.convert(dict(fields), AppSpec)
+        app_spec = msgspec.convert(smallest | dict(fields), AppSpec)
     except msgspec.ValidationError as error:
         raise usage(f"the spec cannot be used: {error}", f"its fields are: {FIELDS}") from None
     if app_spec.spans:
@@ -119,6 +180,11 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
             "spans is true, but on a real site all GPUs of one job lie on one node, as nothing stops its parts at the "
             "same mini-batch yet",
             "leave spans out, and ask for a gang that fits one node",
+        )
+    if app_spec.gpus_max:
+        raise usage(
+            f"gpus_max is {app_spec.gpus_max}, but a job says which numbers of GPUs it accepts",
+            "list them instead, such as sizes = [1, 2, 4]",
         )
     return app_spec
 

@@ -13,11 +13,13 @@ from typing import Any
 from msgspec import Struct
 
 from app_agent.config import default_socket
+from arbiter.core.model import ArbiterSettings
 from launch.client import open_client
 from launch.faults import Fault
 from launch.service import private_folder, serve
 from launch.site import Site, Watch, daemons, local_site, memory_bus, user_folder, wait_ready
 from launch.surface import note, plural
+from protocol.messages import Sharing
 
 
 class Options(Struct, frozen=True):
@@ -28,6 +30,8 @@ class Options(Struct, frozen=True):
     state_dir: Path | None = None
     fresh: bool = False
     socket: Path | None = None
+    policy: str = "themis"
+    sharing: Sharing = "exclusive"
 
 
 def run(options: Options) -> None:
@@ -41,7 +45,8 @@ def run(options: Options) -> None:
     with ExitStack() as stack:
         folder = _folder(options, stack)
         socket = options.socket or default_socket()
-        site = local_site(folder, nodes=options.nodes, gpus=options.gpus, socket=socket)
+        settings = ArbiterSettings(policy=options.policy, sharing=options.sharing)
+        site = local_site(folder, nodes=options.nodes, gpus=options.gpus, socket=socket, settings=settings)
         private_folder(socket.parent)
         bus = memory_bus()
         serve(

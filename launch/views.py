@@ -17,7 +17,7 @@ def apps_table(document: Document, *, everything: bool = False) -> str:
     apps = [app for app in document["apps"] if everything or app["state"] not in OVER]
     if not apps:
         return "no apps; start one with: gpu-arbiter submit -- python train.py"
-    headers = ("ID", "TENANT", "NAME", "STATE", "GPUS", "WANT", "RHO", "STEP", "AGE", "WHERE")
+    headers = ("ID", "TENANT", "NAME", "STATE", "GPUS", "WANT", "RHO", "LTGF", "STEP", "AGE", "WHERE")
     return table(headers, [_app_row(app) for app in apps])
 
 
@@ -26,10 +26,11 @@ def _app_row(app: Document) -> tuple[str, ...]:
         str(app["id"]),
         str(app["tenant"]),
         str(app["name"]),
-        str(app["state"]),
+        str(app["state"]) + (", trial" if app.get("class") == "trial" else ""),
         str(len(app["gpus"])),
         str(app["want"]),
         number(app["rho"] or None),
+        number(app.get("ltgf")),
         steps(app["tasks"]),
         duration(app["elapsed_s"] if app["jct_s"] is None else app["jct_s"]),
         ",".join(sorted({str(task["node"]) for task in app["tasks"] if task["phase"] != "exited"})) or "-",
@@ -45,6 +46,30 @@ def steps(tasks: Sequence[Document]) -> str:
     return f"{done}/{total}" if total else str(done)
 
 
+def shares_table(document: Document) -> str:
+    """Return `shares`: one line per tenant, GPU time in GPU-hours."""
+    tenants = document["tenants"]
+    if not tenants:
+        return "no tenants yet; a tenant appears with its first app, or with [[arbiter.tenants]]"
+    headers = ("TENANT", "WEIGHT", "QUOTA", "WANT", "HELD", "APPS", "GPU-H", "FAIR-GPU-H", "LTGF", "LTGF-QUOTA")
+    return table(headers, [_tenant_row(tenant) for tenant in tenants])
+
+
+def _tenant_row(tenant: Document) -> tuple[str, ...]:
+    return (
+        str(tenant["tenant"]),
+        f"{tenant['weight']:g}",
+        f"{tenant['quota_gpus']:.1f}",
+        str(tenant["wanted_gpus"]),
+        f"{tenant['held_gpus']:g}",
+        str(tenant["apps"]),
+        f"{tenant['gpu_seconds'] / 3600:.2f}",
+        f"{tenant['fair_gpu_seconds'] / 3600:.2f}",
+        number(tenant["ltgf"]),
+        number(tenant["ltgf_quota"]),
+    )
+
+
 def nodes_table(document: Document) -> str:
     """Return `nodes`: one line per GPU."""
     rows = [_gpu_row(node, gpu) for node in document["nodes"] for gpu in node["gpus"]]
@@ -54,7 +79,9 @@ def nodes_table(document: Document) -> str:
 
 
 def _gpu_row(node: Document, gpu: Document) -> tuple[str, ...]:
-    health = str(gpu["state"]) if gpu["healthy"] else f"{gpu['state']}, unhealthy"
+    ailment = "quarantined" if gpu.get("quarantined") else "unhealthy"
+    health = str(gpu["state"]) if gpu["healthy"] else f"{gpu['state']}, {ailment}"
+    apps = [str(seat["app"]) for seat in (gpu, *(gpu.get("seats") or ())) if seat["app"]]
     return (
         str(node["id"]),
         str(node["rack"]),
@@ -64,7 +91,7 @@ def _gpu_row(node: Document, gpu: Document) -> tuple[str, ...]:
         str(gpu["slot"]),
         str(gpu["model"]),
         health,
-        str(gpu["app"] or "-"),
+        ",".join(apps) or "-",
         str(gpu["detail"] or ""),
     )
 
@@ -73,7 +100,8 @@ def explanation(document: Document, now: float) -> str:
     """Return `explain`: state, what it holds, the rounds that decided it, its story, and one next step."""
     if "app" not in document:  # a task, node, GPU or lease: only its story
         return _story(document, now)
-    parts = [_headline(document), _fairness(document), _rounds(document, now), _story(document, now), _tasks(document)]
+    parts = [_headline(document), _fairness(document), _claims(document), _rounds(document, now)]
+    parts += [_story(document, now), _tasks(document)]
     parts.append("next: " + next_step(document))
     return "\n\n".join(part for part in parts if part)
 
@@ -81,12 +109,15 @@ def explanation(document: Document, now: float) -> str:
 def _headline(document: Document) -> str:
     held = document.get("held") or []
     holding = f"holds {len(held)} of the {document['want']} GPUs it can use"
+    what = ", a trial" if document.get("class") == "trial" else ""
     if document["state"] in OVER:
-        line = f"{document['app']} of tenant {document['tenant']} is {document['state']}"
+        line = f"{document['app']}{what} of tenant {document['tenant']} is {document['state']}"
     else:
-        line = f"{document['app']} of tenant {document['tenant']} is {document['state']} and {holding}"
+        line = f"{document['app']}{what} of tenant {document['tenant']} is {document['state']} and {holding}"
     if held:
         line += ": " + ", ".join(map(str, held))
+    for share in document.get("shares") or ():
+        line += f"; it shares {share['gpu']} with {', '.join(share['with'])}"
     why = document.get("refusal") or document.get("waiting_for") or document.get("reason")
     return line + "." + (f"\nReason: {why}" if why else "")
 
@@ -98,6 +129,10 @@ def _fairness(document: Document) -> str:
     verdict = "no later than alone on its share" if rho <= 1 else f"{rho:.2f} times as late as alone on its share"
     rule = "" if document["state"] in OVER else "; the worst-off apps bid in each round"
     return f"Its finish-time fairness rho is {rho:.2f}, {verdict}{rule}.{_next_round(document)}"
+
+
+def _claims(document: Document) -> str:
+    return "\n".join(f"It {claim['text']}." for claim in document.get("claims") or ())
 
 
 def _next_round(document: Document) -> str:
@@ -139,11 +174,23 @@ def _tasks(document: Document) -> str:
     tasks = document.get("tasks") or []
     if not tasks:
         return ""
-    rows = [
-        (str(task["task"]), str(task["node"]), str(task["phase"]), steps([task]), str(task.get("reason") or ""))
-        for task in tasks
-    ]
-    return table(("TASK", "NODE", "PHASE", "STEP", "REASON"), rows)
+    return table(("TASK", "NODE", "PHASE", "STEP", "TIMED-BY", "SHARE", "REASON"), [_task_row(task) for task in tasks])
+
+
+def _task_row(task: Document) -> tuple[str, ...]:
+    """Return a task's line: where its mini-batch time comes from, and the part of the time in which it has its GPUs."""
+    measured = task.get("measured") or {}
+    source = str(measured.get("source") or "unknown")
+    share = float(measured.get("share", 1.0))
+    return (
+        str(task["task"]),
+        str(task["node"]),
+        str(task["phase"]),
+        steps([task]),
+        "-" if source == "unknown" else source,
+        "all" if share >= 1.0 else f"{share:.0%}",
+        str(task.get("reason") or measured.get("remark") or ""),
+    )
 
 
 def next_step(document: Document) -> str:

@@ -2,7 +2,13 @@
 
 Safety is judged by the truth, not by what anybody believes: by the processes that there are on the imaginary machines.
 
-*One user.* No GPU has two unparked processes of different tasks.
+*One user.* No GPU has two unparked processes of different tasks, but for two that its node agent lets run together, and
+no GPU's memory is exceeded, contexts of parked processes included; neither is the host memory for parked ones.
+
+*One seat.* No app has two seats of one GPU, or one and the promise of another; one that it is leaving is none.
+
+*Everybody's turn.* A task that shares its GPUs with others, all of whom can be suspended and none of whom has a higher
+priority, trains again within so many turns as there are others, twice that to be generous.
 
 *No process without a lease.* An unparked process of app a on GPU g means that the arbiter has g leased to a, or
 draining from a. That is stricter than "no work under an expired lease" and all the protocol promises: a GPU leaves an
@@ -28,15 +34,21 @@ from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
 
 from app_agent.core.model import Done
-from arbiter.core.model import Free, Lost
+from arbiter.core.model import Draining, Free, Leased, Lost
 from arbiter.core.turn import Decide
+from node_agent.core.model import Suspended, Task, Waiting
+from node_agent.core.slicing import QUANTUM_S_MAX
 from protocol.core import Send
-from protocol.messages import GpuId, JobId, NodePlan, Party, TaskId, TaskOrder
-from simulator.machines import Worker
-from simulator.world import World
+from protocol.messages import AppId, GpuId, JobId, NodePlan, Party, TaskId, TaskOrder, device_of
+from simulator.machines import DRIVER_TIMES, Machine, Worker
+from simulator.world import Actor, World
 
 #: Each core's own `validate` costs more than an event; so one of them, in turn, every so many instants.
 VALIDATE_EVERY = 4
+#: Turns that a task waits for at most, for each of those who share its GPUs; and what is not counted in turns.
+TURNS_MAX, MOMENTS_S = 2.0, 20.0
+#: The part of a turn that suspending and resuming may take at most; turns are the longer for that.
+OVERHEAD = 0.02
 #: Serial seconds of work are sums of floats.
 WORK_SLACK_S = 1e-3
 
@@ -50,20 +62,30 @@ class Violation(AssertionError):  # noqa: N818 - what it says of the world
 
 
 class Checks:
-    """Judges one world; `check` of it. `orphaned` are tasks whose node had been given up for lost while they lived."""
+    """Judges one world; `check` of it.
+
+    `orphaned` are tasks whose node had been given up for lost while they lived, or were to live.
+    """
 
     def __init__(self) -> None:
         self.instants = 0
         self.orphaned: set[TaskId] = set()
         self._named: set[TaskId] = set()
+        self._ordered: dict[str, set[TaskId]] = defaultdict(set)  #: by node, what was ever to run there
         self._fences: dict[str, tuple[int, int]] = {}
         self._saved_s: dict[JobId, float] = {}
+        self._together: set[frozenset[TaskId]] = set()  #: pairs that ran on one GPU at the last instant
+        self._hungry: dict[TaskId, tuple[float, int]] = {}  #: since when a task waits for its turn, behind how many
 
     def __call__(self, world: World) -> None:
         """Judge the present instant."""
         self.instants += 1
         self._judge_nodes(world)
         self._judge_processes(world)
+        self._judge_devices(world)
+        if world.talks:
+            self._judge_seats(world)
+            self._judge_turns(world)
         if self.instants % VALIDATE_EVERY == 0:
             self._validate_one(world, self.instants // VALIDATE_EVERY)
 
@@ -71,7 +93,6 @@ class Checks:
 
     def _judge_processes(self, world: World) -> None:
         states = world.arbiter.core.state.gpus
-        users: dict[GpuId, Worker] = {}
         attempts: dict[JobId, int] = {}
         for worker in _living(world):
             job, attempt = worker.spec.job, worker.spec.attempt
@@ -80,15 +101,88 @@ class Checks:
             if worker.phase == "parked":
                 continue
             for gpu in worker.gpus:
-                other = users.setdefault(gpu, worker)
-                if other is not worker:
-                    raise Violation(f"{gpu} is used by {other.task} and by {worker.task}", gpu, worker.task, other.task)
                 known = states.get(gpu)
                 if known is None or isinstance(known.state, Free) or known.state.lease.app != worker.spec.app:
                     whose = "nobody's" if known is None or isinstance(known.state, Free) else known.state.lease.app
                     raise Violation(
                         f"{worker.task} is {worker.phase} on {gpu}, which to the arbiter is {whose}", gpu, worker.task
                     )
+
+    # --- devices ----------------------------------------------------------------------------------------------------
+
+    def _judge_devices(self, world: World) -> None:
+        together: set[frozenset[TaskId]] = set()
+        for machine in world.machines.values():
+            host_bytes = sum(_parked_bytes(each, world.now) for each in machine.workers.values())
+            if 0 < machine.host.host_bytes < host_bytes:
+                allowed = machine.host.host_bytes
+                raise Violation(f"{machine.node} has {allowed} bytes for parked workers, and {host_bytes} are used")
+            for gpu, here in machine.on.items():
+                if not here:
+                    continue
+                taken = sum(worker.memory_bytes for worker in here)
+                if taken > machine.memory_bytes and gpu not in machine.sick:
+                    raise Violation(f"{gpu} has {machine.memory_bytes} bytes, and {taken} are used", gpu, *_tasks(here))
+                using = [worker for worker in here if worker.phase != "parked"]
+                if len(using) > 1:
+                    together.add(self._judge_together(world, gpu, using))
+        self._together = together
+
+    def _judge_together(self, world: World, gpu: GpuId, using: Sequence[Worker]) -> frozenset[TaskId]:
+        """Two may be on one GPU if the node agent lets them run together; or did, and now tells them apart."""
+        names = frozenset(worker.task for worker in using)
+        if len(using) == 2 and (names in self._together or self._are_packed(world, using)):
+            return names
+        raise Violation(f"{gpu} is used by {' and by '.join(sorted(names))}", gpu, *sorted(names))
+
+    def _are_packed(self, world: World, using: Sequence[Worker]) -> bool:
+        core = world.actor(Party("node", using[0].machine.node)).core
+        return bool(core._are_packed([worker.task for worker in using]))
+
+    def _judge_seats(self, world: World) -> None:
+        seats: dict[tuple[GpuId, AppId], GpuId] = {}
+        for gpu in world.arbiter.core.state.gpus.values():
+            app = gpu.state.lease.app if isinstance(gpu.state, Leased) else None
+            if isinstance(gpu.state, Draining):
+                app = gpu.state.promised_to
+            if app is not None:
+                other = seats.setdefault((device_of(gpu.id), app), gpu.id)
+                if other != gpu.id:
+                    raise Violation(f"{app} has two seats of one GPU: {other} and {gpu.id}", app, gpu.id, other)
+
+    def _judge_turns(self, world: World) -> None:
+        hungry: dict[TaskId, tuple[float, int]] = {}
+        for node, machine in world.machines.items():
+            actor = world.actor(Party("node", node))
+            if not actor.up or actor.held is not None:
+                continue
+            waiting = [task for task in actor.core.tasks() if _waits(task)]
+            for task in waiting:
+                since, others = self._hungry.get(task.id, (world.now, 0))
+                others = max(others, len(_group(task, actor.core.tasks())))
+                if world.now - since > MOMENTS_S and self._has_to_wait(world, actor, machine, task):
+                    since, others = world.now, 0
+                elif world.now - since > MOMENTS_S:
+                    self._judge_wait(world, task, world.now - since, others)
+                hungry[task.id] = since, others
+        self._hungry = hungry
+
+    def _has_to_wait(self, world: World, actor: Actor, machine: Machine, task: Task) -> bool:
+        """Whether somebody may be in the way of a task for as long as he wants."""
+        leased = {gpu for gpu, known in world.arbiter.core.state.gpus.items() if not isinstance(known.state, Free)}
+        broken = any(device in machine.sick for device in task.devices) or not set(task.gpus) <= leased
+        return broken or any(
+            other.priority > task.priority or other.want != "run" or _stays(machine, other)
+            for other in _group(task, actor.core.tasks())
+        )
+
+    def _judge_wait(self, world: World, task: Task, waited_s: float, others: int) -> None:
+        cost_s = world.costs.suspend_s + world.costs.resume_s
+        turn_s = max(world.quantum_s, min(QUANTUM_S_MAX, DRIVER_TIMES * cost_s / OVERHEAD))
+        if others and waited_s > TURNS_MAX * turn_s * others + MOMENTS_S:
+            raise Violation(f"{task.id} has waited {waited_s:.0f} s for its turn among {others} others", task.id)
+
+    # --- attempts ---------------------------------------------------------------------------------------------------
 
     def _judge_attempts(self, world: World, job: JobId) -> None:
         workers = [worker for worker in _living(world) if worker.spec.job == job]
@@ -102,6 +196,7 @@ class Checks:
             if isinstance(node.state, Lost):
                 machine = world.machines[name]
                 self.orphaned.update(worker.task for worker in machine.workers.values() if worker.phase != "gone")
+                self.orphaned |= self._ordered[name]  # it may still obey a plan that is on its way
         for name, machine in world.machines.items():
             before = self._fences.get(name)
             if before is not machine.fence:
@@ -118,6 +213,7 @@ class Checks:
                         raise Violation(f"round {effect.round} uses a bid of {bid.app} for round {bid.round}", bid.app)
             elif type(effect) is Send and type(effect.message) is NodePlan:
                 for order in effect.message.tasks:
+                    self._ordered[effect.to.id].add(order.task)
                     if order.want == "run" and order.task not in self._named:
                         self._named.add(order.task)
                         self._judge_naming(world, order)
@@ -184,6 +280,40 @@ class Checks:
                     raise Violation(what, job.id)
 
 
+def _waits(task: Task) -> bool:
+    return task.want == "run" and isinstance(task.state, Suspended | Waiting)
+
+
+def _stays(machine: Machine, task: Task) -> bool:
+    """Whether a task will not or cannot give its GPUs up."""
+    worker = machine.workers.get(task.id)
+    facts = worker.training.facts if worker is not None else None
+    fixed = facts is not None and (facts.balks or not facts.can_park or bool(machine.host.host_bytes))
+    hung = worker is not None and worker.hangs
+    return hung or fixed or bool(task.facts.refused)
+
+
+def _group(task: Task, tasks: Sequence[Task]) -> list[Task]:
+    """Return the other tasks that take turns with `task`, directly or through others."""
+    devices, found = set(task.devices), [task]
+    for _ in tasks:
+        more = [each for each in tasks if each not in found and each.devices & devices and each.phase != "exited"]
+        found += more
+        devices |= {device for each in more for device in each.devices}
+    return found[1:]
+
+
+def _parked_bytes(worker: Worker, now: float) -> int:
+    """Return what a parked worker has in host memory; one that has made no mini-batch had nothing to put there."""
+    training = worker.training
+    fresh = training.steps(now) <= training.start_step + 1
+    return 0 if worker.phase != "parked" or worker.by_driver or fresh else training.facts.state_bytes
+
+
+def _tasks(workers: Sequence[Worker]) -> list[TaskId]:
+    return sorted(worker.task for worker in workers)
+
+
 def _living(world: World) -> Iterator[Worker]:
     for machine in world.machines.values():
         for worker in machine.workers.values():
@@ -202,7 +332,7 @@ def unsettled(world: World, vanished: Container[Party]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     over = {living.app: living for living in world.apps.values() if living.app and living.over_at is not None}
     gpus = world.arbiter.core.state.gpus
-    broken = [gpu for machine in world.machines.values() for gpu in machine.sick if gpu in gpus]
+    broken = [gpu.id for gpu in gpus.values() if device_of(gpu.id) in world.machines[gpu.node].sick]
     for app, living in over.items():
         state = living.actor.core.state.apps.get(app)
         deaf = living.actor.party in vanished
@@ -211,7 +341,7 @@ def unsettled(world: World, vanished: Container[Party]) -> dict[str, list[str]]:
         if state is not None and state.over is not None and not state.over.settled and not deaf and not sick:
             found[app].append("its agent has not heard that the arbiter knows its end")
     for gpu in gpus.values():
-        if isinstance(gpu.state, Free) or gpu.state.lease.app not in over or gpu.id in world.machines[gpu.node].sick:
+        if isinstance(gpu.state, Free) or gpu.state.lease.app not in over or gpu.id in broken:
             continue
         found[gpu.state.lease.app].append(f"{gpu.id} is {type(gpu.state).__name__} for it")
     for worker in _living(world):

@@ -12,6 +12,8 @@ A cluster file holds a few settings and one table per kind of machine, most ofte
     slots = [4, 4]         # GPUs of each NVLink or PCIe island; islands of two if left out
     gpu_type = "v100"
     memory_gib = 16        # of one GPU
+    cpus = 32              # of each node, where jobs ask for them; not bounded if left out
+    host_memory_gib = 256  # likewise
 """
 
 from __future__ import annotations
@@ -53,6 +55,8 @@ class NodePlan(Struct, frozen=True):
     slots: tuple[int, ...]
     gpu_type: str
     memory_bytes: int
+    cpus: float = 0.0  #: CPU cores; 0: not said, so no bound
+    host_bytes: int = 0  #: host memory, likewise
 
     @property
     def gpus(self) -> int:
@@ -88,6 +92,8 @@ class _Machines(Struct, frozen=True, forbid_unknown_fields=True):
     slots: Annotated[tuple[_Positive, ...], Meta(min_length=1)] | None = None
     gpu_type: Annotated[str, Meta(min_length=1)] = "generic"
     memory_gib: Annotated[float, Meta(gt=0, le=4096)] = 16
+    cpus: Annotated[float, Meta(ge=0, le=1e6)] = 0
+    host_memory_gib: Annotated[float, Meta(ge=0, le=1e6)] = 0
 
 
 class _File(Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,6 +195,8 @@ def _nodes(file: _File) -> Iterator[NodePlan]:
             slots=kind.slots or _pairs(kind.gpus),
             gpu_type=kind.gpu_type,
             memory_bytes=round(kind.memory_gib * GIB),
+            cpus=kind.cpus,
+            host_bytes=round(kind.host_memory_gib * GIB),
         )
 
 

@@ -5,8 +5,10 @@ Text in, a `Run` out; everything that can be wrong with the text is one sentence
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -14,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from arbiter.config import ArbiterConfig, check
+from arbiter.core.history import TenantTerms
 from arbiter.core.model import ArbiterSettings
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Settings
@@ -23,7 +26,7 @@ from simulator.cluster import Cluster, ClusterError, parse_cluster
 from simulator.costs import Costs, CostsError, parse_costs
 from simulator.profiles import ProfileError, Profiles, built_in, crude, measured
 from simulator.results import Run
-from simulator.workload import Workload, WorkloadError, load, themis_workload
+from simulator.workload import Workload, WorkloadError, fitgpp_workload, load, themis_workload
 
 Progress = Callable[[int, int], None]  #: told (jobs that are over, all jobs)
 
@@ -43,10 +46,13 @@ GENERATOR_KEYS: Mapping[str, type] = {
     "tenants": int,
     "curve_points": int,
 }
+#: A workload drawn after FitGpp's: ``fitgpp?jobs=1024&trials=0.3``.
+FITGPP = "fitgpp"
+FITGPP_KEYS: Mapping[str, type] = {"jobs": int, "trials": float, "load": float, "grace": float}
 #: Apps of a drawn workload, unless it says.
 APPS = 40
 #: Fields that have a flag of their own.
-_APART = {"policy", "policy_settings", "seed"}
+_APART = {"policy", "policy_settings", "seed", "tenants"}
 #: Those that a world in which nothing is lost does not use (`simulator.world.quiet`).
 UNUSED = ("beat_s", "node_timeout_s", "app_timeout_s")
 #: Fields of the arbiter's settings and of its policies', which `knobs` may set.
@@ -64,6 +70,7 @@ class Experiment(Struct, frozen=True):
     """One run. `first` takes only so many jobs of the trace (0: all), `knobs` are settings by name, as text.
 
     `profiles` say how much slower jobs are when their GPUs lie apart: ``built-in``, ``crude``, or a folder of tables.
+    `tenants` is a file of what tenants are due; without one all are equal.
     """
 
     trace: str
@@ -74,6 +81,7 @@ class Experiment(Struct, frozen=True):
     seed: int = 0
     first: int = 0
     knobs: tuple[tuple[str, str], ...] = ()
+    tenants: str = ""
 
 
 def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
@@ -113,6 +121,7 @@ def given_of(experiment: Experiment) -> dict[str, Any]:
         "overheads": experiment.overheads,
         "profiles": experiment.profiles,
         "first": experiment.first,
+        "tenants": experiment.tenants,
     }
 
 
@@ -166,6 +175,8 @@ def workload_of(trace: str, cluster: Cluster, *, seed: int = 0, first: int = 0) 
     ExperimentError, WorkloadError
         Naming what is wrong with it.
     """
+    if trace.startswith(FITGPP):
+        return beginning(_fitgpp(trace, cluster, seed), first)
     if not trace.startswith(THEMIS):
         return load(trace, first=first or None)
     kind, _, query = trace.removeprefix(THEMIS).partition("?")
@@ -177,27 +188,37 @@ def workload_of(trace: str, cluster: Cluster, *, seed: int = 0, first: int = 0) 
     return beginning(replace(whole, name=trace), first)
 
 
-def generator_arguments(trace: str, query: str) -> dict[str, Any]:
+def _fitgpp(trace: str, cluster: Cluster, seed: int) -> Workload:
+    """Return the workload drawn as ``fitgpp?key=value&...`` says."""
+    name, _, query = trace.partition("?")
+    if name != FITGPP:
+        raise ExperimentError(f"the trace {trace!r} is not known; write {FITGPP} or {FITGPP}?jobs=1024")
+    given = generator_arguments(trace, query, FITGPP_KEYS)
+    return replace(fitgpp_workload(cluster, seed=seed, **given), name=trace)
+
+
+def generator_arguments(trace: str, query: str, keys: Mapping[str, type] = GENERATOR_KEYS) -> dict[str, Any]:
     """Return the arguments that follow the question mark of `trace`."""
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError:
-        raise ExperimentError(f"the trace {trace!r} has no key=value after its question mark; {_how()}") from None
+        raise ExperimentError(f"the trace {trace!r} has no key=value after its question mark; {_how(keys)}") from None
     given: dict[str, Any] = {}
     for key, text in pairs:
-        if key not in GENERATOR_KEYS:
-            raise ExperimentError(f"the trace {trace!r} has {key!r}, which no generator knows; {_how()}")
+        if key not in keys:
+            raise ExperimentError(f"the trace {trace!r} has {key!r}, which no generator knows; {_how(keys)}")
         if key in given:
             raise ExperimentError(f"the trace {trace!r} has {key} twice; give it once")
         try:
-            given[key] = GENERATOR_KEYS[key](text)
+            given[key] = keys[key](text)
         except ValueError:
-            raise ExperimentError(f"the trace {trace!r} has {key}={text}, which is no number; {_how()}") from None
+            raise ExperimentError(f"the trace {trace!r} has {key}={text}, which is no number; {_how(keys)}") from None
     return given
 
 
-def _how() -> str:
-    return f"write {THEMIS}1?apps=20&contention=2, with any of {', '.join(GENERATOR_KEYS)}"
+def _how(keys: Mapping[str, type]) -> str:
+    example = f"{THEMIS}1?apps=20&contention=2" if keys is GENERATOR_KEYS else f"{FITGPP}?jobs=1024&trials=0.3"
+    return f"write {example}, with any of {', '.join(keys)}"
 
 
 def beginning(workload: Workload, first: int) -> Workload:
@@ -225,7 +246,7 @@ def settings_of(experiment: Experiment) -> ArbiterSettings:
         raise ExperimentError(
             f"the policy {experiment.policy!r} is not known; choose one of {', '.join(sorted(POLICY_NAMES))}"
         )
-    settings = ArbiterSettings(seed=experiment.seed)
+    settings = ArbiterSettings(seed=experiment.seed, tenants=tenants_of(experiment.tenants))
     if experiment.policy in POLICIES:
         settings = replace(settings, policy=experiment.policy)
     if experiment.overheads == "none":
@@ -237,6 +258,30 @@ def settings_of(experiment: Experiment) -> ArbiterSettings:
     except ConfigError as error:
         raise ExperimentError(str(error)) from None
     return settings
+
+
+def tenants_of(file: str) -> tuple[TenantTerms, ...]:
+    """Return what tenants are due, from a CSV with the columns ``tenant`` and ``share``; of no file nothing.
+
+    Raises
+    ------
+    ExperimentError
+        Naming the file, the line and the mend.
+    """
+    if not file:
+        return ()
+    try:
+        rows = list(csv.DictReader(Path(file).read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError):
+        raise ExperimentError(f"the tenants {file!r} cannot be read; give a CSV with tenant and share") from None
+    terms = []
+    for number, row in enumerate(rows, start=2):
+        fields = {"name": row.get("tenant"), "weight": row.get("share")}
+        try:
+            terms.append(msgspec.convert(fields, TenantTerms, strict=False))
+        except msgspec.ValidationError as error:
+            raise ExperimentError(f"{file} line {number}: {in_words(error)}; give tenant and share") from None
+    return tuple(terms)
 
 
 def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSettings:
@@ -256,6 +301,9 @@ def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSetting
         raise ExperimentError(f"there is no setting {name!r}; choose one of {', '.join(KNOBS)}")
     inner = name in Settings.__struct_fields__
     target: ArbiterSettings | Settings = settings.policy_settings if inner else settings
+    choices = get_args(get_type_hints(type(target))[name])
+    if all(isinstance(choice, str) for choice in choices) and choices and text not in choices:
+        raise ExperimentError(f"{name} is {text!r}; choose one of {', '.join(choices)}")
     fields = {**msgspec.structs.asdict(target), name: text}
     try:
         changed: Any = msgspec.convert(fields, type(target), strict=False)

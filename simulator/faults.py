@@ -9,6 +9,7 @@ nothing goes wrong any more; what is broken for good by then stays so.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Literal
 
@@ -21,10 +22,10 @@ from app_agent.core.tuning.shape import Trial
 from arbiter.core.model import ArbiterSettings
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Settings
-from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party
+from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party, Sharing, Utility
 from simulator.cluster import Cluster, NodePlan
 from simulator.costs import Costs
-from simulator.machines import JobFacts
+from simulator.machines import WORKER_BYTES, Host, JobFacts
 
 Kind = Literal[
     "crash",  # a daemon's process ends and is started again; machines and workers go on
@@ -39,8 +40,11 @@ Kind = Literal[
     "worker-stall",  # it stands still, says and hears nothing
     "cancel",  # its user ends an app
     "policy",  # the operator changes policy
+    "sharing",  # the operator changes how GPUs are shared
 ]
 
+#: Mini-batches per second where they matter to packing; elsewhere one, which is rougher on everything else.
+FINE = 20.0
 #: Faults of a world, at most: all of them within `calm_at` seconds.
 FAULTS_MAX = 24
 APPS_MAX = 8
@@ -64,6 +68,7 @@ class Fault(Struct, frozen=True):
     number: int = 0
     midway: bool = False
     policy: str = ""
+    sharing: Sharing = "exclusive"
 
 
 class NetworkOptions(Struct, frozen=True):
@@ -83,7 +88,8 @@ class NetworkOptions(Struct, frozen=True):
 class AppOptions(Struct, frozen=True):
     """One app: what its owner submits and when, the work in truth, and how honest its agent is.
 
-    `work_s` are serial seconds of each job, `lie` multiplies every rho it states.
+    `work_s` are serial seconds of each job, `lie` multiplies every rho it states. Its `kind` decides how fast it is
+    beside others on a GPU; one that `balks` says that its jobs can be parked, and they refuse.
     """
 
     submit_s: float
@@ -91,6 +97,10 @@ class AppOptions(Struct, frozen=True):
     work_s: float
     apart: bool  #: whether it is slower when its GPUs lie apart
     lie: float = 1.0
+    kind: str = ""
+    peak_bytes: int = WORKER_BYTES
+    can_park: bool = True
+    balks: bool = False
 
     @property
     def steps(self) -> int:
@@ -119,7 +129,7 @@ class Options(Struct, frozen=True):
     network: NetworkOptions
     faults: tuple[Fault, ...]
     clocks: tuple[tuple[Party, Clock], ...]
-    slow: tuple[tuple[NodeId, float], ...]  #: nodes on which everything takes so many times as long
+    hosts: tuple[tuple[NodeId, Host], ...]
     snapshot_every: int  #: events between two snapshots of a journal
 
     def owner(self, number: int) -> Party:
@@ -127,8 +137,8 @@ class Options(Struct, frozen=True):
         return Party("app", OwnerId(f"app{number + 1}"))
 
 
-def draw(seed: int) -> Options:
-    """Return the world of `seed`."""
+def draw(seed: int, *, policy: str = "") -> Options:
+    """Return the world of `seed`; under this `policy` from its beginning to its end, if one is named."""
     dice = Random(seed)  # noqa: S311 - a world is to be repeatable, not secret
     cluster = _cluster(dice)
     settings = _settings(dice, seed)
@@ -146,10 +156,14 @@ def draw(seed: int) -> Options:
         network=_network(dice),
         faults=(),
         clocks=(),
-        slow=tuple((node.id, dice.choice((2.0, 5.0))) for node in cluster.nodes if dice.random() < 0.15),
+        hosts=tuple((node.id, _host(dice)) for node in cluster.nodes),
         snapshot_every=dice.choice((10, 100, 1000)),
     )
+    options = _shared(Random(f"sharing {seed}"), options)  # noqa: S311 - repeatable, not secret
     faults = sorted(_faults(dice, options), key=lambda fault: fault.at)
+    if policy:
+        options = replace(options, settings=replace(options.settings, policy=policy))
+        faults = [replace(fault, policy=policy) if fault.policy else fault for fault in faults]
     return replace(options, faults=tuple(faults), clocks=tuple(_clocks(dice, options)))
 
 
@@ -167,16 +181,22 @@ def _cluster(dice: Random) -> Cluster:
     return Cluster(f"{count} nodes", nodes)
 
 
+def _host(dice: Random) -> Host:
+    return Host(slow=dice.choice((2.0, 5.0)) if dice.random() < 0.15 else 1.0)
+
+
 def _settings(dice: Random, seed: int) -> ArbiterSettings:
-    policies = sorted(POLICIES)
     return ArbiterSettings(
-        policy="themis" if dice.random() < 0.35 else dice.choice(policies),
+        policy="themis" if dice.random() < 0.35 else _any_policy(dice),
         policy_settings=Settings(
             fairness_knob=dice.choice((0.0, 0.5, 0.8, 1.0)),
             solver_budget_ms=100.0,
             # Not "idle": where bidders want a GPU about equally, what they pay can leave it idle in every round.
             leftover="bidders",
             las_threshold_gpu_s=dice.choice((20.0, 100.0)),
+            oasis_slot_s=20.0,
+            trial_share=0.5,
+            trial_s=10.0,
         ),
         lease_s=dice.choice((15.0, 25.0, 40.0)),
         renewal_lead_s=dice.choice((2.0, 4.0)),
@@ -190,6 +210,12 @@ def _settings(dice: Random, seed: int) -> ArbiterSettings:
         admission_wait_s=dice.choice((2.0, 5.0)),
         seed=seed,
     )
+
+
+def _any_policy(dice: Random) -> str:
+    """Return a policy by one draw, however many there are: a new one leaves the rest of every world as it was."""
+    policies = sorted(POLICIES)
+    return policies[int(dice.random() * len(policies))]
 
 
 def _costs(dice: Random) -> Costs:
@@ -234,6 +260,69 @@ def _owners(options: Options) -> list[Party]:
     return [options.owner(number) for number in range(len(options.apps))]
 
 
+# --- GPUs that are shared ---------------------------------------------------------------------------------------------
+
+
+def _shared(dice: Random, options: Options) -> Options:
+    """Return the same world with GPUs that jobs share, or as it is: of each half."""
+    sharing: Sharing = dice.choice(("exclusive", "exclusive", "timeslice", "pack"))
+    if sharing == "exclusive":
+        return options
+    settings = replace(
+        options.settings,
+        sharing=sharing,
+        seats=dice.choice((2, 3, 4)),
+        quantum_s=dice.choice((2.0, 5.0, 10.0)),
+        policy="gandiva" if dice.random() < 0.35 else options.settings.policy,
+    )
+    costs = options.costs
+    if dice.random() < 0.7:  # dear turns are long ones, of which a world sees few
+        costs = replace(costs, suspend_s=dice.choice((0.0, 0.03)), resume_s=0.02)
+    return replace(
+        options,
+        settings=settings,
+        costs=costs,
+        hosts=tuple((node, _equipped(dice, host)) for node, host in options.hosts),
+        apps=tuple(sorted(_sharing_apps(dice, options), key=lambda app: app.submit_s)),
+    )
+
+
+def _sharing_apps(dice: Random, options: Options) -> list[AppOptions]:
+    """Return twice as many apps that come early: GPUs are shared only where they are scarce."""
+    apps = [*options.apps, *_apps(dice, options.cluster, options.calm_at)]
+    return [_sharing_app(dice, replace(app, submit_s=app.submit_s * 0.4)) for app in apps]
+
+
+def _equipped(dice: Random, host: Host) -> Host:
+    return replace(
+        host,
+        host_bytes=dice.choice((0, 0, 5 * GIB, 20 * GIB)),
+        driver=dice.random() < 0.4,
+        driver_refuses=dice.choice((0.0, 0.3)),
+        driver_loses=dice.choice((0.0, 0.0, 0.15)),
+    )
+
+
+def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
+    spec = replace(app.spec, priority=dice.choice((0, 0, 0, 0, 0, -1)))
+    if len(spec.trials) == 1 and dice.random() < 0.5:  # only jobs of one GPU are ever packed
+        app = replace(app, work_s=2.0 * app.work_s / spec.gang)
+        spec = replace(spec, gang=1, gpus_max=0, sizes=(), spans=False)
+    if len(spec.trials) == 1:  # mini-batches so short that packing can be measured
+        spec = replace(spec, steps_total=max(1, round(app.work_s * FINE)), step_serial_s=0.0)
+    if spec.gpus_max and dice.random() < 0.5:  # the same, by the sizes that it accepts
+        spec = replace(spec, sizes=tuple(spec.gang * times for times in (1, 2, 3)), gpus_max=0)
+    return replace(
+        app,
+        spec=spec,
+        kind=dice.choice("abc"),
+        # Together two of the small ones fit on a GPU, with one of the large ones nobody does.
+        peak_bytes=int(dice.choice((2.0, 5.0, 7.0, 11.0)) * GIB),
+        can_park=dice.random() < 0.85,
+        balks=dice.random() < 0.1,
+    )
+
+
 # --- apps -----------------------------------------------------------------------------------------------------------
 
 
@@ -259,7 +348,7 @@ def _app(dice: Random, cluster: Cluster, calm_at: float) -> AppOptions:
         max_restarts=10,
         level_max=dice.choice(("cluster", "cluster", "machine", "slot")),
     )
-    spec = dice.choice(makers)(dice, cluster, plain)
+    spec = replace(dice.choice(makers)(dice, cluster, plain), utility=_utility(plain, work_s), kind=_kind(work_s))
     wrong = mistake(spec)
     assert wrong is None, wrong
     return AppOptions(
@@ -269,6 +358,18 @@ def _app(dice: Random, cluster: Cluster, calm_at: float) -> AppOptions:
         apart=dice.random() < 0.5,
         lie=dice.choice((0.1, 3.0, 100.0)) if dice.random() < 0.2 else 1.0,
     )
+
+
+def _kind(work_s: float) -> Literal["batch", "trial"]:
+    """Return an app's class, from dice of its own, so that worlds known by their seeds stay as they were but for it."""
+    return "trial" if Random(f"class {work_s}").random() < 0.2 else "batch"  # noqa: S311 - repeatable, not secret
+
+
+def _utility(spec: AppSpec, work_s: float) -> Utility | None:
+    """Return what an app is worth, if it says so; from dice of its own, so that worlds known by their seeds stay."""
+    dice = Random(work_s)  # noqa: S311 - repeatable, not secret
+    known = spec.steps_total > 0 and spec.step_serial_s > 0.0
+    return Utility(dice.choice((1.0, 10.0, 1000.0)), 0.0, 0.0) if known and dice.random() < 0.7 else None
 
 
 def _gang(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
@@ -316,8 +417,29 @@ def facts_of(app: AppOptions, seed: int) -> list[JobFacts]:
             power, floor = dice.uniform(0.2, 1.0), dice.uniform(0.0, 0.3)
             at = sorted({*scheduler_for(spec).report_steps(trial), steps})
             reports = tuple((step, floor + (1 + step) ** -power) for step in at if step <= steps)
-        facts.append(JobFacts(app.work_s, steps, spec.job_demand_max, slowdown, reports, spec.metric))
+        facts.append(
+            JobFacts(
+                work_s=app.work_s,
+                steps=steps,
+                demand_max=spec.job_demand_max,
+                slowdown=slowdown,
+                reports=reports,
+                metric=spec.metric,
+                kind=app.kind,
+                beside=partial(_beside, seed, app.kind),
+                busy=None,
+                peak_bytes=app.peak_bytes,
+                can_park=app.can_park,
+                balks=app.balks,
+            )
+        )
     return facts
+
+
+def _beside(seed: int, kind: str, other: str) -> float:
+    """Return the speed of a job of that kind beside another: some pairs gain by it, some lose."""
+    dice = Random(f"beside {seed} {kind} {other}")  # noqa: S311 - repeatable, not secret
+    return 0.0 if dice.random() < 0.05 else dice.uniform(0.3, 1.0)
 
 
 def _slower_apart(gpus: int, level: Level) -> float:
@@ -333,7 +455,8 @@ def _as_fast_anywhere(gpus: int, level: Level) -> float:  # noqa: ARG001 - a slo
 
 def _faults(dice: Random, options: Options) -> list[Fault]:
     # A world of few kinds shows more of each than one of all: what hides behind crashes comes out without them.
-    makers = (_daemon, _cut, _vanish, _power, _gpu, _worker, _cancel, _policy)
+    last = _policy if options.settings.sharing == "exclusive" else _operator
+    makers = (_daemon, _cut, _vanish, _power, _gpu, _worker, _cancel, last)
     chosen = dice.sample(makers, dice.randint(1, len(makers)))
     return [_one_fault(dice, options, chosen) for _ in range(dice.randint(0, FAULTS_MAX))]
 
@@ -379,7 +502,13 @@ def _cancel(dice: Random, options: Options) -> Fault:
 
 
 def _policy(dice: Random, options: Options) -> Fault:  # noqa: ARG001 - drawn like the others
-    return Fault(0.0, "policy", policy=dice.choice(sorted(POLICIES)))
+    return Fault(0.0, "policy", policy=_any_policy(dice))
+
+
+def _operator(dice: Random, options: Options) -> Fault:
+    if dice.random() < 0.5:
+        return _policy(dice, options)
+    return Fault(0.0, "sharing", sharing=dice.choice(("exclusive", "timeslice", "pack")))
 
 
 def _for_s(dice: Random) -> float:

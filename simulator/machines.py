@@ -5,32 +5,42 @@ node agent with the costs it was given and tells its outcomes as events; a `Trai
 parts on several machines make every mini-batch together; a `Shelf` is the storage that all nodes see.
 
 How fast a job is: work is counted in *serial seconds*, what one GPU takes for it at best. On n GPUs whose locality has
-the slowdown S it does n / S of them per second (PAPERS.md section 1, Eq. 1), n at most what the job can use.
+the slowdown S it does n / S of them per second (PAPERS.md section 1, Eq. 1), n at most what the job can use. While jobs
+run beside others on a GPU, each goes at its own speed times the measured ratio of its model beside theirs.
+
+A worker takes memory on its GPUs as measured on the real ones: its peak and its CUDA context while it is there, the
+context alone while it is parked, nothing while the driver has it checkpointed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from node_agent.core.agent import NodeAgent
 from node_agent.core.events import (
     Adopted,
     AdoptedWorker,
+    CheckpointProcess,
     ForgetWorker,
     GpuProcess,
     GpuSample,
+    HealthLedger,
     LocalEffect,
     LocalEvent,
     LogRead,
     NodeFacts,
     NoteWorker,
     OrderWorker,
+    ProcessCheckpointed,
     ReadLogFile,
     RememberFence,
+    RememberHealth,
     Sampled,
     SignalWorker,
     StartFailed,
@@ -41,17 +51,55 @@ from node_agent.core.events import (
     WorkerSaid,
     WorkerStarted,
 )
-from protocol.messages import GpuId, JobId, Level, LogChunk, NodeId, TaskId
-from protocol.worker import EXIT_REQUEUE, PROTO, Finished, Hello, Order, Progress, Resumed, Saved, Stacks, Suspended
+from protocol.messages import GpuId, JobId, Level, LogChunk, NodeId, TaskId, device_of
+from protocol.worker import (
+    EXIT_REQUEUE,
+    PROTO,
+    Finished,
+    FromWorker,
+    Hello,
+    Order,
+    Progress,
+    Refused,
+    Resumed,
+    Saved,
+    Stacks,
+    Suspended,
+)
 from simulator.cluster import NodePlan
 from simulator.costs import Costs
 
-#: Bytes that an unparked worker shows on its GPU; what matters is that it is not nothing.
-WORKER_BYTES = 8 * 2**30
+#: What a worker takes of each of its GPUs unless its job says otherwise, and what its CUDA context takes besides.
+#: Source: findings on GPU mechanisms, 1.1 A: 0.3 to 0.6 GB of context.
+WORKER_BYTES = 6 * 2**30
+CONTEXT_BYTES = 400 * 2**20
+#: Of its peak, what is live at a mini-batch boundary: weights, gradients and the optimizer's state without activations.
+STATE_SHARE = 0.5
+#: How many times as long as parking the driver takes: 5 GB/s beside 50. Source: the same, 1.1 cost model.
+DRIVER_TIMES = 10.0
+#: The part of a job's work after which its owner has first seen something of it.
+FIRST_SHARE = 0.01
 #: Progress is counted in whole mini-batches; sums of floats are off by less than that.
 STEP_SLACK = 1e-6
 
 At = Callable[[float, Callable[[], None]], None]  #: run this so many seconds from now
+
+
+class Host(Struct, frozen=True):
+    """What a machine has besides its GPUs.
+
+    `host_bytes` is the memory for parked workers (0: without limit), `driver` whether the driver can checkpoint
+    processes; by the odds `driver_refuses` it cannot this time, by `driver_loses` the process is lost for good.
+    """
+
+    host_bytes: int = 0
+    driver: bool = False
+    driver_refuses: float = 0.0
+    driver_loses: float = 0.0
+    slow: float = 1.0  #: everything takes so many times as long
+
+
+PLAIN = Host()
 
 
 class Gpu(Struct, frozen=True):
@@ -67,7 +115,9 @@ class JobFacts(Struct, frozen=True):
     """What is true of a job, whatever anybody believes.
 
     `work_s` are serial seconds, `steps` mini-batches; `reports` the numbers of mini-batches after which the script
-    reports its metric, with its values; `slowdown` answers S of so many GPUs at that level.
+    reports its metric, with its values; `slowdown` answers S of so many GPUs at that level. `beside` answers its speed
+    beside a job of that kind on one GPU, relative to having it alone; `busy` is the share of its time in which it keeps
+    a GPU busy, None if nobody measured that. One that `balks` says that it can be parked, and refuses when told to.
     """
 
     work_s: float
@@ -76,6 +126,18 @@ class JobFacts(Struct, frozen=True):
     slowdown: Callable[[int, Level], float]
     reports: tuple[tuple[int, float], ...] = ()
     metric: str = ""
+    kind: str = ""
+    beside: Callable[[str], float] = lambda kind: 1.0  # noqa: ARG005 - nothing is known of its kind
+    busy: float | None = None
+    peak_bytes: int = WORKER_BYTES
+    can_park: bool = True
+    balks: bool = False
+    leave_s: float | None = None  #: how long it takes to save and leave; None: as all, `Costs.checkpoint_s`
+
+    @property
+    def state_bytes(self) -> int:
+        """What parking it moves."""
+        return int(self.peak_bytes * STATE_SHARE)
 
     @property
     def step_s(self) -> float:
@@ -87,9 +149,12 @@ class Tale(Struct):
     """What became of one job, for the rows of the result. GPU time in GPU-seconds."""
 
     first_start_s: float | None = None
+    first_percent_s: float | None = None  #: when it had done `FIRST_SHARE` of its work
     finish_s: float | None = None
-    held_gpu_s: float = 0.0  #: from the start of each process to its end
-    useful_gpu_s: float = 0.0
+    held_gpu_s: float = 0.0  #: from the start of each process to its end, while it is not parked
+    useful_gpu_s: float = 0.0  #: what its work takes of GPUs that it has to itself, wherever it lay
+    packed_s: float = 0.0  #: trained beside another job
+    suspensions: int = 0
     placed: float = 0.0  #: useful GPU-seconds times 1 / S
     preemptions: int = 0
     migrations: int = 0
@@ -135,6 +200,8 @@ class Training:
         self.since: float | None = None  #: when it began to run, None: it stands
         self.slowdown = facts.slowdown(len(gpus), locality(gpus))
         self.speed = min(len(gpus), facts.demand_max) / self.slowdown
+        self.rate = self.speed  #: what it really makes per second, beside others on its GPUs
+        self.crowded = False  #: others train on its GPUs
         self.halted = False  #: a part was told to go: no more mini-batches in this attempt
         self.version = 0
         self.told = 0  #: reports behind it
@@ -142,7 +209,7 @@ class Training:
 
     def progress_s(self, now: float) -> float:
         """Return the serial seconds of work behind it."""
-        running = 0.0 if self.since is None else max(0.0, now - self.since) * self.speed
+        running = 0.0 if self.since is None else max(0.0, now - self.since) * self.rate
         return min(self.facts.work_s, self.done_s + running)
 
     def steps(self, now: float) -> int:
@@ -165,7 +232,9 @@ class Training:
         if self.since is None:
             return 0.0
         part = self.progress_s(now) / self.facts.step_s
-        return max(0.0, math.ceil(part - STEP_SLACK) - part) * self.facts.step_s / self.speed
+        if self.rate <= 0.0:
+            return 0.0
+        return max(0.0, math.ceil(part - STEP_SLACK) - part) * self.facts.step_s / self.rate
 
 
 class Worker:
@@ -174,17 +243,28 @@ class Worker:
     def __init__(self, start: StartWorker, training: Training, machine: Machine, now: float) -> None:
         self.task = start.task
         self.spec = start
-        self.gpus = start.gpus
+        self.gpus = start.gpus  #: seats
+        self.devices = tuple(dict.fromkeys(map(device_of, start.gpus)))
         self.training = training
         self.phase: Literal["starting", "running", "saving", "parking", "parked", "resuming", "gone"] = "starting"
         self.note = WorkerNote()
-        self.since = now  #: when its process began
+        self.since = now  #: when its process began, or was last parked no more
+        self.by_driver = False  #: suspended by the driver, or about to be
+        self.lost = False  #: by the driver: it can never run again
+        self.arena_bytes = 0
         self.leaving = False
         self.parking = Order("suspend", 0, 0)  #: the newest order to park
         self.hangs = False
         self.gone: WorkerGone | None = None  #: how it ended, for a node agent that was not there
         self.pid = 0
         self.machine = machine
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes of each of its GPUs."""
+        if self.phase == "gone" or (self.phase == "parked" and self.by_driver):
+            return 0
+        return CONTEXT_BYTES + (0 if self.phase == "parked" else self.training.facts.peak_bytes)
 
 
 def locality(gpus: Sequence[Gpu]) -> Level:
@@ -216,7 +296,8 @@ class Machine:
         facts_of: Callable[[JobId], JobFacts],
         gpus_of: Callable[[StartWorker], Sequence[Gpu]],
         taken: Callable[[Sequence[GpuId]], bool],
-        slow: float = 1.0,
+        host: Host = PLAIN,
+        talks: bool = False,
     ) -> None:
         self.node = NodeId(spec.id)
         self.rack = spec.rack
@@ -226,6 +307,7 @@ class Machine:
         )
         self.costs = costs
         self.fence = (0, 0)
+        self.ledger = HealthLedger()
         self.incarnation = 0
         self.boots = 1
         self.workers: dict[TaskId, Worker] = {}
@@ -237,9 +319,15 @@ class Machine:
         self._facts_of = facts_of
         self._gpus_of = gpus_of
         self._taken = taken
-        self.slow = slow
+        self.host = host
+        self.talks = talks  #: workers say what they take once they begin, as real ones do; costs an event each
+        self.on: dict[GpuId, list[Worker]] = {
+            gpu.id: [] for gpu in self.gpus
+        }  #: who has a process on it, parked or not
+        self._dice = Random(f"driver {spec.id}")  # noqa: S311 - repeatable, not secret
         self._gpu_model = spec.gpu_type
-        self._memory_bytes = spec.memory_bytes
+        self.memory_bytes = spec.memory_bytes
+        self._cpus, self._total_bytes = spec.cpus, spec.host_bytes
         self._asked = 0  #: the newest measurement that this incarnation asked for
         self._idle = {gpu.id: self._sample(gpu, ()) for gpu in self.gpus}
         self._pids = 1000
@@ -250,21 +338,34 @@ class Machine:
         """Return a new incarnation of the node agent; what it finds is posted."""
         self.incarnation += 1
         facts = NodeFacts(
-            self.node, self.rack, f"boot-{self.boots}", self.incarnation, beat_s=beat_s, figures_s=0.0, hello_s=hello_s
+            self.node,
+            self.rack,
+            f"boot-{self.boots}",
+            self.incarnation,
+            beat_s=beat_s,
+            figures_s=0.0,
+            hello_s=hello_s,
+            parked_bytes_max=CONTEXT_BYTES,
+            host_bytes=self.host.host_bytes,
+            cpus=self._cpus,
+            total_bytes=self._total_bytes,
+            driver=self.host.driver,
         )
         self._asked = 0
+        for worker in self.workers.values():
+            self._find(worker)
         self._post(Adopted(tuple(_adopted(worker) for worker in self.workers.values())))
         for worker in self.workers.values():
             if worker.gone is not None:
                 self._post(worker.gone)
-            elif worker.phase != "starting" and not worker.hangs:
+            elif worker.phase != "starting" and not (worker.phase == "parked" and worker.by_driver):
                 self._say_hello(worker)
         self.measure()
-        return NodeAgent(facts, self.fence)
+        return NodeAgent(facts, self.fence, self.ledger)
 
     def in_use(self) -> set[GpuId]:
-        """Return the GPUs that a process is on and not parked."""
-        return {gpu for each in self.workers.values() if each.phase not in ("parked", "gone") for gpu in each.gpus}
+        """Return the GPUs, devices and not seats, that a process is on and not parked."""
+        return {gpu for each in self.workers.values() if each.phase not in ("parked", "gone") for gpu in each.devices}
 
     def crash(self) -> None:
         """Lose power: every process ends unsaved."""
@@ -285,6 +386,8 @@ class Machine:
                 self._start(effect)
             case OrderWorker(task, order):
                 self._order(task, order)
+            case CheckpointProcess():
+                self._checkpoint(effect)
             case SignalWorker(task, how):
                 self._signal(task, how)
             case NoteWorker(task, note):
@@ -294,43 +397,45 @@ class Machine:
                 self.workers.pop(task, None)
             case RememberFence(epoch, seq):
                 self.fence = (epoch, seq)
+            case RememberHealth(ledger):
+                self.ledger = ledger
             case ReadLogFile(query, task, offset, _):
                 self._post(LogRead(LogChunk(query, task, offset, b"", 0, ended=True)))
 
     def _later(self, seconds: float, then: Callable[[], None]) -> None:
         if seconds > 0.0:
-            self._at(seconds * self.slow, then)
+            self._at(seconds * self.host.slow, then)
         else:
             then()
 
     # --- measuring --------------------------------------------------------------------------------------------------
 
-    def _sample(self, gpu: Gpu, processes: tuple[GpuProcess, ...]) -> GpuSample:
+    def _sample(self, gpu: Gpu, processes: tuple[GpuProcess, ...], utilisation: float | None = None) -> GpuSample:
         return GpuSample(
             gpu=gpu.id,
             model=self._gpu_model,
-            memory_bytes=self._memory_bytes,
+            memory_bytes=self.memory_bytes,
             slot=gpu.slot,
             used_bytes=sum(process.memory_bytes for process in processes),
             processes=processes,
             healthy=gpu.id not in self.sick,
             lost=gpu.id in self.sick,
             detail=self.sick.get(gpu.id, ""),
+            utilisation=utilisation,
         )
 
     def _take_sample(self, mark: int) -> None:
-        using: dict[GpuId, list[GpuProcess]] = {}
-        for worker in self.workers.values():
-            if worker.phase not in ("parked", "gone"):
-                for gpu in worker.gpus:
-                    using.setdefault(gpu, []).append(GpuProcess(worker.pid, WORKER_BYTES, worker.task))
         samples = tuple(
-            self._sample(gpu, tuple(using.get(gpu.id, ())))
-            if gpu.id in using or gpu.id in self.sick
-            else self._idle[gpu.id]
-            for gpu in self.gpus
+            self._measured(gpu) if self.on[gpu.id] or gpu.id in self.sick else self._idle[gpu.id] for gpu in self.gpus
         )
         self._post(Sampled(mark, samples))
+
+    def _measured(self, gpu: Gpu) -> GpuSample:
+        here = self.on[gpu.id]
+        processes = tuple(
+            GpuProcess(worker.pid, worker.memory_bytes, worker.task) for worker in here if worker.memory_bytes
+        )
+        return self._sample(gpu, processes, _utilisation(here))
 
     def measure(self) -> None:
         """Measure all GPUs now, as node agents do now and then without being asked."""
@@ -340,7 +445,7 @@ class Machine:
         """Lose a GPU; its workers hang until they are killed."""
         self.sick[gpu] = detail
         for worker in self.workers.values():
-            if gpu in worker.gpus:
+            if gpu in worker.devices:
                 worker.hangs = True
                 self._halt(worker.training)
         self.measure()
@@ -365,6 +470,8 @@ class Machine:
             self._shelf.attempts[key] = training
         worker = self.workers[effect.task] = Worker(effect, training, self, now)
         training.parts[worker.task] = worker
+        for device in worker.devices:
+            self.on[device].append(worker)
         self._pids += 1
         worker.pid = self._pids
         self._tale(worker).first_start_s = _first(self._tale(worker).first_start_s, now)
@@ -378,6 +485,18 @@ class Machine:
         worker.phase = "running"
         self._say_hello(worker)
         self._go_on(worker.training)
+        self._show_itself(worker)
+
+    def _show_itself(self, worker: Worker) -> None:
+        """Have a worker say what it takes after its first mini-batch, as real ones do."""
+        training = worker.training
+        if self.talks and training.steps(self._now()) - 1 <= training.start_step:
+            wait_s = training.facts.step_s / training.speed * (1.0 + STEP_SLACK)
+            self._at(wait_s, lambda: self._speak(worker))
+
+    def _speak(self, worker: Worker) -> None:
+        if worker.phase == "running":
+            self._say_progress(worker, worker.training.steps(self._now()), {})
 
     def _say_hello(self, worker: Worker) -> None:
         training = worker.training
@@ -392,18 +511,18 @@ class Machine:
                 step=training.steps(self._now()) - 1,
                 start_step=training.start_step,
                 total_steps=training.facts.steps,
-                can_park=True,
+                can_park=training.facts.can_park,
                 can_checkpoint=True,
             ),
         )
 
-    def _say(self, worker: Worker, line: Hello | Progress | Suspended | Resumed | Saved | Finished | Stacks) -> None:
+    def _say(self, worker: Worker, line: FromWorker) -> None:
         if not worker.hangs:
             self._post(WorkerSaid(worker.task, line))
 
     def _order(self, task: TaskId, order: Order) -> None:
         worker = self.workers.get(task)
-        if worker is None or worker.hangs or worker.phase in ("starting", "gone"):
+        if worker is None or worker.hangs or worker.by_driver or worker.phase in ("starting", "gone"):
             return
         match order.do:
             case "leave" | "save":
@@ -414,6 +533,20 @@ class Machine:
                 self._resume(worker, order)
             case "probe":
                 self._say(worker, Stacks(order.seq, "imaginary"))
+            case "arena" | "cap" | "tell":
+                self._tell(worker, order)
+
+    def _tell(self, worker: Worker, order: Order) -> None:
+        """Answer what is obeyed at once: have host memory ready, keep within a part of the GPU, say how far it is."""
+        training = worker.training
+        if order.do == "arena":
+            worker.arena_bytes = order.bytes
+        if order.do == "cap" and 0 < order.bytes < training.facts.peak_bytes:
+            self._lose(worker.task, WorkerGone(worker.task, exit_code=1, tail="imaginary CUDA out of memory"))
+            return
+        steps = training.steps(self._now())
+        facts = training.facts
+        self._say_progress(worker, steps, {facts.metric: _value_at(facts, steps)} if facts.metric else {}, order.seq)
 
     def _save(self, worker: Worker, order: Order, *, leaving: bool) -> None:
         training = worker.training
@@ -429,7 +562,8 @@ class Machine:
             if leaving:
                 worker.phase = "saving"
                 self._halt(training)
-            self._later(self.costs.checkpoint_s, saved)
+            own_s = training.facts.leave_s if leaving else None
+            self._later(self.costs.checkpoint_s if own_s is None else own_s, saved)
 
         def saved() -> None:
             if worker.phase == "gone":
@@ -446,20 +580,24 @@ class Machine:
     def _park(self, worker: Worker, order: Order) -> None:
         if worker.phase == "parked":
             step = worker.training.steps(self._now()) - 1
-            self._say(worker, Suspended(order.seq, step, WORKER_BYTES, 0, self.costs.suspend_s))
+            self._say(worker, Suspended(order.seq, step, worker.training.facts.state_bytes, 0, self.costs.suspend_s))
+        training = worker.training
+        if training.facts.balks or not training.facts.can_park:
+            self._say(worker, Refused(order.seq, "a CUDA graph is alive, and parking moves what it reads"))
+            return
         worker.parking = order  # a younger order is answered in the place of an older one
         if worker.phase != "running":
             return
-        training = worker.training
         worker.phase = "parking"
         wait_s = training.boundary_s(self._now()) if self.costs.boundaries else 0.0
 
         def parked() -> None:
             if worker.phase != "parking":
                 return
-            worker.phase = "parked"
+            self._rest(worker)
             step = training.steps(self._now()) - 1
-            self._say(worker, Suspended(worker.parking.seq, step, WORKER_BYTES, 0, self.costs.suspend_s))
+            line = Suspended(worker.parking.seq, step, training.facts.state_bytes, 0, self.costs.suspend_s)
+            self._say(worker, line)
 
         self._stand(training)
         self._later(wait_s + self.costs.suspend_s, parked)
@@ -470,6 +608,7 @@ class Machine:
         if worker.phase != "parked":
             return
         worker.phase = "resuming"
+        worker.since = self._now()
 
         def resumed() -> None:
             if worker.phase != "resuming":
@@ -478,12 +617,77 @@ class Machine:
             step = worker.training.steps(self._now()) - 1
             self._say(worker, Resumed(order.seq, step, self.costs.resume_s))
             self._go_on(worker.training)
+            self._show_itself(worker)
 
         self._later(self.costs.resume_s, resumed)
 
+    def _rest(self, worker: Worker) -> None:
+        """Let a worker be parked from now on."""
+        worker.phase = "parked"
+        tale = self._tale(worker)
+        tale.suspensions += 1
+        tale.held_gpu_s += (self._now() - worker.since) * len(worker.gpus)
+
+    # --- the driver's checkpoint --------------------------------------------------------------------------------------
+
+    def _checkpoint(self, effect: CheckpointProcess) -> None:
+        """Have the driver suspend a process wherever it is, or resume it; it may refuse, and may lose the process."""
+        worker = self.workers.get(effect.task)
+        suspends = effect.do == "suspend"
+        if worker is None or worker.phase != ("running" if suspends else "parked") or worker.by_driver == suspends:
+            self._post(ProcessCheckpointed(effect.task, effect.do, ok=False, reason="it is not in a state for that"))
+            return
+        seconds = DRIVER_TIMES * (self.costs.suspend_s if suspends else self.costs.resume_s)
+        odds = self._dice.random()
+        refused = odds < self.host.driver_refuses or seconds * self.host.slow > effect.timeout_s
+        lost = not refused and odds < self.host.driver_refuses + self.host.driver_loses
+        asker = self.incarnation
+        if suspends and not refused:
+            worker.by_driver = True
+            worker.phase = "parking"
+            self._stand(worker.training)
+        elif not refused:
+            worker.phase = "resuming"
+            worker.since = self._now()
+
+        def done() -> None:
+            if worker.phase == "gone" or self.incarnation != asker:
+                return  # a new node agent has found out by itself, see `_find`
+            if lost:
+                worker.hangs = worker.lost = True
+                self._halt(worker.training)
+            elif not refused:
+                self._find(worker, done=True)
+            bytes_ = worker.training.facts.peak_bytes if suspends else 0
+            ok, reason = not (refused or lost), "the imaginary driver would not" if refused or lost else ""
+            self._post(ProcessCheckpointed(effect.task, effect.do, ok, reason, lost, seconds, bytes_))
+
+        self._later(seconds, done)
+
+    def _find(self, worker: Worker, *, done: bool = False) -> None:
+        """Have what the driver was doing `done`; without its node agent it goes on with what was suspended only half.
+
+        Source: `node_agent.workers.driver`, promise of `find`.
+        """
+        if not worker.by_driver or worker.phase not in ("parking", "resuming"):
+            return
+        if worker.lost:
+            self._end(worker, kept=False)
+            worker.gone = WorkerGone(worker.task, signal=9, reason="the driver had lost it")
+            return
+        if done and worker.phase == "parking":
+            self._rest(worker)
+            return
+        worker.by_driver = False
+        worker.phase = "running"
+        self._go_on(worker.training)
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
     def _signal(self, task: TaskId, how: Literal["terminate", "kill"]) -> None:
         worker = self.workers.get(task)
-        if worker is None or worker.phase == "gone" or (worker.hangs and how == "terminate"):
+        deaf = worker is not None and (worker.hangs or worker.by_driver)
+        if worker is None or worker.phase == "gone" or (deaf and how == "terminate"):
             return
         self._end(worker, kept=False)
         self._leave(worker, WorkerGone(worker.task, signal=9 if how == "kill" else 15))
@@ -521,9 +725,12 @@ class Machine:
         now = self._now()
         training = worker.training
         self._halt(training)
-        worker.phase = "gone"
         tale = self._tale(worker)
-        tale.held_gpu_s += (now - worker.since) * len(worker.gpus)
+        if worker.phase != "parked":
+            tale.held_gpu_s += (now - worker.since) * len(worker.gpus)
+        worker.phase = "gone"
+        for device in worker.devices:
+            self.on[device].remove(worker)
         training.ended.add(worker.task)
         if len(training.ended) == len(training.parts):
             self._settle(training, tale, kept=kept)
@@ -551,7 +758,41 @@ class Machine:
         if not training.complete:
             return
         training.since = self._now()
+        training.rate, training.crowded = _rate(training)
         self._await_next(training)
+        self._retune_beside(training)
+
+    def _retune_beside(self, training: Training) -> None:
+        """Let who trains on the same GPUs go at another speed from now on."""
+        for part in training.parts.values():
+            for device in part.devices:
+                here = part.machine.on[device]
+                if len(here) > 1:
+                    for other in here:
+                        self._retune(other.training)
+
+    def _retune(self, training: Training) -> None:
+        """Book what was done at the old speed, if it is another now."""
+        rate, crowded = _rate(training)
+        if training.since is None or (rate, crowded) == (training.rate, training.crowded):
+            return
+        self._book(training)
+        training.since = self._now()
+        training.rate, training.crowded = rate, crowded
+        self._await_next(training)
+
+    def _book(self, training: Training) -> None:
+        """Take down what it has done at its present speed."""
+        if training.since is None:
+            return
+        now = self._now()
+        before_s, training.done_s = training.done_s, training.progress_s(now)
+        first_s = FIRST_SHARE * training.facts.work_s
+        if before_s < first_s <= training.done_s or training.crowded:
+            tale = self._shelf.tales.setdefault(training.job, Tale())
+            tale.packed_s += (now - training.since) * training.crowded
+            if tale.first_percent_s is None and training.done_s >= first_s:
+                tale.first_percent_s = training.since + max(0.0, first_s - before_s) / training.rate
 
     def _await_next(self, training: Training) -> None:
         facts = training.facts
@@ -563,13 +804,15 @@ class Machine:
             goal_s = min(goal_s, facts.reports[training.told][0] * facts.step_s)
         training.version += 1
         version = training.version
-        self._at((goal_s - done_s) / training.speed, lambda: self._reach(training, version, goal_s))
+        if training.rate > 0.0:  # otherwise it waits for its neighbour to go
+            self._at((goal_s - done_s) / training.rate, lambda: self._reach(training, version, goal_s))
 
     def _reach(self, training: Training, version: int, goal_s: float) -> None:
         if training.version != version or training.since is None:
             return
         now = self._now()
         facts = training.facts
+        self._book(training)
         training.done_s, training.since = goal_s, now
         step = training.steps(now)
         metrics = {facts.metric: _value_at(facts, step)} if facts.metric else {}
@@ -581,17 +824,23 @@ class Machine:
         if training.since is not None:  # nobody has told it to stand meanwhile
             self._await_next(training)
 
-    def _say_progress(self, part: Worker, step: int, metrics: dict[str, float]) -> None:
+    def _say_progress(self, part: Worker, step: int, metrics: dict[str, float], seq: int = 0) -> None:
         training = part.training
+        facts = training.facts
         line = Progress(
             step=step - 1,
-            step_s=training.facts.step_s / training.speed,
+            step_s=facts.step_s / (training.rate or training.speed),
             start_step=training.start_step,
-            total_steps=training.facts.steps,
-            can_park=True,
+            total_steps=facts.steps,
+            can_park=facts.can_park,
             can_checkpoint=True,
             saved_step=-1,
             metrics=metrics,
+            state_bytes=facts.state_bytes,
+            arena_bytes=part.arena_bytes,
+            peak_bytes=facts.peak_bytes,
+            trough_bytes=facts.state_bytes,
+            seq=seq,
         )
         part.machine._say(part, line)
 
@@ -611,9 +860,12 @@ class Machine:
 
     def _stand(self, training: Training) -> None:
         """Stop making mini-batches."""
-        training.done_s = training.progress_s(self._now())
+        if training.since is None:
+            return
+        self._book(training)
         training.since = None
         training.version += 1
+        self._retune_beside(training)
 
     def _halt(self, training: Training) -> None:
         self._stand(training)
@@ -630,6 +882,32 @@ def _value_at(facts: JobFacts, step: int) -> float:
     return said[-1] if said else 0.0
 
 
+def _rate(training: Training) -> tuple[float, bool]:
+    """Return how fast it is beside those that train on its GPUs, serial seconds per second, and whether any does."""
+    least, crowded = 1.0, False
+    for part in training.parts.values():
+        for device in part.devices:
+            here = part.machine.on[device]
+            if len(here) > 1:
+                others = [
+                    each.training for each in here if each.training is not training and each.training.since is not None
+                ]
+                crowded = crowded or bool(others)
+                least = min(least, math.prod(training.facts.beside(other.facts.kind) for other in others))
+    return training.speed * least, crowded
+
+
+def _utilisation(here: Sequence[Worker]) -> float | None:
+    """Return the share of its time in which a GPU works; None if nobody measured one of those that train on it."""
+    trainings = [each.training for each in here if each.training.since is not None]
+    if any(training.facts.busy is None for training in trainings):
+        return None
+    return min(1.0, math.fsum((each.facts.busy or 0.0) * each.rate / each.speed for each in trainings))
+
+
 def _adopted(worker: Worker) -> AdoptedWorker:
-    spec = worker.spec
-    return AdoptedWorker(spec.task, spec.app, spec.job, spec.attempt, spec.gpus, worker.note)
+    spec, note = worker.spec, worker.note
+    if note.by_driver or worker.by_driver:
+        parked = worker.phase == "parked"
+        note = replace(note, suspended=parked, by_driver=parked and worker.by_driver)
+    return AdoptedWorker(spec.task, spec.app, spec.job, spec.attempt, spec.gpus, note)

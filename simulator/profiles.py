@@ -7,6 +7,9 @@ Our own table is made, not measured: a model whose gradients are large for the t
 across machines and 2 across racks, one that computes most of the time about 1.05 and 1.1. `busy` is the part of its
 time for which it keeps a GPU busy. Two on one GPU then run as fast as fits: each at 1 / (busy + busy) of its own speed,
 or at its whole speed where the sum is below 1.
+
+What two models do to each other on one GPU was measured for models at batch sizes: such a *kind* is written as
+``resnet50@64``, and as ``resnet50`` where the batch size is unknown.
 """
 
 from __future__ import annotations
@@ -30,6 +33,10 @@ CRUDE: Mapping[Level, float] = {"slot": 1.0, "machine": 1.0, "rack": 1.1, "clust
 ACROSS_RACKS = CRUDE["cluster"] / CRUDE["rack"]
 #: For unknown models: two of them together do 1.37 times what one does alone, the median of Gavel's pairs on a V100.
 BUSY = 0.73
+#: The part of a GPU's memory that an unknown job takes at its peak: two of them fit together.
+MEMORY = 0.42
+#: Two that take more than this together do not fit on a GPU: the drivers and the allocators want the rest.
+FITS = 0.95
 #: What is taken of the tables: the cluster where placement matters, the GPU and the run that have both tables.
 PLACEMENT_CLUSTER, THROUGHPUT_GPU, THROUGHPUT_SOURCE = "aws", "v100", "gavel_sim_2020"
 
@@ -65,12 +72,16 @@ class Profiles(Struct, frozen=True):
     busy
         ``busy[model]``: the part of its time for which it keeps a GPU busy.
     pairs
-        ``pairs[a, b]``: speeds of a and b on one GPU relative to each alone; 0 and 0: they do not fit together.
+        ``pairs[a, b]``: speeds of a and b on one GPU relative to each alone; 0 and 0: they do not fit together. Of
+        kinds, and of models by the median over their batch sizes.
+    memory
+        ``memory[kind]``: the part of a GPU's memory that it takes at its peak.
     """
 
     apart: Mapping[str, Mapping[int, tuple[float, float]]]
     busy: Mapping[str, float]
     pairs: Mapping[tuple[str, str], tuple[float, float]]
+    memory: Mapping[str, float] = {}
 
     def slowdown(self, model: str, gpus: int, level: Level) -> float:
         """Return S >= 1: iteration time on `gpus` GPUs that lie within one `level`, relative to one machine.
@@ -87,19 +98,47 @@ class Profiles(Struct, frozen=True):
         rack, cluster = sizes[size]
         return rack if level == "rack" else cluster
 
-    def interference(self, model_a: str, model_b: str) -> tuple[float, float]:
-        """Return the speeds of two jobs on one GPU, each relative to itself alone; (0, 0): they do not fit together."""
-        a, b = key_of(model_a), key_of(model_b)
+    def interference(self, kind_a: str, kind_b: str) -> tuple[float, float]:
+        """Return the speeds of two jobs on one GPU, each relative to itself alone; (0, 0): they do not fit together.
+
+        Models may be written in any way, kinds as `kind_of` does.
+        """
+        if (kind_a, kind_b) in self.pairs:
+            return self.pairs[kind_a, kind_b]
+        a, b = _model_of(kind_a), _model_of(kind_b)
         if (a, b) in self.pairs:
             return self.pairs[a, b]
         together = self.busy.get(a, BUSY) + self.busy.get(b, BUSY)
         speed = 1 / max(1.0, together)
         return speed, speed
 
+    def utilisation(self, kind: str) -> float | None:
+        """Return the part of its time for which a job alone keeps a GPU busy, None for models that nobody knows.
+
+        Measured are pairs, not utilisation: a GPU that does r times the work of one job with two of them was busy for
+        1 / r of the time with one, or more. That is the definition here; above 1 it is 1.
+        """
+        a = _model_of(kind)
+        twice = sum(self.pairs.get((kind, kind), (0.0, 0.0))) or sum(self.pairs.get((a, a), (0.0, 0.0)))
+        return min(1.0, 1.0 / twice) if twice else self.busy.get(a)
+
+    def memory_share(self, kind: str) -> float:
+        """Return the part of a GPU's memory that a job takes at its peak."""
+        return self.memory.get(kind, MEMORY)
+
 
 def key_of(model: str) -> str:
     """Return the name under which a model is known, however it is written: ``ResNet-50`` is ``resnet50``."""
     return _NOT_OF_NAMES.sub("", model.lower())
+
+
+def kind_of(model: str, batch_size: int) -> str:
+    """Return the name under which a model at a batch size is known, 0 being unknown."""
+    return f"{key_of(model)}@{batch_size}" if batch_size else key_of(model)
+
+
+def _model_of(kind: str) -> str:
+    return key_of(kind.partition("@")[0])
 
 
 def crude() -> Profiles:
@@ -136,7 +175,8 @@ def measured(folder: Path | str) -> Profiles:
         raise ProfileError(f"the folder of profiles {folder} holds no table; give one with any of {wanted}")
     own, (consolidation, slowdown, colocated) = built_in(), files
     apart = dict(own.apart) | _if_there(consolidation, _consolidation) | _if_there(slowdown, _placement)
-    return Profiles(apart, own.busy, _if_there(colocated, _pairs))
+    pairs = _if_there(colocated, _pairs)
+    return Profiles(apart, own.busy, pairs, _memory(pairs))
 
 
 @cache
@@ -210,9 +250,13 @@ def _apart_of(rack: float) -> tuple[float, float]:
 
 
 def _pairs(file: Path) -> _Pairs:
-    """Return speeds together, by the median over batch sizes; not together if most of these did not fit."""
+    """Return speeds together: of kinds, and of models by the median over batch sizes; not together if most do not fit.
+
+    A table without batch sizes has models alone.
+    """
     columns = ("source", "gpu_type", "model_a", "model_b", "feasible", "ratio_a", "ratio_b")
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    kinds: _Pairs = {}
     for row in _rows(file, columns):
         if (row["source"], row["gpu_type"]) != (THROUGHPUT_SOURCE, THROUGHPUT_GPU):
             continue
@@ -221,7 +265,39 @@ def _pairs(file: Path) -> _Pairs:
         speeds = (_number(file, row, "ratio_a"), _number(file, row, "ratio_b")) if fits else (0.0, 0.0)
         found.setdefault((a, b), []).append(speeds)
         found.setdefault((b, a), []).append(speeds[::-1])
-    return {pair: _together(speeds) for pair, speeds in found.items()}
+        if row.get("batch_a") and row.get("batch_b"):
+            one = kind_of(a, round(_number(file, row, "batch_a")))
+            other = kind_of(b, round(_number(file, row, "batch_b")))
+            kinds[one, other], kinds[other, one] = _at_most_1(speeds), _at_most_1(speeds[::-1])
+    return {pair: _together(speeds) for pair, speeds in found.items()} | kinds
+
+
+def _at_most_1(speeds: tuple[float, float]) -> tuple[float, float]:
+    return min(1.0, speeds[0]), min(1.0, speeds[1])
+
+
+def _memory(pairs: Mapping[tuple[str, str], tuple[float, float]]) -> dict[str, float]:
+    """Return parts of a GPU's memory by which those kinds fit together that did, as nearly as one figure each can say.
+
+    No table has the memory itself, but who did not fit beside whom. Kinds are taken off one after the other: one that
+    fits with all that are left takes little, less than all of these; else the one that fits with fewest takes nearly
+    all that those before it leave. That is exact for a threshold graph, which who fits with whom by size always is.
+
+    *Source:* Chvatal and Hammer, Aggregation of inequalities in integer programming (1977): threshold graphs.
+    """
+    left = sorted({kind for pair in pairs for kind in pair if "@" in kind})
+    apart = {(a, b) for (a, b), speeds in pairs.items() if not any(speeds) and "@" in a and "@" in b}
+    found: dict[str, float] = {}
+    count = len(left)
+    while left:
+        place = 0.05 + 0.4 * len(found) / count
+        clashes = {kind: sum((kind, other) in apart for other in left) for kind in left}
+        little = min(left, key=lambda kind: (clashes[kind], kind))
+        much = max(left, key=lambda kind: (clashes[kind], kind))
+        kind = much if clashes[little] else little
+        found[kind] = FITS - place + 0.2 / count if clashes[little] else place
+        left.remove(kind)
+    return found
 
 
 def _together(speeds: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -34,6 +34,8 @@ COLUMNS = (
     ("share_rho_over_1", "share rho > 1", 3, 1.0),
     ("max_rho_uniform_cut", "max uniform rho, cut", 2, 1.0),
     ("jain_index", "Jain of 1/rho", 3, 1.0),
+    ("share_ltgf_unfair", "share LTGF < 0.95", 3, 1.0),
+    ("share_intervals_below_1", "tenants' intervals LTGF < 1", 3, 1.0),
     ("gpu_seconds_useful", "useful [GPU-h]", 1, HOUR_S),
     ("gpu_seconds_wasted", "wasted [GPU-h]", 1, HOUR_S),
     ("utilisation", "utilisation", 3, 1.0),

@@ -18,6 +18,8 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
+from arbiter.core.history import UNFAIR_BELOW
+
 State = Literal["finished", "failed", "stopped", "refused", "unfinished"]
 Figures = dict[str, Any]
 
@@ -33,10 +35,15 @@ FILES = ("jobs.csv", "apps.csv", "summary.json")
 NAMES_MAX = 20
 
 
+#: A tenant that was so little short of what was fair has waited for messages, not for others.
+DELAY = 0.01
+
+
 class JobRow(Struct, frozen=True):
     """One job. `stopped` was dropped by its own search, `refused` can never run, `unfinished` was cut off by the end.
 
-    GPU time is that of its processes.
+    GPU time is that of its processes while they are not parked; of two that run beside each other it counts for both.
+    Useful is what its work takes of GPUs that it has to itself, so of two of a pair the sum of their relative speeds.
     """
 
     job: str
@@ -52,6 +59,9 @@ class JobRow(Struct, frozen=True):
     preemptions: int
     migrations: int
     placement: float  #: mean of 1 / S while running; 1 is best
+    first_percent_s: float | None = None  #: when it had done 1 % of its work
+    suspensions: int = 0  #: times it was parked
+    packed_s: float = 0.0  #: trained beside another job on its GPU
 
     @property
     def ended(self) -> bool:
@@ -84,6 +94,36 @@ class AppRow(Struct, frozen=True):
     preemptions: int
     migrations: int
     placement: float  #: mean of 1 / S while running; 1 is best
+    first_percent_s: float | None = None  #: when the first of its jobs had done 1 % of its work
+    suspensions: int = 0
+    packed_s: float = 0.0
+    allocated_gpu_s: float | None = None  #: from grants to proofs of release, as the arbiter books it
+    fair_gpu_s: float | None = None  #: that were fair among all apps: Astraea, Eq. 4
+    fair_within_gpu_s: float | None = None  #: and within its tenant: Eq. 15
+
+    @property
+    def ltgf(self) -> float | None:
+        """Its long-term GPU-time fairness within its tenant, 1 or more being fair (Astraea, Eq. 5 with Eq. 15)."""
+        return _ratio(self.allocated_gpu_s, self.fair_within_gpu_s)
+
+    @property
+    def ltgf_all(self) -> float | None:
+        """The same among all apps (Eq. 5 with Eq. 4)."""
+        return _ratio(self.allocated_gpu_s, self.fair_gpu_s)
+
+
+class TenantPoint(Struct, frozen=True):
+    """Where a tenant stood at the end of an interval, in GPU-seconds since the beginning."""
+
+    at_s: float
+    tenant: str
+    allocated_gpu_s: float
+    fair_gpu_s: float  #: of min(demand, quota): Astraea, Eq. 8
+    quota_gpu_s: float  #: of its quota: Eq. 16
+
+
+def _ratio(allocated: float | None, fair: float | None) -> float | None:
+    return allocated / fair if allocated is not None and fair else None
 
 
 class Run(Struct, frozen=True):
@@ -108,6 +148,7 @@ class Run(Struct, frozen=True):
     rounds: int
     peak_rss_bytes: int
     notes: tuple[str, ...]
+    tenants: tuple[TenantPoint, ...] = ()  #: interval by interval, tenants by name
     given: dict[str, Any] = {}  #: what it was asked for in words: trace, overheads, profiles, first
 
 
@@ -166,6 +207,7 @@ def summary(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
     `min_duration_s` alone, and a twin ``_uniform`` by the definition that all peers can be held to (`uniform_rho`).
     """
     done = finished(run)
+    firsts = [app.first_percent_s - app.submit_s for app in done if app.first_percent_s is not None]
     waits = [app.first_start_s - app.submit_s for app in done if app.first_start_s is not None]
     jct = [app.jct_s for app in done if app.jct_s is not None]
     useful = fsum(app.useful_gpu_s for app in run.apps)
@@ -179,6 +221,8 @@ def summary(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
         "p90_jct_s": percentile(jct, 90),
         "p99_jct_s": percentile(jct, 99),
         "avg_wait_s": mean(waits),
+        "avg_first_percent_s": mean(firsts),
+        "p50_first_percent_s": percentile(firsts, 50),
         "makespan_s": makespan,
         **_fairness(run, done, min_duration_s),
         "gpu_seconds_useful": useful,
@@ -186,6 +230,8 @@ def summary(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
         "utilisation": useful / (makespan * run.cluster_gpus) if makespan else None,
         "preemptions": sum(job.preemptions for job in run.jobs),
         "migrations": sum(job.migrations for job in run.jobs),
+        "suspensions": sum(job.suspensions for job in run.jobs),
+        "packed_s": fsum(job.packed_s for job in run.jobs),
         "mean_placement": mean([job.placement for job in run.jobs if job.first_start_s is not None]),
         "events": run.events,
         "messages": run.messages,
@@ -226,7 +272,52 @@ def _fairness(run: Run, done: Sequence[AppRow], min_duration_s: float) -> Figure
         "apps_cut": len(done) - len(long),
         **_rho_figures(_uniform(done, run.cluster_gpus), "_uniform"),
         **_rho_figures(_uniform(long, run.cluster_gpus), "_uniform_cut"),
+        **ltgf_figures(run),
     }
+
+
+def ltgf_figures(run: Run) -> Figures:
+    """Return the figures about long-term GPU-time fairness, 1 or more being fair; None where it was not booked.
+
+    Apps are those that are over. A tenant's interval counts where something was fair for it in that interval: below 1
+    by all that it had since the beginning (`share_intervals_below_1`), or by the interval alone (``_alone``). It is
+    below 1 from 0.99 on, since a grant takes some seconds for ever, unless it is to be so exactly.
+
+    *Source:* Astraea (TPDS 2021): the share of jobs below 0.95, and of tenants' intervals below 1.
+    """
+    within = [app.ltgf for app in run.apps if app.ltgf is not None]
+    among = [app.ltgf_all for app in run.apps if app.ltgf_all is not None]
+    since, alone = interval_indices(run.tenants)
+    return {
+        "count_ltgf_unfair": sum(value < UNFAIR_BELOW for value in within) if within else None,
+        "share_ltgf_unfair": _share_below(within, UNFAIR_BELOW),
+        "share_ltgf_all_unfair": _share_below(among, UNFAIR_BELOW),
+        "p10_ltgf": percentile(within, 10),
+        "p50_ltgf": percentile(within, 50),
+        "tenant_intervals": len(since),
+        "share_intervals_below_1": _share_below(since, 1.0 - DELAY),
+        "share_intervals_below_1_exactly": _share_below(since, 1.0),
+        "share_intervals_unfair": _share_below(since, UNFAIR_BELOW),
+        "share_intervals_below_1_alone": _share_below(alone, 1.0 - DELAY),
+    }
+
+
+def interval_indices(points: Sequence[TenantPoint]) -> tuple[list[float], list[float]]:
+    """Return the tenants' indices of intervals in which something was due: since the beginning, and of each alone."""
+    since, alone = [], []
+    before: dict[str, TenantPoint] = {}
+    for point in points:
+        last = before.get(point.tenant, TenantPoint(0.0, point.tenant, 0.0, 0.0, 0.0))
+        before[point.tenant] = point
+        due = point.fair_gpu_s - last.fair_gpu_s
+        if due > 0.0:
+            since.append(point.allocated_gpu_s / point.fair_gpu_s)
+            alone.append((point.allocated_gpu_s - last.allocated_gpu_s) / due)
+    return since, alone
+
+
+def _share_below(values: Sequence[float], limit: float) -> float | None:
+    return sum(value < limit for value in values) / len(values) if values else None
 
 
 def _uniform(apps: Sequence[AppRow], cluster_gpus: int) -> list[float]:
@@ -251,10 +342,11 @@ def tenants(run: Run) -> list[Figures]:
         apps[app.tenant].append(app)
     used = {name: fsum(app.useful_gpu_s + app.wasted_gpu_s for app in own) for name, own in apps.items()}
     total = fsum(used.values())
-    return [_tenant(name, apps[name], used[name], total) for name in sorted(apps)]
+    stood = {point.tenant: point for point in run.tenants}
+    return [_tenant(name, apps[name], used[name], total, stood.get(name)) for name in sorted(apps)]
 
 
-def _tenant(name: str, apps: Sequence[AppRow], used: float, total: float) -> Figures:
+def _tenant(name: str, apps: Sequence[AppRow], used: float, total: float, stood: TenantPoint | None) -> Figures:
     done = [app for app in apps if app.state == "finished"]
     return {
         "tenant": name,
@@ -266,6 +358,8 @@ def _tenant(name: str, apps: Sequence[AppRow], used: float, total: float) -> Fig
         "share": used / total if total > 0 else None,
         "avg_jct_s": mean([app.jct_s for app in done if app.jct_s is not None]),
         "max_rho": max((app.rho for app in done if app.rho is not None), default=None),
+        "ltgf": None if stood is None else _ratio(stood.allocated_gpu_s, stood.fair_gpu_s),
+        "ltgf_quota": None if stood is None else _ratio(stood.allocated_gpu_s, stood.quota_gpu_s),
     }
 
 

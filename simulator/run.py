@@ -19,19 +19,25 @@ from app_agent.core.tuning.shape import Trial
 from arbiter.core import fairness
 from arbiter.core.fairness import TimeMean
 from arbiter.core.model import ArbiterSettings
-from arbiter.core.turn import LeaseRecord
+from arbiter.core.turn import AppRecord, LeaseRecord
 from node_agent.core.events import StartWorker
-from protocol.messages import JobId, Level, NodeId
+from protocol.messages import JobId, Level, NodeId, device_of
 from simulator.cluster import Cluster
 from simulator.costs import Costs
-from simulator.machines import JobFacts, Tale
-from simulator.profiles import Profiles
-from simulator.results import AppRow, JobRow, Run, State
+from simulator.machines import CONTEXT_BYTES, JobFacts, Tale
+from simulator.profiles import Profiles, kind_of
+from simulator.results import AppRow, JobRow, Run, State, TenantPoint
 from simulator.workload import AppPlan, JobPlan, Workload
 from simulator.world import QUIET_S, Actor, Living, World, quiet
 
+#: How often it is noted where tenants stand: about the length of a round of leases, in the paper too.
+INTERVAL_S = 900.0
 #: Points of the timeline that are kept; of more, every second one goes.
 TIMELINE_MAX = 4000
+#: That of `AppSpec`, where a workload says nothing.
+GRACE_S = 120.0
+#: A job that takes its whole grace period must not be killed at its very end.
+GRACE_SLACK_S = 0.5
 Progress = Callable[[int, int], None]
 
 
@@ -91,9 +97,12 @@ class Simulation:
         self.profiles = profiles
         self.progress = progress
         self.began_s = time.process_time()
-        self.world = World(cluster, settings, costs, wire=wire)
+        self.shared = settings.sharing != "exclusive"
+        self.memory_bytes = min((node.memory_bytes for node in cluster.nodes), default=0)
+        self.world = World(cluster, settings, costs, wire=wire, talks=self.shared)
         self.world.on_over = self._over
         self.world.on_lease = self._lease
+        self.world.on_account = self._account
         self.world.on_round = self._round
         self.world.watcher = self._watch
         self.start_s = min((app.submit_s for app in workload.apps), default=0.0)
@@ -101,6 +110,8 @@ class Simulation:
         self.arrivals: dict[str, float] = {}  #: by app: the integral of the number of apps when it came
         self.ends: dict[str, tuple[float, float]] = {}  #: by app: when it was over, and N_avg
         self.leased: dict[str, float] = {}
+        self.accounts: dict[str, AppRecord] = {}
+        self.tenants: list[TenantPoint] = []
         self.plans = {app.id: app for app in workload.apps}
         self.jobs_total = workload.jobs
         self.jobs_over = 0
@@ -114,6 +125,7 @@ class Simulation:
         world = self.world
         for app in self.workload.apps:
             world.at(app.submit_s - self.start_s, lambda app=app: self._submit(app))  # type: ignore[misc]
+        world.after(INTERVAL_S, self._look_at_tenants)
         total = len(self.workload.apps)
         last_s = max((app.submit_s - self.start_s for app in self.workload.apps), default=0.0)
         # What was dropped by its search, or has just ended, still has to leave its GPUs and be booked.
@@ -132,6 +144,7 @@ class Simulation:
             jobs=tuple(job for _, jobs in rows for job in jobs),
             apps=tuple(app for app, _ in rows),
             timeline=tuple(self.timeline),
+            tenants=tuple(self.tenants),
             cpu_s=time.process_time() - self.began_s,
             events=world.events,
             messages=world.messages,
@@ -147,7 +160,23 @@ class Simulation:
         self.arrivals[plan.id] = self.count.integral(world.now)
         self.count = self.count.observe(self.count.last_value + 1, world.now)
         spec = spec_of(plan)
-        world.submit(plan.id, spec, facts_of(plan, spec, self._slowdown(plan.model)))
+        facts = facts_of(plan, spec, self._slowdown(plan.model))
+        world.submit(plan.id, spec, self._beside(plan, facts) if self.shared else facts)
+
+    def _beside(self, plan: AppPlan, facts: list[JobFacts]) -> list[JobFacts]:
+        """Add what is known of jobs that share a GPU."""
+        profiles, kind = self.profiles, kind_of(plan.model, plan.batch_size)
+        peak_bytes = max(1, int(profiles.memory_share(kind) * self.memory_bytes) - CONTEXT_BYTES)
+        return [
+            replace(
+                each,
+                kind=kind,
+                beside=lambda other: profiles.interference(kind, other)[0],
+                busy=profiles.utilisation(kind),
+                peak_bytes=peak_bytes,
+            )
+            for each in facts
+        ]
 
     def _slowdown(self, model: str) -> Callable[[int, Level], float]:
         if not self.costs.placement:
@@ -169,12 +198,27 @@ class Simulation:
         for effect in effects:
             if type(effect) is StartWorker:
                 used = self.world.machines[NodeId(actor.party.id)].in_use()
-                assert used.isdisjoint(effect.gpus), f"{effect.task} is started on a GPU that another process is on"
+                assert used.isdisjoint(map(device_of, effect.gpus)), (
+                    f"{effect.task} is started on a GPU that another process is on"
+                )
         return True
 
     def _lease(self, record: LeaseRecord) -> None:
         self.leased[record.app] = self.leased.get(record.app, 0.0) + record.end - record.start
         self._note_standing()
+
+    def _account(self, record: AppRecord) -> None:
+        self.accounts[record.app] = record
+
+    def _look_at_tenants(self) -> None:
+        """Note where tenants stand, at the end of every interval for as long as anything is going to happen."""
+        history, now = self.world.arbiter.core.state.history, self.world.now
+        for name in sorted(history.tenants):
+            standing = history.of_tenant(name, now)
+            figures = (standing.allocated_gpu_s, standing.fair_gpu_s, standing.other_gpu_s)
+            self.tenants.append(TenantPoint(now + self.start_s, name, *figures))
+        if self.world.next_s < QUIET_S / 2:
+            self.world.after(INTERVAL_S, self._look_at_tenants)
 
     def _round(self, record: object) -> None:
         self.rounds += 1
@@ -232,6 +276,9 @@ class Simulation:
             preemptions=tale.preemptions,
             migrations=tale.migrations,
             placement=tale.placed / tale.useful_gpu_s if tale.useful_gpu_s > 0.0 else 1.0,
+            first_percent_s=_shifted(tale.first_percent_s, self.start_s),
+            suspensions=tale.suspensions,
+            packed_s=tale.packed_s,
         )
 
     def _app_row(
@@ -250,7 +297,12 @@ class Simulation:
         ideal_s = fairness.ideal_time_s(cluster_s=cluster_s, apps_mean=mean)
         jct_s = None if finish is None else finish + self.start_s - plan.submit_s
         useful_s = fsum(job.useful_gpu_s for job in jobs)
+        # A lease of a seat is no GPU time.
+        wasted_s = (
+            fsum(job.wasted_gpu_s for job in jobs) if self.shared else self.leased.get(living.app, 0.0) - useful_s
+        )
         starts = [job.first_start_s for job in jobs if job.first_start_s is not None]
+        account = self.accounts.get(living.app)
         return AppRow(
             app=plan.id,
             tenant=plan.tenant,
@@ -270,10 +322,16 @@ class Simulation:
             apps_mean=mean,
             alone_s=alone_s,
             useful_gpu_s=useful_s,
-            wasted_gpu_s=max(0.0, self.leased.get(living.app, 0.0) - useful_s),
+            wasted_gpu_s=max(0.0, wasted_s),
             preemptions=sum(job.preemptions for job in jobs),
             migrations=sum(job.migrations for job in jobs),
             placement=fsum(job.placement * job.useful_gpu_s for job in jobs) / useful_s if useful_s > 0.0 else 1.0,
+            first_percent_s=min((job.first_percent_s for job in jobs if job.first_percent_s is not None), default=None),
+            suspensions=sum(job.suspensions for job in jobs),
+            packed_s=fsum(job.packed_s for job in jobs),
+            allocated_gpu_s=account.allocated_gpu_s if account is not None else None,
+            fair_gpu_s=account.fair_gpu_s if account is not None else None,
+            fair_within_gpu_s=account.fair_within_gpu_s if account is not None else None,
         )
 
 
@@ -296,13 +354,19 @@ def spec_of(plan: AppPlan) -> AppSpec:
         tenant=plan.tenant,
         name=plan.id,
         gang=plan.gpus,
-        gpus_max=plan.gpus_max,
+        gpus_max=0 if plan.sizes else plan.gpus_max,
+        sizes=plan.sizes,
         steps_total=steps,
         step_serial_s=sorted(serial_s)[len(serial_s) // 2],
         metric="loss" if several else "",
         mode="min" if several else "max",
         search="halving" if plan.search == "single" else plan.search,
         spans=True,
+        kind=plan.kind,
+        utility=plan.utility,
+        cpus=plan.cpus,
+        host_bytes=plan.host_bytes,
+        grace_s=GRACE_S if plan.leave_s is None else plan.leave_s + GRACE_SLACK_S,
     )
 
 
@@ -322,6 +386,7 @@ def facts_of(plan: AppPlan, spec: AppSpec, slowdown: Callable[[int, Level], floa
                 slowdown=slowdown,
                 reports=tuple((at, loss_at(job, at)) for at in when if at <= job.steps),
                 metric=spec.metric,
+                leave_s=plan.leave_s,
             )
         )
     return facts

@@ -153,8 +153,6 @@ class Weather:
         for party, _ in options.clocks:
             if party.role != "app":
                 self._set_clock(world.actor(party))
-        for node, times in options.slow:
-            world.machines[node].slow = times
         for number in range(len(options.apps)):
             world.at(options.apps[number].submit_s, partial(self._submit, number))
         for fault in options.faults:
@@ -244,6 +242,9 @@ class Weather:
             case "policy":
                 self.settings = replace(self.settings, policy=fault.policy)
                 world.tell(ARBITER, Configured(self.settings))
+            case "sharing":
+                self.settings = replace(self.settings, sharing=fault.sharing)
+                world.tell(ARBITER, Configured(self.settings))
             case _:
                 self._harm_worker(fault)
 
@@ -313,7 +314,7 @@ class Weather:
         machine = self.world.machines[NodeId(fault.who.id)]
         gpu = machine.gpus[fault.number % len(machine.gpus)].id
         for worker in _alive(machine):
-            if gpu in worker.gpus:
+            if gpu in worker.devices:
                 self.harmed[_owner_of(worker)] += 1
         machine.fail_gpu(gpu, "fell off the bus")
         if fault.for_s > 0.0:

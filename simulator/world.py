@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any, Protocol
 
@@ -26,15 +26,28 @@ from app_agent.core.spec import AppSpec
 from arbiter.core.arbiter import Arbiter, Configured, Event
 from arbiter.core.decisions import decide
 from arbiter.core.model import NEVER, ArbiterSettings
-from arbiter.core.turn import Decide, LeaseRecord, Note, RoundRecord
+from arbiter.core.turn import AppRecord, Decide, LeaseRecord, Note, RoundRecord
 from node_agent.core.agent import NodeAgent
 from node_agent.core.events import LocalEvent, StartWorker
 from protocol.codec import decode, encode
 from protocol.core import Connected, Received, Send, Tick
-from protocol.messages import ARBITER, AnyMessage, AppId, GpuId, Grant, JobId, LeaseId, NodeId, OwnerId, Party, Preempt
+from protocol.messages import (
+    ARBITER,
+    AnyMessage,
+    AppId,
+    GpuId,
+    Grant,
+    JobId,
+    LeaseId,
+    NodeId,
+    OwnerId,
+    Party,
+    Preempt,
+    device_of,
+)
 from simulator.cluster import Cluster, NodePlan
 from simulator.costs import Costs
-from simulator.machines import Gpu, JobFacts, Machine, Shelf
+from simulator.machines import PLAIN, Gpu, Host, JobFacts, Machine, Shelf
 
 #: How often agents restate everything in a world that loses no message: never.
 QUIET_S = NEVER / 10
@@ -125,6 +138,10 @@ class World:
         Encode and decode every message as on a bus.
     journal
         Keep every event of the arbiter, with its time.
+    hosts
+        What machines have besides their GPUs; those that are not named are plain.
+    talks
+        Workers say what memory they take once they begin.
     check
         Called after every instant at which something happened, with the world.
     """
@@ -140,11 +157,14 @@ class World:
         route: Route | None = None,
         wire: bool = False,
         journal: bool = False,
+        hosts: Mapping[NodeId, Host] | None = None,
+        talks: bool = False,
         check: Callable[[World], None] | None = None,
     ) -> None:
         self.now = 0.0
         self.costs = costs
         self.settings = settings
+        self.talks = talks
         self.beat_s = beat_s
         self.hello_s = hello_s
         self.shelf = Shelf()
@@ -163,6 +183,7 @@ class World:
         self.on_over: Callable[[Living], None] | None = None
         self.on_round: Callable[[RoundRecord], None] | None = None
         self.on_lease: Callable[[LeaseRecord], None] | None = None
+        self.on_account: Callable[[AppRecord], None] | None = None
         self._route = route
         self._wire = wire
         self._check = check
@@ -178,7 +199,7 @@ class World:
         self.machines: dict[NodeId, Machine] = {}
         self.gpus: dict[GpuId, Gpu] = {}
         for node in cluster.nodes:
-            self._add_node(node)
+            self._add_node(node, (hosts or {}).get(node.id, PLAIN), talks=talks)
         self._tell(self.arbiter, Configured(settings))
         self.lead()
 
@@ -192,12 +213,17 @@ class World:
         """Return the participant of that name."""
         return self._actors[party]
 
+    @property
+    def quantum_s(self) -> float:
+        """How long a turn on a shared GPU lasts at least."""
+        return self.settings.quantum_s
+
     def lead(self) -> None:
         """Let the arbiter begin a new epoch."""
         self.epoch += 1
         self._tell(self.arbiter, Connected(self.epoch))
 
-    def _add_node(self, spec: NodePlan) -> None:
+    def _add_node(self, spec: NodePlan, host: Host, *, talks: bool) -> None:
         party = Party("node", spec.id)
         machine = Machine(
             spec,
@@ -209,6 +235,8 @@ class World:
             facts_of=self._facts_of,
             gpus_of=self._gpus_of,
             taken=lambda gpus: not self._taken.isdisjoint(gpus),
+            host=host,
+            talks=talks,
         )
         self.machines[machine.node] = machine
         self.gpus |= {gpu.id: gpu for gpu in machine.gpus}
@@ -256,7 +284,7 @@ class World:
         host = self.apps[start.app.rpartition("-")[0]].actor.core
         state = host.state.apps[start.app].jobs[int(start.job.rpartition(".")[2])].state
         known = isinstance(state, Attempting) and state.attempt == start.attempt and set(start.gpus) <= set(state.gpus)
-        return [self.gpus[gpu] for gpu in (state.gpus if known else start.gpus)]
+        return [self.gpus[device_of(gpu)] for gpu in (state.gpus if known else start.gpus)]
 
     # --- faults -----------------------------------------------------------------------------------------------------
 
@@ -294,6 +322,11 @@ class World:
                 self._tell(actor, event)
 
     # --- time -------------------------------------------------------------------------------------------------------
+
+    @property
+    def next_s(self) -> float:
+        """When something happens next, by itself; never: infinite."""
+        return self._queue[0][0] if self._queue else inf
 
     def after(self, seconds: float, then: Callable[[], None]) -> None:
         """Run `then` so many seconds from now."""
@@ -424,6 +457,9 @@ class World:
             case LeaseRecord():
                 self._taken.discard(self._lease_gpus.pop(effect.lease, effect.gpu))
                 (self.leases.append if self.on_lease is None else self.on_lease)(effect)
+            case AppRecord():
+                if self.on_account is not None:
+                    self.on_account(effect)
             case Note():
                 self.notes.append((self.now, effect))
             case Accepted(_, app):

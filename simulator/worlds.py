@@ -14,11 +14,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from arbiter.core.model import App
 from arbiter.core.turn import RoundRecord
 from protocol.core import Received, Send
 from protocol.messages import AppReport, Holdings, NodePlan, NodeReport
@@ -47,6 +49,10 @@ Tell = Callable[[str], None]
 Mutant = Callable[[], AbstractContextManager[None]]
 
 _IDS = re.compile(r"app\d+-\d+(?:\.\d+)?(?:-a\d+)?(?:\.\d+)?|n\d+-g\d+|\bn\d+\b")
+
+
+#: Policies under which one that does not fit lets nobody by.
+STRICT = ("fifo", "fitgpp", "lrtp", "rand", "yarn-cs")
 
 
 class Bounds(Struct, frozen=True):
@@ -87,29 +93,34 @@ class Verdict(Struct, frozen=True):
     waiting: dict[str, str]
     cpu_s: float
     lines: tuple[str, ...] = ()
+    policy: str = ""  #: the only one in force, if one was asked for
 
     @property
     def command(self) -> str:
         """What repeats it, with everything that happened."""
-        return f"gpu-arbiter worlds --seed {self.seed} --count 1 --trace"
+        under = f" --policy {self.policy}" if self.policy else ""
+        return f"gpu-arbiter worlds --seed {self.seed} --count 1{under} --trace"
 
 
-def run_worlds(seeds: Sequence[int], *, jobs: int = 1) -> Iterator[Verdict]:
-    """Yield the verdict on the world of each seed, in their order, from so many processes."""
+def run_worlds(seeds: Sequence[int], *, jobs: int = 1, policy: str = "") -> Iterator[Verdict]:
+    """Yield the verdict on the world of each seed, in their order, from so many processes; see `run_world`."""
+    run = partial(run_world, policy=policy)
     if jobs == 1:
-        yield from map(run_world, seeds)
+        yield from map(run, seeds)
         return
     with ProcessPoolExecutor(max_workers=jobs) as pool:
-        yield from pool.map(run_world, seeds, chunksize=BATCH)
+        yield from pool.map(run, seeds, chunksize=BATCH)
 
 
-def run_world(seed: int, *, tell: Tell | None = None, mutant: Mutant = nullcontext) -> Verdict:
-    """Return what becomes of the world of `seed`; `tell` is told every event, `mutant` is in force meanwhile.
+def run_world(seed: int, *, policy: str = "", tell: Tell | None = None, mutant: Mutant = nullcontext) -> Verdict:
+    """Return what becomes of the world of `seed`, under one `policy` if it is named.
+
+    `tell` is told every event, and `mutant` is in force meanwhile.
 
     Nobody listens at first, which is faster; a world that fails is run again for its last lines.
     """
     with mutant():
-        verdict = _Run(draw(seed), tell).verdict()
+        verdict = _Run(draw(seed, policy=policy), tell).verdict()
         if verdict.wrong and tell is None:
             lines: deque[str] = deque(maxlen=LINES_TOLD)
             about = _family(verdict.objects)
@@ -118,9 +129,9 @@ def run_world(seed: int, *, tell: Tell | None = None, mutant: Mutant = nullconte
                 if not about or any(each in line for each in about):
                     lines.append(line)
 
-            _Run(draw(seed), remember).verdict()
+            _Run(draw(seed, policy=policy), remember).verdict()
             verdict = replace(verdict, lines=tuple(lines))
-    return verdict
+    return replace(verdict, policy=policy)
 
 
 def _family(objects: Sequence[str]) -> set[str]:
@@ -144,6 +155,8 @@ class _Run:
             beat_s=options.beat_s,
             hello_s=options.hello_s,
             route=self.network,
+            hosts=dict(options.hosts),
+            talks=options.settings.sharing != "exclusive",
             check=self.checks,
         )
         self.world.on_round = self._count
@@ -210,7 +223,10 @@ class _Run:
         options = self.options
         works = [len(app.spec.trials) * app.work_s / app.spec.gang * 1.6 for app in options.apps]
         change_s = options.costs.change_s * 5
-        seconds = RECOVERY_S + SLACK * sum(work_s + change_s for work_s in works)
+        # Where changing hands takes longer than a lease, little of each lease is work.
+        slowest = max((host.slow for _, host in options.hosts), default=1.0)
+        waste = max(1.0, options.costs.change_s * slowest / options.settings.lease_s)
+        seconds = RECOVERY_S + SLACK * waste * sum(work_s + change_s for work_s in works)
         participants = 1 + len(options.cluster.nodes) + len(options.apps)
         return Bounds(seconds, MESSAGES_RATE_MAX * participants, 1.0 / options.settings.round_pause_s)
 
@@ -235,14 +251,16 @@ class _Run:
 
     def _first_in_line(self, living: Living) -> str:
         """Say behind whom a strict first-in, first-out order keeps an app for ever, or return an empty string."""
-        if self.weather.settings.policy != "fifo":
+        policy = self.weather.settings.policy
+        if policy not in STRICT:
             return ""
         apps = self.world.arbiter.core.state.apps
         before = [
             other
             for other in self.world.apps.values()
             if other.over_at is None and other.app in apps and not self._fits(other) and living.app in apps
-            if apps[other.app].arrival < apps[living.app].arrival
+            if _place_in_line(policy, apps[other.app]) < _place_in_line(policy, apps[living.app])
+            if policy != "yarn-cs" or apps[other.app].tenant == apps[living.app].tenant
         ]
         return f"strict order keeps it behind {before[0].app}, which does not fit" if before else ""
 
@@ -279,12 +297,17 @@ class _Run:
                 raise Violation(f"{count} {what} in {seconds:.0f} s after the faults, and {allowed:.0f} are allowed")
 
 
+def _place_in_line(policy: str, app: App) -> tuple[int, int]:
+    """Return by what a strict order goes: under those with preemption for trials, who made room for one comes first."""
+    return (0 if policy in ("fifo", "yarn-cs") else -app.preempted_in, app.arrival)
+
+
 def _room(world: World, living: Living) -> int:
-    """Return the healthy GPUs of the largest place that one job of the app may lie in."""
+    """Return the healthy and trusted GPUs of the largest place that one job of the app may lie in."""
     sizes: dict[tuple[str, ...], int] = {}
     for machine in world.machines.values():
         for gpu in machine.gpus:
-            if gpu.id not in machine.sick:
+            if gpu.id not in machine.sick and gpu.id not in machine.ledger.quarantined:
                 place = _place(living, gpu.node, gpu.slot)
                 sizes[place] = sizes.get(place, 0) + 1
     return max(sizes.values(), default=0)

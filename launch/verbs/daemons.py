@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
+from msgspec.structs import replace
 
 from launch import log_lines
 from launch.buses import open_bus
@@ -13,6 +15,7 @@ from launch.faults import usage
 from launch.notify import feeder
 from launch.service import faults, serve
 from launch.surface import answering
+from protocol.messages import Sharing
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="the daemon's TOML file, see docs/operations.md")]
 LogLevel = Annotated[str, typer.Option(help=", ".join(log_lines.LEVELS))]
@@ -29,18 +32,30 @@ def add(app: typer.Typer) -> None:
 def up(
     gpus: Annotated[str, typer.Option(help="simulated:N per node, or nvml for this host's real GPUs")] = "simulated:4",
     nodes: Annotated[int, typer.Option(min=1, max=64, help="nodes to pretend to be (1 with nvml)")] = 1,
+    policy: Annotated[str, typer.Option(help="who gets GPUs: see docs/policies.md")] = "themis",
+    sharing: Annotated[str, typer.Option(help="exclusive, timeslice or pack: see docs/sharing.md")] = "exclusive",
     state_dir: Annotated[Path | None, typer.Option(help="where the state is kept between runs")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="start with nothing, and leave nothing")] = False,
     log_level: LogLevel = "error",  # a person reads along, and what else there is to say is in the answers
 ) -> None:
     """Start everything on this machine: arbiter, node agents and app agent in one process. Ctrl-C stops it."""
     with answering(as_json=False):
+        from arbiter.core.policies import POLICIES
         from launch import up as site
 
         _set_log_level(log_level)
         if gpus == "nvml" and nodes != 1:
             raise usage("--gpus nvml is this host, which is one node", "leave --nodes out")
-        site.run(site.Options(gpus=gpus, nodes=nodes, state_dir=state_dir, fresh=fresh))
+        chosen = {"policy": _one_of("--policy", policy, sorted(POLICIES))}
+        chosen["sharing"] = _one_of("--sharing", sharing, get_args(Sharing))
+        options = site.Options(gpus=gpus, nodes=nodes, state_dir=state_dir, fresh=fresh)
+        site.run(replace(options, **chosen))
+
+
+def _one_of(option: str, value: str, known: Sequence[str]) -> str:
+    if value not in known:
+        raise usage(f"{option} is {value!r}; it may be {', '.join(known)}", f"try {option} {known[0]}")
+    return value
 
 
 def arbiter(config: Config, log_level: LogLevel = "info") -> None:

@@ -1,4 +1,4 @@
-"""`ps`, `explain`, `logs`, `nodes`: what is, and why."""
+"""`ps`, `explain`, `logs`, `nodes`, `shares`: what is, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Selector = Annotated[str, typer.Argument(metavar="ID", help="an app's id, or `la
 
 def add(app: typer.Typer) -> None:
     """Add this group's verbs to `app`."""
-    for verb in (ps, explain, logs, nodes):
+    for verb in (ps, explain, logs, nodes, shares):
         app.command()(verb)
 
 
@@ -68,3 +68,14 @@ def nodes(json: Json = False) -> None:
             emit(document)
         else:
             say(views.nodes_table(document))
+
+
+def shares(json: Json = False) -> None:
+    """Show what each tenant is due and has had of the GPU time: LTGF of 1 or more is fair."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        document = client.query("shares")
+        if as_json:
+            emit(document)
+        else:
+            say(views.shares_table(document))

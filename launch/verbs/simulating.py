@@ -42,6 +42,11 @@ ProfilesOption = Annotated[
 Lease = Annotated[str | None, typer.Option(help="length of a lease (600s)")]
 RoundPause = Annotated[str | None, typer.Option(help="least time between rounds (1s; 0s without overheads)")]
 Knob = Annotated[float | None, typer.Option("--fairness-knob", help="f: the (1 - f) part of the apps bids (0.8)")]
+Sharing = Annotated[
+    str | None, typer.Option(metavar="exclusive|timeslice|pack", help="how jobs share a GPU (exclusive)")
+]
+Seats = Annotated[int | None, typer.Option(help="the most jobs on one GPU, where GPUs are shared (4)")]
+Quantum = Annotated[str | None, typer.Option(help="how long a turn on a shared GPU lasts at least (60s)")]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="of drawn traces, ties and lots")]
 MinDuration = Annotated[str, typer.Option(help="rho figures with a cut leave out apps shorter than this")]
 First = Annotated[int, typer.Option(min=0, metavar="N", help="only the first N jobs of the trace (0: all)")]
@@ -52,13 +57,16 @@ SetMany = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=V1,V2,...", help="a setting and its values; repeatable")
 ]
 Policies = Annotated[str, typer.Option(metavar="A,B,C|all", help="which policies")]
+Tenants = Annotated[Path | None, typer.Option(metavar="FILE", help="a CSV of tenant and share: what each is due")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 #: Settings with a flag of their own.
-FLAGGED = ("lease_s", "round_pause_s", "fairness_knob")
+FLAGGED = ("lease_s", "round_pause_s", "fairness_knob", "sharing", "seats", "quantum_s")
 
 #: Of one run, for people: heading, name in the summary, digits.
 SHOWN = (
+    ("avg time to 1 % of the work [s]", "avg_first_percent_s", 1),
+    ("p50 time to 1 % of the work [s]", "p50_first_percent_s", 1),
     ("avg JCT [s]", "avg_jct_s", 1),
     ("p50 JCT [s]", "p50_jct_s", 1),
     ("p99 JCT [s]", "p99_jct_s", 1),
@@ -73,11 +81,15 @@ SHOWN = (
     ("max uniform rho", "max_rho_uniform", 3),
     ("max uniform rho, cut", "max_rho_uniform_cut", 3),
     ("Jain index of 1/rho", "jain_index", 3),
+    ("share of apps with LTGF < 0.95", "share_ltgf_unfair", 3),
+    ("share of tenants' intervals with LTGF < 1", "share_intervals_below_1", 3),
     ("GPU seconds useful", "gpu_seconds_useful", 1),
     ("GPU seconds wasted", "gpu_seconds_wasted", 1),
     ("utilisation", "utilisation", 3),
     ("preemptions", "preemptions", 0),
     ("migrations", "migrations", 0),
+    ("suspensions", "suspensions", 0),
+    ("trained beside another [s]", "packed_s", 0),
     ("mean placement score", "mean_placement", 3),
     ("rounds", "rounds", 0),
     ("CPU [s]", "cpu_s", 2),
@@ -93,6 +105,8 @@ COMPARED = (
     ("MAX RHO", "max_rho", 3),
     ("CUT", "max_rho_cut", 3),
     ("MEAN RHO", "mean_rho", 3),
+    ("LTGF<.95", "share_ltgf_unfair", 3),
+    ("TENANTS<1", "share_intervals_below_1", 3),
     ("WASTED", "gpu_seconds_wasted", 0),
     ("UTIL", "utilisation", 3),
     ("PREEMPT", "preemptions", 0),
@@ -126,10 +140,14 @@ def simulate(
     lease: Lease = None,
     round_pause: RoundPause = None,
     fairness_knob: Knob = None,
+    sharing: Sharing = None,
+    seats: Seats = None,
+    quantum: Quantum = None,
     set_: SetOption = None,
     seed: Seed = 0,
     min_duration: MinDuration = "60s",
     first: First = 0,
+    tenants: Tenants = None,
     out: Annotated[Path | None, typer.Option(help="folder for jobs.csv, apps.csv, summary.json")] = None,
     json: Json = False,
 ) -> None:
@@ -142,9 +160,11 @@ def simulate(
         from simulator import results
         from simulator.experiment import Experiment, prepare
 
-        knobs = _knobs(lease, round_pause, fairness_knob, set_)
+        flags = _flags(lease, round_pause, fairness_knob, sharing, seats, quantum)
+        knobs = _knobs(flags, set_)
         shortest_s = seconds(min_duration, "--min-duration")
-        experiment = Experiment(trace, cluster, policy, overheads, profiles, seed, first, knobs)
+        due = str(tenants or "")
+        experiment = Experiment(trace, cluster, policy, overheads, profiles, seed, first, knobs, due)
         prepare([experiment])
         if out is not None:
             _demand_folder(out, results.FILES)
@@ -168,10 +188,14 @@ def compare(
     lease: Lease = None,
     round_pause: RoundPause = None,
     fairness_knob: Knob = None,
+    sharing: Sharing = None,
+    seats: Seats = None,
+    quantum: Quantum = None,
     set_: SetOption = None,
     seed: Seed = 0,
     min_duration: MinDuration = "60s",
     first: First = 0,
+    tenants: Tenants = None,
     html: Annotated[Path | None, typer.Option(help="write a report, one file that needs no network")] = None,
     json: Json = False,
 ) -> None:
@@ -181,11 +205,12 @@ def compare(
         from simulator import fluid, report, results
         from simulator.experiment import Experiment, prepare
 
-        knobs = _knobs(lease, round_pause, fairness_knob, set_)
+        flags = _flags(lease, round_pause, fairness_knob, sharing, seats, quantum)
+        knobs = _knobs(flags, set_)
         shortest_s = seconds(min_duration, "--min-duration")
         names = _policies(policies)
         experiments = [
-            Experiment(trace, cluster, name, overheads, profiles, seed, first, knobs)
+            Experiment(trace, cluster, name, overheads, profiles, seed, first, knobs, str(tenants or ""))
             for name in (*(name for name in names if name != fluid.NAME), fluid.NAME)
         ]
         prepare(experiments)
@@ -208,12 +233,16 @@ def sweep(
     trace: Trace,
     cluster: ClusterOption,
     policies: Policies = "themis",
+    sharing: Annotated[str | None, typer.Option(metavar="MODE,...", help="exclusive, timeslice, pack")] = None,
+    seats: Annotated[str | None, typer.Option(metavar="N,...", help="the most jobs on one shared GPU")] = None,
+    quantum: Annotated[str | None, typer.Option(metavar="TIME,...", help="least length of a turn on one")] = None,
     set_: SetMany = None,
     seeds: Annotated[str, typer.Option(metavar="0-7|0,3,5", help="each combination runs once with each")] = "0",
     overheads: Overheads = "default",
     profiles: ProfilesOption = "built-in",
     min_duration: MinDuration = "60s",
     first: First = 0,
+    tenants: Tenants = None,
     jobs: Annotated[int, typer.Option(min=0, help="processes on this machine (0: one per core)")] = 0,
     dask: Annotated[str, typer.Option(metavar="URL", help="run on the cluster of this Dask scheduler instead")] = "",
     json: Json = False,
@@ -225,8 +254,9 @@ def sweep(
         from simulator.experiment import Experiment, prepare, probes
 
         shortest_s = seconds(min_duration, "--min-duration")
-        base = Experiment(trace, cluster, "", overheads, profiles, 0, first)
-        experiments = sweeping.grid(base, _policies(policies), _many(set_), _seeds(seeds))
+        base = Experiment(trace, cluster, "", overheads, profiles, 0, first, (), str(tenants or ""))
+        words = [*_lists(sharing, seats, quantum), *(set_ or ())]
+        experiments = sweeping.grid(base, _policies(policies), _many(words), _seeds(seeds))
         prepare(experiments)
         if any(probes(experiment.policy) for experiment in experiments):
             auction.prepare()
@@ -322,11 +352,9 @@ def _unfinished(run: Run) -> tuple[str, int, int]:
 # --- words of the command line ----------------------------------------------------------------------------------------
 
 
-def _knobs(
-    lease: str | None, round_pause: str | None, fairness_knob: float | None, words: Sequence[str] | None
-) -> tuple[tuple[str, str], ...]:
+def _knobs(flags: Iterable[tuple[str, str]], words: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
     """Return all settings that one run is given, each once."""
-    knobs = (*_flags(lease, round_pause, fairness_knob), *_single(words))
+    knobs = (*flags, *_single(words))
     for place, (name, _) in enumerate(knobs):
         if name in dict(knobs[:place]):
             own = f"--{name.removesuffix('_s').replace('_', '-')}" if name in FLAGGED else "--set"
@@ -334,7 +362,14 @@ def _knobs(
     return knobs
 
 
-def _flags(lease: str | None, round_pause: str | None, fairness_knob: float | None) -> Iterator[tuple[str, str]]:
+def _flags(
+    lease: str | None,
+    round_pause: str | None,
+    fairness_knob: float | None,
+    sharing: str | None,
+    seats: int | None,
+    quantum: str | None,
+) -> Iterator[tuple[str, str]]:
     """Yield the settings that have flags of their own."""
     if lease is not None:
         yield "lease_s", str(seconds(lease, "--lease"))
@@ -342,6 +377,12 @@ def _flags(lease: str | None, round_pause: str | None, fairness_knob: float | No
         yield "round_pause_s", str(seconds(round_pause, "--round-pause"))
     if fairness_knob is not None:
         yield "fairness_knob", str(fairness_knob)
+    if sharing is not None:
+        yield "sharing", sharing
+    if seats is not None:
+        yield "seats", str(seats)
+    if quantum is not None:
+        yield "quantum_s", str(seconds(quantum, "--quantum"))
 
 
 def _single(words: Sequence[str] | None) -> Iterator[tuple[str, str]]:
@@ -351,6 +392,16 @@ def _single(words: Sequence[str] | None) -> Iterator[tuple[str, str]]:
         if not (name and equals and value):
             raise usage(f"--set is {word!r}", "write NAME=VALUE, such as probe_s=1")
         yield name, value
+
+
+def _lists(sharing: str | None, seats: str | None, quantum: str | None) -> Iterator[str]:
+    """Yield what the flags of `sweep` set, in the words of ``--set``."""
+    if sharing is not None:
+        yield f"sharing={sharing}"
+    if seats is not None:
+        yield f"seats={seats}"
+    if quantum is not None:
+        yield f"quantum_s={','.join(str(seconds(each, '--quantum')) for each in quantum.split(','))}"
 
 
 def _many(words: Sequence[str] | None) -> Mapping[str, tuple[str, ...]]:

@@ -21,10 +21,14 @@ PROGRAM = {"allow_interspersed_args": False}  # everything after the first word 
 Command = Annotated[
     list[str] | None, typer.Argument(metavar="[--] COMMAND [ARGS]...", help="the program and its arguments")
 ]
-Gpus = Annotated[int | None, typer.Option("-g", "--gpus", min=1, help="GPUs each job needs at once, on one node (1)")]
-MinGpus = Annotated[int | None, typer.Option(min=1, help="the same as --gpus, for an app that can also use more")]
-MaxGpus = Annotated[
-    int | None, typer.Option(min=1, help="the most GPUs a job can use; it must be able to restart on more")
+Gpus = Annotated[
+    str | None,
+    typer.Option(
+        "-g",
+        "--gpus",
+        metavar="N[,N...]",
+        help="GPUs each job needs at once, on one node (1); several numbers, smallest first, if it can change its size",
+    ),
 ]
 Tenant = Annotated[
     str | None, typer.Option(envvar="GPU_ARBITER_TENANT", help="who pays; the daemon's default otherwise")
@@ -37,6 +41,24 @@ Checkpoints = Annotated[
     Path | None, typer.Option("--checkpoint-dir", help="folder that every node sees (./checkpoints)")
 ]
 Grace = Annotated[str | None, typer.Option(help="time to save before a preemption turns to force (120s)")]
+Priority = Annotated[
+    int | None,
+    typer.Option(min=-1000, max=1000, help="on a shared GPU: not suspended for an app of lower priority (0)"),
+]
+Kind = Annotated[
+    str | None,
+    typer.Option("--class", help="batch, or trial: starts at once if it can, at the cost of one batch app (batch)"),
+]
+Cpus = Annotated[float | None, typer.Option(min=0, help="CPU cores each job needs on its node (none asked for)")]
+Memory = Annotated[str | None, typer.Option(help="host memory each job needs on its node, such as 8G (none asked for)")]
+Weight = Annotated[float | None, typer.Option(help="part of the GPU time among your tenant's apps, 1 being usual (1)")]
+Utility = Annotated[
+    str | None,
+    typer.Option(help="what it is worth by when it ends: deadline:6h, soft:6h, none or sigmoid:50,2/h,6h (unsaid)"),
+]
+StepTime = Annotated[
+    str | None, typer.Option("--step-time", help="time of one mini-batch on one GPU, until it is measured")
+]
 PreemptBy = Annotated[str | None, typer.Option(help="auto, checkpoint or suspend (auto)")]
 Env = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE, or NAME to pass on your own; repeatable")]
 Restarts = Annotated[int | None, typer.Option("--max-restarts", min=0, help="new starts after failures (3)")]
@@ -66,14 +88,19 @@ def add(app: typer.Typer) -> None:
 def submit(
     command: Command = None,
     gpus: Gpus = None,
-    min_gpus: MinGpus = None,
-    max_gpus: MaxGpus = None,
     tenant: Tenant = None,
     name: Name = None,
     steps: Steps = None,
     checkpoint_dir: Checkpoints = None,
     grace: Grace = None,
     preempt_by: PreemptBy = None,
+    priority: Priority = None,
+    kind: Kind = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    weight: Weight = None,
+    utility: Utility = None,
+    step_time: StepTime = None,
     env: Env = None,
     max_restarts: Restarts = None,
     trials: TrialFile = None,
@@ -109,14 +136,19 @@ def submit(
 def run(
     command: Command = None,
     gpus: Gpus = None,
-    min_gpus: MinGpus = None,
-    max_gpus: MaxGpus = None,
     tenant: Tenant = None,
     name: Name = None,
     steps: Steps = None,
     checkpoint_dir: Checkpoints = None,
     grace: Grace = None,
     preempt_by: PreemptBy = None,
+    priority: Priority = None,
+    kind: Kind = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    weight: Weight = None,
+    utility: Utility = None,
+    step_time: StepTime = None,
     env: Env = None,
     max_restarts: Restarts = None,
     file: SpecFile = None,
@@ -202,17 +234,23 @@ def _spec(flags: dict[str, Any]) -> AppSpec:
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that flags were given for."""
-    if flags["gpus"] and flags["min_gpus"] and flags["gpus"] != flags["min_gpus"]:
-        raise usage("--gpus and --min-gpus differ", "give one of them")
+    sizes = spec.gpu_sizes(flags["gpus"], "--gpus") if flags["gpus"] is not None else ()
     fields = {
-        "gang": flags["gpus"] or flags["min_gpus"],
-        "gpus_max": flags["max_gpus"],
+        "gang": sizes[0] if sizes else None,
+        "sizes": (sizes if len(sizes) > 1 else ()) if sizes else None,
         "tenant": flags["tenant"],
         "name": flags["name"],
         "steps_total": flags["steps"],
         "checkpoint_root": spec.absolute(flags["checkpoint_dir"]) if flags["checkpoint_dir"] else None,
         "grace_s": spec.seconds(flags["grace"], "--grace") if flags["grace"] else None,
         "preempt_by": flags["preempt_by"],
+        "priority": flags["priority"],
+        "kind": flags["kind"],
+        "cpus": flags["cpus"],
+        "host_bytes": spec.size(flags["memory"], "--memory") if flags["memory"] else None,
+        "weight": flags["weight"],
+        "utility": flags["utility"],
+        "step_serial_s": spec.seconds(flags["step_time"], "--step-time") if flags["step_time"] else None,
         "max_restarts": flags["max_restarts"],
         "metric": flags.get("metric"),
         "mode": flags.get("mode"),

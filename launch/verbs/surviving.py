@@ -30,6 +30,7 @@ def worlds(
     count: Annotated[int, typer.Option(min=1, max=COUNT_MAX, help="how many worlds")] = 200,
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="of the first; each next one has the next")] = 0,
     jobs: Annotated[int, typer.Option(min=0, help="processes (0: one for each core)")] = 0,
+    policy: Annotated[str, typer.Option(help="the only policy, in place of one or more drawn for each")] = "",
     trace: Annotated[bool, typer.Option("--trace", help="print everything that happens, too")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
@@ -40,14 +41,20 @@ def worlds(
     """
     as_json = wants_json(json)
     with answering(as_json=as_json):
+        from arbiter.core.policies import POLICIES
         from simulator.worlds import cores, report, run_world, run_worlds, summary
 
+        if policy and policy not in POLICIES:
+            known = ", ".join(sorted(POLICIES))
+            raise Fault(
+                f"there is no policy {policy}", code=exit_codes.USAGE, next_step=f"--policy with one of {known}"
+            )
         seeds = range(seed, seed + count)
         progress = _Progress(count)
         verdicts: list[Verdict] = []
         tell = note if as_json else say
-        traced = (run_world(each, tell=tell) for each in seeds)
-        for verdict in traced if trace else run_worlds(seeds, jobs=min(jobs or cores(), count)):
+        traced = (run_world(each, policy=policy, tell=tell) for each in seeds)
+        for verdict in traced if trace else run_worlds(seeds, jobs=min(jobs or cores(), count), policy=policy):
             verdicts.append(verdict)
             progress.show(verdicts)
             if verdict.wrong and not as_json:

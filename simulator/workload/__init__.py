@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from simulator.workload.curves import loss_curve
+from simulator.workload.fitgpp import fitgpp_workload
 from simulator.workload.load import load
 from simulator.workload.plans import AppPlan, JobPlan, Search, Workload, WorkloadError, gpu_seconds, halving_share
 from simulator.workload.themis import themis_workload
@@ -13,6 +14,7 @@ __all__ = [
     "Search",
     "Workload",
     "WorkloadError",
+    "fitgpp_workload",
     "gpu_seconds",
     "halving_share",
     "load",

@@ -8,6 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 from app_agent.core.spec import phases_of
+from protocol.messages import Kind, Utility
 
 Search = Literal["single", "all", "halving", "hyperband", "curve"]
 #: How the jobs of an app that has several may belong together.
@@ -54,11 +55,21 @@ class AppPlan(Struct, frozen=True):
         When it is submitted, on the workload's own clock.
     gpus, gpus_max
         The gang that each of its jobs needs, and the most that one job can use; equal: rigid.
+    sizes
+        The numbers of GPUs that a job accepts, rising, from `gpus` to `gpus_max`; none: all multiples of `gpus`.
     model, batch_size
         What it trains, the key into the profiles; empty and 0: unknown.
     search
         How its jobs belong together: ``single`` job, ``all`` run to their ends, or one of them is sought by successive
         ``halving``, ``hyperband`` or stopping by performance ``curve``.
+    kind
+        ``trial`` for trial and error, ``batch`` for best effort.
+    cpus, host_bytes
+        What each of its jobs needs of its node beside GPUs; 0: it asks for none.
+    utility
+        What it is worth by when it ends, as its owner declares it; None: it does not say.
+    leave_s
+        How long its jobs take to leave, which is the grace period that they declare; None: as all jobs, by the costs.
     """
 
     id: str
@@ -70,6 +81,12 @@ class AppPlan(Struct, frozen=True):
     model: str = ""
     batch_size: int = 0
     search: Search = "single"
+    sizes: tuple[int, ...] = ()
+    kind: Kind = "batch"
+    cpus: float = 0.0
+    host_bytes: int = 0
+    leave_s: float | None = None
+    utility: Utility | None = None
 
 
 class Workload(Struct, frozen=True):

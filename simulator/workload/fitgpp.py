@@ -1,0 +1,177 @@
+"""The synthetic workloads of FitGpp (OpML 2019): trials and batch jobs that ask for CPU cores, memory and GPUs.
+
+Published, or recalled from the publication (PAPERS.md section 3): 30 % of the jobs are trials (TE); run times and grace
+periods follow truncated normal distributions: TE with mean 5 min, at most 30; best effort (BE) mean 30 min, at most 24
+h; grace periods mean 3 min, at most 20; decisions every minute; jobs come such that FIFO sees a load of 2.
+
+What had to be decided, since it is not published:
+
+- *Load 2*: under FIFO what waits and what runs together demands twice what the cluster has, of the resource that is
+  asked for most, all the time. The generator plays FIFO and submits a job whenever it is less. (With twice the work
+  coming in that the cluster can do, waits would grow without end; the published ones do not.)
+- Standard deviations equal the means; what falls outside [least, most] is drawn anew, the least being a minute (grace:
+  none). Everything is in whole minutes, as decisions are.
+- Demands are independent truncated normals, whole numbers: GPUs 2 +- 2 of 1 to 8, CPU cores 8 +- 8 of 1 to 32, memory
+  48 +- 48 GB of 1 to 256. Each job lies on one node.
+- Trials, too, have a grace period, which nobody ever asks of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec import Struct
+
+from simulator.cluster import Cluster
+from simulator.workload.plans import AppPlan, JobPlan, Workload, WorkloadError
+
+MINUTE_S = 60.0
+GB = 2**30
+#: (mean, least, most) in minutes.
+TRIAL_MIN, BATCH_MIN, GRACE_MIN = (5.0, 1, 30), (30.0, 1, 24 * 60), (3.0, 0, 20)
+GPUS, CPUS, MEMORY_GB = (2.0, 1, 8), (8.0, 1, 32), (48.0, 1, 256)
+TRIALS, LOAD = 0.3, 2.0
+#: More than anybody means; a slip of the keyboard should not fill the memory.
+JOBS_MAX = 2**20
+
+
+class _Draft(Struct, frozen=True):
+    """A job before it is known when it comes; times in minutes, `demand` in GPUs, cores and GB."""
+
+    trial: bool
+    run_min: int
+    grace_min: int
+    demand: tuple[int, int, int]
+
+
+def fitgpp_workload(
+    cluster: Cluster,
+    *,
+    seed: int,
+    jobs: int = 2**11,
+    trials: float = TRIALS,
+    load: float = LOAD,
+    grace: float = 1.0,
+) -> Workload:
+    """Return a workload of FitGpp's evaluation, drawn from `seed` for `cluster`.
+
+    Parameters
+    ----------
+    cluster
+        Its nodes' GPUs, CPU cores and memory bound how densely jobs come.
+    seed
+        The same gives the same workload, to the last bit.
+    jobs
+        How many; the paper has 2^16.
+    trials
+        The part of them that are trials.
+    load
+        What FIFO has to bear: demand of all jobs there, in units of the cluster.
+    grace
+        Grace periods are so many times as long.
+
+    Raises
+    ------
+    WorkloadError
+        For a number out of range, or a cluster that does not say what its nodes have.
+    """
+    _require(jobs, trials, load, grace)
+    nodes = [(node.gpus, node.cpus, node.host_bytes / GB) for node in cluster.nodes]
+    if not all(gpus >= GPUS[2] and cpus >= CPUS[2] and memory >= MEMORY_GB[2] for gpus, cpus, memory in nodes):
+        raise WorkloadError(
+            f"the cluster {cluster.name} has nodes with fewer than {GPUS[2]} GPUs, {CPUS[2]} CPU cores or "
+            f"{MEMORY_GB[2]} GB; take fitgpp-84x8, or a cluster file that says cpus and host_memory_gib"
+        )
+    dice = np.random.default_rng(seed)
+    drafts = [_draft(dice, trials, grace) for _ in range(jobs)]
+    times = _times(drafts, nodes, load)
+    width = len(str(jobs))
+    apps = tuple(
+        AppPlan(
+            id=f"{'te' if draft.trial else 'be'}-{number + 1:0{width}}",
+            tenant="fitgpp",
+            submit_s=at * MINUTE_S,
+            gpus=draft.demand[0],
+            gpus_max=draft.demand[0],
+            jobs=(JobPlan(draft.run_min * MINUTE_S, draft.run_min * 6),),
+            kind="trial" if draft.trial else "batch",
+            cpus=float(draft.demand[1]),
+            host_bytes=draft.demand[2] * GB,
+            leave_s=draft.grace_min * MINUTE_S,
+        )
+        for number, (draft, at) in enumerate(zip(drafts, times, strict=True))
+    )
+    return Workload("fitgpp", apps, _notes(trials, load, grace), seed)
+
+
+def _require(jobs: int, trials: float, load: float, grace: float) -> None:
+    if not 1 <= jobs <= JOBS_MAX:
+        raise WorkloadError(f"jobs is {jobs}; give from 1 to {JOBS_MAX}")
+    if not 0.0 <= trials <= 1.0:
+        raise WorkloadError(f"trials is {trials}; give a part from 0 to 1")
+    if not 0.1 <= load <= 100.0:
+        raise WorkloadError(f"load is {load}; give a number from 0.1 to 100, such as 2")
+    if not 0.0 <= grace <= 1000.0:
+        raise WorkloadError(f"grace is {grace}; give a number from 0 to 1000, such as 1 or 8")
+
+
+def _draft(dice: np.random.Generator, trials: float, grace: float) -> _Draft:
+    trial = bool(dice.random() < trials)
+    return _Draft(
+        trial=trial,
+        run_min=_normal(dice, TRIAL_MIN if trial else BATCH_MIN),
+        grace_min=round(grace * _normal(dice, GRACE_MIN)),
+        demand=(_normal(dice, GPUS), _normal(dice, CPUS), _normal(dice, MEMORY_GB)),
+    )
+
+
+def _normal(dice: np.random.Generator, shape: tuple[float, int, int]) -> int:
+    """Return a whole number of a truncated normal distribution whose deviation is its mean."""
+    mean, least, most = shape
+    while True:
+        value = round(float(dice.normal(mean, mean)))
+        if least <= value <= most:
+            return value
+
+
+def _times(drafts: Sequence[_Draft], nodes: Sequence[tuple[float, float, float]], load: float) -> list[int]:
+    """Return the minute in which each job comes: as soon as there is less than `load` in the system under FIFO."""
+    total = np.array(nodes, dtype=float).sum(axis=0)
+    free = np.array(nodes, dtype=float)
+    there = np.zeros(3)
+    queue: deque[int] = deque()
+    ends: list[tuple[int, int, int]] = []
+    times: list[int] = []
+    minute = 0
+    while len(times) < len(drafts):
+        while ends and ends[0][0] <= minute:
+            _, number, node = heapq.heappop(ends)
+            demand = np.array(drafts[number].demand, dtype=float)
+            free[node] += demand
+            there -= demand
+        while len(times) < len(drafts) and (there / total).max() < load:
+            there += drafts[len(times)].demand
+            queue.append(len(times))
+            times.append(minute)
+        while queue:
+            demand = np.array(drafts[queue[0]].demand, dtype=float)
+            able = np.flatnonzero((free >= demand).all(axis=1))
+            if not len(able):
+                break
+            node = int(able[np.argmin(free[able, 0])])
+            free[node] -= demand
+            number = queue.popleft()
+            heapq.heappush(ends, (minute + drafts[number].run_min, number, node))
+        minute = ends[0][0] if (there / total).max() >= load else minute + 1
+    return times
+
+
+def _notes(trials: float, load: float, grace: float) -> tuple[str, ...]:
+    return (
+        f"FitGpp's workload: {trials:.0%} trials; run times 5 and 30 min, grace periods {3 * grace:g} min in the mean",
+        f"under FIFO what waits and runs demands {load:g} times the cluster; how jobs come is set by that",
+        "demands are assumed: GPUs 2 of 1-8, cores 8 of 1-32, memory 48 GB of 1-256, truncated normal",
+    )
