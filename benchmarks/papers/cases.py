@@ -11,15 +11,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from arbiter.core.auction import bids
+from benchmarks.papers.document import Memory
 from protocol.core import Send
 from protocol.messages import AnyMessage, Bid, Level, ProbeReply
 from simulator import fluid
@@ -100,39 +99,7 @@ class Figures(Struct, frozen=True):
     worst: str
 
 
-class Kept(Struct, frozen=True):
-    """A line of the file of runs that are done."""
-
-    case: Case
-    figures: Figures
-
-
-class Memory:
-    """The runs that are done; with a `file` also those of an earlier call, so that a long evaluation can be resumed.
-
-    The file is true of the code that wrote it only: delete it when the code has changed.
-    """
-
-    def __init__(self) -> None:
-        self.done: dict[Case, Figures] = {}
-        self.file: Path | None = None
-
-    def use(self, file: Path) -> None:
-        """Read what `file` holds, if it is there, and write down in it every run from now on."""
-        self.file = file
-        lines = file.read_bytes().splitlines() if file.exists() else []
-        kept = (msgspec.json.decode(line, type=Kept) for line in lines)
-        self.done |= {each.case: each.figures for each in kept}
-
-    def add(self, case: Case, figures: Figures) -> None:
-        """Note a run that is done."""
-        self.done[case] = figures
-        if self.file is not None:
-            with self.file.open("ab") as file:
-                file.write(msgspec.json.encode(Kept(case, figures)) + b"\n")
-
-
-MEMORY = Memory()
+MEMORY = Memory(Case, Figures)
 
 
 def run(case: Case) -> Figures:

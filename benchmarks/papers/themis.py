@@ -30,6 +30,7 @@ from msgspec.structs import replace
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
 from benchmarks.papers.cases import FLUID, MEMORY, Case, Figures, Knobs, Lie, liars_jct_s, rhos_alone, run
+from benchmarks.papers.document import Claim, Report, Table, arguments, keeping, mean, report_of, said, show
 from simulator.costs import DEFAULT
 from simulator.sweep import interval
 from simulator.workload.themis import Kind
@@ -111,24 +112,6 @@ QUICK = Plan(
 )
 
 
-class Claim(Struct, frozen=True):
-    """A published figure, ours, the goal, and whether ours meets it; `met` is null where nothing is asked."""
-
-    name: str
-    paper: str
-    ours: str
-    goal: str
-    met: bool | None
-
-
-class Table(Struct, frozen=True):
-    """Figures behind claims: mean over the seeds, and where there are several its 95 % interval as ``± half``."""
-
-    name: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
 class Part(Struct, frozen=True):
     """What one part of the evaluation says."""
 
@@ -136,31 +119,7 @@ class Part(Struct, frozen=True):
     tables: tuple[Table, ...]
 
 
-class Report(Struct, frozen=True):
-    """The whole document."""
-
-    schema: str
-    claims: tuple[Claim, ...]
-    tables: tuple[Table, ...]
-    inputs: dict[str, Any]
-    cpu_s: float
-
-
 # --- figures over seeds -----------------------------------------------------------------------------------------------
-
-
-def said(values: Sequence[float], form: str = ".2f") -> str:
-    """Return the mean of `values`, and its 95 % interval if there are several."""
-    found = interval(values)
-    middle, low = found["mean"], found["low"]
-    assert middle is not None
-    return f"{middle:{form}}" + ("" if low is None else f" ± {middle - low:{form}}")
-
-
-def mean(values: Sequence[float]) -> float:
-    middle = interval(values)["mean"]
-    assert middle is not None
-    return middle
 
 
 def ratios(case: Case, policy: str, seeds: Sequence[int], figure: Callable[[Figures], float]) -> list[float]:
@@ -485,28 +444,9 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
 def evaluate(plan: Plan, parts: Sequence[str]) -> Report:
     """Return the document of these parts."""
     done = [PARTS[name](plan) for name in parts]
-    return Report(
-        schema=SCHEMA,
-        claims=tuple(claim for part in done for claim in part.claims),
-        tables=tuple(table for part in done for table in part.tables),
-        inputs={"plan": msgspec.to_builtins(plan), "parts": list(parts), "costs": msgspec.to_builtins(DEFAULT)},
-        cpu_s=sum(figures.cpu_s for figures in MEMORY.done.values()),
-    )
-
-
-def text_of(report: Report) -> str:
-    """Return the document as Markdown."""
-    claims = tuple(
-        (claim.name, claim.paper, claim.ours, claim.goal, {True: "met", False: "**missed**", None: ""}[claim.met])
-        for claim in report.claims
-    )
-    tables = (Table("Claims", ("claim", "paper", "ours", "goal", ""), claims), *report.tables)
-    return "\n".join(f"## {table.name[0].upper()}{table.name[1:]}\n\n{_markdown(table)}\n" for table in tables)
-
-
-def _markdown(table: Table) -> str:
-    lines = [table.columns, tuple("---" for _ in table.columns), *table.rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    inputs = {"plan": msgspec.to_builtins(plan), "parts": list(parts), "costs": msgspec.to_builtins(DEFAULT)}
+    cpu_s = sum(figures.cpu_s for figures in MEMORY.done.values())
+    return report_of(SCHEMA, [(part.claims, part.tables) for part in done], inputs, cpu_s)
 
 
 def main() -> int:
@@ -520,27 +460,15 @@ def main() -> int:
         if options.seeds:
             plan = replace(plan, seeds=tuple(range(options.seeds)), few_seeds=tuple(range(options.seeds)))
         report = evaluate(plan, options.only)
-    print(msgspec.json.encode(report).decode() if options.json else text_of(report))
+    show(report, json=options.json)
     return 0
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--quick", action="store_true", help="a small part of everything: less than two minutes")
+    parser = keeping(arguments(__doc__, PARTS, quick="less than two minutes"))
     parser.add_argument("--seeds", type=int, help="so many seeds in all parts but large and liar")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="note runs here, and do not repeat those noted")
     parser.add_argument("--tables", type=Path, metavar="FILE", help="run nothing, print the tables of such a document")
-    parser.add_argument("--only", type=_parts, default=tuple(PARTS), metavar="PART,...", help=", ".join(PARTS))
     return parser.parse_args()
-
-
-def _parts(text: str) -> tuple[str, ...]:
-    parts = tuple(text.split(","))
-    unknown = [part for part in parts if part not in PARTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"there is no part {unknown[0]!r}; choose of {', '.join(PARTS)}")
-    return parts
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+"""A training script that has never heard of gpu-arbiter, for the demonstration on a real GPU.
+
+Its weights at the end depend on every bit of its state; their SHA-256 goes into the file `--out`.
+"""
+
+import argparse
+import hashlib
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--passes", type=int, default=1, help="micro-batches of a mini-batch")
+    parser.add_argument("--idle-ms", type=float, default=0.0, help="of each mini-batch: stands for loading data")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+    torch.manual_seed(options.seed)
+    width = options.width
+    layers = (nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(options.layers))
+    model = nn.Sequential(*layers).to(options.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for _ in range(options.steps):
+        for _ in range(options.passes):
+            batch = torch.randn(256, width, device=options.device)
+            (model(batch) - batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if options.device == "cuda":
+            torch.cuda.synchronize()
+        time.sleep(options.idle_ms / 1000)
+    digest = hashlib.sha256()
+    for weights in model.parameters():
+        digest.update(weights.detach().cpu().numpy().tobytes())
+    options.out.write_text(digest.hexdigest() + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""From submission to the last mini-batch on real GPUs: a site in this process, two jobs in turns, then packed.
+
+Each job wants all GPUs of this host (and trains on the first), so that both share, however many there are.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from app_agent.core.spec import AppSpec
+from benchmarks.gpu.readings import Readings
+from benchmarks.gpu.record import Figures, Section, Setting, Skip
+from benchmarks.gpu.trainees import trainee
+from launch import log_lines
+from launch.client import Client, open_client
+from launch.demo import settings
+from launch.site import end_everything, in_process, local_site, memory_bus, wait_ready
+from launch.spec import environment
+from launch.views import OVER
+from protocol.messages import Sharing
+
+JOB = Path(__file__).resolve().parents[1] / "job.py"
+NAMES = ("ana", "bob")
+LEASE_S, POLL_S = 30.0, 0.25
+#: Passed on if set: where the driver's library lies, and packages outside the interpreter's own folders.
+PASSED_ON = ("LD_LIBRARY_PATH", "PYTHONPATH")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How long things take. `steps` of one job; `quantum_s` of a turn; `limit_s` for both jobs together."""
+
+    steps: int
+    quantum_s: float
+    limit_s: float
+    options: tuple[str, ...]
+
+
+REAL = Scale(800, 4.0, 150.0, ("--device", "cuda", "--passes", "8", "--idle-ms", "15"))
+REHEARSED = Scale(500, 0.7, 150.0, ("--device", "cpu", "--width", "128", "--layers", "2", "--idle-ms", "15"))
+
+
+def run(setting: Setting, section: Section) -> None:
+    """Run the jobs alone, then in turns, then packed; compare what came out."""
+    scale = setting.pick(REAL, REHEARSED)
+    with tempfile.TemporaryDirectory(prefix="gpu-arbiter-gpu-demo-") as scratch:
+        alone = {name: _alone(Path(scratch), scale, seed, name) for seed, name in enumerate(NAMES)}
+        section.note(alone_s={name: seconds for name, (_, seconds) in alone.items()})
+        for sharing in ("timeslice", "pack"):
+            found = _shared(setting, Path(scratch), scale, sharing)
+            section.note(**{sharing: found})
+            _judge(section, sharing, found, {name: sha256 for name, (sha256, _) in alone.items()})
+
+
+def _command(folder: Path, scale: Scale, seed: int, name: str) -> tuple[str, ...]:
+    told = ("--steps", str(scale.steps), "--seed", str(seed), "--out", str(folder / f"{name}.sha256"))
+    return (sys.executable, str(JOB), *scale.options, *told)
+
+
+def _alone(scratch: Path, scale: Scale, seed: int, name: str) -> tuple[str, float]:
+    """Return the digest of a job's weights with the GPU to itself, and its seconds."""
+    folder = scratch / "alone"
+    folder.mkdir(exist_ok=True)
+    begun = time.monotonic()
+    subprocess.run(_command(folder, scale, seed, name), check=True, timeout=scale.limit_s, stdout=subprocess.DEVNULL)
+    return (folder / f"{name}.sha256").read_text().strip(), time.monotonic() - begun
+
+
+def _shared(setting: Setting, scratch: Path, scale: Scale, sharing: Sharing) -> Figures:
+    """Run both jobs on a site that shares GPUs like that; return what was seen."""
+    folder = scratch / sharing
+    folder.mkdir()
+    rules = replace(settings(LEASE_S), policy="gandiva", sharing=sharing, quantum_s=scale.quantum_s)
+    site = local_site(folder, nodes=1, gpus=setting.pick("nvml", "simulated:1"), owner="bench", settings=rules)
+    with (setting.out / f"demo-{sharing}.jsonl").open("w") as log:
+        log_lines.configure(json=True, stream=log)
+        with in_process(site, memory_bus()) as check:
+            wait_ready(site, check)
+            with open_client(site.socket) as client:
+                try:
+                    return _trained(setting, client, check, folder, scale)
+                finally:
+                    end_everything(client)
+
+
+def _trained(setting: Setting, client: Client, check: Callable[[], None], folder: Path, scale: Scale) -> Figures:
+    gang = _gpus(client)
+    begun, digests = time.monotonic(), {}
+    for seed, name in enumerate(NAMES):
+        client.submit(_spec(folder, scale, seed, name, gang))
+    seen = _watch(setting, client, check, begun + scale.limit_s)
+    for name in NAMES:
+        path = folder / f"{name}.sha256"
+        digests[name] = path.read_text().strip() if path.exists() else ""
+    apps = client.query("apps")["apps"]
+    told = {app["name"]: {key: app[key] for key in ("state", "jct_s", "suspensions", "rho")} for app in apps}
+    return {"gpus": gang, "wall_s": time.monotonic() - begun, "apps": told, "digests": digests, **seen}
+
+
+def _gpus(client: Client) -> int:
+    """Return how many GPUs the node has for us."""
+    gpus = [gpu for node in client.query("nodes")["nodes"] for gpu in node["gpus"]]
+    usable = [gpu for gpu in gpus if gpu["healthy"]]
+    if not usable or len(usable) < len(gpus):
+        raise Skip(f"the node agent counts on {len(usable)} of {len(gpus)} GPUs; end what else runs there: {gpus}")
+    return len(usable)
+
+
+def _spec(folder: Path, scale: Scale, seed: int, name: str, gang: int) -> AppSpec:
+    from os import environ
+
+    return AppSpec(
+        trials=(_command(folder, scale, seed, name),),
+        cwd=str(folder),
+        checkpoint_root=str(folder / "checkpoints"),
+        tenant="default",
+        name=name,
+        env=environment([variable for variable in PASSED_ON if variable in environ], environ),
+        gang=gang,
+        steps_total=scale.steps,
+        grace_s=20.0,
+    )
+
+
+def _watch(setting: Setting, client: Client, check: Callable[[], None], deadline: float) -> Figures:
+    """Look until both are over or time is; return the most that was in use, and who ran together with whom."""
+    # Looked at from outside, not through the site. No context of ours is on the GPU while the jobs run.
+    with trainee("cpu") as one:
+        readings = Readings.of(one) if not setting.rehearsal else Readings(None, None)
+    used = packed = 0
+    remarks: set[str] = set()
+    shares: dict[str, float] = {}
+    while time.monotonic() < deadline:
+        check()
+        apps: list[dict[str, Any]] = client.query("apps")["apps"]
+        used = max(used, readings.used_bytes() or 0)
+        tasks = {task["task"]: task["measured"] for app in apps for task in app["tasks"]}
+        packed += any(measured["packed_with"] for measured in tasks.values())
+        remarks |= {measured["remark"] for measured in tasks.values() if measured["remark"]}
+        shares |= {task: measured["share"] for task, measured in tasks.items() if measured["share"] < 1}
+        if all(app["state"] in OVER for app in apps):
+            break
+        time.sleep(POLL_S)
+    return {"used_bytes_max": used, "packed_looks": packed, "remarks": sorted(remarks), "shares": shares}
+
+
+def _judge(section: Section, sharing: Sharing, found: Figures, alone: dict[str, str]) -> None:
+    states = {name: app["state"] for name, app in found["apps"].items()}
+    section.check(f"both jobs finish: {sharing}", set(states.values()) == {"finished"}, states=states)
+    section.check(f"both end with the weights of runs alone: {sharing}", found["digests"] == alone, alone=alone)
+    suspensions = {name: app["suspensions"] for name, app in found["apps"].items()}
+    if sharing == "timeslice":
+        section.check("both gave way to each other", min(suspensions.values()) >= 1, suspensions=suspensions)
+        section.check("nobody was packed in turns", found["packed_looks"] == 0, looks=found["packed_looks"])
+    else:
+        section.check("the two were tried together on the GPU", bool(found["packed_looks"]), remarks=found["remarks"])

@@ -1,0 +1,144 @@
+"""The driver's checkpoint: through the helper program of the node agent, on processes that know nothing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.gpu import training
+from benchmarks.gpu.readings import Readings
+from benchmarks.gpu.record import Figures, Section, Setting, Skip
+from benchmarks.gpu.sections.park import ALLOCATORS, Undisturbed
+from benchmarks.gpu.trainees import ROOT, Died, Failed, Trainee, trainee
+
+#: By its path: whoever has no msgspec cannot import the package around it.
+HELPER = ROOT / "node_agent" / "workers" / "driver_helper.py"
+LIMIT_S, LOCK_S, PROBE_S = 120.0, 20.0, 90.0
+CYCLES = 3
+#: Of GPU memory, for a process that must be able to move to host memory and back within a turn.
+SMALL_GB = 1.0
+
+
+def run(setting: Setting, section: Section) -> None:
+    """Try the driver out as a node agent does, then suspend trainings in all sorts of moments."""
+    helper = setting.helper or (sys.executable, "-I", str(HELPER))
+    verdict = ask(helper, {"do": "probe", "timeout_s": PROBE_S})
+    section.note(verdict=verdict)
+    if not verdict["ok"]:
+        raise Skip(f"the driver cannot checkpoint processes here: {verdict['reason']}")
+    undisturbed = Undisturbed(setting, section, "the driver's checkpoint is exact to the bit")
+    try:
+        _at_rest(setting, section, helper, undisturbed)
+        _amid_steps(setting, section, helper, undisturbed)
+        for name, value in ALLOCATORS.items():
+            _allocator(setting, section, helper, undisturbed, {name: value})
+    finally:
+        undisturbed.compare()
+
+
+def ask(helper: tuple[str, ...], request: Figures) -> Figures:
+    """Return the helper's answer, with the seconds that each call of the driver took under `phases`.
+
+    `ok` false, and `at` what it was about, if it hung or crashed.
+    """
+    phases: dict[str, float] = {}
+    at, begun = "start", time.monotonic()
+    command = [*helper, json.dumps(request)]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        # The helper ends itself by an alarm, so this loop ends too.
+        for text in program.stdout:
+            now = time.monotonic()
+            phases[at] = phases.get(at, 0.0) + now - begun
+            line = json.loads(text)
+            if "ok" in line:
+                return {"reason": "", **line, "phases": phases}
+            at, begun = line["at"], now
+    return {"ok": False, "reason": f"it hung or crashed in {at!r}", "at": at, "phases": phases}
+
+
+def turn(helper: tuple[str, ...], one: Trainee, readings: Readings) -> Figures:
+    """Suspend and resume a trainee; say how long each took and what the GPU and the host held meanwhile."""
+    rss_before = resident_bytes(one.pid)
+    held = readings.process_bytes(one.pid) or 0
+    out = ask(helper, {"do": "suspend", "pids": [one.pid], "lock_s": LOCK_S, "timeout_s": LIMIT_S})
+    if not out["ok"]:
+        return {"ok": False, "reason": out["reason"], "suspend": out}
+    off = {"on_gpu": one.pid in (readings.processes() or {}), "used_bytes": readings.used_bytes()}
+    rss = resident_bytes(one.pid) - rss_before
+    back = ask(helper, {"do": "resume", "pids": [one.pid], "moves": {}, "timeout_s": LIMIT_S})
+    told = {"ok": back["ok"], "reason": back["reason"], "suspend": out["phases"], "resume": back["phases"]}
+    speeds = {"out_gb_s": _rate(held, out, "checkpoint"), "in_gb_s": _rate(held, back, "restore")}
+    return {**told, **speeds, "bytes": held, "while_off": off, "rss_growth_bytes": rss}
+
+
+def resident_bytes(pid: int) -> int:
+    """Return what the process holds in host memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _rate(size: int, answer: Figures, phase: str) -> float | None:
+    seconds = answer["phases"].get(phase)
+    return size / seconds / 1e9 if seconds and size else None
+
+
+def _at_rest(setting: Setting, section: Section, helper: tuple[str, ...], undisturbed: Undisturbed) -> None:
+    """Suspend a training between its mini-batches, three times."""
+    options: Figures = {"gb": setting.gb}
+    with trainee(setting.device, "at rest") as one:
+        one.ask(training.begin, **options)
+        readings, turns = Readings.of(one), []
+        for _ in range(CYCLES):
+            turns.append(turn(helper, one, readings))
+            if not turns[-1]["ok"]:
+                break
+            one.ask(training.run, steps=2)
+        section.note(at_rest=turns)
+        if not _held(section, "between mini-batches", turns[-1]):
+            return
+        off = [each["while_off"] for each in turns]
+        section.check("a suspended process is not on the GPU", not any(each["on_gpu"] for each in off), while_off=off)
+        undisturbed.end("between mini-batches", one, **options)
+
+
+def _amid_steps(setting: Setting, section: Section, helper: tuple[str, ...], undisturbed: Undisturbed) -> None:
+    """Suspend a training that is busy: what no library at a boundary can do."""
+    options: Figures = {"gb": min(SMALL_GB, setting.gb)}
+    with trainee(setting.device, "amid steps") as one:
+        one.ask(training.begin, **options)
+        readings = Readings.of(one)
+        pace_s = one.ask(training.run, steps=10)["seconds"] / 10
+        one.send(training.run, steps=max(10, int(setting.pick(6.0, 2.0) / pace_s)))
+        time.sleep(setting.pick(2.0, 0.5))
+        found = turn(helper, one, readings)
+        section.note(amid_steps=found)
+        if _held(section, "amid mini-batches", found):
+            one.hear()
+            undisturbed.end("amid mini-batches", one, **options)
+
+
+def _allocator(
+    setting: Setting, section: Section, helper: tuple[str, ...], undisturbed: Undisturbed, conf: dict[str, str]
+) -> None:
+    """Find out whether the driver can do it under another allocator; either answer is one."""
+    ((name, value),) = conf.items()
+    env = {"PYTORCH_CUDA_ALLOC_CONF": value, "PYTORCH_ALLOC_CONF": value}
+    options: Figures = {"gb": min(SMALL_GB, setting.gb)}
+    with trainee(setting.device, name, env) as one:
+        try:
+            one.ask(training.begin, **options)
+            found = turn(helper, one, Readings.of(one))
+            section.note(**{name: found})
+            if found["ok"]:
+                undisturbed.end(name, one, **options)
+        except (Died, Failed) as error:
+            section.note(**{name: {"ok": False, "reason": str(error)}})
+
+
+def _held(section: Section, when: str, found: Figures) -> bool:
+    section.check(f"the driver suspends and resumes a training {when}", found["ok"], reason=found["reason"])
+    return bool(found["ok"])

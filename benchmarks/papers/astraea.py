@@ -1,0 +1,352 @@
+"""Astraea's evaluation: ``python benchmarks/papers/astraea.py [--quick] [--json] [--only PART,...] [--keep FILE]``.
+
+Long-term GPU-time fairness of every policy on two weeks of Philly with its tenants and their weights (Astraea, TPDS
+2021; PAPERS.md section 4), by the cores that run live, in virtual time. Parts:
+
+*policies*: `astraea` beside what the paper compares it with, with its quota variant, and `themis` with tenants first,
+at each load; *lease*: the length of leases.
+
+LTGF is GPU time had over GPU time that was fair, so 1 or more is fair. A job's is that within its tenant (Eq. 15), up
+to its end; a tenant's is looked at every 15 minutes, by all that it has had since the beginning over min(demand, quota)
+(Eq. 8), where something was due to it. Below 1 is below 0.99: a grant takes some seconds, for ever.
+
+In full: all jobs on 140 nodes of 8 GPUs. A load of 1 is the trace as it is, which asks for 1.6 times the GPUs; at other
+loads the same jobs come faster or slower. With `--quick`: every tenth job of two days, of a day at most, on a tenth
+of the nodes. Nothing is drawn, so there is no seed. Costs are `simulator.costs.DEFAULT`. The traces are not part of the
+repository: the folder ``shared`` must lie in or beside it. `--keep` notes every run in a file and takes from it those
+that are done.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Sequence
+from functools import cache
+from math import fsum, inf
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
+
+from arbiter.core.history import TenantTerms
+from arbiter.core.model import ArbiterSettings
+from arbiter.core.policy import Settings
+from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, report_of, show
+from benchmarks.papers.gandiva import TRACE, shared_folder, trace
+from protocol.messages import TenantId
+from simulator.cluster import parse_cluster
+from simulator.costs import DEFAULT
+from simulator.profiles import built_in
+from simulator.results import Run, summary
+from simulator.run import Simulation
+from simulator.workload import AppPlan, JobPlan, Workload
+from simulator.world import quiet
+
+SCHEMA = "astraea-evaluation/v1"
+SHARES = Path("traces", "philly", "tenant_shares.csv")
+LEASE_S = 900.0
+GOAL_THEMIS, GOAL_YARN, GOAL_INTERVALS, GOAL_JCT, GOAL_OVERHEAD = 2.8, 10.0, 1.3, 0.01, 0.01
+
+
+class Mode(Struct, frozen=True):
+    """A policy with its settings."""
+
+    name: str
+    policy: str
+    settings: Settings = Settings(reasons_max=0)
+
+
+ASTRAEA = Mode("astraea", "astraea")
+QUOTA = Mode("astraea, quota variant", "astraea", Settings(reasons_max=0, astraea_quota_variant=True))
+THEMIS = Mode("themis", "themis")
+TENANTS = Mode("themis, tenants first", "themis", Settings(reasons_max=0, tenants_first=True))
+YARN = Mode("yarn-cs", "yarn-cs")
+OTHERS = (THEMIS, YARN, *(Mode(name, name) for name in ("hived", "allox", "gandiva-fair", "las")))
+MODES = (ASTRAEA, QUOTA, *OTHERS, TENANTS)
+
+
+class Case(Struct, frozen=True):
+    """One run: every `stride`-th job of so many `hours` from `start_h` on, which come `load` times as fast."""
+
+    mode: Mode
+    cluster: str
+    start_h: float
+    hours: float
+    stride: int
+    limit_s: float | None  #: jobs that run for longer are cut
+    load: float
+    lease_s: float = LEASE_S
+
+
+class Figures(Struct, frozen=True):
+    """What is compared of a run; shares of jobs and of tenants' intervals from 0 to 1."""
+
+    jobs: int
+    unfinished: int
+    demand: float  #: GPU time of the jobs over what the cluster has while they come
+    unfair: float
+    unfair_all: float  #: among all jobs (Eq. 4), tenants aside
+    below: float
+    below_exactly: float
+    below_alone: float
+    intervals: int
+    avg_jct_s: float
+    p50_jct_s: float
+    p99_jct_s: float
+    max_rho: float
+    utilisation: float
+    overhead: float  #: time on GPUs without progress, the first start included, over JCT
+    preemptions: int
+    rounds: int
+    cpu_s: float
+
+
+class Plan(Struct, frozen=True):
+    """How much is done."""
+
+    cluster: str
+    start_h: float
+    hours: float
+    stride: int
+    limit_s: float | None
+    loads: tuple[float, ...]
+    leases_s: tuple[float, ...]
+
+
+FULL = Plan("philly-140x8", 0.0, 336.0, 1, None, (1.0, 0.6, 0.8), (300.0, 600.0, 900.0, 1800.0, 3600.0))
+QUICK = Plan("14x8", 120.0, 48.0, 10, 86400.0, (4.2,), (300.0, 900.0, 3600.0))
+
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def terms() -> tuple[TenantTerms, ...]:
+    """Return the weights of the tenants that the trace has."""
+    there = {app.tenant for app in trace().apps}
+    with (shared_folder() / SHARES).open() as file:
+        return tuple(
+            TenantTerms(TenantId(row["tenant"]), weight=float(row["share"]))
+            for row in csv.DictReader(file)
+            if row["tenant"] in there
+        )
+
+
+def workload_of(case: Case) -> Workload:
+    """Return the jobs of a case."""
+    start_s, end_s = case.start_h * 3600.0, (case.start_h + case.hours) * 3600.0
+    there = [app for app in trace().apps if start_s <= app.submit_s < end_s]
+    return Workload(TRACE.stem, tuple(shaped(app, case, start_s) for app in there[:: case.stride]))
+
+
+def shaped(app: AppPlan, case: Case, start_s: float) -> AppPlan:
+    (job,) = app.jobs
+    duration_s = min(job.duration_s, inf if case.limit_s is None else case.limit_s)
+    plan = JobPlan(duration_s, max(1, round(job.steps * duration_s / job.duration_s)))
+    return replace(app, submit_s=(app.submit_s - start_s) / case.load, jobs=(plan,))
+
+
+MEMORY = Memory(Case, Figures)
+
+
+def run(case: Case) -> Figures:
+    """Run a case, unless that has been done; it says so on standard error."""
+    if case not in MEMORY.done:
+        figures = figures_of(case)
+        print(
+            f"{case.mode.name}, load {case.load:g}, lease {case.lease_s:g}: {figures.cpu_s:.1f} CPU s",
+            file=sys.stderr,
+            flush=True,
+        )
+        MEMORY.add(case, figures)
+    return MEMORY.done[case]
+
+
+def figures_of(case: Case) -> Figures:
+    settings = ArbiterSettings(
+        policy=case.mode.policy, policy_settings=case.mode.settings, lease_s=case.lease_s, tenants=terms()
+    )
+    workload, cluster = workload_of(case), parse_cluster(case.cluster)
+    found = Simulation(workload, cluster, quiet(settings), DEFAULT, built_in()).run()
+    whole = summary(found)
+    work = fsum(app.gpus * app.jobs[0].duration_s for app in workload.apps)
+    return Figures(
+        jobs=whole["jobs_in"],
+        unfinished=whole["jobs_unfinished"],
+        demand=work / (case.hours * 3600.0 / case.load * cluster.gpus),
+        unfair=whole["share_ltgf_unfair"],
+        unfair_all=whole["share_ltgf_all_unfair"],
+        below=whole["share_intervals_below_1"],
+        below_exactly=whole["share_intervals_below_1_exactly"],
+        below_alone=whole["share_intervals_below_1_alone"],
+        intervals=whole["tenant_intervals"],
+        avg_jct_s=whole["avg_jct_s"],
+        p50_jct_s=whole["p50_jct_s"],
+        p99_jct_s=whole["p99_jct_s"],
+        max_rho=whole["max_rho"],
+        utilisation=whole["utilisation"],
+        overhead=overhead_of(found),
+        preemptions=whole["preemptions"],
+        rounds=whole["rounds"],
+        cpu_s=whole["cpu_s"],
+    )
+
+
+def overhead_of(found: Run) -> float:
+    """Return the time that jobs had their GPUs without making progress, over all their completion times."""
+    done = [app for app in found.apps if app.jct_s is not None]
+    idle_s = fsum(job.wasted_gpu_s / job.gpus for job in found.jobs if job.finish_s is not None)
+    return idle_s / fsum(app.jct_s or 0.0 for app in done)
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+COLUMNS = (
+    "", "jobs LTGF < 0.95 %", "among all %", "tenants' intervals < 1 %", "exactly < 1 %", "intervals alone < 1 %",
+    "mean JCT h", "median JCT h", "p99 JCT h", "max rho", "utilisation", "overhead % of JCT", "preemptions", "rounds",
+    "unfinished",
+)  # fmt: skip
+
+
+def base(plan: Plan, mode: Mode, load: float, **changes: Any) -> Case:
+    case = Case(mode, plan.cluster, plan.start_h, plan.hours, plan.stride, plan.limit_s, load)
+    return replace(case, **changes)
+
+
+def row_of(name: str, found: Figures) -> tuple[str, ...]:
+    shares = (found.unfair, found.unfair_all, found.below, found.below_exactly, found.below_alone)
+    return (
+        name,
+        *(f"{100 * share:.2f}" for share in shares),
+        f"{found.avg_jct_s / 3600:.3f}",
+        f"{found.p50_jct_s / 3600:.3f}",
+        f"{found.p99_jct_s / 3600:.2f}",
+        f"{found.max_rho:.2f}",
+        f"{found.utilisation:.3f}",
+        f"{100 * found.overhead:.2f}",
+        str(found.preemptions),
+        str(found.rounds),
+        str(found.unfinished),
+    )
+
+
+def policies_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
+    """Every policy at every load."""
+    claims, tables = [], []
+    for load in plan.loads:
+        found = {mode.name: run(base(plan, mode, load)) for mode in MODES}
+        first = found[ASTRAEA.name]
+        title = f"load {load:g}: {first.jobs} jobs on {plan.cluster}, demand {first.demand:.2f} times the GPUs"
+        tables.append(Table(title, COLUMNS, tuple(row_of(name, each) for name, each in found.items())))
+        claims += claims_at(f"load {load:g}", found)
+    return claims, tables
+
+
+def claims_at(where: str, found: dict[str, Figures]) -> list[Claim]:
+    ours = found[ASTRAEA.name]
+    others = {mode.name: found[mode.name] for mode in OTHERS}
+    least = min(others, key=lambda name: others[name].below)
+    soonest = min(others, key=lambda name: others[name].avg_jct_s)
+    later = ours.avg_jct_s / others[soonest].avg_jct_s - 1.0
+    return [
+        _unfair_claim(where, ours, THEMIS.name, others[THEMIS.name], GOAL_THEMIS, "7.1 % against 19.7 %"),
+        _unfair_claim(where, ours, YARN.name, others[YARN.name], GOAL_YARN, "7.1 % against 73.6 %"),
+        Claim(
+            f"{where}: share of tenants' intervals with LTGF < 1, best other / astraea",
+            "5.2 % against 6.9 % (AlloX)",
+            f"{_times(others[least].below, ours.below)} ({100 * ours.below:.2f} % against "
+            f"{100 * others[least].below:.2f} %, {least})",
+            f">= {GOAL_INTERVALS:g}",
+            others[least].below >= GOAL_INTERVALS * ours.below and others[least].below > ours.below,
+        ),
+        Claim(
+            f"{where}: mean JCT over the lowest of the others",
+            "the lowest",
+            f"{100 * later:+.1f} % ({soonest})",
+            f"<= {100 * GOAL_JCT:+g} %",
+            later <= GOAL_JCT,
+        ),
+        Claim(
+            f"{where}: lease overhead at {LEASE_S:g} s, of JCT",
+            "0.8 %",
+            f"{100 * ours.overhead:.2f} %",
+            f"< {100 * GOAL_OVERHEAD:g} %",
+            ours.overhead < GOAL_OVERHEAD,
+        ),
+        _combination_claim(where, found),
+    ]
+
+
+def _unfair_claim(where: str, ours: Figures, name: str, other: Figures, goal: float, paper: str) -> Claim:
+    return Claim(
+        f"{where}: share of jobs with LTGF < 0.95, {name} / astraea",
+        paper,
+        f"{_times(other.unfair, ours.unfair)} ({100 * ours.unfair:.2f} % against {100 * other.unfair:.2f} %)",
+        f">= {goal:g}",
+        other.unfair >= goal * ours.unfair and other.unfair > ours.unfair,
+    )
+
+
+def _combination_claim(where: str, found: dict[str, Figures]) -> Claim:
+    """Return whether `themis` is better with tenants first: fairer to jobs and tenants, and no later."""
+    with_, without = found[TENANTS.name], found[THEMIS.name]
+    better = with_.unfair <= without.unfair and with_.below <= without.below
+    return Claim(
+        f"{where}: themis with tenants first, against themis",
+        "",
+        f"unfair jobs {100 * with_.unfair:.2f} % against {100 * without.unfair:.2f} %, tenants' intervals below 1 "
+        f"{100 * with_.below:.2f} % against {100 * without.below:.2f} %, mean JCT "
+        f"{100 * (with_.avg_jct_s / without.avg_jct_s - 1):+.1f} %, max rho {with_.max_rho:.2f} against "
+        f"{without.max_rho:.2f}",
+        "no worse in both shares, mean JCT at most 1 % longer",
+        better and with_.avg_jct_s <= 1.01 * without.avg_jct_s,
+    )
+
+
+def _times(more: float, less: float) -> str:
+    return f"{more / less:.1f} times" if less > 0.0 else ("none at all" if more > 0.0 else "both none")
+
+
+def lease_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
+    """How long leases are: fairness against overhead."""
+    load = plan.loads[0]
+    found = {lease_s: run(base(plan, ASTRAEA, load, lease_s=lease_s)) for lease_s in plan.leases_s}
+    rows = tuple(row_of(f"{lease_s:g} s", each) for lease_s, each in found.items())
+    shortest, longest = found[min(found)], found[max(found)]
+    claim = Claim(
+        "length of leases: the shortest is fairest, the longest cheapest",
+        "short ones are fair, long ones cheap",
+        ", ".join(
+            f"{s:g} s: unfair {100 * f.unfair:.2f} %, overhead {100 * f.overhead:.2f} %" for s, f in found.items()
+        ),
+        "unfair share and overhead ordered so",
+        shortest.unfair <= longest.unfair and shortest.overhead >= longest.overhead,
+    )
+    return [claim], [Table(f"length of leases, load {load:g}", COLUMNS, rows)]
+
+
+PARTS = {"policies": policies_part, "lease": lease_part}
+
+
+def evaluate(plan: Plan, parts: Sequence[str]) -> Report:
+    """Return the document of these parts."""
+    done = [PARTS[name](plan) for name in parts]
+    inputs = {"plan": msgspec.to_builtins(plan), "parts": list(parts), "costs": msgspec.to_builtins(DEFAULT)}
+    return report_of(SCHEMA, done, inputs, fsum(figures.cpu_s for figures in MEMORY.done.values()))
+
+
+def main() -> int:
+    options = keeping(arguments(__doc__, PARTS, quick="about two minutes")).parse_args()
+    if options.keep:
+        MEMORY.use(options.keep)
+    show(evaluate(QUICK if options.quick else FULL, options.only), json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Labelled traces for the benchmark of introspection."""
