@@ -5,10 +5,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 N ?= 2000
+TORCH ?= torch==2.13.0
 PACKAGES := protocol arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test format lint types contracts check worlds bench papers lock clean
+.PHONY: help setup demo test format lint types contracts check worlds bench gpu papers full lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -31,7 +32,12 @@ demo: $(READY) ## two nodes of four simulated GPUs, two tenants, six apps; figur
 
 test: $(READY) ## all tests; installs RabbitMQ when it may, else says what to do
 	sh scripts/ensure-rabbitmq.sh
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not alone"
+	$(BIN)/python -m pytest -m "alone and not full"
+
+full: $(READY) ## the tests that `make test` leaves out, since quicker ones cover most of them (about half an hour)
+	sh scripts/ensure-rabbitmq.sh
+	$(BIN)/python -m pytest -m full
 
 format: $(READY) ## rewrite the code in the house's format
 	$(BIN)/ruff format .
@@ -62,6 +68,9 @@ bench: $(READY) ## the benchmarks, one JSON document each in out/bench/
 		cat "out/bench/$$(basename "$$script" .py).json"; \
 	done
 
+gpu: $(READY) ## the mechanisms on this host's GPU; figures in out/bench/gpu/gpu.json; parts of it with FLAGS="--only park"
+	$(BIN)/python -m benchmarks.gpu $(FLAGS)
+
 papers: $(READY) ## published evaluations done again, out/bench/papers/; quickly with FLAGS=--quick
 	@mkdir -p out/bench/papers
 	@for script in $$(grep -l __main__ benchmarks/papers/*.py); do \
@@ -73,7 +82,7 @@ papers: $(READY) ## published evaluations done again, out/bench/papers/; quickly
 # and without a GPU; the CUDA libraries that a GPU build brings are pinned exactly by torch itself.
 lock: ## resolve pyproject.toml anew in a clean environment and rewrite requirements.lock
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
-	build/lock/bin/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[dev]'
 	{ echo "# Made by \`make lock\` from pyproject.toml; do not edit."; \
 	  build/lock/bin/python -m pip freeze --exclude-editable | sed -E 's/\+[A-Za-z0-9.]+$$//'; } > build/requirements.lock
 	mv build/requirements.lock requirements.lock

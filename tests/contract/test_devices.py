@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,10 +21,13 @@ from typing import Any
 
 import pytest
 
-from node_agent.devices import DeviceBackend, DeviceError, Health
+from node_agent import procfs
+from node_agent.devices import Activity, DeviceBackend, DeviceError, Health
+from node_agent.devices.gpm import Gpm
 from node_agent.devices.nvml import NvmlBackend, slots_of
 from node_agent.devices.sampling import measure, open_backend
 from node_agent.devices.simulated import SimulatedBackend
+from node_agent.devices.xid import BUCKETS, CATALOGUE, judge
 from protocol.messages import GpuId, TaskId
 
 MIB = 2**20
@@ -62,6 +66,7 @@ class Card:
     reserved: int = 500 * MIB
     recovery: int = 0
     lost: bool = False
+    cores: int = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class RecordedNvml:
@@ -84,8 +89,12 @@ class RecordedNvml:
         self.pending: list[SimpleNamespace] = []
         self.hang: threading.Event | None = None
         self.field_supported = True
+        self.opened = 0
+        self.drawing: list[int] = []
 
-    def nvmlInit(self) -> None: ...
+    def nvmlInit(self) -> None:
+        self.opened += 1
+
     def nvmlShutdown(self) -> None: ...
     def nvmlDeviceGetCount(self) -> int:
         return len(self.cards)
@@ -120,10 +129,16 @@ class RecordedNvml:
         raise NVMLError_NotSupported(3)
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, card: Card) -> list[SimpleNamespace]:
-        return []
+        return [SimpleNamespace(pid=pid, usedGpuMemory=MIB) for pid in self.drawing]
+
+    def nvmlDeviceGetCpuAffinity(self, card: Card, words: int) -> list[int]:
+        return [card.cores] + [0] * (words - 1)
 
     def nvmlDeviceGetUtilizationRates(self, card: Card) -> SimpleNamespace:
         return SimpleNamespace(gpu=37)
+
+    def nvmlGpmQueryDeviceSupport(self, card: Card) -> SimpleNamespace:
+        raise NVMLError_NotSupported(3)
 
     def nvmlDeviceGetNvLinkState(self, card: Card, link: int) -> int:
         if card.nvlinks == 0:
@@ -209,6 +224,13 @@ def test_an_unused_gpu_shows_no_process_of_ours_and_little_memory(backend: Devic
     assert utilisation is None or 0 <= utilisation <= 1
 
 
+def test_a_reading_of_activity_is_a_share_or_unknown(backend: DeviceBackend) -> None:
+    gpu = backend.devices()[0].gpu
+    for _ in range(2):
+        reading = backend.activity(gpu)
+        assert reading is None or (0 <= reading.busy <= 1 and reading.source in {"gpm", "utilisation"})
+
+
 def test_a_gpu_that_answers_is_healthy(backend: DeviceBackend) -> None:
     assert backend.health(backend.devices()[0].gpu) == Health()
 
@@ -276,6 +298,73 @@ def test_the_memory_of_a_virtual_gpu_is_that_of_the_processes_on_it(holder: subp
     assert len(backend.processes(one)) == 1
     backend.detach(holder.pid)
     assert backend.processes(one) == []
+
+
+SPINNER = """
+import sys, time
+for line in sys.stdin:
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    print("spun", flush=True)
+"""
+
+
+@pytest.fixture
+def spinner() -> Iterator[subprocess.Popen[str]]:
+    """A process that uses 0.2 s of a core for each line that it reads."""
+    command = [sys.executable, "-c", SPINNER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def spin(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "spun\n"
+
+
+def test_a_virtual_gpu_was_busy_for_as_long_as_its_processes_used_a_core(
+    spinner: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = SimulatedBackend("n1", 2)
+    one, other = [device.gpu for device in backend.devices()]
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    backend.intrude(one, spinner.pid)
+    spin(spinner)
+    assert backend.activity(one) is None  # nothing is known of before
+    assert backend.activity(other) is None
+    spin(spinner)
+    now_s += 0.4
+    assert backend.activity(one) == Activity(pytest.approx(0.5, abs=0.1), "utilisation")
+    assert backend.activity(other) == Activity(0.0, "utilisation")
+    now_s += 0.4
+    assert backend.activity(one) == Activity(pytest.approx(0.0, abs=0.05), "utilisation")
+
+
+def test_the_utilisation_of_a_virtual_gpu_is_that_of_a_second_at_least(
+    spinner: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = SimulatedBackend("n1", 1)
+    gpu = backend.devices()[0].gpu
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    backend.intrude(gpu, spinner.pid)
+    assert backend.utilisation(gpu) is None
+    spin(spinner)
+    now_s += 0.5
+    assert backend.utilisation(gpu) is None
+    now_s += 0.5
+    assert measure(backend, nobody)[0].utilisation == pytest.approx(0.2, abs=0.05)
+    now_s += 0.5
+    assert backend.utilisation(gpu) == pytest.approx(0.2, abs=0.05)
+    now_s += 0.5
+    assert backend.utilisation(gpu) == pytest.approx(0.0, abs=0.05)
 
 
 def test_a_lost_virtual_gpu_stays_listed_and_answers_no_more() -> None:
@@ -379,27 +468,257 @@ def test_a_gpu_that_fell_off_the_bus_is_lost_and_the_others_are_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "recovery", "field", "healthy"),
+    ("number", "recovery", "healthy", "fault"),
     [
         (31, 0, True, True),  # a program's mistake, and the driver wants nothing
         (119, 0, True, True),  # the driver's own verdict is believed
-        (48, 1, True, False),
-        (31, 0, False, True),  # an older driver gives no verdict
-        (48, 0, False, False),
+        (31, 1, False, False),  # also against the catalogue
+        (48, 1, False, False),
+        (63, 0, True, False),
+        (31, None, True, True),  # an older driver gives no verdict: the catalogue speaks
+        (94, None, True, True),
+        (43, None, True, False),
+        (45, None, True, False),
+        (48, None, False, False),
+        (54, None, False, False),
+        (79, None, False, False),
+        (154, None, False, False),
+        (163, None, False, False),
+        (999, None, False, False),
     ],
 )
-def test_an_xid_takes_a_gpu_out_of_use_when_the_driver_or_else_its_kind_says_so(
-    number: int, recovery: int, field: bool, healthy: bool
+def test_an_xid_drains_a_gpu_or_restarts_a_program_as_the_driver_or_else_the_catalogue_says(
+    number: int, recovery: int | None, healthy: bool, fault: bool
 ) -> None:
     card = cards(1)[0]
     nvml: Any = RecordedNvml(card)
     backend = NvmlBackend(nvml)
-    card.recovery, nvml.field_supported = recovery, field
+    card.recovery, nvml.field_supported = recovery or 0, recovery is not None
     nvml.xid(card, number)
     health = backend.health(GpuId("GPU-0"))
-    assert (health.healthy, health.lost) == (healthy, False)
+    assert (health.healthy, health.lost, bool(health.faults)) == (healthy, False, fault)
     assert healthy or f"Xid {number}" in health.detail
+    assert backend.health(GpuId("GPU-0")).faults == ()  # told once
     backend.close()
+
+
+def test_a_drained_gpu_says_what_happened_what_it_means_and_the_mend() -> None:
+    assert judge(48, None).drain == (
+        "Xid 48 (double-bit ECC error): NVIDIA's catalogue says WORKFLOW_XID_48; reset it (nvidia-smi --gpu-reset), "
+        "then look at its ECC counters, then restart the node agent"
+    )
+    assert "has no action; look it up" in judge(12345, None).drain
+    assert judge(79, 6).drain == "Xid 79 (it fell off the bus): it needs its PCIe bus reset"
+    assert "99" in judge(48, 99).drain
+
+
+def test_every_bucket_of_the_catalogue_has_a_course() -> None:
+    assert {entry.bucket for entry in CATALOGUE.values()} <= set(BUCKETS)
+    assert all(bucket.mend for bucket in BUCKETS.values() if bucket.course == "drain")
+
+
+def test_a_gpu_is_used_again_once_the_driver_withdraws_its_demand() -> None:
+    card = cards(1)[0]
+    backend = NvmlBackend(RecordedNvml(card))
+    card.recovery = 1
+    assert "needs a GPU reset" in backend.health(GpuId("GPU-0")).detail
+    card.recovery = 0
+    assert backend.health(GpuId("GPU-0")) == Health()
+    backend.close()
+
+
+def test_a_gpu_drained_by_the_catalogue_stays_so_until_somebody_looks() -> None:
+    card = cards(1)[0]
+    nvml: Any = RecordedNvml(card)
+    nvml.field_supported = False
+    backend = NvmlBackend(nvml)
+    nvml.xid(card, 48)
+    assert not backend.health(GpuId("GPU-0")).healthy
+    assert not backend.health(GpuId("GPU-0")).healthy
+    backend.close()
+
+
+def healthy_in_time(backend: DeviceBackend, gpu: GpuId) -> bool:
+    """Ask until the GPU is healthy, for as long as a small program may take."""
+    deadline = time.monotonic() + 10
+    while not backend.health(gpu).healthy:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_lost_gpu_that_answers_another_process_is_found_again_by_opening_the_library_afresh() -> None:
+    one, other = cards(2)
+    nvml = RecordedNvml(one, other)
+    backend = NvmlBackend(nvml, look=[sys.executable, "-I", "-c", "print('GPU-0')"])
+    one.lost = True
+    assert backend.health(GpuId("GPU-0")).lost
+    one.lost = False  # it was reset
+    assert healthy_in_time(backend, GpuId("GPU-0"))
+    assert nvml.opened == 2
+    assert backend.processes(GpuId("GPU-0")) == []
+    backend.close()
+
+
+def test_a_lost_gpu_that_answers_nobody_stays_lost_and_the_library_open() -> None:
+    one, other = cards(2)
+    nvml = RecordedNvml(one, other)
+    backend = NvmlBackend(nvml, look=[sys.executable, "-I", "-c", "print('GPU-1')"])
+    one.lost = True
+    for _ in range(50):
+        assert backend.health(GpuId("GPU-0")).lost
+        assert backend.health(GpuId("GPU-1")).healthy
+        time.sleep(0.01)
+    assert nvml.opened == 1
+    backend.close()
+
+
+def test_a_look_at_a_gpu_that_hangs_keeps_nobody_waiting() -> None:
+    card = cards(1)[0]
+    backend = NvmlBackend(RecordedNvml(card), look=[sys.executable, "-I", "-c", "import time; time.sleep(60)"])
+    card.lost = True
+    started = time.monotonic()
+    for _ in range(5):
+        assert backend.health(GpuId("GPU-0")).lost
+    backend.close()
+    assert time.monotonic() - started < 5
+
+
+def test_a_process_that_only_draws_is_told_from_one_that_computes() -> None:
+    card = cards(1)[0]
+    nvml = RecordedNvml(card)
+    card.processes, nvml.drawing = [(4711, MIB), (4712, MIB)], [4712, 4713]
+    backend = NvmlBackend(nvml)
+    found = {process.pid: process.compute for process in backend.processes(GpuId("GPU-0"))}
+    assert found == {4711: True, 4712: True, 4713: False}
+    backend.close()
+
+
+def test_a_worker_runs_on_the_cores_near_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5})
+    one, other = cards(2)
+    one.cores, other.cores = 0b000011, 0b001110
+    backend = NvmlBackend(RecordedNvml(one, other))
+    assert backend.cpus([GpuId("GPU-0")]) == [0, 1]
+    assert backend.cpus([GpuId("GPU-0"), GpuId("GPU-1")]) == [1]
+    one.cores = 0b111111
+    assert backend.cpus([GpuId("GPU-0")]) is None  # all there are
+    backend.close()
+
+
+def test_what_a_stranger_is_allowed_to_keep_is_measured_with_it() -> None:
+    backend = SimulatedBackend("n1", 1)
+    gpu = backend.devices()[0].gpu
+    backend.intrude(gpu, os.getpid())
+    (process,) = measure(backend, nobody)[0].processes
+    me = procfs.stat(os.getpid())
+    assert me is not None
+    assert (process.uid, process.start_ticks, process.helper) == (os.getuid(), me.start_ticks, True)
+
+
+def test_faults_injected_into_a_virtual_gpu_are_judged_like_real_ones() -> None:
+    backend = SimulatedBackend("n1", 1)
+    gpu = backend.devices()[0].gpu
+    backend.fault(gpu, 31)
+    (sample,) = measure(backend, nobody)
+    assert (sample.healthy, len(sample.faults)) == (True, 1)
+    assert measure(backend, nobody)[0].faults == ()
+    backend.fault(gpu, 48)
+    assert "Xid 48" in measure(backend, nobody)[0].detail
+    backend.restore(gpu)
+    backend.require(gpu, 1)
+    assert "needs a GPU reset" in measure(backend, nobody)[0].detail
+    backend.require(gpu, 0)
+    assert backend.health(gpu) == Health()
+
+
+# --- performance monitors -------------------------------------------------------------------------------------------
+
+
+class MonitoredNvml(RecordedNvml):
+    """With GPM, as on Hopper: a sample is the work done so far, in percent times seconds."""
+
+    NVML_GPM_METRICS_GET_VERSION = 1
+
+    def __init__(self, *cards: Card) -> None:
+        super().__init__(*cards)
+        self.now_s = 100.0
+        self.work = 0.0
+        self.refuses: NVMLError | None = None
+        self.held = 0
+
+    def pass_time(self, seconds: float, percent: float) -> None:
+        self.now_s += seconds
+        self.work += seconds * percent
+
+    def nvmlGpmQueryDeviceSupport(self, card: Card) -> SimpleNamespace:
+        return SimpleNamespace(isSupportedDevice=1)
+
+    def nvmlGpmSampleAlloc(self) -> SimpleNamespace:
+        self.held += 1
+        return SimpleNamespace(at_s=0.0, work=0.0)
+
+    def nvmlGpmSampleFree(self, sample: SimpleNamespace) -> None:
+        self.held -= 1
+
+    def nvmlGpmSampleGet(self, card: Card, sample: SimpleNamespace) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        sample.at_s, sample.work = self.now_s, self.work
+
+    def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
+        return SimpleNamespace(metrics=[SimpleNamespace(metricId=0, value=0.0, nvmlReturn=0)])
+
+    def nvmlGpmMetricsGet(self, asked: SimpleNamespace) -> None:
+        assert (asked.version, asked.numMetrics, asked.metrics[0].metricId) == (1, 1, 2)
+        elapsed_s = asked.sample2.at_s - asked.sample1.at_s
+        assert elapsed_s > 0.1, "GPM wants more than 100 ms between samples"
+        asked.metrics[0].value = (asked.sample2.work - asked.sample1.work) / elapsed_s
+
+
+@pytest.fixture
+def monitored(monkeypatch: pytest.MonkeyPatch) -> MonitoredNvml:
+    nvml = MonitoredNvml(*cards(1))
+    monkeypatch.setattr("node_agent.devices.nvml.Gpm", lambda module: Gpm(module, lambda: nvml.now_s))
+    return nvml
+
+
+def test_activity_is_what_the_performance_monitors_say_between_two_calls(monitored: MonitoredNvml) -> None:
+    backend = NvmlBackend(monitored)
+    assert backend.activity(GpuId("GPU-0")) is None
+    monitored.pass_time(0.2, 80)
+    assert backend.activity(GpuId("GPU-0")) == Activity(pytest.approx(0.8), "gpm")
+    monitored.pass_time(0.2, 20)
+    assert backend.activity(GpuId("GPU-0")) == Activity(pytest.approx(0.2), "gpm")
+    assert monitored.held == 1  # the driver's memory for samples is given back
+    backend.close()
+
+
+def test_a_call_within_100_ms_says_nothing_and_the_next_covers_both_times(monitored: MonitoredNvml) -> None:
+    backend = NvmlBackend(monitored)
+    backend.activity(GpuId("GPU-0"))
+    monitored.pass_time(0.08, 100)
+    assert backend.activity(GpuId("GPU-0")) is None
+    monitored.pass_time(0.08, 0)
+    assert backend.activity(GpuId("GPU-0")) == Activity(pytest.approx(0.5), "gpm")
+    backend.close()
+
+
+def test_where_the_performance_monitors_refuse_utilisation_stands_in(monitored: MonitoredNvml) -> None:
+    backend = NvmlBackend(monitored)
+    monitored.refuses = NVMLError_NotSupported(3)  # as under MIG
+    assert backend.activity(GpuId("GPU-0")) is None
+    assert backend.activity(GpuId("GPU-0")) == Activity(0.37, "utilisation")
+    assert monitored.held == 0
+    backend.close()
+
+
+def test_samples_of_a_library_that_was_opened_afresh_since_are_not_compared(monitored: MonitoredNvml) -> None:
+    monitors = Gpm(monitored, lambda: monitored.now_s)
+    assert monitors.busy(GpuId("GPU-0"), object()) is None
+    monitored.pass_time(0.2, 80)
+    assert monitors.busy(GpuId("GPU-0"), object()) is None
 
 
 def test_a_call_that_hangs_is_given_up_and_the_next_fails_at_once() -> None:

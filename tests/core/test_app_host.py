@@ -17,10 +17,25 @@ from app_agent.core.host import (
     Declined,
     Effect,
     Event,
+    JobRecord,
     Submit,
 )
 from protocol.core import Connected, Received, Send, Tick
-from protocol.messages import ARBITER, Answer, AppId, AppReport, Grant, Holdings, OwnerId, Query, Refusal, RoundId
+from protocol.messages import (
+    ARBITER,
+    Answer,
+    AppId,
+    AppReport,
+    Grant,
+    Holdings,
+    JobId,
+    Measured,
+    OwnerId,
+    Query,
+    Refusal,
+    RoundId,
+    TaskId,
+)
 from tests.support.app_harness import exited, spec_of, status, terms
 
 
@@ -159,6 +174,50 @@ def test_other_settings_hold_from_the_restart_on() -> None:
     assert host.records()[1].tenant == "team-b"
 
 
+def test_an_owner_may_lower_an_apps_priority_and_raise_it_as_far_as_the_administrator_allows() -> None:
+    host = host_of()
+    submit(host, priority=-1000)
+    (declined,) = host.handle(Submit("q1", spec_of(priority=1)), 0.0)
+    assert isinstance(declined, Declined)
+    assert declined.reason == (
+        "priority is 1, and apps here have at most 0; lower it, or have the administrator raise priority_max in the "
+        "app agent's configuration"
+    )
+    host.handle(Configured("team-a", 2.0, priority_max=5), 1.0)
+    host = AppHost.restore(host.snapshot())
+    submit(host, priority=5)
+    assert isinstance(host.handle(Submit("q1", spec_of(priority=6)), 2.0)[0], Declined)
+
+
+def test_the_record_tells_how_each_living_job_gets_on() -> None:
+    host = host_of()
+    app = submit(host)
+    assert host.records()[0].jobs == ()
+    host.handle(Received(ARBITER, Grant(app, RoundId(1), 1, 1, (terms("n1g0"),))), 1.0)
+    measured = Measured(source="steps", share=0.5, packed_with=(TaskId("bob-1.0-a0"),), remark="takes turns")
+    facts = {"step": 9, "total_steps": 100, "samples": 640, "step_s": 0.5, "measured": measured}
+    running = status("ada-1.0-a0", "n1g0", **facts)
+    host.handle(Received(ARBITER, Holdings(app, 1, 2, (terms("n1g0"),), (running,), acked=2)), 2.0)
+    assert host.records()[0].jobs == (
+        JobRecord(
+            job=JobId("ada-1.0"),
+            task=TaskId("ada-1.0-a0"),
+            gpus=("n1g0",),
+            steps=10,
+            total_steps=100,
+            samples=640,
+            step_s=0.5,
+            step_source="steps",
+            share=0.5,
+            packed_with=(TaskId("bob-1.0-a0"),),
+            remark="takes turns",
+        ),
+    )
+    gone = exited("ada-1.0-a0", "n1g0", "preempted", step=9)
+    host.handle(Received(ARBITER, Holdings(app, 1, 3, (), (gone,), acked=3)), 3.0)
+    assert host.records()[0].jobs == ()
+
+
 # --- any order of events --------------------------------------------------------------------------------------------
 
 GPUS = ("n1g0", "n1g1", "n2g0")
@@ -199,7 +258,9 @@ events = st.one_of(
     grants(),
     st.just(Tick()),
     st.just(Connected()),
-    st.builds(Submit, st.just("q"), st.sampled_from((spec_of(), spec_of(gang=2), spec_of(gpus_max=2)))),
+    st.builds(
+        Submit, st.just("q"), st.sampled_from((spec_of(), spec_of(gang=2), spec_of(gpus_max=2), spec_of(sizes=(1, 3))))
+    ),
     st.builds(Cancel, st.just("q"), apps),
 )
 

@@ -493,3 +493,65 @@ def test_of_too_many_apps_those_are_probed_that_look_worst_off_and_the_others_ar
     reasons = {outcome.app: outcome.reason for record in records(effects) for outcome in record.outcomes}
     assert "was not asked for its rho: the 2 that looked worse off were" in reasons["ana-1"]
     assert reasons.keys() == {"ana-1", "bob-1", "cleo-1", "dan-1"}
+
+
+# --- a checkpoint that is in one node's memory only -------------------------------------------------------------------
+
+
+def moved_with_its_checkpoint_in_memory() -> tuple[Site, JobWish]:
+    """`ana-1` left n1, where its checkpoint is still in memory, and wants its next attempt on n2."""
+    site = Site(replace(SETTINGS, policy="fifo"))
+    site.node("n1", 1)
+    site.app("ana-1")
+    site.wait(2.0)
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu_id("n1", 0)])])
+    site.node("n1", tasks=[task("ana-1", 0, [gpu_id("n1", 0)])], used=[gpu_id("n1", 0)])
+    site.node("n2", 1)
+    site.app("ana-1", demand=2, jobs=[wish("ana-1", 0, [gpu_id("n1", 0)])])
+    site.wait(2.0)
+    assert site.held("ana-1") == [gpu_id("n1", 0), gpu_id("n2", 0)]
+    left = task("ana-1", 0, [gpu_id("n1", 0)], "exited", outcome="preempted", unflushed=True)
+    site.node("n1", tasks=[left])
+    return site, wish("ana-1", 0, [gpu_id("n2", 0)], attempt=1)
+
+
+def orders(site: Site, node: str) -> list[tuple[str, str]]:
+    return [(order.task, order.want) for order in site.plans[node].tasks]
+
+
+def test_no_attempt_starts_elsewhere_while_the_checkpoint_is_in_a_nodes_memory_only() -> None:
+    site, following = moved_with_its_checkpoint_in_memory()
+    site.app("ana-1", demand=2, jobs=[following])
+    assert (orders(site, "n1"), orders(site, "n2")) == ([("ana-1.0-a0", "vacate")], [])
+    flushed = task("ana-1", 0, [gpu_id("n1", 0)], "exited", outcome="preempted")
+    site.node("n1", tasks=[flushed])
+    assert (orders(site, "n1"), orders(site, "n2")) == ([], [("ana-1.0-a1", "run")])
+
+
+def test_where_the_checkpoint_is_the_next_attempt_starts_at_once() -> None:
+    site, following = moved_with_its_checkpoint_in_memory()
+    site.app("ana-1", demand=2, jobs=[replace(following, gpus=(gpu_id("n1", 0),))])  # type: ignore[arg-type]
+    assert orders(site, "n1") == [("ana-1.0-a0", "vacate"), ("ana-1.0-a1", "run")]
+
+
+def test_a_checkpoint_in_the_memory_of_a_node_that_is_lost_is_not_waited_for() -> None:
+    site, following = moved_with_its_checkpoint_in_memory()
+    site.app("ana-1", demand=2, jobs=[following])
+    for _ in range(4):
+        site.wait(10.0)
+        site.node("n2")
+    assert isinstance(site.arbiter.state.nodes["n1"].state, Lost)  # type: ignore[index]
+    assert orders(site, "n2") == [("ana-1.0-a1", "run")]
+
+
+def test_what_its_node_has_forgotten_is_forgotten_flushed_or_not() -> None:
+    site, following = moved_with_its_checkpoint_in_memory()
+    site.app("ana-1", demand=2, jobs=[following])
+    site.node("n1", tasks=[])
+    assert orders(site, "n2") == [("ana-1.0-a1", "run")]
+
+
+def test_an_order_says_the_priority_of_its_job() -> None:
+    site, gpu = one_app_running()
+    site.app("ana-1", jobs=[replace(wish("ana-1", 0, [gpu]), priority=-3)])
+    assert [order.priority for order in site.plans["n1"].tasks] == [-3]

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from arbiter.core.arbiter import Configured
 from arbiter.core.policy import Settings
-from arbiter.core.turn import LeaseRecord, RoundRecord
+from arbiter.core.turn import AppRecord, LeaseRecord, RoundRecord
 from arbiter.desk import Desk
 from arbiter.ledger import Ledger
 from protocol.core import Send
@@ -31,7 +31,7 @@ class Counter:
 
     def note(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, RoundRecord | LeaseRecord):
+            if isinstance(effect, RoundRecord | LeaseRecord | AppRecord):
                 self.ledger.write(effect)
                 self.ledger.write(effect)  # twice: a restart may record again
 
@@ -115,6 +115,26 @@ def test_nodes_are_listed_with_the_state_of_every_gpu() -> None:
     (node,) = contended().ask("nodes")["nodes"]
     assert (node["id"], node["state"]) == ("n1", "up")
     assert (node["gpus"][0]["state"], node["gpus"][0]["app"]) == ("leased", "ana-1")
+
+
+def test_shares_say_what_each_tenant_is_due_and_has_had() -> None:
+    counter = contended()
+    document = counter.ask("shares")
+    assert (document["schema"], document["gpus"]) == ("shares/v1", 1)
+    (team,) = document["tenants"]
+    had = counter.ask("apps", "ana-1")["apps"][0]["gpu_seconds"]
+    assert (team["tenant"], team["weight"], team["quota_gpus"], team["held_gpus"]) == ("team", 1.0, 1.0, 1.0)
+    assert (team["wanted_gpus"], team["apps"]) == (2, 2)
+    assert team["gpu_seconds"] == pytest.approx(had)
+    assert team["ltgf"] == pytest.approx(had / team["fair_gpu_seconds"])
+
+
+def test_an_app_is_listed_with_its_long_term_fairness() -> None:
+    ana, bob = contended().ask("apps")["apps"]
+    # ana had the GPU for all the time, of which half was fair once bob had come
+    assert ana["ltgf"] == pytest.approx(ana["gpu_seconds"] / ana["fair_gpu_seconds"])
+    assert ana["ltgf"] > 1.5
+    assert bob["ltgf"] == 0.0
 
 
 def test_rounds_and_spans_come_from_the_ledger_and_from_leases_still_held() -> None:

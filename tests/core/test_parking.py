@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Self
 
 import numpy as np
@@ -152,17 +156,151 @@ def test_a_living_cuda_graph_is_refused_with_the_mend_and_nothing_is_touched() -
     del graph
 
 
+def on_cuda(monkeypatch: pytest.MonkeyPatch, *, pool: tuple[int, int] = (0, 0)) -> None:
+    """As if CUDA were in use, with one segment of memory in this pool."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    segment = {"active_size": 512, "segment_pool_id": pool}
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [segment])
+
+
+def test_graphs_that_torch_compile_has_recorded_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda(monkeypatch)
+    container = SimpleNamespace(tree_manager=None)
+    trees = SimpleNamespace(local=SimpleNamespace(tree_manager_containers={0: container}))
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    parking.survey()
+    container.tree_manager = object()
+    for refused in (parking.park, parking.survey):
+        with pytest.raises(parking.ParkRefused, match=r"CUDA graph is alive"):
+            refused()
+
+
+def test_memory_in_a_private_pool_is_refused_with_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cuda(monkeypatch, pool=(0, 1))
+    with pytest.raises(parking.ParkRefused, match=r"private pool.*without torch\.cuda\.MemPool"):
+        parking.park()
+
+
+def test_pytorch_keeps_its_recorded_graphs_where_parking_looks() -> None:
+    program = """
+import torch._inductor.cudagraph_trees as trees
+containers = trees.local.tree_manager_containers
+trees.get_container(0)
+assert containers[0].tree_manager is None
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_state_that_host_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.ones(10_000)
     monkeypatch.setattr(parking, "_kept", None)
-    monkeypatch.setattr(parking.os, "posix_fallocate", refuse)
-    with pytest.raises(parking.ParkRefused, match="host memory does not hold"):
-        parking.park()
+    monkeypatch.setattr(parking, "_available_bytes", lambda: 10_000)
+    for refused in (parking.park, lambda: parking.prepare(20_000)):
+        with pytest.raises(parking.ParkRefused, match="host memory does not hold"):
+            refused()
     assert tensor.eq(1).all()
+    monkeypatch.undo()
+    assert parking._available_bytes() > 2**20
 
 
-def refuse(*_: object) -> None:
-    raise OSError(28, "No space left on device")
+@pytest.fixture
+def no_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parking, "_kept", None)
+
+
+@pytest.mark.usefixtures("no_arena")
+def test_a_prepared_arena_is_faulted_in_and_used_as_it_is() -> None:
+    tensor = torch.arange(1_000_000)
+    size = parking.survey().bytes
+    before = resident("RssShmem")
+    parking.prepare(size)
+    arena = parking._kept
+    assert arena is not None
+    assert parking.ready_bytes() == arena.size >= size
+    assert resident("RssShmem") - before >= size
+    parked = parking.park()
+    assert parking._kept is arena
+    assert size - 64 * len(parked._storages) <= parked.bytes <= size
+    parked.restore()
+    assert torch.equal(tensor, torch.arange(1_000_000))
+
+
+@pytest.mark.usefixtures("no_arena")
+def test_an_arena_that_state_lies_in_is_not_replaced_and_keeps_what_lies_there() -> None:
+    tensor = torch.arange(1_000_000)
+    parked = parking.park()
+    arena = parking._kept
+    assert arena is not None
+    parking.prepare(4 * arena.size)
+    assert parking._kept is arena
+    parked.restore()
+    assert torch.equal(tensor, torch.arange(1_000_000))
+    parking.prepare(4 * arena.size)
+    assert parking._kept is not arena
+    assert parking.ready_bytes() >= 4 * arena.size
+
+
+@pytest.mark.usefixtures("no_arena")
+def test_an_arena_that_was_too_small_gets_a_quarter_more_than_is_needed() -> None:
+    parking.prepare(1_000_000)
+    tensor = torch.arange(1_000_000)
+    parked = parking.park()
+    assert parking.ready_bytes() >= parked.bytes
+    assert parking._kept is not None
+    assert parking._kept.size >= 1.25 * parked.bytes
+    parked.restore()
+    assert torch.equal(tensor, torch.arange(1_000_000))
+
+
+@pytest.mark.usefixtures("no_arena")
+@pytest.mark.parametrize("old_kernel", [False, True])
+def test_faulting_in_what_is_in_use_changes_nothing(monkeypatch: pytest.MonkeyPatch, old_kernel: bool) -> None:
+    if old_kernel:
+        monkeypatch.setattr(parking, "_MADV_POPULATE_WRITE", 999)  # EINVAL, as before Linux 5.14
+    arena = parking._Arena(100_000)
+    arena._memory[:4] = arena._memory[70_000:70_004] = b"kept"
+    while arena.ready < arena.size:
+        arena.fault_in(8192)
+    assert arena._memory[:4] == arena._memory[70_000:70_004] == b"kept"
+
+
+@pytest.mark.usefixtures("no_arena")
+def test_a_suspension_does_not_wait_for_an_arena_that_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.arange(100_000)
+    fault_in = parking._Arena.fault_in
+
+    def slowly(arena: parking._Arena, size: int) -> None:
+        time.sleep(0.01)
+        fault_in(arena, min(size, 65_536))
+
+    monkeypatch.setattr(parking._Arena, "fault_in", slowly)
+    making = threading.Thread(target=parking.prepare, args=(64_000_000,))  # some ten seconds' worth
+    making.start()
+    while parking.ready_bytes() == 0:
+        time.sleep(0.001)
+    chunks = 0
+    find = parking._find
+
+    def found(torch: ModuleType) -> tuple[list[object], int]:
+        nonlocal chunks
+        chunks = parking.ready_bytes() // 65_536 - chunks
+        return find(torch)
+
+    monkeypatch.setattr(parking, "_find", found)
+    chunks = parking.ready_bytes() // 65_536
+    parked = parking.park()
+    parked.restore()
+    alive = making.is_alive()
+    monkeypatch.undo()
+    making.join()
+    assert alive
+    assert chunks <= 20  # of a thousand
+    assert torch.equal(tensor, torch.arange(100_000))
+
+
+def resident(kind: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 
 def test_a_resume_without_memory_leaves_all_parked_and_may_be_tried_again() -> None:
@@ -176,6 +314,30 @@ def test_a_resume_without_memory_leaves_all_parked_and_may_be_tried_again() -> N
     parked._storages[-1] = (last, size)
     parked.restore()
     assert [float(tensor.mean()) for tensor in tensors] == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("storages_done", [0, 3, 7])
+def test_a_signal_handler_that_ends_a_suspension_half_way_finds_all_state_in_place(
+    monkeypatch: pytest.MonkeyPatch, storages_done: int
+) -> None:
+    tensors = [torch.full((1_000_000,), float(value)) for value in range(8)]
+    bytes_of, calls = parking._bytes_of, []
+
+    def interrupted(storage: torch.UntypedStorage) -> torch.Tensor:
+        calls.append(storage)
+        if len(calls) == storages_done + 1:
+            time.sleep(0.1)  # those copied are released meanwhile
+            raise KeyboardInterrupt
+        return bytes_of(storage)
+
+    monkeypatch.setattr(parking, "_bytes_of", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        parking.park()
+    monkeypatch.undo()
+    assert [float(tensor.mean()) for tensor in tensors] == [float(value) for value in range(8)]
+    assert parking._kept is not None
+    assert not parking._kept.in_use
+    parking.park().restore()
 
 
 class Exhausted:

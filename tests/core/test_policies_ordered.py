@@ -13,15 +13,18 @@ from msgspec.structs import replace
 
 from arbiter.core.placement import locality
 from arbiter.core.policies import POLICIES
+from arbiter.core.policies.ranking import Ranked
 from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, Settings, View
 from protocol.messages import LEVELS, AppId, GpuId, NodeId, TenantId
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of
 
 ORDERED = sorted(set(POLICIES) - {"themis"})
-LASTING = ("fifo", "backfill")
-REVOCABLE = ("srtf", "srsf", "las")
-LEASE = ("drf", "optimus", "slaq", "gandiva-placement")
+#: Those that walk the apps in an order of their own, and place all but holes in the end (`ranking`).
+RANKED = [name for name in ORDERED if isinstance(POLICIES[name](Settings()), Ranked)]
+LASTING = ("fifo", "backfill", "yarn-cs", "rrh")
+REVOCABLE = ("srtf", "srsf", "las", "gandiva", "dorm", "fitgpp", "lrtp", "oasis", "rand")
+LEASE = ("drf", "optimus", "slaq", "gandiva-placement", "astraea", "hived", "allox", "gandiva-fair")
 
 ordered = pytest.mark.parametrize("name", ORDERED)
 
@@ -330,7 +333,7 @@ def test_an_incumbent_that_still_fits_keeps_its_machine_and_the_newcomer_gets_wh
     assert allocation.freed == ()
 
 
-@ordered
+@pytest.mark.parametrize("name", RANKED)  # others place one gang after the other
 def test_a_newcomer_that_spans_leaves_the_hole_to_one_that_needs_it(name: str) -> None:
     view = round_of(gpus_of(2, 1, 1), job("spans", 2), app_of("hole", gang=2, demand_max=2))
     assert counts(name, view) == {"spans": 2, "hole": 2}
@@ -517,9 +520,9 @@ def walked(view: View, order: Sequence[AppView], *, strict: bool = False, keeps:
     return {str(app): count for app, count in got.items()}
 
 
-def dealt(view: View, need: Callable[[AppView, Counter[AppId]], object]) -> dict[str, int]:
+def dealt(view: View, need: Callable[[AppView, Counter[AppId]], object], *, keeps: bool = False) -> dict[str, int]:
     """Who has how many GPUs, by counting alone: one gang at a time to the app of the least need that it still fits."""
-    got: Counter[AppId] = Counter({app.app: 0 for app in view.apps})
+    got: Counter[AppId] = Counter({app.app: len(app.renewable) if keeps else 0 for app in view.apps})
     while True:
         left = len(view.gpus) - got.total()
         able = [app for app in view.apps if got[app.app] + app.gang <= app.demand_max and app.gang <= left]
@@ -547,6 +550,35 @@ def lowered(app: AppView, has: int) -> float:
     return app.loss_drop * (2 * after / (1 + after) - 2 * before / (1 + before)) / app.gang
 
 
+def within_whole_quotas(view: View) -> dict[str, int]:
+    """As `walked`, each tenant blocked by its first that gets nothing; without terms a quota is the cluster."""
+    got = {app.app: len(app.renewable) for app in view.apps}
+    left = len(view.gpus) - sum(got.values())
+    blocked = set()
+    for app in view.apps:
+        if app.tenant not in blocked:
+            more = min(left, app.demand_max - got[app.app]) // app.gang * app.gang
+            got[app.app] += more
+            left -= more
+            blocked |= set() if got[app.app] else {app.tenant}
+    return {str(app): count for app, count in got.items()}
+
+
+def lent_last(view: View) -> list[AppView]:
+    used: Counter[TenantId] = Counter()
+    order: tuple[list[AppView], list[AppView]] = ([], [])
+    for app in view.apps:
+        beyond = used[app.tenant] + app.demand_max > view.cluster_gpus
+        used[app.tenant] += 0 if beyond else app.demand_max
+        order[beyond].append(app)
+    return order[0] + order[1]
+
+
+def shortest_of_the_first_tenant(view: View) -> list[AppView]:
+    first = min(app.tenant for app in view.apps)
+    return sorted(view.apps, key=lambda app: (app.tenant != first, unknown_last(view.left_s(app))))
+
+
 REFERENCE: dict[str, Callable[[View], dict[str, int]]] = {
     "fifo": lambda view: walked(view, view.apps, strict=True, keeps=True),
     "backfill": lambda view: walked(view, view.apps, keeps=True),
@@ -556,11 +588,20 @@ REFERENCE: dict[str, Callable[[View], dict[str, int]]] = {
     "drf": lambda view: dealt(view, lambda app, got: (tenant_share(view, app, got), got[app.app])),
     "optimus": lambda view: dealt(view, lambda app, got: -saved(view, app, got[app.app])),
     "slaq": lambda view: dealt(view, lambda app, got: -lowered(app, got[app.app])),
+    "gandiva": lambda view: dealt(view, lambda app, got: got[app.app] // app.gang, keeps=True),
     "gandiva-placement": lambda view: dealt(view, lambda app, got: (got[app.app] // app.gang, view.served_gpu_s(app))),
+    # without any history nothing is fair: a tenant or an app has had something, or it has not
+    "astraea": lambda view: dealt(
+        view, lambda app, got: (tenant_share(view, app, got) > 0, app.tenant, got[app.app] > 0)
+    ),
+    "yarn-cs": within_whole_quotas,
+    "hived": lambda view: walked(view, lent_last(view)),
+    "allox": lambda view: walked(view, shortest_of_the_first_tenant(view)),
+    "gandiva-fair": lambda view: dealt(view, lambda app, got: got[app.app]),
 }
 
 
-@ordered
+@pytest.mark.parametrize("name", sorted(REFERENCE))
 @given(view=rounds(counted=True))
 @settings(max_examples=300, deadline=None)
 def test_gangs_that_span_are_served_as_counting_says(name: str, view: View) -> None:

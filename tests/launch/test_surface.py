@@ -29,6 +29,43 @@ def test_what_is_no_length_of_time_names_its_flag(text: str) -> None:
         spec.seconds(text, "--grace")
 
 
+def test_gpus_are_one_number_or_the_sizes_that_a_job_accepts() -> None:
+    assert spec.gpu_sizes("2", "--gpus") == (2,)
+    assert spec.gpu_sizes("1,2, 4", "--gpus") == (1, 2, 4)
+
+
+@pytest.mark.parametrize(("text", "value"), [("8G", 8 * 2**30), ("512m", 512 * 2**20), ("1000", 1000), ("0.5K", 512)])
+def test_amounts_of_memory_are_read_with_their_units(text: str, value: int) -> None:
+    assert spec.size(text, "--memory") == value
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1G", "8X", "nan"])
+def test_what_is_no_amount_of_memory_is_refused_with_the_flag(text: str) -> None:
+    with pytest.raises(Fault, match="--memory"):
+        spec.size(text, "--memory")
+
+
+def test_a_spec_file_calls_the_class_as_the_flag_does() -> None:
+    fields = {"trials": [["true"]], "cwd": "/", "checkpoint_root": "/c", "class": "trial", "cpus": 4}
+    app = spec.build(fields)
+    assert (app.kind, app.cpus) == ("trial", 4.0)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "two", "1,", "1,0", "1.5", "\u00b2", "99999"])
+def test_what_is_no_number_of_gpus_names_its_flag(text: str) -> None:
+    with pytest.raises(Fault, match="--gpus"):
+        spec.gpu_sizes(text, "--gpus")
+
+
+def test_the_gang_of_an_elastic_job_is_the_first_of_its_sizes() -> None:
+    fields = {"trials": [["a"]], "cwd": "/", "checkpoint_root": "/"}
+    assert spec.build(fields | {"sizes": [2, 4]}).gang == 2
+    assert spec.build(fields | {"sizes": [2, 4], "gang": 1}).gang == 1, "which the app agent refuses"
+    with pytest.raises(Fault, match="gpus_max is 4") as caught:
+        spec.build(fields | {"gpus_max": 4})
+    assert "sizes = [1, 2, 4]" in caught.value.next_step
+
+
 def test_only_a_few_variables_and_those_asked_for_travel() -> None:
     here = {"PATH": "/bin", "SECRET": "x", "SEED": "1"}
     assert spec.environment(["SEED", "A=b=c"], here) == {"PATH": "/bin", "SEED": "1", "A": "b=c"}
@@ -94,7 +131,7 @@ def task(**changes: Any) -> dict[str, Any]:
 def test_ps_shows_what_is_not_over_unless_asked_for_all() -> None:
     document = {"apps": [app(tasks=[task()]), app(id="ada-2", state="failed", jct_s=5.0)]}
     row = views.apps_table(document).splitlines()[1]
-    assert " ".join(row.split()) == "ada-1 t n running 1 2 1.50 5/9 1m01s n1"
+    assert " ".join(row.split()) == "ada-1 t n running 1 2 1.50 - 5/9 1m01s n1"
     assert "ada-2" not in views.apps_table(document)
     assert "ada-2" in views.apps_table(document, everything=True)
     assert "gpu-arbiter submit" in views.apps_table({"apps": []})

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from benchmarks.papers import cases, themis
 from benchmarks.papers.cases import FLUID, MEMORY, Case, Figures, elastic, erring, lying
+from benchmarks.papers.document import Memory, Report, text_of
 from benchmarks.papers.themis import BASELINES, PARTS, QUICK, SCHEMA, SELDOM, WORST_OFF, Plan
 from protocol.messages import AppId, Bid, BidRow, ProbeReply, RoundId
 from simulator.workload import AppPlan, JobPlan, Workload
@@ -125,10 +126,10 @@ def test_jobs_of_any_size_have_the_same_work() -> None:
 
 def test_runs_that_are_done_are_not_repeated(tmp_path: Path, known: dict[Case, Figures]) -> None:
     case = themis.base(TINY, seed=99)
-    memory = cases.Memory()
+    memory = Memory(Case, Figures)
     memory.use(tmp_path / "kept.jsonl")
     memory.add(case, figures(1.25))
-    other = cases.Memory()
+    other = Memory(Case, Figures)
     other.use(tmp_path / "kept.jsonl")
     assert other.done == {case: figures(1.25)}
 
@@ -136,7 +137,7 @@ def test_runs_that_are_done_are_not_repeated(tmp_path: Path, known: dict[Case, F
 # --- a small evaluation -----------------------------------------------------------------------------------------------
 
 
-def evaluated(plan: Plan, *parts: str) -> themis.Report:
+def evaluated(plan: Plan, *parts: str) -> Report:
     return themis.evaluate(plan, parts)
 
 
@@ -161,7 +162,7 @@ def test_every_part_says_what_it_claims() -> None:
         assert any(word in name for name in names), word
     for table in report.tables:
         assert all(len(row) == len(table.columns) for row in table.rows), table.name
-    assert themis.text_of(report).startswith("## Claims\n")
+    assert text_of(report).startswith("## Claims\n")
 
 
 def _document(*arguments: str) -> dict[str, Any]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Event
 from arbiter.core.decisions import decide
@@ -36,8 +38,9 @@ from protocol.messages import (
     ProbeReply,
     TaskStatus,
     TenantId,
+    device_of,
 )
-from tests.support.arbiter_site import LAUNCH, gpu_status, task
+from tests.support.arbiter_site import LAUNCH, seat_statuses, task
 
 SETTINGS = ArbiterSettings(
     lease_s=15.0,
@@ -65,12 +68,15 @@ class NaiveNode:
     epoch: int = 0
     seq: int = 0
     reports: int = 0
+    seats: int = 1
     tasks: dict[str, TaskStatus] = field(default_factory=dict)
 
     def obey(self, plan: NodePlan) -> None:
         if (plan.epoch, plan.seq) < (self.epoch, self.seq):
             return
-        self.epoch, self.seq = plan.epoch, plan.seq
+        self.epoch, self.seq, self.seats = plan.epoch, plan.seq, plan.seats
+        seats = [(lease.lease.rpartition("/")[0], device_of(lease.gpu)) for lease in plan.leases]
+        assert len(seats) == len(set(seats)), f"somebody has two seats of one GPU: {sorted(seats)}"
         named = {order.task: order for order in plan.tasks}
         for name in list(self.tasks):
             old = self.tasks[name]
@@ -83,7 +89,7 @@ class NaiveNode:
                 taken = {gpu: each.task for each in self.alive() for gpu in each.gpus}
                 for gpu in order.gpus:
                     assert gpu not in taken, f"{order.task} was to start on {gpu}, where {taken[gpu]} still is"
-                self.tasks[order.task] = task(order.app, 0, order.gpus, attempt=order.attempt)
+                self.tasks[order.task] = task(order.app, 0, order.gpus, attempt=order.attempt, step=0, cooperative=True)
 
     def alive(self) -> list[TaskStatus]:
         return [each for each in self.tasks.values() if each.phase != "exited"]
@@ -105,7 +111,7 @@ class NaiveNode:
             seq=self.reports,
             epoch=self.epoch,
             plan_seq=self.seq,
-            gpus=tuple(gpu_status(self.name, index, used, ()) for index in range(self.gpus)),
+            gpus=seat_statuses(self.name, self.gpus, used, seats=self.seats, tasks=self.alive()),
             tasks=tuple(self.tasks.values()),
         )
 
@@ -172,7 +178,7 @@ class SimpleApp:
 class World:
     """Everybody, and the piles of messages between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, arbiter: ArbiterSettings = SETTINGS) -> None:
         self.now = 100.0
         self.nodes = {name: NaiveNode(name, gpus) for name, gpus in NODES.items()}
         self.apps = {name: SimpleApp(name) for name in APPS}
@@ -183,7 +189,7 @@ class World:
         self.journal: list[tuple[float, Event]] = []
         self.saved = self.arbiter.snapshot()
         self.epoch = 0
-        self.handle(Configured(SETTINGS))
+        self.handle(Configured(arbiter))
         self.lead()
 
     def handle(self, event: Event) -> None:
@@ -349,3 +355,35 @@ def test_no_gpu_is_ever_used_twice_and_in_calm_everything_finishes(commands: lis
     for command, pick in commands:
         world.play(command, pick)
     world.calm()
+
+
+@pytest.mark.parametrize("policy", ["themis", "srtf", "fifo", "gandiva"])
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(COMMANDS, st.integers(0, 10_000)), min_size=60, max_size=200),
+    st.integers(2, 3),
+    st.lists(st.booleans(), max_size=3),
+)
+def test_no_seat_is_ever_used_twice_and_nobody_has_two_of_one_gpu(
+    policy: str, commands: list[tuple[int, int]], seats: int, changes: list[bool]
+) -> None:
+    shared = replace(SETTINGS, policy=policy, sharing="timeslice", seats=seats)
+    world = World(shared)
+    for number, (command, pick) in enumerate(commands):
+        if changes and number % 50 == 49:
+            world.handle(Configured(shared if changes.pop() else replace(SETTINGS, policy=policy)))
+        world.play(command, pick)
+    world.calm()
+
+
+@pytest.mark.parametrize("policy", ["themis", "srtf", "fifo", "gandiva"])
+def test_where_gpus_are_shared_all_train_at_once(policy: str) -> None:
+    world = World(replace(SETTINGS, policy=policy, sharing="timeslice", seats=2))
+    for _ in range(60):
+        world.breathe()
+        for node in world.nodes.values():
+            node.let_go()
+        running = [each for node in world.nodes.values() for each in node.alive() if each.phase == "running"]
+        if len({each.app for each in running}) == len(APPS):
+            return
+    raise AssertionError(f"only {running} trained at once, on two GPUs of two seats")

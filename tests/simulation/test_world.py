@@ -89,7 +89,11 @@ def finishes(result: Run) -> dict[str, float | None]:
 # --- exact targets ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("trace", "cluster", "policy", "mean", "median", "p99", "makespan"), TARGETS)
+#: All rows of one size of the cluster in the middle say no more than those of the others; they take a minute.
+ROWS = [pytest.param(*row, marks=[pytest.mark.full] if row[1] in ("32x8", "42x8") else []) for row in TARGETS]
+
+
+@pytest.mark.parametrize(("trace", "cluster", "policy", "mean", "median", "p99", "makespan"), ROWS)
 def test_the_exact_targets_to_the_printed_digit(
     trace: str, cluster: str, policy: str, mean: float, median: float, p99: float, makespan: float
 ) -> None:

@@ -1,4 +1,4 @@
-"""Fault worlds, the quick form: a hundred of them pass, one seed is one world, the checks tell right from wrong.
+"""Fault worlds, the quick form: fifty of them pass, one seed is one world, the checks tell right from wrong.
 
 `gpu-arbiter worlds` runs as many as one likes; what hides in the cores and must be found is in `mutants`.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,11 +29,11 @@ from simulator.worlds import Verdict, run_world, run_worlds, summary
 from tests.support.app_harness import spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
-WORLDS = 100
+WORLDS = 50
 
 
 @pytest.mark.timeout(300)
-def test_a_hundred_worlds_pass() -> None:
+def test_fifty_worlds_pass() -> None:
     verdicts = list(run_worlds(range(WORLDS)))
     assert {verdict.seed: verdict.wrong for verdict in verdicts if verdict.wrong} == {}
     figures = summary(verdicts)
@@ -68,7 +69,7 @@ def test_seeds_differ_and_options_cover_what_can_go_wrong() -> None:
     assert draw(3) == draw(3)
     kinds = {fault.kind for each in options for fault in each.faults}
     assert kinds == {
-        *("crash", "freeze", "cut", "vanish", "power", "gpu", "cancel", "policy"),
+        *("crash", "freeze", "cut", "vanish", "power", "gpu", "cancel", "policy", "sharing"),
         *("worker-crash", "worker-kill", "worker-deaf", "worker-stall"),
     }
     assert {fault.who.role for each in options for fault in each.faults if fault.kind == "crash"} == {
@@ -80,6 +81,24 @@ def test_seeds_differ_and_options_cover_what_can_go_wrong() -> None:
         *("halving", "hyperband", "curve", "all"),
     }
     assert all(fault.at <= each.calm_at for each in options for fault in each.faults)
+
+
+def test_half_of_the_worlds_share_gpus_in_every_way() -> None:
+    options = [draw(seed) for seed in range(200)]
+    sharing = Counter(each.settings.sharing for each in options)
+    assert 80 <= sharing["exclusive"] <= 120
+    assert min(sharing["timeslice"], sharing["pack"]) >= 30
+    shared = [each for each in options if each.settings.sharing != "exclusive"]
+    hosts = [host for each in shared for _, host in each.hosts]
+    assert any(host.driver and host.driver_loses for host in hosts)
+    assert any(host.driver and host.driver_refuses for host in hosts)
+    assert any(host.host_bytes for host in hosts)
+    apps = [app for each in shared for app in each.apps]
+    assert any(app.balks for app in apps)
+    assert any(not app.can_park for app in apps)
+    assert any(app.spec.sizes for app in apps)
+    assert len({app.spec.priority for app in apps}) > 1
+    assert sum(each.settings.policy == "gandiva" for each in shared) >= 20
 
 
 # --- the network ----------------------------------------------------------------------------------------------------
@@ -223,7 +242,7 @@ def test_the_command_prints_one_document_and_what_repeats_a_failure(monkeypatch:
     assert document["summary"]["worlds"] == 3
     assert document["failures"] == []
 
-    def broken(seeds: range, *, jobs: int) -> Iterator[Verdict]:
+    def broken(seeds: range, *, jobs: int, policy: str) -> Iterator[Verdict]:
         for verdict in map(run_world, seeds):
             fields = {name: getattr(verdict, name) for name in verdict.__struct_fields__}
             yield Verdict(**{**fields, "wrong": "n1-g0 is used by two", "lines": ("the last words",)})
@@ -234,3 +253,18 @@ def test_the_command_prints_one_document_and_what_repeats_a_failure(monkeypatch:
     assert "world 4 failed" in result.stdout
     assert "the last words" in result.stdout
     assert "gpu-arbiter worlds --seed 4 --count 1 --trace" in result.stdout
+
+
+def test_worlds_can_be_run_under_one_policy_and_say_so_in_the_command_that_repeats_them() -> None:
+    drawn, forced = draw(12), draw(12, policy="fifo")
+    assert [fault.policy for fault in drawn.faults if fault.policy], (
+        "world 12 should have an operator who changes policy"
+    )
+    assert {forced.settings.policy, *(fault.policy for fault in forced.faults if fault.policy)} == {"fifo"}
+    assert forced.apps == drawn.apps
+    verdict = run_world(12, policy="fifo")
+    assert verdict.wrong == ""
+    assert verdict.command == "gpu-arbiter worlds --seed 12 --count 1 --policy fifo --trace"
+    result = CliRunner().invoke(command_line, ["worlds", "--count", "1", "--policy", "fair"])
+    assert result.exit_code != 0
+    assert "there is no policy fair" in result.stderr

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+from msgspec.structs import replace
+
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event
 from arbiter.core.decisions import decide
 from arbiter.core.model import ArbiterSettings, Draining, Free, Leased
@@ -36,6 +38,7 @@ from protocol.messages import (
     TaskStatus,
     TenantId,
     ToArbiter,
+    seat,
 )
 
 MessageT = TypeVar("MessageT")
@@ -131,8 +134,10 @@ class Site:
         tasks: Sequence[TaskStatus] = (),
         used: Sequence[str] = (),
         sick: Sequence[str] = (),
+        quarantined: Sequence[str] = (),
         plan: tuple[int, int] | None = None,
         incarnation: int = 1,
+        **more: object,
     ) -> list[Effect]:
         """Report as node `name`; by default it has obeyed the newest plan it was sent."""
         count = self.node_sizes.setdefault(name, gpus or 0) if gpus is None else gpus
@@ -147,8 +152,11 @@ class Site:
             seq=self._next(f"node-{name}"),
             epoch=applied[0],
             plan_seq=applied[1],
-            gpus=tuple(gpu_status(name, index, used, sick) for index in range(count)),
+            gpus=seat_statuses(
+                name, count, used, sick, seats=newest.seats if newest else 1, ill=quarantined, tasks=tasks
+            ),
             tasks=tuple(tasks),
+            **more,  # type: ignore[arg-type]
         )
         return self.hear(Party("node", name), report)
 
@@ -166,6 +174,7 @@ class Site:
         sender: str | None = None,
         ideal_s: float = 0.0,
         left_s: float | None = None,
+        **more: object,
     ) -> list[Effect]:
         report = AppReport(
             app=AppId(app),
@@ -179,6 +188,7 @@ class Site:
             releases=tuple(releases),  # type: ignore[arg-type]
             ideal_s=ideal_s,
             left_s=left_s,
+            **more,  # type: ignore[arg-type]
         )
         return self.hear(Party("app", sender or app.rsplit("-", 1)[0]), report)
 
@@ -244,16 +254,46 @@ def gpu_id(node: str, index: int) -> str:
     return f"GPU-{node}-{index}"
 
 
-def gpu_status(node: str, index: int, used: Sequence[str], sick: Sequence[str]) -> GpuStatus:
-    name = gpu_id(node, index)
+def gpu_status(node: str, index: int, used: Sequence[str], sick: Sequence[str], *, number: int = 0) -> GpuStatus:
+    """One seat of a GPU; what ails the GPU is said of its first only."""
+    device = GpuId(gpu_id(node, index))
+    name = seat(device, number)
     return GpuStatus(
-        gpu=GpuId(name),
+        gpu=name,
         model="H200",
         memory_bytes=2**30,
         slot=f"s{index // 2}",
         healthy=name not in sick,
         empty=name not in used,
         detail="fell off the bus" if name in sick else "",
+        device=device if number else "",
+    )
+
+
+def seat_statuses(
+    node: str,
+    count: int,
+    used: Sequence[str],
+    sick: Sequence[str] = (),
+    *,
+    seats: int = 1,
+    ill: Sequence[str] = (),
+    tasks: Sequence[TaskStatus] = (),
+) -> tuple[GpuStatus, ...]:
+    """All seats of all GPUs of a node, and those that a task is on still; those in `ill` are quarantined."""
+    here = {gpu for task in tasks if task.phase != "exited" for gpu in task.gpus}
+    statuses = [
+        status
+        for index in range(count)
+        for number in range(8)
+        for status in (gpu_status(node, index, used, sick, number=number),)
+        if number < seats or status.gpu in here
+    ]
+    return tuple(
+        replace(status, quarantined=True, detail="quarantined: jobs of two apps failed on it")
+        if status.gpu in ill
+        else status
+        for status in statuses
     )
 
 

@@ -105,9 +105,9 @@ def progress(step: int, *, park: bool = True, checkpoint: bool = False, saved: i
 class Bench:
     """A core with two GPUs, already adopted and measured unless `fresh`."""
 
-    def __init__(self, *, fresh: bool = False, fence: tuple[int, int] = (0, 0), gpus: int = 2) -> None:
-        facts = NodeFacts(NODE, "r1", "boot", 7, 2.0, idle_bytes_max=0, parked_bytes_max=512 * MIB)
-        self.core = NodeAgent(facts, fence)
+    def __init__(self, *, fresh: bool = False, fence: tuple[int, int] = (0, 0), gpus: int = 2, **facts: object) -> None:
+        own = NodeFacts(NODE, "r1", "boot", 7, 2.0, idle_bytes_max=0, parked_bytes_max=512 * MIB)
+        self.core = NodeAgent(replace(own, **facts), fence)
         self.now = 1000.0
         self.effects: list[NodeEffect] = []
         self.seq = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,7 +18,10 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from node_agent import daemon
 from node_agent.config import NodeConfig
+from node_agent.core.agent import NodeAgent
+from node_agent.core.events import LocalEffect, NodeEffect, NodeEvent, OrderWorker, WorkerSaid
 from node_agent.daemon import run_node_agent
 from node_agent.devices.simulated import SimulatedBackend
 from protocol.bus import Link, Outgoing
@@ -38,11 +42,13 @@ from protocol.messages import (
     NodeReport,
     Party,
     ReadLog,
+    Sharing,
     TaskId,
     TaskOrder,
     TaskStatus,
     ToNode,
     Want,
+    seat,
 )
 
 NODE = "n1"
@@ -55,7 +61,7 @@ def gpu(number: int) -> GpuId:
 
 
 def config(folder: Path, **fields: object) -> NodeConfig:
-    values: dict[str, object] = {"beat_s": 0.2, "sample_s": 0.2, "hello_s": 0.5}
+    values: dict[str, object] = {"beat_s": 0.2, "sample_s": 0.2, "hello_s": 0.5, "slice_overhead_max": 1e3}
     return NodeConfig(node=NODE, gpus="simulated:2", state_dir=str(folder / "state"), **(values | fields))  # type: ignore[arg-type]
 
 
@@ -69,20 +75,24 @@ def task_order(
     cwd: str | None = None,
     env: dict[str, str] | None = None,
     checkpoint_dir: str | None = None,
+    seat_number: int = 0,
 ) -> TaskOrder:
     """An order for a program; by default ``hand_worker.py`` with `command` as its arguments."""
     job, _, attempt = task.rpartition("-a")
     line = command if command and "/" in command[0] else (sys.executable, str(WORKER), *command)
     launch = LaunchSpec(line, cwd or str(folder), checkpoint_dir or str(folder / job), env or {})
-    owned = tuple(gpu(number) for number in gpus)
+    owned = tuple(seat(gpu(number), seat_number) for number in gpus)
     app = AppId(job.partition(".")[0])
     return TaskOrder(TaskId(task), app, JobId(job), int(attempt), owned, want, launch, grace_s)
 
 
-def plan_of(orders: Sequence[TaskOrder], *, epoch: int, seq: int) -> NodePlan:
+def plan_of(
+    orders: Sequence[TaskOrder], *, epoch: int, seq: int, sharing: Sharing = "exclusive", quantum_s: float = 60.0
+) -> NodePlan:
     leased = sorted({one for order in orders for one in order.gpus})
     leases = tuple(LeaseTerms(LeaseId(f"L-{one}"), one, NodeId(NODE), "r", "s", epoch, 60.0) for one in leased)
-    return NodePlan(NodeId(NODE), epoch, seq, leases, tuple(orders))
+    seats = 1 if sharing == "exclusive" else 4
+    return NodePlan(NodeId(NODE), epoch, seq, leases, tuple(orders), sharing, seats, quantum_s)
 
 
 def find_task(report: NodeReport, task: str) -> TaskStatus | None:
@@ -102,10 +112,13 @@ class Site:
         self._link = link
         self._ids = count()
         self.epoch, self.seq = 1, 0
+        self.sharing: Sharing = "exclusive"
+        self.quantum_s = 60.0
 
     async def plan(self, *orders: TaskOrder, epoch: int | None = None, seq: int | None = None) -> None:
         self.seq += 1
-        await self.send(plan_of(orders, epoch=epoch or self.epoch, seq=seq or self.seq))
+        fence = {"epoch": epoch or self.epoch, "seq": seq or self.seq}
+        await self.send(plan_of(orders, **fence, sharing=self.sharing, quantum_s=self.quantum_s))
 
     async def send(self, message: ToNode) -> None:
         data = encode(message, sender=ARBITER, id=f"m{next(self._ids)}")
@@ -119,11 +132,13 @@ class Site:
         assert isinstance(body, NodeReport | LogChunk)
         return body
 
-    async def report(self, wanted: Callable[[NodeReport], bool] = lambda report: True) -> NodeReport:
+    async def report(
+        self, wanted: Callable[[NodeReport], bool] = lambda report: True, *, patience_s: float = PATIENCE_S
+    ) -> NodeReport:
         """The next report that is `wanted`."""
         last: NodeReport | None = None
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(patience_s):
                 while True:
                     message = await self.receive()
                     if isinstance(message, NodeReport):
@@ -155,14 +170,16 @@ class Site:
 
 
 @asynccontextmanager
-async def node_site(folder: Path, *, end_workers: bool = True, **fields: object) -> AsyncIterator[Site]:
-    """A running node agent with two virtual GPUs."""
+async def node_site(
+    folder: Path, *, end_workers: bool = True, backend: SimulatedBackend | None = None, **fields: object
+) -> AsyncIterator[Site]:
+    """A running node agent, with two virtual GPUs unless others are given."""
     bus = MemoryBus(MemoryBroker())
     link = await bus.connect(ARBITER)
     await link.lead()
     await link.provision(Party("node", NODE))
     await link.consume()
-    backend = SimulatedBackend(NODE, 2)
+    backend = backend or SimulatedBackend(NODE, 2)
     async with asyncio.TaskGroup() as group:
         agent = group.create_task(
             run_node_agent(config(folder, **fields), bus, backend=backend, end_workers=end_workers)
@@ -180,11 +197,49 @@ async def node_site(folder: Path, *, end_workers: bool = True, **fields: object)
 async def serve(folder: Path) -> None:
     """Plans from standard input, reports to standard output, logs to standard error."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    if "DIE_AT" in os.environ:
+        die_at(os.environ["DIE_AT"])
     async with node_site(folder, end_workers=False) as site, asyncio.TaskGroup() as group:
         group.create_task(_pass_plans_on(site))
         while True:
             report = await site.report()
             os.write(1, msgspec.json.encode(report) + b"\n")
+
+
+def die_at(label: str) -> None:
+    """Have this process killed -9 at a point of the node agent's work.
+
+    ``before X``, ``after X``: before or after it performs an effect; ``hearing X``: as it has decided on an event and
+    done nothing yet. X is ``OrderWorker:suspend``, ``WorkerSaid:Suspended``, ``NoteWorker`` and the like.
+    """
+    when, _, what = label.partition(" ")
+    perform, handle = daemon._Hands.perform, NodeAgent.handle
+
+    async def performing(self: daemon._Hands, effect: LocalEffect) -> None:
+        if when == "before" and _name_of(effect) == what:
+            os.kill(os.getpid(), signal.SIGKILL)
+        await perform(self, effect)
+        if when == "after" and _name_of(effect) == what:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def hearing(self: NodeAgent, event: NodeEvent, now: float) -> Sequence[NodeEffect]:
+        effects = handle(self, event, now)
+        if when == "hearing" and _name_of(event) == what:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return effects
+
+    daemon._Hands.perform = performing  # type: ignore[method-assign]
+    NodeAgent.handle = hearing  # type: ignore[method-assign]
+
+
+def _name_of(what: LocalEffect | NodeEvent) -> str:
+    match what:
+        case OrderWorker(order=order):
+            return f"OrderWorker:{order.do}"
+        case WorkerSaid(message=message):
+            return f"WorkerSaid:{type(message).__name__}"
+        case _:
+            return type(what).__name__
 
 
 async def _pass_plans_on(site: Site) -> None:
@@ -205,9 +260,11 @@ class NodeProcess:
         self.process.stdin.write(msgspec.json.encode(plan) + b"\n")
         await self.process.stdin.drain()
 
-    async def report(self, wanted: Callable[[NodeReport], bool] = lambda report: True) -> NodeReport:
+    async def report(
+        self, wanted: Callable[[NodeReport], bool] = lambda report: True, *, patience_s: float = PATIENCE_S
+    ) -> NodeReport:
         assert self.process.stdout is not None
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             while line := await self.process.stdout.readline():
                 report = msgspec.json.decode(line, type=NodeReport)
                 if wanted(report):
@@ -220,7 +277,7 @@ class NodeProcess:
 
 
 @asynccontextmanager
-async def node_process(folder: Path) -> AsyncIterator[NodeProcess]:
+async def node_process(folder: Path, *, dies_at: str = "") -> AsyncIterator[NodeProcess]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -230,6 +287,7 @@ async def node_process(folder: Path) -> AsyncIterator[NodeProcess]:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         limit=2**20,
+        env={**os.environ, "DIE_AT": dies_at} if dies_at else None,
     )
     try:
         yield NodeProcess(process)

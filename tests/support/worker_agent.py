@@ -18,15 +18,17 @@ BOOTSTRAP = ROOT / "app_agent" / "bootstrap"
 WAIT_S = 90.0
 
 MessageT = TypeVar("MessageT")
-Do = Literal["suspend", "resume", "leave", "save", "probe"]
+Do = Literal["suspend", "resume", "leave", "save", "probe", "tell", "arena", "cap", "hold"]
 
 
 class WorkerAgent:
-    """Listens on a Unix socket. `heard` grows for ever, `hellos` counts the connections made."""
+    """Listens on a Unix socket. `heard` grows for ever, `hellos` counts the connections made; `ranks` are connected."""
 
     def __init__(self, path: Path, gen: int = 1) -> None:
         self.path, self.gen, self.seq = path, gen, 0
         self.heard: list[FromWorker] = []
+        self.speakers: list[int] = []  #: the rank that said each of `heard`
+        self.ranks: dict[int, socket.socket] = {}
         self._changed = threading.Condition()
         self._connections: list[socket.socket] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -44,11 +46,15 @@ class WorkerAgent:
     def hellos(self) -> list[Hello]:
         return [message for message in self.heard if isinstance(message, Hello)]
 
-    def wait(self, kind: type[MessageT] | tuple[type[MessageT], ...], since: int = 0, **facts: object) -> MessageT:
-        """Wait for a message of this kind, heard after the first `since`, with at least these values."""
+    def wait(
+        self, kind: type[MessageT] | tuple[type[MessageT], ...], since: int = 0, by: int | None = None, **facts: object
+    ) -> MessageT:
+        """Wait for a message of this kind, heard after the first `since`, by this rank, with at least these values."""
 
         def find() -> MessageT | None:
-            for message in self.heard[since:]:
+            for message, speaker in zip(self.heard[since:], self.speakers[since:], strict=True):
+                if by is not None and speaker != by:
+                    continue
                 if isinstance(message, kind) and all(_holds(message, name, fact) for name, fact in facts.items()):
                     return message
             return None
@@ -59,15 +65,17 @@ class WorkerAgent:
             assert found is not None
             return found
 
-    def order(self, do: Do, **other: int) -> Order:
-        """Give an order, the next in turn unless `gen` or `seq` say otherwise."""
+    def order(self, do: Do, to: int | None = None, **fields: int) -> Order:
+        """Give an order to a rank or to all, the next in turn unless `gen` or `seq` say otherwise."""
         self.seq += 1
-        order = Order(do, gen=other.get("gen", self.gen), seq=other.get("seq", self.seq))
-        self.say(encode_line(order))
+        order = Order(do, **{"gen": self.gen, "seq": self.seq} | fields)
+        self.say(encode_line(order), to)
         return order
 
-    def say(self, data: bytes) -> None:
-        self._connections[-1].sendall(data)
+    def say(self, data: bytes, to: int | None = None) -> None:
+        for rank, connection in self.ranks.items():
+            if to in (None, rank):
+                connection.sendall(data)
 
     def die(self) -> None:
         """Vanish as a killed agent does."""
@@ -89,11 +97,16 @@ class WorkerAgent:
                 threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: socket.socket) -> None:
+        rank = -1
         with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as lines:
             for line in lines:
                 message = decode_line(line)
                 with self._changed:
+                    if isinstance(message, Hello):
+                        rank = message.rank
+                        self.ranks[rank] = connection
                     self.heard.append(message)
+                    self.speakers.append(rank)
                     self._changed.notify_all()
 
 
@@ -119,6 +132,7 @@ class Worker:
             "GPU_ARBITER_GPUS": "1",
             "MALLOC_MMAP_THRESHOLD_": "131072",
             "MALLOC_TRIM_THRESHOLD_": "131072",
+            "THP_MEM_ALLOC_ENABLE": "1",
             **env,
         }
         self.process = subprocess.Popen(

@@ -16,10 +16,12 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.model import ArbiterSettings, Leased, Up
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Settings
+from arbiter.core.turn import AppRecord, LeaseRecord
 from arbiter.daemon import _configure, _journal, _restore
 from arbiter.ledger import Ledger
 from protocol.config import ConfigError
 from protocol.core import Connected
+from protocol.messages import AppId, GpuId, LeaseId, NodeId, TenantId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
 
 
@@ -58,13 +60,47 @@ def test_an_arbiter_that_was_away_for_hours_takes_nothing_from_anyone(tmp_path: 
     assert isinstance(arbiter.state.gpus[gpu_id("n1", 0)].state, Leased)  # type: ignore[index]
 
 
+def test_a_history_that_should_be_there_and_is_not_is_an_error_and_never_a_silent_zero(tmp_path: Path) -> None:
+    with _journal(tmp_path) as journal:
+        ledger = Ledger(tmp_path / "ledger.db")
+        assert _restore(journal, ledger).state.history.tenants == {}  # the first start of all
+        with pytest.raises(ConfigError, match=r"journal.db is empty, but a history of GPU time is to be resumed"):
+            _restore(journal, ledger, "resume")
+        ledger.write(LeaseRecord(LeaseId("l"), AppId("ana-1"), GpuId("g"), NodeId("n1"), 0.0, 60.0, "over"))
+        with pytest.raises(ConfigError, match=r"is told of by ledger.db; bring the state folder back, or set history"):
+            _restore(journal, ledger)
+        assert _restore(journal, ledger, "begin").state.history.tenants == {}
+
+
+def test_a_snapshot_of_a_version_that_kept_no_books_is_refused_with_the_mend(tmp_path: Path) -> None:
+    site = a_site_of_long_ago()
+    state = msgspec.msgpack.decode(site.arbiter.snapshot())
+    del state["history"]
+    with _journal(tmp_path) as journal:
+        journal.append(site.now, site.journal[0][1])
+        journal.snapshot(msgspec.msgpack.encode(state, order="deterministic"))
+        ledger = Ledger(tmp_path / "ledger.db")
+        with pytest.raises(ConfigError, match=r'holds no history of GPU time.* set history = "begin" for one start'):
+            _restore(journal, ledger)
+        restored = _restore(journal, ledger, "begin")
+    assert restored.state.history.since == site.now
+    assert restored.state.history.of_app(AppId("ana-1"), site.now + 5.0).allocated_gpu_s == 5.0
+
+
+def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    record = AppRecord(AppId("ana-1"), TenantId("vision"), 2.0, 0.0, 60.0, 50.0, 40.0, 30.0)
+    ledger.write(record)
+    ledger.write(record)  # a restart records the last ones again
+    assert ledger.apps(limit=10) == [record]
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         (
             "[arbiter]\npolicy = 'lottery'\n",
-            "arbiter.policy is 'lottery'; choose one of backfill, drf, fifo, gandiva-placement, las, optimus, slaq, "
-            "srsf, srtf, themis",
+            f"arbiter.policy is 'lottery'; choose one of {', '.join(sorted(POLICIES))}",
         ),
         ("[arbiter]\nlease_s = 20.0\n", "arbiter.lease_s is 20.0, too short"),
         ("[arbiter]\nbeat_s = 0.0\n", "beat_s is 0.0; it must be above 0"),
@@ -84,6 +120,19 @@ def test_an_arbiter_that_was_away_for_hours_takes_nothing_from_anyone(tmp_path: 
             "arbiter.policy_settings: fairness_knob is nan; it must be from 0 to 1",
         ),
         ("[arbiter]\nlease = 600\n", "unknown field `arbiter.lease`"),
+        ("[[arbiter.tenants]]\nname = 'a'\nweight = 0\n", "arbiter.tenants[0].weight"),
+        ("[[arbiter.tenants]]\nname = 'a'\nquota = 0\n", "arbiter.tenants[0].quota"),
+        ("[[arbiter.tenants]]\nname = 'Team A'\n", "arbiter.tenants[0].name"),
+        ("[[arbiter.tenants]]\nweight = 2\n", "name"),
+        (
+            "[[arbiter.tenants]]\nname = 'a'\n[[arbiter.tenants]]\nname = 'a'\n",
+            "arbiter.tenants names a twice; give each tenant one table",
+        ),
+        ("history = 'perhaps'\n", "history"),
+        ("[arbiter]\nseats = 0\n", "arbiter.seats is 0; give how many jobs may share a GPU, 1 to 64"),
+        ("[arbiter]\nquantum_s = 0.0\n", "quantum_s is 0"),
+        ("[arbiter]\nsharing = 'sometimes'\n", "arbiter.sharing"),
+        ("[arbiter.policy_settings]\ngandiva_idle_s = -1.0\n", "gandiva_idle_s is -1"),
         ("[arbiter]\nlease_s = 'long'\n", "arbiter.lease_s must be a number, and is text; see docs/operations.md"),
         (
             "[arbiter]\npolicy = 'las'\n[arbiter.policy_settings]\nlas_threshold_gpu_s = 0.0\n",

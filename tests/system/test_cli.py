@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from arbiter.core.policies import POLICIES
 from launch import exit_codes
 
 PROGRAM = (sys.executable, "-m", "launch.cli")
-POLICY_NAMES = "backfill, drf, fifo, gandiva-placement, las, optimus, slaq, srsf, srtf, themis"
+POLICY_NAMES = ", ".join(sorted(POLICIES))
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -121,7 +122,9 @@ def test_a_program_that_does_not_exist_fails_with_the_mend(cli: Cli) -> None:
         (("submit", "--grace", "soon", "--", "true"), "--grace is 'soon', which is no length of time"),
         (("submit", "--trial", "--lr 1", "--", "true"), "a search needs at least two trials"),
         (("submit", "--trial", "1", "--trial", "2", "--", "true"), "2 trials but no metric"),
-        (("submit", "-g", "2", "--max-gpus", "1", "--", "true"), "gpus_max is 1, fewer than the gang of 2"),
+        (("submit", "-g", "0", "--", "true"), "--gpus is '0', which is no number of GPUs"),
+        (("submit", "-g", "4,2", "--", "true"), "sizes are 4,2; list each number of GPUs once, the smallest first"),
+        (("submit", "--priority", "1", "--", "true"), "priority is 1, and apps here have at most 0"),
         (("submit", "--preempt-by", "magic", "--", "true"), "Invalid enum value 'magic'"),
         (("submit", "-f", "missing.toml"), "missing.toml cannot be read"),
         (("submit", "--tenant", "Team A", "--", "true"), "tenant is 'Team A'; use lower-case letters"),
@@ -138,6 +141,11 @@ def test_a_spec_file_that_asks_for_a_job_on_several_nodes_is_refused(lonely: Cli
     done = lonely("submit", "-f", "app.toml")
     assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
     assert "spans is true" in done.stderr.splitlines()[0]
+
+
+def test_a_job_that_lists_sizes_is_given_the_largest_that_is_free(cli: Cli) -> None:
+    done = cli("run", "-g", "1,2", "--priority", "-1", *script("import os; print(os.environ['GPU_ARBITER_GPUS'])"))
+    assert (done.returncode, done.stdout) == (0, "2\n")
 
 
 # --- looking --------------------------------------------------------------------------------------------------------
@@ -234,6 +242,16 @@ def test_real_gpus_are_never_replaced_by_simulated_ones(lonely: Cli) -> None:
     done = lonely("up", "--fresh", "--gpus", "cuda")
     assert done.returncode == exit_codes.USAGE
     assert "simulated:4" in done.stderr
+
+
+@pytest.mark.parametrize(("option", "mend"), [("--sharing", "timeslice"), ("--policy", "themis")])
+def test_a_site_is_not_started_with_a_policy_or_a_sharing_that_there_is_not(
+    lonely: Cli, option: str, mend: str
+) -> None:
+    done = lonely("up", "--fresh", option, "everything")
+    assert done.returncode == exit_codes.USAGE
+    assert option in done.stderr
+    assert mend in done.stderr
 
 
 def test_provision_prints_the_least_rights_of_a_participant(lonely: Cli) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import random
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ from protocol.worker import (
     EXIT_REQUEUE,
     Finished,
     Hello,
+    Late,
     Progress,
+    Ready,
     Refused,
     Resumed,
     Saved,
@@ -130,6 +134,37 @@ def test_parked_state_leaves_the_memory_that_stands_for_the_gpu(agent: WorkerAge
     assert suspended.bytes == 160_000_000
     assert min(running, resumed) - parked > 0.95 * suspended.bytes
     assert arena >= suspended.bytes
+
+
+def test_a_process_tells_how_much_it_would_park_and_makes_room_for_it_while_it_trains(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    text = """
+        import time, torch
+        from app_agent import session
+        state = torch.ones(10_000_000)
+        while True:
+            time.sleep(0.01)
+            session.step_end()
+        """
+    with Worker(tmp_path, *script(text)) as worker:
+        told = agent.wait(Progress, state_bytes=past(40_000_000))
+        assert (told.arena_bytes, told.trough_bytes) == (0, told.state_bytes)
+        assert told.peak_bytes > told.trough_bytes
+        order = agent.order("arena", bytes=told.state_bytes)
+        ready = agent.wait(Progress, seq=order.seq)
+        assert ready.arena_bytes >= told.state_bytes
+        arena = worker.rss_bytes("RssShmem")
+        assert arena >= ready.arena_bytes
+        agent.wait(Progress, step=past(ready.step + 2))  # it trains on
+        suspended = agent.wait(Suspended, seq=agent.order("suspend").seq)
+        assert told.state_bytes - 64 * 100 <= suspended.bytes <= ready.arena_bytes
+        assert worker.rss_bytes("RssShmem") == arena
+        too_large = agent.order("arena", bytes=2**50)
+        assert agent.wait(Progress, seq=too_large.seq).arena_bytes == ready.arena_bytes  # not while state lies in it
+        agent.order("resume")
+        agent.wait(Resumed)
+        assert "host memory does not hold" in agent.wait(Refused, seq=agent.order("arena", bytes=2**50).seq).reason
 
 
 # --- the contract ---------------------------------------------------------------------------------------------------
@@ -370,6 +405,295 @@ def test_nonsense_from_the_agent_costs_the_connection_and_nothing_else(agent: Wo
         agent.say(b'{"type":"order","do":"dance","gen":1,"seq":1}\n')
         assert "knows no order" in agent.wait(Refused).reason
         assert worker.process.poll() is None
+
+
+def test_what_needs_no_boundary_is_answered_at_once_and_takes_no_other_orders_place(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    text = """
+        from app_agent import session
+        session.init()
+        input()
+        session.step_end(0)
+        """
+    with Worker(tmp_path, *script(text)) as worker:
+        agent.wait(Hello)
+        suspend = agent.order("suspend")
+        for order in (agent.order("tell"), agent.order("cap", bytes=2**30), agent.order("arena", bytes=8192)):
+            agent.wait(Progress, seq=order.seq)
+        agent.wait(Stacks, seq=agent.order("probe").seq)
+        assert worker.process.stdin is not None
+        worker.process.stdin.write("now make a step\n")
+        worker.process.stdin.flush()
+        suspended = agent.wait(Suspended)
+        assert suspended.seq == suspend.seq
+        agent.wait(Progress, seq=agent.order("tell").seq)
+        heard = len(agent.heard)
+        agent.say(encode_line(suspend))
+        assert agent.wait(Suspended, since=heard) == suspended
+        agent.order("resume")
+        assert worker.end()[0] == 0
+
+
+# --- stopping at a step ---------------------------------------------------------------------------------------------
+
+
+def test_a_process_stands_at_the_end_of_the_step_it_promised_until_it_is_told_to_go_on(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    path = tmp_path / "agent.sock"
+    with Worker(tmp_path, *loop(steps=100_000)) as worker:
+        step = agent.wait(Progress, step=past(3)).step + 50
+        ready = agent.wait(Ready, seq=agent.order("hold", at_step=step).seq)
+        assert ready.step < step
+        agent.wait(Progress, step=step)
+        standing = agent.wait(Progress, seq=agent.order("tell").seq)
+        assert standing.step == step
+        agent.die()
+        with WorkerAgent(path, gen=2) as successor:
+            hello = successor.wait(Hello)
+            assert (hello.state, hello.step) == ("held", step)
+            successor.wait(Ready, seq=successor.order("hold", at_step=step).seq, step=step)
+            assert successor.wait(Suspended, seq=successor.order("suspend", at_step=step).seq).step == step
+            assert successor.wait(Resumed, seq=successor.order("resume").seq).step == step
+            again = successor.wait(Progress, step=past(step + 3)).step + 50
+            successor.wait(Ready, seq=successor.order("hold", at_step=again).seq)
+            successor.wait(Resumed, seq=successor.order("resume").seq)  # those that would stand go on too
+            successor.wait(Progress, step=past(again + 3))
+            last = successor.wait(Progress, seq=successor.order("tell").seq).step + 50
+            successor.wait(Ready, seq=successor.order("hold", at_step=last).seq)
+            assert successor.wait(Saved, seq=successor.order("save", at_step=last).seq).step == last
+            successor.wait(Progress, step=past(last + 1))
+            assert successor.wait(Saved, seq=successor.order("leave", at_step=last + 100).seq).step == last + 100
+            assert worker.end()[0] == EXIT_REQUEUE
+
+
+def test_a_step_that_is_over_is_said_to_be_and_the_process_goes_on(agent: WorkerAgent, tmp_path: Path) -> None:
+    with Worker(tmp_path, *loop(steps=100_000)):
+        step = agent.wait(Progress, step=past(10)).step
+        late = agent.wait(Late, seq=agent.order("hold", at_step=3).seq)
+        assert late.step >= step
+        agent.wait(Progress, since=len(agent.heard), step=past(late.step + 2))
+        for do in ("suspend", "save"):
+            refused = agent.wait(Refused, seq=agent.order(do, at_step=3).seq)  # type: ignore[arg-type]
+            assert "step 3 is over" in refused.reason
+            here = agent.wait(Progress, seq=agent.order("tell").seq).step
+            agent.wait(Progress, since=len(agent.heard), step=past(here + 2))
+        agent.wait(Suspended, seq=agent.order("suspend").seq)
+        assert "resume it first" in agent.wait(Refused, seq=agent.order("hold", at_step=9999).seq).reason
+
+
+def test_a_promise_to_stand_at_a_step_is_kept_however_fast_the_steps_are(agent: WorkerAgent, tmp_path: Path) -> None:
+    text = """
+        from app_agent import session
+        session.init()
+        while True:
+            sum(range(200))
+            session.step_end()
+        """
+    dice, kept = random.Random(7), 0
+    with Worker(tmp_path, *script(text)):
+        agent.wait(Progress, step=past(10))
+        for _ in range(80):
+            known = agent.wait(Progress, seq=agent.order("tell").seq).step
+            step = known + dice.choice((1, 100, 1000, 5000, 30_000))
+            answer = agent.wait((Ready, Late), seq=agent.order("hold", at_step=step).seq)
+            if isinstance(answer, Late):
+                assert answer.step >= step
+                continue
+            kept += 1
+            assert answer.step < step
+            assert agent.wait(Suspended, seq=agent.order("suspend", at_step=step).seq).step == step
+            agent.wait(Resumed, seq=agent.order("resume").seq)
+    assert kept > 8
+
+
+# --- several training processes -------------------------------------------------------------------------------------
+
+
+def torchrun(folder: Path, kind: str, *, steps: int = 60, attempt: int = 0, **env: str) -> Worker:
+    command = ("-m", "torch.distributed.run", str(ROOT / "tests" / "support" / "ddp_train.py"), kind, str(steps), "40")
+    path = os.pathsep.join((str(BOOTSTRAP), str(ROOT)))
+    return Worker(
+        folder, *command, attempt=attempt, PYTHONPATH=path, PET_NPROC_PER_NODE="2", OMP_NUM_THREADS="1", **env
+    )
+
+
+def digests(folder: Path) -> list[str]:
+    return [(folder / f"digest-{rank}").read_text(encoding="ascii").split()[0] for rank in range(2)]
+
+
+def hold_all(agent: WorkerAgent) -> int:
+    """Have both ranks stand at the same step, as a node agent does; return it."""
+    ahead = 3
+    while True:
+        order = agent.order("tell")
+        known = [agent.wait(Progress, by=rank, seq=order.seq).step for rank in range(2)]
+        order = agent.order("hold", at_step=max(known) + ahead)
+        answers = [agent.wait((Ready, Late), by=rank, seq=order.seq) for rank in range(2)]
+        if all(isinstance(answer, Ready) for answer in answers):
+            return order.at_step
+        ahead *= 2
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """What each kind of training ends with when nobody disturbs it."""
+
+    @functools.cache
+    def run(kind: str) -> list[str]:
+        folder = tmp_path_factory.mktemp(kind)
+        with torchrun(folder, kind) as worker:
+            assert worker.end()[0] == 0
+        return digests(folder)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["ddp", "views", "fsdp"])
+def test_ranks_stop_at_the_same_step_outlive_the_agent_and_end_with_the_state_of_an_undisturbed_run(
+    tmp_path: Path, undisturbed: Callable[[str], list[str]], kind: str
+) -> None:
+    path = tmp_path / "agent.sock"
+    agent = WorkerAgent(path)
+    with torchrun(tmp_path, kind) as worker:
+        assert {agent.wait(Hello, by=rank).rank for rank in range(2)} == {0, 1}
+        assert {hello.world for hello in agent.hellos} == {2}
+        for rank in range(2):
+            agent.wait(Progress, by=rank, step=past(3))
+        step = hold_all(agent)
+        order = agent.order("suspend", at_step=step)
+        assert [agent.wait(Suspended, by=rank, seq=order.seq).step for rank in range(2)] == [step] * 2
+        agent.die()
+        agent = WorkerAgent(path, gen=2)
+        assert [agent.wait(Hello, by=rank).state for rank in range(2)] == ["suspended"] * 2
+        order = agent.order("resume")
+        for rank in range(2):
+            agent.wait(Resumed, by=rank, seq=order.seq)
+        step = hold_all(agent)
+        for rank in range(2):
+            agent.wait(Progress, by=rank, step=step)
+        agent.die()  # between the two phases
+        agent = WorkerAgent(path, gen=3)
+        assert [agent.wait(Hello, by=rank).state for rank in range(2)] == ["held"] * 2
+        order = agent.order("hold", at_step=1)
+        assert [agent.wait(Late, by=rank, seq=order.seq).step for rank in range(2)] == [step] * 2
+        assert worker.end()[0] == 0
+    agent.die()
+    assert digests(tmp_path) == undisturbed(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_leave_with_one_checkpoint_in_memory_and_go_on_from_it(
+    agent: WorkerAgent, tmp_path: Path, undisturbed: Callable[[str], list[str]]
+) -> None:
+    memory = tmp_path / "memory"
+    with torchrun(tmp_path, "ddp", GPU_ARBITER_MEMORY_DIR=str(memory)) as first:
+        for rank in range(2):
+            agent.wait(Progress, by=rank, step=past(3), can_checkpoint=True)
+        step = hold_all(agent)
+        order = agent.order("leave", at_step=step)
+        saved = [agent.wait(Saved, by=rank, seq=order.seq, leaving=True) for rank in range(2)]
+        assert first.end()[0] == EXIT_REQUEUE  # of torchrun itself, which would call it a failure
+    assert {(line.dir, line.step) for line in saved} == {(str(memory / f"a0-s{step}"), step)}
+    assert sorted(path.name for path in (memory / f"a0-s{step}").iterdir()) == ["manifest.json", "rank0.pt", "rank1.pt"]
+    heard = len(agent.heard)
+    with torchrun(tmp_path, "ddp", attempt=1, GPU_ARBITER_MEMORY_DIR=str(memory)) as second:
+        for rank in range(2):
+            agent.wait(Progress, since=heard, by=rank, start_step=step)
+        assert second.end()[0] == 0
+    assert agent.wait(Finished, since=heard, by=1).step == 59
+    assert digests(tmp_path) == undisturbed("ddp")
+    assert (tmp_path / "digest-0").read_text().split()[1] == str(60 * 32)
+    assert json.loads((second.checkpoints / "finished.json").read_text())["task"] == "me-1.0-a1"
+
+
+@pytest.mark.parametrize(
+    ("rank", "world", "said"),
+    [("1", "4", (1, 4)), ("", "", (0, 1)), ("0", "", (0, 1))],
+)
+def test_a_launcher_leaves_the_socket_to_the_processes_that_it_starts(
+    agent: WorkerAgent, tmp_path: Path, rank: str, world: str, said: tuple[int, int]
+) -> None:
+    child = "import sys; from app_agent import session; session.done(); sys.exit(75)"
+    text = f"""
+        import os, subprocess, sys
+        from app_agent import session
+        assert not session.active
+        session.init()
+        names = {{"LOCAL_RANK": {rank!r}, "LOCAL_WORLD_SIZE": {world!r}}}
+        env = os.environ | {{name: value for name, value in names.items() if value}}
+        subprocess.run([sys.executable, "-c", "from multiprocessing import resource_tracker"], check=True, env=env)
+        subprocess.run([sys.executable, "-c", {child!r}], check=True, env=env)
+        """
+    (tmp_path / "torchrun").write_text(textwrap.dedent(text))
+    with Worker(tmp_path, "torchrun") as worker:
+        assert worker.end() == (EXIT_REQUEUE, "", "")
+    assert [(hello.rank, hello.world) for hello in agent.hellos] == [said]
+
+
+@pytest.mark.parametrize(
+    ("codes", "end"),
+    [((75, 75), 75), ((75, -15), 75), ((75, 3), 1), ((-15,), 1), ((75, -11), 1), ((3,), 1)],
+)
+def test_a_launcher_reports_a_failure_as_ever_unless_its_processes_left_as_they_were_told(
+    agent: WorkerAgent, tmp_path: Path, codes: tuple[int, ...], end: int
+) -> None:
+    text = f"""
+        from types import SimpleNamespace
+        class ChildFailedError(Exception):
+            failures = {{rank: SimpleNamespace(exitcode=code) for rank, code in enumerate({codes})}}
+        raise ChildFailedError
+        """
+    (tmp_path / "torchrun").write_text(textwrap.dedent(text))
+    with Worker(tmp_path, "torchrun") as worker:
+        code, _, err = worker.end()
+    assert code == end
+    assert ("ChildFailedError" in err) is (end == 1)
+
+
+def test_a_rank_that_cannot_be_is_told_so_and_runs_alone(agent: WorkerAgent, tmp_path: Path) -> None:
+    with Worker(tmp_path, *loop(steps=3), LOCAL_RANK="2", LOCAL_WORLD_SIZE="2") as worker:
+        code, _, err = worker.end()
+    assert code == 0
+    assert "LOCAL_RANK '2' is not below LOCAL_WORLD_SIZE '2'" in err
+    assert agent.hellos == []
+
+
+# --- where checkpoints lie ------------------------------------------------------------------------------------------
+
+
+def test_a_process_leaves_by_memory_saves_on_the_disk_and_counts_its_samples(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    memory = tmp_path / "memory"
+    text = """
+        import sys, time
+        from app_agent import session
+        def save(folder):
+            open(folder + "/state", "w").close()
+        start = session.restore(lambda folder: None)
+        print(start, session.samples(), flush=True)
+        for step in range(start, 100_000):
+            time.sleep(0.01)
+            if session.step_end(step, save=save, samples=8):
+                sys.exit(session.EXIT_REQUEUE)
+        """
+    with Worker(tmp_path, *script(text), GPU_ARBITER_MEMORY_DIR=str(memory)) as first:
+        agent.wait(Progress, step=past(3), samples=past(32), can_checkpoint=True)
+        durable = agent.wait(Saved, seq=agent.order("save").seq)
+        left = agent.wait(Saved, seq=agent.order("leave").seq, leaving=True)
+        assert first.end()[:2] == (EXIT_REQUEUE, "0 0\n")
+    assert Path(durable.dir).parent == first.checkpoints
+    assert Path(left.dir).parent == memory
+    with Worker(tmp_path, *script(text), attempt=1, GPU_ARBITER_MEMORY_DIR=str(memory)) as second:
+        heard = len(agent.heard)
+        agent.wait(Progress, since=heard, start_step=left.step)
+        agent.wait(Saved, since=heard, seq=agent.order("leave").seq)
+        assert second.end()[1] == f"{left.step + 1} {8 * (left.step + 1)}\n"
 
 
 # --- without an agent -----------------------------------------------------------------------------------------------

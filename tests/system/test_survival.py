@@ -26,7 +26,7 @@ from tests.support.cluster import LEASE_S, PARTIES, Cluster, running_cluster, un
 from tests.support.gpu_watch import GpuWatch
 
 broker_test = pytest.mark.broker
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(180)]
 
 VHOSTS = [f"s{number}" for number in range(8)]
 _vhosts = itertools.cycle(VHOSTS)

@@ -187,9 +187,10 @@ async def test_a_worker_gets_the_promised_environment_and_no_secrets(
     await site.plan(task_order(site.folder, A, *command, gpus=[0, 1], env={"SEED": "1"}))
     await site.exited(A)
     env = json.loads((await site.log(A)).data)
-    assert set(ENVIRONMENT) <= set(env)
+    assert set(ENVIRONMENT) - set(env) == {"GPU_ARBITER_MEMORY_DIR"}  # this node has no memory_dir
     assert env["CUDA_VISIBLE_DEVICES"] == f"{gpu(0)},{gpu(1)}"
     assert (env["GPU_ARBITER_TASK"], env["GPU_ARBITER_GPUS"], env["SEED"]) == (A, "2", "1")
+    assert env["PET_NPROC_PER_NODE"] == "2"
     assert "BROKER_PASSWORD" not in env
     assert "BROKER_PASSWORD" not in INHERITED
 
@@ -369,7 +370,7 @@ async def test_workers_survive_kill_9_of_the_node_agent_and_are_adopted(tmp_path
         assert parked is not None
         assert was is not None
         assert (parked.phase, parked.step, parked.suspensions) == ("suspended", was.step, 1)
-        assert report.incarnation == before.incarnation + 1
+        assert report.incarnation > before.incarnation
         assert (report.epoch, report.plan_seq) == (1, 2)
         await agent.plan(plan_of([task_order(tmp_path, A, "work", want="vacate"), orders[1]], epoch=1, seq=3))
         left = await agent.report(lambda r: (s := find_task(r, A)) is not None and s.phase == "exited")

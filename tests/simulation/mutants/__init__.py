@@ -21,7 +21,11 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.model import Bidding, Draining, Free, Leased
 from node_agent.core import agent as node_core
 from node_agent.core.agent import NodeAgent
+from node_agent.core.means import Ways
+from node_agent.core.model import Task
+from node_agent.core.packing import Packs
 from node_agent.core.proof import Gpus
+from node_agent.core.slicing import Slices
 from node_agent.core.verdict import Verdict, judge
 from protocol.messages import LeaseId
 from simulator.weather import Record
@@ -98,7 +102,9 @@ def a_bid_for_an_earlier_round_counts() -> Iterator[None]:
 @mutant
 def a_report_on_an_older_plan_proves_a_release() -> Iterator[None]:
     prove = nodes._take_proofs
-    with patch.object(nodes, "_take_proofs", lambda turn, node, _: prove(turn, node, 2**60)):
+    with patch.object(
+        nodes, "_take_proofs", lambda turn, node, report: prove(turn, node, replace(report, plan_seq=2**60))
+    ):
         yield
 
 
@@ -217,6 +223,56 @@ def a_crash_counts_as_a_finish() -> Iterator[None]:
         yield
 
 
+# --- GPUs that are shared ---------------------------------------------------------------------------------------------
+
+
+@mutant
+def who_starts_does_not_wait_until_the_gpu_is_free() -> Iterator[None]:
+    with patch.object(Gpus, "obstacle_to", lambda *_args, **_options: ""):
+        yield
+
+
+@mutant
+def seats_of_one_gpu_count_as_gpus() -> Iterator[None]:
+    with patch.object(Task, "devices", property(lambda self: frozenset(self.gpus))):
+        yield
+
+
+@mutant
+def turns_never_end() -> Iterator[None]:
+    with patch.object(NodeAgent, "_rest", _nothing):
+        yield
+
+
+@mutant
+def a_turn_goes_to_the_same_task_again() -> Iterator[None]:
+    with patch.object(Slices, "_rank", lambda _, sitter: (not sitter.fixed, not sitter.leaving, sitter.tasks)):
+        yield
+
+
+@mutant
+def two_are_packed_whose_memory_exceeds_the_gpu() -> Iterator[None]:
+    with patch.object(Packs, "_fits", lambda *_: True):
+        yield
+
+
+@mutant
+def host_memory_for_parked_workers_has_no_end() -> Iterator[None]:
+    with patch.object(Ways, "has_host_memory", lambda *_: True):
+        yield
+
+
+@mutant
+def who_was_lost_by_the_driver_counts_as_refused() -> Iterator[None]:
+    checkpointed = NodeAgent._checkpointed
+
+    def hopeful(self: NodeAgent, event: Any) -> None:
+        checkpointed(self, replace(event, lost=False))
+
+    with patch.object(NodeAgent, "_checkpointed", hopeful):
+        yield
+
+
 # --- app agents -----------------------------------------------------------------------------------------------------
 
 
@@ -232,8 +288,8 @@ def an_app_says_its_wish_only_once() -> Iterator[None]:
 
 @mutant
 def an_attempt_keeps_its_number() -> Iterator[None]:
-    def lazy(job: Any, *, preempted: bool) -> Any:
-        return replace(job, state=jobs.Waiting(job.state.attempt), preempted=preempted)
+    def lazy(job: Any, *, preempted: bool, left_s: float | None = None) -> Any:
+        return replace(job, state=jobs.Waiting(job.state.attempt, left_s), preempted=preempted)
 
     with patch.object(jobs, "next_attempt", lazy):
         yield

@@ -1,0 +1,474 @@
+"""The promises of `node_agent.workers.driver`: for both checkpointers, then for the driver's helper in trouble.
+
+The driver is played (`tests/support/played_driver.py`); all else is real: the helper's program and process, pipes,
+deadlines, locks, and the processes that are suspended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from node_agent import procfs
+from node_agent.devices.simulated import SimulatedBackend
+from node_agent.workers import driver
+from node_agent.workers.driver import (
+    Checkpointer,
+    DriverCheckpointer,
+    Found,
+    Host,
+    SimulatedCheckpointer,
+    open_checkpointer,
+)
+from node_agent.workers.driver_helper import Refused, permutation
+from tests.support.played_driver import GPUS, Play
+
+RUNNING, LOCKED, CHECKPOINTED, FAILED, RESTORING = 0, 1, 2, 3, 5
+#: An interpreter starts in a tenth of a second, and on a busy machine in several.
+PATIENCE_S = 20.0
+#: For a helper that is going to hang: long enough to get there.
+HANG_S = 3.0
+FIT = Host(machine="x86_64", driver="580.95.05", bindings="13.0.1", boot_id="b", user=0)
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Play:
+    return Play(tmp_path)
+
+
+@pytest.fixture
+def pids() -> Iterator[tuple[int, int]]:
+    """Two processes that do nothing, for as long as they may."""
+    with subprocess.Popen(["sleep", "300"]) as one, subprocess.Popen(["sleep", "300"]) as other:
+        yield one.pid, other.pid
+        one.kill()
+        other.kill()
+
+
+def played(play: Play, host: Host = FIT) -> DriverCheckpointer:
+    return DriverCheckpointer(play.folder, host, (sys.executable, "-I", str(play.program())))
+
+
+def on_driver(play: Play, pids: tuple[int, ...], state: int = RUNNING) -> DriverCheckpointer:
+    """A driver that knows `pids`."""
+    for pid in pids:
+        play.put(pid, state)
+    return played(play)
+
+
+@pytest.fixture(params=["driver", "simulated"])
+def checkpointer(request: pytest.FixtureRequest, play: Play, pids: tuple[int, int]) -> Checkpointer:
+    return on_driver(play, pids) if request.param == "driver" else SimulatedCheckpointer(SimulatedBackend("n1", 1))
+
+
+# --- for both -------------------------------------------------------------------------------------------------------
+
+
+async def test_what_was_suspended_is_found_so_and_runs_again(checkpointer: Checkpointer, pids: tuple[int, int]) -> None:
+    assert await checkpointer.find(pids) == Found("running")
+    assert (await checkpointer.suspend(pids, PATIENCE_S)).ok
+    assert await checkpointer.find(pids) == Found("suspended")
+    assert (await checkpointer.resume(pids, PATIENCE_S)).ok
+    assert await checkpointer.find(pids) == Found("running")
+
+
+async def test_an_operation_may_be_repeated(checkpointer: Checkpointer, pids: tuple[int, int]) -> None:
+    for _ in range(2):
+        assert (await checkpointer.suspend(pids, PATIENCE_S)).ok
+    for _ in range(2):
+        assert (await checkpointer.resume(pids, PATIENCE_S)).ok
+    assert await checkpointer.find(pids) == Found("running")
+
+
+# --- the driver's sequence ------------------------------------------------------------------------------------------
+
+
+def in_order(play: Play, *names: str) -> list[str]:
+    return [call for call in play.calls if call.partition(":")[0] in names]
+
+
+async def test_all_are_locked_before_one_is_checkpointed_and_restored_before_one_is_unlocked(
+    play: Play, pids: tuple[int, int]
+) -> None:
+    one, other = sorted(pids)
+    made = on_driver(play, pids)
+    assert (await made.suspend(pids, PATIENCE_S)).ok
+    assert in_order(play, "lock", "checkpoint", "init") == [
+        *(f"lock:{pid}" for pid in (one, other)),
+        *(f"checkpoint:{pid}" for pid in (one, other)),
+    ]
+    assert (await made.resume(pids, PATIENCE_S)).ok
+    assert in_order(play, "init", "restore", "unlock") == [
+        "init",
+        *(f"restore:{pid}" for pid in (one, other)),
+        *(f"unlock:{pid}" for pid in (one, other)),
+    ]
+
+
+async def test_processes_without_cuda_are_left_alone(play: Play, pids: tuple[int, int]) -> None:
+    one, other = pids
+    made = on_driver(play, (one,))
+    assert (await made.suspend(pids, PATIENCE_S)).ok
+    assert play.state(one) == CHECKPOINTED
+    assert f"lock:{other}" not in play.calls
+
+
+async def test_a_process_of_which_the_driver_cannot_tell_is_not_taken_for_one_without_cuda(
+    play: Play, pids: tuple[int, int]
+) -> None:
+    made = on_driver(play, pids)
+    play.write(faults={f"tid:{max(pids)}": 304})
+    result = await made.suspend(pids, PATIENCE_S)
+    assert (result.ok, result.lost) == (False, False)
+    assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
+
+
+async def test_a_process_that_only_looked_at_cuda_has_nothing_to_lock(play: Play, pids: tuple[int, int]) -> None:
+    one, other = pids
+    made = on_driver(play, pids)
+    play.write(faults={f"lock:{one}": 3})
+    assert (await made.suspend(pids, PATIENCE_S)).ok
+    assert (play.state(one), play.state(other)) == (RUNNING, CHECKPOINTED)
+
+
+async def test_a_task_without_cuda_cannot_be_suspended_and_runs_on(play: Play, pids: tuple[int, int]) -> None:
+    result = await played(play).suspend(pids, PATIENCE_S)
+    assert (result.ok, result.lost, result.reason) == (False, False, "none of the task's processes uses CUDA")
+
+
+@pytest.mark.parametrize(("call", "code"), [("lock", 600), ("checkpoint", 304), ("checkpoint", 801), ("state", 304)])
+async def test_a_suspension_that_fails_half_way_leaves_all_running(
+    play: Play, pids: tuple[int, int], call: str, code: int
+) -> None:
+    made = on_driver(play, pids)
+    play.write(faults={f"{call}:{max(pids)}": code})
+    result = await made.suspend(pids, PATIENCE_S)
+    assert (result.ok, result.lost) == (False, False)
+    assert f"{call} of process {max(pids)} failed" in result.reason
+    assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
+
+
+async def test_the_error_for_a_missing_right_names_the_mend(play: Play, pids: tuple[int, int]) -> None:
+    made = on_driver(play, pids)
+    play.write(faults={f"lock:{pids[0]}": 304})
+    assert "CAP_SYS_PTRACE" in (await made.suspend(pids, PATIENCE_S)).reason
+
+
+async def test_a_suspension_that_cannot_be_undone_loses_the_task(play: Play, pids: tuple[int, int]) -> None:
+    one, other = sorted(pids)
+    made = on_driver(play, pids)
+    play.write(faults={f"checkpoint:{other}": 304, f"restore:{one}": 304})
+    result = await made.suspend(pids, PATIENCE_S)
+    assert (result.ok, result.lost) == (False, True)
+    assert "could not be undone" in result.reason
+
+
+async def test_a_restore_that_meets_too_little_memory_loses_the_task_for_ever(
+    play: Play, pids: tuple[int, int]
+) -> None:
+    made = on_driver(play, pids)
+    assert (await made.suspend(pids, PATIENCE_S)).ok
+    play.write(full=True)
+    result = await made.resume(pids, PATIENCE_S)
+    assert (result.ok, result.lost) == (False, True)
+    assert "OUT_OF_MEMORY" in result.reason
+    play.write(full=False)
+    assert (await made.resume(pids, PATIENCE_S)).lost
+
+
+async def test_a_resumption_that_cannot_unlock_loses_the_task(play: Play, pids: tuple[int, int]) -> None:
+    made = on_driver(play, pids, CHECKPOINTED)
+    play.write(faults={f"unlock:{pids[0]}": 401})
+    assert (await made.resume(pids, PATIENCE_S)).lost
+
+
+@pytest.mark.parametrize("do", ["suspend", "resume"])
+async def test_a_failed_process_loses_the_task(play: Play, pids: tuple[int, int], do: str) -> None:
+    made = on_driver(play, pids)
+    play.put(pids[1], FAILED)
+    assert (await getattr(made, do)(pids, PATIENCE_S)).lost
+    assert (await made.find(pids)).standing == "lost"
+
+
+@pytest.mark.parametrize("do", ["suspend", "resume"])
+async def test_a_process_that_another_program_checkpoints_is_left_to_it(
+    play: Play, pids: tuple[int, int], do: str
+) -> None:
+    made = on_driver(play, pids)
+    play.put(pids[1], RESTORING)
+    result = await getattr(made, do)(pids, PATIENCE_S)
+    assert (result.ok, result.lost) == (False, False)
+    assert "another program" in result.reason
+    assert [play.state(pid) for pid in pids] == [RUNNING, RESTORING]
+
+
+# --- a helper in trouble --------------------------------------------------------------------------------------------
+
+
+async def test_a_helper_that_hangs_in_a_checkpoint_is_killed_and_the_task_lost(
+    play: Play, pids: tuple[int, int]
+) -> None:
+    before = {process.pid for process in procfs.processes() if process.ppid == os.getpid()}
+    made = on_driver(play, pids)
+    play.write(faults={f"checkpoint:{max(pids)}": "hang"})
+    began = time.monotonic()
+    result = await made.suspend(pids, HANG_S)
+    assert HANG_S <= time.monotonic() - began < HANG_S + 5
+    assert (result.ok, result.lost) == (False, True)
+    assert "'checkpoint'" in result.reason
+    assert {process.pid for process in procfs.processes() if process.ppid == os.getpid()} <= before
+
+
+@pytest.mark.parametrize("call", ["restore", "checkpoint"])
+async def test_a_helper_that_crashes_while_memory_moves_loses_the_task(
+    play: Play, pids: tuple[int, int], call: str
+) -> None:
+    made = on_driver(play, pids, CHECKPOINTED if call == "restore" else RUNNING)
+    play.write(faults={f"{call}:{pids[0]}": "crash"})
+    result = await (made.resume if call == "restore" else made.suspend)(pids, PATIENCE_S)
+    assert (result.ok, result.lost) == (False, True)
+
+
+async def test_a_lock_that_hangs_on_an_nccl_peer_is_let_go_and_the_task_runs_on(
+    play: Play, pids: tuple[int, int]
+) -> None:
+    made = on_driver(play, pids)
+    play.write(entangled=list(pids))
+    result = await made.suspend(pids, HANG_S)
+    assert (result.ok, result.lost) == (False, False)
+    assert "'lock'" in result.reason
+    assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
+
+
+async def test_a_task_of_which_nobody_can_say_how_it_stands_is_lost(
+    play: Play, pids: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "FIND_S", HANG_S)
+    made = on_driver(play, pids)
+    play.write(faults={f"state:{pids[0]}": "hang"})
+    result = await made.suspend(pids, HANG_S)
+    assert (result.ok, result.lost) == (False, True)
+
+
+async def test_a_helper_that_dies_after_its_work_was_done_has_succeeded(play: Play, pids: tuple[int, int]) -> None:
+    made = on_driver(play, pids, LOCKED)
+    play.write(faults={f"unlock:{max(pids)}": "crash after"})
+    assert (await made.resume(pids, PATIENCE_S)).ok
+    assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
+
+
+async def test_a_helper_that_cannot_be_started_is_no_loss(play: Play, pids: tuple[int, int]) -> None:
+    made = DriverCheckpointer(play.folder, FIT, ("/nowhere/python",))
+    result = await made.suspend(pids, PATIENCE_S)
+    assert (result.ok, result.lost) == (False, False)
+    assert "could not be started" in result.reason
+
+
+async def test_two_tasks_are_suspended_at_the_same_time(play: Play, pids: tuple[int, int]) -> None:
+    one, other = pids
+    made = on_driver(play, pids)
+    play.write(faults={f"checkpoint:{one}": "hang"})
+    async with asyncio.TaskGroup() as group:
+        slow = group.create_task(made.suspend([one], HANG_S))
+        began = time.monotonic()
+        assert (await made.suspend([other], PATIENCE_S)).ok
+        assert time.monotonic() - began < HANG_S
+    assert slow.result().lost
+
+
+# --- after a node agent died ----------------------------------------------------------------------------------------
+
+
+def wait_for_call(play: Play, call: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while call not in play.calls:
+        assert time.monotonic() < deadline, f"{call} never came"
+        time.sleep(0.01)
+
+
+async def test_a_helper_outlives_a_node_agent_that_leaves_and_the_next_one_waits_for_it(
+    play: Play, pids: tuple[int, int]
+) -> None:
+    before = on_driver(play, pids)
+    play.write(faults={f"checkpoint:{max(pids)}": 1.5})
+    leaving = asyncio.get_running_loop().create_task(before.suspend(pids, PATIENCE_S))
+    await asyncio.to_thread(wait_for_call, play, f"checkpoint:{max(pids)}")
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert play.state(max(pids)) == LOCKED
+    assert await played(play).find(pids) == Found("suspended")
+    assert [play.state(pid) for pid in pids] == [CHECKPOINTED, CHECKPOINTED]
+
+
+async def test_what_was_left_locked_runs_again_once_it_is_found(play: Play, pids: tuple[int, int]) -> None:
+    made = on_driver(play, pids)
+    play.put(pids[0], LOCKED)
+    assert await made.find(pids) == Found("running")
+    assert play.state(pids[0]) == RUNNING
+
+
+async def test_what_was_left_checkpointed_in_part_is_suspended_and_can_be_resumed(
+    play: Play, pids: tuple[int, int]
+) -> None:
+    made = on_driver(play, pids)
+    play.put(pids[0], CHECKPOINTED)
+    assert (await made.find(pids)).standing == "suspended"
+    assert (await made.resume(pids, PATIENCE_S)).ok
+    assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
+
+
+async def test_without_an_answer_from_the_driver_nothing_is_claimed(play: Play, pids: tuple[int, int]) -> None:
+    made = on_driver(play, pids)
+    play.write(faults={f"state:{pids[0]}": 304})
+    found = await made.find(pids)
+    assert not found.known
+    assert "304" in found.reason
+
+
+# --- whether it works here ------------------------------------------------------------------------------------------
+
+
+async def test_a_trial_suspends_a_small_process_and_finds_its_memory_unchanged(play: Play) -> None:
+    assert await played(play).probe() == ""
+    assert "checkpoint" in {call.partition(":")[0] for call in play.calls}
+
+
+async def test_a_verdict_holds_until_the_host_or_its_driver_starts_anew(play: Play) -> None:
+    assert await played(play).probe() == ""
+    play.write(corrupt=True)
+    assert await played(play).probe() == ""
+    again = Host(machine="x86_64", driver="580.95.05", bindings="13.0.1", boot_id="another", user=0)
+    assert "other bytes" in await played(play, again).probe()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"corrupt": True}, "other bytes"),
+        ({"stays": True}, "stayed on the GPU"),
+        ({"blind": True}, "does not show this host's processes"),
+        ({"mig": True}, "MIG"),
+        ({"full": True}, "OUT_OF_MEMORY"),
+        ({"free": 2**30}, "2 GiB"),
+    ],
+)
+async def test_a_trial_that_fails_says_why(play: Play, changes: dict[str, object], reason: str) -> None:
+    play.write(**changes)
+    assert reason in await played(play).probe()
+
+
+async def test_a_trial_for_which_there_was_no_room_is_made_again(play: Play) -> None:
+    play.write(free=2**30)
+    assert "2 GiB" in await played(play).probe()
+    play.write(free=2**34)
+    assert await played(play).probe() == ""
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        (Host(machine="x86_64", driver="", bindings="13.0", boot_id="b", user=0), "not loaded"),
+        (Host(machine="x86_64", driver="565.57.01", bindings="13.0", boot_id="b", user=0), "570 or newer"),
+        (Host(machine="aarch64", driver="580.1", bindings="13.0", boot_id="b", user=0), "aarch64"),
+        (Host(machine="x86_64", driver="580.1", bindings="", boot_id="b", user=0), "install gpu-arbiter"),
+    ],
+)
+async def test_where_it_cannot_work_it_is_not_tried(play: Play, host: Host, reason: str) -> None:
+    assert reason in await played(play, host).probe()
+    assert play.calls == []
+
+
+@pytest.mark.skipif(Path("/sys/module/nvidia/version").exists(), reason="this host has an NVIDIA driver")
+async def test_without_the_drivers_library_the_real_helper_says_so(tmp_path: Path) -> None:
+    reason = await DriverCheckpointer(tmp_path, FIT).probe()
+    assert "cuda-bindings" in reason or "NVIDIA driver cannot be used" in reason or "NVML cannot be used" in reason
+
+
+async def test_the_kind_of_gpus_decides_which_checkpointer_there_is(tmp_path: Path) -> None:
+    assert isinstance(open_checkpointer(SimulatedBackend("n1", 1), tmp_path), SimulatedCheckpointer)
+
+
+# --- onto another GPU -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("moves", "expected"),
+    [
+        ({"a": "b"}, [("a", "b"), ("b", "a"), ("c", "c"), ("d", "d")]),
+        ({"a": "b", "b": "c"}, [("a", "b"), ("b", "c"), ("c", "a"), ("d", "d")]),
+        ({"a": "b", "b": "a"}, [("a", "b"), ("b", "a"), ("c", "c"), ("d", "d")]),
+        ({"a": "c", "b": "d"}, [("a", "c"), ("b", "d"), ("c", "a"), ("d", "b")]),
+        ({"a": "a"}, [("a", "a"), ("b", "b"), ("c", "c"), ("d", "d")]),
+    ],
+)
+def test_a_move_becomes_a_permutation_of_all_gpus(moves: dict[str, str], expected: list[tuple[str, str]]) -> None:
+    assert permutation(moves, list("abcd")) == expected
+
+
+@pytest.mark.parametrize(("moves", "reason"), [({"a": "x"}, "no GPU x"), ({"a": "c", "b": "c"}, "onto one")])
+def test_a_move_that_cannot_be_is_refused(moves: dict[str, str], reason: str) -> None:
+    with pytest.raises(Refused, match=reason):
+        permutation(moves, list("abc"))
+
+
+async def test_a_move_gives_the_driver_every_gpu_by_uuid(play: Play, pids: tuple[int, int]) -> None:
+    made = on_driver(play, pids, CHECKPOINTED)
+    assert (await made.resume(pids[:1], PATIENCE_S, {GPUS[0]: GPUS[1]})).ok
+    a, b, c = (gpu.removeprefix("GPU-").replace("-", "") for gpu in GPUS)
+    assert play.read()["maps"] == [[[a, b], [b, a], [c, c]]]
+
+
+async def test_a_move_to_an_unknown_gpu_touches_nothing(play: Play, pids: tuple[int, int]) -> None:
+    made = on_driver(play, pids, CHECKPOINTED)
+    result = await made.resume(pids, PATIENCE_S, {GPUS[0]: "GPU-elsewhere"})
+    assert (result.ok, result.lost) == (False, False)
+    assert play.state(pids[0]) == CHECKPOINTED
+
+
+# --- virtual GPUs ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def simulated() -> SimulatedCheckpointer:
+    return SimulatedCheckpointer(SimulatedBackend("n1", 1))
+
+
+async def test_a_lock_that_does_not_come_leaves_the_task_running(
+    simulated: SimulatedCheckpointer, pids: tuple[int, int]
+) -> None:
+    simulated.inject("lock")
+    result = await simulated.suspend(pids, PATIENCE_S)
+    assert (result.ok, result.lost) == (False, False)
+    assert await simulated.find(pids) == Found("running")
+    assert (await simulated.suspend(pids, PATIENCE_S)).ok
+
+
+async def test_an_operation_slower_than_its_deadline_loses_the_task(
+    simulated: SimulatedCheckpointer, pids: tuple[int, int]
+) -> None:
+    simulated.inject("slow", seconds=0.2)
+    result = await simulated.suspend(pids, PATIENCE_S)
+    assert result.ok
+    assert result.seconds >= 0.2
+    simulated.inject("slow", seconds=60.0)
+    assert (await simulated.resume(pids, 0.2)).lost
+    assert (await simulated.resume(pids, PATIENCE_S)).lost
+    assert (await simulated.find(pids)).standing == "lost"
+
+
+async def test_processes_stopped_in_part_by_a_node_agent_that_died_go_on(
+    simulated: SimulatedCheckpointer, pids: tuple[int, int]
+) -> None:
+    assert (await simulated.suspend(pids[:1], PATIENCE_S)).ok
+    assert await simulated.find(pids) == Found("running")
+    process = procfs.stat(pids[0])
+    assert process is not None
+    assert process.state != "T"

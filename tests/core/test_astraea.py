@@ -1,0 +1,241 @@
+"""Astraea's rounds worked out by hand: the six GPUs, two weights, who lends, and `themis` with tenants first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.history import History, TenantTerms
+from arbiter.core.policies import POLICIES
+from arbiter.core.policy import Allocation, AppView, Settings, TenantView, View
+from protocol.messages import AppId, TenantId
+from tests.core.test_policies import linear_bid, settled
+from tests.support.auctions import app_of, gpus_of, view_of
+
+LEASE_S = 60.0
+A, B = TenantId("a"), TenantId("b")
+
+
+class Shop:
+    """Rounds on machines of `sizes`, all GPUs in play in each, with the history that rounds before have made."""
+
+    def __init__(
+        self, *sizes: int, policy: str = "astraea", terms: Sequence[TenantTerms] = (), **knobs: object
+    ) -> None:
+        self.gpus = gpus_of(*sizes)
+        self.policy = POLICIES[policy](Settings(**knobs))  # type: ignore[arg-type]
+        self.history = History(since=0.0)
+        self.history.resize(len(self.gpus), tuple(terms), 0.0)
+        self.now = 0.0
+        self.apps: dict[str, AppView] = {}
+        self.held: dict[str, tuple[str, ...]] = {}
+
+    def come(self, app: str, gang: int, tenant: TenantId = A, *, demand: int = 0, weight: float = 1.0) -> None:
+        look = app_of(app, gang=gang, demand_max=demand or gang)
+        self.apps[app] = replace(look, tenant=tenant, spans=True, weight=weight, arrived_at=self.now)
+        self.history.follow(AppId(app), tenant, weight=weight, demand=demand or gang, now=self.now)
+
+    def view(self) -> View:
+        history, now = self.history, self.now
+        looks = []
+        for name, app in self.apps.items():
+            account = history.apps[app.app]
+            had = account.allocated
+            looks.append(
+                replace(
+                    app,
+                    renewable=tuple(self.held.get(name, ())),  # type: ignore[arg-type]
+                    allocated=(had.total - had.rate * had.since, had.rate),
+                    fair_group=account.key,
+                    fair_offset_gpu_s=account.fair_within,
+                )
+            )
+        tenants = {
+            name: TenantView(
+                weight=history.weight_of(name),
+                quota_gpus=account.quota.rate,
+                fair_gpus=account.fair.rate,
+                gpus_per_weight=history.pools[name].gpus_per_weight,
+                allocated_gpu_s=account.allocated.at(now),
+                fair_gpu_s=account.fair.at(now),
+                quota_gpu_s=account.quota.at(now),
+                fair_groups=history.pools[name].accrued(now),
+            )
+            for name, account in history.tenants.items()
+        }
+        holder = {gpu: AppId(app) for app, gpus in self.held.items() for gpu in gpus}
+        gpus = [replace(gpu, holder=holder.get(gpu.gpu)) for gpu in self.gpus]
+        view = view_of(gpus, looks)
+        return replace(view, now=now, tenants=tenants, lease_s=LEASE_S, cluster_gpus=len(gpus))
+
+    def decide(self) -> Allocation:
+        view = self.view()
+        offered = tuple(self.policy.bidders(view))
+        bids = {app.app: linear_bid(app, len(view.gpus)) for app in view.apps if app.app in offered}
+        allocation = self.policy.allocate(replace(view, offered=offered), bids)
+        settled(view, allocation)
+        return allocation
+
+    def round(self) -> dict[str, int]:
+        """Hold a round, let its leases run, and return who had how many GPUs."""
+        allocation = self.decide()
+        owner: dict[str, str] = {}
+        if allocation.unnamed == "holder":
+            owner = {gpu: app for app, gpus in self.held.items() for gpu in gpus if gpu not in allocation.freed}
+        after: dict[str, list[str]] = {}
+        for gpu, app in (owner | dict(allocation.assign)).items():
+            after.setdefault(app, []).append(gpu)
+        for app in sorted(after.keys() | self.held.keys()):
+            change = len(after.get(app, ())) - len(self.held.get(app, ()))
+            self.history.hold(AppId(app), self.apps[app].tenant, change, self.now)
+        self.held = {app: tuple(gpus) for app, gpus in after.items()}
+        self.now += LEASE_S
+        return {app: len(gpus) for app, gpus in self.held.items()}
+
+    def rounds(self, count: int) -> Counter[str]:
+        """Hold so many rounds; return how many GPU leases each app had."""
+        total: Counter[str] = Counter()
+        for _ in range(count):
+            total.update(self.round())
+        return total
+
+
+def by_tenant(shop: Shop, had: Mapping[str, int]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for app, count in had.items():
+        total[shop.apps[app].tenant] += count
+    return dict(total)
+
+
+def test_of_six_gpus_the_job_that_claims_all_has_one_round_of_three() -> None:
+    shop = Shop(6)
+    for app, gang in (("one", 6), ("two", 3), ("three", 3)):
+        shop.come(app, gang)
+    courses = [shop.round() for _ in range(6)]
+    assert courses == [{"one": 6}, {"two": 3, "three": 3}, {"two": 3, "three": 3}] * 2
+    standings = [shop.history.of_app(AppId(app), shop.now).ltgf for app in ("one", "two", "three")]
+    assert standings == [1.0, 1.0, 1.0]
+
+
+def test_tenants_of_weights_two_and_one_have_two_and_one_parts_whatever_jobs_they_have() -> None:
+    shop = Shop(6, terms=[TenantTerms(A, weight=2.0)])
+    shop.come("a-1", 1, A, demand=6)
+    for number in range(8):
+        shop.come(f"b-{number}", 1, B)
+    assert by_tenant(shop, shop.round()) == {A: 4, B: 2}
+    assert by_tenant(shop, shop.rounds(7)) == {A: 28, B: 14}
+    # the eight of B, of which two run at a time, take turns
+    assert [shop.history.of_app(AppId(f"b-{n}"), shop.now).ltgf_other for n in range(8)] == pytest.approx([1.0] * 8)
+
+
+def test_two_that_can_use_any_number_have_as_many_in_one_round() -> None:
+    shop = Shop(6)
+    shop.come("a-1", 1, demand=6)
+    shop.come("a-2", 1, demand=6)
+    assert [shop.round() for _ in range(2)] == [{"a-1": 3, "a-2": 3}] * 2
+
+
+def test_a_weight_counts_within_its_tenant() -> None:
+    shop = Shop(6)
+    shop.come("heavy", 1, demand=6, weight=2.0)
+    shop.come("light", 1, demand=6)
+    assert shop.rounds(6) == {"heavy": 24, "light": 12}
+
+
+def lent(**knobs: object) -> Shop:
+    """A has had all GPUs for three leases, half of them lent by B, which now wants all of its own."""
+    shop = Shop(4, terms=[TenantTerms(A), TenantTerms(B)], **knobs)
+    shop.come("a-1", 1, A, demand=4)
+    assert shop.rounds(3) == {"a-1": 12}
+    shop.come("b-1", 1, B, demand=4)
+    return shop
+
+
+def test_by_eq_8_a_tenant_that_lent_has_its_quota_back_and_no_more() -> None:
+    shop = lent()
+    # A had 12 leases where 12 were fair (its demand alone), and so has lost nothing and owes nothing
+    assert shop.history.of_tenant(A, shop.now).ltgf == 2.0
+    had = by_tenant(shop, shop.rounds(3))
+    assert had[B] > had.get(A, 0)
+
+
+def test_by_eq_16_a_tenant_that_lent_is_repaid() -> None:
+    shop = lent(astraea_quota_variant=True)
+    courses = [by_tenant(shop, shop.round()) for _ in range(5)]
+    # quota 2 each: by the end of the third lease A has had 12 where 6 were due, B nothing where 6 were
+    assert courses[:3] == [{B: 4}, {B: 4}, {B: 4}]
+    assert courses[3:] == [{A: 2, B: 2}] * 2
+    assert shop.history.of_tenant(A, shop.now).ltgf_other == shop.history.of_tenant(B, shop.now).ltgf_other == 1.0
+
+
+def test_a_job_that_is_selected_again_keeps_its_gpus() -> None:
+    shop = Shop(2, 2)
+    shop.come("a-1", 2)
+    shop.come("a-2", 2)
+    shop.round()
+    held = shop.held
+    for _ in range(3):
+        shop.round()
+        assert shop.held == held
+
+
+def test_a_tenant_whose_next_job_does_not_fit_lets_its_others_and_other_tenants_by() -> None:
+    shop = Shop(4)
+    shop.come("b-1", 3, B)
+    shop.come("b-2", 3, B)
+    shop.come("a-1", 3, A)
+    shop.come("a-2", 1, A)
+    allocation = shop.decide()
+    assert Counter(allocation.assign.values()) == {"a-1": 3, "a-2": 1}
+    reasons = {outcome.app: outcome.reason for outcome in allocation.outcomes}
+    assert reasons[AppId("b-1")].endswith("it needs a gang of 3, and 1 GPU is left")
+    assert (
+        "by GPU time of what is fair, its tenant's, then its own (0 and 0 with what it keeps)" in reasons[AppId("b-2")]
+    )
+
+
+def test_who_comes_late_has_its_part_at_once_and_not_all_until_it_had_as_much() -> None:
+    shop = Shop(4)
+    shop.come("a-1", 1, A, demand=4)
+    shop.rounds(50)
+    shop.come("b-1", 1, B, demand=4)
+    assert [shop.round() for _ in range(3)] == [{"a-1": 2, "b-1": 2}] * 3
+
+
+# --- themis with tenants first ----------------------------------------------------------------------------------------
+
+
+def auctioned(**knobs: object) -> dict[str, int]:
+    """Six GPUs, two tenants of weights 2 and 1: one app of A, five of B that are all worse off."""
+    shop = Shop(6, policy="themis", terms=[TenantTerms(A, weight=2.0)], fairness_knob=0.0, **knobs)
+    shop.come("a-1", 1, A, demand=6)
+    for number in range(5):
+        shop.come(f"b-{number}", 1, B, demand=6)
+        shop.apps[f"b-{number}"] = replace(shop.apps[f"b-{number}"], rho=9.0)
+    return by_tenant(shop, Counter(map(str, shop.decide().assign.values())))
+
+
+def test_tenants_first_gives_each_tenant_its_part_and_auctions_within() -> None:
+    assert auctioned(tenants_first=True) == {A: 4, B: 2}
+    assert auctioned() != {A: 4, B: 2}
+
+
+def test_tenants_first_the_worst_off_of_each_tenant_bid() -> None:
+    shop = Shop(6, policy="themis", tenants_first=True, fairness_knob=0.5)
+    for tenant, rhos in ((A, (1.0, 2.0)), (B, (50.0, 60.0))):
+        for place, rho in enumerate(rhos):
+            shop.come(f"{tenant}-{place}", 1, tenant)
+            shop.apps[f"{tenant}-{place}"] = replace(shop.apps[f"{tenant}-{place}"], rho=rho)
+    assert list(shop.policy.bidders(shop.view())) == ["a-1", "b-1"]
+
+
+def test_tenants_first_an_app_is_told_of_its_tenants_part() -> None:
+    shop = Shop(1, policy="themis", tenants_first=True, fairness_knob=0.0)
+    shop.come("a-1", 1, A)
+    shop.come("b-1", 1, B)
+    reasons = {outcome.app: outcome.reason for outcome in shop.decide().outcomes}
+    assert reasons[AppId("a-1")].startswith("in the part of a: bid and won 1 of the 1 GPU in play")
+    assert reasons[AppId("b-1")].startswith("its tenant b has no part of the GPUs in play")

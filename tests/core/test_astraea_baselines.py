@@ -1,0 +1,102 @@
+"""What Astraea is compared with: rounds of yarn-cs, hived, allox and gandiva-fair worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.history import TenantTerms
+from arbiter.core.policies import POLICIES
+from arbiter.core.policy import Settings
+from protocol.messages import AppId
+from tests.core.test_astraea import A, B, Shop, by_tenant
+
+TERMS = (TenantTerms(A, quota=4), TenantTerms(B, quota=2))
+
+
+def test_yarn_cs_never_lends_what_a_tenant_leaves() -> None:
+    shop = Shop(6, policy="yarn-cs", terms=TERMS)
+    for number in range(6):
+        shop.come(f"b-{number}", 1, B)
+    assert shop.round() == {"b-0": 1, "b-1": 1}
+    shop.come("a-1", 3, A)
+    assert shop.round() == {"b-0": 1, "b-1": 1, "a-1": 3}
+
+
+def test_yarn_cs_serves_a_tenant_in_order_of_arrival_and_blocks_no_other() -> None:
+    shop = Shop(6, policy="yarn-cs", terms=TERMS)
+    shop.come("a-1", 3, A)
+    shop.come("a-2", 2, A)
+    shop.come("a-3", 1, A)
+    shop.come("b-1", 1, B)
+    assert shop.round() == {"a-1": 3, "b-1": 1}  # a-3 would fit, but a-2 came first
+
+
+def test_yarn_cs_lets_a_tenant_that_holds_nothing_run_one_job_beyond_its_quota() -> None:
+    shop = Shop(6, policy="yarn-cs", terms=TERMS)
+    shop.come("b-1", 3, B)
+    shop.come("b-2", 1, B)
+    assert shop.round() == {"b-1": 3}
+
+
+def test_hived_lends_idle_quota_and_its_owner_takes_it_back_when_leases_end() -> None:
+    shop = Shop(6, policy="hived", terms=TERMS)
+    for number in range(6):
+        shop.come(f"b-{number}", 1, B)
+    assert by_tenant(shop, shop.round()) == {B: 6}
+    shop.come("a-1", 4, A)
+    assert shop.round() == {"a-1": 4, "b-0": 1, "b-1": 1}
+
+
+def test_hived_lends_in_order_of_arrival_whoever_came() -> None:
+    shop = Shop(6, policy="hived", terms=TERMS)
+    shop.come("b-1", 2, B)
+    shop.come("b-2", 2, B)
+    shop.come("b-3", 1, B)
+    shop.come("a-1", 1, A)
+    assert shop.round() == {"b-1": 2, "a-1": 1, "b-2": 2, "b-3": 1}
+
+
+def test_allox_serves_the_shortest_of_the_tenants_that_have_had_least() -> None:
+    shop = Shop(2, policy="allox", allox_alpha=0.5)
+    left_s = {"a-1": 10.0, "a-2": 30.0, "a-3": 20.0}
+    for app, seconds in left_s.items():
+        shop.come(app, 1, A)
+        shop.apps[app] = replace(shop.apps[app], left_s=seconds)
+    assert shop.round() == {"a-1": 1, "a-3": 1}
+    shop.come("b-1", 1, B)
+    shop.apps["b-1"] = replace(shop.apps["b-1"], left_s=999.0)
+    assert shop.round() == {"b-1": 1, "a-1": 1}  # B has had nothing, so its long job goes before A's short ones
+
+
+def test_allox_of_all_tenants_is_the_shortest_first() -> None:
+    shop = Shop(1, policy="allox", allox_alpha=1.0)
+    for app, tenant, seconds in (("a-1", A, 10.0), ("b-1", B, 5.0)):
+        shop.come(app, 1, tenant)
+        shop.apps[app] = replace(shop.apps[app], left_s=seconds)
+    shop.history.hold(AppId("b-1"), B, 0, 0.0)
+    assert shop.round() == {"b-1": 1}
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.5])
+def test_an_alpha_out_of_range_is_named(alpha: float) -> None:
+    with pytest.raises(ValueError, match=f"allox_alpha is {alpha}; it must be above 0 and at most 1"):
+        POLICIES["allox"](Settings(allox_alpha=alpha))
+
+
+def test_gandiva_fair_splits_a_tenants_tickets_among_its_jobs() -> None:
+    shop = Shop(4, policy="gandiva-fair")
+    shop.come("a-1", 1, A, demand=4)
+    for number in range(4):
+        shop.come(f"b-{number}", 1, B)
+    had = shop.rounds(6)
+    assert by_tenant(shop, had) == {A: 12, B: 12}
+    assert [had[f"b-{number}"] for number in range(4)] == [3, 3, 3, 3]
+
+
+def test_gandiva_fair_starts_a_newcomer_at_the_pass_of_the_others() -> None:
+    shop = Shop(2, policy="gandiva-fair")
+    shop.come("a-1", 1, A, demand=2)
+    shop.rounds(20)
+    shop.come("b-1", 1, B, demand=2)
+    assert shop.rounds(4) == {"a-1": 4, "b-1": 4}

@@ -1,0 +1,304 @@
+"""FitGpp from hand-computed cases: scores, who is eligible, the cap P, the top of the queue; and its baselines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.policies import POLICIES
+from arbiter.core.policies.fitgpp import FitGpp
+from arbiter.core.policies.preemption import Round
+from arbiter.core.policies.victims import Demand, size_of
+from arbiter.core.policy import Allocation, AppView, GpuView, NodeView, Settings, View
+from protocol.messages import AppId, NodeId
+from tests.support.auctions import app_of, gpus_of, view_of
+
+GB = 2**30
+#: The nodes of FitGpp's simulation.
+NODE = NodeView(gpus=8, cpus=32.0, host_bytes=256 * GB)
+PREEMPTIVE = pytest.mark.parametrize("name", ["fitgpp", "lrtp", "rand"])
+
+
+def batch(
+    name: str, on: Sequence[GpuView], *, cpus: float = 0.0, gb: int = 0, grace_s: float = 0.0, **fields: object
+) -> AppView:
+    """An app that runs one job on these GPUs."""
+    app = app_of(name, gang=len(on), demand_max=len(on), renewable=[gpu.gpu for gpu in on], rho=None)
+    return replace(app, cpus=cpus, host_bytes=gb * GB, grace_s=grace_s, **fields)
+
+
+def waiting(name: str, gang: int, *, kind: str = "batch", cpus: float = 0.0, gb: int = 0, **fields: object) -> AppView:
+    app = app_of(name, gang=gang, demand_max=gang, rho=None)
+    return replace(app, kind=kind, cpus=cpus, host_bytes=gb * GB, **fields)
+
+
+def four_nodes() -> tuple[View, dict[str, AppView]]:
+    """Four nodes of 8 GPUs, 32 cores and 256 GB; on each one BE app, and one more GPU job that fills it up.
+
+    n00: a takes 8 GPUs, 16 cores, 128 GB, grace 60 s. Size = sqrt(1/4 + 1/4 + 1) = sqrt(1.5).
+    n01: b takes 4 GPUs,  8 cores,  64 GB, grace 300 s; Size = sqrt(1/16 + 1/16 + 1/4) = sqrt(0.375).
+    n02: c takes 4 GPUs,  8 cores,  64 GB, grace 30 s; the same size.
+    n03: d takes 2 GPUs, 16 cores,  32 GB, grace 0 s; Size = sqrt(1/4 + 1/64 + 1/16) = sqrt(0.328125).
+    The rest of n01, n02 and n03 is taken by trials, which nobody preempts.
+    """
+    cluster = gpus_of(8, 8, 8, 8)
+    n = [cluster[8 * index : 8 * index + 8] for index in range(4)]
+    apps = [
+        batch("a-1", n[0], cpus=16, gb=128, grace_s=60),
+        batch("b-1", n[1][:4], cpus=8, gb=64, grace_s=300),
+        batch("c-1", n[2][:4], cpus=8, gb=64, grace_s=30),
+        batch("d-1", n[3][:2], cpus=16, gb=32, grace_s=0),
+        batch("t-1", n[1][4:], kind="trial"),
+        batch("t-2", n[2][4:], kind="trial"),
+        batch("t-3", n[3][2:], kind="trial"),
+    ]
+    view = view_of(cluster, apps)
+    nodes = {NodeId(f"n{index:02}"): NODE for index in range(4)}
+    return replace(view, nodes=nodes), {app.app: app for app in apps}
+
+
+def decide(view: View, *more: AppView, name: str = "fitgpp", **knobs: object) -> Allocation:
+    view = replace(view, apps=(*view.apps, *more))
+    return POLICIES[name](Settings(**knobs)).allocate(view, {})  # type: ignore[arg-type]
+
+
+def got(allocation: Allocation, app: str) -> set[str]:
+    return {gpu for gpu, owner in allocation.assign.items() if owner == app}
+
+
+def nodes_of(allocation: Allocation, app: str) -> set[str]:
+    return {gpu.replace("g", "n")[:3] for gpu in got(allocation, app)}
+
+
+def reason(allocation: Allocation, app: str) -> str:
+    return next(outcome.reason for outcome in allocation.outcomes if outcome.app == app)
+
+
+# --- Eq. 1 to 4 -----------------------------------------------------------------------------------------------------
+
+
+def test_size_is_the_length_of_the_demand_in_parts_of_the_node() -> None:
+    assert size_of(Demand(8, 16, 128), Demand(8, 32, 256)) == pytest.approx(math.sqrt(1.5))
+    assert size_of(Demand(2, 16, 32), Demand(8, 32, 256)) == pytest.approx(math.sqrt(0.328125))
+
+
+def test_scores_of_the_four_node_case() -> None:
+    view, _ = four_nodes()
+    round_ = Round(view, Settings())
+    names = [unit.app.app for unit in round_.units]
+    scores = dict(zip(names, FitGpp(Settings()).scores(round_, round_.units), strict=True))
+    most = math.sqrt(1.5)
+    assert scores == {
+        "a-1": pytest.approx(1 + 4 * 60 / 300),
+        "b-1": pytest.approx(math.sqrt(0.375) / most + 4),
+        "c-1": pytest.approx(math.sqrt(0.375) / most + 4 * 30 / 300),
+        "d-1": pytest.approx(math.sqrt(0.328125) / most),
+    }
+
+
+def test_the_least_score_leaves_for_a_trial_that_it_has_room_for() -> None:
+    view, _ = four_nodes()
+    allocation = decide(view, waiting("t-9", 2, kind="trial", cpus=4, gb=16))
+    assert allocation.preempted == ("d-1",)
+    assert nodes_of(allocation, "t-9") == {"n03"}
+    assert "score 0.468, the least of 4" in reason(allocation, "d-1")
+    assert "d-1 makes room for it on n03" in reason(allocation, "t-9")
+
+
+@pytest.mark.parametrize(
+    ("gang", "cpus", "gb", "victim"),
+    [
+        (2, 4, 16, "d-1"),  # all are eligible
+        (4, 4, 16, "c-1"),  # d leaves two GPUs only
+        (2, 32, 16, "d-1"),  # n03 has 32 cores: 16 of d, 16 free
+        (2, 4, 224, "d-1"),  # 32 GB of d and 224 free
+        (4, 4, 255, "c-1"),
+        (8, 4, 16, "a-1"),
+    ],
+)
+def test_eligible_is_whose_demand_with_what_is_free_on_its_node_holds_the_trials(
+    gang: int, cpus: float, gb: int, victim: str
+) -> None:
+    view, _ = four_nodes()
+    trial = waiting("t-9", gang, kind="trial", cpus=cpus, gb=gb)
+    assert decide(view, trial).preempted == (victim,)
+
+
+def test_s_weighs_the_grace_period_beside_the_size() -> None:
+    view, apps = four_nodes()
+    long = replace(apps["d-1"], grace_s=120.0)  # 0.468 + s * 0.4; c has 0.5 + s * 0.1
+    view = replace(view, apps=tuple(long if app.app == "d-1" else app for app in view.apps))
+    trial = waiting("t-9", 2, kind="trial")
+    assert decide(view, trial).preempted == ("c-1",)
+    assert decide(view, trial, fitgpp_s=0.0).preempted == ("d-1",)
+
+
+def test_who_was_preempted_p_times_is_spared() -> None:
+    view, _ = four_nodes()
+    view = replace(view, apps=tuple(replace(app, preempted=int(app.app == "d-1")) for app in view.apps))
+    trial = waiting("t-9", 2, kind="trial")
+    assert decide(view, trial).preempted == ("c-1",)
+    assert decide(view, trial, fitgpp_p=2).preempted == ("d-1",)
+
+
+def test_if_all_were_preempted_p_times_one_is_drawn_that_makes_room() -> None:
+    view, _ = four_nodes()
+    view = replace(view, apps=tuple(replace(app, preempted=1) for app in view.apps))
+    drawn = {decide(replace(view, seed=seed), waiting("t-9", 4, kind="trial")).preempted for seed in range(30)}
+    assert drawn == {("a-1",), ("b-1",), ("c-1",)}  # not d, whose node has not four GPUs of class batch
+
+
+def test_nobody_leaves_for_a_trial_that_would_not_fit_even_then() -> None:
+    view, _ = four_nodes()
+    allocation = decide(view, waiting("t-9", 4, kind="trial", cpus=33))
+    assert allocation.preempted == allocation.freed == ()
+    assert "even without all of class batch no node had room" in reason(allocation, "t-9")
+
+
+@PREEMPTIVE
+def test_trials_do_not_make_room_and_batch_apps_preempt_nobody(name: str) -> None:
+    view, _ = four_nodes()
+    trials = replace(view, apps=tuple(replace(app, kind="trial") for app in view.apps))
+    assert decide(trials, waiting("t-9", 2, kind="trial"), name=name).preempted == ()
+    assert decide(view, waiting("x-9", 2), name=name).preempted == ()
+
+
+@PREEMPTIVE
+def test_a_trial_that_fits_preempts_nobody(name: str) -> None:
+    view, _ = four_nodes()
+    view = replace(view, apps=tuple(app for app in view.apps if app.app != "t-3"))
+    allocation = decide(view, waiting("t-9", 6, kind="trial"), name=name)
+    assert allocation.preempted == ()
+    assert nodes_of(allocation, "t-9") == {"n03"}
+
+
+def test_two_trials_share_what_one_victim_leaves() -> None:
+    view, _ = four_nodes()
+    small = [waiting(f"t-{n}", 4, kind="trial") for n in (8, 9)]
+    view = replace(view, apps=tuple(app if app.app == "a-1" else replace(app, kind="trial") for app in view.apps))
+    allocation = decide(view, *small)
+    assert allocation.preempted == ("a-1",)
+    assert nodes_of(allocation, "t-8") == nodes_of(allocation, "t-9") == {"n00"}
+
+
+# --- the queue ------------------------------------------------------------------------------------------------------
+
+
+def test_the_preempted_go_before_all_others_and_the_last_of_them_first() -> None:
+    cluster = gpus_of(4)
+    queue = [waiting("a-1", 4), waiting("b-1", 4, preempted=1, preempted_in=3), waiting("c-1", 4, preempted_in=7)]
+    allocation = decide(view_of(cluster, queue))
+    assert len(got(allocation, "c-1")) == 4
+    assert "b-1, which stands before it" in reason(allocation, "a-1")
+
+
+def test_the_head_of_the_queue_blocks_and_trials_pass_it() -> None:
+    cluster = gpus_of(4)
+    queue = [waiting("a-1", 4), waiting("b-1", 1), waiting("t-1", 1, kind="trial")]
+    allocation = decide(view_of(cluster, queue))
+    assert (len(got(allocation, "t-1")), got(allocation, "a-1"), got(allocation, "b-1")) == (1, set(), set())
+
+
+def test_who_has_not_left_yet_waits_and_does_not_block() -> None:
+    view = view_of(gpus_of(4), [waiting("a-1", 4, preempted_in=3), waiting("b-1", 4)])
+    view = replace(view, leaving=frozenset({AppId("a-1")}))
+    allocation = decide(view)
+    assert len(got(allocation, "b-1")) == 4
+    assert allocation.look_again_s is not None
+
+
+def test_a_victim_gets_nothing_in_the_round_it_leaves_in() -> None:
+    cluster = gpus_of(4, 2)
+    view = view_of(cluster, [batch("a-1", cluster[:4]), waiting("t-1", 4, kind="trial")])
+    allocation = decide(view)
+    assert allocation.preempted == ("a-1",)
+    assert got(allocation, "a-1") == set()
+
+
+def test_a_trial_that_has_run_for_long_enough_is_one_of_class_batch() -> None:
+    cluster = gpus_of(2)
+    old = batch("t-1", cluster, kind="trial", served_gpu_s=2 * 1800.0)
+    allocation = decide(view_of(cluster, [old, waiting("t-2", 2, kind="trial")]))
+    assert allocation.preempted == ("t-1",)
+    young = replace(old, served_gpu_s=2 * 1799.0)
+    assert decide(view_of(cluster, [young, waiting("t-2", 2, kind="trial")])).preempted == ()
+
+
+# --- nodes' resources -----------------------------------------------------------------------------------------------
+
+
+@PREEMPTIVE
+def test_no_node_gives_more_cores_or_memory_than_it_has(name: str) -> None:
+    nodes = {NodeId("n00"): NODE, NodeId("n01"): NODE}
+    queue = [waiting(f"a-{n}", 1, cpus=12, gb=16) for n in range(8)]
+    allocation = decide(replace(view_of(gpus_of(8, 8), queue), nodes=nodes), name=name)
+    assert [len(got(allocation, f"a-{n}")) for n in range(8)] == [1, 1, 1, 1, 0, 0, 0, 0]
+    queue = [waiting(f"a-{n}", 1, gb=100) for n in range(8)]
+    allocation = decide(replace(view_of(gpus_of(8, 8), queue), nodes=nodes), name=name)
+    assert len(allocation.assign) == 4
+
+
+def test_what_is_being_left_is_not_free_yet() -> None:
+    nodes = {NodeId("n00"): replace(NODE, leaving_cpus=20.0)}
+    view = replace(view_of(gpus_of(8), [waiting("a-1", 1, cpus=16)]), nodes=nodes)
+    assert decide(view).assign == {}
+    assert len(decide(replace(view, apps=(waiting("a-1", 1, cpus=12),))).assign) == 1
+
+
+def test_batch_apps_do_not_get_what_a_victim_of_this_round_still_has() -> None:
+    cluster = gpus_of(8)
+    busy = batch("a-1", cluster[:4], cpus=32)
+    view = replace(view_of(cluster, [busy]), nodes={NodeId("n00"): NODE})
+    allocation = decide(view, waiting("t-1", 4, kind="trial", cpus=16), waiting("b-1", 1, cpus=8))
+    assert allocation.preempted == ("a-1",)
+    assert len(got(allocation, "t-1")) == 4
+    assert got(allocation, "b-1") == set()
+
+
+# --- baselines ------------------------------------------------------------------------------------------------------
+
+
+def test_lrtp_lets_the_longest_leave_until_the_trial_fits_wherever_they_are() -> None:
+    cluster = gpus_of(2, 2)
+    apps = [
+        batch("a-1", cluster[:1], left_s=100.0),
+        batch("b-1", cluster[1:2], left_s=300.0),
+        batch("c-1", cluster[2:3], left_s=200.0),
+        batch("d-1", cluster[3:4], left_s=50.0),
+    ]
+    allocation = decide(view_of(cluster, apps), waiting("t-1", 2, kind="trial"), name="lrtp")
+    assert allocation.preempted == ("a-1", "b-1", "c-1")  # b, c, then a, with which n00 is empty
+    assert nodes_of(allocation, "t-1") == {"n00"}
+
+
+def test_rand_draws_its_victims() -> None:
+    cluster = gpus_of(1, 1, 1, 1)
+    view = view_of(cluster, [batch(f"a-{n}", [gpu]) for n, gpu in enumerate(cluster)])
+    drawn = {
+        decide(replace(view, seed=seed), waiting("t-1", 1, kind="trial"), name="rand").preempted for seed in range(60)
+    }
+    assert drawn == {("a-0",), ("a-1",), ("a-2",), ("a-3",)}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("fitgpp_s", -1.0), ("fitgpp_p", 0), ("trial_share", 1.5), ("trial_s", math.inf)]
+)
+def test_settings_outside_their_range_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{field} is {value}; it must be"):
+        FitGpp(Settings(**{field: value}))
+
+
+@pytest.mark.parametrize("name", ["fitgpp", "rand"])  # lrtp asks the longest first, wherever they are
+def test_nobody_makes_room_for_a_trial_whose_gang_would_not_lie_close_enough(name: str) -> None:
+    cluster = gpus_of(2, 4, slots=2)
+    apart, pair = batch("apart-1", cluster[:2]), batch("pair-1", cluster[2:4])
+    other = batch("other-1", cluster[4:6], kind="trial")
+    trial = waiting("t-1", 2, kind="trial", level_max="slot")
+    allocation = decide(view_of(cluster, [apart, other]), trial, name=name)
+    assert got(allocation, "t-1") == {cluster[2].gpu, cluster[3].gpu}
+    allocation = decide(view_of(cluster, [apart, pair, other]), trial, name=name)
+    assert allocation.preempted == ("pair-1",)
+    assert got(allocation, "t-1") == {cluster[2].gpu, cluster[3].gpu}

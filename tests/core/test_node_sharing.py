@@ -1,0 +1,390 @@
+"""Jobs that share GPUs on one node: turns, pairs that pay, and who cannot be suspended."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from msgspec.structs import replace
+
+from node_agent.core.events import AdoptedWorker, NodeFacts, WorkerNote
+from node_agent.core.means import MEANS, Ways
+from node_agent.core.model import Facts, Running, Task
+from protocol.messages import AppId, GpuId, GpuStatus, JobId, Sharing, TaskId, seat
+from tests.support.node_harness import NODE, gpu
+from tests.support.shared_node import GIB, SharedNode
+
+
+def phase(node: SharedNode, task: TaskId) -> str:
+    return node.status(task).phase
+
+
+def test_two_jobs_take_turns_of_a_quantum_each_and_neither_is_restarted() -> None:
+    node = SharedNode()
+    a, b = node.add("a", 0), node.add("b", 0, seat_number=1)
+    node.pass_time(1300.0)
+    assert abs(node.steps(a) - node.steps(b)) < 150
+    assert node.steps(a) + node.steps(b) > 0.99 * 1300 / 0.5
+    assert node.workers[a].turns > 8
+    assert {phase(node, a), phase(node, b)} == {"running", "resting"}
+    assert abs(node.status(a).measured.share - 0.5) < 0.06
+
+
+def test_a_job_alone_on_a_shared_gpu_is_never_suspended() -> None:
+    node = SharedNode()
+    a = node.add("a", 0)
+    node.pass_time(1000.0)
+    assert not [said for said in node.said if said[2] in ("suspend", "resume")]
+    assert node.status(a).measured.share == 1.0
+
+
+def test_a_newcomer_runs_within_a_part_of_a_turn() -> None:
+    node = SharedNode()
+    node.add("a", 0)
+    node.pass_time(100.0)
+    b = node.add("b", 0, seat_number=1)
+    node.pass_time(16.0)
+    assert node.is_running(b)
+
+
+def test_a_gang_of_two_gpus_gets_its_turn_beside_two_single_jobs() -> None:
+    node = SharedNode(gpus=2)
+    a, b = node.add("a", 0), node.add("b", 1)
+    both = node.add("g", 0, 1, seat_number=1)
+    node.pass_time(2400.0)
+    assert node.steps(both) > 0.4 * 2400 / 0.5
+    assert node.steps(a) > 0.4 * 2400 / 0.5
+    assert node.steps(b) > 0.4 * 2400 / 0.5
+
+
+def test_a_job_that_refuses_to_park_keeps_its_gpu_and_the_other_is_told_why() -> None:
+    node = SharedNode()
+    a = node.add("a", 0, refuses="a CUDA graph is alive")
+    node.pass_time(30.0)
+    b = node.add("b", 0, seat_number=1)
+    node.pass_time(300.0)
+    assert node.is_running(a)
+    assert "a CUDA graph is alive" in node.status(b).reason
+    assert "cannot be suspended: a CUDA graph is alive" in node.status(a).measured.remark
+    assert node.steps(a) > 0.99 * 330 / 0.5
+
+
+def test_a_job_that_cannot_park_itself_is_suspended_by_the_driver_where_there_is_one() -> None:
+    node = SharedNode(driver=True)
+    a, b = node.add("a", 0, speaks=False), node.add("b", 0, seat_number=1)
+    node.pass_time(1300.0)
+    assert abs(node.steps(a) - node.steps(b)) < 200
+    assert [said for said in node.said if said[1] == a and said[2] == "driver suspend"]
+
+
+def test_a_job_that_refuses_to_park_is_suspended_by_the_driver_instead() -> None:
+    node = SharedNode(driver=True)
+    a, b = node.add("a", 0, refuses="a CUDA graph is alive"), node.add("b", 0, seat_number=1)
+    node.pass_time(600.0)
+    assert node.steps(a) > 0.4 * 600 / 0.5
+    assert node.steps(b) > 0.4 * 600 / 0.5
+
+
+def test_a_job_that_the_driver_lost_ends_as_preempted_and_the_other_goes_on() -> None:
+    node = SharedNode(driver=True)
+    a, b = node.add("a", 0, speaks=False, driver="lost"), node.add("b", 0, seat_number=1)
+    node.pass_time(300.0)
+    lost = node.status(a)
+    assert (lost.phase, lost.outcome) == ("exited", "preempted")
+    assert "can never go on" in lost.reason
+    assert node.is_running(b)
+
+
+def test_without_host_memory_for_its_state_a_job_is_not_suspended() -> None:
+    node = SharedNode(host_bytes=GIB // 2)
+    a = node.add("a", 0)
+    b = node.add("b", 0, seat_number=1)
+    node.pass_time(300.0)
+    assert node.steps(b) == 0.0
+    assert "host memory" in node.status(b).reason
+    assert node.is_running(a)
+
+
+def test_host_memory_is_asked_for_ahead_of_the_first_suspension_and_no_more_than_there_is() -> None:
+    node = SharedNode(gpus=2, host_bytes=int(1.5 * GIB))
+    a, b = node.add("a", 0), node.add("b", 1)
+    node.pass_time(5.0)
+    assert [(task, do) for _, task, do in node.said if do == "arena"] == [(a, "arena")]
+    assert b not in {task for _, task, do in node.said if do == "arena"}
+
+
+def test_a_higher_priority_is_never_suspended_for_a_lower_one() -> None:
+    node = SharedNode()
+    low = node.add("low", 0)
+    node.pass_time(90.0)
+    high = node.add("high", 0, seat_number=1, priority=3)
+    node.pass_time(5.0)
+    assert node.is_running(high)
+    node.pass_time(600.0)
+    assert node.workers[high].turns == 1
+    assert phase(node, low) == "resting"
+
+
+def test_a_parked_job_whose_lease_ends_gets_one_turn_to_save_and_its_seat_is_not_empty_before() -> None:
+    node = SharedNode()
+    a, b = node.add("a", 0, checkpoint=True), node.add("b", 0, seat_number=1)
+    node.pass_time(25.0)
+    parked = a if phase(node, a) == "resting" else b
+    assert parked == a
+    node.want(a, "vacate")
+    assert not next(each for each in node.core.statuses().gpus if each.gpu == gpu(0)).empty
+    node.pass_time(120.0)
+    left = node.status(a)
+    assert (left.phase, left.outcome, left.exit_code) == ("exited", "preempted", 75)
+    assert node.is_running(b)
+    assert next(each for each in node.core.statuses().gpus if each.gpu == gpu(0)).empty
+
+
+def test_who_is_to_save_and_leave_has_the_next_turn_even_before_a_newcomer() -> None:
+    node = SharedNode()
+    a, b = node.add("a", 0, checkpoint=True), node.add("b", 0, seat_number=1)
+    node.pass_time(20.0)
+    assert node.is_running(b)
+    c = node.add("c", 0, seat_number=2)
+    node.want(a, "vacate")
+    while c not in node.workers:
+        node.pass_time(1.0)
+    assert node.status(a).phase == "exited"
+
+
+def test_each_device_reports_its_seats_and_a_seat_is_empty_though_another_is_used() -> None:
+    node = SharedNode()
+    node.add("a", 0)
+    node.pass_time(10.0)
+    seats = {each.gpu: each for each in node.core.statuses().gpus}
+    assert list(seats) == [seat(gpu(0), number) for number in range(4)]
+    assert [each.empty for each in seats.values()] == [False, True, True, True]
+    assert [each.device for each in seats.values()] == ["", gpu(0), gpu(0), gpu(0)]
+
+
+def together(sharing: Sharing = "pack", *, left: float, peak: int = 10 * GIB) -> tuple[SharedNode, TaskId, TaskId]:
+    """Two jobs that keep this part of their speed beside each other, after an hour."""
+    node = SharedNode(sharing=sharing)
+    a = node.add("a", 0, beside={"b": left}, peak_bytes=peak)
+    b = node.add("b", 0, seat_number=1, beside={"a": left}, peak_bytes=peak)
+    node.pass_time(3600.0)
+    return node, a, b
+
+
+def test_two_jobs_that_gain_by_it_stay_together() -> None:
+    node, a, b = together(left=0.9)
+    assert node.is_running(a)
+    assert node.is_running(b)
+    assert node.status(a).measured.packed_with == (b,)
+    assert 1.75 < float(re.findall(r"make (\S+) times", node.status(a).measured.remark)[0]) < 1.85
+    assert node.steps(a) + node.steps(b) > 1.7 * 3600 / 0.5
+
+
+def test_the_time_that_jobs_take_to_load_is_not_counted_as_slow_progress() -> None:
+    node = SharedNode(sharing="pack")
+    a = node.add("a", 0, beside={"b": 0.4}, load_s=30.0)
+    b = node.add("b", 0, seat_number=1, beside={"a": 0.4}, load_s=30.0)
+    node.pass_time(3600.0)
+    assert "only 0.80 times" in node.status(a).measured.remark
+    assert node.status(b).measured.packed_with == ()
+
+
+def test_two_jobs_that_lose_by_it_are_parted_for_good() -> None:
+    node, a, b = together(left=0.4)
+    assert {phase(node, a), phase(node, b)} == {"running", "resting"}
+    assert node.status(a).measured.packed_with == ()
+    assert node.status(a).measured.remark == f"beside {b} the two made only 0.80 times the progress of turns"
+    assert len(node.workers[a].caps) == 2, "they were tried more than once"
+    assert node.steps(a) + node.steps(b) > 0.97 * 3600 / 0.5
+    assert node.workers[a].caps[-1] == 0, "the limit on its memory is lifted"
+
+
+@pytest.mark.parametrize(("left", "stays"), [(0.52, False), (0.53, True)])
+def test_a_pair_stays_from_a_gain_of_a_twentieth_on(left: float, stays: bool) -> None:
+    node, a, b = together(left=left)
+    assert (node.status(a).measured.packed_with == (b,)) is stays
+
+
+def test_jobs_whose_peaks_do_not_fit_together_are_never_tried() -> None:
+    node, a, _ = together(left=0.9, peak=50 * GIB)
+    assert node.workers[a].caps == []
+
+
+def test_where_jobs_only_take_turns_none_are_tried_together() -> None:
+    node, a, _ = together("timeslice", left=0.9)
+    assert node.workers[a].caps == []
+
+
+def test_packed_jobs_are_told_how_much_memory_they_may_take() -> None:
+    node, a, b = together(left=0.9)
+    caps = node.workers[a].caps[-1] + node.workers[b].caps[-1]
+    assert node.workers[a].caps[-1] > 10 * GIB
+    assert caps <= 0.95 * 100 * GIB
+
+
+def test_the_one_left_of_a_pair_goes_on_alone() -> None:
+    node, a, b = together(left=0.9)
+    node.want(a, "stop")
+    node.pass_time(60.0)
+    before = node.steps(b)
+    node.pass_time(100.0)
+    assert node.steps(b) - before == pytest.approx(200.0, abs=1.0)
+    assert node.status(b).measured.packed_with == ()
+
+
+def test_of_three_the_two_with_the_lowest_utilisation_are_tried_first() -> None:
+    node = SharedNode(sharing="pack")
+    tasks = [
+        node.add(name, 0, seat_number=number, beside={"a": 0.9, "b": 0.9, "c": 0.9})
+        for number, name in enumerate(("a", "b", "c"))
+    ]
+    node.pass_time(1800.0)
+    packed = [task for task in tasks if node.status(task).measured.packed_with]
+    assert len(packed) == 2
+    third = next(task for task in tasks if task not in packed)
+    assert node.steps(third) > 0.25 * 1800 / 0.5
+
+
+def test_a_pair_is_parted_when_one_of_it_is_to_leave() -> None:
+    node = SharedNode(sharing="pack")
+    kind = {"beside": {"a": 0.9, "b": 0.9}, "checkpoint": True}
+    a, b = node.add("a", 0, **kind), node.add("b", 0, seat_number=1, **kind)
+    c = node.add("c", 0, seat_number=2, peak_bytes=95 * GIB)
+    node.pass_time(1200.0)
+    while not node.is_running(c):
+        node.pass_time(1.0)
+    assert node.status(a).measured.packed_with == (b,)
+    node.want(a, "vacate")
+    assert node.status(b).measured.packed_with == ()
+    node.pass_time(300.0)
+    assert node.status(a).outcome == "preempted"
+    assert node.status(b).measured.packed_with == ()
+
+
+def test_host_memory_of_workers_parked_before_a_restart_is_still_counted() -> None:
+    node = SharedNode(host_bytes=int(1.5 * GIB))
+    a, b = node.add("a", 0), node.add("b", 0, seat_number=1)
+    node.pass_time(16.0)
+    assert phase(node, a) == "resting"
+    note = next(effect.note for effect in reversed(node.notes) if effect.task == a)
+    again = SharedNode(host_bytes=int(1.5 * GIB))
+    again.perform(again.adopt(AdoptedWorker(a, AppId("a-1"), JobId("a-1.0"), 0, (gpu(0),), note)))
+    again.orders[a] = node.orders[a]
+    again.add("b", 0, seat_number=1, priority=1)
+    again.pass_time(10.0)
+    assert again.is_running(b)
+    assert (b, "arena") not in {(task, do) for _, task, do in again.said}
+
+
+def test_a_parked_job_whose_seat_was_reported_empty_uses_it_no_more_when_sharing_begins() -> None:
+    node = SharedNode(sharing="exclusive")
+    a = node.add("a", 0, checkpoint=True)
+    node.pass_time(5.0)
+    node.orders[a] = replace(node.orders[a], preempt_by="suspend")
+    node.want(a, "vacate")
+    node.pass_time(5.0)
+    assert phase(node, a) == "suspended"
+    assert seat_of(node, gpu(0)).empty
+    node.sharing = "timeslice"
+    node.orders[a] = replace(node.orders[a], preempt_by="auto")  # so that it would rather save and leave
+    node.replan()
+    node.pass_time(5.0)
+    assert phase(node, a) == "suspended"
+    assert seat_of(node, gpu(0)).empty
+    assert not [said for said in node.said if said[1:] == (a, "leave")]
+
+
+def test_a_parked_job_that_gave_its_seat_up_may_save_and_leave_after_it_was_leased_again() -> None:
+    node = SharedNode()
+    a = node.add("a", 0, checkpoint=True)
+    node.pass_time(5.0)
+    node.orders[a] = replace(node.orders[a], preempt_by="suspend")
+    node.want(a, "vacate")
+    node.pass_time(5.0)
+    assert seat_of(node, gpu(0)).empty
+    b = node.add("b", 0, seat_number=1)
+    node.pass_time(5.0)
+    node.want(a, "run")
+    node.pass_time(200.0)
+    assert node.is_running(b) != node.is_running(a)
+    while node.is_running(a):
+        node.pass_time(1.0)
+    node.orders[a] = replace(node.orders[a], preempt_by="auto")
+    node.want(a, "vacate")
+    assert not seat_of(node, gpu(0)).empty
+    node.pass_time(200.0)
+    assert (node.status(a).phase, node.status(a).exit_code) == ("exited", 75)
+
+
+def test_a_new_node_agent_does_not_let_a_parked_job_save_on_a_seat_that_may_have_been_proven_empty() -> None:
+    node = SharedNode()
+    a = node.add("a", 0, checkpoint=True)
+    node.add("b", 0, seat_number=1)
+    node.pass_time(25.0)
+    assert phase(node, a) == "resting"
+    again = restarted(node, a)
+    again.want(a, "vacate")
+    again.pass_time(60.0)
+    assert phase(again, a) == "suspended"
+    assert not [said for said in again.said if said[2] == "leave"]
+
+
+def test_the_size_of_a_job_is_known_after_a_restart_before_it_says_anything() -> None:
+    node = SharedNode(gpus=2, host_bytes=int(1.5 * GIB))
+    node.add("a", 0)
+    b = node.add("b", 1)
+    node.pass_time(5.0)
+    note = newest_note(node, b)
+    assert (note.state_bytes, note.arena_bytes) == (GIB, 0)
+    again = restarted(node, b)
+    assert again.core.tasks()[0].facts.state_bytes == GIB
+
+
+def test_a_turn_does_not_end_before_the_job_has_said_how_much_it_would_park() -> None:
+    facts = NodeFacts(NODE, "r1", "boot", 7, 2.0, host_bytes=GIB)
+    said_hello = Facts(hello=True, connected=True, can_park=True, step=5, start_step=5)
+    task = Task(TaskId("a-1.0-a0"), AppId("a-1"), JobId("a-1.0"), 0, (gpu(0),), Running(), facts=said_hello)
+    ways = Ways(facts)
+    assert not ways.can_rest(task, [])
+    assert ways.why_fixed(task) == "it has not made its first mini-batch yet"
+    assert ways.of(task, MEANS["suspend"], []) == ["suspend"], "when its lease ends it is parked all the same"
+    trained = replace(task, facts=replace(said_hello, step=6, state_bytes=GIB))
+    assert ways.can_rest(trained, [])
+    assert Ways(replace(facts, host_bytes=0)).can_rest(task, []), "where host memory has no end its size is no matter"
+
+
+def test_two_jobs_found_running_on_one_gpu_were_packed_and_are_told_apart() -> None:
+    node = SharedNode(sharing="pack")
+    a = node.add("a", 0, beside={"b": 1.0}, peak_bytes=GIB)
+    b = node.add("b", 0, seat_number=1, beside={"a": 1.0}, peak_bytes=GIB)
+    node.pass_time(200.0)
+    assert node.is_running(a)
+    assert node.is_running(b)
+    again = restarted(node, a, b, sharing="pack")
+    again.core.validate()
+    again.replan()
+    again.core.validate()
+    again.pass_time(30.0)
+    again.core.validate()
+    assert again.is_running(a) != again.is_running(b)
+
+
+def seat_of(node: SharedNode, seat_id: GpuId) -> GpuStatus:
+    return next(each for each in node.core.statuses().gpus if each.gpu == seat_id)
+
+
+def newest_note(node: SharedNode, task: TaskId) -> WorkerNote:
+    return next(effect.note for effect in reversed(node.notes) if effect.task == task)
+
+
+def restarted(node: SharedNode, *tasks: TaskId, sharing: Sharing = "timeslice") -> SharedNode:
+    """The same node after its agent was started anew, with these of its workers."""
+    again = SharedNode(gpus=node.gpus, sharing=sharing)
+    again.workers = {task: node.workers[task] for task in tasks}
+    again.orders = {task: node.orders[task] for task in tasks}
+    found = [
+        AdoptedWorker(task, AppId(task[:3]), JobId(task[:5]), 0, node.orders[task].gpus, newest_note(node, task))
+        for task in tasks
+    ]
+    again.perform(again.adopt(*found))
+    return again

@@ -1,0 +1,341 @@
+"""The policy `oasis` in the arbiter: what is sold, at which price, and who has which GPUs in which slot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.arbiter import Arbiter, Effect
+from arbiter.core.model import Active, ArbiterSettings, Refused
+from arbiter.core.policies.oasis import Oasis, _counts
+from arbiter.core.policy import Booking, Market, Settings
+from arbiter.core.pricing.prices import BELOW, IDLE, QUIET
+from arbiter.core.pricing.utility import parse
+from protocol.messages import AppId, NodeId, Refusal, Utility
+from tests.core.test_policies import settled
+from tests.support.arbiter_site import Site, sent, wish
+from tests.support.auctions import app_of, gpus_of, view_of
+
+SLOT_S = 100.0
+#: A GPU costs 1 for a slot of an empty node, and 100 of a full one.
+KNOBS = Settings(oasis_slot_s=SLOT_S, oasis_slots=20, oasis_margin=0.0, oasis_price_min=36.0, oasis_price_max=3600.0)
+SETTINGS = ArbiterSettings(
+    policy="oasis",
+    policy_settings=KNOBS,
+    round_pause_s=1.0,
+    beat_s=20.0,
+    node_timeout_s=1e6,
+    app_timeout_s=1e6,
+    admission_wait_s=0.0,
+)
+#: Worth 200 whenever it ends.
+PATIENT = parse("none:200")
+
+
+class Shop(Site):
+    """One node of four GPUs, from the beginning of slot 10 on."""
+
+    def __init__(self, gpus: int = 4, settings: ArbiterSettings = SETTINGS) -> None:
+        super().__init__(settings, start=1000.0)
+        self.node("n1", gpus)
+
+    def ask(
+        self, app: str, gpu_slots: float, utility: Utility | None = PATIENT, sizes: Sequence[int] = (1, 2, 4)
+    ) -> list[Effect]:
+        """An app asks for so much work; it reports what it then has left of it only if told to."""
+        more: dict[str, object] = {"left_gpu_s": gpu_slots * SLOT_S, "utility": utility}
+        sizes = tuple(sizes)
+        more |= {"gang": sizes[0], "demand": sizes[-1], "sizes": sizes if len(sizes) > 1 else ()}
+        return self.app(app, jobs=[wish(app, 0, [])], **more)  # type: ignore[arg-type]
+
+    def report(self, app: str, left_gpu_slots: float, sizes: Sequence[int] = (1, 2, 4)) -> None:
+        known = self.arbiter.state.apps[AppId(app)]
+        self.ask(app, left_gpu_slots, known.utility, sizes)
+
+    def settle(self) -> None:
+        """Let nodes obey until nothing moves any more."""
+        for _ in range(3):
+            for node in list(self.node_sizes):
+                self.node(node)
+            self.wait(2.0)
+
+    def booking(self, app: str) -> Booking:
+        found = self.arbiter.state.apps[AppId(app)].booking
+        assert found is not None
+        return found
+
+    def counts(self, app: str) -> Mapping[int, int]:
+        return {slot: sum(count for _, count in gpus) for slot, gpus in self.booking(app).slots}
+
+    def reason(self, app: str) -> str:
+        state = self.arbiter.state.apps[AppId(app)].state
+        assert isinstance(state, Refused)
+        return state.reason
+
+
+# --- selling ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_app_is_admitted_with_its_schedule_its_price_and_when_it_ends() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 4)
+    assert shop.counts("ann-1") == {10: 4}
+    booking = shop.booking("ann-1")
+    assert [booking.ends_at, booking.utility, booking.price] == pytest.approx([1100.0, 200.0, 4.0])
+    assert "is booked 4 GPUs in 1 slots of 100 s, to end within 100 s; it is worth 200 then, and the price is 4" in (
+        shop.told("ann-1")
+    )
+    shop.settle()
+    assert len(shop.held("ann-1")) == 4
+
+
+def test_what_is_sold_raises_the_price_and_who_is_worth_less_is_refused_with_it() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 4)
+    # Slot 10 is full. Two GPU-slots of slot 11 cost 1 each, and the app is worth 1.5 then.
+    effects = shop.ask("bob-1", 2, parse("sigmoid:1.5,0,0"))
+    assert isinstance(shop.arbiter.state.apps[AppId("bob-1")].state, Refused)
+    assert [refusal.app for refusal in sent(effects, Refusal)] == ["bob-1"]
+    reason = shop.reason("bob-1")
+    assert "cost 2 (36 per GPU-hour) and it is worth 0.75" in reason
+    assert "it would be admitted with a worth of more than 2 at any time instead of 0.75" in reason
+    shop.ask("bob-2", 2, parse("sigmoid:4.1,0,0"))
+    assert shop.counts("bob-2") == {11: 2}
+
+
+def test_the_rest_of_a_slot_that_has_begun_is_sold_too() -> None:
+    shop = Shop()
+    shop.wait(25.0)
+    shop.ask("ann-1", 4)
+    # Three quarters of slot 10 make 3 GPU-slots with four GPUs; the fourth takes one GPU of slot 11.
+    assert shop.counts("ann-1") == {10: 4, 11: 1}
+
+
+def test_a_deadline_that_cannot_be_met_is_refused_with_the_one_that_can() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 16)
+    assert shop.counts("ann-1") == dict.fromkeys(range(10, 14), 4)
+    shop.ask("bob-1", 4, parse("deadline:200s,50"))
+    assert "half its worth only after" in shop.reason("bob-1")
+    shop.ask("bob-2", 4, parse("deadline:600s,50"))
+    assert min(shop.counts("bob-2")) >= 14
+
+
+def test_more_than_is_for_sale_is_refused_with_what_is() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 81, parse("none:10000"))
+    assert "cannot be had within 33.3 min, which is all that is for sale" in shop.reason("ann-1")
+    assert "at most 2.222 GPU-hours of work" in shop.reason("ann-1"), "80 GPU-slots of 100 s"
+
+
+def test_a_utility_without_work_is_refused_with_the_mend_and_no_utility_is_no_booking() -> None:
+    shop = Shop()
+    shop.app("ann-1", utility=PATIENT)
+    assert shop.reason("ann-1").endswith("give --steps and --step-time")
+    shop.ask("bob-1", 4, None)
+    assert isinstance(shop.arbiter.state.apps[AppId("bob-1")].state, Active)
+    assert shop.arbiter.state.apps[AppId("bob-1")].booking is None
+
+
+def test_without_settings_prices_are_bounded_by_the_apps_that_have_asked() -> None:
+    shop = Shop(settings=replace(SETTINGS, policy_settings=replace(KNOBS, oasis_price_min=0.0, oasis_price_max=0.0)))
+    shop.ask("ann-1", 4)
+    # It takes 4 of 24 * 4 GPU-slots, so its price is far below what it is worth.
+    assert shop.booking("ann-1").price == pytest.approx(200.0 * math.exp(-BELOW - IDLE * (1 - 4 / 96 / QUIET)))
+    shop.ask("bob-1", 72, parse("none:36000"))
+    assert [math.exp(each.density) for each in shop.arbiter.state.asked] == pytest.approx([1800.0, 18000.0])
+    shop.ask("cyd-1", 4, parse("none:20"))
+    assert "cost" in shop.reason("cyd-1"), "who is worth a tenth of what others are does not get in by being next"
+
+
+def test_jobs_of_one_node_keep_to_it_and_those_that_span_lie_on_several() -> None:
+    shop = Shop()
+    shop.node("n2", 4)
+    shop.ask("ann-1", 12)
+    assert {node for _, gpus in shop.booking("ann-1").slots for node, _ in gpus} == {"n1"}
+    shop.app("bob-1", gang=1, demand=8, sizes=(1, 8), left_gpu_s=800.0, utility=PATIENT, spans=True)
+    on_both = ((NodeId("n1"), 4), (NodeId("n2"), 4))
+    assert [gpus for slot, gpus in shop.booking("bob-1").slots if slot == 13] == [on_both]
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({"demand_max": 4, "sizes": (1, 2, 4)}, (1, 2, 4)),
+        ({"demand_max": 6, "gang": 2}, (2, 4, 6)),
+        ({"demand_max": 9, "sizes": (1, 3)}, tuple(range(1, 9))),
+        ({"demand_max": 1, "gang": 2}, (2,)),
+    ],
+)
+def test_the_numbers_of_gpus_that_are_looked_at(changes: dict[str, object], counts: tuple[int, ...]) -> None:
+    assert _counts(replace(app_of("a"), **changes), 8) == counts
+    many = _counts(replace(app_of("a"), demand_max=1000), 1000)
+    assert len(many) <= 64
+    assert many[-1] == 1000
+
+
+# --- slots ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_gpus_changes_between_slots_as_booked() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 2, parse("deadline:100s,500"), sizes=(2,))
+    shop.ask("bob-1", 6, parse("deadline:200s,500"))
+    assert [shop.counts(app) for app in ("ann-1", "bob-1")] == [{10: 2}, {10: 2, 11: 4}]
+    shop.settle()
+    assert (len(shop.held("ann-1")), len(shop.held("bob-1"))) == (2, 2)
+    shop.report("bob-1", 5)
+    shop.wait(1101.0 - shop.now)
+    shop.settle()
+    assert (len(shop.held("ann-1")), len(shop.held("bob-1"))) == (0, 4), "what ann-1 holds beyond its booking is needed"
+    assert shop.booking("bob-1").again == 0
+
+
+def test_an_app_that_holds_more_than_it_has_booked_keeps_it_until_somebody_needs_it() -> None:
+    shop = Shop()
+    shop.wait(25.0)
+    shop.ask("ann-1", 4)
+    shop.settle()
+    shop.wait(1100.0 - shop.now)
+    shop.settle()
+    assert len(shop.held("ann-1")) == 4, "one is booked, and three are unsold"
+    shop.report("ann-1", 0.5)
+    shop.ask("bob-1", 2.5, parse("deadline:100s,500"), sizes=(3,))
+    shop.settle()
+    assert (len(shop.held("ann-1")), len(shop.held("bob-1"))) == (1, 3)
+    assert "has booked 1 GPU in this slot" in shop.told("ann-1")
+
+
+def test_unsold_gpus_are_lent_to_apps_without_a_booking_and_taken_back_when_sold() -> None:
+    shop = Shop()
+    shop.ask("zoe-1", 100, None, sizes=(1,))
+    shop.settle()
+    assert len(shop.held("zoe-1")) == 1
+    assert "has no booking, and gets 1 GPU that nobody has booked in this slot" in shop.told("zoe-1")
+    shop.ask("ann-1", 3.5, sizes=(4,))
+    shop.settle()
+    assert (len(shop.held("zoe-1")), len(shop.held("ann-1"))) == (0, 4)
+
+
+# --- lagging ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_app_that_lags_books_the_rest_of_its_work_again() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 4)
+    shop.settle()
+    shop.wait(1099.0 - shop.now)
+    shop.report("ann-1", 3)
+    shop.wait(1.0)
+    assert shop.booking("ann-1").again == 1
+    assert sum(shop.counts("ann-1").values()) == 3
+    assert "books again, for it lags: 2" in shop.told("ann-1")
+
+
+def test_an_app_whose_node_is_lost_books_on_another_and_gets_what_is_unsold_if_there_is_none() -> None:
+    settings = replace(SETTINGS, node_timeout_s=30.0)
+    shop = Shop(settings=settings)
+    shop.node("n2", 2)
+    shop.ask("ann-1", 40, sizes=(1, 2, 4))
+    assert {node for _, gpus in shop.booking("ann-1").slots for node, _ in gpus} == {"n1"}
+    for _ in range(6):
+        shop.node("n2")
+        shop.wait(10.0)
+    assert {node for _, gpus in shop.booking("ann-1").slots for node, _ in gpus} == {"n2"}
+    assert "books again, for GPUs of n1 are gone" in shop.told("ann-1")
+    assert len(shop.held("ann-1")) == 2
+
+
+def test_who_was_admitted_and_can_be_sold_nothing_any_more_gets_what_is_unsold_before_others() -> None:
+    shop = Shop(gpus=1)
+    shop.ask("ann-1", 1, sizes=(1,))
+    shop.ask("zoe-1", 5, None, sizes=(1,))
+    shop.settle()
+    shop.wait(1099.0 - shop.now)
+    shop.report("ann-1", 500, sizes=(1,))
+    shop.wait(1.0)
+    assert shop.booking("ann-1").slots == ()
+    shop.settle()
+    assert (len(shop.held("ann-1")), len(shop.held("zoe-1"))) == (1, 0)
+    assert "lags, and there was nothing to sell to it" in shop.told("ann-1")
+
+
+# --- durability, order and bad settings -------------------------------------------------------------------------------
+
+
+def test_bookings_survive_a_restart_and_a_replay_makes_the_same() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 4)
+    shop.settle()
+    snapshot = shop.arbiter.snapshot()
+    assert shop.replayed() == snapshot
+    again = Arbiter.restored(snapshot)
+    assert again.state.apps[AppId("ann-1")].booking == shop.booking("ann-1")
+    shop.arbiter = again
+    shop.lead()
+    shop.ask("bob-1", 4)
+    assert min(shop.counts("bob-1")) == 11, "slot 10 is sold"
+
+
+def test_an_app_that_is_over_gives_back_what_it_has_booked() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 40)
+    shop.app("ann-1", state="cancelled")
+    shop.ask("bob-1", 4)
+    assert shop.counts("bob-1") == {10: 4}
+
+
+def test_nobody_gets_gpus_that_another_has_booked_whatever_the_order() -> None:
+    """Two apps have booked two GPUs each and one holds all four: it keeps two of them."""
+    gpus = gpus_of(4)
+    slots = ((10, ((NodeId("n00"), 2),)),)
+    booking = Booking(slots, ends_at=1100.0, utility=1.0, price=1.0, made_at=1000.0)
+    greedy = replace(app_of("a", renewable=[gpu.gpu for gpu in gpus], demand_max=4), booking=booking)
+    late = replace(app_of("b", demand_max=4), booking=booking)
+    for apps in ([greedy, late], [late, greedy]):
+        view = replace(view_of([replace(gpu, holder=AppId("a")) for gpu in gpus], apps), now=1050.0)
+        outcomes = settled(view, Oasis(KNOBS).allocate(view, {}))
+        assert (len(outcomes["a"].gpus), len(outcomes["b"].gpus)) == (2, 2)
+
+
+def test_who_has_booked_keeps_the_very_gpus_it_holds_and_lent_ones_are_taken_instead() -> None:
+    gpus = gpus_of(4)
+    booking = Booking(((10, ((NodeId("n00"), 2),)),), ends_at=1100.0, utility=1.0, price=1.0, made_at=1000.0)
+    first = replace(app_of("first", demand_max=2), booking=booking)
+    steady = replace(app_of("steady", demand_max=2, renewable=[gpu.gpu for gpu in gpus[:2]]), booking=booking)
+    lent = app_of("lent", demand_max=2, renewable=[gpu.gpu for gpu in gpus[2:]])
+    holders = ("steady", "steady", "lent", "lent")
+    held = [replace(gpu, holder=AppId(app)) for gpu, app in zip(gpus, holders, strict=True)]
+    view = replace(view_of(held, [first, steady, lent]), now=1050.0)
+    outcomes = settled(view, Oasis(KNOBS).allocate(view, {}))
+    assert outcomes["steady"].gpus == tuple(gpu.gpu for gpu in gpus[:2])
+    assert (len(outcomes["first"].gpus), len(outcomes["lent"].gpus)) == (2, 0)
+
+
+def test_prices_do_not_depend_on_who_asks_in_which_units() -> None:
+    """A slot of half the length costs half as much, so the price of the same hours is the same."""
+    costs = []
+    for slot_s in (100.0, 50.0):
+        knobs = replace(KNOBS, oasis_slot_s=slot_s, oasis_slots=40)
+        app = replace(app_of("a", demand_max=4), left_gpu_s=400.0, utility=PATIENT)
+        booking = Oasis(knobs).sell(Market(1000.0, ((NodeId("n1"), 4),), ()), replace(app, arrived_at=1000.0)).booking
+        assert booking is not None
+        costs.append(booking.price)
+    assert costs == pytest.approx([4.0, 4.0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"oasis_slot_s": 0.0}, "oasis_slot_s is 0.0; it must be from 0.001"),
+        ({"oasis_slots": 0}, "oasis_slots is 0"),
+        ({"oasis_margin": -1.0}, "oasis_margin is -1.0"),
+        ({"oasis_price_max": 1.0, "oasis_price_min": 2.0}, "oasis_price_max is 1.0, below oasis_price_min"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Oasis(Settings(**changes))  # type: ignore[arg-type]

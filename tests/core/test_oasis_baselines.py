@@ -1,0 +1,88 @@
+"""The baselines of OASiS: rewards and partitions worked out by hand, and what the policies make of them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.policies.dorm import Dorm
+from arbiter.core.policies.rrh import Rrh
+from arbiter.core.policy import AppView, Settings
+from arbiter.core.pricing.dorm import Tenant, fair_counts, partition
+from arbiter.core.pricing.reward import Candidate, rewards
+from arbiter.core.pricing.utility import Sigmoid
+from protocol.messages import Utility
+from tests.core.test_policies import settled
+from tests.support.auctions import app_of, gpus_of, view_of
+
+# --- rrh --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_by_hand() -> None:
+    """Alone, 20 for 2 units of time on 5 GPUs; beside one that loses by waiting, less its part of that loss."""
+    flat = Candidate(Sigmoid(40.0, 0.0, 0.0), age=0.0, run=2.0, part=0.5, takes=5.0)
+    assert rewards([flat]) == pytest.approx([20.0 / 10.0])
+    falling = Candidate(Sigmoid(30.0, 1.0, 3.0), age=1.0, run=2.0, part=0.25, takes=1.0)
+    lost = 15.0 - 30.0 / (1.0 + math.exp(2.0))  # f(3) less f(5)
+    assert rewards([flat, falling]) == pytest.approx([(20.0 - 0.5 * lost) / 10.0, 15.0 / 2.0])
+
+
+def worth(name: str, utility: Utility, gpu_hours: float, gpus: int = 1) -> AppView:
+    return replace(app_of(name, gang=gpus, demand_max=gpus), utility=utility, left_gpu_s=gpu_hours * 3600.0)
+
+
+def test_who_is_worth_most_for_its_time_starts_and_who_costs_the_others_more_than_it_brings_does_not() -> None:
+    long = worth("long", Utility(1.0, 0.0, 0.0), 10.0)
+    urgent = worth("urgent", Utility(100.0, 5.0 / 3600.0, 7200.0), 1.0)
+    view = view_of(gpus_of(1), [long, urgent])
+    outcomes = settled(replace(view, cluster_gpus=1), Rrh(Settings()).allocate(replace(view, cluster_gpus=1), {}))
+    assert (len(outcomes["urgent"].gpus), len(outcomes["long"].gpus)) == (1, 0)
+    assert "not more than 0: it would cost those that wait more than it brings" in outcomes["long"].reason
+    alone = view_of(gpus_of(1), [long])
+    assert len(settled(alone, Rrh(Settings()).allocate(alone, {}))["long"].gpus) == 1
+    strict = settled(alone, Rrh(Settings(rrh_threshold=1.0)).allocate(alone, {}))
+    assert len(strict["long"].gpus) == 0
+
+
+# --- dorm -------------------------------------------------------------------------------------------------------------
+
+
+def test_progressive_filling_by_hand() -> None:
+    """The classic case of DRF: 9 CPUs and 18 GB; (1, 4) and (3, 1) end with 3 and 2 tasks."""
+    assert fair_counts([Tenant((1.0, 4.0), 9), Tenant((3.0, 1.0), 9)], (9.0, 18.0)) == [3, 2]
+
+
+def test_a_partition_uses_all_there_is_and_is_fair() -> None:
+    apps = [Tenant((1.0,), 8), Tenant((1.0,), 8)]
+    assert partition(apps, (8.0,), fairness=0.0, adjusted=1.0) == [4, 4]
+    assert sum(partition(apps, (9.0,), fairness=0.2, adjusted=1.0)) == 9
+
+
+def test_no_more_apps_are_changed_than_allowed() -> None:
+    """Ten apps of one GPU each and ten GPUs more: one in ten may change."""
+    apps = [Tenant((1.0,), 20, has=1) for _ in range(10)]
+    counts = partition(apps, (20.0,), fairness=1.0, adjusted=0.1)
+    assert sorted(counts) == [1] * 9 + [11]
+    assert sorted(partition(apps, (20.0,), fairness=0.0, adjusted=1.0)) == [2] * 10
+
+
+def test_dorm_deals_its_partition_by_whole_gangs() -> None:
+    view = view_of(gpus_of(4, 4), [app_of("a", gang=2, demand_max=8), app_of("b", gang=2, demand_max=8)])
+    outcomes = settled(view, Dorm(Settings()).allocate(view, {}))
+    assert [len(outcomes[name].gpus) for name in "ab"] == [4, 4]
+    assert outcomes["a"].reason == "its part of the cluster is 4 GPUs"
+
+
+def test_dorm_gives_a_job_no_number_of_gpus_that_it_would_give_back() -> None:
+    apps = [replace(app_of(name, demand_max=4), sizes=(1, 2, 4)) for name in "ab"]
+    view = view_of(gpus_of(6), apps)
+    outcomes = settled(view, Dorm(Settings(dorm_fairness=0.0)).allocate(view, {}))
+    assert [len(outcomes[name].gpus) for name in "ab"] == [2, 2], "three each would be fair"
+
+
+@pytest.mark.parametrize("name", ["dorm_fairness", "dorm_adjusted"])
+def test_bounds_of_dorm_are_parts(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 2.0; it must be from 0 to 1"):
+        Dorm(Settings(**{name: 2.0}))  # type: ignore[arg-type]

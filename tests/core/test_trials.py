@@ -1,0 +1,155 @@
+"""Trials under policies that have no rule for them, and what of a preemption the arbiter remembers."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.model import ArbiterSettings, Draining, Leased
+from arbiter.core.policy import NodeView, Settings
+from protocol.messages import JobWish
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, wish
+
+ANY_POLICY = pytest.mark.parametrize("policy", ["fifo", "backfill", "drf", "las", "srtf", "astraea", "themis"])
+
+
+def settings(policy: str, **knobs: object) -> ArbiterSettings:
+    knobs = {"trial_share": 0.5, **knobs}
+    return replace(SETTINGS, policy=policy, policy_settings=Settings(**knobs))  # type: ignore[arg-type]
+
+
+def grace(app: str, grace_s: float) -> JobWish:
+    return replace(wish(app, 0, ()), grace_s=grace_s)
+
+
+def full(policy: str = "fifo", **knobs: object) -> Site:
+    """Two nodes of two GPUs: ana-1 has n1, bob-1 has n2; bob's may be saved sooner."""
+    site = Site(settings(policy, **knobs))
+    site.node("n1", 2)
+    site.play_round(site.app("ana-1", gang=2, demand=2, jobs=(grace("ana-1", 120.0),)) + site.wait(1))
+    site.node("n2", 2)
+    site.play_round(site.app("bob-1", gang=2, demand=2, jobs=(grace("bob-1", 30.0),)) + site.wait(1.5))
+    assert len(site.held("ana-1")) == len(site.held("bob-1")) == 2
+    return site
+
+
+@ANY_POLICY
+def test_a_trial_is_promised_the_gpus_of_whom_it_harms_least_in_the_next_round(policy: str) -> None:
+    site = full(policy)
+    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    states = {gpu: site.arbiter.state.gpus[gpu].state for gpu in (gpu_id("n2", 0), gpu_id("n2", 1))}
+    assert all(isinstance(state, Draining) for state in states.values())
+    assert sorted(str(state.promised_to) for state in states.values()) == ["None", "tia-1"]  # type: ignore[union-attr]
+    assert len(site.held("ana-1")) == 2
+    bob = site.arbiter.state.apps["bob-1"]  # type: ignore[index]
+    assert (bob.preempted, bob.preempted_in) == (1, site.arbiter.state.round)
+    assert any("leaves 2 GPUs on n2 for the trial tia-1" in chapter.what for chapter in site.arbiter.story("bob-1"))
+    assert any("for which bob-1 makes room on n2" in chapter.what for chapter in site.arbiter.story("tia-1"))
+
+
+@ANY_POLICY
+def test_trials_hold_no_more_than_their_share_at_others_cost(policy: str) -> None:
+    site = full(policy, trial_share=0.4)
+    site.play_round(site.app("tia-1", kind="trial", gang=2, demand=2) + site.wait(1.5))
+    assert len(site.held("ana-1")) == len(site.held("bob-1")) == 2
+    assert any("of at most 1.6 that they may have" in chapter.what for chapter in site.arbiter.story("tia-1"))
+
+
+@ANY_POLICY
+def test_without_a_share_a_trial_is_like_any_other_app(policy: str) -> None:
+    site = full(policy, trial_share=0.0)
+    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    assert all(isinstance(gpu.state, Leased) for gpu in site.arbiter.state.gpus.values())
+
+
+def test_a_batch_app_preempts_nobody() -> None:
+    site = full()
+    site.play_round(site.app("eve-1") + site.wait(1.5))
+    assert all(isinstance(gpu.state, Leased) for gpu in site.arbiter.state.gpus.values())
+
+
+def test_what_was_preempted_is_remembered_over_a_restart() -> None:
+    site = full()
+    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    restored = Arbiter.restored(site.arbiter.snapshot())
+    assert restored.state.apps["bob-1"].preempted == 1  # type: ignore[index]
+
+
+def test_replay_gives_the_same_state() -> None:
+    site = full()
+    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_a_trial_keeps_its_gpus_when_its_lease_is_renewed_and_the_policy_would_give_them_to_another() -> None:
+    site = Site(settings("las", las_threshold_gpu_s=5.0))
+    site.node("n1", 1)
+    site.play_round(site.app("tia-1", kind="trial") + site.wait(20))  # in the second queue of `las` by now
+    assert site.held("tia-1")
+    site.node("n1", 1)
+    site.play_round(site.app("eve-1") + site.wait(1.5))  # in the first
+    assert site.held("tia-1")
+    assert "it is a trial and keeps the GPUs it holds" in site.told("tia-1")
+
+
+def test_a_trial_that_has_run_for_long_enough_is_like_any_other_app() -> None:
+    site = Site(settings("las", las_threshold_gpu_s=5.0, trial_s=10.0))
+    site.node("n1", 1)
+    site.play_round(site.app("tia-1", kind="trial") + site.wait(20))
+    site.node("n1", 1)
+    site.play_round(site.app("eve-1") + site.wait(1.5))
+    assert site.held("tia-1") == []
+
+
+# --- fitgpp over rounds ---------------------------------------------------------------------------------------------
+
+
+def test_under_fitgpp_the_victim_goes_on_before_who_came_earlier_and_waits() -> None:
+    site = Site(settings("fitgpp"))
+    site.node("n1", 1)
+    site.app("ana-1")
+    site.wait(1.5)
+    site.app("eve-1")
+    site.app("tia-1", kind="trial")
+    site.wait(1.5)
+    state = site.arbiter.state.gpus[gpu_id("n1", 0)].state  # type: ignore[index]
+    assert isinstance(state, Draining)
+    assert state.promised_to == "tia-1"
+    site.node("n1", 1)  # its node says that it is empty
+    site.wait(1.5)
+    assert site.held("tia-1")
+    assert "stands before it" in site.told("eve-1")
+    site.app("tia-1", kind="trial", state="finished")
+    site.node("n1", 1)
+    site.wait(2.5)
+    assert site.held("ana-1")
+    assert site.held("eve-1") == []
+
+
+def test_who_cannot_leave_what_is_out_of_service_is_not_waited_for() -> None:
+    site = Site(settings("fitgpp"))
+    site.node("n1", 1)
+    site.app("ana-1")
+    site.wait(1.5)
+    site.node("n2", 1)
+    site.wait(SETTINGS.node_timeout_s - 2.0)
+    site.node("n2", 1)
+    site.app("ana-1")
+    site.wait(5.0)  # n1 is lost now, and what ana-1 had there drains for ever
+    assert site.held("ana-1") == [gpu_id("n2", 0)]
+
+
+def test_nodes_say_what_they_have_and_views_what_is_being_left() -> None:
+    site = Site(settings("fitgpp"))
+    site.node("n1", 3, cpus=32.0, host_bytes=2**38)
+    site.app("ana-1", gang=2, demand=2, cpus=8.0, host_bytes=2**34)
+    site.wait(1.5)
+    site.app("tia-1", gang=2, demand=2, kind="trial")
+    site.wait(1.5)
+    site.decides_late = True
+    site.app("bob-1")
+    site.wait(1.5)
+    view = site.undecided[-1].view
+    assert view.leaving == {"ana-1"}
+    assert view.nodes == {"n1": NodeView(3, 32.0, 2**38, 8.0, 2.0**34)}

@@ -1,0 +1,262 @@
+"""A node agent's core whose workers obey by themselves, under virtual time; neighbours slow each other down."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping
+from itertools import count
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from node_agent.core.events import (
+    CheckpointProcess,
+    GpuProcess,
+    GpuSample,
+    NodeEffect,
+    NoteWorker,
+    OrderWorker,
+    ProcessCheckpointed,
+    Sampled,
+    SignalWorker,
+    StartWorker,
+    TakeSample,
+    WorkerGone,
+    WorkerStarted,
+)
+from node_agent.core.model import Running
+from protocol.core import Received, Tick
+from protocol.messages import ARBITER, GpuId, LeaseId, LeaseTerms, NodePlan, Sharing, TaskId, TaskOrder, device_of, seat
+from protocol.worker import Order, Progress, Refused, Resumed, Saved, Suspended
+from tests.support.node_harness import GIB, NODE, Bench, gpu, hello, sample, task_order
+
+
+class Nature(Struct, frozen=True):
+    """What a worker is like; `beside` is what is left of its speed beside the others of these names."""
+
+    step_s: float = 0.5
+    peak_bytes: int = 10 * GIB
+    beside: Mapping[str, float] = {}
+    refuses: str = ""
+    speaks: bool = True  #: uses the library
+    checkpoint: bool = False
+    move_s: float = 0.1
+    load_s: float = 0.0  #: between hello and its first mini-batch
+    driver: str = "ok"
+
+
+class Worker:
+    def __init__(self, task: TaskId, devices: tuple[GpuId, ...], nature: Nature) -> None:
+        self.task, self.devices, self.nature = task, devices, nature
+        self.steps = 0.0
+        self.on = True
+        self.busy = False
+        self.caps: list[int] = []
+        self.turns = 0
+
+
+class SharedNode(Bench):
+    """One device, or several, with seats; `overdrawn` counts the moments at which too many ran on one."""
+
+    def __init__(
+        self, *, gpus: int = 1, sharing: Sharing = "timeslice", quantum_s: float = 60.0, **facts: object
+    ) -> None:
+        super().__init__(gpus=gpus, fresh=True, **facts)
+        self.sharing, self.quantum_s = sharing, quantum_s
+        self.workers: dict[TaskId, Worker] = {}
+        self.natures: dict[str, Nature] = {}
+        self.orders: dict[TaskId, TaskOrder] = {}
+        self.said: list[tuple[float, TaskId, str]] = []
+        self.notes: list[NoteWorker] = []
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+        self._booked_at = self.now
+        self._begin()
+
+    def _begin(self) -> None:
+        self.perform(self.adopt())
+        self.perform(self.measure())
+
+    # --- the test's side --------------------------------------------------------------------------------------------
+
+    def add(self, name: str, *devices: int, seat_number: int = 0, priority: int = 0, **nature: object) -> TaskId:
+        """Lease seats to a new job and let it run."""
+        order = task_order(f"{name}-1.0-a0")
+        gpus = tuple(seat(gpu(device), seat_number) for device in devices)
+        self.natures[name] = Nature(**nature)  # type: ignore[arg-type]
+        self.orders[order.task] = replace(order, gpus=gpus, priority=priority)
+        self.replan()
+        return order.task
+
+    def want(self, task: TaskId, want: str) -> None:
+        self.orders[task] = replace(self.orders[task], want=want)
+        self.replan()
+
+    def replan(self) -> None:
+        self.seq += 1
+        leases = tuple(
+            LeaseTerms(LeaseId(f"L-{each}"), each, NODE, "r1", "slot-0", self.epoch, 60.0)
+            for order in self.orders.values()
+            if order.want == "run"
+            for each in order.gpus
+        )
+        plan = NodePlan(
+            NODE, self.epoch, self.seq, leases, tuple(self.orders.values()), self.sharing, 4, self.quantum_s
+        )
+        self.perform(self.say(Received(ARBITER, plan)))
+
+    def pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while True:
+            due = self.core.deadline()
+            times = [each for each in (due, self._queue[0][0] if self._queue else None) if each is not None]
+            if not times or min(times) > end:
+                break
+            self.now = max(self.now, min(times))
+            self._book()
+            if self._queue and self._queue[0][0] <= self.now:
+                heapq.heappop(self._queue)[2]()
+            else:
+                self.perform(self.say(Tick()))
+                after = self.core.deadline()
+                assert after is None or after > self.now, "the core would spin"
+        self.now = end
+        self._book()
+
+    def steps(self, task: TaskId) -> float:
+        return self.workers[task].steps if task in self.workers else 0.0
+
+    # --- the workers' side ------------------------------------------------------------------------------------------
+
+    def _training(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.on and not worker.busy]
+
+    def _book(self) -> None:
+        passed, self._booked_at = self.now - self._booked_at, self.now
+        training = self._training()
+        for device in {device for worker in self.workers.values() for device in worker.devices}:
+            on = [worker for worker in self.workers.values() if worker.on and device in worker.devices]
+            assert len(on) <= 1 or (self.sharing == "pack" and len(on) <= 2), f"{[w.task for w in on]} at {self.now}"
+        for worker in training:
+            others = [each for each in training if each is not worker and set(each.devices) & set(worker.devices)]
+            speed = 1.0
+            for other in others:
+                speed *= worker.nature.beside.get(other.task.partition("-")[0], 0.5)
+            worker.steps += passed * speed / worker.nature.step_s
+
+    def _later(self, seconds: float, then: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (self.now + seconds, next(self._numbers), then))
+
+    def perform(self, effects: list[NodeEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case StartWorker():
+                    self._start(effect)
+                case OrderWorker(task=task, order=order):
+                    self._obey(self.workers[task], order)
+                case NoteWorker():
+                    self.notes.append(effect)
+                case TakeSample(mark=mark):
+                    self._later(0.01, lambda mark=mark: self._sample(mark))
+                case CheckpointProcess():
+                    self._drive(effect)
+                case SignalWorker(task=task) if task in self.workers:
+                    self._end(task, WorkerGone(task, signal=9))
+
+    def _start(self, effect: StartWorker) -> None:
+        nature = self.natures[effect.task.partition("-")[0]]
+        worker = Worker(effect.task, tuple(map(device_of, effect.gpus)), nature)
+        worker.busy = True
+        self.workers[effect.task] = worker
+        self.perform(self.say(WorkerStarted(effect.task, 100)))
+
+        def train() -> None:
+            worker.busy = False
+
+        def greet() -> None:
+            self._later(nature.load_s, train)
+            worker.turns += 1
+            if nature.speaks:
+                self.perform(self.worker(worker.task, hello(worker.task, checkpoint=nature.checkpoint)))
+                self.perform(self.worker(worker.task, self._progress(worker, 0)))
+
+        self._later(nature.move_s, greet)
+
+    def _progress(self, worker: Worker, seq: int) -> Progress:
+        nature = worker.nature
+        return Progress(
+            step=int(worker.steps) - 1,
+            step_s=nature.step_s,
+            start_step=-1,
+            total_steps=10**6,
+            can_park=True,
+            can_checkpoint=nature.checkpoint,
+            saved_step=-1,
+            state_bytes=GIB,
+            peak_bytes=nature.peak_bytes,
+            seq=seq,
+        )
+
+    def _obey(self, worker: Worker, order: Order) -> None:
+        nature = worker.nature
+        self.said.append((self.now, worker.task, order.do))
+        match order.do:
+            case "suspend" if nature.refuses:
+                self._later(0.01, lambda: self.perform(self.worker(worker.task, Refused(order.seq, nature.refuses))))
+            case "suspend":
+                self._switch(worker, on=False, then=Suspended(order.seq, int(worker.steps), GIB, 0, nature.move_s))
+            case "resume":
+                worker.on = True
+                self._switch(worker, on=True, then=Resumed(order.seq, int(worker.steps), nature.move_s))
+            case "tell":
+                self._later(0.01, lambda: self.perform(self.worker(worker.task, self._progress(worker, order.seq))))
+            case "cap":
+                worker.caps.append(order.bytes)
+            case "leave":
+                worker.on = True
+                self._later(nature.move_s, lambda: self._leave(worker, order.seq))
+
+    def _leave(self, worker: Worker, seq: int) -> None:
+        self.perform(self.worker(worker.task, Saved(seq, int(worker.steps), "/c", 0.1, leaving=True)))
+        self._end(worker.task, WorkerGone(worker.task, exit_code=75))
+
+    def _end(self, task: TaskId, how: WorkerGone) -> None:
+        if self.workers.pop(task, None) is not None:
+            self.perform(self.say(how))
+
+    def _switch(self, worker: Worker, *, on: bool, then: Suspended | Resumed) -> None:
+        worker.busy = True
+
+        def done() -> None:
+            worker.on, worker.busy = on, False
+            worker.turns += on
+            self.perform(self.worker(worker.task, then))
+
+        self._later(worker.nature.move_s, done)
+
+    def _drive(self, effect: CheckpointProcess) -> None:
+        worker = self.workers[effect.task]
+        self.said.append((self.now, worker.task, f"driver {effect.do}"))
+        ok = worker.nature.driver == "ok"
+        worker.on = worker.on or (ok and effect.do == "resume")
+
+        def done() -> None:
+            if ok:
+                worker.on = effect.do == "resume"
+            lost = worker.nature.driver == "lost"
+            outcome = ProcessCheckpointed(effect.task, effect.do, ok, worker.nature.driver, lost, 0.1, GIB)
+            self.perform(self.say(outcome))
+
+        self._later(0.1, done)
+
+    def _sample(self, mark: int) -> None:
+        samples: list[GpuSample] = []
+        for number in range(self.gpus):
+            here = [worker for worker in self.workers.values() if worker.on and gpu(number) in worker.devices]
+            processes = tuple(GpuProcess(100 + index, 8 * GIB, each.task) for index, each in enumerate(here))
+            samples.append(sample(number, *processes))
+        self.perform(self.say(Sampled(mark, tuple(samples))))
+
+    def is_running(self, task: TaskId) -> bool:
+        """Whether the core takes it for running."""
+        return any(each.id == task and isinstance(each.state, Running) for each in self.core.tasks())

@@ -1,0 +1,130 @@
+"""A real process with a known cycle on a virtual GPU, watched from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from node_agent.core.events import Estimated
+from node_agent.devices.activity import ActivityWatch
+from node_agent.devices.simulated import SimulatedBackend
+from protocol.messages import TaskId
+
+pytestmark = pytest.mark.alone
+
+TASK = TaskId("ada-1.0-a0")
+CYCLE_S = 0.8
+WINDOW_S = 25.0
+
+#: Works for a share of each cycle and idles for the rest, by the clock, whatever else the machine does.
+CYCLE = """
+import sys, time
+period, number = float(sys.argv[1]), 0
+begun = time.monotonic()
+while True:
+    number += 1
+    while time.monotonic() < begun + (number - 0.45) * period:
+        pass
+    time.sleep(max(0, begun + number * period - time.monotonic()))
+"""
+IRREGULAR = """
+import random, sys, time
+dice = random.Random(7)
+while True:
+    until = time.monotonic() + dice.expovariate(1 / float(sys.argv[1]))
+    while time.monotonic() < until:
+        pass
+    time.sleep(dice.expovariate(1 / float(sys.argv[1])))
+"""
+
+
+@contextmanager
+def running(script: str, *arguments: object) -> Iterator[int]:
+    with subprocess.Popen([sys.executable, "-c", script, *map(str, arguments)]) as process:
+        try:
+            yield process.pid
+        finally:
+            process.kill()
+
+
+async def estimates(pid: int, count: int, *, window_s: float = WINDOW_S, every_s: float = 5.0) -> list[Estimated]:
+    """Return what a watch says of the process, until it has said so much or was due three times."""
+    backend = SimulatedBackend("n1", 2)
+    gpu = backend.devices()[0].gpu
+    backend.intrude(gpu, pid)
+    said: list[Estimated] = []
+    enough = asyncio.Event()
+
+    def post(event: Estimated) -> None:
+        said.append(event)
+        if len(said) == count:
+            enough.set()
+
+    watch = ActivityWatch(backend, post, window_s=window_s, every_s=every_s)
+    watch.watch({TASK: (gpu,)})
+    async with asyncio.TaskGroup() as tasks:
+        sampling = tasks.create_task(watch.run())
+        try:
+            async with asyncio.timeout(window_s + 2.5 * every_s):
+                await enough.wait()
+        except TimeoutError:
+            pass
+        finally:
+            sampling.cancel()
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_the_cycle_of_a_process_is_found_from_what_it_uses_of_its_device() -> None:
+    with running(CYCLE, CYCLE_S) as pid:
+        said = await estimates(pid, 1)
+    assert [event.source for event in said] == ["utilisation"]
+    assert said[0].task == TASK
+    assert said[0].step_s == pytest.approx(CYCLE_S, rel=0.05)
+    assert 0 < said[0].confidence <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+async def test_of_a_process_without_a_cycle_it_is_said_once_that_none_is_known() -> None:
+    with running(IRREGULAR, 0.6) as pid:
+        said = await estimates(pid, 2, window_s=15.0)
+    assert said == [Estimated(TASK, 0.0, "unknown", 0.0)]
+
+
+@pytest.mark.timeout(30)
+async def test_a_task_that_is_watched_no_more_is_not_spoken_of() -> None:
+    backend = SimulatedBackend("n1", 1)
+    said: list[Estimated] = []
+    watch = ActivityWatch(backend, said.append, window_s=0.5, every_s=0.5)
+    watch.watch({TASK: (backend.devices()[0].gpu,)})
+    async with asyncio.TaskGroup() as tasks:
+        sampling = tasks.create_task(watch.run())
+        await asyncio.sleep(0.4)
+        watch.watch({})
+        await asyncio.sleep(0.8)
+        sampling.cancel()
+    assert said == []
+
+
+@pytest.mark.timeout(30)
+async def test_a_device_that_answers_no_more_stops_nothing() -> None:
+    backend = SimulatedBackend("n1", 2)
+    lost, other = (device.gpu for device in backend.devices())
+    backend.lose(lost)
+    said: list[Estimated] = []
+    spoken = asyncio.Event()
+    watch = ActivityWatch(backend, lambda event: (said.append(event), spoken.set())[1], window_s=1.0)
+    watch.watch({TASK: (lost,), TaskId("bob-1.0-a0"): (other,)})
+    async with asyncio.TaskGroup() as tasks:
+        sampling = tasks.create_task(watch.run())
+        async with asyncio.timeout(10):
+            await spoken.wait()
+        sampling.cancel()
+    assert [event.task for event in said] == ["bob-1.0-a0"]

@@ -1,0 +1,54 @@
+"""A node agent with real processes, and GPUs that are not to be trusted or are used by somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from node_agent import health_files, procfs
+from tests.support.node_site import find_gpu, find_task, gpu, node_site, task_order
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+CRASH = (sys.executable, "-c", "raise SystemExit(3)")
+
+
+def orphan() -> int:
+    """Start a process that is no child of the node agent, which runs in this very process."""
+    start = "import subprocess as s; print(s.Popen(['/bin/sleep', '120'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+    return int(subprocess.run([sys.executable, "-c", start], capture_output=True, check=True, text=True).stdout)
+
+
+async def test_a_quarantine_outlives_the_node_agent_and_ends_with_a_file(tmp_path: Path) -> None:
+    async with node_site(tmp_path) as site:
+        for task in ("ada-1.0-a0", "bob-1.0-a0"):
+            await site.plan(task_order(tmp_path, task, *CRASH))
+            assert (await site.exited(task)).outcome == "failed"
+        report = await site.report(lambda report: find_gpu(report, 0).quarantined)
+        assert "ada-1 and bob-1" in find_gpu(report, 0).detail
+    async with node_site(tmp_path) as site:
+        site.epoch = 2  # plans of an older arbiter are refused
+        await site.plan(task_order(tmp_path, "eve-1.0-a0", "work"))
+        report = await site.report(lambda report: find_task(report, "eve-1.0-a0") is not None)
+        assert find_gpu(report, 0).quarantined
+        (tmp_path / "state" / health_files.LIFT).write_text(f"{gpu(0)}\n")
+        await site.phase("eve-1.0-a0", "running")
+
+
+async def test_a_stranger_is_ended_before_a_task_gets_its_gpu(tmp_path: Path) -> None:
+    pid = orphan()
+    async with node_site(tmp_path, strangers="kill", strangers_uid_min=os.getuid()) as site:
+        site.backend.intrude(gpu(0), pid)
+        await site.plan(task_order(tmp_path, "ada-1.0-a0", "work"))
+        report = await site.report(lambda report: find_gpu(report, 0).strangers == 1)
+        assert f"process {pid}" in find_gpu(report, 0).detail
+        async with asyncio.timeout(20):
+            while (process := procfs.stat(pid)) is not None and process.state != "Z":  # noqa: ASYNC110 - not our child
+                await asyncio.sleep(0.05)
+        site.backend.intrude(gpu(0))
+        await site.phase("ada-1.0-a0", "running")
