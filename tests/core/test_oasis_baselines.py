@@ -82,6 +82,21 @@ def test_dorm_gives_a_job_no_number_of_gpus_that_it_would_give_back() -> None:
     assert [len(outcomes[name].gpus) for name in "ab"] == [2, 2], "three each would be fair"
 
 
+def test_a_part_that_fits_nowhere_goes_to_who_would_have_nothing() -> None:
+    """The programme gives all three GPUs to a gang of three, but it must be on one machine, and none has three."""
+    wide = app_of("wide", gang=3, demand_max=3, level_max="machine")
+    first, second = (app_of(name, gang=2, demand_max=2) for name in ("first", "second"))
+    view = view_of(gpus_of(2, 1), [wide, first, second])
+    outcomes = settled(view, Dorm(Settings(dorm_fairness=1.0)).allocate(view, {}))
+    assert [len(outcomes[name].gpus) for name in ("wide", "first", "second")] == [0, 2, 0]
+    assert outcomes["wide"].reason.startswith("its part of the cluster is 3 GPUs, of which 3 cannot be had now: ")
+    assert outcomes["first"].reason.endswith("0 GPUs, and 2 GPUs are of no use to those whose part it is")
+    holds = replace(second, renewable=outcomes["first"].gpus)
+    view = view_of(gpus_of(2, 1), [wide, first, holds])
+    outcomes = settled(view, Dorm(Settings(dorm_fairness=1.0, dorm_adjusted=1.0)).allocate(view, {}))
+    assert outcomes["second"].gpus == holds.renewable, "who has them goes on with them"
+
+
 @pytest.mark.parametrize("name", ["dorm_fairness", "dorm_adjusted"])
 def test_bounds_of_dorm_are_parts(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is 2.0; it must be from 0 to 1"):

@@ -2,7 +2,8 @@
 
 How many gangs each app gets is the answer of a small integer programme (`pricing.dorm`): greatest utilisation, with
 `dorm_fairness` bounding how far shares are from those of `drf`, and `dorm_adjusted` which part of those that run may
-get another number. Which GPUs these are is dealt as under the other policies: those it holds, then the tightest hole.
+get another number. Which GPUs these are is dealt as under the other policies: those it holds, then the tightest hole. The
+programme knows no places: what nobody can use whose part it is goes to apps that would have nothing.
 Of many apps the first `APPS_MAX`, those that run before others, are looked at, the others wait.
 
 *Source:* Dorm (2017) as a baseline of OASiS (INFOCOM 2018), section V; see `pricing.dorm`.
@@ -60,6 +61,8 @@ class Dorm:
             deal.renew(app, counts[app.app] - len(app.kept))
         for app in apps:
             deal.fill(app, counts[app.app] - len(app.kept) - len(deal.got[app.app]))
+        if any(_short(app, deal, counts[app.app]) > 0 for app in apps):
+            _lend(apps, deal)
         told = view.apps
         if len(told) > self._settings.reasons_max:
             told = tuple(app for app in told if {gpu.gpu for gpu in deal.got[app.app]} != set(app.renewable))
@@ -87,10 +90,26 @@ class Dorm:
                 "needs no GPU now" if app.demand_max <= 0 else f"waits until fewer than {APPS_MAX} apps are before it"
             )
         else:
-            short = count - len(app.kept) - len(got)
+            short = _short(app, deal, count)
             part = f"its part of the cluster is {gpus(count)}"
-            part += f", of which {short} cannot be had now: {deal.misfit(app)}" if short > 0 else ""
+            if short > 0:
+                part += f", of which {short} cannot be had now: {deal.misfit(app)}"
+            elif short < 0:
+                part += f", and {gpus(-short)} {'is' if short == -1 else 'are'} of no use to those whose part it is"
         return Outcome(app.app, got, part + deal.losses(app), won=len(got), rho_now=app.rho)
+
+
+def _short(app: AppView, deal: Deal, count: int) -> int:
+    """Return how many GPUs of its part an app has not got; less than 0: it has more."""
+    return count - len(app.kept) - len(deal.got[app.app])
+
+
+def _lend(apps: Sequence[AppView], deal: Deal) -> None:
+    """Let apps that would have nothing have what is left; those that hold some go on with as many, before others."""
+    for app in sorted(apps, key=lambda app: not app.renewable):
+        if not app.kept and not deal.got[app.app] and len(deal.left) >= app.gang:
+            room = _accepted(app, min(len(app.renewable) or app.demand_max, len(deal.left)))
+            deal.fill(app, room - deal.renew(app, room))
 
 
 def _accepted(app: AppView, count: int) -> int:
