@@ -244,9 +244,13 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     gandiva_idle_s: float = 60.0  #: `gandiva`: an elastic app grows onto GPUs that have been idle for so long
     #: `astraea`, and `themis` with `tenants_first`: a tenant is due its quota even while it does not want it (Eq. 16).
     astraea_quota_variant: bool = False
+    #: The same two: tenants and apps come first by how unfairly they are served only until they have had what is fair;
+    #: off: for ever, by the smallest index, as published.
+    astraea_until_fair: bool = True
     tenants_first: bool = False  #: `themis`: GPUs are split among tenants first, and auctioned within each one's part
     fitgpp_s: float = 4.0  #: `fitgpp`: s, how much a long grace period weighs beside a large demand (Eq. 3)
     fitgpp_p: int = 1  #: `fitgpp`: P, an app makes room for trials so many times, unless no other could (Eq. 4)
+    trial_nodes: float = 0.0  #: `fitgpp`, `lrtp`, `rand`: of all nodes, this part is for trials only
     #: Under policies without a rule of their own for trials: of all GPUs, trials hold at most this part at others'
     #: cost; 0: trials are like other apps.
     trial_share: float = 0.1

@@ -52,9 +52,10 @@ LEAVE_S = 60.0
 
 
 def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
-    """Return what nodes have besides GPUs, and what of that is about to be left; none where nobody says."""
+    """Return what nodes have besides GPUs, and what of that is about to be left; none where nobody needs it."""
     state = turn.state
-    if not any(node.cpus or node.host_bytes for node in state.nodes.values()):
+    reserved = state.settings.policy_settings.trial_nodes > 0
+    if not reserved and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
         return {}
     leaving: dict[NodeId, tuple[float, float]] = {}
     for gpu_id in sorted(turn.index.draining):

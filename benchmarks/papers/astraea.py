@@ -3,16 +3,17 @@
 Long-term GPU-time fairness of every policy on two weeks of Philly with its tenants and their weights (Astraea, TPDS
 2021; PAPERS.md section 4), by the cores that run live, in virtual time. Parts:
 
-*policies*: `astraea` beside what the paper compares it with, with its quota variant, and `themis` with tenants first,
-at each load; *lease*: the length of leases.
+*policies*: `astraea` beside what the paper compares it with, as it is published (a surplus counts), with its quota
+variant, and `themis` with tenants first, at each load; *lease*: the length of leases.
 
 LTGF is GPU time had over GPU time that was fair, so 1 or more is fair. A job's is that within its tenant (Eq. 15), up
 to its end; a tenant's is looked at every 15 minutes, by all that it has had since the beginning over min(demand, quota)
 (Eq. 8), where something was due to it. Below 1 is below 0.99: a grant takes some seconds, for ever.
 
 In full: all jobs on 140 nodes of 8 GPUs. A load of 1 is the trace as it is, which asks for 1.6 times the GPUs; at other
-loads the same jobs come faster or slower. With `--quick`: every tenth job of two days, of a day at most, on a tenth
-of the nodes. Nothing is drawn, so there is no seed. Costs are `simulator.costs.DEFAULT`. The traces are not part of the
+loads the same jobs come faster or slower. ``--plan quarter``: every fourth job on a quarter of the nodes; ``backlog``:
+every eighth of four days, of a day at most, on 6 nodes; `--quick`: every tenth of two days, of a day at most, on 14
+nodes. Nothing is drawn, so there is no seed. Costs are `simulator.costs.DEFAULT`. The traces are not part of the
 repository: the folder ``shared`` must lie in or beside it. `--keep` notes every run in a file and takes from it those
 that are done.
 """
@@ -62,12 +63,13 @@ class Mode(Struct, frozen=True):
 
 
 ASTRAEA = Mode("astraea", "astraea")
+STRICT = Mode("astraea, as published", "astraea", Settings(reasons_max=0, astraea_until_fair=False))
 QUOTA = Mode("astraea, quota variant", "astraea", Settings(reasons_max=0, astraea_quota_variant=True))
 THEMIS = Mode("themis", "themis")
 TENANTS = Mode("themis, tenants first", "themis", Settings(reasons_max=0, tenants_first=True))
 YARN = Mode("yarn-cs", "yarn-cs")
 OTHERS = (THEMIS, YARN, *(Mode(name, name) for name in ("hived", "allox", "gandiva-fair", "las")))
-MODES = (ASTRAEA, QUOTA, *OTHERS, TENANTS)
+MODES = (ASTRAEA, STRICT, QUOTA, *OTHERS, TENANTS)
 
 
 class Case(Struct, frozen=True):
@@ -120,6 +122,12 @@ class Plan(Struct, frozen=True):
 
 FULL = Plan("philly-140x8", 0.0, 336.0, 1, None, (1.0, 0.6, 0.8), (300.0, 600.0, 900.0, 1800.0, 3600.0))
 QUICK = Plan("14x8", 120.0, 48.0, 10, 86400.0, (4.2,), (300.0, 900.0, 3600.0))
+PLANS = {
+    "full": FULL,
+    "quarter": Plan("35x8", 0.0, 336.0, 4, None, (1.0,), (300.0, 900.0, 3600.0)),
+    "backlog": Plan("6x8", 96.0, 96.0, 8, 86400.0, (1.2,), (300.0, 900.0, 3600.0)),
+    "quick": QUICK,
+}
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------
@@ -341,10 +349,12 @@ def evaluate(plan: Plan, parts: Sequence[str]) -> Report:
 
 
 def main() -> int:
-    options = keeping(arguments(__doc__, PARTS, quick="about two minutes")).parse_args()
+    parser = keeping(arguments(__doc__, PARTS, quick="about two minutes"))
+    parser.add_argument("--plan", choices=PLANS, default="full", help="which jobs on which nodes; quick is --quick")
+    options = parser.parse_args()
     if options.keep:
         MEMORY.use(options.keep)
-    show(evaluate(QUICK if options.quick else FULL, options.only), json=options.json)
+    show(evaluate(PLANS["quick" if options.quick else options.plan], options.only), json=options.json)
     return 0
 
 

@@ -1,10 +1,13 @@
-"""FitGpp's evaluation: ``python benchmarks/papers/fitgpp.py [--quick] [--json] [--jobs N] [--seeds N]``.
+"""FitGpp's evaluation: ``python benchmarks/papers/fitgpp.py [--quick] [--json] [--only PART,...] [--keep FILE]``.
 
 Every published figure of FitGpp (OpML 2019; PAPERS.md section 3) beside what the cores that run live do under virtual
 time, on seeded workloads after its own (`simulator.workload.fitgpp`). As there, decisions come every simulated minute,
 and nothing takes time but the grace periods, which are taken in full. Policies: `fitgpp`, `lrtp`, `rand`; *fifo* is the
 same policy without trials (``trial_s = 0``), so that it, too, looks at CPU cores and memory. The shipped `fitgpp` knows
-no run times; `lrtp` takes from the jobs what truly is left.
+no run times; `lrtp` takes from the jobs what truly is left. Parts:
+
+*policies*: the published table, and `fitgpp` with a node for trials only (``trial_nodes``, not the paper's); *cap*: P;
+*robustness*: other parts of trials, longer grace periods, more nodes for trials only.
 
 Slowdown is 1 + waiting / execution (Eq. 5); percentiles are of the jobs of all seeds together. A job that was preempted
 waits from the moment that it is told to leave to its next start.
@@ -12,7 +15,6 @@ waits from the moment that it is told to leave to its next start.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 
 from arbiter.core.model import ArbiterSettings
 from arbiter.core.policy import Settings
-from benchmarks.papers.document import Claim, Memory, Report, Table, show
+from benchmarks.papers.document import Claim, Memory, Table, arguments, keeping, report_of, show
 from node_agent.core.events import StartWorker
 from protocol.core import Send
 from protocol.messages import AppId, Preempt
@@ -65,11 +67,13 @@ class Plan(Struct, frozen=True):
     caps: tuple[int, ...]  #: P
     shares: tuple[float, ...]  #: of trials
     graces: tuple[float, ...]  #: times the grace periods
+    kept: int  #: of the nodes, so many for trials only, in one more row (not the paper's)
+    more_kept: tuple[int, ...]  #: the same, in the sweep
     few_seeds: tuple[int, ...]  #: of the sweeps
 
 
-FULL = Plan(84, 2**13, tuple(range(8)), (1, 2, 4, 1000), (0.1, 0.5), (8.0,), (0, 1))
-QUICK = Plan(QUICK_NODES, 2**10, (0, 1), (1, 1000), (), (), (0,))
+FULL = Plan(84, 2**13, tuple(range(8)), (1, 2, 4, 1000), (0.1, 0.5), (8.0,), 1, (0, 1, 2, 4), (0, 1))
+QUICK = Plan(QUICK_NODES, 2**10, (0, 1), (1, 1000), (), (), 1, (), (0,))
 
 
 class Case(Struct, frozen=True):
@@ -82,6 +86,7 @@ class Case(Struct, frozen=True):
     cap: int = 1
     share: float = 0.3
     grace: float = 1.0
+    kept: int = 0  #: nodes for trials only
 
 
 class Figures(Struct, frozen=True):
@@ -112,7 +117,7 @@ def run(case: Case) -> Figures:
     """Return what becomes of `case`; each is run once."""
     if case not in MEMORY.done:
         MEMORY.add(case, _run(case))
-        print(f"  {case.policy} seed {case.seed} P {case.cap} share {case.share} grace {case.grace}", file=sys.stderr)
+        print(f"  {case}", file=sys.stderr)
     return MEMORY.done[case]
 
 
@@ -120,7 +125,7 @@ def _run(case: Case) -> Figures:
     cluster = cluster_of(case.nodes)
     workload = fitgpp_workload(cluster, seed=case.seed, jobs=case.jobs, trials=case.share, grace=case.grace)
     fifo = case.policy == FIFO
-    knobs = Settings(fitgpp_p=case.cap, trial_s=0.0 if fifo else Settings().trial_s)
+    knobs = Settings(fitgpp_p=case.cap, trial_s=0.0 if fifo else Settings().trial_s, trial_nodes=case.kept / case.nodes)
     policy = FITGPP if fifo else case.policy
     settings = ArbiterSettings(policy=policy, seed=case.seed, round_pause_s=MINUTE_S, policy_settings=knobs)
     simulation = Simulation(workload, cluster, quiet(settings), NONE, crude())
@@ -200,35 +205,54 @@ def row_of(name: str, cases: Sequence[Case]) -> tuple[str, ...]:
 COLUMNS = ("", "TE 50/95/99", "BE 50/95/99", "restart min 50/75/95/99", "preempted", "unfinished")
 
 
-def evaluate(plan: Plan) -> tuple[list[Claim], list[Table]]:
-    """Return all claims and tables."""
+def policies_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
+    """What the paper's tables show; and `fitgpp` with nodes for trials only."""
     cases = {name: [Case(name, seed, plan.nodes, plan.jobs) for seed in plan.seeds] for name in POLICIES}
     rows = []
     for name in POLICIES:
         published = (*PUBLISHED[name], PUBLISHED_RESTART[name], PUBLISHED_PREEMPTED[name])
         rows += [row_of(name, cases[name]), (f"{name}, published", *published, "")]
-    tables = [Table("slowdown, restarts and preempted jobs", COLUMNS, tuple(rows))]
-    claims = [*slowdown_claims(cases), *preemption_claims(cases)]
-    few = [Case(FITGPP, seed, plan.nodes, plan.jobs) for seed in plan.few_seeds]
-    caps = {cap: [replace(case, cap=cap) for case in few] for cap in plan.caps}
-    claims.append(cap_claim(caps))
-    tables.append(Table("P", COLUMNS, tuple(row_of(f"P = {cap}", some) for cap, some in caps.items())))
-    for name, field, values in (("trials", "share", plan.shares), ("grace x", "grace", plan.graces)):
-        varied = [
-            row_of(f"{policy}, {name} {value:g}", [replace(case, policy=policy, **{field: value}) for case in few])
-            for value in values
-            for policy in POLICIES
-        ]
-        if varied:
-            tables.append(Table(f"robustness: {name}", COLUMNS, tuple(varied)))
-    return claims, tables
+    claims = []
+    for kept in (0, plan.kept):
+        title = f"{FITGPP}, {kept} of {plan.nodes} nodes for trials only" if kept else FITGPP
+        runs = [replace(case, kept=kept) for case in cases[FITGPP]]
+        rows += [row_of(title, runs)] if kept else []
+        claims += [*slowdown_claims(cases, title, runs), *preemption_claims(cases, title, runs)]
+    return claims, [Table("slowdown, restarts and preempted jobs", COLUMNS, tuple(rows))]
 
 
-def slowdown_claims(cases: dict[str, list[Case]]) -> list[Claim]:
+def cap_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
+    """How much P matters."""
+    caps = {cap: [replace(case, cap=cap) for case in _few(plan)] for cap in plan.caps}
+    rows = tuple(row_of(f"P = {cap}", some) for cap, some in caps.items())
+    return [cap_claim(caps)], [Table("P", COLUMNS, rows)]
+
+
+def robustness_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
+    """Other parts of trials, longer grace periods, more nodes for trials only."""
+    changes = [(f"trials {value:g}", {"share": value}, POLICIES) for value in plan.shares]
+    changes += [(f"grace x {value:g}", {"grace": value}, POLICIES) for value in plan.graces]
+    changes += [(f"{kept} nodes for trials only", {"kept": kept}, (FITGPP,)) for kept in plan.more_kept]
+    rows = tuple(
+        row_of(f"{policy}, {what}", [replace(case, policy=policy, **change) for case in _few(plan)])  # type: ignore[arg-type]
+        for what, change, policies in changes
+        for policy in policies
+    )
+    return [], [Table("robustness", COLUMNS, rows)] if rows else []
+
+
+def _few(plan: Plan) -> list[Case]:
+    return [Case(FITGPP, seed, plan.nodes, plan.jobs) for seed in plan.few_seeds]
+
+
+PARTS = {"policies": policies_part, "cap": cap_part, "robustness": robustness_part}
+
+
+def slowdown_claims(cases: dict[str, list[Case]], title: str, runs: list[Case]) -> list[Claim]:
     """Return what trials gain and batch jobs lose against FIFO."""
 
     def against(of: Callable[[Figures], Sequence[float]], p: float) -> tuple[float, float, float]:
-        ours, fifo = percentile(pooled(cases[FITGPP], of), p), percentile(pooled(cases[FIFO], of), p)
+        ours, fifo = percentile(pooled(runs, of), p), percentile(pooled(cases[FIFO], of), p)
         return 100 * (ours / fifo - 1), ours, fifo
 
     claims = []
@@ -239,28 +263,28 @@ def slowdown_claims(cases: dict[str, list[Case]]) -> list[Claim]:
     ):
         change, ours, fifo = against(of, p)
         said_ = f"{change:+.1f} % ({ours:.3g} against {fifo:.3g})"
-        claims.append(Claim(f"{name}, fitgpp against fifo", paper, said_, f"<= {most:+g} %", change <= most))
+        claims.append(Claim(f"{name}, {title} against fifo", paper, said_, f"<= {most:+g} %", change <= most))
     return claims
 
 
-def preemption_claims(cases: dict[str, list[Case]]) -> list[Claim]:
+def preemption_claims(cases: dict[str, list[Case]], title: str, runs: list[Case]) -> list[Claim]:
     """Return how few are preempted, and how soon they run again."""
-    share = share_preempted(cases[FITGPP])
-    restart = percentile(pooled(cases[FITGPP], lambda each: each.restarts_min), 50)
+    share = share_preempted(runs)
+    restart = percentile(pooled(runs, lambda each: each.restarts_min), 50)
     claims = []
     for name in (LRTP, RAND):
         other = share_preempted(cases[name])
         later = percentile(pooled(cases[name], lambda each: each.restarts_min), 50)
         claims += [
             Claim(
-                f"jobs preempted, fitgpp over {name}",
+                f"jobs preempted, {title} over {name}",
                 f"0.63 % of {PUBLISHED_PREEMPTED[name]}",
                 f"{100 * share:.2f} % of {100 * other:.2f} %",
                 "at most a tenth",
                 share <= other / 10 if other > 0 else None,  # nobody had to make room: nothing is shown
             ),
             Claim(
-                f"median minutes from preemption to restart, fitgpp over {name}",
+                f"median minutes from preemption to restart, {title} over {name}",
                 "2 of 4",
                 f"{restart:.3g} of {later:.3g}",
                 "at most half",
@@ -292,20 +316,17 @@ def cap_claim(caps: dict[int, list[Case]]) -> Claim:
 
 def main() -> None:
     """Run what the command line asks for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK.jobs} jobs on {QUICK.nodes} nodes, two seeds")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--jobs", type=int, help="jobs of each workload")
+    parser = keeping(arguments(__doc__, PARTS, quick=f"{QUICK.jobs} jobs on {QUICK.nodes} nodes, two seeds, a minute"))
     parser.add_argument("--seeds", type=int, help="so many workloads")
     options = parser.parse_args()
+    if options.keep:
+        MEMORY.use(options.keep)
     plan = QUICK if options.quick else FULL
-    plan = replace(plan, jobs=options.jobs or plan.jobs)
     plan = plan if options.seeds is None else replace(plan, seeds=tuple(range(options.seeds)))
     began = time.process_time()
-    claims, tables = evaluate(plan)
+    found = [PARTS[part](plan) for part in options.only]
     inputs = {"quick": options.quick, "cluster": CLUSTER, **msgspec.to_builtins(plan)}
-    report = Report(SCHEMA, tuple(claims), tuple(tables), inputs, round(time.process_time() - began, 1))
-    show(report, json=options.json)
+    show(report_of(SCHEMA, found, inputs, round(time.process_time() - began, 1)), json=options.json)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
@@ -110,8 +111,9 @@ def by_tenant(shop: Shop, had: Mapping[str, int]) -> dict[str, int]:
     return dict(total)
 
 
-def test_of_six_gpus_the_job_that_claims_all_has_one_round_of_three() -> None:
-    shop = Shop(6)
+@pytest.mark.parametrize("until_fair", [True, False])
+def test_of_six_gpus_the_job_that_claims_all_has_one_round_of_three(until_fair: bool) -> None:
+    shop = Shop(6, astraea_until_fair=until_fair)
     for app, gang in (("one", 6), ("two", 3), ("three", 3)):
         shop.come(app, gang)
     courses = [shop.round() for _ in range(6)]
@@ -171,6 +173,20 @@ def test_by_eq_16_a_tenant_that_lent_is_repaid() -> None:
     assert shop.history.of_tenant(A, shop.now).ltgf_other == shop.history.of_tenant(B, shop.now).ltgf_other == 1.0
 
 
+def test_a_surplus_is_not_held_against_an_app_that_runs() -> None:
+    """Four GPUs, half of them lent by B: three apps take turns, and none has to before another lacks its part."""
+    changes = {}
+    for until_fair in (True, False):
+        shop = Shop(4, terms=[TenantTerms(A), TenantTerms(B)], astraea_until_fair=until_fair)
+        for app in ("a-1", "a-2", "a-3"):
+            shop.come(app, 2)
+        rounds = [shop.round() for _ in range(30)]
+        changes[until_fair] = sum(before != after for before, after in pairwise(rounds))
+        standings = [shop.history.of_app(AppId(app), shop.now).ltgf_other for app in ("a-1", "a-2", "a-3")]
+        assert all(standing is not None and standing >= 1.0 for standing in standings), standings
+    assert changes == {True: 4, False: 29}
+
+
 def test_a_job_that_is_selected_again_keeps_its_gpus() -> None:
     shop = Shop(2, 2)
     shop.come("a-1", 2)
@@ -184,10 +200,10 @@ def test_a_job_that_is_selected_again_keeps_its_gpus() -> None:
 
 def test_a_tenant_whose_next_job_does_not_fit_lets_its_others_and_other_tenants_by() -> None:
     shop = Shop(4)
-    shop.come("b-1", 3, B)
-    shop.come("b-2", 3, B)
     shop.come("a-1", 3, A)
     shop.come("a-2", 1, A)
+    shop.come("b-1", 3, B)
+    shop.come("b-2", 3, B)
     allocation = shop.decide()
     assert Counter(allocation.assign.values()) == {"a-1": 3, "a-2": 1}
     reasons = {outcome.app: outcome.reason for outcome in allocation.outcomes}

@@ -218,6 +218,31 @@ def test_a_victim_gets_nothing_in_the_round_it_leaves_in() -> None:
     assert got(allocation, "a-1") == set()
 
 
+@PREEMPTIVE
+def test_a_part_of_the_nodes_is_for_trials_which_take_them_last(name: str) -> None:
+    cluster = gpus_of(4, 2, 2)
+    nodes = {NodeId(f"n{index:02}"): NodeView(gpus=size) for index, size in enumerate((4, 2, 2))}
+    view = replace(view_of(cluster, []), nodes=nodes)
+    apps = [waiting("a-1", 2), waiting("b-1", 2), waiting("c-1", 2), waiting("d-1", 2)]
+    trials = [waiting(f"t-{number}", 2, kind="trial") for number in range(2)]
+    one = decide(view, *apps, name=name, trial_nodes=0.34)
+    assert {app: nodes_of(one, app) for app in ("a-1", "b-1", "c-1")} == {
+        "a-1": {"n02"},
+        "b-1": {"n00"},
+        "c-1": {"n00"},
+    }
+    assert reason(one, "d-1").endswith("no node beside the 1 for trials only has room for its gang of 2")
+    both = decide(view, *trials, apps[0], name=name, trial_nodes=0.34)
+    assert nodes_of(both, "t-0") == {"n02"}, "trials have the others' nodes first"
+    assert {gpu for app in ("t-1", "a-1") for gpu in nodes_of(both, app)} == {"n00"}
+    wide = decide(replace(view, nodes=nodes), waiting("w-1", 4), name=name, trial_nodes=0.9)
+    assert nodes_of(wide, "w-1") == {"n00"}, "the largest node is reserved last"
+    odd = replace(nodes[NodeId("n01")], host_bytes=0)
+    small = {node: replace(each, host_bytes=64 * GB) for node, each in nodes.items()} | {NodeId("n01"): odd}
+    large = decide(replace(view, nodes=small), waiting("l-1", 1, gb=128), name=name, trial_nodes=0.34)
+    assert nodes_of(large, "l-1") == {"n01"}, "who fits on no other node may have it"
+
+
 def test_a_trial_that_has_run_for_long_enough_is_one_of_class_batch() -> None:
     cluster = gpus_of(2)
     old = batch("t-1", cluster, kind="trial", served_gpu_s=2 * 1800.0)
@@ -284,7 +309,8 @@ def test_rand_draws_its_victims() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("fitgpp_s", -1.0), ("fitgpp_p", 0), ("trial_share", 1.5), ("trial_s", math.inf)]
+    ("field", "value"),
+    [("fitgpp_s", -1.0), ("fitgpp_p", 0), ("trial_share", 1.5), ("trial_nodes", 1.0), ("trial_s", math.inf)],
 )
 def test_settings_outside_their_range_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value}; it must be"):

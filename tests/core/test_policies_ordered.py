@@ -590,9 +590,10 @@ REFERENCE: dict[str, Callable[[View], dict[str, int]]] = {
     "slaq": lambda view: dealt(view, lambda app, got: -lowered(app, got[app.app])),
     "gandiva": lambda view: dealt(view, lambda app, got: got[app.app] // app.gang, keeps=True),
     "gandiva-placement": lambda view: dealt(view, lambda app, got: (got[app.app] // app.gang, view.served_gpu_s(app))),
-    # without any history nothing is fair: a tenant or an app has had something, or it has not
+    # without any history nothing is fair: a tenant or an app has had something, and that is enough, or it has not
     "astraea": lambda view: dealt(
-        view, lambda app, got: (tenant_share(view, app, got) > 0, app.tenant, got[app.app] > 0)
+        view,
+        lambda app, got: (tenant_share(view, app, got) > 0, got[app.app] > 0, got[app.app] > 0 and not app.renewable),
     ),
     "yarn-cs": within_whole_quotas,
     "hived": lambda view: walked(view, lent_last(view)),

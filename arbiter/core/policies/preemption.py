@@ -8,6 +8,9 @@ and go back to the top of the queue. The trial is promised what they leave, and 
 An app lies on one node gang by gang, and takes of it, beside GPUs, the CPU cores and the host memory that it declared;
 no node gives more of these than it has. (An app that declares none and spans nodes may lie on several.)
 
+Of the nodes the part `Settings.trial_nodes` is for trials only, which have it after all others; on them nobody has to
+leave. (None of this is FitGpp's.)
+
 No trial preempts in vain: if it would not fit even where all of class batch had left, it waits. A trial that has run
 for `Settings.trial_s` is one of class batch from then on.
 
@@ -69,6 +72,8 @@ class Preemptive(ABC):
             raise ValueError(f"fitgpp_p is {settings.fitgpp_p}; it must be 1 or more")
         if not 0.0 <= settings.trial_share <= 1.0:
             raise ValueError(f"trial_share is {settings.trial_share}; it must be from 0 to 1")
+        if not 0.0 <= settings.trial_nodes < 1.0:
+            raise ValueError(f"trial_nodes is {settings.trial_nodes}; it must be 0 or more, and less than 1")
         if not 0.0 <= settings.trial_s < math.inf:
             raise ValueError(f"trial_s is {settings.trial_s}; it must be 0 or more, and finite")
         self.settings = settings
@@ -138,6 +143,7 @@ class Round:
                 if gpu in self._deal.left:
                     self._emptied[gpu] = self._deal.left.remove(gpu)
         self.free = self._free_resources()
+        self._reserved = _reserved(view, settings.trial_nodes)
         self.units = [
             unit
             for app in view.apps
@@ -186,7 +192,9 @@ class Round:
         """Give `app` gangs, as many as it wants and fit; `emptied`: also of what others are about to leave."""
         placed = False
         while self._room(app) > 0:
-            bundle = self._gang_for(app, emptied=emptied)
+            bundle = self._gang_for(app, emptied=emptied, shut=self._reserved)
+            if not bundle and self._reserved and self._may_enter(app):
+                bundle = self._gang_for(app, emptied=emptied, shut=frozenset())
             if not bundle:
                 break
             for gpu in bundle:
@@ -200,11 +208,23 @@ class Round:
             placed = True
         return placed
 
-    def _gang_for(self, app: AppView, *, emptied: bool) -> list[GpuView]:
+    def _may_enter(self, app: AppView) -> bool:
+        """Whether an app may have nodes that are reserved: trials, and who fits on no other."""
+        nodes = [node for node in self.free if node not in self._reserved]
+        if app.app in self.trials or app.only is not None:
+            return True
+        if app.spans and not self._asks(app):
+            return app.gang > sum(capacity_of(self.view.nodes.get(node)).gpus for node in nodes)
+        demand = demand_of(app, app.gang)
+        return not any(demand.within(capacity_of(self.view.nodes.get(node))) for node in nodes)
+
+    def _gang_for(self, app: AppView, *, emptied: bool, shut: frozenset[NodeId]) -> list[GpuView]:
         near = (*app.kept, *self._deal.got[app.app])
         if not self._asks(app) and not emptied:  # any number of gangs, and nothing but GPUs to look at
-            pool = self._usable(app, self._deal.left) if app.only is not None else self._deal.left
-            return pick(pool, app, self._room(app), near=near)
+            free = self._deal.left
+            return pick(
+                self._usable(app, free, shut) if app.only is not None or shut else free, app, self._room(app), near=near
+            )
         one = replace(app, spans=False) if self._asks(app) else app
         demand = demand_of(app, app.gang)
         pools: list[GpuView] = []
@@ -218,11 +238,12 @@ class Round:
                 continue  # what else the preempted leave there is not left yet
             if not self._asks(app) or (len(here) >= app.gang and demand.within(room)):
                 pools += here
-        return pick(self._usable(app, pools), one, app.gang, near=near)
+        return pick(self._usable(app, pools, shut), one, app.gang, near=near)
 
-    def _usable(self, app: AppView, pool: Iterable[GpuView]) -> Holes:
+    def _usable(self, app: AppView, pool: Iterable[GpuView], shut: Container[NodeId] = ()) -> Holes:
         claims = dict.fromkeys(self._emptied, 1)
-        return Holes((gpu for gpu in pool if app.only is None or gpu.gpu in app.only), claims)
+        able = (gpu for gpu in pool if app.only is None or gpu.gpu in app.only)
+        return Holes((gpu for gpu in able if gpu.node not in shut), claims)
 
     def _asks(self, app: AppView) -> bool:
         """Whether an app takes anything of a node that is counted, beside GPUs."""
@@ -346,7 +367,14 @@ class Round:
             return f"gets nothing before {blocker.app}, which stands before it and waits for a gang of {blocker.gang}"
         if app.only is not None and not any(gpu.gpu in app.only for gpu in self._deal.left):
             return f"none of the {gpus(len(self._deal.left))} left is one it can use (its parked jobs cannot move)"
-        return f"no node has room for its gang of {app.gang}"
+        apart = f" beside the {len(self._reserved)} for trials only" if not self._may_enter(app) else ""
+        return f"no node{apart} has room for its gang of {app.gang}"
+
+
+def _reserved(view: View, part: float) -> frozenset[NodeId]:
+    """Return the nodes, of all this part, that are for trials only: the smallest, so wide gangs have the others."""
+    nodes = sorted(view.nodes, key=lambda node: (view.nodes[node].gpus, node))
+    return frozenset(nodes[: math.floor(part * len(nodes) + 1e-9)])
 
 
 def _counts(pool: Iterable[GpuView]) -> dict[NodeId, int]:

@@ -4,6 +4,12 @@ An index is GPU time had over GPU time that was fair (Astraea, Eq. 5 and 12); th
 is dealt counts as served, as in Algorithm 1, and here so does what is kept, both for one lease; what is fair goes on
 for that lease, too. So the indices that are compared are those at the end of the leases that the round deals. Without
 that, a tenant that has just come would be ahead of all others by whatever part, and far behind them after one job.
+
+Fair is enough, unless `astraea_until_fair` is off: an index orders tenants and apps only as far as what is fair. Of
+tenants that have had that, none is before another, whoever has had more of what others left; of apps, those that run
+go on. Served by the smallest index for ever, an app must give way at the end of each lease to whoever has had a little
+less, and what one tenant did not use is held against the one that did. *Source:* ours; `docs/evaluation/astraea.md`
+measures it.
 """
 
 from __future__ import annotations
@@ -12,21 +18,33 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
+from typing import TypeVar
 
 from arbiter.core.policies.ranking import Selection, Turn
-from arbiter.core.policy import AppView, TenantView, View
+from arbiter.core.policy import AppView, Settings, TenantView, View
 from protocol.messages import AppId, TenantId
+
+Place = TypeVar("Place", float, tuple[float, bool, float])
+
+#: The index from which on a tenant has had enough: so much above 1 that it is not below before a lease ends elsewhere.
+ENOUGH_TENANT = 1.05
+#: The same of an app within its tenant.
+ENOUGH_APP = 1.0
 
 #: Of a tenant that no history knows, as in a view made by hand.
 _UNKNOWN = TenantView()
 
 
 class Standings:
-    """The indices of tenants and apps while a round deals GPUs; `by_quota`: tenants' by Eq. 16 instead of Eq. 8."""
+    """The indices of tenants and apps while a round deals GPUs, and the order that follows from them.
 
-    def __init__(self, view: View, *, by_quota: bool = False) -> None:
+    `settings` say whether tenants' are by Eq. 16 instead of Eq. 8, and whether fair is enough.
+    """
+
+    def __init__(self, view: View, settings: Settings) -> None:
         self._view = view
-        self._by_quota = by_quota
+        self._by_quota = settings.astraea_quota_variant
+        self._enough = (ENOUGH_TENANT, ENOUGH_APP) if settings.astraea_until_fair else (inf, inf)
         self._counted = kept_of(view)
         self._dealt: Counter[AppId] = Counter()
 
@@ -53,6 +71,15 @@ class Standings:
         share = min(app.demand_max, app.weight * told.gpus_per_weight)
         return _index(had, self._view.fair_gpu_s(app) + share * self._view.lease_s)
 
+    def place_of_tenant(self, tenant: TenantId) -> float:
+        """Return by what tenants are served, the smallest first."""
+        return min(self.of_tenant(tenant), self._enough[0])
+
+    def place_of_app(self, app: AppView) -> tuple[float, bool, float]:
+        """Return by what the apps of a tenant are served, the smallest first."""
+        index, enough = self.of_app(app), self._enough[1]
+        return (index, False, index) if index < enough else (enough, not app.renewable, index)
+
 
 def _index(had: float, fair: float) -> float:
     if had <= 0.0:
@@ -70,41 +97,37 @@ def kept_of(view: View) -> Counter[TenantId]:
 
 
 def tenant_by_tenant(
-    view: View, selection: Selection, standings: Standings, worth: Callable[[AppView], float]
+    view: View, selection: Selection, standings: Standings, place: Callable[[AppView], Place]
 ) -> Iterator[Turn]:
-    """Yield one gang's turn again and again: of the tenant with the least index, the app with the least `worth`.
+    """Yield one gang's turn again and again: of the first tenant the app with the least `place`.
 
-    An app that does not fit lets the others of its tenant by, and a tenant of which none fits the other tenants. Equal
-    tenants are served by name, equal apps in order of arrival.
+    An app that does not fit lets the others of its tenant by, and a tenant of which none fits the other tenants. Of
+    equal tenants the one is served whose app's place is less, equal apps in order of arrival.
 
     *Source:* Astraea, Algorithms 1 and 2; the reward of a job is its index's negative.
     """
-    queues: dict[TenantId, list[tuple[float, int]]] = {}
+    queues: dict[TenantId, list[tuple[Place, int]]] = {}
     for arrival, app in enumerate(view.apps):
         if app.want > 0:
-            queues.setdefault(app.tenant, []).append((worth(app), arrival))
+            queues.setdefault(app.tenant, []).append((place(app), arrival))
     for queue in queues.values():
         heapify(queue)
-    tenants = [(standings.of_tenant(tenant), tenant) for tenant in queues]
+    tenants = [(standings.place_of_tenant(tenant), queue[0], tenant) for tenant, queue in queues.items()]
     heapify(tenants)
     while tenants and selection.left > 0:
-        _, tenant = heappop(tenants)
-        queue = queues[tenant]
-        while queue and selection.left > 0:
-            _, arrival = heappop(queue)
-            app = view.apps[arrival]
-            if app.gang > selection.left and not (app.kept or app.renewable or selection.told):
-                continue
+        key, (_, arrival), tenant = heappop(tenants)
+        queue, app = queues[tenant], view.apps[arrival]
+        heappop(queue)
+        if app.gang <= selection.left or app.kept or app.renewable or selection.told:
             before = selection.left
             yield app, turn_of(app)
-            taken = before - selection.left
-            if taken:
-                standings.deal(app, taken)
+            if selection.left < before:
+                standings.deal(app, before - selection.left)
+                key = standings.place_of_tenant(tenant)
                 if selection.has(app) < app.demand_max:
-                    heappush(queue, (worth(app), arrival))
-                break
+                    heappush(queue, (place(app), arrival))
         if queue:
-            heappush(tenants, (standings.of_tenant(tenant), tenant))
+            heappush(tenants, (key, queue[0], tenant))
 
 
 def turn_of(app: AppView) -> int | None:
