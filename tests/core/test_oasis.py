@@ -315,6 +315,22 @@ def test_who_has_booked_keeps_the_very_gpus_it_holds_and_lent_ones_are_taken_ins
     assert (len(outcomes["first"].gpus), len(outcomes["lent"].gpus)) == (2, 0)
 
 
+def test_who_has_booked_later_slots_only_runs_ahead_on_what_is_unsold_before_those_without_a_booking() -> None:
+    gpus = gpus_of(4)
+    later = Booking(((12, ((NodeId("n00"), 3),)),), ends_at=1300.0, utility=1.0, price=1.0, made_at=1000.0)
+    ahead = replace(app_of("ahead", demand_max=4), booking=later)
+    view = replace(view_of(gpus, [app_of("none", demand_max=4), ahead]), now=1050.0)
+    outcomes = settled(view, Oasis(KNOBS).allocate(view, {}))
+    assert (len(outcomes["ahead"].gpus), len(outcomes["none"].gpus)) == (3, 1)
+    assert outcomes["ahead"].reason.startswith("has booked nothing in this slot, to end within ")
+    assert outcomes["ahead"].reason.endswith("; it has 3 GPUs that are unsold")
+    now = replace(later, slots=((10, ((NodeId("n00"), 3),)),))
+    buyer = replace(app_of("buyer", demand_max=3), booking=now)
+    view = replace(view_of(gpus, [replace(ahead, renewable=outcomes["ahead"].gpus), buyer]), now=1050.0)
+    outcomes = settled(view, Oasis(KNOBS).allocate(view, {}))
+    assert (len(outcomes["ahead"].gpus), len(outcomes["buyer"].gpus)) == (1, 3)
+
+
 def test_prices_do_not_depend_on_who_asks_in_which_units() -> None:
     """A slot of half the length costs half as much, so the price of the same hours is the same."""
     costs = []

@@ -10,8 +10,8 @@ Work is booked with `oasis_margin` more, for what starting and saving take. Wher
 was worth to the apps that asked last (`prices.learnt_bounds`, which says why not Eq. 23 and 24 as printed).
 
 *In a slot* each app has what it has booked, whoever has these GPUs. Unsold GPUs do not idle, which is ours: apps whose
-booking is too small and for which nothing was left to sell (they lag) get a gang each, then apps that declared no
-utility; and an app that holds more than it has booked keeps it, until somebody needs it.
+booking is too small and for which nothing was left to sell (they lag) get a gang each; who has booked later slots only
+runs ahead; then come apps that declared no utility. Who holds more than it has booked keeps it until somebody needs it.
 
 *Lagging.* At the beginning of a slot an app that has more work left than it has booked asks again for all that is
 left, at any price, since it was admitted; it may end later than it was told.
@@ -374,21 +374,39 @@ class _Round:
     # --- what is unsold ---------------------------------------------------------------------------------------------
 
     def lend(self) -> None:
-        """Lend unsold GPUs: to apps that lag, then to those without a booking; others keep what they hold."""
+        """Lend unsold GPUs: to apps that lag, to those that have booked later slots only, to those without a booking.
+
+        What others hold they keep.
+        """
         lagging = [app for app in self._view.apps if app.booking is not None and not app.booking.slots]
         unmet = [app for app in self._view.apps if app.app in self._short and not self._deal.got[app.app]]
         others = [app for app in self._view.apps if app.booking is None]
+        early = [app for app in self._view.apps if app.booking is not None and not self._booked_now(app)]
         for app in (*lagging, *unmet, *others):
             self._note(app, self._deal.renew(app))
         for app in (*lagging, *unmet, *others):
             if not (app.kept or self._deal.got[app.app]):
                 self._note(app, self._deal.fill(app, app.gang))
+        for app in early:
+            self._note(app, self._deal.renew(app))
+        for app in early:
+            if not (app.kept or self._deal.got[app.app]):
+                self._note(app, self._deal.fill(app, self._next_count(app)))
         for app in others:
             if not app.sizes:  # one with accepted sizes would have to start again for each GPU more
                 self._note(app, self._deal.fill(app))
         for app in self._view.apps:
             if app.booking is not None:
                 self._note(app, self._deal.renew(app))
+
+    def _booked_now(self, app: AppView) -> bool:
+        return any(place.app.app == app.app for place in self._booked)
+
+    def _next_count(self, app: AppView) -> int:
+        """Return how many GPUs an app has booked in the first slot to come of which it has any."""
+        assert app.booking is not None
+        slots = (booked for slot, booked in app.booking.slots if slot > self._slot)
+        return sum(count for _, count in next(slots, ()))
 
     def _note(self, app: AppView, count: int) -> None:
         if count:
@@ -431,10 +449,11 @@ class _Round:
         booked = sum(count for _, count in app.booking.at(self._slot))
         ends = f"to end within {_span(max(0.0, app.booking.ends_at - self._view.now))}"
         also = f"; it keeps {gpus(lent)} more, unsold" if lent else ""
+        ahead = f"; it has {gpus(lent)} that {'is' if lent == 1 else 'are'} unsold" if lent else ""
         short = self._short.get(app.app, 0)
         miss = f"; {gpus(short)} of them cannot be had now: {self._deal.misfit(app)}" if short else ""
         if not booked:
-            return f"has booked nothing in this slot, {ends}{also}"
+            return f"has booked nothing in this slot, {ends}{ahead}"
         return f"has booked {gpus(booked)} in this slot, {ends}{miss}{also}"
 
 
