@@ -74,6 +74,11 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
     twice = [name for name, count in names_of_tenants.items() if count > 1]
     if twice:
         raise ConfigError(f"{source}: arbiter.tenants names {twice[0]} twice; give each tenant one table")
+    both = [each.name for each in settings.tenants if each.quota is not None and each.weight != 1.0]
+    if both:
+        raise ConfigError(
+            f"{source}: arbiter.tenants gives {both[0]} a weight and a quota; leave one out, as a quota is its part"
+        )
     try:
         for policy in POLICIES.values():  # whichever is chosen: a setting that another one could not have is a mistake
             policy(settings.policy_settings)

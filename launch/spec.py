@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 from app_agent.core.spec import AppSpec
 from arbiter.core.pricing.utility import FORMS, parse
 from launch.faults import usage
+from protocol.config import in_words
 from protocol.messages import Utility
 
 #: Of the submitter's environment, what a task needs to find the same programs; everything else is asked for by --env.
@@ -87,7 +88,9 @@ def utility(text: str, flag: str) -> Utility:
         Naming `flag`, for anything else.
     """
     try:
-        return parse(text)
+        return msgspec.convert(msgspec.to_builtins(parse(text)), Utility)
+    except msgspec.ValidationError as error:
+        raise usage(f"{flag} {text!r} is beyond all bounds: {in_words(error)}", FORMS) from None
     except ValueError as error:
         raise usage(f"{flag} cannot be used: {error}", FORMS) from None
 
@@ -138,6 +141,17 @@ def trials(command: Sequence[str], files: Path | None, given: Sequence[str]) -> 
     return tuple((*command, *shlex.split(line)) for line in lines)
 
 
+#: What a spec file may say as the flags do: the field, and how text becomes its value if not as it is.
+WORDS: dict[str, tuple[str, Callable[[str, str], Any] | None]] = {
+    "class": ("kind", None),
+    "memory": ("host_bytes", size),
+    "steps": ("steps_total", None),
+    "step_time": ("step_serial_s", seconds),
+    "grace": ("grace_s", seconds),
+    "checkpoint_dir": ("checkpoint_root", None),
+}
+
+
 def load(path: Path) -> dict[str, Any]:
     """Return the fields in a spec file: those of the flags, under the names of `AppSpec`, and ``command``.
 
@@ -147,11 +161,18 @@ def load(path: Path) -> dict[str, Any]:
         For a file that cannot be read or is not TOML.
     """
     try:
-        return tomllib.loads(path.read_text())
+        fields = tomllib.loads(path.read_text())
     except OSError as error:
         raise usage(f"{path} cannot be read: {error.strerror}", "give -f a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise usage(f"{path} is not TOML: {error}", "see docs/cli.md for an example") from None
+    for word, (name, read) in WORDS.items():
+        if word in fields:
+            if name in fields:
+                raise usage(f"{path} says both {word} and {name}, which are the same", "leave one out")
+            value = fields.pop(word)
+            fields[name] = read(value, word) if read is not None and isinstance(value, str) else value
+    return fields
 
 
 def build(fields: Mapping[str, Any]) -> AppSpec:
@@ -165,8 +186,6 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
         Naming the field that is wrong.
     """
     fields = dict(fields)
-    if "class" in fields:  # as the flag is called
-        fields["kind"] = fields.pop("class")
     if isinstance(fields.get("utility"), str):
         fields["utility"] = utility(fields["utility"], "utility")
     sizes = fields.get("sizes")
@@ -174,7 +193,13 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
     try:
         app_spec = msgspec.convert(smallest | dict(fields), AppSpec)
     except msgspec.ValidationError as error:
-        raise usage(f"the spec cannot be used: {error}", f"its fields are: {FIELDS}") from None
+        words = in_words(error, AppSpec)
+        name = words.split(" ", 1)[0]
+        flag = next((f" (--{word.replace('_', '-')})" for word, (field, _) in WORDS.items() if field == name), "")
+        mend = (
+            f"its fields are: {FIELDS}" if "unknown field" in words else "mend it, or leave it out; see submit --help"
+        )
+        raise usage(f"the spec cannot be used: {words.replace(name, name + flag, 1)}", mend) from None
     if app_spec.spans:
         raise usage(
             "spans is true, but on a real site all GPUs of one job lie on one node, as nothing stops its parts at the "

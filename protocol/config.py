@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Struct
@@ -69,13 +69,16 @@ def parse(fields: Mapping[str, Any], kind: type[ConfigT], check: Check[ConfigT],
     try:
         config = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {in_words(error)}; see docs/operations.md for every field") from error
+        raise ConfigError(f"{source}: {in_words(error, kind)}; the files in systemd/ show every field") from error
     check(config, source)
     return config
 
 
-def in_words(error: msgspec.ValidationError) -> str:
-    """Return what is wrong as a user reads it, the field first: ``start_s must be at least 0``."""
+def in_words(error: msgspec.ValidationError, kind: type[Struct] | None = None) -> str:
+    """Return what is wrong as a user reads it, the field first: ``start_s must be at least 0``.
+
+    With the `kind` that was to be made, choices are listed.
+    """
     place = _PLACE.fullmatch(str(error))
     assert place is not None, "everything matches"
     what, field = place["what"], place["field"] or ""
@@ -85,7 +88,9 @@ def in_words(error: msgspec.ValidationError) -> str:
         return f"missing required field `{_inside(field, found[1])}`; add it"
     subject = field or "the whole"
     if found := _CHOICE.fullmatch(what):
-        return f"{subject} is {found[1]}, which is none of its choices"
+        choices = _choices(kind, field) if kind is not None else ()
+        mend = f"none of {', '.join(map(repr, choices))}" if choices else "none of its choices"
+        return f"{subject} is {found[1]}, which is {mend}"
     if found := _LENGTH.fullmatch(what):
         return f"{subject} is too short; give {found[2]} {'entry' if found[1] == 'array' else 'character'} or more"
     if found := _BOUND.fullmatch(what):
@@ -94,6 +99,16 @@ def in_words(error: msgspec.ValidationError) -> str:
         but = f", and is {_kind(found[2])}" if found[2] else ""
         return f"{subject} must be {_kind(found[1])}{but}"
     return f"{field}: {what}" if field else what
+
+
+def _choices(kind: Any, field: str) -> tuple[Any, ...]:
+    """Return what a field, such as ``arbiter.tenants[...].name``, may be if that is one of a few; else nothing."""
+    found = kind
+    for name in re.sub(r"\[.*?\]", "", field).split("."):
+        kinds = [each for each in (found, *get_args(found)) if isinstance(each, type) and issubclass(each, Struct)]
+        found = get_type_hints(kinds[0]).get(name) if kinds else None
+    literals = [each for each in (found, *get_args(found)) if get_origin(each) is Literal]
+    return get_args(literals[0]) if literals else ()
 
 
 def _inside(field: str, name: str) -> str:

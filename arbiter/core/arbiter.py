@@ -175,7 +175,8 @@ class Arbiter:
                 pass
             case Configured(settings):
                 if settings != self.state.settings:
-                    self.state.settings = settings
+                    before, self.state.settings = self.state.settings, settings
+                    bookings.reprice(turn, before)
                     self.state.news = True
                     self._index.recount()
                     leases.retenure(turn)

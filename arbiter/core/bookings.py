@@ -12,7 +12,7 @@ from collections import Counter
 from msgspec.structs import replace
 
 from arbiter.core import model
-from arbiter.core.model import App, State
+from arbiter.core.model import App, ArbiterSettings, State
 from arbiter.core.policy import Admission, AppView, Booking, Market, Seller
 from arbiter.core.turn import Index, Turn, policy_of
 from protocol.messages import NodeId
@@ -87,12 +87,23 @@ def renew(turn: Turn) -> None:
             turn.tell(app_id, f"books again, {why}: {verdict.reason}")
 
 
+def reprice(turn: Turn, before: ArbiterSettings) -> None:
+    """After a change of the settings: what was booked in slots of another length, or long ago, is booked anew."""
+    policy, old = turn.policy, policy_of(before.policy, before.policy_settings)
+    if not isinstance(policy, Seller) or (isinstance(old, Seller) and old.slot_s == policy.slot_s):
+        return
+    for app_id, app in sorted(turn.state.apps.items()):
+        if app.booking is not None:
+            turn.state.apps[app_id] = replace(app, booking=replace(app.booking, slots=()))
+    turn.state.slot = (0, -1)
+
+
 def _shortfall(turn: Turn, app: App, booking: Booking, slot_s: float, usable: dict[NodeId, int]) -> str:
     """Return why a booking is not enough any more; empty if it is."""
     slot = turn.state.slot[0]
     ahead = [(number, gpus) for number, gpus in booking.slots if number >= slot]
     if not ahead and not booking.slots:
-        return "for there was nothing to sell to it"
+        return "for it has nothing booked"
     gone = sorted({node for _, gpus in ahead for node, count in gpus if count > usable.get(node, 0)})
     if gone:
         return f"for GPUs of {', '.join(gone)} are gone"

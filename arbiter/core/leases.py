@@ -50,6 +50,7 @@ def _own_seat(turn: Turn, gpu: Gpu, app: model.App) -> Gpu:
 
     mine = turn.index.gpus[app.id]
     parked = [job.gpus for job in app.jobs if job.suspended]
+    parked.sort(key=lambda seats: -len(mine.intersection(seats)))
     own = seats_of_jobs(parked, lambda seat: seat in mine or is_free(seat)) if parked else {}
     seat = own.get(device_of(gpu.id), gpu.id)
     return turn.state.gpus[seat] if is_free(seat) else gpu

@@ -160,6 +160,7 @@ def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation
     """Return the allocation with a gang for each trial that has nothing, as far as the share of trials allows; pure."""
     if view.shared or not _serves(policy, settings):
         return allocation
+    winners = set(allocation.assign.values())
     waiting = [
         app
         for app in view.apps
@@ -168,7 +169,7 @@ def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation
         and app.app not in view.leaving
         and is_trial(view, app, settings.trial_s)
         and not app.renewable
-        and app.app not in set(allocation.assign.values())
+        and app.app not in winners
     ]
     return _Serving(settings, view, allocation).answer(waiting) if waiting else allocation
 
@@ -196,6 +197,8 @@ class _Serving:
             for app in view.apps
             if app.app in trials
         )
+        unseen = {app.app for app in view.holders if is_trial(view, app, settings.trial_s)} - self._apps.keys()
+        self._trials_hold += sum(gpu.holder in unseen for gpu in view.takeable)
         self._units = self._found_units(trials)
         self._size_max = max((score_of(unit, view.nodes)[0] for unit in self._units), default=0.0)
         self._grace_max = max((unit.app.grace_s for unit in self._units), default=0.0)
@@ -224,12 +227,12 @@ class _Serving:
         """Serve who can be served."""
         for app in waiting:
             share = max(1.0, self._settings.trial_share * self._view.cluster_gpus)
-            if not self._place(app) and self._trials_hold + app.gang > share:
+            if self._trials_hold + app.gang > share:
                 self._words[app.app].append(
-                    f"it is a trial, and trials hold {self._trials_hold} GPUs of at most {share:.4g} "
-                    "that they may have at others' cost"
+                    f"it is a trial that needs {app.gang}, and of at most {share:.4g} GPUs that trials may have before "
+                    f"others (trial_share) they hold {self._trials_hold}; so it waits like others"
                 )
-            elif app.app not in self._assign.values():
+            elif not self._place(app):
                 self._preempt_for(app)
         return replace(
             self._allocation,
@@ -256,14 +259,13 @@ class _Serving:
     def _preempt_for(self, app: AppView) -> None:
         """Let the victim of least loss make room for a trial."""
         able = (unit for unit in self._units if unit.app.priority <= app.priority)
-        victims = [unit for unit in able if self._bundle(app, unit)]
-        fresh = [unit for unit in victims if unit.app.preempted < self._settings.fitgpp_p] or victims
-        if not fresh:
+        scored = [(unit.app.preempted >= self._settings.fitgpp_p, self._score(unit), unit) for unit in able]
+        scored.sort(key=lambda each: (each[0], each[1], each[2].app.app, each[2].node))
+        found = ((score, unit, self._bundle(app, unit)) for _, score, unit in scored)
+        score, unit, bundle = next(((*each,) for each in found if each[2]), (0.0, None, []))
+        if unit is None:
             self._words[app.app].append("it is a trial, and what no other app of class batch holds would make room")
             return
-        scored = [(self._score(unit), unit) for unit in fresh]
-        score, unit = min(scored, key=lambda each: (each[0], each[1].app.app, each[1].node))
-        bundle = self._bundle(app, unit)
         taken = {gpu.gpu for gpu in unit.gpus}
         self._units.remove(unit)
         self._give(app, bundle, f"it is a trial, for which {unit.app.app} makes room on {unit.node}: score {score:.3g}")

@@ -249,7 +249,7 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
         "cpus": flags["cpus"],
         "host_bytes": spec.size(flags["memory"], "--memory") if flags["memory"] else None,
         "weight": flags["weight"],
-        "utility": flags["utility"],
+        "utility": spec.utility(flags["utility"], "--utility") if flags["utility"] is not None else None,
         "step_serial_s": spec.seconds(flags["step_time"], "--step-time") if flags["step_time"] else None,
         "max_restarts": flags["max_restarts"],
         "metric": flags.get("metric"),

@@ -184,7 +184,18 @@ def test_a_surplus_is_not_held_against_an_app_that_runs() -> None:
         changes[until_fair] = sum(before != after for before, after in pairwise(rounds))
         standings = [shop.history.of_app(AppId(app), shop.now).ltgf_other for app in ("a-1", "a-2", "a-3")]
         assert all(standing is not None and standing >= 1.0 for standing in standings), standings
-    assert changes == {True: 4, False: 29}
+    assert changes == {True: 5, False: 29}
+
+
+def test_apps_that_have_had_what_is_fair_still_take_turns_on_what_others_leave() -> None:
+    """Eight GPUs, seven of them lent: of sixteen apps, each of which has long had its part, none waits for ever."""
+    shop = Shop(8, terms=[TenantTerms(A), TenantTerms(B, weight=7.0)])
+    for number in range(16):
+        shop.come(f"a-{number}", 1)
+    shop.rounds(100)
+    had = shop.rounds(100)
+    assert len(had) == 16
+    assert all(40 <= count <= 60 for count in had.values()), had
 
 
 def test_a_job_that_is_selected_again_keeps_its_gpus() -> None:

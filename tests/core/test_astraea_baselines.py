@@ -57,6 +57,23 @@ def test_hived_lends_in_order_of_arrival_whoever_came() -> None:
     assert shop.round() == {"b-1": 2, "a-1": 1, "b-2": 2, "b-3": 1}
 
 
+def test_hived_counts_of_an_elastic_app_what_the_quota_holds() -> None:
+    shop = Shop(8, policy="hived", terms=[TenantTerms(A), TenantTerms(B)])
+    shop.come("a-1", 1, A, demand=8)
+    assert shop.round() == {"a-1": 8}
+    shop.come("b-1", 1, B, demand=8)
+    assert [shop.round() for _ in range(2)] == [{"a-1": 4, "b-1": 4}] * 2
+
+
+def test_allox_does_not_give_all_to_a_tenant_that_comes_late() -> None:
+    shop = Shop(2, policy="allox", allox_alpha=0.5)
+    shop.come("a-1", 2, A)
+    shop.rounds(50)
+    shop.come("b-1", 2, B)
+    had = shop.rounds(20)
+    assert 8 <= had["a-1"] / 2 <= 12, had
+
+
 def test_allox_serves_the_shortest_of_the_tenants_that_have_had_least() -> None:
     shop = Shop(2, policy="allox", allox_alpha=0.5)
     left_s = {"a-1": 10.0, "a-2": 30.0, "a-3": 20.0}

@@ -243,6 +243,13 @@ def test_a_part_of_the_nodes_is_for_trials_which_take_them_last(name: str) -> No
     assert nodes_of(large, "l-1") == {"n01"}, "who fits on no other node may have it"
 
 
+def test_nodes_that_are_not_there_are_not_set_aside() -> None:
+    nodes = {NodeId("n00"): NodeView(gpus=2), NodeId("n01"): NodeView(gpus=2), NodeId("dead"): NodeView(gpus=1)}
+    view = replace(view_of(gpus_of(2, 2), []), nodes=nodes)
+    decided = decide(view, waiting("a-1", 2), waiting("b-1", 2), trial_nodes=0.5)
+    assert [nodes_of(decided, app) for app in ("a-1", "b-1")] == [{"n01"}, set()]
+
+
 def test_a_trial_that_has_run_for_long_enough_is_one_of_class_batch() -> None:
     cluster = gpus_of(2)
     old = batch("t-1", cluster, kind="trial", served_gpu_s=2 * 1800.0)

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.arbiter import Arbiter, Effect
+from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.model import Active, ArbiterSettings, Refused
-from arbiter.core.policies.oasis import Oasis, _counts
+from arbiter.core.policies.oasis import HOMES_MAX, Oasis, _counts, _Sale
 from arbiter.core.policy import Booking, Market, Settings
 from arbiter.core.pricing.prices import BELOW, IDLE, QUIET
 from arbiter.core.pricing.utility import parse
@@ -85,9 +85,8 @@ def test_an_app_is_admitted_with_its_schedule_its_price_and_when_it_ends() -> No
     assert shop.counts("ann-1") == {10: 4}
     booking = shop.booking("ann-1")
     assert [booking.ends_at, booking.utility, booking.price] == pytest.approx([1100.0, 200.0, 4.0])
-    assert "is booked 4 GPUs in 1 slots of 100 s, to end within 100 s; it is worth 200 then, and the price is 4" in (
-        shop.told("ann-1")
-    )
+    said = "is booked 4 GPUs in 1 slot of 100 s, to end within 100 s; it is worth 200 then, 200 at best"
+    assert f"{said}, and the price is 4" in shop.told("ann-1")
     shop.settle()
     assert len(shop.held("ann-1")) == 4
 
@@ -263,6 +262,72 @@ def test_who_was_admitted_and_can_be_sold_nothing_any_more_gets_what_is_unsold_b
     assert "lags, and there was nothing to sell to it" in shop.told("ann-1")
 
 
+def test_who_says_that_nothing_is_left_and_is_not_over_gets_what_is_unsold() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 4)
+    shop.settle()
+    shop.report("ann-1", 0)
+    shop.ask("bob-1", 4, parse("none:5000"), sizes=(4,))
+    shop.wait(1101.0 - shop.now)
+    shop.settle()
+    assert (len(shop.held("bob-1")), len(shop.held("ann-1"))) == (4, 0)
+    shop.app("bob-1", state="finished")
+    shop.settle()
+    shop.report("ann-1", 0)
+    shop.settle()
+    assert len(shop.held("ann-1")) > 0
+
+
+def test_one_that_would_end_when_it_is_worth_nothing_is_refused_whatever_the_price_and_teaches_no_price() -> None:
+    """Prices that are learnt from who can only lose would let the next one in for nothing, to miss its deadline."""
+    learning = replace(KNOBS, oasis_price_min=0.0, oasis_price_max=0.0)
+    shop = Shop(settings=replace(SETTINGS, policy_settings=learning))
+    late = parse("deadline:200s")
+    for app in ("eve-1", "eve-2", "eve-3"):
+        shop.ask(app, 20.0, late, sizes=(4,))
+        assert "or half its worth only after" not in shop.reason(app)
+        assert "half its worth only after" in shop.reason(app)
+        assert "a worth of more than" not in shop.reason(app)
+    assert shop.arbiter.state.asked == ()
+
+
+def test_more_than_can_be_planned_is_refused_and_not_cut() -> None:
+    shop = Shop(gpus=64)
+    shop.ask("ann-1", 20_001, sizes=(64,))
+    assert "are more than 20000, the most that is planned; submit it in parts" in shop.reason("ann-1")
+
+
+def test_with_slots_of_another_length_everything_is_booked_anew() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 8)
+    assert shop.counts("ann-1") == {10: 4, 11: 4}
+    shop.settle()
+    longer = replace(KNOBS, oasis_slot_s=2 * SLOT_S)
+    shop.handle(Configured(replace(SETTINGS, policy_settings=longer)))
+    shop.settle()
+    assert "books again, for it has nothing booked" in shop.told("ann-1")
+    assert 5 <= min(shop.counts("ann-1")) <= max(shop.counts("ann-1")) < 10
+    assert len(shop.held("ann-1")) == 4
+
+
+def test_of_many_different_nodes_some_are_looked_at_and_the_emptiest_is_among_them() -> None:
+    nodes = tuple((NodeId(f"n{number:03}"), 4) for number in range(200))
+    bookings = tuple(
+        Booking(((10 + number % 7, ((node, 1 + number % 4),)), (17 + number % 3, ((node, 1),))), 2e3, 1.0, 1.0, 1e3)
+        for number, (node, _) in enumerate(nodes)
+        if number != 150
+    )
+    market = Market(1000.0, nodes, bookings)
+    app = replace(app_of("a", demand_max=4), left_gpu_s=800.0, utility=PATIENT, arrived_at=1000.0)
+    sale = _Sale(KNOBS, market, app)
+    homes = sale._homes(sale._pool())
+    assert len(homes) == HOMES_MAX
+    assert homes[0] == [150]
+    booking = Oasis(KNOBS).sell(market, app).booking
+    assert booking is not None
+    assert {node for _, gpus in booking.slots for node, _ in gpus} == {NodeId("n150")}
+
+
 # --- durability, order and bad settings -------------------------------------------------------------------------------
 
 
@@ -322,7 +387,7 @@ def test_who_has_booked_later_slots_only_runs_ahead_on_what_is_unsold_before_tho
     view = replace(view_of(gpus, [app_of("none", demand_max=4), ahead]), now=1050.0)
     outcomes = settled(view, Oasis(KNOBS).allocate(view, {}))
     assert (len(outcomes["ahead"].gpus), len(outcomes["none"].gpus)) == (3, 1)
-    assert outcomes["ahead"].reason.startswith("has booked nothing in this slot, to end within ")
+    assert outcomes["ahead"].reason.startswith("has booked nothing in this slot; 3 GPUs in 2.5 min, to end within ")
     assert outcomes["ahead"].reason.endswith("; it has 3 GPUs that are unsold")
     now = replace(later, slots=((10, ((NodeId("n00"), 3),)),))
     buyer = replace(app_of("buyer", demand_max=3), booking=now)

@@ -7,7 +7,7 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.policies.dorm import Dorm
+from arbiter.core.policies.dorm import APPS_MAX, Dorm
 from arbiter.core.policies.rrh import Rrh
 from arbiter.core.policy import AppView, Settings
 from arbiter.core.pricing.dorm import Tenant, fair_counts, partition
@@ -95,6 +95,13 @@ def test_a_part_that_fits_nowhere_goes_to_who_would_have_nothing() -> None:
     view = view_of(gpus_of(2, 1), [wide, first, holds])
     outcomes = settled(view, Dorm(Settings(dorm_fairness=1.0, dorm_adjusted=1.0)).allocate(view, {}))
     assert outcomes["second"].gpus == holds.renewable, "who has them goes on with them"
+
+
+def test_apps_beyond_those_that_are_looked_at_get_what_is_left() -> None:
+    apps = [app_of(f"a{number:03}", demand_max=1) for number in range(APPS_MAX + 20)]
+    view = view_of(gpus_of(*[8] * 52), apps)
+    outcomes = settled(view, Dorm(Settings()).allocate(view, {}))
+    assert sum(len(outcome.gpus) for outcome in outcomes.values()) == 8 * 52
 
 
 @pytest.mark.parametrize("name", ["dorm_fairness", "dorm_adjusted"])

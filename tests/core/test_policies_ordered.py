@@ -565,13 +565,15 @@ def within_whole_quotas(view: View) -> dict[str, int]:
 
 
 def lent_last(view: View) -> list[AppView]:
+    """Without terms a quota is the cluster: what it holds of each app, gang by gang, goes before the rest of all."""
     used: Counter[TenantId] = Counter()
     order: tuple[list[AppView], list[AppView]] = ([], [])
     for app in view.apps:
-        beyond = used[app.tenant] + app.demand_max > view.cluster_gpus
-        used[app.tenant] += 0 if beyond else app.demand_max
-        order[beyond].append(app)
-    return order[0] + order[1]
+        held = min(app.demand_max, view.cluster_gpus - used[app.tenant]) // app.gang * app.gang
+        used[app.tenant] += held
+        order[0].extend([replace(app, demand_max=held)] * (held > 0))
+        order[1].append(app)
+    return [*order[0], *order[1]]
 
 
 def shortest_of_the_first_tenant(view: View) -> list[AppView]:

@@ -53,7 +53,23 @@ def test_trials_hold_no_more_than_their_share_at_others_cost(policy: str) -> Non
     site = full(policy, trial_share=0.4)
     site.play_round(site.app("tia-1", kind="trial", gang=2, demand=2) + site.wait(1.5))
     assert len(site.held("ana-1")) == len(site.held("bob-1")) == 2
-    assert any("of at most 1.6 that they may have" in chapter.what for chapter in site.arbiter.story("tia-1"))
+    assert any(
+        "needs 2, and of at most 1.6 GPUs that trials may have before" in chapter.what
+        for chapter in site.arbiter.story("tia-1")
+    )
+
+
+def test_a_stream_of_trials_does_not_take_what_is_kept_for_the_head_of_the_queue() -> None:
+    """Free GPUs that a policy gives to nobody are counted, too: beyond their share trials wait like others."""
+    site = Site(settings("fifo", trial_share=0.25))
+    site.node("n1", 4)
+    for app in ("ana-1", "bob-1"):
+        site.play_round(site.app(app, gang=2, demand=2, jobs=(grace(app, 30.0),)) + site.wait(1.5))
+    site.play_round(site.app("wide-1", gang=4, demand=4) + site.wait(1.5))
+    site.play_round(site.app("ana-1", state="finished") + site.node("n1") + site.wait(1.5))
+    for number in range(3):
+        site.play_round(site.app(f"tia-{number}", kind="trial") + site.wait(1.5))
+    assert [len(site.held(app)) for app in ("bob-1", "tia-0", "tia-1", "tia-2")] == [2, 1, 0, 0]
 
 
 @ANY_POLICY

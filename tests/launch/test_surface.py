@@ -45,10 +45,40 @@ def test_what_is_no_amount_of_memory_is_refused_with_the_flag(text: str) -> None
         spec.size(text, "--memory")
 
 
-def test_a_spec_file_calls_the_class_as_the_flag_does() -> None:
-    fields = {"trials": [["true"]], "cwd": "/", "checkpoint_root": "/c", "class": "trial", "cpus": 4}
+SPEC = 'trials = [["true"]]\ncwd = "/"\ncheckpoint_root = "/c"\n'
+
+
+def test_a_spec_file_says_what_the_flags_say(tmp_path: Path) -> None:
+    file = tmp_path / "app.toml"
+    file.write_text(SPEC + 'class = "trial"\ncpus = 4\nmemory = "8G"\nsteps = 10\nstep_time = "2s"\ngrace = "2m"\n')
+    fields = spec.load(file)
     app = spec.build(fields)
-    assert (app.kind, app.cpus) == ("trial", 4.0)
+    assert (app.kind, app.cpus, app.host_bytes, app.steps_total) == ("trial", 4.0, 8 * 2**30, 10)
+    assert (app.step_serial_s, app.grace_s) == (2.0, 120.0)
+    assert spec.build(fields | {"kind": "batch"}).kind == "batch", "flags win"
+    file.write_text(SPEC + 'class = "trial"\nkind = "batch"\n')
+    with pytest.raises(Fault, match="says both class and kind, which are the same"):
+        spec.load(file)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("kind", "trail", r"kind \(--class\) is 'trail', which is none of 'batch', 'trial'"),
+        ("weight", -1.0, "weight must be more than 0"),
+        ("host_bytes", "8G", r"host_bytes \(--memory\) must be a whole number, and is text"),
+        ("memroy", 1, "unknown field `memroy`"),
+    ],
+)
+def test_a_wrong_field_is_named_with_its_flag_and_its_choices(field: str, value: object, said: str) -> None:
+    with pytest.raises(Fault, match=said):
+        spec.build({"trials": [["true"]], "cwd": "/", "checkpoint_root": "/c", field: value})
+
+
+@pytest.mark.parametrize("text", ["sigmoid:0,1/h,6h", "deadline:1e-12s", "sigmoid:1,1e9/s,1e12d"])
+def test_a_utility_beyond_all_bounds_names_its_flag(text: str) -> None:
+    with pytest.raises(Fault, match="--utility"):
+        spec.utility(text, "--utility")
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "two", "1,", "1,0", "1.5", "\u00b2", "99999"])

@@ -125,7 +125,10 @@ def test_a_program_that_does_not_exist_fails_with_the_mend(cli: Cli) -> None:
         (("submit", "-g", "0", "--", "true"), "--gpus is '0', which is no number of GPUs"),
         (("submit", "-g", "4,2", "--", "true"), "sizes are 4,2; list each number of GPUs once, the smallest first"),
         (("submit", "--priority", "1", "--", "true"), "priority is 1, and apps here have at most 0"),
-        (("submit", "--preempt-by", "magic", "--", "true"), "Invalid enum value 'magic'"),
+        (
+            ("submit", "--preempt-by", "magic", "--", "true"),
+            "preempt_by is 'magic', which is none of 'auto'",
+        ),
         (("submit", "-f", "missing.toml"), "missing.toml cannot be read"),
         (("submit", "--tenant", "Team A", "--", "true"), "tenant is 'Team A'; use lower-case letters"),
     ],

@@ -51,7 +51,10 @@ class Allox(Ranked):
 
 
 def _had(tenant: TenantView) -> float:
-    return tenant.allocated_gpu_s / tenant.weight
+    """Return GPU time had over what was fair, so that who comes late has no claim on what was before."""
+    if tenant.fair_gpu_s > 0.0:
+        return tenant.allocated_gpu_s / tenant.fair_gpu_s
+    return math.inf if tenant.allocated_gpu_s > 0.0 else 0.0
 
 
 def _left(view: View, app: AppView) -> float:

@@ -456,3 +456,10 @@ def shares(owners: Iterable[AppId]) -> str:
 def gpus(count: int) -> str:
     """Return ``1 GPU`` or ``n GPUs``."""
     return f"{count} GPU" if count == 1 else f"{count} GPUs"
+
+
+def accepted(app: AppView, count: int) -> int:
+    """Return the most of so many GPUs that an app can run on: one job of accepted sizes would give others back."""
+    if not app.sizes or app.sizes[-1] < app.demand_max:
+        return count
+    return max((size for size in app.sizes if size <= count), default=0)

@@ -4,7 +4,8 @@ How many gangs each app gets is the answer of a small integer programme (`pricin
 `dorm_fairness` bounding how far shares are from those of `drf`, and `dorm_adjusted` which part of those that run may
 get another number. Which GPUs these are is dealt as under the other policies: those it holds, then the tightest hole.
 The programme knows no places: what nobody can use whose part it is goes to apps that would have nothing.
-Of many apps the first `APPS_MAX`, those that run before others, are looked at, the others wait.
+Of many apps the first `APPS_MAX`, those that run before others, are looked at; the others get a gang each of what is
+left.
 
 *Source:* Dorm (2017) as a baseline of OASiS (INFOCOM 2018), section V; see `pricing.dorm`.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from arbiter.core.policies.dealing import Deal, admit_what_fits, gpus
+from arbiter.core.policies.dealing import Deal, accepted, admit_what_fits, gpus
 from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Outcome, Settings, Tenure, View
 from arbiter.core.pricing.dorm import Tenant, partition
 from protocol.messages import AppId, Bid
@@ -54,7 +55,8 @@ class Dorm:
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return the partition, dealt out."""
-        apps = sorted((app for app in view.apps if app.demand_max > 0), key=lambda app: not _has(app))[:APPS_MAX]
+        able = sorted((app for app in view.apps if app.demand_max > 0), key=lambda app: not _has(app))
+        apps, others = able[:APPS_MAX], able[APPS_MAX:]
         counts = self._partition(view, apps)
         deal = Deal(view)
         for app in apps:
@@ -63,6 +65,9 @@ class Dorm:
             deal.fill(app, counts[app.app] - len(app.kept) - len(deal.got[app.app]))
         if any(_short(app, deal, counts[app.app]) > 0 for app in apps):
             _lend(apps, deal)
+        for app in others:
+            deal.renew(app, app.gang)
+            deal.fill(app, app.gang - len(deal.got[app.app]))
         told = view.apps
         if len(told) > self._settings.reasons_max:
             told = tuple(app for app in told if {gpu.gpu for gpu in deal.got[app.app]} != set(app.renewable))
@@ -81,7 +86,7 @@ class Dorm:
         tenants = [Tenant((float(app.gang),), app.demand_max // app.gang, _has(app) // app.gang) for app in apps]
         settings = self._settings
         gangs = partition(tenants, (float(total),), fairness=settings.dorm_fairness, adjusted=settings.dorm_adjusted)
-        return {app.app: _accepted(app, count * app.gang) for app, count in zip(apps, gangs, strict=True)}
+        return {app.app: accepted(app, count * app.gang) for app, count in zip(apps, gangs, strict=True)}
 
     def _outcome(self, app: AppView, deal: Deal, count: int | None) -> Outcome:
         got = tuple(sorted(gpu.gpu for gpu in deal.got[app.app]))
@@ -108,15 +113,8 @@ def _lend(apps: Sequence[AppView], deal: Deal) -> None:
     """Let apps that would have nothing have what is left; those that hold some go on with as many, before others."""
     for app in sorted(apps, key=lambda app: not app.renewable):
         if not app.kept and not deal.got[app.app] and len(deal.left) >= app.gang:
-            room = _accepted(app, min(len(app.renewable) or app.demand_max, len(deal.left)))
+            room = accepted(app, min(len(app.renewable) or app.demand_max, len(deal.left)))
             deal.fill(app, room - deal.renew(app, room))
-
-
-def _accepted(app: AppView, count: int) -> int:
-    """Return the most of so many GPUs that an app can run on: one job of accepted sizes would give others back."""
-    if not app.sizes or app.sizes[-1] < app.demand_max:
-        return count
-    return max((size for size in app.sizes if size <= count), default=0)
 
 
 def _has(app: AppView) -> int:

@@ -47,13 +47,11 @@ def _at_random(round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
     """Return random victims that together make room, all of one node unless the trial spans nodes."""
     order = round_.lots(round_.units, trial)
     if not trial.spans:
-        able = [unit.node for unit in order if round_.fits_without(trial, _on(unit.node, order))]
-        order = _on(able[0], order) if able else order
+        by_node: dict[NodeId, list[Victim]] = {}  # in the order of the lots
+        for unit in order:
+            by_node.setdefault(unit.node, []).append(unit)
+        order = next((units for units in by_node.values() if round_.fits_without(trial, units)), order)
     return drawn(round_, trial, order, "drawn by lot, as none alone makes room")
-
-
-def _on(node: NodeId, units: Sequence[Victim]) -> list[Victim]:
-    return [unit for unit in units if unit.node == node]
 
 
 def drawn(round_: Round, trial: AppView, order: Sequence[Victim], why: str) -> list[tuple[Victim, str]]:

@@ -28,7 +28,7 @@ from typing import ClassVar
 import numpy as np
 from msgspec import Struct
 
-from arbiter.core.policies.dealing import Deal, Holes, admit_what_fits, gpus, losses, pick
+from arbiter.core.policies.dealing import Deal, Holes, accepted, admit_what_fits, gpus, losses, pick
 from arbiter.core.policy import (
     Admission,
     Allocation,
@@ -50,8 +50,14 @@ from protocol.messages import AppId, Bid, NodeId
 
 #: Of one GPU in one slot: what can be done in the rest of a slot is counted in such parts, rounded down.
 GRAIN = 8
-#: Most units of work that a schedule is worked out in; more work is counted in coarser ones.
+#: Most units of work that a schedule is worked out in; more work is refused.
 UNITS_MAX = 20_000
+#: Of an app on one node, so many nodes are looked at, those that cost least on average.
+HOMES_MAX = 32
+#: Who would be worth less than this part of what it is worth at best is refused, and no price is learnt from it.
+HOPELESS = 0.01
+#: The greatest worth that anybody can declare.
+WORTH_MAX = 1e9
 #: The load that prices go by is of so many slots at least: what comes in a minute is not for that minute.
 LOAD_SLOTS = 24
 #: Most numbers of GPUs that are looked at for one app.
@@ -98,6 +104,13 @@ class Oasis:
             return Admission(
                 admitted=False,
                 reason=f"{app.app} declares a utility but not how much work it is; give --steps and --step-time",
+            )
+        slots = app.left_gpu_s * (1.0 + self._settings.oasis_margin) / self.slot_s
+        if slots > UNITS_MAX and app.booking is None:
+            return Admission(
+                admitted=False,
+                reason=f"{app.app} is refused: {slots:.4g} slots of a GPU are more than {UNITS_MAX}, the most that is "
+                f"planned; submit it in parts, or ask for a longer oasis_slot_s than {self.slot_s:g}",
             )
         return _Sale(self._settings, market, app).verdict()
 
@@ -177,11 +190,17 @@ class _Sale:
         job = Priced(request.sigmoid, 0, max(1e-9, self._work_gpu_s / self._slot_s), fewest, request.demand)
         hour = math.log(self._slot_s / 3600.0)
         own = density(job) - hour
-        asked = Asked(self._market.now, own, self._work_gpu_s / 3600.0) if math.isfinite(own) else None
+        best = self._request.sigmoid.at(float(fewest) + self._request.waited)
+        hopeless = best < HOPELESS * self._best()
+        asked = Asked(self._market.now, own, self._work_gpu_s / 3600.0) if math.isfinite(own) and not hopeless else None
         known = self._learnt((*self._market.asked, asked) if asked else self._market.asked)
         upper = math.log(settings.oasis_price_max) if settings.oasis_price_max else known.log_upper[0]
         lower = math.log(settings.oasis_price_min) if settings.oasis_price_min else known.log_lower
         return Bounds((upper + hour,), min(upper, lower) + hour), asked
+
+    def _best(self) -> float:
+        """Return what the app would be worth if it ended on arrival."""
+        return float(self._request.sigmoid.at(0.0))
 
     def _learnt(self, asked: Sequence[Asked]) -> Bounds:
         """Return U and L of a GPU-hour by the apps that have asked last."""
@@ -209,35 +228,43 @@ class _Sale:
         return pool
 
     def _homes(self, pool: Pool) -> list[list[int]]:
-        """Return the sets of nodes on which the app may lie: all together, or one; of equal nodes the first."""
+        """Return the sets of nodes on which the app may lie: all together, or one; of equal nodes the first.
+
+        Of many different nodes those that have sold least until its target are looked at: each is a programme.
+        """
         if self._app.spans:
             return [list(range(len(self._nodes)))]
         homes: dict[bytes, int] = {}
         for node in range(len(self._nodes)):
-            homes.setdefault(pool.sold[:, node].tobytes() + pool.capacity[node].tobytes(), node)
-        return [[node] for node in homes.values()]
+            if pool.capacity[node, 0] >= self._app.gang:
+                homes.setdefault(pool.sold[:, node].tobytes() + pool.capacity[node].tobytes(), node)
+        sigmoid = self._request.sigmoid
+        soon = math.ceil(sigmoid.target) if sigmoid.decay > 0.0 else pool.sold.shape[0]
+        sold = pool.sold[: max(1, soon), :, 0].sum(axis=0) / np.maximum(pool.capacity[:, 0], 1.0)
+        return [[node] for node in sorted(homes.values(), key=lambda node: (float(sold[node]), node))[:HOMES_MAX]]
 
     def verdict(self) -> Admission:
         """Return the answer."""
         pool = self._pool()
         best: tuple[Schedule, list[int]] | None = None
-        prospects: list[Prospects] = []
+        prospects: Prospects | None = None  #: of the best home; of one that has none, the first
         for home in self._homes(pool):
             part = Pool(pool.capacity[home], pool.sold[:, home], self._bounds)
-            prospects.append(Prospects(self._request, part))
-            found = prospects[-1].best()
+            there = Prospects(self._request, part)
+            found = there.best()
+            prospects = prospects or there
             if found is not None and (best is None or found.payoff > best[0].payoff):
-                best = found, home
+                best, prospects = (found, home), there
         if self._app.booking is not None:
             return self._anew(best)
-        if best is None or best[0].payoff <= 0.0:
+        if best is None or best[0].payoff <= 0.0 or best[0].utility < HOPELESS * self._best():
             reason = self._refusal(None if best is None else best[0], prospects)
             return Admission(admitted=False, reason=reason, asked=self._remembered)
         schedule, home = best
         booking = self._booking(schedule, home)
         reason = (
             f"is booked {self._told(schedule)}, to end within {_span(booking.ends_at - self._market.now)}; it is worth "
-            f"{schedule.utility:.4g} then, and the price is {schedule.cost:.4g}"
+            f"{schedule.utility:.4g} then, {self._best():.4g} at best, and the price is {schedule.cost:.4g}"
         )
         return Admission(admitted=True, reason=reason, booking=booking, asked=self._remembered)
 
@@ -263,25 +290,29 @@ class _Sale:
 
     def _told(self, schedule: Schedule) -> str:
         counts = [slot.count for slot in schedule.slots]
-        if len(set(counts)) == 1:
-            return f"{gpus(counts[0])} in {len(counts)} slots of {_span(self._slot_s)}"
-        return f"{min(counts)} to {gpus(max(counts))} in {len(counts)} slots of {_span(self._slot_s)}"
+        slots = f"{len(counts)} slot{'s' * (len(counts) > 1)} of {_span(self._slot_s)}"
+        first_s = (self._slot + schedule.slots[0].slot) * self._slot_s - self._market.now
+        start = f", the first in {_span(first_s)}" if first_s > 0.0 else ""
+        least = f"{min(counts)} to " if min(counts) < max(counts) else ""
+        return f"{least}{gpus(max(counts))} in {slots}{start}"
 
-    def _refusal(self, best: Schedule | None, prospects: Sequence[Prospects]) -> str:
+    def _refusal(self, best: Schedule | None, prospects: Prospects | None) -> str:
         app, hours = self._app, self._app.left_gpu_s or 0.0
         what = f"{app.app} is refused: its {hours / 3600.0:.4g} GPU-hours"
         if best is None:
-            most = max((each.most_work() for each in prospects), default=0)
+            most = prospects.most_work() if prospects is not None else 0
             within = _span(self._settings.oasis_slots * self._slot_s)
             text = f"{what} cannot be had within {within}, which is all that is for sale"
             return f"{text}{self._less_work(most)}"
-        worths = [each.least_worth() for each in prospects]
-        targets = [each.least_target() for each in prospects]
-        least_worth = min((each for each in worths if each is not None), default=None)
-        least_target = min((each for each in targets if each is not None), default=None)
-        most = max((each.most_work() for each in prospects), default=0)
+        assert prospects is not None
+        hopeless = best.utility < HOPELESS * self._best()
+        least_worth, least_target = prospects.least_worth(), prospects.least_target()
+        most = 0 if hopeless else prospects.most_work()
+        if hopeless:
+            late = (best.end + self._rest) * self._slot_s + self._market.now - app.arrived_at
+            least_target = max(least_target or 0.0, late / self._slot_s)
         parts = []
-        if least_worth is not None:
+        if least_worth is not None and least_worth <= WORTH_MAX and not hopeless:
             # What is worth the same at any time is written as what it is worth then, which is half of theta1.
             part, when = (1.0, "") if self._request.sigmoid.decay > 0.0 else (0.5, " at any time")
             worth = self._request.sigmoid.worth * part
@@ -378,20 +409,24 @@ class _Round:
 
         What others hold they keep.
         """
-        lagging = [app for app in self._view.apps if app.booking is not None and not app.booking.slots]
+        lagging = [app for app in self._view.apps if app.booking is not None and not self._next_count(app, self._slot)]
         unmet = [app for app in self._view.apps if app.app in self._short and not self._deal.got[app.app]]
         others = [app for app in self._view.apps if app.booking is None]
-        early = [app for app in self._view.apps if app.booking is not None and not self._booked_now(app)]
-        for app in (*lagging, *unmet, *others):
-            self._note(app, self._deal.renew(app))
-        for app in (*lagging, *unmet, *others):
+        now = {place.app.app for place in self._booked}
+        early = [app for app in self._view.apps if app.app not in now and self._next_count(app, self._slot + 1)]
+        for first in ((*lagging, *unmet), early, others):
+            for app in first:
+                self._note(app, self._deal.renew(app))
+        for app in (*lagging, *unmet):
             if not (app.kept or self._deal.got[app.app]):
                 self._note(app, self._deal.fill(app, app.gang))
         for app in early:
-            self._note(app, self._deal.renew(app))
-        for app in early:
             if not (app.kept or self._deal.got[app.app]):
-                self._note(app, self._deal.fill(app, self._next_count(app)))
+                count = min(self._next_count(app, self._slot + 1), len(self._deal.left))
+                self._note(app, self._deal.fill(app, accepted(app, count)))
+        for app in others:
+            if not (app.kept or self._deal.got[app.app]):
+                self._note(app, self._deal.fill(app, app.gang))
         for app in others:
             if not app.sizes:  # one with accepted sizes would have to start again for each GPU more
                 self._note(app, self._deal.fill(app))
@@ -399,14 +434,10 @@ class _Round:
             if app.booking is not None:
                 self._note(app, self._deal.renew(app))
 
-    def _booked_now(self, app: AppView) -> bool:
-        return any(place.app.app == app.app for place in self._booked)
-
-    def _next_count(self, app: AppView) -> int:
-        """Return how many GPUs an app has booked in the first slot to come of which it has any."""
-        assert app.booking is not None
-        slots = (booked for slot, booked in app.booking.slots if slot > self._slot)
-        return sum(count for _, count in next(slots, ()))
+    def _next_count(self, app: AppView, start: int) -> int:
+        """Return how many GPUs an app has booked in the first slot from `start` on in which it has any; 0: in none."""
+        booked = app.booking.slots if app.booking is not None else ()
+        return sum(count for _, count in next((gpus for slot, gpus in booked if slot >= start), ()))
 
     def _note(self, app: AppView, count: int) -> None:
         if count:
@@ -436,6 +467,14 @@ class _Round:
         lost = losses([gpu for gpu in app.renewable if gpu not in names], owner)
         return Outcome(app.app, names, self._reason(app, len(names)) + lost, won=len(names), rho_now=app.rho)
 
+    def _next_told(self, booking: Booking) -> str:
+        """Return a clause on the first slot to come in which there is something booked."""
+        coming = next(((slot, booked) for slot, booked in booking.slots if slot > self._slot), None)
+        if coming is None:
+            return " or later ones"
+        slot, booked = coming
+        return f"; {gpus(sum(count for _, count in booked))} in {_span(slot * self._slot_s - self._view.now)}"
+
     def _reason(self, app: AppView, got: int) -> str:
         lent = self._lent.get(app.app, 0)
         unsold = (
@@ -453,7 +492,7 @@ class _Round:
         short = self._short.get(app.app, 0)
         miss = f"; {gpus(short)} of them cannot be had now: {self._deal.misfit(app)}" if short else ""
         if not booked:
-            return f"has booked nothing in this slot, {ends}{ahead}"
+            return f"has booked nothing in this slot{self._next_told(app.booking)}, {ends}{ahead}"
         return f"has booked {gpus(booked)} in this slot, {ends}{miss}{also}"
 
 

@@ -373,7 +373,8 @@ class Round:
 
 def _reserved(view: View, part: float) -> frozenset[NodeId]:
     """Return the nodes, of all this part, that are for trials only: the smallest, so wide gangs have the others."""
-    nodes = sorted(view.nodes, key=lambda node: (view.nodes[node].gpus, node))
+    there = {gpu.node for gpu in view.gpus} | {gpu.node for app in view.apps for gpu in app.kept}
+    nodes = sorted(view.nodes.keys() & there, key=lambda node: (view.nodes[node].gpus, node))
     return frozenset(nodes[: math.floor(part * len(nodes) + 1e-9)])
 
 

@@ -7,9 +7,10 @@ that, a tenant that has just come would be ahead of all others by whatever part,
 
 Fair is enough, unless `astraea_until_fair` is off: an index orders tenants and apps only as far as what is fair. Of
 tenants that have had that, none is before another, whoever has had more of what others left; of apps, those that run
-go on. Served by the smallest index for ever, an app must give way at the end of each lease to whoever has had a little
-less, and what one tenant did not use is held against the one that did. *Source:* ours; `docs/evaluation/astraea.md`
-measures it.
+go on, until another of their tenant is `PATIENCE` leases behind the part that its tenant's apps have had on average.
+Served by the smallest index for ever, an app must give way at the end of each lease to whoever has had a little less,
+and what one tenant did not use is held against the one that did. *Source:* ours; `docs/evaluation/astraea.md` measures
+it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ Place = TypeVar("Place", float, tuple[float, bool, float])
 
 #: The index from which on a tenant has had enough: so much above 1 that it is not below before a lease ends elsewhere.
 ENOUGH_TENANT = 1.05
-#: The same of an app within its tenant.
-ENOUGH_APP = 1.0
+#: So many leases an app that has had what is fair may be behind the others of its tenant, which go on meanwhile.
+PATIENCE = 4.0
 
 #: Of a tenant that no history knows, as in a view made by hand.
 _UNKNOWN = TenantView()
@@ -44,9 +45,11 @@ class Standings:
     def __init__(self, view: View, settings: Settings) -> None:
         self._view = view
         self._by_quota = settings.astraea_quota_variant
-        self._enough = (ENOUGH_TENANT, ENOUGH_APP) if settings.astraea_until_fair else (inf, inf)
+        self._until_fair = settings.astraea_until_fair
         self._counted = kept_of(view)
         self._dealt: Counter[AppId] = Counter()
+        #: Before anything is dealt; 1 where it is less.
+        self._surplus = {tenant: max(1.0, self.of_tenant(tenant)) for tenant in {app.tenant for app in view.apps}}
 
     def deal(self, app: AppView, gpus: int) -> None:
         """Count the lease of so many GPUs as served."""
@@ -61,24 +64,35 @@ class Standings:
 
     def of_app(self, app: AppView) -> float:
         """Return the index of an app within its tenant, at the end of the lease; of one that had nothing 0."""
-        had = (len(app.kept) + self._dealt[app.app]) * self._view.lease_s
+        return _index(*self._app(app)[:2])
+
+    def _app(self, app: AppView) -> tuple[float, float, float]:
+        """Return what an app has had, what was fair for it in its tenant, at the end of the lease, and its share."""
+        lease_s = self._view.lease_s
+        had = (len(app.kept) + self._dealt[app.app]) * lease_s
         before, rate = app.allocated
         if before or rate:
             had += before + rate * self._view.now
         if had <= 0.0:
-            return 0.0  # most of thousands
+            return 0.0, 0.0, 0.0  # most of thousands
         told = self._view.tenants.get(app.tenant, _UNKNOWN)
         share = min(app.demand_max, app.weight * told.gpus_per_weight)
-        return _index(had, self._view.fair_gpu_s(app) + share * self._view.lease_s)
+        return had, self._view.fair_gpu_s(app) + share * lease_s, share
 
     def place_of_tenant(self, tenant: TenantId) -> float:
         """Return by what tenants are served, the smallest first."""
-        return min(self.of_tenant(tenant), self._enough[0])
+        index = self.of_tenant(tenant)
+        return min(index, ENOUGH_TENANT) if self._until_fair else index
 
     def place_of_app(self, app: AppView) -> tuple[float, bool, float]:
         """Return by what the apps of a tenant are served, the smallest first."""
-        index, enough = self.of_app(app), self._enough[1]
-        return (index, False, index) if index < enough else (enough, not app.renewable, index)
+        had, fair, share = self._app(app)
+        index = _index(had, fair)
+        if self._until_fair and index >= 1.0:
+            behind = fair - PATIENCE * share * self._view.lease_s
+            if had >= self._surplus[app.tenant] * behind:
+                return inf, not app.renewable, index
+        return index, False, index
 
 
 def _index(had: float, fair: float) -> float:

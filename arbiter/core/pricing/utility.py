@@ -65,7 +65,7 @@ def parse(text: str) -> Utility:
     words = [word.strip() for word in rest.split(",")] if rest.strip() else []
     match kind:
         case "sigmoid" if len(words) == 3:
-            return Utility(_number(words[0]), _per_second(words[1]), _seconds(words[2]))
+            return Utility(_some(_number(words[0]), words[0]), _per_second(words[1]), _seconds(words[2]))
         case "deadline" if len(words) in (1, 2):
             due_s = _some(_seconds(words[0]), words[0])
             return Utility(_worth(words[1:]), _FALL / (HARD * due_s), due_s * (1.0 + HARD / 2.0))
