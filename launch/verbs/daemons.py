@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, get_args
 
@@ -54,7 +55,8 @@ def up(
 
 def _one_of(option: str, value: str, known: Sequence[str]) -> str:
     if value not in known:
-        raise usage(f"{option} is {value!r}; it may be {', '.join(known)}", f"try {option} {known[0]}")
+        nearest = get_close_matches(value, known, n=1, cutoff=0.0)[0]
+        raise usage(f"{option} is {value!r}; it may be {', '.join(known)}", f"try {option} {nearest}")
     return value
 
 
