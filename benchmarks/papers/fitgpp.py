@@ -72,7 +72,7 @@ class Plan(Struct, frozen=True):
     few_seeds: tuple[int, ...]  #: of the sweeps
 
 
-FULL = Plan(84, 2**13, tuple(range(8)), (1, 2, 4, 1000), (0.1, 0.5), (8.0,), 1, (0, 1, 2, 4), (0, 1))
+FULL = Plan(84, 2**13, tuple(range(8)), (1, 2, 4, 1000), (0.1, 0.5), (8.0,), 2, (0, 1, 2, 4), (0, 1))
 QUICK = Plan(QUICK_NODES, 2**10, (0, 1), (1, 1000), (), (), 1, (), (0,))
 
 

@@ -262,6 +262,15 @@ def test_who_was_admitted_and_can_be_sold_nothing_any_more_gets_what_is_unsold_b
     assert "lags, and there was nothing to sell to it" in shop.told("ann-1")
 
 
+def test_a_parked_job_gets_the_gpus_it_is_on_though_the_booking_is_elsewhere() -> None:
+    gpus = gpus_of(2, 4)
+    booking = Booking(((10, ((NodeId("n01"), 3),)),), ends_at=1100.0, utility=1.0, price=1.0, made_at=1000.0)
+    parked = (gpus[0].gpu, gpus[1].gpu)
+    app = replace(app_of("a", demand_max=3, only=parked), jobs=(parked,), booking=booking)
+    view = replace(view_of(gpus, [app]), now=1050.0)
+    assert settled(view, Oasis(KNOBS).allocate(view, {}))["a"].gpus == parked
+
+
 def test_who_says_that_nothing_is_left_and_is_not_over_gets_what_is_unsold() -> None:
     shop = Shop()
     shop.ask("ann-1", 4)

@@ -419,7 +419,7 @@ class _Round:
                 self._note(app, self._deal.renew(app))
         for app in (*lagging, *unmet):
             if not (app.kept or self._deal.got[app.app]):
-                self._note(app, self._deal.fill(app, app.gang))
+                self._note(app, self._deal.fill(app, _least(app)))
         for app in early:
             if not (app.kept or self._deal.got[app.app]):
                 count = min(self._next_count(app, self._slot + 1), len(self._deal.left))
@@ -494,6 +494,12 @@ class _Round:
         if not booked:
             return f"has booked nothing in this slot{self._next_told(app.booking)}, {ends}{ahead}"
         return f"has booked {gpus(booked)} in this slot, {ends}{miss}{also}"
+
+
+def _least(app: AppView) -> int:
+    """Return how many GPUs an app needs to run at all: a gang, or those that a parked job of it goes on on."""
+    parked = [len(gpus) for gpus in app.jobs if gpus] if app.only is not None else []
+    return min(parked, default=app.gang)
 
 
 def _span(seconds: float) -> str:
