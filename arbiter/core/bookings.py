@@ -30,7 +30,7 @@ def sell(turn: Turn, app: App) -> Admission:
     """Ask the policy for a booking, and keep what it answers; an app that has one asks for the rest of its work."""
     policy = turn.policy
     assert isinstance(policy, Seller)
-    market = Market(turn.now, _usable(turn), _others(turn, app), turn.state.asked)
+    market = Market(turn.now, _usable(turn), _others(turn, app), turn.state.asked, _nodes_of(turn, app))
     left_gpu_s = left_of(app, len(turn.index.gpus.get(app.id, ())), turn.now)
     verdict = policy.sell(market, replace(asking(app), left_gpu_s=left_gpu_s, left_at=turn.now))
     if verdict.asked is not None and app.booking is None:
@@ -142,6 +142,13 @@ def _usable(turn: Turn) -> tuple[tuple[NodeId, int], ...]:
     state = turn.state
     counts = Counter(gpu.node for gpu in state.gpus.values() if model.is_first(gpu.id) and model.usable(state, gpu))
     return tuple(sorted(counts.items()))
+
+
+def _nodes_of(turn: Turn, app: App) -> tuple[NodeId, ...]:
+    """Return the nodes on which jobs of an app run or are parked, as far as they are in service."""
+    known = turn.state.gpus
+    gpus = (known[gpu] for job in app.jobs for gpu in job.gpus if gpu in known)
+    return tuple(sorted({gpu.node for gpu in gpus if model.usable(turn.state, gpu)}))
 
 
 def _others(turn: Turn, app: App) -> tuple[Booking, ...]:

@@ -101,6 +101,7 @@ class Market(Struct, frozen=True):
     gpus: tuple[tuple[NodeId, int], ...]
     bookings: tuple[Booking, ...]
     asked: tuple[Asked, ...] = ()  #: the apps that have asked last, the newest last
+    homes: tuple[NodeId, ...] = ()  #: where jobs of the app that asks run or are parked
 
 
 class AppView(Struct, frozen=True):

@@ -271,6 +271,18 @@ def test_a_parked_job_gets_the_gpus_it_is_on_though_the_booking_is_elsewhere() -
     assert settled(view, Oasis(KNOBS).allocate(view, {}))["a"].gpus == parked
 
 
+def test_who_has_jobs_on_a_node_books_there_again_though_another_is_cheaper() -> None:
+    nodes = ((NodeId("n1"), 4), (NodeId("n2"), 4))
+    taken = Booking(((10, ((NodeId("n2"), 2),)), (11, ((NodeId("n2"), 2),))), 1300.0, 1.0, 1.0, 1000.0)
+    first = Booking(((9, ((NodeId("n2"), 2),)),), 1000.0, 1.0, 1.0, 900.0)
+    app = replace(app_of("a", demand_max=2, gang=2), left_gpu_s=200.0, utility=PATIENT, arrived_at=900.0)
+    for homes, node in (((), "n1"), ((NodeId("n2"),), "n2")):
+        market = Market(1000.0, nodes, (taken,), homes=homes)
+        booking = Oasis(KNOBS).sell(market, replace(app, booking=first)).booking
+        assert booking is not None
+        assert {place for _, gpus in booking.slots for place, _ in gpus} == {NodeId(node)}
+
+
 def test_who_says_that_nothing_is_left_and_is_not_over_gets_what_is_unsold() -> None:
     shop = Shop()
     shop.ask("ann-1", 4)

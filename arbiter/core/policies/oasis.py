@@ -230,10 +230,14 @@ class _Sale:
     def _homes(self, pool: Pool) -> list[list[int]]:
         """Return the sets of nodes on which the app may lie: all together, or one; of equal nodes the first.
 
+        Who has jobs somewhere books there again: what is parked cannot go on elsewhere, and others would have to move.
         Of many different nodes those that have sold least until its target are looked at: each is a programme.
         """
         if self._app.spans:
             return [list(range(len(self._nodes)))]
+        there = [[place] for place, node in enumerate(self._nodes) if node in self._market.homes]
+        if there:
+            return there
         homes: dict[bytes, int] = {}
         for node in range(len(self._nodes)):
             if pool.capacity[node, 0] >= self._app.gang:
