@@ -133,7 +133,10 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ("[arbiter]\nquantum_s = 0.0\n", "quantum_s is 0"),
         ("[arbiter]\nsharing = 'sometimes'\n", "arbiter.sharing"),
         ("[arbiter.policy_settings]\ngandiva_idle_s = -1.0\n", "gandiva_idle_s is -1"),
-        ("[arbiter]\nlease_s = 'long'\n", "arbiter.lease_s must be a number, and is text; see docs/operations.md"),
+        (
+            "[arbiter]\nlease_s = 'long'\n",
+            "arbiter.lease_s must be a number, and is text; the files in systemd/ show",
+        ),
         (
             "[arbiter]\npolicy = 'las'\n[arbiter.policy_settings]\nlas_threshold_gpu_s = 0.0\n",
             "las_threshold_gpu_s is 0",
