@@ -8,6 +8,7 @@ change hands.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import subprocess
 import sys
@@ -144,6 +145,10 @@ async def test_an_arbiter_of_an_older_epoch_is_obeyed_by_nobody(cluster: Cluster
     until(lambda: len(cluster.arbiter.logged("bus.connected")) == 2, "the arbiter leads again")
     old, new = [line["epoch"] for line in cluster.arbiter.logged("bus.connected")]
     assert new > old
+    (config,) = [each for each in cluster.site.nodes if each.node == node]
+    kept = Path(config.state_dir) / "agent.json"
+    # Until the node has heard of the newer one it must obey the older, as if that had only been slow.
+    until(lambda: json.loads(kept.read_text())["epoch"] == new, f"{node} has heard of the new arbiter")
     workers = pids_on(cluster, node)
     await say_as_arbiter(cluster, NodePlan(NodeId(node), old, 2**40, (), ()))
     cluster.wait_progress(50)
