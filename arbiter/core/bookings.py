@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import lru_cache
 
 from msgspec.structs import replace
 
-from arbiter.core import model
+from arbiter.core import model, sharing
 from arbiter.core.model import App, ArbiterSettings, State
-from arbiter.core.policy import Admission, AppView, Booking, Market, Seller
+from arbiter.core.policy import Admission, AppView, Booking, Market, Policy, Seller
 from arbiter.core.turn import Index, Turn, policy_of
 from protocol.messages import NodeId
 
@@ -21,23 +22,40 @@ from protocol.messages import NodeId
 ASKED_MAX = 256
 
 
+@lru_cache(maxsize=8)
+def _seller(policy: Policy) -> Seller | None:
+    """Return the policy if it sells GPUs; remembered, since Python takes microseconds to tell and every event asks."""
+    return policy if isinstance(policy, Seller) else None
+
+
 def sells(turn: Turn) -> bool:
     """Whether the policy sells GPUs."""
-    return isinstance(turn.policy, Seller)
+    return _seller(turn.policy) is not None
 
 
 def sell(turn: Turn, app: App) -> Admission:
     """Ask the policy for a booking, and keep what it answers; an app that has one asks for the rest of its work."""
-    policy = turn.policy
-    assert isinstance(policy, Seller)
-    market = Market(turn.now, _usable(turn), _others(turn, app), turn.state.asked, _nodes_of(turn, app))
-    left_gpu_s = left_of(app, len(turn.index.gpus.get(app.id, ())), turn.now)
-    verdict = policy.sell(market, replace(asking(app), left_gpu_s=left_gpu_s, left_at=turn.now))
+    policy = _seller(turn.policy)
+    assert policy is not None
+    others = [turn.state.apps[other] for _, other in turn.index.order if other != app.id]
+    booked = [other for other in others if other.booking is not None]
+    homes = {each.id: there for each in (app, *booked) if (there := _nodes_of(turn, each))}
+    market = Market(turn.now, _usable(turn), tuple(_asking_now(turn, each) for each in booked), turn.state.asked, homes)
+    verdict = policy.sell(market, _asking_now(turn, app))
     if verdict.asked is not None and app.booking is None:
         turn.state.asked = (*turn.state.asked, verdict.asked)[-ASKED_MAX:]
     if verdict.booking is not None:
         turn.state.apps[app.id] = replace(turn.state.apps[app.id], booking=verdict.booking)
+    for other, booking, why in verdict.moved:
+        turn.state.apps[other] = replace(turn.state.apps[other], booking=booking)
+        turn.tell(other, why)
     return verdict
+
+
+def _asking_now(turn: Turn, app: App) -> AppView:
+    """Return an app as it would ask for what is left of its work."""
+    left_gpu_s = left_of(app, len(turn.index.gpus.get(app.id, ())), turn.now)
+    return replace(asking(app), left_gpu_s=left_gpu_s, left_at=turn.now)
 
 
 def asking(app: App) -> AppView:
@@ -64,8 +82,8 @@ def asking(app: App) -> AppView:
 
 def renew(turn: Turn) -> None:
     """At the beginning of a slot, or with other GPUs: book anew for apps whose booking is not enough any more."""
-    policy = turn.policy
-    if not isinstance(policy, Seller):
+    policy = _seller(turn.policy)
+    if policy is None:
         return
     here = (math.floor(turn.now / policy.slot_s), turn.index.census()[1])
     if here == turn.state.slot:
@@ -89,8 +107,8 @@ def renew(turn: Turn) -> None:
 
 def reprice(turn: Turn, before: ArbiterSettings) -> None:
     """After a change of the settings: what was booked in slots of another length, or long ago, is booked anew."""
-    policy, old = turn.policy, policy_of(before.policy, before.policy_settings)
-    if not isinstance(policy, Seller) or (isinstance(old, Seller) and old.slot_s == policy.slot_s):
+    policy, old = _seller(turn.policy), _seller(policy_of(before.policy, before.policy_settings))
+    if policy is None or (old is not None and old.slot_s == policy.slot_s):
         return
     for app_id, app in sorted(turn.state.apps.items()):
         if app.booking is not None:
@@ -125,8 +143,8 @@ def left_of(app: App, held: int, now: float) -> float | None:
 
 def deadline(state: State, index: Index) -> float | None:
     """Return when bookings must be looked at, or None."""
-    policy = policy_of(state.settings.policy, state.settings.policy_settings)
-    if not isinstance(policy, Seller) or not index.active:
+    policy = _seller(policy_of(state.settings.policy, state.settings.policy_settings))
+    if policy is None or not index.active:
         return None
     ready_at = state.started_at + state.settings.admission_wait_s
     if state.slot[1] < 0 and state.now < ready_at:
@@ -145,13 +163,12 @@ def _usable(turn: Turn) -> tuple[tuple[NodeId, int], ...]:
 
 
 def _nodes_of(turn: Turn, app: App) -> tuple[NodeId, ...]:
-    """Return the nodes on which jobs of an app run or are parked, as far as they are in service."""
+    """Return the nodes on which jobs of an app run or are parked, as far as they are in service.
+
+    One that may lie on several is bound to them only while it is parked.
+    """
+    if app.spans and sharing.only(turn, app, ()) is None:
+        return ()
     known = turn.state.gpus
     gpus = (known[gpu] for job in app.jobs for gpu in job.gpus if gpu in known)
     return tuple(sorted({gpu.node for gpu in gpus if model.usable(turn.state, gpu)}))
-
-
-def _others(turn: Turn, app: App) -> tuple[Booking, ...]:
-    """Return the bookings of all apps but this one."""
-    apps = (turn.state.apps[app_id] for _, app_id in turn.index.order if app_id != app.id)
-    return tuple(each.booking for each in apps if each.booking is not None)

@@ -7,6 +7,7 @@ Times are UNIX seconds as given to `handle`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct, field
@@ -34,6 +35,7 @@ from protocol.messages import (
     TaskPhase,
     TenantId,
     Utility,
+    device_of,
 )
 
 #: When a lease ends that does not end by time; far beyond any clock, and still a number that a wire carries.
@@ -63,6 +65,7 @@ class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     seats: int = 4  #: the most jobs on one GPU, where GPUs are shared
     quantum_s: float = 60.0  #: how long a job's turn on a shared GPU lasts at least
     tenants: tuple[TenantTerms, ...] = ()  #: what tenants are due; those that are not named have weight 1
+    tenants_only: bool = False  #: refuse apps of tenants that are not named in `tenants`
 
     @property
     def solver_budget_s(self) -> float:
@@ -284,6 +287,18 @@ class Claim(Struct, frozen=True):
     confidence: float
 
 
+def _apart(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs that can run at once: of those that are parked on one GPU the first, for whom the others wait."""
+    taken: set[GpuId] = set()
+    apart = []
+    for job in jobs:
+        devices = {device_of(gpu) for gpu in job.gpus}
+        if taken.isdisjoint(devices):
+            taken |= devices
+            apart.append(job)
+    return apart
+
+
 class App(Struct, frozen=True):
     """One app: its wish, where it stands, and what it has had."""
 
@@ -351,10 +366,12 @@ class App(Struct, frozen=True):
     @property
     def only(self) -> tuple[GpuId, ...] | None:
         """The only GPUs it can use, if only parked jobs want more than they have; such jobs cannot move. None: any."""
-        named = tuple(sorted(gpu for job in self.jobs for gpu in job.gpus))
         parked = [job for job in self.jobs if job.suspended]
-        if parked and len(parked) == len(self.jobs):
-            return named
+        if not parked:
+            return None
+        if len(parked) == len(self.jobs):
+            return tuple(sorted(gpu for job in _apart(parked) for gpu in job.gpus))
+        named = tuple(sorted(gpu for job in self.jobs for gpu in job.gpus))
         # Jobs that wait, but not for GPUs (a search goes on without them for now), are no reason to give it any.
         return named if any(job.gpus for job in parked) and self.demand_max <= len(named) else None
 

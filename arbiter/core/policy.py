@@ -80,6 +80,8 @@ class Booking(Struct, frozen=True):
     price: float  #: what it was to pay for that
     made_at: float
     again: int = 0  #: how often it was booked anew because it lagged, or GPUs were lost
+    told: float = 0.0  #: what it was worth by its first booking
+    worth: float = 0.0  #: theta1 of its utility when it was admitted: who declares none is worth its GPU-hours
 
     def at(self, slot: int) -> tuple[tuple[NodeId, int], ...]:
         """Return the GPUs of one slot, by node."""
@@ -99,9 +101,9 @@ class Market(Struct, frozen=True):
 
     now: float
     gpus: tuple[tuple[NodeId, int], ...]
-    bookings: tuple[Booking, ...]
+    booked: tuple[AppView, ...]  #: the others that have a booking, by arrival
     asked: tuple[Asked, ...] = ()  #: the apps that have asked last, the newest last
-    homes: tuple[NodeId, ...] = ()  #: where jobs of the app that asks run or are parked
+    homes: Mapping[AppId, tuple[NodeId, ...]] = {}  #: where jobs of these, and of the app that asks, lie
 
 
 class AppView(Struct, frozen=True):
@@ -263,6 +265,9 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     oasis_price_max: float = 0.0  #: `oasis`: U, the price of a GPU-hour of a full node; 0: by the apps seen
     oasis_price_min: float = 0.0  #: `oasis`: L, the price of a GPU-hour of an empty node; 0: by the apps seen
     oasis_margin: float = 0.1  #: `oasis`: books so much more than the work that apps say is left
+    #: `oasis`: apps that are booked are moved where all are worth more; off: as published.
+    oasis_second_look: bool = True
+    oasis_promise: float = 0.5  #: `oasis`: who is moved keeps at least this part of what it was told it would be worth
     #: `rrh`: an app starts if its reward, in units of worth per GPU-hour, is more than this.
     rrh_threshold: float = 0.0
     dorm_fairness: float = 0.1  #: `dorm`: the shares of all apps may differ from their fair ones by this in all
@@ -348,6 +353,8 @@ class Admission(Struct, frozen=True):
     admitted: bool
     reason: str = ""
     booking: Booking | None = None  #: what it has bought, of a policy that sells
+    #: Others that are booked anew to make room, and what they are told.
+    moved: tuple[tuple[AppId, Booking, str], ...] = ()
     asked: Asked | None = None  #: what of this app is to be remembered for prices
 
 
@@ -357,6 +364,8 @@ class Policy(Protocol):
     probes: ClassVar[bool]  #: whether a round first asks every app for its rho (phase 1)
     tenure: ClassVar[Tenure]
     shares: ClassVar[bool]  #: whether it deals with all seats of shared GPUs itself; others see one seat of each
+
+    def __hash__(self) -> int: ...  # what is known of a policy may be remembered
 
     def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
         """Say whether `app` may enter a cluster of these GPUs."""

@@ -4,13 +4,16 @@ OASiS (INFOCOM 2018; PAPERS.md section 5) in its own model of slots, worker host
 schedules and prices that the policy `oasis` uses live (`arbiter/core/pricing`); the model and what was chosen in it are
 described in `benchmarks/papers/slots.py`. Parts:
 
-*utility*: total utility of OASiS, FIFO, DRF, RRH and Dorm as jobs get more; U and L are learnt from *other* jobs drawn
-alike (another seed); *target*: how close to their target jobs end; *offline*: the exact offline optimum over OASiS's on
-instances of 10 jobs; *speed*: how long a decision takes as slots, hosts and chunks grow; *bounds*: U and L taken too
-low and too high, and as printed in the paper; *drawn*: the same as *utility* where baselines' numbers of workers are
-drawn from 1 to 30; *live*: the policies of the arbiter in the simulator, GPUs only, all-reduce.
+*utility*: total utility of OASiS (as the policy `oasis` is, and *booked once* as published), FIFO, DRF, RRH and Dorm as
+jobs get more; U and L are learnt from *other* jobs drawn alike (another seed); *target*: how close to their target jobs
+end; *offline*: the exact offline optimum over OASiS's on instances of 10 jobs; *speed*: how long a decision takes as
+slots, hosts and chunks grow; *bounds*: U and L taken too low and too high, and as printed in the paper; *drawn*: the
+same as *utility* where baselines' numbers of workers are drawn from 1 to 30; *live*: the policies of the arbiter in the
+simulator, GPUs only, all-reduce.
 
-How U and L are learnt was chosen on seeds 1 to 3 (their history: 1001 to 1003); the seeds reported are others.
+How U and L are learnt was chosen on seeds 1 to 3 (their history: 1001 to 1003) and revised once after 10 and 11, which
+`--quick` reports; the second look was made on seeds 1 to 6 and, in the simulator, 10 and 11. Nothing was chosen on the
+seeds of the full evaluation.
 """
 
 from __future__ import annotations
@@ -63,6 +66,7 @@ GOAL_RATIO, GOAL_S = 1.5, 1.0
 #: Jobs drawn from another seed, so that U and L are known from experience and not from the jobs to come.
 HISTORY = 10_000
 NAMES = ("oasis", "fifo", "drf", "rrh", "dorm")
+ONCE = "oasis, booked once"  #: as published: without a second look at what is booked
 URGENT = 1.0  #: jobs whose theta2 is more than this have a target that matters
 
 
@@ -87,15 +91,15 @@ FULL = Plan(
     loads=(25, 50, 100, 150, 200),
     slots=100,
     hosts=50,
-    seeds=(10, 11, 12, 13, 14),
-    offline_seeds=tuple(range(10, 40)),
+    seeds=(20, 21, 22, 23, 24),
+    offline_seeds=tuple(range(20, 50)),
     offline_limit_s=120.0,
     speed_slots=(50, 100, 200, 300),
     speed_hosts=(10, 25, 50, 100),
     speed_chunks=(1250, 2500, 5000, 10_000, 20_000),
     factors=(0.1, 0.3, 1.0, 3.0, 10.0),
     live_apps=60,
-    live_seeds=(10, 11, 12),
+    live_seeds=(20, 21, 22),
 )
 QUICK = replace(
     FULL,
@@ -123,8 +127,9 @@ def run(draw_: Draw, seed: int, name: str, fixed: str = "enough") -> tuple[list[
     key = draw_, seed, name, fixed
     if key not in RUNS:
         jobs = draw(draw_, seed, fixed=fixed)
-        if name == "oasis":
-            ended = oasis(jobs, draw_, learnt(draw(draw_, seed + HISTORY), draw_))
+        if name in ("oasis", ONCE):
+            promise = Settings().oasis_promise if name == "oasis" else None
+            ended = oasis(jobs, draw_, learnt(draw(draw_, seed + HISTORY), draw_), promise=promise)
         else:
             ended = play(jobs, draw_, baselines()[name])
         RUNS[key] = jobs, ended
@@ -140,12 +145,13 @@ def utility_part(plan: Plan, fixed: str = "enough") -> Findings:
     claims, rows = [], []
     for jobs in plan.loads:
         case = Draw(jobs, plan.slots, plan.hosts)
-        totals = {name: [total(run(case, seed, name, fixed)) for seed in plan.seeds] for name in NAMES}
+        shown = (NAMES[0], ONCE, *NAMES[1:])
+        totals = {name: [total(run(case, seed, name, fixed)) for seed in plan.seeds] for name in shown}
         ends = {
             name: mean([sum(each.took is not None for each in run(case, seed, name, fixed)[1]) for seed in plan.seeds])
-            for name in NAMES
+            for name in shown
         }
-        rows.append((str(jobs), *(f"{said(totals[name], '.0f')} ({ends[name]:.0f})" for name in NAMES)))
+        rows.append((str(jobs), *(f"{said(totals[name], '.0f')} ({ends[name]:.0f})" for name in shown)))
         for name in NAMES[1:]:
             ratios = [ours / other for ours, other in zip(totals["oasis"], totals[name], strict=True)]
             claims.append(
@@ -158,7 +164,7 @@ def utility_part(plan: Plan, fixed: str = "enough") -> Findings:
                 )
             )
     title = f"total utility (jobs ended); fixed numbers of workers {fixed}"
-    return claims, [Table(title, ("jobs", *NAMES), tuple(rows))]
+    return claims, [Table(title, ("jobs", NAMES[0], ONCE, *NAMES[1:]), tuple(rows))]
 
 
 def drawn_part(plan: Plan) -> Findings:
@@ -240,7 +246,7 @@ def offline_part(plan: Plan) -> Findings:
         )
         ours = math.fsum(each.utility for each in oasis(jobs, SMALL, learnt(draw(SMALL, seed + HISTORY), SMALL)))
         exact_bounds = printed_bounds(jobs, SMALL)
-        exact = math.fsum(each.utility for each in oasis(jobs, SMALL, exact_bounds))
+        exact = math.fsum(each.utility for each in oasis(jobs, SMALL, exact_bounds, promise=None))
         # Where the solver ran out of time its bound stands for the optimum, which makes the ratio look worse.
         ratios.append(best.bound / ours)
         bound_kept = bound_kept and best.utility <= ratio_bound(exact_bounds) * exact * (1 + 1e-9)
@@ -262,7 +268,7 @@ def offline_part(plan: Plan) -> Findings:
             bound_kept,
         ),
     ]
-    columns = ("seed", "optimum", "proven", "oasis, U and L learnt", "oasis, U and L as printed")
+    columns = ("seed", "optimum", "proven", "oasis, U and L learnt", "booked once, U and L as printed")
     return claims, [Table("offline optimum, 10 jobs, 10 slots, 2 + 2 hosts", columns, tuple(rows))]
 
 

@@ -12,8 +12,8 @@ Jobs are drawn from the ranges that PAPERS.md section 5 recalls. What it leaves 
 FIFO serves in order of arrival, whole numbers of workers, nobody overtakes. DRF fills progressively, worker by worker,
 anew in every slot. RRH admits a job on arrival if its reward is positive, and starts those that wait in order of their
 reward (`pricing.reward`). Dorm partitions anew when a job has come or gone (`pricing.dorm`), from one worker to N. All
-but OASiS may move workers between hosts in every slot for nothing, and count work in fractions of a chunk, which
-favours them a little.
+may move workers between hosts in every slot for nothing. A chunk that a slot does not finish goes on in the next; the
+paper's Algorithm 2 begins it again, which would cost OASiS alone.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from arbiter.core.policy import Settings
 from arbiter.core.pricing.dorm import Tenant, dominant, partition
 from arbiter.core.pricing.offline import OfflineJob
-from arbiter.core.pricing.prices import Bounds, Priced, bounds_of, learnt_bounds, scaled, seen_of
+from arbiter.core.pricing.prices import Bounds, Priced, bounds_of, density, learnt_bounds, scaled, seen_of
 from arbiter.core.pricing.reward import Candidate, rewards
-from arbiter.core.pricing.schedule import Pool, Prospects, Request, Servers, sell
+from arbiter.core.pricing.room import Booked, look, make_room
+from arbiter.core.pricing.schedule import Pool, Request, Schedule, Servers, sell
 from arbiter.core.pricing.utility import Sigmoid
 
 Floats = NDArray[np.float64]
@@ -141,18 +143,13 @@ def parts(host: Sequence[float], demand: Sequence[float]) -> tuple[float, ...]:
 
 
 def request_of(job: SlotJob) -> Request:
-    """Return a job as OASiS schedules it: by chunks (Alg. 2); of counts that do equally many the least."""
-    pairs: dict[int, int] = {}
-    for count in range(job.workers_max, 0, -1):
-        done = math.floor(count / job.chunk + 1e-9)
-        if done > 0:
-            pairs[done] = count
-    units = tuple(sorted(pairs))
+    """Return a job as OASiS schedules it, by slots of one worker: a chunk that is not done goes on in the next slot."""
+    counts = tuple(range(1, job.workers_max + 1))
     return Request(
         arrival=job.arrival,
-        work=job.units,
-        counts=tuple(pairs[done] for done in units),
-        units=units,
+        work=math.ceil(job.work - 1e-9),
+        counts=counts,
+        units=counts,
         demand=job.demand,
         sigmoid=job.sigmoid,
         servers=job.servers,
@@ -192,24 +189,77 @@ def learnt(jobs: Sequence[SlotJob], plan: Draw) -> tuple[Bounds, Bounds]:
     return found[0], found[1] or found[0]
 
 
-def oasis(jobs: Sequence[SlotJob], plan: Draw, bounds: tuple[Bounds, Bounds], *, factor: float = 1.0) -> list[Ended]:
-    """Return what becomes of the jobs under OASiS, U and L being `factor` times what `bounds` say."""
-    pools = [
+class Entered(Struct):
+    """A job that was admitted: what it was told it would be worth, and all its slots."""
+
+    number: int
+    job: SlotJob
+    request: Request
+    told: float
+    schedule: Schedule
+
+    def booked(self, now: int, promise: float) -> Booked:
+        """Return it as it would ask now for the rest of its work."""
+        done = sum(slot.count for slot in self.schedule.slots if slot.slot < now)
+        request = replace(
+            self.request, arrival=now, work=self.request.work - done, waited=float(now - self.request.arrival)
+        )
+        ahead = tuple(slot for slot in self.schedule.slots if slot.slot >= now)
+        (priced_,), _ = priced([replace(self.job, servers=None)])
+        return Booked(request, ahead, self.schedule.utility, promise * self.told, density(priced_))
+
+    def ended(self) -> Ended:
+        """Return what becomes of it."""
+        return Ended(self.schedule.utility, self.schedule.end + 1 - self.job.arrival)
+
+
+def oasis(
+    jobs: Sequence[SlotJob],
+    plan: Draw,
+    bounds: tuple[Bounds, Bounds],
+    *,
+    factor: float = 1.0,
+    promise: float | None = Settings().oasis_promise,
+) -> list[Ended]:
+    """Return what becomes of the jobs under OASiS, U and L being `factor` times what `bounds` say.
+
+    Those that are booked keep the part `promise` of what they were told when others come; None: they are never moved,
+    as published.
+    """
+    workers, servers = (
         Pool.empty(capacity, plan.slots, scaled(each, upper=factor, lower=factor))
         for capacity, each in zip(hosts_of(plan), bounds, strict=True)
-    ]
+    )
     ended = []
-    for job in jobs:
+    entered: list[Entered] = []
+    for number, job in enumerate(jobs):
         began = time.perf_counter()
         request = request_of(job)
-        found = Prospects(request, *pools, pruned=True).best() if request.counts else None
+        entered = [each for each in entered if each.schedule.end >= job.arrival]
+        found, _ = look(request, (), (workers, servers), pruned=True)
+        if promise is not None:
+            booked = [each.booked(job.arrival, promise) for each in entered]
+            room = make_room(request, booked, (workers, servers), found)
+            if room is not None:
+                for place, anew in room.moved:
+                    sell(booked[place].slots, booked[place].request, workers, servers, back=True)
+                    past = tuple(slot for slot in entered[place].schedule.slots if slot.slot < job.arrival)
+                    entered[place].schedule = replace(anew, slots=past + anew.slots)
+                for place, anew in room.moved:
+                    sell(anew.slots, booked[place].request, workers, servers)
+                    ended[entered[place].number] = replace(
+                        entered[place].ended(), decided_s=ended[entered[place].number].decided_s
+                    )
+                found = room.schedule
         took_s = time.perf_counter() - began
         if found is None or found.payoff <= 0.0:
             ended.append(Ended(0.0, None, took_s))
             continue
-        sell(found, request, *pools)
-        ended.append(Ended(found.utility, found.end + 1 - job.arrival, took_s))
-    assert all((pool.sold <= pool.capacity + 1e-6).all() for pool in pools), "more is sold than there is"
+        sell(found.slots, request, workers, servers)
+        entered.append(Entered(number, job, request, found.utility, found))
+        ended.append(replace(entered[-1].ended(), decided_s=took_s))
+    for pool in (workers, servers):
+        assert (pool.sold <= pool.capacity + 1e-6).all(), "more is sold than there is"
     return ended
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.model import Active, ArbiterSettings, Refused
 from arbiter.core.policies.oasis import HOMES_MAX, Oasis, _counts, _Sale
-from arbiter.core.policy import Booking, Market, Settings
+from arbiter.core.policy import AppView, Booking, GpuView, Market, Settings
 from arbiter.core.pricing.prices import BELOW, IDLE, QUIET
 from arbiter.core.pricing.utility import parse
 from protocol.messages import AppId, NodeId, Refusal, Utility
@@ -21,7 +22,14 @@ from tests.support.auctions import app_of, gpus_of, view_of
 
 SLOT_S = 100.0
 #: A GPU costs 1 for a slot of an empty node, and 100 of a full one.
-KNOBS = Settings(oasis_slot_s=SLOT_S, oasis_slots=20, oasis_margin=0.0, oasis_price_min=36.0, oasis_price_max=3600.0)
+KNOBS = Settings(
+    oasis_slot_s=SLOT_S,
+    oasis_slots=20,
+    oasis_margin=0.0,
+    oasis_price_min=36.0,
+    oasis_price_max=3600.0,
+    oasis_second_look=False,
+)
 SETTINGS = ArbiterSettings(
     policy="oasis",
     policy_settings=KNOBS,
@@ -91,6 +99,11 @@ def test_an_app_is_admitted_with_its_schedule_its_price_and_when_it_ends() -> No
     assert len(shop.held("ann-1")) == 4
 
 
+def advised(refusal: str) -> Utility:
+    """Return the last `--utility` that a refusal says would be admitted."""
+    return parse(re.findall(r"\(--utility (\S+)\)", refusal)[-1])
+
+
 def test_what_is_sold_raises_the_price_and_who_is_worth_less_is_refused_with_it() -> None:
     shop = Shop()
     shop.ask("ann-1", 4)
@@ -101,8 +114,19 @@ def test_what_is_sold_raises_the_price_and_who_is_worth_less_is_refused_with_it(
     reason = shop.reason("bob-1")
     assert "cost 2 (36 per GPU-hour) and it is worth 0.75" in reason
     assert "it would be admitted with a worth of more than 2 at any time instead of 0.75" in reason
-    shop.ask("bob-2", 2, parse("sigmoid:4.1,0,0"))
-    assert shop.counts("bob-2") == {11: 2}
+    assert advised(reason) == parse("none:2.002")
+    shop.ask("bob-2", 2, parse("sigmoid:4,0,0"))
+    assert isinstance(shop.arbiter.state.apps[AppId("bob-2")].state, Refused)
+    shop.ask("bob-3", 2, advised(reason))
+    assert shop.counts("bob-3") == {11: 2}
+
+
+def test_who_would_end_when_it_is_worth_nothing_is_told_of_no_delay_that_would_not_help() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 4)
+    shop.ask("bob-1", 2, parse("sigmoid:1.5,360/h,10s"))  # the price alone is 2
+    assert "is refused" in shop.reason("bob-1")
+    assert "only after" not in shop.reason("bob-1")
 
 
 def test_the_rest_of_a_slot_that_has_begun_is_sold_too() -> None:
@@ -119,7 +143,7 @@ def test_a_deadline_that_cannot_be_met_is_refused_with_the_one_that_can() -> Non
     assert shop.counts("ann-1") == dict.fromkeys(range(10, 14), 4)
     shop.ask("bob-1", 4, parse("deadline:200s,50"))
     assert "half its worth only after" in shop.reason("bob-1")
-    shop.ask("bob-2", 4, parse("deadline:600s,50"))
+    shop.ask("bob-2", 4, advised(shop.reason("bob-1")))
     assert min(shop.counts("bob-2")) >= 14
 
 
@@ -219,6 +243,221 @@ def test_unsold_gpus_are_lent_to_apps_without_a_booking_and_taken_back_when_sold
     assert (len(shop.held("zoe-1")), len(shop.held("ann-1"))) == (0, 4)
 
 
+# --- a second look ----------------------------------------------------------------------------------------------------
+
+
+def looking(**changes: float) -> ArbiterSettings:
+    return replace(SETTINGS, policy_settings=replace(KNOBS, oasis_second_look=True, **changes))
+
+
+def test_who_is_patient_makes_room_for_who_is_urgent_and_both_are_told() -> None:
+    shop = Shop(settings=looking())
+    shop.ask("ann-1", 16)
+    assert shop.counts("ann-1") == dict.fromkeys(range(10, 14), 4)
+    shop.settle()
+    shop.ask("bob-1", 4, parse("deadline:200s,50"))
+    assert max(shop.counts("bob-1")) <= 11
+    both = {slot: shop.counts("ann-1").get(slot, 0) + shop.counts("bob-1").get(slot, 0) for slot in range(10, 16)}
+    assert max(both.values()) == 4
+    assert sum(both.values()) >= 20
+    assert "1 app had booked before and made room" in shop.told("bob-1")
+    assert "is booked anew, as bob-1 has come and all are worth more so" in shop.told("ann-1")
+    assert "it is worth 200 then, 200 by its first booking" in shop.told("ann-1")
+    shop.wait(1101.0 - shop.now)
+    shop.settle()
+    assert len(shop.held("bob-1")) == 4
+
+
+def test_nobody_is_moved_that_would_lose_more_than_the_newcomer_gains() -> None:
+    shop = Shop(settings=looking(oasis_promise=0.0))
+    shop.ask("ann-1", 8, parse("deadline:200s,200"))
+    before = shop.booking("ann-1")
+    shop.ask("bob-1", 8, parse("deadline:200s,150"))
+    assert "is refused" in shop.reason("bob-1")
+    assert shop.booking("ann-1") == before
+    shop.ask("bob-2", 8, parse("deadline:200s,400"))
+    assert shop.counts("bob-2") == {10: 4, 11: 4}
+
+
+@pytest.mark.parametrize(("promise", "moved"), [(0.75, False), (0.5, True)])
+def test_who_is_moved_keeps_what_it_was_promised_of_its_first_booking(promise: float, moved: bool) -> None:
+    """Ann is worth 95 after a slot and 62 after two: two thirds."""
+    shop = Shop(settings=looking(oasis_promise=promise))
+    shop.ask("ann-1", 4, parse("sigmoid:100,90/h,220s"))
+    told = shop.booking("ann-1").told
+    shop.ask("bob-1", 4, parse("deadline:100s,300"))
+    assert (shop.arbiter.state.apps[AppId("bob-1")].booking is not None) is moved
+    after = shop.booking("ann-1")
+    assert after.told == told == pytest.approx(95.26, abs=0.01)
+    assert after.utility == pytest.approx(62.25 if moved else told, abs=0.01)
+    assert after.utility >= promise * told
+
+
+def sold(*nodes_slots: tuple[str, Sequence[int]]) -> list[AppView]:
+    """Bookings of all four GPUs that cannot be moved: nobody knows what they are worth."""
+    return [
+        replace(
+            app_of(f"f-{node}", demand_max=4),
+            booking=Booking(tuple((slot, ((NodeId(node), 4),)) for slot in slots), 2e3, 1e3, 1.0, 1e3),
+        )
+        for node, slots in nodes_slots
+    ]
+
+
+def mover(slots: Sequence[tuple[int, str]], **changes: object) -> AppView:
+    """An app of four GPUs that is booked so, and is worth 200 whenever it ends."""
+    booked = tuple((slot, ((NodeId(node), 4),)) for slot, node in slots)
+    booking = Booking(booked, (slots[-1][0] + 1) * SLOT_S, 200.0, 4.0, 900.0, told=200.0, worth=400.0)
+    app = replace(app_of("m", demand_max=4, gang=4), utility=PATIENT, arrived_at=900.0, booking=booking)
+    left = {"left_gpu_s": len(slots) * 4 * SLOT_S, "left_at": 1000.0}
+    return replace(app, **{**left, **changes})  # type: ignore[arg-type]
+
+
+def comer(text: str = "deadline:100s,300") -> AppView:
+    app = replace(app_of("z", demand_max=4, gang=4), utility=parse(text), arrived_at=1000.0)
+    return replace(app, left_gpu_s=400.0, left_at=1000.0)
+
+
+def moved_of(market: Market, **changes: object) -> dict[str, Booking] | None:
+    """Return who is moved for the comer, and how; None if that is refused."""
+    admission = Oasis(looking(**changes).policy_settings).sell(market, comer())  # type: ignore[arg-type]
+    return {app: booking for app, booking, _ in admission.moved} if admission.admitted else None
+
+
+NODES = ((NodeId("n1"), 4), (NodeId("n2"), 4))
+
+
+def test_who_has_jobs_on_a_node_is_moved_to_other_slots_of_that_node_only() -> None:
+    app, full = mover([(10, "n1")]), sold(("n1", [11]), ("n2", [10]))
+    moved = moved_of(Market(1000.0, NODES, (app, *full), homes={app.app: (NodeId("n1"),)}))
+    assert moved is not None
+    assert moved["m"].slots == ((12, ((NodeId("n1"), 4),)),)
+    full = sold(("n1", range(11, 30)), ("n2", [10]))
+    assert moved_of(Market(1000.0, NODES, (app, *full), homes={app.app: (NodeId("n1"),)})) is None
+    moved = moved_of(Market(1000.0, NODES, (app, *full)))
+    assert moved is not None
+    assert moved["m"].slots == ((11, ((NodeId("n2"), 4),)),)
+
+
+def test_a_node_that_is_as_full_as_others_is_found_if_it_is_there_that_room_can_be_made() -> None:
+    shop = Shop(settings=looking())
+    shop.node("n2", 4)
+    shop.ask("ann-1", 8, parse("deadline:200s,400"))
+    shop.ask("zed-1", 8, parse("none:20"))
+    shop.ask("bob-1", 4, parse("deadline:100s,100"))
+    assert shop.counts("bob-1") == {10: 4}
+    assert shop.counts("zed-1") == {11: 4, 12: 4}
+
+
+def test_bookings_of_before_and_apps_of_unknown_worth_are_not_moved() -> None:
+    app = mover([(10, "n1")])
+    assert app.booking is not None
+    before = replace(app, booking=replace(app.booking, told=0.0, worth=0.0))
+    full = sold(("n2", [10]))
+    assert moved_of(Market(1000.0, NODES, (app, *full))) is not None
+    assert moved_of(Market(1000.0, NODES, (before, *full))) is None
+    assert moved_of(Market(1000.0, NODES, (replace(app, utility=None), *full))) is None
+
+
+@pytest.mark.parametrize(("arrived_at", "moved"), [(1000.0, True), (900.0, False)])
+def test_a_promise_counts_from_when_the_app_came(arrived_at: float, moved: bool) -> None:
+    """Worth 200 until 250 s after it came, and next to nothing later; it would have to wait for slot 11."""
+    app = mover([(10, "n1")], arrived_at=arrived_at, utility=parse("sigmoid:200,3600/h,250s"))
+    if not moved:
+        app = replace(app, utility=parse("sigmoid:200,3600/h,250s"))
+    full = sold(("n2", [10, 11, 12]))
+    assert (moved_of(Market(1000.0, NODES, (app, *full))) is not None) is moved
+
+
+def test_who_lags_is_moved_only_where_it_loses_nothing_and_keeps_what_it_was_told() -> None:
+    shop = Shop(settings=looking(oasis_promise=1.0))
+    shop.ask("ann-1", 4, parse("sigmoid:100,30/h,400s"))
+    first = shop.booking("ann-1")
+    shop.settle()
+    shop.wait(1099.0 - shop.now)
+    shop.report("ann-1", 3)
+    shop.wait(1.0)
+    again = shop.booking("ann-1")
+    assert again.again == 1
+    assert again.told == first.told
+    assert again.utility < first.utility
+    shop.ask("bob-1", 3.9, parse("deadline:100s,90"))
+    assert "is refused" in shop.reason("bob-1")
+    assert shop.booking("ann-1") == again
+
+
+def test_worth_that_goes_by_gpu_hours_is_not_less_as_work_is_done() -> None:
+    knobs = {"oasis_price_min": 0.00036, "oasis_price_max": 0.036}
+    shop = Shop(settings=looking(**knobs))
+    shop.ask("ann-1", 16, parse("none"))
+    told = shop.booking("ann-1").told
+    shop.settle()
+    for slot in (11, 12):
+        shop.wait(SLOT_S * slot + 1 - shop.now)
+        shop.report("ann-1", 4.0 * (14 - slot) - 0.1)
+        shop.settle()
+    shop.ask("bob-1", 3, parse("deadline:100s,50"))
+    assert shop.counts("bob-1") == {12: 4}
+    assert shop.booking("ann-1").utility == pytest.approx(told)
+
+
+def test_nobody_is_moved_for_a_lower_price_alone() -> None:
+    shop = Shop(settings=looking())
+    shop.ask("ann-1", 3, parse("sigmoid:100,60/h,190s"), sizes=(3,))
+    before = shop.booking("ann-1")
+    shop.ask("bob-1", 1, parse("deadline:100s,100"), sizes=(1,))
+    assert shop.booking("bob-1").price == pytest.approx(31.62, abs=0.01)
+    assert shop.booking("ann-1") == before
+
+
+# --- a round while GPUs change hands ----------------------------------------------------------------------------------
+
+
+def booked(count: int, node: str = "n00") -> Booking:
+    return Booking(((10, ((NodeId(node), count),)),), 1100.0, 1.0, 1.0, 1000.0)
+
+
+def given(gpus: Sequence[GpuView], *apps: AppView) -> dict[str, tuple[str, ...]]:
+    view = replace(view_of(gpus, apps), now=1050.0)
+    return {app: outcome.gpus for app, outcome in settled(view, Oasis(KNOBS).allocate(view, {})).items()}
+
+
+def held_by(gpus: Sequence[GpuView], **holders: str) -> list[GpuView]:
+    """Return the GPUs with holders: `a="012"` holds the first three."""
+    owner = {int(place): AppId(app) for app, places in holders.items() for place in places}
+    return [replace(gpu, holder=owner.get(place)) for place, gpu in enumerate(gpus)]
+
+
+def test_an_app_gets_of_its_booking_only_what_it_can_run_on_and_the_rest_is_lent_to_nobody() -> None:
+    """Eight are booked; somebody is still leaving two of them, so six are there, and six are no size of its."""
+    gpus = gpus_of(6)
+    sizes = (1, 2, 4, 8)
+    app = replace(app_of("a", demand_max=8), sizes=sizes, booking=booked(8, gpus[0].node))
+    got = given(gpus, app, app_of("z", demand_max=4))
+    assert (len(got["a"]), len(got["z"])) == (4, 0)
+
+
+def test_who_has_just_begun_on_fewer_gpus_keeps_those_it_is_on_and_finds_the_others_free_a_moment_later() -> None:
+    gpus = held_by(gpus_of(8), a="234567")
+    on = tuple(gpu.gpu for gpu in gpus[4:])
+    held = tuple(gpu.gpu for gpu in gpus[2:])
+    app = replace(app_of("a", demand_max=4, renewable=held), booking=booked(8, gpus[0].node), jobs=(on,))
+    got = given(gpus, replace(app, sizes=(1, 2, 4, 8)), app_of("z", demand_max=8))
+    assert got["a"] == on
+    assert set(got["z"]) <= {gpu.gpu for gpu in gpus[2:4]}, "nobody is lent what was never anybody's"
+
+
+def test_apps_that_may_lie_on_several_nodes_stay_where_they_are_whichever_node_is_booked() -> None:
+    gpus = gpus_of(4, 4)
+    held = tuple(gpu.gpu for gpu in gpus[4:])
+    gpus = [replace(gpu, holder=AppId("a")) if gpu.gpu in held else gpu for gpu in gpus]
+    app = replace(app_of("a", demand_max=4, renewable=held), spans=True, booking=booked(4, gpus[0].node))
+    other = replace(app_of("b", demand_max=4), spans=True, booking=booked(4, gpus[4].node))
+    got = given(gpus, app, other)
+    assert got["a"] == held
+    assert set(got["b"]) == {gpu.gpu for gpu in gpus[:4]}
+
+
 # --- lagging ----------------------------------------------------------------------------------------------------------
 
 
@@ -271,13 +510,33 @@ def test_a_parked_job_gets_the_gpus_it_is_on_though_the_booking_is_elsewhere() -
     assert settled(view, Oasis(KNOBS).allocate(view, {}))["a"].gpus == parked
 
 
+@pytest.mark.parametrize(("others", "stays"), [(0, True), (2, True), (3, False)])
+def test_a_gang_on_several_nodes_stays_though_booked_elsewhere_unless_others_are_booked_there(
+    others: int, stays: bool
+) -> None:
+    """Parked to move it would go on where it was parked, and so on; oasis's fault world 20291."""
+    gpus = gpus_of(4, 4)
+    here, there = gpus[0].node, gpus[4].node
+    held = {gpus[0].gpu, gpus[4].gpu, gpus[5].gpu}
+    gpus = [replace(gpu, holder=AppId("a")) if gpu.gpu in held else gpu for gpu in gpus]
+    bookings = [
+        Booking(((10, ((node, count),)),), 1100.0, 1.0, 1.0, 1000.0) for node, count in ((here, 3), (there, others))
+    ]
+    gang = replace(app_of("a", demand_max=3, gang=3), spans=True, renewable=tuple(sorted(held)), booking=bookings[0])
+    view = view_of(gpus, [gang, replace(app_of("b", demand_max=4), booking=bookings[1] if others else None)])
+    got = settled(view, Oasis(KNOBS).allocate(replace(view, now=1050.0), {}))
+    assert (set(got["a"].gpus) == held) is stays
+    assert stays or set(got["a"].gpus) <= {gpu.gpu for gpu in gpus[:4]}
+    assert len(got["b"].gpus) >= others
+
+
 def test_who_has_jobs_on_a_node_books_there_again_though_another_is_cheaper() -> None:
     nodes = ((NodeId("n1"), 4), (NodeId("n2"), 4))
     taken = Booking(((10, ((NodeId("n2"), 2),)), (11, ((NodeId("n2"), 2),))), 1300.0, 1.0, 1.0, 1000.0)
     first = Booking(((9, ((NodeId("n2"), 2),)),), 1000.0, 1.0, 1.0, 900.0)
     app = replace(app_of("a", demand_max=2, gang=2), left_gpu_s=200.0, utility=PATIENT, arrived_at=900.0)
-    for homes, node in (((), "n1"), ((NodeId("n2"),), "n2")):
-        market = Market(1000.0, nodes, (taken,), homes=homes)
+    for homes, node in (({}, "n1"), ({app.app: (NodeId("n2"),)}, "n2")):
+        market = Market(1000.0, nodes, (replace(app_of("b"), booking=taken),), homes=homes)
         booking = Oasis(KNOBS).sell(market, replace(app, booking=first)).booking
         assert booking is not None
         assert {place for _, gpus in booking.slots for place, _ in gpus} == {NodeId(node)}
@@ -338,12 +597,13 @@ def test_of_many_different_nodes_some_are_looked_at_and_the_emptiest_is_among_th
         for number, (node, _) in enumerate(nodes)
         if number != 150
     )
-    market = Market(1000.0, nodes, bookings)
+    others = (replace(app_of(f"b{number}"), booking=each) for number, each in enumerate(bookings))
+    market = Market(1000.0, nodes, tuple(others))
     app = replace(app_of("a", demand_max=4), left_gpu_s=800.0, utility=PATIENT, arrived_at=1000.0)
     sale = _Sale(KNOBS, market, app)
-    homes = sale._homes(sale._pool())
+    homes = sale._homes(sale._pool(), app, sale._request)
     assert len(homes) == HOMES_MAX
-    assert homes[0] == [150]
+    assert homes[0] == (150,)
     booking = Oasis(KNOBS).sell(market, app).booking
     assert booking is not None
     assert {node for _, gpus in booking.slots for node, _ in gpus} == {NodeId("n150")}

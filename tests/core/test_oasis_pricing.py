@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from arbiter.core.pricing.offline import OfflineJob, optimum
@@ -24,8 +27,9 @@ from arbiter.core.pricing.prices import (
     scaled,
     seen_of,
 )
-from arbiter.core.pricing.schedule import Pool, Prospects, Request, Schedule, Servers, sell
-from arbiter.core.pricing.utility import Sigmoid, in_slots, parse
+from arbiter.core.pricing.room import GAIN, Booked, look, make_room, price_of
+from arbiter.core.pricing.schedule import Deployment, Pool, Prospects, Request, Schedule, Servers, sell
+from arbiter.core.pricing.utility import Sigmoid, in_slots, parse, written
 
 FREE = Bounds((math.log(100.0),), math.log(1.0))
 PATIENT = Sigmoid(200.0, 0.0, 0.0)
@@ -50,6 +54,24 @@ def test_people_write_deadlines_and_the_paper_writes_thetas() -> None:
     never = in_slots(parse("none:8"), slot_s=3600.0, work_gpu_s=1.0)
     assert [float(never.at(at)) for at in (0.0, 1e6)] == pytest.approx([8.0, 8.0])
     assert in_slots(parse("deadline:1h"), slot_s=3600.0, work_gpu_s=7200.0).worth == 2.0, "1 for each GPU-hour"
+
+
+@given(
+    st.floats(1e-3, 1e12), st.one_of(st.just(0.0), st.floats(1e-6, 1e12)), st.floats(0.0, 1e12), st.floats(1.0, 86400.0)
+)
+def test_a_utility_is_written_as_it_is_read_and_no_less_generous(
+    worth: float, decay_per_s: float, target_s: float, slot_s: float
+) -> None:
+    wanted = Sigmoid(worth, decay_per_s * slot_s, target_s / slot_s)
+    text = written(wanted, slot_s=slot_s)
+    if not text:  # nobody could write it
+        assert worth > 9e8 or decay_per_s > 2e5 or target_s > 9e11
+        return
+    read = in_slots(parse(text), slot_s=slot_s, work_gpu_s=0.0)
+    assert wanted.worth < read.worth <= 1.003 * wanted.worth
+    assert read.decay == pytest.approx(wanted.decay, rel=1e-3)
+    if decay_per_s:
+        assert wanted.target <= read.target <= 1.003 * wanted.target
 
 
 @pytest.mark.parametrize("text", ["", "soon", "deadline", "deadline:x", "soft:0", "sigmoid:1,2", "sigmoid:1,2/y,3h"])
@@ -239,7 +261,7 @@ def assert_is_what_it_says(schedule: Schedule, request: Request, workers: Pool, 
     assert done >= request.work
     assert cost == pytest.approx(schedule.cost)
     before, before_servers = workers.sold.copy(), servers.sold.copy()
-    sell(schedule, request, workers, servers)
+    sell(schedule.slots, request, workers, servers)
     assert (workers.sold <= workers.capacity + 1e-9).all() or (before > workers.capacity).any()
     assert (servers.sold <= servers.capacity + 1e-9).all()
     workers.sold, servers.sold = before, before_servers
@@ -357,7 +379,7 @@ def online(
         found = Prospects(request, *pools).best()
         if found is not None and found.payoff > 0:
             total += found.utility
-            sell(found, request, *pools)
+            sell(found.slots, request, *pools)
     assert all((pool.sold <= pool.capacity + 1e-9).all() for pool in pools)
     return total, [pool.bounds for pool in pools]
 
@@ -386,3 +408,117 @@ def test_the_offline_optimum_of_a_case_by_hand() -> None:
     assert best.utility == pytest.approx(15.0)
     assert best.ends[1] == 0
     assert best.ends[0] in (1, 2)
+
+
+# --- a second look ----------------------------------------------------------------------------------------------------
+
+
+def _rebuilt(pool: Pool, all_: Sequence[tuple[Request, Schedule]]) -> Pool:
+    again = Pool.empty(pool.capacity, len(pool.sold), pool.bounds)
+    for request, schedule in all_:
+        sell(schedule.slots, request, again)
+    return again
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_room_is_made_only_where_all_are_worth_more_and_nobody_gets_less_than_it_was_promised(seed: int) -> None:
+    dice = np.random.default_rng([seed, 77])
+    one_server = bool(dice.integers(2))
+    pool = Pool.empty(np.full((2, 1), 4.0), 8, Bounds((math.log(30.0),), math.log(0.5)))
+    homes = ((0,), (1,)) if one_server else ()
+
+    def drawn() -> Request:
+        sigmoid = Sigmoid(float(dice.uniform(5, 80)), float(dice.choice([0.0, 2.0])), float(dice.uniform(1, 5)))
+        return Request(
+            arrival=0,
+            work=int(dice.integers(2, 14)),
+            counts=(1, 2, 4),
+            units=(1, 2, 4),
+            demand=(1.0,),
+            sigmoid=sigmoid,
+            one_server=one_server,
+        )
+
+    held: list[tuple[Request, Schedule]] = []
+    while len(held) < 4:
+        found, _ = look(request := drawn(), homes, (pool, None))
+        if found is None or found.payoff <= 0.0:
+            break
+        sell(found.slots, request, pool)
+        held.append((request, found))
+    booked = [
+        Booked(request, each.slots, each.utility, 0.6 * each.utility, each.utility / request.work, homes)
+        for request, each in held
+    ]
+    newcomer, sold = drawn(), pool.sold.copy()
+    first, _ = look(newcomer, homes, (pool, None))
+    room = make_room(newcomer, booked, (pool, None), first)
+    assert (pool.sold == sold).all(), "the pool is as it was"
+    if room is None:
+        return
+    moved = dict(room.moved)
+    after = [(request, moved.get(place, each)) for place, (request, each) in enumerate(held)]
+    assert (_rebuilt(pool, [*after, (newcomer, room.schedule)]).sold <= pool.capacity + 1e-9).all()
+    assert all(each.utility >= 0.6 * old.utility for (_, each), (_, old) in zip(after, held, strict=True))
+    for request, each in (*after, (newcomer, room.schedule)):
+        assert sum(slot.count for slot in each.slots) >= request.work
+        assert not one_server or all(len(slot.workers) == 1 for slot in each.slots)
+    # What it brings, in payoffs at the prices of those who are not moved.
+    without = _rebuilt(pool, [each for place, each in enumerate(held) if place not in moved])
+
+    def payoffs(in_turn: Sequence[tuple[Request, Schedule]]) -> float:
+        trial, total = Pool(without.capacity, without.sold.copy(), without.bounds), 0.0
+        for request, each in in_turn:
+            cost = price_of(Booked(request, each.slots, 0.0, 0.0, 0.0), (trial, None))
+            sell(each.slots, request, trial)
+            total += each.utility - cost
+        return total
+
+    turn = [place for place, _ in room.moved]
+    before = payoffs([held[place] for place in turn]) + max(0.0, first.payoff if first else 0.0)
+    assert (
+        payoffs([(newcomer, room.schedule), *((held[place][0], moved[place]) for place in turn)])
+        > before + GAIN * room.schedule.utility
+    )
+
+
+def test_room_is_made_for_who_is_urgent_by_who_loses_nothing_and_not_by_who_would() -> None:
+    pool = Pool.empty(np.full((1, 1), 4.0), 4, Bounds((math.log(30.0),), math.log(0.5)))
+    patient = Request(0, 8, (1, 2, 4), (1, 2, 4), (1.0,), Sigmoid(60.0, 0.0, 0.0))
+    urgent = Request(0, 4, (4,), (4,), (1.0,), Sigmoid(60.0, 50.0, 1.5))
+    pool.sold[:2] = 4.0
+    held = Booked(patient, (Deployment(0, ((0, 4),)), Deployment(1, ((0, 4),))), 30.0, 30.0, 1.0)
+    room = make_room(urgent, [held], (pool, None), None)
+    assert room is not None
+    assert [slot.slot for slot in room.schedule.slots] == [0]
+    assert {slot.slot for slot in room.moved[0][1].slots} <= {1, 2, 3}
+    assert make_room(urgent, [replace(held, least=31.0)], (pool, None), None) is None
+
+
+def test_the_price_of_what_is_booked_is_that_of_what_is_left_of_the_slot_that_has_begun() -> None:
+    pool = Pool.empty(np.full((1, 1), 4.0), 3, Bounds((math.log(16.0),), 0.0))
+    pool.sold[1, 0, 0] = 2.0
+    request = Request(0, 4, (1, 2), (1, 2), (1.0,), Sigmoid(10.0, 0.0, 0.0), first_units=(0, 1), first_part=0.5)
+    slots = (Deployment(0, ((0, 2),)), Deployment(1, ((0, 1),)))
+    assert price_of(Booked(request, slots, 5.0, 0.0, 1.0), (pool, None)) == pytest.approx(0.5 * 2 * 1.0 + 4.0)
+
+
+def test_no_room_is_made_for_next_to_nothing_nor_beyond_the_work_that_may_be_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Worth 61 in the first slot and 59 or 40 in the second, which is free."""
+    pool = Pool.empty(np.full((1, 1), 4.0), 4, Bounds((math.log(30.0),), math.log(0.5)))
+    pool.sold[0] = 4.0
+    held = Booked(
+        Request(0, 4, (4,), (4,), (1.0,), Sigmoid(60.0, 0.0, 0.0)), (Deployment(0, ((0, 4),)),), 30.0, 30.0, 1.0
+    )
+    for later, moves in ((59.0, False), (40.0, True)):
+        decay = 2.0
+        target = 2.0 + math.log(later / (62.0 - later)) / decay
+        comer = Request(0, 4, (4,), (4,), (1.0,), Sigmoid(62.0, decay, target))
+        first, _ = look(comer, (), (pool, None))
+        assert first is not None
+        assert first.utility == pytest.approx(later)
+        assert (make_room(comer, [held], (pool, None), first) is not None) is moves
+    monkeypatch.setattr("arbiter.core.pricing.room.CELLS_MAX", 1.0)
+    assert make_room(comer, [held], (pool, None), first) is None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from arbiter.core.pricing.prices import Bounds
 from arbiter.core.pricing.schedule import Servers
 from arbiter.core.pricing.utility import Sigmoid
 from benchmarks.papers import oasis as evaluation
@@ -33,10 +36,19 @@ def test_workers_get_the_parameter_servers_that_they_need_or_are_not_put() -> No
     assert hosts.put(job(0, 4, 4), 4) == 2, "two workers are there already"
 
 
-def test_a_request_counts_chunks_and_of_equal_counts_the_least() -> None:
-    """A chunk takes 1.5 slots of a worker: two workers do one, three two, four two."""
+def test_a_request_counts_slots_of_a_worker_and_no_chunk_is_begun_twice() -> None:
+    """Six chunks of 1.5 slots of a worker each: nine in all."""
     request = request_of(replace(job(0, 6, 2), chunk=1.5))
-    assert (request.counts, request.units) == ((2, 3), (1, 2))
+    assert (request.work, request.counts, request.units) == (9, (1, 2, 3, 4), (1, 2, 3, 4))
+
+
+def test_a_second_look_moves_who_is_patient_and_nobody_below_what_it_was_promised() -> None:
+    bounds = Bounds((math.log(8.0),) * 4, math.log(0.1)), Bounds((0.0,) * 4, 0.0)
+    patient = replace(job(0, 8, 4), sigmoid=Sigmoid(20.0, 0.0, 0.0))
+    jobs = [patient, job(1, 4, 4, target=1.0)]
+    once, _ = oasis(jobs, ONE_HOST, bounds, promise=None)
+    assert [each.took for each in oasis(jobs, ONE_HOST, bounds, promise=None)] == [once.took, None]
+    assert [each.took for each in oasis(jobs, ONE_HOST, bounds, promise=1.0)] == [3, 1]
 
 
 def test_drawn_jobs_can_meet_their_targets_and_no_algorithm_does_more_than_there_is() -> None:
@@ -56,7 +68,7 @@ def test_a_claim_is_missed_if_one_seed_misses_it(monkeypatch: pytest.MonkeyPatch
     totals = {("oasis", 1): 2.0, ("oasis", 2): 1.0, ("fifo", 1): 1.0, ("fifo", 2): 1.5}
     known = {key: ([], [evaluation.Ended(value, 1)]) for key, value in totals.items()}
     monkeypatch.setattr(evaluation, "NAMES", ("oasis", "fifo"))
-    monkeypatch.setattr(evaluation, "run", lambda _case, seed, name, _fixed="": known[name, seed])
+    monkeypatch.setattr(evaluation, "run", lambda _case, seed, name, _fixed="": known[name.split(",")[0], seed])
     plan = replace(evaluation.QUICK, loads=(50,), seeds=(1, 2))
     claims, (table,) = evaluation.utility_part(plan)
     assert [claim.met for claim in claims] == [False]

@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from arbiter.core.policies.dealing import Deal, accepted, admit_what_fits, gpus
-from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Outcome, Settings, Tenure, View
+from arbiter.core.policies.dealing import Deal, Unauctioned, accepted, gpus
+from arbiter.core.policy import Allocation, AppView, Clock, Outcome, Settings, Tenure, View
 from arbiter.core.pricing.dorm import Tenant, partition
 from protocol.messages import AppId, Bid
 
 APPS_MAX = 400
 
 
-class Dorm:
+class Dorm(Unauctioned):
     """The partition that uses most GPUs, within bounds of fairness and change.
 
     Raises
@@ -32,9 +32,7 @@ class Dorm:
         For settings outside their range.
     """
 
-    probes: ClassVar[bool] = False
     tenure: ClassVar[Tenure] = "revocable"
-    shares: ClassVar[bool] = False
 
     def __init__(self, settings: Settings) -> None:
         for name in ("dorm_fairness", "dorm_adjusted"):
@@ -44,14 +42,6 @@ class Dorm:
         if settings.reasons_max < 0:
             raise ValueError(f"reasons_max is {settings.reasons_max}; it must be 0 or more")
         self._settings = settings
-
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        """Refuse an app whose gang fits no place that it accepts."""
-        return admit_what_fits(cluster, app)
-
-    def bidders(self, view: View) -> Sequence[AppId]:
-        """Return nobody: there is no auction."""
-        return ()
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return the partition, dealt out."""

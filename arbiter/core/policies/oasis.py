@@ -9,6 +9,10 @@ Work is booked with `oasis_margin` more, for what starting and saving take. Wher
 *Bounds of prices.* U and L of Eq. 22 are `oasis_price_max` and `oasis_price_min`, or else follow from what a GPU-hour
 was worth to the apps that asked last (`prices.learnt_bounds`, which says why not Eq. 23 and 24 as printed).
 
+*A second look* (`oasis_second_look`), which is ours: who would be refused, or end late, is tried in the place of apps
+that are booked (`pricing.room`). These are booked anew if all are worth more then, and keep at least `oasis_promise` of
+what they were told they would be worth.
+
 *In a slot* each app has what it has booked, whoever has these GPUs. Unsold GPUs do not idle, which is ours: apps whose
 booking is too small and for which nothing was left to sell (they lag) get a gang each; who has booked later slots only
 runs ahead; then come apps that declared no utility. Who holds more than it has booked keeps it until somebody needs it.
@@ -21,14 +25,16 @@ left, at any price, since it was admitted; it may end later than it was told.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
-from arbiter.core.policies.dealing import Deal, Holes, accepted, admit_what_fits, gpus, losses, pick
+from arbiter.core.policies.dealing import Deal, Holes, Unauctioned, accepted, gpus, losses, pick
 from arbiter.core.policy import (
     Admission,
     Allocation,
@@ -44,9 +50,10 @@ from arbiter.core.policy import (
     View,
 )
 from arbiter.core.pricing.prices import Bounds, Priced, Seen, density, learnt_bounds
-from arbiter.core.pricing.schedule import Pool, Prospects, Request, Schedule
-from arbiter.core.pricing.utility import in_slots
-from protocol.messages import AppId, Bid, NodeId
+from arbiter.core.pricing.room import Booked, is_content, look, make_room
+from arbiter.core.pricing.schedule import Deployment, Pool, Prospects, Request, Schedule
+from arbiter.core.pricing.utility import Sigmoid, in_slots, written
+from protocol.messages import AppId, Bid, GpuId, NodeId
 
 #: Of one GPU in one slot: what can be done in the rest of a slot is counted in such parts, rounded down.
 GRAIN = 8
@@ -60,11 +67,14 @@ HOPELESS = 0.01
 WORTH_MAX = 1e9
 #: The load that prices go by is of so many slots at least: what comes in a minute is not for that minute.
 LOAD_SLOTS = 24
+#: So many of those that are booked are looked at, those that are worth least for what they take, when one comes; of who
+#: may lie on any one node, so many nodes beside that of its booking.
+MOVABLE_MAX, OTHER_HOMES = 64, 3
 #: Most numbers of GPUs that are looked at for one app.
 COUNTS_MAX = 64
 
 
-class Oasis:
+class Oasis(Unauctioned):
     """Whoever is worth more than the price of what it takes is admitted, and gets what it has booked.
 
     Raises
@@ -73,9 +83,7 @@ class Oasis:
         For settings outside their range.
     """
 
-    probes: ClassVar[bool] = False
     tenure: ClassVar[Tenure] = "revocable"
-    shares: ClassVar[bool] = False
 
     def __init__(self, settings: Settings) -> None:
         _check(settings)
@@ -85,14 +93,6 @@ class Oasis:
     def slot_s(self) -> float:
         """How long a slot is."""
         return self._settings.oasis_slot_s
-
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        """Refuse an app whose gang fits no place that it accepts."""
-        return admit_what_fits(cluster, app)
-
-    def bidders(self, view: View) -> Sequence[AppId]:
-        """Return nobody: there is no auction."""
-        return ()
 
     # --- selling ------------------------------------------------------------------------------------------------------
 
@@ -132,6 +132,7 @@ def _check(settings: Settings) -> None:
         ("oasis_price_max", settings.oasis_price_max, 0.0, 1e12),
         ("oasis_price_min", settings.oasis_price_min, 0.0, 1e12),
         ("oasis_margin", settings.oasis_margin, 0.0, 10.0),
+        ("oasis_promise", settings.oasis_promise, 0.0, 1.0),
     )
     for name, value, least, most in checks:
         if not least <= value <= most:
@@ -145,6 +146,47 @@ def _check(settings: Settings) -> None:
         )
 
 
+class _Asks(Struct, frozen=True):
+    """What an app asks for at a moment, work being counted in `grain` parts of a GPU and slot."""
+
+    request: Request
+    grain: int
+    work_gpu_s: float  #: left of its work, with the margin
+
+
+def _asks(settings: Settings, market: Market, app: AppView) -> _Asks:
+    slot_s = settings.oasis_slot_s
+    _, rest = _moment(market.now, slot_s)
+    assert app.utility is not None
+    assert app.left_gpu_s is not None
+    work_gpu_s = app.left_gpu_s * (1.0 + settings.oasis_margin)
+    slots = work_gpu_s / slot_s
+    grain = max(1, min(GRAIN, int(UNITS_MAX / max(1.0, slots))))
+    counts = _counts(app, sum(count for _, count in market.gpus))
+    sigmoid = in_slots(app.utility, slot_s=slot_s, work_gpu_s=app.left_gpu_s)
+    if app.booking is not None and app.booking.worth > 0.0:
+        sigmoid = replace(sigmoid, worth=app.booking.worth)  # not of what is left of its work
+    request = Request(
+        arrival=0,
+        work=min(max(1, math.ceil(slots * grain - 1e-9)), UNITS_MAX),
+        counts=counts,
+        units=tuple(count * grain for count in counts),
+        first_units=tuple(math.floor(count * rest * grain + 1e-9) for count in counts),
+        first_part=rest,
+        demand=(1.0,),
+        sigmoid=sigmoid,
+        one_server=not app.spans,
+        waited=(market.now - app.arrived_at) / slot_s - (1.0 - rest),
+    )
+    return _Asks(request, grain, work_gpu_s)
+
+
+def _moment(now: float, slot_s: float) -> tuple[int, float]:
+    """Return the slot that has begun, and the part of it that is left."""
+    slot = math.floor(now / slot_s)
+    return slot, slot + 1.0 - now / slot_s
+
+
 class _Sale:
     """One app that asks for a booking."""
 
@@ -153,35 +195,12 @@ class _Sale:
         self._app = app
         self._market = market
         self._slot_s = settings.oasis_slot_s
-        self._slot = math.floor(market.now / self._slot_s)
+        self._slot, self._rest = _moment(market.now, self._slot_s)
         self._nodes = [node for node, _ in market.gpus]
-        self._rest = self._slot + 1.0 - market.now / self._slot_s  #: of the slot that has begun
-        assert app.left_gpu_s is not None
-        self._work_gpu_s = app.left_gpu_s * (1.0 + settings.oasis_margin)
-        slots = self._work_gpu_s / self._slot_s
-        self._grain = max(1, min(GRAIN, int(UNITS_MAX / max(1.0, slots))))
-        self._request = self._asked()
+        self._place = {node: number for number, node in enumerate(self._nodes)}
+        asks = _asks(settings, market, app)
+        self._request, self._grain, self._work_gpu_s = asks.request, asks.grain, asks.work_gpu_s
         self._bounds, self._remembered = self._price_bounds()
-
-    def _asked(self) -> Request:
-        app = self._app
-        assert app.utility is not None
-        assert app.left_gpu_s is not None
-        counts = _counts(app, sum(count for _, count in self._market.gpus))
-        waited = (self._market.now - app.arrived_at) / self._slot_s - (1.0 - self._rest)
-        work = max(1, math.ceil(self._work_gpu_s / self._slot_s * self._grain - 1e-9))
-        return Request(
-            arrival=0,
-            work=min(work, UNITS_MAX),
-            counts=counts,
-            units=tuple(count * self._grain for count in counts),
-            first_units=tuple(math.floor(count * self._rest * self._grain + 1e-9) for count in counts),
-            first_part=self._rest,
-            demand=(1.0,),
-            sigmoid=in_slots(app.utility, slot_s=self._slot_s, work_gpu_s=app.left_gpu_s),
-            one_server=not app.spans,
-            waited=waited,
-        )
 
     def _price_bounds(self) -> tuple[Bounds, Asked | None]:
         """Return U and L of a GPU and slot, and what is to be remembered of this app."""
@@ -218,79 +237,140 @@ class _Sale:
     def _pool(self) -> Pool:
         """Return the nodes with what is booked, the slot that has begun being the first."""
         pool = Pool.empty(self._capacity(), self._settings.oasis_slots, self._bounds)
-        place = {node: number for number, node in enumerate(self._nodes)}
-        for booking in self._market.bookings:
-            for slot, booked in booking.slots:
-                if 0 <= slot - self._slot < self._settings.oasis_slots:
-                    for node, count in booked:
-                        if node in place:
-                            pool.sold[slot - self._slot, place[node], 0] += count
+        for app in self._market.booked:
+            for deployment in self._ahead(app):
+                pool.sell(deployment.slot, (1.0,), deployment.workers)
         return pool
 
-    def _homes(self, pool: Pool) -> list[list[int]]:
-        """Return the sets of nodes on which the app may lie: all together, or one; of equal nodes the first.
+    def _ahead(self, app: AppView) -> tuple[Deployment, ...]:
+        """Return what an app has booked from now on, as far as its nodes are there."""
+        assert app.booking is not None
+        horizon = range(self._settings.oasis_slots)
+        return tuple(
+            Deployment(slot - self._slot, workers)
+            for slot, gpus_ in app.booking.slots
+            if slot - self._slot in horizon
+            and (workers := tuple((self._place[node], count) for node, count in gpus_ if node in self._place))
+        )
+
+    def _homes(self, pool: Pool, app: AppView, request: Request) -> tuple[tuple[int, ...], ...]:
+        """Return the sets of nodes on which an app may lie: several together, or one; of equal nodes the first.
 
         Who has jobs somewhere books there again: what is parked cannot go on elsewhere, and others would have to move.
         Of many different nodes those that have sold least until its target are looked at: each is a programme.
         """
-        if self._app.spans:
-            return [list(range(len(self._nodes)))]
-        there = [[place] for place, node in enumerate(self._nodes) if node in self._market.homes]
+        there = tuple((self._place[node],) for node in self._market.homes.get(app.app, ()) if node in self._place)
+        if app.spans:
+            return (tuple(node for (node,) in there) or tuple(range(len(self._nodes))),)
         if there:
             return there
         homes: dict[bytes, int] = {}
         for node in range(len(self._nodes)):
-            if pool.capacity[node, 0] >= self._app.gang:
+            if pool.capacity[node, 0] >= app.gang:
                 homes.setdefault(pool.sold[:, node].tobytes() + pool.capacity[node].tobytes(), node)
-        sigmoid = self._request.sigmoid
+        sigmoid = request.sigmoid
         soon = math.ceil(sigmoid.target) if sigmoid.decay > 0.0 else pool.sold.shape[0]
         sold = pool.sold[: max(1, soon), :, 0].sum(axis=0) / np.maximum(pool.capacity[:, 0], 1.0)
-        return [[node] for node in sorted(homes.values(), key=lambda node: (float(sold[node]), node))[:HOMES_MAX]]
+        best = sorted(homes.values(), key=lambda node: (float(sold[node]), node))[:HOMES_MAX]
+        return tuple((node,) for node in best)
 
     def verdict(self) -> Admission:
         """Return the answer."""
         pool = self._pool()
-        best: tuple[Schedule, list[int]] | None = None
-        prospects: Prospects | None = None  #: of the best home; of one that has none, the first
-        for home in self._homes(pool):
-            part = Pool(pool.capacity[home], pool.sold[:, home], self._bounds)
-            there = Prospects(self._request, part)
-            found = there.best()
-            prospects = prospects or there
-            if found is not None and (best is None or found.payoff > best[0].payoff):
-                best, prospects = (found, home), there
+        homes = self._homes(pool, self._app, self._request)
+        best, prospects = look(self._request, homes, (pool, None)) if homes else (None, None)
         if self._app.booking is not None:
             return self._anew(best)
-        if best is None or best[0].payoff <= 0.0 or best[0].utility < HOPELESS * self._best():
-            reason = self._refusal(None if best is None else best[0], prospects)
-            return Admission(admitted=False, reason=reason, asked=self._remembered)
-        schedule, home = best
-        booking = self._booking(schedule, home)
+        moved: tuple[tuple[AppId, Booking, str], ...] = ()
+        if self._settings.oasis_second_look and homes and not is_content(self._request, best):
+            booked = self._movable(pool)
+            room = make_room(self._request, [each for _, each in booked], (pool, None), best)
+            if room is not None and not self._is_hopeless(room.schedule):
+                best = room.schedule
+                moved = tuple(self._moved(booked[place][0], anew) for place, anew in room.moved)
+        if best is None or best.payoff <= 0.0 or self._is_hopeless(best):
+            return Admission(admitted=False, reason=self._refusal(best, prospects), asked=self._remembered)
+        booking = self._booking(best)
         reason = (
-            f"is booked {self._told(schedule)}, to end within {_span(booking.ends_at - self._market.now)}; it is worth "
-            f"{schedule.utility:.4g} then, {self._best():.4g} at best, and the price is {schedule.cost:.4g}"
+            f"is booked {self._told(best)}, to end within {_span(booking.ends_at - self._market.now)}; it is worth "
+            f"{best.utility:.4g} then, {self._best():.4g} at best, and the price is {best.cost:.4g}"
         )
-        return Admission(admitted=True, reason=reason, booking=booking, asked=self._remembered)
+        if moved:
+            reason += f"; {len(moved)} app{'s' * (len(moved) > 1)} had booked before and made room"
+        return Admission(admitted=True, reason=reason, booking=booking, moved=moved, asked=self._remembered)
 
-    def _anew(self, best: tuple[Schedule, list[int]] | None) -> Admission:
+    def _is_hopeless(self, schedule: Schedule) -> bool:
+        return schedule.utility < HOPELESS * self._best()
+
+    def _movable(self, pool: Pool) -> list[tuple[AppView, Booked]]:
+        """Return others as they would book anew what is left of their work, who are worth least for what they take."""
+        able: list[tuple[float, AppView]] = []
+        for app in self._market.booked:
+            booking, left_gpu_s = app.booking, app.left_gpu_s
+            if booking is None or app.utility is None or not left_gpu_s or booking.told <= 0.0:
+                continue
+            ahead = booking.slots and booking.slots[-1][0] >= self._slot
+            fits = left_gpu_s * (1.0 + self._settings.oasis_margin) <= UNITS_MAX * self._slot_s
+            if ahead and fits:
+                able.append((booking.utility / left_gpu_s, app))
+        found = []
+        for density_, app in heapq.nsmallest(MOVABLE_MAX, able, key=lambda each: (each[0], each[1].app)):
+            booked = self._as_booked(pool, app, density_)
+            if booked.slots and booked.homes:
+                found.append((app, booked))
+        return found
+
+    def _as_booked(self, pool: Pool, app: AppView, density_: float) -> Booked:
+        assert app.booking is not None
+        request, ahead = _asks(self._settings, self._market, app).request, self._ahead(app)
+        homes = self._homes(pool, app, request)
+        if request.one_server and app.app not in self._market.homes:
+            own = {(server,) for slot in ahead for server, _ in slot.workers}
+            homes = (*sorted(own), *[home for home in homes if home not in own][:OTHER_HOMES])
+        # Who lags may be worth less than that already; it is moved only where it loses nothing.
+        least = min(self._settings.oasis_promise * app.booking.told, app.booking.utility)
+        return Booked(request, ahead, app.booking.utility, least, density_, homes)
+
+    def _moved(self, app: AppView, schedule: Schedule) -> tuple[AppId, Booking, str]:
+        """Return the new booking of an app that makes room, and what it is told."""
+        assert app.booking is not None
+        booking = self._booking(schedule, again=app.booking.again)
+        booking = replace(booking, told=app.booking.told, worth=app.booking.worth)
+        why = (
+            f"is booked anew, as {self._app.app} has come and all are worth more so: {self._told(schedule)}, to end "
+            f"within {_span(booking.ends_at - self._market.now)}; it is worth {booking.utility:.4g} then, "
+            f"{app.booking.told:.4g} by its first booking"
+        )
+        return app.app, booking, why
+
+    def _anew(self, best: Schedule | None) -> Admission:
         """Return a booking for the rest of the work of an app that was admitted before, whatever it costs."""
-        assert self._app.booking is not None
-        again = self._app.booking.again + 1
+        old = self._app.booking
+        assert old is not None
         if best is None:
-            booking = Booking((), self._app.booking.ends_at, 0.0, 0.0, self._market.now, again)
+            booking = replace(old, slots=(), utility=0.0, price=0.0, made_at=self._market.now, again=old.again + 1)
             reason = "nothing that would do is left to sell, so it gets what is unsold, before others"
             return Admission(admitted=True, reason=reason, booking=booking, asked=self._remembered)
-        booking = self._booking(*best, again=again)
-        reason = f"{self._told(best[0])}, to end within {_span(booking.ends_at - self._market.now)}"
+        booking = replace(self._booking(best, again=old.again + 1), told=old.told)
+        reason = f"{self._told(best)}, to end within {_span(booking.ends_at - self._market.now)}"
         return Admission(admitted=True, reason=reason, booking=booking, asked=self._remembered)
 
-    def _booking(self, schedule: Schedule, home: Sequence[int], *, again: int = 0) -> Booking:
+    def _booking(self, schedule: Schedule, *, again: int = 0) -> Booking:
         slots = tuple(
-            (self._slot + each.slot, tuple((self._nodes[home[server]], count) for server, count in each.workers))
+            (self._slot + each.slot, tuple((self._nodes[node], count) for node, count in each.workers))
             for each in schedule.slots
         )
         ends_at = (self._slot + schedule.end + 1) * self._slot_s
-        return Booking(slots, ends_at, schedule.utility, schedule.cost, self._market.now, again)
+        return Booking(
+            slots,
+            ends_at,
+            schedule.utility,
+            schedule.cost,
+            self._market.now,
+            again=again,
+            told=schedule.utility,
+            worth=self._request.sigmoid.worth,
+        )
 
     def _told(self, schedule: Schedule) -> str:
         counts = [slot.count for slot in schedule.slots]
@@ -309,10 +389,11 @@ class _Sale:
             text = f"{what} cannot be had within {within}, which is all that is for sale"
             return f"{text}{self._less_work(most)}"
         assert prospects is not None
-        hopeless = best.utility < HOPELESS * self._best()
+        hopeless = self._is_hopeless(best)
         least_worth, least_target = prospects.least_worth(), prospects.least_target()
         most = 0 if hopeless else prospects.most_work()
-        if hopeless:
+        unpriced = self._settings.oasis_price_max <= 0.0 and not self._market.asked  # it would set its own price
+        if hopeless and (least_target is not None or unpriced):
             late = (best.end + self._rest) * self._slot_s + self._market.now - app.arrived_at
             least_target = max(least_target or 0.0, late / self._slot_s)
         parts = []
@@ -320,9 +401,11 @@ class _Sale:
             # What is worth the same at any time is written as what it is worth then, which is half of theta1.
             part, when = (1.0, "") if self._request.sigmoid.decay > 0.0 else (0.5, " at any time")
             worth = self._request.sigmoid.worth * part
-            parts.append(f"a worth of more than {least_worth * part:.4g}{when} instead of {worth:.4g}")
+            typed = self._typed(replace(self._request.sigmoid, worth=least_worth))
+            parts.append(f"a worth of more than {least_worth * part:.4g}{when} instead of {worth:.4g}{typed}")
         if least_target is not None:
-            parts.append(f"half its worth only after {_span(least_target * self._slot_s)} or later")
+            typed = self._typed(replace(self._request.sigmoid, target=least_target))
+            parts.append(f"half its worth only after {_span(least_target * self._slot_s)} or later{typed}")
         if most:
             parts.append(f"at most {self._gpu_hours(most):.4g} GPU-hours of work")
         price = best.cost / max(1e-12, hours / 3600.0)
@@ -331,6 +414,10 @@ class _Sale:
             f"{what} cost {best.cost:.4g} ({price:.4g} per GPU-hour) and it is worth {best.utility:.4g} when it could "
             f"end, in {_span((best.end + self._rest) * self._slot_s)}{mend}"
         )
+
+    def _typed(self, sigmoid: Sigmoid) -> str:
+        text = written(sigmoid, slot_s=self._slot_s)
+        return f" (--utility {text})" if text else ""
 
     def _less_work(self, most: int) -> str:
         return f"; it would be admitted with at most {self._gpu_hours(most):.4g} GPU-hours of work" if most else ""
@@ -350,12 +437,27 @@ def _counts(app: AppView, cluster_gpus: int) -> tuple[int, ...]:
     return tuple(app.gang * gang for gang in gangs)
 
 
-class _Place(Struct, frozen=True):
-    """What an app has booked on one node in this slot."""
+class _Claim(Struct, frozen=True):
+    """What an app has booked in this slot: so many GPUs of a node; None: of any, for an app that may lie on several."""
 
     app: AppView
-    node: NodeId
+    node: NodeId | None
     count: int
+
+
+def _claims(view: View, slot: int) -> list[_Claim]:
+    """Return what is booked in a slot, apps that need one node first.
+
+    Which nodes an app on several has booked only says that there is room; it would move from slot to slot for nothing.
+    """
+    found = []
+    for app in view.apps:
+        booked = app.booking.at(slot) if app.booking is not None else ()
+        if app.spans and booked:
+            found.append(_Claim(app, None, sum(count for _, count in booked)))
+        else:
+            found += [_Claim(app, node, count) for node, count in booked]
+    return sorted(found, key=lambda claim: claim.node is None)
 
 
 class _Round:
@@ -369,42 +471,83 @@ class _Round:
         self._nodes: dict[NodeId, list[GpuView]] = {}
         for gpu in view.gpus:
             self._nodes.setdefault(gpu.node, []).append(gpu)
-        self._booked = [
-            _Place(app, node, count)
-            for app in view.apps
-            if app.booking is not None
-            for node, count in app.booking.at(slot)
-        ]
+        self._claims = _claims(view, slot)
         self._short: dict[AppId, int] = {}  #: of what it has booked, how many GPUs an app did not get
         self._lent: dict[AppId, int] = {}
 
-    def _own(self, place: _Place) -> int:
-        """Return how many GPUs of a node its app has in this slot so far."""
-        have = (*place.app.kept, *self._deal.got[place.app.app])
-        return sum(gpu.node == place.node for gpu in have)
+    def _unmet(self, claim: _Claim) -> int:
+        """Return how many GPUs of what it has booked an app has not got so far."""
+        have = (*claim.app.kept, *self._deal.got[claim.app.app])
+        return claim.count - (len(have) if claim.node is None else sum(gpu.node == claim.node for gpu in have))
+
+    def _missing(self, claim: _Claim) -> int:
+        """Return how many of these it could use now; one that has just begun wants no more until it has told so."""
+        return min(self._unmet(claim), self._deal.room(claim.app))
+
+    def _able(self, claim: _Claim) -> list[GpuView]:
+        """Return what is left of a claim's node, or anywhere, that its app may have."""
+        only, left = claim.app.only, self._deal.left
+        if claim.node is None:
+            return list(left.views.values()) if only is None else [left.views[gpu] for gpu in only if gpu in left]
+        here = self._nodes.get(claim.node, ())
+        return [gpu for gpu in here if gpu.gpu in left and (only is None or gpu.gpu in only)]
 
     def keep_booked(self) -> None:
-        """Let apps keep the very GPUs that they hold where they have booked such."""
-        for place in self._booked:
-            held = frozenset(place.app.renewable)
-            if held:
-                self._take(place, [gpu for gpu in self._nodes.get(place.node, ()) if gpu.gpu in held])
+        """Let apps keep the very GPUs that they hold, or are parked on, as far as they have booked so many there.
+
+        Apps that may lie on several nodes stay where they are, but leave room for those that need one node.
+        """
+        for claim in self._claims:
+            if claim.node is not None:
+                held = frozenset(claim.app.renewable)
+                self._keep(claim, [gpu for gpu in self._able(claim) if gpu.gpu in held])
+        spare = {node: sum(gpu.gpu in self._deal.left for gpu in here) for node, here in self._nodes.items()}
+        for claim in self._claims:
+            if claim.node is not None and claim.node in spare:
+                spare[claim.node] -= max(0, self._missing(claim))
+        for claim in self._claims:
+            if claim.node is None:
+                named = claim.app.renewable if claim.app.only is None else claim.app.only
+                mine = []
+                for gpu in (self._deal.left.views[gpu] for gpu in sorted(named) if gpu in self._deal.left):
+                    if spare[gpu.node] > 0:
+                        mine.append(gpu)
+                        spare[gpu.node] -= 1
+                self._keep(claim, mine)
+
+    def _keep(self, claim: _Claim, mine: Sequence[GpuView]) -> None:
+        """Give an app what it has booked of these, those first that its jobs are on."""
+        self._take(claim, [gpu for gpu in mine if gpu.gpu in _run_on(claim.app)])
+        self._take(claim, [gpu for gpu in mine if gpu.gpu in self._deal.left])
 
     def fill_booked(self) -> None:
-        """Give apps the rest of what they have booked, GPUs that nobody has first."""
-        for place in self._booked:
-            self._take(place, self._nodes.get(place.node, ()))
-            missing = min(place.count, place.app.demand_max) - self._own(place)
-            if missing > 0:
-                self._short[place.app.app] = self._short.get(place.app.app, 0) + missing
+        """Give apps the rest of what they have booked, GPUs that nobody has first, as many as they can run on.
 
-    def _take(self, place: _Place, among: Sequence[GpuView]) -> None:
-        app, deal = place.app, self._deal
-        count = min(place.count - self._own(place), deal.room(app))
-        able = [gpu for gpu in among if gpu.gpu in deal.left and (app.only is None or gpu.gpu in app.only)]
-        if count > 0 and able:
+        What an app cannot use without more that somebody is still leaving, or before it has begun, is kept for it while
+        nobody has it, and lent to nobody: who was lent it would start, and be stopped a moment later.
+        """
+        for claim in self._claims:
+            if self._missing(claim) > 0:
+                self._take(claim, self._able(claim))
+            if self._missing(claim) > 0:
+                self._short[claim.app.app] = self._missing(claim)
+        for claim in self._claims:
+            unmet = self._unmet(claim)
+            if unmet > 0:
+                nobodys = sorted(gpu.gpu for gpu in self._able(claim) if gpu.holder is None)
+                for gpu in nobodys[:unmet]:
+                    self._deal.left.remove(gpu)
+
+    def _take(self, claim: _Claim, among: Sequence[GpuView]) -> None:
+        """Give an app what it has booked, of these, as many as make a number it can run on."""
+        app, deal = claim.app, self._deal
+        have = len(app.kept) + len(deal.got[app.app])
+        most = min(self._missing(claim), len(among))
+        count = accepted(app, have + most) - have
+        if count > 0:
             near = (*app.kept, *deal.got[app.app])
-            deal.give(app.app, pick(Holes(able, deal.left.claims), app, count, near=near, held=app.renewable))
+            pool = deal.left if len(among) == len(deal.left) else Holes(among, deal.left.claims)
+            deal.give(app.app, pick(pool, app, count, near=near, held=app.renewable))
 
     # --- what is unsold ---------------------------------------------------------------------------------------------
 
@@ -416,11 +559,11 @@ class _Round:
         lagging = [app for app in self._view.apps if app.booking is not None and not self._next_count(app, self._slot)]
         unmet = [app for app in self._view.apps if app.app in self._short and not self._deal.got[app.app]]
         others = [app for app in self._view.apps if app.booking is None]
-        now = {place.app.app for place in self._booked}
+        now = {claim.app.app for claim in self._claims}
         early = [app for app in self._view.apps if app.app not in now and self._next_count(app, self._slot + 1)]
         for first in ((*lagging, *unmet), early, others):
             for app in first:
-                self._note(app, self._deal.renew(app))
+                self._note(app, self._renew(app))
         for app in (*lagging, *unmet):
             if not (app.kept or self._deal.got[app.app]):
                 self._note(app, self._deal.fill(app, _least(app)))
@@ -436,7 +579,18 @@ class _Round:
                 self._note(app, self._deal.fill(app))
         for app in self._view.apps:
             if app.booking is not None:
-                self._note(app, self._deal.renew(app))
+                self._note(app, self._renew(app))
+
+    def _renew(self, app: AppView) -> int:
+        """Let an app keep what it holds and nobody has been given, as much as it can run on; return how many GPUs."""
+        have = len(app.kept) + len(self._deal.got[app.app])
+        own = [gpu for gpu in app.renewable if gpu in self._deal.left]
+        count = min(accepted(app, have + len(own)) - have, self._deal.room(app))
+        run_on = [self._deal.left.views[gpu] for gpu in own if gpu in _run_on(app)]
+        if len(run_on) < len(own) and len(run_on) <= count:
+            self._deal.give(app.app, run_on)
+            return len(run_on) + self._deal.renew(app, count - len(run_on))
+        return self._deal.renew(app, count)
 
     def _next_count(self, app: AppView, start: int) -> int:
         """Return how many GPUs an app has booked in the first slot from `start` on in which it has any; 0: in none."""
@@ -460,7 +614,7 @@ class _Round:
         return Allocation(
             assign=assign,
             outcomes=tuple(self._outcome(app) for app in told),
-            facts={"idle": float(len(self._deal.left)), "booked": float(sum(place.count for place in self._booked))},
+            facts={"idle": float(len(self._deal.left)), "booked": float(sum(claim.count for claim in self._claims))},
             rest=rest,
             look_again_s=max(1e-3, (self._slot + 1) * self._slot_s - self._view.now),
         )
@@ -498,6 +652,11 @@ class _Round:
         if not booked:
             return f"has booked nothing in this slot{self._next_told(app.booking)}, {ends}{ahead}"
         return f"has booked {gpus(booked)} in this slot, {ends}{miss}{also}"
+
+
+def _run_on(app: AppView) -> frozenset[GpuId]:
+    """Return the GPUs that jobs of an app are on: one that loses any of them stops."""
+    return frozenset(gpu for gpus_ in app.jobs for gpu in gpus_)
 
 
 def _least(app: AppView) -> int:

@@ -33,6 +33,8 @@ class Rrh(Ranked):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._threshold = settings.rrh_threshold
+        if math.isnan(self._threshold):
+            raise ValueError("rrh_threshold is nan; it must be a number")
 
     def order(self, view: View) -> Sequence[AppView]:
         """Return the apps: those that run, then by reward, then those that do not know their work."""

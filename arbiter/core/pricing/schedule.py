@@ -54,9 +54,11 @@ class Pool:
         room = ((self.capacity - sold)[..., needed] + CRUMB) / wanted[needed]
         return each, np.maximum(0, np.floor(room.min(axis=-1))).astype(np.int64)
 
-    def sell(self, slot: int, demand: Sequence[float], counts: Counts) -> None:
-        """Sell so many things with this demand, by server."""
-        self.sold[slot] += counts[:, None] * np.array(demand, dtype=np.float64)
+    def sell(self, slot: int, demand: Sequence[float], counts: Sequence[tuple[int, int]], sign: int = 1) -> None:
+        """Sell so many things with this demand, as (server, number); or take them back, with a `sign` of -1."""
+        each = np.array(demand, dtype=np.float64)
+        for server, count in counts:
+            self.sold[slot, server] = np.maximum(0.0, self.sold[slot, server] + sign * count * each)
 
 
 class Servers(Struct, frozen=True):
@@ -361,18 +363,15 @@ class Prospects:
         return most
 
 
-def sell(schedule: Schedule, request: Request, workers: Pool, servers: Pool | None = None) -> None:
-    """Book a schedule: what is sold grows, and so do the prices."""
-    for slot in schedule.slots:
-        counts = np.zeros(len(workers.capacity), dtype=np.int64)
-        for server, count in slot.workers:
-            counts[server] = count
-        workers.sell(slot.slot, request.demand, counts)
+def sell(
+    slots: Sequence[Deployment], request: Request, workers: Pool, servers: Pool | None = None, *, back: bool = False
+) -> None:
+    """Book what a schedule deploys: what is sold grows, and so do the prices; or take it `back`."""
+    sign = -1 if back else 1
+    for slot in slots:
+        workers.sell(slot.slot, request.demand, slot.workers, sign)
         if request.servers is not None and servers is not None:
-            numbers = np.zeros(len(servers.capacity), dtype=np.int64)
-            for server, count in slot.servers:
-                numbers[server] = count
-            servers.sell(slot.slot, request.servers.demand, numbers)
+            servers.sell(slot.slot, request.servers.demand, slot.servers, sign)
 
 
 def _greedy_costs(each: Floats, room: Counts, counts: NDArray[np.int64]) -> Floats:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
@@ -20,6 +21,8 @@ _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _FALL = 2.0 * math.log(99.0)
 #: A job with a hard deadline is worth 99 % at the deadline and 1 % when it is late by this part of it.
 HARD = 0.1
+#: The greatest number that may be written.
+NUMBER_MAX = 1e9
 FORMS = (
     "write sigmoid:THETA1,THETA2,THETA3 such as sigmoid:50,2/h,6h (worth 50, halved at 6 h), deadline:6h, soft:6h, "
     "or none; the last three may be followed by what it is worth, such as deadline:6h,50"
@@ -79,6 +82,29 @@ def parse(text: str) -> Utility:
             raise ValueError(f"{text!r} is no utility")
 
 
+def written(sigmoid: Sigmoid, *, slot_s: float) -> str:
+    """Return a utility with delays in slots as `parse` reads it, its worth and its time rounded up a little.
+
+    Empty for one that nobody could write, such as one of more than `NUMBER_MAX`.
+    """
+    target_s = sigmoid.target * slot_s
+    unit = next((unit for unit in "dhm" if target_s >= 2.0 * _UNITS[unit]), "s")
+    per_hour = sigmoid.decay / slot_s * 3600.0
+    text = f"sigmoid:{_up(sigmoid.worth)},{per_hour:.4g}/h,{_up(target_s / _UNITS[unit])}{unit}"
+    if sigmoid.decay == 0.0:
+        text = f"none:{_up(sigmoid.worth / 2.0)}"
+    try:
+        msgspec.convert(msgspec.to_builtins(parse(text)), Utility)
+    except ValueError:  # a ValidationError is one
+        return ""
+    return text
+
+
+def _up(value: float) -> str:
+    """Return a number of four digits that is a little more than `value`."""
+    return f"{value * 1.001:.4g}" if value < 1e4 else f"{math.ceil(value * 1.001)}"
+
+
 def _worth(words: list[str]) -> float:
     return _some(_number(words[0]), words[0]) if words else 0.0
 
@@ -94,8 +120,8 @@ def _number(word: str) -> float:
         value = float(word)
     except ValueError:
         value = -1.0
-    if not 0.0 <= value <= 1e9:
-        raise ValueError(f"{word!r} in a utility is no number from 0 to 1000000000")
+    if not 0.0 <= value <= NUMBER_MAX:
+        raise ValueError(f"{word!r} in a utility is no number from 0 to {NUMBER_MAX:.0f}")
     return value
 
 
