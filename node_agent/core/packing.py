@@ -242,6 +242,10 @@ class Packs:
                     return Trial((one.task, other.task), pair, self._until((one.task, other.task), now))
         return None
 
+    def contexts_bytes(self, processes: int) -> int:
+        """Return what so many processes take of a device while they are parked."""
+        return processes * self._context_bytes
+
     def _fits(self, one: Able, other: Able, memory_bytes: int) -> bool:
         needed = one.peak_bytes + other.peak_bytes + 2 * self._context_bytes
         return needed <= (1.0 - SLACK_SHARE) * memory_bytes

@@ -141,7 +141,7 @@ class Sharing:
         self._on = self._slices.update(now, self._sitters(wanting, tasks), self._quantum_s)
         if self._packing:
             words += self._measure(wanting, now)
-            begun = self._try(wanting, now)
+            begun = self._try(wanting, tasks, now)
             if begun:
                 words += begun
                 self._on = self._slices.update(now, self._sitters(wanting, tasks), self._quantum_s)
@@ -187,11 +187,12 @@ class Sharing:
             if self.packs.ask(task, wanting[task].facts.step_s, now)
         ]
 
-    def _try(self, wanting: Tasks, now: float) -> list[Word]:
-        """Let two tasks run together that may gain by it."""
+    def _try(self, wanting: Tasks, tasks: Tasks, now: float) -> list[Word]:
+        """Let two tasks run together that may gain by it, beside all others that are parked on their GPU."""
         words = []
         for device, able in sorted(self._able(wanting).items()):
-            memory_bytes = self._gpus.memory_bytes(device)
+            here = sum(device in task.devices and not isinstance(task.state, Exited) for task in tasks.values())
+            memory_bytes = self._gpus.memory_bytes(device) - self.packs.contexts_bytes(here - 2)
             trial = self.packs.candidate(able, memory_bytes, now)
             if trial is not None:
                 one, other = (each for each in able if each.task in trial.tasks)

@@ -210,6 +210,19 @@ def test_jobs_whose_peaks_do_not_fit_together_are_never_tried() -> None:
     assert node.workers[a].caps == []
 
 
+@pytest.mark.parametrize(("others", "tried"), [(0, True), (1, False)])
+def test_two_jobs_are_tried_together_only_beside_what_others_take_while_they_are_parked(
+    others: int, tried: bool
+) -> None:
+    """Two peaks and contexts take 94.8 of 95 GiB; each parked process takes half a GiB more."""
+    node = SharedNode(sharing="pack")
+    names = ("a", "b", "c")[: 2 + others]
+    kind = {"beside": dict.fromkeys(names, 0.9), "peak_bytes": int(46.9 * GIB)}
+    tasks = [node.add(name, 0, seat_number=number, **kind) for number, name in enumerate(names)]  # type: ignore[arg-type]
+    node.pass_time(1800.0)
+    assert any(node.workers[task].caps for task in tasks) is tried
+
+
 def test_where_jobs_only_take_turns_none_are_tried_together() -> None:
     node, a, _ = together("timeslice", left=0.9)
     assert node.workers[a].caps == []
