@@ -18,7 +18,7 @@ from arbiter.core import claims, leases, model, rounds
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.model import Active, Deciding, Draining, Enrolling, Free, Leased, Refused, Settled
 from arbiter.core.policy import Outcome
-from arbiter.core.turn import RoundRecord
+from arbiter.core.turn import RoundRecord, policy_of
 from arbiter.ledger import Ledger
 from protocol.core import Send
 from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId, TenantId, device_of
@@ -151,6 +151,7 @@ class Desk:
         active = Counter(app.tenant for app in state.apps.values() if app.active)
         return {
             "schema": "shares/v1",
+            "policy": state.settings.policy,
             "gpus": history.gpus,
             "since": None if history.since is None else _instant(history.since),
             "tenants": [self._tenant(name, active[name], max(now, state.now)) for name in sorted(history.tenants)],
@@ -219,9 +220,12 @@ class Desk:
                 )
             document = {"schema": "explain/v1", "id": query.target, "story": _story(story)}
             return _answer(sender, query, document)
+        policy = policy_of(self._arbiter.state.settings.policy, self._arbiter.state.settings.policy_settings)
         document = self._app(app, now) | {
             "schema": "explain/v1",
             "app": app.id,
+            "policy": self._arbiter.state.settings.policy,
+            "auction": policy.probes,
             "held": list(self._app(app, now)["gpus"]),
             "refusal": app.state.reason if isinstance(app.state, Refused) else "",
             "waiting_for": self._waiting_for(app),
@@ -260,7 +264,23 @@ class Desk:
         if isinstance(app.state, Active) and isinstance(state.phase, Deciding):
             what = f"the auction of round {state.round}" if state.phase.bidders else f"round {state.round}"
             return f"{what} is being solved"
-        return ""
+        return self._nothing_free(app)
+
+    def _nothing_free(self, app: model.App) -> str:
+        """Return why no round has looked at an app yet, if that is because others hold everything; else nothing."""
+        state = self._arbiter.state
+        usable = [gpu for gpu in state.gpus.values() if model.is_first(gpu.id) and model.usable(state, gpu)]
+        taken = all(not isinstance(gpu.state, Free) and gpu.state.lease.app != app.id for gpu in usable)
+        if not isinstance(app.state, Active) or not taken or self._ledger.rounds(limit=1, app=app.id):
+            return ""
+        policy = state.settings.policy
+        until = {
+            "lease": " until leases end",
+            "lasting": f", and under {policy} nobody gives one up before the end",
+            "revocable": "",  # a round may take them at any time
+        }[policy_of(policy, state.settings.policy_settings).tenure]
+        gpus = "the only GPU in service is" if len(usable) == 1 else f"all {len(usable)} GPUs in service are"
+        return f"{gpus} held by other apps{until}"
 
     def _fetch_log(self, sender: Party, query: Query) -> Send:
         found = self._whereabouts(query.target)

@@ -281,6 +281,10 @@ def tenants_of(file: str) -> tuple[TenantTerms, ...]:
             terms.append(msgspec.convert(fields, TenantTerms, strict=False))
         except msgspec.ValidationError as error:
             raise ExperimentError(f"{file} line {number}: {in_words(error)}; give tenant and share") from None
+        if terms[-1].name in {each.name for each in terms[:-1]}:
+            raise ExperimentError(f"{file} line {number} names {terms[-1].name} again; give each tenant one line")
+    if not terms:
+        raise ExperimentError(f"{file} names no tenant; give lines of tenant and share")
     return tuple(terms)
 
 

@@ -371,21 +371,26 @@ def spec_of(plan: AppPlan) -> AppSpec:
 
 
 def facts_of(plan: AppPlan, spec: AppSpec, slowdown: Callable[[int, Level], float]) -> list[JobFacts]:
-    """Return the truth about the jobs of an app; they report their loss whenever that matters to their search."""
+    """Return the truth about the jobs of an app; they report their loss whenever that matters to their search.
+
+    Elastic ones report something after their first mini-batch, since who is known to have begun may grow: live, where
+    there are beats, nodes tell of it.
+    """
     reporting = plan.search in ("halving", "hyperband", "curve")
     scheduler = scheduler_for(spec) if reporting else None
     facts = []
     for number, job in enumerate(plan.jobs):
         trial = Trial(number=number, steps_done=0, steps_total=job.steps, state="live")
         when = scheduler.report_steps(trial) if scheduler is not None else ()
+        begins = spec.elastic and not when
         facts.append(
             JobFacts(
                 work_s=job.duration_s * plan.gpus,
                 steps=job.steps,
                 demand_max=plan.gpus_max,
                 slowdown=slowdown,
-                reports=tuple((at, loss_at(job, at)) for at in when if at <= job.steps),
-                metric=spec.metric,
+                reports=((1, 1.0),) if begins else tuple((at, loss_at(job, at)) for at in when if at <= job.steps),
+                metric="begun" if begins else spec.metric,
                 leave_s=plan.leave_s,
             )
         )

@@ -209,9 +209,13 @@ class AppAgent:
         tasks: dict[tuple[JobId, int], list[TaskStatus]] = {}
         for task in message.tasks:
             tasks.setdefault((task.job, task.attempt), []).append(task)
-        state.jobs = tuple(
+        seen = [
             jobs.observe(job, self._told(job, tasks), state.spec, state.held, acked=message.acked, now=now)
             for job in state.jobs
+        ]
+        state.jobs = tuple(
+            replace(job, state=before.state) if _is_late(job, before, seen) else job
+            for job, before in zip(seen, state.jobs, strict=True)
         )
         self._note_loss(now)
         if state.over is not None and state.acked >= state.over.since_seq and not state.held:
@@ -764,6 +768,14 @@ class AppAgent:
             assert len(nodes) <= 1 or state.spec.spans, f"{job.id} lies on several nodes: {sorted(nodes)}"
         assert state.view == (-1, -1) or state.view >= (0, 0)
         assert len({job.id for job in state.jobs}) == len(state.jobs)
+
+
+def _is_late(job: Job, before: Job, all_jobs: Sequence[Job]) -> bool:
+    """Whether a parked job is said to go on where another has been put meanwhile: by a plan that is overtaken."""
+    if not (isinstance(before.state, Suspended) and isinstance(job.state, Placed)):
+        return False
+    others = (other for other in all_jobs if other.number != job.number and isinstance(other.state, Placed))
+    return any(not set(job.gpus).isdisjoint(other.gpus) for other in others)
 
 
 def _attempt(job: Job) -> int:

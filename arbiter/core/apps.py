@@ -6,13 +6,15 @@ from msgspec.structs import replace
 
 from arbiter.core import bookings, fairness, leases, model, rounds
 from arbiter.core.model import Active, App, Enrolling, Job, Leased, Settled, State
-from arbiter.core.policy import AppView
+from arbiter.core.policy import Admission, AppView
 from arbiter.core.turn import Index, Turn
 from protocol.core import Send
 from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal
 
 #: Apps that are over and remembered, with their stories; the ledger keeps their rounds and leases.
 OVER_MAX = 1000
+#: Tenants that a refusal names: it has to fit into a message.
+TENANTS_NAMED = 20
 #: An active report that much younger than its app's end is no echo of the past.
 REUSE_S = 60.0
 
@@ -227,7 +229,7 @@ def admit_waiting(turn: Turn) -> None:
     waiting = sorted((turn.state.apps[app] for app in turn.index.enrolling), key=lambda app: app.arrival)
     cluster = turn.index.census()[2]
     for app in waiting:
-        verdict = turn.policy.admit(cluster, _newcomer(app))
+        verdict = _of_named_tenant(turn.state, app) or turn.policy.admit(cluster, _newcomer(app))
         if verdict.admitted and bookings.sells(turn):
             if turn.now < _admission_at(turn.state):
                 continue  # what there is to sell is known when nodes have had time to enrol
@@ -240,6 +242,16 @@ def admit_waiting(turn: Turn) -> None:
             _count(turn, -1)
             _refuse(turn, turn.put_app(app, model.Refused(verdict.reason, turn.now)), verdict.reason)
             _forget_oldest(turn)
+
+
+def _of_named_tenant(state: model.State, app: App) -> Admission | None:
+    """Return the refusal of an app whose tenant the site does not name, where only those may run apps."""
+    names = [each.name for each in state.settings.tenants]
+    if not state.settings.tenants_only or app.tenant in names:
+        return None
+    there = ", ".join(sorted(names)[:TENANTS_NAMED]) or "nobody"
+    there += f" and {len(names) - TENANTS_NAMED} more" if len(names) > TENANTS_NAMED else ""
+    return Admission(False, f"tenant {app.tenant} is not among the tenants of this site ({there}); name one: --tenant")
 
 
 def _newcomer(app: App) -> AppView:

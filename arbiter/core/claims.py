@@ -71,10 +71,12 @@ def _measured(turn: Turn, app: App) -> _Measured | None:
     if not app.jobs or app.left_gpu_s is None:
         return None
     running = {task.job: task for task in map(turn.state.tasks.__getitem__, turn.index.tasks[app.id]) if task.alive}
-    tasks = [running.get(job.id) for job in app.jobs]
-    known = [task for job, task in zip(app.jobs, tasks, strict=True) if task is not None and _comparable(job, task)]
-    if len(known) < len(app.jobs):
-        return None
+    known = []
+    for job in app.jobs:
+        task = running.get(job.id)
+        if task is None or not _comparable(job, task):
+            return None
+        known.append(task)
     lefts_s = [_left_s(turn, task) for task in known]
     return _Measured(
         jobs=len(known),
@@ -88,10 +90,11 @@ def _measured(turn: Turn, app: App) -> _Measured | None:
 
 def _comparable(job: model.Job, task: Task) -> bool:
     """Whether enough is known of a task that is all of its job and shares its GPUs with nobody."""
-    whole = task.attempt == job.attempt and set(task.gpus) == set(job.gpus) and task.phase == "running"
-    alone = task.measured.share >= 1.0 and not task.measured.packed_with
     made, left = task.step - task.start_step, task.total_steps - task.step - 1
-    return whole and alone and task.step_s > 0.0 and made >= STEPS_MIN and left >= STEPS_MIN
+    if made < STEPS_MIN or left < STEPS_MIN or task.step_s <= 0.0:
+        return False
+    whole = task.attempt == job.attempt and set(task.gpus) == set(job.gpus) and task.phase == "running"
+    return whole and task.measured.share >= 1.0 and not task.measured.packed_with
 
 
 def _left_s(turn: Turn, task: Task) -> float:

@@ -73,7 +73,8 @@ def _note_preempted(turn: Turn, app_id: AppId, here: Mapping[GpuId, Gpu]) -> Non
 def _here(turn: Turn, asked: set[GpuId], takeable: frozenset[GpuId], allocation: Allocation) -> dict[GpuId, Gpu]:
     """Return, by id, the GPUs that the decision is about and that are still in play, or may be taken for trials."""
     named = {*allocation.assign, *allocation.freed}
-    about = (asked if allocation.unnamed == "nobody" else asked & named) | (takeable & named)
+    ended = asked - turn.index.free if allocation.unnamed == "nobody" else set()
+    about = ended | ((asked | takeable) & named)
     gpus = (turn.state.gpus[gpu] for gpu in sorted(about) if gpu in turn.state.gpus)
     return {gpu.id: gpu for gpu in gpus if leases.is_in_play(turn, gpu) or _may_take(turn, gpu, takeable)}
 

@@ -250,17 +250,13 @@ def held(turn: Turn, app: AppId) -> list[Gpu]:
 def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
     """Return, by id, the GPUs a round may assign: free and proven, or leased until soon, or revocable at any time."""
     index = turn.index
-    candidates = index.free
-    match turn.policy.tenure:
-        case "revocable":
-            return index.revocable()
-        case "lease":
-            soon = turn.now + turn.state.settings.renewal_lead_s
-            candidates = index.free | index.guests | {gpu for gpu, end in index.ends.items() if end <= soon}
-        case "lasting":
-            candidates = index.free | index.guests
-    gpus = map(turn.state.gpus.__getitem__, sorted(candidates))
-    return {gpu.id: index.show(gpu) for gpu in gpus if is_in_play(turn, gpu)}
+    if turn.policy.tenure == "revocable":
+        return index.revocable()
+    ending = index.guests
+    if turn.policy.tenure == "lease":
+        soon = turn.now + turn.state.settings.renewal_lead_s
+        ending = index.guests | {gpu for gpu, end in index.ends.items() if end <= soon}
+    return {gpu: shown for gpu, shown in index.revocable().items() if shown.holder is None or gpu in ending}
 
 
 def is_in_play(turn: Turn, gpu: Gpu) -> bool:

@@ -218,6 +218,8 @@ def _note_parked(turn: Turn, node: Node) -> None:
         if gpu.parked != (gpu.id in parked):
             turn.state.gpus[gpu.id] = replace(gpu, parked=gpu.id in parked)
             turn.index.touch(gpu.id)
+            if isinstance(gpu.state, Draining) and gpu.state.promised_to is not None:
+                turn.index.versions[gpu.state.promised_to] += 1  # whether it may be used may depend on who is parked
             turn.state.news = True
 
 

@@ -19,7 +19,7 @@ from arbiter.core import claims, decisions, fairness, leases, model, sharing, tr
 from arbiter.core.history import AppAccount
 from arbiter.core.model import Bidding, Deciding, Gpu, Idle, Leased, Probing, State
 from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, TenantView, View
-from arbiter.core.turn import Decide, Decided, Index, RoundRecord, Seats, Turn, policy_of
+from arbiter.core.turn import Decide, Decided, Index, RoundRecord, Shown, Turn, policy_of
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId, TenantId
 
@@ -106,9 +106,11 @@ def take_decision(turn: Turn, decided: Decided) -> None:
 
 
 def _said(turn: Turn, phase: Deciding) -> dict[AppId, claims.Said]:
-    """Return what apps said of themselves in this round; without probes, what they report counts for all."""
+    """Return what apps said of themselves in this round; without probes, what those report whose GPUs are in play."""
     if not phase.rhos:
-        return dict.fromkeys(turn.index.holders, claims.Said())
+        states = [turn.state.gpus[gpu].state for gpu in phase.in_play if gpu in turn.state.gpus]
+        ending = {state.lease.app for state in states if isinstance(state, Leased)}
+        return dict.fromkeys(ending if turn.policy.tenure == "lease" else turn.index.holders, claims.Said())
     return {app: claims.Said(rho, phase.rhos_none.get(app)) for app, rho in phase.rhos.items()}
 
 
@@ -338,20 +340,30 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
     unseen: dict[TenantId, int] = {}
     silent_before = turn.now - state.settings.app_timeout_s
     guests = sharing.seating(turn).guests
+    in_play: dict[AppId, tuple[GpuId, ...]] = {}
+    for gpu in gpus.values():
+        if gpu.holder is not None:
+            in_play[gpu.holder] = (*in_play.get(gpu.holder, ()), gpu.gpu)
+    known, versions, divided = index.app_views, index.versions, index.divided
     for _, app_id in index.order:
         app = state.apps[app_id]
-        renewable = tuple(sorted([gpu for gpu in index.gpus[app_id] if gpu in gpus])) if app_id in index.holders else ()
-        guest_at = guests.get(app_id, ())
-        seats = (renewable, guest_at, sharing.only(turn, app, guest_at))
-        shown = index.app_views.get(app_id)
-        if shown is None or shown[0] is not app or shown[1] != index.versions[app_id] or shown[2] != seats:
-            look = _look_at(turn, app, seats, promised.get(app_id, ()))
+        renewable, guest_at = in_play.get(app_id, ()), guests.get(app_id, ())
+        shown = known.get(app_id)
+        if (
+            shown is None
+            or shown.app is not app
+            or shown.version != versions[app_id]
+            or shown.renewable != renewable
+            or shown.guest_at != guest_at
+            or (divided and shown.view.only != sharing.only(turn, app, guest_at))
+        ):
+            look = _look_at(turn, app, renewable, guest_at, promised.get(app_id, ()))
             matters = bool(renewable) or look.want > 0
-            shown = index.app_views[app_id] = (app, index.versions[app_id], seats, look, matters)
-        if shown[4] and (app.seen_at >= silent_before or heard(turn, app)):
-            apps.append(_with_rho(turn, app, shown[3], rhos[app_id]) if app_id in rhos else shown[3])
-        elif shown[3].kept:
-            unseen[app.tenant] = unseen.get(app.tenant, 0) + len(shown[3].kept)
+            shown = known[app_id] = Shown(app, versions[app_id], renewable, guest_at, look, matters)
+        if shown.matters and (app.seen_at >= silent_before or heard(turn, app)):
+            apps.append(_with_rho(turn, app, shown.view, rhos[app_id]) if app_id in rhos else shown.view)
+        elif shown.view.kept:
+            unseen[app.tenant] = unseen.get(app.tenant, 0) + len(shown.view.kept)
     takeable, holders = trials.takeable(turn, apps, gpus)
     return View(
         round=state.round,
@@ -399,11 +411,13 @@ def _with_rho(turn: Turn, app: model.App, view: AppView, rho: float) -> AppView:
     return replace(view, rho=rho, ideal_s=fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean))
 
 
-def _look_at(turn: Turn, app: model.App, seats: Seats, promised: Sequence[Gpu]) -> AppView:
-    renewable, guest_at, only = seats
+def _look_at(
+    turn: Turn, app: model.App, renewable: tuple[GpuId, ...], guest_at: tuple[GpuId, ...], promised: Sequence[Gpu]
+) -> AppView:
     held = leases.held(turn, app.id)
     apart = (*renewable, *guest_at)
-    kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in apart), *promised)]
+    useful = promised[: max(0, app.demand_max - len(held))]  # what it has no use for must not stand for what it runs on
+    kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in apart), *useful)]
     account = turn.state.history.apps.get(app.id) or AppAccount(app.tenant)
     had = account.allocated
     return AppView(
@@ -416,7 +430,7 @@ def _look_at(turn: Turn, app: model.App, seats: Seats, promised: Sequence[Gpu]) 
         rho=None,
         kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
         renewable=renewable,
-        only=only,
+        only=sharing.only(turn, app, guest_at),
         spans=app.spans,
         left_s=app.left_s,
         left_gpu_s=app.left_gpu_s,

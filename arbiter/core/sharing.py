@@ -17,8 +17,10 @@ GPU then take turns is its node agent's. A policy whose trait `shares` is true s
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -199,6 +201,22 @@ class _Device:
         return not any(seat is not None and seat.cooperative is False for seat in others)
 
 
+@dataclass(order=True)
+class _Place:
+    """The GPUs of a node, or of a slot, by the name of the place."""
+
+    name: tuple[str, ...]
+    devices: list[_Device] = field(compare=False)
+
+    def rank(self, gang: int) -> _Rank | None:
+        """Return what guests of a gang share at best here: the most that sit on one GPU, all that do; None: no room."""
+        counts = sorted(len(device.sitting) for device in self.devices if device.free and device.sitting)[:gang]
+        return (counts[-1], sum(counts), self) if len(counts) == gang else None
+
+
+_Rank = tuple[int, int, _Place]
+
+
 class _Guests:
     """One round's guests."""
 
@@ -216,6 +234,8 @@ class _Guests:
         self._words: dict[AppId, list[str]] = {}
         self._guests: set[GpuId] = set()
         self._devices: dict[GpuId, _Device] = {}
+        self._places: dict[Level, dict[tuple[str, ...], _Place]] = {}
+        self._rankings: dict[tuple[Level, int], list[_Rank]] = {}
         for seat in view.seats:
             self._devices.setdefault(seat.seat.device, _Device(seat.seat))
         self._promote()
@@ -318,12 +338,7 @@ class _Guests:
             bundle = self._place(app, has)
             if not bundle:
                 break
-            for gpu in bundle:
-                device = self._devices[gpu.device]
-                device.free = [seat for seat in device.free if seat.seat != gpu]
-                device.sitting[app.app] = None
-                self._assign[gpu.gpu] = app.app
-                self._guests.add(gpu.gpu)
+            self._seat(app, bundle)
             came += bundle
             has += bundle
         if came:
@@ -334,23 +349,49 @@ class _Guests:
 
     def _place(self, app: AppView, has: Sequence[GpuView]) -> list[GpuView]:
         """Return seats for one gang: on the GPUs of one node that are shared least."""
-        places: dict[tuple[str, ...], list[_Device]] = {}
-        level: Level = "slot" if app.level_max == "slot" else "machine"
         near = {gpu.device for gpu in has}
-        for device in self._devices.values():
-            if device.invites(app) and device.view.device not in near:
-                places.setdefault(place_of(device.view, level), []).append(device)
-        best: tuple[int, int, tuple[str, ...]] | None = None
+        best: _Rank | None = None
         chosen: list[GpuView] = []
-        for place, devices in sorted(places.items()):
-            bundle = _least_shared(app, devices)
+        for least in self._ranking("slot" if app.level_max == "slot" else "machine", app.gang):
+            if best is not None and least > best:
+                break
+            devices = [device for device in least[2].devices if device.invites(app)]
+            bundle = _least_shared(app, [device for device in devices if device.view.device not in near])
             if len(bundle) < app.gang or not _fits(app, has, bundle):
                 continue
-            height = max(len(self._devices[gpu.device].sitting) for gpu in bundle)
-            load = sum(len(self._devices[gpu.device].sitting) for gpu in bundle)
-            if best is None or (height, load, place) < best:
-                best, chosen = (height, load, place), bundle
+            counts = [len(self._devices[gpu.device].sitting) for gpu in bundle]
+            rank = max(counts), sum(counts), least[2]
+            if best is None or rank < best:
+                best, chosen = rank, bundle
         return chosen
+
+    def _ranking(self, level: Level, gang: int) -> list[_Rank]:
+        """Return the places where so many seats are free, those first where a gang would share least at best."""
+        ranking = self._rankings.get((level, gang))
+        if ranking is None:
+            if level not in self._places:
+                self._places[level] = {}
+                for device in self._devices.values():
+                    where = place_of(device.view, level)
+                    self._places[level].setdefault(where, _Place(where, [])).devices.append(device)
+            ranks = (place.rank(gang) for place in self._places[level].values())
+            ranking = self._rankings[level, gang] = sorted(rank for rank in ranks if rank is not None)
+        return ranking
+
+    def _seat(self, app: AppView, bundle: Sequence[GpuView]) -> None:
+        """Seat a guest, and rank the places anew where that is."""
+        for gpu in bundle:
+            device = self._devices[gpu.device]
+            device.free = [seat for seat in device.free if seat.seat != gpu]
+            device.sitting[app.app] = None
+            self._assign[gpu.gpu] = app.app
+            self._guests.add(gpu.gpu)
+        for (level, gang), ranking in self._rankings.items():
+            changed = {place_of(self._devices[gpu.device].view, level) for gpu in bundle}
+            ranking[:] = [rank for rank in ranking if rank[2].name not in changed]
+            for rank in [self._places[level][name].rank(gang) for name in changed]:
+                if rank is not None:
+                    insort(ranking, rank)
 
     # --- words ------------------------------------------------------------------------------------------------------
 

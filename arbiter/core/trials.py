@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 
 from msgspec.structs import replace
 
@@ -109,12 +110,18 @@ def takeable(
     able = [gpu for gpu in held if isinstance(gpu.state, Leased) and gpu.id not in gpus]
     taken = tuple(turn.index.show(gpu) for gpu in able if model.usable(turn.state, gpu))
     names = {gpu.holder for gpu in taken}
-    return taken, tuple(turn.index.app_views[app][3] for app in holders if app in names)
+    return taken, tuple(turn.index.app_views[app].view for app in holders if app in names)
 
 
 def _serves(policy: Policy, settings: Settings) -> bool:
     """Whether this layer serves trials under `policy`."""
-    return settings.trial_share > 0.0 and not isinstance(policy, ServesTrials)
+    return settings.trial_share > 0.0 and not _has_its_own(policy)
+
+
+@lru_cache(maxsize=8)
+def _has_its_own(policy: Policy) -> bool:
+    """Whether a policy has a rule of its own for trials; remembered, as in `bookings`."""
+    return isinstance(policy, ServesTrials)
 
 
 # --- around the policy ------------------------------------------------------------------------------------------------
@@ -258,16 +265,14 @@ class _Serving:
 
     def _preempt_for(self, app: AppView) -> None:
         """Let the victim of least loss make room for a trial."""
-        able = (unit for unit in self._units if unit.app.priority <= app.priority)
-        scored = [(unit.app.preempted >= self._settings.fitgpp_p, self._score(unit), unit) for unit in able]
-        scored.sort(key=lambda each: (each[0], each[1], each[2].app.app, each[2].node))
-        found = ((score, unit, self._bundle(app, unit)) for _, score, unit in scored)
+        able = (each for each in self._ranked if each[1].app.priority <= app.priority)
+        found = ((score, unit, self._bundle(app, unit)) for score, unit in able)
         score, unit, bundle = next(((*each,) for each in found if each[2]), (0.0, None, []))
         if unit is None:
             self._words[app.app].append("it is a trial, and what no other app of class batch holds would make room")
             return
         taken = {gpu.gpu for gpu in unit.gpus}
-        self._units.remove(unit)
+        self._ranked.remove((score, unit))
         self._give(app, bundle, f"it is a trial, for which {unit.app.app} makes room on {unit.node}: score {score:.3g}")
         self._preempted.append(unit.app.app)
         self._words[unit.app.app].append(
@@ -277,6 +282,14 @@ class _Serving:
             if self._assign.get(gpu) == unit.app.app:
                 del self._assign[gpu]
         self._freed |= taken - self._assign.keys()
+
+    @cached_property
+    def _ranked(self) -> list[tuple[float, Victim]]:
+        """All that could make room, with their scores: those first that have not yet, of these the least score."""
+        p = self._settings.fitgpp_p
+        scored = [(self._score(unit), unit) for unit in self._units]
+        scored.sort(key=lambda each: (each[1].app.preempted >= p, each[0], each[1].app.app, each[1].node))
+        return scored
 
     def _score(self, unit: Victim) -> float:
         size, grace_s = score_of(unit, self._view.nodes)

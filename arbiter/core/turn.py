@@ -100,8 +100,6 @@ class Note(Struct, frozen=True, tag=True):
     what: str
 
 
-#: Of an app: the GPUs in play that it holds, the seats where it is a guest, and the only GPUs it can use.
-Seats = tuple[tuple[GpuId, ...], tuple[GpuId, ...], tuple[GpuId, ...] | None]
 Effect = Send | Decide | RoundRecord | LeaseRecord | AppRecord | Note
 
 
@@ -195,6 +193,17 @@ class Turn:
         return moved
 
 
+class Shown(Struct, frozen=True):
+    """What a round was last shown of an app, with all that it was derived from."""
+
+    app: model.App
+    version: int  #: of what it holds and is promised
+    renewable: tuple[GpuId, ...]  #: the GPUs in play that it holds
+    guest_at: tuple[GpuId, ...]  #: the seats where it is a guest
+    view: AppView
+    matters: bool  #: whether the round could give it something, or take it
+
+
 class Index:
     """What would otherwise be searched for at every event: derived from the state, never part of it."""
 
@@ -221,7 +230,7 @@ class Index:
         self.over: list[tuple[float, AppId]] = []  #: the apps that are over, the oldest first
         #: What was last shown of GPUs and apps, with what it was derived from: most are the same in the next round.
         self._gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
-        self.app_views: dict[AppId, tuple[model.App, int, Seats, AppView, bool]] = {}
+        self.app_views: dict[AppId, Shown] = {}
         #: By app and node: what was last ordered there, with the app's jobs and state and the count of its stirs.
         self.orders: dict[AppId, dict[NodeId, tuple[object, object, int, list[TaskOrder]]]] = {}
         self.outlines: dict[NodeId, Any] = {}  #: by node: the `plans.Outline` of the plan that was sent last
@@ -288,6 +297,7 @@ class Index:
         self.seating = None
         self._touched.update(self._state.gpus)
         self.orders.clear()
+        self.app_views.clear()
 
     def touch(self, gpu: GpuId) -> None:
         """Something about this GPU has changed, which may matter to all its seats."""

@@ -490,6 +490,19 @@ def test_a_trial_parked_at_the_end_of_its_phase_is_resumed_when_it_is_promoted()
     assert isinstance(bench.agent.state.jobs[0].state, Suspended)
 
 
+def test_a_parked_trial_that_is_said_to_go_on_where_another_was_put_meanwhile_stays_parked() -> None:
+    """By a plan that is overtaken; astraea's fault world 20438."""
+    bench = searching("n1g0")
+    parked = {"can_checkpoint": False}
+    bench.holdings("n1g0", trial(0, "n1g0", 11, 0.9, **parked))  # type: ignore[arg-type]
+    bench.holdings("n1g0", trial(0, "n1g0", 11, 0.9, phase="suspended", **parked))  # type: ignore[arg-type]
+    assert (bench.wished(0), bench.wished(1)) == ((0, ""), (0, "n1g0"))
+    bench.holdings("n1g0", trial(0, "n1g0", 11, 0.9, phase="resuming", **parked))  # type: ignore[arg-type]
+    bench.agent.validate()
+    assert isinstance(bench.agent.state.jobs[0].state, Suspended)
+    assert (bench.wished(0), bench.wished(1)) == ((0, ""), (0, "n1g0"))
+
+
 def test_a_search_of_silent_scripts_fails_with_the_mend() -> None:
     bench = searching("n1g0 n1g1 n1g2 n1g3")
     bench.holdings(

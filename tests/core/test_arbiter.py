@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core import apps
+from arbiter.core import apps, leases
+from arbiter.core.arbiter import Configured
+from arbiter.core.history import TenantTerms
 from arbiter.core.model import Active, Draining, Free, Leased, Lost, Probing, Refused, Up
 from arbiter.core.policy import Settings
+from arbiter.core.rounds import make_view
+from arbiter.core.turn import Index, Turn
 from protocol.core import Received, Tick
 from protocol.messages import (
+    AppId,
     Bid,
     BidRow,
+    GpuId,
     Grant,
     Holdings,
     JobWish,
@@ -24,6 +30,7 @@ from protocol.messages import (
     Query,
     Refusal,
     RoundId,
+    TenantId,
 )
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, notes, records, sent, task, wish
 
@@ -291,6 +298,45 @@ def test_an_app_that_never_fits_is_refused_with_the_mend_once_nodes_had_time_to_
     assert isinstance(site.arbiter.state.apps["ana-1"].state, Refused)
     (again,) = sent(site.app("ana-1", gang=9, demand=9), Refusal)
     assert again == refusal
+
+
+def test_where_only_named_tenants_may_run_apps_another_is_refused_and_counts_for_nothing() -> None:
+    named = (TenantTerms(TenantId("team")), TenantTerms(TenantId("lab")))
+    site = Site(replace(SETTINGS, tenants=named, tenants_only=True))
+    site.node("n1", 4)
+    site.app("ana-1")
+    site.app("eve-1", tenant=TenantId("tema"))
+    (refusal,) = sent(site.wait(5.0), Refusal)
+    assert refusal.app == "eve-1"
+    assert "tenant tema is not among the tenants of this site (lab, team); name one: --tenant" in refusal.reason
+    assert isinstance(site.arbiter.state.apps["ana-1"].state, Active)
+    assert site.arbiter.state.history.tenants.keys() == {"team", "lab"}
+    many = tuple(TenantTerms(TenantId(f"a-long-name-of-a-tenant-{number}")) for number in range(600))
+    site.handle(Configured(replace(site.arbiter.state.settings, tenants=many)))
+    (refusal,) = sent(site.app("eve-2", tenant=TenantId("tema")), Refusal)
+    assert "and 580 more" in refusal.reason
+    assert len(refusal.reason) < 1000
+    site.arbiter.validate()
+
+
+def test_what_an_app_was_promised_and_has_no_use_for_does_not_stand_for_what_it_runs_on() -> None:
+    """An elastic job begins on the GPU that is there while another drains for it, and then wants no second one."""
+    site = Site(replace(SETTINGS, policy="drf"))
+    site.node("n1", 2)
+    site.play_round(site.app("ana-1") + site.wait(0))
+    site.play_round(site.app("bob-1") + site.wait(1))
+    (anas,), (bobs,) = site.held("ana-1"), site.held("bob-1")
+    turn = Turn(site.arbiter.state, site.now, Index(site.arbiter.state))
+    leases.revoke(turn, turn.state.gpus[GpuId(anas)], "it is given to bob-1", promised_to=AppId("bob-1"))
+
+    def seen(demand: int) -> tuple[tuple[str, ...], int]:
+        turn.state.apps[AppId("bob-1")] = replace(turn.state.apps[AppId("bob-1")], demand_max=demand)
+        in_play = {GpuId(bobs): turn.index.show(turn.state.gpus[GpuId(bobs)])}
+        (bob,) = (app for app in make_view(turn, in_play, {}).apps if app.app == "bob-1")
+        return tuple(gpu.gpu for gpu in bob.kept), bob.want
+
+    assert seen(2) == ((anas,), 1)
+    assert seen(1) == ((), 1)
 
 
 def test_an_app_waits_for_nodes_before_it_is_judged() -> None:

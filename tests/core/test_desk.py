@@ -10,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Configured
+from arbiter.core.model import ArbiterSettings
 from arbiter.core.policy import Settings
 from arbiter.core.turn import AppRecord, LeaseRecord, RoundRecord
 from arbiter.desk import Desk
@@ -24,8 +25,8 @@ ANA = Party("app", "ana")
 class Counter:
     """A site with a ledger that performs the records, and a desk."""
 
-    def __init__(self) -> None:
-        self.site = Site()
+    def __init__(self, settings: ArbiterSettings = SETTINGS) -> None:
+        self.site = Site(settings)
         self.ledger = Ledger(":memory:")
         self.desk = Desk(self.site.arbiter, self.ledger)
 
@@ -77,6 +78,26 @@ def test_an_explanation_names_who_won_instead() -> None:
     assert newest["got"] == 0
     assert newest["reason"]
     assert any("submitted" in line["what"] for line in told["story"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "until"),
+    [
+        ("themis", " until leases end"),
+        ("fifo", ", and under fifo nobody gives one up before the end"),
+        ("srtf", ""),  # its round has looked, and tells thousands of waiting apps nothing of their own
+    ],
+)
+def test_who_comes_while_others_hold_everything_is_told_so_before_any_round(policy: str, until: str) -> None:
+    counter = Counter(replace(SETTINGS, policy=policy, policy_settings=Settings(reasons_max=0)))
+    site = counter.site
+    site.node("n1", 1)
+    counter.note(site.play_round(site.app("ana-1") + site.wait(0)))
+    counter.note(site.app("bob-1"))
+    told = counter.ask("explain", "bob-1")
+    assert (told["waiting_for"], told["rounds"]) == (f"the only GPU in service is held by other apps{until}", [])
+    assert counter.ask("explain", "ana-1")["waiting_for"] == ""
+    assert contended().ask("explain", "bob-1")["waiting_for"] == "", "a round has decided about it"
 
 
 def test_an_explanation_says_that_the_round_is_being_decided() -> None:

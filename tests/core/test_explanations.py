@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -52,6 +52,7 @@ def change_of(loss: Loss, kind: str) -> Change:
 
 
 @given(seed=st.integers(0, 2**32))
+@example(seed=23010)  # a gang of which one is kept wins three seats of one GPU, and keeps one or three of them
 @settings(max_examples=80, deadline=None)
 def test_every_change_that_is_said_to_win_wins_and_no_worse_rho_does(seed: int) -> None:
     view, bids = random_round(seed, gpus_max=6)

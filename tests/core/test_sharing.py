@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from arbiter.core import leases, nodes
 from arbiter.core.arbiter import Configured
 from arbiter.core.model import ArbiterSettings, Draining, Free, Leased
 from arbiter.core.plans import plan_digest
 from arbiter.core.policies import POLICIES
-from arbiter.core.policy import Allocation, GpuView, Outcome, Settings
+from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, SeatView, Settings, View
 from arbiter.core.rounds import make_view
-from arbiter.core.sharing import shown
-from arbiter.core.turn import Decided, Turn
+from arbiter.core.sharing import shown, with_guests
+from arbiter.core.turn import Decided, Index, Turn
 from arbiter.desk import Desk
 from arbiter.ledger import Ledger
 from protocol.core import Received
@@ -22,12 +25,15 @@ from protocol.messages import (
     Bid,
     BidRow,
     GpuId,
+    Level,
+    NodeId,
     NodeReport,
     Offer,
     Party,
     Probe,
     Query,
     TaskStatus,
+    TenantId,
     device_of,
     seat,
 )
@@ -573,3 +579,79 @@ def test_who_has_a_seat_of_a_gpu_is_not_granted_another_that_it_was_promised() -
     )
     site.node("n1", tasks=[task("bob-1", 0, [second(ONE)])], used=[second(ONE)])
     assert site.held("bob-1") == [second(ONE)]
+
+
+@pytest.mark.parametrize(("node", "slot", "level"), [("n2", "s0", "cluster"), ("n1", "s1", "slot")])
+def test_a_gpu_of_which_a_seat_was_reported_elsewhere_has_guests_all_the_same(
+    node: str, slot: str, level: Level
+) -> None:
+    own = GpuView(GpuId("x"), NodeId("n1"), "r", "s0", AppId("own-1"))
+    other = GpuView(seat(GpuId("x"), 1), NodeId(node), "r", slot)
+    guest = AppView(AppId("g-1"), TenantId("t"), 1, 1, level, 0.0, None, (), ())
+    seats = (SeatView(own, cooperative=True), SeatView(other))
+    view = View(1, 0, 60.0, 1, (), (guest,), 0.0, seats=seats, shared=True)
+    assert with_guests(view, Allocation({}, (), unnamed="holder")).assign == {other.gpu: "g-1"}
+
+
+def test_of_gangs_that_are_parked_on_one_gpu_the_first_is_served_first() -> None:
+    """One GPU of either is of no use to anybody; astraea's fault world 20437."""
+    site = Site(SHARED)
+    site.node("n1", 3)
+    three = gpu_id("n1", 2)
+    first, last = [TWO, three], [ONE, second(three)]
+    jobs = [replace(wish("ana-1", number, gpus), suspended=True) for number, gpus in enumerate((first, last))]
+    site.app("ana-1", gang=2, demand=4, jobs=jobs)
+    assert site.arbiter.state.apps[AppId("ana-1")].only == tuple(first)
+
+
+def test_a_promise_is_seen_anew_when_who_is_parked_on_it_goes_on() -> None:
+    """Exclusive again, a further seat is nobody's, unless somebody is parked there."""
+    site = Site(replace(SETTINGS, policy="srtf"))
+    site.node("n1", 1)
+    for app in ("own-1", "gus-1", "zoe-1"):
+        site.app(app, jobs=[wish(app, 0, [])])
+    state = site.arbiter.state
+    parked = replace(state.gpus[GpuId(ONE)], id=seat(GpuId(ONE), 1), parked=True, state=Free(site.now))
+    state.gpus[parked.id] = parked
+    turn = Turn(state, site.now, Index(state))
+    leases.grant(turn, parked, state.apps[AppId("gus-1")], round=1)
+    leases.revoke(turn, state.gpus[parked.id], "the round gave it to zoe-1", promised_to=AppId("zoe-1"))
+
+    def seen(turn: Turn) -> list[AppId]:
+        return [app.app for app in make_view(turn, shown(turn), {}).apps]
+
+    assert "zoe-1" not in seen(turn), "it is promised all that it wants"
+    nodes._note_parked(turn, state.nodes[NodeId("n1")])  # the node says that the job runs
+    assert seen(turn) == seen(Turn(state, site.now, Index(state)))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=4),
+    st.lists(st.integers(1, 3), min_size=1, max_size=8),
+)
+def test_each_guest_comes_where_its_gang_shares_least(nodes: list[list[int]], gangs: list[int]) -> None:
+    """`nodes`: how many sit on each of their GPUs, each of which has four seats; by brute force, guest after guest."""
+    seats, sitting = [], {}
+    for number, counts in enumerate(nodes):
+        for slot, count in enumerate(counts):
+            sitting[GpuId(f"n{number}-{slot}")] = count
+            for place in range(4):
+                holder = AppId(f"h{number}-{slot}-{place}") if place < count else None
+                gpu = GpuView(seat(GpuId(f"n{number}-{slot}"), place), NodeId(f"n{number}"), "", f"s{slot}", holder)
+                seats.append(SeatView(gpu, guest=place > 0 and holder is not None, cooperative=True))
+    plain = AppView(AppId(""), TenantId("t"), 1, 1, "cluster", 0.0, None, (), (), cooperative=True)
+    apps = [replace(plain, app=AppId(f"a{i}"), gang=gang, demand_max=gang) for i, gang in enumerate(gangs)]
+    view = View(1, 0, 60.0, len(sitting), (), tuple(apps), 0.0, seats=tuple(seats), shared=True)
+    assigned = with_guests(view, Allocation({}, (), unnamed="holder")).assign
+    for app in apps:
+        best = None
+        for number, counts in enumerate(nodes):
+            here = sorted(sitting[gpu] for gpu in (GpuId(f"n{number}-{slot}") for slot in range(len(counts))))
+            least = [count for count in here if 0 < count < 4][: app.gang]
+            if len(least) == app.gang:
+                best = min(best or (9, 99, ""), (max(least), sum(least), f"n{number}"))
+        got = sorted(device_of(gpu) for gpu, winner in assigned.items() if winner == app.app)
+        found = (max(sitting[g] for g in got), sum(sitting[g] for g in got), got[0].split("-")[0]) if got else None
+        assert (found, len(got)) == (best, app.gang if best else 0)
+        for gpu in got:
+            sitting[gpu] = 4  # of who has just come it is not known whether it can be suspended

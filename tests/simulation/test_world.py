@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from arbiter.core.model import ArbiterSettings
 from arbiter.core.policy import Settings
 from simulator.cluster import parse_cluster
-from simulator.costs import NONE, Costs
-from simulator.profiles import built_in
+from simulator.costs import DEFAULT, NONE, Costs
+from simulator.profiles import built_in, crude
 from simulator.results import Run, summary
 from simulator.run import Simulation, simulate
 from simulator.workload import AppPlan, JobPlan, Workload, load
@@ -231,3 +231,13 @@ def test_gpu_time_of_the_rows_is_that_of_all_leases_also_of_trials_that_are_drop
     assert sum(tale.held_gpu_s for tale in simulation.world.shelf.tales.values()) <= leased + 1e-6
     standing = [(later[0] - now[0]) * now[1] for now, later in pairwise(result.timeline)]
     assert sum(standing) == pytest.approx(leased)
+
+
+def test_an_elastic_app_that_began_on_one_gpu_grows_when_another_comes_free() -> None:
+    """4,000 s on one GPU; the other is free after some 500 s, so 500 s and half of 3,500, and what a restart costs."""
+    longer = AppPlan("longer", "ann", 1.0, 1, 2, (JobPlan(4000.0, 4000),), sizes=(1, 2))
+    shorter = AppPlan("shorter", "bob", 0.0, 1, 1, (JobPlan(500.0, 500),))
+    settings = quiet(ArbiterSettings(policy="drf"))
+    run = Simulation(Workload("two", (shorter, longer)), parse_cluster("1x2"), settings, DEFAULT, crude()).run()
+    (jct_s,) = (row.jct_s for row in run.apps if row.app == "longer")
+    assert jct_s == pytest.approx(2306.0, abs=60.0)

@@ -43,6 +43,7 @@ from protocol.messages import (
 
 MessageT = TypeVar("MessageT")
 
+TEAM = TenantId("team")
 SETTINGS = ArbiterSettings(
     policy="themis",
     lease_s=100.0,
@@ -174,11 +175,12 @@ class Site:
         sender: str | None = None,
         ideal_s: float = 0.0,
         left_s: float | None = None,
+        tenant: TenantId = TEAM,
         **more: object,
     ) -> list[Effect]:
         report = AppReport(
             app=AppId(app),
-            tenant=TenantId("team"),
+            tenant=tenant,
             name="train",
             seq=self._next(f"app-{app}"),
             state=state,  # type: ignore[arg-type]

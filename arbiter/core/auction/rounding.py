@@ -118,7 +118,12 @@ def prefixes(worth: Worth, won: Counts, places: Map) -> list[Counts]:
     base: Counts = {}
     kept = sum(worth.kept.values())
     for place in order:
-        have = worth.kept.get(place, 0) if worth.gang > 1 else kept + sum(base.values())
+        if worth.gang > 1:
+            machine = machine_of(place, places)
+            beside = sum(count for each, count in base.items() if machine_of(each, places) == machine)
+            have = worth.kept.get(machine, 0) + beside
+        else:
+            have = kept + sum(base.values())
         step = max(worth.gang, worth.step)
         first = -have % step or step
         parts += [{**base, place: end} for end in range(first, won[place] + 1, step)]

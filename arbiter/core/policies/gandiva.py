@@ -35,9 +35,9 @@ from heapq import heapify, heappop, heappush
 from typing import ClassVar
 
 from arbiter.core.placement import LOOSENESS, locality
-from arbiter.core.policies.dealing import Deal, Holes, admit_what_fits, all_gone, gang_place, gpus, losses, pick
+from arbiter.core.policies.dealing import Deal, Holes, Unauctioned, all_gone, gang_place, gpus, losses, pick
 from arbiter.core.policies.servers import Servers
-from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Outcome, Settings, Tenure, View
+from arbiter.core.policy import Allocation, AppView, Clock, GpuView, Outcome, Settings, Tenure, View
 from protocol.messages import AppId, Bid, GpuId, Level, NodeId
 
 #: What a move costs while nobody has measured it, seconds: the upper end of what restarts of training scripts take.
@@ -50,7 +50,7 @@ FREE_PART = 0.75
 SLOWDOWN: Mapping[Level, float] = {"slot": 1.0, "machine": 1.0, "rack": 1.1, "cluster": 1.3}
 
 
-class Gandiva:
+class Gandiva(Unauctioned):
     """Whoever has GPUs keeps them; jobs that wait run as soon as they can, and placement is mended afterwards.
 
     Raises
@@ -59,7 +59,6 @@ class Gandiva:
         For settings outside their range.
     """
 
-    probes: ClassVar[bool] = False
     tenure: ClassVar[Tenure] = "revocable"
     shares: ClassVar[bool] = True
 
@@ -69,14 +68,6 @@ class Gandiva:
         if not 0.0 <= settings.gandiva_idle_s < math.inf:
             raise ValueError(f"gandiva_idle_s is {settings.gandiva_idle_s}; it must be 0 or more, and finite")
         self._settings = settings
-
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        """Refuse an app whose gang fits no place that it accepts."""
-        return admit_what_fits(cluster, app)
-
-    def bidders(self, view: View) -> Sequence[AppId]:
-        """Return nobody: there is no auction."""
-        return ()
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return who gets which seats, and say why."""

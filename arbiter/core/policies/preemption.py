@@ -29,10 +29,9 @@ from typing import ClassVar
 from msgspec.structs import replace
 
 from arbiter.core.chance import shuffled
-from arbiter.core.policies.dealing import Deal, Holes, admit_what_fits, gpus, pick
+from arbiter.core.policies.dealing import Deal, Holes, Unauctioned, gpus, pick
 from arbiter.core.policies.victims import Demand, Victim, capacity_of, demand_of, units_of
 from arbiter.core.policy import (
-    Admission,
     Allocation,
     AppView,
     Clock,
@@ -49,7 +48,7 @@ from protocol.messages import AppId, Bid, GpuId, NodeId
 AGAIN_S = 1.0
 
 
-class Preemptive(ABC):
+class Preemptive(Unauctioned, ABC):
     """FIFO with preemption for trials.
 
     Raises
@@ -58,9 +57,7 @@ class Preemptive(ABC):
         For settings outside their range.
     """
 
-    probes: ClassVar[bool] = False
     tenure: ClassVar[Tenure] = "revocable"
-    shares: ClassVar[bool] = False
     serves_trials: ClassVar[bool] = True
 
     def __init__(self, settings: Settings) -> None:
@@ -81,14 +78,6 @@ class Preemptive(ABC):
     @abstractmethod
     def victims(self, round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
         """Return who makes room for `trial`, each with a clause on why it is that one; together they suffice."""
-
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        """Refuse an app whose gang fits no place that it accepts."""
-        return admit_what_fits(cluster, app)
-
-    def bidders(self, view: View) -> Sequence[AppId]:
-        """Return nobody: there is no auction."""
-        return ()
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return who gets which GPUs in play, and say why."""

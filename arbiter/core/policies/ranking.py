@@ -20,7 +20,7 @@ from arbiter.core.placement import LOOSENESS, locality
 from arbiter.core.policies.dealing import (
     Deal,
     Pool,
-    admit_what_fits,
+    Unauctioned,
     all_gone,
     gang_place,
     gpus,
@@ -28,7 +28,7 @@ from arbiter.core.policies.dealing import (
     pick,
     too_few_left,
 )
-from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Outcome, Settings, Tenure, View
+from arbiter.core.policy import Allocation, AppView, Clock, GpuView, Outcome, Settings, Tenure, View
 from protocol.messages import AppId, Bid, GpuId
 
 #: An app whose turn it is, and the most GPUs it may take in it; None: all it wants.
@@ -234,7 +234,7 @@ class Selection:
         return gang_place(app) == "machine" and app.only is None and self.deal.left.largest() >= app.gang
 
 
-class Ranked(ABC):
+class Ranked(Unauctioned, ABC):
     """A policy that serves apps in an order, without an auction.
 
     Raises
@@ -243,10 +243,8 @@ class Ranked(ABC):
         For settings outside their range.
     """
 
-    probes: ClassVar[bool] = False
     tenure: ClassVar[Tenure]
     by: ClassVar[str]  #: what the order goes by, in words
-    shares: ClassVar[bool] = False
     migrates: ClassVar[bool] = False  #: whether apps on several machines move where they lie closer together
 
     def __init__(self, settings: Settings) -> None:
@@ -278,14 +276,6 @@ class Ranked(ABC):
         return None
 
     # --- what a policy is asked --------------------------------------------------------------------------------------
-
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        """Refuse an app whose gang fits no place that it accepts."""
-        return admit_what_fits(cluster, app)
-
-    def bidders(self, view: View) -> Sequence[AppId]:
-        """Return nobody: there is no auction."""
-        return ()
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return who gets which GPUs in play, and say why."""
