@@ -56,4 +56,5 @@ for step in range(session.restore(load), options.steps):
 session.done()
 if rank == 0:
     plain.conclude(model.cpu(), digits, options.out)
+dist.barrier()  # gloo's threads let go of the last tensors before any interpreter ends, or they abort it
 dist.destroy_process_group()

@@ -66,4 +66,5 @@ if rank == 0:
     complete = plain.build_model(options.hidden)
     complete.load_state_dict(whole)
     plain.conclude(complete, digits, options.out)
+dist.barrier()  # gloo's threads let go of the last tensors before any interpreter ends, or they abort it
 dist.destroy_process_group()
