@@ -19,7 +19,6 @@ from launch.faults import Fault
 from launch.service import private_folder, serve
 from launch.site import Site, Watch, daemons, local_site, memory_bus, user_folder, wait_ready
 from launch.surface import note, plural
-from protocol.messages import Sharing
 
 
 class Options(Struct, frozen=True):
@@ -30,8 +29,7 @@ class Options(Struct, frozen=True):
     state_dir: Path | None = None
     fresh: bool = False
     socket: Path | None = None
-    policy: str = "themis"
-    sharing: Sharing = "exclusive"
+    settings: ArbiterSettings = ArbiterSettings()
 
 
 def run(options: Options) -> None:
@@ -45,8 +43,7 @@ def run(options: Options) -> None:
     with ExitStack() as stack:
         folder = _folder(options, stack)
         socket = options.socket or default_socket()
-        settings = ArbiterSettings(policy=options.policy, sharing=options.sharing)
-        site = local_site(folder, nodes=options.nodes, gpus=options.gpus, socket=socket, settings=settings)
+        site = local_site(folder, nodes=options.nodes, gpus=options.gpus, socket=socket, settings=options.settings)
         private_folder(socket.parent)
         bus = memory_bus()
         serve(
@@ -78,7 +75,9 @@ async def _greet(site: Site) -> None:
     finally:
         gone.set()
     gpus = sum(len(node["gpus"]) for node in nodes)
-    note(f"gpu-arbiter is up: {plural(len(nodes), 'node')}, {plural(gpus, 'GPU')}, socket {site.socket}")
+    policy = site.arbiter.arbiter.policy
+    there = f"{plural(len(nodes), 'node')}, {plural(gpus, 'GPU')}, policy {policy}"
+    note(f"gpu-arbiter is up: {there}, socket {site.socket}")
     if site.socket != default_socket():
         note(f"in other terminals: export GPU_ARBITER_URL=unix://{site.socket}")
     note("next: gpu-arbiter submit -- python train.py   (Ctrl-C here stops it)")

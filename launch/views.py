@@ -49,10 +49,11 @@ def steps(tasks: Sequence[Document]) -> str:
 def shares_table(document: Document) -> str:
     """Return `shares`: one line per tenant, GPU time in GPU-hours."""
     tenants = document["tenants"]
+    policy = f"policy: {document['policy']}" if document.get("policy") else ""
     if not tenants:
-        return "no tenants yet; a tenant appears with its first app, or with [[arbiter.tenants]]"
+        return f"no tenants yet; a tenant appears with its first app, or with [[arbiter.tenants]]\n{policy}"
     headers = ("TENANT", "WEIGHT", "QUOTA", "WANT", "HELD", "APPS", "GPU-H", "FAIR-GPU-H", "LTGF", "LTGF-QUOTA")
-    return table(headers, [_tenant_row(tenant) for tenant in tenants])
+    return f"{table(headers, [_tenant_row(tenant) for tenant in tenants])}\n{policy}"
 
 
 def _tenant_row(tenant: Document) -> tuple[str, ...]:
@@ -127,7 +128,10 @@ def _fairness(document: Document) -> str:
     if not rho:  # it was never in a round
         return ""
     verdict = "no later than alone on its share" if rho <= 1 else f"{rho:.2f} times as late as alone on its share"
-    rule = "" if document["state"] in OVER else "; the worst-off apps bid in each round"
+    rule = ""
+    if document["state"] not in OVER:
+        auction = document.get("auction", True)
+        rule = "; the worst-off apps bid in each round" if auction else f"; the policy is {document['policy']}"
     return f"Its finish-time fairness rho is {rho:.2f}, {verdict}{rule}.{_next_round(document)}"
 
 

@@ -33,24 +33,35 @@ def add(app: typer.Typer) -> None:
 def up(
     gpus: Annotated[str, typer.Option(help="simulated:N per node, or nvml for this host's real GPUs")] = "simulated:4",
     nodes: Annotated[int, typer.Option(min=1, max=64, help="nodes to pretend to be (1 with nvml)")] = 1,
-    policy: Annotated[str, typer.Option(help="who gets GPUs: see docs/policies.md")] = "themis",
-    sharing: Annotated[str, typer.Option(help="exclusive, timeslice or pack: see docs/sharing.md")] = "exclusive",
+    policy: Annotated[str | None, typer.Option(help="who gets GPUs: see docs/policies.md  [default: themis]")] = None,
+    sharing: Annotated[
+        str | None, typer.Option(help="exclusive, timeslice or pack: see docs/sharing.md  [default: exclusive]")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="an arbiter's TOML file, for its [arbiter] table (tenants, ...)"),
+    ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="where the state is kept between runs")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="start with nothing, and leave nothing")] = False,
     log_level: LogLevel = "error",  # a person reads along, and what else there is to say is in the answers
 ) -> None:
     """Start everything on this machine: arbiter, node agents and app agent in one process. Ctrl-C stops it."""
     with answering(as_json=False):
+        from arbiter.config import load
+        from arbiter.core.model import ArbiterSettings
         from arbiter.core.policies import POLICIES
         from launch import up as site
 
         _set_log_level(log_level)
         if gpus == "nvml" and nodes != 1:
             raise usage("--gpus nvml is this host, which is one node", "leave --nodes out")
-        chosen = {"policy": _one_of("--policy", policy, sorted(POLICIES))}
-        chosen["sharing"] = _one_of("--sharing", sharing, get_args(Sharing))
-        options = site.Options(gpus=gpus, nodes=nodes, state_dir=state_dir, fresh=fresh)
-        site.run(replace(options, **chosen))
+        with faults():
+            settings = load(config).arbiter if config is not None else ArbiterSettings()
+        if policy is not None:
+            settings = replace(settings, policy=_one_of("--policy", policy, sorted(POLICIES)))
+        if sharing is not None:
+            settings = replace(settings, sharing=_one_of("--sharing", sharing, get_args(Sharing)))
+        site.run(site.Options(gpus=gpus, nodes=nodes, state_dir=state_dir, fresh=fresh, settings=settings))
 
 
 def _one_of(option: str, value: str, known: Sequence[str]) -> str:
@@ -74,8 +85,6 @@ def arbiter(config: Config, log_level: LogLevel = "info") -> None:
 
 def node_agent(config: Config, log_level: LogLevel = "info") -> None:
     """Run this host's node agent. Ending it leaves training running; the next one adopts it."""
-    from msgspec.structs import replace
-
     from launch.site import bootstrap_dir
     from node_agent.config import load
     from node_agent.daemon import run_node_agent

@@ -320,6 +320,22 @@ def test_a_mistake_is_one_sentence_and_a_next_step(trace: Path, words: tuple[str
     assert (answer["schema"], f"gpu-arbiter: {answer['error']}") == ("error/v1", said)
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("tenant,share\n", "names no tenant; give lines of tenant and share"),
+        ("tenant,share\na,1\nb,2\na,3\n", "line 4 names a again; give each tenant one line"),
+        ("tenant,weight\na,1\n", "line 2: "),
+        ("tenant,share\na,-1\n", "line 2: "),
+    ],
+)
+def test_a_file_of_tenants_that_is_wrong_is_one_sentence(trace: Path, tmp_path: Path, text: str, sentence: str) -> None:
+    (tmp_path / "shares.csv").write_text(text)
+    result = run("simulate", trace, "--cluster", "1x2", "--tenants", tmp_path / "shares.csv")
+    assert (result.exit_code, result.stdout) == (exit_codes.USAGE, "")
+    assert sentence in result.stderr.splitlines()[0]
+
+
 # --- how far it is --------------------------------------------------------------------------------------------------
 
 

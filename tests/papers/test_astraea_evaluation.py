@@ -48,6 +48,18 @@ def test_nothing_is_claimed_of_none_against_none() -> None:
     assert met(astraea=nobody, themis=nobody, allox=nobody)[:3] == [False, True, False]
 
 
+def test_of_some_policies_only_what_follows_from_them_is_claimed() -> None:
+    found = {ASTRAEA.name: FIGURES, "las": FIGURES, "themis": FIGURES}
+    assert [claim.name for claim in astraea.claims_at("here", found)] == [
+        "here: share of jobs with LTGF < 0.95, themis / astraea",
+        "here: lease overhead at 900 s, of JCT",
+    ]
+    part = astraea.chosen(PLANS["full"], "0.6", ["las"])
+    assert (part.loads, part.policies) == ((0.6,), (ASTRAEA.name, "las"))
+    with pytest.raises(ValueError, match=r"--loads is .0\.6,0.; give positive numbers"):
+        astraea.chosen(PLANS["full"], "0.6,0", None)
+
+
 def test_a_small_run_of_everything(known: dict[Case, Figures], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shared("traces").parent
     monkeypatch.setattr(astraea, "shared_folder", lambda: folder)

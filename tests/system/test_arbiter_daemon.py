@@ -132,7 +132,10 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ("[arbiter]\nseats = 0\n", "arbiter.seats is 0; give how many jobs may share a GPU, 1 to 64"),
         ("[arbiter]\nquantum_s = 0.0\n", "quantum_s is 0"),
         ("[arbiter]\nsharing = 'sometimes'\n", "arbiter.sharing"),
+        ("history = 'fresh'\n", "history is 'fresh', which is none of 'auto', "),
+        ("[[arbiter.tenants]]\nname = 'a'\nweight = 2.0\nquota = 4\n", "gives a a weight and a quota; leave one out"),
         ("[arbiter.policy_settings]\ngandiva_idle_s = -1.0\n", "gandiva_idle_s is -1"),
+        ("[arbiter.policy_settings]\nrrh_threshold = nan\n", "rrh_threshold is nan; it must be a number"),
         (
             "[arbiter]\nlease_s = 'long'\n",
             "arbiter.lease_s must be a number, and is text; the files in systemd/ show",

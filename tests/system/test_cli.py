@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -120,6 +120,8 @@ def test_a_program_that_does_not_exist_fails_with_the_mend(cli: Cli) -> None:
         (("submit",), "no command was given"),
         (("submit", "--env", "NOT_SET", "--", "true"), "--env NOT_SET: no such variable here"),
         (("submit", "--grace", "soon", "--", "true"), "--grace is 'soon', which is no length of time"),
+        (("submit", "--memory", "", "--", "true"), "--memory is '', which is no amount of memory"),
+        (("submit", "--step-time", "", "--", "true"), "--step-time is '', which is no length of time"),
         (("submit", "--trial", "--lr 1", "--", "true"), "a search needs at least two trials"),
         (("submit", "--trial", "1", "--trial", "2", "--", "true"), "2 trials but no metric"),
         (("submit", "-g", "0", "--", "true"), "--gpus is '0', which is no number of GPUs"),
@@ -247,6 +249,13 @@ def test_real_gpus_are_never_replaced_by_simulated_ones(lonely: Cli) -> None:
     assert "simulated:4" in done.stderr
 
 
+def test_a_site_is_not_started_with_an_arbiters_file_that_is_wrong(lonely: Cli, tmp_path: Path) -> None:
+    (tmp_path / "arbiter.toml").write_text("[arbiter]\npolicy = 'everything'\n")
+    done = lonely("up", "--fresh", "--config", "arbiter.toml")
+    assert done.returncode == exit_codes.USAGE
+    assert "arbiter.toml: arbiter.policy is 'everything'; choose one of" in done.stderr
+
+
 @pytest.mark.parametrize(("option", "mend"), [("--sharing", "timeslice"), ("--policy", "themis")])
 def test_a_site_is_not_started_with_a_policy_or_a_sharing_that_there_is_not(
     lonely: Cli, option: str, mend: str
@@ -288,23 +297,44 @@ def test_apps_survive_a_restart_of_up(environment: dict[str, str], tmp_path: Pat
         assert (seen["state"], seen["preemptions"], seen["migrations"]) == ("finished", 0, 0)
 
 
-def _up(environment: dict[str, str]) -> _Up:
-    return _Up(environment)
+@pytest.mark.slow
+def test_up_takes_tenants_and_settings_from_an_arbiters_file(environment: dict[str, str], tmp_path: Path) -> None:
+    own = environment | {"GPU_ARBITER_URL": f"unix://{tmp_path}/control.sock", "XDG_STATE_HOME": str(tmp_path)}
+    (tmp_path / "arbiter.toml").write_text(
+        "[arbiter]\npolicy = 'astraea'\ntenants_only = true\n[[arbiter.tenants]]\nname = 'vision'\nweight = 2.0\n"
+    )
+    cli = _runner(own, tmp_path)
+    with _up(own, "--config", str(tmp_path / "arbiter.toml")) as greeting:
+        assert "policy astraea" in greeting
+        document = json.loads(cli("shares", "--json").stdout)
+        assert document["policy"] == "astraea"
+        assert [(each["tenant"], each["weight"]) for each in document["tenants"]] == [("vision", 2.0)]
+        assert cli("shares").stdout.splitlines()[-1] == "policy: astraea"
+        app = cli("submit", "--tenant", "visoin", *script("pass")).stdout.strip()
+        assert cli("wait", "--timeout", "30s", app).returncode != 0
+        explained = cli("explain", app).stdout
+        assert "tenant visoin is not among the tenants of this site (vision); name one: --tenant" in explained
+
+
+def _up(environment: dict[str, str], *options: str) -> _Up:
+    return _Up(environment, options)
 
 
 class _Up:
     """`gpu-arbiter up`, ended by Ctrl-C."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], options: Sequence[str]) -> None:
         self._environment = environment
+        self._command = [*PROGRAM, "up", *options]
 
-    def __enter__(self) -> None:
-        self._process = subprocess.Popen([*PROGRAM, "up"], env=self._environment, stderr=subprocess.PIPE, text=True)
+    def __enter__(self) -> str:
+        self._process = subprocess.Popen(self._command, env=self._environment, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
         greeting = self._process.stderr.readline()
         if "is up" not in greeting:
             self._process.kill()
             raise AssertionError(greeting)
+        return greeting
 
     def __exit__(self, *_: object) -> None:
         began = time.monotonic()
