@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -52,26 +52,28 @@ def running(script: str, *arguments: object) -> Iterator[int]:
             process.kill()
 
 
-async def estimates(pid: int, count: int, *, window_s: float = WINDOW_S, every_s: float = 5.0) -> list[Estimated]:
-    """Return what a watch says of the process, until it has said so much or was due three times."""
+async def estimates(
+    pid: int, enough: Callable[[Estimated], bool], *, times: int, window_s: float = WINDOW_S, every_s: float = 5.0
+) -> list[Estimated]:
+    """Return what a watch says of the process, until it says what is enough or was due so many times."""
     backend = SimulatedBackend("n1", 2)
     gpu = backend.devices()[0].gpu
     backend.intrude(gpu, pid)
     said: list[Estimated] = []
-    enough = asyncio.Event()
+    ended = asyncio.Event()
 
     def post(event: Estimated) -> None:
         said.append(event)
-        if len(said) == count:
-            enough.set()
+        if enough(event):
+            ended.set()
 
     watch = ActivityWatch(backend, post, window_s=window_s, every_s=every_s)
     watch.watch({TASK: (gpu,)})
     async with asyncio.TaskGroup() as tasks:
         sampling = tasks.create_task(watch.run())
         try:
-            async with asyncio.timeout(window_s + 2.5 * every_s):
-                await enough.wait()
+            async with asyncio.timeout(window_s + (times - 0.5) * every_s):
+                await ended.wait()
         except TimeoutError:
             pass
         finally:
@@ -80,21 +82,23 @@ async def estimates(pid: int, count: int, *, window_s: float = WINDOW_S, every_s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 async def test_the_cycle_of_a_process_is_found_from_what_it_uses_of_its_device() -> None:
     with running(CYCLE, CYCLE_S) as pid:
-        said = await estimates(pid, 1)
-    assert [event.source for event in said] == ["utilisation"]
-    assert said[0].task == TASK
-    assert said[0].step_s == pytest.approx(CYCLE_S, rel=0.05)
-    assert 0 < said[0].confidence <= 1
+        said = await estimates(pid, lambda event: event.source != "unknown", times=15)
+    # A machine that gave the process no core for a part of the first window shows no cycle in it; a later one does.
+    *before, found = said
+    assert before in ([], [Estimated(TASK, 0.0, "unknown", 0.0)])
+    assert (found.task, found.source) == (TASK, "utilisation")
+    assert found.step_s == pytest.approx(CYCLE_S, rel=0.05)
+    assert 0 < found.confidence <= 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_of_a_process_without_a_cycle_it_is_said_once_that_none_is_known() -> None:
     with running(IRREGULAR, 0.6) as pid:
-        said = await estimates(pid, 2, window_s=15.0)
+        said = await estimates(pid, lambda event: event.source != "unknown", times=3, window_s=15.0)
     assert said == [Estimated(TASK, 0.0, "unknown", 0.0)]
 
 

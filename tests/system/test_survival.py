@@ -93,7 +93,7 @@ def test_training_outlives_the_arbiter(cluster: Cluster) -> None:
 
 @broker_test
 def test_training_outlives_a_node_agent(cluster: Cluster) -> None:
-    fill(cluster)
+    fill(cluster, steps=400)  # a busy machine takes several seconds to start an agent: the workers must still be there
     agent, workers = cluster.nodes["n1"], pids_on(cluster, "n1")
     agent.kill()
     contest(cluster)
