@@ -252,11 +252,11 @@ def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
     index = turn.index
     if turn.policy.tenure == "revocable":
         return index.revocable()
-    ending = index.guests
-    if turn.policy.tenure == "lease":
-        soon = turn.now + turn.state.settings.renewal_lead_s
-        ending = index.guests | {gpu for gpu, end in index.ends.items() if end <= soon}
-    return {gpu: shown for gpu, shown in index.revocable().items() if shown.holder is None or gpu in ending}
+    ending = set(index.guests)
+    soon = turn.now + turn.state.settings.renewal_lead_s
+    if turn.policy.tenure == "lease" and index.next_end <= soon:
+        ending.update([gpu for gpu, end in index.ends.items() if end <= soon])
+    return index.assignable(ending)
 
 
 def is_in_play(turn: Turn, gpu: Gpu) -> bool:

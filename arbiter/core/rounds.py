@@ -108,7 +108,8 @@ def take_decision(turn: Turn, decided: Decided) -> None:
 def _said(turn: Turn, phase: Deciding) -> dict[AppId, claims.Said]:
     """Return what apps said of themselves in this round; without probes, what those report whose GPUs are in play."""
     if not phase.rhos:
-        states = [turn.state.gpus[gpu].state for gpu in phase.in_play if gpu in turn.state.gpus]
+        held = set(phase.in_play) - turn.index.free
+        states = [turn.state.gpus[gpu].state for gpu in held if gpu in turn.state.gpus]
         ending = {state.lease.app for state in states if isinstance(state, Leased)}
         return dict.fromkeys(ending if turn.policy.tenure == "lease" else turn.index.holders, claims.Said())
     return {app: claims.Said(rho, phase.rhos_none.get(app)) for app, rho in phase.rhos.items()}
@@ -301,7 +302,7 @@ def _ask_policy(turn: Turn, view: View, bids: dict[AppId, Bid], phase: Bidding) 
         bidders=phase.bidders,
         silent=tuple(app for app in phase.bidders if app not in phase.bids),
         rhos_none={app.app: bids[app.app].rho_none for app in view.apps if app.app in bids and not app.renewable},
-        in_play=tuple(gpu.gpu for gpu in view.gpus),
+        in_play=tuple([gpu.gpu for gpu in view.gpus]),
         seats=tuple(seat.seat.gpu for seat in view.seats),
         takeable=tuple(gpu.gpu for gpu in view.takeable),
     )
@@ -341,9 +342,10 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
     silent_before = turn.now - state.settings.app_timeout_s
     guests = sharing.seating(turn).guests
     in_play: dict[AppId, tuple[GpuId, ...]] = {}
-    for gpu in gpus.values():
-        if gpu.holder is not None:
-            in_play[gpu.holder] = (*in_play.get(gpu.holder, ()), gpu.gpu)
+    for gpu_id in sorted(gpus.keys() - index.free):
+        holder = gpus[gpu_id].holder
+        assert holder is not None
+        in_play[holder] = (*in_play.get(holder, ()), gpu_id)
     known, versions, divided = index.app_views, index.versions, index.divided
     for _, app_id in index.order:
         app = state.apps[app_id]

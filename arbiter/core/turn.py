@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -237,7 +237,8 @@ class Index:
         self.stirs: dict[AppId, int] = defaultdict(int)  #: grows whenever its GPUs or tasks change
         self.holders: set[AppId] = set()  #: apps that have a GPU, leased or draining
         self._revocable: dict[GpuId, GpuView] = {}
-        self._touched: set[GpuId] = set()  #: GPUs that have changed since `_revocable` was looked at
+        self._free_views: dict[GpuId, GpuView] = {}  #: those of them that nobody has
+        self._touched: set[GpuId] = set()  #: GPUs that have changed since those two were looked at
         self.versions: dict[AppId, int] = defaultdict(int)  #: grows whenever what an app holds or is promised changes
         for gpu in state.gpus.values():
             self.bind(gpu)
@@ -326,22 +327,39 @@ class Index:
 
     def revocable(self) -> dict[GpuId, GpuView]:
         """Return all GPUs that a round may assign where no lease protects its holder, by id."""
-        if self._touched:
-            known = self._revocable
-            fresh = False
-            for gpu_id in self._touched:
-                gpu = self._state.gpus[gpu_id]
-                leased = isinstance(gpu.state, model.Leased)
-                free = gpu.empty and isinstance(gpu.state, model.Free) and not self.drains(gpu_id)
-                if (leased or free) and model.usable(self._state, gpu):
-                    fresh = fresh or gpu_id not in known
-                    known[gpu_id] = self.show(gpu)
-                else:
-                    known.pop(gpu_id, None)
-            if fresh:
-                self._revocable = dict(sorted(known.items()))
-            self._touched.clear()
+        self._settle()
         return self._revocable
+
+    def assignable(self, ending: Collection[GpuId]) -> dict[GpuId, GpuView]:
+        """Return, by id, what is free and what of `ending` is not, as far as a round may assign it."""
+        self._settle()
+        held = sorted([gpu for gpu in ending if gpu in self._revocable and gpu not in self._free_views])
+        if not held:
+            return self._free_views
+        gpus = [*self._free_views, *held]
+        gpus.sort()  # two sorted runs: about as many comparisons as there are GPUs
+        return {gpu: self._revocable[gpu] for gpu in gpus}
+
+    def _settle(self) -> None:
+        """Bring what a round may assign up to date."""
+        if not self._touched:
+            return
+        added = False
+        for gpu_id in self._touched:
+            gpu = self._state.gpus[gpu_id]
+            leased = isinstance(gpu.state, model.Leased)
+            free = gpu.empty and isinstance(gpu.state, model.Free) and not self.drains(gpu_id)
+            usable = model.usable(self._state, gpu)
+            for views, belongs in ((self._revocable, leased or free), (self._free_views, free)):
+                if belongs and usable:
+                    added = added or gpu_id not in views
+                    views[gpu_id] = self.show(gpu)
+                else:
+                    views.pop(gpu_id, None)
+        if added:
+            self._revocable = dict(sorted(self._revocable.items()))
+            self._free_views = dict(sorted(self._free_views.items()))
+        self._touched.clear()
 
     def census(self) -> tuple[int, int, tuple[GpuView, ...]]:
         """Return how many GPUs there are to hope for, how many may be assigned at all, and where every GPU is."""
@@ -415,6 +433,7 @@ class Index:
         alike = alike and (self.free, self.ends, self.next_end) == (other.free, other.ends, other.next_end)
         alike = alike and (self.draining, self.order, self.census()) == (other.draining, other.order, other.census())
         alike = alike and (self.over, self.revocable()) == (other.over, other.revocable())
+        alike = alike and self.assignable(()) == other.assignable(())
         alike = alike and self.guests == other.guests
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
 
