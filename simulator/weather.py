@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from app_agent.core import host as app_host
 from app_agent.core.host import AppHost
+from app_agent.core.valuation import RHO_MAX
 from arbiter.core.arbiter import Arbiter, Configured
 from arbiter.core.arbiter import Event as ArbiterEvent
 from protocol.core import Connected, Received, Send
@@ -122,12 +123,15 @@ class Liar(AppHost):
             return effect
         match effect.message:
             case ProbeReply() as reply:
-                return replace(effect, message=replace(reply, rho=reply.rho * self.factor))
+                return replace(effect, message=replace(reply, rho=self._lied(reply.rho)))
             case Bid() as bid:
-                rows = tuple(replace(row, rho=row.rho * self.factor) for row in bid.rows)
-                return replace(effect, message=replace(bid, rho_none=bid.rho_none * self.factor, rows=rows))
+                rows = tuple(replace(row, rho=self._lied(row.rho)) for row in bid.rows)
+                return replace(effect, message=replace(bid, rho_none=self._lied(bid.rho_none), rows=rows))
             case _:
                 return effect
+
+    def _lied(self, rho: float) -> float:
+        return min(RHO_MAX, rho * self.factor)  # it lies in words that its peers understand
 
 
 class Weather:
