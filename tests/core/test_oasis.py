@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.model import Active, ArbiterSettings, Refused
-from arbiter.core.policies.oasis import HOMES_MAX, Oasis, _counts, _Sale
+from arbiter.core.policies.oasis import HOMES_MAX, MOVABLE_MAX, Oasis, _counts, _Sale
 from arbiter.core.policy import AppView, Booking, GpuView, Market, Settings
 from arbiter.core.pricing.prices import BELOW, IDLE, QUIET
 from arbiter.core.pricing.utility import parse
@@ -337,6 +337,55 @@ def test_who_has_jobs_on_a_node_is_moved_to_other_slots_of_that_node_only() -> N
     moved = moved_of(Market(1000.0, NODES, (app, *full)))
     assert moved is not None
     assert moved["m"].slots == ((11, ((NodeId("n2"), 4),)),)
+
+
+@pytest.mark.parametrize(("parked", "anew"), [(True, (12, "n1", "n2")), (False, (11, "n2", "n3"))])
+def test_a_gang_that_is_parked_on_several_nodes_is_moved_to_other_slots_of_those(
+    parked: bool, anew: tuple[int, str, str]
+) -> None:
+    nodes = (*NODES, (NodeId("n3"), 4))
+    there = ((NodeId("n1"), 4), (NodeId("n2"), 4))
+    app = mover([(10, "n1")], gang=8, demand_max=8, spans=True, left_gpu_s=8 * SLOT_S)
+    app = replace(app, booking=replace(app.booking, slots=((10, there),)))
+    homes = {app.app: (NodeId("n1"), NodeId("n2"))} if parked else {}
+    moved = moved_of(Market(1000.0, nodes, (app, *sold(("n1", [11]), ("n3", [10]))), homes=homes))
+    assert moved is not None
+    slot, *on = anew
+    assert moved["m"].slots == ((slot, tuple((NodeId(node), 4) for node in on)),)
+
+
+def test_those_that_have_nothing_booked_any_more_do_not_stand_before_who_can_be_moved() -> None:
+    app, full = mover([(10, "n1")]), sold(("n2", [10]))
+    cheap = Booking((), 1000.0, 1e-3, 0.0, 900.0, told=1e-3, worth=1e-3)
+    past = replace(cheap, slots=((9, ((NodeId("n1"), 4),)),))
+    idle = [replace(app, app=AppId(f"idle-{n}"), booking=past if n % 2 else cheap) for n in range(2 * MOVABLE_MAX)]
+    moved = moved_of(Market(1000.0, NODES, (app, *full, *idle)))
+    assert moved is not None
+    assert moved.keys() == {"m"}
+
+
+def test_who_is_refused_hears_what_it_would_cost_with_everybody_where_they_are() -> None:
+    reasons = []
+    for settings in (SETTINGS, looking(oasis_promise=0.0)):
+        shop = Shop(settings=settings)
+        shop.ask("ann-1", 8, parse("deadline:200s,200"))
+        shop.ask("bob-1", 8, parse("deadline:200s,150"))
+        reasons.append(shop.reason("bob-1"))
+    assert reasons[0] == reasons[1]
+    assert "cost" in reasons[0]
+
+
+def test_what_an_app_was_told_first_is_known_after_it_had_nothing_booked_for_a_while() -> None:
+    shop = Shop(settings=replace(looking(), node_timeout_s=30.0))
+    shop.ask("ann-1", 16, parse("sigmoid:100,30/h,400s"))
+    told = shop.booking("ann-1").told
+    shop.wait(110.0)
+    assert shop.counts("ann-1") == {}
+    for _ in range(12):
+        shop.node("n1")
+        shop.wait(10.0)
+    assert shop.counts("ann-1")
+    assert shop.booking("ann-1").utility < shop.booking("ann-1").told == told
 
 
 def test_a_node_that_is_as_full_as_others_is_found_if_it_is_there_that_room_can_be_made() -> None:
