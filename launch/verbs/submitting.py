@@ -179,9 +179,8 @@ def cancel(
         ended = [client.resolve(selector) for selector in apps]
         over = {str(record.app): record.state for record in client.apps() if record.over}
         for app in ended:
-            if app in over:
-                note(f"{app} was already {over[app]}")
             client.cancel(app)
+            note(f"{app} was already {over[app]}" if app in over else f"{app} is cancelled")
         if as_json:
             emit({"schema": "cancelled/v1", "apps": ended})
 

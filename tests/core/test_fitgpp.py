@@ -243,6 +243,17 @@ def test_a_part_of_the_nodes_is_for_trials_which_take_them_last(name: str) -> No
     assert nodes_of(large, "l-1") == {"n01"}, "who fits on no other node may have it"
 
 
+@pytest.mark.parametrize(("sizes", "part", "reserved"), [((2, 2), 0.01, 1), ((2, 2), 0.0, 0), ((2,), 0.9, 0)])
+def test_any_part_of_the_nodes_is_one_at_least_and_never_all(
+    sizes: tuple[int, ...], part: float, reserved: int
+) -> None:
+    nodes = {NodeId(f"n{index:02}"): NodeView(gpus=size) for index, size in enumerate(sizes)}
+    view = replace(view_of(gpus_of(*sizes), []), nodes=nodes)
+    apps = [waiting(f"a-{number}", 2) for number in range(len(sizes))]
+    decided = decide(view, *apps, trial_nodes=part)
+    assert sum(bool(got(decided, app.app)) for app in apps) == len(sizes) - reserved
+
+
 def test_nodes_that_are_not_there_are_not_set_aside() -> None:
     nodes = {NodeId("n00"): NodeView(gpus=2), NodeId("n01"): NodeView(gpus=2), NodeId("dead"): NodeView(gpus=1)}
     view = replace(view_of(gpus_of(2, 2), []), nodes=nodes)

@@ -165,7 +165,8 @@ def test_an_app_can_be_waited_for_explained_and_cancelled(cli: Cli) -> None:
     why = cli("explain", "last")
     assert f"{app} of tenant default is" in why.stdout
     assert why.stdout.rstrip().splitlines()[-1].startswith("next: ")
-    assert cli("cancel", "last").returncode == 0
+    cancelled = cli("cancel", "last")
+    assert (cancelled.returncode, cancelled.stderr) == (0, f"{app} is cancelled\n")
     assert cli("wait", app).returncode == exit_codes.INTERRUPTED
 
 

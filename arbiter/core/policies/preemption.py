@@ -361,10 +361,14 @@ class Round:
 
 
 def _reserved(view: View, part: float) -> frozenset[NodeId]:
-    """Return the nodes, of all this part, that are for trials only: the smallest, so wide gangs have the others."""
+    """Return the nodes, of all this part, that are for trials only: the smallest, so wide gangs have the others.
+
+    One at least where any part is, unless there is no other.
+    """
     there = {gpu.node for gpu in view.gpus} | {gpu.node for app in view.apps for gpu in app.kept}
     nodes = sorted(view.nodes.keys() & there, key=lambda node: (view.nodes[node].gpus, node))
-    return frozenset(nodes[: math.floor(part * len(nodes) + 1e-9)])
+    count = math.floor(part * len(nodes) + 1e-9)
+    return frozenset(nodes[: max(count, 1) if part > 0.0 and len(nodes) > 1 else 0])
 
 
 def _counts(pool: Iterable[GpuView]) -> dict[NodeId, int]:
