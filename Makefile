@@ -37,7 +37,7 @@ test: $(READY) ## all tests; installs RabbitMQ when it may, else says what to do
 		|| { test $$? -eq 1 && echo "a test against the clock failed: those that did, once more (docs/decisions/0003)" >&2 && \
 		$(BIN)/python -m pytest -m "alone and not full" --last-failed --last-failed-no-failures none; }
 
-full: $(READY) ## the tests that `make test` leaves out, since quicker ones cover most of them (about half an hour)
+full: $(READY) ## the tests that `make test` leaves out, since quicker ones cover most of them (a few minutes)
 	sh scripts/ensure-rabbitmq.sh
 	$(BIN)/python -m pytest -m full
 
