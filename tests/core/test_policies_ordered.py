@@ -273,7 +273,8 @@ def test_gandiva_serves_by_turns_and_least_served_first() -> None:
 
 def test_gandiva_moves_an_app_that_could_lie_closer_together_and_no_other() -> None:
     gpus = gpus_of(2, 2, 2)
-    apart, together = job("apart", 2, held=(gpus[0], gpus[2])), job("together", 2, held=gpus[4:])
+    apart = job("apart", 2, held=(gpus[0], gpus[2]), movable=True, move_s=10.0, left_s=101.0)
+    together = job("together", 2, held=gpus[4:], movable=True)
     allocation, outcomes = decided("gandiva-placement", round_of(gpus, apart, together))
     assert outcomes["together"].gpus == names(gpus[4:])
     assert len({gpu.node for gpu in gpus if gpu.gpu in outcomes["apart"].gpus}) == 1
@@ -281,6 +282,27 @@ def test_gandiva_moves_an_app_that_could_lie_closer_together_and_no_other() -> N
         "keeps the 1 GPU it holds and gets 1 GPU, to lie closer together; of the GPUs it held, 1 goes to nobody"
     )
     assert set(allocation.assign) == set(outcomes["apart"].gpus) | set(outcomes["together"].gpus)
+
+
+@pytest.mark.parametrize(
+    ("changes", "moves"),
+    [
+        ({"left_s": 601.0}, True),
+        ({"left_s": 600.0}, False),
+        ({"left_s": 101.0, "move_s": 10.0}, True),
+        ({"left_s": 601.0, "movable": False}, False),
+        ({"served_gpu_s": 1201.0}, True),
+        ({"served_gpu_s": 1200.0}, False),
+    ],
+)
+@pytest.mark.parametrize("name", ["gandiva-placement", "astraea"])
+def test_who_moves_loses_no_step_and_makes_up_for_it_soon(name: str, changes: dict[str, object], moves: bool) -> None:
+    """Two GPUs on two machines; two are free on a third. A move costs a minute where nobody has measured it."""
+    gpus = gpus_of(1, 1, 2)
+    apart = job("apart", 2, held=gpus[:2], **{"movable": True, **changes})  # type: ignore[arg-type]
+    outcome = decided(name, round_of(gpus, apart))[1]["apart"]
+    assert outcome.gpus == names(gpus[2:] if moves else gpus[:2])
+    assert ("to lie closer together" in outcome.reason) is moves
 
 
 def test_gandiva_lets_an_app_be_that_cannot_lie_closer() -> None:

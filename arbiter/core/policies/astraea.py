@@ -24,6 +24,7 @@ class Astraea(Ranked):
     """The least GPU time of what was fair first, tenant by tenant, then app by app."""
 
     tenure: ClassVar[Tenure] = "lease"
+    migrates: ClassVar[bool] = True
     by = "by GPU time of what is fair, its tenant's, then its own"
 
     def order(self, view: View) -> Sequence[AppView]:

@@ -22,6 +22,9 @@ from protocol.messages import AppId, GpuId, Level, NodeId
 
 Pool = dict[GpuId, GpuView]
 
+#: What a move costs while nobody has measured it, seconds: the upper end of what restarts of training scripts take.
+MOVE_S = 60.0
+
 
 class Holes:
     """GPUs that are left, by machine; machines with none are not there.
@@ -216,6 +219,11 @@ class Deal:
 
 
 # --- which GPUs -----------------------------------------------------------------------------------------------------
+
+
+def move_s(app: AppView) -> float:
+    """Return what it costs to move a job of `app`, in seconds: as measured, else a guess."""
+    return app.move_s or MOVE_S
 
 
 def pick(

@@ -9,7 +9,7 @@ lowest height; else it waits. height(server) = ceil(M / N), M seats taken on N G
 algorithm is read as: at most 1 with the job, since by its own definition only an empty server is below 1.
 
 *Introspective mode* moves a job only if that gains more than three times what it costs (`AppReport.move_s`, as the app
-measured it; `MOVE_S` before it has). With left_s, the run time left (of a job of unknown length: as long as it has been
+measured it; a minute before it has). With left_s, the run time left (of a job of unknown length: as long as it has been
 here, which is the best guess for such), the gain is
 
 - from a shared GPU to one of its own: (h - 1) * left_s, h the number of jobs on the most shared of its GPUs;
@@ -35,13 +35,11 @@ from heapq import heapify, heappop, heappush
 from typing import ClassVar
 
 from arbiter.core.placement import LOOSENESS, locality
-from arbiter.core.policies.dealing import Deal, Holes, Unauctioned, all_gone, gang_place, gpus, losses, pick
+from arbiter.core.policies.dealing import Deal, Holes, Unauctioned, all_gone, gang_place, gpus, losses, move_s, pick
 from arbiter.core.policies.servers import Servers
 from arbiter.core.policy import Allocation, AppView, Clock, GpuView, Outcome, Settings, Tenure, View
 from protocol.messages import AppId, Bid, GpuId, Level, NodeId
 
-#: What a move costs while nobody has measured it, seconds: the upper end of what restarts of training scripts take.
-MOVE_S = 60.0
 #: A gain must be that many times the cost.
 GAIN_MIN = 3.0
 #: A non-idle server is fragmented from this part of its GPUs free: 3 of 4.
@@ -364,7 +362,7 @@ class _Round:
         """Move jobs off a server and place a gang there, if that pays."""
         servers = self.servers
         moves = self._moves_off(node, count)
-        cost = sum(len(job.seats) * _move_s(job.app) for job, _ in moves)
+        cost = sum(len(job.seats) * move_s(job.app) for job, _ in moves)
         gain = count * self._wait_s(count)
         if not moves or gain <= GAIN_MIN * cost:
             return False
@@ -438,11 +436,11 @@ class _Round:
             self._say_moved(job, seats, why, saved_s)
 
     def _say_moved(self, job: Job, seats: Sequence[GpuView], why: str, saved_s: float) -> None:
-        cost = f"saves about {saved_s:.4g} s, for {_move_s(job.app):.4g} s"
+        cost = f"saves about {saved_s:.4g} s, for {move_s(job.app):.4g} s"
         self.say(job.app.app, f"moves from {_nodes(job.seats)} to {_nodes(seats)}, {why}: {cost}")
 
     def _pays(self, app: AppView, saved_s: float) -> bool:
-        return app.movable and app.only is None and saved_s > GAIN_MIN * _move_s(app)
+        return app.movable and app.only is None and saved_s > GAIN_MIN * move_s(app)
 
     def left_s(self, app: AppView) -> float:
         """Return the run time left; of an app that does not know, its age."""
@@ -565,10 +563,6 @@ def _fewest(jobs: Sequence[Job], short: int) -> list[tuple[Job, int]]:
             shrinking.append((job, size))
             short -= len(job.seats) - size
     return shrinking if short <= 0 else []
-
-
-def _move_s(app: AppView) -> float:
-    return app.move_s or MOVE_S
 
 
 def _nodes(seats: Sequence[GpuView]) -> str:

@@ -25,11 +25,15 @@ from arbiter.core.policies.dealing import (
     gang_place,
     gpus,
     losses,
+    move_s,
     pick,
     too_few_left,
 )
 from arbiter.core.policy import Allocation, AppView, Clock, GpuView, Outcome, Settings, Tenure, View
 from protocol.messages import AppId, Bid, GpuId
+
+#: An app moves closer together only if what is left of it takes so many times what the move costs.
+MOVE_PAYS = 10.0
 
 #: An app whose turn it is, and the most GPUs it may take in it; None: all it wants.
 Turn = tuple[AppView, int | None]
@@ -191,23 +195,37 @@ class Selection:
                     self.own[app_id] = (*self.own.get(app_id, ()), *(gpu.gpu for gpu in got if gpu.gpu in held))
 
     def colocate(self) -> None:
-        """Let apps on several machines move closer together where what is left allows it; before `settle`."""
-        deal = self.deal
+        """Let apps on several machines move closer together where what is left allows it; before `settle`.
+
+        Only those move that are known to lose no step by it, and for which that is soon made good.
+        """
         for app in self.served.values():
-            bundle = [*(self._views[gpu] for gpu in self.own.get(app.app, ())), *deal.got[app.app]]
-            spread = _spread((*app.kept, *bundle))
-            if spread[0] <= LOOSENESS["machine"] or app.only is not None or not app.renewable:
+            if not app.renewable or not app.movable or app.only is not None or not self._pays_to_move(app):
                 continue
-            self.own.pop(app.app, None)  # from now on its own are like GPUs that it was given by name
-            deal.take_back(app.app)
-            for view in bundle:
-                if view.gpu not in deal.left:
-                    deal.left.add(view)
-            closer = pick(deal.left, app, len(bundle), near=app.kept)
-            if len(closer) == len(bundle) and _spread((*app.kept, *closer)) < spread:
-                self.moved.add(app.app)
-                bundle = closer
-            deal.give(app.app, bundle)
+            own = [self._views[gpu] for gpu in self.own.get(app.app, ())]
+            bundle = own if self._deal is None else [*own, *self._deal.got[app.app]]
+            spread = _spread((*app.kept, *bundle))
+            if spread[0] > LOOSENESS["machine"]:
+                self._move_closer(app, bundle, spread)
+
+    def _pays_to_move(self, app: AppView) -> bool:
+        """Whether a tenth of the time left is more than a move costs; of unknown length: as long as it has run."""
+        left_s = self._view.left_s(app)
+        guess_s = self._view.served_gpu_s(app) / app.demand_max if left_s is None else left_s
+        return guess_s > MOVE_PAYS * move_s(app)
+
+    def _move_closer(self, app: AppView, bundle: Sequence[GpuView], spread: tuple[int, int]) -> None:
+        deal = self.deal
+        self.own.pop(app.app, None)  # from now on its own are like GPUs that it was given by name
+        deal.take_back(app.app)
+        for view in bundle:
+            if view.gpu not in deal.left:
+                deal.left.add(view)
+        closer = pick(deal.left, app, len(bundle), near=app.kept)
+        if len(closer) == len(bundle) and _spread((*app.kept, *closer)) < spread:
+            self.moved.add(app.app)
+            bundle = closer
+        deal.give(app.app, bundle)
 
     def newcomers(self) -> dict[GpuId, AppId]:
         """Return who got each GPU that it did not hold, sorted by GPU; once all is settled."""
