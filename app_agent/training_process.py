@@ -462,13 +462,13 @@ class TrainingProcess:
             "can_park": self.can_park,
             "can_checkpoint": self.can_checkpoint,
             "saved_step": self.saved_step,
+            "state_bytes": self._state_bytes,
         }
 
     def _figures(self) -> Line:
         return {
             "metrics": self.metrics,
             "samples": self.samples,
-            "state_bytes": self._state_bytes,
             "arena_bytes": parking.ready_bytes(),
             "peak_bytes": self._peak_bytes,
             "trough_bytes": self._trough_bytes,

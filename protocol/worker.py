@@ -65,6 +65,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     finished: bool = False
     rank: Count = 0
     world: Annotated[int, Meta(ge=1, le=1024)] = 1
+    state_bytes: Count = 0  #: what parking this process would move; 0 while unknown
 
 
 class Progress(Struct, frozen=True, tag="progress"):

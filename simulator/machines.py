@@ -501,6 +501,8 @@ class Machine:
     def _say_hello(self, worker: Worker) -> None:
         training = worker.training
         state: Literal["running", "suspended"] = "suspended" if worker.phase == "parked" else "running"
+        step = training.steps(self._now()) - 1
+        begun = step > training.start_step  # before its first mini-batch a process does not know how much it has
         self._say(
             worker,
             Hello(
@@ -508,11 +510,12 @@ class Machine:
                 task=worker.task,
                 pid=worker.pid,
                 state=state,
-                step=training.steps(self._now()) - 1,
+                step=step,
                 start_step=training.start_step,
                 total_steps=training.facts.steps,
                 can_park=training.facts.can_park,
                 can_checkpoint=True,
+                state_bytes=training.facts.state_bytes if begun else 0,
             ),
         )
 

@@ -437,6 +437,7 @@ class NodeAgent:
             can_park=line.can_park,
             can_checkpoint=line.can_checkpoint,
             finished=line.finished,
+            state_bytes=max(line.state_bytes, task.facts.state_bytes),
         )
         task = self._tasks[task.id]
         parked = line.state == "suspended"

@@ -226,6 +226,7 @@ def _greeted(gang: Gang, next_seq: NextSeq) -> tuple[Gang, list[Order], FromWork
         can_park=all(hello.can_park for hello in hellos),
         can_checkpoint=all(hello.can_checkpoint for hello in hellos),
         finished=any(hello.finished for hello in hellos),
+        state_bytes=sum(hello.state_bytes for hello in hellos),
     )
     return gang, orders, line
 

@@ -592,6 +592,16 @@ def test_an_adopted_worker_that_must_leave_before_it_has_said_hello_is_asked_whe
     assert bench.all(OrderWorker)[-1].order.do == "suspend"
 
 
+@pytest.mark.parametrize(("state_bytes", "asked"), [(GIB, "suspend"), (2 * GIB, "leave")])
+def test_how_much_an_adopted_worker_would_park_is_known_by_its_hello(state_bytes: int, asked: str) -> None:
+    """It made its first mini-batch, after which it knows that, while no node agent was there to hear it."""
+    bench = Bench(fresh=True, host_bytes=GIB)
+    bench.adopt(found(A, hello=True, can_park=True, can_checkpoint=True))
+    bench.worker(A, hello(A, step=5, checkpoint=True, state_bytes=state_bytes))
+    bench.plan(task_order(A, 0, want="vacate", preempt_by="suspend"))
+    assert bench.all(OrderWorker)[-1].order.do == asked
+
+
 def test_an_adopted_suspended_worker_says_so_and_can_be_resumed() -> None:
     bench = Bench(fresh=True)
     bench.adopt(found(A, hello=True, can_park=True, suspended=True, suspensions=2))

@@ -33,10 +33,10 @@ from protocol.worker import (
 #: Message and line. The worker writes these lines by hand, so the text itself is the contract.
 GOLDEN: tuple[tuple[FromWorker | Order, bytes], ...] = (
     (
-        Hello(1, "ann-1.0-a2", 4242, "suspended", 7, 3, 100, True, True, 5, 9, 6, True, 1, 2),
+        Hello(1, "ann-1.0-a2", 4242, "suspended", 7, 3, 100, True, True, 5, 9, 6, True, 1, 2, 4096),
         b'{"type":"hello","proto":1,"task":"ann-1.0-a2","pid":4242,"state":"suspended","step":7,"start_step":3,'
         b'"total_steps":100,"can_park":true,"can_checkpoint":true,"gen":5,"seq":9,"saved_step":6,"finished":true,'
-        b'"rank":1,"world":2}\n',
+        b'"rank":1,"world":2,"state_bytes":4096}\n',
     ),
     (
         Progress(7, 0.125, 3, 100, True, False, 6, {"loss": 0.5}, 4096, 8192, 1024, 512, 256, 15),
