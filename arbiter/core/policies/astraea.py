@@ -2,8 +2,8 @@
 
 Gang by gang, the tenant whose GPU time is the smallest part of what was fair for it is served, and in it the app of
 which the same is true, until they have had what is fair; a new one goes first. A lease that ends competes like any
-other app for the GPUs in play, and if it wins it keeps its GPUs and runs on. Nothing needs to be known or told of jobs,
-so no claim can bring more GPU time.
+other app for the GPUs in play, and if it wins it keeps its GPUs and runs on, or moves where they lie closer together.
+Nothing needs to be known or told of jobs, so no claim can bring more GPU time.
 
 *Source:* Astraea (Ye et al., TPDS 2021), Algorithms 1 and 2, Eq. 5, 8, 12, 15; Eq. 16 with `astraea_quota_variant`.
 The indices that are compared are those at the end of the leases to be dealt, and fair is enough (see `tenancy`); both
