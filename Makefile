@@ -33,6 +33,7 @@ demo: $(READY) ## two nodes of four simulated GPUs, two tenants, six apps; figur
 test: $(READY) ## all tests; installs RabbitMQ when it may, else says what to do
 	sh scripts/ensure-rabbitmq.sh
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not alone"
+	@rm -f .pytest_cache/v/cache/lastfailed
 	$(BIN)/python -m pytest -m "alone and not full" \
 		|| { test $$? -eq 1 && echo "a test against the clock failed: those that did, once more (docs/decisions/0003)" >&2 && \
 		$(BIN)/python -m pytest -m "alone and not full" --last-failed --last-failed-no-failures none; }

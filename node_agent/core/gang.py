@@ -218,6 +218,7 @@ def _greeted(gang: Gang, next_seq: NextSeq) -> tuple[Gang, list[Order], FromWork
         # A node agent died between the two phases.
         orders = [Order("resume", max(hello.gen for hello in hellos), next_seq())]
     first = hellos[0]
+    sizes = [hello.state_bytes for hello in hellos]  # 0: that one does not know it yet
     line = replace(
         first,
         state=state,
@@ -226,7 +227,7 @@ def _greeted(gang: Gang, next_seq: NextSeq) -> tuple[Gang, list[Order], FromWork
         can_park=all(hello.can_park for hello in hellos),
         can_checkpoint=all(hello.can_checkpoint for hello in hellos),
         finished=any(hello.finished for hello in hellos),
-        state_bytes=sum(hello.state_bytes for hello in hellos),
+        state_bytes=sum(sizes) if all(sizes) else 0,
     )
     return gang, orders, line
 

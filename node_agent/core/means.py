@@ -39,7 +39,7 @@ class Ways:
         unfit = unknown and "leave" in found  # of unknown size it may be more than there is room for
         if "suspend" in found and (unfit or not (facts.can_park and self.has_host_memory(task, tasks))):
             found.remove("suspend")
-        if "driver" in found and not self._facts.driver:
+        if "driver" in found and (unfit or not self._facts.driver):
             found.remove("driver")
         return found
 

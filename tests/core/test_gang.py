@@ -120,9 +120,10 @@ def test_progress_is_that_of_the_last_and_said_once_all_have_spoken() -> None:
 def test_what_all_would_park_is_the_sum_of_what_their_hellos_say() -> None:
     table = Table()
     table.hear(0, replace(hello(0), state_bytes=10))
-    _, said = table.hear(1, replace(hello(1), state_bytes=20))
-    assert isinstance(said, Hello)
-    assert said.state_bytes == 30
+    for of_other, of_both in ((20, 30), (0, 0)):
+        _, said = table.hear(1, replace(hello(1), state_bytes=of_other))
+        assert isinstance(said, Hello)
+        assert said.state_bytes == of_both, "not known before all know it"
 
 
 def test_after_a_reconnect_the_order_of_the_present_phase_is_said_again() -> None:

@@ -19,6 +19,7 @@ from typing import ClassVar
 from arbiter.core.placement import LOOSENESS, locality
 from arbiter.core.policies.dealing import (
     Deal,
+    Holes,
     Pool,
     Unauctioned,
     all_gone,
@@ -176,8 +177,11 @@ class Selection:
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
-        """Give those that were only counted their GPUs; whoever has not been served by now leaves what it held."""
+    def settle(self, *, migrates: bool = False) -> None:
+        """Give those that were only counted their GPUs; whoever has not been served by now leaves what it held.
+
+        If apps migrate, those that lie badly then move to what is left.
+        """
         self._over = True
         if self._promised and self._deal is not None:
             self._deal.left.level_claims()
@@ -187,6 +191,8 @@ class Selection:
             bundle = pick(self.deal.left, app, count, near=(*app.kept, *own, *self.deal.got[app_id]))
             assert len(bundle) == count, f"{app_id} was promised {count} GPUs and got {len(bundle)}"
             self.deal.give(app_id, bundle)
+        if migrates:
+            self._colocate()
         if self._deal is not None:
             for app_id, got in self._deal.got.items():
                 held = frozenset(self.served[app_id].renewable if got else ())
@@ -194,18 +200,19 @@ class Selection:
                 if held:
                     self.own[app_id] = (*self.own.get(app_id, ()), *(gpu.gpu for gpu in got if gpu.gpu in held))
 
-    def colocate(self) -> None:
-        """Let apps on several machines move closer together where what is left allows it; before `settle`.
+    def _colocate(self) -> None:
+        """Let apps with a job on several machines move to GPUs that are free, nobody else gets and lie closer together.
 
         Only those move that are known to lose no step by it, and for which that is soon made good.
         """
         for app in self.served.values():
-            if not app.renewable or not app.movable or app.only is not None or not self._pays_to_move(app):
+            if not (app.spans and app.renewable and app.movable) or app.only is not None or not self._pays_to_move(app):
                 continue
             own = [self._views[gpu] for gpu in self.own.get(app.app, ())]
             bundle = own if self._deal is None else [*own, *self._deal.got[app.app]]
             spread = _spread((*app.kept, *bundle))
-            if spread[0] > LOOSENESS["machine"]:
+            grows = any(gpu.holder != app.app for gpu in bundle)
+            if spread[0] > LOOSENESS["machine"] and not grows and _has_job_apart(app, (*app.kept, *bundle)):
                 self._move_closer(app, bundle, spread)
 
     def _pays_to_move(self, app: AppView) -> bool:
@@ -216,16 +223,16 @@ class Selection:
 
     def _move_closer(self, app: AppView, bundle: Sequence[GpuView], spread: tuple[int, int]) -> None:
         deal = self.deal
-        self.own.pop(app.app, None)  # from now on its own are like GPUs that it was given by name
-        deal.take_back(app.app)
-        for view in bundle:
-            if view.gpu not in deal.left:
-                deal.left.add(view)
-        closer = pick(deal.left, app, len(bundle), near=app.kept)
+        free = [gpu for gpu in deal.left if gpu.holder is None]
+        closer = pick(Holes([*free, *bundle]), app, len(bundle), near=app.kept)
         if len(closer) == len(bundle) and _spread((*app.kept, *closer)) < spread:
             self.moved.add(app.app)
-            bundle = closer
-        deal.give(app.app, bundle)
+            self.own.pop(app.app, None)  # from now on its own are like GPUs that it was given by name
+            deal.take_back(app.app)
+            for gpu in bundle:
+                if gpu.gpu not in deal.left:
+                    deal.left.add(gpu)
+            deal.give(app.app, closer)
 
     def newcomers(self) -> dict[GpuId, AppId]:
         """Return who got each GPU that it did not hold, sorted by GPU; once all is settled."""
@@ -306,9 +313,7 @@ class Ranked(Unauctioned, ABC):
         for app, gpus_max in self.turns(view, order, selection):
             if not selection.take(app, gpus_max) and selection.told:
                 misfits.setdefault(app.app, selection.misfit(app))
-        if self.migrates:
-            selection.colocate()
-        selection.settle()
+        selection.settle(migrates=self.migrates)
         return self._answer(view, order, selection, misfits)
 
     def _answer(
@@ -452,6 +457,14 @@ def _lost(app: AppView, own: Sequence[GpuId]) -> list[GpuId]:
         return []
     kept = frozenset(own)
     return [gpu for gpu in app.renewable if gpu not in kept]
+
+
+def _has_job_apart(app: AppView, gpus_: Sequence[GpuView]) -> bool:
+    """Whether any job of `app` lies on several machines; its jobs not known: whether its gangs could."""
+    nodes = {gpu.gpu: gpu.node for gpu in gpus_}
+    if any(app.jobs):
+        return any(len({nodes[gpu] for gpu in job if gpu in nodes}) > 1 for job in app.jobs)
+    return app.gang > 1
 
 
 def _spread(bundle: Sequence[GpuView]) -> tuple[int, int]:
