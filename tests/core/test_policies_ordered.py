@@ -305,6 +305,48 @@ def test_who_moves_loses_no_step_and_makes_up_for_it_soon(name: str, changes: di
     assert ("to lie closer together" in outcome.reason) is moves
 
 
+APART: dict[str, object] = {"movable": True, "left_s": 1e5}
+MOVERS = pytest.mark.parametrize("name", ["gandiva-placement", "astraea"])
+
+
+@MOVERS
+def test_jobs_that_each_lie_together_are_let_be(name: str) -> None:
+    gpus = gpus_of(2, 2, 4)
+    jobs = (names(gpus[:2]), names(gpus[2:4]))
+    pair = replace(job("pair", 2, held=gpus[:4], **APART), demand_max=4)  # type: ignore[arg-type]
+    for app in (replace(pair, jobs=jobs), replace(pair, gang=1), replace(pair, spans=False)):
+        assert decided(name, round_of(gpus, app))[1]["pair"].gpus == names(gpus[:4])
+    crossed = replace(pair, jobs=(names(gpus[:3:2]), names(gpus[1:4:2])))
+    assert decided(name, round_of(gpus, crossed))[1]["pair"].gpus == names(gpus[4:])
+
+
+@MOVERS
+def test_newcomers_have_what_is_free_before_those_that_move(name: str) -> None:
+    gpus = gpus_of(1, 1, 2)
+    apart = job("apart", 2, held=gpus[:2], **APART)  # type: ignore[arg-type]
+    outcomes = decided(name, round_of(gpus, apart, job("new", 2)))[1]
+    assert (outcomes["apart"].gpus, outcomes["new"].gpus) == (names(gpus[:2]), names(gpus[2:]))
+
+
+@MOVERS
+def test_nobody_moves_to_gpus_that_another_is_leaving(name: str) -> None:
+    gpus = gpus_of(1, 1, 2, 2)
+    first = job("first", 2, held=gpus[:3:2], **APART)  # type: ignore[arg-type]
+    second = job("second", 2, held=gpus[1:4:2], **APART)  # type: ignore[arg-type]
+    outcomes = decided(name, round_of(gpus, first, second))[1]
+    assert (outcomes["first"].gpus, outcomes["second"].gpus) == (names(gpus[4:]), names(gpus[1:4:2]))
+
+
+@MOVERS
+def test_an_app_that_grows_moves_when_it_has_all_it_gets(name: str) -> None:
+    gpus = gpus_of(1, 1, 2, 4)
+    grows = replace(job("grows", 2, held=gpus[:2], **APART), demand_max=4)  # type: ignore[arg-type]
+    outcome = decided(name, round_of(gpus, grows))[1]["grows"]
+    assert set(names(gpus[:2])) < set(outcome.gpus)
+    grown = replace(grows, renewable=outcome.gpus, leases=4)
+    assert decided(name, round_of(gpus, grown))[1]["grows"].gpus == names(gpus[4:])
+
+
 def test_gandiva_lets_an_app_be_that_cannot_lie_closer() -> None:
     gpus = gpus_of(1, 1, 1)
     apart = job("apart", 2, held=gpus[::2])
@@ -510,6 +552,8 @@ def rounds(draw: st.DrawFn, *, counted: bool) -> View:
             only=None if counted else draw(st.none() | st.none() | st.just(names(cluster[::2]))),
             spans=counted or draw(st.booleans()),
             left_s=draw(st.none() | st.sampled_from([1.0, 2.0, 3.0])),
+            movable=draw(st.booleans()),
+            move_s=draw(st.sampled_from([0.0, 0.05])),
             left_gpu_s=draw(st.none() | st.sampled_from([1.0, 2.0, 3.0])),
             loss_drop=draw(st.sampled_from([0.0, 0.5, 1.0])),
             served_gpu_s=draw(st.sampled_from([0.0, 3000.0, 4000.0])),

@@ -2,8 +2,8 @@
 
 Whose turn it is is decided by fairness alone, so that nothing starves: one gang at a time, the apps with the fewest
 gangs first, among them those that were served least so far (then in order of arrival). Where an app lies is decided by
-locality alone: it keeps its GPUs, but if they are on several machines and what the others leave offers it as many
-closer together, it moves there before newcomers are placed.
+locality alone: it keeps its GPUs, but if one of its jobs is on several machines, and as many are free closer together
+once newcomers are placed, it moves there, provided that it loses no step and has ten times as long to go as that takes.
 
 *Source:* Gandiva (OSDI 2018) as Themis (NSDI 2020), section 8, re-implements it as a baseline: greedy highest placement
 preference, packing jobs on few machines, migrations. Time-slicing within a machine and packing several jobs on one GPU
