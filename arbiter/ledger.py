@@ -14,6 +14,7 @@ import msgspec
 
 from arbiter.core.model import Claim
 from arbiter.core.turn import AppRecord, LeaseRecord, RoundRecord
+from protocol.journal import JournalError
 from protocol.messages import AppId
 
 _SCHEMA = """
@@ -34,11 +35,23 @@ class Ledger:
     """Rounds and leases in one SQLite file."""
 
     def __init__(self, path: Path | str) -> None:
-        """Open or make the ledger at `path` (``:memory:`` for one that is not kept)."""
-        self._database = sqlite3.connect(path)
-        self._database.execute("PRAGMA journal_mode = WAL")
-        self._database.execute("PRAGMA synchronous = NORMAL")  # the journal is the truth; this is its record
-        self._database.executescript(_SCHEMA)
+        """Open or make the ledger at `path` (``:memory:`` for one that is not kept).
+
+        Raises
+        ------
+        JournalError
+            If the file cannot be opened, or is damaged.
+        """
+        try:
+            self._database = sqlite3.connect(path)
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = NORMAL")  # the journal is the truth; this is its record
+            self._database.executescript(_SCHEMA)
+        except sqlite3.Error as error:
+            raise JournalError(
+                f"cannot use {path}: {error}; check that its folder is writable, or move the file away if it is "
+                "damaged: what goes on is in the journal, and only the record of past rounds and leases is lost"
+            ) from error
 
     def close(self) -> None:
         """Close the file."""

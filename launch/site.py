@@ -22,7 +22,7 @@ from msgspec.structs import replace
 import app_agent
 from app_agent.config import AppConfig
 from app_agent.daemon import run_app_host
-from arbiter.config import ArbiterConfig
+from arbiter.config import ArbiterConfig, HistoryMode
 from arbiter.core.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from launch.client import Client, open_client
@@ -64,12 +64,13 @@ def local_site(
     owner: str = "me",
     socket: Path | None = None,
     settings: ArbiterSettings | None = None,
+    history: HistoryMode = "auto",
 ) -> Site:
     """Return a site with all its state under `folder`; each node has the same `gpus` (``simulated:4``, ``nvml``)."""
     settings = settings or ArbiterSettings()
     beat_s = settings.beat_s
     return Site(
-        arbiter=ArbiterConfig(state_dir=str(folder / "arbiter"), arbiter=settings),
+        arbiter=ArbiterConfig(state_dir=str(folder / "arbiter"), arbiter=settings, history=history),
         nodes=tuple(
             NodeConfig(
                 node=f"n{number}",

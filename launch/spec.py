@@ -44,6 +44,14 @@ def seconds(text: str, flag: str) -> float:
     return value
 
 
+def some_seconds(text: str, flag: str) -> float:
+    """Return a length of time as `seconds` does; raises `Fault` for none at all, too."""
+    value = seconds(text, flag)
+    if value <= 0.0:
+        raise usage(f"{flag} is {text!r}; it must be more than 0", "write 0.2s, or leave it out where it is not known")
+    return value
+
+
 def gpu_sizes(text: str, flag: str) -> tuple[int, ...]:
     """Return the numbers of GPUs given as ``2``, or as ``1,2,4``.
 
@@ -146,7 +154,7 @@ WORDS: dict[str, tuple[str, Callable[[str, str], Any] | None]] = {
     "class": ("kind", None),
     "memory": ("host_bytes", size),
     "steps": ("steps_total", None),
-    "step_time": ("step_serial_s", seconds),
+    "step_time": ("step_serial_s", some_seconds),
     "grace": ("grace_s", seconds),
     "checkpoint_dir": ("checkpoint_root", None),
 }

@@ -13,6 +13,7 @@ from typing import Any
 from msgspec import Struct
 
 from app_agent.config import default_socket
+from arbiter.config import HistoryMode
 from arbiter.core.model import ArbiterSettings
 from launch.client import open_client
 from launch.faults import Fault
@@ -30,6 +31,7 @@ class Options(Struct, frozen=True):
     fresh: bool = False
     socket: Path | None = None
     settings: ArbiterSettings = ArbiterSettings()
+    history: HistoryMode = "auto"
 
 
 def run(options: Options) -> None:
@@ -43,7 +45,14 @@ def run(options: Options) -> None:
     with ExitStack() as stack:
         folder = _folder(options, stack)
         socket = options.socket or default_socket()
-        site = local_site(folder, nodes=options.nodes, gpus=options.gpus, socket=socket, settings=options.settings)
+        site = local_site(
+            folder,
+            nodes=options.nodes,
+            gpus=options.gpus,
+            socket=socket,
+            settings=options.settings,
+            history=options.history,
+        )
         private_folder(socket.parent)
         bus = memory_bus()
         serve(

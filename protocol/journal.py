@@ -126,16 +126,17 @@ class Journal(Generic[EventT]):
         return Loaded(blob, self._events_after(seq))
 
     def _events_after(self, seq: int) -> Iterator[tuple[int, float, EventT]]:
-        rows = self._database.execute("SELECT seq, now, event FROM events WHERE seq > ? ORDER BY seq", (seq,))
-        for number, now, data in rows:
-            try:
-                event = self._decode(data)
-            except (ValueError, TypeError, KeyError, EOFError) as error:
-                raise JournalError(
-                    f"{self.path}: event {number} cannot be read ({error}); "
-                    "use the version that wrote it, or move the file away to begin anew"
-                ) from error
-            yield number, now, event
+        with self._writing():
+            rows = self._database.execute("SELECT seq, now, event FROM events WHERE seq > ? ORDER BY seq", (seq,))
+            for number, now, data in rows:
+                try:
+                    event = self._decode(data)
+                except (ValueError, TypeError, KeyError, EOFError) as error:
+                    raise JournalError(
+                        f"{self.path}: event {number} cannot be read ({error}); "
+                        "use the version that wrote it, or move the file away to begin anew"
+                    ) from error
+                yield number, now, event
 
     # --- facts ------------------------------------------------------------------------------------------------------
 
@@ -232,8 +233,12 @@ class Journal(Generic[EventT]):
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except sqlite3.OperationalError as error:
             raise JournalError(f"cannot use {self.path}: {error}; check the disk's space and health") from error
+        except sqlite3.DatabaseError as error:
+            raise JournalError(
+                f"{self.path} is damaged ({error}); bring a copy of the folder back, or move it away to begin anew"
+            ) from error
 
 
 _COUNT_TABLES = "SELECT count(*) FROM sqlite_master"

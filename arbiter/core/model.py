@@ -51,6 +51,7 @@ class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     policy_settings: Settings = Settings()
     lease_s: float = 600.0
     renewal_lead_s: float = 30.0  #: a round runs this long before leases end, so that incumbents learn in time
+    gather_leases: float = 2.0  #: a gang for which no round had room for so many leases gets one that has; 0: none
     round_pause_s: float = 1.0  #: between rounds, whatever happens
     probe_s: float = 2.0  #: deadline of phase 1
     probes_max: int = 2000  #: apps asked in phase 1; of more, those that look worst off by what the arbiter knows
@@ -428,6 +429,15 @@ RoundState = Idle | Probing | Bidding | Deciding
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
+class Cramped(Struct, frozen=True):
+    """Gangs of one kind that wait, and since when: no round has had room for one, and no place has been gathered."""
+
+    gang: int
+    spans: bool
+    level_max: Level
+    since: float
+
+
 class Chapter(Struct, frozen=True, array_like=True):
     """One line of an object's story."""
 
@@ -454,6 +464,7 @@ class State(Struct):
     fruitless_at: float | None = None  #: when a round was last found to have nothing to give, or nobody to give it to
     look_again_at: float | None = None  #: the policy wants another round then, even if nothing happens
     news: bool = False  #: something happened since the last round that could change its result
+    cramped: tuple[Cramped, ...] = ()  #: the kinds of gangs, of several GPUs, that wait; see `gathering`
     leases_made: int = 0
     rest: Chapter | None = None  #: what the last round tells the apps that it tells nothing of their own
     stories: dict[str, list[Chapter]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from arbiter.core import claims, decisions, fairness, leases, model, sharing, trials
+from arbiter.core import claims, decisions, fairness, gathering, leases, model, sharing, trials
 from arbiter.core.history import AppAccount
 from arbiter.core.model import Bidding, Deciding, Gpu, Idle, Leased, Probing, State
 from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, TenantView, View
@@ -95,11 +95,12 @@ def take_decision(turn: Turn, decided: Decided) -> None:
         return
     off = claims.compare(turn, _said(turn, phase))
     outcomes = decisions.enact(turn, phase, decided.allocation)
+    gathering.look(turn, phase.in_play)
     state.phase = Idle(turn.now + state.settings.round_pause_s)
     if decided.allocation.look_again_s is not None:
         state.look_again_at = turn.now + decided.allocation.look_again_s
     for outcome in outcomes:
-        turn.tell(outcome.app, f"round {state.round}: {outcome.reason}")
+        turn.tell_round(outcome.app, outcome.reason)
     rest = decided.allocation.rest
     state.rest = model.Chapter(turn.now, f"round {state.round}: {rest}") if rest else None
     turn.effects.append(_record(turn, phase, decided.allocation, outcomes, off))
@@ -382,6 +383,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         leaving=trials.leaving(turn),
         takeable=takeable,
         holders=holders,
+        emptying=trials.emptying(turn) if takeable else (),
         tenants=_tenants(turn),
     )
 

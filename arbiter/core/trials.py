@@ -7,12 +7,12 @@ layer around `Policy.allocate`:
 - A trial keeps what it holds for as long as it counts as one; the policy sees those GPUs as not in play.
 - The rest of what the policy decides stands. After it, each trial that still has nothing, in order of arrival, gets one
   gang: of what the policy gave to nobody, or else what *one* app of class ``batch`` holds on a node makes room for it.
-  Victim is who loses least: the fewest GPUs and the shortest grace period, by FitGpp's score (Eq. 3); nobody twice, if
-  another can be found (its P).
+  Victim is who loses least: whose training is known to save, then nobody twice (FitGpp's P), then the fewest GPUs and
+  the shortest grace period, by its score (Eq. 3). GPUs that an app which is over is about to leave are waited for.
 - In all, trials hold at most `Settings.trial_share` of the cluster's GPUs that way, and one in any case, so that
   calling everything a trial gains nothing; a trial beyond that waits like everybody else.
 
-The victim leaves as in any preemption, with a checkpoint within the grace period that it declared, and loses no step.
+The victim leaves as in any preemption, within the grace period that it declared, and loses no step if it saves.
 Where GPUs are shared this does nothing: a trial comes as a guest there (`sharing`).
 
 *Source:* FitGpp (OpML 2019), PAPERS.md section 3; the class under other policies and its bounds are this project's.
@@ -28,7 +28,7 @@ from msgspec.structs import replace
 
 from arbiter.core import model
 from arbiter.core.model import Draining, Leased
-from arbiter.core.policies.dealing import Holes, pick
+from arbiter.core.policies.dealing import Holes, gpus, pick
 from arbiter.core.policies.victims import Victim, score_of, units_of
 from arbiter.core.policy import (
     Allocation,
@@ -48,6 +48,8 @@ from protocol.messages import AppId, Bid, GpuId, NodeId
 
 #: An app that has not left so long after its grace period is waited for no longer: what it is on may never be empty.
 LEAVE_S = 60.0
+#: GPUs of an app that is over are empty so soon that nobody is preempted meanwhile; else it is thought of again.
+EMPTY_S, AGAIN_S = 10.0, 1.0
 
 # --- what policies are shown ------------------------------------------------------------------------------------------
 
@@ -111,6 +113,19 @@ def takeable(
     taken = tuple(turn.index.show(gpu) for gpu in able if model.usable(turn.state, gpu))
     names = {gpu.holder for gpu in taken}
     return taken, tuple(turn.index.app_views[app].view for app in holders if app in names)
+
+
+def emptying(turn: Turn) -> tuple[GpuView, ...]:
+    """Return the GPUs that apps which are over have yet to leave, are about to, and that nobody is promised."""
+    found = []
+    for gpu in (turn.state.gpus[gpu] for gpu in sorted(turn.index.draining)):
+        assert isinstance(gpu.state, Draining)
+        app = turn.state.apps.get(gpu.state.lease.app)
+        over = app is None or isinstance(app.state, model.Settled)
+        soon = gpu.state.promised_to is None and turn.now < gpu.state.since + EMPTY_S
+        if over and soon and model.usable(turn.state, gpu):
+            found.append(turn.index.show(gpu))
+    return tuple(found)
 
 
 def _serves(policy: Policy, settings: Settings) -> bool:
@@ -198,6 +213,8 @@ class _Serving:
             for gpu in view.gpus
             if gpu.gpu not in self._assign and (allocation.unnamed == "nobody" or gpu.holder is None)
         ]
+        self._emptying = list(view.emptying)
+        self._waits = False
         trials = {app.app for app in view.apps if is_trial(view, app, settings.trial_s)}
         self._trials_hold = sum(
             len(app.kept) + sum(self._assign.get(gpu) in (None, app.app) for gpu in app.renewable)
@@ -239,14 +256,16 @@ class _Serving:
                     f"it is a trial that needs {app.gang}, and of at most {share:.4g} GPUs that trials may have before "
                     f"others (trial_share) they hold {self._trials_hold}; so it waits like others"
                 )
-            elif not self._place(app):
+            elif not self._place(app) and not self._wait_for(app):
                 self._preempt_for(app)
+        again_s = self._allocation.look_again_s
         return replace(
             self._allocation,
             assign=dict(sorted(self._assign.items())),
             freed=tuple(sorted(self._freed - self._assign.keys())),
             outcomes=self._outcomes(),
             preempted=tuple(self._preempted),
+            look_again_s=min(AGAIN_S, again_s or AGAIN_S) if self._waits else again_s,
         )
 
     def _place(self, app: AppView) -> bool:
@@ -254,6 +273,20 @@ class _Serving:
         usable = (gpu for gpu in self._free if app.only is None or gpu.gpu in app.only)
         bundle = pick(Holes(usable), app, app.gang)
         return bool(bundle) and self._give(app, bundle, f"it is a trial and gets {len(bundle)} free")
+
+    def _wait_for(self, app: AppView) -> bool:
+        """Let a trial wait for GPUs that are empty in a moment, rather than preempt anybody."""
+        usable = (gpu for gpu in (*self._free, *self._emptying) if app.only is None or gpu.gpu in app.only)
+        bundle = pick(Holes(usable), app, app.gang) if self._emptying else []
+        if not bundle:
+            return False
+        names = {gpu.gpu for gpu in bundle}
+        self._free = [gpu for gpu in self._free if gpu.gpu not in names]
+        self._emptying = [gpu for gpu in self._emptying if gpu.gpu not in names]
+        self._trials_hold += len(bundle)
+        self._waits = True
+        self._words[app.app].append("it is a trial, and waits a moment for GPUs of an app that is over")
+        return True
 
     def _give(self, app: AppView, bundle: Sequence[GpuView], why: str) -> bool:
         self._assign |= {gpu.gpu: app.app for gpu in bundle}
@@ -273,10 +306,12 @@ class _Serving:
             return
         taken = {gpu.gpu for gpu in unit.gpus}
         self._ranked.remove((score, unit))
-        self._give(app, bundle, f"it is a trial, for which {unit.app.app} makes room on {unit.node}: score {score:.3g}")
+        self._give(
+            app, bundle, f"it is a trial, for which {unit.app.app} makes room on {unit.node}: {self._why(score, unit)}"
+        )
         self._preempted.append(unit.app.app)
         self._words[unit.app.app].append(
-            f"leaves {len(taken)} GPUs on {unit.node} for the trial {app.app}: score {score:.3g}, the least"
+            f"leaves {gpus(len(taken))} on {unit.node} for the trial {app.app}: {self._why(score, unit)}"
         )
         for gpu in taken:
             if self._assign.get(gpu) == unit.app.app:
@@ -285,11 +320,20 @@ class _Serving:
 
     @cached_property
     def _ranked(self) -> list[tuple[float, Victim]]:
-        """All that could make room, with their scores: those first that have not yet, of these the least score."""
+        """All that could make room, with their scores: who saves first, then who has not yet, then the least score."""
         p = self._settings.fitgpp_p
         scored = [(self._score(unit), unit) for unit in self._units]
-        scored.sort(key=lambda each: (each[1].app.preempted >= p, each[0], each[1].app.app, each[1].node))
+        scored.sort(
+            key=lambda each: (
+                not each[1].app.movable, each[1].app.preempted >= p, each[0], each[1].app.app, each[1].node
+            )
+        )  # fmt: skip
         return scored
+
+    def _why(self, score: float, unit: Victim) -> str:
+        """Return why this one makes room, in words."""
+        saves = "" if unit.app.movable else "; nobody who is known to save what he has done could"
+        return f"few GPUs that can soon be left, score {score:.3g}, the least{saves}"
 
     def _score(self, unit: Victim) -> float:
         size, grace_s = score_of(unit, self._view.nodes)

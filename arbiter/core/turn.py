@@ -143,6 +143,14 @@ class Turn:
         if loudly:
             self.effects.append(Note(subject, what))
 
+    def tell_round(self, subject: str, reason: str) -> None:
+        """Add what the round did for `subject`; it takes the place of the line before if that says the same."""
+        story = self.state.stories.get(subject, [])
+        before, _, said = story[-1].what.partition(": ") if story else ("", "", "")
+        if said == reason and before.startswith("round "):
+            story.pop()
+        self.tell(subject, f"round {self.state.round}: {reason}")
+
     def put_gpu(self, gpu: model.Gpu, state: model.GpuState) -> str:
         """Move a GPU into `state` and return the verb; keeps the index true."""
         verb = lifecycle.gpu_transition(gpu, state, self.state.stories.get(gpu.id, ()))

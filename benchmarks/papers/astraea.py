@@ -13,9 +13,9 @@ to its end; a tenant's is looked at every 15 minutes, by all that it has had sin
 In full: all jobs on 140 nodes of 8 GPUs. A load of 1 is the trace as it is, which asks for 1.6 times the GPUs; at other
 loads the same jobs come faster or slower. ``--plan quarter``: every fourth job on a quarter of the nodes; ``backlog``:
 every eighth of four days, of a day at most, on 6 nodes; `--quick`: every tenth of two days, of a day at most, on 14
-nodes. Nothing is drawn, so there is no seed. Costs are `simulator.costs.DEFAULT`. The traces are not part of the
-repository: the folder ``shared`` must lie in or beside it. `--keep` notes every run in a file and takes from it those
-that are done.
+nodes. Leases are gathered for wide gangs under `astraea` only: it is ours, and the others are as published. Nothing is
+drawn, so there is no seed. Costs are `simulator.costs.DEFAULT`. The traces are not part of the repository: the folder
+``shared`` must lie in or beside it. `--keep` notes every run in a file and takes from it those that are done.
 """
 
 from __future__ import annotations
@@ -178,7 +178,11 @@ def run(case: Case) -> Figures:
 
 def figures_of(case: Case) -> Figures:
     settings = ArbiterSettings(
-        policy=case.mode.policy, policy_settings=case.mode.settings, lease_s=case.lease_s, tenants=terms()
+        policy=case.mode.policy,
+        policy_settings=case.mode.settings,
+        lease_s=case.lease_s,
+        gather_leases=ArbiterSettings().gather_leases if case.mode.policy == ASTRAEA.policy else 0.0,
+        tenants=terms(),
     )
     workload, cluster = workload_of(case), parse_cluster(case.cluster)
     found = Simulation(workload, cluster, quiet(settings), DEFAULT, built_in()).run()

@@ -39,7 +39,7 @@ def up(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="an arbiter's TOML file, for its [arbiter] table (tenants, ...)"),
+        typer.Option("--config", "-c", help="an arbiter's TOML file, for its [arbiter] table and `history`"),
     ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="where the state is kept between runs")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="start with nothing, and leave nothing")] = False,
@@ -47,8 +47,7 @@ def up(
 ) -> None:
     """Start everything on this machine: arbiter, node agents and app agent in one process. Ctrl-C stops it."""
     with answering(as_json=False):
-        from arbiter.config import load
-        from arbiter.core.model import ArbiterSettings
+        from arbiter.config import ArbiterConfig, load
         from arbiter.core.policies import POLICIES
         from launch import up as site
 
@@ -56,12 +55,17 @@ def up(
         if gpus == "nvml" and nodes != 1:
             raise usage("--gpus nvml is this host, which is one node", "leave --nodes out")
         with faults():
-            settings = load(config).arbiter if config is not None else ArbiterSettings()
+            chosen = load(config) if config is not None else ArbiterConfig()
+        settings = chosen.arbiter
         if policy is not None:
             settings = replace(settings, policy=_one_of("--policy", policy, sorted(POLICIES)))
         if sharing is not None:
             settings = replace(settings, sharing=_one_of("--sharing", sharing, get_args(Sharing)))
-        site.run(site.Options(gpus=gpus, nodes=nodes, state_dir=state_dir, fresh=fresh, settings=settings))
+        site.run(
+            site.Options(
+                gpus=gpus, nodes=nodes, state_dir=state_dir, fresh=fresh, settings=settings, history=chosen.history
+            )
+        )
 
 
 def _one_of(option: str, value: str, known: Sequence[str]) -> str:

@@ -226,7 +226,19 @@ def compare(
         else:
             say(side_by_side(runs, summaries))
             _notes(sentence for run in runs for sentence in run.notes)
+            _notes(
+                _refusals(run.policy, each) for run, each in zip(runs, summaries, strict=True) if each["jobs_refused"]
+            )
         _demand_ends(map(_unfinished, runs))
+
+
+def _refusals(policy: str, summary: Mapping[str, Any]) -> str:
+    names = summary["jobs_refused_names"]
+    more = ", ..." if summary["jobs_refused"] > len(names) else ""
+    return (
+        f"{policy}: {summary['jobs_refused']} of {plural(summary['jobs_in'], 'job')} refused "
+        f"({', '.join(names)}{more}); its figures are of the others"
+    )
 
 
 def sweep(

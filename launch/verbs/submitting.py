@@ -249,7 +249,9 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
         "host_bytes": spec.size(flags["memory"], "--memory") if flags["memory"] is not None else None,
         "weight": flags["weight"],
         "utility": spec.utility(flags["utility"], "--utility") if flags["utility"] is not None else None,
-        "step_serial_s": spec.seconds(flags["step_time"], "--step-time") if flags["step_time"] is not None else None,
+        "step_serial_s": spec.some_seconds(flags["step_time"], "--step-time")
+        if flags["step_time"] is not None
+        else None,
         "max_restarts": flags["max_restarts"],
         "metric": flags.get("metric"),
         "mode": flags.get("mode"),

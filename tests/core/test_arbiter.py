@@ -601,3 +601,17 @@ def test_an_order_says_the_priority_of_its_job() -> None:
     site, gpu = one_app_running()
     site.app("ana-1", jobs=[replace(wish("ana-1", 0, [gpu]), priority=-3)])
     assert [order.priority for order in site.plans["n1"].tasks] == [-3]
+
+
+def test_rounds_that_say_the_same_of_an_app_are_one_line_of_its_story() -> None:
+    site = Site(replace(SETTINGS, policy="fitgpp"))
+    site.node("n1", 1)
+    site.app("ana-1")
+    site.wait(1.5)
+    before = site.arbiter.state.round
+    for number in range(4):  # each asks for a round, in which nothing changes for the first of them
+        site.app(f"bob-{number}")
+        site.wait(1.5)
+    assert site.arbiter.state.round >= before + 4
+    rounds = [chapter.what for chapter in site.arbiter.story("bob-0") if chapter.what.startswith("round ")]
+    assert [what.partition(": ")[0] for what in rounds] == [f"round {site.arbiter.state.round}"]

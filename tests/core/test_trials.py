@@ -9,7 +9,7 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.model import ArbiterSettings, Draining, Leased
 from arbiter.core.policy import NodeView, Settings
 from protocol.messages import JobWish
-from tests.support.arbiter_site import SETTINGS, Site, gpu_id, wish
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
 
 ANY_POLICY = pytest.mark.parametrize("policy", ["fifo", "backfill", "drf", "las", "srtf", "astraea", "themis"])
 
@@ -46,6 +46,50 @@ def test_a_trial_is_promised_the_gpus_of_whom_it_harms_least_in_the_next_round(p
     assert (bob.preempted, bob.preempted_in) == (1, site.arbiter.state.round)
     assert any("leaves 2 GPUs on n2 for the trial tia-1" in chapter.what for chapter in site.arbiter.story("bob-1"))
     assert any("for which bob-1 makes room on n2" in chapter.what for chapter in site.arbiter.story("tia-1"))
+
+
+@pytest.mark.parametrize("policy", ["fifo", "astraea", "fitgpp"])
+def test_who_is_known_to_save_makes_room_before_one_who_would_leave_sooner(policy: str) -> None:
+    site = full(policy)
+    for node, app, saves in (("n1", "ana-1", True), ("n2", "bob-1", False)):
+        status = task(app, 0, site.held(app), can_checkpoint=saves, cooperative=True, step=5)
+        wished = replace(grace(app, 120.0 if saves else 30.0), gpus=status.gpus)
+        site.app(app, gang=2, demand=2, jobs=(wished,))
+        site.node(node, tasks=[status], used=site.held(app))
+    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    assert len(site.held("bob-1")) == 2
+    assert site.held("ana-1") == []
+    assert "for the trial tia-1" in site.told("ana-1")
+
+
+def test_where_nobody_saves_the_story_says_so() -> None:
+    site = full("fifo")
+    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    assert "nobody who is known to save what he has done could" in site.told("bob-1")
+
+
+@pytest.mark.parametrize("policy", ["fifo", "astraea"])
+def test_a_trial_waits_for_gpus_of_an_app_that_is_over_and_nobody_is_preempted(policy: str) -> None:
+    site = full(policy)
+    site.app("ana-1", gang=2, demand=2, state="finished")
+    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    assert len(site.held("bob-1")) == 2
+    assert "waits a moment for GPUs of an app that is over" in site.told("tia-1")
+    site.node("n1")
+    site.play_round(site.wait(1.5))
+    assert len(site.held("tia-1")) == 1
+    assert len(site.held("bob-1")) == 2
+
+
+def test_what_is_not_empty_in_a_moment_is_not_waited_for() -> None:
+    site = full("fifo")
+    site.app("ana-1", gang=2, demand=2, state="finished")
+    site.app("bob-1", gang=2, demand=2)
+    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    site.node("n1", used=[gpu_id("n1", 0), gpu_id("n1", 1)])
+    site.play_round(site.wait(12.0))
+    assert site.held("bob-1") == []
+    assert "for the trial tia-1" in site.told("bob-1")
 
 
 @ANY_POLICY

@@ -201,6 +201,14 @@ def test_compare_always_has_the_reference_line(trace: Path, tmp_path: Path) -> N
     assert [one["policy"] for one in again["runs"]] == ["fifo", "fluid-fair-share"]
 
 
+def test_compare_says_whose_jobs_could_never_run(tmp_path: Path) -> None:
+    wide = tmp_path / "wide.csv"
+    wide.write_text(TRACE + "d,ann,0,4,10\n")
+    result = run("compare", wide, "--cluster", "1x2", "--policies", "fifo", "--overheads", "none")
+    assert result.exit_code == exit_codes.DONE
+    assert "fifo: 1 of 4 jobs refused (d); its figures are of the others" in " ".join(result.stderr.split())
+
+
 def test_all_policies_are_known_to_compare() -> None:
     assert simulating._policies("all") == list(experiment.POLICY_NAMES)
     assert {"themis", "fifo", "fluid-fair-share"} <= set(experiment.POLICY_NAMES)

@@ -151,6 +151,19 @@ def test_a_damaged_file_is_refused_with_the_mend(path: Path) -> None:
     assert path.read_bytes() == b"not a database" * 1000
 
 
+def test_a_page_that_is_damaged_is_refused_with_the_mend_while_it_is_read(path: Path) -> None:
+    with Journal[Event].of(path, Event) as journal:
+        for number in range(3000):
+            journal.append(float(number), Came(str(number)))
+        journal.commit()
+    data = bytearray(path.read_bytes())
+    middle = len(data) // 4096 // 2 * 4096
+    data[middle : middle + 4096] = b"\xa5" * 4096
+    path.write_bytes(data)
+    with Journal[Event].of(path, Event) as journal, pytest.raises(JournalError, match=r"is damaged .* begin anew"):
+        list(journal.load().events)
+
+
 def test_a_foreign_database_is_refused_and_left_alone(path: Path) -> None:
     path.parent.mkdir()
     database = sqlite3.connect(path)

@@ -21,6 +21,7 @@ from arbiter.daemon import _configure, _journal, _restore
 from arbiter.ledger import Ledger
 from protocol.config import ConfigError
 from protocol.core import Connected
+from protocol.journal import JournalError
 from protocol.messages import AppId, GpuId, LeaseId, NodeId, TenantId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
 
@@ -87,6 +88,13 @@ def test_a_snapshot_of_a_version_that_kept_no_books_is_refused_with_the_mend(tmp
     assert restored.state.history.of_app(AppId("ana-1"), site.now + 5.0).allocated_gpu_s == 5.0
 
 
+def test_a_damaged_ledger_is_one_sentence_with_the_mend(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.db"
+    file.write_bytes(b"not a database" * 1000)
+    with pytest.raises(JournalError, match=r"ledger\.db: file is not a database; .*only the record of past rounds"):
+        Ledger(file)
+
+
 def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.db")
     record = AppRecord(AppId("ana-1"), TenantId("vision"), 2.0, 0.0, 60.0, 50.0, 40.0, 30.0)
@@ -110,6 +118,8 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ("[arbiter]\nlease_s = inf\n", "arbiter: lease_s is inf; it must be a finite number above 0"),
         ("[arbiter]\nprobes_max = 0\n", "arbiter: probes_max is 0; it must be above 0"),
         ("[arbiter]\nrenewal_lead_s = -5.0\n", "arbiter: renewal_lead_s is -5.0; it must be 0 or more"),
+        ("[arbiter]\ngather_leases = 0.5\n", "arbiter.gather_leases is 0.5; give after how many leases of waiting"),
+        ("[arbiter]\ngather_leases = nan\n", "arbiter.gather_leases is nan; give after how many leases of waiting"),
         ("[arbiter]\nround_pause_s = -5.0\n", "arbiter: round_pause_s is -5.0; it must be 0 or more"),
         ("[arbiter]\nadmission_wait_s = nan\n", "admission_wait_s is nan; it must be a finite number, 0 or more"),
         ("[arbiter.policy_settings]\nreasons_max = -1\n", "policy_settings: reasons_max is -1; it must be 0 or more"),

@@ -121,6 +121,7 @@ def test_a_program_that_does_not_exist_fails_with_the_mend(cli: Cli) -> None:
         (("submit", "--env", "NOT_SET", "--", "true"), "--env NOT_SET: no such variable here"),
         (("submit", "--grace", "soon", "--", "true"), "--grace is 'soon', which is no length of time"),
         (("submit", "--memory", "", "--", "true"), "--memory is '', which is no amount of memory"),
+        (("submit", "--step-time", "0", "--", "true"), "--step-time is '0'; it must be more than 0"),
         (("submit", "--step-time", "", "--", "true"), "--step-time is '', which is no length of time"),
         (("submit", "--trial", "--lr 1", "--", "true"), "a search needs at least two trials"),
         (("submit", "--trial", "1", "--trial", "2", "--", "true"), "2 trials but no metric"),
@@ -255,6 +256,13 @@ def test_a_site_is_not_started_with_an_arbiters_file_that_is_wrong(lonely: Cli, 
     done = lonely("up", "--fresh", "--config", "arbiter.toml")
     assert done.returncode == exit_codes.USAGE
     assert "arbiter.toml: arbiter.policy is 'everything'; choose one of" in done.stderr
+
+
+def test_an_arbiters_file_says_what_becomes_of_the_history(lonely: Cli, tmp_path: Path) -> None:
+    (tmp_path / "arbiter.toml").write_text('history = "resume"\n')
+    done = lonely("up", "--fresh", "--config", "arbiter.toml")
+    assert done.returncode == exit_codes.USAGE
+    assert "is empty, but a history of GPU time is to be resumed" in done.stderr
 
 
 @pytest.mark.parametrize(("option", "mend"), [("--sharing", "timeslice"), ("--policy", "themis")])

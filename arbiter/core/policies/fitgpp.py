@@ -1,8 +1,8 @@
 """FitGpp: a trial starts at once, at the cost of one small job that has to leave soon.
 
 Of the apps of class batch whose leaving alone makes room for the trial, the one with the least score is preempted:
-small, with a short grace period, and not preempted `fitgpp_p` times before. If there is none, random ones are, until it
-fits. It never asks how long anything takes.
+small, with a short grace period, and not preempted `fitgpp_p` times before; one that is known to save, if there is any
+(ours). If there is none, random ones are, until it fits. It never asks how long anything takes.
 
 *Source:* FitGpp (Yabuuchi et al., OpML 2019), Eq. 2 to 4; PAPERS.md section 3. Among random ones only those on nodes
 that could hold the trial are drawn: others would leave for nothing.
@@ -26,8 +26,15 @@ class FitGpp(Preemptive):
         fresh = [unit for unit in round_.eligible(trial) if unit.app.preempted < self.settings.fitgpp_p]
         if fresh:
             scores = self.scores(round_, fresh)
-            place = min(range(len(fresh)), key=lambda index: (scores[index], fresh[index].app.app, fresh[index].node))
-            return [(fresh[place], f"score {scores[place]:.3g}, the least of {len(fresh)}")]
+            saves = [unit.app.movable for unit in fresh]
+            place = min(
+                range(len(fresh)),
+                key=lambda index: (not saves[index], scores[index], fresh[index].app.app, fresh[index].node),
+            )
+            among = (
+                f"the {sum(saves)} of {len(fresh)} that save" if saves[place] else f"{len(fresh)}; none of them saves"
+            )
+            return [(fresh[place], f"score {scores[place]:.3g}, the least of {among}")]
         return _at_random(round_, trial)
 
     def scores(self, round_: Round, units: Sequence[Victim]) -> list[float]:

@@ -356,7 +356,9 @@ class Round:
             return f"gets nothing before {blocker.app}, which stands before it and waits for a gang of {blocker.gang}"
         if app.only is not None and not any(gpu.gpu in app.only for gpu in self._deal.left):
             return f"none of the {gpus(len(self._deal.left))} left is one it can use (its parked jobs cannot move)"
-        apart = f" beside the {len(self._reserved)} for trials only" if not self._may_enter(app) else ""
+        apart = (
+            f" beside the {len(self._reserved)} for trials only" if self._reserved and not self._may_enter(app) else ""
+        )
         return f"no node{apart} has room for its gang of {app.gang}"
 
 

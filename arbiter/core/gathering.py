@@ -1,0 +1,151 @@
+"""Wide gangs: leases that end one by one are brought to one end, so that a round has room for a gang that needs many.
+
+A round may assign what is free and what ends soon. Leases are granted and renewed at all times, so what ends at a time
+is a few GPUs, and a gang that is wider than that waits for as long as others renew, whatever its turn is. When no round
+has had room for a gang that waits, for `gather_leases` leases, the leases in the one place where that disturbs the
+fewest are drawn out until the last of them ends. The round then has room for the gang; who gets the GPUs is for the
+policy to say, as ever, and if it is not that gang's turn there will be another such round as much later.
+
+No GPU stands idle for it, nobody leaves earlier than he would have, and no lease is longer than one that begins now.
+Where GPUs have several seats nothing is gathered: a guest's is in play at any time.
+
+*Source:* ours; Astraea and Themis, whose rounds look at all GPUs at once, have no such gangs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import inf
+
+from msgspec.structs import replace
+
+from arbiter.core import leases, model
+from arbiter.core.model import App, Cramped, Free, Gpu, Leased
+from arbiter.core.placement import LOOSENESS, group, place_of
+from arbiter.core.policy import GpuView
+from arbiter.core.turn import Turn
+from protocol.messages import LEVELS, GpuId, Level
+
+
+def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
+    """After a round about these GPUs: note which gangs it had no room for, and gather leases for those that wait long.
+
+    At most one place is gathered after each round, for the widest.
+    """
+    settings = turn.state.settings
+    if settings.gather_leases <= 0.0 or turn.policy.tenure != "lease" or turn.index.divided:
+        turn.state.cramped = ()
+        return
+    waiting: dict[tuple[int, bool, Level], list[App]] = {}
+    for app_id in turn.index.active - turn.index.holders:
+        app = turn.state.apps[app_id]
+        if 1 < app.gang <= app.demand_max and app.only is None:
+            waiting.setdefault((app.gang, app.spans, app.level_max), []).append(app)
+    since = {(each.gang, each.spans, each.level_max): each.since for each in turn.state.cramped}
+    cramped = []
+    gathered = False
+    for kind in sorted(waiting, reverse=True):
+        found = Cramped(*kind, since.get(kind, min(_waits_since(turn, app) for app in waiting[kind])))
+        if _has_room(turn, found, in_play):
+            found = replace(found, since=turn.now)
+        if not gathered and turn.now - found.since >= settings.gather_leases * settings.lease_s:
+            gathered = _gather(turn, found, waiting[kind])
+            found = replace(found, since=turn.now)
+        cramped.append(found)
+    turn.state.cramped = tuple(cramped)
+
+
+def _waits_since(turn: Turn, app: App) -> float:
+    """Return since when an app is known to wait, at the first round that finds it waiting."""
+    return turn.now if app.tally.grants else app.arrived_at
+
+
+def _has_room(turn: Turn, kind: Cramped, in_play: Sequence[GpuId]) -> bool:
+    """Whether these GPUs hold such a gang."""
+    if len(in_play) < kind.gang:
+        return False
+    views = (turn.index.show(turn.state.gpus[gpu]) for gpu in in_play if gpu in turn.state.gpus)
+    level = _levels(kind)[-1]
+    return max(Counter(place_of(view, level) for view in views).values(), default=0) >= kind.gang
+
+
+def _levels(kind: Cramped) -> Sequence[Level]:
+    """Return the places that may hold such a gang, the tightest first."""
+    loosest: Level = kind.level_max if kind.spans else min("machine", kind.level_max, key=LOOSENESS.__getitem__)
+    tightest: Level = min("machine", loosest, key=LOOSENESS.__getitem__)
+    return LEVELS[LOOSENESS[tightest] : LOOSENESS[loosest] + 1]
+
+
+def _gather(turn: Turn, kind: Cramped, waiting: Sequence[App]) -> bool:
+    """Let the leases in one place that holds such a gang end together; return whether there is such a place."""
+    open_ = [gpu for _, gpu in sorted(turn.state.gpus.items()) if _ends(turn, gpu) < inf]
+    views = [turn.index.show(gpu) for gpu in open_]
+    for level in _levels(kind):
+        best: list[Gpu] = []
+        best_key = (inf, inf)
+        places: dict[tuple[str, ...], list[GpuView]] = {}
+        for view in views:
+            places.setdefault(place_of(view, level), []).append(view)
+        for _, inside in sorted(places.items()):
+            chosen = _with_mates(turn, _soonest(turn, inside, kind.gang))
+            held = [_ends(turn, gpu) for gpu in chosen if isinstance(gpu.state, Leased)]
+            key = (len(held), max(held, default=turn.now))
+            if chosen and key < best_key:
+                best, best_key = chosen, key
+        if best:
+            _end_together(turn, kind, best, best_key[1], waiting)
+            return True
+    return False
+
+
+def _ends(turn: Turn, gpu: Gpu) -> float:
+    """Return when a round may assign this GPU, from now on; never where that is not known."""
+    if not model.usable(turn.state, gpu):
+        return inf
+    match gpu.state:
+        case Free():
+            return turn.now if leases.is_in_play(turn, gpu) else inf
+        case Leased(lease):
+            return lease.expires_at
+        case _:
+            return inf
+
+
+def _soonest(turn: Turn, inside: Sequence[GpuView], count: int) -> list[Gpu]:
+    """Return so many GPUs of one place, from as few machines as may be, those first that end soonest; or none."""
+    if len(inside) < count:
+        return []
+    machines = [
+        [turn.state.gpus[view.gpu] for view in views] for views in group(inside, lambda view: view.node).values()
+    ]
+    for gpus in machines:
+        gpus.sort(key=lambda gpu: (_ends(turn, gpu), gpu.id))
+    machines.sort(key=lambda gpus: (-min(len(gpus), count), _ends(turn, gpus[:count][-1]), gpus[0].node))
+    return [gpu for gpus in machines for gpu in gpus][:count]
+
+
+def _with_mates(turn: Turn, gpus: Sequence[Gpu]) -> list[Gpu]:
+    """Return these and whatever belongs to their gangs: of a gang that lost a part, the rest would be of no use."""
+    found = {gpu.id: gpu for gpu in gpus}
+    for gpu in gpus:
+        app = turn.state.apps[gpu.state.lease.app] if isinstance(gpu.state, Leased) else None
+        if app is not None and app.gang > 1:
+            mates = (mate for mate in leases.held(turn, app.id) if app.spans or mate.node == gpu.node)
+            found |= {mate.id: mate for mate in mates if _ends(turn, mate) < inf}
+    return list(found.values())
+
+
+def _end_together(turn: Turn, kind: Cramped, gpus: Iterable[Gpu], end: float, waiting: Iterable[App]) -> None:
+    held = [gpu for gpu in gpus if isinstance(gpu.state, Leased)]
+    for gpu in held:
+        if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < end:
+            turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=end)))
+            turn.tell(gpu.id, f"its lease goes on until others end, for a gang of {kind.gang}")
+    nodes = ", ".join(sorted({gpu.node for gpu in held}))
+    for app in sorted(waiting, key=lambda app: app.id):
+        turn.tell(
+            app.id,
+            f"no round had room for its gang of {kind.gang} for {turn.now - kind.since:.0f} s, so the leases of "
+            f"{len(held)} GPUs on {nodes} end together in {end - turn.now:.0f} s, when a round decides about them all",
+        )

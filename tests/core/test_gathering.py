@@ -1,0 +1,134 @@
+"""Wide gangs: leases that end one by one are brought to one end, so that a round has room for a gang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.model import ArbiterSettings, Leased
+from protocol.messages import TenantId
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id
+
+LEASE_S = 200.0
+APART_S = 20.0  #: more than a round looks ahead
+ASTRAEA = replace(SETTINGS, policy="astraea", lease_s=LEASE_S)
+
+
+def staggered(settings: ArbiterSettings, *, nodes: int = 1, gpus: int = 4) -> Site:
+    """A full site: an app on each GPU, whose leases began one after the other."""
+    site = Site(settings)
+    for number in range(nodes):
+        site.node(f"n{number}", gpus)
+    for number in range(nodes * gpus):
+        site.app(f"narrow{number}-1")
+        run(site, APART_S)
+    assert len(ends(site)) == len(set(ends(site))) == nodes * gpus
+    return site
+
+
+def run(site: Site, seconds: float, **wide: Mapping[str, Any]) -> None:
+    """Let time pass while apps report and nodes obey; the wide ones are of tenants of their own."""
+    for _ in range(int(seconds // 5)):
+        for node in site.node_sizes:
+            site.node(node)
+        for app in list(site.arbiter.state.apps):
+            if app.removesuffix("-1") not in wide:
+                site.app(app)
+        for name, more in wide.items():
+            site.app(f"{name}-1", **({"tenant": TenantId(name), "demand": more["gang"]} | dict(more)))
+        site.wait(5.0)
+
+
+def ends(site: Site) -> list[float]:
+    states = [gpu.state for gpu in site.arbiter.state.gpus.values()]
+    return sorted(state.lease.expires_at for state in states if isinstance(state, Leased))
+
+
+def end_of(site: Site, gpu: str) -> float:
+    state = site.gpu_state(gpu)
+    assert isinstance(state, Leased)
+    return state.lease.expires_at
+
+
+def served_after(site: Site, limit_s: float, **more: object) -> float | None:
+    """When a wide gang of a tenant of its own has GPUs; None: not within the limit."""
+    began = site.now
+    while site.now < began + limit_s:
+        run(site, 5.0, wide={"gang": 4, **more})
+        if site.held("wide-1"):
+            return site.now - began
+    return None
+
+
+def test_a_gang_as_wide_as_a_node_waits_for_ever_where_leases_end_one_by_one() -> None:
+    assert served_after(staggered(replace(ASTRAEA, gather_leases=0.0)), 12 * LEASE_S) is None
+
+
+def test_it_is_served_at_most_a_lease_after_two_of_waiting() -> None:
+    site = staggered(ASTRAEA)
+    waited_s = served_after(site, 6 * LEASE_S)
+    assert waited_s is not None
+    assert 2 * LEASE_S < waited_s <= 4 * LEASE_S
+    assert len(site.held("wide-1")) == 4
+    assert "no round had room for its gang of 4 for" in site.told("wide-1")
+    assert "the leases of 4 GPUs on n0 end together in" in site.told("wide-1")
+    told = [site.told(gpu_id("n0", index)) for index in range(4)]
+    assert sum("goes on until others end, for a gang of 4" in each for each in told) == 3
+
+
+def test_only_the_leases_of_one_node_are_gathered_and_nobody_leaves_before_its_end() -> None:
+    site = staggered(ASTRAEA, nodes=2)
+    for _ in range(150):
+        run(site, 5.0, wide={"gang": 4})
+        if "end together" in site.told("wide-1"):
+            break
+    apart = {node: len({end_of(site, gpu_id(node, index)) for index in range(4)}) for node in ("n0", "n1")}
+    assert sorted(apart.values()) == [1, 4]
+    assert max(ends(site)) <= site.now + LEASE_S
+    assert not any(app.tally.preemptions for app in site.arbiter.state.apps.values())
+
+
+def test_nothing_is_gathered_for_a_narrow_gang() -> None:
+    site = staggered(ASTRAEA)
+    run(site, 5 * LEASE_S, narrow9={"gang": 1})
+    assert "end together" not in site.told("narrow9-1")
+    assert len(set(ends(site))) == 4
+    assert site.arbiter.state.cramped == ()
+
+
+def test_a_gang_whose_place_is_a_slot_gets_one() -> None:
+    site = staggered(ASTRAEA)
+    assert served_after(site, 6 * LEASE_S, gang=2, level_max="slot") is not None
+    assert site.held("wide-1") in ([gpu_id("n0", 0), gpu_id("n0", 1)], [gpu_id("n0", 2), gpu_id("n0", 3)])
+
+
+def test_leases_of_one_gang_still_end_together_when_some_are_gathered() -> None:
+    site = Site(ASTRAEA)
+    for node in ("n0", "n1"):
+        site.node(node, 2)
+    pair = {"gang": 2, "spans": True}
+    run(site, APART_S, pair=pair)
+    mates = site.held("pair-1")
+    for app in ("narrow0-1", "narrow1-1"):
+        site.app(app)
+        run(site, APART_S, pair=pair)
+    for _ in range(150):
+        run(site, 5.0, pair=pair, wide={"gang": 3, "spans": True})
+        assert len(site.held("pair-1")) == 2
+        if "end together" in site.told("wide-1"):
+            break
+    assert len({end_of(site, gpu) for gpu in mates}) == 1
+    assert len(set(ends(site))) < 3
+
+
+def test_how_long_a_gang_has_waited_is_not_forgotten() -> None:
+    site = staggered(ASTRAEA)
+    run(site, LEASE_S, wide={"gang": 4})
+    (cramped,) = site.arbiter.state.cramped
+    assert cramped.gang == 4
+    assert site.now - cramped.since == LEASE_S
+    assert Arbiter.restored(site.arbiter.snapshot()).state.cramped == (cramped,)
+    assert site.replayed() == site.arbiter.snapshot()
