@@ -174,8 +174,11 @@ def _simulate(case: Case, cluster: Cluster) -> Run:
 def simulate(
     workload: Workload, cluster: Cluster, policy: str, seed: int, knobs: Knobs, changes: Callable[[str], Change | None]
 ) -> Run:
-    """Return the run of `workload`, in which what `changes` names for an app is done to all that this app says."""
-    settings = settings_of(Experiment("", "", policy=policy, seed=seed, knobs=knobs))
+    """Return the run of `workload`, in which what `changes` names for an app is done to all that this app says.
+
+    Leases are not gathered for wide gangs, unless `knobs` say so: that is ours, and what is compared is as published.
+    """
+    settings = settings_of(Experiment("", "", policy=policy, seed=seed, knobs=(("gather_leases", "0"), *knobs)))
     return _Distorting(workload, cluster, quiet(settings), changes).run()
 
 

@@ -198,7 +198,11 @@ def run(case: Case) -> Figures:
 
 def _run(case: Case) -> Figures:
     settings = ArbiterSettings(
-        policy=case.mode.policy, sharing=case.mode.sharing, policy_settings=Settings(reasons_max=0), round_pause_s=5.0
+        policy=case.mode.policy,
+        sharing=case.mode.sharing,
+        policy_settings=Settings(reasons_max=0),
+        round_pause_s=5.0,
+        gather_leases=0.0,  # as published
     )
     workload, cluster = workload_of(case), parse_cluster(case.cluster)
     window_s = case.hours * 3600.0 / case.load
