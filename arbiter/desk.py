@@ -112,6 +112,7 @@ class Desk:
             "preemptions": app.tally.preemptions,
             "migrations": app.migrations,
             "steps_lost": app.steps_lost,
+            "saved": {"steps": app.saved[0], "total_steps": app.saved[1]},
             "suspensions": app.suspensions,
             "metrics": app.metrics,
             "priority": app.priority,
@@ -337,6 +338,8 @@ def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model
                 return "running"
             if any(isinstance(gpu.state, Leased) for gpu in gpus):
                 return "starting"
+            if any(task.phase in ("vacating", "suspending") for task in tasks):
+                return "leaving"
             return "suspended" if any(task.phase == "suspended" for task in tasks) else "waiting"
         case _ as never:
             assert_never(never)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from launch.surface import Document, duration, number
-from launch.views import steps
+from launch.views import progress
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -45,7 +45,7 @@ def row(app: Document) -> tuple[str, ...]:
         str(app["state"]),
         f"{len(app['gpus'])}/{app['want']}",
         number(app["rho"]),
-        steps(app["tasks"]),
+        progress(app),
         str(app["grants"]),
         str(app["renewals"]),
         str(app["preemptions"]),
@@ -72,7 +72,7 @@ class _Lines:
                 self._seen[app["id"]] = now
                 sys.stderr.write(
                     f"{elapsed_s:6.1f} s  {app['id']:<8} {app['name']:<12} {now[0]:<10} {now[1]} GPUs"
-                    f"  rho {number(app['rho'])}  step {steps(app['tasks'])}\n"
+                    f"  rho {number(app['rho'])}  step {progress(app)}\n"
                 )
         sys.stderr.flush()
 

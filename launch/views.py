@@ -31,10 +31,18 @@ def _app_row(app: Document) -> tuple[str, ...]:
         str(app["want"]),
         number(app["rho"] or None),
         number(app.get("ltgf")),
-        steps(app["tasks"]),
+        progress(app),
         duration(app["elapsed_s"] if app["jct_s"] is None else app["jct_s"]),
         ",".join(sorted({str(task["node"]) for task in app["tasks"] if task["phase"] != "exited"})) or "-",
     )
+
+
+def progress(app: Document) -> str:
+    """Return how far an app is: of its newest attempts, or while it has none what is saved of the last."""
+    saved = app.get("saved") or {"steps": 0}
+    if app["tasks"] or not saved["steps"] or app["state"] in OVER:
+        return steps(app["tasks"])
+    return f"{saved['steps']}/{saved['total_steps']}" if saved["total_steps"] else str(saved["steps"])
 
 
 def steps(tasks: Sequence[Document]) -> str:

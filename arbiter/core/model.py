@@ -334,6 +334,7 @@ class App(Struct, frozen=True):
     loss_drop: float = 0.0
     sizes: tuple[int, ...] = ()
     move_s: float = 0.0
+    saved: tuple[int, int] = (0, 0)  #: of the furthest of its attempts that are over: steps saved, of how many
     demand_most: int = 0  #: the greatest `demand_max` it has had
     cooperative: bool | None = None  #: whether its tasks can be suspended, by the last that ran; None: none has yet
     can_checkpoint: bool = False  #: likewise, whether they can leave and start elsewhere

@@ -242,6 +242,15 @@ def _forget_tasks(turn: Turn, missing: set[TaskId], report: NodeReport) -> None:
             turn.nodes.add(report.node)
             if task.app in turn.state.apps:
                 _note_resting(turn, task.app)
+                _note_saved(turn, task)
+
+
+def _note_saved(turn: Turn, task: model.Task) -> None:
+    """Remember how far a task that is over has saved, for those who ask while its job waits."""
+    app = turn.state.apps[task.app]
+    saved = (task.saved_step + 1, task.total_steps)
+    if saved > app.saved:
+        turn.state.apps[app.id] = replace(app, saved=saved)
 
 
 def _news_of(task: model.Task) -> tuple[object, ...]:

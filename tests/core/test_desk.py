@@ -70,6 +70,24 @@ def test_apps_are_listed_with_what_they_hold_and_have_had() -> None:
     assert (bob["state"], bob["gpus"], bob["jct_s"]) == ("waiting", [], None)
 
 
+def test_who_was_preempted_is_leaving_and_then_waits_with_what_it_has_saved() -> None:
+    counter = contended()
+    site, gpu = counter.site, gpu_id("n1", 0)
+    site.now += 60
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], "vacating", step=60, saved_step=50, total_steps=400)], used=[gpu])
+    site.wait(60.0)
+    assert not site.held("ana-1")
+    (ana, _) = counter.ask("apps")["apps"]
+    assert (ana["state"], ana["saved"]) == ("leaving", {"steps": 0, "total_steps": 0})
+    over = task("ana-1", 0, [gpu], "exited", step=60, saved_step=60, total_steps=400, outcome="preempted")
+    site.node("n1", tasks=[over], used=[])
+    site.app("ana-1", jobs=[], releases=[])
+    site.node("n1")
+    (ana, _) = counter.ask("apps")["apps"]
+    assert (ana["state"], ana["saved"], ana["tasks"]) == ("waiting", {"steps": 61, "total_steps": 400}, [])
+    assert site.replayed() == site.arbiter.snapshot()
+
+
 def test_an_explanation_names_who_won_instead() -> None:
     told = contended().ask("explain", "bob-1")
     assert told["schema"] == "explain/v1"

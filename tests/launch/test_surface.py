@@ -167,6 +167,14 @@ def test_ps_shows_what_is_not_over_unless_asked_for_all() -> None:
     assert "gpu-arbiter submit" in views.apps_table({"apps": []})
 
 
+def test_ps_says_how_far_a_job_has_saved_while_it_waits() -> None:
+    saved = {"steps": 113, "total_steps": 400}
+    assert views.progress(app(state="waiting", saved=saved)) == "113/400"
+    assert views.progress(app(state="waiting", saved={"steps": 113, "total_steps": 0})) == "113"
+    assert views.progress(app(state="running", saved=saved, tasks=[task()])) == "5/9"
+    assert views.progress(app(state="finished", saved=saved)) == "-"
+
+
 def explained(**changes: Any) -> str:
     story = {"app": "ada-1", "held": [], "rounds": [], "story": [], "refusal": "", "waiting_for": ""}
     return views.explanation(app(**story) | changes, now=views.seconds_of("2026-01-01T00:01:00Z"))
