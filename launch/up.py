@@ -51,7 +51,7 @@ def run(options: Options) -> None:
             gpus=options.gpus,
             socket=socket,
             settings=options.settings,
-            history=options.history,
+            history="auto" if options.fresh else options.history,
         )
         private_folder(socket.parent)
         bus = memory_bus()

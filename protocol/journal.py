@@ -233,12 +233,12 @@ class Journal(Generic[EventT]):
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.OperationalError as error:
-            raise JournalError(f"cannot use {self.path}: {error}; check the disk's space and health") from error
-        except sqlite3.DatabaseError as error:
-            raise JournalError(
-                f"{self.path} is damaged ({error}); bring a copy of the folder back, or move it away to begin anew"
-            ) from error
+        except sqlite3.Error as error:
+            if type(error) is sqlite3.DatabaseError:  # and not one of its kinds, which say what else is wrong
+                mend = "it is damaged: bring a copy of the folder back, or move it away to begin anew"
+            else:
+                mend = "check the disk's space and health"
+            raise JournalError(f"cannot use {self.path}: {error}; {mend}") from error
 
 
 _COUNT_TABLES = "SELECT count(*) FROM sqlite_master"

@@ -1,13 +1,15 @@
 """Wide gangs: leases that end one by one are brought to one end, so that a round has room for a gang that needs many.
 
 A round may assign what is free and what ends soon. Leases are granted and renewed at all times, so what ends at a time
-is a few GPUs, and a gang that is wider than that waits for as long as others renew, whatever its turn is. When no round
-has had room for a gang that waits, for `gather_leases` leases, the leases in the one place where that disturbs the
-fewest are drawn out until the last of them ends. The round then has room for the gang; who gets the GPUs is for the
-policy to say, as ever, and if it is not that gang's turn there will be another such round as much later.
+is a few GPUs, and a gang that is wider than that waits for as long as others renew, whatever its turn is. When a gang
+has waited for `gather_leases` leases and the round had no room for it, the leases in the one place where that disturbs
+the fewest are drawn out until the last of them ends, and what is granted there meanwhile ends then, too. The next round
+has room for the gang; who gets the GPUs is for the policy to say, as ever, and if it is not that gang's turn there will
+be another such round as much later.
 
-No GPU stands idle for it, nobody leaves earlier than he would have, and no lease is longer than one that begins now.
-Where GPUs have several seats nothing is gathered: a guest's is in play at any time.
+No GPU stands idle for it, nobody leaves earlier than he would have, and no lease is longer than one that begins now,
+nor drawn out again before a round has decided about it. Where GPUs have several seats nothing is gathered: a guest's is
+in play at any time.
 
 *Source:* ours; Astraea and Themis, whose rounds look at all GPUs at once, have no such gangs.
 """
@@ -21,7 +23,7 @@ from math import inf
 from msgspec.structs import replace
 
 from arbiter.core import leases, model
-from arbiter.core.model import App, Cramped, Free, Gpu, Leased
+from arbiter.core.model import App, Cramped, Draining, Free, Gpu, Leased
 from arbiter.core.placement import LOOSENESS, group, place_of
 from arbiter.core.policy import GpuView
 from arbiter.core.turn import Turn
@@ -35,23 +37,27 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
     """
     settings = turn.state.settings
     if settings.gather_leases <= 0.0 or turn.policy.tenure != "lease" or turn.index.divided:
-        turn.state.cramped = ()
+        turn.state.cramped, turn.state.gathered = (), {}
         return
+    turn.state.gathered = {gpu: end for gpu, end in turn.state.gathered.items() if end > turn.now}
+    _keep_gangs_together(turn)
     waiting: dict[tuple[int, bool, Level], list[App]] = {}
-    for app_id in turn.index.active - turn.index.holders:
+    promised = leases.promised(turn)
+    for app_id in turn.index.active - promised.keys():
         app = turn.state.apps[app_id]
-        if 1 < app.gang <= app.demand_max and app.only is None:
+        able = 1 < app.gang <= app.demand_max and app.only is None
+        heard = turn.now - app.seen_at <= settings.app_timeout_s
+        if able and heard and not (app_id in turn.index.holders and leases.held(turn, app_id)):
             waiting.setdefault((app.gang, app.spans, app.level_max), []).append(app)
     since = {(each.gang, each.spans, each.level_max): each.since for each in turn.state.cramped}
     cramped = []
     gathered = False
     for kind in sorted(waiting, reverse=True):
         found = Cramped(*kind, since.get(kind, min(_waits_since(turn, app) for app in waiting[kind])))
-        if _has_room(turn, found, in_play):
-            found = replace(found, since=turn.now)
-        if not gathered and turn.now - found.since >= settings.gather_leases * settings.lease_s:
+        long = turn.now - found.since >= settings.gather_leases * settings.lease_s
+        if long and not gathered and not _has_room(turn, found, in_play):
             gathered = _gather(turn, found, waiting[kind])
-            found = replace(found, since=turn.now)
+            found = replace(found, since=turn.now) if gathered else found
         cramped.append(found)
     turn.state.cramped = tuple(cramped)
 
@@ -91,7 +97,8 @@ def _gather(turn: Turn, kind: Cramped, waiting: Sequence[App]) -> bool:
             chosen = _with_mates(turn, _soonest(turn, inside, kind.gang))
             held = [_ends(turn, gpu) for gpu in chosen if isinstance(gpu.state, Leased)]
             key = (len(held), max(held, default=turn.now))
-            if chosen and key < best_key:
+            apart = len(set(held)) > 1 or len(held) < len(chosen)  # else a round decides about them all as it is
+            if chosen and apart and key < best_key:
                 best, best_key = chosen, key
         if best:
             _end_together(turn, kind, best, best_key[1], waiting)
@@ -101,13 +108,15 @@ def _gather(turn: Turn, kind: Cramped, waiting: Sequence[App]) -> bool:
 
 def _ends(turn: Turn, gpu: Gpu) -> float:
     """Return when a round may assign this GPU, from now on; never where that is not known."""
-    if not model.usable(turn.state, gpu):
+    if not model.usable(turn.state, gpu) or gpu.id in turn.state.gathered:
         return inf
     match gpu.state:
         case Free():
             return turn.now if leases.is_in_play(turn, gpu) else inf
         case Leased(lease):
             return lease.expires_at
+        case Draining(promised_to=winner) if winner is not None:
+            return turn.now
         case _:
             return inf
 
@@ -136,8 +145,22 @@ def _with_mates(turn: Turn, gpus: Sequence[Gpu]) -> list[Gpu]:
     return list(found.values())
 
 
-def _end_together(turn: Turn, kind: Cramped, gpus: Iterable[Gpu], end: float, waiting: Iterable[App]) -> None:
+def _keep_gangs_together(turn: Turn) -> None:
+    """Let all that a gang was given in this round end with what of it is gathered."""
+    for gpu_id in list(turn.state.gathered):
+        gpu = turn.state.gpus.get(gpu_id)
+        if gpu is None or not isinstance(gpu.state, Leased) or turn.state.apps[gpu.state.lease.app].gang == 1:
+            continue
+        lease = gpu.state.lease
+        for mate in leases.held(turn, lease.app) if lease.round == turn.state.round else ():
+            if isinstance(mate.state, Leased) and mate.state.lease.round == lease.round:
+                end = min(lease.expires_at, mate.state.lease.expires_at)
+                turn.put_gpu(mate, Leased(replace(mate.state.lease, expires_at=end)))
+
+
+def _end_together(turn: Turn, kind: Cramped, gpus: Sequence[Gpu], end: float, waiting: Iterable[App]) -> None:
     held = [gpu for gpu in gpus if isinstance(gpu.state, Leased)]
+    turn.state.gathered |= {gpu.id: end for gpu in sorted(gpus, key=lambda gpu: gpu.id)}
     for gpu in held:
         if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < end:
             turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=end)))

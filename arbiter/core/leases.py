@@ -31,7 +31,7 @@ def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int, guest: bool = Fal
         epoch=state.epoch,
         round=round,
         granted_at=turn.now,
-        expires_at=end_of_lease(turn),
+        expires_at=end_of_lease(turn, gpu.id),
         guest=guest,
     )
     turn.put_gpu(gpu, Leased(lease))
@@ -73,9 +73,13 @@ def seats_of_jobs(jobs: Iterable[Sequence[GpuId]], is_usable: Callable[[GpuId], 
     return rest | chosen
 
 
-def end_of_lease(turn: Turn) -> float:
-    """Return when a lease that begins now ends."""
-    return turn.now + turn.state.settings.lease_s if turn.policy.tenure == "lease" else model.NEVER
+def end_of_lease(turn: Turn, gpu: GpuId | None = None) -> float:
+    """Return when a lease that begins now ends; with others where they are gathered, unless that is in a moment."""
+    if turn.policy.tenure != "lease":
+        return model.NEVER
+    end = turn.now + turn.state.settings.lease_s
+    together = turn.state.gathered.get(gpu, end) if gpu is not None else end
+    return min(end, together) if together > turn.now + turn.state.settings.renewal_lead_s else end
 
 
 def retenure(turn: Turn) -> None:
@@ -110,7 +114,7 @@ def seniority(gpu: Gpu) -> tuple[bool, float, int]:
 def renew(turn: Turn, gpu: Gpu, *, round: int, guest: bool = False) -> Lease:  # noqa: A002
     """Let the incumbent keep its GPU for another lease duration, without interruption."""
     assert isinstance(gpu.state, Leased)
-    lease = replace(gpu.state.lease, expires_at=end_of_lease(turn), round=round, guest=guest)
+    lease = replace(gpu.state.lease, expires_at=end_of_lease(turn, gpu.id), round=round, guest=guest)
     turn.put_gpu(gpu, Leased(lease))
     turn.renewed[lease.app].append(lease)
     app = turn.state.apps[lease.app]
@@ -222,9 +226,12 @@ def _may_have(turn: Turn, app: model.App, gpu: Gpu) -> bool:
 
 def _align(turn: Turn, newest: Lease) -> None:
     """Let leases won in one round end together, counted from the last to arrive: half a gang is of no use to anyone."""
-    for gpu in held(turn, newest.app):
-        if isinstance(gpu.state, Leased) and gpu.state.lease.round == newest.round:
-            turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=newest.expires_at)))
+    mates = [gpu for gpu in held(turn, newest.app) if isinstance(gpu.state, Leased)]
+    mates = [gpu for gpu in mates if isinstance(gpu.state, Leased) and gpu.state.lease.round == newest.round]
+    end = min(newest.expires_at, *(end_of_lease(turn, gpu.id) for gpu in mates))
+    for gpu in mates:
+        if isinstance(gpu.state, Leased):
+            turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=end)))
 
 
 def expire(turn: Turn) -> None:

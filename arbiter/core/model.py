@@ -431,7 +431,7 @@ RoundState = Idle | Probing | Bidding | Deciding
 
 
 class Cramped(Struct, frozen=True):
-    """Gangs of one kind that wait, and since when: no round has had room for one, and no place has been gathered."""
+    """Gangs of one kind that wait, and since when: from the first on, or since a place was last gathered for them."""
 
     gang: int
     spans: bool
@@ -466,6 +466,7 @@ class State(Struct):
     look_again_at: float | None = None  #: the policy wants another round then, even if nothing happens
     news: bool = False  #: something happened since the last round that could change its result
     cramped: tuple[Cramped, ...] = ()  #: the kinds of gangs, of several GPUs, that wait; see `gathering`
+    gathered: dict[GpuId, float] = field(default_factory=dict)  #: whose leases end together, and when
     leases_made: int = 0
     rest: Chapter | None = None  #: what the last round tells the apps that it tells nothing of their own
     stories: dict[str, list[Chapter]] = field(default_factory=dict)

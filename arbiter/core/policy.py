@@ -195,7 +195,6 @@ class View(Struct, frozen=True):
     #: GPUs that are not in play, which a trial that waits may be given by `trials`; none unless one waits.
     takeable: tuple[GpuView, ...] = ()
     holders: tuple[AppView, ...] = ()  #: who holds those
-    emptying: tuple[GpuView, ...] = ()  #: GPUs of apps that are over, empty in a moment; none unless a trial waits
     tenants: Mapping[TenantId, TenantView] = {}  #: all that have ever had an app, or have terms
 
     def allocated_gpu_s(self, app: AppView) -> float:

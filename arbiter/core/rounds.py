@@ -383,7 +383,6 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         leaving=trials.leaving(turn),
         takeable=takeable,
         holders=holders,
-        emptying=trials.emptying(turn) if takeable else (),
         tenants=_tenants(turn),
     )
 

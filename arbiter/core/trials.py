@@ -8,7 +8,7 @@ layer around `Policy.allocate`:
 - The rest of what the policy decides stands. After it, each trial that still has nothing, in order of arrival, gets one
   gang: of what the policy gave to nobody, or else what *one* app of class ``batch`` holds on a node makes room for it.
   Victim is who loses least: whose training is known to save, then nobody twice (FitGpp's P), then the fewest GPUs and
-  the shortest grace period, by its score (Eq. 3). GPUs that an app which is over is about to leave are waited for.
+  the shortest grace period, by its score (Eq. 3).
 - In all, trials hold at most `Settings.trial_share` of the cluster's GPUs that way, and one in any case, so that
   calling everything a trial gains nothing; a trial beyond that waits like everybody else.
 
@@ -48,8 +48,6 @@ from protocol.messages import AppId, Bid, GpuId, NodeId
 
 #: An app that has not left so long after its grace period is waited for no longer: what it is on may never be empty.
 LEAVE_S = 60.0
-#: GPUs of an app that is over are empty so soon that nobody is preempted meanwhile; else it is thought of again.
-EMPTY_S, AGAIN_S = 10.0, 1.0
 
 # --- what policies are shown ------------------------------------------------------------------------------------------
 
@@ -113,19 +111,6 @@ def takeable(
     taken = tuple(turn.index.show(gpu) for gpu in able if model.usable(turn.state, gpu))
     names = {gpu.holder for gpu in taken}
     return taken, tuple(turn.index.app_views[app].view for app in holders if app in names)
-
-
-def emptying(turn: Turn) -> tuple[GpuView, ...]:
-    """Return the GPUs that apps which are over have yet to leave, are about to, and that nobody is promised."""
-    found = []
-    for gpu in (turn.state.gpus[gpu] for gpu in sorted(turn.index.draining)):
-        assert isinstance(gpu.state, Draining)
-        app = turn.state.apps.get(gpu.state.lease.app)
-        over = app is None or isinstance(app.state, model.Settled)
-        soon = gpu.state.promised_to is None and turn.now < gpu.state.since + EMPTY_S
-        if over and soon and model.usable(turn.state, gpu):
-            found.append(turn.index.show(gpu))
-    return tuple(found)
 
 
 def _serves(policy: Policy, settings: Settings) -> bool:
@@ -213,8 +198,6 @@ class _Serving:
             for gpu in view.gpus
             if gpu.gpu not in self._assign and (allocation.unnamed == "nobody" or gpu.holder is None)
         ]
-        self._emptying = list(view.emptying)
-        self._waits = False
         trials = {app.app for app in view.apps if is_trial(view, app, settings.trial_s)}
         self._trials_hold = sum(
             len(app.kept) + sum(self._assign.get(gpu) in (None, app.app) for gpu in app.renewable)
@@ -256,16 +239,14 @@ class _Serving:
                     f"it is a trial that needs {app.gang}, and of at most {share:.4g} GPUs that trials may have before "
                     f"others (trial_share) they hold {self._trials_hold}; so it waits like others"
                 )
-            elif not self._place(app) and not self._wait_for(app):
+            elif not self._place(app):
                 self._preempt_for(app)
-        again_s = self._allocation.look_again_s
         return replace(
             self._allocation,
             assign=dict(sorted(self._assign.items())),
             freed=tuple(sorted(self._freed - self._assign.keys())),
             outcomes=self._outcomes(),
             preempted=tuple(self._preempted),
-            look_again_s=min(AGAIN_S, again_s or AGAIN_S) if self._waits else again_s,
         )
 
     def _place(self, app: AppView) -> bool:
@@ -273,20 +254,6 @@ class _Serving:
         usable = (gpu for gpu in self._free if app.only is None or gpu.gpu in app.only)
         bundle = pick(Holes(usable), app, app.gang)
         return bool(bundle) and self._give(app, bundle, f"it is a trial and gets {len(bundle)} free")
-
-    def _wait_for(self, app: AppView) -> bool:
-        """Let a trial wait for GPUs that are empty in a moment, rather than preempt anybody."""
-        usable = (gpu for gpu in (*self._free, *self._emptying) if app.only is None or gpu.gpu in app.only)
-        bundle = pick(Holes(usable), app, app.gang) if self._emptying else []
-        if not bundle:
-            return False
-        names = {gpu.gpu for gpu in bundle}
-        self._free = [gpu for gpu in self._free if gpu.gpu not in names]
-        self._emptying = [gpu for gpu in self._emptying if gpu.gpu not in names]
-        self._trials_hold += len(bundle)
-        self._waits = True
-        self._words[app.app].append("it is a trial, and waits a moment for GPUs of an app that is over")
-        return True
 
     def _give(self, app: AppView, bundle: Sequence[GpuView], why: str) -> bool:
         self._assign |= {gpu.gpu: app.app for gpu in bundle}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter
@@ -35,7 +36,7 @@ def run(site: Site, seconds: float, **wide: Mapping[str, Any]) -> None:
         for node in site.node_sizes:
             site.node(node)
         for app in list(site.arbiter.state.apps):
-            if app.removesuffix("-1") not in wide:
+            if app.startswith("narrow") and app.removesuffix("-1") not in wide:
                 site.app(app)
         for name, more in wide.items():
             site.app(f"{name}-1", **({"tenant": TenantId(name), "demand": more["gang"]} | dict(more)))
@@ -122,6 +123,52 @@ def test_leases_of_one_gang_still_end_together_when_some_are_gathered() -> None:
             break
     assert len({end_of(site, gpu) for gpu in mates}) == 1
     assert len(set(ends(site))) < 3
+
+
+@pytest.mark.parametrize("short_s", [30.0, 60.0, 150.0])
+@pytest.mark.parametrize("kinds", [1, 6])
+def test_jobs_that_come_and_go_on_what_is_gathered_and_gangs_of_other_kinds_do_not_put_it_off(
+    short_s: float, kinds: int
+) -> None:
+    """Three long jobs and, on the fourth GPU of the node, one short job after the other."""
+    site = staggered(ASTRAEA, gpus=3)
+    site.node("n0", 4)
+    began, number, since = site.now, 0, site.now
+    levels = [(spans, level) for spans in (False, True) for level in ("machine", "rack", "cluster")]
+    drawn_out: dict[str, float] = {}
+    while site.now < began + 5 * LEASE_S:
+        for place, (spans, level) in enumerate(levels[:kinds]):
+            if site.now >= began + place * LEASE_S / 3:
+                asks = {"tenant": TenantId(f"wide{place}"), "spans": spans, "level_max": level}
+                site.app(f"wide{place}-1", gang=4, demand=4, **asks)
+        for each in (number, number + 1):
+            site.app(f"short{each}-1")
+        run(site, 5.0)
+        if not site.held(f"short{number}-1"):
+            since = site.now
+        elif site.now >= since + short_s:
+            site.app(f"short{number}-1", state="finished")
+            number += 1
+        for gpu, end in site.arbiter.state.gathered.items():
+            before = drawn_out.get(gpu, end)
+            assert end == before or site.now > before - SETTINGS.renewal_lead_s
+            drawn_out[gpu] = end
+        if any(site.held(f"wide{place}-1") for place in range(kinds)):
+            break
+    assert site.now - began <= 4 * LEASE_S
+    assert drawn_out
+
+
+def test_nothing_is_gathered_for_an_app_that_is_silent() -> None:
+    site = staggered(ASTRAEA)
+    site.app("wide-1", gang=4, demand=4, tenant=TenantId("wide"))
+    for _ in range(120):
+        site.node("n0")
+        for number in range(4):
+            site.app(f"narrow{number}-1")
+        site.wait(5.0)
+    assert site.arbiter.state.gathered == {}
+    assert len(set(ends(site))) == 4
 
 
 def test_how_long_a_gang_has_waited_is_not_forgotten() -> None:

@@ -68,30 +68,6 @@ def test_where_nobody_saves_the_story_says_so() -> None:
     assert "nobody who is known to save what he has done could" in site.told("bob-1")
 
 
-@pytest.mark.parametrize("policy", ["fifo", "astraea"])
-def test_a_trial_waits_for_gpus_of_an_app_that_is_over_and_nobody_is_preempted(policy: str) -> None:
-    site = full(policy)
-    site.app("ana-1", gang=2, demand=2, state="finished")
-    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
-    assert len(site.held("bob-1")) == 2
-    assert "waits a moment for GPUs of an app that is over" in site.told("tia-1")
-    site.node("n1")
-    site.play_round(site.wait(1.5))
-    assert len(site.held("tia-1")) == 1
-    assert len(site.held("bob-1")) == 2
-
-
-def test_what_is_not_empty_in_a_moment_is_not_waited_for() -> None:
-    site = full("fifo")
-    site.app("ana-1", gang=2, demand=2, state="finished")
-    site.app("bob-1", gang=2, demand=2)
-    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
-    site.node("n1", used=[gpu_id("n1", 0), gpu_id("n1", 1)])
-    site.play_round(site.wait(12.0))
-    assert site.held("bob-1") == []
-    assert "for the trial tia-1" in site.told("bob-1")
-
-
 @ANY_POLICY
 def test_trials_hold_no_more_than_their_share_at_others_cost(policy: str) -> None:
     site = full(policy, trial_share=0.4)

@@ -160,7 +160,7 @@ def test_a_page_that_is_damaged_is_refused_with_the_mend_while_it_is_read(path: 
     middle = len(data) // 4096 // 2 * 4096
     data[middle : middle + 4096] = b"\xa5" * 4096
     path.write_bytes(data)
-    with Journal[Event].of(path, Event) as journal, pytest.raises(JournalError, match=r"is damaged .* begin anew"):
+    with Journal[Event].of(path, Event) as journal, pytest.raises(JournalError, match=r"it is damaged: .* begin anew"):
         list(journal.load().events)
 
 

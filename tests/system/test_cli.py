@@ -260,7 +260,7 @@ def test_a_site_is_not_started_with_an_arbiters_file_that_is_wrong(lonely: Cli, 
 
 def test_an_arbiters_file_says_what_becomes_of_the_history(lonely: Cli, tmp_path: Path) -> None:
     (tmp_path / "arbiter.toml").write_text('history = "resume"\n')
-    done = lonely("up", "--fresh", "--config", "arbiter.toml")
+    done = lonely("up", "--state-dir", "state", "--config", "arbiter.toml")
     assert done.returncode == exit_codes.USAGE
     assert "is empty, but a history of GPU time is to be resumed" in done.stderr
 
