@@ -2,10 +2,10 @@
 
 A round may assign what is free and what ends soon. Leases are granted and renewed at all times, so what ends at a time
 is a few GPUs, and a gang that is wider than that waits for as long as others renew, whatever its turn is. When a gang
-has waited for `gather_leases` leases and the round had no room for it, the leases in the one place where that disturbs
-the fewest are drawn out until the last of them ends, and what is granted there meanwhile ends then, too. The next round
-has room for the gang; who gets the GPUs is for the policy to say, as ever, and if it is not that gang's turn there will
-be another such round as much later.
+has waited for `gather_leases` leases in which hardly a round had room for it, the leases in the one place where that
+disturbs the fewest are drawn out until the last of them ends, and what is granted there meanwhile ends then, too. The
+next round has room for the gang; who gets the GPUs is for the policy to say, as ever, and if it is not that gang's turn
+there will be another such round as much later.
 
 No GPU stands idle for it, nobody leaves earlier than he would have, and no lease is longer than one that begins now,
 nor drawn out again before a round has decided about it. Where GPUs have several seats nothing is gathered: a guest's is
@@ -28,6 +28,10 @@ from arbiter.core.placement import LOOSENESS, group, place_of
 from arbiter.core.policy import GpuView
 from arbiter.core.turn import Turn
 from protocol.messages import LEVELS, GpuId, Level
+
+#: A round with room for a gang leaves so much of its wait. Several in each lease mean that it waits for its turn, not
+#: for room; one in each may be of leases that end together and always go to others, and must not put it off for ever.
+ROOM_LEAVES = 0.6
 
 
 def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
@@ -54,8 +58,10 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
     gathered = False
     for kind in sorted(waiting, reverse=True):
         found = Cramped(*kind, since.get(kind, min(_waits_since(turn, app) for app in waiting[kind])))
-        long = turn.now - found.since >= settings.gather_leases * settings.lease_s
-        if long and not gathered and not _has_room(turn, found, in_play):
+        waited_s = turn.now - found.since
+        if _has_room(turn, found, in_play):
+            found = replace(found, since=turn.now - ROOM_LEAVES * waited_s)
+        elif not gathered and waited_s >= settings.gather_leases * settings.lease_s:
             gathered = _gather(turn, found, waiting[kind])
             found = replace(found, since=turn.now) if gathered else found
         cramped.append(found)

@@ -17,6 +17,9 @@ LEASE_S = 200.0
 APART_S = 20.0  #: more than a round looks ahead
 ASTRAEA = replace(SETTINGS, policy="astraea", lease_s=LEASE_S)
 
+#: What the narrow ones say of themselves: much to do, with little to gain by it.
+NARROW = {"left_s": 1e6, "left_gpu_s": 1e6, "loss_drop": 0.001}
+
 
 def staggered(settings: ArbiterSettings, *, nodes: int = 1, gpus: int = 4) -> Site:
     """A full site: an app on each GPU, whose leases began one after the other."""
@@ -37,10 +40,11 @@ def run(site: Site, seconds: float, **wide: Mapping[str, Any]) -> None:
             site.node(node)
         for app in list(site.arbiter.state.apps):
             if app.startswith("narrow") and app.removesuffix("-1") not in wide:
-                site.app(app)
+                site.play_round(site.app(app, **NARROW))
         for name, more in wide.items():
-            site.app(f"{name}-1", **({"tenant": TenantId(name), "demand": more["gang"]} | dict(more)))
-        site.wait(5.0)
+            told = {"tenant": TenantId(name), "demand": more["gang"]} | dict(more)
+            site.play_round(site.app(f"{name}-1", **told))
+        site.play_round(site.wait(5.0))
 
 
 def ends(site: Site) -> list[float]:
@@ -54,11 +58,13 @@ def end_of(site: Site, gpu: str) -> float:
     return state.lease.expires_at
 
 
-def served_after(site: Site, limit_s: float, **more: object) -> float | None:
+def served_after(
+    site: Site, limit_s: float, others: Mapping[str, Mapping[str, Any]] = {}, **more: object
+) -> float | None:
     """When a wide gang of a tenant of its own has GPUs; None: not within the limit."""
     began = site.now
     while site.now < began + limit_s:
-        run(site, 5.0, wide={"gang": 4, **more})
+        run(site, 5.0, **others, wide={"gang": 4, **more})
         if site.held("wide-1"):
             return site.now - began
     return None
@@ -157,6 +163,19 @@ def test_jobs_that_come_and_go_on_what_is_gathered_and_gangs_of_other_kinds_do_n
             break
     assert site.now - began <= 4 * LEASE_S
     assert drawn_out
+
+
+def test_leases_in_phase_that_always_go_to_others_do_not_put_it_off_for_ever() -> None:
+    """Of the gang on n1 slaq expects most, so it goes on whenever there is room for one; n0 has whom it puts last."""
+    site = staggered(replace(ASTRAEA, policy="slaq"))
+    site.node("n1", 4)
+    first = {"gang": 4, "left_s": 100.0, "left_gpu_s": 400.0, "loss_drop": 1e6}
+    run(site, 10.0, first=first)
+    assert len(site.held("first-1")) == 4
+    waited_s = served_after(site, 8 * LEASE_S, {"first": first}, left_s=1e3, left_gpu_s=4e3, loss_drop=1.0)
+    assert waited_s is not None
+    assert len(site.held("first-1")) == 4
+    assert site.held("wide-1") == [gpu_id("n0", index) for index in range(4)]
 
 
 def test_nothing_is_gathered_for_an_app_that_is_silent() -> None:
