@@ -8,8 +8,8 @@ next round has room for the gang; who gets the GPUs is for the policy to say, as
 there will be another such round as much later.
 
 No GPU stands idle for it, nobody leaves earlier than he would have, and no lease is longer than one that begins now,
-nor drawn out again before a round has decided about it. Where GPUs have several seats nothing is gathered: a guest's is
-in play at any time.
+nor drawn out again before a round has decided about it. A GPU that still drains for who has won it ends as if its lease
+began now. Where GPUs have several seats nothing is gathered: a guest's is in play at any time.
 
 *Source:* ours; Astraea and Themis, whose rounds look at all GPUs at once, have no such gangs.
 """
@@ -27,7 +27,7 @@ from arbiter.core.model import App, Cramped, Draining, Free, Gpu, Leased
 from arbiter.core.placement import LOOSENESS, group, place_of
 from arbiter.core.policy import GpuView
 from arbiter.core.turn import Turn
-from protocol.messages import LEVELS, GpuId, Level
+from protocol.messages import LEVELS, AppId, GpuId, Level
 
 #: A round with room for a gang leaves so much of its wait. Several in each lease mean that it waits for its turn, not
 #: for room; one in each may be of leases that end together and always go to others, and must not put it off for ever.
@@ -40,7 +40,7 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
     At most one place is gathered after each round, for the widest.
     """
     settings = turn.state.settings
-    if settings.gather_leases <= 0.0 or turn.policy.tenure != "lease" or turn.index.divided:
+    if settings.gather_leases <= 0.0 or turn.policy.tenure != "lease" or _has_guests(turn):
         turn.state.cramped, turn.state.gathered = (), {}
         return
     turn.state.gathered = {gpu: end for gpu, end in turn.state.gathered.items() if end > turn.now}
@@ -66,6 +66,14 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
             found = replace(found, since=turn.now) if gathered else found
         cramped.append(found)
     turn.state.cramped = tuple(cramped)
+
+
+def _has_guests(turn: Turn) -> bool:
+    """Whether GPUs are shared, or still are by some that came while they were."""
+    gpus = turn.state.gpus.values() if turn.index.divided else ()
+    return turn.state.settings.shared or any(
+        not (model.is_first(gpu.id) or isinstance(gpu.state, Free)) for gpu in gpus
+    )
 
 
 def _waits_since(turn: Turn, app: App) -> float:
@@ -101,10 +109,14 @@ def _gather(turn: Turn, kind: Cramped, waiting: Sequence[App]) -> bool:
             places.setdefault(place_of(view, level), []).append(view)
         for _, inside in sorted(places.items()):
             chosen = _with_mates(turn, _soonest(turn, inside, kind.gang))
-            held = [_ends(turn, gpu) for gpu in chosen if isinstance(gpu.state, Leased)]
-            key = (len(held), max(held, default=turn.now))
-            apart = len(set(held)) > 1 or len(held) < len(chosen)  # else a round decides about them all as it is
-            if chosen and apart and key < best_key:
+            taken = [gpu for gpu in chosen if not isinstance(gpu.state, Free)]
+            end = max((_ends(turn, gpu) for gpu in taken), default=turn.now)
+            leased = {_ends(turn, gpu) for gpu in taken if isinstance(gpu.state, Leased)}
+            drain = any(isinstance(gpu.state, Draining) for gpu in taken)
+            apart = drain or len(leased) > 1 or len(taken) < len(chosen)  # else a round decides about them all as it is
+            late = end > turn.now + turn.state.settings.renewal_lead_s  # else it will not know of what comes meanwhile
+            key = (len(taken), end)
+            if chosen and apart and late and key < best_key:
                 best, best_key = chosen, key
         if best:
             _end_together(turn, kind, best, best_key[1], waiting)
@@ -119,10 +131,10 @@ def _ends(turn: Turn, gpu: Gpu) -> float:
     match gpu.state:
         case Free():
             return turn.now if leases.is_in_play(turn, gpu) else inf
-        case Leased(lease):
+        case Leased(lease) if lease.expires_at <= turn.now + turn.state.settings.lease_s:
             return lease.expires_at
         case Draining(promised_to=winner) if winner is not None:
-            return turn.now
+            return turn.now + turn.state.settings.lease_s
         case _:
             return inf
 
@@ -143,38 +155,55 @@ def _soonest(turn: Turn, inside: Sequence[GpuView], count: int) -> list[Gpu]:
 def _with_mates(turn: Turn, gpus: Sequence[Gpu]) -> list[Gpu]:
     """Return these and whatever belongs to their gangs: of a gang that lost a part, the rest would be of no use."""
     found = {gpu.id: gpu for gpu in gpus}
+    promised = leases.promised(turn)
     for gpu in gpus:
-        app = turn.state.apps[gpu.state.lease.app] if isinstance(gpu.state, Leased) else None
+        app = turn.state.apps.get(_whose(gpu))
         if app is not None and app.gang > 1:
-            mates = (mate for mate in leases.held(turn, app.id) if app.spans or mate.node == gpu.node)
-            found |= {mate.id: mate for mate in mates if _ends(turn, mate) < inf}
+            mates = (*leases.held(turn, app.id), *promised.get(app.id, ()))
+            found |= {
+                mate.id: mate for mate in mates if (app.spans or mate.node == gpu.node) and _ends(turn, mate) < inf
+            }
     return list(found.values())
+
+
+def _whose(gpu: Gpu) -> AppId:
+    """Return who has a GPU, or will have it once it is empty."""
+    match gpu.state:
+        case Leased(lease):
+            return lease.app
+        case Draining(promised_to=winner) if winner is not None:
+            return winner
+        case _:
+            return AppId("")
 
 
 def _keep_gangs_together(turn: Turn) -> None:
     """Let all that a gang was given in this round end with what of it is gathered."""
-    for gpu_id in list(turn.state.gathered):
+    for gpu_id, end in list(turn.state.gathered.items()):
         gpu = turn.state.gpus.get(gpu_id)
         if gpu is None or not isinstance(gpu.state, Leased) or turn.state.apps[gpu.state.lease.app].gang == 1:
             continue
         lease = gpu.state.lease
-        for mate in leases.held(turn, lease.app) if lease.round == turn.state.round else ():
+        if lease.round != turn.state.round or lease.expires_at > end:  # what is renewed in the last moment ends later
+            continue
+        for mate in leases.held(turn, lease.app):
             if isinstance(mate.state, Leased) and mate.state.lease.round == lease.round:
-                end = min(lease.expires_at, mate.state.lease.expires_at)
-                turn.put_gpu(mate, Leased(replace(mate.state.lease, expires_at=end)))
+                if mate.state.lease.expires_at > end:
+                    turn.put_gpu(mate, Leased(replace(mate.state.lease, expires_at=end)))
+                turn.state.gathered[mate.id] = end
 
 
 def _end_together(turn: Turn, kind: Cramped, gpus: Sequence[Gpu], end: float, waiting: Iterable[App]) -> None:
-    held = [gpu for gpu in gpus if isinstance(gpu.state, Leased)]
+    taken = [gpu for gpu in gpus if not isinstance(gpu.state, Free)]
     turn.state.gathered |= {gpu.id: end for gpu in sorted(gpus, key=lambda gpu: gpu.id)}
-    for gpu in held:
+    for gpu in taken:
         if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < end:
             turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=end)))
             turn.tell(gpu.id, f"its lease goes on until others end, for a gang of {kind.gang}")
-    nodes = ", ".join(sorted({gpu.node for gpu in held}))
+    nodes = ", ".join(sorted({gpu.node for gpu in taken}))
     for app in sorted(waiting, key=lambda app: app.id):
         turn.tell(
             app.id,
             f"no round had room for its gang of {kind.gang} for {turn.now - kind.since:.0f} s, so the leases of "
-            f"{len(held)} GPUs on {nodes} end together in {end - turn.now:.0f} s, when a round decides about them all",
+            f"{len(taken)} GPUs on {nodes} end together in {end - turn.now:.0f} s, when a round decides about them all",
         )

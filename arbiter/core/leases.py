@@ -173,6 +173,8 @@ def extend(turn: Turn) -> None:
     for gpu in list(turn.state.gpus.values()):
         if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < grace_until:
             turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=grace_until)))
+            if gpu.id in turn.state.gathered:
+                turn.state.gathered[gpu.id] = grace_until
 
 
 def prove(turn: Turn, gpu: Gpu) -> None:
@@ -225,13 +227,23 @@ def _may_have(turn: Turn, app: model.App, gpu: Gpu) -> bool:
 
 
 def _align(turn: Turn, newest: Lease) -> None:
-    """Let leases won in one round end together, counted from the last to arrive: half a gang is of no use to anyone."""
+    """Let leases won in one round end together, counted from the last to arrive: half a gang is of no use to anyone.
+
+    None ends earlier for it, but the newest of a gang of which a part is gathered with others; what is gathered stays.
+    """
     mates = [gpu for gpu in held(turn, newest.app) if isinstance(gpu.state, Leased)]
     mates = [gpu for gpu in mates if isinstance(gpu.state, Leased) and gpu.state.lease.round == newest.round]
-    end = min(newest.expires_at, *(end_of_lease(turn, gpu.id) for gpu in mates))
+    end = newest.expires_at
     for gpu in mates:
-        if isinstance(gpu.state, Leased):
-            turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=end)))
+        assert isinstance(gpu.state, Leased)
+        together = turn.state.gathered.get(gpu.id, 0.0)
+        end = min(end, together) if gpu.state.lease.expires_at <= together else end
+    for gpu in mates:
+        assert isinstance(gpu.state, Leased)
+        lease = gpu.state.lease
+        shorter = lease.id == newest.id and turn.state.apps[newest.app].gang > 1
+        if lease.expires_at < end or (shorter and lease.expires_at > end):
+            turn.put_gpu(gpu, Leased(replace(lease, expires_at=end)))
 
 
 def expire(turn: Turn) -> None:

@@ -9,8 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.model import ArbiterSettings, Leased
-from protocol.messages import TenantId
+from arbiter.core.model import ArbiterSettings, Draining, Leased
+from arbiter.core.policy import Allocation
+from arbiter.core.turn import Decided
+from protocol.messages import AppId, GpuId, TenantId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id
 
 LEASE_S = 200.0
@@ -188,6 +190,161 @@ def test_nothing_is_gathered_for_an_app_that_is_silent() -> None:
         site.wait(5.0)
     assert site.arbiter.state.gathered == {}
     assert len(set(ends(site))) == 4
+
+
+def test_what_drains_for_who_has_won_it_ends_with_the_rest() -> None:
+    """Newcomers win each lease as it ends, and whoever leaves takes a minute: so a place is hardly ever without one."""
+    site = staggered(ASTRAEA)
+    apps = [f"narrow{number}-1" for number in range(4)]
+    began, told_at, number = site.now, None, 0
+    while site.now < began + 6 * LEASE_S and not site.held("wide-1"):
+        if sum(not site.held(app) for app in apps) < 2:
+            apps.append(f"new{number}-1")
+            number += 1
+        for node in site.node_sizes:
+            site.node(node, used=leaving(site, after_s=60.0))
+        for app in apps:
+            own = {"tenant": TenantId(app)} if app.startswith("new") else {}
+            site.play_round(site.app(app, **NARROW, **own))
+        site.play_round(site.app("wide-1", gang=4, demand=4, tenant=TenantId("wide")))
+        site.play_round(site.wait(5.0))
+        if told_at is None and "end together" in site.told("wide-1"):
+            told_at = site.now
+    assert told_at is not None
+    assert site.held("wide-1"), site.told("wide-1")
+    assert site.now - told_at <= LEASE_S + 120.0  # the last of them leaves for a minute, too
+
+
+def leaving(site: Site, *, after_s: float) -> list[GpuId]:
+    """The GPUs whose apps are still there, of those that were taken less than so long ago."""
+    states = ((gpu.id, gpu.state) for gpu in site.arbiter.state.gpus.values())
+    return [gpu for gpu, state in states if isinstance(state, Draining) and site.now < state.since + after_s]
+
+
+class Dictated:
+    """A site of which the test is the policy: a GPU in play goes to whom `plan` says, else to who has it."""
+
+    def __init__(self, settings: ArbiterSettings, **gpus: int) -> None:
+        self.site = Site(settings)
+        self.site.decides_late = True
+        for node, count in gpus.items():
+            self.site.node(node, count)
+        self.apps: dict[str, dict[str, Any]] = {}
+        self.plan: dict[GpuId, str] = {}
+        self.stay_s = 0.0
+
+    def run(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            self.beat()
+
+    def until_gathered(self) -> None:
+        for _ in range(1000):
+            self.beat()
+            if self.site.arbiter.state.gathered:
+                return
+        raise AssertionError("nothing was gathered")
+
+    def beat(self) -> None:
+        site = self.site
+        for app, more in self.apps.items():
+            site.app(app, **more)
+        for node in site.node_sizes:
+            site.node(node, used=leaving(site, after_s=self.stay_s))
+        site.wait(1.0)
+        while site.undecided:
+            ask = site.undecided.pop(0)
+            chosen = {gpu.gpu: self.plan.get(gpu.gpu, gpu.holder) for gpu in ask.view.gpus}
+            assign = {gpu: AppId(app) for gpu, app in chosen.items() if app}
+            self.plan = {gpu: app for gpu, app in self.plan.items() if gpu not in assign}
+            site.handle(Decided(ask.round, ask.epoch, Allocation(assign=assign, outcomes=(), unnamed="holder")))
+
+    def give(self, app: str, *gpus: GpuId, **more: object) -> None:
+        """Let an app come and have these as they come into play."""
+        self.apps[app] = NARROW | more
+        self.plan |= dict.fromkeys(gpus, app)
+        self.run(APART_S)
+
+
+def test_no_lease_is_cut_short_as_another_of_its_app_is_gathered() -> None:
+    """An app of single GPUs wins one that is free, and one that drains and is gathered with its neighbour."""
+    rig = Dictated(ASTRAEA, n0=2, n1=1)
+    first, second, apart = gpu_id("n0", 0), gpu_id("n0", 1), gpu_id("n1", 0)
+    rig.give("first-1", first)
+    rig.run(30.0)
+    rig.give("second-1", second)
+    rig.apps["wide-1"] = {"gang": 2, "demand": 2, "tenant": TenantId("wide")}
+    rig.apps["both-1"] = NARROW | {"demand": 2}
+    while end_of(rig.site, first) > rig.site.now + SETTINGS.renewal_lead_s + 1.0:
+        rig.beat()
+    state = rig.site.arbiter.state
+    state.cramped = tuple(replace(each, since=each.since - 2 * LEASE_S) for each in state.cramped)
+    rig.stay_s = 40.0
+    rig.plan = dict.fromkeys((first, apart), "both-1")
+    rig.until_gathered()
+    drains = rig.site.gpu_state(first)
+    assert isinstance(drains, Draining)
+    assert drains.promised_to == "both-1"
+    was, together = end_of(rig.site, apart), rig.site.arbiter.state.gathered[first]
+    rig.run(45.0)
+    assert end_of(rig.site, first) == together
+    assert end_of(rig.site, apart) == was
+
+
+def test_a_gang_that_came_to_a_gathered_place_is_not_drawn_out_in_parts() -> None:
+    """A pair wins a GPU there and one elsewhere; both end with the place, and so neither is gathered for another."""
+    rig = Dictated(replace(ASTRAEA, gather_leases=1.0), n0=3, n1=3)
+    for app, gpu in {"a0-1": ("n0", 0), "a1-1": ("n0", 1), "b0-1": ("n1", 0), "b1-1": ("n1", 1)}.items():
+        rig.give(app, gpu_id(*gpu))
+    rig.apps["wide-1"] = {"gang": 3, "demand": 3, "tenant": TenantId("wide")}
+    rig.until_gathered()
+    (place,) = {gpu.rpartition("-")[0] for gpu in rig.site.arbiter.state.gathered}
+    other = "GPU-n1" if place == "GPU-n0" else "GPU-n0"
+    pair = [GpuId(f"{place}-2"), GpuId(f"{other}-2")]
+    rig.give("pair-1", *pair, gang=2, demand=2, spans=True)
+    assert rig.site.held("pair-1") == sorted(pair)
+    gathered = rig.site.arbiter.state.gathered
+    assert gathered[pair[0]] == gathered[pair[1]] == end_of(rig.site, pair[0]) == end_of(rig.site, pair[1])
+
+
+def test_a_site_that_shares_no_more_gathers_again() -> None:
+    site = Site(replace(ASTRAEA, sharing="timeslice"))
+    site.node("n0", 4)
+    run(site, 60.0)
+    site.lead(ASTRAEA)
+    run(site, 60.0)
+    for number in range(4):
+        site.app(f"narrow{number}-1")
+        run(site, APART_S)
+    assert served_after(site, 6 * LEASE_S) is not None
+
+
+def test_no_lease_grows_beyond_one_that_begins_now_where_others_are_from_longer_times() -> None:
+    site = Site(replace(ASTRAEA, lease_s=10 * LEASE_S))
+    site.node("n0", 4)
+    site.app("narrow0-1")
+    run(site, APART_S)
+    (old,) = ends(site)
+    site.lead(ASTRAEA)
+    for number in range(1, 4):
+        site.app(f"narrow{number}-1")
+        run(site, APART_S)
+    for _ in range(150):
+        run(site, 5.0, wide={"gang": 4})
+        assert [end for end in ends(site) if end > site.now + LEASE_S] == [old]
+
+
+def test_after_an_absence_what_is_gathered_ends_as_its_leases_do() -> None:
+    site = staggered(ASTRAEA)
+    for _ in range(150):
+        run(site, 5.0, wide={"gang": 4})
+        if site.arbiter.state.gathered:
+            break
+    (end,) = set(site.arbiter.state.gathered.values())
+    site.now = end - 1.0
+    site.lead(ASTRAEA)
+    (later,) = set(ends(site))
+    assert later > end
+    assert set(site.arbiter.state.gathered.values()) == {later}
 
 
 def test_how_long_a_gang_has_waited_is_not_forgotten() -> None:
