@@ -75,6 +75,7 @@ class Journal(Generic[EventT]):
         self._closed = False
         self._database = self._open()
         self.last_seq, self.last_now = self._last()  #: seq and time (seconds) of the newest event, 0 before the first
+        self._snapshot_seq = self._newest_snapshot()
         self.starts = int(self.get("starts") or 0) + 1  #: how often this journal was opened, now included
         self.set("starts", str(self.starts))
 
@@ -111,6 +112,13 @@ class Journal(Generic[EventT]):
             self._database.execute("INSERT OR REPLACE INTO snapshots (seq, now, state) VALUES (?, ?, ?)", row)
             self._prune()
             self._database.execute("COMMIT")
+
+        self._snapshot_seq = self.last_seq
+
+    @property
+    def since_snapshot(self) -> int:
+        """How many events there are to replay."""
+        return self.last_seq - self._snapshot_seq
 
     def _prune(self) -> None:
         newest = "SELECT seq FROM snapshots ORDER BY seq DESC LIMIT ?"
@@ -224,6 +232,11 @@ class Journal(Generic[EventT]):
         with self._writing():
             row = self._database.execute(newest).fetchone()
         return (0, 0.0) if row is None else (int(row[0]), float(row[1]))
+
+    def _newest_snapshot(self) -> int:
+        with self._writing():
+            (seq,) = self._database.execute("SELECT coalesce(max(seq), 0) FROM snapshots").fetchone()
+        return int(seq)
 
     def _begin(self) -> None:
         if not self._database.in_transaction:

@@ -48,6 +48,7 @@ SEEN_MAX = 2048
 SENDERS_MAX = 4096
 #: The loop's own pulse, for the watchdog.
 PULSE_S = 1.0
+LAST_BATCH_S = 3.0  #: how long a batch may still take once the daemon is to end
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 2.0
 CONSUME_RETRY_S_MIN, CONSUME_RETRY_S_MAX = 0.2, 2.0
 
@@ -151,7 +152,6 @@ class Shell(Generic[EventT, EffectT]):
         self._link: Link | None = None
         self._epoch = 0
         self._now = journal.last_now if journal is not None else 0.0
-        self._since_snapshot = 0
         self._backoff_s = BACKOFF_S_MIN
         self._seen: OrderedDict[Party, OrderedDict[str, None]] = OrderedDict()
         self._known: set[Party] = set()  # whose inbox exists, as far as this link knows
@@ -206,12 +206,21 @@ class Shell(Generic[EventT, EffectT]):
         await self._idle.wait()
 
     async def run(self) -> None:
-        """Drive the core until `stop` or cancellation."""
+        """Drive the core until `stop` or cancellation; the journal then has the state, with nothing to replay.
+
+        When it is cancelled, the batch in hand has `LAST_BATCH_S` to end; if it does not, its events are replayed.
+        """
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
                 connection = group.create_task(self._stay_connected())
-                await self._decide_until_stopped()
+                deciding = group.create_task(self._decide_until_stopped())
+                try:
+                    await asyncio.wait([deciding])
+                except asyncio.CancelledError:
+                    self.stop()
+                    await asyncio.wait([deciding], timeout=LAST_BATCH_S)
+                    raise
                 connection.cancel()
         except BaseExceptionGroup as errors:
             # One cause reads better as itself, and daemons tell a full disk from a bug.
@@ -240,6 +249,7 @@ class Shell(Generic[EventT, EffectT]):
             await self._wait_for_work()
             if self._may_decide and not self._stopping.is_set() and (self._waiting or self._is_due()):
                 await self._decide()
+        self._take_snapshot(after=1)  # another version may start next, and would decide otherwise in a replay
 
     async def _wait_for_work(self) -> None:
         self._wake.clear()
@@ -271,7 +281,7 @@ class Shell(Generic[EventT, EffectT]):
             self._journal.commit()
         whole = await self._carry_out(effects)
         await self._settle(settling, whole=whole)
-        self._take_snapshot()
+        self._take_snapshot(after=self._snapshot_every)
         await asyncio.sleep(0)  # an in-process bus never waits, and others live on this loop
 
     def _tick(self, effects: list[EffectT | Send]) -> None:
@@ -286,14 +296,12 @@ class Shell(Generic[EventT, EffectT]):
         now = self.now()
         if self._journal is not None:
             self._journal.append(now, event)
-            self._since_snapshot += 1
         effects.extend(self._core.handle(event, now))
 
-    def _take_snapshot(self) -> None:
-        if self._journal is None or self._snapshot is None or self._since_snapshot < self._snapshot_every:
-            return
-        self._journal.snapshot(self._snapshot())
-        self._since_snapshot = 0
+    def _take_snapshot(self, *, after: int) -> None:
+        """Store the state, if so many events have come since that was last done."""
+        if self._journal is not None and self._snapshot is not None and self._journal.since_snapshot >= after:
+            self._journal.snapshot(self._snapshot())
 
     # --- admitting --------------------------------------------------------------------------------------------------
 

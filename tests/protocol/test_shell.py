@@ -474,11 +474,92 @@ async def test_snapshots_are_taken_every_so_many_events(rig: Rig, tmp_path: Path
             for number in range(25):
                 shell.post(Poke(str(number)))
                 await shell.wait_idle()
+            loaded = journal.load()
+            assert loaded.snapshot is not None
+            done = int(loaded.snapshot.split()[0])
+            assert 20 <= done < len(rig.core.events)
+            assert [event for _, _, event in loaded.events] == rig.core.events[done:]
+
+
+@pytest.mark.parametrize("how", ["stop", "cancel"])
+async def test_a_shell_that_ends_leaves_nothing_to_replay(rig: Rig, tmp_path: Path, how: str) -> None:
+    """Another version may start from there, and would decide otherwise what was decided then."""
+    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+        options = {"snapshot": lambda: b"%d events" % len(rig.core.events), "snapshot_every": 1000}
+        shell = rig.shell(APP, journal=journal, **options)
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(shell.run())
+            shell.post(Poke("a"))
+            await rig.core.until(lambda: Poke("a") in rig.core.events)
+            await shell.wait_idle()
+            assert journal.load().snapshot is None
+            shell.stop() if how == "stop" else running.cancel()
         loaded = journal.load()
-        assert loaded.snapshot is not None
-        done = int(loaded.snapshot.split()[0])
-        assert done >= 20
-        assert [event for _, _, event in loaded.events] == rig.core.events[done:]
+        assert loaded.snapshot == b"%d events" % len(rig.core.events)
+        assert list(loaded.events) == []
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_batch_in_hand_ends_first_or_is_replayed(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, ends: bool
+) -> None:
+    """What a batch that was cut short had to do may not have happened; a replay of the arbiter records it again."""
+    performing, may_end = asyncio.Event(), asyncio.Event()
+    if not ends:
+        monkeypatch.setattr("protocol.shell.LAST_BATCH_S", 0.05)
+
+    async def slowly(effect: Shout) -> None:
+        performing.set()
+        await may_end.wait()
+
+    rig.core.answers = lambda event: [Shout("x")] if isinstance(event, Poke) else ()
+    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+        options = {"snapshot": lambda: b"state", "snapshot_every": 1000}
+        shell = Shell[Poke, Shout](rig.core, rig.bus, APP, perform=slowly, journal=journal, **options)
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(shell.run())
+            shell.post(Poke("a"))
+            await patiently(performing.wait())
+            running.cancel()
+            await asyncio.sleep(0)
+            if ends:
+                may_end.set()
+        assert running.cancelled()
+        loaded = journal.load()
+        assert loaded.snapshot == (b"state" if ends else None)
+        assert [event for _, _, event in loaded.events] == ([] if ends else rig.core.events)
+
+
+async def test_what_was_replayed_counts_as_not_yet_in_a_snapshot(rig: Rig, tmp_path: Path) -> None:
+    """After a crash, too, the version that wrote the journal leaves nothing to replay once it is stopped."""
+    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+        for number in range(5):
+            journal.append(float(number), Poke(str(number)))
+        journal.commit()
+        assert journal.since_snapshot == 5
+    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+        async with rig.running(rig.shell(ARBITER, journal=journal, snapshot=lambda: b"state")):
+            pass
+        assert journal.since_snapshot == 0
+        assert journal.load().snapshot == b"state"
+    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+        assert journal.since_snapshot == 0
+
+
+async def test_a_shell_that_fails_takes_no_snapshot_that_would_prune_the_incident(rig: Rig, tmp_path: Path) -> None:
+    def fail(event: object) -> Sequence[Shout]:
+        if event == Poke("b"):
+            raise RuntimeError("our own bug")
+        return ()
+
+    rig.core.answers = fail
+    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+        shell = rig.shell(APP, journal=journal, snapshot=lambda: b"state", snapshot_every=1000)
+        shell.post(Poke("a"))
+        shell.post(Poke("b"))
+        with pytest.raises(RuntimeError, match="our own bug"):
+            await shell.run()
+        assert journal.load().snapshot is None
 
 
 # --- running --------------------------------------------------------------------------------------------------------
