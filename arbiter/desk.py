@@ -21,6 +21,7 @@ from arbiter.core.policy import Outcome
 from arbiter.core.turn import RoundRecord, policy_of
 from arbiter.ledger import Ledger
 from protocol.core import Send
+from protocol.journal import JournalError
 from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId, TenantId, device_of
 
 #: Questions about logs that wait for a node at any time; the oldest is dropped, and its asker asks again.
@@ -45,7 +46,13 @@ class Desk:
         self._waiting: OrderedDict[str, Party] = OrderedDict()
 
     def ask(self, sender: Party, query: Query, now: float) -> Sequence[Send]:
-        """Return what to send so that `sender` gets an answer."""
+        """Return what to send so that `sender` gets an answer; a ledger that cannot be read costs that answer only."""
+        try:
+            return self._answers(sender, query, now)
+        except JournalError as error:
+            return [_refuse(sender, query, str(error))]
+
+    def _answers(self, sender: Party, query: Query, now: float) -> Sequence[Send]:
         match query.kind:
             case "apps":
                 return [_answer(sender, query, self._apps(now, query.target))]

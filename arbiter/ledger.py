@@ -7,7 +7,8 @@ last records again. It shares the state folder with the journal but can be read 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -32,7 +33,7 @@ CREATE INDEX IF NOT EXISTS leases_by_app ON leases (app);
 
 
 class Ledger:
-    """Rounds and leases in one SQLite file."""
+    """Rounds and leases in one SQLite file; whatever finds that it cannot be used raises `JournalError`."""
 
     def __init__(self, path: Path | str) -> None:
         """Open or make the ledger at `path` (``:memory:`` for one that is not kept).
@@ -42,15 +43,22 @@ class Ledger:
         JournalError
             If the file cannot be opened, or is damaged.
         """
-        try:
+        self._path = path
+        with self._using():
             self._database = sqlite3.connect(path)
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")  # the journal is the truth; this is its record
             self._database.executescript(_SCHEMA)
-        except sqlite3.Error as error:
+
+    @contextmanager
+    def _using(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise JournalError(
-                f"cannot use {path}: {error}; check that its folder is writable, or move the file away if it is "
-                "damaged: what goes on is in the journal, and only the record of past rounds and leases is lost"
+                f"cannot use {self._path}: {error}; check that its folder is writable and the disk not full, or stop "
+                "the arbiter and move the file away if it is damaged: what goes on is in the journal, and only the "
+                "record of past rounds and leases is lost"
             ) from error
 
     def close(self) -> None:
@@ -60,11 +68,12 @@ class Ledger:
     def used(self) -> bool:
         """Whether anything was ever recorded."""
         query = "SELECT EXISTS (SELECT 1 FROM rounds) OR EXISTS (SELECT 1 FROM leases)"
-        return bool(self._database.execute(query).fetchone()[0])
+        with self._using():
+            return bool(self._database.execute(query).fetchone()[0])
 
     def write(self, record: RoundRecord | LeaseRecord | AppRecord) -> None:
         """Add one record; writing it again changes nothing."""
-        with self._database:
+        with self._using(), self._database:
             if isinstance(record, RoundRecord):
                 self._write_round(record)
             elif isinstance(record, AppRecord):
@@ -87,18 +96,17 @@ class Ledger:
 
     def rounds(self, *, limit: int, app: AppId | None = None) -> Sequence[RoundRecord]:
         """Return the newest `limit` rounds, newest first; with `app`, those that say something of it."""
-        if app is None:
-            query = "SELECT record FROM rounds ORDER BY round DESC LIMIT ?"
-            rows = self._database.execute(query, (limit,))
-        else:
-            query = "SELECT record FROM rounds JOIN outcomes USING (round) WHERE app = ? ORDER BY round DESC LIMIT ?"
-            rows = self._database.execute(query, (app, limit))
-        return [msgspec.msgpack.decode(packed, type=RoundRecord) for (packed,) in rows]
+        query = "SELECT record FROM rounds ORDER BY round DESC LIMIT ?"
+        of_app = "SELECT record FROM rounds JOIN outcomes USING (round) WHERE app = ? ORDER BY round DESC LIMIT ?"
+        with self._using():
+            rows = self._database.execute(*((query, (limit,)) if app is None else (of_app, (app, limit))))
+            return [msgspec.msgpack.decode(packed, type=RoundRecord) for (packed,) in rows]
 
     def round_count(self) -> int:
         """Return how many rounds there were."""
-        (count,) = self._database.execute("SELECT count(*) FROM rounds").fetchone()
-        return int(count)
+        with self._using():
+            (count,) = self._database.execute("SELECT count(*) FROM rounds").fetchone()
+            return int(count)
 
     def claims(self, *, limit: int) -> Sequence[tuple[int, Claim]]:
         """Return the newest `limit` claims that were off, oldest first, each with its round."""
@@ -106,19 +114,23 @@ class Ledger:
             "SELECT round, app, what, claimed, measured, ratio, source, confidence FROM claims "
             "ORDER BY round DESC, app DESC, what DESC LIMIT ?"
         )
-        rows = self._database.execute(query, (limit,)).fetchall()
+        with self._using():
+            rows = self._database.execute(query, (limit,)).fetchall()
         return [(int(row[0]), Claim(*row[1:])) for row in reversed(rows)]
 
     def apps(self, *, limit: int) -> Sequence[AppRecord]:
         """Return the newest `limit` apps that are over, oldest first."""
-        rows = self._database.execute("SELECT record FROM apps ORDER BY ended_at DESC, app DESC LIMIT ?", (limit,))
-        return [msgspec.msgpack.decode(packed, type=AppRecord) for (packed,) in reversed(rows.fetchall())]
+        query = "SELECT record FROM apps ORDER BY ended_at DESC, app DESC LIMIT ?"
+        with self._using():
+            rows = self._database.execute(query, (limit,)).fetchall()
+            return [msgspec.msgpack.decode(packed, type=AppRecord) for (packed,) in reversed(rows)]
 
     def leases(self, *, limit: int) -> Sequence[LeaseRecord]:
         """Return the newest `limit` leases that are over, oldest first."""
         query = "SELECT lease, app, gpu, node, start, end, reason FROM leases ORDER BY end DESC LIMIT ?"
-        rows = self._database.execute(query, (limit,)).fetchall()
-        return [_lease(row) for row in reversed(rows)]
+        with self._using():
+            rows = self._database.execute(query, (limit,)).fetchall()
+            return [_lease(row) for row in reversed(rows)]
 
 
 def _lease(row: tuple[str, str, str, str, float, float, str]) -> LeaseRecord:

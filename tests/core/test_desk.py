@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +18,7 @@ from arbiter.core.turn import AppRecord, LeaseRecord, RoundRecord
 from arbiter.desk import Desk
 from arbiter.ledger import Ledger
 from protocol.core import Send
-from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId
+from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId, TenantId
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, task, wish
 
 ANA = Party("app", "ana")
@@ -41,6 +43,23 @@ class Counter:
         assert isinstance(send.message, Answer)
         assert send.message.error == "", send.message.error
         return msgspec.json.decode(send.message.document)  # type: ignore[no-any-return]
+
+
+def test_a_ledger_that_cannot_be_read_costs_the_answers_that_need_it_only(tmp_path: Path) -> None:
+    counter = Counter()
+    file = tmp_path / "ledger.db"
+    counter.ledger = Ledger(file)
+    counter.desk = Desk(counter.site.arbiter, counter.ledger)
+    counter.ledger.write(AppRecord(AppId("bob-1"), TenantId("vision"), 2.0, 0.0, 60.0, 50.0, 40.0, 30.0))
+    counter.site.node("n1", 1)
+    counter.site.app("ana-1")
+    with sqlite3.connect(file) as database:
+        database.execute("INSERT INTO rounds VALUES (1, 0.0, x'c1')")
+    (send,) = counter.desk.ask(ANA, Query("q1", "rounds", ""), counter.site.now)
+    assert isinstance(send.message, Answer)
+    assert "ledger.db" in send.message.error
+    assert "move the file away" in send.message.error
+    assert [app["id"] for app in counter.ask("apps")["apps"]] == ["ana-1"]
 
 
 def contended() -> Counter:
