@@ -253,7 +253,9 @@ class _Serving:
         """Give a trial what nobody has."""
         usable = (gpu for gpu in self._free if app.only is None or gpu.gpu in app.only)
         bundle = pick(Holes(usable), app, app.gang)
-        return bool(bundle) and self._give(app, bundle, f"it is a trial and gets {len(bundle)} free")
+        left = any(gpu.gpu in self._freed for gpu in bundle)
+        which = "that others leave for trials" if left else "free"
+        return bool(bundle) and self._give(app, bundle, f"it is a trial and gets {len(bundle)} {which}")
 
     def _give(self, app: AppView, bundle: Sequence[GpuView], why: str) -> bool:
         self._assign |= {gpu.gpu: app.app for gpu in bundle}
@@ -284,6 +286,7 @@ class _Serving:
             if self._assign.get(gpu) == unit.app.app:
                 del self._assign[gpu]
         self._freed |= taken - self._assign.keys()
+        self._free += [gpu for gpu in unit.gpus if gpu.gpu not in self._assign]  # for the next trial, if there is one
 
     @cached_property
     def _ranked(self) -> list[tuple[float, Victim]]:
@@ -300,7 +303,7 @@ class _Serving:
     def _why(self, score: float, unit: Victim) -> str:
         """Return why this one makes room, in words."""
         saves = "" if unit.app.movable else "; nobody who is known to save what he has done could"
-        return f"few GPUs that can soon be left, score {score:.3g}, the least{saves}"
+        return f"few GPUs that can soon be left (score {score:.3g}){saves}"
 
     def _score(self, unit: Victim) -> float:
         size, grace_s = score_of(unit, self._view.nodes)

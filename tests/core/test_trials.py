@@ -69,6 +69,15 @@ def test_where_nobody_saves_the_story_says_so() -> None:
 
 
 @ANY_POLICY
+def test_a_second_trial_takes_what_the_victim_of_the_first_leaves_over(policy: str) -> None:
+    site = full(policy, trial_share=1.0)
+    site.play_round(site.app("tia-1", kind="trial") + site.app("tib-1", kind="trial") + site.wait(1.5))
+    states = [site.gpu_state(gpu_id("n2", index)) for index in (0, 1)]
+    assert sorted(str(state.promised_to) for state in states if isinstance(state, Draining)) == ["tia-1", "tib-1"]
+    assert len(site.held("ana-1")) == 2
+
+
+@ANY_POLICY
 def test_trials_hold_no_more_than_their_share_at_others_cost(policy: str) -> None:
     site = full(policy, trial_share=0.4)
     site.play_round(site.app("tia-1", kind="trial", gang=2, demand=2) + site.wait(1.5))

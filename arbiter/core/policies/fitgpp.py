@@ -32,7 +32,9 @@ class FitGpp(Preemptive):
                 key=lambda index: (not saves[index], scores[index], fresh[index].app.app, fresh[index].node),
             )
             among = (
-                f"the {sum(saves)} of {len(fresh)} that save" if saves[place] else f"{len(fresh)}; none of them saves"
+                f"the {sum(saves)} of {len(fresh)} that are known to save"
+                if saves[place]
+                else f"{len(fresh)}, none of which is known to save"
             )
             return [(fresh[place], f"score {scores[place]:.3g}, the least of {among}")]
         return _at_random(round_, trial)
