@@ -224,6 +224,17 @@ def test_a_round_whose_budget_ran_out_says_so_and_bounds_what_it_missed() -> Non
     assert patient.facts["steps_explaining"] <= 0.25 * 0.8e5 * STEPS_PER_MS
 
 
+def test_in_rounds_of_too_many_to_tell_nothing_is_solved_again_to_explain_it() -> None:
+    view = view_of(gpus_of(2), apps_with(9.0, 8.0, 7.0))
+    bids = {app.app: linear_bid(app, 2) for app in view.apps}
+    few, many = (Themis(Settings(fairness_knob=0.0, reasons_max=most)).allocate(view, bids) for most in (3, 2))
+    assert few.assign == many.assign
+    assert few.facts["steps_explaining"] > 0.0 == many.facts["steps_explaining"]
+    losers = [outcome for outcome in many.outcomes if outcome.bid and not outcome.won]
+    assert losers
+    assert all("bid and won none" in outcome.reason for outcome in losers)
+
+
 def test_an_app_that_did_not_bid_is_told_the_cutoff_and_the_winners() -> None:
     outcomes = play(view_of(gpus_of(1), apps_with(9.0, 1.5)))
     assert "its rho 1.5 being not above 9" in outcomes["o-1"].reason

@@ -103,7 +103,8 @@ class Themis:
         budget = Budget.of((1.0 - EXPLAINING) * budget_ms, clock)
         budget.steps = max(1, budget.steps)  # the first step finds a bound, without which no gap could be told
         settlement = settle(entry, budget)
-        explaining = Budget.of(EXPLAINING * budget_ms, clock)
+        all_told = len(view.apps) <= self._settings.reasons_max
+        explaining = Budget.of(EXPLAINING * budget_ms if all_told else 0.0, clock)
         why_lost = explain(view, entered, entry, settlement, explaining)
         round_ = _Round(view, offered, entry, settlement, why_lost)
         if self._settings.leftover == "worst-off":
@@ -111,7 +112,7 @@ class Themis:
         else:
             round_.deal_leftovers(to_bidders=self._settings.leftover == "bidders")
         told = view.apps
-        if len(told) > self._settings.reasons_max:
+        if not all_told:
             told = tuple(app for app in told if app.app in entered or app.renewable or round_.deal.got.get(app.app))
         return Allocation(
             assign=round_.deal.assign,
