@@ -4,7 +4,8 @@ Long-term GPU-time fairness of every policy on two weeks of Philly with its tena
 2021; PAPERS.md section 4), by the cores that run live, in virtual time. Parts:
 
 *policies*: `astraea` beside what the paper compares it with, as it is published (a surplus counts), with its quota
-variant, and `themis` with tenants first, at each load; *lease*: the length of leases.
+variant, and `themis` with tenants first, at each load; *lease*: the length of leases; *wide*: one gang of half of 4
+nodes of 8 among jobs of one GPU, with and without gathered leases, under policies with leases.
 
 LTGF is GPU time had over GPU time that was fair, so 1 or more is fair. A job's is that within its tenant (Eq. 15), up
 to its end; a tenant's is looked at every 15 minutes, by all that it has had since the beginning over min(demand, quota)
@@ -13,9 +14,10 @@ to its end; a tenant's is looked at every 15 minutes, by all that it has had sin
 In full: all jobs on 140 nodes of 8 GPUs. A load of 1 is the trace as it is, which asks for 1.6 times the GPUs; at other
 loads the same jobs come faster or slower. ``--plan quarter``: every fourth job on a quarter of the nodes; ``backlog``:
 every eighth of four days, of a day at most, on 6 nodes; `--quick`: every tenth of two days, of a day at most, on 14
-nodes. Leases are gathered for wide gangs under `astraea` only: it is ours, and the others are as published. Nothing is
-drawn, so there is no seed. Costs are `simulator.costs.DEFAULT`. The traces are not part of the repository: the folder
-``shared`` must lie in or beside it. `--keep` notes every run in a file and takes from it those that are done.
+nodes. Leases are gathered for wide gangs under `astraea` only: it is ours, and the others are as published. Only the
+jobs of *wide* are drawn, with seed 1. Costs are `simulator.costs.DEFAULT`. The traces are not part of the repository:
+the folder ``shared`` must lie in or beside it. `--keep` notes every run of the trace in a file and takes from it those
+that are done.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from collections.abc import Sequence
 from functools import cache
 from math import fsum, inf
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -119,10 +122,14 @@ class Plan(Struct, frozen=True):
     loads: tuple[float, ...]
     leases_s: tuple[float, ...]
     policies: tuple[str, ...] = tuple(mode.name for mode in MODES)
+    wide_hours: float = 60.0
+    wide_policies: tuple[str, ...] = ("astraea", "gandiva-fair", "allox", "hived")
 
 
 FULL = Plan("philly-140x8", 0.0, 336.0, 1, None, (1.0, 0.6, 0.8), (300.0, 600.0, 900.0, 1800.0, 3600.0))
-QUICK = Plan("14x8", 120.0, 48.0, 10, 86400.0, (4.2,), (300.0, 900.0, 3600.0))
+QUICK = Plan(
+    "14x8", 120.0, 48.0, 10, 86400.0, (4.2,), (300.0, 900.0, 3600.0), wide_hours=20.0, wide_policies=("astraea",)
+)
 PLANS = {
     "full": FULL,
     "quarter": Plan("35x8", 0.0, 336.0, 4, None, (1.0,), (300.0, 900.0, 3600.0)),
@@ -357,7 +364,57 @@ def lease_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
     return [claim], [Table(f"length of leases, load {load:g}", COLUMNS, rows)]
 
 
-PARTS = {"policies": policies_part, "lease": lease_part}
+# --- one wide gang ----------------------------------------------------------------------------------------------------
+
+WIDE_CLUSTER, WIDE_GPUS, WIDE_AT_H, WIDE_H = "4x8", 16, 8.0, 4.0
+NARROW_H, NARROW_PER_H = 2.0, 16.0  #: run time and coming of the others: as much as there are GPUs
+WIDE_LEASES_MAX = 4.0  #: two of waiting, one until the leases end together, one for who is before it
+
+
+def wide_workload(hours: float) -> Workload:
+    """Return jobs of one GPU of a tenant, drawn (Poisson, exponential), and one wide gang of another."""
+    draw = Random(1)
+    submit_s, apps = 0.0, []
+    while (submit_s := submit_s + draw.expovariate(NARROW_PER_H / 3600.0)) < hours * 3600.0:
+        apps.append(_job(f"narrow-{len(apps)}", "narrow", submit_s, draw.expovariate(1.0 / NARROW_H) * 3600.0, 1))
+    apps.append(_job("wide", "wide", WIDE_AT_H * 3600.0, WIDE_H * 3600.0, WIDE_GPUS))
+    return Workload("one wide gang", tuple(sorted(apps, key=lambda app: app.submit_s)))
+
+
+def _job(name: str, tenant: str, submit_s: float, duration_s: float, gpus: int) -> AppPlan:
+    plan = JobPlan(duration_s, max(1, round(duration_s)))
+    return AppPlan(name, tenant, submit_s, gpus=gpus, gpus_max=gpus, jobs=(plan,))
+
+
+def wide_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
+    """How long one wide gang waits where leases end one by one, with and without gathering them."""
+    workload, rows, waits = wide_workload(plan.wide_hours), [], {}
+    for policy in plan.wide_policies:
+        for gather in (ArbiterSettings().gather_leases, 0.0):
+            settings = ArbiterSettings(
+                policy=policy, policy_settings=Settings(reasons_max=0), lease_s=LEASE_S, gather_leases=gather
+            )
+            found = Simulation(workload, parse_cluster(WIDE_CLUSTER), quiet(settings), DEFAULT, built_in()).run()
+            wide = next(app for app in found.apps if app.app == "wide")
+            waits[policy, gather > 0.0] = wait_s = (wide.first_start_s or inf) - wide.submit_s
+            name = f"{policy}, {'gathered' if gather else 'not'}"
+            mean_s = fsum(app.jct_s or inf for app in found.apps) / len(found.apps)
+            hours = (wait_s / 3600.0, (wide.jct_s or inf) / 3600.0, mean_s / 3600.0)
+            rows.append((name, *(f"{each:.2f}" for each in hours), str(sum(app.preemptions for app in found.apps))))
+            print(f"wide, {name}: {found.cpu_s:.1f} CPU s", file=sys.stderr, flush=True)
+    ours, plain = waits[ASTRAEA.policy, True], waits[ASTRAEA.policy, False]
+    claim = Claim(
+        "wide gangs: wait of one of half the cluster under astraea, leases gathered",
+        "",
+        f"{ours / 3600:.2f} h (not gathered: {plain / 3600:.2f} h)",
+        f"at most {WIDE_LEASES_MAX:g} leases",
+        ours <= WIDE_LEASES_MAX * LEASE_S,
+    )
+    columns = ("", "hours until the gang starts", "its completion time h", "mean JCT of all h", "preemptions")
+    return [claim], [Table(f"one gang of {WIDE_GPUS} on {WIDE_CLUSTER}", columns, tuple(rows))]
+
+
+PARTS = {"policies": policies_part, "lease": lease_part, "wide": wide_part}
 
 
 def evaluate(plan: Plan, parts: Sequence[str]) -> Report:

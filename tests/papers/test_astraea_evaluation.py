@@ -63,14 +63,17 @@ def test_of_some_policies_only_what_follows_from_them_is_claimed() -> None:
 def test_a_small_run_of_everything(known: dict[Case, Figures], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shared("traces").parent
     monkeypatch.setattr(astraea, "shared_folder", lambda: folder)
-    tiny = Plan("2x8", 120.0, 12.0, 60, 3600.0, (8.0,), (300.0, 900.0))
+    tiny = Plan("2x8", 120.0, 12.0, 60, 3600.0, (8.0,), (300.0, 900.0), wide_hours=14.0, wide_policies=("astraea",))
     report = astraea.evaluate(tiny, tuple(PARTS))
     assert len(known) == len(MODES) + 1, "the lease of the first part is not run again"
     jobs = len(astraea.workload_of(astraea.base(tiny, ASTRAEA, 8.0)).apps)
     assert {figures.jobs for figures in known.values()} == {jobs}
     assert all(figures.unfinished == 0 and figures.intervals > 0 for figures in known.values())
     assert all(claim.ours for claim in report.claims)
-    assert [len(table.rows) for table in report.tables] == [len(MODES), 2]
+    assert [len(table.rows) for table in report.tables] == [len(MODES), 2, 2]
+    gathered, not_gathered = (float(row[1]) for row in report.tables[-1].rows)
+    assert gathered < not_gathered
+    assert report.claims[-1].met
 
 
 @pytest.mark.parametrize("name", sorted(PLANS))
