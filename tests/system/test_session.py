@@ -387,11 +387,14 @@ def test_a_save_function_that_fails_is_refused_and_training_goes_on(agent: Worke
 def test_a_probe_tells_where_the_training_thread_hangs(agent: WorkerAgent, tmp_path: Path) -> None:
     text = """
         def wait_for_ever():
+            print("waiting", flush=True)
             input()
         wait_for_ever()
         """
-    with Worker(tmp_path, *script(text)):
+    with Worker(tmp_path, *script(text)) as worker:
         agent.wait(Hello)
+        assert worker.process.stdout is not None
+        assert worker.process.stdout.readline() == "waiting\n"  # the agent is greeted before the script begins
         agent.order("probe")
         assert "wait_for_ever" in agent.wait(Stacks).text
 
