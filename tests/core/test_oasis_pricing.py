@@ -74,9 +74,22 @@ def test_a_utility_is_written_as_it_is_read_and_no_less_generous(
         assert wanted.target <= read.target <= 1.003 * wanted.target
 
 
+@pytest.mark.parametrize("text", ["deadline:6h,50.05", "soft:90m,3.003", "deadline:2.5d,1.001", "none:4.004"])
+def test_a_preset_is_written_as_one(text: str) -> None:
+    wanted = in_slots(parse(text), slot_s=700.0, work_gpu_s=1.0)
+    told = written(replace(wanted, worth=wanted.worth / 1.001), slot_s=700.0)
+    assert told == text
+
+
 @pytest.mark.parametrize("text", ["", "soon", "deadline", "deadline:x", "soft:0", "sigmoid:1,2", "sigmoid:1,2/y,3h"])
 def test_what_is_no_utility_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(ValueError, match="utility"):
+        parse(text)
+
+
+@pytest.mark.parametrize("text", ["deadline:6", "soft:6,50", "sigmoid:50,2,6h", "sigmoid:50,2/h,6"])
+def test_a_time_without_a_unit_is_refused_by_what_is_missing(text: str) -> None:
+    with pytest.raises(ValueError, match="'[26]' in a utility has no unit of time"):
         parse(text)
 
 

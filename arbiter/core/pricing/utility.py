@@ -85,19 +85,32 @@ def parse(text: str) -> Utility:
 def written(sigmoid: Sigmoid, *, slot_s: float) -> str:
     """Return a utility with delays in slots as `parse` reads it, its worth and its time rounded up a little.
 
-    Empty for one that nobody could write, such as one of more than `NUMBER_MAX`.
+    In the words of a preset where it is one. Empty for one that nobody could write, such as one of more than
+    `NUMBER_MAX`.
     """
-    target_s = sigmoid.target * slot_s
-    unit = next((unit for unit in "dhm" if target_s >= 2.0 * _UNITS[unit]), "s")
-    per_hour = sigmoid.decay / slot_s * 3600.0
-    text = f"sigmoid:{_up(sigmoid.worth)},{per_hour:.4g}/h,{_up(target_s / _UNITS[unit])}{unit}"
+    worth, target_s = _up(sigmoid.worth), sigmoid.target * slot_s
+    steepness = sigmoid.decay * sigmoid.target  # tells the presets apart, whatever their times
     if sigmoid.decay == 0.0:
         text = f"none:{_up(sigmoid.worth / 2.0)}"
+    elif math.isclose(steepness, _FALL / HARD * (1.0 + HARD / 2.0)):
+        text = f"deadline:{_time(target_s / (1.0 + HARD / 2.0))},{worth}"
+    elif math.isclose(steepness, _FALL / 2.0):
+        text = f"soft:{_time(target_s)},{worth}"
+    else:
+        text = f"sigmoid:{worth},{sigmoid.decay / slot_s * 3600.0:.4g}/h,{_time(target_s)}"
     try:
         msgspec.convert(msgspec.to_builtins(parse(text)), Utility)
     except ValueError:  # a ValidationError is one
         return ""
     return text
+
+
+def _time(seconds: float) -> str:
+    """Return a time that is a little more than `seconds`, or just that if it is short to write."""
+    unit = next((unit for unit in "dhm" if seconds >= 2.0 * _UNITS[unit]), "s")
+    value = seconds / _UNITS[unit]
+    exactly = f"{value:.4g}"
+    return f"{exactly if math.isclose(float(exactly), value) else _up(value)}{unit}"
 
 
 def _up(value: float) -> str:
@@ -126,12 +139,18 @@ def _number(word: str) -> float:
 
 
 def _seconds(word: str) -> float:
+    """Return a time with its unit: a bare 6 would be seconds elsewhere, and hours to who writes a deadline."""
     scale = _UNITS.get(word[-1:], 0.0)
-    return _number(word[:-1]) * scale if scale else _number(word)
+    if scale:
+        return _number(word[:-1]) * scale
+    if _number(word) > 0.0:
+        raise ValueError(f"{word!r} in a utility has no unit of time; write {word}h, or {word}m")
+    return 0.0
 
 
 def _per_second(word: str) -> float:
     number, slash, unit = word.partition("/")
-    if slash and unit not in _UNITS:
-        raise ValueError(f"{word!r} in a utility has no unit of time after the slash; write 2/h, or 0.001/s")
-    return _number(number) / _UNITS[unit or "s"]
+    value = _number(number)
+    if unit not in _UNITS and (slash or value > 0.0):
+        raise ValueError(f"{word!r} in a utility has no unit of time after a slash; write 2/h, or 0.001/s")
+    return value / _UNITS[unit or "s"]
