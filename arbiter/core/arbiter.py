@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from arbiter.core import apps, bookings, leases, model, nodes, plans, rounds, sharing
 from arbiter.core.model import ArbiterSettings, Bidding, Chapter, Deciding, Draining, Free, Leased, State
-from arbiter.core.turn import AppRecord, Decide, Decided, Effect, Index, LeaseRecord, Note, RoundRecord, Turn
+from arbiter.core.turn import AppRecord, Decide, Decided, Effect, Index, LeaseRecord, Note, RoundRecord, Turn, apps_on
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     AppId,
@@ -94,7 +94,16 @@ class Arbiter:
             if not begin_history:
                 raise MissingHistory("the snapshot holds no history of GPU time, so everybody's would begin at nothing")
             arbiter._begin_history()
+        arbiter._book_as_it_is()
         return arbiter
+
+    def _book_as_it_is(self) -> None:
+        """Book what apps have now, where a version before this one booked GPUs out of service, too."""
+        history, held = self.state.history, _held(self.state, self._index)
+        for app_id, account in sorted(history.apps.items()):
+            missing = held.get(app_id, 0.0) - account.allocated.rate
+            if abs(missing) > 1e-6:
+                history.hold(app_id, account.tenant, missing, self.state.now)
 
     def _begin_history(self) -> None:
         """Count GPU time from now on, as if all that is so had just become so."""
@@ -129,6 +138,7 @@ class Arbiter:
         bookings.renew(turn)
         apps.admit_waiting(turn)
         rounds.advance(turn, may_start=isinstance(event, Tick))
+        turn.reckon()
         gpus = self._index.census()[1]
         if gpus != self.state.history.gpus:
             self.state.history.resize(gpus, self.state.settings.tenants, now)
@@ -327,11 +337,10 @@ class Arbiter:
 
 
 def _held(state: State, index: Index) -> dict[AppId, float]:
-    """Return the GPUs that each app has, draining ones included; of one with several seats its part."""
+    """Return the GPUs in service that each app has, draining ones included; of one with several seats its part."""
     held: dict[AppId, float] = defaultdict(float)
-    for seats in index.seats.values():
-        states = [state.gpus[seat].state for seat in sorted(seats)]
-        apps = [each.lease.app for each in states if not isinstance(each, Free)]
+    for device in sorted(index.booked):
+        apps = apps_on(state, index, device)
         for app in apps:
             held[app] += 1.0 / len(apps)
     return held

@@ -166,9 +166,10 @@ class Turn:
         return verb
 
     def _account(self, gpu: GpuId, before: AppId | None, after: AppId | None) -> None:
-        """Book a seat that changes hands: all apps on one GPU have equal parts of it."""
+        """Book a seat that changes hands: all apps on one GPU in service have equal parts of it."""
         if before == after:
             return
+        booked = device_of(gpu) in self.index.booked
         seats = self.index.seats[device_of(gpu)]
         states = (self.state.gpus[seat].state for seat in sorted(seats) if seat != gpu) if len(seats) > 1 else ()
         others = [app for app in map(_app_of, states) if app is not None]
@@ -177,8 +178,29 @@ class Turn:
         changes += [(before, -1.0 / had)] if before is not None else []
         changes += [(after, 1.0 / has)] if after is not None else []
         for app, change in changes:
-            self.state.history.hold(app, self.state.apps[app].tenant, change, self.now)
+            if booked:
+                self.state.history.hold(app, self.state.apps[app].tenant, change, self.now)
             self.index.versions[app] += 1
+
+    def reckon(self) -> None:
+        """Book nothing more of GPUs that have gone out of service, and again what comes back.
+
+        Who was on a lost node has nothing of it, though it is not proven empty, and may never be.
+        """
+        index = self.index
+        if not index.recounted:
+            return
+        index.recounted = False
+        for device in sorted(index.seats):
+            serves = model.usable(self.state, self.state.gpus[device])
+            if serves == (device in index.booked):
+                continue
+            apps = apps_on(self.state, index, device)
+            sign = 1.0 if serves else -1.0
+            for app in apps:
+                self.state.history.hold(app, self.state.apps[app].tenant, sign / len(apps), self.now)
+                index.versions[app] += 1
+            (index.booked.add if serves else index.booked.discard)(device)
 
     def follow(self, app: model.App) -> None:
         """Book what an app can use from now on: something only while it takes part in rounds."""
@@ -254,6 +276,9 @@ class Index:
             self.bind_app(app)
         for task in state.tasks.values():
             self.bind_task(task)
+        self.recounted = False  #: whether what is in service may have changed since it was last booked
+        #: The GPUs in service, of which time is booked.
+        self.booked = {device for device in self.seats if model.usable(state, state.gpus[device])}
 
     def bind(self, gpu: model.Gpu) -> None:
         """Note who has this GPU."""
@@ -303,6 +328,7 @@ class Index:
     def recount(self) -> None:
         """A GPU or a node has come, gone, fallen ill or recovered: count anew when next asked."""
         self._census = None
+        self.recounted = True
         self.seating = None
         self._touched.update(self._state.gpus)
         self.orders.clear()
@@ -442,12 +468,18 @@ class Index:
         alike = alike and (self.draining, self.order, self.census()) == (other.draining, other.order, other.census())
         alike = alike and (self.over, self.revocable()) == (other.over, other.revocable())
         alike = alike and self.assignable(()) == other.assignable(())
-        alike = alike and self.guests == other.guests
+        alike = alike and (self.guests, self.booked) == (other.guests, other.booked)
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
 
 
 def _filled(items: Iterable[tuple[str, set[GpuId]]] | Iterable[tuple[str, set[TaskId]]]) -> dict[str, set[str]]:
     return {key: {str(value) for value in values} for key, values in items if values}
+
+
+def apps_on(state: State, index: Index, device: GpuId) -> list[AppId]:
+    """Return who has a GPU, leaving ones included: one for each of its seats that somebody has."""
+    states = (state.gpus[seat].state for seat in sorted(index.seats[device]))
+    return [app for app in map(_app_of, states) if app is not None]
 
 
 def _app_of(state: model.GpuState) -> AppId | None:

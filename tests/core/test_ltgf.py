@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from arbiter.core import apps
 from arbiter.core.arbiter import Arbiter, MissingHistory
 from arbiter.core.history import History, TenantTerms, quotas_of
+from arbiter.core.model import Draining
 from arbiter.core.turn import AppRecord
 from protocol.messages import AppId, TenantId
 from tests.core.test_sharing import Shop
@@ -214,6 +215,36 @@ def test_gpu_time_counts_from_the_grant_to_the_proof_that_the_gpu_is_empty() -> 
     assert (told.allocated_gpu_s, told.fair_gpu_s, told.fair_within_gpu_s) == pytest.approx((25.0, 20.0, 20.0))
     site.wait(30.0)
     assert site.arbiter.state.history.of_tenant(TenantId("team"), site.now).allocated_gpu_s == pytest.approx(25.0)
+
+
+def test_nothing_is_booked_of_gpus_that_are_out_of_service() -> None:
+    """Whoever was on a node that never comes back would seem to be served for ever."""
+    site = one_app_running()
+    (gpu,) = site.held("ana-1")
+    site.wait(SETTINGS.node_timeout_s)
+    history = site.arbiter.state.history
+    assert history.of_app(AppId("ana-1"), site.now).allocated_gpu_s == pytest.approx(30.0)
+    site.wait(1000.0)
+    assert isinstance(site.gpu_state(gpu), Draining)
+    assert history.of_app(AppId("ana-1"), site.now).allocated_gpu_s == pytest.approx(30.0)
+    assert site.replayed() == site.arbiter.snapshot()
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])  # it comes back, and its job was there all the time
+    assert len(site.held("ana-1")) == 1  # the other GPU: the first is not empty yet
+    site.wait(10.0)
+    assert history.of_app(AppId("ana-1"), site.now).allocated_gpu_s == pytest.approx(50.0)
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu], sick=[gpu])
+    site.wait(10.0)
+    assert history.of_app(AppId("ana-1"), site.now).allocated_gpu_s == pytest.approx(60.0)
+
+
+def test_what_an_earlier_version_booked_of_lost_nodes_ends_when_it_is_restored() -> None:
+    site = one_app_running()
+    site.wait(SETTINGS.node_timeout_s)
+    history = site.arbiter.state.history
+    history.hold(AppId("ana-1"), TenantId("team"), 1.0, site.now)
+    again = Arbiter.restored(site.arbiter.snapshot())
+    again.validate()
+    assert again.state.history.of_tenant(TenantId("team"), site.now + 99.0).allocated_gpu_s == pytest.approx(30.0)
 
 
 def test_a_tenants_gpu_time_outlives_its_apps_and_the_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
