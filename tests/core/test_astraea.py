@@ -232,6 +232,28 @@ def test_who_comes_late_has_its_part_at_once_and_not_all_until_it_had_as_much() 
     assert [shop.round() for _ in range(3)] == [{"a-1": 2, "b-1": 2}] * 3
 
 
+def test_who_used_what_others_left_keeps_its_part_when_they_come() -> None:
+    """A alone for a day: when B comes with gangs, A waits a lease, not until it has paid for what was idle."""
+    shop = Shop(4, terms=[TenantTerms(A), TenantTerms(B)])
+    for app in ("a-1", "a-2"):
+        shop.come(app, 2, A)
+    shop.rounds(1440)
+    for app in ("b-1", "b-2"):
+        shop.come(app, 2, B)
+    courses = [by_tenant(shop, shop.round()) for _ in range(100)]
+    assert courses[1:] == [{A: 2, B: 2}] * 99
+
+
+def test_the_apps_of_a_tenant_that_is_due_nothing_take_turns() -> None:
+    guests = TenantId("guests")
+    shop = Shop(4, terms=[TenantTerms(A, quota=4.0)])
+    for app, weight in (("g-1", 1.0), ("g-2", 1.0), ("g-3", 2.0)):
+        shop.come(app, 4, guests, weight=weight)
+    assert shop.rounds(40) == {"g-1": 40, "g-2": 40, "g-3": 80}
+    shop.come("a-1", 2, A)
+    assert by_tenant(shop, shop.round()) == {A: 2}
+
+
 # --- themis with tenants first ----------------------------------------------------------------------------------------
 
 

@@ -6,8 +6,9 @@ for that lease, too. So the indices that are compared are those at the end of th
 that, a tenant that has just come would be ahead of all others by whatever part, and far behind them after one job.
 
 Fair is enough, unless `astraea_until_fair` is off: an index orders tenants and apps only as far as what is fair. Of
-tenants that have had that, none is before another, whoever has had more of what others left; of apps, those that run
-go on, until another of their tenant is `PATIENCE` leases behind the part that its tenant's apps have had on average.
+tenants that have had that, those come first that have less in this round than is fair now, and beyond it none is before
+another, whoever has had more of what others left; of apps, those that run go on, until another of their tenant is
+`PATIENCE` leases behind the part that its tenant's apps have had on average.
 Served by the smallest index for ever, an app must give way at the end of each lease to whoever has had a little less,
 and what one tenant did not use is held against the one that did. *Source:* ours; `docs/evaluation/astraea.md` measures
 it.
@@ -58,9 +59,15 @@ class Standings:
 
     def of_tenant(self, tenant: TenantId) -> float:
         """Return the index of a tenant, at the end of the lease."""
-        told, lease_s = self._view.tenants.get(tenant, _UNKNOWN), self._view.lease_s
-        fair, share = (told.quota_gpu_s, told.quota_gpus) if self._by_quota else (told.fair_gpu_s, told.fair_gpus)
-        return _index(told.allocated_gpu_s + self._counted[tenant] * lease_s, fair + share * lease_s)
+        fair_gpu_s, share = self._due(tenant)
+        lease_s = self._view.lease_s
+        had = self._view.tenants.get(tenant, _UNKNOWN).allocated_gpu_s
+        return _index(had + self._counted[tenant] * lease_s, fair_gpu_s + share * lease_s)
+
+    def _due(self, tenant: TenantId) -> tuple[float, float]:
+        """Return the GPU time that has been due to a tenant, and the GPUs that are."""
+        told = self._view.tenants.get(tenant, _UNKNOWN)
+        return (told.quota_gpu_s, told.quota_gpus) if self._by_quota else (told.fair_gpu_s, told.fair_gpus)
 
     def of_app(self, app: AppView) -> float:
         """Return the index of an app within its tenant, at the end of the lease; of one that had nothing 0."""
@@ -79,14 +86,18 @@ class Standings:
         share = min(app.demand_max, app.weight * told.gpus_per_weight)
         return had, self._view.fair_gpu_s(app) + share * lease_s, share
 
-    def place_of_tenant(self, tenant: TenantId) -> float:
+    def place_of_tenant(self, tenant: TenantId) -> tuple[float, bool]:
         """Return by what tenants are served, the smallest first."""
         index = self.of_tenant(tenant)
-        return min(index, ENOUGH_TENANT) if self._until_fair else index
+        if self._until_fair and index >= ENOUGH_TENANT:
+            return ENOUGH_TENANT, self._counted[tenant] >= self._due(tenant)[1] * (1.0 - 1e-9)
+        return index, False
 
     def place_of_app(self, app: AppView) -> tuple[float, bool, float]:
         """Return by what the apps of a tenant are served, the smallest first."""
         had, fair, share = self._app(app)
+        if fair <= 0.0 < had:  # its tenant is due nothing, and gets what others leave
+            return inf, False, had / app.weight
         index = _index(had, fair)
         if self._until_fair and index >= 1.0:
             behind = fair - PATIENCE * share * self._view.lease_s
