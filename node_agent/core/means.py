@@ -30,14 +30,16 @@ class Ways:
     def of(self, task: Task, among: Sequence[Means], tasks: Iterable[Task]) -> list[Means]:
         """Return what of these a task can do and has not refused; `tasks` are all of the node."""
         facts = task.facts
-        if among is REST and self._is_of_unknown_size(task):
+        unknown = self._is_of_unknown_size(task)
+        if among is REST and unknown:
             return []
         found = [do for do in among if do not in facts.refused]
         if "leave" in found and not facts.can_checkpoint:
             found.remove("leave")
-        if "suspend" in found and not (facts.can_park and self.has_host_memory(task, tasks)):
+        unfit = unknown and "leave" in found  # of unknown size it may be more than there is room for
+        if "suspend" in found and (unfit or not (facts.can_park and self.has_host_memory(task, tasks))):
             found.remove("suspend")
-        if "driver" in found and not self._facts.driver:
+        if "driver" in found and (unfit or not self._facts.driver):
             found.remove("driver")
         return found
 

@@ -361,6 +361,11 @@ def test_a_turn_does_not_end_before_the_job_has_said_how_much_it_would_park() ->
     assert not ways.can_rest(task, [])
     assert ways.why_fixed(task) == "it has not made its first mini-batch yet"
     assert ways.of(task, MEANS["suspend"], []) == ["suspend"], "when its lease ends it is parked all the same"
+    able = replace(task, facts=replace(said_hello, can_checkpoint=True))
+    for driver in (False, True):
+        ways = Ways(replace(facts, driver=driver))
+        assert ways.of(able, MEANS["suspend"], []) == ["leave"], "unless it can save and leave"
+    ways = Ways(facts)
     trained = replace(task, facts=replace(said_hello, step=6, state_bytes=GIB))
     assert ways.can_rest(trained, [])
     assert Ways(replace(facts, host_bytes=0)).can_rest(task, []), "where host memory has no end its size is no matter"
