@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -125,6 +126,9 @@ def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "au
     if history != "begin" and journal.last_seq == 0 and (history == "resume" or ledger.used()):
         why = "is to be resumed" if history == "resume" else "is told of by ledger.db"
         raise ConfigError(f"{journal.path} is empty, but a history of GPU time {why}; {mend}")
+    if journal.last_seq == 0:
+        # Nodes and app agents may remember an arbiter whose journal was lost, and obey no epoch before its last.
+        journal.next_epoch(int(time.time()))
     loaded = journal.load()
     try:
         begin = history == "begin"

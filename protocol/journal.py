@@ -20,6 +20,8 @@ EventT = TypeVar("EventT")
 
 APPLICATION_ID = 0x47414A31  #: "GAJ1": says that a SQLite file is one of ours
 VERSION = 1  #: of the tables below
+#: What to do about one that cannot be used.
+ANEW = 'move it away to begin anew (the arbiter\'s with history = "begin" for one start)'
 
 _SCHEMA = """
 CREATE TABLE events (seq INTEGER PRIMARY KEY, now REAL NOT NULL, event BLOB NOT NULL);
@@ -142,7 +144,7 @@ class Journal(Generic[EventT]):
                 except (ValueError, TypeError, KeyError, EOFError) as error:
                     raise JournalError(
                         f"{self.path}: event {number} cannot be read ({error}); "
-                        "use the version that wrote it, or move the file away to begin anew"
+                        f"use the version that wrote it, or {ANEW}"
                     ) from error
                 yield number, now, event
 
@@ -200,7 +202,7 @@ class Journal(Generic[EventT]):
             raise JournalError(f"cannot use {self.path}: {error}; check the folder's permissions and space") from error
         except sqlite3.DatabaseError as error:
             database.close()
-            raise JournalError(f"{self.path} is damaged or no journal ({error}); move it away to begin anew") from error
+            raise JournalError(f"{self.path} is damaged or no journal ({error}); {ANEW}") from error
         except JournalError:
             database.close()
             raise
@@ -248,7 +250,7 @@ class Journal(Generic[EventT]):
             yield
         except sqlite3.Error as error:
             if type(error) is sqlite3.DatabaseError:  # and not one of its kinds, which say what else is wrong
-                mend = "it is damaged: bring a copy of the folder back, or move it away to begin anew"
+                mend = f"it is damaged: bring a copy of the folder back, or {ANEW}"
             else:
                 mend = "check the disk's space and health"
             raise JournalError(f"cannot use {self.path}: {error}; {mend}") from error

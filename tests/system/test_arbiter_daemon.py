@@ -73,6 +73,18 @@ def test_a_history_that_should_be_there_and_is_not_is_an_error_and_never_a_silen
         assert _restore(journal, ledger, "begin").state.history.tenants == {}
 
 
+def test_an_arbiter_that_lost_its_journal_is_obeyed_by_those_who_knew_it(tmp_path: Path) -> None:
+    """Nodes obey no epoch before the last they heard of, and a journal that counts from 1 would repeat those."""
+    began = time.time()
+    with _journal(tmp_path) as journal:
+        _restore(journal, Ledger(tmp_path / "ledger.db"))
+        assert journal.next_epoch(1) >= began
+    (tmp_path / "journal.db").unlink()
+    with _journal(tmp_path) as journal:
+        _restore(journal, Ledger(tmp_path / "ledger.db"), "begin")
+        assert journal.next_epoch(7) >= began
+
+
 def test_a_snapshot_of_a_version_that_kept_no_books_is_refused_with_the_mend(tmp_path: Path) -> None:
     site = a_site_of_long_ago()
     state = msgspec.msgpack.decode(site.arbiter.snapshot())
@@ -138,6 +150,7 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
             "[[arbiter.tenants]]\nname = 'a'\n[[arbiter.tenants]]\nname = 'a'\n",
             "arbiter.tenants names a twice; give each tenant one table",
         ),
+        ("[arbiter]\ntenants_only = true\n", "arbiter.tenants_only is true and no tenant is named"),
         ("history = 'perhaps'\n", "history"),
         ("[arbiter]\nseats = 0\n", "arbiter.seats is 0; give how many jobs may share a GPU, 1 to 64"),
         ("[arbiter]\nquantum_s = 0.0\n", "quantum_s is 0"),
