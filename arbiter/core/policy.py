@@ -162,7 +162,7 @@ class AppView(Struct, frozen=True):
 
 
 class NodeView(Struct, frozen=True):
-    """What a node has beside GPUs, and what of it is about to be left or promised to who waits for GPUs that drain.
+    """What a node has: GPUs in service, cores and memory, and what of these is with or promised for GPUs that drain.
 
     A capacity of 0 is not known, and so no bound.
     """

@@ -53,27 +53,41 @@ LEAVE_S = 60.0
 
 
 def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
-    """Return what nodes have besides GPUs, and what of that is about to be left; none where nobody needs it."""
+    """Return what nodes have, and what of that goes with GPUs that drain; none where nobody needs it."""
     state = turn.state
     reserved = state.settings.policy_settings.trial_nodes > 0
     if not reserved and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
         return {}
-    leaving: dict[NodeId, tuple[float, float]] = {}
+    drained: dict[tuple[NodeId, AppId], list[model.App | None]] = defaultdict(list)  #: by who leaves: who comes
     for gpu_id in sorted(turn.index.draining):
         gpu = state.gpus[gpu_id]
-        app = state.apps.get(gpu.state.lease.app) if isinstance(gpu.state, Draining) else None
-        if app is not None:
-            cpus, host_bytes = leaving.get(gpu.node, (0.0, 0.0))
-            leaving[gpu.node] = (cpus + app.cpus / app.gang, host_bytes + app.host_bytes / app.gang)
+        if isinstance(gpu.state, Draining):
+            winner = state.apps.get(gpu.state.promised_to) if gpu.state.promised_to is not None else None
+            comes = winner if winner is not None and winner.active else None
+            drained[gpu.node, gpu.state.lease.app].append(comes)
+    leaving: dict[NodeId, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for (node_id, app_id), winners in drained.items():
+        # A gang leaves as one, before anybody comes to a part of it; of several gangs, others may still be there then.
+        leaver = state.apps[app_id]
+        for part in [winners] if len(winners) <= leaver.gang else [[winner] for winner in winners]:
+            before, after = _taken([leaver] * len(part)), _taken(part)
+            cpus, host_bytes = leaving[node_id]
+            leaving[node_id] = (cpus + max(before[0], after[0]), host_bytes + max(before[1], after[1]))
     return {
         node.id: NodeView(
-            sum(model.is_first(gpu) for gpu in turn.index.node_gpus[node.id]),
+            sum(model.is_first(gpu) and model.usable(state, state.gpus[gpu]) for gpu in turn.index.node_gpus[node.id]),
             node.cpus,
             node.host_bytes,
-            *leaving.get(node.id, (0.0, 0.0)),
+            *leaving[node.id],
         )
         for node in sorted(state.nodes.values(), key=lambda each: each.id)
     }
+
+
+def _taken(owners: Sequence[model.App | None]) -> tuple[float, float]:
+    """Return the cores and bytes of memory that go with a GPU of each of these."""
+    apps = [app for app in owners if app is not None]
+    return sum(app.cpus / app.gang for app in apps), sum(app.host_bytes / app.gang for app in apps)
 
 
 def leaving(turn: Turn) -> frozenset[AppId]:

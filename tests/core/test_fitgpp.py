@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
+from arbiter.core.model import Draining
 from arbiter.core.policies import POLICIES
 from arbiter.core.policies.fitgpp import FitGpp
 from arbiter.core.policies.preemption import Round
 from arbiter.core.policies.victims import Demand, size_of
 from arbiter.core.policy import Allocation, AppView, GpuView, NodeView, Settings, View
 from protocol.messages import AppId, NodeId
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, wish
 from tests.support.auctions import app_of, gpus_of, view_of
 
 GB = 2**30
@@ -63,6 +65,11 @@ def four_nodes() -> tuple[View, dict[str, AppView]]:
 def decide(view: View, *more: AppView, name: str = "fitgpp", **knobs: object) -> Allocation:
     view = replace(view, apps=(*view.apps, *more))
     return POLICIES[name](Settings(**knobs)).allocate(view, {})  # type: ignore[arg-type]
+
+
+def site_of(**knobs: object) -> Site:
+    settings = Settings(**knobs)  # type: ignore[arg-type]
+    return Site(replace(SETTINGS, policy="fitgpp", policy_settings=settings))
 
 
 def got(allocation: Allocation, app: str) -> set[str]:
@@ -149,6 +156,53 @@ def test_if_all_were_preempted_p_times_one_is_drawn_that_makes_room() -> None:
     view = replace(view, apps=tuple(replace(app, preempted=1) for app in view.apps))
     drawn = {decide(replace(view, seed=seed), waiting("t-9", 4, kind="trial")).preempted for seed in range(30)}
     assert drawn == {("a-1",), ("b-1",), ("c-1",)}  # not d, whose node has not four GPUs of class batch
+
+
+def test_the_lot_falls_on_who_was_preempted_p_times_only_if_the_others_would_not_do() -> None:
+    cluster = gpus_of(8, 8)
+    new = [batch("new-1", cluster[8:12]), batch("new-2", cluster[12:])]
+    old = [batch("old-1", cluster[:4], preempted=1), batch("old-2", cluster[4:8], preempted=3)]
+    trial = waiting("t-1", 8, kind="trial")
+    drawn = {decide(view_of(cluster, [*old, *new], seed), trial).preempted for seed in range(20)}
+    assert drawn == {("new-1", "new-2")}
+    kept = replace(new[1], kind="trial")
+    drawn = {decide(view_of(cluster, [*old, new[0], kept], seed), trial).preempted for seed in range(20)}
+    assert drawn == {("old-1", "old-2")}
+
+
+@pytest.mark.parametrize(("p", "victims"), [(1, "wide other wide"), (2, "wide wide other"), (3, "wide wide wide")])
+def test_who_makes_room_for_one_trial_of_a_round_has_done_so_for_the_next(p: int, victims: str) -> None:
+    cluster = gpus_of(4, 4, 4, 4)
+    wide = replace(batch("wide-1", cluster[:12], grace_s=10.0), gang=4)  # on three nodes
+    view = view_of(cluster, [wide, batch("other-1", cluster[12:], grace_s=60.0)])
+    trials = [waiting(f"t-{number}", 4, kind="trial") for number in range(3)]
+    allocation = decide(view, *trials, fitgpp_p=p)
+    expected = [f"{victim}-1" for victim in victims.split()]
+    for trial, victim in zip(trials, expected, strict=True):
+        assert f"{victim} makes room for it" in reason(allocation, trial.app)
+    assert list(allocation.preempted) == sorted(expected), "each is counted"
+
+
+@pytest.mark.parametrize("spans", [False, True])
+def test_the_lot_falls_only_on_those_on_a_node_that_could_hold_a_trial_which_asks_for_cores(spans: bool) -> None:
+    cluster = gpus_of(8, 4, 4)
+    here = [batch("a-1", cluster[:4]), batch("b-1", cluster[4:8])]
+    elsewhere = [batch("c-1", cluster[8:12]), batch("d-1", cluster[12:])]
+    nodes = {NodeId(f"n{index:02}"): replace(NODE, gpus=size) for index, size in enumerate((8, 4, 4))}
+    trial = waiting("t-1", 8, kind="trial", cpus=4, spans=spans)
+    views = [replace(view_of(cluster, [*here, *elsewhere], seed), nodes=nodes) for seed in range(20)]
+    assert {decide(view, trial).preempted for view in views} == {("a-1", "b-1")}
+
+
+def test_who_lies_on_several_nodes_can_be_drawn_for_each_of_them() -> None:
+    cluster = gpus_of(4, 8, 4)
+    apps = [
+        batch("a-1", [*cluster[:4], *cluster[4:8]], spans=True),  # half of it on n00, half on n01
+        batch("b-1", cluster[8:12]),
+        batch("c-1", cluster[12:]),
+    ]
+    trial = waiting("t-1", 8, kind="trial")
+    assert {decide(view_of(cluster, apps, seed), trial).preempted for seed in range(20)} == {("a-1", "b-1")}
 
 
 def test_nobody_leaves_for_a_trial_that_would_not_fit_even_then() -> None:
@@ -261,6 +315,16 @@ def test_nodes_that_are_not_there_are_not_set_aside() -> None:
     assert [nodes_of(decided, app) for app in ("a-1", "b-1")] == [{"n01"}, set()]
 
 
+@pytest.mark.parametrize("sick", [[], ["GPU-n1-0"], ["GPU-n2-0"]])
+def test_who_fits_on_no_other_node_because_of_a_dead_gpu_may_have_what_is_for_trials(sick: list[str]) -> None:
+    site = site_of(trial_nodes=0.5)
+    site.node("n1", 4, sick=sick)
+    site.node("n2", 4, sick=sick)
+    site.app("wide-1", gang=4, demand=4)
+    site.wait(2.5)
+    assert len(site.held("wide-1")) == 4
+
+
 def test_a_trial_that_has_run_for_long_enough_is_one_of_class_batch() -> None:
     cluster = gpus_of(2)
     old = batch("t-1", cluster, kind="trial", served_gpu_s=2 * 1800.0)
@@ -289,6 +353,73 @@ def test_what_is_being_left_is_not_free_yet() -> None:
     view = replace(view_of(gpus_of(8), [waiting("a-1", 1, cpus=16)]), nodes=nodes)
     assert decide(view).assign == {}
     assert len(decide(replace(view, apps=(waiting("a-1", 1, cpus=12),))).assign) == 1
+
+
+def test_what_is_overdrawn_is_no_bar_to_who_takes_none_of_it() -> None:
+    cluster = gpus_of(8)
+    view = view_of(cluster[:4], [batch("a-1", cluster[:4])])
+    view = replace(view, nodes={NodeId("n00"): replace(NODE, leaving_cpus=40.0)})
+    assert decide(view, waiting("t-1", 4, kind="trial", cpus=1)).preempted == ()
+    assert decide(view, waiting("t-1", 4, kind="trial")).preempted == ("a-1",)
+
+
+@PREEMPTIVE
+def test_cores_that_somebody_leaves_are_not_given_away_behind_what_another_is_promised(name: str) -> None:
+    site = Site(replace(SETTINGS, policy=name))
+    site.node("n1", 4, cpus=32.0)
+    site.app("big-1", kind="trial", cpus=16.0, jobs=[wish("big-1", 0, [])])
+    site.wait(1.5)
+    site.app("wide-1", gang=3, demand=3)
+    site.wait(1.5)
+    big = site.held("big-1")
+    site.app("new-1", kind="trial", cpus=16.0)  # the cores are free; for a GPU wide-1 leaves
+    site.wait(1.5)
+    states = [(gpu, site.gpu_state(gpu)) for gpu in (gpu_id("n1", n) for n in range(4))]
+    promised = [gpu for gpu, state in states if isinstance(state, Draining) and state.promised_to == "new-1"]
+    assert len(promised) == 1
+    site.app("big-1", kind="trial", cpus=16.0, state="cancelled", jobs=[wish("big-1", 0, [])])
+    site.node("n1", cpus=32.0, used=[*big, *promised])  # the other two GPUs are free
+    site.app("late-1", kind="trial", cpus=16.0)
+    site.wait(1.5)
+    assert site.held("late-1") == []  # big-1 still has 16 cores, and new-1 comes for the other 16
+    site.node("n1", cpus=32.0, used=big)
+    site.wait(1.5)
+    assert (site.held("new-1"), site.held("late-1")) == (promised, [])
+    site.node("n1", cpus=32.0)
+    site.wait(1.5)
+    assert len(site.held("late-1")) == 1
+
+
+@pytest.mark.parametrize(
+    ("gang", "leaving_cpus"),
+    [
+        (2, 24.0),  # its one gang leaves 16, and then the trial takes 24
+        (1, 32.0),  # the trial comes when one of two has left: its 24, and 8 of the other
+    ],
+)
+def test_what_a_gang_leaves_is_what_the_next_one_takes_and_no_other_gangs(gang: int, leaving_cpus: float) -> None:
+    site = site_of()
+    site.node("n1", 2, cpus=32.0)
+    site.app("old-1", gang=gang, demand=2, cpus=8.0 * gang)
+    site.wait(1.5)
+    assert len(site.held("old-1")) == 2
+    site.app("new-1", kind="trial", cpus=24.0)
+    site.wait(1.5)
+    assert site.held("old-1") == []
+    site.decides_late = True
+    site.node("n2", 1)
+    site.app("last-1")
+    site.wait(1.5)
+    assert site.undecided[-1].view.nodes[NodeId("n1")].leaving_cpus == leaving_cpus
+
+
+@pytest.mark.parametrize(("holder", "fits"), [(None, True), ("a-1", False)])
+def test_nodes_count_the_cores_that_are_promised_and_apps_those_they_have(holder: str | None, fits: bool) -> None:
+    cluster = gpus_of(8)
+    kept = replace(cluster[0], holder=None if holder is None else AppId(holder))
+    more = replace(app_of("a-1", demand_max=2, kept=[kept], only=[], rho=None), cpus=16.0)
+    view = replace(view_of(cluster[1:], [more]), nodes={NodeId("n00"): replace(NODE, leaving_cpus=16.0)})
+    assert bool(got(decide(view, waiting("b-1", 1, kind="trial", cpus=16)), "b-1")) == fits
 
 
 def test_batch_apps_do_not_get_what_a_victim_of_this_round_still_has() -> None:

@@ -4,8 +4,9 @@ Of the apps of class batch whose leaving alone makes room for the trial, the one
 small, with a short grace period, and not preempted `fitgpp_p` times before; one that is known to save, if there is any
 (ours). If there is none, random ones are, until it fits. It never asks how long anything takes.
 
-*Source:* FitGpp (Yabuuchi et al., OpML 2019), Eq. 2 to 4; PAPERS.md section 3. Among random ones only those on nodes
-that could hold the trial are drawn: others would leave for nothing.
+*Source:* FitGpp (Yabuuchi et al., OpML 2019), Eq. 2 to 4; PAPERS.md section 3. Ours is also whom the lot can fall on:
+only on those on nodes that could hold the trial, as others would leave for nothing; and only on those who have not been
+preempted `fitgpp_p` times, if without them it fits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class FitGpp(Preemptive):
 
     def victims(self, round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
         """Return the one with the least score; random ones where none alone suffices."""
-        fresh = [unit for unit in round_.eligible(trial) if unit.app.preempted < self.settings.fitgpp_p]
+        fresh = self._fresh(round_, round_.eligible(trial))
         if fresh:
             scores = self.scores(round_, fresh)
             saves = [unit.app.movable for unit in fresh]
@@ -37,7 +38,13 @@ class FitGpp(Preemptive):
                 else f"{len(fresh)}, none of which is known to save"
             )
             return [(fresh[place], f"score {scores[place]:.3g}, the least of {among}")]
-        return _at_random(round_, trial)
+        fresh = self._fresh(round_, round_.units)
+        return _at_random(round_, trial, fresh if round_.fits_without(trial, fresh) else round_.units)
+
+    def _fresh(self, round_: Round, units: Sequence[Victim]) -> list[Victim]:
+        """Return those of apps that have made room less than P times, this round included."""
+        p = self.settings.fitgpp_p
+        return [unit for unit in units if unit.app.preempted + len(round_.preempted.get(unit.app.app, ())) < p]
 
     def scores(self, round_: Round, units: Sequence[Victim]) -> list[float]:
         """Return Score(j) = Size(D_j) / max_J Size + s * GP_j / max_J GP of each; J are all apps that could leave.
@@ -52,13 +59,14 @@ class FitGpp(Preemptive):
         return [size / size_max + self.settings.fitgpp_s * grace_s / grace_max for size, grace_s in found]
 
 
-def _at_random(round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
-    """Return random victims that together make room, all of one node unless the trial spans nodes."""
-    order = round_.lots(round_.units, trial)
-    if not trial.spans:
+def _at_random(round_: Round, trial: AppView, units: Sequence[Victim]) -> list[tuple[Victim, str]]:
+    """Return random ones of `units` that together make room, all of one node unless the trial may lie on several."""
+    order = round_.lots(units, trial)
+    if not trial.spans or round_.asks(trial):
         by_node: dict[NodeId, list[Victim]] = {}  # in the order of the lots
         for unit in order:
-            by_node.setdefault(unit.node, []).append(unit)
+            for node in sorted({gpu.node for gpu in unit.gpus}):
+                by_node.setdefault(node, []).append(unit)
         order = next((units for units in by_node.values() if round_.fits_without(trial, units)), order)
     return drawn(round_, trial, order, "drawn by lot, as none alone makes room")
 

@@ -117,7 +117,7 @@ class Round:
     def __init__(self, view: View, settings: Settings) -> None:
         self.view = view
         self.trials = {app.app for app in view.apps if is_trial(view, app, settings.trial_s)}
-        self.preempted: dict[AppId, AppView] = {}
+        self.preempted: dict[AppId, set[AppId]] = {}  #: who makes room, and for which trials
         self.blocker: AppView | None = None
         self._touched: set[NodeId] = set()  #: nodes that somebody is told to leave
         self._told = len(view.apps) <= settings.reasons_max
@@ -143,19 +143,17 @@ class Round:
     def _free_resources(self) -> dict[NodeId, Demand]:
         """Return N of each node: what it has less what those on it take, or will when others have left."""
         used: dict[NodeId, Demand] = defaultdict(lambda: Demand(0.0))
-        promised: dict[NodeId, Demand] = defaultdict(lambda: Demand(0.0))
         nodes = {gpu.node for gpu in self.view.gpus}
         for app in self.view.apps:
-            for pool, where in ((self._deal.got[app.app], used), (app.kept, promised)):
-                for node, count in _counts(pool).items():
-                    where[node] = where[node].plus(demand_of(app, count))
+            held = (gpu for gpu in app.kept if gpu.holder is not None)  # of the rest, which drains, its node tells
+            for node, count in _counts((*self._deal.got[app.app], *held)).items():
+                used[node] = used[node].plus(demand_of(app, count))
         free = {}
         for node in sorted(nodes | self.view.nodes.keys()):
             known = self.view.nodes.get(node)
             capacity = capacity_of(known)
             leaving = (known.leaving_cpus, known.leaving_host_bytes) if known is not None else (0.0, 0.0)
-            soon = promised[node]
-            taken = Demand(0.0, max(soon.cpus, leaving[0]), max(soon.host_bytes, leaving[1])).plus(used[node])
+            taken = Demand(0.0, *leaving).plus(used[node])
             here = float(len(self._deal.left.nodes.get(node, ())))
             free[node] = Demand(here, capacity.cpus - taken.cpus, capacity.host_bytes - taken.host_bytes)
         return free
@@ -202,19 +200,19 @@ class Round:
         nodes = [node for node in self.free if node not in self._reserved]
         if app.app in self.trials or app.only is not None:
             return True
-        if app.spans and not self._asks(app):
+        if app.spans and not self.asks(app):
             return app.gang > sum(capacity_of(self.view.nodes.get(node)).gpus for node in nodes)
         demand = demand_of(app, app.gang)
         return not any(demand.within(capacity_of(self.view.nodes.get(node))) for node in nodes)
 
     def _gang_for(self, app: AppView, *, emptied: bool, shut: frozenset[NodeId]) -> list[GpuView]:
         near = (*app.kept, *self._deal.got[app.app])
-        if not self._asks(app) and not emptied:  # any number of gangs, and nothing but GPUs to look at
+        if not self.asks(app) and not emptied:  # any number of gangs, and nothing but GPUs to look at
             free = self._deal.left
             return pick(
                 self._usable(app, free, shut) if app.only is not None or shut else free, app, self._room(app), near=near
             )
-        one = replace(app, spans=False) if self._asks(app) else app
+        one = replace(app, spans=False) if self.asks(app) else app
         demand = demand_of(app, app.gang)
         pools: list[GpuView] = []
         by_node: dict[NodeId, list[GpuView]] = defaultdict(list)
@@ -223,9 +221,9 @@ class Round:
         for node in sorted(self._deal.left.nodes.keys() | by_node.keys()):
             here = [*self._deal.left.nodes.get(node, {}).values(), *by_node[node]]
             room = self.free[node].plus(Demand(float(len(by_node[node]))))
-            if not emptied and node in self._touched and self._asks(app):
+            if not emptied and node in self._touched and self.asks(app):
                 continue  # what else the preempted leave there is not left yet
-            if not self._asks(app) or (len(here) >= app.gang and demand.within(room)):
+            if not self.asks(app) or (len(here) >= app.gang and demand.within(room)):
                 pools += here
         return pick(self._usable(app, pools, shut), one, app.gang, near=near)
 
@@ -234,7 +232,7 @@ class Round:
         able = (gpu for gpu in pool if app.only is None or gpu.gpu in app.only)
         return Holes((gpu for gpu in able if gpu.node not in shut), claims)
 
-    def _asks(self, app: AppView) -> bool:
+    def asks(self, app: AppView) -> bool:
         """Whether an app takes anything of a node that is counted, beside GPUs."""
         return bool(self.view.nodes) and (app.cpus > 0 or app.host_bytes > 0)
 
@@ -249,7 +247,7 @@ class Round:
         for gpu in self._emptied.values():
             gone[gpu.node] = gone[gpu.node].plus(Demand(1.0))
         demand = demand_of(app, app.gang)
-        if app.spans and not self._asks(app):
+        if app.spans and not self.asks(app):
             roomy = set(self.free)
             enough = app.gang <= sum(self.free[node].gpus + gone[node].gpus for node in self.free)
         else:
@@ -261,7 +259,7 @@ class Round:
         """Whether what is free and what these leave on `nodes` has a gang as close together as `app` accepts."""
         taken = [gpu for victim in victims for gpu in victim.gpus]
         pool = [*self._deal.left, *self._emptied.values(), *taken]
-        one = replace(app, spans=False) if self._asks(app) else app
+        one = replace(app, spans=False) if self.asks(app) else app
         return bool(pick(self._usable(app, [gpu for gpu in pool if gpu.node in nodes]), one, app.gang))
 
     def lots(self, units: Sequence[Victim], trial: AppView) -> list[Victim]:
@@ -298,7 +296,7 @@ class Round:
             # Its GPUs are counted where they are dealt: who comes must wait for them.
             self.free[node] = self.free[node].plus(replace(demand_of(app, count), gpus=0.0))
         self._touched |= {gpu.node for gpu in victim.gpus}
-        self.preempted[app.app] = app
+        self.preempted.setdefault(app.app, set()).add(trial.app)
         self.say(app.app, f"leaves {gpus(len(victim.gpus))} on {victim.node} for the trial {trial.app}: {why}")
         self.say(trial.app, f"{app.app} makes room for it on {victim.node}: {why}")
 
@@ -320,7 +318,7 @@ class Round:
             rest="" if self._told else "keeps what it holds, if it holds any, and waits for more in order of arrival",
             look_again_s=AGAIN_S if late or self.preempted else None,
             order=tuple(app.app for app in self.view.apps) if self.view.seats else (),
-            preempted=tuple(sorted(self.preempted)),
+            preempted=tuple(sorted(app for app, trials in self.preempted.items() for _ in trials)),
         )
 
     def _outcomes(self, owners: Mapping[GpuId, AppId], assign: Mapping[GpuId, AppId]) -> tuple[Outcome, ...]:

@@ -32,10 +32,12 @@ class Demand(Struct, frozen=True):
         return Demand(self.gpus - other.gpus, self.cpus - other.cpus, self.host_bytes - other.host_bytes)
 
     def within(self, other: Demand) -> bool:
-        """Whether no part of it is more than that of `other`; sums of parts round, and that is forgiven."""
-        slack = 1e-9
-        fits = self.gpus <= other.gpus + slack and self.cpus <= other.cpus + slack * max(1.0, other.cpus)
-        return fits and self.host_bytes <= other.host_bytes + slack * max(1.0, other.host_bytes)
+        """Whether no part of it is more than that of `other`; sums of parts round, and that is forgiven.
+
+        Of what is given away already and more (`other` is below zero) there is enough for who takes none of it.
+        """
+        parts = ((self.gpus, other.gpus), (self.cpus, other.cpus), (self.host_bytes, other.host_bytes))
+        return all(mine <= max(0.0, theirs) + 1e-9 * max(1.0, theirs) for mine, theirs in parts)
 
 
 class Victim(Struct, frozen=True):
