@@ -64,7 +64,7 @@ def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome,
 def _note_preempted(turn: Turn, app_id: AppId, here: Mapping[GpuId, Gpu]) -> None:
     """Count that an app has made room for a trial, if it has: P of FitGpp, and its place on top of the queue."""
     mine = [turn.state.gpus[gpu.id] for gpu in here.values() if _holder(gpu) == app_id]
-    gone = any(isinstance(gpu.state, Draining) for gpu in mine)
+    gone = any(isinstance(gpu.state, Draining) for gpu in mine) or not turn.index.gpus[app_id]  # it did not begin
     app = turn.state.apps.get(app_id)
     if app is not None and gone:
         turn.state.apps[app_id] = replace(app, preempted=app.preempted + 1, preempted_in=turn.state.round)

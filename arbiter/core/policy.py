@@ -195,6 +195,7 @@ class View(Struct, frozen=True):
     #: GPUs that are not in play, which a trial that waits may be given by `trials`; none unless one waits.
     takeable: tuple[GpuView, ...] = ()
     holders: tuple[AppView, ...] = ()  #: who holds those
+    emptying: tuple[GpuView, ...] = ()  #: GPUs that will be free within a moment, told while a trial waits
     tenants: Mapping[TenantId, TenantView] = {}  #: all that have ever had an app, or have terms
 
     def allocated_gpu_s(self, app: AppView) -> float:

@@ -383,6 +383,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         leaving=trials.leaving(turn),
         takeable=takeable,
         holders=holders,
+        emptying=trials.emptying(turn, apps),
         tenants=_tenants(turn),
     )
 

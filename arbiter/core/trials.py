@@ -6,9 +6,10 @@ layer around `Policy.allocate`:
 
 - A trial keeps what it holds for as long as it counts as one; the policy sees those GPUs as not in play.
 - The rest of what the policy decides stands. After it, each trial that still has nothing, in order of arrival, gets one
-  gang: of what the policy gave to nobody, or else what *one* app of class ``batch`` holds on a node makes room for it.
-  Victim is who loses least: whose training is known to save, then nobody twice (FitGpp's P), then the fewest GPUs and
-  the shortest grace period, by its score (Eq. 3).
+  gang: of what the policy gave to nobody; or it waits for what somebody who is over is just leaving; or else what *one*
+  app of class ``batch`` holds on a node, or has just been given, makes room for it. Victim is who loses least: who has
+  not begun or whose training is known to save, then nobody twice (FitGpp's P), then who has not begun, then the fewest
+  GPUs and the shortest grace period, by its score (Eq. 3).
 - In all, trials hold at most `Settings.trial_share` of the cluster's GPUs that way, and one in any case, so that
   calling everything a trial gains nothing; a trial beyond that waits like everybody else.
 
@@ -48,6 +49,10 @@ from protocol.messages import AppId, Bid, GpuId, NodeId
 
 #: An app that has not left so long after its grace period is waited for no longer: what it is on may never be empty.
 LEAVE_S = 60.0
+#: So long a trial waits for GPUs whose holder is over, before somebody makes room for it.
+EMPTY_S = 5.0
+#: When another round is wanted for GPUs that nobody has now because their newcomer made room for a trial.
+AGAIN_S = 1.0
 
 # --- what policies are shown ------------------------------------------------------------------------------------------
 
@@ -114,10 +119,7 @@ def takeable(
     turn: Turn, apps: Sequence[AppView], gpus: Mapping[GpuId, GpuView]
 ) -> tuple[tuple[GpuView, ...], tuple[AppView, ...]]:
     """Return the leased GPUs that are not in play and that a trial which waits may be given, and who holds them."""
-    settings = turn.state.settings
-    if settings.shared or not _serves(turn.policy, settings.policy_settings):
-        return (), ()
-    if not any(app.kind == "trial" and app.want > 0 and not app.kept and not app.renewable for app in apps):
+    if not _any_waits(turn, apps):
         return (), ()
     holders = sorted(turn.index.holders & turn.index.app_views.keys())
     held = (turn.state.gpus[gpu] for holder in holders for gpu in sorted(turn.index.gpus[holder]))
@@ -125,6 +127,27 @@ def takeable(
     taken = tuple(turn.index.show(gpu) for gpu in able if model.usable(turn.state, gpu))
     names = {gpu.holder for gpu in taken}
     return taken, tuple(turn.index.app_views[app].view for app in holders if app in names)
+
+
+def emptying(turn: Turn, apps: Sequence[AppView]) -> tuple[GpuView, ...]:
+    """Return, while a trial waits, the GPUs that will be free within a moment: who had them is over, nobody is next."""
+    if not _any_waits(turn, apps):
+        return ()
+    found = []
+    for gpu in (turn.state.gpus[gpu] for gpu in sorted(turn.index.draining)):
+        if isinstance(gpu.state, Draining) and gpu.state.promised_to is None and model.usable(turn.state, gpu):
+            app = turn.state.apps.get(gpu.state.lease.app)
+            if app is not None and not app.active and turn.now < gpu.state.since + EMPTY_S:
+                found.append(turn.index.show(gpu))
+    return tuple(found)
+
+
+def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
+    """Whether one of `apps` is a trial that this layer serves and that has nothing."""
+    settings = turn.state.settings
+    if settings.shared or not _serves(turn.policy, settings.policy_settings):
+        return False
+    return any(app.kind == "trial" and app.want > 0 and not app.kept and not app.renewable for app in apps)
 
 
 def _serves(policy: Policy, settings: Settings) -> bool:
@@ -207,6 +230,8 @@ class _Serving:
         self._freed = set(allocation.freed)
         self._words: dict[AppId, list[str]] = defaultdict(list)
         self._preempted: list[AppId] = []
+        self._emptying = list(view.emptying)
+        self._look_again_s: list[float] = []
         self._free = [
             gpu
             for gpu in view.gpus
@@ -221,6 +246,7 @@ class _Serving:
         unseen = {app.app for app in view.holders if is_trial(view, app, settings.trial_s)} - self._apps.keys()
         self._trials_hold += sum(gpu.holder in unseen for gpu in view.takeable)
         self._units = self._found_units(trials)
+        self._fresh = self._newcomers(trials)
         self._size_max = max((score_of(unit, view.nodes)[0] for unit in self._units), default=0.0)
         self._grace_max = max((unit.app.grace_s for unit in self._units), default=0.0)
 
@@ -244,6 +270,15 @@ class _Serving:
             for unit in units_of(known[app], gpus)
         ]
 
+    def _newcomers(self, trials: set[AppId]) -> list[Victim]:
+        """Return what apps of class ``batch`` that hold nothing are given in this round, node by node."""
+        given: dict[AppId, list[GpuView]] = defaultdict(list)
+        for gpu in self._view.gpus:
+            app = self._apps.get(self._assign.get(gpu.gpu, AppId("")))
+            if app is not None and app.kind == "batch" and not (app.kept or app.renewable or app.app in trials):
+                given[app.app].append(gpu)
+        return [unit for app, gpus in sorted(given.items()) for unit in units_of(self._apps[app], gpus)]
+
     def answer(self, waiting: Sequence[AppView]) -> Allocation:
         """Serve who can be served."""
         for app in waiting:
@@ -253,10 +288,12 @@ class _Serving:
                     f"it is a trial that needs {app.gang}, and of at most {share:.4g} GPUs that trials may have before "
                     f"others (trial_share) they hold {self._trials_hold}; so it waits like others"
                 )
-            elif not self._place(app):
+            elif not self._place(app) and not self._await(app):
                 self._preempt_for(app)
+        times = [at for at in (self._allocation.look_again_s, *self._look_again_s) if at is not None]
         return replace(
             self._allocation,
+            look_again_s=min(times, default=None),
             assign=dict(sorted(self._assign.items())),
             freed=tuple(sorted(self._freed - self._assign.keys())),
             outcomes=self._outcomes(),
@@ -270,6 +307,22 @@ class _Serving:
         left = any(gpu.gpu in self._freed for gpu in bundle)
         which = "that others leave for trials" if left else "free"
         return bool(bundle) and self._give(app, bundle, f"it is a trial and gets {len(bundle)} {which}")
+
+    def _await(self, app: AppView) -> bool:
+        """Let a trial wait for what is free and what is just being left, if that is enough."""
+        usable = [gpu for gpu in (*self._free, *self._emptying) if app.only is None or gpu.gpu in app.only]
+        bundle = pick(Holes(usable), app, app.gang) if self._emptying else []
+        if not bundle:
+            return False
+        names = {gpu.gpu for gpu in bundle}
+        self._free = [gpu for gpu in self._free if gpu.gpu not in names]
+        self._emptying = [gpu for gpu in self._emptying if gpu.gpu not in names]
+        self._trials_hold += len(bundle)
+        self._look_again_s.append(EMPTY_S)
+        self._words[app.app].append(
+            f"it is a trial and waits for {gpus(len(bundle))} that somebody who is over is leaving"
+        )
+        return True
 
     def _give(self, app: AppView, bundle: Sequence[GpuView], why: str) -> bool:
         self._assign |= {gpu.gpu: app.app for gpu in bundle}
@@ -293,9 +346,12 @@ class _Serving:
             app, bundle, f"it is a trial, for which {unit.app.app} makes room on {unit.node}: {self._why(score, unit)}"
         )
         self._preempted.append(unit.app.app)
+        goes = "leaves" if unit.app.app not in self._beginners else "does not begin on"
         self._words[unit.app.app].append(
-            f"leaves {gpus(len(taken))} on {unit.node} for the trial {app.app}: {self._why(score, unit)}"
+            f"{goes} {gpus(len(taken))} on {unit.node} for the trial {app.app}: {self._why(score, unit)}"
         )
+        if unit.app.app in self._beginners:
+            self._look_again_s.append(AGAIN_S)
         for gpu in taken:
             if self._assign.get(gpu) == unit.app.app:
                 del self._assign[gpu]
@@ -304,18 +360,24 @@ class _Serving:
 
     @cached_property
     def _ranked(self) -> list[tuple[float, Victim]]:
-        """All that could make room, with their scores: who saves first, then who has not yet, then the least score."""
+        """All that could make room, with their scores, who loses least first."""
         p = self._settings.fitgpp_p
-        scored = [(self._score(unit), unit) for unit in self._units]
-        scored.sort(
-            key=lambda each: (
-                not each[1].app.movable, each[1].app.preempted >= p, each[0], each[1].app.app, each[1].node
-            )
-        )  # fmt: skip
-        return scored
+
+        def loss(each: tuple[float, Victim]) -> tuple[bool, bool, bool, float, AppId, NodeId]:
+            score, unit = each
+            begins = unit.app.app in self._beginners
+            return not (begins or unit.app.movable), unit.app.preempted >= p, not begins, score, unit.app.app, unit.node
+
+        return sorted([(self._score(unit), unit) for unit in (*self._fresh, *self._units)], key=loss)
+
+    @cached_property
+    def _beginners(self) -> frozenset[AppId]:
+        return frozenset(unit.app.app for unit in self._fresh)
 
     def _why(self, score: float, unit: Victim) -> str:
         """Return why this one makes room, in words."""
+        if unit.app.app in self._beginners:
+            return "it has not begun, and loses nothing"
         saves = "" if unit.app.movable else "; nobody who is known to save what he has done could"
         return f"few GPUs that can soon be left (score {score:.3g}){saves}"
 

@@ -62,6 +62,46 @@ def test_who_is_known_to_save_makes_room_before_one_who_would_leave_sooner(polic
     assert "for the trial tia-1" in site.told("ana-1")
 
 
+def ending(policy: str) -> Site:
+    """Ana on n1, a trial on n2 that is over and leaves; Bob waits, and a second trial comes."""
+    site = Site(settings(policy))
+    site.node("n1", 1)
+    site.node("n2", 1)
+    site.play_round(site.app("ana-1") + site.app("tia-1", kind="trial") + site.wait(1.5))
+    node = "n1" if site.held("ana-1") == [gpu_id("n1", 0)] else "n2"
+    assert site.held("ana-1") == [gpu_id(node, 0)]
+    site.play_round(site.app("bob-1") + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="trial", state="finished"))
+    site.play_round(site.app("tib-1", kind="trial") + site.wait(1.5))
+    return site
+
+
+def left_by(site: Site, app: str) -> str:
+    return next(gpu for gpu in (gpu_id("n1", 0), gpu_id("n2", 0)) if site.holder(gpu) != app)
+
+
+@ANY_POLICY
+def test_a_trial_waits_for_what_is_just_being_left_and_gets_it_before_who_has_not_begun(policy: str) -> None:
+    site = ending(policy)
+    assert len(site.held("ana-1")) == 1
+    assert "waits for 1 GPU that somebody who is over is leaving" in site.told("tib-1")
+    gpu = left_by(site, "ana-1")
+    site.play_round(site.node("n1") + site.node("n2") + site.wait(1.5))
+    assert site.held("tib-1") == [gpu]
+    assert len(site.held("ana-1")) == 1
+    if policy != "themis":  # which has whoever is worst off bid, and may give it to the trial itself
+        assert "does not begin on 1 GPU" in site.told("bob-1")
+        assert site.arbiter.state.apps["bob-1"].preempted == 1  # type: ignore[index]
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_what_is_not_left_within_a_moment_is_waited_for_no_longer() -> None:
+    site = ending("fifo")
+    site.play_round(site.wait(7.0))
+    assert site.held("ana-1") == []
+    assert "ana-1 makes room" in site.told("tib-1")
+
+
 def test_where_nobody_saves_the_story_says_so() -> None:
     site = full("fifo")
     site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
