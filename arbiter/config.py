@@ -76,6 +76,11 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
             f"{source}: arbiter.lease_s is {settings.lease_s}, too short for renewal_lead_s + probe_s + bid_s; "
             "make the lease longer or the others shorter"
         )
+    if settings.tenants_only and not settings.tenants:
+        raise ConfigError(
+            f"{source}: arbiter.tenants_only is true and no tenant is named, so nobody could run anything; "
+            "name tenants in arbiter.tenants (of a simulation: --tenants FILE), or leave it out"
+        )
     names_of_tenants = Counter(each.name for each in settings.tenants)
     twice = [name for name, count in names_of_tenants.items() if count > 1]
     if twice:

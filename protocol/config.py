@@ -25,6 +25,7 @@ _CHOICE = re.compile(r"Invalid enum value (.*)")
 _LENGTH = re.compile(r"Expected `(array|str)` of length >= (\d+)")
 _BOUND = re.compile(r"Expected `(?:int|float)` (>=|<=|>|<) (\S+)")
 _TYPE = re.compile(r"Expected `(.*?)`(?:, got `(.*)`)?")
+_NAME = re.compile(r"Expected `str` matching regex '\^\[a-z0-9\]\[a-z0-9-\].*'")
 _BOUNDS = {">=": "at least", "<=": "at most", ">": "more than", "<": "less than"}
 _TYPES = {
     "int": "a whole number",
@@ -95,6 +96,8 @@ def in_words(error: msgspec.ValidationError, kind: type[Struct] | None = None) -
         return f"{subject} is too short; give {found[2]} {'entry' if found[1] == 'array' else 'character'} or more"
     if found := _BOUND.fullmatch(what):
         return f"{subject} must be {_BOUNDS[found[1]]} {found[2].removesuffix('.0')}"
+    if _NAME.fullmatch(what):
+        return f"{subject} cannot be that; use lower-case letters, digits and dashes, such as team-a"
     if found := _TYPE.fullmatch(what):
         but = f", and is {_kind(found[2])}" if found[2] else ""
         return f"{subject} must be {_kind(found[1])}{but}"

@@ -271,16 +271,21 @@ def tenants_of(file: str) -> tuple[TenantTerms, ...]:
     if not file:
         return ()
     try:
-        rows = list(csv.DictReader(Path(file).read_text(encoding="utf-8").splitlines()))
+        table = csv.DictReader(Path(file).read_text(encoding="utf-8").splitlines())
+        columns, rows = list(table.fieldnames or ()), list(table)
     except (OSError, UnicodeDecodeError):
         raise ExperimentError(f"the tenants {file!r} cannot be read; give a CSV with tenant and share") from None
+    if columns and not {"tenant", "share"} <= set(columns):
+        raise ExperimentError(f"{file} line 1: the columns are {', '.join(columns)}; name them tenant and share")
     terms = []
     for number, row in enumerate(rows, start=2):
         fields = {"name": row.get("tenant"), "weight": row.get("share")}
         try:
             terms.append(msgspec.convert(fields, TenantTerms, strict=False))
         except msgspec.ValidationError as error:
-            raise ExperimentError(f"{file} line {number}: {in_words(error)}; give tenant and share") from None
+            field, _, wrong = in_words(error).partition(" ")
+            column = {"name": "tenant", "weight": "share"}.get(field, field)
+            raise ExperimentError(f"{file} line {number}: {column} {wrong}; give tenant and share") from None
         if terms[-1].name in {each.name for each in terms[:-1]}:
             raise ExperimentError(f"{file} line {number} names {terms[-1].name} again; give each tenant one line")
     if not terms:

@@ -263,7 +263,8 @@ def _tell_phase(turn: Turn, known: model.Task | None, task: model.Task) -> None:
     if known is None or known.phase != task.phase:
         ended = f": {task.outcome}" if task.outcome else ""
         why = f" ({task.reason})" if task.reason else ""
-        turn.tell(task.app, f"{task.id} on {task.node} is {task.phase}{ended} at step {task.step}{why}")
+        step = f" at step {task.step}" if task.step >= 0 else ""  # a worker that has just begun may not have said it
+        turn.tell(task.app, f"{task.id} on {task.node} is {task.phase}{ended}{step}{why}")
 
 
 def _take_proofs(turn: Turn, node: Node, report: NodeReport) -> None:

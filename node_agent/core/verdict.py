@@ -51,7 +51,7 @@ def _unasked(task: Task, gone: WorkerGone) -> Verdict:
         # The supervisor or the node went down under it: nothing that a script can be blamed for.
         return Verdict("preempted", f"{gone.reason or 'ended, and nobody saw how'}; {lost_work(facts)}", None)
     if facts.told_to_leave and (code == EXIT_REQUEUE or (code == 0 and facts.left)):
-        return Verdict("preempted", f"saved at step {facts.saved_step} and left as it was told", code)
+        return Verdict("preempted", f"{_saved(facts)}left as it was told", code)
     if code == 0 and not facts.hello and not isinstance(task.state, Vacating | Suspending):
         return Verdict("finished", "exited 0; never used the library, so its success is unconfirmed", code)
     if code == 0:
@@ -62,6 +62,13 @@ def _unasked(task: Task, gone: WorkerGone) -> Verdict:
 def _complete(facts: Facts) -> bool:
     """Say whether all declared steps were made: a script that we sent SIGTERM may call a cut-off end a finish."""
     return facts.total_steps > 0 and facts.step + 1 >= facts.total_steps
+
+
+def _saved(facts: Facts) -> str:
+    """Say what is known of the checkpoint of a worker that left: a new attempt may not have said its step yet."""
+    if facts.saved_step >= 0:
+        return f"saved at step {facts.saved_step} and "
+    return "saved and " if facts.left else ""
 
 
 def lost_work(facts: Facts) -> str:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from arbiter.core.history import TenantTerms
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Settings
-from protocol.messages import AppId
+from protocol.messages import AppId, TenantId
 from tests.core.test_astraea import A, B, Shop, by_tenant
 
 TERMS = (TenantTerms(A, quota=4), TenantTerms(B, quota=2))
@@ -39,6 +39,43 @@ def test_yarn_cs_lets_a_tenant_that_holds_nothing_run_one_job_beyond_its_quota()
     assert shop.round() == {"b-1": 3}
 
 
+def said(shop: Shop) -> dict[str, str]:
+    """Return what each app is told in a round, without its place."""
+    return {outcome.app: outcome.reason.partition(": ")[2] for outcome in shop.decide().outcomes}
+
+
+@pytest.mark.parametrize("spans", [True, False])
+@pytest.mark.parametrize("others", [0, 2, 3])
+def test_yarn_cs_says_that_it_is_the_quota_that_stops_an_app(spans: bool, others: int) -> None:
+    shop = Shop(4, policy="yarn-cs", terms=[TenantTerms(A, quota=2), TenantTerms(B, quota=2)])
+    shop.come("a-1", 1, A)
+    if others:
+        shop.come("b-1", others, B)
+    shop.come("a-2", 2, A)
+    shop.apps["a-2"] = replace(shop.apps["a-2"], spans=spans)
+    shop.round()
+    assert said(shop)["a-2"] == "it needs 2 more, and its tenant a has 1 GPU where its quota is 2"
+
+
+def test_yarn_cs_names_the_app_that_blocks_those_behind_it() -> None:
+    shop = Shop(4, policy="yarn-cs", terms=[TenantTerms(A, quota=2), TenantTerms(B, quota=2)])
+    shop.come("a-1", 1, A)
+    shop.come("b-1", 4, B)
+    shop.come("b-2", 1, B)
+    assert said(shop) == {
+        "a-1": "gets 1 GPU",
+        "b-1": "it needs a gang of 4, and 3 GPUs are left",
+        "b-2": "gets nothing before b-1 of its tenant, which came earlier and waits for a gang of 4",
+    }
+
+
+@pytest.mark.parametrize("policy", ["yarn-cs", "hived", "fifo"])
+def test_where_no_gpu_is_in_play_that_is_said(policy: str) -> None:
+    shop = Shop(policy=policy)
+    shop.come("a-1", 1, A)
+    assert [reason.rpartition(": ")[2] for reason in said(shop).values()] == ["no GPU is in play"]
+
+
 def test_hived_lends_idle_quota_and_its_owner_takes_it_back_when_leases_end() -> None:
     shop = Shop(6, policy="hived", terms=TERMS)
     for number in range(6):
@@ -63,6 +100,21 @@ def test_hived_counts_of_an_elastic_app_what_the_quota_holds() -> None:
     assert shop.round() == {"a-1": 8}
     shop.come("b-1", 1, B, demand=8)
     assert [shop.round() for _ in range(2)] == [{"a-1": 4, "b-1": 4}] * 2
+
+
+def test_hived_leaves_the_part_of_an_app_that_does_not_fit_to_the_next_of_its_tenant() -> None:
+    shop = Shop(8, 4, 4, policy="hived", terms=[TenantTerms(A, quota=8), TenantTerms(B, quota=8)])
+
+    def come(app: str, gang: int, tenant: TenantId) -> None:
+        shop.come(app, gang, tenant)
+        shop.apps[app] = replace(shop.apps[app], spans=False)
+
+    for app, gang in (("b-1", 8), ("b-2", 4), ("b-3", 4)):
+        come(app, gang, B)
+    assert by_tenant(shop, shop.round()) == {B: 16}
+    for app, gang in (("a-1", 8), ("a-2", 4), ("a-3", 4), ("a-4", 4)):
+        come(app, gang, A)
+    assert [shop.round() for _ in range(2)] == [{"b-1": 8, "a-2": 4, "a-3": 4}] * 2
 
 
 def test_allox_does_not_give_all_to_a_tenant_that_comes_late() -> None:

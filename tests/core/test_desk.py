@@ -107,6 +107,16 @@ def test_who_was_preempted_is_leaving_and_then_waits_with_what_it_has_saved() ->
     assert site.replayed() == site.arbiter.snapshot()
 
 
+@pytest.mark.parametrize(("step", "said"), [(-1, "is running"), (0, "is running at step 0")])
+def test_of_a_task_that_has_not_said_its_step_none_is_told(step: int, said: str) -> None:
+    counter = Counter()
+    site, gpu = counter.site, gpu_id("n1", 0)
+    site.node("n1", 1)
+    site.play_round(site.app("ana-1") + site.wait(0))
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], "running", step=step)], used=[gpu])
+    assert [line.rpartition(" on n1 ")[2] for line in site.told("ana-1").splitlines() if " on n1 " in line] == [said]
+
+
 def test_an_explanation_names_who_won_instead() -> None:
     told = contended().ask("explain", "bob-1")
     assert told["schema"] == "explain/v1"

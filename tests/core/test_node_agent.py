@@ -309,6 +309,21 @@ def test_a_worker_that_can_save_leaves_with_a_checkpoint(bench: Bench) -> None:
     assert "saved at step 8" in status.reason
 
 
+def test_of_a_worker_that_left_no_step_is_named_that_nobody_knows(bench: Bench) -> None:
+    bench.run(A, 0, checkpoint=True)
+    bench.plan(task_order(A, 0, want="vacate"))
+    bench.gone(A, 75)
+    assert (bench.status(A).saved_step, bench.status(A).reason) == (-1, "left as it was told")
+
+
+def test_of_a_worker_that_saved_before_its_first_step_no_step_is_named(bench: Bench) -> None:
+    bench.run(A, 0, checkpoint=True)
+    bench.plan(task_order(A, 0, want="vacate"))
+    bench.worker(A, Saved(bench.ordered().seq, -1, "/checkpoints/a0", 0.1, leaving=True))
+    bench.gone(A, 75)
+    assert (bench.status(A).saved_step, bench.status(A).reason) == (-1, "saved and left as it was told")
+
+
 def test_a_script_that_leaves_by_returning_is_preempted_too(bench: Bench) -> None:
     bench.run(A, 0, checkpoint=True)
     bench.plan(task_order(A, 0, want="vacate"))

@@ -658,11 +658,8 @@ REFERENCE: dict[str, Callable[[View], dict[str, int]]] = {
     "slaq": lambda view: dealt(view, lambda app, got: -lowered(app, got[app.app])),
     "gandiva": lambda view: dealt(view, lambda app, got: got[app.app] // app.gang, keeps=True),
     "gandiva-placement": lambda view: dealt(view, lambda app, got: (got[app.app] // app.gang, view.served_gpu_s(app))),
-    # without any history nothing is fair: a tenant or an app has had something, and that is enough, or it has not
-    "astraea": lambda view: dealt(
-        view,
-        lambda app, got: (tenant_share(view, app, got) > 0, got[app.app] > 0, got[app.app] > 0 and not app.renewable),
-    ),
+    # without any history nothing is fair: a tenant has had something, and that is enough, or not; its apps take turns
+    "astraea": lambda view: dealt(view, lambda app, got: (tenant_share(view, app, got) > 0, got[app.app])),
     "yarn-cs": within_whole_quotas,
     "hived": lambda view: walked(view, lent_last(view)),
     "allox": lambda view: walked(view, shortest_of_the_first_tenant(view)),

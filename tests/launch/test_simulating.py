@@ -306,6 +306,10 @@ def test_the_solver_is_compiled_before_what_needs_it(
         (("compare", "TRACE", "--cluster", "1x2", "--set", "bid_s=3", "--set", "bid_s=2"), "bid_s is set twice"),
         (("simulate", "TRACE", "--cluster", "1x2", "--fairness-knob", "nan"), "the settings: arbiter.policy_settings"),
         (("simulate", "TRACE", "--cluster", "1x2", "--set", "node_timeout_s=5"), "node_timeout_s has no effect here"),
+        (
+            ("simulate", "TRACE", "--cluster", "1x2", "--set", "tenants_only=true"),
+            "the settings: arbiter.tenants_only is true and no tenant is named",
+        ),
         (("simulate", "themis:1?search=single", "--cluster", "1x2"), "search is 'single'; give one of all, halving"),
         (("simulate", "themis:1?tenants=99999999999999999999", "--cluster", "1x2"), "tenants is 99999999999999999999"),
         (("compare", "TRACE", "--cluster", "1x2", "--policies", "fifo,best"), "the policy 'best' is not known"),
@@ -333,8 +337,12 @@ def test_a_mistake_is_one_sentence_and_a_next_step(trace: Path, words: tuple[str
     [
         ("tenant,share\n", "names no tenant; give lines of tenant and share"),
         ("tenant,share\na,1\nb,2\na,3\n", "line 4 names a again; give each tenant one line"),
-        ("tenant,weight\na,1\n", "line 2: "),
-        ("tenant,share\na,-1\n", "line 2: "),
+        ("tenant,weight\na,1\n", "line 1: the columns are tenant, weight; name them tenant and share"),
+        ("tenant\n", "line 1: the columns are tenant; name them tenant and share"),
+        ("", "names no tenant; give lines of tenant and share"),
+        ("tenant,share\na,0\n", "line 2: share must be more than 0; give tenant and share"),
+        ("tenant,share\nTeam A,1\n", "line 2: tenant cannot be that; use lower-case letters, digits and dashes"),
+        ("tenant,share\na\n", "line 2: share must be a number, and is nothing; give tenant and share"),
     ],
 )
 def test_a_file_of_tenants_that_is_wrong_is_one_sentence(trace: Path, tmp_path: Path, text: str, sentence: str) -> None:

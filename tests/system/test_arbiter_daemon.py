@@ -144,7 +144,11 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ("[arbiter]\nlease = 600\n", "unknown field `arbiter.lease`"),
         ("[[arbiter.tenants]]\nname = 'a'\nweight = 0\n", "arbiter.tenants[0].weight"),
         ("[[arbiter.tenants]]\nname = 'a'\nquota = 0\n", "arbiter.tenants[0].quota"),
-        ("[[arbiter.tenants]]\nname = 'Team A'\n", "arbiter.tenants[0].name"),
+        (
+            "[[arbiter.tenants]]\nname = 'Team A'\n",
+            "arbiter.tenants[0].name cannot be that; use lower-case letters, digits and dashes, such as team-a",
+        ),
+        ("[[arbiter.tenants]]\nname = ''\n", "arbiter.tenants[0].name cannot be that; use lower-case letters, digits"),
         ("[[arbiter.tenants]]\nweight = 2\n", "name"),
         (
             "[[arbiter.tenants]]\nname = 'a'\n[[arbiter.tenants]]\nname = 'a'\n",

@@ -445,8 +445,9 @@ def losses(lost: Sequence[GpuId], owner: Mapping[GpuId, AppId]) -> str:
 
 
 def all_gone(owners: Iterable[AppId]) -> str:
-    """Return a clause on who got the GPUs in play, all of them."""
-    return f"nothing is left of the GPUs in play, which went to {shares(owners)}"
+    """Return a clause on who got the GPUs in play, all of them; of nobody: that there are none."""
+    named = shares(owners)
+    return f"nothing is left of the GPUs in play, which went to {named}" if named else "no GPU is in play"
 
 
 def too_few_left(app: AppView, left: int) -> str:

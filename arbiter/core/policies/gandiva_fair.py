@@ -2,7 +2,8 @@
 
 A tenant has tickets by its weight, and its jobs equal parts of them, by their own weights. Whoever has run least for
 its tickets goes first: by GPU time had less what its tickets were worth since it came, over what they are worth now.
-So a job that comes starts at the pass of the others, as a stride scheduler has it, and no debt is ever forgotten.
+So a job that comes starts at 0 of its own, wherever the others are, and no debt is ever forgotten: who has used what
+the tickets of others were worth stands still, once those want it again, until that is paid back.
 
 *Source:* Gandiva_fair (EuroSys 2020), split stride and gang-aware scheduling, as Astraea (Ye et al., TPDS 2021) uses it
 as a baseline. Its trading of fast GPUs for slow ones has no meaning where GPUs are equal. What tickets are worth is cut

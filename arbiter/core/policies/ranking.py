@@ -48,6 +48,7 @@ class Selection:
         self.left = len(view.gpus)  #: GPUs in play that nobody has taken
         self.told = told  #: whether every app will be told why
         self.blocker: AppView | None = None  #: who lets nobody by
+        self.stopped: dict[AppId, str] = {}  #: why the policy lets apps have nothing, where it is no lack of GPUs
         self.served: dict[AppId, AppView] = {}  #: apps that have taken GPUs in play, own ones or others
         self.moved: set[AppId] = set()  #: apps that got other GPUs to lie closer together
         self.own: dict[AppId, tuple[GpuId, ...]] = {}  #: GPUs in play that an app keeps
@@ -407,9 +408,9 @@ class _Words:
     def _why_nothing(self, app: AppView) -> str:
         if app.want <= 0:
             return f"wants no more than the {gpus(len(app.kept))} it keeps"
-        misfit = self._misfits.get(app.app)
-        if misfit is not None:
-            return misfit
+        why = self._selection.stopped.get(app.app) or self._misfits.get(app.app)
+        if why is not None:
+            return why
         blocker = self._selection.blocker
         if blocker is not None and blocker is not app:
             return f"gets nothing before {blocker.app}, which came earlier and waits for a gang of {blocker.gang}"

@@ -36,23 +36,29 @@ class YarnCs(Ranked):
         used = kept_of(view)
         for app in selection.holders:
             used[app.tenant] += selection.has(app) - len(app.kept)
-        blocked: set[TenantId] = set()
+        blockers: dict[TenantId, AppView] = {}
         for app in order:
-            if selection.left <= 0:
+            if selection.left <= 0 and not selection.told:
                 return
-            if app.tenant in blocked or app.want <= 0:
+            if app.want <= 0:
+                continue
+            if app.tenant in blockers:
+                if selection.told:
+                    selection.stopped[app.app] = _behind(blockers[app.tenant])
                 continue
             room = quota_of(view, app.tenant) - used[app.tenant]
             if used[app.tenant] == 0:
                 room = max(room, app.gang)
             taken = 0
-            if room >= app.gang or app.chunk > 1:
+            if selection.left > 0 and (room >= app.gang or app.chunk > 1):
                 before = selection.left
                 yield app, min(app.demand_max, room)
                 taken = before - selection.left
                 used[app.tenant] += taken
+            if not taken and room < app.gang and selection.told:
+                selection.stopped[app.app] = _beyond(view, app, used[app.tenant])
             if not taken and not selection.has(app):
-                blocked.add(app.tenant)
+                blockers[app.tenant] = app
 
     def figures(self, view: View) -> Callable[[AppView], str]:
         """Return what says the quota."""
@@ -63,3 +69,14 @@ def quota_of(view: View, tenant: TenantId) -> int:
     """Return the whole GPUs of a tenant's quota; without a history of tenants all there are."""
     told = view.tenants.get(tenant)
     return view.cluster_gpus if told is None else int(told.quota_gpus + SLACK)
+
+
+def _beyond(view: View, app: AppView, used: int) -> str:
+    """Return a clause on a quota that leaves no gang of `app`, its tenant using so many GPUs."""
+    quota = quota_of(view, app.tenant)
+    return f"it needs {app.gang} more, and its tenant {app.tenant} has {gpus(used)} where its quota is {quota}"
+
+
+def _behind(blocker: AppView) -> str:
+    """Return a clause on the app of the same tenant that has to be served first."""
+    return f"gets nothing before {blocker.app} of its tenant, which came earlier and waits for a gang of {blocker.gang}"
