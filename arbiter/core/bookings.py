@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 
 from msgspec.structs import replace
@@ -15,11 +16,12 @@ from msgspec.structs import replace
 from arbiter.core import model, sharing
 from arbiter.core.model import App, ArbiterSettings, State
 from arbiter.core.policy import Admission, AppView, Booking, Market, Policy, Seller
+from arbiter.core.pricing.prices import ASKED_MAX
 from arbiter.core.turn import Index, Turn, policy_of
 from protocol.messages import NodeId
 
-#: Prices go by the apps that have asked last, so many of them.
-ASKED_MAX = 256
+#: Of an app that a policy admitted which sells nothing, until it has been asked what it would book.
+UNASKED = Booking((), 0.0, 0.0, 0.0, 0.0)
 
 
 @lru_cache(maxsize=8)
@@ -42,7 +44,7 @@ def sell(turn: Turn, app: App) -> Admission:
     homes = {each.id: there for each in (app, *booked) if (there := _nodes_of(turn, each))}
     market = Market(turn.now, _usable(turn), tuple(_asking_now(turn, each) for each in booked), turn.state.asked, homes)
     verdict = policy.sell(market, _asking_now(turn, app))
-    if verdict.asked is not None and app.booking is None:
+    if verdict.asked is not None and (app.booking is None or app.booking == UNASKED):
         turn.state.asked = (*turn.state.asked, verdict.asked)[-ASKED_MAX:]
     if verdict.booking is not None:
         turn.state.apps[app.id] = replace(turn.state.apps[app.id], booking=verdict.booking)
@@ -86,7 +88,8 @@ def renew(turn: Turn) -> None:
     if policy is None:
         return
     here = (math.floor(turn.now / policy.slot_s), turn.index.census()[1])
-    if here == turn.state.slot:
+    # Where one node went and another came at once there are as many GPUs as before, and not the same.
+    if here == turn.state.slot and not turn.index.recounted:
         return
     turn.state.slot = here
     if turn.now < turn.state.started_at + turn.state.settings.admission_wait_s:
@@ -94,37 +97,72 @@ def renew(turn: Turn) -> None:
         turn.state.slot = (here[0], -1)
         return
     turn.state.news = True
-    usable = dict(_usable(turn))
-    for _, app_id in turn.index.order:
-        app = turn.state.apps[app_id]
-        if app.booking is None:
-            continue
-        why = _shortfall(turn, app, app.booking, policy.slot_s, usable)
+    apps = [turn.state.apps[app_id] for _, app_id in turn.index.order]
+    _renew_booked(turn, [app for app in apps if app.booking not in (None, UNASKED)], policy.slot_s)
+    for app in apps:
+        if app.booking == UNASKED:
+            _sell_first(turn, app)
+
+
+def _renew_booked(turn: Turn, apps: Sequence[App], slot_s: float) -> None:
+    """Book anew for those of these, by arrival, whose booking is not enough any more."""
+    slot = turn.state.slot[0]
+    usable, sold = dict(_usable(turn)), Counter[tuple[int, NodeId]]()
+    for app in apps:
+        assert app.booking is not None
+        gone = {
+            node
+            for number, gpus in app.booking.slots
+            for node, count in gpus
+            if number >= slot and sold[number, node] + count > usable.get(node, 0)
+        }
+        why = _shortfall(turn, app, app.booking, slot_s, gone)
         if why:
             verdict = sell(turn, app)
-            turn.tell(app_id, f"books again, {why}: {verdict.reason}")
+            turn.tell(app.id, f"books again, {why}: {verdict.reason}")
+        booking = turn.state.apps[app.id].booking
+        assert booking is not None
+        sold.update({(number, node): count for number, gpus in booking.slots for node, count in gpus})
+
+
+def _sell_first(turn: Turn, app: App) -> None:
+    """Sell to an app that was admitted where nothing was sold; if that does not pay it goes on without a booking."""
+    verdict = sell(turn, app)
+    booking = verdict.booking
+    if booking is not None and booking.utility > booking.price:
+        booking = replace(booking, again=0, told=booking.utility)
+        turn.tell(app.id, f"was admitted where nothing is sold, and now books {verdict.reason}")
+    else:
+        why = verdict.reason if booking is None or not booking.slots else "it is worth less than the price"
+        booking = None
+        turn.tell(app.id, f"was admitted where nothing is sold, and goes on without a booking: {why}")
+    turn.state.apps[app.id] = replace(turn.state.apps[app.id], booking=booking)
 
 
 def reprice(turn: Turn, before: ArbiterSettings) -> None:
-    """After a change of the settings: what was booked in slots of another length, or long ago, is booked anew."""
+    """After a change of the settings: what was booked in slots of another length, or long ago, is booked anew.
+
+    So is what was admitted by a policy that sells nothing.
+    """
     policy, old = _seller(turn.policy), _seller(policy_of(before.policy, before.policy_settings))
     if policy is None or (old is not None and old.slot_s == policy.slot_s):
         return
     for app_id, app in sorted(turn.state.apps.items()):
         if app.booking is not None:
             turn.state.apps[app_id] = replace(app, booking=replace(app.booking, slots=()))
+        elif old is None and app.active and app.utility is not None:
+            turn.state.apps[app_id] = replace(app, booking=UNASKED)
     turn.state.slot = (0, -1)
 
 
-def _shortfall(turn: Turn, app: App, booking: Booking, slot_s: float, usable: dict[NodeId, int]) -> str:
-    """Return why a booking is not enough any more; empty if it is."""
+def _shortfall(turn: Turn, app: App, booking: Booking, slot_s: float, gone: set[NodeId]) -> str:
+    """Return why a booking is not enough any more, `gone` being nodes that have less left of it; empty if it is."""
     slot = turn.state.slot[0]
     ahead = [(number, gpus) for number, gpus in booking.slots if number >= slot]
     if not ahead and not booking.slots:
         return "for it has nothing booked"
-    gone = sorted({node for _, gpus in ahead for node, count in gpus if count > usable.get(node, 0)})
     if gone:
-        return f"for GPUs of {', '.join(gone)} are gone"
+        return f"for GPUs of {', '.join(sorted(gone))} are gone"
     left_gpu_s = left_of(app, len(turn.index.gpus.get(app.id, ())), turn.now)
     booked_gpu_s = sum(
         count * ((number + 1) * slot_s - max(turn.now, number * slot_s)) for number, gpus in ahead for _, count in gpus

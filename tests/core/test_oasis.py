@@ -200,6 +200,102 @@ def test_the_numbers_of_gpus_that_are_looked_at(changes: dict[str, object], coun
     assert many[-1] == 1000
 
 
+# --- what a refusal says would be admitted ----------------------------------------------------------------------------
+
+
+def following(reason: str, gpu_slots: float, utility: Utility) -> list[tuple[float, Utility]]:
+    """Return the work and the utility of all that a refusal says would be admitted."""
+    found = [(gpu_slots, parse(text)) for text in re.findall(r"\(--utility (\S+)\)", reason)]
+    less = re.findall(r"at most (\S+) GPU-hours", reason)
+    return found + [(float(hours) * 3600.0 / SLOT_S, utility) for hours in less]
+
+
+def followed(knobs: Settings, before: Sequence[tuple[float, str]], gpu_slots: float, text: str) -> list[bool]:
+    """Return, of all that the refusal of an app names, whether it is admitted when it is submitted at once."""
+
+    def refused() -> Shop:
+        shop = Shop(settings=replace(SETTINGS, policy_settings=knobs))
+        for number, (work, worth) in enumerate(before):
+            shop.ask(f"b{number}-1", work, parse(worth))
+        shop.ask("ann-1", gpu_slots, parse(text))
+        return shop
+
+    answers = []
+    for work, utility in following(refused().reason("ann-1"), gpu_slots, parse(text)):
+        shop = refused()
+        shop.ask("ann-2", work, utility)
+        answers.append(shop.arbiter.state.apps[AppId("ann-2")].booking is not None)
+    return answers
+
+
+LEARNING = replace(KNOBS, oasis_price_min=0.0, oasis_price_max=0.0)
+
+
+@pytest.mark.parametrize("knobs", [KNOBS, LEARNING], ids=["fixed", "learnt"])
+@pytest.mark.parametrize("shape", ["none:{}", "deadline:300s,{}", "soft:800s,{}", "sigmoid:{},20/h,500s"])
+def test_what_a_refusal_names_is_admitted_when_it_is_submitted_at_once(knobs: Settings, shape: str) -> None:
+    """What was refused, and what is declared anew, move the prices that are learnt; numbers are rounded."""
+    before = [(9.0, "none:90"), (21.0, "soft:1500s,400"), (10.0, "none:35")]
+    answers = []
+    for worth in (1, 3, 7, 13, 19, 28):
+        for gpu_slots in (5.3, 17.1):
+            text = shape.format(worth)
+            try:
+                answers += followed(knobs, before, gpu_slots, text)
+            except AssertionError:
+                continue  # it is admitted
+    assert len(answers) >= 6
+    assert all(answers)
+
+
+def test_less_work_of_who_declares_no_worth_is_worth_less() -> None:
+    """Worth 1 for each GPU-hour at most, so 1 / 36 for a GPU-slot, where an empty one costs 0.02 and a full one 1."""
+    knobs = replace(KNOBS, oasis_price_min=0.72, oasis_price_max=36.0)
+    before = [(2.0, "none:100")]
+    assert followed(knobs, before, 60.0, "soft:1200s") == [True, True, True]
+
+
+def test_where_neither_worth_nor_time_alone_is_enough_both_are_named() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 16)
+    shop.ask("bob-1", 4, parse("sigmoid:1,360/h,10s"))
+    reason = shop.reason("bob-1")
+    said = "it would be admitted with a worth of more than 8 instead of 1, halved at 8.33 min"
+    assert reason.endswith(f"; {said} (--utility sigmoid:8.008,360/h,8.342m)")
+    shop.ask("bob-2", 4, advised(reason))
+    assert shop.counts("bob-2") == {14: 4}
+
+
+def test_a_later_target_can_be_typed_for_the_greatest_worth_there_is() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 16)
+    shop.ask("bob-1", 4, parse("deadline:1s,1000000000"))
+    shop.ask("bob-2", 4, advised(shop.reason("bob-1")))
+    assert shop.counts("bob-2") == {14: 4}
+
+
+def test_where_nothing_would_be_admitted_a_refusal_says_so_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = Shop()
+    shop.ask("ann-1", 80)
+    shop.ask("bob-1", 4, parse("deadline:1h,1000"))
+    assert shop.reason("bob-1").endswith("; nothing would be admitted now, for no slot has 1 GPU left on one node")
+    shop = Shop()
+    shop.ask("bob-1", 1000, parse("none:0.1"))
+    assert shop.reason("bob-1").endswith("; nothing less would be admitted now, for it is not worth its price")
+    dear = replace(KNOBS, oasis_price_min=1e12, oasis_price_max=1e12)
+    shop = Shop(settings=replace(SETTINGS, policy_settings=dear))
+    shop.ask("bob-1", 4, parse("deadline:1h,1000"))
+    assert shop.reason("bob-1").endswith(
+        "; nothing would be admitted now, for the price is beyond what can be declared"
+    )
+    monkeypatch.setattr("arbiter.core.policies.oasis.TRIED_CELLS_MAX", 0.0)
+    shop = Shop()
+    shop.ask("bob-1", 4, parse("none:1"))
+    assert shop.reason("bob-1").endswith(
+        "; nothing was found that would be admitted now, for more would have to be tried than there is time for"
+    )
+
+
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 
@@ -536,6 +632,57 @@ def test_an_app_whose_node_is_lost_books_on_another_and_gets_what_is_unsold_if_t
     assert len(shop.held("ann-1")) == 2
 
 
+def test_where_a_node_loses_some_of_its_gpus_who_came_last_books_again() -> None:
+    shop = Shop(settings=replace(SETTINGS, policy_settings=replace(KNOBS, oasis_price_max=36.0)))
+    for app in ("ann-1", "bob-1"):
+        shop.ask(app, 8, sizes=(2,))
+    first = shop.booking("ann-1")
+    assert [shop.counts(app) for app in ("ann-1", "bob-1")] == [dict.fromkeys(range(10, 14), 2)] * 2
+    shop.node("n2", 4)
+    shop.node("n1", sick=["GPU-n1-3"])
+    assert shop.booking("ann-1") == first
+    assert {node for _, gpus in shop.booking("bob-1").slots for node, _ in gpus} == {"n2"}
+    assert "books again, for GPUs of n1 are gone" in shop.told("bob-1")
+    assert shop.booking("bob-1").again == 1
+    shop.node("n1", sick=["GPU-n1-2", "GPU-n1-3"])
+    assert (shop.booking("ann-1"), shop.booking("bob-1").again) == (first, 1)
+
+
+def test_a_node_that_is_lost_as_an_equal_one_comes_is_booked_no_more() -> None:
+    shop = Shop(settings=replace(SETTINGS, node_timeout_s=30.0))
+    shop.ask("ann-1", 8, sizes=(2,))
+    shop.now += 45.0  # no absence, which is four beats; the first news after it is of another node
+    shop.node("n2", 4)
+    assert {node for _, gpus in shop.booking("ann-1").slots for node, _ in gpus} == {"n2"}
+
+
+def test_apps_of_a_policy_that_sells_nothing_are_sold_what_pays_when_this_one_takes_over() -> None:
+    shop = Shop(settings=replace(SETTINGS, policy="fifo"))
+    shop.ask("ann-1", 8, parse("deadline:1h,1000"), sizes=(4,))
+    shop.ask("bob-1", 8, parse("none:1"))
+    shop.ask("zoe-1", 8, None)
+    shop.settle()
+    snapshot, events = shop.arbiter.snapshot(), len(shop.journal)
+    shop.lead()
+    shop.handle(Configured(replace(SETTINGS, admission_wait_s=5.0)))
+    shop.wait(4.0)
+    assert shop.booking("ann-1").slots == ()
+    shop.node("n1")
+    shop.wait(2.0)
+    assert sum(shop.counts("ann-1").values()) >= 7
+    assert shop.booking("ann-1").told == shop.booking("ann-1").utility == pytest.approx(1000.0)
+    assert shop.booking("ann-1").again == 0
+    for app in ("bob-1", "zoe-1"):
+        assert isinstance(shop.arbiter.state.apps[AppId(app)].state, Active)
+        assert shop.arbiter.state.apps[AppId(app)].booking is None
+    assert "goes on without a booking: it is worth less than the price" in shop.told("bob-1")
+    assert len(shop.arbiter.state.asked) == 2
+    shop.ask("new-1", 12, parse("none:500"), sizes=(4,))
+    shop.settle()
+    assert len(shop.held("ann-1")) == 4
+    assert shop.replayed(events, snapshot) == shop.arbiter.snapshot()
+
+
 def test_who_was_admitted_and_can_be_sold_nothing_any_more_gets_what_is_unsold_before_others() -> None:
     shop = Shop(gpus=1)
     shop.ask("ann-1", 1, sizes=(1,))
@@ -650,7 +797,7 @@ def test_of_many_different_nodes_some_are_looked_at_and_the_emptiest_is_among_th
     market = Market(1000.0, nodes, tuple(others))
     app = replace(app_of("a", demand_max=4), left_gpu_s=800.0, utility=PATIENT, arrived_at=1000.0)
     sale = _Sale(KNOBS, market, app)
-    homes = sale._homes(sale._pool(), app, sale._request)
+    homes = sale._homes(sale._pool(), app, sale.request)
     assert len(homes) == HOMES_MAX
     assert homes[0] == (150,)
     booking = Oasis(KNOBS).sell(market, app).booking

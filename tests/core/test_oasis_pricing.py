@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,7 +30,7 @@ from arbiter.core.pricing.prices import (
 )
 from arbiter.core.pricing.room import GAIN, Booked, look, make_room, price_of
 from arbiter.core.pricing.schedule import Deployment, Pool, Prospects, Request, Schedule, Servers, sell
-from arbiter.core.pricing.utility import Sigmoid, in_slots, parse, written
+from arbiter.core.pricing.utility import FORMS, NUMBER_MAX, Sigmoid, in_slots, parse, written
 
 FREE = Bounds((math.log(100.0),), math.log(1.0))
 PATIENT = Sigmoid(200.0, 0.0, 0.0)
@@ -68,7 +69,7 @@ def test_a_utility_is_written_as_it_is_read_and_no_less_generous(
         assert worth > 9e8 or decay_per_s > 2e5 or target_s > 9e11
         return
     read = in_slots(parse(text), slot_s=slot_s, work_gpu_s=0.0)
-    assert wanted.worth < read.worth <= 1.003 * wanted.worth
+    assert wanted.worth < read.worth <= 1.003 * wanted.worth or worth == read.worth == NUMBER_MAX
     assert read.decay == pytest.approx(wanted.decay, rel=1e-3)
     if decay_per_s:
         assert wanted.target <= read.target <= 1.003 * wanted.target
@@ -87,9 +88,19 @@ def test_what_is_no_utility_is_refused_in_one_sentence(text: str) -> None:
         parse(text)
 
 
+def test_what_the_forms_name_can_be_written() -> None:
+    examples = re.findall(r"(?:sigmoid|deadline|soft|none):\d[\w,/]*\w", FORMS)
+    assert examples == ["sigmoid:50,2/h,6h", "deadline:6h", "soft:6h", "deadline:6h,50", "none:50"]
+    for example in examples:
+        parse(example)
+    assert "none after a colon" in FORMS
+    with pytest.raises(ValueError, match="no utility"):
+        parse("none,5")
+
+
 @pytest.mark.parametrize("text", ["deadline:6", "soft:6,50", "sigmoid:50,2,6h", "sigmoid:50,2/h,6"])
 def test_a_time_without_a_unit_is_refused_by_what_is_missing(text: str) -> None:
-    with pytest.raises(ValueError, match="'[26]' in a utility has no unit of time"):
+    with pytest.raises(ValueError, match=r"'[26]' in a utility has no unit of time"):
         parse(text)
 
 
@@ -288,7 +299,9 @@ def test_both_ways_to_the_least_cost_agree_where_both_apply() -> None:
         convex = Prospects(request, workers)
         rows = Prospects(replace(request, first_units=request.units), workers)
         assert convex.costs == pytest.approx(rows.costs), f"seed {seed}"
-        assert convex.most_work() == rows.most_work(), f"seed {seed}"
+        for in_proportion in (False, True):
+            most = convex.most_work(in_proportion=in_proportion)
+            assert most == rows.most_work(in_proportion=in_proportion), f"seed {seed}"
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

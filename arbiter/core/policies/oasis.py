@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -49,10 +49,10 @@ from arbiter.core.policy import (
     Tenure,
     View,
 )
-from arbiter.core.pricing.prices import Bounds, Priced, Seen, density, learnt_bounds
-from arbiter.core.pricing.room import Booked, is_content, look, make_room
+from arbiter.core.pricing.prices import ASKED_MAX, Bounds, Priced, Seen, density, learnt_bounds
+from arbiter.core.pricing.room import Booked, cells, is_content, look, make_room
 from arbiter.core.pricing.schedule import Deployment, Pool, Prospects, Request, Schedule
-from arbiter.core.pricing.utility import Sigmoid, in_slots, written
+from arbiter.core.pricing.utility import Sigmoid, in_slots, parse, written
 from protocol.messages import AppId, Bid, GpuId, NodeId
 
 #: Of one GPU in one slot: what can be done in the rest of a slot is counted in such parts, rounded down.
@@ -70,6 +70,12 @@ LOAD_SLOTS = 24
 #: So many of those that are booked are looked at, those that are worth least for what they take, when one comes; of who
 #: may lie on any one node, so many nodes beside that of its booking.
 MOVABLE_MAX, OTHER_HOMES = 64, 3
+#: What is told to who is refused is tried: as it would break even, then with so much more, or less, as long as all
+#: tries take no more than so many cells (`room.cells`).
+GREATER, LESS = (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 8.0), (1.0, 0.99, 0.97, 0.9, 0.8, 0.6, 0.4, 0.2)
+TRIED_CELLS_MAX = 3e8
+#: A time is told in three digits; so much more of it is no less than it was.
+ROUNDED_UP = 1.005
 #: Most numbers of GPUs that are looked at for one app.
 COUNTS_MAX = 64
 
@@ -199,17 +205,17 @@ class _Sale:
         self._nodes = [node for node, _ in market.gpus]
         self._place = {node: number for number, node in enumerate(self._nodes)}
         asks = _asks(settings, market, app)
-        self._request, self._grain, self._work_gpu_s = asks.request, asks.grain, asks.work_gpu_s
+        self.request, self._grain, self._work_gpu_s = asks.request, asks.grain, asks.work_gpu_s
         self._bounds, self._remembered = self._price_bounds()
 
     def _price_bounds(self) -> tuple[Bounds, Asked | None]:
         """Return U and L of a GPU and slot, and what is to be remembered of this app."""
-        request, settings = self._request, self._settings
+        request, settings = self.request, self._settings
         fewest = max(1, math.ceil(request.work / max(1, request.units[-1])))
         job = Priced(request.sigmoid, 0, max(1e-9, self._work_gpu_s / self._slot_s), fewest, request.demand)
         hour = math.log(self._slot_s / 3600.0)
         own = density(job) - hour
-        best = self._request.sigmoid.at(float(fewest) + self._request.waited)
+        best = self.request.sigmoid.at(float(fewest) + self.request.waited)
         hopeless = best < HOPELESS * self._best()
         asked = Asked(self._market.now, own, self._work_gpu_s / 3600.0) if math.isfinite(own) and not hopeless else None
         known = self._learnt((*self._market.asked, asked) if asked else self._market.asked)
@@ -219,7 +225,7 @@ class _Sale:
 
     def _best(self) -> float:
         """Return what the app would be worth if it ended on arrival."""
-        return float(self._request.sigmoid.at(0.0))
+        return float(self.request.sigmoid.at(0.0))
 
     def _learnt(self, asked: Sequence[Asked]) -> Bounds:
         """Return U and L of a GPU-hour by the apps that have asked last."""
@@ -277,19 +283,21 @@ class _Sale:
     def verdict(self) -> Admission:
         """Return the answer."""
         pool = self._pool()
-        homes = self._homes(pool, self._app, self._request)
-        best, prospects = look(self._request, homes, (pool, None)) if homes else (None, None)
+        homes = self._homes(pool, self._app, self.request)
+        best, prospects = look(self.request, homes, (pool, None)) if homes else (None, None)
         if self._app.booking is not None:
             return self._anew(best)
         moved: tuple[tuple[AppId, Booking, str], ...] = ()
-        if self._settings.oasis_second_look and homes and not is_content(self._request, best):
+        if self._settings.oasis_second_look and homes and not is_content(self.request, best):
             booked = self._movable(pool)
-            room = make_room(self._request, [each for _, each in booked], (pool, None), best)
+            room = make_room(self.request, [each for _, each in booked], (pool, None), best)
             if room is not None and not self._is_hopeless(room.schedule):
                 best = room.schedule
                 moved = tuple(self._moved(booked[place][0], anew) for place, anew in room.moved)
-        if best is None or best.payoff <= 0.0 or self._is_hopeless(best):
-            return Admission(admitted=False, reason=self._refusal(best, prospects), asked=self._remembered)
+        if best is None or not self._admits(best):
+            again = _Again(self._settings, self._remembering(), self._app, pool, _home_of(best, homes))
+            reason = self._refusal(best, prospects, again)
+            return Admission(admitted=False, reason=reason, asked=self._remembered)
         booking = self._booking(best)
         reason = (
             f"is booked {self._told(best)}, to end within {_span(booking.ends_at - self._market.now)}; it is worth "
@@ -298,6 +306,31 @@ class _Sale:
         if moved:
             reason += f"; {len(moved)} app{'s' * (len(moved) > 1)} had booked before and made room"
         return Admission(admitted=True, reason=reason, booking=booking, moved=moved, asked=self._remembered)
+
+    def _remembering(self) -> Market:
+        """Return the market as the next to ask finds it."""
+        asked = self._market.asked if self._remembered is None else (*self._market.asked, self._remembered)
+        return replace(self._market, asked=asked[-ASKED_MAX:])
+
+    def look_again(
+        self, sold: Pool, home: tuple[int, ...], afford: Callable[[Request, Sequence[Sequence[int]]], bool]
+    ) -> tuple[bool, Prospects]:
+        """Return whether it is admitted surely where so much is sold, without a second look, and what `home` offers.
+
+        Only where that is not enough, all nodes are looked at: elsewhere it may pay a little more to end too late.
+        """
+        pool = Pool(sold.capacity, sold.sold, self._bounds)
+        best, prospects = look(self.request, (home,), (pool, None))
+        assert prospects is not None
+        if best is None or not self._admits(best):
+            return False, prospects
+        homes = self._homes(pool, self._app, self.request)
+        if homes != (home,) and (home not in homes or best.payoff < HOPELESS * self._best()):
+            best = look(self.request, homes, (pool, None))[0] if afford(self.request, homes) else None
+        return best is not None and self._admits(best), prospects
+
+    def _admits(self, schedule: Schedule) -> bool:
+        return schedule.payoff > 0.0 and not self._is_hopeless(schedule)
 
     def _is_hopeless(self, schedule: Schedule) -> bool:
         return schedule.utility < HOPELESS * self._best()
@@ -369,7 +402,7 @@ class _Sale:
             self._market.now,
             again=again,
             told=schedule.utility,
-            worth=self._request.sigmoid.worth,
+            worth=self.request.sigmoid.worth,
         )
 
     def _told(self, schedule: Schedule) -> str:
@@ -380,50 +413,177 @@ class _Sale:
         least = f"{min(counts)} to " if min(counts) < max(counts) else ""
         return f"{least}{gpus(max(counts))} in {slots}{start}"
 
-    def _refusal(self, best: Schedule | None, prospects: Prospects | None) -> str:
-        app, hours = self._app, self._app.left_gpu_s or 0.0
-        what = f"{app.app} is refused: its {hours / 3600.0:.4g} GPU-hours"
+    def _refusal(self, best: Schedule | None, prospects: Prospects | None, again: _Again) -> str:
+        app, hours = self._app, (self._app.left_gpu_s or 0.0) / 3600.0
+        what = f"{app.app} is refused: its {hours:.4g} GPU-hours"
         if best is None:
-            most = prospects.most_work() if prospects is not None else 0
             within = _span(self._settings.oasis_slots * self._slot_s)
-            text = f"{what} cannot be had within {within}, which is all that is for sale"
-            return f"{text}{self._less_work(most)}"
+            less = again.less_work(prospects) if prospects is not None else ""
+            told = f"it would be admitted with {less}" if less else self._nothing_less(prospects)
+            return f"{what} cannot be had within {within}, which is all that is for sale; {told}"
         assert prospects is not None
         hopeless = self._is_hopeless(best)
-        least_worth, least_target = prospects.least_worth(), prospects.least_target()
-        most = 0 if hopeless else prospects.most_work()
-        unpriced = self._settings.oasis_price_max <= 0.0 and not self._market.asked  # it would set its own price
-        if hopeless and (least_target is not None or unpriced):
-            late = (best.end + self._rest) * self._slot_s + self._market.now - app.arrived_at
-            least_target = max(least_target or 0.0, late / self._slot_s)
-        parts = []
-        if least_worth is not None and least_worth <= WORTH_MAX and not hopeless:
-            # What is worth the same at any time is written as what it is worth then, which is half of theta1.
-            part, when = (1.0, "") if self._request.sigmoid.decay > 0.0 else (0.5, " at any time")
-            worth = self._request.sigmoid.worth * part
-            typed = self._typed(replace(self._request.sigmoid, worth=least_worth))
-            parts.append(f"a worth of more than {least_worth * part:.4g}{when} instead of {worth:.4g}{typed}")
-        if least_target is not None:
-            typed = self._typed(replace(self._request.sigmoid, target=least_target))
-            parts.append(f"half its worth only after {_span(least_target * self._slot_s)} or later{typed}")
-        if most:
-            parts.append(f"at most {self._gpu_hours(most):.4g} GPU-hours of work")
-        price = best.cost / max(1e-12, hours / 3600.0)
-        mend = f"; it would be admitted with {', or '.join(parts)}" if parts else ""
+        delay = best.end + self._rest
+        mends = (
+            "" if hopeless else again.more_worth(prospects),
+            again.more_time(prospects, least=delay if hopeless else 0.0),
+            "" if hopeless else again.less_work(prospects),
+        )
+        mend = ", or ".join(each for each in mends if each) or again.more_of_both(best, delay=delay)
+        told = f"it would be admitted with {mend}" if mend else again.why_not()
         return (
-            f"{what} cost {best.cost:.4g} ({price:.4g} per GPU-hour) and it is worth {best.utility:.4g} when it could "
-            f"end, in {_span((best.end + self._rest) * self._slot_s)}{mend}"
+            f"{what} cost {best.cost:.4g} ({best.cost / max(1e-12, hours):.4g} per GPU-hour) and it is worth "
+            f"{best.utility:.4g} when it could end, in {_span(delay * self._slot_s)}; {told}"
         )
 
+    def _nothing_less(self, prospects: Prospects | None) -> str:
+        if prospects is not None and prospects.has_room:
+            return "nothing less would be admitted now, for it is not worth its price"
+        where = "" if self._app.spans else " on one node"
+        return f"nothing would be admitted now, for no slot has {gpus(self._app.gang)} left{where}"
+
+
+def _home_of(best: Schedule | None, homes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return which of its homes a schedule is on; the first if there is none."""
+    if best is None or len(homes) <= 1:
+        return homes[0] if homes else ()
+    return tuple(sorted({server for slot in best.slots for server, _ in slot.workers}))
+
+
+class _Again:
+    """An app that is refused, as it could be submitted again at once: of that it is told what has been tried.
+
+    What breaks even at the prices of the moment need not do: prices that are learnt go by the app that was refused, and
+    by what it declares anew. So each change is tried as it would be sold, and made greater until it is admitted.
+    """
+
+    def __init__(self, settings: Settings, market: Market, app: AppView, sold: Pool, home: tuple[int, ...]) -> None:
+        assert app.utility is not None
+        assert app.left_gpu_s is not None
+        self._settings = settings
+        self._market = market
+        self._app = replace(app, arrived_at=market.now)
+        self._utility = app.utility
+        self._left_gpu_s = app.left_gpu_s
+        self._slot_s = settings.oasis_slot_s
+        self._sigmoid = in_slots(app.utility, slot_s=self._slot_s, work_gpu_s=app.left_gpu_s)
+        self._sold = sold
+        self._home = home
+        self._cells = TRIED_CELLS_MAX
+
+    # --- what it could be submitted with; empty: nothing of the kind was admitted -------------------------------------
+
+    def more_worth(self, prospects: Prospects) -> str:
+        """Return the worth with which it would be admitted, and what to type."""
+        return self._worth(self._sigmoid, prospects.least_worth())
+
+    def more_time(self, prospects: Prospects, *, least: float) -> str:
+        """Return the target, `least` slots or more, with which it would be admitted, and what to type."""
+        target = max(least, prospects.least_target() or 0.0)
+        if self._sigmoid.decay <= 0.0 or target <= 0.0:
+            return ""
+        found = self._seek(
+            target, GREATER, lambda target: self._ask(replace(self._sigmoid, target=target)), Prospects.least_target
+        )
+        if found is None:
+            return ""
+        after = _span(ROUNDED_UP * found * self._slot_s)
+        return f"half its worth only after {after} or later{self._typed(replace(self._sigmoid, target=found))}"
+
+    def more_of_both(self, best: Schedule, *, delay: float) -> str:
+        """Return the worth with which it would be admitted if half of it were left after so long, and what to type."""
+        if self._sigmoid.decay <= 0.0:
+            return ""
+        later = replace(self._sigmoid, target=max(self._sigmoid.target, delay))
+        part = float(replace(later, worth=1.0).at(delay))
+        halved = f", halved at {_span(later.target * self._slot_s)}"
+        return self._worth(later, max(self._sigmoid.worth, best.cost / part), halved)
+
+    def less_work(self, prospects: Prospects) -> str:
+        """Return the work with which it would be admitted."""
+        found = self._seek(self._most_hours(prospects), LESS, self._ask_less, self._most_hours)
+        return f"at most {_rounded_down(found)} GPU-hours of work" if found is not None else ""
+
+    def why_not(self) -> str:
+        """Return that there is nothing that it could be submitted with, and why."""
+        if self._cells <= 0.0:
+            return (
+                "nothing was found that would be admitted now, for more would have to be tried than there is time for"
+            )
+        if self._settings.oasis_price_max <= 0.0:
+            return "nothing would be admitted now, for the price goes by what is declared and rises with it"
+        return "nothing would be admitted now, for the price is beyond what can be declared"
+
+    # --- trying -------------------------------------------------------------------------------------------------------
+
+    def _worth(self, sigmoid: Sigmoid, least: float | None, halved: str = "") -> str:
+        if least is None:
+            return ""
+        found = self._seek(
+            least, GREATER, lambda worth: self._ask(replace(sigmoid, worth=worth)), Prospects.least_worth
+        )
+        if found is None:
+            return ""
+        # What is worth the same at any time is written as what it is worth then, which is half of theta1.
+        part, when = (1.0, "") if sigmoid.decay > 0.0 else (0.5, " at any time")
+        typed = self._typed(replace(sigmoid, worth=found))
+        return (
+            f"a worth of more than {found * part:.4g}{when} instead of {self._sigmoid.worth * part:.4g}{halved}{typed}"
+        )
+
+    def _seek(
+        self,
+        value: float,
+        steps: Sequence[float],
+        ask: Callable[[float], AppView | None],
+        next_: Callable[[Prospects], float | None],
+    ) -> float | None:
+        """Return the first value with which it is admitted, of those that step away from where it would break even."""
+        for step in steps:
+            app = ask(value * step)
+            if app is None:
+                return None
+            sale = _Sale(self._settings, self._market, app)
+            if not self._afford(sale.request, (self._home,)):
+                return None
+            admitted, prospects = sale.look_again(self._sold, self._home, self._afford)
+            if admitted:
+                return value * step
+            even = next_(prospects)
+            if even is None:
+                return None
+            value = max(value, even) if steps is GREATER else min(value, even)
+        return None
+
+    def _afford(self, request: Request, homes: Sequence[Sequence[int]]) -> bool:
+        if self._cells <= 0.0:
+            return False
+        self._cells -= cells(request, homes, (self._sold, None))
+        return True
+
+    def _ask(self, sigmoid: Sigmoid) -> AppView | None:
+        text = written(sigmoid, slot_s=self._slot_s) if sigmoid.worth <= WORTH_MAX else ""
+        return replace(self._app, utility=parse(text)) if text else None
+
+    def _ask_less(self, hours: float) -> AppView | None:
+        left_gpu_s = float(_rounded_down(hours)) * 3600.0
+        return replace(self._app, left_gpu_s=left_gpu_s) if 0.0 < left_gpu_s < self._left_gpu_s else None
+
+    def _most_hours(self, prospects: Prospects) -> float:
+        """Return the most GPU-hours with which it would break even; without a worth of its own less is worth less."""
+        request = prospects.request
+        units = prospects.most_work(in_proportion=not self._utility.worth)
+        slots = units * request.counts[0] / request.units[0]
+        return slots * self._slot_s / (1.0 + self._settings.oasis_margin) / 3600.0
+
     def _typed(self, sigmoid: Sigmoid) -> str:
-        text = written(sigmoid, slot_s=self._slot_s)
-        return f" (--utility {text})" if text else ""
+        return f" (--utility {written(sigmoid, slot_s=self._slot_s)})"
 
-    def _less_work(self, most: int) -> str:
-        return f"; it would be admitted with at most {self._gpu_hours(most):.4g} GPU-hours of work" if most else ""
 
-    def _gpu_hours(self, units: int) -> float:
-        return units / self._grain * self._slot_s / (1.0 + self._settings.oasis_margin) / 3600.0
+def _rounded_down(value: float) -> str:
+    """Return a number of four digits that is no more than `value`, but for what floats lose."""
+    digits = 3 - math.floor(math.log10(value)) if value > 0.0 else 0
+    return f"{math.floor(value * 10.0**digits * (1.0 + 1e-9)) / 10.0**digits:.4g}"
 
 
 def _counts(app: AppView, cluster_gpus: int) -> tuple[int, ...]:

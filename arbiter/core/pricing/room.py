@@ -106,15 +106,15 @@ def make_room(newcomer: Request, booked: Sequence[Booked], pools: Pools, first: 
     if is_content(newcomer, first):
         return None
     best: Room | None = None
-    most, cells = 0.0, CELLS_MAX
+    most, left = 0.0, CELLS_MAX
     enough = CONTENT * _at_best(newcomer) - (first.utility if first is not None and first.payoff > 0.0 else 0.0)
     for some in _sets(booked):
         trial = [(place, booked[place]) for place in some]
         homes = _freed(newcomer, trial, pools)
-        cost = _cells(newcomer, homes, pools) + sum(_cells(each.request, each.homes, pools) for _, each in trial)
-        if cost > cells:
+        cost = cells(newcomer, homes, pools) + sum(cells(each.request, each.homes, pools) for _, each in trial)
+        if cost > left:
             continue
-        cells -= cost
+        left -= cost
         room, gain = _instead(newcomer, homes, trial, pools, first)
         if room is not None and gain > most * (1.0 + GAIN):  # of nearly equal ones that which moves fewest
             best, most = room, gain
@@ -152,7 +152,7 @@ def _freed(newcomer: Request, some: Sequence[tuple[int, Booked]], pools: Pools) 
     return tuple((server,) for server in sorted(servers) if (pools[0].capacity[server] + CRUMB >= least).all())
 
 
-def _cells(request: Request, homes: Sequence[Sequence[int]], pools: Pools) -> float:
+def cells(request: Request, homes: Sequence[Sequence[int]], pools: Pools) -> float:
     """Return about how many cells of rows a look costs; copying the pool for it is no more than that of a count."""
     slots, servers = pools[0].sold.shape[:2]
     homes_ = max(1, len(homes))

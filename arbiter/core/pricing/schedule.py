@@ -344,14 +344,23 @@ class Prospects:
         least = float(np.where(np.isnan(targets), np.inf, targets).min(initial=np.inf))
         return max(0.0, least) if np.isfinite(least) else None
 
-    def most_work(self) -> int:
-        """Return the most units of work with which the job would break even, worth as much and no more time."""
-        if self._rows is None:
-            return self._most_by_marginals()
-        gains = self.utility[:, None] - self._rows[1:]
-        return int(np.flatnonzero((gains > 0).any(axis=0)).max(initial=0))
+    @property
+    def has_room(self) -> bool:
+        """Whether any of the counts fits anywhere."""
+        return bool(np.isfinite(self._count_costs).any())
 
-    def _most_by_marginals(self) -> int:
+    def most_work(self, *, in_proportion: bool = False) -> int:
+        """Return the most units of work with which the job would break even, in no more time.
+
+        Worth as much as all of it, or `in_proportion` to what it is of it.
+        """
+        parts = np.arange(1, self.request.work + 1) / self.request.work if in_proportion else 1.0
+        if self._rows is None:
+            return self._most_by_marginals(parts)
+        gains = self.utility[:, None] * parts - self._rows[1:, 1:]
+        return int((np.flatnonzero((gains > 0).any(axis=0)) + 1).max(initial=0))
+
+    def _most_by_marginals(self, parts: Floats | float) -> int:
         """Return the same where the least marginal costs are all there is."""
         most = 0
         if self._marginals is None:
@@ -359,7 +368,8 @@ class Prospects:
         for place in range(len(self._horizon)):
             within = self._marginals[: place + 1]
             sums = np.cumsum(np.sort(within[np.isfinite(within)])[: self.request.work])
-            most = max(most, int(np.searchsorted(sums, self.utility[place], side="left")))
+            worth = np.broadcast_to(self.utility[place] * parts, self.request.work)[: len(sums)]
+            most = max(most, int((np.flatnonzero(worth > sums) + 1).max(initial=0)))
         return most
 
 

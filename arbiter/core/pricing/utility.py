@@ -25,7 +25,7 @@ HARD = 0.1
 NUMBER_MAX = 1e9
 FORMS = (
     "write sigmoid:THETA1,THETA2,THETA3 such as sigmoid:50,2/h,6h (worth 50, halved at 6 h), deadline:6h, soft:6h, "
-    "or none; the last three may be followed by what it is worth, such as deadline:6h,50"
+    "or none; what it is worth may follow a time after a comma, such as deadline:6h,50, or none after a colon: none:50"
 )
 
 
@@ -114,8 +114,10 @@ def _time(seconds: float) -> str:
 
 
 def _up(value: float) -> str:
-    """Return a number of four digits that is a little more than `value`."""
-    return f"{value * 1.001:.4g}" if value < 1e4 else f"{math.ceil(value * 1.001)}"
+    """Return a number of four digits that is a little more than `value`, though not more than may be written."""
+    if value < 1e4:
+        return f"{value * 1.001:.4g}"
+    return f"{max(math.ceil(value), min(math.ceil(value * 1.001), int(NUMBER_MAX)))}"
 
 
 def _worth(words: list[str]) -> float:
