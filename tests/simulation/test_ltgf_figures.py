@@ -77,5 +77,5 @@ def test_what_is_no_file_of_tenants_is_said_in_one_sentence(tmp_path: Path) -> N
         settings_of(replace(base, tenants=str(tmp_path / "none.csv")))
     wrong = tmp_path / "wrong.csv"
     wrong.write_text("tenant,share\na,1\nb,0\n")
-    with pytest.raises(ExperimentError, match=r"wrong.csv line 3: weight .*; give tenant and share"):
+    with pytest.raises(ExperimentError, match=r"wrong.csv line 3: share .*; give tenant and share"):
         settings_of(replace(base, tenants=str(wrong)))
