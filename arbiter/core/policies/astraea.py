@@ -45,4 +45,4 @@ class Astraea(Ranked):
         return lambda app: f"{standings.of_tenant(app.tenant):.3g} and {standings.of_app(app):.3g} with what it keeps"
 
     def _standings(self, view: View) -> Standings:
-        return Standings(view, self._settings)
+        return Standings(view, self._settings, today_first=True)

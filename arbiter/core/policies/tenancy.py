@@ -6,9 +6,9 @@ for that lease, too. So the indices that are compared are those at the end of th
 that, a tenant that has just come would be ahead of all others by whatever part, and far behind them after one job.
 
 Fair is enough, unless `astraea_until_fair` is off: an index orders tenants and apps only as far as what is fair. Of
-tenants that have had that, those come first that have less in this round than is fair now, and beyond it none is before
-another, whoever has had more of what others left; of apps, those that run go on, until another of their tenant is
-`PATIENCE` leases behind the part that its tenant's apps have had on average.
+tenants that have had that, under `astraea` those come first that have less in this round than is fair now, and beyond
+it none is before another, whoever has had more of what others left; of apps, those that run go on, until another of
+their tenant is `PATIENCE` leases behind the part that its tenant's apps have had on average.
 Served by the smallest index for ever, an app must give way at the end of each lease to whoever has had a little less,
 and what one tenant did not use is held against the one that did. *Source:* ours; `docs/evaluation/astraea.md` measures
 it.
@@ -40,13 +40,16 @@ _UNKNOWN = TenantView()
 class Standings:
     """The indices of tenants and apps while a round deals GPUs, and the order that follows from them.
 
-    `settings` say whether tenants' are by Eq. 16 instead of Eq. 8, and whether fair is enough.
+    `settings` say whether tenants' are by Eq. 16 instead of Eq. 8, and whether fair is enough. `today_first`: of those
+    that have had what is fair, tenants with less in the round than is fair now come first. Where equal tenants go by
+    who runs it must be so, or who runs keeps the others out; where they go by who is worst off it must not.
     """
 
-    def __init__(self, view: View, settings: Settings) -> None:
+    def __init__(self, view: View, settings: Settings, *, today_first: bool) -> None:
         self._view = view
         self._by_quota = settings.astraea_quota_variant
         self._until_fair = settings.astraea_until_fair
+        self._today_first = today_first
         self._counted = kept_of(view)
         self._dealt: Counter[AppId] = Counter()
         #: Before anything is dealt; 1 where it is less.
@@ -90,7 +93,8 @@ class Standings:
         """Return by what tenants are served, the smallest first."""
         index = self.of_tenant(tenant)
         if self._until_fair and index >= ENOUGH_TENANT:
-            return ENOUGH_TENANT, self._counted[tenant] >= self._due(tenant)[1] * (1.0 - 1e-9)
+            due = self._due(tenant)[1] if self._today_first else 0.0
+            return ENOUGH_TENANT, self._counted[tenant] >= due * (1.0 - 1e-9)
         return index, False
 
     def place_of_app(self, app: AppView) -> tuple[float, bool, float]:

@@ -339,7 +339,7 @@ def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, s
 
 def _split(view: View, settings: Settings) -> dict[GpuId, TenantId]:
     """Return whose part each GPU in play is; one that nobody can use goes to no part but its holder's tenant's."""
-    standings = Standings(view, settings)
+    standings = Standings(view, settings, today_first=False)  # the worst off of equal tenants comes first
     selection = Selection(view, view.apps, told=False)
 
     def worth(app: AppView) -> float:
