@@ -145,7 +145,7 @@ class NodeAgent:
         self._leased: frozenset[str] = frozenset()
         self._tasks: dict[TaskId, Task] = {}
         self._gpus = Gpus(facts)
-        self._ways = Ways(facts)
+        self._ways = Ways(facts, self._gpus)
         self._sharing = Sharing(facts, self._gpus, self._ways)
         self._asked_mark = 0
         self._adopted = False

@@ -7,6 +7,7 @@ from typing import Literal
 
 from node_agent.core.events import NodeFacts
 from node_agent.core.model import Loading, Resuming, Running, Starting, Suspended, Suspending, Task
+from node_agent.core.proof import Gpus
 
 #: `leave`: by a checkpoint; `suspend`: parked by itself at a mini-batch boundary; `driver`: by the driver's checkpoint.
 Means = Literal["leave", "suspend", "driver"]
@@ -24,19 +25,20 @@ REST: tuple[Means, ...] = ("suspend", "driver")
 class Ways:
     """What the tasks of one node can do, given what its host has."""
 
-    def __init__(self, facts: NodeFacts) -> None:
+    def __init__(self, facts: NodeFacts, gpus: Gpus) -> None:
         self._facts = facts
+        self._gpus = gpus
 
     def of(self, task: Task, among: Sequence[Means], tasks: Iterable[Task]) -> list[Means]:
         """Return what of these a task can do and has not refused; `tasks` are all of the node."""
         facts = task.facts
-        unknown = self._is_of_unknown_size(task)
-        if among is REST and unknown:
+        if among is REST and self._is_of_unknown_size(task):
             return []
         found = [do for do in among if do not in facts.refused]
         if "leave" in found and not facts.can_checkpoint:
             found.remove("leave")
-        unfit = unknown and "leave" in found  # of unknown size it may be more than there is room for
+        # Before its first mini-batch it may park all of its GPUs' memory; who cannot save loses nothing but its start.
+        unfit = "leave" in found and self._is_of_unknown_size(task) and not self._has_room_for_all(task, tasks)
         if "suspend" in found and (unfit or not (facts.can_park and self.has_host_memory(task, tasks))):
             found.remove("suspend")
         if "driver" in found and (unfit or not self._facts.driver):
@@ -72,9 +74,16 @@ class Ways:
         """Whether the state of `task` can be parked beside that of all others."""
         if not self._facts.host_bytes:
             return True
-        taken = sum(_host_bytes(each) for each in tasks if each.id != task.id and each.phase != "exited")
         # After a restart of the node agent what it parked last is known before what it would park now.
-        return taken + max(task.facts.state_bytes, task.facts.parked_bytes) <= self._facts.host_bytes
+        return self._has_room(max(task.facts.state_bytes, task.facts.parked_bytes), task, tasks)
+
+    def _has_room_for_all(self, task: Task, tasks: Iterable[Task]) -> bool:
+        """Whether as much could be parked as the GPUs of `task` have memory."""
+        return self._has_room(sum(self._gpus.memory_bytes(device) for device in task.devices), task, tasks)
+
+    def _has_room(self, size: int, task: Task, tasks: Iterable[Task]) -> bool:
+        taken = sum(_host_bytes(each) for each in tasks if each.id != task.id and each.phase != "exited")
+        return taken + size <= self._facts.host_bytes
 
 
 def _host_bytes(task: Task) -> int:

@@ -143,8 +143,9 @@ class Gpus:
         return None
 
     def memory_bytes(self, device: GpuId) -> int:
-        """Return the size of a device's memory."""
-        return self._samples[device].memory_bytes
+        """Return the size of a device's memory; 0 before it has been seen."""
+        sample = self._samples.get(device)
+        return 0 if sample is None else sample.memory_bytes
 
     def utilisation(self, device: GpuId) -> float | None:
         """Return the share of recent time in which a device worked, if that is known."""
