@@ -311,6 +311,7 @@ class AppAgent:
             state=standing,
             metric=job.metrics.get(self.state.spec.metric),
             resting=isinstance(job.state, Waiting | Suspended),
+            steps_before=job.start_step + 1 if job.step >= 0 else 0,
         )
 
     # --- division ---------------------------------------------------------------------------------------------------

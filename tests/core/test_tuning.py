@@ -1,5 +1,7 @@
 """Which trials get GPUs: one job, and successive halving."""
 
+from msgspec.structs import replace
+
 from app_agent.core.spec import AppSpec, mistake, phases_of
 from app_agent.core.tuning import Halving, Search, Single, Trial, scheduler_for
 from app_agent.core.tuning.shape import Left
@@ -83,6 +85,16 @@ def test_a_trial_that_has_not_reported_yet_goes_on_beyond_its_phase_until_it_doe
 def test_a_search_whose_scripts_report_no_metric_says_so() -> None:
     search = HALVING.advance(HALVING.begin(), trials(*[(30, None)] * 4))
     assert search.fault == ("no trial reported the metric 'accuracy'; call session.report(accuracy=...) in them")
+
+
+def test_what_the_processes_before_reported_may_have_been_lost_on_the_way() -> None:
+    """Preempted and resumed beyond its phases, a trial has made no mini-batch yet of which anybody could have heard."""
+    resumed = tuple(replace(trial, steps_before=30) for trial in trials(*[(30, None)] * 4))
+    search = HALVING.advance(HALVING.begin(), resumed)
+    assert (search.fault, search.phase) == ("", 0)
+    assert HALVING.runnable(search, resumed) == (0, 1, 2, 3)
+    silent = tuple(replace(trial, steps_done=60) for trial in resumed)
+    assert "no trial reported" in HALVING.advance(search, silent).fault
 
 
 def test_steps_left_are_those_of_this_phase_and_of_unknown_trials_later() -> None:

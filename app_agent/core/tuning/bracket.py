@@ -64,13 +64,14 @@ class Bracket(Struct, frozen=True):
     def there(self, rung: int, trial: Trial) -> bool:
         """Whether `trial` has ended this rung: made its steps and reported. The last rung ends by the script alone.
 
-        A trial that has not reported goes on, for as long as another rung: scripts report every so many steps, and
-        know nothing of our rungs' ends.
+        A trial of which no report is known goes on, for as long as another rung: scripts report every so many steps,
+        and know nothing of our rungs' ends. Only its present process counts for that.
         """
         if rung == self.last:
             return False
-        end = self.ends[rung + (trial.metric is None)]
-        return trial.state == "done" or trial.steps_done >= end
+        if trial.metric is None:
+            return trial.state == "done" or trial.steps_done - trial.steps_before >= self.ends[rung + 1]
+        return trial.state == "done" or trial.steps_done >= self.ends[rung]
 
     def over(self, rung: int, standing: Iterable[Trial]) -> bool:
         """Whether all that stand in this rung have ended it, one way or another."""

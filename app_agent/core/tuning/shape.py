@@ -18,7 +18,8 @@ class Trial(Struct, frozen=True):
     """One trial as the app agent sees it.
 
     `done` ended by itself, `failed` will not be started again. A live trial is `resting` when it makes no steps and
-    what it made is saved: it waits for GPUs, or is parked. `metric` is what it reported last.
+    what it made is saved: it waits for GPUs, or is parked. `metric` is what it reported last. Of `steps_done` it made
+    `steps_before` in processes before its present one: what those reported may have been lost on the way.
     """
 
     number: int
@@ -27,6 +28,7 @@ class Trial(Struct, frozen=True):
     state: Literal["live", "done", "failed"]
     metric: float | None = None
     resting: bool = False
+    steps_before: int = 0
 
 
 class Curve(Struct, frozen=True):
