@@ -11,7 +11,8 @@ from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.model import Active, ArbiterSettings, Refused
-from arbiter.core.policies.oasis import HOMES_MAX, MOVABLE_MAX, Oasis, _counts, _Sale
+from arbiter.core.policies.oasis import Oasis
+from arbiter.core.policies.selling import HOMES_MAX, MOVABLE_MAX, Sale, _counts
 from arbiter.core.policy import AppView, Booking, GpuView, Market, Settings
 from arbiter.core.pricing.prices import BELOW, IDLE, QUIET
 from arbiter.core.pricing.utility import parse
@@ -288,7 +289,7 @@ def test_where_nothing_would_be_admitted_a_refusal_says_so_and_why(monkeypatch: 
     assert shop.reason("bob-1").endswith(
         "; nothing would be admitted now, for the price is beyond what can be declared"
     )
-    monkeypatch.setattr("arbiter.core.policies.oasis.TRIED_CELLS_MAX", 0.0)
+    monkeypatch.setattr("arbiter.core.policies.selling.TRIED_CELLS_MAX", 0.0)
     shop = Shop()
     shop.ask("bob-1", 4, parse("none:1"))
     assert shop.reason("bob-1").endswith(
@@ -796,7 +797,7 @@ def test_of_many_different_nodes_some_are_looked_at_and_the_emptiest_is_among_th
     others = (replace(app_of(f"b{number}"), booking=each) for number, each in enumerate(bookings))
     market = Market(1000.0, nodes, tuple(others))
     app = replace(app_of("a", demand_max=4), left_gpu_s=800.0, utility=PATIENT, arrived_at=1000.0)
-    sale = _Sale(KNOBS, market, app)
+    sale = Sale(KNOBS, market, app)
     homes = sale._homes(sale._pool(), app, sale.request)
     assert len(homes) == HOMES_MAX
     assert homes[0] == (150,)
