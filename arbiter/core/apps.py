@@ -109,15 +109,23 @@ def note_voice(turn: Turn, app: App) -> None:
     """Note that an app's agent speaks; one that was left out of rounds for its silence makes them worth while again."""
     if turn.now - app.seen_at > turn.state.settings.app_timeout_s:
         turn.state.news = True
+        turn.follow(app)
 
 
-def take_back_unused(turn: Turn) -> None:
-    """End the leases of apps that are silent and run nothing: whatever the tenure, nobody would ever give them back."""
+def leave_out_silent(turn: Turn) -> None:
+    """End the leases of apps that are silent and run nothing: whatever the tenure, nobody would ever give them back.
+
+    Nothing is due to them either, or others would have less of what is fair for as long as nobody cancels them.
+    """
+    accounts = turn.state.history.apps
     for app_id in sorted(turn.index.active):
         app = turn.state.apps[app_id]
-        if turn.index.gpus.get(app_id) and not rounds.heard(turn, app):
+        if not rounds.heard(turn, app):
             for gpu in leases.held(turn, app_id):
                 leases.revoke(turn, gpu, "its app is silent and runs nothing", preempted=True)
+            turn.follow(app, silent=True)
+        elif app_id in accounts and not accounts[app_id].demand:
+            turn.follow(app)  # its training was found alive
 
 
 def _note_wish(turn: Turn, app: App, report: AppReport) -> App:

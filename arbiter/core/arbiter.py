@@ -134,11 +134,12 @@ class Arbiter:
         nodes.lose_silent(turn)
         leases.expire(turn)
         if isinstance(event, Tick) and self._beat_is_due(now):
-            apps.take_back_unused(turn)
+            apps.leave_out_silent(turn)
         bookings.renew(turn)
         apps.admit_waiting(turn)
         rounds.advance(turn, may_start=isinstance(event, Tick))
-        turn.reckon()
+        for app_id in turn.reckon():
+            leases.close_account(turn, app_id)
         gpus = self._index.census()[1]
         if gpus != self.state.history.gpus:
             self.state.history.resize(gpus, self.state.settings.tenants, now)
@@ -356,7 +357,9 @@ def _validate_history(state: State, index: Index) -> None:
     assert alike, "held and booked differ"
     wanted = {app.id: (float(app.weight), app.demand_max) for app in state.apps.values() if app.active}
     known = {app: (account.weight, account.demand) for app, account in history.apps.items() if account.demand}
-    assert known == {app: terms for app, terms in wanted.items() if terms[1]}, "what apps want is not what is booked"
+    silent = {app for app in wanted if state.now - state.apps[app].seen_at > state.settings.app_timeout_s}
+    assert all(wanted.get(app) == terms for app, terms in known.items()), "what apps want is not what is booked"
+    assert {app for app, terms in wanted.items() if terms[1]} - silent <= known.keys(), "nothing is due to an app"
     groups = Counter((account.tenant, account.key) for account in history.apps.values() if account.demand)
     kept = {(name, key): each.apps for name, pool in history.pools.items() for key, each in pool.groups.items()}
     assert kept == groups, "the pools do not hold the apps there are"

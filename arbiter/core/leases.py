@@ -201,9 +201,10 @@ def prove(turn: Turn, gpu: Gpu) -> None:
 
 
 def close_account(turn: Turn, app_id: AppId) -> None:
-    """Record what an app has had, once it is over and holds nothing any more."""
+    """Record what an app has had, once it is over and holds nothing any more, or nothing of which time is booked."""
     app = turn.state.apps[app_id]
-    if turn.index.gpus[app_id] or not isinstance(app.state, model.Settled) or app_id not in turn.state.history.apps:
+    holds = any(device_of(gpu) in turn.index.booked for gpu in turn.index.gpus[app_id])
+    if holds or not isinstance(app.state, model.Settled) or app_id not in turn.state.history.apps:
         return
     standing = turn.state.history.of_app(app_id, turn.now)
     turn.effects.append(

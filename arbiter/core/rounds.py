@@ -465,8 +465,12 @@ def _look_at(
 
 
 def heard(turn: Turn, app: model.App) -> bool:
-    """Whether the app's agent speaks, or its training goes on without it (fail-static); what is parked does not."""
+    """Whether the app's agent speaks, or its training goes on without it (fail-static).
+
+    What is parked does not go on, and of what is on a lost node nobody knows.
+    """
     if turn.now - app.seen_at <= turn.state.settings.app_timeout_s:
         return True
-    tasks = (turn.state.tasks[task] for task in turn.index.tasks[app.id])
-    return any(task.alive and task.phase != "suspended" for task in tasks)
+    tasks = [turn.state.tasks[task] for task in turn.index.tasks[app.id]]
+    running = [task for task in tasks if task.alive and task.phase != "suspended"]
+    return any(isinstance(turn.state.nodes[task.node].state, model.Up) for task in running)

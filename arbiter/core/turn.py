@@ -182,14 +182,14 @@ class Turn:
                 self.state.history.hold(app, self.state.apps[app].tenant, change, self.now)
             self.index.versions[app] += 1
 
-    def reckon(self) -> None:
-        """Book nothing more of GPUs that have gone out of service, and again what comes back.
+    def reckon(self) -> list[AppId]:
+        """Book nothing more of GPUs that have gone out of service, and again what comes back; return whose they were.
 
         Who was on a lost node has nothing of it, though it is not proven empty, and may never be.
         """
-        index = self.index
+        index, touched = self.index, set[AppId]()
         if not index.recounted:
-            return
+            return []
         index.recounted = False
         for device in sorted(index.seats):
             serves = model.usable(self.state, self.state.gpus[device])
@@ -200,11 +200,13 @@ class Turn:
             for app in apps:
                 self.state.history.hold(app, self.state.apps[app].tenant, sign / len(apps), self.now)
                 index.versions[app] += 1
+            touched.update(apps)
             (index.booked.add if serves else index.booked.discard)(device)
+        return sorted(touched)
 
-    def follow(self, app: model.App) -> None:
+    def follow(self, app: model.App, *, silent: bool = False) -> None:
         """Book what an app can use from now on: something only while it takes part in rounds."""
-        demand = app.demand_max if app.active else 0
+        demand = app.demand_max if app.active and not silent else 0
         self.state.history.follow(app.id, app.tenant, weight=float(app.weight), demand=demand, now=self.now)
 
     def put_app(self, app: model.App, state: model.AppState) -> model.App:

@@ -450,6 +450,21 @@ def test_meanwhile_the_metrics_are_those_of_the_best_trial_so_far() -> None:
     assert bench.report.metrics == {"accuracy": 0.4}
 
 
+def test_a_search_fails_for_silence_only_of_what_its_present_processes_made() -> None:
+    """What a process before reported may have been lost on the way, with the node that it was on."""
+    bench = searching("n1g0 n1g1 n1g2 n1g3")
+
+    def at(step: int) -> None:
+        told = (status(f"ada-1.{number}-a0", f"n1g{number}", step=step, start_step=29) for number in range(4))
+        bench.holdings("n1g0 n1g1 n1g2 n1g3", *told)
+
+    at(31)
+    assert bench.report.state == "active"
+    at(59)
+    assert bench.report.state == "failed"
+    assert "no trial reported the metric 'accuracy'" in bench.report.reason
+
+
 def test_the_worse_half_is_dropped_and_the_search_ends_with_its_best_trial() -> None:
     bench = searching("n1g0 n1g1 n1g2 n1g3")
     bench.holdings(

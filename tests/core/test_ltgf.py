@@ -235,6 +235,60 @@ def test_nothing_is_booked_of_gpus_that_are_out_of_service() -> None:
     site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu], sick=[gpu])
     site.wait(10.0)
     assert history.of_app(AppId("ana-1"), site.now).allocated_gpu_s == pytest.approx(60.0)
+    site.node("n1", sick=[gpu])  # it is empty now, and still out of service
+    site.wait(10.0)
+    assert history.of_app(AppId("ana-1"), site.now).allocated_gpu_s == pytest.approx(70.0)
+
+
+def test_who_is_over_is_recorded_though_its_node_never_comes_back() -> None:
+    site = one_app_running()
+    site.wait(20.0)
+    site.app("ana-1", state="finished")
+    told = [effect for effect in site.wait(SETTINGS.node_timeout_s) if isinstance(effect, AppRecord)]
+    assert [each.app for each in told] == ["ana-1"]
+    assert told[0].allocated_gpu_s == pytest.approx(SETTINGS.node_timeout_s)
+    lost = one_app_running()
+    lost.wait(SETTINGS.node_timeout_s)
+    (record,) = [effect for effect in lost.app("ana-1", state="finished") if isinstance(effect, AppRecord)]
+    assert record.allocated_gpu_s == pytest.approx(SETTINGS.node_timeout_s)
+
+
+def test_nothing_is_due_to_who_is_silent_and_runs_nothing() -> None:
+    """Nobody may ever cancel it, and others would have less of what is fair for all that time."""
+    site = one_app_running()
+    (gpu,) = site.held("ana-1")
+    site.app("gus-1", demand=2)
+    history = site.arbiter.state.history
+
+    def due(app: str, seconds: float) -> float:
+        before = history.of_app(AppId(app), site.now).fair_gpu_s
+        for _ in range(int(seconds / 10.0)):
+            site.app("ana-1", demand=2, jobs=(wish("ana-1", 0, (gpu,)),))
+            site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+            site.wait(10.0)
+        return history.of_app(AppId(app), site.now).fair_gpu_s - before
+
+    assert due("ana-1", 10.0) == pytest.approx(10.0)  # one of two GPUs
+    due("ana-1", SETTINGS.app_timeout_s)
+    assert due("ana-1", 20.0) == pytest.approx(40.0)
+    assert due("gus-1", 20.0) == 0.0
+    site.app("gus-1", demand=2)
+    assert due("gus-1", 10.0) == pytest.approx(10.0)
+    due("gus-1", SETTINGS.app_timeout_s)
+    site.lead()  # a new incarnation holds nobody's silence against them
+    assert due("gus-1", 10.0) == pytest.approx(10.0)
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_something_is_due_to_who_is_silent_while_its_training_goes_on() -> None:
+    site = one_app_running()
+    (gpu,) = site.held("ana-1")
+    site.wait(SETTINGS.app_timeout_s + 2 * SETTINGS.beat_s)  # the node is lost meanwhile, and the training with it
+    history = site.arbiter.state.history
+    assert not history.apps[AppId("ana-1")].demand
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    site.wait(SETTINGS.beat_s)
+    assert history.apps[AppId("ana-1")].demand
 
 
 def test_what_an_earlier_version_booked_of_lost_nodes_ends_when_it_is_restored() -> None:

@@ -95,6 +95,30 @@ def test_a_trial_waits_for_what_is_just_being_left_and_gets_it_before_who_has_no
     assert site.replayed() == site.arbiter.snapshot()
 
 
+def test_who_has_not_begun_makes_room_before_one_who_would_save_and_what_it_leaves_is_looked_at_again() -> None:
+    """Its gang is two GPUs, of which the trial takes one."""
+    site = Site(settings("fifo"))
+    site.node("n1", 2)
+    site.node("n2", 2)
+    for app in ("ana-1", "bob-1"):
+        site.play_round(site.app(app, gang=2, demand=2, jobs=(grace(app, 1.0),)) + site.wait(1.5))
+    held = site.held("ana-1")
+    status = task("ana-1", 0, held, can_checkpoint=True, cooperative=True, step=5)
+    site.app("ana-1", gang=2, demand=2, jobs=(replace(grace("ana-1", 1.0), gpus=status.gpus),))
+    site.node(held[0].partition("/")[0], tasks=[status], used=held)
+    site.app("bob-1", state="finished")
+    site.app("eve-1", gang=2, demand=2, jobs=(grace("eve-1", 999.0),))
+    site.app("tia-1", kind="trial")
+    node = "n2" if held == [gpu_id("n1", 0), gpu_id("n1", 1)] else "n1"
+    site.play_round(site.node(node) + site.wait(1.5))
+    assert site.held("ana-1") == held
+    assert [len(site.held(app)) for app in ("tia-1", "eve-1")] == [1, 0]
+    assert "does not begin on 2 GPUs" in site.told("eve-1")
+    before = site.arbiter.state.round
+    site.wait(2.5)
+    assert site.arbiter.state.round > before
+
+
 def test_what_is_not_left_within_a_moment_is_waited_for_no_longer() -> None:
     site = ending("fifo")
     site.play_round(site.wait(7.0))

@@ -115,6 +115,24 @@ def test_a_silent_app_keeps_its_gpu_while_its_job_runs() -> None:
     assert site.held("ana-1") == [gpu]
 
 
+def test_a_silent_app_whose_node_is_lost_gets_nothing_elsewhere() -> None:
+    """Its job may be running, for all anybody knows; but nobody is there to start another."""
+    site = site_of(1, replace(SETTINGS, policy="fifo"))
+    gpu = gpu_id("n1", 0)
+    site.app("ana-1")
+    site.wait(2)
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    site.wait(SETTINGS.app_timeout_s + SETTINGS.beat_s)  # its agent is on the lost node, too
+    for _ in range(6):
+        site.node("n2", 1)
+        site.wait(5)
+        assert site.held("ana-1") == []
+    site.app("ana-1")
+    site.wait(5)
+    assert site.held("ana-1") == [gpu_id("n2", 0)]
+
+
 def test_an_app_that_speaks_again_makes_a_round_worth_while() -> None:
     """It was left out of the only round there was a reason for; when it came back there was none, and GPUs lay idle."""
     site = site_of(1)

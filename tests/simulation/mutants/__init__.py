@@ -167,7 +167,7 @@ def a_lease_has_a_number_from_outside_the_state() -> Iterator[None]:
 
 @mutant
 def a_silent_app_keeps_what_it_does_not_use() -> Iterator[None]:
-    with patch.object(apps, "take_back_unused", _nothing):
+    with patch.object(apps, "leave_out_silent", _nothing):
         yield
 
 
