@@ -105,12 +105,12 @@ def test_who_has_not_begun_makes_room_before_one_who_would_save_and_what_it_leav
     held = site.held("ana-1")
     status = task("ana-1", 0, held, can_checkpoint=True, cooperative=True, step=5)
     site.app("ana-1", gang=2, demand=2, jobs=(replace(grace("ana-1", 1.0), gpus=status.gpus),))
-    site.node(held[0].partition("/")[0], tasks=[status], used=held)
+    here, there = ("n1", "n2") if held[0] == gpu_id("n1", 0) else ("n2", "n1")
+    site.node(here, tasks=[status], used=held)
     site.app("bob-1", state="finished")
     site.app("eve-1", gang=2, demand=2, jobs=(grace("eve-1", 999.0),))
     site.app("tia-1", kind="trial")
-    node = "n2" if held == [gpu_id("n1", 0), gpu_id("n1", 1)] else "n1"
-    site.play_round(site.node(node) + site.wait(1.5))
+    site.play_round(site.node(there) + site.wait(1.5))
     assert site.held("ana-1") == held
     assert [len(site.held(app)) for app in ("tia-1", "eve-1")] == [1, 0]
     assert "does not begin on 2 GPUs" in site.told("eve-1")
