@@ -254,6 +254,12 @@ def test_less_work_of_who_declares_no_worth_is_worth_less() -> None:
     knobs = replace(KNOBS, oasis_price_min=0.72, oasis_price_max=36.0)
     before = [(2.0, "none:100")]
     assert followed(knobs, before, 60.0, "soft:1200s") == [True, True, True]
+    shop = Shop(settings=replace(SETTINGS, policy_settings=knobs))
+    shop.ask("b-1", 2.0, PATIENT)
+    shop.ask("ann-1", 60.0, parse("soft:1200s"))
+    assert shop.reason("ann-1").endswith("or at most 0.8888 GPU-hours of work")
+    shop.ask("ann-2", 0.8888 * 36.0 * 1.03, parse("soft:1200s"))
+    assert shop.reason("ann-2"), "a little more is refused"
 
 
 def test_where_neither_worth_nor_time_alone_is_enough_both_are_named() -> None:
