@@ -9,7 +9,7 @@ from arbiter.core.model import Active, App, Enrolling, Job, Leased, Settled, Sta
 from arbiter.core.policy import Admission, AppView
 from arbiter.core.turn import Index, Turn
 from protocol.core import Send
-from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal
+from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal, device_of
 
 #: Apps that are over and remembered, with their stories; the ledger keeps their rounds and leases.
 OVER_MAX = 1000
@@ -107,25 +107,27 @@ def _enrol(turn: Turn, sender: Party, report: AppReport) -> App:
 
 def note_voice(turn: Turn, app: App) -> None:
     """Note that an app's agent speaks; one that was left out of rounds for its silence makes them worth while again."""
-    if turn.now - app.seen_at > turn.state.settings.app_timeout_s:
+    if not turn.hears(app):
         turn.state.news = True
-        turn.follow(app)
+        turn.follow(replace(app, seen_at=turn.now))
+        bookings.miss(turn, app)
 
 
 def leave_out_silent(turn: Turn) -> None:
-    """End the leases of apps that are silent and run nothing: whatever the tenure, nobody would ever give them back.
+    """End the leases of apps that are silent on GPUs where they run nothing: nobody would ever give them back.
 
-    Nothing is due to them either, or others would have less of what is fair for as long as nobody cancels them.
+    Nothing more is due to them either, or others would have less of what is fair for as long as nobody cancels them.
     """
-    accounts = turn.state.history.apps
     for app_id in sorted(turn.index.active):
         app = turn.state.apps[app_id]
-        if not rounds.heard(turn, app):
+        if not turn.hears(app):
+            runs_on = turn.runs_on(app_id)
             for gpu in leases.held(turn, app_id):
-                leases.revoke(turn, gpu, "its app is silent and runs nothing", preempted=True)
-            turn.follow(app, silent=True)
-        elif app_id in accounts and not accounts[app_id].demand:
-            turn.follow(app)  # its training was found alive
+                if device_of(gpu.id) not in runs_on:
+                    leases.revoke(turn, gpu, "its app is silent and runs nothing on it", preempted=True)
+            turn.follow(app)
+            if not runs_on:
+                bookings.give_up(turn, app)
 
 
 def _note_wish(turn: Turn, app: App, report: AppReport) -> App:

@@ -194,6 +194,8 @@ class Arbiter:
                     leases.reseat(turn)
                     turn.nodes |= self.state.nodes.keys()
                     self._index.overdue_at = None
+                    for app_id in sorted(self._index.active):  # who is silent may be so no more
+                        turn.follow(self.state.apps[app_id])
                     turn.state.history.resize(self._index.census()[1], settings.tenants, turn.now)
                     turn.tell("rounds", f"settings changed; the policy is {settings.policy}", loudly=True)
             case Connected(epoch):
@@ -358,8 +360,12 @@ def _validate_history(state: State, index: Index) -> None:
     wanted = {app.id: (float(app.weight), app.demand_max) for app in state.apps.values() if app.active}
     known = {app: (account.weight, account.demand) for app, account in history.apps.items() if account.demand}
     silent = {app for app in wanted if state.now - state.apps[app].seen_at > state.settings.app_timeout_s}
-    assert all(wanted.get(app) == terms for app, terms in known.items()), "what apps want is not what is booked"
-    assert {app for app, terms in wanted.items() if terms[1]} - silent <= known.keys(), "nothing is due to an app"
+    due = {app: terms for app, terms in known.items() if app not in silent}
+    assert due == {app: terms for app, terms in wanted.items() if terms[1] and app not in silent}, (
+        "what apps want is not what is booked"
+    )
+    more = [app for app, terms in known.items() if app not in wanted or terms[1] > wanted[app][1]]
+    assert not more, f"more is due than wanted to {more}"
     groups = Counter((account.tenant, account.key) for account in history.apps.values() if account.demand)
     kept = {(name, key): each.apps for name, pool in history.pools.items() for key, each in pool.groups.items()}
     assert kept == groups, "the pools do not hold the apps there are"

@@ -66,7 +66,7 @@ def asking(app: App) -> AppView:
         app=app.id,
         tenant=app.tenant,
         gang=app.gang,
-        demand_max=max(app.demand_max, app.demand_most),
+        demand_max=_most(app),
         level_max=app.level_max,
         arrived_at=app.arrived_at,
         rho=None,
@@ -80,6 +80,16 @@ def asking(app: App) -> AppView:
         utility=app.utility,
         booking=app.booking,
     )
+
+
+def _is_elastic(app: App) -> bool:
+    """Whether it is one job that accepts several sizes: when it has just begun it wants no more than it runs on."""
+    return bool(app.sizes) and app.sizes[-1] >= app.demand_max
+
+
+def _most(app: App) -> int:
+    """Return the most GPUs that an app can use in slots to come; a search has fewer and fewer trials."""
+    return max(app.demand_max, app.demand_most) if _is_elastic(app) else app.demand_max
 
 
 def renew(turn: Turn) -> None:
@@ -97,7 +107,7 @@ def renew(turn: Turn) -> None:
         turn.state.slot = (here[0], -1)
         return
     turn.state.news = True
-    apps = [turn.state.apps[app_id] for _, app_id in turn.index.order]
+    apps = [app for app in (turn.state.apps[app_id] for _, app_id in turn.index.order) if turn.usable(app)]
     _renew_booked(turn, [app for app in apps if app.booking not in (None, UNASKED)], policy.slot_s)
     for app in apps:
         if app.booking == UNASKED:
@@ -139,6 +149,20 @@ def _sell_first(turn: Turn, app: App) -> None:
     turn.state.apps[app.id] = replace(turn.state.apps[app.id], booking=booking)
 
 
+def give_up(turn: Turn, app: App) -> None:
+    """Take back what is booked for an app that is silent and runs nothing; it may never be heard of again."""
+    if app.booking is not None and app.booking.slots:
+        turn.state.apps[app.id] = replace(app, booking=replace(app.booking, slots=()))
+        turn.state.news = True
+        turn.tell(app.id, "its agent is silent and nothing of it runs, so what it had booked is for sale again")
+
+
+def miss(turn: Turn, app: App) -> None:
+    """Look at bookings soon: an app is there again whose booking was given up."""
+    if app.booking is not None and not app.booking.slots:
+        turn.state.slot = (turn.state.slot[0], -1)
+
+
 def reprice(turn: Turn, before: ArbiterSettings) -> None:
     """After a change of the settings: what was booked in slots of another length, or long ago, is booked anew.
 
@@ -163,6 +187,9 @@ def _shortfall(turn: Turn, app: App, booking: Booking, slot_s: float, gone: set[
         return "for it has nothing booked"
     if gone:
         return f"for GPUs of {', '.join(sorted(gone))} are gone"
+    most = max(app.gang, _most(app))
+    if any(sum(count for _, count in gpus) > most for _, gpus in ahead):
+        return f"for it can use no more than {most} GPU{'s' * (most > 1)} now"
     left_gpu_s = left_of(app, len(turn.index.gpus.get(app.id, ())), turn.now)
     booked_gpu_s = sum(
         count * ((number + 1) * slot_s - max(turn.now, number * slot_s)) for number, gpus in ahead for _, count in gpus

@@ -50,8 +50,7 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
     for app_id in turn.index.active - promised.keys():
         app = turn.state.apps[app_id]
         able = 1 < app.gang <= app.demand_max and app.only is None
-        heard = turn.now - app.seen_at <= settings.app_timeout_s
-        if able and heard and not (app_id in turn.index.holders and leases.held(turn, app_id)):
+        if able and turn.hears(app) and not (app_id in turn.index.holders and leases.held(turn, app_id)):
             waiting.setdefault((app.gang, app.spans, app.level_max), []).append(app)
     since = {(each.gang, each.spans, each.level_max): each.since for each in turn.state.cramped}
     cramped = []

@@ -312,7 +312,7 @@ def forgive(turn: Turn) -> None:
             turn.state.nodes[node.id] = replace(node, state=Up(turn.now))
     for app in list(turn.state.apps.values()):
         turn.state.apps[app.id] = replace(app, seen_at=turn.now)
-        turn.follow(app)
+        turn.follow(turn.state.apps[app.id])
 
 
 def plan_anew(turn: Turn) -> None:

@@ -363,10 +363,14 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
             look = _look_at(turn, app, renewable, guest_at, promised.get(app_id, ()))
             matters = bool(renewable) or look.want > 0
             shown = known[app_id] = Shown(app, versions[app_id], renewable, guest_at, look, matters)
-        if shown.matters and (app.seen_at >= silent_before or heard(turn, app)):
-            apps.append(_with_rho(turn, app, shown.view, rhos[app_id]) if app_id in rhos else shown.view)
-        elif shown.view.kept:
-            unseen[app.tenant] = unseen.get(app.tenant, 0) + len(shown.view.kept)
+        view, matters = shown.view, shown.matters
+        if matters and app.seen_at < silent_before:
+            view = replace(view, demand_max=turn.usable(app))
+            matters = bool(view.demand_max and (renewable or view.want))
+        if matters:
+            apps.append(_with_rho(turn, app, view, rhos[app_id]) if app_id in rhos else view)
+        elif view.kept:
+            unseen[app.tenant] = unseen.get(app.tenant, 0) + len(view.kept)
     takeable, holders = trials.takeable(turn, apps, gpus)
     return View(
         round=state.round,
@@ -462,15 +466,3 @@ def _look_at(
         fair_group=account.key if account.demand else "",
         fair_offset_gpu_s=account.fair_within,
     )
-
-
-def heard(turn: Turn, app: model.App) -> bool:
-    """Whether the app's agent speaks, or its training goes on without it (fail-static).
-
-    What is parked does not go on, and of what is on a lost node nobody knows.
-    """
-    if turn.now - app.seen_at <= turn.state.settings.app_timeout_s:
-        return True
-    tasks = [turn.state.tasks[task] for task in turn.index.tasks[app.id]]
-    running = [task for task in tasks if task.alive and task.phase != "suspended"]
-    return any(isinstance(turn.state.nodes[task.node].state, model.Up) for task in running)

@@ -204,9 +204,31 @@ class Turn:
             (index.booked.add if serves else index.booked.discard)(device)
         return sorted(touched)
 
-    def follow(self, app: model.App, *, silent: bool = False) -> None:
+    def hears(self, app: model.App) -> bool:
+        """Whether an app's agent speaks."""
+        return self.now - app.seen_at <= self.state.settings.app_timeout_s
+
+    def runs_on(self, app: AppId) -> frozenset[GpuId]:
+        """Return the GPUs leased to an app on which its training goes on, whoever speaks for it (fail-static).
+
+        What is parked does not go on.
+        """
+        tasks = (self.state.tasks[task] for task in self.index.tasks[app])
+        running = (task for task in tasks if task.alive and task.phase != "suspended")
+        busy = {device_of(gpu) for task in running for gpu in task.gpus}
+        leased = (gpu for gpu in self.index.gpus[app] if isinstance(self.state.gpus[gpu].state, model.Leased))
+        return frozenset(busy & {device_of(gpu) for gpu in leased})
+
+    def usable(self, app: model.App) -> int:
+        """Return how many GPUs an app can use now: nobody starts anything for one that is silent."""
+        if self.hears(app):
+            return app.demand_max
+        running = len(self.runs_on(app.id))
+        return min(app.demand_max, running if app.sizes else running // app.gang * app.gang)
+
+    def follow(self, app: model.App) -> None:
         """Book what an app can use from now on: something only while it takes part in rounds."""
-        demand = app.demand_max if app.active and not silent else 0
+        demand = self.usable(app) if app.active else 0
         self.state.history.follow(app.id, app.tenant, weight=float(app.weight), demand=demand, now=self.now)
 
     def put_app(self, app: model.App, state: model.AppState) -> model.App:

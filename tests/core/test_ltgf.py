@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from arbiter.core import apps
-from arbiter.core.arbiter import Arbiter, MissingHistory
+from arbiter.core.arbiter import Arbiter, Configured, MissingHistory
 from arbiter.core.history import History, TenantTerms, quotas_of
 from arbiter.core.model import Draining
 from arbiter.core.turn import AppRecord
@@ -228,6 +228,8 @@ def test_nothing_is_booked_of_gpus_that_are_out_of_service() -> None:
     assert isinstance(site.gpu_state(gpu), Draining)
     assert history.of_app(AppId("ana-1"), site.now).allocated_gpu_s == pytest.approx(30.0)
     assert site.replayed() == site.arbiter.snapshot()
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    site.wait(1.5)
     site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])  # it comes back, and its job was there all the time
     assert len(site.held("ana-1")) == 1  # the other GPU: the first is not empty yet
     site.wait(10.0)
@@ -280,15 +282,39 @@ def test_nothing_is_due_to_who_is_silent_and_runs_nothing() -> None:
     assert site.replayed() == site.arbiter.snapshot()
 
 
-def test_something_is_due_to_who_is_silent_while_its_training_goes_on() -> None:
+def test_a_silent_app_has_and_is_due_what_its_training_goes_on_on_and_no_more() -> None:
+    site = Site(replace(SETTINGS, policy="fifo"))
+    site.node("n1", 4)
+    site.app("ana-1", demand=4)
+    site.wait(1.5)
+    gpus = site.held("ana-1")
+    site.app("ana-1", demand=4, jobs=[wish("ana-1", number, [gpu]) for number, gpu in enumerate(gpus)])
+    account = site.arbiter.state.history.apps
+    over = {"phase": "exited", "outcome": "finished", "exit_code": 0}
+    for running in (4, 4, 1):
+        for _ in range(10):
+            facts = [over if number >= running else {} for number in range(4)]
+            tasks = [task("ana-1", number, [gpu], **facts[number]) for number, gpu in enumerate(gpus)]
+            site.node("n1", tasks=tasks, used=gpus[:running])
+            site.app("bob-1", demand=2)
+            site.wait(5.0)
+        assert len(site.held("ana-1")) == account[AppId("ana-1")].demand == running
+    assert "silent and runs nothing on it" in site.told(gpus[3])
+    assert len(site.held("bob-1")) == 2
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_a_longer_timeout_makes_who_was_silent_speak_again_at_once() -> None:
     site = one_app_running()
-    (gpu,) = site.held("ana-1")
-    site.wait(SETTINGS.app_timeout_s + 2 * SETTINGS.beat_s)  # the node is lost meanwhile, and the training with it
-    history = site.arbiter.state.history
-    assert not history.apps[AppId("ana-1")].demand
-    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
-    site.wait(SETTINGS.beat_s)
-    assert history.apps[AppId("ana-1")].demand
+    site.app("gus-1", demand=2)
+    for _ in range(10):
+        site.node("n1")
+        site.wait(5.0)
+    account = site.arbiter.state.history.apps
+    assert account[AppId("gus-1")].demand == 0
+    site.handle(Configured(replace(site.arbiter.state.settings, app_timeout_s=600.0)))
+    assert account[AppId("gus-1")].demand == 2
+    Arbiter.restored(site.arbiter.snapshot()).validate()
 
 
 def test_what_an_earlier_version_booked_of_lost_nodes_ends_when_it_is_restored() -> None:

@@ -303,6 +303,51 @@ def test_where_nothing_would_be_admitted_a_refusal_says_so_and_why(monkeypatch: 
     )
 
 
+# --- who is there no more ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_booked_for_who_is_silent_and_runs_nothing_is_for_sale_again() -> None:
+    shop = Shop(settings=replace(SETTINGS, app_timeout_s=40.0, beat_s=5.0))
+    shop.ask("ann-1", 80, parse("none:40000"))
+    shop.settle()
+    assert len(shop.counts("ann-1")) == 20, "all that is for sale"
+    for _ in range(10):
+        shop.node("n1", 4)
+        shop.wait(10.0)
+    assert shop.counts("ann-1") == {}
+    assert "is silent and nothing of it runs, so what it had booked is for sale again" in shop.told("ann-1")
+    shop.ask("bob-1", 4, parse("none:150"))
+    assert sum(shop.counts("bob-1").values()) == 4
+    shop.report("ann-1", 8)  # its agent is there again
+    assert sum(shop.counts("ann-1").values()) == 8
+    assert shop.booking("ann-1").told == pytest.approx(40000.0)
+    assert shop.replayed() == shop.arbiter.snapshot()
+
+
+def test_a_search_that_can_use_fewer_gpus_books_fewer_and_the_rest_is_lent() -> None:
+    shop = Shop()
+
+    def search(demand: int, left: float, *releases: str) -> None:
+        held = shop.held("ann-1")
+        jobs = [wish("ann-1", number, [gpu]) for number, gpu in enumerate(held[:demand])]
+        work = {"left_gpu_s": left * SLOT_S, "utility": parse("none:400")}
+        shop.app("ann-1", gang=1, demand=demand, jobs=jobs or [wish("ann-1", 0, [])], releases=list(releases), **work)
+
+    search(4, 12.0)
+    shop.settle()
+    search(4, 12.0)
+    shop.app("bob-1", gang=1, demand=4)
+    shop.settle()
+    assert (shop.counts("ann-1"), len(shop.held("ann-1"))) == ({10: 4, 11: 4, 12: 4}, 4)
+    search(1, 10.0, *[shop.gpu_state(gpu).lease.id for gpu in shop.held("ann-1")[1:]])  # type: ignore[union-attr]
+    shop.node("n1", 4)
+    shop.settle()
+    assert (len(shop.held("ann-1")), len(shop.held("bob-1"))) == (1, 3)
+    shop.wait(1101.0 - shop.now)
+    assert set(shop.counts("ann-1").values()) == {1}
+    assert "can use no more than 1 GPU now" in shop.told("ann-1")
+
+
 # --- slots ------------------------------------------------------------------------------------------------------------
 
 

@@ -205,7 +205,9 @@ class _Round:
             if self._missing(claim) > 0:
                 self._short[claim.app.app] = self._missing(claim)
         for claim in self._claims:
-            unmet = self._unmet(claim)
+            app = claim.app
+            begun = not app.sizes and (app.kept or self._deal.got[app.app])
+            unmet = min(self._unmet(claim), self._deal.room(app)) if begun else self._unmet(claim)
             if unmet > 0:
                 nobodys = sorted(gpu.gpu for gpu in self._able(claim) if gpu.holder is None)
                 for gpu in nobodys[:unmet]:
