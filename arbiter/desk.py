@@ -172,6 +172,7 @@ class Desk:
             "tenant": tenant,
             "weight": history.weight_of(tenant),
             "quota_gpus": account.quota.rate,
+            "quota_gpus_named": next((each.quota for each in history.terms if each.name == tenant), None),
             "wanted_gpus": history.pools[tenant].demand,
             "held_gpus": account.allocated.rate,
             "apps": apps,

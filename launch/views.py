@@ -61,7 +61,14 @@ def shares_table(document: Document) -> str:
     if not tenants:
         return f"no tenants yet; a tenant appears with its first app, or with [[arbiter.tenants]]\n{policy}"
     headers = ("TENANT", "WEIGHT", "QUOTA", "WANT", "HELD", "APPS", "GPU-H", "FAIR-GPU-H", "LTGF", "LTGF-QUOTA")
-    return f"{table(headers, [_tenant_row(tenant) for tenant in tenants])}\n{policy}"
+    named = sum(tenant.get("quota_gpus_named") or 0 for tenant in tenants)
+    lines = [table(headers, [_tenant_row(tenant) for tenant in tenants]), policy]
+    if named > document["gpus"]:
+        lines.append(
+            f"the quotas are of {named} GPUs, and there are {document['gpus']}: each is cut in proportion, and nothing "
+            "is due to tenants without one; give less in [[arbiter.tenants]]"
+        )
+    return "\n".join(lines)
 
 
 def _tenant_row(tenant: Document) -> tuple[str, ...]:

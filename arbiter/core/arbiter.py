@@ -126,7 +126,7 @@ class Arbiter:
         """Be told what happened at `now` (UNIX seconds); answer what to do, in order."""
         assert now >= self.state.now, f"time went back from {self.state.now} to {now}"
         turn = Turn(self.state, now, self._index)
-        if self.state.history.since is None:
+        if self.state.history.since is None and not isinstance(event, Configured):  # which may come before any time is
             self.state.history.since = now
         self._excuse_absence(turn)
         self.state.now = now

@@ -252,6 +252,8 @@ def test_the_apps_of_a_tenant_that_is_due_nothing_take_turns() -> None:
     for app, weight in (("g-1", 1.0), ("g-2", 1.0), ("g-3", 2.0)):
         shop.come(app, 4, guests, weight=weight)
     assert shop.rounds(40) == {"g-1": 40, "g-2": 40, "g-3": 80}
+    told = {outcome.app: outcome.reason for outcome in shop.decide().outcomes}
+    assert "(nothing is due to its tenant guests, so it has what others leave)" in told[AppId("g-1")]
     shop.come("a-1", 2, A)
     assert by_tenant(shop, shop.round()) == {A: 2}
 

@@ -57,6 +57,14 @@ def test_yarn_cs_says_that_it_is_the_quota_that_stops_an_app(spans: bool, others
     assert said(shop)["a-2"] == "it needs 2 more, and its tenant a has 1 GPU where its quota is 2"
 
 
+def test_yarn_cs_says_that_the_quotas_of_others_leave_a_tenant_nothing() -> None:
+    shop = Shop(2, policy="yarn-cs", terms=[TenantTerms(A, quota=9)])
+    for app in ("b-1", "b-2"):
+        shop.come(app, 1, B)
+    shop.round()
+    assert said(shop)["b-2"].endswith("where its quota is 0, as the quotas of others leave it no GPU")
+
+
 def test_yarn_cs_names_the_app_that_blocks_those_behind_it() -> None:
     shop = Shop(4, policy="yarn-cs", terms=[TenantTerms(A, quota=2), TenantTerms(B, quota=2)])
     shop.come("a-1", 1, A)

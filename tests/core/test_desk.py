@@ -12,11 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Configured
+from arbiter.core.history import TenantTerms
 from arbiter.core.model import ArbiterSettings
 from arbiter.core.policy import Settings
 from arbiter.core.turn import AppRecord, LeaseRecord, RoundRecord
 from arbiter.desk import Desk
 from arbiter.ledger import Ledger
+from launch import views
 from protocol.core import Send
 from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId, TenantId
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, task, wish
@@ -195,6 +197,18 @@ def test_shares_say_what_each_tenant_is_due_and_has_had() -> None:
     assert (team["wanted_gpus"], team["apps"]) == (2, 2)
     assert team["gpu_seconds"] == pytest.approx(had)
     assert team["ltgf"] == pytest.approx(had / team["fair_gpu_seconds"])
+
+
+def test_shares_say_since_when_time_is_counted_and_that_quotas_are_more_than_there_is() -> None:
+    terms = (TenantTerms(TenantId("nlp"), quota=80), TenantTerms(TenantId("vision"), 2.0))
+    counter = Counter(replace(SETTINGS, tenants=terms))
+    counter.site.node("n1", 4)
+    document = counter.ask("shares")
+    assert document["since"] == "1970-01-01T00:16:40.000Z", "when the site began, at 1000 s"
+    assert [(each["quota_gpus_named"], each["quota_gpus"]) for each in document["tenants"]] == [(80, 4.0), (None, 0.0)]
+    assert "the quotas are of 80 GPUs, and there are 4: each is cut in proportion" in views.shares_table(document)
+    counter.site.node("n2", 76)
+    assert "the quotas are" not in views.shares_table(counter.ask("shares"))
 
 
 def test_an_app_is_listed_with_its_long_term_fairness() -> None:

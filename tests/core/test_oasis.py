@@ -273,6 +273,19 @@ def test_where_neither_worth_nor_time_alone_is_enough_both_are_named() -> None:
     assert shop.counts("bob-2") == {14: 4}
 
 
+def test_who_asks_for_the_impossible_is_told_of_the_earliest_end_in_the_words_it_used() -> None:
+    """It would be worth nothing whenever it ends, so what it would pay least for lies late, in slots that are empty."""
+    shop = Shop()
+    shop.ask("ann-1", 6, parse("soft:200s,400"), sizes=(2,))
+    assert shop.counts("ann-1") == {10: 2, 11: 2, 12: 2}
+    shop.ask("bob-1", 4, parse("deadline:20s,900"))
+    reason = shop.reason("bob-1")
+    assert "it is worth 0 when it could end, in 3.33 min; it would be admitted with half its worth only after" in reason
+    assert reason.endswith("only after 3.35 min or later (--utility deadline:3.178m,900.9)")
+    shop.ask("bob-2", 4, advised(reason))
+    assert shop.counts("bob-2") == {10: 2, 11: 2}
+
+
 def test_a_later_target_can_be_typed_for_the_greatest_worth_there_is() -> None:
     shop = Shop()
     shop.ask("ann-1", 16)

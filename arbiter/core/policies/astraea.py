@@ -13,6 +13,7 @@ are our choice, the second is taken back with `astraea_until_fair` off.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import inf
 from typing import ClassVar
 
 from arbiter.core.policies.ranking import Ranked, Selection, Turn
@@ -42,7 +43,14 @@ class Astraea(Ranked):
     def figures(self, view: View) -> Callable[[AppView], str]:
         """Return what says both indices."""
         standings = self._standings(view)
-        return lambda app: f"{standings.of_tenant(app.tenant):.3g} and {standings.of_app(app):.3g} with what it keeps"
+
+        def told(app: AppView) -> str:
+            of_tenant = standings.of_tenant(app.tenant)
+            if of_tenant == inf:
+                return f"nothing is due to its tenant {app.tenant}, so it has what others leave"
+            return f"{of_tenant:.3g} and {standings.of_app(app):.3g} with what it keeps"
+
+        return told
 
     def _standings(self, view: View) -> Standings:
         return Standings(view, self._settings, today_first=True)

@@ -31,7 +31,7 @@ from arbiter.core.policy import Admission, AppView, Asked, Booking, Market, Sett
 from arbiter.core.pricing.prices import ASKED_MAX, Bounds, Priced, Seen, density, learnt_bounds
 from arbiter.core.pricing.room import Booked, cells, is_content, look, make_room
 from arbiter.core.pricing.schedule import Deployment, Pool, Prospects, Request, Schedule
-from arbiter.core.pricing.utility import Sigmoid, in_slots, parse, written
+from arbiter.core.pricing.utility import Sigmoid, in_slots, later, parse, written
 from protocol.messages import AppId
 
 #: Of one GPU in one slot: what can be done in the rest of a slot is counted in such parts, rounded down.
@@ -330,17 +330,21 @@ class Sale:
             return f"{what} cannot be had within {within}, which is all that is for sale; {told}"
         assert prospects is not None
         hopeless = self._is_hopeless(best)
-        delay = best.end + self._rest
+        end, cost, utility = best.end, best.cost, best.utility
+        if hopeless and prospects.earliest is not None:  # whenever it ends: the best is late, where it costs least
+            end = prospects.earliest
+            cost, utility = float(prospects.costs[end]), float(prospects.utility[end])
+        delay = end + self._rest
         mends = (
             "" if hopeless else again.more_worth(prospects),
             again.more_time(prospects, least=delay if hopeless else 0.0),
             "" if hopeless else again.less_work(prospects),
         )
-        mend = ", or ".join(each for each in mends if each) or again.more_of_both(best, delay=delay)
+        mend = ", or ".join(each for each in mends if each) or again.more_of_both(cost, delay=delay)
         told = f"it would be admitted with {mend}" if mend else again.why_not()
         return (
-            f"{what} cost {best.cost:.4g} ({best.cost / max(1e-12, hours):.4g} per GPU-hour) and it is worth "
-            f"{best.utility:.4g} when it could end, in {span(delay * self._slot_s)}; {told}"
+            f"{what} cost {cost:.4g} ({cost / max(1e-12, hours):.4g} per GPU-hour) and it is worth "
+            f"{utility:.4g} when it could end, in {span(delay * self._slot_s)}; {told}"
         )
 
     def _nothing_less(self, prospects: Prospects | None) -> str:
@@ -390,21 +394,21 @@ class _Again:
         if self._sigmoid.decay <= 0.0 or target <= 0.0:
             return ""
         found = self._seek(
-            target, GREATER, lambda target: self._ask(replace(self._sigmoid, target=target)), Prospects.least_target
+            target, GREATER, lambda target: self._ask(later(self._sigmoid, target)), Prospects.least_target
         )
         if found is None:
             return ""
         after = span(ROUNDED_UP * found * self._slot_s)
-        return f"half its worth only after {after} or later{self._typed(replace(self._sigmoid, target=found))}"
+        return f"half its worth only after {after} or later{self._typed(later(self._sigmoid, found))}"
 
-    def more_of_both(self, best: Schedule, *, delay: float) -> str:
+    def more_of_both(self, cost: float, *, delay: float) -> str:
         """Return the worth with which it would be admitted if half of it were left after so long, and what to type."""
         if self._sigmoid.decay <= 0.0:
             return ""
-        later = replace(self._sigmoid, target=max(self._sigmoid.target, delay))
-        part = float(replace(later, worth=1.0).at(delay))
-        halved = f", halved at {span(later.target * self._slot_s)}"
-        return self._worth(later, max(self._sigmoid.worth, best.cost / part), halved)
+        sigmoid = later(self._sigmoid, max(self._sigmoid.target, delay))
+        part = float(replace(sigmoid, worth=1.0).at(delay))
+        halved = f", halved at {span(sigmoid.target * self._slot_s)}"
+        return self._worth(sigmoid, max(self._sigmoid.worth, cost / part), halved)
 
     def less_work(self, prospects: Prospects) -> str:
         """Return the work with which it would be admitted."""

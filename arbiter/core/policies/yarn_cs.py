@@ -74,7 +74,8 @@ def quota_of(view: View, tenant: TenantId) -> int:
 def _beyond(view: View, app: AppView, used: int) -> str:
     """Return a clause on a quota that leaves no gang of `app`, its tenant using so many GPUs."""
     quota = quota_of(view, app.tenant)
-    return f"it needs {app.gang} more, and its tenant {app.tenant} has {gpus(used)} where its quota is {quota}"
+    why = "" if quota else ", as the quotas of others leave it no GPU"
+    return f"it needs {app.gang} more, and its tenant {app.tenant} has {gpus(used)} where its quota is {quota}{why}"
 
 
 def _behind(blocker: AppView) -> str:

@@ -345,6 +345,12 @@ class Prospects:
         return max(0.0, least) if np.isfinite(least) else None
 
     @property
+    def earliest(self) -> int | None:
+        """The first slot by which it can be done, at any price; None: it cannot be."""
+        able = np.flatnonzero(np.isfinite(self.costs))
+        return self.request.arrival + int(able[0]) if len(able) else None
+
+    @property
     def has_room(self) -> bool:
         """Whether any of the counts fits anywhere."""
         return bool(np.isfinite(self._count_costs).any())
