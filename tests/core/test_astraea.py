@@ -292,3 +292,44 @@ def test_tenants_first_an_app_is_told_of_its_tenants_part() -> None:
     reasons = {outcome.app: outcome.reason for outcome in shop.decide().outcomes}
     assert reasons[AppId("a-1")].startswith("in the part of a: bid and won 1 of the 1 GPU in play")
     assert reasons[AppId("b-1")].startswith("its tenant b has no part of the GPUs in play")
+
+
+def told_tenants_first(*sizes: int, **gangs: int) -> dict[str, str]:
+    """What apps of one tenant each, whose gangs lie on one node each, are told of a round; the first weighs double."""
+    first = TenantId(next(iter(gangs)))
+    terms = [TenantTerms(first, weight=2.0)]
+    shop = Shop(*sizes, policy="themis", terms=terms, tenants_first=True, fairness_knob=0.0)
+    for tenant, gang in gangs.items():
+        shop.come(f"{tenant}-1", gang, TenantId(tenant))
+        shop.apps[f"{tenant}-1"] = replace(shop.apps[f"{tenant}-1"], spans=False)
+    return {outcome.app: outcome.reason for outcome in shop.decide().outcomes}
+
+
+def test_tenants_first_who_fits_nothing_in_play_is_told_of_the_misfit_and_not_of_other_tenants() -> None:
+    misfit = "nothing in play fits: it needs a gang of 4 on one node, and the largest hole is 2"
+    assert told_tenants_first(2, vision=4, nlp=4) == {"vision-1": misfit, "nlp-1": misfit}
+    assert told_tenants_first(2, vision=2, nlp=4)["nlp-1"] == misfit
+    assert told_tenants_first(2, 2, vision=2, nlp=4)["nlp-1"] == misfit
+
+
+def test_tenants_first_who_could_have_used_what_another_tenant_got_is_told_so() -> None:
+    no_part = "its tenant nlp has no part of the GPUs in play: others have had less of what is fair for them"
+    assert told_tenants_first(4, vision=4, nlp=4)["nlp-1"] == no_part
+    assert told_tenants_first(4, vision=2, nlp=4)["nlp-1"] == no_part
+
+
+def test_tenants_first_a_gang_that_spans_nodes_is_told_how_many_gpus_are_in_play() -> None:
+    shop = Shop(1, 1, policy="themis", tenants_first=True, fairness_knob=0.0)
+    shop.come("a-1", 1, A)
+    shop.come("b-1", 4, B)
+    reasons = {outcome.app: outcome.reason for outcome in shop.decide().outcomes}
+    assert reasons[AppId("b-1")] == "nothing in play fits: it needs a gang of 4, and 2 GPUs are in play"
+
+
+def test_tenants_first_who_has_all_it_wants_is_told_so() -> None:
+    shop = Shop(2, policy="themis", tenants_first=True, fairness_knob=0.0)
+    shop.come("a-1", 1, A)
+    shop.come("b-1", 1, B)
+    shop.apps["b-1"] = replace(shop.apps["b-1"], kept=gpus_of(1, first=1))
+    reasons = {outcome.app: outcome.reason for outcome in shop.decide().outcomes}
+    assert reasons[AppId("b-1")] == "wants no more than the 1 GPU it keeps"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,8 @@ from msgspec.structs import replace
 from arbiter.core.auction.bids import enter
 from arbiter.core.auction.explain import below, changed, explain
 from arbiter.core.auction.solve import Budget
-from arbiter.core.policy import AppView, Change, GpuView, Loss, View
+from arbiter.core.policies.themis import Themis
+from arbiter.core.policy import AppView, Change, GpuView, Loss, Settings, View
 from protocol.messages import AppId, Bid
 from tests.support.auctions import AMPLE, app_of, bid_of, gpus_of, random_round, settle, view_of
 
@@ -170,8 +173,83 @@ def test_with_nothing_left_in_play_one_is_told_that_there_is_nothing() -> None:
 
 def test_one_none_of_whose_rows_betters_its_rho_is_told_so() -> None:
     loss = losses(*round_of(gpus_of(2), simple("a", (1, "cluster", 9.0))))[AppId("a")]
-    assert (loss.binding, loss.text) == ("rows", "no row of its bid betters its rho of 8")
+    text = "with any of the GPUs in play it would not end sooner than it expects to now (rho 8)"
+    assert (loss.binding, loss.text) == ("rows", text)
     assert change_of(loss, "rho").rho == 7.999
+
+
+def test_one_whose_bid_is_empty_although_its_gang_fits_is_told_that_it_gains_nothing() -> None:
+    loss = losses(*round_of(gpus_of(4), simple("a", gang=4, demand_max=4, none=0.23854)))[AppId("a")]
+    text = "with any of the GPUs in play it would not end sooner than it expects to now (rho 0.2385)"
+    assert (loss.binding, loss.text) == ("rows", text)
+
+
+CLUSTER = gpus_of(4, 2, 2)
+LAST = CLUSTER[7].gpu
+RACKS = gpus_of(4, 4, racks=2)
+
+
+@pytest.mark.parametrize(
+    ("in_play", "look", "binding", "text"),
+    [
+        (CLUSTER[4:6], {}, "node", "2 GPUs in play (the largest hole within one node has 2, on n01)"),
+        (CLUSTER[1:], {}, "node", "7 GPUs in play (the largest hole within one node has 3, on n00)"),
+        (
+            gpus_of(4, slots=2),
+            {"level_max": "slot"},
+            "slot",
+            "4 GPUs in play (the largest hole within one slot has 2, on n00)",
+        ),
+        (CLUSTER[4:6], {"spans": True}, "gpus", "2 GPUs in play"),
+        (
+            gpus_of(2, 2, 2, racks=3),
+            {"spans": True, "level_max": "rack"},
+            "rack",
+            "6 GPUs in play (the largest hole within one rack has 2, in r0)",
+        ),
+        (
+            CLUSTER,
+            {"only": (LAST,)},
+            "restriction",
+            "1 GPU in play that it can use (the largest hole within one node has 1, on n02)",
+        ),
+        (CLUSTER[:6], {"kept": CLUSTER[6:]}, "restriction", "6 GPUs in play beside the 2 GPUs that it keeps"),
+        (
+            RACKS[4:],
+            {"kept": RACKS[:4], "level_max": "rack", "demand_max": 8},
+            "restriction",
+            "4 GPUs in play beside the 4 GPUs that it keeps",
+        ),
+        (CLUSTER, {"demand_max": 3}, "restriction", "8 GPUs in play, and its demand leaves room for 3"),
+    ],
+)
+def test_one_whose_bid_is_empty_because_its_gang_fits_nowhere_is_told_what_it_lacks(
+    in_play: tuple[GpuView, ...], look: dict[str, Any], binding: str, text: str
+) -> None:
+    app, bid = simple("a", gang=4, demand_max=4)
+    loss = losses(*round_of(in_play, (replace(app, **look), bid)))[AppId("a")]
+    assert (loss.binding, loss.text) == (binding, f"its gang of 4 does not fit the {text}")
+
+
+def test_one_whose_bid_is_empty_because_there_is_nothing_for_it_is_told_so() -> None:
+    nothing = losses(*round_of((), simple("a", gang=4)))[AppId("a")]
+    assert (nothing.binding, nothing.text) == ("gpus", "no GPU is in play")
+    parked = losses(*round_of(CLUSTER, simple("a", gang=4, only=())))[AppId("a")]
+    assert (parked.binding, parked.text) == ("restriction", "it can use none of the 8 GPUs in play")
+
+
+def test_one_whose_gang_fits_together_with_the_part_of_one_that_it_keeps_is_told_of_no_misfit() -> None:
+    app, bid = simple("a", gang=4, demand_max=4, kept=CLUSTER[:1])
+    assert losses(*round_of(CLUSTER[1:6], (app, bid)))[AppId("a")].text.startswith("with any of the GPUs in play")
+
+
+def test_a_bidder_whose_gang_fits_nothing_in_play_is_told_the_misfit_and_no_rho() -> None:
+    view, bids = round_of(gpus_of(2), simple("a", gang=4, demand_max=4, none=0.2385))
+    (outcome,) = Themis(Settings(fairness_knob=0.0)).allocate(view, bids).outcomes
+    assert outcome.reason == (
+        "bid and won none of the 2 GPUs in play: its gang of 4 does not fit the 2 GPUs in play "
+        "(the largest hole within one node has 2, on n00)"
+    )
 
 
 def test_a_winner_that_keeps_less_than_it_won_is_told_of_its_payment() -> None:

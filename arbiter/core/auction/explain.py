@@ -12,7 +12,8 @@ auction solved again, to see it win; what there was no work left for is called a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from arbiter.core.auction.problem import CLUSTER, MACHINE, RACK, SLOT, TOLERANCE
 from arbiter.core.auction.solve import FIRST_STEPS, STEPS_PER_MS, Budget, best
 from arbiter.core.placement import PLACE, place_of
 from arbiter.core.policy import AppView, Change, GpuView, Loss, View
-from protocol.messages import LEVELS, AppId, Bid, BidRow, ExplicitRow, GpuId, NodeId
+from protocol.messages import LEVELS, AppId, Bid, BidRow, ExplicitRow, GpuId, Level, NodeId
 
 #: Solves that one bidder may be given.
 PROBES_MAX = 24
@@ -37,6 +38,7 @@ ENTER_US = (1.5, 150.0, 6.0, 15.0)
 FREE_MAX = 8
 
 Bids = Mapping[AppId, Bid]
+Holes = Mapping[tuple[str, ...], int]  #: GPUs in play by place
 
 
 class _Row(NamedTuple):
@@ -141,6 +143,18 @@ def _probe(entry: Entry, value: float, picks: Ints) -> _Probe:
     return _Probe(entry, value, {entry.bidders[i].app: int(pick) for i, pick in enumerate(picks) if pick >= 0})
 
 
+def _holes(found: Iterable[GpuView], level: Level) -> Holes:
+    """Return how many of these GPUs are in each place of that level."""
+    return Counter(place_of(gpu, level) for gpu in found)
+
+
+def _fits(app: AppView, holes: Holes, inside: Level) -> bool:
+    """Whether one more gang, in one place of level `inside`, fits these holes beside what `app` keeps."""
+    kept = _holes(app.kept, inside)
+    lacking = {place: -kept.get(place, 0) % app.gang or app.gang for place in holes}
+    return any(lacking[place] <= min(hole, app.want) for place, hole in holes.items())
+
+
 class _Case:
     """One bidder that won nothing."""
 
@@ -175,8 +189,7 @@ class _Case:
         bid, app, bidder = self._bids[self._name], self._app, self._bidder
         new, level, gain = useful_rows(bid, kept=len(app.kept), most=1 << 40)
         if len(new) == 0:
-            text = f"no row of its bid betters its rho of {bidder.rho_none:.4g}"
-            return self._with_changes("rows", text, None, ("rho",))
+            return self._misfit() or self._no_sooner()
         if app.spans:
             whole = (len(app.kept) + new) % app.gang == 0
             if not whole.any():
@@ -192,6 +205,55 @@ class _Case:
             text = f"{least}, and {len(bidder.only)} of those that it can use are in play"
             return self._with_changes("restriction", text, row, ("move", "free", "fewer"))
         return self._with_changes("gpus", f"{least}, and {len(self._entry.gpus)} are in play", row, ("free", "fewer"))
+
+    def _no_sooner(self) -> Loss:
+        """Its gang fits, and no row of its bid betters its rho."""
+        usable = "" if self._bidder.only is None else " that it can use"
+        text = (
+            f"with any of the GPUs in play{usable} it would not end sooner than it expects to now "
+            f"(rho {self._bidder.rho_none:.4g})"
+        )
+        return self._with_changes("rows", text, None, ("rho",))
+
+    def _misfit(self) -> Loss | None:
+        """Its gang fits nowhere in what is in play; None where it does."""
+        app, only, in_play = self._app, self._bidder.only, self._entry.gpus
+        if not in_play:
+            return Loss("gpus", "no GPU is in play")
+        if only is not None and not only:
+            return Loss("restriction", f"it can use none of the {gpus(len(in_play))} in play")
+        inside = app.level_max if app.spans else min(app.level_max, "machine", key=LEVELS.index)
+        holes = self._usable_holes(inside)
+        if _fits(app, self._near_holes(inside) if app.kept else holes, inside):
+            return None
+        which = "" if only is None else " that it can use"
+        text = f"its gang of {app.gang} does not fit the {gpus(sum(holes.values()))} in play{which}"
+        place, hole = min(holes.items(), key=lambda found: (-found[1], found[0]))
+        if hole >= app.gang:
+            beside = f" beside the {gpus(len(app.kept))} that it keeps" if app.kept else ""
+            return Loss("restriction", text + (beside or f", and its demand leaves room for {app.want}"))
+        binding = {"slot": "slot", "machine": "node", "rack": "rack", "cluster": "gpus"}[inside]
+        if inside != "cluster":
+            at = f"{'in' if inside == 'rack' else 'on'} {place[0]}"
+            text += f" (the largest hole within {PLACE[inside]} has {hole}, {at})"
+        return Loss(binding if only is None else "restriction", text)
+
+    @property
+    def _usable(self) -> list[GpuView]:
+        """The GPUs in play that it can use."""
+        only = self._bidder.only
+        return [gpu for gpu in self._entry.gpus if only is None or gpu.gpu in only]
+
+    def _usable_holes(self, inside: Level) -> Holes:
+        if inside == "machine" and self._bidder.only is None:
+            return {(node,): len(found) for node, found in self._entry.ground.in_play.items()}
+        return _holes(self._usable, inside)
+
+    def _near_holes(self, inside: Level) -> Holes:
+        """Return the holes that lie close enough to the GPUs that it keeps."""
+        level = self._app.level_max
+        homes = {place_of(gpu, level) for gpu in self._app.kept}
+        return _holes((gpu for gpu in self._usable if homes == {place_of(gpu, level)}), inside)
 
     def _without_room(self) -> Loss:
         """Some row asks for no more GPUs than are in play, but they do not lie as any row asks."""

@@ -33,7 +33,7 @@ from arbiter.core.auction.problem import TOLERANCE
 from arbiter.core.auction.solve import FIRST_STEPS, Budget
 from arbiter.core.chance import draw, shuffled
 from arbiter.core.placement import PLACE
-from arbiter.core.policies.dealing import Deal, admit_what_fits, gpus, losses, shares
+from arbiter.core.policies.dealing import Deal, admit_what_fits, gang_place, gpus, losses, shares
 from arbiter.core.policies.ranking import Selection
 from arbiter.core.policies.tenancy import Standings, tenant_by_tenant
 from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Loss, Outcome, Settings, Tenure, View
@@ -276,7 +276,7 @@ class _Round:
 
     def _outsider_reason(self, app: AppView) -> str:
         if app.want <= 0:
-            return f"wants no more than the {gpus(len(app.kept))} it keeps"
+            return _content(app)
         if app.app in self._offered:
             return "was offered the GPUs in play and did not bid in time"
         if self._view.asked is not None and app.app not in self._view.asked:
@@ -328,9 +328,10 @@ def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, s
     assign = dict(sorted((gpu, app) for each in held.values() for gpu, app in each.assign.items()))
     outcomes = {outcome.app: outcome for each in held.values() for outcome in each.outcomes}
     told = [app for app in view.apps if app.app in outcomes or not parts[app.tenant]]
+    partless = _Partless(view)
     return Allocation(
         assign=assign,
-        outcomes=tuple(_told(app, outcomes.get(app.app), owner, assign) for app in told),
+        outcomes=tuple(_told(app, outcomes.get(app.app), partless, owner, assign) for app in told),
         proven=all(each.proven for each in held.values()),
         facts=_all_facts([each.facts for each in held.values()]),
         rest=next((each.rest for each in held.values() if each.rest), ""),
@@ -365,16 +366,53 @@ def _part_of(view: View, tenant: TenantId, part: tuple[GpuView, ...]) -> View:
     )
 
 
+class _Partless:
+    """Why a tenant has no part of the GPUs in play, said to each of its apps."""
+
+    def __init__(self, view: View) -> None:
+        self._in_play = Deal(view)
+        self._misfits: dict[tuple[object, ...], str] = {}
+
+    def reason(self, app: AppView) -> str:
+        """Return what keeps `app` from having any: its own demand, its gang, or other tenants."""
+        if app.want <= 0:
+            return _content(app)
+        if not self._in_play.left:
+            return "no GPU is in play"
+        misfit = self._misfit(app)
+        if misfit:
+            return f"nothing in play fits: {misfit}"
+        return f"its tenant {app.tenant} has no part of the GPUs in play: others have had less of what is fair for them"
+
+    def _misfit(self, app: AppView) -> str:
+        """Return why `app` could use nothing if all in play were its; empty where it could."""
+        alike = (app.gang, app.spans, app.level_max, app.want, app.kept, app.only)
+        if alike not in self._misfits:
+            self._misfits[alike] = self._try(app)
+        return self._misfits[alike]
+
+    def _try(self, app: AppView) -> str:
+        deal = self._in_play
+        if deal.fill(app, app.gang):
+            deal.take_back(app.app)
+            return ""
+        count = len(deal.left)
+        if app.only is None and app.gang > count and gang_place(app) == "cluster":
+            return f"it needs a gang of {app.gang}, and {gpus(count)} {'is' if count == 1 else 'are'} in play"
+        return deal.misfit(app)
+
+
 def _told(
-    app: AppView, outcome: Outcome | None, owner: Mapping[GpuId, TenantId], assign: Mapping[GpuId, AppId]
+    app: AppView,
+    outcome: Outcome | None,
+    partless: _Partless,
+    owner: Mapping[GpuId, TenantId],
+    assign: Mapping[GpuId, AppId],
 ) -> Outcome:
     """Return an app's outcome with what its tenant's part was to it."""
     lost = losses([gpu for gpu in app.renewable if owner.get(gpu) != app.tenant], assign)
     if outcome is None:
-        first = (
-            f"its tenant {app.tenant} has no part of the GPUs in play: others have had less of what is fair for them"
-        )
-        return Outcome(app.app, (), first + lost, rho_now=app.rho)
+        return Outcome(app.app, (), partless.reason(app) + lost, rho_now=app.rho)
     return replace(outcome, reason=f"in the part of {app.tenant}: {outcome.reason}{lost}")
 
 
@@ -388,6 +426,10 @@ def _all_facts(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
         else:
             merged[name] = max(values) if "gap" in name or name == "out_of_budget" else math.fsum(values)
     return merged
+
+
+def _content(app: AppView) -> str:
+    return f"wants no more than the {gpus(len(app.kept))} it keeps"
 
 
 def _rho(app: AppView) -> float:
