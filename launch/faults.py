@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from launch import exit_codes
 
 
 class Fault(Exception):  # noqa: N818 - may be the caller's, the world's or nobody's error
-    """Why a command could not do what it was asked; `next_step` is what to do about it."""
+    """Why a command could not do what it was asked; `next_step` is what to do about it.
 
-    def __init__(self, sentence: str, *, code: int = exit_codes.FAILED, next_step: str = "") -> None:
+    `done` is what was done all the same, as fields of the document.
+    """
+
+    def __init__(
+        self,
+        sentence: str,
+        *,
+        code: int = exit_codes.FAILED,
+        next_step: str = "",
+        done: Mapping[str, object] | None = None,
+    ) -> None:
         super().__init__(sentence)
         self.sentence = sentence
         self.code = code
         self.next_step = next_step
+        self.done = dict(done or {})
 
     def document(self) -> dict[str, object]:
         """Return what `--json` prints."""
-        return {"schema": "error/v1", "error": self.sentence, "next": self.next_step, "code": self.code}
+        return {"schema": "error/v1", "error": self.sentence, "next": self.next_step, "code": self.code} | self.done
 
 
 def usage(sentence: str, next_step: str = "") -> Fault:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,13 @@ import msgspec
 from app_agent.core.spec import AppSpec
 from arbiter.core.pricing.utility import FORMS, parse
 from launch.faults import usage
-from protocol.config import in_words
+from protocol.config import in_words, kind_of
 from protocol.messages import Utility
 
 #: Of the submitter's environment, what a task needs to find the same programs; everything else is asked for by --env.
 INHERITED = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG")
 #: What is for the simulator only.
 SIMULATED_ONLY = ("spans", "gpus_max")
-FIELDS = ", ".join(field.name for field in msgspec.structs.fields(AppSpec) if field.name not in SIMULATED_ONLY)
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -52,6 +54,11 @@ def some_seconds(text: str, flag: str) -> float:
     return value
 
 
+def _time(read: Callable[[str, str], float], value: Any, word: str) -> Any:
+    """Return what a spec file says: text as `read` takes it, a number as it is."""
+    return read(value, word) if isinstance(value, str) else value
+
+
 def gpu_sizes(text: str, flag: str) -> tuple[int, ...]:
     """Return the numbers of GPUs given as ``2``, or as ``1,2,4``.
 
@@ -70,21 +77,39 @@ def gpu_sizes(text: str, flag: str) -> tuple[int, ...]:
 
 
 def size(text: str, flag: str) -> int:
-    """Return a number of bytes given as ``8G``, ``512M`` or in bytes.
+    """Return a number of bytes given as ``8G`` or ``512M``; 0 needs no unit.
 
     Raises
     ------
     Fault
         Naming `flag`, for anything else.
     """
-    number, unit = (text[:-1], _SIZES[text[-1].upper()]) if text[-1:].upper() in _SIZES else (text, 1)
+    number, unit = (text[:-1], _SIZES[text[-1].upper()]) if text[-1:].upper() in _SIZES else (text, 0)
     try:
-        value = float(number) * unit
+        value = float(number) * (unit or 1)
     except ValueError:
         value = -1.0
     if not 0 <= value <= 2**53:
-        raise usage(f"{flag} is {text!r}, which is no amount of memory", "write 8G, 512M or a number of bytes")
+        raise usage(f"{flag} is {text!r}, which is no amount of memory", "write 8G or 512M")
+    if value and not unit:
+        quote = "" if flag.startswith("--") else '"'
+        mend = f"write {quote}{_with_unit(number, value)}{quote}"
+        raise usage(f"{flag} {text} has no unit; {mend}", f"the units are {', '.join(_SIZES)}")
     return int(value)
+
+
+def _with_unit(number: str, value: float) -> str:
+    """Return what was probably meant by that number without a unit: gigabytes, then megabytes, then bytes."""
+    if value < 2**20:
+        return f"{number}{'G' if value < 512 else 'M'}"
+    return f"{math.ceil(value / _SIZES['M'])}M"
+
+
+def _memory(value: Any, word: str) -> int:
+    """Return the bytes that a spec file says: text as `size` reads it; of numbers without a unit only 0 is one."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise usage(f'{word} must be text such as "8G", and is {kind_of(value)}', f'write {word} = "8G"')
+    return size(str(value), word)
 
 
 def utility(text: str, flag: str) -> Utility:
@@ -101,6 +126,32 @@ def utility(text: str, flag: str) -> Utility:
         raise usage(f"{flag} {text!r} is beyond all bounds: {in_words(error)}", FORMS) from None
     except ValueError as error:
         raise usage(f"{flag} cannot be used: {error}", FORMS) from None
+
+
+def command_of(written: object) -> tuple[str, ...]:
+    """Return the command that a spec file holds, which is a list of words.
+
+    Raises
+    ------
+    Fault
+        For anything else, with the list that was probably meant.
+    """
+    if not isinstance(written, list):
+        is_, meant = f"is {kind_of(written)}", _split(written) if isinstance(written, str) else []
+    elif odd := [word for word in written if not isinstance(word, str)]:
+        is_, meant = f"holds {kind_of(odd[0])}", list(map(str, written))
+    else:
+        return tuple(written)
+    shown = json.dumps(meant or ["python", "train.py"], ensure_ascii=False)
+    raise usage(f"the spec cannot be used: command {is_}, and must be a list of words", f"write command = {shown}")
+
+
+def _split(text: str) -> list[str]:
+    """Return the words of a command line as a shell would; none if its quotes do not match."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return []
 
 
 def environment(wanted: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -149,15 +200,20 @@ def trials(command: Sequence[str], files: Path | None, given: Sequence[str]) -> 
     return tuple((*command, *shlex.split(line)) for line in lines)
 
 
-#: What a spec file may say as the flags do: the field, and how text becomes its value if not as it is.
-WORDS: dict[str, tuple[str, Callable[[str, str], Any] | None]] = {
+#: What a spec file may say as the flags do: the field, and how its value is read if not as it is.
+WORDS: dict[str, tuple[str, Callable[[Any, str], Any] | None]] = {
     "class": ("kind", None),
-    "memory": ("host_bytes", size),
+    "memory": ("host_bytes", _memory),
     "steps": ("steps_total", None),
-    "step_time": ("step_serial_s", some_seconds),
-    "grace": ("grace_s", seconds),
+    "step_time": ("step_serial_s", partial(_time, some_seconds)),
+    "grace": ("grace_s", partial(_time, seconds)),
     "checkpoint_dir": ("checkpoint_root", None),
 }
+_WRITTEN = {name: word for word, (name, _) in WORDS.items()}
+#: The fields of a spec file, by the names that users write.
+FIELDS = ", ".join(
+    ("command", *(_WRITTEN.get(name, name) for name in AppSpec.__struct_fields__ if name not in SIMULATED_ONLY))
+)
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -179,7 +235,7 @@ def load(path: Path) -> dict[str, Any]:
             if name in fields:
                 raise usage(f"{path} says both {word} and {name}, which are the same", "leave one out")
             value = fields.pop(word)
-            fields[name] = read(value, word) if read is not None and isinstance(value, str) else value
+            fields[name] = read(value, word) if read is not None else value
     return fields
 
 
@@ -194,8 +250,8 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
         Naming the field that is wrong.
     """
     fields = dict(fields)
-    if isinstance(fields.get("utility"), str):
-        fields["utility"] = utility(fields["utility"], "utility")
+    if "utility" in fields:
+        fields["utility"] = _utility(fields["utility"])
     sizes = fields.get("sizes")
     smallest = {"gang": sizes[0]} if isinstance(sizes, list | tuple) and sizes else {}
     try:
@@ -220,6 +276,18 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
             "list them instead, such as sizes = [1, 2, 4]",
         )
     return app_spec
+
+
+def _utility(written: Any) -> Any:
+    """Return a utility written as text, or in the form it has already; raises `Fault` for what can be neither."""
+    if isinstance(written, str):
+        return utility(written, "utility")
+    if isinstance(written, Utility | dict | None):
+        return written
+    raise usage(
+        f'the spec cannot be used: utility is {kind_of(written)}, and must be text such as "deadline:6h"',
+        'write utility = "deadline:6h", "soft:6h", "none" or "sigmoid:50,2/h,6h"; see docs/cli.md',
+    )
 
 
 def default_name(command: Sequence[str]) -> str:

@@ -36,6 +36,15 @@ _TYPES = {
     "object": "a table",
     "null": "nothing",
 }
+#: The same for values themselves; a bool is an int, too, so it comes first.
+_VALUES: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (bool, _TYPES["bool"]),
+    (int, _TYPES["int"]),
+    (float, _TYPES["float"]),
+    (str, _TYPES["str"]),
+    ((list, tuple), _TYPES["array"]),
+    (dict, _TYPES["object"]),
+)
 
 
 class ConfigError(Exception):
@@ -112,6 +121,11 @@ def _choices(kind: Any, field: str) -> tuple[Any, ...]:
         found = get_type_hints(kinds[0]).get(name) if kinds else None
     literals = [each for each in (found, *get_args(found)) if get_origin(each) is Literal]
     return get_args(literals[0]) if literals else ()
+
+
+def kind_of(value: object) -> str:
+    """Return what a value of a TOML file is, in the words of `in_words`: ``a whole number`` for 5."""
+    return next((words for kind, words in _VALUES if isinstance(value, kind)), "a date or a time")
 
 
 def _inside(field: str, name: str) -> str:

@@ -51,6 +51,8 @@ FITGPP = "fitgpp"
 FITGPP_KEYS: Mapping[str, type] = {"jobs": int, "trials": float, "load": float, "grace": float}
 #: Apps of a drawn workload, unless it says.
 APPS = 40
+#: So many names are in a sentence; of more, how many there are.
+NAMED = 5
 #: Fields that have a flag of their own.
 _APART = {"policy", "policy_settings", "seed", "tenants"}
 #: Those that a world in which nothing is lost does not use (`simulator.world.quiet`).
@@ -94,6 +96,7 @@ def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
     """
     settings = settings_of(experiment)
     workload, cluster, costs, profiles = inputs_of(experiment)
+    workload = replace(workload, notes=(*workload.notes, *tenant_notes(experiment, settings, workload)))
     if experiment.policy == fluid.NAME:
         return replace(
             fluid.simulate(workload, cluster, seed=experiment.seed, progress=progress), given=given_of(experiment)
@@ -291,6 +294,41 @@ def tenants_of(file: str) -> tuple[TenantTerms, ...]:
     if not terms:
         raise ExperimentError(f"{file} names no tenant; give lines of tenant and share")
     return tuple(terms)
+
+
+def tenant_notes(experiment: Experiment, settings: ArbiterSettings, workload: Workload) -> tuple[str, ...]:
+    """Return a sentence about tenants that the file names and the trace does not, which may be misspelt; else nothing.
+
+    It names those of the trace that the file does not, too: among them is who was meant.
+    """
+    named = [str(each.name) for each in settings.tenants]
+    present = {app.tenant for app in workload.apps}
+    absent = [name for name in named if name not in present]
+    if not absent:
+        return ()
+    within = f" within --first {experiment.first}" if experiment.first else ""
+    others = sorted(present - set(named))
+    return (
+        f"{experiment.tenants} names {_few(absent)}, of whom the trace has no job{within}{_unnamed(others, settings)}",
+    )
+
+
+def _unnamed(tenants: Sequence[str], settings: ArbiterSettings) -> str:
+    """Return how a sentence goes on about tenants that no file names."""
+    if not tenants:
+        return ""
+    one = len(tenants) == 1
+    if settings.tenants_only:
+        become = f", and by tenants_only {'its' if one else 'their'} jobs are refused"
+    else:
+        become = f" and {'has' if one else 'have'} weight 1"
+    return f"; {_few(tenants)} {'is' if one else 'are'} not named{become}"
+
+
+def _few(names: Sequence[str]) -> str:
+    """Return names as a sentence lists them, the first few of many."""
+    shown = [*names[:NAMED], f"{len(names) - NAMED} more"] if len(names) > NAMED else names
+    return " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
 
 
 def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSettings:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from app_agent.core.host import AppRecord
 from app_agent.core.spec import AppSpec
 from launch import exit_codes, spec
-from launch.client import Client, Until, ending, open_client
-from launch.faults import usage
+from launch.client import NEXT_STEPS, Client, Until, ending, open_client
+from launch.faults import Fault, usage
 from launch.follow import follow_logs
 from launch.surface import answering, emit, note, say, wants_json
 
@@ -173,16 +175,20 @@ def cancel(
     apps: Annotated[list[str], typer.Argument(metavar="ID...", help="app ids, or `last`")],
     json: Json = False,
 ) -> None:
-    """End apps for good; their tasks are stopped and their GPUs freed."""
+    """End apps for good; their tasks are stopped and their GPUs freed.
+
+    With ids that no app has the others are cancelled all the same, and then the exit code is 3.
+    """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
-        ended = [client.resolve(selector) for selector in apps]
-        over = {str(record.app): record.state for record in client.apps() if record.over}
-        for app in ended:
+        records, unknown = _meant(client, apps)
+        for app, record in records.items():
             client.cancel(app)
-            note(f"{app} was already {over[app]}" if app in over else f"{app} is cancelled")
+            note(f"{app} was already {record.state}" if record.over else f"{app} is cancelled")
+        if unknown:
+            raise _not_found(unknown, {"apps": list(records)})
         if as_json:
-            emit({"schema": "cancelled/v1", "apps": ended})
+            emit({"schema": "cancelled/v1", "apps": list(records)})
 
 
 def wait(
@@ -191,16 +197,38 @@ def wait(
     for_: Annotated[Until, typer.Option("--for", help="done, or running")] = "done",
     json: Json = False,
 ) -> None:
-    """Return when apps are over, with the greatest of their exit codes; or when they run."""
+    """Return when apps are over, with the greatest of their exit codes; or when they run.
+
+    With ids that no app has the others are waited for all the same, and then the exit code is 3.
+    """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
         deadline = time.monotonic() + spec.seconds(timeout, "--timeout") if timeout else None
-        codes = {}
-        for app in [client.resolve(selector) for selector in apps]:
-            codes[app] = _outcome(client, app, deadline, until=for_)
+        records, unknown = _meant(client, apps)
+        if unknown and records:
+            note(f"{_not_found(unknown).sentence}; waiting for the rest")
+        codes = {app: _outcome(client, app, deadline, until=for_) for app in records}
+        ended = {"apps": [{"id": app, "code": code} for app, code in codes.items()]}
+        if unknown:
+            raise _not_found(unknown, ended)
         if as_json:
-            emit({"schema": "waited/v1", "apps": [{"id": app, "code": code} for app, code in codes.items()]})
+            emit({"schema": "waited/v1", **ended})
         raise SystemExit(max(codes.values(), default=exit_codes.DONE))
+
+
+def _meant(client: Client, selectors: Sequence[str]) -> tuple[dict[str, AppRecord], list[str]]:
+    """Return the records of the apps that are meant, and the ids that no app has; each once, in their order."""
+    ids = dict.fromkeys(client.resolve(selector) for selector in selectors)
+    records = {str(record.app): record for record in client.apps()}
+    return {app: records[app] for app in ids if app in records}, [app for app in ids if app not in records]
+
+
+def _not_found(unknown: Sequence[str], done: Mapping[str, object] | None = None) -> Fault:
+    """Return a fault that names the ids that no app has; `done` is what became of the others."""
+    names = ", ".join(unknown)
+    sentence = f"there is no app {names}" if len(unknown) == 1 else f"there are no apps {names}"
+    code = exit_codes.NOT_FOUND
+    return Fault(sentence, code=code, next_step=NEXT_STEPS[code], done=done)
 
 
 def _outcome(client: Client, app: str, deadline: float | None, until: Until = "done") -> int:
@@ -215,9 +243,9 @@ def _outcome(client: Client, app: str, deadline: float | None, until: Until = "d
 def _spec(flags: dict[str, Any]) -> AppSpec:
     """Return what to run: the file's fields, overruled by the flags."""
     fields: dict[str, Any] = spec.load(flags["file"]) if flags["file"] else {}
-    command = flags["command"] or fields.pop("command", None)
-    fields.pop("command", None)
-    if isinstance(command, str) or (command is None and "trials" not in fields):
+    written = fields.pop("command", [])
+    command = flags["command"] or spec.command_of(written)
+    if not command and "trials" not in fields:
         raise usage("no command was given", "gpu-arbiter submit -- python train.py")
     if command:
         chosen = spec.trials(command, flags.get("trials"), flags.get("trial") or ())
@@ -225,9 +253,10 @@ def _spec(flags: dict[str, Any]) -> AppSpec:
             fields["trials"] = chosen
         fields.setdefault("name", spec.default_name(command))
     fields |= _given(flags)
-    fields["env"] = spec.environment(flags["env"] or (), os.environ) | dict(fields.get("env", {}))
+    variables, written = spec.environment(flags["env"] or (), os.environ), fields.get("env", {})
+    fields["env"] = variables | written if isinstance(written, dict) else written
     fields.setdefault("cwd", str(Path.cwd()))
-    fields.setdefault("checkpoint_root", str(Path(fields["cwd"]) / "checkpoints"))
+    fields.setdefault("checkpoint_root", str(Path(str(fields["cwd"])) / "checkpoints"))
     return spec.build(fields)
 
 

@@ -355,6 +355,18 @@ def test_a_file_of_tenants_that_is_wrong_is_one_sentence(trace: Path, tmp_path: 
 # --- how far it is --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("verb", ["simulate", "compare", "sweep"])
+def test_a_tenant_of_whom_the_trace_has_no_job_is_noted(trace: Path, tmp_path: Path, verb: str) -> None:
+    (tmp_path / "shares.csv").write_text("tenant,share\nbbo,5\nann,1\n")
+    flag = "--policy" if verb == "simulate" else "--policies"
+    words = (verb, trace, "--cluster", "1x2", flag, fluid.NAME, "--tenants", tmp_path / "shares.csv")
+    said = f"{tmp_path}/shares.csv names bbo, of whom the trace has no job; bob is not named and has weight 1"
+    assert run(*words).stderr.splitlines().count(said) == 1
+    answer = document(*words)
+    inputs = answer["runs"][0]["inputs"] if verb == "compare" else answer["inputs"]
+    assert inputs["notes"].count(said) == 1
+
+
 def test_who_waits_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(simulating, "LINE_EVERY_S", 0.0)
     with simulating._progress("fifo", "job", as_json=False) as told:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from typer.testing import CliRunner
 
-from launch import exit_codes, notify, site, spec, surface, timeline, views
+from launch import cli, exit_codes, notify, site, spec, surface, timeline, views
 from launch.client import Client
 from launch.faults import Fault
 from launch.follow import follow_logs
@@ -34,7 +35,7 @@ def test_gpus_are_one_number_or_the_sizes_that_a_job_accepts() -> None:
     assert spec.gpu_sizes("1,2, 4", "--gpus") == (1, 2, 4)
 
 
-@pytest.mark.parametrize(("text", "value"), [("8G", 8 * 2**30), ("512m", 512 * 2**20), ("1000", 1000), ("0.5K", 512)])
+@pytest.mark.parametrize(("text", "value"), [("8G", 8 * 2**30), ("512m", 512 * 2**20), ("0", 0), ("0.5K", 512)])
 def test_amounts_of_memory_are_read_with_their_units(text: str, value: int) -> None:
     assert spec.size(text, "--memory") == value
 
@@ -43,6 +44,19 @@ def test_amounts_of_memory_are_read_with_their_units(text: str, value: int) -> N
 def test_what_is_no_amount_of_memory_is_refused_with_the_flag(text: str) -> None:
     with pytest.raises(Fault, match="--memory"):
         spec.size(text, "--memory")
+
+
+@pytest.mark.parametrize(
+    ("text", "mend"),
+    [("8", "8G"), ("1.5", "1.5G"), ("1000", "1000M"), ("8589934592", "8192M"), ("8589934593", "8193M")],
+)
+def test_an_amount_of_memory_without_a_unit_is_refused_with_the_mend(text: str, mend: str) -> None:
+    with pytest.raises(Fault) as caught:
+        spec.size(text, "--memory")
+    assert (caught.value.code, caught.value.sentence) == (
+        exit_codes.USAGE,
+        f"--memory {text} has no unit; write {mend}",
+    )
 
 
 SPEC = 'trials = [["true"]]\ncwd = "/"\ncheckpoint_root = "/c"\n'
@@ -59,6 +73,57 @@ def test_a_spec_file_says_what_the_flags_say(tmp_path: Path) -> None:
     file.write_text(SPEC + 'class = "trial"\nkind = "batch"\n')
     with pytest.raises(Fault, match="says both class and kind, which are the same"):
         spec.load(file)
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("memory = 8", 'memory 8 has no unit; write "8G"'),
+        ("memory = 1.5", 'memory 1.5 has no unit; write "1.5G"'),
+        ('memory = "8"', 'memory 8 has no unit; write "8G"'),
+        ("memory = true", 'memory must be text such as "8G", and is true or false'),
+    ],
+)
+def test_memory_in_a_spec_file_needs_a_unit_too(tmp_path: Path, line: str, sentence: str) -> None:
+    file = tmp_path / "app.toml"
+    file.write_text(f"{SPEC}{line}\n")
+    with pytest.raises(Fault) as caught:
+        spec.load(file)
+    assert (caught.value.code, caught.value.sentence) == (exit_codes.USAGE, sentence)
+
+
+@pytest.mark.parametrize(("line", "value"), [("memory = 0", 0), ("memory = 0.0", 0), ("host_bytes = 8", 8)])
+def test_no_memory_needs_no_unit_and_bytes_are_bytes(tmp_path: Path, line: str, value: int) -> None:
+    file = tmp_path / "app.toml"
+    file.write_text(f"{SPEC}{line}\n")
+    assert spec.build(spec.load(file)).host_bytes == value
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence", "mend"),
+    [
+        ("command = \"python train.py --lr '0 1'\"", "command is text", '["python", "train.py", "--lr", "0 1"]'),
+        ('command = "python \'train.py"', "command is text", 'command = ["python", "train.py"]'),
+        ('command = ""', "command is text", 'command = ["python", "train.py"]'),
+        ("command = 5", "command is a whole number", 'command = ["python", "train.py"]'),
+        ('command = ["python", 5]', "command holds a whole number", 'command = ["python", "5"]'),
+        ("command = []", "no command was given", "gpu-arbiter submit -- python train.py"),
+        ('command = ["a"]\nutility = 5', "utility is a whole number", 'utility = "deadline:6h"'),
+        ('command = ["a"]\nutility = ["deadline:6h"]', "utility is a list", 'utility = "deadline:6h"'),
+        ('command = ["a"]\nenv = 5', "the spec cannot be used: env must be a table, and is a whole number", "mend it"),
+        ('command = ["a"]\ncwd = 5', "the spec cannot be used: cwd must be text, and is a whole number", "mend it"),
+    ],
+)
+def test_what_a_spec_file_holds_in_the_wrong_form_is_said_with_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, sentence: str, mend: str
+) -> None:
+    monkeypatch.delenv("GPU_ARBITER_OUTPUT", raising=False)
+    (tmp_path / "app.toml").write_text(f"{line}\n")
+    result = CliRunner().invoke(cli.app, ["submit", "-f", str(tmp_path / "app.toml")])
+    said, next_step = result.stderr.splitlines()
+    assert result.exit_code == exit_codes.USAGE
+    assert sentence in said
+    assert mend in next_step
 
 
 @pytest.mark.parametrize(
@@ -120,6 +185,15 @@ def test_an_unknown_field_is_refused_with_those_there_are() -> None:
         spec.build({"trials": [["a"]], "cwd": "/", "checkpoint_root": "/", "gpu": 1})
     assert "gpu" in caught.value.sentence
     assert "gang" in caught.value.next_step
+
+
+def test_the_fields_are_listed_by_the_names_that_users_write() -> None:
+    listed = set(spec.FIELDS.split(", "))
+    assert {"command", "gang", "class", "memory", "steps", "step_time", "grace", "checkpoint_dir", "utility"} <= listed
+    assert not listed & {"kind", "host_bytes", "steps_total", "step_serial_s", "grace_s", "checkpoint_root"}
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "cli.md").read_text()
+    example = guide[guide.index("```toml\ncommand") :].split("```")[1]
+    assert {line.split(" = ")[0] for line in example.splitlines()[1:]} <= listed
 
 
 def test_a_job_on_several_nodes_is_refused_for_a_real_site() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -79,3 +80,30 @@ def test_what_is_no_file_of_tenants_is_said_in_one_sentence(tmp_path: Path) -> N
     wrong.write_text("tenant,share\na,1\nb,0\n")
     with pytest.raises(ExperimentError, match=r"wrong.csv line 3: share .*; give tenant and share"):
         settings_of(replace(base, tenants=str(wrong)))
+
+
+def noted(trace: str, shares: Path, text: str, **changes: Any) -> str:
+    """Return the note of a run about its tenants, the file's name aside."""
+    shares.write_text("tenant,share\n" + text)
+    experiment = replace(Experiment(trace, "2x2", "fluid-fair-share", tenants=str(shares)), **changes)
+    return " / ".join(note.removeprefix(f"{shares} ") for note in execute(experiment).notes if str(shares) in note)
+
+
+def test_who_is_named_and_has_no_job_is_noted_with_who_is_not_named(files: tuple[str, str], tmp_path: Path) -> None:
+    trace, shares = files[0], tmp_path / "named.csv"
+    assert noted(trace, shares, "a,1\nb,2\n") == noted(trace, shares, "a,1\n") == ""
+    assert noted(trace, shares, "c,1\na,1\n") == (
+        "names c, of whom the trace has no job; b is not named and has weight 1"
+    )
+    assert noted(trace, shares, "c,1\n") == (
+        "names c, of whom the trace has no job; a and b are not named and have weight 1"
+    )
+    many = "".join(f"t{number},1\n" for number in range(9))
+    assert (
+        noted(trace, shares, f"a,1\nb,1\n{many}") == "names t0, t1, t2, t3, t4 and 4 more, of whom the trace has no job"
+    )
+    assert noted(trace, shares, "a,1\nb,1\n", first=1) == "names b, of whom the trace has no job within --first 1"
+    only = (("tenants_only", "true"),)
+    assert noted(trace, shares, "c,1\na,1\n", policy="fifo", overheads="none", knobs=only) == (
+        "names c, of whom the trace has no job; b is not named, and by tenants_only its jobs are refused"
+    )

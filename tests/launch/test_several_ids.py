@@ -1,0 +1,103 @@
+"""`cancel` and `wait` with several ids, of which some are nobody's, against a real app agent's daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from app_agent.config import AppConfig
+from app_agent.control import Control
+from app_agent.core.spec import AppSpec
+from app_agent.daemon import run_app_host
+from launch import exit_codes
+from protocol.bus.memory import MemoryBroker, MemoryBus
+
+SPEC = AppSpec(trials=(("python", "train.py"),), cwd="/srv", checkpoint_root="/checkpoints", tenant="team-a")
+
+
+@pytest.fixture
+def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "control.sock"
+    monkeypatch.setenv("GPU_ARBITER_URL", f"unix://{path}")
+    monkeypatch.delenv("GPU_ARBITER_OUTPUT", raising=False)
+    return path
+
+
+@asynccontextmanager
+async def two_apps(socket: Path) -> AsyncIterator[None]:
+    """A daemon of ada's with the apps ada-1 and ada-2, which wait for an arbiter that is not there."""
+    config = AppConfig(owner="ada", state_dir=str(socket.parent / "app"), socket=str(socket), beat_s=0.2)
+    ready = asyncio.Event()
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(run_app_host(config, MemoryBus(MemoryBroker()), on_ready=ready.set))
+        await ready.wait()
+        await asyncio.to_thread(_submit_two, socket)
+        yield
+        task.cancel()
+
+
+def _submit_two(socket: Path) -> None:
+    with Control(socket) as control:
+        assert [control.submit(SPEC), control.submit(SPEC)] == ["ada-1", "ada-2"]
+
+
+async def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run one command in a process of its own, as the daemon logs to this one's stdout."""
+    command = [sys.executable, "-m", "launch.cli", *words]
+    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=60)
+
+
+async def test_cancel_ends_all_that_exist_and_then_names_those_that_do_not(socket: Path) -> None:
+    async with two_apps(socket):
+        result = await run("cancel", "nosuch-1", "ada-1", "ada-9", "last", "ada-9")
+        assert (result.returncode, result.stdout) == (exit_codes.NOT_FOUND, "")
+        assert result.stderr.splitlines() == [
+            "ada-1 is cancelled",
+            "ada-2 is cancelled",
+            "gpu-arbiter: there are no apps nosuch-1, ada-9",
+            "next: gpu-arbiter ps -a",
+        ]
+        again = await run("cancel", "ada-1", "ada-2")
+        assert again.returncode == exit_codes.DONE
+        assert again.stderr.splitlines() == ["ada-1 was already cancelled", "ada-2 was already cancelled"]
+
+
+async def test_an_error_document_of_cancel_lists_what_was_cancelled(socket: Path) -> None:
+    async with two_apps(socket):
+        result = await run("cancel", "nosuch-1", "ada-2", "--json")
+        answer = json.loads(result.stdout)
+        assert (answer["schema"], answer["code"]) == ("error/v1", result.returncode) == ("error/v1", 3)
+        assert answer["error"] == "there is no app nosuch-1"
+        assert answer["apps"] == ["ada-2"]
+
+
+async def test_wait_says_at_once_who_does_not_exist_and_waits_for_the_others(socket: Path) -> None:
+    async with two_apps(socket):
+        late = await run("wait", "nosuch-1", "ada-2", "--timeout", "0.05s")
+        assert late.returncode == exit_codes.TIMED_OUT
+        assert late.stderr.startswith("there is no app nosuch-1; waiting for the rest\n")
+        assert (await run("cancel", "ada-1", "ada-2")).returncode == exit_codes.DONE
+        result = await run("wait", "nosuch-1", "ada-2")
+        assert result.returncode == exit_codes.NOT_FOUND
+        assert result.stderr.splitlines()[-3:] == [
+            "ada-2 cancelled: cancelled by its owner",
+            "gpu-arbiter: there is no app nosuch-1",
+            "next: gpu-arbiter ps -a",
+        ]
+        answer = json.loads((await run("wait", "nosuch-1", "ada-2", "--json")).stdout)
+        assert answer["apps"] == [{"id": "ada-2", "code": exit_codes.INTERRUPTED}]
+
+
+@pytest.mark.parametrize("verb", ["cancel", "wait"])
+async def test_one_id_that_nobody_has_is_one_sentence(socket: Path, verb: str) -> None:
+    async with two_apps(socket):
+        result = await run(verb, "nosuch-1")
+        assert result.returncode == exit_codes.NOT_FOUND
+        assert result.stderr.splitlines() == ["gpu-arbiter: there is no app nosuch-1", "next: gpu-arbiter ps -a"]

@@ -1,0 +1,44 @@
+"""The files in systemd/ show every field there is, as their first lines and error messages say."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from msgspec import Struct
+
+from app_agent.config import AppConfig
+from arbiter.config import ArbiterConfig
+from node_agent.config import NodeConfig
+
+SYSTEMD = Path(__file__).resolve().parents[2] / "systemd"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("arbiter.toml", ArbiterConfig), ("node.toml", NodeConfig), ("app.toml", AppConfig)]
+)
+def test_every_field_of_a_configuration_is_named_in_its_file(name: str, kind: type[Struct]) -> None:
+    text = (SYSTEMD / name).read_text()
+    remarks = " ".join(re.findall(r"#(.*)", text))
+    assert list(_missing(kind, tomllib.loads(text), remarks)) == []
+
+
+def _missing(kind: type[Struct], table: dict[str, Any], remarks: str) -> Iterator[str]:
+    """Yield the fields that are neither set in `table` nor written as ``field = `` or as a table in a remark."""
+    for field, of in get_type_hints(kind).items():
+        if field not in table and not re.search(rf"\b{field}( = |\]\])", remarks):
+            yield field
+        for inner in (of, *get_args(of)):
+            if isinstance(inner, type) and issubclass(inner, Struct):
+                within = table.get(field, {})
+                yield from (f"{field}.{each}" for each in _missing(inner, within, remarks))
+
+
+def test_a_field_that_no_file_names_is_found() -> None:
+    missing = set(_missing(ArbiterConfig, {"arbiter": {"lease_s": 600.0}}, "[[arbiter.tenants]] weight = 2.0"))
+    assert {"state_dir", "arbiter.policy", "arbiter.policy_settings.fitgpp_s", "arbiter.tenants.quota"} <= missing
+    assert not {"arbiter", "arbiter.lease_s", "arbiter.tenants", "arbiter.tenants.weight"} & missing
