@@ -175,7 +175,7 @@ class TrainingProcess:
             self.report(metrics)
 
     def report(self, metrics: Mapping[str, float]) -> None:
-        """Take `metrics` as they are now."""
+        """Take `metrics` as they are now; one that is no finite number takes the place of one that was."""
         numbers = {str(name)[:128]: _number(name, value) for name, value in metrics.items()}
         known = {**self.metrics, **{name: value for name, value in numbers.items() if value is not None}}
         self.metrics = dict(list(known.items())[-METRICS_MAX:])  # a new one: the helper may be reading the old
@@ -191,7 +191,7 @@ class TrainingProcess:
             "task": self.task,
             "attempt": self.attempt,
             "step": self.step,
-            "metrics": self.metrics,
+            **_told(self.metrics),
         }
         try:
             if self.rank > 0:  # rank 0 speaks for all
@@ -204,7 +204,7 @@ class TrainingProcess:
         self._say_finished()
 
     def _say_finished(self) -> None:
-        self.link.say({"type": "finished", "step": self.step, "metrics": self.metrics})
+        self.link.say({"type": "finished", "step": self.step, **_told(self.metrics)})
 
     # --- orders, in the training thread ----------------------------------------------------------------------------
 
@@ -467,7 +467,7 @@ class TrainingProcess:
 
     def _figures(self) -> Line:
         return {
-            "metrics": self.metrics,
+            **_told(self.metrics),
             "samples": self.samples,
             "arena_bytes": parking.ready_bytes(),
             "peak_bytes": self._peak_bytes,
@@ -565,13 +565,19 @@ def whole_number(name: str, value: object) -> int:
 
 
 def _number(name: object, value: Any) -> float | None:
-    """Return `value` as a finite number, or None: no measurement is worth a crash."""
+    """Return `value` as a number, finite or not, or None: no measurement is worth a crash."""
     try:
-        number = float(value.detach() if hasattr(value, "detach") else value)
+        return float(value.detach() if hasattr(value, "detach") else value)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with more than one element
         warnings.warn(f"gpu-arbiter: metric {name!s} is {type(value).__name__}; report single numbers", stacklevel=4)
         return None
-    return number if math.isfinite(number) else None
+
+
+def _told(metrics: Mapping[str, float]) -> Line:
+    """Return how `metrics` are told: those that are finite, and the names of the others if there are any."""
+    diverged = [name for name, value in metrics.items() if not math.isfinite(value)]
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return {"metrics": finite, "diverged": diverged} if diverged else {"metrics": finite}
 
 
 def _inside_backward() -> bool:

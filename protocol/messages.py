@@ -18,6 +18,7 @@ message costs one beat, never an app.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, NewType
 
 from msgspec import Meta, Struct
@@ -156,6 +157,8 @@ class GpuStatus(Struct, frozen=True):
 class Measured(Struct, frozen=True, omit_defaults=True):
     """What the node agent measured of a task, not what anybody claims; bytes are summed over its processes.
 
+    Only `diverged` is the script's word, beside its `TaskStatus.metrics`.
+
     `share` is the part of the time since it last began to share its GPUs in which it ran: 1 for a job that has them to
     itself. `cost_s` are the seconds that its last suspension and its last resumption took, together.
     """
@@ -169,7 +172,8 @@ class Measured(Struct, frozen=True, omit_defaults=True):
     share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     cost_s: Seconds = 0.0
     packed_with: tuple[TaskId, ...] = ()
-    remark: Sentence = ""  #: what was found out about sharing its GPUs, for people
+    remark: Sentence = ""  #: what was found out about sharing its GPUs and about its metrics, for people
+    diverged: tuple[str, ...] = ()  #: metrics whose newest value is no finite number; they are not among those
 
 
 class TaskStatus(Struct, frozen=True):
@@ -456,6 +460,20 @@ class NodePlan(Struct, frozen=True, tag=True):
     sharing: Sharing = "exclusive"
     seats: Annotated[int, Meta(ge=1, le=64)] = 1
     quantum_s: Seconds = 60.0
+
+
+def newest_metrics(
+    *reports: tuple[Mapping[str, float], Iterable[str]],
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return the last word of `reports` on each metric: those that are numbers, and the names of those that are not.
+
+    Each report says its finite metrics, and the names of those that have no finite value any more.
+    """
+    newest: dict[str, float | None] = {}
+    for metrics, diverged in reports:
+        newest |= {**metrics, **dict.fromkeys(diverged)}
+    finite = {name: value for name, value in newest.items() if value is not None}
+    return finite, tuple(name for name in newest if name not in finite)
 
 
 def seat(device: GpuId, number: int) -> GpuId:

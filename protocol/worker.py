@@ -68,8 +68,10 @@ class Hello(Struct, frozen=True, tag="hello"):
     state_bytes: Count = 0  #: what parking this process would move; 0 while unknown
 
 
-class Progress(Struct, frozen=True, tag="progress"):
+class Progress(Struct, frozen=True, tag="progress", omit_defaults=True):
     """Every quarter of a second at most, while steps are made, and every 5 s at least as a heartbeat.
+
+    `metrics` are finite; `diverged` names those whose newest value is not, as JSON has no word for it.
 
     Bytes are of this process alone, 0 while unknown: what parking would move, the part of the host arena that is
     faulted in and registered for it, and the GPU memory at its peak within a mini-batch and at the boundary.
@@ -89,6 +91,7 @@ class Progress(Struct, frozen=True, tag="progress"):
     trough_bytes: Count = 0
     samples: Count = 0  #: samples consumed, where the script says so
     seq: Count = 0  #: of the order to `tell` that this answers; 0: unasked
+    diverged: tuple[str, ...] = ()
 
 
 class Suspended(Struct, frozen=True, tag="suspended"):
@@ -126,11 +129,12 @@ class Refused(Struct, frozen=True, tag="refused"):
     reason: Sentence
 
 
-class Finished(Struct, frozen=True, tag="finished"):
-    """Training reached its end. Said explicitly: exit code 0 alone is not success."""
+class Finished(Struct, frozen=True, tag="finished", omit_defaults=True):
+    """Training reached its end. Said explicitly: exit code 0 alone is not success. Metrics as in `Progress`."""
 
     step: Step
     metrics: dict[str, float] = {}
+    diverged: tuple[str, ...] = ()
 
 
 class Stacks(Struct, frozen=True, tag="stacks"):

@@ -255,16 +255,18 @@ class AppAgent:
         )
         trials = self.trials()
         failures = [job.state for job in state.jobs if isinstance(job.state, Failed)]
-        if self._scheduler.answer(state.search, trials) is not None:
-            self._end("finished", self._remark(), now)
+        answer = self._scheduler.answer(state.search, trials)
+        if answer is not None:
+            self._end("finished", self._remark(state.jobs[answer]), now)
         elif state.search.fault:
             self._end("failed", state.search.fault, now, exit_code=1)
         elif all(isinstance(state.jobs[number].state, Failed) for number in state.search.survivors):
             last = failures[-1] if failures else Failed("every trial has failed", 1)
             self._end("failed", last.reason, now, exit_code=last.exit_code)
 
-    def _remark(self) -> str:
-        """Return what a user should know of an app that has finished nevertheless."""
+    def _remark(self, answer: Job) -> str:
+        """Return what a user should know of an app that has finished nevertheless, `answer` being its result."""
+        metric = self.state.spec.metric
         failed = [job for job in self.state.jobs if isinstance(job.state, Failed)]
         remarks = [job.state.remark for job in self.state.jobs if isinstance(job.state, Done) and job.state.remark]
         for job in failed[:1]:
@@ -272,6 +274,8 @@ class AppAgent:
             remarks.append(
                 f"{len(failed)} of {len(self.state.jobs)} trials failed, the first because {job.state.reason}"
             )
+        if metric in answer.diverged:
+            remarks.append(f"{answer.id} has diverged: the newest {metric} that it reported is no number")
         return "; ".join(remarks)
 
     def _end(
@@ -304,12 +308,13 @@ class AppAgent:
             standing = "done"
         elif isinstance(job.state, Failed):
             standing = "failed"
+        metric = self.state.spec.metric
         return Trial(
             number=job.number,
             steps_done=job.steps_done,
             steps_total=self._steps_total(job, slowdown),
             state=standing,
-            metric=job.metrics.get(self.state.spec.metric),
+            metric=math.nan if metric in job.diverged else job.metrics.get(metric),
             resting=isinstance(job.state, Waiting | Suspended),
             steps_before=job.start_step + 1 if job.step >= 0 else 0,
         )

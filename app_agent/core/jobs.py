@@ -23,7 +23,7 @@ from app_agent.core.model import (
 )
 from app_agent.core.spec import AppSpec
 from app_agent.core.valuation import IterTime
-from protocol.messages import GpuId, Outcome, TaskPhase, TaskStatus
+from protocol.messages import GpuId, Outcome, TaskPhase, TaskStatus, newest_metrics
 
 #: A job that fails this often before its first mini-batch cannot start at all; trying on would only hide the reason.
 FALSE_STARTS_MAX = 2
@@ -62,6 +62,8 @@ def gathered(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskStatus |
         return parts[0]
     phase = _phase(ordered, whole=whole)
     last = _last(ordered, whole=whole) if phase == "exited" else None
+    metrics, diverged = newest_metrics(*((part.metrics, part.measured.diverged) for part in reversed(ordered)))
+    measured = min((part.measured for part in ordered), key=lambda measured: measured.share)
     return replace(
         last or ordered[0],
         gpus=known,
@@ -77,8 +79,8 @@ def gathered(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskStatus |
         suspensions=max(part.suspensions for part in parts),
         outcome=last.outcome if last else None,
         reason=last.reason if last else next((part.reason for part in ordered if part.reason), ""),
-        metrics={name: value for part in reversed(ordered) for name, value in part.metrics.items()},
-        measured=min((part.measured for part in ordered), key=lambda measured: measured.share),
+        metrics=metrics,
+        measured=replace(measured, diverged=diverged),
         samples=min(part.samples for part in parts),
     )
 
@@ -161,6 +163,7 @@ def _learn(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
             suspensions=0,
         )
     times = _measure(job, status, held)
+    metrics, diverged = newest_metrics((job.metrics, job.diverged), (status.metrics, status.measured.diverged))
     return replace(
         job,
         step=max(job.step, status.step),
@@ -169,7 +172,8 @@ def _learn(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
         cooperative=status.cooperative,
         can_checkpoint=status.can_checkpoint,
         suspensions=max(job.suspensions, status.suspensions),
-        metrics={**job.metrics, **status.metrics},
+        metrics=metrics,
+        diverged=diverged,
         times=times,
         samples=status.samples or job.samples,
         pace=_pace(status, times),

@@ -154,6 +154,7 @@ class Job(Struct, frozen=True):
     can_checkpoint: bool = False
     suspensions: int = 0
     metrics: dict[str, float] = {}
+    diverged: tuple[str, ...] = ()  #: metrics whose newest value is no finite number; they are not in `metrics`
     steps_before: int = -1
     preempted: bool = False
     steps_lost: int = 0

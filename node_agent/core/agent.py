@@ -16,7 +16,7 @@ and state demand, so that a plan told twice changes nothing and a missed message
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, assert_never
 
 from msgspec.structs import replace
@@ -91,6 +91,7 @@ from protocol.messages import (
     TaskId,
     TaskOrder,
     TaskStatus,
+    newest_metrics,
 )
 from protocol.worker import (
     Finished,
@@ -415,8 +416,9 @@ class NodeAgent:
                 self._saved(task, line)
             case Refused(seq=seq, reason=reason):
                 self._refused(task, seq, reason)
-            case Finished(step=step, metrics=metrics):
-                self._learn(task_id, finished=True, step=step, metrics=task.facts.metrics | metrics)
+            case Finished(step=step, metrics=metrics, diverged=diverged):
+                self._learn(task_id, finished=True, step=step)
+                self._take_final(task, metrics, diverged)
                 self._tell(task_id, f"said that it finished at step {step}")
             case Stacks(seq=seq, text=text):
                 self._stacks(task, seq, text)
@@ -457,7 +459,15 @@ class NodeAgent:
             case _:
                 pass
 
+    def _take_final(self, task: Task, metrics: Mapping[str, float], diverged: Iterable[str]) -> None:
+        """Take in final metrics, which need not be all that were reported before."""
+        before = (task.facts.metrics, task.facts.diverged)
+        finite, no_numbers = newest_metrics(before, (metrics, diverged))
+        self._learn(task.id, metrics=finite, diverged=no_numbers)
+
     def _progress(self, task: Task, line: Progress) -> None:
+        known = (task.facts.metrics, task.facts.diverged)
+        told = (line.metrics, line.diverged) if line.metrics or line.diverged else known
         self._learn(
             task.id,
             hello=True,
@@ -469,7 +479,8 @@ class NodeAgent:
             total_steps=line.total_steps,
             can_park=line.can_park,
             can_checkpoint=line.can_checkpoint,
-            metrics=line.metrics or task.facts.metrics,
+            metrics=told[0],
+            diverged=told[1],
             samples=max(line.samples, task.facts.samples),
             source="steps" if line.step_s > 0 else task.facts.source,
             confidence=1.0 if line.step_s > 0 else task.facts.confidence,
@@ -479,7 +490,7 @@ class NodeAgent:
             trough_bytes=line.trough_bytes,
         )
         self._sharing.progressed(task, line.step, self._now)
-        if line.metrics and line.metrics != task.facts.metrics and self._figures_at is None:
+        if told != known and self._figures_at is None:
             self._figures_at = self._now + self._facts.figures_s
         if isinstance(task.state, Loading):
             self._runs(task, "makes progress")
@@ -622,7 +633,8 @@ class NodeAgent:
         self._learn(event.task, connected=False)
         if event.finished is not None:
             step = max(task.facts.step, event.finished_step)
-            self._learn(event.task, metrics=task.facts.metrics | event.finished, step=step)
+            self._learn(event.task, step=step)
+            self._take_final(task, event.finished, event.diverged)
         task = self._tasks[event.task]
         if isinstance(task.state, Exited):
             self._put(replace(task, state=replace(task.state, lingering=False)))
@@ -1060,6 +1072,8 @@ def _status(task: Task) -> TaskStatus:
             parked_bytes=facts.parked_bytes,
             utilisation=facts.utilisation,
             cost_s=facts.suspend_s + facts.resume_s,
+            remark=_no_numbers(facts.diverged),
+            diverged=facts.diverged,
         ),
         samples=facts.samples,
         unflushed=ended is not None and ended.unflushed,
@@ -1074,6 +1088,11 @@ def _reason(state: State) -> str:
             return reason
         case _:
             return ""
+
+
+def _no_numbers(diverged: Sequence[str]) -> str:
+    """Return what a user should know of metrics that are no numbers any more."""
+    return f"reports no number for {', '.join(diverged)}"[:REASON_CHARS_MAX] if diverged else ""
 
 
 def _still(report: NodeReport) -> tuple[object, ...]:

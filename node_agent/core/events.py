@@ -187,7 +187,8 @@ class WorkerDisconnected(Struct, frozen=True, tag=True):
 class WorkerGone(Struct, frozen=True, tag=True):
     """The task's process and all it started are gone. `exit_code` and `signal` are None when nobody could see them.
 
-    `finished` holds the metrics of a finish that the worker wrote down because no node agent listened.
+    `finished` holds the metrics of a finish that the worker wrote down because no node agent listened, `diverged` the
+    names of those that were no finite numbers.
     """
 
     task: TaskId
@@ -198,6 +199,7 @@ class WorkerGone(Struct, frozen=True, tag=True):
     finished: dict[str, float] | None = None
     finished_step: int = -1  #: the last step it had made then
     unflushed: bool = False  #: it left a checkpoint in host memory; `Flushed` follows
+    diverged: tuple[str, ...] = ()
 
 
 class Flushed(Struct, frozen=True, tag=True):

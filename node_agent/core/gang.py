@@ -18,6 +18,7 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
+from protocol.messages import newest_metrics
 from protocol.worker import (
     Finished,
     FromWorker,
@@ -245,6 +246,7 @@ def again(gang: Gang, wish: Order, next_seq: NextSeq) -> tuple[Gang, list[Order]
 
 def _progress(gang: Gang) -> Progress:
     lines = [gang.news[rank] for rank in sorted(gang.news)]
+    metrics, diverged = newest_metrics(*((line.metrics, line.diverged) for line in reversed(lines)))
     return replace(
         lines[0],
         step=min(line.step for line in lines),
@@ -252,7 +254,8 @@ def _progress(gang: Gang) -> Progress:
         saved_step=min(line.saved_step for line in lines),
         can_park=all(line.can_park for line in lines),
         can_checkpoint=all(line.can_checkpoint for line in lines),
-        metrics={name: value for line in reversed(lines) for name, value in line.metrics.items()},
+        metrics=metrics,
+        diverged=diverged,
         state_bytes=sum(line.state_bytes for line in lines),
         arena_bytes=sum(line.arena_bytes for line in lines),
         peak_bytes=sum(line.peak_bytes for line in lines),

@@ -154,6 +154,7 @@ class Facts(Struct, frozen=True):
     refused: tuple[str, ...] = ()  #: orders it refused in this attempt to move it
     refusal: str = ""  #: why it refused the last of them
     metrics: dict[str, float] = {}
+    diverged: tuple[str, ...] = ()  #: metrics whose newest value is no finite number
     samples: int = 0
     source: StepSource = "unknown"  #: of `step_s`
     confidence: float = 0.0

@@ -10,6 +10,7 @@ from itertools import combinations
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from node_agent.core.events import NodeFacts
 from node_agent.core.means import MEANS, Ways
@@ -94,17 +95,12 @@ class Sharing:
         """Return what was measured of a task, with what sharing has to do with it."""
         partner = self.packs.partner(task.id)
         kept = isinstance(task.state, Running) and not self._ways.can_rest(task, tasks.values())
-        return Measured(
-            source=measured.source,
-            confidence=measured.confidence,
-            peak_bytes=measured.peak_bytes,
-            trough_bytes=measured.trough_bytes,
-            parked_bytes=measured.parked_bytes,
-            utilisation=measured.utilisation,
+        found = self.packs.remark(task.id) or (f"cannot be suspended: {self._ways.why_fixed(task)}" if kept else "")
+        return replace(
+            measured,
             share=self._slices.share(task.id),
-            cost_s=measured.cost_s,
             packed_with=() if partner is None else (partner,),
-            remark=self.packs.remark(task.id) or (f"cannot be suspended: {self._ways.why_fixed(task)}" if kept else ""),
+            remark="; ".join(filter(None, (measured.remark, found))),
         )
 
     # --- news -------------------------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class FinishedFile(Struct, frozen=True):
     task: str
     step: int = -1
     metrics: dict[str, float] = {}
+    diverged: tuple[str, ...] = ()
 
 
 class Settings(Struct, frozen=True):
@@ -458,6 +459,7 @@ class Workers:
             reason=_out_of_memory(ended),
             finished=finished.metrics if finished else None,
             finished_step=finished.step if finished else -1,
+            diverged=finished.diverged if finished else (),
         )
 
     def _drop(self, task: TaskId) -> None:
@@ -551,9 +553,9 @@ class Workers:
 
     async def _adopt(self, record: Record, spec: Spec) -> None:
         if spec.boot_id != self._settings.boot_id:
-            finished = finished_of(spec)
-            metrics, step = (finished.metrics, finished.step) if finished else (None, -1)
-            gone = WorkerGone(spec.task, reason="the node was restarted", finished=metrics, finished_step=step)
+            gone = WorkerGone(spec.task, reason="the node was restarted")
+            if (end := finished_of(spec)) is not None:
+                gone = replace(gone, finished=end.metrics, finished_step=end.step, diverged=end.diverged)
             await self._post_gone(gone, spec)
             return
         started = await asyncio.to_thread(_settled, record)

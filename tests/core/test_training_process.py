@@ -96,3 +96,15 @@ def test_a_process_that_leaves_or_has_finished_refuses_whatever_needs_a_boundary
     for do in ("hold", "suspend", "save"):
         assert take(process(leaving=True), do) == [("refused", 1)]
     assert take(process(leaving=True), "tell") == [("progress", 1)]
+
+
+def test_the_newest_report_of_a_metric_counts_also_when_it_is_no_number() -> None:
+    one = process()
+    for loss in (0.5, float("nan"), float("inf")):
+        one.report({"loss": loss, "lr": 0.1})
+        with pytest.warns(UserWarning, match="report single numbers"):
+            one.report({"loss": "a word"})  # type: ignore[dict-item]
+    assert (one._news()["metrics"], one._news()["diverged"]) == ({"lr": 0.1}, ["loss"])
+    one.report({"loss": 0.4})
+    assert one._news()["metrics"] == {"loss": 0.4, "lr": 0.1}
+    assert "diverged" not in one._news()

@@ -154,6 +154,21 @@ def test_a_trial_that_cannot_reach_the_best_is_stopped() -> None:
     assert stopping.advance(search, trials) is search
 
 
+def test_where_scripts_make_more_steps_than_were_declared_trials_are_judged_by_as_many() -> None:
+    """Trial 0 has made 400 of 100; trial 1 comes to 0.565 at 100, but to 0.5075 at 400, trial 0 to 0.5325."""
+    stopping = CurveStopping(2, "loss", "min")
+    first, better = Law(0.5, 0.65, 0.5, 0.0), Law(0.45, 1.15, 0.5, 0.0)
+    search = stopping.begin()
+    for steps in range(5, 401, 5):
+        ahead = Trial(0, 400, 100, "live", first.at(400))
+        search = stopping.advance(search, [ahead, Trial(1, steps, 100, "live", better.at(steps))])
+        assert search.survivors == (0, 1)
+    ended = [Trial(0, 400, 400, "done", first.at(400)), Trial(1, 50, 100, "live", better.at(50))]
+    assert stopping.advance(known(ended, None, better), ended).survivors == (0, 1)
+    level = Law(0.55, 1.15, 0.5, 0.0)
+    assert stopping.advance(known(ended, None, level), ended).survivors == (0,)
+
+
 def test_who_failed_is_nobodys_best() -> None:
     stopping = CurveStopping(2, "loss", "min")
     trials = [Trial(0, 50, 100, "failed", 0.1), Trial(1, 50, 100, "live", 0.5)]

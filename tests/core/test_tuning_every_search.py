@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -35,12 +36,12 @@ SEARCHES = st.one_of(
     st.builds(lambda n: spec("all", n), st.integers(2, 6)),
     st.just(spec("halving", 1)),
 )
-#: What happens to the trial with that number (modulo their number), how many steps it concerns, and a loss.
+#: What happens to the trial with that number (modulo their number), how many steps it concerns, and a loss, or none.
 EVENTS = st.tuples(
     st.sampled_from(["made", "told", "told", "told", "lost", "rested", "finished", "failed"]),
     st.integers(0, 19),
     st.integers(1, TOTAL),
-    st.floats(0.0, 10.0),
+    st.one_of(st.floats(0.0, 10.0), st.sampled_from([math.nan, math.inf])),
 )
 
 

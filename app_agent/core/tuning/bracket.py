@@ -29,10 +29,11 @@ class Yardstick(Struct, frozen=True):
         """Return `value` turned so that less is better."""
         return -value if self.mode == "max" else value
 
-    def rank(self, trial: Trial) -> tuple[bool, float, int]:
-        """Sort key: better metrics first, silent trials last, then by number."""
-        value = 0.0 if trial.metric is None else self.signed(trial.metric)
-        return (trial.metric is None, value, trial.number)
+    def rank(self, trial: Trial) -> tuple[int, float, int]:
+        """Sort key: better metrics first, then silent trials, last those that diverged; then by number."""
+        if trial.value is None:
+            return (2 if trial.diverged else 1, 0.0, trial.number)
+        return (0, self.signed(trial.value), trial.number)
 
     def silence(self) -> str:
         """Return the sentence for trials none of which reported."""
@@ -65,13 +66,15 @@ class Bracket(Struct, frozen=True):
         """Whether `trial` has ended this rung: made its steps and reported. The last rung ends by the script alone.
 
         A trial of which no report is known goes on, for as long as another rung: scripts report every so many steps,
-        and know nothing of our rungs' ends. Only its present process counts for that.
+        and know nothing of our rungs' ends. Only its present process counts for that. One that diverged has ended it.
         """
         if rung == self.last:
             return False
+        if trial.state == "done" or trial.diverged:
+            return True
         if trial.metric is None:
-            return trial.state == "done" or trial.steps_done - trial.steps_before >= self.ends[rung + 1]
-        return trial.state == "done" or trial.steps_done >= self.ends[rung]
+            return trial.steps_done - trial.steps_before >= self.ends[rung + 1]
+        return trial.steps_done >= self.ends[rung]
 
     def over(self, rung: int, standing: Iterable[Trial]) -> bool:
         """Whether all that stand in this rung have ended it, one way or another."""
@@ -80,7 +83,8 @@ class Bracket(Struct, frozen=True):
     def promoted(self, rung: int, standing: Iterable[Trial], by: Yardstick) -> tuple[Trial, ...] | None:
         """Return those that go on to the rung after this: the best of those that did not fail, by number.
 
-        None when there are more than places and not a single metric: nobody can say which are better.
+        None when there are more than places and not a single report: nobody can say which are better. Where all have
+        diverged nothing is lost by going on with any of them.
         """
         able = [trial for trial in standing if trial.state != "failed"]
         places = self.places[rung + 1]
@@ -98,7 +102,9 @@ class Bracket(Struct, frozen=True):
         Those who stand in this rung are known up to its end; who makes the steps beyond is not.
         """
         end = min(until, self.ends[rung])
-        known = [Left(trial.number, max(0, end - max(after, trial.steps_done))) for trial in _live(standing)]
+        known = [
+            Left(trial.number, max(0, end - max(after, trial.steps_done))) for trial in self.running(rung, standing)
+        ]
         later = [place for place in range(rung + 1, len(self.ends)) if after < self.ends[place] <= until]
         unknown = [
             Left(None, self.ends[place] - max(after, self.ends[place - 1]))
@@ -111,7 +117,3 @@ class Bracket(Struct, frozen=True):
         """Return the mini-batches of all rungs."""
         starts = (0, *self.ends)
         return sum(places * (self.ends[rung] - starts[rung]) for rung, places in enumerate(self.places))
-
-
-def _live(standing: Iterable[Trial]) -> list[Trial]:
-    return [trial for trial in standing if trial.state == "live"]

@@ -5,8 +5,8 @@ While trials report, each one's curve is recorded and extrapolated (`forecast`).
 - With a `target`, a trial is over when it reports it. The first to do so is the answer: it checkpoints and leaves, the
   others are dropped. Until then its forecast termination is the mini-batch at which its curve gets there; a curve that
   does not get there, or is not known yet, terminates where the script says.
-- A trial whose curve, looked at with optimism, ends worse than the best trial is *now* is stopped for good. The trial
-  with the best metric never is.
+- A trial whose curve, looked at with optimism, ends worse than the best trial is *now* is stopped for good, and so is
+  one that diverged while another has a metric. The trial with the best metric never is.
 - Without a target, or if nobody reaches it, the best of those that ran to their end is the answer.
 
 T_sh is that of the job which finishes last by these forecasts: the most optimistic curve counts, for as long as any job
@@ -18,7 +18,6 @@ that cannot become the best.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from msgspec import Struct
@@ -80,34 +79,37 @@ class CurveStopping(Struct, frozen=True):
         Trials say their newest metric again and again: an equal one is taken for the same report. Steps made anew after
         a restart were recorded when they were made first.
         """
-        if trial.metric is None or not math.isfinite(trial.metric):
+        if trial.value is None:
             return curve
         if curve.points:
             newest = curve.points[-1]
             apart = max(1, trial.steps_total // POINTS_MAX)
-            if trial.metric == newest.value or trial.steps_done - newest.steps < apart:
+            if trial.value == newest.value or trial.steps_done - newest.steps < apart:
                 return curve
-        points = _thinned((*curve.points, Point(trial.steps_done, trial.metric)))
+        points = _thinned((*curve.points, Point(trial.steps_done, trial.value)))
         return Curve(points, fit(points, self.mode))
 
     def _reached(self, trial: Trial) -> bool:
-        if self.target is None or trial.metric is None:
+        if self.target is None or trial.value is None:
             return False
-        return self.by.signed(trial.metric) <= self.by.signed(self.target)
+        return self.by.signed(trial.value) <= self.by.signed(self.target)
 
     def _hopeless(self, search: Search, standing: Sequence[Trial]) -> set[int]:
-        """Return the trials whose end, hoped for, is worse than what the best has reached by now."""
-        reporting = [trial for trial in standing if trial.metric is not None]
-        if not reporting:
+        """Return the trials that diverged, or whose end, hoped for, is worse than what the best has reached by now.
+
+        Scripts may make more steps than were declared: ends are forecast for as many as anyone has made.
+        """
+        best = min(standing, key=self.by.rank, default=None)
+        if best is None or best.value is None:
             return set()
-        best = min(reporting, key=self.by.rank)
-        assert best.metric is not None
-        hopeless = set()
-        for trial in reporting:
+        furthest = max(trial.steps_done for trial in standing)
+        hopeless = {trial.number for trial in standing if trial.state == "live" and trial.diverged}
+        for trial in standing:
             law = search.curves[trial.number].law
-            if law is None or trial.state != "live" or trial.number == best.number:
+            if law is None or trial.value is None or trial.state != "live" or trial.number == best.number:
                 continue
-            if self.by.signed(law.hopeful(trial.steps_total, self.mode)) > self.by.signed(best.metric):
+            end = law.hopeful(max(trial.steps_total, furthest), self.mode)
+            if self.by.signed(end) > self.by.signed(best.value):
                 hopeless.add(trial.number)
         return hopeless
 

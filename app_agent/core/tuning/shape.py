@@ -6,6 +6,7 @@ it is and answers with the next `Search`. Steps are counted: a trial that made n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -18,8 +19,9 @@ class Trial(Struct, frozen=True):
     """One trial as the app agent sees it.
 
     `done` ended by itself, `failed` will not be started again. A live trial is `resting` when it makes no steps and
-    what it made is saved: it waits for GPUs, or is parked. `metric` is what it reported last. Of `steps_done` it made
-    `steps_before` in processes before its present one: what those reported may have been lost on the way.
+    what it made is saved: it waits for GPUs, or is parked. `metric` is what it reported last; it has `diverged` while
+    that is no finite number. Of `steps_done` it made `steps_before` in processes before its present one: what those
+    reported may have been lost on the way.
     """
 
     number: int
@@ -29,6 +31,16 @@ class Trial(Struct, frozen=True):
     metric: float | None = None
     resting: bool = False
     steps_before: int = 0
+
+    @property
+    def diverged(self) -> bool:
+        """Whether what it reported last is NaN or infinite."""
+        return self.metric is not None and not math.isfinite(self.metric)
+
+    @property
+    def value(self) -> float | None:
+        """Its metric if that can be compared: None for a trial that is silent or has diverged."""
+        return None if self.diverged else self.metric
 
 
 class Curve(Struct, frozen=True):
