@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from arbiter.core import leases, model, sharing, trials
 from arbiter.core.model import Deciding, Draining, Free, Gpu, Leased
-from arbiter.core.policy import Allocation, Clock, Outcome
+from arbiter.core.policy import Allocation, Clock, Displaced, Outcome
 from arbiter.core.turn import Decide, Decided, Turn, policy_of
 from protocol.messages import AppId, GpuId, NodeId, device_of
 
@@ -49,16 +49,44 @@ def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome,
     withheld = _withheld(turn, here, desired)
     for (app, why), gpus in _grouped((desired[gpu], why, gpu) for gpu, why in withheld.items()):
         turn.tell("rounds", f"round {turn.state.round} gave {gpus} to {app} in vain: {why}", loudly=True)
+    winners = {gpu: app for gpu, app in desired.items() if gpu not in withheld}
+    served = frozenset(winners.values())
+    rooms = [(each, _comes(each, winners, served)) for each in allocation.displaced]
+    in_vain = [each for each, trial in rooms if trial is None]
+    withheld |= _in_vain(in_vain, desired, withheld)
+    desired = {gpu: each.trial for each in in_vain for gpu in each.gpus} | desired
     turn.state.news = turn.state.news or bool(withheld)
-    outcomes = tuple(_as_it_became(outcome, here, desired, withheld) for outcome in allocation.outcomes)
+    makes_room = {gpu: winners.get(gpu, trial) for each, trial in rooms if trial is not None for gpu in each.gpus}
+    staying = {gpu_id: gpu for gpu_id, gpu in here.items() if gpu_id in withheld and gpu_id not in makes_room}
+    outcomes = tuple(_as_it_became(outcome, staying, desired, withheld) for outcome in allocation.outcomes)
     guests = frozenset(allocation.guests)
     for gpu_id, gpu in here.items():
-        if gpu_id not in withheld:
-            winner = desired.get(gpu_id)
-            _move(turn, gpu, None if winner is None else turn.state.apps[winner], guest=gpu_id in guests)
-    for app_id in allocation.preempted:
+        if gpu_id not in staying:
+            winner = turn.state.apps[winners[gpu_id]] if gpu_id in winners else None
+            _move(turn, gpu, winner, trial=makes_room.get(gpu_id), guest=gpu_id in guests)
+    for app_id, _ in sorted({(each.app, each.trial) for each, trial in rooms if trial is not None}):
         _note_preempted(turn, app_id, here)
     return outcomes
+
+
+def _comes(room: Displaced, winners: Mapping[GpuId, AppId], served: frozenset[AppId]) -> AppId | None:
+    """Return the trial for which somebody makes room: the one it was for, another that gets of it, or none any more."""
+    if room.trial in served:
+        return room.trial
+    return min((winners[gpu] for gpu in room.gpus if gpu in winners), default=None)
+
+
+def _in_vain(
+    rooms: Iterable[Displaced], desired: Mapping[GpuId, AppId], withheld: Mapping[GpuId, str]
+) -> dict[GpuId, str]:
+    """Return the GPUs that nobody need leave, as no trial comes, each with a clause on why."""
+    reasons = {desired[gpu]: why for gpu, why in withheld.items()}
+    return {
+        gpu: reasons.get(room.trial, "that trial got nothing")
+        for room in rooms
+        for gpu in room.gpus
+        if gpu not in withheld
+    }
 
 
 def _note_preempted(turn: Turn, app_id: AppId, here: Mapping[GpuId, Gpu]) -> None:
@@ -83,8 +111,10 @@ def _may_take(turn: Turn, gpu: Gpu, takeable: frozenset[GpuId]) -> bool:
     return gpu.id in takeable and isinstance(gpu.state, Leased) and model.usable(turn.state, gpu)
 
 
-def _move(turn: Turn, gpu: Gpu, app: model.App | None, *, guest: bool) -> None:
+def _move(turn: Turn, gpu: Gpu, app: model.App | None, *, trial: AppId | None, guest: bool) -> None:
+    """Let a GPU go to `app`, or to nobody; whoever has it leaves for that, or to make room for `trial`."""
     number = turn.state.round
+    why = f"makes room for the trial {trial}" if trial is not None else ""
     match gpu.state:
         case Free():
             if app is not None:
@@ -93,9 +123,10 @@ def _move(turn: Turn, gpu: Gpu, app: model.App | None, *, guest: bool) -> None:
             if app is not None and app.id == lease.app:
                 leases.renew(turn, gpu, round=number, guest=guest)
             elif app is not None:
-                leases.revoke(turn, gpu, f"round {number} gave it to {app.id}", promised_to=app.id, preempted=True)
+                why = why or f"round {number} gave it to {app.id}"
+                leases.revoke(turn, gpu, why, promised_to=app.id, preempted=True)
             else:
-                leases.revoke(turn, gpu, f"round {number} did not renew its lease", preempted=True)
+                leases.revoke(turn, gpu, why or f"round {number} did not renew its lease", preempted=True)
         case Draining():
             raise AssertionError(f"{gpu.id} was in play while it drains")
         case _ as never:
@@ -168,14 +199,15 @@ def _rank(gpu: Gpu, app: AppId) -> int:
 
 
 def _as_it_became(
-    outcome: Outcome, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId], withheld: Mapping[GpuId, str]
+    outcome: Outcome, staying: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId], withheld: Mapping[GpuId, str]
 ) -> Outcome:
-    """Return an outcome without what could not be done, which its reason then says."""
+    """Return an outcome without what could not be done, which its reason then says.
+
+    `staying` are the withheld GPUs that are left as they are.
+    """
     missed = [(withheld[gpu], "", gpu) for gpu in outcome.gpus if gpu in withheld]
     spared = [
-        (withheld[gpu], desired[gpu], gpu)
-        for gpu in withheld
-        if gpu in here and _holder(here[gpu]) == outcome.app != desired[gpu]
+        (withheld[gpu], desired[gpu], gpu) for gpu in staying if _holder(staying[gpu]) == outcome.app != desired[gpu]
     ]
     clauses = [f"{gpus} could not be given when this was decided: {why}" for (why, _), gpus in _grouped(missed)]
     clauses += [f"it keeps {gpus} for now, decided for {winner}: {why}" for (why, winner), gpus in _grouped(spared)]

@@ -327,6 +327,14 @@ class Outcome(Struct, frozen=True):
     loss: Loss | None = None
 
 
+class Displaced(Struct, frozen=True):
+    """What an app leaves at once, or is not given after all, so that a trial can start."""
+
+    app: AppId
+    gpus: tuple[GpuId, ...]
+    trial: AppId
+
+
 class Allocation(Struct, frozen=True):
     """The desired assignment: each GPU in play to at most one app.
 
@@ -344,8 +352,14 @@ class Allocation(Struct, frozen=True):
     rest: str = ""
     look_again_s: float | None = None  #: another round is wanted then, even if nothing happens
     order: tuple[AppId, ...] = ()  #: whose turn comes first to share GPUs; those not named, by their rho and arrival
-    preempted: tuple[AppId, ...] = ()  #: who makes room for a trial, which is counted and puts it on top of the queue
+    #: Who makes room for which trial, which is counted and puts it on top of the queue.
+    displaced: tuple[Displaced, ...] = ()
     guests: tuple[GpuId, ...] = ()  #: of the assigned, the seats on GPUs that the policy has given to others
+
+    @property
+    def preempted(self) -> tuple[AppId, ...]:
+        """Who makes room, once for each trial."""
+        return tuple(app for app, _ in sorted({(each.app, each.trial) for each in self.displaced}))
 
 
 class Admission(Struct, frozen=True):

@@ -6,10 +6,14 @@ layer around `Policy.allocate`:
 
 - A trial keeps what it holds for as long as it counts as one; the policy sees those GPUs as not in play.
 - The rest of what the policy decides stands. After it, each trial that still has nothing, in order of arrival, gets one
-  gang: of what the policy gave to nobody; or it waits for what somebody who is over is just leaving; or else what *one*
-  app of class ``batch`` holds on a node, or has just been given, makes room for it. Victim is who loses least: who has
-  not begun or whose training is known to save, then nobody twice (FitGpp's P), then who has not begun, then the fewest
-  GPUs and the shortest grace period, by its score (Eq. 3).
+  gang: of what the policy gave to nobody; or it waits for what somebody who is over is just leaving; or else *one* job
+  of class ``batch``, or the fewest of one app on a node, makes room for it: leaves its GPUs, or is not given them yet.
+  Victim is who loses least: who has not begun or whose training is known to save, then nobody twice (FitGpp's P), then
+  who has not begun, then one job before several, then the fewest GPUs and the shortest grace period, by its score
+  (Eq. 3).
+- Nobody is kept out for ever: who made room P times begins when its turn comes, and is not left with nothing until it
+  has run for `SPARED_MOVES` times what leaving and coming back costs it; a trial for which nobody else could make room,
+  and nobody who would lose more for it, waits meanwhile.
 - In all, trials hold at most `Settings.trial_share` of the cluster's GPUs that way, and one in any case, so that
   calling everything a trial gains nothing; a trial beyond that waits like everybody else.
 
@@ -21,20 +25,23 @@ Where GPUs are shared this does nothing: a trial comes as a guest there (`sharin
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from bisect import insort
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain, groupby
 
 from msgspec.structs import replace
 
 from arbiter.core import model
 from arbiter.core.model import Draining, Leased
-from arbiter.core.policies.dealing import Holes, gpus, pick
-from arbiter.core.policies.victims import Victim, score_of, units_of
+from arbiter.core.policies.dealing import Holes, gpus, move_s, pick
+from arbiter.core.policies.victims import Victim, fewest, groups_of, score_of, units_of
 from arbiter.core.policy import (
     Allocation,
     AppView,
     Clock,
+    Displaced,
     GpuView,
     NodeView,
     Outcome,
@@ -51,8 +58,14 @@ from protocol.messages import AppId, Bid, GpuId, NodeId
 LEAVE_S = 60.0
 #: So long a trial waits for GPUs whose holder is over, before somebody makes room for it.
 EMPTY_S = 5.0
+#: So many times what a move costs it who has made room P times is not left with nothing again: most of that is work.
+SPARED_MOVES = 3.0
 #: When another round is wanted for GPUs that nobody has now because their newcomer made room for a trial.
 AGAIN_S = 1.0
+
+#: By what victims are ordered, who loses least first; see above. The first three make classes.
+_Loss = tuple[bool, bool, bool, float, tuple[AppId, NodeId, str]]
+_Free = Mapping[NodeId, Sequence[GpuView]]
 
 # --- what policies are shown ------------------------------------------------------------------------------------------
 
@@ -229,7 +242,8 @@ class _Serving:
         self._assign = dict(allocation.assign)
         self._freed = set(allocation.freed)
         self._words: dict[AppId, list[str]] = defaultdict(list)
-        self._preempted: list[AppId] = []
+        self._displaced: list[Displaced] = []
+        self._made_room: Counter[AppId] = Counter()  #: in this round
         self._emptying = list(view.emptying)
         self._look_again_s: list[float] = []
         self._free = [
@@ -247,11 +261,14 @@ class _Serving:
         self._trials_hold += sum(gpu.holder in unseen for gpu in view.takeable)
         self._units = self._found_units(trials)
         self._fresh = self._newcomers(trials)
+        self._has: Counter[AppId] = Counter()  #: GPUs of those that could make room
+        for unit in (*self._fresh, *self._units):
+            self._has[unit.app.app] += len(unit.gpus)
         self._size_max = max((score_of(unit, view.nodes)[0] for unit in self._units), default=0.0)
         self._grace_max = max((unit.app.grace_s for unit in self._units), default=0.0)
 
     def _found_units(self, trials: set[AppId]) -> list[Victim]:
-        """Return what apps of class ``batch`` hold after this round, node by node."""
+        """Return what apps of class ``batch`` hold after this round, job by job."""
         after: dict[AppId, list[GpuView]] = defaultdict(list)
         lost = self._freed
         for gpu in self._view.gpus:
@@ -271,11 +288,16 @@ class _Serving:
         ]
 
     def _newcomers(self, trials: set[AppId]) -> list[Victim]:
-        """Return what apps of class ``batch`` that hold nothing are given in this round, node by node."""
+        """Return what apps of class ``batch`` that hold nothing are given in this round, job by job.
+
+        Who has made room P times is left out: it begins.
+        """
         given: dict[AppId, list[GpuView]] = defaultdict(list)
         for gpu in self._view.gpus:
             app = self._apps.get(self._assign.get(gpu.gpu, AppId("")))
-            if app is not None and app.kind == "batch" and not (app.kept or app.renewable or app.app in trials):
+            if app is None or app.kind != "batch" or app.app in trials or self._often(app):
+                continue
+            if not (app.kept or app.renewable):
                 given[app.app].append(gpu)
         return [unit for app, gpus in sorted(given.items()) for unit in units_of(self._apps[app], gpus)]
 
@@ -297,7 +319,7 @@ class _Serving:
             assign=dict(sorted(self._assign.items())),
             freed=tuple(sorted(self._freed - self._assign.keys())),
             outcomes=self._outcomes(),
-            preempted=tuple(self._preempted),
+            displaced=tuple(self._displaced),
         )
 
     def _place(self, app: AppView) -> bool:
@@ -334,64 +356,138 @@ class _Serving:
 
     def _preempt_for(self, app: AppView) -> None:
         """Let the victim of least loss make room for a trial."""
-        able = (each for each in self._ranked if each[1].app.priority <= app.priority)
-        found = ((score, unit, self._bundle(app, unit)) for score, unit in able)
-        score, unit, bundle = next(((*each,) for each in found if each[2]), (0.0, None, []))
-        if unit is None:
-            self._words[app.app].append("it is a trial, and what no other app of class batch holds would make room")
+        found = self._victim_for(app)
+        if found is None:
             return
-        taken = {gpu.gpu for gpu in unit.gpus}
-        self._ranked.remove((score, unit))
-        self._give(
-            app, bundle, f"it is a trial, for which {unit.app.app} makes room on {unit.node}: {self._why(score, unit)}"
-        )
-        self._preempted.append(unit.app.app)
-        goes = "leaves" if unit.app.app not in self._beginners else "does not begin on"
-        self._words[unit.app.app].append(
-            f"{goes} {gpus(len(taken))} on {unit.node} for the trial {app.app}: {self._why(score, unit)}"
-        )
-        if unit.app.app in self._beginners:
+        victim, bundle = found
+        taken = {gpu.gpu for gpu in victim.gpus}
+        owner = victim.app.app
+        why = self._why(victim)
+        self._give(app, bundle, f"it is a trial, for which {owner} makes room on {victim.node}: {why}")
+        self._displaced.append(Displaced(owner, tuple(sorted(taken)), app.app))
+        goes = "leaves" if owner not in self._beginners else "does not begin on"
+        self._words[owner].append(f"{goes} {gpus(len(taken))} on {victim.node} for the trial {app.app}: {why}")
+        if owner in self._beginners:
             self._look_again_s.append(AGAIN_S)
         for gpu in taken:
-            if self._assign.get(gpu) == unit.app.app:
+            if self._assign.get(gpu) == owner:
                 del self._assign[gpu]
         self._freed |= taken - self._assign.keys()
-        self._free += [gpu for gpu in unit.gpus if gpu.gpu not in self._assign]  # for the next trial, if there is one
+        self._free += [gpu for gpu in victim.gpus if gpu.gpu not in self._assign]  # for the next trial, if any
+        self._strike(victim)
+
+    def _victim_for(self, app: AppView) -> tuple[Victim, list[GpuView]] | None:
+        """Return who loses least of those that could make room for a trial, and what it gets; say why there is none."""
+        free: dict[NodeId, list[GpuView]] = defaultdict(list)
+        for gpu in self._free:
+            free[gpu.node].append(gpu)
+        able = (each for each in self._ranked if each[1].app.priority <= app.priority)
+        spared: list[tuple[float, AppId]] = []
+        for (loses, _, _), alike in groupby(able, key=lambda each: each[0][:3]):
+            if loses and spared:
+                break
+            units = [unit for _, unit in alike]
+            for victim in chain(units, self._together(app, units, free)):
+                bundle = self._bundle(app, victim, free)
+                spared_s = self._spared_s(victim) if bundle else 0.0
+                if bundle and spared_s <= 0.0:
+                    return victim, bundle
+                spared += [(spared_s, victim.app.app)] * bool(bundle)
+        self._wait_for(app, spared)
+        return None
+
+    def _wait_for(self, app: AppView, spared: Sequence[tuple[float, AppId]]) -> None:
+        """Say why a trial waits, and look again when somebody is spared no longer."""
+        what = "what no other app of class batch holds would make room"
+        if spared:
+            spared_s, name = min(spared)
+            self._look_again_s.append(max(AGAIN_S, spared_s))
+            what = (
+                f"{name}, which could make room, has done so often enough (fitgpp_p), and runs for {spared_s:.0f} s "
+                "yet before it does again"
+            )
+        self._words[app.app].append(f"it is a trial, and {what}")
+
+    def _together(self, app: AppView, units: Sequence[Victim], free: _Free) -> Iterator[Victim]:
+        """Yield where several jobs of one app make room together, the fewest of each, who loses least first.
+
+        They are put in order by what the number of GPUs says; which of them do is looked at one by one.
+        """
+
+        def are_enough(victim: Victim) -> bool:
+            nodes = {gpu.node for gpu in victim.gpus}
+            return len(victim.gpus) + sum(len(free.get(node, ())) for node in nodes) >= app.gang
+
+        groups = groups_of(units, apart=app.spans)
+        found = ((fewest(group, are_enough), group) for group in groups)
+        ranked = [(self._loss(victim), group) for victim, group in found if victim is not None]
+        for _, group in sorted(ranked, key=lambda each: each[0]):
+            victim = fewest(group, lambda victim: bool(self._bundle(app, victim, free)))
+            if victim is not None:
+                yield victim
 
     @cached_property
-    def _ranked(self) -> list[tuple[float, Victim]]:
-        """All that could make room, with their scores, who loses least first."""
-        p = self._settings.fitgpp_p
+    def _ranked(self) -> list[tuple[_Loss, Victim]]:
+        """All that could make room, who loses least first."""
+        return sorted(((self._loss(unit), unit) for unit in (*self._fresh, *self._units)), key=lambda each: each[0])
 
-        def loss(each: tuple[float, Victim]) -> tuple[bool, bool, bool, float, AppId, NodeId]:
-            score, unit = each
-            begins = unit.app.app in self._beginners
-            return not (begins or unit.app.movable), unit.app.preempted >= p, not begins, score, unit.app.app, unit.node
+    def _strike(self, victim: Victim) -> None:
+        """Note that one has made room: what else its app has comes after others from now on."""
+        app = victim.app.app
+        gone = {gpu.gpu for gpu in victim.gpus}
+        left = [each for each in self._ranked if each[1].gpus[0].gpu not in gone]
+        self._made_room[app] += 1
+        self._has[app] -= len(gone)
+        self._ranked = [each for each in left if each[1].app.app != app]
+        for _, unit in left:
+            if unit.app.app == app:
+                insort(self._ranked, (self._loss(unit), unit), key=lambda each: each[0])
 
-        return sorted([(self._score(unit), unit) for unit in (*self._fresh, *self._units)], key=loss)
+    def _loss(self, victim: Victim) -> _Loss:
+        begins = victim.app.app in self._beginners
+        return (
+            not (begins or victim.app.movable),
+            self._often(victim.app),
+            not begins,
+            self._score(victim),
+            victim.name,
+        )
+
+    def _often(self, app: AppView) -> bool:
+        """Whether an app has made room P times, this round included."""
+        return app.preempted + self._made_room[app.app] >= self._settings.fitgpp_p
+
+    def _spared_s(self, victim: Victim) -> float:
+        """Return for how long yet `victim` is spared: all of an app that made room P times, and began lately."""
+        app = victim.app
+        if not self._often(app) or not app.leases or len(victim.gpus) < self._has[app.app]:
+            return 0.0
+        return app.granted_sum / app.leases + SPARED_MOVES * move_s(app) - self._view.now
 
     @cached_property
     def _beginners(self) -> frozenset[AppId]:
         return frozenset(unit.app.app for unit in self._fresh)
 
-    def _why(self, score: float, unit: Victim) -> str:
+    def _why(self, victim: Victim) -> str:
         """Return why this one makes room, in words."""
-        if unit.app.app in self._beginners:
+        if victim.app.app in self._beginners:
             return "it has not begun, and loses nothing"
-        saves = "" if unit.app.movable else "; nobody who is known to save what he has done could"
-        return f"few GPUs that can soon be left (score {score:.3g}){saves}"
+        saves = "" if victim.app.movable else "; nobody who is known to save what he has done could"
+        return f"few GPUs that can soon be left (score {self._score(victim):.3g}){saves}"
 
     def _score(self, unit: Victim) -> float:
         size, grace_s = score_of(unit, self._view.nodes)
         part = size / self._size_max if self._size_max else 0.0
         return part + (self._settings.fitgpp_s * grace_s / self._grace_max if self._grace_max else 0.0)
 
-    def _bundle(self, app: AppView, unit: Victim) -> list[GpuView]:
+    def _bundle(self, app: AppView, victim: Victim, free: _Free) -> list[GpuView]:
         """Return a gang for `app` of what one victim and nobody have; free GPUs on its node come first."""
-        nodes = {gpu.node for gpu in unit.gpus}
-        free = [gpu for gpu in self._free if gpu.node in nodes]
-        pool = [gpu for gpu in (*free, *unit.gpus) if app.only is None or gpu.gpu in app.only]
-        return pick(Holes(pool, {gpu.gpu: 1 for gpu in unit.gpus}), app, app.gang)
+        nodes = sorted({gpu.node for gpu in victim.gpus})
+        pool = [*(gpu for node in nodes for gpu in free.get(node, ())), *victim.gpus]
+        if len(pool) < app.gang:
+            return []
+        usable = [gpu for gpu in pool if app.only is None or gpu.gpu in app.only]
+        return pick(Holes(usable, {gpu.gpu: 1 for gpu in victim.gpus}), app, app.gang)
 
     def _outcomes(self) -> tuple[Outcome, ...]:
         """Return the outcomes with what has become of trials and their victims."""

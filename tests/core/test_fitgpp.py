@@ -238,6 +238,80 @@ def test_two_trials_share_what_one_victim_leaves() -> None:
     assert nodes_of(allocation, "t-8") == nodes_of(allocation, "t-9") == {"n00"}
 
 
+# --- jobs -----------------------------------------------------------------------------------------------------------
+
+
+def search(name: str, *jobs: Sequence[GpuView], gang: int = 1, **fields: object) -> AppView:
+    """An app that runs several jobs."""
+    app = batch(name, [gpu for job in jobs for gpu in job])
+    return replace(app, gang=gang, jobs=tuple(tuple(gpu.gpu for gpu in job) for job in jobs), **fields)
+
+
+@PREEMPTIVE
+def test_one_job_of_a_search_leaves_for_a_trial_of_one_gpu(name: str) -> None:
+    cluster = gpus_of(8)
+    allocation = decide(
+        view_of(cluster, [search("s-1", *([gpu] for gpu in cluster))]), waiting("t-1", 1, kind="trial"), name=name
+    )
+    assert allocation.preempted == ("s-1",)
+    assert len(got(allocation, "t-1")) == 1
+    assert allocation.freed == ()
+
+
+def test_as_few_jobs_of_one_app_leave_as_a_trial_needs_and_that_is_counted_once() -> None:
+    cluster = gpus_of(8)
+    view = view_of(cluster, [search("s-1", cluster[:1], cluster[1:2], cluster[2:4], cluster[4:5], cluster[5:8])])
+    for gang, left in ((2, {2, 3}), (3, {5, 6, 7}), (4, {4, 5, 6, 7}), (5, {2, 3, 5, 6, 7}), (8, set(range(8)))):
+        allocation = decide(view, waiting("t-1", gang, kind="trial"))
+        assert allocation.preempted == ("s-1",)
+        assert {*allocation.freed, *got(allocation, "t-1")} == {cluster[index].gpu for index in left}
+
+
+def test_what_no_job_is_known_to_use_leaves_by_gangs() -> None:
+    cluster = gpus_of(8)
+    whole = search("s-1", cluster[:2], gang=2)
+    view = view_of(cluster, [replace(whole, demand_max=8, renewable=tuple(gpu.gpu for gpu in cluster), jobs=())])
+    assert sorted(len(unit.gpus) for unit in Round(view, Settings()).units) == [2, 2, 2, 2]
+    named = replace(view.apps[0], jobs=((cluster[3].gpu, cluster[4].gpu, cluster[5].gpu, cluster[6].gpu), ()))
+    units = Round(replace(view, apps=(named,)), Settings()).units
+    assert sorted(len(unit.gpus) for unit in units) == [2, 2, 4]
+    assert len({unit.name for unit in units}) == 3
+
+
+def test_an_app_with_a_single_job_leaves_a_node_as_a_whole() -> None:
+    cluster = gpus_of(4, 4)
+    view = view_of(cluster, [search("w-1", cluster, gang=1)])
+    assert [len(unit.gpus) for unit in Round(view, Settings()).units] == [4, 4]
+
+
+def test_of_an_app_that_spans_nodes_a_job_leaves_all_of_them() -> None:
+    cluster = gpus_of(4, 4)
+    view = view_of(cluster, [search("w-1", cluster[:2], cluster[2:6], cluster[6:], gang=2, spans=True)])
+    assert [len(unit.gpus) for unit in Round(view, Settings()).units] == [2, 4, 2]
+    allocation = decide(view, waiting("t-1", 2, kind="trial"))
+    assert len(got(allocation, "t-1")) == 2
+    assert allocation.freed == ()
+    allocation = decide(view, waiting("t-1", 4, kind="trial"))
+    assert len({*allocation.freed, *got(allocation, "t-1")}) == 6
+
+
+def test_a_job_that_saves_goes_before_one_that_does_not_also_if_it_takes_several() -> None:
+    cluster = gpus_of(4, 4)
+    safe = search("safe-1", *([gpu] for gpu in cluster[:4]), movable=True)
+    view = view_of(cluster, [safe, batch("lost-1", cluster[4:])])
+    assert decide(view, waiting("t-1", 3, kind="trial")).preempted == ("safe-1",)
+    view = view_of(cluster, [replace(safe, movable=False), batch("lost-1", cluster[4:])])
+    assert decide(view, waiting("t-1", 3, kind="trial")).preempted == ("lost-1",)
+
+
+def test_the_size_of_a_job_is_of_its_own_gpus_cores_and_memory() -> None:
+    cluster = gpus_of(8)
+    app = replace(search("s-1", *([gpu] for gpu in cluster)), cpus=4.0, host_bytes=32 * GB)
+    view = replace(view_of(cluster, [app]), nodes={NodeId("n00"): NODE})
+    allocation = decide(view, waiting("t-1", 1, kind="trial", cpus=8, gb=32))
+    assert len({*allocation.freed, *got(allocation, "t-1")}) == 2, "two jobs have eight cores"
+
+
 # --- the queue ------------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +321,26 @@ def test_the_preempted_go_before_all_others_and_the_last_of_them_first() -> None
     allocation = decide(view_of(cluster, queue))
     assert len(got(allocation, "c-1")) == 4
     assert "b-1, which stands before it" in reason(allocation, "a-1")
+
+
+def test_who_made_room_once_and_runs_again_wants_more_in_order_of_arrival() -> None:
+    cluster = gpus_of(4)
+    ana = app_of("ana-1", demand_max=4, renewable=[cluster[0].gpu], rho=None)
+    apps = [waiting("ben-1", 3), replace(ana, preempted=1, preempted_in=5)]
+    allocation = decide(view_of(cluster, apps))
+    assert len(got(allocation, "ben-1")) == 3
+    kept = replace(ana, preempted=1, preempted_in=5, renewable=(), kept=cluster[:1])
+    allocation = decide(view_of(cluster[1:], [waiting("ben-1", 3), kept]))
+    assert len(got(allocation, "ben-1")) == 3
+
+
+def test_who_stands_before_the_head_that_blocks_is_not_told_that_it_waits_for_it() -> None:
+    cluster = gpus_of(4)
+    first = app_of("a-1", gang=2, demand_max=4, kept=cluster[:2], rho=None)
+    allocation = decide(view_of(cluster[2:3], [first, waiting("b-1", 4), waiting("c-1", 1)]))
+    assert "no node has room for its gang of 2" in reason(allocation, "a-1")
+    assert "no node has room for its gang of 4" in reason(allocation, "b-1")
+    assert "b-1, which stands before it" in reason(allocation, "c-1")
 
 
 def test_the_head_of_the_queue_blocks_and_trials_pass_it() -> None:
@@ -394,12 +488,12 @@ def test_cores_that_somebody_leaves_are_not_given_away_behind_what_another_is_pr
     ("gang", "leaving_cpus"),
     [
         (2, 24.0),  # its one gang leaves 16, and then the trial takes 24
-        (1, 32.0),  # the trial comes when one of two has left: its 24, and 8 of the other
+        (1, 32.0),  # both must leave; the trial comes when one of them has: its 24, and 8 of the other
     ],
 )
 def test_what_a_gang_leaves_is_what_the_next_one_takes_and_no_other_gangs(gang: int, leaving_cpus: float) -> None:
     site = site_of()
-    site.node("n1", 2, cpus=32.0)
+    site.node("n1", 2, cpus=24.0)
     site.app("old-1", gang=gang, demand=2, cpus=8.0 * gang)
     site.wait(1.5)
     assert len(site.held("old-1")) == 2

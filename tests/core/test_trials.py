@@ -7,9 +7,11 @@ from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.model import ArbiterSettings, Draining, Leased
+from arbiter.core.policies.dealing import MOVE_S
 from arbiter.core.policy import NodeView, Settings
-from protocol.messages import JobWish
-from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
+from arbiter.core.trials import SPARED_MOVES
+from protocol.messages import JobWish, Preempt
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, sent, task, wish
 
 ANY_POLICY = pytest.mark.parametrize("policy", ["fifo", "backfill", "drf", "las", "srtf", "astraea", "themis"])
 
@@ -60,6 +62,137 @@ def test_who_is_known_to_save_makes_room_before_one_who_would_leave_sooner(polic
     assert len(site.held("bob-1")) == 2
     assert site.held("ana-1") == []
     assert "for the trial tia-1" in site.told("ana-1")
+
+
+def searching(policy: str, count: int = 8, **knobs: object) -> Site:
+    """A search of so many jobs of one GPU each on one node, all of which save."""
+    site = Site(settings(policy, **knobs))
+    site.node("n1", count)
+    site.play_round(site.app("ana-1", demand=count) + site.wait(1.5))
+    runs(site, "ana-1", "n1", 1)
+    assert len(site.held("ana-1")) == count
+    return site
+
+
+def runs(site: Site, app: str, node: str, gang: int) -> None:
+    """Let an app run jobs on what it holds, all on one node; they save."""
+    held = site.held(app)
+    jobs = [held[start : start + gang] for start in range(0, len(held), gang)]
+    wishes = [replace(wish(app, index, gpus), grace_s=30.0) for index, gpus in enumerate(jobs)]
+    site.app(app, gang=gang, demand=len(held), jobs=wishes)
+    saves = {"can_checkpoint": True, "cooperative": True, "step": 5}
+    site.node(node, tasks=[task(app, index, gpus, **saves) for index, gpus in enumerate(jobs)], used=held)
+
+
+@pytest.mark.parametrize("policy", ["fifo", "astraea", "themis", "fitgpp", "lrtp", "rand"])
+@pytest.mark.parametrize("gang", [1, 2, 3])
+def test_as_few_jobs_of_a_search_leave_as_the_trial_needs(policy: str, gang: int) -> None:
+    site = searching(policy)
+    site.play_round(site.app("tia-1", kind="trial", gang=gang, demand=gang) + site.wait(1.5))
+    assert len(site.held("ana-1")) == 8 - gang
+    promised = [state.promised_to for state in (site.gpu_state(gpu_id("n1", index)) for index in range(8))
+                if isinstance(state, Draining)]  # fmt: skip
+    assert promised == ["tia-1"] * gang
+    assert site.arbiter.state.apps["ana-1"].preempted == 1  # type: ignore[index]
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_one_job_alone_makes_room_before_several_that_would_lose_as_little() -> None:
+    site = searching("fifo", 2)
+    site.node("n2", 2)
+    site.play_round(site.app("bob-1", gang=2, demand=2) + site.wait(1.5))
+    runs(site, "bob-1", "n2", 2)
+    site.play_round(site.app("tia-1", kind="trial", gang=2, demand=2) + site.wait(1.5))
+    assert (len(site.held("ana-1")), len(site.held("bob-1"))) == (2, 0)
+
+
+def test_two_trials_of_one_round_do_not_take_two_jobs_of_one_search_while_another_could_make_room() -> None:
+    site = searching("fifo", 4)
+    site.node("n2", 2)
+    site.play_round(site.app("bob-1", gang=2, demand=2) + site.wait(1.5))
+    runs(site, "bob-1", "n2", 2)
+    site.decides_late = True
+    site.app("tia-1", kind="trial")
+    site.app("tib-1", kind="trial")
+    site.wait(1.5)
+    (asked,) = site.undecided
+    assert {app.app for app in asked.view.apps} >= {"tia-1", "tib-1"}
+    site.decide()
+    assert (len(site.held("ana-1")), len(site.held("bob-1"))) == (3, 0)
+
+
+def test_of_a_search_that_begins_one_job_does_not_and_the_others_do() -> None:
+    site = Site(settings("fifo"))
+    site.app("ana-1", demand=4, jobs=[wish("ana-1", index, ()) for index in range(4)])
+    site.app("tia-1", kind="trial")
+    site.play_round(site.node("n1", 4) + site.wait(1.5))
+    assert (len(site.held("ana-1")), len(site.held("tia-1"))) == (3, 1)
+    assert "does not begin on 1 GPU on n1 for the trial tia-1" in site.told("ana-1")
+
+
+def test_who_made_room_is_told_for_whom() -> None:
+    site = full()
+    effects = site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    (preempt,) = sent(effects, Preempt)
+    assert (preempt.app, preempt.reason) == ("bob-1", "makes room for the trial tia-1")
+    assert "did not renew its lease" not in site.told("bob-1")
+
+
+# --- nobody is kept out for ever ------------------------------------------------------------------------------------
+
+
+def crowded() -> Site:
+    """Wide-1 has the only node, once it has not begun for the first of two trials; the second waits."""
+    site = Site(settings("fifo", trial_share=0.25))
+    site.app("wide-1", gang=4, demand=4)
+    site.app("tia-1", kind="trial")
+    site.play_round(site.node("n1", 4) + site.wait(1.5))
+    assert (len(site.held("wide-1")), len(site.held("tia-1"))) == (0, 1)
+    assert site.arbiter.state.apps["wide-1"].preempted == 1  # type: ignore[index]
+    site.app("tib-1", kind="trial")
+    site.app("tia-1", kind="trial", state="finished")
+    site.play_round(site.node("n1") + site.wait(1.5))
+    return site
+
+
+def test_who_has_not_begun_for_a_trial_begins_before_the_next_one() -> None:
+    site = crowded()
+    assert (len(site.held("wide-1")), len(site.held("tib-1"))) == (4, 0)
+    assert site.arbiter.state.apps["wide-1"].preempted == 1  # type: ignore[index]
+
+
+def test_who_made_room_often_enough_is_not_left_with_nothing_until_it_has_run_for_a_while() -> None:
+    site = crowded()
+    site.app("tib-1", kind="trial", state="finished")
+    for _ in range(int(SPARED_MOVES * MOVE_S // 10.0) - 1):
+        site.app("wide-1", gang=4, demand=4)
+        site.node("n1", used=site.held("wide-1"))
+        site.play_round(site.wait(10.0))
+    site.play_round(site.app("tic-1", kind="trial") + site.wait(1.5))
+    assert len(site.held("wide-1")) == 4
+    assert "wide-1, which could make room, has done so often enough (fitgpp_p)" in site.told("tic-1")
+    site.node("n1", used=site.held("wide-1"))
+    site.play_round(site.wait(20.0))  # nothing happens but that the time is over
+    assert site.held("wide-1") == []
+    assert "wide-1 makes room on n1" in site.told("tic-1")
+
+
+def test_who_keeps_something_makes_room_again_at_once() -> None:
+    site = searching("fifo", 4)
+    for trial, left in (("tia-1", 3), ("tib-1", 2)):
+        site.play_round(site.app(trial, kind="trial") + site.wait(1.5))
+        assert len(site.held("ana-1")) == left
+    assert site.arbiter.state.apps["ana-1"].preempted == 2  # type: ignore[index]
+
+
+def test_a_trial_waits_before_one_who_does_not_save_leaves_in_place_of_one_who_made_room_lately() -> None:
+    site = full()
+    runs(site, "ana-1", "n1", 2)  # and bob-1 does not save
+    apps = site.arbiter.state.apps
+    apps["ana-1"] = replace(apps["ana-1"], preempted=1)  # type: ignore[index]
+    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    assert len(site.held("ana-1")) == len(site.held("bob-1")) == 2
+    assert "ana-1, which could make room" in site.told("tia-1")
 
 
 def ending(policy: str) -> Site:

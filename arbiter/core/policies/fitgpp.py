@@ -1,8 +1,9 @@
 """FitGpp: a trial starts at once, at the cost of one small job that has to leave soon.
 
-Of the apps of class batch whose leaving alone makes room for the trial, the one with the least score is preempted:
-small, with a short grace period, and not preempted `fitgpp_p` times before; one that is known to save, if there is any
-(ours). If there is none, random ones are, until it fits. It never asks how long anything takes.
+Of the jobs of class batch whose leaving alone makes room for the trial, the one with the least score is preempted:
+small, with a short grace period, of an app not preempted `fitgpp_p` times before; one that is known to save, if there
+is any (ours). If there is none, the fewest of one app on one node are (ours); else random ones, until it fits. It never
+asks how long anything takes.
 
 *Source:* FitGpp (Yabuuchi et al., OpML 2019), Eq. 2 to 4; PAPERS.md section 3. Ours is also whom the lot can fall on:
 only on those on nodes that could hold the trial, as others would leave for nothing; and only on those who have not been
@@ -23,21 +24,21 @@ class FitGpp(Preemptive):
     """The victim of the least score."""
 
     def victims(self, round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
-        """Return the one with the least score; random ones where none alone suffices."""
-        fresh = self._fresh(round_, round_.eligible(trial))
-        if fresh:
-            scores = self.scores(round_, fresh)
-            saves = [unit.app.movable for unit in fresh]
-            place = min(
-                range(len(fresh)),
-                key=lambda index: (not saves[index], scores[index], fresh[index].app.app, fresh[index].node),
-            )
+        """Return the one with the least score; random ones where no job alone suffices, nor several of one app."""
+        alone = round_.eligible(trial)
+        one = self._fresh(round_, alone)
+        several = [] if _saving(one) else self._fresh(round_, round_.together(trial, alone))
+        saving = _saving(one) or _saving(several)
+        found = saving or one or several
+        if found:
+            scores = self.scores(round_, found)
+            score, victim = min(zip(scores, found, strict=True), key=lambda each: (each[0], each[1].name))
             among = (
-                f"the {sum(saves)} of {len(fresh)} that are known to save"
-                if saves[place]
-                else f"{len(fresh)}, none of which is known to save"
+                f"the {len(saving)} of {len(one) + len(several)} that are known to save"
+                if saving
+                else f"{len(found)}, none of which is known to save"
             )
-            return [(fresh[place], f"score {scores[place]:.3g}, the least of {among}")]
+            return [(victim, f"score {score:.3g}, the least of {among}")]
         fresh = self._fresh(round_, round_.units)
         return _at_random(round_, trial, fresh if round_.fits_without(trial, fresh) else round_.units)
 
@@ -57,6 +58,11 @@ class FitGpp(Preemptive):
         grace_max = max((grace_s for _, grace_s in everybody), default=0.0) or 1.0
         found = (score_of(unit, nodes) for unit in units)
         return [size / size_max + self.settings.fitgpp_s * grace_s / grace_max for size, grace_s in found]
+
+
+def _saving(units: Sequence[Victim]) -> list[Victim]:
+    """Return those that are known to save."""
+    return [unit for unit in units if unit.app.movable]
 
 
 def _at_random(round_: Round, trial: AppView, units: Sequence[Victim]) -> list[tuple[Victim, str]]:

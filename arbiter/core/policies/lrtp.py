@@ -26,5 +26,5 @@ class Lrtp(Preemptive):
             known = round_.view.left_s(unit.app)
             return math.inf if known is None else known
 
-        order = sorted(round_.units, key=lambda unit: (-left_s(unit), unit.app.app, unit.node))
+        order = sorted(round_.units, key=lambda unit: (-left_s(unit), unit.name))
         return drawn(round_, trial, order, "the longest run time left")

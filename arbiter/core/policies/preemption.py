@@ -30,11 +30,21 @@ from msgspec.structs import replace
 
 from arbiter.core.chance import shuffled
 from arbiter.core.policies.dealing import Deal, Holes, Unauctioned, gpus, pick
-from arbiter.core.policies.victims import Demand, Victim, capacity_of, demand_of, units_of
+from arbiter.core.policies.victims import (
+    Demand,
+    Victim,
+    capacity_of,
+    demand_of,
+    fewest,
+    groups_of,
+    units_of,
+    without,
+)
 from arbiter.core.policy import (
     Allocation,
     AppView,
     Clock,
+    Displaced,
     GpuView,
     Outcome,
     Settings,
@@ -89,11 +99,13 @@ class Preemptive(Unauctioned, ABC):
             if not round_.preempted or not round_.place(app, emptied=True):
                 self._preempt_for(round_, app)
         queue = (app for app in view.apps if app.want > 0 and app.app not in round_.trials)
-        for app in sorted(queue, key=lambda app: -app.preempted_in):  # the sort is stable: then by arrival
+        line = sorted(queue, key=_place_in_line)  # the sort is stable: then by arrival
+        for index, app in enumerate(line):
             if not round_.waits(app) or app.app in round_.preempted:
                 continue
             if not round_.place(app) and not round_.has(app):
                 round_.blocker = app
+                round_.blocked = {other.app for other in line[index + 1 :]}
                 break
         return round_.answer()
 
@@ -119,6 +131,8 @@ class Round:
         self.trials = {app.app for app in view.apps if is_trial(view, app, settings.trial_s)}
         self.preempted: dict[AppId, set[AppId]] = {}  #: who makes room, and for which trials
         self.blocker: AppView | None = None
+        self.blocked: set[AppId] = set()  #: who stands behind it
+        self._displaced: list[Displaced] = []
         self._touched: set[NodeId] = set()  #: nodes that somebody is told to leave
         self._told = len(view.apps) <= settings.reasons_max
         self._deal = Deal(view)
@@ -265,7 +279,10 @@ class Round:
     def lots(self, units: Sequence[Victim], trial: AppView) -> list[Victim]:
         """Return these in an order by lot."""
         return shuffled(
-            self.view.seed, units, name=lambda unit: f"{unit.app.app} {unit.node}", purpose=f"victims for {trial.app}"
+            self.view.seed,
+            units,
+            name=lambda unit: " ".join(filter(None, unit.name)),
+            purpose=f"victims for {trial.app}",
         )
 
     def eligible(self, app: AppView) -> list[Victim]:
@@ -273,20 +290,28 @@ class Round:
 
         *Source:* FitGpp (OpML 2019), Eq. 2.
         """
+        return [unit for unit in self.units if self._suffices(app, unit)]
+
+    def together(self, app: AppView, alone: Sequence[Victim]) -> list[Victim]:
+        """Return where jobs of one app on one node suffice together, the fewest, and none of them is among `alone`."""
+        able = {unit.name for unit in alone}
+        groups = groups_of(self.units, apart=False)
+        groups = [group for group in groups if not any(unit.name in able for unit in group)]
+        found = (fewest(group, lambda victim: self._suffices(app, victim)) for group in groups)
+        return [victim for victim in found if victim is not None]
+
+    def _suffices(self, app: AppView, victim: Victim) -> bool:
+        """Whether a gang of `app` would fit on a node if `victim` had left."""
         demand = demand_of(app, app.gang)
-        able = []
-        for unit in self.units:
-            for node, count in _counts(unit.gpus).items():
-                if demand.within(self.free[node].plus(demand_of(unit.app, count))):
-                    if _goes_anywhere(app) or self._lies_close(app, [unit], {node}):
-                        able.append(unit)
-                    break
-        return able
+        for node, count in _counts(victim.gpus).items():
+            if demand.within(self.free[node].plus(demand_of(victim.app, count))):
+                return _goes_anywhere(app) or self._lies_close(app, [victim], {node})
+        return False
 
     def preempt(self, victim: Victim, trial: AppView, why: str) -> None:
         """Let a victim leave."""
         app = victim.app
-        self.units = [unit for unit in self.units if unit is not victim]
+        self.units = without(self.units, victim)
         keeping = [gpu for gpu in self._deal.got[app.app] if gpu not in victim.gpus]
         self._deal.take_back(app.app)
         self._deal.give(app.app, keeping)
@@ -297,6 +322,7 @@ class Round:
             self.free[node] = self.free[node].plus(replace(demand_of(app, count), gpus=0.0))
         self._touched |= {gpu.node for gpu in victim.gpus}
         self.preempted.setdefault(app.app, set()).add(trial.app)
+        self._displaced.append(Displaced(app.app, tuple(gpu.gpu for gpu in victim.gpus), trial.app))
         self.say(app.app, f"leaves {gpus(len(victim.gpus))} on {victim.node} for the trial {trial.app}: {why}")
         self.say(trial.app, f"{app.app} makes room for it on {victim.node}: {why}")
 
@@ -318,7 +344,7 @@ class Round:
             rest="" if self._told else "keeps what it holds, if it holds any, and waits for more in order of arrival",
             look_again_s=AGAIN_S if late or self.preempted else None,
             order=tuple(app.app for app in self.view.apps) if self.view.seats else (),
-            preempted=tuple(sorted(app for app, trials in self.preempted.items() for _ in trials)),
+            displaced=tuple(self._displaced),
         )
 
     def _outcomes(self, owners: Mapping[GpuId, AppId], assign: Mapping[GpuId, AppId]) -> tuple[Outcome, ...]:
@@ -349,7 +375,7 @@ class Round:
             return f"wants no more than the {gpus(len(app.kept))} it keeps"
         if app.app in self.view.leaving:
             return "has not left yet what it lost"
-        if self.blocker is not None and self.blocker is not app and app.app not in self.trials:
+        if self.blocker is not None and app.app in self.blocked:
             blocker = self.blocker
             return f"gets nothing before {blocker.app}, which stands before it and waits for a gang of {blocker.gang}"
         if app.only is not None and not any(gpu.gpu in app.only for gpu in self._deal.left):
@@ -358,6 +384,11 @@ class Round:
             f" beside the {len(self._reserved)} for trials only" if self._reserved and not self._may_enter(app) else ""
         )
         return f"no node{apart} has room for its gang of {app.gang}"
+
+
+def _place_in_line(app: AppView) -> int:
+    """Return by what those of class batch stand in the queue: on top, who made room for a trial and has nothing."""
+    return 0 if app.kept or app.renewable else -app.preempted_in
 
 
 def _reserved(view: View, part: float) -> frozenset[NodeId]:

@@ -1,6 +1,8 @@
 """Who makes room for a trial: what can be preempted, and FitGpp's score of it.
 
-What is preempted at once is what one app holds on one node; of an app whose gangs span nodes, all that it holds.
+What is preempted at once is a job: what it has on one node, or all of it where gangs span nodes. Of GPUs that no job is
+known to use, it is a gang; of an app with a single job, all that the app holds there. Where no job alone makes room,
+the fewest of one app on one node do.
 
 *Source:* FitGpp (OpML 2019), Eq. 1 to 3; PAPERS.md section 3.
 """
@@ -8,12 +10,13 @@ What is preempted at once is what one app holds on one node; of an app whose gan
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
 from arbiter.core.policy import AppView, GpuView, NodeView
-from protocol.messages import NodeId
+from protocol.messages import AppId, GpuId, NodeId
 
 
 class Demand(Struct, frozen=True):
@@ -41,11 +44,20 @@ class Demand(Struct, frozen=True):
 
 
 class Victim(Struct, frozen=True):
-    """What an app would leave at once; `node` is the first that it lies on."""
+    """What an app would leave at once; `node` is the first that it lies on.
+
+    `part` tells apart what is one of several such there: its first GPU.
+    """
 
     app: AppView
     node: NodeId
     gpus: tuple[GpuView, ...]
+    part: str = ""
+
+    @property
+    def name(self) -> tuple[AppId, NodeId, str]:
+        """By what victims that are alike are put in order."""
+        return self.app.app, self.node, self.part
 
 
 def demand_of(app: AppView, gpus: int) -> Demand:
@@ -62,15 +74,76 @@ def capacity_of(node: NodeView | None) -> Demand:
 
 
 def units_of(app: AppView, gpus: Sequence[GpuView]) -> Iterable[Victim]:
-    """Yield what can be preempted of what `app` holds, by node."""
-    by_node: dict[NodeId, list[GpuView]] = {}
+    """Yield what can be preempted of what `app` holds: job by job, by node unless its gangs span nodes."""
+    places: dict[NodeId | None, list[GpuView]] = {}
     for gpu in gpus:
-        by_node.setdefault(gpu.node, []).append(gpu)
-    if app.spans and by_node:
-        yield Victim(app, min(by_node), tuple(gpus))
-        return
-    for node, here in sorted(by_node.items()):
-        yield Victim(app, node, tuple(here))
+        places.setdefault(None if app.spans else gpu.node, []).append(gpu)
+    for _, here in sorted(places.items(), key=lambda place: place[0] or ""):
+        parts = [here] if len(app.jobs) == 1 else _jobs_of(app, here)
+        for part in parts:
+            node = min(gpu.node for gpu in part)
+            yield Victim(app, node, tuple(part), part[0].gpu if len(parts) > 1 else "")
+
+
+def _jobs_of(app: AppView, gpus: Sequence[GpuView]) -> list[list[GpuView]]:
+    """Return these GPUs by the job that uses them; those that none is known to use by gangs."""
+    job_of = {gpu: index for index, job in enumerate(app.jobs) for gpu in job}
+    jobs: dict[int, list[GpuView]] = defaultdict(list)
+    rest: list[GpuView] = []
+    for gpu in sorted(gpus, key=lambda gpu: (gpu.node, gpu.slot, gpu.gpu)):
+        index = job_of.get(gpu.gpu)
+        (rest if index is None else jobs[index]).append(gpu)
+    gangs = (rest[start : start + app.gang] for start in range(0, len(rest), app.gang))
+    return [*(jobs[index] for index in sorted(jobs)), *gangs]
+
+
+def groups_of(units: Iterable[Victim], *, apart: bool) -> list[list[Victim]]:
+    """Return what several jobs of one app could leave together, for one gang: all that it has on some node.
+
+    If that gang may lie `apart`, on several nodes, it is all of an app whose own gangs do.
+    """
+    groups: dict[tuple[AppId, NodeId | None], list[Victim]] = defaultdict(list)
+    for unit in units:
+        nodes = {gpu.node for gpu in unit.gpus}
+        for node in [None] if apart and unit.app.spans else sorted(nodes):
+            groups[unit.app.app, node].append(unit)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def fewest(units: Sequence[Victim], suffices: Callable[[Victim], bool]) -> Victim | None:
+    """Return few units of one app that together suffice, none of which could stay, as one; None if all would not do.
+
+    The largest come first, so that where only the number of GPUs counts they are the fewest; the last is the smallest
+    that will do.
+    """
+    order = sorted(units, key=lambda unit: (-len(unit.gpus), unit.name))
+    counts = range(1, len(order) + 1)
+    count = next((count for count in counts if suffices(_joined(order[:count]))), 0)
+    if not count:
+        return None
+    chosen = first = order[: count - 1]
+    for last in reversed(order[count - 1 :]):
+        chosen = [*first, last]
+        if suffices(_joined(chosen)):
+            break
+    for unit in first:
+        others = [each for each in chosen if each is not unit]
+        if suffices(_joined(others)):
+            chosen = others
+    return _joined(chosen)
+
+
+def _joined(units: Sequence[Victim]) -> Victim:
+    if len(units) == 1:
+        return units[0]
+    node = min(unit.node for unit in units)
+    return Victim(units[0].app, node, tuple(gpu for unit in units for gpu in unit.gpus), units[0].part)
+
+
+def without(units: Iterable[Victim], victim: Victim) -> list[Victim]:
+    """Return those units of which `victim` is not, and is not made up."""
+    gone: set[GpuId] = {gpu.gpu for gpu in victim.gpus}
+    return [unit for unit in units if unit.gpus[0].gpu not in gone]
 
 
 def size_of(demand: Demand, capacity: Demand) -> float:
