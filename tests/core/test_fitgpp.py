@@ -143,6 +143,24 @@ def test_s_weighs_the_grace_period_beside_the_size() -> None:
     assert decide(view, trial, fitgpp_s=0.0).preempted == ("d-1",)
 
 
+@PREEMPTIVE
+@pytest.mark.parametrize("kind", ["batch", "trial"])
+def test_who_asks_for_more_than_any_node_has_holds_nobody_up_and_is_told_so(name: str, kind: str) -> None:
+    """Accepted where nodes were larger, or under another policy, it would stop the whole queue for ever."""
+    cluster = gpus_of(4)
+    nodes = {NodeId("n00"): NodeView(gpus=4, cpus=2.0, host_bytes=23 * GB)}
+    view = replace(view_of(cluster, []), nodes=nodes)
+    wide, next_ = waiting("wide-1", 1, kind=kind, cpus=64.0, gb=8), waiting("next-1", 1, cpus=2.0)
+    allocation = decide(view, wide, next_, waiting("last-1", 1, cpus=1.0), name=name)
+    assert (got(allocation, "wide-1"), len(got(allocation, "next-1"))) == (set(), 1)
+    told = {outcome.app: outcome.reason for outcome in allocation.outcomes}
+    assert told[AppId("wide-1")].endswith(
+        "no node can ever hold it: each job needs 64 cores and 8 GiB of memory, "
+        "and the largest node has 2 cores and 23 GiB of memory"
+    )
+    assert told[AppId("last-1")].endswith("no node has room for its gang of 1 with 1 core")
+
+
 def test_who_was_preempted_p_times_is_spared() -> None:
     view, _ = four_nodes()
     view = replace(view, apps=tuple(replace(app, preempted=int(app.app == "d-1")) for app in view.apps))
@@ -206,8 +224,10 @@ def test_who_lies_on_several_nodes_can_be_drawn_for_each_of_them() -> None:
 
 
 def test_nobody_leaves_for_a_trial_that_would_not_fit_even_then() -> None:
-    view, _ = four_nodes()
-    allocation = decide(view, waiting("t-9", 4, kind="trial", cpus=33))
+    view, apps = four_nodes()
+    view = replace(view, apps=tuple(app for app in view.apps if app is not apps["a-1"]))
+    apart = replace(view, gpus=tuple(gpu for gpu in view.gpus if gpu.node != "n00"))
+    allocation = decide(apart, waiting("t-9", 8, kind="trial", cpus=32))
     assert allocation.preempted == allocation.freed == ()
     assert "even without all of class batch no node had room" in reason(allocation, "t-9")
 

@@ -94,14 +94,14 @@ class Preemptive(Unauctioned, ABC):
         round_ = Round(view, self.settings)
         trials = [app for app in view.apps if app.want > 0 and app.app in round_.trials]
         for app in trials:
-            if not round_.waits(app) or round_.place(app) or round_.has(app):
+            if not round_.waits(app) or round_.beyond(app) or round_.place(app) or round_.has(app):
                 continue
             if not round_.preempted or not round_.place(app, emptied=True):
                 self._preempt_for(round_, app)
         queue = (app for app in view.apps if app.want > 0 and app.app not in round_.trials)
         line = sorted(queue, key=_place_in_line)  # the sort is stable: then by arrival
         for index, app in enumerate(line):
-            if not round_.waits(app) or app.app in round_.preempted:
+            if not round_.waits(app) or app.app in round_.preempted or round_.beyond(app):
                 continue
             if not round_.place(app) and not round_.has(app):
                 round_.blocker = app
@@ -114,7 +114,10 @@ class Preemptive(Unauctioned, ABC):
             round_.say(app.app, "waits for the GPUs that its parked jobs are on, which cannot move")
             return
         if not round_.fits_without(app, round_.units):
-            round_.say(app.app, f"waits: even without all of class batch no node had room for {gpus(app.gang)}")
+            round_.say(
+                app.app,
+                f"waits: even without all of class batch no node had room for {gpus(app.gang)}{round_.beside(app)}",
+            )
             return
         chosen = self.victims(round_, app)
         for victim, why in chosen:
@@ -134,6 +137,7 @@ class Round:
         self.blocked: set[AppId] = set()  #: who stands behind it
         self._displaced: list[Displaced] = []
         self._touched: set[NodeId] = set()  #: nodes that somebody is told to leave
+        self._beyond: dict[tuple[float, int], str] = {}
         self._told = len(view.apps) <= settings.reasons_max
         self._deal = Deal(view)
         self._words: dict[AppId, list[str]] = defaultdict(list)
@@ -249,6 +253,28 @@ class Round:
     def asks(self, app: AppView) -> bool:
         """Whether an app takes anything of a node that is counted, beside GPUs."""
         return bool(self.view.nodes) and (app.cpus > 0 or app.host_bytes > 0)
+
+    def beside(self, app: AppView) -> str:
+        """Return a clause on what an app takes of a node beside GPUs."""
+        return f" with {_in_words(demand_of(app, app.gang))}" if self.asks(app) else ""
+
+    def beyond(self, app: AppView) -> str:
+        """Return why no node could ever hold a gang of an app, for what it takes beside GPUs; empty if one could."""
+        if not self.asks(app):
+            return ""
+        asked = app.cpus, app.host_bytes
+        if asked not in self._beyond:
+            self._beyond[asked] = self._misfit(replace(demand_of(app, app.gang), gpus=0.0))
+        return self._beyond[asked]
+
+    def _misfit(self, demand: Demand) -> str:
+        capacities = [replace(capacity_of(node), gpus=0.0) for node in self.view.nodes.values()]
+        if any(demand.within(capacity) for capacity in capacities):
+            return ""
+        of_cores = all(demand.cpus > capacity.cpus for capacity in capacities)
+        largest = max(capacities, key=lambda capacity: capacity.cpus if of_cores else capacity.host_bytes)
+        has = _in_words(largest)
+        return f"no node can ever hold it: each job needs {_in_words(demand)}, and the largest node has {has}"
 
     # --- preempting ---------------------------------------------------------------------------------------------------
 
@@ -375,6 +401,8 @@ class Round:
             return f"wants no more than the {gpus(len(app.kept))} it keeps"
         if app.app in self.view.leaving:
             return "has not left yet what it lost"
+        if self.beyond(app):
+            return self.beyond(app)
         if self.blocker is not None and app.app in self.blocked:
             blocker = self.blocker
             return f"gets nothing before {blocker.app}, which stands before it and waits for a gang of {blocker.gang}"
@@ -383,7 +411,14 @@ class Round:
         apart = (
             f" beside the {len(self._reserved)} for trials only" if self._reserved and not self._may_enter(app) else ""
         )
-        return f"no node{apart} has room for its gang of {app.gang}"
+        return f"no node{apart} has room for its gang of {app.gang}{self.beside(app)}"
+
+
+def _in_words(demand: Demand) -> str:
+    """Return the cores and the memory of a demand, or of a node; what is not bounded is not named."""
+    cores = [f"{demand.cpus:g} core{'s' * (demand.cpus != 1.0)}"] if 0.0 < demand.cpus < math.inf else []
+    memory = [f"{demand.host_bytes / 2**30:.3g} GiB of memory"] if 0.0 < demand.host_bytes < math.inf else []
+    return " and ".join(cores + memory)
 
 
 def _place_in_line(app: AppView) -> int:
