@@ -15,7 +15,7 @@ from arbiter.core.arbiter import Arbiter, Configured, MissingHistory
 from arbiter.core.history import History, TenantTerms, quotas_of
 from arbiter.core.model import Draining
 from arbiter.core.turn import AppRecord
-from protocol.messages import AppId, TenantId
+from protocol.messages import AppId, ProbeReply, RoundId, TenantId
 from tests.core.test_sharing import Shop
 from tests.support.arbiter_site import SETTINGS, Site, task, wish
 
@@ -302,6 +302,33 @@ def test_a_silent_app_has_and_is_due_what_its_training_goes_on_on_and_no_more() 
     assert "silent and runs nothing on it" in site.told(gpus[3])
     assert len(site.held("bob-1")) == 2
     assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_part_of_a_gang_is_no_gang_that_goes_on() -> None:
+    site = Site(replace(SETTINGS, policy="fifo"))
+    site.node("n1", 2)
+    site.app("ana-1", gang=2, demand=2)
+    site.wait(1.5)
+    gpus = site.held("ana-1")
+    site.app("ana-1", gang=2, demand=2, jobs=[wish("ana-1", 0, gpus)])
+    account = site.arbiter.state.history.apps
+    for sick, demand in (([], 2), (gpus[1:], 0)):
+        for _ in range(10):
+            site.node("n1", tasks=[task("ana-1", 0, gpus)], used=gpus, sick=sick)
+            site.wait(5.0)
+        assert account[AppId("ana-1")].demand == demand
+
+
+def test_who_was_silent_is_due_something_from_its_first_word_on_whatever_that_is() -> None:
+    site = one_app_running()
+    site.app("gus-1", demand=2)
+    for _ in range(10):
+        site.node("n1")
+        site.wait(5.0)
+    account = site.arbiter.state.history.apps
+    assert account[AppId("gus-1")].demand == 0
+    site.hear(site.party("gus-1"), ProbeReply(AppId("gus-1"), RoundId(1), 1.0))
+    assert account[AppId("gus-1")].demand == 2
 
 
 def test_a_longer_timeout_makes_who_was_silent_speak_again_at_once() -> None:

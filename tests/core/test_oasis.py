@@ -324,11 +324,12 @@ def test_what_is_booked_for_who_is_silent_and_runs_nothing_is_for_sale_again() -
     shop.ask("ann-1", 80, parse("none:40000"))
     shop.settle()
     assert len(shop.counts("ann-1")) == 20, "all that is for sale"
-    for _ in range(10):
+    for _ in range(25):  # over two beginnings of slots
         shop.node("n1", 4)
         shop.wait(10.0)
     assert shop.counts("ann-1") == {}
     assert "is silent and nothing of it runs, so what it had booked is for sale again" in shop.told("ann-1")
+    assert "books again" not in shop.told("ann-1")
     shop.ask("bob-1", 4, parse("none:150"))
     assert sum(shop.counts("bob-1").values()) == 4
     shop.report("ann-1", 8)  # its agent is there again
@@ -669,6 +670,17 @@ def test_apps_that_may_lie_on_several_nodes_stay_where_they_are_whichever_node_i
 
 
 # --- lagging ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_elastic_job_that_has_just_begun_on_fewer_gpus_books_again_for_as_many_as_it_accepts() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 6)
+    shop.wait(1099.0 - shop.now)
+    work = {"left_gpu_s": 8 * SLOT_S, "utility": PATIENT}
+    shop.app("ann-1", gang=1, demand=1, sizes=(1, 2, 4), jobs=[wish("ann-1", 0, shop.held("ann-1")[:1])], **work)
+    shop.wait(2.0)
+    assert shop.booking("ann-1").again == 1
+    assert max(shop.counts("ann-1").values()) > 1
 
 
 def test_an_app_that_lags_books_the_rest_of_its_work_again() -> None:
