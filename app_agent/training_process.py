@@ -174,10 +174,15 @@ class TrainingProcess:
             self._metrics_wanted = False
             self.report(metrics)
 
+    def _has_begun(self, name: str, value: float) -> bool:
+        """Whether this is a value: what is no number before there was one stands for none, as in a best so far."""
+        return math.isfinite(value) or name in self.metrics
+
     def report(self, metrics: Mapping[str, float]) -> None:
         """Take `metrics` as they are now; one that is no finite number takes the place of one that was."""
         numbers = {str(name)[:128]: _number(name, value) for name, value in metrics.items()}
-        known = {**self.metrics, **{name: value for name, value in numbers.items() if value is not None}}
+        begun = {name: value for name, value in numbers.items() if value is not None and self._has_begun(name, value)}
+        known = {**self.metrics, **begun}
         self.metrics = dict(list(known.items())[-METRICS_MAX:])  # a new one: the helper may be reading the old
 
     def finish(self, metrics: Mapping[str, float]) -> None:

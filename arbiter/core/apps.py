@@ -127,7 +127,7 @@ def leave_out_silent(turn: Turn) -> None:
                     leases.revoke(turn, gpu, "its app is silent and runs nothing on it", preempted=True)
             turn.follow(app)
             if not runs_on:
-                bookings.give_up(turn, app)
+                bookings.give_up(turn, app_id)
 
 
 def _note_wish(turn: Turn, app: App, report: AppReport) -> App:

@@ -18,7 +18,7 @@ from arbiter.core.model import App, ArbiterSettings, State
 from arbiter.core.policy import Admission, AppView, Booking, Market, Policy, Seller
 from arbiter.core.pricing.prices import ASKED_MAX
 from arbiter.core.turn import Index, Turn, policy_of
-from protocol.messages import NodeId
+from protocol.messages import AppId, NodeId
 
 #: Of an app that a policy admitted which sells nothing, until it has been asked what it would book.
 UNASKED = Booking((), 0.0, 0.0, 0.0, 0.0)
@@ -66,7 +66,7 @@ def asking(app: App) -> AppView:
         app=app.id,
         tenant=app.tenant,
         gang=app.gang,
-        demand_max=_most(app),
+        demand_max=max(app.demand_max, app.demand_most),
         level_max=app.level_max,
         arrived_at=app.arrived_at,
         rho=None,
@@ -80,16 +80,6 @@ def asking(app: App) -> AppView:
         utility=app.utility,
         booking=app.booking,
     )
-
-
-def _is_elastic(app: App) -> bool:
-    """Whether it is one job that accepts several sizes: when it has just begun it wants no more than it runs on."""
-    return bool(app.sizes) and app.sizes[-1] >= app.demand_max
-
-
-def _most(app: App) -> int:
-    """Return the most GPUs that an app can use in slots to come; a search has fewer and fewer trials."""
-    return max(app.demand_max, app.demand_most) if _is_elastic(app) else app.demand_max
 
 
 def renew(turn: Turn) -> None:
@@ -149,8 +139,9 @@ def _sell_first(turn: Turn, app: App) -> None:
     turn.state.apps[app.id] = replace(turn.state.apps[app.id], booking=booking)
 
 
-def give_up(turn: Turn, app: App) -> None:
+def give_up(turn: Turn, app_id: AppId) -> None:
     """Take back what is booked for an app that is silent and runs nothing; it may never be heard of again."""
+    app = turn.state.apps[app_id]
     if app.booking is not None and app.booking.slots:
         turn.state.apps[app.id] = replace(app, booking=replace(app.booking, slots=()))
         turn.state.news = True
@@ -187,9 +178,6 @@ def _shortfall(turn: Turn, app: App, booking: Booking, slot_s: float, gone: set[
         return "for it has nothing booked"
     if gone:
         return f"for GPUs of {', '.join(sorted(gone))} are gone"
-    most = max(app.gang, _most(app))
-    if any(sum(count for _, count in gpus) > most for _, gpus in ahead):
-        return f"for it can use no more than {most} GPU{'s' * (most > 1)} now"
     left_gpu_s = left_of(app, len(turn.index.gpus.get(app.id, ())), turn.now)
     booked_gpu_s = sum(
         count * ((number + 1) * slot_s - max(turn.now, number * slot_s)) for number, gpus in ahead for _, count in gpus

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from arbiter.core import leases, model, plans
+from arbiter.core import bookings, leases, model, plans
 from arbiter.core.model import Draining, Free, Gpu, Lost, Node, State, Up
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId, GpuStatus, NodeReport, TaskId, device_of
@@ -313,6 +313,7 @@ def forgive(turn: Turn) -> None:
     for app in list(turn.state.apps.values()):
         turn.state.apps[app.id] = replace(app, seen_at=turn.now)
         turn.follow(turn.state.apps[app.id])
+        bookings.miss(turn, app)
 
 
 def plan_anew(turn: Turn) -> None:

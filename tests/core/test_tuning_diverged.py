@@ -67,16 +67,13 @@ def test_who_diverged_is_the_answer_only_if_all_have(mode: str, value: float) ->
         assert search.answer(search.begin(), told(value, value, steps=30, state="done")) == 0
 
 
-def test_who_diverged_has_ended_its_rung_and_is_not_waited_for_until_it_reports_a_number_again() -> None:
+def test_who_diverged_runs_to_the_end_of_its_rung_and_may_recover_there() -> None:
     halving = Halving(2, (10, 30), "loss", "min")
-    shown = (Trial(0, 3, 30, "live", math.nan), Trial(1, 4, 30, "live", 0.6))
-    assert halving.runnable(halving.begin(), shown) == (1,)
-    assert halving.left(halving.begin(), shown)[0] == (Left(0, 0), Left(1, 6))
-    assert Bracket((0, 1), (10, 30), (2, 1)).left(0, shown, after=0, until=10) == [Left(1, 6)]
-    healed = (Trial(0, 4, 30, "live", 0.5), shown[1])
-    assert halving.runnable(halving.begin(), healed) == (0, 1)
-    ended = (shown[0], Trial(1, 10, 30, "live", 0.6))
-    assert halving.advance(halving.begin(), ended) == Search((1,), 1)
+    shown = (Trial(0, 3, 30, "live", math.nan), Trial(1, 10, 30, "live", 0.6))
+    assert halving.runnable(halving.begin(), shown) == (0,)
+    assert halving.left(halving.begin(), shown)[0] == (Left(0, 7), Left(1, 0))
+    assert halving.advance(halving.begin(), (Trial(0, 10, 30, "live", 0.5), shown[1])) == Search((0,), 1)
+    assert halving.advance(halving.begin(), (Trial(0, 10, 30, "live", math.nan), shown[1])) == Search((1,), 1)
 
 
 def test_the_last_that_is_left_runs_to_its_end_though_it_diverged() -> None:
@@ -93,11 +90,13 @@ def test_where_all_diverged_in_one_bracket_the_others_go_on() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", NO_NUMBERS)
-def test_a_curve_that_diverged_is_stopped_and_stops_nobody(mode: str, value: float) -> None:
+def test_a_curve_that_diverged_for_a_tenth_of_its_steps_is_stopped_and_stops_nobody(mode: str, value: float) -> None:
     stopping = CurveStopping(3, "loss", mode, target=0.1 if mode == "min" else 0.9)  # type: ignore[arg-type]
-    shown = (Trial(0, 5, 30, "live", value), Trial(1, 5, 30, "live", 0.6), Trial(2, 0, 30, "live"))
-    search = stopping.advance(stopping.begin(), shown)
-    assert (search.survivors, search.phase) == ((1, 2), 0)
+    search = stopping.advance(stopping.begin(), (Trial(0, 5, 30, "live", 0.5), *told(0.6, None, steps=5)))
+    for steps, survivors in ((7, (0, 1, 2)), (8, (1, 2))):
+        shown = (Trial(0, steps, 30, "live", value), Trial(1, 5, 30, "live", 0.6), Trial(2, 0, 30, "live"))
+        search = stopping.advance(search, shown)
+        assert (search.survivors, search.phase) == (survivors, 0)
 
 
 def test_curves_that_have_all_diverged_go_on_as_nobody_is_better() -> None:
@@ -124,6 +123,8 @@ def test_a_line_says_which_metrics_are_no_numbers() -> None:
     one.report({"loss": math.nan})
     assert (heard(one).metrics, heard(one).diverged) == ({"lr": 0.1}, ("loss",))
     one.report({"loss": 0.4})
+    assert (heard(one).metrics, heard(one).diverged) == ({"loss": 0.4, "lr": 0.1}, ())
+    one.report({"best": math.inf})  # so far: nothing
     assert (heard(one).metrics, heard(one).diverged) == ({"loss": 0.4, "lr": 0.1}, ())
     one.finish({"loss": math.inf})
     last = decode_line(json.dumps(one.link._outbox[-1], allow_nan=False).encode())
@@ -230,13 +231,13 @@ def test_an_old_loss_is_forgotten_when_a_trial_diverges_and_a_later_one_counts_a
     assert [trial.metric for trial in bench.agent.trials()] == [0.4, 0.6]
 
 
-def test_a_trial_that_diverged_leaves_its_gpu_and_is_dropped_at_the_end_of_the_phase() -> None:
+def test_a_trial_that_diverged_is_dropped_at_the_end_of_the_phase() -> None:
     bench = AppBench(**LOSS_OF_TWO)
     bench.grant(GPUS)
     bench.holdings(GPUS, at(0, 3, 0.5), at(1, 3, 0.6))  # type: ignore[arg-type]
     bench.holdings(GPUS, at(0, 4, math.nan), at(1, 4, 0.6))  # type: ignore[arg-type]
-    assert (bench.wished(0), bench.wished(1)) == ((0, ""), (0, "n1g1"))
-    bench.holdings(GPUS, at(0, 5, math.nan), at(1, 10, 0.6))  # type: ignore[arg-type]
+    assert (bench.wished(0), bench.wished(1)) == ((0, "n1g0"), (0, "n1g1"))
+    bench.holdings(GPUS, at(0, 10, math.nan), at(1, 10, 0.6))  # type: ignore[arg-type]
     assert [wish.job for wish in bench.report.jobs] == ["ada-1.1"]
 
 

@@ -66,11 +66,11 @@ class Bracket(Struct, frozen=True):
         """Whether `trial` has ended this rung: made its steps and reported. The last rung ends by the script alone.
 
         A trial of which no report is known goes on, for as long as another rung: scripts report every so many steps,
-        and know nothing of our rungs' ends. Only its present process counts for that. One that diverged has ended it.
+        and know nothing of our rungs' ends. Only its present process counts for that.
         """
         if rung == self.last:
             return False
-        if trial.state == "done" or trial.diverged:
+        if trial.state == "done":
             return True
         if trial.metric is None:
             return trial.steps_done - trial.steps_before >= self.ends[rung + 1]

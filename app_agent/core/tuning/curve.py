@@ -32,6 +32,8 @@ from app_agent.core.tuning.shape import Curve, Left, Search, Trial
 REPORTS = 20
 #: Points of a curve that are kept; they lie at least this part of the run apart.
 POINTS_MAX = 40
+#: A trial that reports no number any more for this part of its steps is stopped.
+LOST_PARTS = 10
 
 
 class CurveStopping(Struct, frozen=True):
@@ -95,7 +97,7 @@ class CurveStopping(Struct, frozen=True):
         return self.by.signed(trial.value) <= self.by.signed(self.target)
 
     def _hopeless(self, search: Search, standing: Sequence[Trial]) -> set[int]:
-        """Return the trials that diverged, or whose end, hoped for, is worse than what the best has reached by now.
+        """Return the trials that diverged for good, or whose end, hoped for, is worse than what the best has by now.
 
         Scripts may make more steps than were declared: ends are forecast for as many as anyone has made.
         """
@@ -103,7 +105,7 @@ class CurveStopping(Struct, frozen=True):
         if best is None or best.value is None:
             return set()
         furthest = max(trial.steps_done for trial in standing)
-        hopeless = {trial.number for trial in standing if trial.state == "live" and trial.diverged}
+        hopeless = {trial.number for trial in standing if trial.state == "live" and self._is_lost(search, trial)}
         for trial in standing:
             law = search.curves[trial.number].law
             if law is None or trial.value is None or trial.state != "live" or trial.number == best.number:
@@ -112,6 +114,12 @@ class CurveStopping(Struct, frozen=True):
             if self.by.signed(end) > self.by.signed(best.value):
                 hopeless.add(trial.number)
         return hopeless
+
+    def _is_lost(self, search: Search, trial: Trial) -> bool:
+        """Whether a trial has reported no number any more for a part of its steps."""
+        points = search.curves[trial.number].points
+        since = points[-1].steps if points else 0
+        return trial.diverged and (trial.steps_done - since) * LOST_PARTS >= trial.steps_total
 
     def runnable(self, search: Search, trials: Sequence[Trial]) -> tuple[int, ...]:
         """Return the survivors that have not ended, the one forecast to end last first; none once one has won."""
