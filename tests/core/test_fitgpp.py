@@ -144,6 +144,20 @@ def test_s_weighs_the_grace_period_beside_the_size() -> None:
 
 
 @PREEMPTIVE
+@pytest.mark.parametrize("cpus", [0.0, 1.0])
+def test_who_has_a_gang_in_part_gets_the_rest_of_it_and_not_another(name: str, cpus: float) -> None:
+    """Given two others it left the one that it had, started on it meanwhile, and was back where it was: for ever."""
+    cluster = gpus_of(3)
+    held = [replace(cluster[1], holder=AppId("a-1"))]
+    app = replace(batch("a-1", held, cpus=cpus), gang=2, demand_max=2)
+    nodes = {NodeId("n00"): NodeView(gpus=3, cpus=4.0, host_bytes=GB)}
+    view = replace(view_of([cluster[0], *held, cluster[2]], [app]), nodes=nodes)
+    (outcome,) = decide(view, name=name).outcomes
+    assert held[0].gpu in outcome.gpus
+    assert len(outcome.gpus) == 2
+
+
+@PREEMPTIVE
 @pytest.mark.parametrize("kind", ["batch", "trial"])
 def test_who_asks_for_more_than_any_node_has_holds_nobody_up_and_is_told_so(name: str, kind: str) -> None:
     """Accepted where nodes were larger, or under another policy, it would stop the whole queue for ever."""

@@ -225,7 +225,8 @@ class Round:
 
     def _gang_for(self, app: AppView, *, emptied: bool, shut: frozenset[NodeId]) -> list[GpuView]:
         near = (*app.kept, *self._deal.got[app.app])
-        if not self.asks(app) and not emptied:  # any number of gangs, and nothing but GPUs to look at
+        own = [gpu for gpu in app.renewable if gpu in self._emptied]  # a gang in part: it goes on with that, if it can
+        if not self.asks(app) and not emptied and not own:  # any number of gangs, and nothing but GPUs to look at
             free = self._deal.left
             return pick(
                 self._usable(app, free, shut) if app.only is not None or shut else free, app, self._room(app), near=near
@@ -234,7 +235,7 @@ class Round:
         demand = demand_of(app, app.gang)
         pools: list[GpuView] = []
         by_node: dict[NodeId, list[GpuView]] = defaultdict(list)
-        for gpu in self._emptied.values() if emptied else ():
+        for gpu in self._emptied.values() if emptied else [self._emptied[gpu] for gpu in own]:
             by_node[gpu.node].append(gpu)
         for node in sorted(self._deal.left.nodes.keys() | by_node.keys()):
             here = [*self._deal.left.nodes.get(node, {}).values(), *by_node[node]]
@@ -243,7 +244,7 @@ class Round:
                 continue  # what else the preempted leave there is not left yet
             if not self.asks(app) or (len(here) >= app.gang and demand.within(room)):
                 pools += here
-        return pick(self._usable(app, pools, shut), one, app.gang, near=near)
+        return pick(self._usable(app, pools, shut), one, min(app.gang, self._room(app)), near=near, held=own)
 
     def _usable(self, app: AppView, pool: Iterable[GpuView], shut: Container[NodeId] = ()) -> Holes:
         claims = dict.fromkeys(self._emptied, 1)
