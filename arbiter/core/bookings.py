@@ -55,9 +55,17 @@ def sell(turn: Turn, app: App) -> Admission:
 
 
 def _asking_now(turn: Turn, app: App) -> AppView:
-    """Return an app as it would ask for what is left of its work."""
+    """Return an app as it would ask for what is left of its work.
+
+    A job that is parked goes on on as many GPUs as it is on, and on no fewer.
+    """
     left_gpu_s = left_of(app, len(turn.index.gpus.get(app.id, ())), turn.now)
-    return replace(asking(app), left_gpu_s=left_gpu_s, left_at=turn.now)
+    view = asking(app)
+    least = min((len(job.gpus) for job in app.jobs if job.gpus), default=0) if app.only is not None else 0
+    if least > app.gang:
+        sizes = app.sizes or range(app.gang, view.demand_max + 1, app.gang)
+        view = replace(view, sizes=tuple(size for size in sizes if size >= least))
+    return replace(view, left_gpu_s=left_gpu_s, left_at=turn.now)
 
 
 def asking(app: App) -> AppView:

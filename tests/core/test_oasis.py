@@ -787,6 +787,27 @@ def test_who_was_admitted_and_can_be_sold_nothing_any_more_gets_what_is_unsold_b
     assert "lags, and there was nothing to sell to it" in shop.told("ann-1")
 
 
+def test_a_parked_job_is_lent_what_it_goes_on_on_where_fewer_are_booked() -> None:
+    """Given one it gave that back, a second later and for ever; oasis's fault worlds 93831 and 93914."""
+    gpus = gpus_of(4)
+    on = (gpus[0].gpu, gpus[1].gpu)
+    app = replace(app_of("a", demand_max=2, only=on), jobs=(on,), booking=booked(1, gpus[0].node))
+    assert given(gpus, app)["a"] == on
+
+
+def test_a_parked_job_books_as_many_gpus_as_it_goes_on_on_or_more() -> None:
+    shop = Shop()
+    shop.ask("ann-1", 6, sizes=(1, 2, 3))
+    shop.settle()
+    on = shop.held("ann-1")[:2]
+    job = replace(wish("ann-1", 0, on), suspended=True)
+    work = {"left_gpu_s": 60 * SLOT_S, "utility": PATIENT}
+    shop.app("ann-1", gang=1, demand=3, sizes=(1, 2, 3), jobs=[job], **work)
+    shop.wait(1101.0 - shop.now)
+    assert shop.booking("ann-1").again == 1
+    assert set(shop.counts("ann-1").values()) <= {2, 3}
+
+
 def test_a_parked_job_gets_the_gpus_it_is_on_though_the_booking_is_elsewhere() -> None:
     gpus = gpus_of(2, 4)
     booking = Booking(((10, ((NodeId("n01"), 3),)),), ends_at=1100.0, utility=1.0, price=1.0, made_at=1000.0)

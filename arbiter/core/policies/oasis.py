@@ -208,7 +208,7 @@ class _Round:
             app = claim.app
             begun = not app.sizes and (app.kept or self._deal.got[app.app])
             unmet = min(self._unmet(claim), self._deal.room(app)) if begun else self._unmet(claim)
-            if unmet > 0:
+            if unmet > 0 and claim.count >= _least(app):
                 nobodys = sorted(gpu.gpu for gpu in self._able(claim) if gpu.holder is None)
                 for gpu in nobodys[:unmet]:
                     self._deal.left.remove(gpu)
@@ -219,6 +219,8 @@ class _Round:
         have = len(app.kept) + len(deal.got[app.app])
         most = min(self._missing(claim), len(among))
         count = accepted(app, have + most) - have
+        if have + count < _least(app):  # what it is parked on is more: it is lent that, or nothing
+            return
         if count > 0:
             near = (*app.kept, *deal.got[app.app])
             pool = deal.left if len(among) == len(deal.left) else Holes(among, deal.left.claims)
