@@ -319,28 +319,26 @@ def test_part_of_a_gang_is_no_gang_that_goes_on() -> None:
         assert account[AppId("ana-1")].demand == demand
 
 
-def test_who_was_silent_is_due_something_from_its_first_word_on_whatever_that_is() -> None:
+def gus_is_silent() -> Site:
     site = one_app_running()
     site.app("gus-1", demand=2)
     for _ in range(10):
         site.node("n1")
         site.wait(5.0)
-    account = site.arbiter.state.history.apps
-    assert account[AppId("gus-1")].demand == 0
+    assert site.arbiter.state.history.apps[AppId("gus-1")].demand == 0
+    return site
+
+
+def test_who_was_silent_is_due_something_from_its_first_word_on_whatever_that_is() -> None:
+    site = gus_is_silent()
     site.hear(site.party("gus-1"), ProbeReply(AppId("gus-1"), RoundId(1), 1.0))
-    assert account[AppId("gus-1")].demand == 2
+    assert site.arbiter.state.history.apps[AppId("gus-1")].demand == 2
 
 
 def test_a_longer_timeout_makes_who_was_silent_speak_again_at_once() -> None:
-    site = one_app_running()
-    site.app("gus-1", demand=2)
-    for _ in range(10):
-        site.node("n1")
-        site.wait(5.0)
-    account = site.arbiter.state.history.apps
-    assert account[AppId("gus-1")].demand == 0
+    site = gus_is_silent()
     site.handle(Configured(replace(site.arbiter.state.settings, app_timeout_s=600.0)))
-    assert account[AppId("gus-1")].demand == 2
+    assert site.arbiter.state.history.apps[AppId("gus-1")].demand == 2
     Arbiter.restored(site.arbiter.snapshot()).validate()
 
 

@@ -6,7 +6,7 @@ While trials report, each one's curve is recorded and extrapolated (`forecast`).
   others are dropped. Until then its forecast termination is the mini-batch at which its curve gets there; a curve that
   does not get there, or is not known yet, terminates where the script says.
 - A trial whose curve, looked at with optimism, ends worse than the best trial is *now* is stopped for good, and so is
-  one that diverged while another has a metric. The trial with the best metric never is.
+  one whose metric has been no number for a tenth of its steps while another's is. The best trial never is.
 - Without a target, or if nobody reaches it, the best of those that ran to their end is the answer.
 
 T_sh is that of the job which finishes last by these forecasts: the most optimistic curve counts, for as long as any job

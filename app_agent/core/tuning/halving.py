@@ -76,11 +76,10 @@ class Halving(Struct, frozen=True):
 
     def left(self, search: Search, trials: Sequence[Trial]) -> tuple[tuple[Left, ...], ...]:
         """Return the steps of this phase's trials, then of phases to come, whose trials are unknown."""
-        bracket, end = self.bracket, self.ends[search.phase]
         now = tuple(
-            Left(trial.number, 0 if bracket.there(search.phase, trial) else max(0, end - trial.steps_done))
-            for trial in _standing(search, trials)
-            if trial.state == "live"
+            Left(number, max(0, self.ends[search.phase] - trials[number].steps_done))
+            for number in search.survivors
+            if trials[number].state == "live"
         )
         return (now, *(self._phase(phase) for phase in range(search.phase + 1, len(self.ends))))
 

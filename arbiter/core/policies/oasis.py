@@ -197,7 +197,8 @@ class _Round:
         """Give apps the rest of what they have booked, GPUs that nobody has first, as many as they can run on.
 
         What an app cannot use without more that somebody is still leaving, or before it has begun, is kept for it while
-        nobody has it, and lent to nobody: who was lent it would start, and be stopped a moment later.
+        nobody has it, and lent to nobody: who was lent it would start, and be stopped a moment later. What a search
+        that runs can use no more is lent, and so is what is less than a parked job goes on on.
         """
         for claim in self._claims:
             if self._missing(claim) > 0:
