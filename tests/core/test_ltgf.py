@@ -15,6 +15,7 @@ from arbiter.core.arbiter import Arbiter, Configured, MissingHistory
 from arbiter.core.history import History, TenantTerms, quotas_of
 from arbiter.core.model import Draining
 from arbiter.core.turn import AppRecord
+from protocol.core import Connected
 from protocol.messages import AppId, ProbeReply, RoundId, TenantId
 from tests.core.test_sharing import Shop
 from tests.support.arbiter_site import SETTINGS, Site, task, wish
@@ -368,6 +369,14 @@ def test_a_tenants_gpu_time_outlives_its_apps_and_the_arbiter(monkeypatch: pytes
     assert again.state.history == state.history
     assert again.state.history.of_tenant(TenantId("team"), site.now).allocated_gpu_s == pytest.approx(20.0)
     assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_time_is_counted_from_the_first_event_that_has_a_time() -> None:
+    """A daemon takes its configuration in before any time has passed for it, at 0."""
+    arbiter = Arbiter()
+    arbiter.handle(Configured(SETTINGS), 0.0)
+    arbiter.handle(Connected(1), 1000.0)
+    assert arbiter.state.history.since == 1000.0
 
 
 def test_a_snapshot_without_a_history_is_refused_unless_it_may_begin_anew() -> None:
