@@ -5,11 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 N ?= 2000
+SEEDS ?= 160
+SITES ?= 1000
 TORCH ?= torch==2.13.0
 PACKAGES := protocol arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test format lint types contracts check worlds bench gpu papers full lock clean
+.PHONY: help setup demo test format lint types contracts check worlds forged reasons bench gpu papers full lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +62,12 @@ check: lint types contracts test ## format, lint, types, import contracts, tests
 
 worlds: $(READY) ## N sites full of faults (2000): nothing unsafe may happen, all that can finish must
 	$(BIN)/gpu-arbiter worlds --count $(N)
+
+forged: $(READY) ## hostile agents, SEEDS (160) sieges for each policy and way of sharing: none may end the arbiter
+	$(BIN)/python -m tests.properties.test_forged_reports $(SEEDS)
+
+reasons: $(READY) ## what explain names as binding, checked in SITES (1000) random sites against what happens then
+	$(BIN)/python -m tests.properties.test_what_binds $(SITES)
 
 bench: $(READY) ## the benchmarks, one JSON document each in out/bench/
 	sh scripts/ensure-rabbitmq.sh

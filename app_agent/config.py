@@ -19,7 +19,8 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes
     ----------
     owner
-        Whose apps it hosts: the broker user is ``app-<owner>``, app ids are ``<owner>-<number>``.
+        Whose apps it hosts: the broker user is ``app-<owner>``, app ids are ``<owner>-<letters><number>``, with letters
+        that the journal was given when it began.
     tenant
         Who pays for apps that do not say; the owner if empty.
     bus

@@ -1,8 +1,8 @@
 """The control socket: what the command line and an app-agent daemon say, one JSON line each way per request.
 
 `submit`, `cancel` and `wait` concern the owner's apps and are answered by the daemon itself, `query` is answered by the
-arbiter. A connection carries any number of requests, one after the other. Every error is one sentence with the exit
-code that the command line ends with.
+arbiter, and so is `cancel` of an app that the daemon has no record of. A connection carries any number of requests, one
+after the other. Every error is one sentence with the exit code that the command line ends with.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import msgspec
 from msgspec import Struct
 
 from app_agent.config import default_socket
-from app_agent.core.host import AppRecord, QueryKind
+from app_agent.core.host import AppRecord
 from app_agent.core.spec import AppSpec
-from protocol.messages import Count, Seconds
+from protocol.messages import Count, QueryKind, Seconds, Sentence
 
 #: Longest line either side accepts: an answer about a thousand apps takes 1 MB, a chunk of a log 90 kB.
 LINE_BYTES_MAX = 16 * 2**20
@@ -48,7 +48,10 @@ class SubmitRequest(Struct, frozen=True, tag="submit", tag_field="do"):
 
 
 class CancelRequest(Struct, frozen=True, tag="cancel", tag_field="do"):
-    """End an app; answered by its id. `app` may be ``last``."""
+    """End an app; answered by its id and the state it is in then. `app` may be ``last``, or an app of another owner.
+
+    The arbiter is asked about an app that the daemon has no record of.
+    """
 
     app: str
 
@@ -62,11 +65,17 @@ class WaitRequest(Struct, frozen=True, tag="wait", tag_field="do"):
 
 
 class QueryRequest(Struct, frozen=True, tag="query", tag_field="do"):
-    """Ask the arbiter; answered by its document. The target of ``log`` may be an app, a job or a task."""
+    """Ask the arbiter; answered by its document. The target of ``log`` may be an app, a job or a task.
+
+    Of a list at most `limit` entries are told (0: as many as a message carries), from entry `offset` on. The arbiter
+    may take `patience_s` seconds to answer, or as long as the daemon is configured to wait.
+    """
 
     kind: QueryKind
-    target: str = ""
+    target: Sentence = ""
     offset: Count = 0
+    limit: Count = 0
+    patience_s: Seconds | None = None
 
 
 class ListRequest(Struct, frozen=True, tag="list", tag_field="do"):
@@ -74,7 +83,7 @@ class ListRequest(Struct, frozen=True, tag="list", tag_field="do"):
 
 
 class PingRequest(Struct, frozen=True, tag="ping", tag_field="do"):
-    """Answered by the owner and whether the arbiter is connected."""
+    """Answered by the owner, and whether the broker is reached and the daemon's inbox there can be read."""
 
 
 Request = SubmitRequest | CancelRequest | WaitRequest | QueryRequest | ListRequest | PingRequest
@@ -149,9 +158,14 @@ class Control:
         """Submit an app and return its id."""
         return str(self._ask(SubmitRequest(spec))["app"])
 
-    def cancel(self, app: str) -> str:
-        """End an app and return its id."""
-        return str(self._ask(CancelRequest(app))["app"])
+    def cancel(self, app: str) -> tuple[str, str]:
+        """End an app; return its id and its state, which is another than ``cancelled`` if it was over already.
+
+        Of an app that the daemon has no record of the arbiter decides: code 3 if it knows no such app either, code 7
+        if this owner may not end it.
+        """
+        reply = self._ask(CancelRequest(app))
+        return str(reply["app"]), str(reply["state"])
 
     def wait(
         self, app: str, *, until: Literal["done", "running"] = "done", timeout_s: float | None = None
@@ -161,16 +175,19 @@ class Control:
         reply = self._ask(WaitRequest(app, until, timeout_s), timeout_s=client_s)
         return msgspec.convert(reply["record"], AppRecord)
 
-    def query(self, kind: QueryKind, target: str = "", offset: int = 0) -> dict[str, Any]:
-        """Return the arbiter's document; for ``log`` one chunk, whose ``data`` is base64."""
-        return cast("dict[str, Any]", self._ask(QueryRequest(kind, target, offset))["document"])
+    def query(
+        self, kind: QueryKind, target: str = "", offset: int = 0, *, limit: int = 0, patience_s: float | None = None
+    ) -> dict[str, Any]:
+        """Return the arbiter's document; for ``log`` one chunk, whose ``data`` is base64, for a list one page of it."""
+        request = QueryRequest(kind, target, offset, limit, patience_s)
+        return cast("dict[str, Any]", self._ask(request)["document"])
 
     def apps(self) -> list[AppRecord]:
         """Return the records of the owner's apps, oldest first."""
         return msgspec.convert(self._ask(ListRequest())["apps"], list[AppRecord])
 
     def ping(self) -> dict[str, Any]:
-        """Return ``{"owner", "tenant", "connected", "bus"}``."""
+        """Return ``{"owner", "tenant", "connected", "reached", "bus"}``."""
         return dict(self._ask(PingRequest()))
 
     def _ask(self, request: Request, *, timeout_s: float | None = -1.0) -> Mapping[str, Any]:

@@ -12,13 +12,15 @@ from contextlib import closing, suppress
 from itertools import count
 from os import fspath, umask
 from pathlib import Path
-from typing import assert_never
+from typing import Annotated, assert_never
 
 import msgspec
 import structlog
+from msgspec import Meta, Struct
 
 from app_agent.config import AppConfig, default_socket
 from app_agent.control import (
+    FAILED,
     NOT_FOUND,
     TIMED_OUT,
     UNREACHABLE,
@@ -44,16 +46,17 @@ from app_agent.core.host import (
     Configured,
     Declined,
     Event,
+    Intervene,
     OwnEffect,
     OwnEvent,
-    QueryKind,
     Submit,
 )
 from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.core import Send
 from protocol.journal import Journal
-from protocol.messages import Answer, AnyMessage, AppId, OwnerId, Party
+from protocol.messages import ActKind, Answer, AnyMessage, AppId, OwnerId, Party
+from protocol.private import state_folder
 from protocol.shell import Shell
 
 #: Events between two snapshots: a restart replays at most these, about a second's work.
@@ -64,6 +67,13 @@ REQUEST_BYTES_MAX = 2**20
 HANGUP_S = 1.0
 #: A question without an answer is asked again after this long.
 ASK_AGAIN_S = 1.0
+#: A broker that has come, or whose queues were deleted, is noticed after this long.
+LOOK_AGAIN_S = 0.25
+#: An owner without apps introduces itself to an arbiter that is away at least this often.
+INTRODUCE_S_MAX = 10.0
+#: Of ids: consonants, so that they make no words.
+TAG_LETTERS = "bcdfghjkmnpqrstvwxz"
+TAG_LENGTH = 3
 #: Longest path of a Unix socket (sun_path of Linux, without the closing zero).
 SOCKET_PATH_BYTES_MAX = 107
 
@@ -91,7 +101,7 @@ async def run_app_host(
     Raises
     ------
     ConfigError
-        If the control socket cannot be made.
+        If the control socket or the state folder cannot be made.
     JournalError
         If the state folder belongs to another process or cannot be read.
     """
@@ -118,6 +128,7 @@ async def run_app_host(
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(shell.run())
+                group.create_task(counter.introduce())
                 server = await _serve(listener, counter, group)
                 _log.info("control.listening", socket=str(path), owner=config.owner)
                 if on_ready is not None:
@@ -129,9 +140,7 @@ async def run_app_host(
 
 
 def _journal(config: AppConfig) -> Journal[Event]:
-    folder = Path(config.state_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    return Journal.of(folder / f"app-{config.owner}.db", Event)
+    return Journal.of(state_folder(Path(config.state_dir)) / f"app-{config.owner}.db", Event)
 
 
 def _restore(journal: Journal[Event], config: AppConfig) -> AppHost:
@@ -143,13 +152,22 @@ def _restore(journal: Journal[Event], config: AppConfig) -> AppHost:
         host.handle(event, now)
         replayed += 1
     host.validate()
-    configured = Configured(config.tenant or config.owner, config.beat_s, config.priority_max)
+    configured = Configured(config.tenant or config.owner, config.beat_s, config.priority_max, _tag(journal))
     now = max(time.time(), journal.last_now)
     journal.append(now, configured)
     journal.commit()
     host.handle(configured, now)
     _log.info("journal.replayed", events=replayed, apps=len(host.state.apps))
     return host
+
+
+def _tag(journal: Journal[Event]) -> str:
+    """Return the letters that the ids of this journal's apps have: should it be lost, the next one has others."""
+    tag = journal.get("tag")
+    if tag is None:
+        tag = "".join(secrets.choice(TAG_LETTERS) for _ in range(TAG_LENGTH))
+        journal.set("tag", tag)
+    return tag
 
 
 # --- the socket -----------------------------------------------------------------------------------------------------
@@ -292,15 +310,15 @@ class Counter:
         """
         match request:
             case SubmitRequest(spec):
-                return {"app": await self._change(lambda number: Submit(number, spec))}
+                token = secrets.token_hex(4)
+                return {"app": await self._change(lambda number: Submit(number, spec, token))}
             case CancelRequest(app):
-                known = self._known(app)
-                return {"app": await self._change(lambda number: Cancel(number, known))}
+                return await self._cancel(app)
             case WaitRequest(app, until, timeout_s):
                 record = await self._wait(self._known(app), until, timeout_s, hung_up)
                 return {"record": record}
-            case QueryRequest(kind, target, offset):
-                return {"document": await self._query(kind, self._target(kind, target), offset)}
+            case QueryRequest():
+                return {"document": await self._query(request)}
             case ListRequest():
                 return {"apps": self._host.records()}
             case PingRequest():
@@ -308,6 +326,7 @@ class Counter:
                     "owner": self._config.owner,
                     "tenant": self._host.state.tenant,
                     "connected": self._shell.connected,
+                    "reached": self._shell.reached,
                     "bus": self._bus.url,
                 }
             case _ as never:
@@ -332,32 +351,77 @@ class Counter:
         finally:
             del self._replies[number]
 
-    async def _query(self, kind: QueryKind, target: str, offset: int) -> msgspec.Raw:
-        """Ask the arbiter; return its document as it is."""
+    async def _cancel(self, app: str) -> dict[str, object]:
+        """End one of the owner's apps; of one that is not among them the arbiter decides."""
+        if app != "last" and app not in self._host.state.records:
+            return await self._intervene("cancel", _app_id(app))
+        known = self._known(app)
+        ended = await self._change(lambda number: Cancel(number, known))
+        return {"app": ended, "state": self._host.state.records[ended].state}
+
+    async def _intervene(self, kind: ActKind, app: AppId) -> dict[str, object]:
+        """Have the arbiter act on an app; return the app and its state."""
         number = next(self._numbers)
         try:
-            async with asyncio.timeout(self._config.answer_s):
-                reply = await self._persist(number, Ask(number, kind, target, offset))
+            document = await self._persist(number, Intervene(number, kind, app), self._config.answer_s)
+        except ControlError as error:
+            if error.code != UNREACHABLE:
+                raise
+            raise ControlError(f"your app agent has no app {app}, and {error.sentence}", code=UNREACHABLE) from error
+        try:
+            done = msgspec.json.decode(document, type=_Done)
+        except msgspec.DecodeError as error:
+            raise ControlError(f"the arbiter's answer about {app} cannot be read: {error}", code=FAILED) from error
+        return {"app": done.app, "state": done.state}
+
+    async def _query(self, request: QueryRequest) -> msgspec.Raw:
+        """Ask the arbiter; return its document as it is."""
+        number = next(self._numbers)
+        target = self._target(request.kind, request.target)
+        patience_s = self._config.answer_s if request.patience_s is None else request.patience_s
+        ask = Ask(number, request.kind, target, request.offset, request.limit)
+        return await self._persist(number, ask, patience_s)
+
+    async def _persist(self, number: str, ask: Ask | Intervene, patience_s: float) -> msgspec.Raw:
+        """Ask the arbiter until its answer comes, and return its document; a question that finds no broker is lost.
+
+        Raises
+        ------
+        ControlError
+            With the arbiter's own sentence and code; or code 6 if no answer has come for `patience_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(patience_s):
+                while True:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(min(ASK_AGAIN_S, patience_s / 3)):
+                            reply = await self._expect(number, ask)
+                            break
         except TimeoutError:
-            sentence = (
-                f"the arbiter has not answered within {self._config.answer_s:g} s; is it running at {self._bus.url}?"
-            )
-            raise ControlError(sentence, code=UNREACHABLE) from None
+            raise ControlError(self._silence(patience_s), code=UNREACHABLE) from None
         assert isinstance(reply, Answer)
         if reply.error:
-            raise ControlError(reply.error, code=NOT_FOUND)
+            raise ControlError(reply.error, code=_code_of(reply))
         return msgspec.Raw(reply.document)
 
-    async def _persist(self, number: str, ask: Ask) -> Accepted | Declined | Answer:
-        """Ask until the answer comes.
+    def _silence(self, waited_s: float) -> str:
+        """Say why no answer has come."""
+        if not self._shell.reached:
+            return f"the broker at {self._bus.url} cannot be reached"
+        return f"the arbiter has not answered within {waited_s:g} s, though the broker at {self._bus.url} was reached"
 
-        An owner without apps says nothing, so the first question is also what makes the arbiter give this daemon its
-        inbox; and a question asked while the bus is down is lost.
+    async def introduce(self) -> None:
+        """Ask the arbiter something whenever this daemon has no inbox, until cancelled.
+
+        An owner without apps says nothing, and the arbiter makes an inbox for an owner that has said something.
         """
+        pause_s = ASK_AGAIN_S
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ASK_AGAIN_S):
-                    return await self._expect(number, ask)
+            without = self._shell.reached and not self._shell.connected
+            if without:
+                self._shell.post(Ask(next(self._numbers), "capacity"))
+            await asyncio.sleep(pause_s if without else LOOK_AGAIN_S)
+            pause_s = min(2 * pause_s, INTRODUCE_S_MAX) if without else ASK_AGAIN_S
 
     async def _wait(self, app: AppId, until: str, timeout_s: float | None, hung_up: Callable[[], bool]) -> AppRecord:
         """Return the app's record once it is as wanted, looking again at each change of any record."""
@@ -411,6 +475,41 @@ class Counter:
             sentence = f"{target} has not started yet; `gpu-arbiter explain {app}` says why"
             raise ControlError(sentence, code=NOT_FOUND)
         return tasks[0]
+
+
+class _Done(Struct):
+    """What the arbiter says when it has acted: an app, and the state it is in now."""
+
+    app: AppId
+    state: str
+
+
+class _Error(Struct):
+    """Of an ``error/v1`` document: the exit code of the command that asked."""
+
+    code: Annotated[int, Meta(ge=1, le=125)]
+
+
+def _app_id(app: str) -> AppId:
+    """Return `app` if it can be an app's id; what cannot be one need not be asked about.
+
+    Raises
+    ------
+    ControlError
+        With code 3.
+    """
+    try:
+        return msgspec.convert(app, AppId)
+    except msgspec.ValidationError:
+        raise ControlError(f"there is no app {app}", code=NOT_FOUND) from None
+
+
+def _code_of(refused: Answer) -> int:
+    """Return the code that the arbiter gives with an error: in a document of its own, or else nothing was found."""
+    try:
+        return msgspec.json.decode(refused.document, type=_Error).code
+    except msgspec.DecodeError:
+        return NOT_FOUND
 
 
 def _reached(record: AppRecord, until: str) -> bool:

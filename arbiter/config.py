@@ -29,6 +29,9 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     `history` says what is expected of the history of GPU time, which decides who is served next: ``auto`` resumes it,
     and refuses to start where the ledger tells of a past that the journal has not; ``resume`` refuses to start without
     one; ``begin`` accepts that it begins at nothing.
+
+    `adopt_site` says, for one start after the journal was lost, that the site which is first heard becomes this one's:
+    what runs there goes on (`arbiter.core.site`).
     """
 
     state_dir: str = "/var/lib/gpu-arbiter"
@@ -38,6 +41,7 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     shared_users: tuple[str, ...] = ()
     arbiter: ArbiterSettings = ArbiterSettings()
     history: HistoryMode = "auto"
+    adopt_site: bool = False
 
 
 def load(path: Path) -> ArbiterConfig:
@@ -85,6 +89,20 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
     twice = [name for name, count in names_of_tenants.items() if count > 1]
     if twice:
         raise ConfigError(f"{source}: arbiter.tenants names {twice[0]} twice; give each tenant one table")
+    config.require_positive(settings, ("apps_max", "weight_max"), f"{source}: arbiter")
+    if not 0.0 <= settings.preemption_budget <= 1.0:
+        raise ConfigError(
+            f"{source}: arbiter.preemption_budget is {settings.preemption_budget}; give the part of its time that a "
+            "job may lose, 0 to 1"
+        )
+    if not -1000 <= settings.priority_max <= 1000:
+        raise ConfigError(
+            f"{source}: arbiter.priority_max is {settings.priority_max}; give a number from -1000 to 1000"
+        )
+    if not settings.classes:
+        raise ConfigError(
+            f"{source}: arbiter.classes is empty, so nobody could run anything; name batch, trial or both"
+        )
     both = [each.name for each in settings.tenants if each.quota is not None and each.weight != 1.0]
     if both:
         raise ConfigError(

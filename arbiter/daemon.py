@@ -3,72 +3,121 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import assert_never
 
+import msgspec
 import structlog
 
 from arbiter.config import ArbiterConfig, HistoryMode, check
-from arbiter.core.arbiter import Arbiter, Configured, Effect, Event, MissingHistory
-from arbiter.core.turn import AppRecord, Decide, Decided, LeaseRecord, Note, RoundRecord
+from arbiter.core.arbiter import Arbiter, Configured, Effect, Event, MissingHistory, SolverReady
+from arbiter.core.turn import (
+    ActRecord,
+    AppRecord,
+    Decide,
+    Decided,
+    EpochTaken,
+    LeaseRecord,
+    Note,
+    PolicyFailed,
+    Resign,
+    RoundRecord,
+    policy_of,
+)
+from arbiter.core.whatif import WhatIf
 from arbiter.desk import Desk
-from arbiter.ledger import Ledger
+from arbiter.ledger import Ledger, Recorded
 from arbiter.solver import Solver
 from protocol.bus import Bus
+from protocol.clock import Anchor, Clock, RecordedClock
 from protocol.config import ConfigError
 from protocol.core import Send
 from protocol.journal import Journal
-from protocol.messages import ARBITER, AnyMessage, LogChunk, Party, Query
+from protocol.messages import ARBITER, AnyMessage, LogChunk, NodeReport, Party, Query
+from protocol.private import state_folder
 from protocol.shell import Shell
 
 #: Events between two snapshots: a restart replays at most these, about a second's work.
 SNAPSHOT_EVERY = 5_000
+#: How long `explain` looks for what binds an app.
+TRIED_S = 3.0
 
-Performed = Decide | RoundRecord | LeaseRecord | AppRecord | Note
+Performed = EpochTaken | Resign | Decide | RoundRecord | LeaseRecord | AppRecord | ActRecord | PolicyFailed | Note
 
 _log = structlog.get_logger("arbiter")
 
 
-async def run_arbiter(config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[], None] | None = None) -> None:
+async def run_arbiter(
+    config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[], None] | None = None, wall: Clock = time.time
+) -> None:
     """Run the arbiter until cancelled. The state folder is made if it is missing.
+
+    Parameters
+    ----------
+    config, bus
+        How to decide, and where the nodes and app agents are.
+    on_alive
+        Called at least once a second, for a watchdog.
+    wall
+        The host's wall clock, UNIX seconds; see `protocol.clock` on how far it is believed.
 
     Raises
     ------
     ConfigError
-        If the settings cannot work, or the history of GPU time that there should be is not there.
+        If the settings cannot work, the history of GPU time that there should be is not there, or the site that is
+        heard is another one than the journal's.
     JournalError
         If the state folder belongs to another process or cannot be read.
     """
     check(config, "configuration")
-    folder = _state_folder(config)
+    folder = state_folder(Path(config.state_dir))
     with (
         closing(_journal(folder)) as journal,
         closing(Ledger(folder / "ledger.db")) as ledger,
     ):
         arbiter = _restore(journal, ledger, config.history)
-        _configure(arbiter, journal, config)
+        _configure(arbiter, journal, config, alone=bus.private)
+        clock = _clock(journal, wall)
         desk = Desk(arbiter, ledger)
         solver = Solver()
 
         async def perform(effect: Performed) -> None:
-            if isinstance(effect, Decide):
-                solver.ask(effect)
-            else:
-                _perform(effect, ledger)
+            match effect:
+                case Decide():
+                    solver.ask(effect)
+                case EpochTaken():
+                    _take_epoch(journal, effect)
+                case Resign(why):
+                    raise ConfigError(why)
+                case _:
+                    _perform(effect, ledger)
 
-        def answer(sender: Party, message: AnyMessage) -> Sequence[Send] | None:
+        async def try_out(sender: Party, query: Query, inquiry: WhatIf) -> Sequence[Send]:
+            found = await asyncio.to_thread(inquiry.binding)
+            return desk.ask(sender, query, shell.now(), found=(found, inquiry.estimate))
+
+        def answer(sender: Party, message: AnyMessage) -> Sequence[Send] | Coroutine[None, None, Sequence[Send]] | None:
             match message:
                 case Query():
-                    return desk.ask(sender, message, shell.now())
+                    by = time.monotonic() + TRIED_S
+                    inquiry = desk.inquiry(message, shell.now(), lambda: time.monotonic() > by)
+                    return (
+                        desk.ask(sender, message, shell.now()) if inquiry is None else try_out(sender, message, inquiry)
+                    )
                 case LogChunk():
                     return desk.deliver(sender, message)
+                case NodeReport(node=node, boot_id=boot, wall_s=wall_s):
+                    if clock.hear(node, boot, wall_s):
+                        _write_anchor(journal, clock)
+                    return None
                 case _:
                     return None
 
-        shell: Shell[Configured | Decided, Performed] = Shell(
+        shell: Shell[Configured | SolverReady | Decided, Performed] = Shell(
             arbiter,
             bus,
             ARBITER,
@@ -76,20 +125,28 @@ async def run_arbiter(config: ArbiterConfig, bus: Bus, *, on_alive: Callable[[],
             journal=journal,
             snapshot=arbiter.snapshot,
             snapshot_every=SNAPSHOT_EVERY,
+            clock=clock,
             shared_users=frozenset(config.shared_users),
             answer=answer,
             on_alive=on_alive,
         )
         if config.shared_users:
             _log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
-        await _run(shell, solver)
+        await _run(shell, solver, holds_auctions=_holds_auctions(config))
 
 
-async def _run(shell: Shell[Configured | Decided, Performed], solver: Solver) -> None:
+def _holds_auctions(config: ArbiterConfig) -> bool:
+    return policy_of(config.arbiter.policy, config.arbiter.policy_settings).probes
+
+
+async def _run(
+    shell: Shell[Configured | SolverReady | Decided, Performed], solver: Solver, *, holds_auctions: bool
+) -> None:
     """Run both until the shell ends; an error in either ends both."""
+    ready = (lambda: shell.post(SolverReady())) if holds_auctions else None
     try:
         async with asyncio.TaskGroup() as group:
-            solving = group.create_task(solver.run(shell.post))
+            solving = group.create_task(solver.run(shell.post, ready=ready))
             await shell.run()
             solving.cancel()
     except BaseExceptionGroup as errors:
@@ -99,15 +156,17 @@ async def _run(shell: Shell[Configured | Decided, Performed], solver: Solver) ->
         raise
 
 
-def _state_folder(config: ArbiterConfig) -> Path:
-    folder = Path(config.state_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"state_dir {folder} cannot be made: {error.strerror}; give a folder this user owns"
-        ) from error
-    return folder
+def _clock(journal: Journal[Event], wall: Clock) -> RecordedClock:
+    """Return a clock that goes on where the journal's last one stood."""
+    written = journal.get("clock")
+    anchor = msgspec.json.decode(written, type=Anchor) if written else None
+    clock = RecordedClock(journal.last_now, anchor, wall=wall)
+    _write_anchor(journal, clock)
+    return clock
+
+
+def _write_anchor(journal: Journal[Event], clock: RecordedClock) -> None:
+    journal.set("clock", msgspec.json.encode(clock.anchor).decode())
 
 
 def _journal(folder: Path) -> Journal[Event]:
@@ -138,7 +197,7 @@ def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "au
     count = 0
     for _seq, now, event in loaded.events:
         for effect in arbiter.handle(event, now):
-            if isinstance(effect, RoundRecord | LeaseRecord | AppRecord):
+            if isinstance(effect, Recorded):
                 ledger.write(effect)
         count += 1
     arbiter.validate()
@@ -146,9 +205,12 @@ def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "au
     return arbiter
 
 
-def _configure(arbiter: Arbiter, journal: Journal[Event], config: ArbiterConfig) -> None:
+def _configure(arbiter: Arbiter, journal: Journal[Event], config: ArbiterConfig, *, alone: bool = True) -> None:
     """Take the settings into the state, at the time of the last event: until we lead, no time has passed for us."""
-    event = Configured(config.arbiter)
+    taken = EpochTaken(arbiter.state.epoch, arbiter.state.site or journal.get("site") or f"s-{secrets.token_hex(4)}")
+    _take_epoch(journal, taken)
+    ready = not _holds_auctions(config)
+    event = Configured(config.arbiter, taken.site, adopt=config.adopt_site, alone=alone, ready=ready)
     journal.append(arbiter.state.now, event)
     journal.commit()
     for effect in arbiter.handle(event, arbiter.state.now):
@@ -156,14 +218,23 @@ def _configure(arbiter: Arbiter, journal: Journal[Event], config: ArbiterConfig)
             _perform(effect, None)
 
 
-def _perform(effect: RoundRecord | LeaseRecord | AppRecord | Note, ledger: Ledger | None) -> None:
+def _take_epoch(journal: Journal[Event], taken: EpochTaken) -> None:
+    journal.take_epoch(taken.epoch)
+    if journal.get("site") != taken.site:
+        journal.set("site", taken.site)
+
+
+def _perform(effect: Recorded | Note, ledger: Ledger | None) -> None:
     match effect:
-        case RoundRecord() | LeaseRecord() | AppRecord():
+        case RoundRecord() | LeaseRecord() | AppRecord() | ActRecord() | PolicyFailed():
             if ledger is not None:
                 ledger.write(effect)
             if isinstance(effect, RoundRecord):
                 won = {outcome.app: len(outcome.gpus) for outcome in effect.outcomes if outcome.gpus}
                 _log.info("round.closed", round=effect.round, bidders=len(effect.bidders), gpus=won)
+            if isinstance(effect, PolicyFailed):
+                failure = effect.failure
+                _log.error("policy.failed", policy=failure.policy, error=failure.error, trace=failure.trace)
         case Note(subject, what):
             _log.info("object.noted", subject=subject, what=what)
         case _ as never:

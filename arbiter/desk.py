@@ -1,6 +1,7 @@
 """The desk: answers users' questions from the state and the ledger; changes nothing.
 
-Answers are JSON documents with a schema name; within a major version fields are only ever added. Questions come as
+Answers are JSON documents with a schema name; within a major version fields are only ever added. Lists come in pages,
+each with a `next_offset` to ask on at, as there is a limit to what a message carries. Questions come as
 `Query` from an app agent (the user's side) and go back as `Answer`; logs are fetched from the node that has them.
 """
 
@@ -8,17 +9,21 @@ from __future__ import annotations
 
 import base64
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from typing import Any, assert_never
 
 import msgspec
+from msgspec.structs import replace
 
-from arbiter.core import claims, leases, model, rounds
+from arbiter.core import claims, fairness, model, rounds
 from arbiter.core.arbiter import Arbiter
+from arbiter.core.history import Standing
 from arbiter.core.model import Active, Deciding, Draining, Enrolling, Free, Leased, Refused, Settled
 from arbiter.core.policy import Outcome
-from arbiter.core.turn import RoundRecord, policy_of
+from arbiter.core.turn import LeaseRecord, RoundRecord, policy_of
+from arbiter.core.whatif import Obstacle, WhatIf
 from arbiter.ledger import Ledger
 from protocol.core import Send
 from protocol.journal import JournalError
@@ -26,14 +31,21 @@ from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, Rea
 
 #: Questions about logs that wait for a node at any time; the oldest is dropped, and its asker asks again.
 WAITING_MAX = 1000
-#: Rounds and leases told at once: a week of leases of 600 s on 8 GPUs.
-SPANS_MAX = 20_000
 EXPLAIN_ROUNDS = 20
-ROUNDS_MAX = 200
+#: Names in one sentence.
+NAMED_MAX = 8
+#: With more apps than that nothing is tried out: copies of the state take too long.
+TRIED_APPS_MAX = 2000
+#: Of the ledger's records, those that are read for one page of a list.
+ROUNDS_READ_MAX, LEASES_READ_MAX = 200, 5_000
+#: Outcomes that are told of one round: those of the apps that got GPUs first, whatever a page may hold.
+OUTCOMES_MAX = 1_000
 #: What is told of what node agents measured of a task.
 MEASURED = ("source", "confidence", "share", "utilisation", "peak_bytes", "packed_with", "remark")
 #: Below the codec's limit for a frame.
 DOCUMENT_BYTES_MAX = 3 * 2**20
+#: Of a list's entries on one page: what others ask meanwhile must not wait for a long list.
+PAGE_BYTES_MAX = 2**20
 
 
 class Desk:
@@ -44,9 +56,29 @@ class Desk:
         self._arbiter = arbiter
         self._ledger = ledger
         self._waiting: OrderedDict[str, Party] = OrderedDict()
+        self._found: tuple[Obstacle | None, bool] | None = None
 
-    def ask(self, sender: Party, query: Query, now: float) -> Sequence[Send]:
-        """Return what to send so that `sender` gets an answer; a ledger that cannot be read costs that answer only."""
+    def inquiry(self, query: Query, now: float, enough: Callable[[], bool]) -> WhatIf | None:
+        """Return what has to be tried out before a question can be answered; None if nothing has.
+
+        It takes as long as a few rounds, and ends once `enough` says so. Where there are very many apps it is left out.
+        """
+        state = self._arbiter.state
+        app = state.apps.get(AppId(query.target)) if query.kind == "explain" else None
+        if app is None or not app.active or not app.demand_max or len(state.apps) > TRIED_APPS_MAX:
+            return None
+        held = [gpu for gpu in state.gpus.values() if isinstance(gpu.state, Leased) and gpu.state.lease.app == app.id]
+        waits = len(held) < app.gang and not self._won(app)
+        return WhatIf(self._arbiter.snapshot(), app.id, now, enough) if waits else None
+
+    def ask(
+        self, sender: Party, query: Query, now: float, *, found: tuple[Obstacle | None, bool] | None = None
+    ) -> Sequence[Send]:
+        """Return what to send so that `sender` gets an answer; a ledger that cannot be read costs that answer only.
+
+        `found` is what an `inquiry` has found, and whether that is an estimate.
+        """
+        self._found = found
         try:
             return self._answers(sender, query, now)
         except JournalError as error:
@@ -55,17 +87,21 @@ class Desk:
     def _answers(self, sender: Party, query: Query, now: float) -> Sequence[Send]:
         match query.kind:
             case "apps":
-                return [_answer(sender, query, self._apps(now, query.target))]
+                return [_answer(sender, query, self._apps(now, query))]
             case "nodes":
-                return [_answer(sender, query, self._nodes(now))]
+                return [_answer(sender, query, self._nodes(now, query))]
             case "rounds":
-                return [_answer(sender, query, self._rounds(now))]
+                return [_answer(sender, query, self._rounds(query))]
+            case "leases":
+                return [_answer(sender, query, self._leases(now, query))]
             case "shares":
                 return [_answer(sender, query, self._tenants(now))]
             case "explain":
                 return [self._explain(sender, query, now)]
             case "log":
                 return [self._fetch_log(sender, query)]
+            case "capacity":
+                return [_answer(sender, query, self._capacity())]
             case _ as never:
                 assert_never(never)
 
@@ -86,17 +122,14 @@ class Desk:
 
     # --- documents --------------------------------------------------------------------------------------------------
 
-    def _apps(self, now: float, target: str) -> dict[str, Any]:
+    def _apps(self, now: float, query: Query) -> dict[str, Any]:
         apps = sorted(self._arbiter.state.apps.values(), key=lambda app: (app.arrived_at, app.id))
-        return {
-            "schema": "apps/v1",
-            "apps": [self._app(app, now) for app in apps if not target or app.id == target],
-        }
+        wanted = [app for app in apps if not query.target or app.id == query.target]
+        return {"schema": "apps/v1", **_page("apps", query, (self._app(app, now) for app in wanted[query.offset :]))}
 
     def _app(self, app: model.App, now: float) -> dict[str, Any]:
         state = self._arbiter.state
         gpus = [gpu for gpu in state.gpus.values() if not isinstance(gpu.state, Free) and gpu.state.lease.app == app.id]
-        running_s = leases.running_gpu_seconds(state, (gpu.id for gpu in gpus), now)
         ended_at = app.state.at if isinstance(app.state, Settled | Refused) else None
         lived_s = (ended_at or now) - app.arrived_at
         tasks = [task for task in state.tasks.values() if task.app == app.id]
@@ -110,10 +143,11 @@ class Desk:
             "gpus": [gpu.id for gpu in gpus if isinstance(gpu.state, Leased)],
             "gang": app.gang,
             "want": app.demand_max,
-            "rho": app.state.rho if isinstance(app.state, Settled) else app.rho,
+            "rho": self._rho(app, now),
+            "rho_basis": app.basis,
             "jct_s": lived_s if isinstance(app.state, Settled) else None,
             "elapsed_s": lived_s,
-            "gpu_seconds": app.tally.gpu_seconds + running_s,
+            **_spent(standing),
             "grants": app.tally.grants,
             "renewals": app.tally.renewals,
             "preemptions": app.tally.preemptions,
@@ -137,6 +171,19 @@ class Desk:
             "ended_at": _instant(ended_at) if ended_at is not None else None,
             "tasks": [_task(task) for task in tasks],
         }
+
+    def _rho(self, app: model.App, now: float) -> float | None:
+        """Return finish-time fairness as far as it is known: None while it rests on a guess.
+
+        Its start, which alone it would have had to make as well, is part of the time alone; bids leave it out.
+        """
+        if isinstance(app.state, Settled):
+            return app.state.rho
+        if app.rho is None or app.basis == "guess":
+            return None
+        mean = rounds.apps_mean(self._arbiter.state, app, max(now, app.arrived_at))
+        ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean)
+        return app.rho * ideal_s / (ideal_s + app.start_s) if ideal_s > 0.0 else app.rho
 
     def _shares(self, app: model.App, gpus: Sequence[model.Gpu]) -> list[dict[str, Any]]:
         """Return, for each of its GPUs that others have a seat on, who they are."""
@@ -176,48 +223,67 @@ class Desk:
             "wanted_gpus": history.pools[tenant].demand,
             "held_gpus": account.allocated.rate,
             "apps": apps,
-            "gpu_seconds": standing.allocated_gpu_s,
+            **_spent(standing),
             "fair_gpu_seconds": standing.fair_gpu_s,
             "quota_gpu_seconds": standing.other_gpu_s,
             "ltgf": standing.ltgf,
             "ltgf_quota": standing.ltgf_other,
         }
 
-    def _nodes(self, now: float) -> dict[str, Any]:
-        state = self._arbiter.state
-        nodes = []
-        for node in sorted(state.nodes.values(), key=lambda node: node.id):
-            up = isinstance(node.state, model.Up)
-            since = node.state.seen_at if isinstance(node.state, model.Up) else node.state.since
-            here = (gpu for gpu in state.gpus.values() if gpu.node == node.id and model.is_first(gpu.id))
-            gpus = sorted(here, key=lambda gpu: gpu.id)
-            nodes.append(
-                {
-                    "id": node.id,
-                    "rack": node.rack,
-                    "state": "up" if up else "lost",
-                    "last_seen_s": now - since,
-                    "gpus": [_gpu(gpu, [seat for seat in self._seats(gpu) if seat is not gpu]) for gpu in gpus],
-                }
-            )
-        return {"schema": "nodes/v1", "nodes": nodes}
+    def _nodes(self, now: float, query: Query) -> dict[str, Any]:
+        nodes = sorted(self._arbiter.state.nodes.values(), key=lambda node: node.id)[query.offset :]
+        return {"schema": "nodes/v1", **_page("nodes", query, (self._node(node, now) for node in nodes))}
 
-    def _rounds(self, now: float) -> dict[str, Any]:
-        records = self._ledger.rounds(limit=ROUNDS_MAX)
-        spans = [
-            {"gpu": lease.gpu, "node": lease.node, "app": lease.app, "from": lease.start, "to": lease.end}
-            for lease in self._ledger.leases(limit=SPANS_MAX)
-        ]
-        for gpu in self._arbiter.state.gpus.values():
-            if not isinstance(gpu.state, Free):
-                held = gpu.state.lease
-                spans.append({"gpu": gpu.id, "node": gpu.node, "app": held.app, "from": held.granted_at, "to": now})
+    def _node(self, node: model.Node, now: float) -> dict[str, Any]:
+        up = isinstance(node.state, model.Up)
+        since = node.state.seen_at if isinstance(node.state, model.Up) else node.state.since
+        here = (gpu for gpu in self._arbiter.state.gpus.values() if gpu.node == node.id and model.is_first(gpu.id))
+        gpus = sorted(here, key=lambda gpu: gpu.id)
+        return {
+            "id": node.id,
+            "rack": node.rack,
+            "state": "up" if up else "lost",
+            "last_seen_s": now - since,
+            "gpus": [_gpu(gpu, [seat for seat in self._seats(gpu) if seat is not gpu]) for gpu in gpus],
+        }
+
+    def _capacity(self) -> dict[str, Any]:
+        """Return what there is at most for one job, and for all: counted are GPUs that may be given out at all."""
+        state = self._arbiter.state
+        usable = [gpu for gpu in state.gpus.values() if model.is_first(gpu.id) and model.usable(state, gpu)]
+        by_node = Counter(gpu.node for gpu in usable)
+        known = Counter(gpu.node for gpu in state.gpus.values() if model.is_first(gpu.id))
+        return {
+            "schema": "capacity/v1",
+            "policy": state.settings.policy,
+            "nodes": len(state.nodes),
+            "gpus": len(usable),
+            "gpus_known": sum(known.values()),
+            "largest_node_gpus": max(by_node.values(), default=0),
+            "largest_node_gpus_known": max(known.values(), default=0),
+            "cpus_max": max((node.cpus for node in state.nodes.values()), default=0.0),
+            "host_bytes_max": max((node.host_bytes for node in state.nodes.values()), default=0),
+        }
+
+    def _rounds(self, query: Query) -> dict[str, Any]:
+        """Return rounds, newest first; a round that comes between two pages only repeats an entry."""
+        wanted = min(query.limit or ROUNDS_READ_MAX, ROUNDS_READ_MAX)
+        records, count = self._ledger.rounds(limit=wanted, offset=query.offset), self._ledger.round_count()
+        more = query.offset + len(records) < count
         return {
             "schema": "rounds/v1",
-            "count": self._ledger.round_count(),
-            "rounds": [_round(record) for record in records],
-            "spans": spans,
+            "count": count,
+            "policy_failures": self._arbiter.state.policy_failures,
+            **_page("rounds", query, map(_round, records), more=more),
         }
+
+    def _leases(self, now: float, query: Query) -> dict[str, Any]:
+        """Return leases: those that are held now, then those that are over, the last to end first."""
+        gpus = [gpu for gpu in self._arbiter.state.gpus.values() if not isinstance(gpu.state, Free)]
+        over = self._ledger.leases(limit=LEASES_READ_MAX, offset=max(0, query.offset - len(gpus)))
+        entries = chain((_held(gpu, now) for gpu in gpus[query.offset :]), map(_ended, over))
+        more = len(over) == LEASES_READ_MAX
+        return {"schema": "leases/v1", **_page("leases", query, entries, more=more)}
 
     def _explain(self, sender: Party, query: Query, now: float) -> Send:
         app = self._arbiter.state.apps.get(AppId(query.target))
@@ -238,12 +304,58 @@ class Desk:
             "held": list(self._app(app, now)["gpus"]),
             "refusal": app.state.reason if isinstance(app.state, Refused) else "",
             "waiting_for": self._waiting_for(app),
+            "binding": self._binding(app, now),
             "next_round_s": self._next_round_s(now),
             "apps_mean": rounds.apps_mean(self._arbiter.state, app, now),
             "rounds": [_own_round(app.id, record) for record in self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app.id)],
             "story": _story(self._own_story(app)),
         }
         return _answer(sender, query, document)
+
+    def _binding(self, app: model.App, now: float) -> dict[str, Any] | None:
+        """Return what keeps an app from starting, by name, where that was tried out."""
+        obstacle, estimate = self._found or (None, False)
+        if obstacle is None:
+            return None
+        state = self._arbiter.state
+        told = [
+            *(self._broken(state.gpus[gpu]) for gpu in obstacle.gpus if gpu in state.gpus),
+            *(f"node {node} is lost" for node in obstacle.nodes),
+            *(self._left(state.gpus[gpu]) for gpu in obstacle.leaving if gpu in state.gpus),
+            *(self._rival(other, now) for other in obstacle.apps if other in state.apps),
+        ]
+        text = "; ".join(told[:NAMED_MAX]) + (f"; and {len(told) - NAMED_MAX} more" if len(told) > NAMED_MAX else "")
+        return {
+            "apps": list(obstacle.apps),
+            "gpus": list(obstacle.gpus),
+            "leaving": list(obstacle.leaving),
+            "nodes": list(obstacle.nodes),
+            "estimate": estimate,
+            "text": text or "nothing: the next round gives it GPUs as things stand",
+        }
+
+    def _broken(self, gpu: model.Gpu) -> str:
+        ailment = "is quarantined" if gpu.quarantined else "is unhealthy" if gpu.present else "is not reported any more"
+        return f"{gpu.id} on {gpu.node} {ailment}" + (f" ({gpu.detail})" if gpu.detail else "")
+
+    def _left(self, gpu: model.Gpu) -> str:
+        """Return by whom a GPU is being left."""
+        last = f" by {gpu.state.lease.app}" if isinstance(gpu.state, Draining) else ""
+        return f"{gpu.id} on {gpu.node} is being left{last}"
+
+    def _rival(self, app_id: AppId, now: float) -> str:
+        """Return what an app has that another waits for, and until when; or that it comes first."""
+        state = self._arbiter.state
+        held = [gpu for gpu in state.gpus.values() if not isinstance(gpu.state, Free) and gpu.state.lease.app == app_id]
+        if not held:
+            return f"{app_id} comes before it"
+        where = ", ".join(sorted(f"{gpu.id} on {gpu.node}" for gpu in held)[:NAMED_MAX])
+        where += f" and {len(held) - NAMED_MAX} more" if len(held) > NAMED_MAX else ""
+        ends = [gpu.state.lease.expires_at for gpu in held if isinstance(gpu.state, Leased)]
+        if not ends:
+            return f"{app_id} is leaving {where}"
+        until = f", its lease ends in {max(0.0, min(ends) - now):.0f} s" if min(ends) < model.NEVER else ""
+        return f"{app_id} holds {where}{until}"
 
     def _own_story(self, app: model.App) -> Sequence[model.Chapter]:
         """Return the story of an app, with what the last round tells all apps that it tells nothing of their own."""
@@ -262,18 +374,24 @@ class Desk:
         """Return, in one sentence, what the app waits for before any round could help it; empty if rounds decide."""
         state = self._arbiter.state
         if isinstance(app.state, Enrolling):
-            return "no node has enrolled yet; start one with `gpu-arbiter node-agent`" if not state.nodes else ""
-        draining = [
-            gpu.id for gpu in state.gpus.values() if isinstance(gpu.state, Draining) and gpu.state.promised_to == app.id
-        ]
-        if draining:
-            return f"it has won {', '.join(sorted(draining))} and waits until the last user has left"
+            start = "start one with `gpu-arbiter node-agent --config node.toml`"
+            return f"no node has enrolled yet; {start}" if not state.nodes else ""
+        won = self._won(app)
+        if won:
+            return f"it has won {', '.join(won)} and waits until the last user has left"
         if not any(model.usable(state, gpu) for gpu in state.gpus.values()):
             return "no GPU is in service; see `gpu-arbiter nodes`"
+        if isinstance(app.state, Active) and rounds.awaits_solver(state):
+            return "the auction's solver is being compiled, which takes about a minute at the first start on a host"
         if isinstance(app.state, Active) and isinstance(state.phase, Deciding):
             what = f"the auction of round {state.round}" if state.phase.bidders else f"round {state.round}"
             return f"{what} is being solved"
         return self._nothing_free(app)
+
+    def _won(self, app: model.App) -> list[str]:
+        """Return the GPUs that an app has won and that others are still leaving."""
+        draining = (gpu for gpu in self._arbiter.state.gpus.values() if isinstance(gpu.state, Draining))
+        return sorted(gpu.id for gpu in draining if isinstance(gpu.state, Draining) and gpu.state.promised_to == app.id)
 
     def _nothing_free(self, app: model.App) -> str:
         """Return why no round has looked at an app yet, if that is because others hold everything; else nothing."""
@@ -329,6 +447,23 @@ def _answer(to: Party, query: Query, document: dict[str, Any]) -> Send:
     return Send(to, Answer(query.query_id, packed))
 
 
+def _page(name: str, query: Query, entries: Iterable[dict[str, Any]], *, more: bool = False) -> dict[str, Any]:
+    """Return one page of a list: as many of `entries` as it holds, which begin at the query's offset.
+
+    Its `next_offset` is where the next page begins, None if this is the last; `more` says that others follow `entries`.
+    """
+    told: list[msgspec.Raw] = []
+    room = PAGE_BYTES_MAX
+    for entry in entries:
+        packed = msgspec.json.encode(entry)
+        room -= len(packed)
+        if told and (room < 0 or len(told) == query.limit):
+            more = True
+            break
+        told.append(msgspec.Raw(packed))
+    return {name: told, "next_offset": query.offset + len(told) if more else None}
+
+
 def _refuse(to: Party, query: Query, why: str) -> Send:
     return Send(to, Answer(query.query_id, b"", why))
 
@@ -351,6 +486,16 @@ def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model
             return "suspended" if any(task.phase == "suspended" for task in tasks) else "waiting"
         case _ as never:
             assert_never(never)
+
+
+def _spent(standing: Standing) -> dict[str, float]:
+    """Return GPU time, and where it went: had; of that draining and lost; and parked, which is none of it."""
+    return {
+        "gpu_seconds": standing.allocated_gpu_s,
+        "draining_gpu_seconds": standing.draining_gpu_s,
+        "lost_gpu_seconds": standing.lost_gpu_s,
+        "parked_gpu_seconds": standing.parked_gpu_s,
+    }
 
 
 def _task(task: model.Task) -> dict[str, Any]:
@@ -388,9 +533,23 @@ def _app_on(gpu: model.Gpu) -> AppId | None:
 
 
 def _round(record: RoundRecord) -> dict[str, Any]:
-    told: dict[str, Any] = msgspec.to_builtins(record)
+    outcomes = record.outcomes
+    if len(outcomes) > OUTCOMES_MAX:
+        outcomes = tuple(sorted(outcomes, key=lambda outcome: not outcome.gpus)[:OUTCOMES_MAX])
+    told: dict[str, Any] = msgspec.to_builtins(replace(record, outcomes=outcomes))
     told.pop("type")
-    return told | {"at": _instant(record.at)}
+    return told | {"at": _instant(record.at), "outcomes_left_out": len(record.outcomes) - len(outcomes)}
+
+
+def _held(gpu: model.Gpu, now: float) -> dict[str, Any]:
+    assert not isinstance(gpu.state, Free)
+    lease = gpu.state.lease
+    return {"lease": lease.id, "gpu": gpu.id, "node": gpu.node, "app": lease.app, "from": lease.granted_at, "to": now}
+
+
+def _ended(lease: LeaseRecord) -> dict[str, Any]:
+    times = {"from": lease.start, "to": lease.end}
+    return {"lease": lease.lease, "gpu": lease.gpu, "node": lease.node, "app": lease.app, **times}
 
 
 def _own_round(app: AppId, record: RoundRecord) -> dict[str, Any]:

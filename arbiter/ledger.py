@@ -1,7 +1,7 @@
-"""The ledger: every round, claim that was off, lease and app that is over, long after the state has forgotten them.
+"""The ledger: every round, claim that was off, lease, app that is over, and act, long after the state forgot them.
 
 Writing the same record twice changes nothing, so a crash between deciding and recording is mended by performing the
-last records again. It shares the state folder with the journal but can be read by anyone with SQLite.
+last records again. It shares the state folder with the journal, for the same user, but any SQLite can read it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from pathlib import Path
 import msgspec
 
 from arbiter.core.model import Claim
-from arbiter.core.turn import AppRecord, LeaseRecord, RoundRecord
+from arbiter.core.turn import ActRecord, AppRecord, Failure, LeaseRecord, PolicyFailed, RoundRecord
 from protocol.journal import JournalError
 from protocol.messages import AppId
+from protocol.private import private_file
+
+Recorded = RoundRecord | LeaseRecord | AppRecord | ActRecord | PolicyFailed
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rounds (round INTEGER PRIMARY KEY, at REAL NOT NULL, record BLOB NOT NULL);
@@ -25,10 +28,21 @@ CREATE TABLE IF NOT EXISTS claims (app TEXT NOT NULL, round INTEGER NOT NULL, wh
                                    measured REAL NOT NULL, ratio REAL NOT NULL, source TEXT NOT NULL,
                                    confidence REAL NOT NULL, PRIMARY KEY (app, round, what));
 CREATE TABLE IF NOT EXISTS leases (lease TEXT PRIMARY KEY, app TEXT NOT NULL, gpu TEXT NOT NULL, node TEXT NOT NULL,
-                                   start REAL NOT NULL, end REAL NOT NULL, reason TEXT NOT NULL);
+                                   start REAL NOT NULL, end REAL NOT NULL, reason TEXT NOT NULL,
+                                   had_gpu_s REAL NOT NULL DEFAULT 0, draining_gpu_s REAL NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS apps (app TEXT PRIMARY KEY, tenant TEXT NOT NULL, ended_at REAL NOT NULL,
                                  record BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS acts (act TEXT NOT NULL, at REAL NOT NULL, actor TEXT NOT NULL, kind TEXT NOT NULL,
+                                 target TEXT NOT NULL, outcome TEXT NOT NULL, PRIMARY KEY (act, actor));
+CREATE TABLE IF NOT EXISTS failures (at REAL NOT NULL, round INTEGER NOT NULL, policy TEXT NOT NULL,
+                                     doing TEXT NOT NULL, error TEXT NOT NULL, trace TEXT NOT NULL,
+                                     PRIMARY KEY (at, round, doing));
 CREATE INDEX IF NOT EXISTS leases_by_app ON leases (app);
+"""
+
+_INSERT_LEASE = """
+INSERT OR IGNORE INTO leases (lease, app, gpu, node, start, end, reason, had_gpu_s, draining_gpu_s)
+VALUES (:lease, :app, :gpu, :node, :start, :end, :reason, :had_gpu_s, :draining_gpu_s)
 """
 
 
@@ -45,16 +59,22 @@ class Ledger:
         """
         self._path = path
         with self._using():
+            if path != ":memory:":
+                private_file(Path(path))
             self._database = sqlite3.connect(path)
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")  # the journal is the truth; this is its record
             self._database.executescript(_SCHEMA)
+            there = {row[1] for row in self._database.execute("PRAGMA table_info(leases)")}
+            for column in ("had_gpu_s", "draining_gpu_s"):  # which the first versions of this file had not
+                if column not in there:
+                    self._database.execute(f"ALTER TABLE leases ADD COLUMN {column} REAL NOT NULL DEFAULT 0")
 
     @contextmanager
     def _using(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, msgspec.MsgspecError) as error:
+        except (sqlite3.Error, msgspec.MsgspecError, OSError) as error:
             raise JournalError(
                 f"cannot use {self._path}: {error}; check that its folder is writable and the disk not full, or stop "
                 "the arbiter and move the file away if it is damaged: what goes on is in the journal, and only the "
@@ -71,7 +91,7 @@ class Ledger:
         with self._using():
             return bool(self._database.execute(query).fetchone()[0])
 
-    def write(self, record: RoundRecord | LeaseRecord | AppRecord) -> None:
+    def write(self, record: Recorded) -> None:
         """Add one record; writing it again changes nothing."""
         with self._using(), self._database:
             if isinstance(record, RoundRecord):
@@ -79,9 +99,16 @@ class Ledger:
             elif isinstance(record, AppRecord):
                 told = (record.app, record.tenant, record.ended_at, msgspec.msgpack.encode(record))
                 self._database.execute("INSERT OR REPLACE INTO apps VALUES (?, ?, ?, ?)", told)
+            elif isinstance(record, ActRecord):
+                done = (record.act, record.at, record.actor, record.kind, record.target, record.outcome)
+                self._database.execute("INSERT OR IGNORE INTO acts VALUES (?, ?, ?, ?, ?, ?)", done)
+            elif isinstance(record, PolicyFailed):
+                what = (record.failure.policy, record.failure.doing, record.failure.error, record.failure.trace)
+                failed = (record.at, record.round, *what)
+                self._database.execute("INSERT OR IGNORE INTO failures VALUES (?, ?, ?, ?, ?, ?)", failed)
             else:
-                row = (record.lease, record.app, record.gpu, record.node, record.start, record.end, record.reason)
-                self._database.execute("INSERT OR IGNORE INTO leases VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+                row = {name: getattr(record, name) for name in record.__struct_fields__}
+                self._database.execute(_INSERT_LEASE, row)
 
     def _write_round(self, record: RoundRecord) -> None:
         packed = msgspec.msgpack.encode(record)
@@ -94,12 +121,15 @@ class Ledger:
         ]
         self._database.executemany("INSERT OR IGNORE INTO claims VALUES (?, ?, ?, ?, ?, ?, ?, ?)", claims)
 
-    def rounds(self, *, limit: int, app: AppId | None = None) -> Sequence[RoundRecord]:
-        """Return the newest `limit` rounds, newest first; with `app`, those that say something of it."""
-        query = "SELECT record FROM rounds ORDER BY round DESC LIMIT ?"
-        of_app = "SELECT record FROM rounds JOIN outcomes USING (round) WHERE app = ? ORDER BY round DESC LIMIT ?"
+    def rounds(self, *, limit: int, offset: int = 0, app: AppId | None = None) -> Sequence[RoundRecord]:
+        """Return `limit` rounds, newest first, without the newest `offset`; with `app`, those that speak of it."""
+        query = "SELECT record FROM rounds ORDER BY round DESC LIMIT ? OFFSET ?"
+        of_app = (
+            "SELECT record FROM rounds JOIN outcomes USING (round) WHERE app = ? ORDER BY round DESC LIMIT ? OFFSET ?"
+        )
+        page = (limit, offset)
         with self._using():
-            rows = self._database.execute(*((query, (limit,)) if app is None else (of_app, (app, limit))))
+            rows = self._database.execute(*((query, page) if app is None else (of_app, (app, *page))))
             return [msgspec.msgpack.decode(packed, type=RoundRecord) for (packed,) in rows]
 
     def round_count(self) -> int:
@@ -125,18 +155,24 @@ class Ledger:
             rows = self._database.execute(query, (limit,)).fetchall()
             return [msgspec.msgpack.decode(packed, type=AppRecord) for (packed,) in reversed(rows)]
 
-    def leases(self, *, limit: int) -> Sequence[LeaseRecord]:
-        """Return the newest `limit` leases that are over, oldest first."""
-        query = "SELECT lease, app, gpu, node, start, end, reason FROM leases ORDER BY end DESC LIMIT ?"
+    def acts(self, *, limit: int) -> Sequence[ActRecord]:
+        """Return the newest `limit` acts of owners and administrators, oldest first."""
+        query = "SELECT act, at, actor, kind, target, outcome FROM acts ORDER BY at DESC, act DESC LIMIT ?"
+        with self._using():
+            return [ActRecord(*row) for row in reversed(self._database.execute(query, (limit,)).fetchall())]
+
+    def failures(self, *, limit: int) -> Sequence[PolicyFailed]:
+        """Return the newest `limit` failures of policies, oldest first."""
+        query = "SELECT at, round, policy, doing, error, trace FROM failures ORDER BY at DESC, round DESC LIMIT ?"
         with self._using():
             rows = self._database.execute(query, (limit,)).fetchall()
-            return [_lease(row) for row in reversed(rows)]
+        return [PolicyFailed(at, number, Failure(*what)) for at, number, *what in reversed(rows)]
 
-
-def _lease(row: tuple[str, str, str, str, float, float, str]) -> LeaseRecord:
-    lease, app, gpu, node, start, end, reason = row
-    return msgspec.convert(
-        {"type": "LeaseRecord", "lease": lease, "app": app, "gpu": gpu, "node": node}
-        | {"start": start, "end": end, "reason": reason},
-        LeaseRecord,
-    )
+    def leases(self, *, limit: int, offset: int = 0) -> Sequence[LeaseRecord]:
+        """Return `limit` leases that are over, the last to end first, without the first `offset` of these."""
+        query = (
+            "SELECT lease, app, gpu, node, start, end, reason, had_gpu_s, draining_gpu_s FROM leases "
+            "ORDER BY end DESC, lease LIMIT ? OFFSET ?"
+        )
+        with self._using():
+            return [LeaseRecord(*row) for row in self._database.execute(query, (limit, offset))]

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from arbiter.core.auction.compiled import COMPILED
 from arbiter.core.auction.instance import warm_up
-from arbiter.core.decisions import decide
+from arbiter.core.decisions import decide, failed
 from arbiter.core.turn import Decide, Decided
 
 _log = structlog.get_logger("solver")
@@ -31,16 +31,20 @@ class Solver:
         self._newest = effect
         self._asked.set()
 
-    async def run(self, post: Callable[[Decided], None]) -> None:
-        """Hand each decision to `post`, until cancelled. An exception in a policy is our own bug and ends it.
+    async def run(self, post: Callable[[Decided], None], *, ready: Callable[[], None] | None = None) -> None:
+        """Hand each decision to `post`, until cancelled.
 
-        A decision in hand cannot be interrupted: its thread ends with it, and the process not before.
+        Before the first one, and before `ready` is called, the auction's loops are compiled; without `ready` they are
+        not, for policies that hold no auction. A decision in hand cannot be interrupted: its thread ends with it, and
+        the process not before.
         """
         loop = asyncio.get_running_loop()
         thread = ThreadPoolExecutor(1, thread_name_prefix="solver")
         try:
-            # Before the first decision: it would run into its deadline while its loops are compiled.
-            await loop.run_in_executor(thread, get_ready)
+            if ready is not None:
+                # Before the first decision: it would run into its deadline while its loops are compiled.
+                await loop.run_in_executor(thread, get_ready)
+                ready()
             while True:
                 post(await loop.run_in_executor(thread, decide_timed, await self._next()))
         finally:
@@ -67,7 +71,10 @@ def get_ready() -> None:
 def decide_timed(effect: Decide) -> Decided:
     """Decide, and add to the allocation's facts how long it took: `solver_ms`, of the wall clock."""
     begun = time.perf_counter()
-    decided = decide(effect, time.perf_counter)
+    try:
+        decided = decide(effect, time.perf_counter)
+    except Exception as error:  # noqa: BLE001 - it costs this round, and is told aloud by the core
+        decided = failed(effect, error)
     solver_ms = (time.perf_counter() - begun) * 1000.0
     _log.debug("round.decided", round=effect.round, solver_ms=round(solver_ms, 3))
     allocation = replace(decided.allocation, facts={**decided.allocation.facts, "solver_ms": solver_ms})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -11,19 +11,26 @@ from msgspec import Struct
 
 from app_agent.config import default_socket
 from app_agent.control import Control, ControlError, exit_code
-from app_agent.core.host import AppRecord, QueryKind
+from app_agent.core.host import AppRecord
 from app_agent.core.spec import AppSpec
 from launch import exit_codes
 from launch.faults import Fault, usage
 from protocol.config import ConfigError
+from protocol.messages import QueryKind
 
 Until = Literal["done", "running"]
 #: What helps, by exit code, where the sentence does not say it already.
 NEXT_STEPS = {
     exit_codes.NOT_FOUND: "gpu-arbiter ps -a",
     exit_codes.UNREACHABLE: "gpu-arbiter doctor",
-    exit_codes.NOT_PERMITTED: "set GPU_ARBITER_URL to your own daemon's socket",
+    exit_codes.NOT_PERMITTED: "ask its owner, or an administrator of the site",
 }
+#: The same when the app agent cannot even be talked to.
+FIRST_STEPS = NEXT_STEPS | {exit_codes.NOT_PERMITTED: "set GPU_ARBITER_URL to your own daemon's socket"}
+
+
+#: What tells the entries of a list apart: one that comes or goes between two pages moves the others.
+KEYS: dict[QueryKind, str] = {"apps": "id", "nodes": "id", "rounds": "round", "leases": "lease"}
 
 
 class Ending(Struct, frozen=True):
@@ -45,25 +52,47 @@ class Client:
         with _faults():
             return self._control.submit(spec)
 
-    def cancel(self, app: str) -> None:
-        """End an app for good."""
+    def cancel(self, app: str) -> str:
+        """End an app for good, be it one that only the arbiter knows; return the state it is in then."""
         with _faults():
-            self._control.cancel(app)
+            return self._control.cancel(app)[1]
 
     def wait(self, app: str, *, until: Until, timeout_s: float | None) -> AppRecord:
         """Return the app's record once it is over, or runs."""
         with _faults():
             return self._control.wait(app, until=until, timeout_s=timeout_s)
 
-    def query(self, kind: QueryKind, target: str = "", offset: int = 0) -> dict[str, Any]:
-        """Return the arbiter's answer."""
+    def query(
+        self, kind: QueryKind, target: str = "", offset: int = 0, *, limit: int = 0, patience_s: float | None = None
+    ) -> dict[str, Any]:
+        """Return the arbiter's answer: of a list `limit` entries from `offset` on, or with 0 all that there are.
+
+        It is waited for as long as the daemon is configured to, or `patience_s` seconds.
+        """
         with _faults():
-            return self._control.query(kind, target, offset)
+            document = self._control.query(kind, target, offset, limit=limit, patience_s=patience_s)
+            return self._all_pages(kind, target, document, limit) if kind in KEYS else document
+
+    def _all_pages(self, kind: QueryKind, target: str, page: dict[str, Any], limit: int) -> dict[str, Any]:
+        """Return the first page of a list with the entries of those after it, each entry once."""
+        document, entries = page, dict[object, object]()
+        while True:
+            entries |= {entry[KEYS[kind]]: entry for entry in page[kind] if entry[KEYS[kind]] not in entries}
+            following = page.get("next_offset")
+            if following is None or not page[kind] or 0 < limit <= len(entries):
+                break
+            page = self._control.query(kind, target, following, limit=limit and limit - len(entries))
+        return document | {kind: list(entries.values()), "next_offset": following}
 
     def apps(self) -> list[AppRecord]:
         """Return the owner's apps, oldest first."""
         with _faults():
             return self._control.apps()
+
+    def ping(self) -> dict[str, Any]:
+        """Return what the daemon says of itself: ``{"owner", "tenant", "connected", "reached", "bus"}``."""
+        with _faults():
+            return self._control.ping()
 
     def resolve(self, selector: str) -> str:
         """Return the id that `selector` means: itself, or the newest app for ``last``."""
@@ -88,18 +117,18 @@ def open_client(path: Path | None = None) -> Iterator[Client]:
     Fault
         Here and from every call inside: the daemon's sentence, its exit code and the next step.
     """
-    with _faults():
+    with _faults(FIRST_STEPS):
         control = Control(path or default_socket())
     with control:
         yield Client(control)
 
 
 @contextmanager
-def _faults() -> Iterator[None]:
+def _faults(next_steps: Mapping[int, str] = NEXT_STEPS) -> Iterator[None]:
     try:
         yield
     except ControlError as error:
-        raise Fault(error.sentence, code=error.code, next_step=NEXT_STEPS.get(error.code, "")) from None
+        raise Fault(error.sentence, code=error.code, next_step=next_steps.get(error.code, "")) from None
     except ConfigError as error:
         raise usage(str(error)) from None
 

@@ -136,7 +136,8 @@ def run(options: Options) -> Result:
             with display(quiet=options.quiet) as screen:
                 _watch(client, check, screen, deadline=began + options.timeout_s)
             wall_s = time.monotonic() - began
-            document, rounds = client.query("apps"), client.query("rounds")
+            document = client.query("apps")
+            rounds = client.query("rounds") | {"spans": client.query("leases")["leases"]}
             outputs = {app: _output(client, app) for app in ids}
         finally:
             end_everything(client)

@@ -13,6 +13,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from launch import exit_codes
 from launch.buses import open_bus
 from launch.client import open_client
 from launch.faults import Fault
@@ -25,6 +26,13 @@ from protocol.bus import BusError
 from protocol.messages import Party
 
 Verdict = Literal["ok", "note", "fail"]
+#: What to do where an error's own next step is to ask `doctor`.
+MENDS = {
+    "app agent": "to try it here: gpu-arbiter up; on a site: systemctl start gpu-arbiter-app-agent@OWNER, and set "
+    "GPU_ARBITER_URL to the socket in its configuration",
+    "broker": "on the broker's host: systemctl status rabbitmq-server; see docs/operations.md, RabbitMQ",
+    "arbiter": "on the arbiter's host: systemctl status gpu-arbiter; its log: journalctl -u gpu-arbiter",
+}
 
 
 class Check(Struct, frozen=True):
@@ -57,7 +65,7 @@ def _python() -> Check:
 def _state_folder(folder: Path) -> Check:
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not os.access(nearest, os.W_OK):
-        return Check("state folder", "fail", f"{nearest} cannot be written", "set XDG_STATE_HOME or give --state-dir")
+        return Check("state folder", "fail", f"{nearest} cannot be written", "set XDG_STATE_HOME to a folder of yours")
     free_bytes = shutil.disk_usage(nearest).free
     if free_bytes < 2**30:
         return Check("state folder", "fail", f"{nearest} has {free_bytes >> 20} MiB left", "free some space")
@@ -134,19 +142,29 @@ async def _greet(url: str) -> None:
 
 
 def _running() -> Iterator[Check]:
+    """Look at the app agent, and through it at the broker and the arbiter: what is behind one that fails is unknown."""
     try:
         with open_client() as client:
+            met = client.ping()
             yield Check("app agent", "ok", f"answers at {client.address}")
+            if not met["reached"]:
+                yield Check("broker", "fail", f"the app agent cannot reach it at {met['bus']}", MENDS["broker"])
+                return
             yield from _asked(lambda: client.query("nodes"))
     except Fault as fault:
-        yield Check("app agent", "fail", fault.sentence, fault.next_step)
+        yield _failed("app agent", fault)
+
+
+def _failed(name: str, fault: Fault) -> Check:
+    mend = MENDS[name] if fault.code == exit_codes.UNREACHABLE else fault.next_step
+    return Check(name, "fail", fault.sentence, mend)
 
 
 def _asked(nodes: Callable[[], dict[str, object]]) -> Iterator[Check]:
     try:
         document = nodes()
     except Fault as fault:
-        yield Check("arbiter", "fail", fault.sentence, fault.next_step)
+        yield _failed("arbiter", fault)
         return
     listed = document["nodes"]
     assert isinstance(listed, list)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO
 
+from launch import exit_codes
 from launch.client import Client
 from launch.faults import Fault
 from launch.surface import note
@@ -25,25 +26,25 @@ def follow_logs(
     out: BinaryIO | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Write the output of `target` to `out` (stdout); with `follow`, until it is over.
+    """Write the output of `target` to `out` (stdout); with `follow`, until it is over, also if the arbiter is away.
 
     Raises
     ------
     Fault
-        If there is no such task and, with `follow`, never will be.
+        If there is no such task and, with `follow`, never will be; or if the app agent does not answer.
     """
     out = out or sys.stdout.buffer
     task, offset = "", 0
     while True:
         try:
             chunk = client.query("log", target, offset)
-        except Fault:
+        except Fault as fault:
             known, over = _standing(client, target)
-            if not follow or not known:
+            if not follow or not known or (over and fault.code != exit_codes.NOT_FOUND):
                 raise
             if over:  # it never started, or its output is no longer kept
                 return
-            pause(PAUSE_S)  # it waits for its first GPU
+            pause(PAUSE_S)  # it waits for its first GPU, or the arbiter is away
             continue
         if chunk["task"] != task:
             if task:
@@ -65,6 +66,9 @@ def follow_logs(
 
 def _standing(client: Client, target: str) -> tuple[bool, bool]:
     """Return whether the app that `target` is or belongs to is known, and whether it will write no more."""
-    apps = {str(app["id"]): app for app in client.query("apps")["apps"]}
-    app = apps.get(target) or apps.get(target.split(".", 1)[0])
+    name = target.split(".", 1)[0]
+    for record in client.apps():  # what the app agent knows it can say without the arbiter
+        if record.app == name:
+            return True, record.over
+    app = next(iter(client.query("apps", name)["apps"]), None)
     return app is not None, app is None or app["state"] in OVER

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import structlog
 
@@ -101,11 +99,3 @@ async def _either(work: Daemon, interruption: Coroutine[None, None, object]) -> 
         await asyncio.wait((working, interrupting), return_when=asyncio.FIRST_COMPLETED)
         working.cancel()
         interrupting.cancel()
-
-
-def private_folder(path: Path) -> Path:
-    """Make `path` for this user only, and return it."""
-    path.mkdir(parents=True, exist_ok=True)
-    with suppress(PermissionError):  # an administrator's folder, given to us as it is
-        path.chmod(0o700)
-    return path

@@ -27,7 +27,7 @@ from arbiter.core.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from launch.client import Client, open_client
 from launch.faults import Fault
-from launch.service import Daemon, private_folder, root_cause
+from launch.service import Daemon, root_cause
 from launch.views import OVER
 from node_agent.config import NodeConfig
 from node_agent.daemon import run_node_agent
@@ -65,12 +65,15 @@ def local_site(
     socket: Path | None = None,
     settings: ArbiterSettings | None = None,
     history: HistoryMode = "auto",
+    adopt_site: bool = False,
 ) -> Site:
     """Return a site with all its state under `folder`; each node has the same `gpus` (``simulated:4``, ``nvml``)."""
     settings = settings or ArbiterSettings()
     beat_s = settings.beat_s
     return Site(
-        arbiter=ArbiterConfig(state_dir=str(folder / "arbiter"), arbiter=settings, history=history),
+        arbiter=ArbiterConfig(
+            state_dir=str(folder / "arbiter"), arbiter=settings, history=history, adopt_site=adopt_site
+        ),
         nodes=tuple(
             NodeConfig(
                 node=f"n{number}",
@@ -117,7 +120,6 @@ def memory_bus() -> Bus:
 @contextmanager
 def in_process(site: Site, bus: Bus) -> Iterator[Watch]:
     """Run the site on a thread of its own; what is yielded raises if it has failed."""
-    private_folder(site.socket.parent)
     thread = _Background(lambda: daemons(site, bus, end_workers=True))
     thread.start()
     try:
@@ -171,8 +173,7 @@ class _Background:
 @contextmanager
 def as_processes(site: Site, folder: Path, logs: Path) -> Iterator[Watch]:
     """Run each daemon as a process, with its configuration in `folder` and its log in `logs`."""
-    private_folder(folder)
-    private_folder(site.socket.parent)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     logs.mkdir(parents=True, exist_ok=True)
     running: list[_Process] = []
     try:

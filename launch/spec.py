@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shlex
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from protocol.messages import Utility
 INHERITED = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG")
 #: What is for the simulator only.
 SIMULATED_ONLY = ("spans", "gpus_max")
+#: Words of a variable's name that say that its value is secret.
+_SECRET = re.compile(r"(API|ACCESS|AUTH|PRIVATE|SSH)?KEY|.*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)|CREDENTIALS?")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -171,6 +174,37 @@ def environment(wanted: Sequence[str], environ: Mapping[str, str]) -> dict[str, 
             raise usage(f"--env {name}: no such variable here", f"write --env {name}=VALUE")
         variables[name] = value if given else environ[name]
     return variables
+
+
+def secret_files(wanted: Sequence[str]) -> dict[str, str]:
+    """Return the files that hold variables' values, each of `wanted` being ``NAME=FILE``.
+
+    Raises
+    ------
+    Fault
+        For one without a name or a file.
+    """
+    files = {}
+    for item in wanted:
+        name, _, file = item.partition("=")
+        if not name or not file:
+            raise usage(
+                f"--secret {item!r} is no NAME=FILE", "write --secret NAME=FILE, with the file that holds the value"
+            )
+        files[name] = file
+    return files
+
+
+def whole_paths(files: Any) -> Any:
+    """Return these files as every node should see them; what is no table of text stays as it is."""
+    if not isinstance(files, dict):
+        return files
+    return {name: absolute(Path(file).expanduser()) if isinstance(file, str) else file for name, file in files.items()}
+
+
+def telling(variables: Iterable[str]) -> list[str]:
+    """Return the names that sound as if their values were secret: ``HF_TOKEN``, and not ``MAX_TOKENS``."""
+    return [name for name in variables if any(_SECRET.fullmatch(word) for word in name.upper().split("_"))]
 
 
 def trials(command: Sequence[str], files: Path | None, given: Sequence[str]) -> tuple[tuple[str, ...], ...]:

@@ -11,7 +11,7 @@ from launch.surface import Document
 def draw(spans: Sequence[Document], names: dict[str, str], path: Path) -> None:
     """Write a PNG with one row per GPU and one bar per lease; `names` gives each app's label.
 
-    `spans` are those of ``rounds/v1``: gpu, node, app, from and to in UNIX seconds. Needs matplotlib.
+    `spans` are leases as in ``leases/v1``: gpu, node, app, from and to in UNIX seconds. Needs matplotlib.
     """
     import matplotlib as mpl
 

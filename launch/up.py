@@ -17,9 +17,10 @@ from arbiter.config import HistoryMode
 from arbiter.core.model import ArbiterSettings
 from launch.client import open_client
 from launch.faults import Fault
-from launch.service import private_folder, serve
+from launch.service import faults, serve
 from launch.site import Site, Watch, daemons, local_site, memory_bus, user_folder, wait_ready
 from launch.surface import note, plural
+from protocol.private import state_folder
 
 
 class Options(Struct, frozen=True):
@@ -32,6 +33,7 @@ class Options(Struct, frozen=True):
     socket: Path | None = None
     settings: ArbiterSettings = ArbiterSettings()
     history: HistoryMode = "auto"
+    adopt_site: bool = False
 
 
 def run(options: Options) -> None:
@@ -42,9 +44,10 @@ def run(options: Options) -> None:
     Fault
         If the site cannot start, with the sentence and the mend.
     """
+    socket = options.socket or default_socket()
+    _refuse_a_second(socket)
     with ExitStack() as stack:
         folder = _folder(options, stack)
-        socket = options.socket or default_socket()
         site = local_site(
             folder,
             nodes=options.nodes,
@@ -52,8 +55,8 @@ def run(options: Options) -> None:
             socket=socket,
             settings=options.settings,
             history="auto" if options.fresh else options.history,
+            adopt_site=options.adopt_site,
         )
-        private_folder(socket.parent)
         bus = memory_bus()
         serve(
             lambda: daemons(site, bus, end_workers=options.fresh),
@@ -62,13 +65,33 @@ def run(options: Options) -> None:
         )
 
 
+def _refuse_a_second(socket: Path) -> None:
+    """Refuse to start where a site is up already. The socket of one that was killed is silent.
+
+    Raises
+    ------
+    Fault
+        With the way to a second site.
+    """
+    try:
+        with open_client(socket):
+            pass
+    except Fault:
+        return
+    other = f"GPU_ARBITER_URL=unix://{socket.with_name('second.sock')} gpu-arbiter up --state-dir FOLDER"
+    raise Fault(
+        f"a site is up already: its app agent answers at {socket}", next_step=f"use it, or have a second: {other}"
+    )
+
+
 def _folder(options: Options, stack: ExitStack) -> Path:
     """Return where the state lives, made for this user only."""
     if options.fresh:
         folder = Path(tempfile.mkdtemp(prefix="gpu-arbiter-up-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         return folder
-    return private_folder(options.state_dir or user_folder("XDG_STATE_HOME", ".local/state") / "gpu-arbiter" / "up")
+    with faults():
+        return state_folder(options.state_dir or user_folder("XDG_STATE_HOME", ".local/state") / "gpu-arbiter" / "up")
 
 
 async def _greet(site: Site) -> None:

@@ -112,6 +112,31 @@ def _gpu_row(node: Document, gpu: Document) -> tuple[str, ...]:
     )
 
 
+def rounds_table(document: Document, now: float) -> str:
+    """Return `rounds`: one line per round, newest first."""
+    rounds = document["rounds"]
+    if not rounds:
+        return "no round has been decided yet; `gpu-arbiter explain ID` says why an app waits"
+    lines = [table(("ROUND", "WHEN", "TOOK", "GPUS", "WON", "WITHOUT"), [_round_row(each, now) for each in rounds])]
+    if document["count"] > len(rounds):
+        lines.append(f"{len(rounds)} of {document['count']} rounds; for more: gpu-arbiter rounds --limit N")
+    return "\n".join(lines)
+
+
+def _round_row(entry: Document, now: float) -> tuple[str, ...]:
+    """Return a round's line: what was on offer, the apps that got GPUs, and how many others it told of got none."""
+    won = [f"{outcome['app']} ({len(outcome['gpus'])})" for outcome in entry["outcomes"] if outcome["gpus"]]
+    without = len(entry["outcomes"]) + entry["outcomes_left_out"] - len(won)
+    return (
+        str(entry["round"]),
+        _ago(entry["at"], now),
+        f"{entry['took_s']:.1f}s",
+        str(len(entry["gpus"])),
+        ", ".join(won) or "-",
+        str(without),
+    )
+
+
 def explanation(document: Document, now: float) -> str:
     """Return `explain`: state, what it holds, the rounds that decided it, its story, and one next step."""
     if "app" not in document:  # a task, node, GPU or lease: only its story

@@ -53,6 +53,7 @@ from node_agent.workers.records import read_json, write_json
 from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.messages import LogChunk, NodeId, Party
+from protocol.private import state_folder
 from protocol.shell import Shell
 
 #: Between two looks for a lifted quarantine.
@@ -367,9 +368,8 @@ class _Memory:
 @contextmanager
 def _state(config: NodeConfig) -> Iterator[_Memory]:
     """Hold the state directory: one node agent at a time."""
-    folder = Path(config.state_dir)
+    folder = state_folder(Path(config.state_dir))
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"state_dir {folder} cannot be written: {error.strerror}; set another state_dir") from error

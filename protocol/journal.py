@@ -8,6 +8,7 @@ before it performs effects and acknowledges deliveries only after.
 from __future__ import annotations
 
 import sqlite3
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,18 +17,22 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
+from protocol.private import private_file
+
 EventT = TypeVar("EventT")
 
 APPLICATION_ID = 0x47414A31  #: "GAJ1": says that a SQLite file is one of ours
-VERSION = 1  #: of the tables below
+VERSION = 2  #: of the tables below; 1 had no checksums
 #: What to do about one that cannot be used.
-ANEW = 'move it away to begin anew (the arbiter\'s with history = "begin" for one start)'
+ANEW = 'move it away to begin anew (the arbiter\'s with history = "begin" and --adopt-site for one start)'
+DAMAGED = f"bring a copy of the folder back, or {ANEW}"
 
 _SCHEMA = """
-CREATE TABLE events (seq INTEGER PRIMARY KEY, now REAL NOT NULL, event BLOB NOT NULL);
-CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, now REAL NOT NULL, state BLOB NOT NULL);
+CREATE TABLE events (seq INTEGER PRIMARY KEY, now REAL NOT NULL, event BLOB NOT NULL, sum INTEGER);
+CREATE TABLE snapshots (seq INTEGER PRIMARY KEY, now REAL NOT NULL, state BLOB NOT NULL, sum INTEGER);
 CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
+_FROM_VERSION_1 = ("ALTER TABLE events ADD COLUMN sum INTEGER", "ALTER TABLE snapshots ADD COLUMN sum INTEGER")
 
 
 class JournalError(Exception):
@@ -48,7 +53,7 @@ class Journal(Generic[EventT]):
     Parameters
     ----------
     path
-        The file; its folder is created.
+        The file; its folder is created. Only this user can read them.
     encode, decode
         An event's bytes and back.
     snapshots_kept
@@ -73,12 +78,12 @@ class Journal(Generic[EventT]):
         self._encode = encode
         self._decode = decode
         self._snapshots_kept = snapshots_kept
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._closed = False
         self._database = self._open()
         self.last_seq, self.last_now = self._last()  #: seq and time (seconds) of the newest event, 0 before the first
         self._snapshot_seq = self._newest_snapshot()
-        self.starts = int(self.get("starts") or 0) + 1  #: how often this journal was opened, now included
+        self.starts = self._number("starts") + 1  #: how often this journal was opened, now included
         self.set("starts", str(self.starts))
 
     @classmethod
@@ -94,8 +99,9 @@ class Journal(Generic[EventT]):
         """Write that `event` comes at `now`; return its number. Durable after `commit`."""
         with self._writing():
             self._begin()
-            row = (self.last_seq + 1, now, self._encode(event))
-            self._database.execute("INSERT INTO events (seq, now, event) VALUES (?, ?, ?)", row)
+            seq, packed = self.last_seq + 1, self._encode(event)
+            row = (seq, now, packed, _sum(seq, now, packed))
+            self._database.execute("INSERT INTO events (seq, now, event, sum) VALUES (?, ?, ?, ?)", row)
         self.last_seq += 1
         self.last_now = now
         return self.last_seq
@@ -110,8 +116,8 @@ class Journal(Generic[EventT]):
         """Store the state after the newest event, and prune what nobody needs any more."""
         with self._writing():
             self._begin()
-            row = (self.last_seq, self.last_now, blob)
-            self._database.execute("INSERT OR REPLACE INTO snapshots (seq, now, state) VALUES (?, ?, ?)", row)
+            row = (self.last_seq, self.last_now, blob, _sum(self.last_seq, self.last_now, blob))
+            self._database.execute("INSERT OR REPLACE INTO snapshots (seq, now, state, sum) VALUES (?, ?, ?, ?)", row)
             self._prune()
             self._database.execute("COMMIT")
 
@@ -131,14 +137,28 @@ class Journal(Generic[EventT]):
     def load(self) -> Loaded[EventT]:
         """Return the newest snapshot and the events after it."""
         with self._writing():
-            row = self._database.execute("SELECT seq, state FROM snapshots ORDER BY seq DESC LIMIT 1").fetchone()
-        seq, blob = row if row is not None else (0, None)
+            newest = "SELECT seq, now, state, sum FROM snapshots ORDER BY seq DESC LIMIT 1"
+            row = self._database.execute(newest).fetchone()
+        if row is None:
+            return Loaded(None, self._events_after(0))
+        seq, now, blob, written = row
+        self._compare(f"the snapshot after event {seq}", written, _sum(seq, now, blob))
         return Loaded(blob, self._events_after(seq))
+
+    def _compare(self, what: str, written: int | None, read: int) -> None:
+        """Raise JournalError unless what was read is what was written; None: a version without checksums wrote it."""
+        if written not in (None, read):
+            raise JournalError(f"{self.path}: {what} is not what was written; {DAMAGED}")
 
     def _events_after(self, seq: int) -> Iterator[tuple[int, float, EventT]]:
         with self._writing():
-            rows = self._database.execute("SELECT seq, now, event FROM events WHERE seq > ? ORDER BY seq", (seq,))
-            for number, now, data in rows:
+            rows = self._database.execute("SELECT seq, now, event, sum FROM events WHERE seq > ? ORDER BY seq", (seq,))
+            expected = seq + 1 if seq else None  # without a snapshot the first event is number 1, or what was kept
+            for number, now, data, written in rows:
+                if number != (expected or number):
+                    raise JournalError(f"{self.path}: event {expected} is missing; {DAMAGED}")
+                expected = number + 1
+                self._compare(f"event {number}", written, _sum(number, now, data))
                 try:
                     event = self._decode(data)
                 except (ValueError, TypeError, KeyError, EOFError) as error:
@@ -152,9 +172,21 @@ class Journal(Generic[EventT]):
 
     def next_epoch(self, at_least: int) -> int:
         """Return an epoch that is at least `at_least` and greater than all that this journal has given out."""
-        epoch = max(at_least, int(self.get("epoch") or 0) + 1)
+        epoch = max(at_least, self._number("epoch") + 1)
         self.set("epoch", str(epoch))
         return epoch
+
+    def take_epoch(self, epoch: int) -> None:
+        """Give out no epoch up to `epoch` any more."""
+        if epoch > self._number("epoch"):
+            self.set("epoch", str(epoch))
+
+    def _number(self, key: str) -> int:
+        """Return a fact that is a number; 0 before it was ever stored."""
+        value = self.get(key) or "0"
+        if not value.isdecimal():
+            raise JournalError(f"{self.path}: the fact {key} is {value!r} and no number; {DAMAGED}")
+        return int(value)
 
     def get(self, key: str) -> str | None:
         """Return a fact."""
@@ -163,11 +195,20 @@ class Journal(Generic[EventT]):
         return None if row is None else str(row[0])
 
     def set(self, key: str, value: str) -> None:
-        """Store a fact, durably, and with it all appended events."""
+        """Store a fact, and with it all appended events, so that a power cut does not take it back.
+
+        Others act on facts at once: an epoch that was given out and forgotten would be given out again.
+        """
+        self.commit()
         with self._writing():
-            self._begin()
-            self._database.execute("INSERT OR REPLACE INTO facts (key, value) VALUES (?, ?)", (key, value))
-            self._database.execute("COMMIT")
+            self._database.execute("PRAGMA synchronous = FULL")
+            try:
+                self._begin()
+                self._database.execute("INSERT OR REPLACE INTO facts (key, value) VALUES (?, ?)", (key, value))
+                self._database.execute("COMMIT")
+            finally:
+                if not self._database.in_transaction:
+                    self._database.execute("PRAGMA synchronous = NORMAL")
 
     # --- the file ---------------------------------------------------------------------------------------------------
 
@@ -188,8 +229,9 @@ class Journal(Generic[EventT]):
 
     def _open(self) -> sqlite3.Connection:
         try:
+            private_file(self.path)
             database = sqlite3.connect(self.path, timeout=0.0, isolation_level=None)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise JournalError(f"cannot open {self.path}: {error}; check that its folder is writable") from error
         try:
             self._prepare(database)
@@ -216,9 +258,14 @@ class Journal(Generic[EventT]):
         # NORMAL: kill -9 loses nothing that was committed, a power cut perhaps the last moments. Those come again,
         # since every participant restates what is; FULL would cost a disk flush for each batch of events.
         database.execute("PRAGMA synchronous = NORMAL")
+        self._check_pages(database)
         database.execute("BEGIN IMMEDIATE")
         if database.execute(_COUNT_TABLES).fetchone()[0] == 0:
             _create(database)
+        elif database.execute("PRAGMA user_version").fetchone()[0] == 1:
+            for statement in _FROM_VERSION_1:
+                database.execute(statement)
+            database.execute(f"PRAGMA user_version = {VERSION}")
         database.execute("COMMIT")
 
     def _check_identity(self, database: sqlite3.Connection) -> None:
@@ -228,6 +275,12 @@ class Journal(Generic[EventT]):
             raise JournalError(f"{self.path} is not a journal of gpu-arbiter; give the state folder another path")
         if version > VERSION:
             raise JournalError(f"{self.path} is of version {version}, newer than {VERSION}; upgrade gpu-arbiter")
+
+    def _check_pages(self, database: sqlite3.Connection) -> None:
+        """Look over all pages, as noise among them may lie where nothing is read for days."""
+        (found,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise JournalError(f"{self.path} is damaged ({' '.join(found.split())}); {DAMAGED}")
 
     def _last(self) -> tuple[int, float]:
         newest = "SELECT seq, now FROM events UNION ALL SELECT seq, now FROM snapshots ORDER BY seq DESC LIMIT 1"
@@ -250,10 +303,15 @@ class Journal(Generic[EventT]):
             yield
         except sqlite3.Error as error:
             if type(error) is sqlite3.DatabaseError:  # and not one of its kinds, which say what else is wrong
-                mend = f"it is damaged: bring a copy of the folder back, or {ANEW}"
+                mend = f"it is damaged: {DAMAGED}"
             else:
                 mend = "check the disk's space and health"
             raise JournalError(f"cannot use {self.path}: {error}; {mend}") from error
+
+
+def _sum(seq: int, now: float, blob: bytes) -> int:
+    """Return the checksum of a row."""
+    return zlib.crc32(blob, zlib.crc32(f"{seq} {now!r} ".encode()))
 
 
 _COUNT_TABLES = "SELECT count(*) FROM sqlite_master"

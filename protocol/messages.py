@@ -23,27 +23,49 @@ from typing import Annotated, Literal, NewType
 
 from msgspec import Meta, Struct
 
-OwnerId = NewType("OwnerId", str)  #: who submits apps; one app-agent daemon and one broker user ``app-<owner>`` each
-TenantId = NewType("TenantId", str)  #: who pays: several owners may belong to one tenant
-AppId = NewType("AppId", str)  #: ``<owner>-<number>``
-JobId = NewType("JobId", str)  #: ``<app>.<number>``
+#: What every id is made of. Ids become names of files, queues and variables, so none holds a slash or a zero byte.
+_Id = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:+@-]*$")]
+
+OwnerId = NewType("OwnerId", _Id)  #: who submits apps; one app-agent daemon and one broker user ``app-<owner>`` each
+#: Who pays: several owners may belong to one tenant.
+TenantId = NewType("TenantId", Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")])
+#: ``<owner>-<tag><number>``; the tag, of letters, tells apart app agents of one owner that have not the same journal.
+AppId = NewType("AppId", _Id)
+JobId = NewType("JobId", _Id)  #: ``<app>.<number>``
 #: ``<job>-a<attempt>``: one attempt of one job on one node. Of a job that lies on several nodes, this is its part on
 #: the first of them (by id); the other parts are ``<job>-a<attempt>.<rank>``, rank 1 and on.
-TaskId = NewType("TaskId", str)
-NodeId = NewType("NodeId", str)
+TaskId = NewType("TaskId", _Id)
+NodeId = NewType("NodeId", _Id)
 #: A seat on a device: the device's UUID, ``GPU-...``, for its first seat, ``GPU-...+<n>`` for another. One seat is one
 #: lease. Unless GPUs are shared each has one seat, and nobody needs to know the difference.
-GpuId = NewType("GpuId", str)
-LeaseId = NewType("LeaseId", str)
-RoundId = NewType("RoundId", int)
+GpuId = NewType("GpuId", _Id)
+#: ``<app>/<number>``.
+LeaseId = NewType("LeaseId", Annotated[str, Meta(min_length=1, max_length=160, pattern=r"^[A-Za-z0-9_.:+@/-]*$")])
+RoundId = NewType("RoundId", Annotated[int, Meta(ge=0, le=2**53)])
 
 Seconds = Annotated[float, Meta(ge=0, le=1e12)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
+Step = Annotated[int, Meta(ge=-1, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**31)]
 Rho = Annotated[float, Meta(ge=0, le=1e15)]  #: finish-time fairness T_sh / T_id; smaller is better, 1 is fair
 Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:/#@-]*$")]
+#: A site, by what its arbiter's journal was given when it was founded; empty: not known.
+SiteId = Annotated[str, Meta(max_length=64, pattern=r"^[a-z0-9-]*$")]
+#: What a wall clock shows, UNIX seconds; 0: not told. It is for judging clocks: all else on the wire is a duration.
+WallClock = Annotated[float, Meta(ge=0, le=1e11)]
+#: Tells apart what may bear the same name, such as two submissions under one id. Empty: not told.
+Token = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9_.-]*$")]
 PartyId = Annotated[str, Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9-]*$")]
 Sentence = Annotated[str, Meta(max_length=8192)]
+Label = Annotated[str, Meta(max_length=256)]  #: a name that a person or a driver gave
+#: What a program is given: the kernel ends a string at a zero byte.
+Word = Annotated[str, Meta(max_length=131_072, pattern=r"^[^\x00]*$")]
+Folder = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00]*$")]
+Variable = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\x00=]+$")]  #: of a program's environment
+Metrics = dict[Label, float]
+#: Bounds of lists, so that no peer can make another one keep without end; all are far beyond what one node or app has.
+JOBS_MAX, GPUS_MAX, TASKS_MAX = 1024, 4096, 4096
+Gpus = Annotated[tuple[GpuId, ...], Meta(max_length=GPUS_MAX)]
 
 Role = Literal["arbiter", "node", "app"]
 Level = Literal["slot", "machine", "rack", "cluster"]  #: localities, tight to loose (PAPERS.md section 1)
@@ -63,6 +85,11 @@ StepSource = Literal["unknown", "steps", "allocator", "memory", "gpm", "utilisat
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
 #: ``trial``: trial and error, a person waits for what it says; ``batch``: best effort (PAPERS.md section 3).
 Kind = Literal["batch", "trial"]
+#: What an app's times rest on: a guess as long as nothing is known; mini-batches and their time as its owner declared
+#: them; or as node agents measured them.
+Basis = Literal["guess", "declared", "measured"]
+QueryKind = Literal["apps", "nodes", "explain", "rounds", "leases", "log", "shares", "capacity"]
+ActKind = Literal["cancel"]
 Cpus = Annotated[float, Meta(ge=0, le=1e6)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]  #: of GPU time among equals: twice the weight, twice the share
 
@@ -82,13 +109,19 @@ class Party(Struct, frozen=True, order=True):
 ARBITER = Party("arbiter", "arbiter")
 
 
-class LaunchSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a node agent starts a task: a program, never a shell line."""
+class LaunchSpec(Struct, frozen=True):
+    """How a node agent starts a task: a program, never a shell line.
 
-    command: Annotated[tuple[str, ...], Meta(min_length=1, max_length=1024)]
-    cwd: str
-    checkpoint_dir: str  #: on storage every candidate node sees; the node agent exports it to the worker
-    env: dict[str, str] = {}
+    `secrets` are variables by the file that holds each value. The node agent reads the file when it starts the task,
+    so that no value is ever in a message or a journal.
+    """
+
+    command: Annotated[tuple[Word, ...], Meta(min_length=1, max_length=1024)]
+    cwd: Folder
+    checkpoint_dir: Folder  #: on storage every candidate node sees; the node agent exports it to the worker
+    env: dict[Variable, Word] = {}
+    run: Token = ""  #: one submission of one app: what is saved under another run is not this job's
+    secrets: dict[Variable, Folder] = {}
 
 
 class JobWish(Struct, frozen=True):
@@ -99,9 +132,9 @@ class JobWish(Struct, frozen=True):
     `suspended` says that attempt `attempt` is parked on `gpus` and wants to be resumed there.
     """
 
-    job: Name
+    job: JobId
     attempt: Count
-    gpus: tuple[GpuId, ...]
+    gpus: Gpus
     launch: LaunchSpec
     grace_s: Seconds = 120.0
     preempt_by: PreemptBy = "auto"
@@ -128,8 +161,8 @@ class LeaseTerms(Struct, frozen=True):
     lease: LeaseId
     gpu: GpuId
     node: NodeId
-    rack: str
-    slot: str
+    rack: Label
+    slot: Label
     epoch: Count
     remaining_s: Seconds
     leaving: bool = False  #: preempted: still the app's until its node agent proves the GPU empty
@@ -142,15 +175,15 @@ class GpuStatus(Struct, frozen=True):
     """
 
     gpu: GpuId
-    model: str
+    model: Label
     memory_bytes: Count
-    slot: str  #: the NVLink or PCIe island the GPU belongs to, a name within the node
+    slot: Label  #: the NVLink or PCIe island the GPU belongs to, a name within the node
     healthy: bool
     empty: bool
     used_bytes: Count = 0
     strangers: Count = 0  #: processes on the GPU that run under no lease
     detail: Sentence = ""
-    device: str = ""  #: the GPU this is a further seat on; empty for a GPU's first seat
+    device: Label = ""  #: the GPU this is a further seat on; empty for a GPU's first seat
     quarantined: bool = False  #: healthy by its driver's word, but jobs of different apps failed on it
 
 
@@ -173,7 +206,9 @@ class Measured(Struct, frozen=True, omit_defaults=True):
     cost_s: Seconds = 0.0
     packed_with: tuple[TaskId, ...] = ()
     remark: Sentence = ""  #: what was found out about sharing its GPUs and about its metrics, for people
-    diverged: tuple[str, ...] = ()  #: metrics whose newest value is no finite number; they are not among those
+    diverged: tuple[Label, ...] = ()  #: metrics whose newest value is no finite number; they are not among those
+    ran_s: Seconds = 0.0  #: how long this attempt has had its GPUs, without the time in which it was parked
+    unsaved_s: Seconds = 0.0  #: of that, what is to be done again if it ends now, or since it ended: 0 if all is saved
 
 
 class TaskStatus(Struct, frozen=True):
@@ -186,20 +221,20 @@ class TaskStatus(Struct, frozen=True):
     app: AppId
     job: JobId
     attempt: Count
-    gpus: tuple[GpuId, ...]
+    gpus: Gpus
     phase: TaskPhase
-    step: int = -1
-    start_step: int = -1  #: the step this attempt restored from, -1 when it began afresh
-    saved_step: int = -1  #: the step of the newest durable checkpoint of this attempt
+    step: Step = -1
+    start_step: Step = -1  #: the step this attempt restored from, -1 when it began afresh
+    saved_step: Step = -1  #: the step of the newest durable checkpoint of this attempt
     total_steps: Count = 0  #: as declared by the script, 0 when unknown
     step_s: Seconds = 0.0  #: mean time of recent mini-batches, measured by the worker; 0 when unknown
     cooperative: bool = False  #: the library is loaded: the worker can be suspended at a mini-batch boundary
     can_checkpoint: bool = False  #: the script gave a save function: the worker can leave and start elsewhere
     suspensions: Count = 0
     outcome: Outcome | None = None
-    exit_code: int | None = None
+    exit_code: Annotated[int, Meta(ge=-(2**31), le=2**31)] | None = None
     reason: Sentence = ""
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     measured: Measured = Measured()
     samples: Count = 0  #: samples consumed, where the script says so
     unflushed: bool = False  #: its newest checkpoint is in this node's memory only, on its way to the disk
@@ -212,20 +247,22 @@ class NodeReport(Struct, frozen=True, tag=True):
     """All a node agent knows of its node: enrolment, heartbeat, inventory, tasks and proof of release in one.
 
     The pair (`epoch`, `plan_seq`) is the newest `NodePlan` this node has applied: an `empty` GPU proves a release
-    only if that plan already lacked the lease.
+    only if that plan already lacked the lease. `site` is the site whose plans the node obeys, empty before the first.
     """
 
     node: NodeId
-    rack: str
-    boot_id: str
+    rack: Label
+    boot_id: Label
     incarnation: Count  #: grows by one each time the node agent starts
     seq: Count  #: grows by one with each report of one incarnation
     epoch: Count
     plan_seq: Count
-    gpus: tuple[GpuStatus, ...]
-    tasks: tuple[TaskStatus, ...]
+    gpus: Annotated[tuple[GpuStatus, ...], Meta(max_length=GPUS_MAX)]
+    tasks: Annotated[tuple[TaskStatus, ...], Meta(max_length=TASKS_MAX)]
     cpus: Cpus = 0.0  #: that the node has in all; 0: it does not say
     host_bytes: Count = 0  #: of host memory, likewise
+    site: SiteId = ""
+    wall_s: WallClock = 0.0
 
 
 class AppReport(Struct, frozen=True, tag=True):
@@ -234,35 +271,45 @@ class AppReport(Struct, frozen=True, tag=True):
     `gang` GPUs are needed at once by each of its jobs, `demand_max` is the most the app can use now, and `releases`
     are leases it gives back. `ideal_s` is T_cluster, its finish time alone on the whole cluster (0: unknown). Of what
     is left it says the run time with all it can use, and the GPU-seconds that takes (None: unknown).
+
+    `run` is the submission: an app agent that has lost its journal may give an id again that an older app has.
     """
 
     app: AppId
     tenant: TenantId
-    name: str
+    name: Label
     seq: Count
     state: Literal["active", "finished", "failed", "cancelled"]
     gang: Positive
     demand_max: Count
-    jobs: tuple[JobWish, ...]
-    releases: tuple[LeaseId, ...] = ()
+    jobs: Annotated[tuple[JobWish, ...], Meta(max_length=JOBS_MAX)]
+    releases: Annotated[tuple[LeaseId, ...], Meta(max_length=GPUS_MAX)] = ()
     level_max: Level = "cluster"  #: bounds the union of the app's GPUs; each gang is on one machine unless it `spans`
     ideal_s: Seconds = 0.0
     reason: Sentence = ""
     migrations: Count = 0
     steps_lost: Count = 0
     suspensions: Count = 0
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     spans: bool = False  #: a gang may lie on several machines; otherwise each lies on one
     left_s: Seconds | None = None
     left_gpu_s: Seconds | None = None
-    loss_drop: float = 0.0  #: decrease of its normalised loss that it expects of one more lease with all it can use
-    sizes: tuple[Positive, ...] = ()  #: GPU counts that each of its jobs accepts, rising; empty: `gang` only
+    loss_drop: Annotated[float, Meta(ge=0, le=1e12)] = (
+        0.0  #: decrease of its normalised loss that it expects of one more lease with all it can use
+    )
+    sizes: Annotated[
+        tuple[Positive, ...], Meta(max_length=GPUS_MAX)
+    ] = ()  #: GPU counts that each of its jobs accepts, rising; empty: `gang` only
     move_s: Seconds = 0.0  #: what moving one of its jobs to other GPUs costs, as measured; 0: unknown
     weight: Weight = 1.0  #: its part of the GPU time among the apps of its tenant
     utility: Utility | None = None  #: what it is worth by when it ends; None: its owner did not say
     kind: Kind = "batch"
     cpus: Cpus = 0.0  #: that each of its jobs needs on its node; 0: it asks for none
     host_bytes: Count = 0  #: of host memory, likewise
+    run: Token = ""
+    site: SiteId = ""  #: as its app agent was last told by an arbiter
+    basis: Basis = "measured"  #: what its times rest on
+    start_s: Seconds = 0.0  #: from a job's first order to start until its first mini-batch, as measured; 0: unknown
 
 
 class ProbeReply(Struct, frozen=True, tag=True):
@@ -313,7 +360,7 @@ class Bid(Struct, frozen=True, tag=True):
     round: RoundId
     rho_none: Rho
     rows: Annotated[tuple[BidRow, ...], Meta(max_length=4096)]
-    only: tuple[GpuId, ...] | None = None
+    only: Gpus | None = None
     explicit: Annotated[tuple[ExplicitRow, ...], Meta(max_length=256)] = ()
 
 
@@ -321,9 +368,23 @@ class Query(Struct, frozen=True, tag=True):
     """A question from an app agent on behalf of its user; changes nothing."""
 
     query_id: Name
-    kind: Literal["apps", "nodes", "explain", "rounds", "log", "shares"]
-    target: str = ""
-    offset: Count = 0  #: for `log`: the byte to start at
+    kind: QueryKind
+    target: Sentence = ""
+    offset: Count = 0  #: for `log`: the byte to start at; for lists: how many entries to leave out
+    limit: Count = 0  #: for lists: how many entries at most; 0: as many as an answer carries
+    site: SiteId = ""  #: as for `AppReport`
+
+
+class Act(Struct, frozen=True, tag=True):
+    """An act of an owner, or of an administrator, on something that their app agent need not know.
+
+    Answered by `Answer`; the same `act_id` again is the same act.
+    """
+
+    act_id: Name
+    kind: ActKind
+    target: Sentence
+    site: SiteId = ""
 
 
 class LogChunk(Struct, frozen=True, tag=True):
@@ -357,8 +418,8 @@ class OfferedGpu(Struct, frozen=True, array_like=True):
 
     gpu: GpuId
     node: NodeId
-    rack: str
-    slot: str
+    rack: Label
+    slot: Label
 
 
 class Offer(Struct, frozen=True, tag=True):
@@ -405,17 +466,24 @@ class Holdings(Struct, frozen=True, tag=True):
     tasks: tuple[TaskStatus, ...]
     cluster_gpus: Count = 0
     acked: Count = 0  #: the newest `AppReport.seq` the arbiter has handled
+    site: SiteId = ""
 
 
 class Refusal(Struct, frozen=True, tag=True):
-    """The arbiter will never serve this app as it is; `reason` is one sentence that names the mend."""
+    """The arbiter will never serve this app as it is; `reason` is one sentence that names the mend.
+
+    It is for the submission `run` only, unless that is empty. An app that was `cancelled` was ended by somebody else
+    than its app agent, such as an administrator.
+    """
 
     app: AppId
     reason: Sentence
+    run: Token = ""
+    cancelled: bool = False
 
 
 class Answer(Struct, frozen=True, tag=True):
-    """The answer to `Query`: one JSON document, or `error` with a sentence."""
+    """The answer to `Query` or `Act`: one JSON document, or `error` with a sentence."""
 
     query_id: Name
     document: bytes
@@ -450,6 +518,9 @@ class NodePlan(Struct, frozen=True, tag=True):
     A node agent refuses a plan whose (epoch, seq) is older than the newest it saw, also after its own restart. Each of
     its GPUs is to have `seats` seats, as far as the node agent allows; who sits there shares the GPU as `sharing` says,
     in turns of `quantum_s` at least.
+
+    It obeys one `site` only. `incarnation` is the newest of this node that the arbiter has heard of: a node agent that
+    is older by its own count is not heard, and has to count on from there.
     """
 
     node: NodeId
@@ -460,6 +531,8 @@ class NodePlan(Struct, frozen=True, tag=True):
     sharing: Sharing = "exclusive"
     seats: Annotated[int, Meta(ge=1, le=64)] = 1
     quantum_s: Seconds = 60.0
+    site: SiteId = ""
+    incarnation: Count = 0
 
 
 def newest_metrics(
@@ -495,7 +568,7 @@ class ReadLog(Struct, frozen=True, tag=True):
     limit: Positive = 65536
 
 
-ToArbiter = NodeReport | AppReport | ProbeReply | Bid | Query | LogChunk
+ToArbiter = NodeReport | AppReport | ProbeReply | Bid | Query | Act | LogChunk
 ToApp = Probe | Offer | Grant | Preempt | Holdings | Refusal | Answer
 ToNode = NodePlan | ReadLog
 AnyMessage = ToArbiter | ToApp | ToNode

@@ -5,6 +5,9 @@ batches of what waits: each event is journalled and handled, then the journal is
 performed in order with runs of `Send` pipelined, and only then are the deliveries acknowledged. A crash anywhere in
 between repeats messages, which every core bears.
 
+What waits is taken in turn: local events, then what nodes say, then one message of each owner after the other. An
+owner whose agent floods the arbiter waits behind itself.
+
 Connections are supervised here. Agents go on without the bus: their workers and deadlines do not wait for it, and
 what they would have said is restated when `Connected` comes. The arbiter decides only while it leads.
 
@@ -17,9 +20,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import time
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Generic, TypeVar, get_args
 
@@ -27,6 +29,7 @@ import structlog
 from msgspec import Struct
 
 from protocol.bus import Bus, BusError, ConnectionLost, Delivery, Link, NotProvisioned, Outgoing, Refused
+from protocol.clock import steady_clock
 from protocol.codec import WireError, decode, encode
 from protocol.core import Connected, Core, Received, Send, Tick
 from protocol.journal import Journal
@@ -35,17 +38,23 @@ from protocol.messages import ARBITER, AnyMessage, Party, Role, ToApp, ToArbiter
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+Answers = Sequence[Send]
+
 EventT = TypeVar("EventT")
 EffectT = TypeVar("EffectT")
 
 #: Events handled between two commits; bounds how long one batch keeps the loop.
 BATCH_MAX = 128
+#: Of a batch, one part in so many is for what owners say, if they say so much.
+OWNERS_PART = 4
 #: Local events that may wait, far beyond what any adapter has in flight: more means that nobody handles them.
 POSTED_MAX = 100_000
 #: Message ids remembered per sender. The broker repeats at most what was prefetched; this is that many times over.
 SEEN_MAX = 2048
 #: Senders whose ids are remembered.
 SENDERS_MAX = 4096
+#: Answers that take their time, under way at once.
+ANSWERS_MAX = 4
 #: The loop's own pulse, for the watchdog.
 PULSE_S = 1.0
 LAST_BATCH_S = 3.0  #: how long a batch may still take once the daemon is to end
@@ -62,21 +71,17 @@ _UNDERSTOOD: dict[Role, tuple[type, ...]] = {
 _log = structlog.get_logger("shell")
 
 
-def steady_clock(at_least: float = 0.0) -> Callable[[], float]:
-    """Return a clock of UNIX seconds that starts at the wall clock's time or `at_least` and then only goes on.
-
-    Corrections of the wall clock do not reach it, so that a step forward and back freezes nobody. Time during which
-    the host sleeps counts.
-    """
-    offset = max(time.time(), at_least) - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return lambda: time.clock_gettime(time.CLOCK_BOOTTIME) + offset
-
-
 class _Arrived(Struct, frozen=True):
     """A delivery, and the link that it must be settled on."""
 
     link: Link
     delivery: Delivery
+
+
+class _Late(Struct, frozen=True):
+    """Answers that took their time, to be sent."""
+
+    answers: Answers
 
 
 class _Settling(Struct, frozen=True):
@@ -85,6 +90,57 @@ class _Settling(Struct, frozen=True):
     arrived: _Arrived
     sender: Party = ARBITER
     identity: str = ""
+
+
+class Waiting(Generic[EventT]):
+    """What waits to be handled, in the order in which it is taken."""
+
+    def __init__(self) -> None:
+        self._events: deque[EventT] = deque()
+        self._nodes: deque[_Arrived] = deque()
+        self._owners: OrderedDict[str, deque[_Arrived]] = OrderedDict()  #: by broker user, whose turn is next first
+        self._deliveries = 0
+
+    def __len__(self) -> int:
+        return len(self._events) + self._deliveries
+
+    @property
+    def events(self) -> int:
+        """How many local events wait."""
+        return len(self._events)
+
+    def put_event(self, event: EventT, *, first: bool) -> None:
+        """Add a local event."""
+        if first:
+            self._events.appendleft(event)
+        else:
+            self._events.append(event)
+
+    def put_delivery(self, item: _Arrived) -> None:
+        """Add a message, behind those of the same sender."""
+        self._deliveries += 1
+        user = item.delivery.user
+        if user.startswith("app-"):
+            self._owners.setdefault(user, deque()).append(item)
+        else:
+            self._nodes.append(item)
+
+    def take(self, most: int) -> Iterator[EventT | _Arrived]:
+        """Take what is next, one by one: at most so many, a part of them for owners."""
+        share = most - min(most // OWNERS_PART, sum(map(len, self._owners.values())))
+        for queue in (self._events, self._nodes):
+            while queue and share > 0:
+                share, most = share - 1, most - 1
+                self._deliveries -= queue is self._nodes
+                yield queue.popleft()
+        while self._owners and most > 0:
+            most -= 1
+            user, queue = self._owners.popitem(last=False)
+            self._deliveries -= 1
+            item = queue.popleft()
+            if queue:
+                self._owners[user] = queue
+            yield item
 
 
 class Shell(Generic[EventT, EffectT]):
@@ -110,7 +166,8 @@ class Shell(Generic[EventT, EffectT]):
         Broker users that several participants use (single-user brokers); their messages are believed.
     answer
         Asked first of every message: a sequence of `Send` if the message is a question that changes nothing (it is
-        then neither journalled nor given to the core), None otherwise.
+        then neither journalled nor given to the core), None otherwise. An answer that takes its time is a coroutine;
+        of so many at a time, `ANSWERS_MAX`, and while one is under way the same question again is left out.
     on_alive
         Called by the loop at least once per second, for a watchdog.
     """
@@ -127,7 +184,7 @@ class Shell(Generic[EventT, EffectT]):
         snapshot_every: int = 20_000,
         clock: Callable[[], float] | None = None,
         shared_users: frozenset[str] = frozenset(),
-        answer: Callable[[Party, AnyMessage], Sequence[Send] | None] | None = None,
+        answer: Callable[[Party, AnyMessage], Answers | Coroutine[None, None, Answers] | None] | None = None,
         on_alive: Callable[[], None] | None = None,
     ) -> None:
         self._core = core
@@ -143,7 +200,10 @@ class Shell(Generic[EventT, EffectT]):
         self._on_alive = on_alive
 
         self._leads = party.role == "arbiter"
-        self._waiting: deque[EventT | Received | Tick | Connected | _Arrived] = deque()
+        self._waiting: Waiting[EventT | Received | Tick | Connected | _Late] = Waiting()
+        self._group: asyncio.TaskGroup | None = None
+        #: By question: answers that take their time.
+        self._answering: dict[tuple[Party, bytes], asyncio.Task[None]] = {}
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
         self._connected = asyncio.Event()
@@ -166,6 +226,11 @@ class Shell(Generic[EventT, EffectT]):
         return self._connected.is_set()
 
     @property
+    def reached(self) -> bool:
+        """Whether the broker was reached, and has not been lost since; the arbiter may still be away."""
+        return self._link is not None
+
+    @property
     def epoch(self) -> int:
         """The arbiter's incarnation, 0 before it first led and for agents."""
         return self._epoch
@@ -183,7 +248,7 @@ class Shell(Generic[EventT, EffectT]):
         RuntimeError
             If `POSTED_MAX` events wait already.
         """
-        if len(self._waiting) >= POSTED_MAX:
+        if self._waiting.events >= POSTED_MAX:
             raise RuntimeError(f"{self._party.user}: {POSTED_MAX} events wait and none is handled")
         self._put(event)
 
@@ -213,6 +278,7 @@ class Shell(Generic[EventT, EffectT]):
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.TaskGroup() as group:
+                self._group = group
                 connection = group.create_task(self._stay_connected())
                 deciding = group.create_task(self._decide_until_stopped())
                 try:
@@ -221,7 +287,8 @@ class Shell(Generic[EventT, EffectT]):
                     self.stop()
                     await asyncio.wait([deciding], timeout=LAST_BATCH_S)
                     raise
-                connection.cancel()
+                for task in (connection, *self._answering.values()):
+                    task.cancel()
         except BaseExceptionGroup as errors:
             # One cause reads better as itself, and daemons tell a full disk from a bug.
             if len(errors.exceptions) == 1:
@@ -230,11 +297,11 @@ class Shell(Generic[EventT, EffectT]):
 
     # --- deciding ---------------------------------------------------------------------------------------------------
 
-    def _put(self, item: EventT | Received | Tick | Connected | _Arrived, *, first: bool = False) -> None:
-        if first:
-            self._waiting.appendleft(item)
+    def _put(self, item: EventT | Received | Tick | Connected | _Late | _Arrived, *, first: bool = False) -> None:
+        if isinstance(item, _Arrived):
+            self._waiting.put_delivery(item)
         else:
-            self._waiting.append(item)
+            self._waiting.put_event(item, first=first)
         self._idle.clear()
         self._wake.set()
 
@@ -270,9 +337,10 @@ class Shell(Generic[EventT, EffectT]):
         effects: list[EffectT | Send] = []
         settling: list[_Settling] = []
         self._idle.clear()
-        for _ in range(min(BATCH_MAX, len(self._waiting))):
-            item = self._waiting.popleft()
-            if not isinstance(item, _Arrived):
+        for item in self._waiting.take(BATCH_MAX):
+            if isinstance(item, _Late):
+                effects.extend(item.answers)
+            elif not isinstance(item, _Arrived):
                 self._handle(item, effects)
             elif item.link is self._link:  # a dead link's deliveries come again
                 await self._admit(item, effects, settling)
@@ -326,8 +394,25 @@ class Shell(Generic[EventT, EffectT]):
         answers = self._answer(sender, message) if self._answer is not None else None
         if answers is None:
             self._handle(Received(sender, message), effects)
+        elif isinstance(answers, Coroutine):
+            self._answer_later(sender, message, answers)
         else:
             effects.extend(answers)
+
+    def _answer_later(self, sender: Party, message: AnyMessage, answers: Coroutine[None, None, Answers]) -> None:
+        """Let an answer take its time, beside what else there is to do."""
+        question = (sender, encode(message, sender=sender, id="question"))
+        if question in self._answering or len(self._answering) >= ANSWERS_MAX or self._group is None:
+            answers.close()  # it is under way, or is asked again
+            return
+
+        async def answer() -> None:
+            try:
+                self._put(_Late(await answers))
+            finally:
+                del self._answering[question]
+
+        self._answering[question] = self._group.create_task(answer())
 
     async def _reject(self, item: _Arrived) -> None:
         try:

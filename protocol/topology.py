@@ -2,19 +2,25 @@
 
 ::
 
-    agents --bid.<user>--> ga.up --bid.*, ack.*--> arbiter.inbox   quorum, one active consumer: the leader
-    agents --hb.<user>---> ga.up --hb.*, tele.*--> arbiter.tele    restatements; the oldest are dropped
+    nodes --ack.<user>---> ga.agents --ack.*-----> arbiter.inbox   quorum, one active consumer: the leader
+    nodes --pulse.<user>-> ga.agents --pulse.*---> arbiter.tele    restatements; the oldest are dropped
+    apps --bid, hb.<user>> ga.agents --*.<user>--> arbiter.from... a lane for each owner that the leader has heard of
+                           ga.agents ------------> ga.lobby -----> arbiter.lobby   all that has no queue: first words
     arbiter -------------> default exchange -----> app.<owner>     keeps the newest
     arbiter -------------> default exchange -----> node.<id>       refuses when full; expired ones are dead-lettered
     broker --------------> ga.dlx -------#-------> arbiter.dead    what expired or was rejected
     (one token) ---------------------------------> arbiter.leader  never acknowledged: its holder leads
 
-Agents declare nothing and may write to `ga.up` only, with their own user name as the last word of the routing key.
+Agents declare nothing and may write to `ga.agents` only, with their own user name as the last word of the routing key.
+
+A lane is the leader's own: it goes with the leader's connection, and what was in it is restated or asked again. So an
+owner whose agent floods the arbiter fills one lane, and the other owners' are read in turn with it.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -32,17 +38,23 @@ Argument = str | int | bool
 
 
 class ExchangeSpec(Struct, frozen=True):
-    """A durable topic exchange."""
+    """A durable exchange. What it has no queue for goes to the exchange `alternate`, if it names one."""
 
     name: str
+    kind: Literal["topic", "fanout"] = "topic"
+    alternate: str = ""
 
 
 class QueueSpec(Struct, frozen=True):
-    """A durable queue, the arguments it is declared with and its bindings (exchange, pattern)."""
+    """A durable queue, the arguments it is declared with and its bindings (exchange, pattern).
+
+    An `exclusive` one is no durable one: it goes with the connection that declared it, and its name is only a part.
+    """
 
     name: str
     arguments: dict[str, Argument]
     bindings: tuple[tuple[str, str], ...] = ()
+    exclusive: bool = False
 
     @property
     def quorum(self) -> bool:
@@ -97,8 +109,14 @@ class Topology(Struct, frozen=True):
     tele_max: int = 10_000
     tele_ttl_ms: int = 10_000
     dead_max: int = 10_000
+    #: Of an owner: as many as the arbiter handles in some seconds.
+    lane_max: int = 4096
+    #: Of all owners whom the leader has not heard of yet; their agents say again who they are.
+    lobby_max: int = 4096
     #: Beyond 20 the rate no longer grows, and what is prefetched is handled twice after a crash.
     arbiter_prefetch: int = 100
+    #: From each owner's lane; these wait in turn with those of others.
+    lane_prefetch: int = 20
     app_prefetch: int = 64
     node_prefetch: int = 8
 
@@ -109,7 +127,12 @@ class Topology(Struct, frozen=True):
     @property
     def up(self) -> str:
         """The exchange that all agents write to."""
-        return self.name("ga.up")
+        return self.name("ga.agents")
+
+    @property
+    def lobby_exchange(self) -> str:
+        """The exchange for what agents say before there is a queue for it."""
+        return self.name("ga.lobby")
 
     @property
     def dead_letter_exchange(self) -> str:
@@ -118,8 +141,9 @@ class Topology(Struct, frozen=True):
 
     @property
     def exchanges(self) -> tuple[ExchangeSpec, ...]:
-        """All exchanges."""
-        return (ExchangeSpec(self.up), ExchangeSpec(self.dead_letter_exchange))
+        """All exchanges, each after those that it names."""
+        lobby = ExchangeSpec(self.lobby_exchange, "fanout")
+        return (lobby, ExchangeSpec(self.up, alternate=lobby.name), ExchangeSpec(self.dead_letter_exchange))
 
     @property
     def leader(self) -> QueueSpec:
@@ -138,7 +162,7 @@ class Topology(Struct, frozen=True):
 
     @property
     def arbiter_inbox(self) -> QueueSpec:
-        """What agents say once: answers, bids, changed reports."""
+        """What node agents say once: changed reports, logs."""
         arguments: dict[str, Argument] = {
             "x-queue-type": "quorum",
             "x-single-active-consumer": True,
@@ -147,17 +171,33 @@ class Topology(Struct, frozen=True):
             "x-max-length": self.inbox_max,
             "x-overflow": "reject-publish",
         }
-        return QueueSpec(self.name("arbiter.inbox"), arguments, ((self.up, "bid.*"), (self.up, "ack.*")))
+        return QueueSpec(self.name("arbiter.inbox"), arguments, ((self.up, "ack.*"),))
 
     @property
     def telemetry(self) -> QueueSpec:
-        """What agents restate every beat; stale ones are worth nothing."""
+        """What node agents restate every beat; stale ones are worth nothing."""
         arguments: dict[str, Argument] = {
             "x-max-length": self.tele_max,
             "x-overflow": "drop-head",
             "x-message-ttl": self.tele_ttl_ms,
         }
-        return QueueSpec(self.name("arbiter.tele"), arguments, ((self.up, "hb.*"), (self.up, "tele.*")))
+        return QueueSpec(self.name("arbiter.tele"), arguments, ((self.up, "pulse.*"), (self.up, "tele.*")))
+
+    @property
+    def lobby(self) -> QueueSpec:
+        """The first words of owners; what waits too long has been said again."""
+        arguments: dict[str, Argument] = {
+            "x-max-length": self.lobby_max,
+            "x-overflow": "drop-head",
+            "x-message-ttl": self.tele_ttl_ms,
+        }
+        return QueueSpec(self.name("arbiter.lobby"), arguments, ((self.lobby_exchange, "#"),))
+
+    def lane(self, party: Party) -> QueueSpec:
+        """Return the queue from which the leader reads what this owner's app agent says."""
+        arguments: dict[str, Argument] = {"x-max-length": self.lane_max, "x-overflow": "drop-head"}
+        bindings = ((self.up, f"bid.{party.user}"), (self.up, f"hb.{party.user}"))
+        return QueueSpec(self.name(f"arbiter.from.{party.user}"), arguments, bindings, exclusive=True)
 
     @property
     def dead_letters(self) -> QueueSpec:
@@ -168,7 +208,12 @@ class Topology(Struct, frozen=True):
     @property
     def arbiter_queues(self) -> tuple[QueueSpec, ...]:
         """All queues that exist before any agent comes."""
-        return (self.leader, self.arbiter_inbox, self.telemetry, self.dead_letters)
+        return (self.leader, self.arbiter_inbox, self.telemetry, self.lobby, self.dead_letters)
+
+    @property
+    def read_by_leader(self) -> tuple[QueueSpec, ...]:
+        """Those of them that the leader reads, beside the lanes."""
+        return (self.arbiter_inbox, self.dead_letters, self.telemetry, self.lobby)
 
     def inbox(self, party: Party) -> QueueSpec:
         """Return the queue that `party` reads."""
@@ -205,7 +250,8 @@ class Topology(Struct, frozen=True):
         """Return the way from `sender` to `to`; whether it is permitted is the broker's decision."""
         if to.role != "arbiter":
             return Route("", self.inbox(to).name, persistent=not beat, mandatory=not beat)
-        word = "hb" if beat else {"app": "bid", "node": "ack", "arbiter": "ack"}[sender.role]
+        words = ("hb", "bid") if sender.role == "app" else ("pulse", "ack")
+        word = words[0] if beat else words[1]
         return Route(self.up, f"{word}.{sender.user}", persistent=not beat, mandatory=not beat)
 
     def permissions(self, party: Party) -> Permissions:
@@ -214,15 +260,15 @@ class Topology(Struct, frozen=True):
         if party.role == "arbiter":
             own = rf"{prefix}(arbiter|app|node)\..+"
             return Permissions(
-                configure=rf"^({prefix}ga\.(up|dlx)|{own})$",
-                write=rf"^({re.escape(DEFAULT_EXCHANGE)}|{prefix}ga\.dlx|{own})$",
-                read=rf"^({prefix}ga\.(up|dlx)|{own})$",
+                configure=rf"^({prefix}ga\.(agents|lobby|dlx)|{own})$",
+                write=rf"^({re.escape(DEFAULT_EXCHANGE)}|{prefix}ga\.(lobby|dlx)|{own})$",
+                read=rf"^({prefix}ga\.(agents|lobby|dlx)|{own})$",
                 topic_read=".*",  # bindings of the inboxes; no writing, so that it cannot forge a bid
             )
-        words = {"app": "bid|hb", "node": "ack|hb|tele"}[party.role]
+        words = {"app": "bid|hb", "node": "ack|pulse|tele"}[party.role]
         return Permissions(
             configure="^$",
-            write=rf"^{prefix}ga\.up$",
+            write=rf"^{prefix}ga\.agents$",
             read=rf"^{re.escape(self.inbox(party).name)}$",
             topic_write=rf"^({words})\.{{username}}$",
         )

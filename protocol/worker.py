@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol.codec import WireError
-from protocol.messages import Count, Seconds, Sentence
+from protocol.messages import Count, Seconds, Sentence, Step
 
 PROTO = 1
 #: Longest line either side sends or accepts.
@@ -39,8 +39,6 @@ ENVIRONMENT: dict[str, str] = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     "TORCH_NCCL_ENABLE_MONITORING": "0: the watchdog must not kill a suspended worker",
 }
-
-Step = Annotated[int, Meta(ge=-1, le=2**53)]
 
 
 class Hello(Struct, frozen=True, tag="hello"):

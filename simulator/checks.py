@@ -24,6 +24,9 @@ younger one is ordered for the first time only while no older one has a process 
 *Nothing of another time.* Node agents' fences never fall, the arbiter acts in the epoch in which it leads, and a
 decision rests on bids of its own round.
 
+*GPU time adds up.* What tenants have had, parked, lost and were leaving is the sum over their apps, and what an app had
+and was leaving is the sum over its leases; in the records for the ledger and in what the arbiter tells, to the second.
+
 *Work counts once.* What attempts added to their checkpoints sums to the whole work of a job that has finished, and a
 checkpoint never falls back (lost nodes aside, where two attempts may have worked at once).
 """
@@ -31,15 +34,16 @@ checkpoint never falls back (lost nodes aside, where two attempts may have worke
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 from app_agent.core.model import Done
+from arbiter.core.history import Standing
 from arbiter.core.model import Draining, Free, Leased, Lost
-from arbiter.core.turn import Decide
+from arbiter.core.turn import AppRecord, Decide, LeaseRecord
 from node_agent.core.model import Suspended, Task, Waiting
 from node_agent.core.slicing import QUANTUM_S_MAX
 from protocol.core import Send
-from protocol.messages import AppId, GpuId, JobId, NodePlan, Party, TaskId, TaskOrder, device_of
+from protocol.messages import AppId, GpuId, JobId, LeaseId, NodePlan, Party, TaskId, TaskOrder, TenantId, device_of
 from simulator.machines import DRIVER_TIMES, Machine, Worker
 from simulator.world import Actor, World
 
@@ -51,6 +55,8 @@ TURNS_MAX, MOMENTS_S = 2.0, 20.0
 OVERHEAD = 0.02
 #: Serial seconds of work are sums of floats.
 WORK_SLACK_S = 1e-3
+#: So are GPU-seconds; a record is of the moment at which it was made.
+GPU_TIME_SLACK_S = 1e-3
 
 
 class Violation(AssertionError):  # noqa: N818 - what it says of the world
@@ -75,6 +81,8 @@ class Checks:
         self._fences: dict[str, tuple[int, int]] = {}
         self._saved_s: dict[JobId, float] = {}
         self._together: set[frozenset[TaskId]] = set()  #: pairs that ran on one GPU at the last instant
+        self._records: dict[LeaseId, LeaseRecord] = {}
+        self._accounts: dict[AppId, AppRecord] = {}
         self._hungry: dict[TaskId, tuple[float, int]] = {}  #: since when a task waits for its turn, behind how many
 
     def __call__(self, world: World) -> None:
@@ -217,6 +225,10 @@ class Checks:
                     if order.want == "run" and order.task not in self._named:
                         self._named.add(order.task)
                         self._judge_naming(world, order)
+            elif type(effect) is LeaseRecord:
+                self._records[effect.lease] = effect
+            elif type(effect) is AppRecord:
+                self._accounts[effect.app] = effect
 
     def _judge_naming(self, world: World, order: TaskOrder) -> None:
         """When an attempt is first ordered, none before it has a process on a node that is heard of."""
@@ -261,7 +273,29 @@ class Checks:
             actor = world.actor(Party("node", node))
             if actor.up:
                 actor.core.validate()
+        self._judge_gpu_time(world)
         self._judge_work(world)
+
+    # --- GPU time ---------------------------------------------------------------------------------------------------
+
+    def _judge_gpu_time(self, world: World) -> None:
+        history, now = world.arbiter.core.state.history, world.arbiter.core.state.now
+        leases: dict[AppId, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for record in self._records.values():
+            _add(leases[record.app], {"had": record.had_gpu_s, "draining": record.draining_gpu_s})
+        for book in history.leases.values():
+            _add(leases[book.app], {"had": book.had.at(now), "draining": book.draining.at(now)})
+        tenants: dict[TenantId, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for app in history.apps.keys() | self._accounts.keys():
+            account = history.apps.get(app)
+            told = self._accounts[app] if account is None else history.of_app(app, now)
+            had = _gpu_time(told)
+            _add(tenants[self._accounts[app].tenant if account is None else account.tenant], had)
+            _agree(f"{app} and its leases", {key: had[key] for key in ("had", "draining")}, leases[app], app)
+            if app in self._accounts and account is not None:
+                _agree(f"{app} and its record", had, _gpu_time(self._accounts[app]), app)
+        for tenant in history.tenants:
+            _agree(f"{tenant} and its apps", _gpu_time(history.of_tenant(tenant, now)), tenants[tenant], tenant)
 
     def _judge_work(self, world: World) -> None:
         """What an app takes for finished is finished in truth, and all of its work was counted once."""
@@ -278,6 +312,26 @@ class Checks:
                 if job.id not in orphans and abs(tale.placed - work_s) > WORK_SLACK_S:
                     what = f"of {job.id} {tale.placed:.3f} s of work were counted, and it has {work_s:.3f} s"
                     raise Violation(what, job.id)
+
+
+def _gpu_time(told: Standing | AppRecord) -> dict[str, float]:
+    return {
+        "had": told.allocated_gpu_s,
+        "draining": told.draining_gpu_s,
+        "parked": told.parked_gpu_s,
+        "lost": told.lost_gpu_s,
+    }
+
+
+def _add(total: dict[str, float], more: Mapping[str, float]) -> None:
+    for key, seconds in more.items():
+        total[key] += seconds
+
+
+def _agree(whose: str, one: Mapping[str, float], other: Mapping[str, float], *objects: str) -> None:
+    for key, seconds in one.items():
+        if abs(seconds - other[key]) > GPU_TIME_SLACK_S:
+            raise Violation(f"{whose} differ in GPU time {key}: {seconds:.3f} s and {other[key]:.3f} s", *objects)
 
 
 def _waits(task: Task) -> bool:

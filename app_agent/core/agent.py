@@ -49,6 +49,7 @@ from protocol.messages import (
     LEVELS,
     AppId,
     AppReport,
+    Basis,
     Bid,
     GpuId,
     Grant,
@@ -110,10 +111,10 @@ class AppAgent:
         self._facts: _Facts | None = None
 
     @classmethod
-    def of(cls, app: AppId, spec: AppSpec, *, now: float, beat_s: float) -> AppAgent:
+    def of(cls, app: AppId, spec: AppSpec, *, now: float, beat_s: float, run: str = "") -> AppAgent:
         """Return the agent of a new app; `spec` has no mistake."""
         fresh = tuple(Job(JobId(f"{app}.{number}"), number) for number in range(len(spec.trials)))
-        return cls(AppState(app, spec, fresh, scheduler_for(spec).begin(), now), beat_s=beat_s)
+        return cls(AppState(app, spec, fresh, scheduler_for(spec).begin(), now, run=run), beat_s=beat_s)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -126,8 +127,10 @@ class AppAgent:
                 return self._answer_offer(message, now)
             case Grant() | Preempt() | Holdings():
                 return self._hear_news(message, now)
-            case Refusal(reason=reason):
-                return self._be_refused(reason, now)
+            case Refusal(run=run) if run not in ("", self.state.run):
+                return []  # an older app had this id
+            case Refusal(reason=reason, cancelled=cancelled):
+                return self._be_refused(reason, now, cancelled=cancelled)
             case _ as never:
                 assert_never(never)
 
@@ -162,10 +165,11 @@ class AppAgent:
     def _quiet(self) -> bool:
         return self.state.over is not None and self.state.over.settled
 
-    def _be_refused(self, reason: str, now: float) -> list[Send]:
-        """End without another word: who refused the app for good need not hear that it is over."""
+    def _be_refused(self, reason: str, now: float, *, cancelled: bool) -> list[Send]:
+        """End without another word: who refused or cancelled the app need not hear that it is over."""
         if self.state.over is None:
-            self.state.over = Over("failed", reason, self.state.seq + 1, now, refused=True, settled=True)
+            outcome: Literal["cancelled", "failed"] = "cancelled" if cancelled else "failed"
+            self.state.over = Over(outcome, reason, self.state.seq + 1, now, refused=not cancelled, settled=True)
         return []
 
     # --- what the arbiter knows -------------------------------------------------------------------------------------
@@ -206,6 +210,7 @@ class AppAgent:
         state.held = {each.gpu: HeldGpu.of(each) for each in message.leases}
         state.acked = max(state.acked, message.acked)
         state.cluster_gpus = message.cluster_gpus or state.cluster_gpus
+        state.site = message.site or state.site
         tasks: dict[tuple[JobId, int], list[TaskStatus]] = {}
         for task in message.tasks:
             tasks.setdefault((task.job, task.attempt), []).append(task)
@@ -516,6 +521,15 @@ class AppAgent:
         runnable = self._now().runnable
         return sum(self._demand(self.state.jobs[number]) for number in runnable)
 
+    def gang(self) -> int:
+        """Return how many GPUs the app takes at once: of a lone job that is parked, all on which it is parked.
+
+        On a part of them it cannot go on. What an app of several jobs gets, it gives to the job that can use it.
+        """
+        job = self.state.jobs[0]
+        alone = len(self.state.jobs) == 1 and isinstance(job.state, Suspended)
+        return len(job.gpus) if alone and self._demand(job) else self.state.spec.gang
+
     def _demand(self, job: Job) -> int:
         if isinstance(job.state, Suspended):
             return 0 if self._displaced(job) else len(job.gpus)
@@ -529,7 +543,7 @@ class AppAgent:
         terms = self._terms()
         return Valuation(
             phases=self._works_s(),
-            gang=state.spec.gang,
+            gang=self.gang(),
             terms=terms,
             elapsed_s=elapsed_s,
             lease_s=state.lease_s,
@@ -632,7 +646,7 @@ class AppAgent:
             name=state.spec.name,
             seq=0,
             state=over.state if over else "active",
-            gang=state.spec.gang,
+            gang=self.gang(),
             demand_max=self.demand_max(),
             jobs=() if over else tuple(filter(None, map(self._wish, state.jobs))),
             releases=() if over else state.given_back,
@@ -654,6 +668,10 @@ class AppAgent:
             kind=state.spec.kind,
             cpus=state.spec.cpus,
             host_bytes=state.spec.host_bytes,
+            run=state.run,
+            site=state.site,
+            basis=self._basis(),
+            start_s=median([job.start_s for job in state.jobs if job.start_s] or [0.0]),
         )
 
     def _sizes(self) -> tuple[int, ...]:
@@ -665,6 +683,16 @@ class AppAgent:
             for job in self.state.jobs
         )
         return () if self.state.over is not None or not spec.elastic or rigid else spec.accepted
+
+    def _basis(self) -> Basis:
+        """Return what the app's times rest on: nothing but a guess, while its steps or their time are not known."""
+        state = self.state
+        steps_known = bool(state.spec.steps_total) or all(
+            job.total_steps or isinstance(job.state, Done | Failed | Dropped) for job in state.jobs
+        )
+        if steps_known and any(job.times for job in state.jobs):
+            return "measured"
+        return "declared" if steps_known and state.spec.step_serial_s > 0 else "guess"
 
     def _left(self) -> tuple[float | None, float | None]:
         """Return the run time left with all the app can use, close together, and the GPU-seconds that takes.
@@ -742,8 +770,11 @@ class AppAgent:
         launch = LaunchSpec(
             command=spec.trials[job.number],
             cwd=spec.cwd,
-            checkpoint_dir=f"{spec.checkpoint_root}/{self.state.app}/{job.number}",
+            # Not by the app's id alone: another site, or this one after its state was lost, may give that again.
+            checkpoint_dir=f"{spec.checkpoint_root}/{self.state.run or self.state.app}/{job.number}",
             env=spec.env,
+            run=self.state.run,
+            secrets=spec.secrets,
         )
         return JobWish(job.id, attempt, gpus, launch, spec.grace_s, spec.preempt_by, suspended, spec.priority)
 
@@ -811,5 +842,6 @@ def _urgent(report: AppReport) -> bytes:
         left_gpu_s=None,
         loss_drop=0.0,
         move_s=0.0,
+        start_s=0.0,
     )
     return msgspec.msgpack.encode(calm)

@@ -1,8 +1,8 @@
 """The apps of one owner: a core that numbers them, gives each an agent, and keeps a record of those that are over.
 
-What its agents are told and say passes through unchanged. The owner's own events are `Submit`, `Cancel` and `Ask`;
-whoever sent them hears back by effects that carry the same `request`. `Changed` tells every change of a record, so that
-nobody needs to poll. What may not enter: event loop, clock, dice, files, sockets.
+What its agents are told and say passes through unchanged. The owner's own events are `Submit`, `Cancel`, `Ask` and
+`Intervene`; whoever sent them hears back by effects that carry the same `request`. `Changed` tells every change of a
+record, so that nobody needs to poll. What may not enter: event loop, clock, dice, files, sockets.
 """
 
 from __future__ import annotations
@@ -19,22 +19,36 @@ from app_agent.core.agent import AppAgent, ToOneApp
 from app_agent.core.model import AppState, Attempting, Job, Leaving, Placed, Suspended
 from app_agent.core.spec import AppSpec, mistake
 from protocol.core import Connected, Received, Send, Tick
-from protocol.messages import ARBITER, Answer, AppId, JobId, Offer, OwnerId, Probe, Query, StepSource, TaskId
+from protocol.messages import (
+    ARBITER,
+    Act,
+    ActKind,
+    Answer,
+    AppId,
+    JobId,
+    Offer,
+    OwnerId,
+    Probe,
+    Query,
+    QueryKind,
+    StepSource,
+    TaskId,
+)
 
 #: An agent whose app is over stays this long to answer an arbiter that has not understood it.
 FORGET_AFTER_S = 600.0
 #: Records of apps that are over, kept for `ps` and `wait`; the arbiter's ledger keeps all.
 RECORDS_MAX = 1000
 
-QueryKind = Literal["apps", "nodes", "explain", "rounds", "log", "shares"]
 RecordState = Literal["waiting", "running", "suspended", "finished", "failed", "cancelled"]
 
 
 class Submit(Struct, frozen=True, tag=True):
-    """Event: the owner submits an app."""
+    """Event: the owner submits an app; `token` is like that of no other submission."""
 
     request: str
     spec: AppSpec
+    token: str = ""
 
 
 class Cancel(Struct, frozen=True, tag=True):
@@ -51,6 +65,18 @@ class Ask(Struct, frozen=True, tag=True):
     kind: QueryKind
     target: str = ""
     offset: int = 0
+    limit: int = 0
+
+
+class Intervene(Struct, frozen=True, tag=True):
+    """Event: the owner acts on what this core has no record of, such as another owner's app.
+
+    The arbiter decides whether they may; its answer goes past this core.
+    """
+
+    request: str
+    kind: ActKind
+    target: str
 
 
 class JobRecord(Struct, frozen=True):
@@ -102,11 +128,12 @@ class AppRecord(Struct, frozen=True):
 
 
 class Configured(Struct, frozen=True, tag=True):
-    """Event: the daemon has started with these settings."""
+    """Event: the daemon has started with these settings; `tag` is part of the ids that this journal gives."""
 
     tenant: str
     beat_s: float
     priority_max: int = 0
+    tag: str = ""
 
 
 class Accepted(Struct, frozen=True, tag=True):
@@ -130,10 +157,10 @@ class Changed(Struct, frozen=True, tag=True):
     record: AppRecord
 
 
-Event = Received | Connected | Tick | Configured | Submit | Cancel | Ask
+Event = Received | Connected | Tick | Configured | Submit | Cancel | Ask | Intervene
 Effect = Send | Accepted | Declined | Changed
 #: Events and effects that are this core's own; the shell knows the others.
-OwnEvent = Configured | Submit | Cancel | Ask
+OwnEvent = Configured | Submit | Cancel | Ask | Intervene
 OwnEffect = Accepted | Declined | Changed
 
 
@@ -145,6 +172,7 @@ class HostState(Struct):
     beat_s: float
     priority_max: int = 0
     submitted: int = 0
+    tag: str = ""  #: letters in the ids of its apps, which an agent with another journal has not
     apps: dict[AppId, AppState] = {}
     records: dict[AppId, AppRecord] = {}
 
@@ -192,16 +220,19 @@ class AppHost:
                 return [effect for app in sorted(self._agents) for effect in self._restate(app, now)]
             case Tick():
                 return [effect for app in sorted(self._agents) for effect in self._tick(app, now)]
-            case Configured(tenant, beat_s, priority_max):
+            case Configured(tenant, beat_s, priority_max, tag):
                 self.state.tenant, self.state.beat_s, self.state.priority_max = tenant, beat_s, priority_max
+                self.state.tag = self.state.tag if self.state.submitted else tag
                 self._take_over(self.state)
                 return []
-            case Submit(request, spec):
-                return self._submit(request, spec, now)
+            case Submit(request, spec, token):
+                return self._submit(request, spec, token, now)
             case Cancel(request, app):
                 return self._cancel(request, app, now)
-            case Ask(request, kind, target, offset):
-                return [Send(ARBITER, Query(request, kind, target, offset))]
+            case Ask(request, kind, target, offset, limit):
+                return [Send(ARBITER, Query(request, kind, target, offset, limit, self._site()))]
+            case Intervene(request, act, target):
+                return [Send(ARBITER, Act(request, act, target, self._site()))]
             case _ as never:
                 assert_never(never)
 
@@ -222,16 +253,21 @@ class AppHost:
         """Return the records of all apps, in the order of submission."""
         return tuple(self.state.records.values())
 
+    def _site(self) -> str:
+        """Return the site whose arbiter the newest app has heard; empty while none has heard any."""
+        return next((known.site for known in reversed(self.state.apps.values()) if known.site), "")
+
     # --- apps -------------------------------------------------------------------------------------------------------
 
-    def _submit(self, request: str, spec: AppSpec, now: float) -> list[Effect]:
+    def _submit(self, request: str, spec: AppSpec, token: str, now: float) -> list[Effect]:
         spec = replace(spec, tenant=spec.tenant or self.state.tenant, name=spec.name or _name(spec))
         wrong = mistake(spec) or _presumption(spec, self.state.priority_max)
         if wrong is not None:
             return [Declined(request, wrong)]
         self.state.submitted += 1
-        app = AppId(f"{self.state.owner}-{self.state.submitted}")
-        agent = AppAgent.of(app, spec, now=now, beat_s=self.state.beat_s)
+        app = AppId(f"{self.state.owner}-{self.state.tag}{self.state.submitted}")
+        run = f"{app}-{token}" if token else ""
+        agent = AppAgent.of(app, spec, now=now, beat_s=self.state.beat_s, run=run)
         self._agents[app] = agent
         self.state.apps[app] = agent.state
         return [Accepted(request, app), *self._note(app, agent.restate(now))]

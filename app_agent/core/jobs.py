@@ -25,8 +25,10 @@ from app_agent.core.spec import AppSpec
 from app_agent.core.valuation import IterTime
 from protocol.messages import GpuId, Outcome, TaskPhase, TaskStatus, newest_metrics
 
-#: A job that fails this often before its first mini-batch cannot start at all; trying on would only hide the reason.
+#: A job that fails this often in a row before its first mini-batch cannot start; trying on would hide the reason.
 FALSE_STARTS_MAX = 2
+#: A program that tells nothing of its mini-batches is past its start after so long.
+BEGUN_S = 60.0
 #: Mini-batches of one attempt after which its mean time is taken for a measurement.
 STEPS_MEASURED_MIN = 3
 #: What a move costs is the median of so many moves.
@@ -177,6 +179,7 @@ def _learn(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
         times=times,
         samples=status.samples or job.samples,
         pace=_pace(status, times),
+        false_starts=0 if _has_begun(status) else job.false_starts,
     )
 
 
@@ -213,10 +216,13 @@ def _pace(status: TaskStatus, times: Sequence[IterTime]) -> Pace:
 
 
 def _arrive(job: Job, status: TaskStatus, now: float) -> Job:
-    """Note what a move has cost, once the job has made its first mini-batch where it moved to."""
+    """Note what a start or a move has cost, once the job has made its first mini-batch where it is now."""
     state = job.state
-    if not isinstance(state, Placed) or state.left_s is None or status.step <= status.start_step:
+    if not isinstance(state, Placed) or status.step <= status.start_step:
         return job
+    if state.left_s is None:
+        first = status.attempt == 0 and not job.start_s
+        return replace(job, start_s=max(0.0, now - state.at)) if first else job
     cost_s = state.left_s + max(0.0, now - state.at)
     return replace(job, state=replace(state, left_s=None), moves_s=(*job.moves_s, cost_s)[-MOVES_REMEMBERED:])
 
@@ -251,18 +257,22 @@ def _end(job: Job, status: TaskStatus, spec: AppSpec, now: float) -> Job:
 
 def _fail(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
     """Start a failed job anew, unless it failed too often or cannot even start."""
-    made_progress = status.step > status.start_step
     restarts = job.restarts + 1
-    false_starts = 0 if made_progress else job.false_starts + 1
+    false_starts = 0 if _has_begun(status) else job.false_starts + 1
     job = replace(job, restarts=restarts, false_starts=false_starts)
     reason = status.reason or f"{status.task} exited with code {status.exit_code}"
     if false_starts >= FALSE_STARTS_MAX:
-        why = f"{job.id} failed {false_starts} times before its first mini-batch: {reason}"
+        why = f"{job.id} failed {false_starts} times in a row before its first mini-batch: {reason}"
         return replace(job, state=Failed(why, shell_code(status.exit_code)))
     if restarts > spec.max_restarts:
         why = f"{job.id} failed {restarts} times, and {spec.max_restarts} restarts are allowed: {reason}"
         return replace(job, state=Failed(why, shell_code(status.exit_code)))
     return next_attempt(job, preempted=False)
+
+
+def _has_begun(status: TaskStatus) -> bool:
+    """Whether an attempt has got anywhere: it has made a mini-batch, or ran on for long and tells nothing of those."""
+    return status.step > status.start_step or (status.step < 0 and status.measured.ran_s >= BEGUN_S)
 
 
 def next_attempt(job: Job, *, preempted: bool, left_s: float | None = None) -> Job:

@@ -166,6 +166,7 @@ class Job(Struct, frozen=True):
     samples: int = 0  #: samples its script has consumed, where it says so: its position in the data
     pace: Pace = Pace()
     moves_s: tuple[float, ...] = ()  #: what its last moves cost, see `jobs.observe`
+    start_s: float = 0.0  #: what its first start took, likewise; 0: unknown
 
     @property
     def steps_done(self) -> int:
@@ -227,6 +228,8 @@ class AppState(Struct):
     apps_mean: float = 1.0  #: N_avg, as last probed
     lease_s: float = 600.0  #: as last offered; the default is that of PAPERS.md section 1
     news: str = ""  #: the newest thing a user should know: why it was preempted
+    run: str = ""  #: the submission; empty for one of an earlier version
+    site: str = ""  #: whose arbiter it heard last
     losses: tuple[tuple[float, float], ...] = ()  #: (time, loss) of the last two reports in which the loss was new
 
 

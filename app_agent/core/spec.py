@@ -8,9 +8,23 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from protocol.messages import Count, Cpus, Kind, Level, Positive, PreemptBy, Priority, Seconds, Utility, Weight
+from protocol.messages import (
+    Count,
+    Cpus,
+    Folder,
+    Kind,
+    Level,
+    Positive,
+    PreemptBy,
+    Priority,
+    Seconds,
+    Utility,
+    Variable,
+    Weight,
+    Word,
+)
 
-Command = Annotated[tuple[str, ...], Meta(min_length=1, max_length=1024)]
+Command = Annotated[tuple[Word, ...], Meta(min_length=1, max_length=1024)]
 
 #: Source: Li et al., Hyperband, JMLR 18 (2018), section 3: 3 or 4.
 ETA = 3
@@ -29,7 +43,10 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     trials
         One command per job; more than one makes a search.
     cwd, checkpoint_root
-        Absolute folders on storage that every node sees; job n of app a checkpoints in ``<checkpoint_root>/<a>/<n>``.
+        Absolute folders on storage that every node sees; job n checkpoints in ``<checkpoint_root>/<run>/<n>``, where
+        the run is like that of no other submission, such as ``ana-kq7-5f0c12ab``.
+    env, secrets
+        Variables of its environment: by value, and by the file that holds the value on the node.
     gang
         GPUs each job needs at once, on one node.
     sizes
@@ -81,11 +98,12 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     trials: Annotated[tuple[Command, ...], Meta(min_length=1, max_length=1024)]
-    cwd: str
-    checkpoint_root: str
+    cwd: Folder
+    checkpoint_root: Folder
     tenant: str = ""
     name: Annotated[str, Meta(max_length=128)] = ""
-    env: dict[str, str] = {}
+    env: dict[Variable, Word] = {}
+    secrets: dict[Variable, Folder] = {}
     gang: Positive = 1
     sizes: Annotated[tuple[Positive, ...], Meta(max_length=SIZES_MAX)] = ()
     gpus_max: Annotated[int, Meta(ge=0, le=2**16)] = 0
@@ -158,6 +176,13 @@ def mistake(spec: AppSpec) -> str | None:
     for field in ("cwd", "checkpoint_root"):
         if not getattr(spec, field).startswith("/"):
             return f"{field} is {getattr(spec, field)!r}, which is no absolute path; give one that starts with /"
+    relative = next((name for name, file in spec.secrets.items() if not file.startswith("/")), None)
+    if relative is not None:
+        return (
+            f"secrets.{relative} is {spec.secrets[relative]!r}, which is no absolute path; give one that starts with /"
+        )
+    if twice := sorted(spec.env.keys() & spec.secrets.keys()):
+        return f"{twice[0]} is in env and in secrets; leave one out"
     if not _TENANT.fullmatch(spec.tenant):
         return f"tenant is {spec.tenant!r}; use lower-case letters, digits and dashes, such as team-a"
     return _sizes_mistake(spec) or _options_mistake(spec) or (_search_mistake(spec) if len(spec.trials) > 1 else None)

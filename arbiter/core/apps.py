@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 from msgspec.structs import replace
 
-from arbiter.core import bookings, fairness, leases, model, rounds
+from arbiter.core import bookings, door, fairness, leases, model, rounds
 from arbiter.core.model import Active, App, Enrolling, Job, Leased, Settled, State
-from arbiter.core.policy import Admission, AppView
-from arbiter.core.turn import Index, Turn
+from arbiter.core.policy import Admission, AppView, GpuView
+from arbiter.core.turn import Failure, Index, Turn
 from protocol.core import Send
 from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal, device_of
 
@@ -24,44 +27,43 @@ def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
     if sender.role != "app" or report.app.rsplit("-", 1)[0] != sender.id:
         turn.tell(sender.user, f"spoke for app {report.app}, which is not its own; refused", loudly=True)
         return
-    mistake = _mistake(report)
-    if mistake:
-        turn.tell(sender.user, f"its report of {report.app} was refused: {mistake}", loudly=True)
-        return
     app = turn.state.apps.get(report.app)
+    if app is not None and report.run and app.run and report.run != app.run:
+        why = f"the id {app.id} is of an app that was submitted before; submit this one again"
+        _refuse(turn, sender.id, report, why)
+        return
+    mistake = door.mistake(report)
+    if app is None and report.state == "active":
+        mistake = mistake or door.presumption(turn.state, turn.index, sender.id, report)
+        if mistake:
+            _refuse(turn, sender.id, report, mistake)
+    if mistake:
+        turn.tell_once(sender.user, f"its report of {report.app} was refused: {mistake}")
+        return
     if app is None:
         if report.state != "active":
             _acknowledge_unknown(turn, sender, report)
             return
         app = _enrol(turn, sender, report)
     if isinstance(app.state, model.Refused):
-        _refuse(turn, app, app.state.reason)
-    if report.state == "active" and _is_reused(turn, app, report):
-        _refuse(turn, app, f"the id {app.id} belongs to an app that has ended; submit it again")
+        _refuse(turn, app.owner, report, app.state.reason)
+    if report.state == "active" and isinstance(app.state, Settled):
+        _contradict(turn, app, app.state, report)
     app = _note_wish(turn, app, report)
     if report.state != "active":
         turn.apps.add(app.id)  # it repeats its end until it hears that we know
     if not isinstance(app.state, Settled):
         _take_releases(turn, app, report)
         if report.state != "active":
-            _settle(turn, turn.state.apps[app.id], report)
+            settle(turn, turn.state.apps[app.id], report.state, report.reason)
 
 
-def _mistake(report: AppReport) -> str:
-    """Return what is wrong with a report's jobs, in one sentence, or nothing."""
-    names = [wish.job for wish in report.jobs]
-    strange = [name for name in names if not name.startswith(f"{report.app}.") or "." in name[len(report.app) + 1 :]]
-    if strange:
-        return f"its jobs must be named {report.app}.<number>, not {strange[0]}"
-    if len(set(names)) < len(names):
-        return "two of its jobs have the same name"
-    gpus = [gpu for wish in report.jobs for gpu in wish.gpus]
-    return "two of its jobs wish for the same GPU" if len(set(gpus)) < len(gpus) else ""
-
-
-def _is_reused(turn: Turn, app: App, report: AppReport) -> bool:
-    """Whether an id comes back from the dead: the owner's state was lost, and its agent counts from 1 again."""
-    return isinstance(app.state, Settled) and turn.now - app.state.at > REUSE_S and report.seq < app.report_seq
+def _contradict(turn: Turn, app: App, ended: Settled, report: AppReport) -> None:
+    """Tell an app agent that its app is over: another ended it, or the id is of an app before its state was lost."""
+    if ended.by:
+        _refuse(turn, app.owner, report, ended.reason, cancelled=True)
+    elif turn.now - ended.at > REUSE_S and report.seq < app.report_seq:
+        _refuse(turn, app.owner, report, f"the id {app.id} belongs to an app that has ended; submit it again")
 
 
 def _acknowledge_unknown(turn: Turn, sender: Party, report: AppReport) -> None:
@@ -92,6 +94,7 @@ def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
         state=Enrolling(),
         apps_integral=state.apps_count.integral(turn.now),
         arrival=state.apps_arrived,
+        run=report.run,
     )
 
 
@@ -136,7 +139,8 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         app = replace(app, seen_at=turn.now)
         turn.state.apps[app.id] = app
         return app
-    jobs = tuple(_job(wish) for wish in report.jobs)
+    settings = turn.state.settings
+    jobs = tuple(_job(wish, settings.priority_max) for wish in report.jobs)
     wants_more = report.demand_max > app.demand_max or app.report_seq < 0
     if (jobs, report.demand_max, report.gang) != (app.jobs, app.demand_max, app.gang):
         turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
@@ -150,6 +154,8 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         level_max=report.level_max,
         jobs=jobs,
         ideal_s=report.ideal_s,
+        basis=report.basis,
+        start_s=report.start_s,
         migrations=report.migrations,
         steps_lost=report.steps_lost,
         suspensions=report.suspensions,
@@ -163,7 +169,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         move_s=report.move_s,
         demand_most=max(app.demand_most, report.demand_max),
         utility=report.utility,
-        weight=report.weight,
+        weight=min(report.weight, settings.weight_max),
         kind=report.kind,
         cpus=report.cpus,
         host_bytes=report.host_bytes,
@@ -174,7 +180,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     return app
 
 
-def _job(wish: JobWish) -> Job:
+def _job(wish: JobWish, priority_max: int) -> Job:
     return Job(
         id=JobId(wish.job),
         attempt=wish.attempt,
@@ -183,7 +189,7 @@ def _job(wish: JobWish) -> Job:
         grace_s=wish.grace_s,
         preempt_by=wish.preempt_by,
         suspended=wish.suspended,
-        priority=wish.priority,
+        priority=min(wish.priority, priority_max),
     )
 
 
@@ -194,18 +200,21 @@ def _take_releases(turn: Turn, app: App, report: AppReport) -> None:
             leases.revoke(turn, gpu, "given back by the app")
 
 
-def _settle(turn: Turn, app: App, report: AppReport) -> None:
-    assert report.state != "active"
+def settle(
+    turn: Turn, app: App, outcome: Literal["finished", "failed", "cancelled"], reason: str, *, by: str = ""
+) -> None:
+    """Let an app be over, by its own word or that of the owner `by`; its tasks are ended, its GPUs drain."""
     lived_s = turn.now - app.arrived_at
     ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=rounds.apps_mean(turn.state, app, turn.now))
     if isinstance(app.state, Active | Enrolling):
         _count(turn, -1)
     rounds.excuse(turn, app.id)
-    leases.end_all(turn, app.id, f"the app has {report.state}" if report.state == "finished" else report.state)
-    finished = report.state == "finished" and ideal_s > 0
-    rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s) if finished else None
-    turn.put_app(turn.state.apps[app.id], Settled(report.state, report.reason, turn.now, rho))
-    leases.close_account(turn, app.id)
+    leases.end_all(turn, app.id, f"the app has {outcome}" if outcome == "finished" else outcome)
+    told = outcome == "finished" and ideal_s > 0 and app.basis == "measured"
+    rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s + app.start_s) if told else None
+    turn.put_app(turn.state.apps[app.id], Settled(outcome, reason, turn.now, rho, by))
+    turn.park(turn.state.apps[app.id])
+    turn.accounts.add(app.id)
     _forget_oldest(turn)
 
 
@@ -239,7 +248,7 @@ def admit_waiting(turn: Turn) -> None:
     waiting = sorted((turn.state.apps[app] for app in turn.index.enrolling), key=lambda app: app.arrival)
     cluster = turn.index.census()[2]
     for app in waiting:
-        verdict = _of_named_tenant(turn.state, app) or turn.policy.admit(cluster, _newcomer(app))
+        verdict = _of_named_tenant(turn.state, app) or _admit(turn, cluster, app)
         if verdict.admitted and bookings.sells(turn):
             if turn.now < _admission_at(turn.state):
                 continue  # what there is to sell is known when nodes have had time to enrol
@@ -250,8 +259,16 @@ def admit_waiting(turn: Turn) -> None:
                 turn.tell(app.id, verdict.reason)
         elif turn.now >= _admission_at(turn.state):
             _count(turn, -1)
-            _refuse(turn, turn.put_app(app, model.Refused(verdict.reason, turn.now)), verdict.reason)
+            refused = turn.put_app(app, model.Refused(verdict.reason, turn.now))
+            turn.effects.append(Send(Party("app", app.owner), Refusal(refused.id, verdict.reason, refused.run)))
             _forget_oldest(turn)
+
+
+def _admit(turn: Turn, cluster: Sequence[GpuView], app: App) -> Admission:
+    def refuse(failure: Failure) -> Admission:
+        return Admission(False, f"{failure.sentence}, or submit it otherwise")
+
+    return turn.ask_policy(f"admit {app.id}", lambda: turn.policy.admit(cluster, _newcomer(app)), refuse)
 
 
 def _of_named_tenant(state: model.State, app: App) -> Admission | None:
@@ -279,8 +296,8 @@ def _newcomer(app: App) -> AppView:
     )
 
 
-def _refuse(turn: Turn, app: App, reason: str) -> None:
-    turn.effects.append(Send(Party("app", app.owner), Refusal(app.id, reason)))
+def _refuse(turn: Turn, owner: str, report: AppReport, reason: str, *, cancelled: bool = False) -> None:
+    turn.effects.append(Send(Party("app", owner), Refusal(report.app, reason, report.run, cancelled)))
 
 
 def _admission_at(state: State) -> float:

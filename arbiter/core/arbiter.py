@@ -18,11 +18,25 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter.core import apps, bookings, leases, model, nodes, plans, rounds, sharing
+from arbiter.core import acts, apps, bookings, leases, model, nodes, plans, rounds, sharing, site
+from arbiter.core.history import Flow
 from arbiter.core.model import ArbiterSettings, Bidding, Chapter, Deciding, Draining, Free, Leased, State
-from arbiter.core.turn import AppRecord, Decide, Decided, Effect, Index, LeaseRecord, Note, RoundRecord, Turn, apps_on
+from arbiter.core.turn import (
+    ActRecord,
+    AppRecord,
+    Decide,
+    Decided,
+    Effect,
+    Index,
+    LeaseRecord,
+    Note,
+    RoundRecord,
+    Turn,
+    apps_on,
+)
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
+    Act,
     AppId,
     AppReport,
     Bid,
@@ -39,6 +53,7 @@ from protocol.messages import (
 )
 
 __all__ = [
+    "ActRecord",
     "AppRecord",
     "Arbiter",
     "Configured",
@@ -62,12 +77,24 @@ class MissingHistory(ValueError):  # noqa: N818 - its name says what it is
 
 
 class Configured(Struct, frozen=True, tag=True):
-    """Event: these settings hold from now on. Journaled, so that a replay decides as it was decided then."""
+    """Event: these settings hold from now on. Journaled, so that a replay decides as it was decided then.
+
+    `site` is the journal's; `adopt` says that the first site which is heard is to take its place, `alone` that nobody
+    else can be on the bus. See `arbiter.core.site`. Unless the solver is `ready`, `SolverReady` follows.
+    """
 
     settings: ArbiterSettings
+    site: str = ""
+    adopt: bool = False
+    alone: bool = False
+    ready: bool = True
 
 
-Event = Received | Tick | Connected | Configured | Decided
+class SolverReady(Struct, frozen=True, tag=True):
+    """Event: from now on policies that hold auctions can be asked."""
+
+
+Event = Received | Tick | Connected | Configured | SolverReady | Decided
 
 
 class Arbiter:
@@ -98,12 +125,18 @@ class Arbiter:
         return arbiter
 
     def _book_as_it_is(self) -> None:
-        """Book what apps have now, where a version before this one booked GPUs out of service, too."""
-        history, held = self.state.history, _held(self.state, self._index)
-        for app_id, account in sorted(history.apps.items()):
-            missing = held.get(app_id, 0.0) - account.allocated.rate
-            if abs(missing) > 1e-6:
-                history.hold(app_id, account.tenant, missing, self.state.now)
+        """Book what apps have now, where a version before this one booked it by app, and not by lease."""
+        history, now = self.state.history, self.state.now
+        rates = [account.allocated.rate for account in history.apps.values()]
+        if history.leases or history.since is None or all(isclose(rate, 0.0, abs_tol=1e-9) for rate in rates):
+            return
+        for app_id, account in sorted(history.apps.items()):  # it begins at nothing, and is booked again below
+            flow = account.allocated
+            history.apps[app_id] = replace(account, allocated=Flow(flow.at(now), 0.0, now))
+        for name, whole in sorted(history.tenants.items()):
+            flow = whole.allocated
+            history.tenants[name] = replace(whole, allocated=Flow(flow.at(now), 0.0, now))
+        Turn(self.state, now, self._index).account_all()
 
     def _begin_history(self) -> None:
         """Count GPU time from now on, as if all that is so had just become so."""
@@ -113,8 +146,7 @@ class Arbiter:
         state.history.resize(self._index.census()[1], state.settings.tenants, state.now)
         for app in sorted(state.apps.values(), key=lambda app: app.arrival):
             turn.follow(app)
-        for app_id, gpus in sorted(_held(state, self._index).items()):
-            state.history.hold(app_id, state.apps[app_id].tenant, gpus, state.now)
+        turn.account_all()
 
     def snapshot(self) -> bytes:
         """Return the whole state as bytes; equal states give equal bytes."""
@@ -131,24 +163,35 @@ class Arbiter:
         self._excuse_absence(turn)
         self.state.now = now
         self._take(turn, event)
-        nodes.lose_silent(turn)
-        leases.expire(turn)
-        if isinstance(event, Tick) and self._beat_is_due(now):
-            apps.leave_out_silent(turn)
-        bookings.renew(turn)
-        apps.admit_waiting(turn)
-        rounds.advance(turn, may_start=isinstance(event, Tick))
-        for app_id in turn.reckon():
+        listens = site.listens(turn)
+        if not listens:
+            self._go_on(turn, ticks=isinstance(event, Tick))
+        for app_id in sorted({*turn.reckon(), *turn.accounts} & self.state.apps.keys()):
             leases.close_account(turn, app_id)
         gpus = self._index.census()[1]
         if gpus != self.state.history.gpus:
             self.state.history.resize(gpus, self.state.settings.tenants, now)
-        self._say(turn)
+        if not listens:
+            self._say(turn)
         return turn.effects
+
+    def _go_on(self, turn: Turn, *, ticks: bool) -> None:
+        """Do what the time, and what has just been heard, demand."""
+        nodes.lose_silent(turn)
+        leases.keep(turn)
+        leases.expire(turn)
+        if ticks and self._beat_is_due(turn.now):
+            apps.leave_out_silent(turn)
+            site.check(turn)
+        bookings.renew(turn)
+        apps.admit_waiting(turn)
+        rounds.advance(turn, may_start=ticks)
 
     def deadline(self) -> float | None:
         """Return when the next `Tick` is wanted: a phase ends, a lease ends, a node is overdue, or the beat is due."""
         state = self.state
+        if state.listens_until is not None:
+            return state.listens_until
         candidates = [rounds.deadline(state, self._index), leases.next_expiry(self._index), self._index.overdue_at]
         if state.nodes or state.apps:
             candidates.append(state.beat_at + state.settings.beat_s)
@@ -185,6 +228,9 @@ class Arbiter:
             case Tick():
                 pass
             case Configured(settings):
+                self.state.site = event.site or self.state.site
+                self.state.adopting, self.state.alone = event.adopt, event.alone
+                self.state.solver_ready = event.ready
                 if settings != self.state.settings:
                     before, self.state.settings = self.state.settings, settings
                     bookings.reprice(turn, before)
@@ -198,6 +244,8 @@ class Arbiter:
                         turn.follow(self.state.apps[app_id])
                     turn.state.history.resize(self._index.census()[1], settings.tenants, turn.now)
                     turn.tell("rounds", f"settings changed; the policy is {settings.policy}", loudly=True)
+            case SolverReady():
+                self.state.solver_ready, self.state.news = True, True
             case Connected(epoch):
                 self._lead(turn, epoch)
             case Decided():
@@ -220,6 +268,7 @@ class Arbiter:
         nodes.plan_anew(turn)
         turn.apps |= state.apps.keys()
         turn.tell("rounds", f"leading in epoch {epoch}")
+        site.begin(turn)
 
     def _excuse_absence(self, turn: Turn) -> None:
         """If we have not been ticked for several beats it was we who were away: hold nobody's silence against them."""
@@ -232,18 +281,26 @@ class Arbiter:
     def _hear(self, turn: Turn, sender: Party, message: object) -> None:
         match message:
             case NodeReport():
-                if sender == Party("node", message.node):
-                    nodes.take_report(turn, message)
-                else:
+                if sender != Party("node", message.node):
                     turn.tell(sender.user, f"spoke for node {message.node}; refused", loudly=True)
+                elif (
+                    nodes.is_plausible(turn, message)
+                    and site.may_speak(turn, sender, message.site, knows_epoch=message.epoch)
+                    and site.note_epoch(turn, message)
+                ):
+                    nodes.take_report(turn, message)
             case AppReport():
-                apps.take_report(turn, sender, message)
+                if site.may_speak(turn, sender, message.site):
+                    apps.take_report(turn, sender, message)
             case ProbeReply():
                 if self._may_speak(turn, sender, message):
                     rounds.take_rho(turn, message)
             case Bid():
                 if self._may_speak(turn, sender, message):
                     rounds.take_bid(turn, message)
+            case Act():
+                if site.may_speak(turn, sender, message.site):
+                    acts.take(turn, sender, message)
             case Query() | LogChunk():
                 pass  # answered by the daemon's desk; changes nothing here
             case _:
@@ -321,8 +378,8 @@ class Arbiter:
             turn.effects.append(Send(Party("app", app.owner), preempt))
 
     def _say_holdings(self, turn: Turn, app: model.App, cluster_gpus: int, *, restate: bool) -> None:
-        if not app.active and app.id not in turn.apps:
-            return
+        if app.id not in turn.apps and not (app.active and (turn.hears(app) or app.id in turn.index.holders)):
+            return  # nobody restates what is to an app that is over, or to an agent that is gone
         holdings = plans.holdings_of(turn, app, cluster_gpus=cluster_gpus)
         digest = plans.holdings_digest(holdings)
         changed = digest != app.holdings_digest

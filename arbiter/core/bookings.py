@@ -43,7 +43,11 @@ def sell(turn: Turn, app: App) -> Admission:
     booked = [other for other in others if other.booking is not None]
     homes = {each.id: there for each in (app, *booked) if (there := _nodes_of(turn, each))}
     market = Market(turn.now, _usable(turn), tuple(_asking_now(turn, each) for each in booked), turn.state.asked, homes)
-    verdict = policy.sell(market, _asking_now(turn, app))
+    verdict = turn.ask_policy(
+        f"sell to {app.id}",
+        lambda: policy.sell(market, _asking_now(turn, app)),
+        lambda failure: Admission(False, f"{failure.sentence}, or submit it otherwise"),
+    )
     if verdict.asked is not None and (app.booking is None or app.booking == UNASKED):
         turn.state.asked = (*turn.state.asked, verdict.asked)[-ASKED_MAX:]
     if verdict.booking is not None:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from arbiter.core import leases, model, sharing, trials
 from arbiter.core.model import Deciding, Draining, Free, Gpu, Leased
 from arbiter.core.policy import Allocation, Clock, Displaced, Outcome
-from arbiter.core.turn import Decide, Decided, Turn, policy_of
+from arbiter.core.turn import Decide, Decided, Turn, failure_of, policy_of
 from protocol.messages import AppId, GpuId, NodeId, device_of
 
 
@@ -35,6 +35,13 @@ def decide(effect: Decide, clock: Clock | None = None) -> Decided:
     return Decided(effect.round, effect.epoch, sharing.with_guests(view, allocation))
 
 
+def failed(effect: Decide, error: Exception) -> Decided:
+    """Return what becomes of a round whose policy raised `error`: holders keep what they have, and know why."""
+    failure = failure_of(effect.policy, "decide", error)
+    rest = f"keeps what it holds, if it holds any: {failure.sentence}"
+    return Decided(effect.round, effect.epoch, Allocation({}, (), unnamed="holder", rest=rest), failure)
+
+
 def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome, ...]:
     """Derive the transitions by comparing desired with current; return the outcomes as they have become.
 
@@ -46,15 +53,15 @@ def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome,
         turn.tell("rounds", f"the policy assigned {stray}, which was not in play; ignored", loudly=True)
     desired = {gpu: app for gpu, app in sorted(allocation.assign.items()) if gpu in asked | takeable}
     here = _here(turn, asked, takeable, allocation)
-    withheld = _withheld(turn, here, desired)
+    withheld = in_vain(turn, here, desired)
     for (app, why), gpus in _grouped((desired[gpu], why, gpu) for gpu, why in withheld.items()):
         turn.tell("rounds", f"round {turn.state.round} gave {gpus} to {app} in vain: {why}", loudly=True)
     winners = {gpu: app for gpu, app in desired.items() if gpu not in withheld}
     served = frozenset(winners.values())
     rooms = [(each, _comes(each, winners, served)) for each in allocation.displaced]
-    in_vain = [each for each, trial in rooms if trial is None]
-    withheld |= _in_vain(in_vain, desired, withheld)
-    desired = {gpu: each.trial for each in in_vain for gpu in each.gpus} | desired
+    needless = [each for each, trial in rooms if trial is None]
+    withheld |= _stays(needless, desired, withheld)
+    desired = {gpu: each.trial for each in needless for gpu in each.gpus} | desired
     turn.state.news = turn.state.news or bool(withheld)
     makes_room = {gpu: winners.get(gpu, trial) for each, trial in rooms if trial is not None for gpu in each.gpus}
     staying = {gpu_id: gpu for gpu_id, gpu in here.items() if gpu_id in withheld and gpu_id not in makes_room}
@@ -76,7 +83,7 @@ def _comes(room: Displaced, winners: Mapping[GpuId, AppId], served: frozenset[Ap
     return min((winners[gpu] for gpu in room.gpus if gpu in winners), default=None)
 
 
-def _in_vain(
+def _stays(
     rooms: Iterable[Displaced], desired: Mapping[GpuId, AppId], withheld: Mapping[GpuId, str]
 ) -> dict[GpuId, str]:
     """Return the GPUs that nobody need leave, as no trial comes, each with a clause on why."""
@@ -136,7 +143,7 @@ def _move(turn: Turn, gpu: Gpu, app: model.App | None, *, trial: AppId | None, g
 # --- what cannot be done --------------------------------------------------------------------------------------------
 
 
-def _withheld(turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId]) -> dict[GpuId, str]:
+def in_vain(turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId]) -> dict[GpuId, str]:
     """Return the GPUs that do not go to whom they were given, each with a clause on why."""
     reasons = {gpu: "it is no longer in play" for gpu in desired if gpu not in here}
     shares: dict[AppId, list[Gpu]] = defaultdict(list)

@@ -1,8 +1,9 @@
 """Long-term GPU-time fairness (LTGF): who has had how much GPU time, and how much was fair, since counting began.
 
 All figures are integrals over time of numbers that change at events only: an app comes, goes or wants another number
-of GPUs, a GPU changes hands, the cluster grows or shrinks. They are part of the arbiter's state, so the journal and its
-snapshots keep them over restarts, and a tenant's outlive its apps.
+of GPUs, a GPU changes hands, a job is parked, the cluster grows or shrinks. What apps and tenants have had is the sum
+of their leases, so that all of them, and the ledger's rows, add up. They are part of the arbiter's state, so the
+journal and its snapshots keep them over restarts, and a tenant's outlive its apps.
 
 How it works. Apps that share GPUs by weight are in a `Pool`: one of all apps (Eq. 3), one of each tenant's (Eq. 13). Of
 a pool with C GPUs an app of weight w that can use d of them has a fair rate of min(d, w C / sum of weights), which is
@@ -22,18 +23,22 @@ from typing import Annotated
 from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
-from protocol.messages import AppId, TenantId, Weight
+from protocol.messages import AppId, LeaseId, OwnerId, TenantId, Weight
 
 #: An app below this is counted as treated unfairly. Source: Astraea, its figures on jobs.
 UNFAIR_BELOW = 0.95
 
 
 class TenantTerms(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a tenant is due: a part of the GPUs by its `weight`, or the GPUs of its `quota`; others have weight 1."""
+    """What a tenant is due: a part of the GPUs by its `weight`, or the GPUs of its `quota`; others have weight 1.
 
-    name: Annotated[TenantId, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+    `members` are the owners whose apps may be its; where none is named, all may.
+    """
+
+    name: TenantId
     weight: Weight = 1.0
     quota: Annotated[int, Meta(ge=1, le=2**31)] | None = None
+    members: tuple[OwnerId, ...] = ()
 
 
 class Flow(Struct, frozen=True, array_like=True):
@@ -118,6 +123,28 @@ class Pool(Struct):
         return group.fair_gpu_s
 
 
+class LeaseBook(Struct, frozen=True):
+    """The GPU time of one lease: had, and of that what passed while its app was leaving."""
+
+    app: AppId
+    tenant: TenantId
+    had: Flow = Flow()
+    draining: Flow = Flow()
+
+
+class Spent(Struct, frozen=True):
+    """Where GPU time went, of an app or a tenant, beside what it has had.
+
+    `draining` is of what it has had: from the end of a lease until the GPU was proven empty. `lost` likewise: what had
+    to be done again, as attempts ended without having saved it. `parked` is not: GPUs times the time in which jobs lay
+    parked on them, while others had them or nobody.
+    """
+
+    draining: Flow = Flow()
+    parked: Flow = Flow()
+    lost_gpu_s: float = 0.0
+
+
 class AppAccount(Struct, frozen=True):
     """What an app has had, and what was fair.
 
@@ -131,6 +158,7 @@ class AppAccount(Struct, frozen=True):
     allocated: Flow = Flow()  #: GPUs it holds, until proven empty; of a shared GPU its part
     fair_all: float = 0.0
     fair_within: float = 0.0
+    spent: Spent = Spent()
 
     @property
     def key(self) -> str:
@@ -144,6 +172,7 @@ class TenantAccount(Struct, frozen=True):
     allocated: Flow = Flow()
     fair: Flow = Flow()  #: of min(demand, quota); Eq. 8
     quota: Flow = Flow()  #: of its quota, whatever it wants; Eq. 16
+    spent: Spent = Spent()
 
 
 class Standing(Struct, frozen=True):
@@ -152,6 +181,9 @@ class Standing(Struct, frozen=True):
     allocated_gpu_s: float
     fair_gpu_s: float  #: of an app Eq. 4, among all apps; of a tenant Eq. 8
     other_gpu_s: float  #: of an app Eq. 15, within its tenant; of a tenant Eq. 16
+    draining_gpu_s: float = 0.0  #: as in `Spent`
+    parked_gpu_s: float = 0.0
+    lost_gpu_s: float = 0.0
 
     @property
     def ltgf(self) -> float | None:
@@ -162,6 +194,11 @@ class Standing(Struct, frozen=True):
     def ltgf_other(self) -> float | None:
         """The index by the other fair share: of an app within its tenant, of a tenant by its whole quota."""
         return ratio(self.allocated_gpu_s, self.other_gpu_s)
+
+
+def _standing(had_gpu_s: float, fair_gpu_s: float, other_gpu_s: float, spent: Spent, now: float) -> Standing:
+    draining_gpu_s, parked_gpu_s = spent.draining.at(now), spent.parked.at(now)
+    return Standing(had_gpu_s, fair_gpu_s, other_gpu_s, draining_gpu_s, parked_gpu_s, spent.lost_gpu_s)
 
 
 def ratio(allocated_gpu_s: float, fair_gpu_s: float) -> float | None:
@@ -179,6 +216,7 @@ class History(Struct):
     pools: dict[TenantId, Pool] = field(default_factory=dict)  #: those of each tenant
     tenants: dict[TenantId, TenantAccount] = field(default_factory=dict)
     apps: dict[AppId, AppAccount] = field(default_factory=dict)
+    leases: dict[LeaseId, LeaseBook] = field(default_factory=dict)  #: those that are not over
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -218,15 +256,72 @@ class History(Struct):
         else:
             self._take_share(account.tenant, self.tenants[account.tenant].quota.rate, now)
 
-    def hold(self, app: AppId, tenant: TenantId, change: float, now: float) -> None:
-        """From `now` on an app holds so many GPUs more, or fewer."""
-        account = self.apps.get(app) or AppAccount(tenant)
+    def book(self, lease: LeaseId, app: AppId, tenant: TenantId, part: float, *, drains: bool, now: float) -> bool:
+        """From `now` on a lease is worth this part of a GPU, 0 out of service; return whether that is new."""
+        book = self.leases.get(lease) or LeaseBook(app, tenant)
+        had, draining = part, part if drains else 0.0
+        if lease in self.leases and (book.had.rate, book.draining.rate) == (had, draining):
+            return False
+        if had != book.had.rate:
+            self._hold(book, had - book.had.rate, now)
+        if draining != book.draining.rate:
+            self._spend(book.app, book.tenant, now, draining=draining - book.draining.rate)
+        self.leases[lease] = replace(
+            book, had=book.had.changed(had, now), draining=book.draining.changed(draining, now)
+        )
+        return True
+
+    def close(self, lease: LeaseId, now: float) -> LeaseBook:
+        """A lease is over; return what its GPU time was."""
+        book = self.leases[lease]
+        self.book(lease, book.app, book.tenant, 0.0, drains=False, now=now)
+        return self.leases.pop(lease)
+
+    def _hold(self, book: LeaseBook, change: float, now: float) -> None:
+        account = self.apps.get(book.app) or AppAccount(book.tenant)
         held = account.allocated
-        self.apps[app] = replace(account, allocated=held.changed(held.rate + change, now))
+        self.apps[book.app] = replace(account, allocated=held.changed(held.rate + change, now))
         self._open(account.tenant)
         whole = self.tenants[account.tenant]
         held = whole.allocated
         self.tenants[account.tenant] = replace(whole, allocated=held.changed(held.rate + change, now))
+
+    def park(self, app: AppId, tenant: TenantId, gpus: int, now: float) -> None:
+        """From `now` on jobs of an app lie parked on so many GPUs."""
+        account = self.apps.get(app)
+        before = account.spent.parked.rate if account is not None else 0.0
+        if gpus != before:
+            self._spend(app, tenant, now, parked=gpus - before)
+
+    def lose(self, app: AppId, tenant: TenantId, gpu_s: float, now: float) -> None:
+        """So much of what an app has had has to be done again."""
+        if gpu_s:
+            self._spend(app, tenant, now, lost_gpu_s=gpu_s)
+
+    def _spend(
+        self,
+        app: AppId,
+        tenant: TenantId,
+        now: float,
+        *,
+        draining: float = 0.0,
+        parked: float = 0.0,
+        lost_gpu_s: float = 0.0,
+    ) -> None:
+        """Add to where the GPU time of an app went, and to its tenant's."""
+
+        def added(spent: Spent) -> Spent:
+            return Spent(
+                spent.draining.changed(spent.draining.rate + draining, now) if draining else spent.draining,
+                spent.parked.changed(spent.parked.rate + parked, now) if parked else spent.parked,
+                spent.lost_gpu_s + lost_gpu_s,
+            )
+
+        account = self.apps.get(app) or AppAccount(tenant)
+        self.apps[app] = replace(account, spent=added(account.spent))
+        self._open(account.tenant)
+        whole = self.tenants[account.tenant]
+        self.tenants[account.tenant] = replace(whole, spent=added(whole.spent))
 
     def forget(self, app: AppId) -> None:
         """An app is over and remembered no more; its tenant's figures stay."""
@@ -244,12 +339,13 @@ class History(Struct):
         if account.demand:
             fair_all += self.pool.accrued_by(account.key, now)
             fair_within += self.pools[account.tenant].accrued_by(account.key, now)
-        return Standing(account.allocated.at(now), max(0.0, fair_all), max(0.0, fair_within))
+        return _standing(account.allocated.at(now), max(0.0, fair_all), max(0.0, fair_within), account.spent, now)
 
     def of_tenant(self, tenant: TenantId, now: float) -> Standing:
         """Return where a tenant stands."""
         account = self.tenants.get(tenant, TenantAccount())
-        return Standing(account.allocated.at(now), account.fair.at(now), account.quota.at(now))
+        had, fair, quota = (flow.at(now) for flow in (account.allocated, account.fair, account.quota))
+        return _standing(had, fair, quota, account.spent, now)
 
     def weight_of(self, tenant: TenantId) -> float:
         """Return the weight of a tenant."""

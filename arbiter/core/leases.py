@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from arbiter.core import model
+from arbiter.core import budget, model
 from arbiter.core.model import Draining, Free, Gpu, Lease, Leased
 from arbiter.core.policy import GpuView
 from arbiter.core.turn import AppRecord, Index, LeaseRecord, Turn
@@ -20,9 +20,16 @@ from protocol.messages import AppId, GpuId, LeaseId, device_of
 
 def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int, guest: bool = False) -> Lease:  # noqa: A002
     """Lease a free GPU to `app` from now, for as long as the policy's tenure says; where it is parked, that seat."""
-    state = turn.state
     gpu = _own_seat(turn, gpu, app)
     assert gpu.present
+    lease = _lease(turn, gpu, app, round=round, guest=guest)
+    turn.tell(gpu.id, f"granted to {app.id} in round {round} as {lease.id}")
+    return lease
+
+
+def _lease(turn: Turn, gpu: Gpu, app: model.App, *, round: int, guest: bool = False) -> Lease:  # noqa: A002
+    state = turn.state
+    app = state.apps[app.id]
     state.leases_made += 1
     lease = Lease(
         id=LeaseId(f"{app.id}/{state.leases_made}"),
@@ -37,7 +44,6 @@ def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int, guest: bool = Fal
     turn.put_gpu(gpu, Leased(lease))
     turn.granted[app.id].append(lease)
     state.apps[app.id] = replace(app, tally=replace(app.tally, grants=app.tally.grants + 1))
-    turn.tell(gpu.id, f"granted to {app.id} in round {round} as {lease.id}")
     return lease
 
 
@@ -182,15 +188,8 @@ def prove(turn: Turn, gpu: Gpu) -> None:
     assert isinstance(gpu.state, Draining)
     assert gpu.empty or not gpu.present
     drained = gpu.state
-    held_s = turn.now - drained.lease.granted_at
-    app = turn.state.apps[drained.lease.app]
-    turn.state.apps[app.id] = replace(app, tally=replace(app.tally, gpu_seconds=app.tally.gpu_seconds + held_s))
-    turn.effects.append(
-        LeaseRecord(drained.lease.id, app.id, gpu.id, gpu.node, drained.lease.granted_at, turn.now, drained.reason)
-    )
-    turn.put_gpu(gpu, Free(turn.now))
+    app = release(turn, gpu)
     turn.tell(gpu.id, f"proved empty after {app.id}")
-    close_account(turn, app.id)
     winner = turn.state.apps.get(drained.promised_to) if drained.promised_to is not None else None
     freed = turn.state.gpus[gpu.id]
     if winner is not None and winner.active and model.usable(turn.state, freed) and _may_have(turn, winner, freed):
@@ -198,6 +197,33 @@ def prove(turn: Turn, gpu: Gpu) -> None:
         _align(turn, lease)
     else:
         turn.state.news = True
+
+
+def release(turn: Turn, gpu: Gpu) -> model.App:
+    """End a lease for good and record it; return whose it was."""
+    assert isinstance(gpu.state, Draining)
+    drained = gpu.state
+    held_s = turn.now - drained.lease.granted_at
+    app = turn.state.apps[drained.lease.app]
+    turn.state.apps[app.id] = replace(app, tally=replace(app.tally, gpu_seconds=app.tally.gpu_seconds + held_s))
+    turn.put_gpu(gpu, Free(turn.now))
+    book = turn.state.history.close(drained.lease.id, turn.now)
+    turn.index.versions[app.id] += 1
+    turn.effects.append(
+        LeaseRecord(
+            lease=drained.lease.id,
+            app=app.id,
+            gpu=gpu.id,
+            node=gpu.node,
+            start=drained.lease.granted_at,
+            end=turn.now,
+            reason=drained.reason,
+            had_gpu_s=book.had.total,
+            draining_gpu_s=book.draining.total,
+        )
+    )
+    turn.accounts.add(app.id)
+    return turn.state.apps[app.id]
 
 
 def close_account(turn: Turn, app_id: AppId) -> None:
@@ -217,6 +243,9 @@ def close_account(turn: Turn, app_id: AppId) -> None:
             allocated_gpu_s=standing.allocated_gpu_s,
             fair_gpu_s=standing.fair_gpu_s,
             fair_within_gpu_s=standing.other_gpu_s,
+            draining_gpu_s=standing.draining_gpu_s,
+            parked_gpu_s=standing.parked_gpu_s,
+            lost_gpu_s=standing.lost_gpu_s,
         )
     )
 
@@ -247,6 +276,62 @@ def _align(turn: Turn, newest: Lease) -> None:
             turn.put_gpu(gpu, Leased(replace(lease, expires_at=end)))
 
 
+def adopt(turn: Turn) -> None:
+    """Lease to apps what their tasks run on, where the journal knows nothing of it, or something else.
+
+    Only for an arbiter that has said nothing yet in this epoch. A task that its node reports, and that its app wishes
+    on these very GPUs, was granted them by an arbiter of which the journal does not know. A lease that the journal
+    tells of on such a GPU is over: nothing of its app is there, and nothing can be started there before we speak.
+    """
+    for task in sorted(turn.state.tasks.values(), key=lambda task: task.id):
+        app = turn.state.apps.get(task.app)
+        if app is None or not app.active or not task.alive or task.phase == "suspended":
+            continue
+        wished = any(
+            job.id == task.job and job.attempt == task.attempt and set(task.gpus) <= set(job.gpus) for job in app.jobs
+        )
+        gpus = [turn.state.gpus[gpu] for gpu in task.gpus if gpu in turn.state.gpus]
+        if wished and len(gpus) == len(task.gpus) and all(_is_only_its(turn, gpu, task) for gpu in gpus):
+            for gpu in gpus:
+                _adopt(turn, gpu, task)
+
+
+def _is_only_its(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
+    """Whether a task has a GPU's seat to itself, and its app no other seat of that GPU."""
+    others = (turn.state.tasks[each] for each in turn.index.node_tasks[gpu.node] if each != task.id)
+    alone = not any(gpu.id in each.gpus and each.alive and each.phase != "suspended" for each in others)
+    own = {each for each in turn.index.seats[device_of(gpu.id)] if each in turn.index.gpus[task.app]}
+    return gpu.present and model.usable(turn.state, gpu) and alone and own <= {gpu.id}
+
+
+def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> None:
+    if isinstance(gpu.state, Leased) and gpu.state.lease.app == task.app:
+        return
+    if isinstance(gpu.state, Leased):
+        revoke(turn, gpu, "it was another's by then, of which the journal does not know", preempted=True)
+        gpu = turn.state.gpus[gpu.id]
+    if isinstance(gpu.state, Draining):
+        release(turn, gpu)
+        gpu = turn.state.gpus[gpu.id]
+    lease = _lease(turn, gpu, turn.state.apps[task.app], round=turn.state.round)
+    turn.tell(gpu.id, f"found with {task.id}: leased to {task.app} as {lease.id}")
+    turn.tell(task.app, f"keeps {gpu.id} on {gpu.node}, where {task.id} was found")
+
+
+def keep(turn: Turn) -> None:
+    """Let leases that are about to end go on where preempting would cost more than it may (`budget`)."""
+    lead_s = turn.state.settings.renewal_lead_s
+    if turn.policy.tenure != "lease" or turn.index.next_end > turn.now + lead_s:
+        return
+    for gpu_id in sorted(budget.kept(turn) - turn.index.guests):
+        gpu = turn.state.gpus.get(gpu_id)
+        if gpu is not None and isinstance(gpu.state, Leased) and gpu.state.lease.expires_at <= turn.now + lead_s:
+            lease = gpu.state.lease
+            turn.put_gpu(gpu, Leased(replace(lease, expires_at=turn.now + turn.state.settings.lease_s)))
+            turn.state.gathered.pop(gpu_id, None)
+            budget.tell_kept(turn, lease.app, gpu_id)
+
+
 def expire(turn: Turn) -> None:
     """End every lease whose time is up and that no round has renewed."""
     if turn.index.next_end > turn.now:
@@ -271,7 +356,9 @@ def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
     """Return, by id, the GPUs a round may assign: free and proven, or leased until soon, or revocable at any time."""
     index = turn.index
     if turn.policy.tenure == "revocable":
-        return index.revocable()
+        kept = budget.kept(turn) - index.guests
+        views = index.revocable()
+        return {gpu: view for gpu, view in views.items() if gpu not in kept} if kept else views
     ending = set(index.guests)
     soon = turn.now + turn.state.settings.renewal_lead_s
     if turn.policy.tenure == "lease" and index.next_end <= soon:
@@ -310,9 +397,3 @@ def promised(turn: Turn) -> dict[AppId, list[Gpu]]:
 def next_expiry(index: Index, *, lead_s: float = 0.0) -> float | None:
     """Return when the next lease is within `lead_s` of its end, or None."""
     return index.next_end - lead_s if index.ends else None
-
-
-def running_gpu_seconds(state: model.State, gpus: Iterable[GpuId], now: float) -> float:
-    """Return the GPU-seconds of leases that are not over yet."""
-    states = (state.gpus[gpu_id].state for gpu_id in gpus)
-    return sum(now - each.lease.granted_at for each in states if not isinstance(each, Free))

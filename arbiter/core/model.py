@@ -17,6 +17,7 @@ from arbiter.core.history import History, TenantTerms
 from arbiter.core.policy import Asked, Booking, Settings
 from protocol.messages import (
     AppId,
+    Basis,
     Bid,
     GpuId,
     JobId,
@@ -27,9 +28,11 @@ from protocol.messages import (
     Measured,
     NodeId,
     Outcome,
+    OwnerId,
     PreemptBy,
     Priority,
     Sharing,
+    SiteId,
     StepSource,
     TaskId,
     TaskPhase,
@@ -67,6 +70,14 @@ class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     quantum_s: float = 60.0  #: how long a job's turn on a shared GPU lasts at least
     tenants: tuple[TenantTerms, ...] = ()  #: what tenants are due; those that are not named have weight 1
     tenants_only: bool = False  #: refuse apps of tenants that are not named in `tenants`
+    #: A job that can neither save nor be suspended may lose at most this part of the time it has run to preemption, and
+    #: keeps its GPUs until that is so; 1: it may lose all.
+    preemption_budget: float = 0.2
+    admins: tuple[OwnerId, ...] = ()  #: owners who may act on what is others'
+    apps_max: int = 1000  #: of one owner that are not over; more are refused
+    priority_max: int = 0  #: the highest that an app may have, whatever its app agent allows
+    weight_max: float = 10.0  #: the greatest that an app may have
+    classes: tuple[Kind, ...] = ("batch", "trial")  #: that an app may be of
 
     @property
     def solver_budget_s(self) -> float:
@@ -180,6 +191,13 @@ class Node(Struct, frozen=True):
     host_bytes: int = 0
 
 
+class Toll(Struct, frozen=True):
+    """Seconds that a job has run, and of these, that it had to run again or will have to."""
+
+    ran_s: float = 0.0
+    lost_s: float = 0.0
+
+
 class Task(Struct, frozen=True):
     """One attempt of one job, as its node agent last reported it, or as it was ordered and not yet heard of.
 
@@ -210,6 +228,12 @@ class Task(Struct, frozen=True):
     samples: int = 0
     unflushed: bool = False
     ordered_seq: int = 0
+    counted: Toll = Toll()  #: what of it is in its app's tolls
+
+    @property
+    def helpless(self) -> bool:
+        """Whether preempting it now would throw away what it has done: it trains, and can neither save nor rest."""
+        return self.phase in ("starting", "running") and not (self.cooperative or self.can_checkpoint)
 
     @property
     def alive(self) -> bool:
@@ -249,12 +273,13 @@ class Refused(Struct, frozen=True, tag=True):
 
 
 class Settled(Struct, frozen=True, tag=True):
-    """Over, by its own word."""
+    """Over, by its own word, or cancelled `by` an owner without its app agent."""
 
     outcome: Literal["finished", "failed", "cancelled"]
     reason: str
     at: float
     rho: float | None  #: None unless it finished and said how long it would have taken alone
+    by: str = ""
 
 
 AppState = Enrolling | Active | Refused | Settled
@@ -318,6 +343,8 @@ class App(Struct, frozen=True):
     apps_integral: float  #: the integral of the number of apps over time when it arrived
     arrival: int = 0  #: how many had arrived before
     ideal_s: float = 0.0
+    basis: Basis = "measured"  #: what its times rest on
+    start_s: float = 0.0  #: what its first start took; alone it would take that, too
     rho: float | None = None
     tally: Tally = Tally()
     migrations: int = 0
@@ -348,6 +375,8 @@ class App(Struct, frozen=True):
     host_bytes: int = 0
     preempted: int = 0  #: how often it made room for a trial: P of PAPERS.md section 3 is about that
     preempted_in: int = 0  #: the round in which it last did; later ones stand before it in the queue
+    tolls: dict[JobId, Toll] = {}  #: of attempts that are over
+    run: str = ""  #: the submission; reports of another one under the same id are refused
 
     @property
     def active(self) -> bool:
@@ -422,6 +451,7 @@ class Deciding(Struct, frozen=True, tag=True):
     seats: tuple[GpuId, ...] = ()  #: those that guests may get or leave
     takeable: tuple[GpuId, ...] = ()  #: those not in play that a trial may be given
     rhos_none: dict[AppId, float] = {}  #: as bid, by those of whose GPUs none was in play
+    epoch: int = 0  #: in which it was asked
 
 
 RoundState = Idle | Probing | Bidding | Deciding
@@ -473,6 +503,16 @@ class State(Struct):
     asked: tuple[Asked, ...] = ()  #: the apps that have asked for a booking last, the newest last
     slot: tuple[int, int] = (0, 0)  #: the slot and the number of usable GPUs for which bookings were last looked at
     history: History = field(default_factory=History)  #: who has had how much GPU time
+    policy_failures: int = 0  #: how often a policy has raised an exception
+    solver_ready: bool = True  #: policies that hold auctions can be asked
+    site: SiteId = ""  #: which site this is (see `site`); empty: sites are not told apart
+    alone: bool = False  #: nobody else can be on the bus
+    adopting: bool = False  #: the first site that is heard becomes this one
+    heard_own: bool = False  #: somebody of this site has spoken in this epoch
+    foreign: dict[str, str] = field(default_factory=dict)  #: who has spoken in this epoch for which other site
+    behind: bool = False  #: others have seen more, in this epoch, than the journal knows
+    journal_epoch: int = 0  #: of an arbiter that is: the newest epoch in which it gave orders before it learnt so
+    listens_until: float | None = None  #: it only listens until then
 
 
 def usable(state: State, gpu: Gpu) -> bool:

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from arbiter.core import bookings, leases, model, plans
+from arbiter.core import bookings, budget, leases, model, plans
 from arbiter.core.model import Draining, Free, Gpu, Lost, Node, State, Up
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId, GpuStatus, NodeReport, TaskId, device_of
 
+#: Node agents count their starts, from the seconds of a clock on.
+INCARNATION_MAX = 2**52
 #: Phases of a task that has shown what it can do; between its turns on a shared GPU, too.
 RUNNING = ("running", "resting")
 
@@ -20,9 +22,6 @@ def take_report(turn: Turn, report: NodeReport) -> None:
     node = turn.state.nodes.get(report.node)
     if node is not None and (report.incarnation, report.seq) <= (node.incarnation, node.report_seq):
         return
-    if report.epoch > turn.state.epoch:
-        why = f"knows epoch {report.epoch}, newer than ours ({turn.state.epoch}), and refuses our plans"
-        turn.tell(report.node, f"{why}: another arbiter leads, or this one has lost its state", loudly=True)
     if node is None or not _up_to_date(turn.state, node, report):
         turn.nodes.add(report.node)
     node = _enrol(turn, node, report)
@@ -30,6 +29,14 @@ def take_report(turn: Turn, report: NodeReport) -> None:
     _take_tasks(turn, node, report)
     if report.epoch == turn.state.epoch:
         _take_proofs(turn, node, report)
+
+
+def is_plausible(turn: Turn, report: NodeReport) -> bool:
+    """Whether a node agent can have counted its own starts so far; a number at the end of all would silence it."""
+    if report.incarnation <= INCARNATION_MAX:
+        return True
+    turn.tell(report.node, f"reports incarnation {report.incarnation}, which no node agent has; refused", loudly=True)
+    return False
 
 
 def _enrol(turn: Turn, known: Node | None, report: NodeReport) -> Node:
@@ -152,15 +159,20 @@ def _withdraw_gpu(turn: Turn, gpu: Gpu, why: str) -> None:
 def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
     reported = {status.task: plans.take_task(node.id, status) for status in report.tasks}
     _forget_tasks(turn, turn.index.node_tasks[node.id] - reported.keys(), report)
-    for task in reported.values():
-        known = turn.state.tasks.get(task.id)
+    for said in reported.values():
+        known, task = turn.state.tasks.get(said.id), said
         if not _makes_sense(known, task):
             turn.tell(node.id, f"reports a task {task.id} of {task.app}, which makes no sense; ignored", loudly=True)
             continue
         if known is not None and known.node != node.id:
             turn.tell(task.app, f"{task.id} is reported by {node.id} and by {known.node}; {known.node} counts")
             continue
-        turn.state.tasks[task.id] = replace(task, ordered_seq=known.ordered_seq if known else 0)
+        if known is not None:
+            task = replace(task, ordered_seq=known.ordered_seq, counted=known.counted)
+        if task.phase == "exited":
+            task = budget.count(turn, task)
+        turn.state.tasks[task.id] = task
+        turn.index.mark(task)
         _note_manners(turn, task)
         if known is None or (_news_of(known), known.gpus) != (_news_of(task), task.gpus):
             turn.index.bind_task(task)
@@ -196,6 +208,7 @@ def _trains(task: model.Task) -> bool:
 def _note_resting(turn: Turn, app_id: AppId) -> None:
     """Note whether a task of an app rests between its turns: told to leave now, it would be parked for good."""
     app = turn.state.apps[app_id]
+    turn.park(app)
     resting = any(turn.state.tasks[task].phase == "resting" for task in turn.index.tasks[app_id])
     if app.resting != resting:
         turn.state.apps[app_id] = replace(app, resting=resting)
@@ -231,11 +244,14 @@ def _makes_sense(known: model.Task | None, task: model.Task) -> bool:
 
 def _forget_tasks(turn: Turn, missing: set[TaskId], report: NodeReport) -> None:
     """Forget what the node no longer has, if it knows a plan later than the last that told it to run it."""
-    if report.epoch != turn.state.epoch:
+    # As long as we only listen, we have ordered nothing since the plan of a newer epoch that the node has obeyed.
+    obeyed_later = turn.state.listens_until is not None and report.epoch > turn.state.journal_epoch > 0
+    if report.epoch != turn.state.epoch and not obeyed_later:
         return
     for task_id in sorted(missing):
         task = turn.state.tasks[task_id]
-        if report.plan_seq > task.ordered_seq:
+        if obeyed_later or report.plan_seq > task.ordered_seq:
+            budget.count(turn, task)
             del turn.state.tasks[task_id]
             turn.index.unbind_task(task)
             turn.apps.add(task.app)
@@ -298,6 +314,8 @@ def lose_silent(turn: Turn) -> None:
             turn.nodes.add(node.id)
             turn.apps |= {turn.state.tasks[task].app for task in turn.index.node_tasks[node.id]}
             turn.apps &= turn.state.apps.keys()
+            for task_id in sorted(turn.index.node_tasks[node.id]):
+                turn.state.tasks[task_id] = budget.count(turn, turn.state.tasks[task_id])
             for gpu_id in sorted(turn.index.node_gpus[node.id]):
                 leases.withdraw(turn, turn.state.gpus[gpu_id], f"node {node.id} was lost")
     seen = [node.state.seen_at for node in turn.state.nodes.values() if isinstance(node.state, Up)]

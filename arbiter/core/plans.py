@@ -95,7 +95,18 @@ def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> Nod
     terms = tuple(_terms(turn, lease, gpu) for lease, gpu in outline.leases)
     orders = tuple(order for some in outline.orders for order in some)
     sharing, seats, quantum_s = outline.sharing
-    return NodePlan(node.id, turn.state.epoch, node.plan_seq, terms, orders, sharing, seats, quantum_s)
+    return NodePlan(
+        node=node.id,
+        epoch=turn.state.epoch,
+        seq=node.plan_seq,
+        leases=terms,
+        tasks=orders,
+        sharing=sharing,
+        seats=seats,
+        quantum_s=quantum_s,
+        site=turn.state.site,
+        incarnation=node.incarnation,
+    )
 
 
 def _orders_for(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
@@ -267,6 +278,7 @@ def holdings_of(turn: Turn, app: model.App, *, cluster_gpus: int) -> Holdings:
         tasks=tuple(_status(state, task) for task in tasks),
         cluster_gpus=cluster_gpus,
         acked=app.report_seq,
+        site=state.site,
     )
 
 

@@ -23,6 +23,8 @@ from arbiter.core.turn import Decide, Decided, Index, RoundRecord, Shown, Turn, 
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId, TenantId
 
+#: After a round whose policy failed, the next one comes so much later: another view may do no harm to it.
+FAILED_AGAIN_S = 15.0
 #: When leases are about to end and nobody wants GPUs, that is looked at again so much later, or when there is news.
 FRUITLESS_S = 1.0
 
@@ -90,7 +92,7 @@ def take_decision(turn: Turn, decided: Decided) -> None:
     """Close the round with what the policy decided; a decision of any other round or epoch changes nothing."""
     state = turn.state
     phase = state.phase
-    if not isinstance(phase, Deciding) or (decided.round, decided.epoch) != (state.round, state.epoch):
+    if not isinstance(phase, Deciding) or (decided.round, decided.epoch) != (state.round, phase.epoch):
         turn.tell("rounds", f"a decision of round {decided.round} was not used: that round is over", loudly=True)
         return
     off = claims.compare(turn, _said(turn, phase))
@@ -99,11 +101,15 @@ def take_decision(turn: Turn, decided: Decided) -> None:
     state.phase = Idle(turn.now + state.settings.round_pause_s)
     if decided.allocation.look_again_s is not None:
         state.look_again_at = turn.now + decided.allocation.look_again_s
+    if decided.failure is not None:
+        turn.note_failure(decided.failure)
+        state.look_again_at = turn.now + FAILED_AGAIN_S
     for outcome in outcomes:
         turn.tell_round(outcome.app, outcome.reason)
     rest = decided.allocation.rest
     state.rest = model.Chapter(turn.now, f"round {state.round}: {rest}") if rest else None
-    turn.effects.append(_record(turn, phase, decided.allocation, outcomes, off))
+    failure = decided.failure.sentence if decided.failure is not None else ""
+    turn.effects.append(replace(_record(turn, phase, decided.allocation, outcomes, off), failure=failure))
 
 
 def _said(turn: Turn, phase: Deciding) -> dict[AppId, claims.Said]:
@@ -126,7 +132,7 @@ def deadline(state: State, index: Index) -> float | None:
         case Probing(deadline=at) | Bidding(deadline=at) | Deciding(deadline=at):
             return at
         case Idle(not_before=not_before):
-            if not index.active:
+            if not index.active or awaits_solver(state):
                 return None
             due = leases.next_expiry(index, lead_s=state.settings.renewal_lead_s)
             if due is not None and state.fruitless_at is not None:
@@ -144,6 +150,12 @@ def deadline(state: State, index: Index) -> float | None:
 def _due(turn: Turn) -> bool:
     at = deadline(turn.state, turn.index)
     return at is not None and turn.now >= at
+
+
+def awaits_solver(state: State) -> bool:
+    """Whether no round can be decided yet, as the auction's solver is not ready; other policies do without it."""
+    settings = state.settings
+    return not state.solver_ready and policy_of(settings.policy, settings.policy_settings).probes
 
 
 def _try(turn: Turn) -> None:
@@ -240,7 +252,11 @@ def _offer(turn: Turn) -> None:
     view = make_view(turn, gpus, state.phase.rhos)
     asked = _asked_of(state.phase, view)
     view = replace(view, asked=asked)
-    bidders = tuple(turn.policy.bidders(view)) if gpus else ()
+    bidders = (
+        turn.ask_policy("name who bids", lambda: tuple(turn.policy.bidders(view)), lambda _: tuple[AppId, ...]())
+        if gpus
+        else ()
+    )
     state.phase = Bidding(
         started_at=state.phase.started_at,
         deadline=turn.now + state.settings.bid_s,
@@ -306,6 +322,7 @@ def _ask_policy(turn: Turn, view: View, bids: dict[AppId, Bid], phase: Bidding) 
         in_play=tuple([gpu.gpu for gpu in view.gpus]),
         seats=tuple(seat.seat.gpu for seat in view.seats),
         takeable=tuple(gpu.gpu for gpu in view.takeable),
+        epoch=state.epoch,
     )
 
 

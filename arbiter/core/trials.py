@@ -33,7 +33,7 @@ from itertools import chain, groupby
 
 from msgspec.structs import replace
 
-from arbiter.core import model
+from arbiter.core import budget, model
 from arbiter.core.model import Draining, Leased
 from arbiter.core.policies.dealing import Holes, gpus, move_s, pick
 from arbiter.core.policies.victims import Victim, fewest, groups_of, score_of, units_of
@@ -137,6 +137,8 @@ def takeable(
     holders = sorted(turn.index.holders & turn.index.app_views.keys())
     held = (turn.state.gpus[gpu] for holder in holders for gpu in sorted(turn.index.gpus[holder]))
     able = [gpu for gpu in held if isinstance(gpu.state, Leased) and gpu.id not in gpus]
+    kept = budget.kept(turn)
+    able = [gpu for gpu in able if gpu.id not in kept]
     taken = tuple(turn.index.show(gpu) for gpu in able if model.usable(turn.state, gpu))
     names = {gpu.holder for gpu in taken}
     return taken, tuple(turn.index.app_views[app].view for app in holders if app in names)
@@ -183,7 +185,11 @@ def allocate(
     """Return what the policy decides about what trials do not keep, and what trials get besides."""
     if not any(app.kind == "trial" for app in view.apps) or view.shared or not _serves(policy, settings):
         return policy.allocate(view, bids, clock)
-    own = {app.app: app for app in view.apps if app.renewable and is_trial(view, app, settings.trial_s)}
+    own = {
+        app.app: app
+        for app in view.apps
+        if app.renewable and is_trial(view, app, settings.trial_s) and _runs(_keeping(view, app))
+    }
     kept = {gpu: app.app for app in own.values() for gpu in app.renewable}
     seen = replace(
         view,
@@ -201,6 +207,12 @@ def _keeping(view: View, app: AppView) -> AppView:
     mine = frozenset(app.renewable)
     kept = (*app.kept, *(gpu for gpu in view.gpus if gpu.gpu in mine))
     return replace(app, kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)), renewable=())
+
+
+def _runs(app: AppView) -> bool:
+    """Whether what an app holds is whole gangs; what is left of a broken one waits like the GPUs of any other app."""
+    counts = [len(app.kept)] if app.spans else Counter(gpu.node for gpu in app.kept).values()
+    return all(count % app.gang == 0 for count in counts)
 
 
 def _as_trial(outcome: Outcome, app: AppView | None) -> Outcome:

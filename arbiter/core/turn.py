@@ -7,12 +7,13 @@ the arbiter turns the marks into messages, so that an app that wins four GPUs in
 from __future__ import annotations
 
 import math
+import traceback
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -26,8 +27,13 @@ from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TaskId, TaskOr
 
 #: Lines kept of one object's story: a day of rounds at the default lease is 144; the ledger keeps all of them.
 STORY_LENGTH_MAX = 64
+#: Of a policy's exception: its words, and the end of its trace.
+ERROR_CHARS_MAX, TRACE_CHARS_MAX = 300, 8000
 #: Objects with a story; peers name things, so this must have a bound. The oldest goes first.
 STORIES_MAX = 20_000
+
+
+AnswerT = TypeVar("AnswerT")
 
 
 class Decide(Struct, frozen=True, tag=True):
@@ -44,12 +50,30 @@ class Decide(Struct, frozen=True, tag=True):
     bids: dict[AppId, Bid]
 
 
+class Failure(Struct, frozen=True):
+    """What a policy raised instead of answering: a bug of ours. `trace` is for whoever mends it."""
+
+    policy: str
+    doing: str  #: what it was asked for
+    error: str  #: one line
+    trace: str
+
+    @property
+    def sentence(self) -> str:
+        """What happened, for people."""
+        return f"the policy {self.policy} failed to {self.doing} ({self.error}), which is a bug; please report it"
+
+
 class Decided(Struct, frozen=True, tag=True):
-    """Event: what the policy answered. Journaled, so that a replay decides nothing anew."""
+    """Event: what the policy answered. Journaled, so that a replay decides nothing anew.
+
+    With a `failure` it answered nothing, and the allocation leaves all as it is.
+    """
 
     round: int
     epoch: int
     allocation: Allocation
+    failure: Failure | None = None
 
 
 class RoundRecord(Struct, frozen=True, tag=True):
@@ -66,6 +90,7 @@ class RoundRecord(Struct, frozen=True, tag=True):
     proven: bool
     facts: dict[str, float]
     claims: tuple[model.Claim, ...] = ()  #: what apps claim that is not what was measured of their tasks
+    failure: str = ""  #: why nothing was decided, and all was left as it is
 
 
 class LeaseRecord(Struct, frozen=True, tag=True):
@@ -78,6 +103,8 @@ class LeaseRecord(Struct, frozen=True, tag=True):
     start: float
     end: float
     reason: str
+    had_gpu_s: float = 0.0  #: in service; of a shared GPU its part
+    draining_gpu_s: float = 0.0  #: of that, from the end of the lease on
 
 
 class AppRecord(Struct, frozen=True, tag=True):
@@ -91,6 +118,28 @@ class AppRecord(Struct, frozen=True, tag=True):
     allocated_gpu_s: float
     fair_gpu_s: float
     fair_within_gpu_s: float
+    draining_gpu_s: float = 0.0
+    parked_gpu_s: float = 0.0
+    lost_gpu_s: float = 0.0
+
+
+class ActRecord(Struct, frozen=True, tag=True):
+    """Effect: an act of an owner on an app without its app agent, for the ledger; `actor` did it to `target`."""
+
+    act: str  #: its id
+    at: float
+    actor: str
+    kind: str
+    target: str
+    outcome: str  #: in words
+
+
+class PolicyFailed(Struct, frozen=True, tag=True):
+    """Effect: a policy raised an exception; for the log and the ledger. What it was asked for was left as it is."""
+
+    at: float
+    round: int
+    failure: Failure
 
 
 class Note(Struct, frozen=True, tag=True):
@@ -100,7 +149,27 @@ class Note(Struct, frozen=True, tag=True):
     what: str
 
 
-Effect = Send | Decide | RoundRecord | LeaseRecord | AppRecord | Note
+class EpochTaken(Struct, frozen=True, tag=True):
+    """Effect: the arbiter leads on in this epoch, of this site; to be durable before anything else is performed."""
+
+    epoch: int
+    site: str
+
+
+class Resign(Struct, frozen=True, tag=True):
+    """Effect: this arbiter must not lead, and is to end with this sentence; it has said nothing to any node."""
+
+    why: str
+
+
+Effect = EpochTaken | Resign | Send | Decide | RoundRecord | LeaseRecord | AppRecord | ActRecord | PolicyFailed | Note
+
+
+def failure_of(policy: str, doing: str, error: Exception) -> Failure:
+    """Return a policy's exception as a value that a journal keeps."""
+    trace = "".join(traceback.format_exception(error))[-TRACE_CHARS_MAX:]
+    words = " ".join(str(error).split())
+    return Failure(policy, doing, f"{type(error).__name__}: {words}"[:ERROR_CHARS_MAX], trace)
 
 
 @lru_cache(maxsize=16)
@@ -126,6 +195,7 @@ class Turn:
     revoked: dict[tuple[AppId, str], list[LeaseId]] = field(default_factory=lambda: defaultdict(list))
     nodes: set[NodeId] = field(default_factory=set)  #: whose plan may have changed
     apps: set[AppId] = field(default_factory=set)  #: whose holdings may have changed
+    accounts: set[AppId] = field(default_factory=set)  #: apps whose account may now be closed, or has changed since
 
     @property
     def policy(self) -> Policy:
@@ -143,6 +213,33 @@ class Turn:
         if loudly:
             self.effects.append(Note(subject, what))
 
+    def tell_once(self, subject: str, what: str) -> None:
+        """Add a line loudly, unless it is the last there is: peers repeat what they say every beat."""
+        story = self.state.stories.get(subject)
+        if not story or story[-1].what != what:
+            self.tell(subject, what, loudly=True)
+
+    def ask_policy(
+        self, doing: str, question: Callable[[], AnswerT], otherwise: Callable[[Failure], AnswerT]
+    ) -> AnswerT:
+        """Return the policy's answer; if it fails, which is a bug of ours and not of the core, what `otherwise` says.
+
+        Policies are asked about what peers say. One report that a policy does not bear must not end the arbiter, which
+        would read it again from its journal at the next start.
+        """
+        try:
+            return question()
+        except Exception as error:  # noqa: BLE001 - whatever it is: it is told aloud, counted, and this answer is lost
+            failure = failure_of(self.state.settings.policy, doing, error)
+            self.note_failure(failure)
+            return otherwise(failure)
+
+    def note_failure(self, failure: Failure) -> None:
+        """Count a policy's failure and tell it aloud."""
+        self.state.policy_failures += 1
+        self.effects.append(PolicyFailed(self.now, self.state.round, failure))
+        self.tell("rounds", failure.sentence, loudly=True)
+
     def tell_round(self, subject: str, reason: str) -> None:
         """Add what the round did for `subject`; it takes the place of the line before if that says the same."""
         story = self.state.stories.get(subject, [])
@@ -158,29 +255,37 @@ class Turn:
         moved = msgspec.structs.replace(gpu, state=state)
         self.state.gpus[gpu.id] = moved
         self.index.bind(moved)
-        self._account(gpu.id, _app_of(gpu.state), _app_of(state))
+        self._account(device_of(gpu.id))
         self.nodes.add(gpu.node)
         for app in (_app_of(gpu.state), _app_of(state)):
             if app is not None:
                 self.apps.add(app)
         return verb
 
-    def _account(self, gpu: GpuId, before: AppId | None, after: AppId | None) -> None:
-        """Book a seat that changes hands: all apps on one GPU in service have equal parts of it."""
-        if before == after:
-            return
-        booked = device_of(gpu) in self.index.booked
-        seats = self.index.seats[device_of(gpu)]
-        states = (self.state.gpus[seat].state for seat in sorted(seats) if seat != gpu) if len(seats) > 1 else ()
-        others = [app for app in map(_app_of, states) if app is not None]
-        had, has = len(others) + (before is not None), len(others) + (after is not None)
-        changes = [(app, 1.0 / has - 1.0 / had) for app in others] if had != has else []
-        changes += [(before, -1.0 / had)] if before is not None else []
-        changes += [(after, 1.0 / has)] if after is not None else []
-        for app, change in changes:
-            if booked:
-                self.state.history.hold(app, self.state.apps[app].tenant, change, self.now)
-            self.index.versions[app] += 1
+    def _account(self, device: GpuId) -> None:
+        """Book the time of a GPU from now on: all leases on one in service have equal parts of it, others nothing."""
+        states = [self.state.gpus[seat].state for seat in sorted(self.index.seats[device])]
+        had = [state for state in states if not isinstance(state, model.Free)]
+        part = 1.0 / len(had) if had and device in self.index.booked else 0.0
+        for state in had:
+            app = self.state.apps[state.lease.app]
+            drains = isinstance(state, model.Draining)
+            if self.state.history.book(state.lease.id, app.id, app.tenant, part, drains=drains, now=self.now):
+                self.index.versions[app.id] += 1
+
+    def account_all(self) -> None:
+        """Book the time of all GPUs, and of all that is parked, from now on."""
+        for device in sorted(self.index.seats):
+            self._account(device)
+        for _, app in sorted(self.state.apps.items()):
+            self.park(app)
+
+    def park(self, app: model.App) -> None:
+        """Book on how many GPUs jobs of an app lie parked from now on; of one that is over they only have to end."""
+        over = isinstance(app.state, model.Settled)
+        tasks = (self.state.tasks[task] for task in self.index.tasks[app.id] if not over)
+        parked = sum(len(task.gpus) for task in tasks if task.phase in ("suspended", "resting"))
+        self.state.history.park(app.id, app.tenant, parked, self.now)
 
     def reckon(self) -> list[AppId]:
         """Book nothing more of GPUs that have gone out of service, and again what comes back; return whose they were.
@@ -195,13 +300,9 @@ class Turn:
             serves = model.usable(self.state, self.state.gpus[device])
             if serves == (device in index.booked):
                 continue
-            apps = apps_on(self.state, index, device)
-            sign = 1.0 if serves else -1.0
-            for app in apps:
-                self.state.history.hold(app, self.state.apps[app].tenant, sign / len(apps), self.now)
-                index.versions[app] += 1
-            touched.update(apps)
             (index.booked.add if serves else index.booked.discard)(device)
+            self._account(device)
+            touched.update(apps_on(self.state, index, device))
         return sorted(touched)
 
     def hears(self, app: model.App) -> bool:
@@ -224,7 +325,7 @@ class Turn:
         if self.hears(app):
             return app.demand_max
         running = len(self.runs_on(app.id))
-        return min(app.demand_max, running if app.sizes else running // app.gang * app.gang)
+        return min(app.demand_max, running // app.gang * app.gang)
 
     def follow(self, app: model.App) -> None:
         """Book what an app can use from now on: something only while it takes part in rounds."""
@@ -270,9 +371,11 @@ class Index:
         self.seats: dict[GpuId, set[GpuId]] = defaultdict(set)  #: by GPU: that itself and its further seats, if any
         self.free: set[GpuId] = set()
         self.draining: set[GpuId] = set()
+        self.helpless: set[TaskId] = set()  #: see `Task.helpless`
         self.guests: set[GpuId] = set()  #: seats that are leased to guests
         self.seating: Any = None  #: the `sharing.Seating` that follows from all seats; None: not known
         self.ends: dict[GpuId, float] = {}  #: of the leases that end
+        self.owned: Counter[str] = Counter()  #: by owner: apps that are not over
         self.enrolling: set[AppId] = set()
         self.active: set[AppId] = set()
         self.order: list[tuple[int, AppId]] = []  #: the active ones by arrival
@@ -438,6 +541,8 @@ class Index:
 
     def bind_app(self, app: model.App) -> None:
         """Note where this app stands."""
+        stood = app.id in self.enrolling or app.id in self.active
+        self.owned[app.owner] += isinstance(app.state, model.Enrolling | model.Active) - stood
         if isinstance(app.state, model.Enrolling):
             self.enrolling.add(app.id)
         else:
@@ -468,12 +573,18 @@ class Index:
 
     def bind_task(self, task: model.Task) -> None:
         """Note where this task is, or that it has changed."""
+        self.mark(task)
         self.stirs[task.app] += 1
         self.tasks[task.app].add(task.id)
         self.node_tasks[task.node].add(task.id)
 
+    def mark(self, task: model.Task) -> None:
+        """Note whether preempting this task would throw away its work."""
+        (self.helpless.add if task.helpless else self.helpless.discard)(task.id)
+
     def unbind_task(self, task: model.Task) -> None:
         """Forget this task."""
+        self.helpless.discard(task.id)
         self.stirs[task.app] += 1
         self.tasks[task.app].discard(task.id)
         self.node_tasks[task.node].discard(task.id)
@@ -493,6 +604,7 @@ class Index:
         alike = alike and (self.over, self.revocable()) == (other.over, other.revocable())
         alike = alike and self.assignable(()) == other.assignable(())
         alike = alike and (self.guests, self.booked) == (other.guests, other.booked)
+        alike = alike and (+self.owned, self.helpless) == (+other.owned, other.helpless)
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
 
 

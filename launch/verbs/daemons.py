@@ -19,6 +19,9 @@ from launch.surface import answering
 from protocol.messages import Sharing
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="the daemon's TOML file, see docs/operations.md")]
+AdoptSite = Annotated[
+    bool, typer.Option("--adopt-site", help="for one start, after the journal was lost: take over the site there is")
+]
 LogLevel = Annotated[str, typer.Option(help=", ".join(log_lines.LEVELS))]
 
 
@@ -39,10 +42,13 @@ def up(
     ] = None,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", help="an arbiter's TOML file, for its [arbiter] table and `history`"),
+        typer.Option(
+            "--config", "-c", help="an arbiter's TOML file, for its [arbiter] table, `history` and `adopt_site`"
+        ),
     ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="where the state is kept between runs")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="start with nothing, and leave nothing")] = False,
+    adopt_site: AdoptSite = False,
     log_level: LogLevel = "error",  # a person reads along, and what else there is to say is in the answers
 ) -> None:
     """Start everything on this machine: arbiter, node agents and app agent in one process. Ctrl-C stops it."""
@@ -63,7 +69,13 @@ def up(
             settings = replace(settings, sharing=_one_of("--sharing", sharing, get_args(Sharing)))
         site.run(
             site.Options(
-                gpus=gpus, nodes=nodes, state_dir=state_dir, fresh=fresh, settings=settings, history=chosen.history
+                gpus=gpus,
+                nodes=nodes,
+                state_dir=state_dir,
+                fresh=fresh,
+                settings=settings,
+                history=chosen.history,
+                adopt_site=adopt_site or chosen.adopt_site,
             )
         )
 
@@ -75,14 +87,19 @@ def _one_of(option: str, value: str, known: Sequence[str]) -> str:
     return value
 
 
-def arbiter(config: Config, log_level: LogLevel = "info") -> None:
-    """Run the arbiter. One per site leads; a second one stands by."""
+def arbiter(
+    config: Config,
+    adopt_site: AdoptSite = False,
+    log_level: LogLevel = "info",
+) -> None:
+    """Run the arbiter of a site; there is one."""
     from arbiter.config import load
     from arbiter.daemon import run_arbiter
 
     with answering(as_json=False), faults():
         _set_log_level(log_level)
         chosen = load(config)
+        chosen = replace(chosen, adopt_site=adopt_site or chosen.adopt_site)
         bus = open_bus(chosen.bus, file=chosen.bus_file, prefix=chosen.prefix)
         serve(lambda: (run_arbiter(chosen, bus, on_alive=feeder()),))
 

@@ -1,4 +1,4 @@
-"""`ps`, `explain`, `logs`, `nodes`, `shares`: what is, and why."""
+"""`ps`, `explain`, `logs`, `nodes`, `shares`, `rounds`: what is, and why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Selector = Annotated[str, typer.Argument(metavar="ID", help="an app's id, or `la
 
 def add(app: typer.Typer) -> None:
     """Add this group's verbs to `app`."""
-    for verb in (ps, explain, logs, nodes, shares):
+    for verb in (ps, explain, logs, nodes, shares, rounds):
         app.command()(verb)
 
 
@@ -79,3 +79,17 @@ def shares(json: Json = False) -> None:
             emit(document)
         else:
             say(views.shares_table(document))
+
+
+def rounds(
+    limit: Annotated[int, typer.Option(min=1, help="how many, the newest first")] = 20,
+    json: Json = False,
+) -> None:
+    """List the newest rounds: which apps won GPUs, and how many got none."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        document = client.query("rounds", limit=limit)
+        if as_json:
+            emit(document)
+        else:
+            say(views.rounds_table(document, time.time()))

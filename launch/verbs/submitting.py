@@ -12,7 +12,7 @@ import typer
 
 from app_agent.core.host import AppRecord
 from app_agent.core.spec import AppSpec
-from launch import exit_codes, spec
+from launch import exit_codes, preflight, spec
 from launch.client import NEXT_STEPS, Client, Until, ending, open_client
 from launch.faults import Fault, usage
 from launch.follow import follow_logs
@@ -63,6 +63,10 @@ StepTime = Annotated[
 ]
 PreemptBy = Annotated[str | None, typer.Option(help="auto, checkpoint or suspend (auto)")]
 Env = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE, or NAME to pass on your own; repeatable")]
+Secret = Annotated[
+    list[str] | None,
+    typer.Option("--secret", metavar="NAME=FILE", help="a variable whose value the node reads from FILE; repeatable"),
+]
 Restarts = Annotated[int | None, typer.Option("--max-restarts", min=0, help="new starts after failures (3)")]
 TrialFile = Annotated[Path | None, typer.Option("--trials", help="search: a file of one line of arguments per trial")]
 Trial = Annotated[list[str] | None, typer.Option("--trial", help="search: the arguments of one trial; repeatable")]
@@ -73,6 +77,9 @@ Eta = Annotated[int | None, typer.Option(min=2, help="hyperband: of so many tria
 StepsMin = Annotated[int | None, typer.Option(min=1, help="hyperband: mini-batches before a trial can be judged")]
 Target = Annotated[
     float | None, typer.Option(help="curve: the metric at which a trial, or a lone job, has done enough")
+]
+NoCheck = Annotated[
+    bool, typer.Option("--no-check", help="do not look for the program and its script here: they are only on the nodes")
 ]
 SpecFile = Annotated[Path | None, typer.Option("-f", "--file", help="a TOML file with these as fields; flags win")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
@@ -104,6 +111,7 @@ def submit(
     utility: Utility = None,
     step_time: StepTime = None,
     env: Env = None,
+    secret: Secret = None,
     max_restarts: Restarts = None,
     trials: TrialFile = None,
     trial: Trial = None,
@@ -114,25 +122,29 @@ def submit(
     steps_min: StepsMin = None,
     target: Target = None,
     file: SpecFile = None,
+    no_check: NoCheck = False,
     wait_: Annotated[bool, typer.Option("--wait", help="return when it is over, with its exit code")] = False,
     json: Json = False,
 ) -> None:
     """Queue an app and print its id.
 
     gpu-arbiter submit -g 2 --env SEED=1 -- python train.py --lr 0.1
+
+    Exit code 6, with the id printed: it is queued, but no arbiter answers; do not submit it again.
     """
     flags = dict(locals())
     as_json = wants_json(json)
     with answering(as_json=as_json):
         app_spec = _spec(flags)
         with open_client() as client:
-            app = client.submit(app_spec)
+            app, notes, code = _submit(client, app_spec, checked=not no_check)
             if as_json:
-                emit({"schema": "submitted/v1", "app": app})
+                emit({"schema": "submitted/v1", "app": app, "notes": notes})
             else:
                 say(app)
-            if wait_:
-                raise SystemExit(_outcome(client, app, None))
+            for sentence in notes:
+                note(sentence)
+            raise SystemExit(_outcome(client, app, None) if wait_ else code)
 
 
 def run(
@@ -152,16 +164,19 @@ def run(
     utility: Utility = None,
     step_time: StepTime = None,
     env: Env = None,
+    secret: Secret = None,
     max_restarts: Restarts = None,
     file: SpecFile = None,
+    no_check: NoCheck = False,
 ) -> None:
     """Submit an app, show its output, and return its exit code. Ctrl-C cancels it."""
     flags = dict(locals())
     with answering(as_json=False):
         app_spec = _spec(flags)
         with open_client() as client:
-            app = client.submit(app_spec)
-            note(f"{app} is queued; its output follows")
+            app, notes, _ = _submit(client, app_spec, checked=not no_check)
+            for sentence in (*notes, f"{app} is queued; its output follows"):
+                note(sentence)
             try:
                 follow_logs(client, app, follow=True)
                 raise SystemExit(_outcome(client, app, None))
@@ -177,7 +192,8 @@ def cancel(
 ) -> None:
     """End apps for good; their tasks are stopped and their GPUs freed.
 
-    With ids that no app has the others are cancelled all the same, and then the exit code is 3.
+    Of an app that your app agent has no record of the arbiter decides: you may cancel your own, an administrator every
+    app. When some cannot be cancelled the others are all the same, and the exit code says why.
     """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
@@ -185,10 +201,20 @@ def cancel(
         for app, record in records.items():
             client.cancel(app)
             note(f"{app} was already {record.state}" if record.over else f"{app} is cancelled")
-        if unknown:
-            raise _not_found(unknown, {"apps": list(records)})
+        cancelled, faults, untried = list(records), list[tuple[str, Fault]](), list[str]()
+        for number, app in enumerate(unknown, start=1):
+            try:
+                note(f"{app} is {client.cancel(app)}")
+                cancelled.append(app)
+            except Fault as fault:
+                faults.append((app, fault))
+                if fault.code == exit_codes.UNREACHABLE:  # and so it is for the rest, each after a while
+                    untried = unknown[number:]
+                    break
+        if faults:
+            raise _uncancelled(faults, untried, {"apps": cancelled})
         if as_json:
-            emit({"schema": "cancelled/v1", "apps": list(records)})
+            emit({"schema": "cancelled/v1", "apps": cancelled})
 
 
 def wait(
@@ -223,12 +249,50 @@ def _meant(client: Client, selectors: Sequence[str]) -> tuple[dict[str, AppRecor
     return {app: records[app] for app in ids if app in records}, [app for app in ids if app not in records]
 
 
+def _uncancelled(faults: Sequence[tuple[str, Fault]], untried: Sequence[str], done: Mapping[str, object]) -> Fault:
+    """Return a fault that says of each app why it could not be cancelled, with the greatest of their codes."""
+    missing = [app for app, fault in faults if fault.code == exit_codes.NOT_FOUND]
+    sentences = [fault.sentence for _, fault in faults if fault.code != exit_codes.NOT_FOUND]
+    if missing:
+        sentences.insert(0, _not_found(missing).sentence)
+    if untried:
+        sentences.append(f"not tried: {', '.join(untried)}")
+    worst = max((fault for _, fault in faults), key=lambda fault: fault.code)
+    return Fault("; ".join(sentences), code=worst.code, next_step=worst.next_step, done=done)
+
+
 def _not_found(unknown: Sequence[str], done: Mapping[str, object] | None = None) -> Fault:
     """Return a fault that names the ids that no app has; `done` is what became of the others."""
     names = ", ".join(unknown)
     sentence = f"there is no app {names}" if len(unknown) == 1 else f"there are no apps {names}"
     code = exit_codes.NOT_FOUND
     return Fault(sentence, code=code, next_step=NEXT_STEPS[code], done=done)
+
+
+def _submit(client: Client, app_spec: AppSpec, *, checked: bool) -> tuple[str, list[str], int]:
+    """Submit an app that may be able to run; return its id, what its owner should know, and the exit code for that.
+
+    `checked`: its files must be on this host.
+
+    Raises
+    ------
+    Fault
+        If it can never run as it is; then it is not submitted.
+    """
+    notes, away = preflight.exposed(app_spec), ""
+    if checked:
+        preflight.check_files(app_spec)
+        notes += preflight.absent_secrets(app_spec)
+    try:
+        notes += preflight.check_room(app_spec, client.query("capacity", patience_s=preflight.PATIENCE_S))
+    except Fault as fault:
+        if fault.code != exit_codes.UNREACHABLE:
+            raise
+        away = fault.sentence
+    app = client.submit(app_spec)
+    if away:
+        notes.append(f"{app} is queued, the arbiter is away: {away}; your app agent tells it of {app} when it is back")
+    return app, notes, exit_codes.UNREACHABLE if away else exit_codes.DONE
 
 
 def _outcome(client: Client, app: str, deadline: float | None, until: Until = "done") -> int:
@@ -255,9 +319,22 @@ def _spec(flags: dict[str, Any]) -> AppSpec:
     fields |= _given(flags)
     variables, written = spec.environment(flags["env"] or (), os.environ), fields.get("env", {})
     fields["env"] = variables | written if isinstance(written, dict) else written
+    fields |= _secrets(fields, flags["secret"] or ())
     fields.setdefault("cwd", str(Path.cwd()))
     fields.setdefault("checkpoint_root", str(Path(str(fields["cwd"])) / "checkpoints"))
     return spec.build(fields)
+
+
+def _secrets(fields: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """Return the fields ``secrets`` and ``env``: the file's secrets and the flags', and not by value what is secret."""
+    written, files = fields.get("secrets", {}), spec.secret_files(wanted)
+    if not isinstance(written, dict):
+        return {}
+    secrets = spec.whole_paths(written | files)
+    env = fields["env"]
+    if secrets and isinstance(env, dict):
+        env = {name: value for name, value in env.items() if name not in secrets or name not in spec.INHERITED}
+    return {"secrets": secrets, "env": env}
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:

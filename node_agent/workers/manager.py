@@ -304,6 +304,7 @@ class Workers:
         _check_folder(launch.cwd, node)
         _check_command(launch.command[0], launch.cwd, env.get("PATH", os.defpath), node)
         _check_checkpoint_dir(launch.checkpoint_dir, node)
+        ours = env.keys() - launch.env.keys() - set(INHERITED)  # what the node agent says wins over secrets, too
         return Spec(
             task=effect.task,
             app=effect.app,
@@ -317,6 +318,7 @@ class Workers:
             log=str(self._records.log_path(effect.task)),
             checkpoint_dir=launch.checkpoint_dir,
             cpus=tuple(self._backend.cpus(devices) or ()),
+            secrets={name: file for name, file in launch.secrets.items() if name not in ours},
         )
 
     def _environment(self, effect: StartWorker) -> dict[str, str]:

@@ -31,7 +31,10 @@ TAIL_LINES = 12
 
 
 class Spec(Struct, frozen=True):
-    """How a task was started, for the shim and for the next node agent."""
+    """How a task was started, for the shim and for the next node agent.
+
+    Of `secrets`, variables by the file that holds the value, only the shim reads the files: no value is ever here.
+    """
 
     task: TaskId
     app: AppId
@@ -45,6 +48,7 @@ class Spec(Struct, frozen=True):
     log: str
     checkpoint_dir: str
     cpus: tuple[int, ...] = ()
+    secrets: dict[str, str] = {}
     cgroup: str = ""  #: the folder of the group that the task joins; ``own``: it is in its shim's
 
 

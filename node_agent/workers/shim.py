@@ -18,6 +18,7 @@ import ctypes
 import json
 import os
 import signal
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -33,6 +34,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 #: A process in an uninterruptible kernel call may never die; the task has ended all the same.
 SURVIVORS_S = 5.0
+#: Of a secret's file; the kernel takes variables of 128 KiB.
+SECRET_BYTES_MAX = 100_000
 
 
 def main(folder: str) -> int:
@@ -97,7 +100,28 @@ def become(spec: Json, shim: int) -> None:
     with suppress(OSError):  # started by hand, without a lock
         os.close(LOCK_FD)
     os.chdir(spec["cwd"])
-    os.execvpe(spec["command"][0], spec["command"], spec["env"])  # noqa: S606 - a program, never a shell line
+    env = spec["env"] | {name: secret(name, path) for name, path in spec.get("secrets", {}).items()}
+    os.execvpe(spec["command"][0], spec["command"], env)  # noqa: S606 - a program, never a shell line
+
+
+def secret(name: str, path: str) -> str:
+    """Return what the file at `path` holds, less the newline at its end, for the variable `name`.
+
+    Here and not before: the value is in this process, which becomes the task, and in no file of ours.
+    """
+    mend = "give --secret a regular file of text that the node agent's user can read, on every node"
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise RuntimeError(f"the secret {name} cannot be read from {path}: {error.strerror}; {mend}") from error
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        raise RuntimeError(f"the secret {name} cannot be read from {path}, which is no regular file; {mend}")
+    with os.fdopen(file, "rb") as content:
+        value = content.read(SECRET_BYTES_MAX + 1)
+    if len(value) > SECRET_BYTES_MAX or b"\0" in value:
+        what = "a zero byte" if b"\0" in value else f"more than {SECRET_BYTES_MAX} bytes"
+        raise RuntimeError(f"the secret {name} cannot be a variable: {path} holds {what}; {mend}")
+    return os.fsdecode(value.removesuffix(b"\n").removesuffix(b"\r"))
 
 
 def wait(pid: int) -> int:

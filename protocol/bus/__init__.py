@@ -8,7 +8,9 @@ Promises
 --------
 1. *At least once, in order.* Messages from one link to one party arrive in the order sent. A delivery that is not
    settled when its link dies is delivered again, at the head, with `redelivered` set. Receivers deduplicate by id.
-   A `beat` may overtake and be overtaken.
+   A `beat` may overtake and be overtaken. What app agents say to the arbiter is an exception: they restate it, or ask
+   again, so what a leader has not settled of it when its link dies is lost; and an app agent's words from before it
+   was provisioned may be overtaken by those after.
 2. *Never synchronously.* `send` returns before the receiver sees anything.
 3. *A send is known or unknown.* It returns when the broker has taken the message (a `beat` returns at once and may be
    lost); it raises `Unroutable` (no such party), `Full` (the queue's limit, nothing kept), `Refused` (not permitted),
@@ -16,13 +18,15 @@ Promises
 4. *Identity is the broker's.* `Delivery.user` is the broker user that authenticated the link that sent it. A link can
    send only as itself, and reads only its own inbox.
 5. *Only the arbiter provisions.* An agent's inbox exists once the arbiter's link has called `provision`; until then
-   the agent's `consume` raises `NotProvisioned`. Provisioning twice changes nothing.
+   the agent's `consume` raises `NotProvisioned`. Provisioning twice changes nothing. From then on a leader reads what
+   that owner says beside what other owners say, so that a flood of one owner keeps no other from being heard.
 6. *One leader.* `lead` waits until this arbiter holds the leader token and returns its epoch, strictly greater than
    every epoch handed out before, also across broker restarts. When the link dies the token passes to the next. The
    arbiter's inbox is read over the same link that holds the token.
-7. *Limits.* An app's inbox keeps the newest messages (drop-head), a node's and the arbiter's refuse new ones (`Full`).
-   A node command that expires undelivered, and what a node or the arbiter rejects, comes back to the arbiter as a
-   dead letter.
+7. *Limits.* An app's inbox keeps the newest messages (drop-head), and so does the arbiter of what each owner says. A
+   node's inbox refuses new ones (`Full`), and so does the arbiter's for nodes.
+   A node command that expires undelivered, what a node rejects, and what the arbiter rejects of a node's words comes
+   back to the arbiter as a dead letter.
 8. *No silence.* When the connection dies, `receive` and every pending call raise `ConnectionLost`, never
    `CancelledError` unless the caller's own task was cancelled.
 """
@@ -144,6 +148,11 @@ class Bus(Protocol):
     @property
     def url(self) -> str:
         """The address without its password, for messages and logs."""
+        ...
+
+    @property
+    def private(self) -> bool:
+        """Whether only this process can connect to it."""
         ...
 
     async def connect(self, party: Party) -> Link:

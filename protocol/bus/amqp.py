@@ -20,6 +20,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import aio_pika
@@ -27,6 +28,7 @@ import pamqp.exceptions
 from aio_pika import exceptions as failures
 from aiormq import Channel, spec
 from aiormq.exceptions import ChannelAccessRefused
+from msgspec.structs import replace
 from yarl import URL
 
 from protocol.bus import (
@@ -156,6 +158,8 @@ class AmqpLink:
         self._setup: Channel | None = None
         self._opened: list[aio_pika.abc.AbstractChannel] = []
         self._reading: Channel | None = None
+        self._lane_reader: _Reader | None = None
+        self._lanes: set[Party] = set()  #: owners whom this link reads on their own
         connection.close_callbacks.add(self._on_connection_close)
 
     @property
@@ -272,15 +276,19 @@ class AmqpLink:
                 epoch = await self._token
             async with self.speaking():
                 await self._purge_surplus_tokens()
-                await self._read(self._topology.arbiter_inbox, self._topology.arbiter_prefetch)
-                await self._read(self._topology.dead_letters, self._topology.arbiter_prefetch)
-                await self._read(self._topology.telemetry, self._topology.arbiter_prefetch)
+                for queue in self._topology.read_by_leader:
+                    await self._read(queue.name, await self._open_reading(self._topology.arbiter_prefetch))
+                # One channel for all lanes: the broker bounds channels, and counts a prefetch for each consumer.
+                self._lane_reader = await self._open_reading(self._topology.lane_prefetch)
         return epoch
 
     async def _declare_site(self) -> None:
         channel = await self._setting_up()
         for exchange in self._topology.exchanges:
-            await channel.exchange_declare(exchange.name, exchange_type="topic", durable=True)
+            arguments = {"alternate-exchange": exchange.alternate} if exchange.alternate else None
+            await channel.exchange_declare(
+                exchange.name, exchange_type=exchange.kind, durable=True, arguments=arguments
+            )
         for queue in self._topology.arbiter_queues:
             await self._declare(queue)
         await self._ensure_token()
@@ -318,10 +326,20 @@ class AmqpLink:
         with _forbidden(f"{self._user!r} may not provision"):
             async with self.speaking():
                 await self._declare(self._topology.inbox(party))
+                if party.role == "app" and party not in self._lanes and self._lane_reader is not None:
+                    self._lanes.add(party)
+                    lane = self._topology.lane(party)
+                    # A name of its own, as a leader that is gone may still have its lane for some seconds.
+                    lane = replace(lane, name=f"{lane.name}.{token_hex(6)}")
+                    await self._declare(lane)
+                    await self._read(lane.name, self._lane_reader)
 
     async def _declare(self, queue: QueueSpec) -> None:
         channel = await self._setting_up()
-        await channel.queue_declare(queue.name, durable=True, arguments=dict(queue.arguments))
+        lasting = not queue.exclusive
+        await channel.queue_declare(
+            queue.name, durable=lasting, exclusive=queue.exclusive, arguments=dict(queue.arguments)
+        )
         for exchange, pattern in queue.bindings:
             await channel.queue_bind(queue.name, exchange=exchange, routing_key=pattern)
 
@@ -340,18 +358,19 @@ class AmqpLink:
     async def _try_consume(self, queue: QueueSpec) -> None:
         # A missing queue closes the channel, so it is looked for on another one than that which will read.
         await (await self._setting_up()).queue_declare(queue.name, passive=True)
-        await self._read(queue, self._topology.prefetch(self._party))
+        await self._read(queue.name, await self._open_reading(self._topology.prefetch(self._party)))
 
-    async def _read(self, queue: QueueSpec, prefetch: int) -> None:
-        reader = _Reader(await self._open_reader(prefetch))
+    async def _open_reading(self, prefetch: int) -> _Reader:
+        return _Reader(await self._open_reader(prefetch))
 
+    async def _read(self, queue: str, reader: _Reader) -> None:
         async def arrived(message: DeliveredMessage) -> None:
             if self._died is None:
                 self._arrived.append(AmqpDelivery(self, reader, message))
                 if self._reader is not None and not self._reader.done():
                     self._reader.set_result(None)
 
-        await reader.channel.basic_consume(queue.name, arrived)
+        await reader.channel.basic_consume(queue, arrived)
 
     async def receive(self) -> Delivery:
         """Return the next message."""
@@ -504,6 +523,11 @@ class AmqpBus:
         """The address without its password."""
         return str(self._address.with_password("***") if self._address.password else self._address)
 
+    @property
+    def private(self) -> bool:
+        """No: whoever has a password can connect."""
+        return False
+
     def user(self, party: Party) -> str:
         """Return the broker user as whom `party` authenticates: the URL's, else (certificates) its own."""
         return self._address.user or party.user
@@ -514,8 +538,7 @@ class AmqpBus:
         address = self._address.update_query(heartbeat=str(heartbeat_s), name=party.user)
         connection = aio_pika.Connection(address)
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await connection.connect()
+            await self._establish(connection)
         except (failures.ProbableAuthenticationError, failures.AuthenticationError) as error:
             raise Refused(f"{self.url} does not accept user {self.user(party)!r}: check the password") from error
         except pamqp.exceptions.PAMQPException as error:
@@ -530,6 +553,17 @@ class AmqpBus:
                 raise
             raise self._unreachable(error) from error
         return AmqpLink(connection, party, self.user(party), self._topology, self._timeout_s)
+
+    async def _establish(self, connection: aio_pika.abc.AbstractConnection) -> None:
+        """Connect in time. A connection that fails is closed, or the library does that when memory is collected."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await connection.connect()
+        except BaseException:
+            with suppress(TimeoutError, *_CONNECTION_ERRORS):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await connection.close()
+            raise
 
     async def dismantle(self, parties: Sequence[Party]) -> None:
         """Delete this site's queues, those of `parties` included, and its exchanges; for a site that was only tried.

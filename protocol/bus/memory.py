@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import replace
 
 from protocol.bus import BusError, ConnectionLost, Delivery, Full, NotProvisioned, Outgoing, Refused, Unroutable
 from protocol.messages import Party
@@ -96,6 +98,11 @@ class _Queue:
         self._expire()
         self._schedule()
 
+    @property
+    def orphaned(self) -> bool:
+        """Whether it was somebody's own who has gone."""
+        return self.spec.exclusive and not self.consumers
+
     def settle(self, consumer: _Consumer, tag: int, *, rejected: bool) -> None:
         """Forget a delivery, or bury it."""
         message = consumer.unsettled.pop(tag)
@@ -179,6 +186,7 @@ class MemoryBroker:
         self._exchanges: set[str] = set()
         self._links: list[MemoryLink] = []
         self._up = True
+        self._numbers = 0
 
     def now(self) -> float:
         """Return the broker's time in seconds."""
@@ -226,6 +234,10 @@ class MemoryBroker:
         link.frozen = False
         link.wake()
 
+    def waiting(self, spec: QueueSpec) -> int:
+        """Return how many messages wait in the queues of this name, or whose names begin with it."""
+        return sum(len(queue.waiting) for name, queue in self._queues.items() if name.startswith(spec.name))
+
     # --- what links call --------------------------------------------------------------------------------------------
 
     def join(self, link: MemoryLink) -> None:
@@ -240,6 +252,7 @@ class MemoryBroker:
             self._links.remove(link)
             for queue in self._queues.values():
                 queue.unsubscribe(link)
+            self._queues = {name: queue for name, queue in self._queues.items() if not queue.orphaned}
 
     def declare_site(self) -> None:
         """Declare all that exists before any agent comes, and one leader token."""
@@ -249,6 +262,11 @@ class MemoryBroker:
         leader = self._queues[self.topology.leader.name]
         if not leader.waiting and not leader.consumers:
             leader.put(_Message(b"token", "arbiter", persistent=True))
+
+    def next_number(self) -> int:
+        """Return a number that nothing else has."""
+        self._numbers += 1
+        return self._numbers
 
     def declare(self, spec: QueueSpec) -> None:
         """Declare a queue, or check that it is the same.
@@ -274,7 +292,7 @@ class MemoryBroker:
         """Route a message; return why it did not arrive."""
         if route.exchange and route.exchange not in self._exchanges:
             return Unroutable("no arbiter has ever led on this broker")
-        queues = list(self._targets(route))
+        queues = self._targets(route)
         if not queues:
             return Unroutable(f"nobody has an inbox {route.key!r}")
         if any(queue.full for queue in queues):
@@ -288,10 +306,12 @@ class MemoryBroker:
         copy = _Message(message.data, message.user, persistent=message.persistent, dead=why)
         self.publish(Route(self.topology.dead_letter_exchange, "dead", persistent=True, mandatory=False), copy)
 
-    def _targets(self, route: Route) -> Iterable[_Queue]:
+    def _targets(self, route: Route) -> Sequence[_Queue]:
         if not route.exchange:
             return [self._queues[route.key]] if route.key in self._queues else []
-        return (queue for queue in self._queues.values() if _bound(queue.spec, route))
+        bound = [queue for queue in self._queues.values() if _bound(queue.spec, route)]
+        alternate = next((each.alternate for each in self.topology.exchanges if each.name == route.exchange), "")
+        return bound if bound or not alternate else self._targets(replace(route, exchange=alternate))
 
 
 class MemoryDelivery:
@@ -358,6 +378,7 @@ class MemoryLink:
         self._arrived: deque[MemoryDelivery] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._epoch = 0
+        self._lanes: set[Party] = set()  #: owners whom this link reads on their own
 
     @property
     def party(self) -> Party:
@@ -400,9 +421,8 @@ class MemoryLink:
         while not self._epoch or self.frozen:
             await self._wait()
         self._broker.purge(self._topology.leader)
-        self._subscribe(self._topology.arbiter_inbox, prefetch=self._topology.arbiter_prefetch)
-        self._subscribe(self._topology.dead_letters, prefetch=self._topology.arbiter_prefetch)
-        self._subscribe(self._topology.telemetry, prefetch=self._topology.arbiter_prefetch)
+        for spec in self._topology.read_by_leader:
+            self._subscribe(spec, prefetch=self._topology.arbiter_prefetch)
         return self._epoch
 
     async def provision(self, party: Party) -> None:
@@ -411,6 +431,12 @@ class MemoryLink:
         spec = self._topology.inbox(party)
         self._permit(self._rights.configure, spec.name, "provision")
         self._broker.declare(spec)
+        if party.role == "app" and party not in self._lanes and self._epoch:
+            self._lanes.add(party)
+            lane = self._topology.lane(party)
+            lane = replace(lane, name=f"{lane.name}.{self._broker.next_number()}")
+            self._broker.declare(lane)
+            self._subscribe(lane, prefetch=self._topology.lane_prefetch)
 
     async def consume(self) -> None:
         """Read the own inbox."""
@@ -490,6 +516,11 @@ class MemoryBus:
     def url(self) -> str:
         """``memory://``."""
         return "memory://"
+
+    @property
+    def private(self) -> bool:
+        """Yes."""
+        return True
 
     async def connect(self, party: Party) -> MemoryLink:
         """Connect as `party`."""

@@ -26,7 +26,9 @@ def user_commands(party: Party, topology: Topology | None = None, vhost: str = "
         ["rabbitmqctl", "set_permissions", "-p", vhost, party.user, rights.configure, rights.write, rights.read],
         *(
             ["rabbitmqctl", "set_topic_permissions", "-p", vhost, party.user, exchange.name, write, rights.topic_read]
-            for exchange, write in zip(topology.exchanges, (rights.topic_write, "^$"), strict=True)
+            for exchange in topology.exchanges
+            if exchange.kind == "topic"
+            for write in (rights.topic_write if exchange.name == topology.up else "^$",)
         ),
     ]
     return [shlex.join(row) for row in rows]

@@ -25,7 +25,16 @@ NODE, OTHER_NODE = Party("node", "n1"), Party("node", "n2")
 APP, OTHER_APP, LONG_APP = Party("app", "a1"), Party("app", "a2"), Party("app", "a10")
 PARTIES = (ARBITER, NODE, OTHER_NODE, APP, OTHER_APP, LONG_APP)
 #: Limits small enough to be reached in a test.
-LIMITS = Topology(app_max=5, node_max=3, node_ttl_ms=400, app_prefetch=4, node_prefetch=2, inbox_delivery_limit=2)
+LIMITS = Topology(
+    app_max=5,
+    node_max=3,
+    node_ttl_ms=400,
+    app_prefetch=4,
+    node_prefetch=2,
+    inbox_delivery_limit=2,
+    lane_max=1000,
+    lane_prefetch=4,
+)
 VHOSTS = [f"t{number}" for number in range(60)]
 PATIENCE_S = 20.0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 
@@ -98,9 +100,9 @@ async def test_several_are_settled_at_once_and_no_others(site: Site, arbiter: Li
     assert await hear(again, 3) == [b"6", b"7", b"8"]
 
 
-async def test_an_arbiters_unsettled_inbox_passes_to_the_next_leader_in_order(site: Site, arbiter: Link) -> None:
-    app = await site.connect(APP)
-    await say(app, ARBITER, *numbers(3))
+async def test_what_nodes_said_and_is_unsettled_passes_to_the_next_leader_in_order(site: Site, arbiter: Link) -> None:
+    node = await site.connect(NODE)
+    await say(node, ARBITER, *numbers(3))
     for _ in range(3):
         await receive(arbiter)
     await site.drop(arbiter)
@@ -377,17 +379,27 @@ async def test_what_a_node_rejects_comes_back_as_a_dead_letter(site: Site, arbit
     assert (dead.data, dead.dead) == (b"nonsense", "rejected:node.n1")
 
 
-async def test_what_the_arbiter_rejects_comes_back_as_a_dead_letter(site: Site, arbiter: Link) -> None:
+async def test_what_the_arbiter_rejects_of_a_node_comes_back_as_a_dead_letter(site: Site, arbiter: Link) -> None:
+    node = await site.connect(NODE)
+    await say(node, ARBITER, b"nonsense")
+    await (await receive(arbiter)).reject()
+    dead = await receive(arbiter)
+    assert (dead.data, dead.dead, dead.user) == (b"nonsense", "rejected:arbiter.inbox", "node-n1")
+
+
+async def test_what_the_arbiter_rejects_of_an_owner_is_gone_and_costs_nobody_anything(
+    site: Site, arbiter: Link
+) -> None:
     app = await site.connect(APP)
     await say(app, ARBITER, b"nonsense")
     await (await receive(arbiter)).reject()
-    dead = await receive(arbiter)
-    assert (dead.data, dead.dead, dead.user) == (b"nonsense", "rejected:arbiter.inbox", "app-a1")
+    await say(app, ARBITER, b"sense")
+    assert await hear(arbiter, 1) == [b"sense"]
 
 
 async def test_a_message_that_outlived_too_many_readers_is_put_aside(site: Site, arbiter: Link) -> None:
-    app = await site.connect(APP)
-    await say(app, ARBITER, b"poison")
+    node = await site.connect(NODE)
+    await say(node, ARBITER, b"poison")
     link = arbiter
     for _ in range(site.topology.inbox_delivery_limit + 1):
         delivery = await receive(link)
@@ -397,6 +409,50 @@ async def test_a_message_that_outlived_too_many_readers_is_put_aside(site: Site,
         await patiently(link.lead())
     dead = await receive(link)
     assert (dead.data, dead.dead) == (b"poison", "delivery_limit:arbiter.inbox")
+
+
+async def test_a_flood_of_one_owner_keeps_no_other_from_being_heard(site: Site, arbiter: Link) -> None:
+    flood, quiet = await site.connect(APP), await site.connect(OTHER_APP)
+    assert await say(flood, ARBITER, *numbers(500)) == [None] * 500
+    assert await say(quiet, ARBITER, b"a question") == [None]
+    heard: list[bytes] = []
+    while b"a question" not in heard:
+        heard += await hear(arbiter, 1)
+    assert len(heard) <= 2 * site.topology.lane_prefetch + 2
+
+
+async def test_of_what_an_owner_says_too_fast_the_newest_is_kept(site: Site, arbiter: Link) -> None:
+    app = await site.connect(APP)
+    await say(app, ARBITER, *numbers(site.topology.lane_prefetch))
+    unsettled = [await receive(arbiter) for _ in range(site.topology.lane_prefetch)]
+    more = [b"more %d" % number for number in range(site.topology.lane_max + 10)]
+    assert await say(app, ARBITER, *more) == [None] * len(more)
+    await arbiter.ack(unsettled)
+    assert await hear(arbiter, site.topology.lane_max) == more[10:]
+
+
+async def test_the_first_words_of_an_owner_reach_a_leader_that_does_not_know_it(site: Site) -> None:
+    arbiter, app = await site.connect(ARBITER), await site.connect(APP)
+    await patiently(arbiter.lead())
+    assert await say(app, ARBITER, b"hello") == [None]
+    assert await hear(arbiter, 1) == [b"hello"]
+
+
+async def test_an_owner_is_heard_by_the_next_leader_too(site: Site, arbiter: Link) -> None:
+    app = await site.connect(APP)
+    await say(app, ARBITER, b"to the first")
+    assert await hear(arbiter, 1) == [b"to the first"]
+    await site.drop(arbiter)
+    successor = await site.connect(ARBITER)
+    await patiently(successor.lead())
+    heard: list[bytes] = []
+    for number in itertools.count():  # the broker may not have noticed yet that the first leader's lane is no more
+        await say(app, ARBITER, b"%d" % number)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.5):
+                heard.append((await successor.receive()).data)
+                break
+    assert heard
 
 
 # --- 8 no silence ---------------------------------------------------------------------------------------------------
@@ -550,8 +606,8 @@ async def test_other_limits_than_those_declared_are_refused_with_the_mend(site: 
 
 
 async def test_what_is_durable_survives_a_broker_crash_and_the_epoch_grows(site: Site, arbiter: Link) -> None:
-    app = await reading(site, APP)
-    await say(app, ARBITER, *numbers(3))
+    app, node = await reading(site, APP), await site.connect(NODE)
+    await say(node, ARBITER, *numbers(3))
     await say(arbiter, APP, b"stored")
     await receive(app)  # and does not settle it
     if isinstance(site, AmqpSite):

@@ -7,7 +7,7 @@ import pytest
 
 from app_agent.core.agent import AppAgent
 from app_agent.core.model import AppState, Done, Dropped, Suspended
-from protocol.messages import ARBITER, AppReport, Bid, BidRow, Holdings, ProbeReply, Refusal
+from protocol.messages import ARBITER, AppReport, Bid, BidRow, Holdings, Measured, ProbeReply, Refusal
 from tests.support.app_harness import APP, Bench, exited, status
 
 TASK = "ada-1.0-a0"
@@ -242,10 +242,58 @@ def test_a_script_that_crashes_at_once_is_tried_twice() -> None:
     bench.holdings("n1g0", exited(TASK, "n1g0", "failed", exit_code=-11, reason="killed by signal 11"))
     assert bench.wished() == (1, "n1g0")
     bench.holdings("n1g0", exited("ada-1.0-a1", "n1g0", "failed", exit_code=-11, reason="killed by signal 11"))
-    assert bench.report.reason == "ada-1.0 failed 2 times before its first mini-batch: killed by signal 11"
+    assert bench.report.reason == "ada-1.0 failed 2 times in a row before its first mini-batch: killed by signal 11"
     over = bench.agent.state.over
     assert over is not None
     assert over.exit_code == 139
+
+
+def test_a_job_that_trained_between_two_false_starts_is_tried_again() -> None:
+    """It was killed at its first start, trained, left, was killed at its next start, and failed for good."""
+    bench = Bench(max_restarts=50)
+    bench.grant("n1g0")
+    killed = {"exit_code": -9, "reason": "killed by signal 9"}
+    bench.holdings("n1g0", exited(TASK, "n1g0", "failed", **killed))
+    bench.holdings("n1g0", status("ada-1.0-a1", "n1g0", step=40))
+    bench.preempt("n1g0")
+    bench.holdings("", exited("ada-1.0-a1", "n1g0", "preempted", step=40, saved_step=40))
+    bench.grant("n1g0")
+    bench.holdings("n1g0", exited("ada-1.0-a2", "n1g0", "failed", start_step=40, step=40, **killed))
+    assert bench.report.state == "active"
+    assert bench.wished() == (3, "n1g0")
+
+
+def test_a_program_that_tells_no_steps_is_past_its_start_after_a_minute() -> None:
+    bench = Bench(max_restarts=50)
+    bench.grant("n1g0")
+    long = Measured(ran_s=3600.0, unsaved_s=3600.0)
+    for attempt in range(5):
+        bench.holdings("n1g0", exited(f"ada-1.0-a{attempt}", "n1g0", "failed", step=-1, exit_code=1, measured=long))
+        assert bench.report.state == "active"
+
+
+def test_its_times_rest_on_a_guess_until_steps_and_their_time_are_known() -> None:
+    assert Bench(steps_total=0).agent.wish().basis == "guess"
+    assert Bench(steps_total=100, step_serial_s=2.0).agent.wish().basis == "declared"
+    bench = started(steps_total=0)
+    bench.holdings("n1g0", status(TASK, "n1g0", step=9, step_s=0.5))
+    assert bench.report.basis == "guess", "how many steps there are is not known"
+    bench.holdings("n1g0", status(TASK, "n1g0", step=12, step_s=0.5, total_steps=50))
+    assert bench.agent.wish().basis == "measured"
+
+
+def test_what_a_first_start_took_is_measured_until_its_first_mini_batch() -> None:
+    bench = Bench()
+    bench.grant("n1g0")
+    bench.tick(12.0)
+    bench.holdings("n1g0", status(TASK, "n1g0", step=-1))
+    assert bench.agent.wish().start_s == 0.0
+    bench.tick(3.0)
+    bench.holdings("n1g0", status(TASK, "n1g0", step=0))
+    assert bench.agent.wish().start_s == 15.0
+    bench.tick(30.0)
+    bench.holdings("n1g0", status(TASK, "n1g0", step=5))
+    assert bench.agent.wish().start_s == 15.0
 
 
 def test_a_job_lost_with_its_node_starts_anew() -> None:
@@ -394,6 +442,21 @@ def test_a_suspended_job_bids_for_its_own_gpus_only() -> None:
     assert [row.gpus for row in bid.rows] == [1]
     elsewhere = bench.offer("n1g1 n2g0")
     assert (elsewhere.only, elsewhere.rows) == ((), ())
+
+
+def test_a_job_that_is_parked_on_several_gpus_asks_for_all_of_them_at_once() -> None:
+    """It was granted one GPU of its two in every round, and gave it back each time."""
+    bench = Bench(gang=1, sizes=(1, 2))
+    both = ("n1g0", "n1g1")
+    bench.grant("n1g0 n1g1")
+    bench.holdings("n1g0 n1g1", status(TASK, "n1g0 n1g1", step=9))
+    assert (bench.report.gang, bench.wished()) == (1, (0, "n1g0 n1g1"))
+    bench.preempt("n1g0 n1g1")
+    bench.holdings("", status(TASK, "n1g0 n1g1", "suspended", can_checkpoint=False), leaving="n1g0 n1g1")
+    assert (bench.report.gang, bench.report.demand_max) == (2, 2)
+    bid = bench.offer("n1g0 n1g1 n1g2")
+    assert (bid.only, [row.gpus for row in bid.rows]) == (both, [2])
+    assert bench.offer("n1g0 n1g2").rows == ()
 
 
 def test_a_running_job_that_could_only_be_parked_bids_to_stay() -> None:

@@ -615,3 +615,20 @@ def test_rounds_that_say_the_same_of_an_app_are_one_line_of_its_story() -> None:
     assert site.arbiter.state.round >= before + 4
     rounds = [chapter.what for chapter in site.arbiter.story("bob-0") if chapter.what.startswith("round ")]
     assert [what.partition(": ")[0] for what in rounds] == [f"round {site.arbiter.state.round}"]
+
+
+def test_an_app_that_is_silent_can_use_whole_gangs_only_whatever_runs_of_it() -> None:
+    """A node that reported one GPU of a gang of three led a policy to make room for a third of it."""
+    site = Site(replace(SETTINGS, policy="fifo"))
+    site.node("n1", 4)
+    site.app("ana-1", gang=3, demand=9, sizes=(3, 9))
+    site.wait(6.0)
+    first, *_ = site.held("ana-1")
+    site.node("n1", tasks=[task("ana-1", 0, [first])], used=[first])
+    site.wait(20.0)
+    site.node("n1", tasks=[task("ana-1", 0, [first])], used=[first])
+    site.wait(25.0)
+    app = site.arbiter.state.apps[AppId("ana-1")]
+    turn = Turn(site.arbiter.state, site.now, Index(site.arbiter.state))
+    assert not turn.hears(app)
+    assert turn.usable(app) == 0

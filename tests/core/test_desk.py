@@ -11,16 +11,30 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from arbiter import desk
 from arbiter.core.arbiter import Configured
 from arbiter.core.history import TenantTerms
 from arbiter.core.model import ArbiterSettings
-from arbiter.core.policy import Settings
+from arbiter.core.policy import Outcome, Settings
 from arbiter.core.turn import AppRecord, LeaseRecord, RoundRecord
 from arbiter.desk import Desk
 from arbiter.ledger import Ledger
 from launch import views
+from protocol.codec import encode
 from protocol.core import Send
-from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId, TenantId
+from protocol.messages import (
+    ARBITER,
+    Answer,
+    AppId,
+    LeaseId,
+    LogChunk,
+    NodeId,
+    Party,
+    Query,
+    ReadLog,
+    TaskId,
+    TenantId,
+)
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, task, wish
 
 ANA = Party("app", "ana")
@@ -219,16 +233,85 @@ def test_an_app_is_listed_with_its_long_term_fairness() -> None:
     assert bob["ltgf"] == 0.0
 
 
-def test_rounds_and_spans_come_from_the_ledger_and_from_leases_still_held() -> None:
+def test_rounds_and_leases_come_from_the_ledger_and_from_what_is_still_held() -> None:
     counter = contended()
     told = counter.ask("rounds")
     assert told["count"] == len(told["rounds"]) == counter.site.arbiter.state.round
-    assert [span["app"] for span in told["spans"]] == ["ana-1"]
+    assert [lease["app"] for lease in counter.ask("leases")["leases"]] == ["ana-1"]
     counter.note(counter.site.app("ana-1", state="finished", demand=0))
     counter.note(counter.site.node("n1"))
-    spans = counter.ask("rounds")["spans"]
-    assert [span["app"] for span in spans] == ["ana-1"], "told once, by the ledger, now that the lease is over"
-    assert spans[0]["to"] - spans[0]["from"] > 85
+    leases = counter.ask("leases")["leases"]
+    assert [lease["app"] for lease in leases] == ["ana-1"], "told once, by the ledger, now that the lease is over"
+    assert leases[0]["to"] - leases[0]["from"] > 85
+
+
+def round_of(number: int, apps: int, *, gpus: int = 2) -> RoundRecord:
+    """A round after which so many apps were told why they got nothing, and two others got a GPU."""
+    lost = tuple(Outcome(AppId(f"bob-{app}"), (), f"bid and lost: {'what others bid ' * 8}") for app in range(apps))
+    won = tuple(Outcome(AppId(f"ana-{app}"), (gpu_id("n1", app),), "won", won=1) for app in range(gpus))
+    offered = tuple(gpu_id("n1", index) for index in range(gpus))
+    return RoundRecord(number, 60.0 * number, 0.5, (), (), (), offered, lost + won, proven=True, facts={})
+
+
+def pages(counter: Counter, kind: str, limit: int = 0) -> list[list[dict[str, Any]]]:
+    """All pages of a list, as a client fetches them."""
+    told: list[list[dict[str, Any]]] = []
+    offset: int | None = 0
+    while offset is not None:
+        query = Query("q1", kind, "", offset, limit)  # type: ignore[arg-type]
+        (send,) = counter.desk.ask(ANA, query, counter.site.now)
+        assert isinstance(send.message, Answer)
+        assert send.message.error == "", send.message.error
+        assert len(encode(send.message, sender=ARBITER, id="m1")) <= desk.PAGE_BYTES_MAX + 1000
+        document = msgspec.json.decode(send.message.document)
+        told.append(document[kind])
+        assert document["next_offset"] in (None, offset + len(told[-1]))
+        offset = document["next_offset"]
+    return told
+
+
+def test_rounds_come_in_pages_when_no_message_carries_them_all() -> None:
+    counter = Counter()
+    for number in range(1, 301):
+        counter.ledger.write(round_of(number, 100))
+    told = pages(counter, "rounds")
+    assert len(told) > 3
+    assert [entry["round"] for page in told for entry in page] == list(range(300, 0, -1))
+    assert [entry["round"] for entry in pages(counter, "rounds", 7)[0]] == list(range(300, 293, -1))
+
+
+def test_a_round_about_more_apps_than_a_message_carries_is_told_with_those_that_won() -> None:
+    counter = Counter()
+    counter.ledger.write(round_of(1, 30_000))
+    ((entry,),) = pages(counter, "rounds")
+    assert [outcome["app"] for outcome in entry["outcomes"] if outcome["gpus"]] == ["ana-0", "ana-1"]
+    assert entry["outcomes_left_out"] + len(entry["outcomes"]) == 30_002
+
+
+def test_leases_come_in_pages_those_held_now_first() -> None:
+    counter = contended()
+    for number in range(12_000):
+        gone = LeaseRecord(LeaseId(f"L{number}"), AppId("bob-1"), gpu_id("n1", 0), NodeId("n1"), 0.0, number + 1.0, "")
+        counter.ledger.write(gone)
+    told = [entry for page in pages(counter, "leases") for entry in page]
+    assert [entry["app"] for entry in told[:2]] == ["ana-1", "bob-1"]
+    assert [entry["lease"] for entry in told[1:]] == [f"L{number}" for number in reversed(range(12_000))]
+
+
+def test_apps_and_nodes_come_in_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(desk, "PAGE_BYTES_MAX", 20_000)
+    counter = Counter()
+    for number in range(8):
+        counter.site.node(f"n{number}", 16)
+    for number in range(40):
+        counter.site.app(f"ana-{number}")
+    told = pages(counter, "apps")
+    assert len(told) > 1
+    assert sorted(app["id"] for page in told for app in page) == sorted(f"ana-{number}" for number in range(40))
+    assert [app["id"] for app in pages(counter, "apps", 2)[1]] == [app["id"] for app in told[0][2:4]]
+    nodes = pages(counter, "nodes")
+    assert len(nodes) > 1
+    assert [node["id"] for page in nodes for node in page] == [f"n{number}" for number in range(8)]
 
 
 def test_a_log_is_fetched_from_the_node_that_has_it_and_returned_to_who_asked() -> None:

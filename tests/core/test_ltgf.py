@@ -16,7 +16,7 @@ from arbiter.core.history import History, TenantTerms, quotas_of
 from arbiter.core.model import Draining
 from arbiter.core.turn import AppRecord
 from protocol.core import Connected
-from protocol.messages import AppId, ProbeReply, RoundId, TenantId
+from protocol.messages import AppId, LeaseId, ProbeReply, RoundId, TenantId
 from tests.core.test_sharing import Shop
 from tests.support.arbiter_site import SETTINGS, Site, task, wish
 
@@ -72,10 +72,10 @@ def test_the_index_is_gpu_time_had_over_what_was_fair() -> None:
     history = begun(6)
     for app, demand in (("x", 6), ("y", 3), ("z", 3)):
         come(history, app, demand)
-    history.hold(AppId("x"), A, 6, 0.0)
-    history.hold(AppId("x"), A, -6, 1.0)
-    history.hold(AppId("y"), A, 3, 1.0)
-    history.hold(AppId("z"), A, 3, 1.0)
+    history.book(LeaseId("x/1"), AppId("x"), A, 6, drains=False, now=0.0)
+    history.close(LeaseId("x/1"), 1.0)
+    history.book(LeaseId("y/1"), AppId("y"), A, 3, drains=False, now=1.0)
+    history.book(LeaseId("z/1"), AppId("z"), A, 3, drains=False, now=1.0)
     # Turn and turn about, as finish-time fairness would have it: 1/2, 1/4, 1/4 of the GPU time, where 1/3 each is fair.
     standings = [history.of_app(AppId(app), 2.0) for app in "xyz"]
     assert [standing.ltgf for standing in standings] == [1.5, 0.75, 0.75]
@@ -88,13 +88,14 @@ def test_the_index_is_gpu_time_had_over_what_was_fair() -> None:
 def test_who_lends_by_eq_8_is_fairly_treated_and_by_eq_16_is_owed() -> None:
     history = begun(10, TenantTerms(A), TenantTerms(B))
     come(history, "a-1", 10)
-    history.hold(AppId("a-1"), A, 10, 0.0)  # B wants nothing for 10 s and lends its five
+    # B wants nothing for 10 s and lends its five
+    history.book(LeaseId("a-1/1"), AppId("a-1"), A, 10, drains=False, now=0.0)
     come(history, "b-1", 10, 10.0, tenant=B)
     a, b = history.of_tenant(A, 10.0), history.of_tenant(B, 10.0)
     assert (a.ltgf, b.ltgf) == (2.0, None)  # Eq. 8: nothing was due to B
     assert (a.ltgf_other, b.ltgf_other) == (2.0, 0.0)  # Eq. 16: 50 GPU-s were
-    history.hold(AppId("a-1"), A, -10, 10.0)
-    history.hold(AppId("b-1"), B, 10, 10.0)
+    history.close(LeaseId("a-1/1"), 10.0)
+    history.book(LeaseId("b-1/1"), AppId("b-1"), B, 10, drains=False, now=10.0)
     a, b = history.of_tenant(A, 15.0), history.of_tenant(B, 15.0)
     assert b.ltgf == 2.0
     assert b.ltgf_other == pytest.approx(50.0 / 75.0)
@@ -347,7 +348,8 @@ def test_what_an_earlier_version_booked_of_lost_nodes_ends_when_it_is_restored()
     site = one_app_running()
     site.wait(SETTINGS.node_timeout_s)
     history = site.arbiter.state.history
-    history.hold(AppId("ana-1"), TenantId("team"), 1.0, site.now)
+    history.book(LeaseId("of-the-app"), AppId("ana-1"), TenantId("team"), 1.0, drains=False, now=site.now)
+    history.leases.clear()  # it booked by app
     again = Arbiter.restored(site.arbiter.snapshot())
     again.validate()
     assert again.state.history.of_tenant(TenantId("team"), site.now + 99.0).allocated_gpu_s == pytest.approx(30.0)

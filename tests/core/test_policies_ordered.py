@@ -630,16 +630,29 @@ def within_whole_quotas(view: View) -> dict[str, int]:
     return {str(app): count for app, count in got.items()}
 
 
-def lent_last(view: View) -> list[AppView]:
-    """Without terms a quota is the cluster: what it holds of each app, gang by gang, goes before the rest of all."""
-    used: Counter[TenantId] = Counter()
-    order: tuple[list[AppView], list[AppView]] = ([], [])
+def lent_last(view: View) -> dict[str, int]:
+    """Without terms a quota is the cluster: what it holds of each app, gang by gang, goes before the rest of all.
+
+    An app that found no room leaves its part of the quota to the next of its tenant.
+    """
+    used: Counter[TenantId] = Counter()  # by what was placed
+    asked: Counter[TenantId] = Counter()  # by what the quota holds, placed or not
+    got: dict[str, int] = {}
+    beyond: set[str] = set()
+    left = len(view.gpus)
     for app in view.apps:
         held = min(app.demand_max, view.cluster_gpus - used[app.tenant]) // app.gang * app.gang
-        used[app.tenant] += held
-        order[0].extend([replace(app, demand_max=held)] * (held > 0))
-        order[1].append(app)
-    return [*order[0], *order[1]]
+        asks = min(app.demand_max, max(0, view.cluster_gpus - asked[app.tenant])) // app.gang * app.gang
+        beyond |= set() if asks else {str(app.app)}
+        got[app.app] = min(left, held) // app.gang * app.gang
+        left -= got[app.app]
+        used[app.tenant] += got[app.app]
+        asked[app.tenant] += asks
+    for app in sorted(view.apps, key=lambda app: app.app in beyond):
+        more = min(left, app.demand_max - got[app.app]) // app.gang * app.gang
+        got[app.app] += more
+        left -= more
+    return got
 
 
 def shortest_of_the_first_tenant(view: View) -> list[AppView]:
@@ -661,7 +674,7 @@ REFERENCE: dict[str, Callable[[View], dict[str, int]]] = {
     # without any history nothing is fair: a tenant has had something, and that is enough, or not; its apps take turns
     "astraea": lambda view: dealt(view, lambda app, got: (tenant_share(view, app, got) > 0, got[app.app])),
     "yarn-cs": within_whole_quotas,
-    "hived": lambda view: walked(view, lent_last(view)),
+    "hived": lent_last,
     "allox": lambda view: walked(view, shortest_of_the_first_tenant(view)),
     "gandiva-fair": lambda view: dealt(view, lambda app, got: got[app.app]),
 }

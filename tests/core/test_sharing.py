@@ -39,7 +39,7 @@ from protocol.messages import (
 )
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, records, sent, task, wish
 
-SHARED = replace(SETTINGS, policy="backfill", sharing="timeslice", seats=3, quantum_s=30.0)
+SHARED = replace(SETTINGS, priority_max=1000, policy="backfill", sharing="timeslice", seats=3, quantum_s=30.0)
 ONE, TWO = gpu_id("n1", 0), gpu_id("n1", 1)
 
 

@@ -335,6 +335,20 @@ def test_a_trial_keeps_its_gpus_when_its_lease_is_renewed_and_the_policy_would_g
     assert "it is a trial and keeps the GPUs it holds" in site.told("tia-1")
 
 
+def test_a_trial_that_has_lost_a_part_of_its_gang_does_not_keep_the_rest() -> None:
+    """It kept a GPU on which it could not run, and rounds gave it to the trial in vain, one after the other."""
+    site = Site(settings("las"))
+    site.node("n1", 2)
+    site.play_round(site.app("tia-1", gang=2, demand=2, kind="trial") + site.wait(1.5))
+    assert len(site.held("tia-1")) == 2
+    for _ in range(20):  # to the end of its lease
+        site.node("n1", 2, sick=[gpu_id("n1", 0)])
+        site.app("tia-1", gang=2, demand=2, kind="trial")
+        site.play_round(site.app("eve-1") + site.wait(5.0))
+    assert (site.held("tia-1"), site.held("eve-1")) == ([], [gpu_id("n1", 1)])
+    assert not any("in vain" in chapter.what for chapter in site.arbiter.story("tia-1"))
+
+
 def test_a_trial_that_has_run_for_long_enough_is_like_any_other_app() -> None:
     site = Site(settings("las", las_threshold_gpu_s=5.0, trial_s=10.0))
     site.node("n1", 1)

@@ -1,4 +1,4 @@
-"""`cancel` and `wait` with several ids, of which some are nobody's, against a real app agent's daemon."""
+"""`cancel` and `wait` with several ids, some of other owners' apps and some of none, with a real app agent."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
 from launch import exit_codes
 from protocol.bus.memory import MemoryBroker, MemoryBus
+from protocol.messages import Act, Query
+from tests.support.app_state import with_plain_ids
+from tests.support.hand_arbiter import hand_arbiter
 
 SPEC = AppSpec(trials=(("python", "train.py"),), cwd="/srv", checkpoint_root="/checkpoints", tenant="team-a")
 
@@ -32,15 +35,32 @@ def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @asynccontextmanager
 async def two_apps(socket: Path) -> AsyncIterator[None]:
-    """A daemon of ada's with the apps ada-1 and ada-2, which wait for an arbiter that is not there."""
-    config = AppConfig(owner="ada", state_dir=str(socket.parent / "app"), socket=str(socket), beat_s=0.2)
+    """A daemon of ada's with the apps ada-1 and ada-2, which wait for GPUs; an arbiter that knows two apps more."""
+    config = AppConfig(owner="ada", state_dir=str(socket.parent / "app"), socket=str(socket), beat_s=0.2, answer_s=5.0)
+    with_plain_ids(config)
     ready = asyncio.Event()
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(run_app_host(config, MemoryBus(MemoryBroker()), on_ready=ready.set))
+    bus = MemoryBus(MemoryBroker())
+    async with hand_arbiter(bus, decide), asyncio.TaskGroup() as group:
+        task = group.create_task(run_app_host(config, bus, on_ready=ready.set))
         await ready.wait()
         await asyncio.to_thread(_submit_two, socket)
         yield
         task.cancel()
+
+
+def decide(message: Query | Act) -> dict[str, object] | tuple[str, int] | None:
+    """Say what an arbiter says of ada-kqz7, which ada's app agent has forgotten, of bob's app, and of no app."""
+    match message:
+        case Act(target="ada-kqz7"):
+            return {"schema": "act/v1", "app": message.target, "state": "cancelled"}
+        case Act(target="bob-1"):
+            return "bob-1 is an app of bob, and ada is no administrator of this site", 7
+        case Act(target="late-1"):
+            return None
+        case Act():
+            return f"there is no app {message.target}", 3
+        case Query():
+            return {}
 
 
 def _submit_two(socket: Path) -> None:
@@ -67,6 +87,35 @@ async def test_cancel_ends_all_that_exist_and_then_names_those_that_do_not(socke
         again = await run("cancel", "ada-1", "ada-2")
         assert again.returncode == exit_codes.DONE
         assert again.stderr.splitlines() == ["ada-1 was already cancelled", "ada-2 was already cancelled"]
+
+
+async def test_an_app_that_only_the_arbiter_knows_is_cancelled_by_the_arbiter(socket: Path) -> None:
+    async with two_apps(socket):
+        result = await run("cancel", "ada-kqz7", "ada-1", "--json")
+        assert result.returncode == exit_codes.DONE
+        assert result.stderr.splitlines() == ["ada-1 is cancelled", "ada-kqz7 is cancelled"]
+        assert json.loads(result.stdout)["apps"] == ["ada-1", "ada-kqz7"]
+
+
+async def test_an_owner_that_may_not_cancel_an_app_is_told_whom_to_ask(socket: Path) -> None:
+    async with two_apps(socket):
+        result = await run("cancel", "bob-1", "nosuch-1", "ada-1")
+        assert result.returncode == exit_codes.NOT_PERMITTED
+        assert result.stderr.splitlines() == [
+            "ada-1 is cancelled",
+            "gpu-arbiter: there is no app nosuch-1; bob-1 is an app of bob, and ada is no administrator of this site",
+            "next: ask its owner, or an administrator of the site",
+        ]
+
+
+async def test_apps_about_which_no_answer_comes_are_named_and_the_rest_is_not_tried(socket: Path) -> None:
+    async with two_apps(socket):
+        result = await run("cancel", "late-1", "ada-1", "late-2")
+        assert result.returncode == exit_codes.UNREACHABLE
+        done, fault, _ = result.stderr.splitlines()
+        assert done == "ada-1 is cancelled"
+        assert "your app agent has no app late-1, and the arbiter has not answered within 5 s" in fault
+        assert fault.endswith("not tried: late-2")
 
 
 async def test_an_error_document_of_cancel_lists_what_was_cancelled(socket: Path) -> None:

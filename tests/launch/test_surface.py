@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
+from app_agent.core.host import AppRecord
 from launch import cli, exit_codes, notify, site, spec, surface, timeline, views
 from launch.client import Client
 from launch.faults import Fault
@@ -168,6 +169,23 @@ def test_only_a_few_variables_and_those_asked_for_travel() -> None:
         spec.environment(["=1"], here)
 
 
+def test_names_that_sound_secret_are_told_from_those_that_do_not() -> None:
+    secret = ["WANDB_API_KEY", "KEY", "HF_TOKEN", "authtoken", "DB_PASSWORD", "AWS_SECRET_ACCESS_KEY", "OPENAI_APIKEY"]
+    plain = ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "MONKEY", "KEYBOARD", "SEED", "PASS", "SSH_AUTH_SOCK"]
+    assert spec.telling(secret + plain) == secret
+
+
+def test_the_file_of_a_secret_is_named_as_every_node_sees_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/ada")
+    files = spec.secret_files(["A=key=1", "B=~/b", "C=/c"])
+    assert spec.whole_paths(files) == {"A": f"{tmp_path}/key=1", "B": "/home/ada/b", "C": "/c"}
+    for item in ("A", "A=", "=f", ""):
+        with pytest.raises(Fault, match=r"--secret .* is no NAME=FILE") as caught:
+            spec.secret_files([item])
+        assert caught.value.code == exit_codes.USAGE
+
+
 def test_trials_come_from_a_file_and_from_flags(tmp_path: Path) -> None:
     (tmp_path / "trials").write_text("--lr 1\n\n# a remark\n--lr '2 3'\n")
     found = spec.trials(("train",), tmp_path / "trials", ["--lr 4"])
@@ -249,6 +267,18 @@ def test_ps_says_how_far_a_job_has_saved_while_it_waits() -> None:
     assert views.progress(app(state="finished", saved=saved)) == "-"
 
 
+def test_rounds_say_who_won_and_how_many_got_nothing() -> None:
+    outcomes = [{"app": "ada-1", "gpus": ["g0", "g1"]}, {"app": "bob-1", "gpus": []}, {"app": "bob-2", "gpus": ["g2"]}]
+    newest = {
+        "round": 7, "at": "2026-01-01T00:00:30Z", "took_s": 1.25, "gpus": ["g0", "g1", "g2"], "outcomes": outcomes,
+        "outcomes_left_out": 4,
+    }  # fmt: skip
+    text = views.rounds_table({"count": 9, "rounds": [newest]}, now=views.seconds_of("2026-01-01T00:01:00Z"))
+    assert " ".join(text.splitlines()[1].split()) == "7 30s ago 1.2s 3 ada-1 (2), bob-2 (1) 5"
+    assert text.splitlines()[-1] == "1 of 9 rounds; for more: gpu-arbiter rounds --limit N"
+    assert "gpu-arbiter explain" in views.rounds_table({"count": 0, "rounds": []}, now=0.0)
+
+
 def explained(**changes: Any) -> str:
     story = {"app": "ada-1", "held": [], "rounds": [], "story": [], "refusal": "", "waiting_for": ""}
     return views.explanation(app(**story) | changes, now=views.seconds_of("2026-01-01T00:01:00Z"))
@@ -290,6 +320,9 @@ class Node:
     def __init__(self, *answers: tuple[str, int, bytes, int, bool]) -> None:
         self._answers = list(answers)
         self.asked: list[int] = []
+
+    def apps(self) -> list[AppRecord]:
+        return []  # it is another owner's
 
     def query(self, kind: str, target: str = "", offset: int = 0) -> dict[str, Any]:
         if kind == "apps":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from protocol.messages import (
     ARBITER,
+    Act,
     Answer,
     AnyMessage,
     AppId,
@@ -45,7 +46,14 @@ from protocol.messages import (
 NODE, APP = Party("node", "n1"), Party("app", "ann")
 _GPU, _OTHER_GPU = GpuId("GPU-0a"), GpuId("GPU-0b")
 _APP, _JOB, _TASK, _LEASE = AppId("ann-1"), JobId("ann-1.0"), TaskId("ann-1.0-a2"), LeaseId("L7")
-_LAUNCH = LaunchSpec(("python", "train.py", "--lr", "0.1"), "/home/ann", "/shared/ckpt/ann-1.0", {"SEED": "7"})
+_LAUNCH = LaunchSpec(
+    ("python", "train.py", "--lr", "0.1"),
+    "/home/ann",
+    "/shared/ckpt/ann-1.0",
+    {"SEED": "7"},
+    run="ann-1-5f0c",
+    secrets={"WANDB_API_KEY": "/home/ann/.wandb"},
+)
 _TERMS = LeaseTerms(_LEASE, _GPU, NodeId("n1"), "r1", "s0", 3, 55.5, leaving=True)
 _STATUS = TaskStatus(
     _TASK,
@@ -67,7 +75,18 @@ _STATUS = TaskStatus(
     reason="left with a checkpoint of step 119",
     metrics={"loss": 0.25},
     measured=Measured(
-        "gpm", 0.875, 2**30, 2**28, 2**27, 0.5, 0.25, 1.5, (TaskId("bob-1.0-a0"),), "runs faster beside bob-1.0-a0"
+        "gpm",
+        0.875,
+        2**30,
+        2**28,
+        2**27,
+        0.5,
+        0.25,
+        1.5,
+        (TaskId("bob-1.0-a0"),),
+        "runs faster beside bob-1.0-a0",
+        ran_s=90.5,
+        unsaved_s=0.5,
     ),
     samples=7680,
     unflushed=True,
@@ -103,6 +122,8 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             tasks=(_STATUS,),
             cpus=32.0,
             host_bytes=256 * 2**30,
+            site="s-4711",
+            wall_s=1.75e9,
         ),
     ),
     (
@@ -135,6 +156,10 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             kind="trial",
             cpus=8.0,
             host_bytes=64 * 2**30,
+            run="ann-1-5f0c",
+            site="s-4711",
+            basis="declared",
+            start_s=12.5,
         ),
     ),
     (APP, ProbeReply(_APP, RoundId(5), 1.5)),
@@ -149,7 +174,8 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             explicit=(ExplicitRow(((NodeId("n1"), 2), (NodeId("n2"), 1)), 1.125),),
         ),
     ),
-    (APP, Query("q1", "log", "ann-1.0-a2", 4096)),
+    (APP, Query("q1", "log", "ann-1.0-a2", 4096, 100, "s-4711")),
+    (APP, Act("q2", "cancel", "bob-1", "s-4711")),
     (NODE, LogChunk("q1", _TASK, 4096, b"epoch 1\n\xff\x00", 5000, ended=True)),
     (ARBITER, Probe(_APP, RoundId(5), 3, 8, 2.5, 60.0, 1.0)),
     (
@@ -166,8 +192,8 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
     ),
     (ARBITER, Grant(_APP, RoundId(5), 3, 21, (_TERMS,), (_TERMS,))),
     (ARBITER, Preempt(_APP, 3, 22, (_LEASE,), "ann-2 was worse off", 120.0)),
-    (ARBITER, Holdings(_APP, 3, 23, (_TERMS,), (_STATUS,), 8, 11)),
-    (ARBITER, Refusal(_APP, "needs 16 GPUs and the cluster has 8: ask for fewer")),
+    (ARBITER, Holdings(_APP, 3, 23, (_TERMS,), (_STATUS,), 8, 11, "s-4711")),
+    (ARBITER, Refusal(_APP, "needs 16 GPUs and the cluster has 8: ask for fewer", "ann-1-5f0c", cancelled=True)),
     (ARBITER, Answer("q1", b'{"schema":"apps/v1"}', "no such app")),
     (
         ARBITER,
@@ -180,6 +206,8 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             "pack",
             4,
             30.0,
+            "s-4711",
+            2,
         ),
     ),
     (ARBITER, ReadLog("q1", _TASK, 4096, 1024)),

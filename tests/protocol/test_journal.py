@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -151,7 +153,7 @@ def test_a_damaged_file_is_refused_with_the_mend(path: Path) -> None:
     assert path.read_bytes() == b"not a database" * 1000
 
 
-def test_a_page_that_is_damaged_is_refused_with_the_mend_while_it_is_read(path: Path) -> None:
+def test_a_page_that_is_damaged_is_refused_with_the_mend_when_the_journal_is_opened(path: Path) -> None:
     with Journal[Event].of(path, Event) as journal:
         for number in range(3000):
             journal.append(float(number), Came(str(number)))
@@ -160,8 +162,99 @@ def test_a_page_that_is_damaged_is_refused_with_the_mend_while_it_is_read(path: 
     middle = len(data) // 4096 // 2 * 4096
     data[middle : middle + 4096] = b"\xa5" * 4096
     path.write_bytes(data)
-    with Journal[Event].of(path, Event) as journal, pytest.raises(JournalError, match=r"it is damaged: .* begin anew"):
+    with pytest.raises(
+        JournalError, match=r"is damaged .*; bring a copy of the folder back, or .* begin anew"
+    ) as error:
+        Journal[Event].of(path, Event)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("what", ["event", "snapshot"])
+def test_noise_within_a_row_is_noticed_though_every_page_is_in_order(path: Path, what: str) -> None:
+    """SQLite knows pages, and nothing of their contents."""
+    long = "a" * 60_000
+    with Journal[Event].of(path, Event) as journal:
+        journal.append(1.0, Came("first" if what == "snapshot" else long))
+        if what == "snapshot":
+            journal.snapshot(long.encode())
+        journal.commit()
+    data = path.read_bytes()
+    middle = data.index(b"a" * 4000, len(data) // 2)  # within one page, whose own head stays as it is
+    path.write_bytes(data[:middle] + b"b" * 2000 + data[middle + 2000 :])
+    with Journal[Event].of(path, Event) as journal, pytest.raises(JournalError, match="is not what was written; bring"):
         list(journal.load().events)
+
+
+def test_an_event_that_has_gone_is_missed(path: Path) -> None:
+    with Journal[Event].of(path, Event) as journal:
+        for number in range(5):
+            journal.append(float(number), Came(str(number)))
+        journal.commit()
+    with sqlite3.connect(path) as database:
+        database.execute("DELETE FROM events WHERE seq = 3")
+    database.close()
+    with Journal[Event].of(path, Event) as journal, pytest.raises(JournalError, match="event 3 is missing; bring"):
+        list(journal.load().events)
+
+
+def test_a_journal_without_checksums_is_read_and_goes_on_with_them(path: Path) -> None:
+    with Journal[Event].of(path, Event) as journal:
+        journal.append(1.0, Came("a"))
+        journal.commit()
+    with sqlite3.connect(path) as database:
+        for table in ("events", "snapshots"):
+            database.execute(f"ALTER TABLE {table} DROP COLUMN sum")
+        database.execute("PRAGMA user_version = 1")
+    database.close()
+    for name in ("b", "c"):
+        with Journal[Event].of(path, Event) as journal:
+            journal.append(2.0, Came(name))
+            journal.commit()
+            names = [event.app for _, _, event in journal.load().events]
+    assert names == ["a", "b", "c"]
+
+
+#: Counts how often the C library is told to flush a file to the disk.
+COUNT_FLUSHES = """
+#include <stdlib.h>
+#include <unistd.h>
+#include <fcntl.h>
+static void count(void) {
+    int fd = open(getenv("FLUSHES"), O_WRONLY | O_APPEND | O_CREAT, 0600);
+    if (write(fd, "x", 1) != 1) abort();
+    close(fd);
+}
+int fsync(int fd) { (void)fd; count(); return 0; }
+int fdatasync(int fd) { (void)fd; count(); return 0; }
+"""
+FLUSHED = """
+import os, sys
+from protocol.journal import Journal
+from tests.protocol.test_journal import Came, Event
+flushes = lambda: os.path.getsize(os.environ["FLUSHES"])
+journal = Journal[Event].of(sys.argv[1], Event)
+before = flushes()
+journal.append(1.0, Came("a"))
+journal.commit()
+events = flushes() - before
+journal.next_epoch(1)
+epoch = flushes() - before - events
+journal.append(2.0, Came("b"))
+journal.commit()
+print(events, epoch > 0, flushes() - before - events - epoch)
+"""
+
+
+def test_an_epoch_is_on_the_disk_before_it_is_given_out(path: Path, tmp_path: Path) -> None:
+    """A power cut must not take it back: it would be given out again. Events may wait for the disk; they come again."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler (cc) to build the counter of flushes with")
+    library, count = tmp_path / "flushes.so", tmp_path / "flushes"
+    (tmp_path / "flushes.c").write_text(COUNT_FLUSHES)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "flushes.c"], check=True)
+    env = os.environ | {"LD_PRELOAD": str(library), "FLUSHES": str(count)}
+    done = subprocess.run([sys.executable, "-c", FLUSHED, path], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "True", "0"]
 
 
 def test_a_foreign_database_is_refused_and_left_alone(path: Path) -> None:

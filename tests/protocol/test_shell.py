@@ -30,7 +30,7 @@ from protocol.messages import (
     Refusal,
     RoundId,
 )
-from protocol.shell import Shell
+from protocol.shell import Shell, Waiting, _Arrived
 
 APP, NODE = Party("app", "a1"), Party("node", "n1")
 PATIENCE_S = 10.0
@@ -202,13 +202,49 @@ async def test_a_rejected_message_comes_back_as_a_dead_letter_that_is_logged_and
     rig: Rig, logs: list[dict[str, object]]
 ) -> None:
     async with rig.arbiter() as shell:
-        await say(await rig.bus.connect(APP), ARBITER, b"nonsense")
+        await say(await rig.bus.connect(NODE), ARBITER, b"nonsense")
         async with asyncio.timeout(PATIENCE_S):
             while not said(logs, "letter.dead"):
                 await asyncio.sleep(0)
                 await shell.wait_idle()
     assert said(logs, "letter.dead")[0]["why"] == "rejected:arbiter.inbox"
     assert rig.core.heard == []
+
+
+class Said:
+    """A delivery, as far as its place in the line goes."""
+
+    def __init__(self, user: str, number: int) -> None:
+        self.user, self.number = user, number
+
+
+def in_turn(said: str, most: int) -> list[str]:
+    """In which order this is taken: events are ``e1``, deliveries ``node-n1:1`` or ``app-ana:1``."""
+    waiting: Waiting[str] = Waiting()
+    for word in said.split():
+        user, _, number = word.partition(":")
+        if number:
+            waiting.put_delivery(_Arrived(None, Said(user, int(number))))  # type: ignore[arg-type]
+        else:
+            waiting.put_event(word, first=False)
+    taken = list(waiting.take(most))
+    assert len(waiting) == len(said.split()) - len(taken)
+    return [item if isinstance(item, str) else f"{item.delivery.user}:{item.delivery.number}" for item in taken]  # type: ignore[attr-defined]
+
+
+def test_what_waits_is_taken_in_turn_and_an_owner_waits_behind_itself() -> None:
+    flood = " ".join(f"app-eve:{number}" for number in range(1, 9))
+    taken = in_turn(f"{flood} app-ana:1 app-bob:1 app-ana:2 node-n1:1 e1 node-n2:1", 12)
+    assert taken[:3] == ["e1", "node-n1:1", "node-n2:1"]
+    assert taken[3:9] == ["app-eve:1", "app-ana:1", "app-bob:1", "app-eve:2", "app-ana:2", "app-eve:3"]
+    assert taken[9:] == ["app-eve:4", "app-eve:5", "app-eve:6"]
+
+
+def test_owners_have_their_part_of_a_batch_however_much_nodes_say() -> None:
+    nodes = " ".join(f"node-n{number}:{number}" for number in range(1, 40))
+    taken = in_turn(f"{nodes} app-ana:1 app-ana:2 app-ana:3 app-ana:4 app-ana:5", 16)
+    assert sum(word.startswith("node") for word in taken) == 12
+    assert taken[-1] == "app-ana:4"
 
 
 async def test_a_shared_user_is_believed_if_the_site_says_so(rig: Rig, logs: list[dict[str, object]]) -> None:

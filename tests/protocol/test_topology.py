@@ -18,10 +18,10 @@ TOPOLOGY = Topology()
 @pytest.mark.parametrize(
     ("sender", "to", "beat", "exchange", "key"),
     [
-        (APP, ARBITER, False, "ga.up", "bid.app-a1"),
-        (APP, ARBITER, True, "ga.up", "hb.app-a1"),
-        (NODE, ARBITER, False, "ga.up", "ack.node-n1"),
-        (NODE, ARBITER, True, "ga.up", "hb.node-n1"),
+        (APP, ARBITER, False, "ga.agents", "bid.app-a1"),
+        (APP, ARBITER, True, "ga.agents", "hb.app-a1"),
+        (NODE, ARBITER, False, "ga.agents", "ack.node-n1"),
+        (NODE, ARBITER, True, "ga.agents", "pulse.node-n1"),
         (ARBITER, APP, False, "", "app.a1"),
         (ARBITER, NODE, True, "", "node.n1"),
     ],
@@ -45,8 +45,12 @@ def test_a_prefix_keeps_two_sites_apart() -> None:
 
 def test_the_arbiter_may_do_all_that_leading_and_provisioning_takes_and_cannot_forge_a_bid() -> None:
     rights = TOPOLOGY.permissions(ARBITER)
-    for queue in (*TOPOLOGY.arbiter_queues, TOPOLOGY.inbox(APP), TOPOLOGY.inbox(NODE)):
+    for queue in (*TOPOLOGY.arbiter_queues, TOPOLOGY.lane(APP), TOPOLOGY.inbox(APP), TOPOLOGY.inbox(NODE)):
         assert all(re.search(pattern, queue.name) for pattern in (rights.configure, rights.write, rights.read))
+    for exchange in TOPOLOGY.exchanges:
+        assert re.search(rights.configure, exchange.name)
+        assert re.search(rights.read, exchange.name)
+        assert not exchange.alternate or re.search(rights.write, exchange.alternate), "what naming an alternate takes"
     assert not re.search(rights.write, TOPOLOGY.up)
     assert re.search(rights.topic_write, "bid.app-a1") is None
 
@@ -56,6 +60,7 @@ def test_an_agent_may_write_upwards_and_read_its_own_inbox_and_nothing_else(part
     rights = TOPOLOGY.permissions(party)
     own = TOPOLOGY.inbox(party).name
     others = [*(queue.name for queue in TOPOLOGY.arbiter_queues), "app.a10", "app.a", "xapp.a1", "node.n10", "ga.dlx"]
+    others += [TOPOLOGY.lane(party).name, "ga.lobby"]
     assert re.search(rights.read, own)
     assert re.search(rights.write, TOPOLOGY.up)
     assert not any(re.search(rights.read, name) or re.search(rights.write, name) for name in others)
@@ -78,8 +83,8 @@ def test_the_commands_for_an_administrator_can_be_pasted_into_a_shell() -> None:
         ["rabbitmqctl", "set_user_limits"],
         ["rabbitmqctl", "set_permissions"],
     ]
-    assert lines[2] == ["rabbitmqctl", "set_permissions", "-p", "gpu", "app-a1", "^$", r"^ga\.up$", r"^app\.a1$"]
-    assert lines[3][2:] == ["-p", "gpu", "app-a1", "ga.up", r"^(bid|hb)\.{username}$", "^$"]
+    assert lines[2] == ["rabbitmqctl", "set_permissions", "-p", "gpu", "app-a1", "^$", r"^ga\.agents$", r"^app\.a1$"]
+    assert lines[3][2:] == ["-p", "gpu", "app-a1", "ga.agents", r"^(bid|hb)\.{username}$", "^$"]
     assert lines[4][2:] == ["-p", "gpu", "app-a1", "ga.dlx", "^$", "^$"]
 
 

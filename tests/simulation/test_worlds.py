@@ -10,26 +10,28 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from arbiter.core.model import ArbiterSettings, Free
 from launch.cli import app as command_line
-from protocol.messages import ARBITER, Party
+from protocol.messages import ARBITER, AppId, Party, TenantId
 from simulator.checks import Checks, Violation, unsettled
 from simulator.cluster import parse_cluster
 from simulator.costs import Costs
 from simulator.faults import NetworkOptions, draw, facts_of
 from simulator.weather import Network
-from simulator.world import World
+from simulator.world import Actor, World
 from simulator.worlds import Verdict, run_world, run_worlds, summary
 from tests.support.app_harness import spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLDS = 50
+APP = AppId("app1-1")
 
 
 @pytest.mark.timeout(300)
@@ -162,9 +164,22 @@ def running() -> World:
     return world
 
 
-def test_a_world_at_work_passes_and_what_is_over_leaves_nothing(running: World) -> None:
+def judged(world: World) -> Checks:
+    """Return checks that are told from now on what the arbiter does."""
     checks = Checks()
-    checks.judge_whole(running)
+
+    def watch(actor: Actor, _event: object, effects: Sequence[object]) -> bool:
+        if actor is world.arbiter:
+            checks.judge_effects(world, effects)
+        return True
+
+    world.watcher = watch
+    checks.judge_whole(world)
+    return checks
+
+
+def test_a_world_at_work_passes_and_what_is_over_leaves_nothing(running: World) -> None:
+    checks = judged(running)
     assert [worker.phase for machine in running.machines.values() for worker in machine.workers.values()] == ["running"]
     running.run(until=400.0, done=lambda: all(living.over_at is not None for living in running.apps.values()))
     assert unsettled(running, ()) != {}  # the end is said, and not yet heard
@@ -191,6 +206,18 @@ def break_work(world: World) -> None:
 def break_finish(world: World) -> None:
     world.run(until=400.0, done=lambda: next(iter(world.apps.values())).over_at is not None)
     next(iter(world.shelf.tales.values())).finish_s = None
+
+
+def break_gpu_time(world: World) -> None:
+    history = world.arbiter.core.state.history
+    account = history.apps[APP]
+    history.apps[APP] = replace(account, allocated=replace(account.allocated, total=account.allocated.total + 3.0))
+
+
+def break_tenant(world: World) -> None:
+    history = world.arbiter.core.state.history
+    history.lose(AppId("app3-1"), TenantId("red"), 5.0, world.now)
+    del history.apps[AppId("app3-1")]
 
 
 def break_attempts(world: World) -> None:
@@ -221,11 +248,12 @@ def break_ownership_by_two(world: World) -> None:
         (break_attempts, "has a process of attempt 1 beside app1-1.0-a0"),
         (break_work, "s of work were counted, and it has 200"),
         (break_finish, "counts as finished and is not"),
+        (break_gpu_time, "app1-1 and its leases differ in GPU time had"),
+        (break_tenant, "red and its apps differ in GPU time lost: 5.000 s and 0.000 s"),
     ],
 )
 def test_each_check_sees_what_it_is_there_for(running: World, harm: Callable[[World], None], said: str) -> None:
-    checks = Checks()
-    checks.judge_whole(running)
+    checks = judged(running)
     harm(running)
     with pytest.raises(Violation, match=said):
         checks.judge_whole(running)

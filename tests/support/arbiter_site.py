@@ -62,7 +62,7 @@ LAUNCH = LaunchSpec(command=("python", "train.py"), cwd="/tmp", checkpoint_dir="
 class Site:
     """One arbiter and the parties around it."""
 
-    def __init__(self, settings: ArbiterSettings = SETTINGS, *, start: float = 1000.0) -> None:
+    def __init__(self, settings: ArbiterSettings | None = SETTINGS, *, start: float = 1000.0) -> None:
         self.arbiter = Arbiter()
         self.now = start
         self.epoch = 0
@@ -73,7 +73,8 @@ class Site:
         self.busy: dict[str, TaskStatus] = {}
         self.decides_late = False
         self.undecided: list[Decide] = []
-        self.lead(settings)
+        if settings is not None:
+            self.lead(settings)
 
     # --- the core ---------------------------------------------------------------------------------------------------
 

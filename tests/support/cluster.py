@@ -24,6 +24,7 @@ from launch.faults import Fault
 from launch.site import Site, local_site, toml, wait_ready
 from launch.spec import environment
 from protocol.messages import ARBITER, Party
+from tests.support.app_state import with_plain_ids
 from tests.support.gpu_watch import GpuWatch
 from tests.support.rabbitmq import PrivateRabbitMQ
 
@@ -83,6 +84,7 @@ class Cluster:
             local_site(folder, nodes=NODES, gpus=f"simulated:{GPUS_PER_NODE}", owner=OWNER, settings=SETTINGS),
             lambda user: broker.url(user, vhost),
         )
+        with_plain_ids(self.site.app)  # a script is told its app's id before it is submitted
         self.arbiter = DaemonProcess("arbiter", self.site.arbiter, folder, "arbiter")
         self.nodes = {node.node: DaemonProcess("node-agent", node, folder, node.node) for node in self.site.nodes}
         self.app_agent = DaemonProcess("app-agent", self.site.app, folder, "app")

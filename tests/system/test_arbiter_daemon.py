@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 
 import msgspec
 import pytest
@@ -17,12 +20,15 @@ from arbiter.core.model import ArbiterSettings, Leased, Up
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Settings
 from arbiter.core.turn import AppRecord, LeaseRecord
-from arbiter.daemon import _configure, _journal, _restore
+from arbiter.daemon import _configure, _journal, _restore, run_arbiter
 from arbiter.ledger import Ledger
+from protocol.bus import NotProvisioned, Outgoing
+from protocol.bus.memory import MemoryBroker, MemoryBus
+from protocol.codec import decode, encode
 from protocol.config import ConfigError
 from protocol.core import Connected
 from protocol.journal import JournalError
-from protocol.messages import AppId, GpuId, LeaseId, NodeId, TenantId
+from protocol.messages import ARBITER, Answer, AppId, AppReport, GpuId, LeaseId, NodeId, Party, Query, TenantId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
 
 
@@ -200,3 +206,36 @@ def test_the_settings_that_are_shipped_are_the_defaults_and_name_every_policy() 
     assert fields == set(tomllib.loads(shipped.read_text())["arbiter"]["policy_settings"])
     words = set(re.findall(r"[a-z-]+", shipped.read_text()))
     assert [name for name in POLICIES if name not in words] == []
+
+
+async def test_a_restart_under_a_wall_clock_that_is_400_days_ahead_makes_nobody_older(tmp_path: Path) -> None:
+    """Ages and finish-time fairness were absurd from then on, also when the clock was right again."""
+    config = ArbiterConfig(state_dir=str(tmp_path), arbiter=replace(SETTINGS, policy="fifo", admission_wait_s=0.0))
+    app = Party("app", "ana")
+    report = AppReport(AppId("ana-1"), TenantId("team"), "train", 1, "active", 1, 1, ())
+    for ahead_s in (0.0, 400 * 86_400.0, 0.0):
+        bus = MemoryBus(MemoryBroker())
+        async with asyncio.TaskGroup() as group:
+            arbiter = group.create_task(run_arbiter(config, bus, wall=lambda ahead_s=ahead_s: time.time() + ahead_s))
+            elapsed_s = await _elapsed_s(bus, app, report)
+            arbiter.cancel()
+        assert 0.0 <= elapsed_s < 60.0
+
+
+async def _elapsed_s(bus: MemoryBus, app: Party, report: AppReport) -> float:
+    """How old the arbiter takes an app for, whose agent has just said who it is."""
+    link = await bus.connect(app)
+    query = Query("q1", "explain", report.app)
+    async with asyncio.timeout(20.0):
+        while True:
+            outgoing = [Outgoing(ARBITER, encode(each, sender=app, id=token_hex(8))) for each in (report, query)]
+            await link.send(outgoing)
+            with suppress(NotProvisioned):
+                await link.consume()
+                break
+            await asyncio.sleep(0.05)
+        await link.send([Outgoing(ARBITER, encode(query, sender=app, id=token_hex(8)))])
+        while True:
+            body = decode((await link.receive()).data).body
+            if isinstance(body, Answer) and not body.error:
+                return float(msgspec.json.decode(body.document)["elapsed_s"])

@@ -95,6 +95,20 @@ def test_a_program_runs_where_it_was_submitted_with_the_variables_asked_for(cli:
     assert done.stdout == f"{tmp_path} 1 2 None\n"
 
 
+def test_a_program_finds_its_secrets_whether_a_flag_or_a_spec_file_names_the_file(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("from a file\n")
+    line = "import os; print(os.environ['API_KEY'])"
+    done = cli("run", "--secret", "API_KEY=key", *script(line))
+    assert (done.returncode, done.stdout) == (0, "from a file\n")
+    command = json.dumps([sys.executable, "-c", line])
+    (tmp_path / "app.toml").write_text(f"command = {command}\n[secrets]\nAPI_KEY = 'key'\n")
+    done = cli("run", "-f", "app.toml")
+    assert (done.returncode, done.stdout) == (0, "from a file\n")
+    done = cli("run", "--max-restarts", "0", "--secret", "API_KEY=none", *script(line))
+    assert done.returncode == exit_codes.FAILED
+    assert f"the secret API_KEY cannot be read from {tmp_path}/none: No such file or directory" in done.stderr
+
+
 def test_a_spec_file_is_overruled_by_flags(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "app.toml").write_text('command = ["true"]\nname = "filed"\ntenant = "vision"\ngang = 2\n')
     app = cli("submit", "-f", "app.toml", "--name", "flagged").stdout.strip()
@@ -103,15 +117,31 @@ def test_a_spec_file_is_overruled_by_flags(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_what_can_never_fit_is_refused_with_the_mend(cli: Cli) -> None:
-    done = cli("submit", "-g", "9", "--wait", "--", "true")
-    assert done.returncode == exit_codes.REFUSED
-    assert "the largest node has 4; ask for at most 4 with --gpus" in done.stderr
+    before = len(json.loads(cli("ps", "-a", "--json").stdout)["apps"])
+    for verb in ("submit", "run"):
+        done = cli(verb, "-g", "100", "--", "true")
+        assert (done.returncode, done.stdout) == (exit_codes.REFUSED, "")
+        assert done.stderr.splitlines() == [
+            "gpu-arbiter: each job needs 100 GPUs on one node, and the largest node has 4",
+            "next: ask for at most 4 with --gpus",
+        ]
+    assert len(json.loads(cli("ps", "-a", "--json").stdout)["apps"]) == before
 
 
-def test_a_program_that_does_not_exist_fails_with_the_mend(cli: Cli) -> None:
-    done = cli("run", "--", "/no/such/program")
+def test_a_program_that_is_not_there_is_refused_before_it_is_submitted(cli: Cli) -> None:
+    for verb in ("submit", "run"):
+        done = cli(verb, "--", "/no/such/program")
+        assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
+        assert "the command '/no/such/program' was not found on this host" in done.stderr
+        done = cli(verb, "--", sys.executable, "nosuch.py")
+        assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
+        assert "nosuch.py does not exist on this host" in done.stderr
+
+
+def test_a_program_that_is_on_no_node_either_fails_with_the_mend(cli: Cli) -> None:
+    done = cli("run", "--no-check", "--", "/no/such/program")
     assert done.returncode == exit_codes.FAILED
-    assert "'/no/such/program' was not found" in done.stderr
+    assert "'/no/such/program' was not found on node n1" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -181,6 +211,7 @@ def test_every_answer_for_programs_names_its_schema(cli: Cli) -> None:
     for words, schema in [
         (("ps",), "apps/v1"),
         (("nodes",), "nodes/v1"),
+        (("rounds",), "rounds/v1"),
         (("explain", "last"), "explain/v1"),
         (("doctor",), "doctor/v1"),
         (("version",), "version/v1"),
@@ -194,6 +225,24 @@ def test_every_answer_for_programs_names_its_schema(cli: Cli) -> None:
 def test_nodes_says_who_holds_which_gpu(cli: Cli) -> None:
     listed = cli("nodes").stdout
     assert [f"GPU-sim-n1-{index}" in listed for index in range(4)] == [True] * 4
+
+
+def test_a_second_site_is_refused_with_the_way_to_have_one_and_that_works(
+    cli: Cli, environment: dict[str, str]
+) -> None:
+    done = cli("up")
+    refused, next_step = done.stderr.splitlines()
+    assert done.returncode == exit_codes.FAILED
+    assert refused.startswith("gpu-arbiter: a site is up already: its app agent answers at ")
+    typed = next_step.partition("second: ")[2].replace("gpu-arbiter ", f"{' '.join(PROGRAM)} ")
+    folder = Path(environment["HOME"]) / "second"
+    command = f"exec env {typed.replace('FOLDER', str(folder))}"
+    with subprocess.Popen(["bash", "-c", command], env=environment, stderr=subprocess.PIPE, text=True) as second:
+        assert second.stderr is not None
+        assert "gpu-arbiter is up: 1 node, 4 GPUs" in second.stderr.readline()
+        second.send_signal(signal.SIGINT)
+        second.communicate(timeout=30)
+    assert folder.is_dir()
 
 
 @pytest.mark.parametrize("words", [("explain", "me-999"), ("logs", "me-999"), ("cancel", "me-999"), ("wait", "me-999")])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import shutil
 import socket
 import stat
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +23,18 @@ from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
 from arbiter.config import ArbiterConfig
 from arbiter.core.model import ArbiterSettings
+from arbiter.core.policy import Outcome
+from arbiter.core.turn import RoundRecord
 from arbiter.daemon import run_arbiter
+from arbiter.ledger import Ledger
+from launch.client import open_client
+from protocol.bus.amqp import AmqpBus
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.config import ConfigError
+from protocol.messages import Act, AppId, Holdings, Query
+from tests.support.app_state import with_plain_ids
+from tests.support.hand_arbiter import hand_arbiter
+from tests.support.rabbitmq import free_port
 
 ResultT = TypeVar("ResultT")
 
@@ -32,7 +43,7 @@ SPEC = AppSpec(trials=(("python", "train.py"),), cwd="/srv", checkpoint_root="/c
 
 @pytest.fixture
 def config(tmp_path: Path) -> AppConfig:
-    return AppConfig(
+    config = AppConfig(
         owner="ada",
         tenant="team-a",
         state_dir=str(tmp_path / "app"),
@@ -40,6 +51,7 @@ def config(tmp_path: Path) -> AppConfig:
         beat_s=0.2,
         answer_s=5.0,
     )
+    return with_plain_ids(config)
 
 
 @asynccontextmanager
@@ -92,7 +104,7 @@ async def test_an_app_is_submitted_listed_and_cancelled_without_the_arbiter(conf
             ("ada-1", "team-a", "waiting"),
             ("ada-2", "team-a", "waiting"),
         ]
-        assert await ask(config, lambda control: control.cancel("last")) == "ada-2"
+        assert await ask(config, lambda control: control.cancel("last")) == ("ada-2", "cancelled")
         record = await ask(config, lambda control: control.wait("ada-2"))
         assert (record.state, exit_code(record)) == ("cancelled", 130)
         pong = await ask(config, lambda control: control.ping())
@@ -112,7 +124,7 @@ async def test_wait_returns_when_the_app_ends_and_not_before(config: AppConfig) 
 
 async def test_mistakes_get_one_sentence_and_the_exit_code_of_the_contract(config: AppConfig) -> None:
     async with app_host(config, MemoryBus(MemoryBroker())):
-        assert (await refused(config, lambda control: control.cancel("ada-9"))).code == 3
+        assert (await refused(config, lambda control: control.wait("ada-9"))).code == 3
         assert (await refused(config, lambda control: control.wait("last"))).sentence.startswith(
             "you have submitted no"
         )
@@ -154,6 +166,19 @@ async def test_a_restarted_daemon_forgets_nothing_and_uses_no_number_twice(confi
         assert await ask(config, lambda control: control.submit(SPEC)) == "ada-3"
 
 
+async def test_an_agent_that_lost_its_journal_gives_no_id_again(config: AppConfig, tmp_path: Path) -> None:
+    shutil.rmtree(config.state_dir)
+    ids: list[str] = []
+    for _ in range(3):
+        async with app_host(config, MemoryBus(MemoryBroker())):
+            ids += [await ask(config, lambda control: control.submit(SPEC)) for _ in range(2)]
+        shutil.rmtree(config.state_dir)
+    tags = [re.fullmatch(r"ada-([a-z]{3})([12])", app) for app in ids]
+    assert all(tags), ids
+    assert [tag[2] for tag in tags if tag] == ["1", "2"] * 3
+    assert len({tag[1] for tag in tags if tag}) > 1  # three alike: once in 47 million runs
+
+
 async def test_only_its_user_can_reach_the_socket_and_only_one_daemon_has_it(config: AppConfig, tmp_path: Path) -> None:
     bus = MemoryBus(MemoryBroker())
     async with app_host(config, bus):
@@ -190,12 +215,102 @@ async def test_a_question_is_answered_by_the_arbiter(config: AppConfig, tmp_path
         assert "has not started yet" in silent.sentence
 
 
+async def test_the_arbiter_decides_about_an_app_that_the_daemon_has_no_record_of(config: AppConfig) -> None:
+    def decide(message: Query | Act) -> dict[str, object] | tuple[str, int] | None:
+        match message:
+            case Act(kind="cancel", target="ada-kqz7"):
+                return {"schema": "act/v1", "app": message.target, "state": "cancelled"}
+            case Act(target="odd-1"):
+                return {"schema": "act/v9"}
+            case Act(target="bob-xyz1"):
+                return "bob-xyz1 is not yours, and ada is no administrator", 7
+            case Act():
+                return f"there is no app {message.target}", 3
+            case Query():
+                return {}
+
+    bus = MemoryBus(MemoryBroker())
+    async with hand_arbiter(bus, decide) as site, app_host(config, bus):
+        assert await ask(config, lambda control: control.cancel("ada-kqz7")) == ("ada-kqz7", "cancelled")
+        error = await refused(config, lambda control: control.cancel("bob-xyz1"))
+        assert (error.sentence, error.code) == ("bob-xyz1 is not yours, and ada is no administrator", 7)
+        error = await refused(config, lambda control: control.cancel("nosuch-1"))
+        assert (error.sentence, error.code) == ("there is no app nosuch-1", 3)
+        error = await refused(config, lambda control: control.cancel("no/such"))
+        assert (error.sentence, error.code) == ("there is no app no/such", 3)
+        error = await refused(config, lambda control: control.cancel("odd-1"))
+        assert error.sentence.startswith("the arbiter's answer about odd-1 cannot be read: ")
+        assert error.code == 1
+        asked = {act.target: act.act_id for act in site.acts if act.target != "odd-1"}
+        assert asked.keys() == {"ada-kqz7", "bob-xyz1", "nosuch-1"}, "what can be no id is not asked about"
+        assert len(set(asked.values())) == 3
+        await ask(config, lambda control: control.submit(SPEC))
+        assert await ask(config, lambda control: control.cancel("ada-1")) == ("ada-1", "cancelled")
+        assert len(site.acts) == 4, "the daemon ends its own apps itself"
+
+
+async def test_an_act_is_said_again_until_it_is_answered_and_is_one_act(config: AppConfig) -> None:
+    heard: list[Act] = []
+
+    def hesitate(message: Query | Act) -> dict[str, object] | None:
+        if isinstance(message, Query):
+            return {}
+        heard.append(message)
+        return {"schema": "act/v1", "app": message.target, "state": "finished"} if len(heard) == 3 else None
+
+    bus = MemoryBus(MemoryBroker())
+    async with hand_arbiter(bus, hesitate), app_host(config, bus):
+        assert await ask(config, lambda control: control.cancel("ada-kqz7")) == ("ada-kqz7", "finished")
+    assert len({act.act_id for act in heard}) == 1
+
+
+async def test_questions_and_acts_say_which_site_they_are_for(config: AppConfig) -> None:
+    bus = MemoryBus(MemoryBroker())
+    async with hand_arbiter(bus, lambda _: {"app": "x-1", "state": "cancelled"}) as site, app_host(config, bus):
+        app = await ask(config, lambda control: control.submit(SPEC))
+        await ask(config, lambda control: control.query("apps"))
+        await site.say("ada", Holdings(AppId(app), 1, 1, (), (), site="mill"))
+        await ask(config, lambda control: control.query("nodes"))
+        await ask(config, lambda control: control.cancel("x-1"))
+        said = [(type(message).__name__, message.site) for message in site.heard if isinstance(message, Query | Act)]
+        assert ("Query", "") in said
+        assert said[-2:] == [("Query", "mill"), ("Act", "mill")]
+
+
+async def test_an_act_without_an_answer_says_what_is_missing(config: AppConfig) -> None:
+    quick = AppConfig(owner="ada", state_dir=config.state_dir, socket=config.socket, answer_s=0.3)
+    bus = MemoryBus(MemoryBroker())
+    async with hand_arbiter(bus, lambda message: {} if isinstance(message, Query) else None), app_host(quick, bus):
+        error = await refused(quick, lambda control: control.cancel("ada-kqz7"))
+        assert error.code == 6
+        assert error.sentence.startswith("your app agent has no app ada-kqz7, and the arbiter has not answered within")
+
+
+async def test_an_owner_without_apps_has_an_inbox_soon(config: AppConfig) -> None:
+    """Else its first question could take as long as the daemon takes to look for its inbox again."""
+    bus = MemoryBus(MemoryBroker())
+    async with hand_arbiter(bus, lambda _: {}), app_host(config, bus), asyncio.timeout(5):
+        while not (await ask(config, lambda control: control.ping()))["connected"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 async def test_a_silent_arbiter_is_named(config: AppConfig) -> None:
     quick = AppConfig(owner="ada", state_dir=config.state_dir, socket=config.socket, answer_s=0.05)
     async with app_host(quick, MemoryBus(MemoryBroker())):
         error = await refused(quick, lambda control: control.query("apps"))
         assert error.code == 6
         assert "memory://" in error.sentence
+
+
+async def test_a_broker_that_cannot_be_reached_is_not_called_a_silent_arbiter(config: AppConfig) -> None:
+    quick = AppConfig(owner="ada", state_dir=config.state_dir, socket=config.socket, answer_s=0.2)
+    port = free_port()
+    async with app_host(quick, AmqpBus(f"amqp://app-ada:secret@127.0.0.1:{port}/gpu")):
+        error = await refused(quick, lambda control: control.query("apps"))
+        assert error.code == 6
+        assert error.sentence == f"the broker at amqp://app-ada:***@127.0.0.1:{port}/gpu cannot be reached"
+        pong = await ask(quick, lambda control: control.ping())
+        assert (pong["reached"], pong["connected"]) == (False, False)
 
 
 async def test_a_client_that_hangs_up_while_it_waits_is_let_go(config: AppConfig) -> None:
@@ -239,3 +354,32 @@ def test_a_wrong_configuration_names_the_field(fields: dict[str, Any], says: str
         parse(fields, source="app.toml")
     assert says in str(error.value)
     assert str(error.value).startswith("app.toml")
+
+
+async def test_a_list_longer_than_a_message_is_fetched_page_by_page(config: AppConfig, tmp_path: Path) -> None:
+    """300 rounds of 40 apps: about 5 MB."""
+    state = tmp_path / "arbiter"
+    await asyncio.to_thread(_write_rounds, state)
+    bus = MemoryBus(MemoryBroker())
+    settings = ArbiterConfig(state_dir=str(state), history="begin")
+    async with asyncio.TaskGroup() as group, app_host(config, bus):
+        running = group.create_task(run_arbiter(settings, bus))
+        told, newest = await asyncio.to_thread(_ask_for_rounds, config)
+        running.cancel()
+    assert [entry["round"] for entry in told["rounds"]] == list(range(300, 0, -1))
+    assert (told["count"], told["next_offset"]) == (300, None)
+    assert [entry["round"] for entry in newest["rounds"]] == list(range(300, 50, -1))
+    assert newest["next_offset"] == 250
+
+
+def _write_rounds(state: Path) -> None:
+    state.mkdir()
+    with closing(Ledger(state / "ledger.db")) as ledger:
+        for number in range(1, 301):
+            lost = tuple(Outcome(AppId(f"bob-{app}"), (), "what others bid " * 20) for app in range(40))
+            ledger.write(RoundRecord(number, 60.0 * number, 0.5, (), (), (), (), lost, proven=True, facts={}))
+
+
+def _ask_for_rounds(config: AppConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    with open_client(Path(config.socket)) as client:
+        return client.query("rounds"), client.query("rounds", limit=250)

@@ -18,7 +18,9 @@ from app_agent.core import jobs
 from app_agent.core.agent import AppAgent
 from arbiter.core import apps, leases, nodes, plans, rounds
 from arbiter.core.arbiter import Arbiter
+from arbiter.core.history import History
 from arbiter.core.model import Bidding, Draining, Free, Leased
+from arbiter.core.turn import Turn
 from node_agent.core import agent as node_core
 from node_agent.core.agent import NodeAgent
 from node_agent.core.means import Ways
@@ -270,6 +272,41 @@ def who_was_lost_by_the_driver_counts_as_refused() -> Iterator[None]:
         checkpointed(self, replace(event, lost=False))
 
     with patch.object(NodeAgent, "_checkpointed", hopeful):
+        yield
+
+
+# --- GPU time -------------------------------------------------------------------------------------------------------
+
+
+@mutant
+def a_gpu_that_is_being_left_counts_for_nobody() -> Iterator[None]:
+    book = History.book
+
+    def forgetful(self: Any, lease: Any, app: Any, tenant: Any, part: float, *, drains: bool, now: float) -> bool:
+        return book(self, lease, app, tenant, 0.0 if drains else part, drains=False, now=now)
+
+    with patch.object(History, "book", forgetful):
+        yield
+
+
+@mutant
+def what_an_app_has_lost_is_not_its_tenants() -> Iterator[None]:
+    def lose(self: Any, app: Any, _tenant: Any, gpu_s: float, now: float) -> None:
+        account = self.apps[app]
+        self.apps[app] = replace(account, spent=replace(account.spent, lost_gpu_s=account.spent.lost_gpu_s + gpu_s))
+
+    with patch.object(History, "lose", lose):
+        yield
+
+
+@mutant
+def jobs_of_an_app_that_is_over_lie_parked() -> Iterator[None]:
+    def park(self: Turn, app: Any) -> None:
+        tasks = (self.state.tasks[task] for task in self.index.tasks[app.id])
+        parked = sum(len(task.gpus) for task in tasks if task.phase in ("suspended", "resting"))
+        self.state.history.park(app.id, app.tenant, parked, self.now)
+
+    with patch.object(Turn, "park", park):
         yield
 
 

@@ -1,0 +1,143 @@
+"""What can be known before an app is submitted: whether its program is there, and whether its gang can ever fit.
+
+The files are looked for on this host as a node agent looks for them on its own, since both see the same folders. The
+nodes are known to the arbiter.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from app_agent.core.spec import AppSpec
+from launch import exit_codes
+from launch.faults import Fault, usage
+from launch.spec import INHERITED, telling
+from launch.surface import plural
+
+#: How long the arbiter may take to say what nodes there are: a user does not want to wait for one that is away.
+PATIENCE_S = 1.0
+UNCHECKED = "mend it; or, if it is only on the nodes, submit with --no-check"
+
+_PYTHON = re.compile(r"(python|pypy)[0-9.]*")
+#: Interpreters whose first word, if that is no flag, is a script; of Python's flags more is known.
+_RUNNERS = frozenset({"bash", "dash", "sh", "zsh", "torchrun"})
+#: Flags of Python that take the next word, and those after which no script comes.
+_WITH_WORD, _WITHOUT_SCRIPT = frozenset("WX"), frozenset("cmhV?")
+
+
+def check_files(spec: AppSpec) -> None:
+    """Refuse an app whose folder, program or script is not on this host.
+
+    Raises
+    ------
+    Fault
+        With code 2, naming what is not there.
+    """
+    if _is_lacking(Path(spec.cwd)):
+        raise usage(f"the working folder {spec.cwd} does not exist on this host", UNCHECKED)
+    path = spec.env.get("PATH", os.defpath)
+    for command in dict.fromkeys(spec.trials):
+        program = command[0]
+        if shutil.which(program if "/" not in program else str(Path(spec.cwd, program)), path=path) is None:
+            raise usage(f"the command {program!r} was not found on this host, or is not executable", UNCHECKED)
+        script = script_of(command)
+        if script and not _exists(script, program, spec.cwd, path):
+            raise usage(f"the script {Path(spec.cwd, script)} does not exist on this host", UNCHECKED)
+
+
+def _exists(script: str, program: str, cwd: str, path: str) -> bool:
+    """Whether a script is there; a shell also looks for one where programs are."""
+    if not _is_lacking(Path(cwd, script)):
+        return True
+    return not _PYTHON.fullmatch(Path(program).name) and shutil.which(script, path=path) is not None
+
+
+def _is_lacking(path: Path) -> bool:
+    """Whether there is no such file or folder; of a place that this user may not look into that cannot be told."""
+    try:
+        return not path.exists()
+    except PermissionError:
+        return False
+
+
+def script_of(command: Sequence[str]) -> str:
+    """Return the script that an interpreter is to run; empty if there is none, or if that cannot be told."""
+    name, words = Path(command[0]).name, command[1:]
+    if name in _RUNNERS:
+        return words[0] if words and not words[0].startswith("-") else ""
+    return _script_of_python(words) if _PYTHON.fullmatch(name) else ""
+
+
+def _script_of_python(words: Sequence[str]) -> str:
+    """Return the script among Python's arguments, read as `python --help` says."""
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            return next(rest, "")
+        if word.startswith("--") or word == "-":
+            return ""  # what runs is standard input, or nothing
+        if not word.startswith("-"):
+            return word
+        for place, flag in enumerate(word[1:], start=2):
+            if flag in _WITHOUT_SCRIPT:
+                return ""
+            if flag in _WITH_WORD:
+                if place == len(word):
+                    next(rest, "")
+                break
+    return ""
+
+
+def exposed(spec: AppSpec) -> list[str]:
+    """Return a warning, if variables that sound secret are given by value."""
+    names = telling(name for name in spec.env if name not in INHERITED)
+    if not names:
+        return []
+    are = "are" if len(names) > 1 else "is"
+    return [
+        f"{', '.join(names)} {are} given by value, which messages and journals hold; to keep a value secret, put it "
+        f"into a file: --secret {names[0]}=FILE"
+    ]
+
+
+def absent_secrets(spec: AppSpec) -> list[str]:
+    """Return a note for each secret's file that is not on this host: it may be on the nodes, which read it."""
+    gone = [(name, file) for name, file in spec.secrets.items() if _is_lacking(Path(file))]
+    return [f"the file {file} of secret {name} is not on this host; every node must have it" for name, file in gone]
+
+
+def check_room(spec: AppSpec, capacity: Mapping[str, float]) -> list[str]:
+    """Return what is worth knowing about when an app can start, given the arbiter's ``capacity/v1`` document.
+
+    Raises
+    ------
+    Fault
+        With code 4, if its gang fits no node that is known.
+    """
+    known, usable = int(capacity["largest_node_gpus_known"]), int(capacity["largest_node_gpus"])
+    if not known:
+        return ["no node has enrolled yet; the app waits for one"]
+    if spec.gang > known:
+        raise Fault(
+            f"each job needs {spec.gang} GPUs on one node, and the largest node has {known}",
+            code=exit_codes.REFUSED,
+            next_step=f"ask for at most {known} with --gpus",
+        )
+    notes = []
+    if spec.gang > usable:
+        has = f"the largest has {usable} of its GPUs in service" if usable else "no GPU is in service"
+        notes.append(f"no node has {plural(spec.gang, 'GPU')} in service now ({has}); the app waits until one has")
+    for asked, most, what in (
+        (spec.cpus, capacity["cpus_max"], "CPU cores"),
+        (spec.host_bytes / 2**30, capacity["host_bytes_max"] / 2**30, "GiB of host memory"),
+    ):
+        if asked > most > 0:
+            notes.append(
+                f"each job asks for {asked:g} {what}, and no node says that it has more than {most:.4g}; "
+                "under a policy that looks at that the app never starts"
+            )
+    return notes

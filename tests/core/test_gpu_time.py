@@ -1,0 +1,176 @@
+"""GPU time, had and where it went: apps, tenants, leases and the ledger's rows say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.arbiter import Arbiter, Effect
+from arbiter.core.history import Standing
+from arbiter.core.turn import AppRecord, LeaseRecord
+from arbiter.ledger import Ledger
+from protocol.messages import AppId, Measured, Sharing
+from tests.support.arbiter_site import SETTINGS, TEAM, Site, task, wish
+
+FIFO = replace(SETTINGS, policy="fifo", lease_s=1000.0)
+
+
+def measured(ran_s: float, unsaved_s: float) -> Measured:
+    return Measured(ran_s=ran_s, unsaved_s=unsaved_s)
+
+
+def of(site: Site, app: str) -> Standing:
+    return site.arbiter.state.history.of_app(AppId(app), site.now)
+
+
+def leases(effects: Sequence[Effect]) -> list[LeaseRecord]:
+    return [effect for effect in effects if isinstance(effect, LeaseRecord)]
+
+
+def a_running_app(**settings: object) -> tuple[Site, str]:
+    site = Site(replace(FIFO, **settings))
+    site.node("n1", 2)
+    site.app("ana-1")
+    site.wait(0.0)
+    (gpu,) = site.held("ana-1")
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    return site, gpu
+
+
+def tell(site: Site, gpu: str, phase: str = "running", **more: object) -> list[Effect]:
+    """The node says how ana's task is."""
+    status = task("ana-1", 0, [gpu], phase, **more)
+    return site.node("n1", tasks=[status], used=[] if phase in ("exited", "suspended") else [gpu])
+
+
+def test_what_an_app_has_had_is_the_sum_of_its_leases_and_draining_is_a_part_of_it() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu)
+    site.wait(20.0)
+    site.app("ana-1", state="finished")
+    site.wait(5.0)
+    effects = tell(site, gpu, "exited", outcome="finished")
+    (record,) = leases(effects)
+    assert (record.had_gpu_s, record.draining_gpu_s) == (25.0, 5.0)
+    standing = of(site, "ana-1")
+    assert (standing.allocated_gpu_s, standing.draining_gpu_s) == (25.0, 5.0)
+    whole = site.arbiter.state.history.of_tenant(TEAM, site.now)
+    assert (whole.allocated_gpu_s, whole.draining_gpu_s) == (25.0, 5.0)
+    (account,) = [effect for effect in effects if isinstance(effect, AppRecord)]
+    assert (account.allocated_gpu_s, account.draining_gpu_s, account.lost_gpu_s) == (25.0, 5.0, 0.0)
+
+
+def test_time_that_a_job_lies_parked_is_told_apart() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu, cooperative=True)
+    site.wait(10.0)
+    tell(site, gpu, "resting", cooperative=True)
+    site.wait(7.0)
+    tell(site, gpu, cooperative=True)
+    site.wait(3.0)
+    assert of(site, "ana-1").parked_gpu_s == 7.0
+    assert of(site, "ana-1").allocated_gpu_s == 20.0
+    assert site.arbiter.state.history.of_tenant(TEAM, site.now).parked_gpu_s == 7.0
+
+
+@pytest.mark.parametrize("sharing", ["exclusive", "timeslice"])
+def test_apps_that_share_a_gpu_have_its_time_between_them(sharing: Sharing) -> None:
+    """Each of 12 apps had counted its seats whole: 877 GPU-seconds, of which their tenants had had 444."""
+    site = Site(replace(FIFO, policy="backfill", sharing=sharing, seats=2))
+    apps = ("ana-1", "bob-1")
+
+    def report(seconds: float) -> None:
+        site.wait(seconds)
+        tasks = [task(app, 0, [gpu], cooperative=True, step=5) for app in apps for gpu in site.held(app)]
+        site.node("n1", 1, tasks=tasks, used=[gpu for each in tasks for gpu in each.gpus])
+
+    site.node("n1", 1)
+    for _ in range(8):
+        for app in apps:
+            site.app(app, jobs=[wish(app, 0, site.held(app))])
+        report(2.5)
+    site.wait(10.0)
+    had = [of(site, app).allocated_gpu_s for app in apps]
+    assert sum(had) == pytest.approx(30.0)
+    assert site.arbiter.state.history.of_tenant(TEAM, site.now).allocated_gpu_s == pytest.approx(30.0)
+    assert (had[1] > 5.0) == (sharing == "timeslice")
+
+
+def test_what_an_attempt_had_not_saved_is_lost_with_it_and_counted_once() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu, measured=measured(30.0, 30.0))
+    site.wait(2.0)
+    for _ in range(2):
+        tell(site, gpu, "exited", outcome="failed", exit_code=1, measured=measured(32.0, 12.0))
+    assert of(site, "ana-1").lost_gpu_s == 12.0
+    assert site.arbiter.state.history.of_tenant(TEAM, site.now).lost_gpu_s == 12.0
+
+
+def test_what_has_finished_or_has_saved_is_not_lost() -> None:
+    for outcome, unsaved_s in (("finished", 40.0), ("preempted", 0.0)):
+        site, gpu = a_running_app()
+        tell(site, gpu, measured=measured(39.0, 39.0))
+        tell(site, gpu, "exited", outcome=outcome, measured=measured(40.0, unsaved_s))
+        assert of(site, "ana-1").lost_gpu_s == 0.0
+
+
+def test_what_is_made_again_after_a_partition_is_lost_and_counted_to_its_end() -> None:
+    """The other side of a cut went on for 754 mini-batches that nobody counted, as its attempt had been given up."""
+    site, gpu = a_running_app()
+    tell(site, gpu, measured=measured(10.0, 10.0))
+    site.wait(35.0)
+    assert of(site, "ana-1").lost_gpu_s == 10.0, "the node is lost, and so is what is known to be unsaved on it"
+    site.app("ana-1", jobs=[wish("ana-1", 0, [], attempt=1)])
+    tell(site, gpu, measured=measured(100.0, 100.0))
+    tell(site, gpu, "exited", outcome="preempted", measured=measured(101.0, 101.0))
+    assert of(site, "ana-1").lost_gpu_s == 101.0
+
+
+def test_a_task_that_its_node_has_forgotten_has_lost_what_was_last_known() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu, measured=measured(10.0, 8.0))
+    site.app("ana-1", jobs=[wish("ana-1", 0, [], attempt=1)])
+    site.node("n1")
+    assert of(site, "ana-1").lost_gpu_s == 8.0
+
+
+def test_an_app_that_is_over_is_recorded_again_when_its_node_comes_back_with_more() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu, measured=measured(10.0, 10.0))
+    site.app("ana-1", state="cancelled")
+    effects = tell(site, gpu, "exited", outcome="stopped", measured=measured(11.0, 11.0))
+    assert [effect.lost_gpu_s for effect in effects if isinstance(effect, AppRecord)] == [11.0]
+
+
+def test_the_ledger_keeps_a_leases_gpu_time_and_reads_files_of_before() -> None:
+    ledger = Ledger(":memory:")
+    site, gpu = a_running_app()
+    tell(site, gpu)
+    site.wait(9.0)
+    site.app("ana-1", state="finished")
+    (record,) = leases(tell(site, gpu, "exited", outcome="finished"))
+    ledger.write(record)
+    assert ledger.leases(limit=1) == [record]
+
+
+def test_a_snapshot_of_a_version_that_booked_by_app_goes_on_with_the_same_figures() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu)
+    site.wait(10.0)
+    before = of(site, "ana-1").allocated_gpu_s
+    site.arbiter.state.history.leases.clear()
+    old = Arbiter.restored(site.arbiter.snapshot())
+    old.validate()
+    assert old.state.history.of_app(AppId("ana-1"), site.now).allocated_gpu_s == before
+    assert old.state.history.of_app(AppId("ana-1"), site.now + 4.0).allocated_gpu_s == before + 4.0
+
+
+def test_gpu_time_on_a_node_that_is_lost_stops_and_its_lease_is_worth_what_it_was() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu)
+    site.wait(35.0)
+    lost_at = of(site, "ana-1").allocated_gpu_s
+    site.wait(20.0)
+    assert of(site, "ana-1").allocated_gpu_s == lost_at == 30.0

@@ -1,0 +1,176 @@
+"""A policy that raises an exception costs a round, or one app its answer, and never the arbiter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.arbiter import Configured, Effect, SolverReady
+from arbiter.core.decisions import failed
+from arbiter.core.model import Active, Idle, Refused
+from arbiter.core.policies import POLICIES
+from arbiter.core.policies.fifo import Fifo
+from arbiter.core.policies.oasis import Oasis
+from arbiter.core.policies.themis import Themis
+from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Market, View
+from arbiter.core.turn import Decide, PolicyFailed
+from arbiter.solver import decide_timed
+from protocol.messages import AppId, Bid, Probe
+from tests.support.arbiter_site import SETTINGS, Site, notes, records, sent
+
+FIFO = replace(SETTINGS, policy="fifo")
+
+
+class Broken(Fifo):
+    """Bears no gang of 13."""
+
+    def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
+        if any(app.gang == 13 for app in view.apps):
+            raise RuntimeError("a gang of 13,\nwhich brings no luck")
+        return super().allocate(view, bids, clock)
+
+    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
+        return Admission(True) if app.gang / (app.gang - 7) else Admission(False)
+
+
+class NoBidders(Themis):
+    """Cannot say who bids."""
+
+    def bidders(self, view: View) -> Sequence[AppId]:
+        raise KeyError("nobody")
+
+
+class NoSale(Oasis):
+    """Cannot sell."""
+
+    def sell(self, market: Market, app: AppView) -> Admission:
+        raise ZeroDivisionError("a price of nothing")
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, kind in (("broken", Broken), ("no-bidders", NoBidders), ("no-sale", NoSale)):
+        monkeypatch.setitem(POLICIES, name, kind)
+
+
+def failures(effects: Sequence[Effect]) -> list[str]:
+    return [effect.failure.error for effect in effects if isinstance(effect, PolicyFailed)]
+
+
+def asked(effects: Sequence[Effect]) -> Decide:
+    return [effect for effect in effects if isinstance(effect, Decide)][-1]
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_round_whose_policy_fails_leaves_all_as_it_is_and_says_so_aloud() -> None:
+    site = Site(replace(FIFO, policy="broken"))
+    site.node("n1", 16)
+    site.app("ana-1", gang=2, demand=2)
+    site.wait(2.0)
+    before = site.held("ana-1")
+    assert len(before) == 2
+    site.decides_late = True
+    ask = asked(site.app("bob-1", gang=13, demand=13) + site.wait(2.0))
+    effects = site.handle(decide_timed(ask))
+    assert failures(effects) == ["RuntimeError: a gang of 13, which brings no luck"]
+    said = (
+        "the policy broken failed to decide (RuntimeError: a gang of 13, which brings no luck), which is a bug; "
+        "please report it"
+    )
+    assert said in notes(effects)
+    (record,) = records(effects)
+    assert record.failure == said
+    assert site.held("ana-1") == before
+    assert site.held("bob-1") == []
+    assert isinstance(site.arbiter.state.phase, Idle)
+    assert site.arbiter.state.policy_failures == 1
+    assert site.arbiter.state.rest is not None
+    assert said in site.arbiter.state.rest.what
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+@pytest.mark.usefixtures("broken")
+def test_after_a_failure_the_next_round_comes_and_what_no_longer_breaks_the_policy_is_served() -> None:
+    site = Site(replace(FIFO, policy="broken"))
+    site.node("n1", 16)
+    site.decides_late = True
+    site.handle(decide_timed(asked(site.app("bob-1", gang=13, demand=13))))
+    site.app("bob-1", gang=2, demand=2)
+    site.handle(decide_timed(asked(site.wait(20.0))))
+    assert len(site.held("bob-1")) == 2
+
+
+@pytest.mark.usefixtures("broken")
+def test_leases_that_end_are_renewed_when_the_policy_fails() -> None:
+    site = Site(replace(SETTINGS, policy="las", lease_s=40.0))
+    site.node("n1", 1)
+    site.app("ana-1")
+    site.wait(2.0)
+    (gpu,) = site.held("ana-1")
+    site.decides_late = True
+    effects: list[Effect] = []
+    for _ in range(8):
+        effects += site.node("n1", used=[gpu]) + site.app("bob-1") + site.app("ana-1") + site.wait(10.0)
+        site.decides_late = True
+        for ask in [effect for effect in effects if isinstance(effect, Decide)][-1:]:
+            effects += site.handle(failed(ask, RuntimeError("no")))
+    assert len(failures(effects)) > 2
+    assert site.held("ana-1") == [gpu]
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_policy_that_cannot_say_who_bids_decides_without_bids() -> None:
+    site = Site(replace(SETTINGS, policy="no-bidders"))
+    site.node("n1", 2)
+    effects = site.app("ana-1") + site.wait(0.0)
+    assert sent(effects, Probe)
+    effects = site.rho("ana-1", 3.0)
+    assert failures(effects) == ["KeyError: 'nobody'"]
+    assert site.held("ana-1")
+    assert "failed to name who bids" in notes(effects)
+
+
+@pytest.mark.usefixtures("broken")
+def test_an_app_that_the_policy_fails_on_is_refused_and_the_others_enter() -> None:
+    site = Site(replace(FIFO, policy="broken"))
+    site.node("n1", 16)
+    site.app("ana-1", gang=7, demand=7)
+    site.app("bob-1", gang=2, demand=2)
+    site.wait(10.0)
+    refused = site.arbiter.state.apps[AppId("ana-1")].state
+    assert isinstance(refused, Refused)
+    assert "failed to admit ana-1 (ZeroDivisionError: division by zero)" in refused.reason
+    assert isinstance(site.arbiter.state.apps[AppId("bob-1")].state, Active)
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_sale_that_fails_refuses_that_app_only() -> None:
+    site = Site(replace(SETTINGS, policy="no-sale"))
+    site.node("n1", 2)
+    effects = site.app("ana-1") + site.wait(10.0)
+    assert failures(effects) == ["ZeroDivisionError: a price of nothing"]
+    assert isinstance(site.arbiter.state.apps[AppId("ana-1")].state, Refused)
+
+
+def test_no_round_starts_before_the_solver_is_ready_where_the_policy_holds_auctions() -> None:
+    site = Site(None)
+    site.handle(Configured(SETTINGS, ready=False))
+    site.lead()
+    site.node("n1", 1)
+    effects = site.app("ana-1") + site.wait(120.0)
+    assert sent(effects, Probe) == []
+    site.node("n1")
+    effects = site.app("ana-1") + site.handle(SolverReady()) + site.wait(0.0)
+    assert len(sent(effects, Probe)) == 1
+
+
+def test_a_policy_without_auctions_does_not_wait_for_the_solver() -> None:
+    site = Site(None)
+    site.handle(Configured(FIFO, ready=False))
+    site.lead()
+    site.node("n1", 1)
+    site.app("ana-1")
+    site.wait(1.0)
+    assert site.held("ana-1")

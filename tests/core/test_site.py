@@ -1,0 +1,275 @@
+"""Which site an arbiter may lead, and what becomes of what its journal does not know (`arbiter.core.site`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from arbiter.core.arbiter import Arbiter, Configured, Effect
+from arbiter.core.model import Free, Leased
+from arbiter.core.site import EPOCH_MAX
+from arbiter.core.turn import EpochTaken, LeaseRecord, Resign
+from protocol.core import Connected
+from protocol.messages import Grant, NodePlan
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, notes, sent, task, wish
+
+OURS, THEIRS = "s-ours", "s-theirs"
+
+
+def a_site(*, site: str = OURS, adopt: bool = False, alone: bool = False) -> Site:
+    """An arbiter with a journal of this site, which has just begun to lead and knows no node."""
+    made = Site(None)
+    made.handle(Configured(SETTINGS, site, adopt=adopt, alone=alone))
+    made.lead()
+    return made
+
+
+def resigned(effects: Sequence[Effect]) -> str:
+    return "; ".join(effect.why for effect in effects if isinstance(effect, Resign))
+
+
+def taken(effects: Sequence[Effect]) -> list[EpochTaken]:
+    return [effect for effect in effects if isinstance(effect, EpochTaken)]
+
+
+def running(site: Site, app: str = "ana-1", node: str = "n1", *, index: int = 0) -> str:
+    """Let an app train on one GPU of a node, and return that GPU."""
+    gpu = gpu_id(node, index)
+    site.play_round(site.app(app, run="r", site=OURS) + site.wait(1.0))
+    assert site.held(app) == [gpu]
+    site.app(app, jobs=[wish(app, 0, [gpu])], run="r", site=OURS)
+    report(site, node, {gpu: app})
+    return gpu
+
+
+def report(site: Site, node: str, uses: dict[str, str], *, site_id: str = OURS, **more: object) -> list[Effect]:
+    """Report that tasks of these apps run on these GPUs."""
+    tasks = [task(app, 0, [gpu]) for gpu, app in uses.items()]
+    return site.node(node, tasks=tasks, used=list(uses), site=site_id, **more)  # type: ignore[arg-type]
+
+
+def a_site_at_work() -> Site:
+    """A site of one node of two GPUs; ana trains on the first."""
+    site = a_site()
+    site.node("n1", 2, site="")
+    site.wait(20.0)
+    report(site, "n1", {})
+    running(site)
+    return site
+
+
+# --- who may lead ---------------------------------------------------------------------------------------------------
+
+
+def test_a_first_start_says_nothing_until_a_node_of_another_site_could_have_spoken() -> None:
+    site = a_site()
+    effects = site.node("n1", 1, site="") + site.app("ana-1") + site.wait(9.0)
+    assert sent(effects, NodePlan) == []
+    plan = sent(site.wait(2.0), NodePlan)[-1]
+    assert (plan.site, plan.incarnation) == (OURS, 1)
+
+
+def test_alone_on_its_bus_an_arbiter_need_not_wait_for_others() -> None:
+    site = a_site(alone=True)
+    assert sent(site.node("n1", 1, site=""), NodePlan)[-1].site == OURS
+
+
+def test_an_arbiter_without_a_journal_resigns_where_a_site_is_at_work_and_has_said_nothing() -> None:
+    for alone in (False, True):
+        site = a_site(alone=alone)
+        effects = site.node("n1", 1, site=THEIRS, plan=(7, 3), tasks=[task("ana-1", 0, [gpu_id("n1", 0)])])
+        why = resigned(effects)
+        assert "node-n1 belongs to site s-theirs, and this arbiter's journal knows no site" in why
+        assert "--adopt-site" in why
+        assert sent(effects, NodePlan) == []
+        assert site.arbiter.state.nodes == {}
+
+
+def test_an_app_agent_of_another_site_is_reason_enough_to_resign() -> None:
+    site = a_site()
+    effects = site.app("ana-1", site=THEIRS)
+    assert "app-ana belongs to site s-theirs" in resigned(effects)
+    assert site.arbiter.state.apps == {}
+
+
+def test_a_node_that_obeyed_an_arbiter_of_an_earlier_version_counts_as_anothers() -> None:
+    assert "site of an earlier version" in resigned(a_site().node("n1", 1, site="", plan=(7, 3)))
+
+
+def test_a_journal_of_an_earlier_version_gets_an_id_and_leads_on() -> None:
+    site = Site()
+    site.node("n1", 1)
+    site.handle(Configured(SETTINGS, OURS))
+    site.lead()
+    effects = site.node("n1", 1, plan=(1, 1))
+    assert resigned(effects) == ""
+    assert sent(effects + site.wait(5.0), NodePlan)[-1].site == OURS
+
+
+def test_one_node_of_another_site_is_refused_and_disturbs_nobody() -> None:
+    site = a_site_at_work()
+    effects = site.node("n2", 4, site=THEIRS, plan=(900, 5))
+    assert "belongs to site s-theirs, and this arbiter leads site s-ours; refused" in notes(effects)
+    assert sent(effects + site.wait(5.0), NodePlan)[-1].node == "n1"
+    assert "n2" not in site.arbiter.state.nodes
+    assert site.arbiter.state.epoch == 1
+    assert site.held("ana-1")
+    assert notes(site.node("n2", 4, site=THEIRS, plan=(900, 5))) == "", "said once"
+
+
+def test_an_arbiter_that_hears_only_others_gives_up_its_lead() -> None:
+    site = a_site_at_work()
+    site.lead()
+    effects = site.node("n9", 1, site=THEIRS) + site.wait(29.0)
+    assert resigned(effects) == ""
+    effects = site.wait(10.0)
+    assert "node-n9 belongs to site s-theirs, and this arbiter's journal is of site s-ours" in resigned(effects)
+
+
+# --- what nodes have seen and the journal has not -------------------------------------------------------------------
+
+
+def restored_from(site: Site, backup: bytes, at: float) -> None:
+    """Go on as an arbiter whose folder was restored from a backup that was made when its state was `backup`."""
+    site.arbiter = Arbiter.restored(backup)
+    site.now += at
+    site.journal.clear()
+    site.epoch = site.arbiter.state.epoch
+    site.lead()
+
+
+def test_an_older_journal_leads_on_beyond_what_nodes_have_seen_and_keeps_what_runs_there() -> None:
+    site = a_site_at_work()
+    backup = site.arbiter.snapshot()
+    site.lead()
+    site.lead()
+    assert site.epoch == 3
+    site.wait(5.0)
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"})
+    second = running(site, "bob-1", index=1)
+    newest = site.plans["n1"]
+    uses = {gpu_id("n1", 0): "ana-1", second: "bob-1"}
+
+    restored_from(site, backup, 30.0)
+    assert "bob-1" not in site.arbiter.state.apps
+    effects = report(site, "n1", uses, plan=(newest.epoch, newest.seq))
+    assert taken(effects) == [EpochTaken(4, OURS)]
+    assert "newer than ours (2): this journal is older than what nodes have seen; leading on in epoch 4" in notes(
+        effects
+    )
+    effects += site.app("bob-1", jobs=[wish("bob-1", 0, [second])], run="r", site=OURS)
+    assert sent(effects, NodePlan) == []
+    effects = site.wait(12.0)
+    assert site.held("bob-1") == [second]
+    assert sent(effects, Grant)[-1].app == "bob-1"
+    for plan in sent(effects, NodePlan):
+        assert plan.epoch == 4
+        assert {(order.task, order.want) for order in plan.tasks} == {("ana-1.0-a0", "run"), ("bob-1.0-a0", "run")}
+
+
+def test_a_gpu_that_has_changed_hands_since_the_backup_stays_with_who_is_on_it() -> None:
+    site = a_site_at_work()
+    backup, gpu = site.arbiter.snapshot(), gpu_id("n1", 0)
+    restored_from(site, backup, 30.0)
+    report(site, "n1", {gpu: "bob-1"}, plan=(40, 7))
+    site.app("bob-1", jobs=[wish("bob-1", 0, [gpu])], run="r", site=OURS)
+    site.app("ana-1", run="r", site=OURS)
+    effects = site.wait(12.0)
+    assert site.held("bob-1") == [gpu]
+    assert site.held("ana-1") == []
+    (over,) = [effect for effect in effects if isinstance(effect, LeaseRecord)]
+    assert (over.app, over.gpu) == ("ana-1", gpu)
+    (order,) = sent(effects, NodePlan)[-1].tasks
+    assert (order.task, order.want) == ("bob-1.0-a0", "run")
+
+
+def test_a_task_that_no_app_wishes_there_is_not_adopted() -> None:
+    site = a_site_at_work()
+    restored_from(site, site.arbiter.snapshot(), 30.0)
+    first, second = gpu_id("n1", 0), gpu_id("n1", 1)
+    report(site, "n1", {first: "ana-1", second: "bob-1"}, plan=(40, 7))
+    site.app("bob-1", jobs=[wish("bob-1", 0, [second], attempt=1)], run="r", site=OURS)
+    site.wait(12.0)
+    assert isinstance(site.gpu_state(first), Leased)
+    assert isinstance(site.gpu_state(second), Free)
+
+
+def test_a_plan_beyond_the_newest_that_was_sent_says_that_the_journal_forgot_some() -> None:
+    """A power cut takes back what was not on the disk yet, epochs never; the numbers of plans of one epoch it may."""
+    site = a_site_at_work()
+    sent_seq = site.arbiter.state.nodes["n1"].plan_seq  # type: ignore[index]
+    effects = report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(1, sent_seq + 1))
+    assert taken(effects) == [EpochTaken(2, OURS)]
+
+
+def test_a_round_goes_on_when_a_late_node_shows_a_newer_epoch() -> None:
+    site = a_site_at_work()
+    for _ in range(4):
+        site.wait(10.0)
+        report(site, "n1", {gpu_id("n1", 0): "ana-1"})
+    site.decides_late = True
+    site.play_round(site.app("bob-1", run="r", site=OURS) + site.wait(1.0))
+    assert site.undecided
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(40, 7))
+    assert site.arbiter.state.epoch == 41
+    site.decide()
+    assert site.held("bob-1") == [gpu_id("n1", 1)]
+
+
+def test_an_epoch_and_an_incarnation_that_cannot_be_are_refused() -> None:
+    site = a_site_at_work()
+    effects = report(site, "n1", {}, plan=(EPOCH_MAX + 1, 1))
+    assert "which no arbiter has given out; refused" in notes(effects)
+    effects = report(site, "n1", {}, incarnation=2**53)
+    assert "reports incarnation 9007199254740992, which no node agent has; refused" in notes(effects)
+    assert site.arbiter.state.epoch == 1
+    assert site.held("ana-1")
+    assert (
+        sent(report(site, "n1", {gpu_id("n1", 0): "ana-1"}, incarnation=7) + site.wait(5.0), NodePlan)[-1].incarnation
+        == 7
+    )
+
+
+# --- adoption after a loss ------------------------------------------------------------------------------------------
+
+
+def test_adoption_takes_the_sites_id_and_leases_what_runs_to_whose_it_is() -> None:
+    site = a_site(site="s-new", adopt=True)
+    gpu, other = gpu_id("n1", 0), gpu_id("n1", 1)
+    effects = site.node("n1", 2, site=THEIRS, plan=(900, 5), tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    assert resigned(effects) == ""
+    assert taken(effects) == [EpochTaken(1, THEIRS), EpochTaken(901, THEIRS)]
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], run="r", site=THEIRS)
+    site.app("bob-1", run="r")
+    effects = site.play_round(site.wait(10.5))
+    plan = sent(effects, NodePlan)[-1]
+    assert (plan.site, plan.epoch) == (THEIRS, 901)
+    assert [(order.task, order.want) for order in plan.tasks] == [("ana-1.0-a0", "run")]
+    assert site.held("ana-1") == [gpu]
+    assert site.held("bob-1") == [other]
+    assert "keeps GPU-n1-0 on n1, where ana-1.0-a0 was found" in site.told("ana-1")
+
+
+def test_an_arbiter_that_adopts_one_site_refuses_a_second() -> None:
+    site = a_site(site="s-new", adopt=True)
+    site.node("n1", 1, site=THEIRS, plan=(900, 5))
+    effects = site.node("n2", 1, site="s-third", plan=(7, 5))
+    assert "belongs to site s-third, and this arbiter leads site s-theirs; refused" in notes(effects)
+    assert site.arbiter.state.epoch == 901
+
+
+def test_a_replay_takes_the_same_epochs_and_adopts_the_same_tasks() -> None:
+    site = a_site(site="s-new", adopt=True)
+    gpu = gpu_id("n1", 0)
+    site.node("n1", 1, site=THEIRS, plan=(900, 5), tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], run="r", site=THEIRS)
+    site.wait(20.0)
+    assert site.held("ana-1") == [gpu]
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_without_ids_no_site_is_told_from_another() -> None:
+    site = Site(None)
+    site.handle(Configured(SETTINGS))
+    site.handle(Connected(1))
+    site.epoch = 1
+    assert sent(site.node("n1", 1, site=THEIRS), NodePlan)[-1].site == ""
