@@ -35,9 +35,6 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
         Broker users that may speak for anyone: only for brokers where all daemons share one user.
     beat_s
         Every so often each app states its whole wish again.
-    priority_max
-        The highest priority that the owner may give an app, from -1000 to 1000: by default everybody may lower it, and
-        nobody raise it.
     answer_s
         How long a question to the arbiter may take.
     """
@@ -52,7 +49,6 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
     shared_users: tuple[str, ...] = ()
     beat_s: float = 2.0
     answer_s: float = 10.0
-    priority_max: int = 0
 
 
 def load(path: Path) -> AppConfig:
@@ -77,8 +73,6 @@ def check(app: AppConfig, source: str) -> None:
     if app.tenant:
         config.require_id(app.tenant, "tenant", "vision", source)
     config.require_positive(app, ("beat_s", "answer_s"), source)
-    if not -1000 <= app.priority_max <= 1000:
-        raise ConfigError(f"{source}: priority_max is {app.priority_max}; give a number from -1000 to 1000")
 
 
 def default_socket(environ: Mapping[str, str] = os.environ) -> Path:

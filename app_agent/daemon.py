@@ -152,7 +152,7 @@ def _restore(journal: Journal[Event], config: AppConfig) -> AppHost:
         host.handle(event, now)
         replayed += 1
     host.validate()
-    configured = Configured(config.tenant or config.owner, config.beat_s, config.priority_max, _tag(journal))
+    configured = Configured(config.tenant or config.owner, config.beat_s, _tag(journal))
     now = max(time.time(), journal.last_now)
     journal.append(now, configured)
     journal.commit()

@@ -263,6 +263,9 @@ class Desk:
             "largest_node_gpus_known": max(known.values(), default=0),
             "cpus_max": max((node.cpus for node in state.nodes.values()), default=0.0),
             "host_bytes_max": max((node.host_bytes for node in state.nodes.values()), default=0),
+            "priority_max": state.settings.priority_max,
+            "weight_max": state.settings.weight_max,
+            "classes": list(state.settings.classes),
         }
 
     def _rounds(self, query: Query) -> dict[str, Any]:

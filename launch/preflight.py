@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from app_agent.core.spec import AppSpec
 from launch import exit_codes
@@ -110,14 +111,33 @@ def absent_secrets(spec: AppSpec) -> list[str]:
     return [f"the file {file} of secret {name} is not on this host; every node must have it" for name, file in gone]
 
 
-def check_room(spec: AppSpec, capacity: Mapping[str, float]) -> list[str]:
+def _check_limits(spec: AppSpec, capacity: Mapping[str, Any]) -> None:
+    for field, asked in (("priority", spec.priority), ("weight", spec.weight)):
+        most = capacity[f"{field}_max"]
+        if asked > most:
+            raise Fault(
+                f"{field} is {asked:g}, and this site allows at most {most:g}",
+                code=exit_codes.REFUSED,
+                next_step=f"lower it, or have the administrator raise {field}_max in the arbiter's configuration",
+            )
+    if spec.kind not in capacity["classes"]:
+        allowed = " or ".join(capacity["classes"])
+        raise Fault(
+            f"its class is {spec.kind}, and this site allows {allowed} only",
+            code=exit_codes.REFUSED,
+            next_step=f"submit it with --class {allowed}",
+        )
+
+
+def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
     """Return what is worth knowing about when an app can start, given the arbiter's ``capacity/v1`` document.
 
     Raises
     ------
     Fault
-        With code 4, if its gang fits no node that is known.
+        With code 4, if the site does not allow such an app, or its gang fits no node that is known.
     """
+    _check_limits(spec, capacity)
     known, usable = int(capacity["largest_node_gpus_known"]), int(capacity["largest_node_gpus"])
     if not known:
         return ["no node has enrolled yet; the app waits for one"]

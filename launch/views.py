@@ -17,7 +17,7 @@ def apps_table(document: Document, *, everything: bool = False) -> str:
     apps = [app for app in document["apps"] if everything or app["state"] not in OVER]
     if not apps:
         return "no apps; start one with: gpu-arbiter submit -- python train.py"
-    headers = ("ID", "TENANT", "NAME", "STATE", "GPUS", "WANT", "RHO", "LTGF", "STEP", "AGE", "WHERE")
+    headers = ("ID", "TENANT", "NAME", "STATE", "GPUS", "WANT", "RHO", "LTGF", "STEP", "LOST", "AGE", "WHERE")
     return table(headers, [_app_row(app) for app in apps])
 
 
@@ -32,6 +32,7 @@ def _app_row(app: Document) -> tuple[str, ...]:
         number(app["rho"] or None),
         number(app.get("ltgf")),
         progress(app),
+        duration(app.get("lost_gpu_seconds") or None),
         duration(app["elapsed_s"] if app["jct_s"] is None else app["jct_s"]),
         ",".join(sorted({str(task["node"]) for task in app["tasks"] if task["phase"] != "exited"})) or "-",
     )
@@ -141,7 +142,7 @@ def explanation(document: Document, now: float) -> str:
     """Return `explain`: state, what it holds, the rounds that decided it, its story, and one next step."""
     if "app" not in document:  # a task, node, GPU or lease: only its story
         return _story(document, now)
-    parts = [_headline(document), _fairness(document), _claims(document), _rounds(document, now)]
+    parts = [_headline(document), _fairness(document), _gpu_time(document), _claims(document), _rounds(document, now)]
     parts += [_story(document, now), _tasks(document)]
     parts.append("next: " + next_step(document))
     return "\n\n".join(part for part in parts if part)
@@ -160,19 +161,56 @@ def _headline(document: Document) -> str:
     for share in document.get("shares") or ():
         line += f"; it shares {share['gpu']} with {', '.join(share['with'])}"
     why = document.get("refusal") or document.get("waiting_for") or document.get("reason")
-    return line + "." + (f"\nReason: {why}" if why else "")
+    return line + "." + (f"\nReason: {why}" if why else "") + _binding(document)
+
+
+def _binding(document: Document) -> str:
+    """Return what keeps it from starting, by name: without that the next round would give it GPUs."""
+    binding = document.get("binding")
+    if not binding:
+        return ""
+    estimate = " (an estimate, made without the bids of the apps)" if binding["estimate"] else ""
+    return f"\nIn its way{estimate}: {binding['text']}"
+
+
+#: What an app's finish-time fairness rests on, by its `rho_basis`.
+_BASIS = {"declared": ", by the times that its owner declared", "measured": ", by times as measured"}
 
 
 def _fairness(document: Document) -> str:
-    rho = document.get("rho")
-    if not rho:  # it was never in a round
+    if document["state"] in OVER and not document.get("rho"):  # it was never in a round
         return ""
+    return _rho(document) + _next_round(document)
+
+
+def _rho(document: Document) -> str:
+    rho = document.get("rho")
+    if not rho:
+        return "Its finish-time fairness rho is unknown until its first mini-batches are measured."
+    basis = _BASIS.get(str(document.get("rho_basis")), "")
     verdict = "no later than alone on its share" if rho <= 1 else f"{rho:.2f} times as late as alone on its share"
     rule = ""
     if document["state"] not in OVER:
         auction = document.get("auction", True)
         rule = "; the worst-off apps bid in each round" if auction else f"; the policy is {document['policy']}"
-    return f"Its finish-time fairness rho is {rho:.2f}, {verdict}{rule}.{_next_round(document)}"
+    return f"Its finish-time fairness rho is {rho:.2f}, {verdict}{basis}{rule}."
+
+
+def _gpu_time(document: Document) -> str:
+    """Return where its GPU time went, if anything of it is worth a word."""
+    had = document.get("gpu_seconds")
+    if not had:
+        return ""
+    kinds = (("lost", "was lost to preemptions and failures"), ("draining", "went by while GPUs were being left"))
+    told = [
+        f"{duration(seconds)} {what}"
+        for kind, what in kinds
+        if (seconds := document.get(f"{kind}_gpu_seconds") or 0.0) >= 1.0
+    ]
+    parked = document.get("parked_gpu_seconds") or 0.0
+    of_that = f"; of that {' and '.join(told)}" if told else ""
+    beside = f"; it lay parked for {duration(parked)} beside that" if parked >= 1.0 else ""
+    return f"It has had {duration(had)} of GPU time{of_that}{beside}."
 
 
 def _claims(document: Document) -> str:
@@ -183,13 +221,15 @@ def _next_round(document: Document) -> str:
     wait_s = document.get("next_round_s")
     if document["state"] in OVER or wait_s is None:
         return ""
-    return f" The next round decides in about {duration(wait_s)}."
+    if wait_s < 1.0:
+        return " The next round decides now."
+    return f" The next round decides in at most {duration(wait_s)}, sooner if a GPU comes free or an app arrives."
 
 
 def _rounds(document: Document, now: float) -> str:
     rounds = sorted(document.get("rounds") or [], key=lambda entry: -int(entry["round"]))[:EXPLAINED_ROUNDS]
     if not rounds:
-        return "" if document["state"] in OVER else "No round has decided about it yet." + _next_round(document)
+        return "" if document["state"] in OVER else "No round has decided about it yet."
     lines = ["Last rounds, newest first:"]
     for entry in rounds:
         lines.append(f"  round {entry['round']}, {_ago(entry['at'], now)}: {entry['reason']}")

@@ -132,7 +132,6 @@ class Configured(Struct, frozen=True, tag=True):
 
     tenant: str
     beat_s: float
-    priority_max: int = 0
     tag: str = ""
 
 
@@ -170,7 +169,6 @@ class HostState(Struct):
     owner: OwnerId
     tenant: str
     beat_s: float
-    priority_max: int = 0
     submitted: int = 0
     tag: str = ""  #: letters in the ids of its apps, which an agent with another journal has not
     apps: dict[AppId, AppState] = {}
@@ -181,11 +179,11 @@ class AppHost:
     """The agents of one owner's apps.
 
     `owner` is whose they are, part of their ids and of the broker user; `tenant` pays for apps that do not say; every
-    `beat_s` seconds each agent states its whole wish again. No app may have a priority above `priority_max`.
+    `beat_s` seconds each agent states its whole wish again.
     """
 
-    def __init__(self, owner: OwnerId, *, tenant: str = "", beat_s: float = 2.0, priority_max: int = 0) -> None:
-        self._take_over(HostState(owner, tenant or owner, beat_s, priority_max))
+    def __init__(self, owner: OwnerId, *, tenant: str = "", beat_s: float = 2.0) -> None:
+        self._take_over(HostState(owner, tenant or owner, beat_s))
 
     @classmethod
     def restore(cls, blob: bytes) -> AppHost:
@@ -220,8 +218,8 @@ class AppHost:
                 return [effect for app in sorted(self._agents) for effect in self._restate(app, now)]
             case Tick():
                 return [effect for app in sorted(self._agents) for effect in self._tick(app, now)]
-            case Configured(tenant, beat_s, priority_max, tag):
-                self.state.tenant, self.state.beat_s, self.state.priority_max = tenant, beat_s, priority_max
+            case Configured(tenant, beat_s, tag):
+                self.state.tenant, self.state.beat_s = tenant, beat_s
                 self.state.tag = self.state.tag if self.state.submitted else tag
                 self._take_over(self.state)
                 return []
@@ -261,7 +259,7 @@ class AppHost:
 
     def _submit(self, request: str, spec: AppSpec, token: str, now: float) -> list[Effect]:
         spec = replace(spec, tenant=spec.tenant or self.state.tenant, name=spec.name or _name(spec))
-        wrong = mistake(spec) or _presumption(spec, self.state.priority_max)
+        wrong = mistake(spec)
         if wrong is not None:
             return [Declined(request, wrong)]
         self.state.submitted += 1
@@ -355,16 +353,6 @@ def _job_record(job: Job) -> JobRecord:
         share=pace.share,
         packed_with=pace.packed_with,
         remark=pace.remark,
-    )
-
-
-def _presumption(spec: AppSpec, priority_max: int) -> str | None:
-    """Say that an app asks for more priority than its owner may give it."""
-    if spec.priority <= priority_max:
-        return None
-    return (
-        f"priority is {spec.priority}, and apps here have at most {priority_max}; lower it, or have the administrator "
-        f"raise priority_max in the app agent's configuration"
     )
 
 

@@ -174,21 +174,6 @@ def test_other_settings_hold_from_the_restart_on() -> None:
     assert host.records()[1].tenant == "team-b"
 
 
-def test_an_owner_may_lower_an_apps_priority_and_raise_it_as_far_as_the_administrator_allows() -> None:
-    host = host_of()
-    submit(host, priority=-1000)
-    (declined,) = host.handle(Submit("q1", spec_of(priority=1)), 0.0)
-    assert isinstance(declined, Declined)
-    assert declined.reason == (
-        "priority is 1, and apps here have at most 0; lower it, or have the administrator raise priority_max in the "
-        "app agent's configuration"
-    )
-    host.handle(Configured("team-a", 2.0, priority_max=5), 1.0)
-    host = AppHost.restore(host.snapshot())
-    submit(host, priority=5)
-    assert isinstance(host.handle(Submit("q1", spec_of(priority=6)), 2.0)[0], Declined)
-
-
 def test_the_record_tells_how_each_living_job_gets_on() -> None:
     host = host_of()
     app = submit(host)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from arbiter.core.history import History, TenantTerms
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Allocation, AppView, Settings, TenantView, View
-from protocol.messages import AppId, TenantId
+from protocol.messages import AppId, LeaseId, TenantId
 from tests.core.test_policies import linear_bid, settled
 from tests.support.auctions import app_of, gpus_of, view_of
 
@@ -89,9 +89,11 @@ class Shop:
         after: dict[str, list[str]] = {}
         for gpu, app in (owner | dict(allocation.assign)).items():
             after.setdefault(app, []).append(gpu)
-        for app in sorted(after.keys() | self.held.keys()):
-            change = len(after.get(app, ())) - len(self.held.get(app, ()))
-            self.history.hold(AppId(app), self.apps[app].tenant, change, self.now)
+        for app in self.held:
+            self.history.close(LeaseId(app), self.now)
+        for app, gpus in sorted(after.items()):
+            tenant = self.apps[app].tenant
+            self.history.book(LeaseId(app), AppId(app), tenant, len(gpus), drains=False, now=self.now)
         self.held = {app: tuple(gpus) for app, gpus in after.items()}
         self.now += LEASE_S
         return {app: len(gpus) for app, gpus in self.held.items()}

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from arbiter.core.history import TenantTerms
 from arbiter.core.policies import POLICIES
 from arbiter.core.policy import Settings
-from protocol.messages import AppId, TenantId
+from protocol.messages import TenantId
 from tests.core.test_astraea import A, B, Shop, by_tenant
 
 TERMS = (TenantTerms(A, quota=4), TenantTerms(B, quota=2))
@@ -151,7 +151,6 @@ def test_allox_of_all_tenants_is_the_shortest_first() -> None:
     for app, tenant, seconds in (("a-1", A, 10.0), ("b-1", B, 5.0)):
         shop.come(app, 1, tenant)
         shop.apps[app] = replace(shop.apps[app], left_s=seconds)
-    shop.history.hold(AppId("b-1"), B, 0, 0.0)
     assert shop.round() == {"b-1": 1}
 
 

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from app_agent.core.spec import AppSpec, mistake
 from app_agent.core.tuning import All, AppScheduler, Left, Search, Trial, scheduler_for
 from app_agent.core.valuation import LevelTerms, Valuation, cluster_time_s, fair_time_s, rho_of
-from launch import cli
+from launch import cli, exit_codes
+from launch.faults import Fault
 from launch.verbs import submitting
 from tests.support.app_harness import Bench, exited, spec_of
 
@@ -204,6 +205,9 @@ class Taken:
         self.specs.append(app)
         return "ada-1"
 
+    def query(self, kind: str, *, patience_s: float) -> Any:
+        raise Fault("the arbiter is away", code=exit_codes.UNREACHABLE)
+
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
@@ -213,8 +217,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
 
 
 def submitted(taken: Taken, *words: str) -> Any:
-    done = CliRunner().invoke(cli.app, ["submit", *words])
-    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(cli.app, ["submit", "--no-check", *words])
+    assert done.exit_code == exit_codes.UNREACHABLE, done.output
     return taken.specs[-1]
 
 

@@ -29,7 +29,8 @@ from tests.support.rabbitmq import free_port
 
 CAPACITY = {
     "schema": "capacity/v1", "policy": "themis", "nodes": 2, "gpus": 6, "gpus_known": 12, "largest_node_gpus": 4,
-    "largest_node_gpus_known": 8, "cpus_max": 32.0, "host_bytes_max": 64 * 2**30,
+    "largest_node_gpus_known": 8, "cpus_max": 32.0, "host_bytes_max": 64 * 2**30, "priority_max": 5, "weight_max": 2.0,
+    "classes": ["batch"],
 }  # fmt: skip
 
 
@@ -143,6 +144,23 @@ def test_more_cores_or_memory_than_any_node_says_is_worth_a_note(tmp_path: Path)
     cores, memory = room(tmp_path, cpus=33, host_bytes=65 * 2**30)
     assert "asks for 33 CPU cores, and no node says that it has more than 32" in cores
     assert "asks for 65 GiB of host memory, and no node says that it has more than 64" in memory
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({"priority": 6}, "priority is 6, and this site allows at most 5"),
+        ({"weight": 2.5}, "weight is 2.5, and this site allows at most 2"),
+        ({"kind": "trial"}, "its class is trial, and this site allows batch only"),
+    ],
+)
+def test_what_the_site_does_not_allow_is_refused_before_it_is_queued(
+    tmp_path: Path, asked: dict[str, object], told: str
+) -> None:
+    assert room(tmp_path, priority=5, weight=2.0, kind="batch") == []
+    with pytest.raises(Fault, match=told) as caught:
+        room(tmp_path, **asked)
+    assert caught.value.code == exit_codes.REFUSED
 
 
 # --- as typed -------------------------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def task(**changes: Any) -> dict[str, Any]:
 def test_ps_shows_what_is_not_over_unless_asked_for_all() -> None:
     document = {"apps": [app(tasks=[task()]), app(id="ada-2", state="failed", jct_s=5.0)]}
     row = views.apps_table(document).splitlines()[1]
-    assert " ".join(row.split()) == "ada-1 t n running 1 2 1.50 - 5/9 1m01s n1"
+    assert " ".join(row.split()) == "ada-1 t n running 1 2 1.50 - 5/9 - 1m01s n1"
     assert "ada-2" not in views.apps_table(document)
     assert "ada-2" in views.apps_table(document, everything=True)
     assert "gpu-arbiter submit" in views.apps_table({"apps": []})
@@ -296,6 +296,41 @@ def test_an_explanation_says_who_won_instead_and_what_to_do_next() -> None:
     assert "round 7, 30s ago: bid and lost" in text
     assert "went to: bob-1 (2)" in text
     assert text.splitlines()[-1].startswith("next: gpu-arbiter wait ada-1 --for running")
+
+
+def test_an_explanation_names_what_is_in_the_way_and_when_the_next_round_is_at_the_latest() -> None:
+    binding = {"estimate": False, "text": "bob-1 holds g0 on n1, its lease ends in 44 s"}
+    text = explained(state="waiting", binding=binding, next_round_s=547.0)
+    assert "\nIn its way: bob-1 holds g0 on n1, its lease ends in 44 s\n" in text
+    assert "The next round decides in at most 9m07s, sooner if a GPU comes free or an app arrives." in text
+    text = explained(state="waiting", binding=binding | {"estimate": True})
+    assert "\nIn its way (an estimate, made without the bids of the apps): bob-1 holds g0 on n1" in text
+    assert "In its way" not in explained(state="waiting", binding=None)
+
+
+def test_rho_is_unknown_until_something_is_measured_and_says_what_it_rests_on() -> None:
+    text = explained(state="running", rho=None, rho_basis="guess")
+    assert "Its finish-time fairness rho is unknown until its first mini-batches are measured." in text
+    text = explained(state="running", rho=1.5, rho_basis="declared")
+    assert "rho is 1.50, 1.50 times as late as alone on its share, by the times that its owner declared;" in text
+    assert "by times as measured" in explained(state="running", rho=0.5, rho_basis="measured")
+
+
+def test_gpu_time_says_what_was_lost_and_parked() -> None:
+    text = explained(
+        state="running",
+        gpu_seconds=217.0,
+        lost_gpu_seconds=90.0,
+        draining_gpu_seconds=4.0,
+        parked_gpu_seconds=30.0,
+    )
+    assert (
+        "It has had 3m37s of GPU time; of that 1m30s was lost to preemptions and failures and 4s went by while GPUs "
+        "were being left; it lay parked for 30s beside that."
+    ) in text
+    assert "It has had 40s of GPU time." in explained(state="running", gpu_seconds=40.0)
+    (row,) = views.apps_table({"apps": [app(lost_gpu_seconds=90.0)]}).splitlines()[1:]
+    assert "1m30s" in row.split()
 
 
 @pytest.mark.parametrize(
