@@ -61,6 +61,11 @@ class DaemonProcess:
         self._process.kill()
         self._process.wait()
 
+    def wait(self) -> int:
+        """Wait until it has ended by itself; return its exit code."""
+        assert self._process is not None
+        return self._process.wait(PATIENCE_S)
+
     def check(self) -> None:
         assert self._process is not None
         code = self._process.poll()
