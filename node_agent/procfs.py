@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Container, Iterable
 from pathlib import Path
 
@@ -99,6 +100,13 @@ def is_running(pid: int, start_ticks: int) -> bool:
     """Say whether the very process that started at `start_ticks` still lives (a zombie does not)."""
     process = stat(pid)
     return process is not None and process.start_ticks == start_ticks and process.state != "Z"
+
+
+def age_s(pid: int, start_ticks: int) -> float | None:
+    """Return how old the very process is that started at `start_ticks`, None if it is gone."""
+    if not is_running(pid, start_ticks):
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / TICKS_PER_S
 
 
 def cpu_s(pid: int) -> float | None:

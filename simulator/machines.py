@@ -248,6 +248,8 @@ class Worker:
         self.training = training
         self.phase: Literal["starting", "running", "saving", "parking", "parked", "resuming", "gone"] = "starting"
         self.note = WorkerNote()
+        self.began_at = now
+        self.ended_at: float | None = None
         self.since = now  #: when its process began, or was last parked no more
         self.by_driver = False  #: suspended by the driver, or about to be
         self.lost = False  #: by the driver: it can never run again
@@ -354,7 +356,7 @@ class Machine:
         self._asked = 0
         for worker in self.workers.values():
             self._find(worker)
-        self._post(Adopted(tuple(_adopted(worker) for worker in self.workers.values())))
+        self._post(Adopted(tuple(_adopted(worker, self._now()) for worker in self.workers.values())))
         for worker in self.workers.values():
             if worker.gone is not None:
                 self._post(worker.gone)
@@ -732,6 +734,7 @@ class Machine:
         if worker.phase != "parked":
             tale.held_gpu_s += (now - worker.since) * len(worker.gpus)
         worker.phase = "gone"
+        worker.ended_at = now
         for device in worker.devices:
             self.on[device].remove(worker)
         training.ended.add(worker.task)
@@ -908,9 +911,10 @@ def _utilisation(here: Sequence[Worker]) -> float | None:
     return min(1.0, math.fsum((each.facts.busy or 0.0) * each.rate / each.speed for each in trainings))
 
 
-def _adopted(worker: Worker) -> AdoptedWorker:
+def _adopted(worker: Worker, now: float) -> AdoptedWorker:
     spec, note = worker.spec, worker.note
+    lived_s = (now if worker.ended_at is None else worker.ended_at) - worker.began_at
     if note.by_driver or worker.by_driver:
         parked = worker.phase == "parked"
         note = replace(note, suspended=parked, by_driver=parked and worker.by_driver)
-    return AdoptedWorker(spec.task, spec.app, spec.job, spec.attempt, spec.gpus, note)
+    return AdoptedWorker(spec.task, spec.app, spec.job, spec.attempt, spec.gpus, note, lived_s)

@@ -76,7 +76,7 @@ from node_agent.core.model import (
 )
 from node_agent.core.proof import Gpus
 from node_agent.core.sharing import Sharing, Word
-from node_agent.core.verdict import judge, lost_work
+from node_agent.core.verdict import judge, left, lost_work
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     ARBITER,
@@ -316,7 +316,9 @@ class NodeAgent:
                 state = Suspended(proof_by=self._now + self._facts.park_proof_s, by_driver=note.by_driver)
             task = Task(worker.task, worker.app, worker.job, worker.attempt, worker.gpus, state)
             # What the last incarnation reported of a parked worker's seats is not known.
-            self._put(replace(task, facts=_facts_of(note), given_up=note.suspended))
+            lived_s = (note.cost.since_s or 0.0) if worker.lived_s is None else worker.lived_s
+            self._put(replace(task, facts=_facts_of(note), given_up=note.suspended, began_at=self._now - lived_s))
+            self._count_time(task.id)
             self._notes[worker.task] = note
             self._tell(worker.task, f"found by a new node agent, {task.phase}")
             self._readopt_ending(worker)
@@ -337,6 +339,9 @@ class NodeAgent:
         self._gpus.sampled(event)
         self._effects += self._health.sampled(event.gpus, self._now)
         self._note_utilisation(event)
+        for process in (process for sample in event.gpus for process in sample.processes):
+            if process.task in self._tasks and not self._tasks[process.task].facts.on_gpu:
+                self._learn(process.task, on_gpu=True)
         for gpu, detail in self._gpus.lost().items():
             for task in self.tasks():
                 if gpu in task.devices and not isinstance(task.state, Exited | Waiting):
@@ -370,7 +375,8 @@ class NodeAgent:
         return {task.id: tuple(sorted(task.devices)) for task in self.alone() if task.facts.source != "steps"}
 
     def _started(self, event: WorkerStarted) -> None:
-        task = self._tasks[event.task]
+        task = replace(self._tasks[event.task], began_at=self._now)
+        self._put(task)
         self._go(task, Loading(self._now + self._facts.hello_s), f"started as process {event.pid}")
 
     def _start_failed(self, task_id: TaskId, reason: str) -> None:
@@ -441,6 +447,7 @@ class NodeAgent:
             finished=line.finished,
             state_bytes=max(line.state_bytes, task.facts.state_bytes),
         )
+        self._count_saved(task.id, task.facts.saved_step)
         task = self._tasks[task.id]
         parked = line.state == "suspended"
         match task.state:
@@ -489,6 +496,7 @@ class NodeAgent:
             peak_bytes=max(line.peak_bytes, task.facts.peak_bytes),
             trough_bytes=line.trough_bytes,
         )
+        self._count_saved(task.id, task.facts.saved_step)
         self._sharing.progressed(task, line.step, self._now)
         if told != known and self._figures_at is None:
             self._figures_at = self._now + self._facts.figures_s
@@ -570,6 +578,7 @@ class NodeAgent:
             saved_step=max(line.step, facts.saved_step),
             left=line.leaving or facts.left,
         )
+        self._count_saved(task.id, facts.saved_step)
         task = self._tasks[task.id]
         if line.leaving and isinstance(task.state, Vacating) and task.state.ladder.rung in ("ordered", "probed"):
             ladder = replace(task.state.ladder, deadline=self._now + LEAVE_S)
@@ -645,6 +654,8 @@ class NodeAgent:
         reason = "; ".join(filter(None, (verdict.reason, fault)))[:REASON_CHARS_MAX]
         if not event.reason:  # what is known to have ended it was not the GPU
             self._health.ended(task.id, task.app, task.gpus, verdict.outcome, self._now)
+        if verdict.outcome == "finished" or left(task.facts, event):
+            self._learn(task.id, cost=task.facts.cost.saved(task.age_s(self._now)))
         ended = Exited(verdict.outcome, reason, verdict.exit_code, unflushed=event.unflushed)
         self._go(task, ended, f"{verdict.outcome}: {reason or 'code 0'}")
 
@@ -949,7 +960,8 @@ class NodeAgent:
         )
 
     def _status(self, task: Task) -> TaskStatus:
-        status = _status(task)
+        status = _status(task, self._now)
+        status = replace(status, cooperative=task.facts.can_park or self._ways.has_driver(task))
         if not self._sharing.active:
             return status
         resting = task.want == "run" and isinstance(task.state, Suspending | Suspended | Resuming)
@@ -972,7 +984,23 @@ class NodeAgent:
         if type(state) not in TRANSITIONS[type(task.state)]:
             raise IllegalTransition(task.id, task.state, state, self.story(task.id))
         self._put(replace(task, state=state))
+        self._count_time(task.id)
         self._tell(task.id, what)
+
+    def _count_time(self, task_id: TaskId) -> None:
+        """Count the time of a task from now on, if it has its GPUs now, or no more, if it has not."""
+        task = self._tasks[task_id]
+        cost = task.facts.cost.turned(task.age_s(self._now), on=task.has_gpus)
+        if cost is not task.facts.cost:
+            self._learn(task_id, cost=cost)
+
+    def _count_saved(self, task_id: TaskId, before: int) -> None:
+        """Count what a task has saved, if that is more than it had saved `before`."""
+        task = self._tasks[task_id]
+        facts = task.facts
+        if facts.saved_step > before:
+            behind_s = max(0, facts.step - facts.saved_step) * facts.step_s
+            self._learn(task_id, cost=facts.cost.saved(task.age_s(self._now), behind_s))
 
     def _tell(self, task_id: TaskId, what: str) -> None:
         self._story.setdefault(task_id, deque(maxlen=STORY_MAX)).append(f"{self._now:.3f} {what}")
@@ -1015,6 +1043,7 @@ def _facts_of(note: WorkerNote) -> Facts:
         state_bytes=note.state_bytes,
         arena_asked=note.arena_bytes,
         parked_bytes=note.parked_bytes,
+        cost=note.cost,
     )
 
 
@@ -1039,11 +1068,12 @@ def _note_of(task: Task) -> WorkerNote:
         state_bytes=facts.state_bytes,
         arena_bytes=facts.arena_asked,
         parked_bytes=facts.parked_bytes,
+        cost=facts.cost,
     )
 
 
-def _status(task: Task) -> TaskStatus:
-    facts, state = task.facts, task.state
+def _status(task: Task, now: float) -> TaskStatus:
+    facts, state, age_s = task.facts, task.state, task.age_s(now)
     ended = state if isinstance(state, Exited) else None
     return TaskStatus(
         task=task.id,
@@ -1074,6 +1104,8 @@ def _status(task: Task) -> TaskStatus:
             cost_s=facts.suspend_s + facts.resume_s,
             remark=_no_numbers(facts.diverged),
             diverged=facts.diverged,
+            ran_s=facts.cost.ran_s(age_s),
+            unsaved_s=0.0 if facts.left else facts.cost.unsaved_s(age_s),
         ),
         samples=facts.samples,
         unflushed=ended is not None and ended.unflushed,

@@ -10,6 +10,7 @@ from typing import Literal
 
 from msgspec import Struct
 
+from node_agent.core.cost import Cost
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import AppId, GpuId, JobId, LaunchSpec, LogChunk, NodeId, StepSource, TaskId
 from protocol.worker import FromWorker, Order
@@ -120,10 +121,14 @@ class WorkerNote(Struct, frozen=True):
     state_bytes: int = 0  #: of its state, as it last said
     arena_bytes: int = 0  #: of host memory that it was told to take for its state
     parked_bytes: int = 0
+    cost: Cost = Cost()
 
 
 class AdoptedWorker(Struct, frozen=True):
-    """A worker an earlier incarnation of this node agent had started. Its exit, if any, follows as `WorkerGone`."""
+    """A worker an earlier incarnation of this node agent had started. Its exit, if any, follows as `WorkerGone`.
+
+    `lived_s` is how old its process is, or was when it ended; None: nobody knows.
+    """
 
     task: TaskId
     app: AppId
@@ -131,6 +136,7 @@ class AdoptedWorker(Struct, frozen=True):
     attempt: int
     gpus: tuple[GpuId, ...]
     note: WorkerNote
+    lived_s: float | None = None
 
 
 # --- events ---------------------------------------------------------------------------------------------------------

@@ -45,6 +45,11 @@ class Ways:
             found.remove("driver")
         return found
 
+    def has_driver(self, task: Task) -> bool:
+        """Whether the driver can suspend a task whatever its script does: it uses a GPU, and was not refused before."""
+        used = task.facts.on_gpu or (isinstance(task.state, Suspended) and task.state.by_driver)
+        return self._facts.driver and used and "driver" not in task.facts.refused
+
     def can_rest(self, task: Task, tasks: Iterable[Task]) -> bool:
         """Whether a task that is on its GPUs can be suspended, now or within a moment."""
         if isinstance(task.state, Running):

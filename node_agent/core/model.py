@@ -20,6 +20,7 @@ from typing import Literal, assert_never
 
 from msgspec import Struct
 
+from node_agent.core.cost import Cost
 from node_agent.core.gang import Gang
 from protocol.messages import (
     AppId,
@@ -167,6 +168,8 @@ class Facts(Struct, frozen=True):
     parked_bytes: int = 0
     suspend_s: float = 0.0
     resume_s: float = 0.0
+    cost: Cost = Cost()
+    on_gpu: bool = False  #: a process of it was seen to use a GPU, as the driver needs it
 
 
 class Task(Struct, frozen=True):
@@ -188,6 +191,7 @@ class Task(Struct, frozen=True):
     facts: Facts = Facts()
     priority: int = 0
     gang: Gang = Gang()
+    began_at: float | None = None  #: when its process began, UNIX seconds; None: it has had none
     given_up: bool = False  #: parked, and its seats were reported empty under no lease: they may be another's by now
 
     @property
@@ -205,6 +209,15 @@ class Task(Struct, frozen=True):
                 return lingering
             case _:
                 return True
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether its process is on its GPUs, which it pays for with its time."""
+        return self.occupies and not isinstance(self.state, Starting | Exited)
+
+    def age_s(self, now: float) -> float:
+        """Return how old its process is."""
+        return 0.0 if self.began_at is None else now - self.began_at
 
     @property
     def deadline(self) -> float | None:

@@ -50,13 +50,18 @@ def _unasked(task: Task, gone: WorkerGone) -> Verdict:
     if code is None and gone.signal is None:
         # The supervisor or the node went down under it: nothing that a script can be blamed for.
         return Verdict("preempted", f"{gone.reason or 'ended, and nobody saw how'}; {lost_work(facts)}", None)
-    if facts.told_to_leave and (code == EXIT_REQUEUE or (code == 0 and facts.left)):
+    if left(facts, gone):
         return Verdict("preempted", f"{_saved(facts)}left as it was told", code)
     if code == 0 and not facts.hello and not isinstance(task.state, Vacating | Suspending):
         return Verdict("finished", "exited 0; never used the library, so its success is unconfirmed", code)
     if code == 0:
         return Verdict("failed", "exited early: code 0, but it never said that it had finished" + _tail(gone), code)
     return Verdict("failed", _how(gone) + _tail(gone), _shell_code(gone))
+
+
+def left(facts: Facts, gone: WorkerGone) -> bool:
+    """Say whether a worker saved all it had done and left, as it was told."""
+    return facts.told_to_leave and (gone.exit_code == EXIT_REQUEUE or (gone.exit_code == 0 and facts.left))
 
 
 def _complete(facts: Facts) -> bool:

@@ -263,7 +263,7 @@ class Workers:
         """Post `Adopted` with all workers of earlier node agents, then the ends of those that have ended since."""
         records = await asyncio.to_thread(self._records.all)
         specs = [(record, spec) for record in records if (spec := record.spec) is not None]
-        self._post(Adopted(tuple(_adopted(spec, record.note) for record, spec in specs)))
+        self._post(Adopted(tuple(_adopted(spec, record, self._settings.boot_id) for record, spec in specs)))
         for record, spec in specs:
             await self._adopt(record, spec)
         await asyncio.to_thread(self._sweep, list(self._workers))
@@ -586,8 +586,9 @@ def _out_of_memory(ended: Exit) -> str:
     )
 
 
-def _adopted(spec: Spec, note: WorkerNote) -> AdoptedWorker:
-    return AdoptedWorker(spec.task, spec.app, spec.job, spec.attempt, spec.gpus, note)
+def _adopted(spec: Spec, record: Record, boot_id: str) -> AdoptedWorker:
+    lived_s = record.lived_s(boot_id)
+    return AdoptedWorker(spec.task, spec.app, spec.job, spec.attempt, spec.gpus, record.note, lived_s)
 
 
 def _settled(record: Record) -> Started | None:

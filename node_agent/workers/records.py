@@ -18,6 +18,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Struct
 
+from node_agent import procfs
 from node_agent.core.events import WorkerNote
 from protocol.messages import AppId, GpuId, JobId, TaskId
 
@@ -69,6 +70,7 @@ class Exit(Struct, frozen=True):
     survivors: tuple[int, ...] = ()
     error: str = ""
     oom_kills: int = 0  #: of its processes, by the kernel, at the limit of its cgroup
+    lived_s: float = 0.0
 
 
 class Record:
@@ -96,6 +98,15 @@ class Record:
     def note(self) -> WorkerNote:
         """What the core last wanted remembered."""
         return read_json(self.path / "note.json", WorkerNote) or WorkerNote()
+
+    def lived_s(self, boot_id: str) -> float | None:
+        """Return how old its main process is, or was when it ended; None if nobody saw that."""
+        ended, started, spec = self.exit, self.started, self.spec
+        if ended is not None:
+            return ended.lived_s
+        if started is None or spec is None or spec.boot_id != boot_id:
+            return None
+        return procfs.age_s(started.pid, started.start_ticks)
 
     def lock(self) -> int:
         """Return a descriptor that holds the lock, to be handed to the shim.

@@ -52,11 +52,14 @@ def main(folder: str) -> int:
     started = {"pid": pid, "start_ticks": start_ticks(pid), "shim": os.getpid(), "shim_ticks": start_ticks(os.getpid())}
     write(folder, "started.json", started)
     tell(started)
+    began = time.clock_gettime(time.CLOCK_BOOTTIME)
     status = wait(pid)
+    lived_s = time.clock_gettime(time.CLOCK_BOOTTIME) - began
     survivors = end_survivors()
     code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     kills = oom_kills(spec.get("cgroup", ""))
-    write(folder, "exit.json", {"code": code, "signal": number, "survivors": survivors, "oom_kills": kills})
+    ended = {"code": code, "signal": number, "survivors": survivors, "oom_kills": kills, "lived_s": lived_s}
+    write(folder, "exit.json", ended)
     return 0
 
 
