@@ -128,7 +128,10 @@ class Parked:
         for storage, _ in self._storages:
             storage.resize_(0)
         if self._devices:
-            sys.modules["torch"].cuda.empty_cache()
+            torch = sys.modules["torch"]
+            # cuBLAS keeps some MiB per stream, which no tensor shows; it takes them again when it needs them.
+            getattr(torch._C, "_cuda_clearCublasWorkspaces", _nothing)()
+            torch.cuda.empty_cache()
 
     def _slices(self) -> Iterable[tuple[Any, int, Any]]:
         if self._arena is None:
@@ -200,6 +203,10 @@ def _torch() -> ModuleType | None:
     return torch if torch is not None and hasattr(torch, "cuda") and hasattr(torch, "no_grad") else None
 
 
+def _nothing() -> None:
+    """Stand in for what this build of PyTorch has not."""
+
+
 def _devices(storages: Iterable[Any]) -> tuple[int, ...]:
     """The CUDA devices that `storages` lie on. Others must not be touched: that alone would make a context there."""
     return tuple(sorted({storage.device.index for storage in storages if storage.device.type == "cuda"}))
@@ -232,7 +239,7 @@ def _tensors(torch: ModuleType) -> Iterable[Any]:
     """Every live tensor, gradients included. One look at each object, for there are hundreds of thousands."""
     tensors, graphs = _kinds(torch.Tensor), _kinds(torch.cuda.CUDAGraph)
     wanted = tensors | graphs
-    found = [item for item in gc.get_objects() if type(item) in wanted]
+    found = [item for item in _objects() if type(item) in wanted]
     if any(type(item) in graphs for item in found):
         raise ParkRefused(_GRAPH_REASON)
     for item in found:
@@ -240,6 +247,18 @@ def _tensors(torch: ModuleType) -> Iterable[Any]:
         # A gradient that Python has never looked at exists in C++ only.
         if item.is_leaf and item.requires_grad and item.grad is not None:
             yield item.grad
+
+
+def _objects() -> list[Any]:
+    """Every object that the collector knows, also those of a script that called `gc.freeze()`, which stay frozen."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.unfreeze()
+    try:
+        gc.collect()  # what is garbage by now must not be frozen with the rest
+        return gc.get_objects()
+    finally:
+        gc.freeze()
 
 
 def _kinds(base: type) -> set[type]:

@@ -733,21 +733,38 @@ class NodeAgent:
             # No SIGTERM: a script that catches it would be unparked, on GPUs that may be another's by now.
             self._kill(task, "stopped", task.reason, parked=True)
         elif task.want == "run":
+            state = self._proven(task)
+            task = self._tasks[task.id]
             obstacle = self._obstacle(task)
             if obstacle:
-                retry_at = task.state.retry_at if self._now < task.state.retry_at else 0.0
-                self._put(replace(task, state=replace(task.state, obstacle=obstacle, retry_at=retry_at)))
-            elif self._now >= task.state.retry_at:
+                retry_at = state.retry_at if self._now < state.retry_at else 0.0
+                self._put(replace(task, state=replace(state, obstacle=obstacle, retry_at=retry_at)))
+            elif self._now >= state.retry_at:
                 self._resume(task)
-        elif self._sharing.returns(task, self._tasks) and not self._sharing.obstacle(task, self._tasks):
-            self._leave(task, "has a turn to save and leave")
-        elif task.want == "vacate" and self._now >= task.state.proof_by:
-            kept = self._gpus.kept_by(task)
-            if kept is not None:
-                self._terminate(task, f"was suspended but kept its memory on {kept}", TERMINATE_S)
-            else:
-                proof_by = self._now + self._facts.park_proof_s
-                self._put(replace(task, state=replace(task.state, proof_by=proof_by)))
+        elif task.want == "vacate":
+            state = self._proven(task)
+            task = self._tasks[task.id]
+            leaves = not (state.by_driver or task.given_up) and "leave" in self._means(task, MEANS[task.preempt_by])
+            if self._sharing.returns(task, self._tasks) or (state.kept and leaves):
+                if not self._sharing.obstacle(task, self._tasks):
+                    self._leave(task, "uses its GPUs once more, to save and leave")
+            elif state.kept:
+                self._terminate(task, f"was suspended but {state.kept}", TERMINATE_S)
+
+    def _proven(self, task: Task) -> Suspended:
+        """Look at what a parked worker has kept, once it is time; who keeps too much is not suspended so again."""
+        state = task.state
+        assert isinstance(state, Suspended)
+        if self._now < state.proof_by:
+            return state
+        kept = self._gpus.kept_by(task, self._tasks)
+        if kept:
+            done = "driver" if state.by_driver else "suspend"
+            self._learn(task.id, refused=(*task.facts.refused, done), refusal=kept)
+            self._tell(task.id, f"{kept}, and is not suspended that way again")
+        state = replace(state, proof_by=self._now + self._facts.park_proof_s, kept=kept or state.kept)
+        self._put(replace(self._tasks[task.id], state=state))
+        return state
 
     def _obstacle(self, task: Task) -> str:
         """Say why `task` may not use its GPUs now, or return an empty string."""

@@ -26,7 +26,8 @@ class NodeFacts(Struct, frozen=True):
     """What a node agent knows of itself for as long as it runs.
 
     A GPU counts as given back below `idle_bytes_max` plus `parked_bytes_max` for each worker suspended on it (its
-    CUDA context stays); a suspended worker that keeps more for `park_proof_s` is ended.
+    CUDA context stays). A suspended worker that keeps more for `park_proof_s` runs again and is not suspended that way
+    any more, or leaves if its lease is over.
     """
 
     node: NodeId

@@ -76,12 +76,13 @@ class Suspending(Struct, frozen=True):
 
 
 class Suspended(Struct, frozen=True):
-    """Parked; must have given its memory back by `proof_by`."""
+    """Parked; must have given its memory back by `proof_by`, when that is looked at, and again from time to time."""
 
     proof_by: float
     obstacle: str = ""  #: why it cannot be resumed although it should run
     retry_at: float = 0.0  #: it refused to resume; ask again then
     by_driver: bool = False  #: by the driver's checkpoint: it hears nothing
+    kept: str = ""  #: how much memory it has not given back, which is in the way of others and not in its own
 
 
 class Resuming(Struct, frozen=True):
@@ -230,7 +231,7 @@ class Task(Struct, frozen=True):
             case Loading(hello_by=at):
                 return at
             case Suspended(proof_by=proof_by, retry_at=retry_at):
-                return {"vacate": proof_by, "run": retry_at or None}.get(self.want or "")
+                return {"vacate": proof_by, "run": min(proof_by, retry_at or proof_by)}.get(self.want or "")
             case Exited(lingering=True, kill_again_at=at):
                 return at
             case _:

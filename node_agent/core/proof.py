@@ -11,7 +11,7 @@ whole device, but for a task that is to run beside this one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from node_agent.core.events import GpuProcess, GpuSample, NodeFacts, Sampled
 from node_agent.core.model import Suspended, Task
@@ -103,7 +103,8 @@ class Gpus:
         seats = {seat_id for other in here for seat_id in other.gpus} | {gpu}
         if self._sampled_mark < max(self._touched.get(each, 0) for each in seats if device_of(each) == sample.gpu):
             return f"{gpu} is being measured"
-        return self._occupied(sample, here)
+        keeps = isinstance(task.state, Suspended) and task.state.kept
+        return self._used_by(sample, here) or ("" if keeps else self._withheld(sample, here))
 
     def _unusable(self, gpu: GpuId, sample: GpuSample | None) -> str:
         if sample is None:
@@ -118,29 +119,51 @@ class Gpus:
             return [task for task in tasks.values() if device in task.gpus]
         return [task for task in tasks.values() if device in task.devices]
 
-    def _occupied(self, sample: GpuSample, here: Iterable[Task]) -> str:
+    def _occupied(self, sample: GpuSample, here: Sequence[Task]) -> str:
         """Say what a fresh sample shows on a device besides the workers that should be using it."""
-        parked = {task.id for task in here if isinstance(task.state, Suspended)}
-        using = {task.id for task in here if task.occupies}
+        return self._used_by(sample, here) or self._withheld(sample, here)
+
+    def _used_by(self, sample: GpuSample, here: Sequence[Task]) -> str:
+        ours = {task.id for task in here if task.occupies or isinstance(task.state, Suspended)}
         strangers = [process.pid for process in sample.processes if process.task is None]
         if strangers and self._facts.strangers != "warn":
             return f"{sample.gpu} is used by a process under no lease: pid {strangers[0]}"
-        ghosts = [process for process in sample.processes if process.task not in parked | using | {None}]
-        if ghosts:
-            return f"{sample.gpu} still has process {ghosts[0].pid} of task {ghosts[0].task}"
-        allowed = self._facts.idle_bytes_max + len(parked) * self._facts.parked_bytes_max
-        given_back = using or sample.used_bytes <= allowed
-        return "" if given_back else f"the memory of {sample.gpu} is not given back yet"
+        ghosts = [process for process in sample.processes if process.task not in ours | {None}]
+        return f"{sample.gpu} still has process {ghosts[0].pid} of task {ghosts[0].task}" if ghosts else ""
 
-    def kept_by(self, task: Task) -> GpuId | None:
-        """Return a GPU on which a fresh sample shows `task`, though parked, with more than a parked worker's share."""
+    def _withheld(self, sample: GpuSample, here: Sequence[Task]) -> str:
+        return f"the memory of {sample.gpu} is not given back yet" if self._withheld_bytes(sample, here) else ""
+
+    def _withheld_bytes(self, sample: GpuSample, here: Sequence[Task]) -> int:
+        """Return what is used of a device on which nobody runs, beyond what parked workers may keep together."""
+        if any(task.occupies for task in here):
+            return 0
+        parked = sum(isinstance(task.state, Suspended) for task in here)
+        return max(0, sample.used_bytes - self._facts.idle_bytes_max - parked * self._facts.parked_bytes_max)
+
+    def kept_by(self, task: Task, tasks: Mapping[TaskId, Task]) -> str:
+        """Say how much memory `task`, though parked, was found with beyond a parked worker's share, if it may not.
+
+        It may while it has a lease and its GPU is used or empty all the same. What no process is shown with was kept by
+        who left the device last.
+        """
         for gpu in task.gpus:
             sample = self._samples.get(device_of(gpu))
             if sample is None or self._blind or self._sampled_mark < self._touched.get(gpu, 0):
                 continue
-            if sum(_bytes_of(task.id, sample.processes)) > self._facts.parked_bytes_max:
-                return gpu
-        return None
+            here = self._on(sample.gpu, tasks)
+            withheld, allowed = self._withheld_bytes(sample, here), self._facts.parked_bytes_max
+            kept = sum(_bytes_of(task.id, sample.processes))
+            if kept <= allowed and withheld and self._left_last(gpu) and not _explained(sample, allowed):
+                kept = withheld + allowed
+            if kept > allowed and (withheld or task.want == "vacate"):
+                return f"kept {kept / 2**30:.1f} GiB of {sample.gpu} when it was parked"
+        return ""
+
+    def _left_last(self, gpu: GpuId) -> bool:
+        """Whether nobody has left a seat of the same device later than the last of `gpu` did."""
+        marks = [mark for each, mark in self._touched.items() if device_of(each) == device_of(gpu)]
+        return self._touched.get(gpu, 0) == max(marks, default=0)
 
     def memory_bytes(self, device: GpuId) -> int:
         """Return the size of a device's memory; 0 before it has been seen."""
@@ -193,6 +216,11 @@ def _seats(device: GpuId, count: int, used: Collection[GpuId]) -> list[GpuId]:
 
 def _bytes_of(task: TaskId, processes: Iterable[GpuProcess]) -> list[int]:
     return [process.memory_bytes for process in processes if process.task == task]
+
+
+def _explained(sample: GpuSample, allowed: int) -> bool:
+    """Whether some process, a stranger or a worker with more than is `allowed`, is known to hold memory."""
+    return any(process.task is None or process.memory_bytes > allowed for process in sample.processes)
 
 
 def _vanished(sample: GpuSample) -> GpuSample:

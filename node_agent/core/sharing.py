@@ -65,8 +65,9 @@ class Sharing:
     # --- what follows from it ---------------------------------------------------------------------------------------
 
     def has_turn(self, task: Task) -> bool:
-        """Whether `task` may be on its GPUs now."""
-        return not self.active or task.id in self._on
+        """Whether `task` may be on its GPUs now; who keeps their memory though parked lets nobody else on them."""
+        keeps = isinstance(task.state, Suspended) and task.state.kept
+        return not self.active or bool(keeps) or task.id in self._on
 
     def returns(self, task: Task, tasks: Tasks) -> bool:
         """Whether a parked task is to save and leave, for which it needs its GPUs once more."""

@@ -277,7 +277,26 @@ def test_a_worker_that_was_suspended_but_keeps_its_memory_is_ended(bench: Bench)
     assert bench.all(SignalWorker)[0].how == "terminate"
     bench.gone(A, signal=15)
     assert bench.status(A).outcome == "preempted"
-    assert "kept its memory" in bench.status(A).reason
+    assert "was suspended but kept 0.6 GiB of GPU-0" in bench.status(A).reason
+
+
+def test_a_worker_that_was_suspended_but_keeps_its_memory_saves_and_leaves_if_it_can(bench: Bench) -> None:
+    bench.run(A, 0, checkpoint=True)
+    bench.plan(task_order(A, 0, want="vacate", preempt_by="suspend"))
+    bench.worker(A, Suspended(bench.ordered().seq, 6, GIB, 0, 0.1))
+    bench.measure(sample(0, process(A, 600 * MIB)))
+    bench.wait(31)
+    assert not bench.all(SignalWorker)
+    assert bench.ordered().do == "leave"
+
+
+def test_a_worker_that_gets_its_gpu_back_before_it_was_proven_empty_is_not_in_its_own_way(bench: Bench) -> None:
+    bench.run(A, 0)
+    parked(bench, kept=600 * MIB)
+    bench.plan(task_order(A, 0))
+    assert "not given back" in bench.status(A).reason
+    bench.wait(31)
+    assert bench.ordered().do == "resume"
 
 
 def test_a_worker_that_refuses_to_resume_is_asked_again_and_then_replaced(bench: Bench) -> None:

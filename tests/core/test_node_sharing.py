@@ -86,6 +86,98 @@ def test_a_job_that_refuses_to_park_is_suspended_by_the_driver_instead() -> None
     assert node.steps(b) > 0.4 * 600 / 0.5
 
 
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_job_that_keeps_memory_when_it_is_parked_goes_on_and_nobody_waits_for_ever(shown: bool) -> None:
+    """Both waited for ever: neither of the two was on the GPU, and its memory was not given back."""
+    node = SharedNode()
+    a = node.add("a", 0, keeps_bytes=2 * GIB, shown=shown)
+    node.pass_time(15.0)
+    b = node.add("b", 0, seat_number=1, shown=shown)
+    node.pass_time(120.0)
+    assert node.is_running(a)
+    assert node.steps(a) > 0.6 * 135 / 0.5
+    kept = r"cannot be suspended: kept 2\.0 GiB of GPU-0 when it was parked"
+    assert re.search(kept, node.status(a).measured.remark)
+    assert re.search(f"{a} has its GPU and {kept}", node.status(b).reason)
+    suspended = [said for said in node.said if said[1:] == (a, "suspend")]
+    node.pass_time(600.0)
+    assert [said for said in node.said if said[1:] == (a, "suspend")] == suspended, "it is not asked again"
+    node.want(a, "stop")
+    node.pass_time(20.0)
+    assert node.is_running(b)
+
+
+def test_a_job_that_keeps_memory_when_it_is_parked_is_suspended_by_the_driver_instead() -> None:
+    node = SharedNode(driver=True)
+    a, b = node.add("a", 0, keeps_bytes=2 * GIB), node.add("b", 0, seat_number=1)
+    node.pass_time(1300.0)
+    assert [said for said in node.said if said[1:] == (a, "driver suspend")]
+    assert node.steps(a) > 0.4 * 1300 / 0.5
+    assert node.steps(b) > 0.4 * 1300 / 0.5
+
+
+def test_a_job_that_keeps_memory_though_the_driver_suspended_it_runs_to_its_end() -> None:
+    node = SharedNode(driver=True)
+    a = node.add("a", 0, keeps_bytes=2 * GIB, driver_keeps_bytes=GIB)
+    node.pass_time(15.0)
+    b = node.add("b", 0, seat_number=1)
+    node.pass_time(600.0)
+    assert node.is_running(a)
+    assert "kept 1.0 GiB of GPU-0 when it was parked" in node.status(b).reason
+    assert [do for _, task, do in node.said if task == a and "suspend" in do] == ["suspend", "driver suspend"]
+
+
+def test_a_job_that_keeps_memory_leaves_with_a_checkpoint_when_its_lease_ends() -> None:
+    node = SharedNode()
+    a = node.add("a", 0, keeps_bytes=2 * GIB, checkpoint=True)
+    node.pass_time(15.0)
+    b = node.add("b", 0, seat_number=1)
+    node.pass_time(20.0)
+    assert phase(node, a) == "resting"
+    node.want(a, "vacate")
+    node.pass_time(60.0)
+    left = node.status(a)
+    assert (left.phase, left.outcome, left.exit_code) == ("exited", "preempted", 75)
+    assert node.is_running(b)
+
+
+def test_a_little_memory_more_than_a_parked_worker_may_keep_is_no_matter_while_it_is_in_nobodys_way() -> None:
+    node = SharedNode(idle_bytes_max=GIB)
+    a, b = node.add("a", 0, keeps_bytes=GIB), node.add("b", 0, seat_number=1)
+    node.pass_time(1300.0)
+    assert node.steps(a) > 0.4 * 1300 / 0.5
+    assert node.steps(b) > 0.4 * 1300 / 0.5
+
+
+def test_of_two_parked_jobs_the_one_that_keeps_memory_is_found() -> None:
+    node = SharedNode()
+    first, keeper, last = (
+        node.add(name, 0, seat_number=number, keeps_bytes=kept)
+        for number, (name, kept) in enumerate([("a", 0), ("k", 2 * GIB), ("z", 0)])
+    )
+    node.pass_time(600.0)
+    assert node.is_running(keeper)
+    assert "kept 2.0 GiB" in node.status(keeper).measured.remark
+    for other in (first, last):
+        assert "cannot be suspended" not in node.status(other).measured.remark
+        assert f"{keeper} has its GPU" in node.status(other).reason
+
+
+def test_the_memory_of_a_stranger_is_not_blamed_on_who_is_parked() -> None:
+    node = SharedNode(strangers="warn")
+    a = node.add("a", 0, shown=False)
+    node.pass_time(15.0)
+    b = node.add("b", 0, seat_number=1, shown=False)
+    node.stranger_bytes = 3 * GIB
+    node.pass_time(300.0)
+    assert "is not given back yet" in node.status(a).reason + node.status(b).reason
+    node.stranger_bytes = 0
+    node.look()
+    node.pass_time(600.0)
+    assert node.steps(a) > 200 / 0.5
+    assert node.steps(b) > 200 / 0.5
+
+
 def test_a_job_that_the_driver_lost_ends_as_preempted_and_the_other_goes_on() -> None:
     node = SharedNode(driver=True)
     a, b = node.add("a", 0, speaks=False, driver="lost"), node.add("b", 0, seat_number=1)

@@ -67,6 +67,58 @@ def test_a_gradient_that_python_has_never_seen_is_parked_too() -> None:
     assert weight.grad.eq(2).all()
 
 
+def test_a_script_that_froze_its_objects_is_parked_whole_and_its_objects_stay_frozen() -> None:
+    """The survey found nothing of it, and its memory stayed on the GPU for as long as it was parked."""
+    program = """
+import gc, torch
+from app_agent import parking
+weight = torch.nn.Parameter(torch.ones(10_000))
+weight.sum().backward()
+gc.freeze()
+frozen = gc.get_freeze_count()
+assert parking.survey().bytes >= 80_000, parking.survey().bytes
+parked = parking.park()
+assert weight.untyped_storage().nbytes() == weight.grad.untyped_storage().nbytes() == 0
+parked.restore()
+assert weight.eq(1).all() and weight.grad.eq(1).all()
+assert gc.get_freeze_count() > 0.9 * frozen, (frozen, gc.get_freeze_count())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_garbage_of_a_script_that_froze_its_objects_is_not_frozen_with_them() -> None:
+    program = """
+import gc, torch, weakref
+from app_agent import parking
+class Knot: pass
+gc.freeze()
+knot = Knot()
+knot.itself = knot
+gone = weakref.ref(knot)
+del knot
+parking.survey()
+assert gone() is None
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_cublas_keeps_is_given_back_before_the_cache_is_emptied(
+    monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """On a GPU; here PyTorch's calls are noted, and a build without this one is no obstacle."""
+    calls: list[str] = []
+    if known:
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("workspaces"), raising=False)
+    else:
+        monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces", raising=False)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache"))
+    parked = parking.Parked([], None, 0)
+    parked._devices = (0,)
+    parked._release()
+    assert calls == (["workspaces", "cache"] if known else ["cache"])
+
+
 @pytest.mark.parametrize(
     "alias",
     [

@@ -43,6 +43,9 @@ class Nature(Struct, frozen=True):
     move_s: float = 0.1
     load_s: float = 0.0  #: between hello and its first mini-batch
     driver: str = "ok"
+    keeps_bytes: int = 0  #: of its GPU's memory when it has parked itself, as DDP's buckets or another library's
+    driver_keeps_bytes: int = 0  #: the same when the driver has suspended it
+    shown: bool = True  #: whether that is known to be its own: NVML may list no processes
 
 
 class Worker:
@@ -50,6 +53,7 @@ class Worker:
         self.task, self.devices, self.nature = task, devices, nature
         self.steps = 0.0
         self.on = True
+        self.kept_bytes = 0
         self.busy = False
         self.caps: list[int] = []
         self.turns = 0
@@ -68,6 +72,7 @@ class SharedNode(Bench):
         self.orders: dict[TaskId, TaskOrder] = {}
         self.said: list[tuple[float, TaskId, str]] = []
         self.notes: list[NoteWorker] = []
+        self.stranger_bytes = 0  #: of a process under no lease, on the first device
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._booked_at = self.now
@@ -122,6 +127,10 @@ class SharedNode(Bench):
                 assert after is None or after > self.now, "the core would spin"
         self.now = end
         self._book()
+
+    def look(self) -> None:
+        """Measure once more, as real node agents do all the time."""
+        self._sample(self.mark)
 
     def steps(self, task: TaskId) -> float:
         return self.workers[task].steps if task in self.workers else 0.0
@@ -229,6 +238,7 @@ class SharedNode(Bench):
 
         def done() -> None:
             worker.on, worker.busy = on, False
+            worker.kept_bytes = 0 if on else worker.nature.keeps_bytes
             worker.turns += on
             self.perform(self.worker(worker.task, then))
 
@@ -243,6 +253,7 @@ class SharedNode(Bench):
         def done() -> None:
             if ok:
                 worker.on = effect.do == "resume"
+                worker.kept_bytes = 0 if worker.on else worker.nature.driver_keeps_bytes
             lost = worker.nature.driver == "lost"
             outcome = ProcessCheckpointed(effect.task, effect.do, ok, worker.nature.driver, lost, 0.1, GIB)
             self.perform(self.say(outcome))
@@ -252,9 +263,18 @@ class SharedNode(Bench):
     def _sample(self, mark: int) -> None:
         samples: list[GpuSample] = []
         for number in range(self.gpus):
-            here = [worker for worker in self.workers.values() if worker.on and gpu(number) in worker.devices]
-            processes = tuple(GpuProcess(100 + index, 8 * GIB, each.task) for index, each in enumerate(here))
-            samples.append(sample(number, *processes))
+            here = [worker for worker in self.workers.values() if gpu(number) in worker.devices]
+            taken = [(each, 8 * GIB if each.on else each.kept_bytes) for each in here]
+            processes = tuple(
+                GpuProcess(100 + index, size, each.task)
+                for index, (each, size) in enumerate(taken)
+                if size and each.nature.shown
+            )
+            used = sum(size for _, size in taken)
+            if self.stranger_bytes and number == 0:
+                processes += (GpuProcess(999, self.stranger_bytes),)
+                used += self.stranger_bytes
+            samples.append(sample(number, *processes, used=used))
         self.perform(self.say(Sampled(mark, tuple(samples))))
 
     def is_running(self, task: TaskId) -> bool:
