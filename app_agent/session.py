@@ -229,7 +229,7 @@ def _step_aside() -> str:
 
     Empty if this process trains itself: it has come to a mini-batch, or is one of several.
     """
-    global _session, _vacated  # noqa: PLW0603 - see `_train`
+    global _session, _vacated
     session = _session
     if session is None:
         return "" if spawned.living() else _vacated
@@ -288,7 +288,7 @@ def _note_exit(status: object) -> None:
 
 
 def _end() -> None:
-    global _session  # noqa: PLW0603 - see `_train`
+    global _session
     session, _session = _session, None
     if session is not None:
         session.end()

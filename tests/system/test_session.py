@@ -829,11 +829,14 @@ COUNTED = """
 def test_an_unchanged_script_that_spawns_is_as_many_training_processes_as_it_spawns(
     agent: WorkerAgent, tmp_path: Path, method: str
 ) -> None:
-    text = COUNTED + f"""
+    text = (
+        COUNTED
+        + f"""
     if __name__ == "__main__":
         assert mp.start_processes(train, (7,), nprocs=2, start_method="{method}") is None
         assert "GPU_ARBITER_SOCKET" not in os.environ
     """
+    )
     (tmp_path / "train.py").write_text(textwrap.dedent(text))
     with Worker(tmp_path, "train.py") as worker:
         assert worker.end() == (0, "", "")
@@ -846,11 +849,14 @@ def test_an_unchanged_script_that_spawns_is_as_many_training_processes_as_it_spa
 def test_a_script_that_trains_after_the_processes_it_spawned_is_the_training_process_again(
     agent: WorkerAgent, tmp_path: Path
 ) -> None:
-    text = COUNTED + """
+    text = (
+        COUNTED
+        + """
     if __name__ == "__main__":
         mp.spawn(train, (0,), nprocs=2)
         train(0, 9)
     """
+    )
     (tmp_path / "train.py").write_text(textwrap.dedent(text))
     with Worker(tmp_path, "train.py") as worker:
         assert worker.end() == (0, "", "")
@@ -861,11 +867,14 @@ def test_a_script_that_trains_after_the_processes_it_spawned_is_the_training_pro
 def test_a_script_that_trains_itself_stays_the_training_process_whatever_it_spawns(
     agent: WorkerAgent, tmp_path: Path
 ) -> None:
-    text = COUNTED + """
+    text = (
+        COUNTED
+        + """
     if __name__ == "__main__":
         train(0, 9)
         mp.spawn(train, (3,), nprocs=2)
     """
+    )
     (tmp_path / "train.py").write_text(textwrap.dedent(text))
     with Worker(tmp_path, "train.py") as worker:
         assert worker.end() == (0, "", "")
