@@ -50,6 +50,7 @@ __all__ = [
     "init",
     "report",
     "restore",
+    "run",
     "samples",
     "should_preempt",
     "step_end",
@@ -180,6 +181,11 @@ def checkpoint_dir() -> Path | None:
     return None if _session is None else _session.durable
 
 
+def run() -> str:
+    """Return the submission that this job belongs to, like no other; empty without a node agent."""
+    return "" if _session is None or not _session.roots else _session.roots[-1].run
+
+
 def __getattr__(name: str) -> bool:
     if name == "active":
         return _session is not None
@@ -269,8 +275,9 @@ def _identity() -> Identity | None:
 def _roots() -> list[Root]:
     """Return where checkpoints lie: this host's memory, if the node agent offers it, and the durable folder."""
     memory, durable = (os.environ.get(f"GPU_ARBITER_{name}_DIR", "") for name in ("MEMORY", "CHECKPOINT"))
-    roots = [Root(Path(memory), durable=False)] if memory and durable else []
-    return [*roots, Root(Path(durable))] if durable else roots
+    run = os.environ.get("GPU_ARBITER_RUN", "")
+    roots = [Root(Path(memory), durable=False, run=run)] if memory and durable else []
+    return [*roots, Root(Path(durable), run=run)] if durable else roots
 
 
 def _forget() -> None:

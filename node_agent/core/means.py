@@ -60,8 +60,8 @@ class Ways:
             return facts.refusal
         if facts.hello and not facts.can_park:
             return (
-                "this script tells nothing of its steps: no optimizer of torch.optim has stepped yet, and it has called "
-                "nothing of app_agent.session"
+                "this script tells nothing of its steps: no optimizer of torch.optim has stepped yet, and nothing of "
+                "app_agent.session was called"
             )
         if facts.hello and self._is_of_unknown_size(task):
             return "it has not made its first mini-batch yet"

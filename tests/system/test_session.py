@@ -113,6 +113,25 @@ def test_a_script_that_left_and_restarted_ends_with_the_weights_of_an_undisturbe
     assert finished.metrics["accuracy"] == pytest.approx(float(solo.split()[2]), abs=1e-4)
 
 
+def test_a_script_that_never_saved_does_not_go_on_from_a_strangers_checkpoint_of_the_same_app_and_says_so(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    with Worker(tmp_path, *loop(steps=100_000), GPU_ARBITER_RUN="me-1-77") as stranger:
+        agent.wait(Progress, step=past(10), can_checkpoint=True)
+        saved = agent.wait(Saved, seq=agent.order("leave").seq)
+        assert stranger.end()[0] == EXIT_REQUEUE
+    heard = len(agent.heard)
+    with Worker(tmp_path, *loop(steps=20), attempt=1, GPU_ARBITER_RUN="me-1-5f") as worker:
+        code, _, err = worker.end()
+    assert code == 0
+    finished = agent.wait(Finished, since=heard)
+    assert finished.step == 19
+    assert {line.start_step for line in agent.heard[heard:] if isinstance(line, Progress)} == {-1}
+    assert f"{saved.dir} is a checkpoint of run me-1-77, not of this one, and is not loaded" in err
+    assert err.count("gpu-arbiter:") == 1
+    assert json.loads((worker.checkpoints / "finished.json").read_text())["run"] == "me-1-5f"
+
+
 def test_parked_state_leaves_the_memory_that_stands_for_the_gpu(agent: WorkerAgent, tmp_path: Path) -> None:
     text = """
         import time, torch
@@ -197,6 +216,7 @@ def test_a_finished_job_says_so_and_leaves_it_in_writing(agent: WorkerAgent, tmp
         "attempt": 0,
         "step": 4,
         "metrics": finished.metrics,
+        "run": "",
     }
 
 
