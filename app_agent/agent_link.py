@@ -57,7 +57,7 @@ class AgentLink:
         beat: Callable[[], Line | None],
         obey: Callable[[Line], None],
     ) -> None:
-        self._path = path
+        self.path = path
         self._greet, self._beat, self._obey = greet, beat, obey
         self._outbox: deque[Line] = deque()
         self._quiet = threading.Event()  #: connected, and everything said has been written to the socket
@@ -112,7 +112,7 @@ class AgentLink:
             self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             with contextlib.suppress(OSError), self._connection:
                 self._connection.settimeout(SEND_S_MAX)
-                self._connection.connect(self._path)
+                self._connection.connect(self.path)
                 retry_s = RETRY_S_MIN
                 self._converse(self._connection)
             self._greeted = False

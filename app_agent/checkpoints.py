@@ -4,6 +4,9 @@
 written under a temporary name, every file and the folder are flushed to the disk, then it is renamed: a folder with
 this name and a manifest that matches it is complete, and anything else is skipped.
 
+Each says of which run it is, one submission of one app. What another run has left in the same folder is another job's,
+whatever its name: it is never loaded, counted or removed.
+
 All attempts of a job share its roots. The durable one is seen by every node. The other, if there is one, lies in this
 host's memory: a checkpoint with which a job leaves its GPUs goes there, so that an attempt that starts on the same node
 need not wait for a disk, and the node agent copies it to the durable root. An attempt restores the newest checkpoint
@@ -23,6 +26,7 @@ import os
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,19 +47,22 @@ _MARKS = "-marks"
 class Checkpoint:
     """A complete checkpoint: mini-batches 0 to `step` are done in it, and `samples` were consumed if that was told."""
 
-    __slots__ = ("attempt", "path", "samples", "step")
+    __slots__ = ("attempt", "path", "run", "samples", "step")
 
-    def __init__(self, attempt: int, step: int, path: Path, samples: int = 0) -> None:
-        self.attempt, self.step, self.path, self.samples = attempt, step, path, samples
+    def __init__(self, attempt: int, step: int, path: Path, samples: int = 0, run: str = "") -> None:
+        self.attempt, self.step, self.path, self.samples, self.run = attempt, step, path, samples, run
 
 
 class Root:
-    """A folder of checkpoints. `durable`: what is said to be there is there after a power cut; else in memory only."""
+    """A folder of checkpoints of one `run`, empty for one that an earlier version submitted.
 
-    __slots__ = ("durable", "kept", "path")
+    `durable`: what is said to be there is there after a power cut; else in memory only.
+    """
 
-    def __init__(self, path: Path, *, durable: bool = True) -> None:
-        self.path, self.durable = path, durable
+    __slots__ = ("durable", "kept", "path", "run")
+
+    def __init__(self, path: Path, *, durable: bool = True, run: str = "") -> None:
+        self.path, self.durable, self.run = path, durable, run
         self.kept = KEPT if durable else 1
 
 
@@ -71,9 +78,13 @@ class Team:
 def newest(roots: Sequence[Root], before_attempt: int) -> Checkpoint | None:
     """Return the newest complete checkpoint of the attempts before `before_attempt`, or None.
 
-    Of the same checkpoint in two roots, the one in the first.
+    Of the same checkpoint in two roots, the one in the first. The newest of another run is warned of.
     """
-    found = [item for root in roots for item in _complete(root.path) if item.attempt < before_attempt]
+    every = [(item, item.run == root.run) for root in roots for item in _complete(root.path)]
+    found = [item for item, own in every if own and item.attempt < before_attempt]
+    strange = [item for item, own in every if not own]
+    if strange:
+        _warn_of(max(strange, key=lambda item: (item.attempt, item.step)), roots[-1].run)
     return max(found, key=lambda item: (item.attempt, item.step), default=None)
 
 
@@ -102,9 +113,10 @@ def write(
     team = team or Team()
     name = f"a{attempt}-s{step}"
     for root in roots:
-        if _read(root.path / name) is not None:
+        saved = _read(root.path / name)
+        if saved is not None and saved.run == root.run:
             return root.path / name  # this very step was saved a moment ago: nothing has changed since
-    manifest = {"schema": "checkpoint/v1", "attempt": attempt, "step": step, **facts}
+    manifest = {"schema": "checkpoint/v1", "run": roots[-1].run, "attempt": attempt, "step": step, **facts}
     *others, last = roots
     for root in others:
         # Whatever it fails at: what PyTorch raises when memory is full is no OSError.
@@ -113,20 +125,25 @@ def write(
     return _write(last, roots, name, manifest, save, team)
 
 
-def write_finished(root: Path, document: dict[str, Any]) -> None:
-    """Put `document` into ``<root>/finished.json``, durably and all at once.
+def write_finished(root: Root, document: dict[str, Any]) -> None:
+    """Put `document` into ``<root>/finished.json``, durably and all at once; that of another run is set aside.
 
     Raises
     ------
     OSError
         If the disk refuses.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    partial = root / f"tmp-{FINISHED}-{os.getpid()}"
-    partial.write_text(json.dumps(document, sort_keys=True) + "\n", encoding="utf-8")
+    folder, final = root.path, root.path / FINISHED
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"tmp-{FINISHED}-{os.getpid()}"
+    partial.write_text(json.dumps({**document, "run": root.run}, sort_keys=True) + "\n", encoding="utf-8")
     _sync(partial)
-    partial.replace(root / FINISHED)
-    _sync(root)
+    other = _finished_run(final)
+    if other not in (None, root.run):
+        final.rename(folder / f"finished-{other or 'unnamed'}.json")
+        warnings.warn(f"gpu-arbiter: {final} was of {_named(other)}; it is set aside beside it", stacklevel=5)
+    partial.replace(final)
+    _sync(folder)
 
 
 # --- writing --------------------------------------------------------------------------------------------------------
@@ -158,7 +175,7 @@ def _lead(
     partial, final = root.path / partial_name, root.path / name
     try:
         _make_empty(partial)
-        shutil.rmtree(final, ignore_errors=True)  # an incomplete one of the same name
+        _make_way(final)
         if marks is not None:
             marks.open()
         save(str(partial))
@@ -262,6 +279,14 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
+def _make_way(final: Path) -> None:
+    """Remove an incomplete checkpoint of this name; a complete one is of another run, and stays."""
+    other = _read(final)
+    if other is not None:
+        raise FileExistsError(f"{final} is a checkpoint of {_named(other.run)}, not of this one; move it away")
+    shutil.rmtree(final, ignore_errors=True)
+
+
 def _seal(folder: Path, manifest: dict[str, Any], *, durable: bool) -> None:
     """Write the manifest last and flush everything, so that a manifest on the disk means the rest is there too."""
     files = _files(folder)
@@ -289,7 +314,7 @@ def _prune(root: Root, attempt: int) -> None:
 
     Of this attempt's own, the marks of what has come to an end: all ranks are past that when they write again.
     """
-    for item in _complete(root.path)[: -root.kept]:
+    for item in [item for item in _complete(root.path) if item.run == root.run][: -root.kept]:
         shutil.rmtree(item.path, ignore_errors=True)
     with contextlib.suppress(OSError):
         for path in list(root.path.iterdir()):
@@ -302,7 +327,7 @@ def _prune(root: Root, attempt: int) -> None:
 
 
 def _complete(root: Path) -> list[Checkpoint]:
-    """All complete checkpoints, oldest first."""
+    """All complete checkpoints, of whatever run, oldest first."""
     try:
         entries = list(root.iterdir())
     except OSError:  # not there yet: no attempt has saved
@@ -321,12 +346,33 @@ def _read(path: Path) -> Checkpoint | None:
         manifest = json.loads((path / MANIFEST).read_bytes())
         assert isinstance(manifest, dict)
         told = manifest.get("complete"), manifest.get("attempt"), manifest.get("step"), manifest.get("files")
-        samples = manifest.get("samples", 0)
+        samples, run = manifest.get("samples", 0), str(manifest.get("run", ""))
     except (OSError, ValueError, AssertionError):
         return None
     if told != (True, attempt, step, _files(path)):
         return None
-    return Checkpoint(attempt, step, path, samples if type(samples) is int else 0)
+    return Checkpoint(attempt, step, path, samples if type(samples) is int else 0, run)
+
+
+def _warn_of(strange: Checkpoint, run: str) -> None:
+    warnings.warn(
+        f"gpu-arbiter: {strange.path} is a checkpoint of {_named(strange.run)}, not of this one, and is not loaded; "
+        f'a later attempt goes on from it if its {MANIFEST} says "run": "{run}"',
+        stacklevel=5,
+    )
+
+
+def _named(run: str | None) -> str:
+    return f"run {run}" if run else "a run without a name (of an earlier version)"
+
+
+def _finished_run(path: Path) -> str | None:
+    """Return the run that a finish on the disk is of; None if there is none."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return str(document.get("run", "")) if isinstance(document, dict) else None
 
 
 def _files(folder: Path) -> dict[str, int]:

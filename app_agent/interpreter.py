@@ -81,11 +81,14 @@ def watch_launcher(code: int) -> None:
 
 
 def _exit_codes(error: BaseException) -> set[Any]:
-    """Exit codes of the processes that `error` is about: torchrun's ChildFailedError, or CalledProcessError."""
+    """Exit codes of the processes that `error` is about.
+
+    It is torchrun's ChildFailedError, CalledProcessError, or ProcessExitedException of `torch.multiprocessing`.
+    """
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict):
         return {getattr(failure, "exitcode", None) for failure in failures.values()}
-    return {getattr(error, "returncode", None)}
+    return {getattr(error, "returncode", getattr(error, "exit_code", None))}
 
 
 def watch_exit(note: Callable[[object], None]) -> None:
@@ -101,28 +104,30 @@ def watch_exit(note: Callable[[object], None]) -> None:
     sys.exit = leave_with  # type: ignore[assignment]
 
 
-_OPTIMIZERS = "torch.optim.optimizer"
-
-
 def watch_optimizers(stepped: Callable[..., None]) -> None:
-    """Call `stepped` after every optimizer step, without loading PyTorch for a script that does not."""
-    module = sys.modules.get(_OPTIMIZERS)
+    """Call `stepped` after every optimizer step."""
+    when_imported("torch.optim.optimizer", lambda module: module.register_optimizer_step_post_hook(stepped))
+
+
+def when_imported(name: str, hook: Callable[[ModuleType], object]) -> None:
+    """Call `hook` with the module `name` once the script has loaded it; nothing is loaded from here."""
+    module = sys.modules.get(name)
     if module is not None:
-        module.register_optimizer_step_post_hook(stepped)
+        hook(module)
     else:
-        sys.meta_path.insert(0, _OptimizerFinder(stepped))
+        sys.meta_path.insert(0, _Finder(name, hook))
 
 
-class _OptimizerFinder(importlib.abc.MetaPathFinder):
+class _Finder(importlib.abc.MetaPathFinder):
     """Waits for the one module, then steps aside."""
 
-    def __init__(self, stepped: Callable[..., None]) -> None:
-        self._stepped = stepped
+    def __init__(self, name: str, hook: Callable[[ModuleType], object]) -> None:
+        self._name, self._hook = name, hook
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _OPTIMIZERS:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -131,7 +136,7 @@ class _OptimizerFinder(importlib.abc.MetaPathFinder):
 
             def execute_and_hook(module: ModuleType) -> None:
                 execute(module)
-                module.register_optimizer_step_post_hook(self._stepped)
+                self._hook(module)
 
             spec.loader.exec_module = execute_and_hook  # type: ignore[method-assign]
         return spec

@@ -36,6 +36,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from . import spawned
 from .checkpoints import Root
 from .interpreter import is_helper, is_launcher, watch_exit, watch_launcher, watch_optimizers
 from .training_process import Identity, Save, TrainingProcess, whole_number
@@ -49,6 +50,7 @@ __all__ = [
     "init",
     "report",
     "restore",
+    "run",
     "samples",
     "should_preempt",
     "step_end",
@@ -59,6 +61,8 @@ EXIT_REQUEUE = 75
 
 active: bool  #: whether a node agent started this process; answered by `__getattr__`
 _session: TrainingProcess | None = None
+_watching = False  #: whether this interpreter is watched: once, also if it is another training process later
+_vacated = ""  #: the socket of a process that has left the training to others that it started
 
 
 def init(total_steps: int | None = None) -> None:
@@ -125,7 +129,7 @@ def step_end(
     """
     if step is not None and (step.__class__ is not int or step < 0):
         step = whole_number("step", step)
-    session = _session
+    session = _session or _returned()
     if session is None:
         return False
     if not session.explicit:
@@ -177,6 +181,11 @@ def checkpoint_dir() -> Path | None:
     return None if _session is None else _session.durable
 
 
+def run() -> str:
+    """Return the submission that this job belongs to, like no other; empty without a node agent."""
+    return "" if _session is None or not _session.roots else _session.roots[-1].run
+
+
 def __getattr__(name: str) -> bool:
     if name == "active":
         return _session is not None
@@ -188,23 +197,61 @@ def __getattr__(name: str) -> bool:
 
 def _begin() -> None:
     """Take the node agent's socket, if this process has been given one and has not taken it yet."""
-    global _session  # noqa: PLW0603 - a process is one training process
     if _session is not None or is_helper(sys.orig_argv):
         return
     if is_launcher(sys.orig_argv):  # the processes that it starts are the ones that train
         watch_launcher(EXIT_REQUEUE)
         return
     # Removed from the environment, so that no child of this process takes itself for the training process.
-    path = os.environ.pop("GPU_ARBITER_SOCKET", "")
-    identity = _identity() if path else None
-    if identity is None:
-        return
-    _session = TrainingProcess(path, identity, _roots())
-    os.register_at_fork(after_in_child=_forget)
-    atexit.register(_end)
-    watch_exit(_session.note_exit)
-    watch_optimizers(_after_optimizer_step)
+    path = os.environ.pop(spawned.SOCKET, "") or _vacated
+    identity = _identity() if path and not spawned.living() else None
+    if identity is not None:
+        _train(path, identity)
+
+
+def _begin_as(rank: int, world: int, path: str) -> None:
+    """Take the node agent's socket as one of `world` training processes that another has started."""
+    os.environ.pop(spawned.SOCKET, None)
+    identity = _identity()
+    if identity is not None:
+        _train(path, Identity(identity.task, identity.attempt, rank, world))
+
+
+def _train(path: str, identity: Identity) -> None:
+    global _session, _watching, _vacated  # noqa: PLW0603 - a process is one training process
+    _session, _vacated = TrainingProcess(path, identity, _roots()), ""
+    if not _watching:
+        _watching = True
+        os.register_at_fork(after_in_child=_forget)
+        atexit.register(_end)
+        watch_exit(_note_exit)
+        watch_optimizers(_after_optimizer_step)
+        spawned.watch(_step_aside, EXIT_REQUEUE)
     _session.link.start()
+
+
+def _step_aside() -> str:
+    """Leave the training to processes that this one is about to start; return the socket for them.
+
+    Empty if this process trains itself: it has come to a mini-batch, or is one of several.
+    """
+    global _session, _vacated
+    session = _session
+    if session is None:
+        return "" if spawned.living() else _vacated
+    if session.world > 1 or session.boundaries:
+        return ""
+    _session, _vacated = None, session.link.path
+    session.link.close()
+    watch_launcher(EXIT_REQUEUE)
+    return _vacated
+
+
+def _returned() -> TrainingProcess | None:
+    """Be the training process again, if this one has stepped aside for others that are gone."""
+    if _vacated:
+        _begin()
+    return _session
 
 
 def _identity() -> Identity | None:
@@ -228,24 +275,33 @@ def _identity() -> Identity | None:
 def _roots() -> list[Root]:
     """Return where checkpoints lie: this host's memory, if the node agent offers it, and the durable folder."""
     memory, durable = (os.environ.get(f"GPU_ARBITER_{name}_DIR", "") for name in ("MEMORY", "CHECKPOINT"))
-    roots = [Root(Path(memory), durable=False)] if memory and durable else []
-    return [*roots, Root(Path(durable))] if durable else roots
+    run = os.environ.get("GPU_ARBITER_RUN", "")
+    roots = [Root(Path(memory), durable=False, run=run)] if memory and durable else []
+    return [*roots, Root(Path(durable), run=run)] if durable else roots
 
 
 def _forget() -> None:
     """In a forked child: it is not the training process."""
-    global _session  # noqa: PLW0603 - see `_begin`
+    global _session, _vacated  # noqa: PLW0603 - see `_train`
+    _vacated = ""
     if _session is not None:
         _session.link.abandon()
         _session = None
 
 
-def _end() -> None:
+def _note_exit(status: object) -> None:
     if _session is not None:
-        _session.end()
+        _session.note_exit(status)
+
+
+def _end() -> None:
+    global _session
+    session, _session = _session, None
+    if session is not None:
+        session.end()
 
 
 def _after_optimizer_step(*_: object) -> None:
-    session = _session
+    session = _session or _returned()
     if session is not None and not session.explicit:
         session.optimizer_stepped()

@@ -202,7 +202,7 @@ class TrainingProcess:
             if self.rank > 0:  # rank 0 speaks for all
                 self.finish_recorded = True
             elif self.durable is not None:
-                checkpoints.write_finished(self.durable, document)
+                checkpoints.write_finished(self.roots[-1], document)
                 self.finish_recorded = True
         except OSError as error:
             warnings.warn(f"gpu-arbiter: could not record the end of training in {self.durable}: {error}", stacklevel=3)

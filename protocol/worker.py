@@ -31,6 +31,7 @@ ENVIRONMENT: dict[str, str] = {
     "GPU_ARBITER_TASK": "the task's id",
     "GPU_ARBITER_JOB": "the job's id, the same in every attempt",
     "GPU_ARBITER_ATTEMPT": "the attempt, from 0",
+    "GPU_ARBITER_RUN": "the submission that the job belongs to; what is saved under another is not this job's",
     "GPU_ARBITER_CHECKPOINT_DIR": "folder of this job's checkpoints, the same in every attempt",
     "GPU_ARBITER_GPUS": "how many GPUs this task has",
     "GPU_ARBITER_MEMORY_DIR": "folder in host memory for a checkpoint with which it leaves its GPUs; absent: none",

@@ -20,14 +20,16 @@
 
     search.optimize(objective)
 
-The study lies in the job's checkpoint folder. The trial that was under way when the process ended is taken up again
-where its checkpoint left it, or from its beginning. Trials as jobs of their own, with GPUs moving between them, are
-``gpu-arbiter submit --trials``. A study belongs to one job: none else may have trials running in it.
+The study lies in the job's checkpoint folder, in a file named by the run: that of another submission is not gone on
+with. The trial that was under way when the process ended is taken up again where its checkpoint left it, or from its
+beginning. Trials as jobs of their own, with GPUs moving between them, are ``gpu-arbiter submit --trials``. A study
+belongs to one job: none else may have trials running in it.
 """
 
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -49,7 +51,16 @@ def storage() -> optuna.storages.BaseStorage:
     if folder is None:
         return optuna.storages.InMemoryStorage()
     folder.mkdir(parents=True, exist_ok=True)
-    return optuna.storages.JournalStorage(JournalFileBackend(str(folder / "optuna.journal")))
+    run = session.run()
+    mine = folder / (f"optuna-{run}.journal" if run else "optuna.journal")
+    others = [path for path in sorted(folder.glob("optuna*.journal")) if path != mine]
+    if others and not mine.exists():
+        warnings.warn(
+            f"gpu-arbiter: {others[-1]} is the study of another run, and is not gone on with; to do so, "
+            f"rename it to {mine.name}",
+            stacklevel=2,
+        )
+    return optuna.storages.JournalStorage(JournalFileBackend(str(mine)))
 
 
 class Search:

@@ -63,7 +63,12 @@ class Ways:
             return "it is only starting"
         if facts.refusal and {"suspend", "driver"} & set(facts.refused):
             return facts.refusal
-        if facts.hello and facts.step <= facts.start_step and (not facts.can_park or self._is_of_unknown_size(task)):
+        if facts.hello and not facts.can_park:
+            return (
+                "this script tells nothing of its steps: no optimizer of torch.optim has stepped yet, and nothing of "
+                "app_agent.session was called"
+            )
+        if facts.hello and self._is_of_unknown_size(task):
             return "it has not made its first mini-batch yet"
         if facts.can_park:
             return f"host memory for parked jobs has no room for its {facts.state_bytes} bytes"

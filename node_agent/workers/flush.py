@@ -4,8 +4,9 @@ A worker that leaves its GPUs writes its checkpoint below `memory_dir`, a folder
 that starts on this node again need not wait for a disk. Nobody else sees it there, and a power cut takes it: so once
 the worker is gone it is copied to the job's durable folder, and until then the task counts as unflushed.
 
-One folder per job, with ``owner.json`` in it: whose it is and where its durable folder is. So a node agent that starts
-finds what an earlier one had not finished.
+One folder per job of a run, with ``owner.json`` in it: whose it is and where its durable folder is. So a node agent
+that starts finds what an earlier one had not finished. What is of another run is another job's, as it is in
+`app_agent.checkpoints`.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Manifest(Struct, frozen=True):
     attempt: int
     step: int
     files: dict[str, int]  #: size in bytes by relative name
+    run: str = ""
 
 
 class Owner(Struct, frozen=True):
@@ -53,6 +55,7 @@ class Owner(Struct, frozen=True):
     job: JobId
     task: TaskId
     checkpoint_dir: str
+    run: str = ""
 
 
 class MemoryCheckpoints:
@@ -73,9 +76,10 @@ class MemoryCheckpoints:
         self.root = root
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def folder(self, job: JobId) -> Path:
-        """Return where the checkpoints of `job` lie in memory."""
-        return self.root / blake2s(job.encode(), digest_size=8).hexdigest()
+    def folder(self, owner: Owner) -> Path:
+        """Return where the checkpoints of a job lie in memory."""
+        name = f"{owner.job}/{owner.run}" if owner.run else owner.job
+        return self.root / blake2s(name.encode(), digest_size=8).hexdigest()
 
     def offer(self, owner: Owner) -> Path:
         """Make the folder of a job whose next attempt starts, and return it.
@@ -86,7 +90,7 @@ class MemoryCheckpoints:
             If memory is full.
         """
         self._make_room()
-        folder = self.folder(owner.job)
+        folder = self.folder(owner)
         folder.mkdir(mode=0o700, exist_ok=True)
         write_json(folder / _OWNER, owner)
         return folder
@@ -101,7 +105,7 @@ class MemoryCheckpoints:
 
     def unflushed(self, owner: Owner) -> Path | None:
         """Return the checkpoint in memory that is newer than all in the durable folder, if there is one."""
-        mine, durable = _newest(self.folder(owner.job)), _newest(Path(owner.checkpoint_dir))
+        mine, durable = self._newest(owner), _newest(Path(owner.checkpoint_dir), owner.run)
         return mine if mine is not None and (durable is None or _key(mine) > _key(durable)) else None
 
     def flush(self, owner: Owner) -> str:
@@ -116,14 +120,13 @@ class MemoryCheckpoints:
                 break
         return reason
 
-    def release(self, job: JobId, before_attempt: int | None = None) -> None:
+    def release(self, owner: Owner, before_attempt: int | None = None) -> None:
         """Forget the checkpoints of attempts before `before_attempt`, or of all and the folder too.
 
         One that is on no disk yet stays, and all with it.
         """
-        folder = self.folder(job)
-        owner = read_json(folder / _OWNER, Owner)
-        if owner is not None and self.unflushed(owner) is not None:
+        folder = self.folder(owner)
+        if self.unflushed(owner) is not None:
             return
         if before_attempt is None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -134,12 +137,15 @@ class MemoryCheckpoints:
 
     def _make_room(self) -> None:
         """If memory is short, forget checkpoints that are on a disk too, the oldest first."""
-        found = [(owner, path) for owner in self.owners() if (path := _newest(self.folder(owner.job))) is not None]
+        found = [(owner, path) for owner in self.owners() if (path := self._newest(owner)) is not None]
         for owner, newest in sorted(found, key=lambda item: item[1].stat().st_mtime):
             usage = shutil.disk_usage(self.root)
             if usage.free > FREE_SHARE_MIN * usage.total:
                 return
-            self.release(owner.job, _key(newest)[0] + 1)
+            self.release(owner, _key(newest)[0] + 1)
+
+    def _newest(self, owner: Owner) -> Path | None:
+        return _newest(self.folder(owner), owner.run)
 
 
 def _checkpoints(root: Path) -> list[Path]:
@@ -149,8 +155,8 @@ def _checkpoints(root: Path) -> list[Path]:
         return []
 
 
-def _newest(root: Path) -> Path | None:
-    return max((path for path in _checkpoints(root) if _is_whole(path)), key=_key, default=None)
+def _newest(root: Path, run: str) -> Path | None:
+    return max((path for path in _checkpoints(root) if _run_of(path) == run), key=_key, default=None)
 
 
 def _key(path: Path) -> tuple[int, int]:
@@ -159,9 +165,12 @@ def _key(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _is_whole(path: Path) -> bool:
+def _run_of(path: Path) -> str | None:
+    """Return the run that a checkpoint is of; None if it is not whole."""
     manifest = _manifest(path)
-    return manifest is not None and (manifest.attempt, manifest.step) == _key(path) and _files(path) == manifest.files
+    if manifest is None or (manifest.attempt, manifest.step) != _key(path) or _files(path) != manifest.files:
+        return None
+    return manifest.run
 
 
 def _manifest(path: Path) -> Manifest | None:
@@ -207,12 +216,19 @@ def _copy(source: Path, root: Path) -> None:
         _verify(partial)
         for path in [*sorted(partial.rglob("*")), partial]:
             _sync(path)
-        shutil.rmtree(root / source.name, ignore_errors=True)  # one that is not whole: a whole one is not copied over
+        _make_way(root / source.name)
         partial.rename(root / source.name)
         _sync(root)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _make_way(final: Path) -> None:
+    """Remove a checkpoint of this name that is not whole; one that is, is of another run."""
+    if _run_of(final) is not None:
+        raise FileExistsError(f"{final} is a checkpoint of another run")
+    shutil.rmtree(final, ignore_errors=True)
 
 
 def _verify(copy: Path) -> None:

@@ -86,6 +86,7 @@ class FinishedFile(Struct, frozen=True):
     """``finished.json``, left in the checkpoint folder by a worker that finished."""
 
     task: str
+    run: str = ""
     step: int = -1
     metrics: dict[str, float] = {}
     diverged: tuple[str, ...] = ()
@@ -317,6 +318,7 @@ class Workers:
             env=env,
             log=str(self._records.log_path(effect.task)),
             checkpoint_dir=launch.checkpoint_dir,
+            run=launch.run,
             cpus=tuple(self._backend.cpus(devices) or ()),
             secrets={name: file for name, file in launch.secrets.items() if name not in ours},
         )
@@ -333,6 +335,7 @@ class Workers:
             "GPU_ARBITER_TASK": effect.task,
             "GPU_ARBITER_JOB": effect.job,
             "GPU_ARBITER_ATTEMPT": str(effect.attempt),
+            "GPU_ARBITER_RUN": effect.launch.run,
             "GPU_ARBITER_CHECKPOINT_DIR": effect.launch.checkpoint_dir,
             "GPU_ARBITER_GPUS": str(len(effect.gpus)),
             # What torchrun takes for --nproc-per-node unless it is given.
@@ -486,7 +489,8 @@ class Workers:
         if self._memory is None:
             return {}
         try:
-            folder = self._memory.offer(Owner(effect.job, effect.task, effect.launch.checkpoint_dir))
+            launch = effect.launch
+            folder = self._memory.offer(Owner(effect.job, effect.task, launch.checkpoint_dir, launch.run))
         except OSError as error:
             log.warning("memory.refused", task=effect.task, folder=str(self._memory.root), reason=str(error))
             return {}
@@ -498,12 +502,12 @@ class Workers:
             return
         worker.trained.add(rank)
         if len(worker.trained) == worker.contact.world:
-            release = asyncio.to_thread(self._memory.release, worker.spec.job, worker.spec.attempt)
+            release = asyncio.to_thread(self._memory.release, _owner_of(worker.spec), worker.spec.attempt)
             self._tasks.create_task(release, name=f"release memory of {worker.spec.job}")
 
     async def _post_gone(self, gone: WorkerGone, spec: Spec) -> None:
         """Post a worker's end; if it left a checkpoint in memory, see that it gets to a disk."""
-        owner = Owner(spec.job, spec.task, spec.checkpoint_dir)
+        owner = _owner_of(spec)
         unflushed = self._memory is not None and await asyncio.to_thread(self._memory.unflushed, owner) is not None
         self._post(replace(gone, unflushed=unflushed))
         if self._memory is not None:
@@ -516,8 +520,9 @@ class Workers:
         if tell:
             self._post(Flushed(owner.task, error))
         await asyncio.sleep(KEPT_S)
-        attempts = [worker.spec.attempt for worker in self._workers.values() if worker.spec.job == owner.job]
-        await asyncio.to_thread(memory.release, owner.job, max(attempts, default=None))
+        specs = [worker.spec for worker in self._workers.values()]
+        attempts = [spec.attempt for spec in specs if (spec.job, spec.run) == (owner.job, owner.run)]
+        await asyncio.to_thread(memory.release, owner, max(attempts, default=None))
 
     def _keep_what_is_left(self, told: Collection[TaskId]) -> None:
         """Flush what tasks left of which no record is left either."""
@@ -572,9 +577,17 @@ class Workers:
 
 
 def finished_of(spec: Spec) -> FinishedFile | None:
-    """Return the finish that this very task wrote down in its checkpoint folder, or None."""
-    found = read_json(Path(spec.checkpoint_dir) / "finished.json", FinishedFile)
+    """Return the finish that this very task of this very run wrote down in its checkpoint folder, or None."""
+    path = Path(spec.checkpoint_dir) / "finished.json"
+    found = read_json(path, FinishedFile)
+    if found is not None and found.run != spec.run:
+        log.warning("finish.foreign", task=spec.task, run=spec.run, file=str(path), of=found.run)
+        return None
     return found if found is not None and found.task == spec.task else None
+
+
+def _owner_of(spec: Spec) -> Owner:
+    return Owner(spec.job, spec.task, spec.checkpoint_dir, spec.run)
 
 
 def _out_of_memory(ended: Exit) -> str:

@@ -48,6 +48,7 @@ class Spec(Struct, frozen=True):
     env: dict[str, str]
     log: str
     checkpoint_dir: str
+    run: str = ""
     cpus: tuple[int, ...] = ()
     secrets: dict[str, str] = {}
     cgroup: str = ""  #: the folder of the group that the task joins; ``own``: it is in its shim's

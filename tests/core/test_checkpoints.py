@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -113,6 +114,59 @@ def test_folders_within_a_checkpoint_count_too(tmp_path: Path) -> None:
     assert newest(tmp_path, before_attempt=1) == (0, 1)
     (path / "rank0" / "state").write_text("")
     assert newest(tmp_path, before_attempt=1) is None
+
+
+# --- two runs -------------------------------------------------------------------------------------------------------
+
+
+def of(run: str, folder: Path) -> Root:
+    return Root(folder, run=run)
+
+
+@pytest.mark.parametrize(("theirs", "mine"), [("ana-1-77", "ana-1-5f"), ("", "ana-1-5f"), ("ana-1-77", "")])
+def test_a_checkpoint_of_another_run_is_not_loaded_and_the_sentence_names_it_and_the_way_to_go_on(
+    tmp_path: Path, theirs: str, mine: str
+) -> None:
+    path = checkpoints.write([of(theirs, tmp_path)], 0, 70, {}, save)
+    with pytest.warns(UserWarning, match="is not loaded") as told:
+        assert checkpoints.newest([of(mine, tmp_path)], 1) is None
+    (sentence,) = (str(each.message) for each in told)
+    assert f"{path} is a checkpoint of " in sentence
+    assert f'if its manifest.json says "run": "{mine}"' in sentence
+    manifest = path / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"run": mine}))
+    found = checkpoints.newest([of(mine, tmp_path)], 1)
+    assert found is not None
+    assert found.step == 70
+
+
+@pytest.mark.filterwarnings("ignore:gpu-arbiter")
+def test_checkpoints_of_another_run_are_not_counted_among_those_that_are_kept_and_never_removed(tmp_path: Path) -> None:
+    strange, own = of("ana-1-77", tmp_path), of("ana-1-5f", tmp_path)
+    checkpoints.write([strange], 3, 8, {}, save)
+    checkpoints.write([strange], 3, 9, {}, save)
+    for step in range(5):
+        checkpoints.write([own], 0, step, {}, save)
+    assert names(tmp_path) == ["a0-s3", "a0-s4", "a3-s8", "a3-s9"]
+    found = checkpoints.newest([own], 1)
+    assert found is not None
+    assert found.step == 4
+
+
+def test_a_step_that_another_run_has_saved_is_not_taken_for_saved_and_not_written_over(tmp_path: Path) -> None:
+    path = checkpoints.write([of("ana-1-77", tmp_path)], 0, 5, {}, save)
+    with pytest.raises(FileExistsError, match="a0-s5 is a checkpoint of run ana-1-77, not of this one; move it away"):
+        checkpoints.write([of("ana-1-5f", tmp_path)], 0, 5, {}, lambda folder: Path(folder, "state").write_text("own"))
+    assert (path / "state").read_text() == "weights"
+    assert names(tmp_path) == ["a0-s5"]
+
+
+def test_the_finish_of_another_run_is_set_aside_with_a_sentence(tmp_path: Path) -> None:
+    checkpoints.write_finished(of("ana-1-77", tmp_path), {"step": 70})
+    with pytest.warns(UserWarning, match=r"finished.json was of run ana-1-77; it is set aside"):
+        checkpoints.write_finished(of("ana-1-5f", tmp_path), {"step": 9})
+    assert json.loads((tmp_path / "finished.json").read_text()) == {"run": "ana-1-5f", "step": 9}
+    assert json.loads((tmp_path / "finished-ana-1-77.json").read_text()) == {"run": "ana-1-77", "step": 70}
 
 
 # --- two roots ------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def save(folder: str) -> None:
 
 def leave(memory: MemoryCheckpoints, owner: Owner, attempt: int = 0, step: int = 5) -> Path:
     """Write a checkpoint into memory as a worker does."""
-    return checkpoints.write([Root(memory.folder(owner.job), durable=False)], attempt, step, {"samples": 3}, save)
+    return checkpoints.write([Root(memory.folder(owner), durable=False)], attempt, step, {"samples": 3}, save)
 
 
 def on_disk(owner: Owner) -> tuple[int, int, int] | None:
@@ -140,17 +140,38 @@ def test_an_attempt_that_saves_meanwhile_takes_the_half_made_copy_away_and_nothi
     assert names(Path(owner.checkpoint_dir)) == ["a1-s7"]
 
 
+def test_what_another_run_of_the_same_job_left_is_neither_copied_nor_forgotten_nor_taken_for_newer(
+    memory: MemoryCheckpoints, owner: Owner
+) -> None:
+    first, second = (Owner(owner.job, owner.task, owner.checkpoint_dir, run) for run in ("me-1-77", "me-1-5f"))
+    assert memory.folder(first) != memory.folder(second)
+    memory.offer(first)
+    memory.offer(second)
+    strange = Root(Path(owner.checkpoint_dir), run="me-1-77")
+    checkpoints.write([strange], 7, 70, {}, save)
+    mine = Root(memory.folder(second), durable=False, run="me-1-5f")
+    left = checkpoints.write([mine], 0, 5, {}, save)
+    assert memory.unflushed(second) == left, "the other's is newer, and on the disk"
+    assert memory.flush(second) == ""
+    assert names(Path(owner.checkpoint_dir)) == ["a0-s5", "a7-s70"]
+    memory.release(second)
+    assert memory.folder(first).exists()
+    moved = checkpoints.write([mine], 7, 70, {}, save)
+    assert "a7-s70 is a checkpoint of another run" in memory.flush(second)
+    assert moved.exists()
+
+
 def test_only_what_is_on_the_disk_is_forgotten(memory: MemoryCheckpoints, owner: Owner) -> None:
-    folder = memory.folder(owner.job)
+    folder = memory.folder(owner)
     leave(memory, owner)
-    memory.release(owner.job)
+    memory.release(owner)
     assert names(folder) == ["a0-s5", "owner.json"]
     memory.flush(owner)
-    memory.release(owner.job, before_attempt=0)
+    memory.release(owner, before_attempt=0)
     assert names(folder) == ["a0-s5", "owner.json"]
-    memory.release(owner.job, before_attempt=1)
+    memory.release(owner, before_attempt=1)
     assert names(folder) == ["owner.json"]
-    memory.release(owner.job)
+    memory.release(owner)
     assert not folder.exists()
 
 
@@ -163,7 +184,7 @@ def test_when_memory_is_short_the_oldest_that_are_on_a_disk_give_way(
         os.utime(leave(memory, one), (age, age))
         if age != 1:
             memory.flush(one)
-    kept = [path.name for one in owners for path in memory.folder(one.job).glob("a*")]
+    kept = [path.name for one in owners for path in memory.folder(one).glob("a*")]
     assert len(kept) == 4
 
     def usage(root: Path) -> object:
@@ -172,7 +193,7 @@ def test_when_memory_is_short_the_oldest_that_are_on_a_disk_give_way(
 
     monkeypatch.setattr(flush.shutil, "disk_usage", usage)
     memory.offer(Owner(JobId("me-9.0"), TaskId("me-9.0-a0"), str(tmp_path / "disk9")))
-    assert [bool(list(memory.folder(one.job).glob("a*"))) for one in owners] == [False, True, False, True]
+    assert [bool(list(memory.folder(one).glob("a*"))) for one in owners] == [False, True, False, True]
 
 
 def test_the_next_node_agent_finds_whose_they_are(memory: MemoryCheckpoints, owner: Owner) -> None:

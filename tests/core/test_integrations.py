@@ -169,6 +169,19 @@ def test_a_search_that_leaves_in_the_middle_of_a_trial_makes_the_trials_of_one_l
 
 
 @needs("optuna")
+def test_the_study_of_another_run_is_not_gone_on_with_and_the_sentence_says_how_to(
+    played: PlayedSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Study().run()
+    monkeypatch.setattr(session, "run", lambda: "ana-1-5f")
+    with pytest.warns(UserWarning, match=r"optuna.journal is the study of another run.*rename it to optuna-ana-1-5f"):
+        mine = Study()
+    assert mine.table() == []
+    mine.run()
+    assert len(Study().table()) == 6
+
+
+@needs("optuna")
 def test_some_trial_of_the_toy_search_is_pruned(undisturbed: Study) -> None:
     assert {row[1] for row in undisturbed.table()} == {"COMPLETE", "PRUNED"}
 

@@ -455,6 +455,8 @@ def test_a_turn_does_not_end_before_the_job_has_said_how_much_it_would_park() ->
     ways = Ways(facts, gpus)
     assert not ways.can_rest(task, [])
     assert ways.why_fixed(task) == "it has not made its first mini-batch yet"
+    silent = replace(task, facts=replace(said_hello, can_park=False))
+    assert ways.why_fixed(silent).startswith("this script tells nothing of its steps: ")
     assert ways.of(task, MEANS["suspend"], []) == ["suspend"], "when its lease ends it is parked all the same"
     able = replace(task, facts=replace(said_hello, can_checkpoint=True))
     for driver in (False, True):

@@ -13,12 +13,14 @@ import pytest
 from node_agent import procfs
 from node_agent.core.events import Adopted, Flushed, LocalEvent, StartWorker, WorkerGone, WorkerSaid, WorkerStarted
 from node_agent.devices.simulated import SimulatedBackend
+from node_agent.workers.flush import Owner
 from node_agent.workers.manager import Settings, Workers
 from protocol.messages import AppId, GpuId, JobId, LaunchSpec, TaskId
 from protocol.worker import Order, Progress
 from tests.support.worker_agent import BOOTSTRAP
 
-JOB = JobId("ada-1.0")
+JOB, RUN = JobId("ada-1.0"), "ada-1-5f"
+OWNER = Owner(JOB, TaskId(f"{JOB}-a0"), "", RUN)
 SCRIPT = """
 import sys, time
 from app_agent import session
@@ -50,7 +52,7 @@ class Node:
         self._news.set()
 
     async def start(self, attempt: int) -> TaskId:
-        launch = LaunchSpec((sys.executable, "-c", SCRIPT), str(self.folder), str(self.disk))
+        launch = LaunchSpec((sys.executable, "-c", SCRIPT), str(self.folder), str(self.disk), run=RUN)
         task = TaskId(f"{JOB}-a{attempt}")
         await self.workers.start(StartWorker(task, AppId("ada-1"), JOB, attempt, (GpuId("GPU-sim-n1-0+1"),), launch))
         await self.wait(WorkerStarted, task=task)
@@ -86,7 +88,7 @@ class Node:
 
     def in_memory(self) -> list[str]:
         assert self.memory is not None
-        return sorted(path.name for path in self.memory.folder(JOB).glob("a*"))
+        return sorted(path.name for path in self.memory.folder(OWNER).glob("a*"))
 
     def on_disk(self) -> list[str]:
         return sorted(path.name for path in self.disk.glob("a*"))
@@ -120,7 +122,7 @@ async def test_it_leaves_by_memory_is_flushed_and_goes_on_from_memory(tmp_path: 
         told = await site.progress(second)
         assert f"s{told.start_step}" in name
         log = (await site.workers.read_log(second, offset=0, limit=4096))[0].decode()
-        assert log == f"loaded {tmp_path / 'memory'}/{site.memory.folder(JOB).name}/{name}\n"  # type: ignore[union-attr]
+        assert log == f"loaded {tmp_path / 'memory'}/{site.memory.folder(OWNER).name}/{name}\n"  # type: ignore[union-attr]
         async with asyncio.timeout(10):
             while site.in_memory():  # noqa: ASYNC110 - a thread removes it
                 await asyncio.sleep(0.01)

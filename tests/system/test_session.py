@@ -113,6 +113,25 @@ def test_a_script_that_left_and_restarted_ends_with_the_weights_of_an_undisturbe
     assert finished.metrics["accuracy"] == pytest.approx(float(solo.split()[2]), abs=1e-4)
 
 
+def test_a_script_that_never_saved_does_not_go_on_from_a_strangers_checkpoint_of_the_same_app_and_says_so(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    with Worker(tmp_path, *loop(steps=100_000), GPU_ARBITER_RUN="me-1-77") as stranger:
+        agent.wait(Progress, step=past(10), can_checkpoint=True)
+        saved = agent.wait(Saved, seq=agent.order("leave").seq)
+        assert stranger.end()[0] == EXIT_REQUEUE
+    heard = len(agent.heard)
+    with Worker(tmp_path, *loop(steps=20), attempt=1, GPU_ARBITER_RUN="me-1-5f") as worker:
+        code, _, err = worker.end()
+    assert code == 0
+    finished = agent.wait(Finished, since=heard)
+    assert finished.step == 19
+    assert {line.start_step for line in agent.heard[heard:] if isinstance(line, Progress)} == {-1}
+    assert f"{saved.dir} is a checkpoint of run me-1-77, not of this one, and is not loaded" in err
+    assert err.count("gpu-arbiter:") == 1
+    assert json.loads((worker.checkpoints / "finished.json").read_text())["run"] == "me-1-5f"
+
+
 def test_parked_state_leaves_the_memory_that_stands_for_the_gpu(agent: WorkerAgent, tmp_path: Path) -> None:
     text = """
         import time, torch
@@ -197,6 +216,7 @@ def test_a_finished_job_says_so_and_leaves_it_in_writing(agent: WorkerAgent, tmp
         "attempt": 0,
         "step": 4,
         "metrics": finished.metrics,
+        "run": "",
     }
 
 
@@ -522,6 +542,13 @@ def torchrun(folder: Path, kind: str, *, steps: int = 60, attempt: int = 0, **en
     )
 
 
+def spawning(folder: Path, kind: str, *, steps: int = 60, attempt: int = 0, **env: str) -> Worker:
+    """The same training, its processes started by `torch.multiprocessing.spawn`."""
+    command = (str(ROOT / "tests" / "support" / "spawn_train.py"), "2", kind, str(steps), "40")
+    path = os.pathsep.join((str(BOOTSTRAP), str(ROOT)))
+    return Worker(folder, *command, attempt=attempt, PYTHONPATH=path, OMP_NUM_THREADS="1", **env)
+
+
 def digests(folder: Path) -> list[str]:
     return [(folder / f"digest-{rank}").read_text(encoding="ascii").split()[0] for rank in range(2)]
 
@@ -555,15 +582,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lis
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", ["ddp", "views", "fsdp"])
+@pytest.mark.parametrize(
+    ("start", "kind"), [(torchrun, "ddp"), (torchrun, "views"), (torchrun, "fsdp"), (spawning, "ddp")]
+)
 def test_ranks_stop_at_the_same_step_outlive_the_agent_and_end_with_the_state_of_an_undisturbed_run(
-    tmp_path: Path, undisturbed: Callable[[str], list[str]], kind: str
+    tmp_path: Path, undisturbed: Callable[[str], list[str]], start: Callable[..., Worker], kind: str
 ) -> None:
     path = tmp_path / "agent.sock"
     agent = WorkerAgent(path)
-    with torchrun(tmp_path, kind) as worker:
-        assert {agent.wait(Hello, by=rank).rank for rank in range(2)} == {0, 1}
-        assert {hello.world for hello in agent.hellos} == {2}
+    with start(tmp_path, kind) as worker:
+        assert {agent.wait(Hello, by=rank, world=2).rank for rank in range(2)} == {0, 1}
         for rank in range(2):
             agent.wait(Progress, by=rank, step=past(3))
         step = hold_all(agent)
@@ -590,21 +618,22 @@ def test_ranks_stop_at_the_same_step_outlive_the_agent_and_end_with_the_state_of
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("start", [torchrun, spawning])
 def test_ranks_leave_with_one_checkpoint_in_memory_and_go_on_from_it(
-    agent: WorkerAgent, tmp_path: Path, undisturbed: Callable[[str], list[str]]
+    agent: WorkerAgent, tmp_path: Path, undisturbed: Callable[[str], list[str]], start: Callable[..., Worker]
 ) -> None:
     memory = tmp_path / "memory"
-    with torchrun(tmp_path, "ddp", GPU_ARBITER_MEMORY_DIR=str(memory)) as first:
+    with start(tmp_path, "ddp", GPU_ARBITER_MEMORY_DIR=str(memory)) as first:
         for rank in range(2):
             agent.wait(Progress, by=rank, step=past(3), can_checkpoint=True)
         step = hold_all(agent)
         order = agent.order("leave", at_step=step)
         saved = [agent.wait(Saved, by=rank, seq=order.seq, leaving=True) for rank in range(2)]
-        assert first.end()[0] == EXIT_REQUEUE  # of torchrun itself, which would call it a failure
+        assert first.end()[0] == EXIT_REQUEUE  # of the launcher itself, which would call it a failure
     assert {(line.dir, line.step) for line in saved} == {(str(memory / f"a0-s{step}"), step)}
     assert sorted(path.name for path in (memory / f"a0-s{step}").iterdir()) == ["manifest.json", "rank0.pt", "rank1.pt"]
     heard = len(agent.heard)
-    with torchrun(tmp_path, "ddp", attempt=1, GPU_ARBITER_MEMORY_DIR=str(memory)) as second:
+    with start(tmp_path, "ddp", attempt=1, GPU_ARBITER_MEMORY_DIR=str(memory)) as second:
         for rank in range(2):
             agent.wait(Progress, since=heard, by=rank, start_step=step)
         assert second.end()[0] == 0
@@ -802,6 +831,95 @@ def test_data_loader_workers_do_not_speak_for_the_task(agent: WorkerAgent, tmp_p
         assert worker.end() == (0, "", "")
     assert [hello.pid for hello in agent.hellos] == [worker.process.pid]
     agent.wait(Finished, step=3)
+
+
+COUNTED = """
+    import os, torch
+    import torch.multiprocessing as mp
+    def train(rank, steps):
+        model = torch.nn.Linear(8, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+    """
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_an_unchanged_script_that_spawns_is_as_many_training_processes_as_it_spawns(
+    agent: WorkerAgent, tmp_path: Path, method: str
+) -> None:
+    text = (
+        COUNTED
+        + f"""
+    if __name__ == "__main__":
+        assert mp.start_processes(train, (7,), nprocs=2, start_method="{method}") is None
+        assert "GPU_ARBITER_SOCKET" not in os.environ
+    """
+    )
+    (tmp_path / "train.py").write_text(textwrap.dedent(text))
+    with Worker(tmp_path, "train.py") as worker:
+        assert worker.end() == (0, "", "")
+    hellos = [(hello.rank, hello.world) for hello in agent.hellos]
+    assert (hellos[0], set(hellos[1:])) == ((0, 1), {(0, 2), (1, 2)})
+    assert [agent.wait(Finished, by=rank).step for rank in range(2)] == [6, 6]
+    assert json.loads((worker.checkpoints / "finished.json").read_text())["step"] == 6
+
+
+def test_a_script_that_trains_after_the_processes_it_spawned_is_the_training_process_again(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    text = (
+        COUNTED
+        + """
+    if __name__ == "__main__":
+        mp.spawn(train, (0,), nprocs=2)
+        train(0, 9)
+    """
+    )
+    (tmp_path / "train.py").write_text(textwrap.dedent(text))
+    with Worker(tmp_path, "train.py") as worker:
+        assert worker.end() == (0, "", "")
+    assert [hello.pid for hello in agent.hellos if hello.world == 1] == [worker.process.pid] * 2
+    assert json.loads((worker.checkpoints / "finished.json").read_text())["step"] == 8
+
+
+def test_a_script_that_trains_itself_stays_the_training_process_whatever_it_spawns(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    text = (
+        COUNTED
+        + """
+    if __name__ == "__main__":
+        train(0, 9)
+        mp.spawn(train, (3,), nprocs=2)
+    """
+    )
+    (tmp_path / "train.py").write_text(textwrap.dedent(text))
+    with Worker(tmp_path, "train.py") as worker:
+        assert worker.end() == (0, "", "")
+    assert [hello.pid for hello in agent.hellos] == [worker.process.pid]
+    agent.wait(Finished, step=8)
+
+
+def test_a_spawned_rank_that_fails_fails_the_script_and_nobody_says_that_it_finished(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    text = """
+        import torch.multiprocessing as mp
+        def train(rank):
+            raise RuntimeError("no data")
+        if __name__ == "__main__":
+            mp.spawn(train, nprocs=2)
+        """
+    (tmp_path / "train.py").write_text(textwrap.dedent(text))
+    with Worker(tmp_path, "train.py") as worker:
+        code, _, err = worker.end()
+    assert code == 1
+    assert "ProcessRaisedException" in err
+    assert "no data" in err
+    assert not [line for line in agent.heard if isinstance(line, Finished)]
+    assert not (worker.checkpoints / "finished.json").exists()
 
 
 def test_an_interpreter_without_our_packages_is_served_too(agent: WorkerAgent, tmp_path: Path) -> None:

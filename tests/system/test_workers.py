@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from node_agent import procfs
 from node_agent.config import NodeConfig, load, parse
@@ -128,6 +129,19 @@ with open(os.environ["GPU_ARBITER_CHECKPOINT_DIR"] + "/finished.json", "w") as f
     assert (status.outcome, status.metrics, status.reason) == ("finished", {"accuracy": 0.7}, "")
 
 
+async def test_a_finish_that_a_task_of_the_same_name_wrote_down_in_another_run_does_not_count(site: Site) -> None:
+    order = task_order(site.folder, A, *script(site.folder, ""))
+    assert order.launch is not None
+    folder = Path(order.launch.checkpoint_dir)
+    folder.mkdir()
+    strange = {"schema": "finished/v1", "task": A, "run": "me-1-77", "attempt": 0, "step": 9, "metrics": {"loss": 0.7}}
+    (folder / "finished.json").write_text(json.dumps(strange))
+    await site.plan(replace(order, launch=replace(order.launch, run="me-1-5f")))
+    status = await site.exited(A)
+    assert (status.step, status.metrics) == (-1, {})
+    assert "its success is unconfirmed" in status.reason
+
+
 async def test_what_a_task_leaves_behind_is_killed_before_it_counts_as_gone(site: Site) -> None:
     text = f"""
 import subprocess, sys
@@ -184,12 +198,15 @@ async def test_a_worker_gets_the_promised_environment_and_no_secrets(
 ) -> None:
     monkeypatch.setenv("BROKER_PASSWORD", "secret")
     command = script(site.folder, "import json, os\nprint(json.dumps(dict(os.environ)))")
-    await site.plan(task_order(site.folder, A, *command, gpus=[0, 1], env={"SEED": "1"}))
+    order = task_order(site.folder, A, *command, gpus=[0, 1], env={"SEED": "1"})
+    assert order.launch is not None
+    await site.plan(replace(order, launch=replace(order.launch, run="ana-1-5f")))
     await site.exited(A)
     env = json.loads((await site.log(A)).data)
     assert set(ENVIRONMENT) - set(env) == {"GPU_ARBITER_MEMORY_DIR"}  # this node has no memory_dir
     assert env["CUDA_VISIBLE_DEVICES"] == f"{gpu(0)},{gpu(1)}"
     assert (env["GPU_ARBITER_TASK"], env["GPU_ARBITER_GPUS"], env["SEED"]) == (A, "2", "1")
+    assert env["GPU_ARBITER_RUN"] == "ana-1-5f"
     assert env["PET_NPROC_PER_NODE"] == "2"
     assert "BROKER_PASSWORD" not in env
     assert "BROKER_PASSWORD" not in INHERITED
