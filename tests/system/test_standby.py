@@ -51,7 +51,8 @@ def finish_as_begun(cluster: Cluster, workers: set[int]) -> None:
     """Wait for the end; each mini-batch was made once, by the process that began."""
     for app in cluster.wait_finished():
         told = cluster.told(app["id"])
-        assert [step for _pid, step in told] == list(range(cluster.steps[app["id"]])), f"{app['id']} lost or repeated steps"
+        steps = list(range(cluster.steps[app["id"]]))
+        assert [step for _pid, step in told] == steps, f"{app['id']} lost or repeated steps"
         assert {pid for pid, _step in told} <= workers, f"{app['id']} was started again"
         assert app["steps_lost"] == 0
     assert cluster.watch.conflicts == []
