@@ -100,6 +100,7 @@ class AppOptions(Struct, frozen=True):
     kind: str = ""
     peak_bytes: int = WORKER_BYTES
     can_park: bool = True
+    can_checkpoint: bool = True
     balks: bool = False
 
     @property
@@ -160,6 +161,8 @@ def draw(seed: int, *, policy: str = "") -> Options:
         snapshot_every=dice.choice((10, 100, 1000)),
     )
     options = _shared(Random(f"sharing {seed}"), options)  # noqa: S311 - repeatable, not secret
+    helpless = Random(f"helpless {seed}")  # noqa: S311 - likewise
+    options = replace(options, apps=tuple(_maybe_helpless(helpless, app) for app in options.apps))
     faults = sorted(_faults(dice, options), key=lambda fault: fault.at)
     if policy:
         options = replace(options, settings=replace(options.settings, policy=policy))
@@ -323,6 +326,12 @@ def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
     )
 
 
+def _maybe_helpless(dice: Random, app: AppOptions) -> AppOptions:
+    """Return an app, one in ten of those with one job as one that can neither save nor be suspended."""
+    helpless = dice.random() < 0.1 and len(app.spec.trials) == 1
+    return replace(app, can_park=False, can_checkpoint=False) if helpless else app
+
+
 # --- apps -----------------------------------------------------------------------------------------------------------
 
 
@@ -430,6 +439,7 @@ def facts_of(app: AppOptions, seed: int) -> list[JobFacts]:
                 busy=None,
                 peak_bytes=app.peak_bytes,
                 can_park=app.can_park,
+                can_checkpoint=app.can_checkpoint,
                 balks=app.balks,
             )
         )

@@ -131,6 +131,7 @@ class JobFacts(Struct, frozen=True):
     busy: float | None = None
     peak_bytes: int = WORKER_BYTES
     can_park: bool = True
+    can_checkpoint: bool = True
     balks: bool = False
     leave_s: float | None = None  #: how long it takes to save and leave; None: as all, `Costs.checkpoint_s`
 
@@ -516,7 +517,7 @@ class Machine:
                 start_step=training.start_step,
                 total_steps=training.facts.steps,
                 can_park=training.facts.can_park,
-                can_checkpoint=True,
+                can_checkpoint=training.facts.can_checkpoint,
                 state_bytes=training.facts.state_bytes if begun else 0,
             ),
         )
@@ -555,6 +556,9 @@ class Machine:
 
     def _save(self, worker: Worker, order: Order, *, leaving: bool) -> None:
         training = worker.training
+        if not training.facts.can_checkpoint:
+            self._say(worker, Refused(order.seq, "the script gave no save function"))
+            return
         if worker.phase not in ("running", "parked") or worker.leaving:
             return
         worker.leaving = leaving
@@ -839,7 +843,7 @@ class Machine:
             start_step=training.start_step,
             total_steps=facts.steps,
             can_park=facts.can_park,
-            can_checkpoint=True,
+            can_checkpoint=facts.can_checkpoint,
             saved_step=-1,
             metrics=metrics,
             state_bytes=facts.state_bytes,

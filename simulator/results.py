@@ -100,6 +100,9 @@ class AppRow(Struct, frozen=True):
     allocated_gpu_s: float | None = None  #: from grants to proofs of release, as the arbiter books it
     fair_gpu_s: float | None = None  #: that were fair among all apps: Astraea, Eq. 4
     fair_within_gpu_s: float | None = None  #: and within its tenant: Eq. 15
+    lost_gpu_s: float | None = (
+        None  #: of what was allocated, made again since it was not saved: as the arbiter books it
+    )
 
     @property
     def ltgf(self) -> float | None:
@@ -227,6 +230,7 @@ def summary(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
         **_fairness(run, done, min_duration_s),
         "gpu_seconds_useful": useful,
         "gpu_seconds_wasted": wasted,
+        "gpu_seconds_lost": fsum(app.lost_gpu_s for app in run.apps if app.lost_gpu_s is not None),
         "utilisation": useful / (makespan * run.cluster_gpus) if makespan else None,
         "preemptions": sum(job.preemptions for job in run.jobs),
         "migrations": sum(job.migrations for job in run.jobs),

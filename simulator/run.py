@@ -160,7 +160,7 @@ class Simulation:
         self.arrivals[plan.id] = self.count.integral(world.now)
         self.count = self.count.observe(self.count.last_value + 1, world.now)
         spec = spec_of(plan)
-        facts = facts_of(plan, spec, self._slowdown(plan.model))
+        facts = facts_of(plan, spec, self._slowdown(plan.model), saves=self.costs.saves)
         world.submit(plan.id, spec, self._beside(plan, facts) if self.shared else facts)
 
     def _beside(self, plan: AppPlan, facts: list[JobFacts]) -> list[JobFacts]:
@@ -332,6 +332,7 @@ class Simulation:
             allocated_gpu_s=account.allocated_gpu_s if account is not None else None,
             fair_gpu_s=account.fair_gpu_s if account is not None else None,
             fair_within_gpu_s=account.fair_within_gpu_s if account is not None else None,
+            lost_gpu_s=account.lost_gpu_s if account is not None else None,
         )
 
 
@@ -370,10 +371,12 @@ def spec_of(plan: AppPlan) -> AppSpec:
     )
 
 
-def facts_of(plan: AppPlan, spec: AppSpec, slowdown: Callable[[int, Level], float]) -> list[JobFacts]:
+def facts_of(
+    plan: AppPlan, spec: AppSpec, slowdown: Callable[[int, Level], float], *, saves: bool = True
+) -> list[JobFacts]:
     """Return the truth about the jobs of an app; they report their loss whenever that matters to their search.
 
-    Elastic ones report something after their first mini-batch, since who is known to have begun may grow: live, where
+    Unless they are ones that `saves`, they can neither save nor be suspended. Elastic ones report something after their first mini-batch, since who is known to have begun may grow: live, where
     there are beats, nodes tell of it.
     """
     reporting = plan.search in ("halving", "hyperband", "curve")
@@ -392,6 +395,8 @@ def facts_of(plan: AppPlan, spec: AppSpec, slowdown: Callable[[int, Level], floa
                 reports=((1, 1.0),) if begins else tuple((at, loss_at(job, at)) for at in when if at <= job.steps),
                 metric="begun" if begins else spec.metric,
                 leave_s=plan.leave_s,
+                can_park=saves,
+                can_checkpoint=saves,
             )
         )
     return facts

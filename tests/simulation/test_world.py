@@ -116,6 +116,19 @@ def test_a_job_alone_takes_its_own_time_and_what_the_machine_costs() -> None:
     assert late.jobs[1].finish_s == 164.0
 
 
+@pytest.mark.parametrize("policy", ["themis", "astraea"])
+def test_jobs_that_cannot_save_keep_their_gpu_and_end(policy: str) -> None:
+    """Four of 40 s on one GPU with leases of 15 s: they threw away each other's work for ever."""
+    jobs = [one(name, 0.0, 1, 40.0) for name in "abcd"]
+    settings = replace(INSTANT, lease_s=15.0, renewal_lead_s=3.0)
+    for saves in (False, True):
+        result = run(jobs, "1x1", policy, costs=Costs(saves=saves), settings=settings)
+        figures = summary(result)
+        assert [row.state for row in result.apps] == ["finished"] * 4
+        assert (figures["makespan_s"], figures["gpu_seconds_lost"]) == (160.0, 0.0)
+        assert (figures["preemptions"] > 0) is saves
+
+
 def test_a_preempted_job_pays_for_checkpoint_and_restart_and_loses_no_work() -> None:
     costs = Costs(start_s=10.0, checkpoint_s=5.0, restore_s=3.0)
     # The long one starts at 10 s. At 60 s the short one comes, with less left: the long one, 50 s done, saves for 5 s;
