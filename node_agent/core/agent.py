@@ -48,6 +48,7 @@ from node_agent.core.events import (
     StartWorker,
     StrangerSpared,
     TakeSample,
+    TaskFailure,
     WorkerDisconnected,
     WorkerGone,
     WorkerNote,
@@ -498,6 +499,8 @@ class NodeAgent:
         )
         self._count_saved(task.id, task.facts.saved_step)
         self._sharing.progressed(task, line.step, self._now)
+        if line.step > line.start_step:
+            self._health.progressed(task.job, task.gpus, line.step, self._now)
         if told != known and self._figures_at is None:
             self._figures_at = self._now + self._facts.figures_s
         if isinstance(task.state, Loading):
@@ -653,7 +656,8 @@ class NodeAgent:
         fault = self._health.fault(task.gpus, self._now) if verdict.outcome == "failed" else ""
         reason = "; ".join(filter(None, (verdict.reason, fault)))[:REASON_CHARS_MAX]
         if not event.reason:  # what is known to have ended it was not the GPU
-            self._health.ended(task.id, task.app, task.gpus, verdict.outcome, self._now)
+            end = TaskFailure(task.app, task.id, task.gpus, self._now, task.job, task.facts.step)
+            self._health.ended(end, verdict.outcome, begun=task.facts.step > task.facts.start_step)
         if verdict.outcome == "finished" or left(task.facts, event):
             self._learn(task.id, cost=task.facts.cost.saved(task.age_s(self._now)))
         ended = Exited(verdict.outcome, reason, verdict.exit_code, unflushed=event.unflushed)

@@ -85,12 +85,18 @@ class GpuSample(Struct, frozen=True):
 
 
 class TaskFailure(Struct, frozen=True):
-    """A task failed at `at` (UNIX seconds) on these devices."""
+    """A task failed at `at` (UNIX seconds) on these devices, `step` being the last mini-batch it had made.
+
+    `went_on` says that its job got further on other devices of this node.
+    """
 
     app: AppId
     task: TaskId
     gpus: tuple[GpuId, ...]
     at: float
+    job: JobId = JobId("")
+    step: int = -1
+    went_on: bool = False
 
 
 class HealthLedger(Struct, frozen=True):
