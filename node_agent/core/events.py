@@ -285,10 +285,23 @@ NodeEvent = LocalEvent | Received | Tick | Connected
 
 
 class RememberFence(Struct, frozen=True, tag=True):
-    """Write down, before anything that follows is done, that older plans are refused for ever."""
+    """Write down, before anything that follows is done, that older plans and those of other sites are refused."""
 
     epoch: int
     seq: int
+    site: str = ""
+
+
+class RememberIncarnation(Struct, frozen=True, tag=True):
+    """Write down, before it is reported, that this incarnation is counted as that one."""
+
+    incarnation: int
+
+
+class Complaint(Struct, frozen=True, tag=True):
+    """Tell the people who read the log; one sentence that names the mend."""
+
+    sentence: str
 
 
 class RememberHealth(Struct, frozen=True, tag=True):
@@ -370,6 +383,8 @@ class ReadLogFile(Struct, frozen=True, tag=True):
 
 LocalEffect = (
     RememberFence
+    | RememberIncarnation
+    | Complaint
     | RememberHealth
     | EndStranger
     | StartWorker
