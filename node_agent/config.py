@@ -72,6 +72,8 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
         The part of a turn on a shared GPU that suspending and resuming may take: turns last as long as that demands.
     pack_gain_min
         Two jobs stay together on a GPU from this sum of their step rates on, each against its own rate alone.
+    adopt_site
+        For one start: obey the site of the next plan instead of the one that this node belongs to.
     simulated_memory_bytes, simulated_pin
         Memory of a virtual GPU; whether each gets one core for its workers.
     """
@@ -102,6 +104,7 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     driver_checkpoint: Literal["auto", "on", "off"] = "auto"
     slice_overhead_max: float = 0.02
     pack_gain_min: float = 1.05
+    adopt_site: bool = False
     simulated_memory_bytes: int = 4 * 2**30
     simulated_pin: bool = False
 

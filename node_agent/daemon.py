@@ -25,11 +25,14 @@ from node_agent.config import NodeConfig
 from node_agent.core.agent import NodeAgent
 from node_agent.core.events import (
     CheckpointProcess,
+    Complaint,
     EndStranger,
     ForgetWorker,
     LocalEffect,
     LocalEvent,
     LogRead,
+    NodeEffect,
+    NodeEvent,
     NodeFacts,
     NoteWorker,
     OrderWorker,
@@ -38,6 +41,7 @@ from node_agent.core.events import (
     ReadLogFile,
     RememberFence,
     RememberHealth,
+    RememberIncarnation,
     Sampled,
     SampleFailed,
     SignalWorker,
@@ -52,7 +56,8 @@ from node_agent.workers.manager import Settings, Workers, WorkersError
 from node_agent.workers.records import read_json, write_json
 from protocol.bus import Bus
 from protocol.config import ConfigError
-from protocol.messages import LogChunk, NodeId, Party
+from protocol.core import Send
+from protocol.messages import LogChunk, NodeId, NodeReport, Party
 from protocol.private import state_folder
 from protocol.shell import Shell
 
@@ -121,11 +126,17 @@ async def _run(
     why_not = await _probe(config, checkpointer)
     log.info("driver.checkpoint", works=not why_not, reason=why_not)
     facts = _facts(config, memory, backend, boot_id, driver=not why_not)
-    fence = (memory.kept.epoch, memory.kept.seq)
-    core = NodeAgent(facts, fence, health_files.read(memory.folder))
+    kept = memory.kept
+    core = NodeAgent(
+        facts,
+        (kept.epoch, kept.seq),
+        health_files.read(memory.folder),
+        site=kept.site,
+        leaves_site=config.adopt_site,
+    )
     hands = _Hands(memory, checkpointer)
     shell: Shell[LocalEvent, LocalEffect] = Shell(
-        core,
+        _Dated(core),
         bus,
         Party("node", config.node),
         perform=hands.perform,
@@ -214,6 +225,23 @@ def _open(config: NodeConfig) -> DeviceBackend:
         raise ConfigError(str(error)) from error
 
 
+class _Dated:
+    """The core, whose reports say what this host's clock shows as they go out."""
+
+    def __init__(self, core: NodeAgent) -> None:
+        self._core = core
+        self.deadline = core.deadline
+
+    def handle(self, event: NodeEvent, now: float) -> list[NodeEffect]:
+        return [_dated(effect) for effect in self._core.handle(event, now)]
+
+
+def _dated(effect: NodeEffect) -> NodeEffect:
+    if isinstance(effect, Send) and isinstance(effect.message, NodeReport):
+        return replace(effect, message=replace(effect.message, wall_s=time.time()))
+    return effect
+
+
 class _Hands:
     """Carries out what the core asks, each thing where it belongs."""
 
@@ -247,8 +275,12 @@ class _Hands:
 
     async def perform(self, effect: LocalEffect) -> None:
         match effect:
-            case RememberFence(epoch=epoch, seq=seq):
-                await asyncio.to_thread(self._memory.remember_fence, epoch=epoch, seq=seq)
+            case RememberFence(epoch=epoch, seq=seq, site=site):
+                await asyncio.to_thread(self._memory.remember_fence, epoch=epoch, seq=seq, site=site)
+            case RememberIncarnation(incarnation=incarnation):
+                await asyncio.to_thread(self._memory.remember_incarnation, incarnation)
+            case Complaint(sentence=sentence):
+                log.error("plan.complaint", complaint=sentence)
             case RememberHealth(ledger=ledger):
                 await asyncio.to_thread(health_files.write, self._memory.folder, ledger)
             case EndStranger():
@@ -334,11 +366,12 @@ async def _watch_for_lifting(folder: Path, post: Callable[[LocalEvent], None]) -
 
 
 class Kept(Struct, frozen=True):
-    """What survives the node agent: how often it started, and the newest plan it saw."""
+    """What survives the node agent: how often it started, and the newest plan it saw, of which site."""
 
     incarnation: int = 0
     epoch: int = 0
     seq: int = 0
+    site: str = ""
 
 
 class _Memory:
@@ -357,8 +390,13 @@ class _Memory:
         # By the clock, so that it grows even if the state directory was lost: lower ones are taken for old news.
         self._write(replace(self.kept, incarnation=max(self.kept.incarnation + 1, int(time.time()))))
 
-    def remember_fence(self, *, epoch: int, seq: int) -> None:
-        self._write(replace(self.kept, epoch=epoch, seq=seq))
+    def remember_fence(self, *, epoch: int, seq: int, site: str) -> None:
+        if site != self.kept.site:
+            log.info("site.obeyed", site=site, before=self.kept.site)
+        self._write(replace(self.kept, epoch=epoch, seq=seq, site=site))
+
+    def remember_incarnation(self, incarnation: int) -> None:
+        self._write(replace(self.kept, incarnation=incarnation))
 
     def _write(self, kept: Kept) -> None:
         write_json(self._path, kept)

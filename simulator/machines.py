@@ -27,6 +27,7 @@ from node_agent.core.events import (
     Adopted,
     AdoptedWorker,
     CheckpointProcess,
+    Complaint,
     ForgetWorker,
     GpuProcess,
     GpuSample,
@@ -41,6 +42,7 @@ from node_agent.core.events import (
     ReadLogFile,
     RememberFence,
     RememberHealth,
+    RememberIncarnation,
     Sampled,
     SignalWorker,
     StartFailed,
@@ -310,6 +312,7 @@ class Machine:
         )
         self.costs = costs
         self.fence = (0, 0)
+        self.site = ""
         self.ledger = HealthLedger()
         self.incarnation = 0
         self.boots = 1
@@ -364,7 +367,7 @@ class Machine:
             elif worker.phase != "starting" and not (worker.phase == "parked" and worker.by_driver):
                 self._say_hello(worker)
         self.measure()
-        return NodeAgent(facts, self.fence, self.ledger)
+        return NodeAgent(facts, self.fence, self.ledger, site=self.site)
 
     def in_use(self) -> set[GpuId]:
         """Return the GPUs, devices and not seats, that a process is on and not parked."""
@@ -398,8 +401,12 @@ class Machine:
                     self.workers[task].note = note
             case ForgetWorker(task):
                 self.workers.pop(task, None)
-            case RememberFence(epoch, seq):
-                self.fence = (epoch, seq)
+            case RememberFence(epoch, seq, site):
+                self.fence, self.site = (epoch, seq), site
+            case RememberIncarnation(incarnation):
+                self.incarnation = incarnation
+            case Complaint(sentence):
+                raise AssertionError(f"{self.node} {sentence}")
             case RememberHealth(ledger):
                 self.ledger = ledger
             case ReadLogFile(query, task, offset, _):

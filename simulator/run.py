@@ -376,8 +376,8 @@ def facts_of(
 ) -> list[JobFacts]:
     """Return the truth about the jobs of an app; they report their loss whenever that matters to their search.
 
-    Unless they are ones that `saves`, they can neither save nor be suspended. Elastic ones report something after their first mini-batch, since who is known to have begun may grow: live, where
-    there are beats, nodes tell of it.
+    Unless one of them `saves`, they can neither save nor be suspended. Elastic ones report something after their first
+    mini-batch, since who is known to have begun may grow: live, where there are beats, nodes tell of it.
     """
     reporting = plan.search in ("halving", "hyperband", "curve")
     scheduler = scheduler_for(spec) if reporting else None

@@ -17,7 +17,7 @@ from arbiter.core.model import Task, Toll, Up
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId
 
-#: What is lost with less is not worth keeping a GPU for: it takes as long to be told.
+#: Less than that, over its life, is not worth keeping a GPU for: it takes as long to be told.
 NEGLIGIBLE_S = 2.0
 
 
@@ -40,9 +40,9 @@ def _costs_too_much(turn: Turn, task: Task) -> bool:
         return False  # it is on its way out
     since_s = turn.now - node.state.seen_at
     toll = app.tolls.get(task.job, Toll())
-    unsaved_s = task.measured.unsaved_s - task.counted.lost_s + since_s
+    lost_s = toll.lost_s + task.measured.unsaved_s - task.counted.lost_s + since_s
     ran_s = toll.ran_s + task.measured.ran_s - task.counted.ran_s + since_s
-    return unsaved_s > NEGLIGIBLE_S and toll.lost_s + unsaved_s > turn.state.settings.preemption_budget * ran_s
+    return lost_s > max(NEGLIGIBLE_S, turn.state.settings.preemption_budget * ran_s)
 
 
 def count(turn: Turn, task: Task) -> Task:

@@ -11,8 +11,8 @@ from arbiter.core.model import Draining, Free, Gpu, Lost, Node, State, Up
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId, GpuStatus, NodeReport, TaskId, device_of
 
-#: Node agents count their starts, from the seconds of a clock on.
-INCARNATION_MAX = 2**52
+#: Node agents count their starts, from the seconds of a clock on, which may be wrong by a life.
+INCARNATION_STEP_MAX = 100 * 365 * 86400
 #: Phases of a task that has shown what it can do; between its turns on a shared GPU, too.
 RUNNING = ("running", "resting")
 
@@ -32,8 +32,12 @@ def take_report(turn: Turn, report: NodeReport) -> None:
 
 
 def is_plausible(turn: Turn, report: NodeReport) -> bool:
-    """Whether a node agent can have counted its own starts so far; a number at the end of all would silence it."""
-    if report.incarnation <= INCARNATION_MAX:
+    """Whether a node agent can have counted its own starts so far.
+
+    Whoever says more than the node agent silences it until it counts on from there, so there must be more to count.
+    """
+    known = turn.state.nodes.get(report.node)
+    if report.incarnation <= max(turn.now, 0 if known is None else known.incarnation) + INCARNATION_STEP_MAX:
         return True
     turn.tell(report.node, f"reports incarnation {report.incarnation}, which no node agent has; refused", loudly=True)
     return False

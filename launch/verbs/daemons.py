@@ -104,7 +104,14 @@ def arbiter(
         serve(lambda: (run_arbiter(chosen, bus, on_alive=feeder()),))
 
 
-def node_agent(config: Config, log_level: LogLevel = "info") -> None:
+def node_agent(
+    config: Config,
+    adopt_site: Annotated[
+        bool,
+        typer.Option("--adopt-site", help="for one start: leave the site there was, and obey the next that speaks"),
+    ] = False,
+    log_level: LogLevel = "info",
+) -> None:
     """Run this host's node agent. Ending it leaves training running; the next one adopts it."""
     from launch.site import bootstrap_dir
     from node_agent.config import load
@@ -113,7 +120,11 @@ def node_agent(config: Config, log_level: LogLevel = "info") -> None:
     with answering(as_json=False), faults():
         _set_log_level(log_level)
         chosen = load(config)
-        chosen = replace(chosen, bootstrap_dir=chosen.bootstrap_dir or str(bootstrap_dir()))
+        chosen = replace(
+            chosen,
+            bootstrap_dir=chosen.bootstrap_dir or str(bootstrap_dir()),
+            adopt_site=adopt_site or chosen.adopt_site,
+        )
         bus = open_bus(chosen.bus, file=chosen.bus_file, prefix=chosen.prefix)
         serve(lambda: (run_node_agent(chosen, bus, on_alive=feeder()),))
 

@@ -26,6 +26,7 @@ from node_agent.core.events import (
     Adopted,
     AdoptedWorker,
     CheckpointProcess,
+    Complaint,
     Estimated,
     Flushed,
     ForgetWorker,
@@ -41,6 +42,7 @@ from node_agent.core.events import (
     QuarantineLifted,
     ReadLogFile,
     RememberFence,
+    RememberIncarnation,
     Sampled,
     SampleFailed,
     SignalWorker,
@@ -48,6 +50,7 @@ from node_agent.core.events import (
     StartWorker,
     StrangerSpared,
     TakeSample,
+    TaskFailure,
     WorkerDisconnected,
     WorkerGone,
     WorkerNote,
@@ -118,9 +121,12 @@ RESUMES_MAX = 3  #: a worker that refuses so often gets a new attempt instead
 LEAVE_S = 30.0  #: from "saved, leaving" to the process being gone
 LOG_BYTES_MAX = 2**20  #: of one answer, well below the bus's largest frame
 STORY_MAX = 64
+INCARNATION_MAX = 2**52  #: incarnations count starts, or began at the seconds of a clock; more is no count
+FOREIGN_MAX = 100  #: sites that are remembered as refused
 SMOOTHING = 0.2  #: weight of the newest reading of a device's utilisation
 STACKS_CHARS_MAX = 1500
 REASON_CHARS_MAX = 4000
+MEND = "if it is to change over, start it once with: gpu-arbiter node-agent --config node.toml --adopt-site"
 DRIVER_S = 120.0  #: the driver moves some 5 GB per second
 DRIVER_GRACE_S = 30.0  #: beyond that, its helper process does not answer any more
 
@@ -136,12 +142,28 @@ class NodeAgent:
         (epoch, seq) of the newest plan any earlier incarnation saw.
     ledger
         What an earlier incarnation knew of the health of its GPUs.
+    site
+        The only site whose plans are obeyed; empty: that of the first plan.
+    leaves_site
+        Obey the site of the next plan instead, whichever it is.
     """
 
-    def __init__(self, facts: NodeFacts, fence: tuple[int, int] = (0, 0), ledger: HealthLedger | None = None) -> None:
+    def __init__(
+        self,
+        facts: NodeFacts,
+        fence: tuple[int, int] = (0, 0),
+        ledger: HealthLedger | None = None,
+        *,
+        site: str = "",
+        leaves_site: bool = False,
+    ) -> None:
         self._facts = facts
         self._health = Health(facts, ledger)
-        self._fence = fence
+        self._incarnation = facts.incarnation
+        #: Of the site that it leaves: should that go on to speak, no older plan of it is obeyed.
+        self._former = (site, fence) if leaves_site else None
+        self._site, self._fence = ("", (0, 0)) if leaves_site else (site, fence)
+        self._foreign: set[str] = set()  #: sites whose plans were refused
         self._planned = False  #: a plan has come to this incarnation
         self._leased: frozenset[str] = frozenset()
         self._tasks: dict[TaskId, Task] = {}
@@ -267,14 +289,18 @@ class NodeAgent:
                 pass  # nothing else is for a node; the bus lets only the arbiter write here
 
     def _plan(self, plan: NodePlan) -> None:
-        """Obey `plan` unless a newer one was seen by this or an earlier incarnation."""
+        """Obey `plan` unless it is of another site, or this or an earlier incarnation has seen a newer one."""
         token = (plan.epoch, plan.seq)
-        if plan.node != self._facts.node or token < self._fence:
+        if plan.node != self._facts.node or not self._obeys(plan.site):
             self.plans_refused += 1
             return
-        if token > self._fence:
-            self._fence = token
-            self._effects.append(RememberFence(*token))
+        self._count_on(plan.incarnation)
+        if token < self._fence:
+            self.plans_refused += 1
+            return
+        if (token, plan.site) != (self._fence, self._site):
+            self._fence, self._site, self._former = token, plan.site, None
+            self._effects.append(RememberFence(*token, plan.site))
         self._planned = True
         self._leased = frozenset(lease.gpu for lease in plan.leases if not lease.leaving)
         self._sharing.configure(plan)
@@ -284,6 +310,33 @@ class NodeAgent:
         for task in self.tasks():
             if task.id not in named:
                 self._unnamed(task)
+
+    def _obeys(self, site: str) -> bool:
+        """Whether the plans of `site` are obeyed; the first that comes decides, and it says so of the others."""
+        if self._former is not None and site == self._former[0]:
+            self._site, self._fence = self._former
+        if not self._site or site == self._site:
+            return True
+        if site not in self._foreign and len(self._foreign) < FOREIGN_MAX:
+            self._foreign.add(site)
+            self._effects.append(
+                Complaint(f"refused a plan of {_named(site)}, as this node is of {self._site}; {MEND}")
+            )
+        return False
+
+    def _count_on(self, heard: int) -> None:
+        """Count on from an incarnation that the arbiter has heard of: it takes what comes from a lower one for old."""
+        if not self._incarnation < heard < INCARNATION_MAX:
+            return
+        self._effects.append(
+            Complaint(
+                f"the arbiter has heard of incarnation {heard} of this node agent, which is {self._incarnation}: it "
+                "counts on from there; should another node agent have the same name, end it or rename one of them"
+            )
+        )
+        self._incarnation = heard + 1
+        self._effects.append(RememberIncarnation(self._incarnation))
+        self._reported = ()
 
     def _order(self, order: TaskOrder) -> None:
         task = self._tasks.get(order.task)
@@ -498,6 +551,8 @@ class NodeAgent:
         )
         self._count_saved(task.id, task.facts.saved_step)
         self._sharing.progressed(task, line.step, self._now)
+        if line.step > line.start_step:
+            self._health.progressed(task.job, task.gpus, line.step, self._now)
         if told != known and self._figures_at is None:
             self._figures_at = self._now + self._facts.figures_s
         if isinstance(task.state, Loading):
@@ -653,7 +708,8 @@ class NodeAgent:
         fault = self._health.fault(task.gpus, self._now) if verdict.outcome == "failed" else ""
         reason = "; ".join(filter(None, (verdict.reason, fault)))[:REASON_CHARS_MAX]
         if not event.reason:  # what is known to have ended it was not the GPU
-            self._health.ended(task.id, task.app, task.gpus, verdict.outcome, self._now)
+            end = TaskFailure(task.app, task.id, task.gpus, self._now, task.job, task.facts.step)
+            self._health.ended(end, verdict.outcome, begun=task.facts.step > task.facts.start_step)
         if verdict.outcome == "finished" or left(task.facts, event):
             self._learn(task.id, cost=task.facts.cost.saved(task.age_s(self._now)))
         ended = Exited(verdict.outcome, reason, verdict.exit_code, unflushed=event.unflushed)
@@ -966,7 +1022,7 @@ class NodeAgent:
             node=self._facts.node,
             rack=self._facts.rack,
             boot_id=self._facts.boot_id,
-            incarnation=self._facts.incarnation,
+            incarnation=self._incarnation,
             seq=0,
             epoch=epoch,
             plan_seq=seq,
@@ -974,6 +1030,7 @@ class NodeAgent:
             tasks=tuple(self._status(task) for task in self.tasks()),
             cpus=self._facts.cpus,
             host_bytes=self._facts.total_bytes,
+            site=self._site,
         )
 
     def _status(self, task: Task) -> TaskStatus:
@@ -1021,6 +1078,10 @@ class NodeAgent:
 
     def _tell(self, task_id: TaskId, what: str) -> None:
         self._story.setdefault(task_id, deque(maxlen=STORY_MAX)).append(f"{self._now:.3f} {what}")
+
+
+def _named(site: str) -> str:
+    return f"site {site}" if site else "an arbiter that names no site"
 
 
 def _with_order(task: Task, order: TaskOrder) -> Task:

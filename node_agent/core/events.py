@@ -86,12 +86,18 @@ class GpuSample(Struct, frozen=True):
 
 
 class TaskFailure(Struct, frozen=True):
-    """A task failed at `at` (UNIX seconds) on these devices."""
+    """A task failed at `at` (UNIX seconds) on these devices, `step` being the last mini-batch it had made.
+
+    `went_on` says that its job got further on other devices of this node.
+    """
 
     app: AppId
     task: TaskId
     gpus: tuple[GpuId, ...]
     at: float
+    job: JobId = JobId("")
+    step: int = -1
+    went_on: bool = False
 
 
 class HealthLedger(Struct, frozen=True):
@@ -280,10 +286,23 @@ NodeEvent = LocalEvent | Received | Tick | Connected
 
 
 class RememberFence(Struct, frozen=True, tag=True):
-    """Write down, before anything that follows is done, that older plans are refused for ever."""
+    """Write down, before anything that follows is done, that older plans and those of other sites are refused."""
 
     epoch: int
     seq: int
+    site: str = ""
+
+
+class RememberIncarnation(Struct, frozen=True, tag=True):
+    """Write down, before it is reported, that this incarnation is counted as that one."""
+
+    incarnation: int
+
+
+class Complaint(Struct, frozen=True, tag=True):
+    """Tell the people who read the log; one sentence that names the mend."""
+
+    sentence: str
 
 
 class RememberHealth(Struct, frozen=True, tag=True):
@@ -365,6 +384,8 @@ class ReadLogFile(Struct, frozen=True, tag=True):
 
 LocalEffect = (
     RememberFence
+    | RememberIncarnation
+    | Complaint
     | RememberHealth
     | EndStranger
     | StartWorker

@@ -1,10 +1,13 @@
 """Which GPUs of this node are trusted, and what becomes of processes that use one under no lease.
 
-Quarantine. A driver may call a GPU healthy on which nothing works. The ledger blames a GPU when tasks of at least two
-apps failed on it, whether before or after their first mini-batch, and nobody finished there since. One app never blames
-a GPU, however often its jobs fail: Xid 13, 31 and 43 are mostly users' own mistakes. An app whose tasks failed on other
-GPUs of the node too is no evidence, nor is anything while all that ends elsewhere on the node fails as well: then the
-node is sick, its storage say, and not the GPU. A job that finishes on the GPU clears its record.
+Quarantine. A driver may call a GPU healthy on which nothing works. Then work fails there and goes on elsewhere: that
+is what counts: a task that failed after its first mini-batch, or as its GPU met an error, and whose job has got further
+on other GPUs of the node since. A script that cannot even begin says nothing of the GPU, nor does one that fails at the
+same step wherever it is. The ledger blames a GPU when that happened to at least two apps, and nobody finished there
+since. One app never blames a GPU, however often its jobs fail: Xid 13, 31 and 43 are mostly users' own mistakes. An app
+whose tasks failed so on other GPUs of the node too is no evidence, nor is anything while all that ends elsewhere on the
+node fails as well: then the node is sick, its storage say, and not the GPU. A job that finishes on the GPU clears its
+record.
 
 Strangers. Whoever holds the policy `kill` has processes ended that nobody leased a GPU to. Only one that computes, that
 belongs to no system user and that was seen for `PATIENCE_S` is ended: SIGTERM, and SIGKILL `TERMINATE_S` later.
@@ -31,7 +34,7 @@ from node_agent.core.events import (
     StrangerSpared,
     TaskFailure,
 )
-from protocol.messages import AppId, GpuId, GpuStatus, Outcome, TaskId, device_of
+from protocol.messages import GpuId, GpuStatus, JobId, Outcome, device_of
 
 WINDOW_S = 24 * 3600.0  #: failures older than this blame nobody
 ENDS_MAX = 8  #: of each GPU, the newest
@@ -83,15 +86,19 @@ class Health:
 
     # --- quarantine -------------------------------------------------------------------------------------------------
 
-    def ended(self, task: TaskId, app: AppId, gpus: Iterable[GpuId], outcome: Outcome, now: float) -> None:
-        """Take in how a task that had been started ended on these seats at `now`, UNIX seconds."""
-        devices = tuple(sorted({device_of(gpu) for gpu in gpus}))
+    def ended(self, end: TaskFailure, outcome: Outcome, *, begun: bool) -> None:
+        """Take in how a task ended on these seats; `begun` says whether it had made a mini-batch there."""
+        end = replace(end, gpus=_devices(end.gpus))
         if outcome == "finished":
-            self._clear(devices, now)
-        elif outcome == "failed" and self._facts.quarantine:
-            self._ledger = replace(self._ledger, failures=(*self._current(now), TaskFailure(app, task, devices, now)))
-            for device in devices:
-                self._blame(device, now)
+            self._clear(end.gpus, end.at)
+            self._succeeded(end.job, end.gpus, None, end.at)
+        elif outcome == "failed" and self._facts.quarantine and (begun or self.fault(end.gpus, end.at)):
+            self._ledger = replace(self._ledger, failures=(*self._current(end.at), end))
+
+    def progressed(self, job: JobId, gpus: Iterable[GpuId], step: int, now: float) -> None:
+        """Take in that a job has made the mini-batch `step` on these seats."""
+        if self._ledger.failures:
+            self._succeeded(job, _devices(gpus), step, now)
 
     def lift(self, gpus: Sequence[GpuId], now: float) -> None:
         """Trust these devices again, all if there are none."""
@@ -128,17 +135,26 @@ class Health:
         since = max(self._ledger.finished.get(device, 0.0), now - WINDOW_S)
         return [one for one in self._ledger.failures if device in one.gpus and one.at > since][-ENDS_MAX:]
 
+    def _succeeded(self, job: JobId, devices: Sequence[GpuId], step: int | None, now: float) -> None:
+        """Note of a job's failures on other devices that it got further on these; without a `step`, to its end."""
+        failures = tuple(_or_went_on(failure, job, devices, step) for failure in self._ledger.failures)
+        if failures == self._ledger.failures:
+            return
+        self._ledger = replace(self._ledger, failures=failures)
+        for device in sorted({gpu for failure in failures if failure.job == job for gpu in failure.gpus}):
+            self._blame(device, now)
+
     def _blame(self, device: GpuId, now: float) -> None:
         elsewhere = [failure for failure in self._ledger.failures if device not in failure.gpus]
         roaming = {failure.app for failure in elsewhere}
-        evidence = [failure for failure in self._against(device, now) if failure.app not in roaming]
+        evidence = [one for one in self._against(device, now) if one.went_on and one.app not in roaming]
         apps = sorted({failure.app for failure in evidence})
         if device in self._ledger.quarantined or len(apps) < APPS_MIN:
             return
         since = min(failure.at for failure in evidence)
         if any(failure.at >= since for failure in elsewhere) and not self._finished_elsewhere(device, since):
             return
-        why = f"quarantined: jobs of {' and '.join(apps)} failed on {device} and on no other GPU of this node; {MEND}"
+        why = f"quarantined: jobs of {' and '.join(apps)} failed on {device} and got further on other GPUs; {MEND}"
         self._ledger = replace(self._ledger, quarantined=self._ledger.quarantined | {device: why})
 
     def _finished_elsewhere(self, device: GpuId, since: float) -> bool:
@@ -209,6 +225,18 @@ class Health:
         if stranger.signals == 0:
             return now >= stranger.seen_at + PATIENCE_S
         return now >= stranger.signalled_at + TERMINATE_S
+
+
+def _devices(gpus: Iterable[GpuId]) -> tuple[GpuId, ...]:
+    return tuple(sorted({device_of(gpu) for gpu in gpus}))
+
+
+def _or_went_on(failure: TaskFailure, job: JobId, devices: Sequence[GpuId], step: int | None) -> TaskFailure:
+    """Return the failure, marked if this job has got further than that on these devices, which are all others."""
+    further = failure.job == job and (step is None or step > failure.step)
+    if failure.went_on or not further or not set(devices).isdisjoint(failure.gpus):
+        return failure
+    return replace(failure, went_on=True)
 
 
 def _told(pid: int, stranger: Stranger) -> str:

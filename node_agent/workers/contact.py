@@ -1,8 +1,9 @@
 """The Unix socket on which one task's worker talks: lines in, orders out.
 
-Callbacks only, so no task can die unseen. A connection counts once its first line is a hello of this very task from a
-process of our own user; whatever else it says costs it the connection and nobody else anything. A task may be several
-training processes: each has its rank and its connection, and when one reconnects the newest connection is that rank.
+Callbacks only, so no task can die unseen. A connection is taken from processes of this very task alone, whichever of
+them: what a neighbour says, which may be of the same user, is refused unheard. It counts once its first line is a
+hello; whatever else it says costs it the connection and nobody else anything. A task may be several training processes:
+each has its rank and its connection, and when one reconnects the newest connection is that rank.
 """
 
 from __future__ import annotations
@@ -35,10 +36,19 @@ class Contact:
     ----------
     said, left
         Called with each line of a rank, and when its connection is gone.
+    belongs
+        Says whether the process of that number is one of the task's.
     """
 
-    def __init__(self, task: TaskId, said: Callable[[FromWorker, int], None], left: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        task: TaskId,
+        said: Callable[[FromWorker, int], None],
+        left: Callable[[int], None],
+        belongs: Callable[[int], bool],
+    ) -> None:
         self.task = task
+        self._belongs = belongs
         self._said = said
         self._left = left
         self._server: asyncio.Server | None = None
@@ -78,12 +88,14 @@ class Contact:
 
     # --- called by connections --------------------------------------------------------------------------------------
 
-    def arrived(self, connection: _Connection) -> bool:
-        """Say whether a new connection may stay until its hello."""
+    def arrived(self, connection: _Connection, pid: int, uid: int) -> str:
+        """Return why a new connection of that process may not stay until its hello; empty if it may."""
+        if uid != os.getuid() or not self._belongs(pid):
+            return f"process {pid} is none of this task's"
         if len(self._strangers) >= STRANGERS_MAX:
-            return False
+            return "too many connections have not said hello"
         self._strangers.add(connection)
-        return True
+        return ""
 
     def heard(self, connection: _Connection, message: FromWorker) -> str:
         """Take a line in; return what is wrong with it, or an empty string."""
@@ -139,8 +151,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        if _peer_uid(transport) != os.getuid() or not self._contact.arrived(self):
-            self._drop("it is not a process of our user, or too many have not said hello")
+        wrong = self._contact.arrived(self, *_peer(transport))
+        if wrong:
+            self._drop(wrong)
             return
         self._patience = asyncio.get_running_loop().call_later(HELLO_S, self._drop, "no hello came")
 
@@ -184,7 +197,8 @@ class _Connection(asyncio.Protocol):
         self.hang_up()
 
 
-def _peer_uid(transport: asyncio.Transport) -> int:
+def _peer(transport: asyncio.Transport) -> tuple[int, int]:
+    """Return the number and the user of the process that connected."""
     sock: socket.socket = transport.get_extra_info("socket")
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(uid)
+    pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid, uid

@@ -380,14 +380,16 @@ class Workers:
     def _key(self, task: TaskId) -> str:
         return containment.key_of(self._settings.state_dir, task)
 
-    async def _hold(self, spec: Spec) -> _Worker:
+    async def _hold(self, spec: Spec, started: Started | None = None) -> _Worker:
         task = spec.task
         contact = Contact(
             task,
             said=lambda message, rank: self._said(task, message, rank),
             left=lambda rank: self._post(WorkerDisconnected(task, rank)),
+            belongs=lambda pid: self._is_of(task, pid),
         )
         self._workers[task] = worker = _Worker(spec, contact)
+        worker.started = started
         await contact.open(self._socket_path(task))
         return worker
 
@@ -396,6 +398,11 @@ class Workers:
         if worker is not None and isinstance(message, Progress) and message.step > message.start_step:
             self._note_trained(worker, rank)
         self._post(WorkerSaid(task, message, rank))
+
+    def _is_of(self, task: TaskId, pid: int) -> bool:
+        """Whether a process is one of a task's, at any depth below its shim: a rank of torchrun's, a fork's fork."""
+        started = self._workers[task].started if task in self._workers else None
+        return started is not None and procfs.root_of(pid, (started.shim,)) is not None
 
     def _socket_path(self, task: TaskId) -> Path:
         return self._sockets / f"{blake2s(task.encode(), digest_size=8).hexdigest()}.sock"
@@ -566,8 +573,7 @@ class Workers:
             await self._post_gone(gone, spec)
             return
         started = await asyncio.to_thread(_settled, record)
-        worker = await self._hold(spec)
-        worker.started = started
+        await self._hold(spec, started)
         if started is None or not record.alive:
             log.info("worker.ended_unwatched", task=spec.task)
             self._ended(spec.task)

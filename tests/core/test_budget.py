@@ -112,6 +112,7 @@ def test_what_it_may_lose_is_a_part_of_what_it_has_run_over_all_its_attempts() -
     assert not kept(Toll(1000.0, 0.0), 100.0, 100.0)
     assert kept(Toll(1000.0, 200.0), 100.0, 100.0), "what was lost before counts"
     assert not kept(Toll(), 1.0, 1.0), "a moment is not worth a GPU"
+    assert kept(Toll(1.5, 1.5), 1.0, 1.0), "moments add up: leases of three seconds must not take it for ever"
     assert not kept(Toll(), 0.0, 0.0), "a node agent that measures nothing shows no cost"
 
 

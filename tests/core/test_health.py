@@ -15,11 +15,12 @@ from node_agent.core.events import (
     RememberHealth,
     StrangerSpared,
     StrangersPolicy,
+    TaskFailure,
 )
 from node_agent.core.health import ENDS_MAX, FAULT_S, PATIENCE_S, TERMINATE_S, WINDOW_S, Health
-from protocol.messages import AppId, GpuId, GpuStatus, NodeId, Outcome, TaskId, seat
+from protocol.messages import AppId, GpuId, GpuStatus, JobId, NodeId, Outcome, TaskId, seat
 
-ONE, OTHER, THIRD = GpuId("GPU-1"), GpuId("GPU-2"), GpuId("GPU-3")
+ONE, OTHER, THIRD, SPARE = GpuId("GPU-1"), GpuId("GPU-2"), GpuId("GPU-3"), GpuId("GPU-9")
 NOW = 1_000_000.0
 
 
@@ -35,10 +36,30 @@ class Node:
         self.now = NOW
         self.ends = 0
 
-    def end(self, app: str, *gpus: GpuId, outcome: Outcome = "failed", after_s: float = 60.0) -> None:
+    def end(
+        self,
+        app: str,
+        *gpus: GpuId,
+        outcome: Outcome = "failed",
+        after_s: float = 60.0,
+        begun: bool = True,
+        goes_on: bool = True,
+    ) -> None:
+        """One more attempt of an app's job ends, after mini-batch 10 if it had `begun`; it may go on elsewhere."""
         self.now += after_s
         self.ends += 1
-        self.health.ended(TaskId(f"{app}.0-a{self.ends}"), AppId(app), gpus, outcome, self.now)
+        step, job = 10 if begun else -1, JobId(f"{app}.0")
+        end = TaskFailure(AppId(app), TaskId(f"{job}-a{self.ends}"), gpus, self.now, job, step)
+        self.health.ended(end, outcome, begun=begun)
+        if outcome == "failed" and goes_on:
+            self.reach(app, step + 1, SPARE)
+
+    def reach(self, app: str, step: int, *gpus: GpuId) -> None:
+        self.health.progressed(JobId(f"{app}.0"), gpus, step, self.now)
+
+    def fault(self, device: GpuId) -> None:
+        sample = GpuSample(device, "H200", 2**37, "slot-0", 0, faults=("Xid 31 (GPU memory page fault)",))
+        self.health.sampled([sample], self.now)
 
     def barred(self) -> list[GpuId]:
         return [gpu for gpu in (ONE, OTHER, THIRD) if self.health.quarantine(gpu)]
@@ -56,6 +77,44 @@ def test_a_gpu_on_which_jobs_of_two_apps_fail_is_quarantined_and_the_reason_name
     why = node.health.quarantine(ONE)
     assert "ada-1 and bob-1" in why
     assert "unquarantine" in why
+
+
+def test_two_scripts_that_cannot_begin_say_nothing_of_the_gpu() -> None:
+    """`python nosuch.py`, mistyped by two owners, barred a healthy GPU."""
+    node = Node()
+    node.end("ada-1", ONE, begun=False)
+    node.end("bob-1", ONE, begun=False)
+    assert node.barred() == []
+    assert node.health.news() == []
+
+
+def test_jobs_that_fail_and_do_not_go_on_elsewhere_say_nothing_of_the_gpu() -> None:
+    node = Node()
+    for app in ("ada-1", "bob-1"):
+        node.end(app, ONE, goes_on=False)
+        node.reach(app, 10, OTHER)
+        assert node.barred() == [], "it has got no further there than here"
+        node.reach(app, 500, ONE)
+        assert node.barred() == [], "it has got further on the same GPU"
+
+
+def test_the_gpu_is_blamed_once_its_jobs_have_got_further_on_others() -> None:
+    node = Node()
+    node.end("ada-1", ONE, goes_on=False)
+    node.end("bob-1", ONE, goes_on=False)
+    node.reach("ada-1", 11, OTHER)
+    assert node.barred() == []
+    node.end("bob-1", THIRD, outcome="finished")
+    assert node.barred() == [ONE], "a finish is further than any step"
+
+
+def test_an_error_of_the_device_counts_before_the_first_mini_batch_too() -> None:
+    node = Node()
+    for app in ("ada-1", "bob-1"):
+        node.fault(ONE)
+        node.end(app, ONE, begun=False, goes_on=False, after_s=1.0)
+        node.reach(app, 0, OTHER)
+    assert node.barred() == [ONE]
 
 
 def test_a_job_that_fails_again_and_again_never_blames_the_gpu() -> None:
@@ -142,7 +201,7 @@ def test_of_each_gpu_only_the_newest_failures_are_kept() -> None:
     for _ in range(ENDS_MAX):
         node.end("bob-1", THIRD)  # bob-1 fails everywhere, so that it blames nobody
         node.end("bob-1", ONE, OTHER)
-    node.end("zoe-1", GpuId("GPU-4"), outcome="finished")  # so the node is well
+    node.end("zoe-1", SPARE, outcome="finished")  # so the node is well
     node.end("eve-1", ONE)
     assert node.barred() == []
 

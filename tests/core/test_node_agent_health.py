@@ -14,19 +14,41 @@ from node_agent.core.events import (
     WorkerStarted,
 )
 from protocol.messages import TaskId
-from tests.support.node_harness import MIB, Bench, gpu, sample, task_order
+from tests.support.node_harness import MIB, Bench, gpu, progress, sample, task_order
 
 STRANGER = GpuProcess(4711, 600 * MIB, uid=1001, start_ticks=99)
 
 
 def fail(bench: Bench, task: str, number: int, **more: object) -> None:
-    """Start a task on a GPU and let its process crash."""
-    bench.plan(task_order(task, number))
-    assert bench.all(StartWorker)
-    bench.say(WorkerStarted(TaskId(task), 100))
+    """Let a task crash on a GPU at step 5; its job goes on on the next GPU."""
+    bench.run(task, number)
     bench.gone(task, code=1, **more)
     bench.measure()
     bench.plan()
+    again = task.replace("-a0", "-a1")
+    bench.run(again, number + 1)
+    bench.worker(again, progress(6))
+    bench.plan(leases=[])
+    bench.gone(again, signal=15)
+    bench.measure()
+
+
+def fail_to_begin(bench: Bench, task: str, number: int) -> None:
+    """Start a task on a GPU whose script is not there."""
+    bench.plan(task_order(task, number))
+    assert bench.all(StartWorker)
+    bench.say(WorkerStarted(TaskId(task), 100))
+    bench.gone(task, code=2, tail="python: can't open file 'nosuch.py'")
+    bench.measure()
+    bench.plan()
+
+
+def test_two_typos_do_not_quarantine_a_gpu() -> None:
+    bench = Bench()
+    for task in ("ada-1.0-a0", "bob-1.0-a0", "ada-1.0-a1", "bob-1.0-a1"):
+        fail_to_begin(bench, task, 0)
+    assert not bench.gpu_status(0).quarantined
+    bench.run("eve-1.0-a0", 0)
 
 
 def test_after_jobs_of_two_apps_failed_on_a_gpu_no_task_starts_there_until_it_is_trusted_again() -> None:
@@ -44,8 +66,7 @@ def test_after_jobs_of_two_apps_failed_on_a_gpu_no_task_starts_there_until_it_is
 
 def test_what_is_known_of_the_gpus_is_written_down_when_it_changes() -> None:
     bench = Bench()
-    bench.plan(task_order("ada-1.0-a0", 0))
-    bench.say(WorkerStarted(TaskId("ada-1.0-a0"), 100))
+    bench.run("ada-1.0-a0", 0)
     bench.gone("ada-1.0-a0", code=1)
     assert bench.only(RememberHealth).ledger.failures[0].app == "ada-1"
     bench.measure()

@@ -6,6 +6,7 @@ work        steps until told otherwise; obeys suspend, resume, leave, probe
 finish      says finished and exits 0
 stubborn    says hello and ignores every order, and SIGTERM
 park-only   as work, but cannot save
+sick GPU    as park-only; on that GPU it crashes after its fifth step
 babble      sends nonsense first, then works
 """
 
@@ -97,6 +98,8 @@ def run(sock: socket.socket) -> None:
         if not state["suspended"]:
             state["step"] += 1
             progress(sock)
+            if state["step"] == 5 and os.environ["CUDA_VISIBLE_DEVICES"] in sys.argv[2:]:
+                sys.exit(3)
 
 
 if mode == "stubborn":

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import structlog
 
 from node_agent.workers.contact import Contact
 from protocol.messages import TaskId
@@ -23,7 +24,10 @@ class Site:
         self.said: list[tuple[int, FromWorker]] = []
         self.left: list[int] = []
         self.ranks: list[Rank] = []
-        self.contact = Contact(TASK, lambda message, rank: self.said.append((rank, message)), self.left.append)
+        self.own = {os.getpid()}
+        self.contact = Contact(
+            TASK, lambda message, rank: self.said.append((rank, message)), self.left.append, self.own.__contains__
+        )
 
     async def connect(self, rank: int, world: int) -> Rank:
         reader, writer = await asyncio.open_unix_connection(str(self.path))
@@ -111,6 +115,20 @@ async def test_a_rank_that_does_not_fit_in_is_turned_away(site: Site, rank: int,
     assert len(site.said) == 1
     site.contact.order(Order("tell", 1, 1))
     assert await first.order() == Order("tell", 1, 1)
+
+
+async def test_a_process_of_another_task_is_refused_and_cuts_nobody_off(site: Site) -> None:
+    """A neighbour's hello took the place of the worker's connection."""
+    worker = await site.connect(0, 1)
+    await site.heard(1)
+    site.own.clear()
+    with structlog.testing.capture_logs() as logged:
+        assert await (await site.connect(0, 1)).order() is None
+    (line,) = logged
+    assert line["reason"] == f"process {os.getpid()} is none of this task's"
+    site.contact.order(Order("tell", 1, 1))
+    assert await worker.order() == Order("tell", 1, 1)
+    assert (len(site.said), site.left) == (1, [])
 
 
 async def test_a_program_that_is_followed_by_several_may_be_so(site: Site) -> None:

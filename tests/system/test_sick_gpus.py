@@ -15,8 +15,6 @@ from tests.support.node_site import find_gpu, find_task, gpu, node_site, task_or
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
-CRASH = (sys.executable, "-c", "raise SystemExit(3)")
-
 
 def orphan() -> int:
     """Start a process that is no child of the node agent, which runs in this very process."""
@@ -26,9 +24,11 @@ def orphan() -> int:
 
 async def test_a_quarantine_outlives_the_node_agent_and_ends_with_a_file(tmp_path: Path) -> None:
     async with node_site(tmp_path) as site:
-        for task in ("ada-1.0-a0", "bob-1.0-a0"):
-            await site.plan(task_order(tmp_path, task, *CRASH))
-            assert (await site.exited(task)).outcome == "failed"
+        for job in ("ada-1.0", "bob-1.0"):
+            await site.plan(task_order(tmp_path, f"{job}-a0", "sick", gpu(0)))
+            assert (await site.exited(f"{job}-a0")).outcome == "failed"
+            await site.plan(task_order(tmp_path, f"{job}-a1", "sick", gpu(0), gpus=(1,)))
+            await site.status(f"{job}-a1", lambda status: status.step > 5)
         report = await site.report(lambda report: find_gpu(report, 0).quarantined)
         assert "ada-1 and bob-1" in find_gpu(report, 0).detail
     async with node_site(tmp_path) as site:
@@ -38,6 +38,17 @@ async def test_a_quarantine_outlives_the_node_agent_and_ends_with_a_file(tmp_pat
         assert find_gpu(report, 0).quarantined
         (tmp_path / "state" / health_files.LIFT).write_text(f"{gpu(0)}\n")
         await site.phase("eve-1.0-a0", "running")
+
+
+async def test_two_scripts_that_are_not_there_do_not_quarantine_a_gpu(tmp_path: Path) -> None:
+    async with node_site(tmp_path) as site:
+        for task in ("ada-1.0-a0", "bob-1.0-a0"):
+            await site.plan(task_order(tmp_path, task, sys.executable, "nosuch.py"))
+            assert (await site.exited(task)).outcome == "failed"
+        await site.plan(task_order(tmp_path, "eve-1.0-a0", "work"))
+        await site.phase("eve-1.0-a0", "running")
+    async with node_site(tmp_path) as site:
+        assert not find_gpu(await site.report(), 0).quarantined
 
 
 async def test_a_stranger_is_ended_before_a_task_gets_its_gpu(tmp_path: Path) -> None:

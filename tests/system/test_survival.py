@@ -150,11 +150,15 @@ async def test_an_arbiter_of_an_older_epoch_is_obeyed_by_nobody(cluster: Cluster
     # Until the node has heard of the newer one it must obey the older, as if that had only been slow.
     until(lambda: json.loads(kept.read_text())["epoch"] == new, f"{node} has heard of the new arbiter")
     workers = pids_on(cluster, node)
-    await say_as_arbiter(cluster, NodePlan(NodeId(node), old, 2**40, (), ()))
+    site = json.loads(kept.read_text())["site"]
+    await say_as_arbiter(cluster, NodePlan(NodeId(node), old, 2**40, (), (), site=site))
     cluster.wait_progress(50)
     assert pids_on(cluster, node) == workers
-    # The same words of the epoch that leads would have ended everything.
-    await say_as_arbiter(cluster, NodePlan(NodeId(node), new, 2**40, (), ()))
+    # The same words of the epoch that leads, of the site that the node belongs to, would have ended everything.
+    await say_as_arbiter(cluster, NodePlan(NodeId(node), new, 2**40, (), (), site="another"))
+    cluster.wait_progress(50)
+    assert pids_on(cluster, node) == workers
+    await say_as_arbiter(cluster, NodePlan(NodeId(node), new, 2**40, (), (), site=site))
     until(lambda: not pids_on(cluster, node) & workers, "the worker is stopped")
 
 

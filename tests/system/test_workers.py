@@ -11,12 +11,14 @@ import os
 import signal
 import socket
 import sys
+import textwrap
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 from msgspec.structs import replace
 
 from node_agent import procfs
@@ -27,7 +29,18 @@ from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.config import ConfigError
 from protocol.messages import NodeReport
 from protocol.worker import ENVIRONMENT
-from tests.support.node_site import Site, config, find_gpu, find_task, gpu, node_process, node_site, plan_of, task_order
+from tests.support.node_site import (
+    WORKER,
+    Site,
+    config,
+    find_gpu,
+    find_task,
+    gpu,
+    node_process,
+    node_site,
+    plan_of,
+    task_order,
+)
 
 A, B = "ada-1.0-a0", "bob-1.0-a0"
 
@@ -275,6 +288,77 @@ async def test_a_stranger_cannot_speak_for_a_worker(site: Site) -> None:
             async with asyncio.timeout(5):
                 assert await asyncio.get_running_loop().sock_recv(intruder, 1) == b""
     assert (await site.status(A, lambda status: status.step >= 5)).phase == "running"
+
+
+#: Says a worker's own hello on the socket that it is given, until it is heard or has been refused three times.
+NEIGHBOUR = """
+    import json, socket, sys
+    hello = {"type": "hello", "proto": 1, "task": sys.argv[2], "pid": 1, "state": "suspended", "step": 999,
+             "start_step": -1, "total_steps": 0, "can_park": True, "can_checkpoint": True}
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(sys.argv[1])
+            try:
+                sock.sendall(json.dumps(hello).encode() + b"\\n")
+                heard = sock.recv(1)
+            except ConnectionError:
+                heard = b""
+            print("heard" if heard else "refused", flush=True)
+    """
+
+
+async def test_a_task_cannot_speak_for_its_neighbour_nor_cut_it_off(site: Site) -> None:
+    await site.plan(first := task_order(site.folder, A, "park-only"))
+    await site.status(A, lambda status: status.step >= 1)
+    env = msgspec.json.decode(next((site.folder / "state/workers").glob("*/spec.json")).read_bytes())["env"]
+    words = (sys.executable, "-c", textwrap.dedent(NEIGHBOUR), env["GPU_ARBITER_SOCKET"], A)
+    with structlog.testing.capture_logs() as logged:
+        await site.plan(first, task_order(site.folder, B, *words, gpus=(1,)))
+        await site.exited(B)
+        assert (await site.log(B)).data == b"refused\n" * 3
+        step = (await site.status(A, lambda status: True)).step
+        status = await site.status(A, lambda status: status.step > step + 3)
+    assert (status.phase, status.suspensions) == ("running", 0)
+    dropped = [line for line in logged if line["event"] == "connection.dropped"]
+    assert len(dropped) == 3
+    assert all("none of this task's" in line["reason"] for line in dropped)
+
+
+#: How training processes come to be, other than as the task's own: each starts the program in its arguments.
+MANNERS = {
+    "a launcher's child": "import subprocess, sys; subprocess.run(sys.argv[1:])",
+    "a child's child in a session of its own": """
+        import os, sys, time
+        if os.fork():
+            time.sleep(60)
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        os.execv(sys.argv[1], sys.argv[1:])
+        """,
+    "a forkserver's": """
+        import multiprocessing, os, sys
+        if __name__ == "__main__":
+            one = multiprocessing.get_context("forkserver").Process(target=os.execv, args=(sys.argv[1], sys.argv[1:]))
+            one.start()
+            one.join()
+        """,
+    "a spawned one": """
+        import multiprocessing, os, sys
+        if __name__ == "__main__":
+            one = multiprocessing.get_context("spawn").Process(target=os.execv, args=(sys.argv[1], sys.argv[1:]))
+            one.start()
+            one.join()
+        """,
+}
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+async def test_whatever_process_of_a_task_trains_is_heard(site: Site, manner: str) -> None:
+    script = site.folder / "launch.py"
+    script.write_text(textwrap.dedent(MANNERS[manner]))
+    await site.plan(task_order(site.folder, A, sys.executable, str(script), sys.executable, str(WORKER), "work"))
+    await site.status(A, lambda status: status.step >= 1)
 
 
 # --- the kill ladder ------------------------------------------------------------------------------------------------

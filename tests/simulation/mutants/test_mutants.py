@@ -33,7 +33,7 @@ FOUND_AT: dict[str, tuple[str, int]] = {
     "an_attempt_keeps_its_number": ("themis", 3),
     "host_memory_for_parked_workers_has_no_end": ("themis", 6),
     "jobs_of_an_app_that_is_over_lie_parked": ("", 45),
-    "what_an_app_has_lost_is_not_its_tenants": ("", 0),
+    "what_an_app_has_lost_is_not_its_tenants": ("themis", 3),
     "leases_never_end": ("themis", 3),
     "parked_jobs_wish_for_the_same_gpus": ("themis", 46),
     "plans_and_holdings_are_said_only_once": ("themis", 33),
