@@ -121,6 +121,7 @@ class WorkerNote(Struct, frozen=True):
     state_bytes: int = 0  #: of its state, as it last said
     arena_bytes: int = 0  #: of host memory that it was told to take for its state
     parked_bytes: int = 0
+    gpus: tuple[GpuId, ...] = ()  #: the seats it is on, if they are not those it was started on
 
 
 class AdoptedWorker(Struct, frozen=True):

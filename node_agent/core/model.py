@@ -189,6 +189,7 @@ class Task(Struct, frozen=True):
     facts: Facts = Facts()
     priority: int = 0
     gang: Gang = Gang()
+    reseated: bool = False  #: on other seats of its GPUs than it was started on
     given_up: bool = False  #: parked, and its seats were reported empty under no lease: they may be another's by now
 
     @property
