@@ -131,6 +131,7 @@ class JobFacts(Struct, frozen=True):
     busy: float | None = None
     peak_bytes: int = WORKER_BYTES
     can_park: bool = True
+    can_checkpoint: bool = True
     balks: bool = False
     leave_s: float | None = None  #: how long it takes to save and leave; None: as all, `Costs.checkpoint_s`
 
@@ -515,7 +516,7 @@ class Machine:
                 start_step=training.start_step,
                 total_steps=training.facts.steps,
                 can_park=training.facts.can_park,
-                can_checkpoint=True,
+                can_checkpoint=training.facts.can_checkpoint,
                 state_bytes=training.facts.state_bytes if begun else 0,
             ),
         )
@@ -837,7 +838,7 @@ class Machine:
             start_step=training.start_step,
             total_steps=facts.steps,
             can_park=facts.can_park,
-            can_checkpoint=True,
+            can_checkpoint=facts.can_checkpoint,
             saved_step=-1,
             metrics=metrics,
             state_bytes=facts.state_bytes,

@@ -426,7 +426,11 @@ def _least_shared(app: AppView, devices: Iterable[_Device]) -> list[GpuView]:
     """Return a free seat on each of the `app.gang` devices that are shared least, those with the same holders first."""
     ranked = sorted(devices, key=lambda device: (len(device.sitting), sorted(device.sitting), device.view.gpu))
     free = {seat.seat.gpu for device in ranked for seat in device.free}
-    others = {seat.seat.device: seat.seat.gpu for device in ranked for seat in sorted(device.free, key=_is_parked_on)}
+    others = {
+        device.view.device: min(device.free, key=lambda seat: (seat.parked, seat.seat.gpu)).seat.gpu
+        for device in ranked
+        if device.free
+    }
     here = [[gpu if gpu in free else others.get(device_of(gpu), gpu) for gpu in job] for job in app.jobs]
     own = leases.seats_of_jobs(here, free.__contains__)
     seats = []
@@ -436,11 +440,6 @@ def _least_shared(app: AppView, devices: Iterable[_Device]) -> list[GpuView]:
             known = own.get(device.view.device)
             seats.append(min(usable, key=lambda seat: (seat.seat.gpu != known, seat.parked, seat.seat.gpu)).seat)
     return seats[: app.gang]
-
-
-def _is_parked_on(seat: SeatView) -> tuple[bool, GpuId]:
-    """Return a key that has a seat where nobody is parked last, and the first of those at the very end."""
-    return not seat.parked, seat.seat.gpu
 
 
 def _fits(app: AppView, has: Sequence[GpuView], bundle: Sequence[GpuView]) -> bool:
