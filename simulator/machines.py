@@ -399,6 +399,7 @@ class Machine:
             case NoteWorker(task, note):
                 if task in self.workers:
                     self.workers[task].note = note
+                    self.workers[task].gpus = note.gpus or self.workers[task].spec.gpus
             case ForgetWorker(task):
                 self.workers.pop(task, None)
             case RememberFence(epoch, seq, site):

@@ -67,6 +67,7 @@ from protocol.messages import (
     Refusal,
     TaskStatus,
     TenantId,
+    device_of,
 )
 
 #: What a job whose length nobody knows is taken for: an hour of one GPU.
@@ -364,18 +365,24 @@ class AppAgent:
     def _occupied(self, job: Job) -> tuple[GpuId, ...]:
         """Return the GPUs kept from other jobs by `job`; a parked job keeps them only when it can be resumed there."""
         if isinstance(job.state, Suspended):
-            return job.state.gpus if self._resumable(job) else ()
+            return self._seats(job) if self._resumable(job) else ()
         return job.gpus
 
+    def _seats(self, job: Job) -> tuple[GpuId, ...]:
+        """Return the seats that the app has on the GPUs where `job` is parked; none unless one on each."""
+        held = {device_of(gpu): gpu for gpu, lease in sorted(self.state.held.items()) if not lease.leaving}
+        seats = tuple(held[device_of(gpu)] for gpu in job.gpus if device_of(gpu) in held)
+        return seats if len(seats) == len(job.gpus) else ()
+
     def _resumable(self, job: Job) -> bool:
-        held = self.state.held
         wanted = job.number in self._now().runnable and not self._displaced(job)
-        return wanted and all(gpu in held and not held[gpu].leaving for gpu in job.gpus)
+        return wanted and bool(self._seats(job))
 
     def _displaced(self, job: Job) -> bool:
         """Whether a parked job waits for another of the app's on its GPUs: one not parked, or parked and before it."""
-        mine, runnable = set(job.gpus), self._now().runnable
-        rivals = (other for other in self.state.jobs if other.id != job.id and not mine.isdisjoint(other.gpus))
+        mine, runnable = set(map(device_of, job.gpus)), self._now().runnable
+        others = (other for other in self.state.jobs if other.id != job.id)
+        rivals = (other for other in others if not mine.isdisjoint(map(device_of, other.gpus)))
         return any(
             not isinstance(other.state, Suspended) or (other.number < job.number and other.number in runnable)
             for other in rivals
@@ -504,9 +511,10 @@ class AppAgent:
         bound = [job for job in wanted if self._bound(job)]
         if not wanted or len(bound) < len(wanted):
             return None
-        reachable = {gpu.gpu for gpu in (*offer.gpus, *offer.kept)}
-        homes = {gpu for job in bound if set(job.gpus) <= reachable for gpu in job.gpus}
-        return tuple(gpu.gpu for gpu in offer.gpus if gpu.gpu in homes)
+        reachable = {device_of(gpu.gpu) for gpu in (*offer.gpus, *offer.kept)}
+        devices = [set(map(device_of, job.gpus)) for job in bound]
+        homes = {device for job in devices if job <= reachable for device in job}
+        return tuple(gpu.gpu for gpu in offer.gpus if device_of(gpu.gpu) in homes)
 
     def _bound(self, job: Job) -> bool:
         """Whether this job's process can go on only on the GPUs it is on: parked, or it would have to be parked."""
@@ -761,7 +769,7 @@ class AppAgent:
                 return self._wish_for(job, attempt, gpus)
             case Suspended(attempt, gpus):
                 wanted = job.number in self._now().runnable and not self._displaced(job)
-                return self._wish_for(job, attempt, gpus if wanted else (), suspended=True)
+                return self._wish_for(job, attempt, (self._seats(job) or gpus) if wanted else (), suspended=True)
             case _ as never:
                 assert_never(never)
 

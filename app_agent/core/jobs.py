@@ -23,7 +23,7 @@ from app_agent.core.model import (
 )
 from app_agent.core.spec import AppSpec
 from app_agent.core.valuation import IterTime
-from protocol.messages import GpuId, Outcome, TaskPhase, TaskStatus, newest_metrics
+from protocol.messages import GpuId, Outcome, TaskPhase, TaskStatus, device_of, newest_metrics
 
 #: A job that fails this often in a row before its first mini-batch cannot start; trying on would hide the reason.
 FALSE_STARTS_MAX = 2
@@ -59,7 +59,7 @@ def gathered(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskStatus |
         return None
     ordered = sorted(parts, key=lambda part: part.task)
     known = tuple(sorted({gpu for part in parts for gpu in part.gpus}))
-    whole = set(gpus) <= set(known)
+    whole = set(map(device_of, gpus)) <= set(map(device_of, known))  # what is parked may have moved to other seats
     if whole and len(parts) == 1:
         return parts[0]
     phase = _phase(ordered, whole=whole)
@@ -237,8 +237,10 @@ def _follow(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
             return job
         case ((Placed() | Leaving()), "suspended"):
             return replace(job, state=Suspended(status.attempt, status.gpus))
-        case Suspended(attempt, gpus), ("running" | "resuming" | "resting"):
-            return replace(job, state=Placed(attempt, gpus, 0))
+        case Suspended(attempt, _), ("running" | "resuming" | "resting"):
+            return replace(job, state=Placed(attempt, status.gpus, 0))
+        case Suspended(attempt, gpus), "suspended" if set(gpus) != set(status.gpus):
+            return replace(job, state=Suspended(attempt, status.gpus))
         case _:
             return job
 

@@ -178,9 +178,8 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
         turn.state.tasks[task.id] = task
         turn.index.mark(task)
         _note_manners(turn, task)
-        if known is None or (_news_of(known), known.gpus) != (_news_of(task), task.gpus):
-            turn.index.bind_task(task)
         if known is None or _news_of(known) != _news_of(task):
+            turn.index.bind_task(task)
             turn.nodes.add(node.id)
             _tell_phase(turn, known, task)
             if task.app in turn.state.apps:
@@ -275,7 +274,7 @@ def _note_saved(turn: Turn, task: model.Task) -> None:
 
 def _news_of(task: model.Task) -> tuple[object, ...]:
     """Return what of a task its app must hear at once, or what another may wait for; steps can wait for the beat."""
-    return (task.phase, task.outcome, task.can_checkpoint, task.metrics, task.unflushed)
+    return (task.phase, task.outcome, task.can_checkpoint, task.metrics, task.unflushed, task.gpus)
 
 
 def _tell_phase(turn: Turn, known: model.Task | None, task: model.Task) -> None:

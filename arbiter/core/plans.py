@@ -33,6 +33,7 @@ from protocol.messages import (
     TaskOrder,
     TaskStatus,
     Want,
+    device_of,
 )
 
 #: A job lies on fewer nodes than a number of so many digits.
@@ -149,7 +150,7 @@ def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tas
     shares = _shares(turn, app, job)
     parts = [task for task in tasks if task.attempt == job.attempt]
     here = [task for task in parts if task.node == node.id]
-    orders += [_order(job, task, *_want(turn.state, task, shares, parts)) for task in here]
+    orders += [_order(job, task, *_want(turn.state, task, shares, parts), gpus=shares.get(node.id)) for task in here]
     if not here and node.id in shares and _may_start(turn, job, shares, tasks):
         orders.append(_first_order(job, node.id, shares))
     return orders
@@ -193,8 +194,15 @@ def _want(state: State, task: Task, shares: Shares, parts: list[Task]) -> tuple[
         return "stop" if task.phase == "suspended" else "vacate", "its job ended on another node"
     if task.phase == "suspended" and any(state.gpus[gpu].quarantined for gpu in task.gpus if gpu in state.gpus):
         return "stop", QUARANTINED  # parked, it would wait for as long as nobody has looked at that GPU
-    mine = task.node in shares and set(shares[task.node]) == set(task.gpus)
+    mine = task.node in shares and _seats_of(task, shares[task.node]) == set(shares[task.node])
     return ("run", "") if mine else ("vacate", LEASE_ENDED)
+
+
+def _seats_of(task: Task, share: tuple[GpuId, ...]) -> set[GpuId]:
+    """Return the seats that a task is on; what is parked goes on on those of its `share` that are of the same GPUs."""
+    if task.phase == "suspended" and sorted(map(device_of, task.gpus)) == sorted(map(device_of, share)):
+        return set(share)
+    return set(task.gpus)
 
 
 def _is_gone(state: State, task: Task) -> bool:
@@ -208,13 +216,15 @@ def _all_leased(turn: Turn, app_id: AppId, gpus: tuple[GpuId, ...]) -> bool:
     return len(states) == len(gpus) and all(isinstance(s, Leased) and s.lease.app == app_id for s in states)
 
 
-def _order(job: model.Job, task: Task, want: Want, reason: str) -> TaskOrder:
+def _order(job: model.Job, task: Task, want: Want, reason: str, *, gpus: tuple[GpuId, ...] | None = None) -> TaskOrder:
+    """Return the order for a task that exists; what is parked goes on on these of its app's `gpus`."""
+    seats = {device_of(gpu): gpu for gpu in gpus or ()} if want == "run" else {}
     return TaskOrder(
         task=task.id,
         app=_app_of(job),
         job=job.id,
         attempt=task.attempt,
-        gpus=task.gpus,
+        gpus=tuple([seats.get(device_of(gpu), gpu) for gpu in task.gpus]),
         want=want,
         launch=job.launch,
         grace_s=job.grace_s,
@@ -329,7 +339,7 @@ class _PlanBody(Struct, array_like=True):
 
 class _HoldingsBody(Struct, array_like=True):
     leases: tuple[tuple[str, bool], ...]
-    tasks: tuple[tuple[str, str, str, bool, dict[str, float]], ...]
+    tasks: tuple[tuple[str, str, str, bool, dict[str, float], tuple[str, ...]], ...]
     acked: int
 
 
@@ -341,7 +351,7 @@ def plan_digest(plan: NodePlan) -> str:
 
 def holdings_digest(holdings: Holdings) -> str:
     """Return a digest of what matters at once in holdings: leases, task phases and metrics, not steps and times."""
-    tasks = tuple((t.task, t.phase, t.outcome or "", t.can_checkpoint, t.metrics) for t in holdings.tasks)
+    tasks = tuple((t.task, t.phase, t.outcome or "", t.can_checkpoint, t.metrics, t.gpus) for t in holdings.tasks)
     return _digest(_HoldingsBody(tuple((t.lease, t.leaving) for t in holdings.leases), tasks, holdings.acked))
 
 

@@ -8,7 +8,8 @@ GPU then take turns is its node agent's. A policy whose trait `shares` is true s
 - The owner is who holds the lease that is no guest's, or is promised it. When it leaves, the guest that has been there
   longest is the owner from then on, without a restart; of an app's guest seats all become its own together, or none, so
   that no gang is half a guest.
-- A job that is parked goes on on the seat where it is; for policies it can use the GPU of that seat, and no other.
+- A job that is parked goes on on the GPU where it is, and on no other; on the seat that it had if that is free, and
+  otherwise on any.
 - A guest's seat counts as nothing that its app holds: the app still wants GPUs of its own, and leaves the seat when it
   gets them. Otherwise it keeps the seat until its lease ends, and then is the first to have it again.
 - New guests come gang by gang, in the policy's order, to the least shared GPUs of one node, where everybody's training
@@ -84,8 +85,8 @@ def _first(turn: Turn, seats: Sequence[Gpu]) -> GpuId | None:
 def only(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[GpuId, ...] | None:
     """Return the GPUs that policies see and `app` can use at all; None: any.
 
-    Jobs that are parked go on on the seat they are on, and so do guests whose training is not known to leave with a
-    checkpoint, or rests just now: they can use the GPU of that seat, unless another has the seat.
+    Jobs that are parked go on on the GPUs they are on, on whichever seat, and so do guests whose training is not known
+    to leave with a checkpoint, or rests just now.
     """
     named = app.only
     if named is None and guest_at and not app.movable and all(job.gpus for job in app.jobs):
@@ -93,12 +94,8 @@ def only(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[GpuId, 
     if named is None or not turn.index.divided or turn.policy.shares:
         return named
     first = seating(turn).first
-    found: list[GpuId] = []
-    for gpu in named:
-        seats = turn.index.seats.get(device_of(gpu), ())
-        mine = gpu in seats and (gpu in turn.index.free or gpu in turn.index.gpus[app.id])
-        found += [seat for seat in seats if seat in first and (mine or seat == gpu)]
-    return tuple(sorted(found))
+    devices = sorted({device_of(gpu) for gpu in named})
+    return tuple(sorted(seat for device in devices for seat in turn.index.seats.get(device, ()) if seat in first))
 
 
 def instead(turn: Turn, view: View) -> dict[AppId, list[GpuView]]:
@@ -429,7 +426,13 @@ def _least_shared(app: AppView, devices: Iterable[_Device]) -> list[GpuView]:
     """Return a free seat on each of the `app.gang` devices that are shared least, those with the same holders first."""
     ranked = sorted(devices, key=lambda device: (len(device.sitting), sorted(device.sitting), device.view.gpu))
     free = {seat.seat.gpu for device in ranked for seat in device.free}
-    own = leases.seats_of_jobs(app.jobs, free.__contains__)
+    others = {
+        device.view.device: min(device.free, key=lambda seat: (seat.parked, seat.seat.gpu)).seat.gpu
+        for device in ranked
+        if device.free
+    }
+    here = [[gpu if gpu in free else others.get(device_of(gpu), gpu) for gpu in job] for job in app.jobs]
+    own = leases.seats_of_jobs(here, free.__contains__)
     seats = []
     for device in ranked:
         usable = [seat for seat in device.free if app.only is None or seat.seat.device in own]

@@ -94,6 +94,7 @@ from protocol.messages import (
     TaskId,
     TaskOrder,
     TaskStatus,
+    device_of,
     newest_metrics,
 )
 from protocol.worker import (
@@ -342,11 +343,14 @@ class NodeAgent:
         task = self._tasks.get(order.task)
         if task is None:
             self._new(order)
-        elif task.gpus != order.gpus and not isinstance(task.state, Waiting | Exited):
+        elif task.gpus != order.gpus and not _may_sit(task, order.gpus):
             wrong = "its order names other GPUs than it was started on; only a new attempt can move it"
             self._put(replace(task, complaint=wrong, named=True))
         else:
-            gpus = order.gpus if isinstance(task.state, Waiting) else task.gpus
+            gpus = task.gpus if isinstance(task.state, Exited) else order.gpus
+            if gpus != task.gpus and isinstance(task.state, Suspended):
+                self._tell(task.id, f"goes on on {', '.join(gpus)}")
+                task = replace(task, reseated=True)
             self._put(_with_order(replace(task, gpus=gpus), order))
 
     def _new(self, order: TaskOrder) -> None:
@@ -367,16 +371,17 @@ class NodeAgent:
             state: State = Loading(self._now + self._facts.hello_s)
             if note.suspended:
                 state = Suspended(proof_by=self._now + self._facts.park_proof_s, by_driver=note.by_driver)
-            task = Task(worker.task, worker.app, worker.job, worker.attempt, worker.gpus, state)
+            task = Task(worker.task, worker.app, worker.job, worker.attempt, note.gpus or worker.gpus, state)
             # What the last incarnation reported of a parked worker's seats is not known.
             lived_s = (note.cost.since_s or 0.0) if worker.lived_s is None else worker.lived_s
-            self._put(replace(task, facts=_facts_of(note), given_up=note.suspended, began_at=self._now - lived_s))
+            facts, began_at = _facts_of(note), self._now - lived_s
+            self._put(replace(task, facts=facts, given_up=note.suspended, reseated=bool(note.gpus), began_at=began_at))
             self._count_time(task.id)
             self._notes[worker.task] = note
             self._tell(worker.task, f"found by a new node agent, {task.phase}")
             self._readopt_ending(worker)
         self._sharing.found(self._tasks)
-        self._gpus.touch(gpu for worker in workers for gpu in worker.gpus)
+        self._gpus.touch(gpu for worker in workers for gpu in self._tasks[worker.task].gpus)
 
     def _readopt_ending(self, worker: AdoptedWorker) -> None:
         """Go on ending a worker that an earlier incarnation was ending, from SIGTERM on."""
@@ -1098,6 +1103,17 @@ def _with_order(task: Task, order: TaskOrder) -> Task:
     )
 
 
+def _may_sit(task: Task, gpus: Sequence[GpuId]) -> bool:
+    """Whether an order may name these seats for `task`.
+
+    Once its process has begun it is bound to its GPUs, though not to the seats that it has on them; while it is parked
+    it has none that is its own, and goes on on whichever its app is given.
+    """
+    if isinstance(task.state, Waiting | Exited):
+        return True
+    return isinstance(task.state, Suspended) and tuple(map(device_of, task.gpus)) == tuple(map(device_of, gpus))
+
+
 def _seq(ladder: Ladder) -> int:
     return -1 if ladder.order is None else ladder.order.seq
 
@@ -1147,6 +1163,7 @@ def _note_of(task: Task) -> WorkerNote:
         arena_bytes=facts.arena_asked,
         parked_bytes=facts.parked_bytes,
         cost=facts.cost,
+        gpus=task.gpus if task.reseated else (),
     )
 
 

@@ -129,6 +129,7 @@ class WorkerNote(Struct, frozen=True):
     arena_bytes: int = 0  #: of host memory that it was told to take for its state
     parked_bytes: int = 0
     cost: Cost = Cost()
+    gpus: tuple[GpuId, ...] = ()  #: the seats it is on, if they are not those it was started on
 
 
 class AdoptedWorker(Struct, frozen=True):

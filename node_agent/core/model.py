@@ -193,6 +193,7 @@ class Task(Struct, frozen=True):
     priority: int = 0
     gang: Gang = Gang()
     began_at: float | None = None  #: when its process began, UNIX seconds; None: it has had none
+    reseated: bool = False  #: on other seats of its GPUs than it was started on
     given_up: bool = False  #: parked, and its seats were reported empty under no lease: they may be another's by now
 
     @property

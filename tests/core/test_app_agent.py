@@ -224,6 +224,19 @@ def test_other_gpus_are_no_use_to_a_suspended_job() -> None:
     assert bench.report.releases == ("L-n1g1",)
 
 
+def test_a_suspended_job_goes_on_on_any_seat_of_its_gpus_that_its_app_is_given() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    parked = status(TASK, "n1g0", "suspended", can_checkpoint=False)
+    bench.holdings("", parked)
+    assert bench.offer("n1g0+1 n1g1").only == ("n1g0+1",)
+    bench.holdings("n1g0+1", parked)
+    assert (bench.wished(), bench.wish().suspended) == ((0, "n1g0+1"), True)
+    assert bench.report.releases == ()
+    bench.holdings("n1g0+1", status(TASK, "n1g0+1", "running", step=11, suspensions=1))
+    assert (bench.wished(), bench.wish().suspended) == ((0, "n1g0+1"), False)
+
+
 def test_a_job_that_crashes_is_started_again_and_at_last_fails_with_its_own_words() -> None:
     bench = started(max_restarts=1)
     crash = {"exit_code": 3, "reason": "exited with code 3: ValueError: no such file", "start_step": -1}

@@ -178,6 +178,47 @@ def test_the_memory_of_a_stranger_is_not_blamed_on_who_is_parked() -> None:
     assert node.steps(b) > 200 / 0.5
 
 
+def test_a_parked_job_goes_on_on_another_seat_of_its_gpu_also_after_a_restart_of_the_node_agent() -> None:
+    node = SharedNode()
+    a, b = node.add("a", 0), node.add("b", 0, seat_number=1)
+    node.pass_time(20.0)
+    node.want(a, "vacate")
+    node.pass_time(100.0)
+    assert phase(node, a) == "suspended"
+    steps = node.steps(a)
+    node.orders[a] = replace(node.orders[a], gpus=(seat(gpu(0), 2),))
+    node.want(a, "run")
+    node.pass_time(200.0)
+    assert node.steps(a) > steps + 100
+    assert (node.status(a).gpus, node.status(a).reason) == ((seat(gpu(0), 2),), "")
+    assert {each.gpu: each.empty for each in node.core.statuses().gpus}[gpu(0)]
+    note = [each.note for each in node.notes if each.task == a][-1]
+    assert note.gpus == (seat(gpu(0), 2),)
+    assert all(each.note.gpus == () for each in node.notes if each.task == b)
+    later = SharedNode()
+    order = node.orders[a]
+    later.adopt(AdoptedWorker(a, order.app, order.job, order.attempt, (gpu(0),), note))
+    assert later.status(a).gpus == (seat(gpu(0), 2),)
+
+
+def test_a_running_job_is_not_moved_to_another_seat_and_a_parked_one_not_to_another_gpu() -> None:
+    node = SharedNode(gpus=2)
+    a = node.add("a", 0)
+    node.pass_time(20.0)
+    node.orders[a] = replace(node.orders[a], gpus=(seat(gpu(0), 1),))
+    node.replan()
+    assert "only a new attempt can move it" in node.status(a).reason
+    node.orders[a] = replace(node.orders[a], gpus=(gpu(0),))
+    node.want(a, "vacate")
+    node.pass_time(20.0)
+    assert phase(node, a) == "suspended"
+    node.orders[a] = replace(node.orders[a], gpus=(gpu(1),))
+    node.want(a, "run")
+    node.pass_time(20.0)
+    assert node.status(a).gpus == (gpu(0),)
+    assert "only a new attempt can move it" in node.status(a).reason
+
+
 def test_a_job_that_the_driver_lost_ends_as_preempted_and_the_other_goes_on() -> None:
     node = SharedNode(driver=True)
     a, b = node.add("a", 0, speaks=False, driver="lost"), node.add("b", 0, seat_number=1)

@@ -511,6 +511,27 @@ def test_of_several_jobs_parked_on_the_same_gpus_one_gets_all_its_seats(policy: 
     assert shop.held("bob-1") in [sorted(job.gpus) for job in jobs]
 
 
+def test_a_job_whose_seat_is_anothers_for_good_goes_on_on_a_free_seat_of_the_same_gpu() -> None:
+    """It waited for ever for that one seat, whose lease was renewed time and again."""
+    shop = Shop()
+    shop.come("ana-1")
+    site = shop.site
+    running = task("ana-1", 0, [ONE], cooperative=True, can_checkpoint=False, step=0)
+    parked = task("bob-1", 0, [ONE], "suspended")
+    job = replace(wish("bob-1", 0, [ONE]), suspended=True)
+    site.node("n1", tasks=[running, parked], used=[ONE])
+    site.app("bob-1", jobs=[job])
+    site.wait(3.0)
+    (given,) = shop.held("bob-1")
+    assert given == second(ONE)
+    site.app("bob-1", jobs=[replace(job, gpus=(GpuId(given),))])
+    order = next(order for order in site.plans["n1"].tasks if order.app == "bob-1")
+    assert (order.task, order.want, order.gpus) == (parked.task, "run", (second(ONE),))
+    site.node("n1", tasks=[running, replace(parked, phase="resting", gpus=order.gpus)], used=[ONE])
+    assert next(order for order in site.plans["n1"].tasks if order.app == "bob-1").want == "run"
+    assert replay(site)
+
+
 def test_guests_leave_seats_alone_where_somebody_is_parked() -> None:
     shop = Shop()
     shop.come("ana-1")

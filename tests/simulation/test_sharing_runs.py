@@ -16,8 +16,9 @@ from simulator.cluster import parse_cluster
 from simulator.costs import NONE, Costs
 from simulator.profiles import Profiles, built_in, kind_of, measured
 from simulator.results import Run, summary
-from simulator.run import simulate
+from simulator.run import facts_of, simulate, spec_of
 from simulator.workload import AppPlan, JobPlan, Workload
+from simulator.world import World, quiet
 from tests.support.traces import shared
 
 
@@ -86,6 +87,32 @@ def test_without_sharing_nothing_of_it_happens() -> None:
     result = run([job("a", 0.0, 60.0), job("b", 0.0, 60.0)], "exclusive")
     figures = summary(result)
     assert (figures["suspensions"], figures["packed_s"], figures["makespan_s"]) == (0, 0.0, 120.0)
+
+
+def test_no_parked_job_starves_beside_a_free_seat_of_its_gpu() -> None:
+    """Its seat was dealt to a job without end, time and again; found by experiment."""
+    work = [(5.4, 44.8), (7.9, 26.4), (9.7, 1e5), (10.0, 23.9), (14.4, 35.6), (14.7, 37.2), (20.8, 1e5)]
+    apps = [replace(job(f"j{at}", at, length), tenant=f"t{number}") for number, (at, length) in enumerate(work)]
+    settings = ArbiterSettings(
+        policy="themis",
+        sharing="timeslice",
+        seats=2,
+        lease_s=12.0,
+        renewal_lead_s=3.0,
+        quantum_s=5.0,
+        round_pause_s=0.5,
+        probe_s=1.0,
+        bid_s=1.0,
+        seed=18,
+    )
+    world = World(parse_cluster("1x2"), quiet(settings), NONE, talks=True)
+    for app in apps:
+        spec = spec_of(app)
+        facts = [replace(each, can_checkpoint=False) for each in facts_of(app, spec, lambda *_: 1.0)]
+        world.at(app.submit_s - 5.4, lambda app=app, spec=spec, facts=facts: world.submit(app.id, spec, facts))  # type: ignore[misc]
+    world.run(1000.0)
+    standing = {app.name: next(iter(app.actor.core.state.apps.values())).over for app in world.apps.values()}
+    assert {name for name, over in standing.items() if over is None} == {"j9.7", "j20.8"}
 
 
 # --- what is known of pairs -------------------------------------------------------------------------------------------
