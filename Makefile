@@ -11,7 +11,7 @@ TORCH ?= torch==2.13.0
 PACKAGES := protocol arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test format lint types contracts check worlds forged reasons bench gpu papers full lock clean
+.PHONY: help setup demo test format lint types contracts check worlds forged reasons idioms bench gpu papers full lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -68,6 +68,9 @@ forged: $(READY) ## hostile agents, SEEDS (160) sieges for each policy and way o
 
 reasons: $(READY) ## what explain names as binding, checked in SITES (1000) random sites against what happens then
 	$(BIN)/python -m tests.properties.test_what_binds $(SITES)
+
+idioms: $(READY) ## twenty idioms of training scripts, alone and on a busy site; rewrites their table in docs/training.md
+	$(BIN)/python -m tests.support.idioms
 
 bench: $(READY) ## the benchmarks, one JSON document each in out/bench/
 	sh scripts/ensure-rabbitmq.sh

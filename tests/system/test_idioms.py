@@ -1,0 +1,35 @@
+"""Training scripts in the idioms that users write end with the weights of a run alone, whatever is done to them.
+
+What is seen of all twenty is in the table of `docs/training.md`, which `make idioms` makes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support import idioms
+
+#: One of each kind: suspended, with two optimizers, with spawned ranks, and one that tells nothing of its steps.
+QUICK = ("plain", "gan", "ddp_spawn", "manual_update")
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in idioms.names()]
+)
+def test_it_ends_with_the_weights_of_a_run_alone_and_as_the_table_says(tmp_path: Path, name: str) -> None:
+    if lacks := idioms.missing(name):
+        pytest.skip(f"{', '.join(lacks)} missing: pip install 'gpu-arbiter[dev]'")
+    outcome = idioms.run(name, tmp_path)
+    assert outcome.state == "finished"
+    assert outcome.equal
+    assert list(outcome.row) in idioms.rows_in_docs()
+
+
+def test_the_table_has_a_line_for_each_of_the_twenty_scripts_of_the_folder() -> None:
+    names = [row[0].split("`")[1] for row in idioms.rows_in_docs()]
+    assert names == idioms.names()
+    assert len(names) == 20
