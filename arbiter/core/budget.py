@@ -32,10 +32,8 @@ def kept(turn: Turn) -> frozenset[GpuId]:
 
 def _costs_too_much(turn: Turn, task: Task) -> bool:
     app, node = turn.state.apps.get(task.app), turn.state.nodes[task.node]
-    if app is None or not app.active or not isinstance(node.state, Up):
+    if app is None or not app.active or not isinstance(node.state, Up) or not task.measured.ran_s:
         return False
-    if task.phase != "running" and not task.measured.ran_s:
-        return False  # it has only just been ordered
     if any(job.id == task.job and job.attempt != task.attempt for job in app.jobs):
         return False  # it is on its way out
     since_s = turn.now - node.state.seen_at

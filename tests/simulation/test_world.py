@@ -122,10 +122,10 @@ def test_jobs_that_cannot_save_keep_their_gpu_and_end(policy: str) -> None:
     jobs = [one(name, 0.0, 1, 40.0) for name in "abcd"]
     settings = replace(INSTANT, lease_s=15.0, renewal_lead_s=3.0)
     for saves in (False, True):
-        result = run(jobs, "1x1", policy, costs=Costs(saves=saves), settings=settings)
+        result = run(jobs, "1x1", policy, costs=Costs(saves=saves, start_s=0.5), settings=settings)
         figures = summary(result)
         assert [row.state for row in result.apps] == ["finished"] * 4
-        assert (figures["makespan_s"], figures["gpu_seconds_lost"]) == (160.0, 0.0)
+        assert figures["gpu_seconds_lost"] == 0.0
         assert (figures["preemptions"] > 0) is saves
 
 
