@@ -165,7 +165,7 @@ async def test_an_arbiter_of_an_older_epoch_is_obeyed_by_nobody(cluster: Cluster
 async def say_as_arbiter(cluster: Cluster, plan: NodePlan) -> None:
     """Speak with the arbiter's password, but without leading."""
     link = await AmqpBus(cluster.broker.url(ARBITER.user, cluster.vhost)).connect(ARBITER)
-    data = encode(plan, sender=ARBITER, id=f"zombie-{plan.epoch}")
+    data = encode(plan, sender=ARBITER, id=f"zombie-{plan.epoch}-{plan.site}")
     assert list(await link.send([Outgoing(Party("node", plan.node), data)])) == [None]
     await link.close()
 
