@@ -215,9 +215,10 @@ class AppAgent:
         tasks: dict[tuple[JobId, int], list[TaskStatus]] = {}
         for task in message.tasks:
             tasks.setdefault((task.job, task.attempt), []).append(task)
+        known = [jobs.recall(job, tasks) for job in state.jobs]
         seen = [
             jobs.observe(job, self._told(job, tasks), state.spec, state.held, acked=message.acked, now=now)
-            for job in state.jobs
+            for job in known
         ]
         state.jobs = tuple(
             replace(job, state=before.state) if _is_late(job, before, seen) else job

@@ -23,7 +23,7 @@ from app_agent.core.model import (
 )
 from app_agent.core.spec import AppSpec
 from app_agent.core.valuation import IterTime
-from protocol.messages import GpuId, Outcome, TaskPhase, TaskStatus, device_of, newest_metrics
+from protocol.messages import GpuId, JobId, Outcome, TaskPhase, TaskStatus, device_of, newest_metrics
 
 #: A job that fails this often in a row before its first mini-batch cannot start; trying on would hide the reason.
 FALSE_STARTS_MAX = 2
@@ -128,6 +128,22 @@ def observe(
     if status.phase == "exited":
         return _end(job, status, spec, now)
     return _follow(_arrive(job, status, now), status, held)
+
+
+def recall(job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) -> Job:
+    """Return `job` after news of attempts before its present one: on a node that was silent, one may have gone on.
+
+    What it made there is made again, as the present attempt knows nothing of it.
+    """
+    present = job.state.attempt if isinstance(job.state, Waiting | Attempting) else -1
+    for (of, attempt), parts in tasks.items():
+        if of == job.id and attempt < present:
+            step = min(part.step for part in parts)
+            if attempt == job.seen:
+                job = replace(job, step=max(job.step, step))
+            elif attempt < job.seen:
+                job = replace(job, steps_before=max(job.steps_before, step))
+    return job
 
 
 def _vanish(job: Job, held: Mapping[GpuId, HeldGpu], *, acked: int) -> Job:

@@ -178,6 +178,8 @@ class Arbiter:
     def _go_on(self, turn: Turn, *, ticks: bool) -> None:
         """Do what the time, and what has just been heard, demand."""
         nodes.lose_silent(turn)
+        if rounds.awaits_solver(self.state) and self._index.next_end <= turn.now + self.state.settings.renewal_lead_s:
+            leases.extend(turn)  # it is we who cannot renew it
         leases.keep(turn)
         leases.expire(turn)
         if ticks and self._beat_is_due(turn.now):

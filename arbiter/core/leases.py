@@ -172,7 +172,7 @@ def withdraw(turn: Turn, gpu: Gpu, reason: str) -> None:
 
 
 def extend(turn: Turn) -> None:
-    """After an absence of our own: let no lease end before a round could renew it."""
+    """After an absence of our own, or while we can hold no round: let no lease end before one could renew it."""
     settings = turn.state.settings
     round_s = settings.probe_s + settings.bid_s + settings.solver_budget_s
     grace_until = turn.now + settings.renewal_lead_s + round_s

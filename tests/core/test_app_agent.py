@@ -204,6 +204,36 @@ def test_steps_lost_are_those_made_again() -> None:
     assert bench.report.migrations == 1, "the last restart was in place"
 
 
+def test_what_an_attempt_made_on_a_node_that_was_silent_is_counted_as_lost_when_the_node_is_back() -> None:
+    """It had made 96 mini-batches when its node fell silent, and 850 when its task was told to go."""
+    bench = started()
+    bench.holdings("n1g0", status(TASK, "n1g0", step=95))
+    bench.holdings("n1g1", exited(TASK, "n1g0", "preempted", step=95, reason="node n1 was lost"))
+    late = status(TASK, "n1g0", "running", step=849)
+    bench.holdings("n1g1", late, status("ada-1.0-a1", "n1g1", "starting", step=-1, start_step=-1))
+    bench.holdings("n1g1", late, status("ada-1.0-a1", "n1g1", step=3, start_step=-1))
+    bench.tick()
+    assert bench.report.steps_lost == 850
+    bench.holdings("n1g1", status(TASK, "n1g0", step=859), status("ada-1.0-a1", "n1g1", step=13, start_step=-1))
+    bench.tick()
+    assert bench.report.steps_lost == 860
+    bench.holdings("n1g1", status("ada-1.0-a1", "n1g1", step=20, start_step=-1))
+    bench.tick()
+    assert bench.report.steps_lost == 860
+
+
+def test_what_an_attempt_made_on_a_silent_node_counts_also_if_it_is_back_before_the_next_one_begins() -> None:
+    bench = started()
+    bench.holdings("n1g0", status(TASK, "n1g0", step=95))
+    bench.holdings("", exited(TASK, "n1g0", "preempted", step=95, reason="node n1 was lost"))
+    bench.holdings("", status(TASK, "n1g0", "running", step=849))
+    bench.holdings("", exited(TASK, "n1g0", "preempted", step=849))
+    bench.grant("n1g1")
+    bench.holdings("n1g1", status("ada-1.0-a1", "n1g1", step=503, start_step=499))
+    bench.tick()
+    assert bench.report.steps_lost == 350, "of 850 it has restored the first 500"
+
+
 def test_a_suspended_job_wishes_to_be_resumed_on_its_own_gpus() -> None:
     bench = started()
     bench.preempt("n1g0")

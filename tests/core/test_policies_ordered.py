@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -680,8 +680,19 @@ REFERENCE: dict[str, Callable[[View], dict[str, int]]] = {
 }
 
 
+def one_that_finds_no_room() -> View:
+    """A gang of three finds two GPUs left: of its tenant's quota it holds nothing then, and the gang of two fits."""
+    asking = [("t", 1, 2), ("u", 3, 6), ("u", 2, 2), ("u", 1, 1)]
+    apps = [
+        AppView(AppId(f"o-{index}"), TenantId(tenant), gang, demand, "cluster", float(index), None, (), (), spans=True)
+        for index, (tenant, gang, demand) in enumerate(asking)
+    ]
+    return replace(view_of(gpus_of(2, 2), apps), cluster_gpus=4)
+
+
 @pytest.mark.parametrize("name", sorted(REFERENCE))
 @given(view=rounds(counted=True))
+@example(view=one_that_finds_no_room())
 @settings(max_examples=300, deadline=None)
 def test_gangs_that_span_are_served_as_counting_says(name: str, view: View) -> None:
     assert counts(name, view) == REFERENCE[name](view)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from arbiter.core.arbiter import Configured, Effect, SolverReady
 from arbiter.core.decisions import failed
-from arbiter.core.model import Active, Idle, Refused
+from arbiter.core.model import Active, Idle, Leased, Refused
 from arbiter.core.policies import POLICIES
 from arbiter.core.policies.fifo import Fifo
 from arbiter.core.policies.oasis import Oasis
@@ -18,7 +18,7 @@ from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, 
 from arbiter.core.turn import Decide, PolicyFailed
 from arbiter.solver import decide_timed
 from protocol.messages import AppId, Bid, Probe
-from tests.support.arbiter_site import SETTINGS, Site, notes, records, sent
+from tests.support.arbiter_site import SETTINGS, Site, notes, records, sent, task, wish
 
 FIFO = replace(SETTINGS, policy="fifo")
 
@@ -164,6 +164,33 @@ def test_no_round_starts_before_the_solver_is_ready_where_the_policy_holds_aucti
     site.node("n1")
     effects = site.app("ana-1") + site.handle(SolverReady()) + site.wait(0.0)
     assert len(sent(effects, Probe)) == 1
+
+
+def test_no_lease_ends_while_the_solver_of_an_arbiter_that_started_anew_is_not_ready() -> None:
+    """Its loops take a minute or more to compile; all who trained had left by then, and nobody came."""
+    site = Site(None)
+    site.handle(Configured(SETTINGS))
+    site.lead()
+    site.node("n1", 1)
+    for _ in range(4):
+        site.play_round([*site.node("n1"), *site.app("ana-1"), *site.wait(1.5)])
+    (gpu,) = site.held("ana-1")
+    running = task("ana-1", 0, [gpu])
+    wished = wish("ana-1", 0, [gpu])
+    site.handle(Configured(SETTINGS, ready=False))
+    site.lead()
+    for _ in range(60):
+        site.node("n1", tasks=[running], used=[gpu])
+        site.app("ana-1", jobs=[wished])
+        site.wait(5.0)
+    assert site.held("ana-1") == [gpu]
+    assert site.plans["n1"].tasks[0].want == "run"
+    site.handle(SolverReady())
+    state = site.gpu_state(gpu)
+    assert isinstance(state, Leased)
+    assert state.lease.expires_at >= site.now + SETTINGS.renewal_lead_s, "a round can still renew it"
+    site.wait(SETTINGS.lease_s + 30.0)
+    assert not site.held("ana-1"), "from then on leases end again"
 
 
 def test_a_policy_without_auctions_does_not_wait_for_the_solver() -> None:

@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -385,17 +387,25 @@ async def test_what_runs_away_from_a_task_whose_supervisor_is_killed_is_found_by
         assert is_gone(runaway)
 
 
+@pytest.fixture(params=["short", "deep"])
+def home(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder whose name is short, or too long for a socket in it; pytest's own grows with every run."""
+    with tempfile.TemporaryDirectory(prefix="ga-") as name:
+        folder = Path(name) / ("d" if request.param == "short" else "d" * 90)
+        (folder / "state").mkdir(parents=True)
+        yield folder
+        shutil.rmtree(manager._socket_dir(folder / "state"))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-async def test_a_new_node_agent_ends_what_the_tasks_of_the_last_one_left_behind_and_nothing_else(
-    tmp_path: Path,
-) -> None:
-    sockets = (tmp_path / "state/sockets").resolve()
-    elsewhere = tmp_path / "other/state/sockets/x.sock"
+async def test_a_new_node_agent_ends_what_the_tasks_of_the_last_one_left_behind_and_nothing_else(home: Path) -> None:
+    sockets = manager._socket_dir(home / "state")
+    assert (sockets == home / "state/sockets") == (len(home.name) == 1)
     orphan = sleeper(GPU_ARBITER_SOCKET=f"{sockets}/0123456789abcdef.sock")
-    others = sleeper(GPU_ARBITER_SOCKET=str(elsewhere))
+    others = sleeper(GPU_ARBITER_SOCKET=str(home / "other/state/sockets/x.sock"))
     try:
-        async with bench(tmp_path):
+        async with bench(home):
             assert orphan.wait(5) == -signal.SIGKILL
             assert others.poll() is None
     finally:
