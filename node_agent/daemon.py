@@ -54,6 +54,7 @@ from node_agent.devices.sampling import measure, open_backend
 from node_agent.workers.driver import Checkpointer, open_checkpointer
 from node_agent.workers.manager import Settings, Workers, WorkersError
 from node_agent.workers.records import read_json, write_json
+from node_agent.workers.storage import Storage
 from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.core import Send
@@ -146,17 +147,19 @@ async def _run(
     )
     async with asyncio.TaskGroup() as tasks:
         try:
-            workers = Workers(settings, backend, shell.post, tasks)
+            storage = Storage(memory.folder, shell.post)
+            workers = Workers(settings, backend, shell.post, tasks, storage)
         except WorkersError as error:
             raise ConfigError(str(error)) from error
         watch = ActivityWatch(backend, shell.post)
         sampler = Sampler(backend, workers, shell.post, config.sample_s, lambda: watch.watch(core.unmeasured()))
         lifting = tasks.create_task(_watch_for_lifting(memory.folder, shell.post))
-        hands.attach(workers, sampler, tasks, shell.post)
+        hands.attach(workers, sampler, tasks, shell.post, storage)
+        await hands.remember()
         await workers.adopt()
         if facts.driver:
             await hands.find_checkpointed()
-        working = (tasks.create_task(sampler.run()), tasks.create_task(watch.run()), lifting)
+        working = (*map(tasks.create_task, (sampler.run(), watch.run(), storage.watch())), lifting)
         log.info("node.ready", node=config.node, gpus=len(backend.devices()), incarnation=memory.kept.incarnation)
         if on_ready is not None:
             on_ready()
@@ -249,9 +252,20 @@ class _Hands:
         self._memory, self._checkpointer = memory, checkpointer
 
     def attach(
-        self, workers: Workers, sampler: Sampler, tasks: asyncio.TaskGroup, post: Callable[[LocalEvent], None]
+        self,
+        workers: Workers,
+        sampler: Sampler,
+        tasks: asyncio.TaskGroup,
+        post: Callable[[LocalEvent], None],
+        storage: Storage,
     ) -> None:
         self._workers, self._sampler, self._tasks, self._post = workers, sampler, tasks, post
+        self._storage = storage
+
+    async def remember(self, **news: object) -> None:
+        """Have what the next node agent must know written down, with what is new of it."""
+        self._memory.kept = replace(self._memory.kept, **news)
+        await self._storage.keep("agent", self._memory.write)
 
     async def find_checkpointed(self) -> None:
         """Post what became of the tasks that an earlier node agent's driver helper was about."""
@@ -275,14 +289,10 @@ class _Hands:
 
     async def perform(self, effect: LocalEffect) -> None:
         match effect:
-            case RememberFence(epoch=epoch, seq=seq, site=site):
-                await asyncio.to_thread(self._memory.remember_fence, epoch=epoch, seq=seq, site=site)
-            case RememberIncarnation(incarnation=incarnation):
-                await asyncio.to_thread(self._memory.remember_incarnation, incarnation)
+            case RememberFence() | RememberIncarnation() | RememberHealth():
+                await self._remember(effect)
             case Complaint(sentence=sentence):
                 log.error("plan.complaint", complaint=sentence)
-            case RememberHealth(ledger=ledger):
-                await asyncio.to_thread(health_files.write, self._memory.folder, ledger)
             case EndStranger():
                 self._workers.end_stranger(effect)
             case StartWorker():
@@ -307,6 +317,18 @@ class _Hands:
                 self._tasks.create_task(self._read_log(effect), name=f"log of {effect.task}")
             case _:
                 assert_never(effect)
+
+    async def _remember(self, effect: RememberFence | RememberIncarnation | RememberHealth) -> None:
+        match effect:
+            case RememberFence(epoch=epoch, seq=seq, site=site):
+                if site != self._memory.kept.site:
+                    log.info("site.obeyed", site=site, before=self._memory.kept.site)
+                await self.remember(epoch=epoch, seq=seq, site=site)
+            case RememberIncarnation(incarnation=incarnation):
+                await self.remember(incarnation=incarnation)
+            case RememberHealth(ledger=ledger):
+                health_files.tell(ledger)
+                await self._storage.keep("health", lambda: health_files.write(self._memory.folder, ledger))
 
     async def _read_log(self, ask: ReadLogFile) -> None:
         data, size = await self._workers.read_log(ask.task, offset=ask.offset, limit=ask.limit)
@@ -386,21 +408,13 @@ class _Memory:
                 f"{path} is damaged, and without it an outdated plan could be obeyed; "
                 "stop this node's tasks, then remove the file"
             )
-        self.kept = Kept() if before is None else before
+        kept = Kept() if before is None else before
         # By the clock, so that it grows even if the state directory was lost: lower ones are taken for old news.
-        self._write(replace(self.kept, incarnation=max(self.kept.incarnation + 1, int(time.time()))))
+        self.kept = replace(kept, incarnation=max(kept.incarnation + 1, int(time.time())))
 
-    def remember_fence(self, *, epoch: int, seq: int, site: str) -> None:
-        if site != self.kept.site:
-            log.info("site.obeyed", site=site, before=self.kept.site)
-        self._write(replace(self.kept, epoch=epoch, seq=seq, site=site))
-
-    def remember_incarnation(self, incarnation: int) -> None:
-        self._write(replace(self.kept, incarnation=incarnation))
-
-    def _write(self, kept: Kept) -> None:
-        write_json(self._path, kept)
-        self.kept = kept
+    def write(self) -> None:
+        """Write it down as it is now."""
+        write_json(self._path, self.kept)
 
 
 @contextmanager

@@ -27,10 +27,14 @@ def read(state_dir: Path) -> HealthLedger:
 
 
 def write(state_dir: Path, ledger: HealthLedger) -> None:
-    """Keep `ledger`, and say which GPUs are barred."""
+    """Keep `ledger`."""
+    write_json(state_dir / LEDGER, ledger)
+
+
+def tell(ledger: HealthLedger) -> None:
+    """Say which GPUs are barred."""
     for gpu, why in ledger.quarantined.items():
         log.warning("gpu.quarantined", gpu=gpu, why=why)
-    write_json(state_dir / LEDGER, ledger)
 
 
 def lifted(state_dir: Path) -> tuple[GpuId, ...] | None:

@@ -41,6 +41,7 @@ from node_agent.core.events import (
     ProcessCheckpointed,
     QuarantineLifted,
     ReadLogFile,
+    RecordsFailing,
     RememberFence,
     RememberIncarnation,
     Sampled,
@@ -85,6 +86,7 @@ from protocol.messages import (
     ARBITER,
     AnyMessage,
     GpuId,
+    GpuStatus,
     LogChunk,
     Measured,
     NodePlan,
@@ -164,6 +166,7 @@ class NodeAgent:
         #: Of the site that it leaves: should that go on to speak, no older plan of it is obeyed.
         self._former = (site, fence) if leaves_site else None
         self._site, self._fence = ("", (0, 0)) if leaves_site else (site, fence)
+        self._unrecorded = ""  #: why nothing can be written down at the moment
         self._foreign: set[str] = set()  #: sites whose plans were refused
         self._planned = False  #: a plan has come to this incarnation
         self._leased: frozenset[str] = frozenset()
@@ -257,10 +260,10 @@ class NodeAgent:
                 self._sampled(event)
             case SampleFailed(reason=reason):
                 self._gpus.failed(reason)
-            case WorkerStarted():
-                self._started(event)
-            case StartFailed(task=task_id, reason=reason):
-                self._start_failed(task_id, reason)
+            case WorkerStarted() | StartFailed():
+                self._start_answered(event)
+            case RecordsFailing(reason=reason):
+                self._unrecorded = reason
             case WorkerSaid(task=task_id, message=line, rank=rank):
                 self._hear(task_id, line, rank)
             case WorkerDisconnected(task=task_id, rank=rank):
@@ -432,15 +435,24 @@ class NodeAgent:
         """Return, with their devices, the tasks that do not tell their mini-batch time and whose devices may."""
         return {task.id: tuple(sorted(task.devices)) for task in self.alone() if task.facts.source != "steps"}
 
+    def _start_answered(self, event: WorkerStarted | StartFailed) -> None:
+        if isinstance(event, WorkerStarted):
+            self._started(event)
+        else:
+            self._start_failed(event)
+
     def _started(self, event: WorkerStarted) -> None:
         task = replace(self._tasks[event.task], began_at=self._now)
         self._put(task)
         self._go(task, Loading(self._now + self._facts.hello_s), f"started as process {event.pid}")
 
-    def _start_failed(self, task_id: TaskId, reason: str) -> None:
-        task = self._tasks[task_id]
+    def _start_failed(self, event: StartFailed) -> None:
+        task = self._tasks[event.task]
         self._gpus.touch(task.gpus)
-        self._go(task, Exited("failed", reason), "could not be started")
+        if event.again:
+            self._go(task, Waiting(event.reason), f"could not be started yet: {event.reason}")
+        else:
+            self._go(task, Exited("failed", event.reason), "could not be started")
 
     # --- what workers say -----------------------------------------------------------------------------------------
 
@@ -762,7 +774,8 @@ class NodeAgent:
     def _begin(self, task: Task) -> None:
         """Start a waiting task if its GPUs are leased and proven free; end it if nobody wants it to run."""
         if task.want == "run":
-            obstacle = self._obstacle(task) or next(filter(None, map(self._health.quarantine, task.gpus)), "")
+            quarantine = next(filter(None, map(self._health.quarantine, task.gpus)), "")
+            obstacle = self._unrecorded or self._obstacle(task) or quarantine
             if obstacle:
                 self._put(replace(task, state=Waiting(obstacle)))
                 return
@@ -1031,12 +1044,18 @@ class NodeAgent:
             seq=0,
             epoch=epoch,
             plan_seq=seq,
-            gpus=tuple(map(self._health.judged, seats)),
+            gpus=tuple(self._judged(status) for status in seats),
             tasks=tuple(self._status(task) for task in self.tasks()),
             cpus=self._facts.cpus,
             host_bytes=self._facts.total_bytes,
             site=self._site,
         )
+
+    def _judged(self, seat: GpuStatus) -> GpuStatus:
+        """Return a seat's status with what is known here of its device and of the node."""
+        status = self._health.judged(seat)
+        fine = status.healthy and not status.quarantined
+        return replace(status, detail=self._unrecorded) if self._unrecorded and fine else status
 
     def _status(self, task: Task) -> TaskStatus:
         status = _status(task, self._now)

@@ -177,9 +177,19 @@ class WorkerStarted(Struct, frozen=True, tag=True):
 
 
 class StartFailed(Struct, frozen=True, tag=True):
-    """The task's process was never started; `reason` is one sentence that names the mend."""
+    """The task's process was never started; `reason` is one sentence that names the mend.
+
+    It is to be tried `again` where that was not the task's fault: there was no room to write it down.
+    """
 
     task: TaskId
+    reason: str
+    again: bool = False
+
+
+class RecordsFailing(Struct, frozen=True, tag=True):
+    """What must outlive the node agent cannot be written down, for this reason; or it can again, if that is empty."""
+
     reason: str
 
 
@@ -270,6 +280,7 @@ LocalEvent = (
     | SampleFailed
     | WorkerStarted
     | StartFailed
+    | RecordsFailing
     | WorkerSaid
     | WorkerDisconnected
     | WorkerGone

@@ -124,7 +124,7 @@ State = Waiting | Starting | Loading | Running | Suspending | Suspended | Resumi
 #: What may follow what. A worker found by a new incarnation enters as Loading or Suspended.
 TRANSITIONS: dict[type[State], tuple[type[State], ...]] = {
     Waiting: (Starting, Exited),
-    Starting: (Loading, Exited),
+    Starting: (Loading, Waiting, Exited),
     Loading: (Running, Suspending, Suspended, Vacating, Stopping, Exited),
     Running: (Suspending, Suspended, Vacating, Stopping, Exited),
     Suspending: (Running, Suspending, Suspended, Vacating, Stopping, Exited),

@@ -210,7 +210,8 @@ class DriverCheckpointer:
             answer = _Line(ok=False, reason=f"the driver hung or crashed in '{at}' when it was tried")
         reason = "" if answer.ok else answer.reason
         if not answer.again:
-            await asyncio.to_thread(write_json, self._verdict, Verdict(self._host, reason))
+            with suppress(OSError):  # the next start probes again
+                await asyncio.to_thread(write_json, self._verdict, Verdict(self._host, reason))
         log.info("driver.probed", driver=self._host.driver, works=not reason, reason=reason)
         return reason
 

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2s
 from pathlib import Path
 from typing import Literal
@@ -50,6 +51,7 @@ from node_agent.workers.containment import ContainmentError, Limits, Standing
 from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
 from node_agent.workers.records import Exit, Record, Records, Spec, Started, read_json, write_json
 from node_agent.workers.shim import LOCK_FD
+from node_agent.workers.storage import Storage
 from protocol.messages import TaskId, device_of
 from protocol.worker import FromWorker, Order, Progress
 
@@ -114,6 +116,7 @@ class _Worker:
         self.spec = spec
         self.contact = contact
         self.started: Started | None = None
+        self.root: int | None = None  #: the process that all of the task's are below, known before any of them is
         self.pidfd: int | None = None
         self.trained: set[int] = set()  #: the ranks that have made a mini-batch, and so have loaded what they restored
 
@@ -131,6 +134,8 @@ class Workers:
         Takes each event, from the loop's thread.
     tasks
         In which whatever must wait runs.
+    storage
+        Where it is written down.
 
     Raises
     ------
@@ -144,12 +149,14 @@ class Workers:
         backend: DeviceBackend,
         post: Callable[[LocalEvent], None],
         tasks: asyncio.TaskGroup,
+        storage: Storage,
     ) -> None:
         self._settings = settings
+        self._storage = storage
         self._backend = backend
         self._post = post
         self._tasks = tasks
-        self._records = Records(settings.state_dir)
+        self._records = self._open_records()
         self._sockets = _socket_dir(settings.runtime_dir or settings.state_dir)
         self._workers: dict[TaskId, _Worker] = {}
         self._bounds = self._contain()
@@ -165,8 +172,18 @@ class Workers:
         log.info("containment.chosen", containment=bounds.kind)
         for lack in bounds.lacks:
             log.warning("containment.open", containment=bounds.kind, lack=lack)
-        write_json(settings.state_dir / STANDING, Standing(bounds.kind, bounds.lacks))
+        try:
+            write_json(settings.state_dir / STANDING, Standing(bounds.kind, bounds.lacks))
+        except OSError as error:
+            log.warning("containment.unwritten", reason=str(error))
         return bounds
+
+    def _open_records(self) -> Records:
+        folder = self._settings.state_dir
+        try:
+            return Records(folder)
+        except OSError as error:
+            raise WorkersError(f"state_dir {folder} cannot be written: {error.strerror}; make room there") from error
 
     def _open_memory(self) -> MemoryCheckpoints | None:
         folder = self._settings.memory_dir
@@ -187,7 +204,7 @@ class Workers:
         except (CannotStart, OSError) as error:
             self._drop(effect.task)
             await asyncio.to_thread(self._bounds.leave, self._key(effect.task))
-            self._post(StartFailed(effect.task, str(error)))
+            self._post(StartFailed(effect.task, str(error), again=await self._storage.is_full()))
             return
         self._post(WorkerStarted(effect.task, started.pid))
         self._watch(effect.task, started)
@@ -231,9 +248,7 @@ class Workers:
 
     async def note(self, task: TaskId, note: WorkerNote) -> None:
         """Write down what the next node agent must know of a worker."""
-        record = self._records.of(task)
-        if record.path.exists():
-            await asyncio.to_thread(write_json, record.path / "note.json", note)
+        await self._storage.keep(("note", task), lambda: self._records.of(task).write_note(note))
 
     async def forget(self, task: TaskId) -> None:
         """Remove the record of an ended task."""
@@ -350,7 +365,8 @@ class Workers:
         spec = replace(spec, cgroup=await asyncio.to_thread(self._enter, spec.task, limits))
         record = await asyncio.to_thread(self._records.create, spec)
         worker = await self._hold(spec)
-        line, complaint = await asyncio.to_thread(_spawn, self._shim_command(record, spec.task, limits), record)
+        command = self._shim_command(record, spec.task, limits)
+        line, complaint = await asyncio.to_thread(_spawn, command, record, partial(setattr, worker, "root"))
         if not line:
             ended = record.exit
             why = ended.error if ended and ended.error else complaint or "its supervisor ended at once"
@@ -389,7 +405,7 @@ class Workers:
             belongs=lambda pid: self._is_of(task, pid),
         )
         self._workers[task] = worker = _Worker(spec, contact)
-        worker.started = started
+        worker.started, worker.root = started, started.shim if started is not None else None
         await contact.open(self._socket_path(task))
         return worker
 
@@ -401,8 +417,8 @@ class Workers:
 
     def _is_of(self, task: TaskId, pid: int) -> bool:
         """Whether a process is one of a task's, at any depth below its shim: a rank of torchrun's, a fork's fork."""
-        started = self._workers[task].started if task in self._workers else None
-        return started is not None and procfs.root_of(pid, (started.shim,)) is not None
+        root = self._workers[task].root if task in self._workers else None
+        return root is not None and procfs.root_of(pid, (root,)) is not None
 
     def _socket_path(self, task: TaskId) -> Path:
         return self._sockets / f"{blake2s(task.encode(), digest_size=8).hexdigest()}.sock"
@@ -618,8 +634,11 @@ def _settled(record: Record) -> Started | None:
     return record.started
 
 
-def _spawn(command: Sequence[str], record: Record) -> tuple[bytes, str]:
-    """Start the shim with the record's lock in hand; return its first line and what it complained of."""
+def _spawn(command: Sequence[str], record: Record, spawned: Callable[[int], None]) -> tuple[bytes, str]:
+    """Start the shim with the record's lock in hand; return its first line and what it complained of.
+
+    Its process is `spawned` when this says so: the task may speak before the shim does.
+    """
     lock = record.lock()
     out_read, out_write = os.pipe()
     errors = os.open(record.path / "errors", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -632,6 +651,7 @@ def _spawn(command: Sequence[str], record: Record) -> tuple[bytes, str]:
         ]
         # Not subprocess: the child is meant to outlive us, and a Popen object insists on being waited for.
         pid = os.posix_spawnp(command[0], list(command), dict(os.environ), file_actions=actions, setsid=True)
+        spawned(pid)
     finally:
         os.close(out_write)
         os.close(lock)

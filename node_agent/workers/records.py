@@ -100,6 +100,11 @@ class Record:
         """What the core last wanted remembered."""
         return read_json(self.path / "note.json", WorkerNote) or WorkerNote()
 
+    def write_note(self, note: WorkerNote) -> None:
+        """Keep `note` for as long as the record is there."""
+        if self.path.exists():
+            write_json(self.path / "note.json", note)
+
     def lived_s(self, boot_id: str) -> float | None:
         """Return how old its main process is, or was when it ended; None if nobody saw that."""
         ended, started, spec = self.exit, self.started, self.spec

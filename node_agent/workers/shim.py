@@ -34,6 +34,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 #: A process in an uninterruptible kernel call may never die; the task has ended all the same.
 SURVIVORS_S = 5.0
+#: What ``exit.json`` takes at most but for survivors, of which there are few.
+RESERVED_BYTES = 4096
 #: Of a secret's file; the kernel takes variables of 128 KiB.
 SECRET_BYTES_MAX = 100_000
 
@@ -45,6 +47,7 @@ def main(folder: str) -> int:
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     with open(os.path.join(folder, "spec.json"), "rb") as file:
         spec = json.load(file)
+    reserve(folder, "exit.json")
     pid, error = spawn(spec)
     if error:
         write(folder, "exit.json", {"error": error})
@@ -196,11 +199,19 @@ def start_ticks(pid: int) -> int:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
+def reserve(folder: str, name: str) -> None:
+    """Take room for a file that has to be written when the disk may be full."""
+    fd = os.open(os.path.join(folder, name) + ".tmp", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.write(fd, bytes(RESERVED_BYTES))
+    os.fsync(fd)
+    os.close(fd)
+
+
 def write(folder: str, name: str, content: Json) -> None:
-    """Write `content` so that a reader finds all of it or nothing, also after a power cut."""
+    """Write `content` so that a reader finds all of it or nothing, also after a power cut; in the room it has."""
     path = os.path.join(folder, name)
-    fd = os.open(path + ".tmp", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    os.write(fd, json.dumps(content).encode())
+    fd = os.open(path + ".tmp", os.O_WRONLY | os.O_CREAT, 0o600)
+    os.ftruncate(fd, os.write(fd, json.dumps(content).encode()))
     os.fsync(fd)
     os.close(fd)
     os.replace(path + ".tmp", path)

@@ -53,6 +53,7 @@ from node_agent.workers.containment import (
 )
 from node_agent.workers.manager import SHIM, Settings, Workers
 from node_agent.workers.records import Exit
+from node_agent.workers.storage import Storage
 from protocol.messages import AppId, GpuId, JobId, LaunchSpec, TaskId
 
 EventT = TypeVar("EventT", bound=LocalEvent)
@@ -329,7 +330,13 @@ async def bench(folder: Path, kind: Kind = "none", cgroup_root: str = "") -> Asy
     (folder / "state").mkdir(exist_ok=True)
     settings = Settings("n1", folder / "state", procfs.boot_id(), containment=kind, cgroup_root=cgroup_root)
     async with asyncio.TaskGroup() as tasks:
-        workers = Workers(settings, SimulatedBackend("n1", 1), posted.put_nowait, tasks)
+        workers = Workers(
+            settings,
+            SimulatedBackend("n1", 1),
+            posted.put_nowait,
+            tasks,
+            Storage(settings.state_dir, posted.put_nowait),
+        )
         await workers.adopt()
         yield Bench(folder, workers, posted)
         await workers.end()

@@ -15,6 +15,7 @@ from node_agent.core.events import Adopted, Flushed, LocalEvent, StartWorker, Wo
 from node_agent.devices.simulated import SimulatedBackend
 from node_agent.workers.flush import Owner
 from node_agent.workers.manager import Settings, Workers
+from node_agent.workers.storage import Storage
 from protocol.messages import AppId, GpuId, JobId, LaunchSpec, TaskId
 from protocol.worker import Order, Progress
 from tests.support.worker_agent import BOOTSTRAP
@@ -43,7 +44,9 @@ class Node:
         )
         self.folder, self.events = folder, []  # type: tuple[Path, list[LocalEvent]]
         self._news = asyncio.Event()
-        self.workers = Workers(settings, SimulatedBackend("n1", 2), self._post, group)
+        self.workers = Workers(
+            settings, SimulatedBackend("n1", 2), self._post, group, Storage(settings.state_dir, self._post)
+        )
         self.memory = self.workers._memory
         self.disk = folder / "disk"
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import textwrap
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -471,6 +472,10 @@ async def test_workers_survive_kill_9_of_the_node_agent_and_are_adopted(tmp_path
         assert parked is not None
         assert was is not None
         assert (parked.phase, parked.step, parked.suspensions) == ("suspended", was.step, 1)
+        assert parked.measured.ran_s == pytest.approx(was.measured.ran_s, abs=1e-6)
+        assert (trains := find_task(report, A)) is not None
+        assert (trained := find_task(before, A)) is not None
+        assert trains.measured.ran_s > trained.measured.ran_s > 0.0
         assert report.incarnation > before.incarnation
         assert (report.epoch, report.plan_seq) == (1, 2)
         await agent.plan(plan_of([task_order(tmp_path, A, "work", want="vacate"), orders[1]], epoch=1, seq=3))
@@ -487,16 +492,20 @@ async def test_an_exit_that_no_node_agent_saw_is_reported_with_its_code_by_the_n
     text += f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.01)\nsys.exit(37)"
     order = task_order(tmp_path, A, *script(tmp_path, text))
     async with node_process(tmp_path) as agent:
+        began = time.monotonic()
         await agent.plan(plan_of([order], epoch=1, seq=1))
         pid = await pid_in(tmp_path / "pid")
         await agent.report(lambda r: bool(r.tasks))
         await agent.kill()
     (tmp_path / "go").touch()
     await gone(pid)
+    lived_s = time.monotonic() - began
+    await asyncio.sleep(lived_s + 1.0)  # what comes after its end must not count
     async with node_process(tmp_path) as agent:
         report = await agent.report(lambda r: (s := find_task(r, A)) is not None and s.phase == "exited")
         assert (status := find_task(report, A)) is not None
         assert (status.outcome, status.exit_code) == ("failed", 37)
+        assert 0.0 < status.measured.unsaved_s == status.measured.ran_s <= lived_s + 0.5
 
 
 async def test_a_restarted_node_agent_refuses_the_plans_of_an_older_epoch(tmp_path: Path) -> None:
