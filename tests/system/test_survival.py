@@ -10,14 +10,17 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from launch.faults import Fault
 from protocol.bus import Outgoing
 from protocol.bus.amqp import AmqpBus
 from protocol.codec import encode
@@ -89,6 +92,41 @@ def test_training_outlives_the_arbiter(cluster: Cluster) -> None:
     cluster.wait_progress(10)
     cluster.arbiter.start()
     finish_without_a_scratch(cluster)
+
+
+#: From the kill of an arbiter to its next round: its start, a lease, and what a busy machine adds.
+ROUND_WITHIN_S = 30.0
+
+
+@broker_test
+def test_a_round_follows_soon_after_arbiter_and_a_workers_supervisor_were_killed_together(cluster: Cluster) -> None:
+    fill(cluster, steps=300)
+    (struck,) = {worker.pid for worker in cluster.watch.now if worker.task.startswith("me-1.")}
+    others = {worker.pid for worker in cluster.watch.now} - {struck}
+    before = newest_round(cluster)
+    cluster.arbiter.kill()
+    os.kill(parent_of(struck), signal.SIGKILL)
+    contest(cluster)
+    cluster.arbiter.start()
+    until(lambda: newest_round(cluster) > before, "a round is held", within_s=ROUND_WITHIN_S)
+    assert others <= {worker.pid for worker in cluster.watch.now}, "nobody else noticed"
+    for app in cluster.wait_finished():
+        steps = [step for _pid, step in cluster.told(app["id"])]
+        assert steps[-1] == cluster.steps[app["id"]] - 1
+        assert app["id"] == "me-1" or steps == list(range(len(steps))), f"{app['id']} lost or repeated steps"
+    assert cluster.watch.conflicts == []
+
+
+def newest_round(cluster: Cluster) -> int:
+    """The number of the newest round in the ledger, or 0, also while the arbiter does not answer."""
+    with suppress(Fault), cluster.client() as client:
+        return max((each["round"] for each in client.query("rounds")["rounds"]), default=0)
+    return 0
+
+
+def parent_of(pid: int) -> int:
+    """The process that started `pid`; of a training process its supervisor."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @broker_test
