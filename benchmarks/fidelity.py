@@ -196,8 +196,9 @@ def step_s_of(attempts: Sequence[Attempt]) -> float | None:
 
 
 def savings_of(attempts: Sequence[Attempt]) -> list[float]:
-    """Return how long each process took from the order to save and leave to its end, unless it was ended meanwhile."""
-    return [each.gone - each.leave_at for each in attempts if each.gone and each.leave_at and each.ended is None]
+    """Return how long each process took from the order to save and leave to its end; not who finished or was ended."""
+    left = (each for each in attempts if each.ended is None and each.finished is None)
+    return [each.gone - each.leave_at for each in left if each.gone and each.leave_at]
 
 
 # --- what a run was ---------------------------------------------------------------------------------------------------

@@ -85,7 +85,9 @@ def test_leaving_and_parking_are_measured_where_leases_are_short() -> None:
     assert measured.costs.suspend_s == pytest.approx(0.4)
     assert measured.costs.resume_s == pytest.approx(0.3)
     assert measured.ending_s == pytest.approx(0.25)
-    assert outcome_of(heard).idle_starts > 0  # ended before their first mini-batch
+    assert (
+        outcome_of(heard).idle_starts == 0
+    )  # who loads for longer than a lease keeps its GPUs: see arbiter.core.budget
 
 
 def test_a_jct_is_made_of_what_was_given() -> None:
