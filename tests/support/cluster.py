@@ -61,6 +61,16 @@ class DaemonProcess:
         self._process.kill()
         self._process.wait()
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to this very process."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        assert self._process is not None
+        return self._process.poll() is not None
+
     def check(self) -> None:
         assert self._process is not None
         code = self._process.poll()

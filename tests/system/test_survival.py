@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,7 @@ from tests.support.gpu_watch import GpuWatch
 broker_test = pytest.mark.broker
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(180)]
 
-VHOSTS = [f"s{number}" for number in range(8)]
+VHOSTS = [f"s{number}" for number in range(16)]  # one for each test, as a broker keeps what a site left there
 _vhosts = itertools.cycle(VHOSTS)
 #: Of each app, 40 ms each; enough to outlast an outage.
 STEPS = 160
@@ -159,6 +159,93 @@ def test_training_outlives_the_broker(cluster: Cluster) -> None:
     finally:  # other tests need it, too
         cluster.broker.start()
     finish_without_a_scratch(cluster)
+
+
+@broker_test
+def test_training_outlives_an_arbiter_that_stands_still(cluster: Cluster) -> None:
+    fill(cluster, steps=400)
+    cluster.arbiter.signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    until(lambda: time.monotonic() > stopped + 2 * LEASE_S, "all leases are over")
+    cluster.wait_progress(10)
+    cluster.arbiter.signal(signal.SIGCONT)
+    contest(cluster)
+    finish_without_a_scratch(cluster)
+
+
+@broker_test
+def test_training_outlives_a_broker_that_stands_still(cluster: Cluster) -> None:
+    fill(cluster, steps=500)
+    cluster.broker.freeze()
+    try:
+        stopped = time.monotonic()
+        until(lambda: time.monotonic() > stopped + 2 * LEASE_S, "all leases are over and connections given up")
+        cluster.wait_progress(10)
+    finally:
+        cluster.broker.thaw()
+    contest(cluster)
+    finish_without_a_scratch(cluster)
+
+
+@broker_test
+def test_training_outlives_the_loss_of_all_that_the_broker_knew(cluster: Cluster) -> None:
+    fill(cluster, steps=500)
+    cluster.broker.kill()
+    try:
+        cluster.broker.forget()
+        cluster.wait_progress(30)
+    finally:
+        cluster.broker.start()
+    contest(cluster)
+    finish_without_a_scratch(cluster)
+
+
+@broker_test
+def test_training_outlives_full_disks_of_arbiter_and_app_agent(
+    tmp_path: Path, broker: rabbitmq.PrivateRabbitMQ
+) -> None:
+    """Each ends with a sentence, as one that cannot write must not decide, and goes on where it was."""
+    disks = [tmp_path / name for name in ("arbiter", "app")]
+    with ExitStack() as stack:
+        for disk in disks:
+            stack.enter_context(small_disk(disk))
+        cluster = stack.enter_context(running_cluster(tmp_path, broker, next(_vhosts)))
+        fill(cluster, steps=500)
+        ballast = [fill_up(disk) for disk in disks]
+        daemons = (cluster.arbiter, cluster.app_agent)
+        until(lambda: all(daemon.ended() for daemon in daemons), "both have ended")
+        cluster.wait_progress(10)
+        for daemon, file in zip(daemons, ballast, strict=True):
+            words = daemon.log.read_text()
+            assert "check the disk's space" in words
+            assert "Traceback" not in words
+            file.unlink()
+            daemon.start()
+        until(cluster.answers, "the app agent listens again")
+        contest(cluster)
+        finish_without_a_scratch(cluster)
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of its own, of a few MB, in this folder."""
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m,mode=700", "tmpfs", folder], check=False)
+    if made.returncode:
+        pytest.skip("only root can mount a small file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill_up(folder: Path) -> Path:
+    """Write a file that leaves no room in this file system."""
+    ballast = folder / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return ballast
 
 
 @broker_test
