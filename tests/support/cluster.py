@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,16 @@ class DaemonProcess:
         assert self._process is not None
         return self._process.wait(PATIENCE_S)
 
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to this very process."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        assert self._process is not None
+        return self._process.poll() is not None
+
     def check(self) -> None:
         assert self._process is not None
         code = self._process.poll()
@@ -82,12 +92,19 @@ class DaemonProcess:
 class Cluster:
     """Its daemons, its apps, and what can be known of them without asking a daemon."""
 
-    def __init__(self, folder: Path, broker: PrivateRabbitMQ, vhost: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        broker: PrivateRabbitMQ,
+        vhost: str,
+        settings: ArbiterSettings = SETTINGS,
+        ports: Mapping[Party, int] | None = None,
+    ) -> None:
         self.folder = folder
         self.broker, self.vhost = broker, vhost
         self.site = _on_broker(
-            local_site(folder, nodes=NODES, gpus=f"simulated:{GPUS_PER_NODE}", owner=OWNER, settings=SETTINGS),
-            lambda user: broker.url(user, vhost),
+            local_site(folder, nodes=NODES, gpus=f"simulated:{GPUS_PER_NODE}", owner=OWNER, settings=settings),
+            lambda party: broker.url(party.user, vhost, port=(ports or {}).get(party)),
         )
         with_plain_ids(self.site.app)  # a script is told its app's id before it is submitted
         self.arbiter = DaemonProcess("arbiter", self.site.arbiter, folder, "arbiter")
@@ -215,18 +232,27 @@ class Cluster:
         until(lambda: not self.watch.workers(), "no training process is left")
 
 
-def _on_broker(site: Site, url: Callable[[str], str]) -> Site:
+def _on_broker(site: Site, url: Callable[[Party], str]) -> Site:
     return Site(
-        arbiter=replace(site.arbiter, bus=url(ARBITER.user)),
-        nodes=tuple(replace(node, bus=url(Party("node", node.node).user)) for node in site.nodes),
-        app=replace(site.app, bus=url(Party("app", site.app.owner).user)),
+        arbiter=replace(site.arbiter, bus=url(ARBITER)),
+        nodes=tuple(replace(node, bus=url(Party("node", node.node))) for node in site.nodes),
+        app=replace(site.app, bus=url(Party("app", site.app.owner))),
     )
 
 
 @contextmanager
-def running_cluster(folder: Path, broker: PrivateRabbitMQ, vhost: str) -> Iterator[Cluster]:
-    """A cluster that is ready, watched all the while; nothing of it is left behind."""
-    cluster = Cluster(folder, broker, vhost)
+def running_cluster(
+    folder: Path,
+    broker: PrivateRabbitMQ,
+    vhost: str,
+    settings: ArbiterSettings = SETTINGS,
+    ports: Mapping[Party, int] | None = None,
+) -> Iterator[Cluster]:
+    """A cluster that is ready, watched all the while; nothing of it is left behind.
+
+    Parties in `ports` reach the broker by way of that port of this host.
+    """
+    cluster = Cluster(folder, broker, vhost, settings, ports)
     with ExitStack() as stack:
         stack.callback(cluster.end)
         for daemon in cluster.daemons:

@@ -134,6 +134,10 @@ class PrivateRabbitMQ:
         self._process.kill()
         self._process.wait()
 
+    def forget(self) -> None:
+        """Delete its data, queues and all; it must not be running."""
+        shutil.rmtree(self.folder / "data")
+
     def freeze(self) -> None:
         """SIGSTOP: connections stay open and nothing answers."""
         assert self._process is not None

@@ -7,18 +7,21 @@ change hands.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from launch.faults import Fault
 from protocol.bus import Outgoing
@@ -26,13 +29,14 @@ from protocol.bus.amqp import AmqpBus
 from protocol.codec import encode
 from protocol.messages import ARBITER, NodeId, NodePlan, Party
 from tests.support import rabbitmq
-from tests.support.cluster import LEASE_S, PARTIES, Cluster, running_cluster, until
+from tests.support.cluster import LEASE_S, PARTIES, SETTINGS, Cluster, running_cluster, until
 from tests.support.gpu_watch import GpuWatch
+from tests.support.proxy import Proxy
 
 broker_test = pytest.mark.broker
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(180)]
 
-VHOSTS = [f"s{number}" for number in range(8)]
+VHOSTS = [f"s{number}" for number in range(16)]  # one for each test, as a broker keeps what a site left there
 _vhosts = itertools.cycle(VHOSTS)
 #: Of each app, 40 ms each; enough to outlast an outage.
 STEPS = 160
@@ -159,6 +163,167 @@ def test_training_outlives_the_broker(cluster: Cluster) -> None:
     finally:  # other tests need it, too
         cluster.broker.start()
     finish_without_a_scratch(cluster)
+
+
+@broker_test
+def test_training_outlives_an_arbiter_that_stands_still(cluster: Cluster) -> None:
+    fill(cluster, steps=400)
+    cluster.arbiter.signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    until(lambda: time.monotonic() > stopped + 2 * LEASE_S, "all leases are over")
+    cluster.wait_progress(10)
+    cluster.arbiter.signal(signal.SIGCONT)
+    contest(cluster)
+    finish_without_a_scratch(cluster)
+
+
+@broker_test
+def test_training_outlives_a_broker_that_stands_still(cluster: Cluster) -> None:
+    fill(cluster, steps=500)
+    cluster.broker.freeze()
+    try:
+        stopped = time.monotonic()
+        until(lambda: time.monotonic() > stopped + 2 * LEASE_S, "all leases are over and connections given up")
+        cluster.wait_progress(10)
+    finally:
+        cluster.broker.thaw()
+    contest(cluster)
+    finish_without_a_scratch(cluster)
+
+
+@broker_test
+def test_training_outlives_the_loss_of_all_that_the_broker_knew(cluster: Cluster) -> None:
+    fill(cluster, steps=500)
+    cluster.broker.kill()
+    try:
+        cluster.broker.forget()
+        cluster.wait_progress(30)
+    finally:
+        cluster.broker.start()
+    contest(cluster)
+    finish_without_a_scratch(cluster)
+
+
+@broker_test
+def test_training_outlives_full_disks_of_arbiter_and_app_agent(
+    tmp_path: Path, broker: rabbitmq.PrivateRabbitMQ
+) -> None:
+    """Each ends with a sentence, as one that cannot write must not decide, and goes on where it was."""
+    disks = [tmp_path / name for name in ("arbiter", "app")]
+    with ExitStack() as stack:
+        for disk in disks:
+            stack.enter_context(small_disk(disk))
+        cluster = stack.enter_context(running_cluster(tmp_path, broker, next(_vhosts)))
+        fill(cluster, steps=500)
+        ballast = [fill_up(disk) for disk in disks]
+        daemons = (cluster.arbiter, cluster.app_agent)
+        until(lambda: all(daemon.ended() for daemon in daemons), "both have ended")
+        cluster.wait_progress(10)
+        for daemon, file in zip(daemons, ballast, strict=True):
+            words = daemon.log.read_text()
+            assert "check the disk's space" in words
+            assert "Traceback" not in words
+            file.unlink()
+            daemon.start()
+        until(cluster.answers, "the app agent listens again")
+        contest(cluster)
+        finish_without_a_scratch(cluster)
+
+
+@broker_test
+def test_what_a_node_made_whose_link_was_cut_for_good_is_made_again_and_counted(
+    tmp_path: Path, broker: rabbitmq.PrivateRabbitMQ
+) -> None:
+    """Its task goes on there until the link is back, and its successor elsewhere knows nothing of that."""
+    settings = replace(SETTINGS, node_timeout_s=5.0)
+    with ExitStack() as stack:
+        link = stack.enter_context(cuttable_link(broker.port))
+        ports = {Party("node", "n1"): link.port}
+        cluster = stack.enter_context(running_cluster(tmp_path, broker, next(_vhosts), settings, ports))
+        app = cluster.submit(400)
+        cluster.wait_training(processes=1)
+        if not pids_on(cluster, "n1"):
+            pytest.skip("the job did not come to the node whose link can be cut")
+        (alone,) = pids_on(cluster, "n1")
+        link.cut()
+        until(lambda: pids_on(cluster, "n2"), "its successor is started on the other node")
+        cluster.wait_progress(20)
+        link.mend()
+        until(lambda: alone not in pids_on(cluster, "n1"), "the old one is told to go")
+        (over,) = cluster.wait_finished()
+        told = cluster.told(app)
+        made_alone = 1 + max(step for pid, step in told if pid == alone)
+        restored = min(step for pid, step in told if pid != alone)
+        # Whatever it made after its last report to anybody nobody can know.
+        assert made_alone - restored - UNTOLD_STEPS_MAX <= over["steps_lost"] <= made_alone - restored
+        assert cluster.watch.conflicts == []
+
+
+#: Mini-batches of 40 ms that a task may make between its last report and its end.
+UNTOLD_STEPS_MAX = 100
+
+
+class CuttableLink:
+    """A port that leads to the broker, or nowhere while the link is cut."""
+
+    def __init__(self, target_port: int) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._proxy = Proxy(target_port)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
+        self._thread.start()
+        self._do(self._proxy.start())
+
+    @property
+    def port(self) -> int:
+        return self._proxy.port
+
+    def cut(self) -> None:
+        self._loop.call_soon_threadsafe(self._proxy.stall)
+
+    def mend(self) -> None:
+        """Begin anew: what was on the way is lost."""
+        self._loop.call_soon_threadsafe(self._proxy.cut)
+        self._loop.call_soon_threadsafe(self._proxy.flow)
+
+    def close(self) -> None:
+        self._do(self._proxy.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _do(self, what: Coroutine[None, None, None]) -> None:
+        asyncio.run_coroutine_threadsafe(what, self._loop).result(10.0)
+
+
+@contextmanager
+def cuttable_link(target_port: int) -> Iterator[CuttableLink]:
+    link = CuttableLink(target_port)
+    try:
+        yield link
+    finally:
+        link.close()
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of its own, of a few MB, in this folder."""
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m,mode=700", "tmpfs", folder], check=False)
+    if made.returncode:
+        pytest.skip("only root can mount a small file system")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def fill_up(folder: Path) -> Path:
+    """Write a file that leaves no room in this file system."""
+    ballast = folder / "ballast"
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return ballast
 
 
 @broker_test

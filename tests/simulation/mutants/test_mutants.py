@@ -41,10 +41,10 @@ FOUND_AT: dict[str, tuple[str, int]] = {
     "the_end_of_an_app_is_never_acknowledged": ("themis", 0),
     "the_gpus_of_a_silent_node_are_free": ("themis", 18),
     "the_journal_is_written_after_handling": ("themis", 0),
-    "the_next_attempt_does_not_wait_for_the_last": ("fifo", 18),
+    "the_next_attempt_does_not_wait_for_the_last": ("fifo", 53),
     "turns_never_end": ("themis", 10),
     "two_are_packed_whose_memory_exceeds_the_gpu": ("themis", 10),
-    "what_an_app_gives_back_is_not_taken": ("themis", 6),
+    "what_an_app_gives_back_is_not_taken": ("themis", 3),
     "who_starts_does_not_wait_until_the_gpu_is_free": ("themis", 3),
     "who_was_lost_by_the_driver_counts_as_refused": ("themis", 32),
 }
