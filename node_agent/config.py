@@ -48,7 +48,7 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     devices
         Patterns of device files that tasks may open besides their GPUs'; only ``systemd-scope`` closes the others.
     quarantine
-        Whether a GPU on which jobs of different apps fail gets no new work until a job finishes there or its id is
+        Whether a GPU on which jobs fail that go on elsewhere gets no new work until a job finishes there or its id is
         written into the file ``unquarantine`` in `state_dir`.
     strangers
         What becomes of processes that use a GPU under no lease: ``exclude`` leaves the GPU to them, ``warn`` uses it
