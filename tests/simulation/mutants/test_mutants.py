@@ -32,7 +32,7 @@ FOUND_AT: dict[str, tuple[str, int]] = {
     "an_app_says_its_wish_only_once": ("themis", 0),
     "an_attempt_keeps_its_number": ("themis", 3),
     "host_memory_for_parked_workers_has_no_end": ("themis", 6),
-    "jobs_of_an_app_that_is_over_lie_parked": ("", 45),
+    "jobs_of_an_app_that_is_over_lie_parked": ("", 607),
     "what_an_app_has_lost_is_not_its_tenants": ("themis", 3),
     "leases_never_end": ("themis", 3),
     "parked_jobs_wish_for_the_same_gpus": ("themis", 46),
