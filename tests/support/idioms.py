@@ -113,7 +113,7 @@ def title(name: str) -> str:
 
 def constant(name: str, wanted: str) -> int:
     """The number that the script calls by this name; 1 if it calls none so."""
-    found = re.search(rf"^{wanted} = (\d+)$", (FOLDER / f"{name}.py").read_text(), re.MULTILINE)
+    found = re.search(rf"^{wanted} = (\d+)\b", (FOLDER / f"{name}.py").read_text(), re.MULTILINE)
     return int(found[1]) if found else 1
 
 
