@@ -26,6 +26,7 @@ from arbiter.core.turn import (
     PolicyFailed,
     Resign,
     RoundRecord,
+    failure_of,
     policy_of,
 )
 from arbiter.core.whatif import WhatIf
@@ -97,7 +98,12 @@ async def run_arbiter(
                     _perform(effect, ledger)
 
         async def try_out(sender: Party, query: Query, inquiry: WhatIf) -> Sequence[Send]:
-            found = await asyncio.to_thread(inquiry.binding)
+            try:
+                found = await asyncio.to_thread(inquiry.binding)
+            except Exception as error:  # noqa: BLE001 - a policy's, on a copy: it costs this part of the answer
+                failure = failure_of(arbiter.state.settings.policy, "explain", error)
+                _log.error("policy.failed", app=query.target, what=failure.sentence, trace=failure.trace)
+                found = None
             return desk.ask(sender, query, shell.now(), found=(found, inquiry.estimate))
 
         def answer(sender: Party, message: AnyMessage) -> Sequence[Send] | Coroutine[None, None, Sequence[Send]] | None:

@@ -61,11 +61,14 @@ class Desk:
     def inquiry(self, query: Query, now: float, enough: Callable[[], bool]) -> WhatIf | None:
         """Return what has to be tried out before a question can be answered; None if nothing has.
 
-        It takes as long as a few rounds, and ends once `enough` says so. Where there are very many apps it is left out.
+        It takes as long as a few rounds, and ends once `enough` says so. Where there are very many apps it is left out,
+        and while a round is being decided, which will say.
         """
         state = self._arbiter.state
         app = state.apps.get(AppId(query.target)) if query.kind == "explain" else None
         if app is None or not app.active or not app.demand_max or len(state.apps) > TRIED_APPS_MAX:
+            return None
+        if isinstance(state.phase, Deciding):
             return None
         held = [gpu for gpu in state.gpus.values() if isinstance(gpu.state, Leased) and gpu.state.lease.app == app.id]
         waits = len(held) < app.gang and not self._won(app)

@@ -37,7 +37,7 @@ class Contact:
     said, left
         Called with each line of a rank, and when its connection is gone.
     belongs
-        Says whether the process of that number is one of the task's.
+        Says whether the process of that number is one of the task's; None: it is gone, so that nobody can tell.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Contact:
         task: TaskId,
         said: Callable[[FromWorker, int], None],
         left: Callable[[int], None],
-        belongs: Callable[[int], bool],
+        belongs: Callable[[int], bool | None],
     ) -> None:
         self.task = task
         self._belongs = belongs
@@ -90,8 +90,11 @@ class Contact:
 
     def arrived(self, connection: _Connection, pid: int, uid: int) -> str:
         """Return why a new connection of that process may not stay until its hello; empty if it may."""
-        if uid != os.getuid() or not self._belongs(pid):
+        belongs = self._belongs(pid) if uid == os.getuid() else False
+        if belongs is False:
             return f"process {pid} is none of this task's"
+        if belongs is None and self._ranks:  # the last words of a short life are heard, where they can cut off nobody
+            return f"process {pid} is gone, and others of the task are connected"
         if len(self._strangers) >= STRANGERS_MAX:
             return "too many connections have not said hello"
         self._strangers.add(connection)

@@ -415,10 +415,15 @@ class Workers:
             self._note_trained(worker, rank)
         self._post(WorkerSaid(task, message, rank))
 
-    def _is_of(self, task: TaskId, pid: int) -> bool:
-        """Whether a process is one of a task's, at any depth below its shim: a rank of torchrun's, a fork's fork."""
+    def _is_of(self, task: TaskId, pid: int) -> bool | None:
+        """Whether a process is one of a task's, at any depth below its shim: a rank of torchrun's, a fork's fork.
+
+        None if it is gone: a program that is over at once may have been reaped before what it said is read.
+        """
         root = self._workers[task].root if task in self._workers else None
-        return root is not None and procfs.root_of(pid, (root,)) is not None
+        if root is not None and procfs.root_of(pid, (root,)) is not None:
+            return True
+        return None if procfs.stat(pid) is None else False
 
     def _socket_path(self, task: TaskId) -> Path:
         return self._sockets / f"{blake2s(task.encode(), digest_size=8).hexdigest()}.sock"

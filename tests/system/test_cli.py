@@ -157,7 +157,6 @@ def test_a_program_that_is_on_no_node_either_fails_with_the_mend(cli: Cli) -> No
         (("submit", "--trial", "1", "--trial", "2", "--", "true"), "2 trials but no metric"),
         (("submit", "-g", "0", "--", "true"), "--gpus is '0', which is no number of GPUs"),
         (("submit", "-g", "4,2", "--", "true"), "sizes are 4,2; list each number of GPUs once, the smallest first"),
-        (("submit", "--priority", "1", "--", "true"), "priority is 1, and apps here have at most 0"),
         (
             ("submit", "--preempt-by", "magic", "--", "true"),
             "preempt_by is 'magic', which is none of 'auto'",
@@ -170,6 +169,12 @@ def test_a_wrong_submission_is_one_sentence_and_code_2(cli: Cli, words: tuple[st
     done = cli(*words)
     assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
     assert sentence in done.stderr.splitlines()[0]
+
+
+def test_a_priority_that_the_site_does_not_allow_is_refused_with_code_4(cli: Cli) -> None:
+    done = cli("submit", "--priority", "1", "--", "true")
+    assert (done.returncode, done.stdout) == (exit_codes.REFUSED, "")
+    assert "priority is 1, and this site allows at most 0" in done.stderr
 
 
 def test_a_spec_file_that_asks_for_a_job_on_several_nodes_is_refused(lonely: Cli, tmp_path: Path) -> None:

@@ -25,8 +25,12 @@ class Site:
         self.left: list[int] = []
         self.ranks: list[Rank] = []
         self.own = {os.getpid()}
+        self.gone: set[int] = set()
         self.contact = Contact(
-            TASK, lambda message, rank: self.said.append((rank, message)), self.left.append, self.own.__contains__
+            TASK,
+            lambda message, rank: self.said.append((rank, message)),
+            self.left.append,
+            lambda pid: None if pid in self.gone else pid in self.own,
         )
 
     async def connect(self, rank: int, world: int) -> Rank:
@@ -129,6 +133,22 @@ async def test_a_process_of_another_task_is_refused_and_cuts_nobody_off(site: Si
     site.contact.order(Order("tell", 1, 1))
     assert await worker.order() == Order("tell", 1, 1)
     assert (len(site.said), site.left) == (1, [])
+
+
+async def test_the_last_words_of_a_process_that_is_gone_are_heard_unless_they_could_cut_somebody_off(
+    site: Site,
+) -> None:
+    """What a program of milliseconds said was refused, once its supervisor had reaped it: its metrics were lost."""
+    site.gone.add(os.getpid())
+    await site.connect(0, 1)
+    await site.heard(1)
+    site.gone.clear()
+    worker = await site.connect(0, 1)
+    await site.heard(2)
+    site.gone.add(os.getpid())
+    assert await (await site.connect(0, 1)).order() is None
+    site.contact.order(Order("tell", 1, 1))
+    assert await worker.order() == Order("tell", 1, 1)
 
 
 async def test_a_program_that_is_followed_by_several_may_be_so(site: Site) -> None:
