@@ -67,8 +67,10 @@ def _asking_now(turn: Turn, app: App) -> AppView:
     view = asking(app)
     least = min((len(job.gpus) for job in app.jobs if job.gpus), default=0) if app.only is not None else 0
     if least > app.gang:
-        sizes = app.sizes or range(app.gang, view.demand_max + 1, app.gang)
-        view = replace(view, sizes=tuple(size for size in sizes if size >= least))
+        most = min(view.demand_max, max(least, turn.index.census()[0]))  # an app may ask for more than there is
+        most -= most % app.gang
+        sizes = app.sizes or range(least - least % app.gang, most + 1, app.gang)
+        view = replace(view, demand_max=most, sizes=tuple(size for size in sizes if least <= size <= most))
     return replace(view, left_gpu_s=left_gpu_s, left_at=turn.now)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from math import inf
 
 import msgspec
@@ -35,6 +36,8 @@ TRIES_MAX, AUCTIONS_MAX = 80, 12
 CLAIMS, SPREAD = (1.0, 0.1, 0.3, 0.1, 0.3), 3.0
 #: Other apps that are tried one by one, those that hold most first; where each try is an auction, fewer.
 SINGLES_MAX, SINGLE_AUCTIONS_MAX = 16, 4
+#: Of a bid that is made here.
+ROWS_MAX = 64
 #: What an app is taken to have left of which nothing is known: an hour of one GPU, as its app agent takes it.
 UNKNOWN_GPU_S = 3600.0
 
@@ -286,5 +289,6 @@ def _bid(turn: Turn, view: View, app: AppView, claim: float) -> Bid:
     level = app.level_max if app.spans or len(app.jobs) > 1 else min(app.level_max, "machine", key=LEVELS.index)
     kept = len(app.kept)
     counts = app.sizes or range(app.gang, app.demand_max + 1, app.gang)
-    rows = tuple(BidRow(count, level, claim * _rho(turn, view, app, count)) for count in counts if count > kept)
-    return Bid(app.app, RoundId(view.round), claim * _rho(turn, view, app, kept), rows[:64], app.only)
+    more = islice((count for count in counts if count > kept), ROWS_MAX)
+    rows = tuple(BidRow(count, level, claim * _rho(turn, view, app, count)) for count in more)
+    return Bid(app.app, RoundId(view.round), claim * _rho(turn, view, app, kept), rows, app.only)

@@ -7,8 +7,12 @@ quick form runs with the other tests; ``make forged`` runs 160 seeds of each com
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 
 import msgspec
@@ -56,6 +60,8 @@ SHARINGS: tuple[Sharing, ...] = ("exclusive", "timeslice", "pack")
 NODES, GPUS, OWNERS = ("n1", "n2", "n3"), 4, ("ana", "bob", "mallory")
 #: Of CPU time, for one event; a round of this size takes some milliseconds.
 HANDLED_S_MAX = 1.0
+#: Beyond what a process has when it begins; a siege takes some ten megabytes.
+MEMORY_BYTES_MAX = 2 * 2**30
 EVENTS = 80
 QUICK_SEEDS = 2
 
@@ -259,8 +265,31 @@ def test_no_report_ends_the_arbiter_or_keeps_it_busy(policy: str, sharing: Shari
         assert besiege(policy, sharing, seed) < HANDLED_S_MAX, f"seed {seed}"
 
 
+@contextmanager
+def bounded_memory(more_bytes: int) -> Iterator[None]:
+    """Within it, whoever takes so much more memory gets a MemoryError, and not the whole machine's."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + more_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_an_app_that_asks_for_more_gpus_than_there_are_takes_no_memory_for_them() -> None:
+    """Under `oasis` each number of GPUs up to what a parked app claimed to use was written down: 2^53 of them."""
+    with bounded_memory(MEMORY_BYTES_MAX):
+        besiege("oasis", "exclusive", 72)
+
+
 def main(seeds: int, first: int = 0) -> int:
     """Run so many seeds of every combination; say which failed."""
+    with bounded_memory(MEMORY_BYTES_MAX):
+        return _run_all(seeds, first)
+
+
+def _run_all(seeds: int, first: int) -> int:
     failed, slowest = 0, 0.0
     for policy in sorted(POLICIES):
         for sharing in SHARINGS:
