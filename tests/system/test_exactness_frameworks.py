@@ -48,8 +48,16 @@ FRAMEWORKS = {
     "DDP": ((*TORCHRUN, str(EXAMPLES / "ddp.py")), 2, ("torch",)),
     "FSDP2": ((*TORCHRUN, str(EXAMPLES / "fsdp.py")), 2, ("torch",)),
 }
+#: Those that are also suspended in every run of the tests; the idioms of `make idioms` have the others, too.
+QUICK = ("plain PyTorch", "Hugging Face", "DDP")
+
+
+def marks_of(framework: str) -> list[pytest.MarkDecorator]:
+    return [needs(*FRAMEWORKS[framework][2]), *(() if framework in QUICK else (pytest.mark.full,))]
+
+
 every_framework = pytest.mark.parametrize(
-    "framework", [pytest.param(name, marks=needs(*modules), id=name) for name, (_, _, modules) in FRAMEWORKS.items()]
+    "framework", [pytest.param(name, marks=marks_of(name), id=name) for name in FRAMEWORKS]
 )
 
 #: What a framework is left with that was never told of us: the example's callback is replaced by one that does nothing.

@@ -12,7 +12,7 @@ import pytest
 from tests.support import idioms
 
 #: One of each kind: suspended, with two optimizers, with spawned ranks, and one that tells nothing of its steps.
-QUICK = ("plain", "gan", "ddp_spawn", "manual_update")
+QUICK = ("plain", "ddp_spawn", "manual_update")
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]
 

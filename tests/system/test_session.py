@@ -583,7 +583,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lis
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("start", "kind"), [(torchrun, "ddp"), (torchrun, "views"), (torchrun, "fsdp"), (spawning, "ddp")]
+    ("start", "kind"),
+    [
+        (torchrun, "ddp"),
+        (spawning, "ddp"),
+        *(pytest.param(torchrun, kind, marks=pytest.mark.full) for kind in ("views", "fsdp")),
+    ],
 )
 def test_ranks_stop_at_the_same_step_outlive_the_agent_and_end_with_the_state_of_an_undisturbed_run(
     tmp_path: Path, undisturbed: Callable[[str], list[str]], start: Callable[..., Worker], kind: str

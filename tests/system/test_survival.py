@@ -165,6 +165,7 @@ def test_training_outlives_the_broker(cluster: Cluster) -> None:
     finish_without_a_scratch(cluster)
 
 
+@pytest.mark.full
 @broker_test
 def test_training_outlives_an_arbiter_that_stands_still(cluster: Cluster) -> None:
     fill(cluster, steps=400)
@@ -177,6 +178,7 @@ def test_training_outlives_an_arbiter_that_stands_still(cluster: Cluster) -> Non
     finish_without_a_scratch(cluster)
 
 
+@pytest.mark.full
 @broker_test
 def test_training_outlives_a_broker_that_stands_still(cluster: Cluster) -> None:
     fill(cluster, steps=500)
@@ -191,6 +193,7 @@ def test_training_outlives_a_broker_that_stands_still(cluster: Cluster) -> None:
     finish_without_a_scratch(cluster)
 
 
+@pytest.mark.full
 @broker_test
 def test_training_outlives_the_loss_of_all_that_the_broker_knew(cluster: Cluster) -> None:
     fill(cluster, steps=500)
@@ -204,6 +207,7 @@ def test_training_outlives_the_loss_of_all_that_the_broker_knew(cluster: Cluster
     finish_without_a_scratch(cluster)
 
 
+@pytest.mark.full
 @broker_test
 def test_training_outlives_full_disks_of_arbiter_and_app_agent(
     tmp_path: Path, broker: rabbitmq.PrivateRabbitMQ
