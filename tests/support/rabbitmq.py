@@ -138,6 +138,15 @@ class PrivateRabbitMQ:
         """Delete its data, queues and all; it must not be running."""
         shutil.rmtree(self.folder / "data")
 
+    def control(self, *words: str) -> None:
+        """Have `rabbitmqctl` do something."""
+        command = [str(SERVER.with_name("rabbitmqctl")), "--node", f"test{self.port}@localhost", *words]
+        done = subprocess.run(
+            command, env=self._environment(), capture_output=True, text=True, timeout=60.0, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(f"rabbitmqctl {' '.join(words)}: {done.stdout}{done.stderr}")
+
     def freeze(self) -> None:
         """SIGSTOP: connections stay open and nothing answers."""
         assert self._process is not None

@@ -209,6 +209,32 @@ def test_training_outlives_the_loss_of_all_that_the_broker_knew(cluster: Cluster
 
 @pytest.mark.full
 @broker_test
+def test_training_outlives_a_broker_that_takes_nothing_for_lack_of_memory(cluster: Cluster) -> None:
+    fill(cluster, steps=500)
+    cluster.broker.control("set_vm_memory_high_watermark", "absolute", "1MB")
+    try:
+        blocked = time.monotonic()
+        until(lambda: time.monotonic() > blocked + 2 * LEASE_S, "all leases are over")
+        cluster.wait_progress(10)
+    finally:
+        cluster.broker.control("set_vm_memory_high_watermark", "absolute", "1GB")
+    contest(cluster)
+    finish_without_a_scratch(cluster)
+
+
+@pytest.mark.full
+@broker_test
+def test_training_outlives_connections_that_are_closed_again_and_again(cluster: Cluster) -> None:
+    fill(cluster, steps=500)
+    contest(cluster)
+    for _ in range(5):
+        cluster.broker.control("close_all_connections", "the test closes it")
+        cluster.wait_progress(10)
+    finish_without_a_scratch(cluster)
+
+
+@pytest.mark.full
+@broker_test
 def test_training_outlives_full_disks_of_arbiter_and_app_agent(
     tmp_path: Path, broker: rabbitmq.PrivateRabbitMQ
 ) -> None:
