@@ -51,8 +51,8 @@ from tests.support.auctions import app_of, bid_of, gpus_of, view_of
 
 BEAT_S = 0.1
 SOLVE_S = 2.0
-#: Of the loop, and so of everything that the arbiter hears, answers and restates. A loop that waited for the policy would
-#: stand still for all of `SOLVE_S`; one that shares its core, and the interpreter's lock, with it stands for a part of that.
+#: Of the loop, and so of everything that the arbiter hears, answers and restates. A loop that waited for the policy
+#: would stand still for all of `SOLVE_S`; one that shares a core, and the interpreter's lock, with it for a part.
 PAUSE_S_MAX = SOLVE_S / 2
 #: For what must come: the limit is for a broken build, not for timing.
 PATIENCE_S = 30.0
