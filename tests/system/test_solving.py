@@ -83,7 +83,8 @@ class Played:
 class Heard:
     """When plans and answers came, and when the loop was free, by its own clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, solves: Callable[[], bool] = lambda: False) -> None:
+        self._solves = solves
         self.free: list[float] = []
         self.plans: list[float] = []
         self.answers: list[tuple[float, float]] = []  #: when asked, and when answered
@@ -102,14 +103,15 @@ class Heard:
             self.granted.set()
 
     def query(self) -> Query:
-        query = Query(f"q{len(self._asked)}", "explain", "o1-1")
+        # While nothing is being solved, `explain` would have the policy try out what binds the app.
+        query = Query(f"q{len(self._asked)}", "explain" if self._solves() else "apps", "o1-1")
         self._asked[query.query_id] = time.monotonic()
         return query
 
     def answer(self, message: AnyMessage) -> None:
         if isinstance(message, Answer) and not message.error:
             self.answers.append((self._asked[message.query_id], time.monotonic()))
-            self.said.append(msgspec.json.decode(message.document)["waiting_for"])
+            self.said.append(msgspec.json.decode(message.document).get("waiting_for", ""))
 
 
 def node(number: int, heard: Heard) -> Played:
@@ -232,7 +234,8 @@ def _rows(gang: int, index: int) -> list[tuple[int, Level, float]]:
 async def test_a_policy_that_decides_for_seconds_delays_nothing_but_its_round(
     work: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard, solve = Heard(), Solve(work)
+    solve = Solve(work)
+    heard = Heard(solve.begun.is_set)
     monkeypatch.setitem(POLICIES, "slow", solve.policy)
     async with site(tmp_path, heard):
         await heard.granted.wait()
@@ -277,7 +280,7 @@ async def test_an_error_of_a_policy_costs_its_rounds_and_not_the_arbiter(
         raise ZeroDivisionError("a bug of ours")
 
     monkeypatch.setitem(POLICIES, "slow", Solve(fail).policy)
-    heard = Heard()
+    heard = Heard(lambda: True)
     async with asyncio.timeout(PATIENCE_S), site(tmp_path, heard, replace(SETTINGS, round_pause_s=0.2)):
         while len(heard.plans) < 100 or len(heard.answers) < 10:  # noqa: ASYNC110 - callbacks only
             await asyncio.sleep(0.02)
