@@ -292,7 +292,8 @@ class Checks:
             had = _gpu_time(told)
             _add(tenants[self._accounts[app].tenant if account is None else account.tenant], had)
             _agree(f"{app} and its leases", {key: had[key] for key in ("had", "draining")}, leases[app], app)
-            if app in self._accounts and account is not None:
+            # What a lost node had of it counts again when the node is back, until that is proven and recorded anew.
+            if app in self._accounts and account is not None and not account.allocated.rate:
                 _agree(f"{app} and its record", had, _gpu_time(self._accounts[app]), app)
         for tenant in history.tenants:
             _agree(f"{tenant} and its apps", _gpu_time(history.of_tenant(tenant, now)), tenants[tenant], tenant)
