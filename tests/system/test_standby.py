@@ -83,6 +83,7 @@ def test_a_second_arbiter_with_a_journal_of_its_own_ends_with_a_sentence_and_the
     finish_as_begun(cluster, workers)
 
 
+@pytest.mark.full
 def test_an_arbiter_that_adopts_the_site_after_a_loss_disturbs_nothing_that_trains(cluster: Cluster) -> None:
     workers = fill(cluster)
     cluster.arbiter.kill()

@@ -106,6 +106,7 @@ def test_training_outlives_the_arbiter(cluster: Cluster) -> None:
 ROUND_WITHIN_S = 30.0
 
 
+@pytest.mark.full
 @broker_test
 def test_a_round_follows_soon_after_arbiter_and_a_workers_supervisor_were_killed_together(cluster: Cluster) -> None:
     fill(cluster, steps=300)
@@ -231,7 +232,7 @@ def test_training_outlives_a_broker_that_takes_nothing_for_lack_of_memory(cluste
 def test_training_outlives_connections_that_are_closed_again_and_again(cluster: Cluster) -> None:
     fill(cluster, steps=500)
     contest(cluster)
-    for _ in range(5):
+    for _ in range(3):
         cluster.broker.control("close_all_connections", "the test closes it")
         made = steps_made(cluster)
         until(lambda made=made: steps_made(cluster) >= made + 20, "somebody trains on")
