@@ -189,6 +189,7 @@ def figures_of(case: Case) -> Figures:
         policy_settings=case.mode.settings,
         lease_s=case.lease_s,
         gather_leases=ArbiterSettings().gather_leases if case.mode.policy == ASTRAEA.policy else 0.0,
+        preemption_budget=1.0,  # as published
         tenants=terms(),
     )
     workload, cluster = workload_of(case), parse_cluster(case.cluster)
@@ -392,7 +393,11 @@ def wide_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
     for policy in plan.wide_policies:
         for gather in (ArbiterSettings().gather_leases, 0.0):
             settings = ArbiterSettings(
-                policy=policy, policy_settings=Settings(reasons_max=0), lease_s=LEASE_S, gather_leases=gather
+                policy=policy,
+                policy_settings=Settings(reasons_max=0),
+                lease_s=LEASE_S,
+                gather_leases=gather,
+                preemption_budget=1.0,
             )
             found = Simulation(workload, parse_cluster(WIDE_CLUSTER), quiet(settings), DEFAULT, built_in()).run()
             wide = next(app for app in found.apps if app.app == "wide")

@@ -176,9 +176,11 @@ def simulate(
 ) -> Run:
     """Return the run of `workload`, in which what `changes` names for an app is done to all that this app says.
 
-    Leases are not gathered for wide gangs, unless `knobs` say so: that is ours, and what is compared is as published.
+    Leases are not gathered for wide gangs, and who is still starting may be preempted, unless `knobs` say otherwise:
+    those are ours, and what is compared is as published.
     """
-    settings = settings_of(Experiment("", "", policy=policy, seed=seed, knobs=(("gather_leases", "0"), *knobs)))
+    published = (("gather_leases", "0"), ("preemption_budget", "1"))
+    settings = settings_of(Experiment("", "", policy=policy, seed=seed, knobs=(*published, *knobs)))
     return _Distorting(workload, cluster, quiet(settings), changes).run()
 
 

@@ -203,6 +203,7 @@ def _run(case: Case) -> Figures:
         policy_settings=Settings(reasons_max=0),
         round_pause_s=5.0,
         gather_leases=0.0,  # as published
+        preemption_budget=1.0,
     )
     workload, cluster = workload_of(case), parse_cluster(case.cluster)
     window_s = case.hours * 3600.0 / case.load

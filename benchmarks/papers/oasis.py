@@ -398,7 +398,9 @@ def live_workload(apps: int, seed: int) -> Workload:
 def live_total(workload: Workload, policy: str) -> tuple[float, int]:
     """Return the total utility, and how many apps ended, under a policy of the arbiter."""
     knobs = Settings(oasis_slot_s=LIVE_SLOT_S, oasis_slots=96)
-    settings = ArbiterSettings(policy=policy, policy_settings=knobs, lease_s=LIVE_SLOT_S, gather_leases=0.0)
+    settings = ArbiterSettings(
+        policy=policy, policy_settings=knobs, lease_s=LIVE_SLOT_S, gather_leases=0.0, preemption_budget=1.0
+    )
     result = Simulation(workload, parse_cluster("4x8"), quiet(settings), DEFAULT, crude()).run()
     plans = {plan.id: plan for plan in workload.apps}
     value, ended = 0.0, 0
