@@ -113,7 +113,7 @@ def run(reports: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Print the figures; 1 if somebody waited too long."""
+    """Print the figures; 1 if an answer took too long."""
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--json", action="store_true")
     arguments.add_argument("--reports", type=int, default=20_000)

@@ -506,10 +506,10 @@ class State(Struct):
     policy_failures: int = 0  #: how often a policy has raised an exception
     solver_ready: bool = True  #: policies that hold auctions can be asked
     site: SiteId = ""  #: which site this is (see `site`); empty: sites are not told apart
-    alone: bool = False  #: nobody else can be on the bus
+    alone: bool = False  #: no other party can be on the bus
     adopting: bool = False  #: the first site that is heard becomes this one
-    heard_own: bool = False  #: somebody of this site has spoken in this epoch
-    foreign: dict[str, str] = field(default_factory=dict)  #: who has spoken in this epoch for which other site
+    heard_own: bool = False  #: a party of this site has spoken in this epoch
+    foreign: dict[str, str] = field(default_factory=dict)  #: parties of other sites that have spoken in this epoch
     behind: bool = False  #: others have seen more, in this epoch, than the journal knows
     journal_epoch: int = 0  #: of an arbiter that is: the newest epoch in which it gave orders before it learnt so
     listens_until: float | None = None  #: it only listens until then

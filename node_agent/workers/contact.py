@@ -37,7 +37,7 @@ class Contact:
     said, left
         Called with each line of a rank, and when its connection is gone.
     belongs
-        Says whether the process of that number is one of the task's; None: it is gone, so that nobody can tell.
+        Says whether the process of that number is one of the task's; None: it is gone, so that this cannot be told.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Contact:
         belongs = self._belongs(pid) if uid == os.getuid() else False
         if belongs is False:
             return f"process {pid} is none of this task's"
-        if belongs is None and self._ranks:  # the last words of a short life are heard, where they can cut off nobody
+        if belongs is None and self._ranks:  # the last words of a short life are heard, where they can cut off no rank
             return f"process {pid} is gone, and others of the task are connected"
         if len(self._strangers) >= STRANGERS_MAX:
             return "too many connections have not said hello"
