@@ -26,7 +26,7 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@echo "compiling the auction's loops, once (about a minute)"
-	@$(BIN)/python -c 'from arbiter.core.auction.instance import warm_up; warm_up()'
+	@$(BIN)/python -c 'from arbiter.core.policies.themis.auction.instance import warm_up; warm_up()'
 	@touch $@
 
 demo: $(READY) ## two nodes of four simulated GPUs, two tenants, six apps; figures in out/demo/

@@ -36,10 +36,10 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from . import spawned
-from .checkpoints import Root
-from .interpreter import is_helper, is_launcher, watch_exit, watch_launcher, watch_optimizers
-from .training_process import Identity, Save, TrainingProcess, whole_number
+from .training import spawned
+from .training.checkpoints import Root
+from .training.interpreter import is_helper, is_launcher, watch_exit, watch_launcher, watch_optimizers
+from .training.training_process import Identity, Save, TrainingProcess, whole_number
 
 __all__ = [
     "EXIT_REQUEUE",

@@ -9,8 +9,8 @@ from typing import Literal
 
 from msgspec import Struct
 
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.policies import POLICIES
+from arbiter.core.registry import POLICIES
+from arbiter.core.state.model import ArbiterSettings
 from protocol import config
 from protocol.config import ConfigError
 
@@ -31,7 +31,7 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     one; ``begin`` accepts that it begins at nothing.
 
     `adopt_site` says, for one start after the journal was lost, that the site which is first heard becomes this one's:
-    what runs there goes on (`arbiter.core.site`).
+    what runs there goes on (`arbiter.core.members.site`).
     """
 
     state_dir: str = "/var/lib/gpu-arbiter"

@@ -15,7 +15,7 @@ import structlog
 
 from arbiter.config import ArbiterConfig, HistoryMode, check
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event, MissingHistory, SolverReady
-from arbiter.core.turn import (
+from arbiter.core.effects import (
     ActRecord,
     AppRecord,
     Decide,
@@ -27,11 +27,11 @@ from arbiter.core.turn import (
     Resign,
     RoundRecord,
     failure_of,
-    policy_of,
 )
+from arbiter.core.registry import policy_of
 from arbiter.core.whatif import WhatIf
-from arbiter.desk import Desk
 from arbiter.ledger import Ledger, Recorded
+from arbiter.queries import Desk
 from arbiter.solver import Solver
 from protocol.bus import Bus
 from protocol.clock import Anchor, Clock, RecordedClock

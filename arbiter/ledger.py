@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from arbiter.core.model import Claim
-from arbiter.core.turn import ActRecord, AppRecord, Failure, LeaseRecord, PolicyFailed, RoundRecord
+from arbiter.core.effects import ActRecord, AppRecord, Failure, LeaseRecord, PolicyFailed, RoundRecord
+from arbiter.core.state.model import Claim
 from protocol.journal import JournalError
 from protocol.messages import AppId
 from protocol.private import private_file

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 from msgspec.structs import replace
 
-from arbiter.core.auction.compiled import COMPILED
-from arbiter.core.auction.instance import warm_up
-from arbiter.core.decisions import decide, failed
-from arbiter.core.turn import Decide, Decided
+from arbiter.core.effects import Decide, Decided
+from arbiter.core.policies.themis.auction.compiled import COMPILED
+from arbiter.core.policies.themis.auction.instance import warm_up
+from arbiter.core.rounds.decision import decide, failed
 
 _log = structlog.get_logger("solver")
 

@@ -39,8 +39,8 @@ import simulator.world
 from app_agent.core.host import AppHost, Submit
 from app_agent.core.spec import AppSpec
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.model import Settled
-from arbiter.core.turn import Decide, Decided
+from arbiter.core.effects import Decide, Decided
+from arbiter.core.state.model import Settled
 from launch import demo
 from node_agent.core.agent import NodeAgent
 from node_agent.core.events import (

@@ -25,8 +25,8 @@ from msgspec.structs import replace
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from arbiter.config import ArbiterConfig
-from arbiter.core.model import ArbiterSettings
-from launch.site import toml
+from arbiter.core.state.model import ArbiterSettings
+from launch.site.site import toml
 from protocol.bus.amqp import AmqpBus
 from protocol.messages import ARBITER, Answer, Party, Query
 from tests.support.owner_agent import Agent, enrolled, report

@@ -45,9 +45,9 @@ from app_agent.core import host as app_host
 from app_agent.core.host import AppHost
 from app_agent.core.spec import AppSpec
 from arbiter.core.arbiter import Arbiter, Configured, Event
-from arbiter.core.decisions import decide
-from arbiter.core.model import ArbiterSettings, Free, Idle
-from arbiter.core.turn import Decide, LeaseRecord, Note, RoundRecord
+from arbiter.core.effects import Decide, LeaseRecord, Note, RoundRecord
+from arbiter.core.rounds.decision import decide
+from arbiter.core.state.model import ArbiterSettings, Free, Idle
 from arbiter.daemon import SNAPSHOT_EVERY
 from arbiter.ledger import Ledger
 from protocol.bus import Link, NotProvisioned, Outgoing

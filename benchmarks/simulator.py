@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder, in which `simulator` would be this file
 
 from simulator.experiment import Experiment, execute  # noqa: E402
-from simulator.results import summary  # noqa: E402
+from simulator.figures.results import summary  # noqa: E402
 from simulator.workload import Workload, load  # noqa: E402
 
 TRACES = {"fake500": "synthetic-small/astraea_fake_job.csv", "two_weeks": "philly/two_weeks.csv"}

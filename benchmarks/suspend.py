@@ -56,7 +56,7 @@ def make_state(size: int) -> list[Any]:
 def measure_parking(size: int, prepared: bool) -> dict[str, Any]:
     import torch
 
-    from app_agent import parking
+    from app_agent.training import parking
 
     state = make_state(size)
     sums = [float(tensor.double().sum()) for tensor in state]

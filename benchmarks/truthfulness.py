@@ -35,7 +35,7 @@ from msgspec import Struct
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a script, the repository is not on the path
 
-from arbiter.core.auction.instance import Host, warm_up
+from arbiter.core.policies.themis.auction.instance import Host, warm_up
 from benchmarks.truth import tables
 from benchmarks.truth.one_shot import CaseGain, RandomGain, case_gains, random_gains
 from benchmarks.truth.report import Cell, Gate, LeftoverCell, LeftoverLie, Report

@@ -22,12 +22,12 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from app_agent.core.spec import AppSpec
-from arbiter.core.model import ArbiterSettings
+from arbiter.core.state.model import ArbiterSettings
 from launch import log_lines, timeline, training
 from launch.client import Client, open_client
 from launch.faults import Fault, usage
 from launch.live import Display, display
-from launch.site import (
+from launch.site.site import (
     Site,
     Watch,
     as_processes,

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from app_agent.core.spec import AppSpec
-from arbiter.core.pricing.utility import FORMS, parse
+from arbiter.core.policies.oasis.utility import FORMS, parse
 from launch.faults import usage
 from protocol.config import in_words, kind_of
 from protocol.messages import Utility

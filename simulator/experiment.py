@@ -16,16 +16,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from arbiter.config import ArbiterConfig, check
-from arbiter.core.history import TenantTerms
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.policies import POLICIES
-from arbiter.core.policy import Settings
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import Settings
+from arbiter.core.state.gpu_time import TenantTerms
+from arbiter.core.state.model import ArbiterSettings
 from protocol.config import ConfigError, in_words
 from simulator import fluid
 from simulator.cluster import Cluster, ClusterError, parse_cluster
 from simulator.costs import Costs, CostsError, parse_costs
+from simulator.figures.results import Run
 from simulator.profiles import ProfileError, Profiles, built_in, crude, measured
-from simulator.results import Run
 from simulator.workload import Workload, WorkloadError, fitgpp_workload, load, themis_workload
 
 Progress = Callable[[int, int], None]  #: told (jobs that are over, all jobs)

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Literal
 from msgspec import Struct
 
 from app_agent.core.tuning import AppScheduler, Trial, scheduler_for
-from arbiter.core.fairness import TimeMean, ideal_time_s, rho
-from simulator.results import AppRow, JobRow, Run, State
+from arbiter.core.state.fairness import TimeMean, ideal_time_s, rho
+from simulator.figures.results import AppRow, JobRow, Run, State
 from simulator.run import alone_of, budget_of, loss_at, spec_of
 
 if TYPE_CHECKING:

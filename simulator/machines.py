@@ -176,7 +176,7 @@ class Shelf:
     def save(self, training: Training, done_s: float) -> None:
         """Keep a checkpoint, unless a later attempt has saved one, which outranks whatever a revived one still writes.
 
-        Source: `app_agent.checkpoints`: an attempt restores the newest checkpoint of the attempts before it.
+        Source: `app_agent.training.checkpoints`: an attempt restores the newest checkpoint of the attempts before it.
         """
         job, attempt = training.job, training.attempt
         before = self.saved_by.get(job, attempt)

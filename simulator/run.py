@@ -16,17 +16,17 @@ from app_agent.core.model import Done, Dropped, Failed, JobState
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import scheduler_for
 from app_agent.core.tuning.shape import Trial
-from arbiter.core import fairness
-from arbiter.core.fairness import TimeMean
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.turn import AppRecord, LeaseRecord
+from arbiter.core.effects import AppRecord, LeaseRecord
+from arbiter.core.state import fairness
+from arbiter.core.state.fairness import TimeMean
+from arbiter.core.state.model import ArbiterSettings
 from node_agent.core.events import StartWorker
 from protocol.messages import JobId, Level, NodeId, device_of
 from simulator.cluster import Cluster
 from simulator.costs import Costs
+from simulator.figures.results import AppRow, JobRow, Run, State, TenantPoint
 from simulator.machines import CONTEXT_BYTES, JobFacts, Tale
 from simulator.profiles import Profiles, kind_of
-from simulator.results import AppRow, JobRow, Run, State, TenantPoint
 from simulator.workload import AppPlan, JobPlan, Workload
 from simulator.world import QUIET_S, Actor, Living, World, quiet
 

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from simulator import fluid
 from simulator.costs import parse_costs
 from simulator.experiment import UNUSED, Experiment, ExperimentError, execute, given_of, settings_of
-from simulator.results import MIN_DURATION_S, Figures, mean, summary
+from simulator.figures.results import MIN_DURATION_S, Figures, mean, summary
 
 Progress = Callable[[int, int], None]  #: told (runs that are over, all runs)
 

@@ -24,9 +24,9 @@ from app_agent.core.host import Accepted, AppHost, Changed, Declined, Submit
 from app_agent.core.model import Attempting
 from app_agent.core.spec import AppSpec
 from arbiter.core.arbiter import Arbiter, Configured, Event
-from arbiter.core.decisions import decide
-from arbiter.core.model import NEVER, ArbiterSettings
-from arbiter.core.turn import AppRecord, Decide, LeaseRecord, Note, RoundRecord
+from arbiter.core.effects import AppRecord, Decide, LeaseRecord, Note, RoundRecord
+from arbiter.core.rounds.decision import decide
+from arbiter.core.state.model import NEVER, ArbiterSettings
 from node_agent.core.agent import NodeAgent
 from node_agent.core.events import LocalEvent, StartWorker
 from protocol.codec import decode, encode

@@ -69,7 +69,7 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
         On a shared GPU, its jobs are never suspended for one of lower priority.
     kind
         ``trial`` for trial and error, whose owner waits for its first steps: it may start at the cost of one of class
-        ``batch``, for a while (`arbiter.core.trials`).
+        ``batch``, for a while (`arbiter.core.layers.interactive`).
     cpus, host_bytes
         CPU cores and bytes of host memory that each job needs on its node; 0: it asks for none.
     weight

@@ -18,22 +18,15 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter.core import acts, apps, bookings, leases, model, nodes, plans, rounds, sharing, site
-from arbiter.core.history import Flow
-from arbiter.core.model import ArbiterSettings, Bidding, Chapter, Deciding, Draining, Free, Leased, State
-from arbiter.core.turn import (
-    ActRecord,
-    AppRecord,
-    Decide,
-    Decided,
-    Effect,
-    Index,
-    LeaseRecord,
-    Note,
-    RoundRecord,
-    Turn,
-    apps_on,
-)
+from arbiter.core.effects import ActRecord, AppRecord, Decide, Decided, Effect, LeaseRecord, Note, RoundRecord
+from arbiter.core.leases import leases, plans
+from arbiter.core.members import apps, nodes, owner_acts, sales, site
+from arbiter.core.rounds import phases, seats
+from arbiter.core.state import model
+from arbiter.core.state.gpu_time import Flow
+from arbiter.core.state.index import Index, apps_on
+from arbiter.core.state.model import ArbiterSettings, Bidding, Chapter, Deciding, Draining, Free, Leased, State
+from arbiter.core.turn import Turn
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     Act,
@@ -80,7 +73,7 @@ class Configured(Struct, frozen=True, tag=True):
     """Event: these settings hold from now on. Journaled, so that a replay decides as it was decided then.
 
     `site` is the journal's; `adopt` says that the first site which is heard is to take its place, `alone` that nobody
-    else can be on the bus. See `arbiter.core.site`. Unless the solver is `ready`, `SolverReady` follows.
+    else can be on the bus. See `arbiter.core.members.site`. Unless the solver is `ready`, `SolverReady` follows.
     """
 
     settings: ArbiterSettings
@@ -178,32 +171,32 @@ class Arbiter:
     def _go_on(self, turn: Turn, *, ticks: bool) -> None:
         """Do what the time, and what has just been heard, demand."""
         nodes.lose_silent(turn)
-        if rounds.awaits_solver(self.state) and self._index.next_end <= turn.now + self.state.settings.renewal_lead_s:
+        if phases.awaits_solver(self.state) and self._index.next_end <= turn.now + self.state.settings.renewal_lead_s:
             leases.extend(turn)  # it is we who cannot renew it
         leases.keep(turn)
         leases.expire(turn)
         if ticks and self._beat_is_due(turn.now):
             apps.leave_out_silent(turn)
             site.check(turn)
-        bookings.renew(turn)
+        sales.renew(turn)
         apps.admit_waiting(turn)
-        rounds.advance(turn, may_start=ticks)
+        phases.advance(turn, may_start=ticks)
 
     def deadline(self) -> float | None:
         """Return when the next `Tick` is wanted: a phase ends, a lease ends, a node is overdue, or the beat is due."""
         state = self.state
         if state.listens_until is not None:
             return state.listens_until
-        candidates = [rounds.deadline(state, self._index), leases.next_expiry(self._index), self._index.overdue_at]
+        candidates = [phases.deadline(state, self._index), leases.next_expiry(self._index), self._index.overdue_at]
         if state.nodes or state.apps:
             candidates.append(state.beat_at + state.settings.beat_s)
-        candidates += [apps.next_admission(state, self._index), bookings.deadline(state, self._index)]
+        candidates += [apps.next_admission(state, self._index), sales.deadline(state, self._index)]
         times = [time for time in candidates if time is not None]
         return min(times) if times else None
 
     def next_round(self) -> float | None:
         """Return when the next round starts, or the phase of the present one ends, if nothing happens before."""
-        return rounds.deadline(self.state, self._index)
+        return phases.deadline(self.state, self._index)
 
     def standing(self) -> tuple[int, int]:
         """Return how many GPUs are leased or drain, and how many active apps hold none."""
@@ -235,7 +228,7 @@ class Arbiter:
                 self.state.solver_ready = event.ready
                 if settings != self.state.settings:
                     before, self.state.settings = self.state.settings, settings
-                    bookings.reprice(turn, before)
+                    sales.reprice(turn, before)
                     self.state.news = True
                     self._index.recount()
                     leases.retenure(turn)
@@ -251,7 +244,7 @@ class Arbiter:
             case Connected(epoch):
                 self._lead(turn, epoch)
             case Decided():
-                rounds.take_decision(turn, event)
+                phases.take_decision(turn, event)
             case Received(sender, message):
                 self._hear(turn, sender, message)
             case _ as never:
@@ -264,7 +257,7 @@ class Arbiter:
         state.epoch = epoch
         state.started_at = turn.now
         state.news = True
-        rounds.abort(turn, "the arbiter started anew")
+        phases.abort(turn, "the arbiter started anew")
         nodes.forgive(turn)
         leases.extend(turn)
         nodes.plan_anew(turn)
@@ -296,13 +289,13 @@ class Arbiter:
                     apps.take_report(turn, sender, message)
             case ProbeReply():
                 if self._may_speak(turn, sender, message):
-                    rounds.take_rho(turn, message)
+                    phases.take_rho(turn, message)
             case Bid():
                 if self._may_speak(turn, sender, message):
-                    rounds.take_bid(turn, message)
+                    phases.take_bid(turn, message)
             case Act():
                 if site.may_speak(turn, sender, message.site):
-                    acts.take(turn, sender, message)
+                    owner_acts.take(turn, sender, message)
             case Query() | LogChunk():
                 pass  # answered by the daemon's desk; changes nothing here
             case _:
@@ -440,7 +433,7 @@ def _validate(state: State, index: Index) -> None:
     for node in state.nodes.values():
         assert plans.plan_of(known, node) == plans.plan_of(anew, node), f"the plan of {node.id} is out of date"
     _validate_history(state, index)
-    shown = [rounds.make_view(turn, sharing.shown(turn), {}) for turn in (known, anew)]
+    shown = [phases.make_view(turn, seats.shown(turn), {}) for turn in (known, anew)]
     assert shown[0] == shown[1], "what a policy is shown is out of date"
     seen = set()
     for gpu_id, gpu in state.gpus.items():

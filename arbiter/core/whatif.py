@@ -22,11 +22,17 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter.core import apps, decisions, fairness, leases, model, rounds, sharing
-from arbiter.core.chance import draw
-from arbiter.core.model import Active, Draining, Free, Idle, Leased, Lost, State, Up
-from arbiter.core.policy import AppView, GpuView, View
-from arbiter.core.turn import Decide, Index, Turn, policy_of
+from arbiter.core.effects import Decide
+from arbiter.core.leases import leases
+from arbiter.core.members import apps
+from arbiter.core.placement.lots import draw
+from arbiter.core.registry import policy_of
+from arbiter.core.rounds import decision, phases, seats
+from arbiter.core.seam import AppView, GpuView, View
+from arbiter.core.state import fairness, model
+from arbiter.core.state.index import Index
+from arbiter.core.state.model import Active, Draining, Free, Idle, Leased, Lost, State, Up
+from arbiter.core.turn import Turn
 from protocol.messages import LEVELS, AppId, Bid, BidRow, GpuId, NodeId, RoundId, device_of
 
 #: Rounds that are tried for one answer, at most; and where each is an auction, which takes up to the solver's budget.
@@ -82,7 +88,7 @@ class WhatIf:
         pause = state.phase.not_before if isinstance(state.phase, Idle) else now
         #: When the next round comes, and whether it comes also if nothing changes.
         self._at = max(now, state.now, pause)
-        self._due = not isinstance(state.phase, Idle) or (rounds.deadline(state, turn.index) or inf) <= self._at
+        self._due = not isinstance(state.phase, Idle) or (phases.deadline(state, turn.index) or inf) <= self._at
         self.estimate = policy_of(settings.policy, settings.policy_settings).probes
         self._left = AUCTIONS_MAX if self.estimate else TRIES_MAX
         self._state = state
@@ -171,8 +177,8 @@ class WhatIf:
         turn = self._copy(self._at)
         _remove(turn, obstacle)
         app = turn.state.apps[self._app]
-        gpus = sharing.shown(turn)
-        view = rounds.make_view(turn, gpus, {})
+        gpus = seats.shown(turn)
+        view = phases.make_view(turn, gpus, {})
         if not any(each.app == app.id and each.want > 0 for each in view.apps):
             return False
         before = {gpu for gpu in turn.index.gpus[app.id] if isinstance(turn.state.gpus[gpu].state, Leased)}
@@ -208,14 +214,14 @@ def _given(turn: Turn, view: View, gpus: Mapping[GpuId, GpuView], app_id: AppId,
         off = {app.app: spread ** (2.0 * draw(view.seed, "claim", app.app) - 1.0) for app in view.apps}
         claims = off | {app_id: claim}
         rhos = {app.app: claims[app.app] * _rho(turn, view, app) for app in view.apps}
-        view = replace(rounds.make_view(turn, gpus, rhos), seed=view.seed)
+        view = replace(phases.make_view(turn, gpus, rhos), seed=view.seed)
         bidders = tuple(turn.policy.bidders(view))
         view = replace(view, offered=bidders)
         bids = {app.app: _bid(turn, view, app, claims[app.app]) for app in view.apps if app.app in bidders}
     asked = Decide(view.round, turn.state.epoch, settings.policy, settings.policy_settings, view, bids)
-    allocation = decisions.decide(asked).allocation
+    allocation = decision.decide(asked).allocation
     here = {gpu: turn.state.gpus[gpu] for gpu in sorted(allocation.assign)}
-    vain = decisions.in_vain(turn, here, allocation.assign)
+    vain = decision.in_vain(turn, here, allocation.assign)
     given = {gpu for gpu, winner in allocation.assign.items() if winner == app_id and gpu not in vain}
     if allocation.unnamed == "holder":
         given |= (turn.index.gpus[app_id] & gpus.keys()) - allocation.assign.keys() - set(allocation.freed)
@@ -272,7 +278,7 @@ def _times(turn: Turn, view: View, app: AppView) -> tuple[float, float, float]:
     left_gpu_s = UNKNOWN_GPU_S if left_gpu_s is None else max(left_gpu_s, 1e-3)
     known = turn.state.apps[app.app]
     cluster_s = known.ideal_s or left_gpu_s / max(1, app.demand_max)
-    mean = rounds.apps_mean(turn.state, known, turn.now)
+    mean = phases.apps_mean(turn.state, known, turn.now)
     return view.elapsed_s(app), left_gpu_s, fairness.ideal_time_s(cluster_s=cluster_s, apps_mean=mean)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 from msgspec import Struct
 
-from arbiter.core.auction.instance import parse, solve
+from arbiter.core.policies.themis.auction.instance import parse, solve
 from benchmarks.auctions import cp_sat, milp
 from benchmarks.auctions.columns import Table, table_of
 from benchmarks.auctions.families import make

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from app_agent import parking
+from app_agent.training import parking
 from benchmarks.gpu.trainee import Child
 from benchmarks.gpu.trainees import Answer
 

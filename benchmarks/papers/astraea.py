@@ -37,16 +37,16 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
-from arbiter.core.history import TenantTerms
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.policy import Settings
+from arbiter.core.seam import Settings
+from arbiter.core.state.gpu_time import TenantTerms
+from arbiter.core.state.model import ArbiterSettings
 from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, report_of, show
 from benchmarks.papers.gandiva import TRACE, shared_folder, trace
 from protocol.messages import TenantId
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
+from simulator.figures.results import Run, summary
 from simulator.profiles import built_in
-from simulator.results import Run, summary
 from simulator.run import Simulation
 from simulator.workload import AppPlan, JobPlan, Workload
 from simulator.world import quiet

@@ -17,7 +17,7 @@ from unittest.mock import patch
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter.core.auction import bids
+from arbiter.core.policies.themis.auction import bids
 from benchmarks.papers.document import Memory
 from protocol.core import Send
 from protocol.messages import AnyMessage, Bid, Level, ProbeReply
@@ -25,8 +25,8 @@ from simulator import fluid
 from simulator.cluster import Cluster, from_toml, parse_cluster
 from simulator.costs import DEFAULT
 from simulator.experiment import Experiment, settings_of
+from simulator.figures.results import AppRow, Run, summary
 from simulator.profiles import built_in
-from simulator.results import AppRow, Run, summary
 from simulator.run import Simulation
 from simulator.workload import AppPlan, JobPlan, Workload, themis_workload
 from simulator.workload.themis import Kind

@@ -26,8 +26,8 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.policy import Settings
+from arbiter.core.seam import Settings
+from arbiter.core.state.model import ArbiterSettings
 from benchmarks.papers.document import Claim, Memory, Table, arguments, keeping, report_of, show
 from node_agent.core.events import StartWorker
 from protocol.core import Send

@@ -34,15 +34,15 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.policies import gandiva as policy
-from arbiter.core.policy import Settings
+from arbiter.core.policies.gandiva import policy
+from arbiter.core.seam import Settings
+from arbiter.core.state.model import ArbiterSettings
 from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, mean, report_of, said, show
 from protocol.messages import Sharing
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
+from simulator.figures.results import summary
 from simulator.profiles import measured
-from simulator.results import summary
 from simulator.run import Simulation
 from simulator.workload import AppPlan, JobPlan, Workload, load
 from simulator.world import quiet

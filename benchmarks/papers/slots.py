@@ -27,14 +27,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from arbiter.core.policy import Settings
-from arbiter.core.pricing.dorm import Tenant, dominant, partition
-from arbiter.core.pricing.offline import OfflineJob
-from arbiter.core.pricing.prices import Bounds, Priced, bounds_of, density, learnt_bounds, scaled, seen_of
-from arbiter.core.pricing.reward import Candidate, rewards
-from arbiter.core.pricing.room import Booked, look, make_room
-from arbiter.core.pricing.schedule import Pool, Request, Schedule, Servers, sell
-from arbiter.core.pricing.utility import Sigmoid
+from arbiter.core.policies.oasis.dorm_partition import Tenant, dominant, partition
+from arbiter.core.policies.oasis.offline import OfflineJob
+from arbiter.core.policies.oasis.prices import Bounds, Priced, bounds_of, density, learnt_bounds, scaled, seen_of
+from arbiter.core.policies.oasis.rebooking import Booked, look, make_room
+from arbiter.core.policies.oasis.reward import Candidate, rewards
+from arbiter.core.policies.oasis.schedule import Pool, Request, Schedule, Servers, sell
+from arbiter.core.policies.oasis.utility import Sigmoid
+from arbiter.core.seam import Settings
 
 Floats = NDArray[np.float64]
 

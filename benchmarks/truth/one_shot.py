@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from arbiter.core.auction import payments
-from arbiter.core.auction.instance import Bidding, Entry, Instance, enter
-from arbiter.core.auction.problem import Map
-from arbiter.core.auction.rounding import Counts, machine_of
-from arbiter.core.auction.solve import Budget, solve
+from arbiter.core.policies.themis.auction import payments
+from arbiter.core.policies.themis.auction.instance import Bidding, Entry, Instance, enter
+from arbiter.core.policies.themis.auction.problem import Map
+from arbiter.core.policies.themis.auction.rounding import Counts, machine_of
+from arbiter.core.policies.themis.auction.solve import Budget, solve
 from benchmarks.truth.rules import IDEAL, RULES, Bundle
 from benchmarks.truth.setting import LIAR, LIES, Case, apps_of, auction_of, best_log_value, lying
 

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter.core.auction.instance import Bidding, Host, Instance
-from arbiter.core.auction.rounding import Counts, keep
-from arbiter.core.chance import draw, shuffled
-from arbiter.core.policies.dealing import Deal
-from arbiter.core.policy import AppView, GpuView, View
+from arbiter.core.placement.assignment import Deal
+from arbiter.core.placement.lots import draw, shuffled
+from arbiter.core.policies.themis.auction.instance import Bidding, Host, Instance
+from arbiter.core.policies.themis.auction.rounding import Counts, keep
+from arbiter.core.seam import AppView, GpuView, View
 from benchmarks.truth.one_shot import Outcome, by_machine, hold
 from benchmarks.truth.rules import PRODUCTION, RULES, Lot
 from benchmarks.truth.setting import LIES, SCHEMA, claim, parts_worth_trying

@@ -1,7 +1,7 @@
 """What a winner keeps of its bundle under each way to make a fraction c whole.
 
 Every rule answers with a lot: the parts that may be kept, each with its chance. The arbiter's own is not written again
-here: its lot is read off `arbiter.core.auction.rounding.keep` itself.
+here: its lot is read off `arbiter.core.policies.themis.auction.rounding.keep` itself.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
-from arbiter.core.auction.problem import Map
-from arbiter.core.auction.rounding import Counts, Worth, keep, prefixes
+from arbiter.core.policies.themis.auction.problem import Map
+from arbiter.core.policies.themis.auction.rounding import Counts, Worth, keep, prefixes
 
 #: (chance, part) of everything that may be kept; the chances add up to 1.
 Lot = list[tuple[float, Counts]]

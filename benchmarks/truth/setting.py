@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter.core.auction.instance import Bidding, Host, Instance, Slowdown, log_value
+from arbiter.core.policies.themis.auction.instance import Bidding, Host, Instance, Slowdown, log_value
 from benchmarks.auctions.families import Cluster, make
 
 SCHEMA: Literal["themis-auction-1"] = "themis-auction-1"

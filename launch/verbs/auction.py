@@ -18,7 +18,7 @@ from launch.surface import answering, note, number, plural, say, table, wants_js
 
 # Not at the top, here and below: numba takes longer to import than most commands to run.
 if TYPE_CHECKING:
-    from arbiter.core.auction.instance import Instance, Result
+    from arbiter.core.policies.themis.auction.instance import Instance, Result
 
 #: Machines of one app that a line of the table shows.
 SHOWN_MACHINES = 6
@@ -51,7 +51,7 @@ def solve(
             raise usage(f"--budget-ms is {budget_ms:g}", "give milliseconds, more than 0")
         auction = _read(file)
         prepare()
-        from arbiter.core.auction.instance import solve as solve_instance
+        from arbiter.core.policies.themis.auction.instance import solve as solve_instance
 
         result = solve_instance(auction, budget_ms, seed=seed, clock=time.perf_counter)
         say(msgspec.json.encode(result).decode() if as_json else view(result))
@@ -65,7 +65,7 @@ def _read(file: str) -> Instance:
     Fault
         If it cannot be read; or naming the field that is wrong.
     """
-    from arbiter.core.auction.instance import BYTES_MAX, InstanceError, parse
+    from arbiter.core.policies.themis.auction.instance import BYTES_MAX, InstanceError, parse
 
     # A path may hold bytes that are no text.
     name = "stdin" if file == "-" else file.encode("utf-8", "backslashreplace").decode()
@@ -88,8 +88,8 @@ def _read(file: str) -> Instance:
 
 def prepare() -> None:
     """Have the solver compiled, so that its times are those of solving; whoever waits for it is told."""
-    from arbiter.core.auction.compiled import COMPILED
-    from arbiter.core.auction.instance import warm_up
+    from arbiter.core.policies.themis.auction.compiled import COMPILED
+    from arbiter.core.policies.themis.auction.instance import warm_up
 
     if not COMPILED:
         note("numba is not installed: the same answers, tens of times slower; pip install numba")

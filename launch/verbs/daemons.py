@@ -14,7 +14,7 @@ from launch import log_lines
 from launch.buses import open_bus
 from launch.faults import usage
 from launch.notify import feeder
-from launch.service import faults, serve
+from launch.site.service import faults, serve
 from launch.surface import answering
 from protocol.messages import Sharing
 
@@ -54,8 +54,8 @@ def up(
     """Start everything on this machine: arbiter, node agents and app agent in one process. Ctrl-C stops it."""
     with answering(as_json=False):
         from arbiter.config import ArbiterConfig, load
-        from arbiter.core.policies import POLICIES
-        from launch import up as site
+        from arbiter.core.registry import POLICIES
+        from launch.site import up as site
 
         _set_log_level(log_level)
         if gpus == "nvml" and nodes != 1:
@@ -113,7 +113,7 @@ def node_agent(
     log_level: LogLevel = "info",
 ) -> None:
     """Run this host's node agent. Ending it leaves training running; the next one adopts it."""
-    from launch.site import bootstrap_dir
+    from launch.site.site import bootstrap_dir
     from node_agent.config import load
     from node_agent.daemon import run_node_agent
 

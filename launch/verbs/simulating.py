@@ -21,7 +21,7 @@ from launch.verbs import auction
 # Not at the top, here and below: the world and its libraries take longer to import than most commands to run.
 if TYPE_CHECKING:
     from simulator.experiment import Experiment
-    from simulator.results import Figures, Run
+    from simulator.figures.results import Figures, Run
 
 #: Who waits longer than this is shown how far it is.
 PATIENCE_S = 2.0
@@ -157,8 +157,8 @@ def simulate(
     """
     as_json = wants_json(json)
     with answering(as_json=as_json), _speaking():
-        from simulator import results
         from simulator.experiment import Experiment, prepare
+        from simulator.figures import results
 
         flags = _flags(lease, round_pause, fairness_knob, sharing, seats, quantum)
         knobs = _knobs(flags, set_)
@@ -202,8 +202,9 @@ def compare(
     """Put policies side by side on one trace; fluid-fair-share, the reference line, is always among them."""
     as_json = wants_json(json)
     with answering(as_json=as_json), _speaking():
-        from simulator import fluid, report, results
+        from simulator import fluid
         from simulator.experiment import Experiment, prepare
+        from simulator.figures import report, results
 
         flags = _flags(lease, round_pause, fairness_knob, sharing, seats, quantum)
         knobs = _knobs(flags, set_)
@@ -457,7 +458,7 @@ def _seeds(text: str) -> list[int]:
 
 def one_view(run: Run, summary: Figures) -> str:
     """Return one run as two columns, and its tenants."""
-    from simulator import results
+    from simulator.figures import results
 
     out = f"{summary['jobs_in']} in, {summary['jobs_out']} out"
     for what in ("refused", "unfinished", "failed", "stopped"):
@@ -513,7 +514,7 @@ def side_by_side(runs: Sequence[Run], summaries: Sequence[Figures]) -> str:
 
 def comparison(runs: Sequence[Run], summaries: Sequence[Figures]) -> Mapping[str, Any]:
     """Return policies side by side as a document; `simulate` has the rows of each."""
-    from simulator import results
+    from simulator.figures import results
 
     return {
         "schema": "comparison/v1",

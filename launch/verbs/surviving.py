@@ -14,7 +14,7 @@ from launch.surface import answering, emit, note, plural, say, wants_json
 
 # Not at the top, here and below: the world and its libraries take longer to import than most commands to run.
 if TYPE_CHECKING:
-    from simulator.worlds import Verdict
+    from simulator.faults.runs import Verdict
 
 #: Who waits longer than this is shown how far it is, and then so often.
 PATIENCE_S = 2.0
@@ -41,8 +41,8 @@ def worlds(
     """
     as_json = wants_json(json)
     with answering(as_json=as_json):
-        from arbiter.core.policies import POLICIES
-        from simulator.worlds import cores, report, run_world, run_worlds, summary
+        from arbiter.core.registry import POLICIES
+        from simulator.faults.runs import cores, report, run_world, run_worlds, summary
 
         if policy and policy not in POLICIES:
             known = ", ".join(sorted(POLICIES))

@@ -21,7 +21,7 @@ from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
-from node_agent.core import gang
+from node_agent.core import rank_sync
 from node_agent.core.events import (
     Adopted,
     AdoptedWorker,
@@ -59,7 +59,6 @@ from node_agent.core.events import (
     WorkerStarted,
 )
 from node_agent.core.health import Health
-from node_agent.core.means import MEANS, REST, Means, Ways
 from node_agent.core.model import (
     TRANSITIONS,
     Exited,
@@ -80,6 +79,7 @@ from node_agent.core.model import (
 )
 from node_agent.core.proof import Gpus
 from node_agent.core.sharing import Sharing, Word
+from node_agent.core.suspend_methods import MEANS, REST, Means, Ways
 from node_agent.core.verdict import judge, left, lost_work
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
@@ -461,7 +461,7 @@ class NodeAgent:
         task = self._tasks.get(task_id)
         if task is None or isinstance(task.state, Exited | Starting | Waiting):
             return
-        several, orders, said = gang.heard(task.gang, rank, line, self._next_seq)
+        several, orders, said = rank_sync.heard(task.gang, rank, line, self._next_seq)
         if several is not task.gang:
             self._put(replace(task, gang=several))
         for order in orders:
@@ -472,7 +472,7 @@ class NodeAgent:
     def _parted(self, task_id: TaskId, rank: int) -> None:
         task = self._tasks.get(task_id)
         if task is not None:
-            self._put(replace(task, gang=gang.parted(task.gang, rank)))
+            self._put(replace(task, gang=rank_sync.parted(task.gang, rank)))
             self._learn(task_id, connected=False)
 
     def _said(self, task: Task, line: FromWorker) -> None:
@@ -530,7 +530,7 @@ class NodeAgent:
             case Suspending() | Resuming() | Vacating():
                 ladder = task.state.ladder
                 if ladder.order is not None and ladder.rung in ("ordered", "probed"):
-                    several, orders = gang.again(task.gang, ladder.order, self._next_seq)
+                    several, orders = rank_sync.again(task.gang, ladder.order, self._next_seq)
                     self._put(replace(task, gang=several))
                     self._effects += [OrderWorker(task.id, order) for order in orders]
             case _:
@@ -902,7 +902,7 @@ class NodeAgent:
     def _ask(self, task: Task, do: Literal["suspend", "resume", "leave", "probe"], patience_s: float) -> Ladder:
         """Send an order, to all processes of the task at the same step, and return the ladder that watches it."""
         order = Order(do, self._facts.incarnation, self._next_seq())
-        several, orders = gang.ask(self._tasks[task.id].gang, order, self._next_seq)
+        several, orders = rank_sync.ask(self._tasks[task.id].gang, order, self._next_seq)
         self._put(replace(self._tasks[task.id], gang=several))
         self._effects += [OrderWorker(task.id, each) for each in orders]
         return Ladder("ordered", self._now + patience_s, order)

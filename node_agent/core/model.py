@@ -21,7 +21,7 @@ from typing import Literal, assert_never
 from msgspec import Struct
 
 from node_agent.core.cost import Cost
-from node_agent.core.gang import Gang
+from node_agent.core.rank_sync import Gang
 from protocol.messages import (
     AppId,
     GpuId,

@@ -13,11 +13,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from node_agent.core.events import NodeFacts
-from node_agent.core.means import MEANS, Ways
 from node_agent.core.model import Exited, Running, Stopping, Suspended, Task, Vacating, Waiting
 from node_agent.core.packing import Able, Packs
 from node_agent.core.proof import Gpus
 from node_agent.core.slicing import Sitter, Slices
+from node_agent.core.suspend_methods import MEANS, Ways
 from protocol.messages import GpuId, Measured, NodePlan, TaskId
 
 Tasks = Mapping[TaskId, Task]

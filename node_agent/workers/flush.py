@@ -6,7 +6,7 @@ the worker is gone it is copied to the job's durable folder, and until then the 
 
 One folder per job of a run, with ``owner.json`` in it: whose it is and where its durable folder is. So a node agent
 that starts finds what an earlier one had not finished. What is of another run is another job's, as it is in
-`app_agent.checkpoints`.
+`app_agent.training.checkpoints`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OWNER = "owner.json"
 
 
 class Manifest(Struct, frozen=True):
-    """What a worker writes into a checkpoint when it is whole; see `app_agent.checkpoints`."""
+    """What a worker writes into a checkpoint when it is whole; see `app_agent.training.checkpoints`."""
 
     complete: bool
     attempt: int

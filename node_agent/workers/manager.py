@@ -46,12 +46,12 @@ from node_agent.core.events import (
 )
 from node_agent.devices import DeviceBackend
 from node_agent.workers import containment
-from node_agent.workers.contact import Contact
 from node_agent.workers.containment import ContainmentError, Limits, Standing
 from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
 from node_agent.workers.records import Exit, Record, Records, Spec, Started, read_json, write_json
 from node_agent.workers.shim import LOCK_FD
 from node_agent.workers.storage import Storage
+from node_agent.workers.worker_socket import Contact
 from protocol.messages import TaskId, device_of
 from protocol.worker import FromWorker, Order, Progress
 

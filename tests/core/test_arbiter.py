@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core import apps, leases
 from arbiter.core.arbiter import Configured
-from arbiter.core.history import TenantTerms
-from arbiter.core.model import Active, Draining, Free, Leased, Lost, Probing, Refused, Up
-from arbiter.core.policy import Settings
-from arbiter.core.rounds import make_view
-from arbiter.core.turn import Index, Turn
+from arbiter.core.leases import leases
+from arbiter.core.members import apps
+from arbiter.core.rounds.phases import make_view
+from arbiter.core.seam import Settings
+from arbiter.core.state.gpu_time import TenantTerms
+from arbiter.core.state.index import Index
+from arbiter.core.state.model import Active, Draining, Free, Leased, Lost, Probing, Refused, Up
+from arbiter.core.turn import Turn
 from protocol.core import Received, Tick
 from protocol.messages import (
     AppId,

@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.history import History, TenantTerms
-from arbiter.core.policies import POLICIES
-from arbiter.core.policy import Allocation, AppView, Settings, TenantView, View
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import Allocation, AppView, Settings, TenantView, View
+from arbiter.core.state.gpu_time import History, TenantTerms
 from protocol.messages import AppId, LeaseId, TenantId
 from tests.core.test_policies import linear_bid, settled
 from tests.support.auctions import app_of, gpus_of, view_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.history import TenantTerms
-from arbiter.core.policies import POLICIES
-from arbiter.core.policy import Settings
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import Settings
+from arbiter.core.state.gpu_time import TenantTerms
 from protocol.messages import TenantId
 from tests.core.test_astraea import A, B, Shop, by_tenant
 

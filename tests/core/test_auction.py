@@ -8,10 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from arbiter.core.auction.bids import RHO_MIN, Entry, Settlement, enter, whole_gangs
-from arbiter.core.auction.rounding import Counts, Worth, keep, prefixes
-from arbiter.core.placement import locality
-from arbiter.core.policy import AppView, GpuView, Settings
+from arbiter.core.placement.locality import locality
+from arbiter.core.policies.themis.auction.bids import RHO_MIN, Entry, Settlement, enter, whole_gangs
+from arbiter.core.policies.themis.auction.rounding import Counts, Worth, keep, prefixes
+from arbiter.core.seam import AppView, GpuView, Settings
 from protocol.messages import AppId, Bid, BidRow, GpuId
 from tests.support.arbiter_site import SETTINGS, Site
 from tests.support.auctions import (

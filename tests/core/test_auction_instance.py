@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arbiter.core.auction import instance as auctions
-from arbiter.core.auction.instance import Instance, InstanceError, Result, parse, solve
+from arbiter.core.policies.themis.auction import instance as auctions
+from arbiter.core.policies.themis.auction.instance import Instance, InstanceError, Result, parse, solve
 
 EXAMPLE = (Path(__file__).resolve().parents[2] / "examples" / "auction.json").read_bytes()
 INFINITE, NOT_A_NUMBER = math.inf, math.nan

@@ -10,12 +10,23 @@ import msgspec
 import numpy as np
 import pytest
 
-from arbiter.core.auction import kernel
-from arbiter.core.auction.exact import patterns, search
-from arbiter.core.auction.instance import Entry, enter, parse
-from arbiter.core.auction.prices import Pricing
-from arbiter.core.auction.problem import CLUSTER, MACHINE, RACK, SLOT, Home, Machine, Map, Problem, Rows, build
-from arbiter.core.auction.solve import Budget, solve
+from arbiter.core.policies.themis.auction import kernel
+from arbiter.core.policies.themis.auction.exact import patterns, search
+from arbiter.core.policies.themis.auction.instance import Entry, enter, parse
+from arbiter.core.policies.themis.auction.prices import Pricing
+from arbiter.core.policies.themis.auction.problem import (
+    CLUSTER,
+    MACHINE,
+    RACK,
+    SLOT,
+    Home,
+    Machine,
+    Map,
+    Problem,
+    Rows,
+    build,
+)
+from arbiter.core.policies.themis.auction.solve import Budget, solve
 from tests.support.auctions import best_value, random_entry, random_round
 from tests.support.exact_auctions import Proven, infeasible, proven
 

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core import budget
 from arbiter.core.arbiter import Effect
-from arbiter.core.model import Leased, Toll
-from arbiter.core.policy import Settings
-from arbiter.core.turn import Index, Turn
+from arbiter.core.leases import preemption_budget
+from arbiter.core.seam import Settings
+from arbiter.core.state.index import Index
+from arbiter.core.state.model import Leased, Toll
+from arbiter.core.turn import Turn
 from protocol.messages import AppId, JobId, Measured, Preempt, TaskId
 from tests.support.arbiter_site import SETTINGS, Site, sent, task, wish
 
@@ -104,7 +105,7 @@ def test_what_it_may_lose_is_a_part_of_what_it_has_run_over_all_its_attempts() -
         tell(site, gpu, ran_s, unsaved_s)
         app = site.arbiter.state.apps[AppId("ana-1")]
         site.arbiter.state.apps[app.id] = replace(app, tolls={JOB: toll})
-        return bool(budget.kept(Turn(site.arbiter.state, site.now, Index(site.arbiter.state))))
+        return bool(preemption_budget.kept(Turn(site.arbiter.state, site.now, Index(site.arbiter.state))))
 
     assert kept(Toll(), 100.0, 100.0)
     assert kept(Toll(), 100.0, 21.0)

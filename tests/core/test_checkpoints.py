@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from app_agent import checkpoints
-from app_agent.checkpoints import Root, Team
+from app_agent.training import checkpoints
+from app_agent.training.checkpoints import Root, Team
 
 
 def save(folder: str) -> None:

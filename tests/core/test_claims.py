@@ -6,10 +6,10 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.model import Claim
-from arbiter.core.turn import RoundRecord
-from arbiter.desk import Desk
+from arbiter.core.effects import RoundRecord
+from arbiter.core.state.model import Claim
 from arbiter.ledger import Ledger
+from arbiter.queries import Desk
 from launch.views import explanation
 from protocol.messages import Measured, Offer, Party, Probe, Query, TaskStatus
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, records, sent, task, wish

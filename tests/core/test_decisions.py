@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.decisions import decide
-from arbiter.core.model import Bidding, Deciding, Draining, Free, Leased, Lost
-from arbiter.core.policy import Allocation, Outcome, Settings
-from arbiter.core.turn import Decide, Decided
+from arbiter.core.effects import Decide, Decided
+from arbiter.core.rounds.decision import decide
+from arbiter.core.seam import Allocation, Outcome, Settings
+from arbiter.core.state.model import Bidding, Deciding, Draining, Free, Leased, Lost
 from protocol.core import Tick
 from protocol.messages import AppId, GpuId, Grant, Holdings, JobWish, NodePlan, Offer, Preempt, Probe
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, notes, records, sent, task, wish

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from arbiter import desk
+from arbiter import queries
 from arbiter.core.arbiter import Configured
-from arbiter.core.history import TenantTerms
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.policy import Outcome, Settings
-from arbiter.core.turn import AppRecord, LeaseRecord, RoundRecord
-from arbiter.desk import Desk
+from arbiter.core.effects import AppRecord, LeaseRecord, RoundRecord
+from arbiter.core.seam import Outcome, Settings
+from arbiter.core.state.gpu_time import TenantTerms
+from arbiter.core.state.model import ArbiterSettings
 from arbiter.ledger import Ledger
+from arbiter.queries import Desk
 from launch import views
 from protocol.codec import encode
 from protocol.core import Send
@@ -262,7 +262,7 @@ def pages(counter: Counter, kind: str, limit: int = 0) -> list[list[dict[str, An
         (send,) = counter.desk.ask(ANA, query, counter.site.now)
         assert isinstance(send.message, Answer)
         assert send.message.error == "", send.message.error
-        assert len(encode(send.message, sender=ARBITER, id="m1")) <= desk.PAGE_BYTES_MAX + 1000
+        assert len(encode(send.message, sender=ARBITER, id="m1")) <= queries.PAGE_BYTES_MAX + 1000
         document = msgspec.json.decode(send.message.document)
         told.append(document[kind])
         assert document["next_offset"] in (None, offset + len(told[-1]))
@@ -299,7 +299,7 @@ def test_leases_come_in_pages_those_held_now_first() -> None:
 
 
 def test_apps_and_nodes_come_in_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(desk, "PAGE_BYTES_MAX", 20_000)
+    monkeypatch.setattr(queries, "PAGE_BYTES_MAX", 20_000)
     counter = Counter()
     for number in range(8):
         counter.site.node(f"n{number}", 16)

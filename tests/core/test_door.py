@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Effect
-from arbiter.core.history import TenantTerms
-from arbiter.core.model import Active, Refused, Settled
-from arbiter.core.turn import ActRecord
+from arbiter.core.effects import ActRecord
+from arbiter.core.state.gpu_time import TenantTerms
+from arbiter.core.state.model import Active, Refused, Settled
 from protocol.codec import WireError, decode, encode
 from protocol.messages import (
     Act,

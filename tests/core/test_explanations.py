@@ -9,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from arbiter.core.auction.bids import enter
-from arbiter.core.auction.explain import below, changed, explain
-from arbiter.core.auction.solve import Budget
-from arbiter.core.policies.themis import Themis
-from arbiter.core.policy import AppView, Change, GpuView, Loss, Settings, View
+from arbiter.core.policies.themis.auction.bids import enter
+from arbiter.core.policies.themis.auction.explain import below, changed, explain
+from arbiter.core.policies.themis.auction.solve import Budget
+from arbiter.core.policies.themis.policy import Themis
+from arbiter.core.seam import AppView, Change, GpuView, Loss, Settings, View
 from protocol.messages import AppId, Bid
 from tests.support.auctions import AMPLE, app_of, bid_of, gpus_of, random_round, settle, view_of
 

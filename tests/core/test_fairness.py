@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from arbiter.core.fairness import TimeMean, ideal_time_s, rho
+from arbiter.core.state.fairness import TimeMean, ideal_time_s, rho
 
 
 def test_a_number_counts_for_as_long_as_it_holds() -> None:

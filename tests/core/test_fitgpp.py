@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.model import Draining
-from arbiter.core.policies import POLICIES
-from arbiter.core.policies.fitgpp import FitGpp
-from arbiter.core.policies.preemption import Round
-from arbiter.core.policies.victims import Demand, size_of
-from arbiter.core.policy import Allocation, AppView, GpuView, NodeView, Settings, View
+from arbiter.core.placement.victims import Demand, size_of
+from arbiter.core.policies.fitgpp.policy import FitGpp
+from arbiter.core.policies.fitgpp.preemption import Round
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import Allocation, AppView, GpuView, NodeView, Settings, View
+from arbiter.core.state.model import Draining
 from protocol.messages import AppId, NodeId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, wish
 from tests.support.auctions import app_of, gpus_of, view_of

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from app_agent import checkpoints
-from app_agent.checkpoints import Root
+from app_agent.training import checkpoints
+from app_agent.training.checkpoints import Root
 from node_agent.workers import flush
 from node_agent.workers.flush import MemoryCheckpoints, Owner
 from protocol.messages import JobId, TaskId

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.policies.gandiva import Gandiva
-from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, Settings, View
+from arbiter.core.policies.gandiva.policy import Gandiva
+from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, Settings, View
 from protocol.messages import AppId, GpuId, seat
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of

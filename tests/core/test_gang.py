@@ -6,8 +6,8 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from node_agent.core import gang
-from node_agent.core.gang import AHEAD_STEPS, AHEAD_STEPS_BLIND, Gang
+from node_agent.core import rank_sync
+from node_agent.core.rank_sync import AHEAD_STEPS, AHEAD_STEPS_BLIND, Gang
 from protocol.worker import Hello, Late, Order, Progress, Ready, Refused, Resumed, Saved, Suspended
 
 WISH = Order("suspend", 7, 1)
@@ -31,11 +31,11 @@ class Table:
             self.hear(rank, hello(rank, world=world))
 
     def ask(self, wish: Order = WISH) -> list[Order]:
-        self.gang, orders = gang.ask(self.gang, wish, lambda: next(self.seqs))
+        self.gang, orders = rank_sync.ask(self.gang, wish, lambda: next(self.seqs))
         return orders
 
     def hear(self, rank: int, line: object) -> tuple[list[Order], object]:
-        self.gang, orders, said = gang.heard(self.gang, rank, line, lambda: next(self.seqs))  # type: ignore[arg-type]
+        self.gang, orders, said = rank_sync.heard(self.gang, rank, line, lambda: next(self.seqs))  # type: ignore[arg-type]
         return orders, said
 
 
@@ -129,11 +129,11 @@ def test_what_all_would_park_is_the_sum_of_what_their_hellos_say() -> None:
 def test_after_a_reconnect_the_order_of_the_present_phase_is_said_again() -> None:
     table = Table()
     (hold,) = table.ask()
-    table.gang, orders = gang.again(table.gang, WISH, lambda: next(table.seqs))
+    table.gang, orders = rank_sync.again(table.gang, WISH, lambda: next(table.seqs))
     assert orders == [hold]
     table.hear(0, Ready(hold.seq, 6))
     (order,), _ = table.hear(1, Ready(hold.seq, 6))
-    table.gang, orders = gang.again(table.gang, WISH, lambda: next(table.seqs))
+    table.gang, orders = rank_sync.again(table.gang, WISH, lambda: next(table.seqs))
     assert orders == [order]
 
 

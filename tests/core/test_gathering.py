@@ -9,9 +9,9 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.model import ArbiterSettings, Draining, Leased
-from arbiter.core.policy import Allocation
-from arbiter.core.turn import Decided
+from arbiter.core.effects import Decided
+from arbiter.core.seam import Allocation
+from arbiter.core.state.model import ArbiterSettings, Draining, Leased
 from protocol.messages import AppId, GpuId, TenantId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id
 

@@ -8,8 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Effect
-from arbiter.core.history import Standing
-from arbiter.core.turn import AppRecord, LeaseRecord
+from arbiter.core.effects import AppRecord, LeaseRecord
+from arbiter.core.state.gpu_time import Standing
 from arbiter.ledger import Ledger
 from protocol.messages import AppId, Measured, Sharing
 from tests.support.arbiter_site import SETTINGS, TEAM, Site, task, wish

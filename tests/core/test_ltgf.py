@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from arbiter.core import apps
 from arbiter.core.arbiter import Arbiter, Configured, MissingHistory
-from arbiter.core.history import History, TenantTerms, quotas_of
-from arbiter.core.model import Draining
-from arbiter.core.turn import AppRecord
+from arbiter.core.effects import AppRecord
+from arbiter.core.members import apps
+from arbiter.core.state.gpu_time import History, TenantTerms, quotas_of
+from arbiter.core.state.model import Draining
 from protocol.core import Connected
 from protocol.messages import AppId, LeaseId, ProbeReply, RoundId, TenantId
 from tests.core.test_sharing import Shop

@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled, WorkerNote
-from node_agent.core.means import MEANS, Ways
 from node_agent.core.model import Facts, Running, Task
 from node_agent.core.proof import Gpus
+from node_agent.core.suspend_methods import MEANS, Ways
 from protocol.messages import AppId, GpuId, GpuStatus, JobId, Sharing, TaskId, seat
 from tests.support.node_harness import NODE, gpu
 from tests.support.shared_node import GIB, SharedNode

@@ -10,12 +10,12 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect
-from arbiter.core.model import Active, ArbiterSettings, Refused
-from arbiter.core.policies.oasis import Oasis
-from arbiter.core.policies.selling import HOMES_MAX, MOVABLE_MAX, Sale, _counts
-from arbiter.core.policy import AppView, Booking, GpuView, Market, Settings
-from arbiter.core.pricing.prices import BELOW, IDLE, QUIET
-from arbiter.core.pricing.utility import parse
+from arbiter.core.policies.oasis.admission import HOMES_MAX, MOVABLE_MAX, Sale, _counts
+from arbiter.core.policies.oasis.policy import Oasis
+from arbiter.core.policies.oasis.prices import BELOW, IDLE, QUIET
+from arbiter.core.policies.oasis.utility import parse
+from arbiter.core.seam import AppView, Booking, GpuView, Market, Settings
+from arbiter.core.state.model import Active, ArbiterSettings, Refused
 from protocol.messages import AppId, NodeId, Refusal, Utility
 from tests.core.test_policies import settled
 from tests.support.arbiter_site import Site, sent, wish
@@ -308,7 +308,7 @@ def test_where_nothing_would_be_admitted_a_refusal_says_so_and_why(monkeypatch: 
     assert shop.reason("bob-1").endswith(
         "; nothing would be admitted now, for the price is beyond what can be declared"
     )
-    monkeypatch.setattr("arbiter.core.policies.selling.TRIED_CELLS_MAX", 0.0)
+    monkeypatch.setattr("arbiter.core.policies.oasis.admission.TRIED_CELLS_MAX", 0.0)
     shop = Shop()
     shop.ask("bob-1", 4, parse("none:1"))
     assert shop.reason("bob-1").endswith(

@@ -7,12 +7,12 @@ import math
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.policies.dorm import APPS_MAX, Dorm
-from arbiter.core.policies.rrh import Rrh
-from arbiter.core.policy import AppView, Settings
-from arbiter.core.pricing.dorm import Tenant, fair_counts, partition
-from arbiter.core.pricing.reward import Candidate, rewards
-from arbiter.core.pricing.utility import Sigmoid
+from arbiter.core.policies.oasis.dorm import APPS_MAX, Dorm
+from arbiter.core.policies.oasis.dorm_partition import Tenant, fair_counts, partition
+from arbiter.core.policies.oasis.reward import Candidate, rewards
+from arbiter.core.policies.oasis.rrh import Rrh
+from arbiter.core.policies.oasis.utility import Sigmoid
+from arbiter.core.seam import AppView, Settings
 from protocol.messages import Utility
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from arbiter.core.pricing.offline import OfflineJob, optimum
-from arbiter.core.pricing.prices import (
+from arbiter.core.policies.oasis.offline import OfflineJob, optimum
+from arbiter.core.policies.oasis.prices import (
     BELOW,
     IDLE,
     Bounds,
@@ -28,9 +28,9 @@ from arbiter.core.pricing.prices import (
     scaled,
     seen_of,
 )
-from arbiter.core.pricing.room import GAIN, Booked, look, make_room, price_of
-from arbiter.core.pricing.schedule import Deployment, Pool, Prospects, Request, Schedule, Servers, sell
-from arbiter.core.pricing.utility import FORMS, NUMBER_MAX, Sigmoid, in_slots, parse, written
+from arbiter.core.policies.oasis.rebooking import GAIN, Booked, look, make_room, price_of
+from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule, Servers, sell
+from arbiter.core.policies.oasis.utility import FORMS, NUMBER_MAX, Sigmoid, in_slots, parse, written
 
 FREE = Bounds((math.log(100.0),), math.log(1.0))
 PATIENT = Sigmoid(200.0, 0.0, 0.0)
@@ -546,5 +546,5 @@ def test_no_room_is_made_for_next_to_nothing_nor_beyond_the_work_that_may_be_don
         assert first is not None
         assert first.utility == pytest.approx(later)
         assert (make_room(comer, [held], (pool, None), first) is not None) is moves
-    monkeypatch.setattr("arbiter.core.pricing.room.CELLS_MAX", 1.0)
+    monkeypatch.setattr("arbiter.core.policies.oasis.rebooking.CELLS_MAX", 1.0)
     assert make_room(comer, [held], (pool, None), first) is None

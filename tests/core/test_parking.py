@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from app_agent import parking
+from app_agent.training import parking
 
 MODEL_BYTES = 4 * (256 * 256 + 256)
 

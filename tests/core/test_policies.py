@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from arbiter.core.auction.solve import STEPS_PER_MS
-from arbiter.core.placement import LOOSENESS, locality
-from arbiter.core.policies import POLICIES
-from arbiter.core.policies.themis import Themis
-from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, Settings, View
+from arbiter.core.placement.locality import LOOSENESS, locality
+from arbiter.core.policies.themis.auction.solve import STEPS_PER_MS
+from arbiter.core.policies.themis.policy import Themis
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, Settings, View
 from protocol.messages import LEVELS, AppId, Bid
 from tests.support.auctions import app_of, bid_of, gpus_of, view_of
 

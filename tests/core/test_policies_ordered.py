@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from arbiter.core.placement import locality
-from arbiter.core.policies import POLICIES
-from arbiter.core.policies.ranking import Ranked
-from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, Settings, View
+from arbiter.core.placement.locality import locality
+from arbiter.core.policies.common.ordered import Ranked
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, Settings, View
 from protocol.messages import LEVELS, AppId, GpuId, NodeId, TenantId
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of

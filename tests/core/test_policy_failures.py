@@ -8,14 +8,14 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Configured, Effect, SolverReady
-from arbiter.core.decisions import failed
-from arbiter.core.model import Active, Idle, Leased, Refused
-from arbiter.core.policies import POLICIES
-from arbiter.core.policies.fifo import Fifo
-from arbiter.core.policies.oasis import Oasis
-from arbiter.core.policies.themis import Themis
-from arbiter.core.policy import Admission, Allocation, AppView, Clock, GpuView, Market, View
-from arbiter.core.turn import Decide, PolicyFailed
+from arbiter.core.effects import Decide, PolicyFailed
+from arbiter.core.policies.oasis.policy import Oasis
+from arbiter.core.policies.queues.fifo import Fifo
+from arbiter.core.policies.themis.policy import Themis
+from arbiter.core.registry import POLICIES
+from arbiter.core.rounds.decision import failed
+from arbiter.core.seam import Admission, Allocation, AppView, Clock, GpuView, Market, View
+from arbiter.core.state.model import Active, Idle, Leased, Refused
 from arbiter.solver import decide_timed
 from protocol.messages import AppId, Bid, Probe
 from tests.support.arbiter_site import SETTINGS, Site, notes, records, sent, task, wish

@@ -8,17 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from arbiter.core import leases, nodes
 from arbiter.core.arbiter import Configured
-from arbiter.core.model import ArbiterSettings, Draining, Free, Leased
-from arbiter.core.plans import plan_digest
-from arbiter.core.policies import POLICIES
-from arbiter.core.policy import Allocation, AppView, GpuView, Outcome, SeatView, Settings, View
-from arbiter.core.rounds import make_view
-from arbiter.core.sharing import shown, with_guests
-from arbiter.core.turn import Decided, Index, Turn
-from arbiter.desk import Desk
+from arbiter.core.effects import Decided
+from arbiter.core.leases import leases
+from arbiter.core.leases.plans import plan_digest
+from arbiter.core.members import nodes
+from arbiter.core.registry import POLICIES
+from arbiter.core.rounds.phases import make_view
+from arbiter.core.rounds.seats import shown, with_guests
+from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, SeatView, Settings, View
+from arbiter.core.state.index import Index
+from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
+from arbiter.core.turn import Turn
 from arbiter.ledger import Ledger
+from arbiter.queries import Desk
 from protocol.core import Received
 from protocol.messages import (
     AppId,

@@ -1,13 +1,13 @@
-"""Which site an arbiter may lead, and what becomes of what its journal does not know (`arbiter.core.site`)."""
+"""Which site an arbiter may lead, and what becomes of what its journal does not know (`arbiter.core.members.site`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect
-from arbiter.core.model import Free, Leased
-from arbiter.core.site import EPOCH_MAX
-from arbiter.core.turn import EpochTaken, LeaseRecord, Resign
+from arbiter.core.effects import EpochTaken, LeaseRecord, Resign
+from arbiter.core.members.site import EPOCH_MAX
+from arbiter.core.state.model import Free, Leased
 from protocol.core import Connected
 from protocol.messages import Grant, NodePlan
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, notes, sent, task, wish

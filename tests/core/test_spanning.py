@@ -19,13 +19,13 @@ from app_agent.core.division import Asking, divide
 from app_agent.core.jobs import gathered
 from app_agent.core.model import AppState, HeldGpu, Suspended
 from app_agent.core.valuation import LevelTerms, Valuation, rho_of
-from arbiter.core.auction.bids import enter, whole_gangs
-from arbiter.core.auction.explain import explain
-from arbiter.core.auction.solve import Budget
-from arbiter.core.model import Lost
-from arbiter.core.placement import LOOSENESS, locality
-from arbiter.core.plans import is_task_id, task_id
-from arbiter.core.policy import AppView, GpuView, View
+from arbiter.core.leases.plans import is_task_id, task_id
+from arbiter.core.placement.locality import LOOSENESS, locality
+from arbiter.core.policies.themis.auction.bids import enter, whole_gangs
+from arbiter.core.policies.themis.auction.explain import explain
+from arbiter.core.policies.themis.auction.solve import Budget
+from arbiter.core.seam import AppView, GpuView, View
+from arbiter.core.state.model import Lost
 from protocol.messages import (
     LEVELS,
     AppId,

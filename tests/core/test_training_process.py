@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from app_agent.training_process import Identity, TrainingProcess
+from app_agent.training.training_process import Identity, TrainingProcess
 
 
 def process(step: int = 5, **facts: bool) -> TrainingProcess:

@@ -6,10 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.model import ArbiterSettings, Draining, Leased
-from arbiter.core.policies.dealing import MOVE_S
-from arbiter.core.policy import NodeView, Settings
-from arbiter.core.trials import SPARED_MOVES
+from arbiter.core.layers.interactive import SPARED_MOVES
+from arbiter.core.placement.assignment import MOVE_S
+from arbiter.core.seam import NodeView, Settings
+from arbiter.core.state.model import ArbiterSettings, Draining, Leased
 from protocol.messages import JobWish, Preempt
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, sent, task, wish
 

@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from app_agent.core.jobs import gathered
 from app_agent.core.tuning import All, AppScheduler, CurveStopping, Halving, Hyperband, Left, Search, Trial
 from app_agent.core.tuning.bracket import Bracket, Yardstick
-from app_agent.training_process import Identity, TrainingProcess
-from arbiter.core.plans import take_task
-from node_agent.core import gang
+from app_agent.training.training_process import Identity, TrainingProcess
+from arbiter.core.leases.plans import take_task
+from node_agent.core import rank_sync
 from protocol.codec import decode, encode
 from protocol.messages import GpuId, Measured, NodeReport, Party, TaskId, newest_metrics
 from protocol.worker import Finished, Progress, decode_line
@@ -173,10 +173,10 @@ def test_of_several_processes_the_first_that_speaks_of_a_metric_counts() -> None
         {"b": 4.0, "c": 3.0},
         ("a",),
     )
-    pair = gang.Gang(
+    pair = rank_sync.Gang(
         2, news={0: replace(progress(6), diverged=("loss",)), 1: replace(progress(6), metrics={"loss": 1.0})}
     )
-    merged = gang._progress(pair)
+    merged = rank_sync._progress(pair)
     assert (merged.metrics, merged.diverged) == ({}, ("loss",))
     first = status(A, "n1g0", measured=Measured(diverged=("loss",)))
     second = status(A, "n2g0", metrics={"loss": 1.0}, measured=Measured(share=0.5))

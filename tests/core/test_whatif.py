@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.model import ArbiterSettings
+from arbiter.core.state.model import ArbiterSettings
 from arbiter.core.whatif import Obstacle, WhatIf
 from protocol.messages import AppId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish

@@ -14,7 +14,7 @@ from click.testing import Result
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from arbiter.core.auction import compiled, instance
+from arbiter.core.policies.themis.auction import compiled, instance
 from launch import cli, exit_codes, surface
 from launch.verbs import auction
 

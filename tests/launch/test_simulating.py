@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 from launch import cli, exit_codes
 from launch.verbs import simulating
-from simulator import experiment, fluid, results
+from simulator import experiment, fluid
 from simulator import sweep as sweeping
 from simulator.experiment import Experiment
-from simulator.results import Run
+from simulator.figures import results
+from simulator.figures.results import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = "job_id,tenant,submit_s,gpus,duration_s\na,ann,0,1,100\nb,bob,0,2,50\nc,bob,10,1,20\n"

@@ -10,7 +10,7 @@ import math
 import msgspec
 import pytest
 
-from arbiter.core.auction.instance import Result, parse, solve
+from arbiter.core.policies.themis.auction.instance import Result, parse, solve
 from tests.support.exact_auctions import Proven, infeasible, log_v, proven, sum_log_v
 
 pytestmark = pytest.mark.usefixtures("compiled_auction")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.policies.gandiva import _Round
+from arbiter.core.policies.gandiva.policy import _Round
 from benchmarks.papers import gandiva
 from benchmarks.papers.document import text_of
 from benchmarks.papers.gandiva import ALL, FIFO, MEMORY, MODES, NONE, PARTS, PLACEMENT, QUICK, SIZES, Figures, Plan

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.pricing.prices import Bounds
-from arbiter.core.pricing.schedule import Servers
-from arbiter.core.pricing.utility import Sigmoid
+from arbiter.core.policies.oasis.prices import Bounds
+from arbiter.core.policies.oasis.schedule import Servers
+from arbiter.core.policies.oasis.utility import Sigmoid
 from benchmarks.papers import oasis as evaluation
 from benchmarks.papers.slots import Draw, Hosts, SlotJob, baselines, draw, hosts_of, learnt, oasis, play, request_of
 

@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from arbiter.core.auction.bids import Award, Settlement
+from arbiter.core.policies.themis.auction.bids import Award, Settlement
 from tests.support.auctions import app_of, bid_of, entry_of, gpus_of, settle
 
 pytestmark = pytest.mark.usefixtures("compiled_auction")

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from app_agent.core.host import AppHost, Submit
 from app_agent.core.spec import AppSpec
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.decisions import decide
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.turn import Decide, Decided
+from arbiter.core.effects import Decide, Decided
+from arbiter.core.rounds.decision import decide
+from arbiter.core.state.model import ArbiterSettings
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     ARBITER,

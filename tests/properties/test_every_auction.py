@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arbiter.core.auction.instance import Bidding, Host, Instance, Result, Slowdown, parse, solve
+from arbiter.core.policies.themis.auction.instance import Bidding, Host, Instance, Result, Slowdown, parse, solve
 from tests.support import exact_auctions
 
 pytestmark = pytest.mark.usefixtures("compiled_auction")

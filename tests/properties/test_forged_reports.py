@@ -19,13 +19,13 @@ import msgspec
 import pytest
 
 from arbiter.core.arbiter import Arbiter, Configured, Event
-from arbiter.core.decisions import decide
-from arbiter.core.history import TenantTerms
-from arbiter.core.model import ArbiterSettings, State
-from arbiter.core.policies import POLICIES
-from arbiter.core.turn import Decide, PolicyFailed
-from arbiter.desk import Desk
+from arbiter.core.effects import Decide, PolicyFailed
+from arbiter.core.registry import POLICIES
+from arbiter.core.rounds.decision import decide
+from arbiter.core.state.gpu_time import TenantTerms
+from arbiter.core.state.model import ArbiterSettings, State
 from arbiter.ledger import Ledger
+from arbiter.queries import Desk
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     AnyMessage,

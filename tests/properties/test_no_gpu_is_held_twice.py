@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Event
-from arbiter.core.decisions import decide
-from arbiter.core.model import ArbiterSettings, Settled, Up
-from arbiter.core.turn import Decide, Decided
+from arbiter.core.effects import Decide, Decided
+from arbiter.core.rounds.decision import decide
+from arbiter.core.state.model import ArbiterSettings, Settled, Up
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     AnyMessage,

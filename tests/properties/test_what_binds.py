@@ -20,12 +20,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from app_agent.core.host import Cancel
-from arbiter.core.model import Active, Draining, Leased, State
-from arbiter.core.policies import POLICIES
+from arbiter.core.registry import POLICIES
+from arbiter.core.state.model import Active, Draining, Leased, State
 from arbiter.core.whatif import Obstacle, WhatIf
 from protocol.messages import AppId, Party
 from simulator.costs import NONE
-from simulator.faults import draw, facts_of
+from simulator.faults.scenario import draw, facts_of
 from simulator.machines import Machine
 from simulator.world import World
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from arbiter.core.model import ArbiterSettings
+from arbiter.core.state.model import ArbiterSettings
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
+from simulator.figures.results import MEASURED, document
 from simulator.profiles import built_in
-from simulator.results import MEASURED, document
 from simulator.run import simulate
 from simulator.workload import AppPlan, JobPlan, Workload
 

@@ -87,7 +87,7 @@ def test_leaving_and_parking_are_measured_where_leases_are_short() -> None:
     assert measured.ending_s == pytest.approx(0.25)
     assert (
         outcome_of(heard).idle_starts == 0
-    )  # who loads for longer than a lease keeps its GPUs: see arbiter.core.budget
+    )  # who loads for longer than a lease keeps its GPUs: see arbiter.core.leases.preemption_budget
 
 
 def test_a_jct_is_made_of_what_was_given() -> None:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from simulator import fluid, results
+from simulator import fluid
 from simulator.cluster import parse_cluster
-from simulator.results import Run
+from simulator.figures import results
+from simulator.figures.results import Run
 from simulator.workload.plans import AppPlan, JobPlan, Search, Workload
 
 

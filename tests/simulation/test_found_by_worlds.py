@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.model import ArbiterSettings, Draining, Free, Leased
+from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from node_agent.core.events import SignalWorker
 from protocol.core import Connected, Tick
 from protocol.worker import Suspended

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from simulator.experiment import Experiment, ExperimentError, execute, settings_of
-from simulator.results import Run, TenantPoint, interval_indices, ltgf_figures, summary, tenants
+from simulator.figures.results import Run, TenantPoint, interval_indices, ltgf_figures, summary, tenants
 from simulator.run import INTERVAL_S
 
 #: Two tenants, whose jobs of an hour want all GPUs of two nodes from the beginning.

@@ -9,11 +9,11 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from simulator import charts, report
-from simulator.charts import Axis, Line
 from simulator.cluster import parse_cluster
+from simulator.figures import charts, report
+from simulator.figures.charts import Axis, Line
+from simulator.figures.results import Run
 from simulator.fluid import simulate
-from simulator.results import Run
 from simulator.workload.plans import AppPlan, JobPlan, Workload
 
 

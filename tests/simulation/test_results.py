@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from simulator import results
-from simulator.results import AppRow, JobRow, Run
+from simulator.figures import results
+from simulator.figures.results import AppRow, JobRow, Run
 from tests.support.traces import shared
 
 

@@ -8,14 +8,14 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.policy import Settings
+from arbiter.core.seam import Settings
+from arbiter.core.state.model import ArbiterSettings
 from launch.cli import app as command_line
 from protocol.messages import Sharing
 from simulator.cluster import parse_cluster
 from simulator.costs import NONE, Costs
+from simulator.figures.results import Run, summary
 from simulator.profiles import Profiles, built_in, kind_of, measured
-from simulator.results import Run, summary
 from simulator.run import facts_of, simulate, spec_of
 from simulator.workload import AppPlan, JobPlan, Workload
 from simulator.world import World, quiet

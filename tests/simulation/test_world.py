@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.policy import Settings
+from arbiter.core.seam import Settings
+from arbiter.core.state.model import ArbiterSettings
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT, NONE, Costs
+from simulator.figures.results import Run, summary
 from simulator.profiles import built_in, crude
-from simulator.results import Run, summary
 from simulator.run import Simulation, simulate
 from simulator.workload import AppPlan, JobPlan, Workload, load
 from simulator.world import quiet

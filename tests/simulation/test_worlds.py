@@ -17,16 +17,16 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from arbiter.core.model import ArbiterSettings, Free
+from arbiter.core.state.model import ArbiterSettings, Free
 from launch.cli import app as command_line
 from protocol.messages import ARBITER, AppId, Party, TenantId
-from simulator.checks import Checks, Violation, unsettled
 from simulator.cluster import parse_cluster
 from simulator.costs import Costs
-from simulator.faults import NetworkOptions, draw, facts_of
-from simulator.weather import Network
+from simulator.faults.checks import Checks, Violation, unsettled
+from simulator.faults.injector import Network
+from simulator.faults.runs import Verdict, run_world, run_worlds, summary
+from simulator.faults.scenario import NetworkOptions, draw, facts_of
 from simulator.world import Actor, World
-from simulator.worlds import Verdict, run_world, run_worlds, summary
 from tests.support.app_harness import spec_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def test_fifty_worlds_pass() -> None:
 
 def test_the_same_seed_is_the_same_world_in_a_fresh_interpreter() -> None:
     code = (
-        "import hashlib\nfrom simulator.worlds import run_world\nlines = []\nrun_world(5, tell=lines.append)\n"
+        "import hashlib\nfrom simulator.faults.runs import run_world\nlines = []\nrun_world(5, tell=lines.append)\n"
         "print(len(lines), hashlib.sha256('\\n'.join(lines).encode()).hexdigest())"
     )
     told = [
@@ -275,7 +275,7 @@ def test_the_command_prints_one_document_and_what_repeats_a_failure(monkeypatch:
             fields = {name: getattr(verdict, name) for name in verdict.__struct_fields__}
             yield Verdict(**{**fields, "wrong": "n1-g0 is used by two", "lines": ("the last words",)})
 
-    monkeypatch.setattr("simulator.worlds.run_worlds", broken)
+    monkeypatch.setattr("simulator.faults.runs.run_worlds", broken)
     result = CliRunner().invoke(command_line, ["worlds", "--count", "1", "--seed", "4"])
     assert result.exit_code == 1
     assert "world 4 failed" in result.stdout

@@ -12,9 +12,9 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event
-from arbiter.core.decisions import decide
-from arbiter.core.model import ArbiterSettings, Draining, Free, Leased
-from arbiter.core.turn import Decide, Note, RoundRecord
+from arbiter.core.effects import Decide, Note, RoundRecord
+from arbiter.core.rounds.decision import decide
+from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     AppId,

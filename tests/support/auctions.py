@@ -7,11 +7,11 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from arbiter.core.auction import bids, instance
-from arbiter.core.auction.bids import Entry, Settlement
-from arbiter.core.auction.solve import Budget
-from arbiter.core.placement import LOOSENESS, locality
-from arbiter.core.policy import AppView, GpuView, View
+from arbiter.core.placement.locality import LOOSENESS, locality
+from arbiter.core.policies.themis.auction import bids, instance
+from arbiter.core.policies.themis.auction.bids import Entry, Settlement
+from arbiter.core.policies.themis.auction.solve import Budget
+from arbiter.core.seam import AppView, GpuView, View
 from protocol.messages import LEVELS, AppId, Bid, BidRow, ExplicitRow, GpuId, Level, NodeId, RoundId, TenantId
 
 #: Steps enough for every auction here.

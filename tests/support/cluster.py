@@ -18,10 +18,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec
-from arbiter.core.model import ArbiterSettings
+from arbiter.core.state.model import ArbiterSettings
 from launch.client import Client, open_client
 from launch.faults import Fault
-from launch.site import Site, local_site, toml, wait_ready
+from launch.site.site import Site, local_site, toml, wait_ready
 from launch.spec import environment
 from protocol.messages import ARBITER, Party
 from tests.support.app_state import with_plain_ids

@@ -23,9 +23,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec
-from arbiter.core.model import ArbiterSettings
+from arbiter.core.state.model import ArbiterSettings
 from launch.client import Client, open_client
-from launch.site import Watch, end_everything, in_process, local_site, memory_bus, wait_ready
+from launch.site.site import Watch, end_everything, in_process, local_site, memory_bus, wait_ready
 from launch.views import OVER
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from typing import Literal, Self, TypeVar
 from protocol.worker import FromWorker, Hello, Order, decode_line, encode_line
 
 ROOT = Path(__file__).resolve().parents[2]
-BOOTSTRAP = ROOT / "app_agent" / "bootstrap"
+BOOTSTRAP = ROOT / "app_agent" / "training" / "bootstrap"
 WAIT_S = 90.0
 
 MessageT = TypeVar("MessageT")

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from arbiter.config import ArbiterConfig, load
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.model import ArbiterSettings, Leased, Up
-from arbiter.core.policies import POLICIES
-from arbiter.core.policy import Settings
-from arbiter.core.turn import AppRecord, LeaseRecord
+from arbiter.core.effects import AppRecord, LeaseRecord
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import Settings
+from arbiter.core.state.model import ArbiterSettings, Leased, Up
 from arbiter.daemon import _configure, _journal, _restore, run_arbiter
 from arbiter.ledger import Ledger
 from protocol.bus import NotProvisioned, Outgoing

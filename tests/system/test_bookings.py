@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from app_agent.core.spec import AppSpec
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.policy import Settings
-from arbiter.core.pricing.utility import parse
+from arbiter.core.policies.oasis.utility import parse
+from arbiter.core.seam import Settings
+from arbiter.core.state.model import ArbiterSettings
 from launch.client import ending, open_client
 from launch.exit_codes import DONE
-from launch.site import in_process, local_site, memory_bus, wait_ready
+from launch.site.site import in_process, local_site, memory_bus, wait_ready
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

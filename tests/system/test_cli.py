@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from arbiter.core.policies import POLICIES
+from arbiter.core.registry import POLICIES
 from launch import exit_codes
 
 PROGRAM = (sys.executable, "-m", "launch.cli")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from node_agent.workers.contact import Contact
+from node_agent.workers.worker_socket import Contact
 from protocol.messages import TaskId
 from protocol.worker import FromWorker, Hello, Order, decode_order, encode_line
 

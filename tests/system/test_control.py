@@ -22,9 +22,9 @@ from app_agent.core.host import AppRecord
 from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
 from arbiter.config import ArbiterConfig
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.policy import Outcome
-from arbiter.core.turn import RoundRecord
+from arbiter.core.effects import RoundRecord
+from arbiter.core.seam import Outcome
+from arbiter.core.state.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from arbiter.ledger import Ledger
 from launch.client import open_client

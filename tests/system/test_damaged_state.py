@@ -10,8 +10,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.model import ArbiterSettings
-from launch.site import local_site, toml
+from arbiter.core.state.model import ArbiterSettings
+from launch.site.site import local_site, toml
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from launch import training
-from launch.site import bootstrap_dir
+from launch.site.site import bootstrap_dir
 from protocol.messages import PreemptBy, TaskOrder
 from tests.support.node_site import Site, node_site, task_order
 

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from launch.site import bootstrap_dir
+from launch.site.site import bootstrap_dir
 from node_agent import procfs
 from protocol.messages import TaskOrder, TaskStatus
 from tests.support.node_site import NodeProcess, find_task, node_process, plan_of, task_order

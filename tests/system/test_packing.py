@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.site import bootstrap_dir
+from launch.site.site import bootstrap_dir
 from node_agent.devices.simulated import SimulatedBackend
 from protocol.messages import NodeReport, TaskOrder, TaskStatus
 from tests.support.node_site import NODE, find_task, node_site, task_order

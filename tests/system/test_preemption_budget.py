@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from app_agent.core.spec import AppSpec
-from arbiter.core.budget import NEGLIGIBLE_S
-from arbiter.core.model import ArbiterSettings
+from arbiter.core.leases.preemption_budget import NEGLIGIBLE_S
+from arbiter.core.state.model import ArbiterSettings
 from launch.client import Client, ending, open_client
 from launch.exit_codes import DONE
-from launch.site import in_process, local_site, memory_bus, wait_ready
+from launch.site.site import in_process, local_site, memory_bus, wait_ready
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec
-from launch.site import end_everything
+from launch.site.site import end_everything
 from protocol.messages import ARBITER, Party, TaskOrder, TaskStatus
 from tests.support.cluster import running_cluster, until
 from tests.support.node_site import Site, node_site, task_order

@@ -15,12 +15,12 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.config import ArbiterConfig
-from arbiter.core.model import ArbiterSettings
-from arbiter.core.policies import POLICIES
-from arbiter.core.policies.fifo import Fifo
-from arbiter.core.policies.themis import Themis
-from arbiter.core.policy import Allocation, Clock, Settings, View
-from arbiter.core.turn import Decide, Decided
+from arbiter.core.effects import Decide, Decided
+from arbiter.core.policies.queues.fifo import Fifo
+from arbiter.core.policies.themis.policy import Themis
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import Allocation, Clock, Settings, View
+from arbiter.core.state.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from arbiter.ledger import Ledger
 from arbiter.solver import Solver

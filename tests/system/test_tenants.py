@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from app_agent.core.spec import AppSpec
-from arbiter.core.history import TenantTerms
-from arbiter.core.model import ArbiterSettings
+from arbiter.core.state.gpu_time import TenantTerms
+from arbiter.core.state.model import ArbiterSettings
 from launch import views
 from launch.client import Client, open_client
-from launch.site import end_everything, in_process, local_site, memory_bus, wait_ready
+from launch.site.site import end_everything, in_process, local_site, memory_bus, wait_ready
 from protocol.messages import TenantId
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]

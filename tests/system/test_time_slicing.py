@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch import training
-from launch.site import bootstrap_dir
+from launch.site.site import bootstrap_dir
 from protocol.messages import NodeReport, TaskOrder
 from tests.support.gpu_watch import GpuWatch
 from tests.support.node_site import NodeProcess, find_task, node_process, node_site, plan_of, task_order

@@ -23,7 +23,7 @@ from benchmarks.gpu.trainees import trainee
 from launch import log_lines
 from launch.client import Client, open_client
 from launch.demo import settings
-from launch.site import end_everything, in_process, local_site, memory_bus, wait_ready
+from launch.site.site import end_everything, in_process, local_site, memory_bus, wait_ready
 from launch.spec import environment
 from launch.views import OVER
 from protocol.messages import Sharing

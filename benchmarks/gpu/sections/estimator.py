@@ -223,6 +223,6 @@ def _sample(child: Any, stop: threading.Event, into: list[tuple[float, int]]) ->
 
 def _live_bytes(device: str) -> int:
     """Return the live bytes of PyTorch's allocator; on the CPU what the process holds."""
-    from app_agent import process_memory
+    from app_agent.training import process_memory
 
     return process_memory.allocated_bytes((0,))[0] if device == "cuda" else process_memory.anonymous_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from app_agent import parking
+from app_agent.training import parking
 from benchmarks.gpu.record import Section, Setting
 from benchmarks.gpu.trainees import Answer, trainee
 

@@ -57,7 +57,7 @@ def refused_registration(child: Any) -> Answer:
     """Have the arena registered twice, which CUDA refuses, and say whether PyTorch goes on as if nothing had been."""
     import torch
 
-    from app_agent import parking
+    from app_agent.training import parking
 
     arena = parking._Arena(2**20)
     arena.fault_in(arena.size)
@@ -90,7 +90,7 @@ def rate(target: Any, source: Any, *, times: int = 4) -> float:
 
 def _arena(size: int) -> tuple[Any, float, float]:
     """Return an arena as parking makes it, and the seconds that faulting it in and registering it took."""
-    from app_agent import parking
+    from app_agent.training import parking
 
     arena = parking._Arena(size)
     _, fault_s = _timed(lambda: arena.fault_in(arena.size))

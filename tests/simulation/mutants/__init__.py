@@ -16,21 +16,23 @@ from msgspec.structs import replace
 
 from app_agent.core import jobs
 from app_agent.core.agent import AppAgent
-from arbiter.core import apps, leases, nodes, plans, rounds
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.history import History
-from arbiter.core.model import Bidding, Draining, Free, Leased
+from arbiter.core.leases import leases, plans
+from arbiter.core.members import apps, nodes
+from arbiter.core.rounds import phases
+from arbiter.core.state.gpu_time import History
+from arbiter.core.state.model import Bidding, Draining, Free, Leased
 from arbiter.core.turn import Turn
 from node_agent.core import agent as node_core
 from node_agent.core.agent import NodeAgent
-from node_agent.core.means import Ways
 from node_agent.core.model import Task
 from node_agent.core.packing import Packs
 from node_agent.core.proof import Gpus
 from node_agent.core.slicing import Slices
+from node_agent.core.suspend_methods import Ways
 from node_agent.core.verdict import Verdict, judge
 from protocol.messages import LeaseId
-from simulator.weather import Record
+from simulator.faults.injector import Record
 
 Mutant = Callable[[], AbstractContextManager[None]]
 MUTANTS: dict[str, Mutant] = {}
@@ -97,7 +99,7 @@ def a_bid_for_an_earlier_round_counts() -> Iterator[None]:
             phase.awaited.remove(bid.app)
             phase.bids[bid.app] = bid
 
-    with patch.object(rounds, "take_bid", gullible):
+    with patch.object(phases, "take_bid", gullible):
         yield
 
 

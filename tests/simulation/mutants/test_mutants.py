@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from simulator.worlds import run_world
+from simulator.faults.runs import run_world
 from tests.simulation.mutants import MUTANTS
 
 #: A world takes half a second.

@@ -1,0 +1,151 @@
+"""What the arbiter's core asks for, what it records and what a policy answered: all its effects, and two events."""
+
+from __future__ import annotations
+
+import traceback
+
+from msgspec import Struct
+
+from arbiter.core.seam import Allocation, Outcome, Settings, View
+from arbiter.core.state import model
+from protocol.core import Send
+from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TenantId
+
+#: Of a policy's exception: its words, and the end of its trace.
+ERROR_CHARS_MAX, TRACE_CHARS_MAX = 300, 8000
+
+
+class Decide(Struct, frozen=True, tag=True):
+    """Effect: let the policy decide, away from the loop; what it answers comes back as `Decided`.
+
+    It is complete, and nobody changes what it holds. A repeated or lost one is no harm.
+    """
+
+    round: int
+    epoch: int
+    policy: str  #: a name in `POLICIES`
+    settings: Settings
+    view: View
+    bids: dict[AppId, Bid]
+
+
+class Failure(Struct, frozen=True):
+    """What a policy raised instead of answering: a bug of ours. `trace` is for whoever mends it."""
+
+    policy: str
+    doing: str  #: what it was asked for
+    error: str  #: one line
+    trace: str
+
+    @property
+    def sentence(self) -> str:
+        """What happened, for people."""
+        return f"the policy {self.policy} failed to {self.doing} ({self.error}), which is a bug; please report it"
+
+
+class Decided(Struct, frozen=True, tag=True):
+    """Event: what the policy answered. Journaled, so that a replay decides nothing anew.
+
+    With a `failure` it answered nothing, and the allocation leaves all as it is.
+    """
+
+    round: int
+    epoch: int
+    allocation: Allocation
+    failure: Failure | None = None
+
+
+class RoundRecord(Struct, frozen=True, tag=True):
+    """Effect: one round, for the ledger. `took_s` spans probe, offer, bids and decision."""
+
+    round: int
+    at: float
+    took_s: float
+    asked: tuple[AppId, ...]
+    bidders: tuple[AppId, ...]
+    silent: tuple[AppId, ...]  #: bidders that sent no bid before the deadline
+    gpus: tuple[GpuId, ...]
+    outcomes: tuple[Outcome, ...]
+    proven: bool
+    facts: dict[str, float]
+    claims: tuple[model.Claim, ...] = ()  #: what apps claim that is not what was measured of their tasks
+    failure: str = ""  #: why nothing was decided, and all was left as it is
+
+
+class LeaseRecord(Struct, frozen=True, tag=True):
+    """Effect: one lease that is over, for the ledger. From grant to proof of release."""
+
+    lease: LeaseId
+    app: AppId
+    gpu: GpuId
+    node: NodeId
+    start: float
+    end: float
+    reason: str
+    had_gpu_s: float = 0.0  #: in service; of a shared GPU its part
+    draining_gpu_s: float = 0.0  #: of that, from the end of the lease on
+
+
+class AppRecord(Struct, frozen=True, tag=True):
+    """Effect: one app that is over and holds nothing any more, for the ledger; GPU-seconds as in `history.Standing`."""
+
+    app: AppId
+    tenant: TenantId
+    weight: float
+    arrived_at: float
+    ended_at: float
+    allocated_gpu_s: float
+    fair_gpu_s: float
+    fair_within_gpu_s: float
+    draining_gpu_s: float = 0.0
+    parked_gpu_s: float = 0.0
+    lost_gpu_s: float = 0.0
+
+
+class ActRecord(Struct, frozen=True, tag=True):
+    """Effect: an act of an owner on an app without its app agent, for the ledger; `actor` did it to `target`."""
+
+    act: str  #: its id
+    at: float
+    actor: str
+    kind: str
+    target: str
+    outcome: str  #: in words
+
+
+class PolicyFailed(Struct, frozen=True, tag=True):
+    """Effect: a policy raised an exception; for the log and the ledger. What it was asked for was left as it is."""
+
+    at: float
+    round: int
+    failure: Failure
+
+
+class Note(Struct, frozen=True, tag=True):
+    """Effect: something a human reading the log should see; `subject` is an id."""
+
+    subject: str
+    what: str
+
+
+class EpochTaken(Struct, frozen=True, tag=True):
+    """Effect: the arbiter leads on in this epoch, of this site; to be durable before anything else is performed."""
+
+    epoch: int
+    site: str
+
+
+class Resign(Struct, frozen=True, tag=True):
+    """Effect: this arbiter must not lead, and is to end with this sentence; it has said nothing to any node."""
+
+    why: str
+
+
+Effect = EpochTaken | Resign | Send | Decide | RoundRecord | LeaseRecord | AppRecord | ActRecord | PolicyFailed | Note
+
+
+def failure_of(policy: str, doing: str, error: Exception) -> Failure:
+    """Return a policy's exception as a value that a journal keeps."""
+    trace = "".join(traceback.format_exception(error))[-TRACE_CHARS_MAX:]
+    words = " ".join(str(error).split())
+    return Failure(policy, doing, f"{type(error).__name__}: {words}"[:ERROR_CHARS_MAX], trace)

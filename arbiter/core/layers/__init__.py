@@ -1,0 +1,1 @@
+"""Layers around every policy's : interactive apps, and guests on shared GPUs."""

@@ -1,0 +1,1 @@
+"""Leases: granted, renewed, revoked, proven; and the plans that follow from them."""

@@ -1,0 +1,209 @@
+"""Wide gangs: leases that end one by one are brought to one end, so that a round has room for a gang that needs many.
+
+A round may assign what is free and what ends soon. Leases are granted and renewed at all times, so what ends at a time
+is a few GPUs, and a gang that is wider than that waits for as long as others renew, whatever its turn is. When a gang
+has waited for `gather_leases` leases in which hardly a round had room for it, the leases in the one place where that
+disturbs the fewest are drawn out until the last of them ends, and what is granted there meanwhile ends then, too. The
+next round has room for the gang; who gets the GPUs is for the policy to say, as ever, and if it is not that gang's turn
+there will be another such round as much later.
+
+No GPU stands idle for it, nobody leaves earlier than he would have, and no lease is longer than one that begins now,
+nor drawn out again before a round has decided about it. A GPU that still drains for who has won it ends as if its lease
+began now. Where GPUs have several seats nothing is gathered: a guest's is in play at any time.
+
+*Source:* ours; Astraea and Themis, whose rounds look at all GPUs at once, have no such gangs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from math import inf
+
+from msgspec.structs import replace
+
+from arbiter.core.leases import leases
+from arbiter.core.placement.locality import LOOSENESS, group, place_of
+from arbiter.core.seam import GpuView
+from arbiter.core.state import model
+from arbiter.core.state.model import App, Cramped, Draining, Free, Gpu, Leased
+from arbiter.core.turn import Turn
+from protocol.messages import LEVELS, AppId, GpuId, Level
+
+#: A round with room for a gang leaves so much of its wait. Several in each lease mean that it waits for its turn, not
+#: for room; one in each may be of leases that end together and always go to others, and must not put it off for ever.
+ROOM_LEAVES = 0.6
+
+
+def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
+    """After a round about these GPUs: note which gangs it had no room for, and gather leases for those that wait long.
+
+    At most one place is gathered after each round, for the widest.
+    """
+    settings = turn.state.settings
+    if settings.gather_leases <= 0.0 or turn.policy.tenure != "lease" or _has_guests(turn):
+        turn.state.cramped, turn.state.gathered = (), {}
+        return
+    turn.state.gathered = {gpu: end for gpu, end in turn.state.gathered.items() if end > turn.now}
+    _keep_gangs_together(turn)
+    waiting: dict[tuple[int, bool, Level], list[App]] = {}
+    promised = leases.promised(turn)
+    for app_id in turn.index.active - promised.keys():
+        app = turn.state.apps[app_id]
+        able = 1 < app.gang <= app.demand_max and app.only is None
+        if able and turn.hears(app) and not (app_id in turn.index.holders and leases.held(turn, app_id)):
+            waiting.setdefault((app.gang, app.spans, app.level_max), []).append(app)
+    since = {(each.gang, each.spans, each.level_max): each.since for each in turn.state.cramped}
+    cramped = []
+    gathered = False
+    for kind in sorted(waiting, reverse=True):
+        found = Cramped(*kind, since.get(kind, min(_waits_since(turn, app) for app in waiting[kind])))
+        waited_s = turn.now - found.since
+        if _has_room(turn, found, in_play):
+            found = replace(found, since=turn.now - ROOM_LEAVES * waited_s)
+        elif not gathered and waited_s >= settings.gather_leases * settings.lease_s:
+            gathered = _gather(turn, found, waiting[kind])
+            found = replace(found, since=turn.now) if gathered else found
+        cramped.append(found)
+    turn.state.cramped = tuple(cramped)
+
+
+def _has_guests(turn: Turn) -> bool:
+    """Whether GPUs are shared, or still are by some that came while they were."""
+    gpus = turn.state.gpus.values() if turn.index.divided else ()
+    return turn.state.settings.shared or any(
+        not (model.is_first(gpu.id) or isinstance(gpu.state, Free)) for gpu in gpus
+    )
+
+
+def _waits_since(turn: Turn, app: App) -> float:
+    """Return since when an app is known to wait, at the first round that finds it waiting."""
+    return turn.now if app.tally.grants else app.arrived_at
+
+
+def _has_room(turn: Turn, kind: Cramped, in_play: Sequence[GpuId]) -> bool:
+    """Whether these GPUs hold such a gang."""
+    if len(in_play) < kind.gang:
+        return False
+    views = (turn.index.show(turn.state.gpus[gpu]) for gpu in in_play if gpu in turn.state.gpus)
+    level = _levels(kind)[-1]
+    return max(Counter(place_of(view, level) for view in views).values(), default=0) >= kind.gang
+
+
+def _levels(kind: Cramped) -> Sequence[Level]:
+    """Return the places that may hold such a gang, the tightest first."""
+    loosest: Level = kind.level_max if kind.spans else min("machine", kind.level_max, key=LOOSENESS.__getitem__)
+    tightest: Level = min("machine", loosest, key=LOOSENESS.__getitem__)
+    return LEVELS[LOOSENESS[tightest] : LOOSENESS[loosest] + 1]
+
+
+def _gather(turn: Turn, kind: Cramped, waiting: Sequence[App]) -> bool:
+    """Let the leases in one place that holds such a gang end together; return whether there is such a place."""
+    open_ = [gpu for _, gpu in sorted(turn.state.gpus.items()) if _ends(turn, gpu) < inf]
+    views = [turn.index.show(gpu) for gpu in open_]
+    for level in _levels(kind):
+        best: list[Gpu] = []
+        best_key = (inf, inf)
+        places: dict[tuple[str, ...], list[GpuView]] = {}
+        for view in views:
+            places.setdefault(place_of(view, level), []).append(view)
+        for _, inside in sorted(places.items()):
+            chosen = _with_mates(turn, _soonest(turn, inside, kind.gang))
+            taken = [gpu for gpu in chosen if not isinstance(gpu.state, Free)]
+            end = max((_ends(turn, gpu) for gpu in taken), default=turn.now)
+            leased = {_ends(turn, gpu) for gpu in taken if isinstance(gpu.state, Leased)}
+            drain = any(isinstance(gpu.state, Draining) for gpu in taken)
+            apart = drain or len(leased) > 1 or len(taken) < len(chosen)  # else a round decides about them all as it is
+            late = end > turn.now + turn.state.settings.renewal_lead_s  # else it will not know of what comes meanwhile
+            key = (len(taken), end)
+            if chosen and apart and late and key < best_key:
+                best, best_key = chosen, key
+        if best:
+            _end_together(turn, kind, best, best_key[1], waiting)
+            return True
+    return False
+
+
+def _ends(turn: Turn, gpu: Gpu) -> float:
+    """Return when a round may assign this GPU, from now on; never where that is not known."""
+    if not model.usable(turn.state, gpu) or gpu.id in turn.state.gathered:
+        return inf
+    match gpu.state:
+        case Free():
+            return turn.now if leases.is_in_play(turn, gpu) else inf
+        case Leased(lease) if lease.expires_at <= turn.now + turn.state.settings.lease_s:
+            return lease.expires_at
+        case Draining(promised_to=winner) if winner is not None:
+            return turn.now + turn.state.settings.lease_s
+        case _:
+            return inf
+
+
+def _soonest(turn: Turn, inside: Sequence[GpuView], count: int) -> list[Gpu]:
+    """Return so many GPUs of one place, from as few machines as may be, those first that end soonest; or none."""
+    if len(inside) < count:
+        return []
+    machines = [
+        [turn.state.gpus[view.gpu] for view in views] for views in group(inside, lambda view: view.node).values()
+    ]
+    for gpus in machines:
+        gpus.sort(key=lambda gpu: (_ends(turn, gpu), gpu.id))
+    machines.sort(key=lambda gpus: (-min(len(gpus), count), _ends(turn, gpus[:count][-1]), gpus[0].node))
+    return [gpu for gpus in machines for gpu in gpus][:count]
+
+
+def _with_mates(turn: Turn, gpus: Sequence[Gpu]) -> list[Gpu]:
+    """Return these and whatever belongs to their gangs: of a gang that lost a part, the rest would be of no use."""
+    found = {gpu.id: gpu for gpu in gpus}
+    promised = leases.promised(turn)
+    for gpu in gpus:
+        app = turn.state.apps.get(_whose(gpu))
+        if app is not None and app.gang > 1:
+            mates = (*leases.held(turn, app.id), *promised.get(app.id, ()))
+            found |= {
+                mate.id: mate for mate in mates if (app.spans or mate.node == gpu.node) and _ends(turn, mate) < inf
+            }
+    return list(found.values())
+
+
+def _whose(gpu: Gpu) -> AppId:
+    """Return who has a GPU, or will have it once it is empty."""
+    match gpu.state:
+        case Leased(lease):
+            return lease.app
+        case Draining(promised_to=winner) if winner is not None:
+            return winner
+        case _:
+            return AppId("")
+
+
+def _keep_gangs_together(turn: Turn) -> None:
+    """Let all that a gang was given in this round end with what of it is gathered."""
+    for gpu_id, end in list(turn.state.gathered.items()):
+        gpu = turn.state.gpus.get(gpu_id)
+        if gpu is None or not isinstance(gpu.state, Leased) or turn.state.apps[gpu.state.lease.app].gang == 1:
+            continue
+        lease = gpu.state.lease
+        if lease.round != turn.state.round or lease.expires_at > end:  # what is renewed in the last moment ends later
+            continue
+        for mate in leases.held(turn, lease.app):
+            if isinstance(mate.state, Leased) and mate.state.lease.round == lease.round:
+                if mate.state.lease.expires_at > end:
+                    turn.put_gpu(mate, Leased(replace(mate.state.lease, expires_at=end)))
+                turn.state.gathered[mate.id] = end
+
+
+def _end_together(turn: Turn, kind: Cramped, gpus: Sequence[Gpu], end: float, waiting: Iterable[App]) -> None:
+    taken = [gpu for gpu in gpus if not isinstance(gpu.state, Free)]
+    turn.state.gathered |= {gpu.id: end for gpu in sorted(gpus, key=lambda gpu: gpu.id)}
+    for gpu in taken:
+        if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < end:
+            turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=end)))
+            turn.tell(gpu.id, f"its lease goes on until others end, for a gang of {kind.gang}")
+    nodes = ", ".join(sorted({gpu.node for gpu in taken}))
+    for app in sorted(waiting, key=lambda app: app.id):
+        turn.tell(
+            app.id,
+            f"no round had room for its gang of {kind.gang} for {turn.now - kind.since:.0f} s, so the leases of "
+            f"{len(taken)} GPUs on {nodes} end together in {end - turn.now:.0f} s, when a round decides about them all",
+        )

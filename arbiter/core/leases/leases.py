@@ -1,0 +1,402 @@
+"""Grant, renew, revoke, expire, prove release: the only code that moves a GPU between apps.
+
+A GPU is granted only when it is `Free`, and becomes free only by the proof of its node agent: a report on a plan
+that already lacked the lease, saying that the GPU is empty. So no GPU is ever held twice, whatever is lost, late,
+repeated or restarted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from msgspec.structs import replace
+
+from arbiter.core.effects import AppRecord, LeaseRecord
+from arbiter.core.leases import preemption_budget
+from arbiter.core.seam import GpuView
+from arbiter.core.state import model
+from arbiter.core.state.index import Index
+from arbiter.core.state.model import Draining, Free, Gpu, Lease, Leased
+from arbiter.core.turn import Turn
+from protocol.messages import AppId, GpuId, LeaseId, device_of
+
+
+def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int, guest: bool = False) -> Lease:  # noqa: A002
+    """Lease a free GPU to `app` from now, for as long as the policy's tenure says; where it is parked, that seat."""
+    gpu = _own_seat(turn, gpu, app)
+    assert gpu.present
+    lease = _lease(turn, gpu, app, round=round, guest=guest)
+    turn.tell(gpu.id, f"granted to {app.id} in round {round} as {lease.id}")
+    return lease
+
+
+def _lease(turn: Turn, gpu: Gpu, app: model.App, *, round: int, guest: bool = False) -> Lease:  # noqa: A002
+    state = turn.state
+    app = state.apps[app.id]
+    state.leases_made += 1
+    lease = Lease(
+        id=LeaseId(f"{app.id}/{state.leases_made}"),
+        app=app.id,
+        gpu=gpu.id,
+        epoch=state.epoch,
+        round=round,
+        granted_at=turn.now,
+        expires_at=end_of_lease(turn, gpu.id),
+        guest=guest,
+    )
+    turn.put_gpu(gpu, Leased(lease))
+    turn.granted[app.id].append(lease)
+    state.apps[app.id] = replace(app, tally=replace(app.tally, grants=app.tally.grants + 1))
+    return lease
+
+
+def _own_seat(turn: Turn, gpu: Gpu, app: model.App) -> Gpu:
+    """Return the free seat of a GPU on which a job of `app` is parked, which could go on on no other; else `gpu`."""
+
+    def is_free(seat: GpuId) -> bool:
+        own = turn.state.gpus.get(seat)
+        return own is not None and isinstance(own.state, Free) and own.empty and model.usable(turn.state, own)
+
+    mine = turn.index.gpus[app.id]
+    parked = [job.gpus for job in app.jobs if job.suspended]
+    parked.sort(key=lambda seats: -len(mine.intersection(seats)))
+    own = seats_of_jobs(parked, lambda seat: seat in mine or is_free(seat)) if parked else {}
+    seat = own.get(device_of(gpu.id), gpu.id)
+    return turn.state.gpus[seat] if is_free(seat) else gpu
+
+
+def seats_of_jobs(jobs: Iterable[Sequence[GpuId]], is_usable: Callable[[GpuId], bool]) -> dict[GpuId, GpuId]:
+    """Return, by GPU, the usable seat on which one of an app's `jobs` is parked; as many as can be of one job.
+
+    An app has one seat of a GPU. If several of its jobs are parked on the same GPUs, seats picked GPU by GPU could be
+    some of the one and some of the other, and neither could go on.
+    """
+    chosen: dict[GpuId, GpuId] = {}
+    rest: dict[GpuId, GpuId] = {}
+    for seats in jobs:
+        usable = {device_of(seat): seat for seat in seats if is_usable(seat)}
+        if len(usable) == len(seats) and not usable.keys() & chosen.keys():
+            chosen.update(usable)
+        else:
+            rest = usable | rest
+    return rest | chosen
+
+
+def end_of_lease(turn: Turn, gpu: GpuId | None = None) -> float:
+    """Return when a lease that begins now ends; with others where they are gathered, unless that is in a moment."""
+    if turn.policy.tenure != "lease":
+        return model.NEVER
+    end = turn.now + turn.state.settings.lease_s
+    together = turn.state.gathered.get(gpu, end) if gpu is not None else end
+    return min(end, together) if together > turn.now + turn.state.settings.renewal_lead_s else end
+
+
+def retenure(turn: Turn) -> None:
+    """Under a new policy: let every lease end as if it had been granted now."""
+    end = end_of_lease(turn)
+    for _, gpu in sorted(turn.state.gpus.items()):
+        if isinstance(gpu.state, Leased) and (gpu.state.lease.expires_at < model.NEVER) != (end < model.NEVER):
+            turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=end)))
+
+
+def reseat(turn: Turn) -> None:
+    """Under new settings: end the leases of seats that GPUs have no more; of several leases, one is no guest's."""
+    gpus = turn.state.gpus
+    for _, gpu in sorted(gpus.items()):  # not as they came: a restored state has them in order
+        if model.seat_number(gpu.id) >= turn.state.settings.seats_per_gpu:
+            withdraw(turn, gpu, f"{device_of(gpu.id)} is shared by fewer now")
+    for seats in turn.index.seats.values() if not turn.policy.shares else ():
+        leased = [gpus[seat] for seat in sorted(seats) if isinstance(gpus[seat].state, Leased)]
+        for gpu in sorted(leased, key=seniority)[1:]:
+            assert isinstance(gpu.state, Leased)
+            if not gpu.state.lease.guest:
+                turn.put_gpu(gpu, Leased(replace(gpu.state.lease, guest=True)))
+
+
+def seniority(gpu: Gpu) -> tuple[bool, float, int]:
+    """Return by what the leases on one GPU are ordered: guests last, then by age, then by seat."""
+    assert isinstance(gpu.state, Leased)
+    lease = gpu.state.lease
+    return lease.guest, lease.granted_at, model.seat_number(gpu.id)
+
+
+def renew(turn: Turn, gpu: Gpu, *, round: int, guest: bool = False) -> Lease:  # noqa: A002
+    """Let the incumbent keep its GPU for another lease duration, without interruption."""
+    assert isinstance(gpu.state, Leased)
+    lease = replace(gpu.state.lease, expires_at=end_of_lease(turn, gpu.id), round=round, guest=guest)
+    turn.put_gpu(gpu, Leased(lease))
+    turn.renewed[lease.app].append(lease)
+    app = turn.state.apps[lease.app]
+    turn.state.apps[lease.app] = replace(app, tally=replace(app.tally, renewals=app.tally.renewals + 1))
+    turn.tell(gpu.id, f"renewed for {lease.app} in round {round}")
+    return lease
+
+
+def revoke(turn: Turn, gpu: Gpu, reason: str, *, promised_to: AppId | None = None, preempted: bool = False) -> None:
+    """End a lease; the GPU drains until its node agent proves it empty.
+
+    `preempted` says that the app still wanted it, which is counted and told to the app.
+    """
+    assert isinstance(gpu.state, Leased)
+    lease = gpu.state.lease
+    node = turn.state.nodes[gpu.node]
+    turn.put_gpu(
+        gpu,
+        Draining(
+            lease=lease,
+            plan_seq=node.plan_seq + 1,
+            since=turn.now,
+            reason=reason,
+            promised_to=promised_to,
+            round=turn.state.round,
+        ),
+    )
+    turn.tell(gpu.id, f"taken from {lease.app}: {reason}")
+    if preempted:
+        turn.revoked[lease.app, reason].append(lease.id)
+        app = turn.state.apps[lease.app]
+        turn.state.apps[app.id] = replace(app, tally=replace(app.tally, preemptions=app.tally.preemptions + 1))
+        turn.tell(app.id, f"lost {gpu.id} on {gpu.node}: {reason}")
+
+
+def withdraw(turn: Turn, gpu: Gpu, reason: str) -> None:
+    """Take a GPU that is out of service from its app, or from the app it was promised to."""
+    match gpu.state:
+        case Leased():
+            revoke(turn, gpu, reason, preempted=True)
+            turn.state.news = True  # its app wants another, and this one may never be proven empty
+        case Draining(promised_to=winner) if winner is not None:
+            turn.put_gpu(gpu, replace(gpu.state, promised_to=None))
+            turn.tell(winner, f"won {gpu.id} but will not get it: {reason}")
+            turn.apps.add(winner)
+            turn.state.news = True
+        case _:
+            pass
+
+
+def extend(turn: Turn) -> None:
+    """After an absence of our own, or while we can hold no round: let no lease end before one could renew it."""
+    settings = turn.state.settings
+    round_s = settings.probe_s + settings.bid_s + settings.solver_budget_s
+    grace_until = turn.now + settings.renewal_lead_s + round_s
+    for gpu in list(turn.state.gpus.values()):
+        if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < grace_until:
+            turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=grace_until)))
+            if gpu.id in turn.state.gathered:
+                turn.state.gathered[gpu.id] = grace_until
+
+
+def prove(turn: Turn, gpu: Gpu) -> None:
+    """The node agent has proved the GPU empty: free it, or grant it to the app it was promised to."""
+    assert isinstance(gpu.state, Draining)
+    assert gpu.empty or not gpu.present
+    drained = gpu.state
+    app = release(turn, gpu)
+    turn.tell(gpu.id, f"proved empty after {app.id}")
+    winner = turn.state.apps.get(drained.promised_to) if drained.promised_to is not None else None
+    freed = turn.state.gpus[gpu.id]
+    if winner is not None and winner.active and model.usable(turn.state, freed) and _may_have(turn, winner, freed):
+        lease = grant(turn, freed, winner, round=drained.round)
+        _align(turn, lease)
+    else:
+        turn.state.news = True
+
+
+def release(turn: Turn, gpu: Gpu) -> model.App:
+    """End a lease for good and record it; return whose it was."""
+    assert isinstance(gpu.state, Draining)
+    drained = gpu.state
+    held_s = turn.now - drained.lease.granted_at
+    app = turn.state.apps[drained.lease.app]
+    turn.state.apps[app.id] = replace(app, tally=replace(app.tally, gpu_seconds=app.tally.gpu_seconds + held_s))
+    turn.put_gpu(gpu, Free(turn.now))
+    book = turn.state.history.close(drained.lease.id, turn.now)
+    turn.index.versions[app.id] += 1
+    turn.effects.append(
+        LeaseRecord(
+            lease=drained.lease.id,
+            app=app.id,
+            gpu=gpu.id,
+            node=gpu.node,
+            start=drained.lease.granted_at,
+            end=turn.now,
+            reason=drained.reason,
+            had_gpu_s=book.had.total,
+            draining_gpu_s=book.draining.total,
+        )
+    )
+    turn.accounts.add(app.id)
+    return turn.state.apps[app.id]
+
+
+def close_account(turn: Turn, app_id: AppId) -> None:
+    """Record what an app has had, once it is over and holds nothing any more, or nothing of which time is booked."""
+    app = turn.state.apps[app_id]
+    holds = any(device_of(gpu) in turn.index.booked for gpu in turn.index.gpus[app_id])
+    if holds or not isinstance(app.state, model.Settled) or app_id not in turn.state.history.apps:
+        return
+    standing = turn.state.history.of_app(app_id, turn.now)
+    turn.effects.append(
+        AppRecord(
+            app=app_id,
+            tenant=app.tenant,
+            weight=app.weight,
+            arrived_at=app.arrived_at,
+            ended_at=app.state.at,
+            allocated_gpu_s=standing.allocated_gpu_s,
+            fair_gpu_s=standing.fair_gpu_s,
+            fair_within_gpu_s=standing.other_gpu_s,
+            draining_gpu_s=standing.draining_gpu_s,
+            parked_gpu_s=standing.parked_gpu_s,
+            lost_gpu_s=standing.lost_gpu_s,
+        )
+    )
+
+
+def _may_have(turn: Turn, app: model.App, gpu: Gpu) -> bool:
+    """Whether an app wants another GPU, and has no seat on that one."""
+    own = held(turn, app.id)
+    return len(own) < app.demand_max and not any(device_of(each.id) == device_of(gpu.id) for each in own)
+
+
+def _align(turn: Turn, newest: Lease) -> None:
+    """Let leases won in one round end together, counted from the last to arrive: half a gang is of no use to anyone.
+
+    None ends earlier for it, but the newest of a gang of which a part is gathered with others; what is gathered stays.
+    """
+    mates = [gpu for gpu in held(turn, newest.app) if isinstance(gpu.state, Leased)]
+    mates = [gpu for gpu in mates if isinstance(gpu.state, Leased) and gpu.state.lease.round == newest.round]
+    end = newest.expires_at
+    for gpu in mates:
+        assert isinstance(gpu.state, Leased)
+        together = turn.state.gathered.get(gpu.id, 0.0)
+        end = min(end, together) if gpu.state.lease.expires_at <= together else end
+    for gpu in mates:
+        assert isinstance(gpu.state, Leased)
+        lease = gpu.state.lease
+        shorter = lease.id == newest.id and turn.state.apps[newest.app].gang > 1
+        if lease.expires_at < end or (shorter and lease.expires_at > end):
+            turn.put_gpu(gpu, Leased(replace(lease, expires_at=end)))
+
+
+def adopt(turn: Turn) -> None:
+    """Lease to apps what their tasks run on, where the journal knows nothing of it, or something else.
+
+    Only for an arbiter that has said nothing yet in this epoch. A task that its node reports, and that its app wishes
+    on these very GPUs, was granted them by an arbiter of which the journal does not know. A lease that the journal
+    tells of on such a GPU is over: nothing of its app is there, and nothing can be started there before we speak.
+    """
+    for task in sorted(turn.state.tasks.values(), key=lambda task: task.id):
+        app = turn.state.apps.get(task.app)
+        if app is None or not app.active or not task.alive or task.phase == "suspended":
+            continue
+        wished = any(
+            job.id == task.job and job.attempt == task.attempt and set(task.gpus) <= set(job.gpus) for job in app.jobs
+        )
+        gpus = [turn.state.gpus[gpu] for gpu in task.gpus if gpu in turn.state.gpus]
+        if wished and len(gpus) == len(task.gpus) and all(_is_only_its(turn, gpu, task) for gpu in gpus):
+            for gpu in gpus:
+                _adopt(turn, gpu, task)
+
+
+def _is_only_its(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
+    """Whether a task has a GPU's seat to itself, and its app no other seat of that GPU."""
+    others = (turn.state.tasks[each] for each in turn.index.node_tasks[gpu.node] if each != task.id)
+    alone = not any(gpu.id in each.gpus and each.alive and each.phase != "suspended" for each in others)
+    own = {each for each in turn.index.seats[device_of(gpu.id)] if each in turn.index.gpus[task.app]}
+    return gpu.present and model.usable(turn.state, gpu) and alone and own <= {gpu.id}
+
+
+def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> None:
+    if isinstance(gpu.state, Leased) and gpu.state.lease.app == task.app:
+        return
+    if isinstance(gpu.state, Leased):
+        revoke(turn, gpu, "it was another's by then, of which the journal does not know", preempted=True)
+        gpu = turn.state.gpus[gpu.id]
+    if isinstance(gpu.state, Draining):
+        release(turn, gpu)
+        gpu = turn.state.gpus[gpu.id]
+    lease = _lease(turn, gpu, turn.state.apps[task.app], round=turn.state.round)
+    turn.tell(gpu.id, f"found with {task.id}: leased to {task.app} as {lease.id}")
+    turn.tell(task.app, f"keeps {gpu.id} on {gpu.node}, where {task.id} was found")
+
+
+def keep(turn: Turn) -> None:
+    """Let leases that are about to end go on where preempting would cost more than it may (`budget`)."""
+    lead_s = turn.state.settings.renewal_lead_s
+    if turn.policy.tenure != "lease" or turn.index.next_end > turn.now + lead_s:
+        return
+    for gpu_id in sorted(preemption_budget.kept(turn) - turn.index.guests):
+        gpu = turn.state.gpus.get(gpu_id)
+        if gpu is not None and isinstance(gpu.state, Leased) and gpu.state.lease.expires_at <= turn.now + lead_s:
+            lease = gpu.state.lease
+            turn.put_gpu(gpu, Leased(replace(lease, expires_at=turn.now + turn.state.settings.lease_s)))
+            turn.state.gathered.pop(gpu_id, None)
+            preemption_budget.tell_kept(turn, lease.app, gpu_id)
+
+
+def expire(turn: Turn) -> None:
+    """End every lease whose time is up and that no round has renewed."""
+    if turn.index.next_end > turn.now:
+        return
+    for gpu_id in sorted(gpu for gpu, end in turn.index.ends.items() if end <= turn.now):
+        revoke(turn, turn.state.gpus[gpu_id], "the lease ended and no round renewed it", preempted=True)
+
+
+def end_all(turn: Turn, app: AppId, reason: str) -> None:
+    """End every lease of an app that is over."""
+    for gpu in held(turn, app):
+        revoke(turn, gpu, reason)
+
+
+def held(turn: Turn, app: AppId) -> list[Gpu]:
+    """Return the GPUs leased to `app`, sorted by id, without those that drain."""
+    gpus = (turn.state.gpus[gpu_id] for gpu_id in sorted(turn.index.gpus[app]))
+    return [gpu for gpu in gpus if isinstance(gpu.state, Leased)]
+
+
+def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
+    """Return, by id, the GPUs a round may assign: free and proven, or leased until soon, or revocable at any time."""
+    index = turn.index
+    if turn.policy.tenure == "revocable":
+        kept = preemption_budget.kept(turn) - index.guests
+        views = index.revocable()
+        return {gpu: view for gpu, view in views.items() if gpu not in kept} if kept else views
+    ending = set(index.guests)
+    soon = turn.now + turn.state.settings.renewal_lead_s
+    if turn.policy.tenure == "lease" and index.next_end <= soon:
+        ending.update([gpu for gpu, end in index.ends.items() if end <= soon])
+    return index.assignable(ending)
+
+
+def is_in_play(turn: Turn, gpu: Gpu) -> bool:
+    """Whether a round may assign this GPU: a guest's at any time, and nobody comes to one that somebody is leaving."""
+    match gpu.state:
+        case Free():
+            return gpu.empty and model.usable(turn.state, gpu) and not turn.index.drains(gpu.id)
+        case Leased(lease):
+            open_ = lease.guest or turn.policy.tenure == "revocable" or is_due(turn, lease)
+            return open_ and model.usable(turn.state, gpu)
+        case _:
+            return False
+
+
+def is_due(turn: Turn, lease: Lease) -> bool:
+    """Whether a lease ends unless the next round renews it."""
+    lead_s = turn.state.settings.renewal_lead_s
+    return turn.policy.tenure == "lease" and lease.expires_at <= turn.now + lead_s
+
+
+def promised(turn: Turn) -> dict[AppId, list[Gpu]]:
+    """Return, per app, the draining GPUs it has won: as good as held, and not to be won twice over."""
+    found: dict[AppId, list[Gpu]] = {}
+    for gpu in map(turn.state.gpus.__getitem__, sorted(turn.index.draining)):
+        assert isinstance(gpu.state, Draining)
+        if gpu.state.promised_to is not None and model.usable(turn.state, gpu):
+            found.setdefault(gpu.state.promised_to, []).append(gpu)
+    return found
+
+
+def next_expiry(index: Index, *, lead_s: float = 0.0) -> float | None:
+    """Return when the next lease is within `lead_s` of its end, or None."""
+    return index.next_end - lead_s if index.ends else None

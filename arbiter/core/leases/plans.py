@@ -1,0 +1,359 @@
+"""What each node should do and what each app should know, derived from the state; pure and level-triggered.
+
+A plan names every task that should be on a node. A task runs if all its job's GPUs are leased to its app; if one is
+not, it vacates; if its app no longer wishes its job, or wishes nothing any more, it stops. A job's next attempt is
+named only when no process of an earlier attempt can exist, so no job ever runs twice; and on another node only when the
+checkpoint of the earlier one is not in its node's memory alone, so none is left behind.
+
+A job that spans nodes is one task on each, a *part*. All of them start, or none, and when one has left the others do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from arbiter.core.leases.leases import held
+from arbiter.core.state import model
+from arbiter.core.state.model import Draining, Leased, State, Task
+from arbiter.core.turn import Turn
+from protocol.messages import (
+    AppId,
+    GpuId,
+    Holdings,
+    JobId,
+    LeaseTerms,
+    NodeId,
+    NodePlan,
+    Sharing,
+    TaskId,
+    TaskOrder,
+    TaskStatus,
+    Want,
+    device_of,
+)
+
+#: A job lies on fewer nodes than a number of so many digits.
+RANK_DIGITS_MAX = 10
+#: Tasks of one app whose node is remembered after they are gone, for their output.
+WHEREABOUTS_MAX = 64
+#: Why a task is to leave, unless its job has ended elsewhere.
+LEASE_ENDED = "its lease ended"
+
+#: Why what is parked is ended, to start again elsewhere.
+QUARANTINED = "the GPU that it is parked on is quarantined"
+
+#: What is ordered for an app that is over.
+NOTHING: list[TaskOrder] = []
+
+Shares = dict[NodeId, tuple[GpuId, ...]]  #: a job's GPUs by node
+
+
+def task_id(job: JobId, attempt: int, rank: int = 0) -> TaskId:
+    """Return the id of an attempt of a job; of its part on the `rank`-th of its nodes, if it lies on several."""
+    return TaskId(f"{job}-a{attempt}.{rank}" if rank else f"{job}-a{attempt}")
+
+
+def is_task_id(task: TaskId, job: JobId, attempt: int) -> bool:
+    """Whether `task` is the id of that attempt, or of a part of it."""
+    rank = task.rpartition(".")[2]
+    return task == task_id(job, attempt, int(rank) if rank.isdecimal() and len(rank) < RANK_DIGITS_MAX else 0)
+
+
+class Outline(Struct, frozen=True):
+    """What a plan follows from: the leases on the node, what each app has ordered there, and how GPUs are shared."""
+
+    leases: tuple[tuple[model.Lease, model.Gpu], ...]
+    orders: tuple[list[TaskOrder], ...]
+    sharing: tuple[Sharing, int, float]
+
+    def same_as(self, other: Outline) -> bool:
+        """Whether both make the same plan, times left aside: the same leases, and the very same lists of orders."""
+        alike = len(self.leases) == len(other.leases) and len(self.orders) == len(other.orders)
+        alike = alike and self.sharing == other.sharing
+        alike = alike and all(one[0].id == two[0].id for one, two in zip(self.leases, other.leases, strict=True))
+        return alike and all(one is two for one, two in zip(self.orders, other.orders, strict=True))
+
+
+def outline_of(turn: Turn, node: model.Node) -> Outline:
+    """Return what the plan of `node` follows from now."""
+    state = turn.state
+    gpus = [state.gpus[gpu_id] for gpu_id in sorted(turn.index.node_gpus[node.id])]
+    leases = tuple([(gpu.state.lease, gpu) for gpu in gpus if isinstance(gpu.state, Leased)])
+    apps = {lease.app for lease, _ in leases}
+    apps |= {state.tasks[task].app for task in turn.index.node_tasks[node.id]}
+    orders = [_orders_for(turn, node, app_id) for app_id in sorted(apps) if app_id in state.apps]
+    settings = state.settings
+    return Outline(leases, tuple(orders), (settings.sharing, settings.seats_per_gpu, settings.quantum_s))
+
+
+def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> NodePlan:
+    """Return all that should be on `node` now."""
+    outline = outline or outline_of(turn, node)
+    terms = tuple(_terms(turn, lease, gpu) for lease, gpu in outline.leases)
+    orders = tuple(order for some in outline.orders for order in some)
+    sharing, seats, quantum_s = outline.sharing
+    return NodePlan(
+        node=node.id,
+        epoch=turn.state.epoch,
+        seq=node.plan_seq,
+        leases=terms,
+        tasks=orders,
+        sharing=sharing,
+        seats=seats,
+        quantum_s=quantum_s,
+        site=turn.state.site,
+        incarnation=node.incarnation,
+    )
+
+
+def _orders_for(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
+    """Return what `node` should do for an app; what was said last if nothing of the app has stirred since."""
+    app = turn.state.apps[app_id]
+    if not app.active:
+        return NOTHING
+    stirs = turn.index.stirs[app_id]
+    said = turn.index.orders.setdefault(app_id, {})
+    last = said.get(node.id)
+    if last is not None and last[0] is app.jobs and last[1] is app.state and last[2] == stirs:
+        return last[3]
+    orders = _orders(turn, node, app)
+    said[node.id] = (app.jobs, app.state, stirs, orders)
+    return orders
+
+
+def _orders(turn: Turn, node: model.Node, app: model.App) -> list[TaskOrder]:
+    known: dict[JobId, list[Task]] = {}
+    for task_id in sorted(turn.index.tasks[app.id]):
+        task = turn.state.tasks[task_id]
+        known.setdefault(task.job, []).append(task)
+    orders = []
+    for job in app.jobs:
+        tasks = known.get(job.id, [])
+        if tasks or job.gpus:
+            orders += _orders_of(turn, node, app, job, tasks)
+    return orders
+
+
+def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tasks: list[Task]) -> list[TaskOrder]:
+    """Return what `node` should do for one job, of which the arbiter knows these tasks on any node."""
+    orders = [
+        # What is parked has nowhere to go on: left in peace it would keep the next attempt waiting for ever.
+        _order(job, task, "stop" if task.phase == "suspended" else "vacate", LEASE_ENDED)
+        for task in tasks
+        # One that is over is named until its checkpoint is on the disk, or its node would forget it.
+        if task.attempt < job.attempt and (task.alive or task.unflushed) and task.node == node.id
+    ]
+    shares = _shares(turn, app, job)
+    parts = [task for task in tasks if task.attempt == job.attempt]
+    here = [task for task in parts if task.node == node.id]
+    orders += [_order(job, task, *_want(turn.state, task, shares, parts), gpus=shares.get(node.id)) for task in here]
+    if not here and node.id in shares and _may_start(turn, job, shares, tasks):
+        orders.append(_first_order(job, node.id, shares))
+    return orders
+
+
+def _shares(turn: Turn, app: model.App, job: model.Job) -> Shares:
+    """Return the job's GPUs by node, nodes in order; none if it may not run: one is not leased, or too far away."""
+    if not _all_leased(turn, app.id, job.gpus):
+        return {}
+    shares: Shares = {}
+    for gpu in job.gpus:
+        node = turn.state.gpus[gpu].node
+        shares[node] = (*shares.get(node, ()), gpu)
+    return dict(sorted(shares.items())) if app.spans or len(shares) <= 1 else {}
+
+
+def _may_start(turn: Turn, job: model.Job, shares: Shares, tasks: list[Task]) -> bool:
+    """Whether the job's part on a node without one may start: earlier attempts are gone, its other parts may run."""
+    earlier = [task for task in tasks if task.attempt < job.attempt]
+    if any(_haunts(turn.state, task) or _is_needed(turn.state, task, shares) for task in earlier):
+        return False
+    parts = [task for task in tasks if task.attempt == job.attempt]
+    return all(task.alive and _want(turn.state, task, shares, parts) == ("run", "") for task in parts)
+
+
+def _haunts(state: State, task: Task) -> bool:
+    """Whether a process of this task may still write. On a lost node it may, too, but is fenced by its attempt."""
+    return task.alive and isinstance(state.nodes[task.node].state, model.Up)
+
+
+def _is_needed(state: State, task: Task, shares: Shares) -> bool:
+    """Whether the newest checkpoint is in the memory of a node that lives, and the next attempt would not be there."""
+    here = shares.keys() == {task.node}
+    return task.unflushed and not here and isinstance(state.nodes[task.node].state, model.Up)
+
+
+def _want(state: State, task: Task, shares: Shares, parts: list[Task]) -> tuple[Want, str]:
+    """Return what a task of the job's present attempt should do, and why if it should go; `parts` are all of them."""
+    if any(_is_gone(state, other) for other in parts if other.id != task.id):
+        # What is parked could go on only together with the part that is over.
+        return "stop" if task.phase == "suspended" else "vacate", "its job ended on another node"
+    if task.phase == "suspended" and any(state.gpus[gpu].quarantined for gpu in task.gpus if gpu in state.gpus):
+        return "stop", QUARANTINED  # parked, it would wait for as long as nobody has looked at that GPU
+    mine = task.node in shares and _seats_of(task, shares[task.node]) == set(shares[task.node])
+    return ("run", "") if mine else ("vacate", LEASE_ENDED)
+
+
+def _seats_of(task: Task, share: tuple[GpuId, ...]) -> set[GpuId]:
+    """Return the seats that a task is on; what is parked goes on on those of its `share` that are of the same GPUs."""
+    if task.phase == "suspended" and sorted(map(device_of, task.gpus)) == sorted(map(device_of, share)):
+        return set(share)
+    return set(task.gpus)
+
+
+def _is_gone(state: State, task: Task) -> bool:
+    """Whether this part of an attempt ended before its work was done, so that the other parts cannot go on."""
+    lost = task.alive and isinstance(state.nodes[task.node].state, model.Lost)
+    return lost or (task.phase == "exited" and task.outcome != "finished")
+
+
+def _all_leased(turn: Turn, app_id: AppId, gpus: tuple[GpuId, ...]) -> bool:
+    states = [turn.state.gpus[gpu].state for gpu in gpus if gpu in turn.state.gpus]
+    return len(states) == len(gpus) and all(isinstance(s, Leased) and s.lease.app == app_id for s in states)
+
+
+def _order(job: model.Job, task: Task, want: Want, reason: str, *, gpus: tuple[GpuId, ...] | None = None) -> TaskOrder:
+    """Return the order for a task that exists; what is parked goes on on these of its app's `gpus`."""
+    seats = {device_of(gpu): gpu for gpu in gpus or ()} if want == "run" else {}
+    return TaskOrder(
+        task=task.id,
+        app=_app_of(job),
+        job=job.id,
+        attempt=task.attempt,
+        gpus=tuple([seats.get(device_of(gpu), gpu) for gpu in task.gpus]),
+        want=want,
+        launch=job.launch,
+        grace_s=job.grace_s,
+        preempt_by=job.preempt_by,
+        reason=reason,
+        priority=job.priority,
+    )
+
+
+def _first_order(job: model.Job, node: NodeId, shares: Shares) -> TaskOrder:
+    return TaskOrder(
+        task=task_id(job.id, job.attempt, list(shares).index(node)),
+        app=_app_of(job),
+        job=job.id,
+        attempt=job.attempt,
+        gpus=shares[node],
+        want="run",
+        launch=job.launch,
+        grace_s=job.grace_s,
+        preempt_by=job.preempt_by,
+        priority=job.priority,
+    )
+
+
+def _app_of(job: model.Job) -> AppId:
+    return AppId(job.id.rsplit(".", 1)[0])
+
+
+def _terms(turn: Turn, lease: model.Lease, gpu: model.Gpu, *, leaving: bool = False) -> LeaseTerms:
+    return LeaseTerms(
+        lease=lease.id,
+        gpu=gpu.id,
+        node=gpu.node,
+        rack=gpu.rack,
+        slot=gpu.slot,
+        epoch=lease.epoch,
+        remaining_s=max(0.0, lease.expires_at - turn.now),
+        leaving=leaving,
+    )
+
+
+def terms_of(turn: Turn, lease: model.Lease) -> LeaseTerms:
+    """Return a lease as an app is told of it."""
+    return _terms(turn, lease, turn.state.gpus[lease.gpu])
+
+
+def holdings_of(turn: Turn, app: model.App, *, cluster_gpus: int) -> Holdings:
+    """Return all an app should know now; `cluster_gpus` is the same for all of them."""
+    state = turn.state
+    terms = [terms_of(turn, gpu.state.lease) for gpu in held(turn, app.id) if isinstance(gpu.state, Leased)]
+    for gpu_id in sorted(turn.index.gpus[app.id]):
+        gpu = state.gpus[gpu_id]
+        if isinstance(gpu.state, Draining):
+            terms.append(_terms(turn, gpu.state.lease, gpu, leaving=True))
+    tasks = [state.tasks[task] for task in sorted(turn.index.tasks[app.id])]
+    return Holdings(
+        app=app.id,
+        epoch=state.epoch,
+        seq=app.holdings_seq,
+        leases=tuple(terms),
+        tasks=tuple(_status(state, task) for task in tasks),
+        cluster_gpus=cluster_gpus,
+        acked=app.report_seq,
+        site=state.site,
+    )
+
+
+def _status(state: State, task: Task) -> TaskStatus:
+    """Return a task as its app is told of it; one on a lost node is over as far as the app is concerned."""
+    known = {name: getattr(task, name) for name in _STATUS_FIELDS}
+    if task.alive and isinstance(state.nodes[task.node].state, model.Lost):
+        known |= {"phase": "exited", "outcome": "preempted", "reason": f"node {task.node} was lost"}
+    return TaskStatus(task=task.id, **known)
+
+
+_STATUS_FIELDS = tuple(name for name in TaskStatus.__struct_fields__ if name != "task")
+
+
+def take_task(node: NodeId, status: TaskStatus) -> Task:
+    """Return what a node agent said of a task, as the arbiter knows it."""
+    return Task(id=status.task, node=node, **{name: getattr(status, name) for name in _STATUS_FIELDS})
+
+
+def note_ordered(turn: Turn, node: model.Node, plan: NodePlan) -> None:
+    """Remember what `plan` tells the node to run: from now on a process of it may exist, whatever we hear."""
+    for order in plan.tasks:
+        if order.want != "run":
+            continue
+        task = turn.state.tasks.get(order.task)
+        if task is None:
+            task = take_task(
+                node.id, TaskStatus(order.task, order.app, order.job, order.attempt, order.gpus, "starting")
+            )
+            turn.index.bind_task(task)
+            turn.apps.add(order.app)
+            _note_whereabouts(turn, task)
+        if task.ordered_seq != node.plan_seq:
+            turn.state.tasks[order.task] = replace(task, ordered_seq=node.plan_seq)
+
+
+def _note_whereabouts(turn: Turn, task: Task) -> None:
+    app = turn.state.apps[task.app]
+    newest = dict(list({**app.ran, task.id: task.node}.items())[-WHEREABOUTS_MAX:])
+    turn.state.apps[app.id] = replace(app, ran=newest)
+
+
+class _PlanBody(Struct, array_like=True):
+    leases: tuple[tuple[str, str], ...]
+    tasks: tuple[TaskOrder, ...]
+    sharing: tuple[Sharing, int, float]
+
+
+class _HoldingsBody(Struct, array_like=True):
+    leases: tuple[tuple[str, bool], ...]
+    tasks: tuple[tuple[str, str, str, bool, dict[str, float], tuple[str, ...]], ...]
+    acked: int
+
+
+def plan_digest(plan: NodePlan) -> str:
+    """Return a digest of what a plan orders, times left out: equal digests need no new plan."""
+    terms = tuple((term.lease, term.gpu) for term in plan.leases)
+    return _digest(_PlanBody(terms, plan.tasks, (plan.sharing, plan.seats, plan.quantum_s)))
+
+
+def holdings_digest(holdings: Holdings) -> str:
+    """Return a digest of what matters at once in holdings: leases, task phases and metrics, not steps and times."""
+    tasks = tuple((t.task, t.phase, t.outcome or "", t.can_checkpoint, t.metrics, t.gpus) for t in holdings.tasks)
+    return _digest(_HoldingsBody(tuple((t.lease, t.leaving) for t in holdings.leases), tasks, holdings.acked))
+
+
+def _digest(body: Struct) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=12).hexdigest()

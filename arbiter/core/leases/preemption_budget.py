@@ -1,0 +1,70 @@
+"""What preemption may cost: work that can be neither saved nor suspended keeps its GPUs until that is bounded.
+
+To preempt such a job is to throw away all it has done since its attempt began. Done at every end of a lease, it would
+never end. So over its life a job may lose at most a fixed part of the time it has run (`preemption_budget`): it is
+preempted only if what it has lost already, and would lose now, is within that. A job that saves, or can be parked,
+loses next to nothing and is preempted as leases and policies say. What a broken node, a sick GPU or its owner takes is
+no preemption; it is counted all the same.
+
+Both times are what node agents measured (`Measured.ran_s`, `Measured.unsaved_s`).
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from arbiter.core.state.model import Task, Toll, Up
+from arbiter.core.turn import Turn
+from protocol.messages import AppId, GpuId
+
+#: Less than that, over its life, is not worth keeping a GPU for: it takes as long to be told.
+NEGLIGIBLE_S = 2.0
+
+
+def kept(turn: Turn) -> frozenset[GpuId]:
+    """Return the GPUs that no round may take from their holders, whatever else it may."""
+    state = turn.state
+    if state.settings.preemption_budget >= 1.0 or not turn.index.helpless:
+        return frozenset()
+    tasks = (state.tasks[task] for task in turn.index.helpless)
+    return frozenset(gpu for task in tasks if _costs_too_much(turn, task) for gpu in task.gpus)
+
+
+def _costs_too_much(turn: Turn, task: Task) -> bool:
+    app, node = turn.state.apps.get(task.app), turn.state.nodes[task.node]
+    if app is None or not app.active or not isinstance(node.state, Up) or not task.measured.ran_s:
+        return False
+    if any(job.id == task.job and job.attempt != task.attempt for job in app.jobs):
+        return False  # it is on its way out
+    since_s = turn.now - node.state.seen_at
+    toll = app.tolls.get(task.job, Toll())
+    lost_s = toll.lost_s + task.measured.unsaved_s - task.counted.lost_s + since_s
+    ran_s = toll.ran_s + task.measured.ran_s - task.counted.ran_s + since_s
+    return lost_s > max(NEGLIGIBLE_S, turn.state.settings.preemption_budget * ran_s)
+
+
+def count(turn: Turn, task: Task) -> Task:
+    """Count what of an attempt's work has to be done again, now that it is over; what was counted before is not again.
+
+    Returns the task, which remembers what of it was counted.
+    """
+    app = turn.state.apps.get(task.app)
+    if app is None:
+        return task
+    now = Toll(task.measured.ran_s, 0.0 if task.outcome == "finished" else task.measured.unsaved_s)
+    new = Toll(max(0.0, now.ran_s - task.counted.ran_s), max(0.0, now.lost_s - task.counted.lost_s))
+    if new == Toll():
+        return task
+    turn.state.history.lose(app.id, app.tenant, new.lost_s * len(task.gpus), turn.now)
+    before = app.tolls.get(task.job, Toll())
+    toll = Toll(before.ran_s + new.ran_s, before.lost_s + new.lost_s)
+    turn.state.apps[app.id] = replace(app, tolls={**app.tolls, task.job: toll})
+    turn.accounts.add(app.id)
+    return replace(task, counted=now)
+
+
+def tell_kept(turn: Turn, app: AppId, gpu: GpuId) -> None:
+    """Say why an app keeps a GPU beyond its lease."""
+    turn.tell(
+        app, f"keeps {gpu} beyond its lease: what runs there can neither save nor be suspended, and would be lost"
+    )

@@ -1,0 +1,1 @@
+"""Nodes and apps: how they enrol, speak, buy, act and leave."""

@@ -1,0 +1,325 @@
+"""Apps: enrolment, admission, their wishes, withdrawal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec.structs import replace
+
+from arbiter.core.effects import Failure
+from arbiter.core.leases import leases
+from arbiter.core.members import sales, screening
+from arbiter.core.rounds import phases
+from arbiter.core.seam import Admission, AppView, GpuView
+from arbiter.core.state import fairness, model
+from arbiter.core.state.index import Index
+from arbiter.core.state.model import Active, App, Enrolling, Job, Leased, Settled, State
+from arbiter.core.turn import Turn
+from protocol.core import Send
+from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal, device_of
+
+#: Apps that are over and remembered, with their stories; the ledger keeps their rounds and leases.
+OVER_MAX = 1000
+#: Tenants that a refusal names: it has to fit into a message.
+TENANTS_NAMED = 20
+#: An active report that much younger than its app's end is no echo of the past.
+REUSE_S = 60.0
+
+
+def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
+    """Take in an app's whole wish; enrol it if it is new. Older reports than the newest seen change nothing."""
+    if sender.role != "app" or report.app.rsplit("-", 1)[0] != sender.id:
+        turn.tell(sender.user, f"spoke for app {report.app}, which is not its own; refused", loudly=True)
+        return
+    app = turn.state.apps.get(report.app)
+    if app is not None and report.run and app.run and report.run != app.run:
+        why = f"the id {app.id} is of an app that was submitted before; submit this one again"
+        _refuse(turn, sender.id, report, why)
+        return
+    mistake = screening.mistake(report)
+    if app is None and report.state == "active":
+        mistake = mistake or screening.presumption(turn.state, turn.index, sender.id, report)
+        if mistake:
+            _refuse(turn, sender.id, report, mistake)
+    if mistake:
+        turn.tell_once(sender.user, f"its report of {report.app} was refused: {mistake}")
+        return
+    if app is None:
+        if report.state != "active":
+            _acknowledge_unknown(turn, sender, report)
+            return
+        app = _enrol(turn, sender, report)
+    if isinstance(app.state, model.Refused):
+        _refuse(turn, app.owner, report, app.state.reason)
+    if report.state == "active" and isinstance(app.state, Settled):
+        _contradict(turn, app, app.state, report)
+    app = _note_wish(turn, app, report)
+    if report.state != "active":
+        turn.apps.add(app.id)  # it repeats its end until it hears that we know
+    if not isinstance(app.state, Settled):
+        _take_releases(turn, app, report)
+        if report.state != "active":
+            settle(turn, turn.state.apps[app.id], report.state, report.reason)
+
+
+def _contradict(turn: Turn, app: App, ended: Settled, report: AppReport) -> None:
+    """Tell an app agent that its app is over: another ended it, or the id is of an app before its state was lost."""
+    if ended.by:
+        _refuse(turn, app.owner, report, ended.reason, cancelled=True)
+    elif turn.now - ended.at > REUSE_S and report.seq < app.report_seq:
+        _refuse(turn, app.owner, report, f"the id {app.id} belongs to an app that has ended; submit it again")
+
+
+def _acknowledge_unknown(turn: Turn, sender: Party, report: AppReport) -> None:
+    """An app that ended before we heard of it needs nothing but to hear that we know."""
+    turn.tell(sender.user, f"{report.app} ended ({report.state}) and was never seen running")
+    known = _make_app(turn, sender, report)
+    known = replace(known, state=Settled(report.state, report.reason, turn.now, None))  # type: ignore[arg-type]
+    turn.state.apps[known.id] = known
+    turn.index.bind_app(known)
+    turn.apps.add(report.app)
+    _forget_oldest(turn)
+
+
+def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
+    state = turn.state
+    return App(
+        id=report.app,
+        owner=sender.id,
+        tenant=report.tenant,
+        name=report.name,
+        arrived_at=turn.now,
+        seen_at=turn.now,
+        report_seq=report.seq,
+        gang=report.gang,
+        demand_max=report.demand_max,
+        level_max=report.level_max,
+        jobs=(),
+        state=Enrolling(),
+        apps_integral=state.apps_count.integral(turn.now),
+        arrival=state.apps_arrived,
+        run=report.run,
+    )
+
+
+def _enrol(turn: Turn, sender: Party, report: AppReport) -> App:
+    app = replace(_make_app(turn, sender, report), report_seq=-1)
+    turn.state.apps_arrived += 1
+    turn.state.apps[app.id] = app
+    turn.index.bind_app(app)
+    _count(turn, +1)
+    turn.tell(app.id, f"submitted by {sender.id} for tenant {report.tenant}: {report.name}", loudly=True)
+    return app
+
+
+def note_voice(turn: Turn, app: App) -> None:
+    """Note that an app's agent speaks; one that was left out of rounds for its silence makes them worth while again."""
+    if not turn.hears(app):
+        turn.state.news = True
+        turn.follow(replace(app, seen_at=turn.now))
+        sales.miss(turn, app)
+
+
+def leave_out_silent(turn: Turn) -> None:
+    """End the leases of apps that are silent on GPUs where they run nothing: nobody would ever give them back.
+
+    Nothing more is due to them either, or others would have less of what is fair for as long as nobody cancels them.
+    """
+    for app_id in sorted(turn.index.active):
+        app = turn.state.apps[app_id]
+        if not turn.hears(app):
+            runs_on = turn.runs_on(app_id)
+            for gpu in leases.held(turn, app_id):
+                if device_of(gpu.id) not in runs_on:
+                    leases.revoke(turn, gpu, "its app is silent and runs nothing on it", preempted=True)
+            turn.follow(app)
+            if not runs_on:
+                sales.give_up(turn, app_id)
+
+
+def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
+    note_voice(turn, app)
+    if report.seq <= app.report_seq:
+        app = replace(app, seen_at=turn.now)
+        turn.state.apps[app.id] = app
+        return app
+    settings = turn.state.settings
+    jobs = tuple(_job(wish, settings.priority_max) for wish in report.jobs)
+    wants_more = report.demand_max > app.demand_max or app.report_seq < 0
+    if (jobs, report.demand_max, report.gang) != (app.jobs, app.demand_max, app.gang):
+        turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
+        turn.apps.add(app.id)
+    app = replace(
+        app,
+        seen_at=turn.now,
+        report_seq=report.seq,
+        gang=report.gang,
+        demand_max=report.demand_max,
+        level_max=report.level_max,
+        jobs=jobs,
+        ideal_s=report.ideal_s,
+        basis=report.basis,
+        start_s=report.start_s,
+        migrations=report.migrations,
+        steps_lost=report.steps_lost,
+        suspensions=report.suspensions,
+        metrics=dict(report.metrics),
+        spans=report.spans,
+        left_s=report.left_s,
+        left_gpu_s=report.left_gpu_s,
+        left_at=turn.now,
+        loss_drop=report.loss_drop,
+        sizes=report.sizes,
+        move_s=report.move_s,
+        demand_most=max(app.demand_most, report.demand_max),
+        utility=report.utility,
+        weight=min(report.weight, settings.weight_max),
+        kind=report.kind,
+        cpus=report.cpus,
+        host_bytes=report.host_bytes,
+    )
+    turn.state.apps[app.id] = app
+    turn.follow(app)
+    turn.state.news = turn.state.news or (wants_more and app.active)
+    return app
+
+
+def _job(wish: JobWish, priority_max: int) -> Job:
+    return Job(
+        id=JobId(wish.job),
+        attempt=wish.attempt,
+        gpus=wish.gpus,
+        launch=wish.launch,
+        grace_s=wish.grace_s,
+        preempt_by=wish.preempt_by,
+        suspended=wish.suspended,
+        priority=min(wish.priority, priority_max),
+    )
+
+
+def _take_releases(turn: Turn, app: App, report: AppReport) -> None:
+    given_back = set(report.releases)
+    for gpu in leases.held(turn, app.id):
+        if isinstance(gpu.state, Leased) and gpu.state.lease.id in given_back:
+            leases.revoke(turn, gpu, "given back by the app")
+
+
+def settle(
+    turn: Turn, app: App, outcome: Literal["finished", "failed", "cancelled"], reason: str, *, by: str = ""
+) -> None:
+    """Let an app be over, by its own word or that of the owner `by`; its tasks are ended, its GPUs drain."""
+    lived_s = turn.now - app.arrived_at
+    ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=phases.apps_mean(turn.state, app, turn.now))
+    if isinstance(app.state, Active | Enrolling):
+        _count(turn, -1)
+    phases.excuse(turn, app.id)
+    leases.end_all(turn, app.id, f"the app has {outcome}" if outcome == "finished" else outcome)
+    told = outcome == "finished" and ideal_s > 0 and app.basis == "measured"
+    rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s + app.start_s) if told else None
+    turn.put_app(turn.state.apps[app.id], Settled(outcome, reason, turn.now, rho, by))
+    turn.park(turn.state.apps[app.id])
+    turn.accounts.add(app.id)
+    _forget_oldest(turn)
+
+
+def _forget_oldest(turn: Turn) -> None:
+    """Bound the memory of apps that are over and have nothing left on any node."""
+    over = turn.index.over
+    place = 0
+    while len(over) > OVER_MAX and place < len(over):
+        _, app_id = over[place]
+        if _lingers(turn, app_id):
+            place += 1
+            continue
+        del over[place]
+        del turn.state.apps[app_id]
+        turn.state.history.forget(app_id)
+        turn.state.stories.pop(app_id, None)
+        turn.apps.discard(app_id)
+
+
+def _lingers(turn: Turn, app: AppId) -> bool:
+    return bool(turn.index.gpus.get(app)) or bool(turn.index.tasks.get(app))
+
+
+# --- admission ------------------------------------------------------------------------------------------------------
+
+
+def admit_waiting(turn: Turn) -> None:
+    """Admit or refuse apps that have arrived, once nodes have had time to enrol."""
+    if not turn.index.enrolling or not turn.state.nodes:
+        return
+    waiting = sorted((turn.state.apps[app] for app in turn.index.enrolling), key=lambda app: app.arrival)
+    cluster = turn.index.census()[2]
+    for app in waiting:
+        verdict = _of_named_tenant(turn.state, app) or _admit(turn, cluster, app)
+        if verdict.admitted and sales.sells(turn):
+            if turn.now < _admission_at(turn.state):
+                continue  # what there is to sell is known when nodes have had time to enrol
+            verdict = sales.sell(turn, app)
+        if verdict.admitted:
+            turn.put_app(turn.state.apps[app.id], Active())
+            if verdict.reason:
+                turn.tell(app.id, verdict.reason)
+        elif turn.now >= _admission_at(turn.state):
+            _count(turn, -1)
+            refused = turn.put_app(app, model.Refused(verdict.reason, turn.now))
+            turn.effects.append(Send(Party("app", app.owner), Refusal(refused.id, verdict.reason, refused.run)))
+            _forget_oldest(turn)
+
+
+def _admit(turn: Turn, cluster: Sequence[GpuView], app: App) -> Admission:
+    def refuse(failure: Failure) -> Admission:
+        return Admission(False, f"{failure.sentence}, or submit it otherwise")
+
+    return turn.ask_policy(f"admit {app.id}", lambda: turn.policy.admit(cluster, _newcomer(app)), refuse)
+
+
+def _of_named_tenant(state: model.State, app: App) -> Admission | None:
+    """Return the refusal of an app whose tenant the site does not name, where only those may run apps."""
+    names = [each.name for each in state.settings.tenants]
+    if not state.settings.tenants_only or app.tenant in names:
+        return None
+    there = ", ".join(sorted(names)[:TENANTS_NAMED]) or "nobody"
+    there += f" and {len(names) - TENANTS_NAMED} more" if len(names) > TENANTS_NAMED else ""
+    return Admission(False, f"tenant {app.tenant} is not among the tenants of this site ({there}); name one: --tenant")
+
+
+def _newcomer(app: App) -> AppView:
+    return AppView(
+        app=app.id,
+        tenant=app.tenant,
+        gang=app.gang,
+        demand_max=app.demand_max,
+        level_max=app.level_max,
+        arrived_at=app.arrived_at,
+        rho=None,
+        kept=(),
+        renewable=(),
+        spans=app.spans,
+    )
+
+
+def _refuse(turn: Turn, owner: str, report: AppReport, reason: str, *, cancelled: bool = False) -> None:
+    turn.effects.append(Send(Party("app", owner), Refusal(report.app, reason, report.run, cancelled)))
+
+
+def _admission_at(state: State) -> float:
+    return state.started_at + state.settings.admission_wait_s
+
+
+def next_admission(state: State, index: Index) -> float | None:
+    """Return when waiting apps must be decided upon, or None."""
+    if index.enrolling and state.now < _admission_at(state):
+        return _admission_at(state)
+    return None
+
+
+# --- N_avg ----------------------------------------------------------------------------------------------------------
+
+
+def _count(turn: Turn, change: int) -> None:
+    """Apps have come or gone: carry the integral of their number forward (N_avg of Eq. 1)."""
+    counted = turn.state.apps_count
+    turn.state.apps_count = counted.observe(counted.last_value + change, turn.now)

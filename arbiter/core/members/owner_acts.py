@@ -1,0 +1,60 @@
+"""What owners do to apps without the app agent that has them: their own, or as an administrator anybody's.
+
+An app agent that has lost its journal knows its old apps no more, and an administrator never knew them. Each act is an
+event of the journal, a row of the ledger, and answered; the same act again is answered again, and done once.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from arbiter.core.effects import ActRecord
+from arbiter.core.members import apps
+from arbiter.core.state.model import App, Refused, Settled
+from arbiter.core.turn import Turn
+from protocol.core import Send
+from protocol.messages import Act, Answer, AppId, Party, Refusal
+
+#: Exit codes of the command line (docs/cli.md).
+NOT_FOUND, NOT_PERMITTED = 3, 7
+
+
+def take(turn: Turn, sender: Party, act: Act) -> None:
+    """Do what an owner asks, if that may be, and answer."""
+    app = turn.state.apps.get(AppId(act.target))
+    if app is None:
+        _refuse(turn, sender, act, NOT_FOUND, f"there is no app {act.target}; `gpu-arbiter ps -a` lists them")
+    elif sender.role != "app" or sender.id not in (app.owner, *turn.state.settings.admins):
+        why = f"{app.id} belongs to {app.owner}; only {app.owner} and administrators may {act.kind} it"
+        _record(turn, sender, act, f"refused: {why}")
+        _refuse(turn, sender, act, NOT_PERMITTED, why)
+    else:
+        _answer(turn, sender, act, _cancel(turn, sender, act, app))
+
+
+def _cancel(turn: Turn, sender: Party, act: Act, app: App) -> App:
+    """End an app, unless it is over; its app agent hears of it, and again whenever it says otherwise."""
+    if isinstance(app.state, Settled | Refused):
+        return app
+    whose = "its owner" if sender.id == app.owner else f"the administrator {sender.id}"
+    reason = f"cancelled by {whose}"
+    apps.settle(turn, app, "cancelled", reason, by=sender.id)
+    turn.effects.append(Send(Party("app", app.owner), Refusal(app.id, reason, app.run, cancelled=True)))
+    _record(turn, sender, act, reason)
+    return turn.state.apps[app.id]
+
+
+def _record(turn: Turn, sender: Party, act: Act, outcome: str) -> None:
+    turn.effects.append(ActRecord(act.act_id, turn.now, sender.id, act.kind, act.target, outcome))
+    turn.tell(act.target, f"{act.kind} by {sender.user}: {outcome}", loudly=True)
+
+
+def _answer(turn: Turn, sender: Party, act: Act, app: App) -> None:
+    state = app.state.outcome if isinstance(app.state, Settled) else "refused"
+    document = {"schema": "act/v1", "app": app.id, "state": state}
+    turn.effects.append(Send(sender, Answer(act.act_id, msgspec.json.encode(document))))
+
+
+def _refuse(turn: Turn, sender: Party, act: Act, code: int, why: str) -> None:
+    document = msgspec.json.encode({"schema": "error/v1", "code": code, "error": why})
+    turn.effects.append(Send(sender, Answer(act.act_id, document, why)))

@@ -1,0 +1,151 @@
+"""Which site this is, whether this arbiter may lead it, and what becomes of what its journal does not know.
+
+A site has an id. It stands in the arbiter's journal; nodes and app agents take it over with the first word of an
+arbiter, and say it in every report. So an arbiter with the journal of another site, or with an empty one where a site
+is at work, is found out before it has said anything:
+
+- *First start.* As long as no node has ever enrolled, the arbiter only listens for `admission_wait_s`. A voice of
+  another site then, or before the first node of its own: it resigns, and has touched nothing.
+- *Adoption* (`--adopt-site`, after a loss): the site that is first heard becomes its own, and the epoch goes beyond all
+  that nodes have seen. It listens until all have spoken, and then leases to apps what their tasks are found running on.
+- *A journal that is older than what nodes have seen*, such as a backup: a report of a newer epoch says so. The epoch
+  goes beyond that, and what runs is adopted likewise.
+
+A node or an app agent of another site is refused, each by itself, and disturbs nothing else.
+
+An arbiter that was given no id, as in simulations, knows nothing of sites; for it all voices are its own.
+"""
+
+from __future__ import annotations
+
+from arbiter.core.effects import EpochTaken, Resign
+from arbiter.core.leases import leases
+from arbiter.core.members import apps, nodes
+from arbiter.core.rounds import phases
+from arbiter.core.state.model import State
+from arbiter.core.turn import Turn
+from protocol.messages import NodeReport, Party
+
+#: An epoch beyond that was given out by no arbiter: those count starts, or began at the seconds of a clock.
+EPOCH_MAX = 2**52
+#: Parties of other sites that are remembered, each with its site.
+FOREIGN_MAX = 1000
+MEND = "bring the journal of that site back, or start this arbiter once with --adopt-site, if that journal is lost"
+
+
+def begin(turn: Turn) -> None:
+    """Begin to lead: as long as this arbiter has no nodes, or is to adopt a site, it listens first."""
+    state = turn.state
+    state.heard_own = state.behind = False
+    state.journal_epoch = 0
+    state.foreign.clear()
+    if state.site and (state.adopting or not (state.nodes or state.alone)):
+        _listen(turn)
+
+
+def _listen(turn: Turn) -> None:
+    settings = turn.state.settings
+    turn.state.listens_until = turn.now + max(settings.admission_wait_s, 2 * settings.beat_s)
+
+
+def may_speak(turn: Turn, sender: Party, site: str, *, knows_epoch: int = 0) -> bool:
+    """Whether what `sender` says is for this arbiter: it is of this site, or of none yet.
+
+    A sender that names no site, but knows an epoch, is of a version that had none; where this arbiter never had a node
+    another one led it.
+    """
+    state = turn.state
+    if not state.site or site == state.site:
+        state.heard_own = state.heard_own or bool(site)
+        return True
+    if not site and not (knows_epoch and not state.nodes):
+        return True
+    if state.adopting and not state.heard_own:
+        _adopt_site(turn, site or state.site, sender)
+        return True
+    _refuse(turn, sender, site or "of an earlier version")
+    return False
+
+
+def _adopt_site(turn: Turn, site: str, sender: Party) -> None:
+    state = turn.state
+    state.site, state.adopting, state.heard_own, state.behind = site, False, True, True
+    turn.effects.append(EpochTaken(state.epoch, site))
+    turn.tell("rounds", f"adopts site {site}, which {sender.user} belongs to", loudly=True)
+
+
+def _refuse(turn: Turn, sender: Party, site: str) -> None:
+    state = turn.state
+    if state.foreign.get(sender.user) != site and (len(state.foreign) < FOREIGN_MAX or sender.user in state.foreign):
+        state.foreign[sender.user] = site
+        why = f"belongs to site {site}, and this arbiter leads site {state.site}; refused"
+        turn.tell(sender.id if sender.role == "node" else sender.user, why, loudly=True)
+    if not state.nodes and not state.heard_own:
+        _resign(turn)
+
+
+def _resign(turn: Turn) -> None:
+    user, site = next(iter(sorted(turn.state.foreign.items())))
+    knows = "knows no site" if not turn.state.nodes else f"is of site {turn.state.site}"
+    turn.effects.append(Resign(f"{user} belongs to site {site}, and this arbiter's journal {knows}; {MEND}"))
+
+
+def check(turn: Turn) -> None:
+    """Resign where only parties of another site have spoken for as long as a node may be silent."""
+    state = turn.state
+    if state.foreign and not state.heard_own and turn.now >= state.started_at + state.settings.node_timeout_s:
+        _resign(turn)
+
+
+def note_epoch(turn: Turn, report: NodeReport) -> bool:
+    """Lead on in a newer epoch than a node has seen; return whether its report makes sense."""
+    state = turn.state
+    if report.epoch > max(EPOCH_MAX, state.epoch):
+        turn.tell(report.node, f"reports epoch {report.epoch}, which no arbiter has given out; refused", loudly=True)
+        return False
+    known = state.nodes.get(report.node)
+    sent = known.plan_seq if known is not None else 0
+    if (report.epoch, report.plan_seq) > (state.epoch, sent if report.epoch == state.epoch else 0):
+        _overtake(turn, report)
+    return True
+
+
+def _overtake(turn: Turn, report: NodeReport) -> None:
+    state = turn.state
+    before, state.epoch = state.epoch, report.epoch + 1
+    state.journal_epoch = before
+    turn.effects.append(EpochTaken(state.epoch, state.site))
+    turn.tell(
+        "rounds",
+        f"{report.node} knows plan {report.plan_seq} of epoch {report.epoch}, newer than ours ({before}): this journal "
+        f"is older than what nodes have seen; leading on in epoch {state.epoch}",
+        loudly=True,
+    )
+    nodes.plan_anew(turn)
+    turn.apps |= state.apps.keys()
+    just_began = turn.now <= state.started_at + state.settings.node_timeout_s
+    if just_began and not state.behind and state.site:
+        state.behind = True
+        phases.abort(turn, "its journal is older than what nodes have seen")
+        _listen(turn)
+
+
+def listens(turn: Turn) -> bool:
+    """Whether this arbiter still only listens; once it does not, it has adopted what was found running."""
+    state = turn.state
+    if state.listens_until is None:
+        return False
+    if turn.now < state.listens_until:
+        return True
+    state.listens_until = None
+    state.news = True
+    if state.behind:
+        leases.extend(turn)
+        apps.admit_waiting(turn)
+        leases.adopt(turn)
+    return False
+
+
+def deadline(state: State) -> float | None:
+    """Return when listening ends, or None."""
+    return state.listens_until

@@ -1,0 +1,490 @@
+"""What policies share: dealing out the GPUs in play by whole gangs, admission, and the words for what happened.
+
+Rounds may have thousands of apps and of GPUs, and most apps get nothing. So what is left is kept by machine, an app
+that cannot be served is passed over without a look at any GPU, and only who gets new GPUs has its places compared.
+
+Preferred are, in this order: GPUs the app holds (a renewal is no restart), for an app that spans machines the rack
+where it is already, machines where it is already, one machine that holds all it gets (else, for an app that spans, one
+rack), free GPUs before those that somebody else must leave, the tightest hole, one slot.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
+from typing import ClassVar
+
+from arbiter.core.placement.locality import LOOSENESS, PLACE, dense, locality, most_whole, place_of
+from arbiter.core.seam import Admission, AppView, GpuView, View
+from protocol.messages import AppId, GpuId, Level, NodeId
+
+Pool = dict[GpuId, GpuView]
+
+#: What a move costs while nobody has measured it, seconds: the upper end of what restarts of training scripts take.
+MOVE_S = 60.0
+
+
+class Holes:
+    """GPUs that are left, by machine; machines with none are not there.
+
+    `claims` says which of them somebody holds who must leave first, and how much that is to be avoided (1 or more).
+    """
+
+    def __init__(self, gpus: Iterable[GpuView], claims: Mapping[GpuId, int] = MappingProxyType({})) -> None:
+        self.nodes: dict[NodeId, Pool] = {}
+        self.views: Pool = {}
+        for gpu in gpus:
+            self._put(gpu)
+        self.claims: dict[GpuId, int] = {}
+        self._claimed: Counter[NodeId] = Counter()
+        self._alike = True  # every claim weighs 1
+        for gpu_id in self.views if claims else ():
+            if gpu_id in claims:
+                self.claim(gpu_id, claims[gpu_id])
+        self._largest: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.views)
+
+    def __contains__(self, gpu: GpuId) -> bool:
+        return gpu in self.views
+
+    def __iter__(self) -> Iterator[GpuView]:
+        return iter(self.views.values())
+
+    def _put(self, gpu: GpuView) -> None:
+        self.views[gpu.gpu] = gpu
+        pool = self.nodes.get(gpu.node)
+        if pool is None:
+            pool = self.nodes[gpu.node] = {}
+        pool[gpu.gpu] = gpu
+
+    def claim(self, gpu: GpuId, weight: int) -> None:
+        """Say, or say anew, that somebody holds a GPU that is left; nothing is said of others."""
+        view = self.views.get(gpu)
+        if view is not None:
+            if gpu not in self.claims:
+                self._claimed[view.node] += 1
+            self.claims[gpu] = weight
+            self._alike = self._alike and weight == 1
+
+    def level_claims(self) -> None:
+        """Let every claim weigh 1."""
+        self.claims = dict.fromkeys(self.claims, 1)
+        self._alike = True
+
+    def add(self, gpu: GpuView) -> None:
+        """Put back a GPU, which nobody else claims."""
+        self._put(gpu)
+        self._largest = None
+
+    def remove(self, gpu: GpuId) -> GpuView:
+        """Take out a GPU, which must be left."""
+        view = self.views.pop(gpu)
+        pool = self.nodes[view.node]
+        del pool[gpu]
+        if not pool:
+            del self.nodes[view.node]
+        if self.claims.pop(gpu, None) is not None:
+            self._claimed[view.node] -= 1
+        self._largest = None
+        return view
+
+    def largest(self) -> int:
+        """Return the most GPUs that are left on one machine."""
+        if self._largest is None:
+            self._largest = max(map(len, self.nodes.values()), default=0)
+        return self._largest
+
+    def tightest(self, count: int) -> NodeId | None:
+        """Return the machine with the fewest GPUs left that has so many unclaimed ones; None when there is none."""
+        best: NodeId | None = None
+        best_size = 0
+        for node, pool in self.nodes.items():
+            size = len(pool)
+            if size - self._claimed.get(node, 0) < count:
+                continue
+            if best is None or size < best_size or (size == best_size and node < best):
+                best, best_size = node, size
+        return best
+
+    def disturbed(self, node: NodeId, pool: Pool, take: int, held: Collection[GpuId]) -> tuple[int, int]:
+        """Return the greatest claim that taking so many GPUs of `pool` must touch, and how many claims it touches."""
+        claimed = self._claimed.get(node, 0)
+        if not claimed:
+            return (0, 0)
+        if self._alike and not held and len(pool) == len(self.nodes[node]):
+            touched = max(0, take - len(pool) + claimed)
+            return (min(1, touched), touched)
+        weights = sorted(0 if gpu in held else self.claims.get(gpu, 0) for gpu in pool)[:take]
+        return (weights[-1], sum(weight > 0 for weight in weights))
+
+
+class Deal:
+    """The GPUs in play while they are dealt: what is left, and who got what. Each GPU goes to at most one app.
+
+    `gpus` and `claims` (see `Holes`) are all that are in play, and those that an app of the view holds, unless given.
+    """
+
+    def __init__(
+        self, view: View, gpus: Iterable[GpuView] | None = None, claims: Mapping[GpuId, int] | None = None
+    ) -> None:
+        if claims is None:
+            claims = {gpu: 1 for app in view.apps for gpu in app.renewable}
+        self.left = Holes(view.gpus if gpus is None else gpus, claims)
+        self.got: defaultdict[AppId, list[GpuView]] = defaultdict(list)
+        self._owner: dict[GpuId, AppId] = {}
+
+    @property
+    def assign(self) -> dict[GpuId, AppId]:
+        """The assignment so far, by GPU."""
+        return dict(sorted(self._owner.items()))
+
+    def give(self, app: AppId, gpus: Iterable[GpuView]) -> None:
+        """Give these GPUs, which must be left, to `app`."""
+        for gpu in gpus:
+            self.got[app].append(self.left.remove(gpu.gpu))
+            self._owner[gpu.gpu] = app
+
+    def take_back(self, app: AppId) -> None:
+        """Put all that `app` got back to what is left, claimed by nobody."""
+        for gpu in self.got.pop(app, ()):
+            self.left.add(gpu)
+            del self._owner[gpu.gpu]
+
+    def renew(self, app: AppView, gpus_max: int | None = None) -> int:
+        """Give `app` as many of the GPUs it holds as are left and make whole gangs; return how many."""
+        own = [self.left.views[gpu] for gpu in app.renewable if gpu in self.left]
+        room = self._room(app, gpus_max)
+        if not own or room <= 0:
+            return 0
+        near = (*app.kept, *self.got[app.app])
+        if len(own) > room or not _stands(app, own, near):
+            usable = (gpu for gpu in own if app.only is None or gpu.gpu in app.only)
+            own = pick(Holes(usable), app, room, near=near, held=app.renewable)
+        self.give(app.app, own)
+        return len(own)
+
+    def fill(self, app: AppView, gpus_max: int | None = None) -> int:
+        """Give `app` whole gangs of what is left, up to all it wants or `gpus_max`; return how many GPUs."""
+        room = self._room(app, gpus_max)
+        near = (*app.kept, *self.got[app.app])
+        if room <= 0 or not self.left or (not near and min(room, self.left.largest()) < app.chunk):
+            return 0
+        bundle = pick(self._pool(app), app, room, near=near, held=app.renewable)
+        self.give(app.app, bundle)
+        return len(bundle)
+
+    def room(self, app: AppView) -> int:
+        """Return how many GPUs `app` could still use."""
+        return app.want - len(self.got[app.app])
+
+    def _room(self, app: AppView, gpus_max: int | None) -> int:
+        room = self.room(app)
+        return room if gpus_max is None else min(room, gpus_max)
+
+    def _pool(self, app: AppView) -> Holes:
+        """Return what is left and `app` can use at all."""
+        if app.only is None:
+            return self.left
+        return Holes((self.left.views[gpu] for gpu in app.only if gpu in self.left), self.left.claims)
+
+    def losses(self, app: AppView) -> str:
+        """Return a clause on the GPUs `app` held and does not get again; empty when there are none."""
+        return losses([gpu for gpu in app.renewable if self._owner.get(gpu) != app.app], self._owner)
+
+    def misfit(self, app: AppView) -> str:
+        """Return a clause on why nothing that is left serves `app`, now."""
+        if not self.left:
+            return self._all_gone
+        pool = self._pool(app)
+        if not pool:
+            return f"none of the {gpus(len(self.left))} left is one it can use (its parked jobs cannot move)"
+        if self.room(app) < app.gang:
+            return f"it can use {gpus(self.room(app))} more, and its gangs are of {app.gang}"
+        place = gang_place(app)
+        hole = _largest(pool, place)
+        if hole < app.gang:
+            if place == "cluster":
+                return too_few_left(app, hole)
+            return f"it needs a gang of {app.gang} on {PLACE[place]}, and the largest hole is {hole}"
+        return f"none of the {gpus(len(pool))} left is within {PLACE[app.level_max]} together with what it has"
+
+    @cached_property
+    def _all_gone(self) -> str:
+        """Said to every app that comes too late; when nothing is left nothing changes any more."""
+        return all_gone(self._owner.values())
+
+
+# --- which GPUs -----------------------------------------------------------------------------------------------------
+
+
+def move_s(app: AppView) -> float:
+    """Return what it costs to move a job of `app`, in seconds: as measured, else a guess."""
+    return app.move_s or MOVE_S
+
+
+def pick(
+    holes: Holes,
+    app: AppView,
+    count: int,
+    *,
+    near: Sequence[GpuView] = (),
+    held: Collection[GpuId] = (),
+) -> list[GpuView]:
+    """Return up to `count` GPUs of `holes` that make up a good bundle of whole gangs; fewer when no more fit.
+
+    Parameters
+    ----------
+    holes
+        What may be chosen from; `app.only` is not looked at.
+    app
+        Its `level_max` bounds the union of the chosen and `near`; on each machine chosen from, they are a multiple of
+        its `chunk`, and if its gangs span machines, a multiple of its `gang` in all.
+    count
+        The most GPUs to choose.
+    near
+        GPUs the app has anyway.
+    held
+        GPUs to take first, whoever claims them.
+    """
+    if app.spans:
+        count = min(count, len(holes))
+        count -= (len(near) + count) % app.gang
+    if count <= 0:
+        return []
+    if not near and not held and app.level_max != "slot" and count % app.chunk == 0:
+        node = holes.tightest(count)
+        if node is not None:
+            return _of_machine(holes, holes.nodes[node], count, (), ())
+    if app.spans and app.level_max == "cluster" and (near or count > holes.largest()):
+        bundle = _best(holes, app, count, "rack", near, held)
+        if len(bundle) == count and _owned(bundle, held) == min(count, sum(gpu in holes for gpu in held)):
+            return bundle
+    return _best(holes, app, count, app.level_max, near, held)
+
+
+def _best(
+    holes: Holes, app: AppView, count: int, level: Level, near: Sequence[GpuView], held: Collection[GpuId]
+) -> list[GpuView]:
+    """Return the best bundle in one place of that level."""
+    homes = {place_of(gpu, level) for gpu in near}
+    if len(homes) > 1:
+        return []  # what it has already lies further apart than that, so no union can lie closer
+    kept_on = Counter(gpu.node for gpu in near)
+    owned_on = Counter(holes.views[gpu].node for gpu in held if gpu in holes)
+    best: list[GpuView] = []
+    best_key = (0, 0, False, 0, 0)
+    for place, pools in _places(holes, level):
+        if homes and place not in homes:
+            continue
+        bundle = _fill(holes, pools, count, app.chunk, near, held, kept_on, owned_on)
+        if bundle:
+            own = _owned(bundle, held)
+            one = len(pools) == 1 or len({gpu.node for gpu in bundle}) == 1
+            touched = sum(gpu.gpu in holes.claims and gpu.gpu not in held for gpu in bundle) if holes.claims else 0
+            key = (len(bundle), own, one, -touched, -sum(map(len, pools.values())))
+            if not best or key > best_key:
+                best, best_key = bundle, key
+    if app.spans and (len(near) + len(best)) % app.gang:
+        short = len(best) - (len(near) + len(best)) % app.gang
+        return _best(holes, app, short, level, near, held) if short > 0 else []
+    return best
+
+
+def _owned(bundle: Sequence[GpuView], held: Collection[GpuId]) -> int:
+    """Return how many GPUs of a bundle are among those that are held."""
+    return sum(gpu.gpu in held for gpu in bundle) if held else 0
+
+
+def _places(holes: Holes, level: Level) -> Iterator[tuple[tuple[str, ...], Mapping[NodeId, Pool]]]:
+    """Yield the places of that level, by name, each with what is left in it by machine."""
+    if level == "cluster":
+        yield (), holes.nodes
+        return
+    places: dict[tuple[str, ...], dict[NodeId, Pool]] = {}
+    for node, pool in holes.nodes.items():
+        if level != "slot":  # GPUs of one machine are in one rack
+            places.setdefault(place_of(next(iter(pool.values())), level), {})[node] = pool
+            continue
+        for gpu in pool.values():
+            places.setdefault(place_of(gpu, level), {}).setdefault(node, {})[gpu.gpu] = gpu
+    yield from sorted(places.items())
+
+
+def _fill(
+    holes: Holes,
+    pools: Mapping[NodeId, Pool],
+    count: int,
+    chunk: int,
+    near: Sequence[GpuView],
+    held: Collection[GpuId],
+    kept_on: Mapping[NodeId, int],
+    owned_on: Mapping[NodeId, int],
+) -> list[GpuView]:
+    """Return up to `count` GPUs of `pools`, machine by machine."""
+    chosen: list[GpuView] = []
+    done: set[NodeId] = set()
+    while len(chosen) < count:
+        left = count - len(chosen)
+        best: tuple[int, int, int, int, int, int, int, NodeId] | None = None
+        best_take = 0
+        for node, pool in pools.items():
+            kept = kept_on.get(node, 0)
+            size = len(pool)
+            take = most_whole(size, left, kept, chunk)
+            if not take or node in done:
+                continue
+            worst, touched = holes.disturbed(node, pool, take, held) if holes.claims else (0, 0)
+            own = min(take, owned_on.get(node, 0))
+            key = (
+                (-own, -kept, 0, worst, touched, size, 0, node)
+                if take >= left
+                else (-own, -kept, 1, -take, worst, touched, size, node)
+            )
+            if best is None or key < best:
+                best, best_take = key, take
+        if best is None:
+            return chosen
+        node = best[-1]
+        done.add(node)
+        chosen += _of_machine(holes, pools[node], best_take, (*near, *chosen), held)
+    return chosen
+
+
+def _of_machine(
+    holes: Holes, pool: Pool, count: int, near: Sequence[GpuView], held: Collection[GpuId]
+) -> list[GpuView]:
+    """Return `count` GPUs of one machine: the least claimed, and among those from as few slots as may be."""
+    if count == len(pool):
+        return list(pool.values())
+    claims = {gpu: holes.claims[gpu] for gpu in pool if gpu in holes.claims and gpu not in held} if holes.claims else {}
+    found = list(pool.values())
+    if claims:
+        worst = sorted(claims.get(gpu, 0) for gpu in pool)[count - 1]
+        found = [gpu for gpu in found if claims.get(gpu.gpu, 0) <= worst]
+    return dense(found, count, near=near, held=held, avoid=claims)
+
+
+def _stands(app: AppView, own: Sequence[GpuView], near: Sequence[GpuView]) -> bool:
+    """Whether GPUs that `app` holds are whole gangs, close enough together and all usable, as they are."""
+    if app.only is not None and any(gpu.gpu not in app.only for gpu in own):
+        return False
+    union = (*near, *own)
+    if app.spans:
+        return len(union) % app.gang == 0 and LOOSENESS[locality(union)] <= LOOSENESS[app.level_max]
+    if app.gang > 1:
+        nodes = {gpu.node for gpu in own}
+        counts = Counter(gpu.node for gpu in union)
+        if any(counts[node] % app.gang for node in nodes):
+            return False
+    return app.level_max == "cluster" or LOOSENESS[locality(union)] <= LOOSENESS[app.level_max]
+
+
+def gang_place(app: AppView) -> Level:
+    """Return the place that must hold a gang of `app`."""
+    if app.spans:
+        return app.level_max
+    return "slot" if app.level_max == "slot" else "machine"
+
+
+def _largest(holes: Holes, place: Level) -> int:
+    """Return the most GPUs that are left in one place of that level."""
+    match place:
+        case "machine":
+            return holes.largest()
+        case "cluster":
+            return len(holes)
+        case _:
+            return max(Counter(place_of(gpu, place) for gpu in holes).values(), default=0)
+
+
+# --- admission ------------------------------------------------------------------------------------------------------
+
+
+def admit_what_fits(cluster: Sequence[GpuView], app: AppView) -> Admission:
+    """Refuse an app whose gang is larger than every place that must hold it; admit all others.
+
+    That place is a node (a slot, if it accepts nothing wider), or what it accepts if its gangs span nodes. A cluster
+    without GPUs says nothing yet: the app is admitted and waits for nodes.
+    """
+    if not cluster or app.gang <= 1:
+        return Admission(admitted=True)
+    place = gang_place(app)
+    counts: Counter[tuple[str, ...]] = Counter()
+    for gpu in cluster:
+        name = place_of(gpu, place)
+        counts[name] += 1
+        if counts[name] >= app.gang:
+            return Admission(admitted=True)
+    largest = max(counts.values())
+    noun = {"slot": "slot", "machine": "node", "rack": "rack", "cluster": "cluster"}[place]
+    where = "" if place == "cluster" else f" {'in' if place == 'rack' else 'on'} one {noun}"
+    whole = "the cluster" if place == "cluster" else f"the largest {noun}"
+    return Admission(
+        admitted=False,
+        reason=f"{app.app} needs a gang of {app.gang} GPUs{where}, {whole} has {largest}; "
+        f"ask for at most {largest} with --gpus",
+    )
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+def losses(lost: Sequence[GpuId], owner: Mapping[GpuId, AppId]) -> str:
+    """Return a clause on these GPUs that an app lost, `owner` being who has them now; empty when there are none."""
+    if not lost:
+        return ""
+    taken = [owner[gpu] for gpu in lost if gpu in owner]
+    idle = len(lost) - len(taken)
+    parts = [f"{len(taken)} went to {shares(taken)}"] * bool(taken)
+    parts += [f"{idle} {'goes' if idle == 1 else 'go'} to nobody"] * bool(idle)
+    return f"; of the GPUs it held, {' and '.join(parts)}"
+
+
+def all_gone(owners: Iterable[AppId]) -> str:
+    """Return a clause on who got the GPUs in play, all of them; of nobody: that there are none."""
+    named = shares(owners)
+    return f"nothing is left of the GPUs in play, which went to {named}" if named else "no GPU is in play"
+
+
+def too_few_left(app: AppView, left: int) -> str:
+    """Return a clause on a gang that is larger than all that is left."""
+    return f"it needs a gang of {app.gang}, and {gpus(left)} {'is' if left == 1 else 'are'} left"
+
+
+def shares(owners: Iterable[AppId]) -> str:
+    """Return ``a-1 (3), b-2 (1)``: who got how many, most first."""
+    counts: Mapping[AppId, int] = Counter(owners)
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    named = [f"{app} ({count})" for app, count in ranked[:8]]
+    return ", ".join(named) + (f" and {len(ranked) - 8} others" if len(ranked) > 8 else "")
+
+
+def gpus(count: int) -> str:
+    """Return ``1 GPU`` or ``n GPUs``."""
+    return f"{count} GPU" if count == 1 else f"{count} GPUs"
+
+
+class Unauctioned:
+    """What policies that hold no auction have in common: nobody is asked anything, and nobody shares GPUs."""
+
+    probes: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
+
+    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
+        """Refuse an app whose gang fits no place that it accepts."""
+        return admit_what_fits(cluster, app)
+
+    def bidders(self, view: View) -> Sequence[AppId]:
+        """Return nobody: there is no auction."""
+        return ()
+
+
+def accepted(app: AppView, count: int) -> int:
+    """Return the most of so many GPUs that an app can run on: one job of accepted sizes would give others back."""
+    if not app.sizes or app.sizes[-1] < app.demand_max:
+        return count
+    return max((size for size in app.sizes if size <= count), default=0)

@@ -1,0 +1,93 @@
+"""Placement: localities, and which GPUs of one machine to take; `policies.dealing.pick` chooses among machines.
+
+Localities are nested: a slot (NVLink or PCIe island) lies in a machine, that in a rack, that in the cluster. Whatever
+else is asked:
+
+- each gang lies within one machine: on every machine that gets new GPUs the app's GPUs, kept and new, are whole gangs.
+  Of an app that *spans* machines only the total must be whole gangs; it gets one machine if that is enough, else one
+  rack, else few machines;
+- a *level* (of a bid's row, or an app's `level_max`) bounds the **union** of all GPUs the app then holds, not one
+  gang. An app of several jobs, which may stand anywhere, says ``cluster``; an app that is one elastic job says
+  ``machine``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from arbiter.core.seam import GpuView
+from protocol.messages import LEVELS, GpuId, Level
+
+KeyT = TypeVar("KeyT")
+
+LOOSENESS: Mapping[Level, int] = {level: index for index, level in enumerate(LEVELS)}
+#: Names for people, in sentences.
+PLACE: Mapping[Level, str] = {"slot": "one slot", "machine": "one node", "rack": "one rack", "cluster": "the cluster"}
+
+
+def place_of(gpu: GpuView, level: Level) -> tuple[str, ...]:
+    """Return the name of the place of that level which `gpu` is in; slots have names within their node only."""
+    match level:
+        case "slot":
+            return (gpu.node, gpu.slot)
+        case "machine":
+            return (gpu.node,)
+        case "rack":
+            return (gpu.rack,)
+        case "cluster":
+            return ()
+
+
+def locality(gpus: Iterable[GpuView]) -> Level:
+    """Return the tightest level that holds all of `gpus`; ``slot`` for one GPU or none.
+
+    *Source:* Themis (NSDI 2020): S(G) is set by the worst locality in G.
+    """
+    found = list(gpus)
+    for level in LEVELS:
+        if len({place_of(gpu, level) for gpu in found}) <= 1:
+            return level
+    raise AssertionError("the cluster holds every GPU")
+
+
+def group(items: Iterable[GpuView], key: Callable[[GpuView], KeyT]) -> dict[KeyT, list[GpuView]]:
+    """Return `items` by `key`, in order of first appearance."""
+    groups: dict[KeyT, list[GpuView]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def most_whole(free: int, wanted: int, kept: int, gang: int) -> int:
+    """Return the most GPUs, at most `free` and `wanted`, that make whole gangs together with `kept`."""
+    return max(0, (kept + min(free, wanted)) // gang * gang - kept)
+
+
+def dense(
+    gpus: Sequence[GpuView],
+    count: int,
+    *,
+    near: Sequence[GpuView] = (),
+    held: Collection[GpuId] = (),
+    avoid: Collection[GpuId] = (),
+) -> list[GpuView]:
+    """Return `count` of the GPUs of one machine, from as few slots as may be, `held` ones first, `avoid` last."""
+    assert count <= len(gpus), f"{count} of {len(gpus)} GPUs"
+    at_home = {gpu.slot for gpu in near if gpu.node == gpus[0].node}
+    slots = group(sorted(gpus, key=lambda gpu: (gpu.gpu not in held, gpu.gpu in avoid, gpu.gpu)), lambda gpu: gpu.slot)
+    chosen: list[GpuView] = []
+    while len(chosen) < count:
+        left = count - len(chosen)
+        slot = min(
+            slots,
+            key=lambda slot: (
+                -min(left, sum(gpu.gpu in held for gpu in slots[slot])),
+                slot not in at_home,
+                max(0, left - sum(gpu.gpu not in avoid for gpu in slots[slot])),
+                len(slots[slot]) if len(slots[slot]) >= left else -len(slots[slot]),
+                slot,
+            ),
+        )
+        chosen += slots.pop(slot)[:left]
+    return chosen

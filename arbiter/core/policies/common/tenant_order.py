@@ -1,0 +1,173 @@
+"""What the policies that know tenants share: where tenants and apps stand, and whose turn it is.
+
+An index is GPU time had over GPU time that was fair (Astraea, Eq. 5 and 12); the smallest goes first. In a round what
+is dealt counts as served, as in Algorithm 1, and here so does what is kept, both for one lease; what is fair goes on
+for that lease, too. So the indices that are compared are those at the end of the leases that the round deals. Without
+that, a tenant that has just come would be ahead of all others by whatever part, and far behind them after one job.
+
+Fair is enough, unless `astraea_until_fair` is off: an index orders tenants and apps only as far as what is fair. Of
+tenants that have had that, under `astraea` those come first that have less in this round than is fair now, and beyond
+it none is before another, whoever has had more of what others left; of apps, those that run go on, until another of
+their tenant is `PATIENCE` leases behind the part that its tenant's apps have had on average.
+Served by the smallest index for ever, an app must give way at the end of each lease to whoever has had a little less,
+and what one tenant did not use is held against the one that did. *Source:* ours; `docs/evaluation/astraea.md` measures
+it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import TypeVar
+
+from arbiter.core.policies.common.ordered import Selection, Turn
+from arbiter.core.seam import AppView, Settings, TenantView, View
+from protocol.messages import AppId, TenantId
+
+Place = TypeVar("Place", float, tuple[float, bool, float])
+
+#: The index from which on a tenant has had enough: so much above 1 that it is not below before a lease ends elsewhere.
+ENOUGH_TENANT = 1.05
+#: So many leases an app that has had what is fair may be behind the others of its tenant, which go on meanwhile.
+PATIENCE = 4.0
+
+#: Of a tenant that no history knows, as in a view made by hand.
+_UNKNOWN = TenantView()
+
+
+class Standings:
+    """The indices of tenants and apps while a round deals GPUs, and the order that follows from them.
+
+    `settings` say whether tenants' are by Eq. 16 instead of Eq. 8, and whether fair is enough. `today_first`: of those
+    that have had what is fair, tenants with less in the round than is fair now come first. Where equal tenants go by
+    who runs it must be so, or who runs keeps the others out; where they go by who is worst off it must not.
+    """
+
+    def __init__(self, view: View, settings: Settings, *, today_first: bool) -> None:
+        self._view = view
+        self._by_quota = settings.astraea_quota_variant
+        self._until_fair = settings.astraea_until_fair
+        self._today_first = today_first
+        self._counted = kept_of(view)
+        self._dealt: Counter[AppId] = Counter()
+        #: Before anything is dealt; 1 where it is less.
+        self._surplus = {tenant: max(1.0, self.of_tenant(tenant)) for tenant in {app.tenant for app in view.apps}}
+
+    def deal(self, app: AppView, gpus: int) -> None:
+        """Count the lease of so many GPUs as served."""
+        self._counted[app.tenant] += gpus
+        self._dealt[app.app] += gpus
+
+    def of_tenant(self, tenant: TenantId) -> float:
+        """Return the index of a tenant, at the end of the lease."""
+        fair_gpu_s, share = self._due(tenant)
+        lease_s = self._view.lease_s
+        had = self._view.tenants.get(tenant, _UNKNOWN).allocated_gpu_s
+        return _index(had + self._counted[tenant] * lease_s, fair_gpu_s + share * lease_s)
+
+    def _due(self, tenant: TenantId) -> tuple[float, float]:
+        """Return the GPU time that has been due to a tenant, and the GPUs that are."""
+        told = self._view.tenants.get(tenant, _UNKNOWN)
+        return (told.quota_gpu_s, told.quota_gpus) if self._by_quota else (told.fair_gpu_s, told.fair_gpus)
+
+    def of_app(self, app: AppView) -> float:
+        """Return the index of an app within its tenant, at the end of the lease; of one that had nothing 0."""
+        return _index(*self._app(app)[:2])
+
+    def _app(self, app: AppView) -> tuple[float, float, float]:
+        """Return what an app has had, what was fair for it in its tenant, at the end of the lease, and its share."""
+        lease_s = self._view.lease_s
+        had = (len(app.kept) + self._dealt[app.app]) * lease_s
+        before, rate = app.allocated
+        if before or rate:
+            had += before + rate * self._view.now
+        if had <= 0.0:
+            return 0.0, 0.0, 0.0  # most of thousands
+        told = self._view.tenants.get(app.tenant, _UNKNOWN)
+        share = min(app.demand_max, app.weight * told.gpus_per_weight)
+        return had, self._view.fair_gpu_s(app) + share * lease_s, share
+
+    def place_of_tenant(self, tenant: TenantId) -> tuple[float, bool]:
+        """Return by what tenants are served, the smallest first."""
+        index = self.of_tenant(tenant)
+        if self._until_fair and index >= ENOUGH_TENANT:
+            due = self._due(tenant)[1] if self._today_first else 0.0
+            return ENOUGH_TENANT, self._counted[tenant] >= due * (1.0 - 1e-9)
+        return index, False
+
+    def place_of_app(self, app: AppView) -> tuple[float, bool, float]:
+        """Return by what the apps of a tenant are served, the smallest first."""
+        had, fair, share = self._app(app)
+        if fair <= 0.0 < had:  # its tenant is due nothing, and gets what others leave
+            return inf, False, had / app.weight
+        index = _index(had, fair)
+        if self._until_fair and index >= 1.0:
+            behind = fair - PATIENCE * share * self._view.lease_s
+            if had >= self._surplus[app.tenant] * behind:
+                return inf, not app.renewable, index
+        return index, False, index
+
+
+def _index(had: float, fair: float) -> float:
+    if had <= 0.0:
+        return 0.0
+    return had / fair if fair > 0.0 else inf
+
+
+def kept_of(view: View) -> Counter[TenantId]:
+    """Return how many GPUs each tenant keeps whatever the round decides."""
+    kept: Counter[TenantId] = Counter(view.unseen)
+    for app in view.apps:
+        if app.kept:
+            kept[app.tenant] += len(app.kept)
+    return kept
+
+
+def tenant_by_tenant(
+    view: View, selection: Selection, standings: Standings, place: Callable[[AppView], Place]
+) -> Iterator[Turn]:
+    """Yield one gang's turn again and again: of the first tenant the app with the least `place`.
+
+    An app that does not fit lets the others of its tenant by, and a tenant of which none fits the other tenants. Of
+    equal tenants the one is served whose app's place is less, equal apps in order of arrival.
+
+    *Source:* Astraea, Algorithms 1 and 2; the reward of a job is its index's negative.
+    """
+    queues: dict[TenantId, list[tuple[Place, int]]] = {}
+    for arrival, app in enumerate(view.apps):
+        if app.want > 0:
+            queues.setdefault(app.tenant, []).append((place(app), arrival))
+    for queue in queues.values():
+        heapify(queue)
+    tenants = [(standings.place_of_tenant(tenant), queue[0], tenant) for tenant, queue in queues.items()]
+    heapify(tenants)
+    while tenants and selection.left > 0:
+        key, (_, arrival), tenant = heappop(tenants)
+        queue, app = queues[tenant], view.apps[arrival]
+        heappop(queue)
+        if app.gang <= selection.left or app.kept or app.renewable or selection.told:
+            before = selection.left
+            yield app, turn_of(app)
+            if selection.left < before:
+                standings.deal(app, before - selection.left)
+                key = standings.place_of_tenant(tenant)
+                if selection.has(app) < app.demand_max:
+                    heappush(queue, (place(app), arrival))
+        if queue:
+            heappush(tenants, (key, queue[0], tenant))
+
+
+def turn_of(app: AppView) -> int | None:
+    """Return the most GPUs that `app` takes in one turn: one gang, or all it wants where that is one gang anyway."""
+    return None if app.demand_max == app.gang else app.gang
+
+
+def in_order(apps: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    """Yield each app once, for all it wants; one that does not fit lets those behind it by."""
+    for app in apps:
+        if selection.left <= 0:
+            return
+        if app.gang <= selection.left or app.kept or app.renewable or selection.told:
+            yield app, None

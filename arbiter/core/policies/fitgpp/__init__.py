@@ -1,0 +1,1 @@
+"""FitGpp and its baselines: who makes room for interactive apps."""

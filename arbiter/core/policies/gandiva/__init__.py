@@ -1,0 +1,1 @@
+"""Gandiva: packing, migration and grow-shrink in place of preemption."""

@@ -1,0 +1,1 @@
+"""OASiS: admission by price, and its baselines."""

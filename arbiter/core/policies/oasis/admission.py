@@ -1,0 +1,516 @@
+"""How `oasis` sells: whether an app is admitted, with which booking, or what it is told instead.
+
+On arrival the best schedule at the prices of the moment is worked out (`pricing.schedule`). Its utility less its price
+is the payoff; if that is positive the app is admitted and the schedule is booked, which raises the prices of these
+slots for those that come later. If not, it is refused, and told the price and what would have been admitted. An app on
+one node keeps to one node in all slots, the one with the best payoff, so that only its number of GPUs changes. Work is
+booked with `oasis_margin` more, for what starting and saving take. Where a slot has begun, its rest counts.
+
+*Bounds of prices.* U and L of Eq. 22 are `oasis_price_max` and `oasis_price_min`, or else follow from what a GPU-hour
+was worth to the apps that asked last (`prices.learnt_bounds`, which says why not Eq. 23 and 24 as printed).
+
+*A second look* (`oasis_second_look`), which is ours: who would be refused, or end late, is tried in the place of apps
+that are booked (`pricing.room`). These are booked anew if all are worth more then, and keep at least `oasis_promise` of
+what they were told they would be worth.
+
+*Source:* OASiS (INFOCOM 2018), sections III and IV, Algorithms 1 and 2.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from arbiter.core.placement.assignment import gpus
+from arbiter.core.policies.oasis.prices import ASKED_MAX, Bounds, Priced, Seen, density, learnt_bounds
+from arbiter.core.policies.oasis.rebooking import Booked, cells, is_content, look, make_room
+from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule
+from arbiter.core.policies.oasis.utility import Sigmoid, in_slots, later, parse, written
+from arbiter.core.seam import Admission, AppView, Asked, Booking, Market, Settings
+from protocol.messages import AppId
+
+#: Of one GPU in one slot: what can be done in the rest of a slot is counted in such parts, rounded down.
+GRAIN = 8
+#: Most units of work that a schedule is worked out in; more work is refused.
+UNITS_MAX = 20_000
+#: Of an app on one node, so many nodes are looked at, those that cost least on average.
+HOMES_MAX = 32
+#: Who would be worth less than this part of what it is worth at best is refused, and no price is learnt from it.
+HOPELESS = 0.01
+#: The greatest worth that anybody can declare.
+WORTH_MAX = 1e9
+#: The load that prices go by is of so many slots at least: what comes in a minute is not for that minute.
+LOAD_SLOTS = 24
+#: So many of those that are booked are looked at, those that are worth least for what they take, when one comes; of who
+#: may lie on any one node, so many nodes beside that of its booking.
+MOVABLE_MAX, OTHER_HOMES = 64, 3
+#: What is told to who is refused is tried: as it would break even, then with so much more, or less, as long as all
+#: tries take no more than so many cells (`room.cells`).
+GREATER, LESS = (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 8.0), (1.0, 0.99, 0.97, 0.9, 0.8, 0.6, 0.4, 0.2)
+TRIED_CELLS_MAX = 3e8
+#: A time is told in three digits; so much more of it is no less than it was.
+ROUNDED_UP = 1.005
+#: Most numbers of GPUs that are looked at for one app.
+COUNTS_MAX = 64
+
+
+class _Asks(Struct, frozen=True):
+    """What an app asks for at a moment, work being counted in `grain` parts of a GPU and slot."""
+
+    request: Request
+    grain: int
+    work_gpu_s: float  #: left of its work, with the margin
+
+
+def _asks(settings: Settings, market: Market, app: AppView) -> _Asks:
+    slot_s = settings.oasis_slot_s
+    _, rest = _moment(market.now, slot_s)
+    assert app.utility is not None
+    assert app.left_gpu_s is not None
+    work_gpu_s = app.left_gpu_s * (1.0 + settings.oasis_margin)
+    slots = work_gpu_s / slot_s
+    grain = max(1, min(GRAIN, int(UNITS_MAX / max(1.0, slots))))
+    counts = _counts(app, sum(count for _, count in market.gpus))
+    sigmoid = in_slots(app.utility, slot_s=slot_s, work_gpu_s=app.left_gpu_s)
+    if app.booking is not None and app.booking.worth > 0.0:
+        sigmoid = replace(sigmoid, worth=app.booking.worth)  # not of what is left of its work
+    request = Request(
+        arrival=0,
+        work=min(max(1, math.ceil(slots * grain - 1e-9)), UNITS_MAX),
+        counts=counts,
+        units=tuple(count * grain for count in counts),
+        first_units=tuple(math.floor(count * rest * grain + 1e-9) for count in counts),
+        first_part=rest,
+        demand=(1.0,),
+        sigmoid=sigmoid,
+        one_server=not app.spans,
+        waited=(market.now - app.arrived_at) / slot_s - (1.0 - rest),
+    )
+    return _Asks(request, grain, work_gpu_s)
+
+
+def _moment(now: float, slot_s: float) -> tuple[int, float]:
+    """Return the slot that has begun, and the part of it that is left."""
+    slot = math.floor(now / slot_s)
+    return slot, slot + 1.0 - now / slot_s
+
+
+class Sale:
+    """One app that asks for a booking."""
+
+    def __init__(self, settings: Settings, market: Market, app: AppView) -> None:
+        self._settings = settings
+        self._app = app
+        self._market = market
+        self._slot_s = settings.oasis_slot_s
+        self._slot, self._rest = _moment(market.now, self._slot_s)
+        self._nodes = [node for node, _ in market.gpus]
+        self._place = {node: number for number, node in enumerate(self._nodes)}
+        asks = _asks(settings, market, app)
+        self.request, self._grain, self._work_gpu_s = asks.request, asks.grain, asks.work_gpu_s
+        self._bounds, self._remembered = self._price_bounds()
+
+    def _price_bounds(self) -> tuple[Bounds, Asked | None]:
+        """Return U and L of a GPU and slot, and what is to be remembered of this app."""
+        request, settings = self.request, self._settings
+        fewest = max(1, math.ceil(request.work / max(1, request.units[-1])))
+        job = Priced(request.sigmoid, 0, max(1e-9, self._work_gpu_s / self._slot_s), fewest, request.demand)
+        hour = math.log(self._slot_s / 3600.0)
+        own = density(job) - hour
+        best = self.request.sigmoid.at(float(fewest) + self.request.waited)
+        hopeless = best < HOPELESS * self._best()
+        asked = Asked(self._market.now, own, self._work_gpu_s / 3600.0) if math.isfinite(own) and not hopeless else None
+        known = self._learnt((*self._market.asked, asked) if asked else self._market.asked)
+        upper = math.log(settings.oasis_price_max) if settings.oasis_price_max else known.log_upper[0]
+        lower = math.log(settings.oasis_price_min) if settings.oasis_price_min else known.log_lower
+        return Bounds((upper + hour,), min(upper, lower) + hour), asked
+
+    def _best(self) -> float:
+        """Return what the app would be worth if it ended on arrival."""
+        return float(self.request.sigmoid.at(0.0))
+
+    def _learnt(self, asked: Sequence[Asked]) -> Bounds:
+        """Return U and L of a GPU-hour by the apps that have asked last."""
+        if not asked:
+            return Bounds((0.0,), 0.0)
+        over_s = max(self._market.now - asked[0].at, LOAD_SLOTS * self._slot_s)
+        there = max(1, sum(count for _, count in self._market.gpus)) * over_s / 3600.0
+        load = sum(each.gpu_hours for each in asked) / there
+        seen = [Seen(each.density, each.gpu_hours) for each in asked]
+        return learnt_bounds(seen, load=load, kinds=1) or Bounds((0.0,), 0.0)
+
+    def _capacity(self) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        return np.array([[float(count)] for _, count in self._market.gpus]).reshape(-1, 1)
+
+    def _pool(self) -> Pool:
+        """Return the nodes with what is booked, the slot that has begun being the first."""
+        pool = Pool.empty(self._capacity(), self._settings.oasis_slots, self._bounds)
+        for app in self._market.booked:
+            for deployment in self._ahead(app):
+                pool.sell(deployment.slot, (1.0,), deployment.workers)
+        return pool
+
+    def _ahead(self, app: AppView) -> tuple[Deployment, ...]:
+        """Return what an app has booked from now on, as far as its nodes are there."""
+        assert app.booking is not None
+        horizon = range(self._settings.oasis_slots)
+        return tuple(
+            Deployment(slot - self._slot, workers)
+            for slot, gpus_ in app.booking.slots
+            if slot - self._slot in horizon
+            and (workers := tuple((self._place[node], count) for node, count in gpus_ if node in self._place))
+        )
+
+    def _homes(self, pool: Pool, app: AppView, request: Request) -> tuple[tuple[int, ...], ...]:
+        """Return the sets of nodes on which an app may lie: several together, or one; of equal nodes the first.
+
+        Who has jobs somewhere books there again: what is parked cannot go on elsewhere, and others would have to move.
+        Of many different nodes those that have sold least until its target are looked at: each is a programme.
+        """
+        there = tuple((self._place[node],) for node in self._market.homes.get(app.app, ()) if node in self._place)
+        if app.spans:
+            return (tuple(node for (node,) in there) or tuple(range(len(self._nodes))),)
+        if there:
+            return there
+        homes: dict[bytes, int] = {}
+        for node in range(len(self._nodes)):
+            if pool.capacity[node, 0] >= app.gang:
+                homes.setdefault(pool.sold[:, node].tobytes() + pool.capacity[node].tobytes(), node)
+        sigmoid = request.sigmoid
+        soon = math.ceil(sigmoid.target) if sigmoid.decay > 0.0 else pool.sold.shape[0]
+        sold = pool.sold[: max(1, soon), :, 0].sum(axis=0) / np.maximum(pool.capacity[:, 0], 1.0)
+        best = sorted(homes.values(), key=lambda node: (float(sold[node]), node))[:HOMES_MAX]
+        return tuple((node,) for node in best)
+
+    def verdict(self) -> Admission:
+        """Return the answer."""
+        pool = self._pool()
+        homes = self._homes(pool, self._app, self.request)
+        best, prospects = look(self.request, homes, (pool, None)) if homes else (None, None)
+        if self._app.booking is not None:
+            return self._anew(best)
+        moved: tuple[tuple[AppId, Booking, str], ...] = ()
+        if self._settings.oasis_second_look and homes and not is_content(self.request, best):
+            booked = self._movable(pool)
+            room = make_room(self.request, [each for _, each in booked], (pool, None), best)
+            if room is not None and not self._is_hopeless(room.schedule):
+                best = room.schedule
+                moved = tuple(self._moved(booked[place][0], anew) for place, anew in room.moved)
+        if best is None or not self._admits(best):
+            again = _Again(self._settings, self._remembering(), self._app, pool, _home_of(best, homes))
+            reason = self._refusal(best, prospects, again)
+            return Admission(admitted=False, reason=reason, asked=self._remembered)
+        booking = self._booking(best)
+        reason = (
+            f"is booked {self._told(best)}, to end within {span(booking.ends_at - self._market.now)}; it is worth "
+            f"{best.utility:.4g} then, {self._best():.4g} at best, and the price is {best.cost:.4g}"
+        )
+        if moved:
+            reason += f"; {len(moved)} app{'s' * (len(moved) > 1)} had booked before and made room"
+        return Admission(admitted=True, reason=reason, booking=booking, moved=moved, asked=self._remembered)
+
+    def _remembering(self) -> Market:
+        """Return the market as the next to ask finds it."""
+        asked = self._market.asked if self._remembered is None else (*self._market.asked, self._remembered)
+        return replace(self._market, asked=asked[-ASKED_MAX:])
+
+    def look_again(
+        self, sold: Pool, home: tuple[int, ...], afford: Callable[[Request, Sequence[Sequence[int]]], bool]
+    ) -> tuple[bool, Prospects]:
+        """Return whether it is admitted surely where so much is sold, without a second look, and what `home` offers.
+
+        Only where that is not enough, all nodes are looked at: elsewhere it may pay a little more to end too late.
+        """
+        pool = Pool(sold.capacity, sold.sold, self._bounds)
+        best, prospects = look(self.request, (home,), (pool, None))
+        assert prospects is not None
+        if best is None or not self._admits(best):
+            return False, prospects
+        homes = self._homes(pool, self._app, self.request)
+        if homes != (home,) and (home not in homes or best.payoff < HOPELESS * self._best()):
+            best = look(self.request, homes, (pool, None))[0] if afford(self.request, homes) else None
+        return best is not None and self._admits(best), prospects
+
+    def _admits(self, schedule: Schedule) -> bool:
+        return schedule.payoff > 0.0 and not self._is_hopeless(schedule)
+
+    def _is_hopeless(self, schedule: Schedule) -> bool:
+        return schedule.utility < HOPELESS * self._best()
+
+    def _movable(self, pool: Pool) -> list[tuple[AppView, Booked]]:
+        """Return others as they would book anew what is left of their work, who are worth least for what they take."""
+        able: list[tuple[float, AppView]] = []
+        for app in self._market.booked:
+            booking, left_gpu_s = app.booking, app.left_gpu_s
+            if booking is None or app.utility is None or not left_gpu_s or booking.told <= 0.0:
+                continue
+            ahead = booking.slots and booking.slots[-1][0] >= self._slot
+            fits = left_gpu_s * (1.0 + self._settings.oasis_margin) <= UNITS_MAX * self._slot_s
+            if ahead and fits:
+                able.append((booking.utility / left_gpu_s, app))
+        found = []
+        for density_, app in heapq.nsmallest(MOVABLE_MAX, able, key=lambda each: (each[0], each[1].app)):
+            booked = self._as_booked(pool, app, density_)
+            if booked.slots and booked.homes:
+                found.append((app, booked))
+        return found
+
+    def _as_booked(self, pool: Pool, app: AppView, density_: float) -> Booked:
+        assert app.booking is not None
+        request, ahead = _asks(self._settings, self._market, app).request, self._ahead(app)
+        homes = self._homes(pool, app, request)
+        if request.one_server and app.app not in self._market.homes:
+            own = {(server,) for slot in ahead for server, _ in slot.workers}
+            homes = (*sorted(own), *[home for home in homes if home not in own][:OTHER_HOMES])
+        # Who lags may be worth less than that already; it is moved only where it loses nothing.
+        least = min(self._settings.oasis_promise * app.booking.told, app.booking.utility)
+        return Booked(request, ahead, app.booking.utility, least, density_, homes)
+
+    def _moved(self, app: AppView, schedule: Schedule) -> tuple[AppId, Booking, str]:
+        """Return the new booking of an app that makes room, and what it is told."""
+        assert app.booking is not None
+        booking = self._booking(schedule, again=app.booking.again)
+        booking = replace(booking, told=app.booking.told, worth=app.booking.worth)
+        why = (
+            f"is booked anew, as {self._app.app} has come and all are worth more so: {self._told(schedule)}, to end "
+            f"within {span(booking.ends_at - self._market.now)}; it is worth {booking.utility:.4g} then, "
+            f"{app.booking.told:.4g} by its first booking"
+        )
+        return app.app, booking, why
+
+    def _anew(self, best: Schedule | None) -> Admission:
+        """Return a booking for the rest of the work of an app that was admitted before, whatever it costs."""
+        old = self._app.booking
+        assert old is not None
+        if best is None:
+            booking = replace(old, slots=(), utility=0.0, price=0.0, made_at=self._market.now, again=old.again + 1)
+            reason = "nothing that would do is left to sell, so it gets what is unsold, before others"
+            return Admission(admitted=True, reason=reason, booking=booking, asked=self._remembered)
+        booking = replace(self._booking(best, again=old.again + 1), told=old.told)
+        reason = f"{self._told(best)}, to end within {span(booking.ends_at - self._market.now)}"
+        return Admission(admitted=True, reason=reason, booking=booking, asked=self._remembered)
+
+    def _booking(self, schedule: Schedule, *, again: int = 0) -> Booking:
+        slots = tuple(
+            (self._slot + each.slot, tuple((self._nodes[node], count) for node, count in each.workers))
+            for each in schedule.slots
+        )
+        ends_at = (self._slot + schedule.end + 1) * self._slot_s
+        return Booking(
+            slots,
+            ends_at,
+            schedule.utility,
+            schedule.cost,
+            self._market.now,
+            again=again,
+            told=schedule.utility,
+            worth=self.request.sigmoid.worth,
+        )
+
+    def _told(self, schedule: Schedule) -> str:
+        counts = [slot.count for slot in schedule.slots]
+        slots = f"{len(counts)} slot{'s' * (len(counts) > 1)} of {span(self._slot_s)}"
+        first_s = (self._slot + schedule.slots[0].slot) * self._slot_s - self._market.now
+        start = f", the first in {span(first_s)}" if first_s > 0.0 else ""
+        least = f"{min(counts)} to " if min(counts) < max(counts) else ""
+        return f"{least}{gpus(max(counts))} in {slots}{start}"
+
+    def _refusal(self, best: Schedule | None, prospects: Prospects | None, again: _Again) -> str:
+        app, hours = self._app, (self._app.left_gpu_s or 0.0) / 3600.0
+        what = f"{app.app} is refused: its {hours:.4g} GPU-hours"
+        if best is None:
+            within = span(self._settings.oasis_slots * self._slot_s)
+            less = again.less_work(prospects) if prospects is not None else ""
+            told = f"it would be admitted with {less}" if less else self._nothing_less(prospects)
+            return f"{what} cannot be had within {within}, which is all that is for sale; {told}"
+        assert prospects is not None
+        hopeless = self._is_hopeless(best)
+        end, cost, utility = best.end, best.cost, best.utility
+        if hopeless and prospects.earliest is not None:  # whenever it ends: the best is late, where it costs least
+            end = prospects.earliest
+            cost, utility = float(prospects.costs[end]), float(prospects.utility[end])
+        delay = end + self._rest
+        mends = (
+            "" if hopeless else again.more_worth(prospects),
+            again.more_time(prospects, least=delay if hopeless else 0.0),
+            "" if hopeless else again.less_work(prospects),
+        )
+        mend = ", or ".join(each for each in mends if each) or again.more_of_both(cost, delay=delay)
+        told = f"it would be admitted with {mend}" if mend else again.why_not()
+        return (
+            f"{what} cost {cost:.4g} ({cost / max(1e-12, hours):.4g} per GPU-hour) and it is worth "
+            f"{utility:.4g} when it could end, in {span(delay * self._slot_s)}; {told}"
+        )
+
+    def _nothing_less(self, prospects: Prospects | None) -> str:
+        if prospects is not None and prospects.has_room:
+            return "nothing less would be admitted now, for it is not worth its price"
+        where = "" if self._app.spans else " on one node"
+        return f"nothing would be admitted now, for no slot has {gpus(self._app.gang)} left{where}"
+
+
+def _home_of(best: Schedule | None, homes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Return which of its homes a schedule is on; the first if there is none."""
+    if best is None or len(homes) <= 1:
+        return homes[0] if homes else ()
+    return tuple(sorted({server for slot in best.slots for server, _ in slot.workers}))
+
+
+class _Again:
+    """An app that is refused, as it could be submitted again at once: of that it is told what has been tried.
+
+    What breaks even at the prices of the moment need not do: prices that are learnt go by the app that was refused, and
+    by what it declares anew. So each change is tried as it would be sold, and made greater until it is admitted.
+    """
+
+    def __init__(self, settings: Settings, market: Market, app: AppView, sold: Pool, home: tuple[int, ...]) -> None:
+        assert app.utility is not None
+        assert app.left_gpu_s is not None
+        self._settings = settings
+        self._market = market
+        self._app = replace(app, arrived_at=market.now)
+        self._utility = app.utility
+        self._left_gpu_s = app.left_gpu_s
+        self._slot_s = settings.oasis_slot_s
+        self._sigmoid = in_slots(app.utility, slot_s=self._slot_s, work_gpu_s=app.left_gpu_s)
+        self._sold = sold
+        self._home = home
+        self._cells = TRIED_CELLS_MAX
+
+    # --- what it could be submitted with; empty: nothing of the kind was admitted -------------------------------------
+
+    def more_worth(self, prospects: Prospects) -> str:
+        """Return the worth with which it would be admitted, and what to type."""
+        return self._worth(self._sigmoid, prospects.least_worth())
+
+    def more_time(self, prospects: Prospects, *, least: float) -> str:
+        """Return the target, `least` slots or more, with which it would be admitted, and what to type."""
+        target = max(least, prospects.least_target() or 0.0)
+        if self._sigmoid.decay <= 0.0 or target <= 0.0:
+            return ""
+        found = self._seek(
+            target, GREATER, lambda target: self._ask(later(self._sigmoid, target)), Prospects.least_target
+        )
+        if found is None:
+            return ""
+        after = span(ROUNDED_UP * found * self._slot_s)
+        return f"half its worth only after {after} or later{self._typed(later(self._sigmoid, found))}"
+
+    def more_of_both(self, cost: float, *, delay: float) -> str:
+        """Return the worth with which it would be admitted if half of it were left after so long, and what to type."""
+        if self._sigmoid.decay <= 0.0:
+            return ""
+        sigmoid = later(self._sigmoid, max(self._sigmoid.target, delay))
+        part = float(replace(sigmoid, worth=1.0).at(delay))
+        halved = f", halved at {span(sigmoid.target * self._slot_s)}"
+        return self._worth(sigmoid, max(self._sigmoid.worth, cost / part), halved)
+
+    def less_work(self, prospects: Prospects) -> str:
+        """Return the work with which it would be admitted."""
+        found = self._seek(self._most_hours(prospects), LESS, self._ask_less, self._most_hours)
+        return f"at most {_rounded_down(found)} GPU-hours of work" if found is not None else ""
+
+    def why_not(self) -> str:
+        """Return that there is nothing that it could be submitted with, and why."""
+        if self._cells <= 0.0:
+            return (
+                "nothing was found that would be admitted now, for more would have to be tried than there is time for"
+            )
+        if self._settings.oasis_price_max <= 0.0:
+            return "nothing would be admitted now, for the price goes by what is declared and rises with it"
+        return "nothing would be admitted now, for the price is beyond what can be declared"
+
+    # --- trying -------------------------------------------------------------------------------------------------------
+
+    def _worth(self, sigmoid: Sigmoid, least: float | None, halved: str = "") -> str:
+        if least is None:
+            return ""
+        found = self._seek(
+            least, GREATER, lambda worth: self._ask(replace(sigmoid, worth=worth)), Prospects.least_worth
+        )
+        if found is None:
+            return ""
+        # What is worth the same at any time is written as what it is worth then, which is half of theta1.
+        part, when = (1.0, "") if sigmoid.decay > 0.0 else (0.5, " at any time")
+        typed = self._typed(replace(sigmoid, worth=found))
+        return (
+            f"a worth of more than {found * part:.4g}{when} instead of {self._sigmoid.worth * part:.4g}{halved}{typed}"
+        )
+
+    def _seek(
+        self,
+        value: float,
+        steps: Sequence[float],
+        ask: Callable[[float], AppView | None],
+        next_: Callable[[Prospects], float | None],
+    ) -> float | None:
+        """Return the first value with which it is admitted, of those that step away from where it would break even."""
+        for step in steps:
+            app = ask(value * step)
+            if app is None:
+                return None
+            sale = Sale(self._settings, self._market, app)
+            if not self._afford(sale.request, (self._home,)):
+                return None
+            admitted, prospects = sale.look_again(self._sold, self._home, self._afford)
+            if admitted:
+                return value * step
+            even = next_(prospects)
+            if even is None:
+                return None
+            value = max(value, even) if steps is GREATER else min(value, even)
+        return None
+
+    def _afford(self, request: Request, homes: Sequence[Sequence[int]]) -> bool:
+        if self._cells <= 0.0:
+            return False
+        self._cells -= cells(request, homes, (self._sold, None))
+        return True
+
+    def _ask(self, sigmoid: Sigmoid) -> AppView | None:
+        text = written(sigmoid, slot_s=self._slot_s) if sigmoid.worth <= WORTH_MAX else ""
+        return replace(self._app, utility=parse(text)) if text else None
+
+    def _ask_less(self, hours: float) -> AppView | None:
+        left_gpu_s = float(_rounded_down(hours)) * 3600.0
+        return replace(self._app, left_gpu_s=left_gpu_s) if 0.0 < left_gpu_s < self._left_gpu_s else None
+
+    def _most_hours(self, prospects: Prospects) -> float:
+        """Return the most GPU-hours with which it would break even; without a worth of its own less is worth less."""
+        request = prospects.request
+        units = prospects.most_work(in_proportion=not self._utility.worth)
+        slots = units * request.counts[0] / request.units[0]
+        return slots * self._slot_s / (1.0 + self._settings.oasis_margin) / 3600.0
+
+    def _typed(self, sigmoid: Sigmoid) -> str:
+        return f" (--utility {written(sigmoid, slot_s=self._slot_s)})"
+
+
+def _rounded_down(value: float) -> str:
+    """Return a number of four digits that is no more than `value`, but for what floats lose."""
+    digits = 3 - math.floor(math.log10(value)) if value > 0.0 else 0
+    return f"{math.floor(value * 10.0**digits * (1.0 + 1e-9)) / 10.0**digits:.4g}"
+
+
+def _counts(app: AppView, cluster_gpus: int) -> tuple[int, ...]:
+    """Return the numbers of GPUs that are worth looking at: accepted sizes of one job, else whole gangs."""
+    most = max(app.gang, min(app.demand_max, cluster_gpus))
+    if app.sizes and app.sizes[-1] >= app.demand_max:
+        return tuple(size for size in app.sizes if size <= most)[-COUNTS_MAX:] or (app.gang,)
+    gangs = range(1, most // app.gang + 1)
+    if len(gangs) > COUNTS_MAX:  # evenly, the greatest among them
+        gangs = range(len(gangs) % (step := -(-len(gangs) // COUNTS_MAX)) or step, len(gangs) + 1, step)
+    return tuple(app.gang * gang for gang in gangs)
+
+
+def span(seconds: float) -> str:
+    """Return a length of time as people say it."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2.0 * length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds:.3g} s"

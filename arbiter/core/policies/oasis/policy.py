@@ -1,0 +1,343 @@
+"""OASiS: an app that says what it is worth, and by when, buys GPUs of coming slots; it enters only if that pays.
+
+*Selling* is in `selling`: who is admitted, and what is booked for it.
+
+*In a slot* each app has what it has booked, whoever has these GPUs. Unsold GPUs do not idle, which is ours: apps whose
+booking is too small and for which nothing was left to sell (they lag) get a gang each; who has booked later slots only
+runs ahead; then come apps that declared no utility. Who holds more than it has booked keeps it until somebody needs it.
+
+*Lagging.* At the beginning of a slot an app that has more work left than it has booked asks again for all that is
+left, at any price, since it was admitted; it may end later than it was told.
+
+*Source:* OASiS (INFOCOM 2018), sections III and IV, Algorithms 1 and 2; PAPERS.md section 5, without parameter servers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from msgspec import Struct
+
+from arbiter.core.placement.assignment import Deal, Holes, Unauctioned, accepted, gpus, losses, pick
+from arbiter.core.policies.oasis.admission import UNITS_MAX, Sale, span
+from arbiter.core.seam import (
+    Admission,
+    Allocation,
+    AppView,
+    Booking,
+    Clock,
+    GpuView,
+    Market,
+    Outcome,
+    Settings,
+    Tenure,
+    View,
+)
+from protocol.messages import AppId, Bid, GpuId, NodeId
+
+
+class Oasis(Unauctioned):
+    """Whoever is worth more than the price of what it takes is admitted, and gets what it has booked.
+
+    Raises
+    ------
+    ValueError
+        For settings outside their range.
+    """
+
+    tenure: ClassVar[Tenure] = "revocable"
+
+    def __init__(self, settings: Settings) -> None:
+        _check(settings)
+        self._settings = settings
+
+    @property
+    def slot_s(self) -> float:
+        """How long a slot is."""
+        return self._settings.oasis_slot_s
+
+    # --- selling ------------------------------------------------------------------------------------------------------
+
+    def sell(self, market: Market, app: AppView) -> Admission:
+        """Admit `app` with a booking if its best schedule pays, or tell it what would; at any price if it has one."""
+        if app.utility is None:
+            return Admission(admitted=True, reason="declares no utility, so nothing is booked: it gets what is unsold")
+        if app.left_gpu_s is None:
+            return Admission(
+                admitted=False,
+                reason=f"{app.app} declares a utility but not how much work it is; give --steps and --step-time",
+            )
+        slots = app.left_gpu_s * (1.0 + self._settings.oasis_margin) / self.slot_s
+        if slots > UNITS_MAX and app.booking is None:
+            return Admission(
+                admitted=False,
+                reason=f"{app.app} is refused: {slots:.4g} slots of a GPU are more than {UNITS_MAX}, the most that is "
+                f"planned; submit it in parts, or ask for a longer oasis_slot_s than {self.slot_s:g}",
+            )
+        return Sale(self._settings, market, app).verdict()
+
+    # --- a round ------------------------------------------------------------------------------------------------------
+
+    def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
+        """Give every app what it has booked in this slot, and lend what is unsold."""
+        round_ = _Round(view, math.floor(view.now / self.slot_s), self.slot_s)
+        round_.keep_booked()
+        round_.fill_booked()
+        round_.lend()
+        return round_.answer(self._settings.reasons_max)
+
+
+def _check(settings: Settings) -> None:
+    checks = (
+        ("oasis_slot_s", settings.oasis_slot_s, 1e-3, 1e9),
+        ("oasis_slots", settings.oasis_slots, 1, 10_000),
+        ("oasis_price_max", settings.oasis_price_max, 0.0, 1e12),
+        ("oasis_price_min", settings.oasis_price_min, 0.0, 1e12),
+        ("oasis_margin", settings.oasis_margin, 0.0, 10.0),
+        ("oasis_promise", settings.oasis_promise, 0.0, 1.0),
+    )
+    for name, value, least, most in checks:
+        if not least <= value <= most:
+            raise ValueError(f"{name} is {value}; it must be from {least:g} to {most:g}")
+    if settings.reasons_max < 0:
+        raise ValueError(f"reasons_max is {settings.reasons_max}; it must be 0 or more")
+    if 0.0 < settings.oasis_price_max < settings.oasis_price_min:
+        raise ValueError(
+            f"oasis_price_max is {settings.oasis_price_max}, below oasis_price_min ({settings.oasis_price_min}); "
+            "raise it, or leave it out"
+        )
+
+
+class _Claim(Struct, frozen=True):
+    """What an app has booked in this slot: so many GPUs of a node; None: of any, for an app that may lie on several."""
+
+    app: AppView
+    node: NodeId | None
+    count: int
+
+
+def _claims(view: View, slot: int) -> list[_Claim]:
+    """Return what is booked in a slot, apps that need one node first.
+
+    Which nodes an app on several has booked only says that there is room; it would move from slot to slot for nothing.
+    """
+    found = []
+    for app in view.apps:
+        booked = app.booking.at(slot) if app.booking is not None else ()
+        if app.spans and booked:
+            found.append(_Claim(app, None, sum(count for _, count in booked)))
+        else:
+            found += [_Claim(app, node, count) for node, count in booked]
+    return sorted(found, key=lambda claim: claim.node is None)
+
+
+class _Round:
+    """One round: who has booked what, and what is lent."""
+
+    def __init__(self, view: View, slot: int, slot_s: float) -> None:
+        self._view = view
+        self._slot = slot
+        self._slot_s = slot_s
+        self._deal = Deal(view)
+        self._nodes: dict[NodeId, list[GpuView]] = {}
+        for gpu in view.gpus:
+            self._nodes.setdefault(gpu.node, []).append(gpu)
+        self._claims = _claims(view, slot)
+        self._short: dict[AppId, int] = {}  #: of what it has booked, how many GPUs an app did not get
+        self._lent: dict[AppId, int] = {}
+
+    def _unmet(self, claim: _Claim) -> int:
+        """Return how many GPUs of what it has booked an app has not got so far."""
+        have = (*claim.app.kept, *self._deal.got[claim.app.app])
+        return claim.count - (len(have) if claim.node is None else sum(gpu.node == claim.node for gpu in have))
+
+    def _missing(self, claim: _Claim) -> int:
+        """Return how many of these it could use now; one that has just begun wants no more until it has told so."""
+        return min(self._unmet(claim), self._deal.room(claim.app))
+
+    def _able(self, claim: _Claim) -> list[GpuView]:
+        """Return what is left of a claim's node, or anywhere, that its app may have."""
+        only, left = claim.app.only, self._deal.left
+        if claim.node is None:
+            return list(left.views.values()) if only is None else [left.views[gpu] for gpu in only if gpu in left]
+        here = self._nodes.get(claim.node, ())
+        return [gpu for gpu in here if gpu.gpu in left and (only is None or gpu.gpu in only)]
+
+    def keep_booked(self) -> None:
+        """Let apps keep the very GPUs that they hold, or are parked on, as far as they have booked so many there.
+
+        Apps that may lie on several nodes stay where they are, but leave room for those that need one node.
+        """
+        for claim in self._claims:
+            if claim.node is not None:
+                held = frozenset(claim.app.renewable)
+                self._keep(claim, [gpu for gpu in self._able(claim) if gpu.gpu in held])
+        spare = {node: sum(gpu.gpu in self._deal.left for gpu in here) for node, here in self._nodes.items()}
+        for claim in self._claims:
+            if claim.node is not None and claim.node in spare:
+                spare[claim.node] -= max(0, self._missing(claim))
+        for claim in self._claims:
+            if claim.node is None:
+                named = claim.app.renewable if claim.app.only is None else claim.app.only
+                mine = []
+                for gpu in (self._deal.left.views[gpu] for gpu in sorted(named) if gpu in self._deal.left):
+                    if spare[gpu.node] > 0:
+                        mine.append(gpu)
+                        spare[gpu.node] -= 1
+                self._keep(claim, mine)
+
+    def _keep(self, claim: _Claim, mine: Sequence[GpuView]) -> None:
+        """Give an app what it has booked of these, those first that its jobs are on."""
+        self._take(claim, [gpu for gpu in mine if gpu.gpu in _run_on(claim.app)])
+        self._take(claim, [gpu for gpu in mine if gpu.gpu in self._deal.left])
+
+    def fill_booked(self) -> None:
+        """Give apps the rest of what they have booked, GPUs that nobody has first, as many as they can run on.
+
+        What an app cannot use without more that somebody is still leaving, or before it has begun, is kept for it while
+        nobody has it, and lent to nobody: who was lent it would start, and be stopped a moment later. What a search
+        that runs can use no more is lent, and so is what is less than a parked job goes on on.
+        """
+        for claim in self._claims:
+            if self._missing(claim) > 0:
+                self._take(claim, self._able(claim))
+            if self._missing(claim) > 0:
+                self._short[claim.app.app] = self._missing(claim)
+        for claim in self._claims:
+            app = claim.app
+            begun = not app.sizes and (app.kept or self._deal.got[app.app])
+            unmet = min(self._unmet(claim), self._deal.room(app)) if begun else self._unmet(claim)
+            if unmet > 0 and claim.count >= _least(app):
+                nobodys = sorted(gpu.gpu for gpu in self._able(claim) if gpu.holder is None)
+                for gpu in nobodys[:unmet]:
+                    self._deal.left.remove(gpu)
+
+    def _take(self, claim: _Claim, among: Sequence[GpuView]) -> None:
+        """Give an app what it has booked, of these, as many as make a number it can run on."""
+        app, deal = claim.app, self._deal
+        have = len(app.kept) + len(deal.got[app.app])
+        most = min(self._missing(claim), len(among))
+        count = accepted(app, have + most) - have
+        if have + count < _least(app):  # what it is parked on is more: it is lent that, or nothing
+            return
+        if count > 0:
+            near = (*app.kept, *deal.got[app.app])
+            pool = deal.left if len(among) == len(deal.left) else Holes(among, deal.left.claims)
+            deal.give(app.app, pick(pool, app, count, near=near, held=app.renewable))
+
+    # --- what is unsold ---------------------------------------------------------------------------------------------
+
+    def lend(self) -> None:
+        """Lend unsold GPUs: to apps that lag, to those that have booked later slots only, to those without a booking.
+
+        What others hold they keep.
+        """
+        lagging = [app for app in self._view.apps if app.booking is not None and not self._next_count(app, self._slot)]
+        unmet = [app for app in self._view.apps if app.app in self._short and not self._deal.got[app.app]]
+        others = [app for app in self._view.apps if app.booking is None]
+        now = {claim.app.app for claim in self._claims}
+        early = [app for app in self._view.apps if app.app not in now and self._next_count(app, self._slot + 1)]
+        for first in ((*lagging, *unmet), early, others):
+            for app in first:
+                self._note(app, self._renew(app))
+        for app in (*lagging, *unmet):
+            if not (app.kept or self._deal.got[app.app]):
+                self._note(app, self._deal.fill(app, _least(app)))
+        for app in early:
+            if not (app.kept or self._deal.got[app.app]):
+                count = min(self._next_count(app, self._slot + 1), len(self._deal.left))
+                self._note(app, self._deal.fill(app, accepted(app, count)))
+        for app in others:
+            if not (app.kept or self._deal.got[app.app]):
+                self._note(app, self._deal.fill(app, app.gang))
+        for app in others:
+            if not app.sizes:  # one with accepted sizes would have to start again for each GPU more
+                self._note(app, self._deal.fill(app))
+        for app in self._view.apps:
+            if app.booking is not None:
+                self._note(app, self._renew(app))
+
+    def _renew(self, app: AppView) -> int:
+        """Let an app keep what it holds and nobody has been given, as much as it can run on; return how many GPUs."""
+        have = len(app.kept) + len(self._deal.got[app.app])
+        own = [gpu for gpu in app.renewable if gpu in self._deal.left]
+        count = min(accepted(app, have + len(own)) - have, self._deal.room(app))
+        run_on = [self._deal.left.views[gpu] for gpu in own if gpu in _run_on(app)]
+        if len(run_on) < len(own) and len(run_on) <= count:
+            self._deal.give(app.app, run_on)
+            return len(run_on) + self._deal.renew(app, count - len(run_on))
+        return self._deal.renew(app, count)
+
+    def _next_count(self, app: AppView, start: int) -> int:
+        """Return how many GPUs an app has booked in the first slot from `start` on in which it has any; 0: in none."""
+        booked = app.booking.slots if app.booking is not None else ()
+        return sum(count for _, count in next((gpus for slot, gpus in booked if slot >= start), ()))
+
+    def _note(self, app: AppView, count: int) -> None:
+        if count:
+            self._lent[app.app] = self._lent.get(app.app, 0) + count
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def answer(self, reasons_max: int) -> Allocation:
+        """Return who got what, with reasons."""
+        assign = self._deal.assign
+        told = self._view.apps
+        rest = ""
+        if len(told) > reasons_max:
+            told = tuple(app for app in told if {gpu.gpu for gpu in self._deal.got[app.app]} != set(app.renewable))
+            rest = "has what it has booked, or waits for GPUs that are unsold"
+        return Allocation(
+            assign=assign,
+            outcomes=tuple(self._outcome(app) for app in told),
+            facts={"idle": float(len(self._deal.left)), "booked": float(sum(claim.count for claim in self._claims))},
+            rest=rest,
+            look_again_s=max(1e-3, (self._slot + 1) * self._slot_s - self._view.now),
+        )
+
+    def _outcome(self, app: AppView) -> Outcome:
+        names = tuple(sorted(gpu.gpu for gpu in self._deal.got[app.app]))
+        owner = self._deal.assign if set(app.renewable) - set(names) else {}
+        lost = losses([gpu for gpu in app.renewable if gpu not in names], owner)
+        return Outcome(app.app, names, self._reason(app, len(names)) + lost, won=len(names), rho_now=app.rho)
+
+    def _next_told(self, booking: Booking) -> str:
+        """Return a clause on the first slot to come in which there is something booked."""
+        coming = next(((slot, booked) for slot, booked in booking.slots if slot > self._slot), None)
+        if coming is None:
+            return " or later ones"
+        slot, booked = coming
+        return f"; {gpus(sum(count for _, count in booked))} in {span(slot * self._slot_s - self._view.now)}"
+
+    def _reason(self, app: AppView, got: int) -> str:
+        lent = self._lent.get(app.app, 0)
+        unsold = (
+            f"{'gets' if lent else 'waits for'} {gpus(lent) if lent else 'GPUs'} that nobody has booked in this slot"
+        )
+        if app.booking is None:
+            misfit = "" if lent else f": {self._deal.misfit(app)}" if app.want > 0 else ""
+            return f"has no booking, and {unsold}{misfit}" if app.want > 0 else "wants no more than it has"
+        if not app.booking.slots:
+            return f"lags, and there was nothing to sell to it for the rest of its work; it {unsold}"
+        booked = sum(count for _, count in app.booking.at(self._slot))
+        ends = f"to end within {span(max(0.0, app.booking.ends_at - self._view.now))}"
+        also = f"; it keeps {gpus(lent)} more, unsold" if lent else ""
+        ahead = f"; it has {gpus(lent)} that {'is' if lent == 1 else 'are'} unsold" if lent else ""
+        short = self._short.get(app.app, 0)
+        miss = f"; {gpus(short)} of them cannot be had now: {self._deal.misfit(app)}" if short else ""
+        if not booked:
+            return f"has booked nothing in this slot{self._next_told(app.booking)}, {ends}{ahead}"
+        return f"has booked {gpus(booked)} in this slot, {ends}{miss}{also}"
+
+
+def _run_on(app: AppView) -> frozenset[GpuId]:
+    """Return the GPUs that jobs of an app are on: one that loses any of them stops."""
+    return frozenset(gpu for gpus_ in app.jobs for gpu in gpus_)
+
+
+def _least(app: AppView) -> int:
+    """Return how many GPUs an app needs to run at all: a gang, or those that a parked job of it goes on on."""
+    parked = [len(gpus) for gpus in app.jobs if gpus] if app.only is not None else []
+    return min(parked, default=app.gang)

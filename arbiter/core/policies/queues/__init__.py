@@ -1,0 +1,1 @@
+"""Policies that serve apps in one order."""

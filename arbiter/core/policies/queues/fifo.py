@@ -1,0 +1,35 @@
+"""FIFO: strict order of arrival, no preemption.
+
+Every app keeps the GPUs it holds for as long as it wants them. What is free goes to the apps in order of arrival, each
+as many whole gangs as it can use; the first app that has nothing and does not fit blocks all behind it, so that small
+apps cannot starve a large gang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
+from arbiter.core.seam import AppView, Tenure, View
+
+
+class Fifo(Ranked):
+    """First come, first served."""
+
+    tenure: ClassVar[Tenure] = "lasting"
+    by = "in order of arrival"
+
+    def order(self, view: View) -> Sequence[AppView]:
+        """Return the apps as they arrived."""
+        return view.apps
+
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+        """Yield the apps until one that has nothing does not fit."""
+        for app in order:
+            if selection.left <= 0:
+                return
+            yield app, None
+            if app.want > 0 and not selection.has(app):
+                selection.blocker = app
+                return

@@ -1,0 +1,70 @@
+"""LAS: least attained service in two queues, with preemption (Tiresias's discretised 2D-LAS).
+
+An app whose GPU-seconds so far are below `las_threshold_gpu_s` is in the first queue, any other in the second. The
+first queue goes before the second, and within each the order is of arrival, so that apps of equal age do not take turns
+and preempt each other without end. As many run as fit; one that does not fit lets those behind it by. A round is wanted
+when the next running app reaches the threshold.
+
+*Source:* Tiresias (NSDI 2019), discretised two-dimensional least attained service with two queues; a baseline of Themis
+(NSDI 2020), section 8. Tiresias's promotion of apps that starve is off by default there and is not made here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+from arbiter.core.policies.common.ordered import Ranked, Selection
+from arbiter.core.seam import AppView, Settings, Tenure, View
+
+#: An app this close to the threshold has reached it: sums of times round, and a round should not come just too early.
+SLACK_S = 0.01
+
+
+class Las(Ranked):
+    """Least attained service first, in two queues.
+
+    Raises
+    ------
+    ValueError
+        For settings outside their range.
+    """
+
+    tenure: ClassVar[Tenure] = "revocable"
+    by = "by queue, then arrival"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        threshold = settings.las_threshold_gpu_s
+        if not 0.0 < threshold < math.inf:
+            raise ValueError(f"las_threshold_gpu_s is {threshold}; it must be above 0 and finite")
+        self._threshold = threshold
+
+    def order(self, view: View) -> Sequence[AppView]:
+        """Return the first queue, then the second, each as its apps arrived."""
+        first: list[AppView] = []
+        second: list[AppView] = []
+        for app in view.apps:
+            # what this asks is asked of thousands that wait, for whom it needs no call
+            over = app.served_gpu_s >= self._threshold if not app.leases else self._demoted(view, app)
+            (second if over else first).append(app)
+        return first + second
+
+    def _demoted(self, view: View, app: AppView) -> bool:
+        return view.served_gpu_s(app) + SLACK_S * app.leases >= self._threshold
+
+    def look_again_s(self, view: View, selection: Selection) -> float | None:
+        """Return when the next running app reaches the threshold with the GPUs it has now; None when none will."""
+        first = math.inf
+        for app in selection.served.values():
+            missing = self._threshold - view.served_gpu_s(app)
+            if missing > SLACK_S * app.leases:
+                first = min(first, missing / selection.has(app))
+        return None if math.isinf(first) else max(SLACK_S, first)
+
+    def figures(self, view: View) -> Callable[[AppView], str]:
+        """Return what says the queue and the GPU-seconds so far."""
+        return lambda app: (
+            f"{'second' if self._demoted(view, app) else 'first'} queue, {view.served_gpu_s(app):.4g} GPU-s so far"
+        )

@@ -1,0 +1,1 @@
+"""Policies that are fair to tenants: Astraea and its baselines."""

@@ -1,0 +1,56 @@
+"""Astraea: long-term GPU-time fairness, between tenants and between the jobs of each.
+
+Gang by gang, the tenant whose GPU time is the smallest part of what was fair for it is served, and in it the app of
+which the same is true, until they have had what is fair; a new one goes first. A lease that ends competes like any
+other app for the GPUs in play, and if it wins it keeps its GPUs and runs on, or moves where they lie closer together.
+Nothing needs to be known or told of jobs, so no claim can bring more GPU time.
+
+*Source:* Astraea (Ye et al., TPDS 2021), Algorithms 1 and 2, Eq. 5, 8, 12, 15; Eq. 16 with `astraea_quota_variant`.
+The indices that are compared are those at the end of the leases to be dealt, and fair is enough (see `tenancy`); both
+are our choice, the second is taken back with `astraea_until_fair` off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
+from typing import ClassVar
+
+from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
+from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
+from arbiter.core.seam import AppView, Tenure, View
+
+
+class Astraea(Ranked):
+    """The least GPU time of what was fair first, tenant by tenant, then app by app."""
+
+    tenure: ClassVar[Tenure] = "lease"
+    migrates: ClassVar[bool] = True
+    by = "by GPU time of what is fair, its tenant's, then its own"
+
+    def order(self, view: View) -> Sequence[AppView]:
+        """Return the apps by their tenants' indices, then their own, before anything is dealt."""
+        standings = self._standings(view)
+        tenants = {tenant: standings.place_of_tenant(tenant) for tenant in {app.tenant for app in view.apps}}
+        keys = [(tenants[app.tenant], standings.place_of_app(app)) for app in view.apps]
+        return [view.apps[place] for place in sorted(range(len(keys)), key=keys.__getitem__)]
+
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+        """Yield turns as the two algorithms choose them."""
+        standings = self._standings(view)
+        return tenant_by_tenant(view, selection, standings, standings.place_of_app)
+
+    def figures(self, view: View) -> Callable[[AppView], str]:
+        """Return what says both indices."""
+        standings = self._standings(view)
+
+        def told(app: AppView) -> str:
+            of_tenant = standings.of_tenant(app.tenant)
+            if of_tenant == inf:
+                return f"nothing is due to its tenant {app.tenant}, so it has what others leave"
+            return f"{of_tenant:.3g} and {standings.of_app(app):.3g} with what it keeps"
+
+        return told
+
+    def _standings(self, view: View) -> Standings:
+        return Standings(view, self._settings, today_first=True)

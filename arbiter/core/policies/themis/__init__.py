@@ -1,0 +1,1 @@
+"""Themis: a partial-allocation auction over finish-time fairness."""

@@ -1,0 +1,437 @@
+"""Themis: finish-time fairness by partial-allocation auctions.
+
+The (1 - f) fraction of apps with the greatest rho bids for all GPUs in play. A proportionally fair allocation with
+hidden payments makes honest bids best; what the payments leave over goes to apps that did not bid: first to the one
+that holds the GPU (its renewal is no restart), then by lot in whole gangs. When none of those can use it, the setting
+`leftover` decides: "idle" leaves it free for a round, so that over-reporting cannot pay; "bidders" gives it back to
+bidders, so that no GPU idles, and then over-reporting can pay. A third way departs from the paper: "worst-off" deals
+all that is left, gang by gang, in order of rho, whoever bid or not. Where gangs are wide and few GPUs are in play the
+worst-off bidder's payment takes nearly all that it won, and a lot would give it to somebody better off.
+
+With `tenants_first` the GPUs in play are split among tenants as Astraea would, and each part is auctioned among the
+apps of its tenant alone: finish-time fairness within tenants, long-term GPU-time fairness between them.
+
+An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps what it holds if nobody else
+takes it: its training goes on without its agent.
+
+*Source:* Themis (NSDI 2020), section 4 and Pseudocode 1; defaults f = 0.8.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import ClassVar
+
+from msgspec.structs import replace
+
+from arbiter.core.placement.assignment import Deal, admit_what_fits, gang_place, gpus, losses, shares
+from arbiter.core.placement.locality import PLACE
+from arbiter.core.placement.lots import draw, shuffled
+from arbiter.core.policies.common.ordered import Selection
+from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
+from arbiter.core.policies.themis.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
+from arbiter.core.policies.themis.auction.compiled import COMPILED
+from arbiter.core.policies.themis.auction.explain import explain
+from arbiter.core.policies.themis.auction.problem import TOLERANCE
+from arbiter.core.policies.themis.auction.solve import FIRST_STEPS, Budget
+from arbiter.core.seam import Admission, Allocation, AppView, Clock, GpuView, Loss, Outcome, Settings, Tenure, View
+from protocol.messages import LEVELS, AppId, Bid, GpuId, TenantId
+
+#: The part of the budget that is for explaining the outcome: a quarter of what is for finding it.
+EXPLAINING = 0.2
+LEFTOVER = ("idle", "bidders", "worst-off")
+
+
+class Themis:
+    """Auctions among the worst-off.
+
+    Raises
+    ------
+    ValueError
+        For settings outside their range.
+    """
+
+    probes: ClassVar[bool] = True
+    tenure: ClassVar[Tenure] = "lease"
+    shares: ClassVar[bool] = False
+
+    def __init__(self, settings: Settings) -> None:
+        if not 0.0 <= settings.fairness_knob <= 1.0:
+            raise ValueError(f"fairness_knob is {settings.fairness_knob}; it must be from 0 to 1")
+        if settings.leftover not in LEFTOVER:
+            raise ValueError(f'leftover is "{settings.leftover}"; it must be one of {", ".join(LEFTOVER)}')
+        if not settings.solver_budget_ms > 0.0:
+            raise ValueError(f"solver_budget_ms is {settings.solver_budget_ms}; it must be above 0")
+        self._settings = settings
+
+    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
+        """Refuse an app whose gang fits no node."""
+        return admit_what_fits(cluster, app)
+
+    def bidders(self, view: View) -> Sequence[AppId]:
+        """Return the ceil((1 - f) n) worst-off of the n apps that answered and want GPUs; ties are decided by lot.
+
+        With `tenants_first` that is so within each tenant.
+        """
+        able = [app for app in view.apps if app.rho is not None and app.want > 0]
+        if not self._settings.tenants_first:
+            return self._worst_off(view, able)
+        tenants = sorted({app.tenant for app in able})
+        chosen = {
+            app for tenant in tenants for app in self._worst_off(view, [each for each in able if each.tenant == tenant])
+        }
+        return tuple(app.app for app in view.apps if app.app in chosen)
+
+    def _worst_off(self, view: View, able: Sequence[AppView]) -> tuple[AppId, ...]:
+        if not able:
+            return ()
+        # (1 - 0.7) * 10 is 3.0000000000000004 in binary.
+        count = max(1, math.ceil((1.0 - self._settings.fairness_knob) * len(able) - 1e-9))
+        ranked = sorted(able, key=lambda app: (-_rho(app), draw(view.seed, "cutoff", app.app), app.app))
+        return tuple(app.app for app in ranked[:count])
+
+    def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
+        """Hold the auction, deal the leftovers, and say of every app what it got and why."""
+        if self._settings.tenants_first and len({app.tenant for app in view.apps}) > 1:
+            return within_tenants(view, bids, clock, self._settings)
+        offered = frozenset(self.bidders(view) if view.offered is None else view.offered)
+        entered = {app: bid for app, bid in bids.items() if app in offered}
+        entry = enter(view, entered)
+        budget_ms = self._settings.solver_budget_ms
+        budget = Budget.of((1.0 - EXPLAINING) * budget_ms, clock)
+        budget.steps = max(1, budget.steps)  # the first step finds a bound, without which no gap could be told
+        settlement = settle(entry, budget)
+        all_told = len(view.apps) <= self._settings.reasons_max
+        explaining = Budget.of(EXPLAINING * budget_ms if all_told else 0.0, clock)
+        why_lost = explain(view, entered, entry, settlement, explaining)
+        round_ = _Round(view, offered, entry, settlement, why_lost)
+        if self._settings.leftover == "worst-off":
+            round_.deal_to_worst_off()
+        else:
+            round_.deal_leftovers(to_bidders=self._settings.leftover == "bidders")
+        told = view.apps
+        if not all_told:
+            told = tuple(app for app in told if app.app in entered or app.renewable or round_.deal.got.get(app.app))
+        return Allocation(
+            assign=round_.deal.assign,
+            outcomes=tuple(round_.outcome(app) for app in told),
+            rest=round_.rest if len(told) < len(view.apps) else "",
+            proven=not settlement.solved.open(),
+            facts=_facts(entry, settlement, explaining) | {"idle": float(len(round_.deal.left))},
+        )
+
+
+def _facts(entry: Entry, settlement: Settlement, explaining: Budget) -> dict[str, float]:
+    """Return the auction's figures; sums of log V, 1 for yes."""
+    solved = settlement.solved
+    return {
+        "sum_log_v": entry.log_none + solved.value,
+        "upper_bound": entry.log_none + solved.upper,
+        "gap": solved.upper - solved.value,
+        "worst_gap": solved.worst_gap,
+        "proven": float(solved.upper - solved.value <= TOLERANCE),
+        "proven_payments": float(not solved.open()),
+        "steps": float(solved.budget.spent),
+        "steps_explaining": float(explaining.spent),
+        "out_of_budget": float(bool(solved.open()) and solved.budget.left < FIRST_STEPS),
+        "compiled": float(COMPILED),
+        "bidders": float(len(entry.bidders)),
+        "winners": float(sum(bool(award.won) for award in settlement.awards)),
+        "rows_thinned": float(entry.thinned),
+        "leftover": float(len(settlement.leftover)),
+    }
+
+
+class _Round:
+    """One auction's aftermath: leftovers and reasons."""
+
+    def __init__(
+        self, view: View, offered: frozenset[AppId], entry: Entry, settlement: Settlement, losses: Mapping[AppId, Loss]
+    ) -> None:
+        self.deal = Deal(view)
+        self._view = view
+        self._offered = offered
+        self._number = {bidder.app: number for number, bidder in enumerate(entry.bidders)}
+        self._bidders = {bidder.app: bidder for bidder in entry.bidders}
+        self._solved = settlement.solved
+        self._losses = losses
+        self._awards: dict[AppId, Award] = {award.app: award for award in settlement.awards}
+        for award in settlement.awards:
+            self.deal.give(award.app, award.kept)
+        self._winners = shares(award.app for award in settlement.awards for _ in award.kept)
+        self._renewed: dict[AppId, int] = {}
+        self._given: dict[AppId, int] = {}
+        self._misfit: dict[AppId, str] = {}
+        self._way = "by lot"
+
+    # --- leftovers --------------------------------------------------------------------------------------------------
+
+    def deal_leftovers(self, *, to_bidders: bool) -> None:
+        others = [app for app in self._view.apps if app.app not in self._awards]
+        self._renew(others)
+        self._draw_lots([app for app in others if app.rho is not None and app.app not in self._offered])
+        if to_bidders:
+            bidders = [self._as_bid(app) for app in self._view.apps if app.app in self._awards]
+            self._renew(bidders)
+            self._draw_lots(bidders)
+
+    def deal_to_worst_off(self) -> None:
+        """Give one gang at a time to each app that has told its rho, the greatest first, whether it bid or not."""
+        self._way = "in order of rho"
+        apps = [self._as_bid(app) if app.app in self._awards else app for app in self._view.apps]
+        waiting = sorted((app for app in apps if app.rho is not None), key=lambda app: (-_rho(app), app.app))
+        while waiting:
+            waiting = [app for app in waiting if self._give_one_gang(app)]
+        self._renew(apps)
+
+    def _renew(self, apps: Sequence[AppView]) -> None:
+        for app in apps:
+            self._renewed[app.app] = self.deal.renew(app)
+
+    def _draw_lots(self, apps: Sequence[AppView]) -> None:
+        """Give one gang at a time to each app in a random order, round after round, until none can use more."""
+        waiting = shuffled(self._view.seed, apps, name=lambda app: app.app, purpose="leftover")
+        while waiting:
+            waiting = [app for app in waiting if self._give_one_gang(app)]
+
+    def _give_one_gang(self, app: AppView) -> bool:
+        if self.deal.room(app) <= 0:
+            return False
+        taken = self.deal.fill(app, app.gang)
+        self._given[app.app] = self._given.get(app.app, 0) + taken
+        if not taken:
+            self._misfit.setdefault(app.app, self.deal.misfit(app))
+        return taken > 0
+
+    def _as_bid(self, app: AppView) -> AppView:
+        """Return `app`, bound to the GPUs that its bid named."""
+        only = self._bidders[app.app].only
+        return app if only is None else replace(app, only=tuple(sorted(only)))
+
+    # --- reasons ----------------------------------------------------------------------------------------------------
+
+    def outcome(self, app: AppView) -> Outcome:
+        got = self.deal.got[app.app]
+        names = tuple(sorted(gpu.gpu for gpu in got))
+        award = self._awards.get(app.app)
+        tail = self._leftover_clause(app) + self.deal.losses(app)
+        if award is None:
+            return Outcome(app.app, names, self._outsider_reason(app) + tail, rho_now=app.rho)
+        bidder = self._bidders[app.app]
+        return Outcome(
+            app=app.app,
+            gpus=names,
+            reason=self._bidder_reason(bidder, award) + self._gap_clause + tail,
+            bid=True,
+            won=len(award.won),
+            fraction=award.fraction,
+            rho_now=bidder.rho_none if app.rho is None else app.rho,
+            rho_next=bidder.rho(got),
+            fraction_gap=self._fraction_gap(award),
+            loss=self._losses.get(app.app),
+        )
+
+    def _fraction_gap(self, award: Award) -> float:
+        if not award.won:
+            return 0.0
+        value, upper = self._solved.without(self._number[award.app])
+        return upper - value
+
+    @cached_property
+    def _gap_clause(self) -> str:
+        """Said to every bidder when the search was not over."""
+        if not self._solved.open():
+            return ""
+        gap = self._solved.worst_gap
+        return f" (the solver's budget ran out: sums of log V and of c are certain to {gap:.2g} only)"
+
+    def _bidder_reason(self, bidder: Bidder, award: Award) -> str:
+        count = len(self._view.gpus)
+        loss = self._losses.get(award.app)
+        if not award.won:
+            assert loss is not None, f"nobody knows why {award.app} lost"
+            how = "".join(f"; {change.text}" for change in loss.changes[:1])
+            if len(bidder.new) == 0:
+                return f"bid and won none of the {gpus(count)} in play: {loss.text}{how}"
+            best = max(range(len(bidder.new)), key=lambda row: (bidder.gain[row], -bidder.new[row]))
+            level = LEVELS[bidder.level[best]]
+            where = "" if level == "cluster" else f" within {PLACE[level]}"
+            rho = bidder.rho_none * math.exp(-bidder.gain[best])
+            return (
+                f"bid and won none of the {gpus(count)} in play, which went to {self._winners or 'nobody'}; its best "
+                f"row, {gpus(int(bidder.new[best]))} more{where}, would have brought rho from {bidder.rho_none:.4g} to "
+                f"{rho:.4g}; {loss.text}{how}"
+            )
+        won = f"bid and won {len(award.won)} of the {gpus(count)} in play"
+        keeps = len(award.kept)
+        if keeps == len(award.won):
+            paid = "keeps all of them" if award.fraction > 1.0 - 1e-9 else "keeps all of them by the lot of rounding"
+        else:
+            assert loss is not None, f"nobody knows why {award.app} keeps less than it won"
+            paid = f"keeps {keeps or 'none'} after its hidden payment: {loss.text}"
+        now, then = bidder.rho_none, bidder.rho(award.kept)
+        return f"{won} and {paid} (c = {award.fraction:.3f}); rho goes from {now:.4g} to {then:.4g}"
+
+    def _outsider_reason(self, app: AppView) -> str:
+        if app.want <= 0:
+            return _content(app)
+        if app.app in self._offered:
+            return "was offered the GPUs in play and did not bid in time"
+        if self._view.asked is not None and app.app not in self._view.asked:
+            return f"was not asked for its rho: the {len(self._view.asked)} that looked worse off were (probes_max)"
+        if app.rho is None:
+            return "did not answer the probe in time, so it took no part"
+        winners = self._winners or "nobody"
+        return f"did not bid, its rho {app.rho:.4g} being {self._cutoff}; the auction's GPUs went to {winners}"
+
+    @property
+    def rest(self) -> str:
+        """Said to those that are not told one by one."""
+        return f"was not among the worst off, who bid; the auction's GPUs went to {self._winners or 'nobody'}"
+
+    @cached_property
+    def _cutoff(self) -> str:
+        rhos = [_rho(app) for app in self._view.apps if app.app in self._offered and app.rho is not None]
+        return f"not above {min(rhos):.4g}, the least of the bidders" if rhos else "not among those that bid"
+
+    def _leftover_clause(self, app: AppView) -> str:
+        renewed, given = self._renewed.get(app.app, 0), self._given.get(app.app, 0)
+        parts = []
+        if renewed:
+            parts.append(f"keeps {gpus(renewed)} it holds, left over by the auction")
+        if given:
+            parts.append(f"was given {gpus(given)} {self._way} from what the auction left over")
+        if not parts and app.app not in self._awards and app.app in self._misfit:
+            parts.append(f"no leftovers fit: {self._misfit[app.app]}")
+        return "".join(f"; {part}" for part in parts)
+
+
+# --- tenants first ----------------------------------------------------------------------------------------------------
+
+
+def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, settings: Settings) -> Allocation:
+    """Split the GPUs in play among tenants by their GPU time of what was fair, and hold one auction in each part.
+
+    The split is Astraea's tenant phase: gang by gang to the tenant with the least index, in it to the app with the
+    greatest rho; what each tenant's apps come to is its part.
+    """
+    owner = _split(view, settings)
+    tenants = sorted({app.tenant for app in view.apps})
+    parts = {tenant: tuple(gpu for gpu in view.gpus if owner.get(gpu.gpu) == tenant) for tenant in tenants}
+    budget_ms = settings.solver_budget_ms / max(1, sum(map(bool, parts.values())))
+    policy = Themis(replace(settings, tenants_first=False, solver_budget_ms=budget_ms))
+    held = {
+        tenant: policy.allocate(_part_of(view, tenant, part), bids, clock) for tenant, part in parts.items() if part
+    }
+    assign = dict(sorted((gpu, app) for each in held.values() for gpu, app in each.assign.items()))
+    outcomes = {outcome.app: outcome for each in held.values() for outcome in each.outcomes}
+    told = [app for app in view.apps if app.app in outcomes or not parts[app.tenant]]
+    partless = _Partless(view)
+    return Allocation(
+        assign=assign,
+        outcomes=tuple(_told(app, outcomes.get(app.app), partless, owner, assign) for app in told),
+        proven=all(each.proven for each in held.values()),
+        facts=_all_facts([each.facts for each in held.values()]),
+        rest=next((each.rest for each in held.values() if each.rest), ""),
+    )
+
+
+def _split(view: View, settings: Settings) -> dict[GpuId, TenantId]:
+    """Return whose part each GPU in play is; one that nobody can use goes to no part but its holder's tenant's."""
+    standings = Standings(view, settings, today_first=False)  # the worst off of equal tenants comes first
+    selection = Selection(view, view.apps, told=False)
+
+    def worth(app: AppView) -> float:
+        return -app.rho if app.rho is not None else math.inf
+
+    for app, gpus_max in tenant_by_tenant(view, selection, standings, worth):
+        selection.take(app, gpus_max)
+    selection.settle()
+    tenants = {app.app: app.tenant for app in view.apps}
+    holders = {gpu: app.tenant for app in view.apps for gpu in app.renewable}
+    return holders | {gpu: tenants[app] for gpu, app in (selection.incumbents() | selection.newcomers()).items()}
+
+
+def _part_of(view: View, tenant: TenantId, part: tuple[GpuView, ...]) -> View:
+    there = {gpu.gpu for gpu in part}
+    apps = [app for app in view.apps if app.tenant == tenant]
+    own = frozenset(app.app for app in apps)
+    return replace(
+        view,
+        gpus=part,
+        apps=tuple(replace(app, renewable=tuple(gpu for gpu in app.renewable if gpu in there)) for app in apps),
+        offered=None if view.offered is None else tuple(app for app in view.offered if app in own),
+    )
+
+
+class _Partless:
+    """Why a tenant has no part of the GPUs in play, said to each of its apps."""
+
+    def __init__(self, view: View) -> None:
+        self._in_play = Deal(view)
+        self._misfits: dict[tuple[object, ...], str] = {}
+
+    def reason(self, app: AppView) -> str:
+        """Return what keeps `app` from having any: its own demand, its gang, or other tenants."""
+        if app.want <= 0:
+            return _content(app)
+        if not self._in_play.left:
+            return "no GPU is in play"
+        misfit = self._misfit(app)
+        if misfit:
+            return f"nothing in play fits: {misfit}"
+        return f"its tenant {app.tenant} has no part of the GPUs in play: others have had less of what is fair for them"
+
+    def _misfit(self, app: AppView) -> str:
+        """Return why `app` could use nothing if all in play were its; empty where it could."""
+        alike = (app.gang, app.spans, app.level_max, app.want, app.kept, app.only)
+        if alike not in self._misfits:
+            self._misfits[alike] = self._try(app)
+        return self._misfits[alike]
+
+    def _try(self, app: AppView) -> str:
+        deal = self._in_play
+        if deal.fill(app, app.gang):
+            deal.take_back(app.app)
+            return ""
+        count = len(deal.left)
+        if app.only is None and app.gang > count and gang_place(app) == "cluster":
+            return f"it needs a gang of {app.gang}, and {gpus(count)} {'is' if count == 1 else 'are'} in play"
+        return deal.misfit(app)
+
+
+def _told(
+    app: AppView,
+    outcome: Outcome | None,
+    partless: _Partless,
+    owner: Mapping[GpuId, TenantId],
+    assign: Mapping[GpuId, AppId],
+) -> Outcome:
+    """Return an app's outcome with what its tenant's part was to it."""
+    lost = losses([gpu for gpu in app.renewable if owner.get(gpu) != app.tenant], assign)
+    if outcome is None:
+        return Outcome(app.app, (), partless.reason(app) + lost, rho_now=app.rho)
+    return replace(outcome, reason=f"in the part of {app.tenant}: {outcome.reason}{lost}")
+
+
+def _all_facts(facts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the figures of all auctions: sums, of yes and no whether all say so, of gaps the widest."""
+    merged: dict[str, float] = {}
+    for name in facts[0] if facts else ():
+        values = [each[name] for each in facts]
+        if name.startswith("proven") or name == "compiled":
+            merged[name] = min(values)
+        else:
+            merged[name] = max(values) if "gap" in name or name == "out_of_budget" else math.fsum(values)
+    return merged
+
+
+def _content(app: AppView) -> str:
+    return f"wants no more than the {gpus(len(app.kept))} it keeps"
+
+
+def _rho(app: AppView) -> float:
+    assert app.rho is not None, f"{app.app} has not answered"
+    return app.rho

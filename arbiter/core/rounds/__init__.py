@@ -1,0 +1,1 @@
+"""Rounds: probe, offer, bids, the policy's decision and what is done of it."""

@@ -1,0 +1,291 @@
+"""The index: what would otherwise be searched for at every event; derived from the state, never part of it."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from msgspec import Struct
+
+from arbiter.core.seam import AppView, GpuView
+from arbiter.core.state import model
+from arbiter.core.state.model import State
+from protocol.messages import AppId, GpuId, NodeId, TaskId, TaskOrder, device_of
+
+
+class Shown(Struct, frozen=True):
+    """What a round was last shown of an app, with all that it was derived from."""
+
+    app: model.App
+    version: int  #: of what it holds and is promised
+    renewable: tuple[GpuId, ...]  #: the GPUs in play that it holds
+    guest_at: tuple[GpuId, ...]  #: the seats where it is a guest
+    view: AppView
+    matters: bool  #: whether the round could give it something, or take it
+
+
+class Index:
+    """What would otherwise be searched for at every event: derived from the state, never part of it."""
+
+    def __init__(self, state: State) -> None:
+        """Derive everything afresh."""
+        self.gpus: dict[AppId, set[GpuId]] = defaultdict(set)
+        self.tasks: dict[AppId, set[TaskId]] = defaultdict(set)
+        self.node_gpus: dict[NodeId, set[GpuId]] = defaultdict(set)
+        self.node_tasks: dict[NodeId, set[TaskId]] = defaultdict(set)
+        self.seats: dict[GpuId, set[GpuId]] = defaultdict(set)  #: by GPU: that itself and its further seats, if any
+        self.free: set[GpuId] = set()
+        self.draining: set[GpuId] = set()
+        self.helpless: set[TaskId] = set()  #: see `Task.helpless`
+        self.guests: set[GpuId] = set()  #: seats that are leased to guests
+        self.seating: Any = None  #: the `sharing.Seating` that follows from all seats; None: not known
+        self.ends: dict[GpuId, float] = {}  #: of the leases that end
+        self.owned: Counter[str] = Counter()  #: by owner: apps that are not over
+        self.enrolling: set[AppId] = set()
+        self.active: set[AppId] = set()
+        self.order: list[tuple[int, AppId]] = []  #: the active ones by arrival
+        self._next_end: float | None = None
+        #: No node is overdue before; None: not known. Nodes are heard of later and later, so it stays true.
+        self.overdue_at: float | None = None
+        self._census: tuple[int, int, tuple[GpuView, ...]] | None = None
+        self._state = state
+        self.over: list[tuple[float, AppId]] = []  #: the apps that are over, the oldest first
+        #: What was last shown of GPUs and apps, with what it was derived from: most are the same in the next round.
+        self._gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
+        self.app_views: dict[AppId, Shown] = {}
+        #: By app and node: what was last ordered there, with the app's jobs and state and the count of its stirs.
+        self.orders: dict[AppId, dict[NodeId, tuple[object, object, int, list[TaskOrder]]]] = {}
+        self.outlines: dict[NodeId, Any] = {}  #: by node: the `plans.Outline` of the plan that was sent last
+        self.stirs: dict[AppId, int] = defaultdict(int)  #: grows whenever its GPUs or tasks change
+        self.holders: set[AppId] = set()  #: apps that have a GPU, leased or draining
+        self._revocable: dict[GpuId, GpuView] = {}
+        self._free_views: dict[GpuId, GpuView] = {}  #: those of them that nobody has
+        self._touched: set[GpuId] = set()  #: GPUs that have changed since those two were looked at
+        self.versions: dict[AppId, int] = defaultdict(int)  #: grows whenever what an app holds or is promised changes
+        for gpu in state.gpus.values():
+            self.bind(gpu)
+        for app in state.apps.values():
+            self.bind_app(app)
+        for task in state.tasks.values():
+            self.bind_task(task)
+        self.recounted = False  #: whether what is in service may have changed since it was last booked
+        #: The GPUs in service, of which time is booked.
+        self.booked = {device for device in self.seats if model.usable(state, state.gpus[device])}
+
+    def bind(self, gpu: model.Gpu) -> None:
+        """Note who has this GPU."""
+        self.node_gpus[gpu.node].add(gpu.id)
+        self.seats[device_of(gpu.id)].add(gpu.id)
+        self.touch(gpu.id)
+        app = app_of(gpu.state)
+        if app is None:
+            self.free.add(gpu.id)
+        else:
+            self.gpus[app].add(gpu.id)
+            self.holders.add(app)
+            self.versions[app] += 1
+            self.stirs[app] += 1
+        if isinstance(gpu.state, model.Leased):
+            if gpu.state.lease.guest:
+                self.guests.add(gpu.id)
+            if gpu.state.lease.expires_at < model.NEVER:
+                self.ends[gpu.id] = gpu.state.lease.expires_at
+                self._next_end = None
+        elif isinstance(gpu.state, model.Draining):
+            self._bind_draining(gpu.id, gpu.state)
+
+    def _bind_draining(self, gpu: GpuId, state: model.Draining) -> None:
+        self.draining.add(gpu)
+        if state.promised_to is not None:
+            self.versions[state.promised_to] += 1
+
+    def unbind(self, gpu: model.Gpu) -> None:
+        """Forget who has this GPU."""
+        app = app_of(gpu.state)
+        if app is not None:
+            self.gpus[app].discard(gpu.id)
+            self.versions[app] += 1
+            self.stirs[app] += 1
+            if not self.gpus[app]:
+                self.holders.discard(app)
+        if isinstance(gpu.state, model.Draining):
+            self.draining.discard(gpu.id)
+            if gpu.state.promised_to is not None:
+                self.versions[gpu.state.promised_to] += 1
+        self.free.discard(gpu.id)
+        self.guests.discard(gpu.id)
+        if self.ends.pop(gpu.id, None) is not None:
+            self._next_end = None
+
+    def recount(self) -> None:
+        """A GPU or a node has come, gone, fallen ill or recovered: count anew when next asked."""
+        self._census = None
+        self.recounted = True
+        self.seating = None
+        self._touched.update(self._state.gpus)
+        self.orders.clear()
+        self.app_views.clear()
+
+    def touch(self, gpu: GpuId) -> None:
+        """Something about this GPU has changed, which may matter to all its seats."""
+        self.seating = None
+        self._touched |= self.seats[device_of(gpu)]
+
+    @property
+    def divided(self) -> bool:
+        """Whether any GPU has several seats."""
+        return len(self.seats) < len(self._state.gpus)
+
+    def drains(self, gpu: GpuId) -> bool:
+        """Whether somebody is leaving this GPU, on whatever seat."""
+        return not self.draining.isdisjoint(self.seats[device_of(gpu)])
+
+    def show(self, gpu: model.Gpu) -> GpuView:
+        """Return what a policy is shown of this GPU."""
+        shown = self._gpu_views.get(gpu.id)
+        if shown is not None and shown[0] is gpu:
+            return shown[1]
+        holder = gpu.state.lease.app if isinstance(gpu.state, model.Leased) else None
+        since = gpu.state.since if isinstance(gpu.state, model.Free) else None
+        view = GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot, holder, since)
+        self._gpu_views[gpu.id] = (gpu, view)
+        return view
+
+    def revocable(self) -> dict[GpuId, GpuView]:
+        """Return all GPUs that a round may assign where no lease protects its holder, by id."""
+        self._settle()
+        return self._revocable
+
+    def assignable(self, ending: Collection[GpuId]) -> dict[GpuId, GpuView]:
+        """Return, by id, what is free and what of `ending` is not, as far as a round may assign it."""
+        self._settle()
+        held = sorted([gpu for gpu in ending if gpu in self._revocable and gpu not in self._free_views])
+        if not held:
+            return self._free_views
+        gpus = [*self._free_views, *held]
+        gpus.sort()  # two sorted runs: about as many comparisons as there are GPUs
+        return {gpu: self._revocable[gpu] for gpu in gpus}
+
+    def _settle(self) -> None:
+        """Bring what a round may assign up to date."""
+        if not self._touched:
+            return
+        added = False
+        for gpu_id in self._touched:
+            gpu = self._state.gpus[gpu_id]
+            leased = isinstance(gpu.state, model.Leased)
+            free = gpu.empty and isinstance(gpu.state, model.Free) and not self.drains(gpu_id)
+            usable = model.usable(self._state, gpu)
+            for views, belongs in ((self._revocable, leased or free), (self._free_views, free)):
+                if belongs and usable:
+                    added = added or gpu_id not in views
+                    views[gpu_id] = self.show(gpu)
+                else:
+                    views.pop(gpu_id, None)
+        if added:
+            self._revocable = dict(sorted(self._revocable.items()))
+            self._free_views = dict(sorted(self._free_views.items()))
+        self._touched.clear()
+
+    def census(self) -> tuple[int, int, tuple[GpuView, ...]]:
+        """Return how many GPUs there are to hope for, how many may be assigned at all, and where every GPU is."""
+        if self._census is None:
+            firsts = (gpu for gpu in self._state.gpus.values() if model.is_first(gpu.id))
+            gpus = sorted(firsts, key=lambda gpu: gpu.id)
+            hoped = [gpu for gpu in gpus if gpu.present and gpu.healthy]
+            usable = sum(isinstance(self._state.nodes[gpu.node].state, model.Up) for gpu in hoped)
+            self._census = len(hoped), usable, tuple(GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot) for gpu in gpus)
+        return self._census
+
+    @property
+    def next_end(self) -> float:
+        """When the next lease ends; infinite when there is none."""
+        if self._next_end is None:
+            self._next_end = min(self.ends.values(), default=math.inf)
+        return self._next_end
+
+    def bind_app(self, app: model.App) -> None:
+        """Note where this app stands."""
+        stood = app.id in self.enrolling or app.id in self.active
+        self.owned[app.owner] += isinstance(app.state, model.Enrolling | model.Active) - stood
+        if isinstance(app.state, model.Enrolling):
+            self.enrolling.add(app.id)
+        else:
+            self.enrolling.discard(app.id)
+        if isinstance(app.state, model.Settled | model.Refused):
+            end = (app.state.at, app.id)
+            if end not in self.over[bisect_left(self.over, end) :][:1]:
+                insort(self.over, end)
+        place = (app.arrival, app.id)
+        if isinstance(app.state, model.Active):
+            if app.id not in self.active:
+                self.active.add(app.id)
+                insort(self.order, place)
+        elif app.id in self.active:
+            self.active.discard(app.id)
+            del self.order[bisect_left(self.order, place)]
+            self.app_views.pop(app.id, None)
+            self.versions.pop(app.id, None)
+            self.orders.pop(app.id, None)
+
+    def forget_end(self, app: model.App) -> None:
+        """Forget when this app ended: one that was refused may yet say that it is over."""
+        if isinstance(app.state, model.Settled | model.Refused):
+            end = (app.state.at, app.id)
+            place = bisect_left(self.over, end)
+            if self.over[place : place + 1] == [end]:
+                del self.over[place]
+
+    def bind_task(self, task: model.Task) -> None:
+        """Note where this task is, or that it has changed."""
+        self.mark(task)
+        self.stirs[task.app] += 1
+        self.tasks[task.app].add(task.id)
+        self.node_tasks[task.node].add(task.id)
+
+    def mark(self, task: model.Task) -> None:
+        """Note whether preempting this task would throw away its work."""
+        (self.helpless.add if task.helpless else self.helpless.discard)(task.id)
+
+    def unbind_task(self, task: model.Task) -> None:
+        """Forget this task."""
+        self.helpless.discard(task.id)
+        self.stirs[task.app] += 1
+        self.tasks[task.app].discard(task.id)
+        self.node_tasks[task.node].discard(task.id)
+
+    def same_as(self, other: Index) -> bool:
+        """Whether both say the same (empty entries aside)."""
+        pairs = (
+            (self.gpus, other.gpus),
+            (self.tasks, other.tasks),
+            (self.node_gpus, other.node_gpus),
+            (self.node_tasks, other.node_tasks),
+            (self.seats, other.seats),
+        )
+        alike = all(_filled(mine.items()) == _filled(theirs.items()) for mine, theirs in pairs)
+        alike = alike and (self.free, self.ends, self.next_end) == (other.free, other.ends, other.next_end)
+        alike = alike and (self.draining, self.order, self.census()) == (other.draining, other.order, other.census())
+        alike = alike and (self.over, self.revocable()) == (other.over, other.revocable())
+        alike = alike and self.assignable(()) == other.assignable(())
+        alike = alike and (self.guests, self.booked) == (other.guests, other.booked)
+        alike = alike and (+self.owned, self.helpless) == (+other.owned, other.helpless)
+        return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
+
+
+def _filled(items: Iterable[tuple[str, set[GpuId]]] | Iterable[tuple[str, set[TaskId]]]) -> dict[str, set[str]]:
+    return {key: {str(value) for value in values} for key, values in items if values}
+
+
+def apps_on(state: State, index: Index, device: GpuId) -> list[AppId]:
+    """Return who has a GPU, leaving ones included: one for each of its seats that somebody has."""
+    states = (state.gpus[seat].state for seat in sorted(index.seats[device]))
+    return [app for app in map(app_of, states) if app is not None]
+
+
+def app_of(state: model.GpuState) -> AppId | None:
+    """Return the app that has a GPU in this state, one that leaves included."""
+    return None if isinstance(state, model.Free) else state.lease.app

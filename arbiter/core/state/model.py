@@ -1,0 +1,537 @@
+"""What the arbiter knows: nodes, GPUs, leases, tasks, apps and the round in progress.
+
+Values are frozen and a state is a class with its own data: what is free has no lease, what is idle has no deadline.
+`State` is the whole of it and the only thing that changes; it is what a snapshot holds, so everything in it encodes.
+Times are UNIX seconds as given to `handle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import Struct, field
+
+from arbiter.core.seam import Asked, Booking, Settings
+from arbiter.core.state.fairness import TimeMean
+from arbiter.core.state.gpu_time import History, TenantTerms
+from protocol.messages import (
+    AppId,
+    Basis,
+    Bid,
+    GpuId,
+    JobId,
+    Kind,
+    LaunchSpec,
+    LeaseId,
+    Level,
+    Measured,
+    NodeId,
+    Outcome,
+    OwnerId,
+    PreemptBy,
+    Priority,
+    Sharing,
+    SiteId,
+    StepSource,
+    TaskId,
+    TaskPhase,
+    TenantId,
+    Utility,
+    device_of,
+)
+
+#: When a lease ends that does not end by time; far beyond any clock, and still a number that a wire carries.
+NEVER = 1e11
+#: A GPU has fewer seats, whose numbers have fewer digits.
+SEATS_MAX, SEAT_DIGITS_MAX = 10_000, 5
+
+
+class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """How the arbiter works; part of the state, so that a replay decides as it was decided then."""
+
+    policy: str = "themis"
+    policy_settings: Settings = Settings()
+    lease_s: float = 600.0
+    renewal_lead_s: float = 30.0  #: a round runs this long before leases end, so that incumbents learn in time
+    gather_leases: float = 2.0  #: a gang for which no round had room for so many leases gets one that has; 0: none
+    round_pause_s: float = 1.0  #: between rounds, whatever happens
+    probe_s: float = 2.0  #: deadline of phase 1
+    probes_max: int = 2000  #: apps asked in phase 1; of more, those that look worst off by what the arbiter knows
+    bid_s: float = 2.0  #: deadline of phase 2
+    decide_grace_s: float = 15.0  #: a round without its decision is dropped this long after the solver's budget
+    beat_s: float = 2.0  #: plans and holdings are restated this often
+    node_timeout_s: float = 60.0  #: silence after which a node's leases end
+    app_timeout_s: float = 60.0  #: silence after which an app without living tasks is left out of rounds
+    admission_wait_s: float = 5.0  #: nodes have this long to enrol before an app is refused as too large
+    seed: int = 0
+    sharing: Sharing = "exclusive"  #: whether several jobs may have one GPU, in turns or at once
+    seats: int = 4  #: the most jobs on one GPU, where GPUs are shared
+    quantum_s: float = 60.0  #: how long a job's turn on a shared GPU lasts at least
+    tenants: tuple[TenantTerms, ...] = ()  #: what tenants are due; those that are not named have weight 1
+    tenants_only: bool = False  #: refuse apps of tenants that are not named in `tenants`
+    #: A job that can neither save nor be suspended may lose at most this part of the time it has run to preemption, and
+    #: keeps its GPUs until that is so; 1: it may lose all.
+    preemption_budget: float = 0.2
+    admins: tuple[OwnerId, ...] = ()  #: owners who may act on what is others'
+    apps_max: int = 1000  #: of one owner that are not over; more are refused
+    priority_max: int = 0  #: the highest that an app may have, whatever its app agent allows
+    weight_max: float = 10.0  #: the greatest that an app may have
+    classes: tuple[Kind, ...] = ("batch", "trial")  #: that an app may be of
+
+    @property
+    def solver_budget_s(self) -> float:
+        """How long the policy may take to decide."""
+        return self.policy_settings.solver_budget_ms / 1000.0
+
+    @property
+    def shared(self) -> bool:
+        """Whether GPUs have more seats than one."""
+        return self.seats_per_gpu > 1
+
+    @property
+    def seats_per_gpu(self) -> int:
+        """How many seats each GPU is to have."""
+        return 1 if self.sharing == "exclusive" else self.seats
+
+
+# --- leases and GPUs ------------------------------------------------------------------------------------------------
+
+
+class Lease(Struct, frozen=True):
+    """One seat of a GPU to one app until `expires_at`; (id, epoch) is the fencing token.
+
+    A `guest` came to a GPU that was another's; see `sharing`.
+    """
+
+    id: LeaseId
+    app: AppId
+    gpu: GpuId
+    epoch: int
+    round: int
+    granted_at: float
+    expires_at: float
+    guest: bool = False
+
+
+class Free(Struct, frozen=True, tag=True):
+    """Nobody's."""
+
+    since: float
+
+
+class Leased(Struct, frozen=True, tag=True):
+    """An app's."""
+
+    lease: Lease
+
+
+class Draining(Struct, frozen=True, tag=True):
+    """No longer leased, not yet proven empty by a report on plan `plan_seq` or later.
+
+    `promised_to` won it in round `round` and is granted it as soon as the proof is there.
+    """
+
+    lease: Lease
+    plan_seq: int
+    since: float
+    reason: str
+    promised_to: AppId | None = None
+    round: int = 0
+
+
+GpuState = Free | Leased | Draining
+
+
+class Gpu(Struct, frozen=True):
+    """One seat of a GPU, which has no others unless GPUs are shared, and its state."""
+
+    id: GpuId
+    node: NodeId
+    rack: str
+    slot: str
+    model: str
+    memory_bytes: int
+    healthy: bool  #: by its driver's word, and not quarantined by its node agent
+    empty: bool  #: as last reported
+    present: bool  #: in its node's last report
+    detail: str
+    state: GpuState
+    quarantined: bool = False
+    parked: bool = False  #: a suspended job is on this seat, which can go on nowhere else
+
+
+# --- nodes and tasks ------------------------------------------------------------------------------------------------
+
+
+class Up(Struct, frozen=True, tag=True):
+    """Heard of lately."""
+
+    seen_at: float
+
+
+class Lost(Struct, frozen=True, tag=True):
+    """Silent for longer than the node timeout."""
+
+    since: float
+
+
+class Node(Struct, frozen=True):
+    """One host. `plan_seq` and `plan_digest` are of the newest plan sent to it in this epoch."""
+
+    id: NodeId
+    rack: str
+    boot_id: str
+    incarnation: int
+    report_seq: int
+    state: Up | Lost
+    plan_seq: int = 0
+    plan_digest: str = ""
+    cpus: float = 0.0  #: in all; 0: unknown
+    host_bytes: int = 0
+
+
+class Toll(Struct, frozen=True):
+    """Seconds that a job has run, and of these, that it had to run again or will have to."""
+
+    ran_s: float = 0.0
+    lost_s: float = 0.0
+
+
+class Task(Struct, frozen=True):
+    """One attempt of one job, as its node agent last reported it, or as it was ordered and not yet heard of.
+
+    `ordered_seq` is the newest plan that told its node to run it. Until a report on a later plan leaves it out, a
+    process of it may exist, reported or not.
+    """
+
+    id: TaskId
+    node: NodeId
+    app: AppId
+    job: JobId
+    attempt: int
+    gpus: tuple[GpuId, ...]
+    phase: TaskPhase
+    step: int
+    start_step: int
+    saved_step: int
+    total_steps: int
+    step_s: float
+    cooperative: bool
+    can_checkpoint: bool
+    suspensions: int
+    outcome: Outcome | None
+    exit_code: int | None
+    reason: str
+    metrics: dict[str, float]
+    measured: Measured = Measured()
+    samples: int = 0
+    unflushed: bool = False
+    ordered_seq: int = 0
+    counted: Toll = Toll()  #: what of it is in its app's tolls
+
+    @property
+    def helpless(self) -> bool:
+        """Whether preempting it now would throw away what it has done: it trains, and can neither save nor rest."""
+        return self.phase in ("starting", "running") and not (self.cooperative or self.can_checkpoint)
+
+    @property
+    def alive(self) -> bool:
+        """Whether a process of this task may exist."""
+        return self.phase != "exited"
+
+
+# --- apps -----------------------------------------------------------------------------------------------------------
+
+
+class Job(Struct, frozen=True):
+    """One model to train, as its app wishes it now."""
+
+    id: JobId
+    attempt: int
+    gpus: tuple[GpuId, ...]
+    launch: LaunchSpec
+    grace_s: float
+    preempt_by: PreemptBy
+    suspended: bool
+    priority: Priority = 0
+
+
+class Enrolling(Struct, frozen=True, tag=True):
+    """Arrived; not yet admitted because nodes may still enrol."""
+
+
+class Active(Struct, frozen=True, tag=True):
+    """Takes part in rounds."""
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """Never to be served as it is."""
+
+    reason: str
+    at: float
+
+
+class Settled(Struct, frozen=True, tag=True):
+    """Over, by its own word, or cancelled `by` an owner without its app agent."""
+
+    outcome: Literal["finished", "failed", "cancelled"]
+    reason: str
+    at: float
+    rho: float | None  #: None unless it finished and said how long it would have taken alone
+    by: str = ""
+
+
+AppState = Enrolling | Active | Refused | Settled
+
+
+class Tally(Struct, frozen=True):
+    """Counted in leases (one lease is one GPU); `gpu_seconds` of leases already over, draining included."""
+
+    grants: int = 0
+    renewals: int = 0
+    preemptions: int = 0
+    gpu_seconds: float = 0.0
+
+
+Quantity = Literal["left_gpu_s", "left_s", "rho", "rho_none"]
+
+
+class Claim(Struct, frozen=True):
+    """What an app says of itself beside what node agents measured of its tasks; `ratio` is claimed / measured.
+
+    `what` is ``left_gpu_s`` or ``left_s`` (of its reports), ``rho`` (its answer to the probe) or ``rho_none`` (of its
+    bid). `source` and `confidence` are of the least certain of the mini-batch times behind `measured`.
+    """
+
+    app: AppId
+    what: Quantity
+    claimed: float
+    measured: float
+    ratio: float
+    source: StepSource
+    confidence: float
+
+
+def _apart(jobs: Sequence[Job]) -> list[Job]:
+    """Return the jobs that can run at once: of those that are parked on one GPU the first, for whom the others wait."""
+    taken: set[GpuId] = set()
+    apart = []
+    for job in jobs:
+        devices = {device_of(gpu) for gpu in job.gpus}
+        if taken.isdisjoint(devices):
+            taken |= devices
+            apart.append(job)
+    return apart
+
+
+class App(Struct, frozen=True):
+    """One app: its wish, where it stands, and what it has had."""
+
+    id: AppId
+    owner: str
+    tenant: TenantId
+    name: str
+    arrived_at: float
+    seen_at: float
+    report_seq: int
+    gang: int
+    demand_max: int
+    level_max: Level
+    jobs: tuple[Job, ...]
+    state: AppState
+    apps_integral: float  #: the integral of the number of apps over time when it arrived
+    arrival: int = 0  #: how many had arrived before
+    ideal_s: float = 0.0
+    basis: Basis = "measured"  #: what its times rest on
+    start_s: float = 0.0  #: what its first start took; alone it would take that, too
+    rho: float | None = None
+    tally: Tally = Tally()
+    migrations: int = 0
+    steps_lost: int = 0
+    suspensions: int = 0
+    metrics: dict[str, float] = {}
+    ran: dict[TaskId, NodeId] = {}  #: its newest tasks and where their output is
+    holdings_seq: int = 0
+    holdings_digest: str = ""
+    spans: bool = False
+    left_s: float | None = None
+    left_gpu_s: float | None = None
+    left_at: float = 0.0  #: when it said so
+    loss_drop: float = 0.0
+    sizes: tuple[int, ...] = ()
+    move_s: float = 0.0
+    saved: tuple[int, int] = (0, 0)  #: of the furthest of its attempts that are over: steps saved, of how many
+    demand_most: int = 0  #: the greatest `demand_max` it has had
+    cooperative: bool | None = None  #: whether its tasks can be suspended, by the last that ran; None: none has yet
+    can_checkpoint: bool = False  #: likewise, whether they can leave and start elsewhere
+    resting: bool = False  #: a task of it rests between its turns on a shared GPU
+    claims: tuple[Claim, ...] = ()  #: what was last told of its claims that are off
+    utility: Utility | None = None
+    booking: Booking | None = None  #: what it has bought, where the policy sells
+    weight: float = 1.0  #: among the apps of its tenant
+    kind: Kind = "batch"
+    cpus: float = 0.0  #: of each job; 0: it asks for none
+    host_bytes: int = 0
+    preempted: int = 0  #: how often it made room for a trial: P of PAPERS.md section 3 is about that
+    preempted_in: int = 0  #: the round in which it last did; later ones stand before it in the queue
+    tolls: dict[JobId, Toll] = {}  #: of attempts that are over
+    run: str = ""  #: the submission; reports of another one under the same id are refused
+
+    @property
+    def active(self) -> bool:
+        """Whether it takes part in rounds."""
+        return isinstance(self.state, Active)
+
+    @property
+    def priority(self) -> int:
+        """The highest of its jobs."""
+        return max((job.priority for job in self.jobs), default=0)
+
+    @property
+    def movable(self) -> bool:
+        """Whether its jobs are known to go on elsewhere from a checkpoint, if told to now."""
+        able = self.can_checkpoint and not self.resting
+        return able and all(job.preempt_by != "suspend" for job in self.jobs)
+
+    @property
+    def only(self) -> tuple[GpuId, ...] | None:
+        """The only GPUs it can use, if only parked jobs want more than they have; such jobs cannot move. None: any."""
+        parked = [job for job in self.jobs if job.suspended]
+        if not parked:
+            return None
+        if len(parked) == len(self.jobs):
+            return tuple(sorted(gpu for job in _apart(parked) for gpu in job.gpus))
+        named = tuple(sorted(gpu for job in self.jobs for gpu in job.gpus))
+        # Jobs that wait, but not for GPUs (a search goes on without them for now), are no reason to give it any.
+        return named if any(job.gpus for job in parked) and self.demand_max <= len(named) else None
+
+
+# --- rounds ---------------------------------------------------------------------------------------------------------
+
+
+class Idle(Struct, frozen=True, tag=True):
+    """No round in progress; none before `not_before`."""
+
+    not_before: float = 0.0
+
+
+class Probing(Struct, frozen=True, tag=True):
+    """Phase 1: waiting for rho of the apps asked; an answer moves its app from `awaited` to `rhos`, in place."""
+
+    started_at: float
+    deadline: float
+    awaited: set[AppId]
+    rhos: dict[AppId, float]
+
+
+class Bidding(Struct, frozen=True, tag=True):
+    """Phase 2: waiting for the bids of those who saw the offer; a bid moves its app from `awaited` to `bids`."""
+
+    started_at: float
+    deadline: float
+    rhos: dict[AppId, float]
+    offered: tuple[GpuId, ...]
+    bidders: tuple[AppId, ...]
+    awaited: set[AppId]
+    bids: dict[AppId, Bid]
+    asked: frozenset[AppId] | None = None  #: who was asked for rho, where not everybody was
+
+
+class Deciding(Struct, frozen=True, tag=True):
+    """The policy decides, outside of the core, about `in_play`; what it answers is checked when it comes."""
+
+    started_at: float
+    deadline: float
+    rhos: dict[AppId, float]
+    offered: tuple[GpuId, ...]
+    bidders: tuple[AppId, ...]
+    silent: tuple[AppId, ...]  #: bidders that sent no bid before the deadline
+    in_play: tuple[GpuId, ...]  #: what is left of `offered` when the bids are in
+    seats: tuple[GpuId, ...] = ()  #: those that guests may get or leave
+    takeable: tuple[GpuId, ...] = ()  #: those not in play that a trial may be given
+    rhos_none: dict[AppId, float] = {}  #: as bid, by those of whose GPUs none was in play
+    epoch: int = 0  #: in which it was asked
+
+
+RoundState = Idle | Probing | Bidding | Deciding
+
+
+# --- the whole ------------------------------------------------------------------------------------------------------
+
+
+class Cramped(Struct, frozen=True):
+    """Gangs of one kind that wait, and since when: from the first on, or since a place was last gathered for them."""
+
+    gang: int
+    spans: bool
+    level_max: Level
+    since: float
+
+
+class Chapter(Struct, frozen=True, array_like=True):
+    """One line of an object's story."""
+
+    at: float
+    what: str
+
+
+class State(Struct):
+    """All the arbiter knows. Only `Arbiter.handle` changes it."""
+
+    settings: ArbiterSettings = ArbiterSettings()
+    epoch: int = 0
+    now: float = 0.0
+    started_at: float = 0.0
+    beat_at: float = 0.0
+    nodes: dict[NodeId, Node] = field(default_factory=dict)
+    gpus: dict[GpuId, Gpu] = field(default_factory=dict)
+    tasks: dict[TaskId, Task] = field(default_factory=dict)
+    apps: dict[AppId, App] = field(default_factory=dict)
+    apps_count: TimeMean = TimeMean(0.0, 0.0, 0.0, 0.0)  #: apps enrolled and not yet over; N_avg comes from it
+    apps_arrived: int = 0
+    round: int = 0
+    phase: RoundState = Idle()
+    fruitless_at: float | None = None  #: when a round was last found to have nothing to give, or nobody to give it to
+    look_again_at: float | None = None  #: the policy wants another round then, even if nothing happens
+    news: bool = False  #: something happened since the last round that could change its result
+    cramped: tuple[Cramped, ...] = ()  #: the kinds of gangs, of several GPUs, that wait; see `gathering`
+    gathered: dict[GpuId, float] = field(default_factory=dict)  #: whose leases end together, and when
+    leases_made: int = 0
+    rest: Chapter | None = None  #: what the last round tells the apps that it tells nothing of their own
+    stories: dict[str, list[Chapter]] = field(default_factory=dict)
+    asked: tuple[Asked, ...] = ()  #: the apps that have asked for a booking last, the newest last
+    slot: tuple[int, int] = (0, 0)  #: the slot and the number of usable GPUs for which bookings were last looked at
+    history: History = field(default_factory=History)  #: who has had how much GPU time
+    policy_failures: int = 0  #: how often a policy has raised an exception
+    solver_ready: bool = True  #: policies that hold auctions can be asked
+    site: SiteId = ""  #: which site this is (see `site`); empty: sites are not told apart
+    alone: bool = False  #: no other party can be on the bus
+    adopting: bool = False  #: the first site that is heard becomes this one
+    heard_own: bool = False  #: a party of this site has spoken in this epoch
+    foreign: dict[str, str] = field(default_factory=dict)  #: parties of other sites that have spoken in this epoch
+    behind: bool = False  #: others have seen more, in this epoch, than the journal knows
+    journal_epoch: int = 0  #: of an arbiter that is: the newest epoch in which it gave orders before it learnt so
+    listens_until: float | None = None  #: it only listens until then
+
+
+def usable(state: State, gpu: Gpu) -> bool:
+    """Whether a GPU may be assigned at all: its node is up and says that it is there and healthy.
+
+    The further seats of a GPU may be while GPUs are shared; where a job is parked, always.
+    """
+    seated = is_first(gpu.id) or gpu.parked or seat_number(gpu.id) < state.settings.seats_per_gpu
+    return seated and gpu.present and gpu.healthy and isinstance(state.nodes[gpu.node].state, Up)
+
+
+def is_first(gpu: GpuId) -> bool:
+    """Whether this is a GPU's first seat, and so stands for the GPU where GPUs are counted."""
+    return "+" not in gpu
+
+
+def seat_number(gpu: GpuId) -> int:
+    """Return the number of a seat on its GPU, 0 for the first; a name that numbers nothing is beyond all."""
+    number = gpu.partition("+")[2]
+    if is_first(gpu):
+        return 0
+    return int(number) if number.isdecimal() and len(number) < SEAT_DIGITS_MAX else SEATS_MAX

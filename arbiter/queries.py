@@ -1,0 +1,592 @@
+"""The desk: answers users' questions from the state and the ledger; changes nothing.
+
+Answers are JSON documents with a schema name; within a major version fields are only ever added. Lists come in pages,
+each with a `next_offset` to ask on at, as there is a limit to what a message carries. Questions come as
+`Query` from an app agent (the user's side) and go back as `Answer`; logs are fetched from the node that has them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from itertools import chain
+from typing import Any, assert_never
+
+import msgspec
+from msgspec.structs import replace
+
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.effects import LeaseRecord, RoundRecord
+from arbiter.core.registry import policy_of
+from arbiter.core.rounds import claim_audit, phases
+from arbiter.core.seam import Outcome
+from arbiter.core.state import fairness, model
+from arbiter.core.state.gpu_time import Standing
+from arbiter.core.state.model import Active, Deciding, Draining, Enrolling, Free, Leased, Refused, Settled
+from arbiter.core.whatif import Obstacle, WhatIf
+from arbiter.ledger import Ledger
+from protocol.core import Send
+from protocol.journal import JournalError
+from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId, TenantId, device_of
+
+#: Questions about logs that wait for a node at any time; the oldest is dropped, and its asker asks again.
+WAITING_MAX = 1000
+EXPLAIN_ROUNDS = 20
+#: Names in one sentence.
+NAMED_MAX = 8
+#: With more apps than that nothing is tried out: copies of the state take too long.
+TRIED_APPS_MAX = 2000
+#: Of the ledger's records, those that are read for one page of a list.
+ROUNDS_READ_MAX, LEASES_READ_MAX = 200, 5_000
+#: Outcomes that are told of one round: those of the apps that got GPUs first, whatever a page may hold.
+OUTCOMES_MAX = 1_000
+#: What is told of what node agents measured of a task.
+MEASURED = ("source", "confidence", "share", "utilisation", "peak_bytes", "packed_with", "remark")
+#: Below the codec's limit for a frame.
+DOCUMENT_BYTES_MAX = 3 * 2**20
+#: Of a list's entries on one page: what others ask meanwhile must not wait for a long list.
+PAGE_BYTES_MAX = 2**20
+
+
+class Desk:
+    """Answers for one arbiter."""
+
+    def __init__(self, arbiter: Arbiter, ledger: Ledger) -> None:
+        """Answer from this state and this ledger."""
+        self._arbiter = arbiter
+        self._ledger = ledger
+        self._waiting: OrderedDict[str, Party] = OrderedDict()
+        self._found: tuple[Obstacle | None, bool] | None = None
+
+    def inquiry(self, query: Query, now: float, enough: Callable[[], bool]) -> WhatIf | None:
+        """Return what has to be tried out before a question can be answered; None if nothing has.
+
+        It takes as long as a few rounds, and ends once `enough` says so. Where there are very many apps it is left out,
+        and while a round is being decided, which will say.
+        """
+        state = self._arbiter.state
+        app = state.apps.get(AppId(query.target)) if query.kind == "explain" else None
+        if app is None or not app.active or not app.demand_max or len(state.apps) > TRIED_APPS_MAX:
+            return None
+        if isinstance(state.phase, Deciding):
+            return None
+        held = [gpu for gpu in state.gpus.values() if isinstance(gpu.state, Leased) and gpu.state.lease.app == app.id]
+        waits = len(held) < app.gang and not self._won(app)
+        return WhatIf(self._arbiter.snapshot(), app.id, now, enough) if waits else None
+
+    def ask(
+        self, sender: Party, query: Query, now: float, *, found: tuple[Obstacle | None, bool] | None = None
+    ) -> Sequence[Send]:
+        """Return what to send so that `sender` gets an answer; a ledger that cannot be read costs that answer only.
+
+        `found` is what an `inquiry` has found, and whether that is an estimate.
+        """
+        self._found = found
+        try:
+            return self._answers(sender, query, now)
+        except JournalError as error:
+            return [_refuse(sender, query, str(error))]
+
+    def _answers(self, sender: Party, query: Query, now: float) -> Sequence[Send]:
+        match query.kind:
+            case "apps":
+                return [_answer(sender, query, self._apps(now, query))]
+            case "nodes":
+                return [_answer(sender, query, self._nodes(now, query))]
+            case "rounds":
+                return [_answer(sender, query, self._rounds(query))]
+            case "leases":
+                return [_answer(sender, query, self._leases(now, query))]
+            case "shares":
+                return [_answer(sender, query, self._tenants(now))]
+            case "explain":
+                return [self._explain(sender, query, now)]
+            case "log":
+                return [self._fetch_log(sender, query)]
+            case "capacity":
+                return [_answer(sender, query, self._capacity())]
+            case _ as never:
+                assert_never(never)
+
+    def deliver(self, sender: Party, chunk: LogChunk) -> Sequence[Send]:
+        """Return what to send when a node has answered `ReadLog`."""
+        asker = self._waiting.pop(chunk.query_id, None) if sender.role == "node" else None
+        if asker is None:
+            return []
+        document = {
+            "schema": "log/v1",
+            "task": chunk.task,
+            "offset": chunk.offset,
+            "size": chunk.size,
+            "ended": chunk.ended,
+            "data": base64.b64encode(chunk.data).decode(),
+        }
+        return [Send(asker, Answer(chunk.query_id, msgspec.json.encode(document)))]
+
+    # --- documents --------------------------------------------------------------------------------------------------
+
+    def _apps(self, now: float, query: Query) -> dict[str, Any]:
+        apps = sorted(self._arbiter.state.apps.values(), key=lambda app: (app.arrived_at, app.id))
+        wanted = [app for app in apps if not query.target or app.id == query.target]
+        return {"schema": "apps/v1", **_page("apps", query, (self._app(app, now) for app in wanted[query.offset :]))}
+
+    def _app(self, app: model.App, now: float) -> dict[str, Any]:
+        state = self._arbiter.state
+        gpus = [gpu for gpu in state.gpus.values() if not isinstance(gpu.state, Free) and gpu.state.lease.app == app.id]
+        ended_at = app.state.at if isinstance(app.state, Settled | Refused) else None
+        lived_s = (ended_at or now) - app.arrived_at
+        tasks = [task for task in state.tasks.values() if task.app == app.id]
+        standing = state.history.of_app(app.id, max(now, state.now))
+        return {
+            "id": app.id,
+            "tenant": app.tenant,
+            "name": app.name,
+            "state": _state_name(app, gpus, tasks),
+            "reason": getattr(app.state, "reason", ""),
+            "gpus": [gpu.id for gpu in gpus if isinstance(gpu.state, Leased)],
+            "gang": app.gang,
+            "want": app.demand_max,
+            "rho": self._rho(app, now),
+            "rho_basis": app.basis,
+            "jct_s": lived_s if isinstance(app.state, Settled) else None,
+            "elapsed_s": lived_s,
+            **_spent(standing),
+            "grants": app.tally.grants,
+            "renewals": app.tally.renewals,
+            "preemptions": app.tally.preemptions,
+            "migrations": app.migrations,
+            "steps_lost": app.steps_lost,
+            "saved": {"steps": app.saved[0], "total_steps": app.saved[1]},
+            "suspensions": app.suspensions,
+            "metrics": app.metrics,
+            "priority": app.priority,
+            "class": app.kind,
+            "cpus": app.cpus,
+            "host_bytes": app.host_bytes,
+            "preempted_for_trials": app.preempted,
+            "weight": app.weight,
+            "ltgf": standing.ltgf_other,
+            "ltgf_all": standing.ltgf,
+            "fair_gpu_seconds": standing.other_gpu_s,
+            "shares": self._shares(app, gpus),
+            "claims": [_claim(claim) for claim in app.claims],
+            "arrived_at": _instant(app.arrived_at),
+            "ended_at": _instant(ended_at) if ended_at is not None else None,
+            "tasks": [_task(task) for task in tasks],
+        }
+
+    def _rho(self, app: model.App, now: float) -> float | None:
+        """Return finish-time fairness as far as it is known: None while it rests on a guess.
+
+        Its start, which alone it would have had to make as well, is part of the time alone; bids leave it out.
+        """
+        if isinstance(app.state, Settled):
+            return app.state.rho
+        if app.rho is None or app.basis == "guess":
+            return None
+        mean = phases.apps_mean(self._arbiter.state, app, max(now, app.arrived_at))
+        ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean)
+        return app.rho * ideal_s / (ideal_s + app.start_s) if ideal_s > 0.0 else app.rho
+
+    def _shares(self, app: model.App, gpus: Sequence[model.Gpu]) -> list[dict[str, Any]]:
+        """Return, for each of its GPUs that others have a seat on, who they are."""
+        shares = []
+        for gpu in gpus:
+            others = {seat.state.lease.app for seat in self._seats(gpu) if isinstance(seat.state, Leased)} - {app.id}
+            if others and isinstance(gpu.state, Leased):
+                shares.append({"gpu": device_of(gpu.id), "with": sorted(others), "guest": gpu.state.lease.guest})
+        return shares
+
+    def _seats(self, gpu: model.Gpu) -> list[model.Gpu]:
+        """Return the seats of the GPU that this is one of, in order: those that it has or somebody is on."""
+        seats = (self._arbiter.state.gpus[seat] for seat in sorted(self._arbiter.seats(gpu.id), key=model.seat_number))
+        return [seat for seat in seats if seat.present or not isinstance(seat.state, Free)]
+
+    def _tenants(self, now: float) -> dict[str, Any]:
+        """Return what tenants are due and have had, and how that compares; see `arbiter.core.state.gpu_time`."""
+        state = self._arbiter.state
+        history = state.history
+        active = Counter(app.tenant for app in state.apps.values() if app.active)
+        return {
+            "schema": "shares/v1",
+            "policy": state.settings.policy,
+            "gpus": history.gpus,
+            "since": None if history.since is None else _instant(history.since),
+            "tenants": [self._tenant(name, active[name], max(now, state.now)) for name in sorted(history.tenants)],
+        }
+
+    def _tenant(self, tenant: TenantId, apps: int, now: float) -> dict[str, Any]:
+        history = self._arbiter.state.history
+        account, standing = history.tenants[tenant], history.of_tenant(tenant, now)
+        return {
+            "tenant": tenant,
+            "weight": history.weight_of(tenant),
+            "quota_gpus": account.quota.rate,
+            "quota_gpus_named": next((each.quota for each in history.terms if each.name == tenant), None),
+            "wanted_gpus": history.pools[tenant].demand,
+            "held_gpus": account.allocated.rate,
+            "apps": apps,
+            **_spent(standing),
+            "fair_gpu_seconds": standing.fair_gpu_s,
+            "quota_gpu_seconds": standing.other_gpu_s,
+            "ltgf": standing.ltgf,
+            "ltgf_quota": standing.ltgf_other,
+        }
+
+    def _nodes(self, now: float, query: Query) -> dict[str, Any]:
+        nodes = sorted(self._arbiter.state.nodes.values(), key=lambda node: node.id)[query.offset :]
+        return {"schema": "nodes/v1", **_page("nodes", query, (self._node(node, now) for node in nodes))}
+
+    def _node(self, node: model.Node, now: float) -> dict[str, Any]:
+        up = isinstance(node.state, model.Up)
+        since = node.state.seen_at if isinstance(node.state, model.Up) else node.state.since
+        here = (gpu for gpu in self._arbiter.state.gpus.values() if gpu.node == node.id and model.is_first(gpu.id))
+        gpus = sorted(here, key=lambda gpu: gpu.id)
+        return {
+            "id": node.id,
+            "rack": node.rack,
+            "state": "up" if up else "lost",
+            "last_seen_s": now - since,
+            "gpus": [_gpu(gpu, [seat for seat in self._seats(gpu) if seat is not gpu]) for gpu in gpus],
+        }
+
+    def _capacity(self) -> dict[str, Any]:
+        """Return what there is at most for one job, and for all: counted are GPUs that may be given out at all."""
+        state = self._arbiter.state
+        usable = [gpu for gpu in state.gpus.values() if model.is_first(gpu.id) and model.usable(state, gpu)]
+        by_node = Counter(gpu.node for gpu in usable)
+        known = Counter(gpu.node for gpu in state.gpus.values() if model.is_first(gpu.id))
+        return {
+            "schema": "capacity/v1",
+            "policy": state.settings.policy,
+            "nodes": len(state.nodes),
+            "gpus": len(usable),
+            "gpus_known": sum(known.values()),
+            "largest_node_gpus": max(by_node.values(), default=0),
+            "largest_node_gpus_known": max(known.values(), default=0),
+            "cpus_max": max((node.cpus for node in state.nodes.values()), default=0.0),
+            "host_bytes_max": max((node.host_bytes for node in state.nodes.values()), default=0),
+            "priority_max": state.settings.priority_max,
+            "weight_max": state.settings.weight_max,
+            "classes": list(state.settings.classes),
+        }
+
+    def _rounds(self, query: Query) -> dict[str, Any]:
+        """Return rounds, newest first; a round that comes between two pages only repeats an entry."""
+        wanted = min(query.limit or ROUNDS_READ_MAX, ROUNDS_READ_MAX)
+        records, count = self._ledger.rounds(limit=wanted, offset=query.offset), self._ledger.round_count()
+        more = query.offset + len(records) < count
+        return {
+            "schema": "rounds/v1",
+            "count": count,
+            "policy_failures": self._arbiter.state.policy_failures,
+            **_page("rounds", query, map(_round, records), more=more),
+        }
+
+    def _leases(self, now: float, query: Query) -> dict[str, Any]:
+        """Return leases: those that are held now, then those that are over, the last to end first."""
+        gpus = [gpu for gpu in self._arbiter.state.gpus.values() if not isinstance(gpu.state, Free)]
+        over = self._ledger.leases(limit=LEASES_READ_MAX, offset=max(0, query.offset - len(gpus)))
+        entries = chain((_held(gpu, now) for gpu in gpus[query.offset :]), map(_ended, over))
+        more = len(over) == LEASES_READ_MAX
+        return {"schema": "leases/v1", **_page("leases", query, entries, more=more)}
+
+    def _explain(self, sender: Party, query: Query, now: float) -> Send:
+        app = self._arbiter.state.apps.get(AppId(query.target))
+        if app is None:
+            story = self._arbiter.story(query.target)
+            if not story:
+                return _refuse(
+                    sender, query, f"nothing here is called {query.target}; `gpu-arbiter ps -a` lists the apps"
+                )
+            document = {"schema": "explain/v1", "id": query.target, "story": _story(story)}
+            return _answer(sender, query, document)
+        policy = policy_of(self._arbiter.state.settings.policy, self._arbiter.state.settings.policy_settings)
+        document = self._app(app, now) | {
+            "schema": "explain/v1",
+            "app": app.id,
+            "policy": self._arbiter.state.settings.policy,
+            "auction": policy.probes,
+            "held": list(self._app(app, now)["gpus"]),
+            "refusal": app.state.reason if isinstance(app.state, Refused) else "",
+            "waiting_for": self._waiting_for(app),
+            "binding": self._binding(app, now),
+            "next_round_s": self._next_round_s(now),
+            "apps_mean": phases.apps_mean(self._arbiter.state, app, now),
+            "rounds": [_own_round(app.id, record) for record in self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app.id)],
+            "story": _story(self._own_story(app)),
+        }
+        return _answer(sender, query, document)
+
+    def _binding(self, app: model.App, now: float) -> dict[str, Any] | None:
+        """Return what keeps an app from starting, by name, where that was tried out."""
+        obstacle, estimate = self._found or (None, False)
+        if obstacle is None:
+            return None
+        state = self._arbiter.state
+        told = [
+            *(self._broken(state.gpus[gpu]) for gpu in obstacle.gpus if gpu in state.gpus),
+            *(f"node {node} is lost" for node in obstacle.nodes),
+            *(self._left(state.gpus[gpu]) for gpu in obstacle.leaving if gpu in state.gpus),
+            *(self._rival(other, now) for other in obstacle.apps if other in state.apps),
+        ]
+        text = "; ".join(told[:NAMED_MAX]) + (f"; and {len(told) - NAMED_MAX} more" if len(told) > NAMED_MAX else "")
+        return {
+            "apps": list(obstacle.apps),
+            "gpus": list(obstacle.gpus),
+            "leaving": list(obstacle.leaving),
+            "nodes": list(obstacle.nodes),
+            "estimate": estimate,
+            "text": text or "nothing: the next round gives it GPUs as things stand",
+        }
+
+    def _broken(self, gpu: model.Gpu) -> str:
+        ailment = "is quarantined" if gpu.quarantined else "is unhealthy" if gpu.present else "is not reported any more"
+        return f"{gpu.id} on {gpu.node} {ailment}" + (f" ({gpu.detail})" if gpu.detail else "")
+
+    def _left(self, gpu: model.Gpu) -> str:
+        """Return by whom a GPU is being left."""
+        last = f" by {gpu.state.lease.app}" if isinstance(gpu.state, Draining) else ""
+        return f"{gpu.id} on {gpu.node} is being left{last}"
+
+    def _rival(self, app_id: AppId, now: float) -> str:
+        """Return what an app has that another waits for, and until when; or that it comes first."""
+        state = self._arbiter.state
+        held = [gpu for gpu in state.gpus.values() if not isinstance(gpu.state, Free) and gpu.state.lease.app == app_id]
+        if not held:
+            return f"{app_id} comes before it"
+        where = ", ".join(sorted(f"{gpu.id} on {gpu.node}" for gpu in held)[:NAMED_MAX])
+        where += f" and {len(held) - NAMED_MAX} more" if len(held) > NAMED_MAX else ""
+        ends = [gpu.state.lease.expires_at for gpu in held if isinstance(gpu.state, Leased)]
+        if not ends:
+            return f"{app_id} is leaving {where}"
+        until = f", its lease ends in {max(0.0, min(ends) - now):.0f} s" if min(ends) < model.NEVER else ""
+        return f"{app_id} holds {where}{until}"
+
+    def _own_story(self, app: model.App) -> Sequence[model.Chapter]:
+        """Return the story of an app, with what the last round tells all apps that it tells nothing of their own."""
+        story, rest = self._arbiter.story(app.id), self._arbiter.state.rest
+        if rest is None or not app.active:
+            return story
+        this_round = rest.what.partition(":")[0] + ":"
+        return story if any(chapter.what.startswith(this_round) for chapter in story) else (*story, rest)
+
+    def _next_round_s(self, now: float) -> float | None:
+        """Return how long until a round may start: leases end, or something is free now. None while one is decided."""
+        at = self._arbiter.next_round()
+        return None if at is None or isinstance(self._arbiter.state.phase, Deciding) else max(0.0, at - now)
+
+    def _waiting_for(self, app: model.App) -> str:
+        """Return, in one sentence, what the app waits for before any round could help it; empty if rounds decide."""
+        state = self._arbiter.state
+        if isinstance(app.state, Enrolling):
+            start = "start one with `gpu-arbiter node-agent --config node.toml`"
+            return f"no node has enrolled yet; {start}" if not state.nodes else ""
+        won = self._won(app)
+        if won:
+            return f"it has won {', '.join(won)} and waits until the last user has left"
+        if not any(model.usable(state, gpu) for gpu in state.gpus.values()):
+            return "no GPU is in service; see `gpu-arbiter nodes`"
+        if isinstance(app.state, Active) and phases.awaits_solver(state):
+            return "the auction's solver is being compiled, which takes about a minute at the first start on a host"
+        if isinstance(app.state, Active) and isinstance(state.phase, Deciding):
+            what = f"the auction of round {state.round}" if state.phase.bidders else f"round {state.round}"
+            return f"{what} is being solved"
+        return self._nothing_free(app)
+
+    def _won(self, app: model.App) -> list[str]:
+        """Return the GPUs that an app has won and that others are still leaving."""
+        draining = (gpu for gpu in self._arbiter.state.gpus.values() if isinstance(gpu.state, Draining))
+        return sorted(gpu.id for gpu in draining if isinstance(gpu.state, Draining) and gpu.state.promised_to == app.id)
+
+    def _nothing_free(self, app: model.App) -> str:
+        """Return why no round has looked at an app yet, if that is because others hold everything; else nothing."""
+        state = self._arbiter.state
+        usable = [gpu for gpu in state.gpus.values() if model.is_first(gpu.id) and model.usable(state, gpu)]
+        taken = all(not isinstance(gpu.state, Free) and gpu.state.lease.app != app.id for gpu in usable)
+        if not isinstance(app.state, Active) or not taken or self._ledger.rounds(limit=1, app=app.id):
+            return ""
+        policy = state.settings.policy
+        until = {
+            "lease": " until leases end",
+            "lasting": f", and under {policy} nobody gives one up before the end",
+            "revocable": "",  # a round may take them at any time
+        }[policy_of(policy, state.settings.policy_settings).tenure]
+        gpus = "the only GPU in service is" if len(usable) == 1 else f"all {len(usable)} GPUs in service are"
+        return f"{gpus} held by other apps{until}"
+
+    def _fetch_log(self, sender: Party, query: Query) -> Send:
+        found = self._whereabouts(query.target)
+        if found is None:
+            return _refuse(sender, query, f"no node has output of {query.target}; it may not have started yet")
+        app, task, node = found
+        if app.owner != sender.id:
+            return _refuse(sender, query, f"the output of {app.id} is for {app.owner} only")
+        self._waiting[query.query_id] = sender
+        while len(self._waiting) > WAITING_MAX:
+            self._waiting.popitem(last=False)
+        return Send(Party("node", node), ReadLog(query.query_id, task, query.offset))
+
+    def _whereabouts(self, target: str) -> tuple[model.App, TaskId, NodeId] | None:
+        """Return the app, and the newest task of the app, job or task called `target`, and its node.
+
+        Of a job that lies on several nodes that is its first part; the others are found by their own names only.
+        """
+        app = self._arbiter.state.apps.get(AppId(target.partition(".")[0]))
+        if app is None:
+            return None
+        named = [task for task in app.ran if target in (app.id, task, task.rpartition("-a")[0])]
+        if not named:
+            return None
+        first = named[-1] if named[-1] == target else _first_part(named[-1])
+        task = first if first in app.ran else named[-1]
+        return app, task, app.ran[task]
+
+
+# --- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def _answer(to: Party, query: Query, document: dict[str, Any]) -> Send:
+    packed = msgspec.json.encode(document)
+    if len(packed) > DOCUMENT_BYTES_MAX:
+        return _refuse(to, query, f"the answer has {len(packed)} bytes, more than a message carries; ask for one app")
+    return Send(to, Answer(query.query_id, packed))
+
+
+def _page(name: str, query: Query, entries: Iterable[dict[str, Any]], *, more: bool = False) -> dict[str, Any]:
+    """Return one page of a list: as many of `entries` as it holds, which begin at the query's offset.
+
+    Its `next_offset` is where the next page begins, None if this is the last; `more` says that others follow `entries`.
+    """
+    told: list[msgspec.Raw] = []
+    room = PAGE_BYTES_MAX
+    for entry in entries:
+        packed = msgspec.json.encode(entry)
+        room -= len(packed)
+        if told and (room < 0 or len(told) == query.limit):
+            more = True
+            break
+        told.append(msgspec.Raw(packed))
+    return {name: told, "next_offset": query.offset + len(told) if more else None}
+
+
+def _refuse(to: Party, query: Query, why: str) -> Send:
+    return Send(to, Answer(query.query_id, b"", why))
+
+
+def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model.Task]) -> str:
+    match app.state:
+        case Enrolling():
+            return "enrolling"
+        case Refused():
+            return "refused"
+        case Settled(outcome=outcome):
+            return outcome
+        case Active():
+            if any(task.phase in ("running", "resting") for task in tasks):
+                return "running"
+            if any(isinstance(gpu.state, Leased) for gpu in gpus):
+                return "starting"
+            if any(task.phase in ("vacating", "suspending") for task in tasks):
+                return "leaving"
+            return "suspended" if any(task.phase == "suspended" for task in tasks) else "waiting"
+        case _ as never:
+            assert_never(never)
+
+
+def _spent(standing: Standing) -> dict[str, float]:
+    """Return GPU time, and where it went: had; of that draining and lost; and parked, which is none of it."""
+    return {
+        "gpu_seconds": standing.allocated_gpu_s,
+        "draining_gpu_seconds": standing.draining_gpu_s,
+        "lost_gpu_seconds": standing.lost_gpu_s,
+        "parked_gpu_seconds": standing.parked_gpu_s,
+    }
+
+
+def _task(task: model.Task) -> dict[str, Any]:
+    names = ("job", "attempt", "node", "gpus", "phase", "step", "start_step", "saved_step", "total_steps", "step_s")
+    told = {name: getattr(task, name) for name in (*names, "suspensions", "outcome", "exit_code", "reason", "metrics")}
+    measured = {name: getattr(task.measured, name) for name in MEASURED}
+    return {"task": task.id, **told, "samples": task.samples, "measured": measured}
+
+
+def _claim(claim: model.Claim) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(claim)
+    told.pop("app")
+    return told | {"text": claim_audit.sentence(claim)}
+
+
+def _gpu(gpu: model.Gpu, further: Sequence[model.Gpu]) -> dict[str, Any]:
+    names = {Free: "free", Leased: "leased", Draining: "draining"}
+    return {
+        "id": gpu.id,
+        "model": gpu.model,
+        "slot": gpu.slot,
+        "memory_bytes": gpu.memory_bytes,
+        "state": names[type(gpu.state)] if gpu.present else "absent",
+        "app": _app_on(gpu),
+        "seats": [{"id": seat.id, "state": names[type(seat.state)], "app": _app_on(seat)} for seat in further],
+        "quarantined": gpu.quarantined,
+        "healthy": gpu.healthy,
+        "empty": gpu.empty,
+        "detail": "" if gpu.healthy and isinstance(gpu.state, Leased) else gpu.detail,
+    }
+
+
+def _app_on(gpu: model.Gpu) -> AppId | None:
+    return None if isinstance(gpu.state, Free) else gpu.state.lease.app
+
+
+def _round(record: RoundRecord) -> dict[str, Any]:
+    outcomes = record.outcomes
+    if len(outcomes) > OUTCOMES_MAX:
+        outcomes = tuple(sorted(outcomes, key=lambda outcome: not outcome.gpus)[:OUTCOMES_MAX])
+    told: dict[str, Any] = msgspec.to_builtins(replace(record, outcomes=outcomes))
+    told.pop("type")
+    return told | {"at": _instant(record.at), "outcomes_left_out": len(record.outcomes) - len(outcomes)}
+
+
+def _held(gpu: model.Gpu, now: float) -> dict[str, Any]:
+    assert not isinstance(gpu.state, Free)
+    lease = gpu.state.lease
+    return {"lease": lease.id, "gpu": gpu.id, "node": gpu.node, "app": lease.app, "from": lease.granted_at, "to": now}
+
+
+def _ended(lease: LeaseRecord) -> dict[str, Any]:
+    times = {"from": lease.start, "to": lease.end}
+    return {"lease": lease.lease, "gpu": lease.gpu, "node": lease.node, "app": lease.app, **times}
+
+
+def _own_round(app: AppId, record: RoundRecord) -> dict[str, Any]:
+    outcome = next((outcome for outcome in record.outcomes if outcome.app == app), Outcome(app, (), ""))
+    winners = [{"app": other.app, "gpus": len(other.gpus)} for other in record.outcomes if other.gpus]
+    return {
+        "round": record.round,
+        "at": _instant(record.at),
+        "bid": outcome.bid,
+        "won": outcome.won,
+        "got": len(outcome.gpus),
+        "fraction": outcome.fraction,
+        "rho_now": outcome.rho_now,
+        "rho_next": outcome.rho_next,
+        "reason": outcome.reason,
+        "winners": winners,
+        "silent": app in record.silent,
+    }
+
+
+def _story(chapters: Sequence[model.Chapter]) -> list[dict[str, Any]]:
+    return [{"at": _instant(chapter.at), "what": chapter.what} for chapter in chapters]
+
+
+def _first_part(task: TaskId) -> TaskId:
+    """Return the task on the first of the nodes that its job lies on; ``ana-1.0-a2`` of ``ana-1.0-a2.1``."""
+    job, mark, rest = task.rpartition("-a")
+    return TaskId(f"{job}{mark}{rest.partition('.')[0]}")
+
+
+def _instant(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

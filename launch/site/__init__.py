@@ -1,0 +1,1 @@
+"""A site of one user: its files, its daemons, its systemd units."""

@@ -1,0 +1,137 @@
+"""Everything on this machine in one process, to try it and for a single host."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import threading
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from app_agent.config import default_socket
+from arbiter.config import HistoryMode
+from arbiter.core.state.model import ArbiterSettings
+from launch.client import open_client
+from launch.faults import Fault
+from launch.site.service import faults, serve
+from launch.site.site import Site, Watch, daemons, local_site, memory_bus, user_folder, wait_ready
+from launch.surface import note, plural
+from protocol.private import state_folder
+
+
+class Options(Struct, frozen=True):
+    """What to start. `fresh`: with a state of its own that is removed at the end."""
+
+    gpus: str
+    nodes: int = 1
+    state_dir: Path | None = None
+    fresh: bool = False
+    socket: Path | None = None
+    settings: ArbiterSettings = ArbiterSettings()
+    history: HistoryMode = "auto"
+    adopt_site: bool = False
+
+
+def run(options: Options) -> None:
+    """Run the site until a signal says stop.
+
+    Raises
+    ------
+    Fault
+        If the site cannot start, with the sentence and the mend.
+    """
+    socket = options.socket or default_socket()
+    _refuse_a_second(socket)
+    with ExitStack() as stack:
+        folder = _folder(options, stack)
+        site = local_site(
+            folder,
+            nodes=options.nodes,
+            gpus=options.gpus,
+            socket=socket,
+            settings=options.settings,
+            history="auto" if options.fresh else options.history,
+            adopt_site=options.adopt_site,
+        )
+        bus = memory_bus()
+        serve(
+            lambda: daemons(site, bus, end_workers=options.fresh),
+            started=lambda: _greet(site),
+            stopping=None if options.fresh else lambda: _farewell(site),
+        )
+
+
+def _refuse_a_second(socket: Path) -> None:
+    """Refuse to start where a site is up already. The socket of one that was killed is silent.
+
+    Raises
+    ------
+    Fault
+        With the way to a second site.
+    """
+    try:
+        with open_client(socket):
+            pass
+    except Fault:
+        return
+    other = f"GPU_ARBITER_URL=unix://{socket.with_name('second.sock')} gpu-arbiter up --state-dir FOLDER"
+    raise Fault(
+        f"a site is up already: its app agent answers at {socket}", next_step=f"use it, or have a second: {other}"
+    )
+
+
+def _folder(options: Options, stack: ExitStack) -> Path:
+    """Return where the state lives, made for this user only."""
+    if options.fresh:
+        folder = Path(tempfile.mkdtemp(prefix="gpu-arbiter-up-"))
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        return folder
+    with faults():
+        return state_folder(options.state_dir or user_folder("XDG_STATE_HOME", ".local/state") / "gpu-arbiter" / "up")
+
+
+async def _greet(site: Site) -> None:
+    """Tell the person, once everything answers, what is there and what to do next."""
+    gone = threading.Event()
+
+    def check() -> None:
+        if gone.is_set():  # a thread cannot be cancelled, so it is told that there is nothing left to wait for
+            raise Fault("a daemon has stopped")
+
+    try:
+        nodes = await asyncio.to_thread(_enrolled, site, check)
+    finally:
+        gone.set()
+    gpus = sum(len(node["gpus"]) for node in nodes)
+    policy = site.arbiter.arbiter.policy
+    there = f"{plural(len(nodes), 'node')}, {plural(gpus, 'GPU')}, policy {policy}"
+    note(f"gpu-arbiter is up: {there}, socket {site.socket}")
+    if site.socket != default_socket():
+        note(f"in other terminals: export GPU_ARBITER_URL=unix://{site.socket}")
+    note("next: gpu-arbiter submit -- python train.py   (Ctrl-C here stops it)")
+
+
+def _enrolled(site: Site, check: Watch) -> list[dict[str, Any]]:
+    wait_ready(site, check)
+    with open_client(site.socket) as client:
+        nodes: list[dict[str, Any]] = client.query("nodes")["nodes"]
+    return nodes
+
+
+async def _farewell(site: Site) -> None:
+    """Say what goes on training."""
+    with suppress(Fault):
+        await asyncio.to_thread(_tell, site)
+
+
+def _tell(site: Site) -> None:
+    with open_client(site.socket) as client:
+        tasks = [task for app in client.query("apps")["apps"] for task in app["tasks"] if task["phase"] != "exited"]
+    if tasks:
+        note(
+            f"{plural(len(tasks), 'task')} left training; the next `gpu-arbiter up` adopts what runs, `cancel` ends it"
+        )

@@ -1,0 +1,1 @@
+"""Small worlds full of faults: drawn, brought about, checked and judged."""

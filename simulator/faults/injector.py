@@ -1,0 +1,381 @@
+"""Bringing a world's faults about: the network, and daemons that end and are restored as the live ones are.
+
+A daemon's journal is kept as bytes, as on a disk, written before an event is handled; a restart takes the newest
+snapshot and handles what came after it again, its effects left out. That the result is bit for bit what was lost is
+asserted at each restart. Node agents keep no journal: their machine remembers what the live one writes down.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from app_agent.core import host as app_host
+from app_agent.core.host import AppHost
+from app_agent.core.valuation import RHO_MAX
+from arbiter.core.arbiter import Arbiter, Configured
+from arbiter.core.arbiter import Event as ArbiterEvent
+from protocol.core import Connected, Received, Send
+from protocol.messages import ARBITER, AnyMessage, Bid, GpuId, NodeId, Party, ProbeReply
+from simulator.faults.checks import Violation
+from simulator.faults.scenario import Fault, NetworkOptions, Options, facts_of
+from simulator.machines import Machine, Worker
+from simulator.world import Actor, Living, World
+
+#: Messages of one sender that wait for a participant that is down; a queue holds the newest.
+KEPT_MAX = 200
+#: Between two arrivals on an ordered link, at least: more than the rounding of sums.
+IN_TURN_S = 1e-6
+#: Once the faults have ended a message takes that long, always.
+CALM_DELAY_S = 0.01
+DECIDE_CALM_S = 0.05  #: and a decision no longer than that
+#: A cut that lasts long enough for the live link to notice; then everybody restates when it is mended.
+NOTICED_S = 3.0
+
+
+Told = Callable[[Actor, Any, Sequence[Any]], object]  #: of an event, and of what came of it
+
+
+class Network:
+    """Decides how each message fares; `route` of a world."""
+
+    def __init__(self, options: NetworkOptions, seed: int) -> None:
+        self.options = options
+        self.calm = False
+        self._dice = Random(f"network {seed}")  # noqa: S311 - repeatable, not secret
+        self._cuts: Counter[tuple[Party, Party]] = Counter()
+        self._arrivals: dict[tuple[Party, Party], float] = {}
+
+    def __call__(self, sender: Party, receiver: Party, message: AnyMessage, now: float) -> Sequence[float]:
+        """Return the delays after which copies of `message` arrive."""
+        link = (sender, receiver)
+        if self.calm:
+            return (self._in_turn(link, now, CALM_DELAY_S),)
+        if self._cuts[link]:
+            return ()
+        dice, options = self._dice, self.options
+        if dice.random() < options.loss:
+            return ()
+        copies = 2 if dice.random() < options.repeat else 1
+        delays = (0.001 + dice.random() * options.delay_s for _ in range(copies))
+        return [self._in_turn(link, now, delay) for delay in delays] if options.ordered else list(delays)
+
+    def _in_turn(self, link: tuple[Party, Party], now: float, delay: float) -> float:
+        """Return `delay`, or longer: not before what was said earlier."""
+        at = max(now + delay, self._arrivals.get(link, 0.0) + IN_TURN_S)
+        self._arrivals[link] = at
+        return at - now
+
+    def cut(self, party: Party, direction: int, change: int) -> None:
+        """Cut (1) or mend (-1) the link of an agent: 0 both ways, 1 to the arbiter, 2 from it."""
+        links = ((party, ARBITER), (ARBITER, party))
+        for link in links if direction == 0 else links[direction - 1 : direction]:
+            self._cuts[link] += change
+
+
+class Record:
+    """A participant's journal: its events as bytes, and a snapshot now and then."""
+
+    def __init__(self, core: Any, events: Any, every: int) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(events).decode
+        self._every = every
+        self._first: bytes = core.snapshot()
+        self._newest = (0, self._first)
+        self.entries: list[tuple[float, bytes]] = []
+
+    def append(self, entry: tuple[float, Any]) -> None:
+        """Write an event down."""
+        now, event = entry
+        self.entries.append((now, self._encode(event)))
+
+    def after(self, core: Any) -> None:
+        """Take a snapshot if it is time."""
+        if len(self.entries) - self._newest[0] >= self._every:
+            self._newest = (len(self.entries), core.snapshot())
+
+    def restore(self, kind: Any, *, from_zero: bool = False) -> Any:
+        """Return the core as its journal tells, as a daemon does when it starts; or from the very first event on."""
+        done, blob = (0, self._first) if from_zero else self._newest
+        core = kind(blob)
+        for now, data in self.entries[done:]:
+            core.handle(self._decode(data), now)
+        return core
+
+
+class Liar(AppHost):
+    """An app agent that states a multiple of each rho."""
+
+    factor = 1.0
+
+    def handle(self, event: app_host.Event, now: float) -> Sequence[app_host.Effect]:
+        """Be told what happened; answer as an honest one would, with other figures."""
+        return [self._twist(effect) for effect in super().handle(event, now)]
+
+    def _twist(self, effect: app_host.Effect) -> app_host.Effect:
+        if not isinstance(effect, Send):
+            return effect
+        match effect.message:
+            case ProbeReply() as reply:
+                return replace(effect, message=replace(reply, rho=self._lied(reply.rho)))
+            case Bid() as bid:
+                rows = tuple(replace(row, rho=self._lied(row.rho)) for row in bid.rows)
+                return replace(effect, message=replace(bid, rho_none=self._lied(bid.rho_none), rows=rows))
+            case _:
+                return effect
+
+    def _lied(self, rho: float) -> float:
+        return min(RHO_MAX, rho * self.factor)  # it lies in words that its peers understand
+
+
+class Weather:
+    """Submits a world's apps and lets its faults happen; what it did to whom is kept for judging the outcome."""
+
+    def __init__(self, world: World, options: Options, network: Network, *, told: Sequence[Told] = ()) -> None:
+        self.world = world
+        self._told = told
+        self.options = options
+        self.settings = options.settings
+        self.network = network
+        self.records: dict[Party, Record] = {}
+        self.vanished: set[Party] = set()
+        self.harmed: Counter[str] = Counter()  #: by owner: faults after which its jobs may rightly fail
+        self.cancelled: set[str] = set()
+        self.restarts = 0
+        self._mail: dict[Party, list[Received]] = {}
+        self._doomed: dict[Party, float] = {}  #: ends at its next event, for so many seconds
+        self._cuts: list[Fault] = []
+        world.watcher = self._watch
+        world.on_undelivered = self._keep
+        self._keep_record(world.arbiter, ArbiterEvent)
+        for party, _ in options.clocks:
+            if party.role != "app":
+                self._set_clock(world.actor(party))
+        for number in range(len(options.apps)):
+            world.at(options.apps[number].submit_s, partial(self._submit, number))
+        for fault in options.faults:
+            world.at(fault.at, partial(self._happen, fault))
+        for machine in world.machines.values():
+            world.after(options.beat_s, partial(self._measure, machine))
+        world.at(options.calm_at, self._calm_down)
+
+    def _keep_record(self, actor: Actor, events: Any) -> None:
+        self.records[actor.party] = actor.log = Record(actor.core, events, self.options.snapshot_every)
+
+    def _set_clock(self, actor: Actor) -> None:
+        clock = dict(self.options.clocks).get(actor.party)
+        if clock is not None:
+            actor.rate, actor.offset_s = clock.rate, clock.offset_s
+
+    def _submit(self, number: int) -> None:
+        app = self.options.apps[number]
+        living = self.world.submit(f"app {number + 1}", app.spec, facts_of(app, self.options.seed))
+        self._set_clock(living.actor)
+        living.actor.core = self._host(living.actor.party, living.actor.core.snapshot())
+        self._keep_record(living.actor, app_host.Event)
+
+    def _host(self, party: Party, blob: bytes) -> AppHost:
+        """Return an app host restored, as honest as it was."""
+        lie = self.options.apps[int(party.id.removeprefix("app")) - 1].lie
+        if lie == 1.0:
+            return AppHost.restore(blob)
+        liar = Liar.restore(blob)
+        assert isinstance(liar, Liar)
+        liar.factor = lie
+        return liar
+
+    def _measure(self, machine: Machine) -> None:
+        actor = self.world.actor(Party("node", machine.node))
+        if actor.up and actor.held is None:
+            machine.measure()
+        self.world.after(self.options.beat_s, partial(self._measure, machine))
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    def _watch(self, actor: Actor, event: Any, effects: Sequence[Any]) -> bool:
+        """See to the journal; return False if this is where the participant's process ends, before it does anything."""
+        for told in self._told:
+            told(actor, event, effects)
+        record = self.records.get(actor.party)
+        if record is not None:
+            record.after(actor.core)
+        if actor.party not in self._doomed:
+            return True
+        self._crash(actor.party, self._doomed.pop(actor.party))
+        return False
+
+    def _keep(self, receiver: Actor, event: Received) -> None:
+        if self.options.network.kept and receiver.party not in self.vanished:
+            mail = self._mail.setdefault(receiver.party, [])
+            mail.append(event)
+            del mail[:-KEPT_MAX]
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def _happen(self, fault: Fault) -> None:
+        world, who = self.world, fault.who
+        if who.role == "app" and who.id not in world.apps:
+            return  # it goes wrong before it comes: nothing
+        match fault.kind:
+            case "crash":
+                if fault.midway:
+                    self._doomed[who] = fault.for_s
+                else:
+                    self._crash(who, fault.for_s)
+            case "freeze":
+                world.freeze(who)
+                world.after(fault.for_s, partial(world.thaw, who))
+            case "cut":
+                self._cut(fault)
+            case "vanish":
+                self.vanished.add(who)
+                world.stop(who)
+            case "power":
+                self._crash(who, fault.for_s)
+                world.machines[NodeId(who.id)].crash()
+            case "gpu":
+                self._lose_gpu(fault)
+            case "cancel":
+                self._cancel(world.apps[who.id])
+            case "policy":
+                self.settings = replace(self.settings, policy=fault.policy)
+                world.tell(ARBITER, Configured(self.settings))
+            case "sharing":
+                self.settings = replace(self.settings, sharing=fault.sharing)
+                world.tell(ARBITER, Configured(self.settings))
+            case _:
+                self._harm_worker(fault)
+
+    def _crash(self, who: Party, for_s: float) -> None:
+        self._doomed.pop(who, None)
+        if self.world.actor(who).up:
+            self.world.stop(who)
+            self.world.after(for_s, partial(self._restart, who))
+
+    def _restart(self, who: Party) -> None:
+        """Start a daemon again, as its own start does it."""
+        world, actor = self.world, self.world.actor(who)
+        if actor.up or who in self.vanished:
+            return
+        self.restarts += 1
+        if who.role == "node":
+            world.boot(NodeId(who.id))
+        else:
+            core = self.restored(who)
+            world.start(who, core)
+            if who == ARBITER:
+                world.tell(who, Configured(self.settings))
+                world.lead()
+            else:
+                self._look_up(world.apps[who.id], core)
+                world.tell(who, app_host.Configured(core.state.tenant, core.state.beat_s))
+                world.tell(who, Connected())
+        for event in self._mail.pop(who, ()):
+            world.tell(who, event)
+
+    def _look_up(self, living: Living, core: AppHost) -> None:
+        """Have the world know what its user would see by looking again: a host may end before it could tell."""
+        for record in core.records():
+            living.app = record.app
+            if record.over and living.over_at is None:
+                living.over_at = self.world.now
+
+    def restored(self, who: Party, *, from_zero: bool = False) -> Any:
+        """Return the core of `who` as its journal tells, which must be what it is now.
+
+        Raises
+        ------
+        Violation
+            If it is not.
+        """
+        kind = Arbiter.restored if who == ARBITER else partial(self._host, who)
+        core = self.records[who].restore(kind, from_zero=from_zero)
+        if core.snapshot() != self.world.actor(who).core.snapshot():
+            since = "the first event" if from_zero else "its newest snapshot"
+            raise Violation(f"the journal of {who.user}, replayed from {since} on, gives another state", who.id)
+        return core
+
+    def _cut(self, fault: Fault) -> None:
+        self.network.cut(fault.who, fault.number, +1)
+        self._cuts.append(fault)
+        self.world.after(fault.for_s, partial(self._mend, fault))
+
+    def _mend(self, fault: Fault) -> None:
+        if fault not in self._cuts:
+            return
+        self._cuts.remove(fault)
+        self.network.cut(fault.who, fault.number, -1)
+        if fault.for_s >= NOTICED_S:
+            self.world.tell(fault.who, Connected())
+
+    def _lose_gpu(self, fault: Fault) -> None:
+        machine = self.world.machines[NodeId(fault.who.id)]
+        gpu = machine.gpus[fault.number % len(machine.gpus)].id
+        for worker in _alive(machine):
+            if gpu in worker.devices:
+                self.harmed[_owner_of(worker)] += 1
+        machine.fail_gpu(gpu, "fell off the bus")
+        if fault.for_s > 0.0:
+            self.world.after(fault.for_s, partial(self._mend_gpu, machine, gpu))
+
+    def _mend_gpu(self, machine: Machine, gpu: GpuId) -> None:
+        if gpu in machine.sick:
+            machine.mend_gpu(gpu)
+
+    def _cancel(self, living: Living) -> None:
+        if living.app and living.actor.up:
+            self.cancelled.add(living.actor.party.id)
+            self.world.tell(living.actor.party, app_host.Cancel("cancel", living.app))
+
+    def _harm_worker(self, fault: Fault) -> None:
+        machine = self.world.machines[NodeId(fault.who.id)]
+        alive = _alive(machine)
+        if not alive:
+            return
+        worker = alive[fault.number % len(alive)]
+        self.harmed[_owner_of(worker)] += 1
+        match fault.kind:
+            case "worker-crash":
+                machine.fail_worker(worker.task, 1)
+            case "worker-kill":
+                machine.kill_worker(worker.task)
+            case "worker-deaf":
+                machine.hang_worker(worker.task, standing=False)
+            case _:
+                machine.hang_worker(worker.task, standing=True)
+
+    # --- calm -------------------------------------------------------------------------------------------------------
+
+    def _calm_down(self) -> None:
+        """End all faults: links are mended, daemons start again, and users kill what stands still."""
+        world = self.world
+        self.network.calm = True
+        world.costs = replace(world.costs, decide_s=min(world.costs.decide_s, DECIDE_CALM_S))
+        self._doomed.clear()
+        for fault in list(self._cuts):
+            self._mend(fault)
+        for actor in [world.arbiter, *map(world.actor, self._agents())]:
+            world.thaw(actor.party)
+            self._restart(actor.party)
+        for machine in world.machines.values():
+            for worker in _alive(machine):
+                if worker.hangs and worker.training.since is None:  # stalled, parked, or its GPU was lost for a moment
+                    machine.kill_worker(worker.task)
+
+    def _agents(self) -> list[Party]:
+        nodes = [Party("node", node) for node in self.world.machines]
+        return nodes + [living.actor.party for living in self.world.apps.values()]
+
+
+def _alive(machine: Machine) -> list[Worker]:
+    return [worker for _, worker in sorted(machine.workers.items()) if worker.phase != "gone"]
+
+
+def _owner_of(worker: Worker) -> str:
+    return worker.spec.app.rpartition("-")[0]

@@ -1,0 +1,395 @@
+"""Worlds full of faults, one for each seed: run, judged, and told of when one fails.
+
+A world has two parts. While its faults last, safety is judged at every instant (`checks`). Then nothing goes
+wrong any more, and liveness is demanded: every app that can finish does, and leaves nothing behind, within bounds of
+time, messages and rounds that follow from its work and its size. Apps that cannot are named, with why.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from arbiter.core.effects import RoundRecord
+from arbiter.core.state.model import App
+from protocol.core import Received, Send
+from protocol.messages import AppReport, Holdings, NodePlan, NodeReport
+from simulator.faults.checks import Checks, Violation, unsettled
+from simulator.faults.injector import Network, Weather
+from simulator.faults.scenario import Options, draw
+from simulator.world import Actor, Living, Stuck, World
+
+#: After the faults: this long for what was lost to be noticed and made up for by timeouts and beats, in seconds.
+RECOVERY_S = 300.0
+#: Times what all apps would take one after the other, each on its smallest gang, placed as badly as can be.
+SLACK = 4.0
+#: Messages of each participant per second, at most, after the faults; beats included.
+MESSAGES_RATE_MAX = 6.0
+#: Counted on top of the time a world takes: what everybody says when all links are mended at once.
+FLURRY_S = 30.0
+#: Events at one instant, at most: one that goes on for ever should be found out soon.
+INSTANT_MAX = 10_000
+#: Lines told of a failing world, and characters of a line.
+LINES_TOLD = 40
+LINE_CHARS_MAX = 600
+#: Worlds that one process is given at a time.
+BATCH = 20
+
+Tell = Callable[[str], None]
+Mutant = Callable[[], AbstractContextManager[None]]
+
+_IDS = re.compile(r"app\d+-\d+(?:\.\d+)?(?:-a\d+)?(?:\.\d+)?|n\d+-g\d+|\bn\d+\b")
+
+
+#: Policies under which one that does not fit lets nobody by.
+STRICT = ("fifo", "fitgpp", "lrtp", "rand", "yarn-cs")
+
+
+class Bounds(Struct, frozen=True):
+    """What a world may take after its faults have ended: so long, and messages and rounds for the time it takes."""
+
+    seconds: float
+    messages_rate: float  #: per second
+    rounds_rate: float  #: per second
+
+    def messages(self, seconds: float) -> float:
+        """Return how many messages are allowed in `seconds`."""
+        return self.messages_rate * (seconds + FLURRY_S)
+
+    def rounds(self, seconds: float) -> float:
+        """Return how many rounds are allowed in `seconds`."""
+        return self.rounds_rate * (seconds + FLURRY_S)
+
+
+class Verdict(Struct, frozen=True):
+    """What became of one world. `wrong` is empty if all was well; otherwise `lines` are the last events that matter.
+
+    `seconds`, `messages` and `rounds` count from the end of the faults on, `waiting` are apps that cannot finish, each
+    with why.
+    """
+
+    seed: int
+    wrong: str
+    objects: tuple[str, ...]
+    at: float
+    calm_at: float
+    bounds: Bounds
+    seconds: float
+    messages: int
+    rounds: int
+    events: int
+    restarts: int
+    outcomes: dict[str, int]  #: apps by the state of their record
+    waiting: dict[str, str]
+    cpu_s: float
+    lines: tuple[str, ...] = ()
+    policy: str = ""  #: the only one in force, if one was asked for
+
+    @property
+    def command(self) -> str:
+        """What repeats it, with everything that happened."""
+        under = f" --policy {self.policy}" if self.policy else ""
+        return f"gpu-arbiter worlds --seed {self.seed} --count 1{under} --trace"
+
+
+def run_worlds(seeds: Sequence[int], *, jobs: int = 1, policy: str = "") -> Iterator[Verdict]:
+    """Yield the verdict on the world of each seed, in their order, from so many processes; see `run_world`."""
+    run = partial(run_world, policy=policy)
+    if jobs == 1:
+        yield from map(run, seeds)
+        return
+    with ProcessPoolExecutor(max_workers=jobs) as pool:
+        yield from pool.map(run, seeds, chunksize=BATCH)
+
+
+def run_world(seed: int, *, policy: str = "", tell: Tell | None = None, mutant: Mutant = nullcontext) -> Verdict:
+    """Return what becomes of the world of `seed`, under one `policy` if it is named.
+
+    `tell` is told every event, and `mutant` is in force meanwhile.
+
+    Nobody listens at first, which is faster; a world that fails is run again for its last lines.
+    """
+    with mutant():
+        verdict = _Run(draw(seed, policy=policy), tell).verdict()
+        if verdict.wrong and tell is None:
+            lines: deque[str] = deque(maxlen=LINES_TOLD)
+            about = _family(verdict.objects)
+
+            def remember(line: str) -> None:
+                if not about or any(each in line for each in about):
+                    lines.append(line)
+
+            _Run(draw(seed, policy=policy), remember).verdict()
+            verdict = replace(verdict, lines=tuple(lines))
+    return replace(verdict, policy=policy)
+
+
+def _family(objects: Sequence[str]) -> set[str]:
+    """Return `objects` and the apps that they are of."""
+    return {*objects} | {found[0] for each in objects if (found := re.match(r"app\d+-\d+", each))}
+
+
+class _Run:
+    """One world and its judgement."""
+
+    def __init__(self, options: Options, tell: Tell | None) -> None:
+        self.options = options
+        self.began_s = time.process_time()
+        self.checks = Checks()
+        self.rounds = 0
+        self.network = Network(options.network, options.seed)
+        self.world = World(
+            options.cluster,
+            options.settings,
+            options.costs,
+            beat_s=options.beat_s,
+            hello_s=options.hello_s,
+            route=self.network,
+            hosts=dict(options.hosts),
+            talks=options.settings.sharing != "exclusive",
+            check=self.checks,
+        )
+        self.world.on_round = self._count
+        self.world.instant_max = INSTANT_MAX
+        told = [] if tell is None else [_Teller(self.world, tell)]
+        self.weather = Weather(self.world, options, self.network, told=[*told, self._judge])
+        self.waiting: dict[str, str] = {}
+        self.calm = (0, 0)  #: messages and rounds at the end of the faults
+
+    def _judge(self, actor: Actor, event: Any, effects: Sequence[Any]) -> None:
+        if actor is self.world.arbiter:
+            self.checks.judge_effects(self.world, effects)
+
+    def _count(self, record: RoundRecord) -> None:
+        self.rounds += 1
+
+    def verdict(self) -> Verdict:
+        """Run it and say what became of it."""
+        wrong = ""
+        objects: tuple[str, ...] = ()
+        try:
+            self._run()
+        except Violation as violation:
+            wrong, objects = str(violation), violation.objects
+        except (AssertionError, LookupError, ValueError, TypeError, Stuck) as error:
+            # What a core itself takes for impossible is found here as well as what is against the checks.
+            wrong = f"{type(error).__name__}: {error}"
+            objects = tuple(dict.fromkeys(_IDS.findall(wrong)))
+        options, world = self.options, self.world
+        records = [living.actor.core.state.records.get(living.app) for living in world.apps.values()]
+        outcomes = [record.state if record is not None else "unknown" for record in records]
+        return Verdict(
+            seed=options.seed,
+            wrong=wrong,
+            objects=objects,
+            at=world.now,
+            calm_at=options.calm_at,
+            bounds=self._bounds(),
+            seconds=max(0.0, world.now - options.calm_at),
+            messages=world.messages - self.calm[0],
+            rounds=self.rounds - self.calm[1],
+            events=world.events,
+            restarts=self.weather.restarts,
+            outcomes={state: outcomes.count(state) for state in sorted(set(outcomes))},
+            waiting=self.waiting,
+            cpu_s=time.process_time() - self.began_s,
+        )
+
+    def _run(self) -> None:
+        world, options = self.world, self.options
+        world.run(until=options.calm_at)
+        self.checks.judge_whole(world)
+        self.calm = (world.messages, self.rounds)
+        world.run(until=options.calm_at + self._bounds().seconds, done=self._done)
+        self._judge_liveness()
+        self.checks.judge_whole(world)
+        for party in self.weather.records:
+            self.weather.restored(party, from_zero=True)
+
+    # --- liveness ---------------------------------------------------------------------------------------------------
+
+    def _bounds(self) -> Bounds:
+        """Return what this world may take, from its work and its size."""
+        options = self.options
+        works = [len(app.spec.trials) * app.work_s / app.spec.gang * 1.6 for app in options.apps]
+        change_s = options.costs.change_s * 5
+        # Where changing hands takes longer than a lease, little of each lease is work.
+        slowest = max((host.slow for _, host in options.hosts), default=1.0)
+        waste = max(1.0, options.costs.change_s * slowest / options.settings.lease_s)
+        seconds = RECOVERY_S + SLACK * waste * sum(work_s + change_s for work_s in works)
+        participants = 1 + len(options.cluster.nodes) + len(options.apps)
+        return Bounds(seconds, MESSAGES_RATE_MAX * participants, 1.0 / options.settings.round_pause_s)
+
+    def _done(self) -> bool:
+        return all(map(self._over, self.world.apps.values())) and not unsettled(self.world, self.weather.vanished)
+
+    def _over(self, living: Living) -> bool:
+        """Whether nothing more is to come of an app: it is over, or it cannot."""
+        return living.over_at is not None or bool(self._obstacle(living))
+
+    def _obstacle(self, living: Living) -> str:
+        """Say why an app cannot finish, or return an empty string."""
+        if living.actor.party in self.weather.vanished:
+            return "its agent has vanished"
+        if not self._fits(living):
+            room = _room(self.world, living)
+            return f"its jobs need {living.spec.gang} GPUs in one place, and {room} are left in the largest"
+        return self._first_in_line(living)
+
+    def _fits(self, living: Living) -> bool:
+        return living.spec.gang <= _room(self.world, living)
+
+    def _first_in_line(self, living: Living) -> str:
+        """Say behind whom a strict first-in, first-out order keeps an app for ever, or return an empty string."""
+        policy = self.weather.settings.policy
+        if policy not in STRICT:
+            return ""
+        apps = self.world.arbiter.core.state.apps
+        before = [
+            other
+            for other in self.world.apps.values()
+            if other.over_at is None and other.app in apps and not self._fits(other) and living.app in apps
+            if _place_in_line(policy, apps[other.app]) < _place_in_line(policy, apps[living.app])
+            if policy != "yarn-cs" or apps[other.app].tenant == apps[living.app].tenant
+        ]
+        return f"strict order keeps it behind {before[0].app}, which does not fit" if before else ""
+
+    def _judge_liveness(self) -> None:
+        world = self.world
+        for living in world.apps.values():
+            owner = living.actor.party.id
+            if living.over_at is None:
+                why = self._obstacle(living)
+                if not why:
+                    story = " | ".join(chapter.what for chapter in world.arbiter.core.story(living.app)[-3:])
+                    took = f"{world.now - self.options.calm_at:.0f} s after the faults"
+                    raise Violation(f"{living.app} is not over {took}; the arbiter's last words: {story}", living.app)
+                self.waiting[living.app] = why
+                continue
+            record = living.actor.core.state.records[living.app]
+            if record.state == "failed" and not record.refused and not self.weather.harmed[owner]:
+                raise Violation(f"{living.app} failed and nobody harmed it: {record.reason}", living.app)
+            if record.state == "cancelled" and owner not in self.weather.cancelled:
+                raise Violation(f"{living.app} was cancelled by nobody", living.app)
+        left = unsettled(world, self.weather.vanished)
+        for app, what in left.items():
+            raise Violation(f"{app} is over, but {'; '.join(what)}", app, *_IDS.findall(" ".join(what)))
+        self._judge_rates()
+
+    def _judge_rates(self) -> None:
+        world, bounds = self.world, self._bounds()
+        seconds = world.now - self.options.calm_at
+        for what, count, allowed in (
+            ("messages", world.messages - self.calm[0], bounds.messages(seconds)),
+            ("rounds", self.rounds - self.calm[1], bounds.rounds(seconds)),
+        ):
+            if count > allowed:
+                raise Violation(f"{count} {what} in {seconds:.0f} s after the faults, and {allowed:.0f} are allowed")
+
+
+def _place_in_line(policy: str, app: App) -> tuple[int, int]:
+    """Return by what a strict order goes: under those with preemption for trials, who made room for one comes first."""
+    return (0 if policy in ("fifo", "yarn-cs") else -app.preempted_in, app.arrival)
+
+
+def _room(world: World, living: Living) -> int:
+    """Return the healthy and trusted GPUs of the largest place that one job of the app may lie in."""
+    sizes: dict[tuple[str, ...], int] = {}
+    for machine in world.machines.values():
+        for gpu in machine.gpus:
+            if gpu.id not in machine.sick and gpu.id not in machine.ledger.quarantined:
+                place = _place(living, gpu.node, gpu.slot)
+                sizes[place] = sizes.get(place, 0) + 1
+    return max(sizes.values(), default=0)
+
+
+def _place(living: Living, node: str, slot: str) -> tuple[str, ...]:
+    if living.spec.spans:
+        return ()
+    return (node, slot) if living.spec.level_max == "slot" else (node,)
+
+
+# --- telling --------------------------------------------------------------------------------------------------------
+
+
+class _Teller:
+    """Puts events into lines."""
+
+    def __init__(self, world: World, tell: Tell) -> None:
+        self._world = world
+        self._tell = tell
+
+    def __call__(self, actor: Actor, event: Any, effects: Sequence[Any]) -> None:
+        done = "; ".join(_brief(effect) for effect in effects)
+        line = f"{self._world.now:9.3f} {actor.party.user}: {_brief(event)}" + (f" => {done}" if done else "")
+        self._tell(line)
+
+
+def _brief(thing: Any) -> str:
+    """Return an event, effect or message in few words."""
+    match thing:
+        case Received(sender, message):
+            return f"{sender.user} said {_brief(message)}"
+        case Send(to, message):
+            return f"to {to.user} {_brief(message)}"
+        case NodePlan():
+            leases = " ".join(f"{term.gpu}:{term.lease}" for term in thing.leases)
+            orders = " ".join(f"{order.task}:{order.want}" for order in thing.tasks)
+            return f"plan({thing.epoch}.{thing.seq} {leases} | {orders})"
+        case NodeReport():
+            gpus = " ".join(gpu.gpu + ("" if gpu.empty else "*") + ("" if gpu.healthy else "!") for gpu in thing.gpus)
+            tasks = " ".join(f"{task.task}:{task.phase}:{task.outcome or task.step}" for task in thing.tasks)
+            return f"report(#{thing.incarnation}.{thing.seq} on {thing.epoch}.{thing.plan_seq} {gpus} | {tasks})"
+        case AppReport():
+            jobs = " ".join(f"{wish.job}-a{wish.attempt}@{'+'.join(wish.gpus) or '-'}" for wish in thing.jobs)
+            back = f" gives back {' '.join(thing.releases)}" if thing.releases else ""
+            return f"wish({thing.app} #{thing.seq} {thing.state} up to {thing.demand_max}: {jobs}{back})"
+        case Holdings():
+            leases = " ".join(f"{term.gpu}{'-' if term.leaving else ''}" for term in thing.leases)
+            tasks = " ".join(f"{task.task}:{task.phase}:{task.outcome or task.step}" for task in thing.tasks)
+            return f"holdings({thing.app} {thing.epoch}.{thing.seq} acked {thing.acked} {leases} | {tasks})"
+        case _:
+            text = repr(thing)
+            return text if len(text) <= LINE_CHARS_MAX else text[:LINE_CHARS_MAX] + "..."
+
+
+def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """Return figures of many worlds; `used` are the largest shares of their bounds that worlds needed."""
+    passed = [verdict for verdict in verdicts if not verdict.wrong]
+    shares = [(each.seconds, each.messages, each.rounds, each.bounds) for each in passed]
+    return {
+        "worlds": len(verdicts),
+        "passed": len(passed),
+        "failed": [verdict.seed for verdict in verdicts if verdict.wrong],
+        "events": sum(verdict.events for verdict in verdicts),
+        "restarts": sum(verdict.restarts for verdict in verdicts),
+        "apps": dict(sorted(sum((Counter(verdict.outcomes) for verdict in verdicts), Counter[str]()).items())),
+        "waiting": sum(len(verdict.waiting) for verdict in verdicts),
+        "used": {
+            "seconds": max((seconds / bounds.seconds for seconds, _, _, bounds in shares), default=0.0),
+            "messages": max((count / bounds.messages(seconds) for seconds, count, _, bounds in shares), default=0.0),
+            "rounds": max((count / bounds.rounds(seconds) for seconds, _, count, bounds in shares), default=0.0),
+        },
+        "cpu_s": sum(verdict.cpu_s for verdict in verdicts),
+    }
+
+
+def report(verdict: Verdict) -> str:
+    """Return what to say of a world that failed."""
+    head = f"world {verdict.seed} failed after {verdict.at:.3f} s: {verdict.wrong}"
+    return "\n".join([head, *verdict.lines, f"again, with everything: {verdict.command}"])
+
+
+def cores() -> int:
+    """Return how many processes make sense here."""
+    return max(1, len(os.sched_getaffinity(0)))

@@ -1,0 +1,526 @@
+"""What may go wrong in a world, drawn from a seed: its cluster, apps, settings, network and every fault with its time.
+
+Everything is drawn before the world begins, so that a world can be printed, and repeated with more to see: `draw` gives
+the `Options`, `injector` brings them about. Worlds are small (a few nodes, a few minutes) and rough: leases of
+half a minute, timeouts of seconds, and more faults in these minutes than a site sees in a year. From `calm_at` on
+nothing goes wrong any more; what is broken for good by then stays so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+from typing import Literal
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from app_agent.core.spec import AppSpec, mistake
+from app_agent.core.tuning import scheduler_for
+from app_agent.core.tuning.shape import Trial
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import Settings
+from arbiter.core.state.model import ArbiterSettings
+from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party, Sharing, Utility
+from simulator.cluster import Cluster, NodePlan
+from simulator.costs import Costs
+from simulator.machines import WORKER_BYTES, Host, JobFacts
+
+Kind = Literal[
+    "crash",  # a daemon's process ends and is started again; machines and workers go on
+    "freeze",  # a daemon's process stands still (SIGSTOP, swapping, a debugger) and goes on
+    "cut",  # no message passes between the arbiter and one agent, in one direction or both
+    "vanish",  # an app agent ends for good
+    "power",  # a node loses power: workers and node agent end
+    "gpu",  # a GPU falls off the bus
+    "worker-crash",  # a script ends by itself, badly
+    "worker-kill",  # somebody else kills it
+    "worker-deaf",  # it trains on but neither says nor hears anything
+    "worker-stall",  # it stands still, says and hears nothing
+    "cancel",  # its user ends an app
+    "policy",  # the operator changes policy
+    "sharing",  # the operator changes how GPUs are shared
+]
+
+#: Mini-batches per second where they matter to packing; elsewhere one, which is rougher on everything else.
+FINE = 20.0
+#: Faults of a world, at most: all of them within `calm_at` seconds.
+FAULTS_MAX = 24
+APPS_MAX = 8
+GIB = 2**30
+#: S of GPUs apart, where placement matters in a world; the figures are PAPERS.md section 1's crude ones, rounded up.
+SLOWDOWN: dict[Level, float] = {"slot": 1.0, "machine": 1.1, "rack": 1.3, "cluster": 1.6}
+
+
+class Fault(Struct, frozen=True):
+    """One thing that goes wrong, at `at` for `for_s` seconds (0: for good, where it has a duration).
+
+    `who` is a daemon's, or the arbiter's where nobody is meant; `number` picks among what is there then: the GPU of a
+    node, the worker on a node, the direction of a cut (0 both, 1 to the arbiter, 2 from it). A crash that is `midway`
+    comes after the next event was written down and handled, and before any of its effects.
+    """
+
+    at: float
+    kind: Kind
+    who: Party = ARBITER
+    for_s: float = 0.0
+    number: int = 0
+    midway: bool = False
+    policy: str = ""
+    sharing: Sharing = "exclusive"
+
+
+class NetworkOptions(Struct, frozen=True):
+    """How badly messages fare: each is lost or repeated by these odds and late by up to `delay_s`.
+
+    `ordered` keeps what one participant says to another in order, as a live link does; otherwise anything overtakes.
+    `kept` says that what comes for a participant that is down waits for it, as in a broker's queue.
+    """
+
+    loss: float
+    repeat: float
+    delay_s: float
+    ordered: bool
+    kept: bool
+
+
+class AppOptions(Struct, frozen=True):
+    """One app: what its owner submits and when, the work in truth, and how honest its agent is.
+
+    `work_s` are serial seconds of each job, `lie` multiplies every rho it states. Its `kind` decides how fast it is
+    beside others on a GPU; one that `balks` says that its jobs can be parked, and they refuse.
+    """
+
+    submit_s: float
+    spec: AppSpec
+    work_s: float
+    apart: bool  #: whether it is slower when its GPUs lie apart
+    lie: float = 1.0
+    kind: str = ""
+    peak_bytes: int = WORKER_BYTES
+    can_park: bool = True
+    can_checkpoint: bool = True
+    balks: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Mini-batches of each job."""
+        return max(1, round(self.work_s))
+
+
+class Clock(Struct, frozen=True):
+    """How a participant's clock goes: fast or slow by a constant rate, early or late."""
+
+    rate: float
+    offset_s: float
+
+
+class Options(Struct, frozen=True):
+    """All that a seed decides."""
+
+    seed: int
+    cluster: Cluster
+    settings: ArbiterSettings
+    costs: Costs
+    beat_s: float
+    hello_s: float
+    calm_at: float
+    apps: tuple[AppOptions, ...]
+    network: NetworkOptions
+    faults: tuple[Fault, ...]
+    clocks: tuple[tuple[Party, Clock], ...]
+    hosts: tuple[tuple[NodeId, Host], ...]
+    snapshot_every: int  #: events between two snapshots of a journal
+
+    def owner(self, number: int) -> Party:
+        """Return the agent of the app that is submitted as the `number`-th, from 0."""
+        return Party("app", OwnerId(f"app{number + 1}"))
+
+
+def draw(seed: int, *, policy: str = "") -> Options:
+    """Return the world of `seed`; under this `policy` from its beginning to its end, if one is named."""
+    dice = Random(seed)  # noqa: S311 - a world is to be repeatable, not secret
+    cluster = _cluster(dice)
+    settings = _settings(dice, seed)
+    calm_at = dice.uniform(50.0, 130.0)
+    apps = tuple(sorted(_apps(dice, cluster, calm_at), key=lambda app: app.submit_s))
+    options = Options(
+        seed=seed,
+        cluster=cluster,
+        settings=settings,
+        costs=_costs(dice),
+        beat_s=dice.choice((2.0, 3.0, 4.0)),
+        hello_s=dice.choice((3.0, 6.0)),
+        calm_at=calm_at,
+        apps=apps,
+        network=_network(dice),
+        faults=(),
+        clocks=(),
+        hosts=tuple((node.id, _host(dice)) for node in cluster.nodes),
+        snapshot_every=dice.choice((10, 100, 1000)),
+    )
+    options = _shared(Random(f"sharing {seed}"), options)  # noqa: S311 - repeatable, not secret
+    helpless = Random(f"helpless {seed}")  # noqa: S311 - likewise
+    options = replace(options, apps=tuple(_maybe_helpless(helpless, app) for app in options.apps))
+    faults = sorted(_faults(dice, options), key=lambda fault: fault.at)
+    if policy:
+        options = replace(options, settings=replace(options.settings, policy=policy))
+        faults = [replace(fault, policy=policy) if fault.policy else fault for fault in faults]
+    return replace(options, faults=tuple(faults), clocks=tuple(_clocks(dice, options)))
+
+
+# --- the site -------------------------------------------------------------------------------------------------------
+
+
+def _cluster(dice: Random) -> Cluster:
+    shapes = ((1,), (2,), (1, 1), (2, 2), (4,), (2, 1), (1, 1, 1))
+    count = dice.randint(1, 4)
+    racks = dice.randint(1, count)
+    nodes = tuple(
+        NodePlan(NodeId(f"n{number + 1}"), f"r{number % racks + 1}", dice.choice(shapes), "imaginary", 16 * GIB)
+        for number in range(count)
+    )
+    return Cluster(f"{count} nodes", nodes)
+
+
+def _host(dice: Random) -> Host:
+    return Host(slow=dice.choice((2.0, 5.0)) if dice.random() < 0.15 else 1.0)
+
+
+def _settings(dice: Random, seed: int) -> ArbiterSettings:
+    return ArbiterSettings(
+        policy="themis" if dice.random() < 0.35 else _any_policy(dice),
+        policy_settings=Settings(
+            fairness_knob=dice.choice((0.0, 0.5, 0.8, 1.0)),
+            solver_budget_ms=100.0,
+            # Not "idle": where bidders want a GPU about equally, what they pay can leave it idle in every round.
+            leftover="bidders",
+            las_threshold_gpu_s=dice.choice((20.0, 100.0)),
+            oasis_slot_s=20.0,
+            trial_share=0.5,
+            trial_s=10.0,
+        ),
+        lease_s=dice.choice((15.0, 25.0, 40.0)),
+        renewal_lead_s=dice.choice((2.0, 4.0)),
+        round_pause_s=dice.choice((0.5, 1.0)),
+        probe_s=dice.choice((0.5, 1.0, 2.0)),
+        bid_s=dice.choice((0.5, 1.0, 2.0)),
+        decide_grace_s=dice.choice((2.0, 5.0)),
+        beat_s=dice.choice((2.0, 3.0, 4.0)),
+        node_timeout_s=dice.choice((10.0, 15.0)),
+        app_timeout_s=dice.choice((10.0, 20.0)),
+        admission_wait_s=dice.choice((2.0, 5.0)),
+        seed=seed,
+    )
+
+
+def _any_policy(dice: Random) -> str:
+    """Return a policy by one draw, however many there are: a new one leaves the rest of every world as it was."""
+    policies = sorted(POLICIES)
+    return policies[int(dice.random() * len(policies))]
+
+
+def _costs(dice: Random) -> Costs:
+    free = dice.random() < 0.2
+    return Costs(
+        message_s=0.01,
+        decide_s=dice.choice((0.0, 0.05, 1.0, 8.0)),
+        sample_s=0.0 if free else dice.choice((0.05, 0.5)),
+        start_s=0.0 if free else dice.choice((0.5, 2.0)),
+        restore_s=0.0 if free else 0.5,
+        checkpoint_s=0.0 if free else dice.choice((0.2, 1.5)),
+        suspend_s=0.0 if free else dice.choice((0.1, 1.0)),
+        resume_s=0.0 if free else 0.3,
+        boundaries=not free,
+    )
+
+
+def _network(dice: Random) -> NetworkOptions:
+    return NetworkOptions(
+        loss=dice.choice((0.0, 0.02, 0.1, 0.3)),
+        repeat=dice.choice((0.0, 0.0, 0.05, 0.2)),
+        delay_s=dice.choice((0.01, 0.2, 1.0, 3.0)),
+        ordered=dice.random() < 0.4,
+        kept=dice.random() < 0.5,
+    )
+
+
+def _clocks(dice: Random, options: Options) -> list[tuple[Party, Clock]]:
+    parties = [ARBITER, *_nodes(options), *_owners(options)]
+    return [
+        (party, Clock(dice.uniform(0.95, 1.05), dice.choice((0.0, 5.0, 1e4))))
+        for party in parties
+        if dice.random() < 0.4
+    ]
+
+
+def _nodes(options: Options) -> list[Party]:
+    return [Party("node", node.id) for node in options.cluster.nodes]
+
+
+def _owners(options: Options) -> list[Party]:
+    return [options.owner(number) for number in range(len(options.apps))]
+
+
+# --- GPUs that are shared ---------------------------------------------------------------------------------------------
+
+
+def _shared(dice: Random, options: Options) -> Options:
+    """Return the same world with GPUs that jobs share, or as it is: of each half."""
+    sharing: Sharing = dice.choice(("exclusive", "exclusive", "timeslice", "pack"))
+    if sharing == "exclusive":
+        return options
+    settings = replace(
+        options.settings,
+        sharing=sharing,
+        seats=dice.choice((2, 3, 4)),
+        quantum_s=dice.choice((2.0, 5.0, 10.0)),
+        policy="gandiva" if dice.random() < 0.35 else options.settings.policy,
+    )
+    costs = options.costs
+    if dice.random() < 0.7:  # dear turns are long ones, of which a world sees few
+        costs = replace(costs, suspend_s=dice.choice((0.0, 0.03)), resume_s=0.02)
+    return replace(
+        options,
+        settings=settings,
+        costs=costs,
+        hosts=tuple((node, _equipped(dice, host)) for node, host in options.hosts),
+        apps=tuple(sorted(_sharing_apps(dice, options), key=lambda app: app.submit_s)),
+    )
+
+
+def _sharing_apps(dice: Random, options: Options) -> list[AppOptions]:
+    """Return twice as many apps that come early: GPUs are shared only where they are scarce."""
+    apps = [*options.apps, *_apps(dice, options.cluster, options.calm_at)]
+    return [_sharing_app(dice, replace(app, submit_s=app.submit_s * 0.4)) for app in apps]
+
+
+def _equipped(dice: Random, host: Host) -> Host:
+    return replace(
+        host,
+        host_bytes=dice.choice((0, 0, 5 * GIB, 20 * GIB)),
+        driver=dice.random() < 0.4,
+        driver_refuses=dice.choice((0.0, 0.3)),
+        driver_loses=dice.choice((0.0, 0.0, 0.15)),
+    )
+
+
+def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
+    spec = replace(app.spec, priority=dice.choice((0, 0, 0, 0, 0, -1)))
+    if len(spec.trials) == 1 and dice.random() < 0.5:  # only jobs of one GPU are ever packed
+        app = replace(app, work_s=2.0 * app.work_s / spec.gang)
+        spec = replace(spec, gang=1, gpus_max=0, sizes=(), spans=False)
+    if len(spec.trials) == 1:  # mini-batches so short that packing can be measured
+        spec = replace(spec, steps_total=max(1, round(app.work_s * FINE)), step_serial_s=0.0)
+    if spec.gpus_max and dice.random() < 0.5:  # the same, by the sizes that it accepts
+        spec = replace(spec, sizes=tuple(spec.gang * times for times in (1, 2, 3)), gpus_max=0)
+    return replace(
+        app,
+        spec=spec,
+        kind=dice.choice("abc"),
+        # Together two of the small ones fit on a GPU, with one of the large ones nobody does.
+        peak_bytes=int(dice.choice((2.0, 5.0, 7.0, 11.0)) * GIB),
+        can_park=dice.random() < 0.85,
+        balks=dice.random() < 0.1,
+    )
+
+
+def _maybe_helpless(dice: Random, app: AppOptions) -> AppOptions:
+    """Return an app, one in ten of those with one job as one that can neither save nor be suspended."""
+    helpless = dice.random() < 0.1 and len(app.spec.trials) == 1
+    return replace(app, can_park=False, can_checkpoint=False) if helpless else app
+
+
+# --- apps -----------------------------------------------------------------------------------------------------------
+
+
+def _apps(dice: Random, cluster: Cluster, calm_at: float) -> list[AppOptions]:
+    return [_app(dice, cluster, calm_at) for _ in range(dice.randint(2, APPS_MAX))]
+
+
+def _app(dice: Random, cluster: Cluster, calm_at: float) -> AppOptions:
+    work_s = dice.uniform(5.0, 50.0)
+    makers: Sequence[Callable[[Random, Cluster, AppSpec], AppSpec]] = (_gang, _gang, _spanning, _elastic, _search)
+    plain = AppSpec(
+        trials=(("imaginary",),),
+        cwd="/",
+        checkpoint_root="/",
+        tenant=dice.choice(("red", "blue", "green")),
+        name="imaginary",
+        steps_total=max(1, round(work_s)) if dice.random() < 0.7 else 0,
+        step_serial_s=dice.choice((0.0, 1.0, 3.0)),
+        restart_s=dice.choice((1.0, 5.0)),
+        # Long enough to save on a slow node: who is killed before that at every preemption never finishes.
+        grace_s=dice.choice((14.0, 25.0)),
+        preempt_by=dice.choice(("auto", "checkpoint", "suspend")),
+        max_restarts=10,
+        level_max=dice.choice(("cluster", "cluster", "machine", "slot")),
+    )
+    spec = replace(dice.choice(makers)(dice, cluster, plain), utility=_utility(plain, work_s), kind=_kind(work_s))
+    wrong = mistake(spec)
+    assert wrong is None, wrong
+    return AppOptions(
+        submit_s=dice.uniform(0.0, calm_at * 0.6),
+        spec=spec,
+        work_s=work_s * spec.gang,
+        apart=dice.random() < 0.5,
+        lie=dice.choice((0.1, 3.0, 100.0)) if dice.random() < 0.2 else 1.0,
+    )
+
+
+def _kind(work_s: float) -> Literal["batch", "trial"]:
+    """Return an app's class, from dice of its own, so that worlds known by their seeds stay as they were but for it."""
+    return "trial" if Random(f"class {work_s}").random() < 0.2 else "batch"  # noqa: S311 - repeatable, not secret
+
+
+def _utility(spec: AppSpec, work_s: float) -> Utility | None:
+    """Return what an app is worth, if it says so; from dice of its own, so that worlds known by their seeds stay."""
+    dice = Random(work_s)  # noqa: S311 - repeatable, not secret
+    known = spec.steps_total > 0 and spec.step_serial_s > 0.0
+    return Utility(dice.choice((1.0, 10.0, 1000.0)), 0.0, 0.0) if known and dice.random() < 0.7 else None
+
+
+def _gang(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
+    too_large = dice.random() < 0.05
+    gang = cluster.gpus_of_largest_node + 1 if too_large else dice.randint(1, cluster.gpus_of_largest_node)
+    return replace(spec, gang=gang)
+
+
+def _spanning(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
+    return replace(spec, spans=True, level_max="cluster", gang=dice.randint(1, min(4, cluster.gpus)))
+
+
+def _elastic(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
+    gang = dice.choice((1, 1, 2)) if cluster.gpus_of_largest_node > 1 else 1
+    return replace(spec, gang=gang, gpus_max=gang * dice.randint(2, 3))
+
+
+def _search(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
+    trials = dice.randint(2, 5)
+    search = dice.choice(("halving", "hyperband", "curve", "all"))
+    gang = dice.choice((1, 1, 2)) if cluster.gpus_of_largest_node > 1 else 1
+    return replace(
+        spec,
+        trials=spec.trials * trials,
+        gang=gang,
+        metric="loss",
+        mode="min",
+        search=search,
+        steps_total=max(20, spec.steps_total),
+        target=0.2 if search == "curve" and dice.random() < 0.3 else None,
+    )
+
+
+def facts_of(app: AppOptions, seed: int) -> list[JobFacts]:
+    """Return the truth about the jobs of an app; a search's trials report a loss that falls with their steps."""
+    spec = app.spec
+    steps = spec.steps_total or app.steps
+    slowdown = _slower_apart if app.apart else _as_fast_anywhere
+    dice = Random(f"{seed} {app.submit_s}")  # noqa: S311 - repeatable, not secret
+    facts = []
+    for number in range(len(spec.trials)):
+        reports: tuple[tuple[int, float], ...] = ()
+        if spec.metric:
+            trial = Trial(number=number, steps_done=0, steps_total=steps, state="live")
+            power, floor = dice.uniform(0.2, 1.0), dice.uniform(0.0, 0.3)
+            at = sorted({*scheduler_for(spec).report_steps(trial), steps})
+            reports = tuple((step, floor + (1 + step) ** -power) for step in at if step <= steps)
+        facts.append(
+            JobFacts(
+                work_s=app.work_s,
+                steps=steps,
+                demand_max=spec.job_demand_max,
+                slowdown=slowdown,
+                reports=reports,
+                metric=spec.metric,
+                kind=app.kind,
+                beside=partial(_beside, seed, app.kind),
+                busy=None,
+                peak_bytes=app.peak_bytes,
+                can_park=app.can_park,
+                can_checkpoint=app.can_checkpoint,
+                balks=app.balks,
+            )
+        )
+    return facts
+
+
+def _beside(seed: int, kind: str, other: str) -> float:
+    """Return the speed of a job of that kind beside another: some pairs gain by it, some lose."""
+    dice = Random(f"beside {seed} {kind} {other}")  # noqa: S311 - repeatable, not secret
+    return 0.0 if dice.random() < 0.05 else dice.uniform(0.3, 1.0)
+
+
+def _slower_apart(gpus: int, level: Level) -> float:
+    return SLOWDOWN[level] if gpus > 1 else 1.0
+
+
+def _as_fast_anywhere(gpus: int, level: Level) -> float:  # noqa: ARG001 - a slowdown is asked of both
+    return 1.0
+
+
+# --- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def _faults(dice: Random, options: Options) -> list[Fault]:
+    # A world of few kinds shows more of each than one of all: what hides behind crashes comes out without them.
+    last = _policy if options.settings.sharing == "exclusive" else _operator
+    makers = (_daemon, _cut, _vanish, _power, _gpu, _worker, _cancel, last)
+    chosen = dice.sample(makers, dice.randint(1, len(makers)))
+    return [_one_fault(dice, options, chosen) for _ in range(dice.randint(0, FAULTS_MAX))]
+
+
+def _one_fault(dice: Random, options: Options, makers: Sequence[Callable[[Random, Options], Fault]]) -> Fault:
+    fault = dice.choice(makers)(dice, options)
+    return replace(fault, at=dice.uniform(1.0, options.calm_at))
+
+
+def _daemon(dice: Random, options: Options) -> Fault:
+    who = dice.choice((ARBITER, dice.choice(_nodes(options)), dice.choice(_owners(options))))
+    kind: Kind = dice.choice(("crash", "crash", "freeze"))
+    return Fault(0.0, kind, who, for_s=_for_s(dice), midway=kind == "crash" and dice.random() < 0.4)
+
+
+def _cut(dice: Random, options: Options) -> Fault:
+    who = dice.choice((*_nodes(options), *_owners(options)))
+    return Fault(0.0, "cut", who, for_s=_for_s(dice), number=dice.randint(0, 2))
+
+
+def _vanish(dice: Random, options: Options) -> Fault:
+    if dice.random() < 0.7:  # for good is rare
+        return _daemon(dice, options)
+    return Fault(0.0, "vanish", dice.choice(_owners(options)))
+
+
+def _power(dice: Random, options: Options) -> Fault:
+    return Fault(0.0, "power", dice.choice(_nodes(options)), for_s=_for_s(dice))
+
+
+def _gpu(dice: Random, options: Options) -> Fault:
+    for_s = 0.0 if dice.random() < 0.4 else _for_s(dice)
+    return Fault(0.0, "gpu", dice.choice(_nodes(options)), for_s=for_s, number=dice.randrange(8))
+
+
+def _worker(dice: Random, options: Options) -> Fault:
+    kind: Kind = dice.choice(("worker-crash", "worker-kill", "worker-deaf", "worker-stall"))
+    return Fault(0.0, kind, dice.choice(_nodes(options)), number=dice.randrange(8))
+
+
+def _cancel(dice: Random, options: Options) -> Fault:
+    return Fault(0.0, "cancel", dice.choice(_owners(options)))
+
+
+def _policy(dice: Random, options: Options) -> Fault:  # noqa: ARG001 - drawn like the others
+    return Fault(0.0, "policy", policy=_any_policy(dice))
+
+
+def _operator(dice: Random, options: Options) -> Fault:
+    if dice.random() < 0.5:
+        return _policy(dice, options)
+    return Fault(0.0, "sharing", sharing=dice.choice(("exclusive", "timeslice", "pack")))
+
+
+def _for_s(dice: Random) -> float:
+    """Return how long something lasts: within what is borne in silence, or beyond."""
+    return dice.choice((0.1, 2.0, 6.0, 25.0)) * dice.uniform(0.5, 1.5)

@@ -1,0 +1,1 @@
+"""Rows, figures and reports of simulations."""
