@@ -34,7 +34,6 @@ from itertools import chain, groupby
 
 from msgspec.structs import replace
 
-from arbiter.core.leases import preemption_budget
 from arbiter.core.placement.assignment import Holes, gpus, move_s, pick
 from arbiter.core.placement.victims import Victim, fewest, groups_of, score_of, units_of
 from arbiter.core.seam import (
@@ -43,7 +42,6 @@ from arbiter.core.seam import (
     Clock,
     Displaced,
     GpuView,
-    NodeView,
     Outcome,
     Policy,
     ServesInteractive,
@@ -51,14 +49,9 @@ from arbiter.core.seam import (
     View,
     is_interactive,
 )
-from arbiter.core.state import model
-from arbiter.core.state.model import Draining, Leased
-from arbiter.core.turn import Turn
 from protocol.messages import AppId, Bid, GpuId, NodeId
 
-#: An app that has not left so long after its grace period is waited for no longer: what it is on may never be empty.
-LEAVE_S = 60.0
-#: So long an interactive app waits for GPUs whose holder is over, before somebody makes room for it.
+#: For so long an interactive app waits for GPUs whose holder is over, before a job makes room for it.
 EMPTY_S = 5.0
 #: So many times what a move costs it who has made room P times is not left with nothing again: most of that is work.
 SPARED_MOVES = 3.0
@@ -69,105 +62,8 @@ AGAIN_S = 1.0
 _Loss = tuple[bool, bool, bool, float, tuple[AppId, NodeId, str]]
 _Free = Mapping[NodeId, Sequence[GpuView]]
 
-# --- what policies are shown ------------------------------------------------------------------------------------------
 
-
-def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
-    """Return what nodes have, and what of that goes with GPUs that drain; none where nobody needs it."""
-    state = turn.state
-    reserved = state.settings.policy_settings.interactive_nodes > 0
-    if not reserved and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
-        return {}
-    drained: dict[tuple[NodeId, AppId], list[model.App | None]] = defaultdict(list)  #: by who leaves: who comes
-    for gpu_id in sorted(turn.index.draining):
-        gpu = state.gpus[gpu_id]
-        if isinstance(gpu.state, Draining):
-            winner = state.apps.get(gpu.state.promised_to) if gpu.state.promised_to is not None else None
-            comes = winner if winner is not None and winner.active else None
-            drained[gpu.node, gpu.state.lease.app].append(comes)
-    leaving: dict[NodeId, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for (node_id, app_id), winners in drained.items():
-        # A gang leaves as one, before anybody comes to a part of it; of several gangs, others may still be there then.
-        leaver = state.apps[app_id]
-        for part in [winners] if len(winners) <= leaver.gang else [[winner] for winner in winners]:
-            before, after = _taken([leaver] * len(part)), _taken(part)
-            cpus, host_bytes = leaving[node_id]
-            leaving[node_id] = (cpus + max(before[0], after[0]), host_bytes + max(before[1], after[1]))
-    return {
-        node.id: NodeView(
-            sum(model.is_first(gpu) and model.usable(state, state.gpus[gpu]) for gpu in turn.index.node_gpus[node.id]),
-            node.cpus,
-            node.host_bytes,
-            *leaving[node.id],
-        )
-        for node in sorted(state.nodes.values(), key=lambda each: each.id)
-    }
-
-
-def _taken(owners: Sequence[model.App | None]) -> tuple[float, float]:
-    """Return the cores and bytes of memory that go with a GPU of each of these."""
-    apps = [app for app in owners if app is not None]
-    return sum(app.cpus / app.gang for app in apps), sum(app.host_bytes / app.gang for app in apps)
-
-
-def leaving(turn: Turn) -> frozenset[AppId]:
-    """Return the apps that have not left yet what they have lost, and will: it is in service, and their grace runs."""
-    found = set()
-    for gpu in (turn.state.gpus[gpu] for gpu in turn.index.draining):
-        app = turn.state.apps.get(gpu.state.lease.app) if isinstance(gpu.state, Draining) else None
-        if isinstance(gpu.state, Draining) and app is not None and model.usable(turn.state, gpu):
-            grace_s = max((job.grace_s for job in app.jobs), default=0.0)
-            if turn.now < gpu.state.since + grace_s + LEAVE_S:
-                found.add(app.id)
-    return frozenset(found)
-
-
-def wait(turn: Turn) -> bool:
-    """Whether an interactive app that this layer serves has nothing: a reason for a round where nothing is in play."""
-    settings = turn.state.settings
-    if settings.shared or not _serves(turn.policy, settings.policy_settings):
-        return False
-    return any(turn.state.apps[app].kind == "interactive" for app in turn.index.active - turn.index.holders)
-
-
-def takeable(
-    turn: Turn, apps: Sequence[AppView], gpus: Mapping[GpuId, GpuView]
-) -> tuple[tuple[GpuView, ...], tuple[AppView, ...]]:
-    """Return the leased GPUs not in play that a waiting interactive app may be given, and the apps that hold them."""
-    if not _any_waits(turn, apps):
-        return (), ()
-    holders = sorted(turn.index.holders & turn.index.app_views.keys())
-    held = (turn.state.gpus[gpu] for holder in holders for gpu in sorted(turn.index.gpus[holder]))
-    able = [gpu for gpu in held if isinstance(gpu.state, Leased) and gpu.id not in gpus]
-    kept = preemption_budget.kept(turn)
-    able = [gpu for gpu in able if gpu.id not in kept]
-    taken = tuple(turn.index.show(gpu) for gpu in able if model.usable(turn.state, gpu))
-    names = {gpu.holder for gpu in taken}
-    return taken, tuple(turn.index.app_views[app].view for app in holders if app in names)
-
-
-def emptying(turn: Turn, apps: Sequence[AppView]) -> tuple[GpuView, ...]:
-    """Return, while an interactive app waits, the GPUs that are free in a moment: their app is over, none is next."""
-    if not _any_waits(turn, apps):
-        return ()
-    found = []
-    for gpu in (turn.state.gpus[gpu] for gpu in sorted(turn.index.draining)):
-        if isinstance(gpu.state, Draining) and gpu.state.promised_to is None and model.usable(turn.state, gpu):
-            app = turn.state.apps.get(gpu.state.lease.app)
-            if app is not None and not app.active and turn.now < gpu.state.since + EMPTY_S:
-                found.append(turn.index.show(gpu))
-    return tuple(found)
-
-
-def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
-    """Whether one of `apps` is an interactive app that this layer serves and that has nothing."""
-    settings = turn.state.settings
-    if settings.shared or not _serves(turn.policy, settings.policy_settings):
-        return False
-    return any(app.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable for app in apps)
-
-
-def _serves(policy: Policy, settings: Settings) -> bool:
+def serves(policy: Policy, settings: Settings) -> bool:
     """Whether this layer serves interactive apps under `policy`."""
     return settings.interactive_share > 0.0 and not _has_its_own(policy)
 
@@ -185,7 +81,7 @@ def allocate(
     policy: Policy, settings: Settings, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None
 ) -> Allocation:
     """Return what the policy decides about what interactive apps do not keep, and what interactive apps get besides."""
-    if not any(app.kind == "interactive" for app in view.apps) or view.shared or not _serves(policy, settings):
+    if not any(app.kind == "interactive" for app in view.apps) or view.shared or not serves(policy, settings):
         return policy.allocate(view, bids, clock)
     own = {
         app.app: app
@@ -229,7 +125,7 @@ def _as_interactive(outcome: Outcome, app: AppView | None) -> Outcome:
 
 def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation) -> Allocation:
     """Return the allocation with a gang for each interactive app without GPUs, as far as their share allows; pure."""
-    if view.shared or not _serves(policy, settings):
+    if view.shared or not serves(policy, settings):
         return allocation
     winners = set(allocation.assign.values())
     waiting = [
