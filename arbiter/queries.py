@@ -365,7 +365,7 @@ class Desk:
         until = f", its lease ends in {max(0.0, min(ends) - now):.0f} s" if min(ends) < model.NEVER else ""
         return f"{app_id} holds {where}{until}"
 
-    def _own_story(self, app: model.App) -> Sequence[model.Chapter]:
+    def _own_story(self, app: model.App) -> Sequence[model.StoryLine]:
         """Return the story of an app, with what the last round tells all apps that it tells nothing of their own."""
         story, rest = self._arbiter.story(app.id), self._arbiter.state.rest
         if rest is None or not app.active:
@@ -578,7 +578,7 @@ def _own_round(app: AppId, record: RoundRecord) -> dict[str, Any]:
     }
 
 
-def _story(chapters: Sequence[model.Chapter]) -> list[dict[str, Any]]:
+def _story(chapters: Sequence[model.StoryLine]) -> list[dict[str, Any]]:
     return [{"at": _instant(chapter.at), "what": chapter.what} for chapter in chapters]
 
 

@@ -24,7 +24,7 @@ from arbiter.core.members import apps, nodes, owner_acts, sales, site
 from arbiter.core.rounds import phases
 from arbiter.core.state.gpu_time import Flow
 from arbiter.core.state.index import Index
-from arbiter.core.state.model import ArbiterSettings, Chapter, State
+from arbiter.core.state.model import ArbiterSettings, State, StoryLine
 from arbiter.core.turn import Turn
 from protocol.core import Connected, Received, Tick
 from protocol.messages import (
@@ -154,7 +154,7 @@ class Arbiter:
         listens = site.listens(turn)
         if not listens:
             self._go_on(turn, ticks=isinstance(event, Tick))
-        for app_id in sorted({*turn.reckon(), *turn.accounts} & self.state.apps.keys()):
+        for app_id in sorted({*turn.rebook_availability(), *turn.accounts} & self.state.apps.keys()):
             leases.close_account(turn, app_id)
         gpus = self._index.census()[1]
         if gpus != self.state.history.gpus:
@@ -203,7 +203,7 @@ class Arbiter:
         """Return all seats of the GPU that this is one of."""
         return frozenset(self._index.seats[device_of(gpu)])
 
-    def story(self, id: str) -> Sequence[Chapter]:  # noqa: A002
+    def story(self, id: str) -> Sequence[StoryLine]:  # noqa: A002
         """Return what has happened to a GPU, app, node or ``rounds``, oldest first."""
         return tuple(self.state.stories.get(id, ()))
 

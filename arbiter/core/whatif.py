@@ -242,7 +242,7 @@ def _remove(turn: Turn, obstacle: Obstacle) -> None:
             state.gpus[gpu.id] = replace(gpu, present=True, healthy=True, quarantined=False)
             _leave(turn, gpu.id)
     turn.index.recount()
-    turn.reckon()
+    turn.rebook_availability()
     turn.state.history.resize(turn.index.census()[1], state.settings.tenants, turn.now)
 
 

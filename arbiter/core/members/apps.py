@@ -213,7 +213,7 @@ def settle(
     ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=views.apps_mean(turn.state, app, turn.now))
     if isinstance(app.state, Active | Enrolling):
         _count(turn, -1)
-    phases.excuse(turn, app.id)
+    phases.stop_awaiting(turn, app.id)
     leases.end_all(turn, app.id, f"the app has {outcome}" if outcome == "finished" else outcome)
     told = outcome == "finished" and ideal_s > 0 and app.basis == "measured"
     rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s + app.start_s) if told else None

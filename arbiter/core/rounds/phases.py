@@ -64,7 +64,7 @@ def abort(turn: Turn, why: str, *, loudly: bool = False) -> None:
         turn.state.news = True
 
 
-def excuse(turn: Turn, app: AppId) -> None:
+def stop_awaiting(turn: Turn, app: AppId) -> None:
     """Wait no longer for an app that is over."""
     if isinstance(turn.state.phase, Probing | Bidding):
         turn.state.phase.awaited.discard(app)
@@ -111,7 +111,7 @@ def take_decision(turn: Turn, decided: Decided) -> None:
     for outcome in outcomes:
         turn.tell_round(outcome.app, outcome.reason)
     rest = decided.allocation.rest
-    state.rest = model.Chapter(turn.now, f"round {state.round}: {rest}") if rest else None
+    state.rest = model.StoryLine(turn.now, f"round {state.round}: {rest}") if rest else None
     failure = decided.failure.sentence if decided.failure is not None else ""
     turn.effects.append(replace(_record(turn, phase, decided.allocation, outcomes, off), failure=failure))
 

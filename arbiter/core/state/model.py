@@ -54,7 +54,7 @@ class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     policy_settings: Settings = Settings()
     lease_s: float = 600.0
     renewal_lead_s: float = 30.0  #: a round runs this long before leases end, so that incumbents learn in time
-    gather_leases: float = 2.0  #: a gang for which no round had room for so many leases gets one that has; 0: none
+    align_after_leases: float = 2.0  #: a gang for which no round had room for so many leases gets one that has; 0: none
     round_pause_s: float = 1.0  #: between rounds, whatever happens
     probe_s: float = 2.0  #: deadline of phase 1
     probes_max: int = 2000  #: apps asked in phase 1; of more, those that look worst off by what the arbiter knows
@@ -460,8 +460,8 @@ RoundState = Idle | Probing | Bidding | Deciding
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
-class Cramped(Struct, frozen=True):
-    """Gangs of one kind that wait, and since when: from the first on, or since a place was last gathered for them."""
+class BlockedGangs(Struct, frozen=True):
+    """Gangs of one kind that wait, and since when: from the first on, or since a place was last aligned for them."""
 
     gang: int
     spans: bool
@@ -469,7 +469,7 @@ class Cramped(Struct, frozen=True):
     since: float
 
 
-class Chapter(Struct, frozen=True, array_like=True):
+class StoryLine(Struct, frozen=True, array_like=True):
     """One line of an object's story."""
 
     at: float
@@ -495,11 +495,11 @@ class State(Struct):
     fruitless_at: float | None = None  #: when a round was last found to have nothing to give, or nobody to give it to
     look_again_at: float | None = None  #: the policy wants another round then, even if nothing happens
     news: bool = False  #: something happened since the last round that could change its result
-    cramped: tuple[Cramped, ...] = ()  #: the kinds of gangs, of several GPUs, that wait; see `gathering`
-    gathered: dict[GpuId, float] = field(default_factory=dict)  #: whose leases end together, and when
+    blocked: tuple[BlockedGangs, ...] = ()  #: the kinds of gangs, of several GPUs, that wait; see `alignment`
+    aligned: dict[GpuId, float] = field(default_factory=dict)  #: whose leases end together, and when
     leases_made: int = 0
-    rest: Chapter | None = None  #: what the last round tells the apps that it tells nothing of their own
-    stories: dict[str, list[Chapter]] = field(default_factory=dict)
+    rest: StoryLine | None = None  #: what the last round tells the apps that it tells nothing of their own
+    stories: dict[str, list[StoryLine]] = field(default_factory=dict)
     asked: tuple[Asked, ...] = ()  #: the apps that have asked for a booking last, the newest last
     slot: tuple[int, int] = (0, 0)  #: the slot and the number of usable GPUs for which bookings were last looked at
     history: History = field(default_factory=History)  #: who has had how much GPU time
