@@ -368,8 +368,7 @@ class Arbiter:
             turn.effects.append(Send(Party("app", app.owner), grant))
         for (app_id, reason), lost in sorted(turn.revoked.items()):
             app = self._next_seq(app_id)
-            grace_s = max((job.grace_s for job in app.jobs), default=0.0)
-            preempt = Preempt(app_id, state.epoch, app.holdings_seq, tuple(sorted(lost)), reason, grace_s)
+            preempt = Preempt(app_id, state.epoch, app.holdings_seq, tuple(sorted(lost)), reason, app.grace_s)
             turn.effects.append(Send(Party("app", app.owner), preempt))
 
     def _say_holdings(self, turn: Turn, app: model.App, cluster_gpus: int, *, restate: bool) -> None:
@@ -409,7 +408,7 @@ def _validate_history(state: State, index: Index) -> None:
     assert held.keys() <= booked.keys(), f"nothing is booked for {sorted(held.keys() - booked.keys())}"
     alike = all(isclose(rate, held.get(app, 0.0), abs_tol=1e-6) for app, rate in booked.items())
     assert alike, "held and booked differ"
-    wanted = {app.id: (float(app.weight), app.demand_max) for app in state.apps.values() if app.active}
+    wanted = {app.id: (float(app.requirements.weight), app.demand_max) for app in state.apps.values() if app.active}
     known = {app: (account.weight, account.demand) for app, account in history.apps.items() if account.demand}
     silent = {app for app in wanted if state.now - state.apps[app].seen_at > state.settings.app_timeout_s}
     due = {app: terms for app, terms in known.items() if app not in silent}

@@ -106,7 +106,9 @@ def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
 def _taken(owners: Sequence[model.App | None]) -> tuple[float, float]:
     """Return the cores and bytes of memory that go with a GPU of each of these."""
     apps = [app for app in owners if app is not None]
-    return sum(app.cpus / app.gang for app in apps), sum(app.host_bytes / app.gang for app in apps)
+    return sum(app.requirements.cpus / app.gang for app in apps), sum(
+        app.requirements.host_bytes / app.gang for app in apps
+    )
 
 
 def leaving(turn: Turn) -> frozenset[AppId]:
@@ -114,10 +116,10 @@ def leaving(turn: Turn) -> frozenset[AppId]:
     found = set()
     for gpu in (turn.state.gpus[gpu] for gpu in turn.index.draining):
         app = turn.state.apps.get(gpu.state.lease.app) if isinstance(gpu.state, Draining) else None
-        if isinstance(gpu.state, Draining) and app is not None and model.usable(turn.state, gpu):
-            grace_s = max((job.grace_s for job in app.jobs), default=0.0)
-            if turn.now < gpu.state.since + grace_s + LEAVE_S:
-                found.add(app.id)
+        if not isinstance(gpu.state, Draining) or app is None or not model.usable(turn.state, gpu):
+            continue
+        if turn.now < gpu.state.since + app.grace_s + LEAVE_S:
+            found.add(app.id)
     return frozenset(found)
 
 
@@ -126,7 +128,7 @@ def wait(turn: Turn) -> bool:
     settings = turn.state.settings
     if settings.shared or not _serves(turn.policy, settings.policy_settings):
         return False
-    return any(turn.state.apps[app].kind == "trial" for app in turn.index.active - turn.index.holders)
+    return any(turn.state.apps[app].requirements.kind == "trial" for app in turn.index.active - turn.index.holders)
 
 
 def takeable(
@@ -163,7 +165,7 @@ def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
     settings = turn.state.settings
     if settings.shared or not _serves(turn.policy, settings.policy_settings):
         return False
-    return any(app.kind == "trial" and app.want > 0 and not app.kept and not app.renewable for app in apps)
+    return any(app.requirements.kind == "trial" and app.want > 0 and not app.kept and not app.renewable for app in apps)
 
 
 def _serves(policy: Policy, settings: Settings) -> bool:
@@ -184,7 +186,7 @@ def allocate(
     policy: Policy, settings: Settings, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None
 ) -> Allocation:
     """Return what the policy decides about what trials do not keep, and what trials get besides."""
-    if not any(app.kind == "trial" for app in view.apps) or view.shared or not _serves(policy, settings):
+    if not any(app.requirements.kind == "trial" for app in view.apps) or view.shared or not _serves(policy, settings):
         return policy.allocate(view, bids, clock)
     own = {
         app.app: app
@@ -278,7 +280,7 @@ class _Serving:
         for unit in (*self._fresh, *self._units):
             self._has[unit.app.app] += len(unit.gpus)
         self._size_max = max((score_of(unit, view.nodes)[0] for unit in self._units), default=0.0)
-        self._grace_max = max((unit.app.grace_s for unit in self._units), default=0.0)
+        self._grace_max = max((unit.app.requirements.grace_s for unit in self._units), default=0.0)
 
     def _found_units(self, trials: set[AppId]) -> list[Victim]:
         """Return what apps of class ``batch`` hold after this round, job by job."""
@@ -296,7 +298,7 @@ class _Serving:
         return [
             unit
             for app, gpus in sorted(after.items())
-            if app not in trials and app in known and known[app].kind == "batch"
+            if app not in trials and app in known and known[app].requirements.kind == "batch"
             for unit in units_of(known[app], gpus)
         ]
 
@@ -308,7 +310,7 @@ class _Serving:
         given: dict[AppId, list[GpuView]] = defaultdict(list)
         for gpu in self._view.gpus:
             app = self._apps.get(self._assign.get(gpu.gpu, AppId("")))
-            if app is None or app.kind != "batch" or app.app in trials or self._often(app):
+            if app is None or app.requirements.kind != "batch" or app.app in trials or self._often(app):
                 continue
             if not (app.kept or app.renewable):
                 given[app.app].append(gpu)
@@ -394,7 +396,7 @@ class _Serving:
         free: dict[NodeId, list[GpuView]] = defaultdict(list)
         for gpu in self._free:
             free[gpu.node].append(gpu)
-        able = (each for each in self._ranked if each[1].app.priority <= app.priority)
+        able = (each for each in self._ranked if each[1].app.requirements.priority <= app.requirements.priority)
         spared: list[tuple[float, AppId]] = []
         for (loses, _, _), alike in groupby(able, key=lambda each: each[0][:3]):
             if loses and spared:

@@ -154,7 +154,7 @@ def _seat(turn: Turn, gpu: Gpu) -> SeatView:
         due=leases.is_due(turn, lease),
         inherited=lease.guest and not guest,
         cooperative=app.cooperative,
-        priority=app.priority,
+        priority=app.requirements.priority,
     )
 
 
@@ -190,7 +190,8 @@ class _Device:
         if not self.free or not self.sitting or app.app in self.sitting:
             return False
         return all(
-            seat is not None and seat.cooperative and seat.priority <= app.priority for seat in self.sitting.values()
+            seat is not None and seat.cooperative and seat.priority <= app.requirements.priority
+            for seat in self.sitting.values()
         )
 
     def bears(self, app: AppView) -> bool:
