@@ -135,12 +135,12 @@ async def _run(
         site=kept.site,
         leaves_site=config.adopt_site,
     )
-    hands = _Hands(memory, checkpointer)
+    performer = Performer(memory, checkpointer)
     shell: Shell[LocalEvent, LocalEffect] = Shell(
-        _Dated(core),
+        _DatedCore(core),
         bus,
         Party("node", config.node),
-        perform=hands.perform,
+        perform=performer.perform,
         clock=clock,
         shared_users=frozenset(config.shared_users),
         on_alive=on_alive,
@@ -154,11 +154,11 @@ async def _run(
         watch = ActivityWatch(backend, shell.post)
         sampler = Sampler(backend, workers, shell.post, config.sample_s, lambda: watch.watch(core.unmeasured()))
         lifting = tasks.create_task(_watch_for_lifting(memory.folder, shell.post))
-        hands.attach(workers, sampler, tasks, shell.post, storage)
-        await hands.remember()
+        performer.attach(workers, sampler, tasks, shell.post, storage)
+        await performer.remember()
         await workers.adopt()
         if facts.driver:
-            await hands.find_checkpointed()
+            await performer.find_checkpointed()
         working = (*map(tasks.create_task, (sampler.run(), watch.run(), storage.watch())), lifting)
         log.info("node.ready", node=config.node, gpus=len(backend.devices()), incarnation=memory.kept.incarnation)
         if on_ready is not None:
@@ -228,7 +228,7 @@ def _open(config: NodeConfig) -> DeviceBackend:
         raise ConfigError(str(error)) from error
 
 
-class _Dated:
+class _DatedCore:
     """The core, whose reports say what this host's clock shows as they go out."""
 
     def __init__(self, core: NodeAgent) -> None:
@@ -245,7 +245,7 @@ def _dated(effect: NodeEffect) -> NodeEffect:
     return effect
 
 
-class _Hands:
+class Performer:
     """Carries out what the core asks, each thing where it belongs."""
 
     def __init__(self, memory: _Memory, checkpointer: Checkpointer) -> None:
@@ -259,6 +259,7 @@ class _Hands:
         post: Callable[[LocalEvent], None],
         storage: Storage,
     ) -> None:
+        """Give it the parts that do the work, once they exist."""
         self._workers, self._sampler, self._tasks, self._post = workers, sampler, tasks, post
         self._storage = storage
 
@@ -288,6 +289,7 @@ class _Hands:
         )
 
     async def perform(self, effect: LocalEffect) -> None:
+        """Carry out one effect, or begin to."""
         match effect:
             case RememberFence() | RememberIncarnation() | RememberHealth():
                 await self._remember(effect)

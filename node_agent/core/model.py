@@ -21,7 +21,7 @@ from typing import Literal, assert_never
 from msgspec import Struct
 
 from node_agent.core.cost import Cost
-from node_agent.core.rank_sync import Gang
+from node_agent.core.rank_sync import Ranks
 from protocol.messages import (
     AppId,
     GpuId,
@@ -36,6 +36,8 @@ from protocol.messages import (
     device_of,
 )
 from protocol.worker import Order
+
+REASON_CHARS_MAX = 4000  #: of a sentence that travels every beat
 
 Rung = Literal["ordered", "probed", "terminated", "killed"]
 
@@ -191,7 +193,7 @@ class Task(Struct, frozen=True):
     complaint: str = ""  #: what is wrong with the order, for the status
     facts: Facts = Facts()
     priority: int = 0
-    gang: Gang = Gang()
+    ranks: Ranks = Ranks()
     began_at: float | None = None  #: when its process began, UNIX seconds; None: it has had none
     reseated: bool = False  #: on other seats of its GPUs than it was started on
     given_up: bool = False  #: parked, and its seats were reported empty under no lease: they may be another's by now

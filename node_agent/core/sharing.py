@@ -17,7 +17,7 @@ from node_agent.core.model import Exited, Running, Stopping, Suspended, Task, Va
 from node_agent.core.packing import Able, Packs
 from node_agent.core.proof import Gpus
 from node_agent.core.slicing import Sitter, Slices
-from node_agent.core.suspend_methods import MEANS, Ways
+from node_agent.core.suspend_methods import VACATE_METHODS, SuspendMethods
 from protocol.messages import GpuId, Measured, NodePlan, TaskId
 
 Tasks = Mapping[TaskId, Task]
@@ -38,8 +38,8 @@ class Word(Struct, frozen=True):
 class Sharing:
     """The sharing of one node's GPUs; nothing happens here while plans say that jobs have GPUs to themselves."""
 
-    def __init__(self, facts: NodeFacts, gpus: Gpus, ways: Ways) -> None:
-        self._facts, self._gpus, self._ways = facts, gpus, ways
+    def __init__(self, facts: NodeFacts, gpus: Gpus, methods: SuspendMethods) -> None:
+        self._facts, self._gpus, self._methods = facts, gpus, methods
         self.active = False
         self._packing = False
         self._quantum_s = 60.0
@@ -73,7 +73,9 @@ class Sharing:
         """Whether a parked task is to save and leave, for which it needs its GPUs once more."""
         if not (self.active and isinstance(task.state, Suspended) and task.want == "vacate") or task.given_up:
             return False
-        return not task.state.by_driver and self._ways.of(task, MEANS[task.preempt_by], tasks.values())[:1] == ["leave"]
+        return not task.state.by_driver and self._methods.usable(task, VACATE_METHODS[task.preempt_by], tasks.values())[
+            :1
+        ] == ["leave"]
 
     def returning(self, tasks: Tasks) -> list[TaskId]:
         """Return the parked tasks that will use their GPUs once more, to save and leave."""
@@ -88,15 +90,15 @@ class Sharing:
     def _why_rest(self, task: Task, tasks: Tasks) -> str:
         others = [each for each in tasks.values() if each.id in self._on and each.devices & task.devices]
         for each in others:
-            if each.occupies and not self._ways.can_rest(each, tasks.values()):
-                return f"{each.id} has its GPU and cannot be suspended: {self._ways.why_fixed(each)}"
+            if each.occupies and not self._methods.can_rest(each, tasks.values()):
+                return f"{each.id} has its GPU and cannot be suspended: {self._methods.why_fixed(each)}"
         return f"waits for its turn; now it is that of {', '.join(sorted(each.id for each in others)) or 'nobody'}"
 
     def measured(self, task: Task, measured: Measured, tasks: Tasks) -> Measured:
         """Return what was measured of a task, with what sharing has to do with it."""
         partner = self.packs.partner(task.id)
-        kept = isinstance(task.state, Running) and not self._ways.can_rest(task, tasks.values())
-        found = self.packs.remark(task.id) or (f"cannot be suspended: {self._ways.why_fixed(task)}" if kept else "")
+        kept = isinstance(task.state, Running) and not self._methods.can_rest(task, tasks.values())
+        found = self.packs.remark(task.id) or (f"cannot be suspended: {self._methods.why_fixed(task)}" if kept else "")
         return replace(
             measured,
             share=self._slices.share(task.id),
@@ -154,7 +156,7 @@ class Sharing:
             tasks=tuple(task.id for task in unit),
             devices=frozenset[GpuId]().union(*(task.devices for task in unit)),
             priority=max(task.priority for task in unit),
-            fixed=any(task.occupies and not self._ways.can_rest(task, tasks.values()) for task in unit),
+            fixed=any(task.occupies and not self._methods.can_rest(task, tasks.values()) for task in unit),
             leaving=any(task.want == "vacate" for task in unit),
             fresh=all(isinstance(task.state, Waiting) for task in unit),
             active=any(task.occupies for task in unit),
@@ -218,4 +220,4 @@ def _wants(task: Task) -> bool:
 
 
 def _packable(task: Task) -> bool:
-    return task.gang.world == 1 and len(task.devices) == 1
+    return task.ranks.world == 1 and len(task.devices) == 1

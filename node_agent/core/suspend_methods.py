@@ -10,29 +10,29 @@ from node_agent.core.model import Loading, Resuming, Running, Starting, Suspende
 from node_agent.core.proof import Gpus
 
 #: `leave`: by a checkpoint; `suspend`: parked by itself at a mini-batch boundary; `driver`: by the driver's checkpoint.
-Means = Literal["leave", "suspend", "driver"]
+SuspendMethod = Literal["leave", "suspend", "driver"]
 
 #: What an order to vacate tries, in this order; a worker that cannot do any of it is signalled.
-MEANS: dict[str, tuple[Means, ...]] = {
+VACATE_METHODS: dict[str, tuple[SuspendMethod, ...]] = {
     "auto": ("leave", "suspend", "driver"),
     "checkpoint": ("leave",),
     "suspend": ("suspend", "driver", "leave"),
 }
 #: What a worker tries whose turn on a shared GPU is over.
-REST: tuple[Means, ...] = ("suspend", "driver")
+REST_METHODS: tuple[SuspendMethod, ...] = ("suspend", "driver")
 
 
-class Ways:
+class SuspendMethods:
     """What the tasks of one node can do, given what its host has."""
 
     def __init__(self, facts: NodeFacts, gpus: Gpus) -> None:
         self._facts = facts
         self._gpus = gpus
 
-    def of(self, task: Task, among: Sequence[Means], tasks: Iterable[Task]) -> list[Means]:
+    def usable(self, task: Task, among: Sequence[SuspendMethod], tasks: Iterable[Task]) -> list[SuspendMethod]:
         """Return what of these a task can do and has not refused; `tasks` are all of the node."""
         facts = task.facts
-        if among is REST and self._is_of_unknown_size(task):
+        if among is REST_METHODS and self._is_of_unknown_size(task):
             return []
         found = [do for do in among if do not in facts.refused]
         if "leave" in found and not facts.can_checkpoint:
@@ -53,7 +53,7 @@ class Ways:
     def can_rest(self, task: Task, tasks: Iterable[Task]) -> bool:
         """Whether a task that is on its GPUs can be suspended, now or within a moment."""
         if isinstance(task.state, Running):
-            return bool(self.of(task, REST, tasks))
+            return bool(self.usable(task, REST_METHODS, tasks))
         return isinstance(task.state, Suspending)
 
     def why_fixed(self, task: Task) -> str:
