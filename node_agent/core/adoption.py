@@ -1,4 +1,4 @@
-"""What an incarnation of the node agent writes down about its workers, and how the next one takes them up."""
+"""Notes on workers, which one incarnation of the node agent writes down and the next one takes up."""
 
 from __future__ import annotations
 
@@ -7,23 +7,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from node_agent.core import ladder
-from node_agent.core.events import (
-    AdoptedWorker,
-    NoteWorker,
-    WorkerNote,
-)
-from node_agent.core.model import (
-    Exited,
-    Facts,
-    Loading,
-    Starting,
-    State,
-    Stopping,
-    Suspended,
-    Task,
-    Vacating,
-    Waiting,
-)
+from node_agent.core.events import AdoptedWorker, NoteWorker, WorkerNote
+from node_agent.core.model import Exited, Facts, Loading, Starting, State, Stopping, Suspended, Task, Vacating, Waiting
 from node_agent.core.state import NodeState
 
 

@@ -1,4 +1,4 @@
-"""The node agent's core: what should be on the node is a plan, what is on it is measured, the rest is reconciled.
+"""The node agent's core: plans say which tasks should run on the node, measurements show which do.
 
 Nothing is started without a lease of the newest plan and a measurement that shows the GPU free and that began after the
 previous worker had left. A plan older than the newest is refused, also by the next incarnation, so the fence is written
@@ -9,8 +9,8 @@ GPUs to another app. Every order is repeated after a reconnect and has a deadlin
 Where a plan lets jobs share GPUs, `sharing` says whose turn it is; the others are parked and keep their leases. The
 processes of one task stop at the same step (`rank_sync`).
 
-It works by levels, not edges: `handle` takes the news in, then `reconcile.settle` walks all tasks and does what the
-wish and the state of each demand. So a plan that is told twice changes nothing, and the next message makes up for one
+It works by levels, not edges: `handle` takes the news in, then `reconcile.settle` walks all tasks and leads each from
+its state towards the wish for it. So a plan that is told twice changes nothing, and the next message makes up for one
 that was lost.
 """
 
@@ -70,11 +70,11 @@ class NodeAgent:
     Parameters
     ----------
     facts
-        What it knows of itself.
+        The facts that it knows of itself.
     fence
         (epoch, seq) of the newest plan any earlier incarnation saw.
     ledger
-        What an earlier incarnation knew of the health of its GPUs.
+        The record of its GPUs' health that an earlier incarnation left.
     site
         The only site whose plans are obeyed; empty: that of the first plan.
     leaves_site
@@ -93,7 +93,7 @@ class NodeAgent:
         self.state = NodeState(facts, fence, ledger, site, leaves_site=leaves_site)
 
     def handle(self, event: NodeEvent, now: float) -> Sequence[NodeEffect]:
-        """Take `event` in at `now` (UNIX seconds) and return what to do, in order."""
+        """Take `event` in at `now` (UNIX seconds) and return the effects, in order."""
         node = self.state
         assert now >= node.now, f"time went back from {node.now} to {now}"
         node.now = now
@@ -109,7 +109,7 @@ class NodeAgent:
     def deadline(self) -> float | None:
         """Return when the next beat or the next rung of a ladder is due, UNIX seconds; at once after any news.
 
-        What has changed is reported at a tick, which comes after all news of the same moment: one report says it all.
+        Changes are reported at a tick, which comes after all news of the same moment: one report says them all.
         """
         node = self.state
         if node.unsaid:
@@ -131,7 +131,7 @@ class NodeAgent:
         return reports.statuses(self.state)
 
     def unmeasured(self) -> dict[TaskId, tuple[GpuId, ...]]:
-        """Return, with their devices, the tasks that do not tell their mini-batch time and whose devices may."""
+        """Return the tasks that do not tell their mini-batch time but whose devices may show it, with these devices."""
         return measurements.unmeasured(self.state)
 
     def may_overlap(self, tasks: Sequence[TaskId]) -> bool:
@@ -139,7 +139,7 @@ class NodeAgent:
         return len(tasks) == 2 and self.state.sharing.packs.met(*tasks)
 
     def validate(self) -> None:
-        """Assert what must always hold."""
+        """Assert the invariants: launch specifications are there, and no device has two users that were not packed."""
         tasks = self.state.tasks.values()
         for task in tasks:
             if isinstance(task.state, Waiting | Starting):

@@ -12,31 +12,13 @@ from typing import Literal
 from msgspec.structs import replace
 
 from node_agent.core import rank_sync
-from node_agent.core.events import (
-    CheckpointProcess,
-    OrderWorker,
-    SignalWorker,
-)
-from node_agent.core.model import (
-    Exited,
-    Ladder,
-    Resuming,
-    Starting,
-    Stopping,
-    Suspended,
-    Suspending,
-    Task,
-    Vacating,
-)
+from node_agent.core.events import CheckpointProcess, OrderWorker, SignalWorker
+from node_agent.core.model import Exited, Ladder, Resuming, Starting, Stopping, Suspended, Suspending, Task, Vacating
 from node_agent.core.state import NodeState
 from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethod
 from node_agent.core.verdict import lost_work
-from protocol.messages import (
-    Outcome,
-)
-from protocol.worker import (
-    Order,
-)
+from protocol.messages import Outcome
+from protocol.worker import Order
 
 PROBE_S = 5.0  #: a helper thread answers at once or is wedged
 TERMINATE_S = 10.0  #: between SIGTERM and SIGKILL, once a worker has missed its deadline

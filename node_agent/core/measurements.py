@@ -1,26 +1,15 @@
-"""What a measurement of the GPUs changes: proofs, utilisation, lost GPUs and overdrawn memory."""
+"""Measurements of the GPUs: utilisation, lost GPUs, overdrawn memory, and the tasks that they concern."""
 
 from __future__ import annotations
 
 from collections import Counter
 
 from node_agent.core import ladder
-from node_agent.core.events import (
-    Sampled,
-)
-from node_agent.core.model import (
-    Exited,
-    Running,
-    Stopping,
-    Task,
-    Waiting,
-)
+from node_agent.core.events import Sampled
+from node_agent.core.model import Exited, Running, Stopping, Task, Waiting
 from node_agent.core.state import NodeState
 from node_agent.core.verdict import lost_work
-from protocol.messages import (
-    GpuId,
-    TaskId,
-)
+from protocol.messages import GpuId, TaskId
 
 SMOOTHING = 0.2  #: weight of the newest reading of a device's utilisation
 
@@ -65,5 +54,5 @@ def alone(node: NodeState) -> list[Task]:
 
 
 def unmeasured(node: NodeState) -> dict[TaskId, tuple[GpuId, ...]]:
-    """Return, with their devices, the tasks that do not tell their mini-batch time and whose devices may."""
+    """Return the tasks that do not tell their mini-batch time but whose devices may show it, with these devices."""
     return {task.id: tuple(sorted(task.devices)) for task in alone(node) if task.facts.source != "steps"}

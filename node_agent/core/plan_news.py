@@ -1,4 +1,4 @@
-"""What a plan of the arbiter changes: whether it is obeyed at all, the leases, and the wish for every task."""
+"""Plans of the arbiter: which are obeyed, and how they change the leases and the wish for every task."""
 
 from __future__ import annotations
 
@@ -6,24 +6,10 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from node_agent.core.events import (
-    Complaint,
-    RememberFence,
-    RememberIncarnation,
-)
-from node_agent.core.model import (
-    Exited,
-    Suspended,
-    Task,
-    Waiting,
-)
+from node_agent.core.events import Complaint, RememberFence, RememberIncarnation
+from node_agent.core.model import Exited, Suspended, Task, Waiting
 from node_agent.core.state import NodeState
-from protocol.messages import (
-    GpuId,
-    NodePlan,
-    TaskOrder,
-    device_of,
-)
+from protocol.messages import GpuId, NodePlan, TaskOrder, device_of
 
 INCARNATION_MAX = 2**52  #: incarnations count starts, or began at the seconds of a clock; more is no count
 FOREIGN_MAX = 100  #: sites that are remembered as refused

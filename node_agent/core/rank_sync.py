@@ -1,10 +1,11 @@
-"""The training processes of one task stop at the same step: two phases, no collective, no cost per step.
+"""The ranks of one task, its training processes, stop at the same step: two phases, no collective, no cost per step.
 
-A rank that stopped alone would leave the others waiting in a collective. So all are first told to `hold` at a step that
-none has reached; each answers at once whether it will stand there. Only when all will is the order itself given, for
-that step; if one was late, all get a later step before anybody has parked. A task of one process is told directly.
+A rank that stopped alone would leave the others waiting in a collective. So all ranks are first told to `hold` at a
+step that none has reached; each answers at once whether it will stand there. The order itself is given once all will,
+for that step. If one was late, all get a later step before any of them has parked. A task of one rank is told directly.
 
-Upwards all of this looks like one worker: `heard` answers what a single process would have said, or nothing yet.
+To the rest of the node agent this looks like one worker: `heard` returns the line that a single process would have
+said, or nothing yet.
 
 *Source:* findings on GPU mechanisms 3.3; Gavel and Determined agree by a barrier or a broadcast instead.
 """
@@ -34,11 +35,11 @@ from protocol.worker import (
     Suspended,
 )
 
-#: Steps between the furthest rank, as far as is known, and where all are to stand.
+#: Steps between the furthest rank, as far as is known, and the step at which all are to stand.
 AHEAD_STEPS = 2
-#: What is known of a rank's step may be so old (its progress comes every quarter of a second).
+#: The last known step of a rank may be so old (its progress comes every quarter of a second).
 STALE_S = 0.5
-#: While nobody has said how long a step takes.
+#: The same, while no rank has said how long a step takes.
 AHEAD_STEPS_BLIND = 20
 
 TOGETHER = frozenset({"suspend", "leave", "save"})
@@ -46,7 +47,7 @@ NextSeq = Callable[[], int]
 
 
 class Holding(Struct, frozen=True):
-    """Phase 1: all are to stand at the end of `at_step`; `ready` are the ranks that will."""
+    """Phase 1: all ranks are to stand at the end of `at_step`; `ready` are those that will."""
 
     wish: Order
     seq: int
@@ -56,7 +57,7 @@ class Holding(Struct, frozen=True):
 
 
 class Doing(Struct, frozen=True):
-    """Phase 2, or an order that needs no step in common: `answers` so far, by rank."""
+    """Phase 2, or an order that needs no common step: `answers` so far, by rank."""
 
     wish: Order
     seq: int
@@ -65,7 +66,7 @@ class Doing(Struct, frozen=True):
 
 
 class Ranks(Struct, frozen=True):
-    """The training processes of a task, as last heard of."""
+    """The ranks of a task, as last heard of."""
 
     world: int = 1
     hellos: Mapping[int, Hello] = {}  #: of those connected now
@@ -74,18 +75,18 @@ class Ranks(Struct, frozen=True):
 
     @property
     def complete(self) -> bool:
-        """Whether all its processes are connected."""
+        """Whether all ranks are connected."""
         return len(self.hellos) >= self.world
 
     @property
     def step(self) -> int:
-        """The furthest step that is known of any."""
+        """The furthest step that is known of any rank."""
         steps = [line.step for line in self.hellos.values()] + [line.step for line in self.news.values()]
         return max(steps, default=-1)
 
 
 def ask(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
-    """Begin to have `wish` obeyed; return what to tell all ranks."""
+    """Begin to have `wish` obeyed; return the orders for all ranks."""
     if ranks.world == 1:
         return ranks, [wish]
     if wish.do not in TOGETHER:
@@ -95,7 +96,7 @@ def ask(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order
 
 
 def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
-    """Take a rank's line in; return what to tell all ranks now, and what the task as a whole says, if anything."""
+    """Take a rank's line in; return the orders for all ranks, and the line of the task as a whole, if it says one."""
     if isinstance(line, Hello):
         ranks = replace(ranks, world=line.world, hellos={**ranks.hellos, rank: line})
     if ranks.world == 1:
@@ -117,7 +118,7 @@ def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple
 
 
 def parted(ranks: Ranks, rank: int) -> Ranks:
-    """Return the ranks without the connection of that rank; it may come back."""
+    """Return the ranks without the connection of this one; it may come back."""
     return replace(ranks, hellos={each: hello for each, hello in ranks.hellos.items() if each != rank})
 
 
@@ -168,13 +169,13 @@ def _answered(ranks: Ranks, rank: int, line: FromWorker) -> tuple[Ranks, list[Or
 
 
 def _caught_up(ranks: Ranks, phase: Doing) -> dict[int, Progress]:
-    """Return the news of all ranks, none older than its answer: what is behind all must not seem to be undone."""
+    """Return the progress of all ranks, none older than its answer: no step may seem undone."""
     steps = {rank: line.step for rank, line in phase.answers.items() if isinstance(line, Suspended | Resumed | Saved)}
     return {rank: replace(line, step=max(line.step, steps.get(rank, -1))) for rank, line in ranks.news.items()}
 
 
 def _together(phase: Doing) -> FromWorker:
-    """Return the answers of all ranks as one, to the order that was wished for."""
+    """Return the answers of all ranks as one, to the order `wish`."""
     lines = [phase.answers[rank] for rank in sorted(phase.answers)]
     seq = phase.wish.seq
     match lines[0]:
@@ -196,7 +197,7 @@ def _together(phase: Doing) -> FromWorker:
 
 
 def _refused(ranks: Ranks, line: Refused, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
-    """One rank cannot: let the others, who stand or have parked already, go on."""
+    """Let the other ranks, which stand or have parked already, go on: this one cannot obey."""
     phase = ranks.phase
     if phase is None or line.seq != phase.seq:
         return ranks, [], None
@@ -208,7 +209,7 @@ def _refused(ranks: Ranks, line: Refused, next_seq: NextSeq) -> tuple[Ranks, lis
 
 
 def _greeted(ranks: Ranks, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
-    """Once all are there they speak as one; if they stand in different ways and nobody ordered it, all go on."""
+    """Have the ranks speak as one once all are there; if some are parked without an order, all go on."""
     if not ranks.complete:
         return ranks, [], None
     hellos = [ranks.hellos[each] for each in sorted(ranks.hellos)]
@@ -234,7 +235,7 @@ def _greeted(ranks: Ranks, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromW
 
 
 def again(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
-    """Return what to say again after a reconnect so that `wish` is obeyed; an order that is repeated is done once."""
+    """Return the orders to repeat after a reconnect, so that `wish` is obeyed; a repeated order is done once."""
     match ranks.phase:
         case Holding(wish=Order(seq=seq), at_step=at_step) as phase if seq == wish.seq:
             return ranks, [Order("hold", wish.gen, phase.seq, at_step=at_step)]

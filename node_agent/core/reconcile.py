@@ -1,4 +1,4 @@
-"""What each task's wish and state demand now.
+"""Reconciling: each task is led from its state towards the wish for it.
 
 `settle` runs at the end of every event and walks all tasks. It begins, rests, resumes, vacates and ends them, has notes
 written, and asks for a measurement where a departure is still to be proven.
@@ -11,11 +11,7 @@ from typing import assert_never
 from msgspec.structs import replace
 
 from node_agent.core import adoption, ladder
-from node_agent.core.events import (
-    OrderWorker,
-    StartWorker,
-    TakeSample,
-)
+from node_agent.core.events import OrderWorker, StartWorker, TakeSample
 from node_agent.core.model import (
     Exited,
     Loading,
@@ -29,18 +25,16 @@ from node_agent.core.model import (
     Vacating,
     Waiting,
 )
-from node_agent.core.sharing import Word
+from node_agent.core.sharing import Instruction
 from node_agent.core.state import NodeState
 from node_agent.core.suspend_methods import VACATE_METHODS
-from protocol.worker import (
-    Order,
-)
+from protocol.worker import Order
 
 
 def settle(node: NodeState) -> None:
-    """Do what the wish and the state of each task demand now; have the GPUs measured if a departure needs a proof."""
-    for word in node.sharing.take_turns(node.tasks, node.now):
-        _pass_on(node, word)
+    """Lead every task towards its wish; have the GPUs measured if a departure needs a proof."""
+    for instruction in node.sharing.take_turns(node.tasks, node.now):
+        _pass_on(node, instruction)
     for task in node.in_order():
         _reconcile(node, task)
     for task in node.in_order():
@@ -90,7 +84,7 @@ def _begin(node: NodeState, task: Task) -> None:
 
 
 def _guide(node: NodeState, task: Task) -> None:
-    """Have a living worker do what is wanted; one that may still say hello is asked to leave only after that."""
+    """Have a living worker obey the wish; one that may still say hello is asked to leave only after that."""
     greeting = isinstance(task.state, Loading) and not task.facts.hello and node.now < task.state.hello_by
     if task.want == "vacate" and not greeting:
         ladder.vacate(node, task)
@@ -103,7 +97,7 @@ def _guide(node: NodeState, task: Task) -> None:
 
 
 def _hold(node: NodeState, task: Task) -> None:
-    """Resume a parked worker when it may run, end it when it may not stay."""
+    """Resume a parked worker when it may run, and end it when it may not stay."""
     assert isinstance(task.state, Suspended)
     if task.want == "stop":
         # No SIGTERM: a script that catches it would be unparked, on GPUs that another task may use by now.
@@ -118,16 +112,20 @@ def _hold(node: NodeState, task: Task) -> None:
         elif node.now >= state.retry_at:
             ladder.resume(node, task)
     elif task.want == "vacate":
-        state = _proven(node, task)
-        task = node.tasks[task.id]
-        leaves = not (state.by_driver or task.given_up) and "leave" in ladder.methods_of(
-            node, task, VACATE_METHODS[task.preempt_by]
-        )
-        if node.sharing.returns(task, node.tasks) or (state.kept and leaves):
-            if not node.sharing.obstacle(task, node.tasks):
-                ladder.leave(node, task, "uses its GPUs once more, to save and leave")
-        elif state.kept:
-            ladder.terminate(node, task, f"was suspended but {state.kept}", ladder.TERMINATE_S)
+        _vacate_parked(node, task)
+
+
+def _vacate_parked(node: NodeState, task: Task) -> None:
+    """Have a parked worker save and leave if it shares its GPUs or has kept their memory; else it stays parked."""
+    state = _proven(node, task)
+    task = node.tasks[task.id]
+    methods = ladder.methods_of(node, task, VACATE_METHODS[task.preempt_by])
+    leaves = not (state.by_driver or task.given_up) and "leave" in methods
+    if node.sharing.returns(task, node.tasks) or (state.kept and leaves):
+        if not node.sharing.obstacle(task, node.tasks):
+            ladder.leave(node, task, "uses its GPUs once more, to save and leave")
+    elif state.kept:
+        ladder.terminate(node, task, f"was suspended but {state.kept}", ladder.TERMINATE_S)
 
 
 def _proven(node: NodeState, task: Task) -> Suspended:
@@ -154,10 +152,10 @@ def _obstacle(node: NodeState, task: Task) -> str:
     return node.sharing.obstacle(task, node.tasks)
 
 
-def _pass_on(node: NodeState, word: Word) -> None:
+def _pass_on(node: NodeState, instruction: Instruction) -> None:
     """Pass on what `sharing` has to tell a task's story and to order its worker."""
-    if word.text:
-        node.tell(word.task, word.text)
-    if word.do:
-        order = Order(word.do, node.facts.incarnation, node.next_order_seq(), bytes=word.bytes)
-        node.effects.append(OrderWorker(word.task, order))
+    if instruction.text:
+        node.tell(instruction.task, instruction.text)
+    if instruction.do:
+        order = Order(instruction.do, node.facts.incarnation, node.next_order_seq(), bytes=instruction.bytes)
+        node.effects.append(OrderWorker(instruction.task, order))

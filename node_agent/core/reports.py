@@ -1,4 +1,4 @@
-"""What the node agent reports, and when: all that is, whenever that has changed and on every beat."""
+"""Reports to the arbiter: the state of all GPUs and tasks, at once when it has changed and on every beat."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from node_agent.core.events import (
-    ForgetWorker,
-)
+from node_agent.core.events import ForgetWorker
 from node_agent.core.model import (
     REASON_CHARS_MAX,
     Exited,
@@ -23,14 +21,7 @@ from node_agent.core.model import (
 )
 from node_agent.core.state import NodeState
 from protocol.core import Send
-from protocol.messages import (
-    ARBITER,
-    GpuId,
-    GpuStatus,
-    Measured,
-    NodeReport,
-    TaskStatus,
-)
+from protocol.messages import ARBITER, GpuId, GpuStatus, Measured, NodeReport, TaskStatus
 
 
 def report(node: NodeState) -> None:
@@ -94,7 +85,7 @@ def statuses(node: NodeState) -> NodeReport:
 
 
 def _judged(node: NodeState, seat: GpuStatus) -> GpuStatus:
-    """Return a seat's status with what is known here of its device and of the node."""
+    """Return a seat's status with the health of its device, or with the reason why records cannot be written."""
     status = node.health.judged(seat)
     fine = status.healthy and not status.quarantined
     return replace(status, detail=node.unrecorded) if node.unrecorded and fine else status

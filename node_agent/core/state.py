@@ -1,4 +1,4 @@
-"""What a node agent's core knows, and the only ways in which a task changes.
+"""The state of a node agent's core, and the only ways in which a task changes.
 
 The operations in the modules above are free functions over one `NodeState`: they change its tasks through the methods
 here and append their effects. `NodeAgent.handle` sets the time before them and takes the effects after them.

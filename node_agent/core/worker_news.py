@@ -1,4 +1,4 @@
-"""What becomes of a task when its worker, the driver or the adapter that started it says something."""
+"""News of workers: a task changes as its worker, the driver or the adapter that started it reports something."""
 
 from __future__ import annotations
 
@@ -33,26 +33,9 @@ from node_agent.core.model import (
 )
 from node_agent.core.state import NodeState
 from node_agent.core.verdict import judge, left, lost_work
-from protocol.messages import (
-    TaskId,
-    newest_metrics,
-)
-from protocol.worker import (
-    Finished,
-    FromWorker,
-    Hello,
-    Late,
-    Order,
-    Progress,
-    Ready,
-    Refused,
-    Resumed,
-    Saved,
-    Stacks,
-)
-from protocol.worker import (
-    Suspended as SuspendedLine,
-)
+from protocol.messages import TaskId, newest_metrics
+from protocol.worker import Finished, FromWorker, Hello, Late, Order, Progress, Ready, Refused, Resumed, Saved, Stacks
+from protocol.worker import Suspended as SuspendedLine
 
 RESUME_AGAIN_S = 5.0
 RESUMES_MAX = 3  #: a worker that refuses so often gets a new attempt instead

@@ -250,7 +250,7 @@ def turns_never_end() -> Iterator[None]:
 
 @mutant
 def a_turn_goes_to_the_same_task_again() -> Iterator[None]:
-    with patch.object(Slices, "_rank", lambda _, sitter: (not sitter.fixed, not sitter.leaving, sitter.tasks)):
+    with patch.object(Slices, "_rank", lambda _, each: (not each.fixed, not each.leaving, each.tasks)):
         yield
 
 
