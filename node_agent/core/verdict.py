@@ -2,7 +2,7 @@
 
 Exit code 0 is not success: a framework hit by SIGTERM in mid-training may well return 0. Finished means that the worker
 said so *and* left with 0; 75 after an order to leave means preempted; a worker that we signalled to make it leave was
-preempted whatever its code; everything else failed, in one sentence.
+preempted, with any code; every other end is a failure, told in one sentence.
 """
 
 from __future__ import annotations

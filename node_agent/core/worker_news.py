@@ -345,7 +345,7 @@ def gone(node: NodeState, event: WorkerGone) -> None:
     verdict = judge(task, event)
     fault = node.health.fault(task.gpus, node.now) if verdict.outcome == "failed" else ""
     reason = "; ".join(filter(None, (verdict.reason, fault)))[:REASON_CHARS_MAX]
-    if not event.reason:  # what is known to have ended it was not the GPU
+    if not event.reason:  # a known reason clears the GPU
         end = TaskFailure(task.app, task.id, task.gpus, node.now, task.job, task.facts.step)
         node.health.ended(end, verdict.outcome, begun=task.facts.step > task.facts.start_step)
     if verdict.outcome == "finished" or left(task.facts, event):

@@ -384,7 +384,7 @@ Fault = Literal["lock", "slow", "lost"]
 
 
 class SimulatedCheckpointer:
-    """Stops processes with SIGSTOP; the virtual GPUs then count their memory as the host's.
+    """Stops processes with SIGSTOP; the virtual GPUs then count their memory as host memory.
 
     In common with the driver's checkpoint: a restore onto a GPU that is too full fails for ever, a lock can fail to
     come, each operation may take too long, and the state is the processes' own (T in /proc), so that the next node

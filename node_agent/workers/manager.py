@@ -140,7 +140,7 @@ class Workers:
     Raises
     ------
     WorkersError
-        If the configured containment cannot be had on this host.
+        If the configured containment cannot be had on this node.
     """
 
     def __init__(
