@@ -102,6 +102,8 @@ async def run_node_agent(
     """
     with _state(config) as memory:
         gpus = _open(config) if backend is None else backend
+        if config.shared_users:
+            log.warning("users.shared", users=config.shared_users, meaning="they may speak for any party")
         try:
             await _run(config, bus, memory, gpus, clock, end_workers, on_alive, on_ready)
         finally:
@@ -119,8 +121,6 @@ async def _run(
     on_alive: Callable[[], None] | None,
     on_ready: Callable[[], None] | None,
 ) -> None:
-    if config.shared_users:
-        log.warning("users.shared", users=config.shared_users, meaning="they may speak for any party")
     boot_id = procfs.boot_id()
     settings = _settings(config, boot_id)
     checkpointer = open_checkpointer(backend, settings.state_dir)

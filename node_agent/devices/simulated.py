@@ -25,7 +25,7 @@ MEMORY_BYTES = 4 * 2**30
 #: Utilisation is of at least so much time, as a driver's is.
 RECENT_S = 1.0
 
-#: Without these glibc keeps the memory that torch frees, and a parked worker would seem to hold its memory (findings: 0.9 GiB).
+#: Without these glibc keeps freed memory, and a parked worker would seem to hold its tensors (findings: 0.9 GiB).
 #: Without huge pages, giving memory back and taking it again costs several times as much as copying it.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "THP_MEM_ALLOC_ENABLE": "1"}
 
