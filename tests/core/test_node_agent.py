@@ -141,7 +141,7 @@ def test_a_plan_of_an_older_epoch_or_sequence_is_refused(bench: Bench) -> None:
         bench.plan(epoch=epoch, seq=seq)
         assert bench.status(A).phase == "running"
         assert not bench.effects
-    assert bench.core.plans_refused == 2
+    assert bench.core.state.plans_refused == 2
 
 
 def test_the_fence_is_written_down_before_anything_is_obeyed(bench: Bench) -> None:
@@ -748,7 +748,7 @@ def test_an_illegal_transition_carries_the_story(bench: Bench) -> None:
     bench.gone(A, 1)
     task = bench.core.tasks()[0]
     with pytest.raises(IllegalTransition, match=r"its story: .*ordered to run"):
-        bench.core._go(task, Running(), "risen")
+        bench.core.state.enter_state(task, Running(), "risen")
 
 
 def test_every_state_can_be_reached_and_the_last_is_final() -> None:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled, WorkerNote
 from node_agent.core.model import Facts, Running, Task
 from node_agent.core.proof import Gpus
-from node_agent.core.suspend_methods import MEANS, Ways
+from node_agent.core.suspend_methods import VACATE_METHODS, SuspendMethods
 from protocol.messages import AppId, GpuId, GpuStatus, JobId, Sharing, TaskId, seat
 from tests.support.node_harness import NODE, gpu
 from tests.support.shared_node import GIB, SharedNode
@@ -493,22 +493,26 @@ def test_a_turn_does_not_end_before_the_job_has_said_how_much_it_would_park() ->
     task = Task(TaskId("a-1.0-a0"), AppId("a-1"), JobId("a-1.0"), 0, (gpu(0),), Running(), facts=said_hello)
     gpus = Gpus(facts)
     gpus.sampled(Sampled(1, (GpuSample(gpu(0), "H100", 2 * GIB, "slot-0", 0, ()),)))
-    ways = Ways(facts, gpus)
-    assert not ways.can_rest(task, [])
-    assert ways.why_fixed(task) == "it has not made its first mini-batch yet"
+    methods = SuspendMethods(facts, gpus)
+    assert not methods.can_rest(task, [])
+    assert methods.why_fixed(task) == "it has not made its first mini-batch yet"
     silent = replace(task, facts=replace(said_hello, can_park=False))
-    assert ways.why_fixed(silent).startswith("this script tells nothing of its steps: ")
-    assert ways.of(task, MEANS["suspend"], []) == ["suspend"], "when its lease ends it is parked all the same"
+    assert methods.why_fixed(silent).startswith("this script tells nothing of its steps: ")
+    assert methods.usable(task, VACATE_METHODS["suspend"], []) == ["suspend"], (
+        "when its lease ends it is parked all the same"
+    )
     able = replace(task, facts=replace(said_hello, can_checkpoint=True))
     for driver in (False, True):
-        ways = Ways(replace(facts, driver=driver), gpus)
-        assert ways.of(able, MEANS["suspend"], []) == ["leave"], "unless it can save and leave"
-        roomy = Ways(replace(facts, driver=driver, host_bytes=2 * GIB), gpus)
-        assert roomy.of(able, MEANS["suspend"], [])[0] == "suspend", "or there is room for all that its GPU can have"
-    ways = Ways(facts, gpus)
+        methods = SuspendMethods(replace(facts, driver=driver), gpus)
+        assert methods.usable(able, VACATE_METHODS["suspend"], []) == ["leave"], "unless it can save and leave"
+        roomy = SuspendMethods(replace(facts, driver=driver, host_bytes=2 * GIB), gpus)
+        assert roomy.usable(able, VACATE_METHODS["suspend"], [])[0] == "suspend", (
+            "or there is room for all that its GPU can have"
+        )
+    methods = SuspendMethods(facts, gpus)
     trained = replace(task, facts=replace(said_hello, step=6, state_bytes=GIB))
-    assert ways.can_rest(trained, [])
-    assert Ways(replace(facts, host_bytes=0), gpus).can_rest(task, []), (
+    assert methods.can_rest(trained, [])
+    assert SuspendMethods(replace(facts, host_bytes=0), gpus).can_rest(task, []), (
         "where host memory has no end its size is no matter"
     )
 

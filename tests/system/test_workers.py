@@ -366,8 +366,8 @@ async def test_whatever_process_of_a_task_trains_is_heard(site: Site, manner: st
 
 
 async def test_a_worker_that_ignores_orders_and_sigterm_is_killed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node_agent.core.agent.PROBE_S", 0.2)
-    monkeypatch.setattr("node_agent.core.agent.TERMINATE_S", 0.2)
+    monkeypatch.setattr("node_agent.core.ladder.PROBE_S", 0.2)
+    monkeypatch.setattr("node_agent.core.ladder.TERMINATE_S", 0.2)
     order = task_order(site.folder, A, "stubborn", grace_s=0.3)
     await site.plan(order)
     await site.status(A, lambda status: status.step >= 1)
@@ -392,7 +392,7 @@ time.sleep(60)
 
 
 async def test_the_helpers_of_a_killed_worker_die_with_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node_agent.core.agent.TERMINATE_S", 0.2)
+    monkeypatch.setattr("node_agent.core.ladder.TERMINATE_S", 0.2)
     text = f"""
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
