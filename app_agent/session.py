@@ -37,9 +37,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .training import spawned
-from .training.checkpoints import Root
+from .training.checkpoints import Root, Save
 from .training.interpreter import is_helper, is_launcher, watch_exit, watch_launcher, watch_optimizers
-from .training.training_process import Identity, Save, TrainingProcess, whole_number
+from .training.state import Identity
+from .training.training_process import TrainingProcess
+from .training.values import whole_number
 
 __all__ = [
     "EXIT_REQUEUE",

@@ -12,7 +12,9 @@ from msgspec.structs import replace
 from app_agent.core.jobs import gathered
 from app_agent.core.tuning import All, AppScheduler, CurveStopping, Halving, Hyperband, Left, Search, Trial
 from app_agent.core.tuning.bracket import Bracket, Yardstick
-from app_agent.training.training_process import Identity, TrainingProcess
+from app_agent.training import figures
+from app_agent.training.state import Identity
+from app_agent.training.training_process import TrainingProcess
 from arbiter.core.leases.plans import take_task
 from node_agent.core import rank_sync
 from protocol.codec import decode, encode
@@ -112,7 +114,7 @@ def script() -> TrainingProcess:
 
 
 def heard(one: TrainingProcess) -> Progress:
-    line = decode_line(json.dumps(one._news(), allow_nan=False).encode())
+    line = decode_line(json.dumps(figures.progress(one), allow_nan=False).encode())
     assert isinstance(line, Progress)
     return line
 
