@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.effects import LeaseRecord, RoundRecord
 from arbiter.core.registry import policy_of
-from arbiter.core.rounds import claim_audit, phases
+from arbiter.core.rounds import claim_audit, phases, views
 from arbiter.core.seam import Outcome
 from arbiter.core.state import fairness, model
 from arbiter.core.state.gpu_time import Standing
@@ -165,7 +165,7 @@ class Desk:
             "class": app.kind,
             "cpus": app.cpus,
             "host_bytes": app.host_bytes,
-            "preempted_for_trials": app.preempted,
+            "preempted_for_interactive": app.preempted,
             "weight": app.weight,
             "ltgf": standing.ltgf_other,
             "ltgf_all": standing.ltgf,
@@ -186,7 +186,7 @@ class Desk:
             return app.state.rho
         if app.rho is None or app.basis == "guess":
             return None
-        mean = phases.apps_mean(self._arbiter.state, app, max(now, app.arrived_at))
+        mean = views.apps_mean(self._arbiter.state, app, max(now, app.arrived_at))
         ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean)
         return app.rho * ideal_s / (ideal_s + app.start_s) if ideal_s > 0.0 else app.rho
 
@@ -314,7 +314,7 @@ class Desk:
             "waiting_for": self._waiting_for(app),
             "binding": self._binding(app, now),
             "next_round_s": self._next_round_s(now),
-            "apps_mean": phases.apps_mean(self._arbiter.state, app, now),
+            "apps_mean": views.apps_mean(self._arbiter.state, app, now),
             "rounds": [_own_round(app.id, record) for record in self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app.id)],
             "story": _story(self._own_story(app)),
         }

@@ -7,12 +7,13 @@ repeated or restarted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
 from arbiter.core.effects import AppRecord, LeaseRecord
 from arbiter.core.leases import preemption_budget
+from arbiter.core.placement.locality import seats_of_jobs
 from arbiter.core.seam import GpuView
 from arbiter.core.state import model
 from arbiter.core.state.index import Index
@@ -63,23 +64,6 @@ def _own_seat(turn: Turn, gpu: Gpu, app: model.App) -> Gpu:
     own = seats_of_jobs(parked, lambda seat: seat in mine or is_free(seat)) if parked else {}
     seat = own.get(device_of(gpu.id), gpu.id)
     return turn.state.gpus[seat] if is_free(seat) else gpu
-
-
-def seats_of_jobs(jobs: Iterable[Sequence[GpuId]], is_usable: Callable[[GpuId], bool]) -> dict[GpuId, GpuId]:
-    """Return, by GPU, the usable seat on which one of an app's `jobs` is parked; as many as can be of one job.
-
-    An app has one seat of a GPU. If several of its jobs are parked on the same GPUs, seats picked GPU by GPU could be
-    some of the one and some of the other, and neither could go on.
-    """
-    chosen: dict[GpuId, GpuId] = {}
-    rest: dict[GpuId, GpuId] = {}
-    for seats in jobs:
-        usable = {device_of(seat): seat for seat in seats if is_usable(seat)}
-        if len(usable) == len(seats) and not usable.keys() & chosen.keys():
-            chosen.update(usable)
-        else:
-            rest = usable | rest
-    return rest | chosen
 
 
 def end_of_lease(turn: Turn, gpu: GpuId | None = None) -> float:
