@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from app_agent.core import reporting
 from app_agent.core.agent import AppAgent
 from app_agent.core.bids import bid_rows, reach_of, rho_kept
 from app_agent.core.division import Asking, divide
@@ -414,7 +415,7 @@ def test_the_whole_state_of_a_spanning_app_survives_encoding() -> None:
     blob = msgspec.msgpack.encode(bench.agent.state)
     revived = AppAgent(msgspec.msgpack.decode(blob, type=AppState), beat_s=2.0)
     assert revived.state == bench.agent.state
-    assert revived.wish() == bench.agent.wish()
+    assert reporting.wish(revived.app) == reporting.wish(bench.agent.app)
 
 
 # --- the app agent: division ----------------------------------------------------------------------------------------

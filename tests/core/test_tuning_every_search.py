@@ -16,9 +16,10 @@ from typer.testing import CliRunner
 from app_agent.core.spec import AppSpec, mistake
 from app_agent.core.tuning import All, AppScheduler, Left, Search, Trial, scheduler_for
 from app_agent.core.valuation import LevelTerms, Valuation, cluster_time_s, fair_time_s, rho_of
-from launch import cli, exit_codes
+from launch import cli
 from launch.faults import Fault
 from launch.verbs import submitting
+from protocol import exit_codes
 from tests.support.app_harness import Bench, exited, spec_of
 
 TOTAL = 40

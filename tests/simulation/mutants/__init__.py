@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from app_agent.core import jobs
+from app_agent.core import demand, jobs
 from app_agent.core.agent import AppAgent
 from arbiter.core import outbox
 from arbiter.core.arbiter import Arbiter
@@ -337,7 +337,7 @@ def an_attempt_keeps_its_number() -> Iterator[None]:
 
 @mutant
 def parked_jobs_wish_for_the_same_gpus() -> Iterator[None]:
-    with patch.object(AppAgent, "_displaced", lambda *_: False):
+    with patch.object(demand, "displaced", lambda *_: False):
         yield
 
 
