@@ -47,7 +47,7 @@ class ClusterError(ValueError):
     """The cluster cannot be used; the message names the field and the mend."""
 
 
-class NodePlan(Struct, frozen=True):
+class NodeSpec(Struct, frozen=True):
     """One node: `slots[i]` GPUs in its i-th slot, all of one type with `memory_bytes` each."""
 
     id: NodeId
@@ -68,7 +68,7 @@ class Cluster(Struct, frozen=True):
     """A cluster; its nodes in the order of their ids."""
 
     name: str
-    nodes: tuple[NodePlan, ...]
+    nodes: tuple[NodeSpec, ...]
 
     @property
     def gpus(self) -> int:
@@ -181,7 +181,7 @@ def _require_size(gpus: int, field: str) -> None:
         raise ClusterError(f"{field} come to {gpus} GPUs; {GPUS_MAX} are the most that are simulated")
 
 
-def _nodes(file: _File) -> Iterator[NodePlan]:
+def _nodes(file: _File) -> Iterator[NodeSpec]:
     """Yield the nodes: ids of one width, so that their order as text is their order."""
     count = sum(kind.count for kind in file.machines)
     racks = -(-count // file.rack_size)
@@ -189,7 +189,7 @@ def _nodes(file: _File) -> Iterator[NodePlan]:
     kinds = [kind for kind in file.machines for _ in range(kind.count)]
     for index, kind in enumerate(kinds):
         rack = index % racks if file.racks == "mixed" else index // file.rack_size
-        yield NodePlan(
+        yield NodeSpec(
             id=NodeId(f"n{index + 1:0{width}}"),
             rack=f"r{rack + 1:0{rack_width}}",
             slots=kind.slots or _pairs(kind.gpus),

@@ -25,10 +25,10 @@ from protocol.messages import JobId, Level, NodeId, device_of
 from simulator.cluster import Cluster
 from simulator.costs import Costs
 from simulator.figures.results import AppRow, JobRow, Run, State, TenantPoint
-from simulator.machines import CONTEXT_BYTES, JobFacts, Tale
+from simulator.jobs import CONTEXT_BYTES, JobAccount, JobFacts
 from simulator.profiles import Profiles, kind_of
 from simulator.workload import AppPlan, JobPlan, Workload
-from simulator.world import QUIET_S, Actor, Living, World, quiet
+from simulator.world import QUIET_S, Actor, SimApp, World, quiet
 
 #: How often it is noted where tenants stand: about the length of a round of leases, in the paper too.
 INTERVAL_S = 900.0
@@ -131,8 +131,8 @@ class Simulation:
         # What was dropped by its search, or has just ended, still has to leave its GPUs and be booked.
         world.run(last_s + QUIET_S / 2, done=lambda: len(self.ends) == total and world.arbiter.core.standing()[0] == 0)
         world.arbiter.core.validate()
-        living = {app.name: app for app in world.apps.values()}
-        rows = [self._rows(app, living[app.id]) for app in self.workload.apps]
+        sim_apps = {app.name: app for app in world.apps.values()}
+        rows = [self._rows(app, sim_apps[app.id]) for app in self.workload.apps]
         return Run(
             name=self.workload.name,
             policy=self.settings.policy,
@@ -183,13 +183,13 @@ class Simulation:
             return lambda gpus, level: 1.0  # noqa: ARG005
         return lambda gpus, level: self.profiles.slowdown(model, gpus, level)
 
-    def _over(self, living: Living) -> None:
+    def _over(self, sim_app: SimApp) -> None:
         world = self.world
-        self.jobs_over += len(living.jobs)
+        self.jobs_over += len(sim_app.jobs)
         if self.progress is not None:
             self.progress(self.jobs_over, self.jobs_total)
-        mean = self.count.mean_since(self.arrivals[living.name], living.submitted_at, world.now)
-        self.ends[living.name] = (world.now, max(1.0, mean))
+        mean = self.count.mean_since(self.arrivals[sim_app.name], sim_app.submitted_at, world.now)
+        self.ends[sim_app.name] = (world.now, max(1.0, mean))
         self.count = self.count.observe(self.count.last_value - 1, world.now)
         self._note_standing()
 
@@ -197,7 +197,7 @@ class Simulation:
         """Assert that no process is started on a GPU that another one is on, and so never more than there are."""
         for effect in effects:
             if type(effect) is StartWorker:
-                used = self.world.machines[NodeId(actor.party.id)].in_use()
+                used = self.world.nodes[NodeId(actor.party.id)].in_use()
                 assert used.isdisjoint(map(device_of, effect.gpus)), (
                     f"{effect.task} is started on a GPU that another process is on"
                 )
@@ -240,9 +240,9 @@ class Simulation:
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _rows(self, plan: AppPlan, living: Living) -> tuple[AppRow, tuple[JobRow, ...]]:
+    def _rows(self, plan: AppPlan, sim_app: SimApp) -> tuple[AppRow, tuple[JobRow, ...]]:
         """Return the rows of an app; one that is not over by now never will be."""
-        agent = living.actor.core.state.apps[living.app]
+        agent = sim_app.actor.core.state.apps[sim_app.id]
         over, (end, mean) = agent.over, self.ends.get(plan.id, (None, 1.0))
         state: State = "unfinished"
         if over is not None and end is not None:
@@ -250,10 +250,10 @@ class Simulation:
         jobs = tuple(self._job_row(plan, job.id, state, job.state, end) for job in agent.jobs)
         reason = "nothing would ever have happened again" if over is None else over.reason
         finish = None if state == "refused" else end
-        return self._app_row(plan, living, jobs, state, reason, finish, mean), jobs
+        return self._app_row(plan, sim_app, jobs, state, reason, finish, mean), jobs
 
     def _job_row(self, plan: AppPlan, job: JobId, app_state: State, job_state: JobState, end: float | None) -> JobRow:
-        tale = self.world.shelf.tales.get(job) or Tale()
+        account = self.world.storage.accounts.get(job) or JobAccount()
         state: State = app_state
         if isinstance(job_state, Dropped):
             state = "stopped"
@@ -261,30 +261,30 @@ class Simulation:
             state = "failed"
         elif isinstance(job_state, Done):
             state = "finished"
-        finish = tale.finish_s if tale.finish_s is not None else end
+        finish = account.finish_s if account.finish_s is not None else end
         return JobRow(
             job=f"{plan.id}.{job.rpartition('.')[2]}" if len(plan.jobs) > 1 else plan.id,
             app=plan.id,
             tenant=plan.tenant,
             gpus=plan.gpus,
             submit_s=plan.submit_s,
-            first_start_s=_shifted(tale.first_start_s, self.start_s),
+            first_start_s=_shifted(account.first_start_s, self.start_s),
             finish_s=_shifted(finish, self.start_s) if state in ("finished", "stopped", "failed") else None,
             state=state,
-            useful_gpu_s=tale.useful_gpu_s,
-            wasted_gpu_s=max(0.0, tale.held_gpu_s - tale.useful_gpu_s),
-            preemptions=tale.preemptions,
-            migrations=tale.migrations,
-            placement=tale.placed / tale.useful_gpu_s if tale.useful_gpu_s > 0.0 else 1.0,
-            first_percent_s=_shifted(tale.first_percent_s, self.start_s),
-            suspensions=tale.suspensions,
-            packed_s=tale.packed_s,
+            useful_gpu_s=account.useful_gpu_s,
+            wasted_gpu_s=max(0.0, account.held_gpu_s - account.useful_gpu_s),
+            preemptions=account.preemptions,
+            migrations=account.migrations,
+            placement=account.placed / account.useful_gpu_s if account.useful_gpu_s > 0.0 else 1.0,
+            first_percent_s=_shifted(account.first_percent_s, self.start_s),
+            suspensions=account.suspensions,
+            packed_s=account.packed_s,
         )
 
     def _app_row(
         self,
         plan: AppPlan,
-        living: Living,
+        sim_app: SimApp,
         jobs: tuple[JobRow, ...],
         state: State,
         reason: str,
@@ -299,10 +299,10 @@ class Simulation:
         useful_s = fsum(job.useful_gpu_s for job in jobs)
         # A lease of a seat is no GPU time.
         wasted_s = (
-            fsum(job.wasted_gpu_s for job in jobs) if self.shared else self.leased.get(living.app, 0.0) - useful_s
+            fsum(job.wasted_gpu_s for job in jobs) if self.shared else self.leased.get(sim_app.id, 0.0) - useful_s
         )
         starts = [job.first_start_s for job in jobs if job.first_start_s is not None]
-        account = self.accounts.get(living.app)
+        account = self.accounts.get(sim_app.id)
         return AppRow(
             app=plan.id,
             tenant=plan.tenant,

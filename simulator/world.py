@@ -45,9 +45,12 @@ from protocol.messages import (
     Preempt,
     device_of,
 )
-from simulator.cluster import Cluster, NodePlan
+from simulator.cluster import Cluster, NodeSpec
 from simulator.costs import Costs
-from simulator.machines import PLAIN, Gpu, Host, JobFacts, Machine, Shelf
+from simulator.jobs import Gpu, JobFacts
+from simulator.nodes import SimNode
+from simulator.training import SharedStorage
+from simulator.workers import PLAIN, NodeTraits
 
 #: How often agents restate everything in a world that loses no message: never.
 QUIET_S = NEVER / 10
@@ -103,7 +106,7 @@ class Actor:
         return max(now, at)
 
 
-class Living(Struct):
+class SimApp(Struct):
     """An app in the world: its host and the truth about its jobs."""
 
     name: str
@@ -111,7 +114,7 @@ class Living(Struct):
     jobs: tuple[JobFacts, ...]
     actor: Actor
     submitted_at: float
-    app: AppId = AppId("")
+    id: AppId = AppId("")  #: as its app agent named it; empty before
     over_at: float | None = None
 
 
@@ -138,8 +141,8 @@ class World:
         Encode and decode every message as on a bus.
     journal
         Keep every event of the arbiter, with its time.
-    hosts
-        What machines have besides their GPUs; those that are not named are plain.
+    traits
+        What nodes have besides their GPUs; those that are not named are plain.
     talks
         Workers say what memory they take once they begin.
     check
@@ -157,7 +160,7 @@ class World:
         route: Route | None = None,
         wire: bool = False,
         journal: bool = False,
-        hosts: Mapping[NodeId, Host] | None = None,
+        traits: Mapping[NodeId, NodeTraits] | None = None,
         talks: bool = False,
         check: Callable[[World], None] | None = None,
     ) -> None:
@@ -167,8 +170,8 @@ class World:
         self.talks = talks
         self.beat_s = beat_s
         self.hello_s = hello_s
-        self.shelf = Shelf()
-        self.apps: dict[str, Living] = {}  #: by owner; each app has an owner of its own
+        self.storage = SharedStorage()
+        self.apps: dict[str, SimApp] = {}  #: by owner; each app has an owner of its own
         self.rounds: list[RoundRecord] = []
         self.leases: list[LeaseRecord] = []
         self.notes: list[tuple[float, Note]] = []
@@ -180,7 +183,7 @@ class World:
         self.instant_max = INSTANT_MAX
         self.watcher: Watcher | None = None
         self.on_undelivered: Callable[[Actor, Received], None] | None = None
-        self.on_over: Callable[[Living], None] | None = None
+        self.on_over: Callable[[SimApp], None] | None = None
         self.on_round: Callable[[RoundRecord], None] | None = None
         self.on_lease: Callable[[LeaseRecord], None] | None = None
         self.on_account: Callable[[AppRecord], None] | None = None
@@ -196,10 +199,10 @@ class World:
         self.arbiter = self._enrol(Actor(ARBITER, Arbiter()))
         if journal:
             self.arbiter.log = self.journal
-        self.machines: dict[NodeId, Machine] = {}
+        self.nodes: dict[NodeId, SimNode] = {}
         self.gpus: dict[GpuId, Gpu] = {}
         for node in cluster.nodes:
-            self._add_node(node, (hosts or {}).get(node.id, PLAIN), talks=talks)
+            self._add_node(node, (traits or {}).get(node.id, PLAIN), talks=talks)
         self._tell(self.arbiter, Configured(settings))
         self.lead()
 
@@ -223,25 +226,25 @@ class World:
         self.epoch += 1
         self._tell(self.arbiter, Connected(self.epoch))
 
-    def _add_node(self, spec: NodePlan, host: Host, *, talks: bool) -> None:
+    def _add_node(self, spec: NodeSpec, traits: NodeTraits, *, talks: bool) -> None:
         party = Party("node", spec.id)
-        machine = Machine(
+        node = SimNode(
             spec,
             self.costs,
-            self.shelf,
+            self.storage,
             now=lambda: self.now,
             at=self.after,
-            post=lambda event: self._hear_machine(party, event),
+            post=lambda event: self._hear_node(party, event),
             facts_of=self._facts_of,
             gpus_of=self._gpus_of,
             taken=lambda gpus: not self._taken.isdisjoint(gpus),
-            host=host,
+            traits=traits,
             talks=talks,
         )
-        self.machines[machine.node] = machine
-        self.gpus |= {gpu.id: gpu for gpu in machine.gpus}
+        self.nodes[node.id] = node
+        self.gpus |= {gpu.id: gpu for gpu in node.gpus}
         self._enrol(Actor(party, None))
-        self.boot(machine.node)
+        self.boot(node.id)
 
     def boot(self, node: NodeId) -> None:
         """Start the node agent of `node`, anew if need be."""
@@ -251,13 +254,12 @@ class World:
         actor.held = None
         actor.wakes_at = actor.queued_at = inf
         self._pending[actor.party] = []
-        machine = self.machines[node]
-        actor.core = machine.boot(beat_s=self.beat_s, hello_s=self.hello_s)
+        actor.core = self.nodes[node].boot(beat_s=self.beat_s, hello_s=self.hello_s)
         for event in self._pending.pop(actor.party):
             self._tell(actor, event)
         self._tell(actor, Connected())
 
-    def _hear_machine(self, party: Party, event: LocalEvent) -> None:
+    def _hear_node(self, party: Party, event: LocalEvent) -> None:
         if party in self._pending:
             self._pending[party].append(event)
         else:
@@ -265,15 +267,15 @@ class World:
             if actor.up:
                 self._tell(actor, event)
 
-    def submit(self, name: str, spec: AppSpec, jobs: Sequence[JobFacts]) -> Living:
+    def submit(self, name: str, spec: AppSpec, jobs: Sequence[JobFacts]) -> SimApp:
         """Start the app agent of a new app, whose script is `spec` as far as anybody knows, and `jobs` in truth."""
         owner = OwnerId(f"app{len(self.apps) + 1}")
         actor = self._enrol(Actor(Party("app", owner), AppHost(owner, tenant=spec.tenant, beat_s=self.beat_s)))
-        living = Living(name, spec, tuple(jobs), actor, self.now)
-        self.apps[owner] = living
+        sim_app = SimApp(name, spec, tuple(jobs), actor, self.now)
+        self.apps[owner] = sim_app
         self._tell(actor, Connected())
         self._tell(actor, Submit(name, spec))
-        return living
+        return sim_app
 
     def _facts_of(self, job: JobId) -> JobFacts:
         app, _, number = job.rpartition(".")
@@ -463,18 +465,18 @@ class World:
             case Note():
                 self.notes.append((self.now, effect))
             case Accepted(_, app):
-                self.apps[actor.party.id].app = app
+                self.apps[actor.party.id].id = app
             case Declined(_, reason):
                 raise ValueError(f"the world made an app that no agent accepts: {reason}")
             case Changed(record):
-                living = self.apps[actor.party.id]
-                if record.over and living.over_at is None:
-                    living.over_at = self.now
+                sim_app = self.apps[actor.party.id]
+                if record.over and sim_app.over_at is None:
+                    sim_app.over_at = self.now
                     if self.on_over is not None:
-                        self.on_over(living)
+                        self.on_over(sim_app)
             case _:
                 assert isinstance(actor.core, NodeAgent), f"nobody performs {effect}"
-                self.machines[NodeId(actor.party.id)].perform(effect)
+                self.nodes[NodeId(actor.party.id)].perform(effect)
 
     def _decide(self, effect: Decide) -> None:
         arbiter, version = self.arbiter, self.arbiter.version

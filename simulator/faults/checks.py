@@ -1,6 +1,6 @@
 """What must be true of a world: safety at every instant, and what a run must have come to at its end.
 
-Safety is judged by the truth, not by what anybody believes: by the processes that there are on the imaginary machines.
+Safety is judged by the truth, not by what anybody believes: by the processes that there are on the imaginary nodes.
 
 *One user.* No GPU has two unparked processes of different tasks, but for two that its node agent lets run together, and
 no GPU's memory is exceeded, contexts of parked processes included; neither is the host memory for parked ones.
@@ -44,7 +44,9 @@ from node_agent.core.model import Suspended, Task, Waiting
 from node_agent.core.slicing import QUANTUM_S_MAX
 from protocol.core import Send
 from protocol.messages import AppId, GpuId, JobId, LeaseId, NodePlan, Party, TaskId, TaskOrder, TenantId, device_of
-from simulator.machines import DRIVER_TIMES, Machine, Worker
+from simulator.driver import DRIVER_TIMES
+from simulator.nodes import SimNode
+from simulator.workers import Worker
 from simulator.world import Actor, World
 
 #: Each core's own `validate` costs more than an event; so one of them, in turn, every so many instants.
@@ -102,7 +104,7 @@ class Checks:
     def _judge_processes(self, world: World) -> None:
         states = world.arbiter.core.state.gpus
         attempts: dict[JobId, int] = {}
-        for worker in _living(world):
+        for worker in _live_workers(world):
             job, attempt = worker.spec.job, worker.spec.attempt
             if attempts.setdefault(job, attempt) != attempt:
                 self._judge_attempts(world, job)
@@ -120,17 +122,19 @@ class Checks:
 
     def _judge_devices(self, world: World) -> None:
         together: set[frozenset[TaskId]] = set()
-        for machine in world.machines.values():
-            host_bytes = sum(_parked_bytes(each, world.now) for each in machine.workers.values())
-            if 0 < machine.host.host_bytes < host_bytes:
-                allowed = machine.host.host_bytes
-                raise Violation(f"{machine.node} has {allowed} bytes for parked workers, and {host_bytes} are used")
-            for gpu, here in machine.on.items():
+        for node in world.nodes.values():
+            host_bytes = sum(_parked_bytes(each, world.now) for each in node.workers.values())
+            if 0 < node.traits.host_bytes < host_bytes:
+                allowed = node.traits.host_bytes
+                raise Violation(f"{node.id} has {allowed} bytes for parked workers, and {host_bytes} are used")
+            for gpu, here in node.on.items():
                 if not here:
                     continue
                 taken = sum(worker.memory_bytes for worker in here)
-                if taken > machine.memory_bytes and gpu not in machine.sick:
-                    raise Violation(f"{gpu} has {machine.memory_bytes} bytes, and {taken} are used", gpu, *_tasks(here))
+                if taken > node.spec.memory_bytes and gpu not in node.sick:
+                    raise Violation(
+                        f"{gpu} has {node.spec.memory_bytes} bytes, and {taken} are used", gpu, *_tasks(here)
+                    )
                 using = [worker for worker in here if worker.phase != "parked"]
                 if len(using) > 1:
                     together.add(self._judge_together(world, gpu, using))
@@ -144,7 +148,7 @@ class Checks:
         raise Violation(f"{gpu} is used by {' and by '.join(sorted(names))}", gpu, *sorted(names))
 
     def _are_packed(self, world: World, using: Sequence[Worker]) -> bool:
-        core = world.actor(Party("node", using[0].machine.node)).core
+        core = world.actor(Party("node", using[0].node.id)).core
         return bool(core._are_packed([worker.task for worker in using]))
 
     def _judge_seats(self, world: World) -> None:
@@ -160,27 +164,27 @@ class Checks:
 
     def _judge_turns(self, world: World) -> None:
         hungry: dict[TaskId, tuple[float, int]] = {}
-        for node, machine in world.machines.items():
-            actor = world.actor(Party("node", node))
+        for name, node in world.nodes.items():
+            actor = world.actor(Party("node", name))
             if not actor.up or actor.held is not None:
                 continue
             waiting = [task for task in actor.core.tasks() if _waits(task)]
             for task in waiting:
                 since, others = self._hungry.get(task.id, (world.now, 0))
                 others = max(others, len(_group(task, actor.core.tasks())))
-                if world.now - since > MOMENTS_S and self._has_to_wait(world, actor, machine, task):
+                if world.now - since > MOMENTS_S and self._has_to_wait(world, actor, node, task):
                     since, others = world.now, 0
                 elif world.now - since > MOMENTS_S:
                     self._judge_wait(world, task, world.now - since, others)
                 hungry[task.id] = since, others
         self._hungry = hungry
 
-    def _has_to_wait(self, world: World, actor: Actor, machine: Machine, task: Task) -> bool:
+    def _has_to_wait(self, world: World, actor: Actor, node: SimNode, task: Task) -> bool:
         """Whether somebody may be in the way of a task for as long as he wants."""
         leased = {gpu for gpu, known in world.arbiter.core.state.gpus.items() if not isinstance(known.state, Free)}
-        broken = any(device in machine.sick for device in task.devices) or not set(task.gpus) <= leased
+        broken = any(device in node.sick for device in task.devices) or not set(task.gpus) <= leased
         return broken or any(
-            other.priority > task.priority or other.want != "run" or _stays(machine, other)
+            other.priority > task.priority or other.want != "run" or _stays(node, other)
             for other in _group(task, actor.core.tasks())
         )
 
@@ -193,24 +197,24 @@ class Checks:
     # --- attempts ---------------------------------------------------------------------------------------------------
 
     def _judge_attempts(self, world: World, job: JobId) -> None:
-        workers = [worker for worker in _living(world) if worker.spec.job == job]
+        workers = [worker for worker in _live_workers(world) if worker.spec.job == job]
         newest = max(worker.spec.attempt for worker in workers)
         for worker in workers:
             if worker.spec.attempt < newest and worker.task not in self.orphaned:
                 raise Violation(f"{job} has a process of attempt {newest} beside {worker.task}", job, worker.task)
 
     def _judge_nodes(self, world: World) -> None:
-        for name, node in world.arbiter.core.state.nodes.items():
-            if isinstance(node.state, Lost):
-                machine = world.machines[name]
-                self.orphaned.update(worker.task for worker in machine.workers.values() if worker.phase != "gone")
+        for name, known in world.arbiter.core.state.nodes.items():
+            if isinstance(known.state, Lost):
+                workers = world.nodes[name].workers
+                self.orphaned.update(worker.task for worker in workers.values() if worker.phase != "gone")
                 self.orphaned |= self._ordered[name]  # it may still obey a plan that is on its way
-        for name, machine in world.machines.items():
+        for name, node in world.nodes.items():
             before = self._fences.get(name)
-            if before is not machine.fence:
-                if before is not None and machine.fence < before:
-                    raise Violation(f"the fence of {name} fell from {before} to {machine.fence}", name)
-                self._fences[name] = machine.fence
+            if before is not node.fence:
+                if before is not None and node.fence < before:
+                    raise Violation(f"the fence of {name} fell from {before} to {node.fence}", name)
+                self._fences[name] = node.fence
 
     def judge_effects(self, world: World, effects: Sequence[object]) -> None:
         """Judge what the arbiter is about to do."""
@@ -233,16 +237,16 @@ class Checks:
     def _judge_naming(self, world: World, order: TaskOrder) -> None:
         """When an attempt is first ordered, none before it has a process on a node that is heard of."""
         nodes = world.arbiter.core.state.nodes
-        for worker in _living(world):
+        for worker in _live_workers(world):
             older = worker.spec.job == order.job and worker.spec.attempt < order.attempt
-            if older and not isinstance(nodes[worker.machine.node].state, Lost):
+            if older and not isinstance(nodes[worker.node.id].state, Lost):
                 raise Violation(f"{order.task} is ordered while {worker.task} lives", order.job, worker.task)
 
     # --- everybody's own idea -----------------------------------------------------------------------------------------
 
     def _validate_one(self, world: World, number: int) -> None:
-        actors = [world.arbiter, *(living.actor for living in world.apps.values())]
-        actors += [world.actor(Party("node", node)) for node in world.machines]
+        actors = [world.arbiter, *(sim_app.actor for sim_app in world.apps.values())]
+        actors += [world.actor(Party("node", node)) for node in world.nodes]
         actor = actors[number % len(actors)]
         if actor.up:  # what ended in the midst of an instant is nobody's state
             actor.core.validate()
@@ -250,7 +254,7 @@ class Checks:
 
     def _judge_checkpoints(self, world: World) -> None:
         orphans = self._orphaned_jobs()
-        for job, saved_s in world.shelf.saved_s.items():
+        for job, saved_s in world.storage.saved_s.items():
             if saved_s < self._saved_s.get(job, 0.0) and job not in orphans:
                 raise Violation(f"the checkpoint of {job} fell back to {saved_s} s of work", job)
             self._saved_s[job] = saved_s
@@ -264,12 +268,12 @@ class Checks:
         world.arbiter.core.validate()
         if world.arbiter.core.state.epoch != world.epoch:
             raise Violation(f"the arbiter acts in epoch {world.arbiter.core.state.epoch} and leads in {world.epoch}")
-        for living in world.apps.values():
-            if living.app:
-                living.actor.core.validate()
-                if living.app not in living.actor.core.state.records:
-                    raise Violation(f"{living.app} is unknown to its own host", living.app)
-        for node in world.machines:
+        for sim_app in world.apps.values():
+            if sim_app.id:
+                sim_app.actor.core.validate()
+                if sim_app.id not in sim_app.actor.core.state.records:
+                    raise Violation(f"{sim_app.id} is unknown to its own host", sim_app.id)
+        for node in world.nodes:
             actor = world.actor(Party("node", node))
             if actor.up:
                 actor.core.validate()
@@ -301,17 +305,17 @@ class Checks:
     def _judge_work(self, world: World) -> None:
         """What an app takes for finished is finished in truth, and all of its work was counted once."""
         orphans = self._orphaned_jobs()
-        for living in world.apps.values():
-            state = living.actor.core.state.apps.get(living.app)
+        for sim_app in world.apps.values():
+            state = sim_app.actor.core.state.apps.get(sim_app.id)
             for job in state.jobs if state is not None else ():
                 if not isinstance(job.state, Done):
                     continue
-                tale = world.shelf.tales.get(job.id)
-                if tale is None or tale.finish_s is None:
+                account = world.storage.accounts.get(job.id)
+                if account is None or account.finish_s is None:
                     raise Violation(f"{job.id} counts as finished and is not", job.id)
-                work_s = living.jobs[job.number].work_s
-                if job.id not in orphans and abs(tale.placed - work_s) > WORK_SLACK_S:
-                    what = f"of {job.id} {tale.placed:.3f} s of work were counted, and it has {work_s:.3f} s"
+                work_s = sim_app.jobs[job.number].work_s
+                if job.id not in orphans and abs(account.placed - work_s) > WORK_SLACK_S:
+                    what = f"of {job.id} {account.placed:.3f} s of work were counted, and it has {work_s:.3f} s"
                     raise Violation(what, job.id)
 
 
@@ -339,11 +343,11 @@ def _waits(task: Task) -> bool:
     return task.want == "run" and isinstance(task.state, Suspended | Waiting)
 
 
-def _stays(machine: Machine, task: Task) -> bool:
+def _stays(node: SimNode, task: Task) -> bool:
     """Whether a task will not or cannot give its GPUs up."""
-    worker = machine.workers.get(task.id)
+    worker = node.workers.get(task.id)
     facts = worker.training.facts if worker is not None else None
-    fixed = facts is not None and (facts.balks or not facts.can_park or bool(machine.host.host_bytes))
+    fixed = facts is not None and (facts.balks or not facts.can_park or bool(node.traits.host_bytes))
     hung = worker is not None and worker.hangs
     return hung or fixed or bool(task.facts.refused)
 
@@ -369,9 +373,9 @@ def _tasks(workers: Sequence[Worker]) -> list[TaskId]:
     return sorted(worker.task for worker in workers)
 
 
-def _living(world: World) -> Iterator[Worker]:
-    for machine in world.machines.values():
-        for worker in machine.workers.values():
+def _live_workers(world: World) -> Iterator[Worker]:
+    for node in world.nodes.values():
+        for worker in node.workers.values():
             if worker.phase != "gone":
                 yield worker
 
@@ -385,12 +389,12 @@ def unsettled(world: World, vanished: Container[Party]) -> dict[str, list[str]]:
     Agents that have `vanished` hear nothing any more.
     """
     found: dict[str, list[str]] = defaultdict(list)
-    over = {living.app: living for living in world.apps.values() if living.app and living.over_at is not None}
+    over = {sim_app.id: sim_app for sim_app in world.apps.values() if sim_app.id and sim_app.over_at is not None}
     gpus = world.arbiter.core.state.gpus
-    broken = [gpu.id for gpu in gpus.values() if device_of(gpu.id) in world.machines[gpu.node].sick]
-    for app, living in over.items():
-        state = living.actor.core.state.apps.get(app)
-        deaf = living.actor.party in vanished
+    broken = [gpu.id for gpu in gpus.values() if device_of(gpu.id) in world.nodes[gpu.node].sick]
+    for app, sim_app in over.items():
+        state = sim_app.actor.core.state.apps.get(app)
+        deaf = sim_app.actor.party in vanished
         # What drains on a GPU that is gone can be proven never: such an app is told again and again, which is no harm.
         sick = any(not isinstance(gpus[gpu].state, Free) and gpus[gpu].state.lease.app == app for gpu in broken)
         if state is not None and state.over is not None and not state.over.settled and not deaf and not sick:
@@ -399,7 +403,7 @@ def unsettled(world: World, vanished: Container[Party]) -> dict[str, list[str]]:
         if isinstance(gpu.state, Free) or gpu.state.lease.app not in over or gpu.id in broken:
             continue
         found[gpu.state.lease.app].append(f"{gpu.id} is {type(gpu.state).__name__} for it")
-    for worker in _living(world):
+    for worker in _live_workers(world):
         if worker.spec.app in over:
-            found[worker.spec.app].append(f"{worker.task} is {worker.phase} on {worker.machine.node}")
+            found[worker.spec.app].append(f"{worker.task} is {worker.phase} on {worker.node.id}")
     return dict(found)

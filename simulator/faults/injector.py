@@ -2,7 +2,7 @@
 
 A daemon's journal is kept as bytes, as on a disk, written before an event is handled; a restart takes the newest
 snapshot and handles what came after it again, its effects left out. That the result is bit for bit what was lost is
-asserted at each restart. Node agents keep no journal: their machine remembers what the live one writes down.
+asserted at each restart. Node agents keep no journal: their node remembers what the live one writes down.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from app_agent.core.host import AppHost
 from app_agent.core.valuation import RHO_MAX
 from arbiter.core.arbiter import Arbiter, Configured
 from arbiter.core.arbiter import Event as ArbiterEvent
+from node_agent.core.events import WorkerGone
 from protocol.core import Connected, Received, Send
 from protocol.messages import ARBITER, AnyMessage, Bid, GpuId, NodeId, Party, ProbeReply
 from simulator.faults.checks import Violation
 from simulator.faults.scenario import Fault, NetworkOptions, Options, facts_of
-from simulator.machines import Machine, Worker
-from simulator.world import Actor, Living, World
+from simulator.nodes import SimNode
+from simulator.workers import Worker
+from simulator.world import Actor, SimApp, World
 
 #: Messages of one sender that wait for a participant that is down; a queue holds the newest.
 KEPT_MAX = 200
@@ -134,7 +136,7 @@ class Liar(AppHost):
         return min(RHO_MAX, rho * self.factor)  # it lies in words that its peers understand
 
 
-class Weather:
+class FaultInjector:
     """Submits a world's apps and lets its faults happen; what it did to whom is kept for judging the outcome."""
 
     def __init__(self, world: World, options: Options, network: Network, *, told: Sequence[Told] = ()) -> None:
@@ -161,8 +163,8 @@ class Weather:
             world.at(options.apps[number].submit_s, partial(self._submit, number))
         for fault in options.faults:
             world.at(fault.at, partial(self._happen, fault))
-        for machine in world.machines.values():
-            world.after(options.beat_s, partial(self._measure, machine))
+        for node in world.nodes.values():
+            world.after(options.beat_s, partial(self._measure, node))
         world.at(options.calm_at, self._calm_down)
 
     def _keep_record(self, actor: Actor, events: Any) -> None:
@@ -175,10 +177,10 @@ class Weather:
 
     def _submit(self, number: int) -> None:
         app = self.options.apps[number]
-        living = self.world.submit(f"app {number + 1}", app.spec, facts_of(app, self.options.seed))
-        self._set_clock(living.actor)
-        living.actor.core = self._host(living.actor.party, living.actor.core.snapshot())
-        self._keep_record(living.actor, app_host.Event)
+        sim_app = self.world.submit(f"app {number + 1}", app.spec, facts_of(app, self.options.seed))
+        self._set_clock(sim_app.actor)
+        sim_app.actor.core = self._host(sim_app.actor.party, sim_app.actor.core.snapshot())
+        self._keep_record(sim_app.actor, app_host.Event)
 
     def _host(self, party: Party, blob: bytes) -> AppHost:
         """Return an app host restored, as honest as it was."""
@@ -190,11 +192,11 @@ class Weather:
         liar.factor = lie
         return liar
 
-    def _measure(self, machine: Machine) -> None:
-        actor = self.world.actor(Party("node", machine.node))
+    def _measure(self, node: SimNode) -> None:
+        actor = self.world.actor(Party("node", node.id))
         if actor.up and actor.held is None:
-            machine.measure()
-        self.world.after(self.options.beat_s, partial(self._measure, machine))
+            node.measure()
+        self.world.after(self.options.beat_s, partial(self._measure, node))
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
@@ -238,7 +240,7 @@ class Weather:
                 world.stop(who)
             case "power":
                 self._crash(who, fault.for_s)
-                world.machines[NodeId(who.id)].crash()
+                world.nodes[NodeId(who.id)].crash()
             case "gpu":
                 self._lose_gpu(fault)
             case "cancel":
@@ -279,12 +281,12 @@ class Weather:
         for event in self._mail.pop(who, ()):
             world.tell(who, event)
 
-    def _look_up(self, living: Living, core: AppHost) -> None:
+    def _look_up(self, sim_app: SimApp, core: AppHost) -> None:
         """Have the world know what its user would see by looking again: a host may end before it could tell."""
         for record in core.records():
-            living.app = record.app
-            if record.over and living.over_at is None:
-                living.over_at = self.world.now
+            sim_app.id = record.app
+            if record.over and sim_app.over_at is None:
+                sim_app.over_at = self.world.now
 
     def restored(self, who: Party, *, from_zero: bool = False) -> Any:
         """Return the core of `who` as its journal tells, which must be what it is now.
@@ -315,40 +317,40 @@ class Weather:
             self.world.tell(fault.who, Connected())
 
     def _lose_gpu(self, fault: Fault) -> None:
-        machine = self.world.machines[NodeId(fault.who.id)]
-        gpu = machine.gpus[fault.number % len(machine.gpus)].id
-        for worker in _alive(machine):
+        node = self.world.nodes[NodeId(fault.who.id)]
+        gpu = node.gpus[fault.number % len(node.gpus)].id
+        for worker in _alive(node):
             if gpu in worker.devices:
                 self.harmed[_owner_of(worker)] += 1
-        machine.fail_gpu(gpu, "fell off the bus")
+        node.fail_gpu(gpu, "fell off the bus")
         if fault.for_s > 0.0:
-            self.world.after(fault.for_s, partial(self._mend_gpu, machine, gpu))
+            self.world.after(fault.for_s, partial(self._mend_gpu, node, gpu))
 
-    def _mend_gpu(self, machine: Machine, gpu: GpuId) -> None:
-        if gpu in machine.sick:
-            machine.mend_gpu(gpu)
+    def _mend_gpu(self, node: SimNode, gpu: GpuId) -> None:
+        if gpu in node.sick:
+            node.mend_gpu(gpu)
 
-    def _cancel(self, living: Living) -> None:
-        if living.app and living.actor.up:
-            self.cancelled.add(living.actor.party.id)
-            self.world.tell(living.actor.party, app_host.Cancel("cancel", living.app))
+    def _cancel(self, sim_app: SimApp) -> None:
+        if sim_app.id and sim_app.actor.up:
+            self.cancelled.add(sim_app.actor.party.id)
+            self.world.tell(sim_app.actor.party, app_host.Cancel("cancel", sim_app.id))
 
     def _harm_worker(self, fault: Fault) -> None:
-        machine = self.world.machines[NodeId(fault.who.id)]
-        alive = _alive(machine)
+        node = self.world.nodes[NodeId(fault.who.id)]
+        alive = _alive(node)
         if not alive:
             return
         worker = alive[fault.number % len(alive)]
         self.harmed[_owner_of(worker)] += 1
         match fault.kind:
             case "worker-crash":
-                machine.fail_worker(worker.task, 1)
+                worker.lose(WorkerGone(worker.task, exit_code=1, tail="imaginary crash"))
             case "worker-kill":
-                machine.kill_worker(worker.task)
+                worker.signal("kill")
             case "worker-deaf":
-                machine.hang_worker(worker.task, standing=False)
+                worker.hang(standing=False)
             case _:
-                machine.hang_worker(worker.task, standing=True)
+                worker.hang(standing=True)
 
     # --- calm -------------------------------------------------------------------------------------------------------
 
@@ -363,18 +365,18 @@ class Weather:
         for actor in [world.arbiter, *map(world.actor, self._agents())]:
             world.thaw(actor.party)
             self._restart(actor.party)
-        for machine in world.machines.values():
-            for worker in _alive(machine):
+        for node in world.nodes.values():
+            for worker in _alive(node):
                 if worker.hangs and worker.training.since is None:  # stalled, parked, or its GPU was lost for a moment
-                    machine.kill_worker(worker.task)
+                    worker.signal("kill")
 
     def _agents(self) -> list[Party]:
-        nodes = [Party("node", node) for node in self.world.machines]
-        return nodes + [living.actor.party for living in self.world.apps.values()]
+        nodes = [Party("node", node) for node in self.world.nodes]
+        return nodes + [sim_app.actor.party for sim_app in self.world.apps.values()]
 
 
-def _alive(machine: Machine) -> list[Worker]:
-    return [worker for _, worker in sorted(machine.workers.items()) if worker.phase != "gone"]
+def _alive(node: SimNode) -> list[Worker]:
+    return [worker for _, worker in sorted(node.workers.items()) if worker.phase != "gone"]
 
 
 def _owner_of(worker: Worker) -> str:

@@ -23,9 +23,10 @@ from arbiter.core.registry import POLICIES
 from arbiter.core.seam import Settings
 from arbiter.core.state.model import ArbiterSettings
 from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party, Sharing, Utility
-from simulator.cluster import Cluster, NodePlan
+from simulator.cluster import Cluster, NodeSpec
 from simulator.costs import Costs
-from simulator.machines import WORKER_BYTES, Host, JobFacts
+from simulator.jobs import WORKER_BYTES, JobFacts
+from simulator.workers import NodeTraits
 
 Kind = Literal[
     "crash",  # a daemon's process ends and is started again; machines and workers go on
@@ -130,7 +131,7 @@ class Options(Struct, frozen=True):
     network: NetworkOptions
     faults: tuple[Fault, ...]
     clocks: tuple[tuple[Party, Clock], ...]
-    hosts: tuple[tuple[NodeId, Host], ...]
+    traits: tuple[tuple[NodeId, NodeTraits], ...]
     snapshot_every: int  #: events between two snapshots of a journal
 
     def owner(self, number: int) -> Party:
@@ -157,7 +158,7 @@ def draw(seed: int, *, policy: str = "") -> Options:
         network=_network(dice),
         faults=(),
         clocks=(),
-        hosts=tuple((node.id, _host(dice)) for node in cluster.nodes),
+        traits=tuple((node.id, _traits(dice)) for node in cluster.nodes),
         snapshot_every=dice.choice((10, 100, 1000)),
     )
     options = _shared(Random(f"sharing {seed}"), options)  # noqa: S311 - repeatable, not secret
@@ -178,14 +179,14 @@ def _cluster(dice: Random) -> Cluster:
     count = dice.randint(1, 4)
     racks = dice.randint(1, count)
     nodes = tuple(
-        NodePlan(NodeId(f"n{number + 1}"), f"r{number % racks + 1}", dice.choice(shapes), "imaginary", 16 * GIB)
+        NodeSpec(NodeId(f"n{number + 1}"), f"r{number % racks + 1}", dice.choice(shapes), "imaginary", 16 * GIB)
         for number in range(count)
     )
     return Cluster(f"{count} nodes", nodes)
 
 
-def _host(dice: Random) -> Host:
-    return Host(slow=dice.choice((2.0, 5.0)) if dice.random() < 0.15 else 1.0)
+def _traits(dice: Random) -> NodeTraits:
+    return NodeTraits(slow=dice.choice((2.0, 5.0)) if dice.random() < 0.15 else 1.0)
 
 
 def _settings(dice: Random, seed: int) -> ArbiterSettings:
@@ -285,7 +286,7 @@ def _shared(dice: Random, options: Options) -> Options:
         options,
         settings=settings,
         costs=costs,
-        hosts=tuple((node, _equipped(dice, host)) for node, host in options.hosts),
+        traits=tuple((node, _equipped(dice, traits)) for node, traits in options.traits),
         apps=tuple(sorted(_sharing_apps(dice, options), key=lambda app: app.submit_s)),
     )
 
@@ -296,9 +297,9 @@ def _sharing_apps(dice: Random, options: Options) -> list[AppOptions]:
     return [_sharing_app(dice, replace(app, submit_s=app.submit_s * 0.4)) for app in apps]
 
 
-def _equipped(dice: Random, host: Host) -> Host:
+def _equipped(dice: Random, traits: NodeTraits) -> NodeTraits:
     return replace(
-        host,
+        traits,
         host_bytes=dice.choice((0, 0, 5 * GIB, 20 * GIB)),
         driver=dice.random() < 0.4,
         driver_refuses=dice.choice((0.0, 0.3)),
