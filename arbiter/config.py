@@ -101,7 +101,7 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
         )
     if not settings.classes:
         raise ConfigError(
-            f"{source}: arbiter.classes is empty, so nobody could run anything; name batch, trial or both"
+            f"{source}: arbiter.classes is empty, so nobody could run anything; name batch, interactive app or both"
         )
     both = [each.name for each in settings.tenants if each.quota is not None and each.weight != 1.0]
     if both:

@@ -165,7 +165,7 @@ class Desk:
             "class": app.kind,
             "cpus": app.cpus,
             "host_bytes": app.host_bytes,
-            "preempted_for_trials": app.preempted,
+            "preempted_for_interactive": app.preempted,
             "weight": app.weight,
             "ltgf": standing.ltgf_other,
             "ltgf_all": standing.ltgf,

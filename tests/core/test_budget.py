@@ -19,7 +19,7 @@ from tests.support.arbiter_site import SETTINGS, Site, sent, task, wish
 LAS = replace(
     SETTINGS,
     policy="las",
-    policy_settings=Settings(las_threshold_gpu_s=10.0, trial_share=1.0),
+    policy_settings=Settings(las_threshold_gpu_s=10.0, interactive_share=1.0),
     lease_s=60.0,
     node_timeout_s=1000.0,
     app_timeout_s=1000.0,
@@ -31,8 +31,8 @@ TAKERS: tuple[tuple[str, dict[str, object]], ...] = (
     ("las", {}),
     ("srtf", {"left_s": 10.0, "left_gpu_s": 10.0}),
     ("gandiva-fair", {}),
-    ("fitgpp", {"kind": "trial"}),
-    ("backfill", {"kind": "trial"}),
+    ("fitgpp", {"kind": "interactive"}),
+    ("backfill", {"kind": "interactive"}),
 )
 
 

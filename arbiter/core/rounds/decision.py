@@ -35,7 +35,7 @@ def decide(effect: Decide, clock: Clock | None = None) -> Decided:
     policy = policy_of(effect.policy, effect.settings)
     if view.gpus or not (view.seats or view.takeable):
         allocation = interactive.allocate(policy, effect.settings, view, effect.bids, clock)
-    else:  # there is something for guests, or for trials, only
+    else:  # there is something for guests, or for interactive apps, only
         allocation = interactive.serve(policy, effect.settings, view, Allocation({}, (), unnamed="holder"))
     return Decided(effect.round, effect.epoch, seats.with_guests(view, allocation))
 
@@ -64,37 +64,39 @@ def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome,
     winners = {gpu: app for gpu, app in desired.items() if gpu not in withheld}
     served = frozenset(winners.values())
     rooms = [(each, _comes(each, winners, served)) for each in allocation.displaced]
-    needless = [each for each, trial in rooms if trial is None]
+    needless = [each for each, newcomer in rooms if newcomer is None]
     withheld |= _stays(needless, desired, withheld)
-    desired = {gpu: each.trial for each in needless for gpu in each.gpus} | desired
+    desired = {gpu: each.newcomer for each in needless for gpu in each.gpus} | desired
     turn.state.news = turn.state.news or bool(withheld)
-    makes_room = {gpu: winners.get(gpu, trial) for each, trial in rooms if trial is not None for gpu in each.gpus}
+    makes_room = {
+        gpu: winners.get(gpu, newcomer) for each, newcomer in rooms if newcomer is not None for gpu in each.gpus
+    }
     staying = {gpu_id: gpu for gpu_id, gpu in here.items() if gpu_id in withheld and gpu_id not in makes_room}
     outcomes = tuple(_as_it_became(outcome, staying, desired, withheld) for outcome in allocation.outcomes)
     guests = frozenset(allocation.guests)
     for gpu_id, gpu in here.items():
         if gpu_id not in staying:
             winner = turn.state.apps[winners[gpu_id]] if gpu_id in winners else None
-            _move(turn, gpu, winner, trial=makes_room.get(gpu_id), guest=gpu_id in guests)
-    for app_id, _ in sorted({(each.app, each.trial) for each, trial in rooms if trial is not None}):
+            _move(turn, gpu, winner, newcomer=makes_room.get(gpu_id), guest=gpu_id in guests)
+    for app_id, _ in sorted({(each.app, each.newcomer) for each, newcomer in rooms if newcomer is not None}):
         _note_preempted(turn, app_id, here)
     return outcomes
 
 
 def _comes(room: Displaced, winners: Mapping[GpuId, AppId], served: frozenset[AppId]) -> AppId | None:
-    """Return the trial for which somebody makes room: the one it was for, another that gets of it, or none any more."""
-    if room.trial in served:
-        return room.trial
+    """Return the interactive app for which room is made: the one it was for, another that gets of it, or None."""
+    if room.newcomer in served:
+        return room.newcomer
     return min((winners[gpu] for gpu in room.gpus if gpu in winners), default=None)
 
 
 def _stays(
     rooms: Iterable[Displaced], desired: Mapping[GpuId, AppId], withheld: Mapping[GpuId, str]
 ) -> dict[GpuId, str]:
-    """Return the GPUs that nobody need leave, as no trial comes, each with a clause on why."""
+    """Return the GPUs that nobody need leave, as no interactive app comes, each with a clause on why."""
     reasons = {desired[gpu]: why for gpu, why in withheld.items()}
     return {
-        gpu: reasons.get(room.trial, "that trial got nothing")
+        gpu: reasons.get(room.newcomer, "that interactive app got nothing")
         for room in rooms
         for gpu in room.gpus
         if gpu not in withheld
@@ -102,7 +104,7 @@ def _stays(
 
 
 def _note_preempted(turn: Turn, app_id: AppId, here: Mapping[GpuId, Gpu]) -> None:
-    """Count that an app has made room for a trial, if it has: P of FitGpp, and its place on top of the queue."""
+    """Count that an app has made room, if it has: P of FitGpp, and its place on top of the queue."""
     mine = [turn.state.gpus[gpu.id] for gpu in here.values() if _holder(gpu) == app_id]
     gone = any(isinstance(gpu.state, Draining) for gpu in mine) or not turn.index.gpus[app_id]  # it did not begin
     app = turn.state.apps.get(app_id)
@@ -111,7 +113,7 @@ def _note_preempted(turn: Turn, app_id: AppId, here: Mapping[GpuId, Gpu]) -> Non
 
 
 def _here(turn: Turn, asked: set[GpuId], takeable: frozenset[GpuId], allocation: Allocation) -> dict[GpuId, Gpu]:
-    """Return, by id, the GPUs that the decision is about and that are still in play, or may be taken for trials."""
+    """Return, by id, the GPUs of the decision that are still in play, or may be taken for interactive apps."""
     named = {*allocation.assign, *allocation.freed}
     ended = asked - turn.index.free if allocation.unnamed == "nobody" else set()
     about = ended | ((asked | takeable) & named)
@@ -123,10 +125,10 @@ def _may_take(turn: Turn, gpu: Gpu, takeable: frozenset[GpuId]) -> bool:
     return gpu.id in takeable and isinstance(gpu.state, Leased) and model.usable(turn.state, gpu)
 
 
-def _move(turn: Turn, gpu: Gpu, app: model.App | None, *, trial: AppId | None, guest: bool) -> None:
-    """Let a GPU go to `app`, or to nobody; whoever has it leaves for that, or to make room for `trial`."""
+def _move(turn: Turn, gpu: Gpu, app: model.App | None, *, newcomer: AppId | None, guest: bool) -> None:
+    """Let a GPU go to `app`, or to nobody; whoever has it leaves for that, or to make room for `newcomer`."""
     number = turn.state.round
-    why = f"makes room for the trial {trial}" if trial is not None else ""
+    why = f"makes room for the interactive app {newcomer}" if newcomer is not None else ""
     match gpu.state:
         case Free():
             if app is not None:

@@ -183,7 +183,7 @@ def _try(turn: Turn) -> None:
 
 
 def _invites(view: View) -> bool:
-    """Whether there is anything beside GPUs in play that guests, or trials, could get."""
+    """Whether there is anything beside GPUs in play that guests, or interactive apps, could get."""
     return bool(view.takeable) or seats.invites(view)
 
 

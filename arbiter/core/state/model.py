@@ -77,7 +77,7 @@ class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     apps_max: int = 1000  #: of one owner that are not over; more are refused
     priority_max: int = 0  #: the highest that an app may have, whatever its app agent allows
     weight_max: float = 10.0  #: the greatest that an app may have
-    classes: tuple[Kind, ...] = ("batch", "trial")  #: that an app may be of
+    classes: tuple[Kind, ...] = ("batch", "interactive")  #: that an app may be of
 
     @property
     def solver_budget_s(self) -> float:
@@ -373,7 +373,7 @@ class App(Struct, frozen=True):
     kind: Kind = "batch"
     cpus: float = 0.0  #: of each job; 0: it asks for none
     host_bytes: int = 0
-    preempted: int = 0  #: how often it made room for a trial: P of PAPERS.md section 3 is about that
+    preempted: int = 0  #: how often it made room for an interactive app: P of PAPERS.md section 3 is about that
     preempted_in: int = 0  #: the round in which it last did; later ones stand before it in the queue
     tolls: dict[JobId, Toll] = {}  #: of attempts that are over
     run: str = ""  #: the submission; reports of another one under the same id are refused
@@ -449,7 +449,7 @@ class Deciding(Struct, frozen=True, tag=True):
     silent: tuple[AppId, ...]  #: bidders that sent no bid before the deadline
     in_play: tuple[GpuId, ...]  #: what is left of `offered` when the bids are in
     seats: tuple[GpuId, ...] = ()  #: those that guests may get or leave
-    takeable: tuple[GpuId, ...] = ()  #: those not in play that a trial may be given
+    takeable: tuple[GpuId, ...] = ()  #: those not in play that an interactive app may be given
     rhos_none: dict[AppId, float] = {}  #: as bid, by those of whose GPUs none was in play
     epoch: int = 0  #: in which it was asked
 
