@@ -1,4 +1,4 @@
-"""The imaginary driver: it suspends and resumes processes wherever they are, may refuse, and may lose one."""
+"""The imaginary driver: it suspends and resumes processes at any moment, may refuse, and may lose one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DRIVER_TIMES = 10.0
 
 
 def checkpoint(worker: Worker, effect: CheckpointProcess) -> None:
-    """Have the driver suspend or resume a process, and tell the node agent what came of it."""
+    """Have the driver suspend or resume a process, and tell the node agent the outcome."""
     node = worker.node
     suspends = effect.do == "suspend"
     if worker.phase != ("running" if suspends else "parked") or worker.by_driver == suspends:
@@ -32,7 +32,7 @@ def checkpoint(worker: Worker, effect: CheckpointProcess) -> None:
 
     def done() -> None:
         if worker.phase == "gone" or node.incarnation != asker:
-            return  # a new node agent has found out by itself, see `find`
+            return  # a new node agent knows it already, see `find`
         if lost:
             worker.hangs = worker.lost = True
             worker.training.halt()
@@ -46,7 +46,7 @@ def checkpoint(worker: Worker, effect: CheckpointProcess) -> None:
 
 
 def impossible(effect: CheckpointProcess) -> ProcessCheckpointed:
-    """Return the answer for a process that is not there or in another state."""
+    """Return the answer for a process that does not exist or is in another state."""
     return ProcessCheckpointed(effect.task, effect.do, ok=False, reason="it is not in a state for that")
 
 

@@ -1,4 +1,4 @@
-"""The GPUs of imaginary nodes, the truth about jobs, and the account of what became of each job."""
+"""The GPUs of imaginary nodes, the truth about jobs, and the account of each job's course."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from msgspec import Struct
 
 from protocol.messages import GpuId, Level, NodeId
 
-#: What a worker takes of each of its GPUs unless its job says otherwise, and what its CUDA context takes besides.
+#: The memory that a worker takes of each of its GPUs unless its job says otherwise, and that of its CUDA context.
 #: Source: findings on GPU mechanisms, 1.1 A: 0.3 to 0.6 GB of context.
 WORKER_BYTES = 6 * 2**30
 CONTEXT_BYTES = 400 * 2**20
-#: Of its peak, what is live at a mini-batch boundary: weights, gradients and the optimizer's state without activations.
+#: The part of its peak that is live at a mini-batch boundary: weights, gradients, optimizer state, no activations.
 STATE_SHARE = 0.5
-#: The part of a job's work after which its owner has first seen something of it.
+#: The part of a job's work after which its owner has first seen a result.
 FIRST_SHARE = 0.01
 
 
@@ -28,7 +28,7 @@ class Gpu(Struct, frozen=True):
 
 
 class JobFacts(Struct, frozen=True):
-    """The truth about a job, whatever its agents believe.
+    """The truth about a job, which no agent in the world knows.
 
     `work_s` are serial seconds, `steps` mini-batches; `reports` the numbers of mini-batches after which the script
     reports its metric, with its values; `slowdown` answers S of so many GPUs at that level. `beside` answers the job's
@@ -79,7 +79,7 @@ class JobAccount(Struct):
     first_percent_s: float | None = None  #: when it had done `FIRST_SHARE` of its work
     finish_s: float | None = None
     held_gpu_s: float = 0.0  #: from the start of each process to its end, while it is not parked
-    useful_gpu_s: float = 0.0  #: what its work takes of GPUs that it has to itself, wherever it lay
+    useful_gpu_s: float = 0.0  #: the time that its work takes on GPUs that it has to itself, wherever it lay
     packed_s: float = 0.0  #: trained beside another job
     suspensions: int = 0
     placed: float = 0.0  #: useful GPU-seconds times 1 / S

@@ -1,7 +1,7 @@
-"""Imaginary nodes: they perform what node agents ask for, and train imaginary jobs on imaginary GPUs.
+"""Imaginary nodes: they perform the effects of node agents, and train imaginary jobs on imaginary GPUs.
 
-Below the node agents everything is invented here and nothing is decided: a `SimNode` carries out the effects of one
-node agent with the costs it was given and tells their outcomes as events.
+The world below the node agents is invented here, and nothing is decided here: a `SimNode` carries out the effects of
+one node agent with the costs it was given and tells their outcomes as events.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from simulator.workers import PLAIN, NodeTraits, Worker
 
 
 class SimNode:
-    """One node without its node agent: GPUs, processes, and what it has written down for the next node agent.
+    """One node without its node agent: GPUs, processes, and the notes on its disk for the next node agent.
 
-    `post` takes an event for the node agent, `facts_of` knows the truth of a job, `gpus_of` all the GPUs of an attempt
-    (what a real job's rendezvous would find out), `taken` whether the arbiter has taken one of these from its app, for
-    the rows; `at` runs something later.
+    `post` takes an event for the node agent. `facts_of` returns the truth of a job, `gpus_of` all the GPUs of an
+    attempt (as a real job's rendezvous would list them), `taken` whether the arbiter has taken one of these seats from
+    its app, for the rows. `at` runs a function later.
     """
 
     worker_type: type[Worker] = Worker  #: of all processes on it
@@ -83,7 +83,7 @@ class SimNode:
         self.post = post
         self.taken = taken
         self.traits = traits
-        self.talks = talks  #: workers say what they take once they begin, as real ones do; costs an event each
+        self.talks = talks  #: workers report their memory once they begin, as real ones do; costs an event each
         self.fence = (0, 0)
         self.site = ""
         self.ledger = HealthLedger()
@@ -148,7 +148,7 @@ class SimNode:
             then()
 
     def perform(self, effect: LocalEffect) -> None:
-        """Carry out what the node agent asks for."""
+        """Carry out an effect of the node agent."""
         match effect:
             case TakeSample(mark):
                 self._asked = mark
@@ -174,7 +174,7 @@ class SimNode:
     def _act_on(
         self, worker: Worker | None, effect: OrderWorker | CheckpointProcess | SignalWorker | NoteWorker
     ) -> None:
-        """Do something to a process; one that is not there can only be missed."""
+        """Carry out an effect on a process; for one that does not exist only a checkpoint is answered."""
         if worker is None:
             if isinstance(effect, CheckpointProcess):
                 self.post(driver.impossible(effect))
@@ -257,7 +257,7 @@ class SimNode:
         self.measure()
 
     def mend_gpu(self, gpu: GpuId) -> None:
-        """Have it back."""
+        """Return a lost GPU to service."""
         self.sick.pop(gpu, None)
         self.measure()
 

@@ -2,9 +2,9 @@
 
 A `Training` is one attempt of one job, whose parts on several nodes make every mini-batch together.
 
-How fast a job is: work is counted in *serial seconds*, what one GPU takes for it at best. On n GPUs whose locality has
-the slowdown S it does n / S of them per second (PAPERS.md section 1, Eq. 1), n at most what the job can use. While jobs
-run beside others on a GPU, each goes at its own speed times the measured ratio of its model beside theirs.
+The speed of a job: work is counted in *serial seconds*, the time of one GPU for it at best. On n GPUs whose locality
+has the slowdown S a job does n / S of them per second (PAPERS.md section 1, Eq. 1), n at most the job's demand. While
+jobs run beside others on a GPU, each goes at its own speed times the measured ratio of its model beside theirs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Part(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """What it does at present."""
+        """Its present state."""
         ...
 
     def sharing(self, device: GpuId) -> Sequence[Part]:
@@ -60,7 +60,7 @@ class Part(Protocol):
 
 
 class SharedStorage:
-    """What outlives every process: each job's newest checkpoint, in serial seconds of work, and its account."""
+    """The storage that outlives every process: each job's newest checkpoint, in serial seconds, and its account."""
 
     def __init__(self) -> None:
         self.saved_s: dict[JobId, float] = {}
@@ -112,7 +112,7 @@ class Training:
         self.since: float | None = None  #: when it began to run, None: it stands
         self.slowdown = facts.slowdown(len(gpus), locality(gpus))
         self.speed = min(len(gpus), facts.demand_max) / self.slowdown
-        self.rate = self.speed  #: what it really makes per second, beside others on its GPUs
+        self.rate = self.speed  #: its true serial seconds per second, beside others on its GPUs
         self.crowded = False  #: others train on its GPUs
         self.halted = False  #: a part was told to go: no more mini-batches in this attempt
         self.version = 0
@@ -188,7 +188,7 @@ class Training:
                         other.training._retune()
 
     def _retune(self) -> None:
-        """Book what was done at the old speed, if it is another now."""
+        """Book the work done at the old speed, if the speed is another now."""
         rate, crowded = _rate(self)
         if self.since is None or (rate, crowded) == (self.rate, self.crowded):
             return
@@ -211,7 +211,7 @@ class Training:
                 account.first_percent_s = self.since + max(0.0, first_s - before_s) / self.rate
 
     def _await_next(self) -> None:
-        """Come back at the next report, or at the end of the work."""
+        """Schedule the next report, or the end of the work."""
         facts = self.facts
         done_s = self.progress_s(self._now())
         while self.told < len(facts.reports) and facts.reports[self.told][0] <= self.steps(self._now()):
@@ -251,7 +251,7 @@ class Training:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def lose_part(self, task: TaskId) -> None:
-        """Note the end of a part; the end of the last one books what the attempt achieved."""
+        """Note the end of a part; the end of the last one books the result of the attempt."""
         self.ended.add(task)
         if len(self.ended) == len(self.parts):
             self._settle()

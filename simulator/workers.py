@@ -1,6 +1,6 @@
-"""Imaginary workers: the process of one task on one node, which obeys orders and says what real ones say.
+"""Imaginary workers: the process of one task on one node, which obeys orders and talks as real ones do.
 
-A worker takes memory on its GPUs as measured on the real ones: its peak and its CUDA context while it is there, the
+A worker takes memory on its GPUs as real ones were measured to: its peak and its CUDA context while it runs, the
 context alone while it is parked, nothing while the driver has it checkpointed.
 """
 
@@ -45,7 +45,7 @@ class NodeTraits(Struct, frozen=True):
     driver: bool = False
     driver_refuses: float = 0.0
     driver_loses: float = 0.0
-    slow: float = 1.0  #: everything takes so many times as long
+    slow: float = 1.0  #: every act takes so many times as long
 
 
 PLAIN = NodeTraits()
@@ -54,8 +54,9 @@ PLAIN = NodeTraits()
 class OwnNode(Protocol):
     """The node that a worker is on, as the worker sees it.
 
-    `now` is the world's time, `at` runs something later, `later` as much later as this node is slow; `post` takes an
-    event for the node agent, `taken` says whether the arbiter has taken one of these seats from its app.
+    `now` is the world's time, `at` runs a function after a time, `later` after a time that grows with the node's
+    slowness. `post` takes an event for the node agent, `taken` says whether the arbiter has taken one of these seats
+    from its app.
     """
 
     id: NodeId
@@ -121,7 +122,7 @@ class Worker:
         return self.node.on[device]
 
     def adopted(self) -> AdoptedWorker:
-        """Return what a new node agent finds of it."""
+        """Return its description for a new node agent."""
         spec, note = self.spec, self.note
         lived_s = (self.node.now() if self.ended_at is None else self.ended_at) - self.began_at
         if note.by_driver or self.by_driver:
@@ -141,7 +142,7 @@ class Worker:
         self._show_memory()
 
     def _show_memory(self) -> None:
-        """Say what it takes after its first mini-batch, as real ones do."""
+        """Report its memory after its first mini-batch, as real ones do."""
         training = self.training
         if self.node.talks and self._steps() - 1 <= training.start_step:
             wait_s = training.facts.step_s / training.speed * (1.0 + STEP_SLACK)
@@ -152,7 +153,7 @@ class Worker:
             self.say_progress(self._steps(), {})
 
     def say_hello(self) -> None:
-        """Say who it is and how far it is."""
+        """Say hello: its task, its pid and its progress."""
         training = self.training
         state: Literal["running", "suspended"] = "suspended" if self.phase == "parked" else "running"
         step = self._steps() - 1
@@ -205,7 +206,7 @@ class Worker:
     # --- orders -------------------------------------------------------------------------------------------------------
 
     def obey(self, order: Order) -> None:
-        """Carry out an order, if it can hear it."""
+        """Carry out an order, if the process can hear it."""
         if self.hangs or self.by_driver or self.phase in ("starting", "gone"):
             return
         match order.do:
@@ -306,7 +307,7 @@ class Worker:
         self.node.later(self.node.costs.resume_s, resumed)
 
     def rest(self) -> None:
-        """Be parked from now on."""
+        """Become parked."""
         self.phase = "parked"
         self.account.suspensions += 1
         self.account.held_gpu_s += (self.node.now() - self.since) * len(self.gpus)

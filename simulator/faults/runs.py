@@ -1,8 +1,8 @@
-"""Worlds full of faults, one for each seed: run, judged, and told of when one fails.
+"""Runs of fault worlds, one for each seed, with their verdicts and a report of each that fails.
 
-A world has two parts. While its faults last, safety is judged at every instant (`checks`). Then nothing goes
-wrong any more, and liveness is demanded: every app that can finish does, and leaves nothing behind, within bounds of
-time, messages and rounds that follow from its work and its size. Apps that cannot are named, with why.
+A world has two parts. While its faults last, safety is judged at every instant (`checks`). After the faults liveness
+is demanded: every app that can finish does, and leaves nothing behind, within bounds of time, messages and rounds
+that follow from its work and its size. An app that cannot finish is named with the reason.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from simulator.faults.injector import FaultInjector, Network
 from simulator.faults.scenario import Options, draw
 from simulator.world import Actor, SimApp, Stuck, World
 
-#: After the faults: this long for what was lost to be noticed and made up for by timeouts and beats, in seconds.
+#: Seconds after the faults in which timeouts and beats must notice the losses and make up for them.
 RECOVERY_S = 300.0
-#: Times what all apps would take one after the other, each on its smallest gang, placed as badly as can be.
+#: Allowed time as a multiple of that of all apps one after the other, each on its smallest gang, placed at its worst.
 SLACK = 4.0
 #: Messages of each participant per second, at most, after the faults; beats included.
 MESSAGES_RATE_MAX = 6.0
-#: Counted on top of the time a world takes: what everybody says when all links are mended at once.
+#: Seconds added to the time a world takes: all participants restate everything when all links are mended at once.
 FLURRY_S = 30.0
-#: Events at one instant, at most: one that goes on for ever should be found out soon.
+#: The most events at one instant: an instant that never ends should be found out soon.
 INSTANT_MAX = 10_000
-#: Lines told of a failing world, and characters of a line.
+#: Lines kept of a failing world, and characters of a line.
 LINES_TOLD = 40
 LINE_CHARS_MAX = 600
 #: Worlds that one process is given at a time.
@@ -51,12 +51,12 @@ Mutant = Callable[[], AbstractContextManager[None]]
 _IDS = re.compile(r"app\d+-\d+(?:\.\d+)?(?:-a\d+)?(?:\.\d+)?|n\d+-g\d+|\bn\d+\b")
 
 
-#: Policies under which one that does not fit lets nobody by.
+#: Policies under which an app that does not fit holds back all behind it.
 STRICT = ("fifo", "fitgpp", "lrtp", "rand", "yarn-cs")
 
 
 class Bounds(Struct, frozen=True):
-    """What a world may take after its faults have ended: so long, and messages and rounds for the time it takes."""
+    """The bounds of a world after its faults: seconds, and messages and rounds per second."""
 
     seconds: float
     messages_rate: float  #: per second
@@ -72,7 +72,7 @@ class Bounds(Struct, frozen=True):
 
 
 class WorldVerdict(Struct, frozen=True):
-    """What became of one world. `wrong` is empty if all was well; otherwise `lines` are the last events that matter.
+    """The verdict on one world. `wrong` is empty if it passed; otherwise `lines` are its last events that matter.
 
     `seconds`, `messages` and `rounds` count from the end of the faults on, `waiting` are apps that cannot finish, each
     with why.
@@ -97,7 +97,7 @@ class WorldVerdict(Struct, frozen=True):
 
     @property
     def command(self) -> str:
-        """What repeats it, with everything that happened."""
+        """The command that repeats it and prints every event."""
         under = f" --policy {self.policy}" if self.policy else ""
         return f"gpu-arbiter worlds --seed {self.seed} --count 1{under} --trace"
 
@@ -113,11 +113,11 @@ def run_worlds(seeds: Sequence[int], *, jobs: int = 1, policy: str = "") -> Iter
 
 
 def run_world(seed: int, *, policy: str = "", tell: Tell | None = None, mutant: Mutant = nullcontext) -> WorldVerdict:
-    """Return what becomes of the world of `seed`, under one `policy` if it is named.
+    """Return the verdict on the world of `seed`, under one `policy` if it is named.
 
-    `tell` is told every event, and `mutant` is in force meanwhile.
+    `tell` gets a line of every event, and `mutant` is in force meanwhile.
 
-    Nobody listens at first, which is faster; a world that fails is run again for its last lines.
+    Without `tell` no lines are made at first, which is faster; a world that fails is run again for its last lines.
     """
     with mutant():
         verdict = _Run(draw(seed, policy=policy), tell).verdict()
@@ -174,7 +174,7 @@ class _Run:
         self.rounds += 1
 
     def verdict(self) -> WorldVerdict:
-        """Run it and say what became of it."""
+        """Run it and return the verdict."""
         wrong = ""
         objects: tuple[str, ...] = ()
         try:
@@ -182,7 +182,7 @@ class _Run:
         except Violation as violation:
             wrong, objects = str(violation), violation.objects
         except (AssertionError, LookupError, ValueError, TypeError, Stuck) as error:
-            # What a core itself takes for impossible is found here as well as what is against the checks.
+            # A core's own assertions count as well as the checks.
             wrong = f"{type(error).__name__}: {error}"
             objects = tuple(dict.fromkeys(_IDS.findall(wrong)))
         options, world = self.options, self.world
@@ -219,7 +219,7 @@ class _Run:
     # --- liveness ---------------------------------------------------------------------------------------------------
 
     def _bounds(self) -> Bounds:
-        """Return what this world may take, from its work and its size."""
+        """Return this world's bounds, from its work and its size."""
         options = self.options
         works = [len(app.spec.trials) * app.work_s / app.spec.gang * 1.6 for app in options.apps]
         change_s = options.costs.change_s * 5
@@ -234,11 +234,11 @@ class _Run:
         return all(map(self._over, self.world.apps.values())) and not unsettled(self.world, self.injector.vanished)
 
     def _over(self, sim_app: SimApp) -> bool:
-        """Whether nothing more is to come of an app: it is over, or it cannot."""
+        """Whether an app is over, or cannot finish."""
         return sim_app.over_at is not None or bool(self._obstacle(sim_app))
 
     def _obstacle(self, sim_app: SimApp) -> str:
-        """Say why an app cannot finish, or return an empty string."""
+        """Return the reason why an app cannot finish, or an empty string."""
         if sim_app.actor.party in self.injector.vanished:
             return "its agent has vanished"
         if not self._fits(sim_app):
@@ -250,7 +250,7 @@ class _Run:
         return sim_app.spec.gang <= _room(self.world, sim_app)
 
     def _first_in_line(self, sim_app: SimApp) -> str:
-        """Say behind whom a strict first-in, first-out order keeps an app for ever, or return an empty string."""
+        """Name the app behind which a strict first-in, first-out order keeps an app for ever, or return ``""``."""
         policy = self.injector.settings.policy
         if policy not in STRICT:
             return ""
@@ -278,12 +278,12 @@ class _Run:
                 continue
             record = sim_app.actor.core.state.records[sim_app.id]
             if record.state == "failed" and not record.refused and not self.injector.harmed[owner]:
-                raise Violation(f"{sim_app.id} failed and nobody harmed it: {record.reason}", sim_app.id)
+                raise Violation(f"{sim_app.id} failed and no fault harmed it: {record.reason}", sim_app.id)
             if record.state == "cancelled" and owner not in self.injector.cancelled:
-                raise Violation(f"{sim_app.id} was cancelled by nobody", sim_app.id)
+                raise Violation(f"{sim_app.id} was cancelled, and its user did not cancel it", sim_app.id)
         left = unsettled(world, self.injector.vanished)
-        for app, what in left.items():
-            raise Violation(f"{app} is over, but {'; '.join(what)}", app, *_IDS.findall(" ".join(what)))
+        for app, found in left.items():
+            raise Violation(f"{app} is over, but {'; '.join(found)}", app, *_IDS.findall(" ".join(found)))
         self._judge_rates()
 
     def _judge_rates(self) -> None:
@@ -323,7 +323,7 @@ def _place(sim_app: SimApp, node: str, slot: str) -> tuple[str, ...]:
 
 
 class _Teller:
-    """Puts events into lines."""
+    """Writes events as lines."""
 
     def __init__(self, world: World, tell: Tell) -> None:
         self._world = world
@@ -385,7 +385,7 @@ def summary(verdicts: Sequence[WorldVerdict]) -> dict[str, Any]:
 
 
 def report(verdict: WorldVerdict) -> str:
-    """Return what to say of a world that failed."""
+    """Return the report on a world that failed."""
     head = f"world {verdict.seed} failed after {verdict.at:.3f} s: {verdict.wrong}"
     return "\n".join([head, *verdict.lines, f"again, with everything: {verdict.command}"])
 

@@ -74,7 +74,7 @@ def test_seeds_differ_and_options_cover_what_can_go_wrong() -> None:
         *("crash", "freeze", "cut", "vanish", "power", "gpu", "cancel", "policy", "sharing"),
         *("worker-crash", "worker-kill", "worker-deaf", "worker-stall"),
     }
-    assert {fault.who.role for each in options for fault in each.faults if fault.kind == "crash"} == {
+    assert {fault.party.role for each in options for fault in each.faults if fault.kind == "crash"} == {
         *("arbiter", "node", "app"),
     }
     assert any(app.spec.spans for each in options for app in each.apps)
