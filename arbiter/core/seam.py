@@ -88,6 +88,10 @@ class Booking(Struct, frozen=True):
         return next((gpus for number, gpus in self.slots if number == slot), ())
 
 
+#: Prices that are learnt go by the apps that have asked last, so many of them.
+ASKED_MAX = 256
+
+
 class Asked(Struct, frozen=True, array_like=True):
     """An app that has asked for a booking: when, ln of what each GPU-hour of it is worth, and how many these are."""
 
@@ -146,7 +150,7 @@ class AppView(Struct, frozen=True):
     cpus: float = 0.0  #: of each job; 0: it asks for none
     host_bytes: int = 0
     grace_s: float = 0.0  #: the longest of its jobs
-    preempted: int = 0  #: how often it made room for a trial
+    preempted: int = 0  #: how often it made room for an interactive app
     preempted_in: int = 0  #: the round in which it last did
     fair_offset_gpu_s: float = 0.0  #: what was fair for it more than for its group; without a group all that was
 
@@ -192,10 +196,11 @@ class View(Struct, frozen=True):
     shared: bool = False  #: whether several jobs may have one GPU
     nodes: Mapping[NodeId, NodeView] = {}
     leaving: frozenset[AppId] = frozenset()  #: apps that have not left yet what they have lost
-    #: GPUs that are not in play, which a trial that waits may be given by `trials`; none unless one waits.
+    #: GPUs that are not in play, which an interactive app that waits may be given by `interactive`; none unless one
+    #: waits.
     takeable: tuple[GpuView, ...] = ()
     holders: tuple[AppView, ...] = ()  #: who holds those
-    emptying: tuple[GpuView, ...] = ()  #: GPUs that will be free within a moment, told while a trial waits
+    emptying: tuple[GpuView, ...] = ()  #: GPUs that will be free within a moment, told while an interactive app waits
     tenants: Mapping[TenantId, TenantView] = {}  #: all that have ever had an app, or have terms
 
     def allocated_gpu_s(self, app: AppView) -> float:
@@ -253,12 +258,14 @@ class Settings(Struct, frozen=True, forbid_unknown_fields=True):
     astraea_until_fair: bool = True
     tenants_first: bool = False  #: `themis`: GPUs are split among tenants first, and auctioned within each one's part
     fitgpp_s: float = 4.0  #: `fitgpp`: s, how much a long grace period weighs beside a large demand (Eq. 3)
-    fitgpp_p: int = 1  #: `fitgpp`: P, an app makes room for trials so many times, unless no other could (Eq. 4)
-    trial_nodes: float = 0.0  #: `fitgpp`, `lrtp`, `rand`: of all nodes, this part is for trials only
-    #: Under policies without a rule of their own for trials: of all GPUs, trials hold at most this part at others'
-    #: cost; 0: trials are like other apps.
-    trial_share: float = 0.1
-    trial_s: float = 1800.0  #: an app of class ``trial`` counts as one until it has run for so long
+    fitgpp_p: int = (
+        1  #: `fitgpp`: P, an app makes room for interactive apps so many times, unless no other could (Eq. 4)
+    )
+    interactive_nodes: float = 0.0  #: `fitgpp`, `lrtp`, `rand`: of all nodes, this part is for interactive apps only
+    #: Under policies without a rule of their own for interactive apps: of all GPUs, interactive apps hold at most this
+    #: part at others' cost; 0: interactive apps are like other apps.
+    interactive_share: float = 0.1
+    interactive_s: float = 1800.0  #: an app of class ``interactive`` counts as one until it has run for so long
     allox_alpha: float = 0.3  #: `allox`: the part of the tenants, those with the least GPU time, that is served first
 
     oasis_slot_s: float = 3600.0  #: `oasis`: GPUs are sold by slots of so many seconds
@@ -328,11 +335,11 @@ class Outcome(Struct, frozen=True):
 
 
 class Displaced(Struct, frozen=True):
-    """What an app leaves at once, or is not given after all, so that a trial can start."""
+    """What an app leaves at once, or is not given after all, so that an interactive app can start."""
 
     app: AppId
     gpus: tuple[GpuId, ...]
-    trial: AppId
+    newcomer: AppId
 
 
 class Allocation(Struct, frozen=True):
@@ -352,14 +359,14 @@ class Allocation(Struct, frozen=True):
     rest: str = ""
     look_again_s: float | None = None  #: another round is wanted then, even if nothing happens
     order: tuple[AppId, ...] = ()  #: whose turn comes first to share GPUs; those not named, by their rho and arrival
-    #: Who makes room for which trial, which is counted and puts it on top of the queue.
+    #: Who makes room for which interactive app, which is counted and puts it on top of the queue.
     displaced: tuple[Displaced, ...] = ()
     guests: tuple[GpuId, ...] = ()  #: of the assigned, the seats on GPUs that the policy has given to others
 
     @property
     def preempted(self) -> tuple[AppId, ...]:
-        """Who makes room, once for each trial."""
-        return tuple(app for app, _ in sorted({(each.app, each.trial) for each in self.displaced}))
+        """Who makes room, once for each interactive app."""
+        return tuple(app for app, _ in sorted({(each.app, each.newcomer) for each in self.displaced}))
 
 
 class Admission(Struct, frozen=True):
@@ -413,12 +420,12 @@ class Seller(Protocol):
 
 
 @runtime_checkable
-class ServesTrials(Protocol):
-    """A policy that has a rule of its own for apps of class ``trial``; for others there is `trials`."""
+class ServesInteractive(Protocol):
+    """A policy that has a rule of its own for apps of class ``interactive``; for others there is `interactive`."""
 
-    serves_trials: ClassVar[bool]
+    serves_interactive: ClassVar[bool]
 
 
-def is_trial(view: View, app: AppView, trial_s: float) -> bool:
-    """Whether an app still counts as a trial: it has not run for `trial_s` yet on a gang's worth of GPUs."""
-    return app.kind == "trial" and view.served_gpu_s(app) < trial_s * app.gang
+def is_interactive(view: View, app: AppView, interactive_s: float) -> bool:
+    """Whether an app still counts as interactive: it has not run for `interactive_s` yet on a gang's worth of GPUs."""
+    return app.kind == "interactive" and view.served_gpu_s(app) < interactive_s * app.gang

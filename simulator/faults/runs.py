@@ -298,7 +298,7 @@ class _Run:
 
 
 def _place_in_line(policy: str, app: App) -> tuple[int, int]:
-    """Return by what a strict order goes: under those with preemption for trials, who made room for one comes first."""
+    """Return an app's place in a strict order: an app that made room for an interactive one comes first."""
     return (0 if policy in ("fifo", "yarn-cs") else -app.preempted_in, app.arrival)
 
 

@@ -198,8 +198,8 @@ def _settings(dice: Random, seed: int) -> ArbiterSettings:
             leftover="bidders",
             las_threshold_gpu_s=dice.choice((20.0, 100.0)),
             oasis_slot_s=20.0,
-            trial_share=0.5,
-            trial_s=10.0,
+            interactive_share=0.5,
+            interactive_s=10.0,
         ),
         lease_s=dice.choice((15.0, 25.0, 40.0)),
         renewal_lead_s=dice.choice((2.0, 4.0)),
@@ -369,9 +369,9 @@ def _app(dice: Random, cluster: Cluster, calm_at: float) -> AppOptions:
     )
 
 
-def _kind(work_s: float) -> Literal["batch", "trial"]:
+def _kind(work_s: float) -> Literal["batch", "interactive"]:
     """Return an app's class, from dice of its own, so that worlds known by their seeds stay as they were but for it."""
-    return "trial" if Random(f"class {work_s}").random() < 0.2 else "batch"  # noqa: S311 - repeatable, not secret
+    return "interactive" if Random(f"class {work_s}").random() < 0.2 else "batch"  # noqa: S311 - repeatable, not secret
 
 
 def _utility(spec: AppSpec, work_s: float) -> Utility | None:

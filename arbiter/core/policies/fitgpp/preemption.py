@@ -1,18 +1,19 @@
-"""FIFO that lets trials start at once: what `fitgpp`, `lrtp` and `rand` have in common.
+"""FIFO that lets interactive apps start at once: what `fitgpp`, `lrtp` and `rand` have in common.
 
-An app of class ``trial`` (trial and error, TE) goes before all of class ``batch`` (best effort, BE), in order of
-arrival; these wait in one queue, whose head blocks all behind it. Whoever has GPUs keeps them, but when a trial does
-not fit on any node, apps of class batch are preempted for it: they leave within the grace period that they declared,
-and go back to the top of the queue. The trial is promised what they leave, and starts as soon as it is empty.
+An app of class ``interactive`` (trial and error, TE) goes before all of class ``batch`` (best effort, BE), in
+order of arrival; these wait in one queue, whose head blocks all behind it. Whoever has GPUs keeps them, but when an
+interactive app does not fit on any node, apps of class batch are preempted for it: they leave within the grace period
+that they declared, and go back to the top of the queue. The interactive app is promised what they leave, and starts as
+soon as it is empty.
 
 An app lies on one node gang by gang, and takes of it, beside GPUs, the CPU cores and the host memory that it declared;
 no node gives more of these than it has. (An app that declares none and spans nodes may lie on several.)
 
-Of the nodes the part `Settings.trial_nodes` is for trials only, which have it after all others; on them nobody has to
-leave. (None of this is FitGpp's.)
+Of the nodes the part `Settings.interactive_nodes` is for interactive apps only, which have it after all others; on them
+nobody has to leave. (None of this is FitGpp's.)
 
-No trial preempts in vain: if it would not fit even where all of class batch had left, it waits. A trial that has run
-for `Settings.trial_s` is one of class batch from then on.
+No interactive app preempts in vain: if it would not fit even where all of class batch had left, it waits. An
+interactive app that has run for `Settings.interactive_s` is one of class batch from then on.
 
 *Source:* FitGpp (OpML 2019), section 2; PAPERS.md section 3. Which of several nodes a job goes to is not published: the
 one with the fewest GPUs left.
@@ -31,7 +32,18 @@ from msgspec.structs import replace
 from arbiter.core.placement.assignment import Deal, Holes, Unauctioned, gpus, pick
 from arbiter.core.placement.lots import shuffled
 from arbiter.core.placement.victims import Demand, Victim, capacity_of, demand_of, fewest, groups_of, units_of, without
-from arbiter.core.seam import Allocation, AppView, Clock, Displaced, GpuView, Outcome, Settings, Tenure, View, is_trial
+from arbiter.core.seam import (
+    Allocation,
+    AppView,
+    Clock,
+    Displaced,
+    GpuView,
+    Outcome,
+    Settings,
+    Tenure,
+    View,
+    is_interactive,
+)
 from protocol.messages import AppId, Bid, GpuId, NodeId
 
 #: How soon an app that is still leaving is thought of again.
@@ -39,7 +51,7 @@ AGAIN_S = 1.0
 
 
 class Preemptive(Unauctioned, ABC):
-    """FIFO with preemption for trials.
+    """FIFO with preemption for interactive apps.
 
     Raises
     ------
@@ -48,7 +60,7 @@ class Preemptive(Unauctioned, ABC):
     """
 
     tenure: ClassVar[Tenure] = "revocable"
-    serves_trials: ClassVar[bool] = True
+    serves_interactive: ClassVar[bool] = True
 
     def __init__(self, settings: Settings) -> None:
         if settings.reasons_max < 0:
@@ -57,28 +69,30 @@ class Preemptive(Unauctioned, ABC):
             raise ValueError(f"fitgpp_s is {settings.fitgpp_s}; it must be 0 or more, and finite")
         if settings.fitgpp_p < 1:
             raise ValueError(f"fitgpp_p is {settings.fitgpp_p}; it must be 1 or more")
-        if not 0.0 <= settings.trial_share <= 1.0:
-            raise ValueError(f"trial_share is {settings.trial_share}; it must be from 0 to 1")
-        if not 0.0 <= settings.trial_nodes < 1.0:
-            raise ValueError(f"trial_nodes is {settings.trial_nodes}; it must be 0 or more, and less than 1")
-        if not 0.0 <= settings.trial_s < math.inf:
-            raise ValueError(f"trial_s is {settings.trial_s}; it must be 0 or more, and finite")
+        if not 0.0 <= settings.interactive_share <= 1.0:
+            raise ValueError(f"interactive_share is {settings.interactive_share}; it must be from 0 to 1")
+        if not 0.0 <= settings.interactive_nodes < 1.0:
+            raise ValueError(
+                f"interactive_nodes is {settings.interactive_nodes}; it must be 0 or more, and less than 1"
+            )
+        if not 0.0 <= settings.interactive_s < math.inf:
+            raise ValueError(f"interactive_s is {settings.interactive_s}; it must be 0 or more, and finite")
         self.settings = settings
 
     @abstractmethod
-    def victims(self, round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
-        """Return who makes room for `trial`, each with a clause on why it is that one; together they suffice."""
+    def victims(self, round_: Round, newcomer: AppView) -> list[tuple[Victim, str]]:
+        """Return who makes room for `newcomer`, each with a clause on why it is that one; together they suffice."""
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return who gets which GPUs in play, and say why."""
         round_ = Round(view, self.settings)
-        trials = [app for app in view.apps if app.want > 0 and app.app in round_.trials]
-        for app in trials:
+        interactive = [app for app in view.apps if app.want > 0 and app.app in round_.interactive]
+        for app in interactive:
             if not round_.waits(app) or round_.beyond(app) or round_.place(app) or round_.has(app):
                 continue
             if not round_.preempted or not round_.place(app, emptied=True):
                 self._preempt_for(round_, app)
-        queue = (app for app in view.apps if app.want > 0 and app.app not in round_.trials)
+        queue = (app for app in view.apps if app.want > 0 and app.app not in round_.interactive)
         line = sorted(queue, key=_place_in_line)  # the sort is stable: then by arrival
         for index, app in enumerate(line):
             if not round_.waits(app) or app.app in round_.preempted or round_.beyond(app):
@@ -111,8 +125,8 @@ class Round:
 
     def __init__(self, view: View, settings: Settings) -> None:
         self.view = view
-        self.trials = {app.app for app in view.apps if is_trial(view, app, settings.trial_s)}
-        self.preempted: dict[AppId, set[AppId]] = {}  #: who makes room, and for which trials
+        self.interactive = {app.app for app in view.apps if is_interactive(view, app, settings.interactive_s)}
+        self.preempted: dict[AppId, set[AppId]] = {}  #: who makes room, and for which interactive apps
         self.blocker: AppView | None = None
         self.blocked: set[AppId] = set()  #: who stands behind it
         self._displaced: list[Displaced] = []
@@ -130,11 +144,11 @@ class Round:
                 if gpu in self._deal.left:
                     self._emptied[gpu] = self._deal.left.remove(gpu)
         self.free = self._free_resources()
-        self._reserved = _reserved(view, settings.trial_nodes)
+        self._reserved = _reserved(view, settings.interactive_nodes)
         self.units = [
             unit
             for app in view.apps
-            if app.renewable and app.app not in self.trials
+            if app.renewable and app.app not in self.interactive
             for unit in units_of(app, self._deal.got[app.app])
         ]
 
@@ -194,9 +208,9 @@ class Round:
         return placed
 
     def _may_enter(self, app: AppView) -> bool:
-        """Whether an app may have nodes that are reserved: trials, and who fits on no other."""
+        """Whether an app may have nodes that are reserved: interactive apps, and who fits on no other."""
         nodes = [node for node in self.free if node not in self._reserved]
-        if app.app in self.trials or app.only is not None:
+        if app.app in self.interactive or app.only is not None:
             return True
         if app.spans and not self.asks(app):
             return app.gang > sum(capacity_of(self.view.nodes.get(node)).gpus for node in nodes)
@@ -283,13 +297,13 @@ class Round:
         one = replace(app, spans=False) if self.asks(app) else app
         return bool(pick(self._usable(app, [gpu for gpu in pool if gpu.node in nodes]), one, app.gang))
 
-    def lots(self, units: Sequence[Victim], trial: AppView) -> list[Victim]:
+    def lots(self, units: Sequence[Victim], newcomer: AppView) -> list[Victim]:
         """Return these in an order by lot."""
         return shuffled(
             self.view.seed,
             units,
             name=lambda unit: " ".join(filter(None, unit.name)),
-            purpose=f"victims for {trial.app}",
+            purpose=f"victims for {newcomer.app}",
         )
 
     def eligible(self, app: AppView) -> list[Victim]:
@@ -315,7 +329,7 @@ class Round:
                 return _goes_anywhere(app) or self._lies_close(app, [victim], {node})
         return False
 
-    def preempt(self, victim: Victim, trial: AppView, why: str) -> None:
+    def preempt(self, victim: Victim, newcomer: AppView, why: str) -> None:
         """Let a victim leave."""
         app = victim.app
         self.units = without(self.units, victim)
@@ -328,10 +342,12 @@ class Round:
             # Its GPUs are counted where they are dealt: who comes must wait for them.
             self.free[node] = self.free[node].plus(replace(demand_of(app, count), gpus=0.0))
         self._touched |= {gpu.node for gpu in victim.gpus}
-        self.preempted.setdefault(app.app, set()).add(trial.app)
-        self._displaced.append(Displaced(app.app, tuple(gpu.gpu for gpu in victim.gpus), trial.app))
-        self.say(app.app, f"leaves {gpus(len(victim.gpus))} on {victim.node} for the trial {trial.app}: {why}")
-        self.say(trial.app, f"{app.app} makes room for it on {victim.node}: {why}")
+        self.preempted.setdefault(app.app, set()).add(newcomer.app)
+        self._displaced.append(Displaced(app.app, tuple(gpu.gpu for gpu in victim.gpus), newcomer.app))
+        self.say(
+            app.app, f"leaves {gpus(len(victim.gpus))} on {victim.node} for the interactive app {newcomer.app}: {why}"
+        )
+        self.say(newcomer.app, f"{app.app} makes room for it on {victim.node}: {why}")
 
     # --- the answer ---------------------------------------------------------------------------------------------------
 
@@ -368,7 +384,7 @@ class Round:
         )
 
     def _reason(self, app: AppView, own: Sequence[GpuId]) -> str:
-        kind = "a trial" if app.app in self.trials else "of class batch"
+        kind = "an interactive app" if app.app in self.interactive else "of class batch"
         mine = frozenset(app.renewable)
         fresh = len([gpu for gpu in own if gpu not in mine])
         parts = [f"keeps the {gpus(len(own) - fresh)} it holds"] * (len(own) > fresh)
@@ -390,7 +406,9 @@ class Round:
         if app.only is not None and not any(gpu.gpu in app.only for gpu in self._deal.left):
             return f"none of the {gpus(len(self._deal.left))} left is one it can use (its parked jobs cannot move)"
         apart = (
-            f" beside the {len(self._reserved)} for trials only" if self._reserved and not self._may_enter(app) else ""
+            f" beside the {len(self._reserved)} for interactive apps only"
+            if self._reserved and not self._may_enter(app)
+            else ""
         )
         return f"no node{apart} has room for its gang of {app.gang}{self.beside(app)}"
 
@@ -403,12 +421,12 @@ def _in_words(demand: Demand) -> str:
 
 
 def _place_in_line(app: AppView) -> int:
-    """Return by what those of class batch stand in the queue: on top, who made room for a trial and has nothing."""
+    """Return the place of an app of class batch in the queue: on top, if it made room and has no GPU since."""
     return 0 if app.kept or app.renewable else -app.preempted_in
 
 
 def _reserved(view: View, part: float) -> frozenset[NodeId]:
-    """Return the nodes, of all this part, that are for trials only: the smallest, so wide gangs have the others.
+    """Return the nodes for interactive apps only, this part of all: the smallest, so wide gangs have the others.
 
     One at least where any part is, unless there is no other.
     """

@@ -1,6 +1,6 @@
-"""RAND: trials start at once, at the cost of whoever the lot falls on.
+"""RAND: interactive apps start at once, at the cost of whoever the lot falls on.
 
-Random apps of class batch are preempted until the trial fits on some node.
+Random apps of class batch are preempted until the interactive app fits on some node.
 
 *Source:* random preemption, a baseline of FitGpp (OpML 2019); PAPERS.md section 3.
 """
@@ -16,6 +16,6 @@ from arbiter.core.seam import AppView
 class Rand(Preemptive):
     """Anybody."""
 
-    def victims(self, round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
+    def victims(self, round_: Round, newcomer: AppView) -> list[tuple[Victim, str]]:
         """Return random ones that together make room."""
-        return drawn(round_, trial, round_.lots(round_.units, trial), "drawn by lot")
+        return drawn(round_, newcomer, round_.lots(round_.units, newcomer), "drawn by lot")
