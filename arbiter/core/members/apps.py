@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from arbiter.core.effects import Failure
 from arbiter.core.leases import leases
 from arbiter.core.members import sales, screening
-from arbiter.core.rounds import phases
+from arbiter.core.rounds import phases, views
 from arbiter.core.seam import Admission, AppView, GpuView
 from arbiter.core.state import fairness, model
 from arbiter.core.state.index import Index
@@ -122,9 +122,9 @@ def note_voice(turn: Turn, app: App) -> None:
 
 
 def leave_out_silent(turn: Turn) -> None:
-    """End the leases of apps that are silent on GPUs where they run nothing: nobody would ever give them back.
+    """End the leases of apps that are silent on GPUs where they run nothing: no agent would ever give them back.
 
-    Nothing more is due to them either, or others would have less of what is fair for as long as nobody cancels them.
+    Nothing more is due to them either, or others would have less than is fair until these apps are cancelled.
     """
     for app_id in sorted(turn.index.active):
         app = turn.state.apps[app_id]
@@ -210,10 +210,10 @@ def settle(
 ) -> None:
     """Let an app be over, by its own word or that of the owner `by`; its tasks are ended, its GPUs drain."""
     lived_s = turn.now - app.arrived_at
-    ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=phases.apps_mean(turn.state, app, turn.now))
+    ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=views.apps_mean(turn.state, app, turn.now))
     if isinstance(app.state, Active | Enrolling):
         _count(turn, -1)
-    phases.excuse(turn, app.id)
+    phases.stop_awaiting(turn, app.id)
     leases.end_all(turn, app.id, f"the app has {outcome}" if outcome == "finished" else outcome)
     told = outcome == "finished" and ideal_s > 0 and app.basis == "measured"
     rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s + app.start_s) if told else None
@@ -256,7 +256,7 @@ def admit_waiting(turn: Turn) -> None:
         verdict = _of_named_tenant(turn.state, app) or _admit(turn, cluster, app)
         if verdict.admitted and sales.sells(turn):
             if turn.now < _admission_at(turn.state):
-                continue  # what there is to sell is known when nodes have had time to enrol
+                continue  # the GPUs for sale are known when nodes have had time to enrol
             verdict = sales.sell(turn, app)
         if verdict.admitted:
             turn.put_app(turn.state.apps[app.id], Active())

@@ -13,10 +13,9 @@ from functools import lru_cache
 
 from msgspec.structs import replace
 
-from arbiter.core.policies.oasis.prices import ASKED_MAX
 from arbiter.core.registry import policy_of
 from arbiter.core.rounds import seats
-from arbiter.core.seam import Admission, AppView, Booking, Market, Policy, Seller
+from arbiter.core.seam import ASKED_MAX, Admission, AppView, Booking, Market, Policy, Seller
 from arbiter.core.state import model
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import App, ArbiterSettings, State

@@ -27,11 +27,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from arbiter.core.placement.assignment import gpus
-from arbiter.core.policies.oasis.prices import ASKED_MAX, Bounds, Priced, Seen, density, learnt_bounds
+from arbiter.core.policies.oasis.prices import Bounds, Priced, Seen, density, learnt_bounds
 from arbiter.core.policies.oasis.rebooking import Booked, cells, is_content, look, make_room
 from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule
 from arbiter.core.policies.oasis.utility import Sigmoid, in_slots, later, parse, written
-from arbiter.core.seam import Admission, AppView, Asked, Booking, Market, Settings
+from arbiter.core.seam import ASKED_MAX, Admission, AppView, Asked, Booking, Market, Settings
 from protocol.messages import AppId
 
 #: Of one GPU in one slot: what can be done in the rest of a slot is counted in such parts, rounded down.
