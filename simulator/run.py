@@ -21,7 +21,7 @@ from arbiter.core.state import fairness
 from arbiter.core.state.fairness import TimeMean
 from arbiter.core.state.model import ArbiterSettings
 from node_agent.core.events import StartWorker
-from protocol.messages import JobId, Level, NodeId, device_of
+from protocol.messages import JobId, Level, NodeId, Requirements, device_of
 from simulator.cluster import Cluster
 from simulator.costs import Costs
 from simulator.figures.results import AppRow, JobRow, Run, State, TenantPoint
@@ -362,12 +362,14 @@ def spec_of(plan: AppPlan) -> AppSpec:
         metric="loss" if several else "",
         mode="min" if several else "max",
         search="halving" if plan.search == "single" else plan.search,
-        spans=True,
-        kind=plan.kind,
-        utility=plan.utility,
-        cpus=plan.cpus,
-        host_bytes=plan.host_bytes,
-        grace_s=GRACE_S if plan.leave_s is None else plan.leave_s + GRACE_SLACK_S,
+        requirements=Requirements(
+            spans=True,
+            kind=plan.kind,
+            utility=plan.utility,
+            cpus=plan.cpus,
+            host_bytes=plan.host_bytes,
+            grace_s=GRACE_S if plan.leave_s is None else plan.leave_s + GRACE_SLACK_S,
+        ),
     )
 
 

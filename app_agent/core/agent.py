@@ -658,6 +658,7 @@ class AppAgent:
             gang=self.gang(),
             demand_max=self.demand_max(),
             jobs=() if over else tuple(filter(None, map(self._wish, state.jobs))),
+            requirements=state.spec.requirements,
             releases=() if over else state.given_back,
             level_max=self._level_max(),
             ideal_s=self.ideal_s(),
@@ -666,17 +667,11 @@ class AppAgent:
             steps_lost=sum(job.lost for job in state.jobs),
             suspensions=sum(job.suspensions_before + job.suspensions for job in state.jobs),
             metrics=self.metrics(),
-            spans=state.spec.spans,
             left_s=left_s,
             left_gpu_s=left_gpu_s,
             loss_drop=self._loss_drop(),
             sizes=self._sizes(),
             move_s=self.move_s(),
-            weight=state.spec.weight,
-            utility=state.spec.utility,
-            kind=state.spec.kind,
-            cpus=state.spec.cpus,
-            host_bytes=state.spec.host_bytes,
             run=state.run,
             site=state.site,
             basis=self._basis(),
@@ -785,7 +780,7 @@ class AppAgent:
             run=self.state.run,
             secrets=spec.secrets,
         )
-        return JobWish(job.id, attempt, gpus, launch, spec.grace_s, spec.preempt_by, suspended, spec.priority)
+        return JobWish(job.id, attempt, gpus, launch, suspended)
 
     def metrics(self) -> dict[str, float]:
         """Return what was last reported of the model that is the app's answer, or may become it."""

@@ -16,13 +16,13 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from app_agent.core.spec import AppSpec, mistake
+from app_agent.core.spec import AppSpec, mistake, wishing
 from app_agent.core.tuning import scheduler_for
 from app_agent.core.tuning.shape import Trial
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import Settings
 from arbiter.core.state.model import ArbiterSettings
-from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party, Sharing, Utility
+from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party, Requirements, Sharing, Utility
 from simulator.cluster import Cluster, NodePlan
 from simulator.costs import Costs
 from simulator.machines import WORKER_BYTES, Host, JobFacts
@@ -307,10 +307,10 @@ def _equipped(dice: Random, host: Host) -> Host:
 
 
 def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
-    spec = replace(app.spec, priority=dice.choice((0, 0, 0, 0, 0, -1)))
+    spec = wishing(app.spec, priority=dice.choice((0, 0, 0, 0, 0, -1)))
     if len(spec.trials) == 1 and dice.random() < 0.5:  # only jobs of one GPU are ever packed
         app = replace(app, work_s=2.0 * app.work_s / spec.gang)
-        spec = replace(spec, gang=1, gpus_max=0, sizes=(), spans=False)
+        spec = wishing(replace(spec, gang=1, gpus_max=0, sizes=()), spans=False)
     if len(spec.trials) == 1:  # mini-batches so short that packing can be measured
         spec = replace(spec, steps_total=max(1, round(app.work_s * FINE)), step_serial_s=0.0)
     if spec.gpus_max and dice.random() < 0.5:  # the same, by the sizes that it accepts
@@ -351,13 +351,15 @@ def _app(dice: Random, cluster: Cluster, calm_at: float) -> AppOptions:
         steps_total=max(1, round(work_s)) if dice.random() < 0.7 else 0,
         step_serial_s=dice.choice((0.0, 1.0, 3.0)),
         restart_s=dice.choice((1.0, 5.0)),
-        # Long enough to save on a slow node: who is killed before that at every preemption never finishes.
-        grace_s=dice.choice((14.0, 25.0)),
-        preempt_by=dice.choice(("auto", "checkpoint", "suspend")),
+        requirements=Requirements(
+            # Long enough to save on a slow node: an app that is killed before that at every preemption never finishes.
+            grace_s=dice.choice((14.0, 25.0)),
+            preempt_by=dice.choice(("auto", "checkpoint", "suspend")),
+        ),
         max_restarts=10,
         level_max=dice.choice(("cluster", "cluster", "machine", "slot")),
     )
-    spec = replace(dice.choice(makers)(dice, cluster, plain), utility=_utility(plain, work_s), kind=_kind(work_s))
+    spec = wishing(dice.choice(makers)(dice, cluster, plain), utility=_utility(plain, work_s), kind=_kind(work_s))
     wrong = mistake(spec)
     assert wrong is None, wrong
     return AppOptions(
@@ -388,7 +390,8 @@ def _gang(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
 
 
 def _spanning(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
-    return replace(spec, spans=True, level_max="cluster", gang=dice.randint(1, min(4, cluster.gpus)))
+    gang = dice.randint(1, min(4, cluster.gpus))
+    return wishing(replace(spec, level_max="cluster", gang=gang), spans=True)
 
 
 def _elastic(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:

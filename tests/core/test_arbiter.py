@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from arbiter.core.arbiter import Configured
 from arbiter.core.leases import leases
@@ -35,6 +34,7 @@ from protocol.messages import (
     TenantId,
 )
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, notes, records, sent, task, wish
+from tests.support.wishes import replace
 
 
 def one_app_running() -> tuple[Site, str]:
@@ -601,7 +601,7 @@ def test_what_its_node_has_forgotten_is_forgotten_flushed_or_not() -> None:
 
 def test_an_order_says_the_priority_of_its_job() -> None:
     site, gpu = one_app_running()
-    site.app("ana-1", jobs=[replace(wish("ana-1", 0, [gpu]), priority=-3)])
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], priority=-3)
     assert [order.priority for order in site.plans["n1"].tasks] == [-3]
 
 

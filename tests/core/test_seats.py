@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from arbiter.core.arbiter import Configured
 from arbiter.core.effects import Decided
@@ -41,6 +40,7 @@ from protocol.messages import (
     seat,
 )
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, records, sent, task, wish
+from tests.support.wishes import replace
 
 SHARED = replace(SETTINGS, priority_max=1000, policy="backfill", sharing="timeslice", seats=3, quantum_s=30.0)
 ONE, TWO = gpu_id("n1", 0), gpu_id("n1", 1)
@@ -235,8 +235,7 @@ def test_a_guest_whose_training_turns_out_not_to_give_way_leaves_for_good() -> N
 def test_a_guest_does_not_come_to_a_higher_priority() -> None:
     shop = Shop()
     shop.come("ana-1")
-    first = replace(wish("ana-1", 0, [ONE]), priority=5)
-    shop.site.app("ana-1", jobs=[first])
+    shop.site.app("ana-1", jobs=[wish("ana-1", 0, [ONE])], priority=5)
     del shop.demand["ana-1"]
     shop.come("bob-1")
     assert shop.held("bob-1") == []

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from app_agent.core.agent import AppAgent
 from app_agent.core.bids import bid_rows, reach_of, rho_kept
@@ -39,6 +38,7 @@ from protocol.messages import (
     NodePlan,
     OfferedGpu,
     Party,
+    Requirements,
     TaskId,
     TaskStatus,
     TenantId,
@@ -46,6 +46,7 @@ from protocol.messages import (
 from tests.support.app_harness import Bench, exited, status, terms
 from tests.support.arbiter_site import Site, gpu_id, task, wish
 from tests.support.auctions import AMPLE, app_of, bid_of, gpus_of, settle, view_of
+from tests.support.wishes import replace
 
 GANG = tuple(gpu_id(node, index) for node in ("n1", "n2") for index in (0, 1))
 ON_N1, ON_N2 = GANG[:2], GANG[2:]
@@ -65,7 +66,7 @@ def say(site: Site, *, spans: bool = True, jobs: Sequence[JobWish] = (), demand:
         gang=4,
         demand_max=demand,
         jobs=tuple(jobs),
-        spans=spans,
+        requirements=Requirements(spans=spans),
     )
     effects = site.hear(Party("app", "ana"), report)
     site.play_round(effects + site.wait(0), {"ana-1": {4: 1.0}})

@@ -36,6 +36,7 @@ from protocol.messages import (
     Party,
     Probe,
     ProbeReply,
+    Requirements,
     TaskStatus,
     TenantId,
     device_of,
@@ -163,6 +164,7 @@ class SimpleApp:
         self.gives_back = False
         jobs = (JobWish(f"{self.name}.0", self.attempt, self.gpus, LAUNCH),)  # type: ignore[arg-type]
         return AppReport(
+            requirements=Requirements(),
             app=AppId(self.name),
             tenant=TenantId("t"),
             name="x",

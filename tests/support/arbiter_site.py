@@ -40,6 +40,7 @@ from protocol.messages import (
     ToArbiter,
     seat,
 )
+from tests.support.wishes import made
 
 MessageT = TypeVar("MessageT")
 
@@ -191,7 +192,7 @@ class Site:
             releases=tuple(releases),  # type: ignore[arg-type]
             ideal_s=ideal_s,
             left_s=left_s,
-            **more,  # type: ignore[arg-type]
+            **made(more),
         )
         return self.hear(Party("app", sender or app.rsplit("-", 1)[0]), report)
 
