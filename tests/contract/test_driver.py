@@ -31,7 +31,7 @@ from node_agent.workers.driver_helper import CannotBeDone, permutation
 from tests.support.played_driver import GPUS, Play
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED, RESTORING = 0, 1, 2, 3, 5
-#: An interpreter starts in a tenth of a second, and on a busy machine in several.
+#: An interpreter starts in a tenth of a second, and on a busy node in several.
 PATIENCE_S = 20.0
 #: For a helper that is going to hang: long enough to get there.
 HANG_S = 3.0
@@ -247,7 +247,7 @@ async def test_a_lock_that_hangs_on_an_nccl_peer_is_let_go_and_the_task_runs_on(
     assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
 
 
-async def test_a_task_of_which_nobody_can_say_how_it_stands_is_lost(
+async def test_a_task_of_unknown_state_is_lost(
     play: Play, pids: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "FIND_S", HANG_S)

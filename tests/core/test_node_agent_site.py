@@ -1,4 +1,4 @@
-"""Which site a node agent obeys, and how it is heard again after somebody has spoken in its name."""
+"""Which site a node agent obeys, and how it is heard again after another party has spoken in its name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_node_belongs_to_the_site_of_its_first_plan_writes_it_down_and_says_so
     assert report(bench).site == "s-ours"
 
 
-def test_a_plan_of_another_site_is_refused_whatever_its_epoch_with_one_sentence_that_names_the_mend() -> None:
+def test_a_plan_of_another_site_is_refused_at_any_epoch_with_one_sentence_that_names_the_mend() -> None:
     bench = a_bench(site="s-ours", fence=(3, 9))
     bench.epoch = 1000
     bench.plan(task_order(A, 0), site="s-theirs")
@@ -91,7 +91,7 @@ def test_a_node_that_was_to_leave_its_site_and_hears_it_again_obeys_no_older_pla
 # --- the incarnation ------------------------------------------------------------------------------------------------
 
 
-def test_a_node_agent_counts_on_from_an_incarnation_that_somebody_has_made_up() -> None:
+def test_a_node_agent_counts_on_from_a_forged_incarnation() -> None:
     """A forged report of incarnation 2^51 took the node out, over restarts of both sides."""
     bench = a_bench()
     bench.plan(incarnation=7)

@@ -1,4 +1,4 @@
-"""Jobs that share GPUs on one node: turns, pairs that pay, and who cannot be suspended."""
+"""Jobs that share GPUs on one node: turns, pairs that pay, and jobs that cannot be suspended."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_job_that_refuses_to_park_is_suspended_by_the_driver_instead() -> None
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_job_that_keeps_memory_when_it_is_parked_goes_on_and_nobody_waits_for_ever(shown: bool) -> None:
+def test_a_job_that_keeps_memory_when_it_is_parked_goes_on_and_no_job_waits_for_ever(shown: bool) -> None:
     """Both waited for ever: neither of the two was on the GPU, and its memory was not given back."""
     node = SharedNode()
     a = node.add("a", 0, keeps_bytes=2 * GIB, shown=shown)
@@ -141,7 +141,7 @@ def test_a_job_that_keeps_memory_leaves_with_a_checkpoint_when_its_lease_ends() 
     assert node.is_running(b)
 
 
-def test_a_little_memory_more_than_a_parked_worker_may_keep_is_no_matter_while_it_is_in_nobodys_way() -> None:
+def test_a_parked_worker_may_keep_a_little_too_much_memory_while_no_task_needs_it() -> None:
     node = SharedNode(idle_bytes_max=GIB)
     a, b = node.add("a", 0, keeps_bytes=GIB), node.add("b", 0, seat_number=1)
     node.pass_time(1300.0)

@@ -45,7 +45,7 @@ def test_a_single_process_is_told_directly() -> None:
     assert table.hear(0, Suspended(1, 5, 9, 0, 0.1)) == ([], Suspended(1, 5, 9, 0, 0.1))
 
 
-def test_nobody_is_told_to_park_before_all_have_promised_the_same_step() -> None:
+def test_no_rank_is_told_to_park_before_all_have_promised_the_same_step() -> None:
     table = Table()
     (hold,) = table.ask()
     assert (hold.do, hold.at_step) == ("hold", 5 + AHEAD_STEPS_BLIND)
@@ -56,7 +56,7 @@ def test_nobody_is_told_to_park_before_all_have_promised_the_same_step() -> None
     assert orders[0].seq > hold.seq > WISH.seq
 
 
-def test_one_rank_that_is_late_moves_the_step_for_all_before_anybody_parks() -> None:
+def test_one_rank_that_is_late_moves_the_step_for_all_before_any_parks() -> None:
     table = Table()
     (hold,) = table.ask()
     table.hear(0, Ready(hold.seq, 6))

@@ -14,7 +14,7 @@ def contender(name: str, *devices: int, **more: object) -> Contender:
 
 
 class Clock:
-    """Slices and the contenders of a node; everybody has a process once it has had a turn."""
+    """Slices and the contenders of a node; each has a process once it has had a turn."""
 
     def __init__(self, *contenders: Contender, quantum_s: float = 60.0) -> None:
         self.slices, self.contenders, self.now, self.quantum_s = Slices(), list(contenders), 0.0, quantum_s
@@ -63,13 +63,13 @@ def test_three_jobs_on_one_gpu_have_the_same_time_and_never_two_at_once() -> Non
     assert abs(clock.slices.share(TaskId("a")) - 1 / 3) < 0.04
 
 
-def test_a_gang_gets_its_turn_beside_jobs_of_one_gpu_whatever_their_turns() -> None:
+def test_a_gang_gets_its_turn_beside_jobs_of_one_gpu() -> None:
     clock = Clock(contender("gang", 0, 1), contender("a", 0), contender("b", 0), contender("c", 1))
     clock.wait(3600.0)
     assert clock.had["gang"] >= 0.9 * clock.had["a"]
     for _, on in clock.changes:
         assert "gang" not in on or len(on) == 1
-    assert clock.had["c"] > clock.had["a"], "what the gang's turn leaves free is not left idle"
+    assert clock.had["c"] > clock.had["a"], "GPUs that the gang's turn leaves free are used"
 
 
 def test_a_higher_priority_is_never_suspended_for_a_lower_one() -> None:

@@ -1,4 +1,4 @@
-"""The socket of one task: each of its training processes has a connection, and nobody else."""
+"""The socket of one task: each of its training processes has a connection, and no other process."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ async def test_a_rank_that_does_not_fit_in_is_turned_away(site: Site, rank: int,
     assert await first.order() == Order("tell", 1, 1)
 
 
-async def test_a_process_of_another_task_is_refused_and_cuts_nobody_off(site: Site) -> None:
+async def test_a_process_of_another_task_is_refused_and_cuts_no_rank_off(site: Site) -> None:
     """A neighbour's hello took the place of the worker's connection."""
     worker = await site.connect(0, 1)
     await site.heard(1)
@@ -135,10 +135,10 @@ async def test_a_process_of_another_task_is_refused_and_cuts_nobody_off(site: Si
     assert (len(site.said), site.left) == (1, [])
 
 
-async def test_the_last_words_of_a_process_that_is_gone_are_heard_unless_they_could_cut_somebody_off(
+async def test_the_last_words_of_a_process_that_is_gone_are_heard_unless_they_could_cut_a_rank_off(
     site: Site,
 ) -> None:
-    """What a program of milliseconds said was refused, once its supervisor had reaped it: its metrics were lost."""
+    """The lines of a program of milliseconds were refused once its supervisor had reaped it: its metrics were lost."""
     site.gone.add(os.getpid())
     await site.connect(0, 1)
     await site.heard(1)

@@ -232,7 +232,7 @@ def a_crash_counts_as_a_finish() -> Iterator[None]:
 
 
 @mutant
-def who_starts_does_not_wait_until_the_gpu_is_free() -> Iterator[None]:
+def a_start_does_not_wait_until_the_gpu_is_free() -> Iterator[None]:
     with patch.object(Gpus, "obstacle_to", lambda *_args, **_options: ""):
         yield
 
@@ -268,7 +268,7 @@ def host_memory_for_parked_workers_has_no_end() -> Iterator[None]:
 
 
 @mutant
-def who_was_lost_by_the_driver_counts_as_refused() -> Iterator[None]:
+def a_task_lost_by_the_driver_counts_as_refused() -> Iterator[None]:
     checkpointed = worker_news.checkpointed
 
     def hopeful(node: NodeState, event: Any) -> None:
