@@ -1,4 +1,4 @@
-"""What the arbiter says at the end of a turn: plans to nodes, grants, preemptions and holdings to app agents."""
+"""Messages at the end of a turn: plans to nodes; grants, preemptions and holdings to app agents."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _say_news(turn: Turn) -> None:
 
 def _say_holdings(turn: Turn, app: model.App, cluster_gpus: int, *, restate: bool) -> None:
     if app.id not in turn.apps and not (app.active and (turn.hears(app) or app.id in turn.index.holders)):
-        return  # nobody restates what is to an app that is over, or to an agent that is gone
+        return  # nothing is restated to an app that is over, or to an agent that is gone
     holdings = plans.holdings_of(turn, app, cluster_gpus=cluster_gpus)
     digest = plans.holdings_digest(holdings)
     changed = digest != app.holdings_digest

@@ -158,7 +158,7 @@ class Turn:
         return self.now - app.seen_at <= self.state.settings.app_timeout_s
 
     def runs_on(self, app: AppId) -> frozenset[GpuId]:
-        """Return the GPUs leased to an app on which its training goes on, whoever speaks for it (fail-static).
+        """Return the GPUs leased to an app on which its training goes on, even if its agent is silent (fail-static).
 
         What is parked does not go on.
         """
@@ -169,7 +169,7 @@ class Turn:
         return frozenset(busy & {device_of(gpu) for gpu in leased})
 
     def usable(self, app: model.App) -> int:
-        """Return how many GPUs an app can use now: nobody starts anything for one that is silent."""
+        """Return how many GPUs an app can use now: nothing starts for an app that is silent."""
         if self.hears(app):
             return app.demand_max
         running = len(self.runs_on(app.id))

@@ -7,7 +7,7 @@ import pytest
 from arbiter.core.arbiter import Configured
 from arbiter.core.leases import leases
 from arbiter.core.members import apps
-from arbiter.core.rounds.phases import make_view
+from arbiter.core.rounds.views import make_view
 from arbiter.core.seam import Settings
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.index import Index
@@ -261,7 +261,7 @@ def test_an_unknown_app_gets_a_sentence_and_nothing_else_changes() -> None:
     site, _gpu = one_app_running()
     before = site.arbiter.state.apps.copy()
     effects = site.hear(Party("app", "eve"), Bid("eve-1", RoundId(1), 1.0, (BidRow(1, "cluster", 0.1),)))
-    assert "an app nobody has submitted" in notes(effects)
+    assert "an app that was never submitted" in notes(effects)
     assert site.arbiter.state.apps == before
 
 

@@ -219,7 +219,7 @@ def left_by(site: Site, app: str) -> str:
 def test_an_interactive_app_waits_for_what_is_just_being_left_and_gets_it_before_who_has_not_begun(policy: str) -> None:
     site = ending(policy)
     assert len(site.held("ana-1")) == 1
-    assert "waits for 1 GPU that somebody who is over is leaving" in site.told("tib-1")
+    assert "waits for 1 GPU that an app which is over is leaving" in site.told("tib-1")
     gpu = left_by(site, "ana-1")
     site.play_round(site.node("n1") + site.node("n2") + site.wait(1.5))
     assert site.held("tib-1") == [gpu]
@@ -264,7 +264,7 @@ def test_what_is_not_left_within_a_moment_is_waited_for_no_longer() -> None:
 def test_where_nobody_saves_the_story_says_so() -> None:
     site = full("fifo")
     site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
-    assert "nobody who is known to save what he has done could" in site.told("bob-1")
+    assert "no job that is known to save its work could" in site.told("bob-1")
 
 
 @ANY_POLICY

@@ -141,7 +141,7 @@ def test_a_shorter_newcomer_takes_the_gpus_of_a_longer_holder_and_only_those() -
     assert outcomes["short"].gpus == (gpus[2].gpu,)
     assert outcomes["long"].reason == (
         "number 3 by run time left (90 s): it needs a gang of 2, and 1 GPU is left; "
-        "of the GPUs it held, 1 went to new (1) and 1 goes to nobody"
+        "of the GPUs it held, 1 went to new (1) and 1 stays free"
     )
 
 
@@ -279,7 +279,7 @@ def test_gandiva_moves_an_app_that_could_lie_closer_together_and_no_other() -> N
     assert outcomes["together"].gpus == names(gpus[4:])
     assert len({gpu.node for gpu in gpus if gpu.gpu in outcomes["apart"].gpus}) == 1
     assert outcomes["apart"].reason.endswith(
-        "keeps the 1 GPU it holds and gets 1 GPU, to lie closer together; of the GPUs it held, 1 goes to nobody"
+        "keeps the 1 GPU it holds and gets 1 GPU, to lie closer together; of the GPUs it held, 1 stays free"
     )
     assert set(allocation.assign) == set(outcomes["apart"].gpus) | set(outcomes["together"].gpus)
 

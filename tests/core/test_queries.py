@@ -147,7 +147,7 @@ def test_an_explanation_names_who_won_instead() -> None:
     ("policy", "until"),
     [
         ("themis", " until leases end"),
-        ("fifo", ", and under fifo nobody gives one up before the end"),
+        ("fifo", ", and under fifo no app gives one up before the end"),
         ("srtf", ""),  # its round has looked, and tells thousands of waiting apps nothing of their own
     ],
 )

@@ -55,7 +55,7 @@ from protocol.messages import AppId, Bid, GpuId, NodeId
 EMPTY_S = 5.0
 #: So many times what a move costs it who has made room P times is not left with nothing again: most of that is work.
 SPARED_MOVES = 3.0
-#: When another round is wanted for GPUs that nobody has now because their newcomer made room for an interactive app.
+#: When another round is wanted for GPUs that are free now because their newcomer made room for an interactive app.
 AGAIN_S = 1.0
 
 #: By what victims are ordered, who loses least first; see above. The first three make classes.
@@ -112,7 +112,7 @@ def _keeping(view: View, app: AppView) -> AppView:
 
 
 def _runs(app: AppView) -> bool:
-    """Whether what an app holds is whole gangs; what is left of a broken one waits like the GPUs of any other app."""
+    """Whether an app holds whole gangs; the rest of a broken gang waits like the GPUs of any other app."""
     counts = [len(app.kept)] if app.spans else Counter(gpu.node for gpu in app.kept).values()
     return all(count % app.gang == 0 for count in counts)
 
@@ -240,7 +240,7 @@ class _Serving:
         )
 
     def _place(self, app: AppView) -> bool:
-        """Give an interactive app what nobody has."""
+        """Give an interactive app free GPUs."""
         usable = (gpu for gpu in self._free if app.only is None or gpu.gpu in app.only)
         bundle = pick(Holes(usable), app, app.gang)
         left = any(gpu.gpu in self._freed for gpu in bundle)
@@ -259,7 +259,7 @@ class _Serving:
         self._interactive_hold += len(bundle)
         self._look_again_s.append(EMPTY_S)
         self._words[app.app].append(
-            f"it is an interactive app and waits for {gpus(len(bundle))} that somebody who is over is leaving"
+            f"it is an interactive app and waits for {gpus(len(bundle))} that an app which is over is leaving"
         )
         return True
 
@@ -318,7 +318,7 @@ class _Serving:
         return None
 
     def _wait_for(self, app: AppView, spared: Sequence[tuple[float, AppId]]) -> None:
-        """Say why an interactive app waits, and look again when somebody is spared no longer."""
+        """Say why an interactive app waits, and look again when an app is spared no longer."""
         what = "what no other app of class batch holds would make room"
         if spared:
             spared_s, name = min(spared)
@@ -353,7 +353,7 @@ class _Serving:
         return sorted(((self._loss(unit), unit) for unit in (*self._fresh, *self._units)), key=lambda each: each[0])
 
     def _strike(self, victim: Victim) -> None:
-        """Note that one has made room: what else its app has comes after others from now on."""
+        """Note that a victim has made room: the rest of its app comes after others from now on."""
         app = victim.app.app
         gone = {gpu.gpu for gpu in victim.gpus}
         left = [each for each in self._ranked if each[1].gpus[0].gpu not in gone]
@@ -393,7 +393,7 @@ class _Serving:
         """Return why this one makes room, in words."""
         if victim.app.app in self._beginners:
             return "it has not begun, and loses nothing"
-        saves = "" if victim.app.movable else "; nobody who is known to save what he has done could"
+        saves = "" if victim.app.movable else "; no job that is known to save its work could"
         return f"few GPUs that can soon be left (score {self._score(victim):.3g}){saves}"
 
     def _score(self, unit: Victim) -> float:
@@ -402,7 +402,7 @@ class _Serving:
         return part + (self._settings.fitgpp_s * grace_s / self._grace_max if self._grace_max else 0.0)
 
     def _bundle(self, app: AppView, victim: Victim, free: _Free) -> list[GpuView]:
-        """Return a gang for `app` of what one victim and nobody have; free GPUs on its node come first."""
+        """Return a gang for `app` of one victim's GPUs and free ones; free GPUs on its node come first."""
         nodes = sorted({gpu.node for gpu in victim.gpus})
         pool = [*(gpu for node in nodes for gpu in free.get(node, ())), *victim.gpus]
         if len(pool) < app.gang:

@@ -123,9 +123,9 @@ def note_voice(turn: Turn, app: App) -> None:
 
 
 def leave_out_silent(turn: Turn) -> None:
-    """End the leases of apps that are silent on GPUs where they run nothing: nobody would ever give them back.
+    """End the leases of apps that are silent on GPUs where they run nothing: no agent would ever give them back.
 
-    Nothing more is due to them either, or others would have less of what is fair for as long as nobody cancels them.
+    Nothing more is due to them either, or others would have less than is fair until these apps are cancelled.
     """
     for app_id in sorted(turn.index.active):
         app = turn.state.apps[app_id]
@@ -249,7 +249,7 @@ def admit_waiting(turn: Turn) -> None:
         verdict = _of_named_tenant(turn.state, app) or _admit(turn, cluster, app)
         if verdict.admitted and sales.sells(turn):
             if turn.now < _admission_at(turn.state):
-                continue  # what there is to sell is known when nodes have had time to enrol
+                continue  # the GPUs for sale are known when nodes have had time to enrol
             verdict = sales.sell(turn, app)
         if verdict.admitted:
             turn.put_app(turn.state.apps[app.id], Active())

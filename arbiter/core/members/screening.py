@@ -1,4 +1,4 @@
-"""What is refused at the door: reports that contradict themselves, and wishes beyond what the site allows.
+"""Screening of reports: those that contradict themselves are refused, and wishes beyond the site's limits.
 
 An app agent is its owner's, who may have written it anew. So what is bounded is bounded here, whatever the app agent
 says, and what cannot be meant is refused with the field's name before any policy sees it.

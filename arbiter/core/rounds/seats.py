@@ -68,7 +68,7 @@ def _seating(turn: Turn) -> Seating:
 
 
 def _first(turn: Turn, seats: Sequence[Gpu]) -> GpuId | None:
-    """Return the seat of one GPU that is its owner's, or that an owner could have now: one where nobody is parked."""
+    """Return the seat of one GPU that is its owner's, or that an owner could have now: one where no job is parked."""
     for gpu in seats:
         if isinstance(gpu.state, Draining) and gpu.state.promised_to is not None:
             return gpu.id

@@ -29,12 +29,12 @@ from arbiter.core.state.model import Draining, Gpu, Leased, State
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId, NodeId, TenantId
 
-#: An app that has not left so long after its grace period is waited for no longer: what it is on may never be empty.
+#: An app that has not left so long after its grace period is waited for no longer: its GPUs may never be empty.
 LEAVE_S = 60.0
 
 
 class Shown(Struct, frozen=True):
-    """What a round was last shown of an app, with all that it was derived from."""
+    """The view of an app that a round was last shown, with all that it was derived from."""
 
     app: model.App
     version: int  #: of what it holds and is promised
@@ -138,7 +138,7 @@ def _look_at(
 ) -> AppView:
     held = leases.held(turn, app.id)
     apart = (*renewable, *guest_at)
-    useful = promised[: max(0, app.demand_max - len(held))]  # what it has no use for must not stand for what it runs on
+    useful = promised[: max(0, app.demand_max - len(held))]  # a GPU of no use must not stand for one that it runs on
     kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in apart), *useful)]
     account = turn.state.history.apps.get(app.id) or AppAccount(app.tenant)
     had = account.allocated
@@ -184,12 +184,12 @@ def apps_mean(state: State, app: model.App, now: float) -> float:
 
 
 def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
-    """Return what nodes have, and what of that goes with GPUs that drain; none where nobody needs it."""
+    """Return the capacity of nodes, and the part that goes with draining GPUs; none where no policy needs it."""
     state = turn.state
     reserved = state.settings.policy_settings.interactive_nodes > 0
     if not reserved and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
         return {}
-    drained: dict[tuple[NodeId, AppId], list[model.App | None]] = defaultdict(list)  #: by who leaves: who comes
+    drained: dict[tuple[NodeId, AppId], list[model.App | None]] = defaultdict(list)  #: by leaver
     for gpu_id in sorted(turn.index.draining):
         gpu = state.gpus[gpu_id]
         if isinstance(gpu.state, Draining):
