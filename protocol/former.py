@@ -13,7 +13,7 @@ import msgspec
 
 KindT = TypeVar("KindT")
 
-_WISHES = ("spans", "grace_s", "preempt_by", "priority", "kind", "cpus", "host_bytes", "weight", "utility")
+WISHES = ("spans", "grace_s", "preempt_by", "priority", "kind", "cpus", "host_bytes", "weight", "utility")
 #: Names of classes that have changed.
 _KINDS = {"trial": "interactive"}
 
@@ -45,7 +45,7 @@ def gathered(raw: Any) -> Any:
         return fields
     jobs = fields.get("jobs") or [{}]  # of one app they all had the same wishes
     found = (jobs[0] if isinstance(jobs, list) and isinstance(jobs[0], dict) else {}) | fields
-    wishes = {name: found[name] for name in _WISHES if name in found}
+    wishes = {name: found[name] for name in WISHES if name in found}
     if "kind" in wishes:
         wishes["kind"] = _KINDS.get(wishes["kind"], wishes["kind"])
     return {name: value for name, value in fields.items() if name not in wishes} | {"requirements": wishes}
