@@ -7,7 +7,7 @@ import pytest
 from arbiter.core.arbiter import Configured
 from arbiter.core.leases import leases
 from arbiter.core.members import apps
-from arbiter.core.rounds.phases import make_view
+from arbiter.core.rounds.views import make_view
 from arbiter.core.seam import Settings
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.index import Index

@@ -13,8 +13,8 @@ from arbiter.core.leases import leases
 from arbiter.core.leases.plans import plan_digest
 from arbiter.core.members import nodes
 from arbiter.core.registry import POLICIES
-from arbiter.core.rounds.phases import make_view
 from arbiter.core.rounds.seats import shown, with_guests
+from arbiter.core.rounds.views import make_view
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, SeatView, Settings, View
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
