@@ -61,7 +61,7 @@ Tenants = Annotated[Path | None, typer.Option(metavar="FILE", help="a CSV of ten
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 #: Settings with a flag of their own.
-FLAGGED = ("lease_s", "round_pause_s", "fairness_knob", "sharing", "seats", "quantum_s")
+FLAGGED = ("lease_s", "round_pause_s", "sharing", "seats", "quantum_s")
 
 #: Of one run, for people: heading, name in the summary, digits.
 SHOWN = (
@@ -134,7 +134,7 @@ def add(app: typer.Typer) -> None:
 def simulate(
     trace: Trace,
     cluster: ClusterOption,
-    policy: Annotated[str, typer.Option(help="which policy decides")] = "themis",
+    policy: Annotated[str, typer.Option(help="which policy decides  [default: an arbiter's own]")] = "",
     overheads: Overheads = "default",
     profiles: ProfilesOption = "built-in",
     lease: Lease = None,
@@ -157,6 +157,7 @@ def simulate(
     """
     as_json = wants_json(json)
     with answering(as_json=as_json), _speaking():
+        from arbiter.core.registry import DEFAULT
         from simulator.experiment import Experiment, prepare
         from simulator.figures import results
 
@@ -164,7 +165,7 @@ def simulate(
         knobs = _knobs(flags, set_)
         shortest_s = seconds(min_duration, "--min-duration")
         due = str(tenants or "")
-        experiment = Experiment(trace, cluster, policy, overheads, profiles, seed, first, knobs, due)
+        experiment = Experiment(trace, cluster, policy or DEFAULT, overheads, profiles, seed, first, knobs, due)
         prepare([experiment])
         if out is not None:
             _demand_folder(out, results.FILES)
@@ -245,7 +246,7 @@ def _refusals(policy: str, summary: Mapping[str, Any]) -> str:
 def sweep(
     trace: Trace,
     cluster: ClusterOption,
-    policies: Policies = "themis",
+    policies: Policies = "",
     sharing: Annotated[str | None, typer.Option(metavar="MODE,...", help="exclusive, timeslice, pack")] = None,
     seats: Annotated[str | None, typer.Option(metavar="N,...", help="the most jobs on one shared GPU")] = None,
     quantum: Annotated[str | None, typer.Option(metavar="TIME,...", help="least length of a turn on one")] = None,
@@ -263,13 +264,14 @@ def sweep(
     """Run every policy with every combination of settings and every seed; mean and 95 % interval over the seeds."""
     as_json = wants_json(json)
     with answering(as_json=as_json), _speaking():
+        from arbiter.core.registry import DEFAULT
         from simulator import sweep as sweeping
         from simulator.experiment import Experiment, prepare, probes
 
         shortest_s = seconds(min_duration, "--min-duration")
         base = Experiment(trace, cluster, "", overheads, profiles, 0, first, (), str(tenants or ""))
         words = [*_lists(sharing, seats, quantum), *(set_ or ())]
-        experiments = sweeping.grid(base, _policies(policies), _many(words), _seeds(seeds))
+        experiments = sweeping.grid(base, _policies(policies or DEFAULT), _many(words), _seeds(seeds))
         prepare(experiments)
         if any(probes(experiment.policy) for experiment in experiments):
             auction.prepare()
@@ -367,10 +369,13 @@ def _unfinished(run: Run) -> tuple[str, int, int]:
 
 def _knobs(flags: Iterable[tuple[str, str]], words: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
     """Return all settings that one run is given, each once."""
+    from arbiter.core.registry import FAIRNESS_KNOB
+
     knobs = (*flags, *_single(words))
     for place, (name, _) in enumerate(knobs):
         if name in dict(knobs[:place]):
             own = f"--{name.removesuffix('_s').replace('_', '-')}" if name in FLAGGED else "--set"
+            own = "--fairness-knob" if name == FAIRNESS_KNOB else own
             raise usage(f"{name} is set twice", f"give it once, by {own}")
     return knobs
 
@@ -389,7 +394,9 @@ def _flags(
     if round_pause is not None:
         yield "round_pause_s", str(seconds(round_pause, "--round-pause"))
     if fairness_knob is not None:
-        yield "fairness_knob", str(fairness_knob)
+        from arbiter.core.registry import FAIRNESS_KNOB
+
+        yield FAIRNESS_KNOB, str(fairness_knob)
     if sharing is not None:
         yield "sharing", sharing
     if seats is not None:

@@ -64,7 +64,7 @@ def test_unknown_arguments_are_refused_with_those_there_are() -> None:
 
 def test_under_fitgpp_trials_wait_less_than_under_the_same_order_without_trials() -> None:
     def waits(trial_s: str) -> float:
-        knobs = (("trial_s", trial_s), ("round_pause_s", "60"))
+        knobs = (("interactive_s", trial_s), ("round_pause_s", "60"))
         run = execute(Experiment("fitgpp?jobs=900", "fitgpp-84x8", "fitgpp", "none", knobs=knobs))
         assert all(app.state == "finished" for app in run.apps)
         return sum((app.first_start_s or 0.0) - app.submit_s for app in run.apps if app.app.startswith("te-"))

@@ -1,8 +1,8 @@
 """Trials under any policy: one that does not fit starts at once, at the cost of whom it harms least.
 
-A trial is an app of class ``trial`` that has not run for `Settings.trial_s` yet: somebody waits for its first steps.
-Policies that have a rule of their own for trials (`policy.ServesTrials`) are left alone. Under all others this is a
-layer around `Policy.allocate`:
+A trial is an app of class ``trial`` that has not run for `interactive_s` yet: somebody waits for its first steps.
+Policies that have a rule of their own for trials (`Traits.serves_interactive`) are left alone. Under all others this is
+a layer around `Policy.allocate`:
 
 - A trial keeps what it holds for as long as it counts as one; the policy sees those GPUs as not in play.
 - The rest of what the policy decides stands. After it, each trial that still has nothing, in order of arrival, gets one
@@ -14,7 +14,7 @@ layer around `Policy.allocate`:
 - Nobody is kept out for ever: who made room P times begins when its turn comes, and is not left with nothing until it
   has run for `SPARED_MOVES` times what leaving and coming back costs it; a trial for which nobody else could make room,
   and nobody who would lose more for it, waits meanwhile.
-- In all, trials hold at most `Settings.trial_share` of the cluster's GPUs that way, and one in any case, so that
+- In all, trials hold at most `interactive_share` of the cluster's GPUs that way, and one in any case, so that
   calling everything a trial gains nothing; a trial beyond that waits like everybody else.
 
 The victim leaves as in any preemption, within the grace period that it declared, and loses no step if it saves.
@@ -28,7 +28,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain, groupby
 
 from msgspec.structs import replace
@@ -45,8 +45,6 @@ from arbiter.core.seam import (
     NodeView,
     Outcome,
     Policy,
-    ServesTrials,
-    Settings,
     View,
     is_trial,
 )
@@ -61,6 +59,10 @@ LEAVE_S = 60.0
 EMPTY_S = 5.0
 #: So many times what a move costs it who has made room P times is not left with nothing again: most of that is work.
 SPARED_MOVES = 3.0
+#: P of FitGpp, Eq. 4: an app makes room so many times, unless no other could.
+ROOM_MADE_MAX = 1
+#: s of FitGpp, Eq. 3: how much a long grace period weighs beside a large demand.
+GRACE_WEIGHT = 4.0
 #: When another round is wanted for GPUs that nobody has now because their newcomer made room for a trial.
 AGAIN_S = 1.0
 
@@ -74,8 +76,7 @@ _Free = Mapping[NodeId, Sequence[GpuView]]
 def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
     """Return what nodes have, and what of that goes with GPUs that drain; none where nobody needs it."""
     state = turn.state
-    reserved = state.settings.policy_settings.trial_nodes > 0
-    if not reserved and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
+    if not turn.policy.reserves_nodes and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
         return {}
     drained: dict[tuple[NodeId, AppId], list[model.App | None]] = defaultdict(list)  #: by who leaves: who comes
     for gpu_id in sorted(turn.index.draining):
@@ -124,7 +125,7 @@ def leaving(turn: Turn) -> frozenset[AppId]:
 def wait(turn: Turn) -> bool:
     """Whether a trial that this layer serves has nothing: a reason for a round where nothing is in play."""
     settings = turn.state.settings
-    if settings.shared or not _serves(turn.policy, settings.policy_settings):
+    if settings.shared or not _serves(turn.policy, settings.interactive_share):
         return False
     return any(turn.state.apps[app].kind == "trial" for app in turn.index.active - turn.index.holders)
 
@@ -161,36 +162,24 @@ def emptying(turn: Turn, apps: Sequence[AppView]) -> tuple[GpuView, ...]:
 def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
     """Whether one of `apps` is a trial that this layer serves and that has nothing."""
     settings = turn.state.settings
-    if settings.shared or not _serves(turn.policy, settings.policy_settings):
+    if settings.shared or not _serves(turn.policy, settings.interactive_share):
         return False
     return any(app.kind == "trial" and app.want > 0 and not app.kept and not app.renewable for app in apps)
 
 
-def _serves(policy: Policy, settings: Settings) -> bool:
-    """Whether this layer serves trials under `policy`."""
-    return settings.trial_share > 0.0 and not _has_its_own(policy)
-
-
-@lru_cache(maxsize=8)
-def _has_its_own(policy: Policy) -> bool:
-    """Whether a policy has a rule of its own for trials; remembered, as in `bookings`."""
-    return isinstance(policy, ServesTrials)
+def _serves(policy: Policy, share: float) -> bool:
+    """Whether this layer serves trials under `policy`, of which they may hold this share of GPUs."""
+    return share > 0.0 and not policy.traits.serves_interactive
 
 
 # --- around the policy ------------------------------------------------------------------------------------------------
 
 
-def allocate(
-    policy: Policy, settings: Settings, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None
-) -> Allocation:
+def allocate(policy: Policy, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
     """Return what the policy decides about what trials do not keep, and what trials get besides."""
-    if not any(app.kind == "trial" for app in view.apps) or view.shared or not _serves(policy, settings):
+    if not any(app.kind == "trial" for app in view.apps) or view.shared or not _serves(policy, view.interactive_share):
         return policy.allocate(view, bids, clock)
-    own = {
-        app.app: app
-        for app in view.apps
-        if app.renewable and is_trial(view, app, settings.trial_s) and _runs(_keeping(view, app))
-    }
+    own = {app.app: app for app in view.apps if app.renewable and is_trial(view, app) and _runs(_keeping(view, app))}
     kept = {gpu: app.app for app in own.values() for gpu in app.renewable}
     seen = replace(
         view,
@@ -200,7 +189,7 @@ def allocate(
     allocation = policy.allocate(seen, {app: bid for app, bid in bids.items() if app not in own}, clock)
     outcomes = tuple(_as_trial(outcome, own.get(outcome.app)) for outcome in allocation.outcomes)
     assign = dict(sorted({**allocation.assign, **kept}.items()))
-    return serve(policy, settings, view, replace(allocation, assign=assign, outcomes=outcomes))
+    return serve(policy, view, replace(allocation, assign=assign, outcomes=outcomes))
 
 
 def _keeping(view: View, app: AppView) -> AppView:
@@ -226,9 +215,9 @@ def _as_trial(outcome: Outcome, app: AppView | None) -> Outcome:
     )
 
 
-def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation) -> Allocation:
+def serve(policy: Policy, view: View, allocation: Allocation) -> Allocation:
     """Return the allocation with a gang for each trial that has nothing, as far as the share of trials allows; pure."""
-    if view.shared or not _serves(policy, settings):
+    if view.shared or not _serves(policy, view.interactive_share):
         return allocation
     winners = set(allocation.assign.values())
     waiting = [
@@ -237,18 +226,17 @@ def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation
         if app.want >= app.gang
         and not app.kept
         and app.app not in view.leaving
-        and is_trial(view, app, settings.trial_s)
+        and is_trial(view, app)
         and not app.renewable
         and app.app not in winners
     ]
-    return _Serving(settings, view, allocation).answer(waiting) if waiting else allocation
+    return _Serving(view, allocation).answer(waiting) if waiting else allocation
 
 
 class _Serving:
     """One round's trials."""
 
-    def __init__(self, settings: Settings, view: View, allocation: Allocation) -> None:
-        self._settings = settings
+    def __init__(self, view: View, allocation: Allocation) -> None:
         self._view = view
         self._allocation = allocation
         self._apps = {app.app: app for app in view.apps}
@@ -264,13 +252,13 @@ class _Serving:
             for gpu in view.gpus
             if gpu.gpu not in self._assign and (allocation.unnamed == "nobody" or gpu.holder is None)
         ]
-        trials = {app.app for app in view.apps if is_trial(view, app, settings.trial_s)}
+        trials = {app.app for app in view.apps if is_trial(view, app)}
         self._trials_hold = sum(
             len(app.kept) + sum(self._assign.get(gpu) in (None, app.app) for gpu in app.renewable)
             for app in view.apps
             if app.app in trials
         )
-        unseen = {app.app for app in view.holders if is_trial(view, app, settings.trial_s)} - self._apps.keys()
+        unseen = {app.app for app in view.holders if is_trial(view, app)} - self._apps.keys()
         self._trials_hold += sum(gpu.holder in unseen for gpu in view.takeable)
         self._units = self._found_units(trials)
         self._fresh = self._newcomers(trials)
@@ -317,11 +305,11 @@ class _Serving:
     def answer(self, waiting: Sequence[AppView]) -> Allocation:
         """Serve who can be served."""
         for app in waiting:
-            share = max(1.0, self._settings.trial_share * self._view.cluster_gpus)
+            share = max(1.0, self._view.interactive_share * self._view.cluster_gpus)
             if self._trials_hold + app.gang > share:
                 self._words[app.app].append(
                     f"it is a trial that needs {app.gang}, and of at most {share:.4g} GPUs that trials may have before "
-                    f"others (trial_share) they hold {self._trials_hold}; so it waits like others"
+                    f"others (interactive_share) they hold {self._trials_hold}; so it waits like others"
                 )
             elif not self._place(app) and not self._await(app):
                 self._preempt_for(app)
@@ -416,7 +404,7 @@ class _Serving:
             spared_s, name = min(spared)
             self._look_again_s.append(max(AGAIN_S, spared_s))
             what = (
-                f"{name}, which could make room, has done so often enough (fitgpp_p), and runs for {spared_s:.0f} s "
+                f"{name}, which could make room, has done so often enough, and runs for {spared_s:.0f} s "
                 "yet before it does again"
             )
         self._words[app.app].append(f"it is a trial, and {what}")
@@ -468,7 +456,7 @@ class _Serving:
 
     def _often(self, app: AppView) -> bool:
         """Whether an app has made room P times, this round included."""
-        return app.preempted + self._made_room[app.app] >= self._settings.fitgpp_p
+        return app.preempted + self._made_room[app.app] >= ROOM_MADE_MAX
 
     def _spared_s(self, victim: Victim) -> float:
         """Return for how long yet `victim` is spared: all of an app that made room P times, and began lately."""
@@ -491,7 +479,7 @@ class _Serving:
     def _score(self, unit: Victim) -> float:
         size, grace_s = score_of(unit, self._view.nodes)
         part = size / self._size_max if self._size_max else 0.0
-        return part + (self._settings.fitgpp_s * grace_s / self._grace_max if self._grace_max else 0.0)
+        return part + (GRACE_WEIGHT * grace_s / self._grace_max if self._grace_max else 0.0)
 
     def _bundle(self, app: AppView, victim: Victim, free: _Free) -> list[GpuView]:
         """Return a gang for `app` of what one victim and nobody have; free GPUs on its node come first."""

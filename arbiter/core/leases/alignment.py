@@ -41,7 +41,7 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
     At most one place is gathered after each round, for the widest.
     """
     settings = turn.state.settings
-    if settings.gather_leases <= 0.0 or turn.policy.tenure != "lease" or _has_guests(turn):
+    if settings.gather_leases <= 0.0 or turn.policy.traits.tenure != "lease" or _has_guests(turn):
         turn.state.cramped, turn.state.gathered = (), {}
         return
     turn.state.gathered = {gpu: end for gpu, end in turn.state.gathered.items() if end > turn.now}
