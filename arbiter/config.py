@@ -131,10 +131,10 @@ def check_settings(settings: ArbiterSettings, source: str) -> None:
     config.require_not_negative(settings, pauses, f"{source}: arbiter")
     if not 1 <= settings.seats <= SEATS_MAX:
         raise ConfigError(f"{source}: arbiter.seats is {settings.seats}; give how many jobs may share a GPU, 1 to 64")
-    if settings.gather_leases != 0.0 and not 1.0 <= settings.gather_leases < inf:
+    if settings.align_after_leases != 0.0 and not 1.0 <= settings.align_after_leases < inf:
         raise ConfigError(
-            f"{source}: arbiter.gather_leases is {settings.gather_leases}; give after how many leases of waiting, "
-            "1 or more, or 0 for never"
+            f"{source}: arbiter.align_after_leases is {settings.align_after_leases}; give after how many leases of "
+            "waiting, 1 or more, or 0 for never"
         )
     if settings.renewal_lead_s + settings.probe_s + settings.bid_s >= settings.lease_s:
         raise ConfigError(
@@ -162,7 +162,7 @@ def check_settings(settings: ArbiterSettings, source: str) -> None:
         )
     if not settings.classes:
         raise ConfigError(
-            f"{source}: arbiter.classes is empty, so nobody could run anything; name batch, trial or both"
+            f"{source}: arbiter.classes is empty, so nobody could run anything; name batch, interactive app or both"
         )
     both = [each.name for each in settings.tenants if each.quota is not None and each.weight != 1.0]
     if both:
@@ -174,5 +174,5 @@ def check_settings(settings: ArbiterSettings, source: str) -> None:
     if not 0.0 <= settings.interactive_share <= 1.0:
         raise ConfigError(
             f"{source}: arbiter.interactive_share is {settings.interactive_share}; give the part of all GPUs that "
-            "trials may hold at others' cost, 0 to 1"
+            "interactive apps may hold at others' cost, 0 to 1"
         )

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.effects import LeaseRecord, RoundRecord
 from arbiter.core.registry import policy_of
-from arbiter.core.rounds import claim_audit, phases
+from arbiter.core.rounds import claim_audit, phases, views
 from arbiter.core.seam import Outcome
 from arbiter.core.state import fairness, model
 from arbiter.core.state.gpu_time import Standing
@@ -165,7 +165,7 @@ class Desk:
             "class": app.kind,
             "cpus": app.cpus,
             "host_bytes": app.host_bytes,
-            "preempted_for_trials": app.preempted,
+            "preempted_for_interactive": app.preempted,
             "weight": app.weight,
             "ltgf": standing.ltgf_other,
             "ltgf_all": standing.ltgf,
@@ -186,7 +186,7 @@ class Desk:
             return app.state.rho
         if app.rho is None or app.basis == "guess":
             return None
-        mean = phases.apps_mean(self._arbiter.state, app, max(now, app.arrived_at))
+        mean = views.apps_mean(self._arbiter.state, app, max(now, app.arrived_at))
         ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean)
         return app.rho * ideal_s / (ideal_s + app.start_s) if ideal_s > 0.0 else app.rho
 
@@ -314,7 +314,7 @@ class Desk:
             "waiting_for": self._waiting_for(app),
             "binding": self._binding(app, now),
             "next_round_s": self._next_round_s(now),
-            "apps_mean": phases.apps_mean(self._arbiter.state, app, now),
+            "apps_mean": views.apps_mean(self._arbiter.state, app, now),
             "rounds": [_own_round(app.id, record) for record in self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app.id)],
             "story": _story(self._own_story(app)),
         }
@@ -365,7 +365,7 @@ class Desk:
         until = f", its lease ends in {max(0.0, min(ends) - now):.0f} s" if min(ends) < model.NEVER else ""
         return f"{app_id} holds {where}{until}"
 
-    def _own_story(self, app: model.App) -> Sequence[model.Chapter]:
+    def _own_story(self, app: model.App) -> Sequence[model.StoryLine]:
         """Return the story of an app, with what the last round tells all apps that it tells nothing of their own."""
         story, rest = self._arbiter.story(app.id), self._arbiter.state.rest
         if rest is None or not app.active:
@@ -578,7 +578,7 @@ def _own_round(app: AppId, record: RoundRecord) -> dict[str, Any]:
     }
 
 
-def _story(chapters: Sequence[model.Chapter]) -> list[dict[str, Any]]:
+def _story(chapters: Sequence[model.StoryLine]) -> list[dict[str, Any]]:
     return [{"at": _instant(chapter.at), "what": chapter.what} for chapter in chapters]
 
 

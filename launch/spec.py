@@ -243,6 +243,8 @@ WORDS: dict[str, tuple[str, Callable[[Any, str], Any] | None]] = {
     "grace": ("grace_s", partial(_time, seconds)),
     "checkpoint_dir": ("checkpoint_root", None),
 }
+#: How the class ``interactive`` was called before; read for one release.
+FORMER_INTERACTIVE = "trial"
 _WRITTEN = {name: word for word, (name, _) in WORDS.items()}
 #: The fields of a spec file, by the names that users write.
 FIELDS = ", ".join(
@@ -284,6 +286,8 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
         Naming the field that is wrong.
     """
     fields = dict(fields)
+    if fields.get("kind") == FORMER_INTERACTIVE:
+        fields["kind"] = "interactive"
     if "utility" in fields:
         fields["utility"] = _utility(fields["utility"])
     sizes = fields.get("sizes")

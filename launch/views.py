@@ -26,7 +26,7 @@ def _app_row(app: Document) -> tuple[str, ...]:
         str(app["id"]),
         str(app["tenant"]),
         str(app["name"]),
-        str(app["state"]) + (", trial" if app.get("class") == "trial" else ""),
+        str(app["state"]) + (", interactive" if app.get("class") == "interactive" else ""),
         str(len(app["gpus"])),
         str(app["want"]),
         number(app["rho"] or None),
@@ -151,7 +151,7 @@ def explanation(document: Document, now: float) -> str:
 def _headline(document: Document) -> str:
     held = document.get("held") or []
     holding = f"holds {len(held)} of the {document['want']} GPUs it can use"
-    what = ", a trial" if document.get("class") == "trial" else ""
+    what = ", interactive" if document.get("class") == "interactive" else ""
     if document["state"] in OVER:
         line = f"{document['app']}{what} of tenant {document['tenant']} is {document['state']}"
     else:

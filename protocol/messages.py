@@ -83,8 +83,8 @@ Sharing = Literal["exclusive", "timeslice", "pack"]
 #: Where a mini-batch time comes from: the worker's own steps, or the period of a signal.
 StepSource = Literal["unknown", "steps", "allocator", "memory", "gpm", "utilisation"]
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
-#: ``trial``: trial and error, a person waits for what it says; ``batch``: best effort (PAPERS.md section 3).
-Kind = Literal["batch", "trial"]
+#: ``interactive``: a person waits for its first steps; ``batch``: best effort (PAPERS.md section 3).
+Kind = Literal["batch", "interactive"]
 #: What an app's times rest on: a guess as long as nothing is known; mini-batches and their time as its owner declared
 #: them; or as node agents measured them.
 Basis = Literal["guess", "declared", "measured"]

@@ -45,9 +45,9 @@ GENERATOR_KEYS: Mapping[str, type] = {
     "tenants": int,
     "curve_points": int,
 }
-#: A workload drawn after FitGpp's: ``fitgpp?jobs=1024&trials=0.3``.
+#: A workload drawn after FitGpp's: ``fitgpp?jobs=1024&interactive=0.3``.
 FITGPP = "fitgpp"
-FITGPP_KEYS: Mapping[str, type] = {"jobs": int, "trials": float, "load": float, "grace": float}
+FITGPP_KEYS: Mapping[str, type] = {"jobs": int, "interactive": float, "load": float, "grace": float}
 #: Apps of a drawn workload, unless it says.
 APPS = 40
 #: So many names are in a sentence; of more, how many there are.
@@ -224,7 +224,7 @@ def generator_arguments(trace: str, query: str, keys: Mapping[str, type] = GENER
 
 
 def _how(keys: Mapping[str, type]) -> str:
-    example = f"{THEMIS}1?apps=20&contention=2" if keys is GENERATOR_KEYS else f"{FITGPP}?jobs=1024&trials=0.3"
+    example = f"{THEMIS}1?apps=20&contention=2" if keys is GENERATOR_KEYS else f"{FITGPP}?jobs=1024&interactive=0.3"
     return f"write {example}, with any of {', '.join(keys)}"
 
 

@@ -6,8 +6,7 @@ import traceback
 
 from msgspec import Struct
 
-from arbiter.core.registry import Table
-from arbiter.core.seam import Allocation, Outcome, View
+from arbiter.core.seam import Allocation, Outcome, Table, View
 from arbiter.core.state import model
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TenantId

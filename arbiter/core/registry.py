@@ -20,10 +20,7 @@ from arbiter.core.policies.oasis.settings import Settings as OasisSettings
 from arbiter.core.policies.queues import backfill, fifo, las, optimus, shortest, slaq
 from arbiter.core.policies.tenants import allox, astraea, drf, gandiva_fair, hived, yarn_cs
 from arbiter.core.policies.themis import policy as themis
-from arbiter.core.seam import Policy, PolicySettings, Setting
-
-#: The fields of one policy's settings, by name.
-Table = Mapping[str, Setting]
+from arbiter.core.seam import Policy, PolicySettings, Setting, Table
 
 
 class Entry(Struct, frozen=True, cache_hash=True):
@@ -72,8 +69,6 @@ POLICIES: Final[dict[str, Entry]] = {
     "allox": Entry(allox.Allox, allox.Settings),
     "gandiva-fair": Entry(gandiva_fair.GandivaFair),
 }
-#: The policy of an arbiter, a simulation and a demo that name none.
-DEFAULT: Final = "themis"
 #: Where ``--fairness-knob`` of the command line stands.
 FAIRNESS_KNOB: Final = "policy.themis.fairness_knob"
 
@@ -91,8 +86,11 @@ RENAMED: Final[Mapping[str, str]] = {
     "fitgpp_s": "policy.fitgpp.s",
     "fitgpp_p": "policy.fitgpp.p",
     "trial_nodes": "policy.fitgpp.reserved_nodes",
+    "interactive_nodes": "policy.fitgpp.reserved_nodes",
     "trial_share": "arbiter.interactive_share",
+    "interactive_share": "arbiter.interactive_share",
     "trial_s": "arbiter.interactive_s",
+    "interactive_s": "arbiter.interactive_s",
     "allox_alpha": "policy.allox.alpha",
     "oasis_slot_s": "policy.oasis.slot_s",
     "oasis_slots": "policy.oasis.slots",

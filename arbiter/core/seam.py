@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal
+from typing import ClassVar, Final, Literal
 
 from msgspec import Struct
 
@@ -25,6 +25,11 @@ Tenure = Literal["lease", "lasting", "revocable"]
 Strict = Literal["no", "all", "tenant"]
 #: The value of one field of a policy's settings, as TOML, a snapshot and the journal write it.
 Setting = bool | int | float | str
+#: The fields of one policy's settings, by name.
+Table = Mapping[str, Setting]
+
+#: The policy of an arbiter, a simulation and a demo that name none: a name in `registry.POLICIES`.
+DEFAULT_POLICY: Final = "themis"
 
 #: Apps that neither had nor got anything are told why one by one in rounds of up to so many apps; in larger rounds
 #: the apps that wait share one sentence.
@@ -99,6 +104,10 @@ class Booking(Struct, frozen=True):
         return next((gpus for number, gpus in self.slots if number == slot), ())
 
 
+#: Prices that are learnt go by the apps that have asked last, so many of them.
+ASKED_MAX = 256
+
+
 class Asked(Struct, frozen=True, array_like=True):
     """An app that has asked for a booking: when, ln of what each GPU-hour of it is worth, and how many these are."""
 
@@ -157,7 +166,7 @@ class AppView(Struct, frozen=True):
     cpus: float = 0.0  #: of each job; 0: it asks for none
     host_bytes: int = 0
     grace_s: float = 0.0  #: the longest of its jobs
-    preempted: int = 0  #: how often it made room for a trial
+    preempted: int = 0  #: how often it made room for an interactive app
     preempted_in: int = 0  #: the round in which it last did
     fair_offset_gpu_s: float = 0.0  #: what was fair for it more than for its group; without a group all that was
 
@@ -203,10 +212,11 @@ class View(Struct, frozen=True):
     shared: bool = False  #: whether several jobs may have one GPU
     nodes: Mapping[NodeId, NodeView] = {}
     leaving: frozenset[AppId] = frozenset()  #: apps that have not left yet what they have lost
-    #: GPUs that are not in play, which a trial that waits may be given by `trials`; none unless one waits.
+    #: GPUs that are not in play, which an interactive app that waits may be given by `interactive`; none unless one
+    #: waits.
     takeable: tuple[GpuView, ...] = ()
     holders: tuple[AppView, ...] = ()  #: who holds those
-    emptying: tuple[GpuView, ...] = ()  #: GPUs that will be free within a moment, told while a trial waits
+    emptying: tuple[GpuView, ...] = ()  #: GPUs that will be free within a moment, told while an interactive app waits
     tenants: Mapping[TenantId, TenantView] = {}  #: all that have ever had an app, or have terms
     #: How long the policy may search for its decision, with what explains it. Counted in steps of work, so that equal
     #: rounds end equally whatever the node is doing; when it runs out, `Allocation.facts` and the reasons say so.
@@ -304,11 +314,11 @@ class Outcome(Struct, frozen=True):
 
 
 class Displaced(Struct, frozen=True):
-    """What an app leaves at once, or is not given after all, so that a trial can start."""
+    """What an app leaves at once, or is not given after all, so that an interactive app can start."""
 
     app: AppId
     gpus: tuple[GpuId, ...]
-    trial: AppId
+    newcomer: AppId
 
 
 class Allocation(Struct, frozen=True):
@@ -328,14 +338,14 @@ class Allocation(Struct, frozen=True):
     rest: str = ""
     look_again_s: float | None = None  #: another round is wanted then, even if nothing happens
     order: tuple[AppId, ...] = ()  #: whose turn comes first to share GPUs; those not named, by their rho and arrival
-    #: Who makes room for which trial, which is counted and puts it on top of the queue.
+    #: Who makes room for which interactive app, which is counted and puts it on top of the queue.
     displaced: tuple[Displaced, ...] = ()
     guests: tuple[GpuId, ...] = ()  #: of the assigned, the seats on GPUs that the policy has given to others
 
     @property
     def preempted(self) -> tuple[AppId, ...]:
-        """Who makes room, once for each trial."""
-        return tuple(app for app, _ in sorted({(each.app, each.trial) for each in self.displaced}))
+        """Who makes room, once for each interactive app."""
+        return tuple(app for app, _ in sorted({(each.app, each.newcomer) for each in self.displaced}))
 
 
 class Admission(Struct, frozen=True):
@@ -355,7 +365,9 @@ class Traits(Struct, frozen=True):
     tenure: Tenure
     probes: bool = False  #: a round first asks every app for its rho (phase 1), and then for bids
     shares: bool = False  #: it deals with all seats of shared GPUs itself; other policies see one seat of each
-    serves_interactive: bool = False  #: it has a rule of its own for trials; for other policies there is a layer
+    serves_interactive: bool = (
+        False  #: it has a rule of its own for interactive apps; for other policies there is a layer
+    )
     strict: Strict = "no"  #: an app that does not fit lets no app behind it by
     sells: bool = False  #: it sells the GPUs of coming slots; the state keeps the bookings, and `allocate` sees them
 
@@ -412,6 +424,6 @@ class Policy(ABC):
         raise NotImplementedError
 
 
-def is_trial(view: View, app: AppView) -> bool:
-    """Whether an app still counts as a trial: it has not run for `interactive_s` yet on a gang's worth of GPUs."""
-    return app.kind == "trial" and view.served_gpu_s(app) < view.interactive_s * app.gang
+def is_interactive(view: View, app: AppView) -> bool:
+    """Whether an app still counts as interactive: it has not run for `interactive_s` yet on a gang's worth of GPUs."""
+    return app.kind == "interactive" and view.served_gpu_s(app) < view.interactive_s * app.gang

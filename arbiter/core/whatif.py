@@ -27,7 +27,7 @@ from arbiter.core.leases import leases
 from arbiter.core.members import apps
 from arbiter.core.placement.lots import draw
 from arbiter.core.registry import policy_of
-from arbiter.core.rounds import decision, phases, seats
+from arbiter.core.rounds import decision, enactment, phases, seats, views
 from arbiter.core.seam import AppView, GpuView, View
 from arbiter.core.state import fairness, model
 from arbiter.core.state.index import Index
@@ -178,7 +178,7 @@ class WhatIf:
         _remove(turn, obstacle)
         app = turn.state.apps[self._app]
         gpus = seats.shown(turn)
-        view = phases.make_view(turn, gpus, {})
+        view = views.make_view(turn, gpus, {})
         if not any(each.app == app.id and each.want > 0 for each in view.apps):
             return False
         before = {gpu for gpu in turn.index.gpus[app.id] if isinstance(turn.state.gpus[gpu].state, Leased)}
@@ -214,14 +214,14 @@ def _given(turn: Turn, view: View, gpus: Mapping[GpuId, GpuView], app_id: AppId,
         off = {app.app: spread ** (2.0 * draw(view.seed, "claim", app.app) - 1.0) for app in view.apps}
         claims = off | {app_id: claim}
         rhos = {app.app: claims[app.app] * _rho(turn, view, app) for app in view.apps}
-        view = replace(phases.make_view(turn, gpus, rhos), seed=view.seed)
+        view = replace(views.make_view(turn, gpus, rhos), seed=view.seed)
         bidders = tuple(turn.policy.bidders(view))
         view = replace(view, offered=bidders)
         bids = {app.app: _bid(turn, view, app, claims[app.app]) for app in view.apps if app.app in bidders}
     asked = Decide(view.round, turn.state.epoch, settings.policy, settings.policy_settings, view, bids)
     allocation = decision.decide(asked).allocation
     here = {gpu: turn.state.gpus[gpu] for gpu in sorted(allocation.assign)}
-    vain = decision.in_vain(turn, here, allocation.assign)
+    vain = enactment.in_vain(turn, here, allocation.assign)
     given = {gpu for gpu, winner in allocation.assign.items() if winner == app_id and gpu not in vain}
     if allocation.unnamed == "holder":
         given |= (turn.index.gpus[app_id] & gpus.keys()) - allocation.assign.keys() - set(allocation.freed)
@@ -242,7 +242,7 @@ def _remove(turn: Turn, obstacle: Obstacle) -> None:
             state.gpus[gpu.id] = replace(gpu, present=True, healthy=True, quarantined=False)
             _leave(turn, gpu.id)
     turn.index.recount()
-    turn.reckon()
+    turn.rebook_availability()
     turn.state.history.resize(turn.index.census()[1], state.settings.tenants, turn.now)
 
 
@@ -278,7 +278,7 @@ def _times(turn: Turn, view: View, app: AppView) -> tuple[float, float, float]:
     left_gpu_s = UNKNOWN_GPU_S if left_gpu_s is None else max(left_gpu_s, 1e-3)
     known = turn.state.apps[app.app]
     cluster_s = known.ideal_s or left_gpu_s / max(1, app.demand_max)
-    mean = phases.apps_mean(turn.state, known, turn.now)
+    mean = views.apps_mean(turn.state, known, turn.now)
     return view.elapsed_s(app), left_gpu_s, fairness.ideal_time_s(cluster_s=cluster_s, apps_mean=mean)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from arbiter.core.seam import DEFAULT_POLICY
 from launch import exit_codes
 from launch.faults import Fault, usage
 from launch.spec import seconds
@@ -134,7 +135,7 @@ def add(app: typer.Typer) -> None:
 def simulate(
     trace: Trace,
     cluster: ClusterOption,
-    policy: Annotated[str, typer.Option(help="which policy decides  [default: an arbiter's own]")] = "",
+    policy: Annotated[str, typer.Option(help="which policy decides")] = DEFAULT_POLICY,
     overheads: Overheads = "default",
     profiles: ProfilesOption = "built-in",
     lease: Lease = None,
@@ -157,7 +158,6 @@ def simulate(
     """
     as_json = wants_json(json)
     with answering(as_json=as_json), _speaking():
-        from arbiter.core.registry import DEFAULT
         from simulator.experiment import Experiment, prepare
         from simulator.figures import results
 
@@ -165,7 +165,7 @@ def simulate(
         knobs = _knobs(flags, set_)
         shortest_s = seconds(min_duration, "--min-duration")
         due = str(tenants or "")
-        experiment = Experiment(trace, cluster, policy or DEFAULT, overheads, profiles, seed, first, knobs, due)
+        experiment = Experiment(trace, cluster, policy, overheads, profiles, seed, first, knobs, due)
         prepare([experiment])
         if out is not None:
             _demand_folder(out, results.FILES)
@@ -246,7 +246,7 @@ def _refusals(policy: str, summary: Mapping[str, Any]) -> str:
 def sweep(
     trace: Trace,
     cluster: ClusterOption,
-    policies: Policies = "",
+    policies: Policies = DEFAULT_POLICY,
     sharing: Annotated[str | None, typer.Option(metavar="MODE,...", help="exclusive, timeslice, pack")] = None,
     seats: Annotated[str | None, typer.Option(metavar="N,...", help="the most jobs on one shared GPU")] = None,
     quantum: Annotated[str | None, typer.Option(metavar="TIME,...", help="least length of a turn on one")] = None,
@@ -264,14 +264,13 @@ def sweep(
     """Run every policy with every combination of settings and every seed; mean and 95 % interval over the seeds."""
     as_json = wants_json(json)
     with answering(as_json=as_json), _speaking():
-        from arbiter.core.registry import DEFAULT
         from simulator import sweep as sweeping
         from simulator.experiment import Experiment, prepare, probes
 
         shortest_s = seconds(min_duration, "--min-duration")
         base = Experiment(trace, cluster, "", overheads, profiles, 0, first, (), str(tenants or ""))
         words = [*_lists(sharing, seats, quantum), *(set_ or ())]
-        experiments = sweeping.grid(base, _policies(policies or DEFAULT), _many(words), _seeds(seeds))
+        experiments = sweeping.grid(base, _policies(policies), _many(words), _seeds(seeds))
         prepare(experiments)
         if any(probes(experiment.policy) for experiment in experiments):
             auction.prepare()

@@ -49,7 +49,9 @@ Priority = Annotated[
 ]
 Kind = Annotated[
     str | None,
-    typer.Option("--class", help="batch, or trial: starts at once if it can, at the cost of one batch app (batch)"),
+    typer.Option(
+        "--class", help="batch, or interactive: starts at once if it can, at the cost of one batch app (batch)"
+    ),
 ]
 Cpus = Annotated[float | None, typer.Option(min=0, help="CPU cores each job needs on its node (none asked for)")]
 Memory = Annotated[str | None, typer.Option(help="host memory each job needs on its node, such as 8G (none asked for)")]

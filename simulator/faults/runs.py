@@ -296,7 +296,7 @@ class _Run:
 
 
 def _place_in_line(traits: Traits, app: App) -> tuple[int, int]:
-    """Return by what a strict order goes: under those with preemption for trials, who made room for one comes first."""
+    """Return an app's place in a strict order: an app that made room for an interactive one comes first."""
     return (-app.preempted_in if traits.serves_interactive else 0, app.arrival)
 
 

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 from app_agent.core.spec import AppSpec, mistake
 from app_agent.core.tuning import scheduler_for
 from app_agent.core.tuning.shape import Trial
-from arbiter.core.registry import DEFAULT, POLICIES
-from arbiter.core.seam import Setting
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import DEFAULT_POLICY, Setting
 from arbiter.core.state.model import ArbiterSettings
 from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party, Sharing, Utility
 from simulator.cluster import Cluster, NodePlan
@@ -192,7 +192,7 @@ def _host(dice: Random) -> Host:
 
 def _settings(dice: Random, seed: int) -> ArbiterSettings:
     return ArbiterSettings(
-        policy=DEFAULT if dice.random() < 0.35 else _any_policy(dice),
+        policy=DEFAULT_POLICY if dice.random() < 0.35 else _any_policy(dice),
         policies=_of_policies(dice.choice((0.0, 0.5, 0.8, 1.0)), dice.choice((20.0, 100.0))),
         solver_budget_ms=100.0,
         interactive_share=0.5,
@@ -382,9 +382,9 @@ def _app(dice: Random, cluster: Cluster, calm_at: float) -> AppOptions:
     )
 
 
-def _kind(work_s: float) -> Literal["batch", "trial"]:
+def _kind(work_s: float) -> Literal["batch", "interactive"]:
     """Return an app's class, from dice of its own, so that worlds known by their seeds stay as they were but for it."""
-    return "trial" if Random(f"class {work_s}").random() < 0.2 else "batch"  # noqa: S311 - repeatable, not secret
+    return "interactive" if Random(f"class {work_s}").random() < 0.2 else "batch"  # noqa: S311 - repeatable, not secret
 
 
 def _utility(spec: AppSpec, work_s: float) -> Utility | None:

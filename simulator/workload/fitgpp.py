@@ -1,8 +1,8 @@
-"""The synthetic workloads of FitGpp (OpML 2019): trials and batch jobs that ask for CPU cores, memory and GPUs.
+"""The synthetic workloads of FitGpp (OpML 2019): interactive and batch jobs that ask for CPU cores, memory and GPUs.
 
-Published, or recalled from the publication (PAPERS.md section 3): 30 % of the jobs are trials (TE); run times and grace
-periods follow truncated normal distributions: TE with mean 5 min, at most 30; best effort (BE) mean 30 min, at most 24
-h; grace periods mean 3 min, at most 20; decisions every minute; jobs come such that FIFO sees a load of 2.
+Published, or recalled from the publication (PAPERS.md section 3): 30 % of the jobs are interactive (TE); run times and
+grace periods follow truncated normal distributions: TE with mean 5 min, at most 30; best effort (BE) mean 30 min, at
+most 24 h; grace periods mean 3 min, at most 20; decisions every minute; jobs come such that FIFO sees a load of 2.
 
 What had to be decided, since it is not published:
 
@@ -31,9 +31,9 @@ from simulator.workload.plans import AppPlan, JobPlan, Workload, WorkloadError
 MINUTE_S = 60.0
 GB = 2**30
 #: (mean, least, most) in minutes.
-TRIAL_MIN, BATCH_MIN, GRACE_MIN = (5.0, 1, 30), (30.0, 1, 24 * 60), (3.0, 0, 20)
+INTERACTIVE_MIN, BATCH_MIN, GRACE_MIN = (5.0, 1, 30), (30.0, 1, 24 * 60), (3.0, 0, 20)
 GPUS, CPUS, MEMORY_GB = (2.0, 1, 8), (8.0, 1, 32), (48.0, 1, 256)
-TRIALS, LOAD = 0.3, 2.0
+INTERACTIVE, LOAD = 0.3, 2.0
 #: More than anybody means; a slip of the keyboard should not fill the memory.
 JOBS_MAX = 2**20
 
@@ -41,7 +41,7 @@ JOBS_MAX = 2**20
 class _Draft(Struct, frozen=True):
     """A job before it is known when it comes; times in minutes, `demand` in GPUs, cores and GB."""
 
-    trial: bool
+    interactive: bool
     run_min: int
     grace_min: int
     demand: tuple[int, int, int]
@@ -52,7 +52,7 @@ def fitgpp_workload(
     *,
     seed: int,
     jobs: int = 2**11,
-    trials: float = TRIALS,
+    interactive: float = INTERACTIVE,
     load: float = LOAD,
     grace: float = 1.0,
 ) -> Workload:
@@ -66,8 +66,8 @@ def fitgpp_workload(
         The same gives the same workload, to the last bit.
     jobs
         How many; the paper has 2^16.
-    trials
-        The part of them that are trials.
+    interactive
+        The part of them that are interactive.
     load
         What FIFO has to bear: demand of all jobs there, in units of the cluster.
     grace
@@ -78,7 +78,7 @@ def fitgpp_workload(
     WorkloadError
         For a number out of range, or a cluster that does not say what its nodes have.
     """
-    _require(jobs, trials, load, grace)
+    _require(jobs, interactive, load, grace)
     nodes = [(node.gpus, node.cpus, node.host_bytes / GB) for node in cluster.nodes]
     if not all(gpus >= GPUS[2] and cpus >= CPUS[2] and memory >= MEMORY_GB[2] for gpus, cpus, memory in nodes):
         raise WorkloadError(
@@ -86,43 +86,43 @@ def fitgpp_workload(
             f"{MEMORY_GB[2]} GB; take fitgpp-84x8, or a cluster file that says cpus and host_memory_gib"
         )
     dice = np.random.default_rng(seed)
-    drafts = [_draft(dice, trials, grace) for _ in range(jobs)]
+    drafts = [_draft(dice, interactive, grace) for _ in range(jobs)]
     times = _times(drafts, nodes, load)
     width = len(str(jobs))
     apps = tuple(
         AppPlan(
-            id=f"{'te' if draft.trial else 'be'}-{number + 1:0{width}}",
+            id=f"{'te' if draft.interactive else 'be'}-{number + 1:0{width}}",
             tenant="fitgpp",
             submit_s=at * MINUTE_S,
             gpus=draft.demand[0],
             gpus_max=draft.demand[0],
             jobs=(JobPlan(draft.run_min * MINUTE_S, draft.run_min * 6),),
-            kind="trial" if draft.trial else "batch",
+            kind="interactive" if draft.interactive else "batch",
             cpus=float(draft.demand[1]),
             host_bytes=draft.demand[2] * GB,
             leave_s=draft.grace_min * MINUTE_S,
         )
         for number, (draft, at) in enumerate(zip(drafts, times, strict=True))
     )
-    return Workload("fitgpp", apps, _notes(trials, load, grace), seed)
+    return Workload("fitgpp", apps, _notes(interactive, load, grace), seed)
 
 
-def _require(jobs: int, trials: float, load: float, grace: float) -> None:
+def _require(jobs: int, interactive: float, load: float, grace: float) -> None:
     if not 1 <= jobs <= JOBS_MAX:
         raise WorkloadError(f"jobs is {jobs}; give from 1 to {JOBS_MAX}")
-    if not 0.0 <= trials <= 1.0:
-        raise WorkloadError(f"trials is {trials}; give a part from 0 to 1")
+    if not 0.0 <= interactive <= 1.0:
+        raise WorkloadError(f"interactive is {interactive}; give a part from 0 to 1")
     if not 0.1 <= load <= 100.0:
         raise WorkloadError(f"load is {load}; give a number from 0.1 to 100, such as 2")
     if not 0.0 <= grace <= 1000.0:
         raise WorkloadError(f"grace is {grace}; give a number from 0 to 1000, such as 1 or 8")
 
 
-def _draft(dice: np.random.Generator, trials: float, grace: float) -> _Draft:
-    trial = bool(dice.random() < trials)
+def _draft(dice: np.random.Generator, part: float, grace: float) -> _Draft:
+    interactive = bool(dice.random() < part)
     return _Draft(
-        trial=trial,
-        run_min=_normal(dice, TRIAL_MIN if trial else BATCH_MIN),
+        interactive=interactive,
+        run_min=_normal(dice, INTERACTIVE_MIN if interactive else BATCH_MIN),
         grace_min=round(grace * _normal(dice, GRACE_MIN)),
         demand=(_normal(dice, GPUS), _normal(dice, CPUS), _normal(dice, MEMORY_GB)),
     )
@@ -169,9 +169,10 @@ def _times(drafts: Sequence[_Draft], nodes: Sequence[tuple[float, float, float]]
     return times
 
 
-def _notes(trials: float, load: float, grace: float) -> tuple[str, ...]:
+def _notes(interactive: float, load: float, grace: float) -> tuple[str, ...]:
     return (
-        f"FitGpp's workload: {trials:.0%} trials; run times 5 and 30 min, grace periods {3 * grace:g} min in the mean",
+        f"FitGpp's workload: {interactive:.0%} interactive jobs; run times 5 and 30 min, "
+        f"grace periods {3 * grace:g} min in the mean",
         f"under FIFO what waits and runs demands {load:g} times the cluster; how jobs come is set by that",
         "demands are assumed: GPUs 2 of 1-8, cores 8 of 1-32, memory 48 GB of 1-256, truncated normal",
     )

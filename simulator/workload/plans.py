@@ -63,7 +63,7 @@ class AppPlan(Struct, frozen=True):
         How its jobs belong together: ``single`` job, ``all`` run to their ends, or one of them is sought by successive
         ``halving``, ``hyperband`` or stopping by performance ``curve``.
     kind
-        ``trial`` for trial and error, ``batch`` for best effort.
+        ``interactive`` where a person waits for its first steps, ``batch`` for best effort.
     cpus, host_bytes
         What each of its jobs needs of its node beside GPUs; 0: it asks for none.
     utility

@@ -343,8 +343,8 @@ def test_an_app_that_was_parked_meanwhile_gets_only_the_gpus_it_is_parked_on() -
 TRIALS = pytest.mark.parametrize("policy", ["fifo", "astraea", "fitgpp"])
 
 
-def with_trials(policy: str, *trials: str) -> Site:
-    """`ana-1` has a node of four GPUs, on all of which its one job runs; the policy decides about these trials."""
+def with_trials(policy: str, *interactive: str) -> Site:
+    """`ana-1` has a node of four GPUs, on all of which its one job runs; the policy decides about these apps."""
     site = Site(replace(SETTINGS, policy=policy, interactive_share=0.5))
     site.node("n1", 4)
     site.play_round(site.app("ana-1", gang=4, demand=4) + site.wait(1.5))
@@ -352,21 +352,21 @@ def with_trials(policy: str, *trials: str) -> Site:
     site.app("ana-1", gang=4, demand=4, jobs=[wish("ana-1", 0, held)])
     site.node("n1", tasks=[task("ana-1", 0, held, can_checkpoint=True, cooperative=True, step=5)], used=held)
     site.decides_late = True
-    for trial in trials:
-        site.app(trial, kind="trial")
-    if len(trials) > 1:  # the round that came with the first decides nothing; the next has all
+    for newcomer in interactive:
+        site.app(newcomer, kind="interactive")
+    if len(interactive) > 1:  # the round that came with the first decides nothing; the next has all
         (asked,) = site.undecided
         site.undecided.clear()
         site.handle(Decided(asked.round, asked.epoch, Allocation({}, (), unnamed="holder")))
     site.play_round(site.wait(1.5))
-    assert {app.app for app in site.undecided[-1].view.apps} >= set(trials)
+    assert {app.app for app in site.undecided[-1].view.apps} >= set(interactive)
     return site
 
 
 @TRIALS
-def test_nobody_makes_room_for_a_trial_that_is_over_when_it_is_decided(policy: str) -> None:
+def test_nobody_makes_room_for_an_interactive_app_that_is_over_when_it_is_decided(policy: str) -> None:
     site = with_trials(policy, "tia-1")
-    site.app("tia-1", kind="trial", state="cancelled", demand=0)
+    site.app("tia-1", kind="interactive", state="cancelled", demand=0)
     effects = site.decide()
     assert len(site.held("ana-1")) == 4
     assert sent(effects, Preempt) == []
@@ -381,25 +381,25 @@ def test_nobody_makes_room_for_a_trial_that_is_over_when_it_is_decided(policy: s
 
 
 @TRIALS
-def test_of_two_trials_that_share_a_victim_one_is_enough(policy: str) -> None:
+def test_of_two_interactive_apps_that_share_a_victim_one_is_enough(policy: str) -> None:
     site = with_trials(policy, "tia-1", "tib-1")
-    site.app("tia-1", kind="trial", state="cancelled", demand=0)
+    site.app("tia-1", kind="interactive", state="cancelled", demand=0)
     effects = site.decide()
     states = [site.gpu_state(gpu_id("n1", index)) for index in range(4)]
     winners = [state.promised_to for state in states if isinstance(state, Draining)]
     assert sorted(map(str, winners)) == ["None", "None", "None", "tib-1"]
     reasons = {preempt.reason for preempt in sent(effects, Preempt)}
-    assert reasons == {"makes room for the trial tib-1"}
+    assert reasons == {"makes room for the interactive app tib-1"}
     assert site.arbiter.state.apps[AppId("ana-1")].preempted == 1
 
 
-def test_who_was_not_to_begin_for_a_trial_that_is_over_begins_next_and_that_is_not_counted() -> None:
+def test_who_was_not_to_begin_for_an_interactive_app_that_is_over_begins_next_and_that_is_not_counted() -> None:
     site = Site(replace(SETTINGS, policy="fifo", interactive_share=0.5))
     site.app("ana-1", gang=4, demand=4)
-    site.app("tia-1", kind="trial")
+    site.app("tia-1", kind="interactive")
     site.decides_late = True
     site.play_round(site.node("n1", 4) + site.wait(1.5))
-    site.app("tia-1", kind="trial", state="cancelled", demand=0)
+    site.app("tia-1", kind="interactive", state="cancelled", demand=0)
     site.decide()
     assert site.arbiter.state.apps[AppId("ana-1")].preempted == 0
     site.decides_late = False

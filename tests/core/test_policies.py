@@ -14,8 +14,8 @@ from arbiter.core.placement.assignment import admit_what_fits
 from arbiter.core.placement.locality import LOOSENESS, locality
 from arbiter.core.policies.themis.auction.solve import STEPS_PER_MS
 from arbiter.core.policies.themis.policy import Settings, Themis
-from arbiter.core.registry import DEFAULT, POLICIES
-from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import DEFAULT_POLICY, Allocation, AppView, GpuView, Outcome, View
 from protocol.messages import LEVELS, AppId, Bid
 from tests.support.auctions import app_of, bid_of, gpus_of, view_of
 
@@ -32,9 +32,9 @@ def linear_bid(app: AppView, gpus: int) -> Bid:
     return bid_of(app.app, base, *((k, "cluster", base / (1 + k - have)) for k in counts))
 
 
-def play(view: View, name: str = DEFAULT, knobs: Settings | None = None) -> dict[str, Outcome]:
+def play(view: View, name: str = DEFAULT_POLICY, knobs: Settings | None = None) -> dict[str, Outcome]:
     """One round in which every app that is asked bids; checks what must hold of every allocation."""
-    policy = Themis(knobs) if knobs and name == DEFAULT else POLICIES[name].made()
+    policy = Themis(knobs) if knobs and name == DEFAULT_POLICY else POLICIES[name].made()
     bidders = policy.bidders(view)
     bids = {app.app: linear_bid(app, len(view.gpus)) for app in view.apps if app.app in bidders}
     return settled(view, policy.allocate(replace(view, offered=tuple(bidders)), bids))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from app_agent.core.jobs import gathered
+from app_agent.core.jobs import aligned
 from app_agent.core.tuning import All, AppScheduler, CurveStopping, Halving, Hyperband, Left, Search, Trial
 from app_agent.core.tuning.bracket import Bracket, Yardstick
 from app_agent.training.training_process import Identity, TrainingProcess
@@ -180,7 +180,7 @@ def test_of_several_processes_the_first_that_speaks_of_a_metric_counts() -> None
     assert (merged.metrics, merged.diverged) == ({}, ("loss",))
     first = status(A, "n1g0", measured=Measured(diverged=("loss",)))
     second = status(A, "n2g0", metrics={"loss": 1.0}, measured=Measured(share=0.5))
-    whole = gathered((first, replace(second, task=TaskId(A + ".1"))), [GpuId("n1g0"), GpuId("n2g0")])
+    whole = aligned((first, replace(second, task=TaskId(A + ".1"))), [GpuId("n1g0"), GpuId("n2g0")])
     assert whole is not None
     assert (whole.metrics, whole.measured) == ({}, Measured(share=0.5, diverged=("loss",)))
 

@@ -151,7 +151,7 @@ def test_more_cores_or_memory_than_any_node_says_is_worth_a_note(tmp_path: Path)
     [
         ({"priority": 6}, "priority is 6, and this site allows at most 5"),
         ({"weight": 2.5}, "weight is 2.5, and this site allows at most 2"),
-        ({"kind": "trial"}, "its class is trial, and this site allows batch only"),
+        ({"kind": "interactive"}, "its class is interactive, and this site allows batch only"),
     ],
 )
 def test_what_the_site_does_not_allow_is_refused_before_it_is_queued(

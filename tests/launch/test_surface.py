@@ -69,7 +69,7 @@ def test_a_spec_file_says_what_the_flags_say(tmp_path: Path) -> None:
     file.write_text(SPEC + 'class = "trial"\ncpus = 4\nmemory = "8G"\nsteps = 10\nstep_time = "2s"\ngrace = "2m"\n')
     fields = spec.load(file)
     app = spec.build(fields)
-    assert (app.kind, app.cpus, app.host_bytes, app.steps_total) == ("trial", 4.0, 8 * 2**30, 10)
+    assert (app.kind, app.cpus, app.host_bytes, app.steps_total) == ("interactive", 4.0, 8 * 2**30, 10)
     assert (app.step_serial_s, app.grace_s) == (2.0, 120.0)
     assert spec.build(fields | {"kind": "batch"}).kind == "batch", "flags win"
     file.write_text(SPEC + 'class = "trial"\nkind = "batch"\n')
@@ -131,7 +131,7 @@ def test_what_a_spec_file_holds_in_the_wrong_form_is_said_with_the_right_one(
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("kind", "trail", r"kind \(--class\) is 'trail', which is none of 'batch', 'trial'"),
+        ("kind", "trail", r"kind \(--class\) is 'trail', which is none of 'batch', 'interactive'"),
         ("weight", -1.0, "weight must be more than 0"),
         ("host_bytes", "8G", r"host_bytes \(--memory\) must be a whole number, and is text"),
         ("memroy", 1, "unknown field `memroy`"),

@@ -157,7 +157,7 @@ class Forger:
             move_s=self.seconds(),
             weight=self.one((1.0, 1.0, 2.0, 1e-300, 0.1, 10.0)) if self.often(0.95) else 1e6,
             utility=self._utility() if self.often(0.7) else None,
-            kind=self.one(("batch", "batch", "trial")),
+            kind=self.one(("batch", "batch", "interactive")),
             cpus=self.one((0.0, 0.0, 1.0, 64.0, 1e6, 1e-300)),
             host_bytes=self.one((0, 0, 2**30, 2**53)),
             run="r1" if self.often(0.95) else "r2",

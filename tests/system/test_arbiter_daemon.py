@@ -156,8 +156,14 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ("[arbiter]\nlease_s = inf\n", "arbiter: lease_s is inf; it must be a finite number above 0"),
         ("[arbiter]\nprobes_max = 0\n", "arbiter: probes_max is 0; it must be above 0"),
         ("[arbiter]\nrenewal_lead_s = -5.0\n", "arbiter: renewal_lead_s is -5.0; it must be 0 or more"),
-        ("[arbiter]\ngather_leases = 0.5\n", "arbiter.gather_leases is 0.5; give after how many leases of waiting"),
-        ("[arbiter]\ngather_leases = nan\n", "arbiter.gather_leases is nan; give after how many leases of waiting"),
+        (
+            "[arbiter]\ngather_leases = 0.5\n",
+            "arbiter.align_after_leases is 0.5; give after how many leases of waiting",
+        ),
+        (
+            "[arbiter]\ngather_leases = nan\n",
+            "arbiter.align_after_leases is nan; give after how many leases of waiting",
+        ),
         ("[arbiter]\nround_pause_s = -5.0\n", "arbiter: round_pause_s is -5.0; it must be 0 or more"),
         ("[arbiter]\nadmission_wait_s = nan\n", "admission_wait_s is nan; it must be a finite number, 0 or more"),
         ("[policy.las]\nthreshold_gpu_s = nan\n", "policy.las: threshold_gpu_s is nan; it must be a finite"),

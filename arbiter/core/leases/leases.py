@@ -7,12 +7,13 @@ repeated or restarted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
 from arbiter.core.effects import AppRecord, LeaseRecord
 from arbiter.core.leases import preemption_budget
+from arbiter.core.placement.locality import seats_of_jobs
 from arbiter.core.seam import GpuView
 from arbiter.core.state import model
 from arbiter.core.state.index import Index
@@ -65,29 +66,12 @@ def _own_seat(turn: Turn, gpu: Gpu, app: model.App) -> Gpu:
     return turn.state.gpus[seat] if is_free(seat) else gpu
 
 
-def seats_of_jobs(jobs: Iterable[Sequence[GpuId]], is_usable: Callable[[GpuId], bool]) -> dict[GpuId, GpuId]:
-    """Return, by GPU, the usable seat on which one of an app's `jobs` is parked; as many as can be of one job.
-
-    An app has one seat of a GPU. If several of its jobs are parked on the same GPUs, seats picked GPU by GPU could be
-    some of the one and some of the other, and neither could go on.
-    """
-    chosen: dict[GpuId, GpuId] = {}
-    rest: dict[GpuId, GpuId] = {}
-    for seats in jobs:
-        usable = {device_of(seat): seat for seat in seats if is_usable(seat)}
-        if len(usable) == len(seats) and not usable.keys() & chosen.keys():
-            chosen.update(usable)
-        else:
-            rest = usable | rest
-    return rest | chosen
-
-
 def end_of_lease(turn: Turn, gpu: GpuId | None = None) -> float:
-    """Return when a lease that begins now ends; with others where they are gathered, unless that is in a moment."""
+    """Return when a lease that begins now ends; with others where they are aligned, unless that is in a moment."""
     if turn.policy.traits.tenure != "lease":
         return model.NEVER
     end = turn.now + turn.state.settings.lease_s
-    together = turn.state.gathered.get(gpu, end) if gpu is not None else end
+    together = turn.state.aligned.get(gpu, end) if gpu is not None else end
     return min(end, together) if together > turn.now + turn.state.settings.renewal_lead_s else end
 
 
@@ -182,8 +166,8 @@ def extend(turn: Turn) -> None:
     for gpu in list(turn.state.gpus.values()):
         if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < grace_until:
             turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=grace_until)))
-            if gpu.id in turn.state.gathered:
-                turn.state.gathered[gpu.id] = grace_until
+            if gpu.id in turn.state.aligned:
+                turn.state.aligned[gpu.id] = grace_until
 
 
 def prove(turn: Turn, gpu: Gpu) -> None:
@@ -262,14 +246,14 @@ def _may_have(turn: Turn, app: model.App, gpu: Gpu) -> bool:
 def _align(turn: Turn, newest: Lease) -> None:
     """Let leases won in one round end together, counted from the last to arrive: half a gang is of no use to anyone.
 
-    None ends earlier for it, but the newest of a gang of which a part is gathered with others; what is gathered stays.
+    None ends earlier for it, but the newest of a gang of which a part is aligned with others; what is aligned stays.
     """
     mates = [gpu for gpu in held(turn, newest.app) if isinstance(gpu.state, Leased)]
     mates = [gpu for gpu in mates if isinstance(gpu.state, Leased) and gpu.state.lease.round == newest.round]
     end = newest.expires_at
     for gpu in mates:
         assert isinstance(gpu.state, Leased)
-        together = turn.state.gathered.get(gpu.id, 0.0)
+        together = turn.state.aligned.get(gpu.id, 0.0)
         end = min(end, together) if gpu.state.lease.expires_at <= together else end
     for gpu in mates:
         assert isinstance(gpu.state, Leased)
@@ -331,7 +315,7 @@ def keep(turn: Turn) -> None:
         if gpu is not None and isinstance(gpu.state, Leased) and gpu.state.lease.expires_at <= turn.now + lead_s:
             lease = gpu.state.lease
             turn.put_gpu(gpu, Leased(replace(lease, expires_at=turn.now + turn.state.settings.lease_s)))
-            turn.state.gathered.pop(gpu_id, None)
+            turn.state.aligned.pop(gpu_id, None)
             preemption_budget.tell_kept(turn, lease.app, gpu_id)
 
 

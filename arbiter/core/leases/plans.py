@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from arbiter.core.leases.leases import held
 from arbiter.core.state import model
+from arbiter.core.state.index import Cache
 from arbiter.core.state.model import Draining, Leased, State, Task
 from arbiter.core.turn import Turn
 from protocol.messages import (
@@ -78,6 +79,12 @@ class Outline(Struct, frozen=True):
         return alike and all(one is two for one, two in zip(self.orders, other.orders, strict=True))
 
 
+#: By node: what the plan that was sent last follows from.
+OUTLINES: Cache[NodeId, Outline] = Cache(lasting=True)
+#: By app and node: what was last ordered there, with the app's jobs, its state and the version of its tasks.
+ORDERS: Cache[AppId, dict[NodeId, tuple[object, object, int, list[TaskOrder]]]] = Cache(by_app=True)
+
+
 def outline_of(turn: Turn, node: model.Node) -> Outline:
     """Return what the plan of `node` follows from now."""
     state = turn.state
@@ -115,13 +122,13 @@ def _orders_for(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
     app = turn.state.apps[app_id]
     if not app.active:
         return NOTHING
-    stirs = turn.index.stirs[app_id]
-    said = turn.index.orders.setdefault(app_id, {})
+    version = turn.index.task_versions[app_id]
+    said = ORDERS.of(turn.index).setdefault(app_id, {})
     last = said.get(node.id)
-    if last is not None and last[0] is app.jobs and last[1] is app.state and last[2] == stirs:
+    if last is not None and last[0] is app.jobs and last[1] is app.state and last[2] == version:
         return last[3]
     orders = _orders(turn, node, app)
-    said[node.id] = (app.jobs, app.state, stirs, orders)
+    said[node.id] = (app.jobs, app.state, version, orders)
     return orders
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from arbiter.core.leases import leases
 from arbiter.core.members import sales, screening
 from arbiter.core.placement.assignment import admit_what_fits
-from arbiter.core.rounds import phases
+from arbiter.core.rounds import phases, views
 from arbiter.core.seam import Admission, AppView
 from arbiter.core.state import fairness, model
 from arbiter.core.state.index import Index
@@ -209,10 +209,10 @@ def settle(
 ) -> None:
     """Let an app be over, by its own word or that of the owner `by`; its tasks are ended, its GPUs drain."""
     lived_s = turn.now - app.arrived_at
-    ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=phases.apps_mean(turn.state, app, turn.now))
+    ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=views.apps_mean(turn.state, app, turn.now))
     if isinstance(app.state, Active | Enrolling):
         _count(turn, -1)
-    phases.excuse(turn, app.id)
+    phases.stop_awaiting(turn, app.id)
     leases.end_all(turn, app.id, f"the app has {outcome}" if outcome == "finished" else outcome)
     told = outcome == "finished" and ideal_s > 0 and app.basis == "measured"
     rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s + app.start_s) if told else None

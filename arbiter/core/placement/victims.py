@@ -1,4 +1,4 @@
-"""Who makes room for a trial: what can be preempted, and FitGpp's score of it.
+"""Who makes room for an interactive app: what can be preempted, and FitGpp's score of it.
 
 What is preempted at once is a job: what it has on one node, or all of it where gangs span nodes. Of GPUs that no job is
 known to use, it is a gang; of an app with a single job, all that the app holds there. Where no job alone makes room,

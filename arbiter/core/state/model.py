@@ -12,8 +12,7 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from arbiter.core.registry import DEFAULT, Table
-from arbiter.core.seam import Asked, Booking, Setting
+from arbiter.core.seam import DEFAULT_POLICY, Asked, Booking, Setting, Table
 from arbiter.core.state.fairness import TimeMean
 from arbiter.core.state.gpu_time import History, TenantTerms
 from protocol.messages import (
@@ -58,17 +57,17 @@ class ArbiterSettings(Struct, frozen=True):
     configuration is read. `arbiter.config` refuses fields that are not known.
     """
 
-    policy: str = DEFAULT
-    #: The settings of policies, by policy and field, as `registry.tables` makes them; not named: the defaults.
+    policy: str = DEFAULT_POLICY
+    #: The settings of policies, by policy and field, as `registry.tables` makes them; not named: defaults.
     policies: Mapping[str, Mapping[str, Setting]] = {}
     solver_budget_ms: float = 500.0  #: how long a policy may search for a decision, its explanation included
-    #: Under policies without a rule of their own for trials: of all GPUs, trials hold at most this part at others'
-    #: cost; 0: trials are like other apps.
+    #: Under policies without a rule of their own for interactive apps: of all GPUs, these hold at most this part at
+    #: others' cost; 0: interactive apps are like other apps.
     interactive_share: float = 0.1
-    interactive_s: float = 1800.0  #: an app of class ``trial`` counts as one until it has run for so long
+    interactive_s: float = 1800.0  #: an app of class ``interactive`` counts as one until it has run for so long
     lease_s: float = 600.0
     renewal_lead_s: float = 30.0  #: a round runs this long before leases end, so that incumbents learn in time
-    gather_leases: float = 2.0  #: a gang for which no round had room for so many leases gets one that has; 0: none
+    align_after_leases: float = 2.0  #: a gang for which no round had room for so many leases gets one that has; 0: none
     round_pause_s: float = 1.0  #: between rounds, whatever happens
     probe_s: float = 2.0  #: deadline of phase 1
     probes_max: int = 2000  #: apps asked in phase 1; of more, those that look worst off by what the arbiter knows
@@ -92,7 +91,7 @@ class ArbiterSettings(Struct, frozen=True):
     apps_max: int = 1000  #: of one owner that are not over; more are refused
     priority_max: int = 0  #: the highest that an app may have, whatever its app agent allows
     weight_max: float = 10.0  #: the greatest that an app may have
-    classes: tuple[Kind, ...] = ("batch", "trial")  #: that an app may be of
+    classes: tuple[Kind, ...] = ("batch", "interactive")  #: that an app may be of
 
     @property
     def solver_budget_s(self) -> float:
@@ -393,7 +392,7 @@ class App(Struct, frozen=True):
     kind: Kind = "batch"
     cpus: float = 0.0  #: of each job; 0: it asks for none
     host_bytes: int = 0
-    preempted: int = 0  #: how often it made room for a trial: P of PAPERS.md section 3 is about that
+    preempted: int = 0  #: how often it made room for an interactive app: P of PAPERS.md section 3 is about that
     preempted_in: int = 0  #: the round in which it last did; later ones stand before it in the queue
     tolls: dict[JobId, Toll] = {}  #: of attempts that are over
     run: str = ""  #: the submission; reports of another one under the same id are refused
@@ -469,7 +468,7 @@ class Deciding(Struct, frozen=True, tag=True):
     silent: tuple[AppId, ...]  #: bidders that sent no bid before the deadline
     in_play: tuple[GpuId, ...]  #: what is left of `offered` when the bids are in
     seats: tuple[GpuId, ...] = ()  #: those that guests may get or leave
-    takeable: tuple[GpuId, ...] = ()  #: those not in play that a trial may be given
+    takeable: tuple[GpuId, ...] = ()  #: those not in play that an interactive app may be given
     rhos_none: dict[AppId, float] = {}  #: as bid, by those of whose GPUs none was in play
     epoch: int = 0  #: in which it was asked
 
@@ -480,8 +479,8 @@ RoundState = Idle | Probing | Bidding | Deciding
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
-class Cramped(Struct, frozen=True):
-    """Gangs of one kind that wait, and since when: from the first on, or since a place was last gathered for them."""
+class BlockedGangs(Struct, frozen=True):
+    """Gangs of one kind that wait, and since when: from the first on, or since a place was last aligned for them."""
 
     gang: int
     spans: bool
@@ -489,7 +488,7 @@ class Cramped(Struct, frozen=True):
     since: float
 
 
-class Chapter(Struct, frozen=True, array_like=True):
+class StoryLine(Struct, frozen=True, array_like=True):
     """One line of an object's story."""
 
     at: float
@@ -515,11 +514,11 @@ class State(Struct):
     fruitless_at: float | None = None  #: when a round was last found to have nothing to give, or nobody to give it to
     look_again_at: float | None = None  #: the policy wants another round then, even if nothing happens
     news: bool = False  #: something happened since the last round that could change its result
-    cramped: tuple[Cramped, ...] = ()  #: the kinds of gangs, of several GPUs, that wait; see `gathering`
-    gathered: dict[GpuId, float] = field(default_factory=dict)  #: whose leases end together, and when
+    blocked: tuple[BlockedGangs, ...] = ()  #: the kinds of gangs, of several GPUs, that wait; see `alignment`
+    aligned: dict[GpuId, float] = field(default_factory=dict)  #: whose leases end together, and when
     leases_made: int = 0
-    rest: Chapter | None = None  #: what the last round tells the apps that it tells nothing of their own
-    stories: dict[str, list[Chapter]] = field(default_factory=dict)
+    rest: StoryLine | None = None  #: what the last round tells the apps that it tells nothing of their own
+    stories: dict[str, list[StoryLine]] = field(default_factory=dict)
     asked: tuple[Asked, ...] = ()  #: the apps that have asked for a booking last, the newest last
     slot: tuple[int, int] = (0, 0)  #: the slot and the number of usable GPUs for which bookings were last looked at
     history: History = field(default_factory=History)  #: who has had how much GPU time

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from app_agent.core import jobs
 from app_agent.core.agent import AppAgent
+from arbiter.core import outbox
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.leases import leases, plans
 from arbiter.core.members import apps, nodes
@@ -54,13 +55,13 @@ def _nothing(*_args: Any, **_options: Any) -> None:
 
 @mutant
 def the_end_of_an_app_is_never_acknowledged() -> Iterator[None]:
-    say = Arbiter._say_holdings
+    say = outbox._say_holdings
 
-    def silent(self: Arbiter, turn: Any, app: Any, *args: Any, **options: Any) -> None:
+    def silent(turn: Any, app: Any, *args: Any, **options: Any) -> None:
         if app.active:
-            say(self, turn, app, *args, **options)
+            say(turn, app, *args, **options)
 
-    with patch.object(Arbiter, "_say_holdings", silent):
+    with patch.object(outbox, "_say_holdings", silent):
         yield
 
 
@@ -177,15 +178,15 @@ def a_silent_app_keeps_what_it_does_not_use() -> Iterator[None]:
 
 @mutant
 def plans_and_holdings_are_said_only_once() -> Iterator[None]:
-    say_plan, say_holdings = Arbiter._say_plan, Arbiter._say_holdings
+    say_plan, say_holdings = outbox._say_plan, outbox._say_holdings
 
-    def plan(self: Arbiter, turn: Any, node: Any, *, restate: bool) -> None:
-        say_plan(self, turn, node, restate=False)
+    def plan(turn: Any, node: Any, *, restate: bool) -> None:
+        say_plan(turn, node, restate=False)
 
-    def holdings(self: Arbiter, turn: Any, app: Any, cluster_gpus: int, *, restate: bool) -> None:
-        say_holdings(self, turn, app, cluster_gpus, restate=False)
+    def holdings(turn: Any, app: Any, cluster_gpus: int, *, restate: bool) -> None:
+        say_holdings(turn, app, cluster_gpus, restate=False)
 
-    with patch.object(Arbiter, "_say_plan", plan), patch.object(Arbiter, "_say_holdings", holdings):
+    with patch.object(outbox, "_say_plan", plan), patch.object(outbox, "_say_holdings", holdings):
         yield
 
 

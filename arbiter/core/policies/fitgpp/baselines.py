@@ -1,8 +1,8 @@
-"""LRTP and RAND: trials start at once, as under `fitgpp`; other apps make room for them.
+"""LRTP and RAND: interactive apps start at once, as under `fitgpp`; other apps make room for them.
 
-Apps of class batch are preempted until the trial fits on some node: under LRTP the one with the longest run time left
-first, under RAND in an order by lot. LRTP takes at their word what apps say is left; an app that does not know it
-counts as the longest.
+Apps of class batch are preempted until the interactive app fits on some node: under LRTP the one with the longest run
+time left first, under RAND in an order by lot. LRTP takes at their word what apps say is left; an app that does not
+know it counts as the longest.
 
 *Source:* longest remaining time preemption and random preemption, the baselines of FitGpp (OpML 2019); PAPERS.md
 section 3.
@@ -26,7 +26,7 @@ class Lrtp(Preemptive):
     def __init__(self, settings: Reserving = DEFAULTS) -> None:
         super().__init__(settings)
 
-    def victims(self, round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
+    def victims(self, round_: Round, newcomer: AppView) -> list[tuple[Victim, str]]:
         """Return those with the longest run time left that together make room."""
 
         def left_s(unit: Victim) -> float:
@@ -34,7 +34,7 @@ class Lrtp(Preemptive):
             return math.inf if known is None else known
 
         order = sorted(round_.units, key=lambda unit: (-left_s(unit), unit.name))
-        return drawn(round_, trial, order, "the longest run time left")
+        return drawn(round_, newcomer, order, "the longest run time left")
 
 
 class Rand(Preemptive):
@@ -43,6 +43,6 @@ class Rand(Preemptive):
     def __init__(self, settings: Reserving = DEFAULTS) -> None:
         super().__init__(settings)
 
-    def victims(self, round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
+    def victims(self, round_: Round, newcomer: AppView) -> list[tuple[Victim, str]]:
         """Return random ones that together make room."""
-        return drawn(round_, trial, round_.lots(round_.units, trial), "drawn by lot")
+        return drawn(round_, newcomer, round_.lots(round_.units, newcomer), "drawn by lot")

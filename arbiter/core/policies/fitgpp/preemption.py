@@ -1,18 +1,19 @@
-"""FIFO that lets trials start at once: what `fitgpp`, `lrtp` and `rand` have in common.
+"""FIFO that lets interactive apps start at once: what `fitgpp`, `lrtp` and `rand` have in common.
 
-An app of class ``trial`` (trial and error, TE) goes before all of class ``batch`` (best effort, BE), in order of
-arrival; these wait in one queue, whose head blocks all behind it. Whoever has GPUs keeps them, but when a trial does
-not fit on any node, apps of class batch are preempted for it: they leave within the grace period that they declared,
-and go back to the top of the queue. The trial is promised what they leave, and starts as soon as it is empty.
+An app of class ``interactive`` (trial and error, TE) goes before all of class ``batch`` (best effort, BE), in
+order of arrival; these wait in one queue, whose head blocks all behind it. Whoever has GPUs keeps them, but when an
+interactive app does not fit on any node, apps of class batch are preempted for it: they leave within the grace period
+that they declared, and go back to the top of the queue. The interactive app is promised what they leave, and starts as
+soon as it is empty.
 
 An app lies on one node gang by gang, and takes of it, beside GPUs, the CPU cores and the host memory that it declared;
 no node gives more of these than it has. (An app that declares none and spans nodes may lie on several.)
 
-Of the nodes the part `reserved_nodes` is for trials only, which have it after all others; on them nobody has to
-leave. (None of this is FitGpp's.)
+Of the nodes the part `reserved_nodes` is for interactive apps only, which have it after all others; on them
+nobody has to leave. (None of this is FitGpp's.)
 
-No trial preempts in vain: if it would not fit even where all of class batch had left, it waits. A trial that has run
-for `interactive_s` is one of class batch from then on.
+No interactive app preempts in vain: if it would not fit even where all of class batch had left, it waits. An
+interactive app that has run for `interactive_s` is one of class batch from then on.
 
 *Source:* FitGpp (OpML 2019), section 2; PAPERS.md section 3. Which of several nodes a job goes to is not published: the
 one with the fewest GPUs left.
@@ -41,7 +42,7 @@ from arbiter.core.seam import (
     PolicySettings,
     Traits,
     View,
-    is_trial,
+    is_interactive,
     require,
 )
 from protocol.messages import AppId, Bid, GpuId, NodeId
@@ -53,7 +54,7 @@ AGAIN_S = 1.0
 class Reserving(PolicySettings, frozen=True):
     """What the three have in common."""
 
-    reserved_nodes: float = 0.0  #: of all nodes, this part (one at least, unless 0) is for trials only
+    reserved_nodes: float = 0.0  #: of all nodes, this part (one at least, unless 0) is for interactive apps only
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -61,7 +62,7 @@ class Reserving(PolicySettings, frozen=True):
 
 
 class Preemptive(Policy):
-    """FIFO with preemption for trials."""
+    """FIFO with preemption for interactive apps."""
 
     traits = Traits("revocable", serves_interactive=True, strict="all")
 
@@ -70,19 +71,19 @@ class Preemptive(Policy):
         self.reserves_nodes = settings.reserved_nodes > 0.0
 
     @abstractmethod
-    def victims(self, round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
-        """Return who makes room for `trial`, each with a clause on why it is that one; together they suffice."""
+    def victims(self, round_: Round, newcomer: AppView) -> list[tuple[Victim, str]]:
+        """Return who makes room for `newcomer`, each with a clause on why it is that one; together they suffice."""
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return who gets which GPUs in play, and say why."""
         round_ = Round(view, self._reserved_nodes)
-        trials = [app for app in view.apps if app.want > 0 and app.app in round_.trials]
-        for app in trials:
+        interactive = [app for app in view.apps if app.want > 0 and app.app in round_.interactive]
+        for app in interactive:
             if not round_.waits(app) or round_.beyond(app) or round_.place(app) or round_.has(app):
                 continue
             if not round_.preempted or not round_.place(app, emptied=True):
                 self._preempt_for(round_, app)
-        queue = (app for app in view.apps if app.want > 0 and app.app not in round_.trials)
+        queue = (app for app in view.apps if app.want > 0 and app.app not in round_.interactive)
         line = sorted(queue, key=_place_in_line)  # the sort is stable: then by arrival
         for index, app in enumerate(line):
             if not round_.waits(app) or app.app in round_.preempted or round_.beyond(app):
@@ -115,8 +116,8 @@ class Round:
 
     def __init__(self, view: View, reserved_nodes: float) -> None:
         self.view = view
-        self.trials = {app.app for app in view.apps if is_trial(view, app)}
-        self.preempted: dict[AppId, set[AppId]] = {}  #: who makes room, and for which trials
+        self.interactive = {app.app for app in view.apps if is_interactive(view, app)}
+        self.preempted: dict[AppId, set[AppId]] = {}  #: who makes room, and for which interactive apps
         self.blocker: AppView | None = None
         self.blocked: set[AppId] = set()  #: who stands behind it
         self._displaced: list[Displaced] = []
@@ -138,7 +139,7 @@ class Round:
         self.units = [
             unit
             for app in view.apps
-            if app.renewable and app.app not in self.trials
+            if app.renewable and app.app not in self.interactive
             for unit in units_of(app, self._deal.got[app.app])
         ]
 
@@ -198,9 +199,9 @@ class Round:
         return placed
 
     def _may_enter(self, app: AppView) -> bool:
-        """Whether an app may have nodes that are reserved: trials, and who fits on no other."""
+        """Whether an app may have nodes that are reserved: interactive apps, and who fits on no other."""
         nodes = [node for node in self.free if node not in self._reserved]
-        if app.app in self.trials or app.only is not None:
+        if app.app in self.interactive or app.only is not None:
             return True
         if app.spans and not self.asks(app):
             return app.gang > sum(capacity_of(self.view.nodes.get(node)).gpus for node in nodes)
@@ -287,13 +288,13 @@ class Round:
         one = replace(app, spans=False) if self.asks(app) else app
         return bool(pick(self._usable(app, [gpu for gpu in pool if gpu.node in nodes]), one, app.gang))
 
-    def lots(self, units: Sequence[Victim], trial: AppView) -> list[Victim]:
+    def lots(self, units: Sequence[Victim], newcomer: AppView) -> list[Victim]:
         """Return these in an order by lot."""
         return shuffled(
             self.view.seed,
             units,
             name=lambda unit: " ".join(filter(None, unit.name)),
-            purpose=f"victims for {trial.app}",
+            purpose=f"victims for {newcomer.app}",
         )
 
     def eligible(self, app: AppView) -> list[Victim]:
@@ -319,7 +320,7 @@ class Round:
                 return _goes_anywhere(app) or self._lies_close(app, [victim], {node})
         return False
 
-    def preempt(self, victim: Victim, trial: AppView, why: str) -> None:
+    def preempt(self, victim: Victim, newcomer: AppView, why: str) -> None:
         """Let a victim leave."""
         app = victim.app
         self.units = without(self.units, victim)
@@ -332,10 +333,12 @@ class Round:
             # Its GPUs are counted where they are dealt: who comes must wait for them.
             self.free[node] = self.free[node].plus(replace(demand_of(app, count), gpus=0.0))
         self._touched |= {gpu.node for gpu in victim.gpus}
-        self.preempted.setdefault(app.app, set()).add(trial.app)
-        self._displaced.append(Displaced(app.app, tuple(gpu.gpu for gpu in victim.gpus), trial.app))
-        self.say(app.app, f"leaves {gpus(len(victim.gpus))} on {victim.node} for the trial {trial.app}: {why}")
-        self.say(trial.app, f"{app.app} makes room for it on {victim.node}: {why}")
+        self.preempted.setdefault(app.app, set()).add(newcomer.app)
+        self._displaced.append(Displaced(app.app, tuple(gpu.gpu for gpu in victim.gpus), newcomer.app))
+        self.say(
+            app.app, f"leaves {gpus(len(victim.gpus))} on {victim.node} for the interactive app {newcomer.app}: {why}"
+        )
+        self.say(newcomer.app, f"{app.app} makes room for it on {victim.node}: {why}")
 
     # --- the answer ---------------------------------------------------------------------------------------------------
 
@@ -372,7 +375,7 @@ class Round:
         )
 
     def _reason(self, app: AppView, own: Sequence[GpuId]) -> str:
-        kind = "a trial" if app.app in self.trials else "of class batch"
+        kind = "an interactive app" if app.app in self.interactive else "of class batch"
         mine = frozenset(app.renewable)
         fresh = len([gpu for gpu in own if gpu not in mine])
         parts = [f"keeps the {gpus(len(own) - fresh)} it holds"] * (len(own) > fresh)
@@ -394,7 +397,9 @@ class Round:
         if app.only is not None and not any(gpu.gpu in app.only for gpu in self._deal.left):
             return f"none of the {gpus(len(self._deal.left))} left is one it can use (its parked jobs cannot move)"
         apart = (
-            f" beside the {len(self._reserved)} for trials only" if self._reserved and not self._may_enter(app) else ""
+            f" beside the {len(self._reserved)} for interactive apps only"
+            if self._reserved and not self._may_enter(app)
+            else ""
         )
         return f"no node{apart} has room for its gang of {app.gang}{self.beside(app)}"
 
@@ -407,12 +412,12 @@ def _in_words(demand: Demand) -> str:
 
 
 def _place_in_line(app: AppView) -> int:
-    """Return by what those of class batch stand in the queue: on top, who made room for a trial and has nothing."""
+    """Return the place of an app of class batch in the queue: on top, if it made room and has no GPU since."""
     return 0 if app.kept or app.renewable else -app.preempted_in
 
 
 def _reserved(view: View, part: float) -> frozenset[NodeId]:
-    """Return the nodes, of all this part, that are for trials only: the smallest, so wide gangs have the others.
+    """Return the nodes for interactive apps only, this part of all: the smallest, so wide gangs have the others.
 
     One at least where any part is, unless there is no other.
     """

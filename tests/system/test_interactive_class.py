@@ -1,4 +1,4 @@
-"""A full cluster of real processes on simulated GPUs: a trial trains within seconds, and its victim loses no step."""
+"""A full cluster of real processes on simulated GPUs: an interactive app trains soon, its victim loses no step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCRIPT = """
             sys.exit(session.EXIT_REQUEUE)
     """
 GPUS = 4
-#: The trial waits for its victim to save and leave, and for a Python to start on this machine.
+#: The interactive app waits for its victim to save and leave, and for a Python to start on this machine.
 FIRST_STEP_S, PATIENCE_S = 15.0, 40.0
 
 
@@ -99,23 +99,23 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize("site", ["fitgpp", "themis"], indirect=True)
-def test_on_a_full_cluster_a_trial_trains_in_seconds_and_its_victim_loses_no_step(site: Site) -> None:
+def test_on_a_full_cluster_an_interactive_app_trains_in_seconds_and_its_victim_loses_no_step(site: Site) -> None:
     names = [f"batch-{number}" for number in range(GPUS)]
     for name in names:
         site.submit(name, 100_000)
     site.until(lambda: all(len(site.steps(name)) >= 3 for name in names), "all GPUs are in use")
-    app = site.submit("trial", 20, "--class", "trial")
-    first_step_s = site.until(lambda: bool(site.steps("trial")), "the trial trains", FIRST_STEP_S)
+    app = site.submit("interactive", 20, "--class", "interactive")
+    first_step_s = site.until(lambda: bool(site.steps("interactive")), "the interactive app trains", FIRST_STEP_S)
     assert first_step_s < FIRST_STEP_S
     apps = site.apps()
-    (victim,) = [name for name in names if apps[name]["preempted_for_trials"]]
-    assert apps["trial"]["class"] == "trial"
+    (victim,) = [name for name in names if apps[name]["preempted_for_interactive"]]
+    assert apps["interactive"]["class"] == "interactive"
     told = site.run("explain", app)
     assert f"{apps[victim]['id']} makes room" in told
     assert "score" in told
     before = len(site.steps(victim))
-    site.until(lambda: len(site.steps(victim)) > before, "the victim goes on after the trial")
+    site.until(lambda: len(site.steps(victim)) > before, "the victim goes on after the interactive app")
     made = site.steps(victim)
     assert made == list(range(len(made))), "a step was lost or made twice"
     assert site.apps()[victim]["steps_lost"] == 0
-    assert site.steps("trial") == list(range(20))
+    assert site.steps("interactive") == list(range(20))

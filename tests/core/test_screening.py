@@ -49,7 +49,7 @@ def why(effects: Sequence[Effect]) -> str:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"gang": 3, "demand": 2, "kind": "trial"}, r"demand_max is 2, which is no multiple of gang \(3\)"),
+        ({"gang": 3, "demand": 2, "kind": "interactive"}, r"demand_max is 2, which is no multiple of gang \(3\)"),
         ({"gang": 2, "demand": 4, "sizes": (4, 2)}, r"sizes are \[4, 2\]; they must rise"),
         ({"gang": 2, "demand": 4, "sizes": (2, 3)}, r"multiples of gang \(2\)"),
         ({"jobs": [wish("bob-1", 0, [])]}, "its jobs must be named ana-1.<number>, not bob-1.0"),
@@ -121,7 +121,7 @@ def test_priority_weight_and_class_are_bounded_by_the_site_whatever_an_app_agent
     high = [replace(wish("ana-1", 0, []), priority=1000)]
     assert "priority is 1000, and this site allows at most 5" in why(site.app("ana-1", jobs=high))
     assert "weight is 1e+06, and this site allows at most 2" in why(site.app("ana-2", weight=1e6))
-    assert "its class is 'trial', and this site allows batch only" in why(site.app("ana-3", kind="trial"))
+    assert "its class is 'interactive', and this site allows batch only" in why(site.app("ana-3", kind="interactive"))
     assert site.arbiter.state.apps == {}
 
 

@@ -32,8 +32,8 @@ TAKERS: tuple[tuple[str, dict[str, object]], ...] = (
     ("las", {}),
     ("srtf", {"left_s": 10.0, "left_gpu_s": 10.0}),
     ("gandiva-fair", {}),
-    ("fitgpp", {"kind": "trial"}),
-    ("backfill", {"kind": "trial"}),
+    ("fitgpp", {"kind": "interactive"}),
+    ("backfill", {"kind": "interactive"}),
 )
 
 

@@ -1,4 +1,4 @@
-"""Trials under policies that have no rule for them, and what of a preemption the arbiter remembers."""
+"""Interactive apps under policies that have no rule for them, and what of a preemption the arbiter remembers."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ def full(policy: str = "fifo", **knobs: object) -> Site:
 
 
 @ANY_POLICY
-def test_a_trial_is_promised_the_gpus_of_whom_it_harms_least_in_the_next_round(policy: str) -> None:
+def test_an_interactive_app_is_promised_the_gpus_of_whom_it_harms_least_in_the_next_round(policy: str) -> None:
     site = full(policy)
-    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
     states = {gpu: site.arbiter.state.gpus[gpu].state for gpu in (gpu_id("n2", 0), gpu_id("n2", 1))}
     assert all(isinstance(state, Draining) for state in states.values())
     assert sorted(str(state.promised_to) for state in states.values()) == ["None", "tia-1"]  # type: ignore[union-attr]
     assert len(site.held("ana-1")) == 2
     bob = site.arbiter.state.apps["bob-1"]  # type: ignore[index]
     assert (bob.preempted, bob.preempted_in) == (1, site.arbiter.state.round)
-    assert any("leaves 2 GPUs on n2 for the trial tia-1" in chapter.what for chapter in site.arbiter.story("bob-1"))
+    assert any(
+        "leaves 2 GPUs on n2 for the interactive app tia-1" in chapter.what for chapter in site.arbiter.story("bob-1")
+    )
     assert any("for which bob-1 makes room on n2" in chapter.what for chapter in site.arbiter.story("tia-1"))
 
 
@@ -58,10 +60,10 @@ def test_who_is_known_to_save_makes_room_before_one_who_would_leave_sooner(polic
         wished = replace(grace(app, 120.0 if saves else 30.0), gpus=status.gpus)
         site.app(app, gang=2, demand=2, jobs=(wished,))
         site.node(node, tasks=[status], used=site.held(app))
-    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
     assert len(site.held("bob-1")) == 2
     assert site.held("ana-1") == []
-    assert "for the trial tia-1" in site.told("ana-1")
+    assert "for the interactive app tia-1" in site.told("ana-1")
 
 
 def searching(policy: str, count: int = 8, **knobs: object) -> Site:
@@ -86,9 +88,9 @@ def runs(site: Site, app: str, node: str, gang: int) -> None:
 
 @pytest.mark.parametrize("policy", ["fifo", "astraea", "themis", "fitgpp", "lrtp", "rand"])
 @pytest.mark.parametrize("gang", [1, 2, 3])
-def test_as_few_jobs_of_a_search_leave_as_the_trial_needs(policy: str, gang: int) -> None:
+def test_as_few_jobs_of_a_search_leave_as_the_interactive_app_needs(policy: str, gang: int) -> None:
     site = searching(policy)
-    site.play_round(site.app("tia-1", kind="trial", gang=gang, demand=gang) + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive", gang=gang, demand=gang) + site.wait(1.5))
     assert len(site.held("ana-1")) == 8 - gang
     promised = [state.promised_to for state in (site.gpu_state(gpu_id("n1", index)) for index in range(8))
                 if isinstance(state, Draining)]  # fmt: skip
@@ -102,18 +104,18 @@ def test_one_job_alone_makes_room_before_several_that_would_lose_as_little() -> 
     site.node("n2", 2)
     site.play_round(site.app("bob-1", gang=2, demand=2) + site.wait(1.5))
     runs(site, "bob-1", "n2", 2)
-    site.play_round(site.app("tia-1", kind="trial", gang=2, demand=2) + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive", gang=2, demand=2) + site.wait(1.5))
     assert (len(site.held("ana-1")), len(site.held("bob-1"))) == (2, 0)
 
 
-def test_two_trials_of_one_round_do_not_take_two_jobs_of_one_search_while_another_could_make_room() -> None:
+def test_two_interactive_apps_of_one_round_do_not_take_two_jobs_of_one_search_while_another_could_make_room() -> None:
     site = searching("fifo", 4)
     site.node("n2", 2)
     site.play_round(site.app("bob-1", gang=2, demand=2) + site.wait(1.5))
     runs(site, "bob-1", "n2", 2)
     site.decides_late = True
-    site.app("tia-1", kind="trial")
-    site.app("tib-1", kind="trial")
+    site.app("tia-1", kind="interactive")
+    site.app("tib-1", kind="interactive")
     site.wait(1.5)
     (asked,) = site.undecided
     assert {app.app for app in asked.view.apps} >= {"tia-1", "tib-1"}
@@ -124,17 +126,17 @@ def test_two_trials_of_one_round_do_not_take_two_jobs_of_one_search_while_anothe
 def test_of_a_search_that_begins_one_job_does_not_and_the_others_do() -> None:
     site = Site(settings("fifo"))
     site.app("ana-1", demand=4, jobs=[wish("ana-1", index, ()) for index in range(4)])
-    site.app("tia-1", kind="trial")
+    site.app("tia-1", kind="interactive")
     site.play_round(site.node("n1", 4) + site.wait(1.5))
     assert (len(site.held("ana-1")), len(site.held("tia-1"))) == (3, 1)
-    assert "does not begin on 1 GPU on n1 for the trial tia-1" in site.told("ana-1")
+    assert "does not begin on 1 GPU on n1 for the interactive app tia-1" in site.told("ana-1")
 
 
 def test_who_made_room_is_told_for_whom() -> None:
     site = full()
-    effects = site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    effects = site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
     (preempt,) = sent(effects, Preempt)
-    assert (preempt.app, preempt.reason) == ("bob-1", "makes room for the trial tia-1")
+    assert (preempt.app, preempt.reason) == ("bob-1", "makes room for the interactive app tia-1")
     assert "did not renew its lease" not in site.told("bob-1")
 
 
@@ -142,20 +144,20 @@ def test_who_made_room_is_told_for_whom() -> None:
 
 
 def crowded() -> Site:
-    """Wide-1 has the only node, once it has not begun for the first of two trials; the second waits."""
+    """Wide-1 has the only node, once it has not begun for the first of two interactive apps; the second waits."""
     site = Site(settings("fifo", interactive_share=0.25))
     site.app("wide-1", gang=4, demand=4)
-    site.app("tia-1", kind="trial")
+    site.app("tia-1", kind="interactive")
     site.play_round(site.node("n1", 4) + site.wait(1.5))
     assert (len(site.held("wide-1")), len(site.held("tia-1"))) == (0, 1)
     assert site.arbiter.state.apps["wide-1"].preempted == 1  # type: ignore[index]
-    site.app("tib-1", kind="trial")
-    site.app("tia-1", kind="trial", state="finished")
+    site.app("tib-1", kind="interactive")
+    site.app("tia-1", kind="interactive", state="finished")
     site.play_round(site.node("n1") + site.wait(1.5))
     return site
 
 
-def test_who_has_not_begun_for_a_trial_begins_before_the_next_one() -> None:
+def test_who_has_not_begun_for_an_interactive_app_begins_before_the_next_one() -> None:
     site = crowded()
     assert (len(site.held("wide-1")), len(site.held("tib-1"))) == (4, 0)
     assert site.arbiter.state.apps["wide-1"].preempted == 1  # type: ignore[index]
@@ -163,12 +165,12 @@ def test_who_has_not_begun_for_a_trial_begins_before_the_next_one() -> None:
 
 def test_who_made_room_often_enough_is_not_left_with_nothing_until_it_has_run_for_a_while() -> None:
     site = crowded()
-    site.app("tib-1", kind="trial", state="finished")
+    site.app("tib-1", kind="interactive", state="finished")
     for _ in range(int(SPARED_MOVES * MOVE_S // 10.0) - 1):
         site.app("wide-1", gang=4, demand=4)
         site.node("n1", used=site.held("wide-1"))
         site.play_round(site.wait(10.0))
-    site.play_round(site.app("tic-1", kind="trial") + site.wait(1.5))
+    site.play_round(site.app("tic-1", kind="interactive") + site.wait(1.5))
     assert len(site.held("wide-1")) == 4
     assert "wide-1, which could make room, has done so often enough" in site.told("tic-1")
     site.node("n1", used=site.held("wide-1"))
@@ -179,33 +181,33 @@ def test_who_made_room_often_enough_is_not_left_with_nothing_until_it_has_run_fo
 
 def test_who_keeps_something_makes_room_again_at_once() -> None:
     site = searching("fifo", 4)
-    for trial, left in (("tia-1", 3), ("tib-1", 2)):
-        site.play_round(site.app(trial, kind="trial") + site.wait(1.5))
+    for newcomer, left in (("tia-1", 3), ("tib-1", 2)):
+        site.play_round(site.app(newcomer, kind="interactive") + site.wait(1.5))
         assert len(site.held("ana-1")) == left
     assert site.arbiter.state.apps["ana-1"].preempted == 2  # type: ignore[index]
 
 
-def test_a_trial_waits_before_one_who_does_not_save_leaves_in_place_of_one_who_made_room_lately() -> None:
+def test_an_interactive_app_waits_before_one_who_does_not_save_leaves_in_place_of_one_who_made_room_lately() -> None:
     site = full()
     runs(site, "ana-1", "n1", 2)  # and bob-1 does not save
     apps = site.arbiter.state.apps
     apps["ana-1"] = replace(apps["ana-1"], preempted=1)  # type: ignore[index]
-    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
     assert len(site.held("ana-1")) == len(site.held("bob-1")) == 2
     assert "ana-1, which could make room" in site.told("tia-1")
 
 
 def ending(policy: str) -> Site:
-    """Ana on n1, a trial on n2 that is over and leaves; Bob waits, and a second trial comes."""
+    """Ana on n1, an interactive app on n2 that is over and leaves; Bob waits, and a second interactive app comes."""
     site = Site(settings(policy))
     site.node("n1", 1)
     site.node("n2", 1)
-    site.play_round(site.app("ana-1") + site.app("tia-1", kind="trial") + site.wait(1.5))
+    site.play_round(site.app("ana-1") + site.app("tia-1", kind="interactive") + site.wait(1.5))
     node = "n1" if site.held("ana-1") == [gpu_id("n1", 0)] else "n2"
     assert site.held("ana-1") == [gpu_id(node, 0)]
     site.play_round(site.app("bob-1") + site.wait(1.5))
-    site.play_round(site.app("tia-1", kind="trial", state="finished"))
-    site.play_round(site.app("tib-1", kind="trial") + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive", state="finished"))
+    site.play_round(site.app("tib-1", kind="interactive") + site.wait(1.5))
     return site
 
 
@@ -214,7 +216,7 @@ def left_by(site: Site, app: str) -> str:
 
 
 @ANY_POLICY
-def test_a_trial_waits_for_what_is_just_being_left_and_gets_it_before_who_has_not_begun(policy: str) -> None:
+def test_an_interactive_app_waits_for_what_is_just_being_left_and_gets_it_before_who_has_not_begun(policy: str) -> None:
     site = ending(policy)
     assert len(site.held("ana-1")) == 1
     assert "waits for 1 GPU that somebody who is over is leaving" in site.told("tib-1")
@@ -222,14 +224,14 @@ def test_a_trial_waits_for_what_is_just_being_left_and_gets_it_before_who_has_no
     site.play_round(site.node("n1") + site.node("n2") + site.wait(1.5))
     assert site.held("tib-1") == [gpu]
     assert len(site.held("ana-1")) == 1
-    if policy != "themis":  # which has whoever is worst off bid, and may give it to the trial itself
+    if policy != "themis":  # which has whoever is worst off bid, and may give it to the interactive app itself
         assert "does not begin on 1 GPU" in site.told("bob-1")
         assert site.arbiter.state.apps["bob-1"].preempted == 1  # type: ignore[index]
     assert site.replayed() == site.arbiter.snapshot()
 
 
 def test_who_has_not_begun_makes_room_before_one_who_would_save_and_what_it_leaves_is_looked_at_again() -> None:
-    """Its gang is two GPUs, of which the trial takes one."""
+    """Its gang is two GPUs, of which the interactive app takes one."""
     site = Site(settings("fifo"))
     site.node("n1", 2)
     site.node("n2", 2)
@@ -242,7 +244,7 @@ def test_who_has_not_begun_makes_room_before_one_who_would_save_and_what_it_leav
     site.node(here, tasks=[status], used=held)
     site.app("bob-1", state="finished")
     site.app("eve-1", gang=2, demand=2, jobs=(grace("eve-1", 999.0),))
-    site.app("tia-1", kind="trial")
+    site.app("tia-1", kind="interactive")
     site.play_round(site.node(there) + site.wait(1.5))
     assert site.held("ana-1") == held
     assert [len(site.held(app)) for app in ("tia-1", "eve-1")] == [1, 0]
@@ -261,32 +263,32 @@ def test_what_is_not_left_within_a_moment_is_waited_for_no_longer() -> None:
 
 def test_where_nobody_saves_the_story_says_so() -> None:
     site = full("fifo")
-    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
     assert "nobody who is known to save what he has done could" in site.told("bob-1")
 
 
 @ANY_POLICY
-def test_a_second_trial_takes_what_the_victim_of_the_first_leaves_over(policy: str) -> None:
+def test_a_second_interactive_app_takes_what_the_victim_of_the_first_leaves_over(policy: str) -> None:
     site = full(policy, interactive_share=1.0)
-    site.play_round(site.app("tia-1", kind="trial") + site.app("tib-1", kind="trial") + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive") + site.app("tib-1", kind="interactive") + site.wait(1.5))
     states = [site.gpu_state(gpu_id("n2", index)) for index in (0, 1)]
     assert sorted(str(state.promised_to) for state in states if isinstance(state, Draining)) == ["tia-1", "tib-1"]
     assert len(site.held("ana-1")) == 2
 
 
 @ANY_POLICY
-def test_trials_hold_no_more_than_their_share_at_others_cost(policy: str) -> None:
+def test_interactive_apps_hold_no_more_than_their_share_at_others_cost(policy: str) -> None:
     site = full(policy, interactive_share=0.4)
-    site.play_round(site.app("tia-1", kind="trial", gang=2, demand=2) + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive", gang=2, demand=2) + site.wait(1.5))
     assert len(site.held("ana-1")) == len(site.held("bob-1")) == 2
     assert any(
-        "needs 2, and of at most 1.6 GPUs that trials may have before" in chapter.what
+        "needs 2, and of at most 1.6 GPUs that interactive apps may have before" in chapter.what
         for chapter in site.arbiter.story("tia-1")
     )
 
 
-def test_a_stream_of_trials_does_not_take_what_is_kept_for_the_head_of_the_queue() -> None:
-    """Free GPUs that a policy gives to nobody are counted, too: beyond their share trials wait like others."""
+def test_a_stream_of_interactive_apps_does_not_take_what_is_kept_for_the_head_of_the_queue() -> None:
+    """Free GPUs that a policy gives to no app count, too: beyond their share interactive apps wait as others do."""
     site = Site(settings("fifo", interactive_share=0.25))
     site.node("n1", 4)
     for app in ("ana-1", "bob-1"):
@@ -294,14 +296,14 @@ def test_a_stream_of_trials_does_not_take_what_is_kept_for_the_head_of_the_queue
     site.play_round(site.app("wide-1", gang=4, demand=4) + site.wait(1.5))
     site.play_round(site.app("ana-1", state="finished") + site.node("n1") + site.wait(1.5))
     for number in range(3):
-        site.play_round(site.app(f"tia-{number}", kind="trial") + site.wait(1.5))
+        site.play_round(site.app(f"tia-{number}", kind="interactive") + site.wait(1.5))
     assert [len(site.held(app)) for app in ("bob-1", "tia-0", "tia-1", "tia-2")] == [2, 1, 0, 0]
 
 
 @ANY_POLICY
-def test_without_a_share_a_trial_is_like_any_other_app(policy: str) -> None:
+def test_without_a_share_an_interactive_app_is_like_any_other_app(policy: str) -> None:
     site = full(policy, interactive_share=0.0)
-    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
     assert all(isinstance(gpu.state, Leased) for gpu in site.arbiter.state.gpus.values())
 
 
@@ -313,46 +315,48 @@ def test_a_batch_app_preempts_nobody() -> None:
 
 def test_what_was_preempted_is_remembered_over_a_restart() -> None:
     site = full()
-    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
     restored = Arbiter.restored(site.arbiter.snapshot())
     assert restored.state.apps["bob-1"].preempted == 1  # type: ignore[index]
 
 
 def test_replay_gives_the_same_state() -> None:
     site = full()
-    site.play_round(site.app("tia-1", kind="trial") + site.wait(1.5))
+    site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
     assert site.replayed() == site.arbiter.snapshot()
 
 
-def test_a_trial_keeps_its_gpus_when_its_lease_is_renewed_and_the_policy_would_give_them_to_another() -> None:
+def test_an_interactive_app_keeps_its_gpus_when_its_lease_is_renewed_and_the_policy_would_give_them_to_another() -> (
+    None
+):
     site = Site(settings("las", policies=tables("las", threshold_gpu_s=5.0)))
     site.node("n1", 1)
-    site.play_round(site.app("tia-1", kind="trial") + site.wait(20))  # in the second queue of `las` by now
+    site.play_round(site.app("tia-1", kind="interactive") + site.wait(20))  # in the second queue of `las` by now
     assert site.held("tia-1")
     site.node("n1", 1)
     site.play_round(site.app("eve-1") + site.wait(1.5))  # in the first
     assert site.held("tia-1")
-    assert "it is a trial and keeps the GPUs it holds" in site.told("tia-1")
+    assert "it is an interactive app and keeps the GPUs it holds" in site.told("tia-1")
 
 
-def test_a_trial_that_has_lost_a_part_of_its_gang_does_not_keep_the_rest() -> None:
-    """It kept a GPU on which it could not run, and rounds gave it to the trial in vain, one after the other."""
+def test_an_interactive_app_that_has_lost_a_part_of_its_gang_does_not_keep_the_rest() -> None:
+    """It kept a GPU on which it could not run, and round after round gave it to the interactive app in vain."""
     site = Site(settings("las"))
     site.node("n1", 2)
-    site.play_round(site.app("tia-1", gang=2, demand=2, kind="trial") + site.wait(1.5))
+    site.play_round(site.app("tia-1", gang=2, demand=2, kind="interactive") + site.wait(1.5))
     assert len(site.held("tia-1")) == 2
     for _ in range(20):  # to the end of its lease
         site.node("n1", 2, sick=[gpu_id("n1", 0)])
-        site.app("tia-1", gang=2, demand=2, kind="trial")
+        site.app("tia-1", gang=2, demand=2, kind="interactive")
         site.play_round(site.app("eve-1") + site.wait(5.0))
     assert (site.held("tia-1"), site.held("eve-1")) == ([], [gpu_id("n1", 1)])
     assert not any("in vain" in chapter.what for chapter in site.arbiter.story("tia-1"))
 
 
-def test_a_trial_that_has_run_for_long_enough_is_like_any_other_app() -> None:
+def test_an_interactive_app_that_has_run_for_long_enough_is_like_any_other_app() -> None:
     site = Site(settings("las", policies=tables("las", threshold_gpu_s=5.0), interactive_s=10.0))
     site.node("n1", 1)
-    site.play_round(site.app("tia-1", kind="trial") + site.wait(20))
+    site.play_round(site.app("tia-1", kind="interactive") + site.wait(20))
     site.node("n1", 1)
     site.play_round(site.app("eve-1") + site.wait(1.5))
     assert site.held("tia-1") == []
@@ -367,7 +371,7 @@ def test_under_fitgpp_the_victim_goes_on_before_who_came_earlier_and_waits() -> 
     site.app("ana-1")
     site.wait(1.5)
     site.app("eve-1")
-    site.app("tia-1", kind="trial")
+    site.app("tia-1", kind="interactive")
     site.wait(1.5)
     state = site.arbiter.state.gpus[gpu_id("n1", 0)].state  # type: ignore[index]
     assert isinstance(state, Draining)
@@ -376,7 +380,7 @@ def test_under_fitgpp_the_victim_goes_on_before_who_came_earlier_and_waits() -> 
     site.wait(1.5)
     assert site.held("tia-1")
     assert "stands before it" in site.told("eve-1")
-    site.app("tia-1", kind="trial", state="finished")
+    site.app("tia-1", kind="interactive", state="finished")
     site.node("n1", 1)
     site.wait(2.5)
     assert site.held("ana-1")
@@ -401,7 +405,7 @@ def test_nodes_say_what_they_have_and_views_what_is_being_left() -> None:
     site.node("n1", 3, cpus=32.0, host_bytes=2**38)
     site.app("ana-1", gang=2, demand=2, cpus=8.0, host_bytes=2**34)
     site.wait(1.5)
-    site.app("tia-1", gang=2, demand=2, kind="trial")
+    site.app("tia-1", gang=2, demand=2, kind="interactive")
     site.wait(1.5)
     site.decides_late = True
     site.app("bob-1")
