@@ -202,7 +202,7 @@ def _run(case: Case) -> Figures:
         sharing=case.mode.sharing,
         policy_settings=Settings(reasons_max=0),
         round_pause_s=5.0,
-        gather_leases=0.0,  # as published
+        align_after_leases=0.0,  # as published
         preemption_budget=1.0,
     )
     workload, cluster = workload_of(case), parse_cluster(case.cluster)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch import exit_codes
 from launch.faults import Fault
 from launch.surface import answering, emit, note, plural, say, wants_json
+from protocol import exit_codes
 
 # Not at the top, here and below: the world and its libraries take longer to import than most commands to run.
 if TYPE_CHECKING:

@@ -152,7 +152,7 @@ class Checks:
 
     def _are_packed(self, world: World, using: Sequence[Worker]) -> bool:
         core = world.actor(Party("node", using[0].node.id)).core
-        return bool(core._are_packed([worker.task for worker in using]))
+        return bool(core.may_overlap([worker.task for worker in using]))
 
     def _judge_seats(self, world: World) -> None:
         seats: dict[tuple[GpuId, AppId], GpuId] = {}

@@ -16,13 +16,13 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from app_agent.core.spec import AppSpec, mistake
+from app_agent.core.spec import AppSpec, mistake, wishing
 from app_agent.core.tuning import scheduler_for
 from app_agent.core.tuning.shape import Trial
 from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Settings
+from arbiter.core.seam import DEFAULT_POLICY, Setting
 from arbiter.core.state.model import ArbiterSettings
-from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party, Sharing, Utility
+from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party, Requirements, Sharing, Utility
 from simulator.cluster import Cluster, NodeSpec
 from simulator.costs import Costs
 from simulator.jobs import WORKER_BYTES, JobFacts
@@ -44,6 +44,8 @@ Kind = Literal[
     "sharing",  # the operator changes how GPUs are shared
 ]
 
+#: A policy that deals with all seats of shared GPUs itself, which worlds of such GPUs run more often than others.
+_SHARES = next(name for name, entry in sorted(POLICIES.items()) if entry.kind.traits.shares)
 #: Mini-batches per second where they matter to packing; elsewhere one, which is rougher on everything else.
 FINE = 20.0
 #: Faults of a world, at most: all of them within `calm_at` seconds.
@@ -192,17 +194,11 @@ def _traits(dice: Random) -> NodeTraits:
 
 def _settings(dice: Random, seed: int) -> ArbiterSettings:
     return ArbiterSettings(
-        policy="themis" if dice.random() < 0.35 else _any_policy(dice),
-        policy_settings=Settings(
-            fairness_knob=dice.choice((0.0, 0.5, 0.8, 1.0)),
-            solver_budget_ms=100.0,
-            # Not "idle": where bidders want a GPU about equally, their payments can leave it idle in every round.
-            leftover="bidders",
-            las_threshold_gpu_s=dice.choice((20.0, 100.0)),
-            oasis_slot_s=20.0,
-            interactive_share=0.5,
-            interactive_s=10.0,
-        ),
+        policy=DEFAULT_POLICY if dice.random() < 0.35 else _any_policy(dice),
+        policies=_of_policies(dice.choice((0.0, 0.5, 0.8, 1.0)), dice.choice((20.0, 100.0))),
+        solver_budget_ms=100.0,
+        interactive_share=0.5,
+        interactive_s=10.0,
         lease_s=dice.choice((15.0, 25.0, 40.0)),
         renewal_lead_s=dice.choice((2.0, 4.0)),
         round_pause_s=dice.choice((0.5, 1.0)),
@@ -215,6 +211,23 @@ def _settings(dice: Random, seed: int) -> ArbiterSettings:
         admission_wait_s=dice.choice((2.0, 5.0)),
         seed=seed,
     )
+
+
+def _of_policies(fairness_knob: float, threshold_gpu_s: float) -> dict[str, dict[str, Setting]]:
+    """Return the settings of policies as worlds of minutes need them: each field that stands here, where there is one.
+
+    What payments leave is not to be "idle": where bidders want a GPU about equally, it can be idle in every round.
+    """
+    fit: dict[str, Setting] = {
+        "fairness_knob": fairness_knob,
+        "leftover": "bidders",
+        "threshold_gpu_s": threshold_gpu_s,
+        "slot_s": 20.0,
+    }
+    return {
+        name: {field: value for field, value in fit.items() if field in entry.settings.__struct_fields__}
+        for name, entry in POLICIES.items()
+    }
 
 
 def _any_policy(dice: Random) -> str:
@@ -278,7 +291,7 @@ def _shared(dice: Random, options: Options) -> Options:
         sharing=sharing,
         seats=dice.choice((2, 3, 4)),
         quantum_s=dice.choice((2.0, 5.0, 10.0)),
-        policy="gandiva" if dice.random() < 0.35 else options.settings.policy,
+        policy=_SHARES if dice.random() < 0.35 else options.settings.policy,
     )
     costs = options.costs
     if dice.random() < 0.7:  # expensive turns are long ones, and a world sees few of these
@@ -309,10 +322,10 @@ def _equipped(dice: Random, traits: NodeTraits) -> NodeTraits:
 
 
 def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
-    spec = replace(app.spec, priority=dice.choice((0, 0, 0, 0, 0, -1)))
+    spec = wishing(app.spec, priority=dice.choice((0, 0, 0, 0, 0, -1)))
     if len(spec.trials) == 1 and dice.random() < 0.5:  # only jobs of one GPU are ever packed
         app = replace(app, work_s=2.0 * app.work_s / spec.gang)
-        spec = replace(spec, gang=1, gpus_max=0, sizes=(), spans=False)
+        spec = wishing(replace(spec, gang=1, gpus_max=0, sizes=()), spans=False)
     if len(spec.trials) == 1:  # mini-batches so short that packing can be measured
         spec = replace(spec, steps_total=max(1, round(app.work_s * FINE)), step_serial_s=0.0)
     if spec.gpus_max and dice.random() < 0.5:  # the same, by the sizes that it accepts
@@ -353,13 +366,15 @@ def _app(dice: Random, cluster: Cluster, calm_at: float) -> AppOptions:
         steps_total=max(1, round(work_s)) if dice.random() < 0.7 else 0,
         step_serial_s=dice.choice((0.0, 1.0, 3.0)),
         restart_s=dice.choice((1.0, 5.0)),
-        # Long enough to save on a slow node: a job that is killed before that at every preemption never finishes.
-        grace_s=dice.choice((14.0, 25.0)),
-        preempt_by=dice.choice(("auto", "checkpoint", "suspend")),
+        requirements=Requirements(
+            # Long enough to save on a slow node: a job that is killed before that at every preemption never finishes.
+            grace_s=dice.choice((14.0, 25.0)),
+            preempt_by=dice.choice(("auto", "checkpoint", "suspend")),
+        ),
         max_restarts=10,
         level_max=dice.choice(("cluster", "cluster", "machine", "slot")),
     )
-    spec = replace(dice.choice(makers)(dice, cluster, plain), utility=_utility(plain, work_s), kind=_kind(work_s))
+    spec = wishing(dice.choice(makers)(dice, cluster, plain), utility=_utility(plain, work_s), kind=_kind(work_s))
     wrong = mistake(spec)
     assert wrong is None, wrong
     return AppOptions(
@@ -390,7 +405,8 @@ def _gang(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
 
 
 def _spanning(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
-    return replace(spec, spans=True, level_max="cluster", gang=dice.randint(1, min(4, cluster.gpus)))
+    gang = dice.randint(1, min(4, cluster.gpus))
+    return wishing(replace(spec, level_max="cluster", gang=gang), spans=True)
 
 
 def _elastic(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:

@@ -29,12 +29,11 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain, groupby
 
 from msgspec.structs import replace
 
-from arbiter.core.leases import preemption_budget
 from arbiter.core.placement.assignment import Holes, gpus, move_s, pick
 from arbiter.core.placement.victims import Victim, fewest, groups_of, score_of, units_of
 from arbiter.core.seam import (
@@ -43,154 +42,47 @@ from arbiter.core.seam import (
     Clock,
     Displaced,
     GpuView,
-    NodeView,
     Outcome,
     Policy,
-    ServesInteractive,
-    Settings,
     View,
     is_interactive,
 )
-from arbiter.core.state import model
-from arbiter.core.state.model import Draining, Leased
-from arbiter.core.turn import Turn
 from protocol.messages import AppId, Bid, GpuId, NodeId
 
-#: An app that has not left so long after its grace period is waited for no longer: what it is on may never be empty.
-LEAVE_S = 60.0
-#: So long an interactive app waits for GPUs whose holder is over, before somebody makes room for it.
+#: For so long an interactive app waits for GPUs whose holder is over, before a job makes room for it.
 EMPTY_S = 5.0
 #: So many times what a move costs it who has made room P times is not left with nothing again: most of that is work.
 SPARED_MOVES = 3.0
-#: When another round is wanted for GPUs that nobody has now because their newcomer made room for an interactive app.
+#: P of FitGpp, Eq. 4: an app makes room so many times, unless no other could.
+ROOM_MADE_MAX = 1
+#: s of FitGpp, Eq. 3: how much a long grace period weighs beside a large demand.
+GRACE_WEIGHT = 4.0
+#: When another round is wanted for GPUs that are free now because their newcomer made room for an interactive app.
 AGAIN_S = 1.0
 
 #: By what victims are ordered, who loses least first; see above. The first three make classes.
 _Loss = tuple[bool, bool, bool, float, tuple[AppId, NodeId, str]]
 _Free = Mapping[NodeId, Sequence[GpuView]]
 
-# --- what policies are shown ------------------------------------------------------------------------------------------
 
-
-def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
-    """Return what nodes have, and what of that goes with GPUs that drain; none where nobody needs it."""
-    state = turn.state
-    reserved = state.settings.policy_settings.interactive_nodes > 0
-    if not reserved and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
-        return {}
-    drained: dict[tuple[NodeId, AppId], list[model.App | None]] = defaultdict(list)  #: by who leaves: who comes
-    for gpu_id in sorted(turn.index.draining):
-        gpu = state.gpus[gpu_id]
-        if isinstance(gpu.state, Draining):
-            winner = state.apps.get(gpu.state.promised_to) if gpu.state.promised_to is not None else None
-            comes = winner if winner is not None and winner.active else None
-            drained[gpu.node, gpu.state.lease.app].append(comes)
-    leaving: dict[NodeId, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for (node_id, app_id), winners in drained.items():
-        # A gang leaves as one, before anybody comes to a part of it; of several gangs, others may still be there then.
-        leaver = state.apps[app_id]
-        for part in [winners] if len(winners) <= leaver.gang else [[winner] for winner in winners]:
-            before, after = _taken([leaver] * len(part)), _taken(part)
-            cpus, host_bytes = leaving[node_id]
-            leaving[node_id] = (cpus + max(before[0], after[0]), host_bytes + max(before[1], after[1]))
-    return {
-        node.id: NodeView(
-            sum(model.is_first(gpu) and model.usable(state, state.gpus[gpu]) for gpu in turn.index.node_gpus[node.id]),
-            node.cpus,
-            node.host_bytes,
-            *leaving[node.id],
-        )
-        for node in sorted(state.nodes.values(), key=lambda each: each.id)
-    }
-
-
-def _taken(owners: Sequence[model.App | None]) -> tuple[float, float]:
-    """Return the cores and bytes of memory that go with a GPU of each of these."""
-    apps = [app for app in owners if app is not None]
-    return sum(app.cpus / app.gang for app in apps), sum(app.host_bytes / app.gang for app in apps)
-
-
-def leaving(turn: Turn) -> frozenset[AppId]:
-    """Return the apps that have not left yet what they have lost, and will: it is in service, and their grace runs."""
-    found = set()
-    for gpu in (turn.state.gpus[gpu] for gpu in turn.index.draining):
-        app = turn.state.apps.get(gpu.state.lease.app) if isinstance(gpu.state, Draining) else None
-        if isinstance(gpu.state, Draining) and app is not None and model.usable(turn.state, gpu):
-            grace_s = max((job.grace_s for job in app.jobs), default=0.0)
-            if turn.now < gpu.state.since + grace_s + LEAVE_S:
-                found.add(app.id)
-    return frozenset(found)
-
-
-def wait(turn: Turn) -> bool:
-    """Whether an interactive app that this layer serves has nothing: a reason for a round where nothing is in play."""
-    settings = turn.state.settings
-    if settings.shared or not _serves(turn.policy, settings.policy_settings):
-        return False
-    return any(turn.state.apps[app].kind == "interactive" for app in turn.index.active - turn.index.holders)
-
-
-def takeable(
-    turn: Turn, apps: Sequence[AppView], gpus: Mapping[GpuId, GpuView]
-) -> tuple[tuple[GpuView, ...], tuple[AppView, ...]]:
-    """Return the leased GPUs not in play that a waiting interactive app may be given, and the apps that hold them."""
-    if not _any_waits(turn, apps):
-        return (), ()
-    holders = sorted(turn.index.holders & turn.index.app_views.keys())
-    held = (turn.state.gpus[gpu] for holder in holders for gpu in sorted(turn.index.gpus[holder]))
-    able = [gpu for gpu in held if isinstance(gpu.state, Leased) and gpu.id not in gpus]
-    kept = preemption_budget.kept(turn)
-    able = [gpu for gpu in able if gpu.id not in kept]
-    taken = tuple(turn.index.show(gpu) for gpu in able if model.usable(turn.state, gpu))
-    names = {gpu.holder for gpu in taken}
-    return taken, tuple(turn.index.app_views[app].view for app in holders if app in names)
-
-
-def emptying(turn: Turn, apps: Sequence[AppView]) -> tuple[GpuView, ...]:
-    """Return, while an interactive app waits, the GPUs that are free in a moment: their app is over, none is next."""
-    if not _any_waits(turn, apps):
-        return ()
-    found = []
-    for gpu in (turn.state.gpus[gpu] for gpu in sorted(turn.index.draining)):
-        if isinstance(gpu.state, Draining) and gpu.state.promised_to is None and model.usable(turn.state, gpu):
-            app = turn.state.apps.get(gpu.state.lease.app)
-            if app is not None and not app.active and turn.now < gpu.state.since + EMPTY_S:
-                found.append(turn.index.show(gpu))
-    return tuple(found)
-
-
-def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
-    """Whether one of `apps` is an interactive app that this layer serves and that has nothing."""
-    settings = turn.state.settings
-    if settings.shared or not _serves(turn.policy, settings.policy_settings):
-        return False
-    return any(app.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable for app in apps)
-
-
-def _serves(policy: Policy, settings: Settings) -> bool:
-    """Whether this layer serves interactive apps under `policy`."""
-    return settings.interactive_share > 0.0 and not _has_its_own(policy)
-
-
-@lru_cache(maxsize=8)
-def _has_its_own(policy: Policy) -> bool:
-    """Whether a policy has a rule of its own for interactive apps; remembered, as in `bookings`."""
-    return isinstance(policy, ServesInteractive)
+def serves(policy: Policy, share: float) -> bool:
+    """Whether this layer serves interactive apps under `policy`, of which they may hold this share of GPUs."""
+    return share > 0.0 and not policy.traits.serves_interactive
 
 
 # --- around the policy ------------------------------------------------------------------------------------------------
 
 
-def allocate(
-    policy: Policy, settings: Settings, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None
-) -> Allocation:
+def allocate(policy: Policy, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
     """Return what the policy decides about what interactive apps do not keep, and what interactive apps get besides."""
-    if not any(app.kind == "interactive" for app in view.apps) or view.shared or not _serves(policy, settings):
+    if (
+        not any(app.requirements.kind == "interactive" for app in view.apps)
+        or view.shared
+        or not serves(policy, view.interactive_share)
+    ):
         return policy.allocate(view, bids, clock)
     own = {
-        app.app: app
-        for app in view.apps
-        if app.renewable and is_interactive(view, app, settings.interactive_s) and _runs(_keeping(view, app))
+        app.app: app for app in view.apps if app.renewable and is_interactive(view, app) and _runs(_keeping(view, app))
     }
     kept = {gpu: app.app for app in own.values() for gpu in app.renewable}
     seen = replace(
@@ -201,7 +93,7 @@ def allocate(
     allocation = policy.allocate(seen, {app: bid for app, bid in bids.items() if app not in own}, clock)
     outcomes = tuple(_as_interactive(outcome, own.get(outcome.app)) for outcome in allocation.outcomes)
     assign = dict(sorted({**allocation.assign, **kept}.items()))
-    return serve(policy, settings, view, replace(allocation, assign=assign, outcomes=outcomes))
+    return serve(policy, view, replace(allocation, assign=assign, outcomes=outcomes))
 
 
 def _keeping(view: View, app: AppView) -> AppView:
@@ -212,7 +104,7 @@ def _keeping(view: View, app: AppView) -> AppView:
 
 
 def _runs(app: AppView) -> bool:
-    """Whether what an app holds is whole gangs; what is left of a broken one waits like the GPUs of any other app."""
+    """Whether an app holds whole gangs; the rest of a broken gang waits like the GPUs of any other app."""
     counts = [len(app.kept)] if app.spans else Counter(gpu.node for gpu in app.kept).values()
     return all(count % app.gang == 0 for count in counts)
 
@@ -227,9 +119,9 @@ def _as_interactive(outcome: Outcome, app: AppView | None) -> Outcome:
     )
 
 
-def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation) -> Allocation:
+def serve(policy: Policy, view: View, allocation: Allocation) -> Allocation:
     """Return the allocation with a gang for each interactive app without GPUs, as far as their share allows; pure."""
-    if view.shared or not _serves(policy, settings):
+    if view.shared or not serves(policy, view.interactive_share):
         return allocation
     winners = set(allocation.assign.values())
     waiting = [
@@ -238,18 +130,17 @@ def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation
         if app.want >= app.gang
         and not app.kept
         and app.app not in view.leaving
-        and is_interactive(view, app, settings.interactive_s)
+        and is_interactive(view, app)
         and not app.renewable
         and app.app not in winners
     ]
-    return _Serving(settings, view, allocation).answer(waiting) if waiting else allocation
+    return _Serving(view, allocation).answer(waiting) if waiting else allocation
 
 
 class _Serving:
     """One round's interactive apps."""
 
-    def __init__(self, settings: Settings, view: View, allocation: Allocation) -> None:
-        self._settings = settings
+    def __init__(self, view: View, allocation: Allocation) -> None:
         self._view = view
         self._allocation = allocation
         self._apps = {app.app: app for app in view.apps}
@@ -265,15 +156,13 @@ class _Serving:
             for gpu in view.gpus
             if gpu.gpu not in self._assign and (allocation.unnamed == "nobody" or gpu.holder is None)
         ]
-        interactive = {app.app for app in view.apps if is_interactive(view, app, settings.interactive_s)}
+        interactive = {app.app for app in view.apps if is_interactive(view, app)}
         self._interactive_hold = sum(
             len(app.kept) + sum(self._assign.get(gpu) in (None, app.app) for gpu in app.renewable)
             for app in view.apps
             if app.app in interactive
         )
-        unseen = {
-            app.app for app in view.holders if is_interactive(view, app, settings.interactive_s)
-        } - self._apps.keys()
+        unseen = {app.app for app in view.holders if is_interactive(view, app)} - self._apps.keys()
         self._interactive_hold += sum(gpu.holder in unseen for gpu in view.takeable)
         self._units = self._found_units(interactive)
         self._fresh = self._newcomers(interactive)
@@ -281,7 +170,7 @@ class _Serving:
         for unit in (*self._fresh, *self._units):
             self._has[unit.app.app] += len(unit.gpus)
         self._size_max = max((score_of(unit, view.nodes)[0] for unit in self._units), default=0.0)
-        self._grace_max = max((unit.app.grace_s for unit in self._units), default=0.0)
+        self._grace_max = max((unit.app.requirements.grace_s for unit in self._units), default=0.0)
 
     def _found_units(self, interactive: set[AppId]) -> list[Victim]:
         """Return what apps of class ``batch`` hold after this round, job by job."""
@@ -299,7 +188,7 @@ class _Serving:
         return [
             unit
             for app, gpus in sorted(after.items())
-            if app not in interactive and app in known and known[app].kind == "batch"
+            if app not in interactive and app in known and known[app].requirements.kind == "batch"
             for unit in units_of(known[app], gpus)
         ]
 
@@ -311,7 +200,7 @@ class _Serving:
         given: dict[AppId, list[GpuView]] = defaultdict(list)
         for gpu in self._view.gpus:
             app = self._apps.get(self._assign.get(gpu.gpu, AppId("")))
-            if app is None or app.kind != "batch" or app.app in interactive or self._often(app):
+            if app is None or app.requirements.kind != "batch" or app.app in interactive or self._often(app):
                 continue
             if not (app.kept or app.renewable):
                 given[app.app].append(gpu)
@@ -320,7 +209,7 @@ class _Serving:
     def answer(self, waiting: Sequence[AppView]) -> Allocation:
         """Serve who can be served."""
         for app in waiting:
-            share = max(1.0, self._settings.interactive_share * self._view.cluster_gpus)
+            share = max(1.0, self._view.interactive_share * self._view.cluster_gpus)
             if self._interactive_hold + app.gang > share:
                 self._words[app.app].append(
                     f"it is an interactive app that needs {app.gang}, and of at most {share:.4g} GPUs that interactive "
@@ -340,7 +229,7 @@ class _Serving:
         )
 
     def _place(self, app: AppView) -> bool:
-        """Give an interactive app what nobody has."""
+        """Give an interactive app free GPUs."""
         usable = (gpu for gpu in self._free if app.only is None or gpu.gpu in app.only)
         bundle = pick(Holes(usable), app, app.gang)
         left = any(gpu.gpu in self._freed for gpu in bundle)
@@ -359,7 +248,7 @@ class _Serving:
         self._interactive_hold += len(bundle)
         self._look_again_s.append(EMPTY_S)
         self._words[app.app].append(
-            f"it is an interactive app and waits for {gpus(len(bundle))} that somebody who is over is leaving"
+            f"it is an interactive app and waits for {gpus(len(bundle))} that an app which is over is leaving"
         )
         return True
 
@@ -402,7 +291,7 @@ class _Serving:
         free: dict[NodeId, list[GpuView]] = defaultdict(list)
         for gpu in self._free:
             free[gpu.node].append(gpu)
-        able = (each for each in self._ranked if each[1].app.priority <= app.priority)
+        able = (each for each in self._ranked if each[1].app.requirements.priority <= app.requirements.priority)
         spared: list[tuple[float, AppId]] = []
         for (loses, _, _), alike in groupby(able, key=lambda each: each[0][:3]):
             if loses and spared:
@@ -418,13 +307,13 @@ class _Serving:
         return None
 
     def _wait_for(self, app: AppView, spared: Sequence[tuple[float, AppId]]) -> None:
-        """Say why an interactive app waits, and look again when somebody is spared no longer."""
+        """Say why an interactive app waits, and look again when an app is spared no longer."""
         what = "what no other app of class batch holds would make room"
         if spared:
             spared_s, name = min(spared)
             self._look_again_s.append(max(AGAIN_S, spared_s))
             what = (
-                f"{name}, which could make room, has done so often enough (fitgpp_p), and runs for {spared_s:.0f} s "
+                f"{name}, which could make room, has done so often enough, and runs for {spared_s:.0f} s "
                 "yet before it does again"
             )
         self._words[app.app].append(f"it is an interactive app, and {what}")
@@ -453,7 +342,7 @@ class _Serving:
         return sorted(((self._loss(unit), unit) for unit in (*self._fresh, *self._units)), key=lambda each: each[0])
 
     def _strike(self, victim: Victim) -> None:
-        """Note that one has made room: what else its app has comes after others from now on."""
+        """Note that a victim has made room: the rest of its app comes after others from now on."""
         app = victim.app.app
         gone = {gpu.gpu for gpu in victim.gpus}
         left = [each for each in self._ranked if each[1].gpus[0].gpu not in gone]
@@ -476,7 +365,7 @@ class _Serving:
 
     def _often(self, app: AppView) -> bool:
         """Whether an app has made room P times, this round included."""
-        return app.preempted + self._made_room[app.app] >= self._settings.fitgpp_p
+        return app.preempted + self._made_room[app.app] >= ROOM_MADE_MAX
 
     def _spared_s(self, victim: Victim) -> float:
         """Return for how long yet `victim` is spared: all of an app that made room P times, and began lately."""
@@ -493,16 +382,16 @@ class _Serving:
         """Return why this one makes room, in words."""
         if victim.app.app in self._beginners:
             return "it has not begun, and loses nothing"
-        saves = "" if victim.app.movable else "; nobody who is known to save what he has done could"
+        saves = "" if victim.app.movable else "; no job that is known to save its work could"
         return f"few GPUs that can soon be left (score {self._score(victim):.3g}){saves}"
 
     def _score(self, unit: Victim) -> float:
         size, grace_s = score_of(unit, self._view.nodes)
         part = size / self._size_max if self._size_max else 0.0
-        return part + (self._settings.fitgpp_s * grace_s / self._grace_max if self._grace_max else 0.0)
+        return part + (GRACE_WEIGHT * grace_s / self._grace_max if self._grace_max else 0.0)
 
     def _bundle(self, app: AppView, victim: Victim, free: _Free) -> list[GpuView]:
-        """Return a gang for `app` of what one victim and nobody have; free GPUs on its node come first."""
+        """Return a gang for `app` of one victim's GPUs and free ones; free GPUs on its node come first."""
         nodes = sorted({gpu.node for gpu in victim.gpus})
         pool = [*(gpu for node in nodes for gpu in free.get(node, ())), *victim.gpus]
         if len(pool) < app.gang:

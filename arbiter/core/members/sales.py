@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 
 from msgspec.structs import replace
 
-from arbiter.core.policies.oasis.prices import ASKED_MAX
 from arbiter.core.registry import policy_of
 from arbiter.core.rounds import seats
-from arbiter.core.seam import Admission, AppView, Booking, Market, Policy, Seller
+from arbiter.core.seam import ASKED_MAX, Admission, AppView, Booking, Market, Policy
 from arbiter.core.state import model
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import App, ArbiterSettings, State
@@ -27,15 +25,14 @@ from protocol.messages import AppId, NodeId
 UNASKED = Booking((), 0.0, 0.0, 0.0, 0.0)
 
 
-@lru_cache(maxsize=8)
-def _seller(policy: Policy) -> Seller | None:
-    """Return the policy if it sells GPUs; remembered, since Python takes microseconds to tell and every event asks."""
-    return policy if isinstance(policy, Seller) else None
+def _seller(policy: Policy) -> Policy | None:
+    """Return the policy if it sells GPUs."""
+    return policy if policy.traits.sells else None
 
 
 def sells(turn: Turn) -> bool:
     """Whether the policy sells GPUs."""
-    return _seller(turn.policy) is not None
+    return turn.policy.traits.sells
 
 
 def sell(turn: Turn, app: App) -> Admission:
@@ -89,12 +86,11 @@ def asking(app: App) -> AppView:
         rho=None,
         kept=(),
         renewable=(),
-        spans=app.spans,
+        requirements=app.requirements,
         left_s=app.left_s,
         left_gpu_s=app.left_gpu_s,
         left_at=app.left_at,
         sizes=app.sizes,
-        utility=app.utility,
         booking=app.booking,
     )
 
@@ -182,7 +178,7 @@ def reprice(turn: Turn, before: ArbiterSettings) -> None:
     for app_id, app in sorted(turn.state.apps.items()):
         if app.booking is not None:
             turn.state.apps[app_id] = replace(app, booking=replace(app.booking, slots=()))
-        elif old is None and app.active and app.utility is not None:
+        elif old is None and app.active and app.requirements.utility is not None:
             turn.state.apps[app_id] = replace(app, booking=UNASKED)
     turn.state.slot = (0, -1)
 

@@ -21,8 +21,6 @@ Floats = NDArray[np.float64]
 
 #: A share of a server below this is none: amounts are sums of floats.
 CRUMB = 1e-9
-#: Prices that are learnt go by the apps that have asked last, so many of them.
-ASKED_MAX = 256
 #: See `learnt_bounds`. Where more than this part of what there is is asked for, the least worthy are to pay too much
 #: even for empty servers; less than all, since jobs come unevenly and urgent ones do not wait for an emptier slot.
 CLEARING = 0.35

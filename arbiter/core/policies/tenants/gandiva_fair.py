@@ -13,10 +13,9 @@ to what a job can use, and what a tenant cannot use is nobody's, as in Eq. 8 and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
 
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn, by_least, gang_by_gang
-from arbiter.core.seam import AppView, TenantView, Tenure, View
+from arbiter.core.seam import AppView, TenantView, Traits, View
 
 #: Of an app without tickets, which has none before its tenant is known.
 LEAST_SHARE = 1e-9
@@ -25,7 +24,7 @@ LEAST_SHARE = 1e-9
 class GandivaFair(Ranked):
     """The least pass first."""
 
-    tenure: ClassVar[Tenure] = "lease"
+    traits = Traits("lease")
     by = "by GPU time for its tickets"
 
     def order(self, view: View) -> Sequence[AppView]:
@@ -50,7 +49,7 @@ class GandivaFair(Ranked):
 def _share(view: View, app: AppView) -> float:
     """Return the GPUs that the tickets of `app` are worth now."""
     tenant = view.tenants.get(app.tenant, TenantView())
-    return max(LEAST_SHARE, min(app.demand_max, app.weight * tenant.gpus_per_weight))
+    return max(LEAST_SHARE, min(app.demand_max, app.requirements.weight * tenant.gpus_per_weight))
 
 
 def _pass_s(view: View, app: AppView) -> float:

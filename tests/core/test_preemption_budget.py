@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from arbiter.core.arbiter import Effect
 from arbiter.core.leases import preemption_budget
-from arbiter.core.seam import Settings
+from arbiter.core.registry import tables
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Leased, Toll
 from arbiter.core.turn import Turn
@@ -19,7 +19,8 @@ from tests.support.arbiter_site import SETTINGS, Site, sent, task, wish
 LAS = replace(
     SETTINGS,
     policy="las",
-    policy_settings=Settings(las_threshold_gpu_s=10.0, interactive_share=1.0),
+    policies=tables("las", threshold_gpu_s=10.0),
+    interactive_share=1.0,
     lease_s=60.0,
     node_timeout_s=1000.0,
     app_timeout_s=1000.0,
@@ -92,7 +93,7 @@ def test_with_a_budget_of_all_its_time_it_is_preempted(policy: str, bob: dict[st
 def test_it_keeps_its_gpu_past_its_lease_and_its_story_says_why() -> None:
     site, gpu = a_running_app("gandiva-fair")
     contested(site, gpu, 200.0)
-    assert f"keeps {gpu} beyond its lease: what runs there can neither save nor be suspended" in site.told("ana-1")
+    assert f"keeps {gpu} beyond its lease: the job there can neither save nor be suspended" in site.told("ana-1")
     state = site.gpu_state(gpu)
     assert isinstance(state, Leased)
     assert state.lease.expires_at > site.now
