@@ -70,10 +70,10 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
     config.require_not_negative(settings.policy_settings, ("reasons_max", "gandiva_idle_s"), where)
     if not 1 <= settings.seats <= SEATS_MAX:
         raise ConfigError(f"{source}: arbiter.seats is {settings.seats}; give how many jobs may share a GPU, 1 to 64")
-    if settings.gather_leases != 0.0 and not 1.0 <= settings.gather_leases < inf:
+    if settings.align_after_leases != 0.0 and not 1.0 <= settings.align_after_leases < inf:
         raise ConfigError(
-            f"{source}: arbiter.gather_leases is {settings.gather_leases}; give after how many leases of waiting, "
-            "1 or more, or 0 for never"
+            f"{source}: arbiter.align_after_leases is {settings.align_after_leases}; give after how many leases of "
+            "waiting, 1 or more, or 0 for never"
         )
     if settings.renewal_lead_s + settings.probe_s + settings.bid_s >= settings.lease_s:
         raise ConfigError(
@@ -82,7 +82,7 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
         )
     if settings.tenants_only and not settings.tenants:
         raise ConfigError(
-            f"{source}: arbiter.tenants_only is true and no tenant is named, so nobody could run anything; "
+            f"{source}: arbiter.tenants_only is true and no tenant is named, so no app could run; "
             "name tenants in arbiter.tenants (of a simulation: --tenants FILE), or leave it out"
         )
     names_of_tenants = Counter(each.name for each in settings.tenants)
@@ -100,9 +100,7 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
             f"{source}: arbiter.priority_max is {settings.priority_max}; give a number from -1000 to 1000"
         )
     if not settings.classes:
-        raise ConfigError(
-            f"{source}: arbiter.classes is empty, so nobody could run anything; name batch, interactive app or both"
-        )
+        raise ConfigError(f"{source}: arbiter.classes is empty, so no app could run; name batch, interactive or both")
     both = [each.name for each in settings.tenants if each.quota is not None and each.weight != 1.0]
     if both:
         raise ConfigError(

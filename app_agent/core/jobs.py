@@ -344,4 +344,4 @@ def movable(job: Job, spec: AppSpec) -> bool:
     """Whether a running job can go on elsewhere: by a checkpoint, or because it can only be killed and begun anew."""
     if not job.cooperative:
         return True
-    return spec.preempt_by != "suspend" and job.can_checkpoint
+    return spec.requirements.preempt_by != "suspend" and job.can_checkpoint

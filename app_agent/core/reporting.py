@@ -42,6 +42,7 @@ def wish(app: App) -> AppReport:
         gang=demand.gang(app),
         demand_max=demand.demand_max(app),
         jobs=() if over else tuple(each for job in state.jobs if (each := _job_wish(app, job)) is not None),
+        requirements=state.spec.requirements,
         releases=() if over else state.given_back,
         level_max=_level_max(app),
         ideal_s=estimates.ideal_s(app),
@@ -50,17 +51,11 @@ def wish(app: App) -> AppReport:
         steps_lost=sum(job.lost for job in state.jobs),
         suspensions=sum(job.suspensions_before + job.suspensions for job in state.jobs),
         metrics=search.metrics(app),
-        spans=state.spec.spans,
         left_s=left_s,
         left_gpu_s=left_gpu_s,
         loss_drop=estimates.loss_drop(app),
         sizes=_sizes(app),
         move_s=demand.move_s(app),
-        weight=state.spec.weight,
-        utility=state.spec.utility,
-        kind=state.spec.kind,
-        cpus=state.spec.cpus,
-        host_bytes=state.spec.host_bytes,
         run=state.run,
         site=state.site,
         basis=estimates.basis(app),
@@ -115,7 +110,7 @@ def _job_wish_on(app: App, job: Job, attempt: int, gpus: tuple[GpuId, ...], *, s
         run=run,
         secrets=spec.secrets,
     )
-    return JobWish(job.id, attempt, gpus, launch, spec.grace_s, spec.preempt_by, suspended, spec.priority)
+    return JobWish(job.id, attempt, gpus, launch, suspended)
 
 
 def _urgent(said: AppReport) -> bytes:

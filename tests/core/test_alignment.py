@@ -73,7 +73,7 @@ def served_after(
 
 
 def test_a_gang_as_wide_as_a_node_waits_for_ever_where_leases_end_one_by_one() -> None:
-    assert served_after(staggered(replace(ASTRAEA, gather_leases=0.0)), 12 * LEASE_S) is None
+    assert served_after(staggered(replace(ASTRAEA, align_after_leases=0.0)), 12 * LEASE_S) is None
 
 
 def test_it_is_served_at_most_a_lease_after_two_of_waiting() -> None:
@@ -105,7 +105,7 @@ def test_nothing_is_gathered_for_a_narrow_gang() -> None:
     run(site, 5 * LEASE_S, narrow9={"gang": 1})
     assert "end together" not in site.told("narrow9-1")
     assert len(set(ends(site))) == 4
-    assert site.arbiter.state.cramped == ()
+    assert site.arbiter.state.blocked == ()
 
 
 def test_a_gang_whose_place_is_a_slot_gets_one() -> None:
@@ -157,7 +157,7 @@ def test_jobs_that_come_and_go_on_what_is_gathered_and_gangs_of_other_kinds_do_n
         elif site.now >= since + short_s:
             site.app(f"short{number}-1", state="finished")
             number += 1
-        for gpu, end in site.arbiter.state.gathered.items():
+        for gpu, end in site.arbiter.state.aligned.items():
             before = drawn_out.get(gpu, end)
             assert end == before or site.now > before - SETTINGS.renewal_lead_s
             drawn_out[gpu] = end
@@ -188,7 +188,7 @@ def test_nothing_is_gathered_for_an_app_that_is_silent() -> None:
         for number in range(4):
             site.app(f"narrow{number}-1")
         site.wait(5.0)
-    assert site.arbiter.state.gathered == {}
+    assert site.arbiter.state.aligned == {}
     assert len(set(ends(site))) == 4
 
 
@@ -240,9 +240,9 @@ class Dictated:
     def until_gathered(self) -> None:
         for _ in range(1000):
             self.beat()
-            if self.site.arbiter.state.gathered:
+            if self.site.arbiter.state.aligned:
                 return
-        raise AssertionError("nothing was gathered")
+        raise AssertionError("nothing was aligned")
 
     def beat(self) -> None:
         site = self.site
@@ -266,7 +266,7 @@ class Dictated:
 
 
 def test_no_lease_is_cut_short_as_another_of_its_app_is_gathered() -> None:
-    """An app of single GPUs wins one that is free, and one that drains and is gathered with its neighbour."""
+    """An app of single GPUs wins one that is free, and one that drains and is aligned with its neighbour."""
     rig = Dictated(ASTRAEA, n0=2, n1=1)
     first, second, apart = gpu_id("n0", 0), gpu_id("n0", 1), gpu_id("n1", 0)
     rig.give("first-1", first)
@@ -277,33 +277,33 @@ def test_no_lease_is_cut_short_as_another_of_its_app_is_gathered() -> None:
     while end_of(rig.site, first) > rig.site.now + SETTINGS.renewal_lead_s + 1.0:
         rig.beat()
     state = rig.site.arbiter.state
-    state.cramped = tuple(replace(each, since=each.since - 2 * LEASE_S) for each in state.cramped)
+    state.blocked = tuple(replace(each, since=each.since - 2 * LEASE_S) for each in state.blocked)
     rig.stay_s = 40.0
     rig.plan = dict.fromkeys((first, apart), "both-1")
     rig.until_gathered()
     drains = rig.site.gpu_state(first)
     assert isinstance(drains, Draining)
     assert drains.promised_to == "both-1"
-    was, together = end_of(rig.site, apart), rig.site.arbiter.state.gathered[first]
+    was, together = end_of(rig.site, apart), rig.site.arbiter.state.aligned[first]
     rig.run(45.0)
     assert end_of(rig.site, first) == together
     assert end_of(rig.site, apart) == was
 
 
 def test_a_gang_that_came_to_a_gathered_place_is_not_drawn_out_in_parts() -> None:
-    """A pair wins a GPU there and one elsewhere; both end with the place, and so neither is gathered for another."""
-    rig = Dictated(replace(ASTRAEA, gather_leases=1.0), n0=3, n1=3)
+    """A pair wins a GPU there and one elsewhere; both end with the place, and so neither is aligned for another."""
+    rig = Dictated(replace(ASTRAEA, align_after_leases=1.0), n0=3, n1=3)
     for app, gpu in {"a0-1": ("n0", 0), "a1-1": ("n0", 1), "b0-1": ("n1", 0), "b1-1": ("n1", 1)}.items():
         rig.give(app, gpu_id(*gpu))
     rig.apps["wide-1"] = {"gang": 3, "demand": 3, "tenant": TenantId("wide")}
     rig.until_gathered()
-    (place,) = {gpu.rpartition("-")[0] for gpu in rig.site.arbiter.state.gathered}
+    (place,) = {gpu.rpartition("-")[0] for gpu in rig.site.arbiter.state.aligned}
     other = "GPU-n1" if place == "GPU-n0" else "GPU-n0"
     pair = [GpuId(f"{place}-2"), GpuId(f"{other}-2")]
     rig.give("pair-1", *pair, gang=2, demand=2, spans=True)
     assert rig.site.held("pair-1") == sorted(pair)
-    gathered = rig.site.arbiter.state.gathered
-    assert gathered[pair[0]] == gathered[pair[1]] == end_of(rig.site, pair[0]) == end_of(rig.site, pair[1])
+    aligned = rig.site.arbiter.state.aligned
+    assert aligned[pair[0]] == aligned[pair[1]] == end_of(rig.site, pair[0]) == end_of(rig.site, pair[1])
 
 
 def test_a_site_that_shares_no_more_gathers_again() -> None:
@@ -337,21 +337,21 @@ def test_after_an_absence_what_is_gathered_ends_as_its_leases_do() -> None:
     site = staggered(ASTRAEA)
     for _ in range(150):
         run(site, 5.0, wide={"gang": 4})
-        if site.arbiter.state.gathered:
+        if site.arbiter.state.aligned:
             break
-    (end,) = set(site.arbiter.state.gathered.values())
+    (end,) = set(site.arbiter.state.aligned.values())
     site.now = end - 1.0
     site.lead(ASTRAEA)
     (later,) = set(ends(site))
     assert later > end
-    assert set(site.arbiter.state.gathered.values()) == {later}
+    assert set(site.arbiter.state.aligned.values()) == {later}
 
 
 def test_how_long_a_gang_has_waited_is_not_forgotten() -> None:
     site = staggered(ASTRAEA)
     run(site, LEASE_S, wide={"gang": 4})
-    (cramped,) = site.arbiter.state.cramped
-    assert cramped.gang == 4
-    assert site.now - cramped.since == LEASE_S
-    assert Arbiter.restored(site.arbiter.snapshot()).state.cramped == (cramped,)
+    (blocked,) = site.arbiter.state.blocked
+    assert blocked.gang == 4
+    assert site.now - blocked.since == LEASE_S
+    assert Arbiter.restored(site.arbiter.snapshot()).state.blocked == (blocked,)
     assert site.replayed() == site.arbiter.snapshot()

@@ -175,7 +175,7 @@ def test_of_several_processes_the_first_that_speaks_of_a_metric_counts() -> None
         {"b": 4.0, "c": 3.0},
         ("a",),
     )
-    pair = rank_sync.Gang(
+    pair = rank_sync.Ranks(
         2, news={0: replace(progress(6), diverged=("loss",)), 1: replace(progress(6), metrics={"loss": 1.0})}
     )
     merged = rank_sync._progress(pair)

@@ -21,6 +21,7 @@ from launch.faults import Fault
 from launch.verbs import submitting
 from protocol import exit_codes
 from tests.support.app_harness import Bench, exited, spec_of
+from tests.support.effort import examples
 
 TOTAL = 40
 
@@ -85,7 +86,7 @@ def check(scheduler: AppScheduler, search: Search, trials: Sequence[Trial]) -> N
     assert scheduler.budget_steps(trials, search) >= 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(SEARCHES, st.lists(EVENTS, max_size=60))
 def test_whatever_happens_a_search_has_something_to_run_or_is_over(
     asked: AppSpec, events: list[tuple[str, int, int, float]]

@@ -28,7 +28,19 @@ from protocol.codec import decode, encode
 from protocol.config import ConfigError
 from protocol.core import Connected
 from protocol.journal import JournalError
-from protocol.messages import ARBITER, Answer, AppId, AppReport, GpuId, LeaseId, NodeId, Party, Query, TenantId
+from protocol.messages import (
+    ARBITER,
+    Answer,
+    AppId,
+    AppReport,
+    GpuId,
+    LeaseId,
+    NodeId,
+    Party,
+    Query,
+    Requirements,
+    TenantId,
+)
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
 
 
@@ -136,8 +148,14 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ("[arbiter]\nlease_s = inf\n", "arbiter: lease_s is inf; it must be a finite number above 0"),
         ("[arbiter]\nprobes_max = 0\n", "arbiter: probes_max is 0; it must be above 0"),
         ("[arbiter]\nrenewal_lead_s = -5.0\n", "arbiter: renewal_lead_s is -5.0; it must be 0 or more"),
-        ("[arbiter]\ngather_leases = 0.5\n", "arbiter.gather_leases is 0.5; give after how many leases of waiting"),
-        ("[arbiter]\ngather_leases = nan\n", "arbiter.gather_leases is nan; give after how many leases of waiting"),
+        (
+            "[arbiter]\ngather_leases = 0.5\n",
+            "arbiter.align_after_leases is 0.5; give after how many leases of waiting",
+        ),
+        (
+            "[arbiter]\ngather_leases = nan\n",
+            "arbiter.align_after_leases is nan; give after how many leases of waiting",
+        ),
         ("[arbiter]\nround_pause_s = -5.0\n", "arbiter: round_pause_s is -5.0; it must be 0 or more"),
         ("[arbiter]\nadmission_wait_s = nan\n", "admission_wait_s is nan; it must be a finite number, 0 or more"),
         ("[arbiter.policy_settings]\nreasons_max = -1\n", "policy_settings: reasons_max is -1; it must be 0 or more"),
@@ -212,7 +230,7 @@ async def test_a_restart_under_a_wall_clock_that_is_400_days_ahead_makes_nobody_
     """Ages and finish-time fairness were absurd from then on, also when the clock was right again."""
     config = ArbiterConfig(state_dir=str(tmp_path), arbiter=replace(SETTINGS, policy="fifo", admission_wait_s=0.0))
     app = Party("app", "ana")
-    report = AppReport(AppId("ana-1"), TenantId("team"), "train", 1, "active", 1, 1, ())
+    report = AppReport(AppId("ana-1"), TenantId("team"), "train", 1, "active", 1, 1, (), Requirements())
     for ahead_s in (0.0, 400 * 86_400.0, 0.0):
         bus = MemoryBus(MemoryBroker())
         async with asyncio.TaskGroup() as group:

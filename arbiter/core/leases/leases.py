@@ -67,11 +67,11 @@ def _own_seat(turn: Turn, gpu: Gpu, app: model.App) -> Gpu:
 
 
 def end_of_lease(turn: Turn, gpu: GpuId | None = None) -> float:
-    """Return when a lease that begins now ends; with others where they are gathered, unless that is in a moment."""
+    """Return when a lease that begins now ends; with others where they are aligned, unless that is in a moment."""
     if turn.policy.tenure != "lease":
         return model.NEVER
     end = turn.now + turn.state.settings.lease_s
-    together = turn.state.gathered.get(gpu, end) if gpu is not None else end
+    together = turn.state.aligned.get(gpu, end) if gpu is not None else end
     return min(end, together) if together > turn.now + turn.state.settings.renewal_lead_s else end
 
 
@@ -166,8 +166,8 @@ def extend(turn: Turn) -> None:
     for gpu in list(turn.state.gpus.values()):
         if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < grace_until:
             turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=grace_until)))
-            if gpu.id in turn.state.gathered:
-                turn.state.gathered[gpu.id] = grace_until
+            if gpu.id in turn.state.aligned:
+                turn.state.aligned[gpu.id] = grace_until
 
 
 def prove(turn: Turn, gpu: Gpu) -> None:
@@ -224,7 +224,7 @@ def close_account(turn: Turn, app_id: AppId) -> None:
         AppRecord(
             app=app_id,
             tenant=app.tenant,
-            weight=app.weight,
+            weight=app.requirements.weight,
             arrived_at=app.arrived_at,
             ended_at=app.state.at,
             allocated_gpu_s=standing.allocated_gpu_s,
@@ -246,14 +246,14 @@ def _may_have(turn: Turn, app: model.App, gpu: Gpu) -> bool:
 def _align(turn: Turn, newest: Lease) -> None:
     """Let leases won in one round end together, counted from the last to arrive: half a gang is of no use to anyone.
 
-    None ends earlier for it, but the newest of a gang of which a part is gathered with others; what is gathered stays.
+    None ends earlier for it, but the newest of a gang of which a part is aligned with others; an aligned lease stays.
     """
     mates = [gpu for gpu in held(turn, newest.app) if isinstance(gpu.state, Leased)]
     mates = [gpu for gpu in mates if isinstance(gpu.state, Leased) and gpu.state.lease.round == newest.round]
     end = newest.expires_at
     for gpu in mates:
         assert isinstance(gpu.state, Leased)
-        together = turn.state.gathered.get(gpu.id, 0.0)
+        together = turn.state.aligned.get(gpu.id, 0.0)
         end = min(end, together) if gpu.state.lease.expires_at <= together else end
     for gpu in mates:
         assert isinstance(gpu.state, Leased)
@@ -315,7 +315,7 @@ def keep(turn: Turn) -> None:
         if gpu is not None and isinstance(gpu.state, Leased) and gpu.state.lease.expires_at <= turn.now + lead_s:
             lease = gpu.state.lease
             turn.put_gpu(gpu, Leased(replace(lease, expires_at=turn.now + turn.state.settings.lease_s)))
-            turn.state.gathered.pop(gpu_id, None)
+            turn.state.aligned.pop(gpu_id, None)
             preemption_budget.tell_kept(turn, lease.app, gpu_id)
 
 
@@ -354,7 +354,7 @@ def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
 
 
 def is_in_play(turn: Turn, gpu: Gpu) -> bool:
-    """Whether a round may assign this GPU: a guest's at any time, and nobody comes to one that somebody is leaving."""
+    """Whether a round may assign this GPU: a guest's at any time, and none that its holder is leaving."""
     match gpu.state:
         case Free():
             return gpu.empty and model.usable(turn.state, gpu) and not turn.index.drains(gpu.id)
