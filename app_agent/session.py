@@ -210,12 +210,25 @@ def _begin() -> None:
         _train(path, identity)
 
 
-def _begin_as(rank: int, world: int, path: str) -> None:
-    """Take the node agent's socket as one of `world` training processes that another has started."""
+def _train_as_rank(target: Callable[..., object], path: str, world: int, rank: int, *arguments: object) -> None:
+    """Run `target` as one of `world` training processes that another has started, and say how it ended.
+
+    `path` is the node agent's socket.
+    """
     os.environ.pop(spawned.SOCKET, None)
     identity = _identity()
     if identity is not None:
         _train(path, Identity(identity.task, identity.attempt, rank, world))
+    try:
+        target(rank, *arguments)
+    except SystemExit as end:
+        _note_exit(end.code)
+        raise
+    except BaseException:
+        _note_exit(1)
+        raise
+    finally:
+        _end()
 
 
 def _train(path: str, identity: Identity) -> None:
@@ -227,7 +240,7 @@ def _train(path: str, identity: Identity) -> None:
         atexit.register(_end)
         watch_exit(_note_exit)
         watch_optimizers(_after_optimizer_step)
-        spawned.watch(_step_aside, EXIT_REQUEUE)
+        spawned.watch(_step_aside, _train_as_rank, EXIT_REQUEUE)
     _session.link.start()
 
 
