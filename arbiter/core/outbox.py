@@ -75,8 +75,7 @@ def _say_news(turn: Turn) -> None:
         turn.effects.append(Send(Party("app", app.owner), grant))
     for (app_id, reason), lost in sorted(turn.revoked.items()):
         app = _next_seq(turn.state, app_id)
-        grace_s = max((job.grace_s for job in app.jobs), default=0.0)
-        preempt = Preempt(app_id, state.epoch, app.holdings_seq, tuple(sorted(lost)), reason, grace_s)
+        preempt = Preempt(app_id, state.epoch, app.holdings_seq, tuple(sorted(lost)), reason, app.grace_s)
         turn.effects.append(Send(Party("app", app.owner), preempt))
 
 

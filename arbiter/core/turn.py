@@ -178,7 +178,9 @@ class Turn:
     def follow(self, app: model.App) -> None:
         """Book what an app can use from now on: something only while it takes part in rounds."""
         demand = self.usable(app) if app.active else 0
-        self.state.history.follow(app.id, app.tenant, weight=float(app.weight), demand=demand, now=self.now)
+        self.state.history.follow(
+            app.id, app.tenant, weight=float(app.requirements.weight), demand=demand, now=self.now
+        )
 
     def put_app(self, app: model.App, state: model.AppState) -> model.App:
         """Move an app into `state` and return it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from msgspec.structs import replace
 
 from arbiter.core.policies.oasis.dorm import APPS_MAX, Dorm
 from arbiter.core.policies.oasis.dorm_partition import Tenant, fair_counts, partition
@@ -16,6 +15,7 @@ from arbiter.core.seam import AppView, Settings
 from protocol.messages import Utility
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of
+from tests.support.wishes import replace
 
 # --- rrh --------------------------------------------------------------------------------------------------------------
 

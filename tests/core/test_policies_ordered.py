@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from arbiter.core.placement.locality import locality
 from arbiter.core.policies.common.ordered import Ranked
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, Settings, View
-from protocol.messages import LEVELS, AppId, GpuId, NodeId, TenantId
+from protocol.messages import LEVELS, AppId, GpuId, NodeId, Requirements, TenantId
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of
+from tests.support.effort import examples
+from tests.support.wishes import replace
 
 ORDERED = sorted(set(POLICIES) - {"themis"})
 #: Those that walk the apps in an order of their own, and place all but holes in the end (`ranking`).
@@ -550,7 +551,7 @@ def rounds(draw: st.DrawFn, *, counted: bool) -> View:
             kept=tuple(held[in_play:]),
             renewable=names(held[:in_play]),
             only=None if counted else draw(st.none() | st.none() | st.just(names(cluster[::2]))),
-            spans=counted or draw(st.booleans()),
+            requirements=Requirements(spans=counted or draw(st.booleans())),
             left_s=draw(st.none() | st.sampled_from([1.0, 2.0, 3.0])),
             movable=draw(st.booleans()),
             move_s=draw(st.sampled_from([0.0, 0.05])),
@@ -568,7 +569,7 @@ def rounds(draw: st.DrawFn, *, counted: bool) -> View:
 
 @ordered
 @given(view=rounds(counted=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_no_gpu_goes_to_two_no_gang_is_broken_and_nobody_gets_more_than_it_wants(name: str, view: View) -> None:
     decided(name, view)
 
@@ -684,7 +685,18 @@ def one_that_finds_no_room() -> View:
     """A gang of three finds two GPUs left: of its tenant's quota it holds nothing then, and the gang of two fits."""
     asking = [("t", 1, 2), ("u", 3, 6), ("u", 2, 2), ("u", 1, 1)]
     apps = [
-        AppView(AppId(f"o-{index}"), TenantId(tenant), gang, demand, "cluster", float(index), None, (), (), spans=True)
+        AppView(
+            AppId(f"o-{index}"),
+            TenantId(tenant),
+            gang,
+            demand,
+            "cluster",
+            float(index),
+            None,
+            (),
+            (),
+            requirements=Requirements(spans=True),
+        )
         for index, (tenant, gang, demand) in enumerate(asking)
     ]
     return replace(view_of(gpus_of(2, 2), apps), cluster_gpus=4)
@@ -693,14 +705,14 @@ def one_that_finds_no_room() -> View:
 @pytest.mark.parametrize("name", sorted(REFERENCE))
 @given(view=rounds(counted=True))
 @example(view=one_that_finds_no_room())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_gangs_that_span_are_served_as_counting_says(name: str, view: View) -> None:
     assert counts(name, view) == REFERENCE[name](view)
 
 
 @ordered
 @given(view=rounds(counted=True), most=st.sampled_from([0, 2000]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_an_incumbent_keeps_its_very_gpus(name: str, view: View, most: int) -> None:
     allocation = POLICIES[name](Settings(reasons_max=most)).allocate(view, {})
     final = {

@@ -52,7 +52,8 @@ class _Device:
         if not self.free or not self.sitting or app.app in self.sitting:
             return False
         return all(
-            seat is not None and seat.cooperative and seat.priority <= app.priority for seat in self.sitting.values()
+            seat is not None and seat.cooperative and seat.priority <= app.requirements.priority
+            for seat in self.sitting.values()
         )
 
     def bears(self, app: AppView) -> bool:

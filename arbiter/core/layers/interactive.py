@@ -81,7 +81,11 @@ def allocate(
     policy: Policy, settings: Settings, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None
 ) -> Allocation:
     """Return what the policy decides about what interactive apps do not keep, and what interactive apps get besides."""
-    if not any(app.kind == "interactive" for app in view.apps) or view.shared or not serves(policy, settings):
+    if (
+        not any(app.requirements.kind == "interactive" for app in view.apps)
+        or view.shared
+        or not serves(policy, settings)
+    ):
         return policy.allocate(view, bids, clock)
     own = {
         app.app: app
@@ -177,7 +181,7 @@ class _Serving:
         for unit in (*self._fresh, *self._units):
             self._has[unit.app.app] += len(unit.gpus)
         self._size_max = max((score_of(unit, view.nodes)[0] for unit in self._units), default=0.0)
-        self._grace_max = max((unit.app.grace_s for unit in self._units), default=0.0)
+        self._grace_max = max((unit.app.requirements.grace_s for unit in self._units), default=0.0)
 
     def _found_units(self, interactive: set[AppId]) -> list[Victim]:
         """Return what apps of class ``batch`` hold after this round, job by job."""
@@ -195,7 +199,7 @@ class _Serving:
         return [
             unit
             for app, gpus in sorted(after.items())
-            if app not in interactive and app in known and known[app].kind == "batch"
+            if app not in interactive and app in known and known[app].requirements.kind == "batch"
             for unit in units_of(known[app], gpus)
         ]
 
@@ -207,7 +211,7 @@ class _Serving:
         given: dict[AppId, list[GpuView]] = defaultdict(list)
         for gpu in self._view.gpus:
             app = self._apps.get(self._assign.get(gpu.gpu, AppId("")))
-            if app is None or app.kind != "batch" or app.app in interactive or self._often(app):
+            if app is None or app.requirements.kind != "batch" or app.app in interactive or self._often(app):
                 continue
             if not (app.kept or app.renewable):
                 given[app.app].append(gpu)
@@ -298,7 +302,7 @@ class _Serving:
         free: dict[NodeId, list[GpuView]] = defaultdict(list)
         for gpu in self._free:
             free[gpu.node].append(gpu)
-        able = (each for each in self._ranked if each[1].app.priority <= app.priority)
+        able = (each for each in self._ranked if each[1].app.requirements.priority <= app.requirements.priority)
         spared: list[tuple[float, AppId]] = []
         for (loses, _, _), alike in groupby(able, key=lambda each: each[0][:3]):
             if loses and spared:

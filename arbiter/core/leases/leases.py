@@ -224,7 +224,7 @@ def close_account(turn: Turn, app_id: AppId) -> None:
         AppRecord(
             app=app_id,
             tenant=app.tenant,
-            weight=app.weight,
+            weight=app.requirements.weight,
             arrived_at=app.arrived_at,
             ended_at=app.state.at,
             allocated_gpu_s=standing.allocated_gpu_s,

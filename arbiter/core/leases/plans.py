@@ -149,7 +149,7 @@ def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tas
     """Return what `node` should do for one job, of which the arbiter knows these tasks on any node."""
     orders = [
         # A parked task has nowhere to go on: left alone it would keep the next attempt waiting for ever.
-        _order(job, task, "stop" if task.phase == "suspended" else "vacate", LEASE_ENDED)
+        _order(app, job, task, "stop" if task.phase == "suspended" else "vacate", LEASE_ENDED)
         for task in tasks
         # One that is over is named until its checkpoint is on the disk, or its node would forget it.
         if task.attempt < job.attempt and (task.alive or task.unflushed) and task.node == node.id
@@ -157,9 +157,11 @@ def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tas
     shares = _shares(turn, app, job)
     parts = [task for task in tasks if task.attempt == job.attempt]
     here = [task for task in parts if task.node == node.id]
-    orders += [_order(job, task, *_want(turn.state, task, shares, parts), gpus=shares.get(node.id)) for task in here]
+    orders += [
+        _order(app, job, task, *_want(turn.state, task, shares, parts), gpus=shares.get(node.id)) for task in here
+    ]
     if not here and node.id in shares and _may_start(turn, job, shares, tasks):
-        orders.append(_first_order(job, node.id, shares))
+        orders.append(_first_order(app, job, node.id, shares))
     return orders
 
 
@@ -223,41 +225,39 @@ def _all_leased(turn: Turn, app_id: AppId, gpus: tuple[GpuId, ...]) -> bool:
     return len(states) == len(gpus) and all(isinstance(s, Leased) and s.lease.app == app_id for s in states)
 
 
-def _order(job: model.Job, task: Task, want: Want, reason: str, *, gpus: tuple[GpuId, ...] | None = None) -> TaskOrder:
+def _order(
+    app: model.App, job: model.Job, task: Task, want: Want, reason: str, *, gpus: tuple[GpuId, ...] | None = None
+) -> TaskOrder:
     """Return the order for a task that exists; a parked one goes on on these of its app's `gpus`."""
     seats = {device_of(gpu): gpu for gpu in gpus or ()} if want == "run" else {}
     return TaskOrder(
         task=task.id,
-        app=_app_of(job),
+        app=app.id,
         job=job.id,
         attempt=task.attempt,
         gpus=tuple([seats.get(device_of(gpu), gpu) for gpu in task.gpus]),
         want=want,
         launch=job.launch,
-        grace_s=job.grace_s,
-        preempt_by=job.preempt_by,
+        grace_s=app.requirements.grace_s,
+        preempt_by=app.requirements.preempt_by,
         reason=reason,
-        priority=job.priority,
+        priority=app.requirements.priority,
     )
 
 
-def _first_order(job: model.Job, node: NodeId, shares: Shares) -> TaskOrder:
+def _first_order(app: model.App, job: model.Job, node: NodeId, shares: Shares) -> TaskOrder:
     return TaskOrder(
         task=task_id(job.id, job.attempt, list(shares).index(node)),
-        app=_app_of(job),
+        app=app.id,
         job=job.id,
         attempt=job.attempt,
         gpus=shares[node],
         want="run",
         launch=job.launch,
-        grace_s=job.grace_s,
-        preempt_by=job.preempt_by,
-        priority=job.priority,
+        grace_s=app.requirements.grace_s,
+        preempt_by=app.requirements.preempt_by,
+        priority=app.requirements.priority,
     )
-
-
-def _app_of(job: model.Job) -> AppId:
-    return AppId(job.id.rsplit(".", 1)[0])
 
 
 def _terms(turn: Turn, lease: model.Lease, gpu: model.Gpu, *, leaving: bool = False) -> LeaseTerms:

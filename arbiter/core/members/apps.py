@@ -97,6 +97,7 @@ def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
         level_max=report.level_max,
         jobs=(),
         state=Enrolling(),
+        requirements=screening.bounded(report.requirements, state.settings),
         apps_integral=state.apps_count.integral(turn.now),
         arrival=state.apps_arrived,
         run=report.run,
@@ -144,10 +145,10 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         app = replace(app, seen_at=turn.now)
         turn.state.apps[app.id] = app
         return app
-    settings = turn.state.settings
-    jobs = tuple(_job(wish, settings.priority_max) for wish in report.jobs)
+    jobs = tuple(map(_job, report.jobs))
+    requirements = screening.bounded(report.requirements, turn.state.settings)
     wants_more = report.demand_max > app.demand_max or app.report_seq < 0
-    if (jobs, report.demand_max, report.gang) != (app.jobs, app.demand_max, app.gang):
+    if (jobs, requirements, report.demand_max, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
         turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
         turn.apps.add(app.id)
     app = replace(
@@ -158,6 +159,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         demand_max=report.demand_max,
         level_max=report.level_max,
         jobs=jobs,
+        requirements=requirements,
         ideal_s=report.ideal_s,
         basis=report.basis,
         start_s=report.start_s,
@@ -165,7 +167,6 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         steps_lost=report.steps_lost,
         suspensions=report.suspensions,
         metrics=dict(report.metrics),
-        spans=report.spans,
         left_s=report.left_s,
         left_gpu_s=report.left_gpu_s,
         left_at=turn.now,
@@ -173,11 +174,6 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         sizes=report.sizes,
         move_s=report.move_s,
         demand_most=max(app.demand_most, report.demand_max),
-        utility=report.utility,
-        weight=min(report.weight, settings.weight_max),
-        kind=report.kind,
-        cpus=report.cpus,
-        host_bytes=report.host_bytes,
     )
     turn.state.apps[app.id] = app
     turn.follow(app)
@@ -185,16 +181,13 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     return app
 
 
-def _job(wish: JobWish, priority_max: int) -> Job:
+def _job(wish: JobWish) -> Job:
     return Job(
         id=JobId(wish.job),
         attempt=wish.attempt,
         gpus=wish.gpus,
         launch=wish.launch,
-        grace_s=wish.grace_s,
-        preempt_by=wish.preempt_by,
         suspended=wish.suspended,
-        priority=min(wish.priority, priority_max),
     )
 
 
@@ -297,7 +290,7 @@ def _newcomer(app: App) -> AppView:
         rho=None,
         kept=(),
         renewable=(),
-        spans=app.spans,
+        requirements=app.requirements,
     )
 
 

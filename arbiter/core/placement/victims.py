@@ -63,7 +63,7 @@ class Victim(Struct, frozen=True):
 def demand_of(app: AppView, gpus: int) -> Demand:
     """Return what `app` takes of a node on which it has so many GPUs."""
     gangs = gpus / app.gang
-    return Demand(float(gpus), app.cpus * gangs, app.host_bytes * gangs)
+    return Demand(float(gpus), app.requirements.cpus * gangs, app.requirements.host_bytes * gangs)
 
 
 def capacity_of(node: NodeView | None) -> Demand:
@@ -166,4 +166,4 @@ def score_of(victim: Victim, nodes: Mapping[NodeId, NodeView]) -> tuple[float, f
     for node, count in sorted(counts.items()):
         known = nodes.get(node)
         size += size_of(demand_of(victim.app, count), capacity_of(known)) if known is not None else float(count)
-    return size, victim.app.grace_s
+    return size, victim.app.requirements.grace_s

@@ -150,5 +150,5 @@ def _seat(turn: Turn, gpu: Gpu) -> SeatView:
         due=leases.is_due(turn, lease),
         inherited=lease.guest and not guest,
         cooperative=app.cooperative,
-        priority=app.priority,
+        priority=app.requirements.priority,
     )

@@ -153,7 +153,7 @@ def _look_at(
         kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
         renewable=renewable,
         only=seats.only(turn, app, guest_at),
-        spans=app.spans,
+        requirements=app.requirements,
         left_s=app.left_s,
         left_gpu_s=app.left_gpu_s,
         left_at=app.left_at,
@@ -161,19 +161,12 @@ def _look_at(
         served_gpu_s=app.tally.gpu_seconds,
         leases=len(held),
         granted_sum=math.fsum(gpu.state.lease.granted_at for gpu in held if isinstance(gpu.state, Leased)),
-        priority=app.priority,
         sizes=app.sizes,
         move_s=app.move_s,
         jobs=tuple([job.gpus for job in app.jobs]),
         cooperative=app.cooperative,
         movable=app.movable,
-        utility=app.utility,
         booking=app.booking,
-        weight=app.weight,
-        kind=app.kind,
-        cpus=app.cpus,
-        host_bytes=app.host_bytes,
-        grace_s=max((job.grace_s for job in app.jobs), default=0.0),
         preempted=app.preempted,
         preempted_in=app.preempted_in,
         allocated=(had.total - had.rate * had.since, had.rate),
@@ -225,7 +218,8 @@ def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
 def _taken(owners: Sequence[model.App | None]) -> tuple[float, float]:
     """Return the cores and bytes of memory that go with a GPU of each of these."""
     apps = [app for app in owners if app is not None]
-    return sum(app.cpus / app.gang for app in apps), sum(app.host_bytes / app.gang for app in apps)
+    shares = [(app.requirements.cpus / app.gang, app.requirements.host_bytes / app.gang) for app in apps]
+    return sum(cpus for cpus, _ in shares), sum(host_bytes for _, host_bytes in shares)
 
 
 def leaving(turn: Turn) -> frozenset[AppId]:
@@ -233,10 +227,10 @@ def leaving(turn: Turn) -> frozenset[AppId]:
     found = set()
     for gpu in (turn.state.gpus[gpu] for gpu in turn.index.draining):
         app = turn.state.apps.get(gpu.state.lease.app) if isinstance(gpu.state, Draining) else None
-        if isinstance(gpu.state, Draining) and app is not None and model.usable(turn.state, gpu):
-            grace_s = max((job.grace_s for job in app.jobs), default=0.0)
-            if turn.now < gpu.state.since + grace_s + LEAVE_S:
-                found.add(app.id)
+        if not isinstance(gpu.state, Draining) or app is None or not model.usable(turn.state, gpu):
+            continue
+        if turn.now < gpu.state.since + app.grace_s + LEAVE_S:
+            found.add(app.id)
     return frozenset(found)
 
 
@@ -245,7 +239,9 @@ def interactive_waits(turn: Turn) -> bool:
     settings = turn.state.settings
     if settings.shared or not interactive.serves(turn.policy, settings.policy_settings):
         return False
-    return any(turn.state.apps[app].kind == "interactive" for app in turn.index.active - turn.index.holders)
+    return any(
+        turn.state.apps[app].requirements.kind == "interactive" for app in turn.index.active - turn.index.holders
+    )
 
 
 def takeable(
@@ -283,4 +279,6 @@ def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
     settings = turn.state.settings
     if settings.shared or not interactive.serves(turn.policy, settings.policy_settings):
         return False
-    return any(app.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable for app in apps)
+    return any(
+        app.requirements.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable for app in apps
+    )

@@ -29,15 +29,13 @@ from protocol.messages import (
     NodeId,
     Outcome,
     OwnerId,
-    PreemptBy,
-    Priority,
+    Requirements,
     Sharing,
     SiteId,
     StepSource,
     TaskId,
     TaskPhase,
     TenantId,
-    Utility,
     device_of,
 )
 
@@ -251,10 +249,7 @@ class Job(Struct, frozen=True):
     attempt: int
     gpus: tuple[GpuId, ...]
     launch: LaunchSpec
-    grace_s: float
-    preempt_by: PreemptBy
     suspended: bool
-    priority: Priority = 0
 
 
 class Enrolling(Struct, frozen=True, tag=True):
@@ -340,6 +335,7 @@ class App(Struct, frozen=True):
     level_max: Level
     jobs: tuple[Job, ...]
     state: AppState
+    requirements: Requirements  #: what its user wishes, as far as the site allows it
     apps_integral: float  #: the integral of the number of apps over time when it arrived
     arrival: int = 0  #: how many had arrived before
     ideal_s: float = 0.0
@@ -354,7 +350,6 @@ class App(Struct, frozen=True):
     ran: dict[TaskId, NodeId] = {}  #: its newest tasks and where their output is
     holdings_seq: int = 0
     holdings_digest: str = ""
-    spans: bool = False
     left_s: float | None = None
     left_gpu_s: float | None = None
     left_at: float = 0.0  #: when it said so
@@ -367,12 +362,7 @@ class App(Struct, frozen=True):
     can_checkpoint: bool = False  #: likewise, whether they can leave and start elsewhere
     resting: bool = False  #: a task of it rests between its turns on a shared GPU
     claims: tuple[Claim, ...] = ()  #: the last story line about its claims that are off
-    utility: Utility | None = None
     booking: Booking | None = None  #: the time that it has bought, where the policy sells
-    weight: float = 1.0  #: among the apps of its tenant
-    kind: Kind = "batch"
-    cpus: float = 0.0  #: of each job; 0: it asks for none
-    host_bytes: int = 0
     preempted: int = 0  #: how often it made room for an interactive app: P of PAPERS.md section 3 is about that
     preempted_in: int = 0  #: the round in which it last did; later ones stand before it in the queue
     tolls: dict[JobId, Toll] = {}  #: of attempts that are over
@@ -384,15 +374,19 @@ class App(Struct, frozen=True):
         return isinstance(self.state, Active)
 
     @property
-    def priority(self) -> int:
-        """The highest of its jobs."""
-        return max((job.priority for job in self.jobs), default=0)
+    def spans(self) -> bool:
+        """Whether a gang may lie on several nodes."""
+        return self.requirements.spans
+
+    @property
+    def grace_s(self) -> float:
+        """The time its jobs are given to save; none once it wishes for no job."""
+        return self.requirements.grace_s if self.jobs else 0.0
 
     @property
     def movable(self) -> bool:
         """Whether its jobs are known to go on elsewhere from a checkpoint, if told to now."""
-        able = self.can_checkpoint and not self.resting
-        return able and all(job.preempt_by != "suspend" for job in self.jobs)
+        return self.can_checkpoint and not self.resting and self.requirements.preempt_by != "suspend"
 
     @property
     def only(self) -> tuple[GpuId, ...] | None:
