@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from app_agent.core.spec import AppSpec
-from launch import exit_codes
 from launch.faults import Fault, usage
 from launch.spec import INHERITED, telling
 from launch.surface import plural
+from protocol import exit_codes
 
 #: How long the arbiter may take to say what nodes there are: a user does not want to wait for one that is away.
 PATIENCE_S = 1.0

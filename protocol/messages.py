@@ -19,7 +19,7 @@ message costs one beat, never an app.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, NewType
+from typing import Annotated, Literal, NewType, Protocol
 
 from msgspec import Meta, Struct
 
@@ -70,6 +70,39 @@ Gpus = Annotated[tuple[GpuId, ...], Meta(max_length=GPUS_MAX)]
 Role = Literal["arbiter", "node", "app"]
 Level = Literal["slot", "machine", "rack", "cluster"]  #: localities, tight to loose (PAPERS.md section 1)
 LEVELS: tuple[Level, ...] = ("slot", "machine", "rack", "cluster")
+
+
+class Located(Protocol):
+    """A GPU with its place; slots have names within their node only."""
+
+    @property
+    def node(self) -> str:
+        """The node that it is in."""
+        ...
+
+    @property
+    def rack(self) -> str:
+        """The rack of that node."""
+        ...
+
+    @property
+    def slot(self) -> str:
+        """Its NVLink or PCIe island."""
+        ...
+
+
+def locality(gpus: Iterable[Located]) -> Level:
+    """Return the tightest level that holds all of `gpus`; ``slot`` for one GPU or none.
+
+    *Source:* Themis (NSDI 2020): S(G) is set by the worst locality in G.
+    """
+    found = list(gpus)
+    if len({(gpu.node, gpu.slot) for gpu in found}) <= 1:
+        return "slot"
+    if len({gpu.node for gpu in found}) <= 1:
+        return "machine"
+    return "rack" if len({gpu.rack for gpu in found}) <= 1 else "cluster"
+
 
 #: "resting": between its turns on a GPU that it shares, its lease untouched; "suspended": parked as its lease ended.
 TaskPhase = Literal[

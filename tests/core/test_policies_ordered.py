@@ -17,6 +17,7 @@ from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, Settings, V
 from protocol.messages import LEVELS, AppId, GpuId, NodeId, Requirements, TenantId
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of
+from tests.support.effort import examples
 from tests.support.wishes import replace
 
 ORDERED = sorted(set(POLICIES) - {"themis"})
@@ -568,7 +569,7 @@ def rounds(draw: st.DrawFn, *, counted: bool) -> View:
 
 @ordered
 @given(view=rounds(counted=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_no_gpu_goes_to_two_no_gang_is_broken_and_nobody_gets_more_than_it_wants(name: str, view: View) -> None:
     decided(name, view)
 
@@ -704,14 +705,14 @@ def one_that_finds_no_room() -> View:
 @pytest.mark.parametrize("name", sorted(REFERENCE))
 @given(view=rounds(counted=True))
 @example(view=one_that_finds_no_room())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_gangs_that_span_are_served_as_counting_says(name: str, view: View) -> None:
     assert counts(name, view) == REFERENCE[name](view)
 
 
 @ordered
 @given(view=rounds(counted=True), most=st.sampled_from([0, 2000]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_an_incumbent_keeps_its_very_gpus(name: str, view: View, most: int) -> None:
     allocation = POLICIES[name](Settings(reasons_max=most)).allocate(view, {})
     final = {

@@ -17,8 +17,9 @@ from app_agent.config import AppConfig
 from app_agent.control import Control
 from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
-from launch import exit_codes, preflight
+from launch import preflight
 from launch.faults import Fault
+from protocol import exit_codes
 from protocol.bus import Bus
 from protocol.bus.amqp import AmqpBus
 from protocol.bus.memory import MemoryBroker, MemoryBus

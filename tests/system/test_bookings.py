@@ -14,8 +14,8 @@ from arbiter.core.policies.oasis.utility import parse
 from arbiter.core.seam import Settings
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import ending, open_client
-from launch.exit_codes import DONE
 from launch.site.site import in_process, local_site, memory_bus, wait_ready
+from protocol.exit_codes import DONE
 from protocol.messages import Requirements
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
