@@ -1,15 +1,16 @@
-"""The seam between the arbiter and its policies: three traits and three questions, answered by pure functions.
+"""The seam between the arbiter and its policies: one value of traits, and questions that pure functions answer.
 
 A policy sees a `View` (frozen, no way back into the arbiter) and, if it asked for an auction, the bids; it answers
 with the *desired assignment* of the GPUs in play and a reason per app. The arbiter derives grants, renewals and
 preemptions by comparing desired with current, and checks the assignment against what is free then: a policy may be
-wrong, a grant may not. Nothing outside `policies/` asks which policy runs.
+wrong, a grant may not. Nothing outside `policies/` asks which policy runs: it asks for its `Traits`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Final, Literal
 
 from msgspec import Struct
 
@@ -20,6 +21,21 @@ Clock = Callable[[], float]
 #: How long holders keep their GPUs. ``lease``: until the lease ends, and a round may renew it; ``lasting``: until they
 #: give them back; ``revocable``: until any round takes them, so that all GPUs are in play in every round.
 Tenure = Literal["lease", "lasting", "revocable"]
+#: Behind which app that waits no other app gets a GPU: behind none, behind any one, or behind one of its own tenant.
+Strict = Literal["no", "all", "tenant"]
+#: The value of one field of a policy's settings, as TOML, a snapshot and the journal write it.
+Setting = bool | int | float | str
+#: The fields of one policy's settings, by name.
+Table = Mapping[str, Setting]
+
+#: The policy of an arbiter, a simulation and a demo that name none: a name in `registry.POLICIES`.
+DEFAULT_POLICY: Final = "themis"
+
+#: Apps that neither had nor got anything are told why one by one in rounds of up to so many apps; in larger rounds
+#: the apps that wait share one sentence.
+REASONS_MAX = 2000
+#: A policy that sells sets its prices by so many apps at most, those that asked last.
+ASKED_MAX = 256
 
 
 class TenantView(Struct, frozen=True):
@@ -200,6 +216,16 @@ class View(Struct, frozen=True):
     holders: tuple[AppView, ...] = ()  #: who holds those
     emptying: tuple[GpuView, ...] = ()  #: GPUs that will be free within a moment, told while an interactive app waits
     tenants: Mapping[TenantId, TenantView] = {}  #: all that have ever had an app, or have terms
+    #: How long the policy may search for its decision, with what explains it. Counted in steps of work, so that equal
+    #: rounds end equally whatever the node is doing; when it runs out, `Allocation.facts` and the reasons say so.
+    budget_ms: float = 500.0
+    interactive_share: float = 0.1  #: see `ArbiterSettings`
+    interactive_s: float = 1800.0
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether every app is told its own reason."""
+        return len(self.apps) <= REASONS_MAX
 
     def allocated_gpu_s(self, app: AppView) -> float:
         """Return the GPU-seconds that `app` has had, until its GPUs were proven empty (Astraea, Eq. 2)."""
@@ -231,53 +257,6 @@ class View(Struct, frozen=True):
         if app.left_gpu_s is None:
             return None
         return max(0.0, app.left_gpu_s - (self.now - app.left_at) * min(app.leases, app.demand_max))
-
-
-class Settings(Struct, frozen=True, forbid_unknown_fields=True):
-    """Knobs of the policies, from the arbiter's configuration."""
-
-    fairness_knob: float = 0.8  #: f of PAPERS.md section 1: the (1 - f) fraction with the worst rho bids
-    #: For the auction, its explanation included. Counted in steps of work, so that equal rounds end equally whatever
-    #: the machine is doing; when it runs out, the round's `Allocation.facts` and its reasons say so.
-    solver_budget_ms: float = 500.0
-    #: "idle": what hidden payments leave stays free for a round when no app outside the auction can use it; bidders
-    #: cannot gain by lying. "bidders": it is given back to them; no GPU idles, but over-reporting can pay.
-    #: "worst-off": all of it is dealt in order of rho, whoever bid: fairer where gangs are wide, not the paper's rule.
-    leftover: str = "bidders"
-    #: Apps that neither had nor got anything are told why one by one in rounds of up to so many apps; beyond, those
-    #: that wait share one sentence.
-    reasons_max: int = 2000
-    las_threshold_gpu_s: float = 3600.0  #: `las`: attained service from which an app is in the second queue
-    gandiva_idle_s: float = 60.0  #: `gandiva`: an elastic app grows onto GPUs that have been idle for so long
-    #: `astraea`, and `themis` with `tenants_first`: a tenant is due its quota even while it does not want it (Eq. 16).
-    astraea_quota_variant: bool = False
-    #: The same two: tenants and apps come first by how unfairly they are served only until they have had what is fair;
-    #: off: for ever, by the smallest index, as published.
-    astraea_until_fair: bool = True
-    tenants_first: bool = False  #: `themis`: GPUs are split among tenants first, and auctioned within each one's part
-    fitgpp_s: float = 4.0  #: `fitgpp`: s, how much a long grace period weighs beside a large demand (Eq. 3)
-    fitgpp_p: int = (
-        1  #: `fitgpp`: P, an app makes room for interactive apps so many times, unless no other could (Eq. 4)
-    )
-    interactive_nodes: float = 0.0  #: `fitgpp`, `lrtp`, `rand`: of all nodes, this part is for interactive apps only
-    #: Under policies without a rule of their own for interactive apps: of all GPUs, interactive apps hold at most this
-    #: part at others' cost; 0: interactive apps are like other apps.
-    interactive_share: float = 0.1
-    interactive_s: float = 1800.0  #: an app of class ``interactive`` counts as one until it has run for so long
-    allox_alpha: float = 0.3  #: `allox`: the part of the tenants, those with the least GPU time, that is served first
-
-    oasis_slot_s: float = 3600.0  #: `oasis`: GPUs are sold by slots of so many seconds
-    oasis_slots: int = 168  #: `oasis`: so many slots from now on are for sale
-    oasis_price_max: float = 0.0  #: `oasis`: U, the price of a GPU-hour of a full node; 0: by the apps seen
-    oasis_price_min: float = 0.0  #: `oasis`: L, the price of a GPU-hour of an empty node; 0: by the apps seen
-    oasis_margin: float = 0.1  #: `oasis`: books so much more than the work that apps say is left
-    #: `oasis`: apps that are booked are moved where all are worth more; off: as published.
-    oasis_second_look: bool = True
-    oasis_promise: float = 0.5  #: `oasis`: who is moved keeps at least this part of what it was told it would be worth
-    #: `rrh`: an app starts if its reward, in units of worth per GPU-hour, is more than this.
-    rrh_threshold: float = 0.0
-    dorm_fairness: float = 0.1  #: `dorm`: the shares of all apps may differ from their fair ones by this in all
-    dorm_adjusted: float = 0.1  #: `dorm`: of the apps that run, this part may be given another number of GPUs
 
 
 class Change(Struct, frozen=True):
@@ -378,52 +357,71 @@ class Admission(Struct, frozen=True):
     asked: Asked | None = None  #: what of this app is to be remembered for prices
 
 
-class Policy(Protocol):
-    """One scheduling policy; stateless, made from `Settings`."""
+class Traits(Struct, frozen=True):
+    """What the arbiter must know of a class of policies; all else is in its answers."""
 
-    probes: ClassVar[bool]  #: whether a round first asks every app for its rho (phase 1)
-    tenure: ClassVar[Tenure]
-    shares: ClassVar[bool]  #: whether it deals with all seats of shared GPUs itself; others see one seat of each
+    tenure: Tenure
+    probes: bool = False  #: a round first asks every app for its rho (phase 1), and then for bids
+    shares: bool = False  #: it deals with all seats of shared GPUs itself; other policies see one seat of each
+    serves_interactive: bool = (
+        False  #: it has a rule of its own for interactive apps; for other policies there is a layer
+    )
+    strict: Strict = "no"  #: an app that does not fit lets no app behind it by
+    sells: bool = False  #: it sells the GPUs of coming slots; the state keeps the bookings, and `allocate` sees them
 
-    def __hash__(self) -> int: ...  # what is known of a policy may be remembered
 
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        """Say whether `app` may enter a cluster of these GPUs."""
-        ...
+class PolicySettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of a policy that has none, and the base of all others; `__post_init__` refuses values out of range.
+
+    A policy's own settings stand beside its class. They are decoded from the table ``[policy.NAME]``.
+    """
+
+
+def require(holds: bool, name: str, value: object, must: str) -> None:
+    """Refuse a setting unless it `holds`.
+
+    Raises
+    ------
+    ValueError
+        With its name, its value and what it must be.
+    """
+    if not holds:
+        raise ValueError(f"{name} is {value}; it must be {must}")
+
+
+class Policy(ABC):
+    """One scheduling policy; stateless, made from its settings."""
+
+    traits: ClassVar[Traits]
+    #: It keeps some nodes for some apps, so its view must say what nodes have, whether or not any app asks for it.
+    reserves_nodes: bool = False
+    slot_s: float = 0.0  #: how long a slot is, of a policy that sells
+
+    def __init__(self, settings: PolicySettings | None = None) -> None:  # noqa: B027 - most policies have none
+        """Take the settings; a policy that has any of its own takes these."""
 
     def bidders(self, view: View) -> Sequence[AppId]:
         """Return who sees the offer; empty for no auction."""
-        ...
+        return ()
 
+    @abstractmethod
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return the desired assignment of the GPUs in play.
 
         `clock` tells seconds, whatever their origin, where the caller has one: only to hold a search to its budget.
         """
-        ...
-
-
-@runtime_checkable
-class Seller(Protocol):
-    """A policy that sells the GPUs of coming slots; its bookings are kept in the state, and shown to `allocate`."""
-
-    @property
-    def slot_s(self) -> float:
-        """How long a slot is."""
-        ...
 
     def sell(self, market: Market, app: AppView) -> Admission:
-        """Say whether `app` may enter, and what it has bought; one that has a booking asks for the rest of its work."""
-        ...
+        """Say whether `app` may enter, and what it has bought; one that has a booking asks for the rest of its work.
+
+        Raises
+        ------
+        NotImplementedError
+            Of a policy that sells nothing; see `Traits.sells`.
+        """
+        raise NotImplementedError
 
 
-@runtime_checkable
-class ServesInteractive(Protocol):
-    """A policy that has a rule of its own for apps of class ``interactive``; for others there is `interactive`."""
-
-    serves_interactive: ClassVar[bool]
-
-
-def is_interactive(view: View, app: AppView, interactive_s: float) -> bool:
+def is_interactive(view: View, app: AppView) -> bool:
     """Whether an app still counts as interactive: it has not run for `interactive_s` yet on a gang's worth of GPUs."""
-    return app.requirements.kind == "interactive" and view.served_gpu_s(app) < interactive_s * app.gang
+    return app.requirements.kind == "interactive" and view.served_gpu_s(app) < view.interactive_s * app.gang

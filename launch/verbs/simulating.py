@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from arbiter.core.seam import DEFAULT_POLICY
 from launch.faults import Fault, usage
 from launch.spec import seconds
 from launch.surface import answering, emit, note, number, plural, say, table, wants_json
@@ -61,7 +62,7 @@ Tenants = Annotated[Path | None, typer.Option(metavar="FILE", help="a CSV of ten
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 #: Settings with a flag of their own.
-FLAGGED = ("lease_s", "round_pause_s", "fairness_knob", "sharing", "seats", "quantum_s")
+FLAGGED = ("lease_s", "round_pause_s", "sharing", "seats", "quantum_s")
 
 #: Of one run, for people: heading, name in the summary, digits.
 SHOWN = (
@@ -134,7 +135,7 @@ def add(app: typer.Typer) -> None:
 def simulate(
     trace: Trace,
     cluster: ClusterOption,
-    policy: Annotated[str, typer.Option(help="which policy decides")] = "themis",
+    policy: Annotated[str, typer.Option(help="which policy decides")] = DEFAULT_POLICY,
     overheads: Overheads = "default",
     profiles: ProfilesOption = "built-in",
     lease: Lease = None,
@@ -245,7 +246,7 @@ def _refusals(policy: str, summary: Mapping[str, Any]) -> str:
 def sweep(
     trace: Trace,
     cluster: ClusterOption,
-    policies: Policies = "themis",
+    policies: Policies = DEFAULT_POLICY,
     sharing: Annotated[str | None, typer.Option(metavar="MODE,...", help="exclusive, timeslice, pack")] = None,
     seats: Annotated[str | None, typer.Option(metavar="N,...", help="the most jobs on one shared GPU")] = None,
     quantum: Annotated[str | None, typer.Option(metavar="TIME,...", help="least length of a turn on one")] = None,
@@ -367,10 +368,13 @@ def _unfinished(run: Run) -> tuple[str, int, int]:
 
 def _knobs(flags: Iterable[tuple[str, str]], words: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
     """Return all settings that one run is given, each once."""
+    from arbiter.core.registry import FAIRNESS_KNOB
+
     knobs = (*flags, *_single(words))
     for place, (name, _) in enumerate(knobs):
         if name in dict(knobs[:place]):
             own = f"--{name.removesuffix('_s').replace('_', '-')}" if name in FLAGGED else "--set"
+            own = "--fairness-knob" if name == FAIRNESS_KNOB else own
             raise usage(f"{name} is set twice", f"give it once, by {own}")
     return knobs
 
@@ -389,7 +393,9 @@ def _flags(
     if round_pause is not None:
         yield "round_pause_s", str(seconds(round_pause, "--round-pause"))
     if fairness_knob is not None:
-        yield "fairness_knob", str(fairness_knob)
+        from arbiter.core.registry import FAIRNESS_KNOB
+
+        yield FAIRNESS_KNOB, str(fairness_knob)
     if sharing is not None:
         yield "sharing", sharing
     if seats is not None:

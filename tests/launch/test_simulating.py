@@ -298,7 +298,7 @@ def test_the_solver_is_compiled_before_what_needs_it(
         (("simulate", "TRACE", "--cluster", "1x2", "--overheads", "some"), "overheads are 'some'"),
         (("simulate", "TRACE", "--cluster", "1x2", "--lease", "long"), "--lease is 'long'"),
         (("simulate", "TRACE", "--cluster", "1x2", "--lease", "1s"), "the settings: arbiter.lease_s is 1.0"),
-        (("simulate", "TRACE", "--cluster", "1x2", "--fairness-knob", "7"), "the settings: arbiter.policy_settings"),
+        (("simulate", "TRACE", "--cluster", "1x2", "--fairness-knob", "7"), "policy.themis.fairness_knob is "),
         (("simulate", "TRACE", "--cluster", "1x2", "--set", "probe_s"), "--set is 'probe_s'"),
         (("simulate", "TRACE", "--cluster", "1x2", "--min-duration", "x"), "--min-duration is 'x'"),
         (
@@ -306,7 +306,7 @@ def test_the_solver_is_compiled_before_what_needs_it(
             "lease_s is set twice",
         ),
         (("compare", "TRACE", "--cluster", "1x2", "--set", "bid_s=3", "--set", "bid_s=2"), "bid_s is set twice"),
-        (("simulate", "TRACE", "--cluster", "1x2", "--fairness-knob", "nan"), "the settings: arbiter.policy_settings"),
+        (("simulate", "TRACE", "--cluster", "1x2", "--fairness-knob", "nan"), "policy.themis.fairness_knob is "),
         (("simulate", "TRACE", "--cluster", "1x2", "--set", "node_timeout_s=5"), "node_timeout_s has no effect here"),
         (
             ("simulate", "TRACE", "--cluster", "1x2", "--set", "tenants_only=true"),

@@ -9,7 +9,7 @@ that lost its place to an app before it moves if there is room elsewhere.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -20,7 +20,6 @@ from arbiter.core.placement.assignment import (
     Deal,
     Holes,
     Pool,
-    Unauctioned,
     all_gone,
     gang_place,
     gpus,
@@ -30,7 +29,7 @@ from arbiter.core.placement.assignment import (
     too_few_left,
 )
 from arbiter.core.placement.locality import LOOSENESS, locality
-from arbiter.core.seam import Allocation, AppView, Clock, GpuView, Outcome, Settings, Tenure, View
+from arbiter.core.seam import Allocation, AppView, Clock, GpuView, Outcome, Policy, View
 from protocol.messages import AppId, Bid, GpuId
 
 #: An app moves closer together only if what is left of it takes so many times what the move costs.
@@ -260,23 +259,11 @@ class Selection:
         return gang_place(app) == "machine" and app.only is None and self.deal.left.largest() >= app.gang
 
 
-class Ranked(Unauctioned, ABC):
-    """A policy that serves apps in an order, without an auction.
+class Ranked(Policy):
+    """A policy that serves apps in an order, without an auction."""
 
-    Raises
-    ------
-    ValueError
-        For settings outside their range.
-    """
-
-    tenure: ClassVar[Tenure]
     by: ClassVar[str]  #: what the order goes by, in words
     migrates: ClassVar[bool] = False  #: whether apps on several machines move where they lie closer together
-
-    def __init__(self, settings: Settings) -> None:
-        if settings.reasons_max < 0:
-            raise ValueError(f"reasons_max is {settings.reasons_max}; it must be 0 or more")
-        self._settings = settings
 
     # --- what each policy says --------------------------------------------------------------------------------------
 
@@ -306,8 +293,8 @@ class Ranked(Unauctioned, ABC):
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return who gets which GPUs in play, and say why."""
         order = self.order(view)
-        selection = Selection(view, order, told=len(view.apps) <= self._settings.reasons_max)
-        if self.tenure == "lasting":
+        selection = Selection(view, order, told=view.tells_all)
+        if self.traits.tenure == "lasting":
             for app in selection.holders:
                 selection.keep(app)
         misfits: dict[AppId, str | None] = {}
@@ -331,7 +318,7 @@ class Ranked(Unauctioned, ABC):
         facts = {"idle": float(selection.left)}
         turns = tuple(app.app for app in order) if view.seats else ()
         rest = "" if selection.told else f"keeps what it holds, if it holds any, and waits for more {self.by}"
-        if self.tenure == "lease":
+        if self.traits.tenure == "lease":
             assign = dict(sorted((selection.incumbents() | newcomers).items()))
             return Allocation(assign, words.outcomes(), facts=facts, rest=rest, order=turns)
         known = {app.app for app in holders}

@@ -9,11 +9,11 @@ soon as it is empty.
 An app lies on one node gang by gang, and takes of it, beside GPUs, the CPU cores and the host memory that it declared;
 no node gives more of these than it has. (An app that declares none and spans nodes may lie on several.)
 
-Of the nodes the part `Settings.interactive_nodes` is for interactive apps only, which have it after all others; on them
+Of the nodes the part `reserved_nodes` is for interactive apps only, which have it after all others; on them
 nobody has to leave. (None of this is FitGpp's.)
 
 No interactive app preempts in vain: if it would not fit even where all of class batch had left, it waits. An
-interactive app that has run for `Settings.interactive_s` is one of class batch from then on.
+interactive app that has run for `interactive_s` is one of class batch from then on.
 
 *Source:* FitGpp (OpML 2019), section 2; PAPERS.md section 3. Which of several nodes a job goes to is not published: the
 one with the fewest GPUs left.
@@ -22,14 +22,13 @@ one with the fewest GPUs left.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import ClassVar
 
 from msgspec.structs import replace
 
-from arbiter.core.placement.assignment import Deal, Holes, Unauctioned, gpus, pick
+from arbiter.core.placement.assignment import Deal, Holes, gpus, pick
 from arbiter.core.placement.lots import shuffled
 from arbiter.core.placement.victims import Demand, Victim, capacity_of, demand_of, fewest, groups_of, units_of, without
 from arbiter.core.seam import (
@@ -39,10 +38,12 @@ from arbiter.core.seam import (
     Displaced,
     GpuView,
     Outcome,
-    Settings,
-    Tenure,
+    Policy,
+    PolicySettings,
+    Traits,
     View,
     is_interactive,
+    require,
 )
 from protocol.messages import AppId, Bid, GpuId, NodeId
 
@@ -50,34 +51,24 @@ from protocol.messages import AppId, Bid, GpuId, NodeId
 AGAIN_S = 1.0
 
 
-class Preemptive(Unauctioned, ABC):
-    """FIFO with preemption for interactive apps.
+class Reserving(PolicySettings, frozen=True):
+    """What the three have in common."""
 
-    Raises
-    ------
-    ValueError
-        For settings outside their range.
-    """
+    reserved_nodes: float = 0.0  #: of all nodes, this part (one at least, unless 0) is for interactive apps only
 
-    tenure: ClassVar[Tenure] = "revocable"
-    serves_interactive: ClassVar[bool] = True
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require(0.0 <= self.reserved_nodes < 1.0, "reserved_nodes", self.reserved_nodes, "0 or more, and less than 1")
 
-    def __init__(self, settings: Settings) -> None:
-        if settings.reasons_max < 0:
-            raise ValueError(f"reasons_max is {settings.reasons_max}; it must be 0 or more")
-        if not 0.0 <= settings.fitgpp_s < math.inf:
-            raise ValueError(f"fitgpp_s is {settings.fitgpp_s}; it must be 0 or more, and finite")
-        if settings.fitgpp_p < 1:
-            raise ValueError(f"fitgpp_p is {settings.fitgpp_p}; it must be 1 or more")
-        if not 0.0 <= settings.interactive_share <= 1.0:
-            raise ValueError(f"interactive_share is {settings.interactive_share}; it must be from 0 to 1")
-        if not 0.0 <= settings.interactive_nodes < 1.0:
-            raise ValueError(
-                f"interactive_nodes is {settings.interactive_nodes}; it must be 0 or more, and less than 1"
-            )
-        if not 0.0 <= settings.interactive_s < math.inf:
-            raise ValueError(f"interactive_s is {settings.interactive_s}; it must be 0 or more, and finite")
-        self.settings = settings
+
+class Preemptive(Policy):
+    """FIFO with preemption for interactive apps."""
+
+    traits = Traits("revocable", serves_interactive=True, strict="all")
+
+    def __init__(self, settings: Reserving) -> None:
+        self._reserved_nodes = settings.reserved_nodes
+        self.reserves_nodes = settings.reserved_nodes > 0.0
 
     @abstractmethod
     def victims(self, round_: Round, newcomer: AppView) -> list[tuple[Victim, str]]:
@@ -85,7 +76,7 @@ class Preemptive(Unauctioned, ABC):
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return who gets which GPUs in play, and say why."""
-        round_ = Round(view, self.settings)
+        round_ = Round(view, self._reserved_nodes)
         interactive = [app for app in view.apps if app.want > 0 and app.app in round_.interactive]
         for app in interactive:
             if not round_.waits(app) or round_.beyond(app) or round_.place(app) or round_.has(app):
@@ -123,16 +114,16 @@ class Preemptive(Unauctioned, ABC):
 class Round:
     """One round, step by step."""
 
-    def __init__(self, view: View, settings: Settings) -> None:
+    def __init__(self, view: View, reserved_nodes: float) -> None:
         self.view = view
-        self.interactive = {app.app for app in view.apps if is_interactive(view, app, settings.interactive_s)}
+        self.interactive = {app.app for app in view.apps if is_interactive(view, app)}
         self.preempted: dict[AppId, set[AppId]] = {}  #: who makes room, and for which interactive apps
         self.blocker: AppView | None = None
         self.blocked: set[AppId] = set()  #: who stands behind it
         self._displaced: list[Displaced] = []
         self._touched: set[NodeId] = set()  #: nodes that somebody is told to leave
         self._beyond: dict[tuple[float, int], str] = {}
-        self._told = len(view.apps) <= settings.reasons_max
+        self._told = view.tells_all
         self._deal = Deal(view)
         self._words: dict[AppId, list[str]] = defaultdict(list)
         self._emptied: dict[GpuId, GpuView] = {}  #: what the preempted leave, and nobody has been promised
@@ -144,7 +135,7 @@ class Round:
                 if gpu in self._deal.left:
                     self._emptied[gpu] = self._deal.left.remove(gpu)
         self.free = self._free_resources()
-        self._reserved = _reserved(view, settings.interactive_nodes)
+        self._reserved = _reserved(view, reserved_nodes)
         self.units = [
             unit
             for app in view.apps

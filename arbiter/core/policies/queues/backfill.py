@@ -11,16 +11,15 @@ is in EASY backfill.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 from arbiter.core.policies.common.ordered import Ranked
-from arbiter.core.seam import AppView, Tenure, View
+from arbiter.core.seam import AppView, Traits, View
 
 
 class Backfill(Ranked):
     """First that fits, first served."""
 
-    tenure: ClassVar[Tenure] = "lasting"
+    traits = Traits("lasting")
     by = "in order of arrival"
 
     def order(self, view: View) -> Sequence[AppView]:

@@ -8,16 +8,15 @@ apps cannot starve a large gang.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
-from arbiter.core.seam import AppView, Tenure, View
+from arbiter.core.seam import AppView, Traits, View
 
 
 class Fifo(Ranked):
     """First come, first served."""
 
-    tenure: ClassVar[Tenure] = "lasting"
+    traits = Traits("lasting", strict="all")
     by = "in order of arrival"
 
     def order(self, view: View) -> Sequence[AppView]:

@@ -13,10 +13,9 @@ to what a job can use, and what a tenant cannot use is nobody's, as in Eq. 8 and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
 
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn, by_least, gang_by_gang
-from arbiter.core.seam import AppView, TenantView, Tenure, View
+from arbiter.core.seam import AppView, TenantView, Traits, View
 
 #: Of an app without tickets, which has none before its tenant is known.
 LEAST_SHARE = 1e-9
@@ -25,7 +24,7 @@ LEAST_SHARE = 1e-9
 class GandivaFair(Ranked):
     """The least pass first."""
 
-    tenure: ClassVar[Tenure] = "lease"
+    traits = Traits("lease")
     by = "by GPU time for its tickets"
 
     def order(self, view: View) -> Sequence[AppView]:

@@ -22,11 +22,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar
 
 from msgspec.structs import replace
 
-from arbiter.core.placement.assignment import Deal, admit_what_fits, gang_place, gpus, losses, shares
+from arbiter.core.placement.assignment import Deal, gang_place, gpus, losses, shares
 from arbiter.core.placement.locality import PLACE
 from arbiter.core.placement.lots import draw, shuffled
 from arbiter.core.policies.common.ordered import Selection
@@ -36,7 +35,19 @@ from arbiter.core.policies.themis.auction.compiled import COMPILED
 from arbiter.core.policies.themis.auction.explain import explain
 from arbiter.core.policies.themis.auction.problem import TOLERANCE
 from arbiter.core.policies.themis.auction.solve import FIRST_STEPS, Budget
-from arbiter.core.seam import Admission, Allocation, AppView, Clock, GpuView, Loss, Outcome, Settings, Tenure, View
+from arbiter.core.seam import (
+    Allocation,
+    AppView,
+    Clock,
+    GpuView,
+    Loss,
+    Outcome,
+    Policy,
+    PolicySettings,
+    Traits,
+    View,
+    require,
+)
 from protocol.messages import LEVELS, AppId, Bid, GpuId, TenantId
 
 #: The part of the budget that is for explaining the outcome: a quarter of what is for finding it.
@@ -44,31 +55,32 @@ EXPLAINING = 0.2
 LEFTOVER = ("idle", "bidders", "worst-off")
 
 
-class Themis:
-    """Auctions among the worst-off.
+class Settings(PolicySettings, frozen=True):
+    """Who bids, and what becomes of GPUs that payments leave."""
 
-    Raises
-    ------
-    ValueError
-        For settings outside their range.
-    """
+    fairness_knob: float = 0.8  #: f of PAPERS.md section 1: the (1 - f) fraction with the worst rho bids
+    #: "idle": what hidden payments leave stays free for a round when no app outside the auction can use it; bidders
+    #: cannot gain by lying. "bidders": it is given back to them; no GPU idles, but over-reporting can pay.
+    #: "worst-off": all of it is dealt in order of rho, whoever bid: fairer where gangs are wide, not the paper's rule.
+    leftover: str = "bidders"
+    tenants_first: bool = False  #: GPUs are split among tenants first, and auctioned within each one's part
 
-    probes: ClassVar[bool] = True
-    tenure: ClassVar[Tenure] = "lease"
-    shares: ClassVar[bool] = False
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require(0.0 <= self.fairness_knob <= 1.0, "fairness_knob", self.fairness_knob, "from 0 to 1")
+        require(self.leftover in LEFTOVER, "leftover", f'"{self.leftover}"', f"one of {', '.join(LEFTOVER)}")
 
-    def __init__(self, settings: Settings) -> None:
-        if not 0.0 <= settings.fairness_knob <= 1.0:
-            raise ValueError(f"fairness_knob is {settings.fairness_knob}; it must be from 0 to 1")
-        if settings.leftover not in LEFTOVER:
-            raise ValueError(f'leftover is "{settings.leftover}"; it must be one of {", ".join(LEFTOVER)}')
-        if not settings.solver_budget_ms > 0.0:
-            raise ValueError(f"solver_budget_ms is {settings.solver_budget_ms}; it must be above 0")
+
+DEFAULTS = Settings()
+
+
+class Themis(Policy):
+    """Auctions among the worst-off."""
+
+    traits = Traits("lease", probes=True)
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
         self._settings = settings
-
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        """Refuse an app whose gang fits no node."""
-        return admit_what_fits(cluster, app)
 
     def bidders(self, view: View) -> Sequence[AppId]:
         """Return the ceil((1 - f) n) worst-off of the n apps that answered and want GPUs; ties are decided by lot.
@@ -99,11 +111,11 @@ class Themis:
         offered = frozenset(self.bidders(view) if view.offered is None else view.offered)
         entered = {app: bid for app, bid in bids.items() if app in offered}
         entry = enter(view, entered)
-        budget_ms = self._settings.solver_budget_ms
+        budget_ms = view.budget_ms
         budget = Budget.of((1.0 - EXPLAINING) * budget_ms, clock)
         budget.steps = max(1, budget.steps)  # the first step finds a bound, without which no gap could be told
         settlement = settle(entry, budget)
-        all_told = len(view.apps) <= self._settings.reasons_max
+        all_told = view.tells_all
         explaining = Budget.of(EXPLAINING * budget_ms if all_told else 0.0, clock)
         why_lost = explain(view, entered, entry, settlement, explaining)
         round_ = _Round(view, offered, entry, settlement, why_lost)
@@ -317,13 +329,13 @@ def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, s
     The split is Astraea's tenant phase: gang by gang to the tenant with the least index, in it to the app with the
     greatest rho; what each tenant's apps come to is its part.
     """
-    owner = _split(view, settings)
+    owner = _split(view)
     tenants = sorted({app.tenant for app in view.apps})
     parts = {tenant: tuple(gpu for gpu in view.gpus if owner.get(gpu.gpu) == tenant) for tenant in tenants}
-    budget_ms = settings.solver_budget_ms / max(1, sum(map(bool, parts.values())))
-    policy = Themis(replace(settings, tenants_first=False, solver_budget_ms=budget_ms))
+    shared = replace(view, budget_ms=view.budget_ms / max(1, sum(map(bool, parts.values()))))
+    policy = Themis(replace(settings, tenants_first=False))
     held = {
-        tenant: policy.allocate(_part_of(view, tenant, part), bids, clock) for tenant, part in parts.items() if part
+        tenant: policy.allocate(_part_of(shared, tenant, part), bids, clock) for tenant, part in parts.items() if part
     }
     assign = dict(sorted((gpu, app) for each in held.values() for gpu, app in each.assign.items()))
     outcomes = {outcome.app: outcome for each in held.values() for outcome in each.outcomes}
@@ -338,9 +350,9 @@ def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, s
     )
 
 
-def _split(view: View, settings: Settings) -> dict[GpuId, TenantId]:
+def _split(view: View) -> dict[GpuId, TenantId]:
     """Return whose part each GPU in play is; one that nobody can use goes to no part but its holder's tenant's."""
-    standings = Standings(view, settings, today_first=False)  # the worst off of equal tenants comes first
+    standings = Standings(view, today_first=False)  # the worst off of equal tenants comes first
     selection = Selection(view, view.apps, told=False)
 
     def worth(app: AppView) -> float:
