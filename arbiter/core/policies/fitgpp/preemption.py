@@ -216,7 +216,7 @@ class Round:
             return pick(
                 self._usable(app, free, shut) if app.only is not None or shut else free, app, self._room(app), near=near
             )
-        one = replace(app, spans=False) if self.asks(app) else app
+        one = _unspanning(app) if self.asks(app) else app
         demand = demand_of(app, app.gang)
         pools: list[GpuView] = []
         by_node: dict[NodeId, list[GpuView]] = defaultdict(list)
@@ -285,7 +285,7 @@ class Round:
         """Whether what is free and what these leave on `nodes` has a gang as close together as `app` accepts."""
         taken = [gpu for victim in victims for gpu in victim.gpus]
         pool = [*self._deal.left, *self._emptied.values(), *taken]
-        one = replace(app, spans=False) if self.asks(app) else app
+        one = _unspanning(app) if self.asks(app) else app
         return bool(pick(self._usable(app, [gpu for gpu in pool if gpu.node in nodes]), one, app.gang))
 
     def lots(self, units: Sequence[Victim], newcomer: AppView) -> list[Victim]:
@@ -402,6 +402,11 @@ class Round:
             else ""
         )
         return f"no node{apart} has room for its gang of {app.gang}{self.beside(app)}"
+
+
+def _unspanning(app: AppView) -> AppView:
+    """Return an app as one whose gangs each lie on one node."""
+    return replace(app, requirements=replace(app.requirements, spans=False))
 
 
 def _in_words(demand: Demand) -> str:
