@@ -37,9 +37,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .training import spawned
-from .training.checkpoints import Root
+from .training.checkpoints import Root, Save
 from .training.interpreter import is_helper, is_launcher, watch_exit, watch_launcher, watch_optimizers
-from .training.training_process import Identity, Save, TrainingProcess, whole_number
+from .training.state import Identity
+from .training.training_process import TrainingProcess
+from .training.values import whole_number
 
 __all__ = [
     "EXIT_REQUEUE",
@@ -113,13 +115,12 @@ def step_end(
     save
         ``save(folder)`` writes all state that training needs to go on. Called only when a checkpoint is wanted.
     metrics
-        What the mini-batch gave, by name. Read a few times a second at most.
+        Measurements of the mini-batch, by name. Read a few times a second at most.
     samples
-        How many samples the mini-batch consumed, of all training processes together. Kept with each checkpoint.
+        Samples the mini-batch consumed, in all training processes together. Kept with each checkpoint.
 
     Returns
     -------
-    bool
         True when a checkpoint was saved and the process is to leave with ``sys.exit(session.EXIT_REQUEUE)``.
 
     Raises
@@ -209,12 +210,25 @@ def _begin() -> None:
         _train(path, identity)
 
 
-def _begin_as(rank: int, world: int, path: str) -> None:
-    """Take the node agent's socket as one of `world` training processes that another has started."""
+def _train_as_rank(target: Callable[..., object], path: str, world: int, rank: int, *arguments: object) -> None:
+    """Run `target` as one of `world` training processes that another has started, and say how it ended.
+
+    `path` is the node agent's socket.
+    """
     os.environ.pop(spawned.SOCKET, None)
     identity = _identity()
     if identity is not None:
         _train(path, Identity(identity.task, identity.attempt, rank, world))
+    try:
+        target(rank, *arguments)
+    except SystemExit as end:
+        _note_exit(end.code)
+        raise
+    except BaseException:
+        _note_exit(1)
+        raise
+    finally:
+        _end()
 
 
 def _train(path: str, identity: Identity) -> None:
@@ -226,7 +240,7 @@ def _train(path: str, identity: Identity) -> None:
         atexit.register(_end)
         watch_exit(_note_exit)
         watch_optimizers(_after_optimizer_step)
-        spawned.watch(_step_aside, EXIT_REQUEUE)
+        spawned.watch(_step_aside, _train_as_rank, EXIT_REQUEUE)
     _session.link.start()
 
 

@@ -146,7 +146,7 @@ async def run_arbiter(
 
 
 def _holds_auctions(config: ArbiterConfig) -> bool:
-    return policy_of(config.arbiter.policy, config.arbiter.policy_settings).probes
+    return policy_of(config.arbiter.policy, config.arbiter.policy_settings).traits.probes
 
 
 async def _run(
@@ -184,7 +184,7 @@ def _journal(folder: Path) -> Journal[Event]:
 
 
 def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "auto") -> Arbiter:
-    """Return the arbiter as the journal tells; what it recorded last is recorded again, should it have been missed.
+    """Return the arbiter as the journal tells; its last records are made again, should they have been missed.
 
     Raises
     ------

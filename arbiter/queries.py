@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.effects import LeaseRecord, RoundRecord
 from arbiter.core.registry import policy_of
-from arbiter.core.rounds import claim_audit, phases
+from arbiter.core.rounds import claim_audit, phases, views
 from arbiter.core.seam import Outcome
 from arbiter.core.state import fairness, model
 from arbiter.core.state.gpu_time import Standing
@@ -42,11 +42,11 @@ TRIED_APPS_MAX = 2000
 ROUNDS_READ_MAX, LEASES_READ_MAX = 200, 5_000
 #: Outcomes that are told of one round: those of the apps that got GPUs first, whatever a page may hold.
 OUTCOMES_MAX = 1_000
-#: What is told of what node agents measured of a task.
+#: The measurements of a task that are told.
 MEASURED = ("source", "confidence", "share", "utilisation", "peak_bytes", "packed_with", "remark")
 #: Below the codec's limit for a frame.
 DOCUMENT_BYTES_MAX = 3 * 2**20
-#: Of a list's entries on one page: what others ask meanwhile must not wait for a long list.
+#: Of a list's entries on one page: the questions of others must not wait for a long list.
 PAGE_BYTES_MAX = 2**20
 
 
@@ -161,12 +161,12 @@ class Desk:
             "saved": {"steps": app.saved[0], "total_steps": app.saved[1]},
             "suspensions": app.suspensions,
             "metrics": app.metrics,
-            "priority": app.priority,
-            "class": app.kind,
-            "cpus": app.cpus,
-            "host_bytes": app.host_bytes,
-            "preempted_for_trials": app.preempted,
-            "weight": app.weight,
+            "priority": app.requirements.priority,
+            "class": app.requirements.kind,
+            "cpus": app.requirements.cpus,
+            "host_bytes": app.requirements.host_bytes,
+            "preempted_for_interactive": app.preempted,
+            "weight": app.requirements.weight,
             "ltgf": standing.ltgf_other,
             "ltgf_all": standing.ltgf,
             "fair_gpu_seconds": standing.other_gpu_s,
@@ -186,7 +186,7 @@ class Desk:
             return app.state.rho
         if app.rho is None or app.basis == "guess":
             return None
-        mean = phases.apps_mean(self._arbiter.state, app, max(now, app.arrived_at))
+        mean = views.apps_mean(self._arbiter.state, app, max(now, app.arrived_at))
         ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean)
         return app.rho * ideal_s / (ideal_s + app.start_s) if ideal_s > 0.0 else app.rho
 
@@ -200,7 +200,7 @@ class Desk:
         return shares
 
     def _seats(self, gpu: model.Gpu) -> list[model.Gpu]:
-        """Return the seats of the GPU that this is one of, in order: those that it has or somebody is on."""
+        """Return the seats of the GPU that this is one of, in order: those that it has or an app is on."""
         seats = (self._arbiter.state.gpus[seat] for seat in sorted(self._arbiter.seats(gpu.id), key=model.seat_number))
         return [seat for seat in seats if seat.present or not isinstance(seat.state, Free)]
 
@@ -308,13 +308,13 @@ class Desk:
             "schema": "explain/v1",
             "app": app.id,
             "policy": self._arbiter.state.settings.policy,
-            "auction": policy.probes,
+            "auction": policy.traits.probes,
             "held": list(self._app(app, now)["gpus"]),
             "refusal": app.state.reason if isinstance(app.state, Refused) else "",
             "waiting_for": self._waiting_for(app),
             "binding": self._binding(app, now),
             "next_round_s": self._next_round_s(now),
-            "apps_mean": phases.apps_mean(self._arbiter.state, app, now),
+            "apps_mean": views.apps_mean(self._arbiter.state, app, now),
             "rounds": [_own_round(app.id, record) for record in self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app.id)],
             "story": _story(self._own_story(app)),
         }
@@ -365,7 +365,7 @@ class Desk:
         until = f", its lease ends in {max(0.0, min(ends) - now):.0f} s" if min(ends) < model.NEVER else ""
         return f"{app_id} holds {where}{until}"
 
-    def _own_story(self, app: model.App) -> Sequence[model.Chapter]:
+    def _own_story(self, app: model.App) -> Sequence[model.StoryLine]:
         """Return the story of an app, with what the last round tells all apps that it tells nothing of their own."""
         story, rest = self._arbiter.story(app.id), self._arbiter.state.rest
         if rest is None or not app.active:
@@ -411,9 +411,9 @@ class Desk:
         policy = state.settings.policy
         until = {
             "lease": " until leases end",
-            "lasting": f", and under {policy} nobody gives one up before the end",
+            "lasting": f", and under {policy} no app gives one up before the end",
             "revocable": "",  # a round may take them at any time
-        }[policy_of(policy, state.settings.policy_settings).tenure]
+        }[policy_of(policy, state.settings.policy_settings).traits.tenure]
         gpus = "the only GPU in service is" if len(usable) == 1 else f"all {len(usable)} GPUs in service are"
         return f"{gpus} held by other apps{until}"
 
@@ -578,7 +578,7 @@ def _own_round(app: AppId, record: RoundRecord) -> dict[str, Any]:
     }
 
 
-def _story(chapters: Sequence[model.Chapter]) -> list[dict[str, Any]]:
+def _story(chapters: Sequence[model.StoryLine]) -> list[dict[str, Any]]:
     return [{"at": _instant(chapter.at), "what": chapter.what} for chapter in chapters]
 
 

@@ -1,6 +1,6 @@
-"""One run of the simulator as a value: what the command line says, what a sweep sends to another process.
+"""One run of the simulator as a value: from the words of the command line, or from a sweep to another process.
 
-Text in, a `Run` out; everything that can be wrong with the text is one sentence, `ExperimentError`.
+Text in, a `Run` out; every mistake in the text is one sentence, `ExperimentError`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,15 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter.config import ArbiterConfig, check
-from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Settings
+from arbiter.config import FIELDS, check_settings, renamed
+from arbiter.core.registry import POLICIES, RENAMED
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.model import ArbiterSettings
 from protocol.config import ConfigError, in_words
@@ -34,7 +33,7 @@ Progress = Callable[[int, int], None]  #: told (jobs that are over, all jobs)
 POLICY_NAMES = (*POLICIES, fluid.NAME)
 #: A trace that starts so is drawn, not read.
 THEMIS = "themis:"
-#: What may follow: ``themis:1?apps=20&contention=2``.
+#: The keys that may follow: ``themis:1?apps=20&contention=2``.
 GENERATOR_KEYS: Mapping[str, type] = {
     "apps": int,
     "cluster_gpus": int,
@@ -46,33 +45,38 @@ GENERATOR_KEYS: Mapping[str, type] = {
     "tenants": int,
     "curve_points": int,
 }
-#: A workload drawn after FitGpp's: ``fitgpp?jobs=1024&trials=0.3``.
+#: A workload drawn after FitGpp's: ``fitgpp?jobs=1024&interactive=0.3``.
 FITGPP = "fitgpp"
-FITGPP_KEYS: Mapping[str, type] = {"jobs": int, "trials": float, "load": float, "grace": float}
+FITGPP_KEYS: Mapping[str, type] = {"jobs": int, "interactive": float, "load": float, "grace": float}
 #: Apps of a drawn workload, unless it says.
 APPS = 40
-#: So many names are in a sentence; of more, how many there are.
+#: The most names in a sentence; the rest are counted.
 NAMED = 5
 #: Fields that have a flag of their own.
-_APART = {"policy", "policy_settings", "seed", "tenants"}
+_APART = {"policy", "seed", "tenants"}
 #: Those that a world in which nothing is lost does not use (`simulator.world.quiet`).
 UNUSED = ("beat_s", "node_timeout_s", "app_timeout_s")
+#: How the name of a policy's setting begins: ``policy.las.threshold_gpu_s``.
+OF_POLICY = "policy."
 #: Fields of the arbiter's settings and of its policies', which `knobs` may set.
 KNOBS = (
-    *(name for name in ArbiterSettings.__struct_fields__ if name not in {*_APART, *UNUSED}),
-    *Settings.__struct_fields__,
+    *(name for name in FIELDS if name not in {*_APART, *UNUSED}),
+    *(f"{OF_POLICY}{name}.{field}" for name, each in POLICIES.items() for field in each.settings.__struct_fields__),
 )
 
 
+StructT = TypeVar("StructT", bound=Struct)
+
+
 class ExperimentError(ValueError):
-    """The run cannot be made: one sentence that names what is wrong and the mend."""
+    """The run cannot be made: one sentence that names the mistake and the mend."""
 
 
 class Experiment(Struct, frozen=True):
     """One run. `first` takes only so many jobs of the trace (0: all), `knobs` are settings by name, as text.
 
-    `profiles` say how much slower jobs are when their GPUs lie apart: ``built-in``, ``crude``, or a folder of tables.
-    `tenants` is a file of what tenants are due; without one all are equal.
+    `profiles` give the slowdown of jobs whose GPUs lie apart: ``built-in``, ``crude``, or a folder of tables.
+    `tenants` is a file of the tenants' shares; without one all are equal.
     """
 
     trace: str
@@ -101,7 +105,7 @@ def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
         return replace(
             fluid.simulate(workload, cluster, seed=experiment.seed, progress=progress), given=given_of(experiment)
         )
-    # Not at the top: who only wants a sentence or the reference line does not need the world.
+    # Not at the top: error messages and the reference line do not need the world.
     from simulator.run import simulate
 
     run = simulate(
@@ -118,7 +122,7 @@ def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
 
 
 def given_of(experiment: Experiment) -> dict[str, Any]:
-    """Return what was asked for, in the words it was asked: all but policy, settings and seed, which differ."""
+    """Return the request in its own words: all but policy, settings and seed, which differ."""
     return {
         "trace": experiment.trace,
         "overheads": experiment.overheads,
@@ -130,11 +134,11 @@ def given_of(experiment: Experiment) -> dict[str, Any]:
 
 def probes(policy: str) -> bool:
     """Return whether that policy asks apps for bids, for which its solver must be compiled."""
-    return policy in POLICIES and POLICIES[policy](Settings()).probes
+    return policy in POLICIES and POLICIES[policy].kind.traits.probes
 
 
 def prepare(experiments: Sequence[Experiment]) -> None:
-    """Find what is wrong with runs that differ in policy, settings and seed only, before the first one begins.
+    """Check runs that differ in policy, settings and seed only, before the first one begins.
 
     Raises
     ------
@@ -148,7 +152,7 @@ def prepare(experiments: Sequence[Experiment]) -> None:
 
 
 def inputs_of(experiment: Experiment) -> tuple[Workload, Cluster, Costs, Profiles]:
-    """Return what is run, and where; raises `ExperimentError`."""
+    """Return the workload, the cluster, the costs and the profiles; raises `ExperimentError`."""
     try:
         cluster = parse_cluster(experiment.cluster)
         costs = parse_costs(experiment.overheads)
@@ -176,7 +180,7 @@ def workload_of(trace: str, cluster: Cluster, *, seed: int = 0, first: int = 0) 
     Raises
     ------
     ExperimentError, WorkloadError
-        Naming what is wrong with it.
+        Naming the mistake in it.
     """
     if trace.startswith(FITGPP):
         return beginning(_fitgpp(trace, cluster, seed), first)
@@ -220,12 +224,12 @@ def generator_arguments(trace: str, query: str, keys: Mapping[str, type] = GENER
 
 
 def _how(keys: Mapping[str, type]) -> str:
-    example = f"{THEMIS}1?apps=20&contention=2" if keys is GENERATOR_KEYS else f"{FITGPP}?jobs=1024&trials=0.3"
+    example = f"{THEMIS}1?apps=20&contention=2" if keys is GENERATOR_KEYS else f"{FITGPP}?jobs=1024&interactive=0.3"
     return f"write {example}, with any of {', '.join(keys)}"
 
 
 def beginning(workload: Workload, first: int) -> Workload:
-    """Return the apps that come first, as many as hold `first` jobs, and at least one; all for 0."""
+    """Return the first apps to come, as many as hold `first` jobs, and at least one; all for 0."""
     jobs, apps = 0, 0
     for app in workload.apps if first else ():
         if apps and jobs + len(app.jobs) > first:
@@ -257,14 +261,14 @@ def settings_of(experiment: Experiment) -> ArbiterSettings:
     for name, text in experiment.knobs:
         settings = with_knob(settings, name, text)
     try:
-        check(ArbiterConfig(arbiter=settings), "the settings")
+        check_settings(settings, "the settings")
     except ConfigError as error:
         raise ExperimentError(str(error)) from None
     return settings
 
 
 def tenants_of(file: str) -> tuple[TenantTerms, ...]:
-    """Return what tenants are due, from a CSV with the columns ``tenant`` and ``share``; of no file nothing.
+    """Return the tenants' terms, from a CSV with the columns ``tenant`` and ``share``; without a file none.
 
     Raises
     ------
@@ -299,7 +303,7 @@ def tenants_of(file: str) -> tuple[TenantTerms, ...]:
 def tenant_notes(experiment: Experiment, settings: ArbiterSettings, workload: Workload) -> tuple[str, ...]:
     """Return a sentence about tenants that the file names and the trace does not, which may be misspelt; else nothing.
 
-    It names those of the trace that the file does not, too: among them is who was meant.
+    It also names the tenants of the trace that the file does not: one of them is probably meant.
     """
     named = [str(each.name) for each in settings.tenants]
     present = {app.tenant for app in workload.apps}
@@ -314,7 +318,7 @@ def tenant_notes(experiment: Experiment, settings: ArbiterSettings, workload: Wo
 
 
 def _unnamed(tenants: Sequence[str], settings: ArbiterSettings) -> str:
-    """Return how a sentence goes on about tenants that no file names."""
+    """Return the end of a sentence about tenants that no file names."""
     if not tenants:
         return ""
     one = len(tenants) == 1
@@ -345,16 +349,27 @@ def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSetting
             "leave it out"
         )
     if name not in KNOBS:
-        raise ExperimentError(f"there is no setting {name!r}; choose one of {', '.join(KNOBS)}")
-    inner = name in Settings.__struct_fields__
-    target: ArbiterSettings | Settings = settings.policy_settings if inner else settings
-    choices = get_args(get_type_hints(type(target))[name])
+        mend = renamed(name).replace("arbiter.", "") if name in RENAMED else f"choose one of {', '.join(KNOBS)}"
+        raise ExperimentError(f"there is no setting {name!r}; {mend}")
+    if not name.startswith(OF_POLICY):
+        return _with_field(settings, name, name, text)
+    policy, _, field = name.removeprefix(OF_POLICY).rpartition(".")
+    found = POLICIES[policy].decoded(settings.policies.get(policy, {}))
+    table = msgspec.to_builtins(_with_field(found, field, name, text))
+    return replace(settings, policies={**settings.policies, policy: table})
+
+
+def _with_field(target: StructT, field: str, name: str, text: str) -> StructT:
+    """Return `target` with one field read from text; `name` is what the user calls it."""
+    choices = get_args(get_type_hints(type(target))[field])
     if all(isinstance(choice, str) for choice in choices) and choices and text not in choices:
         raise ExperimentError(f"{name} is {text!r}; choose one of {', '.join(choices)}")
-    fields = {**msgspec.structs.asdict(target), name: text}
+    fields = {**msgspec.structs.asdict(target), field: text}
     try:
-        changed: Any = msgspec.convert(fields, type(target), strict=False)
+        return msgspec.convert(fields, type(target), strict=False)
     except msgspec.ValidationError as error:
-        must = in_words(error).removeprefix(name).partition(", and is")[0]
+        said = in_words(error)
+        if said.startswith(f"{field} is "):  # its own check
+            raise ExperimentError(f"{name}{said.removeprefix(field)}") from None
+        must = said.removeprefix(field).partition(", and is")[0]
         raise ExperimentError(f"{name} is {text!r}; it{must}") from None
-    return replace(settings, policy_settings=changed) if inner else changed

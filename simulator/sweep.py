@@ -1,12 +1,12 @@
 """Many runs: every policy with every combination of settings, over several seeds; on all cores, or on a Dask cluster.
 
-Rows come back in the order of the grid, whoever ran them.
+Rows come back in the order of the grid, in whichever process they ran.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -19,6 +19,7 @@ from simulator import fluid
 from simulator.costs import parse_costs
 from simulator.experiment import UNUSED, Experiment, ExperimentError, execute, given_of, settings_of
 from simulator.figures.results import MIN_DURATION_S, Figures, mean, summary
+from simulator.run import described
 
 Progress = Callable[[int, int], None]  #: told (runs that are over, all runs)
 
@@ -68,7 +69,7 @@ def sweep(
     min_duration_s
         For the rho figures with a cut (`results.summary`).
     processes
-        On this machine; 1 runs them here, -1 on every core.
+        Processes on this host; 1 runs them in this process, -1 on every core.
     dask
         The address of a Dask scheduler that shall run them instead.
     progress
@@ -89,7 +90,7 @@ def sweep(
 
 
 def row_of(experiment: Experiment, *, min_duration_s: float) -> Figures:
-    """Run one of them."""
+    """Run one experiment and return its row."""
     run = execute(experiment)
     return {
         "policy": experiment.policy,
@@ -101,30 +102,22 @@ def row_of(experiment: Experiment, *, min_duration_s: float) -> Figures:
 
 
 def inputs(experiments: Sequence[Experiment], rows: Sequence[Figures], min_duration_s: float) -> Figures:
-    """Return what all runs of one grid share: the words they were asked for in, costs, settings, and every note once.
+    """Return the inputs that all runs of one grid share: the request in words, costs, settings, and every note once.
 
-    Settings are without those that differ between the runs, which stand in their rows.
+    Settings that differ between the runs are left out; they stand in the rows.
     """
     first = next((run for run in experiments if run.policy != fluid.NAME), experiments[0])
     apart = {"policy", "seed", *UNUSED}.union(*(dict(run.knobs) for run in experiments))
     scheduled = first.policy != fluid.NAME  # the reference line has neither settings nor costs
-    settings = msgspec.to_builtins(settings_of(first)) if scheduled else {}
+    policies = sorted({run.policy for run in experiments} - {fluid.NAME})
+    settings = described(settings_of(first), policies) if scheduled else {}
     return {
         **given_of(first),
         "cluster": first.cluster,
         "min_duration_s": min_duration_s,
-        "settings": _without(settings, apart),
+        "settings": {name: value for name, value in settings.items() if name not in apart},
         "costs": msgspec.to_builtins(parse_costs(first.overheads)) if scheduled else {},
         "notes": list(dict.fromkeys(note for row in rows for note in row["notes"])),
-    }
-
-
-def _without(settings: Mapping[str, Any], apart: Collection[str]) -> Figures:
-    """Return `settings`, and those within them, without the names `apart`."""
-    return {
-        name: _without(value, apart) if isinstance(value, Mapping) else value
-        for name, value in settings.items()
-        if name not in apart
     }
 
 
@@ -146,7 +139,7 @@ def _run(
 
 
 def _library(name: str, wanted_by: str, otherwise: str) -> Any:
-    """Import a library that not everybody has."""
+    """Import a library that is not always installed."""
     try:
         return import_module(name)
     except ImportError:
@@ -179,7 +172,7 @@ def _over_seeds(summaries: Sequence[Figures]) -> Figures:
 
 
 def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean and its 95 % confidence interval by Student's t; of one value there is none."""
+    """Return the mean and its 95 % confidence interval by Student's t; one value has no interval."""
     middle = mean(values)
     assert middle is not None, "an interval of nothing"
     if len(values) == 1:

@@ -9,39 +9,35 @@ May not enter here: clocks, dice, logs, files, sockets, and any branch on which 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from math import fsum, isclose
+from math import isclose
 from typing import assert_never
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from arbiter.core import invariants, outbox
 from arbiter.core.effects import ActRecord, AppRecord, Decide, Decided, Effect, LeaseRecord, Note, RoundRecord, Sold
-from arbiter.core.leases import leases, plans
+from arbiter.core.leases import leases
 from arbiter.core.members import apps, nodes, owner_acts, sales, site
-from arbiter.core.rounds import phases, seats
-from arbiter.core.state import model
+from arbiter.core.rounds import phases
 from arbiter.core.state.gpu_time import Flow
-from arbiter.core.state.index import Index, apps_on
-from arbiter.core.state.model import ArbiterSettings, Bidding, Chapter, Deciding, Draining, Free, Leased, State
+from arbiter.core.state.index import Index
+from arbiter.core.state.model import ArbiterSettings, State, StoryLine
 from arbiter.core.turn import Turn
-from protocol.core import Connected, Received, Send, Tick
+from protocol import former
+from protocol.core import Connected, Received, Tick
 from protocol.messages import (
     Act,
-    AppId,
     AppReport,
     Bid,
     GpuId,
-    Grant,
     LogChunk,
     NodeReport,
     Party,
-    Preempt,
     ProbeReply,
     Query,
-    RoundId,
     device_of,
 )
 
@@ -66,7 +62,7 @@ ABSENCE_BEATS = 4
 
 
 class MissingHistory(ValueError):  # noqa: N818 - its name says what it is
-    """There should be a history of GPU time, and there is none: who has had more than its share is not known."""
+    """There should be a history of GPU time, and there is none: the share that each app has had is not known."""
 
 
 class Configured(Struct, frozen=True, tag=True):
@@ -108,7 +104,7 @@ class Arbiter:
             If the snapshot has no history of GPU time, though things have happened.
         """
         arbiter = cls()
-        arbiter.state = msgspec.msgpack.decode(snapshot, type=State)
+        arbiter.state = former.decode(snapshot, State)
         arbiter._index = Index(arbiter.state)
         if arbiter.state.epoch > 0 and arbiter.state.history.since is None:
             if not begin_history:
@@ -159,13 +155,13 @@ class Arbiter:
         listens = site.listens(turn)
         if not listens:
             self._go_on(turn, ticks=isinstance(event, Tick))
-        for app_id in sorted({*turn.reckon(), *turn.accounts} & self.state.apps.keys()):
+        for app_id in sorted({*turn.rebook_availability(), *turn.accounts} & self.state.apps.keys()):
             leases.close_account(turn, app_id)
         gpus = self._index.census()[1]
         if gpus != self.state.history.gpus:
             self.state.history.resize(gpus, self.state.settings.tenants, now)
         if not listens:
-            self._say(turn)
+            outbox.say(turn)
         return turn.effects
 
     def _go_on(self, turn: Turn, *, ticks: bool) -> None:
@@ -175,7 +171,7 @@ class Arbiter:
             leases.extend(turn)  # it is we who cannot renew it
         leases.keep(turn)
         leases.expire(turn)
-        if ticks and self._beat_is_due(turn.now):
+        if ticks and outbox.beat_is_due(self.state, turn.now):
             apps.leave_out_silent(turn)
             site.check(turn)
         sales.renew(turn)
@@ -208,13 +204,13 @@ class Arbiter:
         """Return all seats of the GPU that this is one of."""
         return frozenset(self._index.seats[device_of(gpu)])
 
-    def story(self, id: str) -> Sequence[Chapter]:  # noqa: A002
+    def story(self, id: str) -> Sequence[StoryLine]:  # noqa: A002
         """Return what has happened to a GPU, app, node or ``rounds``, oldest first."""
         return tuple(self.state.stories.get(id, ()))
 
     def validate(self) -> None:
         """Assert everything that must hold between events."""
-        _validate(self.state, self._index)
+        invariants.check(self.state, self._index)
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -235,7 +231,7 @@ class Arbiter:
                     leases.reseat(turn)
                     turn.nodes |= self.state.nodes.keys()
                     self._index.overdue_at = None
-                    for app_id in sorted(self._index.active):  # who is silent may be so no more
+                    for app_id in sorted(self._index.active):  # an app that was silent may count as heard again
                         turn.follow(self.state.apps[app_id])
                     turn.state.history.resize(self._index.census()[1], settings.tenants, turn.now)
                     turn.tell("rounds", f"settings changed; the policy is {settings.policy}", loudly=True)
@@ -253,7 +249,7 @@ class Arbiter:
                 assert_never(never)
 
     def _lead(self, turn: Turn, epoch: int) -> None:
-        """Begin a new incarnation: nobody is overdue yet, no lease ends before a round could renew it."""
+        """Begin a new incarnation: no node is overdue yet, no lease ends before a round could renew it."""
         state = self.state
         assert epoch > state.epoch, f"epoch {epoch} is not newer than {state.epoch}"
         state.epoch = epoch
@@ -269,7 +265,7 @@ class Arbiter:
         site.begin(turn)
 
     def _excuse_absence(self, turn: Turn) -> None:
-        """If we have not been ticked for several beats it was we who were away: hold nobody's silence against them."""
+        """Forgive all silence if the arbiter was not ticked for several beats: then it was away itself."""
         away_s = turn.now - self.state.now
         if self.state.epoch > 0 and away_s > ABSENCE_BEATS * self.state.settings.beat_s:
             turn.tell("rounds", f"the arbiter was away for {away_s:.0f} s", loudly=True)
@@ -308,7 +304,7 @@ class Arbiter:
         app = self.state.apps.get(message.app)
         kind = type(message).__name__
         if app is None:
-            turn.tell(sender.user, f"sent a {kind} for {message.app}, an app nobody has submitted", loudly=True)
+            turn.tell(sender.user, f"sent a {kind} for {message.app}, an app that was never submitted", loudly=True)
             return False
         if sender != Party("app", app.owner):
             turn.tell(sender.user, f"sent a {kind} for {message.app}, which belongs to {app.owner}", loudly=True)
@@ -316,154 +312,3 @@ class Arbiter:
         apps.note_voice(turn, app)
         self.state.apps[app.id] = replace(app, seen_at=turn.now)
         return app.active
-
-    # --- what is said at the end of a turn --------------------------------------------------------------------------
-
-    def _say(self, turn: Turn) -> None:
-        state = self.state
-        beat = self._beat_is_due(turn.now)
-        if beat:
-            state.beat_at = turn.now
-        for app_id in sorted(turn.apps):
-            turn.nodes |= {state.tasks[task].node for task in turn.index.tasks[app_id]}
-            turn.nodes |= {state.gpus[gpu].node for gpu in turn.index.gpus[app_id]}
-        for node_id in sorted(state.nodes if beat else turn.nodes):
-            self._say_plan(turn, state.nodes[node_id], restate=beat)
-        self._say_news(turn)
-        affected = sorted(state.apps if beat else turn.apps)
-        cluster_gpus = turn.index.census()[0]
-        for app_id in affected:
-            self._say_holdings(turn, state.apps[app_id], cluster_gpus, restate=beat)
-
-    def _beat_is_due(self, now: float) -> bool:
-        return now >= self.state.beat_at + self.state.settings.beat_s
-
-    def _say_plan(self, turn: Turn, node: model.Node, *, restate: bool) -> None:
-        outline = plans.outline_of(turn, node)
-        said = turn.index.outlines.get(node.id)
-        if not restate and node.plan_digest and said is not None and said.same_as(outline):
-            return
-        turn.index.outlines[node.id] = outline
-        plan = plans.plan_of(turn, node, outline)
-        digest = plans.plan_digest(plan)
-        changed = digest != node.plan_digest
-        if changed:
-            node = replace(node, plan_seq=node.plan_seq + 1, plan_digest=digest)
-            self.state.nodes[node.id] = node
-        plans.note_ordered(turn, node, plan)
-        if isinstance(node.state, model.Up) and (changed or restate):
-            turn.effects.append(Send(Party("node", node.id), replace(plan, seq=node.plan_seq), beat=not changed))
-
-    def _say_news(self, turn: Turn) -> None:
-        """Send one Grant per app that won or kept something, one Preempt per app and reason that lost something."""
-        state = self.state
-        for app_id in sorted(turn.granted.keys() | turn.renewed.keys()):
-            app = self._next_seq(app_id)
-            granted, renewed = turn.granted.get(app_id, []), turn.renewed.get(app_id, [])
-            grant = Grant(
-                app=app_id,
-                round=RoundId((granted or renewed)[0].round),
-                epoch=state.epoch,
-                seq=app.holdings_seq,
-                leases=tuple(plans.terms_of(turn, lease) for lease in granted),
-                renewed=tuple(plans.terms_of(turn, lease) for lease in renewed),
-            )
-            turn.effects.append(Send(Party("app", app.owner), grant))
-        for (app_id, reason), lost in sorted(turn.revoked.items()):
-            app = self._next_seq(app_id)
-            grace_s = max((job.grace_s for job in app.jobs), default=0.0)
-            preempt = Preempt(app_id, state.epoch, app.holdings_seq, tuple(sorted(lost)), reason, grace_s)
-            turn.effects.append(Send(Party("app", app.owner), preempt))
-
-    def _say_holdings(self, turn: Turn, app: model.App, cluster_gpus: int, *, restate: bool) -> None:
-        if app.id not in turn.apps and not (app.active and (turn.hears(app) or app.id in turn.index.holders)):
-            return  # nobody restates what is to an app that is over, or to an agent that is gone
-        holdings = plans.holdings_of(turn, app, cluster_gpus=cluster_gpus)
-        digest = plans.holdings_digest(holdings)
-        changed = digest != app.holdings_digest
-        if changed or restate or not app.active:
-            app = replace(self._next_seq(app.id), holdings_digest=digest)
-            self.state.apps[app.id] = app
-            message = replace(holdings, seq=app.holdings_seq)
-            turn.effects.append(Send(Party("app", app.owner), message, beat=not changed))
-
-    def _next_seq(self, app_id: AppId) -> model.App:
-        app = self.state.apps[app_id]
-        app = replace(app, holdings_seq=app.holdings_seq + 1)
-        self.state.apps[app_id] = app
-        return app
-
-
-def _held(state: State, index: Index) -> dict[AppId, float]:
-    """Return the GPUs in service that each app has, draining ones included; of one with several seats its part."""
-    held: dict[AppId, float] = defaultdict(float)
-    for device in sorted(index.booked):
-        apps = apps_on(state, index, device)
-        for app in apps:
-            held[app] += 1.0 / len(apps)
-    return held
-
-
-def _validate_history(state: State, index: Index) -> None:
-    """Assert that what is booked is what is so."""
-    history = state.history
-    held = _held(state, index)
-    booked = {app: account.allocated.rate for app, account in history.apps.items()}
-    assert held.keys() <= booked.keys(), f"nothing is booked for {sorted(held.keys() - booked.keys())}"
-    alike = all(isclose(rate, held.get(app, 0.0), abs_tol=1e-6) for app, rate in booked.items())
-    assert alike, "held and booked differ"
-    wanted = {app.id: (float(app.weight), app.demand_max) for app in state.apps.values() if app.active}
-    known = {app: (account.weight, account.demand) for app, account in history.apps.items() if account.demand}
-    silent = {app for app in wanted if state.now - state.apps[app].seen_at > state.settings.app_timeout_s}
-    due = {app: terms for app, terms in known.items() if app not in silent}
-    assert due == {app: terms for app, terms in wanted.items() if terms[1] and app not in silent}, (
-        "what apps want is not what is booked"
-    )
-    more = [app for app, terms in known.items() if app not in wanted or terms[1] > wanted[app][1]]
-    assert not more, f"more is due than wanted to {more}"
-    groups = Counter((account.tenant, account.key) for account in history.apps.values() if account.demand)
-    kept = {(name, key): each.apps for name, pool in history.pools.items() for key, each in pool.groups.items()}
-    assert kept == groups, "the pools do not hold the apps there are"
-    total = fsum(account.allocated.at(state.now) for account in history.tenants.values())
-    most = 0.0 if history.since is None else (state.now - history.since) * len(index.seats)
-    assert total <= most + 1e-3, "GPU time came from nowhere"
-
-
-def _validate(state: State, index: Index) -> None:
-    fresh = Index(state)
-    assert index.same_as(fresh), "the index is not what the state says"
-    known, anew = Turn(state, state.now, index), Turn(state, state.now, fresh)
-    for node in state.nodes.values():
-        assert plans.plan_of(known, node) == plans.plan_of(anew, node), f"the plan of {node.id} is out of date"
-    _validate_history(state, index)
-    shown = [phases.make_view(turn, seats.shown(turn), {}) for turn in (known, anew)]
-    assert shown[0] == shown[1], "what a policy is shown is out of date"
-    seen = set()
-    for gpu_id, gpu in state.gpus.items():
-        assert gpu.id == gpu_id
-        node = state.nodes[gpu.node]
-        if isinstance(gpu.state, Free):
-            continue
-        lease = gpu.state.lease
-        assert lease.gpu == gpu_id
-        assert lease.id not in seen, f"{lease.id} is on two GPUs"
-        seen.add(lease.id)
-        assert lease.epoch <= state.epoch
-        app = state.apps[lease.app]
-        if isinstance(gpu.state, Leased):
-            assert app.active, f"{app.id} holds {gpu_id} though it is {type(app.state).__name__}"
-            assert lease.expires_at > state.now, f"{lease.id} has ended"
-        elif isinstance(gpu.state, Draining):
-            assert gpu.state.plan_seq <= node.plan_seq, f"{gpu_id} drains by a plan that was never sent"
-    for app_id, gpus in index.gpus.items():
-        leased = [device_of(gpu) for gpu in gpus if isinstance(state.gpus[gpu].state, Leased)]
-        assert len(leased) == len(set(leased)), f"{app_id} holds two seats of one GPU: {sorted(gpus)}"
-    for task in state.tasks.values():
-        assert task.node in state.nodes
-    if isinstance(state.phase, Bidding):
-        assert state.phase.bids.keys() | state.phase.awaited <= set(state.phase.bidders)
-    if isinstance(state.phase, Deciding):
-        assert set(state.phase.silent) <= set(state.phase.bidders)
-        assert set(state.phase.in_play) <= set(state.phase.offered)
-    active = sum(1 for app in state.apps.values() if isinstance(app.state, model.Active | model.Enrolling))
-    assert state.apps_count.last_value == active

@@ -7,7 +7,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from arbiter.core.seam import Admission, Allocation, AppView, Market, Outcome, Settings, View
+from arbiter.core.seam import Admission, Allocation, AppView, Market, Outcome, Table, View
 from arbiter.core.state import model
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TenantId
@@ -17,35 +17,35 @@ ERROR_CHARS_MAX, TRACE_CHARS_MAX = 300, 8000
 
 
 class Decide(Struct, frozen=True, tag=True):
-    """Effect: let the policy decide, away from the loop; what it answers comes back as `Decided`.
+    """Effect: let the policy decide, away from the loop; its answer comes back as `Decided`.
 
-    It is complete, and nobody changes what it holds. A repeated or lost one is no harm.
+    It is complete, and its values never change. A repeated or lost one does no harm.
     """
 
     round: int
     epoch: int
     policy: str  #: a name in `POLICIES`
-    settings: Settings
+    table: Table  #: its settings
     view: View
     bids: dict[AppId, Bid]
 
 
 class Failure(Struct, frozen=True):
-    """What a policy raised instead of answering: a bug of ours. `trace` is for whoever mends it."""
+    """The exception that a policy raised instead of answering: a bug of ours. `trace` is for its mender."""
 
     policy: str
-    doing: str  #: what it was asked for
+    doing: str  #: the question it was asked
     error: str  #: one line
     trace: str
 
     @property
     def sentence(self) -> str:
-        """What happened, for people."""
+        """The failure in one sentence, for people."""
         return f"the policy {self.policy} failed to {self.doing} ({self.error}), which is a bug; please report it"
 
 
 class Decided(Struct, frozen=True, tag=True):
-    """Event: what the policy answered. Journaled, so that a replay decides nothing anew.
+    """Event: the policy's answer. Journaled, so that a replay decides nothing anew.
 
     With a `failure` it answered nothing, and the allocation leaves all as it is.
     """
@@ -76,7 +76,7 @@ class Sell(Struct, frozen=True, tag=True):
     number: int
     epoch: int
     policy: str  #: a name in `POLICIES`
-    settings: Settings
+    table: Table  #: its settings
     market: Market  #: before the first sale; `booked` holds all apps with a booking, those that ask included
     asks: tuple[Ask, ...]
     earlier: tuple[AppId, ...] = ()  #: of a node that has lost GPUs, the bookings of these apps keep theirs first
@@ -115,7 +115,7 @@ class RoundRecord(Struct, frozen=True, tag=True):
     outcomes: tuple[Outcome, ...]
     proven: bool
     facts: dict[str, float]
-    claims: tuple[model.Claim, ...] = ()  #: what apps claim that is not what was measured of their tasks
+    claims: tuple[model.Claim, ...] = ()  #: claims of apps that differ from what was measured of their tasks
     failure: str = ""  #: why nothing was decided, and all was left as it is
 
 
@@ -161,7 +161,7 @@ class ActRecord(Struct, frozen=True, tag=True):
 
 
 class PolicyFailed(Struct, frozen=True, tag=True):
-    """Effect: a policy raised an exception; for the log and the ledger. What it was asked for was left as it is."""
+    """Effect: a policy raised an exception; for the log and the ledger. All was left as it is."""
 
     at: float
     round: int

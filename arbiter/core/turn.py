@@ -18,7 +18,7 @@ from arbiter.core.registry import policy_of
 from arbiter.core.seam import Policy
 from arbiter.core.state import lifecycle, model
 from arbiter.core.state.index import Index, app_of, apps_on
-from arbiter.core.state.model import Chapter, State
+from arbiter.core.state.model import State, StoryLine
 from protocol.messages import AppId, GpuId, LeaseId, NodeId, device_of
 
 #: Lines kept of one object's story: a day of rounds at the default lease is 144; the ledger keeps all of them.
@@ -54,7 +54,7 @@ class Turn:
         """Add a line to the story of `subject`; `loudly` also puts it into the log."""
         stories = self.state.stories
         story = stories.setdefault(subject, [])
-        story.append(Chapter(self.now, what))
+        story.append(StoryLine(self.now, what))
         del story[:-STORY_LENGTH_MAX]
         if len(stories) > STORIES_MAX:
             del stories[next(iter(stories))]
@@ -135,7 +135,7 @@ class Turn:
         parked = sum(len(task.gpus) for task in tasks if task.phase in ("suspended", "resting"))
         self.state.history.park(app.id, app.tenant, parked, self.now)
 
-    def reckon(self) -> list[AppId]:
+    def rebook_availability(self) -> list[AppId]:
         """Book nothing more of GPUs that have gone out of service, and again what comes back; return whose they were.
 
         Who was on a lost node has nothing of it, though it is not proven empty, and may never be.
@@ -158,7 +158,7 @@ class Turn:
         return self.now - app.seen_at <= self.state.settings.app_timeout_s
 
     def runs_on(self, app: AppId) -> frozenset[GpuId]:
-        """Return the GPUs leased to an app on which its training goes on, whoever speaks for it (fail-static).
+        """Return the GPUs leased to an app on which its training goes on, even if its agent is silent (fail-static).
 
         What is parked does not go on.
         """
@@ -169,7 +169,7 @@ class Turn:
         return frozenset(busy & {device_of(gpu) for gpu in leased})
 
     def usable(self, app: model.App) -> int:
-        """Return how many GPUs an app can use now: nobody starts anything for one that is silent."""
+        """Return how many GPUs an app can use now: nothing starts for an app that is silent."""
         if self.hears(app):
             return app.demand_max
         running = len(self.runs_on(app.id))
@@ -178,7 +178,9 @@ class Turn:
     def follow(self, app: model.App) -> None:
         """Book what an app can use from now on: something only while it takes part in rounds."""
         demand = self.usable(app) if app.active else 0
-        self.state.history.follow(app.id, app.tenant, weight=float(app.weight), demand=demand, now=self.now)
+        self.state.history.follow(
+            app.id, app.tenant, weight=float(app.requirements.weight), demand=demand, now=self.now
+        )
 
     def put_app(self, app: model.App, state: model.AppState) -> model.App:
         """Move an app into `state` and return it."""

@@ -1,4 +1,4 @@
-"""What keeps an app from starting: tried out on a copy of the state, so that what is named is what binds.
+"""Binding reasons: what keeps an app from starting, tried out on a copy of the state.
 
 A waiting app is told what is in its way: apps that hold GPUs or come before it, GPUs and nodes out of service. Each
 candidate is taken out of the way in a copy of the arbiter's state, the policy is asked for one round there,
@@ -27,7 +27,7 @@ from arbiter.core.leases import leases
 from arbiter.core.members import apps
 from arbiter.core.placement.lots import draw
 from arbiter.core.registry import policy_of
-from arbiter.core.rounds import decision, phases, seats
+from arbiter.core.rounds import decision, enactment, phases, seats, views
 from arbiter.core.seam import AppView, GpuView, View
 from arbiter.core.state import fairness, model
 from arbiter.core.state.index import Index
@@ -38,18 +38,18 @@ from protocol.messages import LEVELS, AppId, Bid, BidRow, GpuId, NodeId, RoundId
 #: Rounds that are tried for one answer, at most; and where each is an auction, which takes up to the solver's budget.
 TRIES_MAX, AUCTIONS_MAX = 80, 12
 #: An auction is tried with these parts of the rho that is worked out here for the app, and with those of all others up
-#: to so many times larger or smaller: what is named has to do also where the app's claim is weaker than it looks.
+#: to so many times larger or smaller: the named reason has to bind also where the app's claim is weaker than it looks.
 CLAIMS, SPREAD = (1.0, 0.1, 0.3, 0.1, 0.3), 3.0
 #: Other apps that are tried one by one, those that hold most first; where each try is an auction, fewer.
 SINGLES_MAX, SINGLE_AUCTIONS_MAX = 16, 4
 #: Of a bid that is made here.
 ROWS_MAX = 64
-#: What an app is taken to have left of which nothing is known: an hour of one GPU, as its app agent takes it.
+#: The work that an app has left if none is known: an hour of one GPU, as its app agent takes it.
 UNKNOWN_GPU_S = 3600.0
 
 
 class Obstacle(Struct, frozen=True):
-    """What is in an app's way: with all of it gone the next round gives it GPUs.
+    """The obstacles in an app's way: with all of them gone the next round gives it GPUs.
 
     `apps` hold GPUs that it could have, or come before it; `gpus` and `nodes` are out of service; `leaving` are GPUs
     that their last users still have to leave. Nothing at all: the next round gives it GPUs as things are.
@@ -89,7 +89,7 @@ class WhatIf:
         #: When the next round comes, and whether it comes also if nothing changes.
         self._at = max(now, state.now, pause)
         self._due = not isinstance(state.phase, Idle) or (phases.deadline(state, turn.index) or inf) <= self._at
-        self.estimate = policy_of(settings.policy, settings.policy_settings).probes
+        self.estimate = policy_of(settings.policy, settings.policy_settings).traits.probes
         self._left = AUCTIONS_MAX if self.estimate else TRIES_MAX
         self._state = state
 
@@ -178,7 +178,7 @@ class WhatIf:
         _remove(turn, obstacle)
         app = turn.state.apps[self._app]
         gpus = seats.shown(turn)
-        view = phases.make_view(turn, gpus, {})
+        view = views.make_view(turn, gpus, {})
         if not any(each.app == app.id and each.want > 0 for each in view.apps):
             return False
         before = {gpu for gpu in turn.index.gpus[app.id] if isinstance(turn.state.gpus[gpu].state, Leased)}
@@ -209,19 +209,19 @@ def _given(turn: Turn, view: View, gpus: Mapping[GpuId, GpuView], app_id: AppId,
     """
     settings = turn.state.settings
     bids: dict[AppId, Bid] = {}
-    if turn.policy.probes and gpus:
+    if turn.policy.traits.probes and gpus:
         spread = 1.0 if claim == 1.0 else SPREAD
         off = {app.app: spread ** (2.0 * draw(view.seed, "claim", app.app) - 1.0) for app in view.apps}
         claims = off | {app_id: claim}
         rhos = {app.app: claims[app.app] * _rho(turn, view, app) for app in view.apps}
-        view = replace(phases.make_view(turn, gpus, rhos), seed=view.seed)
+        view = replace(views.make_view(turn, gpus, rhos), seed=view.seed)
         bidders = tuple(turn.policy.bidders(view))
         view = replace(view, offered=bidders)
         bids = {app.app: _bid(turn, view, app, claims[app.app]) for app in view.apps if app.app in bidders}
     asked = Decide(view.round, turn.state.epoch, settings.policy, settings.policy_settings, view, bids)
     allocation = decision.decide(asked).allocation
     here = {gpu: turn.state.gpus[gpu] for gpu in sorted(allocation.assign)}
-    vain = decision.in_vain(turn, here, allocation.assign)
+    vain = enactment.in_vain(turn, here, allocation.assign)
     given = {gpu for gpu, winner in allocation.assign.items() if winner == app_id and gpu not in vain}
     if allocation.unnamed == "holder":
         given |= (turn.index.gpus[app_id] & gpus.keys()) - allocation.assign.keys() - set(allocation.freed)
@@ -242,7 +242,7 @@ def _remove(turn: Turn, obstacle: Obstacle) -> None:
             state.gpus[gpu.id] = replace(gpu, present=True, healthy=True, quarantined=False)
             _leave(turn, gpu.id)
     turn.index.recount()
-    turn.reckon()
+    turn.rebook_availability()
     turn.state.history.resize(turn.index.census()[1], state.settings.tenants, turn.now)
 
 
@@ -269,7 +269,7 @@ def _leave(turn: Turn, gpu_id: GpuId) -> None:
     turn.index.touch(gpu_id)
 
 
-# --- bids of which nobody was asked ---------------------------------------------------------------------------------
+# --- bids for which no app was asked --------------------------------------------------------------------------------
 
 
 def _times(turn: Turn, view: View, app: AppView) -> tuple[float, float, float]:
@@ -278,7 +278,7 @@ def _times(turn: Turn, view: View, app: AppView) -> tuple[float, float, float]:
     left_gpu_s = UNKNOWN_GPU_S if left_gpu_s is None else max(left_gpu_s, 1e-3)
     known = turn.state.apps[app.app]
     cluster_s = known.ideal_s or left_gpu_s / max(1, app.demand_max)
-    mean = phases.apps_mean(turn.state, known, turn.now)
+    mean = views.apps_mean(turn.state, known, turn.now)
     return view.elapsed_s(app), left_gpu_s, fairness.ideal_time_s(cluster_s=cluster_s, apps_mean=mean)
 
 

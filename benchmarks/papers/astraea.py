@@ -5,7 +5,7 @@ Long-term GPU-time fairness of every policy on two weeks of Philly with its tena
 
 *policies*: `astraea` beside what the paper compares it with, as it is published (a surplus counts), with its quota
 variant, and `themis` with tenants first, at each load; *lease*: the length of leases; *wide*: one gang of half of 4
-nodes of 8 among jobs of one GPU, with and without gathered leases, under policies with leases.
+nodes of 8 among jobs of one GPU, with and without aligned leases, under policies with leases.
 
 LTGF is GPU time had over GPU time that was fair, so 1 or more is fair. A job's is that within its tenant (Eq. 15), up
 to its end; a tenant's is looked at every 15 minutes, by all that it has had since the beginning over min(demand, quota)
@@ -14,7 +14,7 @@ to its end; a tenant's is looked at every 15 minutes, by all that it has had sin
 In full: all jobs on 140 nodes of 8 GPUs. A load of 1 is the trace as it is, which asks for 1.6 times the GPUs; at other
 loads the same jobs come faster or slower. ``--plan quarter``: every fourth job on a quarter of the nodes; ``backlog``:
 every eighth of four days, of a day at most, on 6 nodes; `--quick`: every tenth of two days, of a day at most, on 14
-nodes. Leases are gathered for wide gangs under `astraea` only: it is ours, and the others are as published. Only the
+nodes. Leases are aligned for wide gangs under `astraea` only: it is ours, and the others are as published. Only the
 jobs of *wide* are drawn, with seed 1. Costs are `simulator.costs.DEFAULT`. The traces are not part of the repository:
 the folder ``shared`` must lie in or beside it. `--keep` notes every run of the trace in a file and takes from it those
 that are done.
@@ -188,7 +188,7 @@ def figures_of(case: Case) -> Figures:
         policy=case.mode.policy,
         policy_settings=case.mode.settings,
         lease_s=case.lease_s,
-        gather_leases=ArbiterSettings().gather_leases if case.mode.policy == ASTRAEA.policy else 0.0,
+        align_after_leases=ArbiterSettings().align_after_leases if case.mode.policy == ASTRAEA.policy else 0.0,
         preemption_budget=1.0,  # as published
         tenants=terms(),
     )
@@ -388,30 +388,30 @@ def _job(name: str, tenant: str, submit_s: float, duration_s: float, gpus: int) 
 
 
 def wide_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
-    """How long one wide gang waits where leases end one by one, with and without gathering them."""
+    """How long one wide gang waits where leases end one by one, with and without alignment them."""
     workload, rows, waits = wide_workload(plan.wide_hours), [], {}
     for policy in plan.wide_policies:
-        for gather in (ArbiterSettings().gather_leases, 0.0):
+        for gather in (ArbiterSettings().align_after_leases, 0.0):
             settings = ArbiterSettings(
                 policy=policy,
                 policy_settings=Settings(reasons_max=0),
                 lease_s=LEASE_S,
-                gather_leases=gather,
+                align_after_leases=gather,
                 preemption_budget=1.0,
             )
             found = Simulation(workload, parse_cluster(WIDE_CLUSTER), quiet(settings), DEFAULT, built_in()).run()
             wide = next(app for app in found.apps if app.app == "wide")
             waits[policy, gather > 0.0] = wait_s = (wide.first_start_s or inf) - wide.submit_s
-            name = f"{policy}, {'gathered' if gather else 'not'}"
+            name = f"{policy}, {'aligned' if gather else 'not'}"
             mean_s = fsum(app.jct_s or inf for app in found.apps) / len(found.apps)
             hours = (wait_s / 3600.0, (wide.jct_s or inf) / 3600.0, mean_s / 3600.0)
             rows.append((name, *(f"{each:.2f}" for each in hours), str(sum(app.preemptions for app in found.apps))))
             print(f"wide, {name}: {found.cpu_s:.1f} CPU s", file=sys.stderr, flush=True)
     ours, plain = waits[ASTRAEA.policy, True], waits[ASTRAEA.policy, False]
     claim = Claim(
-        "wide gangs: wait of one of half the cluster under astraea, leases gathered",
+        "wide gangs: wait of one of half the cluster under astraea, leases aligned",
         "",
-        f"{ours / 3600:.2f} h (not gathered: {plain / 3600:.2f} h)",
+        f"{ours / 3600:.2f} h (not aligned: {plain / 3600:.2f} h)",
         f"at most {WIDE_LEASES_MAX:g} leases",
         ours <= WIDE_LEASES_MAX * LEASE_S,
     )

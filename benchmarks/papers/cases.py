@@ -176,10 +176,10 @@ def simulate(
 ) -> Run:
     """Return the run of `workload`, in which what `changes` names for an app is done to all that this app says.
 
-    Leases are not gathered for wide gangs, and who is still starting may be preempted, unless `knobs` say otherwise:
+    Leases are not aligned for wide gangs, and who is still starting may be preempted, unless `knobs` say otherwise:
     those are ours, and what is compared is as published.
     """
-    published = (("gather_leases", "0"), ("preemption_budget", "1"))
+    published = (("align_after_leases", "0"), ("preemption_budget", "1"))
     settings = settings_of(Experiment("", "", policy=policy, seed=seed, knobs=(*published, *knobs)))
     return _Distorting(workload, cluster, quiet(settings), changes).run()
 
@@ -267,7 +267,7 @@ class _Distorting(Simulation):
         super()._submit(plan)
         change = self._changes(plan.id)
         if change is not None:
-            actor = next(living.actor for living in self.world.apps.values() if living.name == plan.id)
+            actor = next(sim_app.actor for sim_app in self.world.apps.values() if sim_app.name == plan.id)
             actor.core = Distorted(actor.core, change)
 
 

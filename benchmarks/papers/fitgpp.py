@@ -3,11 +3,12 @@
 Every published figure of FitGpp (OpML 2019; PAPERS.md section 3) beside what the cores that run live do under virtual
 time, on seeded workloads after its own (`simulator.workload.fitgpp`). As there, decisions come every simulated minute,
 and nothing takes time but the grace periods, which are taken in full. Policies: `fitgpp`, `lrtp`, `rand`; *fifo* is the
-same policy without trials (``trial_s = 0``), so that it, too, looks at CPU cores and memory. The shipped `fitgpp` knows
-no run times; `lrtp` takes from the jobs what truly is left. Parts:
+same policy without interactive apps (``interactive_s = 0``), so that it, too, looks at CPU cores and memory. The
+shipped `fitgpp` knows no run times; `lrtp` takes from the jobs what truly is left. Parts:
 
-*policies*: the published table, and `fitgpp` with a node for trials only (``trial_nodes``, not the paper's); *cap*: P;
-*robustness*: other parts of trials, longer grace periods, more nodes for trials only.
+*policies*: the published table, and `fitgpp` with a node for interactive apps only (``interactive_nodes``, not the
+paper's); *cap*: P; *robustness*: other parts of interactive apps, longer grace periods, more nodes for interactive apps
+only.
 
 Slowdown is 1 + waiting / execution (Eq. 5); percentiles are of the jobs of all seeds together. A job that was preempted
 waits from the moment that it is told to leave to its next start.
@@ -46,7 +47,7 @@ QUICK_NODES = 21
 MINUTE_S = 60.0
 FIFO, FITGPP, LRTP, RAND = "fifo", "fitgpp", "lrtp", "rand"
 POLICIES = (FIFO, LRTP, RAND, FITGPP)
-#: Slowdowns at the 50th, 95th and 99th percentile: trials, then batch jobs. *Source:* FitGpp, Table 1.
+#: Slowdowns at the 50th, 95th and 99th percentile: interactive apps, then batch jobs. *Source:* FitGpp, Table 1.
 PUBLISHED = {
     FIFO: ("9.38 / 33.4 / 48.5", "2.78 / 4.89 / 8.21"),
     LRTP: ("1.00 / 1.17 / 1.58", "3.78 / 7.25 / 12.5"),
@@ -65,9 +66,9 @@ class Plan(Struct, frozen=True):
     jobs: int
     seeds: tuple[int, ...]
     caps: tuple[int, ...]  #: P
-    shares: tuple[float, ...]  #: of trials
+    shares: tuple[float, ...]  #: of interactive apps
     graces: tuple[float, ...]  #: times the grace periods
-    kept: int  #: of the nodes, so many for trials only, in one more row (not the paper's)
+    kept: int  #: of the nodes, so many for interactive apps only, in one more row (not the paper's)
     more_kept: tuple[int, ...]  #: the same, in the sweep
     few_seeds: tuple[int, ...]  #: of the sweeps
 
@@ -86,13 +87,13 @@ class Case(Struct, frozen=True):
     cap: int = 1
     share: float = 0.3
     grace: float = 1.0
-    kept: int = 0  #: nodes for trials only
+    kept: int = 0  #: nodes for interactive apps only
 
 
 class Figures(Struct, frozen=True):
-    """What became of one case: slowdowns of trials and of batch jobs, minutes to restart, jobs preempted."""
+    """What became of one case: slowdowns of interactive apps and of batch jobs, minutes to restart, jobs preempted."""
 
-    trials: tuple[float, ...]
+    interactive: tuple[float, ...]
     batch: tuple[float, ...]
     restarts_min: tuple[float, ...]
     preempted: int
@@ -123,22 +124,26 @@ def run(case: Case) -> Figures:
 
 def _run(case: Case) -> Figures:
     cluster = cluster_of(case.nodes)
-    workload = fitgpp_workload(cluster, seed=case.seed, jobs=case.jobs, trials=case.share, grace=case.grace)
+    workload = fitgpp_workload(cluster, seed=case.seed, jobs=case.jobs, interactive=case.share, grace=case.grace)
     fifo = case.policy == FIFO
-    knobs = Settings(fitgpp_p=case.cap, trial_s=0.0 if fifo else Settings().trial_s, trial_nodes=case.kept / case.nodes)
+    knobs = Settings(
+        fitgpp_p=case.cap,
+        interactive_s=0.0 if fifo else Settings().interactive_s,
+        interactive_nodes=case.kept / case.nodes,
+    )
     policy = FITGPP if fifo else case.policy
     settings = ArbiterSettings(policy=policy, seed=case.seed, round_pause_s=MINUTE_S, policy_settings=knobs)
     simulation = Simulation(workload, cluster, quiet(settings), NONE, crude())
     restarts = _watch(simulation)
     result = simulation.run()
     plans = {app.id: app for app in workload.apps}
-    slowdowns: dict[str, list[float]] = {"trial": [], "batch": []}
+    slowdowns: dict[str, list[float]] = {"interactive": [], "batch": []}
     for app in result.apps:
         if app.jct_s is not None:
             plan = plans[app.app]
             slowdowns[plan.kind].append(app.jct_s / plan.jobs[0].duration_s)
     return Figures(
-        trials=tuple(slowdowns["trial"]),
+        interactive=tuple(slowdowns["interactive"]),
         batch=tuple(slowdowns["batch"]),
         restarts_min=tuple(seconds / MINUTE_S for seconds in restarts),
         preempted=sum(app.preemptions > 0 for app in result.apps),
@@ -191,10 +196,10 @@ def share_preempted(cases: Sequence[Case]) -> float:
 
 
 def row_of(name: str, cases: Sequence[Case]) -> tuple[str, ...]:
-    """Return a line of figures: of trials, batch jobs, restarts, jobs preempted, unfinished."""
+    """Return a line of figures: of interactive apps, batch jobs, restarts, jobs preempted, unfinished."""
     return (
         name,
-        said(pooled(cases, lambda each: each.trials), (50, 95, 99)),
+        said(pooled(cases, lambda each: each.interactive), (50, 95, 99)),
         said(pooled(cases, lambda each: each.batch), (50, 95, 99)),
         said(pooled(cases, lambda each: each.restarts_min), (50, 75, 95, 99)),
         f"{100 * share_preempted(cases):.2f} %",
@@ -206,7 +211,7 @@ COLUMNS = ("", "TE 50/95/99", "BE 50/95/99", "restart min 50/75/95/99", "preempt
 
 
 def policies_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
-    """What the paper's tables show; and `fitgpp` with nodes for trials only."""
+    """What the paper's tables show; and `fitgpp` with nodes for interactive apps only."""
     cases = {name: [Case(name, seed, plan.nodes, plan.jobs) for seed in plan.seeds] for name in POLICIES}
     rows = []
     for name in POLICIES:
@@ -214,7 +219,7 @@ def policies_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
         rows += [row_of(name, cases[name]), (f"{name}, published", *published, "")]
     claims = []
     for kept in (0, plan.kept):
-        title = f"{FITGPP}, {kept} of {plan.nodes} nodes for trials only" if kept else FITGPP
+        title = f"{FITGPP}, {kept} of {plan.nodes} nodes for interactive apps only" if kept else FITGPP
         runs = [replace(case, kept=kept) for case in cases[FITGPP]]
         rows += [row_of(title, runs)] if kept else []
         claims += [*slowdown_claims(cases, title, runs), *preemption_claims(cases, title, runs)]
@@ -229,10 +234,10 @@ def cap_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
 
 
 def robustness_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
-    """Other parts of trials, longer grace periods, more nodes for trials only."""
-    changes = [(f"trials {value:g}", {"share": value}, POLICIES) for value in plan.shares]
+    """Other parts of interactive apps, longer grace periods, more nodes for interactive apps only."""
+    changes = [(f"interactive apps {value:g}", {"share": value}, POLICIES) for value in plan.shares]
     changes += [(f"grace x {value:g}", {"grace": value}, POLICIES) for value in plan.graces]
-    changes += [(f"{kept} nodes for trials only", {"kept": kept}, (FITGPP,)) for kept in plan.more_kept]
+    changes += [(f"{kept} nodes for interactive apps only", {"kept": kept}, (FITGPP,)) for kept in plan.more_kept]
     rows = tuple(
         row_of(f"{policy}, {what}", [replace(case, policy=policy, **change) for case in _few(plan)])  # type: ignore[arg-type]
         for what, change, policies in changes
@@ -249,7 +254,7 @@ PARTS = {"policies": policies_part, "cap": cap_part, "robustness": robustness_pa
 
 
 def slowdown_claims(cases: dict[str, list[Case]], title: str, runs: list[Case]) -> list[Claim]:
-    """Return what trials gain and batch jobs lose against FIFO."""
+    """Return what interactive apps gain and batch jobs lose against FIFO."""
 
     def against(of: Callable[[Figures], Sequence[float]], p: float) -> tuple[float, float, float]:
         ours, fifo = percentile(pooled(runs, of), p), percentile(pooled(cases[FIFO], of), p)
@@ -257,7 +262,7 @@ def slowdown_claims(cases: dict[str, list[Case]], title: str, runs: list[Case]) 
 
     claims = []
     for name, of, p, paper, most in (
-        ("TE slowdown, 95th percentile", lambda each: each.trials, 95, "-96.6 %", -96.0),
+        ("TE slowdown, 95th percentile", lambda each: each.interactive, 95, "-96.6 %", -96.0),
         ("BE slowdown, median", lambda each: each.batch, 50, "+18.0 %", 18.0),
         ("BE slowdown, 95th percentile", lambda each: each.batch, 95, "+23.9 %", 24.0),
     ):
@@ -298,7 +303,7 @@ def cap_claim(caps: dict[int, list[Case]]) -> Claim:
     """Return how much the slowdowns depend on P: by at most a tenth, as the goal is read here."""
     figures = {
         cap: (
-            percentile(pooled(some, lambda each: each.trials), 95),
+            percentile(pooled(some, lambda each: each.interactive), 95),
             percentile(pooled(some, lambda each: each.batch), 50),
             percentile(pooled(some, lambda each: each.batch), 95),
         )

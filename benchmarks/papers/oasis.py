@@ -399,7 +399,7 @@ def live_total(workload: Workload, policy: str) -> tuple[float, int]:
     """Return the total utility, and how many apps ended, under a policy of the arbiter."""
     knobs = Settings(oasis_slot_s=LIVE_SLOT_S, oasis_slots=96)
     settings = ArbiterSettings(
-        policy=policy, policy_settings=knobs, lease_s=LIVE_SLOT_S, gather_leases=0.0, preemption_budget=1.0
+        policy=policy, policy_settings=knobs, lease_s=LIVE_SLOT_S, align_after_leases=0.0, preemption_budget=1.0
     )
     result = Simulation(workload, parse_cluster("4x8"), quiet(settings), DEFAULT, crude()).run()
     plans = {plan.id: plan for plan in workload.apps}

@@ -9,16 +9,28 @@ from msgspec.structs import replace
 
 from arbiter.core.effects import Decide, Decided
 from arbiter.core.rounds.decision import decide
-from arbiter.core.seam import Allocation, Outcome, Settings
-from arbiter.core.state.model import Bidding, Deciding, Draining, Free, Leased, Lost
+from arbiter.core.seam import Allocation, Outcome
+from arbiter.core.state.model import ArbiterSettings, Bidding, Deciding, Draining, Free, Leased, Lost
 from protocol.core import Tick
 from protocol.messages import AppId, GpuId, Grant, Holdings, JobWish, NodePlan, Offer, Preempt, Probe
-from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, notes, records, sent, task, wish
+from tests.support.arbiter_site import (
+    AUCTION,
+    SETTINGS,
+    Effect,
+    Site,
+    gpu_id,
+    notes,
+    records,
+    sent,
+    task,
+    wish,
+    with_auction,
+)
 
 
-def deciding(*, gpus: int = 1, gang: int = 1, demand: int = 1) -> Site:
-    """One node; `ana-1` has bid, and the policy has been asked."""
-    site = Site()
+def deciding(settings: ArbiterSettings = SETTINGS, *, gpus: int = 1, gang: int = 1, demand: int = 1) -> Site:
+    """One node; `ana-1` has bid if the policy takes bids, and the policy has been asked."""
+    site = Site(settings)
     site.decides_late = True
     site.node("n1", gpus)
     site.play_round(site.app("ana-1", gang=gang, demand=demand) + site.wait(0))
@@ -64,15 +76,16 @@ def parked(app: str, gpus: Sequence[str]) -> JobWish:
 # --- the effect and the event ---------------------------------------------------------------------------------------
 
 
+@with_auction
 def test_the_bids_are_decided_upon_by_whoever_performs_the_effect() -> None:
-    site = Site()
+    site = Site(AUCTION)
     site.decides_late = True
     site.node("n1", 1)
     effects = site.play_round(site.app("ana-1") + site.wait(0))
     assert sent(effects, Grant) == []
     (asked,) = [effect for effect in effects if isinstance(effect, Decide)]
     assert (asked.round, asked.epoch, asked.policy) == (1, 1, "themis")
-    assert asked.settings == SETTINGS.policy_settings
+    assert asked.table == SETTINGS.policy_settings
     assert [gpu.gpu for gpu in asked.view.gpus] == [gpu_id("n1", 0)]
     assert asked.bids.keys() == {"ana-1"}
     site.now += 0.25
@@ -83,8 +96,9 @@ def test_the_bids_are_decided_upon_by_whoever_performs_the_effect() -> None:
     assert (record.round, record.took_s, record.silent) == (1, 0.25, ())
 
 
+@with_auction
 def test_while_the_policy_decides_everything_goes_on_but_rounds() -> None:
-    site = deciding()
+    site = deciding(AUCTION)
     site.node("n2", 2)
     effects = site.app("bob-1") + site.wait(SETTINGS.beat_s + 0.1)
     assert sent(effects, NodePlan)
@@ -96,8 +110,9 @@ def test_while_the_policy_decides_everything_goes_on_but_rounds() -> None:
     assert {probe.app for probe in sent(effects, Probe)} == {"bob-1"}
 
 
+@with_auction
 def test_a_bid_that_comes_while_the_policy_decides_is_too_late() -> None:
-    site = deciding()
+    site = deciding(AUCTION)
     assert "that round is closed to it" in notes(site.bid("ana-1", {1: 0.1}))
 
 
@@ -123,8 +138,9 @@ def test_a_decision_of_another_round_or_epoch_changes_nothing(rounds_ago: int, e
     assert sent(site.handle(answer), Grant)
 
 
+@with_auction
 def test_a_restart_drops_the_round_that_was_being_decided_and_its_late_answer() -> None:
-    site = deciding()
+    site = deciding(AUCTION)
     (asked,) = site.undecided
     site.undecided.clear()
     effects = site.lead()
@@ -135,8 +151,9 @@ def test_a_restart_drops_the_round_that_was_being_decided_and_its_late_answer() 
     assert site.held("ana-1") == [gpu_id("n1", 0)]
 
 
+@with_auction
 def test_a_decision_that_does_not_come_in_time_drops_the_round_loudly() -> None:
-    site = deciding()
+    site = deciding(AUCTION)
     phase = site.arbiter.state.phase
     assert isinstance(phase, Deciding)
     assert phase.deadline == site.now + SETTINGS.solver_budget_s + SETTINGS.decide_grace_s
@@ -163,8 +180,9 @@ def test_a_snapshot_and_the_journal_rebuild_a_round_that_is_being_decided() -> N
     assert site.replayed(since=count, snapshot=middle) == site.arbiter.snapshot()
 
 
+@with_auction
 def test_after_an_absence_no_lease_ends_before_a_round_could_be_decided() -> None:
-    site = Site()
+    site = Site(AUCTION)
     site.node("n1", 1)
     site.play_round(site.app("ana-1") + site.wait(0))
     site.now += 500
@@ -343,30 +361,30 @@ def test_an_app_that_was_parked_meanwhile_gets_only_the_gpus_it_is_parked_on() -
 TRIALS = pytest.mark.parametrize("policy", ["fifo", "astraea", "fitgpp"])
 
 
-def with_trials(policy: str, *trials: str) -> Site:
-    """`ana-1` has a node of four GPUs, on all of which its one job runs; the policy decides about these trials."""
-    site = Site(replace(SETTINGS, policy=policy, policy_settings=Settings(trial_share=0.5)))
+def with_trials(policy: str, *interactive: str) -> Site:
+    """`ana-1` has a node of four GPUs, on all of which its one job runs; the policy decides about these apps."""
+    site = Site(replace(SETTINGS, policy=policy, interactive_share=0.5))
     site.node("n1", 4)
     site.play_round(site.app("ana-1", gang=4, demand=4) + site.wait(1.5))
     held = site.held("ana-1")
     site.app("ana-1", gang=4, demand=4, jobs=[wish("ana-1", 0, held)])
     site.node("n1", tasks=[task("ana-1", 0, held, can_checkpoint=True, cooperative=True, step=5)], used=held)
     site.decides_late = True
-    for trial in trials:
-        site.app(trial, kind="trial")
-    if len(trials) > 1:  # the round that came with the first decides nothing; the next has all
+    for newcomer in interactive:
+        site.app(newcomer, kind="interactive")
+    if len(interactive) > 1:  # the round that came with the first decides nothing; the next has all
         (asked,) = site.undecided
         site.undecided.clear()
         site.handle(Decided(asked.round, asked.epoch, Allocation({}, (), unnamed="holder")))
     site.play_round(site.wait(1.5))
-    assert {app.app for app in site.undecided[-1].view.apps} >= set(trials)
+    assert {app.app for app in site.undecided[-1].view.apps} >= set(interactive)
     return site
 
 
 @TRIALS
-def test_nobody_makes_room_for_a_trial_that_is_over_when_it_is_decided(policy: str) -> None:
+def test_nobody_makes_room_for_an_interactive_app_that_is_over_when_it_is_decided(policy: str) -> None:
     site = with_trials(policy, "tia-1")
-    site.app("tia-1", kind="trial", state="cancelled", demand=0)
+    site.app("tia-1", kind="interactive", state="cancelled", demand=0)
     effects = site.decide()
     assert len(site.held("ana-1")) == 4
     assert sent(effects, Preempt) == []
@@ -381,25 +399,25 @@ def test_nobody_makes_room_for_a_trial_that_is_over_when_it_is_decided(policy: s
 
 
 @TRIALS
-def test_of_two_trials_that_share_a_victim_one_is_enough(policy: str) -> None:
+def test_of_two_interactive_apps_that_share_a_victim_one_is_enough(policy: str) -> None:
     site = with_trials(policy, "tia-1", "tib-1")
-    site.app("tia-1", kind="trial", state="cancelled", demand=0)
+    site.app("tia-1", kind="interactive", state="cancelled", demand=0)
     effects = site.decide()
     states = [site.gpu_state(gpu_id("n1", index)) for index in range(4)]
     winners = [state.promised_to for state in states if isinstance(state, Draining)]
     assert sorted(map(str, winners)) == ["None", "None", "None", "tib-1"]
     reasons = {preempt.reason for preempt in sent(effects, Preempt)}
-    assert reasons == {"makes room for the trial tib-1"}
+    assert reasons == {"makes room for the interactive app tib-1"}
     assert site.arbiter.state.apps[AppId("ana-1")].preempted == 1
 
 
-def test_who_was_not_to_begin_for_a_trial_that_is_over_begins_next_and_that_is_not_counted() -> None:
-    site = Site(replace(SETTINGS, policy="fifo", policy_settings=Settings(trial_share=0.5)))
+def test_who_was_not_to_begin_for_an_interactive_app_that_is_over_begins_next_and_that_is_not_counted() -> None:
+    site = Site(replace(SETTINGS, policy="fifo", interactive_share=0.5))
     site.app("ana-1", gang=4, demand=4)
-    site.app("tia-1", kind="trial")
+    site.app("tia-1", kind="interactive")
     site.decides_late = True
     site.play_round(site.node("n1", 4) + site.wait(1.5))
-    site.app("tia-1", kind="trial", state="cancelled", demand=0)
+    site.app("tia-1", kind="interactive", state="cancelled", demand=0)
     site.decide()
     assert site.arbiter.state.apps[AppId("ana-1")].preempted == 0
     site.decides_late = False
@@ -431,8 +449,9 @@ def test_a_gpu_that_was_not_in_play_is_not_moved_whatever_the_policy_says() -> N
     assert site.held("ana-1") == [gpu_id("n1", 0)]
 
 
+@with_auction
 def test_a_lease_that_came_into_play_only_after_the_policy_was_asked_is_not_ended_by_it() -> None:
-    site = Site()
+    site = Site(AUCTION)
     site.node("n1", 1)
     site.play_round(site.app("ana-1") + site.wait(0))
     gpu = gpu_id("n1", 0)

@@ -6,17 +6,17 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from msgspec.structs import replace
 
 from arbiter.core.placement.victims import Demand, size_of
-from arbiter.core.policies.fitgpp.policy import FitGpp
+from arbiter.core.policies.fitgpp.policy import FitGpp, Settings
 from arbiter.core.policies.fitgpp.preemption import Round
-from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Allocation, AppView, GpuView, NodeView, Settings, View
+from arbiter.core.registry import POLICIES, tables
+from arbiter.core.seam import Allocation, AppView, GpuView, NodeView, View
 from arbiter.core.state.model import Draining
 from protocol.messages import AppId, NodeId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, wish
 from tests.support.auctions import app_of, gpus_of, view_of
+from tests.support.wishes import replace
 
 GB = 2**30
 #: The nodes of FitGpp's simulation.
@@ -44,7 +44,7 @@ def four_nodes() -> tuple[View, dict[str, AppView]]:
     n01: b takes 4 GPUs,  8 cores,  64 GB, grace 300 s; Size = sqrt(1/16 + 1/16 + 1/4) = sqrt(0.375).
     n02: c takes 4 GPUs,  8 cores,  64 GB, grace 30 s; the same size.
     n03: d takes 2 GPUs, 16 cores,  32 GB, grace 0 s; Size = sqrt(1/4 + 1/64 + 1/16) = sqrt(0.328125).
-    The rest of n01, n02 and n03 is taken by trials, which nobody preempts.
+    The rest of n01, n02 and n03 is taken by interactive apps, which nobody preempts.
     """
     cluster = gpus_of(8, 8, 8, 8)
     n = [cluster[8 * index : 8 * index + 8] for index in range(4)]
@@ -53,9 +53,9 @@ def four_nodes() -> tuple[View, dict[str, AppView]]:
         batch("b-1", n[1][:4], cpus=8, gb=64, grace_s=300),
         batch("c-1", n[2][:4], cpus=8, gb=64, grace_s=30),
         batch("d-1", n[3][:2], cpus=16, gb=32, grace_s=0),
-        batch("t-1", n[1][4:], kind="trial"),
-        batch("t-2", n[2][4:], kind="trial"),
-        batch("t-3", n[3][2:], kind="trial"),
+        batch("t-1", n[1][4:], kind="interactive"),
+        batch("t-2", n[2][4:], kind="interactive"),
+        batch("t-3", n[3][2:], kind="interactive"),
     ]
     view = view_of(cluster, apps)
     nodes = {NodeId(f"n{index:02}"): NODE for index in range(4)}
@@ -64,12 +64,11 @@ def four_nodes() -> tuple[View, dict[str, AppView]]:
 
 def decide(view: View, *more: AppView, name: str = "fitgpp", **knobs: object) -> Allocation:
     view = replace(view, apps=(*view.apps, *more))
-    return POLICIES[name](Settings(**knobs)).allocate(view, {})  # type: ignore[arg-type]
+    return POLICIES[name].made(**knobs).allocate(view, {})  # type: ignore[arg-type]
 
 
 def site_of(**knobs: object) -> Site:
-    settings = Settings(**knobs)  # type: ignore[arg-type]
-    return Site(replace(SETTINGS, policy="fitgpp", policy_settings=settings))
+    return Site(replace(SETTINGS, policy="fitgpp", policies=tables("fitgpp", **knobs)))  # type: ignore[arg-type]
 
 
 def got(allocation: Allocation, app: str) -> set[str]:
@@ -94,9 +93,9 @@ def test_size_is_the_length_of_the_demand_in_parts_of_the_node() -> None:
 
 def test_scores_of_the_four_node_case() -> None:
     view, _ = four_nodes()
-    round_ = Round(view, Settings())
+    round_ = Round(view, 0.0)
     names = [unit.app.app for unit in round_.units]
-    scores = dict(zip(names, FitGpp(Settings()).scores(round_, round_.units), strict=True))
+    scores = dict(zip(names, FitGpp().scores(round_, round_.units), strict=True))
     most = math.sqrt(1.5)
     assert scores == {
         "a-1": pytest.approx(1 + 4 * 60 / 300),
@@ -106,9 +105,9 @@ def test_scores_of_the_four_node_case() -> None:
     }
 
 
-def test_the_least_score_leaves_for_a_trial_that_it_has_room_for() -> None:
+def test_the_least_score_leaves_for_an_interactive_app_that_it_has_room_for() -> None:
     view, _ = four_nodes()
-    allocation = decide(view, waiting("t-9", 2, kind="trial", cpus=4, gb=16))
+    allocation = decide(view, waiting("t-9", 2, kind="interactive", cpus=4, gb=16))
     assert allocation.preempted == ("d-1",)
     assert nodes_of(allocation, "t-9") == {"n03"}
     assert "score 0.468, the least of 4" in reason(allocation, "d-1")
@@ -126,21 +125,21 @@ def test_the_least_score_leaves_for_a_trial_that_it_has_room_for() -> None:
         (8, 4, 16, "a-1"),
     ],
 )
-def test_eligible_is_whose_demand_with_what_is_free_on_its_node_holds_the_trials(
+def test_eligible_is_whose_demand_with_what_is_free_on_its_node_holds_the_interactive_apps(
     gang: int, cpus: float, gb: int, victim: str
 ) -> None:
     view, _ = four_nodes()
-    trial = waiting("t-9", gang, kind="trial", cpus=cpus, gb=gb)
-    assert decide(view, trial).preempted == (victim,)
+    newcomer = waiting("t-9", gang, kind="interactive", cpus=cpus, gb=gb)
+    assert decide(view, newcomer).preempted == (victim,)
 
 
 def test_s_weighs_the_grace_period_beside_the_size() -> None:
     view, apps = four_nodes()
     long = replace(apps["d-1"], grace_s=120.0)  # 0.468 + s * 0.4; c has 0.5 + s * 0.1
     view = replace(view, apps=tuple(long if app.app == "d-1" else app for app in view.apps))
-    trial = waiting("t-9", 2, kind="trial")
-    assert decide(view, trial).preempted == ("c-1",)
-    assert decide(view, trial, fitgpp_s=0.0).preempted == ("d-1",)
+    newcomer = waiting("t-9", 2, kind="interactive")
+    assert decide(view, newcomer).preempted == ("c-1",)
+    assert decide(view, newcomer, s=0.0).preempted == ("d-1",)
 
 
 @PREEMPTIVE
@@ -158,7 +157,7 @@ def test_who_has_a_gang_in_part_gets_the_rest_of_it_and_not_another(name: str, c
 
 
 @PREEMPTIVE
-@pytest.mark.parametrize("kind", ["batch", "trial"])
+@pytest.mark.parametrize("kind", ["batch", "interactive"])
 def test_who_asks_for_more_than_any_node_has_holds_nobody_up_and_is_told_so(name: str, kind: str) -> None:
     """Accepted where nodes were larger, or under another policy, it would stop the whole queue for ever."""
     cluster = gpus_of(4)
@@ -178,15 +177,15 @@ def test_who_asks_for_more_than_any_node_has_holds_nobody_up_and_is_told_so(name
 def test_who_was_preempted_p_times_is_spared() -> None:
     view, _ = four_nodes()
     view = replace(view, apps=tuple(replace(app, preempted=int(app.app == "d-1")) for app in view.apps))
-    trial = waiting("t-9", 2, kind="trial")
-    assert decide(view, trial).preempted == ("c-1",)
-    assert decide(view, trial, fitgpp_p=2).preempted == ("d-1",)
+    newcomer = waiting("t-9", 2, kind="interactive")
+    assert decide(view, newcomer).preempted == ("c-1",)
+    assert decide(view, newcomer, p=2).preempted == ("d-1",)
 
 
 def test_if_all_were_preempted_p_times_one_is_drawn_that_makes_room() -> None:
     view, _ = four_nodes()
     view = replace(view, apps=tuple(replace(app, preempted=1) for app in view.apps))
-    drawn = {decide(replace(view, seed=seed), waiting("t-9", 4, kind="trial")).preempted for seed in range(30)}
+    drawn = {decide(replace(view, seed=seed), waiting("t-9", 4, kind="interactive")).preempted for seed in range(30)}
     assert drawn == {("a-1",), ("b-1",), ("c-1",)}  # not d, whose node has not four GPUs of class batch
 
 
@@ -194,36 +193,38 @@ def test_the_lot_falls_on_who_was_preempted_p_times_only_if_the_others_would_not
     cluster = gpus_of(8, 8)
     new = [batch("new-1", cluster[8:12]), batch("new-2", cluster[12:])]
     old = [batch("old-1", cluster[:4], preempted=1), batch("old-2", cluster[4:8], preempted=3)]
-    trial = waiting("t-1", 8, kind="trial")
-    drawn = {decide(view_of(cluster, [*old, *new], seed), trial).preempted for seed in range(20)}
+    newcomer = waiting("t-1", 8, kind="interactive")
+    drawn = {decide(view_of(cluster, [*old, *new], seed), newcomer).preempted for seed in range(20)}
     assert drawn == {("new-1", "new-2")}
-    kept = replace(new[1], kind="trial")
-    drawn = {decide(view_of(cluster, [*old, new[0], kept], seed), trial).preempted for seed in range(20)}
+    kept = replace(new[1], kind="interactive")
+    drawn = {decide(view_of(cluster, [*old, new[0], kept], seed), newcomer).preempted for seed in range(20)}
     assert drawn == {("old-1", "old-2")}
 
 
 @pytest.mark.parametrize(("p", "victims"), [(1, "wide other wide"), (2, "wide wide other"), (3, "wide wide wide")])
-def test_who_makes_room_for_one_trial_of_a_round_has_done_so_for_the_next(p: int, victims: str) -> None:
+def test_who_makes_room_for_one_interactive_app_of_a_round_has_done_so_for_the_next(p: int, victims: str) -> None:
     cluster = gpus_of(4, 4, 4, 4)
     wide = replace(batch("wide-1", cluster[:12], grace_s=10.0), gang=4)  # on three nodes
     view = view_of(cluster, [wide, batch("other-1", cluster[12:], grace_s=60.0)])
-    trials = [waiting(f"t-{number}", 4, kind="trial") for number in range(3)]
-    allocation = decide(view, *trials, fitgpp_p=p)
+    interactive = [waiting(f"t-{number}", 4, kind="interactive") for number in range(3)]
+    allocation = decide(view, *interactive, p=p)
     expected = [f"{victim}-1" for victim in victims.split()]
-    for trial, victim in zip(trials, expected, strict=True):
-        assert f"{victim} makes room for it" in reason(allocation, trial.app)
+    for newcomer, victim in zip(interactive, expected, strict=True):
+        assert f"{victim} makes room for it" in reason(allocation, newcomer.app)
     assert list(allocation.preempted) == sorted(expected), "each is counted"
 
 
 @pytest.mark.parametrize("spans", [False, True])
-def test_the_lot_falls_only_on_those_on_a_node_that_could_hold_a_trial_which_asks_for_cores(spans: bool) -> None:
+def test_the_lot_falls_only_on_those_on_a_node_that_could_hold_an_interactive_app_which_asks_for_cores(
+    spans: bool,
+) -> None:
     cluster = gpus_of(8, 4, 4)
     here = [batch("a-1", cluster[:4]), batch("b-1", cluster[4:8])]
     elsewhere = [batch("c-1", cluster[8:12]), batch("d-1", cluster[12:])]
     nodes = {NodeId(f"n{index:02}"): replace(NODE, gpus=size) for index, size in enumerate((8, 4, 4))}
-    trial = waiting("t-1", 8, kind="trial", cpus=4, spans=spans)
+    newcomer = waiting("t-1", 8, kind="interactive", cpus=4, spans=spans)
     views = [replace(view_of(cluster, [*here, *elsewhere], seed), nodes=nodes) for seed in range(20)]
-    assert {decide(view, trial).preempted for view in views} == {("a-1", "b-1")}
+    assert {decide(view, newcomer).preempted for view in views} == {("a-1", "b-1")}
 
 
 def test_who_lies_on_several_nodes_can_be_drawn_for_each_of_them() -> None:
@@ -233,40 +234,40 @@ def test_who_lies_on_several_nodes_can_be_drawn_for_each_of_them() -> None:
         batch("b-1", cluster[8:12]),
         batch("c-1", cluster[12:]),
     ]
-    trial = waiting("t-1", 8, kind="trial")
-    assert {decide(view_of(cluster, apps, seed), trial).preempted for seed in range(20)} == {("a-1", "b-1")}
+    newcomer = waiting("t-1", 8, kind="interactive")
+    assert {decide(view_of(cluster, apps, seed), newcomer).preempted for seed in range(20)} == {("a-1", "b-1")}
 
 
-def test_nobody_leaves_for_a_trial_that_would_not_fit_even_then() -> None:
+def test_nobody_leaves_for_an_interactive_app_that_would_not_fit_even_then() -> None:
     view, apps = four_nodes()
     view = replace(view, apps=tuple(app for app in view.apps if app is not apps["a-1"]))
     apart = replace(view, gpus=tuple(gpu for gpu in view.gpus if gpu.node != "n00"))
-    allocation = decide(apart, waiting("t-9", 8, kind="trial", cpus=32))
+    allocation = decide(apart, waiting("t-9", 8, kind="interactive", cpus=32))
     assert allocation.preempted == allocation.freed == ()
     assert "even without all of class batch no node had room" in reason(allocation, "t-9")
 
 
 @PREEMPTIVE
-def test_trials_do_not_make_room_and_batch_apps_preempt_nobody(name: str) -> None:
+def test_interactive_apps_do_not_make_room_and_batch_apps_preempt_nobody(name: str) -> None:
     view, _ = four_nodes()
-    trials = replace(view, apps=tuple(replace(app, kind="trial") for app in view.apps))
-    assert decide(trials, waiting("t-9", 2, kind="trial"), name=name).preempted == ()
+    interactive = replace(view, apps=tuple(replace(app, kind="interactive") for app in view.apps))
+    assert decide(interactive, waiting("t-9", 2, kind="interactive"), name=name).preempted == ()
     assert decide(view, waiting("x-9", 2), name=name).preempted == ()
 
 
 @PREEMPTIVE
-def test_a_trial_that_fits_preempts_nobody(name: str) -> None:
+def test_an_interactive_app_that_fits_preempts_nobody(name: str) -> None:
     view, _ = four_nodes()
     view = replace(view, apps=tuple(app for app in view.apps if app.app != "t-3"))
-    allocation = decide(view, waiting("t-9", 6, kind="trial"), name=name)
+    allocation = decide(view, waiting("t-9", 6, kind="interactive"), name=name)
     assert allocation.preempted == ()
     assert nodes_of(allocation, "t-9") == {"n03"}
 
 
-def test_two_trials_share_what_one_victim_leaves() -> None:
+def test_two_interactive_apps_share_what_one_victim_leaves() -> None:
     view, _ = four_nodes()
-    small = [waiting(f"t-{n}", 4, kind="trial") for n in (8, 9)]
-    view = replace(view, apps=tuple(app if app.app == "a-1" else replace(app, kind="trial") for app in view.apps))
+    small = [waiting(f"t-{n}", 4, kind="interactive") for n in (8, 9)]
+    view = replace(view, apps=tuple(app if app.app == "a-1" else replace(app, kind="interactive") for app in view.apps))
     allocation = decide(view, *small)
     assert allocation.preempted == ("a-1",)
     assert nodes_of(allocation, "t-8") == nodes_of(allocation, "t-9") == {"n00"}
@@ -282,21 +283,21 @@ def search(name: str, *jobs: Sequence[GpuView], gang: int = 1, **fields: object)
 
 
 @PREEMPTIVE
-def test_one_job_of_a_search_leaves_for_a_trial_of_one_gpu(name: str) -> None:
+def test_one_job_of_a_search_leaves_for_an_interactive_app_of_one_gpu(name: str) -> None:
     cluster = gpus_of(8)
     allocation = decide(
-        view_of(cluster, [search("s-1", *([gpu] for gpu in cluster))]), waiting("t-1", 1, kind="trial"), name=name
+        view_of(cluster, [search("s-1", *([gpu] for gpu in cluster))]), waiting("t-1", 1, kind="interactive"), name=name
     )
     assert allocation.preempted == ("s-1",)
     assert len(got(allocation, "t-1")) == 1
     assert allocation.freed == ()
 
 
-def test_as_few_jobs_of_one_app_leave_as_a_trial_needs_and_that_is_counted_once() -> None:
+def test_as_few_jobs_of_one_app_leave_as_an_interactive_app_needs_and_that_is_counted_once() -> None:
     cluster = gpus_of(8)
     view = view_of(cluster, [search("s-1", cluster[:1], cluster[1:2], cluster[2:4], cluster[4:5], cluster[5:8])])
     for gang, left in ((2, {2, 3}), (3, {5, 6, 7}), (4, {4, 5, 6, 7}), (5, {2, 3, 5, 6, 7}), (8, set(range(8)))):
-        allocation = decide(view, waiting("t-1", gang, kind="trial"))
+        allocation = decide(view, waiting("t-1", gang, kind="interactive"))
         assert allocation.preempted == ("s-1",)
         assert {*allocation.freed, *got(allocation, "t-1")} == {cluster[index].gpu for index in left}
 
@@ -305,9 +306,9 @@ def test_what_no_job_is_known_to_use_leaves_by_gangs() -> None:
     cluster = gpus_of(8)
     whole = search("s-1", cluster[:2], gang=2)
     view = view_of(cluster, [replace(whole, demand_max=8, renewable=tuple(gpu.gpu for gpu in cluster), jobs=())])
-    assert sorted(len(unit.gpus) for unit in Round(view, Settings()).units) == [2, 2, 2, 2]
+    assert sorted(len(unit.gpus) for unit in Round(view, 0.0).units) == [2, 2, 2, 2]
     named = replace(view.apps[0], jobs=((cluster[3].gpu, cluster[4].gpu, cluster[5].gpu, cluster[6].gpu), ()))
-    units = Round(replace(view, apps=(named,)), Settings()).units
+    units = Round(replace(view, apps=(named,)), 0.0).units
     assert sorted(len(unit.gpus) for unit in units) == [2, 2, 4]
     assert len({unit.name for unit in units}) == 3
 
@@ -315,17 +316,17 @@ def test_what_no_job_is_known_to_use_leaves_by_gangs() -> None:
 def test_an_app_with_a_single_job_leaves_a_node_as_a_whole() -> None:
     cluster = gpus_of(4, 4)
     view = view_of(cluster, [search("w-1", cluster, gang=1)])
-    assert [len(unit.gpus) for unit in Round(view, Settings()).units] == [4, 4]
+    assert [len(unit.gpus) for unit in Round(view, 0.0).units] == [4, 4]
 
 
 def test_of_an_app_that_spans_nodes_a_job_leaves_all_of_them() -> None:
     cluster = gpus_of(4, 4)
     view = view_of(cluster, [search("w-1", cluster[:2], cluster[2:6], cluster[6:], gang=2, spans=True)])
-    assert [len(unit.gpus) for unit in Round(view, Settings()).units] == [2, 4, 2]
-    allocation = decide(view, waiting("t-1", 2, kind="trial"))
+    assert [len(unit.gpus) for unit in Round(view, 0.0).units] == [2, 4, 2]
+    allocation = decide(view, waiting("t-1", 2, kind="interactive"))
     assert len(got(allocation, "t-1")) == 2
     assert allocation.freed == ()
-    allocation = decide(view, waiting("t-1", 4, kind="trial"))
+    allocation = decide(view, waiting("t-1", 4, kind="interactive"))
     assert len({*allocation.freed, *got(allocation, "t-1")}) == 6
 
 
@@ -333,16 +334,16 @@ def test_a_job_that_saves_goes_before_one_that_does_not_also_if_it_takes_several
     cluster = gpus_of(4, 4)
     safe = search("safe-1", *([gpu] for gpu in cluster[:4]), movable=True)
     view = view_of(cluster, [safe, batch("lost-1", cluster[4:])])
-    assert decide(view, waiting("t-1", 3, kind="trial")).preempted == ("safe-1",)
+    assert decide(view, waiting("t-1", 3, kind="interactive")).preempted == ("safe-1",)
     view = view_of(cluster, [replace(safe, movable=False), batch("lost-1", cluster[4:])])
-    assert decide(view, waiting("t-1", 3, kind="trial")).preempted == ("lost-1",)
+    assert decide(view, waiting("t-1", 3, kind="interactive")).preempted == ("lost-1",)
 
 
 def test_the_size_of_a_job_is_of_its_own_gpus_cores_and_memory() -> None:
     cluster = gpus_of(8)
     app = replace(search("s-1", *([gpu] for gpu in cluster)), cpus=4.0, host_bytes=32 * GB)
     view = replace(view_of(cluster, [app]), nodes={NodeId("n00"): NODE})
-    allocation = decide(view, waiting("t-1", 1, kind="trial", cpus=8, gb=32))
+    allocation = decide(view, waiting("t-1", 1, kind="interactive", cpus=8, gb=32))
     assert len({*allocation.freed, *got(allocation, "t-1")}) == 2, "two jobs have eight cores"
 
 
@@ -377,9 +378,9 @@ def test_who_stands_before_the_head_that_blocks_is_not_told_that_it_waits_for_it
     assert "b-1, which stands before it" in reason(allocation, "c-1")
 
 
-def test_the_head_of_the_queue_blocks_and_trials_pass_it() -> None:
+def test_the_head_of_the_queue_blocks_and_interactive_apps_pass_it() -> None:
     cluster = gpus_of(4)
-    queue = [waiting("a-1", 4), waiting("b-1", 1), waiting("t-1", 1, kind="trial")]
+    queue = [waiting("a-1", 4), waiting("b-1", 1), waiting("t-1", 1, kind="interactive")]
     allocation = decide(view_of(cluster, queue))
     assert (len(got(allocation, "t-1")), got(allocation, "a-1"), got(allocation, "b-1")) == (1, set(), set())
 
@@ -394,34 +395,34 @@ def test_who_has_not_left_yet_waits_and_does_not_block() -> None:
 
 def test_a_victim_gets_nothing_in_the_round_it_leaves_in() -> None:
     cluster = gpus_of(4, 2)
-    view = view_of(cluster, [batch("a-1", cluster[:4]), waiting("t-1", 4, kind="trial")])
+    view = view_of(cluster, [batch("a-1", cluster[:4]), waiting("t-1", 4, kind="interactive")])
     allocation = decide(view)
     assert allocation.preempted == ("a-1",)
     assert got(allocation, "a-1") == set()
 
 
 @PREEMPTIVE
-def test_a_part_of_the_nodes_is_for_trials_which_take_them_last(name: str) -> None:
+def test_a_part_of_the_nodes_is_for_interactive_apps_which_take_them_last(name: str) -> None:
     cluster = gpus_of(4, 2, 2)
     nodes = {NodeId(f"n{index:02}"): NodeView(gpus=size) for index, size in enumerate((4, 2, 2))}
     view = replace(view_of(cluster, []), nodes=nodes)
     apps = [waiting("a-1", 2), waiting("b-1", 2), waiting("c-1", 2), waiting("d-1", 2)]
-    trials = [waiting(f"t-{number}", 2, kind="trial") for number in range(2)]
-    one = decide(view, *apps, name=name, trial_nodes=0.34)
+    interactive = [waiting(f"t-{number}", 2, kind="interactive") for number in range(2)]
+    one = decide(view, *apps, name=name, reserved_nodes=0.34)
     assert {app: nodes_of(one, app) for app in ("a-1", "b-1", "c-1")} == {
         "a-1": {"n02"},
         "b-1": {"n00"},
         "c-1": {"n00"},
     }
-    assert reason(one, "d-1").endswith("no node beside the 1 for trials only has room for its gang of 2")
-    both = decide(view, *trials, apps[0], name=name, trial_nodes=0.34)
-    assert nodes_of(both, "t-0") == {"n02"}, "trials have the others' nodes first"
+    assert reason(one, "d-1").endswith("no node beside the 1 for interactive apps only has room for its gang of 2")
+    both = decide(view, *interactive, apps[0], name=name, reserved_nodes=0.34)
+    assert nodes_of(both, "t-0") == {"n02"}, "interactive apps have the others' nodes first"
     assert {gpu for app in ("t-1", "a-1") for gpu in nodes_of(both, app)} == {"n00"}
-    wide = decide(replace(view, nodes=nodes), waiting("w-1", 4), name=name, trial_nodes=0.9)
+    wide = decide(replace(view, nodes=nodes), waiting("w-1", 4), name=name, reserved_nodes=0.9)
     assert nodes_of(wide, "w-1") == {"n00"}, "the largest node is reserved last"
     odd = replace(nodes[NodeId("n01")], host_bytes=0)
     small = {node: replace(each, host_bytes=64 * GB) for node, each in nodes.items()} | {NodeId("n01"): odd}
-    large = decide(replace(view, nodes=small), waiting("l-1", 1, gb=128), name=name, trial_nodes=0.34)
+    large = decide(replace(view, nodes=small), waiting("l-1", 1, gb=128), name=name, reserved_nodes=0.34)
     assert nodes_of(large, "l-1") == {"n01"}, "who fits on no other node may have it"
 
 
@@ -432,20 +433,20 @@ def test_any_part_of_the_nodes_is_one_at_least_and_never_all(
     nodes = {NodeId(f"n{index:02}"): NodeView(gpus=size) for index, size in enumerate(sizes)}
     view = replace(view_of(gpus_of(*sizes), []), nodes=nodes)
     apps = [waiting(f"a-{number}", 2) for number in range(len(sizes))]
-    decided = decide(view, *apps, trial_nodes=part)
+    decided = decide(view, *apps, reserved_nodes=part)
     assert sum(bool(got(decided, app.app)) for app in apps) == len(sizes) - reserved
 
 
 def test_nodes_that_are_not_there_are_not_set_aside() -> None:
     nodes = {NodeId("n00"): NodeView(gpus=2), NodeId("n01"): NodeView(gpus=2), NodeId("dead"): NodeView(gpus=1)}
     view = replace(view_of(gpus_of(2, 2), []), nodes=nodes)
-    decided = decide(view, waiting("a-1", 2), waiting("b-1", 2), trial_nodes=0.5)
+    decided = decide(view, waiting("a-1", 2), waiting("b-1", 2), reserved_nodes=0.5)
     assert [nodes_of(decided, app) for app in ("a-1", "b-1")] == [{"n01"}, set()]
 
 
 @pytest.mark.parametrize("sick", [[], ["GPU-n1-0"], ["GPU-n2-0"]])
-def test_who_fits_on_no_other_node_because_of_a_dead_gpu_may_have_what_is_for_trials(sick: list[str]) -> None:
-    site = site_of(trial_nodes=0.5)
+def test_who_fits_on_no_other_node_because_of_a_dead_gpu_may_have_what_is_for_interactive_apps(sick: list[str]) -> None:
+    site = site_of(reserved_nodes=0.5)
     site.node("n1", 4, sick=sick)
     site.node("n2", 4, sick=sick)
     site.app("wide-1", gang=4, demand=4)
@@ -453,13 +454,13 @@ def test_who_fits_on_no_other_node_because_of_a_dead_gpu_may_have_what_is_for_tr
     assert len(site.held("wide-1")) == 4
 
 
-def test_a_trial_that_has_run_for_long_enough_is_one_of_class_batch() -> None:
+def test_an_interactive_app_that_has_run_for_long_enough_is_one_of_class_batch() -> None:
     cluster = gpus_of(2)
-    old = batch("t-1", cluster, kind="trial", served_gpu_s=2 * 1800.0)
-    allocation = decide(view_of(cluster, [old, waiting("t-2", 2, kind="trial")]))
+    old = batch("t-1", cluster, kind="interactive", served_gpu_s=2 * 1800.0)
+    allocation = decide(view_of(cluster, [old, waiting("t-2", 2, kind="interactive")]))
     assert allocation.preempted == ("t-1",)
     young = replace(old, served_gpu_s=2 * 1799.0)
-    assert decide(view_of(cluster, [young, waiting("t-2", 2, kind="trial")])).preempted == ()
+    assert decide(view_of(cluster, [young, waiting("t-2", 2, kind="interactive")])).preempted == ()
 
 
 # --- nodes' resources -----------------------------------------------------------------------------------------------
@@ -487,27 +488,27 @@ def test_what_is_overdrawn_is_no_bar_to_who_takes_none_of_it() -> None:
     cluster = gpus_of(8)
     view = view_of(cluster[:4], [batch("a-1", cluster[:4])])
     view = replace(view, nodes={NodeId("n00"): replace(NODE, leaving_cpus=40.0)})
-    assert decide(view, waiting("t-1", 4, kind="trial", cpus=1)).preempted == ()
-    assert decide(view, waiting("t-1", 4, kind="trial")).preempted == ("a-1",)
+    assert decide(view, waiting("t-1", 4, kind="interactive", cpus=1)).preempted == ()
+    assert decide(view, waiting("t-1", 4, kind="interactive")).preempted == ("a-1",)
 
 
 @PREEMPTIVE
 def test_cores_that_somebody_leaves_are_not_given_away_behind_what_another_is_promised(name: str) -> None:
     site = Site(replace(SETTINGS, policy=name))
     site.node("n1", 4, cpus=32.0)
-    site.app("big-1", kind="trial", cpus=16.0, jobs=[wish("big-1", 0, [])])
+    site.app("big-1", kind="interactive", cpus=16.0, jobs=[wish("big-1", 0, [])])
     site.wait(1.5)
     site.app("wide-1", gang=3, demand=3)
     site.wait(1.5)
     big = site.held("big-1")
-    site.app("new-1", kind="trial", cpus=16.0)  # the cores are free; for a GPU wide-1 leaves
+    site.app("new-1", kind="interactive", cpus=16.0)  # the cores are free; for a GPU wide-1 leaves
     site.wait(1.5)
     states = [(gpu, site.gpu_state(gpu)) for gpu in (gpu_id("n1", n) for n in range(4))]
     promised = [gpu for gpu, state in states if isinstance(state, Draining) and state.promised_to == "new-1"]
     assert len(promised) == 1
-    site.app("big-1", kind="trial", cpus=16.0, state="cancelled", jobs=[wish("big-1", 0, [])])
+    site.app("big-1", kind="interactive", cpus=16.0, state="cancelled", jobs=[wish("big-1", 0, [])])
     site.node("n1", cpus=32.0, used=[*big, *promised])  # the other two GPUs are free
-    site.app("late-1", kind="trial", cpus=16.0)
+    site.app("late-1", kind="interactive", cpus=16.0)
     site.wait(1.5)
     assert site.held("late-1") == []  # big-1 still has 16 cores, and new-1 comes for the other 16
     site.node("n1", cpus=32.0, used=big)
@@ -521,8 +522,8 @@ def test_cores_that_somebody_leaves_are_not_given_away_behind_what_another_is_pr
 @pytest.mark.parametrize(
     ("gang", "leaving_cpus"),
     [
-        (2, 24.0),  # its one gang leaves 16, and then the trial takes 24
-        (1, 32.0),  # both must leave; the trial comes when one of them has: its 24, and 8 of the other
+        (2, 24.0),  # its one gang leaves 16, and then the interactive app takes 24
+        (1, 32.0),  # both must leave; the interactive app comes when one of them has: its 24, and 8 of the other
     ],
 )
 def test_what_a_gang_leaves_is_what_the_next_one_takes_and_no_other_gangs(gang: int, leaving_cpus: float) -> None:
@@ -531,7 +532,7 @@ def test_what_a_gang_leaves_is_what_the_next_one_takes_and_no_other_gangs(gang: 
     site.app("old-1", gang=gang, demand=2, cpus=8.0 * gang)
     site.wait(1.5)
     assert len(site.held("old-1")) == 2
-    site.app("new-1", kind="trial", cpus=24.0)
+    site.app("new-1", kind="interactive", cpus=24.0)
     site.wait(1.5)
     assert site.held("old-1") == []
     site.decides_late = True
@@ -547,14 +548,14 @@ def test_nodes_count_the_cores_that_are_promised_and_apps_those_they_have(holder
     kept = replace(cluster[0], holder=None if holder is None else AppId(holder))
     more = replace(app_of("a-1", demand_max=2, kept=[kept], only=[], rho=None), cpus=16.0)
     view = replace(view_of(cluster[1:], [more]), nodes={NodeId("n00"): replace(NODE, leaving_cpus=16.0)})
-    assert bool(got(decide(view, waiting("b-1", 1, kind="trial", cpus=16)), "b-1")) == fits
+    assert bool(got(decide(view, waiting("b-1", 1, kind="interactive", cpus=16)), "b-1")) == fits
 
 
 def test_batch_apps_do_not_get_what_a_victim_of_this_round_still_has() -> None:
     cluster = gpus_of(8)
     busy = batch("a-1", cluster[:4], cpus=32)
     view = replace(view_of(cluster, [busy]), nodes={NodeId("n00"): NODE})
-    allocation = decide(view, waiting("t-1", 4, kind="trial", cpus=16), waiting("b-1", 1, cpus=8))
+    allocation = decide(view, waiting("t-1", 4, kind="interactive", cpus=16), waiting("b-1", 1, cpus=8))
     assert allocation.preempted == ("a-1",)
     assert len(got(allocation, "t-1")) == 4
     assert got(allocation, "b-1") == set()
@@ -563,7 +564,7 @@ def test_batch_apps_do_not_get_what_a_victim_of_this_round_still_has() -> None:
 # --- baselines ------------------------------------------------------------------------------------------------------
 
 
-def test_lrtp_lets_the_longest_leave_until_the_trial_fits_wherever_they_are() -> None:
+def test_lrtp_lets_the_longest_leave_until_the_interactive_app_fits_wherever_they_are() -> None:
     cluster = gpus_of(2, 2)
     apps = [
         batch("a-1", cluster[:1], left_s=100.0),
@@ -571,7 +572,7 @@ def test_lrtp_lets_the_longest_leave_until_the_trial_fits_wherever_they_are() ->
         batch("c-1", cluster[2:3], left_s=200.0),
         batch("d-1", cluster[3:4], left_s=50.0),
     ]
-    allocation = decide(view_of(cluster, apps), waiting("t-1", 2, kind="trial"), name="lrtp")
+    allocation = decide(view_of(cluster, apps), waiting("t-1", 2, kind="interactive"), name="lrtp")
     assert allocation.preempted == ("a-1", "b-1", "c-1")  # b, c, then a, with which n00 is empty
     assert nodes_of(allocation, "t-1") == {"n00"}
 
@@ -580,28 +581,29 @@ def test_rand_draws_its_victims() -> None:
     cluster = gpus_of(1, 1, 1, 1)
     view = view_of(cluster, [batch(f"a-{n}", [gpu]) for n, gpu in enumerate(cluster)])
     drawn = {
-        decide(replace(view, seed=seed), waiting("t-1", 1, kind="trial"), name="rand").preempted for seed in range(60)
+        decide(replace(view, seed=seed), waiting("t-1", 1, kind="interactive"), name="rand").preempted
+        for seed in range(60)
     }
     assert drawn == {("a-0",), ("a-1",), ("a-2",), ("a-3",)}
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("fitgpp_s", -1.0), ("fitgpp_p", 0), ("trial_share", 1.5), ("trial_nodes", 1.0), ("trial_s", math.inf)],
+    [("s", -1.0), ("p", 0), ("reserved_nodes", 1.0)],
 )
 def test_settings_outside_their_range_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value}; it must be"):
-        FitGpp(Settings(**{field: value}))
+        Settings(**{field: value})
 
 
 @pytest.mark.parametrize("name", ["fitgpp", "rand"])  # lrtp asks the longest first, wherever they are
-def test_nobody_makes_room_for_a_trial_whose_gang_would_not_lie_close_enough(name: str) -> None:
+def test_nobody_makes_room_for_an_interactive_app_whose_gang_would_not_lie_close_enough(name: str) -> None:
     cluster = gpus_of(2, 4, slots=2)
     apart, pair = batch("apart-1", cluster[:2]), batch("pair-1", cluster[2:4])
-    other = batch("other-1", cluster[4:6], kind="trial")
-    trial = waiting("t-1", 2, kind="trial", level_max="slot")
-    allocation = decide(view_of(cluster, [apart, other]), trial, name=name)
+    other = batch("other-1", cluster[4:6], kind="interactive")
+    newcomer = waiting("t-1", 2, kind="interactive", level_max="slot")
+    allocation = decide(view_of(cluster, [apart, other]), newcomer, name=name)
     assert got(allocation, "t-1") == {cluster[2].gpu, cluster[3].gpu}
-    allocation = decide(view_of(cluster, [apart, pair, other]), trial, name=name)
+    allocation = decide(view_of(cluster, [apart, pair, other]), newcomer, name=name)
     assert allocation.preempted == ("pair-1",)
     assert got(allocation, "t-1") == {cluster[2].gpu, cluster[3].gpu}

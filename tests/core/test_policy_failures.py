@@ -12,13 +12,13 @@ from arbiter.core.effects import Decide, PolicyFailed
 from arbiter.core.policies.oasis.policy import Oasis
 from arbiter.core.policies.queues.fifo import Fifo
 from arbiter.core.policies.themis.policy import Themis
-from arbiter.core.registry import POLICIES
+from arbiter.core.registry import POLICIES, Entry
 from arbiter.core.rounds.decision import failed
-from arbiter.core.seam import Admission, Allocation, AppView, Clock, GpuView, Market, View
-from arbiter.core.state.model import Active, Idle, Leased, Refused
+from arbiter.core.seam import Admission, Allocation, AppView, Clock, Market, View
+from arbiter.core.state.model import Idle, Leased, Refused
 from arbiter.solver import decide_timed
 from protocol.messages import AppId, Bid, Probe
-from tests.support.arbiter_site import SETTINGS, Site, notes, records, sent, task, wish
+from tests.support.arbiter_site import AUCTION, SETTINGS, Site, notes, records, sent, task, wish, with_auction
 
 FIFO = replace(SETTINGS, policy="fifo")
 
@@ -30,9 +30,6 @@ class Broken(Fifo):
         if any(app.gang == 13 for app in view.apps):
             raise RuntimeError("a gang of 13,\nwhich brings no luck")
         return super().allocate(view, bids, clock)
-
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        return Admission(True) if app.gang / (app.gang - 7) else Admission(False)
 
 
 class NoBidders(Themis):
@@ -52,7 +49,7 @@ class NoSale(Oasis):
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, kind in (("broken", Broken), ("no-bidders", NoBidders), ("no-sale", NoSale)):
-        monkeypatch.setitem(POLICIES, name, kind)
+        monkeypatch.setitem(POLICIES, name, Entry(kind))
 
 
 def failures(effects: Sequence[Effect]) -> list[str]:
@@ -133,19 +130,6 @@ def test_a_policy_that_cannot_say_who_bids_decides_without_bids() -> None:
 
 
 @pytest.mark.usefixtures("broken")
-def test_an_app_that_the_policy_fails_on_is_refused_and_the_others_enter() -> None:
-    site = Site(replace(FIFO, policy="broken"))
-    site.node("n1", 16)
-    site.app("ana-1", gang=7, demand=7)
-    site.app("bob-1", gang=2, demand=2)
-    site.wait(10.0)
-    refused = site.arbiter.state.apps[AppId("ana-1")].state
-    assert isinstance(refused, Refused)
-    assert "failed to admit ana-1 (ZeroDivisionError: division by zero)" in refused.reason
-    assert isinstance(site.arbiter.state.apps[AppId("bob-1")].state, Active)
-
-
-@pytest.mark.usefixtures("broken")
 def test_a_sale_that_fails_refuses_that_app_only() -> None:
     site = Site(replace(SETTINGS, policy="no-sale"))
     site.node("n1", 2)
@@ -154,9 +138,10 @@ def test_a_sale_that_fails_refuses_that_app_only() -> None:
     assert isinstance(site.arbiter.state.apps[AppId("ana-1")].state, Refused)
 
 
+@with_auction
 def test_no_round_starts_before_the_solver_is_ready_where_the_policy_holds_auctions() -> None:
     site = Site(None)
-    site.handle(Configured(SETTINGS, ready=False))
+    site.handle(Configured(AUCTION, ready=False))
     site.lead()
     site.node("n1", 1)
     effects = site.app("ana-1") + site.wait(120.0)
@@ -166,10 +151,11 @@ def test_no_round_starts_before_the_solver_is_ready_where_the_policy_holds_aucti
     assert len(sent(effects, Probe)) == 1
 
 
+@with_auction
 def test_no_lease_ends_while_the_solver_of_an_arbiter_that_started_anew_is_not_ready() -> None:
     """Its loops take a minute or more to compile; all who trained had left by then, and nobody came."""
     site = Site(None)
-    site.handle(Configured(SETTINGS))
+    site.handle(Configured(AUCTION))
     site.lead()
     site.node("n1", 1)
     for _ in range(4):
@@ -177,7 +163,7 @@ def test_no_lease_ends_while_the_solver_of_an_arbiter_that_started_anew_is_not_r
     (gpu,) = site.held("ana-1")
     running = task("ana-1", 0, [gpu])
     wished = wish("ana-1", 0, [gpu])
-    site.handle(Configured(SETTINGS, ready=False))
+    site.handle(Configured(AUCTION, ready=False))
     site.lead()
     for _ in range(60):
         site.node("n1", tasks=[running], used=[gpu])

@@ -12,11 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from app_agent.core.host import AppRecord
-from launch import cli, exit_codes, notify, spec, surface, timeline, views
+from launch import cli, notify, spec, surface, timeline, views
 from launch.client import Client
 from launch.faults import Fault
 from launch.follow import follow_logs
 from launch.site import site
+from protocol import exit_codes
 
 # --- specs ----------------------------------------------------------------------------------------------------------
 
@@ -69,9 +70,10 @@ def test_a_spec_file_says_what_the_flags_say(tmp_path: Path) -> None:
     file.write_text(SPEC + 'class = "trial"\ncpus = 4\nmemory = "8G"\nsteps = 10\nstep_time = "2s"\ngrace = "2m"\n')
     fields = spec.load(file)
     app = spec.build(fields)
-    assert (app.kind, app.cpus, app.host_bytes, app.steps_total) == ("trial", 4.0, 8 * 2**30, 10)
-    assert (app.step_serial_s, app.grace_s) == (2.0, 120.0)
-    assert spec.build(fields | {"kind": "batch"}).kind == "batch", "flags win"
+    wished = app.requirements
+    assert (wished.kind, wished.cpus, wished.host_bytes, app.steps_total) == ("interactive", 4.0, 8 * 2**30, 10)
+    assert (app.step_serial_s, wished.grace_s) == (2.0, 120.0)
+    assert spec.build(fields | {"kind": "batch"}).requirements.kind == "batch", "flags win"
     file.write_text(SPEC + 'class = "trial"\nkind = "batch"\n')
     with pytest.raises(Fault, match="says both class and kind, which are the same"):
         spec.load(file)
@@ -98,7 +100,7 @@ def test_memory_in_a_spec_file_needs_a_unit_too(tmp_path: Path, line: str, sente
 def test_no_memory_needs_no_unit_and_bytes_are_bytes(tmp_path: Path, line: str, value: int) -> None:
     file = tmp_path / "app.toml"
     file.write_text(f"{SPEC}{line}\n")
-    assert spec.build(spec.load(file)).host_bytes == value
+    assert spec.build(spec.load(file)).requirements.host_bytes == value
 
 
 @pytest.mark.parametrize(
@@ -131,7 +133,7 @@ def test_what_a_spec_file_holds_in_the_wrong_form_is_said_with_the_right_one(
 @pytest.mark.parametrize(
     ("field", "value", "said"),
     [
-        ("kind", "trail", r"kind \(--class\) is 'trail', which is none of 'batch', 'trial'"),
+        ("kind", "trail", r"kind \(--class\) is 'trail', which is none of 'batch', 'interactive'"),
         ("weight", -1.0, "weight must be more than 0"),
         ("host_bytes", "8G", r"host_bytes \(--memory\) must be a whole number, and is text"),
         ("memroy", 1, "unknown field `memroy`"),

@@ -71,8 +71,8 @@ def test_a_small_run_of_everything(known: dict[Case, Figures], monkeypatch: pyte
     assert all(figures.unfinished == 0 and figures.intervals > 0 for figures in known.values())
     assert all(claim.ours for claim in report.claims)
     assert [len(table.rows) for table in report.tables] == [len(MODES), 2, 2]
-    gathered, not_gathered = (float(row[1]) for row in report.tables[-1].rows)
-    assert gathered < not_gathered
+    aligned, not_gathered = (float(row[1]) for row in report.tables[-1].rows)
+    assert aligned < not_gathered
     assert report.claims[-1].met
 
 

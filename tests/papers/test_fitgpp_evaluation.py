@@ -25,9 +25,9 @@ def known() -> Iterator[dict[Case, Figures]]:
     MEMORY.done.update(before)
 
 
-def found(preempted: int = 0, *, trials: float = 1.0, batch: float = 2.0, restart: float = 1.0) -> Figures:
+def found(preempted: int = 0, *, interactive: float = 1.0, batch: float = 2.0, restart: float = 1.0) -> Figures:
     restarts = (restart,) * preempted
-    return Figures((trials,) * 100, (batch,) * 100, restarts, preempted, preempted, jobs=1000, unfinished=0)
+    return Figures((interactive,) * 100, (batch,) * 100, restarts, preempted, preempted, jobs=1000, unfinished=0)
 
 
 def told(known: dict[Case, Figures], figures: dict[str, Figures]) -> dict[str, Claim]:
@@ -39,12 +39,12 @@ def told(known: dict[Case, Figures], figures: dict[str, Figures]) -> dict[str, C
 
 
 def test_claims_are_of_the_figures(known: dict[Case, Figures]) -> None:
-    slow = found(trials=50.0, batch=2.0)
+    slow = found(interactive=50.0, batch=2.0)
     claims = told(
         known,
         {
             FIFO: slow,
-            FITGPP: found(7, trials=1.5, batch=2.2, restart=2.0),
+            FITGPP: found(7, interactive=1.5, batch=2.2, restart=2.0),
             LRTP: found(96, restart=4.0),
             RAND: found(50, restart=3.0),
         },
@@ -74,7 +74,10 @@ def test_a_small_run_of_everything(known: dict[Case, Figures]) -> None:
     assert len({claim.name for claim in claims}) == len(claims) == 14
     rows = {row[0]: row for table in tables for row in table.rows}
     assert rows[FIFO][4] == "0.00 %"
-    assert rows["fitgpp, 1 of 2 nodes for trials only"][5] == "0"
-    assert {row[0] for row in parts["robustness"][1][0].rows} >= {"lrtp, trials 0.5", "fitgpp, 1 nodes for trials only"}
-    assert all(figures.unfinished == 0 and len(figures.trials + figures.batch) == 24 for figures in known.values())
+    assert rows["fitgpp, 1 of 2 nodes for interactive apps only"][5] == "0"
+    assert {row[0] for row in parts["robustness"][1][0].rows} >= {
+        "lrtp, interactive apps 0.5",
+        "fitgpp, 1 nodes for interactive apps only",
+    }
+    assert all(figures.unfinished == 0 and len(figures.interactive + figures.batch) == 24 for figures in known.values())
     assert len(known) == 4 + 1 + 1 + 2 * 4

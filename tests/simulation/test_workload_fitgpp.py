@@ -20,7 +20,7 @@ def test_the_same_seed_gives_the_same_workload_and_another_another() -> None:
 
 def test_run_times_grace_periods_and_demands_are_within_the_published_bounds() -> None:
     workload = fitgpp_workload(CLUSTER, seed=0, jobs=3000)
-    trials = [app for app in workload.apps if app.kind == "trial"]
+    trials = [app for app in workload.apps if app.kind == "interactive"]
     assert len(trials) / 3000 == pytest.approx(0.3, abs=0.03)
     assert max(app.jobs[0].duration_s for app in trials) <= 30 * 60
     assert min(app.jobs[0].duration_s for app in workload.apps) >= 60
@@ -50,7 +50,10 @@ def test_a_cluster_that_does_not_say_what_its_nodes_have_is_refused_with_the_men
 
 @pytest.mark.parametrize(
     ("trace", "sentence"),
-    [("fitgpp?jobs=0", "jobs is 0; give from 1"), ("fitgpp?trials=2", "trials is 2.0; give a part from 0 to 1")],
+    [
+        ("fitgpp?jobs=0", "jobs is 0; give from 1"),
+        ("fitgpp?interactive=2", "interactive is 2.0; give a part from 0 to 1"),
+    ],
 )
 def test_arguments_out_of_range_are_refused_by_name(trace: str, sentence: str) -> None:
     with pytest.raises(WorkloadError, match=sentence):
@@ -58,13 +61,13 @@ def test_arguments_out_of_range_are_refused_by_name(trace: str, sentence: str) -
 
 
 def test_unknown_arguments_are_refused_with_those_there_are() -> None:
-    with pytest.raises(ExperimentError, match="with any of jobs, trials, load, grace"):
+    with pytest.raises(ExperimentError, match="with any of jobs, interactive, load, grace"):
         workload_of("fitgpp?apps=3", CLUSTER)
 
 
 def test_under_fitgpp_trials_wait_less_than_under_the_same_order_without_trials() -> None:
-    def waits(trial_s: str) -> float:
-        knobs = (("trial_s", trial_s), ("round_pause_s", "60"))
+    def waits(interactive_s: str) -> float:
+        knobs = (("interactive_s", interactive_s), ("round_pause_s", "60"))
         run = execute(Experiment("fitgpp?jobs=900", "fitgpp-84x8", "fitgpp", "none", knobs=knobs))
         assert all(app.state == "finished" for app in run.apps)
         return sum((app.first_start_s or 0.0) - app.submit_s for app in run.apps if app.app.startswith("te-"))

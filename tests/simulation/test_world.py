@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.seam import Settings
 from arbiter.core.state.model import ArbiterSettings
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT, NONE, Costs
@@ -29,9 +28,7 @@ from simulator.world import quiet
 from tests.support.traces import shared
 
 #: No pause between rounds, and leases that are renewed at their very end: time costs nothing here.
-INSTANT = ArbiterSettings(
-    round_pause_s=0.0, renewal_lead_s=0.0, probe_s=1.0, bid_s=1.0, policy_settings=Settings(reasons_max=0)
-)
+INSTANT = ArbiterSettings(round_pause_s=0.0, renewal_lead_s=0.0, probe_s=1.0, bid_s=1.0)
 TRACES = {
     "fake500": "traces/synthetic-small/astraea_fake_job.csv",
     "tiresias60": "traces/synthetic-small/tiresias_60_job.csv",
@@ -240,8 +237,8 @@ def test_gpu_time_of_the_rows_is_that_of_all_leases_also_of_trials_that_are_drop
     leased = sum(simulation.leased.values())
     assert leased > 400.0
     assert sum(row.useful_gpu_s + row.wasted_gpu_s for row in result.apps) == pytest.approx(leased)
-    assert all(tale.held_gpu_s >= tale.useful_gpu_s for tale in simulation.world.shelf.tales.values())
-    assert sum(tale.held_gpu_s for tale in simulation.world.shelf.tales.values()) <= leased + 1e-6
+    assert all(account.held_gpu_s >= account.useful_gpu_s for account in simulation.world.storage.accounts.values())
+    assert sum(account.held_gpu_s for account in simulation.world.storage.accounts.values()) <= leased + 1e-6
     standing = [(later[0] - now[0]) * now[1] for now, later in pairwise(result.timeline)]
     assert sum(standing) == pytest.approx(leased)
 

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from arbiter.core.registry import POLICIES
-from launch import exit_codes
+from protocol import exit_codes
+
+#: They share one site.
+pytestmark = pytest.mark.xdist_group("cli")
 
 PROGRAM = (sys.executable, "-m", "launch.cli")
 POLICY_NAMES = ", ".join(sorted(POLICIES))

@@ -1,24 +1,25 @@
-"""Trials under any policy: one that does not fit starts at once, at the cost of whom it harms least.
+"""The interactive class under any policy: an app that does not fit starts at once, at the least cost to others.
 
-A trial is an app of class ``trial`` that has not run for `Settings.trial_s` yet: somebody waits for its first steps.
-Policies that have a rule of their own for trials (`policy.ServesTrials`) are left alone. Under all others this is a
-layer around `Policy.allocate`:
+An app of class ``interactive`` counts as interactive until it has run for `interactive_s`: a person waits for its first
+steps. A policy that has a rule of its own for such apps is left alone. Under all others this is a layer around
+`Policy.allocate`:
 
-- A trial keeps what it holds for as long as it counts as one; the policy sees those GPUs as not in play.
-- The rest of what the policy decides stands. After it, each trial that still has nothing, in order of arrival, gets one
-  gang: of what the policy gave to nobody; or it waits for what somebody who is over is just leaving; or else *one* job
-  of class ``batch``, or the fewest of one app on a node, makes room for it: leaves its GPUs, or is not given them yet.
-  Victim is who loses least: who has not begun or whose training is known to save, then nobody twice (FitGpp's P), then
-  who has not begun, then one job before several, then the fewest GPUs and the shortest grace period, by its score
-  (Eq. 3).
-- Nobody is kept out for ever: who made room P times begins when its turn comes, and is not left with nothing until it
-  has run for `SPARED_MOVES` times what leaving and coming back costs it; a trial for which nobody else could make room,
-  and nobody who would lose more for it, waits meanwhile.
-- In all, trials hold at most `Settings.trial_share` of the cluster's GPUs that way, and one in any case, so that
-  calling everything a trial gains nothing; a trial beyond that waits like everybody else.
+- An interactive app keeps its GPUs for as long as it counts as one; the policy sees those GPUs as not in play.
+- The rest of what the policy decides stands. After it, each interactive app without GPUs gets one gang, in order of
+  arrival. The gang comes from what the policy gave to no app; or from GPUs that an app which is over is just leaving,
+  for which it waits; or *one* job of class ``batch``, or the fewest jobs of one app on a node, makes room for it: the
+  job leaves its GPUs, or is not given them yet.
+- The victim is the job that loses least. In this order: jobs that have not begun or whose training is known to save;
+  jobs of an app that has not made room before (FitGpp's P); jobs that have not begun; one job before several; the
+  fewest GPUs and the shortest grace period, by its score (Eq. 3).
+- No app is kept out for ever. An app that made room P times begins when its turn comes, and does not lose all its GPUs
+  again until it has run for `SPARED_MOVES` times what leaving and coming back costs it. If only such apps could make
+  room, or apps that would lose more, the interactive app waits meanwhile.
+- All interactive apps together hold at most the part `interactive_share` of the cluster's GPUs that way, and one app
+  may in any case. So it gains nothing to call every app interactive: one beyond that part waits as others do.
 
 The victim leaves as in any preemption, within the grace period that it declared, and loses no step if it saves.
-Where GPUs are shared this does nothing: a trial comes as a guest there (`sharing`).
+Where GPUs are shared this layer does nothing: an interactive app comes as a guest there (`guests`).
 
 *Source:* FitGpp (OpML 2019), PAPERS.md section 3; the class under other policies and its bounds are this project's.
 """
@@ -28,12 +29,11 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain, groupby
 
 from msgspec.structs import replace
 
-from arbiter.core.leases import preemption_budget
 from arbiter.core.placement.assignment import Holes, gpus, move_s, pick
 from arbiter.core.placement.victims import Victim, fewest, groups_of, score_of, units_of
 from arbiter.core.seam import (
@@ -42,154 +42,47 @@ from arbiter.core.seam import (
     Clock,
     Displaced,
     GpuView,
-    NodeView,
     Outcome,
     Policy,
-    ServesTrials,
-    Settings,
     View,
-    is_trial,
+    is_interactive,
 )
-from arbiter.core.state import model
-from arbiter.core.state.model import Draining, Leased
-from arbiter.core.turn import Turn
 from protocol.messages import AppId, Bid, GpuId, NodeId
 
-#: An app that has not left so long after its grace period is waited for no longer: what it is on may never be empty.
-LEAVE_S = 60.0
-#: So long a trial waits for GPUs whose holder is over, before somebody makes room for it.
+#: For so long an interactive app waits for GPUs whose holder is over, before a job makes room for it.
 EMPTY_S = 5.0
 #: So many times what a move costs it who has made room P times is not left with nothing again: most of that is work.
 SPARED_MOVES = 3.0
-#: When another round is wanted for GPUs that nobody has now because their newcomer made room for a trial.
+#: P of FitGpp, Eq. 4: an app makes room so many times, unless no other could.
+ROOM_MADE_MAX = 1
+#: s of FitGpp, Eq. 3: how much a long grace period weighs beside a large demand.
+GRACE_WEIGHT = 4.0
+#: When another round is wanted for GPUs that are free now because their newcomer made room for an interactive app.
 AGAIN_S = 1.0
 
 #: By what victims are ordered, who loses least first; see above. The first three make classes.
 _Loss = tuple[bool, bool, bool, float, tuple[AppId, NodeId, str]]
 _Free = Mapping[NodeId, Sequence[GpuView]]
 
-# --- what policies are shown ------------------------------------------------------------------------------------------
 
-
-def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
-    """Return what nodes have, and what of that goes with GPUs that drain; none where nobody needs it."""
-    state = turn.state
-    reserved = state.settings.policy_settings.trial_nodes > 0
-    if not reserved and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
-        return {}
-    drained: dict[tuple[NodeId, AppId], list[model.App | None]] = defaultdict(list)  #: by who leaves: who comes
-    for gpu_id in sorted(turn.index.draining):
-        gpu = state.gpus[gpu_id]
-        if isinstance(gpu.state, Draining):
-            winner = state.apps.get(gpu.state.promised_to) if gpu.state.promised_to is not None else None
-            comes = winner if winner is not None and winner.active else None
-            drained[gpu.node, gpu.state.lease.app].append(comes)
-    leaving: dict[NodeId, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-    for (node_id, app_id), winners in drained.items():
-        # A gang leaves as one, before anybody comes to a part of it; of several gangs, others may still be there then.
-        leaver = state.apps[app_id]
-        for part in [winners] if len(winners) <= leaver.gang else [[winner] for winner in winners]:
-            before, after = _taken([leaver] * len(part)), _taken(part)
-            cpus, host_bytes = leaving[node_id]
-            leaving[node_id] = (cpus + max(before[0], after[0]), host_bytes + max(before[1], after[1]))
-    return {
-        node.id: NodeView(
-            sum(model.is_first(gpu) and model.usable(state, state.gpus[gpu]) for gpu in turn.index.node_gpus[node.id]),
-            node.cpus,
-            node.host_bytes,
-            *leaving[node.id],
-        )
-        for node in sorted(state.nodes.values(), key=lambda each: each.id)
-    }
-
-
-def _taken(owners: Sequence[model.App | None]) -> tuple[float, float]:
-    """Return the cores and bytes of memory that go with a GPU of each of these."""
-    apps = [app for app in owners if app is not None]
-    return sum(app.cpus / app.gang for app in apps), sum(app.host_bytes / app.gang for app in apps)
-
-
-def leaving(turn: Turn) -> frozenset[AppId]:
-    """Return the apps that have not left yet what they have lost, and will: it is in service, and their grace runs."""
-    found = set()
-    for gpu in (turn.state.gpus[gpu] for gpu in turn.index.draining):
-        app = turn.state.apps.get(gpu.state.lease.app) if isinstance(gpu.state, Draining) else None
-        if isinstance(gpu.state, Draining) and app is not None and model.usable(turn.state, gpu):
-            grace_s = max((job.grace_s for job in app.jobs), default=0.0)
-            if turn.now < gpu.state.since + grace_s + LEAVE_S:
-                found.add(app.id)
-    return frozenset(found)
-
-
-def wait(turn: Turn) -> bool:
-    """Whether a trial that this layer serves has nothing: a reason for a round where nothing is in play."""
-    settings = turn.state.settings
-    if settings.shared or not _serves(turn.policy, settings.policy_settings):
-        return False
-    return any(turn.state.apps[app].kind == "trial" for app in turn.index.active - turn.index.holders)
-
-
-def takeable(
-    turn: Turn, apps: Sequence[AppView], gpus: Mapping[GpuId, GpuView]
-) -> tuple[tuple[GpuView, ...], tuple[AppView, ...]]:
-    """Return the leased GPUs that are not in play and that a trial which waits may be given, and who holds them."""
-    if not _any_waits(turn, apps):
-        return (), ()
-    holders = sorted(turn.index.holders & turn.index.app_views.keys())
-    held = (turn.state.gpus[gpu] for holder in holders for gpu in sorted(turn.index.gpus[holder]))
-    able = [gpu for gpu in held if isinstance(gpu.state, Leased) and gpu.id not in gpus]
-    kept = preemption_budget.kept(turn)
-    able = [gpu for gpu in able if gpu.id not in kept]
-    taken = tuple(turn.index.show(gpu) for gpu in able if model.usable(turn.state, gpu))
-    names = {gpu.holder for gpu in taken}
-    return taken, tuple(turn.index.app_views[app].view for app in holders if app in names)
-
-
-def emptying(turn: Turn, apps: Sequence[AppView]) -> tuple[GpuView, ...]:
-    """Return, while a trial waits, the GPUs that will be free within a moment: who had them is over, nobody is next."""
-    if not _any_waits(turn, apps):
-        return ()
-    found = []
-    for gpu in (turn.state.gpus[gpu] for gpu in sorted(turn.index.draining)):
-        if isinstance(gpu.state, Draining) and gpu.state.promised_to is None and model.usable(turn.state, gpu):
-            app = turn.state.apps.get(gpu.state.lease.app)
-            if app is not None and not app.active and turn.now < gpu.state.since + EMPTY_S:
-                found.append(turn.index.show(gpu))
-    return tuple(found)
-
-
-def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
-    """Whether one of `apps` is a trial that this layer serves and that has nothing."""
-    settings = turn.state.settings
-    if settings.shared or not _serves(turn.policy, settings.policy_settings):
-        return False
-    return any(app.kind == "trial" and app.want > 0 and not app.kept and not app.renewable for app in apps)
-
-
-def _serves(policy: Policy, settings: Settings) -> bool:
-    """Whether this layer serves trials under `policy`."""
-    return settings.trial_share > 0.0 and not _has_its_own(policy)
-
-
-@lru_cache(maxsize=8)
-def _has_its_own(policy: Policy) -> bool:
-    """Whether a policy has a rule of its own for trials; remembered, as in `bookings`."""
-    return isinstance(policy, ServesTrials)
+def serves(policy: Policy, share: float) -> bool:
+    """Whether this layer serves interactive apps under `policy`, of which they may hold this share of GPUs."""
+    return share > 0.0 and not policy.traits.serves_interactive
 
 
 # --- around the policy ------------------------------------------------------------------------------------------------
 
 
-def allocate(
-    policy: Policy, settings: Settings, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None
-) -> Allocation:
-    """Return what the policy decides about what trials do not keep, and what trials get besides."""
-    if not any(app.kind == "trial" for app in view.apps) or view.shared or not _serves(policy, settings):
+def allocate(policy: Policy, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
+    """Return what the policy decides about what interactive apps do not keep, and what interactive apps get besides."""
+    if (
+        not any(app.requirements.kind == "interactive" for app in view.apps)
+        or view.shared
+        or not serves(policy, view.interactive_share)
+    ):
         return policy.allocate(view, bids, clock)
     own = {
-        app.app: app
-        for app in view.apps
-        if app.renewable and is_trial(view, app, settings.trial_s) and _runs(_keeping(view, app))
+        app.app: app for app in view.apps if app.renewable and is_interactive(view, app) and _runs(_keeping(view, app))
     }
     kept = {gpu: app.app for app in own.values() for gpu in app.renewable}
     seen = replace(
@@ -198,9 +91,9 @@ def allocate(
         apps=tuple(_keeping(view, app) if app.app in own else app for app in view.apps),
     )
     allocation = policy.allocate(seen, {app: bid for app, bid in bids.items() if app not in own}, clock)
-    outcomes = tuple(_as_trial(outcome, own.get(outcome.app)) for outcome in allocation.outcomes)
+    outcomes = tuple(_as_interactive(outcome, own.get(outcome.app)) for outcome in allocation.outcomes)
     assign = dict(sorted({**allocation.assign, **kept}.items()))
-    return serve(policy, settings, view, replace(allocation, assign=assign, outcomes=outcomes))
+    return serve(policy, view, replace(allocation, assign=assign, outcomes=outcomes))
 
 
 def _keeping(view: View, app: AppView) -> AppView:
@@ -211,24 +104,24 @@ def _keeping(view: View, app: AppView) -> AppView:
 
 
 def _runs(app: AppView) -> bool:
-    """Whether what an app holds is whole gangs; what is left of a broken one waits like the GPUs of any other app."""
+    """Whether an app holds whole gangs; the rest of a broken gang waits like the GPUs of any other app."""
     counts = [len(app.kept)] if app.spans else Counter(gpu.node for gpu in app.kept).values()
     return all(count % app.gang == 0 for count in counts)
 
 
-def _as_trial(outcome: Outcome, app: AppView | None) -> Outcome:
+def _as_interactive(outcome: Outcome, app: AppView | None) -> Outcome:
     if app is None:
         return outcome
     return replace(
         outcome,
         gpus=tuple(sorted((*outcome.gpus, *app.renewable))),
-        reason=f"it is a trial and keeps the GPUs it holds; {outcome.reason}",
+        reason=f"it is an interactive app and keeps the GPUs it holds; {outcome.reason}",
     )
 
 
-def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation) -> Allocation:
-    """Return the allocation with a gang for each trial that has nothing, as far as the share of trials allows; pure."""
-    if view.shared or not _serves(policy, settings):
+def serve(policy: Policy, view: View, allocation: Allocation) -> Allocation:
+    """Return the allocation with a gang for each interactive app without GPUs, as far as their share allows; pure."""
+    if view.shared or not serves(policy, view.interactive_share):
         return allocation
     winners = set(allocation.assign.values())
     waiting = [
@@ -237,18 +130,17 @@ def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation
         if app.want >= app.gang
         and not app.kept
         and app.app not in view.leaving
-        and is_trial(view, app, settings.trial_s)
+        and is_interactive(view, app)
         and not app.renewable
         and app.app not in winners
     ]
-    return _Serving(settings, view, allocation).answer(waiting) if waiting else allocation
+    return _Serving(view, allocation).answer(waiting) if waiting else allocation
 
 
 class _Serving:
-    """One round's trials."""
+    """One round's interactive apps."""
 
-    def __init__(self, settings: Settings, view: View, allocation: Allocation) -> None:
-        self._settings = settings
+    def __init__(self, view: View, allocation: Allocation) -> None:
         self._view = view
         self._allocation = allocation
         self._apps = {app.app: app for app in view.apps}
@@ -264,23 +156,23 @@ class _Serving:
             for gpu in view.gpus
             if gpu.gpu not in self._assign and (allocation.unnamed == "nobody" or gpu.holder is None)
         ]
-        trials = {app.app for app in view.apps if is_trial(view, app, settings.trial_s)}
-        self._trials_hold = sum(
+        interactive = {app.app for app in view.apps if is_interactive(view, app)}
+        self._interactive_hold = sum(
             len(app.kept) + sum(self._assign.get(gpu) in (None, app.app) for gpu in app.renewable)
             for app in view.apps
-            if app.app in trials
+            if app.app in interactive
         )
-        unseen = {app.app for app in view.holders if is_trial(view, app, settings.trial_s)} - self._apps.keys()
-        self._trials_hold += sum(gpu.holder in unseen for gpu in view.takeable)
-        self._units = self._found_units(trials)
-        self._fresh = self._newcomers(trials)
+        unseen = {app.app for app in view.holders if is_interactive(view, app)} - self._apps.keys()
+        self._interactive_hold += sum(gpu.holder in unseen for gpu in view.takeable)
+        self._units = self._found_units(interactive)
+        self._fresh = self._newcomers(interactive)
         self._has: Counter[AppId] = Counter()  #: GPUs of those that could make room
         for unit in (*self._fresh, *self._units):
             self._has[unit.app.app] += len(unit.gpus)
         self._size_max = max((score_of(unit, view.nodes)[0] for unit in self._units), default=0.0)
-        self._grace_max = max((unit.app.grace_s for unit in self._units), default=0.0)
+        self._grace_max = max((unit.app.requirements.grace_s for unit in self._units), default=0.0)
 
-    def _found_units(self, trials: set[AppId]) -> list[Victim]:
+    def _found_units(self, interactive: set[AppId]) -> list[Victim]:
         """Return what apps of class ``batch`` hold after this round, job by job."""
         after: dict[AppId, list[GpuView]] = defaultdict(list)
         lost = self._freed
@@ -296,11 +188,11 @@ class _Serving:
         return [
             unit
             for app, gpus in sorted(after.items())
-            if app not in trials and app in known and known[app].kind == "batch"
+            if app not in interactive and app in known and known[app].requirements.kind == "batch"
             for unit in units_of(known[app], gpus)
         ]
 
-    def _newcomers(self, trials: set[AppId]) -> list[Victim]:
+    def _newcomers(self, interactive: set[AppId]) -> list[Victim]:
         """Return what apps of class ``batch`` that hold nothing are given in this round, job by job.
 
         Who has made room P times is left out: it begins.
@@ -308,7 +200,7 @@ class _Serving:
         given: dict[AppId, list[GpuView]] = defaultdict(list)
         for gpu in self._view.gpus:
             app = self._apps.get(self._assign.get(gpu.gpu, AppId("")))
-            if app is None or app.kind != "batch" or app.app in trials or self._often(app):
+            if app is None or app.requirements.kind != "batch" or app.app in interactive or self._often(app):
                 continue
             if not (app.kept or app.renewable):
                 given[app.app].append(gpu)
@@ -317,11 +209,12 @@ class _Serving:
     def answer(self, waiting: Sequence[AppView]) -> Allocation:
         """Serve who can be served."""
         for app in waiting:
-            share = max(1.0, self._settings.trial_share * self._view.cluster_gpus)
-            if self._trials_hold + app.gang > share:
+            share = max(1.0, self._view.interactive_share * self._view.cluster_gpus)
+            if self._interactive_hold + app.gang > share:
                 self._words[app.app].append(
-                    f"it is a trial that needs {app.gang}, and of at most {share:.4g} GPUs that trials may have before "
-                    f"others (trial_share) they hold {self._trials_hold}; so it waits like others"
+                    f"it is an interactive app that needs {app.gang}, and of at most {share:.4g} GPUs that interactive "
+                    f"apps may have before others (interactive_share) they hold {self._interactive_hold}; so it waits "
+                    "like others"
                 )
             elif not self._place(app) and not self._await(app):
                 self._preempt_for(app)
@@ -336,15 +229,15 @@ class _Serving:
         )
 
     def _place(self, app: AppView) -> bool:
-        """Give a trial what nobody has."""
+        """Give an interactive app free GPUs."""
         usable = (gpu for gpu in self._free if app.only is None or gpu.gpu in app.only)
         bundle = pick(Holes(usable), app, app.gang)
         left = any(gpu.gpu in self._freed for gpu in bundle)
-        which = "that others leave for trials" if left else "free"
-        return bool(bundle) and self._give(app, bundle, f"it is a trial and gets {len(bundle)} {which}")
+        which = "that others leave for interactive apps" if left else "free"
+        return bool(bundle) and self._give(app, bundle, f"it is an interactive app and gets {len(bundle)} {which}")
 
     def _await(self, app: AppView) -> bool:
-        """Let a trial wait for what is free and what is just being left, if that is enough."""
+        """Let an interactive app wait for what is free and what is just being left, if that is enough."""
         usable = [gpu for gpu in (*self._free, *self._emptying) if app.only is None or gpu.gpu in app.only]
         bundle = pick(Holes(usable), app, app.gang) if self._emptying else []
         if not bundle:
@@ -352,10 +245,10 @@ class _Serving:
         names = {gpu.gpu for gpu in bundle}
         self._free = [gpu for gpu in self._free if gpu.gpu not in names]
         self._emptying = [gpu for gpu in self._emptying if gpu.gpu not in names]
-        self._trials_hold += len(bundle)
+        self._interactive_hold += len(bundle)
         self._look_again_s.append(EMPTY_S)
         self._words[app.app].append(
-            f"it is a trial and waits for {gpus(len(bundle))} that somebody who is over is leaving"
+            f"it is an interactive app and waits for {gpus(len(bundle))} that an app which is over is leaving"
         )
         return True
 
@@ -363,12 +256,12 @@ class _Serving:
         self._assign |= {gpu.gpu: app.app for gpu in bundle}
         names = {gpu.gpu for gpu in bundle}
         self._free = [gpu for gpu in self._free if gpu.gpu not in names]
-        self._trials_hold += len(bundle)
+        self._interactive_hold += len(bundle)
         self._words[app.app].append(why)
         return True
 
     def _preempt_for(self, app: AppView) -> None:
-        """Let the victim of least loss make room for a trial."""
+        """Let the victim of least loss make room for an interactive app."""
         found = self._victim_for(app)
         if found is None:
             return
@@ -376,25 +269,29 @@ class _Serving:
         taken = {gpu.gpu for gpu in victim.gpus}
         owner = victim.app.app
         why = self._why(victim)
-        self._give(app, bundle, f"it is a trial, for which {owner} makes room on {victim.node}: {why}")
+        self._give(app, bundle, f"it is an interactive app, for which {owner} makes room on {victim.node}: {why}")
         self._displaced.append(Displaced(owner, tuple(sorted(taken)), app.app))
         goes = "leaves" if owner not in self._beginners else "does not begin on"
-        self._words[owner].append(f"{goes} {gpus(len(taken))} on {victim.node} for the trial {app.app}: {why}")
+        self._words[owner].append(
+            f"{goes} {gpus(len(taken))} on {victim.node} for the interactive app {app.app}: {why}"
+        )
         if owner in self._beginners:
             self._look_again_s.append(AGAIN_S)
         for gpu in taken:
             if self._assign.get(gpu) == owner:
                 del self._assign[gpu]
         self._freed |= taken - self._assign.keys()
-        self._free += [gpu for gpu in victim.gpus if gpu.gpu not in self._assign]  # for the next trial, if any
+        self._free += [
+            gpu for gpu in victim.gpus if gpu.gpu not in self._assign
+        ]  # for the next interactive app, if any
         self._strike(victim)
 
     def _victim_for(self, app: AppView) -> tuple[Victim, list[GpuView]] | None:
-        """Return who loses least of those that could make room for a trial, and what it gets; say why there is none."""
+        """Return the victim that loses least and the GPUs which `app` gets of it; say why there is none."""
         free: dict[NodeId, list[GpuView]] = defaultdict(list)
         for gpu in self._free:
             free[gpu.node].append(gpu)
-        able = (each for each in self._ranked if each[1].app.priority <= app.priority)
+        able = (each for each in self._ranked if each[1].app.requirements.priority <= app.requirements.priority)
         spared: list[tuple[float, AppId]] = []
         for (loses, _, _), alike in groupby(able, key=lambda each: each[0][:3]):
             if loses and spared:
@@ -410,16 +307,16 @@ class _Serving:
         return None
 
     def _wait_for(self, app: AppView, spared: Sequence[tuple[float, AppId]]) -> None:
-        """Say why a trial waits, and look again when somebody is spared no longer."""
+        """Say why an interactive app waits, and look again when an app is spared no longer."""
         what = "what no other app of class batch holds would make room"
         if spared:
             spared_s, name = min(spared)
             self._look_again_s.append(max(AGAIN_S, spared_s))
             what = (
-                f"{name}, which could make room, has done so often enough (fitgpp_p), and runs for {spared_s:.0f} s "
+                f"{name}, which could make room, has done so often enough, and runs for {spared_s:.0f} s "
                 "yet before it does again"
             )
-        self._words[app.app].append(f"it is a trial, and {what}")
+        self._words[app.app].append(f"it is an interactive app, and {what}")
 
     def _together(self, app: AppView, units: Sequence[Victim], free: _Free) -> Iterator[Victim]:
         """Yield where several jobs of one app make room together, the fewest of each, who loses least first.
@@ -445,7 +342,7 @@ class _Serving:
         return sorted(((self._loss(unit), unit) for unit in (*self._fresh, *self._units)), key=lambda each: each[0])
 
     def _strike(self, victim: Victim) -> None:
-        """Note that one has made room: what else its app has comes after others from now on."""
+        """Note that a victim has made room: the rest of its app comes after others from now on."""
         app = victim.app.app
         gone = {gpu.gpu for gpu in victim.gpus}
         left = [each for each in self._ranked if each[1].gpus[0].gpu not in gone]
@@ -468,7 +365,7 @@ class _Serving:
 
     def _often(self, app: AppView) -> bool:
         """Whether an app has made room P times, this round included."""
-        return app.preempted + self._made_room[app.app] >= self._settings.fitgpp_p
+        return app.preempted + self._made_room[app.app] >= ROOM_MADE_MAX
 
     def _spared_s(self, victim: Victim) -> float:
         """Return for how long yet `victim` is spared: all of an app that made room P times, and began lately."""
@@ -485,16 +382,16 @@ class _Serving:
         """Return why this one makes room, in words."""
         if victim.app.app in self._beginners:
             return "it has not begun, and loses nothing"
-        saves = "" if victim.app.movable else "; nobody who is known to save what he has done could"
+        saves = "" if victim.app.movable else "; no job that is known to save its work could"
         return f"few GPUs that can soon be left (score {self._score(victim):.3g}){saves}"
 
     def _score(self, unit: Victim) -> float:
         size, grace_s = score_of(unit, self._view.nodes)
         part = size / self._size_max if self._size_max else 0.0
-        return part + (self._settings.fitgpp_s * grace_s / self._grace_max if self._grace_max else 0.0)
+        return part + (GRACE_WEIGHT * grace_s / self._grace_max if self._grace_max else 0.0)
 
     def _bundle(self, app: AppView, victim: Victim, free: _Free) -> list[GpuView]:
-        """Return a gang for `app` of what one victim and nobody have; free GPUs on its node come first."""
+        """Return a gang for `app` of one victim's GPUs and free ones; free GPUs on its node come first."""
         nodes = sorted({gpu.node for gpu in victim.gpus})
         pool = [*(gpu for node in nodes for gpu in free.get(node, ())), *victim.gpus]
         if len(pool) < app.gang:
@@ -503,7 +400,7 @@ class _Serving:
         return pick(Holes(usable, {gpu.gpu: 1 for gpu in victim.gpus}), app, app.gang)
 
     def _outcomes(self) -> tuple[Outcome, ...]:
-        """Return the outcomes with what has become of trials and their victims."""
+        """Return the outcomes with what has become of interactive apps and their victims."""
         own: dict[AppId, list[GpuId]] = defaultdict(list)
         for gpu, app in self._assign.items():
             own[app].append(gpu)

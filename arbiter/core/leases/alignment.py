@@ -2,14 +2,14 @@
 
 A round may assign what is free and what ends soon. Leases are granted and renewed at all times, so what ends at a time
 is a few GPUs, and a gang that is wider than that waits for as long as others renew, whatever its turn is. When a gang
-has waited for `gather_leases` leases in which hardly a round had room for it, the leases in the one place where that
-disturbs the fewest are drawn out until the last of them ends, and what is granted there meanwhile ends then, too. The
-next round has room for the gang; who gets the GPUs is for the policy to say, as ever, and if it is not that gang's turn
-there will be another such round as much later.
+has waited for `align_after_leases` leases in which hardly a round had room for it, the leases in the one place where
+that disturbs the fewest are drawn out until the last of them ends, and what is granted there meanwhile ends then, too.
+The next round has room for the gang; who gets the GPUs is for the policy to say, as ever, and if it is not that gang's
+turn there will be another such round as much later.
 
-No GPU stands idle for it, nobody leaves earlier than he would have, and no lease is longer than one that begins now,
+No GPU stands idle for it, no job leaves earlier than it would have, and no lease is longer than one that begins now,
 nor drawn out again before a round has decided about it. A GPU that still drains for who has won it ends as if its lease
-began now. Where GPUs have several seats nothing is gathered: a guest's is in play at any time.
+began now. Where GPUs have several seats nothing is aligned: a guest's is in play at any time.
 
 *Source:* ours; Astraea and Themis, whose rounds look at all GPUs at once, have no such gangs.
 """
@@ -26,7 +26,7 @@ from arbiter.core.leases import leases
 from arbiter.core.placement.locality import LOOSENESS, group, place_of
 from arbiter.core.seam import GpuView
 from arbiter.core.state import model
-from arbiter.core.state.model import App, Cramped, Draining, Free, Gpu, Leased
+from arbiter.core.state.model import App, BlockedGangs, Draining, Free, Gpu, Leased
 from arbiter.core.turn import Turn
 from protocol.messages import LEVELS, AppId, GpuId, Level
 
@@ -36,15 +36,15 @@ ROOM_LEAVES = 0.6
 
 
 def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
-    """After a round about these GPUs: note which gangs it had no room for, and gather leases for those that wait long.
+    """After a round about these GPUs: note which gangs it had no room for, and align leases for those that wait long.
 
-    At most one place is gathered after each round, for the widest.
+    At most one place is aligned after each round, for the widest.
     """
     settings = turn.state.settings
-    if settings.gather_leases <= 0.0 or turn.policy.tenure != "lease" or _has_guests(turn):
-        turn.state.cramped, turn.state.gathered = (), {}
+    if settings.align_after_leases <= 0.0 or turn.policy.traits.tenure != "lease" or _has_guests(turn):
+        turn.state.blocked, turn.state.aligned = (), {}
         return
-    turn.state.gathered = {gpu: end for gpu, end in turn.state.gathered.items() if end > turn.now}
+    turn.state.aligned = {gpu: end for gpu, end in turn.state.aligned.items() if end > turn.now}
     _keep_gangs_together(turn)
     waiting: dict[tuple[int, bool, Level], list[App]] = {}
     promised = leases.promised(turn)
@@ -53,19 +53,19 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
         able = 1 < app.gang <= app.demand_max and app.only is None
         if able and turn.hears(app) and not (app_id in turn.index.holders and leases.held(turn, app_id)):
             waiting.setdefault((app.gang, app.spans, app.level_max), []).append(app)
-    since = {(each.gang, each.spans, each.level_max): each.since for each in turn.state.cramped}
-    cramped = []
-    gathered = False
+    since = {(each.gang, each.spans, each.level_max): each.since for each in turn.state.blocked}
+    blocked = []
+    aligned = False
     for kind in sorted(waiting, reverse=True):
-        found = Cramped(*kind, since.get(kind, min(_waits_since(turn, app) for app in waiting[kind])))
+        found = BlockedGangs(*kind, since.get(kind, min(_waits_since(turn, app) for app in waiting[kind])))
         waited_s = turn.now - found.since
         if _has_room(turn, found, in_play):
             found = replace(found, since=turn.now - ROOM_LEAVES * waited_s)
-        elif not gathered and waited_s >= settings.gather_leases * settings.lease_s:
-            gathered = _gather(turn, found, waiting[kind])
-            found = replace(found, since=turn.now) if gathered else found
-        cramped.append(found)
-    turn.state.cramped = tuple(cramped)
+        elif not aligned and waited_s >= settings.align_after_leases * settings.lease_s:
+            aligned = _align(turn, found, waiting[kind])
+            found = replace(found, since=turn.now) if aligned else found
+        blocked.append(found)
+    turn.state.blocked = tuple(blocked)
 
 
 def _has_guests(turn: Turn) -> bool:
@@ -81,7 +81,7 @@ def _waits_since(turn: Turn, app: App) -> float:
     return turn.now if app.tally.grants else app.arrived_at
 
 
-def _has_room(turn: Turn, kind: Cramped, in_play: Sequence[GpuId]) -> bool:
+def _has_room(turn: Turn, kind: BlockedGangs, in_play: Sequence[GpuId]) -> bool:
     """Whether these GPUs hold such a gang."""
     if len(in_play) < kind.gang:
         return False
@@ -90,14 +90,14 @@ def _has_room(turn: Turn, kind: Cramped, in_play: Sequence[GpuId]) -> bool:
     return max(Counter(place_of(view, level) for view in views).values(), default=0) >= kind.gang
 
 
-def _levels(kind: Cramped) -> Sequence[Level]:
+def _levels(kind: BlockedGangs) -> Sequence[Level]:
     """Return the places that may hold such a gang, the tightest first."""
     loosest: Level = kind.level_max if kind.spans else min("machine", kind.level_max, key=LOOSENESS.__getitem__)
     tightest: Level = min("machine", loosest, key=LOOSENESS.__getitem__)
     return LEVELS[LOOSENESS[tightest] : LOOSENESS[loosest] + 1]
 
 
-def _gather(turn: Turn, kind: Cramped, waiting: Sequence[App]) -> bool:
+def _align(turn: Turn, kind: BlockedGangs, waiting: Sequence[App]) -> bool:
     """Let the leases in one place that holds such a gang end together; return whether there is such a place."""
     open_ = [gpu for _, gpu in sorted(turn.state.gpus.items()) if _ends(turn, gpu) < inf]
     views = [turn.index.show(gpu) for gpu in open_]
@@ -126,7 +126,7 @@ def _gather(turn: Turn, kind: Cramped, waiting: Sequence[App]) -> bool:
 
 def _ends(turn: Turn, gpu: Gpu) -> float:
     """Return when a round may assign this GPU, from now on; never where that is not known."""
-    if not model.usable(turn.state, gpu) or gpu.id in turn.state.gathered:
+    if not model.usable(turn.state, gpu) or gpu.id in turn.state.aligned:
         return inf
     match gpu.state:
         case Free():
@@ -178,24 +178,24 @@ def _whose(gpu: Gpu) -> AppId:
 
 
 def _keep_gangs_together(turn: Turn) -> None:
-    """Let all that a gang was given in this round end with what of it is gathered."""
-    for gpu_id, end in list(turn.state.gathered.items()):
+    """Let all that a gang was given in this round end with what of it is aligned."""
+    for gpu_id, end in list(turn.state.aligned.items()):
         gpu = turn.state.gpus.get(gpu_id)
         if gpu is None or not isinstance(gpu.state, Leased) or turn.state.apps[gpu.state.lease.app].gang == 1:
             continue
         lease = gpu.state.lease
-        if lease.round != turn.state.round or lease.expires_at > end:  # what is renewed in the last moment ends later
+        if lease.round != turn.state.round or lease.expires_at > end:  # one renewed in the last moment ends later
             continue
         for mate in leases.held(turn, lease.app):
             if isinstance(mate.state, Leased) and mate.state.lease.round == lease.round:
                 if mate.state.lease.expires_at > end:
                     turn.put_gpu(mate, Leased(replace(mate.state.lease, expires_at=end)))
-                turn.state.gathered[mate.id] = end
+                turn.state.aligned[mate.id] = end
 
 
-def _end_together(turn: Turn, kind: Cramped, gpus: Sequence[Gpu], end: float, waiting: Iterable[App]) -> None:
+def _end_together(turn: Turn, kind: BlockedGangs, gpus: Sequence[Gpu], end: float, waiting: Iterable[App]) -> None:
     taken = [gpu for gpu in gpus if not isinstance(gpu.state, Free)]
-    turn.state.gathered |= {gpu.id: end for gpu in sorted(gpus, key=lambda gpu: gpu.id)}
+    turn.state.aligned |= {gpu.id: end for gpu in sorted(gpus, key=lambda gpu: gpu.id)}
     for gpu in taken:
         if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < end:
             turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=end)))

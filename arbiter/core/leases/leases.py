@@ -7,12 +7,13 @@ repeated or restarted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
 from arbiter.core.effects import AppRecord, LeaseRecord
 from arbiter.core.leases import preemption_budget
+from arbiter.core.placement.locality import seats_of_jobs
 from arbiter.core.seam import GpuView
 from arbiter.core.state import model
 from arbiter.core.state.index import Index
@@ -65,29 +66,12 @@ def _own_seat(turn: Turn, gpu: Gpu, app: model.App) -> Gpu:
     return turn.state.gpus[seat] if is_free(seat) else gpu
 
 
-def seats_of_jobs(jobs: Iterable[Sequence[GpuId]], is_usable: Callable[[GpuId], bool]) -> dict[GpuId, GpuId]:
-    """Return, by GPU, the usable seat on which one of an app's `jobs` is parked; as many as can be of one job.
-
-    An app has one seat of a GPU. If several of its jobs are parked on the same GPUs, seats picked GPU by GPU could be
-    some of the one and some of the other, and neither could go on.
-    """
-    chosen: dict[GpuId, GpuId] = {}
-    rest: dict[GpuId, GpuId] = {}
-    for seats in jobs:
-        usable = {device_of(seat): seat for seat in seats if is_usable(seat)}
-        if len(usable) == len(seats) and not usable.keys() & chosen.keys():
-            chosen.update(usable)
-        else:
-            rest = usable | rest
-    return rest | chosen
-
-
 def end_of_lease(turn: Turn, gpu: GpuId | None = None) -> float:
-    """Return when a lease that begins now ends; with others where they are gathered, unless that is in a moment."""
-    if turn.policy.tenure != "lease":
+    """Return when a lease that begins now ends; with others where they are aligned, unless that is in a moment."""
+    if turn.policy.traits.tenure != "lease":
         return model.NEVER
     end = turn.now + turn.state.settings.lease_s
-    together = turn.state.gathered.get(gpu, end) if gpu is not None else end
+    together = turn.state.aligned.get(gpu, end) if gpu is not None else end
     return min(end, together) if together > turn.now + turn.state.settings.renewal_lead_s else end
 
 
@@ -105,7 +89,7 @@ def reseat(turn: Turn) -> None:
     for _, gpu in sorted(gpus.items()):  # not as they came: a restored state has them in order
         if model.seat_number(gpu.id) >= turn.state.settings.seats_per_gpu:
             withdraw(turn, gpu, f"{device_of(gpu.id)} is shared by fewer now")
-    for seats in turn.index.seats.values() if not turn.policy.shares else ():
+    for seats in turn.index.seats.values() if not turn.policy.traits.shares else ():
         leased = [gpus[seat] for seat in sorted(seats) if isinstance(gpus[seat].state, Leased)]
         for gpu in sorted(leased, key=seniority)[1:]:
             assert isinstance(gpu.state, Leased)
@@ -182,8 +166,8 @@ def extend(turn: Turn) -> None:
     for gpu in list(turn.state.gpus.values()):
         if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < grace_until:
             turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=grace_until)))
-            if gpu.id in turn.state.gathered:
-                turn.state.gathered[gpu.id] = grace_until
+            if gpu.id in turn.state.aligned:
+                turn.state.aligned[gpu.id] = grace_until
 
 
 def prove(turn: Turn, gpu: Gpu) -> None:
@@ -240,7 +224,7 @@ def close_account(turn: Turn, app_id: AppId) -> None:
         AppRecord(
             app=app_id,
             tenant=app.tenant,
-            weight=app.weight,
+            weight=app.requirements.weight,
             arrived_at=app.arrived_at,
             ended_at=app.state.at,
             allocated_gpu_s=standing.allocated_gpu_s,
@@ -262,14 +246,14 @@ def _may_have(turn: Turn, app: model.App, gpu: Gpu) -> bool:
 def _align(turn: Turn, newest: Lease) -> None:
     """Let leases won in one round end together, counted from the last to arrive: half a gang is of no use to anyone.
 
-    None ends earlier for it, but the newest of a gang of which a part is gathered with others; what is gathered stays.
+    None ends earlier for it, but the newest of a gang of which a part is aligned with others; an aligned lease stays.
     """
     mates = [gpu for gpu in held(turn, newest.app) if isinstance(gpu.state, Leased)]
     mates = [gpu for gpu in mates if isinstance(gpu.state, Leased) and gpu.state.lease.round == newest.round]
     end = newest.expires_at
     for gpu in mates:
         assert isinstance(gpu.state, Leased)
-        together = turn.state.gathered.get(gpu.id, 0.0)
+        together = turn.state.aligned.get(gpu.id, 0.0)
         end = min(end, together) if gpu.state.lease.expires_at <= together else end
     for gpu in mates:
         assert isinstance(gpu.state, Leased)
@@ -324,14 +308,14 @@ def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> None:
 def keep(turn: Turn) -> None:
     """Let leases that are about to end go on where preempting would cost more than it may (`budget`)."""
     lead_s = turn.state.settings.renewal_lead_s
-    if turn.policy.tenure != "lease" or turn.index.next_end > turn.now + lead_s:
+    if turn.policy.traits.tenure != "lease" or turn.index.next_end > turn.now + lead_s:
         return
     for gpu_id in sorted(preemption_budget.kept(turn) - turn.index.guests):
         gpu = turn.state.gpus.get(gpu_id)
         if gpu is not None and isinstance(gpu.state, Leased) and gpu.state.lease.expires_at <= turn.now + lead_s:
             lease = gpu.state.lease
             turn.put_gpu(gpu, Leased(replace(lease, expires_at=turn.now + turn.state.settings.lease_s)))
-            turn.state.gathered.pop(gpu_id, None)
+            turn.state.aligned.pop(gpu_id, None)
             preemption_budget.tell_kept(turn, lease.app, gpu_id)
 
 
@@ -358,24 +342,24 @@ def held(turn: Turn, app: AppId) -> list[Gpu]:
 def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
     """Return, by id, the GPUs a round may assign: free and proven, or leased until soon, or revocable at any time."""
     index = turn.index
-    if turn.policy.tenure == "revocable":
+    if turn.policy.traits.tenure == "revocable":
         kept = preemption_budget.kept(turn) - index.guests
         views = index.revocable()
         return {gpu: view for gpu, view in views.items() if gpu not in kept} if kept else views
     ending = set(index.guests)
     soon = turn.now + turn.state.settings.renewal_lead_s
-    if turn.policy.tenure == "lease" and index.next_end <= soon:
+    if turn.policy.traits.tenure == "lease" and index.next_end <= soon:
         ending.update([gpu for gpu, end in index.ends.items() if end <= soon])
     return index.assignable(ending)
 
 
 def is_in_play(turn: Turn, gpu: Gpu) -> bool:
-    """Whether a round may assign this GPU: a guest's at any time, and nobody comes to one that somebody is leaving."""
+    """Whether a round may assign this GPU: a guest's at any time, and none that its holder is leaving."""
     match gpu.state:
         case Free():
             return gpu.empty and model.usable(turn.state, gpu) and not turn.index.drains(gpu.id)
         case Leased(lease):
-            open_ = lease.guest or turn.policy.tenure == "revocable" or is_due(turn, lease)
+            open_ = lease.guest or turn.policy.traits.tenure == "revocable" or is_due(turn, lease)
             return open_ and model.usable(turn.state, gpu)
         case _:
             return False
@@ -384,7 +368,7 @@ def is_in_play(turn: Turn, gpu: Gpu) -> bool:
 def is_due(turn: Turn, lease: Lease) -> bool:
     """Whether a lease ends unless the next round renews it."""
     lead_s = turn.state.settings.renewal_lead_s
-    return turn.policy.tenure == "lease" and lease.expires_at <= turn.now + lead_s
+    return turn.policy.traits.tenure == "lease" and lease.expires_at <= turn.now + lead_s
 
 
 def promised(turn: Turn) -> dict[AppId, list[Gpu]]:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from msgspec.structs import replace
 
-from arbiter.core.effects import Failure, Sold
+from arbiter.core.effects import Sold
 from arbiter.core.leases import leases
 from arbiter.core.members import sales, screening
-from arbiter.core.rounds import phases
-from arbiter.core.seam import Admission, AppView, GpuView
+from arbiter.core.placement.assignment import admit_what_fits
+from arbiter.core.rounds import phases, views
+from arbiter.core.seam import Admission, AppView
 from arbiter.core.state import fairness, model
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Active, App, Enrolling, Job, Leased, Settled, State
@@ -97,6 +97,7 @@ def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
         level_max=report.level_max,
         jobs=(),
         state=Enrolling(),
+        requirements=screening.bounded(report.requirements, state.settings),
         apps_integral=state.apps_count.integral(turn.now),
         arrival=state.apps_arrived,
         run=report.run,
@@ -122,9 +123,9 @@ def note_voice(turn: Turn, app: App) -> None:
 
 
 def leave_out_silent(turn: Turn) -> None:
-    """End the leases of apps that are silent on GPUs where they run nothing: nobody would ever give them back.
+    """End the leases of apps that are silent on GPUs where they run nothing: no agent would ever give them back.
 
-    Nothing more is due to them either, or others would have less of what is fair for as long as nobody cancels them.
+    Nothing more is due to them either, or others would have less than is fair until these apps are cancelled.
     """
     for app_id in sorted(turn.index.active):
         app = turn.state.apps[app_id]
@@ -144,10 +145,10 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         app = replace(app, seen_at=turn.now)
         turn.state.apps[app.id] = app
         return app
-    settings = turn.state.settings
-    jobs = tuple(_job(wish, settings.priority_max) for wish in report.jobs)
+    jobs = tuple(map(_job, report.jobs))
+    requirements = screening.bounded(report.requirements, turn.state.settings)
     wants_more = report.demand_max > app.demand_max or app.report_seq < 0
-    if (jobs, report.demand_max, report.gang) != (app.jobs, app.demand_max, app.gang):
+    if (jobs, requirements, report.demand_max, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
         turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
         turn.apps.add(app.id)
     app = replace(
@@ -158,6 +159,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         demand_max=report.demand_max,
         level_max=report.level_max,
         jobs=jobs,
+        requirements=requirements,
         ideal_s=report.ideal_s,
         basis=report.basis,
         start_s=report.start_s,
@@ -165,7 +167,6 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         steps_lost=report.steps_lost,
         suspensions=report.suspensions,
         metrics=dict(report.metrics),
-        spans=report.spans,
         left_s=report.left_s,
         left_gpu_s=report.left_gpu_s,
         left_at=turn.now,
@@ -173,11 +174,6 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         sizes=report.sizes,
         move_s=report.move_s,
         demand_most=max(app.demand_most, report.demand_max),
-        utility=report.utility,
-        weight=min(report.weight, settings.weight_max),
-        kind=report.kind,
-        cpus=report.cpus,
-        host_bytes=report.host_bytes,
     )
     turn.state.apps[app.id] = app
     turn.follow(app)
@@ -185,16 +181,13 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     return app
 
 
-def _job(wish: JobWish, priority_max: int) -> Job:
+def _job(wish: JobWish) -> Job:
     return Job(
         id=JobId(wish.job),
         attempt=wish.attempt,
         gpus=wish.gpus,
         launch=wish.launch,
-        grace_s=wish.grace_s,
-        preempt_by=wish.preempt_by,
         suspended=wish.suspended,
-        priority=min(wish.priority, priority_max),
     )
 
 
@@ -210,10 +203,10 @@ def settle(
 ) -> None:
     """Let an app be over, by its own word or that of the owner `by`; its tasks are ended, its GPUs drain."""
     lived_s = turn.now - app.arrived_at
-    ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=phases.apps_mean(turn.state, app, turn.now))
+    ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=views.apps_mean(turn.state, app, turn.now))
     if isinstance(app.state, Active | Enrolling):
         _count(turn, -1)
-    phases.excuse(turn, app.id)
+    phases.stop_awaiting(turn, app.id)
     leases.end_all(turn, app.id, f"the app has {outcome}" if outcome == "finished" else outcome)
     told = outcome == "finished" and ideal_s > 0 and app.basis == "measured"
     rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s + app.start_s) if told else None
@@ -254,7 +247,7 @@ def admit_waiting(turn: Turn) -> None:
     cluster = turn.index.census()[2]
     buyers: list[App] = []
     for app in waiting:
-        verdict = _of_named_tenant(turn.state, app) or _admit(turn, cluster, app)
+        verdict = _of_named_tenant(turn.state, app) or admit_what_fits(cluster, _newcomer(app))
         if verdict.admitted and sales.sells(turn):
             if turn.now >= _admission_at(turn.state):  # what there is to sell is known then
                 buyers.append(app)
@@ -283,13 +276,6 @@ def _conclude(turn: Turn, app: App, verdict: Admission) -> None:
     _forget_oldest(turn)
 
 
-def _admit(turn: Turn, cluster: Sequence[GpuView], app: App) -> Admission:
-    def refuse(failure: Failure) -> Admission:
-        return Admission(False, f"{failure.sentence}, or submit it otherwise")
-
-    return turn.ask_policy(f"admit {app.id}", lambda: turn.policy.admit(cluster, _newcomer(app)), refuse)
-
-
 def _of_named_tenant(state: model.State, app: App) -> Admission | None:
     """Return the refusal of an app whose tenant the site does not name, where only those may run apps."""
     names = [each.name for each in state.settings.tenants]
@@ -311,7 +297,7 @@ def _newcomer(app: App) -> AppView:
         rho=None,
         kept=(),
         renewable=(),
-        spans=app.spans,
+        requirements=app.requirements,
     )
 
 

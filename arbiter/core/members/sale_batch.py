@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 
 from msgspec.structs import replace
 
 from arbiter.core.effects import Ask, Failure, Sale, Sell, Sold, failure_of
 from arbiter.core.registry import policy_of
-from arbiter.core.seam import ASKED_MAX, Admission, AppView, Asked, Booking, Market, Policy, Seller
+from arbiter.core.seam import ASKED_MAX, Admission, AppView, Asked, Booking, Market, Policy
 from protocol.messages import AppId, NodeId
 
 #: Of an app that a policy admitted which sells nothing, until it has been asked what it would book.
@@ -24,15 +23,14 @@ UNASKED = Booking((), 0.0, 0.0, 0.0, 0.0)
 Places = Counter[tuple[int, NodeId]]  #: so many GPUs, by time slot and node
 
 
-@lru_cache(maxsize=8)
-def seller_of(policy: Policy) -> Seller | None:
-    """Return the policy if it sells GPUs; remembered, since Python takes microseconds to tell and every event asks."""
-    return policy if isinstance(policy, Seller) else None
+def seller_of(policy: Policy) -> Policy | None:
+    """Return the policy if it sells GPUs."""
+    return policy if policy.traits.sells else None
 
 
 def sell(effect: Sell) -> Sold:
     """Let the policy sell to one app after the other: slow, so for any thread but the loop's."""
-    policy = seller_of(policy_of(effect.policy, effect.settings))
+    policy = seller_of(policy_of(effect.policy, effect.table))
     assert policy is not None, f"{effect.policy} sells nothing"
     batch = _Batch(effect, policy)
     sales = tuple(sale for ask in effect.asks if (sale := batch.sale_of(ask)) is not None)
@@ -49,7 +47,7 @@ def failed(effect: Sell, error: Exception) -> Sold:
 class _Batch:
     """The market while a batch is sold."""
 
-    def __init__(self, effect: Sell, policy: Seller) -> None:
+    def __init__(self, effect: Sell, policy: Policy) -> None:
         self._name = effect.policy
         self._policy = policy
         self._market = effect.market

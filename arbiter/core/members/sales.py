@@ -31,7 +31,7 @@ from arbiter.core.members.sale_batch import (
 )
 from arbiter.core.registry import policy_of
 from arbiter.core.rounds import seats
-from arbiter.core.seam import ASKED_MAX, Admission, AppView, Market, Seller
+from arbiter.core.seam import ASKED_MAX, Admission, AppView, Market, Policy
 from arbiter.core.state import model
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import App, ArbiterSettings, Enrolling, Selling, Settled, State
@@ -45,7 +45,7 @@ ENTERING_MAX, RENEWING_MAX = 8, 64
 
 def sells(turn: Turn) -> bool:
     """Whether the policy sells GPUs."""
-    return seller_of(turn.policy) is not None
+    return turn.policy.traits.sells
 
 
 # --- asking ---------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def _drop_late(turn: Turn) -> None:
         turn.tell("rounds", f"sale {sale.number} dropped: its answer did not come in time", loudly=True)
 
 
-def _begin_check(turn: Turn, policy: Seller) -> None:
+def _begin_check(turn: Turn, policy: Policy) -> None:
     """Have all bookings looked at, if there is a reason to."""
     state = turn.state
     here = (math.floor(turn.now / policy.slot_s), turn.index.census()[1])
@@ -100,7 +100,7 @@ def _begin_check(turn: Turn, policy: Seller) -> None:
     state.unchecked = (*booked, *(app.id for app in apps if app.booking == UNASKED))
 
 
-def _check(turn: Turn, policy: Seller) -> None:
+def _check(turn: Turn, policy: Policy) -> None:
     """Pass over the bookings that are enough; from the first one on that is not, have the policy look at them."""
     state = turn.state
     waiting = [app for app_id in state.unchecked if (app := state.apps.get(app_id)) is not None and app.active]
@@ -266,12 +266,11 @@ def asking(app: App) -> AppView:
         rho=None,
         kept=(),
         renewable=(),
-        spans=app.spans,
+        requirements=app.requirements,
         left_s=app.left_s,
         left_gpu_s=app.left_gpu_s,
         left_at=app.left_at,
         sizes=app.sizes,
-        utility=app.utility,
         booking=app.booking,
     )
 
@@ -311,7 +310,7 @@ def reprice(turn: Turn, before: ArbiterSettings) -> None:
     for app_id, app in sorted(turn.state.apps.items()):
         if app.booking is not None:
             turn.state.apps[app_id] = replace(app, booking=replace(app.booking, slots=()))
-        elif old is None and app.active and app.utility is not None:
+        elif old is None and app.active and app.requirements.utility is not None:
             turn.state.apps[app_id] = replace(app, booking=UNASKED)
     turn.state.slot = (0, -1)
 

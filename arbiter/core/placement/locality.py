@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from arbiter.core.seam import GpuView
-from protocol.messages import LEVELS, GpuId, Level
+from protocol.messages import LEVELS, GpuId, Level, device_of
 
 KeyT = TypeVar("KeyT")
 
@@ -91,3 +91,20 @@ def dense(
         )
         chosen += slots.pop(slot)[:left]
     return chosen
+
+
+def seats_of_jobs(jobs: Iterable[Sequence[GpuId]], is_usable: Callable[[GpuId], bool]) -> dict[GpuId, GpuId]:
+    """Return, by GPU, the usable seat on which one of an app's `jobs` is parked; as many as can be of one job.
+
+    An app has one seat of a GPU. If several of its jobs are parked on the same GPUs, seats picked GPU by GPU could be
+    some of the one and some of the other, and neither could go on.
+    """
+    chosen: dict[GpuId, GpuId] = {}
+    rest: dict[GpuId, GpuId] = {}
+    for seats in jobs:
+        usable = {device_of(seat): seat for seat in seats if is_usable(seat)}
+        if len(usable) == len(seats) and not usable.keys() & chosen.keys():
+            chosen.update(usable)
+        else:
+            rest = usable | rest
+    return rest | chosen

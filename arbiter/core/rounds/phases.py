@@ -9,29 +9,27 @@ it does everything goes on but rounds; a decision that does not come is waited f
 from __future__ import annotations
 
 import heapq
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import assert_never
 
 from msgspec.structs import replace
 
 from arbiter.core.effects import Decide, Decided, RoundRecord
-from arbiter.core.layers import interactive
+from arbiter.core.layers import guests
 from arbiter.core.leases import alignment, leases
 from arbiter.core.registry import policy_of
-from arbiter.core.rounds import claim_audit, decision, seats
-from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, TenantView, View
-from arbiter.core.state import fairness, model
-from arbiter.core.state.gpu_time import AppAccount
-from arbiter.core.state.index import Index, Shown
-from arbiter.core.state.model import Bidding, Deciding, Gpu, Idle, Leased, Probing, State
+from arbiter.core.rounds import claim_audit, enactment, seats, views
+from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
+from arbiter.core.state import model
+from arbiter.core.state.index import Index
+from arbiter.core.state.model import Bidding, Deciding, Idle, Leased, Probing, State
 from arbiter.core.turn import Turn
 from protocol.core import Send
-from protocol.messages import AppId, Bid, GpuId, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId, TenantId
+from protocol.messages import AppId, Bid, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId
 
 #: After a round whose policy failed, the next one comes so much later: another view may do no harm to it.
 FAILED_AGAIN_S = 15.0
-#: When leases are about to end and nobody wants GPUs, that is looked at again so much later, or when there is news.
+#: When leases are about to end and no app wants GPUs, that is looked at again so much later, or when there is news.
 FRUITLESS_S = 1.0
 
 
@@ -59,14 +57,14 @@ def advance(turn: Turn, *, may_start: bool) -> None:
 
 
 def abort(turn: Turn, why: str, *, loudly: bool = False) -> None:
-    """Drop the round in progress, if there is one: what it waits for will not come, or too late."""
+    """Drop the round in progress, if there is one: the answer that it waits for will not come, or too late."""
     if not isinstance(turn.state.phase, Idle):
         turn.tell("rounds", f"round {turn.state.round} dropped: {why}", loudly=loudly)
         turn.state.phase = Idle(turn.now)
         turn.state.news = True
 
 
-def excuse(turn: Turn, app: AppId) -> None:
+def stop_awaiting(turn: Turn, app: AppId) -> None:
     """Wait no longer for an app that is over."""
     if isinstance(turn.state.phase, Probing | Bidding):
         turn.state.phase.awaited.discard(app)
@@ -102,7 +100,7 @@ def take_decision(turn: Turn, decided: Decided) -> None:
         turn.tell("rounds", f"a decision of round {decided.round} was not used: that round is over", loudly=True)
         return
     off = claim_audit.compare(turn, _said(turn, phase))
-    outcomes = decision.enact(turn, phase, decided.allocation)
+    outcomes = enactment.enact(turn, phase, decided.allocation)
     alignment.look(turn, phase.in_play)
     state.phase = Idle(turn.now + state.settings.round_pause_s)
     if decided.allocation.look_again_s is not None:
@@ -113,7 +111,7 @@ def take_decision(turn: Turn, decided: Decided) -> None:
     for outcome in outcomes:
         turn.tell_round(outcome.app, outcome.reason)
     rest = decided.allocation.rest
-    state.rest = model.Chapter(turn.now, f"round {state.round}: {rest}") if rest else None
+    state.rest = model.StoryLine(turn.now, f"round {state.round}: {rest}") if rest else None
     failure = decided.failure.sentence if decided.failure is not None else ""
     turn.effects.append(replace(_record(turn, phase, decided.allocation, outcomes, off), failure=failure))
 
@@ -124,7 +122,7 @@ def _said(turn: Turn, phase: Deciding) -> dict[AppId, claim_audit.Said]:
         held = set(phase.in_play) - turn.index.free
         states = [turn.state.gpus[gpu].state for gpu in held if gpu in turn.state.gpus]
         ending = {state.lease.app for state in states if isinstance(state, Leased)}
-        return dict.fromkeys(ending if turn.policy.tenure == "lease" else turn.index.holders, claim_audit.Said())
+        return dict.fromkeys(ending if turn.policy.traits.tenure == "lease" else turn.index.holders, claim_audit.Said())
     return {app: claim_audit.Said(rho, phase.rhos_none.get(app)) for app, rho in phase.rhos.items()}
 
 
@@ -161,7 +159,7 @@ def _due(turn: Turn) -> bool:
 def awaits_solver(state: State) -> bool:
     """Whether no round can be decided yet, as the auction's solver is not ready; other policies do without it."""
     settings = state.settings
-    return not state.solver_ready and policy_of(settings.policy, settings.policy_settings).probes
+    return not state.solver_ready and policy_of(settings.policy, settings.policy_settings).traits.probes
 
 
 def awaits_bookings(state: State) -> bool:
@@ -170,31 +168,31 @@ def awaits_bookings(state: State) -> bool:
 
 
 def _try(turn: Turn) -> None:
-    """Start a round if there is something to give and somebody who wants it."""
+    """Start a round if there is something to give and an app that wants it."""
     state = turn.state
     state.news = False
     state.look_again_at = None
     gpus = seats.shown(turn)
-    view = make_view(turn, gpus, {}) if gpus or state.settings.shared or interactive.wait(turn) else None
+    view = views.make_view(turn, gpus, {}) if gpus or state.settings.shared or views.interactive_waits(turn) else None
     if view is None or not any(app.want > 0 for app in view.apps) or not (gpus or _invites(view)):
         state.phase = Idle(turn.now + state.settings.round_pause_s)
         state.fruitless_at = turn.now
-    elif turn.policy.probes and gpus:
+    elif turn.policy.traits.probes and gpus:
         _probe(turn, view)
     else:
         state.round += 1
-        view = replace(view, round=state.round, seed=_seed(state), offered=())
+        view = replace(view, round=state.round, seed=views.seed_of(state), offered=())
         _ask_policy(turn, view, {}, Bidding(turn.now, turn.now, {}, tuple(gpus), (), set(), {}))
 
 
 def _invites(view: View) -> bool:
-    """Whether there is anything beside GPUs in play that guests, or trials, could get."""
-    return bool(view.takeable) or seats.invites(view)
+    """Whether there is anything beside GPUs in play that guests, or interactive apps, could get."""
+    return bool(view.takeable) or guests.invites(view)
 
 
 def _retry_at(state: State, index: Index) -> float | None:
     """Return when to try free GPUs again that the last round left unused: rho, and so bids, change with time."""
-    tenure = policy_of(state.settings.policy, state.settings.policy_settings).tenure
+    tenure = policy_of(state.settings.policy, state.settings.policy_settings).traits.tenure
     if tenure != "lease" or not isinstance(state.phase, Idle):
         return None  # under other tenures nothing changes by itself
     if not any(state.gpus[gpu].present for gpu in index.free):
@@ -215,7 +213,7 @@ def _worst_off(turn: Turn, view: View, count: int) -> Sequence[AppView]:
     """Return the `count` apps that look worst off, by arrival: a budget on messages where there are thousands of apps.
 
     The arbiter's estimate of rho takes the run time left from an app's last report, and a lease more of one that has no
-    GPUs. Who does not say how long it takes is judged by its age alone.
+    GPUs. An app that does not say how long it takes is judged by its age alone.
     """
     if len(view.apps) <= count:
         return view.apps
@@ -241,26 +239,18 @@ def _probe_of(turn: Turn, app: model.App, cluster_gpus: int) -> Send:
         round=RoundId(state.round),
         epoch=state.epoch,
         cluster_gpus=cluster_gpus,
-        apps_mean=apps_mean(state, app, turn.now),
+        apps_mean=views.apps_mean(state, app, turn.now),
         elapsed_s=elapsed_s,
         deadline_s=state.settings.probe_s,
     )
     return Send(Party("app", app.owner), probe)
 
 
-def apps_mean(state: State, app: model.App, now: float) -> float:
-    """Return N_avg: the time-weighted mean of the number of apps over this app's life so far (at least 1)."""
-    return max(1.0, state.apps_count.mean_since(app.apps_integral, app.arrived_at, now))
-
-
-# --- phase 2 --------------------------------------------------------------------------------------------------------
-
-
 def _offer(turn: Turn) -> None:
     state = turn.state
     assert isinstance(state.phase, Probing)
     gpus = seats.shown(turn)
-    view = make_view(turn, gpus, state.phase.rhos)
+    view = views.make_view(turn, gpus, state.phase.rhos)
     asked = _asked_of(state.phase, view)
     view = replace(view, asked=asked)
     bidders = (
@@ -280,7 +270,7 @@ def _offer(turn: Turn) -> None:
     )
     offered = tuple(_offered(gpu) for gpu in view.gpus)
     own_seats = seats.instead(turn, view) if turn.index.divided else {}
-    views = {app.app: app for app in view.apps}
+    seen = {app.app: app for app in view.apps}
     for app_id in bidders:
         offer = Offer(
             app=app_id,
@@ -289,7 +279,7 @@ def _offer(turn: Turn) -> None:
             lease_s=state.settings.lease_s,
             deadline_s=state.settings.bid_s,
             gpus=tuple(_offered(gpu) for gpu in own_seats[app_id]) if app_id in own_seats else offered,
-            kept=tuple(_offered(gpu) for gpu in views[app_id].kept),
+            kept=tuple(_offered(gpu) for gpu in seen[app_id].kept),
         )
         turn.effects.append(Send(Party("app", state.apps[app_id].owner), offer))
     if not bidders:
@@ -311,7 +301,7 @@ def _decide(turn: Turn) -> None:
     phase = turn.state.phase
     assert isinstance(phase, Bidding)
     offered = set(phase.offered)
-    view = make_view(turn, {gpu: shown for gpu, shown in seats.shown(turn).items() if gpu in offered}, phase.rhos)
+    view = views.make_view(turn, {gpu: shown for gpu, shown in seats.shown(turn).items() if gpu in offered}, phase.rhos)
     view = replace(view, offered=phase.bidders, asked=phase.asked)
     present = {app.app for app in view.apps}
     bids = {app: bid for app, bid in phase.bids.items() if app in present}
@@ -356,141 +346,4 @@ def _record(
         proven=allocation.proven,
         facts=dict(allocation.facts),
         claims=off,
-    )
-
-
-# --- what a policy sees ---------------------------------------------------------------------------------------------
-
-
-def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, float]) -> View:
-    """Return the frozen view of the apps that can use GPUs and the GPUs in play."""
-    state, index = turn.state, turn.index
-    promised = leases.promised(turn)
-    apps: list[AppView] = []
-    unseen: dict[TenantId, int] = {}
-    silent_before = turn.now - state.settings.app_timeout_s
-    guests = seats.seating(turn).guests
-    in_play: dict[AppId, tuple[GpuId, ...]] = {}
-    for gpu_id in sorted(gpus.keys() - index.free):
-        holder = gpus[gpu_id].holder
-        assert holder is not None
-        in_play[holder] = (*in_play.get(holder, ()), gpu_id)
-    known, versions, divided = index.app_views, index.versions, index.divided
-    for _, app_id in index.order:
-        app = state.apps[app_id]
-        renewable, guest_at = in_play.get(app_id, ()), guests.get(app_id, ())
-        shown = known.get(app_id)
-        if (
-            shown is None
-            or shown.app is not app
-            or shown.version != versions[app_id]
-            or shown.renewable != renewable
-            or shown.guest_at != guest_at
-            or (divided and shown.view.only != seats.only(turn, app, guest_at))
-        ):
-            look = _look_at(turn, app, renewable, guest_at, promised.get(app_id, ()))
-            matters = bool(renewable) or look.want > 0
-            shown = known[app_id] = Shown(app, versions[app_id], renewable, guest_at, look, matters)
-        view, matters = shown.view, shown.matters
-        if matters and app.seen_at < silent_before:
-            view = replace(view, demand_max=turn.usable(app))
-            matters = bool(view.demand_max and (renewable or view.want))
-        if matters:
-            apps.append(_with_rho(turn, app, view, rhos[app_id]) if app_id in rhos else view)
-        elif view.kept:
-            unseen[app.tenant] = unseen.get(app.tenant, 0) + len(view.kept)
-    takeable, holders = interactive.takeable(turn, apps, gpus)
-    return View(
-        round=state.round,
-        seed=_seed(state),
-        lease_s=state.settings.lease_s,
-        cluster_gpus=index.census()[1],
-        gpus=tuple(gpus.values()),
-        apps=tuple(apps),
-        now=turn.now,
-        unseen=unseen,
-        seats=seats.seats_of(turn),
-        shared=state.settings.shared,
-        nodes=interactive.nodes_of(turn),
-        leaving=interactive.leaving(turn),
-        takeable=takeable,
-        holders=holders,
-        emptying=interactive.emptying(turn, apps),
-        tenants=_tenants(turn),
-    )
-
-
-def _tenants(turn: Turn) -> dict[TenantId, TenantView]:
-    history, now = turn.state.history, turn.now
-    weights = {each.name: each.weight for each in history.terms}
-    return {
-        name: TenantView(
-            weight=weights.get(name, 1.0),
-            quota_gpus=account.quota.rate,
-            fair_gpus=account.fair.rate,
-            gpus_per_weight=history.pools[name].gpus_per_weight,
-            allocated_gpu_s=account.allocated.at(now),
-            fair_gpu_s=account.fair.at(now),
-            quota_gpu_s=account.quota.at(now),
-            fair_groups=history.pools[name].accrued(now),
-        )
-        for name, account in sorted(history.tenants.items())
-    }
-
-
-def _seed(state: State) -> int:
-    return state.settings.seed * 1_000_003 + state.round
-
-
-def _with_rho(turn: Turn, app: model.App, view: AppView, rho: float) -> AppView:
-    mean = apps_mean(turn.state, app, turn.now)
-    return replace(view, rho=rho, ideal_s=fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean))
-
-
-def _look_at(
-    turn: Turn, app: model.App, renewable: tuple[GpuId, ...], guest_at: tuple[GpuId, ...], promised: Sequence[Gpu]
-) -> AppView:
-    held = leases.held(turn, app.id)
-    apart = (*renewable, *guest_at)
-    useful = promised[: max(0, app.demand_max - len(held))]  # what it has no use for must not stand for what it runs on
-    kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in apart), *useful)]
-    account = turn.state.history.apps.get(app.id) or AppAccount(app.tenant)
-    had = account.allocated
-    return AppView(
-        app=app.id,
-        tenant=app.tenant,
-        gang=app.gang,
-        demand_max=app.demand_max,
-        level_max=app.level_max,
-        arrived_at=app.arrived_at,
-        rho=None,
-        kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
-        renewable=renewable,
-        only=seats.only(turn, app, guest_at),
-        spans=app.spans,
-        left_s=app.left_s,
-        left_gpu_s=app.left_gpu_s,
-        left_at=app.left_at,
-        loss_drop=app.loss_drop,
-        served_gpu_s=app.tally.gpu_seconds,
-        leases=len(held),
-        granted_sum=math.fsum(gpu.state.lease.granted_at for gpu in held if isinstance(gpu.state, Leased)),
-        priority=app.priority,
-        sizes=app.sizes,
-        move_s=app.move_s,
-        jobs=tuple([job.gpus for job in app.jobs]),
-        cooperative=app.cooperative,
-        movable=app.movable,
-        utility=app.utility,
-        booking=app.booking,
-        weight=app.weight,
-        kind=app.kind,
-        cpus=app.cpus,
-        host_bytes=app.host_bytes,
-        grace_s=max((job.grace_s for job in app.jobs), default=0.0),
-        preempted=app.preempted,
-        preempted_in=app.preempted_in,
-        allocated=(had.total - had.rate * had.since, had.rate),
-        fair_group=account.key if account.demand else "",
-        fair_offset_gpu_s=account.fair_within,
     )

@@ -1,4 +1,4 @@
-"""The index: what would otherwise be searched for at every event; derived from the state, never part of it."""
+"""The index: answers that would otherwise be searched for at every event; derived from the state, never part of it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,37 @@ import math
 from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
-from msgspec import Struct
-
-from arbiter.core.seam import AppView, GpuView
+from arbiter.core.seam import GpuView
 from arbiter.core.state import model
 from arbiter.core.state.model import State
-from protocol.messages import AppId, GpuId, NodeId, TaskId, TaskOrder, device_of
+from protocol.messages import AppId, GpuId, NodeId, TaskId, device_of
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
 
 
-class Shown(Struct, frozen=True):
-    """What a round was last shown of an app, with all that it was derived from."""
+@dataclass(frozen=True, eq=False)
+class Cache(Generic[KeyT, ValueT]):
+    """A place in the index for what one module derives: that module fills it, the index empties it.
 
-    app: model.App
-    version: int  #: of what it holds and is promised
-    renewable: tuple[GpuId, ...]  #: the GPUs in play that it holds
-    guest_at: tuple[GpuId, ...]  #: the seats where it is a guest
-    view: AppView
-    matters: bool  #: whether the round could give it something, or take it
+    It is emptied when a GPU or a node comes, goes, falls ill or recovers, unless it is `lasting`; with `touchy` also
+    when anything about any GPU changes. With `by_app` what it holds of an app goes when that app is over.
+    """
+
+    lasting: bool = False
+    touchy: bool = False
+    by_app: bool = False
+
+    def of(self, index: Index) -> dict[KeyT, ValueT]:
+        """Return what is kept now."""
+        return cast("dict[KeyT, ValueT]", index.caches.setdefault(self, {}))
 
 
 class Index:
-    """What would otherwise be searched for at every event: derived from the state, never part of it."""
+    """Answers that would otherwise be searched for at every event: derived from the state, never part of it."""
 
     def __init__(self, state: State) -> None:
         """Derive everything afresh."""
@@ -41,7 +49,6 @@ class Index:
         self.draining: set[GpuId] = set()
         self.helpless: set[TaskId] = set()  #: see `Task.helpless`
         self.guests: set[GpuId] = set()  #: seats that are leased to guests
-        self.seating: Any = None  #: the `sharing.Seating` that follows from all seats; None: not known
         self.ends: dict[GpuId, float] = {}  #: of the leases that end
         self.owned: Counter[str] = Counter()  #: by owner: apps that are not over
         self.enrolling: set[AppId] = set()
@@ -53,16 +60,13 @@ class Index:
         self._census: tuple[int, int, tuple[GpuView, ...]] | None = None
         self._state = state
         self.over: list[tuple[float, AppId]] = []  #: the apps that are over, the oldest first
-        #: What was last shown of GPUs and apps, with what it was derived from: most are the same in the next round.
+        self.caches: dict[Cache[Any, Any], dict[Any, Any]] = {}
+        #: The last views of GPUs, with what they were derived from: most are the same in the next round.
         self._gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
-        self.app_views: dict[AppId, Shown] = {}
-        #: By app and node: what was last ordered there, with the app's jobs and state and the count of its stirs.
-        self.orders: dict[AppId, dict[NodeId, tuple[object, object, int, list[TaskOrder]]]] = {}
-        self.outlines: dict[NodeId, Any] = {}  #: by node: the `plans.Outline` of the plan that was sent last
-        self.stirs: dict[AppId, int] = defaultdict(int)  #: grows whenever its GPUs or tasks change
+        self.task_versions: dict[AppId, int] = defaultdict(int)  #: grows whenever its GPUs or tasks change
         self.holders: set[AppId] = set()  #: apps that have a GPU, leased or draining
         self._revocable: dict[GpuId, GpuView] = {}
-        self._free_views: dict[GpuId, GpuView] = {}  #: those of them that nobody has
+        self._free_views: dict[GpuId, GpuView] = {}  #: the free ones of them
         self._touched: set[GpuId] = set()  #: GPUs that have changed since those two were looked at
         self.versions: dict[AppId, int] = defaultdict(int)  #: grows whenever what an app holds or is promised changes
         for gpu in state.gpus.values():
@@ -87,7 +91,7 @@ class Index:
             self.gpus[app].add(gpu.id)
             self.holders.add(app)
             self.versions[app] += 1
-            self.stirs[app] += 1
+            self.task_versions[app] += 1
         if isinstance(gpu.state, model.Leased):
             if gpu.state.lease.guest:
                 self.guests.add(gpu.id)
@@ -108,7 +112,7 @@ class Index:
         if app is not None:
             self.gpus[app].discard(gpu.id)
             self.versions[app] += 1
-            self.stirs[app] += 1
+            self.task_versions[app] += 1
             if not self.gpus[app]:
                 self.holders.discard(app)
         if isinstance(gpu.state, model.Draining):
@@ -124,14 +128,16 @@ class Index:
         """A GPU or a node has come, gone, fallen ill or recovered: count anew when next asked."""
         self._census = None
         self.recounted = True
-        self.seating = None
+        for cache, kept in self.caches.items():
+            if not cache.lasting:
+                kept.clear()
         self._touched.update(self._state.gpus)
-        self.orders.clear()
-        self.app_views.clear()
 
     def touch(self, gpu: GpuId) -> None:
         """Something about this GPU has changed, which may matter to all its seats."""
-        self.seating = None
+        for cache, kept in self.caches.items():
+            if cache.touchy:
+                kept.clear()
         self._touched |= self.seats[device_of(gpu)]
 
     @property
@@ -140,7 +146,7 @@ class Index:
         return len(self.seats) < len(self._state.gpus)
 
     def drains(self, gpu: GpuId) -> bool:
-        """Whether somebody is leaving this GPU, on whatever seat."""
+        """Whether an app is leaving this GPU, on any seat."""
         return not self.draining.isdisjoint(self.seats[device_of(gpu)])
 
     def show(self, gpu: model.Gpu) -> GpuView:
@@ -227,9 +233,10 @@ class Index:
         elif app.id in self.active:
             self.active.discard(app.id)
             del self.order[bisect_left(self.order, place)]
-            self.app_views.pop(app.id, None)
             self.versions.pop(app.id, None)
-            self.orders.pop(app.id, None)
+            for cache, kept in self.caches.items():
+                if cache.by_app:
+                    kept.pop(app.id, None)
 
     def forget_end(self, app: model.App) -> None:
         """Forget when this app ended: one that was refused may yet say that it is over."""
@@ -242,7 +249,7 @@ class Index:
     def bind_task(self, task: model.Task) -> None:
         """Note where this task is, or that it has changed."""
         self.mark(task)
-        self.stirs[task.app] += 1
+        self.task_versions[task.app] += 1
         self.tasks[task.app].add(task.id)
         self.node_tasks[task.node].add(task.id)
 
@@ -253,7 +260,7 @@ class Index:
     def unbind_task(self, task: model.Task) -> None:
         """Forget this task."""
         self.helpless.discard(task.id)
-        self.stirs[task.app] += 1
+        self.task_versions[task.app] += 1
         self.tasks[task.app].discard(task.id)
         self.node_tasks[task.node].discard(task.id)
 
@@ -281,7 +288,7 @@ def _filled(items: Iterable[tuple[str, set[GpuId]]] | Iterable[tuple[str, set[Ta
 
 
 def apps_on(state: State, index: Index, device: GpuId) -> list[AppId]:
-    """Return who has a GPU, leaving ones included: one for each of its seats that somebody has."""
+    """Return the apps that have a GPU, leaving ones included: one for each of its seats that is not free."""
     states = (state.gpus[seat].state for seat in sorted(index.seats[device]))
     return [app for app in map(app_of, states) if app is not None]
 

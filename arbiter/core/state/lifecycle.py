@@ -40,14 +40,14 @@ APP_TRANSITIONS: Mapping[tuple[type[Struct], type[Struct]], str] = {
 class IllegalTransition(AssertionError):  # noqa: N818 - its name says what it is
     """Our own bug: an object was about to enter a state that cannot follow; carries its whole story."""
 
-    def __init__(self, id: str, start: str, finish: str, story: Sequence[model.Chapter]) -> None:  # noqa: A002
+    def __init__(self, id: str, start: str, finish: str, story: Sequence[model.StoryLine]) -> None:  # noqa: A002
         """Build the sentence from the object's id, the two state names and its story."""
         self.id, self.start, self.finish, self.story = id, start, finish, tuple(story)
         told = "; ".join(f"{chapter.at:.3f} {chapter.what}" for chapter in story) or "none"
         super().__init__(f"{id} cannot go from {start} to {finish}; its story: {told}")
 
 
-def gpu_transition(gpu: model.Gpu, finish: model.GpuState, story: Sequence[model.Chapter]) -> str:
+def gpu_transition(gpu: model.Gpu, finish: model.GpuState, story: Sequence[model.StoryLine]) -> str:
     """Return the verb of this transition.
 
     Raises
@@ -58,7 +58,7 @@ def gpu_transition(gpu: model.Gpu, finish: model.GpuState, story: Sequence[model
     return _verb(GPU_TRANSITIONS, gpu.id, gpu.state, finish, story)
 
 
-def app_transition(app: model.App, finish: model.AppState, story: Sequence[model.Chapter]) -> str:
+def app_transition(app: model.App, finish: model.AppState, story: Sequence[model.StoryLine]) -> str:
     """Return the verb of this transition.
 
     Raises
@@ -74,7 +74,7 @@ def _verb(
     id: str,  # noqa: A002
     start: Struct,
     finish: Struct,
-    story: Sequence[model.Chapter],
+    story: Sequence[model.StoryLine],
 ) -> str:
     verb = table.get((type(start), type(finish)))
     if verb is None:

@@ -1,18 +1,19 @@
-"""FIFO that lets trials start at once: what `fitgpp`, `lrtp` and `rand` have in common.
+"""FIFO that lets interactive apps start at once: what `fitgpp`, `lrtp` and `rand` have in common.
 
-An app of class ``trial`` (trial and error, TE) goes before all of class ``batch`` (best effort, BE), in order of
-arrival; these wait in one queue, whose head blocks all behind it. Whoever has GPUs keeps them, but when a trial does
-not fit on any node, apps of class batch are preempted for it: they leave within the grace period that they declared,
-and go back to the top of the queue. The trial is promised what they leave, and starts as soon as it is empty.
+An app of class ``interactive`` (trial and error, TE) goes before all of class ``batch`` (best effort, BE), in
+order of arrival; these wait in one queue, whose head blocks all behind it. A holder keeps its GPUs, but when an
+interactive app does not fit on any node, apps of class batch are preempted for it: they leave within the grace period
+that they declared, and go back to the top of the queue. The interactive app is promised what they leave, and starts as
+soon as it is empty.
 
 An app lies on one node gang by gang, and takes of it, beside GPUs, the CPU cores and the host memory that it declared;
 no node gives more of these than it has. (An app that declares none and spans nodes may lie on several.)
 
-Of the nodes the part `Settings.trial_nodes` is for trials only, which have it after all others; on them nobody has to
-leave. (None of this is FitGpp's.)
+Of the nodes the part `reserved_nodes` is for interactive apps only, which have it after all others; on them
+no job has to leave. (None of this is FitGpp's.)
 
-No trial preempts in vain: if it would not fit even where all of class batch had left, it waits. A trial that has run
-for `Settings.trial_s` is one of class batch from then on.
+No interactive app preempts in vain: if it would not fit even where all of class batch had left, it waits. An
+interactive app that has run for `interactive_s` is one of class batch from then on.
 
 *Source:* FitGpp (OpML 2019), section 2; PAPERS.md section 3. Which of several nodes a job goes to is not published: the
 one with the fewest GPUs left.
@@ -21,64 +22,68 @@ one with the fewest GPUs left.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import ClassVar
 
 from msgspec.structs import replace
 
-from arbiter.core.placement.assignment import Deal, Holes, Unauctioned, gpus, pick
+from arbiter.core.placement.assignment import Deal, Holes, gpus, pick
 from arbiter.core.placement.lots import shuffled
 from arbiter.core.placement.victims import Demand, Victim, capacity_of, demand_of, fewest, groups_of, units_of, without
-from arbiter.core.seam import Allocation, AppView, Clock, Displaced, GpuView, Outcome, Settings, Tenure, View, is_trial
+from arbiter.core.seam import (
+    Allocation,
+    AppView,
+    Clock,
+    Displaced,
+    GpuView,
+    Outcome,
+    Policy,
+    PolicySettings,
+    Traits,
+    View,
+    is_interactive,
+    require,
+)
 from protocol.messages import AppId, Bid, GpuId, NodeId
 
 #: How soon an app that is still leaving is thought of again.
 AGAIN_S = 1.0
 
 
-class Preemptive(Unauctioned, ABC):
-    """FIFO with preemption for trials.
+class Reserving(PolicySettings, frozen=True):
+    """The settings that the three have in common."""
 
-    Raises
-    ------
-    ValueError
-        For settings outside their range.
-    """
+    reserved_nodes: float = 0.0  #: of all nodes, this part (one at least, unless 0) is for interactive apps only
 
-    tenure: ClassVar[Tenure] = "revocable"
-    serves_trials: ClassVar[bool] = True
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require(0.0 <= self.reserved_nodes < 1.0, "reserved_nodes", self.reserved_nodes, "0 or more, and less than 1")
 
-    def __init__(self, settings: Settings) -> None:
-        if settings.reasons_max < 0:
-            raise ValueError(f"reasons_max is {settings.reasons_max}; it must be 0 or more")
-        if not 0.0 <= settings.fitgpp_s < math.inf:
-            raise ValueError(f"fitgpp_s is {settings.fitgpp_s}; it must be 0 or more, and finite")
-        if settings.fitgpp_p < 1:
-            raise ValueError(f"fitgpp_p is {settings.fitgpp_p}; it must be 1 or more")
-        if not 0.0 <= settings.trial_share <= 1.0:
-            raise ValueError(f"trial_share is {settings.trial_share}; it must be from 0 to 1")
-        if not 0.0 <= settings.trial_nodes < 1.0:
-            raise ValueError(f"trial_nodes is {settings.trial_nodes}; it must be 0 or more, and less than 1")
-        if not 0.0 <= settings.trial_s < math.inf:
-            raise ValueError(f"trial_s is {settings.trial_s}; it must be 0 or more, and finite")
-        self.settings = settings
+
+class Preemptive(Policy):
+    """FIFO with preemption for interactive apps."""
+
+    traits = Traits("revocable", serves_interactive=True, strict="all")
+
+    def __init__(self, settings: Reserving) -> None:
+        self._reserved_nodes = settings.reserved_nodes
+        self.reserves_nodes = settings.reserved_nodes > 0.0
 
     @abstractmethod
-    def victims(self, round_: Round, trial: AppView) -> list[tuple[Victim, str]]:
-        """Return who makes room for `trial`, each with a clause on why it is that one; together they suffice."""
+    def victims(self, round_: Round, newcomer: AppView) -> list[tuple[Victim, str]]:
+        """Return who makes room for `newcomer`, each with a clause on why it is that one; together they suffice."""
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return who gets which GPUs in play, and say why."""
-        round_ = Round(view, self.settings)
-        trials = [app for app in view.apps if app.want > 0 and app.app in round_.trials]
-        for app in trials:
+        round_ = Round(view, self._reserved_nodes)
+        interactive = [app for app in view.apps if app.want > 0 and app.app in round_.interactive]
+        for app in interactive:
             if not round_.waits(app) or round_.beyond(app) or round_.place(app) or round_.has(app):
                 continue
             if not round_.preempted or not round_.place(app, emptied=True):
                 self._preempt_for(round_, app)
-        queue = (app for app in view.apps if app.want > 0 and app.app not in round_.trials)
+        queue = (app for app in view.apps if app.want > 0 and app.app not in round_.interactive)
         line = sorted(queue, key=_place_in_line)  # the sort is stable: then by arrival
         for index, app in enumerate(line):
             if not round_.waits(app) or app.app in round_.preempted or round_.beyond(app):
@@ -109,37 +114,37 @@ class Preemptive(Unauctioned, ABC):
 class Round:
     """One round, step by step."""
 
-    def __init__(self, view: View, settings: Settings) -> None:
+    def __init__(self, view: View, reserved_nodes: float) -> None:
         self.view = view
-        self.trials = {app.app for app in view.apps if is_trial(view, app, settings.trial_s)}
-        self.preempted: dict[AppId, set[AppId]] = {}  #: who makes room, and for which trials
+        self.interactive = {app.app for app in view.apps if is_interactive(view, app)}
+        self.preempted: dict[AppId, set[AppId]] = {}  #: the apps that make room, and for which interactive apps
         self.blocker: AppView | None = None
-        self.blocked: set[AppId] = set()  #: who stands behind it
+        self.blocked: set[AppId] = set()  #: the app that stands behind it
         self._displaced: list[Displaced] = []
-        self._touched: set[NodeId] = set()  #: nodes that somebody is told to leave
+        self._touched: set[NodeId] = set()  #: nodes that an app is told to leave
         self._beyond: dict[tuple[float, int], str] = {}
-        self._told = len(view.apps) <= settings.reasons_max
+        self._told = view.tells_all
         self._deal = Deal(view)
         self._words: dict[AppId, list[str]] = defaultdict(list)
-        self._emptied: dict[GpuId, GpuView] = {}  #: what the preempted leave, and nobody has been promised
+        self._emptied: dict[GpuId, GpuView] = {}  #: GPUs that preempted jobs leave, promised to no app yet
         for app in view.apps:
             if app.renewable:
                 self._deal.renew(app)
-        for app in view.apps:  # what somebody must leave, having broken gangs, is not free yet
+        for app in view.apps:  # GPUs that a broken gang must leave are not free yet
             for gpu in app.renewable:
                 if gpu in self._deal.left:
                     self._emptied[gpu] = self._deal.left.remove(gpu)
         self.free = self._free_resources()
-        self._reserved = _reserved(view, settings.trial_nodes)
+        self._reserved = _reserved(view, reserved_nodes)
         self.units = [
             unit
             for app in view.apps
-            if app.renewable and app.app not in self.trials
+            if app.renewable and app.app not in self.interactive
             for unit in units_of(app, self._deal.got[app.app])
         ]
 
     def _free_resources(self) -> dict[NodeId, Demand]:
-        """Return N of each node: what it has less what those on it take, or will when others have left."""
+        """Return N of each node: its capacity less the demand of the jobs on it, or to come when others have left."""
         used: dict[NodeId, Demand] = defaultdict(lambda: Demand(0.0))
         nodes = {gpu.node for gpu in self.view.gpus}
         for app in self.view.apps:
@@ -165,7 +170,7 @@ class Round:
         return bool(app.kept or self._deal.got.get(app.app))
 
     def waits(self, app: AppView) -> bool:
-        """Whether an app could take GPUs now: what it lost it must have left."""
+        """Whether an app could take GPUs now: it must have left those that it lost."""
         return self._room(app) >= 1 and app.app not in self.view.leaving
 
     def _room(self, app: AppView) -> int:
@@ -194,9 +199,9 @@ class Round:
         return placed
 
     def _may_enter(self, app: AppView) -> bool:
-        """Whether an app may have nodes that are reserved: trials, and who fits on no other."""
+        """Whether an app may have nodes that are reserved: interactive apps, and who fits on no other."""
         nodes = [node for node in self.free if node not in self._reserved]
-        if app.app in self.trials or app.only is not None:
+        if app.app in self.interactive or app.only is not None:
             return True
         if app.spans and not self.asks(app):
             return app.gang > sum(capacity_of(self.view.nodes.get(node)).gpus for node in nodes)
@@ -211,7 +216,7 @@ class Round:
             return pick(
                 self._usable(app, free, shut) if app.only is not None or shut else free, app, self._room(app), near=near
             )
-        one = replace(app, spans=False) if self.asks(app) else app
+        one = _unspanning(app) if self.asks(app) else app
         demand = demand_of(app, app.gang)
         pools: list[GpuView] = []
         by_node: dict[NodeId, list[GpuView]] = defaultdict(list)
@@ -221,7 +226,7 @@ class Round:
             here = [*self._deal.left.nodes.get(node, {}).values(), *by_node[node]]
             room = self.free[node].plus(Demand(float(len(by_node[node]))))
             if not emptied and node in self._touched and self.asks(app):
-                continue  # what else the preempted leave there is not left yet
+                continue  # the preempted job's other GPUs there are not free yet
             if not self.asks(app) or (len(here) >= app.gang and demand.within(room)):
                 pools += here
         return pick(self._usable(app, pools, shut), one, min(app.gang, self._room(app)), near=near, held=own)
@@ -233,7 +238,7 @@ class Round:
 
     def asks(self, app: AppView) -> bool:
         """Whether an app takes anything of a node that is counted, beside GPUs."""
-        return bool(self.view.nodes) and (app.cpus > 0 or app.host_bytes > 0)
+        return bool(self.view.nodes) and (app.requirements.cpus > 0 or app.requirements.host_bytes > 0)
 
     def beside(self, app: AppView) -> str:
         """Return a clause on what an app takes of a node beside GPUs."""
@@ -243,7 +248,7 @@ class Round:
         """Return why no node could ever hold a gang of an app, for what it takes beside GPUs; empty if one could."""
         if not self.asks(app):
             return ""
-        asked = app.cpus, app.host_bytes
+        asked = app.requirements.cpus, app.requirements.host_bytes
         if asked not in self._beyond:
             self._beyond[asked] = self._misfit(replace(demand_of(app, app.gang), gpus=0.0))
         return self._beyond[asked]
@@ -280,16 +285,16 @@ class Round:
         """Whether what is free and what these leave on `nodes` has a gang as close together as `app` accepts."""
         taken = [gpu for victim in victims for gpu in victim.gpus]
         pool = [*self._deal.left, *self._emptied.values(), *taken]
-        one = replace(app, spans=False) if self.asks(app) else app
+        one = _unspanning(app) if self.asks(app) else app
         return bool(pick(self._usable(app, [gpu for gpu in pool if gpu.node in nodes]), one, app.gang))
 
-    def lots(self, units: Sequence[Victim], trial: AppView) -> list[Victim]:
+    def lots(self, units: Sequence[Victim], newcomer: AppView) -> list[Victim]:
         """Return these in an order by lot."""
         return shuffled(
             self.view.seed,
             units,
             name=lambda unit: " ".join(filter(None, unit.name)),
-            purpose=f"victims for {trial.app}",
+            purpose=f"victims for {newcomer.app}",
         )
 
     def eligible(self, app: AppView) -> list[Victim]:
@@ -315,7 +320,7 @@ class Round:
                 return _goes_anywhere(app) or self._lies_close(app, [victim], {node})
         return False
 
-    def preempt(self, victim: Victim, trial: AppView, why: str) -> None:
+    def preempt(self, victim: Victim, newcomer: AppView, why: str) -> None:
         """Let a victim leave."""
         app = victim.app
         self.units = without(self.units, victim)
@@ -325,13 +330,15 @@ class Round:
         for gpu in victim.gpus:
             self._emptied[gpu.gpu] = self._deal.left.remove(gpu.gpu)
         for node, count in _counts(victim.gpus).items():
-            # Its GPUs are counted where they are dealt: who comes must wait for them.
+            # Its GPUs are counted where they are dealt: the app that comes must wait for them.
             self.free[node] = self.free[node].plus(replace(demand_of(app, count), gpus=0.0))
         self._touched |= {gpu.node for gpu in victim.gpus}
-        self.preempted.setdefault(app.app, set()).add(trial.app)
-        self._displaced.append(Displaced(app.app, tuple(gpu.gpu for gpu in victim.gpus), trial.app))
-        self.say(app.app, f"leaves {gpus(len(victim.gpus))} on {victim.node} for the trial {trial.app}: {why}")
-        self.say(trial.app, f"{app.app} makes room for it on {victim.node}: {why}")
+        self.preempted.setdefault(app.app, set()).add(newcomer.app)
+        self._displaced.append(Displaced(app.app, tuple(gpu.gpu for gpu in victim.gpus), newcomer.app))
+        self.say(
+            app.app, f"leaves {gpus(len(victim.gpus))} on {victim.node} for the interactive app {newcomer.app}: {why}"
+        )
+        self.say(newcomer.app, f"{app.app} makes room for it on {victim.node}: {why}")
 
     # --- the answer ---------------------------------------------------------------------------------------------------
 
@@ -368,7 +375,7 @@ class Round:
         )
 
     def _reason(self, app: AppView, own: Sequence[GpuId]) -> str:
-        kind = "a trial" if app.app in self.trials else "of class batch"
+        kind = "an interactive app" if app.app in self.interactive else "of class batch"
         mine = frozenset(app.renewable)
         fresh = len([gpu for gpu in own if gpu not in mine])
         parts = [f"keeps the {gpus(len(own) - fresh)} it holds"] * (len(own) > fresh)
@@ -390,25 +397,32 @@ class Round:
         if app.only is not None and not any(gpu.gpu in app.only for gpu in self._deal.left):
             return f"none of the {gpus(len(self._deal.left))} left is one it can use (its parked jobs cannot move)"
         apart = (
-            f" beside the {len(self._reserved)} for trials only" if self._reserved and not self._may_enter(app) else ""
+            f" beside the {len(self._reserved)} for interactive apps only"
+            if self._reserved and not self._may_enter(app)
+            else ""
         )
         return f"no node{apart} has room for its gang of {app.gang}{self.beside(app)}"
 
 
+def _unspanning(app: AppView) -> AppView:
+    """Return an app as one whose gangs each lie on one node."""
+    return replace(app, requirements=replace(app.requirements, spans=False))
+
+
 def _in_words(demand: Demand) -> str:
-    """Return the cores and the memory of a demand, or of a node; what is not bounded is not named."""
+    """Return the cores and the memory of a demand, or of a node; without those that are not bounded."""
     cores = [f"{demand.cpus:g} core{'s' * (demand.cpus != 1.0)}"] if 0.0 < demand.cpus < math.inf else []
     memory = [f"{demand.host_bytes / 2**30:.3g} GiB of memory"] if 0.0 < demand.host_bytes < math.inf else []
     return " and ".join(cores + memory)
 
 
 def _place_in_line(app: AppView) -> int:
-    """Return by what those of class batch stand in the queue: on top, who made room for a trial and has nothing."""
+    """Return the place of an app of class batch in the queue: on top, if it made room and has no GPU since."""
     return 0 if app.kept or app.renewable else -app.preempted_in
 
 
 def _reserved(view: View, part: float) -> frozenset[NodeId]:
-    """Return the nodes, of all this part, that are for trials only: the smallest, so wide gangs have the others.
+    """Return the nodes for interactive apps only, this part of all: the smallest, so wide gangs have the others.
 
     One at least where any part is, unless there is no other.
     """

@@ -1,0 +1,286 @@
+"""The frozen view of a round: the apps that can use GPUs, the GPUs in play, nodes, tenants, and what may be taken.
+
+Views of apps are kept from round to round while what they were derived from is the same (`SHOWN`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from arbiter.core.layers import interactive
+from arbiter.core.leases import leases, preemption_budget
+from arbiter.core.rounds import seats
+from arbiter.core.seam import (
+    AppView,
+    GpuView,
+    NodeView,
+    TenantView,
+    View,
+)
+from arbiter.core.state import fairness, model
+from arbiter.core.state.gpu_time import AppAccount
+from arbiter.core.state.index import Cache
+from arbiter.core.state.model import Draining, Gpu, Leased, State
+from arbiter.core.turn import Turn
+from protocol.messages import AppId, GpuId, NodeId, TenantId
+
+#: An app that has not left so long after its grace period is waited for no longer: its GPUs may never be empty.
+LEAVE_S = 60.0
+
+
+class Shown(Struct, frozen=True):
+    """The view of an app that a round was last shown, with all that it was derived from."""
+
+    app: model.App
+    version: int  #: of what it holds and is promised
+    renewable: tuple[GpuId, ...]  #: the GPUs in play that it holds
+    guest_at: tuple[GpuId, ...]  #: the seats where it is a guest
+    view: AppView
+    matters: bool  #: whether the round could give it something, or take it
+
+
+SHOWN: Cache[AppId, Shown] = Cache(by_app=True)
+
+
+def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, float]) -> View:
+    """Return the frozen view of the apps that can use GPUs and the GPUs in play."""
+    state, index = turn.state, turn.index
+    promised = leases.promised(turn)
+    apps: list[AppView] = []
+    unseen: dict[TenantId, int] = {}
+    silent_before = turn.now - state.settings.app_timeout_s
+    guests = seats.seating(turn).guests
+    in_play: dict[AppId, tuple[GpuId, ...]] = {}
+    for gpu_id in sorted(gpus.keys() - index.free):
+        holder = gpus[gpu_id].holder
+        assert holder is not None
+        in_play[holder] = (*in_play.get(holder, ()), gpu_id)
+    known, versions, divided = SHOWN.of(index), index.versions, index.divided
+    for _, app_id in index.order:
+        app = state.apps[app_id]
+        renewable, guest_at = in_play.get(app_id, ()), guests.get(app_id, ())
+        shown = known.get(app_id)
+        if (
+            shown is None
+            or shown.app is not app
+            or shown.version != versions[app_id]
+            or shown.renewable != renewable
+            or shown.guest_at != guest_at
+            or (divided and shown.view.only != seats.only(turn, app, guest_at))
+        ):
+            look = _look_at(turn, app, renewable, guest_at, promised.get(app_id, ()))
+            matters = bool(renewable) or look.want > 0
+            shown = known[app_id] = Shown(app, versions[app_id], renewable, guest_at, look, matters)
+        view, matters = shown.view, shown.matters
+        if matters and app.seen_at < silent_before:
+            view = replace(view, demand_max=turn.usable(app))
+            matters = bool(view.demand_max and (renewable or view.want))
+        if matters:
+            apps.append(_with_rho(turn, app, view, rhos[app_id]) if app_id in rhos else view)
+        elif view.kept:
+            unseen[app.tenant] = unseen.get(app.tenant, 0) + len(view.kept)
+    may_be_taken, holders = takeable(turn, apps, gpus)
+    return View(
+        round=state.round,
+        seed=seed_of(state),
+        lease_s=state.settings.lease_s,
+        cluster_gpus=index.census()[1],
+        gpus=tuple(gpus.values()),
+        apps=tuple(apps),
+        now=turn.now,
+        unseen=unseen,
+        seats=seats.seats_of(turn),
+        shared=state.settings.shared,
+        nodes=nodes_of(turn),
+        leaving=leaving(turn),
+        takeable=may_be_taken,
+        holders=holders,
+        emptying=emptying(turn, apps),
+        tenants=_tenants(turn),
+        budget_ms=state.settings.solver_budget_ms,
+        interactive_share=state.settings.interactive_share,
+        interactive_s=state.settings.interactive_s,
+    )
+
+
+def _tenants(turn: Turn) -> dict[TenantId, TenantView]:
+    history, now = turn.state.history, turn.now
+    weights = {each.name: each.weight for each in history.terms}
+    return {
+        name: TenantView(
+            weight=weights.get(name, 1.0),
+            quota_gpus=account.quota.rate,
+            fair_gpus=account.fair.rate,
+            gpus_per_weight=history.pools[name].gpus_per_weight,
+            allocated_gpu_s=account.allocated.at(now),
+            fair_gpu_s=account.fair.at(now),
+            quota_gpu_s=account.quota.at(now),
+            fair_groups=history.pools[name].accrued(now),
+        )
+        for name, account in sorted(history.tenants.items())
+    }
+
+
+def seed_of(state: State) -> int:
+    """Return the seed of the present round."""
+    return state.settings.seed * 1_000_003 + state.round
+
+
+def _with_rho(turn: Turn, app: model.App, view: AppView, rho: float) -> AppView:
+    mean = apps_mean(turn.state, app, turn.now)
+    return replace(view, rho=rho, ideal_s=fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean))
+
+
+def _look_at(
+    turn: Turn, app: model.App, renewable: tuple[GpuId, ...], guest_at: tuple[GpuId, ...], promised: Sequence[Gpu]
+) -> AppView:
+    held = leases.held(turn, app.id)
+    apart = (*renewable, *guest_at)
+    useful = promised[: max(0, app.demand_max - len(held))]  # a GPU of no use must not stand for one that it runs on
+    kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in apart), *useful)]
+    account = turn.state.history.apps.get(app.id) or AppAccount(app.tenant)
+    had = account.allocated
+    return AppView(
+        app=app.id,
+        tenant=app.tenant,
+        gang=app.gang,
+        demand_max=app.demand_max,
+        level_max=app.level_max,
+        arrived_at=app.arrived_at,
+        rho=None,
+        kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
+        renewable=renewable,
+        only=seats.only(turn, app, guest_at),
+        requirements=app.requirements,
+        left_s=app.left_s,
+        left_gpu_s=app.left_gpu_s,
+        left_at=app.left_at,
+        loss_drop=app.loss_drop,
+        served_gpu_s=app.tally.gpu_seconds,
+        leases=len(held),
+        granted_sum=math.fsum(gpu.state.lease.granted_at for gpu in held if isinstance(gpu.state, Leased)),
+        sizes=app.sizes,
+        move_s=app.move_s,
+        jobs=tuple([job.gpus for job in app.jobs]),
+        cooperative=app.cooperative,
+        movable=app.movable,
+        booking=app.booking,
+        preempted=app.preempted,
+        preempted_in=app.preempted_in,
+        allocated=(had.total - had.rate * had.since, had.rate),
+        fair_group=account.key if account.demand else "",
+        fair_offset_gpu_s=account.fair_within,
+    )
+
+
+def apps_mean(state: State, app: model.App, now: float) -> float:
+    """Return N_avg: the time-weighted mean of the number of apps over this app's life so far (at least 1)."""
+    return max(1.0, state.apps_count.mean_since(app.apps_integral, app.arrived_at, now))
+
+
+# --- phase 2 --------------------------------------------------------------------------------------------------------
+
+
+def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
+    """Return the capacity of nodes, and the part that goes with draining GPUs; none where no policy needs it."""
+    state = turn.state
+    if not turn.policy.reserves_nodes and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
+        return {}
+    drained: dict[tuple[NodeId, AppId], list[model.App | None]] = defaultdict(list)  #: by leaver
+    for gpu_id in sorted(turn.index.draining):
+        gpu = state.gpus[gpu_id]
+        if isinstance(gpu.state, Draining):
+            winner = state.apps.get(gpu.state.promised_to) if gpu.state.promised_to is not None else None
+            comes = winner if winner is not None and winner.active else None
+            drained[gpu.node, gpu.state.lease.app].append(comes)
+    leaving: dict[NodeId, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
+    for (node_id, app_id), winners in drained.items():
+        # A gang leaves as one, before anybody comes to a part of it; of several gangs, others may still be there then.
+        leaver = state.apps[app_id]
+        for part in [winners] if len(winners) <= leaver.gang else [[winner] for winner in winners]:
+            before, after = _taken([leaver] * len(part)), _taken(part)
+            cpus, host_bytes = leaving[node_id]
+            leaving[node_id] = (cpus + max(before[0], after[0]), host_bytes + max(before[1], after[1]))
+    return {
+        node.id: NodeView(
+            sum(model.is_first(gpu) and model.usable(state, state.gpus[gpu]) for gpu in turn.index.node_gpus[node.id]),
+            node.cpus,
+            node.host_bytes,
+            *leaving[node.id],
+        )
+        for node in sorted(state.nodes.values(), key=lambda each: each.id)
+    }
+
+
+def _taken(owners: Sequence[model.App | None]) -> tuple[float, float]:
+    """Return the cores and bytes of memory that go with a GPU of each of these."""
+    apps = [app for app in owners if app is not None]
+    shares = [(app.requirements.cpus / app.gang, app.requirements.host_bytes / app.gang) for app in apps]
+    return sum(cpus for cpus, _ in shares), sum(host_bytes for _, host_bytes in shares)
+
+
+def leaving(turn: Turn) -> frozenset[AppId]:
+    """Return the apps that have not left yet what they have lost, and will: it is in service, and their grace runs."""
+    found = set()
+    for gpu in (turn.state.gpus[gpu] for gpu in turn.index.draining):
+        app = turn.state.apps.get(gpu.state.lease.app) if isinstance(gpu.state, Draining) else None
+        if not isinstance(gpu.state, Draining) or app is None or not model.usable(turn.state, gpu):
+            continue
+        if turn.now < gpu.state.since + app.grace_s + LEAVE_S:
+            found.add(app.id)
+    return frozenset(found)
+
+
+def interactive_waits(turn: Turn) -> bool:
+    """Whether an interactive app that this layer serves has nothing: a reason for a round where nothing is in play."""
+    settings = turn.state.settings
+    if settings.shared or not interactive.serves(turn.policy, settings.interactive_share):
+        return False
+    return any(
+        turn.state.apps[app].requirements.kind == "interactive" for app in turn.index.active - turn.index.holders
+    )
+
+
+def takeable(
+    turn: Turn, apps: Sequence[AppView], gpus: Mapping[GpuId, GpuView]
+) -> tuple[tuple[GpuView, ...], tuple[AppView, ...]]:
+    """Return the leased GPUs not in play that a waiting interactive app may be given, and the apps that hold them."""
+    if not _any_waits(turn, apps):
+        return (), ()
+    shown = SHOWN.of(turn.index)
+    holders = sorted(turn.index.holders & shown.keys())
+    held = (turn.state.gpus[gpu] for holder in holders for gpu in sorted(turn.index.gpus[holder]))
+    able = [gpu for gpu in held if isinstance(gpu.state, Leased) and gpu.id not in gpus]
+    kept = preemption_budget.kept(turn)
+    able = [gpu for gpu in able if gpu.id not in kept]
+    taken = tuple(turn.index.show(gpu) for gpu in able if model.usable(turn.state, gpu))
+    names = {gpu.holder for gpu in taken}
+    return taken, tuple(shown[app].view for app in holders if app in names)
+
+
+def emptying(turn: Turn, apps: Sequence[AppView]) -> tuple[GpuView, ...]:
+    """Return, while an interactive app waits, the GPUs that are free in a moment: their app is over, none is next."""
+    if not _any_waits(turn, apps):
+        return ()
+    found = []
+    for gpu in (turn.state.gpus[gpu] for gpu in sorted(turn.index.draining)):
+        if isinstance(gpu.state, Draining) and gpu.state.promised_to is None and model.usable(turn.state, gpu):
+            app = turn.state.apps.get(gpu.state.lease.app)
+            if app is not None and not app.active and turn.now < gpu.state.since + interactive.EMPTY_S:
+                found.append(turn.index.show(gpu))
+    return tuple(found)
+
+
+def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
+    """Whether one of `apps` is an interactive app that this layer serves and that has nothing."""
+    settings = turn.state.settings
+    if settings.shared or not interactive.serves(turn.policy, settings.interactive_share):
+        return False
+    return any(
+        app.requirements.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable for app in apps
+    )

@@ -1,0 +1,70 @@
+"""`doctor`: checks of this host and its daemons. `provision`: an administrator's commands for one participant."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import typer
+
+from launch import doctor as examination
+from launch.faults import usage
+from launch.surface import answering, emit, note, say, table, wants_json
+from protocol import exit_codes
+from protocol.bus.provision import broker_config, user_commands
+from protocol.messages import ARBITER, Party
+from protocol.topology import Topology
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+
+
+def add(app: typer.Typer) -> None:
+    """Add this group's verbs to `app`."""
+    app.command()(doctor)
+    app.command()(provision)
+
+
+def doctor(
+    bus: Annotated[str, typer.Option(help="also try this broker, amqp://user:password@host/vhost")] = "",
+    json: Json = False,
+) -> None:
+    """Check this host, the broker and the daemons; exit 1 if anything must be mended."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json):
+        found = list(examination.checks(bus))
+    broken = any(check.verdict == "fail" for check in found)
+    if as_json:
+        emit({"schema": "doctor/v1", "ok": not broken, "checks": [msgspec.to_builtins(check) for check in found]})
+    else:
+        say(table(("CHECK", "VERDICT", "FOUND"), [(check.name, check.verdict, check.found) for check in found]))
+        for check in found:
+            if check.verdict != "ok" and check.mend:
+                note(f"{check.name}: {check.mend}")
+    raise SystemExit(exit_codes.FAILED if broken else exit_codes.DONE)
+
+
+def provision(
+    party: Annotated[str, typer.Argument(help="arbiter, node-<id>, app-<owner>, or broker for rabbitmq.conf")],
+    vhost: Annotated[str, typer.Option(help="the broker's virtual host")] = "gpu",
+    prefix: Annotated[str, typer.Option(help="of queue names; the same in all daemons of a site")] = "",
+) -> None:
+    """Print the rabbitmqctl lines for one participant, or the broker's own settings."""
+    with answering(as_json=False):
+        if party == "broker":
+            say(broker_config())
+        else:
+            say("\n".join(user_commands(_party(party), Topology(prefix=prefix), vhost)))
+
+
+def _party(user: str) -> Party:
+    """Return the participant that the broker knows as `user`."""
+    if user == ARBITER.user:
+        return ARBITER
+    role, _, name = user.partition("-")
+    try:
+        return msgspec.convert({"role": role, "id": name} if role in ("node", "app") else None, Party)
+    except msgspec.ValidationError:
+        raise usage(
+            f"{user!r} is no participant",
+            "write arbiter, node-<id> or app-<owner>; ids are lower-case letters, digits, dashes",
+        ) from None

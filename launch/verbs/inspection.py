@@ -1,0 +1,96 @@
+"""`ps`, `explain`, `logs`, `nodes`, `shares`, `rounds`: the state of the site, and its reasons."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from launch import views
+from launch.client import open_client
+from launch.follow import follow_logs
+from launch.surface import answering, emit, say, wants_json
+from protocol import exit_codes
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+Selector = Annotated[str, typer.Argument(metavar="ID", help="an app's id, or `last`")]
+
+
+def add(app: typer.Typer) -> None:
+    """Add this group's verbs to `app`."""
+    for verb in (ps, explain, logs, nodes, shares, rounds):
+        app.command()(verb)
+
+
+def ps(
+    everything: Annotated[bool, typer.Option("-a", "--all", help="also those that are over")] = False,
+    json: Json = False,
+) -> None:
+    """List apps."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        document = client.query("apps")
+        if as_json:
+            emit(document)
+        else:
+            say(views.apps_table(document, everything=everything))
+
+
+def explain(app: Selector, json: Json = False) -> None:
+    """Explain why an app waits, was preempted, or has its number of GPUs, and give the next step."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        document = client.query("explain", client.resolve(app))
+        if as_json:
+            emit(document)
+        else:
+            say(views.explanation(document, time.time()))
+
+
+def logs(
+    target: Annotated[str, typer.Argument(metavar="ID", help="an app, job or task, or `last`")],
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until it is over, across preemptions")] = False,
+) -> None:
+    """Print a task's output, stdout and stderr; of an app, that of its newest attempt."""
+    with answering(as_json=False), open_client() as client:
+        try:
+            follow_logs(client, client.resolve(target), follow=follow)
+        except KeyboardInterrupt:
+            raise SystemExit(exit_codes.INTERRUPTED) from None
+
+
+def nodes(json: Json = False) -> None:
+    """List nodes, their GPUs and the apps that hold these."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        document = client.query("nodes")
+        if as_json:
+            emit(document)
+        else:
+            say(views.nodes_table(document))
+
+
+def shares(json: Json = False) -> None:
+    """Show each tenant's due and its GPU time: LTGF of 1 or more is fair."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        document = client.query("shares")
+        if as_json:
+            emit(document)
+        else:
+            say(views.shares_table(document))
+
+
+def rounds(
+    limit: Annotated[int, typer.Option(min=1, help="how many, the newest first")] = 20,
+    json: Json = False,
+) -> None:
+    """List the newest rounds: which apps won GPUs, and how many got none."""
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        document = client.query("rounds", limit=limit)
+        if as_json:
+            emit(document)
+        else:
+            say(views.rounds_table(document, time.time()))

@@ -1,0 +1,360 @@
+"""`submit`, `run`: hand an app over. `cancel`, `wait`: end it, or wait for its end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from app_agent.core.host import AppRecord
+from app_agent.core.spec import AppSpec
+from launch import preflight, spec
+from launch.client import NEXT_STEPS, Client, Until, ending, open_client
+from launch.faults import Fault, usage
+from launch.follow import follow_logs
+from launch.surface import answering, emit, note, say, wants_json
+from protocol import exit_codes
+
+PROGRAM = {"allow_interspersed_args": False}  # everything after the first word belongs to the user's program
+
+Command = Annotated[
+    list[str] | None, typer.Argument(metavar="[--] COMMAND [ARGS]...", help="the program and its arguments")
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(
+        "-g",
+        "--gpus",
+        metavar="N[,N...]",
+        help="GPUs each job needs at once, on one node (1); several numbers, smallest first, if it can change its size",
+    ),
+]
+Tenant = Annotated[
+    str | None, typer.Option(envvar="GPU_ARBITER_TENANT", help="the tenant that pays; the daemon's default otherwise")
+]
+Name = Annotated[str | None, typer.Option(help="for people; the script's name otherwise")]
+Steps = Annotated[
+    int | None, typer.Option(min=1, help="mini-batches of one whole training, if the script does not say")
+]
+Checkpoints = Annotated[
+    Path | None, typer.Option("--checkpoint-dir", help="folder that every node sees (./checkpoints)")
+]
+Grace = Annotated[str | None, typer.Option(help="time to save before a preemption turns to force (120s)")]
+Priority = Annotated[
+    int | None,
+    typer.Option(min=-1000, max=1000, help="on a shared GPU: not suspended for an app of lower priority (0)"),
+]
+Kind = Annotated[
+    str | None,
+    typer.Option(
+        "--class", help="batch, or interactive: starts at once if it can, at the cost of one batch app (batch)"
+    ),
+]
+Cpus = Annotated[float | None, typer.Option(min=0, help="CPU cores each job needs on its node (none asked for)")]
+Memory = Annotated[str | None, typer.Option(help="host memory each job needs on its node, such as 8G (none asked for)")]
+Weight = Annotated[float | None, typer.Option(help="part of the GPU time among your tenant's apps, 1 being usual (1)")]
+Utility = Annotated[
+    str | None,
+    typer.Option(help="what it is worth by when it ends: deadline:6h, soft:6h, none or sigmoid:50,2/h,6h (unsaid)"),
+]
+StepTime = Annotated[
+    str | None, typer.Option("--step-time", help="time of one mini-batch on one GPU, until it is measured")
+]
+PreemptBy = Annotated[str | None, typer.Option(help="auto, checkpoint or suspend (auto)")]
+Env = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE, or NAME to pass on your own; repeatable")]
+Secret = Annotated[
+    list[str] | None,
+    typer.Option("--secret", metavar="NAME=FILE", help="a variable whose value the node reads from FILE; repeatable"),
+]
+Restarts = Annotated[int | None, typer.Option("--max-restarts", min=0, help="new starts after failures (3)")]
+TrialFile = Annotated[Path | None, typer.Option("--trials", help="search: a file of one line of arguments per trial")]
+Trial = Annotated[list[str] | None, typer.Option("--trial", help="search: the arguments of one trial; repeatable")]
+Metric = Annotated[str | None, typer.Option(help="search: the reported figure that trials are compared by")]
+Mode = Annotated[str | None, typer.Option(help="search: max or min (max)")]
+Search = Annotated[str | None, typer.Option(help="which trials go on: halving, hyperband, curve or all (halving)")]
+Eta = Annotated[int | None, typer.Option(min=2, help="hyperband: of so many trials one goes on (3)")]
+StepsMin = Annotated[int | None, typer.Option(min=1, help="hyperband: mini-batches before a trial can be judged")]
+Target = Annotated[
+    float | None, typer.Option(help="curve: the metric at which a trial, or a lone job, has done enough")
+]
+NoCheck = Annotated[
+    bool, typer.Option("--no-check", help="do not look for the program and its script here: they are only on the nodes")
+]
+SpecFile = Annotated[Path | None, typer.Option("-f", "--file", help="a TOML file with these as fields; flags win")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+Timeout = Annotated[str | None, typer.Option(help="give up after this long, with exit code 5")]
+
+#: Flags whose values become fields in a way of their own.
+READ_APART = frozenset({"checkpoint_dir", "utility", "trials", "env"})
+
+
+def add(app: typer.Typer) -> None:
+    """Add this group's verbs to `app`."""
+    app.command(context_settings=PROGRAM)(submit)
+    app.command(context_settings=PROGRAM)(run)
+    app.command()(cancel)
+    app.command()(wait)
+
+
+def submit(
+    command: Command = None,
+    gpus: Gpus = None,
+    tenant: Tenant = None,
+    name: Name = None,
+    steps: Steps = None,
+    checkpoint_dir: Checkpoints = None,
+    grace: Grace = None,
+    preempt_by: PreemptBy = None,
+    priority: Priority = None,
+    kind: Kind = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    weight: Weight = None,
+    utility: Utility = None,
+    step_time: StepTime = None,
+    env: Env = None,
+    secret: Secret = None,
+    max_restarts: Restarts = None,
+    trials: TrialFile = None,
+    trial: Trial = None,
+    metric: Metric = None,
+    mode: Mode = None,
+    search: Search = None,
+    eta: Eta = None,
+    steps_min: StepsMin = None,
+    target: Target = None,
+    file: SpecFile = None,
+    no_check: NoCheck = False,
+    wait_: Annotated[bool, typer.Option("--wait", help="return when it is over, with its exit code")] = False,
+    json: Json = False,
+) -> None:
+    """Queue an app and print its id.
+
+    gpu-arbiter submit -g 2 --env SEED=1 -- python train.py --lr 0.1
+
+    Exit code 6, with the id printed: it is queued, but no arbiter answers; do not submit it again.
+    """
+    flags = dict(locals())
+    as_json = wants_json(json)
+    with answering(as_json=as_json):
+        app_spec = _spec(flags)
+        with open_client() as client:
+            app, notes, code = _submit(client, app_spec, checked=not no_check)
+            if as_json:
+                emit({"schema": "submitted/v1", "app": app, "notes": notes})
+            else:
+                say(app)
+            for sentence in notes:
+                note(sentence)
+            raise SystemExit(_outcome(client, app, None) if wait_ else code)
+
+
+def run(
+    command: Command = None,
+    gpus: Gpus = None,
+    tenant: Tenant = None,
+    name: Name = None,
+    steps: Steps = None,
+    checkpoint_dir: Checkpoints = None,
+    grace: Grace = None,
+    preempt_by: PreemptBy = None,
+    priority: Priority = None,
+    kind: Kind = None,
+    cpus: Cpus = None,
+    memory: Memory = None,
+    weight: Weight = None,
+    utility: Utility = None,
+    step_time: StepTime = None,
+    env: Env = None,
+    secret: Secret = None,
+    max_restarts: Restarts = None,
+    file: SpecFile = None,
+    no_check: NoCheck = False,
+) -> None:
+    """Submit an app, show its output, and return its exit code. Ctrl-C cancels it."""
+    flags = dict(locals())
+    with answering(as_json=False):
+        app_spec = _spec(flags)
+        with open_client() as client:
+            app, notes, _ = _submit(client, app_spec, checked=not no_check)
+            for sentence in (*notes, f"{app} is queued; its output follows"):
+                note(sentence)
+            try:
+                follow_logs(client, app, follow=True)
+                raise SystemExit(_outcome(client, app, None))
+            except KeyboardInterrupt:
+                client.cancel(app)
+                note(f"{app} is cancelled")
+                raise SystemExit(exit_codes.INTERRUPTED) from None
+
+
+def cancel(
+    apps: Annotated[list[str], typer.Argument(metavar="ID...", help="app ids, or `last`")],
+    json: Json = False,
+) -> None:
+    """End apps for good; their tasks are stopped and their GPUs freed.
+
+    Of an app that your app agent has no record of the arbiter decides: you may cancel your own, an administrator every
+    app. When some cannot be cancelled the others are all the same, and the exit code says why.
+    """
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        records, unknown = _meant(client, apps)
+        for app, record in records.items():
+            client.cancel(app)
+            note(f"{app} was already {record.state}" if record.over else f"{app} is cancelled")
+        cancelled, faults, untried = list(records), list[tuple[str, Fault]](), list[str]()
+        for number, app in enumerate(unknown, start=1):
+            try:
+                note(f"{app} is {client.cancel(app)}")
+                cancelled.append(app)
+            except Fault as fault:
+                faults.append((app, fault))
+                if fault.code == exit_codes.UNREACHABLE:  # and so it is for the rest, each after a while
+                    untried = unknown[number:]
+                    break
+        if faults:
+            raise _uncancelled(faults, untried, {"apps": cancelled})
+        if as_json:
+            emit({"schema": "cancelled/v1", "apps": cancelled})
+
+
+def wait(
+    apps: Annotated[list[str], typer.Argument(metavar="ID...", help="app ids, or `last`")],
+    timeout: Timeout = None,
+    for_: Annotated[Until, typer.Option("--for", help="done, or running")] = "done",
+    json: Json = False,
+) -> None:
+    """Return when apps are over, with the greatest of their exit codes; or when they run.
+
+    With ids that no app has the others are waited for all the same, and then the exit code is 3.
+    """
+    as_json = wants_json(json)
+    with answering(as_json=as_json), open_client() as client:
+        deadline = time.monotonic() + spec.seconds(timeout, "--timeout") if timeout else None
+        records, unknown = _meant(client, apps)
+        if unknown and records:
+            note(f"{_not_found(unknown).sentence}; waiting for the rest")
+        codes = {app: _outcome(client, app, deadline, until=for_) for app in records}
+        ended = {"apps": [{"id": app, "code": code} for app, code in codes.items()]}
+        if unknown:
+            raise _not_found(unknown, ended)
+        if as_json:
+            emit({"schema": "waited/v1", **ended})
+        raise SystemExit(max(codes.values(), default=exit_codes.DONE))
+
+
+def _meant(client: Client, selectors: Sequence[str]) -> tuple[dict[str, AppRecord], list[str]]:
+    """Return the records of the apps that are meant, and the ids that no app has; each once, in their order."""
+    ids = dict.fromkeys(client.resolve(selector) for selector in selectors)
+    records = {str(record.app): record for record in client.apps()}
+    return {app: records[app] for app in ids if app in records}, [app for app in ids if app not in records]
+
+
+def _uncancelled(faults: Sequence[tuple[str, Fault]], untried: Sequence[str], done: Mapping[str, object]) -> Fault:
+    """Return a fault with each app's reason against cancelling, and the greatest of their codes."""
+    missing = [app for app, fault in faults if fault.code == exit_codes.NOT_FOUND]
+    sentences = [fault.sentence for _, fault in faults if fault.code != exit_codes.NOT_FOUND]
+    if missing:
+        sentences.insert(0, _not_found(missing).sentence)
+    if untried:
+        sentences.append(f"not tried: {', '.join(untried)}")
+    worst = max((fault for _, fault in faults), key=lambda fault: fault.code)
+    return Fault("; ".join(sentences), code=worst.code, next_step=worst.next_step, done=done)
+
+
+def _not_found(unknown: Sequence[str], done: Mapping[str, object] | None = None) -> Fault:
+    """Return a fault that names the ids that no app has; `done` tells the result of the others."""
+    names = ", ".join(unknown)
+    sentence = f"there is no app {names}" if len(unknown) == 1 else f"there are no apps {names}"
+    code = exit_codes.NOT_FOUND
+    return Fault(sentence, code=code, next_step=NEXT_STEPS[code], done=done)
+
+
+def _submit(client: Client, app_spec: AppSpec, *, checked: bool) -> tuple[str, list[str], int]:
+    """Submit an app that may be able to run; return its id, notes for its owner, and the exit code.
+
+    `checked`: its files must be on this host.
+
+    Raises
+    ------
+    Fault
+        If it can never run as it is; then it is not submitted.
+    """
+    notes, away = preflight.exposed(app_spec), ""
+    if checked:
+        preflight.check_files(app_spec)
+        notes += preflight.absent_secrets(app_spec)
+    try:
+        notes += preflight.check_room(app_spec, client.query("capacity", patience_s=preflight.PATIENCE_S))
+    except Fault as fault:
+        if fault.code != exit_codes.UNREACHABLE:
+            raise
+        away = fault.sentence
+    app = client.submit(app_spec)
+    if away:
+        notes.append(f"{app} is queued, the arbiter is away: {away}; your app agent tells it of {app} when it is back")
+    return app, notes, exit_codes.UNREACHABLE if away else exit_codes.DONE
+
+
+def _outcome(client: Client, app: str, deadline: float | None, until: Until = "done") -> int:
+    """Wait for `app` and return its exit code, having said why it failed."""
+    left_s = None if deadline is None else max(0.0, round(deadline - time.monotonic(), 1))
+    end = ending(client.wait(app, until=until, timeout_s=left_s))
+    if end.sentence:
+        note(end.sentence)
+    return end.code
+
+
+def _spec(flags: dict[str, Any]) -> AppSpec:
+    """Return the specification: the file's fields, overruled by the flags."""
+    fields: dict[str, Any] = spec.load(flags["file"]) if flags["file"] else {}
+    written = fields.pop("command", [])
+    command = flags["command"] or spec.command_of(written)
+    if not command and "trials" not in fields:
+        raise usage("no command was given", "gpu-arbiter submit -- python train.py")
+    if command:
+        chosen = spec.trials(command, flags.get("trials"), flags.get("trial") or ())
+        if len(chosen) > 1 or "trials" not in fields:
+            fields["trials"] = chosen
+        fields.setdefault("name", spec.default_name(command))
+    fields |= _given(flags)
+    variables, written = spec.environment(flags["env"] or (), os.environ), fields.get("env", {})
+    fields["env"] = variables | written if isinstance(written, dict) else written
+    fields |= _secrets(fields, flags["secret"] or ())
+    fields.setdefault("cwd", str(Path.cwd()))
+    fields.setdefault("checkpoint_root", str(Path(str(fields["cwd"])) / "checkpoints"))
+    return spec.build(fields)
+
+
+def _secrets(fields: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
+    """Return the fields ``secrets`` (of file and flags) and ``env``, the latter without inherited secrets."""
+    written, files = fields.get("secrets", {}), spec.secret_files(wanted)
+    if not isinstance(written, dict):
+        return {}
+    secrets = spec.whole_paths(written | files)
+    env = fields["env"]
+    if secrets and isinstance(env, dict):
+        env = {name: value for name, value in env.items() if name not in secrets or name not in spec.INHERITED}
+    return {"secrets": secrets, "env": env}
+
+
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that flags were given for: the names that a spec file knows mean the same as flags."""
+    fields = {}
+    for flag, value in flags.items():
+        field, read = spec.WORDS.get(flag, (flag, None))
+        if value is not None and field in spec.NAMES and flag not in READ_APART:
+            fields[field] = read(value, f"--{flag.replace('_', '-')}") if read is not None else value
+    if flags["gpus"] is not None:
+        sizes = spec.gpu_sizes(flags["gpus"], "--gpus")
+        fields |= {"gang": sizes[0], "sizes": sizes if len(sizes) > 1 else ()}
+    if flags["checkpoint_dir"]:
+        fields["checkpoint_root"] = spec.absolute(flags["checkpoint_dir"])
+    if flags["utility"] is not None:
+        fields["utility"] = spec.utility(flags["utility"], "--utility")
+    return fields

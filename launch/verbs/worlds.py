@@ -1,0 +1,116 @@
+"""`worlds`: many small sites full of faults, one for each seed, judged at every instant."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from launch.faults import Fault
+from launch.surface import answering, emit, note, plural, say, wants_json
+from protocol import exit_codes
+
+# Not at the top, here and below: the world and its libraries take longer to import than most commands to run.
+if TYPE_CHECKING:
+    from simulator.faults.runs import WorldVerdict
+
+#: Seconds before the first line of progress, and between two lines.
+PATIENCE_S = 2.0
+COUNT_MAX = 1_000_000
+
+
+def add(app: typer.Typer) -> None:
+    """Add this group's verb to `app`."""
+    app.command()(worlds)
+
+
+def worlds(
+    count: Annotated[int, typer.Option(min=1, max=COUNT_MAX, help="how many worlds")] = 200,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="of the first; each next one has the next")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, help="processes (0: one for each core)")] = 0,
+    policy: Annotated[str, typer.Option(help="the only policy, in place of one or more drawn for each")] = "",
+    trace: Annotated[bool, typer.Option("--trace", help="print every event, too")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+) -> None:
+    """Run worlds full of faults: safety must hold at every instant, and every app that can finish must.
+
+    A world that fails is printed with its last events and the command that repeats it. docs/fault-worlds.md lists the
+    faults and the checks.
+    """
+    as_json = wants_json(json)
+    with answering(as_json=as_json):
+        from arbiter.core.registry import POLICIES
+        from simulator.faults.runs import cores, report, run_world, run_worlds, summary
+
+        if policy and policy not in POLICIES:
+            known = ", ".join(sorted(POLICIES))
+            raise Fault(
+                f"there is no policy {policy}", code=exit_codes.USAGE, next_step=f"--policy with one of {known}"
+            )
+        seeds = range(seed, seed + count)
+        progress = _Progress(count)
+        verdicts: list[WorldVerdict] = []
+        tell = note if as_json else say
+        traced = (run_world(each, policy=policy, tell=tell) for each in seeds)
+        for verdict in traced if trace else run_worlds(seeds, jobs=min(jobs or cores(), count), policy=policy):
+            verdicts.append(verdict)
+            progress.show(verdicts)
+            if verdict.wrong and not as_json:
+                say(report(verdict))
+        figures = summary(verdicts)
+        if as_json:
+            emit(_document(seed, figures, verdicts))
+        else:
+            say(_in_words(figures))
+        if figures["failed"]:
+            failed = len(figures["failed"])
+            step = failed_of(verdicts)[0].command
+            raise Fault(f"{plural(failed, 'world')} of {count} failed", code=exit_codes.FAILED, next_step=step)
+
+
+def failed_of(verdicts: list[WorldVerdict]) -> list[WorldVerdict]:
+    """Return the verdicts on worlds that failed."""
+    return [verdict for verdict in verdicts if verdict.wrong]
+
+
+def _document(seed: int, figures: dict[str, Any], verdicts: list[WorldVerdict]) -> dict[str, Any]:
+    failures = [
+        {
+            "seed": verdict.seed,
+            "wrong": verdict.wrong,
+            "objects": list(verdict.objects),
+            "at_s": verdict.at,
+            "command": verdict.command,
+            "lines": list(verdict.lines),
+        }
+        for verdict in failed_of(verdicts)
+    ]
+    waiting = {str(verdict.seed): verdict.waiting for verdict in verdicts if verdict.waiting}
+    return {"schema": "worlds/v1", "seed": seed, "summary": figures, "failures": failures, "waiting": waiting}
+
+
+def _in_words(figures: dict[str, Any]) -> str:
+    apps = ", ".join(f"{count} {state}" for state, count in figures["apps"].items())
+    used = figures["used"]
+    return (
+        f"{figures['passed']} of {plural(figures['worlds'], 'world')} passed: {figures['events']} events, "
+        f"{figures['restarts']} restarts; apps: {apps}; {figures['waiting']} could not finish, all for a known reason\n"
+        f"after the faults they needed at most {used['seconds']:.0%} of the time that they may take, "
+        f"{used['messages']:.0%} of the messages, {used['rounds']:.0%} of the rounds; {figures['cpu_s']:.1f} s CPU"
+    )
+
+
+class _Progress:
+    """Shows a waiting person the progress."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._next = time.monotonic() + PATIENCE_S
+
+    def show(self, verdicts: list[WorldVerdict]) -> None:
+        """Write a line now and then, on a terminal."""
+        if sys.stderr.isatty() and time.monotonic() >= self._next:
+            self._next = time.monotonic() + PATIENCE_S
+            note(f"{len(verdicts)} of {plural(self._total, 'world')}, {len(failed_of(verdicts))} failed")

@@ -1,0 +1,133 @@
+"""What preemption may cost: a job that can neither save nor rest keeps its GPU until that is bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.arbiter import Effect
+from arbiter.core.leases import preemption_budget
+from arbiter.core.registry import tables
+from arbiter.core.state.index import Index
+from arbiter.core.state.model import Leased, Toll
+from arbiter.core.turn import Turn
+from protocol.messages import AppId, JobId, Measured, Preempt, TaskId
+from tests.support.arbiter_site import SETTINGS, Site, sent, task, wish
+
+LAS = replace(
+    SETTINGS,
+    policy="las",
+    policies=tables("las", threshold_gpu_s=10.0),
+    interactive_share=1.0,
+    lease_s=60.0,
+    node_timeout_s=1000.0,
+    app_timeout_s=1000.0,
+)
+JOB = JobId("ana-1.0")
+NOTHING: Mapping[str, object] = {}
+#: Policies under which ana has to leave for bob, and what makes bob come first.
+TAKERS: tuple[tuple[str, dict[str, object]], ...] = (
+    ("las", {}),
+    ("srtf", {"left_s": 10.0, "left_gpu_s": 10.0}),
+    ("gandiva-fair", {}),
+    ("fitgpp", {"kind": "interactive"}),
+    ("backfill", {"kind": "interactive"}),
+)
+
+
+def a_running_app(policy: str = "las", **settings: object) -> tuple[Site, str]:
+    site = Site(replace(LAS, policy=policy, **settings))
+    site.node("n1", 1)
+    site.app("ana-1")
+    site.wait(0.0)
+    (gpu,) = site.held("ana-1")
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    return site, gpu
+
+
+def tell(site: Site, gpu: str, ran_s: float, unsaved_s: float, phase: str = "running", **more: object) -> list[Effect]:
+    status = task("ana-1", 0, [gpu], phase, measured=Measured(ran_s=ran_s, unsaved_s=unsaved_s), step=3, **more)
+    return site.node("n1", tasks=[status], used=[gpu] if phase != "exited" else [])
+
+
+def contested(site: Site, gpu: str, until_s: float, bob: Mapping[str, object] = NOTHING, **manner: object) -> bool:
+    """Let another app want the GPU for so long; return whether ana, whose task saves nothing, was preempted for it."""
+    begun = site.now
+    effects = tell(site, gpu, 50.0, 50.0, **manner)
+    effects += site.app("bob-1", **bob)  # type: ignore[arg-type]
+    while site.now < begun + until_s and site.held("ana-1"):
+        effects += site.play_round(site.wait(1.0))
+        ran_s = 50.0 + site.now - begun
+        effects += tell(site, gpu, ran_s, ran_s, **manner)
+        effects += site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], left_s=5000.0, left_gpu_s=5000.0)
+    return bool(sent(effects, Preempt))
+
+
+@pytest.mark.parametrize(("policy", "bob"), TAKERS)
+def test_a_job_that_can_neither_save_nor_rest_is_not_preempted(policy: str, bob: dict[str, object]) -> None:
+    """Four 40 s jobs of numpy on one GPU, with leases of 15 s: one was done in 3.5 min, and 217 s were paid for 40."""
+    site, gpu = a_running_app(policy)
+    assert not contested(site, gpu, 300.0, bob)
+    assert site.held("ana-1") == [gpu]
+
+
+@pytest.mark.parametrize(("policy", "bob"), TAKERS)
+def test_a_job_that_saves_is_preempted(policy: str, bob: dict[str, object]) -> None:
+    site, gpu = a_running_app(policy)
+    assert contested(site, gpu, 300.0, bob, can_checkpoint=True)
+
+
+def test_a_job_that_can_be_parked_is_preempted() -> None:
+    site, gpu = a_running_app()
+    assert contested(site, gpu, 300.0, cooperative=True)
+
+
+@pytest.mark.parametrize(("policy", "bob"), TAKERS)
+def test_with_a_budget_of_all_its_time_it_is_preempted(policy: str, bob: dict[str, object]) -> None:
+    site, gpu = a_running_app(policy, preemption_budget=1.0)
+    assert contested(site, gpu, 300.0, bob)
+
+
+def test_it_keeps_its_gpu_past_its_lease_and_its_story_says_why() -> None:
+    site, gpu = a_running_app("gandiva-fair")
+    contested(site, gpu, 200.0)
+    assert f"keeps {gpu} beyond its lease: the job there can neither save nor be suspended" in site.told("ana-1")
+    state = site.gpu_state(gpu)
+    assert isinstance(state, Leased)
+    assert state.lease.expires_at > site.now
+
+
+def test_what_it_may_lose_is_a_part_of_what_it_has_run_over_all_its_attempts() -> None:
+    site, gpu = a_running_app()
+
+    def kept(toll: Toll, ran_s: float, unsaved_s: float) -> bool:
+        tell(site, gpu, ran_s, unsaved_s)
+        app = site.arbiter.state.apps[AppId("ana-1")]
+        site.arbiter.state.apps[app.id] = replace(app, tolls={JOB: toll})
+        return bool(preemption_budget.kept(Turn(site.arbiter.state, site.now, Index(site.arbiter.state))))
+
+    assert kept(Toll(), 100.0, 100.0)
+    assert kept(Toll(), 100.0, 21.0)
+    assert not kept(Toll(), 100.0, 19.0), "a fifth of its time may be lost"
+    assert not kept(Toll(1000.0, 0.0), 100.0, 100.0)
+    assert kept(Toll(1000.0, 200.0), 100.0, 100.0), "what was lost before counts"
+    assert not kept(Toll(), 1.0, 1.0), "a moment is not worth a GPU"
+    assert kept(Toll(1.5, 1.5), 1.0, 1.0), "moments add up: leases of three seconds must not take it for ever"
+    assert not kept(Toll(), 0.0, 0.0), "a node agent that measures nothing shows no cost"
+
+
+def test_the_toll_of_an_attempt_that_ended_is_what_it_ran_and_lost() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu, 30.0, 30.0)
+    tell(site, gpu, 31.0, 25.0, "exited", outcome="failed", exit_code=1)
+    assert site.arbiter.state.apps[AppId("ana-1")].tolls == {JOB: Toll(31.0, 25.0)}
+    assert site.arbiter.state.tasks[TaskId(f"{JOB}-a0")].counted == Toll(31.0, 25.0)
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_a_broken_node_takes_what_it_takes() -> None:
+    site, gpu = a_running_app("hived", node_timeout_s=30.0)
+    tell(site, gpu, 30.0, 30.0)
+    assert sent(site.wait(40.0), Preempt)

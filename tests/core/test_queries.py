@@ -1,0 +1,400 @@
+"""What users are told: apps, nodes, rounds, and why an app waits."""
+
+from __future__ import annotations
+
+import base64
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from arbiter import queries
+from arbiter.core.arbiter import Configured
+from arbiter.core.effects import AppRecord, LeaseRecord, RoundRecord
+from arbiter.core.seam import Outcome
+from arbiter.core.state.gpu_time import TenantTerms
+from arbiter.core.state.model import ArbiterSettings
+from arbiter.ledger import Ledger
+from arbiter.queries import Desk
+from launch import views
+from protocol.codec import encode
+from protocol.core import Send
+from protocol.messages import (
+    ARBITER,
+    Answer,
+    AppId,
+    LeaseId,
+    LogChunk,
+    NodeId,
+    Party,
+    Query,
+    ReadLog,
+    TaskId,
+    TenantId,
+)
+from tests.support.arbiter_site import AUCTION, SETTINGS, Effect, Site, gpu_id, task, wish, with_auction
+
+pytestmark = with_auction
+
+ANA = Party("app", "ana")
+
+
+class Counter:
+    """A site with a ledger that performs the records, and a desk."""
+
+    def __init__(self, settings: ArbiterSettings = SETTINGS) -> None:
+        self.site = Site(settings)
+        self.ledger = Ledger(":memory:")
+        self.desk = Desk(self.site.arbiter, self.ledger)
+
+    def note(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, RoundRecord | LeaseRecord | AppRecord):
+                self.ledger.write(effect)
+                self.ledger.write(effect)  # twice: a restart may record again
+
+    def ask(self, kind: str, target: str = "") -> dict[str, Any]:
+        (send,) = self.desk.ask(ANA, Query("q1", kind, target), self.site.now)  # type: ignore[arg-type]
+        assert isinstance(send.message, Answer)
+        assert send.message.error == "", send.message.error
+        return msgspec.json.decode(send.message.document)  # type: ignore[no-any-return]
+
+
+def test_a_ledger_that_cannot_be_read_costs_the_answers_that_need_it_only(tmp_path: Path) -> None:
+    counter = Counter()
+    file = tmp_path / "ledger.db"
+    counter.ledger = Ledger(file)
+    counter.desk = Desk(counter.site.arbiter, counter.ledger)
+    counter.ledger.write(AppRecord(AppId("bob-1"), TenantId("vision"), 2.0, 0.0, 60.0, 50.0, 40.0, 30.0))
+    counter.site.node("n1", 1)
+    counter.site.app("ana-1")
+    with sqlite3.connect(file) as database:
+        database.execute("INSERT INTO rounds VALUES (1, 0.0, x'c1')")
+    (send,) = counter.desk.ask(ANA, Query("q1", "rounds", ""), counter.site.now)
+    assert isinstance(send.message, Answer)
+    assert "ledger.db" in send.message.error
+    assert "move the file away" in send.message.error
+    assert [app["id"] for app in counter.ask("apps")["apps"]] == ["ana-1"]
+
+
+def contended() -> Counter:
+    """One GPU, won by ana in round 1; bob waits."""
+    counter = Counter(AUCTION)
+    site = counter.site
+    site.node("n1", 1)
+    counter.note(site.play_round(site.app("ana-1") + site.wait(0)))
+    gpu = gpu_id("n1", 0)
+    counter.note(site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])]))
+    counter.note(site.node("n1", tasks=[task("ana-1", 0, [gpu], step=7)], used=[gpu]))
+    counter.note(site.app("bob-1"))
+    site.now += 85
+    counter.note(site.node("n1", tasks=[task("ana-1", 0, [gpu], step=9)], used=[gpu]))
+    effects = site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])]) + site.wait(5.5)
+    effects += site.rho("ana-1", 60.0) + site.rho("bob-1", 1.0)
+    counter.note(effects + site.bid("ana-1", {1: 0.5}))
+    return counter
+
+
+def test_apps_are_listed_with_what_they_hold_and_have_had() -> None:
+    ana, bob = contended().ask("apps")["apps"]
+    assert (ana["id"], ana["state"], ana["gpus"]) == ("ana-1", "running", [gpu_id("n1", 0)])
+    assert (ana["grants"], ana["renewals"]) == (1, 1)
+    assert ana["gpu_seconds"] > 85
+    assert ana["tasks"][0]["step"] == 9
+    assert (bob["state"], bob["gpus"], bob["jct_s"]) == ("waiting", [], None)
+
+
+def test_who_was_preempted_is_leaving_and_then_waits_with_what_it_has_saved() -> None:
+    counter = contended()
+    site, gpu = counter.site, gpu_id("n1", 0)
+    site.now += 60
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], "vacating", step=60, saved_step=50, total_steps=400)], used=[gpu])
+    site.wait(60.0)
+    assert not site.held("ana-1")
+    (ana, _) = counter.ask("apps")["apps"]
+    assert (ana["state"], ana["saved"]) == ("leaving", {"steps": 0, "total_steps": 0})
+    over = task("ana-1", 0, [gpu], "exited", step=60, saved_step=60, total_steps=400, outcome="preempted")
+    site.node("n1", tasks=[over], used=[])
+    site.app("ana-1", jobs=[], releases=[])
+    site.node("n1")
+    (ana, _) = counter.ask("apps")["apps"]
+    assert (ana["state"], ana["saved"], ana["tasks"]) == ("waiting", {"steps": 61, "total_steps": 400}, [])
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+@pytest.mark.parametrize(("step", "said"), [(-1, "is running"), (0, "is running at step 0")])
+def test_of_a_task_that_has_not_said_its_step_none_is_told(step: int, said: str) -> None:
+    counter = Counter()
+    site, gpu = counter.site, gpu_id("n1", 0)
+    site.node("n1", 1)
+    site.play_round(site.app("ana-1") + site.wait(0))
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], "running", step=step)], used=[gpu])
+    assert [line.rpartition(" on n1 ")[2] for line in site.told("ana-1").splitlines() if " on n1 " in line] == [said]
+
+
+def test_an_explanation_names_who_won_instead() -> None:
+    told = contended().ask("explain", "bob-1")
+    assert told["schema"] == "explain/v1"
+    newest = told["rounds"][0]
+    assert newest["winners"] == [{"app": "ana-1", "gpus": 1}]
+    assert newest["got"] == 0
+    assert newest["reason"]
+    assert any("submitted" in line["what"] for line in told["story"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "until"),
+    [
+        ("themis", " until leases end"),
+        ("fifo", ", and under fifo no app gives one up before the end"),
+        ("srtf", ""),  # its round has looked, and tells thousands of waiting apps nothing of their own
+    ],
+)
+def test_who_comes_while_others_hold_everything_is_told_so_before_any_round(policy: str, until: str) -> None:
+    counter = Counter(replace(SETTINGS, policy=policy))
+    site = counter.site
+    site.node("n1", 1)
+    counter.note(site.play_round(site.app("ana-1") + site.wait(0)))
+    counter.note(site.app("bob-1"))
+    told = counter.ask("explain", "bob-1")
+    assert (told["waiting_for"], told["rounds"]) == (f"the only GPU in service is held by other apps{until}", [])
+    assert counter.ask("explain", "ana-1")["waiting_for"] == ""
+    assert contended().ask("explain", "bob-1")["waiting_for"] == "", "a round has decided about it"
+
+
+def test_an_explanation_says_that_the_round_is_being_decided() -> None:
+    counter = contended()
+    site, gpu = counter.site, gpu_id("n1", 0)
+    site.now += 80
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    site.app("bob-1")
+    assert counter.ask("explain", "bob-1")["waiting_for"] == ""
+    site.decides_late = True
+    site.play_round(site.wait(11))
+    for app in ("ana-1", "bob-1"):
+        told = counter.ask("explain", app)
+        assert told["waiting_for"] == f"the auction of round {site.arbiter.state.round} is being solved"
+        assert told["next_round_s"] is None
+    site.decide()
+    told = counter.ask("explain", "bob-1")
+    assert "being solved" not in told["waiting_for"]
+    assert told["next_round_s"] is not None
+
+
+def test_the_explanation_of_a_gpu_is_its_story() -> None:
+    told = contended().ask("explain", gpu_id("n1", 0))
+    assert any("granted to ana-1" in line["what"] for line in told["story"])
+
+
+def test_an_explanation_of_nothing_names_the_next_step() -> None:
+    counter = contended()
+    (send,) = counter.desk.ask(ANA, Query("q", "explain", "zoe-9"), counter.site.now)
+    assert isinstance(send.message, Answer)
+    assert "gpu-arbiter ps" in send.message.error
+
+
+def test_nodes_are_listed_with_the_state_of_every_gpu() -> None:
+    (node,) = contended().ask("nodes")["nodes"]
+    assert (node["id"], node["state"]) == ("n1", "up")
+    assert (node["gpus"][0]["state"], node["gpus"][0]["app"]) == ("leased", "ana-1")
+
+
+def test_shares_say_what_each_tenant_is_due_and_has_had() -> None:
+    counter = contended()
+    document = counter.ask("shares")
+    assert (document["schema"], document["gpus"]) == ("shares/v1", 1)
+    (team,) = document["tenants"]
+    had = counter.ask("apps", "ana-1")["apps"][0]["gpu_seconds"]
+    assert (team["tenant"], team["weight"], team["quota_gpus"], team["held_gpus"]) == ("team", 1.0, 1.0, 1.0)
+    assert (team["wanted_gpus"], team["apps"]) == (2, 2)
+    assert team["gpu_seconds"] == pytest.approx(had)
+    assert team["ltgf"] == pytest.approx(had / team["fair_gpu_seconds"])
+
+
+def test_shares_say_since_when_time_is_counted_and_that_quotas_are_more_than_there_is() -> None:
+    terms = (TenantTerms(TenantId("nlp"), quota=80), TenantTerms(TenantId("vision"), 2.0))
+    counter = Counter(replace(SETTINGS, tenants=terms))
+    counter.site.node("n1", 4)
+    document = counter.ask("shares")
+    assert document["since"] == "1970-01-01T00:16:40.000Z", "when the site began, at 1000 s"
+    assert [(each["quota_gpus_named"], each["quota_gpus"]) for each in document["tenants"]] == [(80, 4.0), (None, 0.0)]
+    assert "the quotas are of 80 GPUs, and there are 4: each is cut in proportion" in views.shares_table(document)
+    counter.site.node("n2", 76)
+    assert "the quotas are" not in views.shares_table(counter.ask("shares"))
+
+
+def test_an_app_is_listed_with_its_long_term_fairness() -> None:
+    ana, bob = contended().ask("apps")["apps"]
+    # ana had the GPU for all the time, of which half was fair once bob had come
+    assert ana["ltgf"] == pytest.approx(ana["gpu_seconds"] / ana["fair_gpu_seconds"])
+    assert ana["ltgf"] > 1.5
+    assert bob["ltgf"] == 0.0
+
+
+def test_rounds_and_leases_come_from_the_ledger_and_from_what_is_still_held() -> None:
+    counter = contended()
+    told = counter.ask("rounds")
+    assert told["count"] == len(told["rounds"]) == counter.site.arbiter.state.round
+    assert [lease["app"] for lease in counter.ask("leases")["leases"]] == ["ana-1"]
+    counter.note(counter.site.app("ana-1", state="finished", demand=0))
+    counter.note(counter.site.node("n1"))
+    leases = counter.ask("leases")["leases"]
+    assert [lease["app"] for lease in leases] == ["ana-1"], "told once, by the ledger, now that the lease is over"
+    assert leases[0]["to"] - leases[0]["from"] > 85
+
+
+def round_of(number: int, apps: int, *, gpus: int = 2) -> RoundRecord:
+    """A round after which so many apps were told why they got nothing, and two others got a GPU."""
+    lost = tuple(Outcome(AppId(f"bob-{app}"), (), f"bid and lost: {'what others bid ' * 8}") for app in range(apps))
+    won = tuple(Outcome(AppId(f"ana-{app}"), (gpu_id("n1", app),), "won", won=1) for app in range(gpus))
+    offered = tuple(gpu_id("n1", index) for index in range(gpus))
+    return RoundRecord(number, 60.0 * number, 0.5, (), (), (), offered, lost + won, proven=True, facts={})
+
+
+def pages(counter: Counter, kind: str, limit: int = 0) -> list[list[dict[str, Any]]]:
+    """All pages of a list, as a client fetches them."""
+    told: list[list[dict[str, Any]]] = []
+    offset: int | None = 0
+    while offset is not None:
+        query = Query("q1", kind, "", offset, limit)  # type: ignore[arg-type]
+        (send,) = counter.desk.ask(ANA, query, counter.site.now)
+        assert isinstance(send.message, Answer)
+        assert send.message.error == "", send.message.error
+        assert len(encode(send.message, sender=ARBITER, id="m1")) <= queries.PAGE_BYTES_MAX + 1000
+        document = msgspec.json.decode(send.message.document)
+        told.append(document[kind])
+        assert document["next_offset"] in (None, offset + len(told[-1]))
+        offset = document["next_offset"]
+    return told
+
+
+def test_rounds_come_in_pages_when_no_message_carries_them_all() -> None:
+    counter = Counter()
+    for number in range(1, 301):
+        counter.ledger.write(round_of(number, 100))
+    told = pages(counter, "rounds")
+    assert len(told) > 3
+    assert [entry["round"] for page in told for entry in page] == list(range(300, 0, -1))
+    assert [entry["round"] for entry in pages(counter, "rounds", 7)[0]] == list(range(300, 293, -1))
+
+
+def test_a_round_about_more_apps_than_a_message_carries_is_told_with_those_that_won() -> None:
+    counter = Counter()
+    counter.ledger.write(round_of(1, 30_000))
+    ((entry,),) = pages(counter, "rounds")
+    assert [outcome["app"] for outcome in entry["outcomes"] if outcome["gpus"]] == ["ana-0", "ana-1"]
+    assert entry["outcomes_left_out"] + len(entry["outcomes"]) == 30_002
+
+
+def test_leases_come_in_pages_those_held_now_first() -> None:
+    counter = contended()
+    for number in range(12_000):
+        gone = LeaseRecord(LeaseId(f"L{number}"), AppId("bob-1"), gpu_id("n1", 0), NodeId("n1"), 0.0, number + 1.0, "")
+        counter.ledger.write(gone)
+    told = [entry for page in pages(counter, "leases") for entry in page]
+    assert [entry["app"] for entry in told[:2]] == ["ana-1", "bob-1"]
+    assert [entry["lease"] for entry in told[1:]] == [f"L{number}" for number in reversed(range(12_000))]
+
+
+def test_apps_and_nodes_come_in_pages_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "PAGE_BYTES_MAX", 20_000)
+    counter = Counter()
+    for number in range(8):
+        counter.site.node(f"n{number}", 16)
+    for number in range(40):
+        counter.site.app(f"ana-{number}")
+    told = pages(counter, "apps")
+    assert len(told) > 1
+    assert sorted(app["id"] for page in told for app in page) == sorted(f"ana-{number}" for number in range(40))
+    assert [app["id"] for app in pages(counter, "apps", 2)[1]] == [app["id"] for app in told[0][2:4]]
+    nodes = pages(counter, "nodes")
+    assert len(nodes) > 1
+    assert [node["id"] for page in nodes for node in page] == [f"n{number}" for number in range(8)]
+
+
+def test_a_log_is_fetched_from_the_node_that_has_it_and_returned_to_who_asked() -> None:
+    counter = contended()
+    (fetch,) = counter.desk.ask(ANA, Query("q7", "log", "ana-1", offset=3), counter.site.now)
+    assert fetch == Send(Party("node", "n1"), ReadLog("q7", TaskId("ana-1.0-a0"), 3))
+    (answer,) = counter.desk.deliver(
+        Party("node", "n1"), LogChunk("q7", TaskId("ana-1.0-a0"), 3, b"loss 0.1\n", 12, ended=False)
+    )
+    assert answer.to == ANA
+    assert isinstance(answer.message, Answer)
+    document = msgspec.json.decode(answer.message.document)
+    assert base64.b64decode(document["data"]) == b"loss 0.1\n"
+    assert counter.desk.deliver(Party("node", "n1"), LogChunk("q7", TaskId("x"), 0, b"", 0, ended=True)) == []
+
+
+def spread() -> Counter:
+    """An app whose one job lies on two nodes, and has been on one node alone before."""
+    counter = Counter()
+    site = counter.site
+    site.node("n1", 1)
+    site.node("n2", 1)
+    site.app("mary-ann-1")
+    app = site.arbiter.state.apps[AppId("mary-ann-1")]
+    nodes = {"mary-ann-1.0-a9": "n2", "mary-ann-1.0-a10": "n1", "mary-ann-1.0-a10.1": "n2"}
+    ran = {TaskId(name): NodeId(node) for name, node in nodes.items()}
+    site.arbiter.state.apps[app.id] = replace(app, ran=ran)
+    return counter
+
+
+@pytest.mark.parametrize(
+    ("target", "task", "node"),
+    [
+        ("mary-ann-1", "mary-ann-1.0-a10", "n1"),
+        ("mary-ann-1.0", "mary-ann-1.0-a10", "n1"),
+        ("mary-ann-1.0-a10", "mary-ann-1.0-a10", "n1"),
+        ("mary-ann-1.0-a10.1", "mary-ann-1.0-a10.1", "n2"),
+        ("mary-ann-1.0-a9", "mary-ann-1.0-a9", "n2"),
+    ],
+)
+def test_the_log_of_a_job_on_several_nodes_is_that_of_its_first_part_and_each_part_has_a_name(
+    target: str, task: str, node: str
+) -> None:
+    counter = spread()
+    (fetch,) = counter.desk.ask(Party("app", "mary-ann"), Query("q", "log", target), counter.site.now)
+    assert fetch == Send(Party("node", node), ReadLog("q", TaskId(task), 0))
+
+
+@pytest.mark.parametrize("target", ["mary-ann-1.0-a10.2", "mary-ann-1.1", "mary-ann-1.0-a1", "mary", "mary-ann-1."])
+def test_a_part_that_is_not_known_has_no_log(target: str) -> None:
+    counter = spread()
+    (send,) = counter.desk.ask(Party("app", "mary-ann"), Query("q", "log", target), counter.site.now)
+    assert isinstance(send.message, Answer)
+    assert f"no node has output of {target}" in send.message.error
+
+
+def test_the_output_of_an_app_is_for_its_owner_only() -> None:
+    counter = contended()
+    (send,) = counter.desk.ask(Party("app", "bob"), Query("q", "log", "ana-1"), counter.site.now)
+    assert isinstance(send.message, Answer)
+    assert "for ana only" in send.message.error
+
+
+def test_a_log_of_nothing_is_refused_with_a_sentence() -> None:
+    counter = contended()
+    (send,) = counter.desk.ask(ANA, Query("q", "log", "bob-1"), counter.site.now)
+    assert isinstance(send.message, Answer)
+    assert "may not have started" in send.message.error
+
+
+def test_who_is_told_nothing_of_its_own_by_a_crowded_round_is_told_what_holds_for_all() -> None:
+    counter = Counter()
+    site = counter.site
+    site.handle(Configured(replace(SETTINGS, policy="backfill")))
+    for app in ("ana-1", "bob-1", "cleo-1"):
+        site.app(app)
+    site.play_round(site.node("n1", 1) + site.wait(6))
+    assert site.held("ana-1") == [gpu_id("n1", 0)]
+    told = counter.ask("explain", "cleo-1")["story"]
+    assert told[-1]["what"].startswith("round 1: ")
+    assert site.arbiter.state.rest is not None
+    assert told[-1]["what"] == site.arbiter.state.rest.what
+    own = counter.ask("explain", "ana-1")["story"]
+    assert all(line["what"] != site.arbiter.state.rest.what for line in own)
