@@ -4,19 +4,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-N ?= 2000
+LOOPS := $(VENV)/.loops
+# Worlds of seeds that no test runs; `make full` begins at a seed of its own.
+N ?= 300
+SEED ?= 100
 SEEDS ?= 160
 SITES ?= 1000
+# Of both, what `make full` does: a few minutes each.
+FULL_SEEDS := 8
+FULL_SITES := 200
 TORCH ?= torch==2.13.0
 PACKAGES := protocol arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test format lint types contracts check worlds forged reasons idioms bench gpu papers full lock clean
+.PHONY: help setup packages loops broker demo test pure system alone format lint types contracts check worlds forged reasons idioms bench gpu papers full lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-setup: $(READY) ## make .venv with everything, at the locked versions
+setup: $(LOOPS) ## make .venv with everything, at the locked versions
 
 $(READY): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -25,24 +31,45 @@ $(READY): requirements.lock pyproject.toml
 		|| { echo "cannot make $(VENV); on Debian first run: apt-get install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+packages: $(READY)
+
+loops: $(LOOPS)
+
+$(LOOPS): $(READY) arbiter/core/policies/themis/auction/kernel.py
 	@echo "compiling the auction's loops, once (about a minute)"
 	@$(BIN)/python -c 'from arbiter.core.policies.themis.auction.instance import warm_up; warm_up()'
 	@touch $@
 
-demo: $(READY) ## two nodes of four simulated GPUs, two tenants, six apps; figures in out/demo/
+broker: ## install RabbitMQ when that is possible, else say what to do
+	sh scripts/ensure-rabbitmq.sh
+
+demo: $(LOOPS) ## two nodes of four simulated GPUs, two tenants, six apps; figures in out/demo/
 	$(BIN)/gpu-arbiter demo
 
-test: $(READY) ## all tests; installs RabbitMQ when it may, else says what to do
-	sh scripts/ensure-rabbitmq.sh
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not full and not alone"
+test: pure system alone ## all tests; installs RabbitMQ when it may, else says what to do
+
+# Tests that compute: a worker that has no more of its own takes some of the other's.
+pure: $(LOOPS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not full and not alone" --ignore tests/system --ignore tests/contract
+
+# Tests that mostly wait for other processes: more of them at a time than there are cores.
+system: $(LOOPS) broker
+	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not full and not alone" tests/system tests/contract
+
+alone: $(LOOPS) broker
 	@rm -f .pytest_cache/v/cache/lastfailed
 	$(BIN)/python -m pytest -m "alone and not full" \
 		|| { test $$? -eq 1 && echo "a test against the clock failed: those that did, once more (docs/decisions/0003)" >&2 && \
 		$(BIN)/python -m pytest -m "alone and not full" --last-failed --last-failed-no-failures none; }
 
-full: $(READY) ## the tests that `make test` leaves out, since quicker ones cover most of them (a few minutes)
-	sh scripts/ensure-rabbitmq.sh
-	$(BIN)/python -m pytest -m full
+full: export GPU_ARBITER_FULL = 1
+full: $(LOOPS) broker ## what `make check` leaves out, since quicker tests cover most of it (an hour)
+	$(BIN)/python -m pytest -m "full or hypothesis"
+	$(MAKE) --no-print-directory forged SEEDS=$(FULL_SEEDS)
+	$(MAKE) --no-print-directory reasons SITES=$(FULL_SITES)
+	$(MAKE) --no-print-directory worlds N=2000 SEED=$$(date +%s)
 
 format: $(READY) ## rewrite the code in the house's format
 	$(BIN)/ruff format .
@@ -58,10 +85,11 @@ types: $(READY) ## mypy --strict
 contracts: $(READY) ## who may import whom
 	$(BIN)/lint-imports
 
-check: lint types contracts test ## format, lint, types, import contracts, tests: what CI runs
+check: ## format, lint, types, import contracts, tests, fault worlds: what CI runs; prints where the time went
+	@$(PYTHON) scripts/parts.py packages+broker loops+types+lint+contracts pure system alone worlds
 
-worlds: $(READY) ## N sites full of faults (2000): nothing unsafe may happen, all that can finish must
-	$(BIN)/gpu-arbiter worlds --count $(N)
+worlds: $(LOOPS) ## N sites full of faults (300), from SEED on: nothing unsafe may happen, all that can finish must
+	$(BIN)/gpu-arbiter worlds --count $(N) --seed $(SEED)
 
 forged: $(READY) ## hostile agents, SEEDS (160) sieges for each policy and way of sharing: none may end the arbiter
 	$(BIN)/python -m tests.properties.test_forged_reports $(SEEDS)

@@ -22,20 +22,11 @@ from msgspec import Struct
 from app_agent.config import default_socket
 from app_agent.core.host import AppRecord
 from app_agent.core.spec import AppSpec
+from protocol.exit_codes import FAILED, INTERRUPTED, NOT_PERMITTED, REFUSED, UNREACHABLE, USAGE
 from protocol.messages import Count, QueryKind, Seconds, Sentence
 
 #: Longest line either side accepts: an answer about a thousand apps takes 1 MB, a chunk of a log 90 kB.
 LINE_BYTES_MAX = 16 * 2**20
-
-# Exit codes, as in the command line's contract.
-FAILED = 1
-USAGE = 2
-NOT_FOUND = 3
-REFUSED = 4
-TIMED_OUT = 5
-UNREACHABLE = 6
-NOT_PERMITTED = 7
-PREEMPTED = 75
 
 #: The client waits so much longer than the daemon, whose answer names the cause.
 GRACE_S = 5.0
@@ -229,5 +220,5 @@ def exit_code(record: AppRecord) -> int:
     if record.refused:
         return REFUSED
     if record.state == "cancelled":
-        return 130
+        return INTERRUPTED
     return record.exit_code or (FAILED if record.state == "failed" else 0)

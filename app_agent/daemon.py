@@ -5,77 +5,34 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import stat
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
-from itertools import count
-from os import fspath, umask
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import Annotated, assert_never
 
-import msgspec
 import structlog
-from msgspec import Meta, Struct
 
+from app_agent import control_server
 from app_agent.config import AppConfig, default_socket
-from app_agent.control import (
-    FAILED,
-    NOT_FOUND,
-    TIMED_OUT,
-    UNREACHABLE,
-    USAGE,
-    CancelRequest,
-    ControlError,
-    ListRequest,
-    PingRequest,
-    QueryRequest,
-    Request,
-    SubmitRequest,
-    WaitRequest,
-    decode_request,
-    encode_line,
-)
+from app_agent.control_server import ControlServer
 from app_agent.core.host import (
-    Accepted,
     AppHost,
-    AppRecord,
-    Ask,
-    Cancel,
-    Changed,
     Configured,
-    Declined,
     Event,
-    Intervene,
     OwnEffect,
     OwnEvent,
-    Submit,
 )
 from protocol.bus import Bus
-from protocol.config import ConfigError
-from protocol.core import Send
 from protocol.journal import Journal
-from protocol.messages import ActKind, Answer, AnyMessage, AppId, OwnerId, Party
+from protocol.messages import OwnerId, Party
 from protocol.private import state_folder
 from protocol.shell import Shell
 
 #: Events between two snapshots: a restart replays at most these, about a second's work.
 SNAPSHOT_EVERY = 5_000
-#: Longest request: a search of a thousand trials of a hundred words each.
-REQUEST_BYTES_MAX = 2**20
-#: A waiting client that hung up is noticed after this long.
-HANGUP_S = 1.0
-#: A question without an answer is asked again after this long.
-ASK_AGAIN_S = 1.0
-#: A broker that has come, or whose queues were deleted, is noticed after this long.
-LOOK_AGAIN_S = 0.25
-#: An owner without apps introduces itself to an arbiter that is away at least this often.
-INTRODUCE_S_MAX = 10.0
 #: Of ids: consonants, so that they make no words.
 TAG_LETTERS = "bcdfghjkmnpqrstvwxz"
 TAG_LENGTH = 3
-#: Longest path of a Unix socket (sun_path of Linux, without the closing zero).
-SOCKET_PATH_BYTES_MAX = 107
 
 _log = structlog.get_logger("app-agent")
 
@@ -106,37 +63,52 @@ async def run_app_host(
         If the state folder belongs to another process or cannot be read.
     """
     path = Path(config.socket) if config.socket else default_socket()
-    with closing(_journal(config)) as journal, _listen(path) as listener:
+    with closing(_journal(config)) as journal, control_server.listen(path) as listener:
         host = _restore(journal, config)
-        counter = Counter(host, config)
+        control = ControlServer(host, config)
         shell: Shell[OwnEvent, OwnEffect] = Shell(
             host,
             bus,
             Party("app", config.owner),
-            perform=counter.perform,
+            perform=control.perform,
             journal=journal,
             snapshot=host.snapshot,
             snapshot_every=SNAPSHOT_EVERY,
             shared_users=frozenset(config.shared_users),
-            answer=counter.take_answer,
+            answer=control.take_answer,
             on_alive=on_alive,
         )
-        counter.attach(shell, bus)
+        control.attach(shell, bus)
         if config.shared_users:
             _log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
-        server: asyncio.Server | None = None
+
+        def listening() -> None:
+            _log.info("control.listening", socket=str(path), owner=config.owner)
+            if on_ready is not None:
+                on_ready()
+
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(shell.run())
-                group.create_task(counter.introduce())
-                server = await _serve(listener, counter, group)
-                _log.info("control.listening", socket=str(path), owner=config.owner)
-                if on_ready is not None:
-                    on_ready()
+            await _run(shell, control, listener, listening)
         finally:
-            if server is not None:
-                server.close()
             path.unlink(missing_ok=True)
+
+
+async def _run(
+    shell: Shell[OwnEvent, OwnEffect],
+    control: ControlServer,
+    listener: socket.socket,
+    on_listening: Callable[[], None],
+) -> None:
+    server: asyncio.Server | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(shell.run())
+            group.create_task(control.introduce())
+            server = await control_server.serve(listener, control, group)
+            on_listening()
+    finally:
+        if server is not None:
+            server.close()
 
 
 def _journal(config: AppConfig) -> Journal[Event]:
@@ -168,349 +140,3 @@ def _tag(journal: Journal[Event]) -> str:
         tag = "".join(secrets.choice(TAG_LETTERS) for _ in range(TAG_LENGTH))
         journal.set("tag", tag)
     return tag
-
-
-# --- the socket -----------------------------------------------------------------------------------------------------
-
-
-def _listen(path: Path) -> socket.socket:
-    """Return the control socket, which only this user can use.
-
-    Raises
-    ------
-    ConfigError
-        If another daemon listens there, or it cannot be made.
-    """
-    if len(fspath(path).encode()) > SOCKET_PATH_BYTES_MAX:
-        raise ConfigError(f"socket {path} is longer than {SOCKET_PATH_BYTES_MAX} bytes; choose a shorter path")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _clear_away(path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = umask(0o177)
-        try:
-            listener.bind(fspath(path))
-        finally:
-            umask(before)
-    except OSError as error:
-        raise ConfigError(f"socket {path} cannot be made: {error.strerror}; choose another path") from error
-    return listener
-
-
-def _clear_away(path: Path) -> None:
-    """Remove the socket that a daemon left behind which is no more."""
-    if not path.exists():
-        return
-    if not stat.S_ISSOCK(path.stat().st_mode):
-        raise ConfigError(f"socket {path} exists and is no socket; choose another path or move it away")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(fspath(path))
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-    raise ConfigError(f"another daemon listens at {path}; stop it, or give this one a socket of its own")
-
-
-async def _serve(listener: socket.socket, counter: Counter, group: asyncio.TaskGroup) -> asyncio.Server:
-    """Serve each connection in a task of `group`, which also ends it."""
-
-    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        conversation = _converse(reader, writer, counter)
-        try:
-            task = group.create_task(conversation)
-        except RuntimeError:  # the group is ending: hang up, or the client would wait for an answer
-            conversation.close()
-            writer.close()
-            return
-        # Not in the task itself, which may be cancelled before it begins.
-        task.add_done_callback(lambda _: writer.close())
-
-    return await asyncio.start_unix_server(accept, sock=listener, limit=REQUEST_BYTES_MAX)
-
-
-async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, counter: Counter) -> None:
-    """Answer one client's requests until it hangs up."""
-    with suppress(ConnectionError):  # the client went away: nobody is left to tell
-        while True:
-            try:
-                line = await reader.readline()
-            except ValueError:
-                writer.write(_refusal(f"a request is longer than {REQUEST_BYTES_MAX} bytes", USAGE))
-                await writer.drain()
-                return
-            if not line:
-                return
-            writer.write(await _reply(line, counter, reader))
-            await writer.drain()
-
-
-async def _reply(line: bytes, counter: Counter, reader: asyncio.StreamReader) -> bytes:
-    try:
-        return encode_line({"ok": True, **await counter.serve(decode_request(line), hung_up=reader.at_eof)})
-    except ControlError as error:
-        return _refusal(error.sentence, error.code)
-
-
-def _refusal(sentence: str, code: int) -> bytes:
-    return encode_line({"error": sentence, "code": code})
-
-
-# --- requests -------------------------------------------------------------------------------------------------------
-
-
-class Counter:
-    """Where requests of the control socket meet the core: each waits for the effect that carries its number."""
-
-    def __init__(self, host: AppHost, config: AppConfig) -> None:
-        self._host = host
-        self._config = config
-        self._numbers = (f"q{prefix}-{number}" for prefix in [secrets.token_hex(4)] for number in count())
-        self._replies: dict[str, asyncio.Future[Accepted | Declined | Answer]] = {}
-        self._news: set[asyncio.Event] = set()
-
-    def attach(self, shell: Shell[OwnEvent, OwnEffect], bus: Bus) -> None:
-        """Learn where events go."""
-        self._shell = shell
-        self._bus = bus
-
-    async def perform(self, effect: OwnEffect) -> None:
-        """Tell whoever waits for `effect`."""
-        match effect:
-            case Accepted(request) | Declined(request):
-                self._resolve(request, effect)
-            case Changed(record):
-                if record.over:
-                    _log.info("app.ended", app=record.app, state=record.state, reason=record.reason)
-                for news in self._news:
-                    news.set()
-            case _ as never:
-                assert_never(never)
-
-    def take_answer(self, sender: Party, message: AnyMessage) -> Sequence[Send] | None:
-        """Take the arbiter's answers past the core: they change nothing, and need not be remembered."""
-        if not isinstance(message, Answer):
-            return None
-        self._resolve(message.query_id, message)
-        return ()
-
-    def _resolve(self, request: str, reply: Accepted | Declined | Answer) -> None:
-        future = self._replies.get(request)
-        if future is not None and not future.done():
-            future.set_result(reply)
-
-    async def serve(self, request: Request, *, hung_up: Callable[[], bool]) -> dict[str, object]:
-        """Return the answer to one request.
-
-        Raises
-        ------
-        ControlError
-            With a sentence and an exit code.
-        """
-        match request:
-            case SubmitRequest(spec):
-                token = secrets.token_hex(4)
-                return {"app": await self._change(lambda number: Submit(number, spec, token))}
-            case CancelRequest(app):
-                return await self._cancel(app)
-            case WaitRequest(app, until, timeout_s):
-                record = await self._wait(self._known(app), until, timeout_s, hung_up)
-                return {"record": record}
-            case QueryRequest():
-                return {"document": await self._query(request)}
-            case ListRequest():
-                return {"apps": self._host.records()}
-            case PingRequest():
-                return {
-                    "owner": self._config.owner,
-                    "tenant": self._host.state.tenant,
-                    "connected": self._shell.connected,
-                    "reached": self._shell.reached,
-                    "bus": self._bus.url,
-                }
-            case _ as never:
-                assert_never(never)
-
-    async def _change(self, event: Callable[[str], Submit | Cancel]) -> AppId:
-        """Let the core decide; return the app it did it for."""
-        number = next(self._numbers)
-        reply = await self._expect(number, event(number))
-        if isinstance(reply, Declined):
-            raise ControlError(reply.reason, code=NOT_FOUND if reply.missing else USAGE)
-        assert isinstance(reply, Accepted)
-        return reply.app
-
-    async def _expect(self, number: str, event: OwnEvent) -> Accepted | Declined | Answer:
-        """Post `event` and return what comes back under its number."""
-        future: asyncio.Future[Accepted | Declined | Answer] = asyncio.get_running_loop().create_future()
-        self._replies[number] = future
-        try:
-            self._shell.post(event)
-            return await future
-        finally:
-            del self._replies[number]
-
-    async def _cancel(self, app: str) -> dict[str, object]:
-        """End one of the owner's apps; of one that is not among them the arbiter decides."""
-        if app != "last" and app not in self._host.state.records:
-            return await self._intervene("cancel", _app_id(app))
-        known = self._known(app)
-        ended = await self._change(lambda number: Cancel(number, known))
-        return {"app": ended, "state": self._host.state.records[ended].state}
-
-    async def _intervene(self, kind: ActKind, app: AppId) -> dict[str, object]:
-        """Have the arbiter act on an app; return the app and its state."""
-        number = next(self._numbers)
-        try:
-            document = await self._persist(number, Intervene(number, kind, app), self._config.answer_s)
-        except ControlError as error:
-            if error.code != UNREACHABLE:
-                raise
-            raise ControlError(f"your app agent has no app {app}, and {error.sentence}", code=UNREACHABLE) from error
-        try:
-            done = msgspec.json.decode(document, type=_Done)
-        except msgspec.DecodeError as error:
-            raise ControlError(f"the arbiter's answer about {app} cannot be read: {error}", code=FAILED) from error
-        return {"app": done.app, "state": done.state}
-
-    async def _query(self, request: QueryRequest) -> msgspec.Raw:
-        """Ask the arbiter; return its document as it is."""
-        number = next(self._numbers)
-        target = self._target(request.kind, request.target)
-        patience_s = self._config.answer_s if request.patience_s is None else request.patience_s
-        ask = Ask(number, request.kind, target, request.offset, request.limit)
-        return await self._persist(number, ask, patience_s)
-
-    async def _persist(self, number: str, ask: Ask | Intervene, patience_s: float) -> msgspec.Raw:
-        """Ask the arbiter until its answer comes, and return its document; a question that finds no broker is lost.
-
-        Raises
-        ------
-        ControlError
-            With the arbiter's own sentence and code; or code 6 if no answer has come for `patience_s` seconds.
-        """
-        try:
-            async with asyncio.timeout(patience_s):
-                while True:
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(min(ASK_AGAIN_S, patience_s / 3)):
-                            reply = await self._expect(number, ask)
-                            break
-        except TimeoutError:
-            raise ControlError(self._silence(patience_s), code=UNREACHABLE) from None
-        assert isinstance(reply, Answer)
-        if reply.error:
-            raise ControlError(reply.error, code=_code_of(reply))
-        return msgspec.Raw(reply.document)
-
-    def _silence(self, waited_s: float) -> str:
-        """Say why no answer has come."""
-        if not self._shell.reached:
-            return f"the broker at {self._bus.url} cannot be reached"
-        return f"the arbiter has not answered within {waited_s:g} s, though the broker at {self._bus.url} was reached"
-
-    async def introduce(self) -> None:
-        """Ask the arbiter something whenever this daemon has no inbox, until cancelled.
-
-        An owner without apps says nothing, and the arbiter makes an inbox for an owner that has said something.
-        """
-        pause_s = ASK_AGAIN_S
-        while True:
-            without = self._shell.reached and not self._shell.connected
-            if without:
-                self._shell.post(Ask(next(self._numbers), "capacity"))
-            await asyncio.sleep(pause_s if without else LOOK_AGAIN_S)
-            pause_s = min(2 * pause_s, INTRODUCE_S_MAX) if without else ASK_AGAIN_S
-
-    async def _wait(self, app: AppId, until: str, timeout_s: float | None, hung_up: Callable[[], bool]) -> AppRecord:
-        """Return the app's record once it is as wanted, looking again at each change of any record."""
-        news = asyncio.Event()
-        self._news.add(news)
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not _reached(self._host.state.records[app], until):
-                    news.clear()
-                    with suppress(TimeoutError):
-                        async with asyncio.timeout(HANGUP_S):
-                            await news.wait()
-                    if hung_up():
-                        raise ControlError("the client hung up", code=UNREACHABLE)
-        except TimeoutError:
-            record = self._host.state.records[app]
-            sentence = f"{app} is still {record.state} after {timeout_s:g} s; `gpu-arbiter explain {app}` says why"
-            raise ControlError(sentence, code=TIMED_OUT) from None
-        finally:
-            self._news.discard(news)
-        return self._host.state.records[app]
-
-    def _known(self, app: str) -> AppId:
-        """Return the id of one of the owner's apps; ``last`` is the newest.
-
-        Raises
-        ------
-        ControlError
-            With code 3 if there is no such app.
-        """
-        records = self._host.state.records
-        if app == "last" and records:
-            return next(reversed(records))
-        if app not in records:
-            which = "you have submitted no app yet" if app == "last" else f"there is no app {app}"
-            raise ControlError(f"{which}; `gpu-arbiter ps` lists yours", code=NOT_FOUND)
-        return AppId(app)
-
-    def _target(self, kind: str, target: str) -> str:
-        """Return what to ask the arbiter about: ``last`` resolved, and for a log the newest task of an app or job."""
-        if target == "last":
-            target = self._known(target)
-        if kind != "log":
-            return target
-        app = target.split(".", 1)[0]
-        record = self._host.state.records.get(AppId(app))
-        if record is None or "-a" in target.partition(".")[2]:
-            return target  # a task, or somebody else's: the arbiter knows
-        tasks = [task for task in record.tasks if target in (app, task.rpartition("-a")[0])]
-        if not tasks:
-            sentence = f"{target} has not started yet; `gpu-arbiter explain {app}` says why"
-            raise ControlError(sentence, code=NOT_FOUND)
-        return tasks[0]
-
-
-class _Done(Struct):
-    """What the arbiter says when it has acted: an app, and the state it is in now."""
-
-    app: AppId
-    state: str
-
-
-class _Error(Struct):
-    """Of an ``error/v1`` document: the exit code of the command that asked."""
-
-    code: Annotated[int, Meta(ge=1, le=125)]
-
-
-def _app_id(app: str) -> AppId:
-    """Return `app` if it can be an app's id; what cannot be one need not be asked about.
-
-    Raises
-    ------
-    ControlError
-        With code 3.
-    """
-    try:
-        return msgspec.convert(app, AppId)
-    except msgspec.ValidationError:
-        raise ControlError(f"there is no app {app}", code=NOT_FOUND) from None
-
-
-def _code_of(refused: Answer) -> int:
-    """Return the code that the arbiter gives with an error: in a document of its own, or else nothing was found."""
-    try:
-        return msgspec.json.decode(refused.document, type=_Error).code
-    except msgspec.DecodeError:
-        return NOT_FOUND
-
-
-def _reached(record: AppRecord, until: str) -> bool:
-    return record.over or (until == "running" and record.state == "running")

@@ -37,9 +37,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .training import spawned
-from .training.checkpoints import Root
+from .training.checkpoints import Root, Save
 from .training.interpreter import is_helper, is_launcher, watch_exit, watch_launcher, watch_optimizers
-from .training.training_process import Identity, Save, TrainingProcess, whole_number
+from .training.state import Identity
+from .training.training_process import TrainingProcess
+from .training.values import whole_number
 
 __all__ = [
     "EXIT_REQUEUE",
@@ -113,13 +115,12 @@ def step_end(
     save
         ``save(folder)`` writes all state that training needs to go on. Called only when a checkpoint is wanted.
     metrics
-        What the mini-batch gave, by name. Read a few times a second at most.
+        Measurements of the mini-batch, by name. Read a few times a second at most.
     samples
-        How many samples the mini-batch consumed, of all training processes together. Kept with each checkpoint.
+        Samples the mini-batch consumed, in all training processes together. Kept with each checkpoint.
 
     Returns
     -------
-    bool
         True when a checkpoint was saved and the process is to leave with ``sys.exit(session.EXIT_REQUEUE)``.
 
     Raises

@@ -143,7 +143,7 @@ def check_settings(settings: ArbiterSettings, source: str) -> None:
         )
     if settings.tenants_only and not settings.tenants:
         raise ConfigError(
-            f"{source}: arbiter.tenants_only is true and no tenant is named, so nobody could run anything; "
+            f"{source}: arbiter.tenants_only is true and no tenant is named, so no app could run; "
             "name tenants in arbiter.tenants (of a simulation: --tenants FILE), or leave it out"
         )
     names_of_tenants = Counter(each.name for each in settings.tenants)
@@ -161,9 +161,7 @@ def check_settings(settings: ArbiterSettings, source: str) -> None:
             f"{source}: arbiter.priority_max is {settings.priority_max}; give a number from -1000 to 1000"
         )
     if not settings.classes:
-        raise ConfigError(
-            f"{source}: arbiter.classes is empty, so nobody could run anything; name batch, interactive app or both"
-        )
+        raise ConfigError(f"{source}: arbiter.classes is empty, so no app could run; name batch, interactive or both")
     both = [each.name for each in settings.tenants if each.quota is not None and each.weight != 1.0]
     if both:
         raise ConfigError(

@@ -180,7 +180,7 @@ def _journal(folder: Path) -> Journal[Event]:
 
 
 def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "auto") -> Arbiter:
-    """Return the arbiter as the journal tells; what it recorded last is recorded again, should it have been missed.
+    """Return the arbiter as the journal tells; its last records are made again, should they have been missed.
 
     Raises
     ------

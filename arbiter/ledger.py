@@ -77,7 +77,7 @@ class Ledger:
         except (sqlite3.Error, msgspec.MsgspecError, OSError) as error:
             raise JournalError(
                 f"cannot use {self._path}: {error}; check that its folder is writable and the disk not full, or stop "
-                "the arbiter and move the file away if it is damaged: what goes on is in the journal, and only the "
+                "the arbiter and move the file away if it is damaged: the present is in the journal, and only the "
                 "record of past rounds and leases is lost"
             ) from error
 

@@ -42,11 +42,11 @@ TRIED_APPS_MAX = 2000
 ROUNDS_READ_MAX, LEASES_READ_MAX = 200, 5_000
 #: Outcomes that are told of one round: those of the apps that got GPUs first, whatever a page may hold.
 OUTCOMES_MAX = 1_000
-#: What is told of what node agents measured of a task.
+#: The measurements of a task that are told.
 MEASURED = ("source", "confidence", "share", "utilisation", "peak_bytes", "packed_with", "remark")
 #: Below the codec's limit for a frame.
 DOCUMENT_BYTES_MAX = 3 * 2**20
-#: Of a list's entries on one page: what others ask meanwhile must not wait for a long list.
+#: Of a list's entries on one page: the questions of others must not wait for a long list.
 PAGE_BYTES_MAX = 2**20
 
 
@@ -161,12 +161,12 @@ class Desk:
             "saved": {"steps": app.saved[0], "total_steps": app.saved[1]},
             "suspensions": app.suspensions,
             "metrics": app.metrics,
-            "priority": app.priority,
-            "class": app.kind,
-            "cpus": app.cpus,
-            "host_bytes": app.host_bytes,
+            "priority": app.requirements.priority,
+            "class": app.requirements.kind,
+            "cpus": app.requirements.cpus,
+            "host_bytes": app.requirements.host_bytes,
             "preempted_for_interactive": app.preempted,
-            "weight": app.weight,
+            "weight": app.requirements.weight,
             "ltgf": standing.ltgf_other,
             "ltgf_all": standing.ltgf,
             "fair_gpu_seconds": standing.other_gpu_s,
@@ -200,7 +200,7 @@ class Desk:
         return shares
 
     def _seats(self, gpu: model.Gpu) -> list[model.Gpu]:
-        """Return the seats of the GPU that this is one of, in order: those that it has or somebody is on."""
+        """Return the seats of the GPU that this is one of, in order: those that it has or an app is on."""
         seats = (self._arbiter.state.gpus[seat] for seat in sorted(self._arbiter.seats(gpu.id), key=model.seat_number))
         return [seat for seat in seats if seat.present or not isinstance(seat.state, Free)]
 
@@ -411,7 +411,7 @@ class Desk:
         policy = state.settings.policy
         until = {
             "lease": " until leases end",
-            "lasting": f", and under {policy} nobody gives one up before the end",
+            "lasting": f", and under {policy} no app gives one up before the end",
             "revocable": "",  # a round may take them at any time
         }[policy_of(policy, state.settings.policy_settings).traits.tenure]
         gpus = "the only GPU in service is" if len(usable) == 1 else f"all {len(usable)} GPUs in service are"

@@ -31,7 +31,7 @@ from msgspec import Struct
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from app_agent.core import bids
+from app_agent.core import bidding, bids, demand
 from app_agent.core.agent import AppAgent
 from app_agent.core.bids import Reach
 from app_agent.core.model import AppState, Job
@@ -267,7 +267,7 @@ def measure(one: Case) -> Timed:
     else:
         agent = AppAgent(one.state, beat_s=2.0)
         agent.hear(Probe(APP, RoundId(1), 1, sum(SIZES), 8.0, NOW, 1.0), NOW)
-        value, demand_max = agent._value(elapsed_s=NOW, apps_mean=8.0), agent.demand_max()
+        value, demand_max = bidding.valuation_of(agent.app, elapsed_s=NOW, apps_mean=8.0), demand.demand_max(agent.app)
         fresh = AppAgent(one.state, beat_s=2.0)
         bid_ms, (send,) = timed(lambda: fresh.hear(offer, NOW))
         assert isinstance(send.message, Bid)

@@ -1,7 +1,7 @@
 """The demo live against the same six apps in the world: ``python benchmarks/fidelity.py [--json] [--quick]``.
 
 Each live run is that of ``gpu-arbiter demo``: real training in real processes, two nodes of four simulated GPUs. Its
-arbiter's and node agents' cores are listened to, and what they heard says what machines really took: from a start to
+arbiter's and node agents' cores are listened to, and what they heard says what nodes really took: from a start to
 the first mini-batch, for saving, parking, leaving, deciding, for a message. The world then runs the same six specs
 under the same settings with the medians of these figures (starts and saves by lot from those measured), the app's own
 step times and the accuracies that its trials reported. It is listened to in the same way, and its JCTs are read off
@@ -44,6 +44,7 @@ from arbiter.core.state.model import Settled
 from launch import demo
 from node_agent.core.agent import NodeAgent
 from node_agent.core.events import (
+    LocalEffect,
     OrderWorker,
     Sampled,
     SignalWorker,
@@ -55,10 +56,12 @@ from node_agent.core.events import (
 from protocol.core import Connected, Received, Send
 from protocol.messages import JobId, NodeId, NodeReport, OwnerId, Party, TaskId
 from protocol.worker import PROTO, Finished, Hello, Order, Progress, Resumed, Suspended
-from simulator.cluster import GIB, Cluster, NodePlan
+from simulator.cluster import GIB, Cluster, NodeSpec
 from simulator.costs import Costs
-from simulator.machines import JobFacts, Machine, Worker
-from simulator.world import Actor, Living, World
+from simulator.jobs import JobFacts
+from simulator.nodes import SimNode
+from simulator.workers import OwnNode, Worker
+from simulator.world import Actor, SimApp, World
 
 GOAL_MAKESPAN, GOAL_JCT = 0.10, 0.20
 #: A worker says how far it is so often.
@@ -230,7 +233,7 @@ def outcome_of(heard: Sequence[Heard]) -> Outcome:
 
 
 class Measured(Struct, frozen=True):
-    """What the machines of a live run took; seconds, medians where nothing else is said.
+    """What the nodes of a live run took; seconds, medians where nothing else is said.
 
     `starts` are the starts that came to a mini-batch: how many others were starting meanwhile, on an average, and how
     long it took; saving and leaving took `savings_s`, time and again. Ending takes `leaving_s` after the last
@@ -429,7 +432,7 @@ class Starting(Struct):
 
 
 class Starters:
-    """The processes that are starting, on all machines.
+    """The processes that are starting, on all nodes.
 
     Alone a start takes as long as `pace` says for none besides; with others, processors are shared and all are slower.
     """
@@ -442,13 +445,13 @@ class Starters:
 
     def add(self, worker: Worker, weight: float, goals: Sequence[tuple[float, Callable[[], None]]]) -> None:
         """Let one more start, and do what is in `goals` when it has made that share."""
-        self._book(worker.machine)
+        self._book(worker.node)
         self._all.append(Starting(worker, weight, sorted(goals, key=lambda goal: goal[0])))
-        self._plan(worker.machine)
+        self._plan(worker.node)
 
-    def _book(self, machine: Machine) -> None:
+    def _book(self, node: OwnNode) -> None:
         """Count the time since it was last counted, and leave out who has started or was ended."""
-        now = machine._now()
+        now = node.now()
         for each in self._all:
             each.share += (now - self._booked_at) / self._whole_s(each)
         self._booked_at = now
@@ -457,79 +460,94 @@ class Starters:
     def _whole_s(self, each: Starting) -> float:
         return self._pace(len(self._all) - 1) * each.weight
 
-    def _plan(self, machine: Machine) -> None:
+    def _plan(self, node: OwnNode) -> None:
         """Look again when one of them has made its next share, and often enough to see when one was ended."""
         self._version += 1
         version = self._version
         if self._all:
             left_s = min((each.goals[0][0] - each.share) * self._whole_s(each) for each in self._all)
-            machine._at(min(LOOK_S, max(0.0, left_s)), lambda: self._go_on(machine, version))
+            node.at(min(LOOK_S, max(0.0, left_s)), lambda: self._go_on(node, version))
 
-    def _go_on(self, machine: Machine, version: int) -> None:
+    def _go_on(self, node: OwnNode, version: int) -> None:
         if version != self._version:
             return
-        self._book(machine)
+        self._book(node)
         for each in self._all:
             while each.goals and each.goals[0][0] <= each.share + ROUNDING:
                 each.goals.pop(0)[1]()
-        self._book(machine)
-        self._plan(machine)
+        self._book(node)
+        self._plan(node)
 
 
-class Likeness(Machine):
-    """A machine whose starts and saves take as long as some did live, by lot; it does what else `traits` names."""
+class LikeWorker(Worker):
+    """A process whose start and saves take as long as some did live, by lot."""
 
-    traits: tuple[str, ...] = ()
-    measured: Measured
-    dice: random.Random
-    starters: Starters  #: of all machines
+    node: Likeness
 
-    def _start(self, effect: StartWorker) -> None:
-        known = effect.task in self.workers
-        super()._start(effect)
-        if not known:
-            self._await_start(self.workers[effect.task])
-
-    def _await_start(self, worker: Worker) -> None:
+    def await_start(self) -> None:
         """Let the starters say when it has started; its costs would keep it starting for ever."""
-        hello = Hello(PROTO, worker.task, worker.pid, "running", -1, -1, 0, can_park=False, can_checkpoint=False)
+        node, measured = self.node, self.node.measured
+        hello = Hello(PROTO, self.task, self.pid, "running", -1, -1, 0, can_park=False, can_checkpoint=False)
         able = Progress(-1, 0.0, -1, 0, can_park=True, can_checkpoint=False, saved_step=-1)
-        goals: list[tuple[float, Callable[[], None]]] = [(1.0, lambda: self._greet(worker))]
-        if "greeting" in self.traits:
-            goals.append((self.measured.hello_share, lambda: self._say_early(worker, hello)))
-            if not _plain(worker):  # which can be parked from its first mini-batch on
-                goals.append((self.measured.able_share, lambda: self._say_early(worker, able)))
-        self.starters.add(worker, self.dice.choice(self.measured.odds(crowd="crowd" in self.traits)), goals)
+        goals: list[tuple[float, Callable[[], None]]] = [(1.0, self.greet)]
+        if "greeting" in node.likes:
+            goals.append((measured.hello_share, lambda: self._say_early(hello)))
+            if not _plain(self):  # which can be parked from its first mini-batch on
+                goals.append((measured.able_share, lambda: self._say_early(able)))
+        node.starters.add(self, node.lots.choice(measured.odds(crowd="crowd" in node.likes)), goals)
 
-    def _say_early(self, worker: Worker, line: Hello | Progress) -> None:
-        if worker.phase == "starting":
-            self._say(worker, line)
+    def _say_early(self, line: Hello | Progress) -> None:
+        if self.phase == "starting":
+            self.say(line)
 
-    def _say(self, worker: Worker, line: Any) -> None:
-        if "greeting" in self.traits and isinstance(line, Hello | Progress) and _plain(worker):
+    def say(self, line: Any) -> None:
+        """Say a line; the script that writes no checkpoints says so only where it is to be like that."""
+        if "greeting" in self.node.likes and isinstance(line, Hello | Progress) and _plain(self):
             line = replace(line, can_checkpoint=False)
-        super()._say(worker, line)
+        super().say(line)
 
-    def _save(self, worker: Worker, order: Order, *, leaving: bool) -> None:
-        self.costs = replace(self.costs, checkpoint_s=self.dice.choice(self.measured.savings_s))
-        super()._save(worker, order, leaving=leaving)
+    def save(self, order: Order, *, leaving: bool) -> None:
+        """Save, in a time that some save took live."""
+        self.node.costs = replace(self.node.costs, checkpoint_s=self.node.lots.choice(self.node.measured.savings_s))
+        super().save(order, leaving=leaving)
 
-    def _signal(self, task: TaskId, how: Literal["terminate", "kill"]) -> None:
-        if "leaving" in self.traits:
-            self._later(self.measured.ending_s, lambda: super(Likeness, self)._signal(task, how))
+    def signal(self, how: Literal["terminate", "kill"]) -> None:
+        """End by a signal, as late as live processes do."""
+        if "leaving" in self.node.likes:
+            self.node.later(self.node.measured.ending_s, lambda: super(LikeWorker, self).signal(how))
         else:
-            super()._signal(task, how)
+            super().signal(how)
 
-    def _finish_part(self, worker: Worker, metrics: dict[str, float]) -> None:
-        if "leaving" not in self.traits:
-            super()._finish_part(worker, metrics)
+    def finish(self, metrics: dict[str, float]) -> None:
+        """Say that the work is done, and leave as late as live processes do."""
+        if "leaving" not in self.node.likes:
+            super().finish(metrics)
             return
-        self._say(worker, Finished(worker.training.facts.steps - 1, metrics))
-        self._later(self.measured.leaving_s, lambda: self._finish_now(worker, metrics))
+        self.say(Finished(self.training.facts.steps - 1, metrics))
+        self.node.later(self.node.measured.leaving_s, lambda: self._finish_now(metrics))
 
-    def _finish_now(self, worker: Worker, metrics: dict[str, float]) -> None:
-        if worker.phase != "gone":
-            super()._finish_part(worker, metrics)
+    def _finish_now(self, metrics: dict[str, float]) -> None:
+        if self.phase != "gone":
+            super().finish(metrics)
+
+
+class Likeness(SimNode):
+    """A node whose starts and saves take as long as some did live, by lot; it does what else `likes` names."""
+
+    worker_type = LikeWorker
+    likes: tuple[str, ...] = ()
+    measured: Measured
+    lots: random.Random
+    starters: Starters  #: of all nodes
+
+    def perform(self, effect: LocalEffect) -> None:
+        """Carry out what the node agent asks for; a process that starts waits for the starters."""
+        known = set(self.workers)
+        super().perform(effect)
+        if isinstance(effect, StartWorker) and effect.task not in known:
+            worker = self.workers[effect.task]
+            assert isinstance(worker, LikeWorker)
+            worker.await_start()
 
 
 class OneOwner(World):
@@ -539,12 +557,12 @@ class OneOwner(World):
         super().__init__(*args, **named)
         self.facts: list[Sequence[JobFacts]] = []  #: of each app, in the order of submission
 
-    def submit(self, name: str, spec: AppSpec, jobs: Sequence[JobFacts]) -> Living:
+    def submit(self, name: str, spec: AppSpec, jobs: Sequence[JobFacts]) -> SimApp:
         """Have the one app agent take in a further app."""
         self.facts.append(jobs)
         if OWNER not in self.apps:
             actor = self._enrol(Actor(Party("app", OWNER), AppHost(OWNER, tenant=spec.tenant, beat_s=self.beat_s)))
-            self.apps[OWNER] = Living(OWNER, spec, (), actor, self.now)
+            self.apps[OWNER] = SimApp(OWNER, spec, (), actor, self.now)
             self.tell(actor.party, Connected())
         self.tell(self.apps[OWNER].actor.party, Submit(name, spec))
         return self.apps[OWNER]
@@ -561,10 +579,10 @@ def _plain(worker: Worker) -> bool:
 
 def simulate(options: demo.Options, measured: Measured, traits: tuple[str, ...] = (), seed: int = 0) -> list[Heard]:
     """Run the demo's apps in the world; `seed` decides whose is which of the measured starts. Return what was heard."""
-    shared = {"traits": traits, "measured": measured, "dice": random.Random(seed)}
+    shared = {"likes": traits, "measured": measured, "lots": random.Random(seed)}
     shared["starters"] = Starters(lambda others: measured.pace_s(others, crowd="crowd" in traits))
     settings = demo.settings(options.lease_s)
-    with listening() as heard, mock.patch.object(simulator.world, "Machine", type("Likeness", (Likeness,), shared)):
+    with listening() as heard, mock.patch.object(simulator.world, "SimNode", type("Likeness", (Likeness,), shared)):
         # Starters end a start, not the costs.
         costs = replace(measured.costs, start_s=NEVER_S, restore_s=0.0)
         first = replace(costs, decide_s=measured.first_decision_s)
@@ -590,7 +608,7 @@ def _settled(world: World) -> int:
 
 
 def _cluster(measured: Measured) -> Cluster:
-    nodes = tuple(NodePlan(NodeId(n), "default", slots, "simulated", 16 * GIB) for n, slots in measured.nodes.items())
+    nodes = tuple(NodeSpec(NodeId(n), "default", slots, "simulated", 16 * GIB) for n, slots in measured.nodes.items())
     return Cluster("demo", nodes)
 
 

@@ -1,6 +1,6 @@
 """The command line: `gpu-arbiter VERB [SELECTOR] [flags]`.
 
-Verbs live in `launch.verbs`, the meaning of exit codes in `launch.exit_codes`, how answers look in `launch.surface`.
+Verbs live in `launch.verbs`, the meaning of exit codes in `protocol.exit_codes`, how answers look in `launch.surface`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from importlib.metadata import version as installed_version
 
 import typer
 
-from launch import exit_codes
 from launch.surface import emit, note, say, wants_json
 from launch.verbs import auction, daemons, demonstrating, diagnosing, looking, simulating, submitting, surviving
+from protocol import exit_codes
 
 app = typer.Typer(
     name="gpu-arbiter",

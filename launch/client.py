@@ -13,8 +13,8 @@ from app_agent.config import default_socket
 from app_agent.control import Control, ControlError, exit_code
 from app_agent.core.host import AppRecord
 from app_agent.core.spec import AppSpec
-from launch import exit_codes
 from launch.faults import Fault, usage
+from protocol import exit_codes
 from protocol.config import ConfigError
 from protocol.messages import QueryKind
 

@@ -43,7 +43,7 @@ from launch.surface import Document, note, number, table
 from launch.views import OVER
 from protocol.bus import BusError
 from protocol.bus.amqp import AmqpBus
-from protocol.messages import Party
+from protocol.messages import Party, Requirements
 from protocol.topology import Topology
 
 SCRIPTS = Path(training.__file__).resolve().parent
@@ -93,11 +93,11 @@ def apps(options: Options, root: Path, cwd: Path) -> tuple[AppSpec, ...]:
             tenant=tenant,
             name=name,
             env=environment((), {}),
+            requirements=Requirements(grace_s=20.0),
             gang=gang,
             steps_total=options.steps,
             step_serial_s=options.step_ms / 1000 * gang,  # paced alike on any number of GPUs
             restart_s=3.0,
-            grace_s=20.0,
             metric=metric,
         )
 

@@ -13,7 +13,6 @@ from typing import Literal
 
 from msgspec import Struct
 
-from launch import exit_codes
 from launch.buses import open_bus
 from launch.client import open_client
 from launch.faults import Fault
@@ -22,6 +21,7 @@ from node_agent.core.events import HealthLedger
 from node_agent.workers import containment
 from node_agent.workers.manager import STANDING
 from node_agent.workers.records import read_json
+from protocol import exit_codes
 from protocol.bus import BusError
 from protocol.messages import Party
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from launch import exit_codes
+from protocol import exit_codes
 
 
 class Fault(Exception):  # noqa: N818 - may be the caller's, the world's or nobody's error

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import BinaryIO
 
-from launch import exit_codes
 from launch.client import Client
 from launch.faults import Fault
 from launch.surface import note
 from launch.views import OVER
+from protocol import exit_codes
 
 #: A reader's patience between two questions when nothing new was written.
 PAUSE_S = 0.5

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from app_agent.core.spec import AppSpec
-from launch import exit_codes
 from launch.faults import Fault, usage
 from launch.spec import INHERITED, telling
 from launch.surface import plural
+from protocol import exit_codes
 
 #: How long the arbiter may take to say what nodes there are: a user does not want to wait for one that is away.
 PATIENCE_S = 1.0
@@ -112,7 +112,7 @@ def absent_secrets(spec: AppSpec) -> list[str]:
 
 
 def _check_limits(spec: AppSpec, capacity: Mapping[str, Any]) -> None:
-    for field, asked in (("priority", spec.priority), ("weight", spec.weight)):
+    for field, asked in (("priority", spec.requirements.priority), ("weight", spec.requirements.weight)):
         most = capacity[f"{field}_max"]
         if asked > most:
             raise Fault(
@@ -120,10 +120,10 @@ def _check_limits(spec: AppSpec, capacity: Mapping[str, Any]) -> None:
                 code=exit_codes.REFUSED,
                 next_step=f"lower it, or have the administrator raise {field}_max in the arbiter's configuration",
             )
-    if spec.kind not in capacity["classes"]:
+    if spec.requirements.kind not in capacity["classes"]:
         allowed = " or ".join(capacity["classes"])
         raise Fault(
-            f"its class is {spec.kind}, and this site allows {allowed} only",
+            f"its class is {spec.requirements.kind}, and this site allows {allowed} only",
             code=exit_codes.REFUSED,
             next_step=f"submit it with --class {allowed}",
         )
@@ -152,8 +152,8 @@ def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
         has = f"the largest has {usable} of its GPUs in service" if usable else "no GPU is in service"
         notes.append(f"no node has {plural(spec.gang, 'GPU')} in service now ({has}); the app waits until one has")
     for asked, most, what in (
-        (spec.cpus, capacity["cpus_max"], "CPU cores"),
-        (spec.host_bytes / 2**30, capacity["host_bytes_max"] / 2**30, "GiB of host memory"),
+        (spec.requirements.cpus, capacity["cpus_max"], "CPU cores"),
+        (spec.requirements.host_bytes / 2**30, capacity["host_bytes_max"] / 2**30, "GiB of host memory"),
     ):
         if asked > most > 0:
             notes.append(

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from app_agent.core.spec import AppSpec
+from app_agent.core.spec import AppSpec, nested
 from arbiter.core.policies.oasis.utility import FORMS, parse
 from launch.faults import usage
 from protocol.config import in_words, kind_of
-from protocol.messages import Utility
+from protocol.messages import Requirements, Utility
 
 #: Of the submitter's environment, what a task needs to find the same programs; everything else is asked for by --env.
 INHERITED = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG")
@@ -248,7 +248,14 @@ FORMER_INTERACTIVE = "trial"
 _WRITTEN = {name: word for word, (name, _) in WORDS.items()}
 #: The fields of a spec file, by the names that users write.
 FIELDS = ", ".join(
-    ("command", *(_WRITTEN.get(name, name) for name in AppSpec.__struct_fields__ if name not in SIMULATED_ONLY))
+    (
+        "command",
+        *(
+            _WRITTEN.get(name, name)
+            for name in (*AppSpec.__struct_fields__, *Requirements.__struct_fields__)
+            if name not in (*SIMULATED_ONLY, "requirements")
+        ),
+    )
 )
 
 
@@ -286,6 +293,11 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
         Naming the field that is wrong.
     """
     fields = dict(fields)
+    if "requirements" in fields:
+        raise usage(
+            "the spec cannot be used: requirements is no field of it; its fields stand by themselves",
+            f"its fields are: {FIELDS}",
+        )
     if fields.get("kind") == FORMER_INTERACTIVE:
         fields["kind"] = "interactive"
     if "utility" in fields:
@@ -293,9 +305,9 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
     sizes = fields.get("sizes")
     smallest = {"gang": sizes[0]} if isinstance(sizes, list | tuple) and sizes else {}
     try:
-        app_spec = msgspec.convert(smallest | dict(fields), AppSpec)
+        app_spec = msgspec.convert(nested(smallest | fields), AppSpec)
     except msgspec.ValidationError as error:
-        words = in_words(error, AppSpec)
+        words = in_words(error, AppSpec).replace("requirements.", "", 1)
         name = words.split(" ", 1)[0]
         flag = next((f" (--{word.replace('_', '-')})" for word, (field, _) in WORDS.items() if field == name), "")
         mend = (

@@ -1,1 +1,1 @@
-"""One per GPU host: starts, suspends, moves and ends workers, only under a lease, and proves what it did."""
+"""The node agent, one per node: starts, suspends, moves and ends workers under leases, and proves GPUs empty."""

@@ -23,59 +23,59 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     node
         The node's name: the broker user is ``node-<node>``.
     gpus
-        ``nvml`` for the NVIDIA GPUs of this host, ``simulated:4`` for four virtual ones. Never chosen for you.
+        ``nvml`` for the NVIDIA GPUs of this node, ``simulated:4`` for four virtual ones. Never chosen for you.
     rack
-        Where the node stands; GPUs of one rack count as closer.
+        The rack of the node; GPUs of one rack count as closer.
     bus, bus_file
         ``amqp[s]://user:password@host:port/vhost``, or the file that holds it.
     prefix
         Of queue and exchange names; the same in all daemons of a site.
     state_dir
-        Where workers' records, their logs and the fence against old plans are kept.
+        The folder of workers' records, their logs and the fence against old plans.
     runtime_dir
-        Where workers' sockets are; by default within `state_dir`.
+        The folder of workers' sockets; by default within `state_dir`.
     shared_users
-        Broker users that may speak for anyone: only for brokers where all daemons share one user.
+        Broker users that may speak for any party: only for brokers where all daemons share one user.
     bootstrap_dir
-        Prepended to the workers' PYTHONPATH, so that unchanged scripts are instrumented; empty: not done.
+        A folder put first on the workers' PYTHONPATH, so that unchanged scripts are instrumented; empty: none.
     containment
         ``systemd-scope`` puts each task into a transient scope of the slice ``gpu-arbiter.slice``, ``cgroup`` into a
-        group of its own in cgroup v2; ``auto`` takes the first of these that works, else none, and logs what is open.
+        group of its own in cgroup v2; ``auto`` takes the first of these that works, else none, and logs the gaps.
     cgroup_root
         The folder for the tasks' groups with ``cgroup``; by default the group of the node agent's service.
     memory_max_bytes
-        Host memory that a task may take for each GPU it has, parked tensors included; 0: not bounded.
+        Host memory that a task may take for each of its GPUs, parked tensors included; 0: not bounded.
     devices
         Patterns of device files that tasks may open besides their GPUs'; only ``systemd-scope`` closes the others.
     quarantine
-        Whether a GPU on which jobs fail that go on elsewhere gets no new work until a job finishes there or its id is
-        written into the file ``unquarantine`` in `state_dir`.
+        Whether a GPU gets no new work if jobs fail on it and go on elsewhere. That ends when a job finishes there, or
+        when its id is written into the file ``unquarantine`` in `state_dir`.
     strangers
-        What becomes of processes that use a GPU under no lease: ``exclude`` leaves the GPU to them, ``warn`` uses it
+        The treatment of processes that use a GPU under no lease: ``exclude`` leaves the GPU to them, ``warn`` uses it
         all the same while no more memory is in use than on an idle one, ``kill`` ends those that compute.
     strangers_uid_min
         Processes of users below this are never ended as strangers.
     beat_s, sample_s
-        Every so often the node is reported, and its GPUs are measured.
+        Seconds between two reports, and between two measurements of the GPUs.
     hello_s
-        A worker that has not used the library by then is treated as one that never will.
+        Seconds after which a worker that has not used the library is treated as one that never will.
     seats_max
-        Jobs that may share a GPU here, whatever the arbiter allows.
+        Jobs that may share a GPU here, even if the arbiter allows more.
     host_memory_bytes
-        Host memory that the state of parked jobs may take; 0: half of what the host has.
+        Host memory that the state of parked jobs may take; 0: half of the node's.
     memory_dir
-        Folder in host memory (tmpfs) through which jobs move to other GPUs of this host; empty: by way of the disk.
+        Folder in host memory (tmpfs) through which jobs move to other GPUs of this node; empty: by way of the disk.
     driver_checkpoint
         Whether the driver suspends jobs that cannot be parked: ``auto`` where a probe at the start shows that it can,
-        ``off``; ``on`` also for simulated GPUs, where SIGSTOP plays its part.
+        ``off``; ``on`` also for simulated GPUs, where SIGSTOP stands in for the driver.
     slice_overhead_max
-        The part of a turn on a shared GPU that suspending and resuming may take: turns last as long as that demands.
+        The part of a turn on a shared GPU that suspending and resuming may take; turns are made long enough for it.
     pack_gain_min
-        Two jobs stay together on a GPU from this sum of their step rates on, each against its own rate alone.
+        Two jobs stay together on a GPU if the sum of their step rates, each against its rate alone, reaches this.
     adopt_site
         For one start: obey the site of the next plan instead of the one that this node belongs to.
     simulated_memory_bytes, simulated_pin
-        Memory of a virtual GPU; whether each gets one core for its workers.
+        The memory of a virtual GPU, and whether each gets one core for its workers.
     """
 
     node: str
@@ -130,7 +130,7 @@ def check(node: NodeConfig, source: str) -> None:
     config.require_id(node.node, "node", "gpu-host-1", source)
     if not _GPUS.fullmatch(node.gpus):
         raise ConfigError(
-            f"{source}: gpus is {node.gpus!r}; write 'nvml' for this host's NVIDIA GPUs, or 'simulated:4' for "
+            f"{source}: gpus is {node.gpus!r}; write 'nvml' for this node's NVIDIA GPUs, or 'simulated:4' for "
             "four virtual ones"
         )
     positive = ("beat_s", "sample_s", "hello_s", "seats_max", "slice_overhead_max", "pack_gain_min")

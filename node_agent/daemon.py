@@ -1,6 +1,6 @@
 """The node agent's daemon: the core between bus, GPUs and workers.
 
-It may be killed at any time: workers go on, their shims write down how they end, and the next node agent on the same
+It may be killed at any time: workers go on, their shims write down their ends, and the next node agent on the same
 state directory finds them again.
 """
 
@@ -78,18 +78,18 @@ async def run_node_agent(
     on_alive: Callable[[], None] | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> None:
-    """Run one node's agent until cancelled. Its workers live on, unless `end_workers` says to leave nothing behind.
+    """Run one node's agent until cancelled. Its workers live on, unless `end_workers` is set.
 
     Parameters
     ----------
     config, bus
-        What it is, and where the arbiter is.
+        Its configuration, and the bus to the arbiter.
     backend
         The GPUs, for tests that inject faults; by default those that the configuration names.
     clock
         UNIX time in seconds; by default the shell's steady clock.
     end_workers
-        SIGKILL all workers at the end.
+        Whether to send SIGKILL to all workers at the end.
     on_alive
         Called at least once a second, for a watchdog.
     on_ready
@@ -102,6 +102,8 @@ async def run_node_agent(
     """
     with _state(config) as memory:
         gpus = _open(config) if backend is None else backend
+        if config.shared_users:
+            log.warning("users.shared", users=config.shared_users, meaning="they may speak for any party")
         try:
             await _run(config, bus, memory, gpus, clock, end_workers, on_alive, on_ready)
         finally:
@@ -119,46 +121,32 @@ async def _run(
     on_alive: Callable[[], None] | None,
     on_ready: Callable[[], None] | None,
 ) -> None:
-    if config.shared_users:
-        log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
     boot_id = procfs.boot_id()
     settings = _settings(config, boot_id)
     checkpointer = open_checkpointer(backend, settings.state_dir)
-    why_not = await _probe(config, checkpointer)
-    log.info("driver.checkpoint", works=not why_not, reason=why_not)
-    facts = _facts(config, memory, backend, boot_id, driver=not why_not)
-    kept = memory.kept
-    core = NodeAgent(
-        facts,
-        (kept.epoch, kept.seq),
-        health_files.read(memory.folder),
-        site=kept.site,
-        leaves_site=config.adopt_site,
-    )
-    hands = _Hands(memory, checkpointer)
+    driver = await _driver_works(config, checkpointer)
+    core = _core(config, memory, _facts(config, memory, backend, boot_id, driver=driver))
+    performer = Performer(memory, checkpointer)
     shell: Shell[LocalEvent, LocalEffect] = Shell(
-        _Dated(core),
+        _DatedCore(core),
         bus,
         Party("node", config.node),
-        perform=hands.perform,
+        perform=performer.perform,
         clock=clock,
         shared_users=frozenset(config.shared_users),
         on_alive=on_alive,
     )
     async with asyncio.TaskGroup() as tasks:
-        try:
-            storage = Storage(memory.folder, shell.post)
-            workers = Workers(settings, backend, shell.post, tasks, storage)
-        except WorkersError as error:
-            raise ConfigError(str(error)) from error
+        storage = Storage(memory.folder, shell.post)
+        workers = _workers(settings, backend, shell.post, tasks, storage)
         watch = ActivityWatch(backend, shell.post)
         sampler = Sampler(backend, workers, shell.post, config.sample_s, lambda: watch.watch(core.unmeasured()))
         lifting = tasks.create_task(_watch_for_lifting(memory.folder, shell.post))
-        hands.attach(workers, sampler, tasks, shell.post, storage)
-        await hands.remember()
+        performer.attach(workers, sampler, tasks, shell.post, storage)
+        await performer.remember()
         await workers.adopt()
-        if facts.driver:
-            await hands.find_checkpointed()
+        if driver:
+            await performer.find_checkpointed()
         working = (*map(tasks.create_task, (sampler.run(), watch.run(), storage.watch())), lifting)
         log.info("node.ready", node=config.node, gpus=len(backend.devices()), incarnation=memory.kept.incarnation)
         if on_ready is not None:
@@ -173,8 +161,32 @@ async def _run(
             workers.close()
 
 
+def _core(config: NodeConfig, memory: _Memory, facts: NodeFacts) -> NodeAgent:
+    kept, ledger = memory.kept, health_files.read(memory.folder)
+    return NodeAgent(facts, (kept.epoch, kept.seq), ledger, site=kept.site, leaves_site=config.adopt_site)
+
+
+def _workers(
+    settings: Settings,
+    backend: DeviceBackend,
+    post: Callable[[LocalEvent], None],
+    tasks: asyncio.TaskGroup,
+    storage: Storage,
+) -> Workers:
+    try:
+        return Workers(settings, backend, post, tasks, storage)
+    except WorkersError as error:
+        raise ConfigError(str(error)) from error
+
+
+async def _driver_works(config: NodeConfig, checkpointer: Checkpointer) -> bool:
+    why_not = await _probe(config, checkpointer)
+    log.info("driver.checkpoint", works=not why_not, reason=why_not)
+    return not why_not
+
+
 async def _probe(config: NodeConfig, checkpointer: Checkpointer) -> str:
-    """Say why the driver is not to checkpoint processes here; empty if it can and may."""
+    """Say why the driver will not checkpoint processes here; empty if it can and may."""
     real = config.gpus == "nvml"
     if config.driver_checkpoint == "off" or (config.driver_checkpoint == "auto" and not real):
         return f"driver_checkpoint is {config.driver_checkpoint}" + ("" if real else " and the GPUs are simulated")
@@ -228,8 +240,8 @@ def _open(config: NodeConfig) -> DeviceBackend:
         raise ConfigError(str(error)) from error
 
 
-class _Dated:
-    """The core, whose reports say what this host's clock shows as they go out."""
+class _DatedCore:
+    """The core, with the time of the node's clock added to its reports."""
 
     def __init__(self, core: NodeAgent) -> None:
         self._core = core
@@ -245,8 +257,8 @@ def _dated(effect: NodeEffect) -> NodeEffect:
     return effect
 
 
-class _Hands:
-    """Carries out what the core asks, each thing where it belongs."""
+class Performer:
+    """Carries out the effects of the core."""
 
     def __init__(self, memory: _Memory, checkpointer: Checkpointer) -> None:
         self._memory, self._checkpointer = memory, checkpointer
@@ -259,16 +271,17 @@ class _Hands:
         post: Callable[[LocalEvent], None],
         storage: Storage,
     ) -> None:
+        """Give it the parts that do the work, once they exist."""
         self._workers, self._sampler, self._tasks, self._post = workers, sampler, tasks, post
         self._storage = storage
 
     async def remember(self, **news: object) -> None:
-        """Have what the next node agent must know written down, with what is new of it."""
+        """Have the record for the next node agent written down, with this news in it."""
         self._memory.kept = replace(self._memory.kept, **news)
         await self._storage.keep("agent", self._memory.write)
 
     async def find_checkpointed(self) -> None:
-        """Post what became of the tasks that an earlier node agent's driver helper was about."""
+        """Post the state of all tasks, as an earlier node agent's driver helper may have changed it."""
         for task in self._workers.living():
             found = await self._checkpointer.find(await asyncio.to_thread(self._workers.processes, task))
             match found.standing:
@@ -288,6 +301,7 @@ class _Hands:
         )
 
     async def perform(self, effect: LocalEffect) -> None:
+        """Carry out one effect, or begin to."""
         match effect:
             case RememberFence() | RememberIncarnation() | RememberHealth():
                 await self._remember(effect)
@@ -332,7 +346,7 @@ class _Hands:
 
     async def _read_log(self, ask: ReadLogFile) -> None:
         data, size = await self._workers.read_log(ask.task, offset=ask.offset, limit=ask.limit)
-        # Whether the log has ended is for the core to say, which knows the task.
+        # The core, which knows the task, says whether the log has ended.
         self._post(LogRead(LogChunk(ask.query_id, ask.task, ask.offset, data, size, ended=False)))
 
 
@@ -379,7 +393,7 @@ class Sampler:
 
 
 async def _watch_for_lifting(folder: Path, post: Callable[[LocalEvent], None]) -> None:
-    """Post it when an admin lifts a quarantine."""
+    """Post `QuarantineLifted` when an administrator lifts a quarantine."""
     while True:
         lifted = await asyncio.to_thread(health_files.lifted, folder)
         if lifted is not None:
@@ -388,7 +402,7 @@ async def _watch_for_lifting(folder: Path, post: Callable[[LocalEvent], None]) -
 
 
 class Kept(Struct, frozen=True):
-    """What survives the node agent: how often it started, and the newest plan it saw, of which site."""
+    """The record that survives the node agent: its incarnation, and the newest plan it saw, with the site."""
 
     incarnation: int = 0
     epoch: int = 0
@@ -409,7 +423,7 @@ class _Memory:
                 "stop this node's tasks, then remove the file"
             )
         kept = Kept() if before is None else before
-        # By the clock, so that it grows even if the state directory was lost: lower ones are taken for old news.
+        # By the clock, so that it grows even if the state directory was lost: a lower one would be taken for old news.
         self.kept = replace(kept, incarnation=max(kept.incarnation + 1, int(time.time())))
 
     def write(self) -> None:

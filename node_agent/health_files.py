@@ -1,4 +1,4 @@
-"""What is on disk about the health of this node's GPUs: the ledger, and the file by which an administrator lifts it."""
+"""The files on the health of this node's GPUs: the ledger, and the file by which an administrator lifts it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIFT = "unquarantine"
 
 
 def read(state_dir: Path) -> HealthLedger:
-    """Return what an earlier node agent knew; nothing if that is not there or damaged, which is said."""
+    """Return the ledger of an earlier node agent; an empty one if it is missing, or damaged, which is logged."""
     ledger = read_json(state_dir / LEDGER, HealthLedger)
     if ledger is None and (state_dir / LEDGER).exists():
         log.warning("health.damaged", path=str(state_dir / LEDGER), meaning="no GPU is quarantined any more")
@@ -27,12 +27,12 @@ def read(state_dir: Path) -> HealthLedger:
 
 
 def write(state_dir: Path, ledger: HealthLedger) -> None:
-    """Keep `ledger`."""
+    """Write `ledger` down."""
     write_json(state_dir / LEDGER, ledger)
 
 
 def tell(ledger: HealthLedger) -> None:
-    """Say which GPUs are barred."""
+    """Log which GPUs are in quarantine."""
     for gpu, why in ledger.quarantined.items():
         log.warning("gpu.quarantined", gpu=gpu, why=why)
 

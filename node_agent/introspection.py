@@ -2,9 +2,9 @@
 
 Numbers in, estimate out. Three estimators look for a period, each by itself:
 
-*repeats*: the smallest lag at which the signal, its drift taken off, resembles itself nearly as well as at any other;
+*repeats*: the smallest lag at which the signal, less its drift, resembles itself nearly as well as at any other lag;
 sharpened on the multiples of that lag, and found again in both halves of the trace;
-*line*: the lowest frequency whose power (Lomb-Scargle, which needs no even gaps) stands out of what lies around it, so
+*line*: the lowest frequency whose power (Lomb-Scargle, which needs no even gaps) stands out of its surroundings, so
 that the power of red noise, which lies all at low frequencies, proves nothing;
 *minima*: the time from one return to the signal's floor to the next, with a Schmitt trigger.
 
@@ -13,15 +13,15 @@ answer: alone each is wrong too often, minima in one of five coloured noises.
 
 Aliases
 -------
-If the gaps are even, a loop faster than the samples looks exactly like a slow one. So whoever samples draws the gaps at
-random, and a loop too fast to be seen then looks like noise. Reported are periods from `SHORTEST_GAPS` median gaps to a
-tenth of the trace: gaps of 0.11 to 0.25 s over 60 s support 0.49 to 6 s, gaps around 10 ms over 20 s 27 ms to 2 s.
+If the gaps are even, a loop faster than the samples looks exactly like a slow one. So the sampler draws its gaps at
+random, and a loop too fast to be seen then looks like noise. Periods from `SHORTEST_GAPS` median gaps to a tenth of the
+trace are reported: gaps of 0.11 to 0.25 s over 60 s support 0.49 to 6 s, gaps around 10 ms over 20 s 27 ms to 2 s.
 
 Gradient accumulation
 ---------------------
-What cycles is the micro-batch, one forward and backward pass. Of a step of four such passes a quarter is reported, as
-with Gandiva, whose mini-batch time is the time between two minima of memory. A caller that knows the number of passes
-multiplies; nobody can tell it from the signal.
+The signal cycles with the micro-batch, one forward and backward pass. For a step of four such passes a quarter of it is
+reported, as with Gandiva, whose mini-batch time is the time between two minima of memory. A caller that knows the
+number of passes multiplies; the signal does not show it.
 
 *Source:* Gandiva (Xiao et al., OSDI 2018), profiling: the cycle of GPU memory. Scargle 1982, Astrophys. J. 263, 835:
 the spectrum of uneven samples. Edelson and Krolik 1988, Astrophys. J. 333, 646: their autocorrelation, in slots of lag.
@@ -40,7 +40,7 @@ Indices = NDArray[np.int64]
 
 #: Fewer samples than this say nothing.
 SAMPLES_MIN = 64
-#: The most that one look takes in; the bound on what it costs.
+#: The most samples of one look, which bounds its cost.
 SAMPLES_MAX = 640
 #: A long trace is looked at again and again: its newest samples one by one, then more of it in means of 4, and so on.
 BLOCKS = (1, 4, 16, 64)
@@ -94,7 +94,7 @@ def estimate(times_s: ArrayLike, values: ArrayLike, source: StepSource = "unknow
     values
         As many, in any unit.
     source
-        What was sampled; put into the estimate.
+        The kind of signal; put into the estimate.
     """
     times, signal = np.asarray(times_s, np.float64), np.asarray(values, np.float64)
     for block in BLOCKS:
@@ -119,7 +119,7 @@ def from_counter(times_s: ArrayLike, live_bytes: ArrayLike) -> Estimate | None:
 
 
 class _Guess(Struct, frozen=True):
-    """What one estimator says. `strength` is 0 to 1, and means something else for each."""
+    """The result of one estimator. `strength` is 0 to 1, and each estimator defines its own."""
 
     period_s: float
     strength: float
@@ -140,7 +140,7 @@ def _means(times: Floats, signal: Floats, block: int) -> tuple[Floats, Floats]:
 
 
 def _look(times: Floats, signal: Floats, cycles_min: float) -> _Guess | None:
-    """Have the three look, and return what two of them agree on."""
+    """Run the three estimators, and return the period on which two of them agree."""
     low, high = np.percentile(signal, (1, 99))
     if not high - low > FLAT * max(abs(low), abs(high)) or _gap_s(times) <= 0:
         return None
@@ -227,7 +227,7 @@ def _correlogram(pairs: _Pairs, signal: Floats) -> Floats:
         return np.zeros(len(pairs.weight))
     total = _by_slot(pairs.slot, pairs.share, signal[pairs.first] * signal[pairs.second], len(pairs.weight))
     held = pairs.weight > 0.02 * pairs.weight.max()
-    held[0] = False  # what lies between lag 0 and the first gap
+    held[0] = False  # the slots between lag 0 and the first gap
     slots = np.flatnonzero(held)
     mean = total[slots] / pairs.weight[slots] / variance
     return np.asarray(np.interp(np.arange(len(held)), np.concatenate([[0], slots]), np.concatenate([[1.0], mean])))
@@ -344,7 +344,7 @@ def _smoothed(power: Floats, width: Indices) -> Floats:
 
 
 def _usual(orders: Indices, power: Floats) -> Floats:
-    """Return the median power around each frequency; worked out for some and drawn out between them."""
+    """Return the median power around each frequency; computed for some and interpolated between them."""
     some = np.unique(np.geomspace(orders[0], orders[-1], 64).astype(np.int64))
     around = zip(
         np.searchsorted(orders, some / SURROUNDINGS), np.searchsorted(orders, some * SURROUNDINGS), strict=True

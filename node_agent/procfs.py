@@ -1,4 +1,4 @@
-"""What the kernel says of processes: parents, sessions, start times, memory. Reads /proc, changes nothing."""
+"""Processes as the kernel shows them: parents, sessions, start times, memory. Reads /proc, changes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Stat(Struct, frozen=True):
-    """One process. (pid, `start_ticks`) names it for as long as the machine runs; a pid alone is used again."""
+    """One process. (pid, `start_ticks`) names it for as long as the node runs; a pid alone is used again."""
 
     pid: int
     state: str
@@ -24,14 +24,14 @@ class Stat(Struct, frozen=True):
 
 
 def boot_id() -> str:
-    """Return the kernel's name for this run of the machine."""
+    """Return the kernel's name for this run of the node."""
     return (PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
 def stat(pid: int) -> Stat | None:
     """Return the process `pid`, or None if there is none."""
     try:
-        # Unbuffered and without pathlib: this runs for every process of the host, every second.
+        # Unbuffered and without pathlib: this runs for every process of the node, every second.
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123
             text = file.read()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -74,7 +74,7 @@ def descendants(roots: Iterable[int]) -> dict[int, int]:
 
 
 def uid(pid: int) -> int | None:
-    """Return whose process it is, None if it is gone or not to be seen from here."""
+    """Return the user of a process, None if it is gone or not visible from here."""
     try:
         return (PROC / str(pid)).stat().st_uid
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -88,7 +88,7 @@ def with_variable(name: str) -> dict[int, str]:
     for process in processes():
         try:
             entries = (PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
-        except OSError:  # somebody else's, or gone
+        except OSError:  # of another user, or gone
             continue
         value = next((entry for entry in entries if entry.startswith(wanted)), None)
         if value is not None and process.state != "Z":

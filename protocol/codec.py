@@ -14,6 +14,7 @@ import msgpack
 import msgspec
 from msgspec import Meta, Struct
 
+from protocol import former
 from protocol.messages import AnyMessage, Party
 
 VERSION = 1
@@ -58,6 +59,9 @@ def decode(data: bytes) -> Envelope:
         version = raw.get("v") if isinstance(raw, dict) else None
         if version != VERSION:
             raise WireError(f"version {version!r} is not {VERSION}; upgrade the older of the two daemons")
+        body = raw.get("body")
+        if isinstance(body, dict) and body.get("type") == "AppReport" and "requirements" not in body:
+            raw["body"] = former.gathered(body)
         envelope = msgspec.convert(raw, Envelope, builtin_types=(bytes,))
     except (ValueError, msgpack.UnpackException, msgspec.ValidationError, RecursionError, TypeError) as error:
         raise WireError(f"not a message of this protocol: {error}") from error

@@ -11,12 +11,14 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
+from protocol import former
 from protocol.private import private_file
 
 EventT = TypeVar("EventT")
@@ -91,7 +93,7 @@ class Journal(Generic[EventT]):
         """Open a journal of the tagged Structs in `union`, as MessagePack."""
         encoder = msgspec.msgpack.Encoder()
         decoder = msgspec.msgpack.Decoder(union)
-        return cls(path, encoder.encode, decoder.decode, snapshots_kept=snapshots_kept)
+        return cls(path, encoder.encode, partial(former.decode, kind=decoder), snapshots_kept=snapshots_kept)
 
     # --- events -----------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ message costs one beat, never an app.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Literal, NewType
+from typing import Annotated, Literal, NewType, Protocol
 
 from msgspec import Meta, Struct
 
@@ -70,6 +70,39 @@ Gpus = Annotated[tuple[GpuId, ...], Meta(max_length=GPUS_MAX)]
 Role = Literal["arbiter", "node", "app"]
 Level = Literal["slot", "machine", "rack", "cluster"]  #: localities, tight to loose (PAPERS.md section 1)
 LEVELS: tuple[Level, ...] = ("slot", "machine", "rack", "cluster")
+
+
+class Located(Protocol):
+    """A GPU with its place; slots have names within their node only."""
+
+    @property
+    def node(self) -> str:
+        """The node that it is in."""
+        ...
+
+    @property
+    def rack(self) -> str:
+        """The rack of that node."""
+        ...
+
+    @property
+    def slot(self) -> str:
+        """Its NVLink or PCIe island."""
+        ...
+
+
+def locality(gpus: Iterable[Located]) -> Level:
+    """Return the tightest level that holds all of `gpus`; ``slot`` for one GPU or none.
+
+    *Source:* Themis (NSDI 2020): S(G) is set by the worst locality in G.
+    """
+    found = list(gpus)
+    if len({(gpu.node, gpu.slot) for gpu in found}) <= 1:
+        return "slot"
+    if len({gpu.node for gpu in found}) <= 1:
+        return "machine"
+    return "rack" if len({gpu.rack for gpu in found}) <= 1 else "cluster"
+
 
 #: "resting": between its turns on a GPU that it shares, its lease untouched; "suspended": parked as its lease ended.
 TaskPhase = Literal[
@@ -136,10 +169,7 @@ class JobWish(Struct, frozen=True):
     attempt: Count
     gpus: Gpus
     launch: LaunchSpec
-    grace_s: Seconds = 120.0
-    preempt_by: PreemptBy = "auto"
     suspended: bool = False
-    priority: Priority = 0  #: on a shared GPU, a job is never suspended for one of lower priority
 
 
 class Utility(Struct, frozen=True):
@@ -153,6 +183,26 @@ class Utility(Struct, frozen=True):
     worth: Annotated[float, Meta(ge=0, le=1e12)]
     decay_per_s: Annotated[float, Meta(ge=0, le=1e12)]
     target_s: Seconds
+
+
+class Requirements(Struct, frozen=True):
+    """What a user wishes of an app, and no daemon computes: carried whole from the spec to the policies.
+
+    An app agent states it in each `AppReport`, the arbiter keeps it with the app, and a policy reads it in the view.
+    The types check each value wherever it is decoded: in a spec, in a report and in a journal. What a site allows of
+    it is bounded by the arbiter (`screening`). What an app needs at present, such as its gang, its sizes and its
+    loosest level, follows from its jobs too and stands in the report itself.
+    """
+
+    spans: bool = False  #: a gang may lie on several nodes; otherwise each gang lies on one
+    grace_s: Seconds = 120.0  #: the time in which each of its jobs may save before a preemption turns to force
+    preempt_by: PreemptBy = "auto"
+    priority: Priority = 0  #: on a shared GPU, its jobs are never suspended for a job of lower priority
+    kind: Kind = "batch"
+    cpus: Cpus = 0.0  #: cores that each of its jobs needs on its node; 0: it asks for none
+    host_bytes: Count = 0  #: bytes of host memory, likewise
+    weight: Weight = 1.0  #: its part of the GPU time among the apps of its tenant
+    utility: Utility | None = None  #: what it is worth by when it ends; None: its user did not say
 
 
 class LeaseTerms(Struct, frozen=True):
@@ -266,7 +316,7 @@ class NodeReport(Struct, frozen=True, tag=True):
 
 
 class AppReport(Struct, frozen=True, tag=True):
-    """An app's whole wish: enrolment, demand, the division of its leases, and how far it is.
+    """An app's whole wish: enrolment, requirements, demand, the division of its leases, and how far it is.
 
     `gang` GPUs are needed at once by each of its jobs, `demand_max` is the most the app can use now, and `releases`
     are leases it gives back. `ideal_s` is T_cluster, its finish time alone on the whole cluster (0: unknown). Of what
@@ -283,15 +333,15 @@ class AppReport(Struct, frozen=True, tag=True):
     gang: Positive
     demand_max: Count
     jobs: Annotated[tuple[JobWish, ...], Meta(max_length=JOBS_MAX)]
+    requirements: Requirements
     releases: Annotated[tuple[LeaseId, ...], Meta(max_length=GPUS_MAX)] = ()
-    level_max: Level = "cluster"  #: bounds the union of the app's GPUs; each gang is on one machine unless it `spans`
+    level_max: Level = "cluster"  #: bounds the union of the app's GPUs; a gang that may not span is on one node
     ideal_s: Seconds = 0.0
     reason: Sentence = ""
     migrations: Count = 0
     steps_lost: Count = 0
     suspensions: Count = 0
     metrics: Metrics = {}
-    spans: bool = False  #: a gang may lie on several machines; otherwise each lies on one
     left_s: Seconds | None = None
     left_gpu_s: Seconds | None = None
     loss_drop: Annotated[float, Meta(ge=0, le=1e12)] = (
@@ -301,11 +351,6 @@ class AppReport(Struct, frozen=True, tag=True):
         tuple[Positive, ...], Meta(max_length=GPUS_MAX)
     ] = ()  #: GPU counts that each of its jobs accepts, rising; empty: `gang` only
     move_s: Seconds = 0.0  #: what moving one of its jobs to other GPUs costs, as measured; 0: unknown
-    weight: Weight = 1.0  #: its part of the GPU time among the apps of its tenant
-    utility: Utility | None = None  #: what it is worth by when it ends; None: its owner did not say
-    kind: Kind = "batch"
-    cpus: Cpus = 0.0  #: that each of its jobs needs on its node; 0: it asks for none
-    host_bytes: Count = 0  #: of host memory, likewise
     run: Token = ""
     site: SiteId = ""  #: as its app agent was last told by an arbiter
     basis: Basis = "measured"  #: what its times rest on

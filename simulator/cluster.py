@@ -1,6 +1,6 @@
 """Clusters to simulate: nodes, their racks, slots and GPUs, from a name, a TOML file or ``NODESxGPUS``.
 
-A cluster file holds a few settings and one table per kind of machine, most often two or three lines each::
+A cluster file holds a few settings and one table per kind of node, most often two or three lines each::
 
     name = "mine"
     rack_size = 8          # nodes in one rack
@@ -31,9 +31,9 @@ from msgspec import Meta, Struct
 from protocol.config import in_words
 from protocol.messages import NodeId
 
-#: Nodes of a rack where nothing else is said: eight machines of eight GPUs, as power and switches allow in practice.
+#: Nodes of a rack by default: eight nodes of eight GPUs, as power and switches allow in practice.
 RACK_SIZE = 8
-#: GPUs of a slot where nothing else is said: two and two behind one PCIe switch.
+#: GPUs of a slot by default: two and two behind one PCIe switch.
 SLOT_SIZE = 2
 #: More than any published cluster; a slip of the keyboard should not fill the memory.
 GPUS_MAX = 65_536
@@ -47,7 +47,7 @@ class ClusterError(ValueError):
     """The cluster cannot be used; the message names the field and the mend."""
 
 
-class NodePlan(Struct, frozen=True):
+class NodeSpec(Struct, frozen=True):
     """One node: `slots[i]` GPUs in its i-th slot, all of one type with `memory_bytes` each."""
 
     id: NodeId
@@ -68,7 +68,7 @@ class Cluster(Struct, frozen=True):
     """A cluster; its nodes in the order of their ids."""
 
     name: str
-    nodes: tuple[NodePlan, ...]
+    nodes: tuple[NodeSpec, ...]
 
     @property
     def gpus(self) -> int:
@@ -85,7 +85,7 @@ _Positive = Annotated[int, Meta(ge=1, le=GPUS_MAX)]
 
 
 class _Machines(Struct, frozen=True, forbid_unknown_fields=True):
-    """One kind of machine in a cluster file."""
+    """One kind of node in a cluster file."""
 
     count: _Positive
     gpus: _Positive
@@ -134,7 +134,7 @@ def shipped() -> tuple[str, ...]:
 
 
 def from_toml(text: str, *, source: str) -> Cluster:
-    """Return the cluster that a file's `text` describes; `source` is what errors call it.
+    """Return the cluster that a file's `text` describes; `source` is its name in errors.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def _grid(text: str, nodes: int, gpus: int) -> Cluster:
 
 
 def _read(text: str) -> str:
-    """Return the text of the file called so."""
+    """Return the text of the file of that name."""
     try:
         return Path(text).read_text()
     except (OSError, UnicodeDecodeError, ValueError):
@@ -176,12 +176,12 @@ def _read(text: str) -> str:
 
 
 def _require_size(gpus: int, field: str) -> None:
-    """Refuse clusters beyond all measure."""
+    """Refuse clusters of more than `GPUS_MAX` GPUs."""
     if gpus > GPUS_MAX:
         raise ClusterError(f"{field} come to {gpus} GPUs; {GPUS_MAX} are the most that are simulated")
 
 
-def _nodes(file: _File) -> Iterator[NodePlan]:
+def _nodes(file: _File) -> Iterator[NodeSpec]:
     """Yield the nodes: ids of one width, so that their order as text is their order."""
     count = sum(kind.count for kind in file.machines)
     racks = -(-count // file.rack_size)
@@ -189,7 +189,7 @@ def _nodes(file: _File) -> Iterator[NodePlan]:
     kinds = [kind for kind in file.machines for _ in range(kind.count)]
     for index, kind in enumerate(kinds):
         rack = index % racks if file.racks == "mixed" else index // file.rack_size
-        yield NodePlan(
+        yield NodeSpec(
             id=NodeId(f"n{index + 1:0{width}}"),
             rack=f"r{rack + 1:0{rack_width}}",
             slots=kind.slots or _pairs(kind.gpus),

@@ -1,7 +1,7 @@
-"""What the imaginary machines take for what they do: explicit, in seconds, printed with every result.
+"""The costs of acts on imaginary nodes: explicit, in seconds, printed with every result.
 
 Simulators of this field differ by a factor of two on equal input because of such figures (findings on the peers,
-section 2), so none is hidden: `NONE` is the ideal machine, `DEFAULT` what Themis measured, a TOML file anything else.
+section 2), so none is hidden: `NONE` is the ideal node, `DEFAULT` holds the figures of Themis, a TOML file any others.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 NONE = Costs()
-#: Themis measured 35 s for changing an allocation, of which 5 to 10 s are the checkpoint (PAPERS.md section 1); parking
-#: and back is what PyTorch on a local host takes for some gigabytes.
+#: Themis measured 35 s for changing an allocation, of which 5 to 10 s are the checkpoint (PAPERS.md section 1). The
+#: times of parking and of resuming are those of PyTorch on a local node for some gigabytes.
 DEFAULT = Costs(
     message_s=0.005,
     decide_s=0.1,

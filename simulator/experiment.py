@@ -1,6 +1,6 @@
-"""One run of the simulator as a value: what the command line says, what a sweep sends to another process.
+"""One run of the simulator as a value: from the words of the command line, or from a sweep to another process.
 
-Text in, a `Run` out; everything that can be wrong with the text is one sentence, `ExperimentError`.
+Text in, a `Run` out; every mistake in the text is one sentence, `ExperimentError`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Progress = Callable[[int, int], None]  #: told (jobs that are over, all jobs)
 
 #: A trace that starts so is drawn, not read.
 THEMIS = "themis:"
-#: What may follow: ``themis:1?apps=20&contention=2``.
+#: The keys that may follow: ``themis:1?apps=20&contention=2``.
 GENERATOR_KEYS: Mapping[str, type] = {
     "apps": int,
     "cluster_gpus": int,
@@ -48,7 +48,7 @@ FITGPP = fitgpp.NAME
 FITGPP_KEYS: Mapping[str, type] = {"jobs": int, "interactive": float, "load": float, "grace": float}
 #: Apps of a drawn workload, unless it says.
 APPS = 40
-#: So many names are in a sentence; of more, how many there are.
+#: The most names in a sentence; the rest are counted.
 NAMED = 5
 #: Fields that have a flag of their own.
 _APART = {"policy", "seed", "tenants"}
@@ -62,14 +62,14 @@ StructT = TypeVar("StructT", bound=Struct)
 
 
 class ExperimentError(ValueError):
-    """The run cannot be made: one sentence that names what is wrong and the mend."""
+    """The run cannot be made: one sentence that names the mistake and the mend."""
 
 
 class Experiment(Struct, frozen=True):
     """One run. `first` takes only so many jobs of the trace (0: all), `knobs` are settings by name, as text.
 
-    `profiles` say how much slower jobs are when their GPUs lie apart: ``built-in``, ``crude``, or a folder of tables.
-    `tenants` is a file of what tenants are due; without one all are equal.
+    `profiles` give the slowdown of jobs whose GPUs lie apart: ``built-in``, ``crude``, or a folder of tables.
+    `tenants` is a file of the tenants' shares; without one all are equal.
     """
 
     trace: str
@@ -98,7 +98,7 @@ def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
         return replace(
             fluid.simulate(workload, cluster, seed=experiment.seed, progress=progress), given=given_of(experiment)
         )
-    # Not at the top: who only wants a sentence or the reference line does not need the world.
+    # Not at the top: error messages and the reference line do not need the world.
     from simulator.run import simulate
 
     run = simulate(
@@ -115,7 +115,7 @@ def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
 
 
 def given_of(experiment: Experiment) -> dict[str, Any]:
-    """Return what was asked for, in the words it was asked: all but policy, settings and seed, which differ."""
+    """Return the request in its own words: all but policy, settings and seed, which differ."""
     return {
         "trace": experiment.trace,
         "overheads": experiment.overheads,
@@ -131,7 +131,7 @@ def probes(policy: str) -> bool:
 
 
 def prepare(experiments: Sequence[Experiment]) -> None:
-    """Find what is wrong with runs that differ in policy, settings and seed only, before the first one begins.
+    """Check runs that differ in policy, settings and seed only, before the first one begins.
 
     Raises
     ------
@@ -145,7 +145,7 @@ def prepare(experiments: Sequence[Experiment]) -> None:
 
 
 def inputs_of(experiment: Experiment) -> tuple[Workload, Cluster, Costs, Profiles]:
-    """Return what is run, and where; raises `ExperimentError`."""
+    """Return the workload, the cluster, the costs and the profiles; raises `ExperimentError`."""
     try:
         cluster = parse_cluster(experiment.cluster)
         costs = parse_costs(experiment.overheads)
@@ -173,7 +173,7 @@ def workload_of(trace: str, cluster: Cluster, *, seed: int = 0, first: int = 0) 
     Raises
     ------
     ExperimentError, WorkloadError
-        Naming what is wrong with it.
+        Naming the mistake in it.
     """
     if trace.startswith(FITGPP):
         return beginning(_fitgpp(trace, cluster, seed), first)
@@ -222,7 +222,7 @@ def _how(keys: Mapping[str, type]) -> str:
 
 
 def beginning(workload: Workload, first: int) -> Workload:
-    """Return the apps that come first, as many as hold `first` jobs, and at least one; all for 0."""
+    """Return the first apps to come, as many as hold `first` jobs, and at least one; all for 0."""
     jobs, apps = 0, 0
     for app in workload.apps if first else ():
         if apps and jobs + len(app.jobs) > first:
@@ -274,7 +274,7 @@ def settings_of(experiment: Experiment) -> ArbiterSettings:
 
 
 def tenants_of(file: str) -> tuple[TenantTerms, ...]:
-    """Return what tenants are due, from a CSV with the columns ``tenant`` and ``share``; of no file nothing.
+    """Return the tenants' terms, from a CSV with the columns ``tenant`` and ``share``; without a file none.
 
     Raises
     ------
@@ -309,7 +309,7 @@ def tenants_of(file: str) -> tuple[TenantTerms, ...]:
 def tenant_notes(experiment: Experiment, settings: ArbiterSettings, workload: Workload) -> tuple[str, ...]:
     """Return a sentence about tenants that the file names and the trace does not, which may be misspelt; else nothing.
 
-    It names those of the trace that the file does not, too: among them is who was meant.
+    It also names the tenants of the trace that the file does not: one of them is probably meant.
     """
     named = [str(each.name) for each in settings.tenants]
     present = {app.tenant for app in workload.apps}
@@ -324,7 +324,7 @@ def tenant_notes(experiment: Experiment, settings: ArbiterSettings, workload: Wo
 
 
 def _unnamed(tenants: Sequence[str], settings: ArbiterSettings) -> str:
-    """Return how a sentence goes on about tenants that no file names."""
+    """Return the end of a sentence about tenants that no file names."""
     if not tenants:
         return ""
     one = len(tenants) == 1

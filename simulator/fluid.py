@@ -1,14 +1,14 @@
-"""`fluid-fair-share`: the reference line beside every claim about fairness. No scheduler could be it.
+"""`fluid-fair-share`: the reference line beside every claim about fairness. No scheduler can reach it.
 
 Processor sharing: at every instant each app gets its max-min fair share of the GPUs, in fractions, and no more than it
-can use. No gangs, no machines, no leases, no cost of changing. Every open "Themis" measured so far has a worse greatest
+can use. No gangs, no nodes, no leases, no cost of changing. Every open "Themis" measured so far has a worse greatest
 rho than this line (findings on the peers, section 6), so a figure about fairness means little without it.
 
-Within an app its running jobs share alike. Its own search decides, by the trials' loss curves; all that may run go on
-to their next report before it is asked again.
+Within an app its running jobs share alike. Its own search decides, by the trials' loss curves; all trials that may run
+go on to their next report before the search is asked again.
 
-*How it stays fast.* All apps of equal demand get GPUs at equal rate, so each demand has one clock that counts the
-GPU-seconds which an app of it has got; the next end of an app's job is a fixed reading of that clock, kept in a heap.
+*Speed.* All apps of equal demand get GPUs at equal rate, so each demand has one clock that counts the GPU-seconds of
+an app of that demand. The next end of an app's job is a fixed reading of that clock, kept in a heap.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ PROGRESS_EVERY = 100
 Phase = Mapping[int, float]
 
 
-# --- what an app has to do --------------------------------------------------------------------------------------------
+# --- the work of an app -----------------------------------------------------------------------------------------------
 
 
 class Course(Struct, frozen=True):
-    """All that an app will do, whatever the times: its phases, and which jobs its own search will have stopped."""
+    """The whole work of an app, independent of times: its phases, and the jobs that its own search stops."""
 
     phases: tuple[Phase, ...]
     stopped: frozenset[int] = frozenset()
 
 
 def course_of(app: AppPlan) -> Course:
-    """Return what `app` will do: each job to its end, or as its search decides by the jobs' curves."""
+    """Return the course of `app`: each job to its end, or as its search decides by the jobs' curves."""
     if app.search in ("single", "all") or len(app.jobs) == 1:
         return Course(({number: job.duration_s * app.gpus for number, job in enumerate(app.jobs)},))
     return _searched(app, scheduler_for(spec_of(app)))
 
 
 def _searched(app: AppPlan, scheduler: AppScheduler) -> Course:
-    """Run the search alone: all that may run go on to their next report, then the search is asked again."""
+    """Run the search alone: all trials that may run go on to their next report, then the search is asked again."""
     trials = [Trial(number, 0, job.steps, "live", resting=True) for number, job in enumerate(app.jobs)]
     search = scheduler.advance(scheduler.begin(), trials)
     phases: list[Phase] = []
@@ -112,7 +112,7 @@ def fair_level(demands: Sequence[tuple[int, int]], gpus: float) -> float:
 
 
 class _Active:
-    """An app in the system. `served` is what each of its running jobs has got in this phase, in GPU-seconds."""
+    """An app in the system. `served` are the GPU-seconds that each of its running jobs has had in this phase."""
 
     __slots__ = ("apps_integral", "course", "demand", "index", "phase", "queue", "served")
 
@@ -121,7 +121,7 @@ class _Active:
         self.course = course
         self.apps_integral = apps_integral
         self.phase = -1
-        self.queue: list[tuple[float, int]] = []  #: (work, job) of those that run, longest first
+        self.queue: list[tuple[float, int]] = []  #: (work, job) of the running jobs, longest first
         self.served = 0.0
         self.demand = 0
 
@@ -137,7 +137,7 @@ class _Active:
 
 
 class _Demand:
-    """All apps of equal demand. `clock` counts the GPU-seconds one of them has got since the first came."""
+    """All apps of equal demand. `clock` counts the GPU-seconds of one of them since the first came."""
 
     __slots__ = ("apps", "clock", "heap", "rate")
 
@@ -149,13 +149,13 @@ class _Demand:
 
 
 class _Sharing:
-    """The cluster, shared: who is there, and how fast the clock of each demand goes."""
+    """The shared cluster: the apps that are present, and the rate of each demand's clock."""
 
     def __init__(self, gpus: int, start_s: float) -> None:
         self.gpus = gpus
         self.now = start_s
         self.by_demand: dict[int, _Demand] = {}
-        self.present: list[int] = []  #: demands that somebody has, ascending
+        self.present: list[int] = []  #: demands of the apps present, ascending
         self.used = 0  #: GPUs, all together
         self.apps = TimeMean.begin(0.0, start_s)
 
@@ -188,14 +188,14 @@ class _Sharing:
         self.used = min(self.gpus, sum(demand * count for demand, count in demands))
 
     def next_due(self) -> tuple[float, int]:
-        """Return when a job ends next, and of which demand its app is; infinite when there is none."""
-        best, who = math.inf, 0
+        """Return the time of the next end of a job, and the demand of its app; infinite when there is none."""
+        best, first = math.inf, 0
         for demand in self.present:
             kind = self.by_demand[demand]
             due = self.now + max(0.0, kind.heap[0][0] - kind.clock) / kind.rate
             if due < best:
-                best, who = due, demand
-        return best, who
+                best, first = due, demand
+        return best, first
 
     def go_to(self, now: float) -> None:
         """Let time pass."""
@@ -207,7 +207,7 @@ class _Sharing:
 
 
 class _Ended(Struct, frozen=True):
-    """When an app ended, and how many apps there were meanwhile."""
+    """The end of an app, and the mean number of apps over its life."""
 
     at_s: float
     apps_mean: float
@@ -216,7 +216,7 @@ class _Ended(Struct, frozen=True):
 def simulate(workload: Workload, cluster: Cluster, *, seed: int = 0, progress: Progress | None = None) -> Run:
     """Return the run of `workload` under fluid fair sharing of the GPUs of `cluster`.
 
-    An app whose gang is larger than the cluster is refused, as everywhere.
+    An app with a gang larger than the cluster is refused, as everywhere.
     """
     began = time.process_time()
     gpus = cluster.gpus
@@ -247,7 +247,7 @@ def simulate(workload: Workload, cluster: Cluster, *, seed: int = 0, progress: P
 
 
 class _Shared:
-    """One run: arrivals and ends in the order of time, and what is kept of them."""
+    """One run: arrivals and ends in the order of time, and the records of them."""
 
     def __init__(
         self, apps: Sequence[AppPlan], courses: Mapping[int, Course], gpus: int, progress: Progress | None
@@ -263,7 +263,7 @@ class _Shared:
         self.events = 0
 
     def run(self, arrivals: Sequence[int]) -> None:
-        """Go through all arrivals (apps, in order) and all that follows from them."""
+        """Go through all arrivals (apps, in order) and all ends that follow from them."""
         if not arrivals:
             return
         sharing = _Sharing(self.gpus, self.apps[arrivals[0]].submit_s)
@@ -313,7 +313,7 @@ class _Shared:
             self.progress(min(self.jobs, len(self.jobs_ended)), self.jobs)
 
     def _note(self, now: float, used: int) -> None:
-        """Keep the GPUs in use from now on; nobody ever waits."""
+        """Keep the GPUs in use from now on; no app ever waits."""
         if self.timeline and self.timeline[-1][0] == now:
             self.timeline.pop()
         if not self.timeline or self.timeline[-1][1] != used:

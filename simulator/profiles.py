@@ -1,14 +1,14 @@
-"""How much slower a model trains when its GPUs lie apart, and when it shares a GPU with another.
+"""Profiles of models: their slowdown when GPUs lie apart, and when they share a GPU with another model.
 
 Three sources, each filling in for the one before it: tables of measurements, if a folder of them is given; a small
 table of our own, ``tables/models.csv``; and for models in neither, the crude factors that Themis starts from.
 
-Our own table is made, not measured: a model whose gradients are large for the time it computes gets factors up to 1.3
-across machines and 2 across racks, one that computes most of the time about 1.05 and 1.1. `busy` is the part of its
-time for which it keeps a GPU busy. Two on one GPU then run as fast as fits: each at 1 / (busy + busy) of its own speed,
-or at its whole speed where the sum is below 1.
+Our own table is made up, not measured: a model with large gradients for its computing time gets factors up to 1.3
+across nodes and 2 across racks, a model that computes most of the time about 1.05 and 1.1. `busy` is the part of its
+time for which it keeps a GPU busy. Two on one GPU then run at 1 / (busy + busy) of their own speeds, or at their whole
+speeds where the sum is below 1.
 
-What two models do to each other on one GPU was measured for models at batch sizes: such a *kind* is written as
+The effect of two models on each other on one GPU was measured for models at batch sizes: such a *kind* is written as
 ``resnet50@64``, and as ``resnet50`` where the batch size is unknown.
 """
 
@@ -27,17 +27,17 @@ from msgspec import Struct
 
 from protocol.messages import LEVELS, Level
 
-#: Iteration time by locality, relative to a single machine. *Source:* Themis (NSDI 2020), S(G) of Eq. 1 to begin with.
+#: Iteration time by locality, relative to a single node. *Source:* Themis (NSDI 2020), S(G) of Eq. 1 to begin with.
 CRUDE: Mapping[Level, float] = {"slot": 1.0, "machine": 1.0, "rack": 1.1, "cluster": 1.3}
-#: Nobody measured across racks what was measured across machines: it is extrapolated as the crude factors go.
+#: Slowdowns were measured across nodes, never across racks: these are extrapolated by the ratio of the crude factors.
 ACROSS_RACKS = CRUDE["cluster"] / CRUDE["rack"]
-#: For unknown models: two of them together do 1.37 times what one does alone, the median of Gavel's pairs on a V100.
+#: For unknown models: two of them together do 1.37 times the work of one alone, the median of Gavel's pairs on a V100.
 BUSY = 0.73
 #: The part of a GPU's memory that an unknown job takes at its peak: two of them fit together.
 MEMORY = 0.42
 #: Two that take more than this together do not fit on a GPU: the drivers and the allocators want the rest.
 FITS = 0.95
-#: What is taken of the tables: the cluster where placement matters, the GPU and the run that have both tables.
+#: The rows taken of the tables: the cluster where placement matters, the GPU and the run that have both tables.
 PLACEMENT_CLUSTER, THROUGHPUT_GPU, THROUGHPUT_SOURCE = "aws", "v100", "gavel_sim_2020"
 
 SLOWDOWN_CSV = Path("placement", "slowdown.csv")
@@ -52,7 +52,7 @@ class ProfileError(ValueError):
 
 
 class ModelProfile(Struct, frozen=True):
-    """One row of our own table: slowdowns across machines and across racks, and the part of its time on the GPU."""
+    """One row of our own table: slowdowns across nodes and across racks, and the part of its time on the GPU."""
 
     model: str
     domain: str
@@ -63,12 +63,12 @@ class ModelProfile(Struct, frozen=True):
 
 
 class Profiles(Struct, frozen=True):
-    """What is known of models.
+    """All figures about models.
 
     Attributes
     ----------
     apart
-        ``apart[model][gpus]``: slowdown across machines of one rack, and across racks, of a job of so many GPUs.
+        ``apart[model][gpus]``: slowdown across nodes of one rack, and across racks, of a job of so many GPUs.
     busy
         ``busy[model]``: the part of its time for which it keeps a GPU busy.
     pairs
@@ -84,7 +84,7 @@ class Profiles(Struct, frozen=True):
     memory: Mapping[str, float] = {}
 
     def slowdown(self, model: str, gpus: int, level: Level) -> float:
-        """Return S >= 1: iteration time on `gpus` GPUs that lie within one `level`, relative to one machine.
+        """Return S >= 1: iteration time on `gpus` GPUs that lie within one `level`, relative to one node.
 
         A job size that was not measured takes the next smaller one that was, else the smallest.
         """
@@ -113,10 +113,10 @@ class Profiles(Struct, frozen=True):
         return speed, speed
 
     def utilisation(self, kind: str) -> float | None:
-        """Return the part of its time for which a job alone keeps a GPU busy, None for models that nobody knows.
+        """Return the part of its time for which a job alone keeps a GPU busy, None for unknown models.
 
-        Measured are pairs, not utilisation: a GPU that does r times the work of one job with two of them was busy for
-        1 / r of the time with one, or more. That is the definition here; above 1 it is 1.
+        The tables measure pairs, not utilisation: a GPU that does r times the work of one job with two of them was busy
+        for 1 / r of the time with one, or more. That is the definition here; it is at most 1.
         """
         a = _model_of(kind)
         twice = sum(self.pairs.get((kind, kind), (0.0, 0.0))) or sum(self.pairs.get((a, a), (0.0, 0.0)))
@@ -128,7 +128,7 @@ class Profiles(Struct, frozen=True):
 
 
 def key_of(model: str) -> str:
-    """Return the name under which a model is known, however it is written: ``ResNet-50`` is ``resnet50``."""
+    """Return the name of a model in the tables, for any way to write it: ``ResNet-50`` is ``resnet50``."""
     return _NOT_OF_NAMES.sub("", model.lower())
 
 
@@ -157,7 +157,7 @@ def built_in() -> Profiles:
 
 
 def measured(folder: Path | str) -> Profiles:
-    """Return the measurements in `folder`, and our own table for what they lack.
+    """Return the measurements in `folder`, and our own table for models that they lack.
 
     Parameters
     ----------
@@ -203,14 +203,14 @@ _ValueT = TypeVar("_ValueT")
 
 
 def _if_there(file: Path, read: Callable[[Path], dict[_KeyT, _ValueT]]) -> dict[_KeyT, _ValueT]:
-    """Return what `read` makes of `file`, nothing without the file."""
+    """Return the table that `read` makes of `file`, an empty one without the file."""
     return read(file) if file.is_file() else {}
 
 
 def _placement(file: Path) -> _Apart:
     """Return slowdowns of jobs that fit one node, by the median over the ways to spread them.
 
-    Larger jobs lie apart in either case, and what was compared there is another question.
+    Larger jobs lie apart in either case, so their comparison answers another question.
     """
     found: dict[str, dict[int, list[float]]] = {}
     for row in _rows(file, ("cluster", "model", "gpus", "packed_nodes", "slowdown_median")):
@@ -220,7 +220,7 @@ def _placement(file: Path) -> _Apart:
 
 
 def _consolidation(file: Path) -> _Apart:
-    """Return slowdowns of jobs on several servers instead of one, by the median over batch sizes."""
+    """Return slowdowns of jobs on several nodes instead of one, by the median over batch sizes."""
     found: dict[str, dict[int, list[float]]] = {}
     for row in _rows(file, ("gpu_type", "model", "scale_factor", "slowdown")):
         if row["gpu_type"] == THROUGHPUT_GPU:
@@ -245,12 +245,12 @@ def _apart(found: Mapping[str, Mapping[int, Sequence[float]]]) -> _Apart:
 
 
 def _apart_of(rack: float) -> tuple[float, float]:
-    """Return the slowdowns across machines and across racks."""
+    """Return the slowdowns across nodes and across racks."""
     return rack, rack * ACROSS_RACKS if rack > 1 else rack
 
 
 def _pairs(file: Path) -> _Pairs:
-    """Return speeds together: of kinds, and of models by the median over batch sizes; not together if most do not fit.
+    """Return speeds of pairs: of kinds, and of models by the median over batch sizes; (0, 0) if most do not fit.
 
     A table without batch sizes has models alone.
     """
@@ -277,11 +277,12 @@ def _at_most_1(speeds: tuple[float, float]) -> tuple[float, float]:
 
 
 def _memory(pairs: Mapping[tuple[str, str], tuple[float, float]]) -> dict[str, float]:
-    """Return parts of a GPU's memory by which those kinds fit together that did, as nearly as one figure each can say.
+    """Return each kind's part of a GPU's memory; by these parts kinds fit together as in the tables, if possible.
 
-    No table has the memory itself, but who did not fit beside whom. Kinds are taken off one after the other: one that
-    fits with all that are left takes little, less than all of these; else the one that fits with fewest takes nearly
-    all that those before it leave. That is exact for a threshold graph, which who fits with whom by size always is.
+    No table has the memory itself, only the pairs of kinds that did not fit. Kinds are taken off one after the other. A
+    kind that fits with all others left takes little, less than all of these. Otherwise the kind that fits with the
+    fewest takes nearly all the memory that the kinds before it leave. That is exact for a threshold graph, and the
+    pairs that fit by size always form one.
 
     *Source:* Chvatal and Hammer, Aggregation of inequalities in integer programming (1977): threshold graphs.
     """

@@ -1,4 +1,4 @@
-"""One simulation: a workload on a cluster under a policy, and the rows that tell what came of it."""
+"""One simulation: a workload on a cluster under a policy, and the rows of its result."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from arbiter.core.state import fairness
 from arbiter.core.state.fairness import TimeMean
 from arbiter.core.state.model import ArbiterSettings
 from node_agent.core.events import StartWorker
-from protocol.messages import JobId, Level, NodeId, device_of
+from protocol.messages import JobId, Level, NodeId, Requirements, device_of
 from simulator.cluster import Cluster
 from simulator.costs import Costs
 from simulator.figures.results import AppRow, JobRow, Run, State, TenantPoint
-from simulator.machines import CONTEXT_BYTES, JobFacts, Tale
+from simulator.jobs import CONTEXT_BYTES, JobAccount, JobFacts
 from simulator.profiles import Profiles, kind_of
 from simulator.workload import AppPlan, JobPlan, Workload
-from simulator.world import QUIET_S, Actor, Living, World, quiet
+from simulator.world import QUIET_S, Actor, SimApp, World, quiet
 
-#: How often it is noted where tenants stand: about the length of a round of leases, in the paper too.
+#: Time between two notes of the tenants' GPU time: about the length of a round of leases, in the paper too.
 INTERVAL_S = 900.0
 #: Points of the timeline that are kept; of more, every second one goes.
 TIMELINE_MAX = 4000
-#: That of `AppSpec`, where a workload says nothing.
+#: The default of `AppSpec`, for workloads without grace periods.
 GRACE_S = 120.0
 #: A job that takes its whole grace period must not be killed at its very end.
 GRACE_SLACK_S = 0.5
@@ -55,10 +55,10 @@ def simulate(
     progress: Progress | None = None,
     wire: bool = False,
 ) -> Run:
-    """Return what becomes of `workload` on `cluster` under `policy`.
+    """Return the run of `workload` on `cluster` under `policy`.
 
-    Of the arbiter's `settings` policy and seed are set, and beats left out, since nothing is lost in this world.
-    `costs` are what acts take; with `costs.placement`, `profiles` say how much slower jobs are whose GPUs lie apart.
+    Of the arbiter's `settings` policy and seed are set, and beats left out, since no message is lost in this world.
+    `costs` are the times of acts; with `costs.placement`, `profiles` give the slowdown of jobs whose GPUs lie apart.
     `progress` is called now and then with the number of jobs that are over and of all jobs. `wire` encodes and decodes
     every message, as a bus does.
     """
@@ -89,7 +89,7 @@ def described(settings: ArbiterSettings, policies: Iterable[str]) -> dict[str, A
 
 
 class Simulation:
-    """One run in progress; see `simulate` for what it is made of. The settings are those of a `quiet` world."""
+    """One run in progress; see `simulate` for its inputs. The settings are those of a `quiet` world."""
 
     def __init__(
         self,
@@ -133,18 +133,18 @@ class Simulation:
         self.noted = 0
 
     def run(self) -> Run:
-        """Return what became of it."""
+        """Run the simulation and return its result."""
         world = self.world
         for app in self.workload.apps:
             world.at(app.submit_s - self.start_s, lambda app=app: self._submit(app))  # type: ignore[misc]
         world.after(INTERVAL_S, self._look_at_tenants)
         total = len(self.workload.apps)
         last_s = max((app.submit_s - self.start_s for app in self.workload.apps), default=0.0)
-        # What was dropped by its search, or has just ended, still has to leave its GPUs and be booked.
+        # Jobs that their search dropped, or that have just ended, still have to leave their GPUs and be booked.
         world.run(last_s + QUIET_S / 2, done=lambda: len(self.ends) == total and world.arbiter.core.standing()[0] == 0)
         world.arbiter.core.validate()
-        living = {app.name: app for app in world.apps.values()}
-        rows = [self._rows(app, living[app.id]) for app in self.workload.apps]
+        sim_apps = {app.name: app for app in world.apps.values()}
+        rows = [self._rows(app, sim_apps[app.id]) for app in self.workload.apps]
         return Run(
             name=self.workload.name,
             policy=self.settings.policy,
@@ -176,7 +176,7 @@ class Simulation:
         world.submit(plan.id, spec, self._beside(plan, facts) if self.shared else facts)
 
     def _beside(self, plan: AppPlan, facts: list[JobFacts]) -> list[JobFacts]:
-        """Add what is known of jobs that share a GPU."""
+        """Add the figures of jobs that share a GPU."""
         profiles, kind = self.profiles, kind_of(plan.model, plan.batch_size)
         peak_bytes = max(1, int(profiles.memory_share(kind) * self.memory_bytes) - CONTEXT_BYTES)
         return [
@@ -195,21 +195,21 @@ class Simulation:
             return lambda gpus, level: 1.0  # noqa: ARG005
         return lambda gpus, level: self.profiles.slowdown(model, gpus, level)
 
-    def _over(self, living: Living) -> None:
+    def _over(self, sim_app: SimApp) -> None:
         world = self.world
-        self.jobs_over += len(living.jobs)
+        self.jobs_over += len(sim_app.jobs)
         if self.progress is not None:
             self.progress(self.jobs_over, self.jobs_total)
-        mean = self.count.mean_since(self.arrivals[living.name], living.submitted_at, world.now)
-        self.ends[living.name] = (world.now, max(1.0, mean))
+        mean = self.count.mean_since(self.arrivals[sim_app.name], sim_app.submitted_at, world.now)
+        self.ends[sim_app.name] = (world.now, max(1.0, mean))
         self.count = self.count.observe(self.count.last_value - 1, world.now)
         self._note_standing()
 
     def _watch(self, actor: Actor, event: object, effects: Sequence[object]) -> bool:
-        """Assert that no process is started on a GPU that another one is on, and so never more than there are."""
+        """Assert that no process is started on a GPU with another process, and so never on more GPUs than there are."""
         for effect in effects:
             if type(effect) is StartWorker:
-                used = self.world.machines[NodeId(actor.party.id)].in_use()
+                used = self.world.nodes[NodeId(actor.party.id)].in_use()
                 assert used.isdisjoint(map(device_of, effect.gpus)), (
                     f"{effect.task} is started on a GPU that another process is on"
                 )
@@ -223,7 +223,7 @@ class Simulation:
         self.accounts[record.app] = record
 
     def _look_at_tenants(self) -> None:
-        """Note where tenants stand, at the end of every interval for as long as anything is going to happen."""
+        """Note the tenants' GPU time, at the end of every interval for as long as events are to come."""
         history, now = self.world.arbiter.core.state.history, self.world.now
         for name in sorted(history.tenants):
             standing = history.of_tenant(name, now)
@@ -237,7 +237,7 @@ class Simulation:
         self._note_standing()
 
     def _note_standing(self) -> None:
-        """Add how many GPUs are held and apps wait now to the timeline, in the place of what was so at this instant."""
+        """Add the GPUs held and the apps waiting now to the timeline, replacing an earlier point of this instant."""
         self.noted += 1
         if self.noted % self.stride:
             return
@@ -252,20 +252,20 @@ class Simulation:
 
     # --- rows -------------------------------------------------------------------------------------------------------
 
-    def _rows(self, plan: AppPlan, living: Living) -> tuple[AppRow, tuple[JobRow, ...]]:
-        """Return the rows of an app; one that is not over by now never will be."""
-        agent = living.actor.core.state.apps[living.app]
+    def _rows(self, plan: AppPlan, sim_app: SimApp) -> tuple[AppRow, tuple[JobRow, ...]]:
+        """Return the rows of an app; an app that is not over by now never will be."""
+        agent = sim_app.actor.core.state.apps[sim_app.id]
         over, (end, mean) = agent.over, self.ends.get(plan.id, (None, 1.0))
         state: State = "unfinished"
         if over is not None and end is not None:
             state = "refused" if over.refused else "finished" if over.state == "finished" else "failed"
         jobs = tuple(self._job_row(plan, job.id, state, job.state, end) for job in agent.jobs)
-        reason = "nothing would ever have happened again" if over is None else over.reason
+        reason = "no further event was to come" if over is None else over.reason
         finish = None if state == "refused" else end
-        return self._app_row(plan, living, jobs, state, reason, finish, mean), jobs
+        return self._app_row(plan, sim_app, jobs, state, reason, finish, mean), jobs
 
     def _job_row(self, plan: AppPlan, job: JobId, app_state: State, job_state: JobState, end: float | None) -> JobRow:
-        tale = self.world.shelf.tales.get(job) or Tale()
+        account = self.world.storage.accounts.get(job) or JobAccount()
         state: State = app_state
         if isinstance(job_state, Dropped):
             state = "stopped"
@@ -273,30 +273,30 @@ class Simulation:
             state = "failed"
         elif isinstance(job_state, Done):
             state = "finished"
-        finish = tale.finish_s if tale.finish_s is not None else end
+        finish = account.finish_s if account.finish_s is not None else end
         return JobRow(
             job=f"{plan.id}.{job.rpartition('.')[2]}" if len(plan.jobs) > 1 else plan.id,
             app=plan.id,
             tenant=plan.tenant,
             gpus=plan.gpus,
             submit_s=plan.submit_s,
-            first_start_s=_shifted(tale.first_start_s, self.start_s),
+            first_start_s=_shifted(account.first_start_s, self.start_s),
             finish_s=_shifted(finish, self.start_s) if state in ("finished", "stopped", "failed") else None,
             state=state,
-            useful_gpu_s=tale.useful_gpu_s,
-            wasted_gpu_s=max(0.0, tale.held_gpu_s - tale.useful_gpu_s),
-            preemptions=tale.preemptions,
-            migrations=tale.migrations,
-            placement=tale.placed / tale.useful_gpu_s if tale.useful_gpu_s > 0.0 else 1.0,
-            first_percent_s=_shifted(tale.first_percent_s, self.start_s),
-            suspensions=tale.suspensions,
-            packed_s=tale.packed_s,
+            useful_gpu_s=account.useful_gpu_s,
+            wasted_gpu_s=max(0.0, account.held_gpu_s - account.useful_gpu_s),
+            preemptions=account.preemptions,
+            migrations=account.migrations,
+            placement=account.placed / account.useful_gpu_s if account.useful_gpu_s > 0.0 else 1.0,
+            first_percent_s=_shifted(account.first_percent_s, self.start_s),
+            suspensions=account.suspensions,
+            packed_s=account.packed_s,
         )
 
     def _app_row(
         self,
         plan: AppPlan,
-        living: Living,
+        sim_app: SimApp,
         jobs: tuple[JobRow, ...],
         state: State,
         reason: str,
@@ -309,12 +309,8 @@ class Simulation:
         ideal_s = fairness.ideal_time_s(cluster_s=cluster_s, apps_mean=mean)
         jct_s = None if finish is None else finish + self.start_s - plan.submit_s
         useful_s = fsum(job.useful_gpu_s for job in jobs)
-        # A lease of a seat is no GPU time.
-        wasted_s = (
-            fsum(job.wasted_gpu_s for job in jobs) if self.shared else self.leased.get(living.app, 0.0) - useful_s
-        )
         starts = [job.first_start_s for job in jobs if job.first_start_s is not None]
-        account = self.accounts.get(living.app)
+        account = self.accounts.get(sim_app.id)
         return AppRow(
             app=plan.id,
             tenant=plan.tenant,
@@ -334,7 +330,7 @@ class Simulation:
             apps_mean=mean,
             alone_s=alone_s,
             useful_gpu_s=useful_s,
-            wasted_gpu_s=max(0.0, wasted_s),
+            wasted_gpu_s=self._wasted_gpu_s(sim_app, jobs, useful_s),
             preemptions=sum(job.preemptions for job in jobs),
             migrations=sum(job.migrations for job in jobs),
             placement=fsum(job.placement * job.useful_gpu_s for job in jobs) / useful_s if useful_s > 0.0 else 1.0,
@@ -347,12 +343,17 @@ class Simulation:
             lost_gpu_s=account.lost_gpu_s if account is not None else None,
         )
 
+    def _wasted_gpu_s(self, sim_app: SimApp, jobs: Sequence[JobRow], useful_s: float) -> float:
+        if self.shared:  # a lease of a seat is no GPU time
+            return max(0.0, fsum(job.wasted_gpu_s for job in jobs))
+        return max(0.0, self.leased.get(sim_app.id, 0.0) - useful_s)
+
 
 def _shifted(time_s: float | None, by_s: float) -> float | None:
     return None if time_s is None else time_s + by_s
 
 
-# --- what is true of an app, and what its owner says of it ------------------------------------------------------------
+# --- the truth of an app, and its owner's specification ---------------------------------------------------------------
 
 
 def spec_of(plan: AppPlan) -> AppSpec:
@@ -374,22 +375,24 @@ def spec_of(plan: AppPlan) -> AppSpec:
         metric="loss" if several else "",
         mode="min" if several else "max",
         search="halving" if plan.search == "single" else plan.search,
-        spans=True,
-        kind=plan.kind,
-        utility=plan.utility,
-        cpus=plan.cpus,
-        host_bytes=plan.host_bytes,
-        grace_s=GRACE_S if plan.leave_s is None else plan.leave_s + GRACE_SLACK_S,
+        requirements=Requirements(
+            spans=True,
+            kind=plan.kind,
+            utility=plan.utility,
+            cpus=plan.cpus,
+            host_bytes=plan.host_bytes,
+            grace_s=GRACE_S if plan.leave_s is None else plan.leave_s + GRACE_SLACK_S,
+        ),
     )
 
 
 def facts_of(
     plan: AppPlan, spec: AppSpec, slowdown: Callable[[int, Level], float], *, saves: bool = True
 ) -> list[JobFacts]:
-    """Return the truth about the jobs of an app; they report their loss whenever that matters to their search.
+    """Return the truth about the jobs of an app; they report their loss whenever their search needs it.
 
-    Unless one of them `saves`, they can neither save nor be suspended. Elastic ones report something after their first
-    mini-batch, since who is known to have begun may grow: live, where there are beats, nodes tell of it.
+    Without `saves` they can neither save nor be suspended. Elastic ones send a report after their first mini-batch,
+    since a job that is known to have begun may grow: live, nodes say so at their next beat.
     """
     reporting = plan.search in ("halving", "hyperband", "curve")
     scheduler = scheduler_for(spec) if reporting else None
@@ -423,7 +426,7 @@ def loss_at(job: JobPlan, step: int) -> float:
 
 
 def budget_of(plan: AppPlan) -> float:
-    """Return B, the serial seconds of the whole app: what its search makes of trials of the median length.
+    """Return B, the serial seconds of the whole app: those of its search over trials of the median length.
 
     Source: Themis, Eq. 2: T_cluster = B / min(R_C, app_demand_max).
     """

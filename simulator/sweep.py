@@ -1,6 +1,6 @@
 """Many runs: every policy with every combination of settings, over several seeds; on all cores, or on a Dask cluster.
 
-Rows come back in the order of the grid, whoever ran them.
+Rows come back in the order of the grid, in whichever process they ran.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def sweep(
     min_duration_s
         For the rho figures with a cut (`results.summary`).
     processes
-        On this machine; 1 runs them here, -1 on every core.
+        Processes on this host; 1 runs them in this process, -1 on every core.
     dask
         The address of a Dask scheduler that shall run them instead.
     progress
@@ -90,7 +90,7 @@ def sweep(
 
 
 def row_of(experiment: Experiment, *, min_duration_s: float) -> Figures:
-    """Run one of them."""
+    """Run one experiment and return its row."""
     run = execute(experiment)
     return {
         "policy": experiment.policy,
@@ -102,9 +102,9 @@ def row_of(experiment: Experiment, *, min_duration_s: float) -> Figures:
 
 
 def inputs(experiments: Sequence[Experiment], rows: Sequence[Figures], min_duration_s: float) -> Figures:
-    """Return what all runs of one grid share: the words they were asked for in, costs, settings, and every note once.
+    """Return the inputs that all runs of one grid share: the request in words, costs, settings, and every note once.
 
-    Settings are without those that differ between the runs, which stand in their rows.
+    Settings that differ between the runs are left out; they stand in the rows.
     """
     first = next((run for run in experiments if run.policy != fluid.NAME), experiments[0])
     apart = {"policy", "seed", *UNUSED}.union(*(dict(run.knobs) for run in experiments))
@@ -139,7 +139,7 @@ def _run(
 
 
 def _library(name: str, wanted_by: str, otherwise: str) -> Any:
-    """Import a library that not everybody has."""
+    """Import a library that is not always installed."""
     try:
         return import_module(name)
     except ImportError:
@@ -172,7 +172,7 @@ def _over_seeds(summaries: Sequence[Figures]) -> Figures:
 
 
 def interval(values: Sequence[float]) -> dict[str, float | None]:
-    """Return the mean and its 95 % confidence interval by Student's t; of one value there is none."""
+    """Return the mean and its 95 % confidence interval by Student's t; one value has no interval."""
     middle = mean(values)
     assert middle is not None, "an interval of nothing"
     if len(values) == 1:

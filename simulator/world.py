@@ -1,11 +1,11 @@
 """Virtual time: the arbiter's, the app agents' and the node agents' own cores, driven without a network or a clock.
 
-The world does what `protocol.shell` and the daemons do live, and nothing else: it hands events to cores one at a time,
-carries messages, ticks a core when its deadline has come, asks the policy for its decision, and lets machines perform
-what node agents ask for. No core can tell the difference, and nothing that a core decides is decided here.
+The world does the work of `protocol.shell` and the daemons, and nothing else: it hands events to cores one at a time,
+carries messages, ticks a core when its deadline has come, asks the policy for its decision, and lets the imaginary
+nodes perform the effects of node agents. No core can tell the difference. All decisions are the cores' own.
 
-At one instant everything that was said is heard before any core is ticked, as a live shell hears a whole batch before
-its tick; what happens at the same instant happens in the order in which it was caused.
+At one instant all messages are heard before any core is ticked, as a live shell hears a whole batch before its tick.
+Events of one instant happen in the order in which they were caused.
 """
 
 from __future__ import annotations
@@ -45,24 +45,27 @@ from protocol.messages import (
     Preempt,
     device_of,
 )
-from simulator.cluster import Cluster, NodePlan
+from simulator.cluster import Cluster, NodeSpec
 from simulator.costs import Costs
-from simulator.machines import PLAIN, Gpu, Host, JobFacts, Machine, Shelf
+from simulator.jobs import Gpu, JobFacts
+from simulator.nodes import SimNode
+from simulator.training import SharedStorage
+from simulator.workers import PLAIN, NodeTraits
 
-#: How often agents restate everything in a world that loses no message: never.
+#: The beat of agents in a world that loses no message: never.
 QUIET_S = NEVER / 10
-#: An instant at which that much happens never ends: a bug, and better seen than waited for.
+#: An instant with more events than that never ends. That is a bug, and better seen than waited for.
 INSTANT_MAX = 5_000_000
 
 Route = Callable[[Party, Party, AnyMessage, float], Sequence[float]]
-#: Told of each event and what came of it; answers whether the participant lived long enough to do that.
+#: Told of each event and its effects; answers whether the participant lived long enough to perform them.
 Watcher = Callable[["Actor", Any, Sequence[Any]], bool]
-#: At one instant: what was said is heard, then agents tick, then the arbiter, who then knows all they had to say.
+#: At one instant messages are heard first, then agents tick, then the arbiter, which then knows all their news.
 _EVENT, _TICK, _LAST = 0, 1, 2
 
 
-class Stuck(AssertionError):  # noqa: N818 - what it says of the world
-    """Something that must happen cannot happen any more, or an instant never ends."""
+class Stuck(AssertionError):  # noqa: N818 - the name is a state of the world
+    """A necessary event cannot happen any more, or an instant never ends."""
 
 
 class Log(Protocol):
@@ -74,7 +77,7 @@ class Log(Protocol):
 
 
 class Actor:
-    """One core, the world's view of its clock, and who it is."""
+    """One participant: its core, its name, and the world's view of its clock."""
 
     def __init__(self, party: Party, core: Any, *, rate: float = 1.0, offset_s: float = 0.0) -> None:
         self.party = party
@@ -84,13 +87,13 @@ class Actor:
         self.offset_s = offset_s
         self.wakes_at = inf  #: when it wants its next tick, in the world's time
         self.queued_at = inf  #: the earliest entry for it in the queue, never later than that
-        self.version = 0  #: grows when it is started anew: what was meant for the former one is void
+        self.version = 0  #: grows when it is started anew: events for the former one are void
         self.up = True
         self.log: Log | None = None  #: where its events are written down before they are handled
-        self.held: list[Any] | None = None  #: what happened while its process stands still; None: it does not
+        self.held: list[Any] | None = None  #: events that came while its process stands still; None: it does not
 
     def clock(self, now: float) -> float:
-        """Return the time that this one reads."""
+        """Return the time that this participant reads."""
         return self.offset_s + now * self.rate
 
     def when(self, local: float, now: float) -> float:
@@ -103,20 +106,20 @@ class Actor:
         return max(now, at)
 
 
-class Living(Struct):
-    """An app in the world: its host and the truth about its jobs."""
+class SimApp(Struct):
+    """An app in the world: its app agent and the truth about its jobs."""
 
     name: str
     spec: AppSpec
     jobs: tuple[JobFacts, ...]
     actor: Actor
     submitted_at: float
-    app: AppId = AppId("")
+    id: AppId = AppId("")  #: as its app agent named it; empty before
     over_at: float | None = None
 
 
 def quiet(settings: ArbiterSettings) -> ArbiterSettings:
-    """Return `settings` for a world in which no message is lost and nobody dies: nothing has to be said twice."""
+    """Return `settings` for a world without lost messages and crashes: no message has to be sent twice."""
     return replace(settings, beat_s=QUIET_S, node_timeout_s=QUIET_S, app_timeout_s=QUIET_S)
 
 
@@ -126,25 +129,33 @@ class World:
     Parameters
     ----------
     cluster, costs
-        The imaginary machines and what their acts take.
+        The imaginary nodes and the costs of their acts.
     settings
-        The arbiter's; use `quiet` where nothing is ever lost.
+        The arbiter's; use `quiet` where no message is ever lost.
     beat_s
-        How often agents restate everything.
+        The time between two full statements of an agent.
     route
         Returns the delays, in seconds, after which copies of a message arrive: none when it is lost. By default
-        everything arrives once, after `costs.message_s`.
+        every message arrives once, after `costs.message_s`.
     wire
         Encode and decode every message as on a bus.
     journal
         Keep every event of the arbiter, with its time.
-    hosts
-        What machines have besides their GPUs; those that are not named are plain.
+    traits
+        Traits of nodes besides their GPUs; a node that is not named is plain.
     talks
-        Workers say what memory they take once they begin.
+        Workers report the memory that they take once they begin.
     check
-        Called after every instant at which something happened, with the world.
+        Called with the world after every instant with an event.
     """
+
+    instant_max = INSTANT_MAX
+    watcher: Watcher | None = None
+    on_undelivered: Callable[[Actor, Received], None] | None = None
+    on_over: Callable[[SimApp], None] | None = None
+    on_round: Callable[[RoundRecord], None] | None = None
+    on_lease: Callable[[LeaseRecord], None] | None = None
+    on_account: Callable[[AppRecord], None] | None = None
 
     def __init__(
         self,
@@ -157,7 +168,7 @@ class World:
         route: Route | None = None,
         wire: bool = False,
         journal: bool = False,
-        hosts: Mapping[NodeId, Host] | None = None,
+        traits: Mapping[NodeId, NodeTraits] | None = None,
         talks: bool = False,
         check: Callable[[World], None] | None = None,
     ) -> None:
@@ -167,8 +178,8 @@ class World:
         self.talks = talks
         self.beat_s = beat_s
         self.hello_s = hello_s
-        self.shelf = Shelf()
-        self.apps: dict[str, Living] = {}  #: by owner; each app has an owner of its own
+        self.storage = SharedStorage()
+        self.apps: dict[str, SimApp] = {}  #: by owner; each app has an owner of its own
         self.rounds: list[RoundRecord] = []
         self.leases: list[LeaseRecord] = []
         self.notes: list[tuple[float, Note]] = []
@@ -177,13 +188,6 @@ class World:
         self.messages = 0
         self._lease_gpus: dict[LeaseId, GpuId] = {}
         self._taken: set[GpuId] = set()  #: GPUs whose leases were taken from apps that still wanted them
-        self.instant_max = INSTANT_MAX
-        self.watcher: Watcher | None = None
-        self.on_undelivered: Callable[[Actor, Received], None] | None = None
-        self.on_over: Callable[[Living], None] | None = None
-        self.on_round: Callable[[RoundRecord], None] | None = None
-        self.on_lease: Callable[[LeaseRecord], None] | None = None
-        self.on_account: Callable[[AppRecord], None] | None = None
         self._route = route
         self._wire = wire
         self._check = check
@@ -196,10 +200,10 @@ class World:
         self.arbiter = self._enrol(Actor(ARBITER, Arbiter()))
         if journal:
             self.arbiter.log = self.journal
-        self.machines: dict[NodeId, Machine] = {}
+        self.nodes: dict[NodeId, SimNode] = {}
         self.gpus: dict[GpuId, Gpu] = {}
         for node in cluster.nodes:
-            self._add_node(node, (hosts or {}).get(node.id, PLAIN), talks=talks)
+            self._add_node(node, (traits or {}).get(node.id, PLAIN), talks=talks)
         self._tell(self.arbiter, Configured(settings))
         self.lead()
 
@@ -223,25 +227,25 @@ class World:
         self.epoch += 1
         self._tell(self.arbiter, Connected(self.epoch))
 
-    def _add_node(self, spec: NodePlan, host: Host, *, talks: bool) -> None:
+    def _add_node(self, spec: NodeSpec, traits: NodeTraits, *, talks: bool) -> None:
         party = Party("node", spec.id)
-        machine = Machine(
+        node = SimNode(
             spec,
             self.costs,
-            self.shelf,
+            self.storage,
             now=lambda: self.now,
             at=self.after,
-            post=lambda event: self._hear_machine(party, event),
+            post=lambda event: self._hear_node(party, event),
             facts_of=self._facts_of,
             gpus_of=self._gpus_of,
             taken=lambda gpus: not self._taken.isdisjoint(gpus),
-            host=host,
+            traits=traits,
             talks=talks,
         )
-        self.machines[machine.node] = machine
-        self.gpus |= {gpu.id: gpu for gpu in machine.gpus}
+        self.nodes[node.id] = node
+        self.gpus |= {gpu.id: gpu for gpu in node.gpus}
         self._enrol(Actor(party, None))
-        self.boot(machine.node)
+        self.boot(node.id)
 
     def boot(self, node: NodeId) -> None:
         """Start the node agent of `node`, anew if need be."""
@@ -251,13 +255,12 @@ class World:
         actor.held = None
         actor.wakes_at = actor.queued_at = inf
         self._pending[actor.party] = []
-        machine = self.machines[node]
-        actor.core = machine.boot(beat_s=self.beat_s, hello_s=self.hello_s)
+        actor.core = self.nodes[node].boot(beat_s=self.beat_s, hello_s=self.hello_s)
         for event in self._pending.pop(actor.party):
             self._tell(actor, event)
         self._tell(actor, Connected())
 
-    def _hear_machine(self, party: Party, event: LocalEvent) -> None:
+    def _hear_node(self, party: Party, event: LocalEvent) -> None:
         if party in self._pending:
             self._pending[party].append(event)
         else:
@@ -265,22 +268,22 @@ class World:
             if actor.up:
                 self._tell(actor, event)
 
-    def submit(self, name: str, spec: AppSpec, jobs: Sequence[JobFacts]) -> Living:
-        """Start the app agent of a new app, whose script is `spec` as far as anybody knows, and `jobs` in truth."""
+    def submit(self, name: str, spec: AppSpec, jobs: Sequence[JobFacts]) -> SimApp:
+        """Start the app agent of a new app: `spec` is all that its participants know, `jobs` are the truth."""
         owner = OwnerId(f"app{len(self.apps) + 1}")
         actor = self._enrol(Actor(Party("app", owner), AppHost(owner, tenant=spec.tenant, beat_s=self.beat_s)))
-        living = Living(name, spec, tuple(jobs), actor, self.now)
-        self.apps[owner] = living
+        sim_app = SimApp(name, spec, tuple(jobs), actor, self.now)
+        self.apps[owner] = sim_app
         self._tell(actor, Connected())
         self._tell(actor, Submit(name, spec))
-        return living
+        return sim_app
 
     def _facts_of(self, job: JobId) -> JobFacts:
         app, _, number = job.rpartition(".")
         return self.apps[app.rpartition("-")[0]].jobs[int(number)]
 
     def _gpus_of(self, start: StartWorker) -> Sequence[Gpu]:
-        """Return all GPUs of the attempt, as its rendezvous would find them out."""
+        """Return all GPUs of the attempt, as its rendezvous would list them."""
         host = self.apps[start.app.rpartition("-")[0]].actor.core
         state = host.state.apps[start.app].jobs[int(start.job.rpartition(".")[2])].state
         known = isinstance(state, Attempting) and state.attempt == start.attempt and set(start.gpus) <= set(state.gpus)
@@ -289,11 +292,11 @@ class World:
     # --- faults -----------------------------------------------------------------------------------------------------
 
     def tell(self, party: Party, event: Any) -> None:
-        """Let this happen to a participant now, if it is up."""
+        """Hand this event to a participant now, if it is up."""
         self._tell(self._actors[party], event)
 
     def stop(self, party: Party) -> None:
-        """End a participant's process: what it was about to do is not done, what comes meanwhile is not heard."""
+        """End a participant's process: its pending effects are not performed, messages meanwhile are not heard."""
         actor = self._actors[party]
         actor.up = False
         actor.held = None
@@ -301,7 +304,7 @@ class World:
         actor.wakes_at = actor.queued_at = inf
 
     def start(self, party: Party, core: Any) -> None:
-        """Start the arbiter or an app agent again, as it was restored; the caller says what it is told first."""
+        """Start the arbiter or an app agent again, as it was restored; the caller sends its first events."""
         actor = self._actors[party]
         actor.version += 1
         actor.up = True
@@ -314,7 +317,7 @@ class World:
             actor.held = []
 
     def thaw(self, party: Party) -> None:
-        """Let it go on: it hears all that has happened meanwhile."""
+        """Let its process go on: it hears all events of the meantime."""
         actor = self._actors[party]
         if actor.held is not None:
             held, actor.held = actor.held, None
@@ -325,7 +328,7 @@ class World:
 
     @property
     def next_s(self) -> float:
-        """When something happens next, by itself; never: infinite."""
+        """The time of the next event that is due by itself; infinite if there is none."""
         return self._queue[0][0] if self._queue else inf
 
     def after(self, seconds: float, then: Callable[[], None]) -> None:
@@ -337,7 +340,7 @@ class World:
         heapq.heappush(self._queue, (max(time, self.now), _EVENT, next(self._numbers), then))
 
     def run(self, until: float = inf, *, done: Callable[[], bool] = lambda: False) -> None:
-        """Let time pass up to `until`, or until everything is `done` or nothing will ever happen.
+        """Let time pass up to `until`, or until all is `done`, or until no event is left.
 
         Raises
         ------
@@ -355,7 +358,7 @@ class World:
             self.now = until
 
     def _instant(self) -> None:
-        """Do all that is to be done now."""
+        """Handle all events that are due now."""
         queue, ready = self._queue, self._ready
         began = self.events
         while True:
@@ -393,7 +396,7 @@ class World:
     # --- cores ------------------------------------------------------------------------------------------------------
 
     def _handle(self, actor: Actor, event: Any) -> None:
-        """Do what a shell does: hand over the event, perform what comes of it, and note when to tick."""
+        """Do the work of a shell: hand over the event, perform its effects, and note when to tick."""
         self.events += 1
         now = actor.clock(self.now)
         if actor.held is not None:
@@ -417,7 +420,7 @@ class World:
             self._queue_tick(actor)
 
     def _queue_tick(self, actor: Actor) -> None:
-        """Have an actor looked at when it wants its next tick; a deadline that moves on costs nothing until then."""
+        """Queue an actor's next tick; a deadline that moves on costs nothing until then."""
         if actor.wakes_at < inf:
             actor.queued_at = actor.wakes_at
             heapq.heappush(self._queue, (actor.wakes_at, actor.turn, next(self._numbers), (actor, actor.version)))
@@ -463,18 +466,18 @@ class World:
             case Note():
                 self.notes.append((self.now, effect))
             case Accepted(_, app):
-                self.apps[actor.party.id].app = app
+                self.apps[actor.party.id].id = app
             case Declined(_, reason):
-                raise ValueError(f"the world made an app that no agent accepts: {reason}")
+                raise ValueError(f"the world made an app that its agent declines: {reason}")
             case Changed(record):
-                living = self.apps[actor.party.id]
-                if record.over and living.over_at is None:
-                    living.over_at = self.now
+                sim_app = self.apps[actor.party.id]
+                if record.over and sim_app.over_at is None:
+                    sim_app.over_at = self.now
                     if self.on_over is not None:
-                        self.on_over(living)
+                        self.on_over(sim_app)
             case _:
-                assert isinstance(actor.core, NodeAgent), f"nobody performs {effect}"
-                self.machines[NodeId(actor.party.id)].perform(effect)
+                assert isinstance(actor.core, NodeAgent), f"no participant performs {effect}"
+                self.nodes[NodeId(actor.party.id)].perform(effect)
 
     def _decide(self, effect: Decide) -> None:
         arbiter, version = self.arbiter, self.arbiter.version

@@ -3,6 +3,14 @@ from __future__ import annotations
 import pytest
 
 from tests.support.auctions import compile_all
+from tests.support.effort import choose_examples
+from tests.support.times import TestTimes
+
+choose_examples()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(TestTimes())
 
 
 @pytest.fixture(scope="session")

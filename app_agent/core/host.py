@@ -15,9 +15,12 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from app_agent.core import search
 from app_agent.core.agent import AppAgent, ToOneApp
+from app_agent.core.app import App
 from app_agent.core.model import AppState, Attempting, Job, Leaving, Placed, Suspended
 from app_agent.core.spec import AppSpec, mistake
+from protocol import former
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     ARBITER,
@@ -188,7 +191,7 @@ class AppHost:
     @classmethod
     def restore(cls, blob: bytes) -> AppHost:
         """Return the host as it was when `snapshot` gave these bytes."""
-        state = msgspec.msgpack.decode(blob, type=HostState)
+        state = former.decode(blob, HostState)
         host = cls(state.owner)
         host._take_over(state)
         return host
@@ -295,7 +298,7 @@ class AppHost:
 
     def _note(self, app: AppId, sends: list[Send]) -> list[Effect]:
         """Return `sends`, and the app's record if it has changed."""
-        record = record_of(self._agents[app].state, self._agents[app].metrics())
+        record = record_of(self._agents[app].app)
         if self.state.records.get(app) == record:
             return list(sends)
         self.state.records[app] = record
@@ -312,9 +315,9 @@ class AppHost:
                 del self.state.records[app]
 
 
-def record_of(state: AppState, metrics: dict[str, float]) -> AppRecord:
+def record_of(app: App) -> AppRecord:
     """Return the record of an app as it stands."""
-    over = state.over
+    state, over = app.state, app.state.over
     return AppRecord(
         app=state.app,
         tenant=state.spec.tenant,
@@ -330,7 +333,7 @@ def record_of(state: AppState, metrics: dict[str, float]) -> AppRecord:
         migrations=sum(job.migrations for job in state.jobs),
         steps_lost=sum(job.lost for job in state.jobs),
         suspensions=sum(job.suspensions_before + job.suspensions for job in state.jobs),
-        metrics=metrics,
+        metrics=search.metrics(app),
         jobs=() if over else tuple(_job_record(job) for job in state.jobs if _living(job)),
     )
 

@@ -135,7 +135,7 @@ def recall(job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) ->
 
     What it made there is made again, as the present attempt knows nothing of it.
     """
-    present = job.state.attempt if isinstance(job.state, Waiting | Attempting) else -1
+    present = present_attempt(job)
     for (of, attempt), parts in tasks.items():
         if of == job.id and attempt < present:
             step = min(part.step for part in parts)
@@ -144,6 +144,16 @@ def recall(job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) ->
             elif attempt < job.seen:
                 job = replace(job, steps_before=max(job.steps_before, step))
     return job
+
+
+def present_attempt(job: Job) -> int:
+    """Return the number of the attempt that waits or lives; -1 for a job that will not be started again."""
+    return job.state.attempt if isinstance(job.state, Waiting | Attempting) else -1
+
+
+def begun(job: Job) -> bool:
+    """Whether the present attempt is known to have made a mini-batch."""
+    return job.seen == present_attempt(job) and job.step >= 0
 
 
 def _vanish(job: Job, held: Mapping[GpuId, HeldGpu], *, acked: int) -> Job:
@@ -334,4 +344,4 @@ def movable(job: Job, spec: AppSpec) -> bool:
     """Whether a running job can go on elsewhere: by a checkpoint, or because it can only be killed and begun anew."""
     if not job.cooperative:
         return True
-    return spec.preempt_by != "suspend" and job.can_checkpoint
+    return spec.requirements.preempt_by != "suspend" and job.can_checkpoint

@@ -207,7 +207,7 @@ class Over(Struct, frozen=True):
 
 
 class AppState(Struct):
-    """All one app agent knows. Only `AppAgent.handle` changes it."""
+    """All one app agent knows. Only the functions of this room change it, when its `AppAgent` is told something."""
 
     app: AppId
     spec: AppSpec
@@ -231,6 +231,11 @@ class AppState(Struct):
     run: str = ""  #: the submission; empty for one of an earlier version
     site: str = ""  #: whose arbiter it heard last
     losses: tuple[tuple[float, float], ...] = ()  #: (time, loss) of the last two reports in which the loss was new
+
+    @property
+    def settled(self) -> bool:
+        """Whether the app is over, and the arbiter knows."""
+        return self.over is not None and self.over.settled
 
 
 def locality(gpus: list[HeldGpu]) -> Level:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from protocol.messages import (
     Count,
-    Cpus,
     Folder,
-    Kind,
     Level,
     Positive,
-    PreemptBy,
-    Priority,
+    Requirements,
     Seconds,
-    Utility,
     Variable,
-    Weight,
     Word,
 )
 
@@ -47,17 +44,17 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
         the run is like that of no other submission, such as ``ana-kq7-5f0c12ab``.
     env, secrets
         Variables of its environment: by value, and by the file that holds the value on the node.
+    requirements
+        What the arbiter and its policies go by. `submit` does not offer `spans`: nothing stops the ranks of one gang
+        at the same step yet, so node agents could not preempt them without loss; the simulator's machines can.
     gang
-        GPUs each job needs at once, on one node.
+        GPUs each job needs at once, on one node unless it may span.
     sizes
         Of an elastic job: the numbers of GPUs it accepts, rising, `gang` first and each a multiple of it, such as
         1, 2, 4. It changes from one to another by leaving with a checkpoint and starting again.
     gpus_max
         The most GPUs a job can use where it accepts all multiples of its gang (0: just the gang). For the simulator's
         workloads; `submit` offers `sizes` only.
-    spans
-        Whether a job's GPUs may lie on several nodes. `submit` does not offer it: nothing stops the ranks of one gang
-        at the same step yet, so node agents could not preempt them without loss; the simulator's machines can.
     steps_total
         Mini-batches of one whole training; 0 lets the script say. Halving and Hyperband need it.
     step_serial_s
@@ -65,17 +62,6 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     restart_s
         What one checkpoint and restart costs, a guess used until it was measured; an elastic job grows only for a gain
         of more than twice that.
-    priority
-        On a shared GPU, its jobs are never suspended for one of lower priority.
-    kind
-        ``trial`` for trial and error, whose owner waits for its first steps: it may start at the cost of one of class
-        ``batch``, for a while (`arbiter.core.layers.interactive`).
-    cpus, host_bytes
-        CPU cores and bytes of host memory that each job needs on its node; 0: it asks for none.
-    weight
-        Its part of the GPU time among the apps of its tenant, where the policy goes by that (`astraea`).
-    utility
-        What it is worth by when it ends, where the policy sells GPUs by that (`oasis`); None: it does not say.
     level_max
         The loosest locality of one job's GPUs; one that does not span lies on one node, so levels beyond ``machine``
         mean that.
@@ -104,22 +90,14 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(max_length=128)] = ""
     env: dict[Variable, Word] = {}
     secrets: dict[Variable, Folder] = {}
+    requirements: Requirements = Requirements()
     gang: Positive = 1
     sizes: Annotated[tuple[Positive, ...], Meta(max_length=SIZES_MAX)] = ()
     gpus_max: Annotated[int, Meta(ge=0, le=2**16)] = 0
-    spans: bool = False
     steps_total: Count = 0
     step_serial_s: Seconds = 0.0
     restart_s: Seconds = 10.0
     level_max: Level = "cluster"
-    grace_s: Seconds = 120.0
-    preempt_by: PreemptBy = "auto"
-    priority: Priority = 0
-    kind: Kind = "batch"
-    cpus: Cpus = 0.0
-    host_bytes: Count = 0
-    weight: Weight = 1.0
-    utility: Utility | None = None
     max_restarts: Count = 3
     metric: str = ""
     mode: Literal["max", "min"] = "max"
@@ -128,6 +106,11 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     eta: Annotated[int, Meta(ge=2, le=1024)] = ETA
     steps_min: Count = 0
     target: float | None = None
+
+    @property
+    def spans(self) -> bool:
+        """Whether a job's GPUs may lie on several nodes."""
+        return self.requirements.spans
 
     @property
     def job_demand_max(self) -> int:
@@ -143,6 +126,17 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     def elastic(self) -> bool:
         """Whether a job can run on more GPUs than its gang."""
         return self.job_demand_max > self.gang
+
+
+def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec as `AppSpec` holds them; here those of its requirements stand among the others."""
+    wishes = {name: value for name, value in fields.items() if name in Requirements.__struct_fields__}
+    return {name: value for name, value in fields.items() if name not in wishes} | {"requirements": wishes}
+
+
+def wishing(spec: AppSpec, **changes: Any) -> AppSpec:
+    """Return `spec` with these fields of its requirements changed."""
+    return replace(spec, requirements=replace(spec.requirements, **changes))
 
 
 def phases_of(trials: int) -> int:

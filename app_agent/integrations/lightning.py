@@ -26,7 +26,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from app_agent import session
 from app_agent.integrations import random_states
-from app_agent.training.training_process import Save
+from app_agent.training.checkpoints import Save
 
 CHECKPOINT = "lightning.ckpt"
 

@@ -39,7 +39,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
 
 from app_agent import session
-from app_agent.training.training_process import Save
+from app_agent.training.checkpoints import Save
 
 SEARCH = "search.pickle"
 

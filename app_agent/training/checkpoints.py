@@ -31,6 +31,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+Save = Callable[[str], object]  #: the script's function that writes its state into a folder
+
 #: How many complete checkpoints of a job stay: the newest, and one more in case the newest cannot be read.
 KEPT = 2
 MANIFEST = "manifest.json"
@@ -93,7 +95,7 @@ def write(
     attempt: int,
     step: int,
     facts: dict[str, Any],
-    save: Callable[[str], object],
+    save: Save,
     team: Team | None = None,
 ) -> Path:
     """Let `save(folder)` write its files and make them a checkpoint in the first of `roots` that takes it.
@@ -149,9 +151,7 @@ def write_finished(root: Root, document: dict[str, Any]) -> None:
 # --- writing --------------------------------------------------------------------------------------------------------
 
 
-def _write(
-    root: Root, roots: Sequence[Root], name: str, manifest: dict[str, Any], save: Callable[[str], object], team: Team
-) -> Path:
+def _write(root: Root, roots: Sequence[Root], name: str, manifest: dict[str, Any], save: Save, team: Team) -> Path:
     if team.world == 1:
         return _lead(root, f"tmp-{name}", name, manifest, save, None)
     partial = f"tmp-{name}-{team.order}"
@@ -168,7 +168,7 @@ def _lead(
     partial_name: str,
     name: str,
     manifest: dict[str, Any],
-    save: Callable[[str], object],
+    save: Save,
     marks: _Marks | None,
 ) -> Path:
     """Make the folder, save this rank's share, wait for the others', and seal it."""
@@ -194,7 +194,7 @@ def _lead(
     return final
 
 
-def _follow(partial: Path, final: Path, save: Callable[[str], object], marks: _Marks, later: Sequence[Path]) -> None:
+def _follow(partial: Path, final: Path, save: Save, marks: _Marks, later: Sequence[Path]) -> None:
     """Save this rank's share into the folder that rank 0 makes, and wait until it has sealed the whole."""
     marks.wait_open(later)
     try:

@@ -26,6 +26,7 @@ from arbiter.core.state.gpu_time import Flow
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import ArbiterSettings, State, StoryLine
 from arbiter.core.turn import Turn
+from protocol import former
 from protocol.core import Connected, Received, Tick
 from protocol.messages import (
     Act,
@@ -61,7 +62,7 @@ ABSENCE_BEATS = 4
 
 
 class MissingHistory(ValueError):  # noqa: N818 - its name says what it is
-    """There should be a history of GPU time, and there is none: who has had more than its share is not known."""
+    """There should be a history of GPU time, and there is none: the share that each app has had is not known."""
 
 
 class Configured(Struct, frozen=True, tag=True):
@@ -103,7 +104,7 @@ class Arbiter:
             If the snapshot has no history of GPU time, though things have happened.
         """
         arbiter = cls()
-        arbiter.state = msgspec.msgpack.decode(snapshot, type=State)
+        arbiter.state = former.decode(snapshot, State)
         arbiter._index = Index(arbiter.state)
         if arbiter.state.epoch > 0 and arbiter.state.history.since is None:
             if not begin_history:
@@ -230,7 +231,7 @@ class Arbiter:
                     leases.reseat(turn)
                     turn.nodes |= self.state.nodes.keys()
                     self._index.overdue_at = None
-                    for app_id in sorted(self._index.active):  # who is silent may be so no more
+                    for app_id in sorted(self._index.active):  # an app that was silent may count as heard again
                         turn.follow(self.state.apps[app_id])
                     turn.state.history.resize(self._index.census()[1], settings.tenants, turn.now)
                     turn.tell("rounds", f"settings changed; the policy is {settings.policy}", loudly=True)
@@ -246,7 +247,7 @@ class Arbiter:
                 assert_never(never)
 
     def _lead(self, turn: Turn, epoch: int) -> None:
-        """Begin a new incarnation: nobody is overdue yet, no lease ends before a round could renew it."""
+        """Begin a new incarnation: no node is overdue yet, no lease ends before a round could renew it."""
         state = self.state
         assert epoch > state.epoch, f"epoch {epoch} is not newer than {state.epoch}"
         state.epoch = epoch
@@ -261,7 +262,7 @@ class Arbiter:
         site.begin(turn)
 
     def _excuse_absence(self, turn: Turn) -> None:
-        """If we have not been ticked for several beats it was we who were away: hold nobody's silence against them."""
+        """Forgive all silence if the arbiter was not ticked for several beats: then it was away itself."""
         away_s = turn.now - self.state.now
         if self.state.epoch > 0 and away_s > ABSENCE_BEATS * self.state.settings.beat_s:
             turn.tell("rounds", f"the arbiter was away for {away_s:.0f} s", loudly=True)
@@ -300,7 +301,7 @@ class Arbiter:
         app = self.state.apps.get(message.app)
         kind = type(message).__name__
         if app is None:
-            turn.tell(sender.user, f"sent a {kind} for {message.app}, an app nobody has submitted", loudly=True)
+            turn.tell(sender.user, f"sent a {kind} for {message.app}, an app that was never submitted", loudly=True)
             return False
         if sender != Party("app", app.owner):
             turn.tell(sender.user, f"sent a {kind} for {message.app}, which belongs to {app.owner}", loudly=True)

@@ -16,9 +16,9 @@ ERROR_CHARS_MAX, TRACE_CHARS_MAX = 300, 8000
 
 
 class Decide(Struct, frozen=True, tag=True):
-    """Effect: let the policy decide, away from the loop; what it answers comes back as `Decided`.
+    """Effect: let the policy decide, away from the loop; its answer comes back as `Decided`.
 
-    It is complete, and nobody changes what it holds. A repeated or lost one is no harm.
+    It is complete, and its values never change. A repeated or lost one does no harm.
     """
 
     round: int
@@ -30,21 +30,21 @@ class Decide(Struct, frozen=True, tag=True):
 
 
 class Failure(Struct, frozen=True):
-    """What a policy raised instead of answering: a bug of ours. `trace` is for whoever mends it."""
+    """The exception that a policy raised instead of answering: a bug of ours. `trace` is for its mender."""
 
     policy: str
-    doing: str  #: what it was asked for
+    doing: str  #: the question it was asked
     error: str  #: one line
     trace: str
 
     @property
     def sentence(self) -> str:
-        """What happened, for people."""
+        """The failure in one sentence, for people."""
         return f"the policy {self.policy} failed to {self.doing} ({self.error}), which is a bug; please report it"
 
 
 class Decided(Struct, frozen=True, tag=True):
-    """Event: what the policy answered. Journaled, so that a replay decides nothing anew.
+    """Event: the policy's answer. Journaled, so that a replay decides nothing anew.
 
     With a `failure` it answered nothing, and the allocation leaves all as it is.
     """
@@ -68,7 +68,7 @@ class RoundRecord(Struct, frozen=True, tag=True):
     outcomes: tuple[Outcome, ...]
     proven: bool
     facts: dict[str, float]
-    claims: tuple[model.Claim, ...] = ()  #: what apps claim that is not what was measured of their tasks
+    claims: tuple[model.Claim, ...] = ()  #: claims of apps that differ from what was measured of their tasks
     failure: str = ""  #: why nothing was decided, and all was left as it is
 
 
@@ -114,7 +114,7 @@ class ActRecord(Struct, frozen=True, tag=True):
 
 
 class PolicyFailed(Struct, frozen=True, tag=True):
-    """Effect: a policy raised an exception; for the log and the ledger. What it was asked for was left as it is."""
+    """Effect: a policy raised an exception; for the log and the ledger. All was left as it is."""
 
     at: float
     round: int

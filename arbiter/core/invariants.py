@@ -66,7 +66,7 @@ def _check_history(state: State, index: Index) -> None:
     assert held.keys() <= booked.keys(), f"nothing is booked for {sorted(held.keys() - booked.keys())}"
     alike = all(isclose(rate, held.get(app, 0.0), abs_tol=1e-6) for app, rate in booked.items())
     assert alike, "held and booked differ"
-    wanted = {app.id: (float(app.weight), app.demand_max) for app in state.apps.values() if app.active}
+    wanted = {app.id: (float(app.requirements.weight), app.demand_max) for app in state.apps.values() if app.active}
     known = {app: (account.weight, account.demand) for app, account in history.apps.items() if account.demand}
     silent = {app for app in wanted if state.now - state.apps[app].seen_at > state.settings.app_timeout_s}
     due = {app: terms for app, terms in known.items() if app not in silent}

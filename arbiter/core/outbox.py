@@ -1,4 +1,4 @@
-"""What the arbiter says at the end of a turn: plans to nodes, grants, preemptions and holdings to app agents."""
+"""Messages at the end of a turn: plans to nodes; grants, preemptions and holdings to app agents."""
 
 from __future__ import annotations
 
@@ -75,14 +75,13 @@ def _say_news(turn: Turn) -> None:
         turn.effects.append(Send(Party("app", app.owner), grant))
     for (app_id, reason), lost in sorted(turn.revoked.items()):
         app = _next_seq(turn.state, app_id)
-        grace_s = max((job.grace_s for job in app.jobs), default=0.0)
-        preempt = Preempt(app_id, state.epoch, app.holdings_seq, tuple(sorted(lost)), reason, grace_s)
+        preempt = Preempt(app_id, state.epoch, app.holdings_seq, tuple(sorted(lost)), reason, app.grace_s)
         turn.effects.append(Send(Party("app", app.owner), preempt))
 
 
 def _say_holdings(turn: Turn, app: model.App, cluster_gpus: int, *, restate: bool) -> None:
     if app.id not in turn.apps and not (app.active and (turn.hears(app) or app.id in turn.index.holders)):
-        return  # nobody restates what is to an app that is over, or to an agent that is gone
+        return  # nothing is restated to an app that is over, or to an agent that is gone
     holdings = plans.holdings_of(turn, app, cluster_gpus=cluster_gpus)
     digest = plans.holdings_digest(holdings)
     changed = digest != app.holdings_digest

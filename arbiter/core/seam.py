@@ -14,7 +14,7 @@ from typing import ClassVar, Final, Literal
 
 from msgspec import Struct
 
-from protocol.messages import AppId, Bid, GpuId, Kind, Level, NodeId, TenantId, Utility, device_of
+from protocol.messages import AppId, Bid, GpuId, Level, NodeId, Requirements, TenantId, device_of
 
 Clock = Callable[[], float]
 
@@ -141,9 +141,9 @@ class AppView(Struct, frozen=True):
     rho: float | None  #: its answer to the probe; None when it did not answer in time, or was not asked
     kept: tuple[GpuView, ...]  #: GPUs it holds whose leases are not in play
     renewable: tuple[GpuId, ...]  #: GPUs in play that it holds now
+    requirements: Requirements = Requirements()  #: what its user wishes, as far as the site allows it
     only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any (a parked job that cannot move)
     ideal_s: float = 0.0  #: T_id, from the T_cluster that it reports; 0: not known, or not asked for rho
-    spans: bool = False  #: a gang may lie on several machines; otherwise each lies on one
     left_s: float | None = None  #: run time left with all it can use, as it reported at `left_at`; None: unknown
     left_gpu_s: float | None = None  #: and the GPU-seconds that takes
     left_at: float = 0.0
@@ -151,24 +151,22 @@ class AppView(Struct, frozen=True):
     served_gpu_s: float = 0.0  #: GPU-seconds of its leases that are over
     leases: int = 0  #: that it holds now
     granted_sum: float = 0.0  #: the sum of the times at which those were granted
-    priority: int = 0  #: the highest of its jobs
     sizes: tuple[int, ...] = ()  #: GPU counts that each of its jobs accepts, rising; empty: its gang only
     move_s: float = 0.0  #: what moving one of its jobs costs, as it measured; 0: unknown
     jobs: tuple[tuple[GpuId, ...], ...] = ()  #: the GPUs of each of its jobs, none for one that waits
     cooperative: bool | None = None  #: whether its training can be suspended; None: it has not run yet
     movable: bool = False  #: its training is known to save a checkpoint when it leaves, if told to now
-    utility: Utility | None = None  #: what it is worth by when it ends; None: it did not say
     booking: Booking | None = None  #: what it has bought, if the policy sells
-    weight: float = 1.0  #: among the apps of its tenant
     allocated: tuple[float, float] = (0.0, 0.0)  #: GPU-seconds it has had are the first plus the second times the time
     fair_group: str = ""  #: in `TenantView.fair_groups`; empty: in none
-    kind: Kind = "batch"
-    cpus: float = 0.0  #: of each job; 0: it asks for none
-    host_bytes: int = 0
-    grace_s: float = 0.0  #: the longest of its jobs
     preempted: int = 0  #: how often it made room for an interactive app
     preempted_in: int = 0  #: the round in which it last did
     fair_offset_gpu_s: float = 0.0  #: what was fair for it more than for its group; without a group all that was
+
+    @property
+    def spans(self) -> bool:
+        """Whether a gang may lie on several nodes; otherwise each lies on one."""
+        return self.requirements.spans
 
     @property
     def chunk(self) -> int:
@@ -426,4 +424,4 @@ class Policy(ABC):
 
 def is_interactive(view: View, app: AppView) -> bool:
     """Whether an app still counts as interactive: it has not run for `interactive_s` yet on a gang's worth of GPUs."""
-    return app.kind == "interactive" and view.served_gpu_s(app) < view.interactive_s * app.gang
+    return app.requirements.kind == "interactive" and view.served_gpu_s(app) < view.interactive_s * app.gang

@@ -158,7 +158,7 @@ class Turn:
         return self.now - app.seen_at <= self.state.settings.app_timeout_s
 
     def runs_on(self, app: AppId) -> frozenset[GpuId]:
-        """Return the GPUs leased to an app on which its training goes on, whoever speaks for it (fail-static).
+        """Return the GPUs leased to an app on which its training goes on, even if its agent is silent (fail-static).
 
         What is parked does not go on.
         """
@@ -169,7 +169,7 @@ class Turn:
         return frozenset(busy & {device_of(gpu) for gpu in leased})
 
     def usable(self, app: model.App) -> int:
-        """Return how many GPUs an app can use now: nobody starts anything for one that is silent."""
+        """Return how many GPUs an app can use now: nothing starts for an app that is silent."""
         if self.hears(app):
             return app.demand_max
         running = len(self.runs_on(app.id))
@@ -178,7 +178,9 @@ class Turn:
     def follow(self, app: model.App) -> None:
         """Book what an app can use from now on: something only while it takes part in rounds."""
         demand = self.usable(app) if app.active else 0
-        self.state.history.follow(app.id, app.tenant, weight=float(app.weight), demand=demand, now=self.now)
+        self.state.history.follow(
+            app.id, app.tenant, weight=float(app.requirements.weight), demand=demand, now=self.now
+        )
 
     def put_app(self, app: model.App, state: model.AppState) -> model.App:
         """Move an app into `state` and return it."""

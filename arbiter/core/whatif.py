@@ -1,4 +1,4 @@
-"""What keeps an app from starting: tried out on a copy of the state, so that what is named is what binds.
+"""Binding reasons: what keeps an app from starting, tried out on a copy of the state.
 
 A waiting app is told what is in its way: apps that hold GPUs or come before it, GPUs and nodes out of service. Each
 candidate is taken out of the way in a copy of the arbiter's state, the policy is asked for one round there,
@@ -38,18 +38,18 @@ from protocol.messages import LEVELS, AppId, Bid, BidRow, GpuId, NodeId, RoundId
 #: Rounds that are tried for one answer, at most; and where each is an auction, which takes up to the solver's budget.
 TRIES_MAX, AUCTIONS_MAX = 80, 12
 #: An auction is tried with these parts of the rho that is worked out here for the app, and with those of all others up
-#: to so many times larger or smaller: what is named has to do also where the app's claim is weaker than it looks.
+#: to so many times larger or smaller: the named reason has to bind also where the app's claim is weaker than it looks.
 CLAIMS, SPREAD = (1.0, 0.1, 0.3, 0.1, 0.3), 3.0
 #: Other apps that are tried one by one, those that hold most first; where each try is an auction, fewer.
 SINGLES_MAX, SINGLE_AUCTIONS_MAX = 16, 4
 #: Of a bid that is made here.
 ROWS_MAX = 64
-#: What an app is taken to have left of which nothing is known: an hour of one GPU, as its app agent takes it.
+#: The work that an app has left if none is known: an hour of one GPU, as its app agent takes it.
 UNKNOWN_GPU_S = 3600.0
 
 
 class Obstacle(Struct, frozen=True):
-    """What is in an app's way: with all of it gone the next round gives it GPUs.
+    """The obstacles in an app's way: with all of them gone the next round gives it GPUs.
 
     `apps` hold GPUs that it could have, or come before it; `gpus` and `nodes` are out of service; `leaving` are GPUs
     that their last users still have to leave. Nothing at all: the next round gives it GPUs as things are.
@@ -269,7 +269,7 @@ def _leave(turn: Turn, gpu_id: GpuId) -> None:
     turn.index.touch(gpu_id)
 
 
-# --- bids of which nobody was asked ---------------------------------------------------------------------------------
+# --- bids for which no app was asked --------------------------------------------------------------------------------
 
 
 def _times(turn: Turn, view: View, app: AppView) -> tuple[float, float, float]:

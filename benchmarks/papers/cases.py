@@ -267,7 +267,7 @@ class _Distorting(Simulation):
         super()._submit(plan)
         change = self._changes(plan.id)
         if change is not None:
-            actor = next(living.actor for living in self.world.apps.values() if living.name == plan.id)
+            actor = next(sim_app.actor for sim_app in self.world.apps.values() if sim_app.name == plan.id)
             actor.core = Distorted(actor.core, change)
 
 

@@ -238,10 +238,10 @@ def _run(case: Case) -> Figures:
 
 def useful_gpu_s(simulation: Simulation) -> float:
     """Return the GPU time of all work by now, that of attempts which still run included."""
-    shelf, now = simulation.world.shelf, simulation.world.now
-    ended = fsum(tale.useful_gpu_s for tale in shelf.tales.values())
+    storage, now = simulation.world.storage, simulation.world.now
+    ended = fsum(account.useful_gpu_s for account in storage.accounts.values())
     return ended + fsum(
-        (each.progress_s(now) - each.start_s) / each.speed * len(each.gpus) for each in shelf.attempts.values()
+        (each.progress_s(now) - each.start_s) / each.speed * len(each.gpus) for each in storage.attempts.values()
     )
 
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import structlog
 
-from launch import exit_codes
 from launch.faults import Fault
 from launch.notify import notify
 from node_agent.devices import DeviceError
 from node_agent.workers.manager import WorkersError
+from protocol import exit_codes
 from protocol.bus import Refused
 from protocol.config import ConfigError
 from protocol.journal import JournalError

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from launch import exit_codes
 from launch.faults import Fault
 from launch.surface import answering, emit, note, say, wants_json
+from protocol import exit_codes
 
 
 def add(app: typer.Typer) -> None:

@@ -8,9 +8,9 @@ import msgspec
 import typer
 
 from launch import doctor as examination
-from launch import exit_codes
 from launch.faults import usage
 from launch.surface import answering, emit, note, say, table, wants_json
+from protocol import exit_codes
 from protocol.bus.provision import broker_config, user_commands
 from protocol.messages import ARBITER, Party
 from protocol.topology import Topology

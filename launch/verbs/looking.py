@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from launch import exit_codes, views
+from launch import views
 from launch.client import open_client
 from launch.follow import follow_logs
 from launch.surface import answering, emit, say, wants_json
+from protocol import exit_codes
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 Selector = Annotated[str, typer.Argument(metavar="ID", help="an app's id, or `last`")]

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arbiter.core.seam import DEFAULT_POLICY
-from launch import exit_codes
 from launch.faults import Fault, usage
 from launch.spec import seconds
 from launch.surface import answering, emit, note, number, plural, say, table, wants_json
 from launch.verbs import auction
+from protocol import exit_codes
 
 # Not at the top, here and below: the world and its libraries take longer to import than most commands to run.
 if TYPE_CHECKING:

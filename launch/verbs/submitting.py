@@ -12,11 +12,12 @@ import typer
 
 from app_agent.core.host import AppRecord
 from app_agent.core.spec import AppSpec
-from launch import exit_codes, preflight, spec
+from launch import preflight, spec
 from launch.client import NEXT_STEPS, Client, Until, ending, open_client
 from launch.faults import Fault, usage
 from launch.follow import follow_logs
 from launch.surface import answering, emit, note, say, wants_json
+from protocol import exit_codes
 
 PROGRAM = {"allow_interspersed_args": False}  # everything after the first word belongs to the user's program
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from launch import exit_codes
 from launch.faults import Fault
 from launch.surface import answering, emit, note, plural, say, wants_json
+from protocol import exit_codes
 
 # Not at the top, here and below: the world and its libraries take longer to import than most commands to run.
 if TYPE_CHECKING:
-    from simulator.faults.runs import Verdict
+    from simulator.faults.runs import WorldVerdict
 
 #: Who waits longer than this is shown how far it is, and then so often.
 PATIENCE_S = 2.0
@@ -51,7 +51,7 @@ def worlds(
             )
         seeds = range(seed, seed + count)
         progress = _Progress(count)
-        verdicts: list[Verdict] = []
+        verdicts: list[WorldVerdict] = []
         tell = note if as_json else say
         traced = (run_world(each, policy=policy, tell=tell) for each in seeds)
         for verdict in traced if trace else run_worlds(seeds, jobs=min(jobs or cores(), count), policy=policy):
@@ -70,12 +70,12 @@ def worlds(
             raise Fault(f"{plural(failed, 'world')} of {count} failed", code=exit_codes.FAILED, next_step=step)
 
 
-def failed_of(verdicts: list[Verdict]) -> list[Verdict]:
+def failed_of(verdicts: list[WorldVerdict]) -> list[WorldVerdict]:
     """Return the verdicts on worlds that failed."""
     return [verdict for verdict in verdicts if verdict.wrong]
 
 
-def _document(seed: int, figures: dict[str, Any], verdicts: list[Verdict]) -> dict[str, Any]:
+def _document(seed: int, figures: dict[str, Any], verdicts: list[WorldVerdict]) -> dict[str, Any]:
     failures = [
         {
             "seed": verdict.seed,
@@ -109,7 +109,7 @@ class _Progress:
         self._total = total
         self._next = time.monotonic() + PATIENCE_S
 
-    def show(self, verdicts: list[Verdict]) -> None:
+    def show(self, verdicts: list[WorldVerdict]) -> None:
         """Say so now and then, on a terminal."""
         if sys.stderr.isatty() and time.monotonic() >= self._next:
             self._next = time.monotonic() + PATIENCE_S

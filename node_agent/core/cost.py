@@ -1,8 +1,8 @@
-"""What an attempt costs: how long it has had its GPUs, and how much of that has to be done again if it ends now.
+"""The cost of an attempt: how long it has had its GPUs, and how much of that has to be done again if it ends now.
 
 The time in which it is parked does not count, neither between two turns nor after its lease. Times are ages of its
-process, which the machine knows: so they are right after a restart of the node agent, whatever its clock says then.
-What a node agent writes down changes only when the task gets its GPUs, gives them up or saves.
+process, which the node's kernel knows: so they are right after a restart of the node agent, even if its clock has been
+set since. The record that the node agent writes down changes only when the task gets its GPUs, gives them up or saves.
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ class Cost(Struct, frozen=True):
         return replace(self, before_s=self.ran_s(age_s), since_s=age_s if on else None)
 
     def saved(self, age_s: float, behind_s: float = 0.0) -> Cost:
-        """Return the cost of a task that has saved all but what it did in the last `behind_s`."""
+        """Return the cost of a task that has saved all but the work of the last `behind_s`."""
         return replace(self, saved_s=max(self.saved_s, self.ran_s(age_s) - behind_s))

@@ -1,7 +1,7 @@
-"""What a node agent's core is told by its own adapters, and what it asks of them.
+"""The events that a node agent's adapters tell its core, and the effects that it asks of them.
 
-Whatever an effect can fail at comes back as an event. Processes are numbers here and tasks are names: which process
-belongs to which task is found out by the adapters, which can look.
+Every failure of an effect comes back as an event. Processes are numbers here and tasks are names; the adapters, which
+can look, find out which process belongs to which task.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import AppId, GpuId, JobId, LaunchSpec, LogChunk, NodeId, StepSource, TaskId
 from protocol.worker import FromWorker, Order
 
-#: What to do about processes on a GPU under no lease. `exclude`: the GPU counts as used. `warn`: they are reported, and
-#: the GPU is used while all that is in use on it stays below what an idle one may show. `kill`: they are ended.
+#: The treatment of processes on a GPU under no lease. `exclude`: the GPU counts as used. `warn`: they are reported, and
+#: the GPU is used while its memory in use stays below that of an idle one. `kill`: they are ended.
 StrangersPolicy = Literal["warn", "exclude", "kill"]
 
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
 class NodeFacts(Struct, frozen=True):
-    """What a node agent knows of itself for as long as it runs.
+    """The facts that a node agent knows of itself for as long as it runs.
 
     A GPU counts as given back below `idle_bytes_max` plus `parked_bytes_max` for each worker suspended on it (its
     CUDA context stays). A suspended worker that keeps more for `park_proof_s` runs again and is not suspended that way
@@ -40,7 +40,7 @@ class NodeFacts(Struct, frozen=True):
     parked_bytes_max: int = 0
     hello_s: float = 15.0  #: a worker that has not said hello by then is treated as one that never will
     park_proof_s: float = 30.0
-    seats_max: int = 8  #: jobs that a GPU may be shared by, whatever a plan asks
+    seats_max: int = 8  #: jobs that may share a GPU, even if a plan asks for more
     host_bytes: int = 0  #: host memory that the state of parked workers may take; 0: not limited
     cpus: float = 0.0  #: CPU cores of the node; 0: unknown
     total_bytes: int = 0  #: host memory of the node; 0: unknown
@@ -54,9 +54,9 @@ class NodeFacts(Struct, frozen=True):
 
 
 class GpuProcess(Struct, frozen=True):
-    """A process on a GPU; `task` is whose, None for a stranger that runs under no lease.
+    """A process on a GPU, and its task; None for a stranger, which runs under no lease.
 
-    The rest is known of strangers alone: user (None: not to be seen from here, as in another container), start time,
+    The rest is known of strangers alone: user (None: not visible from here, as in another container), start time,
     whether it computes on the GPU or only draws, and whether it is a helper of the node agent itself.
     """
 
@@ -101,7 +101,7 @@ class TaskFailure(Struct, frozen=True):
 
 
 class HealthLedger(Struct, frozen=True):
-    """What must outlive the node agent about its GPUs: failures, when a job last finished on each, who is barred."""
+    """The record of its GPUs that must outlive the node agent: failures, last finishes, and those in quarantine."""
 
     failures: tuple[TaskFailure, ...] = ()
     finished: dict[GpuId, float] = {}
@@ -109,14 +109,14 @@ class HealthLedger(Struct, frozen=True):
 
 
 class WorkerNote(Struct, frozen=True):
-    """What must outlive the node agent about a worker, besides its process: written down at each change."""
+    """The record of a worker that must outlive the node agent: written down at each change."""
 
     hello: bool = False
     can_park: bool = False
     can_checkpoint: bool = False
     suspended: bool = False
     leaving: bool = False  #: it was told to save and leave: exit code 75 means preempted
-    ending: bool = False  #: it was told to end for good, or killed for a reason that `reason` gives
+    ending: bool = False  #: it was told to end for good, or killed; `reason` says why
     signalled: bool = False  #: it was sent SIGTERM or SIGKILL
     suspensions: int = 0
     step: int = -1
@@ -135,7 +135,7 @@ class WorkerNote(Struct, frozen=True):
 class AdoptedWorker(Struct, frozen=True):
     """A worker an earlier incarnation of this node agent had started. Its exit, if any, follows as `WorkerGone`.
 
-    `lived_s` is how old its process is, or was when it ended; None: nobody knows.
+    `lived_s` is how old its process is, or was when it ended; None: unknown.
     """
 
     task: TaskId
@@ -151,13 +151,13 @@ class AdoptedWorker(Struct, frozen=True):
 
 
 class Adopted(Struct, frozen=True, tag=True):
-    """Said once, first of all: the workers found alive or ended since. May be empty."""
+    """The workers found alive or ended since, perhaps none. This event comes once, before all others."""
 
     workers: tuple[AdoptedWorker, ...]
 
 
 class Sampled(Struct, frozen=True, tag=True):
-    """All GPUs were measured, and the measuring began after `TakeSample(mark)` was asked."""
+    """All GPUs were measured, and the measurement began after `TakeSample(mark)` was asked."""
 
     mark: int
     gpus: tuple[GpuSample, ...]
@@ -179,7 +179,7 @@ class WorkerStarted(Struct, frozen=True, tag=True):
 class StartFailed(Struct, frozen=True, tag=True):
     """The task's process was never started; `reason` is one sentence that names the mend.
 
-    It is to be tried `again` where that was not the task's fault: there was no room to write it down.
+    It is to be tried `again` where the task is not at fault: there was no room to write it down.
     """
 
     task: TaskId
@@ -188,13 +188,13 @@ class StartFailed(Struct, frozen=True, tag=True):
 
 
 class RecordsFailing(Struct, frozen=True, tag=True):
-    """What must outlive the node agent cannot be written down, for this reason; or it can again, if that is empty."""
+    """The records of the node agent cannot be written, for this reason; or they can again, if that is empty."""
 
     reason: str
 
 
 class WorkerSaid(Struct, frozen=True, tag=True):
-    """A training process of the task sent a line; `rank` is the one it said hello with."""
+    """A training process of the task, the rank `rank`, sent a line."""
 
     task: TaskId
     message: FromWorker
@@ -209,7 +209,7 @@ class WorkerDisconnected(Struct, frozen=True, tag=True):
 
 
 class WorkerGone(Struct, frozen=True, tag=True):
-    """The task's process and all it started are gone. `exit_code` and `signal` are None when nobody could see them.
+    """The task's process and all it started are gone. `exit_code` and `signal` are None if they were not seen.
 
     `finished` holds the metrics of a finish that the worker wrote down because no node agent listened, `diverged` the
     names of those that were no finite numbers.
@@ -219,7 +219,7 @@ class WorkerGone(Struct, frozen=True, tag=True):
     exit_code: int | None = None
     signal: int | None = None
     tail: str = ""  #: the last lines of its log
-    reason: str = ""  #: why nobody could see the exit
+    reason: str = ""  #: why the exit was not seen
     finished: dict[str, float] | None = None
     finished_step: int = -1  #: the last step it had made then
     unflushed: bool = False  #: it left a checkpoint in host memory; `Flushed` follows
@@ -246,7 +246,7 @@ class ProcessCheckpointed(Struct, frozen=True, tag=True):
 
 
 class Estimated(Struct, frozen=True, tag=True):
-    """The mini-batch time of a task that does not tell it, from a periodic signal; `step_s` 0: none was found."""
+    """The mini-batch time of a task that does not tell it, from a periodic signal; `step_s` 0: no period was found."""
 
     task: TaskId
     step_s: float
@@ -312,13 +312,13 @@ class RememberIncarnation(Struct, frozen=True, tag=True):
 
 
 class Complaint(Struct, frozen=True, tag=True):
-    """Tell the people who read the log; one sentence that names the mend."""
+    """Put a sentence that names the mend into the log, for an administrator."""
 
     sentence: str
 
 
 class RememberHealth(Struct, frozen=True, tag=True):
-    """Write down what is known of the GPUs, for the next incarnation."""
+    """Write down the record of the GPUs, for the next incarnation."""
 
     ledger: HealthLedger
 
@@ -367,7 +367,7 @@ class SignalWorker(Struct, frozen=True, tag=True):
 
 
 class NoteWorker(Struct, frozen=True, tag=True):
-    """Write down what a later incarnation must know of this worker."""
+    """Write down the record of this worker, for the next incarnation."""
 
     task: TaskId
     note: WorkerNote

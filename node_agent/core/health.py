@@ -1,18 +1,18 @@
-"""Which GPUs of this node are trusted, and what becomes of processes that use one under no lease.
+"""Which GPUs of this node are trusted, and how processes are treated that use one under no lease.
 
-Quarantine. A driver may call a GPU healthy on which nothing works. Then work fails there and goes on elsewhere: that
-is what counts: a task that failed after its first mini-batch, or as its GPU met an error, and whose job has got further
-on other GPUs of the node since. A script that cannot even begin says nothing of the GPU, nor does one that fails at the
-same step wherever it is. The ledger blames a GPU when that happened to at least two apps, and nobody finished there
-since. One app never blames a GPU, however often its jobs fail: Xid 13, 31 and 43 are mostly users' own mistakes. An app
-whose tasks failed so on other GPUs of the node too is no evidence, nor is anything while all that ends elsewhere on the
-node fails as well: then the node is sick, its storage say, and not the GPU. A job that finishes on the GPU clears its
-record.
+Quarantine. A driver may call a GPU healthy on which nothing works: tasks fail there and their jobs go on elsewhere. The
+evidence is a task that failed after its first mini-batch, or as its GPU met an error, and whose job has got further
+on other GPUs of the node since. A script that cannot even begin is no evidence against the GPU, nor is one that fails
+at the same step everywhere. The ledger blames a GPU with such evidence from at least two apps, if no job has finished
+there since. One app never blames a GPU, however often its jobs fail: Xid 13, 31 and 43 are mostly users' own mistakes.
+An app whose tasks failed so on other GPUs of the node too is no evidence. Neither is any failure while all tasks that
+end elsewhere on the node fail as well: then the node is sick, perhaps its storage, and not the GPU. A job that finishes
+on the GPU clears its record.
 
-Strangers. Whoever holds the policy `kill` has processes ended that nobody leased a GPU to. Only one that computes, that
-belongs to no system user and that was seen for `PATIENCE_S` is ended: SIGTERM, and SIGKILL `TERMINATE_S` later.
+Strangers. The policy `kill` ends processes that use a GPU under no lease: those that compute, belong to no system user
+and were seen for `PATIENCE_S`. They are sent SIGTERM, and SIGKILL `TERMINATE_S` later.
 
-Nothing here knows of tasks' states, measurements in doubt or leases; `agent.py` asks and tells.
+Nothing here knows of tasks' states, measurements in doubt or leases; the modules above ask and tell.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from node_agent.core.events import (
 )
 from protocol.messages import GpuId, GpuStatus, JobId, Outcome, device_of
 
-WINDOW_S = 24 * 3600.0  #: failures older than this blame nobody
+WINDOW_S = 24 * 3600.0  #: failures older than this blame no GPU
 ENDS_MAX = 8  #: of each GPU, the newest
 APPS_MIN = 2
 PATIENCE_S = 5.0  #: a stranger seen for less may be a process that is on its way out
@@ -47,7 +47,7 @@ MEND = "check it, then write its id into the file `unquarantine` in the node age
 
 
 class Stranger(Struct, frozen=True):
-    """What is being done about one: since when it is seen, when it was last signalled and how often, why it is not."""
+    """A process under no lease: its GPUs, since when it is seen, the signals it was sent, why it is `spared`."""
 
     gpus: tuple[GpuId, ...]
     seen_at: float
@@ -75,7 +75,7 @@ class Health:
         self._faults: dict[GpuId, tuple[float, str]] = {}
 
     def told(self, event: StrangerSpared | QuarantineLifted, now: float) -> None:
-        """Take in what an administrator or the adapter of processes says."""
+        """Take in the word of an administrator, or of the adapter that ends processes."""
         match event:
             case QuarantineLifted(gpus=gpus):
                 self.lift(gpus, now)
@@ -131,12 +131,12 @@ class Health:
         return sorted({gpu for failure in self._ledger.failures for gpu in failure.gpus})
 
     def _against(self, device: GpuId, now: float) -> list[TaskFailure]:
-        """Return the newest failures on `device` that nobody's finish has cleared and time has not."""
+        """Return the newest failures on `device` that neither a finished job nor time has cleared."""
         since = max(self._ledger.finished.get(device, 0.0), now - WINDOW_S)
         return [one for one in self._ledger.failures if device in one.gpus and one.at > since][-ENDS_MAX:]
 
     def _succeeded(self, job: JobId, devices: Sequence[GpuId], step: int | None, now: float) -> None:
-        """Note of a job's failures on other devices that it got further on these; without a `step`, to its end."""
+        """Mark a job's failures on other devices, as it got further on these; without a `step`, to its end."""
         failures = tuple(_or_went_on(failure, job, devices, step) for failure in self._ledger.failures)
         if failures == self._ledger.failures:
             return
@@ -189,13 +189,13 @@ class Health:
             self._strangers[key] = replace(self._strangers[key], spared=event.reason)
 
     def judged(self, status: GpuStatus) -> GpuStatus:
-        """Return a seat's status with what is known here of its device; the driver's own word comes first."""
+        """Return a seat's status with its quarantine and strangers; the driver's own word comes first."""
         barred = self.quarantine(status.gpu)
         told = barred or self.remark(status.gpu) if status.healthy else ""
         return replace(status, quarantined=bool(barred), detail=told or status.detail)
 
     def remark(self, gpu: GpuId) -> str:
-        """Say what there is to know of strangers on this seat's device, or return an empty string."""
+        """Say which strangers use this seat's device, or return an empty string."""
         told = [_told(pid, one) for (pid, _), one in sorted(self._strangers.items()) if device_of(gpu) in one.gpus]
         return "; ".join(told)
 
@@ -212,7 +212,7 @@ class Health:
         if process.helper:
             return "it is the node agent's own"
         if process.uid is None or not process.start_ticks:
-            return "it is not to be seen from here, perhaps in another container"
+            return "it is not visible from here, perhaps in another container"
         if not process.compute:
             return "it only draws"
         if process.uid < facts.strangers_uid_min:
@@ -232,7 +232,7 @@ def _devices(gpus: Iterable[GpuId]) -> tuple[GpuId, ...]:
 
 
 def _or_went_on(failure: TaskFailure, job: JobId, devices: Sequence[GpuId], step: int | None) -> TaskFailure:
-    """Return the failure, marked if this job has got further than that on these devices, which are all others."""
+    """Return the failure, marked if it is of this job, which has got further on these devices, all of them others."""
     further = failure.job == job and (step is None or step > failure.step)
     if failure.went_on or not further or not set(devices).isdisjoint(failure.gpus):
         return failure

@@ -1,4 +1,4 @@
-"""What a node agent knows of a task: a state is a class with its own data, and the table says what may follow what.
+"""A task as the node agent knows it: a state is a class with its own data, and a table holds the transitions.
 
 =============  =========================================================================================
 `Waiting`      has a lease; its GPUs are not proven free yet
@@ -21,7 +21,7 @@ from typing import Literal, assert_never
 from msgspec import Struct
 
 from node_agent.core.cost import Cost
-from node_agent.core.rank_sync import Gang
+from node_agent.core.rank_sync import Ranks
 from protocol.messages import (
     AppId,
     GpuId,
@@ -37,6 +37,8 @@ from protocol.messages import (
 )
 from protocol.worker import Order
 
+REASON_CHARS_MAX = 4000  #: of a sentence that travels every beat
+
 Rung = Literal["ordered", "probed", "terminated", "killed"]
 
 
@@ -45,11 +47,11 @@ class Ladder(Struct, frozen=True):
 
     rung: Rung
     deadline: float
-    order: Order | None = None  #: what was ordered, to be said again after a reconnect
+    order: Order | None = None  #: the order, to be repeated after a reconnect
 
 
 class Waiting(Struct, frozen=True):
-    """`obstacle` says what the task waits for."""
+    """`obstacle` says why the task waits."""
 
     obstacle: str = ""
 
@@ -76,13 +78,13 @@ class Suspending(Struct, frozen=True):
 
 
 class Suspended(Struct, frozen=True):
-    """Parked; must have given its memory back by `proof_by`, when that is looked at, and again from time to time."""
+    """Parked; must have given its memory back by `proof_by`, when that is checked, and again from time to time."""
 
     proof_by: float
     obstacle: str = ""  #: why it cannot be resumed although it should run
     retry_at: float = 0.0  #: it refused to resume; ask again then
     by_driver: bool = False  #: by the driver's checkpoint: it hears nothing
-    kept: str = ""  #: how much memory it has not given back, which is in the way of others and not in its own
+    kept: str = ""  #: how much memory it has not given back, which is in the way of other tasks and not in its own
 
 
 class Resuming(Struct, frozen=True):
@@ -93,7 +95,7 @@ class Resuming(Struct, frozen=True):
 
 
 class Vacating(Struct, frozen=True):
-    """Leaves; `reason` says why it had to be signalled, empty while it leaves by itself."""
+    """Leaves its GPUs; `reason` says why it had to be signalled, empty while it leaves by itself."""
 
     ladder: Ladder
     reason: str = ""
@@ -121,7 +123,7 @@ class Exited(Struct, frozen=True):
 
 State = Waiting | Starting | Loading | Running | Suspending | Suspended | Resuming | Vacating | Stopping | Exited
 
-#: What may follow what. A worker found by a new incarnation enters as Loading or Suspended.
+#: The states that may follow each state. A worker found by a new incarnation enters as Loading or Suspended.
 TRANSITIONS: dict[type[State], tuple[type[State], ...]] = {
     Waiting: (Starting, Exited),
     Starting: (Loading, Waiting, Exited),
@@ -137,7 +139,7 @@ TRANSITIONS: dict[type[State], tuple[type[State], ...]] = {
 
 
 class Facts(Struct, frozen=True):
-    """What the worker said of itself."""
+    """The newest that the worker said of itself, and the measurements of it."""
 
     hello: bool = False
     connected: bool = False
@@ -153,7 +155,7 @@ class Facts(Struct, frozen=True):
     signalled: bool = False
     finished: bool = False
     suspensions: int = 0
-    refused: tuple[str, ...] = ()  #: orders it refused in this attempt to move it
+    refused: tuple[str, ...] = ()  #: methods that it refused in this attempt
     refusal: str = ""  #: why it refused the last of them
     metrics: dict[str, float] = {}
     diverged: tuple[str, ...] = ()  #: metrics whose newest value is no finite number
@@ -161,8 +163,8 @@ class Facts(Struct, frozen=True):
     source: StepSource = "unknown"  #: of `step_s`
     confidence: float = 0.0
     utilisation: float | None = None
-    state_bytes: int = 0  #: what parking would move
-    arena_bytes: int = 0  #: host memory that is ready for it
+    state_bytes: int = 0  #: of the state that parking would move
+    arena_bytes: int = 0  #: of the host memory that is ready for it
     arena_asked: int = 0
     peak_bytes: int = 0
     trough_bytes: int = 0
@@ -188,13 +190,13 @@ class Task(Struct, frozen=True):
     preempt_by: PreemptBy = "auto"
     reason: str = ""
     named: bool = True
-    complaint: str = ""  #: what is wrong with the order, for the status
+    complaint: str = ""  #: why its order cannot be obeyed, for the status
     facts: Facts = Facts()
     priority: int = 0
-    gang: Gang = Gang()
+    ranks: Ranks = Ranks()
     began_at: float | None = None  #: when its process began, UNIX seconds; None: it has had none
     reseated: bool = False  #: on other seats of its GPUs than it was started on
-    given_up: bool = False  #: parked, and its seats were reported empty under no lease: they may be another's by now
+    given_up: bool = False  #: parked, and its seats were reported empty under no lease: another task may have them now
 
     @property
     def devices(self) -> frozenset[GpuId]:
@@ -214,7 +216,7 @@ class Task(Struct, frozen=True):
 
     @property
     def has_gpus(self) -> bool:
-        """Whether its process is on its GPUs, which it pays for with its time."""
+        """Whether its process is on its GPUs: that time counts as cost."""
         return self.occupies and not isinstance(self.state, Starting | Exited)
 
     def age_s(self, now: float) -> float:
@@ -223,7 +225,7 @@ class Task(Struct, frozen=True):
 
     @property
     def deadline(self) -> float | None:
-        """When something must be done if nothing happens, UNIX seconds."""
+        """When to act on the task if no news comes, UNIX seconds."""
         match self.state:
             case (
                 Suspending(ladder=ladder) | Resuming(ladder=ladder) | Vacating(ladder=ladder) | Stopping(ladder=ladder)

@@ -3,7 +3,7 @@
 Two tasks of one GPU each, on the same device, are tried together once each has been measured alone and their peaks fit:
 the one with the lowest utilisation joins the one with the next lowest (Gandiva, section 3.3). Both are measured over
 `pack_steps` mini-batches. They stay together if the sum of their step rates, each against its own rate alone, reaches
-`pack_gain_min`; time-slicing gives 1 at best. What was found out is remembered for the pair of jobs, either way.
+`pack_gain_min`; time-slicing gives 1 at best. The gain of a pair of jobs is remembered, high or low.
 
 *Source:* PAPERS.md section 2; the bound of 1.05 is that of findings on GPU mechanisms 1.3.
 """
@@ -21,15 +21,15 @@ from protocol.messages import GpuId, JobId, TaskId
 SLACK_SHARE = 0.05
 #: Before a step time is known: when to ask how far a task is.
 ASK_AGAIN_S = 1.0
-#: A turn may end before all is counted, so a task is asked this often.
+#: A turn may end before all mini-batches are counted, so a task is asked this often.
 ASK_S_MAX = 10.0
-#: A try that has not come to `pack_steps` mini-batches by then, in multiples of what they took alone, is not worth it.
+#: Multiples of the time that `pack_steps` mini-batches take alone; a pair that needs longer for them is parted.
 PATIENCE = 4.0
 
 Pair = frozenset[JobId]
 
 
-class Able(Struct, frozen=True):
+class Candidate(Struct, frozen=True):
     """A task on one device that may be packed, as measured. Bytes of GPU memory; `utilisation` 0 to 1."""
 
     task: TaskId
@@ -42,7 +42,7 @@ class Able(Struct, frozen=True):
 
 
 class Gauge(Struct, frozen=True):
-    """Mini-batches counted over the turns of a task: in this one from (`step`, `at`) to (`last`, `last_at`)."""
+    """Mini-batches counted over the turns of a task: in the present one from (`step`, `at`) to (`last`, `last_at`)."""
 
     step: int
     at: float
@@ -53,7 +53,7 @@ class Gauge(Struct, frozen=True):
 
     @property
     def steps(self) -> int:
-        """Mini-batches in all turns."""
+        """The number of mini-batches in all turns."""
         return self.before + self.last - self.step
 
     @property
@@ -62,14 +62,14 @@ class Gauge(Struct, frozen=True):
         return self.before_s + self.last_at - self.at
 
 
-class Trial(Struct, frozen=True):
-    """Two tasks that run together, to see whether it pays, since both run."""
+class Pairing(Struct, frozen=True):
+    """Two tasks that run together; without a `gain` they are still being tried, until `until` at most."""
 
     tasks: tuple[TaskId, TaskId]
     pair: Pair
     until: float
     rates: tuple[tuple[TaskId, float], ...] = ()
-    gain: float | None = None  #: None: not yet known
+    gain: float | None = None  #: the sum of their normalised rates; None: not known yet
 
 
 class Packs:
@@ -89,52 +89,52 @@ class Packs:
         self._steps, self._gain_min, self._context_bytes = steps, gain_min, context_bytes
         self._alone: dict[TaskId, float] = {}
         self._gauges: dict[TaskId, Gauge] = {}
-        self._fresh: set[TaskId] = set()  #: their turn has begun and they have not said how far they are
+        self._fresh: set[TaskId] = set()  #: tasks in a new turn that have not said their step in it yet
         self._verdicts: dict[TaskId, str] = {}
         self._asked_at: dict[TaskId, float] = {}
-        self._trials: dict[TaskId, Trial] = {}  #: by either task
+        self._pairings: dict[TaskId, Pairing] = {}  #: each under both of its tasks
         self._met: set[frozenset[TaskId]] = set()
-        self.found: dict[Pair, float] = {}  #: what was measured, by pair of jobs
+        self.found: dict[Pair, float] = {}  #: the gain of each pair of jobs that was tried
 
-    # --- what follows from it ---------------------------------------------------------------------------------------
+    # --- answers ---------------------------------------------------------------------------------------------------
 
     def partner(self, task: TaskId) -> TaskId | None:
         """Return the task that runs together with `task`."""
-        trial = self._trials.get(task)
-        return None if trial is None else next(other for other in trial.tasks if other != task)
+        pairing = self._pairings.get(task)
+        return None if pairing is None else next(other for other in pairing.tasks if other != task)
 
     def met(self, one: TaskId, other: TaskId) -> bool:
         """Whether these two were ever let run together."""
         return frozenset((one, other)) in self._met
 
     def remark(self, task: TaskId) -> str:
-        """Say in a sentence what is known of `task` and its partner."""
-        trial = self._trials.get(task)
-        if trial is None:
+        """Say in a sentence how `task` and its partner get on."""
+        pairing = self._pairings.get(task)
+        if pairing is None:
             return self._verdicts.get(task, "")
-        if trial.gain is None:
+        if pairing.gain is None:
             return f"tried together with {self.partner(task)} on one GPU"
-        return f"together with {self.partner(task)} the two make {trial.gain:.2f} times the progress of turns"
+        return f"together with {self.partner(task)} the two make {pairing.gain:.2f} times the progress of turns"
 
     # --- news -------------------------------------------------------------------------------------------------------
 
     def meet(self, one: TaskId, other: TaskId) -> None:
-        """These two were found running together."""
+        """Note that these two were found running together."""
         self._met.add(frozenset((one, other)))
 
     def resume(self, task: TaskId) -> None:
-        """A turn of this task begins: go on counting from what it says next."""
+        """Begin a turn of this task: go on counting from the next step that it says."""
         self._fresh.add(task)
         self._asked_at.pop(task, None)
 
     def restart(self, tasks: Iterable[TaskId]) -> None:
-        """What ran with whom has changed for these: count anew."""
+        """Count anew for these tasks, as other tasks run beside them now."""
         for task in tasks:
             self._gauges.pop(task, None)
             self._asked_at.pop(task, None)
 
     def progressed(self, task: TaskId, step: int, now: float) -> None:
-        """Take in how far a running task is."""
+        """Take in the step of a running task."""
         gauge = self._gauges.get(task)
         if gauge is None or step < gauge.last:
             gauge = Gauge(step, now, step, now)
@@ -149,19 +149,21 @@ class Packs:
             self._gauges[task] = Gauge(step, now, step, now)
 
     def _measured(self, task: TaskId, rate: float) -> None:
-        trial = self._trials.get(task)
-        if trial is None:
+        pairing = self._pairings.get(task)
+        if pairing is None:
             self._alone[task] = rate
-        elif trial.gain is None:
-            self._put(replace(trial, rates=(*(each for each in trial.rates if each[0] != task), (task, rate))))
+        elif pairing.gain is None:
+            self._put(replace(pairing, rates=(*(each for each in pairing.rates if each[0] != task), (task, rate))))
 
     def forget(self, present: Collection[TaskId]) -> list[TaskId]:
         """Forget tasks that are gone; return those that lost their partner."""
         widowed = [
-            task for task, trial in self._trials.items() if task in present and not set(trial.tasks) <= set(present)
+            task
+            for task, pairing in self._pairings.items()
+            if task in present and not set(pairing.tasks) <= set(present)
         ]
-        for task in [task for task, trial in self._trials.items() if not set(trial.tasks) <= set(present)]:
-            del self._trials[task]
+        for task in [task for task, pairing in self._pairings.items() if not set(pairing.tasks) <= set(present)]:
+            del self._pairings[task]
         self._fresh &= set(present)
         for known in (self._alone, self._gauges, self._asked_at, self._verdicts):
             for task in [task for task in known if task not in present]:
@@ -170,24 +172,24 @@ class Packs:
         return widowed
 
     def part(self, task: TaskId) -> None:
-        """Let `task` and its partner take turns again, for a reason of their own."""
-        trial = self._trials.get(task)
-        if trial is not None:
-            for each in trial.tasks:
-                self._trials.pop(each, None)
-            self.restart(trial.tasks)
+        """Let `task` and its partner take turns again."""
+        pairing = self._pairings.get(task)
+        if pairing is not None:
+            for each in pairing.tasks:
+                self._pairings.pop(each, None)
+            self.restart(pairing.tasks)
 
     def stop(self) -> None:
-        """Let all take turns again: pairs are not wanted any more."""
-        for task in list(self._trials):
+        """Let all pairs take turns again."""
+        for task in list(self._pairings):
             self.part(task)
 
     # --- decisions --------------------------------------------------------------------------------------------------
 
     def ask(self, task: TaskId, step_s: float, now: float) -> bool:
-        """Whether a running task should say now how far it is, so that its rate becomes known."""
-        trial = self._trials.get(task)
-        known = task in self._alone if trial is None else trial.gain is not None or task in dict(trial.rates)
+        """Whether a running task should say its step now, so that its rate becomes known."""
+        pairing = self._pairings.get(task)
+        known = task in self._alone if pairing is None else pairing.gain is not None or task in dict(pairing.rates)
         if known or now < self._asked_at.get(task, now):
             return False
         gauge = self._gauges.get(task)
@@ -197,41 +199,45 @@ class Packs:
         return True
 
     def deadline(self, running: Collection[TaskId]) -> float | None:
-        """Return when to look again, if anything is being measured of these."""
+        """Return when to look again, if the rate of any of these is being measured."""
         times = [at for task, at in self._asked_at.items() if task in running and self._wants(task)]
-        times += [trial.until for trial in self._trials.values() if trial.gain is None]
+        times += [pairing.until for pairing in self._pairings.values() if pairing.gain is None]
         return min(times, default=None)
 
     def _wants(self, task: TaskId) -> bool:
-        trial = self._trials.get(task)
-        return task not in self._alone if trial is None else trial.gain is None and task not in dict(trial.rates)
+        pairing = self._pairings.get(task)
+        return task not in self._alone if pairing is None else pairing.gain is None and task not in dict(pairing.rates)
 
-    def judge(self, now: float) -> list[tuple[Trial, bool]]:
-        """Return the tries that are decided by now, each with whether the two stay together; others go on."""
+    def judge(self, now: float) -> list[tuple[Pairing, bool]]:
+        """Return the pairs that are judged by now, each with whether it stays together; others go on."""
         decided = []
-        for trial in sorted(
-            {trial.tasks: trial for trial in self._trials.values() if trial.gain is None}.values(), key=_name
+        for pairing in sorted(
+            {pairing.tasks: pairing for pairing in self._pairings.values() if pairing.gain is None}.values(), key=_name
         ):
-            rates = dict(trial.rates)
-            if len(rates) == len(trial.tasks) or now >= trial.until:
-                gain = sum(rates.get(task, 0.0) / self._alone[task] for task in trial.tasks)
+            rates = dict(pairing.rates)
+            if len(rates) == len(pairing.tasks) or now >= pairing.until:
+                gain = sum(rates.get(task, 0.0) / self._alone[task] for task in pairing.tasks)
                 stays = gain >= self._gain_min
-                self.found[trial.pair] = gain
-                trial = replace(trial, gain=gain)  # noqa: PLW2901 - what is known of it by now
-                self._put(trial)
+                self.found[pairing.pair] = gain
+                pairing = replace(pairing, gain=gain)  # noqa: PLW2901 - the same pairing, judged
+                self._put(pairing)
                 if not stays:
-                    one, other = trial.tasks
+                    one, other = pairing.tasks
                     for task, beside in ((one, other), (other, one)):
                         self._verdicts[task] = (
                             f"beside {beside} the two made only {gain:.2f} times the progress of turns"
                         )
                     self.part(one)
-                decided.append((trial, stays))
+                decided.append((pairing, stays))
         return decided
 
-    def candidate(self, able: Sequence[Able], memory_bytes: int, now: float) -> Trial | None:
-        """Return a pair to try on a device, of those that want it; None if there is none worth trying."""
-        free = [each for each in able if each.task not in self._trials and each.task in self._alone and each.peak_bytes]
+    def pair_to_try(self, candidates: Sequence[Candidate], memory_bytes: int, now: float) -> Pairing | None:
+        """Return a pair of these candidates to try on a device; None if no pair is worth it."""
+        free = [
+            each
+            for each in candidates
+            if each.task not in self._pairings and each.task in self._alone and each.peak_bytes
+        ]
         free.sort(key=lambda each: (each.utilisation, each.task))
         for index, one in enumerate(free):
             for other in free[index + 1 :]:
@@ -239,41 +245,41 @@ class Packs:
                 if pair in self.found or one.priority != other.priority or not (one.running or other.running):
                     continue
                 if self._fits(one, other, memory_bytes):
-                    return Trial((one.task, other.task), pair, self._until((one.task, other.task), now))
+                    return Pairing((one.task, other.task), pair, self._until((one.task, other.task), now))
         return None
 
     def contexts_bytes(self, processes: int) -> int:
-        """Return what so many processes take of a device while they are parked."""
+        """Return the memory that so many parked processes take of a device."""
         return processes * self._context_bytes
 
-    def _fits(self, one: Able, other: Able, memory_bytes: int) -> bool:
+    def _fits(self, one: Candidate, other: Candidate, memory_bytes: int) -> bool:
         needed = one.peak_bytes + other.peak_bytes + 2 * self._context_bytes
         return needed <= (1.0 - SLACK_SHARE) * memory_bytes
 
-    def begin(self, trial: Trial) -> None:
+    def begin(self, pairing: Pairing) -> None:
         """Let the two run together from now on."""
-        self._met.add(frozenset(trial.tasks))
-        self._put(trial)
-        self.restart(trial.tasks)
+        self._met.add(frozenset(pairing.tasks))
+        self._put(pairing)
+        self.restart(pairing.tasks)
 
     def rebase(self, task: TaskId, now: float) -> None:
-        """Both of a try run now: time it from here."""
-        trial = self._trials.get(task)
-        if trial is not None and trial.gain is None:
-            self._put(replace(trial, rates=(), until=self._until(trial.tasks, now)))
-            self.restart(trial.tasks)
+        """Both tasks of a pair that is tried run now: time it from here."""
+        pairing = self._pairings.get(task)
+        if pairing is not None and pairing.gain is None:
+            self._put(replace(pairing, rates=(), until=self._until(pairing.tasks, now)))
+            self.restart(pairing.tasks)
 
     def _until(self, tasks: Iterable[TaskId], now: float) -> float:
         return now + PATIENCE * max(self._steps / self._alone[task] for task in tasks) + ASK_S_MAX
 
-    def cap_bytes(self, one: Able, other: Able, memory_bytes: int) -> int:
-        """Return what `one` may take of the device: its peak, and half of what both leave free."""
+    def cap_bytes(self, one: Candidate, other: Candidate, memory_bytes: int) -> int:
+        """Return the memory that `one` may take of the device: its peak, and half of the rest."""
         spare = (1.0 - SLACK_SHARE) * memory_bytes - one.peak_bytes - other.peak_bytes - 2 * self._context_bytes
         return one.peak_bytes + max(0, int(spare / 2))
 
-    def _put(self, trial: Trial) -> None:
-        self._trials.update(dict.fromkeys(trial.tasks, trial))
+    def _put(self, pairing: Pairing) -> None:
+        self._pairings.update(dict.fromkeys(pairing.tasks, pairing))
 
 
-def _name(trial: Trial) -> tuple[TaskId, TaskId]:
-    return trial.tasks
+def _name(pairing: Pairing) -> tuple[TaskId, TaskId]:
+    return pairing.tasks

@@ -1,12 +1,12 @@
 """When a GPU counts as empty: the proof of release, and the fence before a start or a resume.
 
-A measurement proves something only if it began after the last worker had left the GPU or reported itself parked. To
-restore a worker into memory that is not free yet is fatal (out of memory at best, a bricked process with the driver's
-own checkpoints), so nothing here is optimistic. Marks count those departures; a sample carries the newest mark asked
-for before it began, so that no clock is compared with another.
+A measurement is a proof only if it began after the last worker had left the GPU or reported itself parked. Restoring a
+worker into memory that is not free yet is fatal (out of memory at best, a bricked process with the driver's own
+checkpoints), so nothing here is optimistic. Marks count those departures; a sample carries the newest mark asked for
+before it began, so that no clock is compared with another.
 
-On a device with several seats, a seat is empty when nothing of its own is left there; to start or to resume takes the
-whole device, but for a task that is to run beside this one.
+On a device with several seats, a seat is empty when nothing of its own task is left there. Starting or resuming takes
+the whole device, but for a task that is to run beside this one.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ class Gpus:
         self._samples = dict(sorted({**here, **gone}.items()))
 
     def failed(self, reason: str) -> None:
-        """Nothing is proven until the next measurement."""
+        """Take in that a measurement failed: nothing is proven until the next one."""
         self._blind = reason
 
     def touch(self, gpus: Iterable[GpuId]) -> None:
-        """A worker left these GPUs just now: what was measured before proves nothing."""
+        """Note that a worker left these GPUs just now: an earlier measurement proves nothing."""
         self._mark += 1
         self._touched.update(dict.fromkeys(gpus, self._mark))
         self._plain = self._plain and not any("+" in gpu for gpu in self._touched)
 
     def lost(self) -> Mapping[GpuId, str]:
-        """Return the GPUs that are gone, each with what is known of it."""
+        """Return the GPUs that are gone, each with the detail of its last sample."""
         return {gpu: sample.detail for gpu, sample in self._samples.items() if sample.lost}
 
     def overdrawn(self) -> list[GpuSample]:
-        """Return the GPUs on which more memory is used than there is (virtual ones; a real one refuses)."""
+        """Return the GPUs with more memory in use than they have (virtual ones; a real one refuses)."""
         return [sample for sample in self._samples.values() if sample.used_bytes > sample.memory_bytes]
 
     def obstacle(self, gpu: GpuId, tasks: Mapping[TaskId, Task], *, awaited: Collection[TaskId] = ()) -> str:
@@ -88,7 +88,7 @@ class Gpus:
         return self._occupied(sample, self._on(sample.gpu, tasks))
 
     def obstacle_to(self, task: Task, tasks: Mapping[TaskId, Task], *, beside: TaskId | None = None) -> str:
-        """Say why `task` may not use its devices now, alone or with who runs `beside` it; or return an empty string."""
+        """Say why `task` may not use its devices now, alone or with the task `beside` it; or return an empty string."""
         return next(filter(None, (self._held_against(task, gpu, tasks, beside) for gpu in task.gpus)), "")
 
     def _held_against(self, task: Task, gpu: GpuId, tasks: Mapping[TaskId, Task], beside: TaskId | None) -> str:
@@ -120,7 +120,7 @@ class Gpus:
         return [task for task in tasks.values() if device in task.devices]
 
     def _occupied(self, sample: GpuSample, here: Sequence[Task]) -> str:
-        """Say what a fresh sample shows on a device besides the workers that should be using it."""
+        """Say which use of a device a fresh sample shows besides that of its workers, or return an empty string."""
         return self._used_by(sample, here) or self._withheld(sample, here)
 
     def _used_by(self, sample: GpuSample, here: Sequence[Task]) -> str:
@@ -128,14 +128,14 @@ class Gpus:
         strangers = [process.pid for process in sample.processes if process.task is None]
         if strangers and self._facts.strangers != "warn":
             return f"{sample.gpu} is used by a process under no lease: pid {strangers[0]}"
-        ghosts = [process for process in sample.processes if process.task not in ours | {None}]
-        return f"{sample.gpu} still has process {ghosts[0].pid} of task {ghosts[0].task}" if ghosts else ""
+        leftovers = [process for process in sample.processes if process.task not in ours | {None}]
+        return f"{sample.gpu} still has process {leftovers[0].pid} of task {leftovers[0].task}" if leftovers else ""
 
     def _withheld(self, sample: GpuSample, here: Sequence[Task]) -> str:
         return f"the memory of {sample.gpu} is not given back yet" if self._withheld_bytes(sample, here) else ""
 
     def _withheld_bytes(self, sample: GpuSample, here: Sequence[Task]) -> int:
-        """Return what is used of a device on which nobody runs, beyond what parked workers may keep together."""
+        """Return the memory in use on a device without a running task, beyond the shares of its parked workers."""
         if any(task.occupies for task in here):
             return 0
         parked = sum(isinstance(task.state, Suspended) for task in here)
@@ -144,8 +144,8 @@ class Gpus:
     def kept_by(self, task: Task, tasks: Mapping[TaskId, Task]) -> str:
         """Say how much memory `task`, though parked, was found with beyond a parked worker's share, if it may not.
 
-        It may while it has a lease and its GPU is used or empty all the same. What no process is shown with was kept by
-        who left the device last.
+        It may while it has a lease and its GPU is used or empty all the same. Memory that no process is shown with was
+        kept by the task that left the device last.
         """
         for gpu in task.gpus:
             sample = self._samples.get(device_of(gpu))
@@ -161,7 +161,7 @@ class Gpus:
         return ""
 
     def _left_last(self, gpu: GpuId) -> bool:
-        """Whether nobody has left a seat of the same device later than the last of `gpu` did."""
+        """Whether no other seat of the same device was left later than `gpu`."""
         marks = [mark for each, mark in self._touched.items() if device_of(each) == device_of(gpu)]
         return self._touched.get(gpu, 0) == max(marks, default=0)
 
@@ -170,11 +170,6 @@ class Gpus:
         sample = self._samples.get(device)
         return 0 if sample is None else sample.memory_bytes
 
-    def utilisation(self, device: GpuId) -> float | None:
-        """Return the share of recent time in which a device worked, if that is known."""
-        sample = self._samples.get(device)
-        return None if sample is None else sample.utilisation
-
     def heaviest(self, device: GpuId, tasks: Iterable[Task]) -> Task | None:
         """Return the task that uses most of `device` among those that are not parked."""
         processes = self._samples[device].processes
@@ -182,7 +177,7 @@ class Gpus:
         return max(using, key=lambda task: (sum(_bytes_of(task.id, processes)), task.id), default=None)
 
     def statuses(self, tasks: Mapping[TaskId, Task], awaited: Collection[TaskId] = ()) -> tuple[GpuStatus, ...]:
-        """Return every seat for the report, with or without its proof of release."""
+        """Return the status of every seat, with or without its proof of release."""
         used = {gpu for task in tasks.values() for gpu in task.gpus if gpu not in self._samples}
         return tuple(
             self._status(sample, gpu, tasks, awaited)
@@ -209,7 +204,7 @@ class Gpus:
 
 
 def _seats(device: GpuId, count: int, used: Collection[GpuId]) -> list[GpuId]:
-    """Return the seats of a device: those that are to be there, and others that are still used."""
+    """Return the seats of a device: `count` of them, and others that are still used."""
     seats = [seat(device, number) for number in range(count)]
     return seats + sorted(gpu for gpu in used if device_of(gpu) == device and gpu not in seats)
 

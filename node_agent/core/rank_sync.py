@@ -1,10 +1,11 @@
-"""The training processes of one task stop at the same step: two phases, no collective, no cost per step.
+"""The ranks of one task, its training processes, stop at the same step: two phases, no collective, no cost per step.
 
-A rank that stopped alone would leave the others waiting in a collective. So all are first told to `hold` at a step that
-none has reached; each answers at once whether it will stand there. Only when all will is the order itself given, for
-that step; if one was late, all get a later step before anybody has parked. A task of one process is told directly.
+A rank that stopped alone would leave the others waiting in a collective. So all ranks are first told to `hold` at a
+step that none has reached; each answers at once whether it will stand there. The order itself is given once all will,
+for that step. If one was late, all get a later step before any of them has parked. A task of one rank is told directly.
 
-Upwards all of this looks like one worker: `heard` answers what a single process would have said, or nothing yet.
+To the rest of the node agent this looks like one worker: `heard` returns the line that a single process would have
+said, or nothing yet.
 
 *Source:* findings on GPU mechanisms 3.3; Gavel and Determined agree by a barrier or a broadcast instead.
 """
@@ -34,11 +35,11 @@ from protocol.worker import (
     Suspended,
 )
 
-#: Steps between the furthest rank, as far as is known, and where all are to stand.
+#: Steps between the furthest rank, as far as is known, and the step at which all are to stand.
 AHEAD_STEPS = 2
-#: What is known of a rank's step may be so old (its progress comes every quarter of a second).
+#: The last known step of a rank may be so old (its progress comes every quarter of a second).
 STALE_S = 0.5
-#: While nobody has said how long a step takes.
+#: The same, while no rank has said how long a step takes.
 AHEAD_STEPS_BLIND = 20
 
 TOGETHER = frozenset({"suspend", "leave", "save"})
@@ -46,7 +47,7 @@ NextSeq = Callable[[], int]
 
 
 class Holding(Struct, frozen=True):
-    """Phase 1: all are to stand at the end of `at_step`; `ready` are the ranks that will."""
+    """Phase 1: all ranks are to stand at the end of `at_step`; `ready` are those that will."""
 
     wish: Order
     seq: int
@@ -56,7 +57,7 @@ class Holding(Struct, frozen=True):
 
 
 class Doing(Struct, frozen=True):
-    """Phase 2, or an order that needs no step in common: `answers` so far, by rank."""
+    """Phase 2, or an order that needs no common step: `answers` so far, by rank."""
 
     wish: Order
     seq: int
@@ -64,8 +65,8 @@ class Doing(Struct, frozen=True):
     answers: Mapping[int, FromWorker] = {}
 
 
-class Gang(Struct, frozen=True):
-    """The training processes of a task, as last heard of."""
+class Ranks(Struct, frozen=True):
+    """The ranks of a task, as last heard of."""
 
     world: int = 1
     hellos: Mapping[int, Hello] = {}  #: of those connected now
@@ -74,107 +75,107 @@ class Gang(Struct, frozen=True):
 
     @property
     def complete(self) -> bool:
-        """Whether all its processes are connected."""
+        """Whether all ranks are connected."""
         return len(self.hellos) >= self.world
 
     @property
     def step(self) -> int:
-        """The furthest step that is known of any."""
+        """The furthest step that is known of any rank."""
         steps = [line.step for line in self.hellos.values()] + [line.step for line in self.news.values()]
         return max(steps, default=-1)
 
 
-def ask(gang: Gang, wish: Order, next_seq: NextSeq) -> tuple[Gang, list[Order]]:
-    """Begin to have `wish` obeyed; return what to tell all ranks."""
-    if gang.world == 1:
-        return gang, [wish]
+def ask(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
+    """Begin to have `wish` obeyed; return the orders for all ranks."""
+    if ranks.world == 1:
+        return ranks, [wish]
     if wish.do not in TOGETHER:
         doing = Doing(wish, wish.seq)
-        return replace(gang, phase=doing if wish.do in ("resume", "probe") else gang.phase), [wish]
-    return _hold(gang, wish, _ahead(gang), next_seq)
+        return replace(ranks, phase=doing if wish.do in ("resume", "probe") else ranks.phase), [wish]
+    return _hold(ranks, wish, _ahead(ranks), next_seq)
 
 
-def heard(gang: Gang, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple[Gang, list[Order], FromWorker | None]:
-    """Take a rank's line in; return what to tell all ranks now, and what the task as a whole says, if anything."""
+def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
+    """Take a rank's line in; return the orders for all ranks, and the line of the task as a whole, if it says one."""
     if isinstance(line, Hello):
-        gang = replace(gang, world=line.world, hellos={**gang.hellos, rank: line})
-    if gang.world == 1:
-        return gang, [], line
+        ranks = replace(ranks, world=line.world, hellos={**ranks.hellos, rank: line})
+    if ranks.world == 1:
+        return ranks, [], line
     match line:
         case Hello():
-            return _greeted(gang, next_seq)
+            return _greeted(ranks, next_seq)
         case Progress():
-            gang = replace(gang, news={**gang.news, rank: line})
-            return gang, [], _progress(gang) if len(gang.news) >= gang.world else None
+            ranks = replace(ranks, news={**ranks.news, rank: line})
+            return ranks, [], _progress(ranks) if len(ranks.news) >= ranks.world else None
         case Ready() | Late():
-            return *_promised(gang, rank, line, next_seq), None
+            return *_promised(ranks, rank, line, next_seq), None
         case Finished():
-            return gang, [], line
+            return ranks, [], line
         case Refused():
-            return _refused(gang, line, next_seq)
+            return _refused(ranks, line, next_seq)
         case _:
-            return _answered(gang, rank, line)
+            return _answered(ranks, rank, line)
 
 
-def parted(gang: Gang, rank: int) -> Gang:
-    """Return the gang without the connection of that rank; it may come back."""
-    return replace(gang, hellos={each: hello for each, hello in gang.hellos.items() if each != rank})
+def parted(ranks: Ranks, rank: int) -> Ranks:
+    """Return the ranks without the connection of this one; it may come back."""
+    return replace(ranks, hellos={each: hello for each, hello in ranks.hellos.items() if each != rank})
 
 
 # --- phase 1 --------------------------------------------------------------------------------------------------------
 
 
-def _ahead(gang: Gang) -> int:
-    step_s = max((line.step_s for line in gang.news.values()), default=0.0)
+def _ahead(ranks: Ranks) -> int:
+    step_s = max((line.step_s for line in ranks.news.values()), default=0.0)
     return AHEAD_STEPS + math.ceil(STALE_S / step_s) if step_s > 0 else AHEAD_STEPS_BLIND
 
 
-def _hold(gang: Gang, wish: Order, ahead: int, next_seq: NextSeq) -> tuple[Gang, list[Order]]:
-    seq, at_step = next_seq(), gang.step + ahead
-    held = replace(gang, phase=Holding(wish, seq, at_step, ahead))
+def _hold(ranks: Ranks, wish: Order, ahead: int, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
+    seq, at_step = next_seq(), ranks.step + ahead
+    held = replace(ranks, phase=Holding(wish, seq, at_step, ahead))
     return held, [Order("hold", wish.gen, seq, at_step=at_step)]
 
 
-def _promised(gang: Gang, rank: int, line: Ready | Late, next_seq: NextSeq) -> tuple[Gang, list[Order]]:
-    phase = gang.phase
+def _promised(ranks: Ranks, rank: int, line: Ready | Late, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
+    phase = ranks.phase
     if not isinstance(phase, Holding) or line.seq != phase.seq:
-        return gang, []
+        return ranks, []
     if isinstance(line, Late):
-        known = gang.news.get(rank)
+        known = ranks.news.get(rank)
         if known is not None and line.step > known.step:
-            gang = replace(gang, news={**gang.news, rank: replace(known, step=line.step)})
-        behind = max(0, line.step - gang.step)
-        return _hold(gang, phase.wish, 2 * phase.ahead + behind, next_seq)
+            ranks = replace(ranks, news={**ranks.news, rank: replace(known, step=line.step)})
+        behind = max(0, line.step - ranks.step)
+        return _hold(ranks, phase.wish, 2 * phase.ahead + behind, next_seq)
     ready = phase.ready | {rank}
-    if len(ready) < gang.world:
-        return replace(gang, phase=replace(phase, ready=ready)), []
+    if len(ready) < ranks.world:
+        return replace(ranks, phase=replace(phase, ready=ready)), []
     seq = next_seq()
     doing = Doing(phase.wish, seq, phase.at_step)
-    return replace(gang, phase=doing), [replace(phase.wish, seq=seq, at_step=phase.at_step)]
+    return replace(ranks, phase=doing), [replace(phase.wish, seq=seq, at_step=phase.at_step)]
 
 
 # --- phase 2 --------------------------------------------------------------------------------------------------------
 
 
-def _answered(gang: Gang, rank: int, line: FromWorker) -> tuple[Gang, list[Order], FromWorker | None]:
-    phase = gang.phase
+def _answered(ranks: Ranks, rank: int, line: FromWorker) -> tuple[Ranks, list[Order], FromWorker | None]:
+    phase = ranks.phase
     assert isinstance(line, Suspended | Resumed | Saved | Stacks)
     if not isinstance(phase, Doing) or line.seq != phase.seq:
-        return gang, [], None
+        return ranks, [], None
     phase = replace(phase, answers={**phase.answers, rank: line})
-    if len(phase.answers) < gang.world:
-        return replace(gang, phase=phase), [], None
-    return replace(gang, phase=None, news=_caught_up(gang, phase)), [], _together(phase)
+    if len(phase.answers) < ranks.world:
+        return replace(ranks, phase=phase), [], None
+    return replace(ranks, phase=None, news=_caught_up(ranks, phase)), [], _together(phase)
 
 
-def _caught_up(gang: Gang, phase: Doing) -> dict[int, Progress]:
-    """Return the news of all ranks, none older than its answer: what is behind all must not seem to be undone."""
+def _caught_up(ranks: Ranks, phase: Doing) -> dict[int, Progress]:
+    """Return the progress of all ranks, none older than its answer: no step may seem undone."""
     steps = {rank: line.step for rank, line in phase.answers.items() if isinstance(line, Suspended | Resumed | Saved)}
-    return {rank: replace(line, step=max(line.step, steps.get(rank, -1))) for rank, line in gang.news.items()}
+    return {rank: replace(line, step=max(line.step, steps.get(rank, -1))) for rank, line in ranks.news.items()}
 
 
 def _together(phase: Doing) -> FromWorker:
-    """Return the answers of all ranks as one, to the order that was wished for."""
+    """Return the answers of all ranks as one, to the order `wish`."""
     lines = [phase.answers[rank] for rank in sorted(phase.answers)]
     seq = phase.wish.seq
     match lines[0]:
@@ -195,27 +196,27 @@ def _together(phase: Doing) -> FromWorker:
             return replace(first, seq=seq)
 
 
-def _refused(gang: Gang, line: Refused, next_seq: NextSeq) -> tuple[Gang, list[Order], FromWorker | None]:
-    """One rank cannot: let the others, who stand or have parked already, go on."""
-    phase = gang.phase
+def _refused(ranks: Ranks, line: Refused, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
+    """Let the other ranks, which stand or have parked already, go on: this one cannot obey."""
+    phase = ranks.phase
     if phase is None or line.seq != phase.seq:
-        return gang, [], None
+        return ranks, [], None
     orders = [Order("resume", phase.wish.gen, next_seq())] if phase.wish.do in TOGETHER else []
-    return replace(gang, phase=None), orders, replace(line, seq=phase.wish.seq)
+    return replace(ranks, phase=None), orders, replace(line, seq=phase.wish.seq)
 
 
 # --- coming and going -----------------------------------------------------------------------------------------------
 
 
-def _greeted(gang: Gang, next_seq: NextSeq) -> tuple[Gang, list[Order], FromWorker | None]:
-    """Once all are there they speak as one; if they stand in different ways and nobody ordered it, all go on."""
-    if not gang.complete:
-        return gang, [], None
-    hellos = [gang.hellos[each] for each in sorted(gang.hellos)]
+def _greeted(ranks: Ranks, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
+    """Have the ranks speak as one once all are there; if some are parked without an order, all go on."""
+    if not ranks.complete:
+        return ranks, [], None
+    hellos = [ranks.hellos[each] for each in sorted(ranks.hellos)]
     states = {hello.state for hello in hellos}
     state: Literal["running", "suspended"] = "suspended" if states == {"suspended"} else "running"
     orders = []
-    if gang.phase is None and len(states | {"running"}) > 1 and state == "running":
+    if ranks.phase is None and len(states | {"running"}) > 1 and state == "running":
         # A node agent died between the two phases.
         orders = [Order("resume", max(hello.gen for hello in hellos), next_seq())]
     first = hellos[0]
@@ -230,22 +231,22 @@ def _greeted(gang: Gang, next_seq: NextSeq) -> tuple[Gang, list[Order], FromWork
         finished=any(hello.finished for hello in hellos),
         state_bytes=sum(sizes) if all(sizes) else 0,
     )
-    return gang, orders, line
+    return ranks, orders, line
 
 
-def again(gang: Gang, wish: Order, next_seq: NextSeq) -> tuple[Gang, list[Order]]:
-    """Return what to say again after a reconnect so that `wish` is obeyed; an order that is repeated is done once."""
-    match gang.phase:
+def again(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
+    """Return the orders to repeat after a reconnect, so that `wish` is obeyed; a repeated order is done once."""
+    match ranks.phase:
         case Holding(wish=Order(seq=seq), at_step=at_step) as phase if seq == wish.seq:
-            return gang, [Order("hold", wish.gen, phase.seq, at_step=at_step)]
+            return ranks, [Order("hold", wish.gen, phase.seq, at_step=at_step)]
         case Doing(wish=Order(seq=seq), at_step=at_step) as phase if seq == wish.seq:
-            return gang, [replace(wish, seq=phase.seq, at_step=at_step)]
+            return ranks, [replace(wish, seq=phase.seq, at_step=at_step)]
         case _:
-            return ask(gang, wish, next_seq)
+            return ask(ranks, wish, next_seq)
 
 
-def _progress(gang: Gang) -> Progress:
-    lines = [gang.news[rank] for rank in sorted(gang.news)]
+def _progress(ranks: Ranks) -> Progress:
+    lines = [ranks.news[rank] for rank in sorted(ranks.news)]
     metrics, diverged = newest_metrics(*((line.metrics, line.diverged) for line in reversed(lines)))
     return replace(
         lines[0],

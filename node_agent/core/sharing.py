@@ -1,6 +1,6 @@
-"""Who of the tasks that share GPUs has its turn, and which two run together: turns and pairs, from what tasks are.
+"""Which tasks that share GPUs have their turn now, and which two run together.
 
-Decides and remembers; what it wants said to workers it returns. See `slicing` for turns and `packing` for pairs.
+This module decides and remembers; it returns its instructions to workers. `slicing` has the turns, `packing` the pairs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from msgspec.structs import replace
 
 from node_agent.core.events import NodeFacts
 from node_agent.core.model import Exited, Running, Stopping, Suspended, Task, Vacating, Waiting
-from node_agent.core.packing import Able, Packs
+from node_agent.core.packing import Candidate, Packs
 from node_agent.core.proof import Gpus
-from node_agent.core.slicing import Sitter, Slices
-from node_agent.core.suspend_methods import MEANS, Ways
+from node_agent.core.slicing import Contender, Slices
+from node_agent.core.suspend_methods import VACATE_METHODS, SuspendMethods
 from protocol.messages import GpuId, Measured, NodePlan, TaskId
 
 Tasks = Mapping[TaskId, Task]
@@ -26,8 +26,8 @@ Tasks = Mapping[TaskId, Task]
 WARM_UP_STEPS = 3
 
 
-class Word(Struct, frozen=True):
-    """Something for a task's story, and an order to its worker if `do` names one."""
+class Instruction(Struct, frozen=True):
+    """A line for a task's story, and an order to its worker if `do` names one."""
 
     task: TaskId
     text: str = ""
@@ -36,10 +36,10 @@ class Word(Struct, frozen=True):
 
 
 class Sharing:
-    """The sharing of one node's GPUs; nothing happens here while plans say that jobs have GPUs to themselves."""
+    """The sharing of one node's GPUs; inactive while plans give each job its GPUs to itself."""
 
-    def __init__(self, facts: NodeFacts, gpus: Gpus, ways: Ways) -> None:
-        self._facts, self._gpus, self._ways = facts, gpus, ways
+    def __init__(self, facts: NodeFacts, gpus: Gpus, methods: SuspendMethods) -> None:
+        self._facts, self._gpus, self._methods = facts, gpus, methods
         self.active = False
         self._packing = False
         self._quantum_s = 60.0
@@ -62,10 +62,10 @@ class Sharing:
         figures = self.packs.deadline(self._measurable) if self._packing else None
         return (self._slices.deadline, figures) if self.active else ()
 
-    # --- what follows from it ---------------------------------------------------------------------------------------
+    # --- answers ---------------------------------------------------------------------------------------------------
 
     def has_turn(self, task: Task) -> bool:
-        """Whether `task` may be on its GPUs now; who keeps their memory though parked lets nobody else on them."""
+        """Whether `task` may be on its GPUs now; a parked one that keeps their memory keeps its turn: no other fits."""
         keeps = isinstance(task.state, Suspended) and task.state.kept
         return not self.active or bool(keeps) or task.id in self._on
 
@@ -73,7 +73,9 @@ class Sharing:
         """Whether a parked task is to save and leave, for which it needs its GPUs once more."""
         if not (self.active and isinstance(task.state, Suspended) and task.want == "vacate") or task.given_up:
             return False
-        return not task.state.by_driver and self._ways.of(task, MEANS[task.preempt_by], tasks.values())[:1] == ["leave"]
+        return not task.state.by_driver and self._methods.usable(task, VACATE_METHODS[task.preempt_by], tasks.values())[
+            :1
+        ] == ["leave"]
 
     def returning(self, tasks: Tasks) -> list[TaskId]:
         """Return the parked tasks that will use their GPUs once more, to save and leave."""
@@ -88,15 +90,15 @@ class Sharing:
     def _why_rest(self, task: Task, tasks: Tasks) -> str:
         others = [each for each in tasks.values() if each.id in self._on and each.devices & task.devices]
         for each in others:
-            if each.occupies and not self._ways.can_rest(each, tasks.values()):
-                return f"{each.id} has its GPU and cannot be suspended: {self._ways.why_fixed(each)}"
-        return f"waits for its turn; now it is that of {', '.join(sorted(each.id for each in others)) or 'nobody'}"
+            if each.occupies and not self._methods.can_rest(each, tasks.values()):
+                return f"{each.id} has its GPU and cannot be suspended: {self._methods.why_fixed(each)}"
+        return f"waits for its turn; now it is that of {', '.join(sorted(each.id for each in others)) or 'no task'}"
 
     def measured(self, task: Task, measured: Measured, tasks: Tasks) -> Measured:
-        """Return what was measured of a task, with what sharing has to do with it."""
+        """Return the measured figures of a task, with its share of the turns and its partner added."""
         partner = self.packs.partner(task.id)
-        kept = isinstance(task.state, Running) and not self._ways.can_rest(task, tasks.values())
-        found = self.packs.remark(task.id) or (f"cannot be suspended: {self._ways.why_fixed(task)}" if kept else "")
+        kept = isinstance(task.state, Running) and not self._methods.can_rest(task, tasks.values())
+        found = self.packs.remark(task.id) or (f"cannot be suspended: {self._methods.why_fixed(task)}" if kept else "")
         return replace(
             measured,
             share=self._slices.share(task.id),
@@ -107,20 +109,20 @@ class Sharing:
     # --- news -------------------------------------------------------------------------------------------------------
 
     def found(self, tasks: Tasks) -> None:
-        """Take in that tasks were found alive: those on one device, an earlier incarnation let run together."""
+        """Take in that tasks were found alive: an earlier incarnation let those on one device run together."""
         using = [task for task in tasks.values() if task.occupies]
         for one, other in combinations(using, 2):
             if one.devices & other.devices:
                 self.packs.meet(one.id, other.id)
 
     def progressed(self, task: Task, step: int, now: float) -> None:
-        """Take in how far a task is that has its turn, once it has loaded what it needs and warmed up."""
+        """Take in the progress of a task that has its turn, once it has warmed up."""
         warm = step >= task.facts.start_step + WARM_UP_STEPS
         if self.active and warm and isinstance(task.state, Running):
             self.packs.progressed(task.id, step, now)
 
     def runs(self, task: TaskId, tasks: Tasks, now: float) -> None:
-        """Note that a task trains from now on: its rate is counted from here, and that of who runs beside it."""
+        """Note that a task trains from now on: its rate is counted from here, and that of its partner."""
         self.packs.resume(task)
         partner = self.packs.partner(task)
         if partner is not None and partner in tasks and isinstance(tasks[partner].state, Running):
@@ -128,33 +130,33 @@ class Sharing:
 
     # --- turns ------------------------------------------------------------------------------------------------------
 
-    def take_turns(self, tasks: Tasks, now: float) -> list[Word]:
-        """Decide whose turn it is and which tasks run together; return what is to be said."""
+    def take_turns(self, tasks: Tasks, now: float) -> list[Instruction]:
+        """Decide which tasks have their turn and which run together; return the instructions that follow."""
         if not self.active:
             return []
         wanting = {task.id: task for task in tasks.values() if _wants(task) or self.returns(task, tasks)}
         self.packs.forget([task.id for task in wanting.values() if task.want == "run"])
-        words = self._judge(now) if self._packing else []
-        self._on = self._slices.update(now, self._sitters(wanting, tasks), self._quantum_s)
+        instructions = self._judge_pairings(now) if self._packing else []
+        self._on = self._slices.update(now, self._contenders(wanting, tasks), self._quantum_s)
         if self._packing:
-            words += self._measure(wanting, now)
-            begun = self._try(wanting, tasks, now)
+            instructions += self._ask_figures(wanting, now)
+            begun = self._begin_pairings(wanting, tasks, now)
             if begun:
-                words += begun
-                self._on = self._slices.update(now, self._sitters(wanting, tasks), self._quantum_s)
-        return words
+                instructions += begun
+                self._on = self._slices.update(now, self._contenders(wanting, tasks), self._quantum_s)
+        return instructions
 
-    def _sitters(self, wanting: Tasks, tasks: Tasks) -> list[Sitter]:
-        """Return who wants a turn; two tasks that run together are one."""
+    def _contenders(self, wanting: Tasks, tasks: Tasks) -> list[Contender]:
+        """Return the contenders for a turn; two tasks that run together are one."""
         units = {tuple(sorted({task, self.packs.partner(task) or task})) for task in wanting}
-        return [self._sitter([wanting[each] for each in unit], tasks) for unit in sorted(units)]
+        return [self._contender([wanting[each] for each in unit], tasks) for unit in sorted(units)]
 
-    def _sitter(self, unit: Sequence[Task], tasks: Tasks) -> Sitter:
-        return Sitter(
+    def _contender(self, unit: Sequence[Task], tasks: Tasks) -> Contender:
+        return Contender(
             tasks=tuple(task.id for task in unit),
             devices=frozenset[GpuId]().union(*(task.devices for task in unit)),
             priority=max(task.priority for task in unit),
-            fixed=any(task.occupies and not self._ways.can_rest(task, tasks.values()) for task in unit),
+            fixed=any(task.occupies and not self._methods.can_rest(task, tasks.values()) for task in unit),
             leaving=any(task.want == "vacate" for task in unit),
             fresh=all(isinstance(task.state, Waiting) for task in unit),
             active=any(task.occupies for task in unit),
@@ -163,45 +165,47 @@ class Sharing:
 
     # --- pairs ------------------------------------------------------------------------------------------------------
 
-    def _judge(self, now: float) -> list[Word]:
-        """Keep together who gains by it; let the others take turns again."""
-        words = []
-        for trial, stays in self.packs.judge(now):
-            one, other = trial.tasks
+    def _judge_pairings(self, now: float) -> list[Instruction]:
+        """Keep the pairs together that gain by it; let the others take turns again."""
+        instructions = []
+        for pairing, stays in self.packs.judge(now):
+            one, other = pairing.tasks
             for task, partner in ((one, other), (other, one)):
                 verdict = "stays with" if stays else "is parted from"
-                text = f"{verdict} {partner} on its GPU: together {trial.gain:.2f} times the progress of turns"
-                words.append(Word(task, text, "" if stays else "cap"))
-        return words
+                text = f"{verdict} {partner} on its GPU: together {pairing.gain:.2f} times the progress of turns"
+                instructions.append(Instruction(task, text, "" if stays else "cap"))
+        return instructions
 
-    def _measure(self, wanting: Tasks, now: float) -> list[Word]:
-        """Ask for the figures that are missing."""
+    def _ask_figures(self, wanting: Tasks, now: float) -> list[Instruction]:
+        """Ask running tasks for the figures that are missing."""
         running = (task for task in wanting.values() if isinstance(task.state, Running) and task.id in self._on)
         self._measurable = frozenset(task.id for task in running if _packable(task))
         return [
-            Word(task, do="tell")
+            Instruction(task, do="tell")
             for task in sorted(self._measurable)
             if self.packs.ask(task, wanting[task].facts.step_s, now)
         ]
 
-    def _try(self, wanting: Tasks, tasks: Tasks, now: float) -> list[Word]:
+    def _begin_pairings(self, wanting: Tasks, tasks: Tasks, now: float) -> list[Instruction]:
         """Let two tasks run together that may gain by it, beside all others that are parked on their GPU."""
-        words = []
-        for device, able in sorted(self._able(wanting).items()):
+        instructions = []
+        for device, candidates in sorted(self._candidates(wanting).items()):
             here = sum(device in task.devices and not isinstance(task.state, Exited) for task in tasks.values())
             memory_bytes = self._gpus.memory_bytes(device) - self.packs.contexts_bytes(here - 2)
-            trial = self.packs.candidate(able, memory_bytes, now)
-            if trial is not None:
-                one, other = (each for each in able if each.task in trial.tasks)
-                self.packs.begin(trial)
+            pairing = self.packs.pair_to_try(candidates, memory_bytes, now)
+            if pairing is not None:
+                one, other = (each for each in candidates if each.task in pairing.tasks)
+                self.packs.begin(pairing)
                 for each, partner in ((one, other), (other, one)):
                     cap_bytes = self.packs.cap_bytes(each, partner, memory_bytes)
-                    words.append(Word(each.task, f"tried together with {partner.task} on one GPU", "cap", cap_bytes))
-        return words
+                    instructions.append(
+                        Instruction(each.task, f"tried together with {partner.task} on one GPU", "cap", cap_bytes)
+                    )
+        return instructions
 
-    def _able(self, wanting: Tasks) -> dict[GpuId, list[Able]]:
+    def _candidates(self, wanting: Tasks) -> dict[GpuId, list[Candidate]]:
         """Return, by device, the tasks that could run together there."""
-        found: dict[GpuId, list[Able]] = {}
+        found: dict[GpuId, list[Candidate]] = {}
         for task in sorted(wanting.values(), key=lambda each: each.id):
             ready = isinstance(task.state, Running | Suspended) and task.want == "run" and task.facts.connected
             if ready and _packable(task) and self.packs.partner(task.id) is None:
@@ -209,8 +213,10 @@ class Sharing:
                 used = 1.0 if task.facts.utilisation is None else task.facts.utilisation
                 running = isinstance(task.state, Running) and task.id in self._on
                 peak = task.facts.peak_bytes
-                found.setdefault(device, []).append(Able(task.id, task.job, device, task.priority, peak, used, running))
-        return {device: able for device, able in found.items() if len(able) > 1}
+                found.setdefault(device, []).append(
+                    Candidate(task.id, task.job, device, task.priority, peak, used, running)
+                )
+        return {device: candidates for device, candidates in found.items() if len(candidates) > 1}
 
 
 def _wants(task: Task) -> bool:
@@ -218,4 +224,4 @@ def _wants(task: Task) -> bool:
 
 
 def _packable(task: Task) -> bool:
-    return task.gang.world == 1 and len(task.devices) == 1
+    return task.ranks.world == 1 and len(task.devices) == 1

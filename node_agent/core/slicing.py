@@ -1,12 +1,12 @@
-"""Whose turn it is on a GPU that several tasks share: round robin, gangs included, higher priorities first.
+"""Turns on GPUs that several tasks share: round robin, gangs included, higher priorities first.
 
-Tasks whose GPUs overlap, directly or through others, take their turns together: all turns of such a group begin and end
-at the same moment, so that a gang finds all its GPUs free at once instead of waiting for ever behind jobs of one GPU
-each. A turn goes to the highest priority, then to who has waited longest for one; what it leaves over goes to the next
-that fits. A newcomer that has never run cuts a turn short, for early feedback (Gandiva, section 3.1).
+Tasks with GPUs in common, directly or through other tasks, form a group. All turns of a group begin and end at the same
+moment, so that a gang finds all its GPUs free at once instead of waiting for ever behind jobs of one GPU each. A turn
+goes to the task of the highest priority, then to the one that has waited longest. GPUs that it leaves over go to the
+next task that fits. A newcomer that has never run cuts a turn short, for early feedback (Gandiva, section 3.1).
 
-A turn begins when all whose it is are on their GPUs. It lasts `quantum_s`, or longer where suspending and resuming
-would take more than `overhead_max` of it. Who cannot be suspended keeps its GPUs.
+A turn begins when all its tasks are on their GPUs. It lasts `quantum_s`, or longer where suspending and resuming would
+take more than `overhead_max` of it. A task that cannot be suspended keeps its GPUs.
 
 *Source:* PAPERS.md section 2; the common boundaries are Ousterhout's matrix with one row at a time.
 """
@@ -19,19 +19,19 @@ from msgspec import Struct
 
 from protocol.messages import GpuId, TaskId
 
-#: No turn is longer than that on account of its cost.
+#: The cost of suspending and resuming makes no turn longer than this.
 QUANTUM_S_MAX = 300.0
-#: Who has its turn and does not get onto its GPUs (somebody does not leave them) loses it after so much longer.
+#: A task that does not get onto its GPUs, because another does not leave them, loses its turn after so much longer.
 PATIENCE_S = 120.0
-#: A newcomer waits for this part of a turn only.
+#: A newcomer waits for this part of a turn.
 NEWCOMER_SHARE = 0.25
 
 
-class Sitter(Struct, frozen=True):
+class Contender(Struct, frozen=True):
     """Tasks that want the same turn: one, or two that run together. `devices` are theirs on this node.
 
     `fixed` ones cannot be suspended; `leaving` ones need one short turn more, to save; `fresh` ones have never run;
-    `active` ones have a process that is not parked. `cost_s` is what suspending and resuming them took last.
+    `active` ones have a process that is not parked. `cost_s` is the time that suspending and resuming them took last.
     """
 
     tasks: tuple[TaskId, ...]
@@ -45,7 +45,7 @@ class Sitter(Struct, frozen=True):
 
 
 class Account(Struct):
-    """What a task has had since it began to share."""
+    """The turns of a task since it began to share."""
 
     joined_at: float
     last_at: float | None = None  #: when it last had its turn; None: never
@@ -60,7 +60,7 @@ class Slices:
         self._accounts: dict[TaskId, Account] = {}
         self._on: frozenset[TaskId] = frozenset()
         self._began: dict[GpuId, float] = {}
-        self._awaited: set[TaskId] = set()  #: those whose turn it is and who were not on their GPUs yet
+        self._awaited: set[TaskId] = set()  #: tasks that have their turn and were not on their GPUs yet
         self._at = 0.0
         self._ends: list[float] = []
 
@@ -76,16 +76,16 @@ class Slices:
             return 1.0
         return min(1.0, account.had_s / (self._at - account.joined_at))
 
-    def update(self, now: float, sitters: Sequence[Sitter], quantum_s: float) -> frozenset[TaskId]:
-        """Return the tasks whose turn it is now."""
+    def update(self, now: float, contenders: Sequence[Contender], quantum_s: float) -> frozenset[TaskId]:
+        """Return the tasks that have their turn now."""
         self._count(now)
         self._ends = []
-        groups = list(_groups(sitters))
-        present = (task for sitter in sitters for task in sitter.tasks)
+        groups = list(_groups(contenders))
+        present = (task for contender in contenders for task in contender.tasks)
         self._accounts = {task: self._accounts.get(task) or Account(now) for task in present}
         chosen: set[TaskId] = set()
         for group in groups:
-            chosen.update(task for sitter in self._turn(now, group, quantum_s) for task in sitter.tasks)
+            chosen.update(task for contender in self._turn(now, group, quantum_s) for task in contender.tasks)
         self._on = frozenset(chosen)
         return self._on
 
@@ -97,73 +97,77 @@ class Slices:
                 account.had_s += now - self._at
         self._at = now
 
-    def _turn(self, now: float, group: Sequence[Sitter], quantum_s: float) -> list[Sitter]:
-        """Choose who of a group has its GPUs now."""
-        devices = frozenset[GpuId]().union(*(sitter.devices for sitter in group))
-        if sum(len(sitter.devices) for sitter in group) == len(devices):  # nobody shares anything
+    def _turn(self, now: float, group: Sequence[Contender], quantum_s: float) -> list[Contender]:
+        """Choose the contenders of a group that have their GPUs now."""
+        devices = frozenset[GpuId]().union(*(contender.devices for contender in group))
+        if sum(len(contender.devices) for contender in group) == len(devices):  # no GPU is shared
             self._began.update(dict.fromkeys(devices, now))
             return list(group)
-        current = [sitter for sitter in group if self._has_turn(sitter)]
-        waiting = [sitter for sitter in group if sitter not in current]
+        current = [contender for contender in group if self._has_turn(contender)]
+        waiting = [contender for contender in group if contender not in current]
         began = self._start_of_turn(now, current, devices)
         ends_at = began + self._lasts_s(group, waiting, quantum_s) + _patience_s(current)
         ended = now >= ends_at or _clash(current) or _outranked(current, waiting)
-        kept = [sitter for sitter in current if sitter.fixed or not ended]
-        chosen = _fill(kept, sorted((sitter for sitter in group if sitter not in kept), key=self._rank))
+        kept = [contender for contender in current if contender.fixed or not ended]
+        chosen = _fill(kept, sorted((contender for contender in group if contender not in kept), key=self._rank))
         if ended or not current:
             began = now
             self._began.update(dict.fromkeys(devices, now))
-        self._awaited -= {task for sitter in group for task in sitter.tasks}
-        self._awaited |= {task for sitter in chosen if not sitter.active for task in sitter.tasks}
-        left_out = [sitter for sitter in group if sitter not in chosen]
+        self._awaited -= {task for contender in group for task in contender.tasks}
+        self._awaited |= {task for contender in chosen if not contender.active for task in contender.tasks}
+        left_out = [contender for contender in group if contender not in chosen]
         if left_out:
             self._ends.append(began + self._lasts_s(group, left_out, quantum_s) + _patience_s(chosen))
         return chosen
 
-    def _start_of_turn(self, now: float, current: Sequence[Sitter], devices: Iterable[GpuId]) -> float:
-        """Return when the present turn began: now, if the last of those whose it is has just got onto its GPUs."""
-        awaited = any(task in self._awaited for sitter in current for task in sitter.tasks)
-        if awaited and all(sitter.active for sitter in current):
+    def _start_of_turn(self, now: float, current: Sequence[Contender], devices: Iterable[GpuId]) -> float:
+        """Return when the present turn began: now, if the last of its tasks has just got onto its GPUs."""
+        awaited = any(task in self._awaited for contender in current for task in contender.tasks)
+        if awaited and all(contender.active for contender in current):
             self._began.update(dict.fromkeys(devices, now))
         return max(self._began.setdefault(device, now) for device in devices)
 
-    def _lasts_s(self, group: Sequence[Sitter], waiting: Sequence[Sitter], quantum_s: float) -> float:
+    def _lasts_s(self, group: Sequence[Contender], waiting: Sequence[Contender], quantum_s: float) -> float:
         """Return how long a turn of this group lasts."""
-        dear_s = min(QUANTUM_S_MAX, max(sitter.cost_s for sitter in group) / self._overhead_max)
-        return max(quantum_s, dear_s) * (NEWCOMER_SHARE if any(sitter.fresh for sitter in waiting) else 1.0)
+        dear_s = min(QUANTUM_S_MAX, max(contender.cost_s for contender in group) / self._overhead_max)
+        return max(quantum_s, dear_s) * (NEWCOMER_SHARE if any(contender.fresh for contender in waiting) else 1.0)
 
-    def _has_turn(self, sitter: Sitter) -> bool:
-        known = any(task in self._on for task in sitter.tasks)
-        return known or sitter.fixed or (sitter.active and not self._on & set(sitter.tasks) and self._is_new(sitter))
+    def _has_turn(self, contender: Contender) -> bool:
+        known = any(task in self._on for task in contender.tasks)
+        return (
+            known
+            or contender.fixed
+            or (contender.active and not self._on & set(contender.tasks) and self._is_new(contender))
+        )
 
-    def _is_new(self, sitter: Sitter) -> bool:
-        """Whether it was found running: by a node agent that has just started, or as the sharing began."""
-        return all(self._accounts[task].had_s == 0.0 for task in sitter.tasks)
+    def _is_new(self, contender: Contender) -> bool:
+        """Whether a contender was found running, by a node agent that has just started or as the sharing began."""
+        return all(self._accounts[task].had_s == 0.0 for task in contender.tasks)
 
-    def _rank(self, sitter: Sitter) -> tuple[object, ...]:
-        accounts = [self._accounts[task] for task in sitter.tasks]
+    def _rank(self, contender: Contender) -> tuple[object, ...]:
+        accounts = [self._accounts[task] for task in contender.tasks]
         last_at = max(-1.0 if account.last_at is None else account.last_at for account in accounts)
         joined_at = min(account.joined_at for account in accounts)
-        return (not sitter.fixed, not sitter.leaving, -sitter.priority, last_at, joined_at, sitter.tasks)
+        return (not contender.fixed, not contender.leaving, -contender.priority, last_at, joined_at, contender.tasks)
 
 
-def _fill(kept: Sequence[Sitter], waiting: Iterable[Sitter]) -> list[Sitter]:
-    """Add whoever fits beside those that keep their GPUs, first come first served."""
+def _fill(kept: Sequence[Contender], waiting: Iterable[Contender]) -> list[Contender]:
+    """Add the waiting contenders that fit beside the kept ones, first come first served."""
     chosen = list(kept)
-    taken = {device for sitter in kept for device in sitter.devices}
-    for sitter in waiting:
-        if not taken & sitter.devices:
-            chosen.append(sitter)
-            taken |= sitter.devices
+    taken = {device for contender in kept for device in contender.devices}
+    for contender in waiting:
+        if not taken & contender.devices:
+            chosen.append(contender)
+            taken |= contender.devices
     return chosen
 
 
-def _patience_s(sitters: Sequence[Sitter]) -> float:
-    return 0.0 if all(sitter.active for sitter in sitters) else PATIENCE_S
+def _patience_s(contenders: Sequence[Contender]) -> float:
+    return 0.0 if all(contender.active for contender in contenders) else PATIENCE_S
 
 
-def _clash(current: Sequence[Sitter]) -> bool:
-    """Whether two run on one GPU, found so, of whom one can be suspended."""
+def _clash(current: Sequence[Contender]) -> bool:
+    """Whether two were found running on one GPU and one of them can be suspended."""
     return any(
         one.devices & other.devices and not (one.fixed and other.fixed)
         for index, one in enumerate(current)
@@ -171,24 +175,24 @@ def _clash(current: Sequence[Sitter]) -> bool:
     )
 
 
-def _outranked(current: Sequence[Sitter], waiting: Sequence[Sitter]) -> bool:
-    """Whether somebody who waits has a higher priority than all who are in the way, and these can be suspended."""
+def _outranked(current: Sequence[Contender], waiting: Sequence[Contender]) -> bool:
+    """Whether a waiting contender has a higher priority than all in its way, and these can be suspended."""
     return any(
-        all(not sitter.fixed and sitter.priority < other.priority for sitter in blockers)
+        all(not contender.fixed and contender.priority < other.priority for contender in blockers)
         for other in waiting
-        if (blockers := [sitter for sitter in current if sitter.devices & other.devices])
+        if (blockers := [contender for contender in current if contender.devices & other.devices])
     )
 
 
-def _groups(sitters: Sequence[Sitter]) -> Iterable[list[Sitter]]:
-    """Yield the sitters whose devices are connected, group by group."""
-    homes: dict[GpuId, list[Sitter]] = {}
-    for sitter in sitters:
-        merged = [sitter]
+def _groups(contenders: Sequence[Contender]) -> Iterable[list[Contender]]:
+    """Yield the contenders with connected devices, group by group."""
+    homes: dict[GpuId, list[Contender]] = {}
+    for contender in contenders:
+        merged = [contender]
         for group in {
-            id(homes[device]): homes[device] for device in sorted(sitter.devices) if device in homes
+            id(homes[device]): homes[device] for device in sorted(contender.devices) if device in homes
         }.values():
             merged += group
         homes.update(dict.fromkeys((device for each in merged for device in each.devices), merged))
-    seen: Mapping[int, list[Sitter]] = {id(group): group for group in homes.values()}
-    yield from (sorted(group, key=lambda sitter: sitter.tasks) for group in seen.values())
+    seen: Mapping[int, list[Contender]] = {id(group): group for group in homes.values()}
+    yield from (sorted(group, key=lambda contender: contender.tasks) for group in seen.values())

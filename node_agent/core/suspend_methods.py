@@ -1,4 +1,4 @@
-"""How a task can be made to give its GPUs up: what it is able to, has not refused, and host memory allows."""
+"""The methods by which a task can give its GPUs up: those it has, has not refused, and host memory allows."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from node_agent.core.model import Loading, Resuming, Running, Starting, Suspende
 from node_agent.core.proof import Gpus
 
 #: `leave`: by a checkpoint; `suspend`: parked by itself at a mini-batch boundary; `driver`: by the driver's checkpoint.
-Means = Literal["leave", "suspend", "driver"]
+SuspendMethod = Literal["leave", "suspend", "driver"]
 
-#: What an order to vacate tries, in this order; a worker that cannot do any of it is signalled.
-MEANS: dict[str, tuple[Means, ...]] = {
+#: An order to vacate tries these in turn; a worker that has none of them is signalled.
+VACATE_METHODS: dict[str, tuple[SuspendMethod, ...]] = {
     "auto": ("leave", "suspend", "driver"),
     "checkpoint": ("leave",),
     "suspend": ("suspend", "driver", "leave"),
 }
-#: What a worker tries whose turn on a shared GPU is over.
-REST: tuple[Means, ...] = ("suspend", "driver")
+#: A worker at the end of its turn on a shared GPU tries these.
+REST_METHODS: tuple[SuspendMethod, ...] = ("suspend", "driver")
 
 
-class Ways:
-    """What the tasks of one node can do, given what its host has."""
+class SuspendMethods:
+    """The methods that the tasks of one node can use, given the host memory and the driver of the node."""
 
     def __init__(self, facts: NodeFacts, gpus: Gpus) -> None:
         self._facts = facts
         self._gpus = gpus
 
-    def of(self, task: Task, among: Sequence[Means], tasks: Iterable[Task]) -> list[Means]:
-        """Return what of these a task can do and has not refused; `tasks` are all of the node."""
+    def usable(self, task: Task, among: Sequence[SuspendMethod], tasks: Iterable[Task]) -> list[SuspendMethod]:
+        """Return which methods `among` these a task has and has not refused; `tasks` are all of the node."""
         facts = task.facts
-        if among is REST and self._is_of_unknown_size(task):
+        if among is REST_METHODS and self._is_of_unknown_size(task):
             return []
         found = [do for do in among if do not in facts.refused]
         if "leave" in found and not facts.can_checkpoint:
             found.remove("leave")
-        # Before its first mini-batch it may park all of its GPUs' memory; who cannot save loses nothing but its start.
+        # Before its first mini-batch a task may park all of its GPUs' memory; without a save it loses only its start.
         unfit = "leave" in found and self._is_of_unknown_size(task) and not self._has_room_for_all(task, tasks)
         if "suspend" in found and (unfit or not (facts.can_park and self.has_host_memory(task, tasks))):
             found.remove("suspend")
@@ -46,14 +46,14 @@ class Ways:
         return found
 
     def has_driver(self, task: Task) -> bool:
-        """Whether the driver can suspend a task whatever its script does: it uses a GPU, and was not refused before."""
+        """Whether the driver can suspend a task regardless of its script: it uses a GPU and was not refused before."""
         used = task.facts.on_gpu or (isinstance(task.state, Suspended) and task.state.by_driver)
         return self._facts.driver and used and "driver" not in task.facts.refused
 
     def can_rest(self, task: Task, tasks: Iterable[Task]) -> bool:
         """Whether a task that is on its GPUs can be suspended, now or within a moment."""
         if isinstance(task.state, Running):
-            return bool(self.of(task, REST, tasks))
+            return bool(self.usable(task, REST_METHODS, tasks))
         return isinstance(task.state, Suspending)
 
     def why_fixed(self, task: Task) -> str:
@@ -75,7 +75,7 @@ class Ways:
         return "it does not use the library, and the driver cannot checkpoint processes here"
 
     def _is_of_unknown_size(self, task: Task) -> bool:
-        """Whether a task has not said yet how much it would park; after its first mini-batch it has."""
+        """Whether a task has not said yet how much it would park; it does with its first mini-batch."""
         facts = task.facts
         fresh = facts.hello and facts.step <= facts.start_step and not (facts.state_bytes or facts.parked_bytes)
         return bool(self._facts.host_bytes) and fresh
@@ -84,11 +84,11 @@ class Ways:
         """Whether the state of `task` can be parked beside that of all others."""
         if not self._facts.host_bytes:
             return True
-        # After a restart of the node agent what it parked last is known before what it would park now.
+        # After a restart of the node agent the size that it parked last is known before the size of its state now.
         return self._has_room(max(task.facts.state_bytes, task.facts.parked_bytes), task, tasks)
 
     def _has_room_for_all(self, task: Task, tasks: Iterable[Task]) -> bool:
-        """Whether as much could be parked as the GPUs of `task` have memory."""
+        """Whether the whole memory of the GPUs of `task` could be parked."""
         return self._has_room(sum(self._gpus.memory_bytes(device) for device in task.devices), task, tasks)
 
     def _has_room(self, size: int, task: Task, tasks: Iterable[Task]) -> bool:
@@ -97,7 +97,7 @@ class Ways:
 
 
 def _host_bytes(task: Task) -> int:
-    """Return what a task has of host memory for its state, or is about to have."""
+    """Return how much host memory a task has for its state, or is about to have."""
     facts = task.facts
     parks = isinstance(task.state, Suspending | Suspended | Resuming)
     return max(facts.arena_asked, facts.parked_bytes, facts.state_bytes if parks else 0)

@@ -1,8 +1,8 @@
-"""How the end of a worker is judged.
+"""The verdict on a worker that has ended.
 
 Exit code 0 is not success: a framework hit by SIGTERM in mid-training may well return 0. Finished means that the worker
 said so *and* left with 0; 75 after an order to leave means preempted; a worker that we signalled to make it leave was
-preempted whatever its code; everything else failed, in one sentence.
+preempted, with any code; every other end is a failure, told in one sentence.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from node_agent.core.model import Facts, Stopping, Suspending, Task, Vacating
 from protocol.messages import Outcome
 from protocol.worker import EXIT_REQUEUE
 
-#: A status travels every beat; a log's tail in it is a hint, the log itself has the rest.
+#: A status travels every beat: it holds a log's tail as a hint, the log itself has the rest.
 TAIL_CHARS_MAX = 2000
 
 
@@ -48,8 +48,8 @@ def _unasked(task: Task, gone: WorkerGone) -> Verdict:
     """Judge a worker that left by itself, in its own way."""
     code, facts = gone.exit_code, task.facts
     if code is None and gone.signal is None:
-        # The supervisor or the node went down under it: nothing that a script can be blamed for.
-        return Verdict("preempted", f"{gone.reason or 'ended, and nobody saw how'}; {lost_work(facts)}", None)
+        # Its supervisor or the node went down: the script is not to blame.
+        return Verdict("preempted", f"{gone.reason or 'ended unseen'}; {lost_work(facts)}", None)
     if left(facts, gone):
         return Verdict("preempted", f"{_saved(facts)}left as it was told", code)
     if code == 0 and not facts.hello and not isinstance(task.state, Vacating | Suspending):
@@ -70,14 +70,14 @@ def _complete(facts: Facts) -> bool:
 
 
 def _saved(facts: Facts) -> str:
-    """Say what is known of the checkpoint of a worker that left: a new attempt may not have said its step yet."""
+    """Say which step a worker that left has saved: a new attempt may not have said its step yet."""
     if facts.saved_step >= 0:
         return f"saved at step {facts.saved_step} and "
     return "saved and " if facts.left else ""
 
 
 def lost_work(facts: Facts) -> str:
-    """Say what a worker that is killed now loses."""
+    """Say which work of a worker that is killed now is lost."""
     if facts.saved_step >= 0:
         return f"work since the checkpoint of step {facts.saved_step} is lost"
     return "work since the last checkpoint is lost"

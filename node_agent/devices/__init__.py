@@ -1,4 +1,4 @@
-"""The GPUs of a host: one protocol, two implementations, chosen by configuration and never by chance.
+"""The GPUs of a node: one protocol, two implementations, chosen by configuration and never by chance.
 
 `nvml` reads real NVIDIA GPUs through the driver's library, `simulated` makes virtual ones of real processes' memory
 and cores. Everything above this folder is the same for both; `tests/contract/test_devices.py` holds their promises.
@@ -22,9 +22,9 @@ from msgspec import Struct
 
 from protocol.messages import GpuId
 
-#: How two GPUs of a host are joined, tight to loose: NVLink, then the PCIe common ancestor.
+#: How two GPUs of a node are joined, tight to loose: NVLink, then the PCIe common ancestor.
 LinkKind = Literal["nvlink", "single", "multiple", "hostbridge", "node", "system"]
-#: What tells how busy a GPU is: its performance monitors, or the share of time in which anything ran on it.
+#: The source of a GPU's activity: its performance monitors, or the share of time in which any kernel ran on it.
 ActivitySource = Literal["gpm", "utilisation"]
 
 
@@ -33,7 +33,7 @@ class DeviceError(Exception):
 
 
 class Device(Struct, frozen=True):
-    """One GPU. `slot` names the NVLink or PCIe island it belongs to within the host."""
+    """One GPU. `slot` names the NVLink or PCIe island it belongs to within the node."""
 
     gpu: GpuId
     index: int
@@ -44,7 +44,7 @@ class Device(Struct, frozen=True):
 
 
 class Memory(Struct, frozen=True):
-    """Bytes of a GPU's memory; `used_bytes` leaves out what the driver reserves for itself."""
+    """Bytes of a GPU's memory; `used_bytes` leaves out the driver's own reserve."""
 
     total_bytes: int
     used_bytes: int
@@ -69,8 +69,8 @@ class Activity(Struct, frozen=True):
 class Health(Struct, frozen=True):
     """`lost`: the GPU answers no more. Not healthy and not lost: it should get no new work.
 
-    `faults` are the errors since the last call that a program on the GPU must be started again for; they say nothing
-    against the GPU itself.
+    `faults` are the errors since the last call after which a program on the GPU must be started again; they are no
+    evidence against the GPU itself.
     """
 
     healthy: bool = True
@@ -80,7 +80,7 @@ class Health(Struct, frozen=True):
 
 
 class DeviceBackend(Protocol):
-    """The GPUs of this host; see the promises above."""
+    """The GPUs of this node; see the promises above."""
 
     @property
     def idle_bytes_max(self) -> int:
@@ -89,11 +89,11 @@ class DeviceBackend(Protocol):
 
     @property
     def parked_bytes_max(self) -> int:
-        """What a suspended worker may keep: its context and libraries' workspaces."""
+        """GPU memory that a suspended worker may keep: its context and libraries' workspaces."""
         ...
 
     def devices(self) -> Sequence[Device]:
-        """Return every GPU of this host, in the order of the PCI bus."""
+        """Return every GPU of this node, in the order of the PCI bus."""
         ...
 
     def topology(self) -> dict[tuple[GpuId, GpuId], LinkKind]:
@@ -105,7 +105,7 @@ class DeviceBackend(Protocol):
         ...
 
     def processes(self, gpu: GpuId) -> Sequence[Process]:
-        """List the processes on it now, whoever's they are."""
+        """List the processes of all users on it now."""
         ...
 
     def utilisation(self, gpu: GpuId) -> float | None:
@@ -113,15 +113,15 @@ class DeviceBackend(Protocol):
         ...
 
     def activity(self, gpu: GpuId) -> Activity | None:
-        """Return how busy it was since the last call, None where that is unknown, as it may be at the first.
+        """Return how busy it was since the last call; None if unknown, as it may be at the first call.
 
-        One caller alone may ask, since a second would shorten what the first is told of. Calls should come more than
+        One caller alone may ask, since a second would shorten the first one's interval. Calls should come more than
         100 ms apart.
         """
         ...
 
     def health(self, gpu: GpuId) -> Health:
-        """Return its health, after taking in every event that has come since."""
+        """Return its health, after all events that have come so far."""
         ...
 
     def env(self, gpus: Sequence[GpuId]) -> dict[str, str]:
@@ -133,15 +133,15 @@ class DeviceBackend(Protocol):
         ...
 
     def attach(self, pid: int, gpus: Sequence[GpuId]) -> None:
-        """Be told that the processes under `pid` were given `gpus`."""
+        """Note that the processes under `pid` were given `gpus`."""
         ...
 
     def detach(self, pid: int) -> None:
-        """Be told that they are gone."""
+        """Note that they are gone."""
         ...
 
     def close(self) -> None:
-        """Let the driver go."""
+        """Release the driver."""
         ...
 
 

@@ -27,7 +27,7 @@ EVERY_S = 30.0
 
 
 class _Reading(Struct, frozen=True):
-    """What a task's devices did from `since_s` to `at_s` (monotonic); `busy` is their mean, None if unknown."""
+    """A task's devices from `since_s` to `at_s` (monotonic); `busy` is their mean activity, None if unknown."""
 
     since_s: float
     at_s: float
@@ -37,7 +37,7 @@ class _Reading(Struct, frozen=True):
 
 
 class _Watched:
-    """One task's readings, and what was said of it."""
+    """One task's readings, and whether a period was posted for it."""
 
     def __init__(self, gpus: tuple[GpuId, ...], now_s: float) -> None:
         self.gpus = gpus
@@ -50,18 +50,18 @@ class _Watched:
 class ActivityWatch:
     """Samples the devices of the tasks it is told to watch, and posts `Estimated` of each.
 
-    A task is judged when `window_s` have been seen, and every `every_s` from then on; that no period was found is
-    posted once, until one is. Watch only tasks that have their devices to themselves: a device does not say whose work
-    it does.
+    A task is judged after `window_s` of readings, and every `every_s` from then on. If no period is found, that is
+    posted once, until one is. Watch only tasks that have their devices to themselves: the activity of a device is not
+    split by task.
 
     Parameters
     ----------
     backend
-        Its `activity` belongs to this watch alone.
+        The GPUs; this watch alone may call their `activity`.
     post
         Takes each event, from the loop's thread.
     window_s, every_s
-        Seconds of readings that an estimate is made of, and seconds between two estimates of one task.
+        Seconds of readings for one estimate, and seconds between two estimates of one task.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ActivityWatch:
         self._some = asyncio.Event()
 
     def watch(self, tasks: Mapping[TaskId, Sequence[GpuId]]) -> None:
-        """Watch exactly these tasks on these devices from now on; what was seen of one that stays is kept."""
+        """Watch exactly these tasks on these devices from now on; a task that stays keeps its readings."""
         now_s = time.monotonic()
         wanted = {task: tuple(gpus) for task, gpus in tasks.items() if gpus}
         kept = {task: old for task, old in self._tasks.items() if wanted.get(task) == old.gpus}
@@ -100,7 +100,7 @@ class ActivityWatch:
             await self._judge_one()
 
     def _read(self, tasks: Mapping[TaskId, _Watched]) -> dict[TaskId, _Reading]:
-        """Read all devices; a task of which one does not answer is left out."""
+        """Read all devices; a task with a device that does not answer is left out."""
         readings: dict[TaskId, _Reading] = {}
         for task, watched in tasks.items():
             since_s = watched.readings[-1].at_s if watched.readings else watched.since_s
@@ -109,7 +109,7 @@ class ActivityWatch:
                 at_s = time.monotonic()
                 memory_bytes = sum(one.memory_bytes for gpu in watched.gpus for one in self._backend.processes(gpu))
             except DeviceError:
-                continue  # the sampler says so to the core
+                continue  # the sampler posts that
             told = [one for one in found if one is not None]
             busy = fmean(one.busy for one in told) if told else None
             readings[task] = _Reading(since_s, at_s, memory_bytes, busy, told[0].source if told else "utilisation")

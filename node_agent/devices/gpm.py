@@ -16,7 +16,7 @@ GAP_MIN_S = 0.101
 
 
 class Gpm:
-    """The last sample of each GPU, and what lies between it and the next. Call it in NVML's thread.
+    """The last sample of each GPU, and its activity from there to the next. Call it in NVML's thread.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class Gpm:
         return None if before is None else self._between(before, sample)
 
     def _sample(self, gpu: GpuId, handle: Any) -> Any:
-        """Take a sample, or None and never again where the driver says no, as under MIG."""
+        """Take a sample; None, and no further attempt, where the driver refuses, as under MIG."""
         nvml = self._nvml
         sample = nvml.nvmlGpmSampleAlloc()
         try:

@@ -1,7 +1,7 @@
 """Real NVIDIA GPUs through NVML, the driver's own library (package nvidia-ml-py, module `pynvml`).
 
-All calls run in one thread with a watchdog, because a call about a sick GPU can block in the kernel; whoever asks gets
-a `DeviceError` instead of a hang. This module reads and never changes a setting.
+All calls run in one thread with a watchdog, because a call about a sick GPU can block in the kernel; the caller then
+gets a `DeviceError` instead of a hang. This module reads and never changes a setting.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from msgspec import Struct, structs
 
 from node_agent.devices import Activity, Device, DeviceError, Health, LinkKind, Memory, Process, visible
 from node_agent.devices.gpm import Gpm
-from node_agent.devices.xid import Verdict, demand, judge
+from node_agent.devices.xid import XidVerdict, demand, judge
 from protocol.messages import GpuId
 
 T = TypeVar("T")
@@ -41,10 +41,10 @@ ANCESTORS: tuple[tuple[int, LinkKind], ...] = (
     (40, "node"),
     (50, "system"),
 )
-#: PCIe switches, without crossing a host bridge: what makes an island where there is no NVLink.
+#: PCIe switches, without crossing a host bridge: these make an island where there is no NVLink.
 SLOT_KINDS: frozenset[LinkKind] = frozenset({"nvlink", "single", "multiple"})
 
-#: Field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: the driver's own verdict on what a GPU needs; 0 is nothing.
+#: Field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: the recovery that the driver demands for a GPU; 0 is none.
 FIELD_RECOVERY = 230
 EVENT_DOUBLE_BIT_ECC = 0x2
 EVENT_XID = 0x8
@@ -52,7 +52,7 @@ EVENT_UNAVAILABLE = 0x4000
 EVENT_RECOVERY = 0x8000
 EVENTS_MAX = 100  #: taken in per call, so that a storm of them cannot keep the thread
 FAULTS_MAX = 8  #: kept per GPU until they are asked for
-#: Between two looks at whether a GPU that was lost answers a library opened afresh.
+#: Between two attempts to reach a lost GPU through a library opened afresh.
 REVIVE_S = 30.0
 #: Prints the UUID of each GPU that answers; a process of its own, as opening the library may hang on a sick GPU.
 LOOK = """
@@ -69,7 +69,7 @@ for index in range(nvml.nvmlDeviceGetCount()):
 
 
 class _Gpu(Struct):
-    """One GPU's handle and what was learned of its health."""
+    """One GPU's handle and its health so far."""
 
     handle: Any
     device: Device
@@ -80,7 +80,7 @@ class _Gpu(Struct):
 
 
 class NvmlBackend:
-    """The NVIDIA GPUs of this host.
+    """The NVIDIA GPUs of this node.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ class NvmlBackend:
         return dict(self._links)
 
     def memory(self, gpu: GpuId) -> Memory:
-        """Return what the driver says, without its own reserve."""
+        """Return the driver's figures, without its own reserve."""
         return self._about(gpu, self._memory)
 
     def processes(self, gpu: GpuId) -> Sequence[Process]:
@@ -142,11 +142,11 @@ class NvmlBackend:
         return self._about(gpu, self._utilisation)
 
     def activity(self, gpu: GpuId) -> Activity | None:
-        """Return what the performance monitors say, else the driver's last window (1/6 to 1 s, nvml.h)."""
+        """Return the figure of the performance monitors, else the driver's last window (1/6 to 1 s, nvml.h)."""
         return self._about(gpu, self._activity)
 
     def health(self, gpu: GpuId) -> Health:
-        """Return its health after taking in the driver's events; one that had gone silent is looked for again."""
+        """Return its health after the driver's newest events; a silent GPU is tried again."""
         entry = self._known(gpu)
         self._thread.call(self._take_in_events)
         if entry.silent and gpu in self._look.answering():
@@ -169,13 +169,13 @@ class NvmlBackend:
         return sorted(near) if near and near != allowed else None
 
     def attach(self, pid: int, gpus: Sequence[GpuId]) -> None:
-        """Nothing to do: the driver itself knows who is on a GPU."""
+        """Do nothing: the driver itself knows the processes on a GPU."""
 
     def detach(self, pid: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Let the library go."""
+        """Release the library."""
         try:
             self._thread.call(self._nvml.nvmlShutdown)
         except DeviceError:
@@ -188,7 +188,7 @@ class NvmlBackend:
 
     def _open(self) -> list[_Gpu]:
         nvml = self._nvml
-        instead = "use real GPUs on a host with the NVIDIA driver, or `--gpus simulated:4` for virtual ones"
+        instead = "use real GPUs on a node with the NVIDIA driver, or `--gpus simulated:4` for virtual ones"
         try:
             nvml.nvmlInit()
             count = nvml.nvmlDeviceGetCount()
@@ -216,7 +216,7 @@ class NvmlBackend:
         return Device(GpuId(_text(nvml.nvmlDeviceGetUUID(handle))), 0, model, total, "", bus_id)
 
     def _link(self, one: Any, other: Any) -> LinkKind:
-        """Return how two GPUs are joined: NVLink first, which on NVSwitch joins every pair whatever PCIe says."""
+        """Return how two GPUs are joined: NVLink first, which on NVSwitch joins every pair in spite of PCIe."""
         if self._nvlinked(one) and self._nvlinked(other) and self._peers(one, other):
             return "nvlink"
         try:
@@ -273,7 +273,7 @@ class NvmlBackend:
         self._register([gpu for gpu in self._gpus.values() if not gpu.silent])
 
     def _near(self, gpu: _Gpu, words: int) -> set[int]:
-        """Return the cores on the GPU's side of the host; none where the driver does not tell."""
+        """Return the cores on the GPU's side of the node; none where the driver names none."""
         try:
             masks = self._nvml.nvmlDeviceGetCpuAffinity(gpu.handle, words)
         except self._nvml.NVMLError:
@@ -340,7 +340,7 @@ class NvmlBackend:
             self._judge(event)
 
     def _judge(self, event: Any) -> None:
-        """Take a GPU out of use if the driver, or without its verdict the kind of event, says so."""
+        """Take a GPU out of use if the driver demands it, or without its verdict if the kind of event does."""
         uuid = self._uuid_of(event)
         gpu = self._gpus.get(GpuId(uuid)) if uuid else None
         if gpu is None or gpu.health.lost:
@@ -350,11 +350,11 @@ class NvmlBackend:
         if kind == EVENT_XID:
             verdict = judge(data, action)
         elif action:
-            verdict = Verdict(drain=f"event 0x{kind:x}: it {demand(action)}")
+            verdict = XidVerdict(drain=f"event 0x{kind:x}: it {demand(action)}")
         elif action is None:
-            verdict = Verdict(drain=f"event 0x{kind:x}; look into the kernel's log, then restart the node agent")
+            verdict = XidVerdict(drain=f"event 0x{kind:x}; look into the kernel's log, then restart the node agent")
         else:
-            verdict = Verdict()
+            verdict = XidVerdict()
         if verdict.fault:
             gpu.faults = (*gpu.faults, verdict.fault)[-FAULTS_MAX:]
         if verdict.drain:
@@ -367,7 +367,7 @@ class NvmlBackend:
             return ""
 
     def _recovery(self, gpu: _Gpu) -> int | None:
-        """Return the driver's verdict, 0 for nothing to do, None if this driver gives none."""
+        """Return the driver's recovery action, 0 for none needed, None if this driver gives none."""
         nvml = self._nvml
         try:
             value = nvml.nvmlDeviceGetFieldValues(gpu.handle, [FIELD_RECOVERY])[0]
@@ -376,7 +376,7 @@ class NvmlBackend:
         return int(value.value.uiVal) if value.nvmlReturn == 0 else None
 
     def _touch(self, gpu: _Gpu) -> None:
-        """Learn whether the GPU still answers, and whether the driver asks for a recovery or no longer does."""
+        """Learn whether the GPU still answers, and whether the driver demands a recovery."""
         action = self._ask(gpu, self._recovery)
         if action and gpu.health.healthy:
             gpu.health, gpu.demanded = Health(healthy=False, detail=f"it {demand(action)}"), True
@@ -417,7 +417,7 @@ def slots_of(gpus: Sequence[GpuId], links: dict[tuple[GpuId, GpuId], LinkKind]) 
     """Return the island of each GPU: NVLink first, else the PCIe switches they share.
 
     Islands are the connected parts of the graph of close links; each is called after its kind and its first GPU's
-    place on the bus. A GPU with NVLink to anybody belongs to an NVLink island, also if a switch joins it to others.
+    place on the bus. A GPU with any NVLink belongs to an NVLink island, even if a switch joins it to others.
     """
     nvlink = {pair for pair, kind in links.items() if kind == "nvlink"}
     linked = {gpu for pair in nvlink for gpu in pair}
@@ -449,7 +449,7 @@ def _text(value: str | bytes) -> str:
 
 
 class _Watched:
-    """One daemon thread that runs calls in order; a call that does not return is given up, not waited for."""
+    """One daemon thread that runs calls in order; a call that does not return is abandoned."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -462,7 +462,7 @@ class _Watched:
     def call(self, work: Callable[[], T]) -> T:
         """Run `work` in the thread; raise what it raises, or DeviceError if it does not return in time."""
         if self._stuck is not None and not self._stuck.done():
-            raise DeviceError("NVML still hangs in an earlier call; if that lasts, the host needs a reboot")
+            raise DeviceError("NVML still hangs in an earlier call; if that lasts, the node needs a reboot")
         future: Future[T] = Future()
         self._calls.put((work, future))
         try:
@@ -471,7 +471,7 @@ class _Watched:
             if future.done():
                 raise  # the call itself raised it
             self._stuck = future
-            raise DeviceError(f"NVML did not answer within {self._timeout_s:g} s; a GPU of this host hangs") from error
+            raise DeviceError(f"NVML did not answer within {self._timeout_s:g} s; a GPU of this node hangs") from error
 
     def close(self) -> None:
         self._calls.put(None)
@@ -486,7 +486,7 @@ class _Watched:
 
 
 class _Look:
-    """Looks for GPUs that answer again, every `REVIVE_S` and by a process of its own; never waits for it."""
+    """Looks for GPUs that answer again, every `REVIVE_S` and by a process of its own, without waiting for it."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._command = list(command)
@@ -502,13 +502,13 @@ class _Look:
                 )
             return set()
         if self._process.poll() is None:
-            return set()  # it may hang in the driver for ever; then nothing is ever found, and nothing waits
+            return set()  # it may hang in the driver for ever; then no GPU is ever found, and no caller waits
         found, _ = self._process.communicate()
         self._process, self._next = None, time.monotonic() + REVIVE_S
         return set(found.decode(errors="replace").split())
 
     def close(self) -> None:
-        """End a look that is under way; one that hangs in the driver is left to the system."""
+        """End a running look; one that hangs in the driver is left to the system."""
         if self._process is not None:
             self._process.kill()
             with suppress(subprocess.TimeoutExpired):

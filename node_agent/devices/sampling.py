@@ -19,7 +19,7 @@ def open_backend(gpus: str, node: str, *, memory_bytes: int, pin: bool) -> Devic
     Raises
     ------
     DeviceError
-        If there are none of that kind; another kind is never taken instead.
+        If there are none of that kind; no other kind is taken instead.
     """
     kind, _, count = gpus.partition(":")
     if gpus == "nvml":
@@ -66,7 +66,7 @@ def _sample(backend: DeviceBackend, device: Device, owner: Callable[[int], TaskI
 
 
 def _process(process: Process, task: TaskId | None) -> GpuProcess:
-    """Return what the core is told of a process; of a stranger, all that decides whether it may be ended."""
+    """Return a process as the core sees it; for a stranger, with all facts on whether it may be ended."""
     if task is not None:
         return GpuProcess(process.pid, process.memory_bytes, task)
     known = procfs.stat(process.pid)

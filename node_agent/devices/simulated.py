@@ -1,8 +1,8 @@
-"""Virtual GPUs that measure real things of real processes, for a machine that has none.
+"""Virtual GPUs that measure the memory and cores of real processes, for a node without GPUs.
 
-The memory of a virtual GPU is the private memory (RssAnon) of the workers on it, less what an interpreter with its
-libraries needs, which stands for the CUDA context. A worker that parks its tensors in a memfd gives that memory back
-for all to see, since the kernel books a memfd as shared. What it cannot show: speed, NCCL, contexts, driver quirks.
+The memory of a virtual GPU is the private memory (RssAnon) of the workers on it, less that of an interpreter with its
+libraries, which stands for the CUDA context. A worker that parks its tensors in a memfd visibly gives that memory
+back, since the kernel books a memfd as shared. Not simulated: speed, NCCL, contexts, driver quirks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MEMORY_BYTES = 4 * 2**30
 #: Utilisation is of at least so much time, as a driver's is.
 RECENT_S = 1.0
 
-#: Without these glibc keeps what torch frees, and a parked worker would seem to hold its memory (findings: 0.9 GiB).
-#: And without huge pages giving memory back and taking it again costs several times what copying it does.
+#: Without these glibc keeps freed memory, and a parked worker would seem to hold its tensors (findings: 0.9 GiB).
+#: Without huge pages, giving memory back and taking it again costs several times as much as copying it.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TRIM_THRESHOLD_": "131072", "THP_MEM_ALLOC_ENABLE": "1"}
 
 
@@ -67,8 +67,8 @@ class SimulatedBackend:
 
     def restore(self, gpu: GpuId) -> None:
         """Undo `lose`, `fault` and `require`, as a reset would."""
-        for what in (self._lost, self._drained, self._faults):
-            what.pop(gpu, None)
+        for record in (self._lost, self._drained, self._faults):
+            record.pop(gpu, None)
 
     def fault(self, gpu: GpuId, xid: int) -> None:
         """Raise an Xid on `gpu`, as under a driver that gives no recovery action."""
@@ -88,7 +88,7 @@ class SimulatedBackend:
         """Put processes that run under no lease on `gpu`; none to clear it."""
         self._strangers[self._known(gpu)] = pids
 
-    # --- the driver's checkpoint, as it is simulated ----------------------------------------------------------------
+    # --- the simulated checkpoint of the driver ---------------------------------------------------------------------
 
     def checkpointed(self, pids: Iterable[int]) -> int:
         """Leave `pids` out of every GPU for as long as they stand still; return the bytes that this frees."""
@@ -102,7 +102,7 @@ class SimulatedBackend:
         return sum(map(_device_bytes, pids))
 
     def too_small_for(self, pids: Collection[int]) -> GpuId | None:
-        """Return a GPU that cannot hold what the checkpointed `pids` would bring back, None if all can."""
+        """Return a GPU that has no room for the memory of the checkpointed `pids`, None if all have."""
         roots = procfs.descendants(self._attached)
         for gpu in {gpu for pid in pids if pid in roots for gpu in self._attached[roots[pid]]}:
             back = [pid for pid in pids if pid in roots and gpu in self._attached[roots[pid]]]
@@ -124,12 +124,12 @@ class SimulatedBackend:
         return self._devices
 
     def topology(self) -> dict[tuple[GpuId, GpuId], LinkKind]:
-        """Two and two share a slot, as behind one PCIe switch."""
+        """Return links by which two and two share a slot, as behind one PCIe switch."""
         pairs = [(a, b) for a in self._devices for b in self._devices if a.index < b.index]
         return {(a.gpu, b.gpu): "single" if a.slot == b.slot else "node" for a, b in pairs}
 
     def memory(self, gpu: GpuId) -> Memory:
-        """Sum what the processes on `gpu` use."""
+        """Return the sum of the memory of the processes on `gpu`."""
         return Memory(self._memory_bytes, sum(process.memory_bytes for process in self.processes(gpu)))
 
     def processes(self, gpu: GpuId) -> Sequence[Process]:
@@ -157,14 +157,14 @@ class SimulatedBackend:
         return None if busy is None else Activity(busy, "utilisation")
 
     def health(self, gpu: GpuId) -> Health:
-        """Return what was injected."""
+        """Return the injected health."""
         if self._known(gpu) in self._lost:
             return Health(healthy=False, lost=True, detail=self._lost[gpu])
         drained = self._drained.get(gpu, "")
         return Health(healthy=not drained, detail=drained, faults=self._faults.pop(gpu, ()))
 
     def env(self, gpus: Sequence[GpuId]) -> dict[str, str]:
-        """Make the memory honest and give one compute thread per virtual GPU."""
+        """Return variables for exact memory figures and one compute thread per virtual GPU."""
         threads = str(max(1, len(gpus)))
         return visible(gpus) | MALLOC | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
 

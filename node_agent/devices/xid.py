@@ -1,4 +1,4 @@
-"""What an Xid means: NVIDIA's own catalogue as a table, and the verdict on a GPU that raised one.
+"""Xids, the driver's errors: NVIDIA's own catalogue as a table, and the verdict on a GPU that raised one.
 
 The driver's recovery action outranks the table: it knows the GPU, the table only the number. The table speaks where the
 driver is silent, before release 570. An Xid that the catalogue does not classify takes the GPU out of use, and says so.
@@ -14,12 +14,12 @@ from typing import Literal
 
 from msgspec import Struct
 
-#: What to do about an Xid: nothing, start the program again, or take the GPU out of use.
+#: The reaction to an Xid: none, start the program again, or take the GPU out of use.
 Course = Literal["ignore", "restart", "drain"]
 
 
 class Bucket(Struct, frozen=True):
-    """One of the catalogue's immediate actions; `mend` is what an administrator does."""
+    """One of the catalogue's immediate actions; `mend` tells an administrator what to do."""
 
     course: Course
     mend: str = ""
@@ -34,7 +34,7 @@ BUCKETS: dict[str, Bucket] = {
     "WORKFLOW_XID_48": Bucket("drain", "reset it (nvidia-smi --gpu-reset), then look at its ECC counters"),
     "WORKFLOW_NVLINK_ERR": Bucket("drain", "look at its links (nvidia-smi nvlink), then reset it"),
     "WORKFLOW_NVLINK5_ERR": Bucket("drain", "decode the Xid in the kernel's log with NVIDIA's catalogue"),
-    "RESTART_BM": Bucket("drain", "restart the host"),
+    "RESTART_BM": Bucket("drain", "restart the node"),
     "RESTART_VM": Bucket("drain", "restart the virtual machine"),
     "CHECK_MECHANICALS": Bucket("drain", "check its power cables and seating"),
     "CHECK_UVM": Bucket("drain", "look for UVM errors in the kernel's log"),
@@ -155,7 +155,7 @@ CATALOGUE: dict[int, Entry] = {
     151: Entry("key rotation error", "RESTART_VM"),
     154: Entry("its recovery action changed", "XID_154"),
     159: Entry("CHI non-data error", "CHECK_UVM"),
-    # In the catalogue without an action; drained like any other that nobody classified.
+    # In the catalogue without an action; drained like any other that is not classified.
     **_rows(
         "",
         {
@@ -174,8 +174,8 @@ CATALOGUE: dict[int, Entry] = {
     ),
 }
 
-#: What the driver's own recovery action asks for (field 230). 5 is a bus reset by nvml.h of release 580 and the IMEX
-#: domain by that of 615; whichever it is, the GPU is out of use until somebody looks.
+#: The demands of the driver's own recovery actions (field 230). 5 is a bus reset by nvml.h of release 580 and the IMEX
+#: domain by that of 615; in both cases the GPU is out of use until an administrator acts.
 RECOVERY: dict[int, str] = {
     1: "needs a GPU reset (nvidia-smi --gpu-reset)",
     2: "needs a reboot of the node",
@@ -187,30 +187,30 @@ RECOVERY: dict[int, str] = {
 }
 
 
-class Verdict(Struct, frozen=True):
-    """What an Xid means for a GPU: `drain` says why it is out of use, `fault` what befell a program on it."""
+class XidVerdict(Struct, frozen=True):
+    """The verdict on a GPU: `drain` says why it is out of use, `fault` which error a program on it met."""
 
     drain: str = ""
     fault: str = ""
 
 
 def demand(action: int) -> str:
-    """Return what the driver asks for by recovery action `action`, which is not 0."""
+    """Return the demand of the driver's recovery action `action`, which is not 0."""
     return RECOVERY.get(action, f"needs recovery action {action}, which is unknown here: see nvidia-smi -q")
 
 
-def judge(number: int, recovery: int | None) -> Verdict:
+def judge(number: int, recovery: int | None) -> XidVerdict:
     """Judge Xid `number`, given the driver's recovery action: 0 for nothing to do, None if it gives none."""
     entry = CATALOGUE.get(number)
     what = f"Xid {number} ({entry.meaning})" if entry else f"Xid {number}"
     if recovery:
-        return Verdict(drain=f"{what}: it {demand(recovery)}")
+        return XidVerdict(drain=f"{what}: it {demand(recovery)}")
     bucket = BUCKETS[entry.bucket if entry else ""]
     if bucket.course == "ignore":
-        return Verdict()
+        return XidVerdict()
     if bucket.course == "restart":
-        return Verdict(fault=f"{what}: the program that met it must be started again")
+        return XidVerdict(fault=f"{what}: the program that met it must be started again")
     if recovery == 0:
-        return Verdict(fault=f"{what}: the driver asks for nothing, so the GPU stays in use")
+        return XidVerdict(fault=f"{what}: the driver asks for nothing, so the GPU stays in use")
     said = f"NVIDIA's catalogue says {entry.bucket}" if entry and entry.bucket else "NVIDIA's catalogue has no action"
-    return Verdict(drain=f"{what}: {said}; {bucket.mend}, then restart the node agent")
+    return XidVerdict(drain=f"{what}: {said}; {bucket.mend}, then restart the node agent")

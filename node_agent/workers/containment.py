@@ -1,9 +1,9 @@
-"""What keeps a task within its bounds: its memory, its cores, its device files, and all the processes it starts.
+"""Containment: the bounds of a task's memory, cores and device files, and of all the processes that it starts.
 
-Three ways, the strongest first. `systemd-scope`: a transient scope of ``gpu-arbiter.slice`` around the shim and the
-task. `cgroup`: a group of our own in cgroup v2, which the task joins and the shim, that writes down its end, does not.
-`none`: descent alone. Each says in `lacks` what it does not bound, so that nobody takes a hint for a wall:
-``CUDA_VISIBLE_DEVICES`` is one, a task that ignores it reaches every GPU whose device file it may open.
+Three kinds, the strongest first. `systemd-scope`: a transient scope of ``gpu-arbiter.slice`` around the shim and the
+task. `cgroup`: a group of our own in cgroup v2; the task joins it, and the shim, which writes down the end, does not.
+`none`: descent alone. Each names its gaps in `lacks`, so that a hint is not taken for a wall: ``CUDA_VISIBLE_DEVICES``
+is a hint, and a task that ignores it reaches every GPU whose device file it may open.
 
 Host memory is charged as the kernel charges it: private memory, the arena of parked tensors and checkpoints in memory
 folders, which the task itself faulted in. The driver's image of a checkpointed process is its private memory.
@@ -29,7 +29,7 @@ from node_agent.devices import Device
 #: As in the configuration; `auto` takes the strongest that works here.
 Kind = Literal["auto", "none", "systemd-scope", "cgroup"]
 
-#: What CUDA opens on every GPU.
+#: The device files that CUDA opens besides each GPU's own.
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
 #: The child of a service's group in which systemd (from 254 on, `DelegateSubgroup=`) starts the node agent itself, so
 #: that the group may hand its controllers to other children.
@@ -47,7 +47,7 @@ class ContainmentError(Exception):
 
 
 class Limits(Struct, frozen=True):
-    """Bounds of one task: memory of the host (0: none), cores and device files (none given: all)."""
+    """Bounds of one task: host memory (0: none), cores and device files (none given: all)."""
 
     memory_bytes: int = 0
     cpus: tuple[int, ...] = ()
@@ -55,7 +55,7 @@ class Limits(Struct, frozen=True):
 
 
 class Standing(Struct, frozen=True):
-    """Which containment is in force, and what it leaves open; kept for whoever looks at the node."""
+    """The containment in force and its gaps; kept for commands that inspect the node."""
 
     kind: str
     lacks: tuple[str, ...]
@@ -72,15 +72,15 @@ class Containment(Protocol):
         ...
 
     def enter(self, key: str, limits: Limits) -> str:
-        """Make ready what the task joins by itself: a cgroup's folder, ``own`` for the shim's, empty for nothing."""
+        """Prepare the group of a task and return it: a cgroup's folder, ``own`` for the shim's, empty for none."""
         ...
 
     def kill(self, key: str) -> None:
-        """SIGKILL every process of the task that this can reach at once."""
+        """Send SIGKILL to every process of the task that this can reach at once."""
         ...
 
     def leave(self, key: str) -> None:
-        """The task's main process has ended: end what is left, and give back what `enter` made."""
+        """End the rest of a task whose main process has ended, and remove the group that `enter` made."""
         ...
 
     def sweep(self, owner: str, keep: Collection[str]) -> None:
@@ -105,17 +105,17 @@ class Bare:
         return list(shim)
 
     def enter(self, key: str, limits: Limits) -> str:
-        """Nothing to join."""
+        """Return no group: there is none to join."""
         return ""
 
     def kill(self, key: str) -> None:
-        """Nothing to reach at once."""
+        """Do nothing: no process can be reached at once."""
 
     def leave(self, key: str) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is no group."""
 
     def sweep(self, owner: str, keep: Collection[str]) -> None:
-        """Nothing is known of earlier ones."""
+        """Do nothing: earlier tasks left no trace here."""
 
 
 class Scope:
@@ -142,7 +142,7 @@ class Scope:
         mend = 'set containment = "auto" or containment = "none", or run the node agent under systemd'
         if not (systemd or Path("/run/systemd/system")).is_dir() or (run is None and not shutil.which("systemd-run")):
             raise ContainmentError(
-                f'containment = "systemd-scope" needs a running systemd, and this host has none; {mend}'
+                f'containment = "systemd-scope" needs a running systemd, and this node has none; {mend}'
             )
         probe = Limits(2**30, (0,), ("/dev/null",))
         done = self._run([*self._start("gpu-arbiter-probe", probe), "--", "true"])
@@ -156,18 +156,18 @@ class Scope:
         return [*self._start(_unit(key), limits), "--", *shim]
 
     def enter(self, key: str, limits: Limits) -> str:
-        """The shim's own cgroup is the scope's."""
+        """Return ``own``: the shim's cgroup is the scope's."""
         return "own"
 
     def kill(self, key: str) -> None:
-        """Nothing at once: the shim is in the scope and must write down how the task ended."""
+        """Do nothing: the shim is in the scope and must write down how the task ended."""
 
     def leave(self, key: str) -> None:
-        """SIGKILL what is left of the scope; without processes it is gone by itself."""
+        """Send SIGKILL to the rest of the scope; without processes it is gone by itself."""
         self._run(["systemctl", *self._manager(), "kill", "--signal=SIGKILL", f"{_unit(key)}.scope"])
 
     def sweep(self, owner: str, keep: Collection[str]) -> None:
-        """SIGKILL the scopes of tasks that nobody knows."""
+        """Send SIGKILL to the scopes of unknown tasks."""
         pattern = f"{_unit(owner)}-*.scope"
         options = ["--type=scope", "--plain", "--no-legend", pattern]
         for line in self._run(["systemctl", *self._manager(), "list-units", *options]).stdout.splitlines():
@@ -243,12 +243,12 @@ class Cgroup:
         return str(group)
 
     def kill(self, key: str) -> None:
-        """SIGKILL the whole group, also what is being forked this very moment (kernel 5.14)."""
+        """Send SIGKILL to the whole group, also to a process that is just being forked (kernel 5.14)."""
         with suppress(FileNotFoundError):
             (self._group(key) / "cgroup.kill").write_text("1")
 
     def leave(self, key: str) -> None:
-        """End what is left in the group and remove it."""
+        """End the rest of the group and remove it."""
         group = self._group(key)
         deadline = time.monotonic() + GONE_S
         while group.is_dir():
@@ -261,7 +261,7 @@ class Cgroup:
                 time.sleep(0.02)
 
     def sweep(self, owner: str, keep: Collection[str]) -> None:
-        """End and remove the groups of tasks that nobody knows."""
+        """End and remove the groups of unknown tasks."""
         for group in sorted(self._base.glob(f"task-{owner}-*")):
             if group.name.removeprefix("task-") not in keep:
                 self.leave(group.name.removeprefix("task-"))
@@ -270,11 +270,11 @@ class Cgroup:
         return self._base / f"task-{key}"
 
     def _missing(self, name: str) -> str:
-        """Say what is open without a controller, and what gives it."""
-        what = {"memory": "host memory is not bounded", "cpuset": "cores are a request only"}[name]
+        """Say which bound is missing without a controller, and how to get it."""
+        gap = {"memory": "host memory is not bounded", "cpuset": "cores are a request only"}[name]
         if name not in _words(self._base / "cgroup.controllers"):
-            return f"{what}: {self._base} does not have the controller {name}"
-        return f"{what}: {self._base} has processes of its own; systemd 254 starts the agent below with {SUBGROUP}"
+            return f"{gap}: {self._base} does not have the controller {name}"
+        return f"{gap}: {self._base} has processes of its own; systemd 254 starts the agent below with {SUBGROUP}"
 
     def _enable(self) -> frozenset[str]:
         """Have the base hand its controllers on; return those that it does."""
@@ -309,7 +309,7 @@ def choose(kind: Kind, cgroup_root: str = "") -> Containment:
 
 
 def owner_of(state_dir: Path) -> str:
-    """Return a short name for the node agents of this state directory; several may share a host."""
+    """Return a short name for the node agents of this state directory; several may share a node."""
     return blake2s(os.fsencode(state_dir), digest_size=4).hexdigest()
 
 
@@ -319,7 +319,7 @@ def key_of(state_dir: Path, task: str) -> str:
 
 
 def device_files(gpus: Sequence[Device], extra: Sequence[str], proc: Path = Path("/proc")) -> tuple[str, ...]:
-    """Return the device files that a task on `gpus` needs; none if the driver does not tell, as for virtual GPUs.
+    """Return the device files that a task on `gpus` needs; none if the driver names none, as for virtual GPUs.
 
     `extra` are patterns of other files that tasks may open, as for InfiniBand.
     """
@@ -331,7 +331,7 @@ def device_files(gpus: Sequence[Device], extra: Sequence[str], proc: Path = Path
 
 
 def _minor(information: Path) -> str | None:
-    """Return the number in the GPU's device file, as the driver's own file says it."""
+    """Return the number of the GPU's device file, from the driver's own file about it."""
     try:
         lines = information.read_text().splitlines()
     except OSError:
@@ -345,7 +345,7 @@ def _base(configured: str, proc: Path = Path("/proc")) -> Path:
     Raises
     ------
     ContainmentError
-        If this host has no pure cgroup v2, on which the controllers are.
+        If this node has no pure cgroup v2 with the controllers.
     """
     if configured:
         return Path(configured)
@@ -354,7 +354,7 @@ def _base(configured: str, proc: Path = Path("/proc")) -> Path:
     own = next((line[3:] for line in (proc / "self/cgroup").read_text().splitlines() if line.startswith("0::")), None)
     if not roots or own is None or any(fields[2] == "cgroup" for fields in mounts):
         raise ContainmentError(
-            'this host has no pure cgroup v2; set cgroup_root to a folder that is, or containment = "none"'
+            'this node has no pure cgroup v2; set cgroup_root to a folder that is, or containment = "none"'
         )
     group = Path(roots[0]) / own.lstrip("/")
     return group.parent if group.name == LEAF else group

@@ -1,15 +1,15 @@
-"""Suspending processes that do not cooperate: through the driver's checkpoint, or its like for virtual GPUs.
+"""Suspending processes that do not cooperate: by the driver's checkpoint, or by SIGSTOP on virtual GPUs.
 
 The driver moves all GPU memory of a process, its context too, to host memory and back, at the same addresses, without
-the process knowing. It is slower than parking and has sharp edges, which decide the promises here:
+the process knowing. It is slower than parking and has sharp edges. Hence the promises here:
 
-1. `suspend` and `resume` are given all processes of a task and pick those that use the GPU; both may be repeated.
-2. Each is over within `timeout_s`, and within 20 s more if a helper had to be killed and it is found out what it left.
+1. `suspend` and `resume` take all processes of a task and pick those that use the GPU; both may be repeated.
+2. Each ends within `timeout_s`, or 20 s later if a helper had to be killed and the state it left must be found out.
    `lost` says that the task can never run again and must be killed.
 3. A `suspend` that answers neither `ok` nor `lost` has left the task running as it was.
 4. `resume` must not be called before its GPUs were measured free: a restore that meets too little memory is lost.
 5. libcuda is loaded in a helper process and never here. One that hangs is killed; if the driver was then about to
-   checkpoint or restore, the task is lost, since nobody can tell what it left. A helper outlives the node agent.
+   checkpoint or restore, the task is lost, since its state is unknown. A helper outlives the node agent.
 
 A freezer must come after `suspend` and be lifted before `resume`: a frozen process cannot run the driver's restore
 thread. Processes are not frozen here; they stop at their next call of CUDA.
@@ -45,23 +45,23 @@ HELPER = Path(__file__).with_name("driver_helper.py")
 LOCK_FD = 9
 #: The first driver under which a process that uses NVML, as PyTorch does, can be checkpointed.
 DRIVER_MIN = 570
-#: How much of `timeout_s` waiting for a task's work on the GPU may take; the rest is for copying.
+#: The share of `timeout_s` for a task's work on the GPU to end; the rest is for copying.
 LOCK_SHARE = 1 / 3
 PROBE_S = 90.0
-#: For asking how things stand, and letting go what was left locked.
+#: For asking for the states, and unlocking processes that were left locked.
 FIND_S = 15.0
-#: For the helpers of a node agent that died, to end what they were about.
+#: For the helpers of a node agent that died, to end their operation.
 ORPHANS_S = 60.0
 REAP_S = 1.0
 LINE_BYTES_MAX = 64 * 1024
-#: What the helper needs of our environment; it must see all GPUs, whatever this process was told to see.
+#: Variables that the helper needs of our environment. CUDA_VISIBLE_DEVICES is none: it must see all GPUs.
 INHERITED = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH")
 
 Standing = Literal["running", "suspended", "lost"]
 
 
 class Result(Struct, frozen=True):
-    """How a suspension or resumption went. `bytes`: how much host memory the task takes more, or less, than before."""
+    """The outcome of a suspension or resumption. `bytes`: the change of the host memory that the task takes."""
 
     ok: bool
     reason: str = ""
@@ -71,7 +71,7 @@ class Result(Struct, frozen=True):
 
 
 class Found(Struct, frozen=True):
-    """How the processes of a task stand. Not `known`: nobody could say, for this reason."""
+    """The state of the processes of a task. Not `known`: it could not be found out, for this reason."""
 
     standing: Standing = "running"
     known: bool = True
@@ -82,7 +82,7 @@ class Checkpointer(Protocol):
     """Suspends and resumes processes; see the promises above."""
 
     async def probe(self) -> str:
-        """Return why it cannot be used on this host, empty if it can. The first time on a host this takes seconds."""
+        """Return why it cannot be used on this node, empty if it can. The first time on a node this takes seconds."""
         ...
 
     async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
@@ -90,26 +90,26 @@ class Checkpointer(Protocol):
         ...
 
     async def resume(self, pids: Sequence[int], timeout_s: float) -> Result:
-        """Give it back to them."""
+        """Give `pids` their GPU memory back."""
         ...
 
     async def find(self, pids: Sequence[int]) -> Found:
-        """Say how `pids` stand, after a node agent died; what it had left half-way and can run, runs again."""
+        """Return the state of `pids` after a node agent died; those it had left half-way run again if they can."""
         ...
 
 
 def open_checkpointer(backend: DeviceBackend, state_dir: Path) -> Checkpointer:
-    """Return the one that belongs to the GPUs of `backend`."""
+    """Return the checkpointer for the GPUs of `backend`."""
     if isinstance(backend, SimulatedBackend):
         return SimulatedCheckpointer(backend)
-    return DriverCheckpointer(state_dir, Host.read())
+    return DriverCheckpointer(state_dir, DriverFacts.read())
 
 
 # --- the driver's ---------------------------------------------------------------------------------------------------
 
 
-class Host(Struct, frozen=True):
-    """What decides whether the driver can checkpoint here: a new driver or a new start of the host decides anew."""
+class DriverFacts(Struct, frozen=True):
+    """The facts on which a probe depends: a new driver or a new start of the node calls for a new probe."""
 
     machine: str
     driver: str  #: version of the kernel module, as ``580.95.05``; empty: not loaded
@@ -118,8 +118,8 @@ class Host(Struct, frozen=True):
     user: int
 
     @classmethod
-    def read(cls) -> Host:
-        """Look at this host."""
+    def read(cls) -> DriverFacts:
+        """Return the facts of this node."""
         bindings = ""
         with suppress(importlib.metadata.PackageNotFoundError):
             bindings = importlib.metadata.version("cuda-bindings")
@@ -130,28 +130,28 @@ class Host(Struct, frozen=True):
 
     @property
     def unfit(self) -> str:
-        """Why there is no point in trying, empty if there is."""
+        """Why a probe would be in vain; empty if it would not."""
         if not self.driver:
-            return "the NVIDIA kernel module is not loaded on this host"
+            return "the NVIDIA kernel module is not loaded on this node"
         major = self.driver.partition(".")[0]
         if not major.isdigit() or int(major) < DRIVER_MIN:
             return f"the NVIDIA driver is {self.driver}, and checkpointing needs {DRIVER_MIN} or newer; update it"
         if self.machine != "x86_64":
-            return f"the NVIDIA driver checkpoints processes on x86_64 only, and this host is {self.machine}"
+            return f"the NVIDIA driver checkpoints processes on x86_64 only, and this node is {self.machine}"
         if not self.bindings:
             return "the package cuda-bindings is not installed for the node agent; install gpu-arbiter[cuda]"
         return ""
 
 
-class Verdict(Struct, frozen=True):
-    """What a trial on this host showed, kept in ``driver.json``."""
+class ProbeResult(Struct, frozen=True):
+    """The result of a probe on this node, kept in ``driver.json``."""
 
-    host: Host
+    host: DriverFacts
     reason: str = ""
 
 
 class _Request(Struct, frozen=True, omit_defaults=True):
-    """What the helper is asked; see there."""
+    """A request to the helper; see there."""
 
     do: Literal["suspend", "resume", "find", "probe"]
     timeout_s: float
@@ -161,7 +161,7 @@ class _Request(Struct, frozen=True, omit_defaults=True):
 
 
 class _Line(Struct, frozen=True):
-    """What the helper says: what it is `at`, or with `ok` its answer."""
+    """A line of the helper: the operation that it is `at`, or with `ok` its answer."""
 
     at: str = ""
     pid: int = 0
@@ -178,32 +178,32 @@ class DriverCheckpointer:
     Parameters
     ----------
     state_dir
-        Where the verdict of the trial is kept, and the lock that living helpers hold.
-    host
-        What it is tried on.
+        The folder of the probe's result, and of the lock that living helpers hold.
+    facts
+        The driver and the node.
     command
-        The helper; tests give one with a driver that is played.
+        The helper; tests give one with a played driver.
     """
 
     def __init__(
         self,
         state_dir: Path,
-        host: Host,
+        facts: DriverFacts,
         command: Sequence[str] = (sys.executable, "-I", str(HELPER)),
     ) -> None:
-        self._verdict = state_dir / "driver.json"
+        self._result = state_dir / "driver.json"
         self._lock = state_dir / "driver.lock"
-        self._host = host
+        self._facts = facts
         self._command = tuple(command)
         self._children: set[int] = set()
         self._orphans_gone = False
 
     async def probe(self) -> str:
-        """Return the verdict, by a trial with a small process unless there was one since the host started."""
-        if self._host.unfit:
-            return self._host.unfit
-        known = read_json(self._verdict, Verdict)
-        if known is not None and known.host == self._host:
+        """Return the result of a probe with a small process; one result holds until the node is started anew."""
+        if self._facts.unfit:
+            return self._facts.unfit
+        known = read_json(self._result, ProbeResult)
+        if known is not None and known.host == self._facts:
             return known.reason
         answer, at = await self._ask(_Request("probe", PROBE_S))
         if answer is None:
@@ -211,8 +211,8 @@ class DriverCheckpointer:
         reason = "" if answer.ok else answer.reason
         if not answer.again:
             with suppress(OSError):  # the next start probes again
-                await asyncio.to_thread(write_json, self._verdict, Verdict(self._host, reason))
-        log.info("driver.probed", driver=self._host.driver, works=not reason, reason=reason)
+                await asyncio.to_thread(write_json, self._result, ProbeResult(self._facts, reason))
+        log.info("driver.probed", driver=self._facts.driver, works=not reason, reason=reason)
         return reason
 
     async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
@@ -221,7 +221,7 @@ class DriverCheckpointer:
         return await self._measured(request, "suspended")
 
     async def resume(self, pids: Sequence[int], timeout_s: float, moves: dict[str, str] | None = None) -> Result:
-        """Restore them, where `moves` says so from one GPU, by UUID, to another of the same kind (driver 580)."""
+        """Restore them; `moves` are GPUs, by UUID, and others of the same kind to restore onto (driver 580)."""
         return await self._measured(_Request("resume", timeout_s, _sorted(pids), moves=moves or {}), "running")
 
     async def find(self, pids: Sequence[int]) -> Found:
@@ -240,7 +240,7 @@ class DriverCheckpointer:
         return Found(answer.state, reason=answer.reason)
 
     async def _measured(self, request: _Request, wanted: Standing) -> Result:
-        """Return how it went, with its time and by how much the memory of the processes changed."""
+        """Return the outcome, with its time and the change of the processes' memory."""
         began, before = time.monotonic(), _resident_bytes(request.pids)
         answer, at = await self._ask(request)
         outcome = await self._without_answer(request, at, wanted) if answer is None else _result(answer)
@@ -248,7 +248,7 @@ class DriverCheckpointer:
         return msgspec.structs.replace(outcome, seconds=time.monotonic() - began, bytes=moved)
 
     async def _without_answer(self, request: _Request, at: str, wanted: Standing) -> Result:
-        """Find out what a helper left that hung or crashed."""
+        """Return the outcome after a helper hung or crashed."""
         reason = f"the driver hung or crashed in '{at}' and was given up after {request.timeout_s:.0f} s at most"
         if at == "start":
             return Result(ok=False, reason=reason)
@@ -262,7 +262,7 @@ class DriverCheckpointer:
     # --- the helper -------------------------------------------------------------------------------------------------
 
     async def _ask(self, request: _Request) -> tuple[_Line | None, str]:
-        """Have a helper do it; return its answer, or None, and what it was at last."""
+        """Have a helper carry out a request; return its answer, or None, and its last operation."""
         try:
             pid, reader = self._start(request)
         except OSError as error:
@@ -286,7 +286,7 @@ class DriverCheckpointer:
 
     @asynccontextmanager
     async def _listening(self, pid: int, reader: int) -> AsyncIterator[asyncio.StreamReader]:
-        """Give what the helper writes.
+        """Yield the lines of the helper.
 
         If the node agent is stopped meanwhile the helper goes on: killed, it would lose the task.
         """
@@ -334,7 +334,7 @@ class DriverCheckpointer:
             await asyncio.sleep(0.01)
 
     async def _wait_for_orphans(self) -> None:
-        """Wait until no helper lives, whoever started it."""
+        """Wait until no helper lives, of any node agent."""
         lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             deadline = time.monotonic() + ORPHANS_S
@@ -378,17 +378,17 @@ def _resident_pages(pid: int) -> int:
         return 0
 
 
-# --- its like for virtual GPUs --------------------------------------------------------------------------------------
+# --- for virtual GPUs -----------------------------------------------------------------------------------------------
 
 Fault = Literal["lock", "slow", "lost"]
 
 
 class SimulatedCheckpointer:
-    """Stops processes with SIGSTOP; the virtual GPUs then count their memory as the host's.
+    """Stops processes with SIGSTOP; the virtual GPUs then count their memory as host memory.
 
-    What it has in common with the driver's: a restore onto a GPU that is too full is for ever, a lock can fail to come,
-    all may take too long, and the state is the processes' own (T in /proc), so that the next node agent finds it.
-    What not: no GPU's memory really moves, and a restore that failed is forgotten with this object.
+    In common with the driver's checkpoint: a restore onto a GPU that is too full fails for ever, a lock can fail to
+    come, each operation may take too long, and the state is the processes' own (T in /proc), so that the next node
+    agent finds it. Unlike it, no GPU's memory really moves, and a restore that failed is forgotten with this object.
     """
 
     def __init__(self, backend: SimulatedBackend) -> None:
@@ -420,7 +420,7 @@ class SimulatedCheckpointer:
         return Result(ok=True, seconds=time.monotonic() - began, bytes=moved)
 
     async def resume(self, pids: Sequence[int], timeout_s: float) -> Result:
-        """Let them go on if their GPUs have room, else never."""
+        """Let them go on if their GPUs have room; else the task is lost."""
         began, everyone = time.monotonic(), _with_descendants(pids)
         if self._is_failed(everyone):
             return Result(ok=False, lost=True, reason="an earlier restore failed, which is for ever")
@@ -437,7 +437,7 @@ class SimulatedCheckpointer:
         return Result(ok=True, seconds=time.monotonic() - began, bytes=moved)
 
     async def find(self, pids: Sequence[int]) -> Found:
-        """Suspended is what stands still altogether; what was stopped in part goes on."""
+        """Return `suspended` if all processes stand still; a task that was stopped in part goes on."""
         everyone = _with_descendants(pids)
         if self._is_failed(everyone):
             return Found("lost", reason="an earlier restore failed, which is for ever")
@@ -471,7 +471,7 @@ def _with_descendants(pids: Sequence[int]) -> list[int]:
 
 
 def _stop(pids: Sequence[int]) -> list[int]:
-    """SIGSTOP `pids` and what they start until none is new; return them all."""
+    """Send SIGSTOP to `pids` and their children until none is new; return them all."""
     stopped: list[int] = []
     while new := [pid for pid in _with_descendants(pids) if pid not in stopped]:
         _signal_all(new, signal.SIGSTOP)

@@ -2,17 +2,17 @@
 
 Run as a script, ``python -I driver_helper.py REQUEST``, once per operation, since a call of the driver may hang or
 crash and a process can be killed where a thread cannot. It writes JSON lines: one before each call of the driver, so
-that whoever must kill it knows what it was about, and last the answer. It needs the package ``cuda-bindings``, and to
-try the driver out also ``nvidia-ml-py``.
+that the node agent knows the operation if it must kill it, and last the answer. It needs the package
+``cuda-bindings``, and for a probe also ``nvidia-ml-py``.
 
 The driver's states of a process: 0 running, 1 locked (its calls of CUDA wait), 2 checkpointed (its GPU memory is in
 host memory, its context is gone), 3 failed, and since CUDA 13.4 also 4 and 5, being checkpointed or restored by
-somebody with storage of his own. What decides the order of things below:
+another program with storage of its own. The order of the calls below follows from these facts:
 
 * All processes of a task are locked before the first is checkpointed, and all restored before the first is unlocked.
 * A lock that does not come in time leaves a process running. A checkpoint that fails can be undone.
 * A restore that fails is for ever: even with memory enough the next one fails too (NVIDIA/cuda-checkpoint#44).
-* A process without CUDA has no restore thread; that is how one is told, as CRIU does.
+* A process without CUDA has no restore thread; it is recognised by that, as in CRIU.
 
 *Source:* CUDA Driver API, section "CUDA Checkpointing".
 """
@@ -33,14 +33,14 @@ from typing import Any
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NOT_READY = 1, 2, 3, 600
-#: The one error of the operating system that the driver has: most often the right to touch the process is missing.
+#: The driver's error for the operating system: most often the right to touch the process is missing.
 OPERATING_SYSTEM = 304
 #: An orphan whose node agent died must end some day.
 SURPLUS_S = 15
-#: GPU memory that must be free for a trial: 16 MiB, a context, and room.
-TRIAL_FREE_BYTES = 2 * 2**30
-TRIAL_BYTES = 16 * 2**20
-TRIAL_LOCK_S = 10.0
+#: GPU memory that must be free for a probe: 16 MiB, a context, and room.
+PROBE_FREE_BYTES = 2 * 2**30
+PROBE_BYTES = 16 * 2**20
+PROBE_LOCK_S = 10.0
 TARGET_S = 120
 
 NO_CUDA = "none of the task's processes uses CUDA"
@@ -63,8 +63,8 @@ HINTS = {
 }
 
 
-class Refused(Exception):  # noqa: N818 - an expected no, told as a sentence
-    """It cannot be done, and nothing was."""
+class CannotBeDone(Exception):  # noqa: N818 - an expected no, told as a sentence
+    """The request cannot be carried out, and nothing was done."""
 
 
 class Driver:
@@ -77,13 +77,15 @@ class Driver:
         try:
             self.cuda = importlib.import_module("cuda.bindings.driver")
         except Exception as error:
-            raise Refused(f"the package cuda-bindings cannot be loaded ({error}); install gpu-arbiter[cuda]") from error
+            raise CannotBeDone(
+                f"the package cuda-bindings cannot be loaded ({error}); install gpu-arbiter[cuda]"
+            ) from error
         if not hasattr(self.cuda, "cuCheckpointProcessLock"):
-            raise Refused("this cuda-bindings has no checkpoint functions; install cuda-bindings 12.8 or newer")
+            raise CannotBeDone("this cuda-bindings has no checkpoint functions; install cuda-bindings 12.8 or newer")
 
     def say(self, **line: Any) -> None:
-        """Write a line, if anybody still listens."""
-        with suppress(OSError):  # the node agent died; its successor asks the driver how things stand
+        """Write a line, if the node agent still listens."""
+        with suppress(OSError):  # the node agent died; its successor asks the driver for the states
             os.write(self._out, json.dumps(line).encode() + b"\n")
 
     def initialise(self) -> None:
@@ -93,20 +95,20 @@ class Driver:
             self._initialised = True
 
     def call(self, at: str, pid: int, function: Any, *arguments: Any) -> Any:
-        """Return what the driver returns.
+        """Call the driver and return its value.
 
         Raises
         ------
         DriverError
-            If that is an error.
-        Refused
+            If it returns an error.
+        CannotBeDone
             If there is no driver.
         """
         self.say(at=at, pid=pid)
         try:
             error, *values = function(*arguments)
         except RuntimeError as absent:  # cuda-bindings found no libcuda, or not this function in it
-            raise Refused(f"the NVIDIA driver cannot be used ({absent})") from absent
+            raise CannotBeDone(f"the NVIDIA driver cannot be used ({absent})") from absent
         if int(error):
             raise DriverError(at, pid, int(error), getattr(error, "name", "an error"))
         return values[0] if values else None
@@ -219,9 +221,9 @@ def undo(driver: Driver, pids: list[int], checkpointed: list[int], cause: Driver
 
 def resume(driver: Driver, pids: list[int], moves: dict[str, str]) -> Json:
     """Have all CUDA processes among `pids` run again, on other GPUs where `moves` says so."""
-    pairs = permutation(moves, gpus_of_host()) if moves else []
+    pairs = permutation(moves, gpus_of_node()) if moves else []
     if moves and not hasattr(driver.cuda, "CUcheckpointGpuPair"):
-        raise Refused("moving to another GPU needs cuda-bindings 13 and driver 580, or newer")
+        raise CannotBeDone("moving to another GPU needs cuda-bindings 13 and driver 580, or newer")
     states = states_of(driver, pids)
     if FAILED in states.values():
         return {"ok": False, "lost": True, "reason": "the driver says that a process of the task has failed"}
@@ -238,10 +240,10 @@ def resume(driver: Driver, pids: list[int], moves: dict[str, str]) -> Json:
 
 
 def find(driver: Driver, pids: list[int]) -> Json:
-    """Say how `pids` stand; what was only locked when somebody was cut off runs again."""
+    """Return the state of `pids`; those that an interrupted helper left locked run again."""
     for pid in pids:
-        # First of all and unasked: while one process is locked, a question about its NCCL peer may hang
-        # (NVIDIA/cuda-checkpoint#30). Whatever is not locked refuses this and is left as it was.
+        # First of all, without asking for states: while one process is locked, a question about its NCCL peer may
+        # hang (NVIDIA/cuda-checkpoint#30). A process that is not locked refuses this and is left as it was.
         with suppress(DriverError):
             driver.unlock(pid)
     states = set(states_of(driver, pids).values())
@@ -258,7 +260,7 @@ def states_of(driver: Driver, pids: list[int]) -> dict[int, int]:
 
 
 def alive(pid: int) -> bool:
-    """Say whether `pid` lives; one that ended meanwhile needs nothing undone."""
+    """Say whether `pid` lives; for one that has ended nothing is to be undone."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
             return file.read().rpartition(b")")[2].split()[0] != b"Z"
@@ -269,20 +271,20 @@ def alive(pid: int) -> bool:
 def permutation(moves: dict[str, str], gpus: list[str]) -> list[tuple[str, str]]:
     """Return (old, new) for each of `gpus` once, so that `moves` happen and all others stay if they can.
 
-    The driver wants every GPU of the host in the map, whatever CUDA_VISIBLE_DEVICES says (NVIDIA/cuda-checkpoint#35);
-    a GPU that is moved onto goes where the chain of moves that ends in it began.
+    The driver wants every GPU of the node in the map, even those outside CUDA_VISIBLE_DEVICES
+    (NVIDIA/cuda-checkpoint#35). A GPU that is moved onto goes where the chain of moves that ends in it began.
 
     Raises
     ------
-    Refused
+    CannotBeDone
         If a GPU is unknown, or two would move onto one.
     """
     unknown = sorted({*moves, *moves.values()} - set(gpus))
     if unknown:
-        raise Refused(f"there is no GPU {unknown[0]} here; there are {', '.join(gpus)}")
+        raise CannotBeDone(f"there is no GPU {unknown[0]} here; there are {', '.join(gpus)}")
     begin = {new: old for old, new in moves.items()}
     if len(begin) < len(moves):
-        raise Refused("two GPUs would move onto one; give each a new one of its own")
+        raise CannotBeDone("two GPUs would move onto one; give each a new one of its own")
     return [(gpu, moves.get(gpu) or first_of_chain(gpu, begin)) for gpu in gpus]
 
 
@@ -293,10 +295,10 @@ def first_of_chain(gpu: str, begin: dict[str, str]) -> str:
     return gpu
 
 
-# --- a trial --------------------------------------------------------------------------------------------------------
+# --- a probe --------------------------------------------------------------------------------------------------------
 
 
-def gpus_of_host() -> list[str]:
+def gpus_of_node() -> list[str]:
     """Return the UUIDs of all GPUs that the kernel driver shows."""
     nvml = opened_nvml()
     return [text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles(nvml)]
@@ -308,7 +310,7 @@ def opened_nvml() -> Any:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:
-        raise Refused(f"NVML cannot be used ({error})") from error
+        raise CannotBeDone(f"NVML cannot be used ({error})") from error
     return nvml
 
 
@@ -322,27 +324,27 @@ def probe(driver: Driver) -> Json:
     nvml = opened_nvml()
     found = handles(nvml)
     if any(divided(nvml, handle) for handle in found):
-        raise Refused("a GPU of this host is divided by MIG, which the driver cannot checkpoint")
+        raise CannotBeDone("a GPU of this node is divided by MIG, which the driver cannot checkpoint")
     free_bytes, index = max((int(nvml.nvmlDeviceGetMemoryInfo(h).free), -i) for i, h in enumerate(found))
-    if free_bytes < TRIAL_FREE_BYTES:
-        return {"ok": False, "again": True, "reason": "no GPU had the 2 GiB free that trying it out takes"}
+    if free_bytes < PROBE_FREE_BYTES:
+        return {"ok": False, "again": True, "reason": "no GPU had the 2 GiB free that a probe takes"}
     handle = found[-index]
     command = [sys.executable, "-I", sys.argv[0], json.dumps({"do": "target"})]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": text(nvml.nvmlDeviceGetUUID(handle))}
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as target:
         try:
-            return trial(driver, target, lambda: target.pid in pids_on(nvml, handle))
+            return try_out(driver, target, lambda: target.pid in pids_on(nvml, handle))
         finally:
             target.kill()
 
 
-def trial(driver: Driver, target: Any, on_gpu: Any) -> Json:
-    """Return how one suspension of `target` went."""
+def try_out(driver: Driver, target: Any, on_gpu: Any) -> Json:
+    """Return the outcome of one suspension and resumption of `target`."""
     if target.stdout.readline() != "ready\n":
         return {"ok": False, "reason": "a process that takes 16 MiB of GPU memory could not be started"}
     if not on_gpu():
-        return {"ok": False, "reason": "NVML does not show this host's processes, so freed memory cannot be proven"}
-    answer = suspend(driver, [target.pid], TRIAL_LOCK_S)
+        return {"ok": False, "reason": "NVML does not show this node's processes, so freed memory cannot be proven"}
+    answer = suspend(driver, [target.pid], PROBE_LOCK_S)
     if not answer["ok"]:
         return answer
     if on_gpu():
@@ -374,7 +376,7 @@ def text(value: Any) -> str:
 
 
 def target(out: int) -> int:
-    """Be a process that holds a pattern in GPU memory until it is told to look at it again."""
+    """Run as a process that holds a pattern in GPU memory until it is told to verify it."""
     signal.alarm(TARGET_S)
     driver = Driver(os.open(os.devnull, os.O_WRONLY))
     cuda, call = driver.cuda, driver.call
@@ -382,13 +384,13 @@ def target(out: int) -> int:
     opened_nvml()  # as PyTorch does; before driver 570 a process that used it could not be checkpointed
     device = call("target", 0, cuda.cuDeviceGet, 0)
     call("target", 0, cuda.cuCtxSetCurrent, call("target", 0, cuda.cuDevicePrimaryCtxRetain, device))
-    pointer = call("target", 0, cuda.cuMemAlloc, TRIAL_BYTES)
-    pattern = os.urandom(TRIAL_BYTES)
-    call("target", 0, cuda.cuMemcpyHtoD, pointer, pattern, TRIAL_BYTES)
+    pointer = call("target", 0, cuda.cuMemAlloc, PROBE_BYTES)
+    pattern = os.urandom(PROBE_BYTES)
+    call("target", 0, cuda.cuMemcpyHtoD, pointer, pattern, PROBE_BYTES)
     os.write(out, b"ready\n")
     sys.stdin.readline()
-    found = bytearray(TRIAL_BYTES)
-    call("target", 0, cuda.cuMemcpyDtoH, found, pointer, TRIAL_BYTES)
+    found = bytearray(PROBE_BYTES)
+    call("target", 0, cuda.cuMemcpyDtoH, found, pointer, PROBE_BYTES)
     os.write(out, b"same\n" if found == pattern else b"different\n")
     return 0
 
@@ -397,7 +399,7 @@ def target(out: int) -> int:
 
 
 def answer(driver: Driver, request: Json) -> Json:
-    """Do what is asked; whatever goes wrong becomes an answer."""
+    """Carry out the request; every failure becomes an answer."""
     try:
         match request["do"]:
             case "suspend":
@@ -410,14 +412,14 @@ def answer(driver: Driver, request: Json) -> Json:
                 return probe(driver)
             case unknown:
                 return {"ok": False, "reason": f"there is no operation {unknown!r}"}
-    except (Refused, DriverError) as error:
+    except (CannotBeDone, DriverError) as error:
         return {"ok": False, "reason": str(error)}
 
 
 def main(argument: str) -> int:
     """Carry out one request and write its answer."""
     request = json.loads(argument)
-    # What libraries print must not come between the lines.
+    # The output of libraries must not come between the lines.
     out = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if request["do"] == "target":
@@ -426,7 +428,7 @@ def main(argument: str) -> int:
     signal.alarm(int(request["timeout_s"]) + SURPLUS_S)
     try:
         driver = Driver(out)
-    except Refused as error:
+    except CannotBeDone as error:
         os.write(out, json.dumps({"ok": False, "reason": str(error)}).encode() + b"\n")
         return 1
     driver.say(**answer(driver, request))

@@ -1,11 +1,11 @@
-"""Checkpoints that workers left in this host's memory: kept for the next attempt here, and copied to a disk.
+"""Checkpoints that workers left in the node's host memory: kept for the next attempt here, and copied to a disk.
 
 A worker that leaves its GPUs writes its checkpoint below `memory_dir`, a folder in memory (tmpfs), so that an attempt
-that starts on this node again need not wait for a disk. Nobody else sees it there, and a power cut takes it: so once
-the worker is gone it is copied to the job's durable folder, and until then the task counts as unflushed.
+that starts on this node again need not wait for a disk. No other node sees it there, and a power cut takes it. So it is
+copied to the job's durable folder once the worker is gone; until then the task counts as unflushed.
 
-One folder per job of a run, with ``owner.json`` in it: whose it is and where its durable folder is. So a node agent
-that starts finds what an earlier one had not finished. What is of another run is another job's, as it is in
+Each job of a run has one folder, with its owner and its durable folder in ``owner.json``. So a new node agent finds the
+copies that an earlier one had not finished. A checkpoint of another run is that of another job, as it is in
 `app_agent.training.checkpoints`.
 """
 
@@ -27,7 +27,7 @@ from protocol.messages import JobId, TaskId
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
-#: A copy in memory is of no use to anybody who has not come for it by then.
+#: Seconds for which a copy in memory is kept for the next attempt.
 KEPT_S = 600.0
 #: Below this share of free space, copies that are on a disk too give way.
 FREE_SHARE_MIN = 0.25
@@ -40,7 +40,7 @@ _OWNER = "owner.json"
 
 
 class Manifest(Struct, frozen=True):
-    """What a worker writes into a checkpoint when it is whole; see `app_agent.training.checkpoints`."""
+    """The manifest that completes a checkpoint; see `app_agent.training.checkpoints`."""
 
     complete: bool
     attempt: int
@@ -50,7 +50,7 @@ class Manifest(Struct, frozen=True):
 
 
 class Owner(Struct, frozen=True):
-    """Whose folder in memory it is; `task` is the last attempt that started."""
+    """The owner of a folder in memory; `task` is the last attempt that started."""
 
     job: JobId
     task: TaskId
@@ -77,7 +77,7 @@ class MemoryCheckpoints:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def folder(self, owner: Owner) -> Path:
-        """Return where the checkpoints of a job lie in memory."""
+        """Return the folder of a job's checkpoints in memory."""
         name = f"{owner.job}/{owner.run}" if owner.run else owner.job
         return self.root / blake2s(name.encode(), digest_size=8).hexdigest()
 
@@ -96,7 +96,7 @@ class MemoryCheckpoints:
         return folder
 
     def owners(self) -> list[Owner]:
-        """Return whose folders are here, in order of their names."""
+        """Return the owners of the folders, in order of the folders' names."""
         try:
             found = [read_json(path / _OWNER, Owner) for path in sorted(self.root.iterdir())]
         except OSError:
@@ -109,7 +109,7 @@ class MemoryCheckpoints:
         return mine if mine is not None and (durable is None or _key(mine) > _key(durable)) else None
 
     def flush(self, owner: Owner) -> str:
-        """Copy what is unflushed to the durable folder; return why it cannot be, empty if it is there."""
+        """Copy an unflushed checkpoint to the durable folder; return why that failed, empty if it is there."""
         reason = ""
         for attempt in range(TRIES):
             if attempt:
@@ -123,7 +123,7 @@ class MemoryCheckpoints:
     def release(self, owner: Owner, before_attempt: int | None = None) -> None:
         """Forget the checkpoints of attempts before `before_attempt`, or of all and the folder too.
 
-        One that is on no disk yet stays, and all with it.
+        A checkpoint that is on no disk yet stays, and all others with it.
         """
         folder = self.folder(owner)
         if self.unflushed(owner) is not None:
@@ -136,7 +136,7 @@ class MemoryCheckpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _make_room(self) -> None:
-        """If memory is short, forget checkpoints that are on a disk too, the oldest first."""
+        """Forget checkpoints that are on a disk too, the oldest first, while memory is short."""
         found = [(owner, path) for owner in self.owners() if (path := self._newest(owner)) is not None]
         for owner, newest in sorted(found, key=lambda item: item[1].stat().st_mtime):
             usage = shutil.disk_usage(self.root)
@@ -206,7 +206,7 @@ def _copy(source: Path, root: Path) -> None:
     Raises
     ------
     OSError
-        If the disk refuses, or what is there afterwards is not what the manifest says.
+        If the disk refuses, or if the copy differs from its manifest.
     """
     root.mkdir(parents=True, exist_ok=True)
     partial = root / f"tmp-{source.name}-flush"
@@ -225,7 +225,7 @@ def _copy(source: Path, root: Path) -> None:
 
 
 def _make_way(final: Path) -> None:
-    """Remove a checkpoint of this name that is not whole; one that is, is of another run."""
+    """Remove a checkpoint of this name that is not whole; a whole one is of another run, and stays."""
     if _run_of(final) is not None:
         raise FileExistsError(f"{final} is a checkpoint of another run")
     shutil.rmtree(final, ignore_errors=True)
@@ -234,7 +234,7 @@ def _make_way(final: Path) -> None:
 def _verify(copy: Path) -> None:
     manifest = _manifest(copy)
     if manifest is None or _files(copy) != manifest.files:
-        raise OSError("the copy is not what its manifest says")
+        raise OSError("the copy differs from its manifest")
 
 
 def _sync(path: Path) -> None:

@@ -1,9 +1,9 @@
 """All workers of this node: started, watched, signalled, adopted, forgotten.
 
-The core decides, this class does, and everything that becomes of it is posted back as an event. It promises the core:
-each `StartWorker` is answered by exactly one `WorkerStarted` or `StartFailed`; after `WorkerStarted` exactly one
-`WorkerGone` comes, when the main process *and all it started* are gone and all it said has been passed on. Processes
-are named by (pid, start time, boot id) and found by descent, never by command line.
+The core decides, `Workers` acts, and posts every outcome back as an event. It promises the core: each `StartWorker` is
+answered by exactly one `WorkerStarted` or `StartFailed`; after `WorkerStarted` exactly one `WorkerGone` comes, when the
+main process *and all it started* are gone and all its lines have been passed on. Processes are named by (pid, start
+time, boot id) and found by descent, never by command line.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
 from node_agent.workers.records import Exit, Record, Records, Spec, Started, read_json, write_json
 from node_agent.workers.shim import LOCK_FD
 from node_agent.workers.storage import Storage
-from node_agent.workers.worker_socket import Contact
+from node_agent.workers.worker_socket import WorkerSocket
 from protocol.messages import TaskId, device_of
 from protocol.worker import FromWorker, Order, Progress
 
@@ -60,15 +60,15 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 SHIM = Path(__file__).with_name("shim.py")
 #: From spawning the shim to its first word; it needs some 30 ms on an idle core.
 START_S = 60.0
-#: For the last lines of a worker whose process is gone.
+#: For the last lines of a worker after its process is gone.
 LAST_WORDS_S = 1.0
 #: For processes that were sent SIGKILL to disappear.
 KILLED_S = 5.0
-#: What a task inherits of the node agent's own environment; the rest could hold the broker's password.
+#: Variables that a task inherits of the node agent's own environment; others could hold the broker's password.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
-#: Of what a shim that could not start complained of.
+#: Of the complaint of a shim that could not start.
 COMPLAINT_BYTES_MAX = 2000
-#: In the state directory: which containment is in force.
+#: In the state directory: the containment in force.
 STANDING = "containment.json"
 #: The variable by which a task's processes are known as ours: its value is that of no other task and no other agent.
 SOCKET = "GPU_ARBITER_SOCKET"
@@ -112,13 +112,13 @@ class Settings(Struct, frozen=True):
 class _Worker:
     """A living worker as this class holds it."""
 
-    def __init__(self, spec: Spec, contact: Contact) -> None:
+    def __init__(self, spec: Spec, socket: WorkerSocket) -> None:
         self.spec = spec
-        self.contact = contact
+        self.socket = socket
         self.started: Started | None = None
         self.root: int | None = None  #: the process that all of the task's are below, known before any of them is
         self.pidfd: int | None = None
-        self.trained: set[int] = set()  #: the ranks that have made a mini-batch, and so have loaded what they restored
+        self.trained: set[int] = set()  #: the ranks that have made a mini-batch, and so have loaded their checkpoint
 
 
 class Workers:
@@ -129,18 +129,18 @@ class Workers:
     settings
         Where and how they run.
     backend
-        Told which processes are on which GPU, and asked for the environment that shows them.
+        Hears which processes are on which GPU, and gives the environment that shows them.
     post
         Takes each event, from the loop's thread.
     tasks
-        In which whatever must wait runs.
+        The group in which everything that must wait runs.
     storage
-        Where it is written down.
+        Where records are written.
 
     Raises
     ------
     WorkersError
-        If the configured containment cannot be had on this host.
+        If the configured containment cannot be had on this node.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Workers:
         self._memory = self._open_memory()
 
     def _contain(self) -> containment.Containment:
-        """Choose the containment, and say aloud what it leaves open."""
+        """Choose the containment, and log its gaps."""
         settings = self._settings
         try:
             bounds = containment.choose(settings.containment, settings.cgroup_root)
@@ -194,10 +194,10 @@ class Workers:
                 f"memory_dir {folder} cannot be made ({error.strerror}); name a folder on tmpfs, or leave it out"
             ) from error
 
-    # --- what the core asks -----------------------------------------------------------------------------------------
+    # --- asked by the core ------------------------------------------------------------------------------------------
 
     async def start(self, effect: StartWorker) -> None:
-        """Start the task's process and post how that went."""
+        """Start the task's process and post the outcome."""
         try:
             spec = self._spec(effect, await asyncio.to_thread(self._offer_memory, effect))
             started = await self._launch(spec)
@@ -213,7 +213,7 @@ class Workers:
         """Pass an order on to one training process of the task, or to all, as far as they are connected."""
         worker = self._workers.get(task)
         if worker is not None:
-            worker.contact.order(order, rank)
+            worker.socket.order(order, rank)
 
     def signal(self, task: TaskId, how: Literal["terminate", "kill"]) -> None:
         """SIGTERM the main process (waking it if it was stopped), or SIGKILL everything the task started."""
@@ -228,7 +228,7 @@ class Workers:
             _send(started.pid, signal.SIGCONT)
 
     def end_stranger(self, effect: EndStranger) -> None:
-        """Signal a process that uses a GPU under no lease, or post why it cannot be."""
+        """Signal a process that uses a GPU under no lease, or post why that cannot be done."""
         number = signal.SIGKILL if effect.how == "kill" else signal.SIGTERM
         try:
             fd = os.pidfd_open(effect.pid)
@@ -247,7 +247,7 @@ class Workers:
             os.close(fd)
 
     async def note(self, task: TaskId, note: WorkerNote) -> None:
-        """Write down what the next node agent must know of a worker."""
+        """Write down the core's note on a worker."""
         await self._storage.keep(("note", task), lambda: self._records.of(task).write_note(note))
 
     async def forget(self, task: TaskId) -> None:
@@ -258,7 +258,7 @@ class Workers:
         """Return up to `limit` bytes of the task's log from `offset` on, and its size now."""
         return await asyncio.to_thread(self._records.read_log, task, offset=offset, limit=limit)
 
-    # --- what others ask --------------------------------------------------------------------------------------------
+    # --- asked by the daemon ----------------------------------------------------------------------------------------
 
     def living(self) -> list[TaskId]:
         """Return the tasks whose processes live, as far as is known."""
@@ -288,7 +288,7 @@ class Workers:
     def close(self) -> None:
         """Let go of all workers without touching them."""
         for worker in self._workers.values():
-            worker.contact.close()
+            worker.socket.close()
             self._unwatch(worker)
         self._workers.clear()
 
@@ -320,7 +320,7 @@ class Workers:
         _check_folder(launch.cwd, node)
         _check_command(launch.command[0], launch.cwd, env.get("PATH", os.defpath), node)
         _check_checkpoint_dir(launch.checkpoint_dir, node)
-        ours = env.keys() - launch.env.keys() - set(INHERITED)  # what the node agent says wins over secrets, too
+        ours = env.keys() - launch.env.keys() - set(INHERITED)  # the node agent's variables win over secrets, too
         return Spec(
             task=effect.task,
             app=effect.app,
@@ -339,7 +339,7 @@ class Workers:
         )
 
     def _environment(self, effect: StartWorker) -> dict[str, str]:
-        """Return the task's environment; what the node agent says wins over what the user says."""
+        """Return the task's environment; the node agent's variables win over the user's."""
         env = {name: os.environ[name] for name in INHERITED if name in os.environ} | effect.launch.env
         if self._settings.bootstrap_dir is not None:
             env["PYTHONPATH"] = os.pathsep.join(
@@ -353,7 +353,7 @@ class Workers:
             "GPU_ARBITER_RUN": effect.launch.run,
             "GPU_ARBITER_CHECKPOINT_DIR": effect.launch.checkpoint_dir,
             "GPU_ARBITER_GPUS": str(len(effect.gpus)),
-            # What torchrun takes for --nproc-per-node unless it is given.
+            # torchrun takes this for --nproc-per-node unless that is given.
             "PET_NPROC_PER_NODE": str(len(effect.gpus)),
             # Its watchdog would take a suspended worker for a hung one and kill it.
             "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -398,15 +398,15 @@ class Workers:
 
     async def _hold(self, spec: Spec, started: Started | None = None) -> _Worker:
         task = spec.task
-        contact = Contact(
+        socket = WorkerSocket(
             task,
             said=lambda message, rank: self._said(task, message, rank),
             left=lambda rank: self._post(WorkerDisconnected(task, rank)),
             belongs=lambda pid: self._is_of(task, pid),
         )
-        self._workers[task] = worker = _Worker(spec, contact)
+        self._workers[task] = worker = _Worker(spec, socket)
         worker.started, worker.root = started, started.shim if started is not None else None
-        await contact.open(self._socket_path(task))
+        await socket.open(self._socket_path(task))
         return worker
 
     def _said(self, task: TaskId, message: FromWorker, rank: int) -> None:
@@ -418,7 +418,7 @@ class Workers:
     def _is_of(self, task: TaskId, pid: int) -> bool | None:
         """Whether a process is one of a task's, at any depth below its shim: a rank of torchrun's, a fork's fork.
 
-        None if it is gone: a program that is over at once may have been reaped before what it said is read.
+        None if it is gone: a program that is over at once may have been reaped before its lines are read.
         """
         root = self._workers[task].root if task in self._workers else None
         if root is not None and procfs.root_of(pid, (root,)) is not None:
@@ -448,7 +448,7 @@ class Workers:
 
     def _ended(self, task: TaskId) -> None:
         self._unwatch(self._workers[task])
-        self._tasks.create_task(self._bury(task), name=f"bury {task}")
+        self._tasks.create_task(self._conclude(task), name=f"conclude {task}")
 
     def _unwatch(self, worker: _Worker) -> None:
         if worker.pidfd is not None:
@@ -456,20 +456,20 @@ class Workers:
             os.close(worker.pidfd)
             worker.pidfd = None
 
-    async def _bury(self, task: TaskId) -> None:
-        """Find out how the worker ended, see that nothing of it is left, and post it."""
+    async def _conclude(self, task: TaskId) -> None:
+        """Find out how the worker ended, end all that is left of it, and post its end."""
         worker = self._workers[task]
-        with suppress(TimeoutError):  # somebody else of our user may hold the socket open
+        with suppress(TimeoutError):  # another process of our user may hold the socket open
             async with asyncio.timeout(LAST_WORDS_S):
-                await worker.contact.wait_silent()
-        gone = await asyncio.to_thread(self._inquest, worker)
+                await worker.socket.wait_silent()
+        gone = await asyncio.to_thread(self._find_end, worker)
         if worker.started is not None:
             self._backend.detach(worker.started.shim)
         self._drop(task)
         await self._post_gone(gone, worker.spec)
 
-    def _inquest(self, worker: _Worker) -> WorkerGone:
-        """Read what the shim wrote; where it could not write, kill what is left and say that nobody saw."""
+    def _find_end(self, worker: _Worker) -> WorkerGone:
+        """Read the shim's record of the end; without one, end the rest of its session and say so."""
         spec = worker.spec
         record = self._records.of(spec.task)
         if worker.started is not None:
@@ -480,7 +480,7 @@ class Workers:
         self._end_orphans([str(self._socket_path(spec.task))])
         self._bounds.leave(self._key(spec.task))
         if ended is None:
-            return WorkerGone(spec.task, reason="its supervisor was killed, so nobody saw how it ended")
+            return WorkerGone(spec.task, reason="its supervisor was killed, so its end was not seen")
         if ended.error:
             return WorkerGone(spec.task, exit_code=127, reason=f"could not be started: {ended.error}")
         finished = finished_of(spec)
@@ -498,7 +498,7 @@ class Workers:
     def _drop(self, task: TaskId) -> None:
         worker = self._workers.pop(task, None)
         if worker is not None:
-            worker.contact.close()
+            worker.socket.close()
             self._socket_path(task).unlink(missing_ok=True)
 
     def _kill_all(self, task: TaskId, started: Started) -> None:
@@ -513,7 +513,7 @@ class Workers:
     # --- checkpoints in host memory ---------------------------------------------------------------------------------
 
     def _offer_memory(self, effect: StartWorker) -> dict[str, str]:
-        """Make room in memory for a checkpoint of the task; return the variable that says where."""
+        """Make room in host memory for a checkpoint of the task; return the variable that names the folder."""
         if self._memory is None:
             return {}
         try:
@@ -525,16 +525,16 @@ class Workers:
         return {"GPU_ARBITER_MEMORY_DIR": str(folder)}
 
     def _note_trained(self, worker: _Worker, rank: int) -> None:
-        """Once all ranks have loaded what they restored, what earlier attempts left in memory may go."""
+        """Release the checkpoints of earlier attempts in host memory once all ranks have loaded theirs."""
         if self._memory is None or rank in worker.trained:
             return
         worker.trained.add(rank)
-        if len(worker.trained) == worker.contact.world:
+        if len(worker.trained) == worker.socket.world:
             release = asyncio.to_thread(self._memory.release, _owner_of(worker.spec), worker.spec.attempt)
             self._tasks.create_task(release, name=f"release memory of {worker.spec.job}")
 
     async def _post_gone(self, gone: WorkerGone, spec: Spec) -> None:
-        """Post a worker's end; if it left a checkpoint in memory, see that it gets to a disk."""
+        """Post a worker's end; if it left a checkpoint in host memory, have it flushed to the disk."""
         owner = _owner_of(spec)
         unflushed = self._memory is not None and await asyncio.to_thread(self._memory.unflushed, owner) is not None
         self._post(replace(gone, unflushed=unflushed))
@@ -543,7 +543,7 @@ class Workers:
             self._tasks.create_task(keeping, name=f"keep memory of {spec.job}")
 
     async def _keep(self, memory: MemoryCheckpoints, owner: Owner, *, tell: bool) -> None:
-        """Flush what is in memory, and keep it a while for an attempt that starts here."""
+        """Flush a checkpoint in host memory, and keep it a while for an attempt that starts here."""
         error = await asyncio.to_thread(memory.flush, owner)
         if tell:
             self._post(Flushed(owner.task, error))
@@ -553,12 +553,12 @@ class Workers:
         await asyncio.to_thread(memory.release, owner, max(attempts, default=None))
 
     def _keep_what_is_left(self, told: Collection[TaskId]) -> None:
-        """Flush what tasks left of which no record is left either."""
+        """Flush the checkpoints in host memory of tasks without a record."""
         for owner in self._memory.owners() if self._memory is not None else ():
             if owner.task not in told and self._memory is not None:
                 self._tasks.create_task(self._keep(self._memory, owner, tell=False), name=f"keep memory of {owner.job}")
 
-    # --- what outlives its task -------------------------------------------------------------------------------------
+    # --- orphans of tasks -------------------------------------------------------------------------------------------
 
     def _end_orphans(self, sockets: Collection[str]) -> None:
         """SIGKILL every process that was started with one of these sockets in its environment."""
@@ -577,7 +577,7 @@ class Workers:
             time.sleep(0.02)
 
     def _sweep(self, alive: Collection[TaskId]) -> None:
-        """End what earlier node agents' tasks left behind, but for the tasks that were found alive."""
+        """End all leftovers of earlier node agents' tasks, but for the tasks that were found alive."""
         keep = {str(self._socket_path(task)) for task in alive}
         ours = {path for path in procfs.with_variable(SOCKET).values() if Path(path).parent == self._sockets}
         if ours - keep:
@@ -604,7 +604,7 @@ class Workers:
 
 
 def finished_of(spec: Spec) -> FinishedFile | None:
-    """Return the finish that this very task of this very run wrote down in its checkpoint folder, or None."""
+    """Return the finish that this task of this run wrote down in its checkpoint folder, or None."""
     path = Path(spec.checkpoint_dir) / "finished.json"
     found = read_json(path, FinishedFile)
     if found is not None and found.run != spec.run:
@@ -640,9 +640,9 @@ def _settled(record: Record) -> Started | None:
 
 
 def _spawn(command: Sequence[str], record: Record, spawned: Callable[[int], None]) -> tuple[bytes, str]:
-    """Start the shim with the record's lock in hand; return its first line and what it complained of.
+    """Start the shim, which inherits the record's lock; return its first line and its complaint.
 
-    Its process is `spawned` when this says so: the task may speak before the shim does.
+    `spawned` is called with its pid as soon as it lives, since the task may speak before the shim does.
     """
     lock = record.lock()
     out_read, out_write = os.pipe()
@@ -670,7 +670,7 @@ def _spawn(command: Sequence[str], record: Record, spawned: Callable[[int], None
 
 
 def _read_line(fd: int, timeout_s: float) -> bytes:
-    """Return what can be read until a newline, the end or the timeout; empty unless it is a whole line."""
+    """Return a whole line, or an empty string if none comes before the end or the timeout."""
     data, deadline = b"", time.monotonic() + timeout_s
     while not data.endswith(b"\n"):
         ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
@@ -726,7 +726,7 @@ def _socket_dir(parent: Path) -> Path:
 
 
 def _send(pid: int, number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # gone already, which is what was wanted
+    with suppress(ProcessLookupError):  # gone already, as wanted
         os.kill(pid, number)
 
 
@@ -736,7 +736,7 @@ def _reap(pid: int) -> None:
 
 
 def _end_session(leader: int) -> None:
-    """SIGKILL what is left of a session whose supervisor was killed, and wait a little for it to go."""
+    """Send SIGKILL to the rest of a session whose supervisor was killed, and wait a little for it to go."""
     deadline = time.monotonic() + KILLED_S
     while time.monotonic() < deadline:
         left = [p.pid for p in procfs.processes() if p.session == leader and p.state != "Z"]

@@ -1,7 +1,7 @@
-"""What is on disk about each worker, so that the next node agent finds it again.
+"""The records of workers on the disk, by which the next node agent finds them again.
 
 One folder per task under ``workers/``: ``spec.json`` (before the process is started), ``started.json`` and
-``exit.json`` (by the shim), ``note.json`` (what the core wants remembered), ``lock`` (held by the living shim). Logs
+``exit.json`` (by the shim), ``note.json`` (the core's note on it), ``lock`` (held by the living shim). Logs
 stand apart under ``logs/`` and outlive the record. All files are written beside, synced and renamed.
 """
 
@@ -26,7 +26,7 @@ T = TypeVar("T", bound=Struct)
 
 #: Logs of ended tasks kept; the oldest go first.
 LOGS_MAX = 500
-#: What is shown of a log with a failure.
+#: The end of a log that is shown with a failure.
 TAIL_BYTES = 4096
 TAIL_LINES = 12
 
@@ -97,7 +97,7 @@ class Record:
 
     @property
     def note(self) -> WorkerNote:
-        """What the core last wanted remembered."""
+        """The newest note of the core."""
         return read_json(self.path / "note.json", WorkerNote) or WorkerNote()
 
     def write_note(self, note: WorkerNote) -> None:
@@ -106,7 +106,7 @@ class Record:
             write_json(self.path / "note.json", note)
 
     def lived_s(self, boot_id: str) -> float | None:
-        """Return how old its main process is, or was when it ended; None if nobody saw that."""
+        """Return how old its main process is, or was when it ended; None if that was not seen."""
         ended, started, spec = self.exit, self.started, self.spec
         if ended is not None:
             return ended.lived_s
@@ -195,7 +195,7 @@ class Records:
 
 
 def file_name(task: TaskId) -> str:
-    """Return a name for files of `task`: itself if it is tame, escaped and shortened if not."""
+    """Return a name for files of `task`: its id if that is a plain word, else the id escaped and shortened."""
     name = quote(task, safe="")
     if len(name) <= 120 and not name.startswith("."):
         return name

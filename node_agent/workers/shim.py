@@ -1,12 +1,12 @@
 """The small parent of every task: outlives the node agent and writes down how the task ended.
 
 Run as a script, ``python -I -S shim.py FOLDER``, with the standard library alone, so that it starts in milliseconds and
-nothing of the user's environment reaches it. It holds the lock on fd `LOCK_FD` as long as it lives, which is how a new
-node agent knows a task whose start was cut off half-way. It writes ``started.json`` and ``exit.json`` in FOLDER, and
-the first of them to its standard output too.
+nothing of the user's environment reaches it. It holds the lock on fd `LOCK_FD` as long as it lives, by which a new node
+agent knows a task whose start was cut off half-way. It writes ``started.json`` and ``exit.json`` in FOLDER, and the
+first of them to its standard output too.
 
-The task gets a session of its own. It dies with the shim (PDEATHSIG), and whatever it left behind, also what tried to
-run away into another session, comes back to the shim as its nearest subreaper and is killed before ``exit.json``.
+The task gets a session of its own. It dies with the shim (PDEATHSIG). Processes that it left behind, also those in
+other sessions, come back to the shim as their nearest subreaper and are killed before ``exit.json`` is written.
 """
 
 # pathlib would double the time this takes to start.
@@ -34,7 +34,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 #: A process in an uninterruptible kernel call may never die; the task has ended all the same.
 SURVIVORS_S = 5.0
-#: What ``exit.json`` takes at most but for survivors, of which there are few.
+#: The most that ``exit.json`` takes, but for survivors, of which there are few.
 RESERVED_BYTES = 4096
 #: Of a secret's file; the kernel takes variables of 128 KiB.
 SECRET_BYTES_MAX = 100_000
@@ -75,7 +75,7 @@ def spawn(spec: Json) -> tuple[int, str]:
         os.close(reader)
         try:
             become(spec, shim)
-        except BaseException as error:  # noqa: BLE001 - the child must end here, whatever happens
+        except BaseException as error:  # noqa: BLE001 - the child must end here in any case
             os.write(writer, str(error).encode(errors="replace"))
         os._exit(127)
     os.close(writer)
@@ -96,7 +96,7 @@ def become(spec: Json, shim: int) -> None:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
     if spec.get("cgroup", "").startswith("/"):
         with open(os.path.join(spec["cgroup"], "cgroup.procs"), "w") as group:
-            group.write("0")  # this very process; what it starts is born in the group
+            group.write("0")  # this very process; its children are born in the group
     if spec["cpus"]:
         os.sched_setaffinity(0, spec["cpus"])
     log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -111,9 +111,9 @@ def become(spec: Json, shim: int) -> None:
 
 
 def secret(name: str, path: str) -> str:
-    """Return what the file at `path` holds, less the newline at its end, for the variable `name`.
+    """Return the content of the file at `path`, less the newline at its end, for the variable `name`.
 
-    Here and not before: the value is in this process, which becomes the task, and in no file of ours.
+    It is read here and not before: the value is in this process, which becomes the task, and in no file of ours.
     """
     mend = "give --secret a regular file of text that the node agent's user can read, on every node"
     try:
@@ -125,8 +125,8 @@ def secret(name: str, path: str) -> str:
     with os.fdopen(file, "rb") as content:
         value = content.read(SECRET_BYTES_MAX + 1)
     if len(value) > SECRET_BYTES_MAX or b"\0" in value:
-        what = "a zero byte" if b"\0" in value else f"more than {SECRET_BYTES_MAX} bytes"
-        raise RuntimeError(f"the secret {name} cannot be a variable: {path} holds {what}; {mend}")
+        content_is = "a zero byte" if b"\0" in value else f"more than {SECRET_BYTES_MAX} bytes"
+        raise RuntimeError(f"the secret {name} cannot be a variable: {path} holds {content_is}; {mend}")
     return os.fsdecode(value.removesuffix(b"\n").removesuffix(b"\r"))
 
 
@@ -139,7 +139,7 @@ def wait(pid: int) -> int:
 
 
 def end_survivors() -> list[int]:
-    """Kill what the task left behind; return what would not die."""
+    """Kill the processes that the task left behind; return those that would not die."""
     deadline = time.monotonic() + SURVIVORS_S
     while left := descendants():
         for pid in left:
@@ -182,7 +182,7 @@ def descendants() -> list[int]:
 
 
 def oom_kills(cgroup: str) -> int:
-    """Return how many processes of `cgroup` (``own``: this process's) the kernel killed for want of memory."""
+    """Return how many processes of `cgroup` (``own``: this process's) the kernel killed when memory ran out."""
     with suppress(OSError):
         if cgroup == "own":
             with open("/proc/self/cgroup") as file:

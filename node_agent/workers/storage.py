@@ -1,8 +1,8 @@
-"""What must outlive the node agent, written down in its state folder, also while the disk of that is full.
+"""The records that must outlive the node agent, in its state folder, also while the disk of that is full.
 
-A full disk must not end a node agent whose workers train on. What cannot be written is kept in memory, its newest
-version, and tried again until there is room; meanwhile the core starts nothing new, as no later node agent would find
-it. Should this node agent end before there is room, the next one knows what was written last.
+A full disk must not end a node agent whose workers train on. The newest version of a record that cannot be written is
+kept in memory and tried again until there is room. Meanwhile the core starts nothing new, as no later node agent would
+find it. Should this node agent end before there is room, the next one finds the version that was written last.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from node_agent.core.events import RecordsFailing
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
-#: What a disk says that is full, or that takes nothing any more.
+#: The errors of a disk that is full, or that takes nothing any more.
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
-#: What there must be room for before anything is started: the records of some tasks.
+#: Room that there must be before anything is started: for the records of some tasks.
 ROOM_BYTES = 2**17
 #: Between two looks at a disk that was full.
 RETRY_S = 2.0
@@ -38,19 +38,19 @@ class Storage:
         self._obstacle = ""
         self._lock = asyncio.Lock()
 
-    async def keep(self, what: Hashable, write: Callable[[], None]) -> None:
-        """Write it down, now or when there is room: the newest `write` of each `what`."""
-        self._unwritten[what] = write
+    async def keep(self, record: Hashable, write: Callable[[], None]) -> None:
+        """Write a record down, now or when there is room: the newest `write` of each `record`."""
+        self._unwritten[record] = write
         await self._write_all()
 
     async def is_full(self) -> bool:
-        """Look whether there is room, and say so if that has changed."""
+        """Check whether there is room, and post the answer if it has changed."""
         async with self._lock:
             await self._look()
             return bool(self._obstacle)
 
     async def watch(self) -> None:
-        """Look after a disk that is full, until cancelled."""
+        """Try a disk that is full again and again, until cancelled."""
         while True:
             await asyncio.sleep(RETRY_S)
             if self._obstacle:
@@ -59,10 +59,10 @@ class Storage:
     async def _write_all(self) -> None:
         async with self._lock:
             try:
-                for what, write in list(self._unwritten.items()):
+                for record, write in list(self._unwritten.items()):
                     await asyncio.to_thread(write)
-                    if self._unwritten.get(what) is write:
-                        del self._unwritten[what]
+                    if self._unwritten.get(record) is write:
+                        del self._unwritten[record]
             except OSError as error:
                 self._is_now(error)
             else:
@@ -93,13 +93,13 @@ class Storage:
 
 def _sentence(folder: Path, error: OSError) -> str:
     return (
-        f"the node's state folder {folder} cannot be written ({error.strerror}): what runs goes on, and nothing new is "
+        f"the node's state folder {folder} cannot be written ({error.strerror}): running tasks go on, and no task is "
         "started here until there is room"
     )
 
 
 def _try_out(folder: Path) -> None:
-    """Write as much as some records take, and remove it."""
+    """Write a file of the size of some records, and remove it."""
     path = folder / "room"
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

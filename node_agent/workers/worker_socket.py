@@ -1,9 +1,9 @@
-"""The Unix socket on which one task's worker talks: lines in, orders out.
+"""The Unix socket of one task, between its worker and the node agent: lines in, orders out.
 
-Callbacks only, so no task can die unseen. A connection is taken from processes of this very task alone, whichever of
-them: what a neighbour says, which may be of the same user, is refused unheard. It counts once its first line is a
-hello; whatever else it says costs it the connection and nobody else anything. A task may be several training processes:
-each has its rank and its connection, and when one reconnects the newest connection is that rank.
+It works by callbacks only, so no asyncio task can die unseen. It takes connections from processes of this very task
+alone; those of a neighbour, which may be of the same user, are refused unheard. A connection counts once its first line
+is a hello; any other first line costs it the connection and harms no other. A task may be several training processes:
+each has its rank and its connection, and after a reconnect the newest connection is that rank.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
 #: How long a connection may stay silent before its hello.
 HELLO_S = 5.0
-#: Connections of one task that have not said hello yet; more are turned away. All its ranks may come at once.
-STRANGERS_MAX = 64
+#: Connections of one task that have not said hello yet; more are refused. All its ranks may come at once.
+UNGREETED_MAX = 64
 
 
-class Contact:
+class WorkerSocket:
     """The socket of one task.
 
     Parameters
@@ -37,7 +37,7 @@ class Contact:
     said, left
         Called with each line of a rank, and when its connection is gone.
     belongs
-        Says whether the process of that number is one of the task's; None: it is gone, so that this cannot be told.
+        Says whether the process of that number is one of the task's; None: it is gone, and cannot be traced.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Contact:
         self._server: asyncio.Server | None = None
         self._ranks: dict[int, _Connection] = {}
         self._world = 1
-        self._strangers: set[_Connection] = set()
+        self._ungreeted: set[_Connection] = set()
         self._silent = asyncio.Event()
         self._silent.set()
 
@@ -65,25 +65,25 @@ class Contact:
 
     @property
     def world(self) -> int:
-        """How many training processes the task has here, by what the newest that came says."""
+        """How many training processes the task has here, as the newest hello says."""
         return self._world
 
     def order(self, order: Order, rank: int | None = None) -> bool:
-        """Pass `order` on to one rank, or to all that are connected; False if that is nobody."""
+        """Pass `order` on to one rank, or to all that are connected; False if none is."""
         connections = [one for number, one in self._ranks.items() if rank in (None, number)]
         for connection in connections:
             connection.send(encode_line(order))
         return bool(connections)
 
     async def wait_silent(self) -> None:
-        """Wait until no rank is connected: all that they said has then been passed on."""
+        """Wait until no rank is connected: all their lines have been passed on then."""
         await self._silent.wait()
 
     def close(self) -> None:
-        """Stop listening and hang up; the worker lives on."""
+        """Stop listening and close all connections; the worker lives on."""
         if self._server is not None:
             self._server.close()
-        for connection in [*self._strangers, *self._ranks.values()]:
+        for connection in [*self._ungreeted, *self._ranks.values()]:
             connection.hang_up()
 
     # --- called by connections --------------------------------------------------------------------------------------
@@ -93,15 +93,17 @@ class Contact:
         belongs = self._belongs(pid) if uid == os.getuid() else False
         if belongs is False:
             return f"process {pid} is none of this task's"
-        if belongs is None and self._ranks:  # the last words of a short life are heard, where they can cut off no rank
+        if (
+            belongs is None and self._ranks
+        ):  # the last words of a process that has ended count only where they cut off no rank
             return f"process {pid} is gone, and others of the task are connected"
-        if len(self._strangers) >= STRANGERS_MAX:
+        if len(self._ungreeted) >= UNGREETED_MAX:
             return "too many connections have not said hello"
-        self._strangers.add(connection)
+        self._ungreeted.add(connection)
         return ""
 
     def heard(self, connection: _Connection, message: FromWorker) -> str:
-        """Take a line in; return what is wrong with it, or an empty string."""
+        """Take a line in; return why it is refused, or an empty string."""
         if self._ranks.get(connection.rank) is not connection:
             wrong = self._why_not(message)
             if wrong or not isinstance(message, Hello):
@@ -123,7 +125,7 @@ class Contact:
         return ""
 
     def _admit(self, connection: _Connection, hello: Hello) -> None:
-        self._strangers.discard(connection)
+        self._ungreeted.discard(connection)
         earlier = self._ranks.get(hello.rank)
         connection.rank, self._world = hello.rank, hello.world
         self._ranks[hello.rank] = connection
@@ -133,7 +135,7 @@ class Contact:
 
     def closed(self, connection: _Connection) -> None:
         """Note that a connection is gone."""
-        self._strangers.discard(connection)
+        self._ungreeted.discard(connection)
         if self._ranks.get(connection.rank) is connection:
             del self._ranks[connection.rank]
             if not self._ranks:
@@ -144,21 +146,21 @@ class Contact:
 class _Connection(asyncio.Protocol):
     """One connection: bytes to lines. `rank` is -1 until its hello."""
 
-    def __init__(self, contact: Contact) -> None:
+    def __init__(self, owner: WorkerSocket) -> None:
         self.rank = -1
-        self._contact = contact
+        self._owner = owner
         self._buffer = b""
         self._transport: asyncio.Transport | None = None
-        self._patience: asyncio.TimerHandle | None = None
+        self._hello_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        wrong = self._contact.arrived(self, *_peer(transport))
+        wrong = self._owner.arrived(self, *_peer(transport))
         if wrong:
             self._drop(wrong)
             return
-        self._patience = asyncio.get_running_loop().call_later(HELLO_S, self._drop, "no hello came")
+        self._hello_timer = asyncio.get_running_loop().call_later(HELLO_S, self._drop, "no hello came")
 
     def data_received(self, data: bytes) -> None:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
@@ -171,21 +173,21 @@ class _Connection(asyncio.Protocol):
 
     def _take(self, line: bytes) -> bool:
         try:
-            wrong = self._contact.heard(self, decode_line(line))
+            wrong = self._owner.heard(self, decode_line(line))
         except WireError as error:
             wrong = str(error)
         if wrong:
             self._drop(wrong)
             return False
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
         return True
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self._patience is not None:
-            self._patience.cancel()
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
         self._transport = None
-        self._contact.closed(self)
+        self._owner.closed(self)
 
     def send(self, data: bytes) -> None:
         if self._transport is not None:
@@ -196,7 +198,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     def _drop(self, why: str) -> None:
-        log.warning("connection.dropped", task=self._contact.task, reason=why)
+        log.warning("connection.dropped", task=self._owner.task, reason=why)
         self.hang_up()
 
 

@@ -1,34 +1,36 @@
-"""What must be true of a world: safety at every instant, and what a run must have come to at its end.
+"""The promises that a world must keep: safety at every instant, and the state of a run at its end.
 
-Safety is judged by the truth, not by what anybody believes: by the processes that there are on the imaginary machines.
+Safety is judged by the true processes on the imaginary nodes, not by the belief of any participant.
 
-*One user.* No GPU has two unparked processes of different tasks, but for two that its node agent lets run together, and
-no GPU's memory is exceeded, contexts of parked processes included; neither is the host memory for parked ones.
+*One user.* No GPU has two unparked processes of different tasks, except two that its node agent lets run together. No
+GPU's memory is exceeded, contexts of parked processes included, and neither is the host memory for parked processes.
 
-*One seat.* No app has two seats of one GPU, or one and the promise of another; one that it is leaving is none.
+*One seat.* No app has two seats of one GPU, or one seat and the promise of another; a seat that it is leaving does not
+count.
 
-*Everybody's turn.* A task that shares its GPUs with others, all of whom can be suspended and none of whom has a higher
-priority, trains again within so many turns as there are others, twice that to be generous.
+*A turn for every task.* A task shares its GPUs with others; all of these can be suspended and none has a higher
+priority. Then it trains again within as many turns as there are others, doubled to be generous.
 
 *No process without a lease.* An unparked process of app a on GPU g means that the arbiter has g leased to a, or
-draining from a. That is stricter than "no work under an expired lease" and all the protocol promises: a GPU leaves an
-app only by the proof of its node agent, a report on a plan without the lease that found the GPU empty; and a node agent
-starts nothing but by the newest plan it has seen. A lease that has *ended* still covers the process while it is on its
-way out, and while its node is not heard of, for as long: nobody else can have the GPU. It holds while the arbiter is
-down, too, for what it had written down.
+draining from a. That is stricter than "no work under an expired lease" and all that the protocol promises. A GPU leaves
+an app only by the proof of its node agent: a report on a plan without the lease that found the GPU empty. And a node
+agent starts processes only by the newest plan it has seen. A lease that has *ended* still covers the process while it
+is leaving, and as long as its node is silent: no other app can have the GPU. The promise holds while the arbiter is
+down, too, for the state in its journal.
 
-*One attempt.* Of one job two attempts have processes only if the older one's node had been given up for lost while its
-process lived. Nobody can end that one; whatever it still saves is outranked by its successor's checkpoints. And the
-younger one is ordered for the first time only while no older one has a process on a node that is heard of.
+*One attempt.* Two attempts of one job have processes only if the older one's node had been given up for lost while its
+process lived. No participant can end that process; its later checkpoints are outranked by those of its successor. And
+the younger attempt is ordered for the first time only while no older one has a process on a node that reports.
 
-*Nothing of another time.* Node agents' fences never fall, the arbiter acts in the epoch in which it leads, and a
+*No news from the past.* Node agents' fences never fall, the arbiter acts in the epoch in which it leads, and a
 decision rests on bids of its own round.
 
-*GPU time adds up.* What tenants have had, parked, lost and were leaving is the sum over their apps, and what an app had
-and was leaving is the sum over its leases; in the records for the ledger and in what the arbiter tells, to the second.
+*GPU time adds up.* The GPU time that a tenant had, parked, lost and was leaving is the sum over its apps. The GPU time
+that an app had and was leaving is the sum over its leases. Both hold in the records for the ledger and in the arbiter's
+answers, to the second.
 
-*Work counts once.* What attempts added to their checkpoints sums to the whole work of a job that has finished, and a
-checkpoint never falls back (lost nodes aside, where two attempts may have worked at once).
+*Work counts once.* The work that attempts added to their checkpoints sums to the whole work of a finished job, and a
+checkpoint never falls back (except after lost nodes, where two attempts may have worked at once).
 """
 
 from __future__ import annotations
@@ -44,23 +46,25 @@ from node_agent.core.model import Suspended, Task, Waiting
 from node_agent.core.slicing import QUANTUM_S_MAX
 from protocol.core import Send
 from protocol.messages import AppId, GpuId, JobId, LeaseId, NodePlan, Party, TaskId, TaskOrder, TenantId, device_of
-from simulator.machines import DRIVER_TIMES, Machine, Worker
+from simulator.driver import DRIVER_TIMES
+from simulator.nodes import SimNode
+from simulator.workers import Worker
 from simulator.world import Actor, World
 
 #: Each core's own `validate` costs more than an event; so one of them, in turn, every so many instants.
 VALIDATE_EVERY = 4
-#: Turns that a task waits for at most, for each of those who share its GPUs; and what is not counted in turns.
+#: The most turns that a task waits for each of the others on its GPUs; and seconds on top of the turns.
 TURNS_MAX, MOMENTS_S = 2.0, 20.0
 #: The part of a turn that suspending and resuming may take at most; turns are the longer for that.
 OVERHEAD = 0.02
-#: Serial seconds of work are sums of floats.
+#: Serial seconds of work are sums of floats, with rounding.
 WORK_SLACK_S = 1e-3
-#: So are GPU-seconds; a record is of the moment at which it was made.
+#: So are GPU-seconds; a record holds those of the moment at which it was made.
 GPU_TIME_SLACK_S = 1e-3
 
 
-class Violation(AssertionError):  # noqa: N818 - what it says of the world
-    """Something that must never be is so, or something that must come has not; `objects` are the ids it is about."""
+class Violation(AssertionError):  # noqa: N818 - the name is a state of the world
+    """A promise is broken: of safety, or of liveness. `objects` are the ids that it is about."""
 
     def __init__(self, what: str, *objects: str) -> None:
         super().__init__(what)
@@ -68,16 +72,16 @@ class Violation(AssertionError):  # noqa: N818 - what it says of the world
 
 
 class Checks:
-    """Judges one world; `check` of it.
+    """Judges one world; it is the world's `check`.
 
-    `orphaned` are tasks whose node had been given up for lost while they lived, or were to live.
+    `orphaned` are tasks whose node had been given up for lost while their process lived, or could still be started.
     """
 
     def __init__(self) -> None:
         self.instants = 0
         self.orphaned: set[TaskId] = set()
         self._named: set[TaskId] = set()
-        self._ordered: dict[str, set[TaskId]] = defaultdict(set)  #: by node, what was ever to run there
+        self._ordered: dict[str, set[TaskId]] = defaultdict(set)  #: by node, every task ever ordered there
         self._fences: dict[str, tuple[int, int]] = {}
         self._saved_s: dict[JobId, float] = {}
         self._together: set[frozenset[TaskId]] = set()  #: pairs that ran on one GPU at the last instant
@@ -102,7 +106,7 @@ class Checks:
     def _judge_processes(self, world: World) -> None:
         states = world.arbiter.core.state.gpus
         attempts: dict[JobId, int] = {}
-        for worker in _living(world):
+        for worker in _live_workers(world):
             job, attempt = worker.spec.job, worker.spec.attempt
             if attempts.setdefault(job, attempt) != attempt:
                 self._judge_attempts(world, job)
@@ -111,41 +115,44 @@ class Checks:
             for gpu in worker.gpus:
                 known = states.get(gpu)
                 if known is None or isinstance(known.state, Free) or known.state.lease.app != worker.spec.app:
-                    whose = "nobody's" if known is None or isinstance(known.state, Free) else known.state.lease.app
+                    free = known is None or isinstance(known.state, Free)
+                    holder = "free" if free or known is None else f"held by {known.state.lease.app}"
                     raise Violation(
-                        f"{worker.task} is {worker.phase} on {gpu}, which to the arbiter is {whose}", gpu, worker.task
+                        f"{worker.task} is {worker.phase} on {gpu}, which to the arbiter is {holder}", gpu, worker.task
                     )
 
     # --- devices ----------------------------------------------------------------------------------------------------
 
     def _judge_devices(self, world: World) -> None:
         together: set[frozenset[TaskId]] = set()
-        for machine in world.machines.values():
-            host_bytes = sum(_parked_bytes(each, world.now) for each in machine.workers.values())
-            if 0 < machine.host.host_bytes < host_bytes:
-                allowed = machine.host.host_bytes
-                raise Violation(f"{machine.node} has {allowed} bytes for parked workers, and {host_bytes} are used")
-            for gpu, here in machine.on.items():
+        for node in world.nodes.values():
+            host_bytes = sum(_parked_bytes(each, world.now) for each in node.workers.values())
+            if 0 < node.traits.host_bytes < host_bytes:
+                allowed = node.traits.host_bytes
+                raise Violation(f"{node.id} has {allowed} bytes for parked workers, and {host_bytes} are used")
+            for gpu, here in node.on.items():
                 if not here:
                     continue
                 taken = sum(worker.memory_bytes for worker in here)
-                if taken > machine.memory_bytes and gpu not in machine.sick:
-                    raise Violation(f"{gpu} has {machine.memory_bytes} bytes, and {taken} are used", gpu, *_tasks(here))
+                if taken > node.spec.memory_bytes and gpu not in node.sick:
+                    raise Violation(
+                        f"{gpu} has {node.spec.memory_bytes} bytes, and {taken} are used", gpu, *_tasks(here)
+                    )
                 using = [worker for worker in here if worker.phase != "parked"]
                 if len(using) > 1:
                     together.add(self._judge_together(world, gpu, using))
         self._together = together
 
     def _judge_together(self, world: World, gpu: GpuId, using: Sequence[Worker]) -> frozenset[TaskId]:
-        """Two may be on one GPU if the node agent lets them run together; or did, and now tells them apart."""
+        """Judge two on one GPU: the node agent must let them run together, or have done so an instant ago."""
         names = frozenset(worker.task for worker in using)
         if len(using) == 2 and (names in self._together or self._are_packed(world, using)):
             return names
         raise Violation(f"{gpu} is used by {' and by '.join(sorted(names))}", gpu, *sorted(names))
 
     def _are_packed(self, world: World, using: Sequence[Worker]) -> bool:
-        core = world.actor(Party("node", using[0].machine.node)).core
-        return bool(core._are_packed([worker.task for worker in using]))
+        core = world.actor(Party("node", using[0].node.id)).core
+        return bool(core.may_overlap([worker.task for worker in using]))
 
     def _judge_seats(self, world: World) -> None:
         seats: dict[tuple[GpuId, AppId], GpuId] = {}
@@ -160,27 +167,27 @@ class Checks:
 
     def _judge_turns(self, world: World) -> None:
         hungry: dict[TaskId, tuple[float, int]] = {}
-        for node, machine in world.machines.items():
-            actor = world.actor(Party("node", node))
+        for name, node in world.nodes.items():
+            actor = world.actor(Party("node", name))
             if not actor.up or actor.held is not None:
                 continue
             waiting = [task for task in actor.core.tasks() if _waits(task)]
             for task in waiting:
                 since, others = self._hungry.get(task.id, (world.now, 0))
                 others = max(others, len(_group(task, actor.core.tasks())))
-                if world.now - since > MOMENTS_S and self._has_to_wait(world, actor, machine, task):
+                if world.now - since > MOMENTS_S and self._has_to_wait(world, actor, node, task):
                     since, others = world.now, 0
                 elif world.now - since > MOMENTS_S:
                     self._judge_wait(world, task, world.now - since, others)
                 hungry[task.id] = since, others
         self._hungry = hungry
 
-    def _has_to_wait(self, world: World, actor: Actor, machine: Machine, task: Task) -> bool:
-        """Whether somebody may be in the way of a task for as long as he wants."""
+    def _has_to_wait(self, world: World, actor: Actor, node: SimNode, task: Task) -> bool:
+        """Whether another task may keep a task waiting for as long as it wants."""
         leased = {gpu for gpu, known in world.arbiter.core.state.gpus.items() if not isinstance(known.state, Free)}
-        broken = any(device in machine.sick for device in task.devices) or not set(task.gpus) <= leased
+        broken = any(device in node.sick for device in task.devices) or not set(task.gpus) <= leased
         return broken or any(
-            other.priority > task.priority or other.want != "run" or _stays(machine, other)
+            other.priority > task.priority or other.want != "run" or _stays(node, other)
             for other in _group(task, actor.core.tasks())
         )
 
@@ -193,27 +200,27 @@ class Checks:
     # --- attempts ---------------------------------------------------------------------------------------------------
 
     def _judge_attempts(self, world: World, job: JobId) -> None:
-        workers = [worker for worker in _living(world) if worker.spec.job == job]
+        workers = [worker for worker in _live_workers(world) if worker.spec.job == job]
         newest = max(worker.spec.attempt for worker in workers)
         for worker in workers:
             if worker.spec.attempt < newest and worker.task not in self.orphaned:
                 raise Violation(f"{job} has a process of attempt {newest} beside {worker.task}", job, worker.task)
 
     def _judge_nodes(self, world: World) -> None:
-        for name, node in world.arbiter.core.state.nodes.items():
-            if isinstance(node.state, Lost):
-                machine = world.machines[name]
-                self.orphaned.update(worker.task for worker in machine.workers.values() if worker.phase != "gone")
-                self.orphaned |= self._ordered[name]  # it may still obey a plan that is on its way
-        for name, machine in world.machines.items():
+        for name, known in world.arbiter.core.state.nodes.items():
+            if isinstance(known.state, Lost):
+                workers = world.nodes[name].workers
+                self.orphaned.update(worker.task for worker in workers.values() if worker.phase != "gone")
+                self.orphaned |= self._ordered[name]  # its agent may still obey a plan that is on its way
+        for name, node in world.nodes.items():
             before = self._fences.get(name)
-            if before is not machine.fence:
-                if before is not None and machine.fence < before:
-                    raise Violation(f"the fence of {name} fell from {before} to {machine.fence}", name)
-                self._fences[name] = machine.fence
+            if before is not node.fence:
+                if before is not None and node.fence < before:
+                    raise Violation(f"the fence of {name} fell from {before} to {node.fence}", name)
+                self._fences[name] = node.fence
 
     def judge_effects(self, world: World, effects: Sequence[object]) -> None:
-        """Judge what the arbiter is about to do."""
+        """Judge effects of the arbiter before they are performed."""
         for effect in effects:
             if type(effect) is Decide:
                 for bid in effect.bids.values():
@@ -231,26 +238,26 @@ class Checks:
                 self._accounts[effect.app] = effect
 
     def _judge_naming(self, world: World, order: TaskOrder) -> None:
-        """When an attempt is first ordered, none before it has a process on a node that is heard of."""
+        """Judge the first order of an attempt: no older one may have a process on a node that reports."""
         nodes = world.arbiter.core.state.nodes
-        for worker in _living(world):
+        for worker in _live_workers(world):
             older = worker.spec.job == order.job and worker.spec.attempt < order.attempt
-            if older and not isinstance(nodes[worker.machine.node].state, Lost):
+            if older and not isinstance(nodes[worker.node.id].state, Lost):
                 raise Violation(f"{order.task} is ordered while {worker.task} lives", order.job, worker.task)
 
-    # --- everybody's own idea -----------------------------------------------------------------------------------------
+    # --- the participants' own state ----------------------------------------------------------------------------------
 
     def _validate_one(self, world: World, number: int) -> None:
-        actors = [world.arbiter, *(living.actor for living in world.apps.values())]
-        actors += [world.actor(Party("node", node)) for node in world.machines]
+        actors = [world.arbiter, *(sim_app.actor for sim_app in world.apps.values())]
+        actors += [world.actor(Party("node", node)) for node in world.nodes]
         actor = actors[number % len(actors)]
-        if actor.up:  # what ended in the midst of an instant is nobody's state
+        if actor.up:  # a process that ended in the midst of an instant has no state
             actor.core.validate()
         self._judge_checkpoints(world)
 
     def _judge_checkpoints(self, world: World) -> None:
         orphans = self._orphaned_jobs()
-        for job, saved_s in world.shelf.saved_s.items():
+        for job, saved_s in world.storage.saved_s.items():
             if saved_s < self._saved_s.get(job, 0.0) and job not in orphans:
                 raise Violation(f"the checkpoint of {job} fell back to {saved_s} s of work", job)
             self._saved_s[job] = saved_s
@@ -259,17 +266,17 @@ class Checks:
         return {task.rpartition("-a")[0] for task in self.orphaned}
 
     def judge_whole(self, world: World) -> None:
-        """Judge everything, at a crash or at the end."""
+        """Judge the whole world, at a crash or at the end."""
         self(world)
         world.arbiter.core.validate()
         if world.arbiter.core.state.epoch != world.epoch:
             raise Violation(f"the arbiter acts in epoch {world.arbiter.core.state.epoch} and leads in {world.epoch}")
-        for living in world.apps.values():
-            if living.app:
-                living.actor.core.validate()
-                if living.app not in living.actor.core.state.records:
-                    raise Violation(f"{living.app} is unknown to its own host", living.app)
-        for node in world.machines:
+        for sim_app in world.apps.values():
+            if sim_app.id:
+                sim_app.actor.core.validate()
+                if sim_app.id not in sim_app.actor.core.state.records:
+                    raise Violation(f"{sim_app.id} is unknown to its own host", sim_app.id)
+        for node in world.nodes:
             actor = world.actor(Party("node", node))
             if actor.up:
                 actor.core.validate()
@@ -292,27 +299,27 @@ class Checks:
             had = _gpu_time(told)
             _add(tenants[self._accounts[app].tenant if account is None else account.tenant], had)
             _agree(f"{app} and its leases", {key: had[key] for key in ("had", "draining")}, leases[app], app)
-            # What a lost node had of it counts again when the node is back, until that is proven and recorded anew.
+            # Leases on a lost node count again when the node is back, until their end is proven and recorded anew.
             if app in self._accounts and account is not None and not account.allocated.rate:
                 _agree(f"{app} and its record", had, _gpu_time(self._accounts[app]), app)
         for tenant in history.tenants:
             _agree(f"{tenant} and its apps", _gpu_time(history.of_tenant(tenant, now)), tenants[tenant], tenant)
 
     def _judge_work(self, world: World) -> None:
-        """What an app takes for finished is finished in truth, and all of its work was counted once."""
+        """Judge finished jobs: they have finished in truth, and all of their work was counted once."""
         orphans = self._orphaned_jobs()
-        for living in world.apps.values():
-            state = living.actor.core.state.apps.get(living.app)
+        for sim_app in world.apps.values():
+            state = sim_app.actor.core.state.apps.get(sim_app.id)
             for job in state.jobs if state is not None else ():
                 if not isinstance(job.state, Done):
                     continue
-                tale = world.shelf.tales.get(job.id)
-                if tale is None or tale.finish_s is None:
+                account = world.storage.accounts.get(job.id)
+                if account is None or account.finish_s is None:
                     raise Violation(f"{job.id} counts as finished and is not", job.id)
-                work_s = living.jobs[job.number].work_s
-                if job.id not in orphans and abs(tale.placed - work_s) > WORK_SLACK_S:
-                    what = f"of {job.id} {tale.placed:.3f} s of work were counted, and it has {work_s:.3f} s"
-                    raise Violation(what, job.id)
+                work_s = sim_app.jobs[job.number].work_s
+                if job.id not in orphans and abs(account.placed - work_s) > WORK_SLACK_S:
+                    counted = f"of {job.id} {account.placed:.3f} s of work were counted, and it has {work_s:.3f} s"
+                    raise Violation(counted, job.id)
 
 
 def _gpu_time(told: Standing | AppRecord) -> dict[str, float]:
@@ -339,11 +346,11 @@ def _waits(task: Task) -> bool:
     return task.want == "run" and isinstance(task.state, Suspended | Waiting)
 
 
-def _stays(machine: Machine, task: Task) -> bool:
+def _stays(node: SimNode, task: Task) -> bool:
     """Whether a task will not or cannot give its GPUs up."""
-    worker = machine.workers.get(task.id)
+    worker = node.workers.get(task.id)
     facts = worker.training.facts if worker is not None else None
-    fixed = facts is not None and (facts.balks or not facts.can_park or bool(machine.host.host_bytes))
+    fixed = facts is not None and (facts.balks or not facts.can_park or bool(node.traits.host_bytes))
     hung = worker is not None and worker.hangs
     return hung or fixed or bool(task.facts.refused)
 
@@ -359,7 +366,7 @@ def _group(task: Task, tasks: Sequence[Task]) -> list[Task]:
 
 
 def _parked_bytes(worker: Worker, now: float) -> int:
-    """Return what a parked worker has in host memory; one that has made no mini-batch had nothing to put there."""
+    """Return the bytes of a parked worker in host memory: none before its first mini-batch."""
     training = worker.training
     fresh = training.steps(now) <= training.start_step + 1
     return 0 if worker.phase != "parked" or worker.by_driver or fresh else training.facts.state_bytes
@@ -369,9 +376,9 @@ def _tasks(workers: Sequence[Worker]) -> list[TaskId]:
     return sorted(worker.task for worker in workers)
 
 
-def _living(world: World) -> Iterator[Worker]:
-    for machine in world.machines.values():
-        for worker in machine.workers.values():
+def _live_workers(world: World) -> Iterator[Worker]:
+    for node in world.nodes.values():
+        for worker in node.workers.values():
             if worker.phase != "gone":
                 yield worker
 
@@ -380,18 +387,18 @@ def _living(world: World) -> Iterator[Worker]:
 
 
 def unsettled(world: World, vanished: Container[Party]) -> dict[str, list[str]]:
-    """Return what is still to be done for apps that are over, by app: nothing may be left in the end.
+    """Return the unfinished business of apps that are over, by app: none may be left in the end.
 
     Agents that have `vanished` hear nothing any more.
     """
     found: dict[str, list[str]] = defaultdict(list)
-    over = {living.app: living for living in world.apps.values() if living.app and living.over_at is not None}
+    over = {sim_app.id: sim_app for sim_app in world.apps.values() if sim_app.id and sim_app.over_at is not None}
     gpus = world.arbiter.core.state.gpus
-    broken = [gpu.id for gpu in gpus.values() if device_of(gpu.id) in world.machines[gpu.node].sick]
-    for app, living in over.items():
-        state = living.actor.core.state.apps.get(app)
-        deaf = living.actor.party in vanished
-        # What drains on a GPU that is gone can be proven never: such an app is told again and again, which is no harm.
+    broken = [gpu.id for gpu in gpus.values() if device_of(gpu.id) in world.nodes[gpu.node].sick]
+    for app, sim_app in over.items():
+        state = sim_app.actor.core.state.apps.get(app)
+        deaf = sim_app.actor.party in vanished
+        # A lease that drains on a lost GPU can never be proven empty: its app is told again and again, without harm.
         sick = any(not isinstance(gpus[gpu].state, Free) and gpus[gpu].state.lease.app == app for gpu in broken)
         if state is not None and state.over is not None and not state.over.settled and not deaf and not sick:
             found[app].append("its agent has not heard that the arbiter knows its end")
@@ -399,7 +406,7 @@ def unsettled(world: World, vanished: Container[Party]) -> dict[str, list[str]]:
         if isinstance(gpu.state, Free) or gpu.state.lease.app not in over or gpu.id in broken:
             continue
         found[gpu.state.lease.app].append(f"{gpu.id} is {type(gpu.state).__name__} for it")
-    for worker in _living(world):
+    for worker in _live_workers(world):
         if worker.spec.app in over:
-            found[worker.spec.app].append(f"{worker.task} is {worker.phase} on {worker.machine.node}")
+            found[worker.spec.app].append(f"{worker.task} is {worker.phase} on {worker.node.id}")
     return dict(found)

@@ -1,8 +1,8 @@
-"""Bringing a world's faults about: the network, and daemons that end and are restored as the live ones are.
+"""The injection of a world's faults: the network, and daemons that end and are restored as the live ones are.
 
-A daemon's journal is kept as bytes, as on a disk, written before an event is handled; a restart takes the newest
-snapshot and handles what came after it again, its effects left out. That the result is bit for bit what was lost is
-asserted at each restart. Node agents keep no journal: their machine remembers what the live one writes down.
+A daemon's journal is kept as bytes, as on a disk, written before an event is handled. A restart takes the newest
+snapshot and handles the events after it again, their effects left out. Each restart asserts that the result is bit for
+bit the lost state. Node agents keep no journal: an imaginary node remembers the notes that a live one writes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from app_agent.core.host import AppHost
 from app_agent.core.valuation import RHO_MAX
 from arbiter.core.arbiter import Arbiter, Configured
 from arbiter.core.arbiter import Event as ArbiterEvent
+from node_agent.core.events import WorkerGone
 from protocol.core import Connected, Received, Send
 from protocol.messages import ARBITER, AnyMessage, Bid, GpuId, NodeId, Party, ProbeReply
 from simulator.faults.checks import Violation
 from simulator.faults.scenario import Fault, NetworkOptions, Options, facts_of
-from simulator.machines import Machine, Worker
-from simulator.world import Actor, Living, World
+from simulator.nodes import SimNode
+from simulator.workers import Worker
+from simulator.world import Actor, SimApp, World
 
 #: Messages of one sender that wait for a participant that is down; a queue holds the newest.
 KEPT_MAX = 200
@@ -35,11 +37,11 @@ IN_TURN_S = 1e-6
 #: Once the faults have ended a message takes that long, always.
 CALM_DELAY_S = 0.01
 DECIDE_CALM_S = 0.05  #: and a decision no longer than that
-#: A cut that lasts long enough for the live link to notice; then everybody restates when it is mended.
+#: A cut that lasts long enough for the live link to notice; then both ends restate everything when it is mended.
 NOTICED_S = 3.0
 
 
-Told = Callable[[Actor, Any, Sequence[Any]], object]  #: of an event, and of what came of it
+Told = Callable[[Actor, Any, Sequence[Any]], object]  #: of an event and its effects
 
 
 class Network:
@@ -67,7 +69,7 @@ class Network:
         return [self._in_turn(link, now, delay) for delay in delays] if options.ordered else list(delays)
 
     def _in_turn(self, link: tuple[Party, Party], now: float, delay: float) -> float:
-        """Return `delay`, or longer: not before what was said earlier."""
+        """Return `delay`, or longer: a message never overtakes an earlier one of its link."""
         at = max(now + delay, self._arrivals.get(link, 0.0) + IN_TURN_S)
         self._arrivals[link] = at
         return at - now
@@ -115,7 +117,7 @@ class Liar(AppHost):
     factor = 1.0
 
     def handle(self, event: app_host.Event, now: float) -> Sequence[app_host.Effect]:
-        """Be told what happened; answer as an honest one would, with other figures."""
+        """Take an event; answer as an honest app agent would, with other figures."""
         return [self._twist(effect) for effect in super().handle(event, now)]
 
     def _twist(self, effect: app_host.Effect) -> app_host.Effect:
@@ -131,11 +133,11 @@ class Liar(AppHost):
                 return effect
 
     def _lied(self, rho: float) -> float:
-        return min(RHO_MAX, rho * self.factor)  # it lies in words that its peers understand
+        return min(RHO_MAX, rho * self.factor)  # its lies are numbers that its peers accept
 
 
-class Weather:
-    """Submits a world's apps and lets its faults happen; what it did to whom is kept for judging the outcome."""
+class FaultInjector:
+    """Submits a world's apps and brings its faults about; it remembers the harm to each app for the judgement."""
 
     def __init__(self, world: World, options: Options, network: Network, *, told: Sequence[Told] = ()) -> None:
         self.world = world
@@ -161,8 +163,8 @@ class Weather:
             world.at(options.apps[number].submit_s, partial(self._submit, number))
         for fault in options.faults:
             world.at(fault.at, partial(self._happen, fault))
-        for machine in world.machines.values():
-            world.after(options.beat_s, partial(self._measure, machine))
+        for node in world.nodes.values():
+            world.after(options.beat_s, partial(self._measure, node))
         world.at(options.calm_at, self._calm_down)
 
     def _keep_record(self, actor: Actor, events: Any) -> None:
@@ -175,10 +177,10 @@ class Weather:
 
     def _submit(self, number: int) -> None:
         app = self.options.apps[number]
-        living = self.world.submit(f"app {number + 1}", app.spec, facts_of(app, self.options.seed))
-        self._set_clock(living.actor)
-        living.actor.core = self._host(living.actor.party, living.actor.core.snapshot())
-        self._keep_record(living.actor, app_host.Event)
+        sim_app = self.world.submit(f"app {number + 1}", app.spec, facts_of(app, self.options.seed))
+        self._set_clock(sim_app.actor)
+        sim_app.actor.core = self._host(sim_app.actor.party, sim_app.actor.core.snapshot())
+        self._keep_record(sim_app.actor, app_host.Event)
 
     def _host(self, party: Party, blob: bytes) -> AppHost:
         """Return an app host restored, as honest as it was."""
@@ -190,16 +192,16 @@ class Weather:
         liar.factor = lie
         return liar
 
-    def _measure(self, machine: Machine) -> None:
-        actor = self.world.actor(Party("node", machine.node))
+    def _measure(self, node: SimNode) -> None:
+        actor = self.world.actor(Party("node", node.id))
         if actor.up and actor.held is None:
-            machine.measure()
-        self.world.after(self.options.beat_s, partial(self._measure, machine))
+            node.measure()
+        self.world.after(self.options.beat_s, partial(self._measure, node))
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
     def _watch(self, actor: Actor, event: Any, effects: Sequence[Any]) -> bool:
-        """See to the journal; return False if this is where the participant's process ends, before it does anything."""
+        """Keep the journal; return False if the participant's process ends here, before it performs any effect."""
         for told in self._told:
             told(actor, event, effects)
         record = self.records.get(actor.party)
@@ -219,30 +221,30 @@ class Weather:
     # --- faults -----------------------------------------------------------------------------------------------------
 
     def _happen(self, fault: Fault) -> None:
-        world, who = self.world, fault.who
-        if who.role == "app" and who.id not in world.apps:
-            return  # it goes wrong before it comes: nothing
+        world, party = self.world, fault.party
+        if party.role == "app" and party.id not in world.apps:
+            return  # the fault comes before the app: nothing happens
         match fault.kind:
             case "crash":
                 if fault.midway:
-                    self._doomed[who] = fault.for_s
+                    self._doomed[party] = fault.for_s
                 else:
-                    self._crash(who, fault.for_s)
+                    self._crash(party, fault.for_s)
             case "freeze":
-                world.freeze(who)
-                world.after(fault.for_s, partial(world.thaw, who))
+                world.freeze(party)
+                world.after(fault.for_s, partial(world.thaw, party))
             case "cut":
                 self._cut(fault)
             case "vanish":
-                self.vanished.add(who)
-                world.stop(who)
+                self.vanished.add(party)
+                world.stop(party)
             case "power":
-                self._crash(who, fault.for_s)
-                world.machines[NodeId(who.id)].crash()
+                self._crash(party, fault.for_s)
+                world.nodes[NodeId(party.id)].crash()
             case "gpu":
                 self._lose_gpu(fault)
             case "cancel":
-                self._cancel(world.apps[who.id])
+                self._cancel(world.apps[party.id])
             case "policy":
                 self.settings = replace(self.settings, policy=fault.policy)
                 world.tell(ARBITER, Configured(self.settings))
@@ -252,41 +254,41 @@ class Weather:
             case _:
                 self._harm_worker(fault)
 
-    def _crash(self, who: Party, for_s: float) -> None:
-        self._doomed.pop(who, None)
-        if self.world.actor(who).up:
-            self.world.stop(who)
-            self.world.after(for_s, partial(self._restart, who))
+    def _crash(self, party: Party, for_s: float) -> None:
+        self._doomed.pop(party, None)
+        if self.world.actor(party).up:
+            self.world.stop(party)
+            self.world.after(for_s, partial(self._restart, party))
 
-    def _restart(self, who: Party) -> None:
+    def _restart(self, party: Party) -> None:
         """Start a daemon again, as its own start does it."""
-        world, actor = self.world, self.world.actor(who)
-        if actor.up or who in self.vanished:
+        world, actor = self.world, self.world.actor(party)
+        if actor.up or party in self.vanished:
             return
         self.restarts += 1
-        if who.role == "node":
-            world.boot(NodeId(who.id))
+        if party.role == "node":
+            world.boot(NodeId(party.id))
         else:
-            core = self.restored(who)
-            world.start(who, core)
-            if who == ARBITER:
-                world.tell(who, Configured(self.settings))
+            core = self.restored(party)
+            world.start(party, core)
+            if party == ARBITER:
+                world.tell(party, Configured(self.settings))
                 world.lead()
             else:
-                self._look_up(world.apps[who.id], core)
-                world.tell(who, app_host.Configured(core.state.tenant, core.state.beat_s))
-                world.tell(who, Connected())
-        for event in self._mail.pop(who, ()):
-            world.tell(who, event)
+                self._look_up(world.apps[party.id], core)
+                world.tell(party, app_host.Configured(core.state.tenant, core.state.beat_s))
+                world.tell(party, Connected())
+        for event in self._mail.pop(party, ()):
+            world.tell(party, event)
 
-    def _look_up(self, living: Living, core: AppHost) -> None:
-        """Have the world know what its user would see by looking again: a host may end before it could tell."""
+    def _look_up(self, sim_app: SimApp, core: AppHost) -> None:
+        """Note the end of an app as its user would see it: its app agent may crash before it could report it."""
         for record in core.records():
-            living.app = record.app
-            if record.over and living.over_at is None:
-                living.over_at = self.world.now
+            sim_app.id = record.app
+            if record.over and sim_app.over_at is None:
+                sim_app.over_at = self.world.now
 
-    def restored(self, who: Party, *, from_zero: bool = False) -> Any:
+    def restored(self, party: Party, *, from_zero: bool = False) -> Any:
         """Return the core of `who` as its journal tells, which must be what it is now.
 
         Raises
@@ -294,15 +296,15 @@ class Weather:
         Violation
             If it is not.
         """
-        kind = Arbiter.restored if who == ARBITER else partial(self._host, who)
-        core = self.records[who].restore(kind, from_zero=from_zero)
-        if core.snapshot() != self.world.actor(who).core.snapshot():
+        kind = Arbiter.restored if party == ARBITER else partial(self._host, party)
+        core = self.records[party].restore(kind, from_zero=from_zero)
+        if core.snapshot() != self.world.actor(party).core.snapshot():
             since = "the first event" if from_zero else "its newest snapshot"
-            raise Violation(f"the journal of {who.user}, replayed from {since} on, gives another state", who.id)
+            raise Violation(f"the journal of {party.user}, replayed from {since} on, gives another state", party.id)
         return core
 
     def _cut(self, fault: Fault) -> None:
-        self.network.cut(fault.who, fault.number, +1)
+        self.network.cut(fault.party, fault.number, +1)
         self._cuts.append(fault)
         self.world.after(fault.for_s, partial(self._mend, fault))
 
@@ -310,50 +312,50 @@ class Weather:
         if fault not in self._cuts:
             return
         self._cuts.remove(fault)
-        self.network.cut(fault.who, fault.number, -1)
+        self.network.cut(fault.party, fault.number, -1)
         if fault.for_s >= NOTICED_S:
-            self.world.tell(fault.who, Connected())
+            self.world.tell(fault.party, Connected())
 
     def _lose_gpu(self, fault: Fault) -> None:
-        machine = self.world.machines[NodeId(fault.who.id)]
-        gpu = machine.gpus[fault.number % len(machine.gpus)].id
-        for worker in _alive(machine):
+        node = self.world.nodes[NodeId(fault.party.id)]
+        gpu = node.gpus[fault.number % len(node.gpus)].id
+        for worker in _alive(node):
             if gpu in worker.devices:
                 self.harmed[_owner_of(worker)] += 1
-        machine.fail_gpu(gpu, "fell off the bus")
+        node.fail_gpu(gpu, "fell off the bus")
         if fault.for_s > 0.0:
-            self.world.after(fault.for_s, partial(self._mend_gpu, machine, gpu))
+            self.world.after(fault.for_s, partial(self._mend_gpu, node, gpu))
 
-    def _mend_gpu(self, machine: Machine, gpu: GpuId) -> None:
-        if gpu in machine.sick:
-            machine.mend_gpu(gpu)
+    def _mend_gpu(self, node: SimNode, gpu: GpuId) -> None:
+        if gpu in node.sick:
+            node.mend_gpu(gpu)
 
-    def _cancel(self, living: Living) -> None:
-        if living.app and living.actor.up:
-            self.cancelled.add(living.actor.party.id)
-            self.world.tell(living.actor.party, app_host.Cancel("cancel", living.app))
+    def _cancel(self, sim_app: SimApp) -> None:
+        if sim_app.id and sim_app.actor.up:
+            self.cancelled.add(sim_app.actor.party.id)
+            self.world.tell(sim_app.actor.party, app_host.Cancel("cancel", sim_app.id))
 
     def _harm_worker(self, fault: Fault) -> None:
-        machine = self.world.machines[NodeId(fault.who.id)]
-        alive = _alive(machine)
+        node = self.world.nodes[NodeId(fault.party.id)]
+        alive = _alive(node)
         if not alive:
             return
         worker = alive[fault.number % len(alive)]
         self.harmed[_owner_of(worker)] += 1
         match fault.kind:
             case "worker-crash":
-                machine.fail_worker(worker.task, 1)
+                worker.lose(WorkerGone(worker.task, exit_code=1, tail="imaginary crash"))
             case "worker-kill":
-                machine.kill_worker(worker.task)
+                worker.signal("kill")
             case "worker-deaf":
-                machine.hang_worker(worker.task, standing=False)
+                worker.hang(standing=False)
             case _:
-                machine.hang_worker(worker.task, standing=True)
+                worker.hang(standing=True)
 
     # --- calm -------------------------------------------------------------------------------------------------------
 
     def _calm_down(self) -> None:
-        """End all faults: links are mended, daemons start again, and users kill what stands still."""
+        """End all faults: links are mended, daemons start again, and users kill processes that stand still."""
         world = self.world
         self.network.calm = True
         world.costs = replace(world.costs, decide_s=min(world.costs.decide_s, DECIDE_CALM_S))
@@ -363,18 +365,18 @@ class Weather:
         for actor in [world.arbiter, *map(world.actor, self._agents())]:
             world.thaw(actor.party)
             self._restart(actor.party)
-        for machine in world.machines.values():
-            for worker in _alive(machine):
+        for node in world.nodes.values():
+            for worker in _alive(node):
                 if worker.hangs and worker.training.since is None:  # stalled, parked, or its GPU was lost for a moment
-                    machine.kill_worker(worker.task)
+                    worker.signal("kill")
 
     def _agents(self) -> list[Party]:
-        nodes = [Party("node", node) for node in self.world.machines]
-        return nodes + [living.actor.party for living in self.world.apps.values()]
+        nodes = [Party("node", node) for node in self.world.nodes]
+        return nodes + [sim_app.actor.party for sim_app in self.world.apps.values()]
 
 
-def _alive(machine: Machine) -> list[Worker]:
-    return [worker for _, worker in sorted(machine.workers.items()) if worker.phase != "gone"]
+def _alive(node: SimNode) -> list[Worker]:
+    return [worker for _, worker in sorted(node.workers.items()) if worker.phase != "gone"]
 
 
 def _owner_of(worker: Worker) -> str:

@@ -1,8 +1,8 @@
-"""Worlds full of faults, one for each seed: run, judged, and told of when one fails.
+"""Runs of fault worlds, one for each seed, with their verdicts and a report of each that fails.
 
-A world has two parts. While its faults last, safety is judged at every instant (`checks`). Then nothing goes
-wrong any more, and liveness is demanded: every app that can finish does, and leaves nothing behind, within bounds of
-time, messages and rounds that follow from its work and its size. Apps that cannot are named, with why.
+A world has two parts. While its faults last, safety is judged at every instant (`checks`). After the faults liveness
+is demanded: every app that can finish does, and leaves nothing behind, within bounds of time, messages and rounds
+that follow from its work and its size. An app that cannot finish is named with the reason.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from arbiter.core.state.model import App
 from protocol.core import Received, Send
 from protocol.messages import AppReport, Holdings, NodePlan, NodeReport
 from simulator.faults.checks import Checks, Violation, unsettled
-from simulator.faults.injector import Network, Weather
+from simulator.faults.injector import FaultInjector, Network
 from simulator.faults.scenario import Options, draw
-from simulator.world import Actor, Living, Stuck, World
+from simulator.world import Actor, SimApp, Stuck, World
 
-#: After the faults: this long for what was lost to be noticed and made up for by timeouts and beats, in seconds.
+#: Seconds after the faults in which timeouts and beats must notice the losses and make up for them.
 RECOVERY_S = 300.0
-#: Times what all apps would take one after the other, each on its smallest gang, placed as badly as can be.
+#: Allowed time as a multiple of that of all apps one after the other, each on its smallest gang, placed at its worst.
 SLACK = 4.0
 #: Messages of each participant per second, at most, after the faults; beats included.
 MESSAGES_RATE_MAX = 6.0
-#: Counted on top of the time a world takes: what everybody says when all links are mended at once.
+#: Seconds added to the time a world takes: all participants restate everything when all links are mended at once.
 FLURRY_S = 30.0
-#: Events at one instant, at most: one that goes on for ever should be found out soon.
+#: The most events at one instant: an instant that never ends should be found out soon.
 INSTANT_MAX = 10_000
-#: Lines told of a failing world, and characters of a line.
+#: Lines kept of a failing world, and characters of a line.
 LINES_TOLD = 40
 LINE_CHARS_MAX = 600
 #: Worlds that one process is given at a time.
@@ -54,7 +54,7 @@ _IDS = re.compile(r"app\d+-\d+(?:\.\d+)?(?:-a\d+)?(?:\.\d+)?|n\d+-g\d+|\bn\d+\b"
 
 
 class Bounds(Struct, frozen=True):
-    """What a world may take after its faults have ended: so long, and messages and rounds for the time it takes."""
+    """The bounds of a world after its faults: seconds, and messages and rounds per second."""
 
     seconds: float
     messages_rate: float  #: per second
@@ -69,8 +69,8 @@ class Bounds(Struct, frozen=True):
         return self.rounds_rate * (seconds + FLURRY_S)
 
 
-class Verdict(Struct, frozen=True):
-    """What became of one world. `wrong` is empty if all was well; otherwise `lines` are the last events that matter.
+class WorldVerdict(Struct, frozen=True):
+    """The verdict on one world. `wrong` is empty if it passed; otherwise `lines` are its last events that matter.
 
     `seconds`, `messages` and `rounds` count from the end of the faults on, `waiting` are apps that cannot finish, each
     with why.
@@ -95,12 +95,12 @@ class Verdict(Struct, frozen=True):
 
     @property
     def command(self) -> str:
-        """What repeats it, with everything that happened."""
+        """The command that repeats it and prints every event."""
         under = f" --policy {self.policy}" if self.policy else ""
         return f"gpu-arbiter worlds --seed {self.seed} --count 1{under} --trace"
 
 
-def run_worlds(seeds: Sequence[int], *, jobs: int = 1, policy: str = "") -> Iterator[Verdict]:
+def run_worlds(seeds: Sequence[int], *, jobs: int = 1, policy: str = "") -> Iterator[WorldVerdict]:
     """Yield the verdict on the world of each seed, in their order, from so many processes; see `run_world`."""
     run = partial(run_world, policy=policy)
     if jobs == 1:
@@ -110,12 +110,12 @@ def run_worlds(seeds: Sequence[int], *, jobs: int = 1, policy: str = "") -> Iter
         yield from pool.map(run, seeds, chunksize=BATCH)
 
 
-def run_world(seed: int, *, policy: str = "", tell: Tell | None = None, mutant: Mutant = nullcontext) -> Verdict:
-    """Return what becomes of the world of `seed`, under one `policy` if it is named.
+def run_world(seed: int, *, policy: str = "", tell: Tell | None = None, mutant: Mutant = nullcontext) -> WorldVerdict:
+    """Return the verdict on the world of `seed`, under one `policy` if it is named.
 
-    `tell` is told every event, and `mutant` is in force meanwhile.
+    `tell` gets a line of every event, and `mutant` is in force meanwhile.
 
-    Nobody listens at first, which is faster; a world that fails is run again for its last lines.
+    Without `tell` no lines are made at first, which is faster; a world that fails is run again for its last lines.
     """
     with mutant():
         verdict = _Run(draw(seed, policy=policy), tell).verdict()
@@ -153,14 +153,14 @@ class _Run:
             beat_s=options.beat_s,
             hello_s=options.hello_s,
             route=self.network,
-            hosts=dict(options.hosts),
+            traits=dict(options.traits),
             talks=options.settings.sharing != "exclusive",
             check=self.checks,
         )
         self.world.on_round = self._count
         self.world.instant_max = INSTANT_MAX
         told = [] if tell is None else [_Teller(self.world, tell)]
-        self.weather = Weather(self.world, options, self.network, told=[*told, self._judge])
+        self.injector = FaultInjector(self.world, options, self.network, told=[*told, self._judge])
         self.waiting: dict[str, str] = {}
         self.calm = (0, 0)  #: messages and rounds at the end of the faults
 
@@ -171,8 +171,8 @@ class _Run:
     def _count(self, record: RoundRecord) -> None:
         self.rounds += 1
 
-    def verdict(self) -> Verdict:
-        """Run it and say what became of it."""
+    def verdict(self) -> WorldVerdict:
+        """Run it and return the verdict."""
         wrong = ""
         objects: tuple[str, ...] = ()
         try:
@@ -180,13 +180,13 @@ class _Run:
         except Violation as violation:
             wrong, objects = str(violation), violation.objects
         except (AssertionError, LookupError, ValueError, TypeError, Stuck) as error:
-            # What a core itself takes for impossible is found here as well as what is against the checks.
+            # A core's own assertions count as well as the checks.
             wrong = f"{type(error).__name__}: {error}"
             objects = tuple(dict.fromkeys(_IDS.findall(wrong)))
         options, world = self.options, self.world
-        records = [living.actor.core.state.records.get(living.app) for living in world.apps.values()]
+        records = [sim_app.actor.core.state.records.get(sim_app.id) for sim_app in world.apps.values()]
         outcomes = [record.state if record is not None else "unknown" for record in records]
-        return Verdict(
+        return WorldVerdict(
             seed=options.seed,
             wrong=wrong,
             objects=objects,
@@ -197,7 +197,7 @@ class _Run:
             messages=world.messages - self.calm[0],
             rounds=self.rounds - self.calm[1],
             events=world.events,
-            restarts=self.weather.restarts,
+            restarts=self.injector.restarts,
             outcomes={state: outcomes.count(state) for state in sorted(set(outcomes))},
             waiting=self.waiting,
             cpu_s=time.process_time() - self.began_s,
@@ -211,77 +211,77 @@ class _Run:
         world.run(until=options.calm_at + self._bounds().seconds, done=self._done)
         self._judge_liveness()
         self.checks.judge_whole(world)
-        for party in self.weather.records:
-            self.weather.restored(party, from_zero=True)
+        for party in self.injector.records:
+            self.injector.restored(party, from_zero=True)
 
     # --- liveness ---------------------------------------------------------------------------------------------------
 
     def _bounds(self) -> Bounds:
-        """Return what this world may take, from its work and its size."""
+        """Return this world's bounds, from its work and its size."""
         options = self.options
         works = [len(app.spec.trials) * app.work_s / app.spec.gang * 1.6 for app in options.apps]
         change_s = options.costs.change_s * 5
         # Where changing hands takes longer than a lease, little of each lease is work.
-        slowest = max((host.slow for _, host in options.hosts), default=1.0)
+        slowest = max((traits.slow for _, traits in options.traits), default=1.0)
         waste = max(1.0, options.costs.change_s * slowest / options.settings.lease_s)
         seconds = RECOVERY_S + SLACK * waste * sum(work_s + change_s for work_s in works)
         participants = 1 + len(options.cluster.nodes) + len(options.apps)
         return Bounds(seconds, MESSAGES_RATE_MAX * participants, 1.0 / options.settings.round_pause_s)
 
     def _done(self) -> bool:
-        return all(map(self._over, self.world.apps.values())) and not unsettled(self.world, self.weather.vanished)
+        return all(map(self._over, self.world.apps.values())) and not unsettled(self.world, self.injector.vanished)
 
-    def _over(self, living: Living) -> bool:
-        """Whether nothing more is to come of an app: it is over, or it cannot."""
-        return living.over_at is not None or bool(self._obstacle(living))
+    def _over(self, sim_app: SimApp) -> bool:
+        """Whether an app is over, or cannot finish."""
+        return sim_app.over_at is not None or bool(self._obstacle(sim_app))
 
-    def _obstacle(self, living: Living) -> str:
-        """Say why an app cannot finish, or return an empty string."""
-        if living.actor.party in self.weather.vanished:
+    def _obstacle(self, sim_app: SimApp) -> str:
+        """Return the reason why an app cannot finish, or an empty string."""
+        if sim_app.actor.party in self.injector.vanished:
             return "its agent has vanished"
-        if not self._fits(living):
-            room = _room(self.world, living)
-            return f"its jobs need {living.spec.gang} GPUs in one place, and {room} are left in the largest"
-        return self._first_in_line(living)
+        if not self._fits(sim_app):
+            room = _room(self.world, sim_app)
+            return f"its jobs need {sim_app.spec.gang} GPUs in one place, and {room} are left in the largest"
+        return self._first_in_line(sim_app)
 
-    def _fits(self, living: Living) -> bool:
-        return living.spec.gang <= _room(self.world, living)
+    def _fits(self, sim_app: SimApp) -> bool:
+        return sim_app.spec.gang <= _room(self.world, sim_app)
 
-    def _first_in_line(self, living: Living) -> str:
-        """Say behind whom a strict first-in, first-out order keeps an app for ever, or return an empty string."""
-        traits = POLICIES[self.weather.settings.policy].kind.traits
+    def _first_in_line(self, sim_app: SimApp) -> str:
+        """Name the app behind which a strict first-in, first-out order keeps an app for ever, or return ``""``."""
+        traits = POLICIES[self.injector.settings.policy].kind.traits
         if traits.strict == "no":
             return ""
         apps = self.world.arbiter.core.state.apps
         before = [
             other
             for other in self.world.apps.values()
-            if other.over_at is None and other.app in apps and not self._fits(other) and living.app in apps
-            if _place_in_line(traits, apps[other.app]) < _place_in_line(traits, apps[living.app])
-            if traits.strict == "all" or apps[other.app].tenant == apps[living.app].tenant
+            if other.over_at is None and other.id in apps and not self._fits(other) and sim_app.id in apps
+            if _place_in_line(traits, apps[other.id]) < _place_in_line(traits, apps[sim_app.id])
+            if traits.strict == "all" or apps[other.id].tenant == apps[sim_app.id].tenant
         ]
-        return f"strict order keeps it behind {before[0].app}, which does not fit" if before else ""
+        return f"strict order keeps it behind {before[0].id}, which does not fit" if before else ""
 
     def _judge_liveness(self) -> None:
         world = self.world
-        for living in world.apps.values():
-            owner = living.actor.party.id
-            if living.over_at is None:
-                why = self._obstacle(living)
+        for sim_app in world.apps.values():
+            owner = sim_app.actor.party.id
+            if sim_app.over_at is None:
+                why = self._obstacle(sim_app)
                 if not why:
-                    story = " | ".join(chapter.what for chapter in world.arbiter.core.story(living.app)[-3:])
+                    story = " | ".join(chapter.what for chapter in world.arbiter.core.story(sim_app.id)[-3:])
                     took = f"{world.now - self.options.calm_at:.0f} s after the faults"
-                    raise Violation(f"{living.app} is not over {took}; the arbiter's last words: {story}", living.app)
-                self.waiting[living.app] = why
+                    raise Violation(f"{sim_app.id} is not over {took}; the arbiter's last words: {story}", sim_app.id)
+                self.waiting[sim_app.id] = why
                 continue
-            record = living.actor.core.state.records[living.app]
-            if record.state == "failed" and not record.refused and not self.weather.harmed[owner]:
-                raise Violation(f"{living.app} failed and nobody harmed it: {record.reason}", living.app)
-            if record.state == "cancelled" and owner not in self.weather.cancelled:
-                raise Violation(f"{living.app} was cancelled by nobody", living.app)
-        left = unsettled(world, self.weather.vanished)
-        for app, what in left.items():
-            raise Violation(f"{app} is over, but {'; '.join(what)}", app, *_IDS.findall(" ".join(what)))
+            record = sim_app.actor.core.state.records[sim_app.id]
+            if record.state == "failed" and not record.refused and not self.injector.harmed[owner]:
+                raise Violation(f"{sim_app.id} failed and no fault harmed it: {record.reason}", sim_app.id)
+            if record.state == "cancelled" and owner not in self.injector.cancelled:
+                raise Violation(f"{sim_app.id} was cancelled, and its user did not cancel it", sim_app.id)
+        left = unsettled(world, self.injector.vanished)
+        for app, found in left.items():
+            raise Violation(f"{app} is over, but {'; '.join(found)}", app, *_IDS.findall(" ".join(found)))
         self._judge_rates()
 
     def _judge_rates(self) -> None:
@@ -300,28 +300,28 @@ def _place_in_line(traits: Traits, app: App) -> tuple[int, int]:
     return (-app.preempted_in if traits.serves_interactive else 0, app.arrival)
 
 
-def _room(world: World, living: Living) -> int:
+def _room(world: World, sim_app: SimApp) -> int:
     """Return the healthy and trusted GPUs of the largest place that one job of the app may lie in."""
     sizes: dict[tuple[str, ...], int] = {}
-    for machine in world.machines.values():
-        for gpu in machine.gpus:
-            if gpu.id not in machine.sick and gpu.id not in machine.ledger.quarantined:
-                place = _place(living, gpu.node, gpu.slot)
+    for node in world.nodes.values():
+        for gpu in node.gpus:
+            if gpu.id not in node.sick and gpu.id not in node.ledger.quarantined:
+                place = _place(sim_app, gpu.node, gpu.slot)
                 sizes[place] = sizes.get(place, 0) + 1
     return max(sizes.values(), default=0)
 
 
-def _place(living: Living, node: str, slot: str) -> tuple[str, ...]:
-    if living.spec.spans:
+def _place(sim_app: SimApp, node: str, slot: str) -> tuple[str, ...]:
+    if sim_app.spec.spans:
         return ()
-    return (node, slot) if living.spec.level_max == "slot" else (node,)
+    return (node, slot) if sim_app.spec.level_max == "slot" else (node,)
 
 
 # --- telling --------------------------------------------------------------------------------------------------------
 
 
 class _Teller:
-    """Puts events into lines."""
+    """Writes events as lines."""
 
     def __init__(self, world: World, tell: Tell) -> None:
         self._world = world
@@ -361,7 +361,7 @@ def _brief(thing: Any) -> str:
             return text if len(text) <= LINE_CHARS_MAX else text[:LINE_CHARS_MAX] + "..."
 
 
-def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def summary(verdicts: Sequence[WorldVerdict]) -> dict[str, Any]:
     """Return figures of many worlds; `used` are the largest shares of their bounds that worlds needed."""
     passed = [verdict for verdict in verdicts if not verdict.wrong]
     shares = [(each.seconds, each.messages, each.rounds, each.bounds) for each in passed]
@@ -382,8 +382,8 @@ def summary(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     }
 
 
-def report(verdict: Verdict) -> str:
-    """Return what to say of a world that failed."""
+def report(verdict: WorldVerdict) -> str:
+    """Return the report on a world that failed."""
     head = f"world {verdict.seed} failed after {verdict.at:.3f} s: {verdict.wrong}"
     return "\n".join([head, *verdict.lines, f"again, with everything: {verdict.command}"])
 

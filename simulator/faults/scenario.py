@@ -1,9 +1,9 @@
-"""What may go wrong in a world, drawn from a seed: its cluster, apps, settings, network and every fault with its time.
+"""The scenario of a fault world, drawn from a seed: cluster, apps, settings, network and every fault with its time.
 
-Everything is drawn before the world begins, so that a world can be printed, and repeated with more to see: `draw` gives
-the `Options`, `injector` brings them about. Worlds are small (a few nodes, a few minutes) and rough: leases of
-half a minute, timeouts of seconds, and more faults in these minutes than a site sees in a year. From `calm_at` on
-nothing goes wrong any more; what is broken for good by then stays so.
+The whole scenario is drawn before the world begins, so that a world can be printed, and repeated with more output:
+`draw` gives the `Options`, `injector` brings them about. Worlds are small (a few nodes, a few minutes) and rough:
+leases of half a minute, timeouts of seconds, and more faults in these minutes than a site sees in a year. No fault
+begins after `calm_at`; losses for good remain.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import Literal
 from msgspec import Struct
 from msgspec.structs import replace
 
-from app_agent.core.spec import AppSpec, mistake
+from app_agent.core.spec import AppSpec, mistake, wishing
 from app_agent.core.tuning import scheduler_for
 from app_agent.core.tuning.shape import Trial
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import DEFAULT_POLICY, Setting
 from arbiter.core.state.model import ArbiterSettings
-from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party, Sharing, Utility
-from simulator.cluster import Cluster, NodePlan
+from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party, Requirements, Sharing, Utility
+from simulator.cluster import Cluster, NodeSpec
 from simulator.costs import Costs
-from simulator.machines import WORKER_BYTES, Host, JobFacts
+from simulator.jobs import WORKER_BYTES, JobFacts
+from simulator.workers import NodeTraits
 
 Kind = Literal[
     "crash",  # a daemon's process ends and is started again; machines and workers go on
@@ -35,7 +36,7 @@ Kind = Literal[
     "power",  # a node loses power: workers and node agent end
     "gpu",  # a GPU falls off the bus
     "worker-crash",  # a script ends by itself, badly
-    "worker-kill",  # somebody else kills it
+    "worker-kill",  # a stranger kills it
     "worker-deaf",  # it trains on but neither says nor hears anything
     "worker-stall",  # it stands still, says and hears nothing
     "cancel",  # its user ends an app
@@ -58,14 +59,15 @@ SLOWDOWN: dict[Level, float] = {"slot": 1.0, "machine": 1.1, "rack": 1.3, "clust
 class Fault(Struct, frozen=True):
     """One thing that goes wrong, at `at` for `for_s` seconds (0: for good, where it has a duration).
 
-    `who` is a daemon's, or the arbiter's where nobody is meant; `number` picks among what is there then: the GPU of a
-    node, the worker on a node, the direction of a cut (0 both, 1 to the arbiter, 2 from it). A crash that is `midway`
-    comes after the next event was written down and handled, and before any of its effects.
+    `party` is the participant that it strikes, the arbiter where the kind needs none. `number` picks one of those
+    present at that time: the GPU of a node, the worker on a node, or the direction of a cut (0 both, 1 to the arbiter,
+    2 from it). A crash that is `midway` comes after the next event was written down and handled, and before any of its
+    effects.
     """
 
     at: float
     kind: Kind
-    who: Party = ARBITER
+    party: Party = ARBITER
     for_s: float = 0.0
     number: int = 0
     midway: bool = False
@@ -74,10 +76,10 @@ class Fault(Struct, frozen=True):
 
 
 class NetworkOptions(Struct, frozen=True):
-    """How badly messages fare: each is lost or repeated by these odds and late by up to `delay_s`.
+    """The quality of the network: each message is lost or repeated by these odds and late by up to `delay_s`.
 
-    `ordered` keeps what one participant says to another in order, as a live link does; otherwise anything overtakes.
-    `kept` says that what comes for a participant that is down waits for it, as in a broker's queue.
+    `ordered` keeps the messages of one participant to another in order, as a live link does; otherwise any message may
+    overtake another. `kept` lets messages for a participant that is down wait for it, as in a broker's queue.
     """
 
     loss: float
@@ -88,10 +90,10 @@ class NetworkOptions(Struct, frozen=True):
 
 
 class AppOptions(Struct, frozen=True):
-    """One app: what its owner submits and when, the work in truth, and how honest its agent is.
+    """One app: its owner's submission with its time, the true work, and the honesty of its agent.
 
-    `work_s` are serial seconds of each job, `lie` multiplies every rho it states. Its `kind` decides how fast it is
-    beside others on a GPU; one that `balks` says that its jobs can be parked, and they refuse.
+    `work_s` are serial seconds of each job, `lie` multiplies every rho that it states. Its `kind` decides its speed
+    beside others on a GPU. An app that `balks` says that its jobs can be parked, and they refuse.
     """
 
     submit_s: float
@@ -112,7 +114,7 @@ class AppOptions(Struct, frozen=True):
 
 
 class Clock(Struct, frozen=True):
-    """How a participant's clock goes: fast or slow by a constant rate, early or late."""
+    """A participant's clock: fast or slow by a constant rate, early or late."""
 
     rate: float
     offset_s: float
@@ -132,7 +134,7 @@ class Options(Struct, frozen=True):
     network: NetworkOptions
     faults: tuple[Fault, ...]
     clocks: tuple[tuple[Party, Clock], ...]
-    hosts: tuple[tuple[NodeId, Host], ...]
+    traits: tuple[tuple[NodeId, NodeTraits], ...]
     snapshot_every: int  #: events between two snapshots of a journal
 
     def owner(self, number: int) -> Party:
@@ -159,7 +161,7 @@ def draw(seed: int, *, policy: str = "") -> Options:
         network=_network(dice),
         faults=(),
         clocks=(),
-        hosts=tuple((node.id, _host(dice)) for node in cluster.nodes),
+        traits=tuple((node.id, _traits(dice)) for node in cluster.nodes),
         snapshot_every=dice.choice((10, 100, 1000)),
     )
     options = _shared(Random(f"sharing {seed}"), options)  # noqa: S311 - repeatable, not secret
@@ -180,14 +182,14 @@ def _cluster(dice: Random) -> Cluster:
     count = dice.randint(1, 4)
     racks = dice.randint(1, count)
     nodes = tuple(
-        NodePlan(NodeId(f"n{number + 1}"), f"r{number % racks + 1}", dice.choice(shapes), "imaginary", 16 * GIB)
+        NodeSpec(NodeId(f"n{number + 1}"), f"r{number % racks + 1}", dice.choice(shapes), "imaginary", 16 * GIB)
         for number in range(count)
     )
     return Cluster(f"{count} nodes", nodes)
 
 
-def _host(dice: Random) -> Host:
-    return Host(slow=dice.choice((2.0, 5.0)) if dice.random() < 0.15 else 1.0)
+def _traits(dice: Random) -> NodeTraits:
+    return NodeTraits(slow=dice.choice((2.0, 5.0)) if dice.random() < 0.15 else 1.0)
 
 
 def _settings(dice: Random, seed: int) -> ArbiterSettings:
@@ -292,13 +294,13 @@ def _shared(dice: Random, options: Options) -> Options:
         policy=_SHARES if dice.random() < 0.35 else options.settings.policy,
     )
     costs = options.costs
-    if dice.random() < 0.7:  # dear turns are long ones, of which a world sees few
+    if dice.random() < 0.7:  # expensive turns are long ones, and a world sees few of these
         costs = replace(costs, suspend_s=dice.choice((0.0, 0.03)), resume_s=0.02)
     return replace(
         options,
         settings=settings,
         costs=costs,
-        hosts=tuple((node, _equipped(dice, host)) for node, host in options.hosts),
+        traits=tuple((node, _equipped(dice, traits)) for node, traits in options.traits),
         apps=tuple(sorted(_sharing_apps(dice, options), key=lambda app: app.submit_s)),
     )
 
@@ -309,9 +311,9 @@ def _sharing_apps(dice: Random, options: Options) -> list[AppOptions]:
     return [_sharing_app(dice, replace(app, submit_s=app.submit_s * 0.4)) for app in apps]
 
 
-def _equipped(dice: Random, host: Host) -> Host:
+def _equipped(dice: Random, traits: NodeTraits) -> NodeTraits:
     return replace(
-        host,
+        traits,
         host_bytes=dice.choice((0, 0, 5 * GIB, 20 * GIB)),
         driver=dice.random() < 0.4,
         driver_refuses=dice.choice((0.0, 0.3)),
@@ -320,10 +322,10 @@ def _equipped(dice: Random, host: Host) -> Host:
 
 
 def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
-    spec = replace(app.spec, priority=dice.choice((0, 0, 0, 0, 0, -1)))
+    spec = wishing(app.spec, priority=dice.choice((0, 0, 0, 0, 0, -1)))
     if len(spec.trials) == 1 and dice.random() < 0.5:  # only jobs of one GPU are ever packed
         app = replace(app, work_s=2.0 * app.work_s / spec.gang)
-        spec = replace(spec, gang=1, gpus_max=0, sizes=(), spans=False)
+        spec = wishing(replace(spec, gang=1, gpus_max=0, sizes=()), spans=False)
     if len(spec.trials) == 1:  # mini-batches so short that packing can be measured
         spec = replace(spec, steps_total=max(1, round(app.work_s * FINE)), step_serial_s=0.0)
     if spec.gpus_max and dice.random() < 0.5:  # the same, by the sizes that it accepts
@@ -332,7 +334,7 @@ def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
         app,
         spec=spec,
         kind=dice.choice("abc"),
-        # Together two of the small ones fit on a GPU, with one of the large ones nobody does.
+        # Two of the small ones fit on a GPU together; no app fits beside one of the large ones.
         peak_bytes=int(dice.choice((2.0, 5.0, 7.0, 11.0)) * GIB),
         can_park=dice.random() < 0.85,
         balks=dice.random() < 0.1,
@@ -364,13 +366,15 @@ def _app(dice: Random, cluster: Cluster, calm_at: float) -> AppOptions:
         steps_total=max(1, round(work_s)) if dice.random() < 0.7 else 0,
         step_serial_s=dice.choice((0.0, 1.0, 3.0)),
         restart_s=dice.choice((1.0, 5.0)),
-        # Long enough to save on a slow node: who is killed before that at every preemption never finishes.
-        grace_s=dice.choice((14.0, 25.0)),
-        preempt_by=dice.choice(("auto", "checkpoint", "suspend")),
+        requirements=Requirements(
+            # Long enough to save on a slow node: a job that is killed before that at every preemption never finishes.
+            grace_s=dice.choice((14.0, 25.0)),
+            preempt_by=dice.choice(("auto", "checkpoint", "suspend")),
+        ),
         max_restarts=10,
         level_max=dice.choice(("cluster", "cluster", "machine", "slot")),
     )
-    spec = replace(dice.choice(makers)(dice, cluster, plain), utility=_utility(plain, work_s), kind=_kind(work_s))
+    spec = wishing(dice.choice(makers)(dice, cluster, plain), utility=_utility(plain, work_s), kind=_kind(work_s))
     wrong = mistake(spec)
     assert wrong is None, wrong
     return AppOptions(
@@ -383,12 +387,12 @@ def _app(dice: Random, cluster: Cluster, calm_at: float) -> AppOptions:
 
 
 def _kind(work_s: float) -> Literal["batch", "interactive"]:
-    """Return an app's class, from dice of its own, so that worlds known by their seeds stay as they were but for it."""
+    """Return an app's class, from dice of its own, so that the rest of a world known by its seed stays as it was."""
     return "interactive" if Random(f"class {work_s}").random() < 0.2 else "batch"  # noqa: S311 - repeatable, not secret
 
 
 def _utility(spec: AppSpec, work_s: float) -> Utility | None:
-    """Return what an app is worth, if it says so; from dice of its own, so that worlds known by their seeds stay."""
+    """Return an app's utility, if it has one; from dice of its own, so that worlds known by their seeds stay."""
     dice = Random(work_s)  # noqa: S311 - repeatable, not secret
     known = spec.steps_total > 0 and spec.step_serial_s > 0.0
     return Utility(dice.choice((1.0, 10.0, 1000.0)), 0.0, 0.0) if known and dice.random() < 0.7 else None
@@ -401,7 +405,8 @@ def _gang(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
 
 
 def _spanning(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
-    return replace(spec, spans=True, level_max="cluster", gang=dice.randint(1, min(4, cluster.gpus)))
+    gang = dice.randint(1, min(4, cluster.gpus))
+    return wishing(replace(spec, level_max="cluster", gang=gang), spans=True)
 
 
 def _elastic(dice: Random, cluster: Cluster, spec: AppSpec) -> AppSpec:
@@ -460,7 +465,7 @@ def facts_of(app: AppOptions, seed: int) -> list[JobFacts]:
 
 
 def _beside(seed: int, kind: str, other: str) -> float:
-    """Return the speed of a job of that kind beside another: some pairs gain by it, some lose."""
+    """Return the speed of a job of that kind beside another: some pairs gain by sharing, some lose."""
     dice = Random(f"beside {seed} {kind} {other}")  # noqa: S311 - repeatable, not secret
     return 0.0 if dice.random() < 0.05 else dice.uniform(0.3, 1.0)
 
@@ -473,11 +478,11 @@ def _as_fast_anywhere(gpus: int, level: Level) -> float:  # noqa: ARG001 - a slo
     return 1.0
 
 
-# --- what goes wrong ------------------------------------------------------------------------------------------------
+# --- faults -----------------------------------------------------------------------------------------------------------
 
 
 def _faults(dice: Random, options: Options) -> list[Fault]:
-    # A world of few kinds shows more of each than one of all: what hides behind crashes comes out without them.
+    # A world of few kinds shows more of each than one of all: faults that hide behind crashes show without them.
     last = _policy if options.settings.sharing == "exclusive" else _operator
     makers = (_daemon, _cut, _vanish, _power, _gpu, _worker, _cancel, last)
     chosen = dice.sample(makers, dice.randint(1, len(makers)))
@@ -490,18 +495,18 @@ def _one_fault(dice: Random, options: Options, makers: Sequence[Callable[[Random
 
 
 def _daemon(dice: Random, options: Options) -> Fault:
-    who = dice.choice((ARBITER, dice.choice(_nodes(options)), dice.choice(_owners(options))))
+    party = dice.choice((ARBITER, dice.choice(_nodes(options)), dice.choice(_owners(options))))
     kind: Kind = dice.choice(("crash", "crash", "freeze"))
-    return Fault(0.0, kind, who, for_s=_for_s(dice), midway=kind == "crash" and dice.random() < 0.4)
+    return Fault(0.0, kind, party, for_s=_for_s(dice), midway=kind == "crash" and dice.random() < 0.4)
 
 
 def _cut(dice: Random, options: Options) -> Fault:
-    who = dice.choice((*_nodes(options), *_owners(options)))
-    return Fault(0.0, "cut", who, for_s=_for_s(dice), number=dice.randint(0, 2))
+    party = dice.choice((*_nodes(options), *_owners(options)))
+    return Fault(0.0, "cut", party, for_s=_for_s(dice), number=dice.randint(0, 2))
 
 
 def _vanish(dice: Random, options: Options) -> Fault:
-    if dice.random() < 0.7:  # for good is rare
+    if dice.random() < 0.7:  # vanishing for good is rare
         return _daemon(dice, options)
     return Fault(0.0, "vanish", dice.choice(_owners(options)))
 
@@ -535,5 +540,5 @@ def _operator(dice: Random, options: Options) -> Fault:
 
 
 def _for_s(dice: Random) -> float:
-    """Return how long something lasts: within what is borne in silence, or beyond."""
+    """Return the length of a fault: within the timeouts, or beyond."""
     return dice.choice((0.1, 2.0, 6.0, 25.0)) * dice.uniform(0.5, 1.5)

@@ -1,4 +1,4 @@
-"""Line charts as SVG, by hand: a file that needs nothing else, readable in light and dark and without colours."""
+"""Line charts as SVG, by hand: a file without dependencies, readable in light and dark and without colours."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Axis(Struct, frozen=True):
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Return where `value` lies, 0 at the beginning of the axis and 1 at its end."""
+        """Return the place of `value`: 0 at the beginning of the axis, 1 at its end."""
         value = min(self.high, max(self.low, value))
         if self.high <= self.low:
             return 0.5
@@ -78,9 +78,9 @@ def chart(title: str, about: str, x: Axis, y: Axis, lines: Sequence[Line], *, ma
     Parameters
     ----------
     title, about
-        What it shows, and what is to be seen in it: read aloud to who cannot see it.
+        Its heading, and a sentence about its message; screen readers read both aloud.
     x, y, lines
-        Axes and what lies between them.
+        Its axes and its lines.
     mark
         A value of x that a vertical line marks.
     """

@@ -17,11 +17,11 @@ from simulator.figures.results import MIN_DURATION_S, Figures, Run
 #: Points of one distribution that are drawn, and stretches of time of one timeline.
 POINTS = 300
 STRETCHES = 360
-#: Tenants shown apart, those with most GPU time; the others are one line.
+#: Tenants with a line of their own, those with most GPU time; the others share one.
 TENANTS_MAX = 20
 HOUR_S = 3600.0
 
-#: What a person compares: name in the summary, heading, digits, and what it is divided by.
+#: The figures that a person compares: name in the summary, heading, digits, and divisor.
 COLUMNS = (
     ("jobs_out", "jobs done", 0, 1.0),
     ("avg_jct_s", "mean JCT [h]", 2, HOUR_S),
@@ -209,7 +209,7 @@ def _timeline(runs: Sequence[Run], column: int, label: str, x: Axis, start_s: fl
 
 
 def _closed(run: Run) -> list[tuple[float, int, int]]:
-    """Return the timeline up to the run's own end, when nothing is in use any more."""
+    """Return the timeline up to the run's own end, when no GPU is in use any more."""
     end_s = max((app.finish_s for app in run.apps if app.finish_s is not None), default=0.0)
     return [*(entry for entry in run.timeline if entry[0] < end_s), (end_s, 0, 0)]
 

@@ -1,4 +1,4 @@
-"""What a run of the simulator leaves behind: rows per job and app, per tenant, and a summary. Figures in, figures out.
+"""The results of a run of the simulator: rows per job and app, per tenant, and a summary. Figures in, figures out.
 
 Times are seconds of the trace's own clock, GPU time is GPU-seconds. Sums are exact (`math.fsum`), so that equal rows
 give equal figures whatever their order. Of a summary only `cpu_s`, `jobs_per_cpu_s` and `peak_rss_bytes` may differ
@@ -24,18 +24,18 @@ State = Literal["finished", "failed", "stopped", "refused", "unfinished"]
 Figures = dict[str, Any]
 
 #: Shorter apps than this (run time alone, seconds) are left out of the rho figures that end in ``_cut``: an app of a
-#: second that waits for a round of a minute has a rho of 60, and would be all that one sees.
+#: second that waits for a round of a minute has a rho of 60, and would hide all others.
 #: Source: findings on the peers, section 4.
 MIN_DURATION_S = 60.0
 #: The only figures of a summary that the same seed does not determine.
 MEASURED = ("cpu_s", "jobs_per_cpu_s", "peak_rss_bytes")
-#: What `write` writes.
+#: The files that `write` writes.
 FILES = ("jobs.csv", "apps.csv", "summary.json")
 #: Refused jobs that a summary names; beyond, it only counts them.
 NAMES_MAX = 20
 
 
-#: A tenant that was so little short of what was fair has waited for messages, not for others.
+#: A tenant that was so little short of its fair GPU time has waited for messages, not for other tenants.
 DELAY = 0.01
 
 
@@ -43,7 +43,7 @@ class JobRow(Struct, frozen=True):
     """One job. `stopped` was dropped by its own search, `refused` can never run, `unfinished` was cut off by the end.
 
     GPU time is that of its processes while they are not parked; of two that run beside each other it counts for both.
-    Useful is what its work takes of GPUs that it has to itself, so of two of a pair the sum of their relative speeds.
+    Useful GPU time is the time that its work takes on GPUs of its own: for a pair, the sum of their relative speeds.
     """
 
     job: str
@@ -65,7 +65,7 @@ class JobRow(Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Whether the job came out again, one way or another."""
+        """Whether the job ended, in whatever state."""
         return self.state in ("finished", "failed", "stopped")
 
 
@@ -90,7 +90,7 @@ class AppRow(Struct, frozen=True):
     apps_mean: float  #: N_avg, time-weighted over its life
     alone_s: float  #: run time alone with all it can use of the empty cluster, at best placement: d
     useful_gpu_s: float
-    wasted_gpu_s: float  #: the rest of its leases: what its jobs wasted, and GPUs on which no process was
+    wasted_gpu_s: float  #: the rest of its leases: its jobs' wasted time, and GPUs without a process
     preemptions: int
     migrations: int
     placement: float  #: mean of 1 / S while running; 1 is best
@@ -101,7 +101,7 @@ class AppRow(Struct, frozen=True):
     fair_gpu_s: float | None = None  #: that were fair among all apps: Astraea, Eq. 4
     fair_within_gpu_s: float | None = None  #: and within its tenant: Eq. 15
     lost_gpu_s: float | None = (
-        None  #: of what was allocated, made again since it was not saved: as the arbiter books it
+        None  #: the allocated GPU time of work that was lost unsaved and made again, as the arbiter books it
     )
 
     @property
@@ -116,7 +116,7 @@ class AppRow(Struct, frozen=True):
 
 
 class TenantPoint(Struct, frozen=True):
-    """Where a tenant stood at the end of an interval, in GPU-seconds since the beginning."""
+    """The GPU-seconds of a tenant at the end of an interval, since the beginning."""
 
     at_s: float
     tenant: str
@@ -152,7 +152,7 @@ class Run(Struct, frozen=True):
     peak_rss_bytes: int
     notes: tuple[str, ...]
     tenants: tuple[TenantPoint, ...] = ()  #: interval by interval, tenants by name
-    given: dict[str, Any] = {}  #: what it was asked for in words: trace, overheads, profiles, first
+    given: dict[str, Any] = {}  #: the request in words: trace, overheads, profiles, first
 
 
 # --- figures ----------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def jain(values: Sequence[float]) -> float | None:
 def uniform_rho(app: AppRow, cluster_gpus: int) -> float | None:
     """Return JCT / (d * max(1, g * N / C)): the rho that can be worked out for any scheduler, from its rows alone.
 
-    g is what the app can use of the C GPUs at once, N the time-weighted mean number of apps over its life.
+    The app can use g of the C GPUs at once; N is the time-weighted mean number of apps over its life.
 
     Source: findings on the peers, section 4.
     """
@@ -198,15 +198,15 @@ def makespan_s(run: Run) -> float | None:
 
 
 def finished(run: Run) -> list[AppRow]:
-    """Return the apps that finished: those that times and rho are about."""
+    """Return the apps that finished: times and rho are about them alone."""
     return [app for app in run.apps if app.state == "finished" and app.jct_s is not None]
 
 
 def summary(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
     """Return the figures of one run.
 
-    Times and rho are those of apps that finished; a figure of nothing is None. `utilisation` is useful GPU time over
-    what the cluster had until the last end; `max_rho` and its like have a twin ``_cut`` over apps that run for
+    Times and rho are those of apps that finished; a figure without values is None. `utilisation` is useful GPU time
+    over the cluster's GPU time until the last end. `max_rho` and its like have a twin ``_cut`` over apps that run for
     `min_duration_s` alone, and a twin ``_uniform`` by the definition that all peers can be held to (`uniform_rho`).
     """
     done = finished(run)
@@ -248,7 +248,7 @@ def summary(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
 
 
 def _counts(run: Run) -> Figures:
-    """Return what went in and what came out: in = out + refused + unfinished."""
+    """Return the counts of jobs: in = out + refused + unfinished."""
     refused = [job.job for job in run.jobs if job.state == "refused"]
     return {
         "jobs_in": len(run.jobs),
@@ -283,9 +283,9 @@ def _fairness(run: Run, done: Sequence[AppRow], min_duration_s: float) -> Figure
 def ltgf_figures(run: Run) -> Figures:
     """Return the figures about long-term GPU-time fairness, 1 or more being fair; None where it was not booked.
 
-    Apps are those that are over. A tenant's interval counts where something was fair for it in that interval: below 1
-    by all that it had since the beginning (`share_intervals_below_1`), or by the interval alone (``_alone``). It is
-    below 1 from 0.99 on, since a grant takes some seconds for ever, unless it is to be so exactly.
+    Apps are those that are over. A tenant's interval counts if some GPU time was fair for it in that interval. It is
+    below 1 by all GPU time since the beginning (`share_intervals_below_1`), or by the interval alone (``_alone``).
+    Below 1 means below 0.99, since a grant takes some seconds, except for the figures that say "exactly".
 
     *Source:* Astraea (TPDS 2021): the share of jobs below 0.95, and of tenants' intervals below 1.
     """
@@ -307,7 +307,7 @@ def ltgf_figures(run: Run) -> Figures:
 
 
 def interval_indices(points: Sequence[TenantPoint]) -> tuple[list[float], list[float]]:
-    """Return the tenants' indices of intervals in which something was due: since the beginning, and of each alone."""
+    """Return the tenants' indices of intervals with GPU time due: since the beginning, and of each alone."""
     since, alone = [], []
     before: dict[str, TenantPoint] = {}
     for point in points:
@@ -340,7 +340,7 @@ def _rho_figures(values: Sequence[float], ending: str) -> Figures:
 
 
 def tenants(run: Run) -> list[Figures]:
-    """Return one row per tenant, by name: what it had of the GPU time, and how its apps fared."""
+    """Return one row per tenant, by name: its GPU time, and the figures of its apps."""
     apps: dict[str, list[AppRow]] = defaultdict(list)
     for app in run.apps:
         apps[app.tenant].append(app)
@@ -367,11 +367,11 @@ def _tenant(name: str, apps: Sequence[AppRow], used: float, total: float, stood:
     }
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- documents and files ----------------------------------------------------------------------------------------------
 
 
 def inputs(run: Run) -> Figures:
-    """Return all that the figures follow from, and what was assumed on the way."""
+    """Return all inputs of the figures, and the assumptions made on the way."""
     return {
         "trace": run.name,
         "policy": run.policy,

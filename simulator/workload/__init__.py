@@ -1,4 +1,4 @@
-"""What is simulated: apps and their jobs, from real traces or drawn from published figures."""
+"""Workloads to simulate: apps and their jobs, from real traces or drawn from published figures."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from msgspec import Struct
 class CurveShape(Struct, frozen=True):
     """The loss at fraction x of a run: ``floor + (start - floor) * (1 + speed * x) ** -power``, and noise upon that.
 
-    `noise` is the standard deviation of a factor on what is above the floor, so that a curve never falls below it.
+    `noise` is the standard deviation of a factor on the loss above the floor, so that a curve never falls below it.
 
     *Source:* ours; curves of SGD are commonly fitted so (Optimus, EuroSys 2018; SLAQ, SoCC 2017).
     """

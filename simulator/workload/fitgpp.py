@@ -4,16 +4,16 @@ Published, or recalled from the publication (PAPERS.md section 3): 30 % of the j
 grace periods follow truncated normal distributions: TE with mean 5 min, at most 30; best effort (BE) mean 30 min, at
 most 24 h; grace periods mean 3 min, at most 20; decisions every minute; jobs come such that FIFO sees a load of 2.
 
-What had to be decided, since it is not published:
+The rest is not published and had to be decided:
 
-- *Load 2*: under FIFO what waits and what runs together demands twice what the cluster has, of the resource that is
-  asked for most, all the time. The generator plays FIFO and submits a job whenever it is less. (With twice the work
-  coming in that the cluster can do, waits would grow without end; the published ones do not.)
-- Standard deviations equal the means; what falls outside [least, most] is drawn anew, the least being a minute (grace:
-  none). Everything is in whole minutes, as decisions are.
+- *Load 2*: under FIFO waiting and running jobs together always demand twice the cluster's capacity, of the resource in
+  highest demand. The generator plays FIFO and submits a job whenever the demand is less. (With twice the work coming in
+  that the cluster can do, waits would grow without end; the published ones do not.)
+- Standard deviations equal the means; a value outside [least, most] is drawn anew, the least being a minute (grace:
+  none). All times are in whole minutes, as decisions are.
 - Demands are independent truncated normals, whole numbers: GPUs 2 +- 2 of 1 to 8, CPU cores 8 +- 8 of 1 to 32, memory
   48 +- 48 GB of 1 to 256. Each job lies on one node.
-- Trials, too, have a grace period, which nobody ever asks of them.
+- Interactive jobs, too, have a grace period, which they never need.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ NAME = "fitgpp"
 INTERACTIVE_MIN, BATCH_MIN, GRACE_MIN = (5.0, 1, 30), (30.0, 1, 24 * 60), (3.0, 0, 20)
 GPUS, CPUS, MEMORY_GB = (2.0, 1, 8), (8.0, 1, 32), (48.0, 1, 256)
 INTERACTIVE, LOAD = 0.3, 2.0
-#: More than anybody means; a slip of the keyboard should not fill the memory.
+#: More than any use needs; a slip of the keyboard should not fill the memory.
 JOBS_MAX = 2**20
 
 
 class _Draft(Struct, frozen=True):
-    """A job before it is known when it comes; times in minutes, `demand` in GPUs, cores and GB."""
+    """A job without its submission time; times in minutes, `demand` in GPUs, cores and GB."""
 
     interactive: bool
     run_min: int
@@ -67,18 +67,18 @@ def fitgpp_workload(
     seed
         The same gives the same workload, to the last bit.
     jobs
-        How many; the paper has 2^16.
+        The number of jobs; the paper has 2^16.
     interactive
         The part of them that are interactive.
     load
-        What FIFO has to bear: demand of all jobs there, in units of the cluster.
+        The load under FIFO: demand of all jobs in the system, in units of the cluster.
     grace
         Grace periods are so many times as long.
 
     Raises
     ------
     WorkloadError
-        For a number out of range, or a cluster that does not say what its nodes have.
+        For a number out of range, or a cluster without the CPU cores and memory of its nodes.
     """
     _require(jobs, interactive, load, grace)
     nodes = [(node.gpus, node.cpus, node.host_bytes / GB) for node in cluster.nodes]
@@ -91,22 +91,24 @@ def fitgpp_workload(
     drafts = [_draft(dice, interactive, grace) for _ in range(jobs)]
     times = _times(drafts, nodes, load)
     width = len(str(jobs))
-    apps = tuple(
-        AppPlan(
-            id=f"{'te' if draft.interactive else 'be'}-{number + 1:0{width}}",
-            tenant=NAME,
-            submit_s=at * MINUTE_S,
-            gpus=draft.demand[0],
-            gpus_max=draft.demand[0],
-            jobs=(JobPlan(draft.run_min * MINUTE_S, draft.run_min * 6),),
-            kind="interactive" if draft.interactive else "batch",
-            cpus=float(draft.demand[1]),
-            host_bytes=draft.demand[2] * GB,
-            leave_s=draft.grace_min * MINUTE_S,
-        )
-        for number, (draft, at) in enumerate(zip(drafts, times, strict=True))
-    )
+    numbered = zip(range(1, jobs + 1), drafts, times, strict=True)
+    apps = tuple(_app(f"{number:0{width}}", draft, minute) for number, draft, minute in numbered)
     return Workload(NAME, apps, _notes(interactive, load, grace), seed)
+
+
+def _app(number: str, draft: _Draft, minute: int) -> AppPlan:
+    return AppPlan(
+        id=f"{'te' if draft.interactive else 'be'}-{number}",
+        tenant=NAME,
+        submit_s=minute * MINUTE_S,
+        gpus=draft.demand[0],
+        gpus_max=draft.demand[0],
+        jobs=(JobPlan(draft.run_min * MINUTE_S, draft.run_min * 6),),
+        kind="interactive" if draft.interactive else "batch",
+        cpus=float(draft.demand[1]),
+        host_bytes=draft.demand[2] * GB,
+        leave_s=draft.grace_min * MINUTE_S,
+    )
 
 
 def _require(jobs: int, interactive: float, load: float, grace: float) -> None:
@@ -175,6 +177,6 @@ def _notes(interactive: float, load: float, grace: float) -> tuple[str, ...]:
     return (
         f"FitGpp's workload: {interactive:.0%} interactive jobs; run times 5 and 30 min, "
         f"grace periods {3 * grace:g} min in the mean",
-        f"under FIFO what waits and runs demands {load:g} times the cluster; how jobs come is set by that",
+        f"under FIFO waiting and running jobs demand {load:g} times the cluster; submission times follow from that",
         "demands are assumed: GPUs 2 of 1-8, cores 8 of 1-32, memory 48 GB of 1-256, truncated normal",
     )

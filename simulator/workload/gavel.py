@@ -7,9 +7,9 @@ r"""Gavel's traces (OSDI 2020), and Shockwave's: lines of fields between tabs, w
 12  job type, command, folder, steps argument, needs data, total steps, GPUs, mode, priority, SLO, duration, arrival
 ==  =========================================================================================================
 
-Only the last says how long a job runs. For the others that is its steps divided by a measured rate, which a table
-gives, ``throughputs.csv`` in the same folder: a CSV with the columns ``model, batch_size, scale_factor, steps_per_s``,
-the rate being the sum over its GPUs.
+Only the last layout holds run times. For the others the run time is the steps divided by a measured rate, from a table,
+``throughputs.csv`` in the same folder: a CSV with the columns ``model, batch_size, scale_factor, steps_per_s``, the
+rate being the sum over its GPUs.
 Where the table has them, ``source``, ``gpu_type`` and ``consolidated`` are held to `REFERENCE`.
 """
 
@@ -49,9 +49,9 @@ def fields_of(text: str) -> int:
 
 
 def read(text: str, source: str, rates: Rates | None) -> Trace:
-    """Return the trace in `text`; a job whose rate is not in `rates` is left out, by name.
+    """Return the trace in `text`; a job without its rate in `rates` is left out, by name.
 
-    Jobs have no ids of their own: it is their place in the file, from 0.
+    Jobs have no ids of their own: a job's id is its place in the file, from 0.
 
     Raises
     ------

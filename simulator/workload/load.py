@@ -1,4 +1,4 @@
-"""A file becomes a workload: which format it is, is seen from its beginning."""
+"""A file becomes a workload; its first line tells the format."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def load(
     first, until_s
         Take the first so many jobs to come, those submitted before `until_s` on the trace's own clock.
     step_s
-        About how long a mini-batch takes: traces say how long jobs run, not in how many steps. With 1 and run times of
-        whole seconds each takes exactly a second.
+        The approximate time of a mini-batch: traces tell the run times of jobs, not their steps. With 1 and run times
+        of whole seconds each takes exactly a second.
     trace
-        Which one to take of a neutral CSV that holds several.
+        The trace to take of a neutral CSV that holds several.
     throughputs
         For a trace of Gavel without run times: the table of measured rates; throughputs.csv beside it if not given.
 
@@ -55,7 +55,7 @@ def load(
 
 
 def _recognise(text: str, file: Path, only: str | None, table: Path | None) -> Trace:
-    """Return the trace in `text`, whatever its format."""
+    """Return the trace in `text`, in any of the formats."""
     source, columns = file.name, {name.strip() for name in text.split("\n", 1)[0].split(",")}
     if text.lstrip().startswith("["):
         return philly.read(text, source)

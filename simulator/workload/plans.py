@@ -1,4 +1,4 @@
-"""What a simulated workload is: apps, their jobs, and what was assumed of them."""
+"""A simulated workload as a value: apps, their jobs, and the assumptions about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from app_agent.core.spec import phases_of
 from protocol.messages import Kind, Utility
 
 Search = Literal["single", "all", "halving", "hyperband", "curve"]
-#: How the jobs of an app that has several may belong together.
+#: The searches that an app of several jobs may make.
 SEARCHES = ("all", "halving", "hyperband", "curve")
 
 
@@ -20,12 +20,12 @@ class WorkloadError(ValueError):
 
 
 class JobPlan(Struct, frozen=True):
-    """One job, as it truly is: nobody in the world knows this beforehand.
+    """The truth of one job: no participant of the world knows it beforehand.
 
     Attributes
     ----------
     duration_s
-        Run time with the `gpus` GPUs of its app, all in one machine, from the beginning to the end.
+        Run time with the `gpus` GPUs of its app, all in one node, from the beginning to the end.
     steps
         Mini-batches of that run, at least 1: one takes ``duration_s / steps``.
     curve
@@ -43,7 +43,7 @@ class JobPlan(Struct, frozen=True):
 
 
 class AppPlan(Struct, frozen=True):
-    """One app and when it comes.
+    """One app and its submission time.
 
     Attributes
     ----------
@@ -52,24 +52,24 @@ class AppPlan(Struct, frozen=True):
     tenant
         Lower-case letters, digits and dashes.
     submit_s
-        When it is submitted, on the workload's own clock.
+        Its submission time, on the workload's own clock.
     gpus, gpus_max
         The gang that each of its jobs needs, and the most that one job can use; equal: rigid.
     sizes
         The numbers of GPUs that a job accepts, rising, from `gpus` to `gpus_max`; none: all multiples of `gpus`.
     model, batch_size
-        What it trains, the key into the profiles; empty and 0: unknown.
+        The model that it trains, the key into the profiles; empty and 0: unknown.
     search
-        How its jobs belong together: ``single`` job, ``all`` run to their ends, or one of them is sought by successive
+        The search over its jobs: a ``single`` job, ``all`` run to their ends, or one of them is sought by successive
         ``halving``, ``hyperband`` or stopping by performance ``curve``.
     kind
         ``interactive`` where a person waits for its first steps, ``batch`` for best effort.
     cpus, host_bytes
-        What each of its jobs needs of its node beside GPUs; 0: it asks for none.
+        The needs of each of its jobs on its node beside GPUs; 0: it asks for none.
     utility
-        What it is worth by when it ends, as its owner declares it; None: it does not say.
+        Its worth as a function of its end, as its owner declares it; None: undeclared.
     leave_s
-        How long its jobs take to leave, which is the grace period that they declare; None: as all jobs, by the costs.
+        The time that its jobs take to leave, and their declared grace period; None: as all jobs, by the costs.
     """
 
     id: str
@@ -90,7 +90,7 @@ class AppPlan(Struct, frozen=True):
 
 
 class Workload(Struct, frozen=True):
-    """Apps in the order they come. `notes` say what was assumed and what was left out, a sentence each."""
+    """Apps in the order of submission. `notes` tell assumptions and jobs left out, a sentence each."""
 
     name: str
     apps: tuple[AppPlan, ...]
@@ -106,8 +106,8 @@ class Workload(Struct, frozen=True):
 def gpu_seconds(app: AppPlan) -> float:
     """Return the GPU time that `app` takes at the best placement, if nothing is lost.
 
-    Of a search by halving it is the budget of Eq. 2 with trials of equal length, since who survives is not known; of
-    Hyperband and curve stopping an upper bound, every job run to its end.
+    For a search by halving it is the budget of Eq. 2 with trials of equal length, since the survivors are not known.
+    For Hyperband and curve stopping it is an upper bound, every job run to its end.
 
     *Source:* Themis (NSDI 2020), Eq. 2: the app's total budget B.
     """

@@ -12,18 +12,18 @@ from msgspec import Struct, structs
 
 from simulator.workload.plans import AppPlan, JobPlan, Workload, WorkloadError
 
-#: So many jobs that are left out are named, the others counted.
+#: The most jobs left out that are named; the others are counted.
 NAMED = 5
 #: Longer than any trace: thirty years. Beyond, a virtual clock would lose its fractions of a second.
 TIME_MAX_S = 1e9
-#: More GPUs, instances or samples than anybody has.
+#: More GPUs, instances or samples than any site has.
 COUNT_MAX = 10**9
 
 _NOT_OF_TENANTS = re.compile(r"[^a-z0-9]+")
 
 
 class Line(Struct, frozen=True):
-    """One line of a trace, and where it stands."""
+    """One line of a trace, with its file and number."""
 
     source: str
     number: int
@@ -55,7 +55,7 @@ class Line(Struct, frozen=True):
         return value
 
     def time_of(self, name: str) -> float:
-        """Return seconds that a virtual clock can count; negative ones are left to whoever takes the job in."""
+        """Return seconds that a virtual clock can count; negative ones are checked later, with the whole trace."""
         value = self.number_of(name)
         if abs(value) > TIME_MAX_S:
             raise self.wrong(name, f"give at most {TIME_MAX_S:.0f} seconds")
@@ -75,7 +75,7 @@ class Line(Struct, frozen=True):
         return seconds_of(self.text(name), self, name)
 
     def wrong(self, name: str, mend: str) -> WorkloadError:
-        """Return the error that says so."""
+        """Return the error for this field."""
         value = self.fields.get(name) or ""
         return WorkloadError(f"{self.source} line {self.number}: {name} is {value!r}; {mend}")
 
@@ -93,7 +93,7 @@ class TraceJob(Struct, frozen=True):
 
 
 class Trace(Struct):
-    """What a loader reads: jobs, what it assumed, and `refused[reason]`, the ids of jobs that it left out."""
+    """The result of a loader: jobs, its assumptions, and `refused[reason]`, the ids of jobs that it left out."""
 
     jobs: list[TraceJob]
     notes: list[str]
@@ -119,7 +119,7 @@ def empty_trace() -> Trace:
 
 
 class Limits(Struct, frozen=True):
-    """How much of a trace is taken: the `first` so many jobs, those of the first `until_s` seconds of its clock."""
+    """The part of a trace to take: the `first` so many jobs, those of the first `until_s` seconds of its clock."""
 
     first: int | None = None
     until_s: float | None = None
@@ -163,7 +163,7 @@ def from_zero(trace: Trace) -> Trace:
 
 
 def workload_of(trace: Trace, *, name: str, limits: Limits) -> Workload:
-    """Return the workload of a trace: one app a job, in the order they come, ties in the order of the file.
+    """Return the workload of a trace: one app a job, in the order of submission, ties in the order of the file.
 
     Raises
     ------
@@ -203,7 +203,7 @@ def _limited(jobs: Sequence[TraceJob], limits: Limits) -> Sequence[TraceJob]:
 
 
 def _require_sound(jobs: Sequence[TraceJob], name: str, refused: Mapping[str, Sequence[str]]) -> None:
-    """Refuse what no world could run."""
+    """Refuse jobs that no world could run."""
     if not jobs:
         why = "; ".join(_left_out(refused)) or "its table is empty"
         raise WorkloadError(f"{name} holds no job to simulate: {why}; give a trace with gpus and duration above 0")
@@ -238,7 +238,7 @@ def _left_out(refused: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _cut(jobs: int, limits: Limits) -> list[str]:
-    """Say what the limits took away."""
+    """Return a sentence about the jobs beyond the limits."""
     if not jobs:
         return []
     limit = " and ".join(

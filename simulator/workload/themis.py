@@ -1,20 +1,20 @@
 """Workloads drawn from the figures that Themis publishes of its own (NSDI 2020); its traces were never published.
 
-What is matched, as medians over apps or jobs: 75 jobs in an app (1 to 100, a fifth of the apps a single job), 3.75
-GPU-hours in a job and 11.5 GPU-days in an app, and the mixture of 10 % vision, 60 % language and 30 % speech.
+These figures are matched, as medians over apps or jobs: 75 jobs in an app (1 to 100, a fifth of the apps a single job),
+3.75 GPU-hours in a job and 11.5 GPU-days in an app, and the mixture of 10 % vision, 60 % language and 30 % speech.
 
-What had to be decided, since the three medians hold together in one reading only: 75 x 3.75 GPU-hours are 11.7
-GPU-days **if a job of several tasks counts with the GPU time of all of them**. With 3.75 GPU-hours for each of 2 or 4
-tasks an app would take 23 to 47 GPU-days. So a gang of g runs 3.75 / g hours in the median. The spread of the lengths
-is ours, narrow enough (a factor of 2 at one standard deviation) that the median app is near the product of the medians.
+The three medians hold together in one reading only: 75 x 3.75 GPU-hours are 11.7 GPU-days **if a job of several tasks
+counts with the GPU time of all of them**. With 3.75 GPU-hours for each of 2 or 4 tasks an app would take 23 to 47
+GPU-days. So a gang of g runs 3.75 / g hours in the median. The spread of the lengths is ours, narrow enough (a factor
+of 2 at one standard deviation) that the median app is near the product of the medians.
 
 Workload 2 searches by successive halving, of which most jobs see only the beginning. There the GPU time of the *app* is
 matched, with as many jobs: a job run to its end takes 3.75 GPU-hours / `halving_share`, some 80 in an app of 75.
 "More tasks in a job" are gangs of 2 and 4 instead of 1, 2 and 4.
 
-Contention 1 means that apps bring as much work as the cluster can do while they come; 2 and 4, that much more in the
-time. They come in bursts: three of four apps follow closely upon another. The apps themselves depend on neither: each
-matter has a stream of dice of its own.
+Contention 1 means that apps bring as much work as the cluster can do while they come; 2 and 4, two and four times as
+much in the same time. Apps come in bursts: three of four follow closely upon another. The apps themselves depend on
+neither: each matter has a stream of dice of its own.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ JOBS_MEDIAN, JOBS_MAX = 75, 100
 MIXTURE = (("vision", 0.10), ("language", 0.60), ("speech", 0.30))
 #: Ours: the part of apps that are one job; standard deviations of log length between apps, and within one.
 SINGLE, BETWEEN, WITHIN = 0.2, 0.5, 0.5
-#: Ours: gangs and how often they occur. None is larger than the testbed's machines.
+#: Ours: gangs and their frequencies. None is larger than the testbed's nodes.
 GANGS: dict[Kind, tuple[tuple[int, float], ...]] = {1: ((1, 0.3), (2, 0.4), (4, 0.3)), 2: ((2, 0.3), (4, 0.7))}
 #: Ours: three of four apps come in the wake of another, at 1/20 of the mean distance.
 IN_WAKE, WAKE = 0.75, 0.05
 #: Ours: mini-batches take 0.2 to 1 s; losses begin near the logarithm of a few hundred to some thousand classes.
 STEP_S = (0.2, 1.0)
 LOSS_START, LOSS_FLOOR = (5.0, 9.0), (0.5, 2.5)
-#: More than anybody means; a slip of the keyboard should not fill the memory.
+#: More than any use needs; a slip of the keyboard should not fill the memory.
 MOST = {"apps": 100_000, "cluster_gpus": 1_000_000, "growth": 1_000, "tenants": 10_000, "curve_points": 10_000}
 CONTENTION, SCALE = (1e-3, 1e3), (1e-3, 1.0)
 
 
 class _Draft(Struct, frozen=True):
-    """An app before it is known when it comes: `lengths[j]` is the GPU time of job j run to its end, in seconds."""
+    """An app without its submission time: `lengths[j]` is the GPU time of job j run to its end, in seconds."""
 
     gang: int
     lengths: tuple[float, ...]
@@ -93,23 +93,23 @@ def themis_workload(
     Parameters
     ----------
     kind
-        1: single- and multi-job apps whose jobs all run to their ends; 2: successive halving, larger gangs.
+        1: single- and multi-job apps, all jobs run to their ends; 2: successive halving, larger gangs.
     apps, cluster_gpus
-        How many apps come, and to a cluster of how many GPUs: with `contention` that says how densely they come.
+        The number of apps, and of the cluster's GPUs: with `contention` they decide the density of submissions.
     seed
         The same gives the same workload, to the last bit.
     contention
-        Work that comes in a time, in units of what the cluster can do in it.
+        The work that comes in a time, in units of the cluster's capacity in that time.
     network_share
-        The part of apps, 0 to 1, whose model suffers from lying apart. A larger share keeps those of a smaller one.
+        The part of apps, 0 to 1, with models that are slower on GPUs apart. A larger part keeps those of a smaller one.
     scale
         Below 1 for quick runs: apps of so many times as many jobs, jobs of so many times the length.
     search
-        How apps of several jobs search; the kind's own if not given.
+        The search of apps of several jobs; the kind's own if not given.
     growth
         The most GPUs a job can use, in gangs; 1: rigid.
     tenants
-        Apps are of so many tenants, by chance.
+        The number of tenants; each app has one by chance.
     curve_points
         Losses that each job reports over its run; 0 for none.
 
@@ -137,14 +137,9 @@ def themis_workload(
         )
         for number, draft in enumerate(drafts)
     ]
-    gap_s = sum(map(gpu_seconds, plans)) / apps / cluster_gpus / contention
-    if gap_s * (apps - 1) > TIME_MAX_S:
-        raise WorkloadError(
-            f"apps would come for {gap_s * (apps - 1):.3g} s, and {TIME_MAX_S:.0f} are the most that are simulated; "
-            "give fewer apps, more contention or more cluster_gpus"
-        )
     times = _times(apps, arrivals)
-    placed = tuple(_at(plan, time * gap_s) for plan, time in zip(plans, times, strict=True))
+    gap_s = _gap_s(plans, cluster_gpus, contention)
+    placed = tuple(structs.replace(plan, submit_s=time * gap_s) for plan, time in zip(plans, times, strict=True))
     name = f"themis-{kind}" + (f"-x{contention:g}" if contention != 1 else "")
     return Workload(name, placed, _notes(kind, way, scale, contention, network_share), seed)
 
@@ -194,8 +189,20 @@ def _model(draft: _Draft, network_share: float) -> str:
     return fitting[int(draft.choice * len(fitting))].model
 
 
+def _gap_s(plans: Sequence[AppPlan], cluster_gpus: int, contention: float) -> float:
+    """Return the mean distance of two submissions."""
+    apps = len(plans)
+    gap_s = sum(map(gpu_seconds, plans)) / apps / cluster_gpus / contention
+    if gap_s * (apps - 1) > TIME_MAX_S:
+        raise WorkloadError(
+            f"apps would come for {gap_s * (apps - 1):.3g} s, and {TIME_MAX_S:.0f} are the most that are simulated; "
+            "give fewer apps, more contention or more cluster_gpus"
+        )
+    return gap_s
+
+
 def _times(apps: int, dice: np.random.Generator) -> list[float]:
-    """Return when apps come: bursts, the first at 0 and the last at `apps` - 1, so that their mean distance is 1."""
+    """Return submission times: bursts, the first at 0 and the last at `apps` - 1, so that their mean distance is 1."""
     wakes = dice.random(apps - 1) < IN_WAKE
     fresh = (1 - IN_WAKE * WAKE) / (1 - IN_WAKE)
     gaps = dice.exponential(1.0, apps - 1) * np.where(wakes, WAKE, fresh)
@@ -203,13 +210,8 @@ def _times(apps: int, dice: np.random.Generator) -> list[float]:
     return [0.0, *(float(time) for time in times)]
 
 
-def _at(plan: AppPlan, submit_s: float) -> AppPlan:
-    """Return the app, coming then."""
-    return structs.replace(plan, submit_s=submit_s)
-
-
 def _pick(shares: Sequence[tuple[ChoiceT, float]], chance: float) -> ChoiceT:
-    """Return the choice into whose share an even chance falls."""
+    """Return the choice with the share that an even chance falls into."""
     for choice, share in shares:
         if chance < share:
             return choice
@@ -243,12 +245,12 @@ def _require_figures(contention: float, network_share: float, scale: float, sear
 
 
 def _notes(kind: Kind, way: Search, scale: float, contention: float, network_share: float) -> tuple[str, ...]:
-    """Say what this workload is."""
+    """Return sentences that describe this workload."""
     matched = (
         "medians of Themis's workloads: 75 jobs in an app, 3.75 GPU-hours in a job (all its tasks together), "
         "11.5 GPU-days in an app"
     )
-    halved = "; a job's 3.75 GPU-hours are what halving gives it on average, run to its end it takes more"
+    halved = "; halving gives a job 3.75 GPU-hours on average, run to its end it takes more"
     return (
         matched + (halved if way == "halving" else ""),
         f"contention {contention:g}: apps bring {contention:g} times the work that the cluster can do while they come",

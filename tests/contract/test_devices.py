@@ -70,7 +70,7 @@ class Card:
 
 
 class RecordedNvml:
-    """The functions of pynvml 13.580 that are used, with answers as an 8-GPU host gave them in shape."""
+    """The functions of pynvml 13.580 that are used, with answers in the shape that a node of 8 GPUs gave."""
 
     NVMLError = NVMLError
     NVMLError_NotSupported = NVMLError_NotSupported
@@ -177,7 +177,7 @@ def cards(count: int, nvlinks: int = 0) -> list[Card]:
     return [Card(f"GPU-{index}", f"00000000:{index:02X}:00.0", nvlinks) for index in range(count)]
 
 
-def nobody(pid: int) -> None:
+def no_owner(pid: int) -> None:
     """Every process is a stranger."""
 
 
@@ -248,7 +248,7 @@ def test_an_unknown_gpu_is_an_error_that_lists_the_known_ones(backend: DeviceBac
 
 
 def test_a_measurement_covers_all_gpus_and_tells_strangers_from_tasks(backend: DeviceBackend) -> None:
-    samples = measure(backend, nobody)
+    samples = measure(backend, no_owner)
     assert [one.gpu for one in samples] == [device.gpu for device in backend.devices()]
     assert all(process.task is None for one in samples for process in one.processes)
 
@@ -360,7 +360,7 @@ def test_the_utilisation_of_a_virtual_gpu_is_that_of_a_second_at_least(
     now_s += 0.5
     assert backend.utilisation(gpu) is None
     now_s += 0.5
-    assert measure(backend, nobody)[0].utilisation == pytest.approx(0.2, abs=0.05)
+    assert measure(backend, no_owner)[0].utilisation == pytest.approx(0.2, abs=0.05)
     now_s += 0.5
     assert backend.utilisation(gpu) == pytest.approx(0.2, abs=0.05)
     now_s += 0.5
@@ -375,7 +375,7 @@ def test_a_lost_virtual_gpu_stays_listed_and_answers_no_more() -> None:
     assert backend.health(gpu).lost
     with pytest.raises(DeviceError, match="lost"):
         backend.memory(gpu)
-    assert measure(backend, nobody)[0].lost
+    assert measure(backend, no_owner)[0].lost
     backend.restore(gpu)
     assert backend.health(gpu) == Health()
 
@@ -384,7 +384,7 @@ def test_an_intruder_on_a_virtual_gpu_is_a_stranger() -> None:
     backend = SimulatedBackend("n1", 1)
     gpu = backend.devices()[0].gpu
     backend.intrude(gpu, os.getpid())
-    assert measure(backend, nobody)[0].processes[0].task is None
+    assert measure(backend, no_owner)[0].processes[0].task is None
     assert measure(backend, lambda pid: TaskId("t"))[0].processes[0].task == "t"
 
 
@@ -419,7 +419,7 @@ def test_gpus_stand_in_the_order_of_the_bus() -> None:
     backend.close()
 
 
-def test_nvlink_makes_one_slot_whatever_pcie_says() -> None:
+def test_nvlink_makes_one_slot_in_spite_of_pcie() -> None:
     backend = NvmlBackend(RecordedNvml(*cards(4, nvlinks=18)))
     assert {device.slot for device in backend.devices()} == {"nvlink-0"}
     assert set(backend.topology().values()) == {"nvlink"}
@@ -462,7 +462,7 @@ def test_a_gpu_that_fell_off_the_bus_is_lost_and_the_others_are_not() -> None:
     assert backend.health(GpuId("GPU-0")).lost
     with pytest.raises(DeviceError, match="lost"):
         backend.processes(GpuId("GPU-0"))
-    samples = measure(backend, nobody)
+    samples = measure(backend, no_owner)
     assert [sample.lost for sample in samples] == [True, False]
     backend.close()
 
@@ -527,7 +527,7 @@ def test_a_gpu_is_used_again_once_the_driver_withdraws_its_demand() -> None:
     backend.close()
 
 
-def test_a_gpu_drained_by_the_catalogue_stays_so_until_somebody_looks() -> None:
+def test_a_gpu_drained_by_the_catalogue_stays_so_until_a_restart() -> None:
     card = cards(1)[0]
     nvml: Any = RecordedNvml(card)
     nvml.field_supported = False
@@ -561,7 +561,7 @@ def test_a_lost_gpu_that_answers_another_process_is_found_again_by_opening_the_l
     backend.close()
 
 
-def test_a_lost_gpu_that_answers_nobody_stays_lost_and_the_library_open() -> None:
+def test_a_lost_gpu_that_does_not_answer_stays_lost_and_the_library_open() -> None:
     one, other = cards(2)
     nvml = RecordedNvml(one, other)
     backend = NvmlBackend(nvml, look=[sys.executable, "-I", "-c", "print('GPU-1')"])
@@ -574,7 +574,7 @@ def test_a_lost_gpu_that_answers_nobody_stays_lost_and_the_library_open() -> Non
     backend.close()
 
 
-def test_a_look_at_a_gpu_that_hangs_keeps_nobody_waiting() -> None:
+def test_a_look_at_a_gpu_that_hangs_keeps_no_caller_waiting() -> None:
     card = cards(1)[0]
     backend = NvmlBackend(RecordedNvml(card), look=[sys.executable, "-I", "-c", "import time; time.sleep(60)"])
     card.lost = True
@@ -611,7 +611,7 @@ def test_what_a_stranger_is_allowed_to_keep_is_measured_with_it() -> None:
     backend = SimulatedBackend("n1", 1)
     gpu = backend.devices()[0].gpu
     backend.intrude(gpu, os.getpid())
-    (process,) = measure(backend, nobody)[0].processes
+    (process,) = measure(backend, no_owner)[0].processes
     me = procfs.stat(os.getpid())
     assert me is not None
     assert (process.uid, process.start_ticks, process.helper) == (os.getuid(), me.start_ticks, True)
@@ -621,14 +621,14 @@ def test_faults_injected_into_a_virtual_gpu_are_judged_like_real_ones() -> None:
     backend = SimulatedBackend("n1", 1)
     gpu = backend.devices()[0].gpu
     backend.fault(gpu, 31)
-    (sample,) = measure(backend, nobody)
+    (sample,) = measure(backend, no_owner)
     assert (sample.healthy, len(sample.faults)) == (True, 1)
-    assert measure(backend, nobody)[0].faults == ()
+    assert measure(backend, no_owner)[0].faults == ()
     backend.fault(gpu, 48)
-    assert "Xid 48" in measure(backend, nobody)[0].detail
+    assert "Xid 48" in measure(backend, no_owner)[0].detail
     backend.restore(gpu)
     backend.require(gpu, 1)
-    assert "needs a GPU reset" in measure(backend, nobody)[0].detail
+    assert "needs a GPU reset" in measure(backend, no_owner)[0].detail
     backend.require(gpu, 0)
     assert backend.health(gpu) == Health()
 

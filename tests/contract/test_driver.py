@@ -22,20 +22,20 @@ from node_agent.workers import driver
 from node_agent.workers.driver import (
     Checkpointer,
     DriverCheckpointer,
+    DriverFacts,
     Found,
-    Host,
     SimulatedCheckpointer,
     open_checkpointer,
 )
-from node_agent.workers.driver_helper import Refused, permutation
+from node_agent.workers.driver_helper import CannotBeDone, permutation
 from tests.support.played_driver import GPUS, Play
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED, RESTORING = 0, 1, 2, 3, 5
-#: An interpreter starts in a tenth of a second, and on a busy machine in several.
+#: An interpreter starts in a tenth of a second, and on a busy node in several.
 PATIENCE_S = 20.0
 #: For a helper that is going to hang: long enough to get there.
 HANG_S = 3.0
-FIT = Host(machine="x86_64", driver="580.95.05", bindings="13.0.1", boot_id="b", user=0)
+FIT = DriverFacts(machine="x86_64", driver="580.95.05", bindings="13.0.1", boot_id="b", user=0)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def pids() -> Iterator[tuple[int, int]]:
         other.kill()
 
 
-def played(play: Play, host: Host = FIT) -> DriverCheckpointer:
+def played(play: Play, host: DriverFacts = FIT) -> DriverCheckpointer:
     return DriverCheckpointer(play.folder, host, (sys.executable, "-I", str(play.program())))
 
 
@@ -247,7 +247,7 @@ async def test_a_lock_that_hangs_on_an_nccl_peer_is_let_go_and_the_task_runs_on(
     assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
 
 
-async def test_a_task_of_which_nobody_can_say_how_it_stands_is_lost(
+async def test_a_task_of_unknown_state_is_lost(
     play: Play, pids: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "FIND_S", HANG_S)
@@ -345,7 +345,7 @@ async def test_a_verdict_holds_until_the_host_or_its_driver_starts_anew(play: Pl
     assert await played(play).probe() == ""
     play.write(corrupt=True)
     assert await played(play).probe() == ""
-    again = Host(machine="x86_64", driver="580.95.05", bindings="13.0.1", boot_id="another", user=0)
+    again = DriverFacts(machine="x86_64", driver="580.95.05", bindings="13.0.1", boot_id="another", user=0)
     assert "other bytes" in await played(play, again).probe()
 
 
@@ -354,7 +354,7 @@ async def test_a_verdict_holds_until_the_host_or_its_driver_starts_anew(play: Pl
     [
         ({"corrupt": True}, "other bytes"),
         ({"stays": True}, "stayed on the GPU"),
-        ({"blind": True}, "does not show this host's processes"),
+        ({"blind": True}, "does not show this node's processes"),
         ({"mig": True}, "MIG"),
         ({"full": True}, "OUT_OF_MEMORY"),
         ({"free": 2**30}, "2 GiB"),
@@ -375,13 +375,13 @@ async def test_a_trial_for_which_there_was_no_room_is_made_again(play: Play) -> 
 @pytest.mark.parametrize(
     ("host", "reason"),
     [
-        (Host(machine="x86_64", driver="", bindings="13.0", boot_id="b", user=0), "not loaded"),
-        (Host(machine="x86_64", driver="565.57.01", bindings="13.0", boot_id="b", user=0), "570 or newer"),
-        (Host(machine="aarch64", driver="580.1", bindings="13.0", boot_id="b", user=0), "aarch64"),
-        (Host(machine="x86_64", driver="580.1", bindings="", boot_id="b", user=0), "install gpu-arbiter"),
+        (DriverFacts(machine="x86_64", driver="", bindings="13.0", boot_id="b", user=0), "not loaded"),
+        (DriverFacts(machine="x86_64", driver="565.57.01", bindings="13.0", boot_id="b", user=0), "570 or newer"),
+        (DriverFacts(machine="aarch64", driver="580.1", bindings="13.0", boot_id="b", user=0), "aarch64"),
+        (DriverFacts(machine="x86_64", driver="580.1", bindings="", boot_id="b", user=0), "install gpu-arbiter"),
     ],
 )
-async def test_where_it_cannot_work_it_is_not_tried(play: Play, host: Host, reason: str) -> None:
+async def test_where_it_cannot_work_it_is_not_tried(play: Play, host: DriverFacts, reason: str) -> None:
     assert reason in await played(play, host).probe()
     assert play.calls == []
 
@@ -415,7 +415,7 @@ def test_a_move_becomes_a_permutation_of_all_gpus(moves: dict[str, str], expecte
 
 @pytest.mark.parametrize(("moves", "reason"), [({"a": "x"}, "no GPU x"), ({"a": "c", "b": "c"}, "onto one")])
 def test_a_move_that_cannot_be_is_refused(moves: dict[str, str], reason: str) -> None:
-    with pytest.raises(Refused, match=reason):
+    with pytest.raises(CannotBeDone, match=reason):
         permutation(moves, list("abc"))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from app_agent.core.agent import AppAgent
 from app_agent.core.model import AppState, Done, Dropped, Suspended
+from app_agent.core.reporting import wish
 from protocol.messages import ARBITER, AppReport, Bid, BidRow, Holdings, Measured, ProbeReply, Refusal
 from tests.support.app_harness import APP, Bench, exited, status
 
@@ -316,13 +317,13 @@ def test_a_program_that_tells_no_steps_is_past_its_start_after_a_minute() -> Non
 
 
 def test_its_times_rest_on_a_guess_until_steps_and_their_time_are_known() -> None:
-    assert Bench(steps_total=0).agent.wish().basis == "guess"
-    assert Bench(steps_total=100, step_serial_s=2.0).agent.wish().basis == "declared"
+    assert wish(Bench(steps_total=0).agent.app).basis == "guess"
+    assert wish(Bench(steps_total=100, step_serial_s=2.0).agent.app).basis == "declared"
     bench = started(steps_total=0)
     bench.holdings("n1g0", status(TASK, "n1g0", step=9, step_s=0.5))
     assert bench.report.basis == "guess", "how many steps there are is not known"
     bench.holdings("n1g0", status(TASK, "n1g0", step=12, step_s=0.5, total_steps=50))
-    assert bench.agent.wish().basis == "measured"
+    assert wish(bench.agent.app).basis == "measured"
 
 
 def test_what_a_first_start_took_is_measured_until_its_first_mini_batch() -> None:
@@ -330,13 +331,13 @@ def test_what_a_first_start_took_is_measured_until_its_first_mini_batch() -> Non
     bench.grant("n1g0")
     bench.tick(12.0)
     bench.holdings("n1g0", status(TASK, "n1g0", step=-1))
-    assert bench.agent.wish().start_s == 0.0
+    assert wish(bench.agent.app).start_s == 0.0
     bench.tick(3.0)
     bench.holdings("n1g0", status(TASK, "n1g0", step=0))
-    assert bench.agent.wish().start_s == 15.0
+    assert wish(bench.agent.app).start_s == 15.0
     bench.tick(30.0)
     bench.holdings("n1g0", status(TASK, "n1g0", step=5))
-    assert bench.agent.wish().start_s == 15.0
+    assert wish(bench.agent.app).start_s == 15.0
 
 
 def test_a_job_lost_with_its_node_starts_anew() -> None:
@@ -653,4 +654,4 @@ def test_the_whole_state_survives_encoding() -> None:
     revived = AppAgent(msgspec.msgpack.decode(blob, type=AppState), beat_s=2.0)
     assert revived.state == bench.agent.state
     assert msgspec.msgpack.encode(revived.state) == blob
-    assert revived.wish() == bench.agent.wish()
+    assert wish(revived.app) == wish(bench.agent.app)

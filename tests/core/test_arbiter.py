@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from arbiter.core.arbiter import Configured
 from arbiter.core.leases import leases
 from arbiter.core.members import apps
 from arbiter.core.registry import tables
-from arbiter.core.rounds.phases import make_view
+from arbiter.core.rounds.views import make_view
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.index import Index
-from arbiter.core.state.model import Active, Draining, Free, Leased, Lost, Probing, Refused, Up
+from arbiter.core.state.model import Active, ArbiterSettings, Draining, Free, Leased, Lost, Probing, Refused, Up
 from arbiter.core.turn import Turn
 from protocol.core import Received, Tick
 from protocol.messages import (
@@ -34,12 +33,13 @@ from protocol.messages import (
     RoundId,
     TenantId,
 )
-from tests.support.arbiter_site import SETTINGS, Site, gpu_id, notes, records, sent, task, wish
+from tests.support.arbiter_site import AUCTION, SETTINGS, Site, gpu_id, notes, records, sent, task, wish, with_auction
+from tests.support.wishes import replace
 
 
-def one_app_running() -> tuple[Site, str]:
+def one_app_running(settings: ArbiterSettings = SETTINGS) -> tuple[Site, str]:
     """A site of one GPU whose app holds it and trains on it."""
-    site = Site()
+    site = Site(settings)
     site.node("n1", 1)
     effects = site.app("ana-1") + site.wait(0)
     site.play_round(effects)
@@ -50,8 +50,9 @@ def one_app_running() -> tuple[Site, str]:
     return site, gpu
 
 
+@with_auction
 def test_a_lone_app_gets_the_free_gpu_through_probe_offer_bid_and_grant() -> None:
-    site = Site()
+    site = Site(AUCTION)
     site.node("n1", 1)
     effects = site.app("ana-1")
     (probe,) = sent(effects + site.wait(0), Probe)
@@ -82,8 +83,9 @@ def test_the_same_report_twice_changes_nothing() -> None:
     assert site.arbiter.state.nodes["n1"] == before
 
 
+@with_auction
 def test_an_incumbent_that_wins_again_is_renewed_without_interruption() -> None:
-    site, gpu = one_app_running()
+    site, gpu = one_app_running(AUCTION)
     first = site.gpu_state(gpu)
     assert isinstance(first, Leased)
     site.now += 80
@@ -113,8 +115,9 @@ def lose_to_newcomer(site: Site, gpu: str) -> list[object]:
     return effects + site.bid("bob-1", {1: 1.0})
 
 
+@with_auction
 def test_a_loser_is_preempted_and_the_winner_waits_for_the_proof_of_release() -> None:
-    site, gpu = one_app_running()
+    site, gpu = one_app_running(AUCTION)
     effects = lose_to_newcomer(site, gpu)
     (preempt,) = sent(effects, Preempt)
     assert preempt.app == "ana-1"
@@ -129,8 +132,9 @@ def test_a_loser_is_preempted_and_the_winner_waits_for_the_proof_of_release() ->
     assert site.held("bob-1") == [gpu]
 
 
+@with_auction
 def test_leases_won_in_one_round_end_together_even_if_one_had_to_be_emptied_first() -> None:
-    site, gpu = one_app_running()
+    site, gpu = one_app_running(AUCTION)
     site.node("n1", 2, tasks=[task("ana-1", 0, [gpu])], used=[gpu])
     other = gpu_id("n1", 1)
     site.app("bob-1", gang=2, demand=2)
@@ -149,8 +153,9 @@ def test_leases_won_in_one_round_end_together_even_if_one_had_to_be_emptied_firs
     assert ends == {site.now + SETTINGS.lease_s}
 
 
+@with_auction
 def test_a_report_on_an_older_plan_proves_nothing() -> None:
-    site, gpu = one_app_running()
+    site, gpu = one_app_running(AUCTION)
     old = site.plans["n1"]
     lose_to_newcomer(site, gpu)
     site.node("n1", plan=(old.epoch, old.seq))
@@ -186,8 +191,9 @@ def test_an_exited_task_is_named_until_its_app_moves_on_so_that_its_end_is_never
     assert site.plans["n1"].tasks == ()
 
 
+@with_auction
 def test_a_finished_app_gives_back_everything_and_is_forgotten_by_the_rounds() -> None:
-    site, gpu = one_app_running()
+    site, gpu = one_app_running(AUCTION)
     site.app("ana-1", state="finished", ideal_s=10.0, demand=0)
     assert isinstance(site.gpu_state(gpu), Draining)
     site.node("n1")
@@ -199,7 +205,7 @@ def test_a_finished_app_gives_back_everything_and_is_forgotten_by_the_rounds() -
 
 def two_apps_probed() -> Site:
     """A site of one GPU where both apps are asked for their rho."""
-    site = Site()
+    site = Site(AUCTION)
     site.app("ana-1")
     site.app("bob-1")
     site.node("n1", 1)
@@ -217,6 +223,7 @@ def test_an_app_that_repeats_its_end_is_answered_again() -> None:
     assert again.acked == site.seqs["app-ana-1"]
 
 
+@with_auction
 def test_a_withdrawn_app_does_not_hold_up_the_round_it_was_in() -> None:
     site = two_apps_probed()
     site.rho("ana-1", 5.0)
@@ -224,8 +231,9 @@ def test_a_withdrawn_app_does_not_hold_up_the_round_it_was_in() -> None:
     assert [offer.app for offer in sent(effects, Offer)] == ["ana-1"]
 
 
+@with_auction
 def test_a_silent_app_drops_out_at_the_deadline_and_the_record_says_so() -> None:
-    site = Site()
+    site = Site(AUCTION)
     site.node("n1", 1)
     effects = site.app("ana-1") + site.wait(0)
     assert sent(effects, Probe)
@@ -235,16 +243,18 @@ def test_a_silent_app_drops_out_at_the_deadline_and_the_record_says_so() -> None
     assert record.silent == ("ana-1",)
 
 
+@with_auction
 def test_a_bid_for_a_closed_round_is_refused_with_a_sentence_and_disturbs_nothing() -> None:
-    site, gpu = one_app_running()
+    site, gpu = one_app_running(AUCTION)
     before = site.gpu_state(gpu)
     effects = site.bid("ana-1", {1: 0.1}, round=1)
     assert "its bid for round 1 was refused: that round is closed to it" in notes(effects)
     assert site.gpu_state(gpu) == before
 
 
+@with_auction
 def test_a_second_bid_in_a_round_changes_nothing() -> None:
-    site = Site(replace(SETTINGS, policies=tables("themis", fairness_knob=0.0)))
+    site = Site(replace(AUCTION, policies=tables("themis", fairness_knob=0.0)))
     site.app("ana-1")
     site.app("bob-1")
     site.node("n1", 1)
@@ -261,7 +271,7 @@ def test_an_unknown_app_gets_a_sentence_and_nothing_else_changes() -> None:
     site, _gpu = one_app_running()
     before = site.arbiter.state.apps.copy()
     effects = site.hear(Party("app", "eve"), Bid("eve-1", RoundId(1), 1.0, (BidRow(1, "cluster", 0.1),)))
-    assert "an app nobody has submitted" in notes(effects)
+    assert "an app that was never submitted" in notes(effects)
     assert site.arbiter.state.apps == before
 
 
@@ -378,8 +388,9 @@ def test_an_arbiter_that_stood_still_holds_nobody_s_silence_against_them() -> No
     assert isinstance(site.arbiter.state.nodes["n1"].state, Lost)
 
 
+@with_auction
 def test_an_app_that_was_promised_a_gpu_of_a_lost_node_bids_again() -> None:
-    site, gpu = one_app_running()
+    site, gpu = one_app_running(AUCTION)
     lose_to_newcomer(site, gpu)
     site.node("n2", 1, used=[gpu_id("n2", 0)])
     for _ in range(8):
@@ -438,8 +449,9 @@ def test_an_id_that_comes_back_from_the_dead_is_refused() -> None:
     assert "submit it again" in refusal.reason
 
 
+@with_auction
 def test_an_unhealthy_gpu_leaves_service_and_its_app_is_told() -> None:
-    site, gpu = one_app_running()
+    site, gpu = one_app_running(AUCTION)
     effects = site.node("n1", sick=[gpu], used=[gpu])
     (preempt,) = sent(effects, Preempt)
     assert "fell off the bus" in preempt.reason
@@ -448,8 +460,9 @@ def test_an_unhealthy_gpu_leaves_service_and_its_app_is_told() -> None:
     assert sent(site.wait(100), Offer) == []
 
 
+@with_auction
 def test_leases_nobody_renews_expire() -> None:
-    site, gpu = one_app_running()
+    site, gpu = one_app_running(AUCTION)
     site.now += 85
     site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
     site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], demand=0)
@@ -485,8 +498,9 @@ def test_a_release_gives_the_gpu_to_the_next_round() -> None:
     assert site.held("bob-1") == [gpu]
 
 
+@with_auction
 def test_a_gpu_with_strangers_is_not_offered() -> None:
-    site = Site()
+    site = Site(AUCTION)
     site.node("n1", 1, used=[gpu_id("n1", 0)])
     site.app("ana-1")
     assert sent(site.wait(20), Offer) == []
@@ -506,8 +520,9 @@ def test_questions_change_nothing() -> None:
     assert site.arbiter.snapshot() == before
 
 
+@with_auction
 def test_a_snapshot_and_the_journal_rebuild_the_state_bit_for_bit() -> None:
-    site, gpu = one_app_running()
+    site, gpu = one_app_running(AUCTION)
     lose_to_newcomer(site, gpu)
     middle, count = site.arbiter.snapshot(), len(site.journal)
     site.node("n1")
@@ -518,16 +533,18 @@ def test_a_snapshot_and_the_journal_rebuild_the_state_bit_for_bit() -> None:
     site.handle(Tick())
 
 
+@with_auction
 def test_a_story_tells_what_happened_to_an_app() -> None:
-    site, gpu = one_app_running()
+    site, gpu = one_app_running(AUCTION)
     lose_to_newcomer(site, gpu)
     told = site.told("ana-1")
     assert "submitted by ana" in told
     assert "bob-1" in told
 
 
+@with_auction
 def test_of_too_many_apps_those_are_probed_that_look_worst_off_and_the_others_are_told_so() -> None:
-    site = Site(replace(SETTINGS, probes_max=2))
+    site = Site(replace(AUCTION, probes_max=2))
     site.decides_late = True
     # T_sh is age, 30 s left and a lease more: the same for all; T_cluster tells them apart.
     for app, ideal_s in (("ana-1", 30.0), ("bob-1", 10.0), ("cleo-1", 20.0), ("dan-1", 40.0)):
@@ -601,7 +618,7 @@ def test_what_its_node_has_forgotten_is_forgotten_flushed_or_not() -> None:
 
 def test_an_order_says_the_priority_of_its_job() -> None:
     site, gpu = one_app_running()
-    site.app("ana-1", jobs=[replace(wish("ana-1", 0, [gpu]), priority=-3)])
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], priority=-3)
     assert [order.priority for order in site.plans["n1"].tasks] == [-3]
 
 

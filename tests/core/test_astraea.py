@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import pytest
-from msgspec.structs import replace
 
 from arbiter.core.policies.tenants.astraea import Astraea
 from arbiter.core.registry import POLICIES
@@ -16,6 +15,7 @@ from arbiter.core.state.gpu_time import History, TenantTerms
 from protocol.messages import AppId, LeaseId, TenantId
 from tests.core.test_policies import linear_bid, settled
 from tests.support.auctions import app_of, gpus_of, view_of
+from tests.support.wishes import replace
 
 LEASE_S = 60.0
 A, B = TenantId("a"), TenantId("b")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from msgspec.structs import replace
 
 from arbiter.core.policies.tenants.allox import Settings
 from arbiter.core.state.gpu_time import TenantTerms
 from protocol.messages import TenantId
 from tests.core.test_astraea import A, B, Shop, by_tenant
+from tests.support.wishes import replace
 
 TERMS = (TenantTerms(A, quota=4), TenantTerms(B, quota=2))
 

@@ -14,7 +14,7 @@ from arbiter.core.policies.themis.auction.rounding import Counts, Worth, keep, p
 from arbiter.core.registry import tables
 from arbiter.core.seam import AppView, GpuView
 from protocol.messages import AppId, Bid, BidRow, GpuId
-from tests.support.arbiter_site import SETTINGS, Site
+from tests.support.arbiter_site import AUCTION, Site
 from tests.support.auctions import (
     AMPLE,
     app_of,
@@ -26,6 +26,7 @@ from tests.support.auctions import (
     random_round,
     settle,
 )
+from tests.support.effort import examples
 
 pytestmark = pytest.mark.usefixtures("compiled_auction")
 
@@ -75,7 +76,7 @@ def auction(gpus: Sequence[GpuView], *entrants: Entrant, seed: int = 7, steps: i
 @given(seed=SEEDS)
 @example(seed=284)  # at the price the best choices come to more than twice the GPUs there are
 @example(seed=345)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_every_optimum_and_every_leave_one_out_is_what_trying_everything_finds(seed: int) -> None:
     view, bids = random_round(seed, gpus_max=6)
     entry = enter(view, bids)
@@ -90,7 +91,7 @@ def test_every_optimum_and_every_leave_one_out_is_what_trying_everything_finds(s
 
 
 @given(seed=SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_each_fraction_is_what_the_others_lose_by_the_winner(seed: int) -> None:
     view, bids = random_round(seed, gpus_max=6)
     entry = enter(view, bids)
@@ -105,7 +106,7 @@ def test_each_fraction_is_what_the_others_lose_by_the_winner(seed: int) -> None:
 
 
 @given(seed=SEEDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_the_gpus_dealt_are_worth_what_was_won_with_them(seed: int) -> None:
     entry = random_entry(seed, gpus_max=7)
     result = settle(entry)
@@ -114,7 +115,7 @@ def test_the_gpus_dealt_are_worth_what_was_won_with_them(seed: int) -> None:
 
 
 @given(seed=SEEDS, steps=st.integers(1, 300))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_without_the_work_for_a_proof_the_allocation_is_still_valid_and_the_bound_true(seed: int, steps: int) -> None:
     view, bids = random_round(seed, gpus_max=6)
     entry = enter(view, bids)
@@ -129,7 +130,7 @@ def test_without_the_work_for_a_proof_the_allocation_is_still_valid_and_the_boun
 
 
 @given(seed=SEEDS, factor=st.sampled_from([1e-3, 0.5, 7.0, 1e4]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_scaling_all_rho_of_an_app_changes_nothing(seed: int, factor: float) -> None:
     gpus = gpus_of(3, 2)
     entrants = [(app_of(f"a{i}"), bid_of(f"a{i}", 10.0, *rows_from(seed + i, len(gpus)))) for i in range(4)]
@@ -146,7 +147,7 @@ def test_scaling_all_rho_of_an_app_changes_nothing(seed: int, factor: float) -> 
 
 
 @given(seed=SEEDS, data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_the_order_in_which_apps_are_named_changes_nothing(seed: int, data: st.DataObject) -> None:
     gpus = gpus_of(3, 2)
     entrants = [(app_of(f"a{i}"), bid_of(f"a{i}", 10.0, *rows_from(seed + i, len(gpus)))) for i in range(4)]
@@ -396,7 +397,7 @@ def test_the_lot_of_an_app_that_has_aged_is_fair_in_speed(ideal_s: float, elapse
 
 
 def test_the_arbiter_tells_how_much_of_its_time_an_app_has_lived_from_what_the_app_reports() -> None:
-    site = Site(replace(SETTINGS, policies=tables("themis", fairness_knob=0.0)))
+    site = Site(replace(AUCTION, policies=tables("themis", fairness_knob=0.0)))
     site.decides_late = True
     for app, ideal_s in (("ana-1", 100.0), ("bob-1", 0.0)):
         site.app(app, ideal_s=ideal_s)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from arbiter.core.policies.themis.auction import instance as auctions
 from arbiter.core.policies.themis.auction.instance import Instance, InstanceError, Result, parse, solve
+from tests.support.effort import examples
 
 EXAMPLE = (Path(__file__).resolve().parents[2] / "examples" / "auction.json").read_bytes()
 INFINITE, NOT_A_NUMBER = math.inf, math.nan
@@ -317,7 +318,7 @@ def mutations(draw: st.DrawFn) -> bytes:
 
 
 @given(data=mutations())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_a_mutated_file_gives_a_result_or_a_sentence(data: bytes) -> None:
     result_or_sentence(data)
 
@@ -340,7 +341,7 @@ def leaves(value: Any, path: str = "") -> list[str]:
 
 
 @given(changes=st.dictionaries(st.sampled_from(leaves(example())), VALUES, min_size=1, max_size=4))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 def test_any_values_of_fields_give_a_result_or_a_sentence(changes: dict[str, Any]) -> None:
     # Longest paths first: what a shorter one replaces is gone afterwards.
     result_or_sentence(changed(*sorted(changes.items(), key=lambda change: -len(change[0]))))

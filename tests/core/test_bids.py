@@ -17,6 +17,7 @@ from app_agent.core.valuation import LevelTerms, Valuation, rho_of
 from benchmarks.bid_preparation import row_by_row
 from protocol.messages import LEVELS, BidRow, GpuId, Level, NodeId, OfferedGpu
 from tests.support.app_harness import Bench, status
+from tests.support.effort import examples
 
 CRUDE: tuple[LevelTerms, ...] = (
     LevelTerms("slot", 1.0, 4),
@@ -220,7 +221,7 @@ def truth(value: Valuation, gpus: Sequence[OfferedGpu]) -> float:
     return rho_of(value, gangs * value.gang, level)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(valuations(), clusters())
 def test_the_best_row_of_every_placement_is_the_rho_of_the_union(
     value: Valuation, cluster: tuple[list[OfferedGpu], list[OfferedGpu]]
@@ -242,7 +243,7 @@ def test_the_best_row_of_every_placement_is_the_rho_of_the_union(
                 assert bid >= worth * (1 - 1e-12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(valuations(), clusters(), st.integers(0, 8))
 def test_the_table_as_a_whole_gives_the_rows_that_each_by_itself_gives(
     value: Valuation, cluster: tuple[list[OfferedGpu], list[OfferedGpu]], gpus_max: int

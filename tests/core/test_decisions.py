@@ -10,15 +10,27 @@ from msgspec.structs import replace
 from arbiter.core.effects import Decide, Decided
 from arbiter.core.rounds.decision import decide
 from arbiter.core.seam import Allocation, Outcome
-from arbiter.core.state.model import Bidding, Deciding, Draining, Free, Leased, Lost
+from arbiter.core.state.model import ArbiterSettings, Bidding, Deciding, Draining, Free, Leased, Lost
 from protocol.core import Tick
 from protocol.messages import AppId, GpuId, Grant, Holdings, JobWish, NodePlan, Offer, Preempt, Probe
-from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, notes, records, sent, task, wish
+from tests.support.arbiter_site import (
+    AUCTION,
+    SETTINGS,
+    Effect,
+    Site,
+    gpu_id,
+    notes,
+    records,
+    sent,
+    task,
+    wish,
+    with_auction,
+)
 
 
-def deciding(*, gpus: int = 1, gang: int = 1, demand: int = 1) -> Site:
-    """One node; `ana-1` has bid, and the policy has been asked."""
-    site = Site()
+def deciding(settings: ArbiterSettings = SETTINGS, *, gpus: int = 1, gang: int = 1, demand: int = 1) -> Site:
+    """One node; `ana-1` has bid if the policy takes bids, and the policy has been asked."""
+    site = Site(settings)
     site.decides_late = True
     site.node("n1", gpus)
     site.play_round(site.app("ana-1", gang=gang, demand=demand) + site.wait(0))
@@ -64,8 +76,9 @@ def parked(app: str, gpus: Sequence[str]) -> JobWish:
 # --- the effect and the event ---------------------------------------------------------------------------------------
 
 
+@with_auction
 def test_the_bids_are_decided_upon_by_whoever_performs_the_effect() -> None:
-    site = Site()
+    site = Site(AUCTION)
     site.decides_late = True
     site.node("n1", 1)
     effects = site.play_round(site.app("ana-1") + site.wait(0))
@@ -83,8 +96,9 @@ def test_the_bids_are_decided_upon_by_whoever_performs_the_effect() -> None:
     assert (record.round, record.took_s, record.silent) == (1, 0.25, ())
 
 
+@with_auction
 def test_while_the_policy_decides_everything_goes_on_but_rounds() -> None:
-    site = deciding()
+    site = deciding(AUCTION)
     site.node("n2", 2)
     effects = site.app("bob-1") + site.wait(SETTINGS.beat_s + 0.1)
     assert sent(effects, NodePlan)
@@ -96,8 +110,9 @@ def test_while_the_policy_decides_everything_goes_on_but_rounds() -> None:
     assert {probe.app for probe in sent(effects, Probe)} == {"bob-1"}
 
 
+@with_auction
 def test_a_bid_that_comes_while_the_policy_decides_is_too_late() -> None:
-    site = deciding()
+    site = deciding(AUCTION)
     assert "that round is closed to it" in notes(site.bid("ana-1", {1: 0.1}))
 
 
@@ -123,8 +138,9 @@ def test_a_decision_of_another_round_or_epoch_changes_nothing(rounds_ago: int, e
     assert sent(site.handle(answer), Grant)
 
 
+@with_auction
 def test_a_restart_drops_the_round_that_was_being_decided_and_its_late_answer() -> None:
-    site = deciding()
+    site = deciding(AUCTION)
     (asked,) = site.undecided
     site.undecided.clear()
     effects = site.lead()
@@ -135,8 +151,9 @@ def test_a_restart_drops_the_round_that_was_being_decided_and_its_late_answer() 
     assert site.held("ana-1") == [gpu_id("n1", 0)]
 
 
+@with_auction
 def test_a_decision_that_does_not_come_in_time_drops_the_round_loudly() -> None:
-    site = deciding()
+    site = deciding(AUCTION)
     phase = site.arbiter.state.phase
     assert isinstance(phase, Deciding)
     assert phase.deadline == site.now + SETTINGS.solver_budget_s + SETTINGS.decide_grace_s
@@ -163,8 +180,9 @@ def test_a_snapshot_and_the_journal_rebuild_a_round_that_is_being_decided() -> N
     assert site.replayed(since=count, snapshot=middle) == site.arbiter.snapshot()
 
 
+@with_auction
 def test_after_an_absence_no_lease_ends_before_a_round_could_be_decided() -> None:
-    site = Site()
+    site = Site(AUCTION)
     site.node("n1", 1)
     site.play_round(site.app("ana-1") + site.wait(0))
     site.now += 500
@@ -431,8 +449,9 @@ def test_a_gpu_that_was_not_in_play_is_not_moved_whatever_the_policy_says() -> N
     assert site.held("ana-1") == [gpu_id("n1", 0)]
 
 
+@with_auction
 def test_a_lease_that_came_into_play_only_after_the_policy_was_asked_is_not_ended_by_it() -> None:
-    site = Site()
+    site = Site(AUCTION)
     site.node("n1", 1)
     site.play_round(site.app("ana-1") + site.wait(0))
     gpu = gpu_id("n1", 0)

@@ -305,5 +305,5 @@ def test_a_script_that_tells_no_steps_is_timed_by_its_signals() -> None:
 
 
 def test_each_job_has_the_priority_of_its_app() -> None:
-    assert Bench(priority=-5).wish().priority == -5
-    assert Bench().wish().priority == 0
+    assert Bench(priority=-5).report.requirements.priority == -5
+    assert Bench().report.requirements.priority == 0

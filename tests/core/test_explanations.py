@@ -16,6 +16,7 @@ from arbiter.core.policies.themis.policy import Settings, Themis
 from arbiter.core.seam import AppView, Change, GpuView, Loss, View
 from protocol.messages import AppId, Bid
 from tests.support.auctions import AMPLE, app_of, bid_of, gpus_of, random_round, settle, view_of
+from tests.support.effort import examples
 
 pytestmark = pytest.mark.usefixtures("compiled_auction")
 
@@ -56,7 +57,7 @@ def change_of(loss: Loss, kind: str) -> Change:
 
 @given(seed=st.integers(0, 2**32))
 @example(seed=23010)  # a gang of which one is kept wins three seats of one GPU, and keeps one or three of them
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_every_change_that_is_said_to_win_wins_and_no_worse_rho_does(seed: int) -> None:
     view, bids = random_round(seed, gpus_max=6)
     won = winners(view, bids)
@@ -74,7 +75,7 @@ def test_every_change_that_is_said_to_win_wins_and_no_worse_rho_does(seed: int) 
 
 
 @given(seed=st.integers(0, 2**32), steps=st.sampled_from([0, 1, 20_000]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_with_little_work_allowed_each_loser_still_learns_what_binds(seed: int, steps: int) -> None:
     view, bids = random_round(seed, gpus_max=6)
     found = losses(view, bids, steps)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from msgspec.structs import replace
 
 from arbiter.core.placement.victims import Demand, size_of
 from arbiter.core.policies.fitgpp.policy import FitGpp, Settings
@@ -17,6 +16,7 @@ from arbiter.core.state.model import Draining
 from protocol.messages import AppId, NodeId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, wish
 from tests.support.auctions import app_of, gpus_of, view_of
+from tests.support.wishes import replace
 
 GB = 2**30
 #: The nodes of FitGpp's simulation.

@@ -1,4 +1,4 @@
-"""A checkpoint in host memory gets to a disk whole, or it stays where it is and somebody is told."""
+"""A checkpoint in host memory gets to a disk whole, or it stays where it is and the user is told."""
 
 from __future__ import annotations
 
@@ -196,6 +196,6 @@ def test_when_memory_is_short_the_oldest_that_are_on_a_disk_give_way(
     assert [bool(list(memory.folder(one).glob("a*"))) for one in owners] == [False, True, False, True]
 
 
-def test_the_next_node_agent_finds_whose_they_are(memory: MemoryCheckpoints, owner: Owner) -> None:
+def test_the_next_node_agent_finds_the_owners(memory: MemoryCheckpoints, owner: Owner) -> None:
     (memory.root / "nonsense").mkdir()
     assert MemoryCheckpoints(memory.root).owners() == [owner]

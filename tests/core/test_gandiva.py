@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from msgspec.structs import replace
 
 from arbiter.core.policies.gandiva.policy import Gandiva, Settings
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
 from protocol.messages import AppId, GpuId, seat
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of
+from tests.support.wishes import replace
 
 
 def shared(gpus: Sequence[GpuView], seats: int = 3) -> list[GpuView]:

@@ -1,4 +1,4 @@
-"""Which GPUs a node trusts, and what becomes of processes under no lease."""
+"""Which GPUs a node trusts, and how processes under no lease are treated."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def test_a_finish_elsewhere_shows_that_the_gpu_is_sick_and_not_the_node() -> Non
     assert node.barred() == [ONE]
 
 
-def test_failures_of_more_than_a_day_ago_blame_nobody() -> None:
+def test_failures_of_more_than_a_day_ago_blame_no_gpu() -> None:
     node = Node()
     node.end("ada-1", ONE)
     node.end("bob-1", ONE, after_s=WINDOW_S + 1)
@@ -199,7 +199,7 @@ def test_of_each_gpu_only_the_newest_failures_are_kept() -> None:
     node = Node()
     node.end("ada-1", ONE)
     for _ in range(ENDS_MAX):
-        node.end("bob-1", THIRD)  # bob-1 fails everywhere, so that it blames nobody
+        node.end("bob-1", THIRD)  # bob-1 fails everywhere, so it blames no GPU
         node.end("bob-1", ONE, OTHER)
     node.end("zoe-1", SPARE, outcome="finished")  # so the node is well
     node.end("eve-1", ONE)
@@ -281,7 +281,7 @@ def sample(*processes: GpuProcess, faults: tuple[str, ...] = (), gpu: GpuId = ON
 
 
 def watch(process: GpuProcess, *at_s: float, policy: StrangersPolicy = "kill") -> tuple[Health, list[str]]:
-    """Measure at these seconds; return what was done to the process, one word for each measurement."""
+    """Measure at these seconds; return the action on the process, one word for each measurement."""
     health = Health(facts(strangers=policy))
     done: list[str] = []
     for at in at_s:

@@ -21,17 +21,17 @@ def settings(policy: str, **knobs: object) -> ArbiterSettings:
     return replace(SETTINGS, policy=policy, **{"interactive_share": 0.5, **knobs})
 
 
-def grace(app: str, grace_s: float) -> JobWish:
-    return replace(wish(app, 0, ()), grace_s=grace_s)
+def waits(app: str) -> JobWish:
+    return wish(app, 0, ())
 
 
 def full(policy: str = "fifo", **knobs: object) -> Site:
     """Two nodes of two GPUs: ana-1 has n1, bob-1 has n2; bob's may be saved sooner."""
     site = Site(settings(policy, **knobs))
     site.node("n1", 2)
-    site.play_round(site.app("ana-1", gang=2, demand=2, jobs=(grace("ana-1", 120.0),)) + site.wait(1))
+    site.play_round(site.app("ana-1", gang=2, demand=2, jobs=(waits("ana-1"),), grace_s=120.0) + site.wait(1))
     site.node("n2", 2)
-    site.play_round(site.app("bob-1", gang=2, demand=2, jobs=(grace("bob-1", 30.0),)) + site.wait(1.5))
+    site.play_round(site.app("bob-1", gang=2, demand=2, jobs=(waits("bob-1"),), grace_s=30.0) + site.wait(1.5))
     assert len(site.held("ana-1")) == len(site.held("bob-1")) == 2
     return site
 
@@ -57,8 +57,8 @@ def test_who_is_known_to_save_makes_room_before_one_who_would_leave_sooner(polic
     site = full(policy)
     for node, app, saves in (("n1", "ana-1", True), ("n2", "bob-1", False)):
         status = task(app, 0, site.held(app), can_checkpoint=saves, cooperative=True, step=5)
-        wished = replace(grace(app, 120.0 if saves else 30.0), gpus=status.gpus)
-        site.app(app, gang=2, demand=2, jobs=(wished,))
+        wished = replace(waits(app), gpus=status.gpus)
+        site.app(app, gang=2, demand=2, jobs=(wished,), grace_s=120.0 if saves else 30.0)
         site.node(node, tasks=[status], used=site.held(app))
     site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
     assert len(site.held("bob-1")) == 2
@@ -80,8 +80,8 @@ def runs(site: Site, app: str, node: str, gang: int) -> None:
     """Let an app run jobs on what it holds, all on one node; they save."""
     held = site.held(app)
     jobs = [held[start : start + gang] for start in range(0, len(held), gang)]
-    wishes = [replace(wish(app, index, gpus), grace_s=30.0) for index, gpus in enumerate(jobs)]
-    site.app(app, gang=gang, demand=len(held), jobs=wishes)
+    wishes = [wish(app, index, gpus) for index, gpus in enumerate(jobs)]
+    site.app(app, gang=gang, demand=len(held), jobs=wishes, grace_s=30.0)
     saves = {"can_checkpoint": True, "cooperative": True, "step": 5}
     site.node(node, tasks=[task(app, index, gpus, **saves) for index, gpus in enumerate(jobs)], used=held)
 
@@ -219,7 +219,7 @@ def left_by(site: Site, app: str) -> str:
 def test_an_interactive_app_waits_for_what_is_just_being_left_and_gets_it_before_who_has_not_begun(policy: str) -> None:
     site = ending(policy)
     assert len(site.held("ana-1")) == 1
-    assert "waits for 1 GPU that somebody who is over is leaving" in site.told("tib-1")
+    assert "waits for 1 GPU that an app which is over is leaving" in site.told("tib-1")
     gpu = left_by(site, "ana-1")
     site.play_round(site.node("n1") + site.node("n2") + site.wait(1.5))
     assert site.held("tib-1") == [gpu]
@@ -236,14 +236,14 @@ def test_who_has_not_begun_makes_room_before_one_who_would_save_and_what_it_leav
     site.node("n1", 2)
     site.node("n2", 2)
     for app in ("ana-1", "bob-1"):
-        site.play_round(site.app(app, gang=2, demand=2, jobs=(grace(app, 1.0),)) + site.wait(1.5))
+        site.play_round(site.app(app, gang=2, demand=2, jobs=(waits(app),), grace_s=1.0) + site.wait(1.5))
     held = site.held("ana-1")
     status = task("ana-1", 0, held, can_checkpoint=True, cooperative=True, step=5)
-    site.app("ana-1", gang=2, demand=2, jobs=(replace(grace("ana-1", 1.0), gpus=status.gpus),))
+    site.app("ana-1", gang=2, demand=2, jobs=(replace(waits("ana-1"), gpus=status.gpus),), grace_s=1.0)
     here, there = ("n1", "n2") if held[0] == gpu_id("n1", 0) else ("n2", "n1")
     site.node(here, tasks=[status], used=held)
     site.app("bob-1", state="finished")
-    site.app("eve-1", gang=2, demand=2, jobs=(grace("eve-1", 999.0),))
+    site.app("eve-1", gang=2, demand=2, jobs=(waits("eve-1"),), grace_s=999.0)
     site.app("tia-1", kind="interactive")
     site.play_round(site.node(there) + site.wait(1.5))
     assert site.held("ana-1") == held
@@ -264,7 +264,7 @@ def test_what_is_not_left_within_a_moment_is_waited_for_no_longer() -> None:
 def test_where_nobody_saves_the_story_says_so() -> None:
     site = full("fifo")
     site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
-    assert "nobody who is known to save what he has done could" in site.told("bob-1")
+    assert "no job that is known to save its work could" in site.told("bob-1")
 
 
 @ANY_POLICY
@@ -292,7 +292,7 @@ def test_a_stream_of_interactive_apps_does_not_take_what_is_kept_for_the_head_of
     site = Site(settings("fifo", interactive_share=0.25))
     site.node("n1", 4)
     for app in ("ana-1", "bob-1"):
-        site.play_round(site.app(app, gang=2, demand=2, jobs=(grace(app, 30.0),)) + site.wait(1.5))
+        site.play_round(site.app(app, gang=2, demand=2, jobs=(waits(app),), grace_s=30.0) + site.wait(1.5))
     site.play_round(site.app("wide-1", gang=4, demand=4) + site.wait(1.5))
     site.play_round(site.app("ana-1", state="finished") + site.node("n1") + site.wait(1.5))
     for number in range(3):

@@ -19,6 +19,7 @@ from arbiter.core.state.model import Draining
 from protocol.core import Connected
 from protocol.messages import AppId, LeaseId, ProbeReply, RoundId, TenantId
 from tests.support.arbiter_site import SETTINGS, Site, task, wish
+from tests.support.effort import examples
 
 A, B, C = TenantId("a"), TenantId("b"), TenantId("c")
 
@@ -166,7 +167,7 @@ events = st.lists(
 
 
 @given(events=events, terms=st.sampled_from([(), (TenantTerms(A, 2.0),), (TenantTerms(A, quota=3), TenantTerms(B))]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_integrals_kept_by_group_are_those_summed_app_by_app(
     events: list[tuple[str, int, int, float, float]], terms: tuple[TenantTerms, ...]
 ) -> None:

@@ -141,7 +141,7 @@ def test_a_plan_of_an_older_epoch_or_sequence_is_refused(bench: Bench) -> None:
         bench.plan(epoch=epoch, seq=seq)
         assert bench.status(A).phase == "running"
         assert not bench.effects
-    assert bench.core.plans_refused == 2
+    assert bench.core.state.plans_refused == 2
 
 
 def test_the_fence_is_written_down_before_anything_is_obeyed(bench: Bench) -> None:
@@ -328,7 +328,7 @@ def test_a_worker_that_can_save_leaves_with_a_checkpoint(bench: Bench) -> None:
     assert "saved at step 8" in status.reason
 
 
-def test_of_a_worker_that_left_no_step_is_named_that_nobody_knows(bench: Bench) -> None:
+def test_of_a_worker_that_left_no_unknown_step_is_named(bench: Bench) -> None:
     bench.run(A, 0, checkpoint=True)
     bench.plan(task_order(A, 0, want="vacate"))
     bench.gone(A, 75)
@@ -363,7 +363,7 @@ def test_preempt_by_checkpoint_never_parks(bench: Bench) -> None:
     assert bench.only(SignalWorker).how == "terminate"
 
 
-def test_a_refusal_leads_to_the_next_means(bench: Bench) -> None:
+def test_a_refusal_leads_to_the_next_method(bench: Bench) -> None:
     bench.run(A, 0, checkpoint=True)
     bench.plan(task_order(A, 0, want="vacate"))
     bench.worker(A, Refused(bench.ordered().seq, "no space left on device"))
@@ -542,7 +542,7 @@ def test_exit_0_after_our_sigterm_is_no_finish_unless_all_steps_were_made(bench:
     assert other.status(A).outcome == "finished"
 
 
-def test_an_end_that_nobody_saw_is_not_held_against_the_script(bench: Bench) -> None:
+def test_an_unseen_end_is_not_held_against_the_script(bench: Bench) -> None:
     bench.run(A, 0)
     bench.gone(A, reason="its supervisor was killed")
     assert bench.status(A).outcome == "preempted"
@@ -748,7 +748,7 @@ def test_an_illegal_transition_carries_the_story(bench: Bench) -> None:
     bench.gone(A, 1)
     task = bench.core.tasks()[0]
     with pytest.raises(IllegalTransition, match=r"its story: .*ordered to run"):
-        bench.core._go(task, Running(), "risen")
+        bench.core.state.enter_state(task, Running(), "risen")
 
 
 def test_every_state_can_be_reached_and_the_last_is_final() -> None:
@@ -817,7 +817,7 @@ def test_a_process_that_hangs_in_a_collective_never_promises_and_the_whole_task_
     assert "did not leave in time" in bench.status("ana-1.0-a0").reason
 
 
-def test_after_a_reconnect_of_one_process_the_hold_is_said_again_and_nobody_parks_alone() -> None:
+def test_after_a_reconnect_of_one_process_the_hold_is_said_again_and_no_rank_parks_alone() -> None:
     bench = two_ranks()
     bench.plan(task_order("ana-1.0-a0", 0, 1, want="vacate"))
     hold = bench.ordered()

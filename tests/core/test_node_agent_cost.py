@@ -1,4 +1,4 @@
-"""What an attempt costs: the time it has had its GPUs, and how much of that is lost if it ends."""
+"""The cost of an attempt: the time it has had its GPUs, and how much of that is lost if it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ A = "ada-1.0-a0"
 
 
 def cost(bench: Bench, task: str = A) -> tuple[float, float]:
-    """Return what the task has run and what of it is unsaved, in seconds."""
+    """Return how long the task has run and how much of that is unsaved, in seconds."""
     bench.say(Tick())
     measured = bench.status(task).measured
     return measured.ran_s, measured.unsaved_s
@@ -108,7 +108,7 @@ def test_who_is_killed_in_leaving_loses_what_it_had_not_saved() -> None:
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_new_node_agent_goes_on_counting_whatever_its_clock_says(alive: bool) -> None:
+def test_a_new_node_agent_goes_on_counting_with_any_clock(alive: bool) -> None:
     """It was away for 50 s, its clock is a year ahead, and in these 50 s the worker made no checkpoint, or ended."""
     bench = Bench()
     bench.plan(task_order(A, 0))

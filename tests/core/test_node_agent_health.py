@@ -1,4 +1,4 @@
-"""A node agent and the health of its GPUs: where no new task starts, what is told of a failure, who is ended."""
+"""A node agent and the health of its GPUs: quarantine, the sentence on a failure, and the end of strangers."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_stranger_is_ended_under_the_policy_that_says_so_and_reported() -> Non
     assert "no right to" in bench.gpu_status(0).detail
 
 
-def test_a_small_stranger_keeps_nobody_from_a_gpu_under_the_policy_warn() -> None:
+def test_a_small_stranger_keeps_no_task_from_a_gpu_under_the_policy_warn() -> None:
     bench = Bench(strangers="warn", idle_bytes_max=512 * MIB)
     small = GpuProcess(4711, 100 * MIB, uid=0, start_ticks=99)
     bench.measure(sample(0, STRANGER))

@@ -1,11 +1,12 @@
-"""Which site a node agent obeys, and how it is heard again after somebody has spoken in its name."""
+"""Which site a node agent obeys, and how it is heard again after another party has spoken in its name."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
-from node_agent.core.agent import INCARNATION_MAX, NodeAgent
+from node_agent.core.agent import NodeAgent
 from node_agent.core.events import Adopted, Complaint, NodeFacts, RememberFence, RememberIncarnation, StartWorker
+from node_agent.core.plan_news import INCARNATION_MAX
 from protocol.core import Received
 from protocol.messages import ARBITER, NodePlan, NodeReport, Party
 from tests.support.arbiter_site import SETTINGS, sent
@@ -43,7 +44,7 @@ def test_a_node_belongs_to_the_site_of_its_first_plan_writes_it_down_and_says_so
     assert report(bench).site == "s-ours"
 
 
-def test_a_plan_of_another_site_is_refused_whatever_its_epoch_with_one_sentence_that_names_the_mend() -> None:
+def test_a_plan_of_another_site_is_refused_at_any_epoch_with_one_sentence_that_names_the_mend() -> None:
     bench = a_bench(site="s-ours", fence=(3, 9))
     bench.epoch = 1000
     bench.plan(task_order(A, 0), site="s-theirs")
@@ -56,7 +57,7 @@ def test_a_plan_of_another_site_is_refused_whatever_its_epoch_with_one_sentence_
     assert not bench.all(Complaint), "once is enough"
     bench.plan(task_order(A, 0))
     assert "an arbiter that names no site" in bench.only(Complaint).sentence
-    assert bench.core.plans_refused == 3
+    assert bench.core.state.plans_refused == 3
     assert (report(bench).site, report(bench).epoch) == ("s-ours", 3)
 
 
@@ -90,7 +91,7 @@ def test_a_node_that_was_to_leave_its_site_and_hears_it_again_obeys_no_older_pla
 # --- the incarnation ------------------------------------------------------------------------------------------------
 
 
-def test_a_node_agent_counts_on_from_an_incarnation_that_somebody_has_made_up() -> None:
+def test_a_node_agent_counts_on_from_a_forged_incarnation() -> None:
     """A forged report of incarnation 2^51 took the node out, over restarts of both sides."""
     bench = a_bench()
     bench.plan(incarnation=7)
@@ -109,7 +110,7 @@ def test_a_node_agent_counts_on_from_an_incarnation_that_somebody_has_made_up() 
 def test_it_does_so_although_the_plan_is_an_old_one() -> None:
     bench = a_bench(fence=(5, 5))
     bench.plan(incarnation=2**40)
-    assert bench.core.plans_refused == 1
+    assert bench.core.state.plans_refused == 1
     assert report(bench).incarnation == 2**40 + 1
 
 

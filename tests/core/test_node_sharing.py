@@ -1,4 +1,4 @@
-"""Jobs that share GPUs on one node: turns, pairs that pay, and who cannot be suspended."""
+"""Jobs that share GPUs on one node: turns, pairs that pay, and jobs that cannot be suspended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled, WorkerNote
 from node_agent.core.model import Facts, Running, Task
 from node_agent.core.proof import Gpus
-from node_agent.core.suspend_methods import MEANS, Ways
+from node_agent.core.suspend_methods import VACATE_METHODS, SuspendMethods
 from protocol.messages import AppId, GpuId, GpuStatus, JobId, Sharing, TaskId, seat
 from tests.support.node_harness import NODE, gpu
 from tests.support.shared_node import GIB, SharedNode
@@ -87,7 +87,7 @@ def test_a_job_that_refuses_to_park_is_suspended_by_the_driver_instead() -> None
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_a_job_that_keeps_memory_when_it_is_parked_goes_on_and_nobody_waits_for_ever(shown: bool) -> None:
+def test_a_job_that_keeps_memory_when_it_is_parked_goes_on_and_no_job_waits_for_ever(shown: bool) -> None:
     """Both waited for ever: neither of the two was on the GPU, and its memory was not given back."""
     node = SharedNode()
     a = node.add("a", 0, keeps_bytes=2 * GIB, shown=shown)
@@ -141,7 +141,7 @@ def test_a_job_that_keeps_memory_leaves_with_a_checkpoint_when_its_lease_ends() 
     assert node.is_running(b)
 
 
-def test_a_little_memory_more_than_a_parked_worker_may_keep_is_no_matter_while_it_is_in_nobodys_way() -> None:
+def test_a_parked_worker_may_keep_a_little_too_much_memory_while_no_task_needs_it() -> None:
     node = SharedNode(idle_bytes_max=GIB)
     a, b = node.add("a", 0, keeps_bytes=GIB), node.add("b", 0, seat_number=1)
     node.pass_time(1300.0)
@@ -493,22 +493,26 @@ def test_a_turn_does_not_end_before_the_job_has_said_how_much_it_would_park() ->
     task = Task(TaskId("a-1.0-a0"), AppId("a-1"), JobId("a-1.0"), 0, (gpu(0),), Running(), facts=said_hello)
     gpus = Gpus(facts)
     gpus.sampled(Sampled(1, (GpuSample(gpu(0), "H100", 2 * GIB, "slot-0", 0, ()),)))
-    ways = Ways(facts, gpus)
-    assert not ways.can_rest(task, [])
-    assert ways.why_fixed(task) == "it has not made its first mini-batch yet"
+    methods = SuspendMethods(facts, gpus)
+    assert not methods.can_rest(task, [])
+    assert methods.why_fixed(task) == "it has not made its first mini-batch yet"
     silent = replace(task, facts=replace(said_hello, can_park=False))
-    assert ways.why_fixed(silent).startswith("this script tells nothing of its steps: ")
-    assert ways.of(task, MEANS["suspend"], []) == ["suspend"], "when its lease ends it is parked all the same"
+    assert methods.why_fixed(silent).startswith("this script tells nothing of its steps: ")
+    assert methods.usable(task, VACATE_METHODS["suspend"], []) == ["suspend"], (
+        "when its lease ends it is parked all the same"
+    )
     able = replace(task, facts=replace(said_hello, can_checkpoint=True))
     for driver in (False, True):
-        ways = Ways(replace(facts, driver=driver), gpus)
-        assert ways.of(able, MEANS["suspend"], []) == ["leave"], "unless it can save and leave"
-        roomy = Ways(replace(facts, driver=driver, host_bytes=2 * GIB), gpus)
-        assert roomy.of(able, MEANS["suspend"], [])[0] == "suspend", "or there is room for all that its GPU can have"
-    ways = Ways(facts, gpus)
+        methods = SuspendMethods(replace(facts, driver=driver), gpus)
+        assert methods.usable(able, VACATE_METHODS["suspend"], []) == ["leave"], "unless it can save and leave"
+        roomy = SuspendMethods(replace(facts, driver=driver, host_bytes=2 * GIB), gpus)
+        assert roomy.usable(able, VACATE_METHODS["suspend"], [])[0] == "suspend", (
+            "or there is room for all that its GPU can have"
+        )
+    methods = SuspendMethods(facts, gpus)
     trained = replace(task, facts=replace(said_hello, step=6, state_bytes=GIB))
-    assert ways.can_rest(trained, [])
-    assert Ways(replace(facts, host_bytes=0), gpus).can_rest(task, []), (
+    assert methods.can_rest(trained, [])
+    assert SuspendMethods(replace(facts, host_bytes=0), gpus).can_rest(task, []), (
         "where host memory has no end its size is no matter"
     )
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.policies.oasis.admission import HOMES_MAX, MOVABLE_MAX, Sale, _counts
@@ -23,6 +22,7 @@ from protocol.messages import AppId, NodeId, Refusal, Utility
 from tests.core.test_policies import settled
 from tests.support.arbiter_site import Site, sent, wish
 from tests.support.auctions import app_of, gpus_of, view_of
+from tests.support.wishes import replace
 
 SLOT_S = 100.0
 #: A GPU costs 1 for a slot of an empty node, and 100 of a full one.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-from msgspec.structs import replace
 
 from arbiter.core.policies.oasis import dorm, rrh
 from arbiter.core.policies.oasis.dorm import APPS_MAX, Dorm
@@ -17,6 +16,7 @@ from arbiter.core.seam import AppView
 from protocol.messages import Utility
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of
+from tests.support.wishes import replace
 
 # --- rrh --------------------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ def test_a_script_that_froze_its_objects_is_parked_whole_and_its_objects_stay_fr
     """The survey found nothing of it, and its memory stayed on the GPU for as long as it was parked."""
     program = """
 import gc, torch
-from app_agent import parking
+from app_agent.training import parking
 weight = torch.nn.Parameter(torch.ones(10_000))
 weight.sum().backward()
 gc.freeze()
@@ -89,7 +89,7 @@ assert gc.get_freeze_count() > 0.9 * frozen, (frozen, gc.get_freeze_count())
 def test_garbage_of_a_script_that_froze_its_objects_is_not_frozen_with_them() -> None:
     program = """
 import gc, torch, weakref
-from app_agent import parking
+from app_agent.training import parking
 class Knot: pass
 gc.freeze()
 knot = Knot()
@@ -405,5 +405,5 @@ class Exhausted:
 
 
 def test_a_program_without_pytorch_has_nothing_to_park() -> None:
-    program = "from app_agent import parking; assert parking.park().bytes == 0"
+    program = "from app_agent.training import parking; assert parking.park().bytes == 0"
     subprocess.run([sys.executable, "-c", program], check=True)

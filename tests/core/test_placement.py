@@ -6,13 +6,13 @@ from collections.abc import Collection, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from arbiter.core.placement.assignment import Holes, pick
 from arbiter.core.placement.locality import LOOSENESS, group, locality, place_of
 from arbiter.core.seam import GpuView
 from protocol.messages import LEVELS, GpuId, Level
 from tests.support.auctions import app_of, gpus_of
+from tests.support.wishes import replace
 
 
 def choose(

@@ -18,6 +18,7 @@ from arbiter.core.registry import POLICIES
 from arbiter.core.seam import DEFAULT_POLICY, Allocation, AppView, GpuView, Outcome, View
 from protocol.messages import LEVELS, AppId, Bid
 from tests.support.auctions import app_of, bid_of, gpus_of, view_of
+from tests.support.effort import examples
 
 pytestmark = pytest.mark.usefixtures("compiled_auction")
 
@@ -98,7 +99,7 @@ def views(draw: st.DrawFn) -> View:
 @given(
     view=views(), leftover=st.sampled_from(["idle", "bidders", "worst-off"]), knob=st.sampled_from([0.0, 0.5, 0.8, 1.0])
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_no_gpu_goes_to_two_apps_and_no_gang_is_broken_and_all_get_a_reason(
     name: str, view: View, leftover: str, knob: float
 ) -> None:
@@ -107,7 +108,7 @@ def test_no_gpu_goes_to_two_apps_and_no_gang_is_broken_and_all_get_a_reason(
 
 @everywhere
 @given(view=views())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_the_same_view_gives_the_same_allocation(name: str, view: View) -> None:
     assert play(view, name) == play(view, name)
 

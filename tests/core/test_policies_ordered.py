@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from arbiter.core import seam
 from arbiter.core.placement.assignment import admit_what_fits
@@ -18,9 +17,11 @@ from arbiter.core.policies.common.ordered import Ranked
 from arbiter.core.policies.queues.las import Settings
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
-from protocol.messages import LEVELS, AppId, GpuId, NodeId, TenantId
+from protocol.messages import LEVELS, AppId, GpuId, NodeId, Requirements, TenantId
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of
+from tests.support.effort import examples
+from tests.support.wishes import replace
 
 ORDERED = sorted(name for name, entry in POLICIES.items() if not entry.kind.traits.probes)
 #: Those that walk the apps in an order of their own, and place all but holes in the end (`ranking`).
@@ -135,7 +136,7 @@ def test_a_shorter_newcomer_takes_the_gpus_of_a_longer_holder_and_only_those() -
     assert outcomes["short"].gpus == (gpus[2].gpu,)
     assert outcomes["long"].reason == (
         "number 3 by run time left (90 s): it needs a gang of 2, and 1 GPU is left; "
-        "of the GPUs it held, 1 went to new (1) and 1 goes to nobody"
+        "of the GPUs it held, 1 went to new (1) and 1 stays free"
     )
 
 
@@ -273,7 +274,7 @@ def test_gandiva_moves_an_app_that_could_lie_closer_together_and_no_other() -> N
     assert outcomes["together"].gpus == names(gpus[4:])
     assert len({gpu.node for gpu in gpus if gpu.gpu in outcomes["apart"].gpus}) == 1
     assert outcomes["apart"].reason.endswith(
-        "keeps the 1 GPU it holds and gets 1 GPU, to lie closer together; of the GPUs it held, 1 goes to nobody"
+        "keeps the 1 GPU it holds and gets 1 GPU, to lie closer together; of the GPUs it held, 1 stays free"
     )
     assert set(allocation.assign) == set(outcomes["apart"].gpus) | set(outcomes["together"].gpus)
 
@@ -540,7 +541,7 @@ def rounds(draw: st.DrawFn, *, counted: bool) -> View:
             kept=tuple(held[in_play:]),
             renewable=names(held[:in_play]),
             only=None if counted else draw(st.none() | st.none() | st.just(names(cluster[::2]))),
-            spans=counted or draw(st.booleans()),
+            requirements=Requirements(spans=counted or draw(st.booleans())),
             left_s=draw(st.none() | st.sampled_from([1.0, 2.0, 3.0])),
             movable=draw(st.booleans()),
             move_s=draw(st.sampled_from([0.0, 0.05])),
@@ -558,7 +559,7 @@ def rounds(draw: st.DrawFn, *, counted: bool) -> View:
 
 @ordered
 @given(view=rounds(counted=False))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_no_gpu_goes_to_two_no_gang_is_broken_and_nobody_gets_more_than_it_wants(name: str, view: View) -> None:
     decided(name, view)
 
@@ -674,7 +675,18 @@ def one_that_finds_no_room() -> View:
     """A gang of three finds two GPUs left: of its tenant's quota it holds nothing then, and the gang of two fits."""
     asking = [("t", 1, 2), ("u", 3, 6), ("u", 2, 2), ("u", 1, 1)]
     apps = [
-        AppView(AppId(f"o-{index}"), TenantId(tenant), gang, demand, "cluster", float(index), None, (), (), spans=True)
+        AppView(
+            AppId(f"o-{index}"),
+            TenantId(tenant),
+            gang,
+            demand,
+            "cluster",
+            float(index),
+            None,
+            (),
+            (),
+            requirements=Requirements(spans=True),
+        )
         for index, (tenant, gang, demand) in enumerate(asking)
     ]
     return replace(view_of(gpus_of(2, 2), apps), cluster_gpus=4)
@@ -683,14 +695,14 @@ def one_that_finds_no_room() -> View:
 @pytest.mark.parametrize("name", sorted(REFERENCE))
 @given(view=rounds(counted=True))
 @example(view=one_that_finds_no_room())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_gangs_that_span_are_served_as_counting_says(name: str, view: View) -> None:
     assert counts(name, view) == REFERENCE[name](view)
 
 
 @ordered
 @given(view=rounds(counted=True), most=st.sampled_from([0, 2000]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_an_incumbent_keeps_its_very_gpus(name: str, view: View, most: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seam, "REASONS_MAX", most)

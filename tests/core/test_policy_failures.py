@@ -18,7 +18,7 @@ from arbiter.core.seam import Admission, Allocation, AppView, Clock, Market, Vie
 from arbiter.core.state.model import Idle, Leased, Refused
 from arbiter.solver import decide_timed
 from protocol.messages import AppId, Bid, Probe
-from tests.support.arbiter_site import SETTINGS, Site, notes, records, sent, task, wish
+from tests.support.arbiter_site import AUCTION, SETTINGS, Site, notes, records, sent, task, wish, with_auction
 
 FIFO = replace(SETTINGS, policy="fifo")
 
@@ -142,9 +142,10 @@ def test_a_sale_that_fails_refuses_that_app_only() -> None:
     assert isinstance(site.arbiter.state.apps[AppId("ana-1")].state, Refused)
 
 
+@with_auction
 def test_no_round_starts_before_the_solver_is_ready_where_the_policy_holds_auctions() -> None:
     site = Site(None)
-    site.handle(Configured(SETTINGS, ready=False))
+    site.handle(Configured(AUCTION, ready=False))
     site.lead()
     site.node("n1", 1)
     effects = site.app("ana-1") + site.wait(120.0)
@@ -154,10 +155,11 @@ def test_no_round_starts_before_the_solver_is_ready_where_the_policy_holds_aucti
     assert len(sent(effects, Probe)) == 1
 
 
+@with_auction
 def test_no_lease_ends_while_the_solver_of_an_arbiter_that_started_anew_is_not_ready() -> None:
     """Its loops take a minute or more to compile; all who trained had left by then, and nobody came."""
     site = Site(None)
-    site.handle(Configured(SETTINGS))
+    site.handle(Configured(AUCTION))
     site.lead()
     site.node("n1", 1)
     for _ in range(4):
@@ -165,7 +167,7 @@ def test_no_lease_ends_while_the_solver_of_an_arbiter_that_started_anew_is_not_r
     (gpu,) = site.held("ana-1")
     running = task("ana-1", 0, [gpu])
     wished = wish("ana-1", 0, [gpu])
-    site.handle(Configured(SETTINGS, ready=False))
+    site.handle(Configured(AUCTION, ready=False))
     site.lead()
     for _ in range(60):
         site.node("n1", tasks=[running], used=[gpu])

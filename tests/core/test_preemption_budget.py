@@ -93,7 +93,7 @@ def test_with_a_budget_of_all_its_time_it_is_preempted(policy: str, bob: dict[st
 def test_it_keeps_its_gpu_past_its_lease_and_its_story_says_why() -> None:
     site, gpu = a_running_app("gandiva-fair")
     contested(site, gpu, 200.0)
-    assert f"keeps {gpu} beyond its lease: what runs there can neither save nor be suspended" in site.told("ana-1")
+    assert f"keeps {gpu} beyond its lease: the job there can neither save nor be suspended" in site.told("ana-1")
     state = site.gpu_state(gpu)
     assert isinstance(state, Leased)
     assert state.lease.expires_at > site.now

@@ -35,7 +35,9 @@ from protocol.messages import (
     TaskId,
     TenantId,
 )
-from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, task, wish
+from tests.support.arbiter_site import AUCTION, SETTINGS, Effect, Site, gpu_id, task, wish, with_auction
+
+pytestmark = with_auction
 
 ANA = Party("app", "ana")
 
@@ -80,7 +82,7 @@ def test_a_ledger_that_cannot_be_read_costs_the_answers_that_need_it_only(tmp_pa
 
 def contended() -> Counter:
     """One GPU, won by ana in round 1; bob waits."""
-    counter = Counter()
+    counter = Counter(AUCTION)
     site = counter.site
     site.node("n1", 1)
     counter.note(site.play_round(site.app("ana-1") + site.wait(0)))
@@ -147,7 +149,7 @@ def test_an_explanation_names_who_won_instead() -> None:
     ("policy", "until"),
     [
         ("themis", " until leases end"),
-        ("fifo", ", and under fifo nobody gives one up before the end"),
+        ("fifo", ", and under fifo no app gives one up before the end"),
         ("srtf", ""),  # its round has looked, and tells thousands of waiting apps nothing of their own
     ],
 )

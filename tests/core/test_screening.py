@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 
 from arbiter.core.arbiter import Effect
 from arbiter.core.effects import ActRecord
@@ -25,9 +24,11 @@ from protocol.messages import (
     OwnerId,
     Party,
     Refusal,
+    Requirements,
     TenantId,
 )
 from tests.support.arbiter_site import LAUNCH, SETTINGS, TEAM, Site, notes, sent, task, wish
+from tests.support.wishes import replace
 
 FIFO = replace(SETTINGS, policy="fifo")
 
@@ -93,7 +94,7 @@ def test_a_contradiction_of_an_app_at_work_changes_nothing_and_is_told_once() ->
 
 @pytest.mark.parametrize("bad", ["ana/1", "ana-1\x00", "", "a" * 200, "../ana-1"])
 def test_ids_that_could_be_no_file_names_do_not_even_decode(bad: str) -> None:
-    report = AppReport(AppId(bad), TEAM, "x", 1, "active", 1, 1, ())
+    report = AppReport(AppId(bad), TEAM, "x", 1, "active", 1, 1, (), Requirements())
     with pytest.raises(WireError, match=r"body\.app"):
         decode(encode(report, sender=Party("app", "ana"), id="1"))
 
@@ -108,7 +109,9 @@ def test_ids_that_could_be_no_file_names_do_not_even_decode(bad: str) -> None:
     ],
 )
 def test_what_no_program_could_be_started_with_does_not_decode(launch: object, field: str) -> None:
-    report = AppReport(AppId("ana-1"), TEAM, "x", 1, "active", 1, 1, (JobWish(JobId("ana-1.0"), 0, (), launch),))  # type: ignore[arg-type]
+    report = AppReport(
+        AppId("ana-1"), TEAM, "x", 1, "active", 1, 1, (JobWish(JobId("ana-1.0"), 0, (), launch),), Requirements()
+    )  # type: ignore[arg-type]
     with pytest.raises(WireError, match=field):
         decode(encode(report, sender=Party("app", "ana"), id="1"))
 
@@ -118,8 +121,7 @@ def test_what_no_program_could_be_started_with_does_not_decode(launch: object, f
 
 def test_priority_weight_and_class_are_bounded_by_the_site_whatever_an_app_agent_allows() -> None:
     site = a_site(priority_max=5, weight_max=2.0, classes=("batch",))
-    high = [replace(wish("ana-1", 0, []), priority=1000)]
-    assert "priority is 1000, and this site allows at most 5" in why(site.app("ana-1", jobs=high))
+    assert "priority is 1000, and this site allows at most 5" in why(site.app("ana-1", priority=1000))
     assert "weight is 1e+06, and this site allows at most 2" in why(site.app("ana-2", weight=1e6))
     assert "its class is 'interactive', and this site allows batch only" in why(site.app("ana-3", kind="interactive"))
     assert site.arbiter.state.apps == {}
@@ -127,10 +129,10 @@ def test_priority_weight_and_class_are_bounded_by_the_site_whatever_an_app_agent
 
 def test_an_app_that_raises_its_priority_later_has_at_most_what_the_site_allows() -> None:
     site = a_site(priority_max=5, weight_max=2.0)
-    site.app("ana-1", jobs=[replace(wish("ana-1", 0, []), priority=3)])
-    site.app("ana-1", jobs=[replace(wish("ana-1", 0, []), priority=1000)], weight=1e6)
+    site.app("ana-1", priority=3)
+    site.app("ana-1", priority=1000, weight=1e6)
     app = site.arbiter.state.apps[AppId("ana-1")]
-    assert (app.priority, app.weight) == (5, 2.0)
+    assert (app.requirements.priority, app.requirements.weight) == (5, 2.0)
 
 
 def test_only_members_may_run_apps_of_a_tenant_that_names_some() -> None:

@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from arbiter.core.arbiter import Configured
 from arbiter.core.effects import Decided
@@ -14,8 +13,8 @@ from arbiter.core.leases import leases
 from arbiter.core.leases.plans import plan_digest
 from arbiter.core.members import nodes
 from arbiter.core.registry import POLICIES
-from arbiter.core.rounds.phases import make_view
 from arbiter.core.rounds.seats import shown, with_guests
+from arbiter.core.rounds.views import make_view
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, SeatView, View
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
@@ -41,6 +40,7 @@ from protocol.messages import (
     seat,
 )
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, records, sent, task, wish
+from tests.support.wishes import replace
 
 SHARED = replace(SETTINGS, priority_max=1000, policy="backfill", sharing="timeslice", seats=3, quantum_s=30.0)
 ONE, TWO = gpu_id("n1", 0), gpu_id("n1", 1)
@@ -235,8 +235,7 @@ def test_a_guest_whose_training_turns_out_not_to_give_way_leaves_for_good() -> N
 def test_a_guest_does_not_come_to_a_higher_priority() -> None:
     shop = Shop()
     shop.come("ana-1")
-    first = replace(wish("ana-1", 0, [ONE]), priority=5)
-    shop.site.app("ana-1", jobs=[first])
+    shop.site.app("ana-1", jobs=[wish("ana-1", 0, [ONE])], priority=5)
     del shop.demand["ana-1"]
     shop.come("bob-1")
     assert shop.held("bob-1") == []

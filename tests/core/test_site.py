@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.effects import EpochTaken, LeaseRecord, Resign
 from arbiter.core.members.site import EPOCH_MAX
-from arbiter.core.state.model import Free, Leased
+from arbiter.core.state.model import ArbiterSettings, Free, Leased
 from protocol.core import Connected
 from protocol.messages import Grant, NodePlan
-from tests.support.arbiter_site import SETTINGS, Site, gpu_id, notes, sent, task, wish
+from tests.support.arbiter_site import AUCTION, SETTINGS, Site, gpu_id, notes, sent, task, wish, with_auction
 
 OURS, THEIRS = "s-ours", "s-theirs"
 
 
-def a_site(*, site: str = OURS, adopt: bool = False, alone: bool = False) -> Site:
+def a_site(settings: ArbiterSettings = SETTINGS, *, site: str = OURS, adopt: bool = False, alone: bool = False) -> Site:
     """An arbiter with a journal of this site, which has just begun to lead and knows no node."""
     made = Site(None)
-    made.handle(Configured(SETTINGS, site, adopt=adopt, alone=alone))
+    made.handle(Configured(settings, site, adopt=adopt, alone=alone))
     made.lead()
     return made
 
@@ -47,9 +47,9 @@ def report(site: Site, node: str, uses: dict[str, str], *, site_id: str = OURS, 
     return site.node(node, tasks=tasks, used=list(uses), site=site_id, **more)  # type: ignore[arg-type]
 
 
-def a_site_at_work() -> Site:
+def a_site_at_work(settings: ArbiterSettings = SETTINGS) -> Site:
     """A site of one node of two GPUs; ana trains on the first."""
-    site = a_site()
+    site = a_site(settings)
     site.node("n1", 2, site="")
     site.wait(20.0)
     report(site, "n1", {})
@@ -166,8 +166,9 @@ def test_an_older_journal_leads_on_beyond_what_nodes_have_seen_and_keeps_what_ru
         assert {(order.task, order.want) for order in plan.tasks} == {("ana-1.0-a0", "run"), ("bob-1.0-a0", "run")}
 
 
+@with_auction
 def test_a_gpu_that_has_changed_hands_since_the_backup_stays_with_who_is_on_it() -> None:
-    site = a_site_at_work()
+    site = a_site_at_work(AUCTION)
     backup, gpu = site.arbiter.snapshot(), gpu_id("n1", 0)
     restored_from(site, backup, 30.0)
     report(site, "n1", {gpu: "bob-1"}, plan=(40, 7))

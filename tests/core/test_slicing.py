@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from node_agent.core.slicing import Sitter, Slices
+from node_agent.core.slicing import Contender, Slices
 from protocol.messages import GpuId, TaskId
 
 
-def sitter(name: str, *devices: int, **more: object) -> Sitter:
-    made = Sitter((TaskId(name),), frozenset(GpuId(f"GPU-{device}") for device in devices))
+def contender(name: str, *devices: int, **more: object) -> Contender:
+    made = Contender((TaskId(name),), frozenset(GpuId(f"GPU-{device}") for device in devices))
     return replace(made, **more)
 
 
 class Clock:
-    """Slices and the sitters of a node; everybody has a process once it has had a turn."""
+    """Slices and the contenders of a node; each has a process once it has had a turn."""
 
-    def __init__(self, *sitters: Sitter, quantum_s: float = 60.0) -> None:
-        self.slices, self.sitters, self.now, self.quantum_s = Slices(), list(sitters), 0.0, quantum_s
+    def __init__(self, *contenders: Contender, quantum_s: float = 60.0) -> None:
+        self.slices, self.contenders, self.now, self.quantum_s = Slices(), list(contenders), 0.0, quantum_s
         self.had: dict[str, float] = {}
         self.changes: list[tuple[float, tuple[str, ...]]] = []
 
     def look(self) -> set[str]:
-        on = self.slices.update(self.now, self.sitters, self.quantum_s)
-        self.sitters = [self._after(each, bool(on & set(each.tasks))) for each in self.sitters]
-        assert self.slices.update(self.now, self.sitters, self.quantum_s) == on
+        on = self.slices.update(self.now, self.contenders, self.quantum_s)
+        self.contenders = [self._after(each, bool(on & set(each.tasks))) for each in self.contenders]
+        assert self.slices.update(self.now, self.contenders, self.quantum_s) == on
         if not self.changes or self.changes[-1][1] != tuple(sorted(on)):
             self.changes.append((self.now, tuple(sorted(on))))
         return {str(task) for task in on}
 
-    def _after(self, sitter: Sitter, has_turn: bool) -> Sitter:
-        return replace(sitter, fresh=sitter.fresh and not has_turn, active=sitter.fixed or has_turn)
+    def _after(self, contender: Contender, has_turn: bool) -> Contender:
+        return replace(contender, fresh=contender.fresh and not has_turn, active=contender.fixed or has_turn)
 
     def wait(self, seconds: float) -> set[str]:
         end, on = self.now + seconds, self.look()
@@ -48,7 +48,7 @@ class Clock:
 
 
 def test_who_shares_nothing_always_has_its_turn_and_nothing_is_ever_due() -> None:
-    clock = Clock(sitter("a", 0), sitter("b", 1))
+    clock = Clock(contender("a", 0), contender("b", 1))
     assert clock.look() == {"a", "b"}
     assert clock.slices.deadline is None
     clock.wait(100.0)
@@ -56,63 +56,63 @@ def test_who_shares_nothing_always_has_its_turn_and_nothing_is_ever_due() -> Non
 
 
 def test_three_jobs_on_one_gpu_have_the_same_time_and_never_two_at_once() -> None:
-    clock = Clock(sitter("a", 0), sitter("b", 0), sitter("c", 0))
+    clock = Clock(contender("a", 0), contender("b", 0), contender("c", 0))
     clock.wait(1800.0)
     assert all(len(on) == 1 for _, on in clock.changes)
     assert max(clock.had.values()) - min(clock.had.values()) <= 60.0
     assert abs(clock.slices.share(TaskId("a")) - 1 / 3) < 0.04
 
 
-def test_a_gang_gets_its_turn_beside_jobs_of_one_gpu_whatever_their_turns() -> None:
-    clock = Clock(sitter("gang", 0, 1), sitter("a", 0), sitter("b", 0), sitter("c", 1))
+def test_a_gang_gets_its_turn_beside_jobs_of_one_gpu() -> None:
+    clock = Clock(contender("gang", 0, 1), contender("a", 0), contender("b", 0), contender("c", 1))
     clock.wait(3600.0)
     assert clock.had["gang"] >= 0.9 * clock.had["a"]
     for _, on in clock.changes:
         assert "gang" not in on or len(on) == 1
-    assert clock.had["c"] > clock.had["a"], "what the gang's turn leaves free is not left idle"
+    assert clock.had["c"] > clock.had["a"], "GPUs that the gang's turn leaves free are used"
 
 
 def test_a_higher_priority_is_never_suspended_for_a_lower_one() -> None:
-    clock = Clock(sitter("low", 0), sitter("high", 0, priority=5))
+    clock = Clock(contender("low", 0), contender("high", 0, priority=5))
     assert clock.wait(600.0) == {"high"}
     assert "low" not in clock.had
-    clock.sitters = [each for each in clock.sitters if each.tasks != ("high",)]
+    clock.contenders = [each for each in clock.contenders if each.tasks != ("high",)]
     assert clock.look() == {"low"}
 
 
 def test_a_higher_priority_that_arrives_has_its_turn_at_once() -> None:
-    clock = Clock(sitter("low", 0))
+    clock = Clock(contender("low", 0))
     clock.wait(5.0)
-    clock.sitters.append(sitter("high", 0, priority=1))
+    clock.contenders.append(contender("high", 0, priority=1))
     assert clock.look() == {"high"}
 
 
 def test_a_newcomer_waits_for_a_part_of_a_turn_only() -> None:
-    clock = Clock(sitter("old", 0), sitter("older", 0))
+    clock = Clock(contender("old", 0), contender("older", 0))
     clock.wait(70.0)
     on = clock.look()
-    clock.sitters.append(sitter("new", 0, fresh=True))
+    clock.contenders.append(contender("new", 0, fresh=True))
     assert clock.look() == on
     assert clock.wait(15.5) == {"new"}
 
 
 def test_a_turn_is_as_long_as_its_cost_demands() -> None:
-    clock = Clock(sitter("a", 0, cost_s=3.0), sitter("b", 0, cost_s=3.0))
+    clock = Clock(contender("a", 0, cost_s=3.0), contender("b", 0, cost_s=3.0))
     clock.look()
     assert clock.slices.deadline == 150.0
-    dear = Clock(sitter("a", 0, cost_s=30.0), sitter("b", 0))
+    dear = Clock(contender("a", 0, cost_s=30.0), contender("b", 0))
     dear.look()
     assert dear.slices.deadline == 300.0
 
 
 def test_a_turn_begins_when_who_has_it_is_on_its_gpus_and_is_lost_if_it_never_comes() -> None:
     slices = Slices()
-    running, coming = sitter("a", 0, active=True), sitter("b", 0)
+    running, coming = contender("a", 0, active=True), contender("b", 0)
     assert slices.update(0.0, [running, coming], 60.0) == {"a"}
     assert slices.update(60.0, [running, coming], 60.0) == {"b"}
-    still_there = [sitter("a", 0, active=True), coming]
+    still_there = [contender("a", 0, active=True), coming]
     assert slices.update(125.0, still_there, 60.0) == {"b"}
-    there = [sitter("a", 0), replace(coming, active=True)]
+    there = [contender("a", 0), replace(coming, active=True)]
     assert slices.update(130.0, there, 60.0) == {"b"}
     assert slices.update(189.0, there, 60.0) == {"b"}
     assert slices.update(190.0, there, 60.0) == {"a"}
@@ -121,54 +121,56 @@ def test_a_turn_begins_when_who_has_it_is_on_its_gpus_and_is_lost_if_it_never_co
 
 
 def test_who_cannot_be_suspended_keeps_its_gpu() -> None:
-    clock = Clock(sitter("fixed", 0, fixed=True, active=True), sitter("b", 0, priority=9))
+    clock = Clock(contender("fixed", 0, fixed=True, active=True), contender("b", 0, priority=9))
     assert clock.wait(600.0) == {"fixed"}
 
 
 def test_two_that_cannot_be_suspended_do_not_make_the_turns_spin() -> None:
-    stuck = Clock(sitter("x", 0, fixed=True, active=True), sitter("y", 0, fixed=True, active=True), sitter("z", 0))
+    stuck = Clock(
+        contender("x", 0, fixed=True, active=True), contender("y", 0, fixed=True, active=True), contender("z", 0)
+    )
     assert stuck.wait(600.0) == {"x", "y"}
     assert "z" not in stuck.had
 
 
 def test_what_cannot_be_changed_does_not_make_others_rotate_at_every_event() -> None:
-    fixed = [sitter("x", 0, fixed=True, active=True), sitter("y", 0, fixed=True, active=True)]
+    fixed = [contender("x", 0, fixed=True, active=True), contender("y", 0, fixed=True, active=True)]
     for stuck in (fixed[:1], fixed):
-        clock = Clock(*stuck, sitter("gang", 0, 1, priority=9), sitter("a", 1), sitter("b", 1))
+        clock = Clock(*stuck, contender("gang", 0, 1, priority=9), contender("a", 1), contender("b", 1))
         for _ in range(599):
             clock.wait(1.0)
         assert len(clock.changes) <= 11
 
 
 def test_who_is_found_running_by_a_new_node_agent_keeps_its_turn() -> None:
-    clock = Clock(sitter("parked", 0), sitter("running", 0, active=True))
+    clock = Clock(contender("parked", 0), contender("running", 0, active=True))
     assert clock.look() == {"running"}
 
 
 def test_two_that_run_together_are_on_and_off_together() -> None:
-    pair = replace(sitter("a", 0), tasks=(TaskId("a"), TaskId("b")))
-    clock = Clock(pair, sitter("c", 0))
+    pair = replace(contender("a", 0), tasks=(TaskId("a"), TaskId("b")))
+    clock = Clock(pair, contender("c", 0))
     clock.wait(1200.0)
     assert {on for _, on in clock.changes} == {("a", "b"), ("c",)}
 
 
 def test_who_must_save_and_leave_goes_first_though_it_had_the_last_turn() -> None:
-    clock = Clock(sitter("a", 0), sitter("b", 0))
+    clock = Clock(contender("a", 0), contender("b", 0))
     clock.wait(61.0)
     assert clock.look() == {"b"}
-    clock.sitters = [sitter("a", 0, leaving=True), sitter("b", 0), sitter("c", 0)]
+    clock.contenders = [contender("a", 0, leaving=True), contender("b", 0), contender("c", 0)]
     assert clock.wait(60.0) == {"a"}
 
 
 def test_a_newcomer_does_not_make_up_for_the_time_before_it_came() -> None:
-    clock = Clock(sitter("a", 0), sitter("b", 0))
+    clock = Clock(contender("a", 0), contender("b", 0))
     clock.wait(6000.0)
-    clock.sitters.append(sitter("c", 0))
+    clock.contenders.append(contender("c", 0))
     clock.had.clear()
     clock.wait(1800.0)
     assert clock.had["c"] <= 1.2 * min(clock.had["a"], clock.had["b"])
 
 
 def test_of_two_that_are_found_running_on_one_gpu_one_is_suspended_at_once() -> None:
-    clock = Clock(sitter("a", 0, active=True), sitter("b", 0, active=True))
+    clock = Clock(contender("a", 0, active=True), contender("b", 0, active=True))
     assert len(clock.look()) == 1

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
+from app_agent.core import reporting
 from app_agent.core.agent import AppAgent
 from app_agent.core.bids import bid_rows, reach_of, rho_kept
 from app_agent.core.division import Asking, divide
-from app_agent.core.jobs import aligned
+from app_agent.core.jobs import gathered
 from app_agent.core.model import AppState, HeldGpu, Suspended
 from app_agent.core.valuation import LevelTerms, Valuation, rho_of
 from arbiter.core.leases.plans import is_task_id, task_id
@@ -39,6 +39,7 @@ from protocol.messages import (
     NodePlan,
     OfferedGpu,
     Party,
+    Requirements,
     TaskId,
     TaskStatus,
     TenantId,
@@ -46,6 +47,8 @@ from protocol.messages import (
 from tests.support.app_harness import Bench, exited, status, terms
 from tests.support.arbiter_site import Site, gpu_id, task, wish
 from tests.support.auctions import AMPLE, app_of, bid_of, gpus_of, settle, view_of
+from tests.support.effort import examples
+from tests.support.wishes import replace
 
 GANG = tuple(gpu_id(node, index) for node in ("n1", "n2") for index in (0, 1))
 ON_N1, ON_N2 = GANG[:2], GANG[2:]
@@ -65,7 +68,7 @@ def say(site: Site, *, spans: bool = True, jobs: Sequence[JobWish] = (), demand:
         gang=4,
         demand_max=demand,
         jobs=tuple(jobs),
-        spans=spans,
+        requirements=Requirements(spans=spans),
     )
     effects = site.hear(Party("app", "ana"), report)
     site.play_round(effects + site.wait(0), {"ana-1": {4: 1.0}})
@@ -275,7 +278,7 @@ def test_a_gang_is_placed_over_two_nodes_and_only_if_it_spans() -> None:
 
 
 def gather(*parts: TaskStatus, gpus: str = FOUR) -> TaskStatus:
-    merged = aligned(parts, [GpuId(gpu) for gpu in gpus.split()])
+    merged = gathered(parts, [GpuId(gpu) for gpu in gpus.split()])
     assert merged is not None
     return merged
 
@@ -363,7 +366,7 @@ def test_an_attempt_of_which_a_part_is_lost_has_not_finished_and_cannot_be_resum
 def test_one_task_on_all_of_the_gpus_is_the_attempt_as_it_is() -> None:
     alone = status("ada-1.0-a0", FOUR, step=3)
     assert gather(alone) is alone
-    assert aligned((), ()) is None
+    assert gathered((), ()) is None
 
 
 def test_a_job_in_parts_runs_leaves_and_goes_on_as_its_next_attempt_when_all_parts_are_gone() -> None:
@@ -413,7 +416,7 @@ def test_the_whole_state_of_a_spanning_app_survives_encoding() -> None:
     blob = msgspec.msgpack.encode(bench.agent.state)
     revived = AppAgent(msgspec.msgpack.decode(blob, type=AppState), beat_s=2.0)
     assert revived.state == bench.agent.state
-    assert revived.wish() == bench.agent.wish()
+    assert reporting.wish(revived.app) == reporting.wish(bench.agent.app)
 
 
 # --- the app agent: division ----------------------------------------------------------------------------------------
@@ -680,7 +683,7 @@ def offers(draw: st.DrawFn) -> tuple[Valuation, list[OfferedGpu], list[OfferedGp
     return value, list(order[:kept]), list(order[kept:][:6])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(case=offers())
 def test_the_best_row_of_every_placement_of_whole_gangs_is_the_rho_of_the_union(
     case: tuple[Valuation, list[OfferedGpu], list[OfferedGpu]],
@@ -820,7 +823,7 @@ def random_entrants(seed: int) -> tuple[View, dict[AppId, Bid]]:
 
 @pytest.mark.usefixtures("compiled_auction")
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_every_optimum_with_spanning_bidders_is_what_trying_everything_finds(seed: int) -> None:
     view, bids = random_entrants(seed)
     entry = enter(view, bids)
@@ -840,7 +843,7 @@ def test_every_optimum_with_spanning_bidders_is_what_trying_everything_finds(see
 
 @pytest.mark.usefixtures("compiled_auction")
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_every_spanning_loser_is_told_why(seed: int) -> None:
     view, bids = random_entrants(seed)
     entry = enter(view, bids)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from app_agent.training.training_process import Identity, TrainingProcess
+from app_agent.training import figures, orders
+from app_agent.training.state import Identity
+from app_agent.training.training_process import TrainingProcess
 
 
 def process(step: int = 5, **facts: bool) -> TrainingProcess:
@@ -22,7 +24,7 @@ def process(step: int = 5, **facts: bool) -> TrainingProcess:
 def take(one: TrainingProcess, do: str, seq: int = 1, gen: int = 1, at_step: int = -1, size: int = 0) -> list[Any]:
     """Pass an order on; return what is said to that."""
     one.link._outbox.clear()
-    one._take({"do": do, "gen": gen, "seq": seq, "at_step": at_step, "bytes": size})
+    orders.take(one, {"do": do, "gen": gen, "seq": seq, "at_step": at_step, "bytes": size})
     return [(line["type"], line["seq"]) for line in one.link._outbox]
 
 
@@ -69,7 +71,7 @@ def test_an_order_for_a_later_step_lets_the_steps_before_it_pass() -> None:
     standing.start()
     while not one.held:
         pass
-    assert one._hello()["state"] == "held"
+    assert figures.hello(one)["state"] == "held"
     assert take(one, "hold", seq=2, at_step=9) == [("ready", 2)]
     standing.join(5)
     assert not standing.is_alive()
@@ -84,7 +86,7 @@ def test_what_is_answered_at_once_is_answered_again_and_is_not_what_hello_calls_
     for _ in range(2):
         assert take(one, "tell", seq=5) == [("progress", 5)]
         assert take(one, "cap", seq=6, size=2**30) == [("progress", 6)]
-    assert one._hello()["seq"] == 4
+    assert figures.hello(one)["seq"] == 4
     assert take(one, "hold", seq=4, at_step=9) == [("ready", 4)]  # its first answer was lost
     assert take(one, "suspend", seq=3) == []
     assert take(one, "tell", seq=9, gen=0) == []
@@ -104,7 +106,7 @@ def test_the_newest_report_of_a_metric_counts_also_when_it_is_no_number() -> Non
         one.report({"loss": loss, "lr": 0.1})
         with pytest.warns(UserWarning, match="report single numbers"):
             one.report({"loss": "a word"})  # type: ignore[dict-item]
-    assert (one._news()["metrics"], one._news()["diverged"]) == ({"lr": 0.1}, ["loss"])
+    assert (figures.progress(one)["metrics"], figures.progress(one)["diverged"]) == ({"lr": 0.1}, ["loss"])
     one.report({"loss": 0.4})
-    assert one._news()["metrics"] == {"loss": 0.4, "lr": 0.1}
-    assert "diverged" not in one._news()
+    assert figures.progress(one)["metrics"] == {"loss": 0.4, "lr": 0.1}
+    assert "diverged" not in figures.progress(one)

@@ -5,6 +5,7 @@ from msgspec.structs import replace
 from app_agent.core.spec import AppSpec, mistake, phases_of
 from app_agent.core.tuning import Halving, Search, Single, Trial, scheduler_for
 from app_agent.core.tuning.shape import Left
+from tests.support.wishes import made
 
 HALVING = Halving(trials=4, ends=(10, 30, 70), metric="accuracy", mode="max")
 
@@ -22,7 +23,7 @@ def search_spec(**changes: object) -> AppSpec:
         "metric": "accuracy",
         "steps_total": 70,
     }
-    return AppSpec(**(fields | changes))  # type: ignore[arg-type]
+    return AppSpec(**made(fields | changes))  # type: ignore[arg-type]
 
 
 def test_a_single_job_runs_until_it_is_done() -> None:

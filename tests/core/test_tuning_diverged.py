@@ -9,10 +9,12 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from app_agent.core.jobs import aligned
+from app_agent.core.jobs import gathered
 from app_agent.core.tuning import All, AppScheduler, CurveStopping, Halving, Hyperband, Left, Search, Trial
 from app_agent.core.tuning.bracket import Bracket, Yardstick
-from app_agent.training.training_process import Identity, TrainingProcess
+from app_agent.training import figures
+from app_agent.training.state import Identity
+from app_agent.training.training_process import TrainingProcess
 from arbiter.core.leases.plans import take_task
 from node_agent.core import rank_sync
 from protocol.codec import decode, encode
@@ -112,7 +114,7 @@ def script() -> TrainingProcess:
 
 
 def heard(one: TrainingProcess) -> Progress:
-    line = decode_line(json.dumps(one._news(), allow_nan=False).encode())
+    line = decode_line(json.dumps(figures.progress(one), allow_nan=False).encode())
     assert isinstance(line, Progress)
     return line
 
@@ -173,14 +175,14 @@ def test_of_several_processes_the_first_that_speaks_of_a_metric_counts() -> None
         {"b": 4.0, "c": 3.0},
         ("a",),
     )
-    pair = rank_sync.Gang(
+    pair = rank_sync.Ranks(
         2, news={0: replace(progress(6), diverged=("loss",)), 1: replace(progress(6), metrics={"loss": 1.0})}
     )
     merged = rank_sync._progress(pair)
     assert (merged.metrics, merged.diverged) == ({}, ("loss",))
     first = status(A, "n1g0", measured=Measured(diverged=("loss",)))
     second = status(A, "n2g0", metrics={"loss": 1.0}, measured=Measured(share=0.5))
-    whole = aligned((first, replace(second, task=TaskId(A + ".1"))), [GpuId("n1g0"), GpuId("n2g0")])
+    whole = gathered((first, replace(second, task=TaskId(A + ".1"))), [GpuId("n1g0"), GpuId("n2g0")])
     assert whole is not None
     assert (whole.metrics, whole.measured) == ({}, Measured(share=0.5, diverged=("loss",)))
 
@@ -224,11 +226,11 @@ def test_an_old_loss_is_forgotten_when_a_trial_diverges_and_a_later_one_counts_a
     bench.grant(GPUS)
     bench.holdings(GPUS, at(0, 3, 0.5), at(1, 3, 0.6))  # type: ignore[arg-type]
     bench.holdings(GPUS, at(0, 4, math.nan), at(1, 4, 0.6))  # type: ignore[arg-type]
-    assert [trial.diverged for trial in bench.agent.trials()] == [True, False]
+    assert [trial.diverged for trial in bench.agent.app.facts.trials] == [True, False]
     bench.tick()
     assert bench.report.metrics == {"loss": 0.6}
     bench.holdings(GPUS, at(0, 5, 0.4), at(1, 5, 0.6))  # type: ignore[arg-type]
-    assert [trial.metric for trial in bench.agent.trials()] == [0.4, 0.6]
+    assert [trial.metric for trial in bench.agent.app.facts.trials] == [0.4, 0.6]
 
 
 def test_a_trial_that_diverged_is_dropped_at_the_end_of_the_phase() -> None:

@@ -16,10 +16,12 @@ from typer.testing import CliRunner
 from app_agent.core.spec import AppSpec, mistake
 from app_agent.core.tuning import All, AppScheduler, Left, Search, Trial, scheduler_for
 from app_agent.core.valuation import LevelTerms, Valuation, cluster_time_s, fair_time_s, rho_of
-from launch import cli, exit_codes
+from launch import cli
 from launch.faults import Fault
 from launch.verbs import submitting
+from protocol import exit_codes
 from tests.support.app_harness import Bench, exited, spec_of
+from tests.support.effort import examples
 
 TOTAL = 40
 
@@ -84,7 +86,7 @@ def check(scheduler: AppScheduler, search: Search, trials: Sequence[Trial]) -> N
     assert scheduler.budget_steps(trials, search) >= 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(SEARCHES, st.lists(EVENTS, max_size=60))
 def test_whatever_happens_a_search_has_something_to_run_or_is_over(
     asked: AppSpec, events: list[tuple[str, int, int, float]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from app_agent.core import estimates
 from app_agent.core.spec import AppSpec, bracket_sizes, brackets_of, mistake
 from app_agent.core.tuning import Hyperband, Left, Search, Single, Trial, scheduler_for
 from app_agent.core.tuning.bracket import Bracket
@@ -226,7 +227,7 @@ def test_an_app_agent_bids_by_it() -> None:
         trials=(("train",),) * 17, search="hyperband", metric="loss", mode="min", steps_total=9, step_serial_s=2.0
     )
     bench.holdings()
-    assert bench.agent.ideal_s() == 17.25
+    assert estimates.ideal_s(bench.agent.app) == 17.25
     bid = bench.offer("n1g0 n1g1 n1g2 n1g3")
     best = max(bid.rows, key=lambda row: row.gpus)
     assert best.gpus == 4

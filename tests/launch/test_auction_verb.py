@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from arbiter.core.policies.themis.auction import compiled, instance
-from launch import cli, exit_codes, surface
+from launch import cli, surface
 from launch.verbs import auction
+from protocol import exit_codes
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "auction.json"

@@ -17,8 +17,9 @@ from app_agent.config import AppConfig
 from app_agent.control import Control
 from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
-from launch import exit_codes, preflight
+from launch import preflight
 from launch.faults import Fault
+from protocol import exit_codes
 from protocol.bus import Bus
 from protocol.bus.amqp import AmqpBus
 from protocol.bus.memory import MemoryBroker, MemoryBus
@@ -26,6 +27,7 @@ from protocol.messages import Act, Query
 from tests.support.app_state import with_plain_ids
 from tests.support.hand_arbiter import Reply, hand_arbiter
 from tests.support.rabbitmq import free_port
+from tests.support.wishes import made
 
 CAPACITY = {
     "schema": "capacity/v1", "policy": "themis", "nodes": 2, "gpus": 6, "gpus_known": 12, "largest_node_gpus": 4,
@@ -66,7 +68,7 @@ def test_the_script_of_a_command_is_what_its_interpreter_takes_for_it(line: str,
 
 def spec(folder: Path, *trials: tuple[str, ...], **fields: object) -> AppSpec:
     env = {"PATH": "/usr/bin:/bin"}
-    return AppSpec(trials=trials, cwd=str(folder), checkpoint_root=str(folder), env=env, **fields)  # type: ignore[arg-type]
+    return AppSpec(trials=trials, cwd=str(folder), checkpoint_root=str(folder), env=env, **made(fields))  # type: ignore[arg-type]
 
 
 def test_what_is_there_as_a_node_would_look_for_it_passes(tmp_path: Path) -> None:

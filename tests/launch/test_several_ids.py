@@ -16,7 +16,7 @@ from app_agent.config import AppConfig
 from app_agent.control import Control
 from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
-from launch import exit_codes
+from protocol import exit_codes
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.messages import Act, Query
 from tests.support.app_state import with_plain_ids

@@ -13,8 +13,9 @@ from click.testing import Result
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from launch import cli, exit_codes
+from launch import cli
 from launch.verbs import simulating
+from protocol import exit_codes
 from simulator import experiment, fluid
 from simulator import sweep as sweeping
 from simulator.experiment import Experiment

@@ -12,11 +12,12 @@ import pytest
 from typer.testing import CliRunner
 
 from app_agent.core.host import AppRecord
-from launch import cli, exit_codes, notify, spec, surface, timeline, views
+from launch import cli, notify, spec, surface, timeline, views
 from launch.client import Client
 from launch.faults import Fault
 from launch.follow import follow_logs
 from launch.site import site
+from protocol import exit_codes
 
 # --- specs ----------------------------------------------------------------------------------------------------------
 

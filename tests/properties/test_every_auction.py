@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from arbiter.core.policies.themis.auction.instance import Bidding, Host, Instance, Result, Slowdown, parse, solve
 from tests.support import exact_auctions
+from tests.support.effort import examples
 
 pytestmark = pytest.mark.usefixtures("compiled_auction")
 
@@ -97,13 +98,13 @@ def auctions(draw: st.DrawFn, *, free_max: int = 40, apps_max: int = 8) -> Aucti
 
 
 @given(case=auctions())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_every_outcome_is_feasible_and_its_bounds_are_in_order(case: Auction) -> None:
     auction(*case)
 
 
 @given(case=auctions(), budget_ms=st.sampled_from([1e-3, 0.05, 1.0]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_out_of_budget_the_bounds_hold_the_proven_optimum(case: Auction, budget_ms: float) -> None:
     hasty, patient = auction(*case, budget_ms=budget_ms), auction(*case)
     assert patient.proven
@@ -111,13 +112,13 @@ def test_out_of_budget_the_bounds_hold_the_proven_optimum(case: Auction, budget_
 
 
 @given(case=auctions(free_max=6, apps_max=3).filter(lambda case: len(case[0]) <= 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_optima_are_those_that_trying_everything_finds(case: Auction) -> None:
     check_optima(*case)
 
 
 @given(case=auctions())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_no_app_can_gain_from_what_is_left_over(case: Auction) -> None:
     """Pareto efficiency: a gain without another's loss would have to come from GPUs that nobody won."""
     machines, apps = case
@@ -142,7 +143,7 @@ def _some_of(left: Mapping[str, int]) -> list[dict[str, int]]:
 
 
 @given(case=auctions())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_c_is_one_just_where_the_others_lose_nothing_by_an_app(case: Auction) -> None:
     machines, apps = case
     result = auction(machines, apps)
@@ -160,7 +161,7 @@ def test_c_is_one_just_where_the_others_lose_nothing_by_an_app(case: Auction) ->
 
 
 @given(case=auctions(), which=st.integers(0, 7), factor=st.sampled_from([1e-6, 0.3, 1e5]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_scaling_the_values_of_an_app_changes_nothing(case: Auction, which: int, factor: float) -> None:
     machines, apps = case
     at = which % len(apps)
@@ -172,7 +173,7 @@ def test_scaling_the_values_of_an_app_changes_nothing(case: Auction, which: int,
 
 
 @given(case=auctions(), data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_permuting_apps_and_machines_changes_nothing_but_ties(case: Auction, data: st.DataObject) -> None:
     machines, apps = case
     permuted = auction(data.draw(st.permutations(machines)), data.draw(st.permutations(apps)))
@@ -184,7 +185,7 @@ def test_permuting_apps_and_machines_changes_nothing_but_ties(case: Auction, dat
 
 
 @given(case=auctions(), data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_renaming_interchangeable_machines_changes_nothing(case: Auction, data: st.DataObject) -> None:
     machines, apps = case
     names = data.draw(st.permutations([machine.id for machine in machines]))

@@ -47,6 +47,7 @@ from protocol.messages import (
     Probe,
     ProbeReply,
     Query,
+    Requirements,
     Sharing,
     TaskId,
     TaskOrder,
@@ -153,7 +154,9 @@ class HonestApp:
         launch = LaunchSpec(("python",), "/tmp", "/tmp")
         wish = JobWish(JobId(f"{self.app}.0"), self._attempt, self._gpus, launch)
         told = (self.app, TenantId("team"), "honest", self._seq, "active", self.gang, self.gang, (wish,))
-        return AppReport(*told, ideal_s=60.0, left_s=30.0, left_gpu_s=30.0 * self.gang, run="r")  # type: ignore[arg-type]
+        return AppReport(
+            *told, requirements=Requirements(), ideal_s=60.0, left_s=30.0, left_gpu_s=30.0 * self.gang, run="r"
+        )  # type: ignore[arg-type]
 
 
 class Besieged:

@@ -36,11 +36,13 @@ from protocol.messages import (
     Party,
     Probe,
     ProbeReply,
+    Requirements,
     TaskStatus,
     TenantId,
     device_of,
 )
 from tests.support.arbiter_site import LAUNCH, seat_statuses, task
+from tests.support.effort import examples
 
 SETTINGS = ArbiterSettings(
     lease_s=15.0,
@@ -54,6 +56,7 @@ SETTINGS = ArbiterSettings(
     app_timeout_s=1e6,
     admission_wait_s=1.0,
 )
+
 NODES = {"n1": 1, "n2": 1}
 APPS = ("ana-1", "bob-1", "cem-1")
 STEPS_TO_TRAIN = 12
@@ -163,6 +166,7 @@ class SimpleApp:
         self.gives_back = False
         jobs = (JobWish(f"{self.name}.0", self.attempt, self.gpus, LAUNCH),)  # type: ignore[arg-type]
         return AppReport(
+            requirements=Requirements(),
             app=AppId(self.name),
             tenant=TenantId("t"),
             name="x",
@@ -348,7 +352,7 @@ class World:
 COMMANDS = st.sampled_from([*range(19), *[10] * 6, *[13] * 3])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.tuples(COMMANDS, st.integers(0, 10_000)), min_size=60, max_size=200))
 def test_no_gpu_is_ever_used_twice_and_in_calm_everything_finishes(commands: list[tuple[int, int]]) -> None:
     world = World()
@@ -358,7 +362,7 @@ def test_no_gpu_is_ever_used_twice_and_in_calm_everything_finishes(commands: lis
 
 
 @pytest.mark.parametrize("policy", ["themis", "srtf", "fifo", "gandiva"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.lists(st.tuples(COMMANDS, st.integers(0, 10_000)), min_size=60, max_size=200),
     st.integers(2, 3),

@@ -26,7 +26,7 @@ from arbiter.core.whatif import Obstacle, WhatIf
 from protocol.messages import AppId, Party
 from simulator.costs import NONE
 from simulator.faults.scenario import draw, facts_of
-from simulator.machines import Machine
+from simulator.nodes import SimNode
 from simulator.world import World
 
 QUICK_SITES = 150
@@ -58,20 +58,20 @@ def a_site(seed: int, dice: Random, policy: str) -> World:
     stops_at = dice.uniform(5.0, 50.0)
     for number, app in enumerate(app for app in options.apps if app.submit_s * 0.5 < stops_at):
         world.at(app.submit_s * 0.5, partial(world.submit, f"a{number}", app.spec, facts_of(app, seed)))
-    for machine in world.machines.values():
+    for node in world.nodes.values():
         if stops_at > 12.0 and dice.random() < 0.15:
-            world.at(dice.uniform(0.0, stops_at - 10.0), partial(lose_power, world, machine))  # the arbiter knows it
+            world.at(dice.uniform(0.0, stops_at - 10.0), partial(lose_power, world, node))  # the arbiter knows it
             continue  # of what fails on a node that it does not hear, it does not know
-        for gpu in machine.gpus:
+        for gpu in node.gpus:
             if dice.random() < 0.15:
-                world.at(dice.uniform(0.0, stops_at), partial(machine.fail_gpu, gpu.id, "fell off the bus"))
+                world.at(dice.uniform(0.0, stops_at), partial(node.fail_gpu, gpu.id, "fell off the bus"))
     world.run(stops_at)
     return world
 
 
-def lose_power(world: World, machine: Machine) -> None:
-    world.stop(Party("node", machine.node))
-    machine.crash()
+def lose_power(world: World, node: SimNode) -> None:
+    world.stop(Party("node", node.id))
+    node.crash()
 
 
 def has(state: State, app: AppId) -> int:
@@ -88,11 +88,11 @@ def waiting(state: State) -> list[AppId]:
 def remove(world: World, obstacle: Obstacle) -> None:
     """Take out of the way what was named: the GPUs that are being left are left by themselves."""
     state: State = world.arbiter.core.state
-    for living in world.apps.values():
-        if living.app in obstacle.apps:
-            world.tell(living.actor.party, Cancel("cancel", living.app))
+    for sim_app in world.apps.values():
+        if sim_app.id in obstacle.apps:
+            world.tell(sim_app.actor.party, Cancel("cancel", sim_app.id))
     for gpu in obstacle.gpus:
-        world.machines[state.gpus[gpu].node].mend_gpu(gpu)
+        world.nodes[state.gpus[gpu].node].mend_gpu(gpu)
     for node in obstacle.nodes:
         world.boot(node)
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from protocol.codec import FRAME_BYTES_MAX, VERSION, Envelope, WireError, decode, encode
 from protocol.messages import AnyMessage, AppId, Party, ProbeReply, RoundId
 from tests.protocol.samples import APP, SAMPLES
+from tests.support.effort import examples
 
 GOLDEN = Path(__file__).parent / "golden" / "messages.json"
 NAMES = [type(message).__name__ for _, message in SAMPLES]
@@ -175,7 +176,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(SAMPLES), st.data())
 def test_a_mangled_message_is_a_message_or_a_wire_error(sample: tuple[Party, AnyMessage], data: st.DataObject) -> None:
     raw = msgpack.unpackb(frame(*sample))

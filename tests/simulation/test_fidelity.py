@@ -146,34 +146,34 @@ def test_starts_at_the_same_time_take_the_longer_the_more_there_are() -> None:
 
 
 class Clock:
-    """A machine as far as starters know one."""
+    """A node as far as starters know one."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.time = 0.0
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
 
-    def _now(self) -> float:
-        return self.now
+    def now(self) -> float:
+        return self.time
 
-    def _at(self, seconds: float, then: Callable[[], None]) -> None:
-        heapq.heappush(self.queue, (self.now + seconds, len(self.queue), then))
+    def at(self, seconds: float, then: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (self.time + seconds, len(self.queue), then))
 
     def run(self, until: float) -> None:
         while self.queue and self.queue[0][0] <= until:
-            self.now, _, then = heapq.heappop(self.queue)
+            self.time, _, then = heapq.heappop(self.queue)
             then()
-        self.now = until
+        self.time = until
 
 
 def test_two_that_start_share_the_processors() -> None:
     clock, starters, done = Clock(), Starters(lambda others: 4.0 + 2.0 * others), {}
 
     def add(name: str) -> Any:
-        worker: Any = SimpleNamespace(machine=clock, phase="starting")
+        worker: Any = SimpleNamespace(node=clock, phase="starting")
 
         def started() -> None:
             worker.phase = "running"
-            done[name] = clock.now
+            done[name] = clock.time
 
         starters.add(worker, 1.0, [(1.0, started)])
         return worker

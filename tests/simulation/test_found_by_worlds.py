@@ -14,7 +14,7 @@ from protocol.core import Connected, Tick
 from protocol.worker import Suspended
 from simulator.cluster import parse_cluster
 from simulator.costs import NONE
-from simulator.machines import JobFacts
+from simulator.jobs import JobFacts
 from simulator.world import Actor, World
 from tests.support.app_harness import Bench as AppBench
 from tests.support.app_harness import exited, spec_of, status

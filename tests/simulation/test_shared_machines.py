@@ -1,4 +1,4 @@
-"""One imaginary machine whose GPU jobs share, worked out by hand: its node agent gets a plan, no arbiter is there."""
+"""One imaginary node whose GPU jobs share, worked out by hand: its node agent gets a plan, no arbiter is there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ from protocol.messages import (
 from protocol.worker import Order, Progress, Refused
 from simulator import cluster
 from simulator.costs import NONE, Costs
-from simulator.machines import CONTEXT_BYTES, FIRST_SHARE, Host, JobFacts, Machine, Shelf
+from simulator.jobs import CONTEXT_BYTES, FIRST_SHARE, JobFacts
+from simulator.nodes import SimNode
+from simulator.training import SharedStorage
+from simulator.workers import NodeTraits
 
 GIB = 2**30
 DEVICE = GpuId("n1-g0")
@@ -42,37 +45,37 @@ def facts(work_s: float, *, steps: int = 100, **more: Any) -> JobFacts:
 
 
 class Bench:
-    """A machine and its node agent on a clock of their own."""
+    """A node and its node agent on a clock of their own."""
 
-    def __init__(self, jobs: Sequence[JobFacts], *, costs: Costs = NONE, host: Host | None = None) -> None:
+    def __init__(self, jobs: Sequence[JobFacts], *, costs: Costs = NONE, traits: NodeTraits | None = None) -> None:
         self.now = 0.0
         self.jobs = {JobId(f"a{number}-1.0"): each for number, each in enumerate(jobs)}
-        self.shelf = Shelf()
+        self.storage = SharedStorage()
         self.seen: list[tuple[float, Any]] = []
         self.done: list[tuple[float, Any]] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._news: list[LocalEvent] = []
-        self.machine = Machine(
-            cluster.NodePlan(NodeId("n1"), "r1", (1,), "imaginary", 16 * GIB),
+        self.node = SimNode(
+            cluster.NodeSpec(NodeId("n1"), "r1", (1,), "imaginary", 16 * GIB),
             costs,
-            self.shelf,
+            self.storage,
             now=lambda: self.now,
             at=lambda seconds, then: heapq.heappush(self._queue, (self.now + seconds, next(self._numbers), then)),
             post=self._news.append,
             facts_of=self.jobs.__getitem__,
-            gpus_of=lambda start: self.machine.gpus,
+            gpus_of=lambda start: self.node.gpus,
             taken=lambda gpus: False,
-            host=host or Host(),
+            traits=traits or NodeTraits(),
             talks=True,
         )
-        self.agent = self.machine.boot(beat_s=1e9, hello_s=1e9)
+        self.agent = self.node.boot(beat_s=1e9, hello_s=1e9)
 
     def plan(self, sharing: Sharing, *, quantum_s: float = 10.0, seats: int = 4, want: Want = "run") -> None:
         """Order all jobs to run, each on a seat of the one GPU."""
         names = list(self.jobs)
         gpus = [seat(DEVICE, number) for number in range(len(names))]
-        leases = tuple(LeaseTerms(LeaseId(f"l{gpu}"), gpu, self.machine.node, "r1", "slot-0", 1, 1e9) for gpu in gpus)
+        leases = tuple(LeaseTerms(LeaseId(f"l{gpu}"), gpu, self.node.id, "r1", "slot-0", 1, 1e9) for gpu in gpus)
         launch = LaunchSpec(("x",), "/", "/")
         tasks = tuple(
             TaskOrder(
@@ -88,7 +91,7 @@ class Bench:
             )
             for job, gpu in zip(names, gpus, strict=True)
         )
-        plan = NodePlan(self.machine.node, 1, 1, leases, tasks, sharing=sharing, seats=seats, quantum_s=quantum_s)
+        plan = NodePlan(self.node.id, 1, 1, leases, tasks, sharing=sharing, seats=seats, quantum_s=quantum_s)
         self.tell(Received(ARBITER, plan))
 
     def tell(self, event: Any) -> None:
@@ -96,7 +99,7 @@ class Bench:
         for effect in self.agent.handle(event, self.now):
             if not isinstance(effect, Send):
                 self.done.append((self.now, effect))
-                self.machine.perform(effect)
+                self.node.perform(effect)
         self.agent.validate()
         self._hear()
 
@@ -121,15 +124,15 @@ class Bench:
             self._judge()
 
     def _judge(self) -> None:
-        used = sum(worker.memory_bytes for worker in self.machine.on[DEVICE])
+        used = sum(worker.memory_bytes for worker in self.node.on[DEVICE])
         assert used <= 16 * GIB, f"{used} bytes are used at {self.now}"
 
     def finish_s(self, number: int) -> float | None:
-        tale = self.shelf.tales.get(JobId(f"a{number}-1.0"))
-        return None if tale is None else tale.finish_s
+        account = self.storage.accounts.get(JobId(f"a{number}-1.0"))
+        return None if account is None else account.finish_s
 
     def phases(self) -> dict[str, str]:
-        return {task: worker.phase for task, worker in self.machine.workers.items()}
+        return {task: worker.phase for task, worker in self.node.workers.items()}
 
     def told(self, kind: type) -> list[Any]:
         return [
@@ -153,15 +156,15 @@ def test_parking_and_its_way_back_are_paid_in_every_turn_and_no_work_is_lost() -
     bench = Bench([facts(30.0), facts(30.0)], costs=costs)
     bench.plan("timeslice", quantum_s=10.0)
     bench.run(200.0)
-    tales = [bench.shelf.tales[job] for job in bench.jobs]
-    assert [tale.useful_gpu_s for tale in tales] == pytest.approx([30.0, 30.0])
-    turns = sum(tale.suspensions for tale in tales)
+    accounts = [bench.storage.accounts[job] for job in bench.jobs]
+    assert [account.useful_gpu_s for account in accounts] == pytest.approx([30.0, 30.0])
+    turns = sum(account.suspensions for account in accounts)
     assert turns >= 4
     # The GPU is never idle: all its time is work, parking, or resuming.
     resumed = sum(isinstance(e, OrderWorker) and e.order.do == "resume" for _, e in bench.done)
     ends = max(bench.finish_s(0) or 0.0, bench.finish_s(1) or 0.0)
     assert ends == pytest.approx(60.0 + 0.05 * turns + 0.15 * resumed)
-    assert sum(tale.held_gpu_s for tale in tales) == pytest.approx(ends)
+    assert sum(account.held_gpu_s for account in accounts) == pytest.approx(ends)
 
 
 def test_who_shares_sees_the_first_of_its_work_early_and_the_row_knows_when() -> None:
@@ -169,16 +172,16 @@ def test_who_shares_sees_the_first_of_its_work_early_and_the_row_knows_when() ->
     bench.plan("timeslice", quantum_s=10.0)
     bench.run(100.0)
     # It begins at 2.5 s, and 1 % of 50 s are half a second.
-    assert bench.shelf.tales[JobId("a1-1.0")].first_percent_s == pytest.approx(2.5 + FIRST_SHARE * 50.0)
+    assert bench.storage.accounts[JobId("a1-1.0")].first_percent_s == pytest.approx(2.5 + FIRST_SHARE * 50.0)
     # Of the first, 10 s of work: 2.5 s, and after the second's 10 s another 7.5.
-    assert bench.shelf.tales[JobId("a0-1.0")].first_percent_s == pytest.approx(20.0)
+    assert bench.storage.accounts[JobId("a0-1.0")].first_percent_s == pytest.approx(20.0)
 
 
 def test_a_parked_worker_gives_its_memory_back_but_for_its_context() -> None:
     bench = Bench([facts(100.0, peak_bytes=15 * GIB), facts(100.0, peak_bytes=15 * GIB)])
     bench.plan("timeslice", quantum_s=10.0)
     bench.run(40.0)
-    workers = list(bench.machine.workers.values())
+    workers = list(bench.node.workers.values())
     assert sorted(worker.memory_bytes for worker in workers) == [CONTEXT_BYTES, CONTEXT_BYTES + 15 * GIB]
     assert sorted(bench.phases().values()) == ["parked", "running"]
 
@@ -211,13 +214,13 @@ def test_two_that_gain_by_it_run_together_each_at_its_measured_speed() -> None:
     bench = paired(0.8, 0.6)
     bench.run(60.0)
     assert list(bench.phases().values()) == ["running", "running"]
-    tales = [bench.shelf.tales[job] for job in bench.jobs]
+    accounts = [bench.storage.accounts[job] for job in bench.jobs]
     bench.run(400.0)
     first, second = bench.finish_s(0) or 0.0, bench.finish_s(1) or 0.0
     # As long as both run 1.4 s of work are done in a second; the sum of their useful time is their work.
-    assert sum(tale.useful_gpu_s for tale in tales) == pytest.approx(200.0)
-    together_s = tales[0].packed_s
-    assert together_s == pytest.approx(tales[1].packed_s)
+    assert sum(account.useful_gpu_s for account in accounts) == pytest.approx(200.0)
+    together_s = accounts[0].packed_s
+    assert together_s == pytest.approx(accounts[1].packed_s)
     assert max(first, second) == pytest.approx(200.0 - 0.4 * together_s)
     assert together_s > 100.0
 
@@ -225,7 +228,7 @@ def test_two_that_gain_by_it_run_together_each_at_its_measured_speed() -> None:
 def test_the_other_goes_at_full_speed_from_the_moment_its_partner_ends() -> None:
     bench = paired(1.0, 0.5)
     bench.run(60.0)
-    steps = bench.machine.workers[TaskId("a1-1.0-a0")].training
+    steps = bench.node.workers[TaskId("a1-1.0-a0")].training
     assert steps.rate == 0.5
     bench.run((bench.finish_s(0) or 100.0) + 50.0)
     assert (bench.finish_s(0) or 0.0) < 130.0
@@ -237,7 +240,7 @@ def test_two_that_lose_by_it_are_told_apart_again() -> None:
     bench = paired(0.5, 0.5)
     bench.run(60.0)
     assert sorted(bench.phases().values()) == ["parked", "running"]
-    assert 0.0 < bench.shelf.tales[JobId("a0-1.0")].packed_s < 25.0
+    assert 0.0 < bench.storage.accounts[JobId("a0-1.0")].packed_s < 25.0
     bench.run(400.0)
     assert bench.finish_s(0) is not None
     assert bench.finish_s(1) is not None
@@ -246,7 +249,7 @@ def test_two_that_lose_by_it_are_told_apart_again() -> None:
 def test_two_whose_peaks_exceed_the_gpu_are_never_tried() -> None:
     bench = paired(1.0, 1.0, peaks=(8.0, 8.0))
     bench.run(300.0)
-    assert bench.shelf.tales[JobId("a0-1.0")].packed_s == 0.0
+    assert bench.storage.accounts[JobId("a0-1.0")].packed_s == 0.0
     assert max(bench.finish_s(0) or 0.0, bench.finish_s(1) or 0.0) == pytest.approx(200.0)
 
 
@@ -256,7 +259,7 @@ def test_orders_that_are_obeyed_at_once_are_answered_by_a_line_with_their_number
     bench.run(12.0)
     task = TaskId("a0-1.0-a0")
     for number, do in enumerate(("tell", "arena", "cap"), start=70):
-        bench.machine.perform(OrderWorker(task, Order(do, 1, number, bytes=7 * GIB)))  # type: ignore[arg-type]
+        bench.node.perform(OrderWorker(task, Order(do, 1, number, bytes=7 * GIB)))  # type: ignore[arg-type]
     bench.run(12.5)
     lines = [line for line in bench.told(Progress) if line.seq >= 70]
     assert [line.seq for line in lines] == [70, 71, 72]
@@ -269,7 +272,7 @@ def test_one_that_is_allowed_less_than_its_peak_runs_out_of_memory() -> None:
     bench = Bench([facts(100.0)])
     bench.plan("timeslice")
     bench.run(5.0)
-    bench.machine.perform(OrderWorker(TaskId("a0-1.0-a0"), Order("cap", 1, 9, bytes=5 * GIB)))
+    bench.node.perform(OrderWorker(TaskId("a0-1.0-a0"), Order("cap", 1, 9, bytes=5 * GIB)))
     bench.run(6.0)
     assert list(bench.phases().values()) == ["gone"]
 
@@ -280,12 +283,12 @@ def test_one_that_is_allowed_less_than_its_peak_runs_out_of_memory() -> None:
 def test_a_sample_shows_how_busy_the_gpu_is_or_that_nobody_knows() -> None:
     bench = paired(0.8, 0.6)
     bench.run(60.0)
-    bench.machine.measure()
+    bench.node.measure()
     assert [event.gpus[0].utilisation for event in bench._news if isinstance(event, Sampled)] == [0.5 * 0.8 + 0.5 * 0.6]
     unknown = Bench([facts(10.0)])
     unknown.plan("exclusive")
     unknown.run(5.0)
-    unknown.machine.measure()
+    unknown.node.measure()
     assert [event.gpus[0].utilisation for event in unknown._news if isinstance(event, Sampled)] == [None]
 
 
@@ -299,10 +302,10 @@ def outcomes(bench: Bench) -> list[ProcessCheckpointed]:
 
 
 def test_the_driver_suspends_who_cannot_be_parked_and_nothing_stays_on_the_gpu() -> None:
-    bench = Bench([DUMB, DUMB], costs=Costs(suspend_s=0.01, resume_s=0.01), host=Host(driver=True))
+    bench = Bench([DUMB, DUMB], costs=Costs(suspend_s=0.01, resume_s=0.01), traits=NodeTraits(driver=True))
     bench.plan("timeslice", quantum_s=10.0)
     bench.run(13.0)
-    assert sorted(worker.memory_bytes for worker in bench.machine.workers.values())[0] == 0
+    assert sorted(worker.memory_bytes for worker in bench.node.workers.values())[0] == 0
     bench.run(300.0)
     assert all(outcome.ok for outcome in outcomes(bench))
     assert {effect.do for _, effect in bench.done if isinstance(effect, CheckpointProcess)} == {"suspend", "resume"}
@@ -310,11 +313,11 @@ def test_the_driver_suspends_who_cannot_be_parked_and_nothing_stays_on_the_gpu()
 
 
 def test_a_process_the_driver_refuses_trains_on_and_one_it_loses_is_killed() -> None:
-    refusing = Bench([DUMB, DUMB], host=Host(driver=True, driver_refuses=1.0))
+    refusing = Bench([DUMB, DUMB], traits=NodeTraits(driver=True, driver_refuses=1.0))
     refusing.plan("timeslice", quantum_s=10.0)
     refusing.run(100.0)
     assert [refusing.finish_s(0), refusing.finish_s(1)] == pytest.approx([30.0, 60.0])
-    losing = Bench([DUMB, DUMB], host=Host(driver=True, driver_loses=1.0))
+    losing = Bench([DUMB, DUMB], traits=NodeTraits(driver=True, driver_loses=1.0))
     losing.plan("timeslice", quantum_s=10.0)
     losing.run(20.0)
     assert outcomes(losing)[0].lost
@@ -322,11 +325,11 @@ def test_a_process_the_driver_refuses_trains_on_and_one_it_loses_is_killed() -> 
 
 
 def test_a_new_node_agent_finds_who_was_suspended_by_the_driver_and_goes_on_with_what_was_half_done() -> None:
-    bench = Bench([DUMB, DUMB], costs=Costs(suspend_s=0.1, resume_s=0.1), host=Host(driver=True))
+    bench = Bench([DUMB, DUMB], costs=Costs(suspend_s=0.1, resume_s=0.1), traits=NodeTraits(driver=True))
     bench.plan("timeslice", quantum_s=10.0)
     bench.run(3.0)  # the driver takes a second, from 2.5 s on
     assert bench.phases() == {"a0-1.0-a0": "parking"}
-    bench.agent = bench.machine.boot(beat_s=1e9, hello_s=1e9)
+    bench.agent = bench.node.boot(beat_s=1e9, hello_s=1e9)
     bench.run(3.2)
     assert bench.phases() == {"a0-1.0-a0": "running"}
     bench.run(40.0)
@@ -346,7 +349,7 @@ def test_when_pairs_are_not_wanted_any_more_they_take_turns_and_nothing_is_waite
 
 def test_a_task_that_must_leave_and_refuses_to_be_parked_is_suspended_by_the_driver() -> None:
     balking = replace(facts(100.0), balks=True)
-    bench = Bench([balking], host=Host(driver=True))
+    bench = Bench([balking], traits=NodeTraits(driver=True))
     bench.plan("timeslice")
     bench.run(5.0)
     bench.plan("timeslice", want="vacate")

@@ -237,8 +237,8 @@ def test_gpu_time_of_the_rows_is_that_of_all_leases_also_of_trials_that_are_drop
     leased = sum(simulation.leased.values())
     assert leased > 400.0
     assert sum(row.useful_gpu_s + row.wasted_gpu_s for row in result.apps) == pytest.approx(leased)
-    assert all(tale.held_gpu_s >= tale.useful_gpu_s for tale in simulation.world.shelf.tales.values())
-    assert sum(tale.held_gpu_s for tale in simulation.world.shelf.tales.values()) <= leased + 1e-6
+    assert all(account.held_gpu_s >= account.useful_gpu_s for account in simulation.world.storage.accounts.values())
+    assert sum(account.held_gpu_s for account in simulation.world.storage.accounts.values()) <= leased + 1e-6
     standing = [(later[0] - now[0]) * now[1] for now, later in pairwise(result.timeline)]
     assert sum(standing) == pytest.approx(leased)
 

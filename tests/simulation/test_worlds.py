@@ -24,7 +24,7 @@ from simulator.cluster import parse_cluster
 from simulator.costs import Costs
 from simulator.faults.checks import Checks, Violation, unsettled
 from simulator.faults.injector import Network
-from simulator.faults.runs import Verdict, run_world, run_worlds, summary
+from simulator.faults.runs import WorldVerdict, run_world, run_worlds, summary
 from simulator.faults.scenario import NetworkOptions, draw, facts_of
 from simulator.world import Actor, World
 from tests.support.app_harness import spec_of
@@ -74,7 +74,7 @@ def test_seeds_differ_and_options_cover_what_can_go_wrong() -> None:
         *("crash", "freeze", "cut", "vanish", "power", "gpu", "cancel", "policy", "sharing"),
         *("worker-crash", "worker-kill", "worker-deaf", "worker-stall"),
     }
-    assert {fault.who.role for each in options for fault in each.faults if fault.kind == "crash"} == {
+    assert {fault.party.role for each in options for fault in each.faults if fault.kind == "crash"} == {
         *("arbiter", "node", "app"),
     }
     assert any(app.spec.spans for each in options for app in each.apps)
@@ -91,7 +91,7 @@ def test_half_of_the_worlds_share_gpus_in_every_way() -> None:
     assert 80 <= sharing["exclusive"] <= 120
     assert min(sharing["timeslice"], sharing["pack"]) >= 30
     shared = [each for each in options if each.settings.sharing != "exclusive"]
-    hosts = [host for each in shared for _, host in each.hosts]
+    hosts = [host for each in shared for _, host in each.traits]
     assert any(host.driver and host.driver_loses for host in hosts)
     assert any(host.driver and host.driver_refuses for host in hosts)
     assert any(host.host_bytes for host in hosts)
@@ -180,8 +180,8 @@ def judged(world: World) -> Checks:
 
 def test_a_world_at_work_passes_and_what_is_over_leaves_nothing(running: World) -> None:
     checks = judged(running)
-    assert [worker.phase for machine in running.machines.values() for worker in machine.workers.values()] == ["running"]
-    running.run(until=400.0, done=lambda: all(living.over_at is not None for living in running.apps.values()))
+    assert [worker.phase for node in running.nodes.values() for worker in node.workers.values()] == ["running"]
+    running.run(until=400.0, done=lambda: all(sim_app.over_at is not None for sim_app in running.apps.values()))
     assert unsettled(running, ()) != {}  # the end is said, and not yet heard
     running.run(until=420.0)
     checks.judge_whole(running)
@@ -195,17 +195,17 @@ def break_ownership(world: World) -> None:
 
 
 def break_fence(world: World) -> None:
-    next(iter(world.machines.values())).fence = (0, 0)
+    next(iter(world.nodes.values())).fence = (0, 0)
 
 
 def break_work(world: World) -> None:
     world.run(until=400.0, done=lambda: next(iter(world.apps.values())).over_at is not None)
-    next(iter(world.shelf.tales.values())).placed -= 1.0
+    next(iter(world.storage.accounts.values())).placed -= 1.0
 
 
 def break_finish(world: World) -> None:
     world.run(until=400.0, done=lambda: next(iter(world.apps.values())).over_at is not None)
-    next(iter(world.shelf.tales.values())).finish_s = None
+    next(iter(world.storage.accounts.values())).finish_s = None
 
 
 def break_gpu_time(world: World) -> None:
@@ -221,22 +221,22 @@ def break_tenant(world: World) -> None:
 
 
 def break_attempts(world: World) -> None:
-    machine = next(iter(world.machines.values()))
-    worker = next(iter(machine.workers.values()))
+    node = next(iter(world.nodes.values()))
+    worker = next(iter(node.workers.values()))
     spec = worker.spec
     older = {
         **{f: getattr(spec, f) for f in spec.__struct_fields__},
         "attempt": spec.attempt + 1,
         "task": "app1-1.0-a1",
     }
-    machine._start(type(spec)(**older))
+    node.perform(type(spec)(**older))
 
 
 def break_ownership_by_two(world: World) -> None:
-    machine = next(iter(world.machines.values()))
-    spec = next(iter(machine.workers.values())).spec
+    node = next(iter(world.nodes.values()))
+    spec = next(iter(node.workers.values())).spec
     fields = {f: getattr(spec, f) for f in spec.__struct_fields__}
-    machine._start(type(spec)(**{**fields, "task": "app1-1.0-a0.1"}))
+    node.perform(type(spec)(**{**fields, "task": "app1-1.0-a0.1"}))
 
 
 @pytest.mark.parametrize(
@@ -270,10 +270,10 @@ def test_the_command_prints_one_document_and_what_repeats_a_failure(monkeypatch:
     assert document["summary"]["worlds"] == 3
     assert document["failures"] == []
 
-    def broken(seeds: range, *, jobs: int, policy: str) -> Iterator[Verdict]:
+    def broken(seeds: range, *, jobs: int, policy: str) -> Iterator[WorldVerdict]:
         for verdict in map(run_world, seeds):
             fields = {name: getattr(verdict, name) for name in verdict.__struct_fields__}
-            yield Verdict(**{**fields, "wrong": "n1-g0 is used by two", "lines": ("the last words",)})
+            yield WorldVerdict(**{**fields, "wrong": "n1-g0 is used by two", "lines": ("the last words",)})
 
     monkeypatch.setattr("simulator.faults.runs.run_worlds", broken)
     result = CliRunner().invoke(command_line, ["worlds", "--count", "1", "--seed", "4"])

@@ -27,6 +27,7 @@ from protocol.messages import (
     TaskId,
     TaskStatus,
 )
+from tests.support.wishes import made
 
 APP = AppId("ada-1")
 
@@ -41,7 +42,7 @@ def spec_of(**changes: object) -> AppSpec:
         "name": "train.py",
         "steps_total": 100,
     }
-    return AppSpec(**(fields | changes))  # type: ignore[arg-type]
+    return AppSpec(**made(fields | changes))  # type: ignore[arg-type]
 
 
 def terms(gpu: str, *, leaving: bool = False) -> LeaseTerms:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event
@@ -40,12 +41,14 @@ from protocol.messages import (
     ToArbiter,
     seat,
 )
+from tests.support.wishes import made
 
 MessageT = TypeVar("MessageT")
 
 TEAM = TenantId("team")
+#: A site under the plainest policy; tests of probes, offers and bids ask for `AUCTION`.
 SETTINGS = ArbiterSettings(
-    policy="themis",
+    policy="fifo",
     lease_s=100.0,
     renewal_lead_s=10.0,
     round_pause_s=1.0,
@@ -56,6 +59,9 @@ SETTINGS = ArbiterSettings(
     app_timeout_s=40.0,
     admission_wait_s=5.0,
 )
+AUCTION = replace(SETTINGS, policy="themis")
+#: For tests of sites under `AUCTION`: the auction's loops are compiled before the tests' time limits begin.
+with_auction = pytest.mark.usefixtures("compiled_auction")
 LAUNCH = LaunchSpec(command=("python", "train.py"), cwd="/tmp", checkpoint_dir="/tmp/ckpt")
 
 
@@ -191,7 +197,7 @@ class Site:
             releases=tuple(releases),  # type: ignore[arg-type]
             ideal_s=ideal_s,
             left_s=left_s,
-            **more,  # type: ignore[arg-type]
+            **made(more),
         )
         return self.hear(Party("app", sender or app.rsplit("-", 1)[0]), report)
 
@@ -331,4 +337,17 @@ def records(effects: Sequence[Effect]) -> list[RoundRecord]:
     return [effect for effect in effects if isinstance(effect, RoundRecord)]
 
 
-__all__ = ["LAUNCH", "SETTINGS", "Grant", "Site", "gpu_id", "notes", "records", "sent", "task", "wish"]
+__all__ = [
+    "AUCTION",
+    "LAUNCH",
+    "SETTINGS",
+    "Grant",
+    "Site",
+    "gpu_id",
+    "notes",
+    "records",
+    "sent",
+    "task",
+    "wish",
+    "with_auction",
+]

@@ -23,7 +23,7 @@ from launch.client import Client, open_client
 from launch.faults import Fault
 from launch.site.site import Site, local_site, toml, wait_ready
 from launch.spec import environment
-from protocol.messages import ARBITER, Party
+from protocol.messages import ARBITER, Party, Requirements
 from tests.support.app_state import with_plain_ids
 from tests.support.gpu_watch import GpuWatch
 from tests.support.rabbitmq import PrivateRabbitMQ
@@ -148,7 +148,7 @@ class Cluster:
             steps_total=steps,
             step_serial_s=step_ms / 1000 * gang,
             restart_s=3.0,
-            grace_s=20.0,
+            requirements=Requirements(grace_s=20.0),
         )
         with self.client() as client:
             app = client.submit(spec)

@@ -36,6 +36,7 @@ from protocol.messages import (
     Party,
     ProbeReply,
     Query,
+    Requirements,
     RoundId,
     TaskId,
     TaskStatus,
@@ -142,6 +143,7 @@ class Forger:
             gang=gang,
             demand_max=min(demand, 2**53),
             jobs=jobs,
+            requirements=self._requirements(),
             releases=self.some(lambda: LeaseId(f"{app}/{self.count(9)}"), 2),
             level_max=self.one(LEVELS),
             ideal_s=self.seconds(),
@@ -149,18 +151,25 @@ class Forger:
             steps_lost=self.count(),
             suspensions=self.count(),
             metrics={"loss": self.one((0.0, 1.0, -1e300, 1e300))} if self.often(0.5) else {},
-            spans=self.often(0.3),
             left_s=self.seconds() if self.often(0.7) else None,
             left_gpu_s=self.seconds() if self.often(0.7) else None,
             loss_drop=self.one((0.0, 1e-300, 0.5, 1e12)),
             sizes=sizes if self.often(0.4) else (),
             move_s=self.seconds(),
-            weight=self.one((1.0, 1.0, 2.0, 1e-300, 0.1, 10.0)) if self.often(0.95) else 1e6,
-            utility=self._utility() if self.often(0.7) else None,
+            run="r1" if self.often(0.95) else "r2",
+        )
+
+    def _requirements(self) -> Requirements:
+        return Requirements(
+            spans=self.often(0.3),
+            grace_s=self.seconds(),
+            preempt_by=self.one(("auto", "checkpoint", "suspend")),
+            priority=0 if self.often(0.9) else self.one((-1000, 1000, 5)),
             kind=self.one(("batch", "batch", "interactive")),
             cpus=self.one((0.0, 0.0, 1.0, 64.0, 1e6, 1e-300)),
             host_bytes=self.one((0, 0, 2**30, 2**53)),
-            run="r1" if self.often(0.95) else "r2",
+            weight=self.one((1.0, 1.0, 2.0, 1e-300, 0.1, 10.0)) if self.often(0.95) else 1e6,
+            utility=self._utility() if self.often(0.7) else None,
         )
 
     def _polished(self, app: AppId, gang: int) -> tuple[JobWish, ...]:
@@ -172,8 +181,7 @@ class Forger:
             count = min(gang * self._dice.randint(0, 2), len(free)) // gang * gang
             gpus, free = tuple(sorted(free[:count])), free[count:]
             wish = replace(self._wish(app), job=JobId(f"{app}.{number}"), gpus=gpus)
-            priority = wish.priority if self.often(0.1) else 0
-            jobs.append(replace(wish, priority=priority, launch=LaunchSpec(("python",), "/tmp", "/tmp")))
+            jobs.append(replace(wish, launch=LaunchSpec(("python",), "/tmp", "/tmp")))
         return tuple(jobs)
 
     def _utility(self) -> Utility:
@@ -186,10 +194,7 @@ class Forger:
             self.count(3),
             self.gpus(),
             launch,
-            self.seconds(),
-            self.one(("auto", "checkpoint", "suspend")),
             suspended=self.often(0.3),
-            priority=self.one((0, 0, 0, -1000, 1000, 5)),
         )
 
     def _rho(self, owner: str) -> ProbeReply:

@@ -27,6 +27,7 @@ from arbiter.core.state.model import ArbiterSettings
 from launch.client import Client, open_client
 from launch.site.site import Watch, end_everything, in_process, local_site, memory_bus, wait_ready
 from launch.views import OVER
+from protocol.messages import Requirements
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "idioms"
@@ -175,7 +176,13 @@ def _on_a_site(name: str, folder: Path, out: Path) -> tuple[dict[str, Any], list
 def _spec(line: tuple[str, ...], folder: Path, gpus: int) -> AppSpec:
     root = str(folder / "checkpoints")
     return AppSpec(
-        trials=(line,), cwd=str(folder), checkpoint_root=root, env=ENVIRONMENT, gang=gpus, grace_s=20.0, restart_s=2.0
+        trials=(line,),
+        cwd=str(folder),
+        checkpoint_root=root,
+        env=ENVIRONMENT,
+        gang=gpus,
+        requirements=Requirements(grace_s=20.0),
+        restart_s=2.0,
     )
 
 

@@ -213,9 +213,9 @@ def die_at(label: str) -> None:
     done nothing yet. X is ``OrderWorker:suspend``, ``WorkerSaid:Suspended``, ``NoteWorker`` and the like.
     """
     when, _, what = label.partition(" ")
-    perform, handle = daemon._Hands.perform, NodeAgent.handle
+    perform, handle = daemon.Performer.perform, NodeAgent.handle
 
-    async def performing(self: daemon._Hands, effect: LocalEffect) -> None:
+    async def performing(self: daemon.Performer, effect: LocalEffect) -> None:
         if when == "before" and _name_of(effect) == what:
             os.kill(os.getpid(), signal.SIGKILL)
         await perform(self, effect)
@@ -228,7 +228,7 @@ def die_at(label: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return effects
 
-    daemon._Hands.perform = performing  # type: ignore[method-assign]
+    daemon.Performer.perform = performing  # type: ignore[method-assign]
     NodeAgent.handle = hearing  # type: ignore[method-assign]
 
 

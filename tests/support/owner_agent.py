@@ -6,11 +6,11 @@ import asyncio
 
 from protocol.bus import Bus, Link, NotProvisioned, Outgoing
 from protocol.codec import decode, encode
-from protocol.messages import ARBITER, AnyMessage, AppId, AppReport, Party, TenantId
+from protocol.messages import ARBITER, AnyMessage, AppId, AppReport, Party, Requirements, TenantId
 
 
 def report(owner: Party, number: int) -> AppReport:
-    return AppReport(AppId(f"{owner.id}-{number}"), TenantId("team"), "x", 1, "active", 1, 1, ())
+    return AppReport(AppId(f"{owner.id}-{number}"), TenantId("team"), "x", 1, "active", 1, 1, (), Requirements())
 
 
 class Agent:

@@ -44,7 +44,7 @@ class Error(enum.IntEnum):
 
 
 class Play:
-    """What the driver knows, in a folder."""
+    """The state of the driver, in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

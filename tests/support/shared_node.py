@@ -32,7 +32,7 @@ from tests.support.node_harness import GIB, NODE, Bench, gpu, hello, sample, tas
 
 
 class Nature(Struct, frozen=True):
-    """What a worker is like; `beside` is what is left of its speed beside the others of these names."""
+    """The properties of a worker; `beside` is the share of its speed beside each worker named."""
 
     step_s: float = 0.5
     peak_bytes: int = 10 * GIB

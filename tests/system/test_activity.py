@@ -21,7 +21,7 @@ TASK = TaskId("ada-1.0-a0")
 CYCLE_S = 0.8
 WINDOW_S = 25.0
 
-#: Works for a share of each cycle and idles for the rest, by the clock, whatever else the machine does.
+#: Works for a share of each cycle and idles for the rest, by the clock, under any other load.
 CYCLE = """
 import sys, time
 period, number = float(sys.argv[1]), 0
@@ -55,7 +55,7 @@ def running(script: str, *arguments: object) -> Iterator[int]:
 async def estimates(
     pid: int, enough: Callable[[Estimated], bool], *, times: int, window_s: float = WINDOW_S, every_s: float = 5.0
 ) -> list[Estimated]:
-    """Return what a watch says of the process, until it says what is enough or was due so many times."""
+    """Return the events of a watch on the process, up to one that is `enough` or until so many were due."""
     backend = SimulatedBackend("n1", 2)
     gpu = backend.devices()[0].gpu
     backend.intrude(gpu, pid)

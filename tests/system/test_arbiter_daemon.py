@@ -27,7 +27,19 @@ from protocol.codec import decode, encode
 from protocol.config import ConfigError
 from protocol.core import Connected
 from protocol.journal import JournalError
-from protocol.messages import ARBITER, Answer, AppId, AppReport, GpuId, LeaseId, NodeId, Party, Query, TenantId
+from protocol.messages import (
+    ARBITER,
+    Answer,
+    AppId,
+    AppReport,
+    GpuId,
+    LeaseId,
+    NodeId,
+    Party,
+    Query,
+    Requirements,
+    TenantId,
+)
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
 
 
@@ -244,7 +256,7 @@ async def test_a_restart_under_a_wall_clock_that_is_400_days_ahead_makes_nobody_
     """Ages and finish-time fairness were absurd from then on, also when the clock was right again."""
     config = ArbiterConfig(state_dir=str(tmp_path), arbiter=replace(SETTINGS, policy="fifo", admission_wait_s=0.0))
     app = Party("app", "ana")
-    report = AppReport(AppId("ana-1"), TenantId("team"), "train", 1, "active", 1, 1, ())
+    report = AppReport(AppId("ana-1"), TenantId("team"), "train", 1, "active", 1, 1, (), Requirements())
     for ahead_s in (0.0, 400 * 86_400.0, 0.0):
         bus = MemoryBus(MemoryBroker())
         async with asyncio.TaskGroup() as group:

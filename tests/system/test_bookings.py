@@ -16,8 +16,9 @@ from arbiter.core.policies.oasis.utility import parse
 from arbiter.core.registry import POLICIES, Entry
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import ending, open_client
-from launch.exit_codes import DONE
 from launch.site.site import in_process, local_site, memory_bus, wait_ready
+from protocol.exit_codes import DONE
+from protocol.messages import Requirements
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -69,8 +70,7 @@ def spec(folder: Path, name: str, gpu_s: float, utility: str, sizes: tuple[int, 
         steps_total=steps,
         step_serial_s=STEP_S,
         restart_s=0.2,
-        grace_s=10.0,
-        utility=parse(utility),
+        requirements=Requirements(grace_s=10.0, utility=parse(utility)),
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from arbiter.core.registry import POLICIES
-from launch import exit_codes
+from protocol import exit_codes
 
 PROGRAM = (sys.executable, "-m", "launch.cli")
 POLICY_NAMES = ", ".join(sorted(POLICIES))

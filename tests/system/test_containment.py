@@ -1,4 +1,4 @@
-"""What keeps tasks within their bounds, and that nothing of a task outlives it: real processes wherever there can be.
+"""Tasks stay within their bounds and nothing of a task outlives it: real processes wherever there can be.
 
 Groups are made in this host's cgroup v2 where it lets us. Limits of memory and cores need controllers there, and scopes
 a running systemd: where those are missing, what is written and what is run is looked at instead.
@@ -68,7 +68,7 @@ def is_gone(pid: int) -> bool:
 
 
 async def gone(pid: int) -> None:
-    """Wait until a process is no more; it may be anybody's child."""
+    """Wait until a process is no more; it may be the child of any process."""
     async with asyncio.timeout(10):
         while not is_gone(pid):
             await asyncio.sleep(0.01)
@@ -135,7 +135,7 @@ def test_a_systemd_that_refuses_is_an_error_with_its_words_and_the_mend(tmp_path
         Scope(Recorder(), systemd=tmp_path / "absent")
 
 
-def test_scopes_of_tasks_that_nobody_knows_are_killed_and_those_of_other_node_agents_are_not_even_listed(
+def test_scopes_of_unknown_tasks_are_killed_and_those_of_other_node_agents_are_not_even_listed(
     tmp_path: Path,
 ) -> None:
     run = Recorder(stdout="  gpu-arbiter-me-1.scope loaded active\n  gpu-arbiter-me-2.scope loaded active\n")
@@ -288,7 +288,7 @@ def test_the_shim_puts_the_task_into_its_group_and_writes_down_what_the_kernel_k
     assert (group / "cgroup.procs").read_text() == "0"
 
 
-def test_a_task_that_ran_out_of_host_memory_is_told_so_and_not_that_somebody_killed_it() -> None:
+def test_a_task_that_ran_out_of_host_memory_is_told_so_and_not_that_it_was_killed() -> None:
     reason = manager._out_of_memory(Exit(signal=9, oom_kills=2))
     task = Task(TASK, AppId("ada-1"), JobId("ada-1.0"), 0, (GPU,), Running())
     verdict = judge(task, WorkerGone(TASK, signal=9, reason=reason))
@@ -300,7 +300,7 @@ def test_a_task_that_ran_out_of_host_memory_is_told_so_and_not_that_somebody_kil
 
 
 class Bench:
-    """Workers without a core: what they post is looked at here."""
+    """Workers without a core: their events are looked at here."""
 
     def __init__(self, folder: Path, workers: Workers, posted: asyncio.Queue[LocalEvent]) -> None:
         self.folder, self.workers, self.posted = folder, workers, posted
@@ -343,7 +343,7 @@ async def bench(folder: Path, kind: Kind = "none", cgroup_root: str = "") -> Asy
         workers.close()
 
 
-#: Leaves its session and its parents twice over, keeps its environment, and says who it is.
+#: Leaves its session and its parents twice over, keeps its environment, and prints its pid.
 RUNAWAY = """
 import os, time
 if os.fork() == 0:
@@ -365,7 +365,7 @@ NAMELESS = "os.execve('/bin/sh', ['sh', '-c', 'echo $$ >pid; sleep 120'], {}) if
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(tmp_path: Path) -> Iterator[None]:
-    """End what a failed test has left running."""
+    """End the processes that a failed test has left running."""
     yield
     for path in tmp_path.glob("**/pid"):
         with suppress(ProcessLookupError, ValueError):
@@ -383,7 +383,7 @@ async def test_what_runs_away_from_a_task_ends_with_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-async def test_what_runs_away_from_a_task_whose_supervisor_is_killed_is_found_by_its_environment(
+async def test_a_process_that_ran_away_from_a_task_with_a_killed_supervisor_is_found_by_its_environment(
     tmp_path: Path,
 ) -> None:
     async with bench(tmp_path) as site:
@@ -488,7 +488,7 @@ async def test_a_group_whose_supervisor_is_killed_is_ended_whole(tmp_path: Path,
 
 @pytest.mark.slow
 @pytest.mark.timeout(60)
-async def test_a_new_node_agent_ends_the_groups_of_tasks_that_nobody_knows(tmp_path: Path, groups: str) -> None:
+async def test_a_new_node_agent_ends_the_groups_of_unknown_tasks(tmp_path: Path, groups: str) -> None:
     group = Path(groups) / f"task-{owner_of(tmp_path / 'state')}-forgotten"
     group.mkdir()
     left = sleeper()

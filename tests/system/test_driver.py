@@ -1,4 +1,4 @@
-"""Suspending real processes that know nothing of us, on virtual GPUs: what it frees, and what it costs to be hasty."""
+"""Suspending real processes that know nothing of us, on virtual GPUs: the freed memory, and the price of haste."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_the_next_node_agent_finds_a_suspended_task_and_resumes_it(bench: 
     assert bench.works(one)
 
 
-async def test_a_task_stopped_by_somebody_else_still_takes_its_gpu_memory(bench: Bench) -> None:
+async def test_a_task_stopped_by_another_program_still_takes_its_gpu_memory(bench: Bench) -> None:
     one = bench.start(100)
     for pid in bench.pids(one):
         os.kill(pid, signal.SIGSTOP)
@@ -154,7 +154,7 @@ async def test_what_a_process_has_started_is_stopped_with_it(bench: Bench) -> No
     assert bench.used_mib() == 0
 
 
-async def test_a_suspended_task_that_somebody_wakes_takes_its_gpu_memory_again(bench: Bench) -> None:
+async def test_a_suspended_task_that_another_program_wakes_takes_its_gpu_memory_again(bench: Bench) -> None:
     one = bench.start(100)
     pids = bench.pids(one)
     assert (await bench.checkpointer.suspend(pids, TIMEOUT_S)).ok

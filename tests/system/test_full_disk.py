@@ -104,7 +104,7 @@ async def test_how_a_task_ended_is_known_although_the_disk_was_full(disk: Path, 
 
 
 class Disk:
-    """What is written, or refused as a full disk does."""
+    """A record that is written, or refused as by a full disk."""
 
     def __init__(self) -> None:
         self.written: list[int] = []
@@ -141,7 +141,7 @@ async def test_what_was_not_written_is_written_in_its_newest_version_when_there_
         watching = asyncio.get_running_loop().create_task(keeper.watch())
         fake.error = None
         async with asyncio.timeout(10):
-            while len(told) < 2:  # noqa: ASYNC110 - nobody else tells
+            while len(told) < 2:  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.01)
         watching.cancel()
     assert (fake.written, told[1]) == ([1, 3, 10], RecordsFailing(""))

@@ -36,7 +36,7 @@ for step in range(start, 100_000):
 
 
 class Node:
-    """The workers of a node, and what they post."""
+    """The workers of a node, and their events."""
 
     def __init__(self, folder: Path, group: asyncio.TaskGroup) -> None:
         settings = Settings(

@@ -13,7 +13,7 @@ from protocol.messages import NodeReport, TaskOrder, TaskStatus
 from tests.support.node_site import NODE, find_task, node_site, task_order
 
 SCRIPT = Path(__file__).parent.parent / "support" / "one_engine.py"
-#: Far from both 1, what computing jobs make together at best, and 2, what waiting ones do.
+#: Far from both 1, the best of two computing jobs together, and 2, that of two waiting ones.
 GAIN_MIN = 1.3
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(170)]
@@ -26,7 +26,7 @@ def pair(folder: Path, *arguments: str) -> tuple[TaskOrder, TaskOrder]:
 
 
 async def verdict(folder: Path, *arguments: str) -> tuple[TaskStatus, TaskStatus]:
-    """What the node agent found out about two such jobs, once it has."""
+    """Return the verdict of the node agent on two such jobs, once it has one."""
     backend = SimulatedBackend(NODE, 1)
     shared = {"bootstrap_dir": str(bootstrap_dir()), "pack_gain_min": GAIN_MIN}
     async with node_site(folder, backend=backend, **shared) as site:

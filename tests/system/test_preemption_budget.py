@@ -13,8 +13,9 @@ from app_agent.core.spec import AppSpec
 from arbiter.core.leases.preemption_budget import NEGLIGIBLE_S
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import Client, ending, open_client
-from launch.exit_codes import DONE
 from launch.site.site import in_process, local_site, memory_bus, wait_ready
+from protocol.exit_codes import DONE
+from protocol.messages import Requirements
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -52,7 +53,7 @@ def spec(folder: Path, name: str, crash_s: float) -> AppSpec:
         checkpoint_root=str(folder / "checkpoints"),
         name=name,
         restart_s=0.5,
-        grace_s=2.0,
+        requirements=Requirements(grace_s=2.0),
     )
 
 

@@ -1,4 +1,4 @@
-"""A node agent with real processes, and GPUs that are not to be trusted or are used by somebody else."""
+"""A node agent with real processes, and GPUs that are not to be trusted or are used by strangers."""
 
 from __future__ import annotations
 

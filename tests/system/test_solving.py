@@ -44,6 +44,7 @@ from protocol.messages import (
     Probe,
     ProbeReply,
     Query,
+    Requirements,
     TenantId,
 )
 from protocol.shell import Shell
@@ -143,7 +144,9 @@ def app(number: int) -> Played:
             case _:
                 return None
 
-    return Played(lambda: AppReport(name, TenantId("t"), "train", next(seqs), "active", 1, 1, ()), reply)
+    return Played(
+        lambda: AppReport(name, TenantId("t"), "train", next(seqs), "active", 1, 1, (), Requirements()), reply
+    )
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from arbiter.core.state.model import ArbiterSettings
 from launch import views
 from launch.client import Client, open_client
 from launch.site.site import end_everything, in_process, local_site, memory_bus, wait_ready
-from protocol.messages import TenantId
+from protocol.messages import Requirements, TenantId
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -57,7 +57,7 @@ def spec(folder: Path, tenant: str, number: int) -> AppSpec:
         checkpoint_root=str(folder / "checkpoints"),
         tenant=tenant,
         name=f"{tenant}-{number}",
-        grace_s=10.0,
+        requirements=Requirements(grace_s=10.0),
     )
 
 

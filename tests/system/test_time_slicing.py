@@ -1,4 +1,4 @@
-"""Real training on one virtual GPU in turns: exact to the bit, one at a time, and whatever kills the node agent."""
+"""Real training on one virtual GPU in turns: exact to the bit, one at a time, also if the node agent is killed."""
 
 from __future__ import annotations
 

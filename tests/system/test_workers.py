@@ -48,7 +48,7 @@ A, B = "ada-1.0-a0", "bob-1.0-a0"
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind(tmp_path: Path) -> Iterator[None]:
-    """Kill what a failed test has left running."""
+    """Kill the processes that a failed test has left running."""
     yield
     for path in tmp_path.glob("state/workers/*/started.json"):
         started = msgspec.json.decode(path.read_bytes())
@@ -75,7 +75,7 @@ def is_gone(pid: int) -> bool:
 
 
 async def gone(pid: int) -> None:
-    """Wait until a process is no more; it may be anybody's child."""
+    """Wait until a process is no more; it may be the child of any process."""
     async with asyncio.timeout(10):
         while not is_gone(pid):
             await asyncio.sleep(0.01)
@@ -131,7 +131,7 @@ async def test_a_script_killed_by_a_signal_is_failed_and_says_which(site: Site) 
     assert "SIGSEGV" in status.reason
 
 
-async def test_a_finish_written_down_while_nobody_listened_counts(site: Site) -> None:
+async def test_a_finish_written_down_while_no_node_agent_listened_counts(site: Site) -> None:
     written = {"schema": "finished/v1", "task": A, "attempt": 0, "step": 9, "metrics": {"accuracy": 0.7}}
     text = f"""
 import json, os
@@ -355,7 +355,7 @@ MANNERS = {
 
 
 @pytest.mark.parametrize("manner", MANNERS)
-async def test_whatever_process_of_a_task_trains_is_heard(site: Site, manner: str) -> None:
+async def test_any_process_of_a_task_that_trains_is_heard(site: Site, manner: str) -> None:
     script = site.folder / "launch.py"
     script.write_text(textwrap.dedent(MANNERS[manner]))
     await site.plan(task_order(site.folder, A, sys.executable, str(script), sys.executable, str(WORKER), "work"))
@@ -366,8 +366,8 @@ async def test_whatever_process_of_a_task_trains_is_heard(site: Site, manner: st
 
 
 async def test_a_worker_that_ignores_orders_and_sigterm_is_killed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node_agent.core.agent.PROBE_S", 0.2)
-    monkeypatch.setattr("node_agent.core.agent.TERMINATE_S", 0.2)
+    monkeypatch.setattr("node_agent.core.ladder.PROBE_S", 0.2)
+    monkeypatch.setattr("node_agent.core.ladder.TERMINATE_S", 0.2)
     order = task_order(site.folder, A, "stubborn", grace_s=0.3)
     await site.plan(order)
     await site.status(A, lambda status: status.step >= 1)
@@ -392,7 +392,7 @@ time.sleep(60)
 
 
 async def test_the_helpers_of_a_killed_worker_die_with_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node_agent.core.agent.TERMINATE_S", 0.2)
+    monkeypatch.setattr("node_agent.core.ladder.TERMINATE_S", 0.2)
     text = f"""
 import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,6 +1,6 @@
 """Guests: apps that share the GPUs of others, a layer around `Policy.allocate` under policies that share none.
 
-What the policy decides stands. After it, apps that still want GPUs get seats on GPUs that other apps own, as *guests*;
+The policy's decision stands. After it, apps that still want GPUs get seats on GPUs that other apps own, as *guests*;
 how the jobs on one GPU then take turns is its node agent's. `rounds.seats` says which seat of a GPU is its owner's.
 
 - A guest's seat counts as nothing that its app holds: the app still wants GPUs of its own, and leaves the seat when it
@@ -40,7 +40,7 @@ def with_guests(view: View, allocation: Allocation) -> Allocation:
 
 
 class _Device:
-    """One GPU: who has a seat on it after the round, so far, and the seats that nobody has."""
+    """One GPU: its holders after the round, so far, and its free seats."""
 
     def __init__(self, view: GpuView) -> None:
         self.view = view
@@ -52,11 +52,12 @@ class _Device:
         if not self.free or not self.sitting or app.app in self.sitting:
             return False
         return all(
-            seat is not None and seat.cooperative and seat.priority <= app.priority for seat in self.sitting.values()
+            seat is not None and seat.cooperative and seat.priority <= app.requirements.priority
+            for seat in self.sitting.values()
         )
 
     def bears(self, app: AppView) -> bool:
-        """Whether `app`, a guest, may stay: nobody here is known not to give way."""
+        """Whether `app`, a guest, may stay: no other app here is known not to give way."""
         others = (seat for other, seat in self.sitting.items() if other != app.app)
         return not any(seat is not None and seat.cooperative is False for seat in others)
 

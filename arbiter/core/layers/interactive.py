@@ -57,7 +57,7 @@ SPARED_MOVES = 3.0
 ROOM_MADE_MAX = 1
 #: s of FitGpp, Eq. 3: how much a long grace period weighs beside a large demand.
 GRACE_WEIGHT = 4.0
-#: When another round is wanted for GPUs that nobody has now because their newcomer made room for an interactive app.
+#: When another round is wanted for GPUs that are free now because their newcomer made room for an interactive app.
 AGAIN_S = 1.0
 
 #: By what victims are ordered, who loses least first; see above. The first three make classes.
@@ -76,7 +76,7 @@ def serves(policy: Policy, share: float) -> bool:
 def allocate(policy: Policy, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
     """Return what the policy decides about what interactive apps do not keep, and what interactive apps get besides."""
     if (
-        not any(app.kind == "interactive" for app in view.apps)
+        not any(app.requirements.kind == "interactive" for app in view.apps)
         or view.shared
         or not serves(policy, view.interactive_share)
     ):
@@ -104,7 +104,7 @@ def _keeping(view: View, app: AppView) -> AppView:
 
 
 def _runs(app: AppView) -> bool:
-    """Whether what an app holds is whole gangs; what is left of a broken one waits like the GPUs of any other app."""
+    """Whether an app holds whole gangs; the rest of a broken gang waits like the GPUs of any other app."""
     counts = [len(app.kept)] if app.spans else Counter(gpu.node for gpu in app.kept).values()
     return all(count % app.gang == 0 for count in counts)
 
@@ -170,7 +170,7 @@ class _Serving:
         for unit in (*self._fresh, *self._units):
             self._has[unit.app.app] += len(unit.gpus)
         self._size_max = max((score_of(unit, view.nodes)[0] for unit in self._units), default=0.0)
-        self._grace_max = max((unit.app.grace_s for unit in self._units), default=0.0)
+        self._grace_max = max((unit.app.requirements.grace_s for unit in self._units), default=0.0)
 
     def _found_units(self, interactive: set[AppId]) -> list[Victim]:
         """Return what apps of class ``batch`` hold after this round, job by job."""
@@ -188,7 +188,7 @@ class _Serving:
         return [
             unit
             for app, gpus in sorted(after.items())
-            if app not in interactive and app in known and known[app].kind == "batch"
+            if app not in interactive and app in known and known[app].requirements.kind == "batch"
             for unit in units_of(known[app], gpus)
         ]
 
@@ -200,7 +200,7 @@ class _Serving:
         given: dict[AppId, list[GpuView]] = defaultdict(list)
         for gpu in self._view.gpus:
             app = self._apps.get(self._assign.get(gpu.gpu, AppId("")))
-            if app is None or app.kind != "batch" or app.app in interactive or self._often(app):
+            if app is None or app.requirements.kind != "batch" or app.app in interactive or self._often(app):
                 continue
             if not (app.kept or app.renewable):
                 given[app.app].append(gpu)
@@ -229,7 +229,7 @@ class _Serving:
         )
 
     def _place(self, app: AppView) -> bool:
-        """Give an interactive app what nobody has."""
+        """Give an interactive app free GPUs."""
         usable = (gpu for gpu in self._free if app.only is None or gpu.gpu in app.only)
         bundle = pick(Holes(usable), app, app.gang)
         left = any(gpu.gpu in self._freed for gpu in bundle)
@@ -248,7 +248,7 @@ class _Serving:
         self._interactive_hold += len(bundle)
         self._look_again_s.append(EMPTY_S)
         self._words[app.app].append(
-            f"it is an interactive app and waits for {gpus(len(bundle))} that somebody who is over is leaving"
+            f"it is an interactive app and waits for {gpus(len(bundle))} that an app which is over is leaving"
         )
         return True
 
@@ -291,7 +291,7 @@ class _Serving:
         free: dict[NodeId, list[GpuView]] = defaultdict(list)
         for gpu in self._free:
             free[gpu.node].append(gpu)
-        able = (each for each in self._ranked if each[1].app.priority <= app.priority)
+        able = (each for each in self._ranked if each[1].app.requirements.priority <= app.requirements.priority)
         spared: list[tuple[float, AppId]] = []
         for (loses, _, _), alike in groupby(able, key=lambda each: each[0][:3]):
             if loses and spared:
@@ -307,7 +307,7 @@ class _Serving:
         return None
 
     def _wait_for(self, app: AppView, spared: Sequence[tuple[float, AppId]]) -> None:
-        """Say why an interactive app waits, and look again when somebody is spared no longer."""
+        """Say why an interactive app waits, and look again when an app is spared no longer."""
         what = "what no other app of class batch holds would make room"
         if spared:
             spared_s, name = min(spared)
@@ -342,7 +342,7 @@ class _Serving:
         return sorted(((self._loss(unit), unit) for unit in (*self._fresh, *self._units)), key=lambda each: each[0])
 
     def _strike(self, victim: Victim) -> None:
-        """Note that one has made room: what else its app has comes after others from now on."""
+        """Note that a victim has made room: the rest of its app comes after others from now on."""
         app = victim.app.app
         gone = {gpu.gpu for gpu in victim.gpus}
         left = [each for each in self._ranked if each[1].gpus[0].gpu not in gone]
@@ -382,7 +382,7 @@ class _Serving:
         """Return why this one makes room, in words."""
         if victim.app.app in self._beginners:
             return "it has not begun, and loses nothing"
-        saves = "" if victim.app.movable else "; nobody who is known to save what he has done could"
+        saves = "" if victim.app.movable else "; no job that is known to save its work could"
         return f"few GPUs that can soon be left (score {self._score(victim):.3g}){saves}"
 
     def _score(self, unit: Victim) -> float:
@@ -391,7 +391,7 @@ class _Serving:
         return part + (GRACE_WEIGHT * grace_s / self._grace_max if self._grace_max else 0.0)
 
     def _bundle(self, app: AppView, victim: Victim, free: _Free) -> list[GpuView]:
-        """Return a gang for `app` of what one victim and nobody have; free GPUs on its node come first."""
+        """Return a gang for `app` of one victim's GPUs and free ones; free GPUs on its node come first."""
         nodes = sorted({gpu.node for gpu in victim.gpus})
         pool = [*(gpu for node in nodes for gpu in free.get(node, ())), *victim.gpus]
         if len(pool) < app.gang:

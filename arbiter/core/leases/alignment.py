@@ -7,7 +7,7 @@ that disturbs the fewest are drawn out until the last of them ends, and what is 
 The next round has room for the gang; who gets the GPUs is for the policy to say, as ever, and if it is not that gang's
 turn there will be another such round as much later.
 
-No GPU stands idle for it, nobody leaves earlier than he would have, and no lease is longer than one that begins now,
+No GPU stands idle for it, no job leaves earlier than it would have, and no lease is longer than one that begins now,
 nor drawn out again before a round has decided about it. A GPU that still drains for who has won it ends as if its lease
 began now. Where GPUs have several seats nothing is aligned: a guest's is in play at any time.
 
@@ -184,7 +184,7 @@ def _keep_gangs_together(turn: Turn) -> None:
         if gpu is None or not isinstance(gpu.state, Leased) or turn.state.apps[gpu.state.lease.app].gang == 1:
             continue
         lease = gpu.state.lease
-        if lease.round != turn.state.round or lease.expires_at > end:  # what is renewed in the last moment ends later
+        if lease.round != turn.state.round or lease.expires_at > end:  # one renewed in the last moment ends later
             continue
         for mate in leases.held(turn, lease.app):
             if isinstance(mate.state, Leased) and mate.state.lease.round == lease.round:

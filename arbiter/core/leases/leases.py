@@ -224,7 +224,7 @@ def close_account(turn: Turn, app_id: AppId) -> None:
         AppRecord(
             app=app_id,
             tenant=app.tenant,
-            weight=app.weight,
+            weight=app.requirements.weight,
             arrived_at=app.arrived_at,
             ended_at=app.state.at,
             allocated_gpu_s=standing.allocated_gpu_s,
@@ -246,7 +246,7 @@ def _may_have(turn: Turn, app: model.App, gpu: Gpu) -> bool:
 def _align(turn: Turn, newest: Lease) -> None:
     """Let leases won in one round end together, counted from the last to arrive: half a gang is of no use to anyone.
 
-    None ends earlier for it, but the newest of a gang of which a part is aligned with others; what is aligned stays.
+    None ends earlier for it, but the newest of a gang of which a part is aligned with others; an aligned lease stays.
     """
     mates = [gpu for gpu in held(turn, newest.app) if isinstance(gpu.state, Leased)]
     mates = [gpu for gpu in mates if isinstance(gpu.state, Leased) and gpu.state.lease.round == newest.round]
@@ -354,7 +354,7 @@ def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
 
 
 def is_in_play(turn: Turn, gpu: Gpu) -> bool:
-    """Whether a round may assign this GPU: a guest's at any time, and nobody comes to one that somebody is leaving."""
+    """Whether a round may assign this GPU: a guest's at any time, and none that its holder is leaving."""
     match gpu.state:
         case Free():
             return gpu.empty and model.usable(turn.state, gpu) and not turn.index.drains(gpu.id)

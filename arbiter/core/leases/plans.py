@@ -1,4 +1,4 @@
-"""What each node should do and what each app should know, derived from the state; pure and level-triggered.
+"""Plans for nodes and holdings for apps, derived from the state; pure and level-triggered.
 
 A plan names every task that should be on a node. A task runs if all its job's GPUs are leased to its app; if one is
 not, it vacates; if its app no longer wishes its job, or wishes nothing any more, it stops. A job's next attempt is
@@ -47,7 +47,7 @@ LEASE_ENDED = "its lease ended"
 #: Why what is parked is ended, to start again elsewhere.
 QUARANTINED = "the GPU that it is parked on is quarantined"
 
-#: What is ordered for an app that is over.
+#: The order for an app that is over.
 NOTHING: list[TaskOrder] = []
 
 Shares = dict[NodeId, tuple[GpuId, ...]]  #: a job's GPUs by node
@@ -65,7 +65,7 @@ def is_task_id(task: TaskId, job: JobId, attempt: int) -> bool:
 
 
 class Outline(Struct, frozen=True):
-    """What a plan follows from: the leases on the node, what each app has ordered there, and how GPUs are shared."""
+    """The grounds of a plan: the leases on the node, each app's orders there, and how GPUs are shared."""
 
     leases: tuple[tuple[model.Lease, model.Gpu], ...]
     orders: tuple[list[TaskOrder], ...]
@@ -79,9 +79,9 @@ class Outline(Struct, frozen=True):
         return alike and all(one is two for one, two in zip(self.orders, other.orders, strict=True))
 
 
-#: By node: what the plan that was sent last follows from.
+#: By node: the grounds of the plan that was sent last.
 OUTLINES: Cache[NodeId, Outline] = Cache(lasting=True)
-#: By app and node: what was last ordered there, with the app's jobs, its state and the version of its tasks.
+#: By app and node: the orders that were last given there, with the app's jobs, its state and the version of its tasks.
 ORDERS: Cache[AppId, dict[NodeId, tuple[object, object, int, list[TaskOrder]]]] = Cache(by_app=True)
 
 
@@ -118,7 +118,7 @@ def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> Nod
 
 
 def _orders_for(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
-    """Return what `node` should do for an app; what was said last if nothing of the app has stirred since."""
+    """Return the orders of an app for `node`; the last ones if nothing of the app has changed since."""
     app = turn.state.apps[app_id]
     if not app.active:
         return NOTHING
@@ -148,8 +148,8 @@ def _orders(turn: Turn, node: model.Node, app: model.App) -> list[TaskOrder]:
 def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tasks: list[Task]) -> list[TaskOrder]:
     """Return what `node` should do for one job, of which the arbiter knows these tasks on any node."""
     orders = [
-        # What is parked has nowhere to go on: left in peace it would keep the next attempt waiting for ever.
-        _order(job, task, "stop" if task.phase == "suspended" else "vacate", LEASE_ENDED)
+        # A parked task has nowhere to go on: left alone it would keep the next attempt waiting for ever.
+        _order(app, job, task, "stop" if task.phase == "suspended" else "vacate", LEASE_ENDED)
         for task in tasks
         # One that is over is named until its checkpoint is on the disk, or its node would forget it.
         if task.attempt < job.attempt and (task.alive or task.unflushed) and task.node == node.id
@@ -157,9 +157,11 @@ def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tas
     shares = _shares(turn, app, job)
     parts = [task for task in tasks if task.attempt == job.attempt]
     here = [task for task in parts if task.node == node.id]
-    orders += [_order(job, task, *_want(turn.state, task, shares, parts), gpus=shares.get(node.id)) for task in here]
+    orders += [
+        _order(app, job, task, *_want(turn.state, task, shares, parts), gpus=shares.get(node.id)) for task in here
+    ]
     if not here and node.id in shares and _may_start(turn, job, shares, tasks):
-        orders.append(_first_order(job, node.id, shares))
+        orders.append(_first_order(app, job, node.id, shares))
     return orders
 
 
@@ -197,16 +199,16 @@ def _is_needed(state: State, task: Task, shares: Shares) -> bool:
 def _want(state: State, task: Task, shares: Shares, parts: list[Task]) -> tuple[Want, str]:
     """Return what a task of the job's present attempt should do, and why if it should go; `parts` are all of them."""
     if any(_is_gone(state, other) for other in parts if other.id != task.id):
-        # What is parked could go on only together with the part that is over.
+        # A parked part could go on only together with the part that is over.
         return "stop" if task.phase == "suspended" else "vacate", "its job ended on another node"
     if task.phase == "suspended" and any(state.gpus[gpu].quarantined for gpu in task.gpus if gpu in state.gpus):
-        return "stop", QUARANTINED  # parked, it would wait for as long as nobody has looked at that GPU
+        return "stop", QUARANTINED  # parked, it would wait until that GPU is looked at
     mine = task.node in shares and _seats_of(task, shares[task.node]) == set(shares[task.node])
     return ("run", "") if mine else ("vacate", LEASE_ENDED)
 
 
 def _seats_of(task: Task, share: tuple[GpuId, ...]) -> set[GpuId]:
-    """Return the seats that a task is on; what is parked goes on on those of its `share` that are of the same GPUs."""
+    """Return the seats that a task is on; a parked one goes on on those of its `share` that are of the same GPUs."""
     if task.phase == "suspended" and sorted(map(device_of, task.gpus)) == sorted(map(device_of, share)):
         return set(share)
     return set(task.gpus)
@@ -223,41 +225,39 @@ def _all_leased(turn: Turn, app_id: AppId, gpus: tuple[GpuId, ...]) -> bool:
     return len(states) == len(gpus) and all(isinstance(s, Leased) and s.lease.app == app_id for s in states)
 
 
-def _order(job: model.Job, task: Task, want: Want, reason: str, *, gpus: tuple[GpuId, ...] | None = None) -> TaskOrder:
-    """Return the order for a task that exists; what is parked goes on on these of its app's `gpus`."""
+def _order(
+    app: model.App, job: model.Job, task: Task, want: Want, reason: str, *, gpus: tuple[GpuId, ...] | None = None
+) -> TaskOrder:
+    """Return the order for a task that exists; a parked one goes on on these of its app's `gpus`."""
     seats = {device_of(gpu): gpu for gpu in gpus or ()} if want == "run" else {}
     return TaskOrder(
         task=task.id,
-        app=_app_of(job),
+        app=app.id,
         job=job.id,
         attempt=task.attempt,
         gpus=tuple([seats.get(device_of(gpu), gpu) for gpu in task.gpus]),
         want=want,
         launch=job.launch,
-        grace_s=job.grace_s,
-        preempt_by=job.preempt_by,
+        grace_s=app.requirements.grace_s,
+        preempt_by=app.requirements.preempt_by,
         reason=reason,
-        priority=job.priority,
+        priority=app.requirements.priority,
     )
 
 
-def _first_order(job: model.Job, node: NodeId, shares: Shares) -> TaskOrder:
+def _first_order(app: model.App, job: model.Job, node: NodeId, shares: Shares) -> TaskOrder:
     return TaskOrder(
         task=task_id(job.id, job.attempt, list(shares).index(node)),
-        app=_app_of(job),
+        app=app.id,
         job=job.id,
         attempt=job.attempt,
         gpus=shares[node],
         want="run",
         launch=job.launch,
-        grace_s=job.grace_s,
-        preempt_by=job.preempt_by,
-        priority=job.priority,
+        grace_s=app.requirements.grace_s,
+        preempt_by=app.requirements.preempt_by,
+        priority=app.requirements.priority,
     )
-
-
-def _app_of(job: model.Job) -> AppId:
-    return AppId(job.id.rsplit(".", 1)[0])
 
 
 def _terms(turn: Turn, lease: model.Lease, gpu: model.Gpu, *, leaving: bool = False) -> LeaseTerms:

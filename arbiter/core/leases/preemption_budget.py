@@ -1,9 +1,9 @@
-"""What preemption may cost: work that can be neither saved nor suspended keeps its GPUs until that is bounded.
+"""The cost of preemption: work that can be neither saved nor suspended keeps its GPUs until that cost is bounded.
 
 To preempt such a job is to throw away all it has done since its attempt began. Done at every end of a lease, it would
 never end. So over its life a job may lose at most a fixed part of the time it has run (`preemption_budget`): it is
 preempted only if what it has lost already, and would lose now, is within that. A job that saves, or can be parked,
-loses next to nothing and is preempted as leases and policies say. What a broken node, a sick GPU or its owner takes is
+loses next to nothing and is preempted as leases and policies say. The loss by a broken node, a sick GPU or its owner is
 no preemption; it is counted all the same.
 
 Both times are what node agents measured (`Measured.ran_s`, `Measured.unsaved_s`).
@@ -44,7 +44,7 @@ def _costs_too_much(turn: Turn, task: Task) -> bool:
 
 
 def count(turn: Turn, task: Task) -> Task:
-    """Count what of an attempt's work has to be done again, now that it is over; what was counted before is not again.
+    """Count what of an attempt's work has to be done again, now that it is over; nothing is counted twice.
 
     Returns the task, which remembers what of it was counted.
     """
@@ -66,5 +66,6 @@ def count(turn: Turn, task: Task) -> Task:
 def tell_kept(turn: Turn, app: AppId, gpu: GpuId) -> None:
     """Say why an app keeps a GPU beyond its lease."""
     turn.tell(
-        app, f"keeps {gpu} beyond its lease: what runs there can neither save nor be suspended, and would be lost"
+        app,
+        f"keeps {gpu} beyond its lease: the job there can neither save nor be suspended, and its work would be lost",
     )

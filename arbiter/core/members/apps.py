@@ -96,6 +96,7 @@ def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
         level_max=report.level_max,
         jobs=(),
         state=Enrolling(),
+        requirements=screening.bounded(report.requirements, state.settings),
         apps_integral=state.apps_count.integral(turn.now),
         arrival=state.apps_arrived,
         run=report.run,
@@ -121,9 +122,9 @@ def note_voice(turn: Turn, app: App) -> None:
 
 
 def leave_out_silent(turn: Turn) -> None:
-    """End the leases of apps that are silent on GPUs where they run nothing: nobody would ever give them back.
+    """End the leases of apps that are silent on GPUs where they run nothing: no agent would ever give them back.
 
-    Nothing more is due to them either, or others would have less of what is fair for as long as nobody cancels them.
+    Nothing more is due to them either, or others would have less than is fair until these apps are cancelled.
     """
     for app_id in sorted(turn.index.active):
         app = turn.state.apps[app_id]
@@ -143,10 +144,10 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         app = replace(app, seen_at=turn.now)
         turn.state.apps[app.id] = app
         return app
-    settings = turn.state.settings
-    jobs = tuple(_job(wish, settings.priority_max) for wish in report.jobs)
+    jobs = tuple(map(_job, report.jobs))
+    requirements = screening.bounded(report.requirements, turn.state.settings)
     wants_more = report.demand_max > app.demand_max or app.report_seq < 0
-    if (jobs, report.demand_max, report.gang) != (app.jobs, app.demand_max, app.gang):
+    if (jobs, requirements, report.demand_max, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
         turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
         turn.apps.add(app.id)
     app = replace(
@@ -157,6 +158,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         demand_max=report.demand_max,
         level_max=report.level_max,
         jobs=jobs,
+        requirements=requirements,
         ideal_s=report.ideal_s,
         basis=report.basis,
         start_s=report.start_s,
@@ -164,7 +166,6 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         steps_lost=report.steps_lost,
         suspensions=report.suspensions,
         metrics=dict(report.metrics),
-        spans=report.spans,
         left_s=report.left_s,
         left_gpu_s=report.left_gpu_s,
         left_at=turn.now,
@@ -172,11 +173,6 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         sizes=report.sizes,
         move_s=report.move_s,
         demand_most=max(app.demand_most, report.demand_max),
-        utility=report.utility,
-        weight=min(report.weight, settings.weight_max),
-        kind=report.kind,
-        cpus=report.cpus,
-        host_bytes=report.host_bytes,
     )
     turn.state.apps[app.id] = app
     turn.follow(app)
@@ -184,16 +180,13 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     return app
 
 
-def _job(wish: JobWish, priority_max: int) -> Job:
+def _job(wish: JobWish) -> Job:
     return Job(
         id=JobId(wish.job),
         attempt=wish.attempt,
         gpus=wish.gpus,
         launch=wish.launch,
-        grace_s=wish.grace_s,
-        preempt_by=wish.preempt_by,
         suspended=wish.suspended,
-        priority=min(wish.priority, priority_max),
     )
 
 
@@ -255,7 +248,7 @@ def admit_waiting(turn: Turn) -> None:
         verdict = _of_named_tenant(turn.state, app) or admit_what_fits(cluster, _newcomer(app))
         if verdict.admitted and sales.sells(turn):
             if turn.now < _admission_at(turn.state):
-                continue  # what there is to sell is known when nodes have had time to enrol
+                continue  # the GPUs for sale are known when nodes have had time to enrol
             verdict = sales.sell(turn, app)
         if verdict.admitted:
             turn.put_app(turn.state.apps[app.id], Active())
@@ -289,7 +282,7 @@ def _newcomer(app: App) -> AppView:
         rho=None,
         kept=(),
         renewable=(),
-        spans=app.spans,
+        requirements=app.requirements,
     )
 
 

@@ -36,7 +36,7 @@ def take_report(turn: Turn, report: NodeReport) -> None:
 def is_plausible(turn: Turn, report: NodeReport) -> bool:
     """Whether a node agent can have counted its own starts so far.
 
-    Whoever says more than the node agent silences it until it counts on from there, so there must be more to count.
+    A sender that counts higher than the node agent silences it until it has counted on, so there must be more to count.
     """
     known = turn.state.nodes.get(report.node)
     if report.incarnation <= max(turn.now, 0 if known is None else known.incarnation) + INCARNATION_STEP_MAX:
@@ -92,7 +92,7 @@ def _take_gpus(turn: Turn, node: Node, report: NodeReport) -> None:
 
 
 def _whole(reported: Sequence[GpuStatus]) -> dict[GpuId, GpuStatus]:
-    """Return what was reported, by seat: what ails a GPU on one seat ails it on all; none is there without the first.
+    """Return what was reported, by seat: a fault of a GPU on one seat is one on all; none is there without the first.
 
     A quarantined GPU counts as not healthy.
     """
@@ -110,7 +110,7 @@ def _whole(reported: Sequence[GpuStatus]) -> dict[GpuId, GpuStatus]:
 
 
 def _may_move(turn: Turn, gpu: Gpu) -> bool:
-    """Whether a GPU may turn up on another node: nobody has a seat on it, and its old node does not report it."""
+    """Whether a GPU may turn up on another node: no app has a seat on it, and its old node does not report it."""
     nobodys = turn.index.seats[device_of(gpu.id)] <= turn.index.free
     return nobodys and not (gpu.present and isinstance(turn.state.nodes[gpu.node].state, Up))
 
@@ -203,7 +203,7 @@ def _note_manners(turn: Turn, task: model.Task) -> None:
     cooperative, can_checkpoint = (all(each) for each in zip(*running, strict=True))
     if (app.cooperative, app.can_checkpoint) != (cooperative, can_checkpoint):
         turn.state.apps[app.id] = replace(app, cooperative=cooperative, can_checkpoint=can_checkpoint)
-        turn.state.news = turn.state.news or turn.state.settings.shared  # who may share a GPU with it has changed
+        turn.state.news = turn.state.news or turn.state.settings.shared  # other apps may share with it
 
 
 def _trains(task: model.Task) -> bool:
@@ -299,7 +299,7 @@ def _take_proofs(turn: Turn, node: Node, report: NodeReport) -> None:
 
 
 def _is_done_away(turn: Turn, gpu: Gpu, report: NodeReport) -> bool:
-    """Whether a seat is gone while its GPU is there: then nobody is on it, as a node reports all that is."""
+    """Whether a seat is gone while its GPU is there: then no task is on it, as a node reports all there are."""
     if model.is_first(gpu.id) or gpu.present or not turn.state.gpus[device_of(gpu.id)].present:
         return False
     return not any(gpu.id in task.gpus and task.phase != "exited" for task in report.tasks)
@@ -328,8 +328,8 @@ def lose_silent(turn: Turn) -> None:
 
 
 def forgive(turn: Turn) -> None:
-    """Hold nobody's silence during our own absence against them."""
-    turn.state.news = True  # who was left out of rounds for it is not any more
+    """Forgive the silence of nodes and apps during the arbiter's own absence."""
+    turn.state.news = True  # an app that was left out of rounds for it takes part again
     for node in list(turn.state.nodes.values()):
         if isinstance(node.state, Up):
             turn.state.nodes[node.id] = replace(node, state=Up(turn.now))

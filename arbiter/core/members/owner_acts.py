@@ -1,4 +1,4 @@
-"""What owners do to apps without the app agent that has them: their own, or as an administrator anybody's.
+"""Acts of owners on apps without their app agent: on their own apps, or as administrators on any.
 
 An app agent that has lost its journal knows its old apps no more, and an administrator never knew them. Each act is an
 event of the journal, a row of the ledger, and answered; the same act again is answered again, and done once.

@@ -86,12 +86,11 @@ def asking(app: App) -> AppView:
         rho=None,
         kept=(),
         renewable=(),
-        spans=app.spans,
+        requirements=app.requirements,
         left_s=app.left_s,
         left_gpu_s=app.left_gpu_s,
         left_at=app.left_at,
         sizes=app.sizes,
-        utility=app.utility,
         booking=app.booking,
     )
 
@@ -179,7 +178,7 @@ def reprice(turn: Turn, before: ArbiterSettings) -> None:
     for app_id, app in sorted(turn.state.apps.items()):
         if app.booking is not None:
             turn.state.apps[app_id] = replace(app, booking=replace(app.booking, slots=()))
-        elif old is None and app.active and app.utility is not None:
+        elif old is None and app.active and app.requirements.utility is not None:
             turn.state.apps[app_id] = replace(app, booking=UNASKED)
     turn.state.slot = (0, -1)
 

@@ -1,4 +1,4 @@
-"""What is refused at the door: reports that contradict themselves, and wishes beyond what the site allows.
+"""Screening of reports: those that contradict themselves are refused, and wishes beyond the site's limits.
 
 An app agent is its owner's, who may have written it anew. So what is bounded is bounded here, whatever the app agent
 says, and what cannot be meant is refused with the field's name before any policy sees it.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 
+from msgspec.structs import replace
+
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import ArbiterSettings, State
-from protocol.messages import AppReport, JobWish
+from protocol.messages import AppReport, JobWish, Requirements
 
 #: Names in a refusal: it has to fit into a message.
 NAMES_MAX = 20
@@ -63,21 +65,29 @@ def _mistake_in_launch(wish: JobWish) -> str:
 def presumption(state: State, index: Index, owner: str, report: AppReport) -> str:
     """Return what a new app is beyond what the site allows its owner, in one sentence; empty if nothing."""
     settings = state.settings
-    priority = max((wish.priority for wish in report.jobs), default=0)
-    if priority > settings.priority_max:
+    wished = report.requirements
+    if wished.priority > settings.priority_max:
         return (
-            f"priority is {priority}, and this site allows at most {settings.priority_max}; lower it, or have the "
-            "administrator raise priority_max in the arbiter's configuration"
+            f"priority is {wished.priority}, and this site allows at most {settings.priority_max}; lower it, or have "
+            "the administrator raise priority_max in the arbiter's configuration"
         )
-    if report.weight > settings.weight_max:
+    if wished.weight > settings.weight_max:
         return (
-            f"weight is {report.weight:g}, and this site allows at most {settings.weight_max:g}; lower it, or have the "
+            f"weight is {wished.weight:g}, and this site allows at most {settings.weight_max:g}; lower it, or have the "
             "administrator raise weight_max in the arbiter's configuration"
         )
-    if report.kind not in settings.classes:
+    if wished.kind not in settings.classes:
         allowed = " or ".join(settings.classes)
-        return f"its class is {report.kind!r}, and this site allows {allowed} only; submit it with --class {allowed}"
+        return f"its class is {wished.kind!r}, and this site allows {allowed} only; submit it with --class {allowed}"
     return _no_member(settings, owner, report) or _too_many(settings, index, owner)
+
+
+def bounded(wished: Requirements, settings: ArbiterSettings) -> Requirements:
+    """Return what a user wishes, as far as the site allows it: an app may ask for more after it was admitted."""
+    within = (min(wished.priority, settings.priority_max), min(wished.weight, settings.weight_max))
+    if within == (wished.priority, wished.weight):
+        return wished
+    return replace(wished, priority=within[0], weight=within[1])
 
 
 def _no_member(settings: ArbiterSettings, owner: str, report: AppReport) -> str:

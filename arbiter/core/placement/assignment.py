@@ -1,11 +1,11 @@
-"""What policies share: dealing out the GPUs in play by whole gangs, admission, and the words for what happened.
+"""Assignment of the GPUs in play by whole gangs, admission, and the sentences on it: shared by all policies.
 
 Rounds may have thousands of apps and of GPUs, and most apps get nothing. So what is left is kept by machine, an app
 that cannot be served is passed over without a look at any GPU, and only who gets new GPUs has its places compared.
 
 Preferred are, in this order: GPUs the app holds (a renewal is no restart), for an app that spans machines the rack
 where it is already, machines where it is already, one machine that holds all it gets (else, for an app that spans, one
-rack), free GPUs before those that somebody else must leave, the tightest hole, one slot.
+rack), free GPUs before those that another app must leave, the tightest hole, one slot.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from protocol.messages import AppId, GpuId, Level, NodeId
 
 Pool = dict[GpuId, GpuView]
 
-#: What a move costs while nobody has measured it, seconds: the upper end of what restarts of training scripts take.
+#: The cost of a move while none was measured, seconds: the upper end for restarts of training scripts.
 MOVE_S = 60.0
 
 
 class Holes:
     """GPUs that are left, by machine; machines with none are not there.
 
-    `claims` says which of them somebody holds who must leave first, and how much that is to be avoided (1 or more).
+    `claims` names those whose holder must leave first, and says how much that is to be avoided (1 or more).
     """
 
     def __init__(self, gpus: Iterable[GpuView], claims: Mapping[GpuId, int] = MappingProxyType({})) -> None:
@@ -61,7 +61,7 @@ class Holes:
         pool[gpu.gpu] = gpu
 
     def claim(self, gpu: GpuId, weight: int) -> None:
-        """Say, or say anew, that somebody holds a GPU that is left; nothing is said of others."""
+        """Say, or say anew, that a GPU which is left has a holder; nothing is said of others."""
         view = self.views.get(gpu)
         if view is not None:
             if gpu not in self.claims:
@@ -75,7 +75,7 @@ class Holes:
         self._alike = True
 
     def add(self, gpu: GpuView) -> None:
-        """Put back a GPU, which nobody else claims."""
+        """Put back a GPU, which no other app claims."""
         self._put(gpu)
         self._largest = None
 
@@ -122,7 +122,7 @@ class Holes:
 
 
 class Deal:
-    """The GPUs in play while they are dealt: what is left, and who got what. Each GPU goes to at most one app.
+    """The GPUs in play while they are dealt: those that are left, and those of each app; none goes to two apps.
 
     `gpus` and `claims` (see `Holes`) are all that are in play, and those that an app of the view holds, unless given.
     """
@@ -148,7 +148,7 @@ class Deal:
             self._owner[gpu.gpu] = app
 
     def take_back(self, app: AppId) -> None:
-        """Put all that `app` got back to what is left, claimed by nobody."""
+        """Put all GPUs that `app` got back to those that are left, unclaimed."""
         for gpu in self.got.pop(app, ()):
             self.left.add(gpu)
             del self._owner[gpu.gpu]
@@ -247,7 +247,7 @@ def pick(
     near
         GPUs the app has anyway.
     held
-        GPUs to take first, whoever claims them.
+        GPUs to take first, claimed or not.
     """
     if app.spans:
         count = min(count, len(holes))
@@ -271,7 +271,7 @@ def _best(
     """Return the best bundle in one place of that level."""
     homes = {place_of(gpu, level) for gpu in near}
     if len(homes) > 1:
-        return []  # what it has already lies further apart than that, so no union can lie closer
+        return []  # its own GPUs already lie further apart than that, so no union can lie closer
     kept_on = Counter(gpu.node for gpu in near)
     owned_on = Counter(holes.views[gpu].node for gpu in held if gpu in holes)
     best: list[GpuView] = []
@@ -439,12 +439,12 @@ def losses(lost: Sequence[GpuId], owner: Mapping[GpuId, AppId]) -> str:
     taken = [owner[gpu] for gpu in lost if gpu in owner]
     idle = len(lost) - len(taken)
     parts = [f"{len(taken)} went to {shares(taken)}"] * bool(taken)
-    parts += [f"{idle} {'goes' if idle == 1 else 'go'} to nobody"] * bool(idle)
+    parts += [f"{idle} {'stays' if idle == 1 else 'stay'} free"] * bool(idle)
     return f"; of the GPUs it held, {' and '.join(parts)}"
 
 
 def all_gone(owners: Iterable[AppId]) -> str:
-    """Return a clause on who got the GPUs in play, all of them; of nobody: that there are none."""
+    """Return a clause on which apps got the GPUs in play, all of them; without any: that there are none."""
     named = shares(owners)
     return f"nothing is left of the GPUs in play, which went to {named}" if named else "no GPU is in play"
 
@@ -455,7 +455,7 @@ def too_few_left(app: AppView, left: int) -> str:
 
 
 def shares(owners: Iterable[AppId]) -> str:
-    """Return ``a-1 (3), b-2 (1)``: who got how many, most first."""
+    """Return ``a-1 (3), b-2 (1)``: how many each app got, most first."""
     counts: Mapping[AppId, int] = Counter(owners)
     ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     named = [f"{app} ({count})" for app, count in ranked[:8]]

@@ -1,6 +1,6 @@
-"""Who makes room for an interactive app: what can be preempted, and FitGpp's score of it.
+"""Victims: the jobs that can be preempted for an interactive app, and FitGpp's score of each.
 
-What is preempted at once is a job: what it has on one node, or all of it where gangs span nodes. Of GPUs that no job is
+A job is preempted as one: its part on one node, or all of it where gangs span nodes. Of GPUs that no job is
 known to use, it is a gang; of an app with a single job, all that the app holds there. Where no job alone makes room,
 the fewest of one app on one node do.
 
@@ -44,7 +44,7 @@ class Demand(Struct, frozen=True):
 
 
 class Victim(Struct, frozen=True):
-    """What an app would leave at once; `node` is the first that it lies on.
+    """The GPUs that an app would leave at once; `node` is the first that they lie on.
 
     `part` tells apart what is one of several such there: its first GPU.
     """
@@ -63,11 +63,11 @@ class Victim(Struct, frozen=True):
 def demand_of(app: AppView, gpus: int) -> Demand:
     """Return what `app` takes of a node on which it has so many GPUs."""
     gangs = gpus / app.gang
-    return Demand(float(gpus), app.cpus * gangs, app.host_bytes * gangs)
+    return Demand(float(gpus), app.requirements.cpus * gangs, app.requirements.host_bytes * gangs)
 
 
 def capacity_of(node: NodeView | None) -> Demand:
-    """Return what a node has in all; what is not known is no bound."""
+    """Return the capacity of a node; an unknown one is no bound."""
     if node is None:
         return Demand(math.inf, math.inf, math.inf)
     return Demand(float(node.gpus), node.cpus or math.inf, node.host_bytes or math.inf)
@@ -149,7 +149,7 @@ def without(units: Iterable[Victim], victim: Victim) -> list[Victim]:
 def size_of(demand: Demand, capacity: Demand) -> float:
     """Return Size(D) = sqrt((D_cpu / C_cpu)^2 + (D_ram / C_ram)^2 + (D_gpu / C_gpu)^2).
 
-    *Source:* FitGpp (OpML 2019), Eq. 1. A resource whose capacity nobody knows counts for nothing.
+    *Source:* FitGpp (OpML 2019), Eq. 1. A resource of unknown capacity counts for nothing.
     """
     return math.hypot(demand.cpus / capacity.cpus, demand.host_bytes / capacity.host_bytes, demand.gpus / capacity.gpus)
 
@@ -166,4 +166,4 @@ def score_of(victim: Victim, nodes: Mapping[NodeId, NodeView]) -> tuple[float, f
     for node, count in sorted(counts.items()):
         known = nodes.get(node)
         size += size_of(demand_of(victim.app, count), capacity_of(known)) if known is not None else float(count)
-    return size, victim.app.grace_s
+    return size, victim.app.requirements.grace_s

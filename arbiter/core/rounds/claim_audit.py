@@ -1,4 +1,4 @@
-"""What apps claim of themselves, beside what node agents measured of their tasks: recorded, and nobody is punished.
+"""The claims of apps about themselves, beside the measurements of node agents: recorded, and no app is punished.
 
 Compared is what follows from steps alone, of apps whose every job runs on one node, has made enough mini-batches to be
 measured, has enough of them left, and has its GPUs to itself:
@@ -9,8 +9,8 @@ measured, has enough of them left, and has its GPUs to itself:
 - ``rho``, ``rho_none``: (elapsed + (total_steps - step - 1) * step_s) / T_id, where T_id = N_avg * total_steps * step_s
   * GPUs / min(R_C, most GPUs). Of apps with one job that uses all they hold; for ``rho_none``, with none of it in play.
 
-The rows of a bid say what has not happened and nobody can measure; they are left out, and so is all else that cannot be
-compared. A claim is off if it is so by more than `FACTOR` either way, and by more than messages take.
+The rows of a bid tell of what has not happened and cannot be measured; they are left out, and so is all else that
+cannot be compared. A claim is off if it is so by more than `FACTOR` either way, and by more than messages take.
 
 *Source:* Themis (NSDI 2020), Eq. 1; PAPERS.md section 1: iter_time_serial * S(G) is what node agents measure.
 """
@@ -37,7 +37,7 @@ NOISE_S = 10.0
 
 
 class Said(Struct, frozen=True):
-    """What an app said of itself in a round, where it said so: its rho, and its rho if it gains nothing."""
+    """The claims of an app in a round, if it made any: its rho, and its rho if it gains nothing."""
 
     rho: float | None = None
     rho_none: float | None = None
@@ -57,7 +57,7 @@ def compare(turn: Turn, said: Mapping[AppId, Said]) -> tuple[Claim, ...]:
 
 
 class _Measured(Struct, frozen=True):
-    """What was measured of an app's tasks, now: seconds of run time and GPU-seconds left; all GPUs together."""
+    """Measurements of an app's tasks, now: seconds of run time and GPU-seconds left; all GPUs together."""
 
     jobs: int
     gpus: int
@@ -90,7 +90,7 @@ def _measured(turn: Turn, app: App) -> _Measured | None:
 
 
 def _comparable(job: model.Job, task: Task) -> bool:
-    """Whether enough is known of a task that is all of its job and shares its GPUs with nobody."""
+    """Whether enough is known of a task that is all of its job and has its GPUs alone."""
     made, left = task.step - task.start_step, task.total_steps - task.step - 1
     if made < STEPS_MIN or left < STEPS_MIN or task.step_s <= 0.0:
         return False

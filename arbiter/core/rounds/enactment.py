@@ -1,7 +1,7 @@
-"""What is done of a round's decision: the assignment checked against the state when it comes.
+"""The enactment of a round's decision: the assignment checked against the state when it comes.
 
 A GPU may have left play by then, an app may be over, a gang may have lost a GPU. A policy may be late or wrong, a grant
-may not. What cannot be done is left as it is, and said; the next round has it.
+may not. The part that cannot be done is left as it is, and said; the next round has it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _comes(room: Displaced, winners: Mapping[GpuId, AppId], served: frozenset[Ap
 def _stays(
     rooms: Iterable[Displaced], desired: Mapping[GpuId, AppId], withheld: Mapping[GpuId, str]
 ) -> dict[GpuId, str]:
-    """Return the GPUs that nobody need leave, as no interactive app comes, each with a clause on why."""
+    """Return the GPUs that no app need leave, as no interactive app comes, each with a clause on why."""
     reasons = {desired[gpu]: why for gpu, why in withheld.items()}
     return {
         gpu: reasons.get(room.newcomer, "that interactive app got nothing")
@@ -99,7 +99,7 @@ def _may_take(turn: Turn, gpu: Gpu, takeable: frozenset[GpuId]) -> bool:
 
 
 def _move(turn: Turn, gpu: Gpu, app: model.App | None, *, newcomer: AppId | None, guest: bool) -> None:
-    """Let a GPU go to `app`, or to nobody; whoever has it leaves for that, or to make room for `newcomer`."""
+    """Let a GPU go to `app`, or to none; its holder leaves for that, or to make room for `newcomer`."""
     number = turn.state.round
     why = f"makes room for the interactive app {newcomer}" if newcomer is not None else ""
     match gpu.state:
@@ -177,7 +177,7 @@ def _usable(app: model.App, share: Sequence[Gpu], kept: Sequence[Gpu]) -> list[G
 
 
 def _rank(gpu: Gpu, app: AppId) -> int:
-    """Return how soon `app` can have a GPU: 0 it holds it, 1 it is free, 2 somebody must leave it."""
+    """Return how soon `app` can have a GPU: 0 it holds it, 1 it is free, 2 its holder must leave it."""
     match gpu.state:
         case Leased(lease):
             return 0 if lease.app == app else 2

@@ -29,7 +29,7 @@ from protocol.messages import AppId, Bid, Offer, OfferedGpu, Party, Probe, Probe
 
 #: After a round whose policy failed, the next one comes so much later: another view may do no harm to it.
 FAILED_AGAIN_S = 15.0
-#: When leases are about to end and nobody wants GPUs, that is looked at again so much later, or when there is news.
+#: When leases are about to end and no app wants GPUs, that is looked at again so much later, or when there is news.
 FRUITLESS_S = 1.0
 
 
@@ -57,7 +57,7 @@ def advance(turn: Turn, *, may_start: bool) -> None:
 
 
 def abort(turn: Turn, why: str, *, loudly: bool = False) -> None:
-    """Drop the round in progress, if there is one: what it waits for will not come, or too late."""
+    """Drop the round in progress, if there is one: the answer that it waits for will not come, or too late."""
     if not isinstance(turn.state.phase, Idle):
         turn.tell("rounds", f"round {turn.state.round} dropped: {why}", loudly=loudly)
         turn.state.phase = Idle(turn.now)
@@ -163,7 +163,7 @@ def awaits_solver(state: State) -> bool:
 
 
 def _try(turn: Turn) -> None:
-    """Start a round if there is something to give and somebody who wants it."""
+    """Start a round if there is something to give and an app that wants it."""
     state = turn.state
     state.news = False
     state.look_again_at = None
@@ -208,7 +208,7 @@ def _worst_off(turn: Turn, view: View, count: int) -> Sequence[AppView]:
     """Return the `count` apps that look worst off, by arrival: a budget on messages where there are thousands of apps.
 
     The arbiter's estimate of rho takes the run time left from an app's last report, and a lease more of one that has no
-    GPUs. Who does not say how long it takes is judged by its age alone.
+    GPUs. An app that does not say how long it takes is judged by its age alone.
     """
     if len(view.apps) <= count:
         return view.apps

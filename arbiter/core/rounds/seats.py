@@ -68,7 +68,7 @@ def _seating(turn: Turn) -> Seating:
 
 
 def _first(turn: Turn, seats: Sequence[Gpu]) -> GpuId | None:
-    """Return the seat of one GPU that is its owner's, or that an owner could have now: one where nobody is parked."""
+    """Return the seat of one GPU that is its owner's, or that an owner could have now: one where no job is parked."""
     for gpu in seats:
         if isinstance(gpu.state, Draining) and gpu.state.promised_to is not None:
             return gpu.id
@@ -150,5 +150,5 @@ def _seat(turn: Turn, gpu: Gpu) -> SeatView:
         due=leases.is_due(turn, lease),
         inherited=lease.guest and not guest,
         cooperative=app.cooperative,
-        priority=app.priority,
+        priority=app.requirements.priority,
     )

@@ -29,12 +29,12 @@ from arbiter.core.state.model import Draining, Gpu, Leased, State
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId, NodeId, TenantId
 
-#: An app that has not left so long after its grace period is waited for no longer: what it is on may never be empty.
+#: An app that has not left so long after its grace period is waited for no longer: its GPUs may never be empty.
 LEAVE_S = 60.0
 
 
 class Shown(Struct, frozen=True):
-    """What a round was last shown of an app, with all that it was derived from."""
+    """The view of an app that a round was last shown, with all that it was derived from."""
 
     app: model.App
     version: int  #: of what it holds and is promised
@@ -141,7 +141,7 @@ def _look_at(
 ) -> AppView:
     held = leases.held(turn, app.id)
     apart = (*renewable, *guest_at)
-    useful = promised[: max(0, app.demand_max - len(held))]  # what it has no use for must not stand for what it runs on
+    useful = promised[: max(0, app.demand_max - len(held))]  # a GPU of no use must not stand for one that it runs on
     kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in apart), *useful)]
     account = turn.state.history.apps.get(app.id) or AppAccount(app.tenant)
     had = account.allocated
@@ -156,7 +156,7 @@ def _look_at(
         kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
         renewable=renewable,
         only=seats.only(turn, app, guest_at),
-        spans=app.spans,
+        requirements=app.requirements,
         left_s=app.left_s,
         left_gpu_s=app.left_gpu_s,
         left_at=app.left_at,
@@ -164,19 +164,12 @@ def _look_at(
         served_gpu_s=app.tally.gpu_seconds,
         leases=len(held),
         granted_sum=math.fsum(gpu.state.lease.granted_at for gpu in held if isinstance(gpu.state, Leased)),
-        priority=app.priority,
         sizes=app.sizes,
         move_s=app.move_s,
         jobs=tuple([job.gpus for job in app.jobs]),
         cooperative=app.cooperative,
         movable=app.movable,
-        utility=app.utility,
         booking=app.booking,
-        weight=app.weight,
-        kind=app.kind,
-        cpus=app.cpus,
-        host_bytes=app.host_bytes,
-        grace_s=max((job.grace_s for job in app.jobs), default=0.0),
         preempted=app.preempted,
         preempted_in=app.preempted_in,
         allocated=(had.total - had.rate * had.since, had.rate),
@@ -194,11 +187,11 @@ def apps_mean(state: State, app: model.App, now: float) -> float:
 
 
 def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
-    """Return what nodes have, and what of that goes with GPUs that drain; none where nobody needs it."""
+    """Return the capacity of nodes, and the part that goes with draining GPUs; none where no policy needs it."""
     state = turn.state
     if not turn.policy.reserves_nodes and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
         return {}
-    drained: dict[tuple[NodeId, AppId], list[model.App | None]] = defaultdict(list)  #: by who leaves: who comes
+    drained: dict[tuple[NodeId, AppId], list[model.App | None]] = defaultdict(list)  #: by leaver
     for gpu_id in sorted(turn.index.draining):
         gpu = state.gpus[gpu_id]
         if isinstance(gpu.state, Draining):
@@ -227,7 +220,8 @@ def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
 def _taken(owners: Sequence[model.App | None]) -> tuple[float, float]:
     """Return the cores and bytes of memory that go with a GPU of each of these."""
     apps = [app for app in owners if app is not None]
-    return sum(app.cpus / app.gang for app in apps), sum(app.host_bytes / app.gang for app in apps)
+    shares = [(app.requirements.cpus / app.gang, app.requirements.host_bytes / app.gang) for app in apps]
+    return sum(cpus for cpus, _ in shares), sum(host_bytes for _, host_bytes in shares)
 
 
 def leaving(turn: Turn) -> frozenset[AppId]:
@@ -235,10 +229,10 @@ def leaving(turn: Turn) -> frozenset[AppId]:
     found = set()
     for gpu in (turn.state.gpus[gpu] for gpu in turn.index.draining):
         app = turn.state.apps.get(gpu.state.lease.app) if isinstance(gpu.state, Draining) else None
-        if isinstance(gpu.state, Draining) and app is not None and model.usable(turn.state, gpu):
-            grace_s = max((job.grace_s for job in app.jobs), default=0.0)
-            if turn.now < gpu.state.since + grace_s + LEAVE_S:
-                found.add(app.id)
+        if not isinstance(gpu.state, Draining) or app is None or not model.usable(turn.state, gpu):
+            continue
+        if turn.now < gpu.state.since + app.grace_s + LEAVE_S:
+            found.add(app.id)
     return frozenset(found)
 
 
@@ -247,7 +241,9 @@ def interactive_waits(turn: Turn) -> bool:
     settings = turn.state.settings
     if settings.shared or not interactive.serves(turn.policy, settings.interactive_share):
         return False
-    return any(turn.state.apps[app].kind == "interactive" for app in turn.index.active - turn.index.holders)
+    return any(
+        turn.state.apps[app].requirements.kind == "interactive" for app in turn.index.active - turn.index.holders
+    )
 
 
 def takeable(
@@ -285,4 +281,6 @@ def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
     settings = turn.state.settings
     if settings.shared or not interactive.serves(turn.policy, settings.interactive_share):
         return False
-    return any(app.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable for app in apps)
+    return any(
+        app.requirements.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable for app in apps
+    )

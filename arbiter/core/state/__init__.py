@@ -1,1 +1,1 @@
-"""What the arbiter knows, what may follow what, and what is derived from it."""
+"""The arbiter's state, its transitions, and the index that is derived from it."""

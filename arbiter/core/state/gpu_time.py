@@ -1,14 +1,14 @@
-"""Long-term GPU-time fairness (LTGF): who has had how much GPU time, and how much was fair, since counting began.
+"""Long-term GPU-time fairness (LTGF): the GPU time that each app and tenant has had, and that was fair.
 
 All figures are integrals over time of numbers that change at events only: an app comes, goes or wants another number
-of GPUs, a GPU changes hands, a job is parked, the cluster grows or shrinks. What apps and tenants have had is the sum
-of their leases, so that all of them, and the ledger's rows, add up. They are part of the arbiter's state, so the
-journal and its snapshots keep them over restarts, and a tenant's outlive its apps.
+of GPUs, a GPU changes hands, a job is parked, the cluster grows or shrinks. The time that apps and tenants have had is
+the sum of their leases, so that all of them, and the ledger's rows, add up. They are part of the arbiter's state, so
+the journal and its snapshots keep them over restarts, and a tenant's outlive its apps.
 
 How it works. Apps that share GPUs by weight are in a `Pool`: one of all apps (Eq. 3), one of each tenant's (Eq. 13). Of
 a pool with C GPUs an app of weight w that can use d of them has a fair rate of min(d, w C / sum of weights), which is
 the same for all apps of one weight and demand. So a pool keeps one integral per distinct pair of those, a `Group`, and
-an app only what that integral was when it joined. What an event costs is therefore the distinct pairs in the cluster's
+an app only what that integral was when it joined. The cost of an event is therefore the distinct pairs in the cluster's
 pool and in one tenant's, not their apps; where the number of GPUs or of tenants changes, those of all tenants.
 
 *Source:* Astraea (Ye et al., TPDS 2021), Eq. 1-8, 12, 13, 15, 16. Here larger is better, and 1 or more is fair.
@@ -30,7 +30,7 @@ UNFAIR_BELOW = 0.95
 
 
 class TenantTerms(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a tenant is due: a part of the GPUs by its `weight`, or the GPUs of its `quota`; others have weight 1.
+    """The dues of a tenant: a part of the GPUs by its `weight`, or the GPUs of its `quota`; others have weight 1.
 
     `members` are the owners whose apps may be its; where none is named, all may.
     """
@@ -137,7 +137,7 @@ class Spent(Struct, frozen=True):
 
     `draining` is of what it has had: from the end of a lease until the GPU was proven empty. `lost` likewise: what had
     to be done again, as attempts ended without having saved it. `parked` is not: GPUs times the time in which jobs lay
-    parked on them, while others had them or nobody.
+    parked on them, while they were free or others had them.
     """
 
     draining: Flow = Flow()
@@ -146,7 +146,7 @@ class Spent(Struct, frozen=True):
 
 
 class AppAccount(Struct, frozen=True):
-    """What an app has had, and what was fair.
+    """The GPU time that an app has had, and that was fair.
 
     `fair_all` and `fair_within` are its integrals by Eq. 4 and Eq. 15 up to when it joined its present group, less what
     that group had then; while it is in none (`demand` 0), the whole of them.
@@ -167,7 +167,7 @@ class AppAccount(Struct, frozen=True):
 
 
 class TenantAccount(Struct, frozen=True):
-    """What a tenant has had, and what was fair; both outlive its apps."""
+    """The GPU time that a tenant has had, and that was fair; both outlive its apps."""
 
     allocated: Flow = Flow()
     fair: Flow = Flow()  #: of min(demand, quota); Eq. 8

@@ -1,4 +1,4 @@
-"""The index: what would otherwise be searched for at every event; derived from the state, never part of it."""
+"""The index: answers that would otherwise be searched for at every event; derived from the state, never part of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Cache(Generic[KeyT, ValueT]):
 
 
 class Index:
-    """What would otherwise be searched for at every event: derived from the state, never part of it."""
+    """Answers that would otherwise be searched for at every event: derived from the state, never part of it."""
 
     def __init__(self, state: State) -> None:
         """Derive everything afresh."""
@@ -61,12 +61,12 @@ class Index:
         self._state = state
         self.over: list[tuple[float, AppId]] = []  #: the apps that are over, the oldest first
         self.caches: dict[Cache[Any, Any], dict[Any, Any]] = {}
-        #: What was last shown of GPUs, with what it was derived from: most are the same in the next round.
+        #: The last views of GPUs, with what they were derived from: most are the same in the next round.
         self._gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
         self.task_versions: dict[AppId, int] = defaultdict(int)  #: grows whenever its GPUs or tasks change
         self.holders: set[AppId] = set()  #: apps that have a GPU, leased or draining
         self._revocable: dict[GpuId, GpuView] = {}
-        self._free_views: dict[GpuId, GpuView] = {}  #: those of them that nobody has
+        self._free_views: dict[GpuId, GpuView] = {}  #: the free ones of them
         self._touched: set[GpuId] = set()  #: GPUs that have changed since those two were looked at
         self.versions: dict[AppId, int] = defaultdict(int)  #: grows whenever what an app holds or is promised changes
         for gpu in state.gpus.values():
@@ -146,7 +146,7 @@ class Index:
         return len(self.seats) < len(self._state.gpus)
 
     def drains(self, gpu: GpuId) -> bool:
-        """Whether somebody is leaving this GPU, on whatever seat."""
+        """Whether an app is leaving this GPU, on any seat."""
         return not self.draining.isdisjoint(self.seats[device_of(gpu)])
 
     def show(self, gpu: model.Gpu) -> GpuView:
@@ -288,7 +288,7 @@ def _filled(items: Iterable[tuple[str, set[GpuId]]] | Iterable[tuple[str, set[Ta
 
 
 def apps_on(state: State, index: Index, device: GpuId) -> list[AppId]:
-    """Return who has a GPU, leaving ones included: one for each of its seats that somebody has."""
+    """Return the apps that have a GPU, leaving ones included: one for each of its seats that is not free."""
     states = (state.gpus[seat].state for seat in sorted(index.seats[device]))
     return [app for app in map(app_of, states) if app is not None]
 

@@ -1,6 +1,6 @@
-"""What the arbiter knows: nodes, GPUs, leases, tasks, apps and the round in progress.
+"""The arbiter's state: nodes, GPUs, leases, tasks, apps and the round in progress.
 
-Values are frozen and a state is a class with its own data: what is free has no lease, what is idle has no deadline.
+Values are frozen and a state is a class with its own data: a free GPU has no lease, an idle phase has no deadline.
 `State` is the whole of it and the only thing that changes; it is what a snapshot holds, so everything in it encodes.
 Times are UNIX seconds as given to `handle`.
 """
@@ -29,15 +29,13 @@ from protocol.messages import (
     NodeId,
     Outcome,
     OwnerId,
-    PreemptBy,
-    Priority,
+    Requirements,
     Sharing,
     SiteId,
     StepSource,
     TaskId,
     TaskPhase,
     TenantId,
-    Utility,
     device_of,
 )
 
@@ -78,7 +76,7 @@ class ArbiterSettings(Struct, frozen=True):
     sharing: Sharing = "exclusive"  #: whether several jobs may have one GPU, in turns or at once
     seats: int = 4  #: the most jobs on one GPU, where GPUs are shared
     quantum_s: float = 60.0  #: how long a job's turn on a shared GPU lasts at least
-    tenants: tuple[TenantTerms, ...] = ()  #: what tenants are due; those that are not named have weight 1
+    tenants: tuple[TenantTerms, ...] = ()  #: the dues of tenants; a tenant that is not named has weight 1
     tenants_only: bool = False  #: refuse apps of tenants that are not named in `tenants`
     #: A job that can neither save nor be suspended may lose at most this part of the time it has run to preemption, and
     #: keeps its GPUs until that is so; 1: it may lose all.
@@ -134,7 +132,7 @@ class Lease(Struct, frozen=True):
 
 
 class Free(Struct, frozen=True, tag=True):
-    """Nobody's."""
+    """No app holds it."""
 
     since: float
 
@@ -247,7 +245,7 @@ class Task(Struct, frozen=True):
     samples: int = 0
     unflushed: bool = False
     ordered_seq: int = 0
-    counted: Toll = Toll()  #: what of it is in its app's tolls
+    counted: Toll = Toll()  #: the part of it that is in its app's tolls
 
     @property
     def helpless(self) -> bool:
@@ -270,10 +268,7 @@ class Job(Struct, frozen=True):
     attempt: int
     gpus: tuple[GpuId, ...]
     launch: LaunchSpec
-    grace_s: float
-    preempt_by: PreemptBy
     suspended: bool
-    priority: Priority = 0
 
 
 class Enrolling(Struct, frozen=True, tag=True):
@@ -317,7 +312,7 @@ Quantity = Literal["left_gpu_s", "left_s", "rho", "rho_none"]
 
 
 class Claim(Struct, frozen=True):
-    """What an app says of itself beside what node agents measured of its tasks; `ratio` is claimed / measured.
+    """A claim of an app beside the measurement of node agents; `ratio` is claimed / measured.
 
     `what` is ``left_gpu_s`` or ``left_s`` (of its reports), ``rho`` (its answer to the probe) or ``rho_none`` (of its
     bid). `source` and `confidence` are of the least certain of the mini-batch times behind `measured`.
@@ -359,11 +354,12 @@ class App(Struct, frozen=True):
     level_max: Level
     jobs: tuple[Job, ...]
     state: AppState
+    requirements: Requirements  #: what its user wishes, as far as the site allows it
     apps_integral: float  #: the integral of the number of apps over time when it arrived
     arrival: int = 0  #: how many had arrived before
     ideal_s: float = 0.0
-    basis: Basis = "measured"  #: what its times rest on
-    start_s: float = 0.0  #: what its first start took; alone it would take that, too
+    basis: Basis = "measured"  #: the grounds of its times
+    start_s: float = 0.0  #: how long its first start took; alone it would take that, too
     rho: float | None = None
     tally: Tally = Tally()
     migrations: int = 0
@@ -373,7 +369,6 @@ class App(Struct, frozen=True):
     ran: dict[TaskId, NodeId] = {}  #: its newest tasks and where their output is
     holdings_seq: int = 0
     holdings_digest: str = ""
-    spans: bool = False
     left_s: float | None = None
     left_gpu_s: float | None = None
     left_at: float = 0.0  #: when it said so
@@ -385,13 +380,8 @@ class App(Struct, frozen=True):
     cooperative: bool | None = None  #: whether its tasks can be suspended, by the last that ran; None: none has yet
     can_checkpoint: bool = False  #: likewise, whether they can leave and start elsewhere
     resting: bool = False  #: a task of it rests between its turns on a shared GPU
-    claims: tuple[Claim, ...] = ()  #: what was last told of its claims that are off
-    utility: Utility | None = None
-    booking: Booking | None = None  #: what it has bought, where the policy sells
-    weight: float = 1.0  #: among the apps of its tenant
-    kind: Kind = "batch"
-    cpus: float = 0.0  #: of each job; 0: it asks for none
-    host_bytes: int = 0
+    claims: tuple[Claim, ...] = ()  #: the last story line about its claims that are off
+    booking: Booking | None = None  #: the time that it has bought, where the policy sells
     preempted: int = 0  #: how often it made room for an interactive app: P of PAPERS.md section 3 is about that
     preempted_in: int = 0  #: the round in which it last did; later ones stand before it in the queue
     tolls: dict[JobId, Toll] = {}  #: of attempts that are over
@@ -403,15 +393,19 @@ class App(Struct, frozen=True):
         return isinstance(self.state, Active)
 
     @property
-    def priority(self) -> int:
-        """The highest of its jobs."""
-        return max((job.priority for job in self.jobs), default=0)
+    def spans(self) -> bool:
+        """Whether a gang may lie on several nodes."""
+        return self.requirements.spans
+
+    @property
+    def grace_s(self) -> float:
+        """The time its jobs are given to save; none once it wishes for no job."""
+        return self.requirements.grace_s if self.jobs else 0.0
 
     @property
     def movable(self) -> bool:
         """Whether its jobs are known to go on elsewhere from a checkpoint, if told to now."""
-        able = self.can_checkpoint and not self.resting
-        return able and all(job.preempt_by != "suspend" for job in self.jobs)
+        return self.can_checkpoint and not self.resting and self.requirements.preempt_by != "suspend"
 
     @property
     def only(self) -> tuple[GpuId, ...] | None:
@@ -454,11 +448,11 @@ class Bidding(Struct, frozen=True, tag=True):
     bidders: tuple[AppId, ...]
     awaited: set[AppId]
     bids: dict[AppId, Bid]
-    asked: frozenset[AppId] | None = None  #: who was asked for rho, where not everybody was
+    asked: frozenset[AppId] | None = None  #: the apps that were asked for rho, where not all were
 
 
 class Deciding(Struct, frozen=True, tag=True):
-    """The policy decides, outside of the core, about `in_play`; what it answers is checked when it comes."""
+    """The policy decides, outside of the core, about `in_play`; its answer is checked when it comes."""
 
     started_at: float
     deadline: float
@@ -466,7 +460,7 @@ class Deciding(Struct, frozen=True, tag=True):
     offered: tuple[GpuId, ...]
     bidders: tuple[AppId, ...]
     silent: tuple[AppId, ...]  #: bidders that sent no bid before the deadline
-    in_play: tuple[GpuId, ...]  #: what is left of `offered` when the bids are in
+    in_play: tuple[GpuId, ...]  #: the rest of `offered` when the bids are in
     seats: tuple[GpuId, ...] = ()  #: those that guests may get or leave
     takeable: tuple[GpuId, ...] = ()  #: those not in play that an interactive app may be given
     rhos_none: dict[AppId, float] = {}  #: as bid, by those of whose GPUs none was in play
@@ -511,17 +505,17 @@ class State(Struct):
     apps_arrived: int = 0
     round: int = 0
     phase: RoundState = Idle()
-    fruitless_at: float | None = None  #: when a round was last found to have nothing to give, or nobody to give it to
+    fruitless_at: float | None = None  #: when a round was last found to have nothing to give, or no taker
     look_again_at: float | None = None  #: the policy wants another round then, even if nothing happens
     news: bool = False  #: something happened since the last round that could change its result
     blocked: tuple[BlockedGangs, ...] = ()  #: the kinds of gangs, of several GPUs, that wait; see `alignment`
     aligned: dict[GpuId, float] = field(default_factory=dict)  #: whose leases end together, and when
     leases_made: int = 0
-    rest: StoryLine | None = None  #: what the last round tells the apps that it tells nothing of their own
+    rest: StoryLine | None = None  #: the sentence of the last round for apps without one of their own
     stories: dict[str, list[StoryLine]] = field(default_factory=dict)
     asked: tuple[Asked, ...] = ()  #: the apps that have asked for a booking last, the newest last
     slot: tuple[int, int] = (0, 0)  #: the slot and the number of usable GPUs for which bookings were last looked at
-    history: History = field(default_factory=History)  #: who has had how much GPU time
+    history: History = field(default_factory=History)  #: the GPU time of every app and tenant
     policy_failures: int = 0  #: how often a policy has raised an exception
     solver_ready: bool = True  #: policies that hold auctions can be asked
     site: SiteId = ""  #: which site this is (see `site`); empty: sites are not told apart

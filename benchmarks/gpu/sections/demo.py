@@ -26,7 +26,7 @@ from launch.demo import settings
 from launch.site.site import end_everything, in_process, local_site, memory_bus, wait_ready
 from launch.spec import environment
 from launch.views import OVER
-from protocol.messages import Sharing
+from protocol.messages import Requirements, Sharing
 
 JOB = Path(__file__).resolve().parents[1] / "job.py"
 NAMES = ("ana", "bob")
@@ -127,7 +127,7 @@ def _spec(folder: Path, scale: Scale, seed: int, name: str, gang: int) -> AppSpe
         env=environment([variable for variable in PASSED_ON if variable in environ], environ),
         gang=gang,
         steps_total=scale.steps,
-        grace_s=20.0,
+        requirements=Requirements(grace_s=20.0),
     )
 
 

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from msgspec.structs import replace
 
-from app_agent.core import jobs
+from app_agent.core import demand, jobs
 from app_agent.core.agent import AppAgent
 from arbiter.core import outbox
 from arbiter.core.arbiter import Arbiter
@@ -24,13 +24,13 @@ from arbiter.core.rounds import phases
 from arbiter.core.state.gpu_time import History
 from arbiter.core.state.model import Bidding, Draining, Free, Leased
 from arbiter.core.turn import Turn
-from node_agent.core import agent as node_core
-from node_agent.core.agent import NodeAgent
+from node_agent.core import ladder, plan_news, worker_news
 from node_agent.core.model import Task
 from node_agent.core.packing import Packs
 from node_agent.core.proof import Gpus
 from node_agent.core.slicing import Slices
-from node_agent.core.suspend_methods import Ways
+from node_agent.core.state import NodeState
+from node_agent.core.suspend_methods import SuspendMethods
 from node_agent.core.verdict import Verdict, judge
 from protocol.messages import LeaseId
 from simulator.faults.injector import Record
@@ -195,14 +195,14 @@ def plans_and_holdings_are_said_only_once() -> Iterator[None]:
 
 @mutant
 def a_node_obeys_older_plans() -> Iterator[None]:
-    plan = NodeAgent._plan
+    take_plan = plan_news.take_plan
 
-    def obedient(self: NodeAgent, message: Any) -> None:
-        self._fence = min(self._fence, (message.epoch, message.seq))
-        plan(self, message)
-        self._fence = (message.epoch, message.seq)
+    def obedient(node: NodeState, message: Any) -> None:
+        node.fence = min(node.fence, (message.epoch, message.seq))
+        take_plan(node, message)
+        node.fence = (message.epoch, message.seq)
 
-    with patch.object(NodeAgent, "_plan", obedient):
+    with patch.object(plan_news, "take_plan", obedient):
         yield
 
 
@@ -214,7 +214,7 @@ def a_gpu_counts_as_empty_while_its_worker_leaves() -> Iterator[None]:
 
 @mutant
 def a_node_does_not_ask_workers_to_leave() -> Iterator[None]:
-    with patch.object(NodeAgent, "_vacate", _nothing):
+    with patch.object(ladder, "vacate", _nothing):
         yield
 
 
@@ -224,7 +224,7 @@ def a_crash_counts_as_a_finish() -> Iterator[None]:
         verdict = judge(task, gone)
         return Verdict("finished", "", 0) if verdict.outcome == "failed" else verdict
 
-    with patch.object(node_core, "judge", kind):
+    with patch.object(worker_news, "judge", kind):
         yield
 
 
@@ -232,7 +232,7 @@ def a_crash_counts_as_a_finish() -> Iterator[None]:
 
 
 @mutant
-def who_starts_does_not_wait_until_the_gpu_is_free() -> Iterator[None]:
+def a_start_does_not_wait_until_the_gpu_is_free() -> Iterator[None]:
     with patch.object(Gpus, "obstacle_to", lambda *_args, **_options: ""):
         yield
 
@@ -245,13 +245,13 @@ def seats_of_one_gpu_count_as_gpus() -> Iterator[None]:
 
 @mutant
 def turns_never_end() -> Iterator[None]:
-    with patch.object(NodeAgent, "_rest", _nothing):
+    with patch.object(ladder, "rest", _nothing):
         yield
 
 
 @mutant
 def a_turn_goes_to_the_same_task_again() -> Iterator[None]:
-    with patch.object(Slices, "_rank", lambda _, sitter: (not sitter.fixed, not sitter.leaving, sitter.tasks)):
+    with patch.object(Slices, "_rank", lambda _, each: (not each.fixed, not each.leaving, each.tasks)):
         yield
 
 
@@ -263,18 +263,18 @@ def two_are_packed_whose_memory_exceeds_the_gpu() -> Iterator[None]:
 
 @mutant
 def host_memory_for_parked_workers_has_no_end() -> Iterator[None]:
-    with patch.object(Ways, "has_host_memory", lambda *_: True):
+    with patch.object(SuspendMethods, "has_host_memory", lambda *_: True):
         yield
 
 
 @mutant
-def who_was_lost_by_the_driver_counts_as_refused() -> Iterator[None]:
-    checkpointed = NodeAgent._checkpointed
+def a_task_lost_by_the_driver_counts_as_refused() -> Iterator[None]:
+    checkpointed = worker_news.checkpointed
 
-    def hopeful(self: NodeAgent, event: Any) -> None:
-        checkpointed(self, replace(event, lost=False))
+    def hopeful(node: NodeState, event: Any) -> None:
+        checkpointed(node, replace(event, lost=False))
 
-    with patch.object(NodeAgent, "_checkpointed", hopeful):
+    with patch.object(worker_news, "checkpointed", hopeful):
         yield
 
 
@@ -337,7 +337,7 @@ def an_attempt_keeps_its_number() -> Iterator[None]:
 
 @mutant
 def parked_jobs_wish_for_the_same_gpus() -> Iterator[None]:
-    with patch.object(AppAgent, "_displaced", lambda *_: False):
+    with patch.object(demand, "displaced", lambda *_: False):
         yield
 
 

@@ -45,8 +45,8 @@ FOUND_AT: dict[str, tuple[str, int]] = {
     "turns_never_end": ("themis", 10),
     "two_are_packed_whose_memory_exceeds_the_gpu": ("themis", 10),
     "what_an_app_gives_back_is_not_taken": ("themis", 3),
-    "who_starts_does_not_wait_until_the_gpu_is_free": ("themis", 3),
-    "who_was_lost_by_the_driver_counts_as_refused": ("themis", 32),
+    "a_start_does_not_wait_until_the_gpu_is_free": ("themis", 3),
+    "a_task_lost_by_the_driver_counts_as_refused": ("themis", 32),
 }
 #: What a planted fault says of itself if it no longer fits into the code it is planted in.
 MISFITS = ("TypeError", "AttributeError", "NameError")

@@ -88,7 +88,7 @@ class Standings:
         if had <= 0.0:
             return 0.0, 0.0, 0.0  # most of thousands
         told = self._view.tenants.get(app.tenant, _UNKNOWN)
-        share = min(app.demand_max, app.weight * told.gpus_per_weight)
+        share = min(app.demand_max, app.requirements.weight * told.gpus_per_weight)
         return had, self._view.fair_gpu_s(app) + share * lease_s, share
 
     def place_of_tenant(self, tenant: TenantId) -> tuple[float, bool]:
@@ -103,7 +103,7 @@ class Standings:
         """Return by what the apps of a tenant are served, the smallest first."""
         had, fair, share = self._app(app)
         if fair <= 0.0 < had:  # its tenant is due nothing, and gets what others leave
-            return inf, False, had / app.weight
+            return inf, False, had / app.requirements.weight
         index = _index(had, fair)
         if self._until_fair and index >= 1.0:
             behind = fair - PATIENCE * share * self._view.lease_s

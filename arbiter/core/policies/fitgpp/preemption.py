@@ -238,7 +238,7 @@ class Round:
 
     def asks(self, app: AppView) -> bool:
         """Whether an app takes anything of a node that is counted, beside GPUs."""
-        return bool(self.view.nodes) and (app.cpus > 0 or app.host_bytes > 0)
+        return bool(self.view.nodes) and (app.requirements.cpus > 0 or app.requirements.host_bytes > 0)
 
     def beside(self, app: AppView) -> str:
         """Return a clause on what an app takes of a node beside GPUs."""
@@ -248,7 +248,7 @@ class Round:
         """Return why no node could ever hold a gang of an app, for what it takes beside GPUs; empty if one could."""
         if not self.asks(app):
             return ""
-        asked = app.cpus, app.host_bytes
+        asked = app.requirements.cpus, app.requirements.host_bytes
         if asked not in self._beyond:
             self._beyond[asked] = self._misfit(replace(demand_of(app, app.gang), gpus=0.0))
         return self._beyond[asked]

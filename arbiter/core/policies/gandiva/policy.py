@@ -179,7 +179,7 @@ class _Round:
         return waiting
 
     def _turn(self, app: AppView) -> tuple[int, int, int]:
-        return -app.priority, self.has(app) // app.gang, self.servers.order(app.app)
+        return -app.requirements.priority, self.has(app) // app.gang, self.servers.order(app.app)
 
     def _place_gang(self, app: AppView) -> bool:
         """Place one gang of `app`, somehow; if it cannot be, note why."""
@@ -310,7 +310,10 @@ class _Round:
     def _may_join(self, app: AppView, device: GpuId) -> bool:
         """Whether all on a device can be suspended, and have no higher priority than `app`, which is not there yet."""
         others = [self.apps[other] for other in self.servers.sitting[device]]
-        able = all(other.cooperative and other.priority <= app.priority for other in others) and app not in others
+        able = (
+            all(other.cooperative and other.requirements.priority <= app.requirements.priority for other in others)
+            and app not in others
+        )
         return able and (self.view.shared or not others)
 
     # --- introspective mode -------------------------------------------------------------------------------------------

@@ -71,13 +71,13 @@ class _Asks(Struct, frozen=True):
 def _asks(terms: Terms, market: Market, app: AppView) -> _Asks:
     slot_s = terms.slot_s
     _, rest = _moment(market.now, slot_s)
-    assert app.utility is not None
+    assert app.requirements.utility is not None
     assert app.left_gpu_s is not None
     work_gpu_s = app.left_gpu_s * (1.0 + terms.margin)
     slots = work_gpu_s / slot_s
     grain = max(1, min(GRAIN, int(UNITS_MAX / max(1.0, slots))))
     counts = _counts(app, sum(count for _, count in market.gpus))
-    sigmoid = in_slots(app.utility, slot_s=slot_s, work_gpu_s=app.left_gpu_s)
+    sigmoid = in_slots(app.requirements.utility, slot_s=slot_s, work_gpu_s=app.left_gpu_s)
     if app.booking is not None and app.booking.worth > 0.0:
         sigmoid = replace(sigmoid, worth=app.booking.worth)  # not of what is left of its work
     request = Request(
@@ -248,7 +248,7 @@ class Sale:
         able: list[tuple[float, AppView]] = []
         for app in self._market.booked:
             booking, left_gpu_s = app.booking, app.left_gpu_s
-            if booking is None or app.utility is None or not left_gpu_s or booking.told <= 0.0:
+            if booking is None or app.requirements.utility is None or not left_gpu_s or booking.told <= 0.0:
                 continue
             ahead = booking.slots and booking.slots[-1][0] >= self._slot
             fits = left_gpu_s * (1.0 + self._terms.margin) <= UNITS_MAX * self._slot_s
@@ -370,15 +370,15 @@ class _Again:
     """
 
     def __init__(self, terms: Terms, market: Market, app: AppView, sold: Pool, home: tuple[int, ...]) -> None:
-        assert app.utility is not None
+        assert app.requirements.utility is not None
         assert app.left_gpu_s is not None
         self._terms = terms
         self._market = market
         self._app = replace(app, arrived_at=market.now)
-        self._utility = app.utility
+        self._utility = app.requirements.utility
         self._left_gpu_s = app.left_gpu_s
         self._slot_s = terms.slot_s
-        self._sigmoid = in_slots(app.utility, slot_s=self._slot_s, work_gpu_s=app.left_gpu_s)
+        self._sigmoid = in_slots(app.requirements.utility, slot_s=self._slot_s, work_gpu_s=app.left_gpu_s)
         self._sold = sold
         self._home = home
         self._cells = TRIED_CELLS_MAX

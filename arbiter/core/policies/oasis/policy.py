@@ -53,7 +53,7 @@ class Oasis(Policy):
 
     def sell(self, market: Market, app: AppView) -> Admission:
         """Admit `app` with a booking if its best schedule pays, or tell it what would; at any price if it has one."""
-        if app.utility is None:
+        if app.requirements.utility is None:
             return Admission(admitted=True, reason="declares no utility, so nothing is booked: it gets what is unsold")
         if app.left_gpu_s is None:
             return Admission(

@@ -99,7 +99,7 @@ def reward_of(view: View) -> dict[AppId, float]:
 
 def _candidate(view: View, app: AppView, left_gpu_s: float) -> Candidate:
     takes = max(1, app.demand_max)
-    utility = app.utility or Utility(2.0 * left_gpu_s / HOUR_S, 0.0, 0.0)
+    utility = app.requirements.utility or Utility(2.0 * left_gpu_s / HOUR_S, 0.0, 0.0)
     return Candidate(
         sigmoid=in_slots(utility, slot_s=HOUR_S, work_gpu_s=left_gpu_s),
         age=view.elapsed_s(app) / HOUR_S,

@@ -49,7 +49,7 @@ class GandivaFair(Ranked):
 def _share(view: View, app: AppView) -> float:
     """Return the GPUs that the tickets of `app` are worth now."""
     tenant = view.tenants.get(app.tenant, TenantView())
-    return max(LEAST_SHARE, min(app.demand_max, app.weight * tenant.gpus_per_weight))
+    return max(LEAST_SHARE, min(app.demand_max, app.requirements.weight * tenant.gpus_per_weight))
 
 
 def _pass_s(view: View, app: AppView) -> float:

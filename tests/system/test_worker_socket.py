@@ -1,4 +1,4 @@
-"""The socket of one task: each of its training processes has a connection, and nobody else."""
+"""The socket of one task: each of its training processes has a connection, and no other process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from node_agent.workers.worker_socket import Contact
+from node_agent.workers.worker_socket import WorkerSocket
 from protocol.messages import TaskId
 from protocol.worker import FromWorker, Hello, Order, decode_order, encode_line
 
@@ -26,7 +26,7 @@ class Site:
         self.ranks: list[Rank] = []
         self.own = {os.getpid()}
         self.gone: set[int] = set()
-        self.contact = Contact(
+        self.socket = WorkerSocket(
             TASK,
             lambda message, rank: self.said.append((rank, message)),
             self.left.append,
@@ -68,9 +68,9 @@ class Rank:
 @pytest.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     one = Site(tmp_path / "task.sock")
-    await one.contact.open(one.path)
+    await one.socket.open(one.path)
     yield one
-    one.contact.close()
+    one.socket.close()
     for rank in one.ranks:
         await rank.close()
 
@@ -79,10 +79,10 @@ async def test_each_rank_is_heard_and_ordered_by_its_number(site: Site) -> None:
     ranks = [await site.connect(rank, 2) for rank in (0, 1)]
     await site.heard(2)
     assert sorted(rank for rank, _ in site.said) == [0, 1]
-    assert site.contact.world == 2
-    assert site.contact.order(Order("tell", 1, 1), rank=1)
-    assert site.contact.order(Order("hold", 1, 2, at_step=7))
-    assert not site.contact.order(Order("tell", 1, 3), rank=2)
+    assert site.socket.world == 2
+    assert site.socket.order(Order("tell", 1, 1), rank=1)
+    assert site.socket.order(Order("hold", 1, 2, at_step=7))
+    assert not site.socket.order(Order("tell", 1, 3), rank=2)
     assert await ranks[0].order() == Order("hold", 1, 2, at_step=7)
     assert [await ranks[1].order(), await ranks[1].order()] == [Order("tell", 1, 1), Order("hold", 1, 2, at_step=7)]
 
@@ -94,14 +94,14 @@ async def test_a_rank_that_connects_again_takes_the_place_of_its_older_self_only
     assert await older.order() is None
     await site.heard(3)
     assert site.left == []
-    site.contact.order(Order("tell", 1, 1))
+    site.socket.order(Order("tell", 1, 1))
     assert (await newer.order(), await other.order()) == (Order("tell", 1, 1),) * 2
 
 
 async def test_it_is_silent_once_the_last_rank_has_gone(site: Site) -> None:
     ranks = [await site.connect(rank, 2) for rank in (0, 1)]
     await site.heard(2)
-    waiting = asyncio.get_running_loop().create_task(site.contact.wait_silent())
+    waiting = asyncio.get_running_loop().create_task(site.socket.wait_silent())
     await ranks[1].close()
     await asyncio.sleep(0.05)
     assert (site.left, waiting.done()) == ([1], False)
@@ -117,11 +117,11 @@ async def test_a_rank_that_does_not_fit_in_is_turned_away(site: Site, rank: int,
     await site.heard(1)
     assert await (await site.connect(rank, world)).order() is None
     assert len(site.said) == 1
-    site.contact.order(Order("tell", 1, 1))
+    site.socket.order(Order("tell", 1, 1))
     assert await first.order() == Order("tell", 1, 1)
 
 
-async def test_a_process_of_another_task_is_refused_and_cuts_nobody_off(site: Site) -> None:
+async def test_a_process_of_another_task_is_refused_and_cuts_no_rank_off(site: Site) -> None:
     """A neighbour's hello took the place of the worker's connection."""
     worker = await site.connect(0, 1)
     await site.heard(1)
@@ -130,15 +130,15 @@ async def test_a_process_of_another_task_is_refused_and_cuts_nobody_off(site: Si
         assert await (await site.connect(0, 1)).order() is None
     (line,) = logged
     assert line["reason"] == f"process {os.getpid()} is none of this task's"
-    site.contact.order(Order("tell", 1, 1))
+    site.socket.order(Order("tell", 1, 1))
     assert await worker.order() == Order("tell", 1, 1)
     assert (len(site.said), site.left) == (1, [])
 
 
-async def test_the_last_words_of_a_process_that_is_gone_are_heard_unless_they_could_cut_somebody_off(
+async def test_the_last_words_of_a_process_that_is_gone_are_heard_unless_they_could_cut_a_rank_off(
     site: Site,
 ) -> None:
-    """What a program of milliseconds said was refused, once its supervisor had reaped it: its metrics were lost."""
+    """The lines of a program of milliseconds were refused once its supervisor had reaped it: its metrics were lost."""
     site.gone.add(os.getpid())
     await site.connect(0, 1)
     await site.heard(1)
@@ -147,7 +147,7 @@ async def test_the_last_words_of_a_process_that_is_gone_are_heard_unless_they_co
     await site.heard(2)
     site.gone.add(os.getpid())
     assert await (await site.connect(0, 1)).order() is None
-    site.contact.order(Order("tell", 1, 1))
+    site.socket.order(Order("tell", 1, 1))
     assert await worker.order() == Order("tell", 1, 1)
 
 
@@ -158,4 +158,4 @@ async def test_a_program_that_is_followed_by_several_may_be_so(site: Site) -> No
     assert await alone.order() is None
     await site.connect(1, 2)
     await site.heard(3)
-    assert site.contact.world == 2
+    assert site.socket.world == 2

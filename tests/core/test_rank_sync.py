@@ -7,7 +7,7 @@ from itertools import count
 from msgspec.structs import replace
 
 from node_agent.core import rank_sync
-from node_agent.core.rank_sync import AHEAD_STEPS, AHEAD_STEPS_BLIND, Gang
+from node_agent.core.rank_sync import AHEAD_STEPS, AHEAD_STEPS_BLIND, Ranks
 from protocol.worker import Hello, Late, Order, Progress, Ready, Refused, Resumed, Saved, Suspended
 
 WISH = Order("suspend", 7, 1)
@@ -22,20 +22,20 @@ def progress(step: int, *, step_s: float = 0.0) -> Progress:
 
 
 class Table:
-    """A gang of two, both connected, and the numbers of its orders."""
+    """Two ranks of a task, both connected, and the numbers of its orders."""
 
     def __init__(self, world: int = 2) -> None:
         self.seqs = count(2)
-        self.gang = Gang()
+        self.ranks = Ranks()
         for rank in range(world):
             self.hear(rank, hello(rank, world=world))
 
     def ask(self, wish: Order = WISH) -> list[Order]:
-        self.gang, orders = rank_sync.ask(self.gang, wish, lambda: next(self.seqs))
+        self.ranks, orders = rank_sync.ask(self.ranks, wish, lambda: next(self.seqs))
         return orders
 
     def hear(self, rank: int, line: object) -> tuple[list[Order], object]:
-        self.gang, orders, said = rank_sync.heard(self.gang, rank, line, lambda: next(self.seqs))  # type: ignore[arg-type]
+        self.ranks, orders, said = rank_sync.heard(self.ranks, rank, line, lambda: next(self.seqs))  # type: ignore[arg-type]
         return orders, said
 
 
@@ -45,7 +45,7 @@ def test_a_single_process_is_told_directly() -> None:
     assert table.hear(0, Suspended(1, 5, 9, 0, 0.1)) == ([], Suspended(1, 5, 9, 0, 0.1))
 
 
-def test_nobody_is_told_to_park_before_all_have_promised_the_same_step() -> None:
+def test_no_rank_is_told_to_park_before_all_have_promised_the_same_step() -> None:
     table = Table()
     (hold,) = table.ask()
     assert (hold.do, hold.at_step) == ("hold", 5 + AHEAD_STEPS_BLIND)
@@ -56,7 +56,7 @@ def test_nobody_is_told_to_park_before_all_have_promised_the_same_step() -> None
     assert orders[0].seq > hold.seq > WISH.seq
 
 
-def test_one_rank_that_is_late_moves_the_step_for_all_before_anybody_parks() -> None:
+def test_one_rank_that_is_late_moves_the_step_for_all_before_any_parks() -> None:
     table = Table()
     (hold,) = table.ask()
     table.hear(0, Ready(hold.seq, 6))
@@ -90,7 +90,7 @@ def test_the_task_is_suspended_when_all_its_processes_are_and_their_bytes_add_up
     order = suspend(table)
     assert table.hear(0, Suspended(order.seq, 25, 100, 1, 0.1)) == ([], None)
     assert table.hear(1, Suspended(order.seq, 25, 50, 2, 0.3)) == ([], Suspended(WISH.seq, 25, 150, 3, 0.3))
-    assert table.gang.phase is None
+    assert table.ranks.phase is None
 
 
 def test_when_one_cannot_park_those_that_have_go_on() -> None:
@@ -129,17 +129,17 @@ def test_what_all_would_park_is_the_sum_of_what_their_hellos_say() -> None:
 def test_after_a_reconnect_the_order_of_the_present_phase_is_said_again() -> None:
     table = Table()
     (hold,) = table.ask()
-    table.gang, orders = rank_sync.again(table.gang, WISH, lambda: next(table.seqs))
+    table.ranks, orders = rank_sync.again(table.ranks, WISH, lambda: next(table.seqs))
     assert orders == [hold]
     table.hear(0, Ready(hold.seq, 6))
     (order,), _ = table.hear(1, Ready(hold.seq, 6))
-    table.gang, orders = rank_sync.again(table.gang, WISH, lambda: next(table.seqs))
+    table.ranks, orders = rank_sync.again(table.ranks, WISH, lambda: next(table.seqs))
     assert orders == [order]
 
 
 def test_a_new_node_agent_lets_all_go_on_if_the_last_one_died_between_the_phases() -> None:
     table = Table(world=1)
-    table.gang = Gang()
+    table.ranks = Ranks()
     assert table.hear(0, hello(0, state="suspended")) == ([], None)
     orders, said = table.hear(1, hello(1, state="held"))
     assert [order.do for order in orders] == ["resume"]
@@ -147,9 +147,9 @@ def test_a_new_node_agent_lets_all_go_on_if_the_last_one_died_between_the_phases
     assert said.state == "running"
 
 
-def test_a_gang_that_is_parked_as_a_whole_stays_parked() -> None:
+def test_ranks_that_are_all_parked_stay_parked() -> None:
     table = Table(world=1)
-    table.gang = Gang()
+    table.ranks = Ranks()
     table.hear(0, hello(0, state="suspended"))
     orders, said = table.hear(1, hello(1, state="suspended"))
     assert orders == []
@@ -171,7 +171,7 @@ def test_old_news_of_a_rank_does_not_undo_a_step_that_was_saved() -> None:
     assert said.step == hold.at_step
 
 
-def test_a_gang_that_saves_has_saved_when_all_have() -> None:
+def test_a_task_has_saved_when_all_its_ranks_have() -> None:
     table = Table()
     (hold,) = table.ask(Order("leave", 7, 1))
     table.hear(0, Ready(hold.seq, 6))

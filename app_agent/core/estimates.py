@@ -1,0 +1,107 @@
+"""How long an app still takes, and by which knowledge: numbers for bids and reports."""
+
+from __future__ import annotations
+
+import math
+
+from app_agent.core import valuation
+from app_agent.core.app import App
+from app_agent.core.model import Done, Dropped, Failed, Placed
+from app_agent.core.tuning import Left
+from protocol.messages import Basis, Level
+
+#: Levels at which a job lies on one node.
+CLOSE: tuple[Level, ...] = ("slot", "machine")
+
+
+def ideal_s(app: App) -> float:
+    """Return T_cluster, its finish time alone on the whole cluster; 0: the cluster or its work is not known."""
+    state = app.state
+    unmeasured = state.over is not None and not any(job.steps_done for job in state.jobs)
+    if state.cluster_gpus == 0 or unmeasured:
+        return 0.0
+    budget_s = app.scheduler.budget_steps(app.facts.trials, state.search) * app.facts.serial_median_s
+    demand_max = state.spec.job_demand_max * len(state.jobs)
+    return valuation.cluster_time_s(budget_s, cluster_gpus=state.cluster_gpus, demand_max=demand_max)
+
+
+def works_s(app: App) -> tuple[tuple[float, ...], ...]:
+    """Return the serial seconds each job has left, phase by phase, at the rate at which it runs now.
+
+    A job that has its GPUs for a share of the time makes share / step_s steps a second, and so takes 1 / share
+    times as long; it is taken to go on like that. Its time alone, T_id, knows of no sharing.
+    """
+    facts = app.facts
+    left = app.scheduler.left(app.state.search, facts.trials)
+    return tuple(tuple(item.steps * facts.serial_of_s(item) / _rate(app, item) for item in phase) for phase in left)
+
+
+def left_s(app: App) -> tuple[float | None, float | None]:
+    """Return the run time left with all the app can use, close together, and the GPU-seconds that takes.
+
+    A job that has its GPUs for a share of the time takes 1 / share times as long, and no more GPU-seconds. None
+    while the number of steps, or the time of one, is not known.
+
+    Source: Themis, Eq. 2 at full demand: sum_i max_j W_ij / job_demand_max; one job is a phase by itself.
+    """
+    state = app.state
+    steps_known = bool(state.spec.steps_total) or len(state.jobs) > 1 or state.jobs[0].total_steps > 0
+    time_known = state.spec.step_serial_s > 0 or any(job.times for job in state.jobs)
+    if state.over is not None or not (steps_known and time_known):
+        return None, None
+    left = app.scheduler.left(state.search, app.facts.trials)
+    works = [[(item.steps * _close_serial_s(app, item), _rate(app, item)) for item in phase] for phase in left]
+    longest_s = math.fsum(max((work_s / rate for work_s, rate in phase), default=0.0) for phase in works)
+    return longest_s / state.spec.job_demand_max, math.fsum(work_s for phase in works for work_s, _ in phase)
+
+
+def basis(app: App) -> Basis:
+    """Return what the app's times rest on: nothing but a guess, while its steps or their time are not known."""
+    state = app.state
+    steps_known = bool(state.spec.steps_total) or all(
+        job.total_steps or isinstance(job.state, Done | Failed | Dropped) for job in state.jobs
+    )
+    if steps_known and any(job.times for job in state.jobs):
+        return "measured"
+    return "declared" if steps_known and state.spec.step_serial_s > 0 else "guess"
+
+
+def loss_drop(app: App) -> float:
+    """Return the share of its loss that the app expects to lose in one more lease, at the pace last seen."""
+    if len(app.state.losses) < 2:
+        return 0.0
+    (earlier, before), (later, after) = app.state.losses
+    if not (later > earlier and math.isfinite(before) and 0.0 < before > after):
+        return 0.0
+    return (before - after) / before * app.state.lease_s / (later - earlier)
+
+
+def _rate(app: App, left: Left) -> float:
+    """Return at which part of its speed alone a job runs; 1 for one that does not run."""
+    if left.trial is None:
+        return 1.0
+    job = app.state.jobs[left.trial]
+    running = isinstance(job.state, Placed) and job.seen == job.state.attempt
+    return job.pace.rate if running else 1.0
+
+
+def _close_serial_s(app: App, left: Left) -> float:
+    """Return a job's time of one mini-batch on one GPU, by the measurement that owes least to a guess of S.
+
+    A measurement across nodes gives that time only by way of S, which may be but the crude table's. So a measurement on
+    one node comes first, then the user's declaration.
+    """
+    spec, facts = app.state.spec, app.facts
+    times = () if left.trial is None else app.state.jobs[left.trial].times
+    if not spec.spans or (times and times[-1].level in CLOSE):
+        return facts.serial_of_s(left)
+    close = [time for time in times if time.level in CLOSE]
+    if not close:
+        return spec.step_serial_s or facts.serial_of_s(left)
+    newest = close[-1]
+    return valuation.serial_time_s(
+        newest.step_s,
+        slowdown=facts.slowdown[newest.level],
+        gpus=newest.gpus,
+        job_demand_max=spec.job_demand_max,
+    )

@@ -1,0 +1,91 @@
+"""The arbiter's word on an app's leases and tasks becomes the state of its GPUs and jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from app_agent.core import jobs, search
+from app_agent.core.app import App
+from app_agent.core.model import HeldGpu, Job, Placed, Suspended
+from protocol.messages import Grant, Holdings, JobId, LeaseTerms, Preempt, TaskStatus
+
+#: The metric that an app which names none, and wants less of it, is taken to report.
+LOSS = "loss"
+
+
+def take(app: App, message: Grant | Preempt | Holdings, now: float) -> bool:
+    """Update the leases, and the jobs if tasks were told of; return whether `message` is news, not overtaken by other.
+
+    (epoch, seq) orders these messages.
+    """
+    state = app.state
+    if (message.epoch, message.seq) < state.view:
+        return False
+    state.view = (message.epoch, message.seq)
+    match message:
+        case Grant():
+            _hold(app, (*message.leases, *message.renewed))
+        case Preempt():
+            state.news = message.reason
+            lost = set(message.leases)
+            state.held = {
+                gpu: replace(held, leaving=held.leaving or held.lease in lost) for gpu, held in state.held.items()
+            }
+        case Holdings():
+            _take_holdings(app, message, now)
+        case _ as never:
+            assert_never(never)
+    return True
+
+
+def _hold(app: App, terms: Iterable[LeaseTerms]) -> None:
+    app.state.held = app.state.held | {each.gpu: HeldGpu.of(each) for each in terms}
+
+
+def _take_holdings(app: App, message: Holdings, now: float) -> None:
+    state = app.state
+    state.held = {each.gpu: HeldGpu.of(each) for each in message.leases}
+    state.acked = max(state.acked, message.acked)
+    state.cluster_gpus = message.cluster_gpus or state.cluster_gpus
+    state.site = message.site or state.site
+    tasks: dict[tuple[JobId, int], list[TaskStatus]] = {}
+    for task in message.tasks:
+        tasks.setdefault((task.job, task.attempt), []).append(task)
+    known = [jobs.recall(job, tasks) for job in state.jobs]
+    seen = [
+        jobs.observe(job, _told(app, job, tasks), state.spec, state.held, acked=message.acked, now=now) for job in known
+    ]
+    state.jobs = tuple(
+        replace(job, state=before.state) if _is_late(job, before, seen) else job
+        for job, before in zip(seen, state.jobs, strict=True)
+    )
+    _note_loss(app, now)
+    if state.over is not None and state.acked >= state.over.since_seq and not state.held:
+        state.over = replace(state.over, settled=True)
+
+
+def _told(app: App, job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) -> TaskStatus | None:
+    """Return the status of the job's present attempt, whose parts may be on several nodes."""
+    parts = tasks.get((job.id, jobs.present_attempt(job)), ())
+    if not app.state.spec.spans:
+        return parts[-1] if parts else None
+    return jobs.gathered(parts, job.gpus)
+
+
+def _is_late(job: Job, before: Job, all_jobs: Sequence[Job]) -> bool:
+    """Whether a parked job is said to go on where another has been put meanwhile: by a plan that is overtaken."""
+    if not (isinstance(before.state, Suspended) and isinstance(job.state, Placed)):
+        return False
+    others = (other for other in all_jobs if other.number != job.number and isinstance(other.state, Placed))
+    return any(not set(job.gpus).isdisjoint(other.gpus) for other in others)
+
+
+def _note_loss(app: App, now: float) -> None:
+    """Remember the last two losses that were reported, if the app reports a loss."""
+    state = app.state
+    loss = search.metrics(app).get(state.spec.metric or LOSS) if state.spec.mode == "min" else None
+    if loss is not None and loss not in (last for _, last in state.losses[-1:]):
+        state.losses = (*state.losses[-1:], (now, loss))

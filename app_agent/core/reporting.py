@@ -1,0 +1,132 @@
+"""The app's whole wish as one `AppReport`, said when it is new and again every beat."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import assert_never
+
+import msgspec
+from msgspec.structs import replace
+
+from app_agent.core import demand, estimates, jobs, search
+from app_agent.core.app import App
+from app_agent.core.model import Done, Dropped, Failed, Job, Leaving, Placed, Stopping, Suspended, Waiting
+from protocol.core import Send
+from protocol.messages import ARBITER, LEVELS, AppReport, GpuId, JobWish, LaunchSpec, Level, TenantId
+
+
+def report(app: App, now: float, *, restate: bool) -> list[Send]:
+    """Say the whole wish if it is new, or if it is due to be said again."""
+    state = app.state
+    said = wish(app)
+    new = state.said is None or _urgent(said) != _urgent(state.said)
+    if not new and not restate:
+        return []
+    state.seq += 1
+    state.said = said
+    state.beat_at = now
+    return [Send(ARBITER, replace(said, seq=state.seq), beat=not new)]
+
+
+def wish(app: App) -> AppReport:
+    """Return the whole wish, as yet without its number."""
+    state = app.state
+    over = state.over
+    left_s, left_gpu_s = estimates.left_s(app)
+    return AppReport(
+        app=state.app,
+        tenant=TenantId(state.spec.tenant),
+        name=state.spec.name,
+        seq=0,
+        state=over.state if over else "active",
+        gang=demand.gang(app),
+        demand_max=demand.demand_max(app),
+        jobs=() if over else tuple(each for job in state.jobs if (each := _job_wish(app, job)) is not None),
+        requirements=state.spec.requirements,
+        releases=() if over else state.given_back,
+        level_max=_level_max(app),
+        ideal_s=estimates.ideal_s(app),
+        reason=over.reason if over else "",
+        migrations=sum(job.migrations for job in state.jobs),
+        steps_lost=sum(job.lost for job in state.jobs),
+        suspensions=sum(job.suspensions_before + job.suspensions for job in state.jobs),
+        metrics=search.metrics(app),
+        left_s=left_s,
+        left_gpu_s=left_gpu_s,
+        loss_drop=estimates.loss_drop(app),
+        sizes=_sizes(app),
+        move_s=demand.move_s(app),
+        run=state.run,
+        site=state.site,
+        basis=estimates.basis(app),
+        start_s=median([job.start_s for job in state.jobs if job.start_s] or [0.0]),
+    )
+
+
+def _sizes(app: App) -> tuple[int, ...]:
+    """Return the sizes its jobs accept; none while a job of it runs that cannot go on with another one."""
+    spec = app.state.spec
+    rigid = any(
+        isinstance(job.state, Suspended)
+        or (isinstance(job.state, Placed) and jobs.begun(job) and not demand.resizable(app, job))
+        for job in app.state.jobs
+    )
+    return () if app.state.over is not None or not spec.elastic or rigid else spec.accepted
+
+
+def _level_max(app: App) -> Level:
+    """Return the loosest level of the *union* of the app's GPUs: a single job that does not span has one node."""
+    if app.state.spec.spans:
+        return app.state.spec.level_max
+    if len(app.state.jobs) > 1:
+        return "cluster"
+    return min(app.state.spec.level_max, "machine", key=LEVELS.index)
+
+
+def _job_wish(app: App, job: Job) -> JobWish | None:
+    """Return the app's wish for `job`, or None when it has none any more."""
+    match job.state:
+        case Done() | Failed() | Dropped() | Stopping():
+            return None
+        case Waiting(attempt) | Leaving(attempt):
+            return _job_wish_on(app, job, attempt, ())
+        case Placed(attempt, gpus, _):
+            return _job_wish_on(app, job, attempt, gpus)
+        case Suspended(attempt, gpus):
+            wanted = job.number in app.facts.runnable and not demand.displaced(app, job)
+            return _job_wish_on(app, job, attempt, (demand.seats(app, job) or gpus) if wanted else (), suspended=True)
+        case _ as never:
+            assert_never(never)
+
+
+def _job_wish_on(app: App, job: Job, attempt: int, gpus: tuple[GpuId, ...], *, suspended: bool = False) -> JobWish:
+    spec, run = app.state.spec, app.state.run
+    launch = LaunchSpec(
+        command=spec.trials[job.number],
+        cwd=spec.cwd,
+        # Not by the app's id alone: another site, or this one after its state was lost, may give that again.
+        checkpoint_dir=f"{spec.checkpoint_root}/{run or app.state.app}/{job.number}",
+        env=spec.env,
+        run=run,
+        secrets=spec.secrets,
+    )
+    return JobWish(job.id, attempt, gpus, launch, suspended)
+
+
+def _urgent(said: AppReport) -> bytes:
+    """Return the part of a report that the arbiter must hear at once; figures can wait for the beat."""
+    calm = replace(
+        said,
+        seq=0,
+        ideal_s=0.0,
+        migrations=0,
+        steps_lost=0,
+        suspensions=0,
+        metrics={},
+        left_s=None,
+        left_gpu_s=None,
+        loss_drop=0.0,
+        move_s=0.0,
+        start_s=0.0,
+    )
+    return msgspec.msgpack.encode(calm)

@@ -1,0 +1,143 @@
+"""Orders are obeyed at the end of a mini-batch, in the training thread."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from . import checkpoints, parking, process_memory
+from .checkpoints import Save, Team
+from .state import Order, TrainingState
+
+
+def obey(process: TrainingState, save: Save | None, *, by_hook: bool) -> bool:
+    """Obey the order for this boundary; return whether the process is to leave."""
+    if process.survey_wanted:
+        _survey(process)
+    while not process.leaving:
+        order = process.order
+        if order is None or process.step < order.at_step:
+            break
+        if by_hook and _inside_backward():
+            process.refuse(order, "the optimizer steps inside backward; call session.step_end() after each mini-batch")
+        elif order.do == "hold":
+            _hold(process, order)
+        elif order.do == "suspend":
+            _suspend(process, order)
+        elif save is not None:
+            _save(process, order, save)
+        else:
+            break  # a later boundary brings the save function
+    with process.changed:
+        process.due = process.order is not None or process.survey_wanted
+    process.mark = time.perf_counter()  # standing still is no training time
+    return process.leaving
+
+
+def _survey(process: TrainingState) -> None:
+    """Look once how much there is to park, so that room can be made for it while training goes on."""
+    process.survey_wanted = False
+    try:
+        state = parking.survey()
+    except parking.ParkRefused:
+        return  # an order to suspend will be answered with the reason
+    process.devices, process.state_bytes = state.devices, state.bytes
+    process.trough_bytes = process_memory.allocated_bytes(state.devices)[0] if state.devices else state.bytes
+    process_memory.forget_peak(state.devices)
+
+
+def _hold(process: TrainingState, order: Order) -> None:
+    """Stand at this boundary until there is another order."""
+    with process.changed:
+        process.held = True
+        try:
+            while process.order is order:
+                process.changed.wait()
+        finally:
+            process.held = False
+
+
+def _suspend(process: TrainingState, order: Order) -> None:
+    begun = time.perf_counter()
+    try:
+        parked = parking.park()
+    except parking.ParkRefused as refusal:
+        process.refuse(order, str(refusal))
+        return
+    with process.changed:
+        if process.order is order:  # and no younger order has come meanwhile
+            process.stopped = True
+            process.suspended_answer = {
+                "type": "suspended",
+                "step": process.step,
+                "bytes": parked.bytes,
+                "residue_bytes": parked.residue_bytes,
+                "seconds": time.perf_counter() - begun,
+            }
+            process.reply(order, process.suspended_answer)
+        process.state_bytes = max(process.state_bytes, parked.bytes)
+    try:
+        while not _unpark(process, parked, _stand(process)):
+            pass
+    except BaseException:  # the script's own signal handler ends the process, and may want to save
+        parked.restore()
+        raise
+
+
+def _stand(process: TrainingState) -> Order | None:
+    """Wait for an order to do anything else than standing still."""
+    with process.changed:
+        while process.stopped and process.order is not None and process.order.do == "suspend":
+            process.changed.wait()
+        process.stopped = False
+        return process.order
+
+
+def _unpark(process: TrainingState, parked: parking.Parked, order: Order | None) -> bool:
+    """Bring the state back to obey `order`; return False, and stand still again, if there is no memory for it."""
+    begun = time.perf_counter()
+    try:
+        parked.restore()
+    except parking.ParkRefused as refusal:
+        if order is None:
+            raise
+        with process.changed:
+            process.refuse(order, str(refusal))
+            process.order, process.stopped = Order("suspend", order.gen, order.seq), True
+        return False
+    if order is not None and order.do == "resume":
+        process.settle(order, {"type": "resumed", "step": process.step, "seconds": time.perf_counter() - begun})
+    return True
+
+
+def _save(process: TrainingState, order: Order, save: Save) -> None:
+    begun = time.perf_counter()
+    try:
+        path = _write(process, order, save)
+    except Exception as error:  # noqa: BLE001 - the script's own function failed: this order fails, training goes on
+        process.refuse(order, f"the checkpoint of step {process.step} failed: {type(error).__name__}: {error}")
+        return
+    with process.changed:
+        process.saved_step = process.step
+        if process.order is not order:  # a younger order has come meanwhile
+            return
+        process.leaving = order.do == "leave"
+        process.order = order if process.leaving else None  # leaving, each further step is told to leave again
+        line = {"type": "saved", "step": process.step, "dir": str(path), "leaving": process.leaving}
+        process.reply(order, {**line, "seconds": time.perf_counter() - begun})
+
+
+def _write(process: TrainingState, order: Order, save: Save) -> Path:
+    """Write a checkpoint: to go on, in a durable place; to leave, in memory if that is offered."""
+    if not process.roots:
+        raise ValueError("GPU_ARBITER_CHECKPOINT_DIR is not set")
+    roots = process.roots if order.do == "leave" else process.roots[-1:]
+    facts = {"total_steps": process.total_steps, "samples": process.samples, "world": process.world}
+    team = Team(process.rank, process.world, f"g{order.gen}-q{order.seq}")
+    return checkpoints.write(roots, process.attempt, process.step, facts, save, team)
+
+
+def _inside_backward() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and torch._C._current_graph_task_id() != -1

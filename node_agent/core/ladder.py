@@ -1,0 +1,167 @@
+"""How a worker is asked to leave its GPUs, and asked harder: by an order, a probe, SIGTERM, SIGKILL.
+
+Each order has a deadline. `climb` goes one rung up once it has passed: a probe for the stacks of a worker that is still
+connected, then SIGTERM to its main process, then SIGKILL to all that the task ever started, again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec.structs import replace
+
+from node_agent.core import rank_sync
+from node_agent.core.events import CheckpointProcess, OrderWorker, SignalWorker
+from node_agent.core.model import Exited, Ladder, Resuming, Starting, Stopping, Suspended, Suspending, Task, Vacating
+from node_agent.core.state import NodeState
+from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethod
+from node_agent.core.verdict import lost_work
+from protocol.messages import Outcome
+from protocol.worker import Order
+
+PROBE_S = 5.0  #: a helper thread answers at once or is wedged
+TERMINATE_S = 10.0  #: between SIGTERM and SIGKILL, once a worker has missed its deadline
+KILL_AGAIN_S = 5.0  #: a process in an uninterruptible call dies late; keep asking
+DRIVER_S = 120.0  #: the driver moves some 5 GB per second
+DRIVER_GRACE_S = 30.0  #: beyond that, its helper process does not answer any more
+
+
+def methods_of(node: NodeState, task: Task, among: Sequence[SuspendMethod]) -> list[SuspendMethod]:
+    """Return which methods `among` these `task` can be asked to use, best first."""
+    return node.methods.usable(task, among, node.tasks.values())
+
+
+def rest(node: NodeState, task: Task) -> None:
+    """Have a task whose turn is over make room."""
+    methods = methods_of(node, task, REST_METHODS)
+    if methods:
+        _suspend(node, task, methods[0], task.grace_s, "its turn is over")
+
+
+def _suspend(node: NodeState, task: Task, method: SuspendMethod, patience_s: float, why: str) -> None:
+    if method == "driver":
+        node.effects.append(CheckpointProcess(task.id, "suspend", DRIVER_S))
+        ladder = Ladder("ordered", node.now + DRIVER_S + DRIVER_GRACE_S)
+        node.enter_state(task, Suspending(ladder, by_driver=True), f"suspended by the driver: {why}")
+    else:
+        node.enter_state(task, Suspending(_ask(node, task, "suspend", patience_s)), f"ordered to suspend: {why}")
+
+
+def resume(node: NodeState, task: Task) -> None:
+    """Have a parked worker train again."""
+    assert isinstance(task.state, Suspended)
+    node.put(replace(task, given_up=False))
+    if task.state.by_driver:
+        node.effects.append(CheckpointProcess(task.id, "resume", DRIVER_S))
+        ladder = Ladder("ordered", node.now + DRIVER_S + DRIVER_GRACE_S)
+        node.enter_state(task, Resuming(ladder, by_driver=True), "resumed by the driver")
+    else:
+        node.enter_state(task, Resuming(_ask(node, task, "resume", task.grace_s)), "its GPUs are free again")
+
+
+def vacate(node: NodeState, task: Task, refusal: str = "") -> None:
+    """Ask by the gentlest method that the worker has and has not refused."""
+    methods = methods_of(node, task, VACATE_METHODS[task.preempt_by])
+    if not methods:
+        why = f"refused: {refusal}" if refusal else "can neither save nor be suspended"
+        terminate(node, task, f"told to leave by SIGTERM as it {why}", task.grace_s)
+    elif methods[0] == "leave":
+        leave(node, task, "ordered to save and leave")
+    else:
+        _suspend(node, task, methods[0], task.grace_s, "it must leave its GPUs")
+
+
+def leave(node: NodeState, task: Task, what: str) -> None:
+    """Order a worker to save and leave."""
+    node.learn(task.id, told_to_leave=True)
+    node.enter_state(task, Vacating(_ask(node, task, "leave", task.grace_s)), what)
+
+
+def _ask(node: NodeState, task: Task, do: Literal["suspend", "resume", "leave", "probe"], patience_s: float) -> Ladder:
+    """Send an order to all processes of the task, for the same step; return the ladder that watches it."""
+    order = Order(do, node.facts.incarnation, node.next_order_seq())
+    ranks, orders = rank_sync.ask(node.tasks[task.id].ranks, order, node.next_order_seq)
+    node.put(replace(node.tasks[task.id], ranks=ranks))
+    node.effects += [OrderWorker(task.id, each) for each in orders]
+    return Ladder("ordered", node.now + patience_s, order)
+
+
+def climb(node: NodeState, task: Task) -> None:
+    """Go one rung up once a deadline has passed: probe, SIGTERM, SIGKILL, SIGKILL again."""
+    assert isinstance(task.state, Suspending | Resuming | Vacating | Stopping)
+    ladder = task.state.ladder
+    if node.now < ladder.deadline:
+        return
+    if ladder.rung == "ordered" and task.facts.connected:
+        _ask(node, task, "probe", PROBE_S)
+        task = node.tasks[task.id]
+        # The order asked for stays the one to repeat after a reconnect; the probe is only a question.
+        probed = Ladder("probed", node.now + PROBE_S, ladder.order)
+        node.put(replace(task, state=replace(task.state, ladder=probed)))
+        node.tell(task.id, "its time is up; asked where it stands")
+    elif ladder.rung in ("ordered", "probed"):
+        overdue(node, task)
+    else:
+        node.effects.append(SignalWorker(task.id, "kill"))
+        killed = Ladder("killed", node.now + KILL_AGAIN_S)
+        node.put(replace(task, state=replace(task.state, ladder=killed)))
+        node.tell(task.id, "sent SIGKILL")
+
+
+def overdue(node: NodeState, task: Task) -> None:
+    """Signal a worker that has missed the deadline of its order and does not answer, or has answered a probe."""
+    assert isinstance(task.state, Suspending | Resuming | Vacating | Stopping)
+    order = task.state.ladder.order
+    if order is None:
+        why = f"the driver's helper did not answer; {lost_work(task.facts)}"
+        kill(node, task, "preempted", why)
+    else:
+        terminate(node, task, f"did not {order.do} in time", TERMINATE_S)
+
+
+def terminate(node: NodeState, task: Task, reason: str, patience_s: float) -> None:
+    """Send SIGTERM to the main process alone: the helpers of its process group would die before it can save."""
+    node.effects.append(SignalWorker(task.id, "terminate"))
+    node.learn(task.id, signalled=True)
+    ladder = Ladder("terminated", node.now + patience_s)
+    task = node.tasks[task.id]
+    if isinstance(task.state, Vacating):
+        node.put(replace(task, state=Vacating(ladder, reason)))
+        node.tell(task.id, f"sent SIGTERM: {reason}")
+    else:
+        node.enter_state(task, Vacating(ladder, reason), f"sent SIGTERM: {reason}")
+
+
+def stop(node: NodeState, task: Task, outcome: Outcome, reason: str) -> None:
+    """Send SIGTERM to a worker that must end for good, as `outcome` unless it finishes first."""
+    node.effects.append(SignalWorker(task.id, "terminate"))
+    node.learn(task.id, signalled=True)
+    patience_s = min(task.grace_s, TERMINATE_S)
+    ladder = Ladder("terminated", node.now + patience_s)
+    node.enter_state(node.tasks[task.id], Stopping(ladder, outcome, reason), "sent SIGTERM to end for good")
+
+
+def kill(node: NodeState, task: Task, outcome: Outcome, reason: str, *, parked: bool = False) -> None:
+    """Send SIGKILL to all that a task has started; one that is `parked` has no memory on its GPUs."""
+    node.effects.append(SignalWorker(task.id, "kill"))
+    node.learn(task.id, signalled=True)
+    ladder = Ladder("killed", node.now + KILL_AGAIN_S)
+    node.enter_state(node.tasks[task.id], Stopping(ladder, outcome, reason, parked), f"sent SIGKILL: {reason}")
+
+
+def end_on_lost_gpu(node: NodeState, task: Task, reason: str) -> None:
+    """Report the end at once: a process on a lost GPU may hang in the kernel and ignore SIGKILL for long."""
+    if isinstance(task.state, Starting):
+        return  # there is no process to kill yet; the next sample finds it
+    node.effects.append(SignalWorker(task.id, "kill"))
+    lost = Exited("preempted", reason, None, lingering=True, kill_again_at=node.now + KILL_AGAIN_S)
+    node.enter_state(task, lost, reason)
+
+
+def kill_lingering(node: NodeState, task: Task) -> None:
+    """Kill the process of a lost GPU again until it is gone."""
+    assert isinstance(task.state, Exited)
+    if task.state.lingering and node.now >= task.state.kill_again_at:
+        node.effects.append(SignalWorker(task.id, "kill"))
+        node.put(replace(task, state=replace(task.state, kill_again_at=node.now + KILL_AGAIN_S)))

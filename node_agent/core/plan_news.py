@@ -1,0 +1,123 @@
+"""Plans of the arbiter: which are obeyed, and how they change the leases and the wish for every task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from node_agent.core.events import Complaint, RememberFence, RememberIncarnation
+from node_agent.core.model import Exited, Suspended, Task, Waiting
+from node_agent.core.state import NodeState
+from protocol.messages import GpuId, NodePlan, TaskOrder, device_of
+
+INCARNATION_MAX = 2**52  #: incarnations count starts, or began at the seconds of a clock; more is no count
+FOREIGN_MAX = 100  #: sites that are remembered as refused
+MEND = "if it is to change over, start it once with: gpu-arbiter node-agent --config node.toml --adopt-site"
+
+
+def take_plan(node: NodeState, plan: NodePlan) -> None:
+    """Obey `plan`, unless it is of another site or a newer one was seen by this or an earlier incarnation."""
+    token = (plan.epoch, plan.seq)
+    if plan.node != node.facts.node or not _obeys(node, plan.site):
+        node.plans_refused += 1
+        return
+    _count_on(node, plan.incarnation)
+    if token < node.fence:
+        node.plans_refused += 1
+        return
+    if (token, plan.site) != (node.fence, node.site):
+        node.fence, node.site, node.former = token, plan.site, None
+        node.effects.append(RememberFence(*token, plan.site))
+    node.leased = frozenset(lease.gpu for lease in plan.leases if not lease.leaving)
+    node.sharing.configure(plan)
+    for order in plan.tasks:
+        _take_order(node, order)
+    named = {order.task for order in plan.tasks}
+    for task in node.in_order():
+        if task.id not in named:
+            _unnamed(node, task)
+
+
+def _obeys(node: NodeState, site: str) -> bool:
+    """Whether the plans of `site` are obeyed; the first plan decides, and other sites are refused aloud."""
+    if node.former is not None and site == node.former[0]:
+        node.site, node.fence = node.former
+    if not node.site or site == node.site:
+        return True
+    if site not in node.foreign_sites and len(node.foreign_sites) < FOREIGN_MAX:
+        node.foreign_sites.add(site)
+        node.effects.append(Complaint(f"refused a plan of {_named(site)}, as this node is of {node.site}; {MEND}"))
+    return False
+
+
+def _count_on(node: NodeState, heard: int) -> None:
+    """Raise the incarnation above the one that the arbiter has heard of: it takes reports of a lower one for old."""
+    if not node.incarnation < heard < INCARNATION_MAX:
+        return
+    node.effects.append(
+        Complaint(
+            f"the arbiter has heard of incarnation {heard} of this node agent, which is {node.incarnation}: it "
+            "counts on from there; should another node agent have the same name, end it or rename one of them"
+        )
+    )
+    node.incarnation = heard + 1
+    node.effects.append(RememberIncarnation(node.incarnation))
+    node.reported = ()
+
+
+def _take_order(node: NodeState, order: TaskOrder) -> None:
+    task = node.tasks.get(order.task)
+    if task is None:
+        _add_task(node, order)
+    elif task.gpus != order.gpus and not _may_sit(task, order.gpus):
+        wrong = "its order names other GPUs than it was started on; only a new attempt can move it"
+        node.put(replace(task, complaint=wrong, named=True))
+    else:
+        gpus = task.gpus if isinstance(task.state, Exited) else order.gpus
+        if gpus != task.gpus and isinstance(task.state, Suspended):
+            node.tell(task.id, f"goes on on {', '.join(gpus)}")
+            task = replace(task, reseated=True)
+        node.put(_with_order(replace(task, gpus=gpus), order))
+
+
+def _add_task(node: NodeState, order: TaskOrder) -> None:
+    task = Task(order.task, order.app, order.job, order.attempt, order.gpus, Waiting())
+    node.put(_with_order(task, order))
+    node.tell(order.task, f"ordered to {order.want} on {', '.join(order.gpus)}")
+
+
+def _unnamed(node: NodeState, task: Task) -> None:
+    """End a task that no lease names any more; it is forgotten once its end was reported."""
+    if task.named and not isinstance(task.state, Exited):
+        node.tell(task.id, "named by no plan any more")
+    node.put(replace(task, named=False, want="stop", reason=task.reason or "its lease has ended"))
+
+
+def _named(site: str) -> str:
+    return f"site {site}" if site else "an arbiter that names no site"
+
+
+def _with_order(task: Task, order: TaskOrder) -> Task:
+    return replace(
+        task,
+        want=order.want,
+        launch=order.launch,
+        grace_s=order.grace_s,
+        preempt_by=order.preempt_by,
+        reason=order.reason,
+        named=True,
+        complaint="",
+        priority=order.priority,
+    )
+
+
+def _may_sit(task: Task, gpus: Sequence[GpuId]) -> bool:
+    """Whether an order may name these seats for `task`.
+
+    Its process is bound to its GPUs once it has begun, though not to its seats on them. While it is parked it owns no
+    seat, and it goes on on the seats that its app is given.
+    """
+    if isinstance(task.state, Waiting | Exited):
+        return True
+    return isinstance(task.state, Suspended) and tuple(map(device_of, task.gpus)) == tuple(map(device_of, gpus))

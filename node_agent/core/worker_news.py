@@ -1,0 +1,362 @@
+"""News of workers: a task changes as its worker, the driver or the adapter that started it reports something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import assert_never
+
+from msgspec.structs import replace
+
+from node_agent.core import ladder, rank_sync
+from node_agent.core.events import (
+    Estimated,
+    OrderWorker,
+    ProcessCheckpointed,
+    StartFailed,
+    TaskFailure,
+    WorkerGone,
+    WorkerStarted,
+)
+from node_agent.core.model import (
+    REASON_CHARS_MAX,
+    Exited,
+    Ladder,
+    Loading,
+    Resuming,
+    Running,
+    Starting,
+    Suspended,
+    Suspending,
+    Task,
+    Vacating,
+    Waiting,
+)
+from node_agent.core.state import NodeState
+from node_agent.core.verdict import judge, left, lost_work
+from protocol.messages import TaskId, newest_metrics
+from protocol.worker import Finished, FromWorker, Hello, Late, Order, Progress, Ready, Refused, Resumed, Saved, Stacks
+from protocol.worker import Suspended as SuspendedLine
+
+RESUME_AGAIN_S = 5.0
+RESUMES_MAX = 3  #: a worker that refuses so often gets a new attempt instead
+LEAVE_S = 30.0  #: from "saved, leaving" to the process being gone
+STACKS_CHARS_MAX = 1500
+
+
+def started(node: NodeState, event: WorkerStarted) -> None:
+    """Take in that the process of a task lives."""
+    task = replace(node.tasks[event.task], began_at=node.now)
+    node.put(task)
+    node.enter_state(task, Loading(node.now + node.facts.hello_s), f"started as process {event.pid}")
+
+
+def start_failed(node: NodeState, event: StartFailed) -> None:
+    """Take in that the process of a task could not be started."""
+    task = node.tasks[event.task]
+    node.gpus.touch(task.gpus)
+    if event.again:
+        node.enter_state(task, Waiting(event.reason), f"could not be started yet: {event.reason}")
+    else:
+        node.enter_state(task, Exited("failed", event.reason), "could not be started")
+
+
+def hear(node: NodeState, task_id: TaskId, line: FromWorker, rank: int) -> None:
+    """Take in a line of one rank; a task of several ranks speaks once all of them have."""
+    task = node.tasks.get(task_id)
+    if task is None or isinstance(task.state, Exited | Starting | Waiting):
+        return
+    ranks, orders, said = rank_sync.heard(task.ranks, rank, line, node.next_order_seq)
+    if ranks is not task.ranks:
+        node.put(replace(task, ranks=ranks))
+    for order in orders:
+        node.effects.append(OrderWorker(task_id, order))
+    if said is not None:
+        _said(node, node.tasks[task_id], said)
+
+
+def disconnected(node: NodeState, task_id: TaskId, rank: int) -> None:
+    """Take in that a rank of a task has lost its connection."""
+    task = node.tasks.get(task_id)
+    if task is not None:
+        node.put(replace(task, ranks=rank_sync.parted(task.ranks, rank)))
+        node.learn(task_id, connected=False)
+
+
+def _said(node: NodeState, task: Task, line: FromWorker) -> None:
+    task_id = task.id
+    match line:
+        case Hello():
+            _hello(node, task, line)
+        case Progress():
+            _progress(node, task, line)
+        case SuspendedLine():
+            _parked(node, task, line)
+        case Resumed(seq=seq, step=step, seconds=seconds):
+            if isinstance(task.state, Resuming) and seq == _seq(task.state.ladder):
+                node.learn(task_id, step=step, resume_s=seconds)
+                node.enter_running(task, f"resumed at step {step}")
+        case Saved():
+            _saved(node, task, line)
+        case Refused(seq=seq, reason=reason):
+            _refused(node, task, seq, reason)
+        case Finished(step=step, metrics=metrics, diverged=diverged):
+            node.learn(task_id, finished=True, step=step)
+            _take_final(node, task, metrics, diverged)
+            node.tell(task_id, f"said that it finished at step {step}")
+        case Stacks(seq=seq, text=text):
+            _stacks(node, task, seq, text)
+        case Ready() | Late():
+            pass
+        case _:
+            assert_never(line)
+
+
+def _hello(node: NodeState, task: Task, line: Hello) -> None:
+    node.learn(
+        task.id,
+        hello=True,
+        connected=True,
+        step=line.step,
+        start_step=line.start_step,
+        saved_step=max(line.saved_step, task.facts.saved_step),
+        total_steps=line.total_steps,
+        can_park=line.can_park,
+        can_checkpoint=line.can_checkpoint,
+        finished=line.finished,
+        state_bytes=max(line.state_bytes, task.facts.state_bytes),
+    )
+    node.count_saved(task.id, task.facts.saved_step)
+    task = node.tasks[task.id]
+    parked = line.state == "suspended"
+    match task.state:
+        case Loading() | Running() if parked:
+            _suspended(node, task, "said hello, suspended")
+        case Loading():
+            node.enter_state(task, Running(), "said hello")
+        case Suspended() if not parked:
+            node.enter_state(task, Running(), "said hello, running although it was thought suspended")
+        case Suspending() | Resuming() | Vacating():
+            ladder = task.state.ladder
+            if ladder.order is not None and ladder.rung in ("ordered", "probed"):
+                ranks, orders = rank_sync.again(task.ranks, ladder.order, node.next_order_seq)
+                node.put(replace(task, ranks=ranks))
+                node.effects += [OrderWorker(task.id, order) for order in orders]
+        case _:
+            pass
+
+
+def _take_final(node: NodeState, task: Task, metrics: Mapping[str, float], diverged: Iterable[str]) -> None:
+    """Take in final metrics; those that they leave out keep their earlier values."""
+    before = (task.facts.metrics, task.facts.diverged)
+    finite, no_numbers = newest_metrics(before, (metrics, diverged))
+    node.learn(task.id, metrics=finite, diverged=no_numbers)
+
+
+def _progress(node: NodeState, task: Task, line: Progress) -> None:
+    known = (task.facts.metrics, task.facts.diverged)
+    told = (line.metrics, line.diverged) if line.metrics or line.diverged else known
+    node.learn(
+        task.id,
+        hello=True,
+        connected=True,
+        step=line.step,
+        step_s=line.step_s,
+        start_step=line.start_step,
+        saved_step=max(line.saved_step, task.facts.saved_step),
+        total_steps=line.total_steps,
+        can_park=line.can_park,
+        can_checkpoint=line.can_checkpoint,
+        metrics=told[0],
+        diverged=told[1],
+        samples=max(line.samples, task.facts.samples),
+        source="steps" if line.step_s > 0 else task.facts.source,
+        confidence=1.0 if line.step_s > 0 else task.facts.confidence,
+        state_bytes=line.state_bytes,
+        arena_bytes=line.arena_bytes,
+        peak_bytes=max(line.peak_bytes, task.facts.peak_bytes),
+        trough_bytes=line.trough_bytes,
+    )
+    node.count_saved(task.id, task.facts.saved_step)
+    node.sharing.progressed(task, line.step, node.now)
+    if line.step > line.start_step:
+        node.health.progressed(task.job, task.gpus, line.step, node.now)
+    if told != known and node.figures_at is None:
+        node.figures_at = node.now + node.facts.figures_s
+    if isinstance(task.state, Loading):
+        node.enter_running(task, "makes progress")
+    _prepare_host_memory(node, node.tasks[task.id])
+
+
+def _prepare_host_memory(node: NodeState, task: Task) -> None:
+    """Have host memory made ready, as far as there is any: the first suspension must not wait for it."""
+    facts = task.facts
+    parks = node.sharing.active or task.preempt_by == "suspend" or not facts.can_checkpoint
+    if not (parks and facts.can_park and facts.connected) or facts.arena_asked >= facts.state_bytes:
+        return
+    if not node.methods.has_host_memory(task, node.tasks.values()):
+        return
+    node.learn(task.id, arena_asked=facts.state_bytes)
+    lines = task.ranks.news if task.ranks.world > 1 else {None: None}
+    for rank, line in lines.items():
+        size = facts.state_bytes if line is None else line.state_bytes
+        order = Order("arena", node.facts.incarnation, node.next_order_seq(), bytes=size)
+        node.effects.append(OrderWorker(task.id, order, rank))
+
+
+def _parked(node: NodeState, task: Task, line: SuspendedLine) -> None:
+    if isinstance(task.state, Suspending) and line.seq == _seq(task.state.ladder):
+        node.learn(task.id, step=line.step, parked_bytes=line.bytes, suspend_s=line.seconds)
+        _suspended(node, node.tasks[task.id], f"suspended at step {line.step}")
+
+
+def _suspended(node: NodeState, task: Task, what: str, *, by_driver: bool = False) -> None:
+    node.learn(task.id, suspensions=task.facts.suspensions + 1)
+    node.gpus.touch(task.gpus)
+    node.enter_state(task, Suspended(node.now + node.facts.park_proof_s, by_driver=by_driver), what)
+
+
+def checkpointed(node: NodeState, event: ProcessCheckpointed) -> None:
+    """Take in that the driver has suspended or resumed a task, or could not."""
+    task = node.tasks.get(event.task)
+    match task.state if task else None:
+        case Suspending(by_driver=True) if event.do == "suspend" and event.ok:
+            node.learn(event.task, parked_bytes=event.bytes, suspend_s=event.seconds)
+            _suspended(node, node.tasks[event.task], "suspended by the driver", by_driver=True)
+        case Resuming(by_driver=True) if event.do == "resume" and event.ok:
+            node.learn(event.task, resume_s=event.seconds)
+            node.enter_running(node.tasks[event.task], "resumed by the driver")
+        case Suspending() | Resuming() | Suspended() | Loading() | Running() if event.lost:
+            why = f"the driver could not {event.do} it and it can never go on ({event.reason})"
+            ladder.kill(node, node.tasks[event.task], "preempted", f"{why}; {lost_work(node.tasks[event.task].facts)}")
+        case Loading() | Running() if event.do == "suspend" and event.ok:
+            _suspended(node, node.tasks[event.task], "found suspended by the driver", by_driver=True)
+        case Suspended(by_driver=True) if event.do == "resume" and event.ok:
+            node.enter_running(node.tasks[event.task], "found running, resumed by the driver")
+        case Suspending(by_driver=True) if event.do == "suspend":
+            _declined(node, node.tasks[event.task], "driver", event.reason)
+        case Resuming(by_driver=True) if event.do == "resume":
+            _resume_refused(node, node.tasks[event.task], event.reason)
+        case _:
+            pass
+
+
+def estimated(node: NodeState, event: Estimated) -> None:
+    """Take in a mini-batch time estimated from a signal, unless the worker tells its own."""
+    task = node.tasks.get(event.task)
+    if task is not None and task.facts.source != "steps":
+        node.learn(event.task, step_s=event.step_s, source=event.source, confidence=event.confidence)
+
+
+def flushed(node: NodeState, task_id: TaskId, error: str) -> None:
+    """Take in that the checkpoint of an ended task is on its storage, or cannot be put there."""
+    task = node.tasks.get(task_id)
+    if task is None or not isinstance(task.state, Exited):
+        return
+    if error:
+        node.tell(task_id, f"its checkpoint is in host memory and could not be put on the disk: {error}")
+    node.put(replace(task, state=replace(task.state, unflushed=False), complaint=error))
+
+
+def _saved(node: NodeState, task: Task, line: Saved) -> None:
+    facts = task.facts
+    node.learn(
+        task.id,
+        step=max(line.step, facts.step),
+        saved_step=max(line.step, facts.saved_step),
+        left=line.leaving or facts.left,
+    )
+    node.count_saved(task.id, facts.saved_step)
+    task = node.tasks[task.id]
+    if line.leaving and isinstance(task.state, Vacating) and task.state.ladder.rung in ("ordered", "probed"):
+        ladder = replace(task.state.ladder, deadline=node.now + LEAVE_S)
+        node.put(replace(task, state=replace(task.state, ladder=ladder)))
+        node.tell(task.id, f"saved step {line.step} and leaves")
+
+
+def _refused(node: NodeState, task: Task, seq: int, reason: str) -> None:
+    """Try the next method: a worker that cannot leave may be able to park, and the other way round."""
+    match task.state:
+        case Suspending(ladder=ladder) | Vacating(ladder=ladder) if _asked(ladder, seq) and task.facts.finished:
+            # It exits by itself; a SIGTERM now would undo a complete training. The deadline of the order stays.
+            node.tell(task.id, f"has finished and is about to exit: {reason}")
+        case Suspending(ladder=ladder) | Vacating(ladder=ladder) if _asked(ladder, seq):
+            assert ladder.order is not None
+            _declined(node, task, ladder.order.do, reason)
+        case Resuming(ladder=ladder) if _asked(ladder, seq):
+            _resume_refused(node, task, reason)
+        case _:
+            pass
+
+
+def _declined(node: NodeState, task: Task, do: str, reason: str) -> None:
+    """Try the next method; a task that only had to rest keeps its GPUs instead."""
+    node.learn(task.id, refused=(*task.facts.refused, do), refusal=reason)
+    node.tell(task.id, f"refused to {do}: {reason}")
+    task = node.tasks[task.id]
+    if task.want == "run" and isinstance(task.state, Suspending):
+        node.enter_state(task, Running(), "goes on, as it cannot be suspended")
+    else:
+        ladder.vacate(node, task, refusal=reason)
+
+
+def _resume_refused(node: NodeState, task: Task, reason: str) -> None:
+    """Leave the worker parked and ask again later: the memory of another process may still have been in its way."""
+    node.learn(task.id, refused=(*task.facts.refused, "resume"))
+    task = node.tasks[task.id]
+    by_driver = isinstance(task.state, Resuming) and task.state.by_driver
+    if task.facts.refused.count("resume") >= RESUMES_MAX:
+        ladder.terminate(node, task, f"could not be resumed ({reason})", ladder.TERMINATE_S)
+        return
+    proof_by, retry_at = node.now + node.facts.park_proof_s, node.now + RESUME_AGAIN_S
+    parked = Suspended(proof_by, reason, retry_at, by_driver)
+    node.enter_state(task, parked, f"could not be resumed: {reason}")
+
+
+def _stacks(node: NodeState, task: Task, seq: int, text: str) -> None:
+    """Keep the answer to a probe as evidence and signal the worker: its deadline has passed."""
+    match task.state:
+        case (
+            Suspending(ladder=Ladder(rung="probed"))
+            | Resuming(ladder=Ladder(rung="probed"))
+            | Vacating(ladder=Ladder(rung="probed"))
+        ):
+            node.tell(task.id, f"stood here when its time was up (probe {seq}): {text[:STACKS_CHARS_MAX]}")
+            ladder.overdue(node, task)
+        case _:
+            pass
+
+
+def gone(node: NodeState, event: WorkerGone) -> None:
+    """Take in that the process of a task and all that it started are gone; judge how it ended."""
+    task = node.tasks.get(event.task)
+    if task is None:
+        return
+    node.gpus.touch(task.gpus)
+    node.learn(event.task, connected=False)
+    if event.finished is not None:
+        step = max(task.facts.step, event.finished_step)
+        node.learn(event.task, step=step)
+        _take_final(node, task, event.finished, event.diverged)
+    task = node.tasks[event.task]
+    if isinstance(task.state, Exited):
+        node.put(replace(task, state=replace(task.state, lingering=False)))
+        node.tell(task.id, "its process is gone")
+        return
+    verdict = judge(task, event)
+    fault = node.health.fault(task.gpus, node.now) if verdict.outcome == "failed" else ""
+    reason = "; ".join(filter(None, (verdict.reason, fault)))[:REASON_CHARS_MAX]
+    if not event.reason:  # a known reason clears the GPU
+        end = TaskFailure(task.app, task.id, task.gpus, node.now, task.job, task.facts.step)
+        node.health.ended(end, verdict.outcome, begun=task.facts.step > task.facts.start_step)
+    if verdict.outcome == "finished" or left(task.facts, event):
+        node.learn(task.id, cost=task.facts.cost.saved(task.age_s(node.now)))
+    ended = Exited(verdict.outcome, reason, verdict.exit_code, unflushed=event.unflushed)
+    node.enter_state(task, ended, f"{verdict.outcome}: {reason or 'code 0'}")
+
+
+def _seq(ladder: Ladder) -> int:
+    return -1 if ladder.order is None else ladder.order.seq
+
+
+def _asked(ladder: Ladder, seq: int) -> bool:
+    return ladder.rung in ("ordered", "probed") and seq == _seq(ladder)

@@ -1,0 +1,51 @@
+"""What the version before this one wrote, in today's form; read for one release.
+
+There the wishes of a user stood one by one in an app's report, record and spec, and some of them in each of its jobs.
+Today they are one value, `Requirements`. So an app agent of that version is understood, and snapshots and events that
+it or an arbiter of that version left are read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+KindT = TypeVar("KindT")
+
+WISHES = ("spans", "grace_s", "preempt_by", "priority", "kind", "cpus", "host_bytes", "weight", "utility")
+#: Names of classes that have changed.
+_KINDS = {"trial": "interactive"}
+
+
+def decode(packed: bytes, kind: type[KindT] | msgspec.msgpack.Decoder[KindT]) -> KindT:
+    """Return the value in `packed`, which this version or the one before has written as MessagePack.
+
+    Raises
+    ------
+    msgspec.ValidationError
+        If it is in neither form.
+    """
+    decoder = kind if isinstance(kind, msgspec.msgpack.Decoder) else msgspec.msgpack.Decoder(kind)
+    try:
+        return decoder.decode(packed)
+    except msgspec.ValidationError:
+        return decoder.decode(msgspec.msgpack.encode(gathered(msgspec.msgpack.decode(packed))))
+
+
+def gathered(raw: Any) -> Any:
+    """Return a value, decoded without types, in which each app's wishes are gathered as `requirements`."""
+    if isinstance(raw, list):
+        return [gathered(item) for item in raw]
+    if not isinstance(raw, dict):
+        return raw
+    # The settings of policies have other names today; the arbiter is told all of them anew at each start.
+    fields = {name: gathered(value) for name, value in raw.items() if name != "policy_settings"}
+    if not {"tenant", "gang"} <= fields.keys() or "requirements" in fields:
+        return fields
+    jobs = fields.get("jobs") or [{}]  # of one app they all had the same wishes
+    found = (jobs[0] if isinstance(jobs, list) and isinstance(jobs[0], dict) else {}) | fields
+    wishes = {name: found[name] for name in WISHES if name in found}
+    if "kind" in wishes:
+        wishes["kind"] = _KINDS.get(wishes["kind"], wishes["kind"])
+    return {name: value for name, value in fields.items() if name not in wishes} | {"requirements": wishes}
