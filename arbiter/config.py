@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from math import inf
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
-from arbiter.core.registry import POLICIES
+from arbiter.core.registry import POLICIES, RENAMED
+from arbiter.core.seam import Setting
 from arbiter.core.state.model import ArbiterSettings
 from protocol import config
 from protocol.config import ConfigError
@@ -17,6 +21,10 @@ from protocol.config import ConfigError
 HistoryMode = Literal["auto", "resume", "begin"]
 #: The most seats that a plan can give a GPU.
 SEATS_MAX = 64
+#: Fields of the state's settings that no file sets: the first comes from the tables of policies.
+_HIDDEN = {"policies", "decide_grace_s"}
+#: The fields of [arbiter].
+FIELDS = tuple(name for name in ArbiterSettings.__struct_fields__ if name not in _HIDDEN)
 
 
 class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -40,34 +48,87 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     prefix: str = ""  #: of queue and exchange names; the same in all daemons of a site
     shared_users: tuple[str, ...] = ()
     arbiter: ArbiterSettings = ArbiterSettings()
+    policy: Mapping[str, Mapping[str, Any]] = {}  #: a table for each policy that has settings: ``[policy.las]``
     history: HistoryMode = "auto"
     adopt_site: bool = False
 
 
 def load(path: Path) -> ArbiterConfig:
     """Return the configuration in the TOML file at `path`; raises `ConfigError`."""
-    return config.load(path, ArbiterConfig, check)
+    return parse(config.read(path), str(path))
+
+
+def parse(fields: Mapping[str, Any], source: str) -> ArbiterConfig:
+    """Return the configuration made of these fields.
+
+    Raises
+    ------
+    ConfigError
+        With `source`, the table, the field and the mend.
+    """
+    _refuse_unknown(fields.get("arbiter"), source)
+    found = config.parse(fields, ArbiterConfig, check, source=source)
+    policies = {name: _table(name, table, source) for name, table in found.policy.items()}
+    return replace(found, arbiter=replace(found.arbiter, policies=policies))
+
+
+def _refuse_unknown(table: object, source: str) -> None:
+    """Refuse fields of [arbiter] that are not known: a snapshot may have them, a file may not."""
+    if not isinstance(table, Mapping):
+        return
+    old = table.get("policy_settings")
+    if isinstance(old, Mapping):
+        mends = "; ".join(map(renamed, old)) or "leave it out"
+        raise ConfigError(f"{source}: arbiter.policy_settings is no table any more, each policy has its own: {mends}")
+    for name in table:
+        if name not in FIELDS:
+            raise ConfigError(
+                f"{source}: unknown field `arbiter.{name}`; leave it out or mend its name; "
+                "the files in systemd/ show every field"
+            )
+
+
+def renamed(old: str) -> str:
+    """Return how a setting is written now that was of all policies' one table."""
+    if old not in RENAMED:
+        return f"{old} is not known, leave it out"
+    return f"{old} is now {RENAMED[old]}" if RENAMED[old] else f"{old} is no setting any more, leave it out"
+
+
+def _table(name: str, table: Mapping[str, Any], source: str) -> dict[str, Setting]:
+    """Return the settings of one policy, those included that are not named; raises `ConfigError`."""
+    if name not in POLICIES:
+        raise ConfigError(f"{source}: [policy.{name}] is of no policy; choose one of {', '.join(sorted(POLICIES))}")
+    kind = POLICIES[name].settings
+    try:
+        typed = POLICIES[name].decoded(table)
+    except msgspec.ValidationError as error:
+        has = ", ".join(kind.__struct_fields__) or "no settings"
+        raise ConfigError(f"{source}: policy.{name}: {config.in_words(error, kind)}; it has {has}") from error
+    found: dict[str, Setting] = msgspec.to_builtins(typed)
+    return found
 
 
 def check(arbiter: ArbiterConfig, source: str) -> None:
-    """Refuse settings that cannot work.
+    """Refuse settings of the arbiter that cannot work; policies check their own.
 
     Raises
     ------
     ConfigError
         With `source`, the field and the mend.
     """
-    settings = arbiter.arbiter
+    check_settings(arbiter.arbiter, source)
+
+
+def check_settings(settings: ArbiterSettings, source: str) -> None:
+    """The same of the table [arbiter] alone."""
     if settings.policy not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"{source}: arbiter.policy is {settings.policy!r}; choose one of {known}")
-    names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s", "decide_grace_s", "probes_max")
+    names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s", "probes_max")
     config.require_positive(settings, (*names, "quantum_s"), f"{source}: arbiter")
     pauses = ("renewal_lead_s", "round_pause_s", "admission_wait_s")
     config.require_not_negative(settings, pauses, f"{source}: arbiter")
-    where = f"{source}: arbiter.policy_settings"
-    config.require_positive(settings.policy_settings, ("solver_budget_ms", "las_threshold_gpu_s"), where)
-    config.require_not_negative(settings.policy_settings, ("reasons_max", "gandiva_idle_s"), where)
     if not 1 <= settings.seats <= SEATS_MAX:
         raise ConfigError(f"{source}: arbiter.seats is {settings.seats}; give how many jobs may share a GPU, 1 to 64")
     if settings.align_after_leases != 0.0 and not 1.0 <= settings.align_after_leases < inf:
@@ -106,8 +167,10 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
         raise ConfigError(
             f"{source}: arbiter.tenants gives {both[0]} a weight and a quota; leave one out, as a quota is its part"
         )
-    try:
-        for policy in POLICIES.values():  # whichever is chosen: a setting that another one could not have is a mistake
-            policy(settings.policy_settings)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
+    config.require_positive(settings, ("solver_budget_ms",), f"{source}: arbiter")
+    config.require_not_negative(settings, ("interactive_s",), f"{source}: arbiter")
+    if not 0.0 <= settings.interactive_share <= 1.0:
+        raise ConfigError(
+            f"{source}: arbiter.interactive_share is {settings.interactive_share}; give the part of all GPUs that "
+            "interactive apps may hold at others' cost, 0 to 1"
+        )

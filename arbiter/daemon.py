@@ -142,7 +142,7 @@ async def run_arbiter(
 
 
 def _holds_auctions(config: ArbiterConfig) -> bool:
-    return policy_of(config.arbiter.policy, config.arbiter.policy_settings).probes
+    return policy_of(config.arbiter.policy, config.arbiter.policy_settings).traits.probes
 
 
 async def _run(

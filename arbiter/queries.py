@@ -308,7 +308,7 @@ class Desk:
             "schema": "explain/v1",
             "app": app.id,
             "policy": self._arbiter.state.settings.policy,
-            "auction": policy.probes,
+            "auction": policy.traits.probes,
             "held": list(self._app(app, now)["gpus"]),
             "refusal": app.state.reason if isinstance(app.state, Refused) else "",
             "waiting_for": self._waiting_for(app),
@@ -413,7 +413,7 @@ class Desk:
             "lease": " until leases end",
             "lasting": f", and under {policy} no app gives one up before the end",
             "revocable": "",  # a round may take them at any time
-        }[policy_of(policy, state.settings.policy_settings).tenure]
+        }[policy_of(policy, state.settings.policy_settings).traits.tenure]
         gpus = "the only GPU in service is" if len(usable) == 1 else f"all {len(usable)} GPUs in service are"
         return f"{gpus} held by other apps{until}"
 

@@ -59,13 +59,23 @@ def load(path: Path, kind: type[ConfigT], check: Check[ConfigT]) -> ConfigT:
     ConfigError
         With the file, the field and the mend.
     """
+    return parse(read(path), kind, check, source=str(path))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the fields of the TOML file at `path`.
+
+    Raises
+    ------
+    ConfigError
+        With the file and the mend.
+    """
     try:
-        fields = tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the file with --config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    return parse(fields, kind, check, source=str(path))
 
 
 def parse(fields: Mapping[str, Any], kind: type[ConfigT], check: Check[ConfigT], *, source: str) -> ConfigT:

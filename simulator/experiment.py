@@ -8,16 +8,15 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 from urllib.parse import parse_qsl
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter.config import ArbiterConfig, check
-from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Settings
+from arbiter.config import FIELDS, check_settings, renamed
+from arbiter.core.registry import POLICIES, RENAMED
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.model import ArbiterSettings
 from protocol.config import ConfigError, in_words
@@ -26,12 +25,10 @@ from simulator.cluster import Cluster, ClusterError, parse_cluster
 from simulator.costs import Costs, CostsError, parse_costs
 from simulator.figures.results import Run
 from simulator.profiles import ProfileError, Profiles, built_in, crude, measured
-from simulator.workload import Workload, WorkloadError, fitgpp_workload, load, themis_workload
+from simulator.workload import Workload, WorkloadError, fitgpp, fitgpp_workload, load, themis_workload
 
 Progress = Callable[[int, int], None]  #: told (jobs that are over, all jobs)
 
-#: What `--policy` may be: the arbiter's own and the reference line.
-POLICY_NAMES = (*POLICIES, fluid.NAME)
 #: A trace that starts so is drawn, not read.
 THEMIS = "themis:"
 #: The keys that may follow: ``themis:1?apps=20&contention=2``.
@@ -47,21 +44,21 @@ GENERATOR_KEYS: Mapping[str, type] = {
     "curve_points": int,
 }
 #: A workload drawn after FitGpp's: ``fitgpp?jobs=1024&interactive=0.3``.
-FITGPP = "fitgpp"
+FITGPP = fitgpp.NAME
 FITGPP_KEYS: Mapping[str, type] = {"jobs": int, "interactive": float, "load": float, "grace": float}
 #: Apps of a drawn workload, unless it says.
 APPS = 40
 #: The most names in a sentence; the rest are counted.
 NAMED = 5
 #: Fields that have a flag of their own.
-_APART = {"policy", "policy_settings", "seed", "tenants"}
+_APART = {"policy", "seed", "tenants"}
 #: Those that a world in which nothing is lost does not use (`simulator.world.quiet`).
 UNUSED = ("beat_s", "node_timeout_s", "app_timeout_s")
-#: Fields of the arbiter's settings and of its policies', which `knobs` may set.
-KNOBS = (
-    *(name for name in ArbiterSettings.__struct_fields__ if name not in {*_APART, *UNUSED}),
-    *Settings.__struct_fields__,
-)
+#: How the name of a policy's setting begins: ``policy.las.threshold_gpu_s``.
+OF_POLICY = "policy."
+
+
+StructT = TypeVar("StructT", bound=Struct)
 
 
 class ExperimentError(ValueError):
@@ -130,7 +127,7 @@ def given_of(experiment: Experiment) -> dict[str, Any]:
 
 def probes(policy: str) -> bool:
     """Return whether that policy asks apps for bids, for which its solver must be compiled."""
-    return policy in POLICIES and POLICIES[policy](Settings()).probes
+    return policy in POLICIES and POLICIES[policy].kind.traits.probes
 
 
 def prepare(experiments: Sequence[Experiment]) -> None:
@@ -237,6 +234,19 @@ def beginning(workload: Workload, first: int) -> Workload:
 # --- the settings -----------------------------------------------------------------------------------------------------
 
 
+def policy_names() -> list[str]:
+    """Return what `--policy` may be: the arbiter's own and the reference line."""
+    return [*POLICIES, fluid.NAME]
+
+
+def knob_names() -> list[str]:
+    """Return what `Experiment.knobs` may set: fields of the arbiter's settings and of its policies'."""
+    return [
+        *(name for name in FIELDS if name not in {*_APART, *UNUSED}),
+        *(f"{OF_POLICY}{name}.{field}" for name, each in POLICIES.items() for field in each.settings.__struct_fields__),
+    ]
+
+
 def settings_of(experiment: Experiment) -> ArbiterSettings:
     """Return the arbiter's settings for this run.
 
@@ -245,9 +255,9 @@ def settings_of(experiment: Experiment) -> ArbiterSettings:
     ExperimentError
         Naming the policy or the setting that cannot be.
     """
-    if experiment.policy not in POLICY_NAMES:
+    if experiment.policy not in policy_names():
         raise ExperimentError(
-            f"the policy {experiment.policy!r} is not known; choose one of {', '.join(sorted(POLICY_NAMES))}"
+            f"the policy {experiment.policy!r} is not known; choose one of {', '.join(sorted(policy_names()))}"
         )
     settings = ArbiterSettings(seed=experiment.seed, tenants=tenants_of(experiment.tenants))
     if experiment.policy in POLICIES:
@@ -257,7 +267,7 @@ def settings_of(experiment: Experiment) -> ArbiterSettings:
     for name, text in experiment.knobs:
         settings = with_knob(settings, name, text)
     try:
-        check(ArbiterConfig(arbiter=settings), "the settings")
+        check_settings(settings, "the settings")
     except ConfigError as error:
         raise ExperimentError(str(error)) from None
     return settings
@@ -344,17 +354,28 @@ def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSetting
             f"{name} has no effect here: no message is lost and nobody dies, so nothing is said twice or timed out; "
             "leave it out"
         )
-    if name not in KNOBS:
-        raise ExperimentError(f"there is no setting {name!r}; choose one of {', '.join(KNOBS)}")
-    inner = name in Settings.__struct_fields__
-    target: ArbiterSettings | Settings = settings.policy_settings if inner else settings
-    choices = get_args(get_type_hints(type(target))[name])
+    if name not in (known := knob_names()):
+        mend = renamed(name).replace("arbiter.", "") if name in RENAMED else f"choose one of {', '.join(known)}"
+        raise ExperimentError(f"there is no setting {name!r}; {mend}")
+    if not name.startswith(OF_POLICY):
+        return _with_field(settings, name, name, text)
+    policy, _, field = name.removeprefix(OF_POLICY).rpartition(".")
+    found = POLICIES[policy].decoded(settings.policies.get(policy, {}))
+    table = msgspec.to_builtins(_with_field(found, field, name, text))
+    return replace(settings, policies={**settings.policies, policy: table})
+
+
+def _with_field(target: StructT, field: str, name: str, text: str) -> StructT:
+    """Return `target` with one field read from text; `name` is what the user calls it."""
+    choices = get_args(get_type_hints(type(target))[field])
     if all(isinstance(choice, str) for choice in choices) and choices and text not in choices:
         raise ExperimentError(f"{name} is {text!r}; choose one of {', '.join(choices)}")
-    fields = {**msgspec.structs.asdict(target), name: text}
+    fields = {**msgspec.structs.asdict(target), field: text}
     try:
-        changed: Any = msgspec.convert(fields, type(target), strict=False)
+        return msgspec.convert(fields, type(target), strict=False)
     except msgspec.ValidationError as error:
-        must = in_words(error).removeprefix(name).partition(", and is")[0]
+        said = in_words(error)
+        if said.startswith(f"{field} is "):  # its own check
+            raise ExperimentError(f"{name}{said.removeprefix(field)}") from None
+        must = said.removeprefix(field).partition(", and is")[0]
         raise ExperimentError(f"{name} is {text!r}; it{must}") from None
-    return replace(settings, policy_settings=changed) if inner else changed

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import fsum
+from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -17,6 +18,7 @@ from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import scheduler_for
 from app_agent.core.tuning.shape import Trial
 from arbiter.core.effects import AppRecord, LeaseRecord
+from arbiter.core.registry import POLICIES
 from arbiter.core.state import fairness
 from arbiter.core.state.fairness import TimeMean
 from arbiter.core.state.model import ArbiterSettings
@@ -74,6 +76,16 @@ def _seldom_collected() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+def described(settings: ArbiterSettings, policies: Iterable[str]) -> dict[str, Any]:
+    """Return all settings by the names that ``--set`` knows: the arbiter's, and those of these policies."""
+    found: dict[str, Any] = msgspec.to_builtins(settings)
+    tables = found.pop("policies")
+    for policy in policies:
+        typed = POLICIES[policy].decoded(tables.get(policy, {}))
+        found |= {f"policy.{policy}.{name}": value for name, value in msgspec.structs.asdict(typed).items()}
+    return found
 
 
 class Simulation:
@@ -139,7 +151,7 @@ class Simulation:
             cluster=self.cluster.name,
             cluster_gpus=self.cluster.gpus,
             seed=self.settings.seed,
-            settings=msgspec.to_builtins(self.settings),
+            settings=described(self.settings, [self.settings.policy]),
             costs=msgspec.to_builtins(self.costs),
             jobs=tuple(job for _, jobs in rows for job in jobs),
             apps=tuple(app for app, _ in rows),

@@ -6,7 +6,7 @@ Rows come back in the order of the grid, in whichever process they ran.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -19,6 +19,7 @@ from simulator import fluid
 from simulator.costs import parse_costs
 from simulator.experiment import UNUSED, Experiment, ExperimentError, execute, given_of, settings_of
 from simulator.figures.results import MIN_DURATION_S, Figures, mean, summary
+from simulator.run import described
 
 Progress = Callable[[int, int], None]  #: told (runs that are over, all runs)
 
@@ -108,23 +109,15 @@ def inputs(experiments: Sequence[Experiment], rows: Sequence[Figures], min_durat
     first = next((run for run in experiments if run.policy != fluid.NAME), experiments[0])
     apart = {"policy", "seed", *UNUSED}.union(*(dict(run.knobs) for run in experiments))
     scheduled = first.policy != fluid.NAME  # the reference line has neither settings nor costs
-    settings = msgspec.to_builtins(settings_of(first)) if scheduled else {}
+    policies = sorted({run.policy for run in experiments} - {fluid.NAME})
+    settings = described(settings_of(first), policies) if scheduled else {}
     return {
         **given_of(first),
         "cluster": first.cluster,
         "min_duration_s": min_duration_s,
-        "settings": _without(settings, apart),
+        "settings": {name: value for name, value in settings.items() if name not in apart},
         "costs": msgspec.to_builtins(parse_costs(first.overheads)) if scheduled else {},
         "notes": list(dict.fromkeys(note for row in rows for note in row["notes"])),
-    }
-
-
-def _without(settings: Mapping[str, Any], apart: Collection[str]) -> Figures:
-    """Return `settings`, and those within them, without the names `apart`."""
-    return {
-        name: _without(value, apart) if isinstance(value, Mapping) else value
-        for name, value in settings.items()
-        if name not in apart
     }
 
 

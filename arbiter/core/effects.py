@@ -6,7 +6,7 @@ import traceback
 
 from msgspec import Struct
 
-from arbiter.core.seam import Allocation, Outcome, Settings, View
+from arbiter.core.seam import Allocation, Outcome, Table, View
 from arbiter.core.state import model
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TenantId
@@ -24,7 +24,7 @@ class Decide(Struct, frozen=True, tag=True):
     round: int
     epoch: int
     policy: str  #: a name in `POLICIES`
-    settings: Settings
+    table: Table  #: its settings
     view: View
     bids: dict[AppId, Bid]
 

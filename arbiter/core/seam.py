@@ -1,15 +1,16 @@
-"""The seam between the arbiter and its policies: three traits and three questions, answered by pure functions.
+"""The seam between the arbiter and its policies: one value of traits, and questions that pure functions answer.
 
 A policy sees a `View` (frozen, no way back into the arbiter) and, if it asked for an auction, the bids; it answers
 with the *desired assignment* of the GPUs in play and a reason per app. The arbiter derives grants, renewals and
 preemptions by comparing desired with current, and checks the assignment against what is free then: a policy may be
-wrong, a grant may not. Nothing outside `policies/` asks which policy runs.
+wrong, a grant may not. Nothing outside `policies/` asks which policy runs: it asks for its `Traits`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Final, Literal
 
 from msgspec import Struct
 
@@ -20,19 +21,34 @@ Clock = Callable[[], float]
 #: How long holders keep their GPUs. ``lease``: until the lease ends, and a round may renew it; ``lasting``: until they
 #: give them back; ``revocable``: until any round takes them, so that all GPUs are in play in every round.
 Tenure = Literal["lease", "lasting", "revocable"]
+#: Behind which app that waits no other app gets a GPU: behind none, behind any one, or behind one of its own tenant.
+Strict = Literal["no", "all", "tenant"]
+#: The value of one field of a policy's settings, as TOML, a snapshot and the journal write it.
+Setting = bool | int | float | str
+#: The fields of one policy's settings, by name.
+Table = Mapping[str, Setting]
+
+#: The policy of an arbiter, a simulation and a demo that name none: a name in `registry.POLICIES`.
+DEFAULT_POLICY: Final = "themis"
+
+#: Apps that neither had nor got anything are told why one by one in rounds of up to so many apps; in larger rounds
+#: the apps that wait share one sentence.
+REASONS_MAX = 2000
+#: A policy that sells sets its prices by so many apps at most, those that asked last.
+ASKED_MAX = 256
 
 
 class TenantView(Struct, frozen=True):
     """One tenant, and its GPU time up to `View.now`; see `history`."""
 
     weight: float = 1.0
-    quota_gpus: float = 0.0  #: what it is due of the cluster now (Eq. 6)
+    quota_gpus: float = 0.0  #: its due part of the cluster now (Eq. 6)
     fair_gpus: float = 0.0  #: of that, what its apps can use (Eq. 8)
     gpus_per_weight: float = 0.0  #: of that, what is fair for an app of weight 1 (Eq. 13)
     allocated_gpu_s: float = 0.0
     fair_gpu_s: float = 0.0  #: of min(demand, quota): Eq. 8
     quota_gpu_s: float = 0.0  #: of its quota, whatever it wanted: Eq. 16
-    #: By group of its apps (`AppView.fair_group`): what was fair for one app that was in it all along (Eq. 15).
+    #: By group of its apps (`AppView.fair_group`): the fair time of one app that was in it all along (Eq. 15).
     fair_groups: Mapping[str, float] = {}
 
 
@@ -44,7 +60,7 @@ class GpuView(Struct, frozen=True):
     rack: str
     slot: str
     holder: AppId | None = None
-    free_since: float | None = None  #: on the clock of `View.now`; None while somebody has it
+    free_since: float | None = None  #: on the clock of `View.now`; None while an app has it
 
     @property
     def device(self) -> GpuId:
@@ -53,7 +69,7 @@ class GpuView(Struct, frozen=True):
 
 
 class SeatView(Struct, frozen=True):
-    """A seat on a shared GPU that is free or leased, for `sharing.with_guests`; what is in play is all of them.
+    """A seat on a shared GPU that is free or leased, for `guests.with_guests`; all of them are in play.
 
     `guest` says that its holder is not the one that policies see on that GPU; `due`, that its lease ends unless this
     round renews it.
@@ -62,26 +78,26 @@ class SeatView(Struct, frozen=True):
     seat: GpuView
     guest: bool = False
     due: bool = False
-    parked: bool = False  #: somebody's job is parked here, which can go on nowhere else
+    parked: bool = False  #: a job is parked here, and can go on nowhere else
     inherited: bool = False  #: its holder came as a guest, and is the owner now
     cooperative: bool | None = None  #: whether its holder's training can be suspended; None: not known yet
     priority: int = 0  #: of its holder
 
 
 class Booking(Struct, frozen=True):
-    """What an app has bought: so many GPUs of these nodes in these slots, a slot being ``floor(now / slot_s)``.
+    """The time that an app has bought: GPUs of these nodes in these time slots, each ``floor(now / slot_s)``.
 
     A booking without slots is of an app that was admitted and for the rest of whose work there is nothing left to sell.
     """
 
     slots: tuple[tuple[int, tuple[tuple[NodeId, int], ...]], ...]
     ends_at: float  #: the end of its last slot, UNIX seconds
-    utility: float  #: what it is worth if it ends then
-    price: float  #: what it was to pay for that
+    utility: float  #: its worth if it ends then
+    price: float  #: its price for that
     made_at: float
     again: int = 0  #: how often it was booked anew because it lagged, or GPUs were lost
-    told: float = 0.0  #: what it was worth by its first booking
-    worth: float = 0.0  #: theta1 of its utility when it was admitted: who declares none is worth its GPU-hours
+    told: float = 0.0  #: its worth by its first booking
+    worth: float = 0.0  #: theta1 of its utility when it was admitted: an app that declares none is worth its GPU-hours
 
     def at(self, slot: int) -> tuple[tuple[NodeId, int], ...]:
         """Return the GPUs of one slot, by node."""
@@ -101,7 +117,7 @@ class Asked(Struct, frozen=True, array_like=True):
 
 
 class Market(Struct, frozen=True):
-    """What there is to sell: the usable GPUs of each node, what others have booked, and the worth of apps seen."""
+    """The market: the usable GPUs of each node, the bookings of others, and the worth of apps seen."""
 
     now: float
     gpus: tuple[tuple[NodeId, int], ...]
@@ -125,7 +141,7 @@ class AppView(Struct, frozen=True):
     rho: float | None  #: its answer to the probe; None when it did not answer in time, or was not asked
     kept: tuple[GpuView, ...]  #: GPUs it holds whose leases are not in play
     renewable: tuple[GpuId, ...]  #: GPUs in play that it holds now
-    requirements: Requirements = Requirements()  #: what its user wishes, as far as the site allows it
+    requirements: Requirements = Requirements()  #: the wishes of its user, as far as the site allows them
     only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any (a parked job that cannot move)
     ideal_s: float = 0.0  #: T_id, from the T_cluster that it reports; 0: not known, or not asked for rho
     left_s: float | None = None  #: run time left with all it can use, as it reported at `left_at`; None: unknown
@@ -136,16 +152,16 @@ class AppView(Struct, frozen=True):
     leases: int = 0  #: that it holds now
     granted_sum: float = 0.0  #: the sum of the times at which those were granted
     sizes: tuple[int, ...] = ()  #: GPU counts that each of its jobs accepts, rising; empty: its gang only
-    move_s: float = 0.0  #: what moving one of its jobs costs, as it measured; 0: unknown
+    move_s: float = 0.0  #: the cost of moving one of its jobs, as it measured; 0: unknown
     jobs: tuple[tuple[GpuId, ...], ...] = ()  #: the GPUs of each of its jobs, none for one that waits
     cooperative: bool | None = None  #: whether its training can be suspended; None: it has not run yet
     movable: bool = False  #: its training is known to save a checkpoint when it leaves, if told to now
-    booking: Booking | None = None  #: what it has bought, if the policy sells
+    booking: Booking | None = None  #: the time that it has bought, if the policy sells
     allocated: tuple[float, float] = (0.0, 0.0)  #: GPU-seconds it has had are the first plus the second times the time
     fair_group: str = ""  #: in `TenantView.fair_groups`; empty: in none
     preempted: int = 0  #: how often it made room for an interactive app
     preempted_in: int = 0  #: the round in which it last did
-    fair_offset_gpu_s: float = 0.0  #: what was fair for it more than for its group; without a group all that was
+    fair_offset_gpu_s: float = 0.0  #: its fair time beyond its group's; without a group all of it
 
     @property
     def spans(self) -> bool:
@@ -164,7 +180,7 @@ class AppView(Struct, frozen=True):
 
 
 class NodeView(Struct, frozen=True):
-    """What a node has: GPUs in service, cores and memory, and what of these is with or promised for GPUs that drain.
+    """The capacity of a node: GPUs in service, cores and memory, and the part that goes with GPUs that drain.
 
     A capacity of 0 is not known, and so no bound.
     """
@@ -177,7 +193,7 @@ class NodeView(Struct, frozen=True):
 
 
 class View(Struct, frozen=True):
-    """What a policy may know. `gpus` and `apps` are sorted (by id; by arrival, then id)."""
+    """All that a policy may know. `gpus` and `apps` are sorted (by id; by arrival, then id)."""
 
     round: int
     seed: int  #: of this round; the only source of randomness
@@ -185,9 +201,11 @@ class View(Struct, frozen=True):
     cluster_gpus: int
     gpus: tuple[GpuView, ...]
     apps: tuple[AppView, ...]
-    offered: tuple[AppId, ...] | None = None  #: who saw the offer, once it was made; None: ask `Policy.bidders`
+    offered: tuple[AppId, ...] | None = (
+        None  #: the apps that saw the offer, once it was made; None: ask `Policy.bidders`
+    )
     now: float = 0.0  #: seconds, whatever their origin
-    asked: frozenset[AppId] | None = None  #: who was asked for rho, where not everybody was
+    asked: frozenset[AppId] | None = None  #: the apps that were asked for rho, where not all were
     unseen: Mapping[TenantId, int] = {}  #: GPUs of apps that are not shown, having all they want and none in play
     #: Where GPUs are shared and the policy sees one seat of each, all seats that are free or leased, by id.
     seats: tuple[SeatView, ...] = ()
@@ -197,9 +215,19 @@ class View(Struct, frozen=True):
     #: GPUs that are not in play, which an interactive app that waits may be given by `interactive`; none unless one
     #: waits.
     takeable: tuple[GpuView, ...] = ()
-    holders: tuple[AppView, ...] = ()  #: who holds those
+    holders: tuple[AppView, ...] = ()  #: their holders
     emptying: tuple[GpuView, ...] = ()  #: GPUs that will be free within a moment, told while an interactive app waits
     tenants: Mapping[TenantId, TenantView] = {}  #: all that have ever had an app, or have terms
+    #: How long the policy may search for its decision, with what explains it. Counted in steps of work, so that equal
+    #: rounds end equally whatever the node is doing; when it runs out, `Allocation.facts` and the reasons say so.
+    budget_ms: float = 500.0
+    interactive_share: float = 0.1  #: see `ArbiterSettings`
+    interactive_s: float = 1800.0
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether every app is told its own reason."""
+        return len(self.apps) <= REASONS_MAX
 
     def allocated_gpu_s(self, app: AppView) -> float:
         """Return the GPU-seconds that `app` has had, until its GPUs were proven empty (Astraea, Eq. 2)."""
@@ -231,53 +259,6 @@ class View(Struct, frozen=True):
         if app.left_gpu_s is None:
             return None
         return max(0.0, app.left_gpu_s - (self.now - app.left_at) * min(app.leases, app.demand_max))
-
-
-class Settings(Struct, frozen=True, forbid_unknown_fields=True):
-    """Knobs of the policies, from the arbiter's configuration."""
-
-    fairness_knob: float = 0.8  #: f of PAPERS.md section 1: the (1 - f) fraction with the worst rho bids
-    #: For the auction, its explanation included. Counted in steps of work, so that equal rounds end equally whatever
-    #: the machine is doing; when it runs out, the round's `Allocation.facts` and its reasons say so.
-    solver_budget_ms: float = 500.0
-    #: "idle": what hidden payments leave stays free for a round when no app outside the auction can use it; bidders
-    #: cannot gain by lying. "bidders": it is given back to them; no GPU idles, but over-reporting can pay.
-    #: "worst-off": all of it is dealt in order of rho, whoever bid: fairer where gangs are wide, not the paper's rule.
-    leftover: str = "bidders"
-    #: Apps that neither had nor got anything are told why one by one in rounds of up to so many apps; beyond, those
-    #: that wait share one sentence.
-    reasons_max: int = 2000
-    las_threshold_gpu_s: float = 3600.0  #: `las`: attained service from which an app is in the second queue
-    gandiva_idle_s: float = 60.0  #: `gandiva`: an elastic app grows onto GPUs that have been idle for so long
-    #: `astraea`, and `themis` with `tenants_first`: a tenant is due its quota even while it does not want it (Eq. 16).
-    astraea_quota_variant: bool = False
-    #: The same two: tenants and apps come first by how unfairly they are served only until they have had what is fair;
-    #: off: for ever, by the smallest index, as published.
-    astraea_until_fair: bool = True
-    tenants_first: bool = False  #: `themis`: GPUs are split among tenants first, and auctioned within each one's part
-    fitgpp_s: float = 4.0  #: `fitgpp`: s, how much a long grace period weighs beside a large demand (Eq. 3)
-    fitgpp_p: int = (
-        1  #: `fitgpp`: P, an app makes room for interactive apps so many times, unless no other could (Eq. 4)
-    )
-    interactive_nodes: float = 0.0  #: `fitgpp`, `lrtp`, `rand`: of all nodes, this part is for interactive apps only
-    #: Under policies without a rule of their own for interactive apps: of all GPUs, interactive apps hold at most this
-    #: part at others' cost; 0: interactive apps are like other apps.
-    interactive_share: float = 0.1
-    interactive_s: float = 1800.0  #: an app of class ``interactive`` counts as one until it has run for so long
-    allox_alpha: float = 0.3  #: `allox`: the part of the tenants, those with the least GPU time, that is served first
-
-    oasis_slot_s: float = 3600.0  #: `oasis`: GPUs are sold by slots of so many seconds
-    oasis_slots: int = 168  #: `oasis`: so many slots from now on are for sale
-    oasis_price_max: float = 0.0  #: `oasis`: U, the price of a GPU-hour of a full node; 0: by the apps seen
-    oasis_price_min: float = 0.0  #: `oasis`: L, the price of a GPU-hour of an empty node; 0: by the apps seen
-    oasis_margin: float = 0.1  #: `oasis`: books so much more than the work that apps say is left
-    #: `oasis`: apps that are booked are moved where all are worth more; off: as published.
-    oasis_second_look: bool = True
-    oasis_promise: float = 0.5  #: `oasis`: who is moved keeps at least this part of what it was told it would be worth
-    #: `rrh`: an app starts if its reward, in units of worth per GPU-hour, is more than this.
-    rrh_threshold: float = 0.0
-    dorm_fairness: float = 0.1  #: `dorm`: the shares of all apps may differ from their fair ones by this in all
-    dorm_adjusted: float = 0.1  #: `dorm`: of the apps that run, this part may be given another number of GPUs
 
 
 class Change(Struct, frozen=True):
@@ -318,7 +299,7 @@ class Loss(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """What one app got in a round and why, in numbers and one sentence; kept in the round's record."""
+    """The outcome of a round for one app, and why, in numbers and one sentence; kept in the round's record."""
 
     app: AppId
     gpus: tuple[GpuId, ...]
@@ -333,7 +314,7 @@ class Outcome(Struct, frozen=True):
 
 
 class Displaced(Struct, frozen=True):
-    """What an app leaves at once, or is not given after all, so that an interactive app can start."""
+    """GPUs that an app leaves at once, or is not given after all, so that an interactive app can start."""
 
     app: AppId
     gpus: tuple[GpuId, ...]
@@ -343,7 +324,7 @@ class Displaced(Struct, frozen=True):
 class Allocation(Struct, frozen=True):
     """The desired assignment: each GPU in play to at most one app.
 
-    A GPU that `assign` does not name goes to nobody; or, where `unnamed` is "holder", it stays with whom it is with
+    A GPU that `assign` does not name goes to no app; or, where `unnamed` is "holder", it stays with its holder
     unless it is in `freed`. Apps without an outcome of their own are told `rest`.
     """
 
@@ -357,13 +338,13 @@ class Allocation(Struct, frozen=True):
     rest: str = ""
     look_again_s: float | None = None  #: another round is wanted then, even if nothing happens
     order: tuple[AppId, ...] = ()  #: whose turn comes first to share GPUs; those not named, by their rho and arrival
-    #: Who makes room for which interactive app, which is counted and puts it on top of the queue.
+    #: The apps that make room for interactive ones; that is counted and puts an app on top of the queue.
     displaced: tuple[Displaced, ...] = ()
     guests: tuple[GpuId, ...] = ()  #: of the assigned, the seats on GPUs that the policy has given to others
 
     @property
     def preempted(self) -> tuple[AppId, ...]:
-        """Who makes room, once for each interactive app."""
+        """The apps that make room, once for each interactive app."""
         return tuple(app for app, _ in sorted({(each.app, each.newcomer) for each in self.displaced}))
 
 
@@ -372,58 +353,77 @@ class Admission(Struct, frozen=True):
 
     admitted: bool
     reason: str = ""
-    booking: Booking | None = None  #: what it has bought, of a policy that sells
+    booking: Booking | None = None  #: the time that it has bought, of a policy that sells
     #: Others that are booked anew to make room, and what they are told.
     moved: tuple[tuple[AppId, Booking, str], ...] = ()
-    asked: Asked | None = None  #: what of this app is to be remembered for prices
+    asked: Asked | None = None  #: the part of this app that is remembered for prices
 
 
-class Policy(Protocol):
-    """One scheduling policy; stateless, made from `Settings`."""
+class Traits(Struct, frozen=True):
+    """All that the arbiter must know of a class of policies; the rest is in its answers."""
 
-    probes: ClassVar[bool]  #: whether a round first asks every app for its rho (phase 1)
-    tenure: ClassVar[Tenure]
-    shares: ClassVar[bool]  #: whether it deals with all seats of shared GPUs itself; others see one seat of each
+    tenure: Tenure
+    probes: bool = False  #: a round first asks every app for its rho (phase 1), and then for bids
+    shares: bool = False  #: it deals with all seats of shared GPUs itself; other policies see one seat of each
+    serves_interactive: bool = (
+        False  #: it has a rule of its own for interactive apps; for other policies there is a layer
+    )
+    strict: Strict = "no"  #: an app that does not fit lets no app behind it by
+    sells: bool = False  #: it sells the GPUs of coming slots; the state keeps the bookings, and `allocate` sees them
 
-    def __hash__(self) -> int: ...  # what is known of a policy may be remembered
 
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        """Say whether `app` may enter a cluster of these GPUs."""
-        ...
+class PolicySettings(Struct, frozen=True, forbid_unknown_fields=True):
+    """The settings of a policy that has none, and the base of all others; `__post_init__` refuses values out of range.
+
+    A policy's own settings stand beside its class. They are decoded from the table ``[policy.NAME]``.
+    """
+
+
+def require(holds: bool, name: str, value: object, must: str) -> None:
+    """Refuse a setting unless it `holds`.
+
+    Raises
+    ------
+    ValueError
+        With its name, its value and what it must be.
+    """
+    if not holds:
+        raise ValueError(f"{name} is {value}; it must be {must}")
+
+
+class Policy(ABC):
+    """One scheduling policy; stateless, made from its settings."""
+
+    traits: ClassVar[Traits]
+    #: It keeps some nodes for some apps, so its view must say what nodes have, whether or not any app asks for it.
+    reserves_nodes: bool = False
+    slot_s: float = 0.0  #: how long a slot is, of a policy that sells
+
+    def __init__(self, settings: PolicySettings | None = None) -> None:  # noqa: B027 - most policies have none
+        """Take the settings; a policy that has any of its own takes these."""
 
     def bidders(self, view: View) -> Sequence[AppId]:
         """Return who sees the offer; empty for no auction."""
-        ...
+        return ()
 
+    @abstractmethod
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return the desired assignment of the GPUs in play.
 
         `clock` tells seconds, whatever their origin, where the caller has one: only to hold a search to its budget.
         """
-        ...
-
-
-@runtime_checkable
-class Seller(Protocol):
-    """A policy that sells the GPUs of coming slots; its bookings are kept in the state, and shown to `allocate`."""
-
-    @property
-    def slot_s(self) -> float:
-        """How long a slot is."""
-        ...
 
     def sell(self, market: Market, app: AppView) -> Admission:
-        """Say whether `app` may enter, and what it has bought; one that has a booking asks for the rest of its work."""
-        ...
+        """Say whether `app` may enter, and what it has bought; one that has a booking asks for the rest of its work.
+
+        Raises
+        ------
+        NotImplementedError
+            Of a policy that sells nothing; see `Traits.sells`.
+        """
+        raise NotImplementedError
 
 
-@runtime_checkable
-class ServesInteractive(Protocol):
-    """A policy that has a rule of its own for apps of class ``interactive``; for others there is `interactive`."""
-
-    serves_interactive: ClassVar[bool]
-
-
-def is_interactive(view: View, app: AppView, interactive_s: float) -> bool:
+def is_interactive(view: View, app: AppView) -> bool:
     """Whether an app still counts as interactive: it has not run for `interactive_s` yet on a gang's worth of GPUs."""
-    return app.requirements.kind == "interactive" and view.served_gpu_s(app) < interactive_s * app.gang
+    return app.requirements.kind == "interactive" and view.served_gpu_s(app) < view.interactive_s * app.gang

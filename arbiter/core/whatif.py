@@ -89,7 +89,7 @@ class WhatIf:
         #: When the next round comes, and whether it comes also if nothing changes.
         self._at = max(now, state.now, pause)
         self._due = not isinstance(state.phase, Idle) or (phases.deadline(state, turn.index) or inf) <= self._at
-        self.estimate = policy_of(settings.policy, settings.policy_settings).probes
+        self.estimate = policy_of(settings.policy, settings.policy_settings).traits.probes
         self._left = AUCTIONS_MAX if self.estimate else TRIES_MAX
         self._state = state
 
@@ -209,7 +209,7 @@ def _given(turn: Turn, view: View, gpus: Mapping[GpuId, GpuView], app_id: AppId,
     """
     settings = turn.state.settings
     bids: dict[AppId, Bid] = {}
-    if turn.policy.probes and gpus:
+    if turn.policy.traits.probes and gpus:
         spread = 1.0 if claim == 1.0 else SPREAD
         off = {app.app: spread ** (2.0 * draw(view.seed, "claim", app.app) - 1.0) for app in view.apps}
         claims = off | {app_id: claim}

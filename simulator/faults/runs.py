@@ -21,6 +21,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from arbiter.core.effects import RoundRecord
+from arbiter.core.registry import POLICIES
+from arbiter.core.seam import Traits
 from arbiter.core.state.model import App
 from protocol.core import Received, Send
 from protocol.messages import AppReport, Holdings, NodePlan, NodeReport
@@ -49,10 +51,6 @@ Tell = Callable[[str], None]
 Mutant = Callable[[], AbstractContextManager[None]]
 
 _IDS = re.compile(r"app\d+-\d+(?:\.\d+)?(?:-a\d+)?(?:\.\d+)?|n\d+-g\d+|\bn\d+\b")
-
-
-#: Policies under which an app that does not fit holds back all behind it.
-STRICT = ("fifo", "fitgpp", "lrtp", "rand", "yarn-cs")
 
 
 class Bounds(Struct, frozen=True):
@@ -251,16 +249,16 @@ class _Run:
 
     def _first_in_line(self, sim_app: SimApp) -> str:
         """Name the app behind which a strict first-in, first-out order keeps an app for ever, or return ``""``."""
-        policy = self.injector.settings.policy
-        if policy not in STRICT:
+        traits = POLICIES[self.injector.settings.policy].kind.traits
+        if traits.strict == "no":
             return ""
         apps = self.world.arbiter.core.state.apps
         before = [
             other
             for other in self.world.apps.values()
             if other.over_at is None and other.id in apps and not self._fits(other) and sim_app.id in apps
-            if _place_in_line(policy, apps[other.id]) < _place_in_line(policy, apps[sim_app.id])
-            if policy != "yarn-cs" or apps[other.id].tenant == apps[sim_app.id].tenant
+            if _place_in_line(traits, apps[other.id]) < _place_in_line(traits, apps[sim_app.id])
+            if traits.strict == "all" or apps[other.id].tenant == apps[sim_app.id].tenant
         ]
         return f"strict order keeps it behind {before[0].id}, which does not fit" if before else ""
 
@@ -297,9 +295,9 @@ class _Run:
                 raise Violation(f"{count} {what} in {seconds:.0f} s after the faults, and {allowed:.0f} are allowed")
 
 
-def _place_in_line(policy: str, app: App) -> tuple[int, int]:
+def _place_in_line(traits: Traits, app: App) -> tuple[int, int]:
     """Return an app's place in a strict order: an app that made room for an interactive one comes first."""
-    return (0 if policy in ("fifo", "yarn-cs") else -app.preempted_in, app.arrival)
+    return (-app.preempted_in if traits.serves_interactive else 0, app.arrival)
 
 
 def _room(world: World, sim_app: SimApp) -> int:

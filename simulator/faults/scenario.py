@@ -20,7 +20,7 @@ from app_agent.core.spec import AppSpec, mistake, wishing
 from app_agent.core.tuning import scheduler_for
 from app_agent.core.tuning.shape import Trial
 from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Settings
+from arbiter.core.seam import DEFAULT_POLICY, Setting
 from arbiter.core.state.model import ArbiterSettings
 from protocol.messages import ARBITER, Level, NodeId, OwnerId, Party, Requirements, Sharing, Utility
 from simulator.cluster import Cluster, NodeSpec
@@ -44,6 +44,8 @@ Kind = Literal[
     "sharing",  # the operator changes how GPUs are shared
 ]
 
+#: A policy that deals with all seats of shared GPUs itself, which worlds of such GPUs run more often than others.
+_SHARES = next(name for name, entry in sorted(POLICIES.items()) if entry.kind.traits.shares)
 #: Mini-batches per second where they matter to packing; elsewhere one, which is rougher on everything else.
 FINE = 20.0
 #: Faults of a world, at most: all of them within `calm_at` seconds.
@@ -192,17 +194,11 @@ def _traits(dice: Random) -> NodeTraits:
 
 def _settings(dice: Random, seed: int) -> ArbiterSettings:
     return ArbiterSettings(
-        policy="themis" if dice.random() < 0.35 else _any_policy(dice),
-        policy_settings=Settings(
-            fairness_knob=dice.choice((0.0, 0.5, 0.8, 1.0)),
-            solver_budget_ms=100.0,
-            # Not "idle": where bidders want a GPU about equally, their payments can leave it idle in every round.
-            leftover="bidders",
-            las_threshold_gpu_s=dice.choice((20.0, 100.0)),
-            oasis_slot_s=20.0,
-            interactive_share=0.5,
-            interactive_s=10.0,
-        ),
+        policy=DEFAULT_POLICY if dice.random() < 0.35 else _any_policy(dice),
+        policies=_of_policies(dice.choice((0.0, 0.5, 0.8, 1.0)), dice.choice((20.0, 100.0))),
+        solver_budget_ms=100.0,
+        interactive_share=0.5,
+        interactive_s=10.0,
         lease_s=dice.choice((15.0, 25.0, 40.0)),
         renewal_lead_s=dice.choice((2.0, 4.0)),
         round_pause_s=dice.choice((0.5, 1.0)),
@@ -215,6 +211,23 @@ def _settings(dice: Random, seed: int) -> ArbiterSettings:
         admission_wait_s=dice.choice((2.0, 5.0)),
         seed=seed,
     )
+
+
+def _of_policies(fairness_knob: float, threshold_gpu_s: float) -> dict[str, dict[str, Setting]]:
+    """Return the settings of policies as worlds of minutes need them: each field that stands here, where there is one.
+
+    What payments leave is not to be "idle": where bidders want a GPU about equally, it can be idle in every round.
+    """
+    fit: dict[str, Setting] = {
+        "fairness_knob": fairness_knob,
+        "leftover": "bidders",
+        "threshold_gpu_s": threshold_gpu_s,
+        "slot_s": 20.0,
+    }
+    return {
+        name: {field: value for field, value in fit.items() if field in entry.settings.__struct_fields__}
+        for name, entry in POLICIES.items()
+    }
 
 
 def _any_policy(dice: Random) -> str:
@@ -278,7 +291,7 @@ def _shared(dice: Random, options: Options) -> Options:
         sharing=sharing,
         seats=dice.choice((2, 3, 4)),
         quantum_s=dice.choice((2.0, 5.0, 10.0)),
-        policy="gandiva" if dice.random() < 0.35 else options.settings.policy,
+        policy=_SHARES if dice.random() < 0.35 else options.settings.policy,
     )
     costs = options.costs
     if dice.random() < 0.7:  # expensive turns are long ones, and a world sees few of these

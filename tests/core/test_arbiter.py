@@ -7,8 +7,8 @@ import pytest
 from arbiter.core.arbiter import Configured
 from arbiter.core.leases import leases
 from arbiter.core.members import apps
+from arbiter.core.registry import tables
 from arbiter.core.rounds.views import make_view
-from arbiter.core.seam import Settings
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Active, ArbiterSettings, Draining, Free, Leased, Lost, Probing, Refused, Up
@@ -254,7 +254,7 @@ def test_a_bid_for_a_closed_round_is_refused_with_a_sentence_and_disturbs_nothin
 
 @with_auction
 def test_a_second_bid_in_a_round_changes_nothing() -> None:
-    site = Site(replace(AUCTION, policy_settings=Settings(fairness_knob=0.0)))
+    site = Site(replace(AUCTION, policies=tables("themis", fairness_knob=0.0)))
     site.app("ana-1")
     site.app("bob-1")
     site.node("n1", 1)

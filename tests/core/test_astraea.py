@@ -8,8 +8,9 @@ from itertools import pairwise
 
 import pytest
 
+from arbiter.core.policies.tenants.astraea import Astraea
 from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Allocation, AppView, Settings, TenantView, View
+from arbiter.core.seam import Allocation, AppView, TenantView, View
 from arbiter.core.state.gpu_time import History, TenantTerms
 from protocol.messages import AppId, LeaseId, TenantId
 from tests.core.test_policies import linear_bid, settled
@@ -20,6 +21,23 @@ LEASE_S = 60.0
 A, B = TenantId("a"), TenantId("b")
 
 
+class AsPublished(Astraea):
+    """By the smallest index for ever."""
+
+    until_fair = False
+
+
+class ByQuota(Astraea):
+    """A tenant is due its quota even while it does not want it."""
+
+    by_quota = True
+
+
+PUBLISHED, BY_QUOTA = "astraea, as published", "astraea, by quota"
+VARIANTS = {PUBLISHED: AsPublished(), BY_QUOTA: ByQuota()}
+UNTIL_FAIR = {True: "astraea", False: PUBLISHED}
+
+
 class Shop:
     """Rounds on machines of `sizes`, all GPUs in play in each, with the history that rounds before have made."""
 
@@ -27,7 +45,7 @@ class Shop:
         self, *sizes: int, policy: str = "astraea", terms: Sequence[TenantTerms] = (), **knobs: object
     ) -> None:
         self.gpus = gpus_of(*sizes)
-        self.policy = POLICIES[policy](Settings(**knobs))  # type: ignore[arg-type]
+        self.policy = VARIANTS[policy] if policy in VARIANTS else POLICIES[policy].made(**knobs)  # type: ignore[arg-type]
         self.history = History(since=0.0)
         self.history.resize(len(self.gpus), tuple(terms), 0.0)
         self.now = 0.0
@@ -115,7 +133,7 @@ def by_tenant(shop: Shop, had: Mapping[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize("until_fair", [True, False])
 def test_of_six_gpus_the_job_that_claims_all_has_one_round_of_three(until_fair: bool) -> None:
-    shop = Shop(6, astraea_until_fair=until_fair)
+    shop = Shop(6, policy=UNTIL_FAIR[until_fair])
     for app, gang in (("one", 6), ("two", 3), ("three", 3)):
         shop.come(app, gang)
     courses = [shop.round() for _ in range(6)]
@@ -167,7 +185,7 @@ def test_by_eq_8_a_tenant_that_lent_has_its_quota_back_and_no_more() -> None:
 
 
 def test_by_eq_16_a_tenant_that_lent_is_repaid() -> None:
-    shop = lent(astraea_quota_variant=True)
+    shop = lent(policy=BY_QUOTA)
     courses = [by_tenant(shop, shop.round()) for _ in range(5)]
     # quota 2 each: by the end of the third lease A has had 12 where 6 were due, B nothing where 6 were
     assert courses[:3] == [{B: 4}, {B: 4}, {B: 4}]
@@ -179,7 +197,7 @@ def test_a_surplus_is_not_held_against_an_app_that_runs() -> None:
     """Four GPUs, half of them lent by B: three apps take turns, and none has to before another lacks its part."""
     changes = {}
     for until_fair in (True, False):
-        shop = Shop(4, terms=[TenantTerms(A), TenantTerms(B)], astraea_until_fair=until_fair)
+        shop = Shop(4, policy=UNTIL_FAIR[until_fair], terms=[TenantTerms(A), TenantTerms(B)])
         for app in ("a-1", "a-2", "a-3"):
             shop.come(app, 2)
         rounds = [shop.round() for _ in range(30)]

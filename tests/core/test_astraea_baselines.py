@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Settings
+from arbiter.core.policies.tenants.allox import Settings
 from arbiter.core.state.gpu_time import TenantTerms
 from protocol.messages import TenantId
 from tests.core.test_astraea import A, B, Shop, by_tenant
@@ -126,7 +125,7 @@ def test_hived_leaves_the_part_of_an_app_that_does_not_fit_to_the_next_of_its_te
 
 
 def test_allox_does_not_give_all_to_a_tenant_that_comes_late() -> None:
-    shop = Shop(2, policy="allox", allox_alpha=0.5)
+    shop = Shop(2, policy="allox", alpha=0.5)
     shop.come("a-1", 2, A)
     shop.rounds(50)
     shop.come("b-1", 2, B)
@@ -135,7 +134,7 @@ def test_allox_does_not_give_all_to_a_tenant_that_comes_late() -> None:
 
 
 def test_allox_serves_the_shortest_of_the_tenants_that_have_had_least() -> None:
-    shop = Shop(2, policy="allox", allox_alpha=0.5)
+    shop = Shop(2, policy="allox", alpha=0.5)
     left_s = {"a-1": 10.0, "a-2": 30.0, "a-3": 20.0}
     for app, seconds in left_s.items():
         shop.come(app, 1, A)
@@ -147,7 +146,7 @@ def test_allox_serves_the_shortest_of_the_tenants_that_have_had_least() -> None:
 
 
 def test_allox_of_all_tenants_is_the_shortest_first() -> None:
-    shop = Shop(1, policy="allox", allox_alpha=1.0)
+    shop = Shop(1, policy="allox", alpha=1.0)
     for app, tenant, seconds in (("a-1", A, 10.0), ("b-1", B, 5.0)):
         shop.come(app, 1, tenant)
         shop.apps[app] = replace(shop.apps[app], left_s=seconds)
@@ -156,8 +155,8 @@ def test_allox_of_all_tenants_is_the_shortest_first() -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 1.5])
 def test_an_alpha_out_of_range_is_named(alpha: float) -> None:
-    with pytest.raises(ValueError, match=f"allox_alpha is {alpha}; it must be above 0 and at most 1"):
-        POLICIES["allox"](Settings(allox_alpha=alpha))
+    with pytest.raises(ValueError, match=f"alpha is {alpha}; it must be above 0 and at most 1"):
+        Settings(alpha=alpha)
 
 
 def test_gandiva_fair_splits_a_tenants_tickets_among_its_jobs() -> None:

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from arbiter.core.placement.locality import locality
 from arbiter.core.policies.themis.auction.bids import RHO_MIN, Entry, Settlement, enter, whole_gangs
 from arbiter.core.policies.themis.auction.rounding import Counts, Worth, keep, prefixes
-from arbiter.core.seam import AppView, GpuView, Settings
+from arbiter.core.registry import tables
+from arbiter.core.seam import AppView, GpuView
 from protocol.messages import AppId, Bid, BidRow, GpuId
 from tests.support.arbiter_site import AUCTION, Site
 from tests.support.auctions import (
@@ -396,7 +397,7 @@ def test_the_lot_of_an_app_that_has_aged_is_fair_in_speed(ideal_s: float, elapse
 
 
 def test_the_arbiter_tells_how_much_of_its_time_an_app_has_lived_from_what_the_app_reports() -> None:
-    site = Site(replace(AUCTION, policy_settings=Settings(fairness_knob=0.0)))
+    site = Site(replace(AUCTION, policies=tables("themis", fairness_knob=0.0)))
     site.decides_late = True
     for app, ideal_s in (("ana-1", 100.0), ("bob-1", 0.0)):
         site.app(app, ideal_s=ideal_s)

@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, sys
 {before}
-from arbiter.core.auction.compiled import COMPILED
-from arbiter.core.policies.themis import Themis
-from arbiter.core.policy import Settings
+from arbiter.core.policies.themis.auction.compiled import COMPILED
+from arbiter.core.policies.themis.policy import Settings, Themis
+from msgspec.structs import replace
 from tests.support.auctions import random_round, random_entry, settle
 found = []
 for seed in (3, 11, 345):
@@ -27,7 +27,7 @@ for seed in (3, 11, 345):
     found.append([[a.app, a.log_c, [g.gpu for g in a.won], [g.gpu for g in a.kept]] for a in result.awards])
     found.append([result.solved.value, result.solved.worst_gap, result.solved.budget.spent])
 view, bids = random_round(5)
-facts = Themis(Settings(fairness_knob=0.0, solver_budget_ms=1e5)).allocate(view, bids).facts
+facts = Themis(Settings(fairness_knob=0.0)).allocate(replace(view, budget_ms=1e5), bids).facts
 assert facts["compiled"] == COMPILED, facts
 print(json.dumps([COMPILED, found]))
 """

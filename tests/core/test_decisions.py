@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from arbiter.core.effects import Decide, Decided
 from arbiter.core.rounds.decision import decide
-from arbiter.core.seam import Allocation, Outcome, Settings
+from arbiter.core.seam import Allocation, Outcome
 from arbiter.core.state.model import ArbiterSettings, Bidding, Deciding, Draining, Free, Leased, Lost
 from protocol.core import Tick
 from protocol.messages import AppId, GpuId, Grant, Holdings, JobWish, NodePlan, Offer, Preempt, Probe
@@ -85,7 +85,7 @@ def test_the_bids_are_decided_upon_by_whoever_performs_the_effect() -> None:
     assert sent(effects, Grant) == []
     (asked,) = [effect for effect in effects if isinstance(effect, Decide)]
     assert (asked.round, asked.epoch, asked.policy) == (1, 1, "themis")
-    assert asked.settings == SETTINGS.policy_settings
+    assert asked.table == SETTINGS.policy_settings
     assert [gpu.gpu for gpu in asked.view.gpus] == [gpu_id("n1", 0)]
     assert asked.bids.keys() == {"ana-1"}
     site.now += 0.25
@@ -363,7 +363,7 @@ TRIALS = pytest.mark.parametrize("policy", ["fifo", "astraea", "fitgpp"])
 
 def with_trials(policy: str, *interactive: str) -> Site:
     """`ana-1` has a node of four GPUs, on all of which its one job runs; the policy decides about these apps."""
-    site = Site(replace(SETTINGS, policy=policy, policy_settings=Settings(interactive_share=0.5)))
+    site = Site(replace(SETTINGS, policy=policy, interactive_share=0.5))
     site.node("n1", 4)
     site.play_round(site.app("ana-1", gang=4, demand=4) + site.wait(1.5))
     held = site.held("ana-1")
@@ -412,7 +412,7 @@ def test_of_two_interactive_apps_that_share_a_victim_one_is_enough(policy: str) 
 
 
 def test_who_was_not_to_begin_for_an_interactive_app_that_is_over_begins_next_and_that_is_not_counted() -> None:
-    site = Site(replace(SETTINGS, policy="fifo", policy_settings=Settings(interactive_share=0.5)))
+    site = Site(replace(SETTINGS, policy="fifo", interactive_share=0.5))
     site.app("ana-1", gang=4, demand=4)
     site.app("tia-1", kind="interactive")
     site.decides_late = True

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from arbiter.core.policies.themis.auction.bids import enter
 from arbiter.core.policies.themis.auction.explain import below, changed, explain
 from arbiter.core.policies.themis.auction.solve import Budget
-from arbiter.core.policies.themis.policy import Themis
-from arbiter.core.seam import AppView, Change, GpuView, Loss, Settings, View
+from arbiter.core.policies.themis.policy import Settings, Themis
+from arbiter.core.seam import AppView, Change, GpuView, Loss, View
 from protocol.messages import AppId, Bid
 from tests.support.auctions import AMPLE, app_of, bid_of, gpus_of, random_round, settle, view_of
 from tests.support.effort import examples

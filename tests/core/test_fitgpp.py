@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from arbiter.core.placement.victims import Demand, size_of
-from arbiter.core.policies.fitgpp.policy import FitGpp
+from arbiter.core.policies.fitgpp.policy import FitGpp, Settings
 from arbiter.core.policies.fitgpp.preemption import Round
-from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Allocation, AppView, GpuView, NodeView, Settings, View
+from arbiter.core.registry import POLICIES, tables
+from arbiter.core.seam import Allocation, AppView, GpuView, NodeView, View
 from arbiter.core.state.model import Draining
 from protocol.messages import AppId, NodeId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, wish
@@ -64,12 +64,11 @@ def four_nodes() -> tuple[View, dict[str, AppView]]:
 
 def decide(view: View, *more: AppView, name: str = "fitgpp", **knobs: object) -> Allocation:
     view = replace(view, apps=(*view.apps, *more))
-    return POLICIES[name](Settings(**knobs)).allocate(view, {})  # type: ignore[arg-type]
+    return POLICIES[name].made(**knobs).allocate(view, {})  # type: ignore[arg-type]
 
 
 def site_of(**knobs: object) -> Site:
-    settings = Settings(**knobs)  # type: ignore[arg-type]
-    return Site(replace(SETTINGS, policy="fitgpp", policy_settings=settings))
+    return Site(replace(SETTINGS, policy="fitgpp", policies=tables("fitgpp", **knobs)))  # type: ignore[arg-type]
 
 
 def got(allocation: Allocation, app: str) -> set[str]:
@@ -94,9 +93,9 @@ def test_size_is_the_length_of_the_demand_in_parts_of_the_node() -> None:
 
 def test_scores_of_the_four_node_case() -> None:
     view, _ = four_nodes()
-    round_ = Round(view, Settings())
+    round_ = Round(view, 0.0)
     names = [unit.app.app for unit in round_.units]
-    scores = dict(zip(names, FitGpp(Settings()).scores(round_, round_.units), strict=True))
+    scores = dict(zip(names, FitGpp().scores(round_, round_.units), strict=True))
     most = math.sqrt(1.5)
     assert scores == {
         "a-1": pytest.approx(1 + 4 * 60 / 300),
@@ -140,7 +139,7 @@ def test_s_weighs_the_grace_period_beside_the_size() -> None:
     view = replace(view, apps=tuple(long if app.app == "d-1" else app for app in view.apps))
     newcomer = waiting("t-9", 2, kind="interactive")
     assert decide(view, newcomer).preempted == ("c-1",)
-    assert decide(view, newcomer, fitgpp_s=0.0).preempted == ("d-1",)
+    assert decide(view, newcomer, s=0.0).preempted == ("d-1",)
 
 
 @PREEMPTIVE
@@ -180,7 +179,7 @@ def test_who_was_preempted_p_times_is_spared() -> None:
     view = replace(view, apps=tuple(replace(app, preempted=int(app.app == "d-1")) for app in view.apps))
     newcomer = waiting("t-9", 2, kind="interactive")
     assert decide(view, newcomer).preempted == ("c-1",)
-    assert decide(view, newcomer, fitgpp_p=2).preempted == ("d-1",)
+    assert decide(view, newcomer, p=2).preempted == ("d-1",)
 
 
 def test_if_all_were_preempted_p_times_one_is_drawn_that_makes_room() -> None:
@@ -208,7 +207,7 @@ def test_who_makes_room_for_one_interactive_app_of_a_round_has_done_so_for_the_n
     wide = replace(batch("wide-1", cluster[:12], grace_s=10.0), gang=4)  # on three nodes
     view = view_of(cluster, [wide, batch("other-1", cluster[12:], grace_s=60.0)])
     interactive = [waiting(f"t-{number}", 4, kind="interactive") for number in range(3)]
-    allocation = decide(view, *interactive, fitgpp_p=p)
+    allocation = decide(view, *interactive, p=p)
     expected = [f"{victim}-1" for victim in victims.split()]
     for newcomer, victim in zip(interactive, expected, strict=True):
         assert f"{victim} makes room for it" in reason(allocation, newcomer.app)
@@ -307,9 +306,9 @@ def test_what_no_job_is_known_to_use_leaves_by_gangs() -> None:
     cluster = gpus_of(8)
     whole = search("s-1", cluster[:2], gang=2)
     view = view_of(cluster, [replace(whole, demand_max=8, renewable=tuple(gpu.gpu for gpu in cluster), jobs=())])
-    assert sorted(len(unit.gpus) for unit in Round(view, Settings()).units) == [2, 2, 2, 2]
+    assert sorted(len(unit.gpus) for unit in Round(view, 0.0).units) == [2, 2, 2, 2]
     named = replace(view.apps[0], jobs=((cluster[3].gpu, cluster[4].gpu, cluster[5].gpu, cluster[6].gpu), ()))
-    units = Round(replace(view, apps=(named,)), Settings()).units
+    units = Round(replace(view, apps=(named,)), 0.0).units
     assert sorted(len(unit.gpus) for unit in units) == [2, 2, 4]
     assert len({unit.name for unit in units}) == 3
 
@@ -317,13 +316,13 @@ def test_what_no_job_is_known_to_use_leaves_by_gangs() -> None:
 def test_an_app_with_a_single_job_leaves_a_node_as_a_whole() -> None:
     cluster = gpus_of(4, 4)
     view = view_of(cluster, [search("w-1", cluster, gang=1)])
-    assert [len(unit.gpus) for unit in Round(view, Settings()).units] == [4, 4]
+    assert [len(unit.gpus) for unit in Round(view, 0.0).units] == [4, 4]
 
 
 def test_of_an_app_that_spans_nodes_a_job_leaves_all_of_them() -> None:
     cluster = gpus_of(4, 4)
     view = view_of(cluster, [search("w-1", cluster[:2], cluster[2:6], cluster[6:], gang=2, spans=True)])
-    assert [len(unit.gpus) for unit in Round(view, Settings()).units] == [2, 4, 2]
+    assert [len(unit.gpus) for unit in Round(view, 0.0).units] == [2, 4, 2]
     allocation = decide(view, waiting("t-1", 2, kind="interactive"))
     assert len(got(allocation, "t-1")) == 2
     assert allocation.freed == ()
@@ -409,21 +408,21 @@ def test_a_part_of_the_nodes_is_for_interactive_apps_which_take_them_last(name: 
     view = replace(view_of(cluster, []), nodes=nodes)
     apps = [waiting("a-1", 2), waiting("b-1", 2), waiting("c-1", 2), waiting("d-1", 2)]
     interactive = [waiting(f"t-{number}", 2, kind="interactive") for number in range(2)]
-    one = decide(view, *apps, name=name, interactive_nodes=0.34)
+    one = decide(view, *apps, name=name, reserved_nodes=0.34)
     assert {app: nodes_of(one, app) for app in ("a-1", "b-1", "c-1")} == {
         "a-1": {"n02"},
         "b-1": {"n00"},
         "c-1": {"n00"},
     }
     assert reason(one, "d-1").endswith("no node beside the 1 for interactive apps only has room for its gang of 2")
-    both = decide(view, *interactive, apps[0], name=name, interactive_nodes=0.34)
+    both = decide(view, *interactive, apps[0], name=name, reserved_nodes=0.34)
     assert nodes_of(both, "t-0") == {"n02"}, "interactive apps have the others' nodes first"
     assert {gpu for app in ("t-1", "a-1") for gpu in nodes_of(both, app)} == {"n00"}
-    wide = decide(replace(view, nodes=nodes), waiting("w-1", 4), name=name, interactive_nodes=0.9)
+    wide = decide(replace(view, nodes=nodes), waiting("w-1", 4), name=name, reserved_nodes=0.9)
     assert nodes_of(wide, "w-1") == {"n00"}, "the largest node is reserved last"
     odd = replace(nodes[NodeId("n01")], host_bytes=0)
     small = {node: replace(each, host_bytes=64 * GB) for node, each in nodes.items()} | {NodeId("n01"): odd}
-    large = decide(replace(view, nodes=small), waiting("l-1", 1, gb=128), name=name, interactive_nodes=0.34)
+    large = decide(replace(view, nodes=small), waiting("l-1", 1, gb=128), name=name, reserved_nodes=0.34)
     assert nodes_of(large, "l-1") == {"n01"}, "who fits on no other node may have it"
 
 
@@ -434,20 +433,20 @@ def test_any_part_of_the_nodes_is_one_at_least_and_never_all(
     nodes = {NodeId(f"n{index:02}"): NodeView(gpus=size) for index, size in enumerate(sizes)}
     view = replace(view_of(gpus_of(*sizes), []), nodes=nodes)
     apps = [waiting(f"a-{number}", 2) for number in range(len(sizes))]
-    decided = decide(view, *apps, interactive_nodes=part)
+    decided = decide(view, *apps, reserved_nodes=part)
     assert sum(bool(got(decided, app.app)) for app in apps) == len(sizes) - reserved
 
 
 def test_nodes_that_are_not_there_are_not_set_aside() -> None:
     nodes = {NodeId("n00"): NodeView(gpus=2), NodeId("n01"): NodeView(gpus=2), NodeId("dead"): NodeView(gpus=1)}
     view = replace(view_of(gpus_of(2, 2), []), nodes=nodes)
-    decided = decide(view, waiting("a-1", 2), waiting("b-1", 2), interactive_nodes=0.5)
+    decided = decide(view, waiting("a-1", 2), waiting("b-1", 2), reserved_nodes=0.5)
     assert [nodes_of(decided, app) for app in ("a-1", "b-1")] == [{"n01"}, set()]
 
 
 @pytest.mark.parametrize("sick", [[], ["GPU-n1-0"], ["GPU-n2-0"]])
 def test_who_fits_on_no_other_node_because_of_a_dead_gpu_may_have_what_is_for_interactive_apps(sick: list[str]) -> None:
-    site = site_of(interactive_nodes=0.5)
+    site = site_of(reserved_nodes=0.5)
     site.node("n1", 4, sick=sick)
     site.node("n2", 4, sick=sick)
     site.app("wide-1", gang=4, demand=4)
@@ -590,17 +589,11 @@ def test_rand_draws_its_victims() -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("fitgpp_s", -1.0),
-        ("fitgpp_p", 0),
-        ("interactive_share", 1.5),
-        ("interactive_nodes", 1.0),
-        ("interactive_s", math.inf),
-    ],
+    [("s", -1.0), ("p", 0), ("reserved_nodes", 1.0)],
 )
 def test_settings_outside_their_range_are_refused_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value}; it must be"):
-        FitGpp(Settings(**{field: value}))
+        Settings(**{field: value})
 
 
 @pytest.mark.parametrize("name", ["fitgpp", "rand"])  # lrtp asks the longest first, wherever they are

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from arbiter.core.policies.gandiva.policy import Gandiva
-from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, Settings, View
+from arbiter.core.policies.gandiva.policy import Gandiva, Settings
+from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
 from protocol.messages import AppId, GpuId, seat
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of
@@ -286,7 +286,7 @@ def test_it_does_not_grow_before_and_asks_to_be_looked_at_again_then() -> None:
     allocation, outcomes, _ = allocated(gpus, elastic(["g00-00"]))
     assert len(outcomes["e"].gpus) == 1
     assert allocation.look_again_s == pytest.approx(10.0)
-    assert len(decided(gpus, elastic(["g00-00"]), gandiva_idle_s=49.0)["e"].gpus) == 4
+    assert len(decided(gpus, elastic(["g00-00"]), idle_s=49.0)["e"].gpus) == 4
 
 
 def test_it_grows_only_if_that_pays_and_everything_it_holds_is_divided() -> None:
@@ -315,13 +315,13 @@ def test_it_shrinks_at_once_to_an_accepted_size_when_a_newcomer_needs_its_gpus()
 
 
 def test_a_negative_idle_time_is_named() -> None:
-    with pytest.raises(ValueError, match=r"gandiva_idle_s is -1\.0; it must be 0 or more"):
-        Gandiva(Settings(gandiva_idle_s=-1.0))
+    with pytest.raises(ValueError, match=r"idle_s is -1\.0; it must be 0 or more"):
+        Gandiva(Settings(idle_s=-1.0))
 
 
 def test_gpus_of_an_app_that_is_silent_are_given_to_others() -> None:
     gpus = [replace(gpu, holder=AppId("gone")) for gpu in gpus_of(2)]
     view = view_of(gpus, [app("new")])
-    allocation = Gandiva(Settings()).allocate(view, {})
+    allocation = Gandiva().allocate(view, {})
     assert dict(allocation.assign) == {"g00-00": "new"}
     assert allocation.freed == ("g00-01",)

@@ -6,14 +6,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import pytest
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.policies.oasis.admission import HOMES_MAX, MOVABLE_MAX, Sale, _counts
 from arbiter.core.policies.oasis.policy import Oasis
 from arbiter.core.policies.oasis.prices import BELOW, IDLE, QUIET
+from arbiter.core.policies.oasis.settings import Terms
 from arbiter.core.policies.oasis.utility import parse
-from arbiter.core.seam import AppView, Booking, GpuView, Market, Settings
+from arbiter.core.registry import POLICIES, Entry
+from arbiter.core.seam import AppView, Booking, GpuView, Market
 from arbiter.core.state.model import Active, ArbiterSettings, Refused
 from protocol.messages import AppId, NodeId, Refusal, Utility
 from tests.core.test_policies import settled
@@ -23,17 +26,17 @@ from tests.support.wishes import replace
 
 SLOT_S = 100.0
 #: A GPU costs 1 for a slot of an empty node, and 100 of a full one.
-KNOBS = Settings(
-    oasis_slot_s=SLOT_S,
-    oasis_slots=20,
-    oasis_margin=0.0,
-    oasis_price_min=36.0,
-    oasis_price_max=3600.0,
-    oasis_second_look=False,
+KNOBS = Terms(
+    slot_s=SLOT_S,
+    slots=20,
+    margin=0.0,
+    price_min=36.0,
+    price_max=3600.0,
+    second_look=False,
 )
 SETTINGS = ArbiterSettings(
     policy="oasis",
-    policy_settings=KNOBS,
+    policies={"oasis": msgspec.to_builtins(KNOBS)},
     round_pause_s=1.0,
     beat_s=20.0,
     node_timeout_s=1e6,
@@ -42,6 +45,16 @@ SETTINGS = ArbiterSettings(
 )
 #: Worth 200 whenever it ends.
 PATIENT = parse("none:200")
+
+
+@pytest.fixture(autouse=True)
+def _terms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the policy has all its terms as settings, also those that no site sets."""
+    monkeypatch.setitem(POLICIES, "oasis", Entry(Oasis, Terms))
+
+
+def selling(terms: Terms) -> ArbiterSettings:
+    return replace(SETTINGS, policies={"oasis": msgspec.to_builtins(terms)})
 
 
 class Shop(Site):
@@ -62,7 +75,7 @@ class Shop(Site):
 
     def report(self, app: str, left_gpu_slots: float, sizes: Sequence[int] = (1, 2, 4)) -> None:
         known = self.arbiter.state.apps[AppId(app)]
-        self.ask(app, left_gpu_slots, known.utility, sizes)
+        self.ask(app, left_gpu_slots, known.requirements.utility, sizes)
 
     def settle(self) -> None:
         """Let nodes obey until nothing moves any more."""
@@ -165,7 +178,7 @@ def test_a_utility_without_work_is_refused_with_the_mend_and_no_utility_is_no_bo
 
 
 def test_without_settings_prices_are_bounded_by_the_apps_that_have_asked() -> None:
-    shop = Shop(settings=replace(SETTINGS, policy_settings=replace(KNOBS, oasis_price_min=0.0, oasis_price_max=0.0)))
+    shop = Shop(settings=selling(replace(KNOBS, price_min=0.0, price_max=0.0)))
     shop.ask("ann-1", 4)
     # It takes 4 of 24 * 4 GPU-slots, so its price is far below what it is worth.
     assert shop.booking("ann-1").price == pytest.approx(200.0 * math.exp(-BELOW - IDLE * (1 - 4 / 96 / QUIET)))
@@ -211,11 +224,11 @@ def following(reason: str, gpu_slots: float, utility: Utility) -> list[tuple[flo
     return found + [(float(hours) * 3600.0 / SLOT_S, utility) for hours in less]
 
 
-def followed(knobs: Settings, before: Sequence[tuple[float, str]], gpu_slots: float, text: str) -> list[bool]:
+def followed(knobs: Terms, before: Sequence[tuple[float, str]], gpu_slots: float, text: str) -> list[bool]:
     """Return, of all that the refusal of an app names, whether it is admitted when it is submitted at once."""
 
     def refused() -> Shop:
-        shop = Shop(settings=replace(SETTINGS, policy_settings=knobs))
+        shop = Shop(settings=selling(knobs))
         for number, (work, worth) in enumerate(before):
             shop.ask(f"b{number}-1", work, parse(worth))
         shop.ask("ann-1", gpu_slots, parse(text))
@@ -229,12 +242,12 @@ def followed(knobs: Settings, before: Sequence[tuple[float, str]], gpu_slots: fl
     return answers
 
 
-LEARNING = replace(KNOBS, oasis_price_min=0.0, oasis_price_max=0.0)
+LEARNING = replace(KNOBS, price_min=0.0, price_max=0.0)
 
 
 @pytest.mark.parametrize("knobs", [KNOBS, LEARNING], ids=["fixed", "learnt"])
 @pytest.mark.parametrize("shape", ["none:{}", "deadline:300s,{}", "soft:800s,{}", "sigmoid:{},20/h,500s"])
-def test_what_a_refusal_names_is_admitted_when_it_is_submitted_at_once(knobs: Settings, shape: str) -> None:
+def test_what_a_refusal_names_is_admitted_when_it_is_submitted_at_once(knobs: Terms, shape: str) -> None:
     """What was refused, and what is declared anew, move the prices that are learnt; numbers are rounded."""
     before = [(9.0, "none:90"), (21.0, "soft:1500s,400"), (10.0, "none:35")]
     answers = []
@@ -251,10 +264,10 @@ def test_what_a_refusal_names_is_admitted_when_it_is_submitted_at_once(knobs: Se
 
 def test_less_work_of_who_declares_no_worth_is_worth_less() -> None:
     """Worth 1 for each GPU-hour at most, so 1 / 36 for a GPU-slot, where an empty one costs 0.02 and a full one 1."""
-    knobs = replace(KNOBS, oasis_price_min=0.72, oasis_price_max=36.0)
+    knobs = replace(KNOBS, price_min=0.72, price_max=36.0)
     before = [(2.0, "none:100")]
     assert followed(knobs, before, 60.0, "soft:1200s") == [True, True, True]
-    shop = Shop(settings=replace(SETTINGS, policy_settings=knobs))
+    shop = Shop(settings=selling(knobs))
     shop.ask("b-1", 2.0, PATIENT)
     shop.ask("ann-1", 60.0, parse("soft:1200s"))
     assert shop.reason("ann-1").endswith("or at most 0.8888 GPU-hours of work")
@@ -302,8 +315,8 @@ def test_where_nothing_would_be_admitted_a_refusal_says_so_and_why(monkeypatch: 
     shop = Shop()
     shop.ask("bob-1", 1000, parse("none:0.1"))
     assert shop.reason("bob-1").endswith("; nothing less would be admitted now, for it is not worth its price")
-    dear = replace(KNOBS, oasis_price_min=1e12, oasis_price_max=1e12)
-    shop = Shop(settings=replace(SETTINGS, policy_settings=dear))
+    dear = replace(KNOBS, price_min=1e12, price_max=1e12)
+    shop = Shop(settings=selling(dear))
     shop.ask("bob-1", 4, parse("deadline:1h,1000"))
     assert shop.reason("bob-1").endswith(
         "; nothing would be admitted now, for the price is beyond what can be declared"
@@ -422,7 +435,7 @@ def test_unsold_gpus_are_lent_to_apps_without_a_booking_and_taken_back_when_sold
 
 
 def looking(**changes: float) -> ArbiterSettings:
-    return replace(SETTINGS, policy_settings=replace(KNOBS, oasis_second_look=True, **changes))
+    return selling(replace(KNOBS, second_look=True, **changes))
 
 
 def test_who_is_patient_makes_room_for_who_is_urgent_and_both_are_told() -> None:
@@ -444,7 +457,7 @@ def test_who_is_patient_makes_room_for_who_is_urgent_and_both_are_told() -> None
 
 
 def test_nobody_is_moved_that_would_lose_more_than_the_newcomer_gains() -> None:
-    shop = Shop(settings=looking(oasis_promise=0.0))
+    shop = Shop(settings=looking(promise=0.0))
     shop.ask("ann-1", 8, parse("deadline:200s,200"))
     before = shop.booking("ann-1")
     shop.ask("bob-1", 8, parse("deadline:200s,150"))
@@ -457,7 +470,7 @@ def test_nobody_is_moved_that_would_lose_more_than_the_newcomer_gains() -> None:
 @pytest.mark.parametrize(("promise", "moved"), [(0.75, False), (0.5, True)])
 def test_who_is_moved_keeps_what_it_was_promised_of_its_first_booking(promise: float, moved: bool) -> None:
     """Ann is worth 95 after a slot and 62 after two: two thirds."""
-    shop = Shop(settings=looking(oasis_promise=promise))
+    shop = Shop(settings=looking(promise=promise))
     shop.ask("ann-1", 4, parse("sigmoid:100,90/h,220s"))
     told = shop.booking("ann-1").told
     shop.ask("bob-1", 4, parse("deadline:100s,300"))
@@ -495,7 +508,7 @@ def comer(text: str = "deadline:100s,300") -> AppView:
 
 def moved_of(market: Market, **changes: object) -> dict[str, Booking] | None:
     """Return who is moved for the comer, and how; None if that is refused."""
-    admission = Oasis(looking(**changes).policy_settings).sell(market, comer())  # type: ignore[arg-type]
+    admission = Oasis(replace(KNOBS, second_look=True, **changes)).sell(market, comer())  # type: ignore[arg-type]
     return {app: booking for app, booking, _ in admission.moved} if admission.admitted else None
 
 
@@ -541,7 +554,7 @@ def test_those_that_have_nothing_booked_any_more_do_not_stand_before_who_can_be_
 
 def test_who_is_refused_hears_what_it_would_cost_with_everybody_where_they_are() -> None:
     reasons = []
-    for settings in (SETTINGS, looking(oasis_promise=0.0)):
+    for settings in (SETTINGS, looking(promise=0.0)):
         shop = Shop(settings=settings)
         shop.ask("ann-1", 8, parse("deadline:200s,200"))
         shop.ask("bob-1", 8, parse("deadline:200s,150"))
@@ -594,7 +607,7 @@ def test_a_promise_counts_from_when_the_app_came(arrived_at: float, moved: bool)
 
 
 def test_who_lags_is_moved_only_where_it_loses_nothing_and_keeps_what_it_was_told() -> None:
-    shop = Shop(settings=looking(oasis_promise=1.0))
+    shop = Shop(settings=looking(promise=1.0))
     shop.ask("ann-1", 4, parse("sigmoid:100,30/h,400s"))
     first = shop.booking("ann-1")
     shop.settle()
@@ -611,7 +624,7 @@ def test_who_lags_is_moved_only_where_it_loses_nothing_and_keeps_what_it_was_tol
 
 
 def test_worth_that_goes_by_gpu_hours_is_not_less_as_work_is_done() -> None:
-    knobs = {"oasis_price_min": 0.00036, "oasis_price_max": 0.036}
+    knobs = {"price_min": 0.00036, "price_max": 0.036}
     shop = Shop(settings=looking(**knobs))
     shop.ask("ann-1", 16, parse("none"))
     told = shop.booking("ann-1").told
@@ -723,7 +736,7 @@ def test_an_app_whose_node_is_lost_books_on_another_and_gets_what_is_unsold_if_t
 
 
 def test_where_a_node_loses_some_of_its_gpus_who_came_last_books_again() -> None:
-    shop = Shop(settings=replace(SETTINGS, policy_settings=replace(KNOBS, oasis_price_max=36.0)))
+    shop = Shop(settings=selling(replace(KNOBS, price_max=36.0)))
     for app in ("ann-1", "bob-1"):
         shop.ask(app, 8, sizes=(2,))
     first = shop.booking("ann-1")
@@ -867,8 +880,8 @@ def test_who_says_that_nothing_is_left_and_is_not_over_gets_what_is_unsold() -> 
 
 def test_one_that_would_end_when_it_is_worth_nothing_is_refused_whatever_the_price_and_teaches_no_price() -> None:
     """Prices that are learnt from who can only lose would let the next one in for nothing, to miss its deadline."""
-    learning = replace(KNOBS, oasis_price_min=0.0, oasis_price_max=0.0)
-    shop = Shop(settings=replace(SETTINGS, policy_settings=learning))
+    learning = replace(KNOBS, price_min=0.0, price_max=0.0)
+    shop = Shop(settings=selling(learning))
     late = parse("deadline:200s")
     for app in ("eve-1", "eve-2", "eve-3"):
         shop.ask(app, 20.0, late, sizes=(4,))
@@ -889,8 +902,8 @@ def test_with_slots_of_another_length_everything_is_booked_anew() -> None:
     shop.ask("ann-1", 8)
     assert shop.counts("ann-1") == {10: 4, 11: 4}
     shop.settle()
-    longer = replace(KNOBS, oasis_slot_s=2 * SLOT_S)
-    shop.handle(Configured(replace(SETTINGS, policy_settings=longer)))
+    longer = replace(KNOBS, slot_s=2 * SLOT_S)
+    shop.handle(Configured(selling(longer)))
     shop.settle()
     assert "books again, for it has nothing booked" in shop.told("ann-1")
     assert 5 <= min(shop.counts("ann-1")) <= max(shop.counts("ann-1")) < 10
@@ -988,7 +1001,7 @@ def test_prices_do_not_depend_on_who_asks_in_which_units() -> None:
     """A slot of half the length costs half as much, so the price of the same hours is the same."""
     costs = []
     for slot_s in (100.0, 50.0):
-        knobs = replace(KNOBS, oasis_slot_s=slot_s, oasis_slots=40)
+        knobs = replace(KNOBS, slot_s=slot_s, slots=40)
         app = replace(app_of("a", demand_max=4), left_gpu_s=400.0, utility=PATIENT)
         booking = Oasis(knobs).sell(Market(1000.0, ((NodeId("n1"), 4),), ()), replace(app, arrived_at=1000.0)).booking
         assert booking is not None
@@ -999,12 +1012,12 @@ def test_prices_do_not_depend_on_who_asks_in_which_units() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"oasis_slot_s": 0.0}, "oasis_slot_s is 0.0; it must be from 0.001"),
-        ({"oasis_slots": 0}, "oasis_slots is 0"),
-        ({"oasis_margin": -1.0}, "oasis_margin is -1.0"),
-        ({"oasis_price_max": 1.0, "oasis_price_min": 2.0}, "oasis_price_max is 1.0, below oasis_price_min"),
+        ({"slot_s": 0.0}, "slot_s is 0.0; it must be from 0.001"),
+        ({"slots": 0}, "slots is 0"),
+        ({"margin": -1.0}, "margin is -1.0"),
+        ({"price_max": 1.0, "price_min": 2.0}, "price_max is 1.0, below price_min"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Oasis(Settings(**changes))  # type: ignore[arg-type]
+        Terms(**changes)  # type: ignore[arg-type]

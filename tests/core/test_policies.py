@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from arbiter.core import seam
+from arbiter.core.placement.assignment import admit_what_fits
 from arbiter.core.placement.locality import LOOSENESS, locality
 from arbiter.core.policies.themis.auction.solve import STEPS_PER_MS
-from arbiter.core.policies.themis.policy import Themis
+from arbiter.core.policies.themis.policy import Settings, Themis
 from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, Settings, View
+from arbiter.core.seam import DEFAULT_POLICY, Allocation, AppView, GpuView, Outcome, View
 from protocol.messages import LEVELS, AppId, Bid
 from tests.support.auctions import app_of, bid_of, gpus_of, view_of
 from tests.support.effort import examples
@@ -31,9 +33,9 @@ def linear_bid(app: AppView, gpus: int) -> Bid:
     return bid_of(app.app, base, *((k, "cluster", base / (1 + k - have)) for k in counts))
 
 
-def play(view: View, name: str = "themis", knobs: Settings | None = None) -> dict[str, Outcome]:
+def play(view: View, name: str = DEFAULT_POLICY, knobs: Settings | None = None) -> dict[str, Outcome]:
     """One round in which every app that is asked bids; checks what must hold of every allocation."""
-    policy = POLICIES[name](knobs or Settings())
+    policy = Themis(knobs) if knobs and name == DEFAULT_POLICY else POLICIES[name].made()
     bidders = policy.bidders(view)
     bids = {app.app: linear_bid(app, len(view.gpus)) for app in view.apps if app.app in bidders}
     return settled(view, policy.allocate(replace(view, offered=tuple(bidders)), bids))
@@ -111,19 +113,16 @@ def test_the_same_view_gives_the_same_allocation(name: str, view: View) -> None:
     assert play(view, name) == play(view, name)
 
 
-@everywhere
-def test_a_gang_that_fits_no_node_is_refused_with_the_mend(name: str) -> None:
-    admission = POLICIES[name](Settings()).admit(gpus_of(4, 2), app_of("o-1", gang=9))
+def test_a_gang_that_fits_no_node_is_refused_with_the_mend() -> None:
+    admission = admit_what_fits(gpus_of(4, 2), app_of("o-1", gang=9))
     assert not admission.admitted
     assert "needs a gang of 9 GPUs on one node, the largest node has 4" in admission.reason
     assert "ask for at most 4 with --gpus" in admission.reason
 
 
-@everywhere
-def test_a_gang_that_fits_some_node_is_admitted_and_so_is_any_while_there_are_no_nodes(name: str) -> None:
-    policy = POLICIES[name](Settings())
-    assert policy.admit(gpus_of(4, 2), app_of("o-1", gang=4)).admitted
-    assert policy.admit((), app_of("o-1", gang=4)).admitted
+def test_a_gang_that_fits_some_node_is_admitted_and_so_is_any_while_there_are_no_nodes() -> None:
+    assert admit_what_fits(gpus_of(4, 2), app_of("o-1", gang=4)).admitted
+    assert admit_what_fits((), app_of("o-1", gang=4)).admitted
 
 
 # --- themis: who bids -----------------------------------------------------------------------------------------------
@@ -147,7 +146,7 @@ def test_apps_that_did_not_answer_or_want_nothing_do_not_bid() -> None:
 
 def test_equal_rhos_at_the_cutoff_are_decided_by_lot() -> None:
     apps = apps_with(2.0, 2.0, 2.0)
-    first = {Themis(Settings()).bidders(view_of(gpus_of(1), apps, seed=seed)) for seed in range(40)}
+    first = {Themis().bidders(view_of(gpus_of(1), apps, seed=seed)) for seed in range(40)}
     assert len(first) == 3
 
 
@@ -195,7 +194,7 @@ def test_a_winner_that_keeps_less_than_it_won_is_told_what_it_costs_the_others()
 def test_the_record_of_a_round_has_the_auctions_figures() -> None:
     view = view_of(gpus_of(2), [app_of("o-1", rho=6.0, demand_max=2)])
     bids = {app.app: linear_bid(app, 2) for app in view.apps}
-    allocation = Themis(Settings()).allocate(view, bids)
+    allocation = Themis().allocate(view, bids)
     facts = dict(allocation.facts)
     assert allocation.proven
     assert facts["sum_log_v"] == pytest.approx(-math.log(2.0)) == pytest.approx(facts["upper_bound"])
@@ -215,8 +214,8 @@ def test_a_round_whose_budget_ran_out_says_so_and_bounds_what_it_missed() -> Non
         for app in apps
     }
     view = view_of(gpus, apps)
-    hasty = Themis(Settings(fairness_knob=0.0, solver_budget_ms=1e-6)).allocate(view, bids)
-    patient = Themis(Settings(fairness_knob=0.0, solver_budget_ms=1e5)).allocate(view, bids)
+    hasty = Themis(Settings(fairness_knob=0.0)).allocate(replace(view, budget_ms=1e-6), bids)
+    patient = Themis(Settings(fairness_knob=0.0)).allocate(replace(view, budget_ms=1e5), bids)
     assert not hasty.proven
     assert hasty.facts["out_of_budget"] == 1.0
     assert hasty.facts["sum_log_v"] < patient.facts["sum_log_v"] <= hasty.facts["upper_bound"]
@@ -225,10 +224,12 @@ def test_a_round_whose_budget_ran_out_says_so_and_bounds_what_it_missed() -> Non
     assert patient.facts["steps_explaining"] <= 0.25 * 0.8e5 * STEPS_PER_MS
 
 
-def test_in_rounds_of_too_many_to_tell_nothing_is_solved_again_to_explain_it() -> None:
+def test_in_rounds_of_too_many_to_tell_nothing_is_solved_again_to_explain_it(monkeypatch: pytest.MonkeyPatch) -> None:
     view = view_of(gpus_of(2), apps_with(9.0, 8.0, 7.0))
     bids = {app.app: linear_bid(app, 2) for app in view.apps}
-    few, many = (Themis(Settings(fairness_knob=0.0, reasons_max=most)).allocate(view, bids) for most in (3, 2))
+    few = Themis(Settings(fairness_knob=0.0)).allocate(view, bids)
+    monkeypatch.setattr(seam, "REASONS_MAX", 2)
+    many = Themis(Settings(fairness_knob=0.0)).allocate(view, bids)
     assert few.assign == many.assign
     assert few.facts["steps_explaining"] > 0.0 == many.facts["steps_explaining"]
     losers = [outcome for outcome in many.outcomes if outcome.bid and not outcome.won]
@@ -283,7 +284,7 @@ def test_a_silent_app_keeps_what_nobody_takes_and_gets_nothing_new() -> None:
 
 def test_an_app_offered_that_does_not_bid_is_told_so() -> None:
     view = view_of(gpus_of(1), apps_with(9.0))
-    outcomes = settled(view, Themis(Settings()).allocate(replace(view, offered=(AppId("o-0"),)), {}))
+    outcomes = settled(view, Themis().allocate(replace(view, offered=(AppId("o-0"),)), {}))
     assert "did not bid in time" in outcomes["o-0"].reason
     assert outcomes["o-0"].gpus == ()
 
@@ -291,7 +292,7 @@ def test_an_app_offered_that_does_not_bid_is_told_so() -> None:
 def test_a_bid_by_an_app_that_was_not_asked_is_ignored() -> None:
     view = view_of(gpus_of(1), apps_with(9.0, 1.0))
     bids = {app.app: linear_bid(app, 1) for app in view.apps}
-    outcomes = settled(view, Themis(Settings()).allocate(view, bids))
+    outcomes = settled(view, Themis().allocate(view, bids))
     assert not outcomes["o-1"].bid
     assert outcomes["o-0"].gpus
 
@@ -328,15 +329,14 @@ def test_who_loses_gpus_it_held_is_told_to_whom() -> None:
 @pytest.mark.parametrize(
     ("knobs", "field"),
     [
-        (Settings(fairness_knob=1.5), "fairness_knob is 1.5"),
-        (Settings(fairness_knob=math.nan), "fairness_knob is nan"),
-        (Settings(leftover="burn"), 'leftover is "burn"'),
-        (Settings(solver_budget_ms=0.0), r"solver_budget_ms is 0\.0"),
+        ({"fairness_knob": 1.5}, "fairness_knob is 1.5; it must be from 0 to 1"),
+        ({"fairness_knob": math.nan}, "fairness_knob is nan; it must be from 0 to 1"),
+        ({"leftover": "burn"}, 'leftover is "burn"; it must be one of idle, bidders, worst-off'),
     ],
 )
-def test_a_setting_out_of_range_is_named(knobs: Settings, field: str) -> None:
+def test_a_setting_out_of_range_is_named(knobs: dict[str, object], field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        POLICIES["themis"](knobs)
+        Settings(**knobs)  # type: ignore[arg-type]
 
 
 # --- fifo -----------------------------------------------------------------------------------------------------------

@@ -10,22 +10,26 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from arbiter.core import seam
+from arbiter.core.placement.assignment import admit_what_fits
 from arbiter.core.placement.locality import locality
 from arbiter.core.policies.common.ordered import Ranked
+from arbiter.core.policies.queues.las import Settings
 from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, Settings, View
+from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
 from protocol.messages import LEVELS, AppId, GpuId, NodeId, Requirements, TenantId
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of
 from tests.support.effort import examples
 from tests.support.wishes import replace
 
-ORDERED = sorted(set(POLICIES) - {"themis"})
+ORDERED = sorted(name for name, entry in POLICIES.items() if not entry.kind.traits.probes)
 #: Those that walk the apps in an order of their own, and place all but holes in the end (`ranking`).
-RANKED = [name for name in ORDERED if isinstance(POLICIES[name](Settings()), Ranked)]
-LASTING = ("fifo", "backfill", "yarn-cs", "rrh")
-REVOCABLE = ("srtf", "srsf", "las", "gandiva", "dorm", "fitgpp", "lrtp", "oasis", "rand")
-LEASE = ("drf", "optimus", "slaq", "gandiva-placement", "astraea", "hived", "allox", "gandiva-fair")
+RANKED = [name for name in ORDERED if issubclass(POLICIES[name].kind, Ranked)]
+LASTING, REVOCABLE, LEASE = (
+    [name for name in ORDERED if POLICIES[name].kind.traits.tenure == tenure]
+    for tenure in ("lasting", "revocable", "lease")
+)
 
 ordered = pytest.mark.parametrize("name", ORDERED)
 
@@ -54,7 +58,7 @@ def round_of(gpus: Sequence[GpuView], *apps: AppView, now: float = 0.0) -> View:
 
 
 def decided(name: str, view: View, **knobs: object) -> tuple[Allocation, dict[str, Outcome]]:
-    allocation = POLICIES[name](Settings(**knobs)).allocate(view, {})  # type: ignore[arg-type]
+    allocation = POLICIES[name].made(**knobs).allocate(view, {})  # type: ignore[arg-type]
     return allocation, settled(view, allocation)
 
 
@@ -66,19 +70,9 @@ def counts(name: str, view: View) -> dict[str, int]:
 # --- who keeps GPUs how long ----------------------------------------------------------------------------------------
 
 
-def test_every_policy_says_how_long_holders_keep_gpus_and_whether_it_asks_for_rho() -> None:
-    tenures = {name: POLICIES[name](Settings()).tenure for name in POLICIES}
-    assert tenures == (
-        dict.fromkeys(LASTING, "lasting")
-        | dict.fromkeys(REVOCABLE, "revocable")
-        | dict.fromkeys([*LEASE, "themis"], "lease")
-    )
-    assert [name for name in POLICIES if POLICIES[name](Settings()).probes] == ["themis"]
-
-
 @ordered
 def test_nobody_bids(name: str) -> None:
-    assert POLICIES[name](Settings()).bidders(round_of(gpus_of(1), job("a"))) == ()
+    assert POLICIES[name].made().bidders(round_of(gpus_of(1), job("a"))) == ()
 
 
 # --- fifo and backfill ----------------------------------------------------------------------------------------------
@@ -173,7 +167,7 @@ def test_las_serves_the_first_queue_then_the_second_each_as_they_arrived() -> No
     ]
     for free, served in ((1, {"new"}), (2, {"new", "newest"}), (3, {"new", "newest", "old"})):
         view = round_of(gpus_of(free), *apps)
-        _, outcomes = decided("las", view, las_threshold_gpu_s=50.0)
+        _, outcomes = decided("las", view, threshold_gpu_s=50.0)
         assert {app for app, outcome in outcomes.items() if outcome.gpus} == served
     assert outcomes["older"].reason.startswith(
         "number 4 by queue, then arrival (second queue, 99 GPU-s so far): nothing"
@@ -186,10 +180,10 @@ def test_las_looks_again_when_the_next_running_app_is_demoted() -> None:
     one = job("one", served_gpu_s=75.0)  # 25 s to go, once it runs
     done = job("done", held=gpus[2:3], served_gpu_s=90.0)  # 100 of 100: in the second queue
     view = round_of(gpus, two, one, done, now=10.0)
-    assert decided("las", view, las_threshold_gpu_s=100.0)[0].look_again_s == pytest.approx(25.0)
+    assert decided("las", view, threshold_gpu_s=100.0)[0].look_again_s == pytest.approx(25.0)
     view = round_of(gpus, two, done, now=10.0)
-    assert decided("las", view, las_threshold_gpu_s=100.0)[0].look_again_s == pytest.approx(40.0)
-    assert decided("las", round_of(gpus, done, now=10.0), las_threshold_gpu_s=100.0)[0].look_again_s is None
+    assert decided("las", view, threshold_gpu_s=100.0)[0].look_again_s == pytest.approx(40.0)
+    assert decided("las", round_of(gpus, done, now=10.0), threshold_gpu_s=100.0)[0].look_again_s is None
 
 
 @pytest.mark.parametrize("part", range(1, 12))
@@ -198,11 +192,11 @@ def test_at_the_time_that_las_named_the_app_is_demoted_whatever_the_sums_round(p
     start = 1.7e9 + part / 13
     holder = replace(job("holder", 3, held=gpus, served_gpu_s=0.1), granted_sum=3 * start)
     view = round_of(gpus, holder, job("rival", 3), now=start + 1.0)
-    allocation, _ = decided("las", view, las_threshold_gpu_s=90.0)
+    allocation, _ = decided("las", view, threshold_gpu_s=90.0)
     assert allocation.assign == {}
     assert allocation.look_again_s is not None
     later = replace(view, now=view.now + allocation.look_again_s)
-    assert set(decided("las", later, las_threshold_gpu_s=90.0)[0].assign.values()) == {"rival"}
+    assert set(decided("las", later, threshold_gpu_s=90.0)[0].assign.values()) == {"rival"}
 
 
 # --- drf ------------------------------------------------------------------------------------------------------------
@@ -476,13 +470,16 @@ def test_gpus_of_an_app_that_takes_no_part_are_freed() -> None:
 
 
 @ordered
-def test_in_large_rounds_only_those_whose_holding_changes_are_told_one_by_one(name: str) -> None:
+def test_in_large_rounds_only_those_whose_holding_changes_are_told_one_by_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpus = gpus_of(3)
     apps = [job("a", held=gpus[:1], left_s=1.0), job("b", left_s=2.0), job("c", 2, left_s=3.0), job("d", 2, left_s=4.0)]
     view = round_of(gpus, *(replace(app, loss_drop=1.0 / place) for place, app in enumerate(apps, start=1)))
-    policy = POLICIES[name](Settings(reasons_max=3))
+    policy = POLICIES[name].made()
+    full = policy.allocate(view, {})
+    monkeypatch.setattr(seam, "REASONS_MAX", 3)
     allocation = policy.allocate(view, {})
-    full = POLICIES[name](Settings(reasons_max=4)).allocate(view, {})
     changed = {outcome.app for outcome in full.outcomes if set(outcome.gpus) - {"g00-00"}}
     assert {outcome.app for outcome in allocation.outcomes} == changed | ({"a"} if "a" in changed else set())
     assert [outcome.app for outcome in full.outcomes] == ["a", "b", "c", "d"]
@@ -491,17 +488,10 @@ def test_in_large_rounds_only_those_whose_holding_changes_are_told_one_by_one(na
     assert full.rest == ""
 
 
-@ordered
-@pytest.mark.parametrize("reasons", [-1])
-def test_a_negative_limit_of_reasons_is_refused(name: str, reasons: int) -> None:
-    with pytest.raises(ValueError, match="reasons_max is -1; it must be 0 or more"):
-        POLICIES[name](Settings(reasons_max=reasons))
-
-
 @pytest.mark.parametrize("threshold", [0.0, -1.0, math.nan, math.inf])
 def test_a_threshold_out_of_range_is_named(threshold: float) -> None:
-    with pytest.raises(ValueError, match=r"las_threshold_gpu_s is .*; it must be above 0 and finite"):
-        POLICIES["las"](Settings(las_threshold_gpu_s=threshold))
+    with pytest.raises(ValueError, match=r"threshold_gpu_s is .*; it must be a finite number above 0"):
+        Settings(threshold_gpu_s=threshold)
 
 
 @pytest.mark.parametrize(
@@ -514,11 +504,11 @@ def test_a_threshold_out_of_range_is_named(threshold: float) -> None:
 )
 def test_a_gang_is_refused_by_the_place_that_must_hold_it(app: AppView, mend: str) -> None:
     cluster = gpus_of(2, 2, 2, racks=2)
-    admission = POLICIES["srtf"](Settings()).admit(cluster, app)
+    admission = admit_what_fits(cluster, app)
     assert not admission.admitted
     assert mend in admission.reason
     fits = replace(app, gang=int(admission.reason.split("at most ")[1].split()[0]))
-    assert POLICIES["srtf"](Settings()).admit(cluster, fits).admitted
+    assert admit_what_fits(cluster, fits).admitted
 
 
 # --- any round ------------------------------------------------------------------------------------------------------
@@ -714,7 +704,9 @@ def test_gangs_that_span_are_served_as_counting_says(name: str, view: View) -> N
 @given(view=rounds(counted=True), most=st.sampled_from([0, 2000]))
 @settings(max_examples=examples(100), deadline=None)
 def test_an_incumbent_keeps_its_very_gpus(name: str, view: View, most: int) -> None:
-    allocation = POLICIES[name](Settings(reasons_max=most)).allocate(view, {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "REASONS_MAX", most)
+        allocation = POLICIES[name].made().allocate(view, {})
     final = {
         gpu.gpu: gpu.holder for gpu in view.gpus if gpu.gpu not in allocation.freed and allocation.unnamed == "holder"
     }

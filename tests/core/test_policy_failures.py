@@ -12,10 +12,10 @@ from arbiter.core.effects import Decide, PolicyFailed
 from arbiter.core.policies.oasis.policy import Oasis
 from arbiter.core.policies.queues.fifo import Fifo
 from arbiter.core.policies.themis.policy import Themis
-from arbiter.core.registry import POLICIES
+from arbiter.core.registry import POLICIES, Entry
 from arbiter.core.rounds.decision import failed
-from arbiter.core.seam import Admission, Allocation, AppView, Clock, GpuView, Market, View
-from arbiter.core.state.model import Active, Idle, Leased, Refused
+from arbiter.core.seam import Admission, Allocation, AppView, Clock, Market, View
+from arbiter.core.state.model import Idle, Leased, Refused
 from arbiter.solver import decide_timed
 from protocol.messages import AppId, Bid, Probe
 from tests.support.arbiter_site import AUCTION, SETTINGS, Site, notes, records, sent, task, wish, with_auction
@@ -30,9 +30,6 @@ class Broken(Fifo):
         if any(app.gang == 13 for app in view.apps):
             raise RuntimeError("a gang of 13,\nwhich brings no luck")
         return super().allocate(view, bids, clock)
-
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        return Admission(True) if app.gang / (app.gang - 7) else Admission(False)
 
 
 class NoBidders(Themis):
@@ -51,8 +48,12 @@ class NoSale(Oasis):
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, kind in (("broken", Broken), ("no-bidders", NoBidders), ("no-sale", NoSale)):
-        monkeypatch.setitem(POLICIES, name, kind)
+    for name, kind, like in (
+        ("broken", Broken, "fifo"),
+        ("no-bidders", NoBidders, "themis"),
+        ("no-sale", NoSale, "oasis"),
+    ):
+        monkeypatch.setitem(POLICIES, name, Entry(kind, POLICIES[like].settings))
 
 
 def failures(effects: Sequence[Effect]) -> list[str]:
@@ -130,19 +131,6 @@ def test_a_policy_that_cannot_say_who_bids_decides_without_bids() -> None:
     assert failures(effects) == ["KeyError: 'nobody'"]
     assert site.held("ana-1")
     assert "failed to name who bids" in notes(effects)
-
-
-@pytest.mark.usefixtures("broken")
-def test_an_app_that_the_policy_fails_on_is_refused_and_the_others_enter() -> None:
-    site = Site(replace(FIFO, policy="broken"))
-    site.node("n1", 16)
-    site.app("ana-1", gang=7, demand=7)
-    site.app("bob-1", gang=2, demand=2)
-    site.wait(10.0)
-    refused = site.arbiter.state.apps[AppId("ana-1")].state
-    assert isinstance(refused, Refused)
-    assert "failed to admit ana-1 (ZeroDivisionError: division by zero)" in refused.reason
-    assert isinstance(site.arbiter.state.apps[AppId("bob-1")].state, Active)
 
 
 @pytest.mark.usefixtures("broken")

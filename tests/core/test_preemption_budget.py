@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from arbiter.core.arbiter import Effect
 from arbiter.core.leases import preemption_budget
-from arbiter.core.seam import Settings
+from arbiter.core.registry import tables
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Leased, Toll
 from arbiter.core.turn import Turn
@@ -19,7 +19,8 @@ from tests.support.arbiter_site import SETTINGS, Site, sent, task, wish
 LAS = replace(
     SETTINGS,
     policy="las",
-    policy_settings=Settings(las_threshold_gpu_s=10.0, interactive_share=1.0),
+    policies=tables("las", threshold_gpu_s=10.0),
+    interactive_share=1.0,
     lease_s=60.0,
     node_timeout_s=1000.0,
     app_timeout_s=1000.0,

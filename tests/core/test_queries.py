@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from arbiter import queries
 from arbiter.core.arbiter import Configured
 from arbiter.core.effects import AppRecord, LeaseRecord, RoundRecord
-from arbiter.core.seam import Outcome, Settings
+from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.model import ArbiterSettings
 from arbiter.ledger import Ledger
@@ -154,7 +154,7 @@ def test_an_explanation_names_who_won_instead() -> None:
     ],
 )
 def test_who_comes_while_others_hold_everything_is_told_so_before_any_round(policy: str, until: str) -> None:
-    counter = Counter(replace(SETTINGS, policy=policy, policy_settings=Settings(reasons_max=0)))
+    counter = Counter(replace(SETTINGS, policy=policy))
     site = counter.site
     site.node("n1", 1)
     counter.note(site.play_round(site.app("ana-1") + site.wait(0)))
@@ -387,7 +387,7 @@ def test_a_log_of_nothing_is_refused_with_a_sentence() -> None:
 def test_who_is_told_nothing_of_its_own_by_a_crowded_round_is_told_what_holds_for_all() -> None:
     counter = Counter()
     site = counter.site
-    site.handle(Configured(replace(SETTINGS, policy="backfill", policy_settings=Settings(reasons_max=0))))
+    site.handle(Configured(replace(SETTINGS, policy="backfill")))
     for app in ("ana-1", "bob-1", "cleo-1"):
         site.app(app)
     site.play_round(site.node("n1", 1) + site.wait(6))

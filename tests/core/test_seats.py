@@ -15,7 +15,7 @@ from arbiter.core.members import nodes
 from arbiter.core.registry import POLICIES
 from arbiter.core.rounds.seats import shown, with_guests
 from arbiter.core.rounds.views import make_view
-from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, SeatView, Settings, View
+from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, SeatView, View
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from arbiter.core.turn import Turn
@@ -427,7 +427,7 @@ def test_users_see_who_shares_what() -> None:
 
 
 def test_every_policy_says_whether_it_shares_gpus_itself() -> None:
-    assert [name for name in POLICIES if POLICIES[name](Settings()).shares] == ["gandiva"]
+    assert [name for name in POLICIES if POLICIES[name].kind.traits.shares] == ["gandiva"]
 
 
 def test_what_is_parked_on_a_gpu_that_is_quarantined_is_ended_so_that_it_can_start_elsewhere() -> None:

@@ -20,7 +20,7 @@ from simulator.workload.plans import AppPlan, JobPlan, Workload
 def two_runs() -> list[Run]:
     apps = tuple(AppPlan(f"a{n}", f"t{n % 3}", 10.0 * n, 1, 1, (JobPlan(100.0 + n, 10),)) for n in range(6))
     one = simulate(Workload("<the & trace>", apps, ("assumed & said",)), parse_cluster("1x2"), seed=5)
-    return [replace(one, policy="fifo", settings={"lease_s": 600.0, "policy_settings": {"fairness_knob": 0.8}}), one]
+    return [replace(one, policy="fifo", settings={"lease_s": 600.0, "policy.themis.fairness_knob": 0.8}), one]
 
 
 class Page(HTMLParser):
@@ -79,7 +79,7 @@ def test_the_report_shows_four_charts_that_can_be_read_aloud(page: Page) -> None
 
 def test_the_report_names_every_input_and_escapes_what_it_is_given(page: Page) -> None:
     words = " ".join(page.words)
-    for word in ("<the & trace>", "assumed & said", "policy_settings.fairness_knob", "0.8", "(fifo)", "seed", "1x2"):
+    for word in ("<the & trace>", "assumed & said", "policy.themis.fairness_knob", "0.8", "(fifo)", "seed", "1x2"):
         assert word in words, word
     assert "<the " not in report.html(two_runs())
 

@@ -8,7 +8,6 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
-from arbiter.core.seam import Settings
 from arbiter.core.state.model import ArbiterSettings
 from launch.cli import app as command_line
 from protocol.messages import Sharing
@@ -36,9 +35,7 @@ def run(
     profiles: Profiles | None = None,
     quantum_s: float = 10.0,
 ) -> Run:
-    settings = ArbiterSettings(
-        sharing=sharing, quantum_s=quantum_s, round_pause_s=0.0, policy_settings=Settings(reasons_max=0)
-    )
+    settings = ArbiterSettings(sharing=sharing, quantum_s=quantum_s, round_pause_s=0.0)
     return simulate(
         Workload("test", tuple(apps)),
         parse_cluster(cluster),

@@ -30,10 +30,12 @@ def base(trace: str, **fields: Any) -> Experiment:
 
 
 def test_knobs_reach_the_arbiter_and_its_policy(trace: str) -> None:
-    knobs = (("lease_s", "300"), ("fairness_knob", "0.5"), ("leftover", "idle"))
+    knobs = (("lease_s", "300"), ("policy.themis.fairness_knob", "0.5"), ("policy.themis.leftover", "idle"))
     settings = experiment.settings_of(base(trace, seed=4, knobs=knobs))
     assert (settings.policy, settings.seed, settings.lease_s) == ("fifo", 4, 300.0)
-    assert (settings.policy_settings.fairness_knob, settings.policy_settings.leftover) == (0.5, "idle")
+    table = settings.policies["themis"]
+    assert (table["fairness_knob"], table["leftover"], table["tenants_first"]) == (0.5, "idle", False)
+    assert settings.policy_settings == {}
 
 
 def test_a_pause_between_rounds_is_an_overhead(trace: str) -> None:
@@ -54,7 +56,22 @@ def test_a_pause_between_rounds_is_an_overhead(trace: str) -> None:
         ({"knobs": (("app_timeout_s", "5"),)}, "app_timeout_s has no effect here: "),
         ({"knobs": (("node_timeout_s", "5"),)}, "node_timeout_s has no effect here: "),
         ({"knobs": (("lease_s", "10"),)}, "the settings: arbiter.lease_s is 10.0, too short"),
-        ({"knobs": (("fairness_knob", "7"),), "policy": "themis"}, "the settings: arbiter.policy_settings: "),
+        (
+            {"knobs": (("policy.themis.fairness_knob", "7"),)},
+            "policy.themis.fairness_knob is 7.0; it must be from 0 to 1",
+        ),
+        ({"knobs": (("policy.oasis.slots", "1.5"),)}, "policy.oasis.slots is '1.5'; it must be a whole number"),
+        (
+            {"knobs": (("policy.las.threshold", "1"),)},
+            "there is no setting 'policy.las.threshold'; choose one of lease_s, ",
+        ),
+        (
+            {"knobs": (("las_threshold_gpu_s", "1"),)},
+            "there is no setting 'las_threshold_gpu_s'; las_threshold_gpu_s is now policy.las.threshold_gpu_s",
+        ),
+        ({"knobs": (("trial_s", "1"),)}, "there is no setting 'trial_s'; trial_s is now interactive_s"),
+        ({"knobs": (("reasons_max", "1"),)}, "there is no setting 'reasons_max'; reasons_max is no setting any more"),
+        ({"knobs": (("decide_grace_s", "1"),)}, "there is no setting 'decide_grace_s'; choose one of lease_s, "),
         ({"cluster": "0x8"}, "the cluster 0x8 is empty; "),
         ({"overheads": "some"}, "overheads are 'some'"),
         ({"profiles": "/none"}, "the folder of profiles /none holds no table"),
@@ -115,7 +132,9 @@ def test_a_grid_is_every_combination_in_order(trace: str) -> None:
 
 
 def test_a_grid_says_once_what_its_runs_share(trace: str) -> None:
-    grid = sweep.grid(base(trace), ["fluid-fair-share", "fifo"], {"lease_s": ("300",), "reasons_max": ("1",)}, [0, 1])
+    grid = sweep.grid(
+        base(trace), ["fluid-fair-share", "themis"], {"lease_s": ("300",), "policy.themis.leftover": ("idle",)}, [0, 1]
+    )
     notes: list[list[str]] = [["drawn", "a"], ["drawn", "b"], ["drawn"], []]
     inputs = sweep.inputs(grid, [{"notes": own} for own in notes], 60.0)
     assert {name: inputs[name] for name in ("trace", "cluster", "overheads", "profiles", "first")} == {
@@ -124,8 +143,8 @@ def test_a_grid_says_once_what_its_runs_share(trace: str) -> None:
     assert (inputs["notes"], inputs["min_duration_s"]) == (["drawn", "a", "b"], 60.0)
     assert (inputs["costs"]["start_s"], inputs["settings"]["round_pause_s"], inputs["settings"]["probe_s"]) == (0, 0, 2)
     assert not {"lease_s", "policy", "seed", "beat_s"} & inputs["settings"].keys()
-    assert inputs["settings"]["policy_settings"].keys() >= {"fairness_knob"}
-    assert "reasons_max" not in inputs["settings"]["policy_settings"]
+    assert inputs["settings"]["policy.themis.fairness_knob"] == 0.8
+    assert not {"policy.themis.leftover", "policy.las.threshold_gpu_s", "policies"} & inputs["settings"].keys()
     alone = sweep.inputs(grid[:2], [], 60.0)
     assert (alone["settings"], alone["costs"]) == ({}, {})
 
@@ -229,7 +248,8 @@ def test_groups_are_over_seeds_alone() -> None:
 def test_the_same_seed_gives_the_same_rows_in_fresh_interpreters(trace: str) -> None:
     program = (
         "import sys, json\n"
-        "from simulator import experiment, results\n"
+        "from simulator import experiment\n"
+        "from simulator.figures import results\n"
         "run = experiment.execute(experiment.Experiment(sys.argv[1], '2x4', 'fluid-fair-share', seed=3))\n"
         "document = results.document(run)\n"
         "for name in results.MEASURED: del document['summary'][name]\n"

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.seam import Settings
 from arbiter.core.state.model import ArbiterSettings
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT, NONE, Costs
@@ -29,9 +28,7 @@ from simulator.world import quiet
 from tests.support.traces import shared
 
 #: No pause between rounds, and leases that are renewed at their very end: time costs nothing here.
-INSTANT = ArbiterSettings(
-    round_pause_s=0.0, renewal_lead_s=0.0, probe_s=1.0, bid_s=1.0, policy_settings=Settings(reasons_max=0)
-)
+INSTANT = ArbiterSettings(round_pause_s=0.0, renewal_lead_s=0.0, probe_s=1.0, bid_s=1.0)
 TRACES = {
     "fake500": "traces/synthetic-small/astraea_fake_job.csv",
     "tiresias60": "traces/synthetic-small/tiresias_60_job.csv",

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from arbiter.config import ArbiterConfig, load
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.effects import AppRecord, LeaseRecord
-from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Settings
+from arbiter.core.registry import POLICIES, policy_of
 from arbiter.core.state.model import ArbiterSettings, Leased, Up
 from arbiter.daemon import _configure, _journal, _restore, run_arbiter
 from arbiter.ledger import Ledger
@@ -142,28 +141,48 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ),
         ("[arbiter]\nlease_s = 20.0\n", "arbiter.lease_s is 20.0, too short"),
         ("[arbiter]\nbeat_s = 0.0\n", "beat_s is 0.0; it must be above 0"),
-        ("[arbiter.policy_settings]\nfairness_knob = 1.5\n", "arbiter.policy_settings"),
+        ("[policy.themis]\nfairness_knob = 1.5\n", "policy.themis: fairness_knob is 1.5; it must be from 0 to 1"),
+        (
+            "[policy.themis]\nknob = 0.5\n",
+            "policy.themis: unknown field `knob`; leave it out or mend its name; "
+            "it has fairness_knob, leftover, tenants_first",
+        ),
+        (
+            "[policy.fifo]\nknob = 0.5\n",
+            "policy.fifo: unknown field `knob`; leave it out or mend its name; it has no settings",
+        ),
+        ("[policy.themis]\ntenants_first = 'no'\n", "policy.themis: tenants_first must be true or false, and is text"),
+        ("[policy.lottery]\nknob = 0.5\n", "[policy.lottery] is of no policy; choose one of allox, "),
+        ("[policy]\nthemis = 0.5\n", "policy[...] must be a table, and is a number"),
+        (
+            "[arbiter.policy_settings]\nlas_threshold_gpu_s = 1.0\ntrial_s = 1.0\nreasons_max = 1\nodd = 2\n",
+            "arbiter.policy_settings is no table any more, each policy has its own: "
+            "las_threshold_gpu_s is now policy.las.threshold_gpu_s; trial_s is now arbiter.interactive_s; "
+            "reasons_max is no setting any more, leave it out; odd is not known, leave it out",
+        ),
+        ("[arbiter]\npolicies = {}\n", "unknown field `arbiter.policies`; leave it out or mend its name"),
+        ("[arbiter]\ninteractive_share = 1.5\n", "arbiter.interactive_share is 1.5; give the part of all GPUs"),
+        ("[arbiter]\ninteractive_s = inf\n", "interactive_s is inf; it must be a finite number, 0 or more"),
         ("[arbiter]\nprobe_s = nan\n", "arbiter: probe_s is nan; it must be a finite number above 0"),
-        ("[arbiter]\ndecide_grace_s = nan\n", "arbiter: decide_grace_s is nan; it must be a finite number above 0"),
+        ("[arbiter]\ndecide_grace_s = 5.0\n", "unknown field `arbiter.decide_grace_s`"),
         ("[arbiter]\nlease_s = inf\n", "arbiter: lease_s is inf; it must be a finite number above 0"),
         ("[arbiter]\nprobes_max = 0\n", "arbiter: probes_max is 0; it must be above 0"),
         ("[arbiter]\nrenewal_lead_s = -5.0\n", "arbiter: renewal_lead_s is -5.0; it must be 0 or more"),
         (
-            "[arbiter]\ngather_leases = 0.5\n",
+            "[arbiter]\nalign_after_leases = 0.5\n",
             "arbiter.align_after_leases is 0.5; give after how many leases of waiting",
         ),
         (
-            "[arbiter]\ngather_leases = nan\n",
+            "[arbiter]\nalign_after_leases = nan\n",
             "arbiter.align_after_leases is nan; give after how many leases of waiting",
         ),
         ("[arbiter]\nround_pause_s = -5.0\n", "arbiter: round_pause_s is -5.0; it must be 0 or more"),
         ("[arbiter]\nadmission_wait_s = nan\n", "admission_wait_s is nan; it must be a finite number, 0 or more"),
-        ("[arbiter.policy_settings]\nreasons_max = -1\n", "policy_settings: reasons_max is -1; it must be 0 or more"),
-        ("[arbiter.policy_settings]\nlas_threshold_gpu_s = nan\n", "las_threshold_gpu_s is nan; it must be a finite"),
-        ("[arbiter.policy_settings]\nsolver_budget_ms = inf\n", "solver_budget_ms is inf; it must be a finite"),
+        ("[policy.las]\nthreshold_gpu_s = nan\n", "policy.las: threshold_gpu_s is nan; it must be a finite"),
+        ("[arbiter]\nsolver_budget_ms = inf\n", "arbiter: solver_budget_ms is inf; it must be a finite"),
         (
-            "[arbiter]\npolicy = 'fifo'\n[arbiter.policy_settings]\nfairness_knob = nan\n",
-            "arbiter.policy_settings: fairness_knob is nan; it must be from 0 to 1",
+            "[arbiter]\npolicy = 'fifo'\n[policy.themis]\nfairness_knob = nan\n",
+            "policy.themis: fairness_knob is nan; it must be from 0 to 1",
         ),
         ("[arbiter]\nlease = 600\n", "unknown field `arbiter.lease`"),
         ("[[arbiter.tenants]]\nname = 'a'\nweight = 0\n", "arbiter.tenants[0].weight"),
@@ -185,17 +204,13 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ("[arbiter]\nsharing = 'sometimes'\n", "arbiter.sharing"),
         ("history = 'fresh'\n", "history is 'fresh', which is none of 'auto', "),
         ("[[arbiter.tenants]]\nname = 'a'\nweight = 2.0\nquota = 4\n", "gives a a weight and a quota; leave one out"),
-        ("[arbiter.policy_settings]\ngandiva_idle_s = -1.0\n", "gandiva_idle_s is -1"),
-        ("[arbiter.policy_settings]\nrrh_threshold = nan\n", "rrh_threshold is nan; it must be a number"),
+        ("[policy.gandiva]\nidle_s = -1.0\n", "policy.gandiva: idle_s is -1"),
+        ("[policy.rrh]\nthreshold = nan\n", "policy.rrh: threshold is nan; it must be a number"),
         (
             "[arbiter]\nlease_s = 'long'\n",
             "arbiter.lease_s must be a number, and is text; the files in systemd/ show",
         ),
-        (
-            "[arbiter]\npolicy = 'las'\n[arbiter.policy_settings]\nlas_threshold_gpu_s = 0.0\n",
-            "las_threshold_gpu_s is 0",
-        ),
-        ("[arbiter]\npolicy = 'srtf'\n[arbiter.policy_settings]\nreasons_max = -1\n", "reasons_max is -1"),
+        ("[arbiter]\npolicy = 'las'\n[policy.las]\nthreshold_gpu_s = 0.0\n", "policy.las: threshold_gpu_s is 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_file_field_and_mend(tmp_path: Path, text: str, says: str) -> None:
@@ -210,18 +225,29 @@ def test_settings_that_cannot_work_are_refused_by_file_field_and_mend(tmp_path: 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_can_be_chosen_and_set_in_the_file(tmp_path: Path, policy: str) -> None:
     path = tmp_path / "arbiter.toml"
-    settings = "[arbiter.policy_settings]\nlas_threshold_gpu_s = 7200.0\nreasons_max = 10\n"
-    path.write_text(f"[arbiter]\npolicy = '{policy}'\n{settings}")
+    entry = POLICIES[policy]
+    path.write_text(
+        f"[arbiter]\npolicy = '{policy}'\n[policy.{policy}]\n[policy.las]\nthreshold_gpu_s = 7200\n".replace(
+            "[policy.las]\n[policy.las]", "[policy.las]"
+        )
+    )
     loaded = load(path).arbiter
     assert loaded.policy == policy
-    assert (loaded.policy_settings.las_threshold_gpu_s, loaded.policy_settings.reasons_max) == (7200.0, 10)
+    assert loaded.policies["las"] == {"threshold_gpu_s": 7200.0}
+    assert set(loaded.policy_settings) == set(entry.settings.__struct_fields__)
+    assert type(policy_of(loaded.policy, loaded.policy_settings)) is entry.kind
 
 
 def test_the_settings_that_are_shipped_are_the_defaults_and_name_every_policy() -> None:
     shipped = Path(__file__).parents[2] / "systemd" / "arbiter.toml"
-    assert load(shipped).arbiter == ArbiterSettings()
-    fields = {field.name for field in msgspec.structs.fields(Settings)}
-    assert fields == set(tomllib.loads(shipped.read_text())["arbiter"]["policy_settings"])
+    loaded = load(shipped).arbiter
+    assert replace(loaded, policies={}) == ArbiterSettings()
+    defaults = {name: entry.settings() for name, entry in POLICIES.items() if entry.settings.__struct_fields__}
+    assert loaded.policies == msgspec.to_builtins(defaults)
+    written = tomllib.loads(shipped.read_text())["policy"]
+    assert {name: set(table) for name, table in written.items()} == {
+        name: set(settings.__struct_fields__) for name, settings in defaults.items()
+    }
     words = set(re.findall(r"[a-z-]+", shipped.read_text()))
     assert [name for name in POLICIES if name not in words] == []
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from app_agent.core.spec import AppSpec
+from arbiter.core.policies.oasis.policy import Oasis
+from arbiter.core.policies.oasis.settings import Terms
 from arbiter.core.policies.oasis.utility import parse
-from arbiter.core.seam import Settings
+from arbiter.core.registry import POLICIES, Entry
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import ending, open_client
 from launch.site.site import in_process, local_site, memory_bus, wait_ready
@@ -42,13 +44,17 @@ STEP_S, SLOT_S = 0.1, 3.0
 PRICE = 3600.0 / SLOT_S
 SETTINGS = ArbiterSettings(
     policy="oasis",
-    policy_settings=Settings(
-        oasis_slot_s=SLOT_S, oasis_slots=40, oasis_price_min=PRICE, oasis_price_max=PRICE, oasis_margin=0.2
-    ),
+    policies={"oasis": {"slot_s": SLOT_S, "slots": 40, "price_min": PRICE, "price_max": PRICE, "margin": 0.2}},
     round_pause_s=0.1,
     beat_s=0.2,
     admission_wait_s=0.5,
 )
+
+
+@pytest.fixture(autouse=True)
+def _margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The margin of bookings is no setting of a site."""
+    monkeypatch.setitem(POLICIES, "oasis", Entry(Oasis, Terms))
 
 
 def spec(folder: Path, name: str, gpu_s: float, utility: str, sizes: tuple[int, ...]) -> AppSpec:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -18,8 +19,8 @@ from arbiter.config import ArbiterConfig
 from arbiter.core.effects import Decide, Decided
 from arbiter.core.policies.queues.fifo import Fifo
 from arbiter.core.policies.themis.policy import Themis
-from arbiter.core.registry import POLICIES
-from arbiter.core.seam import Allocation, Clock, Settings, View
+from arbiter.core.registry import POLICIES, Entry
+from arbiter.core.seam import Allocation, Clock, View
 from arbiter.core.state.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from arbiter.ledger import Ledger
@@ -177,8 +178,14 @@ class Solve:
         self._work = work
         self._loop = asyncio.get_running_loop()
 
-    def policy(self, settings: Settings) -> Fifo:
-        return _Slow(settings, self)
+    @property
+    def policy(self) -> Entry:
+        """The policy, as the table of policies has it."""
+
+        class Slow(_Slow):
+            solve = self
+
+        return Entry(Slow)
 
     def run(self) -> None:
         self.began = time.monotonic()
@@ -193,12 +200,10 @@ class Solve:
 
 
 class _Slow(Fifo):
-    def __init__(self, settings: Settings, solve: Solve) -> None:
-        super().__init__(settings)
-        self._solve = solve
+    solve: ClassVar[Solve]
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
-        self._solve.run()
+        self.solve.run()
         return super().allocate(view, bids)
 
 
@@ -220,7 +225,7 @@ def auction() -> None:
     bids = {app.app: bid_of(app.app, 1.0 + index / 7, *_rows(app.gang, index)) for index, app in enumerate(apps)}
     view = replace(view_of(cluster, apps), offered=tuple(bids))
     while time.monotonic() < until:
-        Themis(Settings(solver_budget_ms=500.0)).allocate(view, bids)
+        Themis().allocate(view, bids)
 
 
 def _rows(gang: int, index: int) -> list[tuple[int, Level, float]]:
@@ -266,7 +271,7 @@ async def test_an_arbiter_stops_at_once_while_a_policy_decides_and_the_next_one_
             await solve.begun.wait()
         assert not solve.ended
         again = Heard()
-        monkeypatch.setitem(POLICIES, "slow", Fifo)
+        monkeypatch.setitem(POLICIES, "slow", Entry(Fifo))
         async with asyncio.timeout(PATIENCE_S), site(tmp_path, again):
             await again.granted.wait()
         assert not solve.ended
@@ -312,4 +317,4 @@ async def test_of_the_decisions_that_wait_only_the_newest_is_made(monkeypatch: p
 
 
 def asked(number: int) -> Decide:
-    return Decide(number, 1, "slow", Settings(), view_of((), ()), {})
+    return Decide(number, 1, "slow", {}, view_of((), ()), {})

@@ -29,7 +29,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain, groupby
 
 from msgspec.structs import replace
@@ -44,8 +44,6 @@ from arbiter.core.seam import (
     GpuView,
     Outcome,
     Policy,
-    ServesInteractive,
-    Settings,
     View,
     is_interactive,
 )
@@ -55,6 +53,10 @@ from protocol.messages import AppId, Bid, GpuId, NodeId
 EMPTY_S = 5.0
 #: So many times what a move costs it who has made room P times is not left with nothing again: most of that is work.
 SPARED_MOVES = 3.0
+#: P of FitGpp, Eq. 4: an app makes room so many times, unless no other could.
+ROOM_MADE_MAX = 1
+#: s of FitGpp, Eq. 3: how much a long grace period weighs beside a large demand.
+GRACE_WEIGHT = 4.0
 #: When another round is wanted for GPUs that are free now because their newcomer made room for an interactive app.
 AGAIN_S = 1.0
 
@@ -63,34 +65,24 @@ _Loss = tuple[bool, bool, bool, float, tuple[AppId, NodeId, str]]
 _Free = Mapping[NodeId, Sequence[GpuView]]
 
 
-def serves(policy: Policy, settings: Settings) -> bool:
-    """Whether this layer serves interactive apps under `policy`."""
-    return settings.interactive_share > 0.0 and not _has_its_own(policy)
-
-
-@lru_cache(maxsize=8)
-def _has_its_own(policy: Policy) -> bool:
-    """Whether a policy has a rule of its own for interactive apps; remembered, as in `bookings`."""
-    return isinstance(policy, ServesInteractive)
+def serves(policy: Policy, share: float) -> bool:
+    """Whether this layer serves interactive apps under `policy`, of which they may hold this share of GPUs."""
+    return share > 0.0 and not policy.traits.serves_interactive
 
 
 # --- around the policy ------------------------------------------------------------------------------------------------
 
 
-def allocate(
-    policy: Policy, settings: Settings, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None
-) -> Allocation:
+def allocate(policy: Policy, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
     """Return what the policy decides about what interactive apps do not keep, and what interactive apps get besides."""
     if (
         not any(app.requirements.kind == "interactive" for app in view.apps)
         or view.shared
-        or not serves(policy, settings)
+        or not serves(policy, view.interactive_share)
     ):
         return policy.allocate(view, bids, clock)
     own = {
-        app.app: app
-        for app in view.apps
-        if app.renewable and is_interactive(view, app, settings.interactive_s) and _runs(_keeping(view, app))
+        app.app: app for app in view.apps if app.renewable and is_interactive(view, app) and _runs(_keeping(view, app))
     }
     kept = {gpu: app.app for app in own.values() for gpu in app.renewable}
     seen = replace(
@@ -101,7 +93,7 @@ def allocate(
     allocation = policy.allocate(seen, {app: bid for app, bid in bids.items() if app not in own}, clock)
     outcomes = tuple(_as_interactive(outcome, own.get(outcome.app)) for outcome in allocation.outcomes)
     assign = dict(sorted({**allocation.assign, **kept}.items()))
-    return serve(policy, settings, view, replace(allocation, assign=assign, outcomes=outcomes))
+    return serve(policy, view, replace(allocation, assign=assign, outcomes=outcomes))
 
 
 def _keeping(view: View, app: AppView) -> AppView:
@@ -127,9 +119,9 @@ def _as_interactive(outcome: Outcome, app: AppView | None) -> Outcome:
     )
 
 
-def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation) -> Allocation:
+def serve(policy: Policy, view: View, allocation: Allocation) -> Allocation:
     """Return the allocation with a gang for each interactive app without GPUs, as far as their share allows; pure."""
-    if view.shared or not serves(policy, settings):
+    if view.shared or not serves(policy, view.interactive_share):
         return allocation
     winners = set(allocation.assign.values())
     waiting = [
@@ -138,18 +130,17 @@ def serve(policy: Policy, settings: Settings, view: View, allocation: Allocation
         if app.want >= app.gang
         and not app.kept
         and app.app not in view.leaving
-        and is_interactive(view, app, settings.interactive_s)
+        and is_interactive(view, app)
         and not app.renewable
         and app.app not in winners
     ]
-    return _Serving(settings, view, allocation).answer(waiting) if waiting else allocation
+    return _Serving(view, allocation).answer(waiting) if waiting else allocation
 
 
 class _Serving:
     """One round's interactive apps."""
 
-    def __init__(self, settings: Settings, view: View, allocation: Allocation) -> None:
-        self._settings = settings
+    def __init__(self, view: View, allocation: Allocation) -> None:
         self._view = view
         self._allocation = allocation
         self._apps = {app.app: app for app in view.apps}
@@ -165,15 +156,13 @@ class _Serving:
             for gpu in view.gpus
             if gpu.gpu not in self._assign and (allocation.unnamed == "nobody" or gpu.holder is None)
         ]
-        interactive = {app.app for app in view.apps if is_interactive(view, app, settings.interactive_s)}
+        interactive = {app.app for app in view.apps if is_interactive(view, app)}
         self._interactive_hold = sum(
             len(app.kept) + sum(self._assign.get(gpu) in (None, app.app) for gpu in app.renewable)
             for app in view.apps
             if app.app in interactive
         )
-        unseen = {
-            app.app for app in view.holders if is_interactive(view, app, settings.interactive_s)
-        } - self._apps.keys()
+        unseen = {app.app for app in view.holders if is_interactive(view, app)} - self._apps.keys()
         self._interactive_hold += sum(gpu.holder in unseen for gpu in view.takeable)
         self._units = self._found_units(interactive)
         self._fresh = self._newcomers(interactive)
@@ -220,7 +209,7 @@ class _Serving:
     def answer(self, waiting: Sequence[AppView]) -> Allocation:
         """Serve who can be served."""
         for app in waiting:
-            share = max(1.0, self._settings.interactive_share * self._view.cluster_gpus)
+            share = max(1.0, self._view.interactive_share * self._view.cluster_gpus)
             if self._interactive_hold + app.gang > share:
                 self._words[app.app].append(
                     f"it is an interactive app that needs {app.gang}, and of at most {share:.4g} GPUs that interactive "
@@ -324,7 +313,7 @@ class _Serving:
             spared_s, name = min(spared)
             self._look_again_s.append(max(AGAIN_S, spared_s))
             what = (
-                f"{name}, which could make room, has done so often enough (fitgpp_p), and runs for {spared_s:.0f} s "
+                f"{name}, which could make room, has done so often enough, and runs for {spared_s:.0f} s "
                 "yet before it does again"
             )
         self._words[app.app].append(f"it is an interactive app, and {what}")
@@ -376,7 +365,7 @@ class _Serving:
 
     def _often(self, app: AppView) -> bool:
         """Whether an app has made room P times, this round included."""
-        return app.preempted + self._made_room[app.app] >= self._settings.fitgpp_p
+        return app.preempted + self._made_room[app.app] >= ROOM_MADE_MAX
 
     def _spared_s(self, victim: Victim) -> float:
         """Return for how long yet `victim` is spared: all of an app that made room P times, and began lately."""
@@ -399,7 +388,7 @@ class _Serving:
     def _score(self, unit: Victim) -> float:
         size, grace_s = score_of(unit, self._view.nodes)
         part = size / self._size_max if self._size_max else 0.0
-        return part + (self._settings.fitgpp_s * grace_s / self._grace_max if self._grace_max else 0.0)
+        return part + (GRACE_WEIGHT * grace_s / self._grace_max if self._grace_max else 0.0)
 
     def _bundle(self, app: AppView, victim: Victim, free: _Free) -> list[GpuView]:
         """Return a gang for `app` of one victim's GPUs and free ones; free GPUs on its node come first."""

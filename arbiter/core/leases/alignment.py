@@ -41,7 +41,7 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
     At most one place is aligned after each round, for the widest.
     """
     settings = turn.state.settings
-    if settings.align_after_leases <= 0.0 or turn.policy.tenure != "lease" or _has_guests(turn):
+    if settings.align_after_leases <= 0.0 or turn.policy.traits.tenure != "lease" or _has_guests(turn):
         turn.state.blocked, turn.state.aligned = (), {}
         return
     turn.state.aligned = {gpu: end for gpu, end in turn.state.aligned.items() if end > turn.now}

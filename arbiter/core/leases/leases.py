@@ -68,7 +68,7 @@ def _own_seat(turn: Turn, gpu: Gpu, app: model.App) -> Gpu:
 
 def end_of_lease(turn: Turn, gpu: GpuId | None = None) -> float:
     """Return when a lease that begins now ends; with others where they are aligned, unless that is in a moment."""
-    if turn.policy.tenure != "lease":
+    if turn.policy.traits.tenure != "lease":
         return model.NEVER
     end = turn.now + turn.state.settings.lease_s
     together = turn.state.aligned.get(gpu, end) if gpu is not None else end
@@ -89,7 +89,7 @@ def reseat(turn: Turn) -> None:
     for _, gpu in sorted(gpus.items()):  # not as they came: a restored state has them in order
         if model.seat_number(gpu.id) >= turn.state.settings.seats_per_gpu:
             withdraw(turn, gpu, f"{device_of(gpu.id)} is shared by fewer now")
-    for seats in turn.index.seats.values() if not turn.policy.shares else ():
+    for seats in turn.index.seats.values() if not turn.policy.traits.shares else ():
         leased = [gpus[seat] for seat in sorted(seats) if isinstance(gpus[seat].state, Leased)]
         for gpu in sorted(leased, key=seniority)[1:]:
             assert isinstance(gpu.state, Leased)
@@ -308,7 +308,7 @@ def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> None:
 def keep(turn: Turn) -> None:
     """Let leases that are about to end go on where preempting would cost more than it may (`budget`)."""
     lead_s = turn.state.settings.renewal_lead_s
-    if turn.policy.tenure != "lease" or turn.index.next_end > turn.now + lead_s:
+    if turn.policy.traits.tenure != "lease" or turn.index.next_end > turn.now + lead_s:
         return
     for gpu_id in sorted(preemption_budget.kept(turn) - turn.index.guests):
         gpu = turn.state.gpus.get(gpu_id)
@@ -342,13 +342,13 @@ def held(turn: Turn, app: AppId) -> list[Gpu]:
 def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
     """Return, by id, the GPUs a round may assign: free and proven, or leased until soon, or revocable at any time."""
     index = turn.index
-    if turn.policy.tenure == "revocable":
+    if turn.policy.traits.tenure == "revocable":
         kept = preemption_budget.kept(turn) - index.guests
         views = index.revocable()
         return {gpu: view for gpu, view in views.items() if gpu not in kept} if kept else views
     ending = set(index.guests)
     soon = turn.now + turn.state.settings.renewal_lead_s
-    if turn.policy.tenure == "lease" and index.next_end <= soon:
+    if turn.policy.traits.tenure == "lease" and index.next_end <= soon:
         ending.update([gpu for gpu, end in index.ends.items() if end <= soon])
     return index.assignable(ending)
 
@@ -359,7 +359,7 @@ def is_in_play(turn: Turn, gpu: Gpu) -> bool:
         case Free():
             return gpu.empty and model.usable(turn.state, gpu) and not turn.index.drains(gpu.id)
         case Leased(lease):
-            open_ = lease.guest or turn.policy.tenure == "revocable" or is_due(turn, lease)
+            open_ = lease.guest or turn.policy.traits.tenure == "revocable" or is_due(turn, lease)
             return open_ and model.usable(turn.state, gpu)
         case _:
             return False
@@ -368,7 +368,7 @@ def is_in_play(turn: Turn, gpu: Gpu) -> bool:
 def is_due(turn: Turn, lease: Lease) -> bool:
     """Whether a lease ends unless the next round renews it."""
     lead_s = turn.state.settings.renewal_lead_s
-    return turn.policy.tenure == "lease" and lease.expires_at <= turn.now + lead_s
+    return turn.policy.traits.tenure == "lease" and lease.expires_at <= turn.now + lead_s
 
 
 def promised(turn: Turn) -> dict[AppId, list[Gpu]]:

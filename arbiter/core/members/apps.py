@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from msgspec.structs import replace
 
-from arbiter.core.effects import Failure
 from arbiter.core.leases import leases
 from arbiter.core.members import sales, screening
+from arbiter.core.placement.assignment import admit_what_fits
 from arbiter.core.rounds import phases, views
-from arbiter.core.seam import Admission, AppView, GpuView
+from arbiter.core.seam import Admission, AppView
 from arbiter.core.state import fairness, model
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Active, App, Enrolling, Job, Leased, Settled, State
@@ -246,7 +245,7 @@ def admit_waiting(turn: Turn) -> None:
     waiting = sorted((turn.state.apps[app] for app in turn.index.enrolling), key=lambda app: app.arrival)
     cluster = turn.index.census()[2]
     for app in waiting:
-        verdict = _of_named_tenant(turn.state, app) or _admit(turn, cluster, app)
+        verdict = _of_named_tenant(turn.state, app) or admit_what_fits(cluster, _newcomer(app))
         if verdict.admitted and sales.sells(turn):
             if turn.now < _admission_at(turn.state):
                 continue  # the GPUs for sale are known when nodes have had time to enrol
@@ -260,13 +259,6 @@ def admit_waiting(turn: Turn) -> None:
             refused = turn.put_app(app, model.Refused(verdict.reason, turn.now))
             turn.effects.append(Send(Party("app", app.owner), Refusal(refused.id, verdict.reason, refused.run)))
             _forget_oldest(turn)
-
-
-def _admit(turn: Turn, cluster: Sequence[GpuView], app: App) -> Admission:
-    def refuse(failure: Failure) -> Admission:
-        return Admission(False, f"{failure.sentence}, or submit it otherwise")
-
-    return turn.ask_policy(f"admit {app.id}", lambda: turn.policy.admit(cluster, _newcomer(app)), refuse)
 
 
 def _of_named_tenant(state: model.State, app: App) -> Admission | None:

@@ -217,7 +217,7 @@ def _note_resting(turn: Turn, app_id: AppId) -> None:
     resting = any(turn.state.tasks[task].phase == "resting" for task in turn.index.tasks[app_id])
     if app.resting != resting:
         turn.state.apps[app_id] = replace(app, resting=resting)
-        moves = turn.policy.shares or not turn.index.guests.isdisjoint(turn.index.gpus[app_id])
+        moves = turn.policy.traits.shares or not turn.index.guests.isdisjoint(turn.index.gpus[app_id])
         turn.state.news = turn.state.news or (moves and not resting)  # it could move now
 
 

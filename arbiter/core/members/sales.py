@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from functools import lru_cache
 
 from msgspec.structs import replace
 
 from arbiter.core.registry import policy_of
 from arbiter.core.rounds import seats
-from arbiter.core.seam import ASKED_MAX, Admission, AppView, Booking, Market, Policy, Seller
+from arbiter.core.seam import ASKED_MAX, Admission, AppView, Booking, Market, Policy
 from arbiter.core.state import model
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import App, ArbiterSettings, State
@@ -26,15 +25,14 @@ from protocol.messages import AppId, NodeId
 UNASKED = Booking((), 0.0, 0.0, 0.0, 0.0)
 
 
-@lru_cache(maxsize=8)
-def _seller(policy: Policy) -> Seller | None:
-    """Return the policy if it sells GPUs; remembered, since Python takes microseconds to tell and every event asks."""
-    return policy if isinstance(policy, Seller) else None
+def _seller(policy: Policy) -> Policy | None:
+    """Return the policy if it sells GPUs."""
+    return policy if policy.traits.sells else None
 
 
 def sells(turn: Turn) -> bool:
     """Whether the policy sells GPUs."""
-    return _seller(turn.policy) is not None
+    return turn.policy.traits.sells
 
 
 def sell(turn: Turn, app: App) -> Admission:

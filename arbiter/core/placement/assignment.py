@@ -14,7 +14,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import ClassVar
 
 from arbiter.core.placement.locality import LOOSENESS, PLACE, dense, locality, most_whole, place_of
 from arbiter.core.seam import Admission, AppView, GpuView, View
@@ -466,21 +465,6 @@ def shares(owners: Iterable[AppId]) -> str:
 def gpus(count: int) -> str:
     """Return ``1 GPU`` or ``n GPUs``."""
     return f"{count} GPU" if count == 1 else f"{count} GPUs"
-
-
-class Unauctioned:
-    """Base of policies that hold no auction: no app is asked anything, and the policy shares no GPUs."""
-
-    probes: ClassVar[bool] = False
-    shares: ClassVar[bool] = False
-
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        """Refuse an app whose gang fits no place that it accepts."""
-        return admit_what_fits(cluster, app)
-
-    def bidders(self, view: View) -> Sequence[AppId]:
-        """Return no app: there is no auction."""
-        return ()
 
 
 def accepted(app: AppView, count: int) -> int:

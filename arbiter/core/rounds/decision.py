@@ -17,11 +17,11 @@ def decide(effect: Decide, clock: Clock | None = None) -> Decided:
     Without a `clock` (seconds, whatever their origin) it is pure, and the budget is counted in steps alone.
     """
     view = effect.view
-    policy = policy_of(effect.policy, effect.settings)
+    policy = policy_of(effect.policy, effect.table)
     if view.gpus or not (view.seats or view.takeable):
-        allocation = interactive.allocate(policy, effect.settings, view, effect.bids, clock)
+        allocation = interactive.allocate(policy, view, effect.bids, clock)
     else:  # there is something for guests, or for interactive apps, only
-        allocation = interactive.serve(policy, effect.settings, view, Allocation({}, (), unnamed="holder"))
+        allocation = interactive.serve(policy, view, Allocation({}, (), unnamed="holder"))
     return Decided(effect.round, effect.epoch, guests.with_guests(view, allocation))
 
 

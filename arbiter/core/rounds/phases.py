@@ -122,7 +122,7 @@ def _said(turn: Turn, phase: Deciding) -> dict[AppId, claim_audit.Said]:
         held = set(phase.in_play) - turn.index.free
         states = [turn.state.gpus[gpu].state for gpu in held if gpu in turn.state.gpus]
         ending = {state.lease.app for state in states if isinstance(state, Leased)}
-        return dict.fromkeys(ending if turn.policy.tenure == "lease" else turn.index.holders, claim_audit.Said())
+        return dict.fromkeys(ending if turn.policy.traits.tenure == "lease" else turn.index.holders, claim_audit.Said())
     return {app: claim_audit.Said(rho, phase.rhos_none.get(app)) for app, rho in phase.rhos.items()}
 
 
@@ -159,7 +159,7 @@ def _due(turn: Turn) -> bool:
 def awaits_solver(state: State) -> bool:
     """Whether no round can be decided yet, as the auction's solver is not ready; other policies do without it."""
     settings = state.settings
-    return not state.solver_ready and policy_of(settings.policy, settings.policy_settings).probes
+    return not state.solver_ready and policy_of(settings.policy, settings.policy_settings).traits.probes
 
 
 def _try(turn: Turn) -> None:
@@ -172,7 +172,7 @@ def _try(turn: Turn) -> None:
     if view is None or not any(app.want > 0 for app in view.apps) or not (gpus or _invites(view)):
         state.phase = Idle(turn.now + state.settings.round_pause_s)
         state.fruitless_at = turn.now
-    elif turn.policy.probes and gpus:
+    elif turn.policy.traits.probes and gpus:
         _probe(turn, view)
     else:
         state.round += 1
@@ -187,7 +187,7 @@ def _invites(view: View) -> bool:
 
 def _retry_at(state: State, index: Index) -> float | None:
     """Return when to try free GPUs again that the last round left unused: rho, and so bids, change with time."""
-    tenure = policy_of(state.settings.policy, state.settings.policy_settings).tenure
+    tenure = policy_of(state.settings.policy, state.settings.policy_settings).traits.tenure
     if tenure != "lease" or not isinstance(state.phase, Idle):
         return None  # under other tenures nothing changes by itself
     if not any(state.gpus[gpu].present for gpu in index.free):

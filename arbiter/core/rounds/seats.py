@@ -45,7 +45,7 @@ ALL = ""
 
 def seating(turn: Turn) -> Seating:
     """Return who is owner and who is guest, where GPUs have several seats and policies see one of each."""
-    if not turn.index.divided or turn.policy.shares:
+    if not turn.index.divided or turn.policy.traits.shares:
         return NO_SEATING
     known = SEATING.of(turn.index)
     if ALL not in known:
@@ -88,7 +88,7 @@ def only(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[GpuId, 
     named = app.only
     if named is None and guest_at and not app.movable and all(job.gpus for job in app.jobs):
         named = tuple(guest_at)
-    if named is None or not turn.index.divided or turn.policy.shares:
+    if named is None or not turn.index.divided or turn.policy.traits.shares:
         return named
     first = seating(turn).first
     devices = sorted({device_of(gpu) for gpu in named})
@@ -98,7 +98,7 @@ def only(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[GpuId, 
 def instead(turn: Turn, view: View) -> dict[AppId, list[GpuView]]:
     """Return the GPUs in play as they are offered to apps that could use only another seat than policies see there."""
     offers = {}
-    for app in view.apps if not turn.policy.shares else ():
+    for app in view.apps if not turn.policy.traits.shares else ():
         if app.only is not None and any(app.jobs):
             useful = set(app.only)
             known = turn.index.free, turn.index.gpus[app.app], useful
@@ -123,7 +123,7 @@ def as_seen(view: View, bids: Mapping[AppId, Bid]) -> dict[AppId, Bid]:
 def shown(turn: Turn) -> Mapping[GpuId, GpuView]:
     """Return, by id, the GPUs in play as the policy sees them."""
     gpus = leases.in_play(turn)
-    if not turn.index.divided or turn.policy.shares:
+    if not turn.index.divided or turn.policy.traits.shares:
         return gpus
     first = seating(turn).first
     return {gpu: view for gpu, view in gpus.items() if gpu in first}
@@ -131,7 +131,7 @@ def shown(turn: Turn) -> Mapping[GpuId, GpuView]:
 
 def seats_of(turn: Turn) -> tuple[SeatView, ...]:
     """Return the seats that `with_guests` deals with; none where GPUs are not shared, or the policy shares them."""
-    if not turn.state.settings.shared or turn.policy.shares:
+    if not turn.state.settings.shared or turn.policy.traits.shares:
         return ()
     gpus = (gpu for _, gpu in sorted(turn.state.gpus.items()) if model.usable(turn.state, gpu))
     return tuple(_seat(turn, gpu) for gpu in gpus if isinstance(gpu.state, Leased) or leases.is_in_play(turn, gpu))

@@ -102,6 +102,9 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         holders=holders,
         emptying=emptying(turn, apps),
         tenants=_tenants(turn),
+        budget_ms=state.settings.solver_budget_ms,
+        interactive_share=state.settings.interactive_share,
+        interactive_s=state.settings.interactive_s,
     )
 
 
@@ -186,8 +189,7 @@ def apps_mean(state: State, app: model.App, now: float) -> float:
 def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
     """Return the capacity of nodes, and the part that goes with draining GPUs; none where no policy needs it."""
     state = turn.state
-    reserved = state.settings.policy_settings.interactive_nodes > 0
-    if not reserved and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
+    if not turn.policy.reserves_nodes and not any(node.cpus or node.host_bytes for node in state.nodes.values()):
         return {}
     drained: dict[tuple[NodeId, AppId], list[model.App | None]] = defaultdict(list)  #: by leaver
     for gpu_id in sorted(turn.index.draining):
@@ -237,7 +239,7 @@ def leaving(turn: Turn) -> frozenset[AppId]:
 def interactive_waits(turn: Turn) -> bool:
     """Whether an interactive app that this layer serves has nothing: a reason for a round where nothing is in play."""
     settings = turn.state.settings
-    if settings.shared or not interactive.serves(turn.policy, settings.policy_settings):
+    if settings.shared or not interactive.serves(turn.policy, settings.interactive_share):
         return False
     return any(
         turn.state.apps[app].requirements.kind == "interactive" for app in turn.index.active - turn.index.holders
@@ -277,7 +279,7 @@ def emptying(turn: Turn, apps: Sequence[AppView]) -> tuple[GpuView, ...]:
 def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
     """Whether one of `apps` is an interactive app that this layer serves and that has nothing."""
     settings = turn.state.settings
-    if settings.shared or not interactive.serves(turn.policy, settings.policy_settings):
+    if settings.shared or not interactive.serves(turn.policy, settings.interactive_share):
         return False
     return any(
         app.requirements.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable for app in apps

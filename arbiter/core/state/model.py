@@ -7,12 +7,12 @@ Times are UNIX seconds as given to `handle`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct, field
 
-from arbiter.core.seam import Asked, Booking, Settings
+from arbiter.core.seam import DEFAULT_POLICY, Asked, Booking, Setting, Table
 from arbiter.core.state.fairness import TimeMean
 from arbiter.core.state.gpu_time import History, TenantTerms
 from protocol.messages import (
@@ -45,11 +45,19 @@ NEVER = 1e11
 SEATS_MAX, SEAT_DIGITS_MAX = 10_000, 5
 
 
-class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """How the arbiter works; part of the state, so that a replay decides as it was decided then."""
+_NOTHING: Table = {}
 
-    policy: str = "themis"
-    policy_settings: Settings = Settings()
+
+class ArbiterSettings(Struct, frozen=True):
+    """How the arbiter works; part of the state, so that a replay decides as it was decided then.
+
+    Fields that a version before this one had are passed over: what a snapshot says of settings holds only until the
+    configuration is read. `arbiter.config` refuses fields that are not known.
+    """
+
+    policy: str = DEFAULT_POLICY
+    #: The settings of policies, by policy and field, as `registry.tables` makes them; not named: defaults.
+    policies: Mapping[str, Mapping[str, Setting]] = {}
     lease_s: float = 600.0
     renewal_lead_s: float = 30.0  #: a round runs this long before leases end, so that incumbents learn in time
     align_after_leases: float = 2.0  #: a gang for which no round had room for so many leases gets one that has; 0: none
@@ -57,7 +65,9 @@ class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     probe_s: float = 2.0  #: deadline of phase 1
     probes_max: int = 2000  #: apps asked in phase 1; of more, those that look worst off by what the arbiter knows
     bid_s: float = 2.0  #: deadline of phase 2
-    decide_grace_s: float = 15.0  #: a round without its decision is dropped this long after the solver's budget
+    solver_budget_ms: float = 500.0  #: how long a policy may search for a decision, its explanation included
+    #: A round without its decision is dropped this long after the solver's budget. Fault worlds set it, no site does.
+    decide_grace_s: float = 15.0
     beat_s: float = 2.0  #: plans and holdings are restated this often
     node_timeout_s: float = 60.0  #: silence after which a node's leases end
     app_timeout_s: float = 60.0  #: silence after which an app without living tasks is left out of rounds
@@ -76,11 +86,20 @@ class ArbiterSettings(Struct, frozen=True, forbid_unknown_fields=True):
     priority_max: int = 0  #: the highest that an app may have, whatever its app agent allows
     weight_max: float = 10.0  #: the greatest that an app may have
     classes: tuple[Kind, ...] = ("batch", "interactive")  #: that an app may be of
+    #: Under policies without a rule of their own for interactive apps: of all GPUs, these hold at most this part at
+    #: others' cost; 0: interactive apps are like other apps.
+    interactive_share: float = 0.1
+    interactive_s: float = 1800.0  #: an app of class ``interactive`` counts as one until it has run for so long
 
     @property
     def solver_budget_s(self) -> float:
         """How long the policy may take to decide."""
-        return self.policy_settings.solver_budget_ms / 1000.0
+        return self.solver_budget_ms / 1000.0
+
+    @property
+    def policy_settings(self) -> Table:
+        """What is set of the policy in force."""
+        return self.policies.get(self.policy, _NOTHING)
 
     @property
     def shared(self) -> bool:

@@ -1,15 +1,15 @@
-"""What the policies that know tenants share: where tenants and apps stand, and whose turn it is.
+"""The order of tenants and apps, for policies that know tenants: their standings, and the next turn.
 
 An index is GPU time had over GPU time that was fair (Astraea, Eq. 5 and 12); the smallest goes first. In a round what
-is dealt counts as served, as in Algorithm 1, and here so does what is kept, both for one lease; what is fair goes on
+is dealt counts as served, as in Algorithm 1; here kept GPUs do, too, both for one lease; the fair part goes on
 for that lease, too. So the indices that are compared are those at the end of the leases that the round deals. Without
 that, a tenant that has just come would be ahead of all others by whatever part, and far behind them after one job.
 
-Fair is enough, unless `astraea_until_fair` is off: an index orders tenants and apps only as far as what is fair. Of
+Fair is enough, unless `Astraea.until_fair` is off: an index orders tenants and apps only as far as what is fair. Of
 tenants that have had that, under `astraea` those come first that have less in this round than is fair now, and beyond
-it none is before another, whoever has had more of what others left; of apps, those that run go on, until another of
-their tenant is `PATIENCE` leases behind the part that its tenant's apps have had on average.
-Served by the smallest index for ever, an app must give way at the end of each lease to whoever has had a little less,
+it none is before another, even one that has had more of the GPUs that others left; of apps, those that run go on, until
+another of their tenant is `PATIENCE` leases behind the part that its tenant's apps have had on average.
+Served by the smallest index for ever, an app must give way at the end of each lease to any that has had a little less,
 and what one tenant did not use is held against the one that did. *Source:* ours; `docs/evaluation/astraea.md` measures
 it.
 """
@@ -23,7 +23,7 @@ from math import inf
 from typing import TypeVar
 
 from arbiter.core.policies.common.ordered import Selection, Turn
-from arbiter.core.seam import AppView, Settings, TenantView, View
+from arbiter.core.seam import AppView, TenantView, View
 from protocol.messages import AppId, TenantId
 
 Place = TypeVar("Place", float, tuple[float, bool, float])
@@ -40,15 +40,17 @@ _UNKNOWN = TenantView()
 class Standings:
     """The indices of tenants and apps while a round deals GPUs, and the order that follows from them.
 
-    `settings` say whether tenants' are by Eq. 16 instead of Eq. 8, and whether fair is enough. `today_first`: of those
-    that have had what is fair, tenants with less in the round than is fair now come first. Where equal tenants go by
-    who runs it must be so, or who runs keeps the others out; where they go by who is worst off it must not.
+    `by_quota`: the indices of tenants are by Eq. 16 instead of Eq. 8, so that a tenant is due its quota even while it
+    does not want it. `until_fair`: fair is enough; otherwise the smallest index is served for ever, as published.
+    `today_first`: of those that have had what is fair, tenants with less in the round than is fair now come first.
+    Where equal tenants go by which apps run, it must be so, or the apps that run keep the others out; where they go by
+    which app is worst off, it must not.
     """
 
-    def __init__(self, view: View, settings: Settings, *, today_first: bool) -> None:
+    def __init__(self, view: View, *, today_first: bool, by_quota: bool = False, until_fair: bool = True) -> None:
         self._view = view
-        self._by_quota = settings.astraea_quota_variant
-        self._until_fair = settings.astraea_until_fair
+        self._by_quota = by_quota
+        self._until_fair = until_fair
         self._today_first = today_first
         self._counted = kept_of(view)
         self._dealt: Counter[AppId] = Counter()

@@ -1,27 +1,48 @@
 """FitGpp: an interactive app starts at once, at the cost of one small job that has to leave soon.
 
 Of the jobs of class batch whose leaving alone makes room for the interactive app, the one with the least score is
-preempted: small, with a short grace period, of an app not preempted `fitgpp_p` times before; one that is known to save,
+preempted: small, with a short grace period, of an app not preempted `p` times before; one that is known to save,
 if there is any (ours). If there is none, the fewest of one app on one node are (ours); else random ones, until it fits.
 It never asks how long anything takes.
 
 *Source:* FitGpp (Yabuuchi et al., OpML 2019), Eq. 2 to 4; PAPERS.md section 3. Ours is also whom the lot can fall on:
 only on those on nodes that could hold the interactive app, as others would leave for nothing; and only on those who
-have not been preempted `fitgpp_p` times, if without them it fits.
+have not been preempted `p` times, if without them it fits.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from arbiter.core.placement.victims import Victim, score_of
-from arbiter.core.policies.fitgpp.preemption import Preemptive, Round
-from arbiter.core.seam import AppView
+from arbiter.core.policies.fitgpp.preemption import Preemptive, Reserving, Round
+from arbiter.core.seam import AppView, require
 from protocol.messages import NodeId
+
+
+class Settings(Reserving, frozen=True):
+    """How victims are chosen."""
+
+    s: float = 4.0  #: how much a long grace period weighs beside a large demand (Eq. 3)
+    p: int = 1  #: an app makes room for interactive apps so many times, unless no other could (Eq. 4)
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        super().__post_init__()
+        require(0.0 <= self.s < math.inf, "s", self.s, "0 or more, and finite")
+        require(self.p >= 1, "p", self.p, "1 or more")
+
+
+DEFAULTS = Settings()
 
 
 class FitGpp(Preemptive):
     """The victim of the least score."""
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        super().__init__(settings)
+        self._settings = settings
 
     def victims(self, round_: Round, newcomer: AppView) -> list[tuple[Victim, str]]:
         """Return the one with the least score; random ones where no job alone suffices, nor several of one app."""
@@ -44,7 +65,7 @@ class FitGpp(Preemptive):
 
     def _fresh(self, round_: Round, units: Sequence[Victim]) -> list[Victim]:
         """Return those of apps that have made room less than P times, this round included."""
-        p = self.settings.fitgpp_p
+        p = self._settings.p
         return [unit for unit in units if unit.app.preempted + len(round_.preempted.get(unit.app.app, ())) < p]
 
     def scores(self, round_: Round, units: Sequence[Victim]) -> list[float]:
@@ -57,7 +78,7 @@ class FitGpp(Preemptive):
         size_max = max((size for size, _ in everybody), default=0.0) or 1.0
         grace_max = max((grace_s for _, grace_s in everybody), default=0.0) or 1.0
         found = (score_of(unit, nodes) for unit in units)
-        return [size / size_max + self.settings.fitgpp_s * grace_s / grace_max for size, grace_s in found]
+        return [size / size_max + self._settings.s * grace_s / grace_max for size, grace_s in found]
 
 
 def _saving(units: Sequence[Victim]) -> list[Victim]:

@@ -1,7 +1,7 @@
 """FIFO that lets interactive apps start at once: what `fitgpp`, `lrtp` and `rand` have in common.
 
 An app of class ``interactive`` (trial and error, TE) goes before all of class ``batch`` (best effort, BE), in
-order of arrival; these wait in one queue, whose head blocks all behind it. Whoever has GPUs keeps them, but when an
+order of arrival; these wait in one queue, whose head blocks all behind it. A holder keeps its GPUs, but when an
 interactive app does not fit on any node, apps of class batch are preempted for it: they leave within the grace period
 that they declared, and go back to the top of the queue. The interactive app is promised what they leave, and starts as
 soon as it is empty.
@@ -9,11 +9,11 @@ soon as it is empty.
 An app lies on one node gang by gang, and takes of it, beside GPUs, the CPU cores and the host memory that it declared;
 no node gives more of these than it has. (An app that declares none and spans nodes may lie on several.)
 
-Of the nodes the part `Settings.interactive_nodes` is for interactive apps only, which have it after all others; on them
-nobody has to leave. (None of this is FitGpp's.)
+Of the nodes the part `reserved_nodes` is for interactive apps only, which have it after all others; on them
+no job has to leave. (None of this is FitGpp's.)
 
 No interactive app preempts in vain: if it would not fit even where all of class batch had left, it waits. An
-interactive app that has run for `Settings.interactive_s` is one of class batch from then on.
+interactive app that has run for `interactive_s` is one of class batch from then on.
 
 *Source:* FitGpp (OpML 2019), section 2; PAPERS.md section 3. Which of several nodes a job goes to is not published: the
 one with the fewest GPUs left.
@@ -22,14 +22,13 @@ one with the fewest GPUs left.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import ClassVar
 
 from msgspec.structs import replace
 
-from arbiter.core.placement.assignment import Deal, Holes, Unauctioned, gpus, pick
+from arbiter.core.placement.assignment import Deal, Holes, gpus, pick
 from arbiter.core.placement.lots import shuffled
 from arbiter.core.placement.victims import Demand, Victim, capacity_of, demand_of, fewest, groups_of, units_of, without
 from arbiter.core.seam import (
@@ -39,10 +38,12 @@ from arbiter.core.seam import (
     Displaced,
     GpuView,
     Outcome,
-    Settings,
-    Tenure,
+    Policy,
+    PolicySettings,
+    Traits,
     View,
     is_interactive,
+    require,
 )
 from protocol.messages import AppId, Bid, GpuId, NodeId
 
@@ -50,34 +51,24 @@ from protocol.messages import AppId, Bid, GpuId, NodeId
 AGAIN_S = 1.0
 
 
-class Preemptive(Unauctioned, ABC):
-    """FIFO with preemption for interactive apps.
+class Reserving(PolicySettings, frozen=True):
+    """The settings that the three have in common."""
 
-    Raises
-    ------
-    ValueError
-        For settings outside their range.
-    """
+    reserved_nodes: float = 0.0  #: of all nodes, this part (one at least, unless 0) is for interactive apps only
 
-    tenure: ClassVar[Tenure] = "revocable"
-    serves_interactive: ClassVar[bool] = True
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require(0.0 <= self.reserved_nodes < 1.0, "reserved_nodes", self.reserved_nodes, "0 or more, and less than 1")
 
-    def __init__(self, settings: Settings) -> None:
-        if settings.reasons_max < 0:
-            raise ValueError(f"reasons_max is {settings.reasons_max}; it must be 0 or more")
-        if not 0.0 <= settings.fitgpp_s < math.inf:
-            raise ValueError(f"fitgpp_s is {settings.fitgpp_s}; it must be 0 or more, and finite")
-        if settings.fitgpp_p < 1:
-            raise ValueError(f"fitgpp_p is {settings.fitgpp_p}; it must be 1 or more")
-        if not 0.0 <= settings.interactive_share <= 1.0:
-            raise ValueError(f"interactive_share is {settings.interactive_share}; it must be from 0 to 1")
-        if not 0.0 <= settings.interactive_nodes < 1.0:
-            raise ValueError(
-                f"interactive_nodes is {settings.interactive_nodes}; it must be 0 or more, and less than 1"
-            )
-        if not 0.0 <= settings.interactive_s < math.inf:
-            raise ValueError(f"interactive_s is {settings.interactive_s}; it must be 0 or more, and finite")
-        self.settings = settings
+
+class Preemptive(Policy):
+    """FIFO with preemption for interactive apps."""
+
+    traits = Traits("revocable", serves_interactive=True, strict="all")
+
+    def __init__(self, settings: Reserving) -> None:
+        self._reserved_nodes = settings.reserved_nodes
+        self.reserves_nodes = settings.reserved_nodes > 0.0
 
     @abstractmethod
     def victims(self, round_: Round, newcomer: AppView) -> list[tuple[Victim, str]]:
@@ -85,7 +76,7 @@ class Preemptive(Unauctioned, ABC):
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return who gets which GPUs in play, and say why."""
-        round_ = Round(view, self.settings)
+        round_ = Round(view, self._reserved_nodes)
         interactive = [app for app in view.apps if app.want > 0 and app.app in round_.interactive]
         for app in interactive:
             if not round_.waits(app) or round_.beyond(app) or round_.place(app) or round_.has(app):
@@ -123,28 +114,28 @@ class Preemptive(Unauctioned, ABC):
 class Round:
     """One round, step by step."""
 
-    def __init__(self, view: View, settings: Settings) -> None:
+    def __init__(self, view: View, reserved_nodes: float) -> None:
         self.view = view
-        self.interactive = {app.app for app in view.apps if is_interactive(view, app, settings.interactive_s)}
-        self.preempted: dict[AppId, set[AppId]] = {}  #: who makes room, and for which interactive apps
+        self.interactive = {app.app for app in view.apps if is_interactive(view, app)}
+        self.preempted: dict[AppId, set[AppId]] = {}  #: the apps that make room, and for which interactive apps
         self.blocker: AppView | None = None
-        self.blocked: set[AppId] = set()  #: who stands behind it
+        self.blocked: set[AppId] = set()  #: the app that stands behind it
         self._displaced: list[Displaced] = []
-        self._touched: set[NodeId] = set()  #: nodes that somebody is told to leave
+        self._touched: set[NodeId] = set()  #: nodes that an app is told to leave
         self._beyond: dict[tuple[float, int], str] = {}
-        self._told = len(view.apps) <= settings.reasons_max
+        self._told = view.tells_all
         self._deal = Deal(view)
         self._words: dict[AppId, list[str]] = defaultdict(list)
-        self._emptied: dict[GpuId, GpuView] = {}  #: what the preempted leave, and nobody has been promised
+        self._emptied: dict[GpuId, GpuView] = {}  #: GPUs that preempted jobs leave, promised to no app yet
         for app in view.apps:
             if app.renewable:
                 self._deal.renew(app)
-        for app in view.apps:  # what somebody must leave, having broken gangs, is not free yet
+        for app in view.apps:  # GPUs that a broken gang must leave are not free yet
             for gpu in app.renewable:
                 if gpu in self._deal.left:
                     self._emptied[gpu] = self._deal.left.remove(gpu)
         self.free = self._free_resources()
-        self._reserved = _reserved(view, settings.interactive_nodes)
+        self._reserved = _reserved(view, reserved_nodes)
         self.units = [
             unit
             for app in view.apps
@@ -153,7 +144,7 @@ class Round:
         ]
 
     def _free_resources(self) -> dict[NodeId, Demand]:
-        """Return N of each node: what it has less what those on it take, or will when others have left."""
+        """Return N of each node: its capacity less the demand of the jobs on it, or to come when others have left."""
         used: dict[NodeId, Demand] = defaultdict(lambda: Demand(0.0))
         nodes = {gpu.node for gpu in self.view.gpus}
         for app in self.view.apps:
@@ -179,7 +170,7 @@ class Round:
         return bool(app.kept or self._deal.got.get(app.app))
 
     def waits(self, app: AppView) -> bool:
-        """Whether an app could take GPUs now: what it lost it must have left."""
+        """Whether an app could take GPUs now: it must have left those that it lost."""
         return self._room(app) >= 1 and app.app not in self.view.leaving
 
     def _room(self, app: AppView) -> int:
@@ -225,7 +216,7 @@ class Round:
             return pick(
                 self._usable(app, free, shut) if app.only is not None or shut else free, app, self._room(app), near=near
             )
-        one = replace(app, spans=False) if self.asks(app) else app
+        one = _unspanning(app) if self.asks(app) else app
         demand = demand_of(app, app.gang)
         pools: list[GpuView] = []
         by_node: dict[NodeId, list[GpuView]] = defaultdict(list)
@@ -235,7 +226,7 @@ class Round:
             here = [*self._deal.left.nodes.get(node, {}).values(), *by_node[node]]
             room = self.free[node].plus(Demand(float(len(by_node[node]))))
             if not emptied and node in self._touched and self.asks(app):
-                continue  # what else the preempted leave there is not left yet
+                continue  # the preempted job's other GPUs there are not free yet
             if not self.asks(app) or (len(here) >= app.gang and demand.within(room)):
                 pools += here
         return pick(self._usable(app, pools, shut), one, min(app.gang, self._room(app)), near=near, held=own)
@@ -294,7 +285,7 @@ class Round:
         """Whether what is free and what these leave on `nodes` has a gang as close together as `app` accepts."""
         taken = [gpu for victim in victims for gpu in victim.gpus]
         pool = [*self._deal.left, *self._emptied.values(), *taken]
-        one = replace(app, spans=False) if self.asks(app) else app
+        one = _unspanning(app) if self.asks(app) else app
         return bool(pick(self._usable(app, [gpu for gpu in pool if gpu.node in nodes]), one, app.gang))
 
     def lots(self, units: Sequence[Victim], newcomer: AppView) -> list[Victim]:
@@ -339,7 +330,7 @@ class Round:
         for gpu in victim.gpus:
             self._emptied[gpu.gpu] = self._deal.left.remove(gpu.gpu)
         for node, count in _counts(victim.gpus).items():
-            # Its GPUs are counted where they are dealt: who comes must wait for them.
+            # Its GPUs are counted where they are dealt: the app that comes must wait for them.
             self.free[node] = self.free[node].plus(replace(demand_of(app, count), gpus=0.0))
         self._touched |= {gpu.node for gpu in victim.gpus}
         self.preempted.setdefault(app.app, set()).add(newcomer.app)
@@ -413,8 +404,13 @@ class Round:
         return f"no node{apart} has room for its gang of {app.gang}{self.beside(app)}"
 
 
+def _unspanning(app: AppView) -> AppView:
+    """Return an app as one whose gangs each lie on one node."""
+    return replace(app, requirements=replace(app.requirements, spans=False))
+
+
 def _in_words(demand: Demand) -> str:
-    """Return the cores and the memory of a demand, or of a node; what is not bounded is not named."""
+    """Return the cores and the memory of a demand, or of a node; without those that are not bounded."""
     cores = [f"{demand.cpus:g} core{'s' * (demand.cpus != 1.0)}"] if 0.0 < demand.cpus < math.inf else []
     memory = [f"{demand.host_bytes / 2**30:.3g} GiB of memory"] if 0.0 < demand.host_bytes < math.inf else []
     return " and ".join(cores + memory)

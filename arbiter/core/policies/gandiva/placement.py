@@ -13,16 +13,15 @@ are not part of that. The order of turns is this project's choice; the paper nam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
 
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn, by_least, gang_by_gang
-from arbiter.core.seam import AppView, Tenure, View
+from arbiter.core.seam import AppView, Traits, View
 
 
 class GandivaPlacement(Ranked):
     """Greedy placement and migration, in a fair order."""
 
-    tenure: ClassVar[Tenure] = "lease"
+    traits = Traits("lease")
     by = "by GPU time so far"
     migrates = True
 

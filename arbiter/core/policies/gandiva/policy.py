@@ -1,7 +1,7 @@
 """Gandiva: early feedback first, then mending what turns out badly: migration, defragmentation, growth, time-slicing.
 
-Whoever has GPUs keeps them. *Reactive mode* places jobs that wait, gang by gang, those of apps with the fewest gangs
-first (higher priorities before, then by arrival), on GPUs that nobody has: on the least loaded server that serves jobs
+A holder keeps its GPUs. *Reactive mode* places jobs that wait, gang by gang, those of apps with the fewest gangs
+first (higher priorities before, then by arrival), on free GPUs: on the least loaded server that serves jobs
 of that size (its affinity, the gang of the app that has been there longest), else on one that serves none, else on any;
 an app that spans servers, over several. If there is no such place, elastic jobs that have grown give GPUs up at once;
 else, where GPUs are shared and all there can be suspended, the job shares GPUs of the server of its size with the
@@ -19,7 +19,7 @@ here, which is the best guess for such), the gain is
   GPUs, at least `FREE_PART` of them, to non-idle ones with no more. Where no gang waits no job gains, and none moves.
 
 *Grow-shrink*: a job with accepted sizes starts on the smallest. It grows, within its server, onto GPUs that have been
-idle for `gandiva_idle_s`, to the largest size for which (1/k - 1/k') * left_gpu_s is more than three times the cost; it
+idle for `idle_s`, to the largest size for which (1/k - 1/k') * left_gpu_s is more than three times the cost; it
 shrinks as soon as a job that waits needs GPUs, and none grows while one waits. Time-slicing and packing on a GPU are
 its node agent's.
 
@@ -32,12 +32,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from typing import ClassVar
 
-from arbiter.core.placement.assignment import Deal, Holes, Unauctioned, all_gone, gang_place, gpus, losses, move_s, pick
+from arbiter.core.placement.assignment import Deal, Holes, all_gone, gang_place, gpus, losses, move_s, pick
 from arbiter.core.placement.locality import LOOSENESS, locality
 from arbiter.core.policies.gandiva.nodes import Servers
-from arbiter.core.seam import Allocation, AppView, Clock, GpuView, Outcome, Settings, Tenure, View
+from arbiter.core.seam import (
+    Allocation,
+    AppView,
+    Clock,
+    GpuView,
+    Outcome,
+    Policy,
+    PolicySettings,
+    Traits,
+    View,
+    require,
+)
 from protocol.messages import AppId, Bid, GpuId, Level, NodeId
 
 #: A gain must be that many times the cost.
@@ -48,23 +58,25 @@ FREE_PART = 0.75
 SLOWDOWN: Mapping[Level, float] = {"slot": 1.0, "machine": 1.0, "rack": 1.1, "cluster": 1.3}
 
 
-class Gandiva(Unauctioned):
-    """Whoever has GPUs keeps them; jobs that wait run as soon as they can, and placement is mended afterwards.
+class Settings(PolicySettings, frozen=True):
+    """When apps grow."""
 
-    Raises
-    ------
-    ValueError
-        For settings outside their range.
-    """
+    idle_s: float = 60.0  #: an elastic app grows onto GPUs that have been idle for so long
 
-    tenure: ClassVar[Tenure] = "revocable"
-    shares: ClassVar[bool] = True
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require(0.0 <= self.idle_s < math.inf, "idle_s", self.idle_s, "0 or more, and finite")
 
-    def __init__(self, settings: Settings) -> None:
-        if settings.reasons_max < 0:
-            raise ValueError(f"reasons_max is {settings.reasons_max}; it must be 0 or more")
-        if not 0.0 <= settings.gandiva_idle_s < math.inf:
-            raise ValueError(f"gandiva_idle_s is {settings.gandiva_idle_s}; it must be 0 or more, and finite")
+
+DEFAULTS = Settings()
+
+
+class Gandiva(Policy):
+    """Holders keep their GPUs; jobs that wait run as soon as they can, and placement is mended afterwards."""
+
+    traits = Traits("revocable", shares=True)
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
         self._settings = settings
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
@@ -76,8 +88,8 @@ class Gandiva(Unauctioned):
         round_.draw_together()
         waiting = round_.defragment(waiting)
         needed = any(app.only is None for app in waiting)
-        look_again_s = None if needed else round_.grow(self._settings.gandiva_idle_s)
-        return round_.answer(waiting, self._settings.reasons_max, look_again_s)
+        look_again_s = None if needed else round_.grow(self._settings.idle_s)
+        return round_.answer(waiting, look_again_s)
 
 
 class Job:
@@ -111,7 +123,7 @@ class _Round:
     # --- who has GPUs keeps them --------------------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Let apps keep what makes whole gangs; who cannot be suspended does not share for long."""
+        """Let apps keep whole gangs; an app that cannot be suspended does not share for long."""
         deal = Deal(self.view)
         for app in self.view.apps:
             if app.renewable:
@@ -505,14 +517,14 @@ class _Round:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def answer(self, waiting: Sequence[AppView], reasons_max: int, look_again_s: float | None) -> Allocation:
+    def answer(self, waiting: Sequence[AppView], look_again_s: float | None) -> Allocation:
         """Return who got what, with reasons."""
         held_by = self.servers.before
         assign = {gpu: app for gpu, app in sorted(self.servers.owner.items()) if held_by.get(gpu) != app}
         freed = tuple(gpu for gpu in held_by if gpu not in self.servers.owner)
         told = self.view.apps
         rest = ""
-        if len(told) > reasons_max:
+        if not self.view.tells_all:
             changed = {*assign.values(), *(held_by[gpu] for gpu in (*assign, *freed) if gpu in held_by)}
             told = tuple(app for app in told if app.app in changed)
             rest = "keeps what it holds, if it holds any, and waits for GPUs that are free and together"

@@ -4,13 +4,13 @@ On arrival the best schedule at the prices of the moment is worked out (`pricing
 is the payoff; if that is positive the app is admitted and the schedule is booked, which raises the prices of these
 slots for those that come later. If not, it is refused, and told the price and what would have been admitted. An app on
 one node keeps to one node in all slots, the one with the best payoff, so that only its number of GPUs changes. Work is
-booked with `oasis_margin` more, for what starting and saving take. Where a slot has begun, its rest counts.
+booked with `margin` more, for what starting and saving take. Where a slot has begun, its rest counts.
 
-*Bounds of prices.* U and L of Eq. 22 are `oasis_price_max` and `oasis_price_min`, or else follow from what a GPU-hour
+*Bounds of prices.* U and L of Eq. 22 are `price_max` and `price_min`, or else follow from what a GPU-hour
 was worth to the apps that asked last (`prices.learnt_bounds`, which says why not Eq. 23 and 24 as printed).
 
-*A second look* (`oasis_second_look`), which is ours: who would be refused, or end late, is tried in the place of apps
-that are booked (`pricing.room`). These are booked anew if all are worth more then, and keep at least `oasis_promise` of
+*A second look* (`second_look`), which is ours: who would be refused, or end late, is tried in the place of apps
+that are booked (`pricing.room`). These are booked anew if all are worth more then, and keep at least `promise` of
 what they were told they would be worth.
 
 *Source:* OASiS (INFOCOM 2018), sections III and IV, Algorithms 1 and 2.
@@ -30,8 +30,9 @@ from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.oasis.prices import Bounds, Priced, Seen, density, learnt_bounds
 from arbiter.core.policies.oasis.rebooking import Booked, cells, is_content, look, make_room
 from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule
+from arbiter.core.policies.oasis.settings import Terms
 from arbiter.core.policies.oasis.utility import Sigmoid, in_slots, later, parse, written
-from arbiter.core.seam import ASKED_MAX, Admission, AppView, Asked, Booking, Market, Settings
+from arbiter.core.seam import ASKED_MAX, Admission, AppView, Asked, Booking, Market
 from protocol.messages import AppId
 
 #: Of one GPU in one slot: what can be done in the rest of a slot is counted in such parts, rounded down.
@@ -67,12 +68,12 @@ class _Asks(Struct, frozen=True):
     work_gpu_s: float  #: left of its work, with the margin
 
 
-def _asks(settings: Settings, market: Market, app: AppView) -> _Asks:
-    slot_s = settings.oasis_slot_s
+def _asks(terms: Terms, market: Market, app: AppView) -> _Asks:
+    slot_s = terms.slot_s
     _, rest = _moment(market.now, slot_s)
     assert app.requirements.utility is not None
     assert app.left_gpu_s is not None
-    work_gpu_s = app.left_gpu_s * (1.0 + settings.oasis_margin)
+    work_gpu_s = app.left_gpu_s * (1.0 + terms.margin)
     slots = work_gpu_s / slot_s
     grain = max(1, min(GRAIN, int(UNITS_MAX / max(1.0, slots))))
     counts = _counts(app, sum(count for _, count in market.gpus))
@@ -103,21 +104,21 @@ def _moment(now: float, slot_s: float) -> tuple[int, float]:
 class Sale:
     """One app that asks for a booking."""
 
-    def __init__(self, settings: Settings, market: Market, app: AppView) -> None:
-        self._settings = settings
+    def __init__(self, terms: Terms, market: Market, app: AppView) -> None:
+        self._terms = terms
         self._app = app
         self._market = market
-        self._slot_s = settings.oasis_slot_s
+        self._slot_s = terms.slot_s
         self._slot, self._rest = _moment(market.now, self._slot_s)
         self._nodes = [node for node, _ in market.gpus]
         self._place = {node: number for number, node in enumerate(self._nodes)}
-        asks = _asks(settings, market, app)
+        asks = _asks(terms, market, app)
         self.request, self._grain, self._work_gpu_s = asks.request, asks.grain, asks.work_gpu_s
         self._bounds, self._remembered = self._price_bounds()
 
     def _price_bounds(self) -> tuple[Bounds, Asked | None]:
         """Return U and L of a GPU and slot, and what is to be remembered of this app."""
-        request, settings = self.request, self._settings
+        request, terms = self.request, self._terms
         fewest = max(1, math.ceil(request.work / max(1, request.units[-1])))
         job = Priced(request.sigmoid, 0, max(1e-9, self._work_gpu_s / self._slot_s), fewest, request.demand)
         hour = math.log(self._slot_s / 3600.0)
@@ -126,8 +127,8 @@ class Sale:
         hopeless = best < HOPELESS * self._best()
         asked = Asked(self._market.now, own, self._work_gpu_s / 3600.0) if math.isfinite(own) and not hopeless else None
         known = self._learnt((*self._market.asked, asked) if asked else self._market.asked)
-        upper = math.log(settings.oasis_price_max) if settings.oasis_price_max else known.log_upper[0]
-        lower = math.log(settings.oasis_price_min) if settings.oasis_price_min else known.log_lower
+        upper = math.log(terms.price_max) if terms.price_max else known.log_upper[0]
+        lower = math.log(terms.price_min) if terms.price_min else known.log_lower
         return Bounds((upper + hour,), min(upper, lower) + hour), asked
 
     def _best(self) -> float:
@@ -149,7 +150,7 @@ class Sale:
 
     def _pool(self) -> Pool:
         """Return the nodes with what is booked, the slot that has begun being the first."""
-        pool = Pool.empty(self._capacity(), self._settings.oasis_slots, self._bounds)
+        pool = Pool.empty(self._capacity(), self._terms.slots, self._bounds)
         for app in self._market.booked:
             for deployment in self._ahead(app):
                 pool.sell(deployment.slot, (1.0,), deployment.workers)
@@ -158,7 +159,7 @@ class Sale:
     def _ahead(self, app: AppView) -> tuple[Deployment, ...]:
         """Return what an app has booked from now on, as far as its nodes are there."""
         assert app.booking is not None
-        horizon = range(self._settings.oasis_slots)
+        horizon = range(self._terms.slots)
         return tuple(
             Deployment(slot - self._slot, workers)
             for slot, gpus_ in app.booking.slots
@@ -195,14 +196,14 @@ class Sale:
         if self._app.booking is not None:
             return self._anew(best)
         moved: tuple[tuple[AppId, Booking, str], ...] = ()
-        if self._settings.oasis_second_look and homes and not is_content(self.request, best):
+        if self._terms.second_look and homes and not is_content(self.request, best):
             booked = self._movable(pool)
             room = make_room(self.request, [each for _, each in booked], (pool, None), best)
             if room is not None and not self._is_hopeless(room.schedule):
                 best = room.schedule
                 moved = tuple(self._moved(booked[place][0], anew) for place, anew in room.moved)
         if best is None or not self._admits(best):
-            again = _Again(self._settings, self._remembering(), self._app, pool, _home_of(best, homes))
+            again = _Again(self._terms, self._remembering(), self._app, pool, _home_of(best, homes))
             reason = self._refusal(best, prospects, again)
             return Admission(admitted=False, reason=reason, asked=self._remembered)
         booking = self._booking(best)
@@ -250,7 +251,7 @@ class Sale:
             if booking is None or app.requirements.utility is None or not left_gpu_s or booking.told <= 0.0:
                 continue
             ahead = booking.slots and booking.slots[-1][0] >= self._slot
-            fits = left_gpu_s * (1.0 + self._settings.oasis_margin) <= UNITS_MAX * self._slot_s
+            fits = left_gpu_s * (1.0 + self._terms.margin) <= UNITS_MAX * self._slot_s
             if ahead and fits:
                 able.append((booking.utility / left_gpu_s, app))
         found = []
@@ -262,13 +263,13 @@ class Sale:
 
     def _as_booked(self, pool: Pool, app: AppView, density_: float) -> Booked:
         assert app.booking is not None
-        request, ahead = _asks(self._settings, self._market, app).request, self._ahead(app)
+        request, ahead = _asks(self._terms, self._market, app).request, self._ahead(app)
         homes = self._homes(pool, app, request)
         if request.one_server and app.app not in self._market.homes:
             own = {(server,) for slot in ahead for server, _ in slot.workers}
             homes = (*sorted(own), *[home for home in homes if home not in own][:OTHER_HOMES])
         # Who lags may be worth less than that already; it is moved only where it loses nothing.
-        least = min(self._settings.oasis_promise * app.booking.told, app.booking.utility)
+        least = min(self._terms.promise * app.booking.told, app.booking.utility)
         return Booked(request, ahead, app.booking.utility, least, density_, homes)
 
     def _moved(self, app: AppView, schedule: Schedule) -> tuple[AppId, Booking, str]:
@@ -324,7 +325,7 @@ class Sale:
         app, hours = self._app, (self._app.left_gpu_s or 0.0) / 3600.0
         what = f"{app.app} is refused: its {hours:.4g} GPU-hours"
         if best is None:
-            within = span(self._settings.oasis_slots * self._slot_s)
+            within = span(self._terms.slots * self._slot_s)
             less = again.less_work(prospects) if prospects is not None else ""
             told = f"it would be admitted with {less}" if less else self._nothing_less(prospects)
             return f"{what} cannot be had within {within}, which is all that is for sale; {told}"
@@ -368,15 +369,15 @@ class _Again:
     by what it declares anew. So each change is tried as it would be sold, and made greater until it is admitted.
     """
 
-    def __init__(self, settings: Settings, market: Market, app: AppView, sold: Pool, home: tuple[int, ...]) -> None:
+    def __init__(self, terms: Terms, market: Market, app: AppView, sold: Pool, home: tuple[int, ...]) -> None:
         assert app.requirements.utility is not None
         assert app.left_gpu_s is not None
-        self._settings = settings
+        self._terms = terms
         self._market = market
         self._app = replace(app, arrived_at=market.now)
         self._utility = app.requirements.utility
         self._left_gpu_s = app.left_gpu_s
-        self._slot_s = settings.oasis_slot_s
+        self._slot_s = terms.slot_s
         self._sigmoid = in_slots(app.requirements.utility, slot_s=self._slot_s, work_gpu_s=app.left_gpu_s)
         self._sold = sold
         self._home = home
@@ -421,7 +422,7 @@ class _Again:
             return (
                 "nothing was found that would be admitted now, for more would have to be tried than there is time for"
             )
-        if self._settings.oasis_price_max <= 0.0:
+        if self._terms.price_max <= 0.0:
             return "nothing would be admitted now, for the price goes by what is declared and rises with it"
         return "nothing would be admitted now, for the price is beyond what can be declared"
 
@@ -454,7 +455,7 @@ class _Again:
             app = ask(value * step)
             if app is None:
                 return None
-            sale = Sale(self._settings, self._market, app)
+            sale = Sale(self._terms, self._market, app)
             if not self._afford(sale.request, (self._home,)):
                 return None
             admitted, prospects = sale.look_again(self._sold, self._home, self._afford)
@@ -474,7 +475,9 @@ class _Again:
 
     def _ask(self, sigmoid: Sigmoid) -> AppView | None:
         text = written(sigmoid, slot_s=self._slot_s) if sigmoid.worth <= WORTH_MAX else ""
-        return replace(self._app, utility=parse(text)) if text else None
+        if not text:
+            return None
+        return replace(self._app, requirements=replace(self._app.requirements, utility=parse(text)))
 
     def _ask_less(self, hours: float) -> AppView | None:
         left_gpu_s = float(_rounded_down(hours)) * 3600.0
@@ -485,7 +488,7 @@ class _Again:
         request = prospects.request
         units = prospects.most_work(in_proportion=not self._utility.worth)
         slots = units * request.counts[0] / request.units[0]
-        return slots * self._slot_s / (1.0 + self._settings.oasis_margin) / 3600.0
+        return slots * self._slot_s / (1.0 + self._terms.margin) / 3600.0
 
     def _typed(self, sigmoid: Sigmoid) -> str:
         return f" (--utility {written(sigmoid, slot_s=self._slot_s)})"

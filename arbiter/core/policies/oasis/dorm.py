@@ -1,7 +1,7 @@
 """Dorm: the cluster is partitioned anew when apps come and go, to use it best, nearly fairly and with few changes.
 
 How many gangs each app gets is the answer of a small integer programme (`pricing.dorm`): greatest utilisation, with
-`dorm_fairness` bounding how far shares are from those of `drf`, and `dorm_adjusted` which part of those that run may
+`fairness` bounding how far shares are from those of `drf`, and `adjusted` which part of those that run may
 get another number. Which GPUs these are is dealt as under the other policies: those it holds, then the tightest hole.
 The programme knows no places: what nobody can use whose part it is goes to apps that would have nothing.
 Of many apps the first `APPS_MAX`, those that run before others, are looked at; the others get a gang each of what is
@@ -13,34 +13,37 @@ left.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
-from arbiter.core.placement.assignment import Deal, Unauctioned, accepted, gpus
+from arbiter.core.placement.assignment import Deal, accepted, gpus
 from arbiter.core.policies.oasis.dorm_partition import Tenant, partition
-from arbiter.core.seam import Allocation, AppView, Clock, Outcome, Settings, Tenure, View
+from arbiter.core.seam import Allocation, AppView, Clock, Outcome, Policy, PolicySettings, Traits, View, require
 from protocol.messages import AppId, Bid
 
 APPS_MAX = 400
 
 
-class Dorm(Unauctioned):
-    """The partition that uses most GPUs, within bounds of fairness and change.
+class Settings(PolicySettings, frozen=True):
+    """The bounds of a partition."""
 
-    Raises
-    ------
-    ValueError
-        For settings outside their range.
-    """
+    fairness: float = 0.1  #: the shares of all apps may differ from their fair ones by this in all
+    adjusted: float = 0.1  #: of the apps that run, this part may be given another number of GPUs
 
-    tenure: ClassVar[Tenure] = "revocable"
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        for name in ("fairness", "adjusted"):
+            value = getattr(self, name)
+            require(0.0 <= value <= 1.0, name, value, "from 0 to 1")
 
-    def __init__(self, settings: Settings) -> None:
-        for name in ("dorm_fairness", "dorm_adjusted"):
-            value = getattr(settings, name)
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"{name} is {value}; it must be from 0 to 1")
-        if settings.reasons_max < 0:
-            raise ValueError(f"reasons_max is {settings.reasons_max}; it must be 0 or more")
+
+DEFAULTS = Settings()
+
+
+class Dorm(Policy):
+    """The partition that uses most GPUs, within bounds of fairness and change."""
+
+    traits = Traits("revocable")
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
         self._settings = settings
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
@@ -59,7 +62,7 @@ class Dorm(Unauctioned):
             deal.renew(app, app.gang)
             deal.fill(app, app.gang - len(deal.got[app.app]))
         told = view.apps
-        if len(told) > self._settings.reasons_max:
+        if not view.tells_all:
             told = tuple(app for app in told if {gpu.gpu for gpu in deal.got[app.app]} != set(app.renewable))
         return Allocation(
             assign=deal.assign,
@@ -75,7 +78,7 @@ class Dorm(Unauctioned):
         total = len(view.gpus) + sum(len(app.kept) for app in apps)
         tenants = [Tenant((float(app.gang),), app.demand_max // app.gang, _has(app) // app.gang) for app in apps]
         settings = self._settings
-        gangs = partition(tenants, (float(total),), fairness=settings.dorm_fairness, adjusted=settings.dorm_adjusted)
+        gangs = partition(tenants, (float(total),), fairness=settings.fairness, adjusted=settings.adjusted)
         return {app.app: accepted(app, count * app.gang) for app, count in zip(apps, gangs, strict=True)}
 
     def _outcome(self, app: AppView, deal: Deal, count: int | None) -> Outcome:

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 from msgspec import Struct
 
-from arbiter.core.placement.assignment import Deal, Holes, Unauctioned, accepted, gpus, losses, pick
+from arbiter.core.placement.assignment import Deal, Holes, accepted, gpus, losses, pick
 from arbiter.core.policies.oasis.admission import UNITS_MAX, Sale, span
+from arbiter.core.policies.oasis.settings import Settings, terms_of
 from arbiter.core.seam import (
     Admission,
     Allocation,
@@ -31,32 +31,23 @@ from arbiter.core.seam import (
     GpuView,
     Market,
     Outcome,
-    Settings,
-    Tenure,
+    Policy,
+    Traits,
     View,
 )
 from protocol.messages import AppId, Bid, GpuId, NodeId
 
+DEFAULTS = Settings()
 
-class Oasis(Unauctioned):
-    """Whoever is worth more than the price of what it takes is admitted, and gets what it has booked.
 
-    Raises
-    ------
-    ValueError
-        For settings outside their range.
-    """
+class Oasis(Policy):
+    """An app that is worth more than the price of what it takes is admitted, and gets what it has booked."""
 
-    tenure: ClassVar[Tenure] = "revocable"
+    traits = Traits("revocable", sells=True)
 
-    def __init__(self, settings: Settings) -> None:
-        _check(settings)
-        self._settings = settings
-
-    @property
-    def slot_s(self) -> float:
-        """How long a slot is."""
-        return self._settings.oasis_slot_s
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self._terms = terms_of(settings)
+        self.slot_s = settings.slot_s
 
     # --- selling ------------------------------------------------------------------------------------------------------
 
@@ -69,14 +60,14 @@ class Oasis(Unauctioned):
                 admitted=False,
                 reason=f"{app.app} declares a utility but not how much work it is; give --steps and --step-time",
             )
-        slots = app.left_gpu_s * (1.0 + self._settings.oasis_margin) / self.slot_s
+        slots = app.left_gpu_s * (1.0 + self._terms.margin) / self.slot_s
         if slots > UNITS_MAX and app.booking is None:
             return Admission(
                 admitted=False,
                 reason=f"{app.app} is refused: {slots:.4g} slots of a GPU are more than {UNITS_MAX}, the most that is "
-                f"planned; submit it in parts, or ask for a longer oasis_slot_s than {self.slot_s:g}",
+                f"planned; submit it in parts, or ask for a longer slot_s than {self.slot_s:g}",
             )
-        return Sale(self._settings, market, app).verdict()
+        return Sale(self._terms, market, app).verdict()
 
     # --- a round ------------------------------------------------------------------------------------------------------
 
@@ -86,28 +77,7 @@ class Oasis(Unauctioned):
         round_.keep_booked()
         round_.fill_booked()
         round_.lend()
-        return round_.answer(self._settings.reasons_max)
-
-
-def _check(settings: Settings) -> None:
-    checks = (
-        ("oasis_slot_s", settings.oasis_slot_s, 1e-3, 1e9),
-        ("oasis_slots", settings.oasis_slots, 1, 10_000),
-        ("oasis_price_max", settings.oasis_price_max, 0.0, 1e12),
-        ("oasis_price_min", settings.oasis_price_min, 0.0, 1e12),
-        ("oasis_margin", settings.oasis_margin, 0.0, 10.0),
-        ("oasis_promise", settings.oasis_promise, 0.0, 1.0),
-    )
-    for name, value, least, most in checks:
-        if not least <= value <= most:
-            raise ValueError(f"{name} is {value}; it must be from {least:g} to {most:g}")
-    if settings.reasons_max < 0:
-        raise ValueError(f"reasons_max is {settings.reasons_max}; it must be 0 or more")
-    if 0.0 < settings.oasis_price_max < settings.oasis_price_min:
-        raise ValueError(
-            f"oasis_price_max is {settings.oasis_price_max}, below oasis_price_min ({settings.oasis_price_min}); "
-            "raise it, or leave it out"
-        )
+        return round_.answer()
 
 
 class _Claim(Struct, frozen=True):
@@ -281,12 +251,12 @@ class _Round:
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
-    def answer(self, reasons_max: int) -> Allocation:
+    def answer(self) -> Allocation:
         """Return who got what, with reasons."""
         assign = self._deal.assign
         told = self._view.apps
         rest = ""
-        if len(told) > reasons_max:
+        if not self._view.tells_all:
             told = tuple(app for app in told if {gpu.gpu for gpu in self._deal.got[app.app]} != set(app.renewable))
             rest = "has what it has booked, or waits for GPUs that are unsold"
         return Allocation(

@@ -1,7 +1,7 @@
 """RRH: the risk-reward heuristic. An app starts if what it is worth outweighs what it costs those that wait.
 
 Apps are served in order of their reward per GPU-hour (`pricing.reward`), and one whose reward is not more than
-`rrh_threshold` waits, for ever if it never gets better. Who runs keeps its GPUs. An app that declares no utility is
+`threshold` waits, for ever if it never gets better. Who runs keeps its GPUs. An app that declares no utility is
 worth 1 for each GPU-hour of its work whenever it ends; one that does not know its work comes last.
 
 *Source:* RRH as a baseline of OASiS (INFOCOM 2018), section V; see `pricing.reward` for the formula.
@@ -11,30 +11,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar
 
 from msgspec.structs import replace
 
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
 from arbiter.core.policies.oasis.reward import Candidate, rewards
 from arbiter.core.policies.oasis.utility import in_slots
-from arbiter.core.seam import Allocation, AppView, Clock, Outcome, Settings, Tenure, View
+from arbiter.core.seam import Allocation, AppView, Clock, Outcome, PolicySettings, Traits, View, require
 from protocol.messages import AppId, Bid, Utility
 
 HOUR_S = 3600.0
 
 
+class Settings(PolicySettings, frozen=True):
+    """When an app starts."""
+
+    threshold: float = 0.0  #: an app starts if its reward, in units of worth per GPU-hour, is more than this
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number."""
+        require(not math.isnan(self.threshold), "threshold", self.threshold, "a number")
+
+
+DEFAULTS = Settings()
+
+
 class Rrh(Ranked):
     """Greatest reward first; none that is not worth it."""
 
-    tenure: ClassVar[Tenure] = "lasting"
+    traits = Traits("lasting")
     by = "by reward per GPU-hour"
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self._threshold = settings.rrh_threshold
-        if math.isnan(self._threshold):
-            raise ValueError("rrh_threshold is nan; it must be a number")
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self._threshold = settings.threshold
 
     def order(self, view: View) -> Sequence[AppView]:
         """Return the apps: those that run, then by reward, then those that do not know their work."""

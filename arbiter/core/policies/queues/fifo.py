@@ -1,6 +1,6 @@
 """FIFO: strict order of arrival, no preemption.
 
-Every app keeps the GPUs it holds for as long as it wants them. What is free goes to the apps in order of arrival, each
+Every app keeps the GPUs it holds for as long as it wants them. Free GPUs go to the apps in order of arrival, each
 as many whole gangs as it can use; the first app that has nothing and does not fit blocks all behind it, so that small
 apps cannot starve a large gang.
 """
@@ -8,16 +8,15 @@ apps cannot starve a large gang.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
-from arbiter.core.seam import AppView, Tenure, View
+from arbiter.core.seam import AppView, Traits, View
 
 
 class Fifo(Ranked):
     """First come, first served."""
 
-    tenure: ClassVar[Tenure] = "lasting"
+    traits = Traits("lasting", strict="all")
     by = "in order of arrival"
 
     def order(self, view: View) -> Sequence[AppView]:

@@ -1,6 +1,6 @@
 """LAS: least attained service in two queues, with preemption (Tiresias's discretised 2D-LAS).
 
-An app whose GPU-seconds so far are below `las_threshold_gpu_s` is in the first queue, any other in the second. The
+An app whose GPU-seconds so far are below `threshold_gpu_s` is in the first queue, any other in the second. The
 first queue goes before the second, and within each the order is of arrival, so that apps of equal age do not take turns
 and preempt each other without end. As many run as fit; one that does not fit lets those behind it by. A round is wanted
 when the next running app reaches the threshold.
@@ -13,40 +13,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 from arbiter.core.policies.common.ordered import Ranked, Selection
-from arbiter.core.seam import AppView, Settings, Tenure, View
+from arbiter.core.seam import AppView, PolicySettings, Traits, View, require
 
 #: An app this close to the threshold has reached it: sums of times round, and a round should not come just too early.
 SLACK_S = 0.01
 
 
+class Settings(PolicySettings, frozen=True):
+    """The border between the queues."""
+
+    threshold_gpu_s: float = 3600.0  #: attained service from which an app is in the second queue
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        threshold = self.threshold_gpu_s
+        require(0.0 < threshold < math.inf, "threshold_gpu_s", threshold, "a finite number above 0")
+
+
+DEFAULTS = Settings()
+
+
 class Las(Ranked):
-    """Least attained service first, in two queues.
+    """Least attained service first, in two queues."""
 
-    Raises
-    ------
-    ValueError
-        For settings outside their range.
-    """
-
-    tenure: ClassVar[Tenure] = "revocable"
+    traits = Traits("revocable")
     by = "by queue, then arrival"
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        threshold = settings.las_threshold_gpu_s
-        if not 0.0 < threshold < math.inf:
-            raise ValueError(f"las_threshold_gpu_s is {threshold}; it must be above 0 and finite")
-        self._threshold = threshold
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self._threshold = settings.threshold_gpu_s
 
     def order(self, view: View) -> Sequence[AppView]:
         """Return the first queue, then the second, each as its apps arrived."""
         first: list[AppView] = []
         second: list[AppView] = []
         for app in view.apps:
-            # what this asks is asked of thousands that wait, for whom it needs no call
+            # this is asked for thousands of apps that wait, which need no call
             over = app.served_gpu_s >= self._threshold if not app.leases else self._demoted(view, app)
             (second if over else first).append(app)
         return first + second

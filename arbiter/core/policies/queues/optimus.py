@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
 
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn, by_least, gang_by_gang
-from arbiter.core.seam import AppView, Tenure, View
+from arbiter.core.seam import AppView, Traits, View
 
 
 class Optimus(Ranked):
     """Greatest decrease of remaining time first."""
 
-    tenure: ClassVar[Tenure] = "lease"
+    traits = Traits("lease")
     by = "by time that one more gang saves"
 
     def order(self, view: View) -> Sequence[AppView]:

@@ -12,16 +12,15 @@ first-order methods by O(1/k). The curve between nothing and all it can use is t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
 
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn, by_least, gang_by_gang
-from arbiter.core.seam import AppView, Tenure, View
+from arbiter.core.seam import AppView, Traits, View
 
 
 class Slaq(Ranked):
     """Greatest decrease of loss first."""
 
-    tenure: ClassVar[Tenure] = "lease"
+    traits = Traits("lease")
     by = "by loss that one more gang takes off"
 
     def order(self, view: View) -> Sequence[AppView]:

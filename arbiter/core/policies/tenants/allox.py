@@ -1,6 +1,6 @@
 """AlloX: least mean completion time by min-cost matching, for the tenants that have had least.
 
-The `allox_alpha` part of the tenants with the least GPU time by weight comes first; of their apps those with the least
+The `alpha` part of the tenants with the least GPU time by weight comes first; of their apps those with the least
 run time left, as a matching of jobs to places in the machines' queues would have it. Then the other tenants', likewise.
 
 *Source:* AlloX (EuroSys 2020) as Astraea (Ye et al., TPDS 2021) uses it as a baseline. It matches job j to the k-th
@@ -13,35 +13,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 from arbiter.core.policies.common.ordered import Ranked
-from arbiter.core.seam import AppView, Settings, TenantView, Tenure, View
+from arbiter.core.seam import AppView, PolicySettings, TenantView, Traits, View, require
+
+
+class Settings(PolicySettings, frozen=True):
+    """Which tenants are served first."""
+
+    alpha: float = 0.3  #: the part of the tenants, those with the least GPU time, that is served first
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require(0.0 < self.alpha <= 1.0, "alpha", self.alpha, "above 0 and at most 1")
+
+
+DEFAULTS = Settings()
 
 
 class Allox(Ranked):
-    """The shortest first, of the tenants that have had least.
+    """The shortest first, of the tenants that have had least."""
 
-    Raises
-    ------
-    ValueError
-        For settings outside their range.
-    """
-
-    tenure: ClassVar[Tenure] = "lease"
+    traits = Traits("lease")
     by = "by its tenant's GPU time, then run time left"
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        if not 0.0 < settings.allox_alpha <= 1.0:
-            raise ValueError(f"allox_alpha is {settings.allox_alpha}; it must be above 0 and at most 1")
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self._alpha = settings.alpha
 
     def order(self, view: View) -> Sequence[AppView]:
         """Return the apps of the chosen tenants, then the others, each by run time left."""
         present = {app.tenant for app in view.apps}
         had = {tenant: _had(view.tenants.get(tenant, TenantView())) for tenant in present}
         ranked = sorted(present, key=lambda tenant: (had[tenant], tenant))
-        chosen = frozenset(ranked[: math.ceil(self._settings.allox_alpha * len(ranked) - 1e-9)])
+        chosen = frozenset(ranked[: math.ceil(self._alpha * len(ranked) - 1e-9)])
         keys = [(app.tenant not in chosen, _left(view, app)) for app in view.apps]
         return [view.apps[place] for place in sorted(range(len(keys)), key=keys.__getitem__)]
 

@@ -5,9 +5,9 @@ which the same is true, until they have had what is fair; a new one goes first. 
 other app for the GPUs in play, and if it wins it keeps its GPUs and runs on, or moves where they lie closer together.
 Nothing needs to be known or told of jobs, so no claim can bring more GPU time.
 
-*Source:* Astraea (Ye et al., TPDS 2021), Algorithms 1 and 2, Eq. 5, 8, 12, 15; Eq. 16 with `astraea_quota_variant`.
+*Source:* Astraea (Ye et al., TPDS 2021), Algorithms 1 and 2, Eq. 5, 8, 12, 15; Eq. 16 with `by_quota`.
 The indices that are compared are those at the end of the leases to be dealt, and fair is enough (see `tenancy`); both
-are our choice, the second is taken back with `astraea_until_fair` off.
+are our choice, the second is taken back with `until_fair` off.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from typing import ClassVar
 
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
 from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
-from arbiter.core.seam import AppView, Tenure, View
+from arbiter.core.seam import AppView, Traits, View
 
 
 class Astraea(Ranked):
     """The least GPU time of what was fair first, tenant by tenant, then app by app."""
 
-    tenure: ClassVar[Tenure] = "lease"
+    traits = Traits("lease")
     migrates: ClassVar[bool] = True
+    by_quota: ClassVar[bool] = False  #: a tenant is due its quota even while it does not want it (Eq. 16)
+    until_fair: ClassVar[bool] = True  #: fair is enough; off: by the smallest index for ever, as published
     by = "by GPU time of what is fair, its tenant's, then its own"
 
     def order(self, view: View) -> Sequence[AppView]:
@@ -53,4 +55,4 @@ class Astraea(Ranked):
         return told
 
     def _standings(self, view: View) -> Standings:
-        return Standings(view, self._settings, today_first=True)
+        return Standings(view, today_first=True, by_quota=self.by_quota, until_fair=self.until_fair)

@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import ClassVar
 
 from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
-from arbiter.core.seam import AppView, Tenure, View
+from arbiter.core.seam import AppView, Traits, View
 from protocol.messages import TenantId
 
 
 class Drf(Ranked):
     """Least share first, tenant by tenant, then app by app."""
 
-    tenure: ClassVar[Tenure] = "lease"
+    traits = Traits("lease")
     by = "by share of its tenant, then its own"
 
     def order(self, view: View) -> Sequence[AppView]:

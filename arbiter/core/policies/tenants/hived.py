@@ -12,20 +12,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
 
 from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
 from arbiter.core.policies.common.tenant_order import in_order
 from arbiter.core.policies.tenants.yarn_cs import quota_of
-from arbiter.core.seam import AppView, Tenure, View
+from arbiter.core.seam import AppView, Traits, View
 from protocol.messages import AppId, TenantId
 
 
 class Hived(Ranked):
     """Order of arrival, first within quotas, then beyond."""
 
-    tenure: ClassVar[Tenure] = "lease"
+    traits = Traits("lease")
     by = "by whether its tenant's quota holds it, then arrival"
 
     def order(self, view: View) -> Sequence[AppView]:

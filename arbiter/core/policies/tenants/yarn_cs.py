@@ -1,4 +1,4 @@
-"""YARN-CS: a static quota for each tenant, first come first served within it, nobody ever preempted.
+"""YARN-CS: a static quota for each tenant, first come first served within it, no app ever preempted.
 
 A tenant never holds more than its quota, whatever idles elsewhere; within it the first app that does not fit blocks
 those behind it. A tenant that holds nothing may run one app that is larger than its quota, or it never could.
@@ -9,12 +9,11 @@ those behind it. A tenant that holds nothing may run one app that is larger than
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar
 
 from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
 from arbiter.core.policies.common.tenant_order import kept_of
-from arbiter.core.seam import AppView, Tenure, View
+from arbiter.core.seam import AppView, Traits, View
 from protocol.messages import TenantId
 
 #: A quota this close above a whole number of GPUs is that number: sums of weights round.
@@ -24,7 +23,7 @@ SLACK = 1e-6
 class YarnCs(Ranked):
     """Order of arrival within a fixed quota."""
 
-    tenure: ClassVar[Tenure] = "lasting"
+    traits = Traits("lasting", strict="tenant")
     by = "in order of arrival, within its tenant's quota"
 
     def order(self, view: View) -> Sequence[AppView]:

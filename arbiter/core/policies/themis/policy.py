@@ -1,17 +1,17 @@
 """Themis: finish-time fairness by partial-allocation auctions.
 
 The (1 - f) fraction of apps with the greatest rho bids for all GPUs in play. A proportionally fair allocation with
-hidden payments makes honest bids best; what the payments leave over goes to apps that did not bid: first to the one
+hidden payments makes honest bids best; the GPUs that the payments leave go to apps that did not bid: first to the one
 that holds the GPU (its renewal is no restart), then by lot in whole gangs. When none of those can use it, the setting
 `leftover` decides: "idle" leaves it free for a round, so that over-reporting cannot pay; "bidders" gives it back to
 bidders, so that no GPU idles, and then over-reporting can pay. A third way departs from the paper: "worst-off" deals
-all that is left, gang by gang, in order of rho, whoever bid or not. Where gangs are wide and few GPUs are in play the
-worst-off bidder's payment takes nearly all that it won, and a lot would give it to somebody better off.
+all that is left, gang by gang, in order of rho, with or without a bid. Where gangs are wide and few GPUs are in play
+the worst-off bidder's payment takes nearly all that it won, and a lot would give it to an app that is better off.
 
 With `tenants_first` the GPUs in play are split among tenants as Astraea would, and each part is auctioned among the
 apps of its tenant alone: finish-time fairness within tenants, long-term GPU-time fairness between them.
 
-An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps what it holds if nobody else
+An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps its GPUs if no other app
 takes it: its training goes on without its agent.
 
 *Source:* Themis (NSDI 2020), section 4 and Pseudocode 1; defaults f = 0.8.
@@ -22,11 +22,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import ClassVar
 
 from msgspec.structs import replace
 
-from arbiter.core.placement.assignment import Deal, admit_what_fits, gang_place, gpus, losses, shares
+from arbiter.core.placement.assignment import Deal, gang_place, gpus, losses, shares
 from arbiter.core.placement.locality import PLACE
 from arbiter.core.placement.lots import draw, shuffled
 from arbiter.core.policies.common.ordered import Selection
@@ -36,7 +35,19 @@ from arbiter.core.policies.themis.auction.compiled import COMPILED
 from arbiter.core.policies.themis.auction.explain import explain
 from arbiter.core.policies.themis.auction.problem import TOLERANCE
 from arbiter.core.policies.themis.auction.solve import FIRST_STEPS, Budget
-from arbiter.core.seam import Admission, Allocation, AppView, Clock, GpuView, Loss, Outcome, Settings, Tenure, View
+from arbiter.core.seam import (
+    Allocation,
+    AppView,
+    Clock,
+    GpuView,
+    Loss,
+    Outcome,
+    Policy,
+    PolicySettings,
+    Traits,
+    View,
+    require,
+)
 from protocol.messages import LEVELS, AppId, Bid, GpuId, TenantId
 
 #: The part of the budget that is for explaining the outcome: a quarter of what is for finding it.
@@ -44,31 +55,33 @@ EXPLAINING = 0.2
 LEFTOVER = ("idle", "bidders", "worst-off")
 
 
-class Themis:
-    """Auctions among the worst-off.
+class Settings(PolicySettings, frozen=True):
+    """The bidders, and the use of GPUs that payments leave."""
 
-    Raises
-    ------
-    ValueError
-        For settings outside their range.
-    """
+    fairness_knob: float = 0.8  #: f of PAPERS.md section 1: the (1 - f) fraction with the worst rho bids
+    #: "idle": what hidden payments leave stays free for a round when no app outside the auction can use it; bidders
+    #: cannot gain by lying. "bidders": it is given back to them; no GPU idles, but over-reporting can pay.
+    #: "worst-off": all of it is dealt in order of rho, to bidders or not: fairer where gangs are wide, not the paper's
+    #: rule.
+    leftover: str = "bidders"
+    tenants_first: bool = False  #: GPUs are split among tenants first, and auctioned within each one's part
 
-    probes: ClassVar[bool] = True
-    tenure: ClassVar[Tenure] = "lease"
-    shares: ClassVar[bool] = False
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        require(0.0 <= self.fairness_knob <= 1.0, "fairness_knob", self.fairness_knob, "from 0 to 1")
+        require(self.leftover in LEFTOVER, "leftover", f'"{self.leftover}"', f"one of {', '.join(LEFTOVER)}")
 
-    def __init__(self, settings: Settings) -> None:
-        if not 0.0 <= settings.fairness_knob <= 1.0:
-            raise ValueError(f"fairness_knob is {settings.fairness_knob}; it must be from 0 to 1")
-        if settings.leftover not in LEFTOVER:
-            raise ValueError(f'leftover is "{settings.leftover}"; it must be one of {", ".join(LEFTOVER)}')
-        if not settings.solver_budget_ms > 0.0:
-            raise ValueError(f"solver_budget_ms is {settings.solver_budget_ms}; it must be above 0")
+
+DEFAULTS = Settings()
+
+
+class Themis(Policy):
+    """Auctions among the worst-off."""
+
+    traits = Traits("lease", probes=True)
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
         self._settings = settings
-
-    def admit(self, cluster: Sequence[GpuView], app: AppView) -> Admission:
-        """Refuse an app whose gang fits no node."""
-        return admit_what_fits(cluster, app)
 
     def bidders(self, view: View) -> Sequence[AppId]:
         """Return the ceil((1 - f) n) worst-off of the n apps that answered and want GPUs; ties are decided by lot.
@@ -99,11 +112,11 @@ class Themis:
         offered = frozenset(self.bidders(view) if view.offered is None else view.offered)
         entered = {app: bid for app, bid in bids.items() if app in offered}
         entry = enter(view, entered)
-        budget_ms = self._settings.solver_budget_ms
+        budget_ms = view.budget_ms
         budget = Budget.of((1.0 - EXPLAINING) * budget_ms, clock)
         budget.steps = max(1, budget.steps)  # the first step finds a bound, without which no gap could be told
         settlement = settle(entry, budget)
-        all_told = len(view.apps) <= self._settings.reasons_max
+        all_told = view.tells_all
         explaining = Budget.of(EXPLAINING * budget_ms if all_told else 0.0, clock)
         why_lost = explain(view, entered, entry, settlement, explaining)
         round_ = _Round(view, offered, entry, settlement, why_lost)
@@ -251,7 +264,7 @@ class _Round:
         count = len(self._view.gpus)
         loss = self._losses.get(award.app)
         if not award.won:
-            assert loss is not None, f"nobody knows why {award.app} lost"
+            assert loss is not None, f"no reason is known why {award.app} lost"
             how = "".join(f"; {change.text}" for change in loss.changes[:1])
             if len(bidder.new) == 0:
                 return f"bid and won none of the {gpus(count)} in play: {loss.text}{how}"
@@ -260,7 +273,7 @@ class _Round:
             where = "" if level == "cluster" else f" within {PLACE[level]}"
             rho = bidder.rho_none * math.exp(-bidder.gain[best])
             return (
-                f"bid and won none of the {gpus(count)} in play, which went to {self._winners or 'nobody'}; its best "
+                f"bid and won none of the {gpus(count)} in play, which went to {self._winners or 'no app'}; its best "
                 f"row, {gpus(int(bidder.new[best]))} more{where}, would have brought rho from {bidder.rho_none:.4g} to "
                 f"{rho:.4g}; {loss.text}{how}"
             )
@@ -269,7 +282,7 @@ class _Round:
         if keeps == len(award.won):
             paid = "keeps all of them" if award.fraction > 1.0 - 1e-9 else "keeps all of them by the lot of rounding"
         else:
-            assert loss is not None, f"nobody knows why {award.app} keeps less than it won"
+            assert loss is not None, f"no reason is known why {award.app} keeps less than it won"
             paid = f"keeps {keeps or 'none'} after its hidden payment: {loss.text}"
         now, then = bidder.rho_none, bidder.rho(award.kept)
         return f"{won} and {paid} (c = {award.fraction:.3f}); rho goes from {now:.4g} to {then:.4g}"
@@ -289,7 +302,7 @@ class _Round:
     @property
     def rest(self) -> str:
         """Said to those that are not told one by one."""
-        return f"was not among the worst off, who bid; the auction's GPUs went to {self._winners or 'nobody'}"
+        return f"was not among the worst off, who bid; the auction's GPUs went to {self._winners or 'no app'}"
 
     @cached_property
     def _cutoff(self) -> str:
@@ -315,15 +328,15 @@ def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, s
     """Split the GPUs in play among tenants by their GPU time of what was fair, and hold one auction in each part.
 
     The split is Astraea's tenant phase: gang by gang to the tenant with the least index, in it to the app with the
-    greatest rho; what each tenant's apps come to is its part.
+    greatest rho; the sum of each tenant's apps is its part.
     """
-    owner = _split(view, settings)
+    owner = _split(view)
     tenants = sorted({app.tenant for app in view.apps})
     parts = {tenant: tuple(gpu for gpu in view.gpus if owner.get(gpu.gpu) == tenant) for tenant in tenants}
-    budget_ms = settings.solver_budget_ms / max(1, sum(map(bool, parts.values())))
-    policy = Themis(replace(settings, tenants_first=False, solver_budget_ms=budget_ms))
+    shared = replace(view, budget_ms=view.budget_ms / max(1, sum(map(bool, parts.values()))))
+    policy = Themis(replace(settings, tenants_first=False))
     held = {
-        tenant: policy.allocate(_part_of(view, tenant, part), bids, clock) for tenant, part in parts.items() if part
+        tenant: policy.allocate(_part_of(shared, tenant, part), bids, clock) for tenant, part in parts.items() if part
     }
     assign = dict(sorted((gpu, app) for each in held.values() for gpu, app in each.assign.items()))
     outcomes = {outcome.app: outcome for each in held.values() for outcome in each.outcomes}
@@ -338,9 +351,9 @@ def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, s
     )
 
 
-def _split(view: View, settings: Settings) -> dict[GpuId, TenantId]:
-    """Return whose part each GPU in play is; one that nobody can use goes to no part but its holder's tenant's."""
-    standings = Standings(view, settings, today_first=False)  # the worst off of equal tenants comes first
+def _split(view: View) -> dict[GpuId, TenantId]:
+    """Return the tenant whose part each GPU in play is; one of no use to any app is its holder's tenant's."""
+    standings = Standings(view, today_first=False)  # the worst off of equal tenants comes first
     selection = Selection(view, view.apps, told=False)
 
     def worth(app: AppView) -> float:

@@ -1,4 +1,4 @@
-"""`simulate`, `compare`, `sweep`: what would become of a trace, before anything is changed on a real site."""
+"""`simulate`, `compare`, `sweep`: the course of a trace, before a change to a real site."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from arbiter.core.seam import DEFAULT_POLICY
 from launch.faults import Fault, usage
 from launch.spec import seconds
 from launch.surface import answering, emit, note, number, plural, say, table, wants_json
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
     from simulator.experiment import Experiment
     from simulator.figures.results import Figures, Run
 
-#: Who waits longer than this is shown how far it is.
+#: Seconds before the progress is shown.
 PATIENCE_S = 2.0
-#: Without a terminal a line is written so often.
+#: Seconds between two lines of progress without a terminal.
 LINE_EVERY_S = 30.0
 SEE = "see docs/simulator.md"
 HOUR_S = 3600.0
@@ -61,7 +62,7 @@ Tenants = Annotated[Path | None, typer.Option(metavar="FILE", help="a CSV of ten
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 #: Settings with a flag of their own.
-FLAGGED = ("lease_s", "round_pause_s", "fairness_knob", "sharing", "seats", "quantum_s")
+FLAGGED = ("lease_s", "round_pause_s", "sharing", "seats", "quantum_s")
 
 #: Of one run, for people: heading, name in the summary, digits.
 SHOWN = (
@@ -134,7 +135,7 @@ def add(app: typer.Typer) -> None:
 def simulate(
     trace: Trace,
     cluster: ClusterOption,
-    policy: Annotated[str, typer.Option(help="which policy decides")] = "themis",
+    policy: Annotated[str, typer.Option(help="which policy decides")] = DEFAULT_POLICY,
     overheads: Overheads = "default",
     profiles: ProfilesOption = "built-in",
     lease: Lease = None,
@@ -245,7 +246,7 @@ def _refusals(policy: str, summary: Mapping[str, Any]) -> str:
 def sweep(
     trace: Trace,
     cluster: ClusterOption,
-    policies: Policies = "themis",
+    policies: Policies = DEFAULT_POLICY,
     sharing: Annotated[str | None, typer.Option(metavar="MODE,...", help="exclusive, timeslice, pack")] = None,
     seats: Annotated[str | None, typer.Option(metavar="N,...", help="the most jobs on one shared GPU")] = None,
     quantum: Annotated[str | None, typer.Option(metavar="TIME,...", help="least length of a turn on one")] = None,
@@ -296,7 +297,7 @@ def sweep(
 
 @contextmanager
 def _speaking() -> Iterator[None]:
-    """Turn what is wrong with the words of a command into a fault."""
+    """Turn a mistake in the words of a command into a fault."""
     from simulator.experiment import ExperimentError
 
     try:
@@ -306,7 +307,7 @@ def _speaking() -> Iterator[None]:
 
 
 def _execute(experiment: Experiment, *, as_json: bool) -> Run:
-    """Run it, and show how far it is."""
+    """Run it, and show its progress."""
     from simulator.experiment import execute, probes
 
     if probes(experiment.policy):
@@ -327,7 +328,7 @@ def _unwritable(path: Path, error: OSError) -> Fault:
 
 
 def _demand_folder(folder: Path, names: Sequence[str]) -> None:
-    """Make `folder` and fail unless files of these names can be written there: a long run should not end in vain."""
+    """Make `folder`; fail unless files of these names can be written there: no long run should end in vain."""
     path = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -341,13 +342,13 @@ def _demand_folder(folder: Path, names: Sequence[str]) -> None:
 
 
 def _notes(sentences: Iterable[str]) -> None:
-    """Say what was assumed, once."""
+    """Print each assumption, once."""
     for sentence in dict.fromkeys(sentences):
         note(sentence)
 
 
 def _demand_ends(runs: Iterable[tuple[str, int, int]]) -> None:
-    """Fail if jobs that could have run never came to an end: (policy, seed, how many) of each run."""
+    """Fail if jobs that could have run never came to an end: (policy, seed, count) of each run."""
     for policy, seed, count in runs:
         if count:
             raise Fault(
@@ -358,7 +359,7 @@ def _demand_ends(runs: Iterable[tuple[str, int, int]]) -> None:
 
 
 def _unfinished(run: Run) -> tuple[str, int, int]:
-    """Return what `_demand_ends` asks about."""
+    """Return the policy, the seed and the unfinished jobs of a run, for `_demand_ends`."""
     return run.policy, run.seed, sum(job.state == "unfinished" for job in run.jobs)
 
 
@@ -367,10 +368,13 @@ def _unfinished(run: Run) -> tuple[str, int, int]:
 
 def _knobs(flags: Iterable[tuple[str, str]], words: Sequence[str] | None) -> tuple[tuple[str, str], ...]:
     """Return all settings that one run is given, each once."""
+    from arbiter.core.registry import FAIRNESS_KNOB
+
     knobs = (*flags, *_single(words))
     for place, (name, _) in enumerate(knobs):
         if name in dict(knobs[:place]):
             own = f"--{name.removesuffix('_s').replace('_', '-')}" if name in FLAGGED else "--set"
+            own = "--fairness-knob" if name == FAIRNESS_KNOB else own
             raise usage(f"{name} is set twice", f"give it once, by {own}")
     return knobs
 
@@ -389,7 +393,9 @@ def _flags(
     if round_pause is not None:
         yield "round_pause_s", str(seconds(round_pause, "--round-pause"))
     if fairness_knob is not None:
-        yield "fairness_knob", str(fairness_knob)
+        from arbiter.core.registry import FAIRNESS_KNOB
+
+        yield FAIRNESS_KNOB, str(fairness_knob)
     if sharing is not None:
         yield "sharing", sharing
     if seats is not None:
@@ -408,7 +414,7 @@ def _single(words: Sequence[str] | None) -> Iterator[tuple[str, str]]:
 
 
 def _lists(sharing: str | None, seats: str | None, quantum: str | None) -> Iterator[str]:
-    """Yield what the flags of `sweep` set, in the words of ``--set``."""
+    """Yield the settings of the flags of `sweep`, in the words of ``--set``."""
     if sharing is not None:
         yield f"sharing={sharing}"
     if seats is not None:
@@ -431,13 +437,13 @@ def _many(words: Sequence[str] | None) -> Mapping[str, tuple[str, ...]]:
 
 def _policies(text: str) -> list[str]:
     """Return the policies of ``a,b,c``, or all."""
-    from simulator.experiment import POLICY_NAMES
+    from simulator.experiment import policy_names
 
     if text == "all":
-        return list(POLICY_NAMES)
+        return policy_names()
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise usage("--policies names none", f"write some of {','.join(POLICY_NAMES)}, or all")
+        raise usage("--policies names none", f"write some of {','.join(policy_names())}, or all")
     return names
 
 
@@ -453,7 +459,7 @@ def _seeds(text: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-# --- what people see --------------------------------------------------------------------------------------------------
+# --- answers for people -----------------------------------------------------------------------------------------------
 
 
 def one_view(run: Run, summary: Figures) -> str:
@@ -461,9 +467,9 @@ def one_view(run: Run, summary: Figures) -> str:
     from simulator.figures import results
 
     out = f"{summary['jobs_in']} in, {summary['jobs_out']} out"
-    for what in ("refused", "unfinished", "failed", "stopped"):
-        if summary[f"jobs_{what}"]:
-            out += f", {summary[f'jobs_{what}']} {what}"
+    for state in ("refused", "unfinished", "failed", "stopped"):
+        if summary[f"jobs_{state}"]:
+            out += f", {summary[f'jobs_{state}']} {state}"
     rows = [
         ("trace", run.name),
         ("cluster", f"{run.cluster}, {run.cluster_gpus} GPUs"),
@@ -565,17 +571,17 @@ def _interval(figure: Mapping[str, float | None] | None, digits: int) -> str:
     return f"{number(figure['mean'], digits)} +- {number(figure['high'] - figure['mean'], digits)}"
 
 
-# --- how far it is ----------------------------------------------------------------------------------------------------
+# --- progress ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _progress(name: str, noun: str, *, as_json: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yield what is to be told (done, all); it shows that on stderr once it takes longer than `PATIENCE_S`."""
+    """Yield a function of (done, all) that shows both on stderr once the run takes longer than `PATIENCE_S`."""
     if sys.stderr.isatty():
         with _bar(name) as told:
             yield told
     elif as_json:
-        yield lambda done, whole: None  # noqa: ARG005 - nobody is looking
+        yield lambda done, whole: None  # noqa: ARG005 - the reader is a program
     else:
         yield _Lines(name, noun).told
 
@@ -606,7 +612,7 @@ def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class _Lines:
-    """A line now and then, where nothing can be drawn."""
+    """A line now and then, where no bar can be drawn."""
 
     def __init__(self, name: str, noun: str) -> None:
         self._name = name
