@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from app_agent.core.spec import AppSpec, nested
-from arbiter.core.policies.oasis.utility import FORMS, parse
+from arbiter.core.policies.oasis.utility import FORMS, UNITS, parse
 from launch.faults import usage
 from protocol.config import in_words, kind_of
 from protocol.messages import Requirements, Utility
@@ -28,7 +28,6 @@ SIMULATED_ONLY = ("spans", "gpus_max")
 #: Words of a variable's name that say that its value is secret.
 _SECRET = re.compile(r"(API|ACCESS|AUTH|PRIVATE|SSH)?KEY|.*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)|CREDENTIALS?")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(text: str, flag: str) -> float:
@@ -39,7 +38,7 @@ def seconds(text: str, flag: str) -> float:
     Fault
         Naming `flag`, for anything else.
     """
-    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1.0)
+    number, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1.0)
     try:
         value = float(number) * unit
     except ValueError:

@@ -19,11 +19,10 @@ from app_agent.core.model import (
     Stopping,
     Suspended,
     Waiting,
-    locality,
 )
 from app_agent.core.spec import AppSpec
 from app_agent.core.valuation import IterTime
-from protocol.messages import GpuId, JobId, Outcome, TaskPhase, TaskStatus, device_of, newest_metrics
+from protocol.messages import GpuId, JobId, Outcome, TaskPhase, TaskStatus, device_of, locality, newest_metrics
 
 #: A job that fails this often in a row before its first mini-batch cannot start; trying on would hide the reason.
 FALSE_STARTS_MAX = 2

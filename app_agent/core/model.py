@@ -23,14 +23,12 @@ from app_agent.core.spec import AppSpec
 from app_agent.core.tuning.shape import Search
 from app_agent.core.valuation import IterTime
 from protocol.messages import (
-    LEVELS,
     AppId,
     AppReport,
     GpuId,
     JobId,
     LeaseId,
     LeaseTerms,
-    Level,
     NodeId,
     StepSource,
     TaskId,
@@ -236,13 +234,3 @@ class AppState(Struct):
     def settled(self) -> bool:
         """Whether the app is over, and the arbiter knows."""
         return self.over is not None and self.over.settled
-
-
-def locality(gpus: list[HeldGpu]) -> Level:
-    """Return the worst locality among `gpus`; slots are names within a node."""
-    by_level: list[set[tuple[str, ...]]] = [
-        {(gpu.node, gpu.slot) for gpu in gpus},
-        {(gpu.node,) for gpu in gpus},
-        {(gpu.rack,) for gpu in gpus},
-    ]
-    return next((level for level, places in zip(LEVELS, by_level, strict=False) if len(places) <= 1), "cluster")

@@ -28,9 +28,9 @@ from arbiter.core.placement.assignment import (
     pick,
     too_few_left,
 )
-from arbiter.core.placement.locality import LOOSENESS, locality
+from arbiter.core.placement.locality import LOOSENESS
 from arbiter.core.seam import Allocation, AppView, Clock, GpuView, Outcome, Policy, View
-from protocol.messages import AppId, Bid, GpuId
+from protocol.messages import AppId, Bid, GpuId, locality
 
 #: An app moves closer together only if what is left of it takes so many times what the move costs.
 MOVE_PAYS = 10.0
