@@ -137,7 +137,7 @@ async def run_arbiter(
             on_alive=on_alive,
         )
         if config.shared_users:
-            _log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
+            _log.warning("users.shared", users=config.shared_users, meaning="they may speak for every participant")
         await _run(shell, solver, holds_auctions=_holds_auctions(config))
 
 
