@@ -29,7 +29,7 @@ from simulator.workload import Workload, WorkloadError, fitgpp_workload, load, t
 
 Progress = Callable[[int, int], None]  #: told (jobs that are over, all jobs)
 
-#: What `--policy` may be: the arbiter's own and the reference line.
+#: The values of `--policy`: the arbiter's own policies and the reference line.
 POLICY_NAMES = (*POLICIES, fluid.NAME)
 #: A trace that starts so is drawn, not read.
 THEMIS = "themis:"
