@@ -245,17 +245,10 @@ WORDS: dict[str, tuple[str, Callable[[Any, str], Any] | None]] = {
 #: How the class ``interactive`` was called before; read for one release.
 FORMER_INTERACTIVE = "trial"
 _WRITTEN = {name: word for word, (name, _) in WORDS.items()}
+#: The names of an app's fields, those of its requirements among them.
+NAMES = tuple(name for name in (*AppSpec.__struct_fields__, *Requirements.__struct_fields__) if name != "requirements")
 #: The fields of a spec file, by the names that users write.
-FIELDS = ", ".join(
-    (
-        "command",
-        *(
-            _WRITTEN.get(name, name)
-            for name in (*AppSpec.__struct_fields__, *Requirements.__struct_fields__)
-            if name not in (*SIMULATED_ONLY, "requirements")
-        ),
-    )
-)
+FIELDS = ", ".join(("command", *(_WRITTEN.get(name, name) for name in NAMES if name not in SIMULATED_ONLY)))
 
 
 def load(path: Path) -> dict[str, Any]:

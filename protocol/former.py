@@ -41,6 +41,8 @@ def gathered(raw: Any) -> Any:
         return raw
     # The settings of policies have other names today; the arbiter is told all of them anew at each start.
     fields = {name: gathered(value) for name, value in raw.items() if name != "policy_settings"}
+    if isinstance(fields.get("classes"), list):
+        fields["classes"] = [_KINDS.get(name, name) for name in fields["classes"]]
     if not {"tenant", "gang"} <= fields.keys() or "requirements" in fields:
         return fields
     jobs = fields.get("jobs") or [{}]  # of one app they all had the same wishes

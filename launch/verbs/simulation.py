@@ -437,13 +437,13 @@ def _many(words: Sequence[str] | None) -> Mapping[str, tuple[str, ...]]:
 
 def _policies(text: str) -> list[str]:
     """Return the policies of ``a,b,c``, or all."""
-    from simulator.experiment import POLICY_NAMES
+    from simulator.experiment import policy_names
 
     if text == "all":
-        return list(POLICY_NAMES)
+        return policy_names()
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise usage("--policies names none", f"write some of {','.join(POLICY_NAMES)}, or all")
+        raise usage("--policies names none", f"write some of {','.join(policy_names())}, or all")
     return names
 
 

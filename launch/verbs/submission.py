@@ -88,6 +88,9 @@ SpecFile = Annotated[Path | None, typer.Option("-f", "--file", help="a TOML file
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 Timeout = Annotated[str | None, typer.Option(help="give up after this long, with exit code 5")]
 
+#: Flags whose values become fields in a way of their own.
+READ_APART = frozenset({"checkpoint_dir", "utility", "trials", "env"})
+
 
 def add(app: typer.Typer) -> None:
     """Add this group's verbs to `app`."""
@@ -340,33 +343,18 @@ def _secrets(fields: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]
     return {"secrets": secrets, "env": env}
 
 
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the flags that were given."""
-    sizes = spec.gpu_sizes(flags["gpus"], "--gpus") if flags["gpus"] is not None else ()
-    fields = {
-        "gang": sizes[0] if sizes else None,
-        "sizes": (sizes if len(sizes) > 1 else ()) if sizes else None,
-        "tenant": flags["tenant"],
-        "name": flags["name"],
-        "steps_total": flags["steps"],
-        "checkpoint_root": spec.absolute(flags["checkpoint_dir"]) if flags["checkpoint_dir"] else None,
-        "grace_s": spec.seconds(flags["grace"], "--grace") if flags["grace"] is not None else None,
-        "preempt_by": flags["preempt_by"],
-        "priority": flags["priority"],
-        "kind": flags["kind"],
-        "cpus": flags["cpus"],
-        "host_bytes": spec.size(flags["memory"], "--memory") if flags["memory"] is not None else None,
-        "weight": flags["weight"],
-        "utility": spec.utility(flags["utility"], "--utility") if flags["utility"] is not None else None,
-        "step_serial_s": spec.some_seconds(flags["step_time"], "--step-time")
-        if flags["step_time"] is not None
-        else None,
-        "max_restarts": flags["max_restarts"],
-        "metric": flags.get("metric"),
-        "mode": flags.get("mode"),
-        "search": flags.get("search"),
-        "eta": flags.get("eta"),
-        "steps_min": flags.get("steps_min"),
-        "target": flags.get("target"),
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that flags were given for: the names that a spec file knows mean the same as flags."""
+    fields = {}
+    for flag, value in flags.items():
+        field, read = spec.WORDS.get(flag, (flag, None))
+        if value is not None and field in spec.NAMES and flag not in READ_APART:
+            fields[field] = read(value, f"--{flag.replace('_', '-')}") if read is not None else value
+    if flags["gpus"] is not None:
+        sizes = spec.gpu_sizes(flags["gpus"], "--gpus")
+        fields |= {"gang": sizes[0], "sizes": sizes if len(sizes) > 1 else ()}
+    if flags["checkpoint_dir"]:
+        fields["checkpoint_root"] = spec.absolute(flags["checkpoint_dir"])
+    if flags["utility"] is not None:
+        fields["utility"] = spec.utility(flags["utility"], "--utility")
+    return fields

@@ -99,7 +99,7 @@ def test_half_of_the_worlds_share_gpus_in_every_way() -> None:
     assert any(app.balks for app in apps)
     assert any(not app.can_park for app in apps)
     assert any(app.spec.sizes for app in apps)
-    assert len({app.spec.priority for app in apps}) > 1
+    assert len({app.spec.requirements.priority for app in apps}) > 1
     assert sum(each.settings.policy == "gandiva" for each in shared) >= 20
 
 
