@@ -1,4 +1,4 @@
-"""From flags and a spec file to what the app agent is asked to run."""
+"""From flags and a spec file to the specification for the app agent."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from typing import Any
 import msgspec
 
 from app_agent.core.spec import AppSpec, nested
-from arbiter.core.policies.oasis.utility import FORMS, parse
+from arbiter.core.policies.oasis.utility import FORMS, UNITS, parse
 from launch.faults import usage
 from protocol.config import in_words, kind_of
 from protocol.messages import Requirements, Utility
 
-#: Of the submitter's environment, what a task needs to find the same programs; everything else is asked for by --env.
+#: Variables of the submitter's environment by which a task finds the same programs; --env asks for all others.
 INHERITED = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG")
-#: What is for the simulator only.
+#: Fields for the simulator only.
 SIMULATED_ONLY = ("spans", "gpus_max")
 #: Words of a variable's name that say that its value is secret.
 _SECRET = re.compile(r"(API|ACCESS|AUTH|PRIVATE|SSH)?KEY|.*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)|CREDENTIALS?")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(text: str, flag: str) -> float:
@@ -39,7 +38,7 @@ def seconds(text: str, flag: str) -> float:
     Fault
         Naming `flag`, for anything else.
     """
-    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1.0)
+    number, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1.0)
     try:
         value = float(number) * unit
     except ValueError:
@@ -58,7 +57,7 @@ def some_seconds(text: str, flag: str) -> float:
 
 
 def _time(read: Callable[[str, str], float], value: Any, word: str) -> Any:
-    """Return what a spec file says: text as `read` takes it, a number as it is."""
+    """Return a time of a spec file: text as `read` takes it, a number as it is."""
     return read(value, word) if isinstance(value, str) else value
 
 
@@ -102,21 +101,21 @@ def size(text: str, flag: str) -> int:
 
 
 def _with_unit(number: str, value: float) -> str:
-    """Return what was probably meant by that number without a unit: gigabytes, then megabytes, then bytes."""
+    """Return the probable meaning of a number without a unit: gigabytes, then megabytes, then bytes."""
     if value < 2**20:
         return f"{number}{'G' if value < 512 else 'M'}"
     return f"{math.ceil(value / _SIZES['M'])}M"
 
 
 def _memory(value: Any, word: str) -> int:
-    """Return the bytes that a spec file says: text as `size` reads it; of numbers without a unit only 0 is one."""
+    """Return the bytes of a spec file: text as `size` reads it; 0 is the only number without a unit."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise usage(f'{word} must be text such as "8G", and is {kind_of(value)}', f'write {word} = "8G"')
     return size(str(value), word)
 
 
 def utility(text: str, flag: str) -> Utility:
-    """Return what an app is worth by when it ends, given as ``deadline:6h`` or ``sigmoid:50,2/h,6h``.
+    """Return an app's worth as a function of its end, given as ``deadline:6h`` or ``sigmoid:50,2/h,6h``.
 
     Raises
     ------
@@ -196,7 +195,7 @@ def secret_files(wanted: Sequence[str]) -> dict[str, str]:
 
 
 def whole_paths(files: Any) -> Any:
-    """Return these files as every node should see them; what is no table of text stays as it is."""
+    """Return these files as every node should see them; a value that is no table of text stays as it is."""
     if not isinstance(files, dict):
         return files
     return {name: absolute(Path(file).expanduser()) if isinstance(file, str) else file for name, file in files.items()}
@@ -246,17 +245,10 @@ WORDS: dict[str, tuple[str, Callable[[Any, str], Any] | None]] = {
 #: How the class ``interactive`` was called before; read for one release.
 FORMER_INTERACTIVE = "trial"
 _WRITTEN = {name: word for word, (name, _) in WORDS.items()}
+#: The names of an app's fields, those of its requirements among them.
+NAMES = tuple(name for name in (*AppSpec.__struct_fields__, *Requirements.__struct_fields__) if name != "requirements")
 #: The fields of a spec file, by the names that users write.
-FIELDS = ", ".join(
-    (
-        "command",
-        *(
-            _WRITTEN.get(name, name)
-            for name in (*AppSpec.__struct_fields__, *Requirements.__struct_fields__)
-            if name not in (*SIMULATED_ONLY, "requirements")
-        ),
-    )
-)
+FIELDS = ", ".join(("command", *(_WRITTEN.get(name, name) for name in NAMES if name not in SIMULATED_ONLY)))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -329,7 +321,7 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
 
 
 def _utility(written: Any) -> Any:
-    """Return a utility written as text, or in the form it has already; raises `Fault` for what can be neither."""
+    """Return a utility written as text, or in its own form already; raises `Fault` for any other value."""
     if isinstance(written, str):
         return utility(written, "utility")
     if isinstance(written, Utility | dict | None):

@@ -75,7 +75,7 @@ class Shop(Site):
 
     def report(self, app: str, left_gpu_slots: float, sizes: Sequence[int] = (1, 2, 4)) -> None:
         known = self.arbiter.state.apps[AppId(app)]
-        self.ask(app, left_gpu_slots, known.utility, sizes)
+        self.ask(app, left_gpu_slots, known.requirements.utility, sizes)
 
     def settle(self) -> None:
         """Let nodes obey until nothing moves any more."""

@@ -70,9 +70,10 @@ def test_a_spec_file_says_what_the_flags_say(tmp_path: Path) -> None:
     file.write_text(SPEC + 'class = "trial"\ncpus = 4\nmemory = "8G"\nsteps = 10\nstep_time = "2s"\ngrace = "2m"\n')
     fields = spec.load(file)
     app = spec.build(fields)
-    assert (app.kind, app.cpus, app.host_bytes, app.steps_total) == ("interactive", 4.0, 8 * 2**30, 10)
-    assert (app.step_serial_s, app.grace_s) == (2.0, 120.0)
-    assert spec.build(fields | {"kind": "batch"}).kind == "batch", "flags win"
+    wished = app.requirements
+    assert (wished.kind, wished.cpus, wished.host_bytes, app.steps_total) == ("interactive", 4.0, 8 * 2**30, 10)
+    assert (app.step_serial_s, wished.grace_s) == (2.0, 120.0)
+    assert spec.build(fields | {"kind": "batch"}).requirements.kind == "batch", "flags win"
     file.write_text(SPEC + 'class = "trial"\nkind = "batch"\n')
     with pytest.raises(Fault, match="says both class and kind, which are the same"):
         spec.load(file)
@@ -99,7 +100,7 @@ def test_memory_in_a_spec_file_needs_a_unit_too(tmp_path: Path, line: str, sente
 def test_no_memory_needs_no_unit_and_bytes_are_bytes(tmp_path: Path, line: str, value: int) -> None:
     file = tmp_path / "app.toml"
     file.write_text(f"{SPEC}{line}\n")
-    assert spec.build(spec.load(file)).host_bytes == value
+    assert spec.build(spec.load(file)).requirements.host_bytes == value
 
 
 @pytest.mark.parametrize(

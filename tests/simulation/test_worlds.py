@@ -99,7 +99,7 @@ def test_half_of_the_worlds_share_gpus_in_every_way() -> None:
     assert any(app.balks for app in apps)
     assert any(not app.can_park for app in apps)
     assert any(app.spec.sizes for app in apps)
-    assert len({app.spec.priority for app in apps}) > 1
+    assert len({app.spec.requirements.priority for app in apps}) > 1
     assert sum(each.settings.policy == "gandiva" for each in shared) >= 20
 
 
@@ -242,7 +242,7 @@ def break_ownership_by_two(world: World) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (break_ownership, "which to the arbiter is nobody's"),
+        (break_ownership, "which to the arbiter is free"),
         (break_ownership_by_two, "is used by"),
         (break_fence, "the fence of n001 fell"),
         (break_attempts, "has a process of attempt 1 beside app1-1.0-a0"),

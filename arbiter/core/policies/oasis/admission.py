@@ -475,7 +475,9 @@ class _Again:
 
     def _ask(self, sigmoid: Sigmoid) -> AppView | None:
         text = written(sigmoid, slot_s=self._slot_s) if sigmoid.worth <= WORTH_MAX else ""
-        return replace(self._app, utility=parse(text)) if text else None
+        if not text:
+            return None
+        return replace(self._app, requirements=replace(self._app.requirements, utility=parse(text)))
 
     def _ask_less(self, hours: float) -> AppView | None:
         left_gpu_s = float(_rounded_down(hours)) * 3600.0

@@ -1,4 +1,4 @@
-"""`submit`, `run`: hand an app over. `cancel`, `wait`: what becomes of it."""
+"""`submit`, `run`: hand an app over. `cancel`, `wait`: end it, or wait for its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Gpus = Annotated[
     ),
 ]
 Tenant = Annotated[
-    str | None, typer.Option(envvar="GPU_ARBITER_TENANT", help="who pays; the daemon's default otherwise")
+    str | None, typer.Option(envvar="GPU_ARBITER_TENANT", help="the tenant that pays; the daemon's default otherwise")
 ]
 Name = Annotated[str | None, typer.Option(help="for people; the script's name otherwise")]
 Steps = Annotated[
@@ -87,6 +87,9 @@ NoCheck = Annotated[
 SpecFile = Annotated[Path | None, typer.Option("-f", "--file", help="a TOML file with these as fields; flags win")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 Timeout = Annotated[str | None, typer.Option(help="give up after this long, with exit code 5")]
+
+#: Flags whose values become fields in a way of their own.
+READ_APART = frozenset({"checkpoint_dir", "utility", "trials", "env"})
 
 
 def add(app: typer.Typer) -> None:
@@ -253,7 +256,7 @@ def _meant(client: Client, selectors: Sequence[str]) -> tuple[dict[str, AppRecor
 
 
 def _uncancelled(faults: Sequence[tuple[str, Fault]], untried: Sequence[str], done: Mapping[str, object]) -> Fault:
-    """Return a fault that says of each app why it could not be cancelled, with the greatest of their codes."""
+    """Return a fault with each app's reason against cancelling, and the greatest of their codes."""
     missing = [app for app, fault in faults if fault.code == exit_codes.NOT_FOUND]
     sentences = [fault.sentence for _, fault in faults if fault.code != exit_codes.NOT_FOUND]
     if missing:
@@ -265,7 +268,7 @@ def _uncancelled(faults: Sequence[tuple[str, Fault]], untried: Sequence[str], do
 
 
 def _not_found(unknown: Sequence[str], done: Mapping[str, object] | None = None) -> Fault:
-    """Return a fault that names the ids that no app has; `done` is what became of the others."""
+    """Return a fault that names the ids that no app has; `done` tells the result of the others."""
     names = ", ".join(unknown)
     sentence = f"there is no app {names}" if len(unknown) == 1 else f"there are no apps {names}"
     code = exit_codes.NOT_FOUND
@@ -273,7 +276,7 @@ def _not_found(unknown: Sequence[str], done: Mapping[str, object] | None = None)
 
 
 def _submit(client: Client, app_spec: AppSpec, *, checked: bool) -> tuple[str, list[str], int]:
-    """Submit an app that may be able to run; return its id, what its owner should know, and the exit code for that.
+    """Submit an app that may be able to run; return its id, notes for its owner, and the exit code.
 
     `checked`: its files must be on this host.
 
@@ -308,7 +311,7 @@ def _outcome(client: Client, app: str, deadline: float | None, until: Until = "d
 
 
 def _spec(flags: dict[str, Any]) -> AppSpec:
-    """Return what to run: the file's fields, overruled by the flags."""
+    """Return the specification: the file's fields, overruled by the flags."""
     fields: dict[str, Any] = spec.load(flags["file"]) if flags["file"] else {}
     written = fields.pop("command", [])
     command = flags["command"] or spec.command_of(written)
@@ -329,7 +332,7 @@ def _spec(flags: dict[str, Any]) -> AppSpec:
 
 
 def _secrets(fields: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
-    """Return the fields ``secrets`` and ``env``: the file's secrets and the flags', and not by value what is secret."""
+    """Return the fields ``secrets`` (of file and flags) and ``env``, the latter without inherited secrets."""
     written, files = fields.get("secrets", {}), spec.secret_files(wanted)
     if not isinstance(written, dict):
         return {}
@@ -340,33 +343,18 @@ def _secrets(fields: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]
     return {"secrets": secrets, "env": env}
 
 
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that flags were given for."""
-    sizes = spec.gpu_sizes(flags["gpus"], "--gpus") if flags["gpus"] is not None else ()
-    fields = {
-        "gang": sizes[0] if sizes else None,
-        "sizes": (sizes if len(sizes) > 1 else ()) if sizes else None,
-        "tenant": flags["tenant"],
-        "name": flags["name"],
-        "steps_total": flags["steps"],
-        "checkpoint_root": spec.absolute(flags["checkpoint_dir"]) if flags["checkpoint_dir"] else None,
-        "grace_s": spec.seconds(flags["grace"], "--grace") if flags["grace"] is not None else None,
-        "preempt_by": flags["preempt_by"],
-        "priority": flags["priority"],
-        "kind": flags["kind"],
-        "cpus": flags["cpus"],
-        "host_bytes": spec.size(flags["memory"], "--memory") if flags["memory"] is not None else None,
-        "weight": flags["weight"],
-        "utility": spec.utility(flags["utility"], "--utility") if flags["utility"] is not None else None,
-        "step_serial_s": spec.some_seconds(flags["step_time"], "--step-time")
-        if flags["step_time"] is not None
-        else None,
-        "max_restarts": flags["max_restarts"],
-        "metric": flags.get("metric"),
-        "mode": flags.get("mode"),
-        "search": flags.get("search"),
-        "eta": flags.get("eta"),
-        "steps_min": flags.get("steps_min"),
-        "target": flags.get("target"),
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that flags were given for: the names that a spec file knows mean the same as flags."""
+    fields = {}
+    for flag, value in flags.items():
+        field, read = spec.WORDS.get(flag, (flag, None))
+        if value is not None and field in spec.NAMES and flag not in READ_APART:
+            fields[field] = read(value, f"--{flag.replace('_', '-')}") if read is not None else value
+    if flags["gpus"] is not None:
+        sizes = spec.gpu_sizes(flags["gpus"], "--gpus")
+        fields |= {"gang": sizes[0], "sizes": sizes if len(sizes) > 1 else ()}
+    if flags["checkpoint_dir"]:
+        fields["checkpoint_root"] = spec.absolute(flags["checkpoint_dir"])
+    if flags["utility"] is not None:
+        fields["utility"] = spec.utility(flags["utility"], "--utility")
+    return fields
