@@ -131,7 +131,7 @@ def step_end(
     """
     if step is not None and (step.__class__ is not int or step < 0):
         step = whole_number("step", step)
-    session = _session or _returned()
+    session = _session or _resume_session()
     if session is None:
         return False
     if not session.explicit:
@@ -262,7 +262,7 @@ def _step_aside() -> str:
     return _vacated
 
 
-def _returned() -> TrainingProcess | None:
+def _resume_session() -> TrainingProcess | None:
     """Be the training process again, if this one has stepped aside for others that are gone."""
     if _vacated:
         _begin()
@@ -317,6 +317,6 @@ def _end() -> None:
 
 
 def _after_optimizer_step(*_: object) -> None:
-    session = _session or _returned()
+    session = _session or _resume_session()
     if session is not None and not session.explicit:
         session.optimizer_stepped()

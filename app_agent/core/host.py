@@ -261,7 +261,7 @@ class AppHost:
     # --- apps -------------------------------------------------------------------------------------------------------
 
     def _submit(self, request: str, spec: AppSpec, token: str, now: float) -> list[Effect]:
-        spec = replace(spec, tenant=spec.tenant or self.state.tenant, name=spec.name or _name(spec))
+        spec = replace(spec, tenant=spec.tenant or self.state.tenant, name=spec.name or _script_name(spec))
         wrong = mistake(spec)
         if wrong is not None:
             return [Declined(request, wrong)]
@@ -322,7 +322,7 @@ def record_of(app: App) -> AppRecord:
         app=state.app,
         tenant=state.spec.tenant,
         name=state.spec.name,
-        state=over.state if over else _standing(state),
+        state=over.state if over else _record_state(state),
         reason=over.reason if over else state.news,
         submitted_at=state.submitted_at,
         ended_at=over.at if over else None,
@@ -334,11 +334,11 @@ def record_of(app: App) -> AppRecord:
         steps_lost=sum(job.lost for job in state.jobs),
         suspensions=sum(job.suspensions_before + job.suspensions for job in state.jobs),
         metrics=search.metrics(app),
-        jobs=() if over else tuple(_job_record(job) for job in state.jobs if _living(job)),
+        jobs=() if over else tuple(_job_record(job) for job in state.jobs if _is_living(job)),
     )
 
 
-def _living(job: Job) -> bool:
+def _is_living(job: Job) -> bool:
     return isinstance(job.state, Attempting) and job.seen == job.state.attempt
 
 
@@ -359,14 +359,14 @@ def _job_record(job: Job) -> JobRecord:
     )
 
 
-def _standing(state: AppState) -> RecordState:
+def _record_state(state: AppState) -> RecordState:
     """Return the state of the app's jobs taken together."""
     if any(isinstance(job.state, Placed | Leaving) and job.seen == job.state.attempt for job in state.jobs):
         return "running"
     return "suspended" if any(isinstance(job.state, Suspended) for job in state.jobs) else "waiting"
 
 
-def _name(spec: AppSpec) -> str:
+def _script_name(spec: AppSpec) -> str:
     """Return a name for people: the script, or else the program."""
     words = spec.trials[0]
     return PurePath(next((word for word in words[1:] if word.endswith(".py")), words[0])).name or "app"

@@ -20,7 +20,7 @@ from typing import Literal
 from msgspec import Struct
 
 from app_agent.core.spec import AppSpec
-from app_agent.core.tuning.shape import Search
+from app_agent.core.tuning.scheduler import Search
 from app_agent.core.valuation import IterTime
 from protocol.messages import (
     AppId,

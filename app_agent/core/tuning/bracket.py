@@ -16,7 +16,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from app_agent.core.tuning.shape import Left, Trial
+from app_agent.core.tuning.scheduler import Left, Trial
 
 
 class Yardstick(Struct, frozen=True):
