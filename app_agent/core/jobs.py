@@ -32,9 +32,9 @@ BEGUN_S = 60.0
 STEPS_MEASURED_MIN = 3
 #: The cost of a move is the median of so many moves.
 MOVES_REMEMBERED = 5
-#: Least share that is believed: a GPU has at most 64 seats, and a task that waits for its first turn has had none yet.
+#: The least share that is believed: a GPU has at most 64 seats, and a task may still wait for its first turn.
 SHARE_MIN = 1 / 64
-#: Of an attempt in parts that are not all alike: the phase furthest from all of them running counts.
+#: The phases of an attempt whose parts differ: the first of these that a living part is in counts.
 _PHASES: tuple[TaskPhase, ...] = (
     "stopping",
     "vacating",
@@ -73,7 +73,7 @@ def joined_status(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskSta
         start_step=min(part.start_step for part in parts),
         saved_step=min(part.saved_step for part in parts),
         total_steps=max(part.total_steps for part in parts),
-        # Of a gang that is not whole nothing is measured.
+        # A gang that is not whole measures nothing.
         step_s=max(part.step_s for part in parts) if whole and all(part.step_s > 0 for part in parts) else 0.0,
         cooperative=all(part.cooperative for part in parts),
         can_checkpoint=all(part.can_checkpoint for part in parts),
@@ -130,7 +130,7 @@ def observe(
 
 
 def with_older_attempts(job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) -> Job:
-    """Return `job` after news of attempts before its present one: on a node that was silent, one may have gone on.
+    """Return `job` after news of attempts before its present one: an earlier one may have gone on, on a silent node.
 
     The steps it made there are made again, as the present attempt knows nothing of them.
     """
@@ -253,7 +253,7 @@ def _with_cost_of_start(job: Job, status: TaskStatus, now: float) -> Job:
 
 
 def _with_phase(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
-    """Keep pace with a living attempt: parked, or going on after having been parked.
+    """Follow a living attempt: it was parked, or goes on after having been parked.
 
     A job that stands on GPUs which are its own to stay is taken to wait for its turn on them.
     """
@@ -298,7 +298,7 @@ def _after_failure(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
 
 
 def _has_begun(status: TaskStatus) -> bool:
-    """Whether an attempt has got anywhere: it has made a mini-batch, or ran on for long and tells nothing of those."""
+    """Whether an attempt has got past its start: it has made a mini-batch, or runs for long and tells of none."""
     return status.step > status.start_step or (status.step < 0 and status.measured.ran_s >= BEGUN_S)
 
 

@@ -1,4 +1,4 @@
-"""Which of an app's trials get GPUs: one job, or one of four searches over several."""
+"""App schedulers decide which of an app's trials get GPUs: one for a single job, four searches over several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Performance-curve stopping: a job ends where its learning curve says that going on is of no use.
+"""Performance-curve stopping: a job ends when its learning curve shows that more steps are of no use.
 
 While trials report, each one's curve is recorded and extrapolated (`forecast`). Three things follow:
 
@@ -28,7 +28,7 @@ from app_agent.core.tuning.bracket import Yardstick
 from app_agent.core.tuning.forecast import Mode, Point, fit
 from app_agent.core.tuning.scheduler import Curve, Left, Search, Trial
 
-#: A script that reports only when it matters reports so often, at equal distances.
+#: The number of reports, at equal distances, of a script that reports only when it matters.
 REPORTS = 20
 #: Points of a curve that are kept; they lie at least this part of the run apart.
 POINTS_MAX = 40

@@ -7,10 +7,10 @@ that are judged very early (s = s_max) to a few that are never judged before the
 by side and do not wait for each other. The app has its answer when all have ended: the best of the trials that ran to
 their end.
 
-As in halving, a trial goes on from its checkpoint, so that R steps are R steps and no rung begins at 0 again; Li et
-al. train anew in each rung. Here n_s are proportions: the user's N trials are dealt to the brackets in their order,
-the most exploring bracket first, each its share of N (largest remainders), or nothing where that is no trial at all.
-Of n trials in a bracket floor(n / eta^i) go on to rung i, and one at least.
+As in halving, a trial goes on from its checkpoint, so that R steps are R steps and no rung begins at 0 again; Li et al.
+train anew in each rung. Here n_s are proportions: the user's N trials go to the brackets in their order, the most
+exploring bracket first, each its share of N (largest remainders), or none where its share is less than one trial. Of n
+trials in a bracket floor(n / eta^i) go on to rung i, and one at least.
 
 *Source:* Li et al., Hyperband, JMLR 18 (2018), Algorithm 1; Eq. 2 of PAPERS.md section 1 for `left`.
 """
