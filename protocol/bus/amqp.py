@@ -244,7 +244,7 @@ class AmqpLink:
         self._reading = raw
         return raw
 
-    async def _sending(self) -> Channel:
+    async def _open_send_channel(self) -> Channel:
         if self._sender is None or self._sender.is_closed:
             _, self._sender = await self._open(confirms=True)
         return self._sender
@@ -254,7 +254,7 @@ class AmqpLink:
             _, self._beat_channel = await self._open(confirms=False)
         return self._beat_channel
 
-    async def _setting_up(self) -> Channel:
+    async def _open_setup_channel(self) -> Channel:
         if self._setup is None or self._setup.is_closed:
             _, self._setup = await self._open(confirms=True)
         return self._setup
@@ -283,7 +283,7 @@ class AmqpLink:
         return epoch
 
     async def _declare_site(self) -> None:
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         for exchange in self._topology.exchanges:
             arguments = {"alternate-exchange": exchange.alternate} if exchange.alternate else None
             await channel.exchange_declare(
@@ -299,7 +299,7 @@ class AmqpLink:
         A consumer comes only after it made sure of the token, so consumers without a ready token mean that one of them
         holds it. Two first arbiters may both find nothing; the surplus stays behind the first token until purged.
         """
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         leader = self._topology.leader.name
         state = await channel.queue_declare(leader, passive=True)
         if state.message_count or state.consumer_count:
@@ -310,7 +310,7 @@ class AmqpLink:
 
     async def _purge_surplus_tokens(self) -> None:
         # Our own token is unacknowledged, and a purge takes ready messages only.
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         await channel.queue_purge(self._topology.leader.name)
 
     async def _on_token(self, message: DeliveredMessage) -> None:
@@ -335,7 +335,7 @@ class AmqpLink:
                     await self._read(lane.name, self._lane_reader)
 
     async def _declare(self, queue: QueueSpec) -> None:
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         lasting = not queue.exclusive
         await channel.queue_declare(
             queue.name, durable=lasting, exclusive=queue.exclusive, arguments=dict(queue.arguments)
@@ -357,7 +357,7 @@ class AmqpLink:
 
     async def _try_consume(self, queue: QueueSpec) -> None:
         # A missing queue closes the channel, so it is looked for on another one than that which will read.
-        await (await self._setting_up()).queue_declare(queue.name, passive=True)
+        await (await self._open_setup_channel()).queue_declare(queue.name, passive=True)
         await self._read(queue.name, await self._open_reading(self._topology.prefetch(self._party)))
 
     async def _open_reading(self, prefetch: int) -> _Reader:
@@ -430,7 +430,7 @@ class AmqpLink:
                 verdicts[index] = await self._send_beat(item)
         loud = [index for index, item in enumerate(outgoing) if not item.beat]
         if loud:
-            channel = await self._sending()
+            channel = await self._open_send_channel()
             async with asyncio.TaskGroup() as group:
                 for index in loud:
                     group.create_task(publish(index))
@@ -439,7 +439,7 @@ class AmqpLink:
 
     async def _send_alone(self, item: Outgoing) -> BusError | None:
         try:
-            return await self._publish(await self._sending(), item)
+            return await self._publish(await self._open_send_channel(), item)
         except ChannelAccessRefused as error:
             return NotPermitted(f"{self._user!r} may not send to {item.to.user!r}: {_words(error)}")
         except failures.ChannelNotFoundEntity as error:
