@@ -190,7 +190,7 @@ class Requirements(Struct, frozen=True):
 
     An app agent states it in each `AppReport`, the arbiter keeps it with the app, and a policy reads it in the view.
     The types check each value wherever it is decoded: in a spec, in a report and in a journal. What a site allows of
-    it is bounded by the arbiter (`screening`). What an app needs at present, such as its gang, its sizes and its
+    it is bounded by `protocol.limits`. What an app needs at present, such as its gang, its sizes and its
     loosest level, follows from its jobs too and stands in the report itself.
     """
 
