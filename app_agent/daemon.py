@@ -49,7 +49,7 @@ async def run_app_host(
     Parameters
     ----------
     config, bus
-        What to host, and where the arbiter is.
+        The apps to host, and the way to the arbiter.
     on_alive
         Called at least once a second, for a watchdog.
     on_ready
@@ -80,7 +80,7 @@ async def run_app_host(
         )
         control.attach(shell, bus)
         if config.shared_users:
-            _log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
+            _log.warning("users.shared", users=config.shared_users, meaning="they may speak for every participant")
 
         try:
             await _run(shell, control, listener, config.owner, on_ready)

@@ -1,7 +1,7 @@
-"""What a training script imports to share GPUs: ``from app_agent import session``.
+"""The library of a training script that shares GPUs: ``from app_agent import session``.
 
-Nothing is needed to be suspended and resumed: a plain PyTorch script runs unchanged, and every ``optimizer.step()`` is
-a point where it can stand still. With a few lines it also leaves a GPU and goes on elsewhere::
+To be suspended and resumed a script needs no change: a plain PyTorch script runs as it is, and every
+``optimizer.step()`` is a point where it can stand still. With a few lines it also leaves a GPU and goes on elsewhere::
 
     from app_agent import session
 
@@ -85,8 +85,9 @@ def init(total_steps: int | None = None) -> None:
 def restore(load: Callable[[str], object]) -> int:
     """Restore the newest complete checkpoint of this job, if there is one, and return how many mini-batches are done.
 
-    That number is also the step to go on with: 0 on a fresh start. ``load(folder)`` reads what the save function
-    wrote into `folder`; if it answers a number, that counts as the last completed step instead of the one on record.
+    That number is also the step to go on with: 0 on a fresh start. ``load(folder)`` reads the files that the save
+    function wrote into `folder`; if it answers a number, that counts as the last completed step instead of the one on
+    record.
     """
     _begin()
     return 0 if _session is None else _session.restore(load)
@@ -130,7 +131,7 @@ def step_end(
     """
     if step is not None and (step.__class__ is not int or step < 0):
         step = whole_number("step", step)
-    session = _session or _returned()
+    session = _session or _resume_session()
     if session is None:
         return False
     if not session.explicit:
@@ -173,7 +174,7 @@ def done(**metrics: float) -> None:
 
 
 def gpus() -> int:
-    """Return how many GPUs this process has; 1 when nobody said."""
+    """Return how many GPUs this process has; 1 when it was not told."""
     return int(os.environ.get("GPU_ARBITER_GPUS") or 1)
 
 
@@ -183,7 +184,7 @@ def checkpoint_dir() -> Path | None:
 
 
 def run() -> str:
-    """Return the submission that this job belongs to, like no other; empty without a node agent."""
+    """Return the id of the submission that this job belongs to; empty without a node agent."""
     return "" if _session is None or not _session.roots else _session.roots[-1].run
 
 
@@ -200,7 +201,7 @@ def _begin() -> None:
     """Take the node agent's socket, if this process has been given one and has not taken it yet."""
     if _session is not None or is_helper(sys.orig_argv):
         return
-    if is_launcher(sys.orig_argv):  # the processes that it starts are the ones that train
+    if is_launcher(sys.orig_argv):  # the processes that it starts do the training
         watch_launcher(EXIT_REQUEUE)
         return
     # Removed from the environment, so that no child of this process takes itself for the training process.
@@ -261,7 +262,7 @@ def _step_aside() -> str:
     return _vacated
 
 
-def _returned() -> TrainingProcess | None:
+def _resume_session() -> TrainingProcess | None:
     """Be the training process again, if this one has stepped aside for others that are gone."""
     if _vacated:
         _begin()
@@ -269,7 +270,7 @@ def _returned() -> TrainingProcess | None:
 
 
 def _identity() -> Identity | None:
-    """Return who this process is, by its environment; None, with a warning, if that does not say it."""
+    """Return the identity of this process by its environment; None, with a warning, if that does not tell it."""
     task, attempt = os.environ.get("GPU_ARBITER_TASK", ""), os.environ.get("GPU_ARBITER_ATTEMPT", "")
     if not task or not attempt.isdecimal():
         warnings.warn("gpu-arbiter: GPU_ARBITER_TASK or GPU_ARBITER_ATTEMPT is missing; running alone", stacklevel=4)
@@ -287,7 +288,7 @@ def _identity() -> Identity | None:
 
 
 def _roots() -> list[Root]:
-    """Return where checkpoints lie: this host's memory, if the node agent offers it, and the durable folder."""
+    """Return the folders of checkpoints: in this node's memory, if the node agent offers it, and the durable one."""
     memory, durable = (os.environ.get(f"GPU_ARBITER_{name}_DIR", "") for name in ("MEMORY", "CHECKPOINT"))
     run = os.environ.get("GPU_ARBITER_RUN", "")
     roots = [Root(Path(memory), durable=False, run=run)] if memory and durable else []
@@ -316,6 +317,6 @@ def _end() -> None:
 
 
 def _after_optimizer_step(*_: object) -> None:
-    session = _session or _returned()
+    session = _session or _resume_session()
     if session is not None and not session.explicit:
         session.optimizer_stepped()

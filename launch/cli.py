@@ -1,6 +1,6 @@
 """The command line: `gpu-arbiter VERB [SELECTOR] [flags]`.
 
-Verbs live in `launch.verbs`, the meaning of exit codes in `protocol.exit_codes`, the form of answers in `launch.surface`.
+Verbs live in `launch.verbs`, exit codes in `protocol.exit_codes`, the form of answers in `launch.surface`.
 """
 
 from __future__ import annotations

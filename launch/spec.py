@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from app_agent.core.spec import AppSpec, nested
-from arbiter.core.policies.oasis.utility import FORMS, parse
+from arbiter.core.policies.oasis.utility import FORMS, UNITS, parse
 from launch.faults import usage
 from protocol.config import in_words, kind_of
 from protocol.messages import Requirements, Utility
@@ -28,7 +28,6 @@ SIMULATED_ONLY = ("spans", "gpus_max")
 #: Words of a variable's name that say that its value is secret.
 _SECRET = re.compile(r"(API|ACCESS|AUTH|PRIVATE|SSH)?KEY|.*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)|CREDENTIALS?")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(text: str, flag: str) -> float:
@@ -39,7 +38,7 @@ def seconds(text: str, flag: str) -> float:
     Fault
         Naming `flag`, for anything else.
     """
-    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1.0)
+    number, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1.0)
     try:
         value = float(number) * unit
     except ValueError:
@@ -50,7 +49,7 @@ def seconds(text: str, flag: str) -> float:
 
 
 def some_seconds(text: str, flag: str) -> float:
-    """Return a length of time as `seconds` does; raises `Fault` for none at all, too."""
+    """Return a length of time as `seconds` does; raises `Fault` for 0, too."""
     value = seconds(text, flag)
     if value <= 0.0:
         raise usage(f"{flag} is {text!r}; it must be more than 0", "write 0.2s, or leave it out where it is not known")
@@ -234,7 +233,7 @@ def trials(command: Sequence[str], files: Path | None, given: Sequence[str]) -> 
     return tuple((*command, *shlex.split(line)) for line in lines)
 
 
-#: What a spec file may say as the flags do: the field, and how its value is read if not as it is.
+#: Words of a spec file that are named as the flags: the field, and the function that reads the value, if any.
 WORDS: dict[str, tuple[str, Callable[[Any, str], Any] | None]] = {
     "class": ("kind", None),
     "memory": ("host_bytes", _memory),
@@ -309,8 +308,8 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
         raise usage(f"the spec cannot be used: {words.replace(name, name + flag, 1)}", mend) from None
     if app_spec.spans:
         raise usage(
-            "spans is true, but on a real site all GPUs of one job lie on one node, as nothing stops its parts at the "
-            "same mini-batch yet",
+            "spans is true, but on a real site all GPUs of one job lie on one node, as no node agent stops its parts "
+            "at the same mini-batch yet",
             "leave spans out, and ask for a gang that fits one node",
         )
     if app_spec.gpus_max:

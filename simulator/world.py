@@ -368,11 +368,11 @@ class World:
                 if actor.version == version and actor.up:
                     self._handle(actor, event)
             elif queue and queue[0][0] <= self.now:
-                _, kind, _, what = heapq.heappop(queue)
+                _, kind, _, due = heapq.heappop(queue)
                 if kind == _EVENT:
-                    what()
+                    due()
                 else:
-                    self._wake(*what)
+                    self._wake(*due)
             else:
                 break
             if self.events - began > self.instant_max:
@@ -381,7 +381,7 @@ class World:
             self._check(self)
 
     def _wake(self, actor: Actor, version: int) -> None:
-        """Tick a core whose deadline has come, unless that has changed meanwhile."""
+        """Tick a core at its deadline, unless that has changed meanwhile."""
         if actor.version != version or not actor.up or actor.queued_at > self.now:
             return
         actor.queued_at = inf

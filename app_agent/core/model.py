@@ -1,6 +1,6 @@
-"""What an app agent knows: its GPUs, its jobs, its search. All of it encodes, so that a snapshot holds all of it.
+"""The knowledge of an app agent: its GPUs, its jobs, its search. All of it encodes, so that a snapshot holds all of it.
 
-A job's state is a class with its own data. The table of what may follow what:
+A job's state is a class with its own data. The table of the states that may follow each:
 
 ==========  ==========================================================================================
 Waiting     Placed (GPUs found), Dropped (the search goes on without it)
@@ -20,17 +20,15 @@ from typing import Literal
 from msgspec import Struct
 
 from app_agent.core.spec import AppSpec
-from app_agent.core.tuning.shape import Search
+from app_agent.core.tuning.scheduler import Search
 from app_agent.core.valuation import IterTime
 from protocol.messages import (
-    LEVELS,
     AppId,
     AppReport,
     GpuId,
     JobId,
     LeaseId,
     LeaseTerms,
-    Level,
     NodeId,
     StepSource,
     TaskId,
@@ -49,12 +47,12 @@ class HeldGpu(Struct, frozen=True):
 
     @classmethod
     def of(cls, terms: LeaseTerms) -> HeldGpu:
-        """Return what the app agent keeps of `terms`: not the time left, for it keeps its GPUs until told to leave."""
+        """Return `terms` without the time left, for the app agent keeps its GPUs until it is told to leave."""
         return cls(terms.lease, terms.gpu, terms.node, terms.rack, terms.slot, terms.leaving)
 
 
 class Waiting(Struct, frozen=True, tag=True):
-    """Attempt `attempt` is still to be started. The one before took `left_s` to leave, if it had been told to."""
+    """Attempt `attempt` is still to be started. The attempt before took `left_s` to leave, if it had been told to."""
 
     attempt: int
     left_s: float | None = None
@@ -63,7 +61,7 @@ class Waiting(Struct, frozen=True, tag=True):
 class Placed(Struct, frozen=True, tag=True):
     """Attempt `attempt` starts or runs on `gpus`; first wished in report `since_seq`, at time `at`.
 
-    A job that moved keeps `left_s` (see `Waiting`) until its first mini-batch here, which tells what the move cost.
+    A job that moved keeps `left_s` (see `Waiting`) until its first mini-batch here, which tells the cost of the move.
     """
 
     attempt: int
@@ -108,7 +106,7 @@ class Done(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """Will not be started again; `exit_code` is its last one, as a shell would show it."""
+    """The job will not be started again; `exit_code` is its last one, as a shell would show it."""
 
     reason: str
     exit_code: int
@@ -119,11 +117,11 @@ Attempting = Placed | Leaving | Suspended | Stopping
 
 
 class Pace(Struct, frozen=True):
-    """How a job gets on where it runs, as its node agent measured it.
+    """The pace of a job on its present GPUs, as its node agent measured it.
 
     `step_s` is the time of one mini-batch without time suspended, by `source`. `share` is the part of the time in which
     it runs, less than 1 for one that takes turns; `packed_with` are tasks that run beside it. `rate` is its speed
-    relative to having its GPUs to itself; `remark` is what was found out about sharing them, for people.
+    relative to having its GPUs to itself; `remark` says for people how sharing them went.
     """
 
     step_s: float = 0.0
@@ -137,9 +135,9 @@ class Pace(Struct, frozen=True):
 class Job(Struct, frozen=True):
     """One job over all its attempts.
 
-    `step` and what follows it are of attempt `seen`, the newest that a node agent reported (-1: none).
-    `steps_before` is the last step of the attempt before that; `gpus_before` and `moved` say where it ran and whether
-    it left by preemption.
+    `step` and the fields after it are of attempt `seen`, the newest that a node agent reported (-1: none).
+    `steps_before` is the last step of the attempt before that; `seen_gpus` are the GPUs of attempt `seen`, and
+    `preempted` says whether the present attempt follows a preemption.
     """
 
     id: JobId
@@ -165,12 +163,12 @@ class Job(Struct, frozen=True):
     times: tuple[IterTime, ...] = ()
     samples: int = 0  #: samples its script has consumed, where it says so: its position in the data
     pace: Pace = Pace()
-    moves_s: tuple[float, ...] = ()  #: what its last moves cost, see `jobs.observe`
-    start_s: float = 0.0  #: what its first start took, likewise; 0: unknown
+    moves_s: tuple[float, ...] = ()  #: the costs of its last moves, see `jobs.observe`
+    start_s: float = 0.0  #: the time of its first start, likewise; 0: unknown
 
     @property
     def steps_done(self) -> int:
-        """Mini-batches behind it, as far as the newest attempts tell."""
+        """The mini-batches it has made, by the word of its newest attempts."""
         return max(self.step, self.steps_before if self.step < 0 else -1) + 1
 
     @property
@@ -185,12 +183,12 @@ class Job(Struct, frozen=True):
 
     @property
     def lost(self) -> int:
-        """Steps that had to be made again, in all attempts."""
+        """The steps that had to be made again, in all attempts."""
         return self.steps_lost + self.lost_now
 
     @property
     def lost_now(self) -> int:
-        """Steps before this attempt that it had to make again; known once it has made one (it has then restored)."""
+        """Steps before this attempt that it had to make again; known once it has made a step, and so has restored."""
         return max(0, self.steps_before - self.start_step) if self.step >= 0 else 0
 
 
@@ -223,26 +221,16 @@ class AppState(Struct):
     held: dict[GpuId, HeldGpu] = {}
     given_back: tuple[LeaseId, ...] = ()
     useless_since: dict[LeaseId, float] = {}
-    patient_until: float | None = None  #: when those of them that may still make a gang are given back
+    patient_until: float | None = None  #: when useless leases that may still make a gang are given back
     cluster_gpus: int = 0
     apps_mean: float = 1.0  #: N_avg, as last probed
     lease_s: float = 600.0  #: as last offered; the default is that of PAPERS.md section 1
     news: str = ""  #: the newest thing a user should know: why it was preempted
     run: str = ""  #: the submission; empty for one of an earlier version
-    site: str = ""  #: whose arbiter it heard last
+    site: str = ""  #: the site of the arbiter it heard last
     losses: tuple[tuple[float, float], ...] = ()  #: (time, loss) of the last two reports in which the loss was new
 
     @property
     def settled(self) -> bool:
         """Whether the app is over, and the arbiter knows."""
         return self.over is not None and self.over.settled
-
-
-def locality(gpus: list[HeldGpu]) -> Level:
-    """Return the worst locality among `gpus`; slots are names within a node."""
-    by_level: list[set[tuple[str, ...]]] = [
-        {(gpu.node, gpu.slot) for gpu in gpus},
-        {(gpu.node,) for gpu in gpus},
-        {(gpu.rack,) for gpu in gpus},
-    ]
-    return next((level for level, places in zip(LEVELS, by_level, strict=False) if len(places) <= 1), "cluster")

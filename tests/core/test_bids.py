@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app_agent.core import bids
-from app_agent.core.bids import bid_rows, reach_of, rho_kept, thinned, undominated
+from app_agent.core.bids import bid_rows, reach_of, rho_kept, thin_rows, undominated
 from app_agent.core.valuation import LevelTerms, Valuation, rho_of
 from benchmarks.bid_preparation import row_by_row
-from protocol.messages import LEVELS, BidRow, GpuId, Level, NodeId, OfferedGpu
+from protocol.messages import LEVELS, BidRow, GpuId, Level, NodeId, OfferedGpu, locality
 from tests.support.app_harness import Bench, status
 from tests.support.effort import examples
 
@@ -139,15 +139,6 @@ def test_parts_of_gangs_on_two_machines_are_no_gang() -> None:
 
 
 # --- lossless -------------------------------------------------------------------------------------------------------
-
-
-def locality(gpus: Iterable[OfferedGpu]) -> Level:
-    found = list(gpus)
-    if len({(gpu.node, gpu.slot) for gpu in found}) <= 1:
-        return "slot"
-    if len({gpu.node for gpu in found}) == 1:
-        return "machine"
-    return "rack" if len({gpu.rack for gpu in found}) == 1 else "cluster"
 
 
 def per_node(gpus: Iterable[OfferedGpu]) -> Counter[str]:
@@ -357,4 +348,4 @@ def test_a_bid_of_more_rows_than_the_wire_carries_stays_within_a_step_of_every_w
 
 def test_a_bid_that_the_wire_carries_is_not_thinned() -> None:
     keep = np.ones((1, bids.ROWS_MAX), dtype=bool)
-    assert thinned(np.ones((1, bids.ROWS_MAX)), keep) is keep
+    assert thin_rows(np.ones((1, bids.ROWS_MAX)), keep) is keep

@@ -1,4 +1,4 @@
-"""Hyperband: successive halving from several starts at once, for nobody knows how early a loss tells good from bad.
+"""Hyperband: successive halving from several starts at once, for it is unknown how early a loss tells good from bad.
 
 R is one whole training in mini-batches, eta how hard a rung selects (of eta trials one goes on), and the rungs end at
 R / eta^s_max, ..., R / eta, R. Bracket s begins with the rung that ends at R / eta^s, with
@@ -7,10 +7,10 @@ that are judged very early (s = s_max) to a few that are never judged before the
 by side and do not wait for each other. The app has its answer when all have ended: the best of the trials that ran to
 their end.
 
-As in halving, a trial goes on from its checkpoint, so that R steps are R steps and no rung begins at 0 again; Li et
-al. train anew in each rung. Here n_s are proportions: the user's N trials are dealt to the brackets in their order,
-the most exploring bracket first, each its share of N (largest remainders), or nothing where that is no trial at all.
-Of n trials in a bracket floor(n / eta^i) go on to rung i, and one at least.
+As in halving, a trial goes on from its checkpoint, so that R steps are R steps and no rung begins at 0 again; Li et al.
+train anew in each rung. Here n_s are proportions: the user's N trials go to the brackets in their order, the most
+exploring bracket first, each its share of N (largest remainders), or none where its share is less than one trial. Of n
+trials in a bracket floor(n / eta^i) go on to rung i, and one at least.
 
 *Source:* Li et al., Hyperband, JMLR 18 (2018), Algorithm 1; Eq. 2 of PAPERS.md section 1 for `left`.
 """
@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec, bracket_sizes, brackets_of
 from app_agent.core.tuning.bracket import Bracket, Yardstick
-from app_agent.core.tuning.shape import Left, Search, Trial
+from app_agent.core.tuning.scheduler import Left, Search, Trial
 
 
 class Hyperband(Struct, frozen=True):
@@ -41,7 +41,7 @@ class Hyperband(Struct, frozen=True):
         """Return the scheduler for `spec`, with the brackets that its steps, its trials and eta make."""
         s_max = brackets_of(spec) - 1
         ends = rung_ends(spec.steps_total, spec.eta, s_max)
-        shares = dealt(len(spec.trials), bracket_sizes(spec.eta, s_max))
+        shares = shares_of(len(spec.trials), bracket_sizes(spec.eta, s_max))
         firsts = (0, *accumulate(shares))
         brackets = tuple(
             Bracket(
@@ -77,7 +77,7 @@ class Hyperband(Struct, frozen=True):
         return search
 
     def _standings(self, search: Search, trials: Sequence[Trial]) -> list[tuple[Bracket, int, list[Trial]]]:
-        """Return each bracket, its rung, and who stands in it."""
+        """Return each bracket, its rung, and the trials in it."""
         survivors = set(search.survivors)
         return [
             (bracket, rung, [trials[number] for number in bracket.members if number in survivors])
@@ -87,7 +87,8 @@ class Hyperband(Struct, frozen=True):
     def runnable(self, search: Search, trials: Sequence[Trial]) -> tuple[int, ...]:
         """Return the survivors that have not ended their rungs, the one with fewest steps behind it first.
 
-        Each bracket has a way of R steps before it, so who has made least is who can make the app end latest.
+        Each bracket has a way of R steps before it, so the trial that has made fewest steps can make the app end
+        latest.
         """
         running = [
             trial
@@ -97,7 +98,7 @@ class Hyperband(Struct, frozen=True):
         return tuple(trial.number for trial in sorted(running, key=lambda trial: (trial.steps_done, trial.number)))
 
     def answer(self, search: Search, trials: Sequence[Trial]) -> int | None:
-        """Return the best of those that ran to their end, once every bracket is in its last rung and nobody runs."""
+        """Return the best of those that ran to their end, once every bracket is in its last rung and no trial runs."""
         ended = all(
             rung == bracket.last and all(trial.state != "live" for trial in standing)
             for bracket, rung, standing in self._standings(search, trials)
@@ -134,7 +135,7 @@ class Hyperband(Struct, frozen=True):
 
 
 def _promote(search: Search, index: int, bracket: Bracket, better: Sequence[Trial]) -> Search:
-    """Begin the next rung of one bracket with those; the survivors of the others stay what they are."""
+    """Begin the next rung of one bracket with those; the survivors of the others stay as they are."""
     gone = set(bracket.members) - {trial.number for trial in better}
     rungs = list(search.rungs)
     rungs[index] += 1
@@ -147,7 +148,7 @@ def rung_ends(steps_total: int, eta: int, s_max: int) -> tuple[int, ...]:
     return tuple(steps_total // eta**s for s in range(s_max, -1, -1))
 
 
-def dealt(trials: int, proportions: Sequence[int]) -> tuple[int, ...]:
+def shares_of(trials: int, proportions: Sequence[int]) -> tuple[int, ...]:
     """Return `trials` shared out in these proportions: whole trials by largest remainders, of equal ones the first."""
     whole = sum(proportions)
     shares = [trials * proportion // whole for proportion in proportions]

@@ -34,7 +34,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from arbiter.core.placement.assignment import Deal, Holes, all_gone, gang_place, gpus, losses, move_s, pick
-from arbiter.core.placement.locality import LOOSENESS, locality
+from arbiter.core.placement.locality import LOOSENESS
 from arbiter.core.policies.gandiva.nodes import Servers
 from arbiter.core.seam import (
     Allocation,
@@ -48,7 +48,7 @@ from arbiter.core.seam import (
     View,
     require,
 )
-from protocol.messages import AppId, Bid, GpuId, Level, NodeId
+from protocol.messages import AppId, Bid, GpuId, Level, NodeId, locality
 
 #: A gain must be that many times the cost.
 GAIN_MIN = 3.0

@@ -1,6 +1,6 @@
 """Every trial runs to its end; the best of them is the answer. Nothing is ever stopped early.
 
-What many users have today: a grid of runs, compared afterwards. It is also the reference that searches which stop
+Many users work like this today: a grid of runs, compared afterwards. It is also the reference that searches which stop
 trials early are measured against. Eq. 2 with one phase of all the jobs.
 """
 
@@ -13,10 +13,10 @@ from msgspec import Struct
 
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning.bracket import Yardstick
-from app_agent.core.tuning.shape import Left, Search, Trial
+from app_agent.core.tuning.scheduler import Left, Search, Trial
 
 
-class All(Struct, frozen=True):
+class Exhaustive(Struct, frozen=True):
     """The scheduler of an app that wants every one of its trials; `metric` may be empty, then the first counts."""
 
     trials: int
@@ -24,7 +24,7 @@ class All(Struct, frozen=True):
     mode: Literal["max", "min"]
 
     @classmethod
-    def of(cls, spec: AppSpec) -> All:
+    def of(cls, spec: AppSpec) -> Exhaustive:
         """Return the scheduler for `spec`."""
         return cls(len(spec.trials), spec.metric, spec.mode)
 
@@ -66,5 +66,5 @@ class All(Struct, frozen=True):
         return sum(trial.steps_total for trial in trials)
 
     def report_steps(self, trial: Trial) -> tuple[int, ...]:
-        """Return its end: only what a trial comes to is compared."""
+        """Return its end: only final results are compared."""
         return (trial.steps_total,)
