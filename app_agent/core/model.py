@@ -227,7 +227,7 @@ class AppState(Struct):
     lease_s: float = 600.0  #: as last offered; the default is that of PAPERS.md section 1
     news: str = ""  #: the newest thing a user should know: why it was preempted
     run: str = ""  #: the submission; empty for one of an earlier version
-    site: str = ""  #: whose arbiter it heard last
+    site: str = ""  #: the site of the arbiter it heard last
     losses: tuple[tuple[float, float], ...] = ()  #: (time, loss) of the last two reports in which the loss was new
 
     @property

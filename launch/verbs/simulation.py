@@ -36,9 +36,9 @@ Trace = Annotated[str, typer.Argument(metavar="TRACE", help="a file, or drawn: t
 ClusterOption = Annotated[
     str, typer.Option("--cluster", metavar="SPEC", help="NODESxGPUS, a TOML file, or a shipped one such as themis-64")
 ]
-Overheads = Annotated[str, typer.Option(metavar="none|default|FILE", help="what starting, saving, moving take")]
+Overheads = Annotated[str, typer.Option(metavar="none|default|FILE", help="times of starting, saving, moving")]
 ProfilesOption = Annotated[
-    str, typer.Option("--profiles", metavar="built-in|crude|FOLDER", help="how much placement slows models down")
+    str, typer.Option("--profiles", metavar="built-in|crude|FOLDER", help="slowdown of models by placement")
 ]
 Lease = Annotated[str | None, typer.Option(help="length of a lease (600s)")]
 RoundPause = Annotated[str | None, typer.Option(help="least time between rounds (1s; 0s without overheads)")]
@@ -58,7 +58,7 @@ SetMany = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=V1,V2,...", help="a setting and its values; repeatable")
 ]
 Policies = Annotated[str, typer.Option(metavar="A,B,C|all", help="which policies")]
-Tenants = Annotated[Path | None, typer.Option(metavar="FILE", help="a CSV of tenant and share: what each is due")]
+Tenants = Annotated[Path | None, typer.Option(metavar="FILE", help="a CSV of each tenant and its share")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 #: Settings with a flag of their own.

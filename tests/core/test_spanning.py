@@ -272,7 +272,7 @@ def gang(**changes: object) -> Bench:
 
 def test_a_gang_is_placed_over_two_nodes_and_only_if_it_spans() -> None:
     bench = gang()
-    assert bench.report.spans
+    assert bench.report.requirements.spans
     assert bench.report.level_max == "cluster"
     assert bench.wished() == (0, FOUR)
     assert gang(spans=False).wished() == (0, "")
