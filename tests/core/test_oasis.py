@@ -132,7 +132,7 @@ def test_a_refusal_names_the_earliest_end_and_its_price_where_a_later_one_is_bet
     shop = Shop()
     shop.ask("ann-1", 8, sizes=(2,))  # two GPUs of slots 10 to 13, so the other two cost 10 each
     shop.ask("bob-1", 4, parse("sigmoid:5,1/h,1h"))
-    assert "cost 4 (36 per GPU-hour) and it is worth 3.515 when they end, in 8.33 min; " in shop.reason("bob-1")
+    assert "cost 4 (36 per GPU-hour) and it is worth 3.514 when they end, in 8.33 min; " in shop.reason("bob-1")
     assert "; its earliest end is in 3.33 min, for 40; submit it" in shop.reason("bob-1")
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.policies.oasis.offline import OfflineJob, optimum
 from arbiter.core.policies.oasis.prices import (
     BELOW,
     IDLE,
@@ -29,6 +28,7 @@ from arbiter.core.policies.oasis.prices import (
 from arbiter.core.policies.oasis.rebooking import GAIN, Booked, look, make_room, price_of
 from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule, Servers, sell
 from arbiter.core.policies.oasis.utility import FORMS, Sigmoid, in_slots, parse
+from benchmarks.papers.oasis_optimum import OfflineJob, optimum
 
 FREE = Bounds((math.log(100.0),), math.log(1.0))
 PATIENT = Sigmoid(200.0, 0.0, 0.0)
