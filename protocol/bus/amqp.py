@@ -37,9 +37,9 @@ from protocol.bus import (
     Delivery,
     Full,
     Link,
+    NotPermitted,
     NotProvisioned,
     Outgoing,
-    Refused,
     Unroutable,
 )
 from protocol.messages import Party, Role
@@ -441,11 +441,11 @@ class AmqpLink:
         try:
             return await self._publish(await self._open_send_channel(), item)
         except ChannelAccessRefused as error:
-            return Refused(f"{self._user!r} may not send to {item.to.user!r}: {_words(error)}")
+            return NotPermitted(f"{self._user!r} may not send to {item.to.user!r}: {_words(error)}")
         except failures.ChannelNotFoundEntity as error:
             return Unroutable(f"no arbiter has ever led on this broker: {_words(error)}")
         except _CHANNEL_ERRORS as error:
-            return Refused(f"the broker refused a message to {item.to.user!r}: {_words(error)}")
+            return NotPermitted(f"the broker refused a message to {item.to.user!r}: {_words(error)}")
 
     async def _publish(self, channel: Channel, item: Outgoing) -> BusError | None:
         route = self._topology.route(self._party, item.to, beat=False)
@@ -468,7 +468,7 @@ class AmqpLink:
             channel = await self._open_beat_channel()
             await channel.basic_publish(item.data, **self._envelope(route), wait=False)
         except _CHANNEL_ERRORS as error:
-            return Refused(f"an earlier restatement to {item.to.user!r} was refused: {_words(error)}")
+            return NotPermitted(f"an earlier restatement to {item.to.user!r} was refused: {_words(error)}")
         return None
 
     def _envelope(self, route: Route) -> dict[str, Any]:
@@ -540,12 +540,12 @@ class AmqpBus:
         try:
             await self._establish(connection)
         except (failures.ProbableAuthenticationError, failures.AuthenticationError) as error:
-            raise Refused(f"{self.url} does not accept user {self.user(party)!r}: check the password") from error
+            raise NotPermitted(f"{self.url} does not accept user {self.user(party)!r}: check the password") from error
         except pamqp.exceptions.PAMQPException as error:
             raise self._unreachable(error) from error
         except failures.InvalidFrameError as error:
             # aiormq's words for a virtual host that this user may not enter, and for the limit on connections.
-            raise Refused(f"{self.url} does not let {self.user(party)!r} in: {_words(error)}") from error
+            raise NotPermitted(f"{self.url} does not let {self.user(party)!r} in: {_words(error)}") from error
         except (TimeoutError, *_CONNECTION_ERRORS) as error:
             raise self._unreachable(error) from error
         except asyncio.CancelledError as error:
@@ -582,7 +582,7 @@ class AmqpBus:
                 for exchange in self._topology.exchanges:
                     await channel.exchange_delete(exchange.name)
         except ChannelAccessRefused as error:
-            raise Refused(f"{self.url} does not let this site be deleted: {_words(error)}") from error
+            raise NotPermitted(f"{self.url} does not let this site be deleted: {_words(error)}") from error
         except (TimeoutError, *_CONNECTION_ERRORS) as error:
             raise self._unreachable(error) from error
 
@@ -596,9 +596,9 @@ def _forbidden(deed: str) -> Iterator[None]:
     try:
         yield
     except ChannelAccessRefused as error:
-        raise Refused(f"{deed}: {_words(error)}") from error
+        raise NotPermitted(f"{deed}: {_words(error)}") from error
     except failures.ChannelPreconditionFailed as error:
-        raise Refused(
+        raise NotPermitted(
             f"{deed}: {_words(error)}; the limits differ from those it was declared with: "
             "give all daemons the same topology, or delete that queue once"
         ) from error
