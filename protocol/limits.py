@@ -1,4 +1,4 @@
-"""What a site allows a user to wish, checked alike before an app is submitted and when the arbiter hears of it."""
+"""A site's bounds on users' wishes, checked alike before an app is submitted and when the arbiter hears of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def excess(
 
 
 def bounded(wished: Requirements, *, priority_max: int, weight_max: float) -> Requirements:
-    """Return a user's wishes, cut to what a site allows: an app may ask for more after it was admitted."""
+    """Return a user's wishes within a site's bounds: an app may ask for more after it was admitted."""
     within = (min(wished.priority, priority_max), min(wished.weight, weight_max))
     if within == (wished.priority, wished.weight):
         return wished
