@@ -34,7 +34,7 @@ def main(file: str) -> None:
     from app_agent.core.host import AppHost, Configured, Submit
     from arbiter.core.arbiter import Arbiter
     from arbiter.core.effects import Decide
-    from launch.verbs import submitting
+    from launch.verbs import submission
     from protocol.codec import decode, encode
     from protocol.core import Connected, Send
     from protocol.messages import AppReport, OwnerId, Party
@@ -47,7 +47,7 @@ def main(file: str) -> None:
     host = AppHost(OwnerId("ada"), tenant="team-a")
     sent = [*host.handle(Configured("team-a", 5.0, ""), 0.0), *host.handle(Connected(), 0.0)]
     for number, given in enumerate(flags):
-        sent += host.handle(Submit(f"r{number}", submitting._spec(given)), 0.0)
+        sent += host.handle(Submit(f"r{number}", submission._spec(given)), 0.0)
     site = Site()
     site.decides_late = True
     site.node("n1", 2)
