@@ -1,1 +1,1 @@
-"""App agents: value GPUs, bid, divide what was won; and the library that training scripts import."""
+"""App agents: value GPUs, bid, divide the GPUs won; and the library that training scripts import."""

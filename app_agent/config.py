@@ -22,17 +22,17 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
         Whose apps it hosts: the broker user is ``app-<owner>``, app ids are ``<owner>-<letters><number>``, with letters
         that the journal was given when it began.
     tenant
-        Who pays for apps that do not say; the owner if empty.
+        The tenant that pays for apps that name none; the owner if empty.
     bus
         ``amqp[s]://user:password@host:port/vhost``; when empty, the daemon reads it from the file `bus_file`.
     prefix
         Of queue and exchange names; the same in all daemons of a site.
     state_dir
-        Where the journal is kept: what makes a restarted daemon remember its apps.
+        Folder of the journal, by which a restarted daemon remembers its apps.
     socket
         The control socket that the command line talks to; by default where the command line looks for it.
     shared_users
-        Broker users that may speak for anyone: only for brokers where all daemons share one user.
+        Broker users that may speak for every participant: only for brokers where all daemons share one user.
     beat_s
         Every so often each app states its whole wish again.
     answer_s

@@ -1,4 +1,4 @@
-"""The control socket: what the command line and an app-agent daemon say, one JSON line each way per request.
+"""The control socket between the command line and an app-agent daemon: one JSON line each way per request.
 
 `submit`, `cancel` and `wait` concern the owner's apps and are answered by the daemon itself, `query` is answered by the
 arbiter, and so is `cancel` of an app that the daemon has no record of. A connection carries any number of requests, one
@@ -216,7 +216,7 @@ class Control:
 
 
 def exit_code(record: AppRecord) -> int:
-    """Return what `run` and `wait` end with: the app's own exit code, 4 if it was refused, 130 if it was cancelled."""
+    """Return the exit status of `run` and `wait`: the app's own, 4 if it was refused, 130 if it was cancelled."""
     if record.refused:
         return REFUSED
     if record.state == "cancelled":

@@ -128,7 +128,7 @@ async def serve(listener: socket.socket, server: ControlServer, group: asyncio.T
 
 async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: ControlServer) -> None:
     """Answer one client's requests until it hangs up."""
-    with suppress(ConnectionError):  # the client went away: nobody is left to tell
+    with suppress(ConnectionError):  # the client went away
         while True:
             try:
                 line = await reader.readline()
@@ -172,7 +172,7 @@ class ControlServer:
         self._bus = bus
 
     async def perform(self, effect: OwnEffect) -> None:
-        """Tell whoever waits for `effect`."""
+        """Wake the requests that wait for `effect`."""
         match effect:
             case Accepted(request) | Declined(request):
                 self._resolve(request, effect)
@@ -238,7 +238,7 @@ class ControlServer:
         return reply.app
 
     async def _expect(self, number: str, event: OwnEvent) -> Accepted | Declined | Answer:
-        """Post `event` and return what comes back under its number."""
+        """Post `event` and return the reply that carries its number."""
         future: asyncio.Future[Accepted | Declined | Answer] = asyncio.get_running_loop().create_future()
         self._replies[number] = future
         try:
@@ -357,7 +357,7 @@ class ControlServer:
         return AppId(app)
 
     def _target(self, kind: str, target: str) -> str:
-        """Return what to ask the arbiter about: ``last`` resolved, and for a log the newest task of an app or job."""
+        """Return the target of a question to the arbiter: ``last`` resolved; for a log, the newest task of an app."""
         if target == "last":
             target = self._known(target)
         if kind != "log":
@@ -365,7 +365,7 @@ class ControlServer:
         app = target.split(".", 1)[0]
         record = self._host.state.records.get(AppId(app))
         if record is None or "-a" in target.partition(".")[2]:
-            return target  # a task, or somebody else's: the arbiter knows
+            return target  # a task, or another owner's: the arbiter knows
         tasks = [task for task in record.tasks if target in (app, task.rpartition("-a")[0])]
         if not tasks:
             sentence = f"{target} has not started yet; `gpu-arbiter explain {app}` says why"
@@ -374,7 +374,7 @@ class ControlServer:
 
 
 class _Done(Struct):
-    """What the arbiter says when it has acted: an app, and the state it is in now."""
+    """The arbiter's word that it has acted: an app, and the state it is in now."""
 
     app: AppId
     state: str
@@ -387,7 +387,7 @@ class _Error(Struct):
 
 
 def _app_id(app: str) -> AppId:
-    """Return `app` if it can be an app's id; what cannot be one need not be asked about.
+    """Return `app` if it can be an app's id; the arbiter need not be asked about any other.
 
     Raises
     ------

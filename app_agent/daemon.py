@@ -49,7 +49,7 @@ async def run_app_host(
     Parameters
     ----------
     config, bus
-        What to host, and where the arbiter is.
+        The apps to host, and the way to the arbiter.
     on_alive
         Called at least once a second, for a watchdog.
     on_ready
@@ -80,15 +80,10 @@ async def run_app_host(
         )
         control.attach(shell, bus)
         if config.shared_users:
-            _log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
-
-        def listening() -> None:
-            _log.info("control.listening", socket=str(path), owner=config.owner)
-            if on_ready is not None:
-                on_ready()
+            _log.warning("users.shared", users=config.shared_users, meaning="they may speak for every participant")
 
         try:
-            await _run(shell, control, listener, listening)
+            await _run(shell, control, listener, config.owner, on_ready)
         finally:
             path.unlink(missing_ok=True)
 
@@ -97,7 +92,8 @@ async def _run(
     shell: Shell[OwnEvent, OwnEffect],
     control: ControlServer,
     listener: socket.socket,
-    on_listening: Callable[[], None],
+    owner: str,
+    on_ready: Callable[[], None] | None,
 ) -> None:
     server: asyncio.Server | None = None
     try:
@@ -105,7 +101,9 @@ async def _run(
             group.create_task(shell.run())
             group.create_task(control.introduce())
             server = await control_server.serve(listener, control, group)
-            on_listening()
+            _log.info("control.listening", socket=listener.getsockname(), owner=owner)
+            if on_ready is not None:
+                on_ready()
     finally:
         if server is not None:
             server.close()

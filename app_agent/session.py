@@ -1,4 +1,4 @@
-"""What a training script imports to share GPUs: ``from app_agent import session``.
+"""The library of a training script that shares GPUs: ``from app_agent import session``.
 
 Nothing is needed to be suspended and resumed: a plain PyTorch script runs unchanged, and every ``optimizer.step()`` is
 a point where it can stand still. With a few lines it also leaves a GPU and goes on elsewhere::
@@ -85,8 +85,9 @@ def init(total_steps: int | None = None) -> None:
 def restore(load: Callable[[str], object]) -> int:
     """Restore the newest complete checkpoint of this job, if there is one, and return how many mini-batches are done.
 
-    That number is also the step to go on with: 0 on a fresh start. ``load(folder)`` reads what the save function
-    wrote into `folder`; if it answers a number, that counts as the last completed step instead of the one on record.
+    That number is also the step to go on with: 0 on a fresh start. ``load(folder)`` reads the files that the save
+    function wrote into `folder`; if it answers a number, that counts as the last completed step instead of the one on
+    record.
     """
     _begin()
     return 0 if _session is None else _session.restore(load)
@@ -173,7 +174,7 @@ def done(**metrics: float) -> None:
 
 
 def gpus() -> int:
-    """Return how many GPUs this process has; 1 when nobody said."""
+    """Return how many GPUs this process has; 1 when it was not told."""
     return int(os.environ.get("GPU_ARBITER_GPUS") or 1)
 
 
@@ -210,12 +211,25 @@ def _begin() -> None:
         _train(path, identity)
 
 
-def _begin_as(rank: int, world: int, path: str) -> None:
-    """Take the node agent's socket as one of `world` training processes that another has started."""
+def _train_as_rank(target: Callable[..., object], path: str, world: int, rank: int, *arguments: object) -> None:
+    """Run `target` as one of `world` training processes that another has started, and say how it ended.
+
+    `path` is the node agent's socket.
+    """
     os.environ.pop(spawned.SOCKET, None)
     identity = _identity()
     if identity is not None:
         _train(path, Identity(identity.task, identity.attempt, rank, world))
+    try:
+        target(rank, *arguments)
+    except SystemExit as end:
+        _note_exit(end.code)
+        raise
+    except BaseException:
+        _note_exit(1)
+        raise
+    finally:
+        _end()
 
 
 def _train(path: str, identity: Identity) -> None:
@@ -227,7 +241,7 @@ def _train(path: str, identity: Identity) -> None:
         atexit.register(_end)
         watch_exit(_note_exit)
         watch_optimizers(_after_optimizer_step)
-        spawned.watch(_step_aside, EXIT_REQUEUE)
+        spawned.watch(_step_aside, _train_as_rank, EXIT_REQUEUE)
     _session.link.start()
 
 
@@ -256,7 +270,7 @@ def _returned() -> TrainingProcess | None:
 
 
 def _identity() -> Identity | None:
-    """Return who this process is, by its environment; None, with a warning, if that does not say it."""
+    """Return the identity of this process by its environment; None, with a warning, if that does not tell it."""
     task, attempt = os.environ.get("GPU_ARBITER_TASK", ""), os.environ.get("GPU_ARBITER_ATTEMPT", "")
     if not task or not attempt.isdecimal():
         warnings.warn("gpu-arbiter: GPU_ARBITER_TASK or GPU_ARBITER_ATTEMPT is missing; running alone", stacklevel=4)

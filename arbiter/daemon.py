@@ -26,6 +26,8 @@ from arbiter.core.effects import (
     PolicyFailed,
     Resign,
     RoundRecord,
+    Sell,
+    Sold,
     failure_of,
 )
 from arbiter.core.registry import policy_of
@@ -47,7 +49,9 @@ SNAPSHOT_EVERY = 5_000
 #: How long `explain` looks for what binds an app.
 TRIED_S = 3.0
 
-Performed = EpochTaken | Resign | Decide | RoundRecord | LeaseRecord | AppRecord | ActRecord | PolicyFailed | Note
+Performed = (
+    EpochTaken | Resign | Decide | Sell | RoundRecord | LeaseRecord | AppRecord | ActRecord | PolicyFailed | Note
+)
 
 _log = structlog.get_logger("arbiter")
 
@@ -88,7 +92,7 @@ async def run_arbiter(
 
         async def perform(effect: Performed) -> None:
             match effect:
-                case Decide():
+                case Decide() | Sell():
                     solver.ask(effect)
                 case EpochTaken():
                     _take_epoch(journal, effect)
@@ -123,7 +127,7 @@ async def run_arbiter(
                 case _:
                     return None
 
-        shell: Shell[Configured | SolverReady | Decided, Performed] = Shell(
+        shell: Shell[Configured | SolverReady | Decided | Sold, Performed] = Shell(
             arbiter,
             bus,
             ARBITER,
@@ -137,7 +141,7 @@ async def run_arbiter(
             on_alive=on_alive,
         )
         if config.shared_users:
-            _log.warning("users.shared", users=config.shared_users, meaning="they may speak for anyone")
+            _log.warning("users.shared", users=config.shared_users, meaning="they may speak for every participant")
         await _run(shell, solver, holds_auctions=_holds_auctions(config))
 
 
@@ -146,7 +150,7 @@ def _holds_auctions(config: ArbiterConfig) -> bool:
 
 
 async def _run(
-    shell: Shell[Configured | SolverReady | Decided, Performed], solver: Solver, *, holds_auctions: bool
+    shell: Shell[Configured | SolverReady | Decided | Sold, Performed], solver: Solver, *, holds_auctions: bool
 ) -> None:
     """Run both until the shell ends; an error in either ends both."""
     ready = (lambda: shell.post(SolverReady())) if holds_auctions else None

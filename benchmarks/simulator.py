@@ -23,6 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder, in which `simulator` would be this file
 
+from benchmarks.reasons import untold  # noqa: E402
 from simulator.experiment import Experiment, execute  # noqa: E402
 from simulator.figures.results import summary  # noqa: E402
 from simulator.workload import Workload, load  # noqa: E402
@@ -78,16 +79,16 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         cpu_s = (time.process_time() - began) / repeats
         figures = {"cpu_s": cpu_s, "avg_jct_s": mean_s, "jobs_per_cpu_s": workload.jobs / cpu_s}
         return case | {"jobs": workload.jobs} | figures
-    run = execute(
-        Experiment(
-            trace=str(trace_of(case["trace"])),
-            cluster=case["cluster"],
-            policy=case["policy"],
-            overheads="none",
-            first=case.get("first", 0),
-            knobs=tuple({"reasons_max": "0", **case.get("settings", {})}.items()),
-        )
+    experiment = Experiment(
+        trace=str(trace_of(case["trace"])),
+        cluster=case["cluster"],
+        policy=case["policy"],
+        overheads="none",
+        first=case.get("first", 0),
+        knobs=tuple(case.get("settings", {}).items()),
     )
+    with untold():
+        run = execute(experiment)
     figures = summary(run)
     names = ("jobs_in", "jobs_out", "avg_jct_s", "cpu_s", "jobs_per_cpu_s", "peak_rss_bytes", "rounds", "preemptions")
     return case | {"jobs": figures["jobs_in"], "events": run.events} | {name: figures[name] for name in names}

@@ -1,6 +1,6 @@
 """The command line: `gpu-arbiter VERB [SELECTOR] [flags]`.
 
-Verbs live in `launch.verbs`, the meaning of exit codes in `protocol.exit_codes`, how answers look in `launch.surface`.
+Verbs live in `launch.verbs`, exit codes in `protocol.exit_codes`, the form of answers in `launch.surface`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.metadata import version as installed_version
 import typer
 
 from launch.surface import emit, note, say, wants_json
-from launch.verbs import auction, daemons, demonstrating, diagnosing, looking, simulating, submitting, surviving
+from launch.verbs import auction, daemons, demo, doctor, inspection, simulation, submission, worlds
 from protocol import exit_codes
 
 app = typer.Typer(
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (submitting, looking, diagnosing, auction, simulating, surviving, daemons, demonstrating):
+for group in (submission, inspection, doctor, auction, simulation, worlds, daemons, demo):
     group.add(app)
 
 
@@ -38,14 +38,14 @@ def version(json: bool = typer.Option(False, "--json", help="print one JSON docu
 
 
 def main() -> None:
-    """Run the command line; never end in a traceback because a reader or the user went away."""
+    """Run the command line; a reader or a user who goes away causes no traceback."""
     try:
         app()
     except KeyboardInterrupt:
         note("interrupted")
         sys.exit(exit_codes.INTERRUPTED)
     except BrokenPipeError:
-        # The reader has what it wanted (`gpu-arbiter ps | head`); keep Python from complaining when it flushes stdout.
+        # The reader needs no more (`gpu-arbiter ps | head`); keep Python from complaining when it flushes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(exit_codes.DONE)
 

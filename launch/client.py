@@ -19,17 +19,17 @@ from protocol.config import ConfigError
 from protocol.messages import QueryKind
 
 Until = Literal["done", "running"]
-#: What helps, by exit code, where the sentence does not say it already.
+#: The next step, by exit code, where the sentence does not say it already.
 NEXT_STEPS = {
     exit_codes.NOT_FOUND: "gpu-arbiter ps -a",
     exit_codes.UNREACHABLE: "gpu-arbiter doctor",
     exit_codes.NOT_PERMITTED: "ask its owner, or an administrator of the site",
 }
-#: The same when the app agent cannot even be talked to.
+#: The same when the app agent cannot even be reached.
 FIRST_STEPS = NEXT_STEPS | {exit_codes.NOT_PERMITTED: "set GPU_ARBITER_URL to your own daemon's socket"}
 
 
-#: What tells the entries of a list apart: one that comes or goes between two pages moves the others.
+#: The key of each list's entries: an entry that comes or goes between two pages moves the others.
 KEYS: dict[QueryKind, str] = {"apps": "id", "nodes": "id", "rounds": "round", "leases": "lease"}
 
 
@@ -53,7 +53,7 @@ class Client:
             return self._control.submit(spec)
 
     def cancel(self, app: str) -> str:
-        """End an app for good, be it one that only the arbiter knows; return the state it is in then."""
+        """End an app for good, also one that only the arbiter knows; return its state after that."""
         with _faults():
             return self._control.cancel(app)[1]
 
@@ -65,9 +65,9 @@ class Client:
     def query(
         self, kind: QueryKind, target: str = "", offset: int = 0, *, limit: int = 0, patience_s: float | None = None
     ) -> dict[str, Any]:
-        """Return the arbiter's answer: of a list `limit` entries from `offset` on, or with 0 all that there are.
+        """Return the arbiter's answer: of a list `limit` entries from `offset` on, or with 0 all entries.
 
-        It is waited for as long as the daemon is configured to, or `patience_s` seconds.
+        The call waits as long as the daemon is configured to, or `patience_s` seconds.
         """
         with _faults():
             document = self._control.query(kind, target, offset, limit=limit, patience_s=patience_s)
@@ -90,7 +90,7 @@ class Client:
             return self._control.apps()
 
     def ping(self) -> dict[str, Any]:
-        """Return what the daemon says of itself: ``{"owner", "tenant", "connected", "reached", "bus"}``."""
+        """Return the daemon's own description: ``{"owner", "tenant", "connected", "reached", "bus"}``."""
         with _faults():
             return self._control.ping()
 
@@ -110,7 +110,7 @@ class Client:
 
 @contextmanager
 def open_client(path: Path | None = None) -> Iterator[Client]:
-    """Talk to the daemon at `path`, or where it usually listens.
+    """Talk to the daemon at `path`, or at its usual socket.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""The demo: a small site, six apps that want more GPUs than there are, real training, and what came of it.
+"""The demo: a small site, six apps that want more GPUs than there are, real training, and the result.
 
 Nothing here is privileged: the apps are submitted and watched through the same control socket as any user's.
 """
@@ -54,7 +54,7 @@ _ACCURACY = re.compile(r"test accuracy ([0-9.]+)")
 
 
 class Options(Struct, frozen=True):
-    """How the demo runs. `step_ms` paces each mini-batch, `steps` is one whole training."""
+    """The demo's options. `step_ms` paces each mini-batch, `steps` is one whole training."""
 
     bus: str = "memory"
     out: Path = Path("out/demo")
@@ -66,7 +66,7 @@ class Options(Struct, frozen=True):
 
 
 class Result(Struct, frozen=True):
-    """What came of it: the ``demo/v1`` document, who did not finish, and each app's last lines of output."""
+    """The demo's result: the ``demo/v1`` document, the unfinished apps, and each app's last lines of output."""
 
     summary: dict[str, Any]
     unfinished: tuple[str, ...]
@@ -74,7 +74,7 @@ class Result(Struct, frozen=True):
 
 
 def settings(lease_s: float) -> ArbiterSettings:
-    """Return an arbiter in a hurry: leases of seconds instead of minutes, so that GPUs change hands while one looks."""
+    """Return settings of a fast arbiter: leases of seconds, not minutes, so that a viewer sees GPUs change hands."""
     return ArbiterSettings(
         lease_s=lease_s, renewal_lead_s=lease_s / 3, round_pause_s=0.3, probe_s=0.5, bid_s=0.5, beat_s=0.5
     )
@@ -149,7 +149,7 @@ def run(options: Options) -> Result:
 
 @contextmanager
 def _site(options: Options, scratch: Path) -> Iterator[tuple[Site, Watch]]:
-    """Start the site on the bus that was asked for."""
+    """Start the site on the requested bus."""
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     site = local_site(
@@ -162,7 +162,7 @@ def _site(options: Options, scratch: Path) -> Iterator[tuple[Site, Watch]]:
     user = urlsplit(options.bus).username
     if urlsplit(options.bus).scheme not in ("amqp", "amqps") or not user:
         raise usage("--bus is neither `memory` nor a broker's URL", "write it like amqp://guest:guest@localhost/")
-    prefix = f"demo-{secrets.token_hex(4)}."  # what earlier runs left on the broker is none of our business
+    prefix = f"demo-{secrets.token_hex(4)}."  # queues of earlier runs on the broker are not ours
     site = on_broker(site, options.bus, user=user, prefix=prefix)
     try:
         with as_processes(site, scratch / "config", logs) as check:
@@ -172,7 +172,7 @@ def _site(options: Options, scratch: Path) -> Iterator[tuple[Site, Watch]]:
 
 
 async def _sweep(url: str, prefix: str, site: Site) -> None:
-    """Remove what this run made on the broker."""
+    """Remove this run's queues from the broker."""
     parties = (Party("app", site.app.owner), *(Party("node", node.node) for node in site.nodes))
     try:
         await AmqpBus(url, topology=Topology(prefix=prefix)).dismantle(parties)
@@ -193,7 +193,7 @@ def _logging_to(log: TextIO) -> Iterator[None]:
 
 
 def _watch(client: Client, check: Watch, screen: Display, *, deadline: float) -> None:
-    """Show how things stand until every app is over or time is."""
+    """Show the apps until every one is over or time is up."""
     began = time.monotonic()
     while time.monotonic() < deadline:
         check()
@@ -210,7 +210,7 @@ def _all_told(client: Client) -> bool:
 
 
 def _output(client: Client, app: str) -> str:
-    """Return the last lines that an app wrote, as far as they can still be had."""
+    """Return the last lines that an app wrote, if they are still kept."""
     try:
         chunk = client.query("log", app)
     except Fault:
@@ -239,7 +239,7 @@ def _figures(app: Document, output: str) -> dict[str, Any]:
 
 
 def _accuracy(app: Document, output: str) -> float | None:
-    """Return what the app reported, or, for a script that never heard of us, what it printed."""
+    """Return the app's reported accuracy, or the printed one of a script that never heard of us."""
     if "accuracy" in app["metrics"]:
         return float(app["metrics"]["accuracy"])
     printed = _ACCURACY.findall(output)

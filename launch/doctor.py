@@ -1,4 +1,4 @@
-"""Self-checks of this host: each says what is, and what to do when it is not as it should be."""
+"""Self-checks of this host: each reports its finding, and the mend of a fault."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from protocol import exit_codes
 from protocol.bus import BusError
 from protocol.messages import Party
 
-Verdict = Literal["ok", "note", "fail"]
-#: What to do where an error's own next step is to ask `doctor`.
+CheckVerdict = Literal["ok", "note", "fail"]
+#: The mend where an error's own next step is to run `doctor`.
 MENDS = {
     "app agent": "to try it here: gpu-arbiter up; on a site: systemctl start gpu-arbiter-app-agent@OWNER, and set "
     "GPU_ARBITER_URL to the socket in its configuration",
@@ -36,10 +36,10 @@ MENDS = {
 
 
 class Check(Struct, frozen=True):
-    """One thing looked at. A `note` is no fault, but worth knowing; `mend` is what to do."""
+    """One check and its finding. A `note` is no fault, but worth knowing; `mend` tells the next step."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckVerdict
     found: str
     mend: str = ""
 
@@ -97,7 +97,7 @@ def _gpus() -> Check:
 
 
 def _containment() -> Check:
-    """Say what a node agent of this user would contain its tasks with."""
+    """Check the means of a node agent of this user to contain its tasks."""
     bounds = containment.choose("auto")
     found = f'containment = "auto" takes {bounds.kind!r} for this user'
     if not bounds.lacks:
@@ -114,7 +114,7 @@ def _state_folders() -> list[Path]:
 
 
 def _nodes_here(folders: Sequence[Path]) -> Iterator[Check]:
-    """Say of each node agent what it wrote down: the containment in force and the GPUs that it bars."""
+    """Report the notes of each node agent: the containment in force and the GPUs that it bars."""
     for folder in folders:
         standing = read_json(folder / STANDING, containment.Standing)
         if standing is not None:
@@ -142,7 +142,7 @@ async def _greet(url: str) -> None:
 
 
 def _running() -> Iterator[Check]:
-    """Look at the app agent, and through it at the broker and the arbiter: what is behind one that fails is unknown."""
+    """Check the app agent, and through it the broker and the arbiter; behind a failed one the rest is unknown."""
     try:
         with open_client() as client:
             met = client.ping()
@@ -185,4 +185,4 @@ def _sick(gpus: Iterable[dict[str, object]]) -> Iterator[Check]:
             yield Check("health", "note", f"{gpu['id']}: {gpu['detail']}", "see docs/operations.md, sick GPUs")
         if gpu.get("strangers"):
             found = f"{gpu['strangers']} processes under no lease use {gpu['id']}: {gpu['detail']}"
-            yield Check("strangers", "note", found, "end them, or choose what becomes of them: strangers in node.toml")
+            yield Check("strangers", "note", found, "end them, or set their treatment: strangers in node.toml")

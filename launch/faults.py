@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from protocol import exit_codes
 
 
-class Fault(Exception):  # noqa: N818 - may be the caller's, the world's or nobody's error
-    """Why a command could not do what it was asked; `next_step` is what to do about it.
+class Fault(Exception):  # noqa: N818 - not always an error, and not always the caller's
+    """The reason why a command failed; `next_step` is the mend.
 
-    `done` is what was done all the same, as fields of the document.
+    `done` tells the part that was done all the same, as fields of the document.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Fault(Exception):  # noqa: N818 - may be the caller's, the world's or nobo
         self.done = dict(done or {})
 
     def document(self) -> dict[str, object]:
-        """Return what `--json` prints."""
+        """Return the document for `--json`."""
         return {"schema": "error/v1", "error": self.sentence, "next": self.next_step, "code": self.code} | self.done
 
 

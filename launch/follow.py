@@ -67,7 +67,7 @@ def follow_logs(
 def _standing(client: Client, target: str) -> tuple[bool, bool]:
     """Return whether the app that `target` is or belongs to is known, and whether it will write no more."""
     name = target.split(".", 1)[0]
-    for record in client.apps():  # what the app agent knows it can say without the arbiter
+    for record in client.apps():  # the app agent answers for its own apps without the arbiter
         if record.app == name:
             return True, record.over
     app = next(iter(client.query("apps", name)["apps"]), None)

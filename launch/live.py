@@ -1,4 +1,4 @@
-"""How a run looks while it runs: a live table on a terminal, else a plain line when something changed."""
+"""The view of a run in progress: a live table on a terminal, else a plain line per change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADERS = ("APP", "TENANT", "NAME", "STATE", "GPUS", "RHO", "STEP", "GRANTS", "R
 
 
 class Display(Protocol):
-    """Shows where every app stands."""
+    """Shows the state of every app."""
 
     def show(self, apps: Document, elapsed_s: float) -> None:
         """Show the ``apps/v1`` document."""
@@ -26,7 +26,7 @@ class Display(Protocol):
 
 @contextmanager
 def display(*, quiet: bool) -> Iterator[Display]:
-    """Return what suits stderr: stdout belongs to the result."""
+    """Yield the display that suits stderr: stdout belongs to the result."""
     if quiet:
         yield _Silence()
     elif sys.stderr.isatty():
@@ -55,7 +55,7 @@ def row(app: Document) -> tuple[str, ...]:
 
 class _Silence:
     def show(self, apps: Document, elapsed_s: float) -> None:
-        """Show nothing: a program reads along."""
+        """Show nothing: the reader is a program."""
 
 
 class _Lines:
@@ -65,7 +65,7 @@ class _Lines:
         self._seen: dict[str, tuple[str, int]] = {}
 
     def show(self, apps: Document, elapsed_s: float) -> None:
-        """Print what changed."""
+        """Print a line for each app that changed."""
         for app in apps["apps"]:
             now = (str(app["state"]), len(app["gpus"]))
             if self._seen.get(app["id"]) != now:

@@ -1,4 +1,4 @@
-"""Where the daemons' log lines go: stderr, one line each; JSON when nobody reads along (systemd, files)."""
+"""The daemons' log lines: on stderr, one line each; as JSON unless stderr is a terminal (systemd, files)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BROKER_LIBRARIES = frozenset({"aiormq", "aio_pika", "pamqp"})
 
 
 def configure(level: str = "info", *, json: bool | None = None, stream: TextIO | None = None) -> None:
-    """Set up structlog for this process, and what libraries log with it.
+    """Set up structlog for this process, for the log lines of libraries too.
 
     `json` None: JSON unless `stream` (stderr) is a terminal.
     """
@@ -41,7 +41,7 @@ def configure(level: str = "info", *, json: bool | None = None, stream: TextIO |
 
 
 class LibraryLines(logging.Handler):
-    """Turns what a library logs into one line like ours."""
+    """Turns a library's log record into one line like ours."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Log `record`; with its traceback, unless that is of an error of a connection."""

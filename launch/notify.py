@@ -1,4 +1,4 @@
-"""Tell systemd how a daemon is: ready, alive, stopping. Without systemd every call does nothing.
+"""Tell systemd a daemon's state: ready, alive, stopping. Without systemd every call does nothing.
 
 The protocol is one datagram to the Unix socket named by NOTIFY_SOCKET (sd_notify(3)); the watchdog's interval is in
 WATCHDOG_USEC (sd_watchdog_enabled(3)).
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 
 def notify(state: str, environ: Mapping[str, str] | None = None) -> bool:
-    """Send `state` (``READY=1``, ``WATCHDOG=1``, ``STOPPING=1``, ``STATUS=...``); return whether anybody was told."""
+    """Send `state` (``READY=1``, ``WATCHDOG=1``, ``STOPPING=1``, ``STATUS=...``); return whether it was sent."""
     address = (os.environ if environ is None else environ).get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
@@ -23,7 +23,7 @@ def notify(state: str, environ: Mapping[str, str] | None = None) -> bool:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as channel:
             channel.connect(address)
             channel.sendall(state.encode())
-    except OSError:  # a daemon must not die because nobody listens
+    except OSError:  # a daemon must not die because no systemd listens
         return False
     return True
 
@@ -38,9 +38,9 @@ def watchdog_s(environ: Mapping[str, str] | None = None) -> float | None:
 
 
 def feeder(environ: Mapping[str, str] | None = None, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
-    """Return what a shell calls as `on_alive`: the first call says ready, later ones feed the watchdog.
+    """Return the `on_alive` of a shell: the first call says ready, later ones feed the watchdog.
 
-    Fed at a quarter of the interval: a loop that stands still for longer is restarted by systemd.
+    The watchdog is fed at a quarter of its interval; systemd restarts a loop that stands still for the whole of it.
     """
     interval_s = watchdog_s(environ)
     fed_at: float | None = None

@@ -1,7 +1,7 @@
-"""What can be known before an app is submitted: whether its program is there, and whether its gang can ever fit.
+"""Checks before an app is submitted: its program must exist, and its gang must fit a node.
 
-The files are looked for on this host as a node agent looks for them on its own, since both see the same folders. The
-nodes are known to the arbiter.
+The files are searched on this host as a node agent searches its own, since both see the same folders. The arbiter knows
+the nodes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from launch.spec import INHERITED, telling
 from launch.surface import plural
 from protocol import exit_codes, limits
 
-#: How long the arbiter may take to say what nodes there are: a user does not want to wait for one that is away.
+#: Seconds that the arbiter may take to list the nodes: a user does not want to wait for one that is away.
 PATIENCE_S = 1.0
 UNCHECKED = "mend it; or, if it is only on the nodes, submit with --no-check"
 
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*")
-#: Interpreters whose first word, if that is no flag, is a script; of Python's flags more is known.
+#: Interpreters with a script as their first word, if that is no flag; Python's flags are known in detail.
 _RUNNERS = frozenset({"bash", "dash", "sh", "zsh", "torchrun"})
 #: Flags of Python that take the next word, and those after which no script comes.
 _WITH_WORD, _WITHOUT_SCRIPT = frozenset("WX"), frozenset("cmhV?")
@@ -36,7 +36,7 @@ def check_files(spec: AppSpec) -> None:
     Raises
     ------
     Fault
-        With code 2, naming what is not there.
+        With code 2, naming the missing file or folder.
     """
     if _is_lacking(Path(spec.cwd)):
         raise usage(f"the working folder {spec.cwd} does not exist on this host", UNCHECKED)
@@ -51,14 +51,14 @@ def check_files(spec: AppSpec) -> None:
 
 
 def _exists(script: str, program: str, cwd: str, path: str) -> bool:
-    """Whether a script is there; a shell also looks for one where programs are."""
+    """Whether a script exists; a shell also searches the folders of programs."""
     if not _is_lacking(Path(cwd, script)):
         return True
     return not _PYTHON.fullmatch(Path(program).name) and shutil.which(script, path=path) is not None
 
 
 def _is_lacking(path: Path) -> bool:
-    """Whether there is no such file or folder; of a place that this user may not look into that cannot be told."""
+    """Whether there is no such file or folder; False where this user may not look."""
     try:
         return not path.exists()
     except PermissionError:
@@ -80,7 +80,7 @@ def _script_of_python(words: Sequence[str]) -> str:
         if word == "--":
             return next(rest, "")
         if word.startswith("--") or word == "-":
-            return ""  # what runs is standard input, or nothing
+            return ""  # Python reads standard input, or runs no script
         if not word.startswith("-"):
             return word
         for place, flag in enumerate(word[1:], start=2):
@@ -119,7 +119,7 @@ def _check_limits(spec: AppSpec, capacity: Mapping[str, Any]) -> None:
 
 
 def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
-    """Return what is worth knowing about when an app can start, given the arbiter's ``capacity/v1`` document.
+    """Return notes on when an app can start, given the arbiter's ``capacity/v1`` document.
 
     Raises
     ------
@@ -140,13 +140,13 @@ def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
     if spec.gang > usable:
         has = f"the largest has {usable} of its GPUs in service" if usable else "no GPU is in service"
         notes.append(f"no node has {plural(spec.gang, 'GPU')} in service now ({has}); the app waits until one has")
-    for asked, most, what in (
+    for asked, most, resource in (
         (spec.requirements.cpus, capacity["cpus_max"], "CPU cores"),
         (spec.requirements.host_bytes / 2**30, capacity["host_bytes_max"] / 2**30, "GiB of host memory"),
     ):
         if asked > most > 0:
             notes.append(
-                f"each job asks for {asked:g} {what}, and no node says that it has more than {most:.4g}; "
+                f"each job asks for {asked:g} {resource}, and no node says that it has more than {most:.4g}; "
                 "under a policy that looks at that the app never starts"
             )
     return notes

@@ -1,4 +1,4 @@
-"""From flags and a spec file to what the app agent is asked to run."""
+"""From flags and a spec file to the specification for the app agent."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from typing import Any
 import msgspec
 
 from app_agent.core.spec import AppSpec, nested
-from arbiter.core.policies.oasis.utility import FORMS, parse
+from arbiter.core.policies.oasis.utility import FORMS, UNITS, parse
 from launch.faults import usage
 from protocol.config import in_words, kind_of
 from protocol.messages import Requirements, Utility
 
-#: Of the submitter's environment, what a task needs to find the same programs; everything else is asked for by --env.
+#: Variables of the submitter's environment by which a task finds the same programs; --env asks for all others.
 INHERITED = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG")
-#: What is for the simulator only.
+#: Fields for the simulator only.
 SIMULATED_ONLY = ("spans", "gpus_max")
 #: Words of a variable's name that say that its value is secret.
 _SECRET = re.compile(r"(API|ACCESS|AUTH|PRIVATE|SSH)?KEY|.*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)|CREDENTIALS?")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def seconds(text: str, flag: str) -> float:
@@ -39,7 +38,7 @@ def seconds(text: str, flag: str) -> float:
     Fault
         Naming `flag`, for anything else.
     """
-    number, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1.0)
+    number, unit = (text[:-1], UNITS[text[-1]]) if text[-1:] in UNITS else (text, 1.0)
     try:
         value = float(number) * unit
     except ValueError:
@@ -50,7 +49,7 @@ def seconds(text: str, flag: str) -> float:
 
 
 def some_seconds(text: str, flag: str) -> float:
-    """Return a length of time as `seconds` does; raises `Fault` for none at all, too."""
+    """Return a length of time as `seconds` does; raises `Fault` for 0, too."""
     value = seconds(text, flag)
     if value <= 0.0:
         raise usage(f"{flag} is {text!r}; it must be more than 0", "write 0.2s, or leave it out where it is not known")
@@ -58,7 +57,7 @@ def some_seconds(text: str, flag: str) -> float:
 
 
 def _time(read: Callable[[str, str], float], value: Any, word: str) -> Any:
-    """Return what a spec file says: text as `read` takes it, a number as it is."""
+    """Return a time of a spec file: text as `read` takes it, a number as it is."""
     return read(value, word) if isinstance(value, str) else value
 
 
@@ -102,21 +101,21 @@ def size(text: str, flag: str) -> int:
 
 
 def _with_unit(number: str, value: float) -> str:
-    """Return what was probably meant by that number without a unit: gigabytes, then megabytes, then bytes."""
+    """Return the probable meaning of a number without a unit: gigabytes, then megabytes, then bytes."""
     if value < 2**20:
         return f"{number}{'G' if value < 512 else 'M'}"
     return f"{math.ceil(value / _SIZES['M'])}M"
 
 
 def _memory(value: Any, word: str) -> int:
-    """Return the bytes that a spec file says: text as `size` reads it; of numbers without a unit only 0 is one."""
+    """Return the bytes of a spec file: text as `size` reads it; 0 is the only number without a unit."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise usage(f'{word} must be text such as "8G", and is {kind_of(value)}', f'write {word} = "8G"')
     return size(str(value), word)
 
 
 def utility(text: str, flag: str) -> Utility:
-    """Return what an app is worth by when it ends, given as ``deadline:6h`` or ``sigmoid:50,2/h,6h``.
+    """Return an app's worth as a function of its end, given as ``deadline:6h`` or ``sigmoid:50,2/h,6h``.
 
     Raises
     ------
@@ -196,7 +195,7 @@ def secret_files(wanted: Sequence[str]) -> dict[str, str]:
 
 
 def whole_paths(files: Any) -> Any:
-    """Return these files as every node should see them; what is no table of text stays as it is."""
+    """Return these files as every node should see them; a value that is no table of text stays as it is."""
     if not isinstance(files, dict):
         return files
     return {name: absolute(Path(file).expanduser()) if isinstance(file, str) else file for name, file in files.items()}
@@ -234,7 +233,7 @@ def trials(command: Sequence[str], files: Path | None, given: Sequence[str]) -> 
     return tuple((*command, *shlex.split(line)) for line in lines)
 
 
-#: What a spec file may say as the flags do: the field, and how its value is read if not as it is.
+#: Words of a spec file that are named as the flags: the field, and the function that reads the value, if any.
 WORDS: dict[str, tuple[str, Callable[[Any, str], Any] | None]] = {
     "class": ("kind", None),
     "memory": ("host_bytes", _memory),
@@ -309,8 +308,8 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
         raise usage(f"the spec cannot be used: {words.replace(name, name + flag, 1)}", mend) from None
     if app_spec.spans:
         raise usage(
-            "spans is true, but on a real site all GPUs of one job lie on one node, as nothing stops its parts at the "
-            "same mini-batch yet",
+            "spans is true, but on a real site all GPUs of one job lie on one node, as no node agent stops its parts "
+            "at the same mini-batch yet",
             "leave spans out, and ask for a gang that fits one node",
         )
     if app_spec.gpus_max:
@@ -322,7 +321,7 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
 
 
 def _utility(written: Any) -> Any:
-    """Return a utility written as text, or in the form it has already; raises `Fault` for what can be neither."""
+    """Return a utility written as text, or in its own form already; raises `Fault` for any other value."""
     if isinstance(written, str):
         return utility(written, "utility")
     if isinstance(written, Utility | dict | None):

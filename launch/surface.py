@@ -1,7 +1,7 @@
-"""How the command line speaks: documents for programs, plain tables for people, sentences on stderr.
+"""The form of the command line's answers: documents for programs, plain tables for people, sentences on stderr.
 
-stdout carries what was asked for and nothing else. `--json` (or GPU_ARBITER_OUTPUT=json) prints one document with a
-`schema` name; fields are added within a schema's version, never changed. No colour, no prompt, no control characters.
+stdout carries the answer and nothing else. `--json` (or GPU_ARBITER_OUTPUT=json) prints one document with a `schema`
+name; fields are added within a schema's version, never changed. No colour, no prompt, no control characters.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def emit(document: Document) -> None:
 
 
 def say(text: str) -> None:
-    """Print what was asked for, as text."""
+    """Print the answer, as text."""
     sys.stdout.write(text.rstrip("\n") + "\n")
     sys.stdout.flush()
 
 
 def note(sentence: str) -> None:
-    """Tell the person something that is not the answer."""
+    """Tell the person a sentence beside the answer."""
     sys.stderr.write(sentence.rstrip("\n") + "\n")
     sys.stderr.flush()
 
 
 def report(fault: Fault, *, as_json: bool) -> None:
-    """Say why the command failed: a sentence and the next step on stderr, with `--json` a document on stdout too."""
+    """Report a fault: a sentence and the next step on stderr, with `--json` a document on stdout too."""
     if as_json:
         emit(fault.document())
     note(f"gpu-arbiter: {fault.sentence}")

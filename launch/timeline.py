@@ -1,4 +1,4 @@
-"""Who held which GPU when, as a picture."""
+"""A picture of the leases: the app on each GPU over time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draw(spans: Sequence[Document], names: dict[str, str], path: Path) -> None:
     axes.set_yticks(range(len(rows)), [gpu for _node, gpu in rows], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    axes.set_title("who held which GPU when")
+    axes.set_title("leases by GPU")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[app]) for app in apps]
     axes.legend(handles, [names.get(app, app) for app in apps], loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     figure.savefig(path, dpi=110)

@@ -39,7 +39,7 @@ def _app_row(app: Document) -> tuple[str, ...]:
 
 
 def progress(app: Document) -> str:
-    """Return how far an app is: of its newest attempts, or while it has none what is saved of the last."""
+    """Return an app's progress: of its newest attempts, or of the last checkpoint while it has no attempt."""
     saved = app.get("saved") or {"steps": 0}
     if app["tasks"] or not saved["steps"] or app["state"] in OVER:
         return steps(app["tasks"])
@@ -47,7 +47,7 @@ def progress(app: Document) -> str:
 
 
 def steps(tasks: Sequence[Document]) -> str:
-    """Return how far the newest attempt of the furthest job is: mini-batches done, of how many."""
+    """Return the progress of the newest attempt of the furthest job: mini-batches done, of all."""
     if not tasks:
         return "-"
     furthest = max(tasks, key=lambda task: (task["step"], task["total_steps"]))
@@ -66,8 +66,8 @@ def shares_table(document: Document) -> str:
     lines = [table(headers, [_tenant_row(tenant) for tenant in tenants]), policy]
     if named > document["gpus"]:
         lines.append(
-            f"the quotas are of {named} GPUs, and there are {document['gpus']}: each is cut in proportion, and nothing "
-            "is due to tenants without one; give less in [[arbiter.tenants]]"
+            f"the quotas are of {named} GPUs, and there are {document['gpus']}: each is cut in proportion, and tenants "
+            "without a quota are due nothing; give less in [[arbiter.tenants]]"
         )
     return "\n".join(lines)
 
@@ -125,7 +125,7 @@ def rounds_table(document: Document, now: float) -> str:
 
 
 def _round_row(entry: Document, now: float) -> tuple[str, ...]:
-    """Return a round's line: what was on offer, the apps that got GPUs, and how many others it told of got none."""
+    """Return a round's line: the GPUs on offer, the apps that got some, and the number of apps that got none."""
     won = [f"{outcome['app']} ({len(outcome['gpus'])})" for outcome in entry["outcomes"] if outcome["gpus"]]
     without = len(entry["outcomes"]) + entry["outcomes_left_out"] - len(won)
     return (
@@ -139,7 +139,7 @@ def _round_row(entry: Document, now: float) -> tuple[str, ...]:
 
 
 def explanation(document: Document, now: float) -> str:
-    """Return `explain`: state, what it holds, the rounds that decided it, its story, and one next step."""
+    """Return `explain`: state, GPUs held, the rounds that decided it, its story, and one next step."""
     if "app" not in document:  # a task, node, GPU or lease: only its story
         return _story(document, now)
     parts = [_headline(document), _fairness(document), _gpu_time(document), _claims(document), _rounds(document, now)]
@@ -151,11 +151,10 @@ def explanation(document: Document, now: float) -> str:
 def _headline(document: Document) -> str:
     held = document.get("held") or []
     holding = f"holds {len(held)} of the {document['want']} GPUs it can use"
-    what = ", interactive" if document.get("class") == "interactive" else ""
-    if document["state"] in OVER:
-        line = f"{document['app']}{what} of tenant {document['tenant']} is {document['state']}"
-    else:
-        line = f"{document['app']}{what} of tenant {document['tenant']} is {document['state']} and {holding}"
+    kind = ", interactive" if document.get("class") == "interactive" else ""
+    line = f"{document['app']}{kind} of tenant {document['tenant']} is {document['state']}"
+    if document["state"] not in OVER:
+        line += f" and {holding}"
     if held:
         line += ": " + ", ".join(map(str, held))
     for share in document.get("shares") or ():
@@ -165,7 +164,7 @@ def _headline(document: Document) -> str:
 
 
 def _binding(document: Document) -> str:
-    """Return what keeps it from starting, by name: without that the next round would give it GPUs."""
+    """Return the obstacle that keeps it from starting: without that the next round would give it GPUs."""
     binding = document.get("binding")
     if not binding:
         return ""
@@ -173,7 +172,7 @@ def _binding(document: Document) -> str:
     return f"\nIn its way{estimate}: {binding['text']}"
 
 
-#: What an app's finish-time fairness rests on, by its `rho_basis`.
+#: The basis of an app's finish-time fairness in words, by its `rho_basis`.
 _BASIS = {"declared": ", by the times that its owner declared", "measured": ", by times as measured"}
 
 
@@ -197,14 +196,14 @@ def _rho(document: Document) -> str:
 
 
 def _gpu_time(document: Document) -> str:
-    """Return where its GPU time went, if anything of it is worth a word."""
+    """Return a sentence on its GPU time, with the losses worth a word."""
     had = document.get("gpu_seconds")
     if not had:
         return ""
     kinds = (("lost", "was lost to preemptions and failures"), ("draining", "went by while GPUs were being left"))
     told = [
-        f"{duration(seconds)} {what}"
-        for kind, what in kinds
+        f"{duration(seconds)} {fate}"
+        for kind, fate in kinds
         if (seconds := document.get(f"{kind}_gpu_seconds") or 0.0) >= 1.0
     ]
     parked = document.get("parked_gpu_seconds") or 0.0
@@ -262,7 +261,7 @@ def _tasks(document: Document) -> str:
 
 
 def _task_row(task: Document) -> tuple[str, ...]:
-    """Return a task's line: where its mini-batch time comes from, and the part of the time in which it has its GPUs."""
+    """Return a task's line: the source of its mini-batch time, and the part of the time in which it has its GPUs."""
     measured = task.get("measured") or {}
     source = str(measured.get("source") or "unknown")
     share = float(measured.get("share", 1.0))
@@ -282,9 +281,9 @@ def next_step(document: Document) -> str:
     app = document["app"]
     match str(document["state"]):
         case "refused":
-            return "submit it again with what the refusal names"
+            return "submit it again with the change that the refusal names"
         case "failed" if any(str(chapter["what"]).startswith("refused") for chapter in document.get("story") or ()):
-            return "submit it again with what the refusal names"
+            return "submit it again with the change that the refusal names"
         case "failed":
             return f"gpu-arbiter logs {app}"
         case "finished" | "cancelled":
@@ -292,4 +291,4 @@ def next_step(document: Document) -> str:
         case _ if document.get("held"):
             return f"gpu-arbiter logs -f {app}"
         case _:
-            return f"gpu-arbiter wait {app} --for running   # or: gpu-arbiter nodes, to see who holds what"
+            return f"gpu-arbiter wait {app} --for running   # or: gpu-arbiter nodes, to see the holders of GPUs"

@@ -1,4 +1,4 @@
-"""What the exit code of `gpu-arbiter` means: a contract with scripts, written down in docs/cli.md.
+"""The meaning of the exit codes of `gpu-arbiter`: a contract with scripts, written down in docs/cli.md.
 
 `run` and `wait` return the app's own exit code instead (128 + n when signal n ended it).
 """
@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 DONE = 0
-FAILED = 1  #: the thing asked for was tried and failed, or an app failed without a code of its own
+FAILED = 1  #: the command was tried and failed, or an app failed without a code of its own
 USAGE = 2  #: the command line or a file it names is wrong
 NOT_FOUND = 3  #: no such app, task or node
 REFUSED = 4  #: refused by policy, or can never fit
 TIMED_OUT = 5  #: `--timeout` passed first
 UNREACHABLE = 6  #: no daemon, arbiter or broker answers; of `submit` with an id: it is queued all the same
 NOT_PERMITTED = 7
-CHANGED = 8  #: what the command was based on has changed underneath
+CHANGED = 8  #: the state that the command was based on has changed underneath
 PREEMPTED = 75  #: EX_TEMPFAIL: the app ended preempted and will not be started again
 INTERRUPTED = 130  #: 128 + SIGINT
 

@@ -1,4 +1,4 @@
-"""What the version before this one wrote, in today's form; read for one release.
+"""Values written by the version before this one, in today's form; read for one release.
 
 There the wishes of a user stood one by one in an app's report, record and spec, and some of them in each of its jobs.
 Today they are one value, `Requirements`. So an app agent of that version is understood, and snapshots and events that
@@ -41,6 +41,8 @@ def gathered(raw: Any) -> Any:
         return raw
     # The settings of policies have other names today; the arbiter is told all of them anew at each start.
     fields = {name: gathered(value) for name, value in raw.items() if name != "policy_settings"}
+    if isinstance(fields.get("classes"), list):
+        fields["classes"] = [_KINDS.get(name, name) for name in fields["classes"]]
     if not {"tenant", "gang"} <= fields.keys() or "requirements" in fields:
         return fields
     jobs = fields.get("jobs") or [{}]  # of one app they all had the same wishes

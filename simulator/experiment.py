@@ -25,12 +25,10 @@ from simulator.cluster import Cluster, ClusterError, parse_cluster
 from simulator.costs import Costs, CostsError, parse_costs
 from simulator.figures.results import Run
 from simulator.profiles import ProfileError, Profiles, built_in, crude, measured
-from simulator.workload import Workload, WorkloadError, fitgpp_workload, load, themis_workload
+from simulator.workload import Workload, WorkloadError, fitgpp, fitgpp_workload, load, themis_workload
 
 Progress = Callable[[int, int], None]  #: told (jobs that are over, all jobs)
 
-#: What `--policy` may be: the arbiter's own and the reference line.
-POLICY_NAMES = (*POLICIES, fluid.NAME)
 #: A trace that starts so is drawn, not read.
 THEMIS = "themis:"
 #: The keys that may follow: ``themis:1?apps=20&contention=2``.
@@ -46,7 +44,7 @@ GENERATOR_KEYS: Mapping[str, type] = {
     "curve_points": int,
 }
 #: A workload drawn after FitGpp's: ``fitgpp?jobs=1024&interactive=0.3``.
-FITGPP = "fitgpp"
+FITGPP = fitgpp.NAME
 FITGPP_KEYS: Mapping[str, type] = {"jobs": int, "interactive": float, "load": float, "grace": float}
 #: Apps of a drawn workload, unless it says.
 APPS = 40
@@ -58,11 +56,6 @@ _APART = {"policy", "seed", "tenants"}
 UNUSED = ("beat_s", "node_timeout_s", "app_timeout_s")
 #: How the name of a policy's setting begins: ``policy.las.threshold_gpu_s``.
 OF_POLICY = "policy."
-#: Fields of the arbiter's settings and of its policies', which `knobs` may set.
-KNOBS = (
-    *(name for name in FIELDS if name not in {*_APART, *UNUSED}),
-    *(f"{OF_POLICY}{name}.{field}" for name, each in POLICIES.items() for field in each.settings.__struct_fields__),
-)
 
 
 StructT = TypeVar("StructT", bound=Struct)
@@ -241,6 +234,19 @@ def beginning(workload: Workload, first: int) -> Workload:
 # --- the settings -----------------------------------------------------------------------------------------------------
 
 
+def policy_names() -> list[str]:
+    """Return what `--policy` may be: the arbiter's own and the reference line."""
+    return [*POLICIES, fluid.NAME]
+
+
+def knob_names() -> list[str]:
+    """Return what `Experiment.knobs` may set: fields of the arbiter's settings and of its policies'."""
+    return [
+        *(name for name in FIELDS if name not in {*_APART, *UNUSED}),
+        *(f"{OF_POLICY}{name}.{field}" for name, each in POLICIES.items() for field in each.settings.__struct_fields__),
+    ]
+
+
 def settings_of(experiment: Experiment) -> ArbiterSettings:
     """Return the arbiter's settings for this run.
 
@@ -249,9 +255,9 @@ def settings_of(experiment: Experiment) -> ArbiterSettings:
     ExperimentError
         Naming the policy or the setting that cannot be.
     """
-    if experiment.policy not in POLICY_NAMES:
+    if experiment.policy not in policy_names():
         raise ExperimentError(
-            f"the policy {experiment.policy!r} is not known; choose one of {', '.join(sorted(POLICY_NAMES))}"
+            f"the policy {experiment.policy!r} is not known; choose one of {', '.join(sorted(policy_names()))}"
         )
     settings = ArbiterSettings(seed=experiment.seed, tenants=tenants_of(experiment.tenants))
     if experiment.policy in POLICIES:
@@ -348,8 +354,8 @@ def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSetting
             f"{name} has no effect here: no message is lost and nobody dies, so nothing is said twice or timed out; "
             "leave it out"
         )
-    if name not in KNOBS:
-        mend = renamed(name).replace("arbiter.", "") if name in RENAMED else f"choose one of {', '.join(KNOBS)}"
+    if name not in (known := knob_names()):
+        mend = renamed(name).replace("arbiter.", "") if name in RENAMED else f"choose one of {', '.join(known)}"
         raise ExperimentError(f"there is no setting {name!r}; {mend}")
     if not name.startswith(OF_POLICY):
         return _with_field(settings, name, name, text)

@@ -1,6 +1,6 @@
-"""One app as its agent sees it: the state, the scheduler of its search, and what follows from the two.
+"""One app as its agent sees it: the state, the scheduler of its search, and the facts that follow from the two.
 
-What follows is derived again when the jobs or the search are new. It is never part of the state.
+The facts are derived again when the jobs or the search are new. They are never part of the state.
 """
 
 from __future__ import annotations

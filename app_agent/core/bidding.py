@@ -1,4 +1,4 @@
-"""The two questions of a round: how fair is the app's lot (probe), and what is the offer worth to it (bid)."""
+"""The two questions of a round: how fair is the app's lot (probe), and how much is the offer worth to it (bid)."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def valuation_of(app: App, *, elapsed_s: float, apps_mean: float) -> Valuation:
         elapsed_s=elapsed_s,
         lease_s=state.lease_s,
         fair_s=valuation.fair_time_s(estimates.ideal_s(app), apps_mean=apps_mean),
-        # A gang may be larger than every node: to hope for better would mean never to bid for what there is.
+        # A gang may be larger than every node: to hope for better would mean never to bid at all.
         hoped=terms[-1].level if state.spec.spans and state.spec.gang > 1 else "machine",
         sizes=state.spec.sizes,
     )
 
 
 def _terms(app: App) -> tuple[LevelTerms, ...]:
-    """Return what each level means to this app.
+    """Return the terms of this app at each level.
 
     A level bounds the union of the app's GPUs, but each job stands on one node. So one job accepts nothing beyond level
     `machine`, one node; several jobs are as fast in a cluster as on a node, only that a job cannot count on more than

@@ -1,14 +1,14 @@
 """From an offer to a bid: the rows "k GPUs in all at that level, and rho would be so much".
 
 A bid is a compact valuation. Under Eq. 1 and Eq. 2 rho depends on nothing but how many gangs an app has and how far
-apart they lie, so the rows say what every placement is worth without listing any: the arbiter chooses the placement.
-What of the table can occur follows from the offer: k is bounded by the largest hole at each level, or by the one hole
+apart they lie, so the rows give the worth of every placement without listing any: the arbiter chooses the placement.
+The rows that can occur follow from the offer: k is bounded by the largest hole at each level, or by the one hole
 around the GPUs the app keeps, since a level bounds the union of kept and new GPUs. Gangs lie within one machine, so new
 GPUs come in whole gangs, except where they complete a part of a gang that is kept. Gangs of an app that spans machines
 lie anywhere: of it, kept and new GPUs together are whole gangs.
 
 A valuation that depends on more (NVLink islands, types of GPUs, how a job is split) says that in explicit rows,
-`protocol.messages.ExplicitRow`, with the compact rows as what holds anywhere; no valuation here needs them.
+`protocol.messages.ExplicitRow`, with the compact rows for all other placements; no valuation here needs them.
 
 No instants, no state: numbers in, rows out.
 """
@@ -41,12 +41,12 @@ Mask = NDArray[np.bool_]
 
 
 class Room(Struct, frozen=True):
-    """What an app can win while the union of its GPUs, kept and new, lies in one place of some level.
+    """The GPUs an app can win while the union of its GPUs, kept and new, lies in one place of some level.
 
     Attributes
     ----------
     new_max
-        The most new GPUs, in whole gangs (with what is kept, if the app spans).
+        The most new GPUs, in whole gangs (together with the kept ones, if the app spans).
     completing
         completing[r]: n new GPUs with n % gang = r are whole gangs together with at least so many kept GPUs that were
         parts of gangs. Other n are not whole gangs anywhere.
@@ -57,7 +57,7 @@ class Room(Struct, frozen=True):
 
 
 class Reach(Struct, frozen=True):
-    """What matters of an offer: `kept` GPUs, `level` they lie at, whole `gangs` of them, and the room at each level."""
+    """An offer in numbers: `kept` GPUs, the `level` they lie at, whole `gangs` of them, the room at each level."""
 
     kept: int
     level: Level
@@ -73,9 +73,9 @@ def reach_of(
     spans: bool = False,
     levels: Iterable[Level] = LEVELS,
 ) -> Reach:
-    """Return what an app that keeps `kept` can reach of `offered` at `levels`, in gangs of `gang` GPUs.
+    """Return the reach of an app that keeps `kept` into `offered`, at `levels`, in gangs of `gang` GPUs.
 
-    Each gang lies in one machine, unless the app `spans` machines.
+    Each gang lies on one node, unless the app `spans` nodes.
     """
     mine, free = _by_slot(kept), _by_slot(offered)
     if spans:
@@ -92,7 +92,7 @@ def reach_of(
 
 
 def _spanning_reach(mine: Places, free: Places, gang: int, levels: Iterable[Level]) -> Reach:
-    """Return what can be reached where gangs lie anywhere: with what is kept, only whole gangs in all."""
+    """Return the reach where gangs lie anywhere: together with the kept GPUs, only whole gangs in all."""
     kept = sum(mine.values())
     rooms = {}
     for level in levels:
@@ -156,9 +156,9 @@ def rho_kept(value: Valuation, reach: Reach) -> float:
 def bid_rows(value: Valuation, reach: Reach, *, rho_none: float, gpus_max: int) -> tuple[BidRow, ...]:
     """Return the rows of a bid: rho for every total up to `gpus_max` that can occur, at each level, pruned.
 
-    `rho_none` is `rho_kept`. Lossless but for what `thinned` says: for every placement in whole gangs, the best row it
-    satisfies is the rho of the union, or that of gaining nothing where this is better. (With parts of gangs kept on two
-    machines or more the row may say less, never more: `_completing`.)
+    `rho_none` is `rho_kept`. Lossless but for the bound in `thinned`: for every placement in whole gangs, the best row
+    it satisfies is the rho of the union, or that of gaining nothing where this is better. (With parts of gangs kept on
+    two nodes or more the row may say less, never more: `_completing`.)
 
     Source: findings on the auction, section 2.
     """
@@ -188,9 +188,9 @@ def undominated(table: Floats, *, rho_none: float, gang: int = 1) -> Mask:
     """Say which entries of rho[level, n], n new GPUs and the loosest level first, no other one dominates.
 
     One that is at least as loose, asks for no more GPUs and promises no worse a rho dominates; so does gaining nothing,
-    `rho_none`. Lossless: what satisfies the dominated row satisfies the other one too, leaving out GPUs. Only whole
-    gangs can be left out, so rows are compared only if their counts differ by whole gangs. Of two equal rows the looser
-    one stays, which leaves the arbiter more freedom.
+    `rho_none`. Lossless: an allocation that satisfies the dominated row satisfies the other one too, leaving out GPUs.
+    Only whole gangs can be left out, so rows are compared only if their counts differ by whole gangs. Of two equal rows
+    the looser one stays, which leaves the arbiter more freedom.
 
     Source: findings on the auction, section 2.
     """

@@ -1,7 +1,7 @@
 """The app's own division of its GPUs among its jobs: each job on one node, in one slot if possible.
 
-Jobs stay where they are. What is free goes first to jobs that wait, a gang each in the search's order, then what is
-left of a node to the jobs just placed there, from one size that they accept to the next. A job that spans nodes is
+Jobs stay where they are. Free GPUs go first to jobs that wait, a gang each in the search's order, then the rest
+of a node to the jobs just placed there, from one size that they accept to the next. A job that spans nodes is
 placed likewise, on one node if that is enough, else in one rack, else on few nodes.
 
 *Source:* PAPERS.md section 1, step 5 of a round; the order of the trials is that of the phase's least makespan.
@@ -18,7 +18,7 @@ from app_agent.core.model import HeldGpu
 from app_agent.core.valuation import effective_gpus
 from protocol.messages import GpuId, JobId, NodeId
 
-Nodes = Mapping[NodeId, list[HeldGpu]]  #: what is free, by node
+Nodes = Mapping[NodeId, list[HeldGpu]]  #: the free GPUs, by node
 
 
 class Asking(Struct, frozen=True):
@@ -58,7 +58,7 @@ def divide(free: Iterable[HeldGpu], asking: Sequence[Asking]) -> dict[JobId, tup
 
 
 def _settle(nodes: Nodes, ask: Asking, *, alone: bool) -> list[HeldGpu]:
-    """Take what a job begins with, or nothing if it does not fit; if it is alone, where most of its demand fits."""
+    """Take the GPUs a job begins with, or none if it does not fit; if it is alone, where most of its demand fits."""
     if ask.spans:
         return _spread(nodes, ask.fitting(min(ask.most if alone else ask.gang, sum(map(len, nodes.values())))))
     fits = [node for node, gpus in nodes.items() if len(gpus) >= ask.gang]
@@ -112,7 +112,7 @@ def _take(gpus: list[HeldGpu], count: int) -> list[HeldGpu]:
 
 
 def _extend(nodes: Nodes, homes: dict[JobId, list[HeldGpu]], asks: Mapping[JobId, Asking]) -> None:
-    """Hand out what is left, size by size, to the placed jobs with the fewest GPUs; to each where it is, if it can."""
+    """Hand out the rest, size by size, to the placed jobs with the fewest GPUs; to each where it is, if it can."""
     order = {job: index for index, job in enumerate(homes)}
     while True:
         steps = {job: step for job, gpus in homes.items() if (step := asks[job].step(len(gpus)))}

@@ -56,7 +56,7 @@ def left_s(app: App) -> tuple[float | None, float | None]:
 
 
 def basis(app: App) -> Basis:
-    """Return what the app's times rest on: nothing but a guess, while its steps or their time are not known."""
+    """Return the basis of the app's times: nothing but a guess, while its steps or their time are not known."""
     state = app.state
     steps_known = bool(state.spec.steps_total) or all(
         job.total_steps or isinstance(job.state, Done | Failed | Dropped) for job in state.jobs

@@ -1,8 +1,8 @@
 """The apps of one owner: a core that numbers them, gives each an agent, and keeps a record of those that are over.
 
-What its agents are told and say passes through unchanged. The owner's own events are `Submit`, `Cancel`, `Ask` and
-`Intervene`; whoever sent them hears back by effects that carry the same `request`. `Changed` tells every change of a
-record, so that nobody needs to poll. What may not enter: event loop, clock, dice, files, sockets.
+The messages to and from its agents pass through unchanged. The owner's own events are `Submit`, `Cancel`, `Ask` and
+`Intervene`; their sender hears back by effects that carry the same `request`. `Changed` tells every change of a
+record, so that no tool needs to poll. Kept out: event loop, clock, dice, files, sockets.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Ask(Struct, frozen=True, tag=True):
 
 
 class Intervene(Struct, frozen=True, tag=True):
-    """Event: the owner acts on what this core has no record of, such as another owner's app.
+    """Event: the owner acts on an app of which this core has no record, such as another owner's.
 
     The arbiter decides whether they may; its answer goes past this core.
     """
@@ -88,7 +88,7 @@ class JobRecord(Struct, frozen=True):
     `steps` of `total_steps` (0: unknown) mini-batches and `samples` are behind it, as far as its script says. One takes
     `step_s` (0: unknown), without time suspended, by `step_source`: its own word, or the period of a signal. It has its
     GPUs for a `share` of the time, 1 if it has them to itself, and beside it run the tasks `packed_with`; `remark` is
-    what its node agent found out about that.
+    its node agent's finding about that.
     """
 
     job: JobId
@@ -167,7 +167,7 @@ OwnEffect = Accepted | Declined | Changed
 
 
 class HostState(Struct):
-    """All the host knows; what a snapshot holds."""
+    """All the host knows; a snapshot holds this."""
 
     owner: OwnerId
     tenant: str
@@ -207,7 +207,7 @@ class AppHost:
     # --- events -----------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> Sequence[Effect]:
-        """Be told what happened; answer what to do, in order."""
+        """Take in one event; answer the effects, in order."""
         effects = self._take(event, now)
         if isinstance(event, Tick | Connected | Submit):
             self._forget(now)
@@ -243,7 +243,7 @@ class AppHost:
         return min(wanted, default=None)
 
     def validate(self) -> None:
-        """Assert what must always be true."""
+        """Assert the promises that always hold."""
         assert self.state.apps.keys() == self._agents.keys()
         assert self.state.apps.keys() <= self.state.records.keys()
         assert len(self.state.records) <= self.state.submitted
@@ -282,12 +282,12 @@ class AppHost:
         return [accepted, *self._note(app, self._agents[app].cancel(now))]
 
     def _hear(self, message: object, now: float) -> list[Effect]:
-        """Pass the arbiter's word to the app it is for; what is for nobody here changes nothing."""
+        """Pass the arbiter's word to the app it is for; a message for an app of another daemon changes nothing."""
         if isinstance(message, Answer) or not isinstance(message, ToOneApp) or message.app not in self._agents:
             return []
         answers = self._agents[message.app].hear(message, now)
         if isinstance(message, Probe | Offer):
-            return list(answers)  # What a round asks for changes no record, and a round is many questions.
+            return list(answers)  # The questions of a round change no record, and they are many.
         return self._note(message.app, answers)
 
     def _restate(self, app: AppId, now: float) -> list[Effect]:
@@ -360,7 +360,7 @@ def _job_record(job: Job) -> JobRecord:
 
 
 def _standing(state: AppState) -> RecordState:
-    """Return what the app's jobs are about, taken together."""
+    """Return the state of the app's jobs taken together."""
     if any(isinstance(job.state, Placed | Leaving) and job.seen == job.state.attempt for job in state.jobs):
         return "running"
     return "suspended" if any(isinstance(job.state, Suspended) for job in state.jobs) else "waiting"

@@ -1,4 +1,4 @@
-"""One job through its attempts: what follows from what its node agents said of it. Pure functions of a `Job`."""
+"""One job through its attempts: the consequences of its node agents' reports. Pure functions of a `Job`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from app_agent.core.model import (
     Stopping,
     Suspended,
     Waiting,
-    locality,
 )
 from app_agent.core.spec import AppSpec
 from app_agent.core.valuation import IterTime
-from protocol.messages import GpuId, JobId, Outcome, TaskPhase, TaskStatus, device_of, newest_metrics
+from protocol.messages import GpuId, JobId, Outcome, TaskPhase, TaskStatus, device_of, locality, newest_metrics
 
 #: A job that fails this often in a row before its first mini-batch cannot start; trying on would hide the reason.
 FALSE_STARTS_MAX = 2
@@ -31,9 +30,9 @@ FALSE_STARTS_MAX = 2
 BEGUN_S = 60.0
 #: Mini-batches of one attempt after which its mean time is taken for a measurement.
 STEPS_MEASURED_MIN = 3
-#: What a move costs is the median of so many moves.
+#: The cost of a move is the median of so many moves.
 MOVES_REMEMBERED = 5
-#: Least share that is believed: a GPU has at most 64 seats, and who waits for its first turn has had none yet.
+#: Least share that is believed: a GPU has at most 64 seats, and a task that waits for its first turn has had none yet.
 SHARE_MIN = 1 / 64
 #: Of an attempt in parts that are not all alike: the phase furthest from all of them running counts.
 _PHASES: tuple[TaskPhase, ...] = (
@@ -46,7 +45,7 @@ _PHASES: tuple[TaskPhase, ...] = (
     "resting",
     "suspended",
 )
-#: Of an attempt whose parts ended differently: what is worst counts.
+#: Of an attempt whose parts ended differently: the worst end counts.
 _OUTCOMES: tuple[Outcome, ...] = ("failed", "preempted", "stopped", "finished")
 
 
@@ -59,7 +58,7 @@ def gathered(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskStatus |
         return None
     ordered = sorted(parts, key=lambda part: part.task)
     known = tuple(sorted({gpu for part in parts for gpu in part.gpus}))
-    whole = set(map(device_of, gpus)) <= set(map(device_of, known))  # what is parked may have moved to other seats
+    whole = set(map(device_of, gpus)) <= set(map(device_of, known))  # a parked job may have moved to other seats
     if whole and len(parts) == 1:
         return parts[0]
     phase = _phase(ordered, whole=whole)
@@ -88,10 +87,10 @@ def gathered(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskStatus |
 
 
 def _phase(parts: Sequence[TaskStatus], *, whole: bool) -> TaskPhase:
-    """Return what the parts are about, taken together; `whole` says that none of them is missing."""
+    """Return the phase of the parts taken together; `whole` says that none of them is missing."""
     living = {part.phase for part in parts if part.phase != "exited"}
     if not living or (living == {"suspended"} and not whole):
-        return "exited"  # what is parked can go on only with all the others
+        return "exited"  # a parked part can go on only with all the others
     if any(part.phase == "exited" and part.outcome != "finished" for part in parts):
         return "vacating"  # the others follow
     if len(living) > 1 and "suspended" in living:
@@ -116,7 +115,7 @@ def observe(
 
     `held` are the app's GPUs by the same word, `acked` the newest report that the arbiter had handled when it spoke.
 
-    What a move costs is measured on the way: from the order to leave until the attempt is over, and from the wish to
+    The cost of a move is measured on the way: from the order to leave until the attempt is over, and from the wish to
     start the next one until its first mini-batch, both to within the time that reports take. The time between, in
     which the job waits for GPUs, is no cost of moving it. Only moves of jobs that were told to leave count.
     """
@@ -133,7 +132,7 @@ def observe(
 def recall(job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) -> Job:
     """Return `job` after news of attempts before its present one: on a node that was silent, one may have gone on.
 
-    What it made there is made again, as the present attempt knows nothing of it.
+    The steps it made there are made again, as the present attempt knows nothing of them.
     """
     present = present_attempt(job)
     for (of, attempt), parts in tasks.items():
@@ -242,7 +241,7 @@ def _pace(status: TaskStatus, times: Sequence[IterTime]) -> Pace:
 
 
 def _arrive(job: Job, status: TaskStatus, now: float) -> Job:
-    """Note what a start or a move has cost, once the job has made its first mini-batch where it is now."""
+    """Note the cost of a start or a move, once the job has made its first mini-batch where it is now."""
     state = job.state
     if not isinstance(state, Placed) or status.step <= status.start_step:
         return job
@@ -256,7 +255,7 @@ def _arrive(job: Job, status: TaskStatus, now: float) -> Job:
 def _follow(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
     """Keep pace with a living attempt: parked, or going on after having been parked.
 
-    A job that stands on GPUs which are its own to stay waits for its turn on them, as far as anybody here knows.
+    A job that stands on GPUs which are its own to stay is taken to wait for its turn on them.
     """
     match job.state, status.phase:
         case Placed(_, gpus, _), "suspended" if all(gpu in held and not held[gpu].leaving for gpu in gpus):
@@ -272,7 +271,7 @@ def _follow(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
 
 
 def _end(job: Job, status: TaskStatus, spec: AppSpec, now: float) -> Job:
-    """Decide what follows the end of an attempt."""
+    """Decide the state after the end of an attempt."""
     if status.outcome == "finished":
         return replace(job, state=Done(status.reason))
     if isinstance(job.state, Stopping):

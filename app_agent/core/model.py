@@ -1,6 +1,6 @@
-"""What an app agent knows: its GPUs, its jobs, its search. All of it encodes, so that a snapshot holds all of it.
+"""The knowledge of an app agent: its GPUs, its jobs, its search. All of it encodes, so that a snapshot holds all of it.
 
-A job's state is a class with its own data. The table of what may follow what:
+A job's state is a class with its own data. The table of the states that may follow each:
 
 ==========  ==========================================================================================
 Waiting     Placed (GPUs found), Dropped (the search goes on without it)
@@ -23,14 +23,12 @@ from app_agent.core.spec import AppSpec
 from app_agent.core.tuning.shape import Search
 from app_agent.core.valuation import IterTime
 from protocol.messages import (
-    LEVELS,
     AppId,
     AppReport,
     GpuId,
     JobId,
     LeaseId,
     LeaseTerms,
-    Level,
     NodeId,
     StepSource,
     TaskId,
@@ -49,7 +47,7 @@ class HeldGpu(Struct, frozen=True):
 
     @classmethod
     def of(cls, terms: LeaseTerms) -> HeldGpu:
-        """Return what the app agent keeps of `terms`: not the time left, for it keeps its GPUs until told to leave."""
+        """Return `terms` without the time left, for the app agent keeps its GPUs until it is told to leave."""
         return cls(terms.lease, terms.gpu, terms.node, terms.rack, terms.slot, terms.leaving)
 
 
@@ -63,7 +61,7 @@ class Waiting(Struct, frozen=True, tag=True):
 class Placed(Struct, frozen=True, tag=True):
     """Attempt `attempt` starts or runs on `gpus`; first wished in report `since_seq`, at time `at`.
 
-    A job that moved keeps `left_s` (see `Waiting`) until its first mini-batch here, which tells what the move cost.
+    A job that moved keeps `left_s` (see `Waiting`) until its first mini-batch here, which tells the cost of the move.
     """
 
     attempt: int
@@ -123,7 +121,7 @@ class Pace(Struct, frozen=True):
 
     `step_s` is the time of one mini-batch without time suspended, by `source`. `share` is the part of the time in which
     it runs, less than 1 for one that takes turns; `packed_with` are tasks that run beside it. `rate` is its speed
-    relative to having its GPUs to itself; `remark` is what was found out about sharing them, for people.
+    relative to having its GPUs to itself; `remark` says for people how sharing them went.
     """
 
     step_s: float = 0.0
@@ -137,7 +135,7 @@ class Pace(Struct, frozen=True):
 class Job(Struct, frozen=True):
     """One job over all its attempts.
 
-    `step` and what follows it are of attempt `seen`, the newest that a node agent reported (-1: none).
+    `step` and the fields after it are of attempt `seen`, the newest that a node agent reported (-1: none).
     `steps_before` is the last step of the attempt before that; `gpus_before` and `moved` say where it ran and whether
     it left by preemption.
     """
@@ -165,8 +163,8 @@ class Job(Struct, frozen=True):
     times: tuple[IterTime, ...] = ()
     samples: int = 0  #: samples its script has consumed, where it says so: its position in the data
     pace: Pace = Pace()
-    moves_s: tuple[float, ...] = ()  #: what its last moves cost, see `jobs.observe`
-    start_s: float = 0.0  #: what its first start took, likewise; 0: unknown
+    moves_s: tuple[float, ...] = ()  #: the costs of its last moves, see `jobs.observe`
+    start_s: float = 0.0  #: the time of its first start, likewise; 0: unknown
 
     @property
     def steps_done(self) -> int:
@@ -229,20 +227,10 @@ class AppState(Struct):
     lease_s: float = 600.0  #: as last offered; the default is that of PAPERS.md section 1
     news: str = ""  #: the newest thing a user should know: why it was preempted
     run: str = ""  #: the submission; empty for one of an earlier version
-    site: str = ""  #: whose arbiter it heard last
+    site: str = ""  #: the site of the arbiter it heard last
     losses: tuple[tuple[float, float], ...] = ()  #: (time, loss) of the last two reports in which the loss was new
 
     @property
     def settled(self) -> bool:
         """Whether the app is over, and the arbiter knows."""
         return self.over is not None and self.over.settled
-
-
-def locality(gpus: list[HeldGpu]) -> Level:
-    """Return the worst locality among `gpus`; slots are names within a node."""
-    by_level: list[set[tuple[str, ...]]] = [
-        {(gpu.node, gpu.slot) for gpu in gpus},
-        {(gpu.node,) for gpu in gpus},
-        {(gpu.rack,) for gpu in gpus},
-    ]
-    return next((level for level, places in zip(LEVELS, by_level, strict=False) if len(places) <= 1), "cluster")

@@ -8,8 +8,8 @@ from app_agent.core import demand, division, jobs
 from app_agent.core.app import App
 from app_agent.core.demand import jobs_of
 from app_agent.core.division import Asking
-from app_agent.core.model import HeldGpu, Job, Leaving, Placed, Suspended, Waiting, locality
-from protocol.messages import GpuId
+from app_agent.core.model import HeldGpu, Job, Leaving, Placed, Suspended, Waiting
+from protocol.messages import GpuId, locality
 
 #: A part of a gang is kept this long, and a quarter of a lease at least, for the rest to be freed by its holder.
 GANG_PATIENCE_S = 60.0

@@ -1,4 +1,4 @@
-"""What a user submits: one app, of one training job or of several trials of which the best is wanted."""
+"""A user's submission: one app, of one training job or of several trials of which the best is wanted."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     env, secrets
         Variables of its environment: by value, and by the file that holds the value on the node.
     requirements
-        What the arbiter and its policies go by. `submit` does not offer `spans`: nothing stops the ranks of one gang
-        at the same step yet, so node agents could not preempt them without loss; the simulator's machines can.
+        The wishes that the arbiter and its policies go by. `submit` does not offer `spans`: nothing stops the ranks of
+        one gang at the same step yet, so node agents could not preempt them without loss; the simulator's machines can.
     gang
         GPUs each job needs at once, on one node unless it may span.
     sizes
@@ -60,13 +60,13 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     step_serial_s
         Time of one mini-batch on one GPU, a guess used until it was measured; 0: unknown.
     restart_s
-        What one checkpoint and restart costs, a guess used until it was measured; an elastic job grows only for a gain
+        The cost of one checkpoint and restart, a guess used until it was measured; an elastic job grows only for a gain
         of more than twice that.
     level_max
         The loosest locality of one job's GPUs; one that does not span lies on one node, so levels beyond ``machine``
         mean that.
     metric, mode
-        What trials report and whether more (``max``) or less (``min``) of it is better.
+        The metric that trials report, and whether more (``max``) or less (``min``) of it is better.
     search
         Which trials go on: ``halving``, ``hyperband`` (halving from several starts), ``curve`` (those whose learning
         curves may still win; with a `target`, also for one job), ``all`` (each to its end).
@@ -202,7 +202,7 @@ def _sizes_mistake(spec: AppSpec) -> str | None:
 
 
 def _options_mistake(spec: AppSpec) -> str | None:
-    """Say which field is of a search that is not asked for, or lacks what it is about."""
+    """Say which field is of a search that is not asked for, or lacks the metric it needs."""
     of_one_search = {
         "phase_steps": (bool(spec.phase_steps), "halving"),
         "eta": (spec.eta != ETA, "hyperband"),
@@ -224,7 +224,7 @@ def _options_mistake(spec: AppSpec) -> str | None:
 
 
 def _search_mistake(spec: AppSpec) -> str | None:
-    """Say what a search of several trials lacks."""
+    """Say which field a search of several trials lacks."""
     if spec.search == "all":
         return None
     if not spec.metric:

@@ -1,9 +1,9 @@
-"""What an allocation is worth to an app: finish-time fairness rho by Themis Eq. 1 and Eq. 2. Formulas only.
+"""The worth of an allocation to an app: finish-time fairness rho by Themis Eq. 1 and Eq. 2. Formulas only.
 
 Everything is expressed in *serial seconds*: the time a piece of work takes on one GPU. A phase is the serial seconds
 that each of its jobs still has to do; an app with one job is an app with one phase of one job, so that Eq. 1 is the
 case of Eq. 2 with n = 1. The slowdown S(G) of PAPERS.md section 1 multiplies all of them alike, and is set by the
-locality level of the allocation. What becomes of an offer is in `bids`.
+locality level of the allocation. Bids on an offer are made in `bids`.
 
 No instants, no messages received, no state: numbers in, numbers out.
 """
@@ -42,7 +42,7 @@ class IterTime(Struct, frozen=True):
 
 
 class LevelTerms(Struct, frozen=True):
-    """What an allocation at `level` means: its slowdown, and the most GPUs one job can then use."""
+    """The meaning of an allocation at `level`: its slowdown, and the most GPUs one job can then use."""
 
     level: Level
     slowdown: float
@@ -90,7 +90,7 @@ def serial_time_s(step_s: float, *, slowdown: float, gpus: int, job_demand_max: 
     """Return iter_time_serial from a measured iteration: Eq. 1 the other way round.
 
     It assumes that the job scales linearly up to its demand and has its GPUs for itself; a job that scales worse looks
-    like one with more work, which is what its owner will see too.
+    like one with more work, as its owner will see it too.
     """
     return step_s * min(gpus, job_demand_max) / slowdown
 
@@ -137,7 +137,7 @@ def makespans_s(works_s: Sequence[float], gangs: Counts, caps: Counts, sizes: Se
     """Return the time of one phase, the last of its jobs, by the app's own division of so many gangs of GPUs.
 
     With fewer gangs than jobs, jobs queue for gangs, packed so that the last ends soonest; with more, each job takes
-    its even share of gangs, up to a cap, or the largest of `sizes` within it (what `division.divide` does, and the
+    its even share of gangs, up to a cap, or the largest of `sizes` within it (as `division.divide` does it, and the
     worked example of PAPERS.md section 1: 16 GPUs are 4 + 4 + 4 + 4, though 5 + 4 + 4 + 3 would end a tenth sooner). A
     gang counts as one GPU here: the caller divides by its size.
 
@@ -176,7 +176,7 @@ def makespans_s(works_s: Sequence[float], gangs: Counts, caps: Counts, sizes: Se
 def _spread_s(works: Floats, gangs: Counts, sizes: Counts) -> Floats:
     """Spread gangs evenly over no more jobs, the surplus to the longest ones, which come first.
 
-    All jobs have the largest size that there is for all; of what is left, as many as it suffices for have the next.
+    All jobs have the largest size that there is for all; the rest gives the next size to as many jobs as it can.
     """
     index = np.searchsorted(sizes, gangs // len(works), side="right") - 1
     share, following = sizes[index], sizes[np.minimum(index + 1, len(sizes) - 1)]

@@ -9,7 +9,7 @@
     trainer.train(resume_from_checkpoint=arbiter.latest())
 
 Without the callback training can still be suspended in place, at its optimizer steps. Told to leave, the process ends
-inside `train` with exit code 75: what comes after `train` runs only once training is over.
+inside `train` with exit code 75: the lines after `train` run only once training is over.
 
 The checkpoint is the Trainer's own, with its optimizer, schedule, random states and place in the data, written to the
 job's checkpoint folder instead of `output_dir`.
@@ -58,11 +58,11 @@ class GpuArbiter(TrainerCallback):  # type: ignore[misc]  # transformers is not 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **other: Any
     ) -> None:
-        """Report what the Trainer logs."""
+        """Report the Trainer's logs."""
         session.report(**{name: value for name, value in logs.items() if isinstance(value, int | float)})
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **other: Any) -> None:
-        """Training is over, however many steps were foreseen; what the script does now needs no checkpoint."""
+        """Training is over, however many steps were foreseen; the script's further work needs no checkpoint."""
         session.init(total_steps=state.global_step)
 
     def _save(self, folder: str) -> None:

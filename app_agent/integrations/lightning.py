@@ -5,11 +5,11 @@
     from app_agent.integrations.lightning import GpuArbiter
 
     arbiter = GpuArbiter()
-    trainer = Trainer(..., callbacks=[..., arbiter])                   # last, so that it saves what the others did
+    trainer = Trainer(..., callbacks=[..., arbiter])                   # last, so that it saves the work of the others
     trainer.fit(model, train_dataloaders=loader, ckpt_path=arbiter.latest())
 
 Without the callback training can still be suspended in place, at its optimizer steps. Told to leave, the process ends
-inside `fit` with exit code 75: what comes after `fit` runs only once training is over.
+inside `fit` with exit code 75: the lines after `fit` run only once training is over.
 
 To go on bit for bit the loader must remember its position (``state_dict`` and ``load_state_dict``, which Lightning
 calls); Lightning starts any other loader at the head of an epoch again. Several processes are started by torchrun.
@@ -76,7 +76,7 @@ class GpuArbiter(Callback):  # type: ignore[misc]  # Lightning is not installed 
             sys.exit(session.EXIT_REQUEUE)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Training is over, however many steps were foreseen; what the script does now needs no checkpoint."""
+        """Training is over, however many steps were foreseen; the script's further work needs no checkpoint."""
         session.init(total_steps=trainer.global_step)
 
     def _save(self, trainer: Trainer) -> Save:

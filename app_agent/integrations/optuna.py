@@ -74,7 +74,7 @@ class Search:
         self._interrupted = False
 
     def optimize(self, objective: Callable[[optuna.Trial], float]) -> None:
-        """Make the trials that are left, then say that the job is done; what `objective` raises fails its trial."""
+        """Make the trials that are left, then say that the job is done; an exception of `objective` fails its trial."""
         session.init(total_steps=self._trials * self._steps)
         if self.study.get_trials(deepcopy=False):
             self.study.sampler.reseed_rng()  # else a sampler with a seed would propose its first trials again

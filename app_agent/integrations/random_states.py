@@ -6,7 +6,7 @@ Each process has its own, so name the file by rank::
     random_states.load(f"{folder}/random-{rank}.pt")
 
 Load them last, after the model is built and after ``iter(loader)``, which draws a seed itself: the next thing drawn is
-then what would have been drawn next.
+then the numbers that would have been drawn next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def save(path: str) -> None:
     algorithm, keys, *rest = numpy
     states = {
         "python": random.getstate(),
-        "numpy": (algorithm, keys.tolist(), *rest),  # plain numbers: what torch.load takes without trusting the file
+        "numpy": (algorithm, keys.tolist(), *rest),  # plain numbers, which torch.load takes without trusting the file
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
     }

@@ -1,1 +1,1 @@
-"""What runs inside a training process; needs the standard library only."""
+"""The part of the app agent inside a training process; it needs the standard library only."""

@@ -35,7 +35,7 @@ RETRY_S_MAX = 1.0
 
 
 class AgentLink:
-    """Says what it is told to say, and hands orders to `obey`, which runs in the helper thread.
+    """Sends the lines it is given, and hands orders to `obey`, which runs in the helper thread.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ class AgentLink:
                     connection.sendall(_encode(line))
 
     def _wait(self, sockets: list[socket.socket], timeout_s: float) -> tuple[bool, bool]:
-        """Return whether one of `sockets` can be read, and whether somebody called `wake`."""
+        """Return whether one of `sockets` can be read, and whether `wake` was called."""
         poll = select.poll()  # and not select, which fails on descriptors from 1024 on
         for descriptor in [item.fileno() for item in sockets] + [self._wake_read]:
             poll.register(descriptor, select.POLLIN)

@@ -1,17 +1,17 @@
 """Where a job's checkpoints lie and when one may be trusted. Standard library only: runs inside the training process.
 
-``<root>/a<attempt>-s<step>/`` holds what the script's save function wrote, and ``manifest.json``. A checkpoint is
+``<root>/a<attempt>-s<step>/`` holds the files of the script's save function, and ``manifest.json``. A checkpoint is
 written under a temporary name, every file and the folder are flushed to the disk, then it is renamed: a folder with
 this name and a manifest that matches it is complete, and anything else is skipped.
 
-Each says of which run it is, one submission of one app. What another run has left in the same folder is another job's,
-whatever its name: it is never loaded, counted or removed.
+Each says of which run it is, one submission of one app. A checkpoint that another run has left in the same folder is
+another job's, also under the same name: it is never loaded, counted or removed.
 
 All attempts of a job share its roots. The durable one is seen by every node. The other, if there is one, lies in this
 host's memory: a checkpoint with which a job leaves its GPUs goes there, so that an attempt that starts on the same node
-need not wait for a disk, and the node agent copies it to the durable root. An attempt restores the newest checkpoint
-of the attempts *before* it, so whatever a revived zombie of an older attempt still writes is outranked as soon as its
-successor has saved once.
+need not wait for a disk, and the node agent copies it to the durable root. An attempt restores the newest checkpoint of
+the attempts *before* it, so a checkpoint that a revived zombie of an older attempt still writes is outranked as soon as
+its successor has saved once.
 
 Several processes of one task (ranks) write one checkpoint together. Rank 0 makes the folder, each rank's save function
 writes into it, each marks that it is done, and rank 0 seals and renames it. The marks lie in a folder beside it, whose
@@ -58,7 +58,7 @@ class Checkpoint:
 class Root:
     """A folder of checkpoints of one `run`, empty for one that an earlier version submitted.
 
-    `durable`: what is said to be there is there after a power cut; else in memory only.
+    `durable`: files that are said to be there are there after a power cut; else in memory only.
     """
 
     __slots__ = ("durable", "kept", "path", "run")
@@ -100,7 +100,7 @@ def write(
 ) -> Path:
     """Let `save(folder)` write its files and make them a checkpoint in the first of `roots` that takes it.
 
-    `facts` is what else the manifest is to say. Of several ranks, all call this for the same step, with the same roots.
+    `facts` are further entries of the manifest. Of several ranks, all call this for the same step, with the same roots.
     Returns the checkpoint's folder.
 
     Raises
@@ -121,7 +121,7 @@ def write(
     manifest = {"schema": "checkpoint/v1", "run": roots[-1].run, "attempt": attempt, "step": step, **facts}
     *others, last = roots
     for root in others:
-        # Whatever it fails at: what PyTorch raises when memory is full is no OSError.
+        # Every exception: PyTorch's own for a full memory is no OSError.
         with contextlib.suppress(Exception):
             return _write(root, roots, name, manifest, save, team)
     return _write(last, roots, name, manifest, save, team)
@@ -208,7 +208,7 @@ def _follow(partial: Path, final: Path, save: Save, marks: _Marks, later: Sequen
 
 
 class _Marks:
-    """What the ranks tell each other about one checkpoint: files in a folder that all of them see."""
+    """The marks by which ranks tell each other about one checkpoint: files in a folder that all of them see."""
 
     def __init__(self, folder: Path, team: Team) -> None:
         self._folder, self._team = folder, team
@@ -225,7 +225,7 @@ class _Marks:
             self._wait(f"rank {rank} did not save its share", self._folder / f"done-{rank}")
 
     def give_up(self, error: BaseException) -> None:
-        with contextlib.suppress(OSError):  # the folder may be what could not be made
+        with contextlib.suppress(OSError):  # making the folder may be the very thing that failed
             self._put("closed", f"rank 0: {_sentence(error)}")
 
     # all others
@@ -310,9 +310,10 @@ def _sync(path: Path) -> None:
 
 
 def _prune(root: Root, attempt: int) -> None:
-    """Remove all but the newest complete checkpoints, and what crashed attempts before `attempt` left half-written.
+    """Remove all but the newest complete checkpoints, and the half-written ones of crashed attempts before `attempt`.
 
-    Of this attempt's own, the marks of what has come to an end: all ranks are past that when they write again.
+    Of this attempt's own, remove the marks of checkpoints that came to an end: all ranks are past that when they write
+    again.
     """
     for item in [item for item in _complete(root.path) if item.run == root.run][: -root.kept]:
         shutil.rmtree(item.path, ignore_errors=True)
@@ -327,7 +328,7 @@ def _prune(root: Root, attempt: int) -> None:
 
 
 def _complete(root: Path) -> list[Checkpoint]:
-    """All complete checkpoints, of whatever run, oldest first."""
+    """Return all complete checkpoints, of every run, oldest first."""
     try:
         entries = list(root.iterdir())
     except OSError:  # not there yet: no attempt has saved

@@ -1,4 +1,4 @@
-"""Where the interpreter of a training process is watched: what it runs, how it exits, when an optimizer steps."""
+"""Watches the interpreter of a training process: its program, its exit status, the steps of an optimizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _VALUED = frozenset({"-W", "-X", "--check-hash-based-pycs"})
 
 
 def program(arguments: Sequence[str]) -> tuple[str, str]:
-    """Return what an interpreter with these arguments (`sys.orig_argv`) runs: its kind and its name.
+    """Return the program of an interpreter with these arguments (`sys.orig_argv`): its kind and its name.
 
     The kind is ``script``, ``module``, ``code`` (for -c, whose name is the code) or ``none``.
     """
@@ -92,7 +92,7 @@ def _exit_codes(error: BaseException) -> set[Any]:
 
 
 def watch_exit(note: Callable[[object], None]) -> None:
-    """Tell `note` the status the script exits with: at the end of the interpreter nobody can be asked for it."""
+    """Tell `note` the status the script exits with: it cannot be read at the end of the interpreter."""
     leave = sys.exit
 
     @functools.wraps(leave)

@@ -14,7 +14,7 @@ from . import figures, parking
 from .agent_link import Line
 from .state import TEXT_CHARS_MAX, Order, TrainingState
 
-#: Orders that the helper thread obeys, whatever the training thread does.
+#: Orders that the helper thread obeys without waiting for the training thread.
 AT_ONCE = frozenset({"probe", "tell", "arena", "cap"})
 
 

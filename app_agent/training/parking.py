@@ -4,16 +4,16 @@ At a mini-batch boundary the bytes of every live storage are copied into one are
 resized to nothing; unparking resizes it back and copies the bytes in. This works on storages and not on tensors, so
 parameters keep their identity, optimizers their keys, and views and tied weights their aliases.
 
-The host's side is the slow one: writing into memory that nobody has touched yet takes some ten to thirty times longer
+The node's side is the slow one: writing into memory for the first time takes some ten to thirty times longer
 than the copy itself. So the arena is made once, faulted in and registered with CUDA (`prepare`, while training goes
 on), and kept. Without `prepare` the first `park` does it, and takes its time.
 
 Without CUDA the storages in main memory play the GPU's part, so that the same code runs on simulated GPUs. There the
 arena is a memfd: the kernel books it as shared memory (RssShmem) and the parked storages' own memory (RssAnon) falls.
 
-What stays behind: memory that others hold by address (NumPy views, shared memory, memory-mapped files), tensors that
-only C++ knows (DDP's gradient buckets, unless they are views), and the CUDA context. The node agent judges from its
-own measurement whether the GPU is empty enough; the figure given here is for the explanation.
+Some memory stays behind: memory that other code holds by address (NumPy views, shared memory, memory-mapped files),
+tensors that only C++ knows (DDP's gradient buckets, unless they are views), and the CUDA context. The node agent judges
+from its own measurement whether the GPU is empty enough; the figure given here is for the explanation.
 
 Tensors used by another thread while the training thread stands at the boundary must not be parked; a script with such
 a thread (prefetching to the GPU) has to pause it itself.
@@ -43,7 +43,7 @@ SMALL_BYTES = 4096
 _ALIGN_BYTES = 64
 #: Faulted in at once. Meanwhile the training thread cannot map or unmap memory, so it is some milliseconds' worth.
 _CHUNK_BYTES = 8 * 2**20
-#: madvise(2), Linux 5.14: fault pages in for writing without changing what is in them.
+#: madvise(2), Linux 5.14: fault pages in for writing without changing their content.
 _MADV_POPULATE_WRITE = 23
 #: cudaHostRegisterPortable: pinned for the contexts of all GPUs.
 _PORTABLE = 1
@@ -63,7 +63,7 @@ class ParkRefused(Exception):  # noqa: N818 - an expected no
 
 
 class Parked:
-    """What `park` put away.
+    """The state that `park` put away.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class Parked:
                 self._arena.in_use = False
 
     def _take(self) -> None:
-        _synchronize(self._devices)  # what other streams still write must be written
+        _synchronize(self._devices)  # the writes of other streams must be done
         with _releasing() as release:
             for storage, _, saved in self._slices():
                 saved.copy_(_bytes_of(storage), non_blocking=bool(self._devices))
@@ -170,7 +170,7 @@ def park() -> Parked:
 
 
 class State:
-    """What `survey` found: the bytes `park` would need of the arena, and the CUDA devices they lie on."""
+    """The result of `survey`: the bytes `park` would need of the arena, and the CUDA devices they lie on."""
 
     __slots__ = ("bytes", "devices")
 
@@ -179,7 +179,7 @@ class State:
 
 
 def survey() -> State:
-    """Return what `park` would move now. To be called by the training thread at a boundary; takes some 10 ms.
+    """Return how much `park` would move now. To be called by the training thread at a boundary; takes some 10 ms.
 
     Raises
     ------
@@ -204,7 +204,7 @@ def _torch() -> ModuleType | None:
 
 
 def _nothing() -> None:
-    """Stand in for what this build of PyTorch has not."""
+    """Stand in for functions that this build of PyTorch lacks."""
 
 
 def _devices(storages: Iterable[Any]) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ def _objects() -> list[Any]:
         return gc.get_objects()
     gc.unfreeze()
     try:
-        gc.collect()  # what is garbage by now must not be frozen with the rest
+        gc.collect()  # garbage must not be frozen with the rest
         return gc.get_objects()
     finally:
         gc.freeze()
@@ -282,7 +282,7 @@ def _check_allocator(torch: ModuleType) -> None:
 
 
 def _storage_of(torch: ModuleType, tensor: Any, device_type: str) -> Any | None:
-    """Return the memory behind `tensor`, or None for what has none here (fake, sparse, wrapper and empty tensors)."""
+    """Return the memory behind `tensor`, or None if it has none here (fake, sparse, wrapper and empty tensors)."""
     try:
         if tensor.device.type != device_type or tensor.layout != torch.strided:
             return None
@@ -301,7 +301,7 @@ def _may_move(storage: Any, device_type: str) -> bool:
 
 
 def _bytes_of(storage: Any) -> Any:
-    """Return a tensor of all bytes of `storage`, whatever it means to its owners."""
+    """Return a tensor of all bytes of `storage`, of any type that its tensors have."""
     torch = sys.modules["torch"]
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
@@ -349,7 +349,7 @@ class _Arena:
         return self._tensor
 
     def fault_in(self, size: int) -> None:
-        """Fault in up to `size` bytes more; what is in them stays as it is."""
+        """Fault in up to `size` bytes more; their content stays as it is."""
         size = min(size, self.size - self.ready)
         failed = _libc.madvise(self.address + self.ready, size, _MADV_POPULATE_WRITE)
         if failed and ctypes.get_errno() != errno.EINVAL:
@@ -396,7 +396,7 @@ def _releasing() -> Iterator[Callable[[Any], None]]:
 def _fault_ahead(ranges: list[tuple[int, int]]) -> None:
     """Fault in main memory that is about to be copied to, on another core: the kernel takes as long as the copy.
 
-    Only pages that lie wholly within a range are touched, and what is in them stays as it is.
+    Only pages that lie wholly within a range are touched, and their content stays as it is.
     """
 
     def run() -> None:
@@ -409,7 +409,7 @@ def _fault_ahead(ranges: list[tuple[int, int]]) -> None:
     threading.Thread(target=run, name="gpu-arbiter-faults", daemon=True).start()
 
 
-#: Held by whoever copies into or out of the arena, faults it in or replaces it.
+#: Held while the arena is copied into or out of, faulted in or replaced.
 _guard = threading.Lock()
 _awaited = False  #: the training thread waits for `_guard`, which `prepare` may take again before it wakes
 _kept: _Arena | None = None
@@ -507,7 +507,7 @@ def _is_arena(storage: Any) -> bool:
 
 
 def _available_bytes() -> int:
-    """What the kernel could give without swapping; see proc(5), MemAvailable."""
+    """Return the bytes the kernel could give without swapping; see proc(5), MemAvailable."""
     with Path("/proc/meminfo").open(encoding="ascii") as file:
         for line in file:
             if line.startswith("MemAvailable:"):

@@ -1,4 +1,4 @@
-"""What this process uses of a GPU's memory, and how much it may. Standard library only; PyTorch is never loaded here.
+"""The GPU memory that this process uses, and the bound on it. Standard library only; PyTorch is never loaded here.
 
 All of it may be called from the helper thread: nothing here makes a CUDA context where there is none.
 """
@@ -52,7 +52,7 @@ def forget_peak(devices: Iterable[int]) -> None:
 def cap(limit_bytes: int, devices: Iterable[int]) -> None:
     """Let PyTorch take at most `limit_bytes` of each of these CUDA devices, 0 for no limit.
 
-    Growth beyond it fails in this process, as an out-of-memory error, and not in whoever shares the GPU.
+    Growth beyond it fails in this process, as an out-of-memory error, and not in another that shares the GPU.
     """
     module = cuda()
     if module is None:

@@ -29,38 +29,16 @@ _MODULE = "torch.multiprocessing.spawn"
 _newest: Any = None  #: the processes that were started last, a ProcessContext
 
 
-class Rank:
-    """What such a process runs: `target`, as one of `world` training processes."""
+def watch(step_aside: Callable[[], str], train_as_rank: Callable[..., None], code: int) -> None:
+    """Have `step_aside` called before such processes start, and `train_as_rank` in each of them.
 
-    def __init__(self, target: Callable[..., object], socket: str, world: int) -> None:
-        self._target, self._socket, self._world = target, socket, world
-
-    def __call__(self, rank: int, *arguments: object) -> None:
-        """Run the target as training process `rank`, and say how it ended."""
-        from app_agent import session
-
-        session._begin_as(rank, self._world, self._socket)
-        try:
-            self._target(rank, *arguments)
-        except SystemExit as end:
-            session._note_exit(end.code)
-            raise
-        except BaseException:
-            session._note_exit(1)
-            raise
-        finally:
-            session._end()
-
-
-def watch(step_aside: Callable[[], str], code: int) -> None:
-    """Have `step_aside` called before such processes start.
-
-    It answers the node agent's socket for them; empty: this process stays what it is. `code` is what a process exits
-    with that was told to leave.
+    `step_aside` answers the node agent's socket for them; empty: this process goes on as before. `train_as_rank` takes
+    the function that the script starts, the socket, the number of processes, the rank and the script's own arguments.
+    `code` is the exit status of a process that was told to leave.
     """
 
     def hook(module: ModuleType) -> None:
-        module.start_processes = _starting(module.start_processes, step_aside)  # type: ignore[attr-defined]
+        module.start_processes = _starting(module.start_processes, step_aside, train_as_rank)  # type: ignore[attr-defined]
         context = module.ProcessContext
         context.join = _joining(context.join, code)
 
@@ -72,7 +50,9 @@ def living() -> bool:
     return _newest is not None and any(process.is_alive() for process in _newest.processes)
 
 
-def _starting(start: Callable[..., Any], step_aside: Callable[[], str]) -> Callable[..., Any]:
+def _starting(
+    start: Callable[..., Any], step_aside: Callable[[], str], train_as_rank: Callable[..., None]
+) -> Callable[..., Any]:
     @functools.wraps(start)
     def start_ranks(
         fn: Callable[..., object],
@@ -88,7 +68,8 @@ def _starting(start: Callable[..., Any], step_aside: Callable[[], str]) -> Calla
         if not socket:
             return start(fn, args, nprocs, join, daemon, start_method, **others)
         with _in_environment(socket):  # so that the new interpreters hold this package, see `bootstrap`
-            context = start(Rank(fn, socket, nprocs), args, nprocs, False, daemon, start_method, **others)
+            rank = functools.partial(train_as_rank, fn, socket, nprocs)
+            context = start(rank, args, nprocs, False, daemon, start_method, **others)
         _newest = context
         if not join:
             return context

@@ -42,13 +42,13 @@ class TenantView(Struct, frozen=True):
     """One tenant, and its GPU time up to `View.now`; see `history`."""
 
     weight: float = 1.0
-    quota_gpus: float = 0.0  #: what it is due of the cluster now (Eq. 6)
+    quota_gpus: float = 0.0  #: its due part of the cluster now (Eq. 6)
     fair_gpus: float = 0.0  #: of that, what its apps can use (Eq. 8)
     gpus_per_weight: float = 0.0  #: of that, what is fair for an app of weight 1 (Eq. 13)
     allocated_gpu_s: float = 0.0
     fair_gpu_s: float = 0.0  #: of min(demand, quota): Eq. 8
     quota_gpu_s: float = 0.0  #: of its quota, whatever it wanted: Eq. 16
-    #: By group of its apps (`AppView.fair_group`): what was fair for one app that was in it all along (Eq. 15).
+    #: By group of its apps (`AppView.fair_group`): the fair time of one app that was in it all along (Eq. 15).
     fair_groups: Mapping[str, float] = {}
 
 
@@ -60,7 +60,7 @@ class GpuView(Struct, frozen=True):
     rack: str
     slot: str
     holder: AppId | None = None
-    free_since: float | None = None  #: on the clock of `View.now`; None while somebody has it
+    free_since: float | None = None  #: on the clock of `View.now`; None while an app has it
 
     @property
     def device(self) -> GpuId:
@@ -69,7 +69,7 @@ class GpuView(Struct, frozen=True):
 
 
 class SeatView(Struct, frozen=True):
-    """A seat on a shared GPU that is free or leased, for `sharing.with_guests`; what is in play is all of them.
+    """A seat on a shared GPU that is free or leased, for `guests.with_guests`; all of them are in play.
 
     `guest` says that its holder is not the one that policies see on that GPU; `due`, that its lease ends unless this
     round renews it.
@@ -78,26 +78,26 @@ class SeatView(Struct, frozen=True):
     seat: GpuView
     guest: bool = False
     due: bool = False
-    parked: bool = False  #: somebody's job is parked here, which can go on nowhere else
+    parked: bool = False  #: a job is parked here, and can go on nowhere else
     inherited: bool = False  #: its holder came as a guest, and is the owner now
     cooperative: bool | None = None  #: whether its holder's training can be suspended; None: not known yet
     priority: int = 0  #: of its holder
 
 
 class Booking(Struct, frozen=True):
-    """What an app has bought: so many GPUs of these nodes in these slots, a slot being ``floor(now / slot_s)``.
+    """The time that an app has bought: GPUs of these nodes in these time slots, each ``floor(now / slot_s)``.
 
     A booking without slots is of an app that was admitted and for the rest of whose work there is nothing left to sell.
     """
 
     slots: tuple[tuple[int, tuple[tuple[NodeId, int], ...]], ...]
     ends_at: float  #: the end of its last slot, UNIX seconds
-    utility: float  #: what it is worth if it ends then
-    price: float  #: what it was to pay for that
+    utility: float  #: its worth if it ends then
+    price: float  #: its price for that
     made_at: float
     again: int = 0  #: how often it was booked anew because it lagged, or GPUs were lost
-    told: float = 0.0  #: what it was worth by its first booking
-    worth: float = 0.0  #: theta1 of its utility when it was admitted: who declares none is worth its GPU-hours
+    told: float = 0.0  #: its worth by its first booking
+    worth: float = 0.0  #: theta1 of its utility when it was admitted: an app that declares none is worth its GPU-hours
 
     def at(self, slot: int) -> tuple[tuple[NodeId, int], ...]:
         """Return the GPUs of one slot, by node."""
@@ -117,7 +117,7 @@ class Asked(Struct, frozen=True, array_like=True):
 
 
 class Market(Struct, frozen=True):
-    """What there is to sell: the usable GPUs of each node, what others have booked, and the worth of apps seen."""
+    """The market: the usable GPUs of each node, the bookings of others, and the worth of apps seen."""
 
     now: float
     gpus: tuple[tuple[NodeId, int], ...]
@@ -141,7 +141,7 @@ class AppView(Struct, frozen=True):
     rho: float | None  #: its answer to the probe; None when it did not answer in time, or was not asked
     kept: tuple[GpuView, ...]  #: GPUs it holds whose leases are not in play
     renewable: tuple[GpuId, ...]  #: GPUs in play that it holds now
-    requirements: Requirements = Requirements()  #: what its user wishes, as far as the site allows it
+    requirements: Requirements = Requirements()  #: the wishes of its user, as far as the site allows them
     only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any (a parked job that cannot move)
     ideal_s: float = 0.0  #: T_id, from the T_cluster that it reports; 0: not known, or not asked for rho
     left_s: float | None = None  #: run time left with all it can use, as it reported at `left_at`; None: unknown
@@ -152,16 +152,16 @@ class AppView(Struct, frozen=True):
     leases: int = 0  #: that it holds now
     granted_sum: float = 0.0  #: the sum of the times at which those were granted
     sizes: tuple[int, ...] = ()  #: GPU counts that each of its jobs accepts, rising; empty: its gang only
-    move_s: float = 0.0  #: what moving one of its jobs costs, as it measured; 0: unknown
+    move_s: float = 0.0  #: the cost of moving one of its jobs, as it measured; 0: unknown
     jobs: tuple[tuple[GpuId, ...], ...] = ()  #: the GPUs of each of its jobs, none for one that waits
     cooperative: bool | None = None  #: whether its training can be suspended; None: it has not run yet
     movable: bool = False  #: its training is known to save a checkpoint when it leaves, if told to now
-    booking: Booking | None = None  #: what it has bought, if the policy sells
+    booking: Booking | None = None  #: the time that it has bought, if the policy sells
     allocated: tuple[float, float] = (0.0, 0.0)  #: GPU-seconds it has had are the first plus the second times the time
     fair_group: str = ""  #: in `TenantView.fair_groups`; empty: in none
     preempted: int = 0  #: how often it made room for an interactive app
     preempted_in: int = 0  #: the round in which it last did
-    fair_offset_gpu_s: float = 0.0  #: what was fair for it more than for its group; without a group all that was
+    fair_offset_gpu_s: float = 0.0  #: its fair time beyond its group's; without a group all of it
 
     @property
     def spans(self) -> bool:
@@ -180,7 +180,7 @@ class AppView(Struct, frozen=True):
 
 
 class NodeView(Struct, frozen=True):
-    """What a node has: GPUs in service, cores and memory, and what of these is with or promised for GPUs that drain.
+    """The capacity of a node: GPUs in service, cores and memory, and the part that goes with GPUs that drain.
 
     A capacity of 0 is not known, and so no bound.
     """
@@ -193,7 +193,7 @@ class NodeView(Struct, frozen=True):
 
 
 class View(Struct, frozen=True):
-    """What a policy may know. `gpus` and `apps` are sorted (by id; by arrival, then id)."""
+    """All that a policy may know. `gpus` and `apps` are sorted (by id; by arrival, then id)."""
 
     round: int
     seed: int  #: of this round; the only source of randomness
@@ -201,9 +201,11 @@ class View(Struct, frozen=True):
     cluster_gpus: int
     gpus: tuple[GpuView, ...]
     apps: tuple[AppView, ...]
-    offered: tuple[AppId, ...] | None = None  #: who saw the offer, once it was made; None: ask `Policy.bidders`
+    offered: tuple[AppId, ...] | None = (
+        None  #: the apps that saw the offer, once it was made; None: ask `Policy.bidders`
+    )
     now: float = 0.0  #: seconds, whatever their origin
-    asked: frozenset[AppId] | None = None  #: who was asked for rho, where not everybody was
+    asked: frozenset[AppId] | None = None  #: the apps that were asked for rho, where not all were
     unseen: Mapping[TenantId, int] = {}  #: GPUs of apps that are not shown, having all they want and none in play
     #: Where GPUs are shared and the policy sees one seat of each, all seats that are free or leased, by id.
     seats: tuple[SeatView, ...] = ()
@@ -213,7 +215,7 @@ class View(Struct, frozen=True):
     #: GPUs that are not in play, which an interactive app that waits may be given by `interactive`; none unless one
     #: waits.
     takeable: tuple[GpuView, ...] = ()
-    holders: tuple[AppView, ...] = ()  #: who holds those
+    holders: tuple[AppView, ...] = ()  #: their holders
     emptying: tuple[GpuView, ...] = ()  #: GPUs that will be free within a moment, told while an interactive app waits
     tenants: Mapping[TenantId, TenantView] = {}  #: all that have ever had an app, or have terms
     #: How long the policy may search for its decision, with what explains it. Counted in steps of work, so that equal
@@ -297,7 +299,7 @@ class Loss(Struct, frozen=True):
 
 
 class Outcome(Struct, frozen=True):
-    """What one app got in a round and why, in numbers and one sentence; kept in the round's record."""
+    """The outcome of a round for one app, and why, in numbers and one sentence; kept in the round's record."""
 
     app: AppId
     gpus: tuple[GpuId, ...]
@@ -312,7 +314,7 @@ class Outcome(Struct, frozen=True):
 
 
 class Displaced(Struct, frozen=True):
-    """What an app leaves at once, or is not given after all, so that an interactive app can start."""
+    """GPUs that an app leaves at once, or is not given after all, so that an interactive app can start."""
 
     app: AppId
     gpus: tuple[GpuId, ...]
@@ -322,7 +324,7 @@ class Displaced(Struct, frozen=True):
 class Allocation(Struct, frozen=True):
     """The desired assignment: each GPU in play to at most one app.
 
-    A GPU that `assign` does not name goes to nobody; or, where `unnamed` is "holder", it stays with whom it is with
+    A GPU that `assign` does not name goes to no app; or, where `unnamed` is "holder", it stays with its holder
     unless it is in `freed`. Apps without an outcome of their own are told `rest`.
     """
 
@@ -336,13 +338,13 @@ class Allocation(Struct, frozen=True):
     rest: str = ""
     look_again_s: float | None = None  #: another round is wanted then, even if nothing happens
     order: tuple[AppId, ...] = ()  #: whose turn comes first to share GPUs; those not named, by their rho and arrival
-    #: Who makes room for which interactive app, which is counted and puts it on top of the queue.
+    #: The apps that make room for interactive ones; that is counted and puts an app on top of the queue.
     displaced: tuple[Displaced, ...] = ()
     guests: tuple[GpuId, ...] = ()  #: of the assigned, the seats on GPUs that the policy has given to others
 
     @property
     def preempted(self) -> tuple[AppId, ...]:
-        """Who makes room, once for each interactive app."""
+        """The apps that make room, once for each interactive app."""
         return tuple(app for app, _ in sorted({(each.app, each.newcomer) for each in self.displaced}))
 
 
@@ -351,14 +353,14 @@ class Admission(Struct, frozen=True):
 
     admitted: bool
     reason: str = ""
-    booking: Booking | None = None  #: what it has bought, of a policy that sells
+    booking: Booking | None = None  #: the time that it has bought, of a policy that sells
     #: Others that are booked anew to make room, and what they are told.
     moved: tuple[tuple[AppId, Booking, str], ...] = ()
-    asked: Asked | None = None  #: what of this app is to be remembered for prices
+    asked: Asked | None = None  #: the part of this app that is remembered for prices
 
 
 class Traits(Struct, frozen=True):
-    """What the arbiter must know of a class of policies; all else is in its answers."""
+    """All that the arbiter must know of a class of policies; the rest is in its answers."""
 
     tenure: Tenure
     probes: bool = False  #: a round first asks every app for its rho (phase 1), and then for bids

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from math import fsum, inf
 from pathlib import Path
@@ -37,11 +38,14 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
-from arbiter.core.seam import Settings
+from arbiter.core.policies.tenants.astraea import Astraea
+from arbiter.core.registry import POLICIES, Entry, tables
+from arbiter.core.seam import Policy
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.model import ArbiterSettings
 from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, report_of, show
 from benchmarks.papers.gandiva import TRACE, shared_folder, trace
+from benchmarks.reasons import untold
 from protocol.messages import TenantId
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
@@ -62,14 +66,38 @@ class Mode(Struct, frozen=True):
 
     name: str
     policy: str
-    settings: Settings = Settings(reasons_max=0)
+    tenants_first: bool = False
+
+    @contextmanager
+    def registered(self) -> Iterator[None]:
+        """Have the table of policies name the class of this variant, if it is one."""
+        entry = POLICIES[self.policy]
+        POLICIES[self.policy] = Entry(VARIANTS.get(self.name, entry.kind), entry.settings)
+        try:
+            yield
+        finally:
+            POLICIES[self.policy] = entry
+
+
+class AsPublished(Astraea):
+    """By the smallest index for ever."""
+
+    until_fair = False
+
+
+class ByQuota(Astraea):
+    """A tenant is due its quota even while it does not want it (Eq. 16)."""
+
+    by_quota = True
 
 
 ASTRAEA = Mode("astraea", "astraea")
-STRICT = Mode("astraea, as published", "astraea", Settings(reasons_max=0, astraea_until_fair=False))
-QUOTA = Mode("astraea, quota variant", "astraea", Settings(reasons_max=0, astraea_quota_variant=True))
+STRICT = Mode("astraea, as published", "astraea")
+QUOTA = Mode("astraea, quota variant", "astraea")
 THEMIS = Mode("themis", "themis")
-TENANTS = Mode("themis, tenants first", "themis", Settings(reasons_max=0, tenants_first=True))
+TENANTS = Mode("themis, tenants first", "themis", tenants_first=True)
+#: What has a class of its own in the place of the policy's.
+VARIANTS: dict[str, type[Policy]] = {STRICT.name: AsPublished, QUOTA.name: ByQuota}
 YARN = Mode("yarn-cs", "yarn-cs")
 OTHERS = (THEMIS, YARN, *(Mode(name, name) for name in ("hived", "allox", "gandiva-fair", "las")))
 MODES = (ASTRAEA, STRICT, QUOTA, *OTHERS, TENANTS)
@@ -186,14 +214,15 @@ def run(case: Case) -> Figures:
 def figures_of(case: Case) -> Figures:
     settings = ArbiterSettings(
         policy=case.mode.policy,
-        policy_settings=case.mode.settings,
+        policies=tables(case.mode.policy, tenants_first=True) if case.mode.tenants_first else {},
         lease_s=case.lease_s,
         align_after_leases=ArbiterSettings().align_after_leases if case.mode.policy == ASTRAEA.policy else 0.0,
         preemption_budget=1.0,  # as published
         tenants=terms(),
     )
     workload, cluster = workload_of(case), parse_cluster(case.cluster)
-    found = Simulation(workload, cluster, quiet(settings), DEFAULT, built_in()).run()
+    with case.mode.registered(), untold():
+        found = Simulation(workload, cluster, quiet(settings), DEFAULT, built_in()).run()
     whole = summary(found)
     work = fsum(app.gpus * app.jobs[0].duration_s for app in workload.apps)
     return Figures(
@@ -394,12 +423,12 @@ def wide_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
         for gather in (ArbiterSettings().align_after_leases, 0.0):
             settings = ArbiterSettings(
                 policy=policy,
-                policy_settings=Settings(reasons_max=0),
                 lease_s=LEASE_S,
                 align_after_leases=gather,
                 preemption_budget=1.0,
             )
-            found = Simulation(workload, parse_cluster(WIDE_CLUSTER), quiet(settings), DEFAULT, built_in()).run()
+            with untold():
+                found = Simulation(workload, parse_cluster(WIDE_CLUSTER), quiet(settings), DEFAULT, built_in()).run()
             wide = next(app for app in found.apps if app.app == "wide")
             waits[policy, gather > 0.0] = wait_s = (wide.first_start_s or inf) - wide.submit_s
             name = f"{policy}, {'aligned' if gather else 'not'}"

@@ -6,7 +6,7 @@ and nothing takes time but the grace periods, which are taken in full. Policies:
 same policy without interactive apps (``interactive_s = 0``), so that it, too, looks at CPU cores and memory. The
 shipped `fitgpp` knows no run times; `lrtp` takes from the jobs what truly is left. Parts:
 
-*policies*: the published table, and `fitgpp` with a node for interactive apps only (``interactive_nodes``, not the
+*policies*: the published table, and `fitgpp` with a node for interactive apps only (``reserved_nodes``, not the
 paper's); *cap*: P; *robustness*: other parts of interactive apps, longer grace periods, more nodes for interactive apps
 only.
 
@@ -27,7 +27,8 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
-from arbiter.core.seam import Settings
+from arbiter.core.registry import tables
+from arbiter.core.seam import Setting
 from arbiter.core.state.model import ArbiterSettings
 from benchmarks.papers.document import Claim, Memory, Table, arguments, keeping, report_of, show
 from node_agent.core.events import StartWorker
@@ -126,13 +127,15 @@ def _run(case: Case) -> Figures:
     cluster = cluster_of(case.nodes)
     workload = fitgpp_workload(cluster, seed=case.seed, jobs=case.jobs, interactive=case.share, grace=case.grace)
     fifo = case.policy == FIFO
-    knobs = Settings(
-        fitgpp_p=case.cap,
-        interactive_s=0.0 if fifo else Settings().interactive_s,
-        interactive_nodes=case.kept / case.nodes,
-    )
     policy = FITGPP if fifo else case.policy
-    settings = ArbiterSettings(policy=policy, seed=case.seed, round_pause_s=MINUTE_S, policy_settings=knobs)
+    kept: dict[str, Setting] = {"reserved_nodes": case.kept / case.nodes}
+    settings = ArbiterSettings(
+        policy=policy,
+        policies=tables(policy, **kept, **({"p": case.cap} if policy == FITGPP else {})),
+        seed=case.seed,
+        round_pause_s=MINUTE_S,
+        interactive_s=0.0 if fifo else ArbiterSettings().interactive_s,
+    )
     simulation = Simulation(workload, cluster, quiet(settings), NONE, crude())
     restarts = _watch(simulation)
     result = simulation.run()

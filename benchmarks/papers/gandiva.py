@@ -35,9 +35,9 @@ from msgspec.structs import replace
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
 from arbiter.core.policies.gandiva import policy
-from arbiter.core.seam import Settings
 from arbiter.core.state.model import ArbiterSettings
 from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, mean, report_of, said, show
+from benchmarks.reasons import untold
 from protocol.messages import Sharing
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
@@ -200,14 +200,13 @@ def _run(case: Case) -> Figures:
     settings = ArbiterSettings(
         policy=case.mode.policy,
         sharing=case.mode.sharing,
-        policy_settings=Settings(reasons_max=0),
         round_pause_s=5.0,
         align_after_leases=0.0,  # as published
         preemption_budget=1.0,
     )
     workload, cluster = workload_of(case), parse_cluster(case.cluster)
     window_s = case.hours * 3600.0 / case.load
-    with without(case.mode.means):
+    with without(case.mode.means), untold():
         simulation = Simulation(workload, cluster, quiet(settings), DEFAULT, measured(shared_folder() / "traces"))
         done: list[float] = []
         simulation.world.at(window_s, lambda: done.append(useful_gpu_s(simulation)))

@@ -36,8 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 from arbiter.core.policies.oasis.offline import optimum
 from arbiter.core.policies.oasis.prices import Bounds, ratio_bound
 from arbiter.core.policies.oasis.schedule import Pool, Prospects, Request, Servers
+from arbiter.core.policies.oasis.settings import Terms
 from arbiter.core.policies.oasis.utility import Sigmoid, in_slots
-from arbiter.core.seam import Settings
+from arbiter.core.registry import tables
 from arbiter.core.state.model import ArbiterSettings
 from benchmarks.papers.document import Claim, Report, Table, arguments, mean, report_of, said, show
 from benchmarks.papers.slots import (
@@ -128,7 +129,7 @@ def run(draw_: Draw, seed: int, name: str, fixed: str = "enough") -> tuple[list[
     if key not in RUNS:
         jobs = draw(draw_, seed, fixed=fixed)
         if name in ("oasis", ONCE):
-            promise = Settings().oasis_promise if name == "oasis" else None
+            promise = Terms().promise if name == "oasis" else None
             ended = oasis(jobs, draw_, learnt(draw(draw_, seed + HISTORY), draw_), promise=promise)
         else:
             ended = play(jobs, draw_, baselines()[name])
@@ -397,9 +398,9 @@ def live_workload(apps: int, seed: int) -> Workload:
 
 def live_total(workload: Workload, policy: str) -> tuple[float, int]:
     """Return the total utility, and how many apps ended, under a policy of the arbiter."""
-    knobs = Settings(oasis_slot_s=LIVE_SLOT_S, oasis_slots=96)
+    slots = tables("oasis", slot_s=LIVE_SLOT_S, slots=96)
     settings = ArbiterSettings(
-        policy=policy, policy_settings=knobs, lease_s=LIVE_SLOT_S, align_after_leases=0.0, preemption_budget=1.0
+        policy=policy, policies=slots, lease_s=LIVE_SLOT_S, align_after_leases=0.0, preemption_budget=1.0
     )
     result = Simulation(workload, parse_cluster("4x8"), quiet(settings), DEFAULT, crude()).run()
     plans = {plan.id: plan for plan in workload.apps}

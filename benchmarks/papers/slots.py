@@ -33,8 +33,8 @@ from arbiter.core.policies.oasis.prices import Bounds, Priced, bounds_of, densit
 from arbiter.core.policies.oasis.rebooking import Booked, look, make_room
 from arbiter.core.policies.oasis.reward import Candidate, rewards
 from arbiter.core.policies.oasis.schedule import Pool, Request, Schedule, Servers, sell
+from arbiter.core.policies.oasis.settings import Terms
 from arbiter.core.policies.oasis.utility import Sigmoid
-from arbiter.core.seam import Settings
 
 Floats = NDArray[np.float64]
 
@@ -219,7 +219,7 @@ def oasis(
     bounds: tuple[Bounds, Bounds],
     *,
     factor: float = 1.0,
-    promise: float | None = Settings().oasis_promise,
+    promise: float | None = Terms().promise,
 ) -> list[Ended]:
     """Return what becomes of the jobs under OASiS, U and L being `factor` times what `bounds` say.
 

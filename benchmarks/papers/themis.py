@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
+from arbiter.core.registry import FAIRNESS_KNOB
 from benchmarks.papers.cases import FLUID, MEMORY, Case, Figures, Knobs, Lie, liars_jct_s, rhos_alone, run
 from benchmarks.papers.document import Claim, Report, Table, arguments, keeping, mean, report_of, said, show
 from simulator.costs import DEFAULT
@@ -50,7 +51,7 @@ NEAR_1 = 1.2
 SELDOM: Knobs = (("renewal_lead_s", "300"), ("round_pause_s", "295"))
 SELDOM_ALL: Knobs = (("renewal_lead_s", "590"), ("round_pause_s", "300"))
 #: The worst-off bidders keep next to nothing of a gang that several of them want: themis without either rule.
-WORST_OFF: Knobs = (("leftover", "worst-off"),)
+WORST_OFF: Knobs = (("policy.themis.leftover", "worst-off"),)
 
 
 class Plan(Struct, frozen=True):
@@ -321,7 +322,7 @@ def liar_part(plan: Plan) -> Part:
     claims, rows = [], []
     lies: tuple[Lie, ...] = ("bid", "bid and probe")
     for lie, leftover in product(lies, ("bidders", "idle")):
-        knobs: Knobs = (("leftover", leftover),)
+        knobs: Knobs = (("policy.themis.leftover", leftover),)
         gains = {by: liars_gains(plan, by, lie, knobs) for by in plan.lies}
         rows += [
             (lie, leftover, f"{by:.0%}", f"{said([100 * gain for gain in found], '.1f')} %")
@@ -363,7 +364,9 @@ def lower(values: Sequence[float]) -> float:
 
 def knob_part(plan: Plan, knob: str, values: Sequence[str], paper: str, best_of_paper: str) -> Part:
     """Sweep one setting: greatest rho, and GPU time as the measure of efficiency."""
-    cases = {value: base(plan, knobs=((knob, value),)) for value in values}
+    cases = {
+        value: base(plan, knobs=((FAIRNESS_KNOB if knob == "fairness_knob" else knob, value),)) for value in values
+    }
     rows = tuple(row_of(f"{knob} {value}", case, plan.few_seeds) for value, case in cases.items())
     rhos = {value: mean(max_rhos(case, plan.few_seeds)) for value, case in cases.items()}
     best = min(rhos, key=rhos.__getitem__)

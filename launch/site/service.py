@@ -18,7 +18,7 @@ from protocol.config import ConfigError
 from protocol.journal import JournalError
 
 Daemon = Coroutine[None, None, None]
-#: What is the operator's to mend; its message is a sentence. Anything else is a bug and ends in a traceback.
+#: Errors for the operator to mend; their messages are sentences. Any other error is a bug and ends in a traceback.
 EXPECTED: dict[type[Exception], int] = {
     ConfigError: exit_codes.USAGE,
     JournalError: exit_codes.FAILED,
@@ -63,7 +63,7 @@ class faults:  # noqa: N801 - used as a context manager, as contextlib's are
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the first thing that went wrong in a group of failures."""
+    """Return the first error of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -74,7 +74,7 @@ async def _serve(
     started: Callable[[], Daemon] | None,
     stopping: Callable[[], Daemon] | None,
 ) -> None:
-    """Run everything; the first signal ends it in order."""
+    """Run all daemons; the first signal ends them in order."""
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)

@@ -1,4 +1,4 @@
-"""A whole site on this machine: arbiter, nodes and app agent, in this process or each in a process of its own."""
+"""A whole site on this host: arbiter, nodes and app agent, in this process or each in a process of its own."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from protocol.bus.memory import MemoryBroker, MemoryBus
 
 #: From the start of the daemons to the enrolment of every node; a loaded laptop needs a few seconds.
 START_S = 30.0
-#: For training processes to be gone after everything was cancelled: a save, then the rungs up to SIGKILL.
+#: From the cancellation of all apps to the end of their processes: a save, then the rungs up to SIGKILL.
 EMPTY_S = 30.0
 POLL_S = 0.1
 
@@ -52,7 +52,7 @@ class Site(Struct, frozen=True):
 
     @property
     def socket(self) -> Path:
-        """Where the app agent listens."""
+        """The socket on which the app agent listens."""
         return Path(self.app.socket)
 
 
@@ -96,7 +96,7 @@ def local_site(
 
 
 def daemons(site: Site, bus: Bus, *, end_workers: bool) -> Sequence[Daemon]:
-    """Return everything that runs, all of it on one bus; `end_workers`: no training outlives the site."""
+    """Return all daemons of the site on one bus; `end_workers`: no training outlives the site."""
     return (
         run_arbiter(site.arbiter, bus),
         *(run_node_agent(node, bus, end_workers=end_workers) for node in site.nodes),
@@ -119,7 +119,7 @@ def memory_bus() -> Bus:
 
 @contextmanager
 def in_process(site: Site, bus: Bus) -> Iterator[Watch]:
-    """Run the site on a thread of its own; what is yielded raises if it has failed."""
+    """Run the site on a thread of its own; the yielded function raises if it has failed."""
     thread = _Background(lambda: daemons(site, bus, end_workers=True))
     thread.start()
     try:
@@ -142,7 +142,7 @@ class _Background:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what a daemon failed with."""
+        """Raise the error of a daemon that failed."""
         if self._failure is not None:
             raise Fault(f"a daemon stopped: {root_cause(self._failure)}") from self._failure
 
@@ -287,18 +287,18 @@ def wait_ready(site: Site, check: Watch, *, timeout_s: float = START_S) -> None:
 
 
 def end_everything(client: Client) -> None:
-    """Cancel every app and wait until no training process is left, so that nothing outlives its site."""
+    """Cancel every app and wait until no training process is left, so that none outlives its site."""
     for app in client.query("apps")["apps"]:
         if app["state"] not in OVER:
             with suppress(Fault):
                 client.cancel(str(app["id"]))
     deadline = time.monotonic() + EMPTY_S
-    while time.monotonic() < deadline and _living(client):
+    while time.monotonic() < deadline and _tasks_left(client):
         time.sleep(POLL_S)
 
 
-def _living(client: Client) -> int:
-    """Return how many tasks may still have a process."""
+def _tasks_left(client: Client) -> int:
+    """Return the number of tasks that may still have a process."""
     return sum(task["phase"] != "exited" for app in client.query("apps")["apps"] for task in app["tasks"])
 
 

@@ -1,4 +1,4 @@
-"""Everything on this machine in one process, to try it and for a single host."""
+"""A whole site on this host in one process, for a first try and for a single node."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from protocol.private import state_folder
 
 
 class Options(Struct, frozen=True):
-    """What to start. `fresh`: with a state of its own that is removed at the end."""
+    """The options of `up`. `fresh`: with a state of its own that is removed at the end."""
 
     gpus: str
     nodes: int = 1
@@ -85,7 +85,7 @@ def _refuse_a_second(socket: Path) -> None:
 
 
 def _folder(options: Options, stack: ExitStack) -> Path:
-    """Return where the state lives, made for this user only."""
+    """Return the folder of the state, made for this user only."""
     if options.fresh:
         folder = Path(tempfile.mkdtemp(prefix="gpu-arbiter-up-"))
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -95,11 +95,11 @@ def _folder(options: Options, stack: ExitStack) -> Path:
 
 
 async def _greet(site: Site) -> None:
-    """Tell the person, once everything answers, what is there and what to do next."""
+    """Tell the person the site's size and the next step, once all daemons answer."""
     gone = threading.Event()
 
     def check() -> None:
-        if gone.is_set():  # a thread cannot be cancelled, so it is told that there is nothing left to wait for
+        if gone.is_set():  # a thread cannot be cancelled, so this event ends its wait
             raise Fault("a daemon has stopped")
 
     try:
@@ -123,7 +123,7 @@ def _enrolled(site: Site, check: Watch) -> list[dict[str, Any]]:
 
 
 async def _farewell(site: Site) -> None:
-    """Say what goes on training."""
+    """Say which tasks go on training."""
     with suppress(Fault):
         await asyncio.to_thread(_tell, site)
 
@@ -132,6 +132,4 @@ def _tell(site: Site) -> None:
     with open_client(site.socket) as client:
         tasks = [task for app in client.query("apps")["apps"] for task in app["tasks"] if task["phase"] != "exited"]
     if tasks:
-        note(
-            f"{plural(len(tasks), 'task')} left training; the next `gpu-arbiter up` adopts what runs, `cancel` ends it"
-        )
+        note(f"{plural(len(tasks), 'task')} left training; the next `gpu-arbiter up` adopts them, `cancel` ends them")

@@ -109,7 +109,7 @@ def pace(begun: float, step_ms: float) -> None:
 
 
 def conclude(model: nn.Module, digits: Digits, out: Path | None) -> float:
-    """Print what came out; return the accuracy."""
+    """Print the accuracy on the test images and return it."""
     accuracy, digest = measure_accuracy(model, digits), digest_of(model)
     print(f"test accuracy {accuracy:.4f}")
     print(f"weights sha256 {digest}")

@@ -20,9 +20,9 @@ from launch.surface import answering, note, number, plural, say, table, wants_js
 if TYPE_CHECKING:
     from arbiter.core.policies.themis.auction.instance import Instance, Result
 
-#: Machines of one app that a line of the table shows.
-SHOWN_MACHINES = 6
-#: Compiled code is kept on disk; who waits longer than this for it is told that it is only this once.
+#: Nodes of one app that a line of the table shows.
+SHOWN_NODES = 6
+#: Compiled code is kept on disk; after this wait a note says that it is compiled only this once.
 PATIENCE_S = 2.0
 
 
@@ -41,7 +41,7 @@ def solve(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="decides ties, and the lots of rounding")] = 0,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
-    """Solve one auction: who wins and keeps what, at what value, and how far from the optimum it can be.
+    """Solve one auction: the GPUs that each app wins and keeps, their value, and the distance to the optimum.
 
     examples/auction.json is an example, docs/cli.md describes each field.
     """
@@ -87,7 +87,7 @@ def _read(file: str) -> Instance:
 
 
 def prepare() -> None:
-    """Have the solver compiled, so that its times are those of solving; whoever waits for it is told."""
+    """Have the solver compiled, so that its times are those of solving; a note says so if that takes long."""
     from arbiter.core.policies.themis.auction.compiled import COMPILED
     from arbiter.core.policies.themis.auction.instance import warm_up
 
@@ -124,11 +124,11 @@ def view(result: Result) -> str:
     return f"{table(('APP', 'WON', 'KEPT', 'LOG V', 'RHO', 'C'), rows)}\n\n{summary}"
 
 
-def counts(by_machine: Mapping[str, int]) -> str:
-    """Return GPUs by machine as ``m1:4 m2:1``, ``-`` for none; of many machines the first few."""
-    items = sorted(by_machine.items())
-    shown = [f"{machine}:{gpus}" for machine, gpus in items[:SHOWN_MACHINES]]
-    rest = items[SHOWN_MACHINES:]
+def counts(by_node: Mapping[str, int]) -> str:
+    """Return GPUs by node as ``m1:4 m2:1``, ``-`` for none; of many nodes the first few."""
+    items = sorted(by_node.items())
+    shown = [f"{node}:{gpus}" for node, gpus in items[:SHOWN_NODES]]
+    rest = items[SHOWN_NODES:]
     if rest:
-        shown.append(f"and {sum(gpus for _, gpus in rest)} on {plural(len(rest), 'more machine')}")
+        shown.append(f"and {sum(gpus for _, gpus in rest)} on {plural(len(rest), 'more node')}")
     return " ".join(shown) or "-"

@@ -1,4 +1,4 @@
-"""`up`: everything here, in one process. `arbiter`, `node-agent`, `app-agent`: one daemon each, from one TOML file."""
+"""`up`: a whole site in one process. `arbiter`, `node-agent`, `app-agent`: one daemon each, from one TOML file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def add(app: typer.Typer) -> None:
 def up(
     gpus: Annotated[str, typer.Option(help="simulated:N per node, or nvml for this host's real GPUs")] = "simulated:4",
     nodes: Annotated[int, typer.Option(min=1, max=64, help="nodes to pretend to be (1 with nvml)")] = 1,
-    policy: Annotated[str | None, typer.Option(help="who gets GPUs: see docs/policies.md  [default: themis]")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="the policy that grants GPUs: see docs/policies.md  [default: themis]")
+    ] = None,
     sharing: Annotated[
         str | None, typer.Option(help="exclusive, timeslice or pack: see docs/sharing.md  [default: exclusive]")
     ] = None,
@@ -47,11 +49,11 @@ def up(
         ),
     ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="where the state is kept between runs")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="start with nothing, and leave nothing")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="start without old state, and remove it at the end")] = False,
     adopt_site: AdoptSite = False,
-    log_level: LogLevel = "error",  # a person reads along, and what else there is to say is in the answers
+    log_level: LogLevel = "error",  # a person reads along, and the answers tell the rest
 ) -> None:
-    """Start everything on this machine: arbiter, node agents and app agent in one process. Ctrl-C stops it."""
+    """Start a whole site on this host: arbiter, node agents and app agent in one process. Ctrl-C stops it."""
     with answering(as_json=False):
         from arbiter.config import ArbiterConfig, load
         from arbiter.core.registry import POLICIES
@@ -92,7 +94,7 @@ def arbiter(
     adopt_site: AdoptSite = False,
     log_level: LogLevel = "info",
 ) -> None:
-    """Run the arbiter of a site; there is one."""
+    """Run the arbiter of a site; a site has one."""
     from arbiter.config import load
     from arbiter.daemon import run_arbiter
 
@@ -108,7 +110,7 @@ def node_agent(
     config: Config,
     adopt_site: Annotated[
         bool,
-        typer.Option("--adopt-site", help="for one start: leave the site there was, and obey the next that speaks"),
+        typer.Option("--adopt-site", help="for one start: leave the former site, and obey the next that speaks"),
     ] = False,
     log_level: LogLevel = "info",
 ) -> None:

@@ -1,7 +1,7 @@
 """RabbitMQ through aio-pika, and aio-pika's only importer.
 
 One plain connection per participant and no hidden recovery: when the connection, a consumer or a needed channel dies,
-the link is dead and says so, and its owner connects anew. What the library does by surprise is caught here:
+the link is dead and says so, and its owner connects anew. The surprises of the library are caught here:
 
 - aiormq throws `CancelledError` into pending calls when it finds the connection stuck. `_translated` tells that from
   a cancellation of the caller's own task.
@@ -54,7 +54,7 @@ HEARTBEAT_S: dict[Role, int] = {"arbiter": 5, "node": 5, "app": 10}
 CLOSE_TIMEOUT_S = 2.0
 PERSISTENT, TRANSIENT = 2, 1
 
-# What aiormq raises for a dead connection; RuntimeError is its word for using one.
+# The errors that aiormq raises for a dead connection; RuntimeError is its word for using one.
 _CONNECTION_ERRORS = (failures.AMQPError, OSError, RuntimeError, pamqp.exceptions.PAMQPException)
 _CHANNEL_ERRORS = (failures.AMQPChannelError, failures.ChannelInvalidStateError)
 
@@ -117,7 +117,7 @@ class AmqpDelivery:
         """Empty, or why and where the message died."""
         deaths = (self._message.header.properties.headers or {}).get("x-death")
         if not isinstance(deaths, list) or not deaths or not isinstance(deaths[0], dict):
-            # An agent can write any header; whatever is called x-death and is not the broker's is dead to us too.
+            # An agent can write any header; any x-death that is not the broker's means a dead letter too.
             return "forged" if deaths is not None else ""
         return "{reason!s}:{queue!s}".format_map({"reason": "unknown", "queue": "unknown"} | deaths[0])
 
@@ -154,17 +154,17 @@ class AmqpLink:
         self._reader: asyncio.Future[None] | None = None
         self._token: asyncio.Future[int] | None = None
         self._sender: Channel | None = None
-        self._murmurer: Channel | None = None
+        self._beat_channel: Channel | None = None
         self._setup: Channel | None = None
         self._opened: list[aio_pika.abc.AbstractChannel] = []
         self._reading: Channel | None = None
         self._lane_reader: _Reader | None = None
-        self._lanes: set[Party] = set()  #: owners whom this link reads on their own
+        self._lanes: set[Party] = set()  #: owners that this link reads each by itself
         connection.close_callbacks.add(self._on_connection_close)
 
     @property
     def party(self) -> Party:
-        """Who speaks over this link."""
+        """The participant that speaks over this link."""
         return self._party
 
     # --- death ------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class AmqpLink:
             self._reader.set_result(None)
         if self._token is not None and not self._token.done():
             self._token.set_exception(ConnectionLost(reason))
-            self._token.exception()  # nobody may be waiting
+            self._token.exception()  # it may be that no task waits
 
     def _on_connection_close(self, _: object, error: BaseException | None) -> None:
         self._die(f"the broker connection closed: {_words(error)}")
@@ -212,7 +212,7 @@ class AmqpLink:
             raise
 
     def _fatal(self, error: BaseException) -> ConnectionLost | None:
-        """Return what an error of the library means for the link: None if it is about one message or one channel."""
+        """Return the end of the link that an error of the library means; None if it is about one message or channel."""
         if isinstance(error, asyncio.CancelledError):
             return None if _cancelled() else self.lost("the broker connection is stuck")
         if isinstance(error, TimeoutError):
@@ -222,7 +222,7 @@ class AmqpLink:
         return self.lost(f"the broker connection failed: {_words(error)}")
 
     def lost(self, reason: str) -> ConnectionLost:
-        """End the link for `reason`; return what to raise."""
+        """End the link for `reason`; return the error to raise."""
         self._die(reason)
         return ConnectionLost(self._died)
 
@@ -249,10 +249,10 @@ class AmqpLink:
             _, self._sender = await self._open(confirms=True)
         return self._sender
 
-    async def _murmuring(self) -> Channel:
-        if self._murmurer is None or self._murmurer.is_closed:
-            _, self._murmurer = await self._open(confirms=False)
-        return self._murmurer
+    async def _open_beat_channel(self) -> Channel:
+        if self._beat_channel is None or self._beat_channel.is_closed:
+            _, self._beat_channel = await self._open(confirms=False)
+        return self._beat_channel
 
     async def _setting_up(self) -> Channel:
         if self._setup is None or self._setup.is_closed:
@@ -305,7 +305,7 @@ class AmqpLink:
         if state.message_count or state.consumer_count:
             return
         properties = spec.Basic.Properties(delivery_mode=PERSISTENT, user_id=self._user)
-        with suppress(failures.DeliveryError):  # at its limit: somebody was faster
+        with suppress(failures.DeliveryError):  # at its limit: another arbiter was faster
             await channel.basic_publish(b"token", routing_key=leader, properties=properties, mandatory=True)
 
     async def _purge_surplus_tokens(self) -> None:
@@ -427,7 +427,7 @@ class AmqpLink:
 
         for index, item in enumerate(outgoing):
             if item.beat:
-                verdicts[index] = await self._murmur(item)
+                verdicts[index] = await self._send_beat(item)
         loud = [index for index, item in enumerate(outgoing) if not item.beat]
         if loud:
             channel = await self._sending()
@@ -461,11 +461,11 @@ class AmqpLink:
             raise
         return None
 
-    async def _murmur(self, item: Outgoing) -> BusError | None:
-        """Send a restatement, for whose fate nobody waits."""
+    async def _send_beat(self, item: Outgoing) -> BusError | None:
+        """Send a restatement, without waiting for its fate."""
         route = self._topology.route(self._party, item.to, beat=True)
         try:
-            channel = await self._murmuring()
+            channel = await self._open_beat_channel()
             await channel.basic_publish(item.data, **self._envelope(route), wait=False)
         except _CHANNEL_ERRORS as error:
             return Refused(f"an earlier restatement to {item.to.user!r} was refused: {_words(error)}")
@@ -505,7 +505,7 @@ class AmqpBus:
     topology
         Names and limits of this site.
     heartbeat_s
-        Seconds between heartbeats; by default what suits the role, see `HEARTBEAT_S`.
+        Seconds between heartbeats; by default as it suits the role, see `HEARTBEAT_S`.
     timeout_s
         How long the broker may take to answer before the link counts as dead.
     """
@@ -525,11 +525,11 @@ class AmqpBus:
 
     @property
     def private(self) -> bool:
-        """No: whoever has a password can connect."""
+        """No: every holder of a password can connect."""
         return False
 
     def user(self, party: Party) -> str:
-        """Return the broker user as whom `party` authenticates: the URL's, else (certificates) its own."""
+        """Return the broker user by which `party` authenticates: the URL's, else (certificates) its own."""
         return self._address.user or party.user
 
     async def connect(self, party: Party) -> Link:
@@ -591,21 +591,21 @@ class AmqpBus:
 
 
 @contextmanager
-def _forbidden(what: str) -> Iterator[None]:
+def _forbidden(deed: str) -> Iterator[None]:
     """Translate the channel errors that a configuration mistake causes."""
     try:
         yield
     except ChannelAccessRefused as error:
-        raise Refused(f"{what}: {_words(error)}") from error
+        raise Refused(f"{deed}: {_words(error)}") from error
     except failures.ChannelPreconditionFailed as error:
         raise Refused(
-            f"{what}: {_words(error)}; the limits differ from those it was declared with: "
+            f"{deed}: {_words(error)}; the limits differ from those it was declared with: "
             "give all daemons the same topology, or delete that queue once"
         ) from error
     except failures.ChannelNotFoundEntity:
         raise
     except _CHANNEL_ERRORS as error:
-        raise ConnectionLost(f"{what}: {_words(error)}") from error
+        raise ConnectionLost(f"{deed}: {_words(error)}") from error
 
 
 def _words(error: BaseException | None) -> str:

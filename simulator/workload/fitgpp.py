@@ -30,6 +30,8 @@ from simulator.workload.plans import AppPlan, JobPlan, Workload, WorkloadError
 
 MINUTE_S = 60.0
 GB = 2**30
+#: How a trace is called that is drawn so, and the tenant of all its apps.
+NAME = "fitgpp"
 #: (mean, least, most) in minutes.
 INTERACTIVE_MIN, BATCH_MIN, GRACE_MIN = (5.0, 1, 30), (30.0, 1, 24 * 60), (3.0, 0, 20)
 GPUS, CPUS, MEMORY_GB = (2.0, 1, 8), (8.0, 1, 32), (48.0, 1, 256)
@@ -91,13 +93,13 @@ def fitgpp_workload(
     width = len(str(jobs))
     numbered = zip(range(1, jobs + 1), drafts, times, strict=True)
     apps = tuple(_app(f"{number:0{width}}", draft, minute) for number, draft, minute in numbered)
-    return Workload("fitgpp", apps, _notes(interactive, load, grace), seed)
+    return Workload(NAME, apps, _notes(interactive, load, grace), seed)
 
 
 def _app(number: str, draft: _Draft, minute: int) -> AppPlan:
     return AppPlan(
         id=f"{'te' if draft.interactive else 'be'}-{number}",
-        tenant="fitgpp",
+        tenant=NAME,
         submit_s=minute * MINUTE_S,
         gpus=draft.demand[0],
         gpus_max=draft.demand[0],

@@ -8,12 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from arbiter.core.placement.locality import locality
 from arbiter.core.policies.themis.auction.bids import RHO_MIN, Entry, Settlement, enter, whole_gangs
 from arbiter.core.policies.themis.auction.rounding import Counts, Worth, keep, prefixes
 from arbiter.core.registry import tables
 from arbiter.core.seam import AppView, GpuView
-from protocol.messages import AppId, Bid, BidRow, GpuId
+from protocol.messages import AppId, Bid, BidRow, GpuId, locality
 from tests.support.arbiter_site import AUCTION, Site
 from tests.support.auctions import (
     AMPLE,

@@ -15,7 +15,7 @@ from app_agent.core import bids
 from app_agent.core.bids import bid_rows, reach_of, rho_kept, thinned, undominated
 from app_agent.core.valuation import LevelTerms, Valuation, rho_of
 from benchmarks.bid_preparation import row_by_row
-from protocol.messages import LEVELS, BidRow, GpuId, Level, NodeId, OfferedGpu
+from protocol.messages import LEVELS, BidRow, GpuId, Level, NodeId, OfferedGpu, locality
 from tests.support.app_harness import Bench, status
 from tests.support.effort import examples
 
@@ -139,15 +139,6 @@ def test_parts_of_gangs_on_two_machines_are_no_gang() -> None:
 
 
 # --- lossless -------------------------------------------------------------------------------------------------------
-
-
-def locality(gpus: Iterable[OfferedGpu]) -> Level:
-    found = list(gpus)
-    if len({(gpu.node, gpu.slot) for gpu in found}) <= 1:
-        return "slot"
-    if len({gpu.node for gpu in found}) == 1:
-        return "machine"
-    return "rack" if len({gpu.rack for gpu in found}) == 1 else "cluster"
 
 
 def per_node(gpus: Iterable[OfferedGpu]) -> Counter[str]:

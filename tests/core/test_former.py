@@ -41,8 +41,10 @@ def formerly(raw: Any) -> Any:
     if not isinstance(raw, dict):
         return raw
     fields = {name: formerly(value) for name, value in raw.items()}
-    if "policy_settings" in fields:
-        fields["policy_settings"]["trial_share"] = fields["policy_settings"].pop("interactive_share", 0.1)
+    if "policies" in fields:
+        moved = {"fairness_knob": 0.5, "trial_share": fields.pop("interactive_share"), "trial_s": 7.0, "reasons_max": 3}
+        fields |= {"policy_settings": moved, "classes": ["batch", "trial"], "gather_leases": 2.0}
+        del fields["policies"], fields["interactive_s"], fields["align_after_leases"]
     if "requirements" not in fields:
         return fields
     wishes = fields.pop("requirements")
@@ -85,7 +87,11 @@ def test_a_snapshot_of_the_arbiter_of_the_version_before_holds_the_same_apps() -
     site.app("ana-1", jobs=[wish("ana-1", 0, [])], **WISHES)
     site.app("ana-2", gang=2, demand=4)
     snapshot = site.arbiter.snapshot()
-    arbiter = Arbiter.restored(former_bytes(snapshot))
+    former_snapshot = former_bytes(snapshot)
+    assert b"policy_settings" in former_snapshot
+    arbiter = Arbiter.restored(former_snapshot)
+    assert arbiter.state.settings.policies == {}
+    assert arbiter.state.settings.classes == ("batch", "interactive")
     arbiter.handle(ArbiterConfigured(site.arbiter.state.settings), site.now)
     assert arbiter.state.apps == site.arbiter.state.apps
     assert {app.requirements.kind for app in arbiter.state.apps.values()} == {"batch", "interactive"}

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arbiter.core.placement.assignment import Holes, pick
-from arbiter.core.placement.locality import LOOSENESS, group, locality, place_of
+from arbiter.core.placement.locality import LOOSENESS, group, place_of
 from arbiter.core.seam import GpuView
-from protocol.messages import LEVELS, GpuId, Level
+from protocol.messages import LEVELS, GpuId, Level, locality
 from tests.support.auctions import app_of, gpus_of
 from tests.support.wishes import replace
 

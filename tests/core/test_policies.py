@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from arbiter.core import seam
 from arbiter.core.placement.assignment import admit_what_fits
-from arbiter.core.placement.locality import LOOSENESS, locality
+from arbiter.core.placement.locality import LOOSENESS
 from arbiter.core.policies.themis.auction.solve import STEPS_PER_MS
 from arbiter.core.policies.themis.policy import Settings, Themis
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import DEFAULT_POLICY, Allocation, AppView, GpuView, Outcome, View
-from protocol.messages import LEVELS, AppId, Bid
+from protocol.messages import LEVELS, AppId, Bid, locality
 from tests.support.auctions import app_of, bid_of, gpus_of, view_of
 from tests.support.effort import examples
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from arbiter.core import seam
 from arbiter.core.placement.assignment import admit_what_fits
-from arbiter.core.placement.locality import locality
 from arbiter.core.policies.common.ordered import Ranked
 from arbiter.core.policies.queues.las import Settings
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
-from protocol.messages import LEVELS, AppId, GpuId, NodeId, Requirements, TenantId
+from protocol.messages import LEVELS, AppId, GpuId, NodeId, Requirements, TenantId, locality
 from tests.core.test_policies import settled
 from tests.support.auctions import app_of, gpus_of, view_of
 from tests.support.effort import examples

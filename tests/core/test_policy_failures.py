@@ -48,8 +48,12 @@ class NoSale(Oasis):
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, kind in (("broken", Broken), ("no-bidders", NoBidders), ("no-sale", NoSale)):
-        monkeypatch.setitem(POLICIES, name, Entry(kind))
+    for name, kind, like in (
+        ("broken", Broken, "fifo"),
+        ("no-bidders", NoBidders, "themis"),
+        ("no-sale", NoSale, "oasis"),
+    ):
+        monkeypatch.setitem(POLICIES, name, Entry(kind, POLICIES[like].settings))
 
 
 def failures(effects: Sequence[Effect]) -> list[str]:

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 from arbiter.core.arbiter import Configured
 from arbiter.core.effects import Decided
+from arbiter.core.layers.guests import with_guests
 from arbiter.core.leases import leases
 from arbiter.core.leases.plans import plan_digest
 from arbiter.core.members import nodes
 from arbiter.core.registry import POLICIES
-from arbiter.core.rounds.seats import shown, with_guests
+from arbiter.core.rounds.seats import shown
 from arbiter.core.rounds.views import make_view
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, SeatView, View
 from arbiter.core.state.index import Index

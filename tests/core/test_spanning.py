@@ -20,7 +20,7 @@ from app_agent.core.jobs import gathered
 from app_agent.core.model import AppState, HeldGpu, Suspended
 from app_agent.core.valuation import LevelTerms, Valuation, rho_of
 from arbiter.core.leases.plans import is_task_id, task_id
-from arbiter.core.placement.locality import LOOSENESS, locality
+from arbiter.core.placement.locality import LOOSENESS
 from arbiter.core.policies.themis.auction.bids import enter, whole_gangs
 from arbiter.core.policies.themis.auction.explain import explain
 from arbiter.core.policies.themis.auction.solve import Budget
@@ -43,6 +43,7 @@ from protocol.messages import (
     TaskId,
     TaskStatus,
     TenantId,
+    locality,
 )
 from tests.support.app_harness import Bench, exited, status, terms
 from tests.support.arbiter_site import Site, gpu_id, task, wish

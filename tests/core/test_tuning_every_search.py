@@ -18,7 +18,7 @@ from app_agent.core.tuning import All, AppScheduler, Left, Search, Trial, schedu
 from app_agent.core.valuation import LevelTerms, Valuation, cluster_time_s, fair_time_s, rho_of
 from launch import cli
 from launch.faults import Fault
-from launch.verbs import submitting
+from launch.verbs import submission
 from protocol import exit_codes
 from tests.support.app_harness import Bench, exited, spec_of
 from tests.support.effort import examples
@@ -214,7 +214,7 @@ class Taken:
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Taken:
     client = Taken()
-    monkeypatch.setattr(submitting, "open_client", lambda: client)
+    monkeypatch.setattr(submission, "open_client", lambda: client)
     return client
 
 

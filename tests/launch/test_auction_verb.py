@@ -110,7 +110,7 @@ def test_an_auction_of_nothing_has_an_empty_table() -> None:
 def test_many_machines_are_summed_up() -> None:
     assert auction.counts({}) == "-"
     assert auction.counts({"b": 1, "a": 2}) == "a:2 b:1"
-    assert auction.counts({f"m{index}": index for index in range(1, 9)}).endswith("m5:5 m6:6 and 15 on 2 more machines")
+    assert auction.counts({f"m{index}": index for index in range(1, 9)}).endswith("m5:5 m6:6 and 15 on 2 more nodes")
 
 
 # --- what is wrong --------------------------------------------------------------------------------------------------

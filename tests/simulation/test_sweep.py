@@ -248,7 +248,8 @@ def test_groups_are_over_seeds_alone() -> None:
 def test_the_same_seed_gives_the_same_rows_in_fresh_interpreters(trace: str) -> None:
     program = (
         "import sys, json\n"
-        "from simulator import experiment, results\n"
+        "from simulator import experiment\n"
+        "from simulator.figures import results\n"
         "run = experiment.execute(experiment.Experiment(sys.argv[1], '2x4', 'fluid-fair-share', seed=3))\n"
         "document = results.document(run)\n"
         "for name in results.MEASURED: del document['summary'][name]\n"

@@ -242,7 +242,7 @@ def break_ownership_by_two(world: World) -> None:
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (break_ownership, "which to the arbiter is nobody's"),
+        (break_ownership, "which to the arbiter is free"),
         (break_ownership_by_two, "is used by"),
         (break_fence, "the fence of n001 fell"),
         (break_attempts, "has a process of attempt 1 beside app1-1.0-a0"),

@@ -7,12 +7,12 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from arbiter.core.placement.locality import LOOSENESS, locality
+from arbiter.core.placement.locality import LOOSENESS
 from arbiter.core.policies.themis.auction import bids, instance
 from arbiter.core.policies.themis.auction.bids import Entry, Settlement
 from arbiter.core.policies.themis.auction.solve import Budget
 from arbiter.core.seam import AppView, GpuView, View
-from protocol.messages import LEVELS, AppId, Bid, BidRow, ExplicitRow, GpuId, Level, NodeId, RoundId, TenantId
+from protocol.messages import LEVELS, AppId, Bid, BidRow, ExplicitRow, GpuId, Level, NodeId, RoundId, TenantId, locality
 
 #: Steps enough for every auction here.
 AMPLE = 100_000_000

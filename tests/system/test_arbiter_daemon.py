@@ -169,11 +169,11 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ("[arbiter]\nprobes_max = 0\n", "arbiter: probes_max is 0; it must be above 0"),
         ("[arbiter]\nrenewal_lead_s = -5.0\n", "arbiter: renewal_lead_s is -5.0; it must be 0 or more"),
         (
-            "[arbiter]\ngather_leases = 0.5\n",
+            "[arbiter]\nalign_after_leases = 0.5\n",
             "arbiter.align_after_leases is 0.5; give after how many leases of waiting",
         ),
         (
-            "[arbiter]\ngather_leases = nan\n",
+            "[arbiter]\nalign_after_leases = nan\n",
             "arbiter.align_after_leases is nan; give after how many leases of waiting",
         ),
         ("[arbiter]\nround_pause_s = -5.0\n", "arbiter: round_pause_s is -5.0; it must be 0 or more"),

@@ -15,6 +15,9 @@ import pytest
 from launch import demo
 from tests.support.rabbitmq import PrivateRabbitMQ, available
 
+#: They share one demo.
+pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.slow]
+
 FIGURES = {
     "id", "tenant", "jct_s", "rho", "gpu_seconds", "grants", "renewals", "preemptions", "migrations", "steps_lost",
     "final_accuracy",
@@ -28,7 +31,6 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[demo.Result, Path
     return demo.run(demo.Options(out=out, quiet=True, **QUICK)), out
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_every_app_finishes_and_nobody_loses_a_step(outcome: tuple[demo.Result, Path]) -> None:
     result, _ = outcome
@@ -40,7 +42,6 @@ def test_every_app_finishes_and_nobody_loses_a_step(outcome: tuple[demo.Result, 
     assert all(app["grants"] >= 1 and app["gpu_seconds"] > 0 for app in apps)
 
 
-@pytest.mark.slow
 def test_gpus_change_hands_and_leases_are_renewed(outcome: tuple[demo.Result, Path]) -> None:
     apps = outcome[0].summary["apps"]
     assert sum(app["preemptions"] for app in apps) >= 1
@@ -48,7 +49,6 @@ def test_gpus_change_hands_and_leases_are_renewed(outcome: tuple[demo.Result, Pa
     assert sum(app["renewals"] for app in apps) >= 1
 
 
-@pytest.mark.slow
 def test_no_gpu_is_held_by_two_apps_at_any_time(outcome: tuple[demo.Result, Path]) -> None:
     spans = json.loads((outcome[1] / "rounds.json").read_text())["spans"]
     assert spans
@@ -58,7 +58,6 @@ def test_no_gpu_is_held_by_two_apps_at_any_time(outcome: tuple[demo.Result, Path
             assert later[0] >= earlier[1] - 1e-6, (gpu, earlier, later)
 
 
-@pytest.mark.slow
 def test_the_summary_and_the_picture_are_left_behind(outcome: tuple[demo.Result, Path]) -> None:
     result, out = outcome
     summary = json.loads((out / "summary.json").read_text())
@@ -71,7 +70,6 @@ def test_the_summary_and_the_picture_are_left_behind(outcome: tuple[demo.Result,
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
 def test_weights_are_those_of_the_same_script_run_alone(outcome: tuple[demo.Result, Path], tmp_path: Path) -> None:
     apps = {app["name"]: app for app in outcome[0].summary["apps"]}
     for spec in demo.apps(demo.Options(**QUICK), tmp_path, tmp_path):
@@ -84,7 +82,7 @@ def test_weights_are_those_of_the_same_script_run_alone(outcome: tuple[demo.Resu
         assert _digest(outcome[0].outputs[app["id"]]) == _digest(alone.stdout), app
 
 
-@pytest.mark.slow
+@pytest.mark.xdist_group("demo over RabbitMQ")
 @pytest.mark.broker
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(not available(), reason="rabbitmq-server is not installed; see scripts/ensure-rabbitmq.sh")

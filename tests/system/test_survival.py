@@ -34,7 +34,7 @@ from tests.support.gpu_watch import GpuWatch
 from tests.support.proxy import Proxy
 
 broker_test = pytest.mark.broker
-pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.xdist_group("survival"), pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(180)]
 
 VHOSTS = [f"s{number}" for number in range(16)]  # one for each test, as a broker keeps what a site left there
 _vhosts = itertools.cycle(VHOSTS)

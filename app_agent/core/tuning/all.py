@@ -1,6 +1,6 @@
 """Every trial runs to its end; the best of them is the answer. Nothing is ever stopped early.
 
-What many users have today: a grid of runs, compared afterwards. It is also the reference that searches which stop
+Many users work like this today: a grid of runs, compared afterwards. It is also the reference that searches which stop
 trials early are measured against. Eq. 2 with one phase of all the jobs.
 """
 
@@ -66,5 +66,5 @@ class All(Struct, frozen=True):
         return sum(trial.steps_total for trial in trials)
 
     def report_steps(self, trial: Trial) -> tuple[int, ...]:
-        """Return its end: only what a trial comes to is compared."""
+        """Return its end: only final results are compared."""
         return (trial.steps_total,)

@@ -1,10 +1,10 @@
-"""One bracket of a search: a few trials begin, the best of each rung go on. What halving and Hyperband are made of.
+"""One bracket of a search: a few trials begin, the best of each rung go on. Halving and Hyperband are made of brackets.
 
 Rung i ends for a trial when it has made `ends[i]` mini-batches since its beginning. A trial that is there waits without
 GPUs (it checkpoints and leaves) until the others of its bracket are; then all are compared by their metric, and
-`places[i + 1]` of them go on. In the last rung nobody is compared: trials run until their scripts say they have
+`places[i + 1]` of them go on. In the last rung trials are not compared: they run until their scripts say they have
 finished. Scripts know nothing of rungs: a trial is stopped from outside and makes some steps more than its rung has
-(what it makes between two reports), which only ever favours the faster ones by those steps.
+(the steps between two reports), which only ever favours the faster ones by those steps.
 
 *Source:* PAPERS.md section 1, Eq. 2; Li et al., Hyperband, JMLR 18 (2018), Algorithm 1, the inner loop.
 """
@@ -20,7 +20,7 @@ from app_agent.core.tuning.shape import Left, Trial
 
 
 class Yardstick(Struct, frozen=True):
-    """What trials are compared by: the name of the metric, and whether more (``max``) or less of it is better."""
+    """The measure by which trials are compared: a metric, and whether more (``max``) or less of it is better."""
 
     metric: str
     mode: Literal["max", "min"]
@@ -83,7 +83,7 @@ class Bracket(Struct, frozen=True):
     def promoted(self, rung: int, standing: Iterable[Trial], by: Yardstick) -> tuple[Trial, ...] | None:
         """Return those that go on to the rung after this: the best of those that did not fail, by number.
 
-        None when there are more than places and not a single report: nobody can say which are better. Where all have
+        None when there are more than places and not a single report: it cannot be said which are better. Where all have
         diverged nothing is lost by going on with any of them.
         """
         able = [trial for trial in standing if trial.state != "failed"]
@@ -99,7 +99,7 @@ class Bracket(Struct, frozen=True):
     def left(self, rung: int, standing: Sequence[Trial], *, after: int, until: int) -> list[Left]:
         """Return the mini-batches that are left between the step counts `after` and `until`.
 
-        Those who stand in this rung are known up to its end; who makes the steps beyond is not.
+        The trials of this rung are known up to its end; the trials that make the steps beyond are not.
         """
         end = min(until, self.ends[rung])
         known = [

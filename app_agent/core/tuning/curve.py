@@ -7,7 +7,7 @@ While trials report, each one's curve is recorded and extrapolated (`forecast`).
   does not get there, or is not known yet, terminates where the script says.
 - A trial whose curve, looked at with optimism, ends worse than the best trial is *now* is stopped for good, and so is
   one whose metric has been no number for a tenth of its steps while another's is. The best trial never is.
-- Without a target, or if nobody reaches it, the best of those that ran to their end is the answer.
+- Without a target, or if no trial reaches it, the best of those that ran to their end is the answer.
 
 T_sh is that of the job which finishes last by these forecasts: the most optimistic curve counts, for as long as any job
 may still win, the app must be expected to wait for it. Hence `left` is one phase of all jobs.
@@ -51,7 +51,7 @@ class CurveStopping(Struct, frozen=True):
 
     @property
     def by(self) -> Yardstick:
-        """What trials are compared by."""
+        """The measure by which trials are compared."""
         return Yardstick(self.metric, self.mode)
 
     def begin(self) -> Search:
@@ -59,7 +59,7 @@ class CurveStopping(Struct, frozen=True):
         return Search(survivors=tuple(range(self.trials)), curves=(Curve(),) * self.trials)
 
     def advance(self, search: Search, trials: Sequence[Trial]) -> Search:
-        """Record what was reported; go on with one trial when it has reached the target, else stop who cannot win."""
+        """Record the reports; go on with one trial when it has reached the target, else stop those that cannot win."""
         if search.phase:
             return search
         curves = tuple(map(self._record, search.curves, trials))
@@ -97,9 +97,9 @@ class CurveStopping(Struct, frozen=True):
         return self.by.signed(trial.value) <= self.by.signed(self.target)
 
     def _hopeless(self, search: Search, standing: Sequence[Trial]) -> set[int]:
-        """Return the trials that diverged for good, or whose end, hoped for, is worse than what the best has by now.
+        """Return the trials that diverged for good, or whose end, hoped for, is worse than the best metric so far.
 
-        Scripts may make more steps than were declared: ends are forecast for as many as anyone has made.
+        Scripts may make more steps than were declared: ends are forecast for as many as the longest trial has made.
         """
         best = min(standing, key=self.by.rank, default=None)
         if best is None or best.value is None:
@@ -130,7 +130,7 @@ class CurveStopping(Struct, frozen=True):
         return tuple(trial.number for trial in ordered)
 
     def answer(self, search: Search, trials: Sequence[Trial]) -> int | None:
-        """Return who reached the target, once it has saved and left; else the best, once all have ended."""
+        """Return the trial that reached the target, once it has saved and left; else the best, once all have ended."""
         standing = [trials[number] for number in search.survivors]
         if search.phase:
             over = [trial for trial in standing if trial.state == "done" or (trial.state == "live" and trial.resting)]
@@ -160,7 +160,7 @@ class CurveStopping(Struct, frozen=True):
         return trial.steps_total if steps is None else steps
 
     def budget_steps(self, trials: Sequence[Trial], search: Search | None = None) -> int:
-        """Return the steps of all trials: to their forecast terminations; of those that were stopped, what they made.
+        """Return the steps of all trials: to their forecast terminations; of stopped ones, to where they stopped.
 
         T_id must be of the same app as T_sh: one that a forecast makes shorter is shorter alone, too.
         """

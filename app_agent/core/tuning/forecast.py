@@ -25,7 +25,7 @@ POINTS_MIN = 5
 POWERS = tuple(0.05 * 1.2**exponent for exponent in range(24))
 #: A forecast is optimistic by so many times the root of the mean squared distance of the points from their law.
 OPTIMISM = 2.0
-#: Relative error of a step count: what is a whole number but for that is not rounded up.
+#: Relative error of a step count: a number that is whole but for that is not rounded up.
 ROUNDING = 1e-9
 
 Mode = Literal["max", "min"]

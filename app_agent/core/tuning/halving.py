@@ -39,7 +39,7 @@ class Halving(Struct, frozen=True):
 
     @property
     def bracket(self) -> Bracket:
-        """The trials and what each phase has room for: all, then half of them, rounded up, and so on."""
+        """The trials and the room of each phase: all, then half of them, rounded up, and so on."""
         places = tuple(-(-self.trials // 2**phase) for phase in range(len(self.ends)))
         return Bracket(tuple(range(self.trials)), self.ends, places)
 
@@ -63,7 +63,7 @@ class Halving(Struct, frozen=True):
     def runnable(self, search: Search, trials: Sequence[Trial]) -> tuple[int, ...]:
         """Return the survivors that have not ended this phase, the one with most steps left first.
 
-        The longest first is what keeps the phase short when there are fewer gangs of GPUs than trials.
+        The longest first keeps the phase short when there are fewer gangs of GPUs than trials.
         """
         running = self.bracket.running(search.phase, _standing(search, trials))
         return tuple(trial.number for trial in sorted(running, key=lambda trial: (trial.steps_done, trial.number)))

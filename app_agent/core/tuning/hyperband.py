@@ -1,4 +1,4 @@
-"""Hyperband: successive halving from several starts at once, for nobody knows how early a loss tells good from bad.
+"""Hyperband: successive halving from several starts at once, for it is unknown how early a loss tells good from bad.
 
 R is one whole training in mini-batches, eta how hard a rung selects (of eta trials one goes on), and the rungs end at
 R / eta^s_max, ..., R / eta, R. Bracket s begins with the rung that ends at R / eta^s, with
@@ -77,7 +77,7 @@ class Hyperband(Struct, frozen=True):
         return search
 
     def _standings(self, search: Search, trials: Sequence[Trial]) -> list[tuple[Bracket, int, list[Trial]]]:
-        """Return each bracket, its rung, and who stands in it."""
+        """Return each bracket, its rung, and the trials in it."""
         survivors = set(search.survivors)
         return [
             (bracket, rung, [trials[number] for number in bracket.members if number in survivors])
@@ -87,7 +87,8 @@ class Hyperband(Struct, frozen=True):
     def runnable(self, search: Search, trials: Sequence[Trial]) -> tuple[int, ...]:
         """Return the survivors that have not ended their rungs, the one with fewest steps behind it first.
 
-        Each bracket has a way of R steps before it, so who has made least is who can make the app end latest.
+        Each bracket has a way of R steps before it, so the trial that has made fewest steps can make the app end
+        latest.
         """
         running = [
             trial
@@ -97,7 +98,7 @@ class Hyperband(Struct, frozen=True):
         return tuple(trial.number for trial in sorted(running, key=lambda trial: (trial.steps_done, trial.number)))
 
     def answer(self, search: Search, trials: Sequence[Trial]) -> int | None:
-        """Return the best of those that ran to their end, once every bracket is in its last rung and nobody runs."""
+        """Return the best of those that ran to their end, once every bracket is in its last rung and no trial runs."""
         ended = all(
             rung == bracket.last and all(trial.state != "live" for trial in standing)
             for bracket, rung, standing in self._standings(search, trials)
@@ -134,7 +135,7 @@ class Hyperband(Struct, frozen=True):
 
 
 def _promote(search: Search, index: int, bracket: Bracket, better: Sequence[Trial]) -> Search:
-    """Begin the next rung of one bracket with those; the survivors of the others stay what they are."""
+    """Begin the next rung of one bracket with those; the survivors of the others stay as they are."""
     gone = set(bracket.members) - {trial.number for trial in better}
     rungs = list(search.rungs)
     rungs[index] += 1

@@ -1,6 +1,6 @@
 """The shape of an app scheduler: which of an app's trials deserve GPUs now, and when the app has its answer.
 
-A scheduler is stateless and pure. What it remembers is a `Search`, kept by the app agent; it is shown every trial as
+A scheduler is stateless and pure. Its memory is a `Search`, kept by the app agent; it is shown every trial as
 it is and answers with the next `Search`. Steps are counted: a trial that made n mini-batches has `steps_done` n.
 """
 
@@ -19,9 +19,9 @@ class Trial(Struct, frozen=True):
     """One trial as the app agent sees it.
 
     `done` ended by itself, `failed` will not be started again. A live trial is `resting` when it makes no steps and
-    what it made is saved: it waits for GPUs, or is parked. `metric` is what it reported last; it has `diverged` while
-    that is no finite number. Of `steps_done` it made `steps_before` in processes before its present one: what those
-    reported may have been lost on the way.
+    those it made are saved: it waits for GPUs, or is parked. `metric` is its newest report; it has `diverged` while
+    that is no finite number. Of `steps_done` it made `steps_before` in processes before its present one, whose reports
+    may have been lost on the way.
     """
 
     number: int
@@ -34,7 +34,7 @@ class Trial(Struct, frozen=True):
 
     @property
     def diverged(self) -> bool:
-        """Whether what it reported last is NaN or infinite."""
+        """Whether its newest report is NaN or infinite."""
         return self.metric is not None and not math.isfinite(self.metric)
 
     @property
@@ -44,14 +44,14 @@ class Trial(Struct, frozen=True):
 
 
 class Curve(Struct, frozen=True):
-    """What one trial has reported, ascending in steps, boundedly many; and the law it follows, once that is known."""
+    """The reports of one trial, ascending in steps, boundedly many; and the law it follows, once that is known."""
 
     points: tuple[Point, ...] = ()
     law: Law | None = None
 
 
 class Search(Struct, frozen=True):
-    """What a scheduler remembers.
+    """The memory of a scheduler.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class AppScheduler(Protocol):
         ...
 
     def advance(self, search: Search, trials: Sequence[Trial]) -> Search:
-        """Return the search after what the trials have done by now; `trials` are all, by number."""
+        """Return the search after the trials' work so far; `trials` are all, by number."""
         ...
 
     def runnable(self, search: Search, trials: Sequence[Trial]) -> tuple[int, ...]:
@@ -114,6 +114,6 @@ class AppScheduler(Protocol):
     def report_steps(self, trial: Trial) -> tuple[int, ...]:
         """Return the step counts, ascending, at which a report of `trial` matters to a decision.
 
-        What a script that reports only when it matters would use; one that reports more often changes little.
+        A script that reports only when it matters would use these; a script that reports more often changes little.
         """
         ...

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from arbiter.core.placement.locality import LOOSENESS, locality, place_of, seats_of_jobs
+from arbiter.core.placement.locality import LOOSENESS, place_of, seats_of_jobs
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, SeatView, View
-from protocol.messages import AppId, GpuId, Level, device_of
+from protocol.messages import AppId, GpuId, Level, device_of, locality
 
 
 def invites(view: View) -> bool:

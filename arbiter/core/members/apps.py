@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from arbiter.core.effects import Sold
 from arbiter.core.leases import leases
 from arbiter.core.members import sales, screening
 from arbiter.core.placement.assignment import admit_what_fits
@@ -244,26 +245,40 @@ def _lingers(turn: Turn, app: AppId) -> bool:
 
 
 def admit_waiting(turn: Turn) -> None:
-    """Admit or refuse apps that have arrived, once nodes have had time to enrol."""
-    if not turn.index.enrolling or not turn.state.nodes:
+    """Admit or refuse apps that have arrived, once nodes have had time to enrol; have the policy sell, if it does."""
+    if not turn.index.enrolling or not turn.state.nodes or (sales.sells(turn) and sales.is_busy(turn)):
         return
     waiting = sorted((turn.state.apps[app] for app in turn.index.enrolling), key=lambda app: app.arrival)
     cluster = turn.index.census()[2]
+    buyers: list[App] = []
     for app in waiting:
         verdict = _of_named_tenant(turn.state, app) or admit_what_fits(cluster, _newcomer(app))
         if verdict.admitted and sales.sells(turn):
-            if turn.now < _admission_at(turn.state):
-                continue  # the GPUs for sale are known when nodes have had time to enrol
-            verdict = sales.sell(turn, app)
-        if verdict.admitted:
-            turn.put_app(turn.state.apps[app.id], Active())
-            if verdict.reason:
-                turn.tell(app.id, verdict.reason)
-        elif turn.now >= _admission_at(turn.state):
-            _count(turn, -1)
-            refused = turn.put_app(app, model.Refused(verdict.reason, turn.now))
-            turn.effects.append(Send(Party("app", app.owner), Refusal(refused.id, verdict.reason, refused.run)))
-            _forget_oldest(turn)
+            if turn.now >= _admission_at(turn.state):  # what there is to sell is known then
+                buyers.append(app)
+        elif verdict.admitted or turn.now >= _admission_at(turn.state):
+            _conclude(turn, app, verdict)
+    if buyers:
+        sales.admit(turn, buyers)
+
+
+def take_sold(turn: Turn, sold: Sold) -> None:
+    """Keep what the policy has sold, and admit or refuse the apps that asked for it."""
+    for app, verdict in sales.take(turn, sold):
+        _conclude(turn, app, verdict)
+
+
+def _conclude(turn: Turn, app: App, verdict: Admission) -> None:
+    """Admit or refuse an app, and tell it why."""
+    if verdict.admitted:
+        turn.put_app(app, Active())
+        if verdict.reason:
+            turn.tell(app.id, verdict.reason)
+        return
+    _count(turn, -1)
+    refused = turn.put_app(app, model.Refused(verdict.reason, turn.now))
+    turn.effects.append(Send(Party("app", app.owner), Refusal(refused.id, verdict.reason, refused.run)))
+    _forget_oldest(turn)
 
 
 def _of_named_tenant(state: model.State, app: App) -> Admission | None:

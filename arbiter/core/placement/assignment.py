@@ -15,9 +15,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 
-from arbiter.core.placement.locality import LOOSENESS, PLACE, dense, locality, most_whole, place_of
+from arbiter.core.placement.locality import LOOSENESS, PLACE, dense, most_whole, place_of
 from arbiter.core.seam import Admission, AppView, GpuView, View
-from protocol.messages import AppId, GpuId, Level, NodeId
+from protocol.messages import AppId, GpuId, Level, NodeId, locality
 
 Pool = dict[GpuId, GpuView]
 

@@ -39,18 +39,6 @@ def place_of(gpu: GpuView, level: Level) -> tuple[str, ...]:
             return ()
 
 
-def locality(gpus: Iterable[GpuView]) -> Level:
-    """Return the tightest level that holds all of `gpus`; ``slot`` for one GPU or none.
-
-    *Source:* Themis (NSDI 2020): S(G) is set by the worst locality in G.
-    """
-    found = list(gpus)
-    for level in LEVELS:
-        if len({place_of(gpu, level) for gpu in found}) <= 1:
-            return level
-    raise AssertionError("the cluster holds every GPU")
-
-
 def group(items: Iterable[GpuView], key: Callable[[GpuView], KeyT]) -> dict[KeyT, list[GpuView]]:
     """Return `items` by `key`, in order of first appearance."""
     groups: dict[KeyT, list[GpuView]] = {}

@@ -58,11 +58,6 @@ class ArbiterSettings(Struct, frozen=True):
     policy: str = DEFAULT_POLICY
     #: The settings of policies, by policy and field, as `registry.tables` makes them; not named: defaults.
     policies: Mapping[str, Mapping[str, Setting]] = {}
-    solver_budget_ms: float = 500.0  #: how long a policy may search for a decision, its explanation included
-    #: Under policies without a rule of their own for interactive apps: of all GPUs, these hold at most this part at
-    #: others' cost; 0: interactive apps are like other apps.
-    interactive_share: float = 0.1
-    interactive_s: float = 1800.0  #: an app of class ``interactive`` counts as one until it has run for so long
     lease_s: float = 600.0
     renewal_lead_s: float = 30.0  #: a round runs this long before leases end, so that incumbents learn in time
     align_after_leases: float = 2.0  #: a gang for which no round had room for so many leases gets one that has; 0: none
@@ -70,6 +65,7 @@ class ArbiterSettings(Struct, frozen=True):
     probe_s: float = 2.0  #: deadline of phase 1
     probes_max: int = 2000  #: apps asked in phase 1; of more, those that look worst off by what the arbiter knows
     bid_s: float = 2.0  #: deadline of phase 2
+    solver_budget_ms: float = 500.0  #: how long a policy may search for a decision, its explanation included
     #: A round without its decision is dropped this long after the solver's budget. Fault worlds set it, no site does.
     decide_grace_s: float = 15.0
     beat_s: float = 2.0  #: plans and holdings are restated this often
@@ -90,6 +86,10 @@ class ArbiterSettings(Struct, frozen=True):
     priority_max: int = 0  #: the highest that an app may have, whatever its app agent allows
     weight_max: float = 10.0  #: the greatest that an app may have
     classes: tuple[Kind, ...] = ("batch", "interactive")  #: that an app may be of
+    #: Under policies without a rule of their own for interactive apps: of all GPUs, these hold at most this part at
+    #: others' cost; 0: interactive apps are like other apps.
+    interactive_share: float = 0.1
+    interactive_s: float = 1800.0  #: an app of class ``interactive`` counts as one until it has run for so long
 
     @property
     def solver_budget_s(self) -> float:
@@ -470,6 +470,21 @@ class Deciding(Struct, frozen=True, tag=True):
 RoundState = Idle | Probing | Bidding | Deciding
 
 
+# --- sales ----------------------------------------------------------------------------------------------------------
+
+
+class Selling(Struct, frozen=True):
+    """The policy sells, outside of the core; its answer is checked when it comes. See `members.sales`."""
+
+    number: int
+    epoch: int  #: in which it was asked
+    asked_at: float
+    deadline: float
+    gpus: tuple[tuple[NodeId, int], ...]  #: the usable GPUs of each node that it was shown
+    entering: tuple[AppId, ...] = ()  #: apps that the answer admits or refuses
+    renewing: tuple[AppId, ...] = ()  #: apps that are admitted, and may get another booking
+
+
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
@@ -515,6 +530,9 @@ class State(Struct):
     stories: dict[str, list[StoryLine]] = field(default_factory=dict)
     asked: tuple[Asked, ...] = ()  #: the apps that have asked for a booking last, the newest last
     slot: tuple[int, int] = (0, 0)  #: the slot and the number of usable GPUs for which bookings were last looked at
+    unchecked: tuple[AppId, ...] = ()  #: apps whose bookings are still to be looked at for `slot`
+    sale: Selling | None = None  #: the sale in progress
+    sales_made: int = 0  #: how many have been asked for, in all epochs
     history: History = field(default_factory=History)  #: the GPU time of every app and tenant
     policy_failures: int = 0  #: how often a policy has raised an exception
     solver_ready: bool = True  #: policies that hold auctions can be asked

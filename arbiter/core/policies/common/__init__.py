@@ -1,1 +1,1 @@
-"""What several families of policies share."""
+"""Orders and the split among tenants: shared by several families of policies."""

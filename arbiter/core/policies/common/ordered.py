@@ -1,6 +1,6 @@
 """What the policies without an auction share: apps in an order, who of them runs, on which GPUs, and the words for it.
 
-Who runs is decided by walking the apps in the policy's order. An app that holds GPUs in play keeps those very GPUs. A
+The round walks the apps in the policy's order. An app that holds GPUs in play keeps those very GPUs. A
 newcomer whose GPUs may lie anywhere is only counted at first: it gets what is left in the end, since any GPUs serve it.
 A newcomer that needs a hole (a gang on one machine, a close locality, certain GPUs) is given its GPUs at once: of what
 is free and of what apps behind it hold, the last in the order first. So no app loses its GPUs to one behind it, and one
@@ -28,9 +28,9 @@ from arbiter.core.placement.assignment import (
     pick,
     too_few_left,
 )
-from arbiter.core.placement.locality import LOOSENESS, locality
+from arbiter.core.placement.locality import LOOSENESS
 from arbiter.core.seam import Allocation, AppView, Clock, GpuView, Outcome, Policy, View
-from protocol.messages import AppId, Bid, GpuId
+from protocol.messages import AppId, Bid, GpuId, locality
 
 #: An app moves closer together only if what is left of it takes so many times what the move costs.
 MOVE_PAYS = 10.0
@@ -40,13 +40,13 @@ Turn = tuple[AppView, int | None]
 
 
 class Selection:
-    """Who runs: apps take their turns (`take`), and those only counted get their GPUs in the end (`settle`)."""
+    """The selection of a round: apps take turns (`take`); those only counted get their GPUs in the end (`settle`)."""
 
     def __init__(self, view: View, order: Sequence[AppView], *, told: bool) -> None:
         self.holders = [app for app in view.apps if app.renewable]
-        self.left = len(view.gpus)  #: GPUs in play that nobody has taken
+        self.left = len(view.gpus)  #: GPUs in play that no app has taken
         self.told = told  #: whether every app will be told why
-        self.blocker: AppView | None = None  #: who lets nobody by
+        self.blocker: AppView | None = None  #: the app that lets no other by
         self.stopped: dict[AppId, str] = {}  #: why the policy lets apps have nothing, where it is no lack of GPUs
         self.served: dict[AppId, AppView] = {}  #: apps that have taken GPUs in play, own ones or others
         self.moved: set[AppId] = set()  #: apps that got other GPUs to lie closer together
@@ -81,7 +81,7 @@ class Selection:
         return taken
 
     def _stays(self, app: AppView) -> bool:
-        """Let `app` go on as it is, if it holds all it wants and it lies well: what most of those that run do."""
+        """Let `app` go on as it is, if it holds all it wants and lies well, as most running apps do."""
         held = len(app.renewable)
         if held != app.demand_max or held > self.left or app.kept or self._deal is not None or held % app.gang:
             return False
@@ -115,7 +115,7 @@ class Selection:
         return room
 
     def _retain(self, app: AppView, room: int) -> int:
-        """Let `app` keep up to so many of the GPUs that it holds and nobody has been given; return how many."""
+        """Let `app` keep up to so many of the GPUs that it holds and no app has been given; return how many."""
         spare = self._spare.get(app.app)
         if spare is None:
             spare = list(app.renewable) if len(app.renewable) <= room else self._by_machine(app)
@@ -154,7 +154,7 @@ class Selection:
 
     @property
     def deal(self) -> Deal:
-        """The GPUs in play that nobody has been named for; made when first asked for, since most rounds need it not."""
+        """The GPUs in play that are for no app yet; made when first asked for, since most rounds do without."""
         if self._deal is None:
             kept = {gpu for own in self.own.values() for gpu in own}
             left = [gpu for gpu in self._view.gpus if gpu.gpu not in kept]
@@ -178,7 +178,7 @@ class Selection:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     def settle(self, *, migrates: bool = False) -> None:
-        """Give those that were only counted their GPUs; whoever has not been served by now leaves what it held.
+        """Give apps that were only counted their GPUs; an app that was not served by now leaves the GPUs it held.
 
         If apps migrate, those that lie badly then move to what is left.
         """
@@ -201,7 +201,7 @@ class Selection:
                     self.own[app_id] = (*self.own.get(app_id, ()), *(gpu.gpu for gpu in got if gpu.gpu in held))
 
     def _colocate(self) -> None:
-        """Let apps with a job on several machines move to GPUs that are free, nobody else gets and lie closer together.
+        """Let apps with a job on several nodes move to GPUs that are free, go to no other app and lie closer together.
 
         Only those move that are known to lose no step by it, and for which that is soon made good.
         """
@@ -262,7 +262,7 @@ class Selection:
 class Ranked(Policy):
     """A policy that serves apps in an order, without an auction."""
 
-    by: ClassVar[str]  #: what the order goes by, in words
+    by: ClassVar[str]  #: the key of the order, in words
     migrates: ClassVar[bool] = False  #: whether apps on several machines move where they lie closer together
 
     # --- what each policy says --------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class Ranked(Policy):
 
 
 class _Words:
-    """What each app is told."""
+    """The sentence for each app."""
 
     def __init__(
         self,

@@ -1,15 +1,15 @@
-"""What the policies that know tenants share: where tenants and apps stand, and whose turn it is.
+"""The order of tenants and apps, for policies that know tenants: their standings, and the next turn.
 
 An index is GPU time had over GPU time that was fair (Astraea, Eq. 5 and 12); the smallest goes first. In a round what
-is dealt counts as served, as in Algorithm 1, and here so does what is kept, both for one lease; what is fair goes on
+is dealt counts as served, as in Algorithm 1; here kept GPUs do, too, both for one lease; the fair part goes on
 for that lease, too. So the indices that are compared are those at the end of the leases that the round deals. Without
 that, a tenant that has just come would be ahead of all others by whatever part, and far behind them after one job.
 
 Fair is enough, unless `Astraea.until_fair` is off: an index orders tenants and apps only as far as what is fair. Of
 tenants that have had that, under `astraea` those come first that have less in this round than is fair now, and beyond
-it none is before another, whoever has had more of what others left; of apps, those that run go on, until another of
-their tenant is `PATIENCE` leases behind the part that its tenant's apps have had on average.
-Served by the smallest index for ever, an app must give way at the end of each lease to whoever has had a little less,
+it none is before another, even one that has had more of the GPUs that others left; of apps, those that run go on, until
+another of their tenant is `PATIENCE` leases behind the part that its tenant's apps have had on average.
+Served by the smallest index for ever, an app must give way at the end of each lease to any that has had a little less,
 and what one tenant did not use is held against the one that did. *Source:* ours; `docs/evaluation/astraea.md` measures
 it.
 """

@@ -1,1 +1,1 @@
-"""FitGpp and its baselines: who makes room for interactive apps."""
+"""FitGpp and its baselines: jobs of class batch make room for interactive apps."""

@@ -1,7 +1,7 @@
 """FIFO that lets interactive apps start at once: what `fitgpp`, `lrtp` and `rand` have in common.
 
 An app of class ``interactive`` (trial and error, TE) goes before all of class ``batch`` (best effort, BE), in
-order of arrival; these wait in one queue, whose head blocks all behind it. Whoever has GPUs keeps them, but when an
+order of arrival; these wait in one queue, whose head blocks all behind it. A holder keeps its GPUs, but when an
 interactive app does not fit on any node, apps of class batch are preempted for it: they leave within the grace period
 that they declared, and go back to the top of the queue. The interactive app is promised what they leave, and starts as
 soon as it is empty.
@@ -10,7 +10,7 @@ An app lies on one node gang by gang, and takes of it, beside GPUs, the CPU core
 no node gives more of these than it has. (An app that declares none and spans nodes may lie on several.)
 
 Of the nodes the part `reserved_nodes` is for interactive apps only, which have it after all others; on them
-nobody has to leave. (None of this is FitGpp's.)
+no job has to leave. (None of this is FitGpp's.)
 
 No interactive app preempts in vain: if it would not fit even where all of class batch had left, it waits. An
 interactive app that has run for `interactive_s` is one of class batch from then on.
@@ -52,7 +52,7 @@ AGAIN_S = 1.0
 
 
 class Reserving(PolicySettings, frozen=True):
-    """What the three have in common."""
+    """The settings that the three have in common."""
 
     reserved_nodes: float = 0.0  #: of all nodes, this part (one at least, unless 0) is for interactive apps only
 
@@ -117,20 +117,20 @@ class Round:
     def __init__(self, view: View, reserved_nodes: float) -> None:
         self.view = view
         self.interactive = {app.app for app in view.apps if is_interactive(view, app)}
-        self.preempted: dict[AppId, set[AppId]] = {}  #: who makes room, and for which interactive apps
+        self.preempted: dict[AppId, set[AppId]] = {}  #: the apps that make room, and for which interactive apps
         self.blocker: AppView | None = None
-        self.blocked: set[AppId] = set()  #: who stands behind it
+        self.blocked: set[AppId] = set()  #: the app that stands behind it
         self._displaced: list[Displaced] = []
-        self._touched: set[NodeId] = set()  #: nodes that somebody is told to leave
+        self._touched: set[NodeId] = set()  #: nodes that an app is told to leave
         self._beyond: dict[tuple[float, int], str] = {}
         self._told = view.tells_all
         self._deal = Deal(view)
         self._words: dict[AppId, list[str]] = defaultdict(list)
-        self._emptied: dict[GpuId, GpuView] = {}  #: what the preempted leave, and nobody has been promised
+        self._emptied: dict[GpuId, GpuView] = {}  #: GPUs that preempted jobs leave, promised to no app yet
         for app in view.apps:
             if app.renewable:
                 self._deal.renew(app)
-        for app in view.apps:  # what somebody must leave, having broken gangs, is not free yet
+        for app in view.apps:  # GPUs that a broken gang must leave are not free yet
             for gpu in app.renewable:
                 if gpu in self._deal.left:
                     self._emptied[gpu] = self._deal.left.remove(gpu)
@@ -144,7 +144,7 @@ class Round:
         ]
 
     def _free_resources(self) -> dict[NodeId, Demand]:
-        """Return N of each node: what it has less what those on it take, or will when others have left."""
+        """Return N of each node: its capacity less the demand of the jobs on it, or to come when others have left."""
         used: dict[NodeId, Demand] = defaultdict(lambda: Demand(0.0))
         nodes = {gpu.node for gpu in self.view.gpus}
         for app in self.view.apps:
@@ -170,7 +170,7 @@ class Round:
         return bool(app.kept or self._deal.got.get(app.app))
 
     def waits(self, app: AppView) -> bool:
-        """Whether an app could take GPUs now: what it lost it must have left."""
+        """Whether an app could take GPUs now: it must have left those that it lost."""
         return self._room(app) >= 1 and app.app not in self.view.leaving
 
     def _room(self, app: AppView) -> int:
@@ -226,7 +226,7 @@ class Round:
             here = [*self._deal.left.nodes.get(node, {}).values(), *by_node[node]]
             room = self.free[node].plus(Demand(float(len(by_node[node]))))
             if not emptied and node in self._touched and self.asks(app):
-                continue  # what else the preempted leave there is not left yet
+                continue  # the preempted job's other GPUs there are not free yet
             if not self.asks(app) or (len(here) >= app.gang and demand.within(room)):
                 pools += here
         return pick(self._usable(app, pools, shut), one, min(app.gang, self._room(app)), near=near, held=own)
@@ -330,7 +330,7 @@ class Round:
         for gpu in victim.gpus:
             self._emptied[gpu.gpu] = self._deal.left.remove(gpu.gpu)
         for node, count in _counts(victim.gpus).items():
-            # Its GPUs are counted where they are dealt: who comes must wait for them.
+            # Its GPUs are counted where they are dealt: the app that comes must wait for them.
             self.free[node] = self.free[node].plus(replace(demand_of(app, count), gpus=0.0))
         self._touched |= {gpu.node for gpu in victim.gpus}
         self.preempted.setdefault(app.app, set()).add(newcomer.app)
@@ -410,7 +410,7 @@ def _unspanning(app: AppView) -> AppView:
 
 
 def _in_words(demand: Demand) -> str:
-    """Return the cores and the memory of a demand, or of a node; what is not bounded is not named."""
+    """Return the cores and the memory of a demand, or of a node; without those that are not bounded."""
     cores = [f"{demand.cpus:g} core{'s' * (demand.cpus != 1.0)}"] if 0.0 < demand.cpus < math.inf else []
     memory = [f"{demand.host_bytes / 2**30:.3g} GiB of memory"] if 0.0 < demand.host_bytes < math.inf else []
     return " and ".join(cores + memory)

@@ -1,7 +1,7 @@
 """Who has which seats, server by server, while a round is decided: what `gandiva` counts load, height and affinity by.
 
 A *device* is a GPU, a *seat* one job's part of it; unless GPUs are shared each device has one. Promised seats count as
-taken, though they are not in play. Nobody has two seats of one device.
+taken, though they are not in play. No app has two seats of one device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Servers:
         self.before |= {gpu: app.app for app in view.apps for gpu in app.renewable}
         self.owner: dict[GpuId, AppId] = {}  #: by seat in play
         self.held: dict[AppId, list[GpuView]] = {app.app: [] for app in view.apps}  #: seats in play, by app
-        self.sitting: dict[GpuId, dict[AppId, GpuView]] = {}  #: by device, those that are promised to somebody, too
-        self.free: dict[GpuId, dict[GpuId, GpuView]] = {}  #: by device, the seats that nobody has
+        self.sitting: dict[GpuId, dict[AppId, GpuView]] = {}  #: by device, with those that are promised
+        self.free: dict[GpuId, dict[GpuId, GpuView]] = {}  #: by device, the free seats
         self.devices: dict[NodeId, set[GpuId]] = {}
         self.idle: dict[NodeId, set[GpuId]] = {}  #: by server, the devices that nobody is on
         self.taken: Counter[NodeId] = Counter()  #: by server, how many seats are taken
@@ -48,7 +48,7 @@ class Servers:
         self._on.setdefault(seat.node, Counter())[app] += 1
 
     def put(self, app: AppId, seats: Iterable[GpuView]) -> None:
-        """Give seats that nobody has to an app."""
+        """Give free seats to an app."""
         for seat in seats:
             del self.free[seat.device][seat.gpu]
             self.owner[seat.gpu] = app

@@ -1,7 +1,7 @@
 """Gandiva: early feedback first, then mending what turns out badly: migration, defragmentation, growth, time-slicing.
 
-Whoever has GPUs keeps them. *Reactive mode* places jobs that wait, gang by gang, those of apps with the fewest gangs
-first (higher priorities before, then by arrival), on GPUs that nobody has: on the least loaded server that serves jobs
+A holder keeps its GPUs. *Reactive mode* places jobs that wait, gang by gang, those of apps with the fewest gangs
+first (higher priorities before, then by arrival), on free GPUs: on the least loaded server that serves jobs
 of that size (its affinity, the gang of the app that has been there longest), else on one that serves none, else on any;
 an app that spans servers, over several. If there is no such place, elastic jobs that have grown give GPUs up at once;
 else, where GPUs are shared and all there can be suspended, the job shares GPUs of the server of its size with the
@@ -34,7 +34,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from arbiter.core.placement.assignment import Deal, Holes, all_gone, gang_place, gpus, losses, move_s, pick
-from arbiter.core.placement.locality import LOOSENESS, locality
+from arbiter.core.placement.locality import LOOSENESS
 from arbiter.core.policies.gandiva.nodes import Servers
 from arbiter.core.seam import (
     Allocation,
@@ -48,7 +48,7 @@ from arbiter.core.seam import (
     View,
     require,
 )
-from protocol.messages import AppId, Bid, GpuId, Level, NodeId
+from protocol.messages import AppId, Bid, GpuId, Level, NodeId, locality
 
 #: A gain must be that many times the cost.
 GAIN_MIN = 3.0
@@ -72,7 +72,7 @@ DEFAULTS = Settings()
 
 
 class Gandiva(Policy):
-    """Whoever has GPUs keeps them; jobs that wait run as soon as they can, and placement is mended afterwards."""
+    """Holders keep their GPUs; jobs that wait run as soon as they can, and placement is mended afterwards."""
 
     traits = Traits("revocable", shares=True)
 
@@ -123,7 +123,7 @@ class _Round:
     # --- who has GPUs keeps them --------------------------------------------------------------------------------------
 
     def keep(self) -> None:
-        """Let apps keep what makes whole gangs; who cannot be suspended does not share for long."""
+        """Let apps keep whole gangs; an app that cannot be suspended does not share for long."""
         deal = Deal(self.view)
         for app in self.view.apps:
             if app.renewable:

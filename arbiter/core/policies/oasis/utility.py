@@ -17,7 +17,8 @@ from protocol.messages import Utility
 
 Floats = NDArray[np.float64]
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+#: Seconds of a unit of time, by its letter.
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 #: A preset falls from 99 % to 1 % of its worth within so many times 1 / theta2: 2 ln 99.
 _FALL = 2.0 * math.log(99.0)
 #: A job with a hard deadline is worth 99 % at the deadline and 1 % when it is late by this part of it.
@@ -122,8 +123,8 @@ def _is_preset(sigmoid: Sigmoid, steepness: float) -> bool:
 
 def _time(seconds: float) -> str:
     """Return a time that is a little more than `seconds`, or just that if it is short to write."""
-    unit = next((unit for unit in "dhm" if seconds >= 2.0 * _UNITS[unit]), "s")
-    value = seconds / _UNITS[unit]
+    unit = next((unit for unit in "dhm" if seconds >= 2.0 * UNITS[unit]), "s")
+    value = seconds / UNITS[unit]
     exactly = f"{value:.4g}"
     return f"{exactly if math.isclose(float(exactly), value) else _up(value)}{unit}"
 
@@ -157,7 +158,7 @@ def _number(word: str) -> float:
 
 def _seconds(word: str) -> float:
     """Return a time with its unit: a bare 6 would be seconds elsewhere, and hours to who writes a deadline."""
-    scale = _UNITS.get(word[-1:], 0.0)
+    scale = UNITS.get(word[-1:], 0.0)
     if scale:
         return _number(word[:-1]) * scale
     if _number(word) > 0.0:
@@ -168,6 +169,6 @@ def _seconds(word: str) -> float:
 def _per_second(word: str) -> float:
     number, slash, unit = word.partition("/")
     value = _number(number)
-    if unit not in _UNITS and (slash or value > 0.0):
+    if unit not in UNITS and (slash or value > 0.0):
         raise ValueError(f"{word!r} in a utility has no unit of time after a slash; write 2/h, or 0.001/s")
-    return value / _UNITS[unit or "s"]
+    return value / UNITS[unit or "s"]

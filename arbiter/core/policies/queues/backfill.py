@@ -1,6 +1,6 @@
-"""Backfill: order of arrival, and whoever fits goes first; no preemption.
+"""Backfill: order of arrival, and an app that fits overtakes one that does not; no preemption.
 
-Every app keeps the GPUs it holds for as long as it wants them. What is free goes to the apps in order of arrival, each
+Every app keeps the GPUs it holds for as long as it wants them. Free GPUs go to the apps in order of arrival, each
 as many whole gangs as it can use; an app that does not fit lets those behind it by. GPUs idle less than under `fifo`,
 but small apps can starve a large gang.
 

@@ -1,6 +1,6 @@
 """FIFO: strict order of arrival, no preemption.
 
-Every app keeps the GPUs it holds for as long as it wants them. What is free goes to the apps in order of arrival, each
+Every app keeps the GPUs it holds for as long as it wants them. Free GPUs go to the apps in order of arrival, each
 as many whole gangs as it can use; the first app that has nothing and does not fit blocks all behind it, so that small
 apps cannot starve a large gang.
 """

@@ -49,7 +49,7 @@ class Las(Ranked):
         first: list[AppView] = []
         second: list[AppView] = []
         for app in view.apps:
-            # what this asks is asked of thousands that wait, for whom it needs no call
+            # this is asked for thousands of apps that wait, which need no call
             over = app.served_gpu_s >= self._threshold if not app.leases else self._demoted(view, app)
             (second if over else first).append(app)
         return first + second

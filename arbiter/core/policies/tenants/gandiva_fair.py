@@ -1,9 +1,9 @@
 """Gandiva_fair: stride scheduling of gangs, the tickets of each tenant split among its jobs.
 
-A tenant has tickets by its weight, and its jobs equal parts of them, by their own weights. Whoever has run least for
-its tickets goes first: by GPU time had less what its tickets were worth since it came, over what they are worth now.
-So a job that comes starts at 0 of its own, wherever the others are, and no debt is ever forgotten: who has used what
-the tickets of others were worth stands still, once those want it again, until that is paid back.
+A tenant has tickets by its weight, and its jobs equal parts of them, by their own weights. The app that has run least
+for its tickets goes first: the GPU time it had, less the worth of its tickets since it came, over their worth now. So a
+job that comes starts at 0 of its own, wherever the others are. No debt is ever forgotten: an app that has used the
+worth of others' tickets stands still, once those want it again, until that is paid back.
 
 *Source:* Gandiva_fair (EuroSys 2020), split stride and gang-aware scheduling, as Astraea (Ye et al., TPDS 2021) uses it
 as a baseline. Its trading of fast GPUs for slow ones has no meaning where GPUs are equal. What tickets are worth is cut

@@ -1,4 +1,4 @@
-"""YARN-CS: a static quota for each tenant, first come first served within it, nobody ever preempted.
+"""YARN-CS: a static quota for each tenant, first come first served within it, no app ever preempted.
 
 A tenant never holds more than its quota, whatever idles elsewhere; within it the first app that does not fit blocks
 those behind it. A tenant that holds nothing may run one app that is larger than its quota, or it never could.

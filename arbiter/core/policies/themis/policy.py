@@ -1,17 +1,17 @@
 """Themis: finish-time fairness by partial-allocation auctions.
 
 The (1 - f) fraction of apps with the greatest rho bids for all GPUs in play. A proportionally fair allocation with
-hidden payments makes honest bids best; what the payments leave over goes to apps that did not bid: first to the one
+hidden payments makes honest bids best; the GPUs that the payments leave go to apps that did not bid: first to the one
 that holds the GPU (its renewal is no restart), then by lot in whole gangs. When none of those can use it, the setting
 `leftover` decides: "idle" leaves it free for a round, so that over-reporting cannot pay; "bidders" gives it back to
 bidders, so that no GPU idles, and then over-reporting can pay. A third way departs from the paper: "worst-off" deals
-all that is left, gang by gang, in order of rho, whoever bid or not. Where gangs are wide and few GPUs are in play the
-worst-off bidder's payment takes nearly all that it won, and a lot would give it to somebody better off.
+all that is left, gang by gang, in order of rho, with or without a bid. Where gangs are wide and few GPUs are in play
+the worst-off bidder's payment takes nearly all that it won, and a lot would give it to an app that is better off.
 
 With `tenants_first` the GPUs in play are split among tenants as Astraea would, and each part is auctioned among the
 apps of its tenant alone: finish-time fairness within tenants, long-term GPU-time fairness between them.
 
-An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps what it holds if nobody else
+An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps its GPUs if no other app
 takes it: its training goes on without its agent.
 
 *Source:* Themis (NSDI 2020), section 4 and Pseudocode 1; defaults f = 0.8.
@@ -56,12 +56,13 @@ LEFTOVER = ("idle", "bidders", "worst-off")
 
 
 class Settings(PolicySettings, frozen=True):
-    """Who bids, and what becomes of GPUs that payments leave."""
+    """The bidders, and the use of GPUs that payments leave."""
 
     fairness_knob: float = 0.8  #: f of PAPERS.md section 1: the (1 - f) fraction with the worst rho bids
     #: "idle": what hidden payments leave stays free for a round when no app outside the auction can use it; bidders
     #: cannot gain by lying. "bidders": it is given back to them; no GPU idles, but over-reporting can pay.
-    #: "worst-off": all of it is dealt in order of rho, whoever bid: fairer where gangs are wide, not the paper's rule.
+    #: "worst-off": all of it is dealt in order of rho, to bidders or not: fairer where gangs are wide, not the paper's
+    #: rule.
     leftover: str = "bidders"
     tenants_first: bool = False  #: GPUs are split among tenants first, and auctioned within each one's part
 
@@ -263,7 +264,7 @@ class _Round:
         count = len(self._view.gpus)
         loss = self._losses.get(award.app)
         if not award.won:
-            assert loss is not None, f"nobody knows why {award.app} lost"
+            assert loss is not None, f"no reason is known why {award.app} lost"
             how = "".join(f"; {change.text}" for change in loss.changes[:1])
             if len(bidder.new) == 0:
                 return f"bid and won none of the {gpus(count)} in play: {loss.text}{how}"
@@ -272,7 +273,7 @@ class _Round:
             where = "" if level == "cluster" else f" within {PLACE[level]}"
             rho = bidder.rho_none * math.exp(-bidder.gain[best])
             return (
-                f"bid and won none of the {gpus(count)} in play, which went to {self._winners or 'nobody'}; its best "
+                f"bid and won none of the {gpus(count)} in play, which went to {self._winners or 'no app'}; its best "
                 f"row, {gpus(int(bidder.new[best]))} more{where}, would have brought rho from {bidder.rho_none:.4g} to "
                 f"{rho:.4g}; {loss.text}{how}"
             )
@@ -281,7 +282,7 @@ class _Round:
         if keeps == len(award.won):
             paid = "keeps all of them" if award.fraction > 1.0 - 1e-9 else "keeps all of them by the lot of rounding"
         else:
-            assert loss is not None, f"nobody knows why {award.app} keeps less than it won"
+            assert loss is not None, f"no reason is known why {award.app} keeps less than it won"
             paid = f"keeps {keeps or 'none'} after its hidden payment: {loss.text}"
         now, then = bidder.rho_none, bidder.rho(award.kept)
         return f"{won} and {paid} (c = {award.fraction:.3f}); rho goes from {now:.4g} to {then:.4g}"
@@ -301,7 +302,7 @@ class _Round:
     @property
     def rest(self) -> str:
         """Said to those that are not told one by one."""
-        return f"was not among the worst off, who bid; the auction's GPUs went to {self._winners or 'nobody'}"
+        return f"was not among the worst off, who bid; the auction's GPUs went to {self._winners or 'no app'}"
 
     @cached_property
     def _cutoff(self) -> str:
@@ -327,7 +328,7 @@ def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, s
     """Split the GPUs in play among tenants by their GPU time of what was fair, and hold one auction in each part.
 
     The split is Astraea's tenant phase: gang by gang to the tenant with the least index, in it to the app with the
-    greatest rho; what each tenant's apps come to is its part.
+    greatest rho; the sum of each tenant's apps is its part.
     """
     owner = _split(view)
     tenants = sorted({app.tenant for app in view.apps})
@@ -351,7 +352,7 @@ def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, s
 
 
 def _split(view: View) -> dict[GpuId, TenantId]:
-    """Return whose part each GPU in play is; one that nobody can use goes to no part but its holder's tenant's."""
+    """Return the tenant whose part each GPU in play is; one of no use to any app is its holder's tenant's."""
     standings = Standings(view, today_first=False)  # the worst off of equal tenants comes first
     selection = Selection(view, view.apps, told=False)
 

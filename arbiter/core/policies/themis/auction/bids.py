@@ -19,7 +19,7 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter.core.placement.locality import LOOSENESS, dense, group, locality, most_whole
+from arbiter.core.placement.locality import LOOSENESS, dense, group, most_whole
 from arbiter.core.placement.lots import draw
 from arbiter.core.policies.themis.auction.payments import bundles, log_fraction
 from arbiter.core.policies.themis.auction.problem import (
@@ -42,7 +42,7 @@ from arbiter.core.policies.themis.auction.problem import (
 from arbiter.core.policies.themis.auction.rounding import Explicit, Worth, keep
 from arbiter.core.policies.themis.auction.solve import Budget, Solved, solve
 from arbiter.core.seam import AppView, GpuView, View
-from protocol.messages import AppId, Bid, GpuId, NodeId
+from protocol.messages import AppId, Bid, GpuId, NodeId, locality
 
 #: A rho is clipped to these before its logarithm is taken; the wire allows 0 to 1e15.
 RHO_MIN, RHO_MAX = 1e-15, 1e15

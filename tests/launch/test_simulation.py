@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from launch import cli
-from launch.verbs import simulating
+from launch.verbs import simulation
 from protocol import exit_codes
 from simulator import experiment, fluid
 from simulator import sweep as sweeping
@@ -128,7 +128,7 @@ def test_where_nothing_can_be_written_nothing_runs(
 def test_what_cannot_run_leaves_what_was_written_before(trace: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.html"
     report.write_text("earlier")
-    simulating._demand_folder(tmp_path, (report.name,))
+    simulation._demand_folder(tmp_path, (report.name,))
     assert report.read_text() == "earlier"
     result = run("compare", trace, "--cluster", "1x2", "--policies", "best", "--html", tmp_path / "new" / "report.html")
     assert (result.exit_code, (tmp_path / "new").exists()) == (exit_codes.USAGE, False)
@@ -212,8 +212,8 @@ def test_compare_says_whose_jobs_could_never_run(tmp_path: Path) -> None:
 
 
 def test_all_policies_are_known_to_compare() -> None:
-    assert simulating._policies("all") == list(experiment.POLICY_NAMES)
-    assert {"themis", "fifo", "fluid-fair-share"} <= set(experiment.POLICY_NAMES)
+    assert simulation._policies("all") == experiment.policy_names()
+    assert {"themis", "fifo", "fluid-fair-share"} <= set(experiment.policy_names())
 
 
 # --- sweep ----------------------------------------------------------------------------------------------------------
@@ -248,13 +248,13 @@ def test_sweep_has_a_row_for_each_run_and_a_group_for_each_setting(trace: Path) 
     ("text", "seeds"), [("0-3", [0, 1, 2, 3]), ("0,3,5", [0, 3, 5]), ("7", [7]), ("1, 0-2", [1, 0, 2])]
 )
 def test_seeds_are_ranges_and_lists(text: str, seeds: list[int]) -> None:
-    assert simulating._seeds(text) == seeds
+    assert simulation._seeds(text) == seeds
 
 
 @pytest.mark.parametrize(("seeds", "text"), [([4], "4"), ([3, 0, 1, 2], "0-3"), ([0, 2, 3, 7], "0,2-3,7")])
 def test_seeds_are_shown_as_they_are_written(seeds: list[int], text: str) -> None:
-    assert simulating._shortly(seeds) == text
-    assert simulating._seeds(text) == sorted(seeds)
+    assert simulation._shortly(seeds) == text
+    assert simulation._seeds(text) == sorted(seeds)
 
 
 def test_jobs_that_never_end_are_a_failure_of_a_sweep_too(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +278,7 @@ def test_the_solver_is_compiled_before_what_needs_it(
     trace: Path, monkeypatch: pytest.MonkeyPatch, policy: str, times: int
 ) -> None:
     real, done = experiment.execute, list[str]()
-    monkeypatch.setattr(simulating.auction, "prepare", lambda: done.append("compiled"))
+    monkeypatch.setattr(simulation.auction, "prepare", lambda: done.append("compiled"))
     for module in (experiment, sweeping):
         monkeypatch.setattr(module, "execute", lambda wanted, *_: real(replace(wanted, policy=fluid.NAME), None))
     run("simulate", trace, "--cluster", "1x2", "--policy", policy)
@@ -370,26 +370,26 @@ def test_a_tenant_of_whom_the_trace_has_no_job_is_noted(trace: Path, tmp_path: P
 
 
 def test_who_waits_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(simulating, "LINE_EVERY_S", 0.0)
-    with simulating._progress("fifo", "job", as_json=False) as told:
+    monkeypatch.setattr(simulation, "LINE_EVERY_S", 0.0)
+    with simulation._progress("fifo", "job", as_json=False) as told:
         told(10, 60)
     assert capsys.readouterr().err == "fifo: 10 of 60 jobs\n"
-    with simulating._progress("fifo", "job", as_json=True) as told:
+    with simulation._progress("fifo", "job", as_json=True) as told:
         told(10, 60)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(simulating, "LINE_EVERY_S", 1e9)
-    with simulating._progress("fifo", "job", as_json=False) as told:
+    monkeypatch.setattr(simulation, "LINE_EVERY_S", 1e9)
+    with simulation._progress("fifo", "job", as_json=False) as told:
         told(10, 60)
     assert capsys.readouterr().err == ""
 
 
 def test_a_bar_is_drawn_after_a_while_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    with simulating._bar("fifo") as told:
+    with simulation._bar("fifo") as told:
         told(10, 60)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(simulating, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(simulation, "PATIENCE_S", 0.0)
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
-    with simulating._bar("fifo") as told:
+    with simulation._bar("fifo") as told:
         told(10, 60)
         told(20, 60)
     assert "20/60" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`simulate`, `compare`, `sweep`: what would become of a trace, before anything is changed on a real site."""
+"""`simulate`, `compare`, `sweep`: the course of a trace, before a change to a real site."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from simulator.experiment import Experiment
     from simulator.figures.results import Figures, Run
 
-#: Who waits longer than this is shown how far it is.
+#: Seconds before the progress is shown.
 PATIENCE_S = 2.0
-#: Without a terminal a line is written so often.
+#: Seconds between two lines of progress without a terminal.
 LINE_EVERY_S = 30.0
 SEE = "see docs/simulator.md"
 HOUR_S = 3600.0
@@ -36,9 +36,9 @@ Trace = Annotated[str, typer.Argument(metavar="TRACE", help="a file, or drawn: t
 ClusterOption = Annotated[
     str, typer.Option("--cluster", metavar="SPEC", help="NODESxGPUS, a TOML file, or a shipped one such as themis-64")
 ]
-Overheads = Annotated[str, typer.Option(metavar="none|default|FILE", help="what starting, saving, moving take")]
+Overheads = Annotated[str, typer.Option(metavar="none|default|FILE", help="times of starting, saving, moving")]
 ProfilesOption = Annotated[
-    str, typer.Option("--profiles", metavar="built-in|crude|FOLDER", help="how much placement slows models down")
+    str, typer.Option("--profiles", metavar="built-in|crude|FOLDER", help="slowdown of models by placement")
 ]
 Lease = Annotated[str | None, typer.Option(help="length of a lease (600s)")]
 RoundPause = Annotated[str | None, typer.Option(help="least time between rounds (1s; 0s without overheads)")]
@@ -58,7 +58,7 @@ SetMany = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=V1,V2,...", help="a setting and its values; repeatable")
 ]
 Policies = Annotated[str, typer.Option(metavar="A,B,C|all", help="which policies")]
-Tenants = Annotated[Path | None, typer.Option(metavar="FILE", help="a CSV of tenant and share: what each is due")]
+Tenants = Annotated[Path | None, typer.Option(metavar="FILE", help="a CSV of each tenant and its share")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 #: Settings with a flag of their own.
@@ -297,7 +297,7 @@ def sweep(
 
 @contextmanager
 def _speaking() -> Iterator[None]:
-    """Turn what is wrong with the words of a command into a fault."""
+    """Turn a mistake in the words of a command into a fault."""
     from simulator.experiment import ExperimentError
 
     try:
@@ -307,7 +307,7 @@ def _speaking() -> Iterator[None]:
 
 
 def _execute(experiment: Experiment, *, as_json: bool) -> Run:
-    """Run it, and show how far it is."""
+    """Run it, and show its progress."""
     from simulator.experiment import execute, probes
 
     if probes(experiment.policy):
@@ -328,7 +328,7 @@ def _unwritable(path: Path, error: OSError) -> Fault:
 
 
 def _demand_folder(folder: Path, names: Sequence[str]) -> None:
-    """Make `folder` and fail unless files of these names can be written there: a long run should not end in vain."""
+    """Make `folder`; fail unless files of these names can be written there: no long run should end in vain."""
     path = folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -342,13 +342,13 @@ def _demand_folder(folder: Path, names: Sequence[str]) -> None:
 
 
 def _notes(sentences: Iterable[str]) -> None:
-    """Say what was assumed, once."""
+    """Print each assumption, once."""
     for sentence in dict.fromkeys(sentences):
         note(sentence)
 
 
 def _demand_ends(runs: Iterable[tuple[str, int, int]]) -> None:
-    """Fail if jobs that could have run never came to an end: (policy, seed, how many) of each run."""
+    """Fail if jobs that could have run never came to an end: (policy, seed, count) of each run."""
     for policy, seed, count in runs:
         if count:
             raise Fault(
@@ -359,7 +359,7 @@ def _demand_ends(runs: Iterable[tuple[str, int, int]]) -> None:
 
 
 def _unfinished(run: Run) -> tuple[str, int, int]:
-    """Return what `_demand_ends` asks about."""
+    """Return the policy, the seed and the unfinished jobs of a run, for `_demand_ends`."""
     return run.policy, run.seed, sum(job.state == "unfinished" for job in run.jobs)
 
 
@@ -414,7 +414,7 @@ def _single(words: Sequence[str] | None) -> Iterator[tuple[str, str]]:
 
 
 def _lists(sharing: str | None, seats: str | None, quantum: str | None) -> Iterator[str]:
-    """Yield what the flags of `sweep` set, in the words of ``--set``."""
+    """Yield the settings of the flags of `sweep`, in the words of ``--set``."""
     if sharing is not None:
         yield f"sharing={sharing}"
     if seats is not None:
@@ -437,13 +437,13 @@ def _many(words: Sequence[str] | None) -> Mapping[str, tuple[str, ...]]:
 
 def _policies(text: str) -> list[str]:
     """Return the policies of ``a,b,c``, or all."""
-    from simulator.experiment import POLICY_NAMES
+    from simulator.experiment import policy_names
 
     if text == "all":
-        return list(POLICY_NAMES)
+        return policy_names()
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names:
-        raise usage("--policies names none", f"write some of {','.join(POLICY_NAMES)}, or all")
+        raise usage("--policies names none", f"write some of {','.join(policy_names())}, or all")
     return names
 
 
@@ -459,7 +459,7 @@ def _seeds(text: str) -> list[int]:
     return list(dict.fromkeys(found))
 
 
-# --- what people see --------------------------------------------------------------------------------------------------
+# --- answers for people -----------------------------------------------------------------------------------------------
 
 
 def one_view(run: Run, summary: Figures) -> str:
@@ -467,9 +467,9 @@ def one_view(run: Run, summary: Figures) -> str:
     from simulator.figures import results
 
     out = f"{summary['jobs_in']} in, {summary['jobs_out']} out"
-    for what in ("refused", "unfinished", "failed", "stopped"):
-        if summary[f"jobs_{what}"]:
-            out += f", {summary[f'jobs_{what}']} {what}"
+    for state in ("refused", "unfinished", "failed", "stopped"):
+        if summary[f"jobs_{state}"]:
+            out += f", {summary[f'jobs_{state}']} {state}"
     rows = [
         ("trace", run.name),
         ("cluster", f"{run.cluster}, {run.cluster_gpus} GPUs"),
@@ -571,17 +571,17 @@ def _interval(figure: Mapping[str, float | None] | None, digits: int) -> str:
     return f"{number(figure['mean'], digits)} +- {number(figure['high'] - figure['mean'], digits)}"
 
 
-# --- how far it is ----------------------------------------------------------------------------------------------------
+# --- progress ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _progress(name: str, noun: str, *, as_json: bool) -> Iterator[Callable[[int, int], None]]:
-    """Yield what is to be told (done, all); it shows that on stderr once it takes longer than `PATIENCE_S`."""
+    """Yield a function of (done, all) that shows both on stderr once the run takes longer than `PATIENCE_S`."""
     if sys.stderr.isatty():
         with _bar(name) as told:
             yield told
     elif as_json:
-        yield lambda done, whole: None  # noqa: ARG005 - nobody is looking
+        yield lambda done, whole: None  # noqa: ARG005 - the reader is a program
     else:
         yield _Lines(name, noun).told
 
@@ -612,7 +612,7 @@ def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class _Lines:
-    """A line now and then, where nothing can be drawn."""
+    """A line now and then, where no bar can be drawn."""
 
     def __init__(self, name: str, noun: str) -> None:
         self._name = name

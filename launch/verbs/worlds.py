@@ -16,7 +16,7 @@ from protocol import exit_codes
 if TYPE_CHECKING:
     from simulator.faults.runs import WorldVerdict
 
-#: Who waits longer than this is shown how far it is, and then so often.
+#: Seconds before the first line of progress, and between two lines.
 PATIENCE_S = 2.0
 COUNT_MAX = 1_000_000
 
@@ -31,13 +31,13 @@ def worlds(
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="of the first; each next one has the next")] = 0,
     jobs: Annotated[int, typer.Option(min=0, help="processes (0: one for each core)")] = 0,
     policy: Annotated[str, typer.Option(help="the only policy, in place of one or more drawn for each")] = "",
-    trace: Annotated[bool, typer.Option("--trace", help="print everything that happens, too")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="print every event, too")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
-    """Run worlds full of faults: nothing unsafe may ever happen, and everything that can finish must.
+    """Run worlds full of faults: safety must hold at every instant, and every app that can finish must.
 
-    A world that fails is printed with its last events and the command that repeats it. docs/fault-worlds.md says what
-    goes wrong in them and what is judged.
+    A world that fails is printed with its last events and the command that repeats it. docs/fault-worlds.md lists the
+    faults and the checks.
     """
     as_json = wants_json(json)
     with answering(as_json=as_json):
@@ -103,14 +103,14 @@ def _in_words(figures: dict[str, Any]) -> str:
 
 
 class _Progress:
-    """Tells a person who waits how far it is."""
+    """Shows a waiting person the progress."""
 
     def __init__(self, total: int) -> None:
         self._total = total
         self._next = time.monotonic() + PATIENCE_S
 
     def show(self, verdicts: list[WorldVerdict]) -> None:
-        """Say so now and then, on a terminal."""
+        """Write a line now and then, on a terminal."""
         if sys.stderr.isatty() and time.monotonic() >= self._next:
             self._next = time.monotonic() + PATIENCE_S
             note(f"{len(verdicts)} of {plural(self._total, 'world')}, {len(failed_of(verdicts))} failed")

@@ -1,4 +1,4 @@
-"""`submit`, `run`: hand an app over. `cancel`, `wait`: what becomes of it."""
+"""`submit`, `run`: hand an app over. `cancel`, `wait`: end it, or wait for its end."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Gpus = Annotated[
     ),
 ]
 Tenant = Annotated[
-    str | None, typer.Option(envvar="GPU_ARBITER_TENANT", help="who pays; the daemon's default otherwise")
+    str | None, typer.Option(envvar="GPU_ARBITER_TENANT", help="the tenant that pays; the daemon's default otherwise")
 ]
 Name = Annotated[str | None, typer.Option(help="for people; the script's name otherwise")]
 Steps = Annotated[
@@ -59,7 +59,7 @@ Memory = Annotated[str | None, typer.Option(help="host memory each job needs on 
 Weight = Annotated[float | None, typer.Option(help="part of the GPU time among your tenant's apps, 1 being usual (1)")]
 Utility = Annotated[
     str | None,
-    typer.Option(help="what it is worth by when it ends: deadline:6h, soft:6h, none or sigmoid:50,2/h,6h (unsaid)"),
+    typer.Option(help="its worth by the time of its end: deadline:6h, soft:6h, none or sigmoid:50,2/h,6h (undeclared)"),
 ]
 StepTime = Annotated[
     str | None, typer.Option("--step-time", help="time of one mini-batch on one GPU, until it is measured")
@@ -198,8 +198,8 @@ def cancel(
 ) -> None:
     """End apps for good; their tasks are stopped and their GPUs freed.
 
-    Of an app that your app agent has no record of the arbiter decides: you may cancel your own, an administrator every
-    app. When some cannot be cancelled the others are all the same, and the exit code says why.
+    The arbiter decides about an app that your app agent has no record of: you may cancel your own, an administrator
+    every app. If some cannot be cancelled, the others still are, and the exit code tells the reason.
     """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
@@ -214,7 +214,7 @@ def cancel(
                 cancelled.append(app)
             except Fault as fault:
                 faults.append((app, fault))
-                if fault.code == exit_codes.UNREACHABLE:  # and so it is for the rest, each after a while
+                if fault.code == exit_codes.UNREACHABLE:  # the rest would fail alike, each after a while
                     untried = unknown[number:]
                     break
         if faults:
@@ -231,7 +231,7 @@ def wait(
 ) -> None:
     """Return when apps are over, with the greatest of their exit codes; or when they run.
 
-    With ids that no app has the others are waited for all the same, and then the exit code is 3.
+    An unknown id does not end the wait for the others; the exit code is 3 then.
     """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
@@ -249,14 +249,14 @@ def wait(
 
 
 def _meant(client: Client, selectors: Sequence[str]) -> tuple[dict[str, AppRecord], list[str]]:
-    """Return the records of the apps that are meant, and the ids that no app has; each once, in their order."""
+    """Return the records of the selected apps, and the ids that no app has; each once, in their order."""
     ids = dict.fromkeys(client.resolve(selector) for selector in selectors)
     records = {str(record.app): record for record in client.apps()}
     return {app: records[app] for app in ids if app in records}, [app for app in ids if app not in records]
 
 
 def _uncancelled(faults: Sequence[tuple[str, Fault]], untried: Sequence[str], done: Mapping[str, object]) -> Fault:
-    """Return a fault that says of each app why it could not be cancelled, with the greatest of their codes."""
+    """Return a fault with each app's reason against cancelling, and the greatest of their codes."""
     missing = [app for app, fault in faults if fault.code == exit_codes.NOT_FOUND]
     sentences = [fault.sentence for _, fault in faults if fault.code != exit_codes.NOT_FOUND]
     if missing:
@@ -268,7 +268,7 @@ def _uncancelled(faults: Sequence[tuple[str, Fault]], untried: Sequence[str], do
 
 
 def _not_found(unknown: Sequence[str], done: Mapping[str, object] | None = None) -> Fault:
-    """Return a fault that names the ids that no app has; `done` is what became of the others."""
+    """Return a fault that names the ids that no app has; `done` tells the result of the others."""
     names = ", ".join(unknown)
     sentence = f"there is no app {names}" if len(unknown) == 1 else f"there are no apps {names}"
     code = exit_codes.NOT_FOUND
@@ -276,7 +276,7 @@ def _not_found(unknown: Sequence[str], done: Mapping[str, object] | None = None)
 
 
 def _submit(client: Client, app_spec: AppSpec, *, checked: bool) -> tuple[str, list[str], int]:
-    """Submit an app that may be able to run; return its id, what its owner should know, and the exit code for that.
+    """Submit an app that may be able to run; return its id, notes for its owner, and the exit code.
 
     `checked`: its files must be on this host.
 
@@ -302,7 +302,7 @@ def _submit(client: Client, app_spec: AppSpec, *, checked: bool) -> tuple[str, l
 
 
 def _outcome(client: Client, app: str, deadline: float | None, until: Until = "done") -> int:
-    """Wait for `app` and return its exit code, having said why it failed."""
+    """Wait for `app`, print the reason if it failed, and return its exit code."""
     left_s = None if deadline is None else max(0.0, round(deadline - time.monotonic(), 1))
     end = ending(client.wait(app, until=until, timeout_s=left_s))
     if end.sentence:
@@ -311,7 +311,7 @@ def _outcome(client: Client, app: str, deadline: float | None, until: Until = "d
 
 
 def _spec(flags: dict[str, Any]) -> AppSpec:
-    """Return what to run: the file's fields, overruled by the flags."""
+    """Return the specification: the file's fields, overruled by the flags."""
     fields: dict[str, Any] = spec.load(flags["file"]) if flags["file"] else {}
     written = fields.pop("command", [])
     command = flags["command"] or spec.command_of(written)
@@ -332,7 +332,7 @@ def _spec(flags: dict[str, Any]) -> AppSpec:
 
 
 def _secrets(fields: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:
-    """Return the fields ``secrets`` and ``env``: the file's secrets and the flags', and not by value what is secret."""
+    """Return the fields ``secrets`` (of file and flags) and ``env``, the latter without inherited secrets."""
     written, files = fields.get("secrets", {}), spec.secret_files(wanted)
     if not isinstance(written, dict):
         return {}

@@ -30,7 +30,7 @@ def demo(
     """Run six apps of two tenants on two nodes of four simulated GPUs, all training real models."""
     as_json = wants_json(json)
     with answering(as_json=as_json):
-        # Not at the top: a short command should not pay for what only the demo needs.
+        # Not at the top: a short command should not pay for the demo's imports.
         from launch import demo as show
 
         result = show.run(show.Options(bus=bus, out=out, steps=steps, step_ms=step_ms, lease_s=lease_s, quiet=as_json))

@@ -1,4 +1,4 @@
-"""`ps`, `explain`, `logs`, `nodes`, `shares`, `rounds`: what is, and why."""
+"""`ps`, `explain`, `logs`, `nodes`, `shares`, `rounds`: the state of the site, and its reasons."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def ps(
 
 
 def explain(app: Selector, json: Json = False) -> None:
-    """Say why an app waits, was preempted, or has as many GPUs as it has, and what to do next."""
+    """Explain why an app waits, was preempted, or has its number of GPUs, and give the next step."""
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
         document = client.query("explain", client.resolve(app))
@@ -52,7 +52,7 @@ def logs(
     target: Annotated[str, typer.Argument(metavar="ID", help="an app, job or task, or `last`")],
     follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until it is over, across preemptions")] = False,
 ) -> None:
-    """Print what a task wrote to stdout and stderr; of an app, its newest attempt."""
+    """Print a task's output, stdout and stderr; of an app, that of its newest attempt."""
     with answering(as_json=False), open_client() as client:
         try:
             follow_logs(client, client.resolve(target), follow=follow)
@@ -61,7 +61,7 @@ def logs(
 
 
 def nodes(json: Json = False) -> None:
-    """List nodes and who holds their GPUs."""
+    """List nodes, their GPUs and the apps that hold these."""
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
         document = client.query("nodes")
@@ -72,7 +72,7 @@ def nodes(json: Json = False) -> None:
 
 
 def shares(json: Json = False) -> None:
-    """Show what each tenant is due and has had of the GPU time: LTGF of 1 or more is fair."""
+    """Show each tenant's due and its GPU time: LTGF of 1 or more is fair."""
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
         document = client.query("shares")

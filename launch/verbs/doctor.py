@@ -1,4 +1,4 @@
-"""`doctor`: is this host fit, and does everything answer? `provision`: what an administrator types per participant."""
+"""`doctor`: checks of this host and its daemons. `provision`: an administrator's commands for one participant."""
 
 from __future__ import annotations
 
