@@ -189,9 +189,9 @@ class Requirements(Struct, frozen=True):
     """The wishes of a user for an app, which no daemon computes: carried whole from the spec to the policies.
 
     An app agent states it in each `AppReport`, the arbiter keeps it with the app, and a policy reads it in the view.
-    The types check each value wherever it is decoded: in a spec, in a report and in a journal. `protocol.limits` holds
-    it to the bounds that a site sets. An app's present needs, such as its gang, its sizes and its loosest level, follow
-    from its jobs too and stand in the report itself.
+    The types check each value wherever it is decoded: in a spec, in a report and in a journal. The bounds that
+    a site sets are checked by `protocol.limits`. An app's present needs, such as its gang, its sizes and its loosest
+    level, follow from its jobs too and stand in the report itself.
     """
 
     spans: bool = False  #: a gang may lie on several nodes; otherwise each gang lies on one
