@@ -19,14 +19,14 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes
     ----------
     owner
-        Whose apps it hosts: the broker user is ``app-<owner>``, app ids are ``<owner>-<letters><number>``, with letters
-        that the journal was given when it began.
+        The owner of the apps it hosts: the broker user is ``app-<owner>``, app ids are ``<owner>-<letters><number>``,
+        with letters that the journal was given when it began.
     tenant
         The tenant that pays for apps that name none; the owner if empty.
     bus
         ``amqp[s]://user:password@host:port/vhost``; when empty, the daemon reads it from the file `bus_file`.
     prefix
-        Of queue and exchange names; the same in all daemons of a site.
+        The prefix of queue and exchange names; the same in all daemons of a site.
     state_dir
         Folder of the journal, by which a restarted daemon remembers its apps.
     socket
@@ -35,8 +35,6 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
         Broker users that may speak for every participant: only for brokers where all daemons share one user.
     beat_s
         Every so often each app states its whole wish again.
-    answer_s
-        How long a question to the arbiter may take.
     """
 
     owner: str
@@ -48,7 +46,6 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
     socket: str = ""
     shared_users: tuple[str, ...] = ()
     beat_s: float = 2.0
-    answer_s: float = 10.0
 
 
 def load(path: Path) -> AppConfig:
@@ -72,7 +69,7 @@ def check(app: AppConfig, source: str) -> None:
     config.require_id(app.owner, "owner", "ada", source)
     if app.tenant:
         config.require_id(app.tenant, "tenant", "vision", source)
-    config.require_positive(app, ("beat_s", "answer_s"), source)
+    config.require_positive(app, ("beat_s",), source)
 
 
 def default_socket(environ: Mapping[str, str] = os.environ) -> Path:

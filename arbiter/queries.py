@@ -1,4 +1,4 @@
-"""The desk: answers users' questions from the state and the ledger; changes nothing.
+"""Queries: answers users' questions from the state and the ledger; changes nothing.
 
 Answers are JSON documents with a schema name; within a major version fields are only ever added. Lists come in pages,
 each with a `next_offset` to ask on at, as there is a limit to what a message carries. Questions come as
@@ -50,7 +50,7 @@ DOCUMENT_BYTES_MAX = 3 * 2**20
 PAGE_BYTES_MAX = 2**20
 
 
-class Desk:
+class Queries:
     """Answers for one arbiter."""
 
     def __init__(self, arbiter: Arbiter, ledger: Ledger) -> None:

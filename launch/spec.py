@@ -49,7 +49,7 @@ def seconds(text: str, flag: str) -> float:
 
 
 def some_seconds(text: str, flag: str) -> float:
-    """Return a length of time as `seconds` does; raises `Fault` for none at all, too."""
+    """Return a length of time as `seconds` does; raises `Fault` for 0, too."""
     value = seconds(text, flag)
     if value <= 0.0:
         raise usage(f"{flag} is {text!r}; it must be more than 0", "write 0.2s, or leave it out where it is not known")
@@ -233,7 +233,7 @@ def trials(command: Sequence[str], files: Path | None, given: Sequence[str]) -> 
     return tuple((*command, *shlex.split(line)) for line in lines)
 
 
-#: What a spec file may say as the flags do: the field, and how its value is read if not as it is.
+#: Words of a spec file that are named as the flags: the field, and the function that reads the value, if any.
 WORDS: dict[str, tuple[str, Callable[[Any, str], Any] | None]] = {
     "class": ("kind", None),
     "memory": ("host_bytes", _memory),
@@ -308,8 +308,8 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
         raise usage(f"the spec cannot be used: {words.replace(name, name + flag, 1)}", mend) from None
     if app_spec.spans:
         raise usage(
-            "spans is true, but on a real site all GPUs of one job lie on one node, as nothing stops its parts at the "
-            "same mini-batch yet",
+            "spans is true, but on a real site all GPUs of one job lie on one node, as no node agent stops its parts "
+            "at the same mini-batch yet",
             "leave spans out, and ask for a gang that fits one node",
         )
     if app_spec.gpus_max:

@@ -281,9 +281,9 @@ def next_step(document: Document) -> str:
     app = document["app"]
     match str(document["state"]):
         case "refused":
-            return "submit it again with what the refusal names"
+            return "submit it again with the change that the refusal names"
         case "failed" if any(str(chapter["what"]).startswith("refused") for chapter in document.get("story") or ()):
-            return "submit it again with what the refusal names"
+            return "submit it again with the change that the refusal names"
         case "failed":
             return f"gpu-arbiter logs {app}"
         case "finished" | "cancelled":

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 Clock = Callable[[], float]
 
-#: What a daemon may have been away without anybody having to confirm it, where its host's counter began anew.
+#: A daemon may have been away so long without confirmation, where its host's counter began anew.
 AWAY_S_MAX = 86_400.0
 #: The same where there is no other host to confirm it, such as a workstation after the holidays.
 ALONE_AWAY_S_MAX = 31 * 86_400.0
@@ -36,7 +36,7 @@ def boot_seconds() -> float:
 
 
 def boot_id() -> str:
-    """Return what tells this boot of the host from others."""
+    """Return the id that tells this boot of the host from others."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -46,7 +46,7 @@ def boot_id() -> str:
 def steady_clock(at_least: float = 0.0) -> Clock:
     """Return a clock of UNIX seconds that starts at the wall clock's time or `at_least` and then only goes on.
 
-    Corrections of the wall clock do not reach it, so that a step forward and back freezes nobody. Time during which
+    Corrections of the wall clock do not reach it, so that a step forward and back freezes no daemon. Time during which
     the host sleeps counts.
     """
     offset = max(time.time(), at_least) - boot_seconds()
@@ -54,7 +54,7 @@ def steady_clock(at_least: float = 0.0) -> Clock:
 
 
 class Anchor(Struct, frozen=True):
-    """What a clock leaves for the next start: in this boot the time is the host's counter plus `offset_s`."""
+    """A clock's record for the next start: in this boot the time is the host's counter plus `offset_s`."""
 
     boot_id: str
     offset_s: float
@@ -68,7 +68,7 @@ class RecordedClock:
     last_s
         The newest time in the records; 0: there are none.
     anchor
-        What the clock of the last start left, None: nothing.
+        The record that the clock of the last start left; None: there is none.
     wall, counter, boot
         The host's clocks, for tests.
     """
@@ -107,13 +107,13 @@ class RecordedClock:
 
     @property
     def anchor(self) -> Anchor:
-        """What to write down for the next start."""
+        """The record to write down for the next start."""
         return Anchor(self._boot, self._offset_s)
 
     def hear(self, host: str, boot: str, wall_s: float) -> bool:
-        """Take in what a host's wall clock shows, in this boot of it; return whether this clock has gone forward.
+        """Take in the wall clock of a host, in this boot of it; return whether this clock has gone forward.
 
-        It goes forward to what most other hosts confirm of the own wall clock, and never beyond that. The own host
+        It goes forward as far as most other hosts confirm the own wall clock, and never beyond that. The own host
         confirms nothing; where no other speaks in time, the wall clock is believed as far as one can be away.
         """
         if self._doubted_until is None:
@@ -138,7 +138,7 @@ class RecordedClock:
         if ahead_s <= DRIFT_S_MAX:
             return False
         self._offset_s += ahead_s
-        _log.warning("clock.forward", by_s=round(ahead_s), confirmed_by=sorted(self._walls) or "nobody")
+        _log.warning("clock.forward", by_s=round(ahead_s), confirmed_by=sorted(self._walls) or "no other host")
         return True
 
 

@@ -1,6 +1,6 @@
 """Bytes to message and back: MessagePack inside a versioned envelope.
 
-`decode` raises `WireError` and nothing else, whatever the bytes; a sender's nonsense is the sender's fault.
+`decode` raises `WireError` and nothing else, for any bytes; a sender's nonsense is the sender's fault.
 Unknown fields of a newer peer are ignored; an unknown version, tag or shape is refused.
 """
 
@@ -18,7 +18,7 @@ from protocol import former
 from protocol.messages import AnyMessage, Party
 
 VERSION = 1
-#: Largest frame accepted; a 4096-row bid is 60 kB, a plan for 16 GPUs 20 kB. Bounds what a peer can make us hold.
+#: Largest frame accepted; a 4096-row bid is 60 kB, a plan for 16 GPUs 20 kB. Bounds the memory a peer can fill.
 FRAME_BYTES_MAX = 4 * 2**20
 #: A 64-bit or 32-bit float whose exponent is all ones, or bytes that look like one.
 _PERHAPS_NOT_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]|\xca[\x7f\xff][\x80-\xff]")
@@ -29,7 +29,7 @@ class WireError(Exception):
 
 
 class Envelope(Struct, frozen=True):
-    """What travels: version, a unique message id for deduplication, the sender and the message."""
+    """The frame that travels: version, a unique message id for deduplication, the sender and the message."""
 
     v: int
     id: Annotated[str, Meta(min_length=1, max_length=128)]

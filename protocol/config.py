@@ -1,4 +1,4 @@
-"""How every daemon's TOML file becomes one frozen value, and what a user reads when it does not."""
+"""How every daemon's TOML file becomes one frozen value, and the sentence a user reads when it does not."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import msgspec
 from msgspec import Struct
 
 ConfigT = TypeVar("ConfigT", bound=Struct)
-#: Checks what types cannot say; raises `ConfigError` naming the source it is given.
+#: Checks beyond the types; raises `ConfigError` naming the source it is given.
 Check = Callable[[ConfigT, str], None]
 
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-#: How msgspec says what is wrong, and how we do; what it says of other mistakes stays as it is.
-_PLACE = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<field>.*)`)?", re.DOTALL)
+#: Sentences of msgspec about mistakes, and ours; its sentences about other mistakes stay as they are.
+_PLACE = re.compile(r"(?P<mistake>.*?)(?: - at `\$\.?(?P<field>.*)`)?", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _CHOICE = re.compile(r"Invalid enum value (.*)")
@@ -95,36 +95,36 @@ def parse(fields: Mapping[str, Any], kind: type[ConfigT], check: Check[ConfigT],
 
 
 def in_words(error: msgspec.ValidationError, kind: type[Struct] | None = None) -> str:
-    """Return what is wrong as a user reads it, the field first: ``start_s must be at least 0``.
+    """Return the mistake as a user reads it, the field first: ``start_s must be at least 0``.
 
     With the `kind` that was to be made, choices are listed.
     """
     place = _PLACE.fullmatch(str(error))
     assert place is not None, "everything matches"
-    what, field = place["what"], place["field"] or ""
-    if found := _UNKNOWN.fullmatch(what):
+    mistake, field = place["mistake"], place["field"] or ""
+    if found := _UNKNOWN.fullmatch(mistake):
         return f"unknown field `{_inside(field, found[1])}`; leave it out or mend its name"
-    if found := _MISSING.fullmatch(what):
+    if found := _MISSING.fullmatch(mistake):
         return f"missing required field `{_inside(field, found[1])}`; add it"
     subject = field or "the whole"
-    if found := _CHOICE.fullmatch(what):
+    if found := _CHOICE.fullmatch(mistake):
         choices = _choices(kind, field) if kind is not None else ()
         mend = f"none of {', '.join(map(repr, choices))}" if choices else "none of its choices"
         return f"{subject} is {found[1]}, which is {mend}"
-    if found := _LENGTH.fullmatch(what):
+    if found := _LENGTH.fullmatch(mistake):
         return f"{subject} is too short; give {found[2]} {'entry' if found[1] == 'array' else 'character'} or more"
-    if found := _BOUND.fullmatch(what):
+    if found := _BOUND.fullmatch(mistake):
         return f"{subject} must be {_BOUNDS[found[1]]} {found[2].removesuffix('.0')}"
-    if _NAME.fullmatch(what):
+    if _NAME.fullmatch(mistake):
         return f"{subject} cannot be that; use lower-case letters, digits and dashes, such as team-a"
-    if found := _TYPE.fullmatch(what):
+    if found := _TYPE.fullmatch(mistake):
         but = f", and is {_kind(found[2])}" if found[2] else ""
         return f"{subject} must be {_kind(found[1])}{but}"
-    return f"{field}: {what}" if field else what
+    return f"{field}: {mistake}" if field else mistake
 
 
 def _choices(kind: Any, field: str) -> tuple[Any, ...]:
-    """Return what a field, such as ``arbiter.tenants[...].name``, may be if that is one of a few; else nothing."""
+    """Return the choices of a field, such as ``arbiter.tenants[...].name``, if they are few; else none."""
     found = kind
     for name in re.sub(r"\[.*?\]", "", field).split("."):
         kinds = [each for each in (found, *get_args(found)) if isinstance(each, type) and issubclass(each, Struct)]
@@ -134,7 +134,7 @@ def _choices(kind: Any, field: str) -> tuple[Any, ...]:
 
 
 def kind_of(value: object) -> str:
-    """Return what a value of a TOML file is, in the words of `in_words`: ``a whole number`` for 5."""
+    """Return the kind of a value of a TOML file, in the words of `in_words`: ``a whole number`` for 5."""
     return next((words for kind, words in _VALUES if isinstance(value, kind)), "a date or a time")
 
 

@@ -1,6 +1,6 @@
 """The shape all three participants share: a core decides and can do nothing; a shell does and decides nothing.
 
-A core takes an event and a time, changes its own state and answers what should be done. It knows no event loop,
+A core takes an event and a time, changes its own state and answers with effects. It knows no event loop,
 clock, dice, log, file or socket. Two drivers exist: `protocol.shell` (asyncio, real clock, a bus) and
 `simulator.world` (virtual time); nothing in a core can tell which one drives it.
 """
@@ -22,7 +22,7 @@ class Core(Protocol[EventT_contra, EffectT_co]):
     """An arbiter, a node agent or an app agent, without hands."""
 
     def handle(self, event: EventT_contra, now: float) -> Sequence[EffectT_co]:
-        """Be told what happened; answer what to do, in order. `now` is in seconds and never goes back."""
+        """Take in one event; answer the effects, in order. `now` is in seconds and never goes back."""
         ...
 
     def deadline(self) -> float | None:
@@ -44,7 +44,7 @@ class Tick(Struct, frozen=True, tag=True):
 class Connected(Struct, frozen=True, tag=True):
     """Event: the bus can be used (again). `epoch` is the arbiter's new incarnation, 0 for agents.
 
-    Messages may have been lost before this, so everybody restates what is.
+    Messages may have been lost before this, so each participant restates its whole state.
     """
 
     epoch: int = 0

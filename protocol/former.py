@@ -1,4 +1,4 @@
-"""What the version before this one wrote, in today's form; read for one release.
+"""Values written by the version before this one, in today's form; read for one release.
 
 There the wishes of a user stood one by one in an app's report, record and spec, and some of them in each of its jobs.
 Today they are one value, `Requirements`. So an app agent of that version is understood, and snapshots and events that

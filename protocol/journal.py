@@ -1,4 +1,4 @@
-"""What happened, written down before it is handled: events, snapshots and a few facts in one SQLite file.
+"""The journal, written before events are handled: events, snapshots and a few facts in one SQLite file.
 
 State is rebuilt bit for bit from the newest snapshot and the events after it; their effects are not repeated. Events
 written since the last `commit` are lost in a crash together with the state they led to, which is why the shell commits
@@ -25,7 +25,7 @@ EventT = TypeVar("EventT")
 
 APPLICATION_ID = 0x47414A31  #: "GAJ1": says that a SQLite file is one of ours
 VERSION = 2  #: of the tables below; 1 had no checksums
-#: What to do about one that cannot be used.
+#: The mend for one that cannot be used.
 ANEW = 'move it away to begin anew (the arbiter\'s with history = "begin" and --adopt-site for one start)'
 DAMAGED = f"bring a copy of the folder back, or {ANEW}"
 
@@ -42,7 +42,7 @@ class JournalError(Exception):
 
 
 class Loaded(Generic[EventT]):
-    """What to rebuild the state from: `snapshot`, None in the beginning, then `events` as (seq, now, event)."""
+    """The records to rebuild the state from: `snapshot`, None in the beginning, then `events` as (seq, now, event)."""
 
     def __init__(self, snapshot: bytes | None, events: Iterator[tuple[int, float, EventT]]) -> None:
         self.snapshot = snapshot
@@ -115,7 +115,7 @@ class Journal(Generic[EventT]):
                 self._database.execute("COMMIT")
 
     def snapshot(self, blob: bytes) -> None:
-        """Store the state after the newest event, and prune what nobody needs any more."""
+        """Store the state after the newest event, and prune the rows that no restart needs any more."""
         with self._writing():
             self._begin()
             row = (self.last_seq, self.last_now, blob, _sum(self.last_seq, self.last_now, blob))
@@ -147,15 +147,15 @@ class Journal(Generic[EventT]):
         self._compare(f"the snapshot after event {seq}", written, _sum(seq, now, blob))
         return Loaded(blob, self._events_after(seq))
 
-    def _compare(self, what: str, written: int | None, read: int) -> None:
-        """Raise JournalError unless what was read is what was written; None: a version without checksums wrote it."""
+    def _compare(self, subject: str, written: int | None, read: int) -> None:
+        """Raise JournalError unless the bytes read are those written; None: a version without checksums wrote it."""
         if written not in (None, read):
-            raise JournalError(f"{self.path}: {what} is not what was written; {DAMAGED}")
+            raise JournalError(f"{self.path}: {subject} is not as it was written; {DAMAGED}")
 
     def _events_after(self, seq: int) -> Iterator[tuple[int, float, EventT]]:
         with self._writing():
             rows = self._database.execute("SELECT seq, now, event, sum FROM events WHERE seq > ? ORDER BY seq", (seq,))
-            expected = seq + 1 if seq else None  # without a snapshot the first event is number 1, or what was kept
+            expected = seq + 1 if seq else None  # without a snapshot the first event is number 1, or the oldest kept
             for number, now, data, written in rows:
                 if number != (expected or number):
                     raise JournalError(f"{self.path}: event {expected} is missing; {DAMAGED}")
@@ -258,7 +258,7 @@ class Journal(Generic[EventT]):
         database.execute("PRAGMA locking_mode = EXCLUSIVE")
         database.execute("PRAGMA journal_mode = WAL")
         # NORMAL: kill -9 loses nothing that was committed, a power cut perhaps the last moments. Those come again,
-        # since every participant restates what is; FULL would cost a disk flush for each batch of events.
+        # since every participant restates its whole state; FULL would cost a disk flush for each batch of events.
         database.execute("PRAGMA synchronous = NORMAL")
         self._check_pages(database)
         database.execute("BEGIN IMMEDIATE")
@@ -304,7 +304,7 @@ class Journal(Generic[EventT]):
         try:
             yield
         except sqlite3.Error as error:
-            if type(error) is sqlite3.DatabaseError:  # and not one of its kinds, which say what else is wrong
+            if type(error) is sqlite3.DatabaseError:  # and not one of its kinds, which mean other mistakes
                 mend = f"it is damaged: {DAMAGED}"
             else:
                 mend = "check the disk's space and health"

@@ -1,9 +1,9 @@
 """Every message and value on the wire: frozen msgspec Structs, durations and never instants.
 
-What is *said* lives here, what is *known* in each room's own model: a wire type never becomes state by being kept.
-Rules for changing a message: new fields have defaults, no field is renamed or reused, and each class stands in the
-union of its receiver, so that the type checker fails at every `assert_never` until it is handled. Ids of owners and
-nodes are part of queue names and of broker permissions, so they match ``[a-z0-9][a-z0-9-]*``.
+The types that are *said* live here, those that are *known* in each room's own model: a wire type never becomes state by
+being kept. Rules for changing a message: new fields have defaults, no field is renamed or reused, and each class stands
+in the union of its receiver, so that the type checker fails at every `assert_never` until it is handled. Ids of owners
+and nodes are part of queue names and of broker permissions, so they match ``[a-z0-9][a-z0-9-]*``.
 
 The flow of one round::
 
@@ -12,7 +12,7 @@ The flow of one round::
     arbiter --Grant--> app      app --AppReport---> arbiter        the app divides its GPUs among its jobs
     arbiter --NodePlan-> node   node --NodeReport-> arbiter        the node agents make it so, and prove it
 
-`NodePlan`, `NodeReport`, `Holdings` and `AppReport` say the *whole* of what is, and are repeated every beat: a lost
+`NodePlan`, `NodeReport`, `Holdings` and `AppReport` say the *whole* present state, and are repeated every beat: a lost
 message costs one beat, never an app.
 """
 
@@ -23,11 +23,11 @@ from typing import Annotated, Literal, NewType, Protocol
 
 from msgspec import Meta, Struct
 
-#: What every id is made of. Ids become names of files, queues and variables, so none holds a slash or a zero byte.
+#: The letters of every id. Ids become names of files, queues and variables, so none holds a slash or a zero byte.
 _Id = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:+@-]*$")]
 
-OwnerId = NewType("OwnerId", _Id)  #: who submits apps; one app-agent daemon and one broker user ``app-<owner>`` each
-#: Who pays: several owners may belong to one tenant.
+OwnerId = NewType("OwnerId", _Id)  #: submits apps; one app-agent daemon and one broker user ``app-<owner>`` each
+#: The account that pays: several owners may belong to one tenant.
 TenantId = NewType("TenantId", Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")])
 #: ``<owner>-<tag><number>``; the tag, of letters, tells apart app agents of one owner that have not the same journal.
 AppId = NewType("AppId", _Id)
@@ -37,7 +37,7 @@ JobId = NewType("JobId", _Id)  #: ``<app>.<number>``
 TaskId = NewType("TaskId", _Id)
 NodeId = NewType("NodeId", _Id)
 #: A seat on a device: the device's UUID, ``GPU-...``, for its first seat, ``GPU-...+<n>`` for another. One seat is one
-#: lease. Unless GPUs are shared each has one seat, and nobody needs to know the difference.
+#: lease. Unless GPUs are shared each has one seat, and the difference does not matter.
 GpuId = NewType("GpuId", _Id)
 #: ``<app>/<number>``.
 LeaseId = NewType("LeaseId", Annotated[str, Meta(min_length=1, max_length=160, pattern=r"^[A-Za-z0-9_.:+@/-]*$")])
@@ -49,21 +49,21 @@ Step = Annotated[int, Meta(ge=-1, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**31)]
 Rho = Annotated[float, Meta(ge=0, le=1e15)]  #: finish-time fairness T_sh / T_id; smaller is better, 1 is fair
 Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.:/#@-]*$")]
-#: A site, by what its arbiter's journal was given when it was founded; empty: not known.
+#: A site, by the id that its arbiter's journal was given when it was founded; empty: not known.
 SiteId = Annotated[str, Meta(max_length=64, pattern=r"^[a-z0-9-]*$")]
-#: What a wall clock shows, UNIX seconds; 0: not told. It is for judging clocks: all else on the wire is a duration.
+#: The time of a wall clock, UNIX seconds; 0: not told. It is for judging clocks: all else on the wire is a duration.
 WallClock = Annotated[float, Meta(ge=0, le=1e11)]
-#: Tells apart what may bear the same name, such as two submissions under one id. Empty: not told.
+#: Tells apart things that may bear the same name, such as two submissions under one id. Empty: not told.
 Token = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9_.-]*$")]
 PartyId = Annotated[str, Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9-]*$")]
 Sentence = Annotated[str, Meta(max_length=8192)]
 Label = Annotated[str, Meta(max_length=256)]  #: a name that a person or a driver gave
-#: What a program is given: the kernel ends a string at a zero byte.
+#: A word that a program is given: the kernel ends a string at a zero byte.
 Word = Annotated[str, Meta(max_length=131_072, pattern=r"^[^\x00]*$")]
 Folder = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00]*$")]
 Variable = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\x00=]+$")]  #: of a program's environment
 Metrics = dict[Label, float]
-#: Bounds of lists, so that no peer can make another one keep without end; all are far beyond what one node or app has.
+#: Bounds of lists, so that no peer can make another keep without end; all are far beyond one node or app.
 JOBS_MAX, GPUS_MAX, TASKS_MAX = 1024, 4096, 4096
 Gpus = Annotated[tuple[GpuId, ...], Meta(max_length=GPUS_MAX)]
 
@@ -118,7 +118,7 @@ StepSource = Literal["unknown", "steps", "allocator", "memory", "gpm", "utilisat
 Priority = Annotated[int, Meta(ge=-1000, le=1000)]
 #: ``interactive``: a person waits for its first steps; ``batch``: best effort (PAPERS.md section 3).
 Kind = Literal["batch", "interactive"]
-#: What an app's times rest on: a guess as long as nothing is known; mini-batches and their time as its owner declared
+#: The basis of an app's times: a guess as long as nothing is known; mini-batches and their time as its owner declared
 #: them; or as node agents measured them.
 Basis = Literal["guess", "declared", "measured"]
 QueryKind = Literal["apps", "nodes", "explain", "rounds", "leases", "log", "shares", "capacity"]
@@ -153,12 +153,12 @@ class LaunchSpec(Struct, frozen=True):
     cwd: Folder
     checkpoint_dir: Folder  #: on storage every candidate node sees; the node agent exports it to the worker
     env: dict[Variable, Word] = {}
-    run: Token = ""  #: one submission of one app: what is saved under another run is not this job's
+    run: Token = ""  #: one submission of one app: a checkpoint saved under another run is not this job's
     secrets: dict[Variable, Folder] = {}
 
 
 class JobWish(Struct, frozen=True):
-    """What the app wants of one of its jobs now.
+    """The app's wish for one of its jobs now.
 
     `gpus` empty means the job waits; otherwise it is this app's division of its leases. `attempt` grows by one each
     time the job is to start anew (migration, restart), so a revived zombie of an older attempt is recognised.
@@ -173,7 +173,7 @@ class JobWish(Struct, frozen=True):
 
 
 class Utility(Struct, frozen=True):
-    """What an app is worth by when it ends: worth / (1 + exp(decay_per_s (age at its end - target_s))).
+    """The worth of an app by when it ends: worth / (1 + exp(decay_per_s (age at its end - target_s))).
 
     A `worth` of 0 means 1 for each GPU-hour of its work. A `decay_per_s` of 0 means half of `worth` at any time.
 
@@ -186,12 +186,12 @@ class Utility(Struct, frozen=True):
 
 
 class Requirements(Struct, frozen=True):
-    """What a user wishes of an app, and no daemon computes: carried whole from the spec to the policies.
+    """The wishes of a user for an app, which no daemon computes: carried whole from the spec to the policies.
 
     An app agent states it in each `AppReport`, the arbiter keeps it with the app, and a policy reads it in the view.
-    The types check each value wherever it is decoded: in a spec, in a report and in a journal. What a site allows of
-    it is bounded by the arbiter (`screening`). What an app needs at present, such as its gang, its sizes and its
-    loosest level, follows from its jobs too and stands in the report itself.
+    The types check each value wherever it is decoded: in a spec, in a report and in a journal. The bounds that
+    a site sets are checked by `protocol.limits`. An app's present needs, such as its gang, its sizes and its loosest
+    level, follow from its jobs too and stand in the report itself.
     """
 
     spans: bool = False  #: a gang may lie on several nodes; otherwise each gang lies on one
@@ -202,7 +202,7 @@ class Requirements(Struct, frozen=True):
     cpus: Cpus = 0.0  #: cores that each of its jobs needs on its node; 0: it asks for none
     host_bytes: Count = 0  #: bytes of host memory, likewise
     weight: Weight = 1.0  #: its part of the GPU time among the apps of its tenant
-    utility: Utility | None = None  #: what it is worth by when it ends; None: its user did not say
+    utility: Utility | None = None  #: its worth by when it ends; None: its user did not say
 
 
 class LeaseTerms(Struct, frozen=True):
@@ -221,7 +221,7 @@ class LeaseTerms(Struct, frozen=True):
 class GpuStatus(Struct, frozen=True):
     """One seat of a GPU as its node agent measured it.
 
-    `empty` is the proof of release: no process of that seat is left, or what is left is parked; memory given back.
+    `empty` is the proof of release: no process of that seat is left but parked ones; memory given back.
     """
 
     gpu: GpuId
@@ -238,7 +238,7 @@ class GpuStatus(Struct, frozen=True):
 
 
 class Measured(Struct, frozen=True, omit_defaults=True):
-    """What the node agent measured of a task, not what anybody claims; bytes are summed over its processes.
+    """A node agent's own measurements of a task, and no claims; bytes are summed over its processes.
 
     Only `diverged` is the script's word, beside its `TaskStatus.metrics`.
 
@@ -255,10 +255,10 @@ class Measured(Struct, frozen=True, omit_defaults=True):
     share: Annotated[float, Meta(ge=0, le=1)] = 1.0
     cost_s: Seconds = 0.0
     packed_with: tuple[TaskId, ...] = ()
-    remark: Sentence = ""  #: what was found out about sharing its GPUs and about its metrics, for people
+    remark: Sentence = ""  #: for people: how sharing its GPUs went, and remarks on its metrics
     diverged: tuple[Label, ...] = ()  #: metrics whose newest value is no finite number; they are not among those
     ran_s: Seconds = 0.0  #: how long this attempt has had its GPUs, without the time in which it was parked
-    unsaved_s: Seconds = 0.0  #: of that, what is to be done again if it ends now, or since it ended: 0 if all is saved
+    unsaved_s: Seconds = 0.0  #: of that, the time to be done again if it ends now, or since it ended: 0 if all is saved
 
 
 class TaskStatus(Struct, frozen=True):
@@ -319,8 +319,8 @@ class AppReport(Struct, frozen=True, tag=True):
     """An app's whole wish: enrolment, requirements, demand, the division of its leases, and how far it is.
 
     `gang` GPUs are needed at once by each of its jobs, `demand_max` is the most the app can use now, and `releases`
-    are leases it gives back. `ideal_s` is T_cluster, its finish time alone on the whole cluster (0: unknown). Of what
-    is left it says the run time with all it can use, and the GPU-seconds that takes (None: unknown).
+    are leases it gives back. `ideal_s` is T_cluster, its finish time alone on the whole cluster (0: unknown). Of the
+    work left it says the run time with all it can use, and the GPU-seconds that takes (None: unknown).
 
     `run` is the submission: an app agent that has lost its journal may give an id again that an older app has.
     """
@@ -350,15 +350,15 @@ class AppReport(Struct, frozen=True, tag=True):
     sizes: Annotated[
         tuple[Positive, ...], Meta(max_length=GPUS_MAX)
     ] = ()  #: GPU counts that each of its jobs accepts, rising; empty: `gang` only
-    move_s: Seconds = 0.0  #: what moving one of its jobs to other GPUs costs, as measured; 0: unknown
+    move_s: Seconds = 0.0  #: the cost of moving one of its jobs to other GPUs, as measured; 0: unknown
     run: Token = ""
     site: SiteId = ""  #: as its app agent was last told by an arbiter
-    basis: Basis = "measured"  #: what its times rest on
+    basis: Basis = "measured"  #: the basis of its times
     start_s: Seconds = 0.0  #: from a job's first order to start until its first mini-batch, as measured; 0: unknown
 
 
 class ProbeReply(Struct, frozen=True, tag=True):
-    """An app's answer to `Probe`: its finish-time fairness with what it holds now (Eq. 1 or 2)."""
+    """An app's answer to `Probe`: its finish-time fairness with its present GPUs (Eq. 1 or 2)."""
 
     app: AppId
     round: RoundId
@@ -368,7 +368,7 @@ class ProbeReply(Struct, frozen=True, tag=True):
 class BidRow(Struct, frozen=True, array_like=True):
     """With `gpus` GPUs in all (kept and new), all in one place of `level`, rho would be `rho`.
 
-    Gangs lie within one machine: on each machine with new GPUs, the kept and new ones are whole gangs. Of an app that
+    Gangs lie within one node: on each node with new GPUs, the kept and new ones are whole gangs. Of an app that
     `spans`, `gpus` are whole gangs, wherever they lie.
     """
 
@@ -378,10 +378,10 @@ class BidRow(Struct, frozen=True, array_like=True):
 
 
 class ExplicitRow(Struct, frozen=True, array_like=True):
-    """With exactly these numbers of new GPUs on these nodes, beside what the app keeps, rho would be `rho`.
+    """With exactly these numbers of new GPUs on these nodes, beside those the app keeps, rho would be `rho`.
 
     For a valuation that depends on more than how many GPUs and how far apart: NVLink islands, types of GPUs, the shape
-    of a split. Such an app bids compact rows for what holds wherever its GPUs lie, and an explicit row for each split
+    of a split. Such an app bids compact rows for its worth wherever its GPUs lie, and an explicit row for each split
     that is worth more than these say. Explicit rows make an auction much dearer to solve: a few of the best, not all.
     """
 
@@ -433,7 +433,7 @@ class Act(Struct, frozen=True, tag=True):
 
 
 class LogChunk(Struct, frozen=True, tag=True):
-    """A node agent's answer to `ReadLog`, relayed by the arbiter to whoever asked."""
+    """A node agent's answer to `ReadLog`, relayed by the arbiter to its asker."""
 
     query_id: Name
     task: TaskId
@@ -517,8 +517,8 @@ class Holdings(Struct, frozen=True, tag=True):
 class Refusal(Struct, frozen=True, tag=True):
     """The arbiter will never serve this app as it is; `reason` is one sentence that names the mend.
 
-    It is for the submission `run` only, unless that is empty. An app that was `cancelled` was ended by somebody else
-    than its app agent, such as an administrator.
+    It is for the submission `run` only, unless that is empty. An app that was `cancelled` was not ended by its app
+    agent but, for example, by an administrator.
     """
 
     app: AppId
@@ -539,7 +539,7 @@ class Answer(Struct, frozen=True, tag=True):
 
 
 class TaskOrder(Struct, frozen=True):
-    """What one task on this node should do: `run`, `vacate` its GPUs without loss, or `stop` for good.
+    """The order for one task on this node: `run`, `vacate` its GPUs without loss, or `stop` for good.
 
     `gpus` are the job's on this node; a job that lies on several nodes is ordered on each of them.
     """
@@ -561,7 +561,7 @@ class NodePlan(Struct, frozen=True, tag=True):
     """All that should be on this node. A task that is not named has no lease and is stopped.
 
     A node agent refuses a plan whose (epoch, seq) is older than the newest it saw, also after its own restart. Each of
-    its GPUs is to have `seats` seats, as far as the node agent allows; who sits there shares the GPU as `sharing` says,
+    its GPUs is to have `seats` seats, as far as the node agent allows; tasks on them share the GPU as `sharing` says,
     in turns of `quantum_s` at least.
 
     It obeys one `site` only. `incarnation` is the newest of this node that the arbiter has heard of: a node agent that

@@ -14,7 +14,7 @@ import structlog
 
 from protocol.config import ConfigError
 
-#: What SQLite keeps beside a database, with the same rights.
+#: The files that SQLite keeps beside a database, with the same rights.
 _BESIDE = ("", "-wal", "-shm", "-journal")
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 

@@ -1,17 +1,17 @@
 """The only event loop around a core: decide, perform, acknowledge.
 
 Events come from the bus, from timers and from the daemon's adapters (`Shell.post`), and are handled one at a time, in
-batches of what waits: each event is journalled and handled, then the journal is committed once, then the effects are
-performed in order with runs of `Send` pipelined, and only then are the deliveries acknowledged. A crash anywhere in
+batches of those that wait: each event is journalled and handled, then the journal is committed once, then the effects
+are performed in order with runs of `Send` pipelined, and only then are the deliveries acknowledged. A crash anywhere in
 between repeats messages, which every core bears.
 
-What waits is taken in turn: local events, then what nodes say, then one message of each owner after the other. An
+Waiting items are taken in turn: local events, then nodes' messages, then one message of each owner after the other. An
 owner whose agent floods the arbiter waits behind itself.
 
 Connections are supervised here. Agents go on without the bus: their workers and deadlines do not wait for it, and
-what they would have said is restated when `Connected` comes. The arbiter decides only while it leads.
+they restate their unsent words when `Connected` comes. The arbiter decides only while it leads.
 
-What a peer does wrong (bytes that are no message, a sender who is not who he says, a message for somebody else) is
+A peer's mistake (bytes that are no message, a false sender, a message for another participant) is
 logged and rejected, and disturbs nothing else.
 """
 
@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, get_args
 import structlog
 from msgspec import Struct
 
-from protocol.bus import Bus, BusError, ConnectionLost, Delivery, Link, NotProvisioned, Outgoing, Refused
+from protocol.bus import Bus, BusError, ConnectionLost, Delivery, Link, NotPermitted, NotProvisioned, Outgoing
 from protocol.clock import steady_clock
 from protocol.codec import WireError, decode, encode
 from protocol.core import Connected, Core, Received, Send, Tick
@@ -45,11 +45,11 @@ EffectT = TypeVar("EffectT")
 
 #: Events handled between two commits; bounds how long one batch keeps the loop.
 BATCH_MAX = 128
-#: Of a batch, one part in so many is for what owners say, if they say so much.
+#: Of a batch, one part in so many is for owners' messages, if there are so many.
 OWNERS_PART = 4
-#: Local events that may wait, far beyond what any adapter has in flight: more means that nobody handles them.
+#: Local events that may wait, far beyond the number that any adapter has in flight: more means that none are handled.
 POSTED_MAX = 100_000
-#: Message ids remembered per sender. The broker repeats at most what was prefetched; this is that many times over.
+#: Message ids remembered per sender. The broker repeats at most the prefetched messages; this is that many times over.
 SEEN_MAX = 2048
 #: Senders whose ids are remembered.
 SENDERS_MAX = 4096
@@ -61,7 +61,7 @@ LAST_BATCH_S = 3.0  #: how long a batch may still take once the daemon is to end
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 2.0
 CONSUME_RETRY_S_MIN, CONSUME_RETRY_S_MAX = 0.2, 2.0
 
-#: What each role may be told; anything else is somebody else's mail.
+#: The messages that each role may be told; any other is not for it.
 _UNDERSTOOD: dict[Role, tuple[type, ...]] = {
     "arbiter": get_args(ToArbiter),
     "app": get_args(ToApp),
@@ -93,7 +93,7 @@ class _Settling(Struct, frozen=True):
 
 
 class Waiting(Generic[EventT]):
-    """What waits to be handled, in the order in which it is taken."""
+    """The items that wait to be handled, in the order in which they are taken."""
 
     def __init__(self) -> None:
         self._events: deque[EventT] = deque()
@@ -126,7 +126,7 @@ class Waiting(Generic[EventT]):
             self._nodes.append(item)
 
     def take(self, most: int) -> Iterator[EventT | _Arrived]:
-        """Take what is next, one by one: at most so many, a part of them for owners."""
+        """Take the next items, one by one: at most so many, a part of them for owners."""
         share = most - min(most // OWNERS_PART, sum(map(len, self._owners.values())))
         for queue in (self._events, self._nodes):
             while queue and share > 0:
@@ -151,7 +151,7 @@ class Shell(Generic[EventT, EffectT]):
     core
         Decides; see `protocol.core`.
     bus, party
-        Where to connect, and as whom.
+        The bus to connect to, and the participant to be there.
     perform
         Carries out each effect but `Send`. It must not wait for long: work that takes time is started here, and its
         outcome posted as an event. An exception is our own bug and ends `run`.
@@ -160,7 +160,7 @@ class Shell(Generic[EventT, EffectT]):
     snapshot, snapshot_every
         The core's state as bytes, taken after so many journalled events.
     clock
-        UNIX time in seconds; by default a `steady_clock`. What the core sees never goes back, also not across
+        UNIX time in seconds; by default a `steady_clock`. The core's time never goes back, also not across
         restarts with a journal.
     shared_users
         Broker users that several participants use (single-user brokers); their messages are believed.
@@ -333,7 +333,7 @@ class Shell(Generic[EventT, EffectT]):
                 await self._wake.wait()
 
     async def _decide(self) -> None:
-        """Handle one batch of what waits."""
+        """Handle one batch of waiting items."""
         effects: list[EffectT | Send] = []
         settling: list[_Settling] = []
         self._idle.clear()
@@ -344,7 +344,7 @@ class Shell(Generic[EventT, EffectT]):
                 self._handle(item, effects)
             elif item.link is self._link:  # a dead link's deliveries come again
                 await self._admit(item, effects, settling)
-        self._tick(effects)  # last: what has waited longer must not be overtaken by a deadline that it may answer
+        self._tick(effects)  # last: no deadline may overtake an older message that may answer it
         if self._journal is not None:
             self._journal.commit()
         whole = await self._carry_out(effects)
@@ -400,7 +400,7 @@ class Shell(Generic[EventT, EffectT]):
             effects.extend(answers)
 
     def _answer_later(self, sender: Party, message: AnyMessage, answers: Coroutine[None, None, Answers]) -> None:
-        """Let an answer take its time, beside what else there is to do."""
+        """Let an answer take its time, beside all other work."""
         question = (sender, encode(message, sender=sender, id="question"))
         if question in self._answering or len(self._answering) >= ANSWERS_MAX or self._group is None:
             answers.close()  # it is under way, or is asked again
@@ -421,12 +421,13 @@ class Shell(Generic[EventT, EffectT]):
             self._lose(item.link, error)
 
     def _read(self, delivery: Delivery) -> tuple[Party, str, AnyMessage]:
-        """Return who said what.
+        """Return the sender, the id and the message.
 
         Raises
         ------
         WireError
-            If the bytes are no message, or the sender is not whom the broker authenticated, or it is not for us.
+            If the bytes are no message, or its sender is not the one that the broker authenticated, or it is not for
+            us.
         """
         envelope = decode(delivery.data)
         sender = envelope.sender
@@ -530,7 +531,7 @@ class Shell(Generic[EventT, EffectT]):
             try:
                 async with self._connection() as link:
                     await self._converse(link)
-            except (ConnectionLost, Refused) as error:
+            except (ConnectionLost, NotPermitted) as error:
                 reason, retry_s = str(error), round(self._backoff_s, 1)
                 _log.warning("bus.unavailable", reason=reason, party=self._party.user, retry_s=retry_s)
             # Jitter: a thousand agents lose their broker at the same moment.
@@ -562,11 +563,11 @@ class Shell(Generic[EventT, EffectT]):
         epoch = await link.lead()
         self._epoch = epoch if self._journal is None else self._journal.next_epoch(epoch)
         self._link = link
-        # Before whatever waited: the core must not speak in the name of its former incarnation.
+        # Before all that waited: the core must not speak in the name of its former incarnation.
         self._put(Connected(self._epoch), first=True)
 
     async def _enrol(self, link: Link) -> None:
-        """Say who we are until the arbiter has given us an inbox."""
+        """Introduce this participant until the arbiter has given it an inbox."""
         self._link = link
         retry_s = CONSUME_RETRY_S_MIN
         while True:

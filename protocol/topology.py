@@ -8,12 +8,12 @@
                            ga.agents ------------> ga.lobby -----> arbiter.lobby   all that has no queue: first words
     arbiter -------------> default exchange -----> app.<owner>     keeps the newest
     arbiter -------------> default exchange -----> node.<id>       refuses when full; expired ones are dead-lettered
-    broker --------------> ga.dlx -------#-------> arbiter.dead    what expired or was rejected
+    broker --------------> ga.dlx -------#-------> arbiter.dead    expired and rejected messages
     (one token) ---------------------------------> arbiter.leader  never acknowledged: its holder leads
 
 Agents declare nothing and may write to `ga.agents` only, with their own user name as the last word of the routing key.
 
-A lane is the leader's own: it goes with the leader's connection, and what was in it is restated or asked again. So an
+A lane is the leader's own: it goes with the leader's connection, and its messages are restated or asked again. So an
 owner whose agent floods the arbiter fills one lane, and the other owners' are read in turn with it.
 """
 
@@ -38,7 +38,7 @@ Argument = str | int | bool
 
 
 class ExchangeSpec(Struct, frozen=True):
-    """A durable exchange. What it has no queue for goes to the exchange `alternate`, if it names one."""
+    """A durable exchange. A message it has no queue for goes to the exchange `alternate`, if it names one."""
 
     name: str
     kind: Literal["topic", "fanout"] = "topic"
@@ -68,7 +68,7 @@ class QueueSpec(Struct, frozen=True):
 
 
 class Route(Struct, frozen=True):
-    """How a message travels. Empty `exchange`: straight to the queue `key`. `mandatory`: nobody there is an error."""
+    """The way of a message. Empty `exchange`: straight to the queue `key`. `mandatory`: a missing queue is an error."""
 
     exchange: str
     key: str
@@ -95,9 +95,9 @@ class Topology(Struct, frozen=True):
     prefix: str = ""
     #: One owner may run a thousand apps, each of which may have a probe, an offer, a grant and its holdings under way.
     app_max: int = 4096
-    #: Older than a round's deadlines by far: an offer of a minute ago is answered by nobody.
+    #: Older than a round's deadlines by far: an offer of a minute ago is answered by no app.
     app_ttl_ms: int = MINUTE_MS
-    #: An owner who is away for a day is forgotten by the broker; its first report provisions it again.
+    #: An owner that is away for a day is forgotten by the broker; its first report provisions it again.
     app_expires_ms: int = 24 * HOUR_MS
     node_max: int = 1000
     #: A plan is restated every beat; an undelivered one of a minute ago says that the node is away.
@@ -111,9 +111,9 @@ class Topology(Struct, frozen=True):
     dead_max: int = 10_000
     #: Of an owner: as many as the arbiter handles in some seconds.
     lane_max: int = 4096
-    #: Of all owners whom the leader has not heard of yet; their agents say again who they are.
+    #: Of all owners that the leader has not heard of yet; their agents introduce themselves again.
     lobby_max: int = 4096
-    #: Beyond 20 the rate no longer grows, and what is prefetched is handled twice after a crash.
+    #: Beyond 20 the rate no longer grows, and prefetched messages are handled twice after a crash.
     arbiter_prefetch: int = 100
     #: From each owner's lane; these wait in turn with those of others.
     lane_prefetch: int = 20
@@ -131,12 +131,12 @@ class Topology(Struct, frozen=True):
 
     @property
     def lobby_exchange(self) -> str:
-        """The exchange for what agents say before there is a queue for it."""
+        """The exchange for messages of agents before there is a queue for them."""
         return self.name("ga.lobby")
 
     @property
     def dead_letter_exchange(self) -> str:
-        """The exchange for what expired or was rejected."""
+        """The exchange for expired and rejected messages."""
         return self.name("ga.dlx")
 
     @property
@@ -162,7 +162,7 @@ class Topology(Struct, frozen=True):
 
     @property
     def arbiter_inbox(self) -> QueueSpec:
-        """What node agents say once: changed reports, logs."""
+        """The messages that node agents send once: changed reports, logs."""
         arguments: dict[str, Argument] = {
             "x-queue-type": "quorum",
             "x-single-active-consumer": True,
@@ -175,7 +175,7 @@ class Topology(Struct, frozen=True):
 
     @property
     def telemetry(self) -> QueueSpec:
-        """What node agents restate every beat; stale ones are worth nothing."""
+        """The reports that node agents restate every beat; stale ones are worth nothing."""
         arguments: dict[str, Argument] = {
             "x-max-length": self.tele_max,
             "x-overflow": "drop-head",
@@ -185,7 +185,7 @@ class Topology(Struct, frozen=True):
 
     @property
     def lobby(self) -> QueueSpec:
-        """The first words of owners; what waits too long has been said again."""
+        """The first words of owners; a message that waits too long has been sent again."""
         arguments: dict[str, Argument] = {
             "x-max-length": self.lobby_max,
             "x-overflow": "drop-head",
@@ -194,14 +194,14 @@ class Topology(Struct, frozen=True):
         return QueueSpec(self.name("arbiter.lobby"), arguments, ((self.lobby_exchange, "#"),))
 
     def lane(self, party: Party) -> QueueSpec:
-        """Return the queue from which the leader reads what this owner's app agent says."""
+        """Return the queue from which the leader reads the messages of this owner's app agent."""
         arguments: dict[str, Argument] = {"x-max-length": self.lane_max, "x-overflow": "drop-head"}
         bindings = ((self.up, f"bid.{party.user}"), (self.up, f"hb.{party.user}"))
         return QueueSpec(self.name(f"arbiter.from.{party.user}"), arguments, bindings, exclusive=True)
 
     @property
     def dead_letters(self) -> QueueSpec:
-        """Where the arbiter learns what never arrived."""
+        """The messages that never arrived, for the arbiter."""
         arguments: dict[str, Argument] = {"x-max-length": self.dead_max, "x-overflow": "drop-head"}
         return QueueSpec(self.name("arbiter.dead"), arguments, ((self.dead_letter_exchange, "#"),))
 
@@ -226,7 +226,7 @@ class Topology(Struct, frozen=True):
                 return QueueSpec(self.name(f"node.{party.id}"), self._node_arguments())
 
     def _app_arguments(self) -> dict[str, Argument]:
-        # No dead letters: what an app did not read in time is restated, and a report of each would be a flood.
+        # No dead letters: a message that an app missed is restated, and a report of each would be a flood.
         return {
             "x-max-length": self.app_max,
             "x-overflow": "drop-head",
@@ -255,7 +255,7 @@ class Topology(Struct, frozen=True):
         return Route(self.up, f"{word}.{sender.user}", persistent=not beat, mandatory=not beat)
 
     def permissions(self, party: Party) -> Permissions:
-        """Return what the broker lets `party` do. Anchored, because the broker searches for a match anywhere."""
+        """Return the rights of `party` at the broker. Anchored, because it searches for a match anywhere."""
         prefix = re.escape(self.prefix)
         if party.role == "arbiter":
             own = rf"{prefix}(arbiter|app|node)\..+"

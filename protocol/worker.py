@@ -1,4 +1,4 @@
-"""The worker contract: what a training process and its node agent say over a local Unix socket, one JSON line each.
+"""The worker contract: the words of a training process and its node agent over a local Unix socket, one JSON line each.
 
 The worker side is `app_agent.session`, which uses the standard library only and writes these shapes by hand; the node
 agent decodes them with `decode_line`. Orders go to a helper thread of the worker, never by signal. Every order carries
@@ -6,7 +6,7 @@ the agent's generation `gen` (persisted, one more at each start of the node agen
 generations and answers repeated orders again without doing them twice. The worker is fail-static: without an agent it
 keeps its last order and reconnects with backoff.
 
-The environment of a worker (see `ENVIRONMENT`): where to connect, who it is, where to checkpoint, which GPUs.
+The environment of a worker (see `ENVIRONMENT`): the socket, its identity, folders for checkpoints, its GPUs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LINE_BYTES_MAX = 65536
 #: EX_TEMPFAIL: "I have saved; start me again", said by a worker that was told to leave.
 EXIT_REQUEUE = 75
 
-#: Name of each environment variable a node agent gives a worker, and what it holds.
+#: Name of each environment variable a node agent gives a worker, and its content.
 ENVIRONMENT: dict[str, str] = {
     "GPU_ARBITER_SOCKET": "path of the node agent's Unix socket for this task; absent: every call is a no-op",
     "GPU_ARBITER_TASK": "the task's id",
     "GPU_ARBITER_JOB": "the job's id, the same in every attempt",
     "GPU_ARBITER_ATTEMPT": "the attempt, from 0",
-    "GPU_ARBITER_RUN": "the submission that the job belongs to; what is saved under another is not this job's",
+    "GPU_ARBITER_RUN": "the submission that the job belongs to; a checkpoint of another run is not this job's",
     "GPU_ARBITER_CHECKPOINT_DIR": "folder of this job's checkpoints, the same in every attempt",
     "GPU_ARBITER_GPUS": "how many GPUs this task has",
     "GPU_ARBITER_MEMORY_DIR": "folder in host memory for a checkpoint with which it leaves its GPUs; absent: none",
@@ -43,7 +43,7 @@ ENVIRONMENT: dict[str, str] = {
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """First line after each connect. `state` is what the worker does now; a reconnecting worker may be suspended.
+    """First line after each connect. `state` is the worker's present one; a reconnecting worker may be suspended.
 
     A task may be several training processes (torchrun): `rank` of `world` on this node, each with a connection. `held`
     says that it stands at a boundary because of an order to `hold`.
@@ -64,7 +64,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     finished: bool = False
     rank: Count = 0
     world: Annotated[int, Meta(ge=1, le=1024)] = 1
-    state_bytes: Count = 0  #: what parking this process would move; 0 while unknown
+    state_bytes: Count = 0  #: the bytes that parking this process would move; 0 while unknown
 
 
 class Progress(Struct, frozen=True, tag="progress", omit_defaults=True):
@@ -72,7 +72,7 @@ class Progress(Struct, frozen=True, tag="progress", omit_defaults=True):
 
     `metrics` are finite; `diverged` names those whose newest value is not, as JSON has no word for it.
 
-    Bytes are of this process alone, 0 while unknown: what parking would move, the part of the host arena that is
+    Bytes are of this process alone, 0 while unknown: those that parking would move, the part of the host arena that is
     faulted in and registered for it, and the GPU memory at its peak within a mini-batch and at the boundary.
     """
 
@@ -187,12 +187,12 @@ _encoder = msgspec.json.Encoder()
 
 
 def decode_line(line: bytes) -> FromWorker:
-    """Return what the worker said.
+    """Return the worker's message.
 
     Raises
     ------
     WireError
-        For anything else, whatever the bytes.
+        For any other bytes.
     """
     if len(line) > LINE_BYTES_MAX:
         raise WireError(f"a line of {len(line)} bytes is longer than {LINE_BYTES_MAX}")

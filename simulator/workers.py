@@ -276,7 +276,7 @@ class Worker:
                 answer()
 
         if training.facts.balks or not training.facts.can_park:
-            self.say(Refused(order.seq, "a CUDA graph is alive, and parking moves what it reads"))
+            self.say(Refused(order.seq, "a CUDA graph is alive, and parking moves the memory that it reads"))
             return
         self.parking = order  # a younger order is answered in the place of an older one
         if self.phase == "parked":

@@ -24,7 +24,8 @@ from app_agent.core.host import Accepted, AppHost, Changed, Declined, Submit
 from app_agent.core.model import Attempting
 from app_agent.core.spec import AppSpec
 from arbiter.core.arbiter import Arbiter, Configured, Event
-from arbiter.core.effects import AppRecord, Decide, LeaseRecord, Note, RoundRecord
+from arbiter.core.effects import AppRecord, Decide, LeaseRecord, Note, RoundRecord, Sell
+from arbiter.core.members.sale_batch import sell
 from arbiter.core.rounds.decision import decide
 from arbiter.core.state.model import NEVER, ArbiterSettings
 from node_agent.core.agent import NodeAgent
@@ -367,11 +368,11 @@ class World:
                 if actor.version == version and actor.up:
                     self._handle(actor, event)
             elif queue and queue[0][0] <= self.now:
-                _, kind, _, what = heapq.heappop(queue)
+                _, kind, _, due = heapq.heappop(queue)
                 if kind == _EVENT:
-                    what()
+                    due()
                 else:
-                    self._wake(*what)
+                    self._wake(*due)
             else:
                 break
             if self.events - began > self.instant_max:
@@ -380,7 +381,7 @@ class World:
             self._check(self)
 
     def _wake(self, actor: Actor, version: int) -> None:
-        """Tick a core whose deadline has come, unless that has changed meanwhile."""
+        """Tick a core at its deadline, unless that has changed meanwhile."""
         if actor.version != version or not actor.up or actor.queued_at > self.now:
             return
         actor.queued_at = inf
@@ -453,8 +454,8 @@ class World:
 
     def _perform(self, actor: Actor, effect: Any) -> None:
         match effect:
-            case Decide():
-                self._decide(effect)
+            case Decide() | Sell():
+                self._ask_policy(effect)
             case RoundRecord():
                 (self.rounds.append if self.on_round is None else self.on_round)(effect)
             case LeaseRecord():
@@ -479,15 +480,15 @@ class World:
                 assert isinstance(actor.core, NodeAgent), f"no participant performs {effect}"
                 self.nodes[NodeId(actor.party.id)].perform(effect)
 
-    def _decide(self, effect: Decide) -> None:
+    def _ask_policy(self, effect: Decide | Sell) -> None:
         arbiter, version = self.arbiter, self.arbiter.version
-        answer = decide(effect)
+        answer = sell(effect) if isinstance(effect, Sell) else decide(effect)
 
-        def decided() -> None:
+        def answered() -> None:
             if arbiter.version == version and arbiter.up:
                 self._tell(arbiter, answer)
 
         if self.costs.decide_s > 0.0:
-            self.after(self.costs.decide_s, decided)
+            self.after(self.costs.decide_s, answered)
         else:
-            decided()
+            answered()

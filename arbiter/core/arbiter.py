@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from arbiter.core import invariants, outbox
-from arbiter.core.effects import ActRecord, AppRecord, Decide, Decided, Effect, LeaseRecord, Note, RoundRecord
+from arbiter.core.effects import ActRecord, AppRecord, Decide, Decided, Effect, LeaseRecord, Note, RoundRecord, Sold
 from arbiter.core.leases import leases
 from arbiter.core.members import apps, nodes, owner_acts, sales, site
 from arbiter.core.rounds import phases
@@ -83,7 +83,7 @@ class SolverReady(Struct, frozen=True, tag=True):
     """Event: from now on policies that hold auctions can be asked."""
 
 
-Event = Received | Tick | Connected | Configured | SolverReady | Decided
+Event = Received | Tick | Connected | Configured | SolverReady | Decided | Sold
 
 
 class Arbiter:
@@ -241,6 +241,8 @@ class Arbiter:
                 self._lead(turn, epoch)
             case Decided():
                 phases.take_decision(turn, event)
+            case Sold():
+                apps.take_sold(turn, event)
             case Received(sender, message):
                 self._hear(turn, sender, message)
             case _ as never:
@@ -254,6 +256,7 @@ class Arbiter:
         state.started_at = turn.now
         state.news = True
         phases.abort(turn, "the arbiter started anew")
+        sales.drop(turn, "the arbiter started anew")
         nodes.forgive(turn)
         leases.extend(turn)
         nodes.plan_anew(turn)
@@ -293,7 +296,7 @@ class Arbiter:
                 if site.may_speak(turn, sender, message.site):
                     owner_acts.take(turn, sender, message)
             case Query() | LogChunk():
-                pass  # answered by the daemon's desk; changes nothing here
+                pass  # answered by `arbiter.queries`; changes nothing here
             case _:
                 turn.tell(sender.user, f"sent a {type(message).__name__}, which is not for an arbiter", loudly=True)
 

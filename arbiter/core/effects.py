@@ -1,12 +1,13 @@
-"""What the arbiter's core asks for, what it records and what a policy answered: all its effects, and two events."""
+"""What the arbiter's core asks for and what it records (all its effects), and what a policy answers (two events)."""
 
 from __future__ import annotations
 
 import traceback
+from typing import Literal
 
 from msgspec import Struct
 
-from arbiter.core.seam import Allocation, Outcome, Table, View
+from arbiter.core.seam import Admission, Allocation, AppView, Market, Outcome, Table, View
 from arbiter.core.state import model
 from protocol.core import Send
 from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TenantId
@@ -53,6 +54,52 @@ class Decided(Struct, frozen=True, tag=True):
     epoch: int
     allocation: Allocation
     failure: Failure | None = None
+
+
+class Ask(Struct, frozen=True):
+    """One app in a `Sell`, as it asks for what is left of its work.
+
+    ``enter``: it has arrived, and is admitted or refused by the answer. ``renew``: it has a booking, and gets another
+    one if that is not enough any more. ``first``: it was admitted by a policy that sells nothing.
+    """
+
+    app: AppView
+    kind: Literal["enter", "renew", "first"]
+
+
+class Sell(Struct, frozen=True, tag=True):
+    """Effect: let the policy sell to these apps, one after the other, away from the loop; `Sold` is the answer.
+
+    It is complete, and nothing that it holds is ever changed. A repeated or lost one is no harm.
+    """
+
+    number: int
+    epoch: int
+    policy: str  #: a name in `POLICIES`
+    table: Table  #: its settings
+    market: Market  #: before the first sale; `booked` holds all apps with a booking, those that ask included
+    asks: tuple[Ask, ...]
+    earlier: tuple[AppId, ...] = ()  #: of a node that has lost GPUs, the bookings of these apps keep theirs first
+
+
+class Sale(Struct, frozen=True):
+    """What the policy answered to one app of a `Sell`; the booking in it is the one to keep."""
+
+    app: AppId
+    verdict: Admission
+    why: str = ""  #: why the booking that it had is not enough any more
+    failure: Failure | None = None
+
+
+class Sold(Struct, frozen=True, tag=True):
+    """Event: what the policy has sold. Journaled, so that a replay sells nothing anew.
+
+    An app whose booking is still enough has no sale in it.
+    """
+
+    number: int
+    epoch: int
+    sales: tuple[Sale, ...]
 
 
 class RoundRecord(Struct, frozen=True, tag=True):
@@ -141,7 +188,9 @@ class Resign(Struct, frozen=True, tag=True):
     why: str
 
 
-Effect = EpochTaken | Resign | Send | Decide | RoundRecord | LeaseRecord | AppRecord | ActRecord | PolicyFailed | Note
+Effect = (
+    EpochTaken | Resign | Send | Decide | Sell | RoundRecord | LeaseRecord | AppRecord | ActRecord | PolicyFailed | Note
+)
 
 
 def failure_of(policy: str, doing: str, error: Exception) -> Failure:

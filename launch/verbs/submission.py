@@ -59,7 +59,7 @@ Memory = Annotated[str | None, typer.Option(help="host memory each job needs on 
 Weight = Annotated[float | None, typer.Option(help="part of the GPU time among your tenant's apps, 1 being usual (1)")]
 Utility = Annotated[
     str | None,
-    typer.Option(help="what it is worth by when it ends: deadline:6h, soft:6h, none or sigmoid:50,2/h,6h (unsaid)"),
+    typer.Option(help="its worth by the time of its end: deadline:6h, soft:6h, none or sigmoid:50,2/h,6h (undeclared)"),
 ]
 StepTime = Annotated[
     str | None, typer.Option("--step-time", help="time of one mini-batch on one GPU, until it is measured")
@@ -144,13 +144,18 @@ def submit(
         app_spec = _spec(flags)
         with open_client() as client:
             app, notes, code = _submit(client, app_spec, checked=not no_check)
-            if as_json:
-                emit({"schema": "submitted/v1", "app": app, "notes": notes})
-            else:
-                say(app)
-            for sentence in notes:
-                note(sentence)
+            _tell_submitted(app, notes, as_json=as_json)
             raise SystemExit(_outcome(client, app, None) if wait_ else code)
+
+
+def _tell_submitted(app: str, notes: Sequence[str], *, as_json: bool) -> None:
+    """Print the id of a submitted app, and the notes for its owner."""
+    if as_json:
+        emit({"schema": "submitted/v1", "app": app, "notes": notes})
+    else:
+        say(app)
+    for sentence in notes:
+        note(sentence)
 
 
 def run(
@@ -198,8 +203,8 @@ def cancel(
 ) -> None:
     """End apps for good; their tasks are stopped and their GPUs freed.
 
-    Of an app that your app agent has no record of the arbiter decides: you may cancel your own, an administrator every
-    app. When some cannot be cancelled the others are all the same, and the exit code says why.
+    The arbiter decides about an app that your app agent has no record of: you may cancel your own, an administrator
+    every app. If some cannot be cancelled, the others still are, and the exit code tells the reason.
     """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
@@ -214,7 +219,7 @@ def cancel(
                 cancelled.append(app)
             except Fault as fault:
                 faults.append((app, fault))
-                if fault.code == exit_codes.UNREACHABLE:  # and so it is for the rest, each after a while
+                if fault.code == exit_codes.UNREACHABLE:  # the rest would fail alike, each after a while
                     untried = unknown[number:]
                     break
         if faults:
@@ -231,7 +236,7 @@ def wait(
 ) -> None:
     """Return when apps are over, with the greatest of their exit codes; or when they run.
 
-    With ids that no app has the others are waited for all the same, and then the exit code is 3.
+    An unknown id does not end the wait for the others; the exit code is 3 then.
     """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
@@ -249,7 +254,7 @@ def wait(
 
 
 def _meant(client: Client, selectors: Sequence[str]) -> tuple[dict[str, AppRecord], list[str]]:
-    """Return the records of the apps that are meant, and the ids that no app has; each once, in their order."""
+    """Return the records of the selected apps, and the ids that no app has; each once, in their order."""
     ids = dict.fromkeys(client.resolve(selector) for selector in selectors)
     records = {str(record.app): record for record in client.apps()}
     return {app: records[app] for app in ids if app in records}, [app for app in ids if app not in records]
@@ -302,7 +307,7 @@ def _submit(client: Client, app_spec: AppSpec, *, checked: bool) -> tuple[str, l
 
 
 def _outcome(client: Client, app: str, deadline: float | None, until: Until = "done") -> int:
-    """Wait for `app` and return its exit code, having said why it failed."""
+    """Wait for `app`, print the reason if it failed, and return its exit code."""
     left_s = None if deadline is None else max(0.0, round(deadline - time.monotonic(), 1))
     end = ending(client.wait(app, until=until, timeout_s=left_s))
     if end.sentence:

@@ -1,32 +1,32 @@
-"""The bus: what every implementation promises about delivery.
+"""The bus: the promises about delivery that every implementation keeps.
 
 `memory` is the in-process fake (it really encodes, queues, limits, dead-letters and refuses), `amqp` is RabbitMQ
-through aio-pika and its only importer. One contract test-suite runs against both. Which queue a message goes to, how
-many it holds and who may write to it is data in `protocol.topology`, read by both.
+through aio-pika and its only importer. One contract test-suite runs against both. The queue that a message goes
+to, its limit and its writers are data in `protocol.topology`, read by both.
 
 Promises
 --------
 1. *At least once, in order.* Messages from one link to one party arrive in the order sent. A delivery that is not
-   settled when its link dies is delivered again, at the head, with `redelivered` set. Receivers deduplicate by id.
-   A `beat` may overtake and be overtaken. What app agents say to the arbiter is an exception: they restate it, or ask
-   again, so what a leader has not settled of it when its link dies is lost; and an app agent's words from before it
-   was provisioned may be overtaken by those after.
+   settled when its link dies is delivered again, at the head, with `redelivered` set. Receivers deduplicate by id. A
+   `beat` may overtake and be overtaken. Messages of app agents to the arbiter are an exception: they are restated, or
+   asked again, so those that a leader has not settled when its link dies are lost; and an app agent's words from before
+   it was provisioned may be overtaken by those after.
 2. *Never synchronously.* `send` returns before the receiver sees anything.
 3. *A send is known or unknown.* It returns when the broker has taken the message (a `beat` returns at once and may be
-   lost); it raises `Unroutable` (no such party), `Full` (the queue's limit, nothing kept), `Refused` (not permitted),
+   lost); it raises `Unroutable` (no such party), `Full` (the queue's limit, nothing kept), `NotPermitted`,
    or `ConnectionLost` (outcome unknown).
 4. *Identity is the broker's.* `Delivery.user` is the broker user that authenticated the link that sent it. A link can
    send only as itself, and reads only its own inbox.
 5. *Only the arbiter provisions.* An agent's inbox exists once the arbiter's link has called `provision`; until then
-   the agent's `consume` raises `NotProvisioned`. Provisioning twice changes nothing. From then on a leader reads what
-   that owner says beside what other owners say, so that a flood of one owner keeps no other from being heard.
+   the agent's `consume` raises `NotProvisioned`. Provisioning twice changes nothing. From then on a leader reads that
+   owner's messages beside those of other owners, so that a flood of one owner keeps no other from being heard.
 6. *One leader.* `lead` waits until this arbiter holds the leader token and returns its epoch, strictly greater than
    every epoch handed out before, also across broker restarts. When the link dies the token passes to the next. The
    arbiter's inbox is read over the same link that holds the token.
-7. *Limits.* An app's inbox keeps the newest messages (drop-head), and so does the arbiter of what each owner says. A
+7. *Limits.* An app's inbox keeps the newest messages (drop-head), and so does the arbiter's inbox for each owner. A
    node's inbox refuses new ones (`Full`), and so does the arbiter's for nodes.
-   A node command that expires undelivered, what a node rejects, and what the arbiter rejects of a node's words comes
-   back to the arbiter as a dead letter.
+   A node command that expires undelivered or that the node rejects, and a node's message that the arbiter rejects,
+   come back to the arbiter as dead letters.
 8. *No silence.* When the connection dies, `receive` and every pending call raise `ConnectionLost`, never
    `CancelledError` unless the caller's own task was cancelled.
 """
@@ -45,23 +45,23 @@ class BusError(Exception):
     """Something the bus could not do; its message is a sentence for the user."""
 
 
-class ConnectionLost(BusError):  # noqa: N818 - named for what is the case, as the promises say it
+class ConnectionLost(BusError):  # noqa: N818 - a state, named as in the promises
     """The link is dead; whether a pending send arrived is unknown."""
 
 
-class Unroutable(BusError):  # noqa: N818 - named for what is the case, as the promises say it
-    """Nobody has an inbox under that name."""
+class Unroutable(BusError):  # noqa: N818 - a state, named as in the promises
+    """There is no inbox of that name."""
 
 
-class Full(BusError):  # noqa: N818 - named for what is the case, as the promises say it
+class Full(BusError):  # noqa: N818 - a state, named as in the promises
     """The receiver's inbox is at its limit and takes no more."""
 
 
-class Refused(BusError):  # noqa: N818 - named for what is the case, as the promises say it
+class NotPermitted(BusError):  # noqa: N818 - a state, named as in the promises
     """The broker does not permit this user to do that."""
 
 
-class NotProvisioned(BusError):  # noqa: N818 - named for what is the case, as the promises say it
+class NotProvisioned(BusError):  # noqa: N818 - a state, named as in the promises
     """The own inbox does not exist yet: the arbiter has not seen its first report."""
 
 
@@ -110,7 +110,7 @@ class Link(Protocol):
 
     @property
     def party(self) -> Party:
-        """Who speaks over this link."""
+        """The participant that speaks over this link."""
         ...
 
     async def lead(self) -> int:
@@ -118,7 +118,7 @@ class Link(Protocol):
         ...
 
     async def provision(self, party: Party) -> None:
-        """Make the inbox of `party` exist. Raises Refused if it exists with other limits."""
+        """Make the inbox of `party` exist. Raises NotPermitted if it exists with other limits."""
         ...
 
     async def consume(self) -> None:
@@ -138,12 +138,12 @@ class Link(Protocol):
         ...
 
     async def close(self) -> None:
-        """Hang up; what was acknowledged is settled, the rest goes back. Closing twice is harmless."""
+        """Hang up; acknowledged deliveries are settled, the rest goes back. Closing twice is harmless."""
         ...
 
 
 class Bus(Protocol):
-    """Where to connect."""
+    """A place to connect to."""
 
     @property
     def url(self) -> str:
@@ -156,5 +156,5 @@ class Bus(Protocol):
         ...
 
     async def connect(self, party: Party) -> Link:
-        """Connect as `party`. Raises ConnectionLost (unreachable) or Refused (wrong credentials)."""
+        """Connect as `party`. Raises ConnectionLost (unreachable) or NotPermitted (wrong credentials)."""
         ...

@@ -1,7 +1,7 @@
 """RabbitMQ through aio-pika, and aio-pika's only importer.
 
 One plain connection per participant and no hidden recovery: when the connection, a consumer or a needed channel dies,
-the link is dead and says so, and its owner connects anew. What the library does by surprise is caught here:
+the link is dead and says so, and its owner connects anew. The surprises of the library are caught here:
 
 - aiormq throws `CancelledError` into pending calls when it finds the connection stuck. `_translated` tells that from
   a cancellation of the caller's own task.
@@ -37,9 +37,9 @@ from protocol.bus import (
     Delivery,
     Full,
     Link,
+    NotPermitted,
     NotProvisioned,
     Outgoing,
-    Refused,
     Unroutable,
 )
 from protocol.messages import Party, Role
@@ -54,7 +54,7 @@ HEARTBEAT_S: dict[Role, int] = {"arbiter": 5, "node": 5, "app": 10}
 CLOSE_TIMEOUT_S = 2.0
 PERSISTENT, TRANSIENT = 2, 1
 
-# What aiormq raises for a dead connection; RuntimeError is its word for using one.
+# The errors that aiormq raises for a dead connection; RuntimeError is its word for using one.
 _CONNECTION_ERRORS = (failures.AMQPError, OSError, RuntimeError, pamqp.exceptions.PAMQPException)
 _CHANNEL_ERRORS = (failures.AMQPChannelError, failures.ChannelInvalidStateError)
 
@@ -117,7 +117,7 @@ class AmqpDelivery:
         """Empty, or why and where the message died."""
         deaths = (self._message.header.properties.headers or {}).get("x-death")
         if not isinstance(deaths, list) or not deaths or not isinstance(deaths[0], dict):
-            # An agent can write any header; whatever is called x-death and is not the broker's is dead to us too.
+            # An agent can write any header; any x-death that is not the broker's means a dead letter too.
             return "forged" if deaths is not None else ""
         return "{reason!s}:{queue!s}".format_map({"reason": "unknown", "queue": "unknown"} | deaths[0])
 
@@ -154,17 +154,17 @@ class AmqpLink:
         self._reader: asyncio.Future[None] | None = None
         self._token: asyncio.Future[int] | None = None
         self._sender: Channel | None = None
-        self._murmurer: Channel | None = None
+        self._beat_channel: Channel | None = None
         self._setup: Channel | None = None
         self._opened: list[aio_pika.abc.AbstractChannel] = []
         self._reading: Channel | None = None
         self._lane_reader: _Reader | None = None
-        self._lanes: set[Party] = set()  #: owners whom this link reads on their own
+        self._lanes: set[Party] = set()  #: owners that this link reads each by itself
         connection.close_callbacks.add(self._on_connection_close)
 
     @property
     def party(self) -> Party:
-        """Who speaks over this link."""
+        """The participant that speaks over this link."""
         return self._party
 
     # --- death ------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ class AmqpLink:
             self._reader.set_result(None)
         if self._token is not None and not self._token.done():
             self._token.set_exception(ConnectionLost(reason))
-            self._token.exception()  # nobody may be waiting
+            self._token.exception()  # it may be that no task waits
 
     def _on_connection_close(self, _: object, error: BaseException | None) -> None:
         self._die(f"the broker connection closed: {_words(error)}")
@@ -212,7 +212,7 @@ class AmqpLink:
             raise
 
     def _fatal(self, error: BaseException) -> ConnectionLost | None:
-        """Return what an error of the library means for the link: None if it is about one message or one channel."""
+        """Return the end of the link that an error of the library means; None if it is about one message or channel."""
         if isinstance(error, asyncio.CancelledError):
             return None if _cancelled() else self.lost("the broker connection is stuck")
         if isinstance(error, TimeoutError):
@@ -222,7 +222,7 @@ class AmqpLink:
         return self.lost(f"the broker connection failed: {_words(error)}")
 
     def lost(self, reason: str) -> ConnectionLost:
-        """End the link for `reason`; return what to raise."""
+        """End the link for `reason`; return the error to raise."""
         self._die(reason)
         return ConnectionLost(self._died)
 
@@ -244,17 +244,17 @@ class AmqpLink:
         self._reading = raw
         return raw
 
-    async def _sending(self) -> Channel:
+    async def _open_send_channel(self) -> Channel:
         if self._sender is None or self._sender.is_closed:
             _, self._sender = await self._open(confirms=True)
         return self._sender
 
-    async def _murmuring(self) -> Channel:
-        if self._murmurer is None or self._murmurer.is_closed:
-            _, self._murmurer = await self._open(confirms=False)
-        return self._murmurer
+    async def _open_beat_channel(self) -> Channel:
+        if self._beat_channel is None or self._beat_channel.is_closed:
+            _, self._beat_channel = await self._open(confirms=False)
+        return self._beat_channel
 
-    async def _setting_up(self) -> Channel:
+    async def _open_setup_channel(self) -> Channel:
         if self._setup is None or self._setup.is_closed:
             _, self._setup = await self._open(confirms=True)
         return self._setup
@@ -283,7 +283,7 @@ class AmqpLink:
         return epoch
 
     async def _declare_site(self) -> None:
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         for exchange in self._topology.exchanges:
             arguments = {"alternate-exchange": exchange.alternate} if exchange.alternate else None
             await channel.exchange_declare(
@@ -299,18 +299,18 @@ class AmqpLink:
         A consumer comes only after it made sure of the token, so consumers without a ready token mean that one of them
         holds it. Two first arbiters may both find nothing; the surplus stays behind the first token until purged.
         """
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         leader = self._topology.leader.name
         state = await channel.queue_declare(leader, passive=True)
         if state.message_count or state.consumer_count:
             return
         properties = spec.Basic.Properties(delivery_mode=PERSISTENT, user_id=self._user)
-        with suppress(failures.DeliveryError):  # at its limit: somebody was faster
+        with suppress(failures.DeliveryError):  # at its limit: another arbiter was faster
             await channel.basic_publish(b"token", routing_key=leader, properties=properties, mandatory=True)
 
     async def _purge_surplus_tokens(self) -> None:
         # Our own token is unacknowledged, and a purge takes ready messages only.
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         await channel.queue_purge(self._topology.leader.name)
 
     async def _on_token(self, message: DeliveredMessage) -> None:
@@ -335,7 +335,7 @@ class AmqpLink:
                     await self._read(lane.name, self._lane_reader)
 
     async def _declare(self, queue: QueueSpec) -> None:
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         lasting = not queue.exclusive
         await channel.queue_declare(
             queue.name, durable=lasting, exclusive=queue.exclusive, arguments=dict(queue.arguments)
@@ -357,7 +357,7 @@ class AmqpLink:
 
     async def _try_consume(self, queue: QueueSpec) -> None:
         # A missing queue closes the channel, so it is looked for on another one than that which will read.
-        await (await self._setting_up()).queue_declare(queue.name, passive=True)
+        await (await self._open_setup_channel()).queue_declare(queue.name, passive=True)
         await self._read(queue.name, await self._open_reading(self._topology.prefetch(self._party)))
 
     async def _open_reading(self, prefetch: int) -> _Reader:
@@ -427,10 +427,10 @@ class AmqpLink:
 
         for index, item in enumerate(outgoing):
             if item.beat:
-                verdicts[index] = await self._murmur(item)
+                verdicts[index] = await self._send_beat(item)
         loud = [index for index, item in enumerate(outgoing) if not item.beat]
         if loud:
-            channel = await self._sending()
+            channel = await self._open_send_channel()
             async with asyncio.TaskGroup() as group:
                 for index in loud:
                     group.create_task(publish(index))
@@ -439,13 +439,13 @@ class AmqpLink:
 
     async def _send_alone(self, item: Outgoing) -> BusError | None:
         try:
-            return await self._publish(await self._sending(), item)
+            return await self._publish(await self._open_send_channel(), item)
         except ChannelAccessRefused as error:
-            return Refused(f"{self._user!r} may not send to {item.to.user!r}: {_words(error)}")
+            return NotPermitted(f"{self._user!r} may not send to {item.to.user!r}: {_words(error)}")
         except failures.ChannelNotFoundEntity as error:
             return Unroutable(f"no arbiter has ever led on this broker: {_words(error)}")
         except _CHANNEL_ERRORS as error:
-            return Refused(f"the broker refused a message to {item.to.user!r}: {_words(error)}")
+            return NotPermitted(f"the broker refused a message to {item.to.user!r}: {_words(error)}")
 
     async def _publish(self, channel: Channel, item: Outgoing) -> BusError | None:
         route = self._topology.route(self._party, item.to, beat=False)
@@ -461,14 +461,14 @@ class AmqpLink:
             raise
         return None
 
-    async def _murmur(self, item: Outgoing) -> BusError | None:
-        """Send a restatement, for whose fate nobody waits."""
+    async def _send_beat(self, item: Outgoing) -> BusError | None:
+        """Send a restatement, without waiting for its fate."""
         route = self._topology.route(self._party, item.to, beat=True)
         try:
-            channel = await self._murmuring()
+            channel = await self._open_beat_channel()
             await channel.basic_publish(item.data, **self._envelope(route), wait=False)
         except _CHANNEL_ERRORS as error:
-            return Refused(f"an earlier restatement to {item.to.user!r} was refused: {_words(error)}")
+            return NotPermitted(f"an earlier restatement to {item.to.user!r} was refused: {_words(error)}")
         return None
 
     def _envelope(self, route: Route) -> dict[str, Any]:
@@ -505,7 +505,7 @@ class AmqpBus:
     topology
         Names and limits of this site.
     heartbeat_s
-        Seconds between heartbeats; by default what suits the role, see `HEARTBEAT_S`.
+        Seconds between heartbeats; by default as it suits the role, see `HEARTBEAT_S`.
     timeout_s
         How long the broker may take to answer before the link counts as dead.
     """
@@ -525,11 +525,11 @@ class AmqpBus:
 
     @property
     def private(self) -> bool:
-        """No: whoever has a password can connect."""
+        """No: every holder of a password can connect."""
         return False
 
     def user(self, party: Party) -> str:
-        """Return the broker user as whom `party` authenticates: the URL's, else (certificates) its own."""
+        """Return the broker user by which `party` authenticates: the URL's, else (certificates) its own."""
         return self._address.user or party.user
 
     async def connect(self, party: Party) -> Link:
@@ -540,12 +540,12 @@ class AmqpBus:
         try:
             await self._establish(connection)
         except (failures.ProbableAuthenticationError, failures.AuthenticationError) as error:
-            raise Refused(f"{self.url} does not accept user {self.user(party)!r}: check the password") from error
+            raise NotPermitted(f"{self.url} does not accept user {self.user(party)!r}: check the password") from error
         except pamqp.exceptions.PAMQPException as error:
             raise self._unreachable(error) from error
         except failures.InvalidFrameError as error:
             # aiormq's words for a virtual host that this user may not enter, and for the limit on connections.
-            raise Refused(f"{self.url} does not let {self.user(party)!r} in: {_words(error)}") from error
+            raise NotPermitted(f"{self.url} does not let {self.user(party)!r} in: {_words(error)}") from error
         except (TimeoutError, *_CONNECTION_ERRORS) as error:
             raise self._unreachable(error) from error
         except asyncio.CancelledError as error:
@@ -582,7 +582,7 @@ class AmqpBus:
                 for exchange in self._topology.exchanges:
                     await channel.exchange_delete(exchange.name)
         except ChannelAccessRefused as error:
-            raise Refused(f"{self.url} does not let this site be deleted: {_words(error)}") from error
+            raise NotPermitted(f"{self.url} does not let this site be deleted: {_words(error)}") from error
         except (TimeoutError, *_CONNECTION_ERRORS) as error:
             raise self._unreachable(error) from error
 
@@ -591,21 +591,21 @@ class AmqpBus:
 
 
 @contextmanager
-def _forbidden(what: str) -> Iterator[None]:
+def _forbidden(deed: str) -> Iterator[None]:
     """Translate the channel errors that a configuration mistake causes."""
     try:
         yield
     except ChannelAccessRefused as error:
-        raise Refused(f"{what}: {_words(error)}") from error
+        raise NotPermitted(f"{deed}: {_words(error)}") from error
     except failures.ChannelPreconditionFailed as error:
-        raise Refused(
-            f"{what}: {_words(error)}; the limits differ from those it was declared with: "
+        raise NotPermitted(
+            f"{deed}: {_words(error)}; the limits differ from those it was declared with: "
             "give all daemons the same topology, or delete that queue once"
         ) from error
     except failures.ChannelNotFoundEntity:
         raise
     except _CHANNEL_ERRORS as error:
-        raise ConnectionLost(f"{what}: {_words(error)}") from error
+        raise ConnectionLost(f"{deed}: {_words(error)}") from error
 
 
 def _words(error: BaseException | None) -> str:

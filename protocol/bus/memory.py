@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from protocol.bus import BusError, ConnectionLost, Delivery, Full, NotProvisioned, Outgoing, Refused, Unroutable
+from protocol.bus import BusError, ConnectionLost, Delivery, Full, NotPermitted, NotProvisioned, Outgoing, Unroutable
 from protocol.messages import Party
 from protocol.topology import DEFAULT_EXCHANGE, Permissions, QueueSpec, Route, Topology
 
 
 class _Message:
-    """What a queue holds."""
+    """One message in a queue."""
 
     __slots__ = ("data", "dead", "deliveries", "expires_s", "persistent", "user")
 
@@ -55,7 +55,7 @@ class _Consumer:
 
 
 class _Queue:
-    """One queue: what waits, who reads, and what its limits do."""
+    """One queue: the messages that wait, its readers, and its limits."""
 
     def __init__(self, broker: MemoryBroker, spec: QueueSpec) -> None:
         self.spec = spec
@@ -100,7 +100,7 @@ class _Queue:
 
     @property
     def orphaned(self) -> bool:
-        """Whether it was somebody's own who has gone."""
+        """Whether it belonged to one link alone, which is gone."""
         return self.spec.exclusive and not self.consumers
 
     def settle(self, consumer: _Consumer, tag: int, *, rejected: bool) -> None:
@@ -111,11 +111,11 @@ class _Queue:
         self._schedule()
 
     def crash(self) -> None:
-        """Lose what was not stored."""
+        """Lose the messages that were not stored."""
         self.waiting = deque(message for message in self.waiting if message.persistent)
 
     def tick(self) -> None:
-        """Bury what has expired."""
+        """Bury the messages that have expired."""
         self._timer = None
         self._expire()
         self._schedule()
@@ -207,7 +207,7 @@ class MemoryBroker:
         link.die("the connection was cut")
 
     def stop(self) -> None:
-        """Crash: all links die, transient messages are lost, nobody can connect."""
+        """Crash: all links die, transient messages are lost, no participant can connect."""
         self._up = False
         for link in list(self._links):
             link.die("the broker stopped")
@@ -219,12 +219,12 @@ class MemoryBroker:
         self._up = True
 
     def restart(self) -> None:
-        """Crash and come back: what is durable stays."""
+        """Crash and come back: durable messages stay."""
         self.stop()
         self.start()
 
     def freeze(self, link: object) -> None:
-        """Let a participant hang: it takes what its prefetch allows and sees nothing."""
+        """Let a participant hang: it takes as many messages as its prefetch allows and sees none."""
         assert isinstance(link, MemoryLink)
         link.frozen = True
 
@@ -238,7 +238,7 @@ class MemoryBroker:
         """Return how many messages wait in the queues of this name, or whose names begin with it."""
         return sum(len(queue.waiting) for name, queue in self._queues.items() if name.startswith(spec.name))
 
-    # --- what links call --------------------------------------------------------------------------------------------
+    # --- called by links --------------------------------------------------------------------------------------------
 
     def join(self, link: MemoryLink) -> None:
         """Register a connection."""
@@ -247,7 +247,7 @@ class MemoryBroker:
         self._links.append(link)
 
     def leave(self, link: MemoryLink) -> None:
-        """Forget a connection; what it had not settled goes back."""
+        """Forget a connection; its unsettled messages go back."""
         if link in self._links:
             self._links.remove(link)
             for queue in self._queues.values():
@@ -273,19 +273,19 @@ class MemoryBroker:
 
         Raises
         ------
-        Refused
+        NotPermitted
             If it exists with other arguments.
         """
         queue = self._queues.setdefault(spec.name, _Queue(self, spec))
         if queue.spec != spec:
-            raise Refused(f"queue {spec.name!r} exists with other limits: give all daemons the same topology")
+            raise NotPermitted(f"queue {spec.name!r} exists with other limits: give all daemons the same topology")
 
     def queue(self, spec: QueueSpec) -> _Queue | None:
         """Return the queue declared as `spec`, if it exists."""
         return self._queues.get(spec.name)
 
     def purge(self, spec: QueueSpec) -> None:
-        """Drop what is ready; what is unsettled stays."""
+        """Drop the messages that are ready; unsettled ones stay."""
         self._queues[spec.name].waiting.clear()
 
     def publish(self, route: Route, message: _Message) -> BusError | None:
@@ -294,7 +294,7 @@ class MemoryBroker:
             return Unroutable("no arbiter has ever led on this broker")
         queues = self._targets(route)
         if not queues:
-            return Unroutable(f"nobody has an inbox {route.key!r}")
+            return Unroutable(f"there is no inbox {route.key!r}")
         if any(queue.full for queue in queues):
             return Full(f"the inbox {queues[0].spec.name!r} is full")
         for queue in queues:
@@ -302,7 +302,7 @@ class MemoryBroker:
         return None
 
     def bury(self, message: _Message, why: str) -> None:
-        """Send a dead message to whoever learns of the dead."""
+        """Send a dead message to the inbox for dead letters."""
         copy = _Message(message.data, message.user, persistent=message.persistent, dead=why)
         self.publish(Route(self.topology.dead_letter_exchange, "dead", persistent=True, mandatory=False), copy)
 
@@ -335,7 +335,7 @@ class MemoryDelivery:
 
     @property
     def user(self) -> str:
-        """The sender, whom the broker knows."""
+        """The sender, by the broker's word."""
         return self._message.user
 
     @property
@@ -372,17 +372,17 @@ class MemoryLink:
         self._topology = broker.topology
         self._party = party
         self._user = user
-        # A user that is not a participant's own is the site's single user, who may do everything.
+        # A user that is not a participant's own is the site's single user, which may do everything.
         self._rights = broker.topology.permissions(party) if user == party.user else _ALL_RIGHTS
         self._died: str | None = None
         self._arrived: deque[MemoryDelivery] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._epoch = 0
-        self._lanes: set[Party] = set()  #: owners whom this link reads on their own
+        self._lanes: set[Party] = set()  #: owners that this link reads each by itself
 
     @property
     def party(self) -> Party:
-        """Who speaks over this link."""
+        """The participant that speaks over this link."""
         return self._party
 
     def check(self) -> None:
@@ -391,7 +391,7 @@ class MemoryLink:
             raise ConnectionLost(self._died)
 
     def die(self, reason: str) -> None:
-        """End the link; the broker delivers again what was not settled."""
+        """End the link; the broker delivers the unsettled messages again."""
         if self._died is None:
             self._died = reason
             self._arrived.clear()
@@ -482,7 +482,7 @@ class MemoryLink:
         self.check()
         route = self._topology.route(self._party, item.to, beat=item.beat)
         if not self._may_publish(route):
-            return Refused(f"{self._user!r} may not send to {item.to.user!r}")
+            return NotPermitted(f"{self._user!r} may not send to {item.to.user!r}")
         if self._broker.drop_publish:
             self._broker.drop_publish -= 1
             self.die("the connection was cut before the message was sent")
@@ -502,11 +502,11 @@ class MemoryLink:
 
     def _permit(self, pattern: str, name: str, verb: str) -> None:
         if not re.search(pattern, name):
-            raise Refused(f"{self._user!r} may not {verb} {name!r}")
+            raise NotPermitted(f"{self._user!r} may not {verb} {name!r}")
 
 
 class MemoryBus:
-    """The in-process broker as a place to connect to. `user` stands for a single user that everybody shares."""
+    """The in-process broker as a place to connect to. `user` stands for a single user that all participants share."""
 
     def __init__(self, broker: MemoryBroker, *, user: str | None = None) -> None:
         self._broker = broker

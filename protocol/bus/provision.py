@@ -1,4 +1,4 @@
-"""What an administrator does once per site and per participant, as command lines and configuration to copy."""
+"""An administrator's work, once per site and per participant, as command lines and configuration to copy."""
 
 from __future__ import annotations
 

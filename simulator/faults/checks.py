@@ -66,8 +66,8 @@ GPU_TIME_SLACK_S = 1e-3
 class Violation(AssertionError):  # noqa: N818 - the name is a state of the world
     """A promise is broken: of safety, or of liveness. `objects` are the ids that it is about."""
 
-    def __init__(self, what: str, *objects: str) -> None:
-        super().__init__(what)
+    def __init__(self, sentence: str, *objects: str) -> None:
+        super().__init__(sentence)
         self.objects = objects
 
 

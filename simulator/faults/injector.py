@@ -289,7 +289,7 @@ class FaultInjector:
                 sim_app.over_at = self.world.now
 
     def restored(self, party: Party, *, from_zero: bool = False) -> Any:
-        """Return the core of `who` as its journal tells, which must be what it is now.
+        """Return the core of `party` as its journal tells, which must equal its present state.
 
         Raises
         ------

@@ -287,12 +287,12 @@ class _Run:
     def _judge_rates(self) -> None:
         world, bounds = self.world, self._bounds()
         seconds = world.now - self.options.calm_at
-        for what, count, allowed in (
+        for noun, count, allowed in (
             ("messages", world.messages - self.calm[0], bounds.messages(seconds)),
             ("rounds", self.rounds - self.calm[1], bounds.rounds(seconds)),
         ):
             if count > allowed:
-                raise Violation(f"{count} {what} in {seconds:.0f} s after the faults, and {allowed:.0f} are allowed")
+                raise Violation(f"{count} {noun} in {seconds:.0f} s after the faults, and {allowed:.0f} are allowed")
 
 
 def _place_in_line(traits: Traits, app: App) -> tuple[int, int]:

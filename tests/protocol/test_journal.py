@@ -181,7 +181,10 @@ def test_noise_within_a_row_is_noticed_though_every_page_is_in_order(path: Path,
     data = path.read_bytes()
     middle = data.index(b"a" * 4000, len(data) // 2)  # within one page, whose own head stays as it is
     path.write_bytes(data[:middle] + b"b" * 2000 + data[middle + 2000 :])
-    with Journal[Event].of(path, Event) as journal, pytest.raises(JournalError, match="is not what was written; bring"):
+    with (
+        Journal[Event].of(path, Event) as journal,
+        pytest.raises(JournalError, match="is not as it was written; bring"),
+    ):
         list(journal.load().events)
 
 

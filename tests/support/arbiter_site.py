@@ -1,7 +1,8 @@
 """A harness for the arbiter's core: say an event, look at the effects; everything is validated after every event.
 
 `Site` plays nodes and apps by hand. Nodes obey the newest plan when told to `comply`; apps answer probes with a rho
-and offers with rows given by the test. The policy decides at once, or when told to if `decides_late`.
+and offers with rows given by the test. The policy decides and sells at once; or when told
+to, if `decides_late` or `sells_late`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event
-from arbiter.core.effects import Decide, Note, RoundRecord
+from arbiter.core.effects import Decide, Note, RoundRecord, Sell
+from arbiter.core.members.sale_batch import sell
 from arbiter.core.rounds.decision import decide
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from protocol.core import Connected, Received, Send, Tick
@@ -79,6 +81,8 @@ class Site:
         self.busy: dict[str, TaskStatus] = {}
         self.decides_late = False
         self.undecided: list[Decide] = []
+        self.sells_late = False
+        self.unsold: list[Sell] = []
         if settings is not None:
             self.lead(settings)
 
@@ -93,6 +97,10 @@ class Site:
                 self.plans[effect.message.node] = effect.message
             if isinstance(effect, Decide):
                 self.undecided.append(effect)
+            if isinstance(effect, Sell):
+                self.unsold.append(effect)
+        if not self.sells_late:
+            effects += self.sell()
         if not isinstance(event, Tick):
             effects += self._tick_if_due()
         return effects if self.decides_late else effects + self.decide()
@@ -106,6 +114,11 @@ class Site:
         """Let the policy answer all that it was asked."""
         asked, self.undecided = self.undecided, []
         return [effect for each in asked for effect in self.handle(decide(each))]
+
+    def sell(self) -> list[Effect]:
+        """Let the policy sell to all for which it was asked."""
+        asked, self.unsold = self.unsold, []
+        return [effect for each in asked for effect in self.handle(sell(each))]
 
     def lead(self, settings: ArbiterSettings | None = None) -> list[Effect]:
         if settings is not None:

@@ -33,7 +33,6 @@ def main(file: str) -> None:
     with_the_wish()
     from app_agent.core.host import AppHost, Configured, Submit
     from arbiter.core.arbiter import Arbiter
-    from arbiter.core.effects import Decide
     from launch.verbs import submitting
     from protocol.codec import decode, encode
     from protocol.core import Connected, Send
@@ -50,13 +49,13 @@ def main(file: str) -> None:
         sent += host.handle(Submit(f"r{number}", submitting._spec(given)), 0.0)
     site = Site()
     site.decides_late = True
-    site.node("n1", 2)
     for effect in AppHost.restore(host.snapshot()).handle(Connected(), 1.0):
         if isinstance(effect, Send) and isinstance(effect.message, AppReport):
             sender = Party("app", "ada")
             site.hear(sender, decode(encode(effect.message, sender=sender, id="1")).body)  # type: ignore[arg-type]
-    effects = site.wait(2.0)
-    seen = {app.requirements for each in effects if isinstance(each, Decide) for app in each.view.apps}
+    site.node("n1", 2)
+    site.wait(2.0)
+    seen = {app.requirements for asked in site.undecided for app in asked.view.apps}
     kept = Arbiter.restored(site.arbiter.snapshot()).state.apps.values()
     assert seen == {app.requirements for app in kept}
     print(sorted((wished.errand, wished.host_bytes // 2**30) for wished in seen))  # type: ignore[attr-defined]

@@ -71,7 +71,7 @@ async def test_a_full_disk_ends_no_node_agent_and_only_new_tasks_wait_until_ther
         report = await site.report(is_told)
         waiting = await site.status(B, lambda status: bool(status.reason))
         assert (waiting.phase, waiting.outcome) == ("starting", None)
-        assert "nothing new is started here until there is room" in waiting.reason
+        assert "no task is started here until there is room" in waiting.reason
         assert (report.epoch, report.plan_seq) == (site.epoch, site.seq), "it obeys the plan"
         assert find_gpu(report, 1).healthy
         step = (await site.status(A, lambda status: True)).step

@@ -6,6 +6,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from arbiter.core.effects import Sold
 from arbiter.core.leases import leases
 from arbiter.core.members import sales, screening
 from arbiter.core.placement.assignment import admit_what_fits
@@ -13,10 +14,11 @@ from arbiter.core.rounds import phases, views
 from arbiter.core.seam import Admission, AppView
 from arbiter.core.state import fairness, model
 from arbiter.core.state.index import Index
-from arbiter.core.state.model import Active, App, Enrolling, Job, Leased, Settled, State
+from arbiter.core.state.model import Active, App, ArbiterSettings, Enrolling, Job, Leased, Settled, State
 from arbiter.core.turn import Turn
+from protocol import limits
 from protocol.core import Send
-from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal, device_of
+from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal, Requirements, device_of
 
 #: Apps that are over and remembered, with their stories; the ledger keeps their rounds and leases.
 OVER_MAX = 1000
@@ -96,7 +98,7 @@ def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
         level_max=report.level_max,
         jobs=(),
         state=Enrolling(),
-        requirements=screening.bounded(report.requirements, state.settings),
+        requirements=_bounded(report.requirements, state.settings),
         apps_integral=state.apps_count.integral(turn.now),
         arrival=state.apps_arrived,
         run=report.run,
@@ -145,7 +147,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         turn.state.apps[app.id] = app
         return app
     jobs = tuple(map(_job, report.jobs))
-    requirements = screening.bounded(report.requirements, turn.state.settings)
+    requirements = _bounded(report.requirements, turn.state.settings)
     wants_more = report.demand_max > app.demand_max or app.report_seq < 0
     if (jobs, requirements, report.demand_max, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
         turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
@@ -178,6 +180,10 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     turn.follow(app)
     turn.state.news = turn.state.news or (wants_more and app.active)
     return app
+
+
+def _bounded(wished: Requirements, settings: ArbiterSettings) -> Requirements:
+    return limits.bounded(wished, priority_max=settings.priority_max, weight_max=settings.weight_max)
 
 
 def _job(wish: JobWish) -> Job:
@@ -239,26 +245,40 @@ def _lingers(turn: Turn, app: AppId) -> bool:
 
 
 def admit_waiting(turn: Turn) -> None:
-    """Admit or refuse apps that have arrived, once nodes have had time to enrol."""
-    if not turn.index.enrolling or not turn.state.nodes:
+    """Admit or refuse apps that have arrived, once nodes have had time to enrol; have the policy sell, if it does."""
+    if not turn.index.enrolling or not turn.state.nodes or (sales.sells(turn) and sales.is_busy(turn)):
         return
     waiting = sorted((turn.state.apps[app] for app in turn.index.enrolling), key=lambda app: app.arrival)
     cluster = turn.index.census()[2]
+    buyers: list[App] = []
     for app in waiting:
         verdict = _of_named_tenant(turn.state, app) or admit_what_fits(cluster, _newcomer(app))
         if verdict.admitted and sales.sells(turn):
-            if turn.now < _admission_at(turn.state):
-                continue  # the GPUs for sale are known when nodes have had time to enrol
-            verdict = sales.sell(turn, app)
-        if verdict.admitted:
-            turn.put_app(turn.state.apps[app.id], Active())
-            if verdict.reason:
-                turn.tell(app.id, verdict.reason)
-        elif turn.now >= _admission_at(turn.state):
-            _count(turn, -1)
-            refused = turn.put_app(app, model.Refused(verdict.reason, turn.now))
-            turn.effects.append(Send(Party("app", app.owner), Refusal(refused.id, verdict.reason, refused.run)))
-            _forget_oldest(turn)
+            if turn.now >= _admission_at(turn.state):  # what there is to sell is known then
+                buyers.append(app)
+        elif verdict.admitted or turn.now >= _admission_at(turn.state):
+            _conclude(turn, app, verdict)
+    if buyers:
+        sales.admit(turn, buyers)
+
+
+def take_sold(turn: Turn, sold: Sold) -> None:
+    """Keep what the policy has sold, and admit or refuse the apps that asked for it."""
+    for app, verdict in sales.take(turn, sold):
+        _conclude(turn, app, verdict)
+
+
+def _conclude(turn: Turn, app: App, verdict: Admission) -> None:
+    """Admit or refuse an app, and tell it why."""
+    if verdict.admitted:
+        turn.put_app(app, Active())
+        if verdict.reason:
+            turn.tell(app.id, verdict.reason)
+        return
+    _count(turn, -1)
+    refused = turn.put_app(app, model.Refused(verdict.reason, turn.now))
+    turn.effects.append(Send(Party("app", app.owner), Refusal(refused.id, verdict.reason, refused.run)))
+    _forget_oldest(turn)
 
 
 def _of_named_tenant(state: model.State, app: App) -> Admission | None:

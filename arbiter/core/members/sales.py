@@ -1,33 +1,46 @@
-"""What apps have bought of coming slots, where the policy sells: asked for on arrival, and again by those that lag.
+"""What apps have bought of coming time slots, where the policy sells: on arrival, and again when they lag.
 
-Bookings are kept with the apps, so they are journalled and in snapshots like all else; how much of a slot is sold is
-the sum of them. They are looked at when a slot begins, or GPUs have come or gone: never at any other event.
+To sell takes up to seconds, so the policy does it away from the loop: the effect `Sell` asks for it, and the event
+`Sold` is its answer (`sale_batch`). One batch is sold at a time, so that no two batches sell the same GPUs. The apps
+that wait for the next batch are in the state: those that arrive are `Enrolling`, and `State.unchecked` holds those
+whose bookings are still to be looked at. Meanwhile everything goes on, but no round starts before all bookings of a new
+time slot have been looked at. What was sold is checked against what is so when the answer comes.
+
+Bookings are kept with the apps, so they are in snapshots like all else; how much of a time slot is sold is the sum of
+them. They are looked at when a time slot begins, or GPUs have come or gone: never at any other event.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from msgspec.structs import replace
 
+from arbiter.core.effects import Ask, Sale, Sell, Sold
+from arbiter.core.members.sale_batch import (
+    UNASKED,
+    booked_places,
+    lost_nodes,
+    new_bookings,
+    oversold,
+    seller_of,
+    shortfall,
+)
 from arbiter.core.registry import policy_of
 from arbiter.core.rounds import seats
-from arbiter.core.seam import ASKED_MAX, Admission, AppView, Booking, Market, Policy
+from arbiter.core.seam import ASKED_MAX, Admission, AppView, Market, Policy
 from arbiter.core.state import model
 from arbiter.core.state.index import Index
-from arbiter.core.state.model import App, ArbiterSettings, State
+from arbiter.core.state.model import App, ArbiterSettings, Enrolling, Selling, Settled, State
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, NodeId
 
-#: Of an app that a policy admitted which sells nothing, until it has been asked what it would book.
-UNASKED = Booking((), 0.0, 0.0, 0.0, 0.0)
-
-
-def _seller(policy: Policy) -> Policy | None:
-    """Return the policy if it sells GPUs."""
-    return policy if policy.traits.sells else None
+#: So many apps are sold to in one batch: it has to be over by its deadline. On arrival an app may take a second, for
+#: others may be moved to make room for it; an app that lags takes hundredths of one.
+ENTERING_MAX, RENEWING_MAX = 8, 64
 
 
 def sells(turn: Turn) -> bool:
@@ -35,27 +48,194 @@ def sells(turn: Turn) -> bool:
     return turn.policy.traits.sells
 
 
-def sell(turn: Turn, app: App) -> Admission:
-    """Ask the policy for a booking, and keep what it answers; an app that has one asks for the rest of its work."""
-    policy = _seller(turn.policy)
-    assert policy is not None
-    others = [turn.state.apps[other] for _, other in turn.index.order if other != app.id]
-    booked = [other for other in others if other.booking is not None]
-    homes = {each.id: there for each in (app, *booked) if (there := _nodes_of(turn, each))}
-    market = Market(turn.now, _usable(turn), tuple(_asking_now(turn, each) for each in booked), turn.state.asked, homes)
-    verdict = turn.ask_policy(
-        f"sell to {app.id}",
-        lambda: policy.sell(market, _asking_now(turn, app)),
-        lambda failure: Admission(False, f"{failure.sentence}, or submit it otherwise"),
+# --- asking ---------------------------------------------------------------------------------------------------------
+
+
+def is_busy(turn: Turn) -> bool:
+    """Whether apps that arrive have to wait for a batch that is being sold, or is to be sold first."""
+    return turn.state.sale is not None or bool(turn.state.unchecked)
+
+
+def admit(turn: Turn, entering: Sequence[App]) -> None:
+    """Ask the policy what the first of these apps book; its answer admits or refuses them."""
+    _ask(turn, tuple(Ask(_asking_now(turn, app), "enter") for app in entering[:ENTERING_MAX]))
+
+
+def renew(turn: Turn) -> None:
+    """When a time slot begins, or with other GPUs: book anew for apps whose booking is not enough any more."""
+    policy = seller_of(turn.policy)
+    if policy is None:
+        return
+    _drop_late(turn)
+    _begin_check(turn, policy)
+    if turn.state.sale is None and turn.state.unchecked:
+        _check(turn, policy)
+
+
+def _drop_late(turn: Turn) -> None:
+    """Wait no longer for a late answer: apps keep the bookings that they have, and those that enter ask again."""
+    sale = turn.state.sale
+    if sale is not None and turn.now >= sale.deadline:
+        turn.state.sale = None
+        if sale.renewing:
+            turn.state.unchecked = ()
+        turn.tell("rounds", f"sale {sale.number} dropped: its answer did not come in time", loudly=True)
+
+
+def _begin_check(turn: Turn, policy: Policy) -> None:
+    """Have all bookings looked at, if there is a reason to."""
+    state = turn.state
+    here = (math.floor(turn.now / policy.slot_s), turn.index.census()[1])
+    # Where one node went and another came at once there are as many GPUs as before, and not the same.
+    if here == state.slot and not turn.index.recounted:
+        return
+    state.slot = here
+    if turn.now < state.started_at + state.settings.admission_wait_s:
+        # Nodes have not all been heard of; until then no booking is worth less.
+        state.slot, state.unchecked = (here[0], -1), ()
+        return
+    state.news = True
+    apps = [app for app in (state.apps[app_id] for _, app_id in turn.index.order) if turn.usable(app)]
+    booked = [app.id for app in apps if app.booking not in (None, UNASKED)]
+    state.unchecked = (*booked, *(app.id for app in apps if app.booking == UNASKED))
+
+
+def _check(turn: Turn, policy: Policy) -> None:
+    """Pass over the bookings that are enough; from the first one on that is not, have the policy look at them."""
+    state = turn.state
+    waiting = [app for app_id in state.unchecked if (app := state.apps.get(app_id)) is not None and app.active]
+    waiting = [app for app in waiting if app.booking is not None]
+    earlier = _before(turn, waiting)
+    usable, places = dict(_usable(turn)), booked_places(app.booking for app in earlier)
+    for at, app in enumerate(waiting):
+        kind = _kind(app)
+        if kind == "renew":
+            view = _asking_now(turn, app)
+            gone = lost_nodes(view, state.slot[0], usable, places)
+            if not shortfall(view, turn.now, policy.slot_s, gone):
+                places += booked_places([app.booking])
+                earlier.append(app)
+                continue
+        chunk = waiting[at : at + RENEWING_MAX]
+        state.unchecked = tuple(other.id for other in waiting[at + RENEWING_MAX :])
+        asks = tuple(Ask(_asking_now(turn, other), _kind(other)) for other in chunk)
+        _ask(turn, asks, tuple(other.id for other in earlier))
+        return
+    state.unchecked = ()
+
+
+def _kind(app: App) -> Literal["renew", "first"]:
+    return "first" if app.booking == UNASKED else "renew"
+
+
+def _before(turn: Turn, waiting: Sequence[App]) -> list[App]:
+    """Return the apps, by arrival, whose bookings have been looked at before those that wait."""
+    waits = {app.id for app in waiting}
+    order = (turn.state.apps[app_id] for _, app_id in turn.index.order if app_id not in waits)
+    last = next((app.arrival for app in waiting if app.booking != UNASKED), math.inf)
+    return [app for app in order if app.arrival < last and app.booking is not None and turn.usable(app)]
+
+
+def _ask(turn: Turn, asks: tuple[Ask, ...], earlier: tuple[AppId, ...] = ()) -> None:
+    state, settings = turn.state, turn.state.settings
+    active = (state.apps[app_id] for _, app_id in turn.index.order)
+    booked = [app for app in active if app.booking is not None]
+    asking_ = [state.apps[ask.app.app] for ask in asks]
+    homes = {each.id: there for each in (*asking_, *booked) if (there := _nodes_of(turn, each))}
+    market = Market(turn.now, _usable(turn), tuple(_asking_now(turn, each) for each in booked), state.asked, homes)
+    state.sales_made += 1
+    number, names = state.sales_made, (settings.policy, settings.policy_settings)
+    turn.effects.append(Sell(number, state.epoch, *names, market, asks, earlier))
+    state.sale = Selling(
+        number=number,
+        epoch=state.epoch,
+        asked_at=turn.now,
+        deadline=turn.now + settings.solver_budget_s + settings.decide_grace_s,
+        gpus=market.gpus,
+        entering=tuple(ask.app.app for ask in asks if ask.kind == "enter"),
+        renewing=tuple(ask.app.app for ask in asks if ask.kind != "enter"),
     )
-    if verdict.asked is not None and (app.booking is None or app.booking == UNASKED):
-        turn.state.asked = (*turn.state.asked, verdict.asked)[-ASKED_MAX:]
-    if verdict.booking is not None:
-        turn.state.apps[app.id] = replace(turn.state.apps[app.id], booking=verdict.booking)
+
+
+# --- the answer -----------------------------------------------------------------------------------------------------
+
+
+def take(turn: Turn, sold: Sold) -> list[tuple[App, Admission]]:
+    """Keep what was sold, as far as it is there now; return the apps that the answer admits or refuses.
+
+    The answer to any other sale changes nothing. An app that is over gets nothing. What is there no more is not kept:
+    its app asks again.
+    """
+    state, sale = turn.state, turn.state.sale
+    policy = seller_of(turn.policy)
+    if sale is None or policy is None or (sold.number, sold.epoch) != (sale.number, sale.epoch):
+        turn.tell("rounds", f"the answer to sale {sold.number} was not used: that sale is over", loudly=True)
+        return []
+    state.sale = None
+    slot, usable = math.floor(turn.now / policy.slot_s), dict(_usable(turn))
+    if math.floor(sale.asked_at / policy.slot_s) != slot:
+        look_soon(turn)  # a part of what was sold has passed
+    certain = all(usable.get(node, 0) >= count for node, count in sale.gpus)
+    answered: list[tuple[App, Admission]] = []
+    for each in sold.sales:
+        if each.failure is not None:
+            turn.note_failure(each.failure)
+        if each.verdict.asked is not None:
+            state.asked = (*state.asked, each.verdict.asked)[-ASKED_MAX:]
+        app = state.apps.get(each.app)
+        if app is None or not _asks_still(app, sale):
+            certain = False  # the sales after this one rest on the moves that it brought
+            continue
+        if not (certain or _is_there(turn, each, usable, slot)):
+            certain = False
+            if app.active:
+                look_soon(turn)
+            continue
+        _keep(turn, app, each)
+        if app.id in sale.entering:
+            answered.append((state.apps[app.id], each.verdict))
+    return answered
+
+
+def _asks_still(app: App, sale: Selling) -> bool:
+    return isinstance(app.state, Enrolling) if app.id in sale.entering else app.active
+
+
+def _is_there(turn: Turn, sale: Sale, usable: Mapping[NodeId, int], slot: int) -> bool:
+    """Whether all that this sale books is there now."""
+    booked = {app.id: app.booking for app in turn.state.apps.values() if not isinstance(app.state, Settled)}
+    new = {app: booking for app, booking in new_bookings(sale.app, sale.verdict).items() if app in booked}
+    return oversold(usable, booked, new, slot) is None
+
+
+def _keep(turn: Turn, app: App, sale: Sale) -> None:
+    """Keep what was sold to an app, and the new bookings of those that make room for it."""
+    state, verdict = turn.state, sale.verdict
+    if app.booking == UNASKED:
+        clause = "now books" if verdict.booking is not None else "goes on without a booking:"
+        state.apps[app.id] = replace(app, booking=verdict.booking)
+        turn.tell(app.id, f"was admitted where nothing is sold, and {clause} {verdict.reason}")
+    elif verdict.booking is not None:
+        state.apps[app.id] = replace(app, booking=verdict.booking)
     for other, booking, why in verdict.moved:
-        turn.state.apps[other] = replace(turn.state.apps[other], booking=booking)
-        turn.tell(other, why)
-    return verdict
+        if other in state.apps and state.apps[other].active:
+            state.apps[other] = replace(state.apps[other], booking=booking)
+            turn.tell(other, why)
+    if sale.why:
+        turn.tell(app.id, f"books again, {sale.why}: {verdict.reason}")
+
+
+def drop(turn: Turn, why: str) -> None:
+    """Drop the sale in progress: its answer will not come, or is no answer any more. Bookings are looked at again."""
+    state = turn.state
+    if state.sale is not None:
+        turn.tell("rounds", f"sale {state.sale.number} dropped: {why}")
+    if state.sale is not None or state.unchecked:
+        state.sale, state.unchecked = None, ()
+        look_soon(turn)
+
+
+# --- what an app asks for -------------------------------------------------------------------------------------------
 
 
 def _asking_now(turn: Turn, app: App) -> AppView:
@@ -95,61 +275,7 @@ def asking(app: App) -> AppView:
     )
 
 
-def renew(turn: Turn) -> None:
-    """At the beginning of a slot, or with other GPUs: book anew for apps whose booking is not enough any more."""
-    policy = _seller(turn.policy)
-    if policy is None:
-        return
-    here = (math.floor(turn.now / policy.slot_s), turn.index.census()[1])
-    # Where one node went and another came at once there are as many GPUs as before, and not the same.
-    if here == turn.state.slot and not turn.index.recounted:
-        return
-    turn.state.slot = here
-    if turn.now < turn.state.started_at + turn.state.settings.admission_wait_s:
-        # Nodes have not all been heard of; until then nobody's booking is worth less.
-        turn.state.slot = (here[0], -1)
-        return
-    turn.state.news = True
-    apps = [app for app in (turn.state.apps[app_id] for _, app_id in turn.index.order) if turn.usable(app)]
-    _renew_booked(turn, [app for app in apps if app.booking not in (None, UNASKED)], policy.slot_s)
-    for app in apps:
-        if app.booking == UNASKED:
-            _sell_first(turn, app)
-
-
-def _renew_booked(turn: Turn, apps: Sequence[App], slot_s: float) -> None:
-    """Book anew for those of these, by arrival, whose booking is not enough any more."""
-    slot = turn.state.slot[0]
-    usable, sold = dict(_usable(turn)), Counter[tuple[int, NodeId]]()
-    for app in apps:
-        assert app.booking is not None
-        gone = {
-            node
-            for number, gpus in app.booking.slots
-            for node, count in gpus
-            if number >= slot and sold[number, node] + count > usable.get(node, 0)
-        }
-        why = _shortfall(turn, app, app.booking, slot_s, gone)
-        if why:
-            verdict = sell(turn, app)
-            turn.tell(app.id, f"books again, {why}: {verdict.reason}")
-        booking = turn.state.apps[app.id].booking
-        assert booking is not None
-        sold.update({(number, node): count for number, gpus in booking.slots for node, count in gpus})
-
-
-def _sell_first(turn: Turn, app: App) -> None:
-    """Sell to an app that was admitted where nothing was sold; if that does not pay it goes on without a booking."""
-    verdict = sell(turn, app)
-    booking = verdict.booking
-    if booking is not None and booking.utility > booking.price:
-        booking = replace(booking, again=0, told=booking.utility)
-        turn.tell(app.id, f"was admitted where nothing is sold, and now books {verdict.reason}")
-    else:
-        why = verdict.reason if booking is None or not booking.slots else "it is worth less than the price"
-        booking = None
-        turn.tell(app.id, f"was admitted where nothing is sold, and goes on without a booking: {why}")
-    turn.state.apps[app.id] = replace(turn.state.apps[app.id], booking=booking)
+# --- bookings that are worth less -----------------------------------------------------------------------------------
 
 
 def give_up(turn: Turn, app_id: AppId) -> None:
@@ -161,18 +287,24 @@ def give_up(turn: Turn, app_id: AppId) -> None:
         turn.tell(app.id, "its agent is silent and nothing of it runs, so what it had booked is for sale again")
 
 
+def look_soon(turn: Turn) -> None:
+    """Have bookings looked at at once, though no time slot begins."""
+    turn.state.slot = (turn.state.slot[0], -1)
+
+
 def miss(turn: Turn, app: App) -> None:
     """Look at bookings soon: an app is there again whose booking was given up."""
     if app.booking is not None and not app.booking.slots:
-        turn.state.slot = (turn.state.slot[0], -1)
+        look_soon(turn)
 
 
 def reprice(turn: Turn, before: ArbiterSettings) -> None:
-    """After a change of the settings: what was booked in slots of another length, or long ago, is booked anew.
+    """After a change of the settings: what was booked in time slots of another length, or long ago, is booked anew.
 
     So is what was admitted by a policy that sells nothing.
     """
-    policy, old = _seller(turn.policy), _seller(policy_of(before.policy, before.policy_settings))
+    drop(turn, "the settings have changed")
+    policy, old = seller_of(turn.policy), seller_of(policy_of(before.policy, before.policy_settings))
     if policy is None or (old is not None and old.slot_s == policy.slot_s):
         return
     for app_id, app in sorted(turn.state.apps.items()):
@@ -183,23 +315,6 @@ def reprice(turn: Turn, before: ArbiterSettings) -> None:
     turn.state.slot = (0, -1)
 
 
-def _shortfall(turn: Turn, app: App, booking: Booking, slot_s: float, gone: set[NodeId]) -> str:
-    """Return why a booking is not enough any more, `gone` being nodes that have less left of it; empty if it is."""
-    slot = turn.state.slot[0]
-    ahead = [(number, gpus) for number, gpus in booking.slots if number >= slot]
-    if not ahead and not booking.slots:
-        return "for it has nothing booked"
-    if gone:
-        return f"for GPUs of {', '.join(sorted(gone))} are gone"
-    left_gpu_s = left_of(app, len(turn.index.gpus.get(app.id, ())), turn.now)
-    booked_gpu_s = sum(
-        count * ((number + 1) * slot_s - max(turn.now, number * slot_s)) for number, gpus in ahead for _, count in gpus
-    )
-    if left_gpu_s is None or booked_gpu_s >= left_gpu_s * (1.0 - 1e-9):
-        return ""
-    return f"for it lags: {left_gpu_s:.4g} GPU-s are left, and {booked_gpu_s:.4g} are booked"
-
-
 def left_of(app: App, held: int, now: float) -> float | None:
     """Return the GPU-seconds that an app has left, by its last report and what it holds since."""
     if app.left_gpu_s is None:
@@ -208,17 +323,25 @@ def left_of(app: App, held: int, now: float) -> float | None:
 
 
 def deadline(state: State, index: Index) -> float | None:
-    """Return when bookings must be looked at, or None."""
-    policy = _seller(policy_of(state.settings.policy, state.settings.policy_settings))
-    if policy is None or not index.active:
+    """Return when bookings must be looked at, or an answer is late; None: never."""
+    policy = seller_of(policy_of(state.settings.policy, state.settings.policy_settings))
+    if policy is None:
         return None
+    late_at = None if state.sale is None else state.sale.deadline
+    if not index.active:
+        return late_at
+    look_at = _next_look(state, policy.slot_s)
+    return look_at if late_at is None else min(look_at, late_at)
+
+
+def _next_look(state: State, slot_s: float) -> float:
     ready_at = state.started_at + state.settings.admission_wait_s
     if state.slot[1] < 0 and state.now < ready_at:
         return ready_at
-    # The least time at which the number of the slot is another, whatever the division makes of it.
-    number = math.floor(state.now / policy.slot_s)
-    at = (number + 1) * policy.slot_s
-    return at if math.floor(at / policy.slot_s) > number else math.nextafter(at, math.inf)
+    # The least time at which the number of the time slot is another, whatever the division makes of it.
+    number = math.floor(state.now / slot_s)
+    at = (number + 1) * slot_s
+    return at if math.floor(at / slot_s) > number else math.nextafter(at, math.inf)
 
 
 def _usable(turn: Turn) -> tuple[tuple[NodeId, int], ...]:

@@ -136,7 +136,7 @@ def deadline(state: State, index: Index) -> float | None:
         case Probing(deadline=at) | Bidding(deadline=at) | Deciding(deadline=at):
             return at
         case Idle(not_before=not_before):
-            if not index.active or awaits_solver(state):
+            if not index.active or awaits_solver(state) or awaits_bookings(state):
                 return None
             due = leases.next_expiry(index, lead_s=state.settings.renewal_lead_s)
             if due is not None and state.fruitless_at is not None:
@@ -160,6 +160,11 @@ def awaits_solver(state: State) -> bool:
     """Whether no round can be decided yet, as the auction's solver is not ready; other policies do without it."""
     settings = state.settings
     return not state.solver_ready and policy_of(settings.policy, settings.policy_settings).traits.probes
+
+
+def awaits_bookings(state: State) -> bool:
+    """Whether no round can start yet, as the bookings of this time slot are being looked at; `sales` bounds that."""
+    return bool(state.unchecked) or (state.sale is not None and bool(state.sale.renewing))
 
 
 def _try(turn: Turn) -> None:

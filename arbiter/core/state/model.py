@@ -470,6 +470,21 @@ class Deciding(Struct, frozen=True, tag=True):
 RoundState = Idle | Probing | Bidding | Deciding
 
 
+# --- sales ----------------------------------------------------------------------------------------------------------
+
+
+class Selling(Struct, frozen=True):
+    """The policy sells, outside of the core; its answer is checked when it comes. See `members.sales`."""
+
+    number: int
+    epoch: int  #: in which it was asked
+    asked_at: float
+    deadline: float
+    gpus: tuple[tuple[NodeId, int], ...]  #: the usable GPUs of each node that it was shown
+    entering: tuple[AppId, ...] = ()  #: apps that the answer admits or refuses
+    renewing: tuple[AppId, ...] = ()  #: apps that are admitted, and may get another booking
+
+
 # --- the whole ------------------------------------------------------------------------------------------------------
 
 
@@ -515,6 +530,9 @@ class State(Struct):
     stories: dict[str, list[StoryLine]] = field(default_factory=dict)
     asked: tuple[Asked, ...] = ()  #: the apps that have asked for a booking last, the newest last
     slot: tuple[int, int] = (0, 0)  #: the slot and the number of usable GPUs for which bookings were last looked at
+    unchecked: tuple[AppId, ...] = ()  #: apps whose bookings are still to be looked at for `slot`
+    sale: Selling | None = None  #: the sale in progress
+    sales_made: int = 0  #: how many have been asked for, in all epochs
     history: History = field(default_factory=History)  #: the GPU time of every app and tenant
     policy_failures: int = 0  #: how often a policy has raised an exception
     solver_ready: bool = True  #: policies that hold auctions can be asked
