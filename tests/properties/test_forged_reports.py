@@ -19,7 +19,8 @@ import msgspec
 import pytest
 
 from arbiter.core.arbiter import Arbiter, Configured, Event
-from arbiter.core.effects import Decide, PolicyFailed
+from arbiter.core.effects import Decide, PolicyFailed, Sell
+from arbiter.core.members.sale_batch import sell
 from arbiter.core.registry import POLICIES
 from arbiter.core.rounds.decision import decide
 from arbiter.core.state.gpu_time import TenantTerms
@@ -184,6 +185,10 @@ class Besieged:
             assert not isinstance(effect, PolicyFailed), effect.failure.trace
             if isinstance(effect, Decide):
                 self.waiting.append(decide(effect, time.perf_counter))
+            elif isinstance(effect, Sell):
+                sold = sell(effect)
+                assert not any(sale.failure for sale in sold.sales), sold
+                self.waiting.append(sold)
             elif isinstance(effect, Send):
                 self._answer(effect)
 

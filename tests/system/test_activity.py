@@ -94,6 +94,7 @@ async def test_the_cycle_of_a_process_is_found_from_what_it_uses_of_its_device()
     assert 0 < found.confidence <= 1
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_of_a_process_without_a_cycle_it_is_said_once_that_none_is_known() -> None:

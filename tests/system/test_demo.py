@@ -70,6 +70,7 @@ def test_the_summary_and_the_picture_are_left_behind(outcome: tuple[demo.Result,
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 def test_weights_are_those_of_the_same_script_run_alone(outcome: tuple[demo.Result, Path], tmp_path: Path) -> None:
     apps = {app["name"]: app for app in outcome[0].summary["apps"]}
     for spec in demo.apps(demo.Options(**QUICK), tmp_path, tmp_path):
@@ -82,7 +83,7 @@ def test_weights_are_those_of_the_same_script_run_alone(outcome: tuple[demo.Resu
         assert _digest(outcome[0].outputs[app["id"]]) == _digest(alone.stdout), app
 
 
-@pytest.mark.xdist_group("demo over RabbitMQ")
+@pytest.mark.full
 @pytest.mark.broker
 @pytest.mark.timeout(180)
 @pytest.mark.skipif(not available(), reason="rabbitmq-server is not installed; see scripts/ensure-rabbitmq.sh")

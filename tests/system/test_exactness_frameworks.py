@@ -48,8 +48,8 @@ FRAMEWORKS = {
     "DDP": ((*TORCHRUN, str(EXAMPLES / "ddp.py")), 2, ("torch",)),
     "FSDP2": ((*TORCHRUN, str(EXAMPLES / "fsdp.py")), 2, ("torch",)),
 }
-#: Those that are also suspended in every run of the tests; the idioms of `make idioms` have the others, too.
-QUICK = ("plain PyTorch", "Hugging Face", "DDP")
+#: What `make check` disturbs; test_exactness.py has a plain script, tests/core/test_integrations.py the callbacks.
+QUICK = ("DDP",)
 
 
 def marks_of(framework: str) -> list[pytest.MarkDecorator]:

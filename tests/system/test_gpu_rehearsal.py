@@ -15,7 +15,7 @@ from benchmarks.gpu.sections import driver
 from benchmarks.gpu.trainees import Died, Failed, trainee
 from tests.support.played_driver import Play
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[2]
 
 #: The played driver, who knows each process as soon as it is asked about it.
@@ -32,6 +32,7 @@ sys.exit(main({folder!r}, sys.argv[1]))
 """
 
 
+@pytest.mark.full
 def test_rehearsed_parking_is_exact_and_all_of_it_is_in_the_document(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--gb", "0.01", "--out", str(tmp_path)]
     ended = subprocess.run([*command, "--only", "env,park,graph"], cwd=ROOT, timeout=390, check=False)
@@ -50,6 +51,7 @@ def test_rehearsed_parking_is_exact_and_all_of_it_is_in_the_document(tmp_path: P
     assert sections["park"]["figures"]["bus"]["arena_out_gb_s"] > 0
 
 
+@pytest.mark.full
 def test_the_driver_suspends_trainings_at_rest_and_amid_steps_when_it_is_played(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

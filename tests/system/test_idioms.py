@@ -11,10 +11,10 @@ import pytest
 
 from tests.support import idioms
 
-#: One of each kind: suspended, with two optimizers, with spawned ranks, and one that tells nothing of its steps.
-QUICK = ("plain", "ddp_spawn", "manual_update")
+#: Suspended at its steps, as most are; `make full` has all of them.
+QUICK = ("plain",)
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,7 @@ async def test_two_jobs_that_wait_for_their_data_are_kept_together_on_one_gpu(tm
     assert {ana.phase, bob.phase} == {"running"}
 
 
+@pytest.mark.full
 async def test_two_jobs_that_compute_all_the_time_are_taken_apart_again(tmp_path: Path) -> None:
     ana, bob = await verdict(tmp_path, "--compute-ms", "40", "--wait-ms", "0")
     assert ana.measured.packed_with == bob.measured.packed_with == (), ana.measured.remark

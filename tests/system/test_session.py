@@ -589,7 +589,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lis
     ("start", "kind"),
     [
         (torchrun, "ddp"),
-        (spawning, "ddp"),
+        pytest.param(spawning, "ddp", marks=pytest.mark.full),
         *(pytest.param(torchrun, kind, marks=pytest.mark.full) for kind in ("views", "fsdp")),
     ],
 )
@@ -627,7 +627,7 @@ def test_ranks_stop_at_the_same_step_outlive_the_agent_and_end_with_the_state_of
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("start", [torchrun, spawning])
+@pytest.mark.parametrize("start", [pytest.param(torchrun, marks=pytest.mark.full), spawning])
 def test_ranks_leave_with_one_checkpoint_in_memory_and_go_on_from_it(
     agent: WorkerAgent, tmp_path: Path, undisturbed: Callable[[str], list[str]], start: Callable[..., Worker]
 ) -> None:

@@ -238,7 +238,7 @@ def _rows(gang: int, index: int) -> list[tuple[int, Level, float]]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("work", [sleep, burn, auction])
+@pytest.mark.parametrize("work", [pytest.param(sleep, marks=pytest.mark.full), burn, auction])
 async def test_a_policy_that_decides_for_seconds_delays_nothing_but_its_round(
     work: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

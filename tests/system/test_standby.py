@@ -93,6 +93,7 @@ def test_an_arbiter_that_adopts_the_site_after_a_loss_disturbs_nothing_that_trai
     finish_as_begun(cluster, workers)
 
 
+@pytest.mark.full
 def test_an_older_backup_leads_on_at_once_and_keeps_what_runs(cluster: Cluster) -> None:
     """It was refused by every node for two further restarts, and called ended jobs running."""
     cluster.submit(100)

@@ -34,7 +34,7 @@ from tests.support.gpu_watch import GpuWatch
 from tests.support.proxy import Proxy
 
 broker_test = pytest.mark.broker
-pytestmark = [pytest.mark.xdist_group("survival"), pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(180)]
 
 VHOSTS = [f"s{number}" for number in range(16)]  # one for each test, as a broker keeps what a site left there
 _vhosts = itertools.cycle(VHOSTS)
@@ -266,6 +266,7 @@ def test_training_outlives_full_disks_of_arbiter_and_app_agent(
         finish_without_a_scratch(cluster)
 
 
+@pytest.mark.full
 @broker_test
 def test_what_a_node_made_whose_link_was_cut_for_good_is_made_again_and_counted(
     tmp_path: Path, broker: rabbitmq.PrivateRabbitMQ
@@ -361,6 +362,7 @@ def fill_up(folder: Path) -> Path:
     return ballast
 
 
+@pytest.mark.full
 @broker_test
 def test_training_outlives_the_app_agent(cluster: Cluster) -> None:
     fill(cluster)

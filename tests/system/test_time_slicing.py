@@ -19,7 +19,7 @@ SCRIPTS = Path(training.__file__).parent
 STEPS = ("--steps", "300", "--step-ms", "15", "--hidden", "512")
 QUANTUM_S = 0.4
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.xdist_group("slicing"), pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 def order(folder: Path, name: str, script: str, seed: int, seat_number: int) -> TaskOrder:
@@ -89,9 +89,12 @@ async def run_until_dead(node: NodeProcess, plan: object, patience_s: float) -> 
     return True
 
 
-#: Each where the next incarnation finds something else: an order under way, a worker just parked, one about to resume.
-LABELS = ("after OrderWorker:suspend", "after NoteWorker", "before OrderWorker:resume")
+#: Where the next incarnation finds a worker that was just parked.
+LABEL = "after NoteWorker"
+#: Each where it finds something else: an order under way, a worker about to resume.
 MORE_LABELS = (
+    "after OrderWorker:suspend",
+    "before OrderWorker:resume",
     "before OrderWorker:suspend",
     "hearing WorkerSaid:Suspended",
     "before StartWorker",
@@ -102,7 +105,7 @@ MORE_LABELS = (
 )
 
 
-@pytest.mark.parametrize("label", [*LABELS, *(pytest.param(label, marks=pytest.mark.full) for label in MORE_LABELS)])
+@pytest.mark.parametrize("label", [LABEL, *(pytest.param(label, marks=pytest.mark.full) for label in MORE_LABELS)])
 async def test_a_node_agent_killed_at_any_point_of_a_turn_costs_no_step_and_no_bit(
     tmp_path: Path, alone: dict[str, str], label: str
 ) -> None:
