@@ -19,14 +19,14 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
     Attributes
     ----------
     owner
-        Whose apps it hosts: the broker user is ``app-<owner>``, app ids are ``<owner>-<letters><number>``, with letters
-        that the journal was given when it began.
+        The owner of the apps it hosts: the broker user is ``app-<owner>``, app ids are ``<owner>-<letters><number>``,
+        with letters that the journal was given when it began.
     tenant
         The tenant that pays for apps that name none; the owner if empty.
     bus
         ``amqp[s]://user:password@host:port/vhost``; when empty, the daemon reads it from the file `bus_file`.
     prefix
-        Of queue and exchange names; the same in all daemons of a site.
+        The prefix of queue and exchange names; the same in all daemons of a site.
     state_dir
         Folder of the journal, by which a restarted daemon remembers its apps.
     socket
@@ -36,7 +36,7 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
     beat_s
         Every so often each app states its whole wish again.
     answer_s
-        How long a question to the arbiter may take.
+        The longest wait for the arbiter's answer to a question.
     """
 
     owner: str

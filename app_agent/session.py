@@ -1,7 +1,7 @@
 """The library of a training script that shares GPUs: ``from app_agent import session``.
 
-Nothing is needed to be suspended and resumed: a plain PyTorch script runs unchanged, and every ``optimizer.step()`` is
-a point where it can stand still. With a few lines it also leaves a GPU and goes on elsewhere::
+To be suspended and resumed a script needs no change: a plain PyTorch script runs as it is, and every
+``optimizer.step()`` is a point where it can stand still. With a few lines it also leaves a GPU and goes on elsewhere::
 
     from app_agent import session
 
@@ -131,7 +131,7 @@ def step_end(
     """
     if step is not None and (step.__class__ is not int or step < 0):
         step = whole_number("step", step)
-    session = _session or _returned()
+    session = _session or _resume_session()
     if session is None:
         return False
     if not session.explicit:
@@ -184,7 +184,7 @@ def checkpoint_dir() -> Path | None:
 
 
 def run() -> str:
-    """Return the submission that this job belongs to, like no other; empty without a node agent."""
+    """Return the id of the submission that this job belongs to; empty without a node agent."""
     return "" if _session is None or not _session.roots else _session.roots[-1].run
 
 
@@ -201,7 +201,7 @@ def _begin() -> None:
     """Take the node agent's socket, if this process has been given one and has not taken it yet."""
     if _session is not None or is_helper(sys.orig_argv):
         return
-    if is_launcher(sys.orig_argv):  # the processes that it starts are the ones that train
+    if is_launcher(sys.orig_argv):  # the processes that it starts do the training
         watch_launcher(EXIT_REQUEUE)
         return
     # Removed from the environment, so that no child of this process takes itself for the training process.
@@ -262,7 +262,7 @@ def _step_aside() -> str:
     return _vacated
 
 
-def _returned() -> TrainingProcess | None:
+def _resume_session() -> TrainingProcess | None:
     """Be the training process again, if this one has stepped aside for others that are gone."""
     if _vacated:
         _begin()
@@ -288,7 +288,7 @@ def _identity() -> Identity | None:
 
 
 def _roots() -> list[Root]:
-    """Return where checkpoints lie: this host's memory, if the node agent offers it, and the durable folder."""
+    """Return the folders of checkpoints: in this node's memory, if the node agent offers it, and the durable one."""
     memory, durable = (os.environ.get(f"GPU_ARBITER_{name}_DIR", "") for name in ("MEMORY", "CHECKPOINT"))
     run = os.environ.get("GPU_ARBITER_RUN", "")
     roots = [Root(Path(memory), durable=False, run=run)] if memory and durable else []
@@ -317,6 +317,6 @@ def _end() -> None:
 
 
 def _after_optimizer_step(*_: object) -> None:
-    session = _session or _returned()
+    session = _session or _resume_session()
     if session is not None and not session.explicit:
         session.optimizer_stepped()

@@ -1,4 +1,4 @@
-"""The arbiter's daemon: the core between journal, bus, ledger and desk."""
+"""The arbiter's daemon: the core between journal, bus, ledger and queries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from arbiter.core.effects import (
 from arbiter.core.registry import policy_of
 from arbiter.core.whatif import WhatIf
 from arbiter.ledger import Ledger, Recorded
-from arbiter.queries import Desk
+from arbiter.queries import Queries
 from arbiter.solver import Solver
 from protocol.bus import Bus
 from protocol.clock import Anchor, Clock, RecordedClock
@@ -86,63 +86,79 @@ async def run_arbiter(
     ):
         arbiter = _restore(journal, ledger, config.history)
         _configure(arbiter, journal, config, alone=bus.private)
-        clock = _clock(journal, wall)
-        desk = Desk(arbiter, ledger)
-        solver = Solver()
+        performer = _Performer(arbiter, journal, ledger, _clock(journal, wall))
+        shell = performer.shell(bus, config, on_alive)
+        await _run(shell, performer.solver, holds_auctions=_holds_auctions(config))
 
-        async def perform(effect: Performed) -> None:
-            match effect:
-                case Decide() | Sell():
-                    solver.ask(effect)
-                case EpochTaken():
-                    _take_epoch(journal, effect)
-                case Resign(why):
-                    raise ConfigError(why)
-                case _:
-                    _perform(effect, ledger)
 
-        async def try_out(sender: Party, query: Query, inquiry: WhatIf) -> Sequence[Send]:
-            try:
-                found = await asyncio.to_thread(inquiry.binding)
-            except Exception as error:  # noqa: BLE001 - a policy's, on a copy: it costs this part of the answer
-                failure = failure_of(arbiter.state.settings.policy, "explain", error)
-                _log.error("policy.failed", app=query.target, what=failure.sentence, trace=failure.trace)
-                found = None
-            return desk.ask(sender, query, shell.now(), found=(found, inquiry.estimate))
+ArbiterShell = Shell[Configured | SolverReady | Decided | Sold, Performed]
 
-        def answer(sender: Party, message: AnyMessage) -> Sequence[Send] | Coroutine[None, None, Sequence[Send]] | None:
-            match message:
-                case Query():
-                    by = time.monotonic() + TRIED_S
-                    inquiry = desk.inquiry(message, shell.now(), lambda: time.monotonic() > by)
-                    return (
-                        desk.ask(sender, message, shell.now()) if inquiry is None else try_out(sender, message, inquiry)
-                    )
-                case LogChunk():
-                    return desk.deliver(sender, message)
-                case NodeReport(node=node, boot_id=boot, wall_s=wall_s):
-                    if clock.hear(node, boot, wall_s):
-                        _write_anchor(journal, clock)
-                    return None
-                case _:
-                    return None
 
-        shell: Shell[Configured | SolverReady | Decided | Sold, Performed] = Shell(
-            arbiter,
+class _Performer:
+    """Performs the effects of an arbiter's core, and answers what is asked of it beside its core."""
+
+    def __init__(self, arbiter: Arbiter, journal: Journal[Event], ledger: Ledger, clock: RecordedClock) -> None:
+        self._arbiter, self._journal, self._ledger, self._clock = arbiter, journal, ledger, clock
+        self._queries = Queries(arbiter, ledger)
+        self.solver = Solver()
+
+    def shell(self, bus: Bus, config: ArbiterConfig, on_alive: Callable[[], None] | None) -> ArbiterShell:
+        """Return the shell around the core."""
+        self._shell: ArbiterShell = Shell(
+            self._arbiter,
             bus,
             ARBITER,
-            perform=perform,
-            journal=journal,
-            snapshot=arbiter.snapshot,
+            perform=self._perform,
+            journal=self._journal,
+            snapshot=self._arbiter.snapshot,
             snapshot_every=SNAPSHOT_EVERY,
-            clock=clock,
+            clock=self._clock,
             shared_users=frozenset(config.shared_users),
-            answer=answer,
+            answer=self._answer,
             on_alive=on_alive,
         )
         if config.shared_users:
             _log.warning("users.shared", users=config.shared_users, meaning="they may speak for every participant")
-        await _run(shell, solver, holds_auctions=_holds_auctions(config))
+        return self._shell
+
+    async def _perform(self, effect: Performed) -> None:
+        match effect:
+            case Decide() | Sell():
+                self.solver.ask(effect)
+            case EpochTaken():
+                _take_epoch(self._journal, effect)
+            case Resign(why):
+                raise ConfigError(why)
+            case _:
+                _perform(effect, self._ledger)
+
+    def _answer(
+        self, sender: Party, message: AnyMessage
+    ) -> Sequence[Send] | Coroutine[None, None, Sequence[Send]] | None:
+        match message:
+            case Query():
+                by = time.monotonic() + TRIED_S
+                inquiry = self._queries.inquiry(message, self._shell.now(), lambda: time.monotonic() > by)
+                if inquiry is None:
+                    return self._queries.ask(sender, message, self._shell.now())
+                return self._try_out(sender, message, inquiry)
+            case LogChunk():
+                return self._queries.deliver(sender, message)
+            case NodeReport(node=node, boot_id=boot, wall_s=wall_s):
+                if self._clock.hear(node, boot, wall_s):
+                    _write_anchor(self._journal, self._clock)
+                return None
+            case _:
+                return None
+
+    async def _try_out(self, sender: Party, query: Query, inquiry: WhatIf) -> Sequence[Send]:
+        try:
+            found = await asyncio.to_thread(inquiry.binding)
+        except Exception as error:  # noqa: BLE001 - a policy's, on a copy: it costs this part of the answer
+            failure = failure_of(self._arbiter.state.settings.policy, "explain", error)
+            _log.error("policy.failed", app=query.target, what=failure.sentence, trace=failure.trace)
+            found = None
+        return self._queries.ask(sender, query, self._shell.now(), found=(found, inquiry.estimate))
 
 
 def _holds_auctions(config: ArbiterConfig) -> bool:

@@ -1,4 +1,4 @@
-"""The desk: answers users' questions from the state and the ledger; changes nothing.
+"""Queries: answers users' questions from the state and the ledger; changes nothing.
 
 Answers are JSON documents with a schema name; within a major version fields are only ever added. Lists come in pages,
 each with a `next_offset` to ask on at, as there is a limit to what a message carries. Questions come as
@@ -50,7 +50,7 @@ DOCUMENT_BYTES_MAX = 3 * 2**20
 PAGE_BYTES_MAX = 2**20
 
 
-class Desk:
+class Queries:
     """Answers for one arbiter."""
 
     def __init__(self, arbiter: Arbiter, ledger: Ledger) -> None:
@@ -383,7 +383,7 @@ class Desk:
         state = self._arbiter.state
         if isinstance(app.state, Enrolling):
             start = "start one with `gpu-arbiter node-agent --config node.toml`"
-            return f"no node has enrolled yet; {start}" if not state.nodes else ""
+            return self._waiting_to_book(app) if state.nodes else f"no node has enrolled yet; {start}"
         won = self._won(app)
         if won:
             return f"it has won {', '.join(won)} and waits until the last user has left"
@@ -391,10 +391,22 @@ class Desk:
             return "no GPU is in service; see `gpu-arbiter nodes`"
         if isinstance(app.state, Active) and phases.awaits_solver(state):
             return "the auction's solver is being compiled, which takes about a minute at the first start on a host"
+        if isinstance(app.state, Active) and phases.awaits_bookings(state):
+            return "apps that lag are booking anew, and no round starts before that is done"
         if isinstance(app.state, Active) and isinstance(state.phase, Deciding):
             what = f"the auction of round {state.round}" if state.phase.bidders else f"round {state.round}"
             return f"{what} is being solved"
         return self._nothing_free(app)
+
+    def _waiting_to_book(self, app: model.App) -> str:
+        """Return what an app that has arrived waits for, if the policy sells GPUs; else nothing."""
+        sale = self._arbiter.state.sale
+        if sale is None:
+            return ""
+        if app.id in sale.entering:
+            return "the policy is working out what it can book, and at what price"
+        first = len(sale.entering or sale.renewing)
+        return f"it books next: the policy is selling to {first} app{'s' * (first > 1)} before it"
 
     def _won(self, app: model.App) -> list[str]:
         """Return the GPUs that an app has won and that others are still leaving."""

@@ -17,7 +17,7 @@ from app_agent.core.spec import AppSpec
 from launch.faults import Fault, usage
 from launch.spec import INHERITED, telling
 from launch.surface import plural
-from protocol import exit_codes
+from protocol import exit_codes, limits
 
 #: Seconds that the arbiter may take to list the nodes: a user does not want to wait for one that is away.
 PATIENCE_S = 1.0
@@ -112,21 +112,10 @@ def absent_secrets(spec: AppSpec) -> list[str]:
 
 
 def _check_limits(spec: AppSpec, capacity: Mapping[str, Any]) -> None:
-    for field, asked in (("priority", spec.requirements.priority), ("weight", spec.requirements.weight)):
-        most = capacity[f"{field}_max"]
-        if asked > most:
-            raise Fault(
-                f"{field} is {asked:g}, and this site allows at most {most:g}",
-                code=exit_codes.REFUSED,
-                next_step=f"lower it, or have the administrator raise {field}_max in the arbiter's configuration",
-            )
-    if spec.requirements.kind not in capacity["classes"]:
-        allowed = " or ".join(capacity["classes"])
-        raise Fault(
-            f"its class is {spec.requirements.kind}, and this site allows {allowed} only",
-            code=exit_codes.REFUSED,
-            next_step=f"submit it with --class {allowed}",
-        )
+    allowed = {name: capacity[name] for name in ("priority_max", "weight_max", "classes")}
+    beyond = limits.excess(spec.requirements, **allowed)
+    if beyond is not None:
+        raise Fault(beyond[0], code=exit_codes.REFUSED, next_step=beyond[1])
 
 
 def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:

@@ -190,7 +190,7 @@ class Requirements(Struct, frozen=True):
 
     An app agent states it in each `AppReport`, the arbiter keeps it with the app, and a policy reads it in the view.
     The types check each value wherever it is decoded: in a spec, in a report and in a journal. The bounds that
-    a site sets are the arbiter's (`screening`). An app's present needs, such as its gang, its sizes and its loosest
+    a site sets are checked by `protocol.limits`. An app's present needs, such as its gang, its sizes and its loosest
     level, follow from its jobs too and stand in the report itself.
     """
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, get_args
 import structlog
 from msgspec import Struct
 
-from protocol.bus import Bus, BusError, ConnectionLost, Delivery, Link, NotProvisioned, Outgoing, Refused
+from protocol.bus import Bus, BusError, ConnectionLost, Delivery, Link, NotPermitted, NotProvisioned, Outgoing
 from protocol.clock import steady_clock
 from protocol.codec import WireError, decode, encode
 from protocol.core import Connected, Core, Received, Send, Tick
@@ -531,7 +531,7 @@ class Shell(Generic[EventT, EffectT]):
             try:
                 async with self._connection() as link:
                     await self._converse(link)
-            except (ConnectionLost, Refused) as error:
+            except (ConnectionLost, NotPermitted) as error:
                 reason, retry_s = str(error), round(self._backoff_s, 1)
                 _log.warning("bus.unavailable", reason=reason, party=self._party.user, retry_s=retry_s)
             # Jitter: a thousand agents lose their broker at the same moment.

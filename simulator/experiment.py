@@ -52,9 +52,9 @@ APPS = 40
 NAMED = 5
 #: Fields that have a flag of their own.
 _APART = {"policy", "seed", "tenants"}
-#: Those that a world in which nothing is lost does not use (`simulator.world.quiet`).
+#: Fields that a world without lost messages does not use (`simulator.world.quiet`).
 UNUSED = ("beat_s", "node_timeout_s", "app_timeout_s")
-#: How the name of a policy's setting begins: ``policy.las.threshold_gpu_s``.
+#: The beginning of the name of a policy's setting: ``policy.las.threshold_gpu_s``.
 OF_POLICY = "policy."
 
 
@@ -342,7 +342,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSettings:
-    """Return `settings` with that of this name set, be it the arbiter's or its policy's.
+    """Return `settings` with one of them changed, the arbiter's own or a policy's.
 
     Raises
     ------
@@ -351,8 +351,8 @@ def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSetting
     """
     if name in UNUSED:
         raise ExperimentError(
-            f"{name} has no effect here: no message is lost and nobody dies, so nothing is said twice or timed out; "
-            "leave it out"
+            f"{name} has no effect here: no message is lost and no process dies, so no message is repeated or timed "
+            "out; leave it out"
         )
     if name not in (known := knob_names()):
         mend = renamed(name).replace("arbiter.", "") if name in RENAMED else f"choose one of {', '.join(known)}"
@@ -366,7 +366,7 @@ def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSetting
 
 
 def _with_field(target: StructT, field: str, name: str, text: str) -> StructT:
-    """Return `target` with one field read from text; `name` is what the user calls it."""
+    """Return `target` with one field read from text; `name` is its name for users."""
     choices = get_args(get_type_hints(type(target))[field])
     if all(isinstance(choice, str) for choice in choices) and choices and text not in choices:
         raise ExperimentError(f"{name} is {text!r}; choose one of {', '.join(choices)}")

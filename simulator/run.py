@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from app_agent.core.model import Done, Dropped, Failed, JobState
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import scheduler_for
-from app_agent.core.tuning.shape import Trial
+from app_agent.core.tuning.scheduler import Trial
 from arbiter.core.effects import AppRecord, LeaseRecord
 from arbiter.core.registry import POLICIES
 from arbiter.core.state import fairness

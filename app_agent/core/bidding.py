@@ -29,7 +29,7 @@ def answer_offer(app: App, offer: Offer, now: float) -> list[Send]:
         return []
     state.lease_s = offer.lease_s
     value = valuation_of(app, elapsed_s=now - state.submitted_at, apps_mean=state.apps_mean)
-    only = _only(app, offer)
+    only = _reachable_homes(app, offer)
     named = None if only is None else set(only)
     usable = [gpu for gpu in offer.gpus if named is None or gpu.gpu in named]
     levels = [terms.level for terms in value.terms]
@@ -39,7 +39,7 @@ def answer_offer(app: App, offer: Offer, now: float) -> list[Send]:
     return [Send(ARBITER, Bid(state.app, offer.round, rho_none, rows, only))]
 
 
-def _only(app: App, offer: Offer) -> tuple[GpuId, ...] | None:
+def _reachable_homes(app: App, offer: Offer) -> tuple[GpuId, ...] | None:
     """Return the offered GPUs that jobs are bound to which can go on nowhere else, if that is so of all jobs."""
     wanted = demand.jobs_of(app, app.facts.runnable)
     bound = [job for job in wanted if _bound(app, job)]

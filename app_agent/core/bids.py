@@ -156,9 +156,9 @@ def rho_kept(value: Valuation, reach: Reach) -> float:
 def bid_rows(value: Valuation, reach: Reach, *, rho_none: float, gpus_max: int) -> tuple[BidRow, ...]:
     """Return the rows of a bid: rho for every total up to `gpus_max` that can occur, at each level, pruned.
 
-    `rho_none` is `rho_kept`. Lossless but for the bound in `thinned`: for every placement in whole gangs, the best row
-    it satisfies is the rho of the union, or that of gaining nothing where this is better. (With parts of gangs kept on
-    two nodes or more the row may say less, never more: `_completing`.)
+    `rho_none` is `rho_kept`. Lossless but for the bound in `thin_rows`: for every placement in whole gangs, the best
+    row it satisfies is the rho of the union, or that of gaining nothing where this is better. (With parts of gangs kept
+    on two nodes or more the row may say less, never more: `_completing`.)
 
     Source: findings on the auction, section 2.
     """
@@ -167,7 +167,7 @@ def bid_rows(value: Valuation, reach: Reach, *, rho_none: float, gpus_max: int) 
     if new_max < 1:
         return ()
     table = _occurring(value, reach, rooms, new_max)
-    keep = thinned(table, undominated(table, rho_none=rho_none, gang=value.gang), gang=value.gang)
+    keep = thin_rows(table, undominated(table, rho_none=rho_none, gang=value.gang), gang=value.gang)
     new, index = np.nonzero(keep[::-1].T)  # by count, the tightest level first
     rows = zip((reach.kept + new).tolist(), index.tolist(), table[::-1][index, new].tolist(), strict=True)
     return tuple(BidRow(gpus, value.terms[tight].level, worth) for gpus, tight, worth in rows)
@@ -206,7 +206,7 @@ def undominated(table: Floats, *, rho_none: float, gang: int = 1) -> Mask:
     return keep.reshape(levels, -1)[:, :counts]
 
 
-def thinned(table: Floats, keep: Mask, *, gang: int = 1) -> Mask:
+def thin_rows(table: Floats, keep: Mask, *, gang: int = 1) -> Mask:
     """Return `keep`, or fewer entries of it where they are more than a bid may have, `ROWS_MAX`.
 
     This is the only thing ever lost. At each level the range of log rho is cut into equal steps and of each step the

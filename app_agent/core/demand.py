@@ -47,7 +47,7 @@ def jobs_of(app: App, numbers: Sequence[int]) -> list[Job]:
 # --- parked jobs ------------------------------------------------------------------------------------------------------
 
 
-def seats(app: App, job: Job) -> tuple[GpuId, ...]:
+def seats_of(app: App, job: Job) -> tuple[GpuId, ...]:
     """Return the seats that the app has on the GPUs where `job` is parked; none unless one on each."""
     held = {device_of(gpu): gpu for gpu, lease in sorted(app.state.held.items()) if not lease.leaving}
     found = tuple(held[device_of(gpu)] for gpu in job.gpus if device_of(gpu) in held)
@@ -68,7 +68,7 @@ def displaced(app: App, job: Job) -> bool:
 def resumable(app: App, job: Job) -> bool:
     """Whether a parked job may go on now on the GPUs it is parked on."""
     wanted = job.number in app.facts.runnable and not displaced(app, job)
-    return wanted and bool(seats(app, job))
+    return wanted and bool(seats_of(app, job))
 
 
 # --- elastic jobs -----------------------------------------------------------------------------------------------------

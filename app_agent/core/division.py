@@ -87,7 +87,7 @@ def _spread(nodes: Nodes, count: int) -> list[HeldGpu]:
 
 
 def _nodes_for(rack: Nodes, count: int) -> tuple[int, int, NodeId]:
-    """Return the sort key of a rack that has `count` free GPUs: how many nodes these take, then how many it has."""
+    """Return the sort key of a rack with `count` free GPUs: the nodes that these take, then all its free GPUs."""
     used, total = 0, 0
     for size in sorted(map(len, rack.values()), reverse=True):
         used += total < count
@@ -122,12 +122,12 @@ def _extend(nodes: Nodes, homes: dict[JobId, list[HeldGpu]], asks: Mapping[JobId
             return
         job = min(able, key=lambda job: (len(homes[job]), order[job]))
         wanted = len(homes[job]) + steps[job]
-        for held in homes[job]:  # nothing has started yet: all of it anew may lie closer together
+        for held in homes[job]:  # the job has not started yet: all its GPUs chosen anew may lie closer together
             insort(nodes[held.node], held, key=lambda held: held.gpu)
         homes[job] = _spread(within[job], wanted)
 
 
 def _reachable(nodes: Nodes, ask: Asking, gpus: Sequence[HeldGpu], step: int) -> Nodes:
-    """Return where a job may grow by `step`: on its own nodes, or anywhere if it spans and these do not have that."""
+    """Return where a job may grow by `step`: on its own nodes, or anywhere if it spans and its own have too few."""
     own = {held.node: nodes[held.node] for held in gpus}
     return nodes if ask.spans and sum(map(len, own.values())) < step else own

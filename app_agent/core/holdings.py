@@ -54,7 +54,7 @@ def _take_holdings(app: App, message: Holdings, now: float) -> None:
     tasks: dict[tuple[JobId, int], list[TaskStatus]] = {}
     for task in message.tasks:
         tasks.setdefault((task.job, task.attempt), []).append(task)
-    known = [jobs.recall(job, tasks) for job in state.jobs]
+    known = [jobs.with_older_attempts(job, tasks) for job in state.jobs]
     seen = [
         jobs.observe(job, _told(app, job, tasks), state.spec, state.held, acked=message.acked, now=now) for job in known
     ]
@@ -72,7 +72,7 @@ def _told(app: App, job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskSta
     parts = tasks.get((job.id, jobs.present_attempt(job)), ())
     if not app.state.spec.spans:
         return parts[-1] if parts else None
-    return jobs.gathered(parts, job.gpus)
+    return jobs.joined_status(parts, job.gpus)
 
 
 def _is_late(job: Job, before: Job, all_jobs: Sequence[Job]) -> bool:

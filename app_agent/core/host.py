@@ -47,7 +47,7 @@ RecordState = Literal["waiting", "running", "suspended", "finished", "failed", "
 
 
 class Submit(Struct, frozen=True, tag=True):
-    """Event: the owner submits an app; `token` is like that of no other submission."""
+    """Event: the owner submits an app; `token` differs from that of every other submission."""
 
     request: str
     spec: AppSpec
@@ -74,7 +74,7 @@ class Ask(Struct, frozen=True, tag=True):
 class Intervene(Struct, frozen=True, tag=True):
     """Event: the owner acts on an app of which this core has no record, such as another owner's.
 
-    The arbiter decides whether they may; its answer goes past this core.
+    The arbiter decides whether the owner may; its answer goes past this core.
     """
 
     request: str
@@ -83,9 +83,9 @@ class Intervene(Struct, frozen=True, tag=True):
 
 
 class JobRecord(Struct, frozen=True):
-    """One job of which a process lives, as its owner's tools see it.
+    """One job that has a living process, as its owner's tools see it.
 
-    `steps` of `total_steps` (0: unknown) mini-batches and `samples` are behind it, as far as its script says. One takes
+    `steps` of `total_steps` (0: unknown) mini-batches and `samples` are done, by its script's word. A mini-batch takes
     `step_s` (0: unknown), without time suspended, by `step_source`: its own word, or the period of a signal. It has its
     GPUs for a `share` of the time, 1 if it has them to itself, and beside it run the tasks `packed_with`; `remark` is
     its node agent's finding about that.
@@ -126,7 +126,7 @@ class AppRecord(Struct, frozen=True):
 
     @property
     def over(self) -> bool:
-        """Whether nothing more will become of it."""
+        """Whether the app has ended."""
         return self.ended_at is not None
 
 
@@ -167,13 +167,13 @@ OwnEffect = Accepted | Declined | Changed
 
 
 class HostState(Struct):
-    """All the host knows; a snapshot holds this."""
+    """All the host knows, as a snapshot holds it."""
 
     owner: OwnerId
     tenant: str
     beat_s: float
     submitted: int = 0
-    tag: str = ""  #: letters in the ids of its apps, which an agent with another journal has not
+    tag: str = ""  #: letters in the ids of its apps; an agent with another journal has others
     apps: dict[AppId, AppState] = {}
     records: dict[AppId, AppRecord] = {}
 
@@ -181,7 +181,7 @@ class HostState(Struct):
 class AppHost:
     """The agents of one owner's apps.
 
-    `owner` is whose they are, part of their ids and of the broker user; `tenant` pays for apps that do not say; every
+    `owner` is part of the apps' ids and of the broker user; `tenant` pays for apps that name none; every
     `beat_s` seconds each agent states its whole wish again.
     """
 
@@ -261,7 +261,7 @@ class AppHost:
     # --- apps -------------------------------------------------------------------------------------------------------
 
     def _submit(self, request: str, spec: AppSpec, token: str, now: float) -> list[Effect]:
-        spec = replace(spec, tenant=spec.tenant or self.state.tenant, name=spec.name or _name(spec))
+        spec = replace(spec, tenant=spec.tenant or self.state.tenant, name=spec.name or _script_name(spec))
         wrong = mistake(spec)
         if wrong is not None:
             return [Declined(request, wrong)]
@@ -322,7 +322,7 @@ def record_of(app: App) -> AppRecord:
         app=state.app,
         tenant=state.spec.tenant,
         name=state.spec.name,
-        state=over.state if over else _standing(state),
+        state=over.state if over else _record_state(state),
         reason=over.reason if over else state.news,
         submitted_at=state.submitted_at,
         ended_at=over.at if over else None,
@@ -334,11 +334,11 @@ def record_of(app: App) -> AppRecord:
         steps_lost=sum(job.lost for job in state.jobs),
         suspensions=sum(job.suspensions_before + job.suspensions for job in state.jobs),
         metrics=search.metrics(app),
-        jobs=() if over else tuple(_job_record(job) for job in state.jobs if _living(job)),
+        jobs=() if over else tuple(_job_record(job) for job in state.jobs if _is_living(job)),
     )
 
 
-def _living(job: Job) -> bool:
+def _is_living(job: Job) -> bool:
     return isinstance(job.state, Attempting) and job.seen == job.state.attempt
 
 
@@ -359,14 +359,14 @@ def _job_record(job: Job) -> JobRecord:
     )
 
 
-def _standing(state: AppState) -> RecordState:
+def _record_state(state: AppState) -> RecordState:
     """Return the state of the app's jobs taken together."""
     if any(isinstance(job.state, Placed | Leaving) and job.seen == job.state.attempt for job in state.jobs):
         return "running"
     return "suspended" if any(isinstance(job.state, Suspended) for job in state.jobs) else "waiting"
 
 
-def _name(spec: AppSpec) -> str:
+def _script_name(spec: AppSpec) -> str:
     """Return a name for people: the script, or else the program."""
     words = spec.trials[0]
     return PurePath(next((word for word in words[1:] if word.endswith(".py")), words[0])).name or "app"

@@ -32,9 +32,9 @@ BEGUN_S = 60.0
 STEPS_MEASURED_MIN = 3
 #: The cost of a move is the median of so many moves.
 MOVES_REMEMBERED = 5
-#: Least share that is believed: a GPU has at most 64 seats, and a task that waits for its first turn has had none yet.
+#: The least share that is believed: a GPU has at most 64 seats, and a task may still wait for its first turn.
 SHARE_MIN = 1 / 64
-#: Of an attempt in parts that are not all alike: the phase furthest from all of them running counts.
+#: The phases of an attempt whose parts differ: the first of these that a living part is in counts.
 _PHASES: tuple[TaskPhase, ...] = (
     "stopping",
     "vacating",
@@ -49,7 +49,7 @@ _PHASES: tuple[TaskPhase, ...] = (
 _OUTCOMES: tuple[Outcome, ...] = ("failed", "preempted", "stopped", "finished")
 
 
-def gathered(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskStatus | None:
+def joined_status(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskStatus | None:
     """Return an attempt on `gpus` as one task, from those of its parts that are known; None if there are none.
 
     It runs when all of its parts run and is over when all are; it has made the steps that all have made.
@@ -62,7 +62,7 @@ def gathered(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskStatus |
     if whole and len(parts) == 1:
         return parts[0]
     phase = _phase(ordered, whole=whole)
-    last = _last(ordered, whole=whole) if phase == "exited" else None
+    last = _decisive_part(ordered, whole=whole) if phase == "exited" else None
     metrics, diverged = newest_metrics(*((part.metrics, part.measured.diverged) for part in reversed(ordered)))
     measured = min((part.measured for part in ordered), key=lambda measured: measured.share)
     return replace(
@@ -73,7 +73,7 @@ def gathered(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskStatus |
         start_step=min(part.start_step for part in parts),
         saved_step=min(part.saved_step for part in parts),
         total_steps=max(part.total_steps for part in parts),
-        # Of a gang that is not whole nothing is measured.
+        # A gang that is not whole measures nothing.
         step_s=max(part.step_s for part in parts) if whole and all(part.step_s > 0 for part in parts) else 0.0,
         cooperative=all(part.cooperative for part in parts),
         can_checkpoint=all(part.can_checkpoint for part in parts),
@@ -100,7 +100,7 @@ def _phase(parts: Sequence[TaskStatus], *, whole: bool) -> TaskPhase:
     return next(phase for phase in _PHASES if phase in living)
 
 
-def _last(parts: Sequence[TaskStatus], *, whole: bool) -> TaskStatus:
+def _decisive_part(parts: Sequence[TaskStatus], *, whole: bool) -> TaskStatus:
     """Return the part whose end is that of the attempt; it has finished only if none is missing and all have."""
     worst = min(parts, key=lambda part: _OUTCOMES.index(part.outcome or "preempted"))
     if worst.outcome is None or (worst.outcome == "finished" and not whole):
@@ -122,15 +122,15 @@ def observe(
     if not isinstance(job.state, Attempting):
         return job
     if status is None:
-        return _vanish(job, held, acked=acked)
-    job = _learn(job, status, held)
+        return _unknown_to_arbiter(job, held, acked=acked)
+    job = _with_figures(job, status, held)
     if status.phase == "exited":
-        return _end(job, status, spec, now)
-    return _follow(_arrive(job, status, now), status, held)
+        return _after_end(job, status, spec, now)
+    return _with_phase(_with_cost_of_start(job, status, now), status, held)
 
 
-def recall(job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) -> Job:
-    """Return `job` after news of attempts before its present one: on a node that was silent, one may have gone on.
+def with_older_attempts(job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) -> Job:
+    """Return `job` after news of attempts before its present one: an earlier one may have gone on, on a silent node.
 
     The steps it made there are made again, as the present attempt knows nothing of them.
     """
@@ -155,7 +155,7 @@ def begun(job: Job) -> bool:
     return job.seen == present_attempt(job) and job.step >= 0
 
 
-def _vanish(job: Job, held: Mapping[GpuId, HeldGpu], *, acked: int) -> Job:
+def _unknown_to_arbiter(job: Job, held: Mapping[GpuId, HeldGpu], *, acked: int) -> Job:
     """Decide on an attempt of which the arbiter knows nothing: not yet started, or lost with its node."""
     match job.state:
         case Placed(_, gpus, _) if all(gpu in held for gpu in gpus) and not _seen(job):
@@ -173,7 +173,7 @@ def _seen(job: Job) -> bool:
     return job.seen == job.state.attempt
 
 
-def _learn(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
+def _with_figures(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
     """Take in the figures of `status`."""
     if status.attempt > job.seen:
         moved = job.preempted and bool(job.seen_gpus) and set(job.seen_gpus) != set(status.gpus)
@@ -240,7 +240,7 @@ def _pace(status: TaskStatus, times: Sequence[IterTime]) -> Pace:
     return Pace(status.step_s, measured.source, measured.share, measured.packed_with, rate, measured.remark)
 
 
-def _arrive(job: Job, status: TaskStatus, now: float) -> Job:
+def _with_cost_of_start(job: Job, status: TaskStatus, now: float) -> Job:
     """Note the cost of a start or a move, once the job has made its first mini-batch where it is now."""
     state = job.state
     if not isinstance(state, Placed) or status.step <= status.start_step:
@@ -252,8 +252,8 @@ def _arrive(job: Job, status: TaskStatus, now: float) -> Job:
     return replace(job, state=replace(state, left_s=None), moves_s=(*job.moves_s, cost_s)[-MOVES_REMEMBERED:])
 
 
-def _follow(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
-    """Keep pace with a living attempt: parked, or going on after having been parked.
+def _with_phase(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
+    """Follow a living attempt: it was parked, or goes on after having been parked.
 
     A job that stands on GPUs which are its own to stay is taken to wait for its turn on them.
     """
@@ -270,19 +270,19 @@ def _follow(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
             return job
 
 
-def _end(job: Job, status: TaskStatus, spec: AppSpec, now: float) -> Job:
+def _after_end(job: Job, status: TaskStatus, spec: AppSpec, now: float) -> Job:
     """Decide the state after the end of an attempt."""
     if status.outcome == "finished":
         return replace(job, state=Done(status.reason))
     if isinstance(job.state, Stopping):
         return replace(job, state=Dropped())
     if status.outcome == "failed":
-        return _fail(job, status, spec)
+        return _after_failure(job, status, spec)
     left_s = max(0.0, now - job.state.at) if isinstance(job.state, Leaving) else None
     return next_attempt(job, preempted=True, left_s=left_s)
 
 
-def _fail(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
+def _after_failure(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
     """Start a failed job anew, unless it failed too often or cannot even start."""
     restarts = job.restarts + 1
     false_starts = 0 if _has_begun(status) else job.false_starts + 1
@@ -298,7 +298,7 @@ def _fail(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
 
 
 def _has_begun(status: TaskStatus) -> bool:
-    """Whether an attempt has got anywhere: it has made a mini-batch, or ran on for long and tells nothing of those."""
+    """Whether an attempt has got past its start: it has made a mini-batch, or runs for long and tells of none."""
     return status.step > status.start_step or (status.step < 0 and status.measured.ran_s >= BEGUN_S)
 
 

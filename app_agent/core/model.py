@@ -20,7 +20,7 @@ from typing import Literal
 from msgspec import Struct
 
 from app_agent.core.spec import AppSpec
-from app_agent.core.tuning.shape import Search
+from app_agent.core.tuning.scheduler import Search
 from app_agent.core.valuation import IterTime
 from protocol.messages import (
     AppId,
@@ -52,7 +52,7 @@ class HeldGpu(Struct, frozen=True):
 
 
 class Waiting(Struct, frozen=True, tag=True):
-    """Attempt `attempt` is still to be started. The one before took `left_s` to leave, if it had been told to."""
+    """Attempt `attempt` is still to be started. The attempt before took `left_s` to leave, if it had been told to."""
 
     attempt: int
     left_s: float | None = None
@@ -106,7 +106,7 @@ class Done(Struct, frozen=True, tag=True):
 
 
 class Failed(Struct, frozen=True, tag=True):
-    """Will not be started again; `exit_code` is its last one, as a shell would show it."""
+    """The job will not be started again; `exit_code` is its last one, as a shell would show it."""
 
     reason: str
     exit_code: int
@@ -117,7 +117,7 @@ Attempting = Placed | Leaving | Suspended | Stopping
 
 
 class Pace(Struct, frozen=True):
-    """How a job gets on where it runs, as its node agent measured it.
+    """The pace of a job on its present GPUs, as its node agent measured it.
 
     `step_s` is the time of one mini-batch without time suspended, by `source`. `share` is the part of the time in which
     it runs, less than 1 for one that takes turns; `packed_with` are tasks that run beside it. `rate` is its speed
@@ -136,8 +136,8 @@ class Job(Struct, frozen=True):
     """One job over all its attempts.
 
     `step` and the fields after it are of attempt `seen`, the newest that a node agent reported (-1: none).
-    `steps_before` is the last step of the attempt before that; `gpus_before` and `moved` say where it ran and whether
-    it left by preemption.
+    `steps_before` is the last step of the attempt before that; `seen_gpus` are the GPUs of attempt `seen`, and
+    `preempted` says whether the present attempt follows a preemption.
     """
 
     id: JobId
@@ -168,7 +168,7 @@ class Job(Struct, frozen=True):
 
     @property
     def steps_done(self) -> int:
-        """Mini-batches behind it, as far as the newest attempts tell."""
+        """The mini-batches it has made, by the word of its newest attempts."""
         return max(self.step, self.steps_before if self.step < 0 else -1) + 1
 
     @property
@@ -183,12 +183,12 @@ class Job(Struct, frozen=True):
 
     @property
     def lost(self) -> int:
-        """Steps that had to be made again, in all attempts."""
+        """The steps that had to be made again, in all attempts."""
         return self.steps_lost + self.lost_now
 
     @property
     def lost_now(self) -> int:
-        """Steps before this attempt that it had to make again; known once it has made one (it has then restored)."""
+        """Steps before this attempt that it had to make again; known once it has made a step, and so has restored."""
         return max(0, self.steps_before - self.start_step) if self.step >= 0 else 0
 
 
@@ -221,7 +221,7 @@ class AppState(Struct):
     held: dict[GpuId, HeldGpu] = {}
     given_back: tuple[LeaseId, ...] = ()
     useless_since: dict[LeaseId, float] = {}
-    patient_until: float | None = None  #: when those of them that may still make a gang are given back
+    patient_until: float | None = None  #: when useless leases that may still make a gang are given back
     cluster_gpus: int = 0
     apps_mean: float = 1.0  #: N_avg, as last probed
     lease_s: float = 600.0  #: as last offered; the default is that of PAPERS.md section 1

@@ -18,18 +18,18 @@ GANG_PATIENCE_S = 60.0
 def divide(app: App, now: float) -> None:
     """Take jobs off GPUs they must leave, start those that wait, grow one that gains, give back the useless GPUs."""
     wanted = app.facts.runnable
-    _clear(app, set(wanted), now)
-    _start(app, jobs_of(app, wanted), now)
-    held_back = _hold_back(app, wanted)
-    held_back |= _grow(app, wanted, held_back, now)
-    _give_back(app, wanted, held_back, now)
+    _leave_lost_gpus(app, set(wanted), now)
+    _start_jobs(app, jobs_of(app, wanted), now)
+    held_back = _held_back_gpus(app, wanted)
+    held_back |= _grow_jobs(app, wanted, held_back, now)
+    _give_back_gpus(app, wanted, held_back, now)
 
 
-def _put(app: App, job: Job) -> None:
+def _replace_job(app: App, job: Job) -> None:
     app.state.jobs = tuple(job if other.id == job.id else other for other in app.state.jobs)
 
 
-def _clear(app: App, wanted: set[int], now: float) -> None:
+def _leave_lost_gpus(app: App, wanted: set[int], now: float) -> None:
     """Let placed jobs leave that have lost a GPU, or whose phase is over.
 
     One that accepts a smaller size goes on, as soon as it has left, in its next attempt on the GPUs that it keeps.
@@ -39,12 +39,12 @@ def _clear(app: App, wanted: set[int], now: float) -> None:
         if isinstance(job.state, Placed):
             lost = any(gpu in held and held[gpu].leaving for gpu in job.state.gpus)
             if lost or job.number not in wanted:
-                _put(app, jobs.leave(job, since_seq=following, now=now))
+                _replace_job(app, jobs.leave(job, since_seq=following, now=now))
 
 
-def _free(app: App) -> list[HeldGpu]:
+def _free_gpus(app: App) -> list[HeldGpu]:
     """Return the GPUs that are the app's to stay, and that no process of its own may be on."""
-    busy = {gpu for job in app.state.jobs for gpu in _occupied(app, job)}
+    busy = {gpu for job in app.state.jobs for gpu in _occupied_gpus(app, job)}
     given_back = set(app.state.given_back)
     return [
         held
@@ -53,18 +53,18 @@ def _free(app: App) -> list[HeldGpu]:
     ]
 
 
-def _occupied(app: App, job: Job) -> tuple[GpuId, ...]:
+def _occupied_gpus(app: App, job: Job) -> tuple[GpuId, ...]:
     """Return the GPUs kept from other jobs by `job`; a parked job keeps them only when it can be resumed there."""
     if isinstance(job.state, Suspended):
-        return demand.seats(app, job) if demand.resumable(app, job) else ()
+        return demand.seats_of(app, job) if demand.resumable(app, job) else ()
     return job.gpus
 
 
-def _start(app: App, wanted: Sequence[Job], now: float) -> None:
+def _start_jobs(app: App, wanted: Sequence[Job], now: float) -> None:
     waiting = [job for job in wanted if isinstance(job.state, Waiting)]
-    for job_id, gpus in division.divide(_free(app), _asking(app, waiting)).items():
+    for job_id, gpus in division.divide(_free_gpus(app), _asking(app, waiting)).items():
         job = next(job for job in waiting if job.id == job_id)
-        _put(app, jobs.place(job, gpus, since_seq=app.state.seq + 1, now=now))
+        _replace_job(app, jobs.place(job, gpus, since_seq=app.state.seq + 1, now=now))
 
 
 def _asking(app: App, some: Iterable[Job]) -> list[Asking]:
@@ -72,7 +72,7 @@ def _asking(app: App, some: Iterable[Job]) -> list[Asking]:
     return [Asking(job.id, spec.gang, spec.job_demand_max, spec.spans, spec.sizes) for job in some]
 
 
-def _hold_back(app: App, wanted: Sequence[int]) -> set[GpuId]:
+def _held_back_gpus(app: App, wanted: Sequence[int]) -> set[GpuId]:
     """Return the free GPUs for jobs that are still leaving others, as if they had left already."""
     pending = [job for job in jobs_of(app, wanted) if isinstance(job.state, Waiting | Leaving)]
     soon = [
@@ -81,11 +81,11 @@ def _hold_back(app: App, wanted: Sequence[int]) -> set[GpuId]:
         for held in (app.state.held.get(gpu) for gpu in job.gpus)
         if held is not None and not held.leaving
     ]
-    plan = division.divide([*_free(app), *soon], _asking(app, pending))
+    plan = division.divide([*_free_gpus(app), *soon], _asking(app, pending))
     return {gpu for gpus in plan.values() for gpu in gpus}
 
 
-def _grow(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> set[GpuId]:
+def _grow_jobs(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> set[GpuId]:
     """Let elastic jobs leave in order to start again on more GPUs that they can reach; return those GPUs."""
     state = app.state
     used: set[GpuId] = set()
@@ -93,20 +93,20 @@ def _grow(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) ->
         if not isinstance(job.state, Placed) or not demand.growable(app, job):
             continue
         nodes = {state.held[gpu].node for gpu in job.gpus if gpu in state.held}
-        free = [held for held in _free(app) if held.gpu not in held_back | used]
+        free = [held for held in _free_gpus(app) if held.gpu not in held_back | used]
         more = [held for held in free if held.node in nodes]
         if state.spec.spans:
             more += [held for held in free if held.node not in nodes]
         (asking,) = _asking(app, [job])
         size = asking.fitting(len(job.gpus) + len(more))
         more = more[: size - len(job.gpus)]
-        if size > len(job.gpus) and demand.growth_pays(app, job, size, _looser(app, job, more)):
+        if size > len(job.gpus) and demand.growth_pays(app, job, size, _slowdown_by_growth(app, job, more)):
             used |= {held.gpu for held in more}
-            _put(app, jobs.leave(job, since_seq=state.seq + 1, now=now))
+            _replace_job(app, jobs.leave(job, since_seq=state.seq + 1, now=now))
     return used
 
 
-def _looser(app: App, job: Job, more: Sequence[HeldGpu]) -> float:
+def _slowdown_by_growth(app: App, job: Job, more: Sequence[HeldGpu]) -> float:
     """Return how much slower a job's GPUs are together with `more` than by themselves, for they lie further apart.
 
     A job that stays on its node counts as no slower.
@@ -118,10 +118,10 @@ def _looser(app: App, job: Job, more: Sequence[HeldGpu]) -> float:
     return slowdown[locality([*own, *more])] / slowdown[locality(own)]
 
 
-def _give_back(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> None:
+def _give_back_gpus(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> None:
     """Release the GPUs no job can use; a part of a gang only when the rest of it has not come for a while."""
     state = app.state
-    useless = {held.lease for held in _free(app) if held.gpu not in held_back}
+    useless = {held.lease for held in _free_gpus(app) if held.gpu not in held_back}
     hoping = any(isinstance(job.state, Waiting | Leaving | Suspended) for job in jobs_of(app, wanted))
     patience_s = max(GANG_PATIENCE_S, state.lease_s / 4) if hoping and state.spec.gang > 1 else 0.0
     state.useless_since = {lease: state.useless_since.get(lease, now) for lease in sorted(useless)}

@@ -94,7 +94,9 @@ def _job_wish(app: App, job: Job) -> JobWish | None:
             return _job_wish_on(app, job, attempt, gpus)
         case Suspended(attempt, gpus):
             wanted = job.number in app.facts.runnable and not demand.displaced(app, job)
-            return _job_wish_on(app, job, attempt, (demand.seats(app, job) or gpus) if wanted else (), suspended=True)
+            return _job_wish_on(
+                app, job, attempt, (demand.seats_of(app, job) or gpus) if wanted else (), suspended=True
+            )
         case _ as never:
             assert_never(never)
 

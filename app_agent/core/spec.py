@@ -41,7 +41,7 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
         One command per job; more than one makes a search.
     cwd, checkpoint_root
         Absolute folders on storage that every node sees; job n checkpoints in ``<checkpoint_root>/<run>/<n>``, where
-        the run is like that of no other submission, such as ``ana-kq7-5f0c12ab``.
+        the run differs from that of every other submission, such as ``ana-kq7-5f0c12ab``.
     env, secrets
         Variables of its environment: by value, and by the file that holds the value on the node.
     requirements
@@ -64,7 +64,7 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
         of more than twice that.
     level_max
         The loosest locality of one job's GPUs; one that does not span lies on one node, so levels beyond ``machine``
-        mean that.
+        mean one node, too.
     metric, mode
         The metric that trials report, and whether more (``max``) or less (``min``) of it is better.
     search
@@ -73,10 +73,10 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     phase_steps
         Of halving: mini-batches each trial of a phase makes in that phase; empty divides `steps_total` 1 : 2 : 4 ...
     eta
-        Of Hyperband: of so many trials one goes on to the next rung, which lasts so many times as long.
+        Of Hyperband: of `eta` trials one goes on to the next rung, which lasts `eta` times as long.
     steps_min
-        Of Hyperband: mini-batches after which a trial can be judged at the earliest; 0: as early as makes as many
-        brackets as the trials can fill.
+        Of Hyperband: mini-batches after which a trial can be judged at the earliest; 0: so early that there are as
+        many brackets as the trials can fill.
     target
         Of ``curve``: the first trial to report this metric, or a better one, is the answer.
     max_restarts
@@ -155,7 +155,7 @@ def bracket_sizes(eta: int, s_max: int) -> tuple[int, ...]:
 def brackets_of(spec: AppSpec) -> int:
     """Return the number of brackets of Hyperband, s_max + 1, with s_max = floor(log_eta(R / r_min)).
 
-    Without an r_min as many as the trials can fill, at least two: with one alone nothing is ever compared.
+    Without an r_min, as many as the trials can fill, and at least two: with one alone no trials are compared.
     """
     s_max = 0
     while spec.steps_total >= max(1, spec.steps_min) * spec.eta ** (s_max + 1):

@@ -25,7 +25,7 @@ from protocol.messages import LEVELS, Level
 Counts = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-#: S(G) until measured. Source: Themis, as in PAPERS.md section 1: 1 in a machine, 1.1 across them, 1.3 across racks.
+#: S(G) until measured. Source: Themis, as in PAPERS.md section 1: 1 on a node, 1.1 across nodes, 1.3 across racks.
 SLOWDOWN_CRUDE: Mapping[Level, float] = {"slot": 1.0, "machine": 1.0, "rack": 1.1, "cluster": 1.3}
 #: The wire's bound for rho; a valuation must stay finite, or no sum of logarithms exists.
 RHO_MAX = 1e15
@@ -50,7 +50,7 @@ class LevelTerms(Struct, frozen=True):
 
 
 class Valuation(Struct, frozen=True):
-    """All that rho of any allocation follows from.
+    """The numbers from which rho of any allocation follows.
 
     `phases[i][j]` are the serial seconds job j has left in phase i, `terms` the levels the app accepts, tight to loose,
     `elapsed_s` = T_current - T_start, `lease_s` the length of a lease, and `fair_s` = T_id. `hoped` is the level at
@@ -176,7 +176,8 @@ def makespans_s(works_s: Sequence[float], gangs: Counts, caps: Counts, sizes: Se
 def _spread_s(works: Floats, gangs: Counts, sizes: Counts) -> Floats:
     """Spread gangs evenly over no more jobs, the surplus to the longest ones, which come first.
 
-    All jobs have the largest size that there is for all; the rest gives the next size to as many jobs as it can.
+    All jobs have the largest size of which there is enough for all; the rest gives the next size to as many jobs as it
+    can.
     """
     index = np.searchsorted(sizes, gangs // len(works), side="right") - 1
     share, following = sizes[index], sizes[np.minimum(index + 1, len(sizes) - 1)]
@@ -199,7 +200,7 @@ def _queue_s(works: Sequence[float], gangs: int) -> float:
 
 
 def _pack_exactly(works: Sequence[float], loads: list[float], best: float) -> float:
-    """Return the least greatest load, at most `best`: a depth-first search that tries equal loads only once."""
+    """Return the smallest greatest load, at most `best`: a depth-first search that tries equal loads only once."""
     if not works:
         return max(loads)
     tried: set[float] = set()
@@ -217,7 +218,7 @@ def slowdowns(measured: Iterable[Sequence[IterTime]]) -> dict[Level, float]:
     """Return S per level: ratios of each job's own iteration times where measured, the crude table elsewhere.
 
     A ratio needs two levels measured with the same number of GPUs; the tightest one measured counts as crude. The
-    running maximum makes sure that a looser level is never better: "assigned rack, fitted into one machine" must not
+    running maximum makes sure that a looser level is never better: "assigned rack, fitted into one node" must not
     be worth less than was bid.
 
     Source: PAPERS.md section 1 (S replaced by measurements); findings on the auction, section 1 (running maximum).

@@ -20,10 +20,10 @@
 
     search.optimize(objective)
 
-The study lies in the job's checkpoint folder, in a file named by the run: that of another submission is not gone on
-with. The trial that was under way when the process ended is taken up again where its checkpoint left it, or from its
-beginning. Trials as jobs of their own, with GPUs moving between them, are ``gpu-arbiter submit --trials``. A study
-belongs to one job: none else may have trials running in it.
+The study lies in the job's checkpoint folder, in a file named by the run: a study of another submission is not
+continued. The trial that was under way when the process ended is taken up again where its checkpoint left it, or from
+its beginning. Trials as jobs of their own, with GPUs moving between them, are ``gpu-arbiter submit --trials``. A study
+belongs to one job: no other job may run trials in it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ Each process has its own, so name the file by rank::
     random_states.save(f"{folder}/random-{rank}.pt")
     random_states.load(f"{folder}/random-{rank}.pt")
 
-Load them last, after the model is built and after ``iter(loader)``, which draws a seed itself: the next thing drawn is
-then the numbers that would have been drawn next.
+Load them last, after the model is built and after ``iter(loader)``, which draws a seed itself: the next numbers drawn
+are then those that the saved process would have drawn.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a job's checkpoints lie and when one may be trusted. Standard library only: runs inside the training process.
+"""A job's checkpoints: their folders, and the proof that one is complete. Standard library only.
 
 ``<root>/a<attempt>-s<step>/`` holds the files of the script's save function, and ``manifest.json``. A checkpoint is
 written under a temporary name, every file and the folder are flushed to the disk, then it is renamed: a folder with
@@ -8,14 +8,15 @@ Each says of which run it is, one submission of one app. A checkpoint that anoth
 another job's, also under the same name: it is never loaded, counted or removed.
 
 All attempts of a job share its roots. The durable one is seen by every node. The other, if there is one, lies in this
-host's memory: a checkpoint with which a job leaves its GPUs goes there, so that an attempt that starts on the same node
+node's memory: a checkpoint with which a job leaves its GPUs goes there, so that an attempt that starts on the same node
 need not wait for a disk, and the node agent copies it to the durable root. An attempt restores the newest checkpoint of
 the attempts *before* it, so a checkpoint that a revived zombie of an older attempt still writes is outranked as soon as
 its successor has saved once.
 
 Several processes of one task (ranks) write one checkpoint together. Rank 0 makes the folder, each rank's save function
 writes into it, each marks that it is done, and rank 0 seals and renames it. The marks lie in a folder beside it, whose
-name holds the order's number, so that none is ever taken for another's. One that fails says so there, and all give up.
+name holds the order's number, so that none is ever taken for another's. A rank that fails says so there, and all give
+up.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def write(
 
 
 def write_finished(root: Root, document: dict[str, Any]) -> None:
-    """Put `document` into ``<root>/finished.json``, durably and all at once; that of another run is set aside.
+    """Put `document` into ``<root>/finished.json``, durably and all at once; the file of another run is set aside.
 
     Raises
     ------
@@ -241,7 +242,7 @@ class _Marks:
         self._put(f"done-{self._team.rank}")
 
     def fail(self, error: BaseException) -> None:
-        """Say that this rank could not."""
+        """Say that this rank has failed."""
         with contextlib.suppress(OSError):
             self._put("failed", f"rank {self._team.rank}: {_sentence(error)}")
 
@@ -368,7 +369,7 @@ def _named(run: str | None) -> str:
 
 
 def _finished_run(path: Path) -> str | None:
-    """Return the run that a finish on the disk is of; None if there is none."""
+    """Return the run whose end is recorded on the disk; None if there is none."""
     try:
         document = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -68,9 +68,9 @@ class Parked:
     Attributes
     ----------
     bytes
-        How much lies in host memory.
+        Bytes that lie in host memory.
     residue_bytes
-        How much stays where it was.
+        Bytes that stay on the GPU.
     """
 
     def __init__(self, storages: list[Any], arena: _Arena | None, residue_bytes: int) -> None:
@@ -179,7 +179,9 @@ class State:
 
 
 def survey() -> State:
-    """Return how much `park` would move now. To be called by the training thread at a boundary; takes some 10 ms.
+    """Return the bytes and devices that `park` would move now.
+
+    To be called by the training thread at a boundary; takes some 10 ms.
 
     Raises
     ------
@@ -267,7 +269,7 @@ def _kinds(base: type) -> set[type]:
 
 
 def _check_allocator(torch: ModuleType) -> None:
-    """Refuse memory that something else than PyTorch's tensors knows by address."""
+    """Refuse memory that other code than PyTorch's tensors knows by address."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")  # torch.compile(mode="reduce-overhead" and the like)
     containers = getattr(getattr(trees, "local", None), "tree_manager_containers", {})
     if any(container.tree_manager is not None for container in containers.values()):
@@ -323,7 +325,7 @@ class _Arena:
     Raises
     ------
     OSError
-        If the host has not so much.
+        If the node has less.
     """
 
     def __init__(self, size: int) -> None:
@@ -443,7 +445,7 @@ def prepare(size: int, device: int | None = None) -> None:
     Raises
     ------
     ParkRefused
-        If the host has not so much memory.
+        If the node has less memory.
     """
     torch = _torch()
     if device is not None and torch is not None:
@@ -451,7 +453,7 @@ def prepare(size: int, device: int | None = None) -> None:
     with _guard:
         arena = _kept if _kept is not None and _kept.in_use else _fitting(size)
     while arena is not None and arena.ready < arena.size:
-        while _awaited:  # a suspension does not wait for the rest
+        while _awaited:  # a suspension need not wait for the rest
             time.sleep(0.001)
         with _guard:
             if arena is not _kept:

@@ -21,7 +21,7 @@ def anonymous_bytes() -> int:
 
 @functools.cache
 def _statm() -> int:
-    """Kept open: it is read four times a second, and opening it costs more than that."""
+    """Open the file once: it is read four times a second, and opening it costs more than reading."""
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 

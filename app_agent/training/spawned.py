@@ -63,11 +63,11 @@ def _starting(
         start_method: str = "spawn",
         **others: Any,
     ) -> Any:
-        global _newest  # noqa: PLW0603 - those of an earlier call that live still are helpers of these
+        global _newest  # noqa: PLW0603 - processes of an earlier call that still live are helpers of these
         socket = step_aside() if start_method in FOLLOWED else ""
         if not socket:
             return start(fn, args, nprocs, join, daemon, start_method, **others)
-        with _in_environment(socket):  # so that the new interpreters hold this package, see `bootstrap`
+        with _in_environment(socket):  # so that the new interpreters load this package, see `bootstrap`
             rank = functools.partial(train_as_rank, fn, socket, nprocs)
             context = start(rank, args, nprocs, False, daemon, start_method, **others)
         _newest = context

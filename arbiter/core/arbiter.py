@@ -296,7 +296,7 @@ class Arbiter:
                 if site.may_speak(turn, sender, message.site):
                     owner_acts.take(turn, sender, message)
             case Query() | LogChunk():
-                pass  # answered by the daemon's desk; changes nothing here
+                pass  # answered by `arbiter.queries`; changes nothing here
             case _:
                 turn.tell(sender.user, f"sent a {type(message).__name__}, which is not for an arbiter", loudly=True)
 

@@ -13,7 +13,7 @@ from launch.notify import notify
 from node_agent.devices import DeviceError
 from node_agent.workers.manager import WorkersError
 from protocol import exit_codes
-from protocol.bus import Refused
+from protocol.bus import NotPermitted
 from protocol.config import ConfigError
 from protocol.journal import JournalError
 
@@ -24,7 +24,7 @@ EXPECTED: dict[type[Exception], int] = {
     JournalError: exit_codes.FAILED,
     DeviceError: exit_codes.USAGE,
     WorkersError: exit_codes.USAGE,
-    Refused: exit_codes.NOT_PERMITTED,
+    NotPermitted: exit_codes.NOT_PERMITTED,
 }
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 

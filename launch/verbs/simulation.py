@@ -207,13 +207,12 @@ def compare(
         from simulator.experiment import Experiment, prepare
         from simulator.figures import report, results
 
-        flags = _flags(lease, round_pause, fairness_knob, sharing, seats, quantum)
-        knobs = _knobs(flags, set_)
+        knobs = _knobs(_flags(lease, round_pause, fairness_knob, sharing, seats, quantum), set_)
         shortest_s = seconds(min_duration, "--min-duration")
-        names = _policies(policies)
+        names = [name for name in _policies(policies) if name != fluid.NAME]
         experiments = [
             Experiment(trace, cluster, name, overheads, profiles, seed, first, knobs, str(tenants or ""))
-            for name in (*(name for name in names if name != fluid.NAME), fluid.NAME)
+            for name in (*names, fluid.NAME)
         ]
         prepare(experiments)
         if html is not None:
@@ -228,19 +227,19 @@ def compare(
         else:
             say(side_by_side(runs, summaries))
             _notes(sentence for run in runs for sentence in run.notes)
-            _notes(
-                _refusals(run.policy, each) for run, each in zip(runs, summaries, strict=True) if each["jobs_refused"]
-            )
+            _notes(sentence for run, each in zip(runs, summaries, strict=True) for sentence in _refusals(run, each))
         _demand_ends(map(_unfinished, runs))
 
 
-def _refusals(policy: str, summary: Mapping[str, Any]) -> str:
-    names = summary["jobs_refused_names"]
-    more = ", ..." if summary["jobs_refused"] > len(names) else ""
-    return (
-        f"{policy}: {summary['jobs_refused']} of {plural(summary['jobs_in'], 'job')} refused "
-        f"({', '.join(names)}{more}); its figures are of the others"
-    )
+def _refusals(run: Run, summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a sentence about the refused jobs of a run, if there are any."""
+    if summary["jobs_refused"]:
+        names = summary["jobs_refused_names"]
+        more = ", ..." if summary["jobs_refused"] > len(names) else ""
+        yield (
+            f"{run.policy}: {summary['jobs_refused']} of {plural(summary['jobs_in'], 'job')} refused "
+            f"({', '.join(names)}{more}); its figures are of the others"
+        )
 
 
 def sweep(
@@ -281,14 +280,7 @@ def sweep(
         groups = sweeping.groups(rows)
         inputs = sweeping.inputs(experiments, rows, shortest_s)
         if as_json:
-            emit(
-                {
-                    "schema": "sweep/v1",
-                    "inputs": inputs,
-                    "rows": rows,
-                    "groups": groups,
-                }
-            )
+            emit({"schema": "sweep/v1", "inputs": inputs, "rows": rows, "groups": groups})
         else:
             say(swept(groups))
             _notes(inputs["notes"])

@@ -144,13 +144,18 @@ def submit(
         app_spec = _spec(flags)
         with open_client() as client:
             app, notes, code = _submit(client, app_spec, checked=not no_check)
-            if as_json:
-                emit({"schema": "submitted/v1", "app": app, "notes": notes})
-            else:
-                say(app)
-            for sentence in notes:
-                note(sentence)
+            _tell_submitted(app, notes, as_json=as_json)
             raise SystemExit(_outcome(client, app, None) if wait_ else code)
+
+
+def _tell_submitted(app: str, notes: Sequence[str], *, as_json: bool) -> None:
+    """Print the id of a submitted app, and the notes for its owner."""
+    if as_json:
+        emit({"schema": "submitted/v1", "app": app, "notes": notes})
+    else:
+        say(app)
+    for sentence in notes:
+        note(sentence)
 
 
 def run(

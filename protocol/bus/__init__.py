@@ -13,7 +13,7 @@ Promises
    it was provisioned may be overtaken by those after.
 2. *Never synchronously.* `send` returns before the receiver sees anything.
 3. *A send is known or unknown.* It returns when the broker has taken the message (a `beat` returns at once and may be
-   lost); it raises `Unroutable` (no such party), `Full` (the queue's limit, nothing kept), `Refused` (not permitted),
+   lost); it raises `Unroutable` (no such party), `Full` (the queue's limit, nothing kept), `NotPermitted`,
    or `ConnectionLost` (outcome unknown).
 4. *Identity is the broker's.* `Delivery.user` is the broker user that authenticated the link that sent it. A link can
    send only as itself, and reads only its own inbox.
@@ -57,7 +57,7 @@ class Full(BusError):  # noqa: N818 - a state, named as in the promises
     """The receiver's inbox is at its limit and takes no more."""
 
 
-class Refused(BusError):  # noqa: N818 - a state, named as in the promises
+class NotPermitted(BusError):  # noqa: N818 - a state, named as in the promises
     """The broker does not permit this user to do that."""
 
 
@@ -118,7 +118,7 @@ class Link(Protocol):
         ...
 
     async def provision(self, party: Party) -> None:
-        """Make the inbox of `party` exist. Raises Refused if it exists with other limits."""
+        """Make the inbox of `party` exist. Raises NotPermitted if it exists with other limits."""
         ...
 
     async def consume(self) -> None:
@@ -156,5 +156,5 @@ class Bus(Protocol):
         ...
 
     async def connect(self, party: Party) -> Link:
-        """Connect as `party`. Raises ConnectionLost (unreachable) or Refused (wrong credentials)."""
+        """Connect as `party`. Raises ConnectionLost (unreachable) or NotPermitted (wrong credentials)."""
         ...

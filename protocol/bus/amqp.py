@@ -37,9 +37,9 @@ from protocol.bus import (
     Delivery,
     Full,
     Link,
+    NotPermitted,
     NotProvisioned,
     Outgoing,
-    Refused,
     Unroutable,
 )
 from protocol.messages import Party, Role
@@ -244,7 +244,7 @@ class AmqpLink:
         self._reading = raw
         return raw
 
-    async def _sending(self) -> Channel:
+    async def _open_send_channel(self) -> Channel:
         if self._sender is None or self._sender.is_closed:
             _, self._sender = await self._open(confirms=True)
         return self._sender
@@ -254,7 +254,7 @@ class AmqpLink:
             _, self._beat_channel = await self._open(confirms=False)
         return self._beat_channel
 
-    async def _setting_up(self) -> Channel:
+    async def _open_setup_channel(self) -> Channel:
         if self._setup is None or self._setup.is_closed:
             _, self._setup = await self._open(confirms=True)
         return self._setup
@@ -283,7 +283,7 @@ class AmqpLink:
         return epoch
 
     async def _declare_site(self) -> None:
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         for exchange in self._topology.exchanges:
             arguments = {"alternate-exchange": exchange.alternate} if exchange.alternate else None
             await channel.exchange_declare(
@@ -299,7 +299,7 @@ class AmqpLink:
         A consumer comes only after it made sure of the token, so consumers without a ready token mean that one of them
         holds it. Two first arbiters may both find nothing; the surplus stays behind the first token until purged.
         """
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         leader = self._topology.leader.name
         state = await channel.queue_declare(leader, passive=True)
         if state.message_count or state.consumer_count:
@@ -310,7 +310,7 @@ class AmqpLink:
 
     async def _purge_surplus_tokens(self) -> None:
         # Our own token is unacknowledged, and a purge takes ready messages only.
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         await channel.queue_purge(self._topology.leader.name)
 
     async def _on_token(self, message: DeliveredMessage) -> None:
@@ -335,7 +335,7 @@ class AmqpLink:
                     await self._read(lane.name, self._lane_reader)
 
     async def _declare(self, queue: QueueSpec) -> None:
-        channel = await self._setting_up()
+        channel = await self._open_setup_channel()
         lasting = not queue.exclusive
         await channel.queue_declare(
             queue.name, durable=lasting, exclusive=queue.exclusive, arguments=dict(queue.arguments)
@@ -357,7 +357,7 @@ class AmqpLink:
 
     async def _try_consume(self, queue: QueueSpec) -> None:
         # A missing queue closes the channel, so it is looked for on another one than that which will read.
-        await (await self._setting_up()).queue_declare(queue.name, passive=True)
+        await (await self._open_setup_channel()).queue_declare(queue.name, passive=True)
         await self._read(queue.name, await self._open_reading(self._topology.prefetch(self._party)))
 
     async def _open_reading(self, prefetch: int) -> _Reader:
@@ -430,7 +430,7 @@ class AmqpLink:
                 verdicts[index] = await self._send_beat(item)
         loud = [index for index, item in enumerate(outgoing) if not item.beat]
         if loud:
-            channel = await self._sending()
+            channel = await self._open_send_channel()
             async with asyncio.TaskGroup() as group:
                 for index in loud:
                     group.create_task(publish(index))
@@ -439,13 +439,13 @@ class AmqpLink:
 
     async def _send_alone(self, item: Outgoing) -> BusError | None:
         try:
-            return await self._publish(await self._sending(), item)
+            return await self._publish(await self._open_send_channel(), item)
         except ChannelAccessRefused as error:
-            return Refused(f"{self._user!r} may not send to {item.to.user!r}: {_words(error)}")
+            return NotPermitted(f"{self._user!r} may not send to {item.to.user!r}: {_words(error)}")
         except failures.ChannelNotFoundEntity as error:
             return Unroutable(f"no arbiter has ever led on this broker: {_words(error)}")
         except _CHANNEL_ERRORS as error:
-            return Refused(f"the broker refused a message to {item.to.user!r}: {_words(error)}")
+            return NotPermitted(f"the broker refused a message to {item.to.user!r}: {_words(error)}")
 
     async def _publish(self, channel: Channel, item: Outgoing) -> BusError | None:
         route = self._topology.route(self._party, item.to, beat=False)
@@ -468,7 +468,7 @@ class AmqpLink:
             channel = await self._open_beat_channel()
             await channel.basic_publish(item.data, **self._envelope(route), wait=False)
         except _CHANNEL_ERRORS as error:
-            return Refused(f"an earlier restatement to {item.to.user!r} was refused: {_words(error)}")
+            return NotPermitted(f"an earlier restatement to {item.to.user!r} was refused: {_words(error)}")
         return None
 
     def _envelope(self, route: Route) -> dict[str, Any]:
@@ -540,12 +540,12 @@ class AmqpBus:
         try:
             await self._establish(connection)
         except (failures.ProbableAuthenticationError, failures.AuthenticationError) as error:
-            raise Refused(f"{self.url} does not accept user {self.user(party)!r}: check the password") from error
+            raise NotPermitted(f"{self.url} does not accept user {self.user(party)!r}: check the password") from error
         except pamqp.exceptions.PAMQPException as error:
             raise self._unreachable(error) from error
         except failures.InvalidFrameError as error:
             # aiormq's words for a virtual host that this user may not enter, and for the limit on connections.
-            raise Refused(f"{self.url} does not let {self.user(party)!r} in: {_words(error)}") from error
+            raise NotPermitted(f"{self.url} does not let {self.user(party)!r} in: {_words(error)}") from error
         except (TimeoutError, *_CONNECTION_ERRORS) as error:
             raise self._unreachable(error) from error
         except asyncio.CancelledError as error:
@@ -582,7 +582,7 @@ class AmqpBus:
                 for exchange in self._topology.exchanges:
                     await channel.exchange_delete(exchange.name)
         except ChannelAccessRefused as error:
-            raise Refused(f"{self.url} does not let this site be deleted: {_words(error)}") from error
+            raise NotPermitted(f"{self.url} does not let this site be deleted: {_words(error)}") from error
         except (TimeoutError, *_CONNECTION_ERRORS) as error:
             raise self._unreachable(error) from error
 
@@ -596,9 +596,9 @@ def _forbidden(deed: str) -> Iterator[None]:
     try:
         yield
     except ChannelAccessRefused as error:
-        raise Refused(f"{deed}: {_words(error)}") from error
+        raise NotPermitted(f"{deed}: {_words(error)}") from error
     except failures.ChannelPreconditionFailed as error:
-        raise Refused(
+        raise NotPermitted(
             f"{deed}: {_words(error)}; the limits differ from those it was declared with: "
             "give all daemons the same topology, or delete that queue once"
         ) from error

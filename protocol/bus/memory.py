@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from protocol.bus import BusError, ConnectionLost, Delivery, Full, NotProvisioned, Outgoing, Refused, Unroutable
+from protocol.bus import BusError, ConnectionLost, Delivery, Full, NotPermitted, NotProvisioned, Outgoing, Unroutable
 from protocol.messages import Party
 from protocol.topology import DEFAULT_EXCHANGE, Permissions, QueueSpec, Route, Topology
 
@@ -273,12 +273,12 @@ class MemoryBroker:
 
         Raises
         ------
-        Refused
+        NotPermitted
             If it exists with other arguments.
         """
         queue = self._queues.setdefault(spec.name, _Queue(self, spec))
         if queue.spec != spec:
-            raise Refused(f"queue {spec.name!r} exists with other limits: give all daemons the same topology")
+            raise NotPermitted(f"queue {spec.name!r} exists with other limits: give all daemons the same topology")
 
     def queue(self, spec: QueueSpec) -> _Queue | None:
         """Return the queue declared as `spec`, if it exists."""
@@ -482,7 +482,7 @@ class MemoryLink:
         self.check()
         route = self._topology.route(self._party, item.to, beat=item.beat)
         if not self._may_publish(route):
-            return Refused(f"{self._user!r} may not send to {item.to.user!r}")
+            return NotPermitted(f"{self._user!r} may not send to {item.to.user!r}")
         if self._broker.drop_publish:
             self._broker.drop_publish -= 1
             self.die("the connection was cut before the message was sent")
@@ -502,7 +502,7 @@ class MemoryLink:
 
     def _permit(self, pattern: str, name: str, verb: str) -> None:
         if not re.search(pattern, name):
-            raise Refused(f"{self._user!r} may not {verb} {name!r}")
+            raise NotPermitted(f"{self._user!r} may not {verb} {name!r}")
 
 
 class MemoryBus:

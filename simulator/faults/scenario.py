@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec, mistake, wishing
 from app_agent.core.tuning import scheduler_for
-from app_agent.core.tuning.shape import Trial
+from app_agent.core.tuning.scheduler import Trial
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import DEFAULT_POLICY, Setting
 from arbiter.core.state.model import ArbiterSettings

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from protocol.bus import BusError, ConnectionLost, Full, Link, NotProvisioned, Outgoing, Refused, Unroutable
+from protocol.bus import BusError, ConnectionLost, Full, Link, NotPermitted, NotProvisioned, Outgoing, Unroutable
 from protocol.messages import ARBITER, Party
 from tests.contract.conftest import (
     APP,
@@ -212,7 +212,7 @@ async def test_the_receiver_learns_whom_the_broker_authenticated(site: Site, arb
 async def test_an_app_can_send_to_nobody_but_the_arbiter(site: Site, arbiter: Link, to: Party) -> None:
     app = await site.connect(APP)
     verdicts = await patiently(app.send([Outgoing(ARBITER, b"0"), Outgoing(to, b"1"), Outgoing(ARBITER, b"2")]))
-    assert [type(verdict) for verdict in verdicts] == [type(None), Refused, type(None)]
+    assert [type(verdict) for verdict in verdicts] == [type(None), NotPermitted, type(None)]
     heard = set()
     while heard != {b"0", b"2"}:  # what went down with the refused one was sent again: at least once
         heard |= set(await hear(arbiter, 1))
@@ -220,8 +220,8 @@ async def test_an_app_can_send_to_nobody_but_the_arbiter(site: Site, arbiter: Li
 
 async def test_a_node_can_send_to_nobody_but_the_arbiter(site: Site, arbiter: Link) -> None:
     node = await site.connect(NODE)
-    assert isinstance((await say(node, APP, b"x"))[0], Refused)
-    assert isinstance((await say(node, OTHER_NODE, b"x"))[0], Refused)
+    assert isinstance((await say(node, APP, b"x"))[0], NotPermitted)
+    assert isinstance((await say(node, OTHER_NODE, b"x"))[0], NotPermitted)
     assert await say(node, ARBITER, b"x") == [None]
 
 
@@ -229,14 +229,14 @@ async def test_a_node_can_send_to_nobody_but_the_arbiter(site: Site, arbiter: Li
 async def test_an_app_cannot_read_anothers_inbox(site: Site, arbiter: Link, reader: Party) -> None:
     thief = await site.connect(APP, user=None) if reader == APP else await site.connect(reader)
     object.__setattr__(thief, "_party", APP)
-    with pytest.raises(Refused):
+    with pytest.raises(NotPermitted):
         await patiently(thief.consume())
 
 
 async def test_an_agent_can_neither_lead_nor_provision(site: Site, arbiter: Link) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(NotPermitted):
         await patiently((await site.connect(APP)).lead())
-    with pytest.raises(Refused):
+    with pytest.raises(NotPermitted):
         await patiently((await site.connect(APP)).provision(APP))
 
 
@@ -583,9 +583,9 @@ async def test_a_wrong_password_is_refused_and_an_absent_broker_is_lost(site: Si
 
     if not isinstance(site, AmqpSite):
         pytest.skip("the in-process broker has no passwords")
-    with pytest.raises(Refused, match="password"):
+    with pytest.raises(NotPermitted, match="password"):
         await AmqpBus(site.broker.url("app-a1", site.vhost, password="wrong")).connect(APP)
-    with pytest.raises(Refused, match="let"):
+    with pytest.raises(NotPermitted, match="let"):
         await AmqpBus(site.broker.url("app-a1", "nowhere")).connect(APP)
     with pytest.raises(ConnectionLost, match="cannot reach"):
         await AmqpBus(f"amqp://a:b@127.0.0.1:{free_port()}/").connect(APP)
@@ -598,7 +598,7 @@ async def test_other_limits_than_those_declared_are_refused_with_the_mend(site: 
     if isinstance(site, MemorySite):
         site.broker.topology = site.topology
     other = await site.connect(ARBITER)
-    with pytest.raises(Refused, match="same topology"):
+    with pytest.raises(NotPermitted, match="same topology"):
         await patiently(other.provision(APP))
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app_agent.core import bids
-from app_agent.core.bids import bid_rows, reach_of, rho_kept, thinned, undominated
+from app_agent.core.bids import bid_rows, reach_of, rho_kept, thin_rows, undominated
 from app_agent.core.valuation import LevelTerms, Valuation, rho_of
 from benchmarks.bid_preparation import row_by_row
 from protocol.messages import LEVELS, BidRow, GpuId, Level, NodeId, OfferedGpu, locality
@@ -348,4 +348,4 @@ def test_a_bid_of_more_rows_than_the_wire_carries_stays_within_a_step_of_every_w
 
 def test_a_bid_that_the_wire_carries_is_not_thinned() -> None:
     keep = np.ones((1, bids.ROWS_MAX), dtype=bool)
-    assert thinned(np.ones((1, bids.ROWS_MAX)), keep) is keep
+    assert thin_rows(np.ones((1, bids.ROWS_MAX)), keep) is keep

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from arbiter.core.effects import RoundRecord
 from arbiter.core.state.model import Claim
 from arbiter.ledger import Ledger
-from arbiter.queries import Desk
+from arbiter.queries import Queries
 from launch.views import explanation
 from protocol.messages import Measured, Offer, Party, Probe, Query, TaskStatus
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, records, sent, task, wish
@@ -165,8 +165,8 @@ def test_the_ledger_keeps_the_claims_of_every_round() -> None:
 def test_explain_says_it() -> None:
     court = Court()
     court.round(running(), left_gpu_s=2 * LEFT_S)
-    desk = Desk(court.site.arbiter, court.ledger)
-    (send,) = desk.ask(Party("app", "ana"), Query("q", "explain", "ana-1"), court.site.now)
+    queries = Queries(court.site.arbiter, court.ledger)
+    (send,) = queries.ask(Party("app", "ana"), Query("q", "explain", "ana-1"), court.site.now)
     document = msgspec.json.decode(send.message.document)  # type: ignore[union-attr]
     assert [(claim["what"], claim["ratio"]) for claim in document["claims"]] == [("left_gpu_s", 2.0)]
     assert "It claims left_gpu_s 3600, which is 2 times what was measured" in explanation(document, court.site.now)

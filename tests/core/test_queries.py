@@ -18,7 +18,7 @@ from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.model import ArbiterSettings
 from arbiter.ledger import Ledger
-from arbiter.queries import Desk
+from arbiter.queries import Queries
 from launch import views
 from protocol.codec import encode
 from protocol.core import Send
@@ -43,12 +43,12 @@ ANA = Party("app", "ana")
 
 
 class Counter:
-    """A site with a ledger that performs the records, and a desk."""
+    """A site with a ledger that performs the records, and a queries."""
 
     def __init__(self, settings: ArbiterSettings = SETTINGS) -> None:
         self.site = Site(settings)
         self.ledger = Ledger(":memory:")
-        self.desk = Desk(self.site.arbiter, self.ledger)
+        self.queries = Queries(self.site.arbiter, self.ledger)
 
     def note(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -57,7 +57,7 @@ class Counter:
                 self.ledger.write(effect)  # twice: a restart may record again
 
     def ask(self, kind: str, target: str = "") -> dict[str, Any]:
-        (send,) = self.desk.ask(ANA, Query("q1", kind, target), self.site.now)  # type: ignore[arg-type]
+        (send,) = self.queries.ask(ANA, Query("q1", kind, target), self.site.now)  # type: ignore[arg-type]
         assert isinstance(send.message, Answer)
         assert send.message.error == "", send.message.error
         return msgspec.json.decode(send.message.document)  # type: ignore[no-any-return]
@@ -67,13 +67,13 @@ def test_a_ledger_that_cannot_be_read_costs_the_answers_that_need_it_only(tmp_pa
     counter = Counter()
     file = tmp_path / "ledger.db"
     counter.ledger = Ledger(file)
-    counter.desk = Desk(counter.site.arbiter, counter.ledger)
+    counter.queries = Queries(counter.site.arbiter, counter.ledger)
     counter.ledger.write(AppRecord(AppId("bob-1"), TenantId("vision"), 2.0, 0.0, 60.0, 50.0, 40.0, 30.0))
     counter.site.node("n1", 1)
     counter.site.app("ana-1")
     with sqlite3.connect(file) as database:
         database.execute("INSERT INTO rounds VALUES (1, 0.0, x'c1')")
-    (send,) = counter.desk.ask(ANA, Query("q1", "rounds", ""), counter.site.now)
+    (send,) = counter.queries.ask(ANA, Query("q1", "rounds", ""), counter.site.now)
     assert isinstance(send.message, Answer)
     assert "ledger.db" in send.message.error
     assert "move the file away" in send.message.error
@@ -192,7 +192,7 @@ def test_the_explanation_of_a_gpu_is_its_story() -> None:
 
 def test_an_explanation_of_nothing_names_the_next_step() -> None:
     counter = contended()
-    (send,) = counter.desk.ask(ANA, Query("q", "explain", "zoe-9"), counter.site.now)
+    (send,) = counter.queries.ask(ANA, Query("q", "explain", "zoe-9"), counter.site.now)
     assert isinstance(send.message, Answer)
     assert "gpu-arbiter ps" in send.message.error
 
@@ -261,7 +261,7 @@ def pages(counter: Counter, kind: str, limit: int = 0) -> list[list[dict[str, An
     offset: int | None = 0
     while offset is not None:
         query = Query("q1", kind, "", offset, limit)  # type: ignore[arg-type]
-        (send,) = counter.desk.ask(ANA, query, counter.site.now)
+        (send,) = counter.queries.ask(ANA, query, counter.site.now)
         assert isinstance(send.message, Answer)
         assert send.message.error == "", send.message.error
         assert len(encode(send.message, sender=ARBITER, id="m1")) <= queries.PAGE_BYTES_MAX + 1000
@@ -318,16 +318,16 @@ def test_apps_and_nodes_come_in_pages_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_log_is_fetched_from_the_node_that_has_it_and_returned_to_who_asked() -> None:
     counter = contended()
-    (fetch,) = counter.desk.ask(ANA, Query("q7", "log", "ana-1", offset=3), counter.site.now)
+    (fetch,) = counter.queries.ask(ANA, Query("q7", "log", "ana-1", offset=3), counter.site.now)
     assert fetch == Send(Party("node", "n1"), ReadLog("q7", TaskId("ana-1.0-a0"), 3))
-    (answer,) = counter.desk.deliver(
+    (answer,) = counter.queries.deliver(
         Party("node", "n1"), LogChunk("q7", TaskId("ana-1.0-a0"), 3, b"loss 0.1\n", 12, ended=False)
     )
     assert answer.to == ANA
     assert isinstance(answer.message, Answer)
     document = msgspec.json.decode(answer.message.document)
     assert base64.b64decode(document["data"]) == b"loss 0.1\n"
-    assert counter.desk.deliver(Party("node", "n1"), LogChunk("q7", TaskId("x"), 0, b"", 0, ended=True)) == []
+    assert counter.queries.deliver(Party("node", "n1"), LogChunk("q7", TaskId("x"), 0, b"", 0, ended=True)) == []
 
 
 def spread() -> Counter:
@@ -358,28 +358,28 @@ def test_the_log_of_a_job_on_several_nodes_is_that_of_its_first_part_and_each_pa
     target: str, task: str, node: str
 ) -> None:
     counter = spread()
-    (fetch,) = counter.desk.ask(Party("app", "mary-ann"), Query("q", "log", target), counter.site.now)
+    (fetch,) = counter.queries.ask(Party("app", "mary-ann"), Query("q", "log", target), counter.site.now)
     assert fetch == Send(Party("node", node), ReadLog("q", TaskId(task), 0))
 
 
 @pytest.mark.parametrize("target", ["mary-ann-1.0-a10.2", "mary-ann-1.1", "mary-ann-1.0-a1", "mary", "mary-ann-1."])
 def test_a_part_that_is_not_known_has_no_log(target: str) -> None:
     counter = spread()
-    (send,) = counter.desk.ask(Party("app", "mary-ann"), Query("q", "log", target), counter.site.now)
+    (send,) = counter.queries.ask(Party("app", "mary-ann"), Query("q", "log", target), counter.site.now)
     assert isinstance(send.message, Answer)
     assert f"no node has output of {target}" in send.message.error
 
 
 def test_the_output_of_an_app_is_for_its_owner_only() -> None:
     counter = contended()
-    (send,) = counter.desk.ask(Party("app", "bob"), Query("q", "log", "ana-1"), counter.site.now)
+    (send,) = counter.queries.ask(Party("app", "bob"), Query("q", "log", "ana-1"), counter.site.now)
     assert isinstance(send.message, Answer)
     assert "for ana only" in send.message.error
 
 
 def test_a_log_of_nothing_is_refused_with_a_sentence() -> None:
     counter = contended()
-    (send,) = counter.desk.ask(ANA, Query("q", "log", "bob-1"), counter.site.now)
+    (send,) = counter.queries.ask(ANA, Query("q", "log", "bob-1"), counter.site.now)
     assert isinstance(send.message, Answer)
     assert "may not have started" in send.message.error
 

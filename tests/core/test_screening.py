@@ -123,7 +123,7 @@ def test_priority_weight_and_class_are_bounded_by_the_site_whatever_an_app_agent
     site = a_site(priority_max=5, weight_max=2.0, classes=("batch",))
     assert "priority is 1000, and this site allows at most 5" in why(site.app("ana-1", priority=1000))
     assert "weight is 1e+06, and this site allows at most 2" in why(site.app("ana-2", weight=1e6))
-    assert "its class is 'interactive', and this site allows batch only" in why(site.app("ana-3", kind="interactive"))
+    assert "its class is interactive, and this site allows batch only" in why(site.app("ana-3", kind="interactive"))
     assert site.arbiter.state.apps == {}
 
 

@@ -21,7 +21,7 @@ from arbiter.core.state.index import Index
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from arbiter.core.turn import Turn
 from arbiter.ledger import Ledger
-from arbiter.queries import Desk
+from arbiter.queries import Queries
 from protocol.core import Received
 from protocol.messages import (
     AppId,
@@ -165,7 +165,9 @@ def test_gpus_are_counted_and_not_seats() -> None:
     assert shop.site.arbiter.standing() == (1, 0)
     gpus, _ = shop.view()
     assert len(gpus) == 1
-    (send,) = Desk(shop.site.arbiter, Ledger(":memory:")).ask(Party("app", "ana"), Query("q", "nodes"), shop.site.now)
+    (send,) = Queries(shop.site.arbiter, Ledger(":memory:")).ask(
+        Party("app", "ana"), Query("q", "nodes"), shop.site.now
+    )
     (node,) = msgspec.json.decode(send.message.document)["nodes"]  # type: ignore[union-attr]
     assert [(gpu["id"], [each["id"] for each in gpu["seats"]]) for gpu in node["gpus"]] == [
         (gpu, [f"{gpu}+1", f"{gpu}+2"]) for gpu in (ONE, TWO)
@@ -420,8 +422,8 @@ def test_users_see_who_shares_what() -> None:
     shop = Shop()
     shop.come("ana-1")
     shop.come("bob-1")
-    desk = Desk(shop.site.arbiter, Ledger(":memory:"))
-    (send,) = desk.ask(Party("app", "bob"), Query("q", "explain", "bob-1"), shop.site.now)
+    queries = Queries(shop.site.arbiter, Ledger(":memory:"))
+    (send,) = queries.ask(Party("app", "bob"), Query("q", "explain", "bob-1"), shop.site.now)
     document = msgspec.json.decode(send.message.document)  # type: ignore[union-attr]
     assert document["shares"] == [{"gpu": ONE, "with": ["ana-1"], "guest": True}]
     assert document["held"] == [second(ONE)]

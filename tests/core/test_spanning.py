@@ -16,7 +16,7 @@ from app_agent.core import reporting
 from app_agent.core.agent import AppAgent
 from app_agent.core.bids import bid_rows, reach_of, rho_kept
 from app_agent.core.division import Asking, divide
-from app_agent.core.jobs import gathered
+from app_agent.core.jobs import joined_status
 from app_agent.core.model import AppState, HeldGpu, Suspended
 from app_agent.core.valuation import LevelTerms, Valuation, rho_of
 from arbiter.core.leases.plans import is_task_id, task_id
@@ -279,7 +279,7 @@ def test_a_gang_is_placed_over_two_nodes_and_only_if_it_spans() -> None:
 
 
 def gather(*parts: TaskStatus, gpus: str = FOUR) -> TaskStatus:
-    merged = gathered(parts, [GpuId(gpu) for gpu in gpus.split()])
+    merged = joined_status(parts, [GpuId(gpu) for gpu in gpus.split()])
     assert merged is not None
     return merged
 
@@ -367,7 +367,7 @@ def test_an_attempt_of_which_a_part_is_lost_has_not_finished_and_cannot_be_resum
 def test_one_task_on_all_of_the_gpus_is_the_attempt_as_it_is() -> None:
     alone = status("ada-1.0-a0", FOUR, step=3)
     assert gather(alone) is alone
-    assert gathered((), ()) is None
+    assert joined_status((), ()) is None
 
 
 def test_a_job_in_parts_runs_leaves_and_goes_on_as_its_next_attempt_when_all_parts_are_gone() -> None:

@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec, mistake, phases_of
 from app_agent.core.tuning import Halving, Search, Single, Trial, scheduler_for
-from app_agent.core.tuning.shape import Left
+from app_agent.core.tuning.scheduler import Left
 from tests.support.wishes import made
 
 HALVING = Halving(trials=4, ends=(10, 30, 70), metric="accuracy", mode="max")

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from app_agent.core.jobs import gathered
-from app_agent.core.tuning import All, AppScheduler, CurveStopping, Halving, Hyperband, Left, Search, Trial
+from app_agent.core.jobs import joined_status
+from app_agent.core.tuning import AppScheduler, CurveStopping, Exhaustive, Halving, Hyperband, Left, Search, Trial
 from app_agent.core.tuning.bracket import Bracket, Yardstick
 from app_agent.training import figures
 from app_agent.training.state import Identity
@@ -60,7 +60,7 @@ def test_who_diverged_does_not_go_on_in_the_place_of_a_healthy_one(mode: str, va
 def test_who_diverged_is_the_answer_only_if_all_have(mode: str, value: float) -> None:
     whole = Bracket((0, 1), (30,), (2,))
     searches: tuple[AppScheduler, ...] = (
-        All(2, "loss", mode),  # type: ignore[arg-type]
+        Exhaustive(2, "loss", mode),  # type: ignore[arg-type]
         Hyperband((whole,), "loss", mode),  # type: ignore[arg-type]
         CurveStopping(2, "loss", mode),  # type: ignore[arg-type]
     )
@@ -182,7 +182,7 @@ def test_of_several_processes_the_first_that_speaks_of_a_metric_counts() -> None
     assert (merged.metrics, merged.diverged) == ({}, ("loss",))
     first = status(A, "n1g0", measured=Measured(diverged=("loss",)))
     second = status(A, "n2g0", metrics={"loss": 1.0}, measured=Measured(share=0.5))
-    whole = gathered((first, replace(second, task=TaskId(A + ".1"))), [GpuId("n1g0"), GpuId("n2g0")])
+    whole = joined_status((first, replace(second, task=TaskId(A + ".1"))), [GpuId("n1g0"), GpuId("n2g0")])
     assert whole is not None
     assert (whole.metrics, whole.measured) == ({}, Measured(share=0.5, diverged=("loss",)))
 

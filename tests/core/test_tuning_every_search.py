@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from app_agent.core.spec import AppSpec, mistake
-from app_agent.core.tuning import All, AppScheduler, Left, Search, Trial, scheduler_for
+from app_agent.core.tuning import AppScheduler, Exhaustive, Left, Search, Trial, scheduler_for
 from app_agent.core.valuation import LevelTerms, Valuation, cluster_time_s, fair_time_s, rho_of
 from launch import cli
 from launch.faults import Fault
@@ -149,7 +149,7 @@ def test_reporting_only_when_it_matters_is_enough_for_the_best_to_win(asked: App
 
 
 def test_all_trials_run_to_their_end_and_the_best_is_the_answer() -> None:
-    every = All(3, "loss", "min")
+    every = Exhaustive(3, "loss", "min")
     trials = [Trial(0, 10, 30, "live", 0.5), Trial(1, 10, 100, "live", 9.0), Trial(2, 30, 30, "done", 0.4)]
     assert every.advance(every.begin(), trials) == every.begin()
     assert every.runnable(every.begin(), trials) == (1, 0)
@@ -162,7 +162,7 @@ def test_all_trials_run_to_their_end_and_the_best_is_the_answer() -> None:
 
 def test_rho_of_all_by_hand() -> None:
     """Jobs of 20, 90 and no seconds left of 30 + 100 + 30; 8 GPUs, 2 apps: T_id = 2 * 160 / 3; 10 s are past."""
-    every = All(3, "loss", "min")
+    every = Exhaustive(3, "loss", "min")
     trials = [Trial(0, 10, 30, "live"), Trial(1, 10, 100, "live"), Trial(2, 30, 30, "done")]
     assert every.left(every.begin(), trials) == ((Left(0, 20), Left(1, 90)),)
     value = Valuation(

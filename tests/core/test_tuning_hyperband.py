@@ -9,7 +9,7 @@ from app_agent.core import estimates
 from app_agent.core.spec import AppSpec, bracket_sizes, brackets_of, mistake
 from app_agent.core.tuning import Hyperband, Left, Search, Single, Trial, scheduler_for
 from app_agent.core.tuning.bracket import Bracket
-from app_agent.core.tuning.hyperband import dealt
+from app_agent.core.tuning.hyperband import shares_of
 from app_agent.core.valuation import LevelTerms, Valuation, cluster_time_s, fair_time_s, makespan_s, rho_of
 from tests.support.app_harness import Bench, spec_of
 
@@ -67,11 +67,11 @@ def test_trials_are_dealt_in_their_order() -> None:
 
 def test_other_numbers_of_trials_keep_the_proportions() -> None:
     # 9 : 5 : 3 of 4 are 2.12, 1.18, 0.71; of 8 they are 4.24, 2.35, 1.41; of 34 twice each.
-    assert dealt(4, (9, 5, 3)) == (2, 1, 1)
-    assert dealt(8, (9, 5, 3)) == (4, 2, 2)
-    assert dealt(34, (9, 5, 3)) == (18, 10, 6)
+    assert shares_of(4, (9, 5, 3)) == (2, 1, 1)
+    assert shares_of(8, (9, 5, 3)) == (4, 2, 2)
+    assert shares_of(34, (9, 5, 3)) == (18, 10, 6)
     # 1.06, 0.59, 0.35: a bracket without a trial is left out.
-    assert dealt(2, (9, 5, 3)) == (1, 1, 0)
+    assert shares_of(2, (9, 5, 3)) == (1, 1, 0)
     two = Hyperband.of(search_spec(2, steps_min=1))
     assert [bracket.members for bracket in two.brackets] == [(0,), (1,)]
     assert [bracket.places for bracket in two.brackets] == [(1, 1, 1), (1, 1)]

@@ -7,7 +7,7 @@ and 36 iterations in the three phases, at most 8 GPUs per job, S = 1.
 import pytest
 
 from app_agent.core.tuning import Halving
-from app_agent.core.tuning.shape import Left, Trial
+from app_agent.core.tuning.scheduler import Left, Trial
 from app_agent.core.valuation import LevelTerms, Valuation, cluster_time_s, fair_time_s, makespan_s, rho, rho_of, work_s
 
 SERIAL_S = (80.0, 100.0, 100.0, 120.0)

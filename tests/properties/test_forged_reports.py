@@ -19,13 +19,14 @@ import msgspec
 import pytest
 
 from arbiter.core.arbiter import Arbiter, Configured, Event
-from arbiter.core.effects import Decide, PolicyFailed
+from arbiter.core.effects import Decide, PolicyFailed, Sell
+from arbiter.core.members.sale_batch import sell
 from arbiter.core.registry import POLICIES
 from arbiter.core.rounds.decision import decide
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.model import ArbiterSettings, State
 from arbiter.ledger import Ledger
-from arbiter.queries import Desk
+from arbiter.queries import Queries
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     AnyMessage,
@@ -166,7 +167,7 @@ class Besieged:
         self.dice = Random(seed)
         self.forger = Forger(seed, NODES, GPUS, OWNERS)
         self.arbiter = Arbiter()
-        self.desk = Desk(self.arbiter, Ledger(":memory:"))
+        self.queries = Queries(self.arbiter, Ledger(":memory:"))
         self.now, self.slowest_s = 1000.0, 0.0
         self.nodes = {name: HonestNode(name, self.dice) for name in NODES[:2]}
         gangs = (("ana-1", 1), ("ana-2", 2), ("ana-9", 4), ("bob-9", 2))
@@ -184,6 +185,10 @@ class Besieged:
             assert not isinstance(effect, PolicyFailed), effect.failure.trace
             if isinstance(effect, Decide):
                 self.waiting.append(decide(effect, time.perf_counter))
+            elif isinstance(effect, Sell):
+                sold = sell(effect)
+                assert not any(sale.failure for sale in sold.sales), sold
+                self.waiting.append(sold)
             elif isinstance(effect, Send):
                 self._answer(effect)
 
@@ -233,7 +238,7 @@ class Besieged:
 
     def hear(self, sender: Party, message: AnyMessage) -> None:
         if isinstance(message, Query):
-            self.desk.ask(sender, message, self.now)
+            self.queries.ask(sender, message, self.now)
         else:
             self.handle(Received(sender, message))
 
@@ -248,7 +253,7 @@ class Besieged:
         packed = self.arbiter.snapshot()
         assert msgspec.msgpack.decode(packed, type=State) == self.arbiter.state
         for app in list(self.arbiter.state.apps)[:3]:
-            self.desk.ask(Party("app", "ana"), Query("q", "explain", AppId(app)), self.now)
+            self.queries.ask(Party("app", "ana"), Query("q", "explain", AppId(app)), self.now)
 
 
 def besiege(policy: str, sharing: Sharing, seed: int, events: int = EVENTS) -> float:

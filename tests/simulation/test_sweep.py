@@ -52,7 +52,7 @@ def test_a_pause_between_rounds_is_an_overhead(trace: str) -> None:
         ({"knobs": (("lease_s", "long"),)}, "lease_s is 'long'; it must be a number"),
         ({"knobs": (("probes_max", "1.5"),)}, "probes_max is '1.5'; it must be a whole number"),
         ({"knobs": (("lease_s", "nan"),)}, "the settings: arbiter: lease_s is nan; it must be a finite number above 0"),
-        ({"knobs": (("beat_s", "5"),)}, "beat_s has no effect here: no message is lost and nobody dies"),
+        ({"knobs": (("beat_s", "5"),)}, "beat_s has no effect here: no message is lost and no process dies"),
         ({"knobs": (("app_timeout_s", "5"),)}, "app_timeout_s has no effect here: "),
         ({"knobs": (("node_timeout_s", "5"),)}, "node_timeout_s has no effect here: "),
         ({"knobs": (("lease_s", "10"),)}, "the settings: arbiter.lease_s is 10.0, too short"),

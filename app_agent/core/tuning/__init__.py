@@ -1,22 +1,22 @@
-"""Which of an app's trials get GPUs: one job, or one of four searches over several."""
+"""App schedulers decide which of an app's trials get GPUs: one for a single job, four searches over several."""
 
 from __future__ import annotations
 
 from typing import assert_never
 
 from app_agent.core.spec import AppSpec
-from app_agent.core.tuning.all import All
 from app_agent.core.tuning.curve import CurveStopping
+from app_agent.core.tuning.exhaustive import Exhaustive
 from app_agent.core.tuning.halving import Halving
 from app_agent.core.tuning.hyperband import Hyperband
-from app_agent.core.tuning.shape import AppScheduler, Curve, Left, Search, Trial
+from app_agent.core.tuning.scheduler import AppScheduler, Curve, Left, Search, Trial
 from app_agent.core.tuning.single import Single
 
 __all__ = [
-    "All",
     "AppScheduler",
     "Curve",
     "CurveStopping",
+    "Exhaustive",
     "Halving",
     "Hyperband",
     "Left",
@@ -42,6 +42,6 @@ def scheduler_for(spec: AppSpec) -> AppScheduler:
         case "hyperband":
             return Hyperband.of(spec)
         case "all":
-            return All.of(spec)
+            return Exhaustive.of(spec)
         case _ as never:
             assert_never(never)

@@ -1,10 +1,10 @@
 """One bracket of a search: a few trials begin, the best of each rung go on. Halving and Hyperband are made of brackets.
 
-Rung i ends for a trial when it has made `ends[i]` mini-batches since its beginning. A trial that is there waits without
-GPUs (it checkpoints and leaves) until the others of its bracket are; then all are compared by their metric, and
-`places[i + 1]` of them go on. In the last rung trials are not compared: they run until their scripts say they have
-finished. Scripts know nothing of rungs: a trial is stopped from outside and makes some steps more than its rung has
-(the steps between two reports), which only ever favours the faster ones by those steps.
+Rung i ends for a trial when it has made `ends[i]` mini-batches since its beginning. A trial at the end of its rung
+waits without GPUs (it checkpoints and leaves) until the others of its bracket are there; then all are compared by their
+metric, and `places[i + 1]` of them go on. In the last rung trials are not compared: they run until their scripts say
+they have finished. Scripts know nothing of rungs: a trial is stopped from outside and makes some steps more than its
+rung has (the steps between two reports), which only ever favours the faster ones by those steps.
 
 *Source:* PAPERS.md section 1, Eq. 2; Li et al., Hyperband, JMLR 18 (2018), Algorithm 1, the inner loop.
 """
@@ -16,7 +16,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from app_agent.core.tuning.shape import Left, Trial
+from app_agent.core.tuning.scheduler import Left, Trial
 
 
 class Yardstick(Struct, frozen=True):
@@ -36,7 +36,7 @@ class Yardstick(Struct, frozen=True):
         return (0, self.signed(trial.value), trial.number)
 
     def silence(self) -> str:
-        """Return the sentence for trials none of which reported."""
+        """Return the sentence for a rung in which no trial has reported."""
         return f"no trial reported the metric {self.metric!r}; call session.report({self.metric}=...) in them"
 
 
@@ -77,11 +77,11 @@ class Bracket(Struct, frozen=True):
         return trial.steps_done >= self.ends[rung]
 
     def over(self, rung: int, standing: Iterable[Trial]) -> bool:
-        """Whether all that stand in this rung have ended it, one way or another."""
+        """Whether all trials of this rung have ended it, in one way or another."""
         return all(trial.state != "live" or self.there(rung, trial) for trial in standing)
 
     def promoted(self, rung: int, standing: Iterable[Trial], by: Yardstick) -> tuple[Trial, ...] | None:
-        """Return those that go on to the rung after this: the best of those that did not fail, by number.
+        """Return the trials that go on to the next rung: the best of those that did not fail, by number.
 
         None when there are more than places and not a single report: it cannot be said which are better. Where all have
         diverged nothing is lost by going on with any of them.
@@ -93,7 +93,7 @@ class Bracket(Struct, frozen=True):
         return tuple(sorted(sorted(able, key=by.rank)[:places], key=lambda trial: trial.number))
 
     def running(self, rung: int, standing: Iterable[Trial]) -> list[Trial]:
-        """Return those that can use GPUs in this rung."""
+        """Return the trials that can use GPUs in this rung."""
         return [trial for trial in standing if trial.state == "live" and not self.there(rung, trial)]
 
     def left(self, rung: int, standing: Sequence[Trial], *, after: int, until: int) -> list[Left]:

@@ -1,4 +1,4 @@
-"""Performance-curve stopping: a job ends where its learning curve says that going on is of no use.
+"""Performance-curve stopping: a job ends when its learning curve shows that more steps are of no use.
 
 While trials report, each one's curve is recorded and extrapolated (`forecast`). Three things follow:
 
@@ -26,9 +26,9 @@ from msgspec.structs import replace
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning.bracket import Yardstick
 from app_agent.core.tuning.forecast import Mode, Point, fit
-from app_agent.core.tuning.shape import Curve, Left, Search, Trial
+from app_agent.core.tuning.scheduler import Curve, Left, Search, Trial
 
-#: A script that reports only when it matters reports so often, at equal distances.
+#: The number of reports, at equal distances, of a script that reports only when it matters.
 REPORTS = 20
 #: Points of a curve that are kept; they lie at least this part of the run apart.
 POINTS_MAX = 40
@@ -88,7 +88,7 @@ class CurveStopping(Struct, frozen=True):
             apart = max(1, trial.steps_total // POINTS_MAX)
             if trial.value == newest.value or trial.steps_done - newest.steps < apart:
                 return curve
-        points = _thinned((*curve.points, Point(trial.steps_done, trial.value)))
+        points = _thin_points((*curve.points, Point(trial.steps_done, trial.value)))
         return Curve(points, fit(points, self.mode))
 
     def _reached(self, trial: Trial) -> bool:
@@ -178,6 +178,6 @@ class CurveStopping(Struct, frozen=True):
         return tuple(sorted({-(-trial.steps_total * part // REPORTS) for part in range(1, REPORTS + 1)} - {0}))
 
 
-def _thinned(points: tuple[Point, ...]) -> tuple[Point, ...]:
+def _thin_points(points: tuple[Point, ...]) -> tuple[Point, ...]:
     """Drop every other point, the newest never, when there are too many: steps were more than had been declared."""
     return points if len(points) <= POINTS_MAX else points[::-1][::2][::-1]

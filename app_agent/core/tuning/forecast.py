@@ -1,4 +1,4 @@
-"""Where a learning curve leads: the power law a + b * (steps + 1)^-c through its recorded points.
+"""The forecast of a learning curve: the power law a + b * (steps + 1)^-c through its recorded points.
 
 Losses of training fall like a power of the steps for most of a run, steeply first and then towards a floor a. The floor
 and b follow from weighted least squares for each c of a grid (with c given, the law is a straight line in
@@ -21,7 +21,7 @@ from msgspec import Struct
 
 #: A law has three parameters; with fewer points than this, anything fits.
 POINTS_MIN = 5
-#: The powers that are tried, from almost logarithmic to faster than any loss falls.
+#: The powers tried, from almost logarithmic to faster than any loss falls.
 POWERS = tuple(0.05 * 1.2**exponent for exponent in range(24))
 #: A forecast is optimistic by so many times the root of the mean squared distance of the points from their law.
 OPTIMISM = 2.0

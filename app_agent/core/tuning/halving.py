@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from app_agent.core.spec import AppSpec, phases_of
 from app_agent.core.tuning.bracket import Bracket, Yardstick
-from app_agent.core.tuning.shape import Left, Search, Trial
+from app_agent.core.tuning.scheduler import Left, Search, Trial
 
 
 class Halving(Struct, frozen=True):

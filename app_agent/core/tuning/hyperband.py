@@ -7,10 +7,10 @@ that are judged very early (s = s_max) to a few that are never judged before the
 by side and do not wait for each other. The app has its answer when all have ended: the best of the trials that ran to
 their end.
 
-As in halving, a trial goes on from its checkpoint, so that R steps are R steps and no rung begins at 0 again; Li et
-al. train anew in each rung. Here n_s are proportions: the user's N trials are dealt to the brackets in their order,
-the most exploring bracket first, each its share of N (largest remainders), or nothing where that is no trial at all.
-Of n trials in a bracket floor(n / eta^i) go on to rung i, and one at least.
+As in halving, a trial goes on from its checkpoint, so that R steps are R steps and no rung begins at 0 again; Li et al.
+train anew in each rung. Here n_s are proportions: the user's N trials go to the brackets in their order, the most
+exploring bracket first, each its share of N (largest remainders), or none where its share is less than one trial. Of n
+trials in a bracket floor(n / eta^i) go on to rung i, and one at least.
 
 *Source:* Li et al., Hyperband, JMLR 18 (2018), Algorithm 1; Eq. 2 of PAPERS.md section 1 for `left`.
 """
@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec, bracket_sizes, brackets_of
 from app_agent.core.tuning.bracket import Bracket, Yardstick
-from app_agent.core.tuning.shape import Left, Search, Trial
+from app_agent.core.tuning.scheduler import Left, Search, Trial
 
 
 class Hyperband(Struct, frozen=True):
@@ -41,7 +41,7 @@ class Hyperband(Struct, frozen=True):
         """Return the scheduler for `spec`, with the brackets that its steps, its trials and eta make."""
         s_max = brackets_of(spec) - 1
         ends = rung_ends(spec.steps_total, spec.eta, s_max)
-        shares = dealt(len(spec.trials), bracket_sizes(spec.eta, s_max))
+        shares = shares_of(len(spec.trials), bracket_sizes(spec.eta, s_max))
         firsts = (0, *accumulate(shares))
         brackets = tuple(
             Bracket(
@@ -148,7 +148,7 @@ def rung_ends(steps_total: int, eta: int, s_max: int) -> tuple[int, ...]:
     return tuple(steps_total // eta**s for s in range(s_max, -1, -1))
 
 
-def dealt(trials: int, proportions: Sequence[int]) -> tuple[int, ...]:
+def shares_of(trials: int, proportions: Sequence[int]) -> tuple[int, ...]:
     """Return `trials` shared out in these proportions: whole trials by largest remainders, of equal ones the first."""
     whole = sum(proportions)
     shares = [trials * proportion // whole for proportion in proportions]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from app_agent.core.tuning.shape import Left, Search, Trial
+from app_agent.core.tuning.scheduler import Left, Search, Trial
 
 
 class Single(Struct, frozen=True):

@@ -14,10 +14,11 @@ from arbiter.core.rounds import phases, views
 from arbiter.core.seam import Admission, AppView
 from arbiter.core.state import fairness, model
 from arbiter.core.state.index import Index
-from arbiter.core.state.model import Active, App, Enrolling, Job, Leased, Settled, State
+from arbiter.core.state.model import Active, App, ArbiterSettings, Enrolling, Job, Leased, Settled, State
 from arbiter.core.turn import Turn
+from protocol import limits
 from protocol.core import Send
-from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal, device_of
+from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal, Requirements, device_of
 
 #: Apps that are over and remembered, with their stories; the ledger keeps their rounds and leases.
 OVER_MAX = 1000
@@ -97,7 +98,7 @@ def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
         level_max=report.level_max,
         jobs=(),
         state=Enrolling(),
-        requirements=screening.bounded(report.requirements, state.settings),
+        requirements=_bounded(report.requirements, state.settings),
         apps_integral=state.apps_count.integral(turn.now),
         arrival=state.apps_arrived,
         run=report.run,
@@ -146,7 +147,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         turn.state.apps[app.id] = app
         return app
     jobs = tuple(map(_job, report.jobs))
-    requirements = screening.bounded(report.requirements, turn.state.settings)
+    requirements = _bounded(report.requirements, turn.state.settings)
     wants_more = report.demand_max > app.demand_max or app.report_seq < 0
     if (jobs, requirements, report.demand_max, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
         turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
@@ -179,6 +180,10 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     turn.follow(app)
     turn.state.news = turn.state.news or (wants_more and app.active)
     return app
+
+
+def _bounded(wished: Requirements, settings: ArbiterSettings) -> Requirements:
+    return limits.bounded(wished, priority_max=settings.priority_max, weight_max=settings.weight_max)
 
 
 def _job(wish: JobWish) -> Job:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import re
 
-from msgspec.structs import replace
-
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import ArbiterSettings, State
-from protocol.messages import AppReport, JobWish, Requirements
+from protocol import limits
+from protocol.messages import AppReport, JobWish
 
 #: Names in a refusal: it has to fit into a message.
 NAMES_MAX = 20
@@ -65,29 +64,15 @@ def _mistake_in_launch(wish: JobWish) -> str:
 def presumption(state: State, index: Index, owner: str, report: AppReport) -> str:
     """Return what a new app is beyond what the site allows its owner, in one sentence; empty if nothing."""
     settings = state.settings
-    wished = report.requirements
-    if wished.priority > settings.priority_max:
-        return (
-            f"priority is {wished.priority}, and this site allows at most {settings.priority_max}; lower it, or have "
-            "the administrator raise priority_max in the arbiter's configuration"
-        )
-    if wished.weight > settings.weight_max:
-        return (
-            f"weight is {wished.weight:g}, and this site allows at most {settings.weight_max:g}; lower it, or have the "
-            "administrator raise weight_max in the arbiter's configuration"
-        )
-    if wished.kind not in settings.classes:
-        allowed = " or ".join(settings.classes)
-        return f"its class is {wished.kind!r}, and this site allows {allowed} only; submit it with --class {allowed}"
+    beyond = limits.excess(
+        report.requirements,
+        priority_max=settings.priority_max,
+        weight_max=settings.weight_max,
+        classes=settings.classes,
+    )
+    if beyond is not None:
+        return "; ".join(beyond)
     return _no_member(settings, owner, report) or _too_many(settings, index, owner)
-
-
-def bounded(wished: Requirements, settings: ArbiterSettings) -> Requirements:
-    """Return what a user wishes, as far as the site allows it: an app may ask for more after it was admitted."""
-    within = (min(wished.priority, settings.priority_max), min(wished.weight, settings.weight_max))
-    if within == (wished.priority, wished.weight):
-        return wished
-    return replace(wished, priority=within[0], weight=within[1])
 
 
 def _no_member(settings: ArbiterSettings, owner: str, report: AppReport) -> str:

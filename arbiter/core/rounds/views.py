@@ -50,6 +50,36 @@ SHOWN: Cache[AppId, Shown] = Cache(by_app=True)
 def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, float]) -> View:
     """Return the frozen view of the apps that can use GPUs and the GPUs in play."""
     state, index = turn.state, turn.index
+    apps, unseen = _apps(turn, gpus, rhos)
+    may_be_taken, holders = takeable(turn, apps, gpus)
+    return View(
+        round=state.round,
+        seed=seed_of(state),
+        lease_s=state.settings.lease_s,
+        cluster_gpus=index.census()[1],
+        gpus=tuple(gpus.values()),
+        apps=tuple(apps),
+        now=turn.now,
+        unseen=unseen,
+        seats=seats.seats_of(turn),
+        shared=state.settings.shared,
+        nodes=nodes_of(turn),
+        leaving=leaving(turn),
+        takeable=may_be_taken,
+        holders=holders,
+        emptying=emptying(turn, apps),
+        tenants=_tenants(turn),
+        budget_ms=state.settings.solver_budget_ms,
+        interactive_share=state.settings.interactive_share,
+        interactive_s=state.settings.interactive_s,
+    )
+
+
+def _apps(
+    turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, float]
+) -> tuple[list[AppView], dict[TenantId, int]]:
+    """Return the apps that the round could give something or take it, and the GPUs of the others by tenant."""
+    state, index = turn.state, turn.index
     promised = leases.promised(turn)
     apps: list[AppView] = []
     unseen: dict[TenantId, int] = {}
@@ -84,28 +114,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
             apps.append(_with_rho(turn, app, view, rhos[app_id]) if app_id in rhos else view)
         elif view.kept:
             unseen[app.tenant] = unseen.get(app.tenant, 0) + len(view.kept)
-    may_be_taken, holders = takeable(turn, apps, gpus)
-    return View(
-        round=state.round,
-        seed=seed_of(state),
-        lease_s=state.settings.lease_s,
-        cluster_gpus=index.census()[1],
-        gpus=tuple(gpus.values()),
-        apps=tuple(apps),
-        now=turn.now,
-        unseen=unseen,
-        seats=seats.seats_of(turn),
-        shared=state.settings.shared,
-        nodes=nodes_of(turn),
-        leaving=leaving(turn),
-        takeable=may_be_taken,
-        holders=holders,
-        emptying=emptying(turn, apps),
-        tenants=_tenants(turn),
-        budget_ms=state.settings.solver_budget_ms,
-        interactive_share=state.settings.interactive_share,
-        interactive_s=state.settings.interactive_s,
-    )
+    return apps, unseen
 
 
 def _tenants(turn: Turn) -> dict[TenantId, TenantView]:

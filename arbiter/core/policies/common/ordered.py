@@ -36,7 +36,7 @@ from protocol.messages import AppId, Bid, GpuId, locality
 MOVE_PAYS = 10.0
 
 #: An app whose turn it is, and the most GPUs it may take in it; None: all it wants.
-Turn = tuple[AppView, int | None]
+Pick = tuple[AppView, int | None]
 
 
 class Selection:
@@ -275,7 +275,7 @@ class Ranked(Policy):
         """Return what says, in words, the figure that set an app's place; empty words: the order says it all."""
         return lambda _: ""
 
-    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield whose turn it is, again and again: here each app once, for all it wants, and who does not fit waits."""
         for app in order:
             left = selection.left
@@ -415,7 +415,7 @@ def by_least(view: View, keys: Sequence[float]) -> list[AppView]:
 
 def gang_by_gang(
     order: Sequence[AppView], selection: Selection, need: Callable[[AppView, int], float]
-) -> Iterator[Turn]:
+) -> Iterator[Pick]:
     """Yield the app that needs one more gang most, until none can be served: the least of `need(app, GPUs it has)`.
 
     `need` grows as an app gets more; equal ones are served in `order`.

@@ -22,7 +22,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TypeVar
 
-from arbiter.core.policies.common.ordered import Selection, Turn
+from arbiter.core.policies.common.ordered import Pick, Selection
 from arbiter.core.seam import AppView, TenantView, View
 from protocol.messages import AppId, TenantId
 
@@ -129,7 +129,7 @@ def kept_of(view: View) -> Counter[TenantId]:
 
 def tenant_by_tenant(
     view: View, selection: Selection, standings: Standings, place: Callable[[AppView], Place]
-) -> Iterator[Turn]:
+) -> Iterator[Pick]:
     """Yield one gang's turn again and again: of the first tenant the app with the least `place`.
 
     An app that does not fit lets the others of its tenant by, and a tenant of which none fits the other tenants. Of
@@ -166,7 +166,7 @@ def turn_of(app: AppView) -> int | None:
     return None if app.demand_max == app.gang else app.gang
 
 
-def in_order(apps: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+def in_order(apps: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
     """Yield each app once, for all it wants; one that does not fit lets those behind it by."""
     for app in apps:
         if selection.left <= 0:

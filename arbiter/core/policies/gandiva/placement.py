@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from arbiter.core.policies.common.ordered import Ranked, Selection, Turn, by_least, gang_by_gang
+from arbiter.core.policies.common.ordered import Pick, Ranked, Selection, by_least, gang_by_gang
 from arbiter.core.seam import AppView, Traits, View
 
 
@@ -29,7 +29,7 @@ class GandivaPlacement(Ranked):
         """Return the apps, least served first."""
         return by_least(view, [view.served_gpu_s(app) for app in view.apps])
 
-    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield the app with the fewest gangs, least served first, again and again."""
         return gang_by_gang(order, selection, lambda app, has: has / app.gang)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
+from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
 from arbiter.core.policies.oasis.reward import Candidate, rewards
 from arbiter.core.policies.oasis.utility import in_slots
 from arbiter.core.seam import Allocation, AppView, Clock, Outcome, PolicySettings, Traits, View, require
@@ -50,7 +50,7 @@ class Rrh(Ranked):
         reward = reward_of(view)
         return sorted(view.apps, key=lambda app: (not runs(app), -reward.get(app.app, -math.inf)))
 
-    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield the apps in order, without those that are not worth it."""
         reward = reward_of(view)
         for app in order:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
+from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
 from arbiter.core.seam import AppView, Traits, View
 
 
@@ -23,7 +23,7 @@ class Fifo(Ranked):
         """Return the apps as they arrived."""
         return view.apps
 
-    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield the apps until one that has nothing does not fit."""
         for app in order:
             if selection.left <= 0:

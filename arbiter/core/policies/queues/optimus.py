@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from arbiter.core.policies.common.ordered import Ranked, Selection, Turn, by_least, gang_by_gang
+from arbiter.core.policies.common.ordered import Pick, Ranked, Selection, by_least, gang_by_gang
 from arbiter.core.seam import AppView, Traits, View
 
 
@@ -26,7 +26,7 @@ class Optimus(Ranked):
         """Return the apps, those that gain most from one gang beside what they keep first."""
         return by_least(view, [-saved_s(view, app, len(app.kept)) / app.gang for app in view.apps])
 
-    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield the app that gains most per GPU, again and again."""
         return gang_by_gang(order, selection, lambda app, has: -saved_s(view, app, has) / app.gang)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from arbiter.core.policies.common.ordered import Ranked, Selection, Turn, by_least, gang_by_gang
+from arbiter.core.policies.common.ordered import Pick, Ranked, Selection, by_least, gang_by_gang
 from arbiter.core.seam import AppView, Traits, View
 
 
@@ -27,7 +27,7 @@ class Slaq(Ranked):
         """Return the apps, those that gain most from one gang beside what they keep first."""
         return by_least(view, [-gained(app, len(app.kept)) / app.gang for app in view.apps])
 
-    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield the app whose loss falls most per GPU, again and again."""
         return gang_by_gang(order, selection, lambda app, has: -gained(app, has) / app.gang)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import ClassVar
 
-from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
+from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
 from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
 from arbiter.core.seam import AppView, Traits, View
 
@@ -37,7 +37,7 @@ class Astraea(Ranked):
         keys = [(tenants[app.tenant], standings.place_of_app(app)) for app in view.apps]
         return [view.apps[place] for place in sorted(range(len(keys)), key=keys.__getitem__)]
 
-    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield turns as the two algorithms choose them."""
         standings = self._standings(view)
         return tenant_by_tenant(view, selection, standings, standings.place_of_app)

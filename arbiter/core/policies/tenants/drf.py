@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from arbiter.core.placement.assignment import gpus
-from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
+from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
 from arbiter.core.seam import AppView, Traits, View
 from protocol.messages import TenantId
 
@@ -30,7 +30,7 @@ class Drf(Ranked):
         kept = _kept(view)
         return sorted(view.apps, key=lambda app: (kept[app.tenant], len(app.kept)))
 
-    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield the app with the least share of the tenant with the least share, again and again."""
         queues: dict[TenantId, list[tuple[int, int]]] = {}
         for arrival, app in enumerate(view.apps):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from arbiter.core.policies.common.ordered import Ranked, Selection, Turn, by_least, gang_by_gang
+from arbiter.core.policies.common.ordered import Pick, Ranked, Selection, by_least, gang_by_gang
 from arbiter.core.seam import AppView, TenantView, Traits, View
 
 #: Of an app without tickets, which has none before its tenant is known.
@@ -31,7 +31,7 @@ class GandivaFair(Ranked):
         """Return the apps by their passes."""
         return by_least(view, [_pass_s(view, app) for app in view.apps])
 
-    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield the app with the least pass, again and again; a gang moves it on by a lease of it."""
         passes = {app.app: _pass_s(view, app) for app in order}
         shares = {app.app: _share(view, app) for app in order}

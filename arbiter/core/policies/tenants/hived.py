@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from arbiter.core.placement.assignment import gpus
-from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
+from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
 from arbiter.core.policies.common.tenant_order import in_order
 from arbiter.core.policies.tenants.yarn_cs import quota_of
 from arbiter.core.seam import AppView, Traits, View
@@ -32,7 +32,7 @@ class Hived(Ranked):
         within = within_quotas(view)
         return sorted(view.apps, key=lambda app: app.app not in within)  # the sort is stable
 
-    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield each app for what its tenant's quota holds of it, then each for all it wants."""
         used: Counter[TenantId] = Counter(view.unseen)
         whole: set[AppId] = set()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from arbiter.core.placement.assignment import gpus
-from arbiter.core.policies.common.ordered import Ranked, Selection, Turn
+from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
 from arbiter.core.policies.common.tenant_order import kept_of
 from arbiter.core.seam import AppView, Traits, View
 from protocol.messages import TenantId
@@ -30,7 +30,7 @@ class YarnCs(Ranked):
         """Return the apps as they arrived."""
         return view.apps
 
-    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Turn]:
+    def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield each app in turn for what its tenant's quota leaves, until one of that tenant has to wait."""
         used = kept_of(view)
         for app in selection.holders:

@@ -12,7 +12,7 @@ With `tenants_first` the GPUs in play are split among tenants as Astraea would, 
 apps of its tenant alone: finish-time fairness within tenants, long-term GPU-time fairness between them.
 
 An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps its GPUs if no other app
-takes it: its training goes on without its agent.
+takes them: its training goes on without its agent.
 
 *Source:* Themis (NSDI 2020), section 4 and Pseudocode 1; defaults f = 0.8.
 """
@@ -50,7 +50,7 @@ from arbiter.core.seam import (
 )
 from protocol.messages import LEVELS, AppId, Bid, GpuId, TenantId
 
-#: The part of the budget that is for explaining the outcome: a quarter of what is for finding it.
+#: The part of the budget for explaining the outcome: a quarter of the part for finding it.
 EXPLAINING = 0.2
 LEFTOVER = ("idle", "bidders", "worst-off")
 
@@ -296,12 +296,12 @@ class _Round:
             return f"was not asked for its rho: the {len(self._view.asked)} that looked worse off were (probes_max)"
         if app.rho is None:
             return "did not answer the probe in time, so it took no part"
-        winners = self._winners or "nobody"
+        winners = self._winners or "no app"
         return f"did not bid, its rho {app.rho:.4g} being {self._cutoff}; the auction's GPUs went to {winners}"
 
     @property
     def rest(self) -> str:
-        """Said to those that are not told one by one."""
+        """The sentence for apps that are not told one by one."""
         return f"was not among the worst off, who bid; the auction's GPUs went to {self._winners or 'no app'}"
 
     @cached_property

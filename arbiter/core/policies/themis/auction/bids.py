@@ -1,10 +1,11 @@
 """From a round to an auction and back: bids and GPUs in play as arrays, and counts by place as GPUs with names.
 
-Most rows of a bid are *plain*: so many GPUs at that level, which the solver knows how to place. Three kinds are not,
-and become options with fixed counts instead, one for each way to lie (the densest ones, when there are too many):
+Most rows of a bid are *plain*: so many GPUs at that level, and the solver knows how to place them. Three kinds of rows
+are not plain. They become options with fixed counts, one for each way to lie (the densest ones, when there are too
+many):
 
-- rows of an app that can use certain GPUs only. Those GPUs are grouped into *cells*, alike in who is bound to them;
-- rows of an app that keeps a part of a gang on a machine with free GPUs: what it wins there must complete the gang;
+- rows of an app that can use certain GPUs only. Those GPUs are grouped into *cells* to which the same apps are bound;
+- rows of an app that keeps a part of a gang on a machine with free GPUs: the GPUs won there must complete the gang;
 - explicit rows, which name their machines.
 """
 
@@ -103,7 +104,7 @@ class Entry(Struct, frozen=True):
 
     @property
     def log_none(self) -> float:
-        """The sum of log V when nobody wins anything."""
+        """The sum of log V when no bidder wins anything."""
         return -math.fsum(math.log(bidder.rho_none) for bidder in self.bidders)
 
 
@@ -122,7 +123,7 @@ class Award(Struct, frozen=True):
 
 
 class Settlement(Struct, frozen=True):
-    """The outcome of an auction: an award per bidder, the GPUs that nobody keeps, and how it was found."""
+    """The outcome of an auction: an award per bidder, the GPUs that no bidder keeps, and how it was found."""
 
     awards: tuple[Award, ...]
     leftover: tuple[GpuView, ...]
@@ -639,8 +640,8 @@ def _by_place(ground: Ground, gpus: Sequence[GpuView], bidder: Bidder) -> dict[i
 def grant(entry: Entry, bundles: Sequence[Mapping[int, int]]) -> list[tuple[GpuView, ...]]:
     """Return the GPUs of each bidder, given their numbers by place (cell, slot or machine).
 
-    On each machine the narrowest is dealt first. Everybody first takes what it holds, then what nobody else holds,
-    densest first.
+    On each machine the narrowest is dealt first. Each bidder first takes GPUs that it holds, then GPUs that no other
+    bidder holds, densest first.
     """
     ground = entry.ground
     steps: dict[int, list[tuple[int, int, int]]] = {}

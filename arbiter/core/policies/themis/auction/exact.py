@@ -1,9 +1,9 @@
 """The last resort: a mixed-integer programme on the few options that can still matter.
 
-Options whose loss against the relaxation is greater than what the best allocation lacks to the bound can be part of no
-better one, and stay out. What is left is chosen together with where it goes, as counts: so many blocks of a size in a
-rack, so many machines filled by a pattern of pieces. It is asked for something better than what is known; "there is
-none" is the proof.
+An option stays out if its loss against the relaxation is greater than the gap between the best allocation and the
+bound: it can be part of no better allocation. The remaining options are chosen together with their places, as counts:
+so many blocks of a size in a rack, so many machines filled by a pattern of pieces. The programme is asked for a better
+allocation than the best known one; "there is none" is the proof.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Model:
         return self._add_racks(free, wide)
 
     def _index_fixed(self) -> None:
-        """Bound every place where something is fixed, and note what is fixed in or below each."""
+        """Bound every place with fixed options, and note the options fixed in or below each."""
         options, ground = self._problem.options, self._problem.ground
         self._fixed: dict[int, dict[int, float]] = {}
         for x, option in zip(self._x, self._keep.tolist(), strict=True):
@@ -181,7 +181,7 @@ class _Model:
             if place not in self._fixed:
                 alike[room] = alike.get(room, 0) + 1
                 continue
-            # What is fixed here takes from the pieces: count them one size at a time.
+            # Fixed options here take GPUs from the pieces: count the pieces one size at a time.
             used = dict(self._fixed[place])
             for size in sizes:
                 if size <= room:

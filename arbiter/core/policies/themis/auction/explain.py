@@ -1,12 +1,14 @@
 """Why a bidder lost, and the smallest change that would have won: asked of the auction itself, by solving it again.
 
-What binds is found by letting go of one thing at a time. A bidder without an option was stopped by the places alone.
-One that would win if its GPUs could lie anywhere was stopped by the holes that others left; any other one by the price:
-what it takes is worth more to them.
+One constraint at a time is dropped to find the one that binds:
 
-How far a bidder is from winning takes one solve: with all of its gains raised by so much that it wins for certain, the
-sum of all gains falls short of the same rise by exactly what was missing. Every change that is named was made, and the
-auction solved again, to see it win; what there was no work left for is called an estimate.
+- The places alone stop a bidder without an option.
+- The holes that others left stop a bidder that would win if its GPUs could lie anywhere.
+- The price stops every other bidder: its GPUs are worth more to the others.
+
+One solve shows how far a bidder is from winning. All of its gains are raised by so much that it wins for certain; the
+sum of all gains then rises by less, and the difference is exactly the missing gain. Every named change was made and the
+auction solved again, to see it win. A change for which there was no work left is called an estimate.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class Payments:
 
 
 def log_fraction(solved: Solved, bidder: int) -> float:
-    """Return log c of a bidder: how the others fare with it, less how they would without; 0 for who wins nothing.
+    """Return log c of a bidder: the others' gains with it, less their gains without it; 0 for a bidder without a win.
 
     At least minus the bidder's gain, as giving it nothing is allowed too. Where a problem without it is not proven,
     the true value may be lower by that problem's gap and higher by the whole one's.
@@ -64,7 +64,7 @@ def settle(
     problem, places
         The auction and its map.
     names, worths
-        Per bidder, what the lot of rounding is drawn by, and what parts of a bundle are worth.
+        Per bidder, the name by which the lot of rounding is drawn, and the worth of parts of a bundle.
     budget
         Bounds the search.
     seed

@@ -1,17 +1,17 @@
-"""Whole GPUs: what keeping a fraction c of a bundle means when GPUs cannot be cut.
+"""Whole GPUs: the meaning of a fraction c of a bundle when GPUs cannot be cut.
 
-Of two neighbouring parts A and B with V(A) <= c V(G) <= V(B), as bid, one is drawn by lot, such that the expected
-*speed* of work is the one at which the bidder's V is c V(G) ("mix by speed"). V = T_id / (elapsed + work / speed) is
-concave in the speed, but speed is what a lease brings, and the next round draws again: a lot that is fair in V is more
-than fair in speed, and over many rounds it pays those who win for show. So the expected V is c V(G) for an app that has
-just come, and below it the older the app and the farther A and B are apart.
+Two neighbouring parts A and B have V(A) <= c V(G) <= V(B), as bid. One of them is drawn by lot, such that the expected
+*speed* of work is the speed at which the bidder's V is c V(G) ("mix by speed"). V = T_id / (elapsed + work / speed) is
+concave in the speed. But a lease brings speed, and the next round draws again: a lot that is fair in V is more than
+fair in speed, and over many rounds it pays apps that win for show. So the expected V is c V(G) for an app that has just
+come, and less for an older app and for parts A and B that are farther apart.
 
-That nobody gains by lying is proven for c V(G), not for this lot; it is shown by experiment, *source:*
+No app gains by lying: that is proven for c V(G), not for this lot. An experiment shows it for the lot, *source:*
 `benchmarks/truthfulness.py`, which compares the rules (`benchmarks/results/truthfulness.md`). Rounding the count down
 would leave most winners of a small auction without a GPU; rounding it up makes over-reporting pay.
 
-The value of nothing is the one that was bid, and c V(G) is never below it, because giving the bidder nothing and the
-others what they would have without it is an allocation too.
+The value of nothing is the one that was bid. c V(G) is never below it: "nothing for the bidder, and the others as they
+would be without it" is an allocation, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Explicit(Struct, frozen=True):
 
 
 class Worth(Struct, frozen=True):
-    """What parts of a bundle are worth to one bidder.
+    """The worth of the parts of a bundle to one bidder.
 
     `new`, `level`, `gain` are its rows (GPUs to win, level that bounds the union, log V over nothing); `kept` what it
     keeps anyway by machine place, `gang` the size that GPUs on one machine come in multiples of, 1 for any. `sunk` is
@@ -165,12 +165,12 @@ def _chance(low: float, target: float, high: float, sunk: float) -> float:
     """Return how likely the part of gain `high` must be, else that of gain `low`, to expect the speed of `target`.
 
     A gain is log V over nothing, so exp(-gain) is T_sh, the time from arrival to end, over that of winning nothing.
-    What is not sunk of it is work / speed.
+    The part of it that is not sunk is work / speed.
     """
     slow, wanted, fast = math.exp(-low), math.exp(-target), math.exp(-high)
     if wanted <= fast:
         return 1.0
-    # More than the shortest T_sh cannot have elapsed: who says so has contradicted itself, to no use.
+    # More than the shortest T_sh cannot have elapsed: an app that says so contradicts itself, to no use.
     sunk = min(sunk, fast)
     by_time = (slow - wanted) / (slow - fast)
     return max(0.0, by_time * (fast - sunk) / (wanted - sunk))

@@ -1,15 +1,15 @@
 """Solving one auction: the best allocation, and the best without each winner, each with an upper bound.
 
-Stages, each only for what the one before left open, and only as far as the budget goes:
+Each stage runs only for the problems that the stage before left open, and only as far as the budget goes:
 
-1. enumerate what loses little against the relaxation with one price for all GPUs (`kernel.explore`);
+1. enumerate the selections that lose little against the relaxation with one price for all GPUs (`kernel.explore`);
 2. repair allocations by ruin and recreate, and explore again with prices of scarce machines and racks from a linear
-   programme (`prices`), which make the bound tight where machines or racks are what binds;
+   programme (`prices`), which make the bound tight where machines or racks bind;
 3. a mixed-integer programme on the few options that can still matter (`exact`).
 
 Work is counted in steps, so that equal input gives equal output on every machine. A clock, if the caller has one, does
 two things: it ends the search when time is up, and it lets stage 3 run, whose work cannot be counted beforehand. Then
-answers may differ from those without a clock, and where time runs out from machine to machine.
+answers may differ from answers without a clock; where time runs out, they may differ from machine to machine.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ NODES = (2_000, 2_000, 10_000, 50_000, 200_000, 200_000)
 DEADLINE_PART = 0.93
 #: No call of the kernel takes more than one part in so many of the budget, as the clock is asked in between.
 CALLS_MIN = 12
-#: Nor do calls take more steps than this, nor the whole problem at first, however large the budget: what they leave
-#: open then, the programme settles sooner.
+#: Calls take no more steps than this, nor does the whole problem at first, however large the budget: the programme
+#: settles sooner what is still open then.
 CALL_MAX, WHOLE_MAX = 12_000_000, 60_000_000
 #: Repairs in a row that improve nothing before another problem gets its turn.
 STALE_MAX = 5
@@ -68,7 +68,7 @@ class Budget:
 
     steps: int
     seconds_left: Callable[[], float] | None = None
-    hasty: bool = False  #: whether to stop early with small gaps, as somebody waits
+    hasty: bool = False  #: whether to stop early with small gaps, as a round waits
     spent: int = 0
 
     @classmethod
@@ -182,7 +182,7 @@ class _Solver:
         )
 
     def _most(self) -> float:
-        """Return what all bidders would gain if nobody were in another's way."""
+        """Return what all bidders would gain if no bidder were in another's way."""
         options = self._problem.options
         most = np.zeros(self._problem.bidders)
         np.maximum.at(most, np.repeat(np.arange(len(most)), np.diff(options.off)), options.gain)
@@ -216,7 +216,7 @@ class _Solver:
         return out
 
     def improve(self) -> None:
-        """Close what the first enumeration left open: the whole problem first, then those without a winner."""
+        """Close the problems that the first enumeration left open: the whole one first, then those without a winner."""
         out, budget, pricing = self._out, self._budget, Pricing(self._problem)
         if out.uppers[out.whole] - out.value > EXPLORED_ENOUGH:
             self._repair(out.whole, pricing.plain(), self._share(20, STEPS[1]))

@@ -13,10 +13,10 @@ from msgspec import Struct
 
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning.bracket import Yardstick
-from app_agent.core.tuning.shape import Left, Search, Trial
+from app_agent.core.tuning.scheduler import Left, Search, Trial
 
 
-class All(Struct, frozen=True):
+class Exhaustive(Struct, frozen=True):
     """The scheduler of an app that wants every one of its trials; `metric` may be empty, then the first counts."""
 
     trials: int
@@ -24,7 +24,7 @@ class All(Struct, frozen=True):
     mode: Literal["max", "min"]
 
     @classmethod
-    def of(cls, spec: AppSpec) -> All:
+    def of(cls, spec: AppSpec) -> Exhaustive:
         """Return the scheduler for `spec`."""
         return cls(len(spec.trials), spec.metric, spec.mode)
 

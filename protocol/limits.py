@@ -1,0 +1,36 @@
+"""What a site allows a user to wish, checked alike before an app is submitted and when the arbiter hears of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from protocol.messages import Requirements
+
+
+def excess(
+    wished: Requirements, *, priority_max: float, weight_max: float, classes: Sequence[str]
+) -> tuple[str, str] | None:
+    """Return which wish is beyond what a site allows, and the mend; None if the site allows all of them."""
+    for name, asked, most in (
+        ("priority", wished.priority, priority_max),
+        ("weight", wished.weight, weight_max),
+    ):
+        if asked > most:
+            return (
+                f"{name} is {asked:g}, and this site allows at most {most:g}",
+                f"lower it, or have the administrator raise {name}_max in the arbiter's configuration",
+            )
+    if wished.kind not in classes:
+        allowed = " or ".join(classes)
+        return f"its class is {wished.kind}, and this site allows {allowed} only", f"submit it with --class {allowed}"
+    return None
+
+
+def bounded(wished: Requirements, *, priority_max: int, weight_max: float) -> Requirements:
+    """Return a user's wishes, cut to what a site allows: an app may ask for more after it was admitted."""
+    within = (min(wished.priority, priority_max), min(wished.weight, weight_max))
+    if within == (wished.priority, wished.weight):
+        return wished
+    return replace(wished, priority=within[0], weight=within[1])
