@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final, Literal
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from protocol.messages import AppId, Bid, GpuId, Level, NodeId, Requirements, TenantId, device_of
 
@@ -87,11 +87,11 @@ class SeatView(Struct, frozen=True):
 class Booking(Struct, frozen=True):
     """The time that an app has bought: GPUs of these nodes in these time slots, each ``floor(now / slot_s)``.
 
-    A booking without slots is of an app that was admitted and for the rest of whose work there is nothing left to sell.
+    A booking without time slots is of an app that was admitted, and that could be sold nothing for the rest of its work.
     """
 
-    slots: tuple[tuple[int, tuple[tuple[NodeId, int], ...]], ...]
-    ends_at: float  #: the end of its last slot, UNIX seconds
+    time_slots: tuple[tuple[int, tuple[tuple[NodeId, int], ...]], ...] = field(name="slots")
+    ends_at: float  #: the end of the last one, UNIX seconds
     utility: float  #: its worth if it ends then
     price: float  #: its price for that
     made_at: float
@@ -100,8 +100,8 @@ class Booking(Struct, frozen=True):
     worth: float = 0.0  #: theta1 of its utility when it was admitted: an app that declares none is worth its GPU-hours
 
     def at(self, slot: int) -> tuple[tuple[NodeId, int], ...]:
-        """Return the GPUs of one slot, by node."""
-        return next((gpus for number, gpus in self.slots if number == slot), ())
+        """Return the GPUs of one time slot, by node."""
+        return next((gpus for number, gpus in self.time_slots if number == slot), ())
 
 
 #: Prices that are learnt go by the apps that have asked last, so many of them.

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from arbiter.core.policies.oasis.dorm_partition import Tenant, dominant, partition
 from arbiter.core.policies.oasis.prices import Bounds, Priced, bounds_of, density, learnt_bounds, scaled, seen_of
-from arbiter.core.policies.oasis.rebooking import Booked, look, make_room
+from arbiter.core.policies.oasis.rebooking import BookedApp, best_schedule, make_room
 from arbiter.core.policies.oasis.reward import Candidate, rewards
 from arbiter.core.policies.oasis.schedule import Pool, Request, Schedule, Servers, sell
 from arbiter.core.policies.oasis.settings import Terms
@@ -198,7 +198,7 @@ class Entered(Struct):
     told: float
     schedule: Schedule
 
-    def booked(self, now: int, promise: float) -> Booked:
+    def booked(self, now: int, promise: float) -> BookedApp:
         """Return it as it would ask now for the rest of its work."""
         done = sum(slot.count for slot in self.schedule.slots if slot.slot < now)
         request = replace(
@@ -206,7 +206,7 @@ class Entered(Struct):
         )
         ahead = tuple(slot for slot in self.schedule.slots if slot.slot >= now)
         (priced_,), _ = priced([replace(self.job, servers=None)])
-        return Booked(request, ahead, self.schedule.utility, promise * self.told, density(priced_))
+        return BookedApp(request, ahead, self.schedule.utility, promise * self.told, density(priced_))
 
     def ended(self) -> Ended:
         """Return what becomes of it."""
@@ -236,7 +236,7 @@ def oasis(
         began = time.perf_counter()
         request = request_of(job)
         entered = [each for each in entered if each.schedule.end >= job.arrival]
-        found, _ = look(request, (), (workers, servers), pruned=True)
+        found, _ = best_schedule(request, (), (workers, servers), pruned=True)
         if promise is not None:
             booked = [each.booked(job.arrival, promise) for each in entered]
             room = make_room(request, booked, (workers, servers), found)

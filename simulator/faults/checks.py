@@ -253,8 +253,8 @@ class Checks:
         booked: Counter[tuple[int, str]] = Counter()
         for app in state.apps.values():
             if app.active and app.booking is not None:
-                for slot, gpus in app.booking.slots:
-                    booked.update({(slot, node): count for node, count in gpus if slot >= state.slot[0]})
+                for slot, gpus in app.booking.time_slots:
+                    booked.update({(slot, node): count for node, count in gpus if slot >= state.time_slot[0]})
         there = Counter(gpu.node for gpu in state.gpus.values() if is_first(gpu.id))
         for (slot, node), count in booked.items():
             if count > there[NodeId(node)]:

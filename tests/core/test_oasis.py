@@ -89,7 +89,7 @@ class Shop(Site):
         return found
 
     def counts(self, app: str) -> Mapping[int, int]:
-        return {slot: sum(count for _, count in gpus) for slot, gpus in self.booking(app).slots}
+        return {slot: sum(count for _, count in gpus) for slot, gpus in self.booking(app).time_slots}
 
     def reason(self, app: str) -> str:
         state = self.arbiter.state.apps[AppId(app)].state
@@ -197,10 +197,10 @@ def test_jobs_of_one_node_keep_to_it_and_those_that_span_lie_on_several() -> Non
     shop = Shop()
     shop.node("n2", 4)
     shop.ask("ann-1", 12)
-    assert {node for _, gpus in shop.booking("ann-1").slots for node, _ in gpus} == {"n1"}
+    assert {node for _, gpus in shop.booking("ann-1").time_slots for node, _ in gpus} == {"n1"}
     shop.app("bob-1", gang=1, demand=8, sizes=(1, 8), left_gpu_s=800.0, utility=PATIENT, spans=True)
     on_both = ((NodeId("n1"), 4), (NodeId("n2"), 4))
-    assert [gpus for slot, gpus in shop.booking("bob-1").slots if slot == 13] == [on_both]
+    assert [gpus for slot, gpus in shop.booking("bob-1").time_slots if slot == 13] == [on_both]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_what_is_booked_for_who_is_silent_and_runs_nothing_is_for_sale_again() -
         shop.node("n1", 4)
         shop.wait(10.0)
     assert shop.counts("ann-1") == {}
-    assert "is silent and nothing of it runs, so what it had booked is for sale again" in shop.told("ann-1")
+    assert "is silent and nothing of it runs, so its booking is for sale again" in shop.told("ann-1")
     assert "books again" not in shop.told("ann-1")
     shop.ask("bob-1", 4, parse("none:150"))
     assert sum(shop.counts("bob-1").values()) == 4
@@ -307,7 +307,7 @@ def test_an_app_that_holds_more_than_it_has_booked_keeps_it_until_somebody_needs
     shop.ask("bob-1", 2.5, parse("deadline:100s,500"), sizes=(3,))
     shop.settle()
     assert (len(shop.held("ann-1")), len(shop.held("bob-1"))) == (1, 3)
-    assert "has booked 1 GPU in this slot" in shop.told("ann-1")
+    assert "has booked 1 GPU in this time slot" in shop.told("ann-1")
 
 
 def test_unsold_gpus_are_lent_to_apps_without_a_booking_and_taken_back_when_sold() -> None:
@@ -315,7 +315,7 @@ def test_unsold_gpus_are_lent_to_apps_without_a_booking_and_taken_back_when_sold
     shop.ask("zoe-1", 100, None, sizes=(1,))
     shop.settle()
     assert len(shop.held("zoe-1")) == 1
-    assert "has no booking, and gets 1 GPU that nobody has booked in this slot" in shop.told("zoe-1")
+    assert "has no booking, and gets 1 GPU that no app has booked in this time slot" in shop.told("zoe-1")
     shop.ask("ann-1", 3.5, sizes=(4,))
     shop.settle()
     assert (len(shop.held("zoe-1")), len(shop.held("ann-1"))) == (0, 4)
@@ -409,12 +409,12 @@ def test_who_has_jobs_on_a_node_is_moved_to_other_slots_of_that_node_only() -> N
     app, full = mover([(10, "n1")]), sold(("n1", [11]), ("n2", [10]))
     moved = moved_of(Market(1000.0, NODES, (app, *full), homes={app.app: (NodeId("n1"),)}))
     assert moved is not None
-    assert moved["m"].slots == ((12, ((NodeId("n1"), 4),)),)
+    assert moved["m"].time_slots == ((12, ((NodeId("n1"), 4),)),)
     full = sold(("n1", range(11, 30)), ("n2", [10]))
     assert moved_of(Market(1000.0, NODES, (app, *full), homes={app.app: (NodeId("n1"),)})) is None
     moved = moved_of(Market(1000.0, NODES, (app, *full)))
     assert moved is not None
-    assert moved["m"].slots == ((11, ((NodeId("n2"), 4),)),)
+    assert moved["m"].time_slots == ((11, ((NodeId("n2"), 4),)),)
 
 
 @pytest.mark.parametrize(("parked", "anew"), [(True, (12, "n1", "n2")), (False, (11, "n2", "n3"))])
@@ -424,18 +424,18 @@ def test_a_gang_that_is_parked_on_several_nodes_is_moved_to_other_slots_of_those
     nodes = (*NODES, (NodeId("n3"), 4))
     there = ((NodeId("n1"), 4), (NodeId("n2"), 4))
     app = mover([(10, "n1")], gang=8, demand_max=8, spans=True, left_gpu_s=8 * SLOT_S)
-    app = replace(app, booking=replace(app.booking, slots=((10, there),)))
+    app = replace(app, booking=replace(app.booking, time_slots=((10, there),)))
     homes = {app.app: (NodeId("n1"), NodeId("n2"))} if parked else {}
     moved = moved_of(Market(1000.0, nodes, (app, *sold(("n1", [11]), ("n3", [10]))), homes=homes))
     assert moved is not None
     slot, *on = anew
-    assert moved["m"].slots == ((slot, tuple((NodeId(node), 4) for node in on)),)
+    assert moved["m"].time_slots == ((slot, tuple((NodeId(node), 4) for node in on)),)
 
 
 def test_those_that_have_nothing_booked_any_more_do_not_stand_before_who_can_be_moved() -> None:
     app, full = mover([(10, "n1")]), sold(("n2", [10]))
     cheap = Booking((), 1000.0, 1e-3, 0.0, 900.0, told=1e-3, worth=1e-3)
-    past = replace(cheap, slots=((9, ((NodeId("n1"), 4),)),))
+    past = replace(cheap, time_slots=((9, ((NodeId("n1"), 4),)),))
     idle = [replace(app, app=AppId(f"idle-{n}"), booking=past if n % 2 else cheap) for n in range(2 * MOVABLE_MAX)]
     moved = moved_of(Market(1000.0, NODES, (app, *full, *idle)))
     assert moved is not None
@@ -616,11 +616,11 @@ def test_an_app_whose_node_is_lost_books_on_another_and_gets_what_is_unsold_if_t
     shop = Shop(settings=settings)
     shop.node("n2", 2)
     shop.ask("ann-1", 40, sizes=(1, 2, 4))
-    assert {node for _, gpus in shop.booking("ann-1").slots for node, _ in gpus} == {"n1"}
+    assert {node for _, gpus in shop.booking("ann-1").time_slots for node, _ in gpus} == {"n1"}
     for _ in range(6):
         shop.node("n2")
         shop.wait(10.0)
-    assert {node for _, gpus in shop.booking("ann-1").slots for node, _ in gpus} == {"n2"}
+    assert {node for _, gpus in shop.booking("ann-1").time_slots for node, _ in gpus} == {"n2"}
     assert "books again, for GPUs of n1 are gone" in shop.told("ann-1")
     assert len(shop.held("ann-1")) == 2
 
@@ -634,7 +634,7 @@ def test_where_a_node_loses_some_of_its_gpus_who_came_last_books_again() -> None
     shop.node("n2", 4)
     shop.node("n1", sick=["GPU-n1-3"])
     assert shop.booking("ann-1") == first
-    assert {node for _, gpus in shop.booking("bob-1").slots for node, _ in gpus} == {"n2"}
+    assert {node for _, gpus in shop.booking("bob-1").time_slots for node, _ in gpus} == {"n2"}
     assert "books again, for GPUs of n1 are gone" in shop.told("bob-1")
     assert shop.booking("bob-1").again == 1
     shop.node("n1", sick=["GPU-n1-2", "GPU-n1-3"])
@@ -646,7 +646,7 @@ def test_a_node_that_is_lost_as_an_equal_one_comes_is_booked_no_more() -> None:
     shop.ask("ann-1", 8, sizes=(2,))
     shop.now += 45.0  # no absence, which is four beats; the first news after it is of another node
     shop.node("n2", 4)
-    assert {node for _, gpus in shop.booking("ann-1").slots for node, _ in gpus} == {"n2"}
+    assert {node for _, gpus in shop.booking("ann-1").time_slots for node, _ in gpus} == {"n2"}
 
 
 def test_apps_of_a_policy_that_sells_nothing_are_sold_what_pays_when_this_one_takes_over() -> None:
@@ -659,7 +659,7 @@ def test_apps_of_a_policy_that_sells_nothing_are_sold_what_pays_when_this_one_ta
     shop.lead()
     shop.handle(Configured(replace(SETTINGS, admission_wait_s=5.0)))
     shop.wait(4.0)
-    assert shop.booking("ann-1").slots == ()
+    assert shop.booking("ann-1").time_slots == ()
     shop.node("n1")
     shop.wait(2.0)
     assert sum(shop.counts("ann-1").values()) >= 7
@@ -684,7 +684,7 @@ def test_who_was_admitted_and_can_be_sold_nothing_any_more_gets_what_is_unsold_b
     shop.wait(1099.0 - shop.now)
     shop.report("ann-1", 500, sizes=(1,))
     shop.wait(1.0)
-    assert shop.booking("ann-1").slots == ()
+    assert shop.booking("ann-1").time_slots == ()
     shop.settle()
     assert (len(shop.held("ann-1")), len(shop.held("zoe-1"))) == (1, 0)
     assert "lags, and there was nothing to sell to it" in shop.told("ann-1")
@@ -749,7 +749,7 @@ def test_who_has_jobs_on_a_node_books_there_again_though_another_is_cheaper() ->
         market = Market(1000.0, nodes, (replace(app_of("b"), booking=taken),), homes=homes)
         booking = Oasis(KNOBS).sell(market, replace(app, booking=first)).booking
         assert booking is not None
-        assert {place for _, gpus in booking.slots for place, _ in gpus} == {NodeId(node)}
+        assert {place for _, gpus in booking.time_slots for place, _ in gpus} == {NodeId(node)}
 
 
 def test_who_says_that_nothing_is_left_and_is_not_over_gets_what_is_unsold() -> None:
@@ -815,7 +815,7 @@ def test_of_many_different_nodes_some_are_looked_at_and_the_emptiest_is_among_th
     assert homes[0] == (150,)
     booking = Oasis(KNOBS).sell(market, app).booking
     assert booking is not None
-    assert {node for _, gpus in booking.slots for node, _ in gpus} == {NodeId("n150")}
+    assert {node for _, gpus in booking.time_slots for node, _ in gpus} == {NodeId("n150")}
 
 
 # --- durability, order and bad settings -------------------------------------------------------------------------------
@@ -877,9 +877,11 @@ def test_who_has_booked_later_slots_only_runs_ahead_on_what_is_unsold_before_tho
     view = replace(view_of(gpus, [app_of("none", demand_max=4), ahead]), now=1050.0)
     outcomes = settled(view, Oasis(KNOBS).allocate(view, {}))
     assert (len(outcomes["ahead"].gpus), len(outcomes["none"].gpus)) == (3, 1)
-    assert outcomes["ahead"].reason.startswith("has booked nothing in this slot; 3 GPUs in 2.5 min, to end within ")
+    assert outcomes["ahead"].reason.startswith(
+        "has booked nothing in this time slot; 3 GPUs in 2.5 min, to end within "
+    )
     assert outcomes["ahead"].reason.endswith("; it has 3 GPUs that are unsold")
-    now = replace(later, slots=((10, ((NodeId("n00"), 3),)),))
+    now = replace(later, time_slots=((10, ((NodeId("n00"), 3),)),))
     buyer = replace(app_of("buyer", demand_max=3), booking=now)
     view = replace(view_of(gpus, [replace(ahead, renewable=outcomes["ahead"].gpus), buyer]), now=1050.0)
     outcomes = settled(view, Oasis(KNOBS).allocate(view, {}))

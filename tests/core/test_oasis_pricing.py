@@ -25,7 +25,7 @@ from arbiter.core.policies.oasis.prices import (
     scaled,
     seen_of,
 )
-from arbiter.core.policies.oasis.rebooking import GAIN, Booked, look, make_room, price_of
+from arbiter.core.policies.oasis.rebooking import GAIN, BookedApp, best_schedule, make_room, price_of
 from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule, Servers, sell
 from arbiter.core.policies.oasis.utility import FORMS, Sigmoid, in_slots, parse
 from benchmarks.papers.oasis_optimum import OfflineJob, optimum
@@ -413,17 +413,17 @@ def test_room_is_made_only_where_all_are_worth_more_and_nobody_gets_less_than_it
 
     held: list[tuple[Request, Schedule]] = []
     while len(held) < 4:
-        found, _ = look(request := drawn(), homes, (pool, None))
+        found, _ = best_schedule(request := drawn(), homes, (pool, None))
         if found is None or found.payoff <= 0.0:
             break
         sell(found.slots, request, pool)
         held.append((request, found))
     booked = [
-        Booked(request, each.slots, each.utility, 0.6 * each.utility, each.utility / request.work, homes)
+        BookedApp(request, each.slots, each.utility, 0.6 * each.utility, each.utility / request.work, homes)
         for request, each in held
     ]
     newcomer, sold = drawn(), pool.sold.copy()
-    first, _ = look(newcomer, homes, (pool, None))
+    first, _ = best_schedule(newcomer, homes, (pool, None))
     room = make_room(newcomer, booked, (pool, None), first)
     assert (pool.sold == sold).all(), "the pool is as it was"
     if room is None:
@@ -441,7 +441,7 @@ def test_room_is_made_only_where_all_are_worth_more_and_nobody_gets_less_than_it
     def payoffs(in_turn: Sequence[tuple[Request, Schedule]]) -> float:
         trial, total = Pool(without.capacity, without.sold.copy(), without.bounds), 0.0
         for request, each in in_turn:
-            cost = price_of(Booked(request, each.slots, 0.0, 0.0, 0.0), (trial, None))
+            cost = price_of(BookedApp(request, each.slots, 0.0, 0.0, 0.0), (trial, None))
             sell(each.slots, request, trial)
             total += each.utility - cost
         return total
@@ -459,7 +459,7 @@ def test_room_is_made_for_who_is_urgent_by_who_loses_nothing_and_not_by_who_woul
     patient = Request(0, 8, (1, 2, 4), (1, 2, 4), (1.0,), Sigmoid(60.0, 0.0, 0.0))
     urgent = Request(0, 4, (4,), (4,), (1.0,), Sigmoid(60.0, 50.0, 1.5))
     pool.sold[:2] = 4.0
-    held = Booked(patient, (Deployment(0, ((0, 4),)), Deployment(1, ((0, 4),))), 30.0, 30.0, 1.0)
+    held = BookedApp(patient, (Deployment(0, ((0, 4),)), Deployment(1, ((0, 4),))), 30.0, 30.0, 1.0)
     room = make_room(urgent, [held], (pool, None), None)
     assert room is not None
     assert [slot.slot for slot in room.schedule.slots] == [0]
@@ -472,7 +472,7 @@ def test_the_price_of_what_is_booked_is_that_of_what_is_left_of_the_slot_that_ha
     pool.sold[1, 0, 0] = 2.0
     request = Request(0, 4, (1, 2), (1, 2), (1.0,), Sigmoid(10.0, 0.0, 0.0), first_units=(0, 1), first_part=0.5)
     slots = (Deployment(0, ((0, 2),)), Deployment(1, ((0, 1),)))
-    assert price_of(Booked(request, slots, 5.0, 0.0, 1.0), (pool, None)) == pytest.approx(0.5 * 2 * 1.0 + 4.0)
+    assert price_of(BookedApp(request, slots, 5.0, 0.0, 1.0), (pool, None)) == pytest.approx(0.5 * 2 * 1.0 + 4.0)
 
 
 def test_no_room_is_made_for_next_to_nothing_nor_beyond_the_work_that_may_be_done(
@@ -481,14 +481,14 @@ def test_no_room_is_made_for_next_to_nothing_nor_beyond_the_work_that_may_be_don
     """Worth 61 in the first slot and 59 or 40 in the second, which is free."""
     pool = Pool.empty(np.full((1, 1), 4.0), 4, Bounds((math.log(30.0),), math.log(0.5)))
     pool.sold[0] = 4.0
-    held = Booked(
+    held = BookedApp(
         Request(0, 4, (4,), (4,), (1.0,), Sigmoid(60.0, 0.0, 0.0)), (Deployment(0, ((0, 4),)),), 30.0, 30.0, 1.0
     )
     for later, moves in ((59.0, False), (40.0, True)):
         decay = 2.0
         target = 2.0 + math.log(later / (62.0 - later)) / decay
         comer = Request(0, 4, (4,), (4,), (1.0,), Sigmoid(62.0, decay, target))
-        first, _ = look(comer, (), (pool, None))
+        first, _ = best_schedule(comer, (), (pool, None))
         assert first is not None
         assert first.utility == pytest.approx(later)
         assert (make_room(comer, [held], (pool, None), first) is not None) is moves

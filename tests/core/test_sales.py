@@ -57,7 +57,7 @@ def booked_gpus(shop: Shop) -> Counter[tuple[int, str]]:
     found: Counter[tuple[int, str]] = Counter()
     for app in shop.arbiter.state.apps.values():
         if isinstance(app.state, Active) and app.booking is not None:
-            found.update({(slot, node): count for slot, gpus in app.booking.slots for node, count in gpus})
+            found.update({(slot, node): count for slot, gpus in app.booking.time_slots for node, count in gpus})
     return found
 
 
@@ -280,14 +280,14 @@ def test_what_was_sold_of_a_node_that_is_lost_by_then_is_not_kept_and_the_app_as
     shop = late(settings=replace(SETTINGS, node_timeout_s=3.0))
     shop.node("n2", 4)
     shop.ask("ann-1", 4, sizes=(4,))
-    assert {node for _, gpus in _booking(sell(asked(shop))).slots for node, _ in gpus} == {"n1"}
+    assert {node for _, gpus in _booking(sell(asked(shop))).time_slots for node, _ in gpus} == {"n1"}
     shop.wait(2.0)
     shop.node("n2")
     shop.wait(2.0)
     shop.sell()
     assert isinstance(state_of(shop, "ann-1"), Enrolling)
     shop.sell()
-    assert {node for _, gpus in shop.booking("ann-1").slots for node, _ in gpus} == {"n2"}
+    assert {node for _, gpus in shop.booking("ann-1").time_slots for node, _ in gpus} == {"n2"}
     assert shop.booking("ann-1").again == 0
 
 

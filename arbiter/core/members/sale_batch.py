@@ -1,7 +1,7 @@
-"""What becomes of a `Sell`: the policy is asked for each app in turn, and each finds the bookings of those before it.
+"""How a `Sell` is answered: the policy sells to one app after the other, and each finds the bookings made before.
 
-This takes up to seconds, so it runs away from the loop, on frozen values: `sell` is pure. A policy that fails, or that
-sells what there is not, loses that app its sale and no more.
+This takes up to seconds, so it runs away from the loop, on frozen values: `sell` is pure. If the policy fails, or sells
+GPUs that are not there, that app loses its sale; the others do not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from arbiter.core.registry import policy_of
 from arbiter.core.seam import ASKED_MAX, Admission, AppView, Asked, Booking, Market, Policy
 from protocol.messages import AppId, NodeId
 
-#: Of an app that a policy admitted which sells nothing, until it has been asked what it would book.
+#: The booking of an app that was admitted by a policy that sells nothing, until it has asked for one.
 UNASKED = Booking((), 0.0, 0.0, 0.0, 0.0)
 
 Places = Counter[tuple[int, NodeId]]  #: so many GPUs, by time slot and node
@@ -38,7 +38,7 @@ def sell(effect: Sell) -> Sold:
 
 
 def failed(effect: Sell, error: Exception) -> Sold:
-    """Return what becomes of a batch if anything but the policy raised `error`: each app loses its sale."""
+    """Return the answer to a batch in which anything but the policy raised `error`: each app loses its sale."""
     failures = [failure_of(effect.policy, f"sell to {ask.app.app}", error) for ask in effect.asks]
     sales = (_failed(ask, failure) for ask, failure in zip(effect.asks, failures, strict=True))
     return Sold(effect.number, effect.epoch, tuple(sales))
@@ -58,7 +58,7 @@ class _Batch:
         self._earlier = booked_places(self._booked[app].booking for app in effect.earlier)
 
     def sale_of(self, ask: Ask) -> Sale | None:
-        """Return what this app is sold; None if its booking is still enough."""
+        """Return the sale to this app; None if its booking is still enough."""
         app = self._booked.get(ask.app.app, ask.app)
         if ask.kind != "renew":
             return self._sell(ask, app)
@@ -94,7 +94,7 @@ class _Batch:
             raise ValueError(f"it sold more GPUs of {node} in time slot {slot} than are left")
 
     def _keep(self, sale: Sale, app: AppView) -> Sale:
-        """Let those that ask after this one find what it has booked."""
+        """Let the apps that ask after this one find its booking."""
         verdict = sale.verdict
         if verdict.asked is not None:
             self._asked = (*self._asked, verdict.asked)[-ASKED_MAX:]
@@ -115,7 +115,7 @@ def _if_it_pays(verdict: Admission) -> Admission:
     booking = verdict.booking
     if booking is not None and booking.utility > booking.price:
         return replace(verdict, booking=replace(booking, again=0, told=booking.utility))
-    why = verdict.reason if booking is None or not booking.slots else "it is worth less than the price"
+    why = verdict.reason if booking is None or not booking.time_slots else "it is worth less than the price"
     return replace(verdict, booking=None, reason=why)
 
 
@@ -127,7 +127,7 @@ def booked_places(bookings: Iterable[Booking | None]) -> Places:
     places = Places()
     for booking in bookings:
         if booking is not None:
-            for slot, gpus in booking.slots:
+            for slot, gpus in booking.time_slots:
                 for node, count in gpus:
                     places[slot, node] += count
     return places
@@ -158,7 +158,7 @@ def lost_nodes(app: AppView, slot: int, gpus: Mapping[NodeId, int], earlier: Pla
     assert app.booking is not None
     return {
         node
-        for number, booked in app.booking.slots
+        for number, booked in app.booking.time_slots
         for node, count in booked
         if number >= slot and earlier[number, node] + count > gpus.get(node, 0)
     }
@@ -168,8 +168,8 @@ def shortfall(app: AppView, now: float, slot_s: float, gone: set[NodeId]) -> str
     """Return why a booking is not enough any more, `gone` being nodes that have less left of it; empty if it is."""
     assert app.booking is not None
     slot = math.floor(now / slot_s)
-    ahead = [(number, gpus) for number, gpus in app.booking.slots if number >= slot]
-    if not ahead and not app.booking.slots:
+    ahead = [(number, gpus) for number, gpus in app.booking.time_slots if number >= slot]
+    if not ahead and not app.booking.time_slots:
         return "for it has nothing booked"
     if gone:
         return f"for GPUs of {', '.join(sorted(gone))} are gone"

@@ -1,10 +1,10 @@
-"""What apps have bought of coming time slots, where the policy sells: on arrival, and again when they lag.
+"""Sales of coming time slots to apps, where the policy sells: on arrival, and again when an app lags.
 
 To sell takes up to seconds, so the policy does it away from the loop: the effect `Sell` asks for it, and the event
 `Sold` is its answer (`sale_batch`). One batch is sold at a time, so that no two batches sell the same GPUs. The apps
 that wait for the next batch are in the state: those that arrive are `Enrolling`, and `State.unchecked` holds those
 whose bookings are still to be looked at. Meanwhile everything goes on, but no round starts before all bookings of a new
-time slot have been looked at. What was sold is checked against what is so when the answer comes.
+time slot have been looked at. When an answer comes, its sales are checked against the GPUs and apps of that moment.
 
 Bookings are kept with the apps, so they are in snapshots like all else; how much of a time slot is sold is the sum of
 them. They are looked at when a time slot begins, or GPUs have come or gone: never at any other event.
@@ -57,7 +57,7 @@ def is_busy(turn: Turn) -> bool:
 
 
 def admit(turn: Turn, entering: Sequence[App]) -> None:
-    """Ask the policy what the first of these apps book; its answer admits or refuses them."""
+    """Have the policy sell to the first of these apps; its answer admits or refuses them."""
     _ask(turn, tuple(Ask(_asking_now(turn, app), "enter") for app in entering[:ENTERING_MAX]))
 
 
@@ -87,12 +87,12 @@ def _begin_check(turn: Turn, policy: Policy) -> None:
     state = turn.state
     here = (math.floor(turn.now / policy.slot_s), turn.index.census()[1])
     # Where one node went and another came at once there are as many GPUs as before, and not the same.
-    if here == state.slot and not turn.index.recounted:
+    if here == state.time_slot and not turn.index.recounted:
         return
-    state.slot = here
+    state.time_slot = here
     if turn.now < state.started_at + state.settings.admission_wait_s:
         # Nodes have not all been heard of; until then no booking is worth less.
-        state.slot, state.unchecked = (here[0], -1), ()
+        state.time_slot, state.unchecked = (here[0], -1), ()
         return
     state.news = True
     apps = [app for app in (state.apps[app_id] for _, app_id in turn.index.order) if turn.usable(app)]
@@ -111,7 +111,7 @@ def _check(turn: Turn, policy: Policy) -> None:
         kind = _kind(app)
         if kind == "renew":
             view = _asking_now(turn, app)
-            gone = lost_nodes(view, state.slot[0], usable, places)
+            gone = lost_nodes(view, state.time_slot[0], usable, places)
             if not shortfall(view, turn.now, policy.slot_s, gone):
                 places += booked_places([app.booking])
                 earlier.append(app)
@@ -161,10 +161,10 @@ def _ask(turn: Turn, asks: tuple[Ask, ...], earlier: tuple[AppId, ...] = ()) -> 
 
 
 def take(turn: Turn, sold: Sold) -> list[tuple[App, Admission]]:
-    """Keep what was sold, as far as it is there now; return the apps that the answer admits or refuses.
+    """Keep the sales whose GPUs are still there; return the apps that the answer admits or refuses.
 
-    The answer to any other sale changes nothing. An app that is over gets nothing. What is there no more is not kept:
-    its app asks again.
+    The answer to any other sale changes nothing. An app that is over gets nothing. An app whose GPUs are gone asks
+    again.
     """
     state, sale = turn.state, turn.state.sale
     policy = seller_of(turn.policy)
@@ -174,7 +174,7 @@ def take(turn: Turn, sold: Sold) -> list[tuple[App, Admission]]:
     state.sale = None
     slot, usable = math.floor(turn.now / policy.slot_s), dict(_usable(turn))
     if math.floor(sale.asked_at / policy.slot_s) != slot:
-        look_soon(turn)  # a part of what was sold has passed
+        look_soon(turn)  # a time slot that was sold may have passed
     certain = all(usable.get(node, 0) >= count for node, count in sale.gpus)
     answered: list[tuple[App, Admission]] = []
     for each in sold.sales:
@@ -202,14 +202,14 @@ def _asks_still(app: App, sale: Selling) -> bool:
 
 
 def _is_there(turn: Turn, sale: Sale, usable: Mapping[NodeId, int], slot: int) -> bool:
-    """Whether all that this sale books is there now."""
+    """Whether all GPUs that this sale books are there now."""
     booked = {app.id: app.booking for app in turn.state.apps.values() if not isinstance(app.state, Settled)}
     new = {app: booking for app, booking in new_bookings(sale.app, sale.verdict).items() if app in booked}
     return oversold(usable, booked, new, slot) is None
 
 
 def _keep(turn: Turn, app: App, sale: Sale) -> None:
-    """Keep what was sold to an app, and the new bookings of those that make room for it."""
+    """Keep the booking of an app, and the new bookings of those that make room for it."""
     state, verdict = turn.state, sale.verdict
     if app.booking == UNASKED:
         clause = "now books" if verdict.booking is not None else "goes on without a booking:"
@@ -235,11 +235,11 @@ def drop(turn: Turn, why: str) -> None:
         look_soon(turn)
 
 
-# --- what an app asks for -------------------------------------------------------------------------------------------
+# --- how an app asks ------------------------------------------------------------------------------------------------
 
 
 def _asking_now(turn: Turn, app: App) -> AppView:
-    """Return an app as it would ask for what is left of its work.
+    """Return an app as it would ask for the rest of its work.
 
     A job that is parked goes on on as many GPUs as it is on, and on no fewer.
     """
@@ -279,29 +279,29 @@ def asking(app: App) -> AppView:
 
 
 def give_up(turn: Turn, app_id: AppId) -> None:
-    """Take back what is booked for an app that is silent and runs nothing; it may never be heard of again."""
+    """Take back the booking of an app that is silent and runs nothing; it may never be heard of again."""
     app = turn.state.apps[app_id]
-    if app.booking is not None and app.booking.slots:
-        turn.state.apps[app.id] = replace(app, booking=replace(app.booking, slots=()))
+    if app.booking is not None and app.booking.time_slots:
+        turn.state.apps[app.id] = replace(app, booking=replace(app.booking, time_slots=()))
         turn.state.news = True
-        turn.tell(app.id, "its agent is silent and nothing of it runs, so what it had booked is for sale again")
+        turn.tell(app.id, "its agent is silent and nothing of it runs, so its booking is for sale again")
 
 
 def look_soon(turn: Turn) -> None:
     """Have bookings looked at at once, though no time slot begins."""
-    turn.state.slot = (turn.state.slot[0], -1)
+    turn.state.time_slot = (turn.state.time_slot[0], -1)
 
 
 def miss(turn: Turn, app: App) -> None:
     """Look at bookings soon: an app is there again whose booking was given up."""
-    if app.booking is not None and not app.booking.slots:
+    if app.booking is not None and not app.booking.time_slots:
         look_soon(turn)
 
 
 def reprice(turn: Turn, before: ArbiterSettings) -> None:
-    """After a change of the settings: what was booked in time slots of another length, or long ago, is booked anew.
+    """After a change of the settings: book anew where time slots have another length, or bookings are of long ago.
 
-    So is what was admitted by a policy that sells nothing.
+    Apps that were admitted by a policy that sells nothing book for the first time.
     """
     drop(turn, "the settings have changed")
     policy, old = seller_of(turn.policy), seller_of(policy_of(before.policy, before.policy_settings))
@@ -309,10 +309,10 @@ def reprice(turn: Turn, before: ArbiterSettings) -> None:
         return
     for app_id, app in sorted(turn.state.apps.items()):
         if app.booking is not None:
-            turn.state.apps[app_id] = replace(app, booking=replace(app.booking, slots=()))
+            turn.state.apps[app_id] = replace(app, booking=replace(app.booking, time_slots=()))
         elif old is None and app.active and app.requirements.utility is not None:
             turn.state.apps[app_id] = replace(app, booking=UNASKED)
-    turn.state.slot = (0, -1)
+    turn.state.time_slot = (0, -1)
 
 
 def left_of(app: App, held: int, now: float) -> float | None:
@@ -336,7 +336,7 @@ def deadline(state: State, index: Index) -> float | None:
 
 def _next_look(state: State, slot_s: float) -> float:
     ready_at = state.started_at + state.settings.admission_wait_s
-    if state.slot[1] < 0 and state.now < ready_at:
+    if state.time_slot[1] < 0 and state.now < ready_at:
         return ready_at
     # The least time at which the number of the time slot is another, whatever the division makes of it.
     number = math.floor(state.now / slot_s)

@@ -529,8 +529,9 @@ class State(Struct):
     rest: StoryLine | None = None  #: the sentence of the last round for apps without one of their own
     stories: dict[str, list[StoryLine]] = field(default_factory=dict)
     asked: tuple[Asked, ...] = ()  #: the apps that have asked for a booking last, the newest last
-    slot: tuple[int, int] = (0, 0)  #: the slot and the number of usable GPUs for which bookings were last looked at
-    unchecked: tuple[AppId, ...] = ()  #: apps whose bookings are still to be looked at for `slot`
+    #: The time slot and the number of usable GPUs for which bookings were last looked at.
+    time_slot: tuple[int, int] = field(default=(0, 0), name="slot")
+    unchecked: tuple[AppId, ...] = ()  #: apps whose bookings are still to be looked at for `time_slot`
     sale: Selling | None = None  #: the sale in progress
     sales_made: int = 0  #: how many have been asked for, in all epochs
     history: History = field(default_factory=History)  #: the GPU time of every app and tenant

@@ -1,17 +1,17 @@
-"""How `oasis` sells: whether an app is admitted, with which booking, or what it is told instead.
+"""How `oasis` admits: an app enters with a booking if that pays; otherwise it is told the price and its earliest end.
 
-On arrival the best schedule at the prices of the moment is worked out (`pricing.schedule`). Its utility less its price
-is the payoff; if that is positive the app is admitted and the schedule is booked, which raises the prices of these
-slots for those that come later. If not, it is refused, and told the price and what would have been admitted. An app on
-one node keeps to one node in all slots, the one with the best payoff, so that only its number of GPUs changes. Work is
-booked with `margin` more, for what starting and saving take. Where a slot has begun, its rest counts.
+On arrival the best schedule at the prices of the moment is worked out (`schedule`). Its utility less its price is the
+payoff. If the payoff is positive, the app is admitted and the schedule is booked; that raises the prices of these time
+slots for later apps. An app on one node keeps to one node in all time slots, the one with the best payoff, so that only
+its number of GPUs changes. Work is booked with `margin` more, for the time that starting and saving take. Of a time
+slot that has begun the rest counts.
 
-*Bounds of prices.* U and L of Eq. 22 are `price_max` and `price_min`, or else follow from what a GPU-hour
-was worth to the apps that asked last (`prices.learnt_bounds`, which says why not Eq. 23 and 24 as printed).
+*Bounds of prices.* U and L of Eq. 22 are `price_max` and `price_min`. Without these settings they follow from the worth
+of a GPU-hour to the apps that asked last (`prices.learnt_bounds` says why not Eq. 23 and 24 as printed).
 
-*A second look* (`second_look`), which is ours: who would be refused, or end late, is tried in the place of apps
-that are booked (`pricing.room`). These are booked anew if all are worth more then, and keep at least `promise` of
-what they were told they would be worth.
+*A second look* (`second_look`), which is ours: an app that would be refused, or end late, is tried in the place of apps
+that are booked (`rebooking`). Those are booked anew if all are worth more then. Each keeps at least `promise` of the
+worth that it was told.
 
 *Source:* OASiS (INFOCOM 2018), sections III and IV, Algorithms 1 and 2.
 """
@@ -28,32 +28,32 @@ from msgspec.structs import replace
 
 from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.oasis.prices import Bounds, Priced, Seen, density, learnt_bounds
-from arbiter.core.policies.oasis.rebooking import Booked, is_content, look, make_room
+from arbiter.core.policies.oasis.rebooking import BookedApp, best_schedule, is_content, make_room
 from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule
 from arbiter.core.policies.oasis.settings import Terms
 from arbiter.core.policies.oasis.utility import in_slots
 from arbiter.core.seam import Admission, AppView, Asked, Booking, Market
 from protocol.messages import AppId
 
-#: Of one GPU in one slot: what can be done in the rest of a slot is counted in such parts, rounded down.
+#: Parts of one GPU in one time slot: the work of a part of a time slot is counted in these, rounded down.
 GRAIN = 8
 #: Most units of work that a schedule is worked out in; more work is refused.
 UNITS_MAX = 20_000
 #: Of an app on one node, so many nodes are looked at, those that cost least on average.
 HOMES_MAX = 32
-#: Who would be worth less than this part of what it is worth at best is refused, and no price is learnt from it.
+#: An app that would be worth less than this part of its best worth is refused, and no price is learnt from it.
 HOPELESS = 0.01
-#: The load that prices go by is of so many slots at least: what comes in a minute is not for that minute.
+#: The load that prices go by is of so many time slots at least: the apps of one minute are not for that minute.
 LOAD_SLOTS = 24
-#: So many of those that are booked are looked at, those that are worth least for what they take, when one comes; of who
-#: may lie on any one node, so many nodes beside that of its booking.
+#: So many booked apps are tried when one arrives: those with the least worth for each GPU-hour. Each may move to the
+#: node of its booking, and to so many others.
 MOVABLE_MAX, OTHER_HOMES = 64, 3
 #: Most numbers of GPUs that are looked at for one app.
 COUNTS_MAX = 64
 
 
 class _Asks(Struct, frozen=True):
-    """What an app asks for at a moment, work being counted in `grain` parts of a GPU and slot."""
+    """The request of an app at a moment; its work is counted in `grain` parts of a GPU and time slot."""
 
     request: Request
     grain: int
@@ -71,7 +71,7 @@ def _asks(terms: Terms, market: Market, app: AppView) -> _Asks:
     counts = _counts(app, sum(count for _, count in market.gpus))
     sigmoid = in_slots(app.requirements.utility, slot_s=slot_s, work_gpu_s=app.left_gpu_s)
     if app.booking is not None and app.booking.worth > 0.0:
-        sigmoid = replace(sigmoid, worth=app.booking.worth)  # not of what is left of its work
+        sigmoid = replace(sigmoid, worth=app.booking.worth)  # that of all its work, not of the rest
     request = Request(
         arrival=0,
         work=min(max(1, math.ceil(slots * grain - 1e-9)), UNITS_MAX),
@@ -109,7 +109,7 @@ class Sale:
         self._bounds, self._remembered = self._price_bounds()
 
     def _price_bounds(self) -> tuple[Bounds, Asked | None]:
-        """Return U and L of a GPU and slot, and what is to be remembered of this app."""
+        """Return U and L of a GPU and time slot, and the figures to remember of this app."""
         request, terms = self.request, self._terms
         fewest = max(1, math.ceil(request.work / max(1, request.units[-1])))
         job = Priced(request.sigmoid, 0, max(1e-9, self._work_gpu_s / self._slot_s), fewest, request.demand)
@@ -124,7 +124,7 @@ class Sale:
         return Bounds((upper + hour,), min(upper, lower) + hour), asked
 
     def _best(self) -> float:
-        """Return what the app would be worth if it ended on arrival."""
+        """Return the worth of the app if it ended on arrival."""
         return float(self.request.sigmoid.at(0.0))
 
     def _learnt(self, asked: Sequence[Asked]) -> Bounds:
@@ -141,7 +141,7 @@ class Sale:
         return np.array([[float(count)] for _, count in self._market.gpus]).reshape(-1, 1)
 
     def _pool(self) -> Pool:
-        """Return the nodes with what is booked, the slot that has begun being the first."""
+        """Return the nodes with all bookings; the time slot that has begun is the first."""
         pool = Pool.empty(self._capacity(), self._terms.slots, self._bounds)
         for app in self._market.booked:
             for deployment in self._ahead(app):
@@ -149,12 +149,12 @@ class Sale:
         return pool
 
     def _ahead(self, app: AppView) -> tuple[Deployment, ...]:
-        """Return what an app has booked from now on, as far as its nodes are there."""
+        """Return the booking of an app from now on, as far as its nodes are there."""
         assert app.booking is not None
         horizon = range(self._terms.slots)
         return tuple(
             Deployment(slot - self._slot, workers)
-            for slot, gpus_ in app.booking.slots
+            for slot, gpus_ in app.booking.time_slots
             if slot - self._slot in horizon
             and (workers := tuple((self._place[node], count) for node, count in gpus_ if node in self._place))
         )
@@ -162,7 +162,8 @@ class Sale:
     def _homes(self, pool: Pool, app: AppView, request: Request) -> tuple[tuple[int, ...], ...]:
         """Return the sets of nodes on which an app may lie: several together, or one; of equal nodes the first.
 
-        Who has jobs somewhere books there again: what is parked cannot go on elsewhere, and others would have to move.
+        An app that has jobs on a node books there again: a parked job cannot go on elsewhere, any other would have to
+        move.
         Of many different nodes those that have sold least until its target are looked at: each is a programme.
         """
         there = tuple((self._place[node],) for node in self._market.homes.get(app.app, ()) if node in self._place)
@@ -184,7 +185,7 @@ class Sale:
         """Return the answer."""
         pool = self._pool()
         homes = self._homes(pool, self._app, self.request)
-        best, prospects = look(self.request, homes, (pool, None)) if homes else (None, None)
+        best, prospects = best_schedule(self.request, homes, (pool, None)) if homes else (None, None)
         if self._app.booking is not None:
             return self._anew(best)
         moved: tuple[tuple[AppId, Booking, str], ...] = ()
@@ -211,14 +212,14 @@ class Sale:
     def _is_hopeless(self, schedule: Schedule) -> bool:
         return schedule.utility < HOPELESS * self._best()
 
-    def _movable(self, pool: Pool) -> list[tuple[AppView, Booked]]:
-        """Return others as they would book anew what is left of their work, who are worth least for what they take."""
+    def _movable(self, pool: Pool) -> list[tuple[AppView, BookedApp]]:
+        """Return the booked apps with the least worth for each GPU-hour, as they would book the rest of their work."""
         able: list[tuple[float, AppView]] = []
         for app in self._market.booked:
             booking, left_gpu_s = app.booking, app.left_gpu_s
             if booking is None or app.requirements.utility is None or not left_gpu_s or booking.told <= 0.0:
                 continue
-            ahead = booking.slots and booking.slots[-1][0] >= self._slot
+            ahead = booking.time_slots and booking.time_slots[-1][0] >= self._slot
             fits = left_gpu_s * (1.0 + self._terms.margin) <= UNITS_MAX * self._slot_s
             if ahead and fits:
                 able.append((booking.utility / left_gpu_s, app))
@@ -229,19 +230,19 @@ class Sale:
                 found.append((app, booked))
         return found
 
-    def _as_booked(self, pool: Pool, app: AppView, density_: float) -> Booked:
+    def _as_booked(self, pool: Pool, app: AppView, density_: float) -> BookedApp:
         assert app.booking is not None
         request, ahead = _asks(self._terms, self._market, app).request, self._ahead(app)
         homes = self._homes(pool, app, request)
         if request.one_server and app.app not in self._market.homes:
             own = {(server,) for slot in ahead for server, _ in slot.workers}
             homes = (*sorted(own), *[home for home in homes if home not in own][:OTHER_HOMES])
-        # Who lags may be worth less than that already; it is moved only where it loses nothing.
+        # An app that lags may be worth less than that already; it is moved only where it loses nothing.
         least = min(self._terms.promise * app.booking.told, app.booking.utility)
-        return Booked(request, ahead, app.booking.utility, least, density_, homes)
+        return BookedApp(request, ahead, app.booking.utility, least, density_, homes)
 
     def _moved(self, app: AppView, schedule: Schedule) -> tuple[AppId, Booking, str]:
-        """Return the new booking of an app that makes room, and what it is told."""
+        """Return the new booking of an app that makes room, and the sentence for it."""
         assert app.booking is not None
         booking = self._booking(schedule, again=app.booking.again)
         booking = replace(booking, told=app.booking.told, worth=app.booking.worth)
@@ -257,8 +258,8 @@ class Sale:
         old = self._app.booking
         assert old is not None
         if best is None:
-            booking = replace(old, slots=(), utility=0.0, price=0.0, made_at=self._market.now, again=old.again + 1)
-            reason = "nothing that would do is left to sell, so it gets what is unsold, before others"
+            booking = replace(old, time_slots=(), utility=0.0, price=0.0, made_at=self._market.now, again=old.again + 1)
+            reason = "nothing that would do is left to sell, so it gets unsold GPUs, before others"
             return Admission(admitted=True, reason=reason, booking=booking, asked=self._remembered)
         booking = replace(self._booking(best, again=old.again + 1), told=old.told)
         reason = f"{self._told(best)}, to end within {span(booking.ends_at - self._market.now)}"

@@ -1,13 +1,14 @@
 """OASiS: an app that says what it is worth, and by when, buys GPUs of coming slots; it enters only if that pays.
 
-*Selling* is in `selling`: who is admitted, and what is booked for it.
+*Selling* is in `admission`: it admits apps and books time slots for them.
 
-*In a slot* each app has what it has booked, whoever has these GPUs. Unsold GPUs do not idle, which is ours: apps whose
-booking is too small and for which nothing was left to sell (they lag) get a gang each; who has booked later slots only
-runs ahead; then come apps that declared no utility. Who holds more than it has booked keeps it until somebody needs it.
+*In a time slot* each app gets the GPUs that it has booked, also from other apps. Unsold GPUs do not idle, which is
+ours. First, apps whose booking is too small, and for which nothing was left to sell, get a gang each (they lag). Then
+apps that have booked later time slots only run ahead. Then come apps that declared no utility. An app that holds more
+than it has booked keeps it until another app needs it.
 
-*Lagging.* At the beginning of a slot an app that has more work left than it has booked asks again for all that is
-left, at any price, since it was admitted; it may end later than it was told.
+*Lagging.* At the beginning of a time slot an app may have more work left than it has booked. It asks again for all the
+rest, at any price, since it was admitted; it may end later than it was told.
 
 *Source:* OASiS (INFOCOM 2018), sections III and IV, Algorithms 1 and 2; PAPERS.md section 5, without parameter servers.
 """
@@ -41,7 +42,7 @@ DEFAULTS = Settings()
 
 
 class Oasis(Policy):
-    """An app that is worth more than the price of what it takes is admitted, and gets what it has booked."""
+    """An app that is worth more than the price of its time slots is admitted, and gets the GPUs that it has booked."""
 
     traits = Traits("revocable", sells=True)
 
@@ -52,9 +53,9 @@ class Oasis(Policy):
     # --- selling ------------------------------------------------------------------------------------------------------
 
     def sell(self, market: Market, app: AppView) -> Admission:
-        """Admit `app` with a booking if its best schedule pays, or tell it what would; at any price if it has one."""
+        """Admit `app` with a booking if its best schedule pays; an app that has a booking books at any price."""
         if app.requirements.utility is None:
-            return Admission(admitted=True, reason="declares no utility, so nothing is booked: it gets what is unsold")
+            return Admission(admitted=True, reason="declares no utility, so nothing is booked: it gets unsold GPUs")
         if app.left_gpu_s is None:
             return Admission(
                 admitted=False,
@@ -72,7 +73,7 @@ class Oasis(Policy):
     # --- a round ------------------------------------------------------------------------------------------------------
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
-        """Give every app what it has booked in this slot, and lend what is unsold."""
+        """Give every app the GPUs that it has booked in this time slot, and lend the unsold ones."""
         round_ = _Round(view, math.floor(view.now / self.slot_s), self.slot_s)
         round_.keep_booked()
         round_.fill_booked()
@@ -81,7 +82,7 @@ class Oasis(Policy):
 
 
 class _Claim(Struct, frozen=True):
-    """What an app has booked in this slot: so many GPUs of a node; None: of any, for an app that may lie on several."""
+    """A booking in this time slot: so many GPUs of a node; None: of any, for an app that may lie on several."""
 
     app: AppView
     node: NodeId | None
@@ -89,9 +90,9 @@ class _Claim(Struct, frozen=True):
 
 
 def _claims(view: View, slot: int) -> list[_Claim]:
-    """Return what is booked in a slot, apps that need one node first.
+    """Return all bookings in a time slot, apps that need one node first.
 
-    Which nodes an app on several has booked only says that there is room; it would move from slot to slot for nothing.
+    The nodes that an app on several has booked only say that there is room; else it would move in every time slot.
     """
     found = []
     for app in view.apps:
@@ -104,7 +105,7 @@ def _claims(view: View, slot: int) -> list[_Claim]:
 
 
 class _Round:
-    """One round: who has booked what, and what is lent."""
+    """One round: the bookings of its time slot, and the GPUs that are lent."""
 
     def __init__(self, view: View, slot: int, slot_s: float) -> None:
         self._view = view
@@ -115,11 +116,11 @@ class _Round:
         for gpu in view.gpus:
             self._nodes.setdefault(gpu.node, []).append(gpu)
         self._claims = _claims(view, slot)
-        self._short: dict[AppId, int] = {}  #: of what it has booked, how many GPUs an app did not get
+        self._short: dict[AppId, int] = {}  #: by app, the GPUs of its booking that it did not get
         self._lent: dict[AppId, int] = {}
 
     def _unmet(self, claim: _Claim) -> int:
-        """Return how many GPUs of what it has booked an app has not got so far."""
+        """Return how many GPUs of its booking an app has not got so far."""
         have = (*claim.app.kept, *self._deal.got[claim.app.app])
         return claim.count - (len(have) if claim.node is None else sum(gpu.node == claim.node for gpu in have))
 
@@ -128,7 +129,7 @@ class _Round:
         return min(self._unmet(claim), self._deal.room(claim.app))
 
     def _able(self, claim: _Claim) -> list[GpuView]:
-        """Return what is left of a claim's node, or anywhere, that its app may have."""
+        """Return the GPUs left on a claim's node, or anywhere, that its app may have."""
         only, left = claim.app.only, self._deal.left
         if claim.node is None:
             return list(left.views.values()) if only is None else [left.views[gpu] for gpu in only if gpu in left]
@@ -159,16 +160,16 @@ class _Round:
                 self._keep(claim, mine)
 
     def _keep(self, claim: _Claim, mine: Sequence[GpuView]) -> None:
-        """Give an app what it has booked of these, those first that its jobs are on."""
+        """Give an app its booking out of these GPUs, those first that its jobs are on."""
         self._take(claim, [gpu for gpu in mine if gpu.gpu in _run_on(claim.app)])
         self._take(claim, [gpu for gpu in mine if gpu.gpu in self._deal.left])
 
     def fill_booked(self) -> None:
-        """Give apps the rest of what they have booked, GPUs that nobody has first, as many as they can run on.
+        """Give apps the rest of their bookings, free GPUs first, as many as they can run on.
 
-        What an app cannot use without more that somebody is still leaving, or before it has begun, is kept for it while
-        nobody has it, and lent to nobody: who was lent it would start, and be stopped a moment later. What a search
-        that runs can use no more is lent, and so is what is less than a parked job goes on on.
+        An app may need more GPUs, which another app is still leaving, or may not have begun. Its free GPUs are then
+        kept for it and lent to no app: a borrower would start, and be stopped a moment later. The GPUs that a running
+        search cannot use any more are lent. So are GPUs that are fewer than a parked job needs.
         """
         for claim in self._claims:
             if self._missing(claim) > 0:
@@ -180,29 +181,29 @@ class _Round:
             begun = not app.sizes and (app.kept or self._deal.got[app.app])
             unmet = min(self._unmet(claim), self._deal.room(app)) if begun else self._unmet(claim)
             if unmet > 0 and claim.count >= _least(app):
-                nobodys = sorted(gpu.gpu for gpu in self._able(claim) if gpu.holder is None)
-                for gpu in nobodys[:unmet]:
+                free = sorted(gpu.gpu for gpu in self._able(claim) if gpu.holder is None)
+                for gpu in free[:unmet]:
                     self._deal.left.remove(gpu)
 
     def _take(self, claim: _Claim, among: Sequence[GpuView]) -> None:
-        """Give an app what it has booked, of these, as many as make a number it can run on."""
+        """Give an app its booking out of these GPUs, as many as make a number that it can run on."""
         app, deal = claim.app, self._deal
         have = len(app.kept) + len(deal.got[app.app])
         most = min(self._missing(claim), len(among))
         count = accepted(app, have + most) - have
-        if have + count < _least(app):  # what it is parked on is more: it is lent that, or nothing
+        if have + count < _least(app):  # it is parked on more: it is lent those, or nothing
             return
         if count > 0:
             near = (*app.kept, *deal.got[app.app])
             pool = deal.left if len(among) == len(deal.left) else Holes(among, deal.left.claims)
             deal.give(app.app, pick(pool, app, count, near=near, held=app.renewable))
 
-    # --- what is unsold ---------------------------------------------------------------------------------------------
+    # --- unsold GPUs ------------------------------------------------------------------------------------------------
 
     def lend(self) -> None:
         """Lend unsold GPUs: to apps that lag, to those that have booked later slots only, to those without a booking.
 
-        What others hold they keep.
+        Other apps keep the GPUs that they hold.
         """
         lagging = [app for app in self._view.apps if app.booking is not None and not self._next_count(app, self._slot)]
         unmet = [app for app in self._view.apps if app.app in self._short and not self._deal.got[app.app]]
@@ -230,7 +231,7 @@ class _Round:
                 self._note(app, self._renew(app))
 
     def _renew(self, app: AppView) -> int:
-        """Let an app keep what it holds and nobody has been given, as much as it can run on; return how many GPUs."""
+        """Let an app keep held GPUs that no app was given, as many as it can run on; return how many."""
         have = len(app.kept) + len(self._deal.got[app.app])
         own = [gpu for gpu in app.renewable if gpu in self._deal.left]
         count = min(accepted(app, have + len(own)) - have, self._deal.room(app))
@@ -242,7 +243,7 @@ class _Round:
 
     def _next_count(self, app: AppView, start: int) -> int:
         """Return how many GPUs an app has booked in the first slot from `start` on in which it has any; 0: in none."""
-        booked = app.booking.slots if app.booking is not None else ()
+        booked = app.booking.time_slots if app.booking is not None else ()
         return sum(count for _, count in next((gpus for slot, gpus in booked if slot >= start), ()))
 
     def _note(self, app: AppView, count: int) -> None:
@@ -252,7 +253,7 @@ class _Round:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def answer(self) -> Allocation:
-        """Return who got what, with reasons."""
+        """Return the assignment, with reasons."""
         assign = self._deal.assign
         told = self._view.apps
         rest = ""
@@ -275,7 +276,7 @@ class _Round:
 
     def _next_told(self, booking: Booking) -> str:
         """Return a clause on the first slot to come in which there is something booked."""
-        coming = next(((slot, booked) for slot, booked in booking.slots if slot > self._slot), None)
+        coming = next(((slot, booked) for slot, booked in booking.time_slots if slot > self._slot), None)
         if coming is None:
             return " or later ones"
         slot, booked = coming
@@ -283,13 +284,12 @@ class _Round:
 
     def _reason(self, app: AppView, got: int) -> str:
         lent = self._lent.get(app.app, 0)
-        unsold = (
-            f"{'gets' if lent else 'waits for'} {gpus(lent) if lent else 'GPUs'} that nobody has booked in this slot"
-        )
+        gets = f"gets {gpus(lent)}" if lent else "waits for GPUs"
+        unsold = f"{gets} that no app has booked in this time slot"
         if app.booking is None:
             misfit = "" if lent else f": {self._deal.misfit(app)}" if app.want > 0 else ""
             return f"has no booking, and {unsold}{misfit}" if app.want > 0 else "wants no more than it has"
-        if not app.booking.slots:
+        if not app.booking.time_slots:
             return f"lags, and there was nothing to sell to it for the rest of its work; it {unsold}"
         booked = sum(count for _, count in app.booking.at(self._slot))
         ends = f"to end within {span(max(0.0, app.booking.ends_at - self._view.now))}"
@@ -298,8 +298,8 @@ class _Round:
         short = self._short.get(app.app, 0)
         miss = f"; {gpus(short)} of them cannot be had now: {self._deal.misfit(app)}" if short else ""
         if not booked:
-            return f"has booked nothing in this slot{self._next_told(app.booking)}, {ends}{ahead}"
-        return f"has booked {gpus(booked)} in this slot, {ends}{miss}{also}"
+            return f"has booked nothing in this time slot{self._next_told(app.booking)}, {ends}{ahead}"
+        return f"has booked {gpus(booked)} in this time slot, {ends}{miss}{also}"
 
 
 def _run_on(app: AppView) -> frozenset[GpuId]:

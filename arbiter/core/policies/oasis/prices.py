@@ -1,4 +1,4 @@
-"""Prices of the resources of a slot: little while it is empty, more than anybody would pay when it is full.
+"""Prices of the resources of a time slot: low while it is empty, more than any job would pay when it is full.
 
 (22) p(t) = L (U / L)^(g / c) with g sold of c. U and L differ by a factor that may be beyond any float (a job that is
 urgent is worth next to nothing at the horizon), so both are kept as logarithms.
@@ -21,8 +21,8 @@ Floats = NDArray[np.float64]
 
 #: A share of a server below this is none: amounts are sums of floats.
 CRUMB = 1e-9
-#: See `learnt_bounds`. Where more than this part of what there is is asked for, the least worthy are to pay too much
-#: even for empty servers; less than all, since jobs come unevenly and urgent ones do not wait for an emptier slot.
+#: See `learnt_bounds`. Where jobs ask for more than this part of all resources, the least worthy are to pay too much
+#: even for empty servers. It is less than all: jobs come unevenly, and urgent ones do not wait until servers are empty.
 CLEARING = 0.35
 BEST = 0.9
 BELOW = 1.0
@@ -38,7 +38,7 @@ class Bounds(Struct, frozen=True):
 
 
 class Priced(Struct, frozen=True):
-    """What of one job bounds the prices.
+    """The figures of one job that bound the prices.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Priced(Struct, frozen=True):
     fewest
         Slots in which it ends with all the workers it can use, ceil(E M (tau + 2e/b)).
     demand
-        w^r: what one worker (or parameter server) takes of each resource.
+        w^r: the amount of each resource that one worker (or parameter server) takes.
     """
 
     sigmoid: Sigmoid
@@ -85,31 +85,31 @@ def bounds_of(jobs: Iterable[Priced], capacity: Floats, *, horizon: int, least: 
 
 
 def density(job: Priced) -> float:
-    """Return ln of what a job is worth at its best for each slot of a worker and unit of what that takes."""
+    """Return ln of the best worth of a job for each time slot of a worker and unit of resources in it."""
     takes = job.work * sum(job.demand)
     return float(job.sigmoid.log_at(float(job.fewest))) - math.log(takes) if takes > 0 else -math.inf
 
 
 class Seen(Struct, frozen=True):
-    """A job that has asked: its `density`, and what it takes in all, slots of a worker times parts of a server."""
+    """A job that has asked: its `density`, and all that it takes, time slots of a worker times parts of a server."""
 
     density: float
     takes: float
 
 
 def seen_of(job: Priced) -> Seen:
-    """Return what is remembered of a job."""
+    """Return the figures that are remembered of a job."""
     return Seen(density(job), job.work * sum(job.demand))
 
 
 def learnt_bounds(seen: Sequence[Seen], *, load: float, kinds: int) -> Bounds | None:
-    """Return U and L by what jobs seen are worth for what they take; None without any.
+    """Return U and L by the worths of the jobs seen, for the resources that they take; None without any.
 
-    (23) bounds what the *first* slot of a worker may cost, though a job must buy many of them, and (24) divides by all
-    that there is to sell within the horizon: with these the last tenth of a server bears all of the price, and who
-    comes first is admitted. In practice prices should clear the market. Of jobs that take `load` times what there is,
-    all but `CLEARING` / load are to be refused when it is tight: L is a little below the density under which that part
-    of the work lies. U is that of the best tenth of the jobs. Where little is asked for L is much lower, so that nobody
+    (23) bounds the price of the *first* time slot of a worker, though a job must buy many of them, and (24) divides by
+    all resources for sale within the horizon: with these the last tenth of a server bears all of the price, and the
+    first jobs to come are admitted. In practice prices should clear the market. Of jobs that take `load` times all
+    resources, all but `CLEARING` / load are to be refused when it is tight: L is a little below the density under which
+    that part of the work lies. U is that of the best tenth of the jobs. At a low load L is much lower, so that no job
     pays for idle servers. The figures were chosen on seeds 1 to 3 of benchmarks/papers/oasis.py, which reports others.
 
     Parameters

@@ -1,11 +1,11 @@
-"""A second look at what is booked: whether all would be worth more if a newcomer had come before some of the others.
+"""A second look at the bookings: whether all apps are worth more if a newcomer takes the place of some of them.
 
-As published a booking stands for ever, so who is patient and came early keeps the very slots without which somebody
-urgent is worth nothing. Here a newcomer that the prices turn away, or leave with less than it is worth at best, is
-tried in the place of some that are booked: what lies ahead of theirs is taken back, the newcomer books, and they book
-anew what is left of their work, the densest first. If all are worth more so, by `GAIN` of what the newcomer is worth
-then, and that pays at the prices of the moment, which stand for those that are still to come, they are moved. None is
-moved to where it is worth less than the part of what it was told that `Booked.least` says.
+As published a booking stands for ever. A patient app that came early keeps the very time slots without which an urgent
+one is worth nothing. Here a newcomer may be turned away by the prices, or left with less than its best worth. Then it
+is tried in the place of some booked apps: the rest of their bookings is taken back, the newcomer books, and they book
+the rest of their work anew, the densest first. They are moved if all are worth more so, by `GAIN` of the newcomer's
+worth, and if that pays at the prices of the moment, which stand for the apps still to come. No app is moved to where it
+is worth less than `BookedApp.least`.
 
 *Source:* ours. OASiS (INFOCOM 2018) books once; Optimus and Dorm, that divide anew at every turn, are better where
 little is asked for (docs/evaluation/oasis.md).
@@ -22,9 +22,9 @@ from msgspec.structs import replace
 from arbiter.core.policies.oasis.prices import CRUMB, prices
 from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule, sell
 
-#: What moving others must bring at least, as a part of what the newcomer is worth then.
+#: The least gain of moving others, as a part of the newcomer's worth then.
 GAIN = 0.05
-#: A newcomer that is worth this part of what it could be is content.
+#: A newcomer that is worth this part of its best worth is content.
 CONTENT = 0.97
 #: So many of the least dense are tried at once; then each alone.
 TOGETHER = (1, 2, 4, 8, 16)
@@ -35,21 +35,21 @@ CELLS_MAX, OVERHEAD = 4e8, 2500
 Pools = tuple[Pool, Pool | None]
 
 
-class Booked(Struct, frozen=True):
-    """One that is booked, as it would ask now for what is left of its work.
+class BookedApp(Struct, frozen=True):
+    """A booked app, as it would ask now for the rest of its work.
 
     Attributes
     ----------
     request
-        With the slot of the moment as its arrival.
+        With the time slot of the moment as its arrival.
     slots
-        What it has booked from that slot on.
+        Its booking from that time slot on.
     utility
-        What it is worth as it is booked.
+        Its worth as it is booked.
     least
-        What it must be worth after it has been moved.
+        Its least worth after it has been moved.
     density
-        What it is worth for what it takes: who is least dense makes room first.
+        Its worth for each unit of work: the least dense app makes room first.
     homes
         The sets of servers on one of which it may lie; empty: anywhere.
     """
@@ -63,13 +63,13 @@ class Booked(Struct, frozen=True):
 
 
 class Room(Struct, frozen=True):
-    """How a newcomer finds room: its schedule, and those of who is moved, by their place among the booked."""
+    """How a newcomer finds room: its schedule, and those of the apps that move, by their place among the booked."""
 
     schedule: Schedule
     moved: tuple[tuple[int, Schedule], ...]
 
 
-def look(
+def best_schedule(
     request: Request, homes: Sequence[Sequence[int]], pools: Pools, *, pruned: bool = False
 ) -> tuple[Schedule | None, Prospects | None]:
     """Return the best schedule on any of the homes, servers numbered as in the pool, and the prospects it is from.
@@ -97,11 +97,11 @@ def _on(schedule: Schedule, home: Sequence[int]) -> Schedule:
     return replace(schedule, slots=slots)
 
 
-def make_room(newcomer: Request, booked: Sequence[Booked], pools: Pools, first: Schedule | None) -> Room | None:
+def make_room(newcomer: Request, booked: Sequence[BookedApp], pools: Pools, first: Schedule | None) -> Room | None:
     """Return how the newcomer is best served by moving others, None if as well without; `first` is its best so far.
 
-    One that needs a single server is tried on those that the others are taken from. The pools hold what all the others
-    have booked, and are left as they are.
+    A newcomer that needs a single server is tried on those of the apps that move. The pools hold the bookings of all
+    others, and are left as they are.
     """
     if is_content(newcomer, first):
         return None
@@ -110,12 +110,14 @@ def make_room(newcomer: Request, booked: Sequence[Booked], pools: Pools, first: 
     enough = CONTENT * _at_best(newcomer) - (first.utility if first is not None and first.payoff > 0.0 else 0.0)
     for some in _sets(booked):
         trial = [(place, booked[place]) for place in some]
-        homes = _freed(newcomer, trial, pools)
-        cost = cells(newcomer, homes, pools) + sum(cells(each.request, each.homes, pools) for _, each in trial)
+        homes = _freed_servers(newcomer, trial, pools)
+        cost = search_cells(newcomer, homes, pools) + sum(
+            search_cells(each.request, each.homes, pools) for _, each in trial
+        )
         if cost > left:
             continue
         left -= cost
-        room, gain = _instead(newcomer, homes, trial, pools, first)
+        room, gain = _in_their_place(newcomer, homes, trial, pools, first)
         if room is not None and gain > most * (1.0 + GAIN):  # of nearly equal ones that which moves fewest
             best, most = room, gain
         if most >= enough:
@@ -124,7 +126,7 @@ def make_room(newcomer: Request, booked: Sequence[Booked], pools: Pools, first: 
 
 
 def is_content(newcomer: Request, first: Schedule | None) -> bool:
-    """Whether a newcomer is admitted, and worth nearly what it is at best."""
+    """Whether a newcomer is admitted, and worth nearly as much as at best."""
     return first is not None and first.payoff > 0.0 and first.utility >= CONTENT * _at_best(newcomer)
 
 
@@ -133,8 +135,8 @@ def _at_best(newcomer: Request) -> float:
     return float(newcomer.sigmoid.at(float(fewest) + newcomer.waited))
 
 
-def _sets(booked: Sequence[Booked]) -> Iterator[tuple[int, ...]]:
-    """Return who is tried together, as places among the booked: the least dense, then each alone."""
+def _sets(booked: Sequence[BookedApp]) -> Iterator[tuple[int, ...]]:
+    """Return the apps that are tried together, as places among the booked: the least dense, then each alone."""
     order = sorted(range(len(booked)), key=lambda place: (booked[place].density, place))
     for before, count in zip((0, *TOGETHER), TOGETHER, strict=False):
         if before < len(order):
@@ -143,7 +145,9 @@ def _sets(booked: Sequence[Booked]) -> Iterator[tuple[int, ...]]:
         yield (place,)
 
 
-def _freed(newcomer: Request, some: Sequence[tuple[int, Booked]], pools: Pools) -> tuple[tuple[int, ...], ...]:
+def _freed_servers(
+    newcomer: Request, some: Sequence[tuple[int, BookedApp]], pools: Pools
+) -> tuple[tuple[int, ...], ...]:
     """Return the servers, each alone, of which these have booked something and on which the newcomer could lie."""
     if not newcomer.one_server:
         return ()
@@ -152,7 +156,7 @@ def _freed(newcomer: Request, some: Sequence[tuple[int, Booked]], pools: Pools) 
     return tuple((server,) for server in sorted(servers) if (pools[0].capacity[server] + CRUMB >= least).all())
 
 
-def cells(request: Request, homes: Sequence[Sequence[int]], pools: Pools) -> float:
+def search_cells(request: Request, homes: Sequence[Sequence[int]], pools: Pools) -> float:
     """Return about how many cells of rows a look costs; copying the pool for it is no more than that of a count."""
     slots, servers = pools[0].sold.shape[:2]
     homes_ = max(1, len(homes))
@@ -160,24 +164,24 @@ def cells(request: Request, homes: Sequence[Sequence[int]], pools: Pools) -> flo
     return float(slots * (rows + 4 * servers * len(request.demand)))
 
 
-def _instead(
+def _in_their_place(
     newcomer: Request,
     homes: Sequence[Sequence[int]],
-    some: Sequence[tuple[int, Booked]],
+    some: Sequence[tuple[int, BookedApp]],
     pools: Pools,
     first: Schedule | None,
 ) -> tuple[Room | None, float]:
     """Return how it would be had the newcomer come before some, and by how much all would be worth more.
 
-    It must pay, too: more than what they are worth, the payoffs must sum to more. Else what those that are still to
-    come will pay for would be used up.
+    It must pay, too: not only the worths, also the payoffs must sum to more. Otherwise it would use up resources that
+    apps still to come will pay for.
     """
     if newcomer.one_server and not homes:
         return None, 0.0
     trial = _copies(pools)
     for _, each in some:
         sell(each.slots, each.request, *trial, back=True)
-    schedule, _ = look(newcomer, homes, trial, pruned=True)
+    schedule, _ = best_schedule(newcomer, homes, trial, pruned=True)
     if schedule is None or schedule.payoff <= 0.0:
         return None, 0.0
     as_it_is = _copies(trial)
@@ -189,7 +193,7 @@ def _instead(
     for place, each in reversed(some):
         payoff -= each.utility - price_of(each, as_it_is)
         sell(each.slots, each.request, *as_it_is)
-        anew, _ = look(each.request, each.homes, _while_worth(each, trial))
+        anew, _ = best_schedule(each.request, each.homes, _slots_while_worth(each, trial))
         if anew is None:
             return None, 0.0
         sell(anew.slots, each.request, *trial)
@@ -202,17 +206,17 @@ def _instead(
     return Room(schedule, tuple(moved)), worth
 
 
-def _while_worth(each: Booked, pools: Pools) -> Pools:
-    """Return the slots by the end of which one that is booked would still be worth what it must be."""
+def _slots_while_worth(each: BookedApp, pools: Pools) -> Pools:
+    """Return the time slots by the end of which a booked app would still have its least worth."""
     request = each.request
     horizon = len(pools[0].sold)
     delays = np.arange(1, horizon - request.arrival + 1) + request.waited
     enough = np.flatnonzero(request.sigmoid.at(delays.astype(np.float64)) >= each.least * (1.0 - CRUMB))
     upto = request.arrival + (int(enough[-1]) + 1 if len(enough) else 0)
-    return _until(pools[0], upto), None if pools[1] is None else _until(pools[1], upto)
+    return _first_slots(pools[0], upto), None if pools[1] is None else _first_slots(pools[1], upto)
 
 
-def _until(pool: Pool, slot: int) -> Pool:
+def _first_slots(pool: Pool, slot: int) -> Pool:
     return Pool(pool.capacity, pool.sold[:slot], pool.bounds)
 
 
@@ -225,8 +229,8 @@ def _copy(pool: Pool) -> Pool:
     return Pool(pool.capacity, pool.sold.copy(), pool.bounds)
 
 
-def price_of(each: Booked, pools: Pools) -> float:
-    """Return what the slots of one that is booked cost at the prices of the moment."""
+def price_of(each: BookedApp, pools: Pools) -> float:
+    """Return the price of a booked app's time slots at the prices of the moment."""
     request, total = each.request, 0.0
     for slot in each.slots:
         part = request.first_part if slot.slot == request.arrival else 1.0

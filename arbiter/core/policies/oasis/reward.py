@@ -1,4 +1,4 @@
-"""What starting a job now brings, less what it costs the others that wait: the risk-reward heuristic.
+"""The reward of starting a job now, less its cost to the others that wait: the risk-reward heuristic.
 
 reward_i = (f_i(age_i + run_i) - part_i * sum_j (f_j(age_j + run_j) - f_j(age_j + run_i + run_j))) / (takes_i run_i):
 what it is worth if it starts now, less what the others lose if they start only when it has ended, of which its part of

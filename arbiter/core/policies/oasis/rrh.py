@@ -1,7 +1,7 @@
-"""RRH: the risk-reward heuristic. An app starts if what it is worth outweighs what it costs those that wait.
+"""RRH: the risk-reward heuristic. An app starts if its worth outweighs its cost to the apps that wait.
 
 Apps are served in order of their reward per GPU-hour (`pricing.reward`), and one whose reward is not more than
-`threshold` waits, for ever if it never gets better. Who runs keeps its GPUs. An app that declares no utility is
+`threshold` waits, for ever if it never gets better. An app that runs keeps its GPUs. An app that declares no utility is
 worth 1 for each GPU-hour of its work whenever it ends; one that does not know its work comes last.
 
 *Source:* RRH as a baseline of OASiS (INFOCOM 2018), section V; see `pricing.reward` for the formula.
@@ -58,7 +58,7 @@ class Rrh(Ranked):
                 yield app, None
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
-        """Return who gets which GPUs in play, and say why; who is not worth it is told so."""
+        """Return the assignment of the GPUs in play, with reasons; an app that is not worth it is told so."""
         allocation = super().allocate(view, bids, clock)
         apps = {app.app: app for app in view.apps}
         reward = reward_of(view)

@@ -1,4 +1,4 @@
-"""The best schedule of one job at the prices of the moment: what it costs to be done by each slot, and how (Alg. 2).
+"""The best schedule of one job at the prices of the moment: the cost of being done by each time slot (Alg. 2).
 
 Work is counted in *units* (chunks in the paper, slots of one GPU live). In a slot a job deploys one of the numbers of
 workers that it accepts, on the cheapest servers, with as many parameter servers as these need, and gets so many units
@@ -31,7 +31,7 @@ Counts = NDArray[np.int64]
 
 
 class Pool:
-    """Servers and what of them is sold, slot by slot: `capacity` is (servers, resources), `sold` has slots before."""
+    """Servers and their sold parts: `capacity` is (servers, resources), `sold` is (time slots, servers, resources)."""
 
     def __init__(self, capacity: Floats, sold: Floats, bounds: Bounds) -> None:
         self.capacity = capacity
@@ -44,7 +44,7 @@ class Pool:
         return cls(capacity, np.zeros((slots, *capacity.shape)), bounds)
 
     def offer(self, demand: Sequence[float], slots: slice) -> tuple[Floats, Counts]:
-        """Return price and number of what fits of things with this demand, both shaped (slots, servers)."""
+        """Return the price and the number of workers with this demand that fit, both shaped (time slots, servers)."""
         wanted = np.array(demand, dtype=np.float64)
         sold = self.sold[slots]
         each = prices(sold, self.capacity, self.bounds) @ wanted
@@ -62,7 +62,7 @@ class Pool:
 
 
 class Servers(Struct, frozen=True):
-    """What a job needs of parameter servers: the demand of one, and how many of them each worker takes, b / B."""
+    """The parameter servers of a job: the demand of one, and how many of them each worker takes, b / B."""
 
     demand: tuple[float, ...]
     per_worker: float
@@ -112,7 +112,7 @@ class Request(Struct, frozen=True):
 
 
 class Deployment(Struct, frozen=True):
-    """What a job has in one slot, by server: (server, workers) and (parameter server, number), none of them zero."""
+    """A job in one time slot, by server: (server, workers) and (parameter server, number), none of them zero."""
 
     slot: int
     workers: tuple[tuple[int, int], ...]
@@ -125,7 +125,7 @@ class Deployment(Struct, frozen=True):
 
 
 class Schedule(Struct, frozen=True):
-    """The best schedule: its slots in order, what it is worth, what it costs, and the slot in which it ends."""
+    """The best schedule: its time slots in order, its worth, its cost, and the time slot in which it ends."""
 
     slots: tuple[Deployment, ...]
     utility: float
@@ -139,7 +139,7 @@ class Schedule(Struct, frozen=True):
 
 
 class Prospects:
-    """What being done by each slot costs a job, and the schedules for that.
+    """The cost to a job of being done by each time slot, and the schedules for that.
 
     If `pruned`, ends that cannot bring a payoff are not looked at: `best` is right if its payoff is positive, and says
     nothing otherwise; other answers are not to be had.
@@ -185,7 +185,7 @@ class Prospects:
         return costs
 
     def _units(self, place: int) -> tuple[int, ...]:
-        """Return what the counts get done in the `place`-th slot from the arrival on."""
+        """Return the units of work of each count in the `place`-th time slot from the arrival on."""
         return self.request.first_units if place == 0 and self.request.first_units else self.request.units
 
     @property
@@ -231,7 +231,7 @@ class Prospects:
                     best = max(best, gain)
                     upto = min(work, reach + gain)
                     np.minimum(row[gain : upto + 1], before[: max(0, upto + 1 - gain)] + cost, out=row[gain : upto + 1])
-                    few = row[1 : min(gain, work + 1)]  # who does more units does fewer, too
+                    few = row[1 : min(gain, work + 1)]  # a count that does more units does fewer, too
                     np.minimum(few, cost, out=few)
             reach = min(work, reach + best)
         self._rows = rows
@@ -322,7 +322,7 @@ class Prospects:
             servers = _cheapest(prices_[place], rooms[place], self.request.servers.needed(count))
         return Deployment(slot, _cheapest(each, room, count), servers)
 
-    # --- what would be admitted ---------------------------------------------------------------------------------------
+    # --- where it fits ------------------------------------------------------------------------------------------------
 
     @property
     def earliest(self) -> int | None:
@@ -339,7 +339,7 @@ class Prospects:
 def sell(
     slots: Sequence[Deployment], request: Request, workers: Pool, servers: Pool | None = None, *, back: bool = False
 ) -> None:
-    """Book what a schedule deploys: what is sold grows, and so do the prices; or take it `back`."""
+    """Book the time slots of a schedule, which raises the prices; or take them `back`."""
     sign = -1 if back else 1
     for slot in slots:
         workers.sell(slot.slot, request.demand, slot.workers, sign)

@@ -1,4 +1,4 @@
-"""What `oasis` sells by: what a site may set, and what only evaluations and tests do."""
+"""The settings of `oasis`: those of a site, and those that only evaluations and tests change."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from arbiter.core.seam import PolicySettings, require
 
 
 class Settings(PolicySettings, frozen=True):
-    """What a site may set: the slots that are for sale, and the bounds of their prices."""
+    """The settings of a site: the time slots that are for sale, and the bounds of their prices."""
 
-    slot_s: float = 3600.0  #: GPUs are sold by slots of so many seconds
-    slots: int = 168  #: so many slots from now on are for sale
+    slot_s: float = 3600.0  #: GPUs are sold by time slots of so many seconds
+    slots: int = 168  #: so many time slots from now on are for sale
     price_max: float = 0.0  #: U, the price of a GPU-hour of a full node; 0: by the apps seen
     price_min: float = 0.0  #: L, the price of a GPU-hour of an empty node; 0: by the apps seen
 

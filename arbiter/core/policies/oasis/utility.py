@@ -1,4 +1,4 @@
-"""What a job is worth by when it ends: the sigmoid, and how people write one.
+"""The worth of a job by the time at which it ends: the sigmoid, and how people write one.
 
 *Source:* OASiS (INFOCOM 2018), section V: f(delay) = theta1 / (1 + exp(theta2 (delay - theta3))).
 """
@@ -48,7 +48,7 @@ class Sigmoid(Struct, frozen=True):
 
 
 def in_slots(utility: Utility, *, slot_s: float, work_gpu_s: float) -> Sigmoid:
-    """Return what a user declared, with delays in slots; without a worth of its own, 1 for each GPU-hour of work."""
+    """Return a declared utility with delays in time slots; without a worth of its own, 1 for each GPU-hour of work."""
     worth = utility.worth or work_gpu_s / 3600.0
     return Sigmoid(worth, utility.decay_per_s * slot_s, utility.target_s / slot_s)
 
@@ -76,7 +76,7 @@ def parse(text: str) -> Utility:
             due_s = _some(_seconds(words[0]), words[0])
             return Utility(_worth(words[1:]), _FALL / (2.0 * due_s), due_s)
         case "none" if len(words) <= 1:
-            # theta2 = 0 halves the worth at any time, so what is declared is doubled.
+            # theta2 = 0 halves the worth at any time, so the declared worth is doubled.
             return Utility(2.0 * _worth(words), 0.0, 0.0)
         case _:
             raise ValueError(f"{text!r} is no utility")
@@ -103,7 +103,7 @@ def _number(word: str) -> float:
 
 
 def _seconds(word: str) -> float:
-    """Return a time with its unit: a bare 6 would be seconds elsewhere, and hours to who writes a deadline."""
+    """Return a time with its unit: a bare 6 would be seconds elsewhere, and hours to a user who writes a deadline."""
     scale = UNITS.get(word[-1:], 0.0)
     if scale:
         return _number(word[:-1]) * scale
