@@ -33,7 +33,7 @@ def main(file: str) -> None:
     with_the_wish()
     from app_agent.core.host import AppHost, Configured, Submit
     from arbiter.core.arbiter import Arbiter
-    from launch.verbs import submitting
+    from launch.verbs import submission
     from protocol.codec import decode, encode
     from protocol.core import Connected, Send
     from protocol.messages import AppReport, OwnerId, Party
@@ -46,7 +46,7 @@ def main(file: str) -> None:
     host = AppHost(OwnerId("ada"), tenant="team-a")
     sent = [*host.handle(Configured("team-a", 5.0, ""), 0.0), *host.handle(Connected(), 0.0)]
     for number, given in enumerate(flags):
-        sent += host.handle(Submit(f"r{number}", submitting._spec(given)), 0.0)
+        sent += host.handle(Submit(f"r{number}", submission._spec(given)), 0.0)
     site = Site()
     site.decides_late = True
     for effect in AppHost.restore(host.snapshot()).handle(Connected(), 1.0):
