@@ -1,4 +1,4 @@
-"""What a site allows a user to wish, checked alike before an app is submitted and when the arbiter hears of it."""
+"""The bounds that a site sets on wishes: `submit` and the arbiter check them by the same functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protocol.messages import Requirements
 def excess(
     wished: Requirements, *, priority_max: float, weight_max: float, classes: Sequence[str]
 ) -> tuple[str, str] | None:
-    """Return which wish is beyond what a site allows, and the mend; None if the site allows all of them."""
+    """Return a sentence on the wish that exceeds a site's bounds, and the mend; None if the site allows all wishes."""
     for name, asked, most in (
         ("priority", wished.priority, priority_max),
         ("weight", wished.weight, weight_max),
@@ -29,7 +29,7 @@ def excess(
 
 
 def bounded(wished: Requirements, *, priority_max: int, weight_max: float) -> Requirements:
-    """Return a user's wishes, cut to what a site allows: an app may ask for more after it was admitted."""
+    """Return a user's wishes, cut to the site's bounds: an app may ask for more after its admission."""
     within = (min(wished.priority, priority_max), min(wished.weight, weight_max))
     if within == (wished.priority, wished.weight):
         return wished
