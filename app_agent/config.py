@@ -35,8 +35,6 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
         Broker users that may speak for every participant: only for brokers where all daemons share one user.
     beat_s
         Every so often each app states its whole wish again.
-    answer_s
-        The longest wait for the arbiter's answer to a question.
     """
 
     owner: str
@@ -48,7 +46,6 @@ class AppConfig(Struct, frozen=True, forbid_unknown_fields=True):
     socket: str = ""
     shared_users: tuple[str, ...] = ()
     beat_s: float = 2.0
-    answer_s: float = 10.0
 
 
 def load(path: Path) -> AppConfig:
@@ -72,7 +69,7 @@ def check(app: AppConfig, source: str) -> None:
     config.require_id(app.owner, "owner", "ada", source)
     if app.tenant:
         config.require_id(app.tenant, "tenant", "vision", source)
-    config.require_positive(app, ("beat_s", "answer_s"), source)
+    config.require_positive(app, ("beat_s",), source)
 
 
 def default_socket(environ: Mapping[str, str] = os.environ) -> Path:

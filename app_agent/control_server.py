@@ -54,6 +54,8 @@ from protocol.shell import Shell
 REQUEST_BYTES_MAX = 2**20
 #: A waiting client that hung up is noticed after this long.
 HANGUP_S = 1.0
+#: The longest wait for the arbiter's answer, where the client does not say how long it waits.
+ANSWER_S = 10.0
 #: A question without an answer is asked again after this long.
 ASK_AGAIN_S = 1.0
 #: A broker that has come, or whose queues were deleted, is noticed after this long.
@@ -259,7 +261,7 @@ class ControlServer:
         """Have the arbiter act on an app; return the app and its state."""
         number = next(self._numbers)
         try:
-            document = await self._persist(number, Intervene(number, kind, app), self._config.answer_s)
+            document = await self._persist(number, Intervene(number, kind, app), ANSWER_S)
         except ControlError as error:
             if error.code != UNREACHABLE:
                 raise
@@ -274,7 +276,7 @@ class ControlServer:
         """Ask the arbiter; return its document as it is."""
         number = next(self._numbers)
         target = self._target(request.kind, request.target)
-        patience_s = self._config.answer_s if request.patience_s is None else request.patience_s
+        patience_s = ANSWER_S if request.patience_s is None else request.patience_s
         ask = Ask(number, request.kind, target, request.offset, request.limit)
         return await self._persist(number, ask, patience_s)
 

@@ -14,7 +14,7 @@ import msgpack
 import msgspec
 from msgspec import Meta, Struct
 
-from protocol import former
+from protocol import previous_version
 from protocol.messages import AnyMessage, Party
 
 VERSION = 1
@@ -61,7 +61,7 @@ def decode(data: bytes) -> Envelope:
             raise WireError(f"version {version!r} is not {VERSION}; upgrade the older of the two daemons")
         body = raw.get("body")
         if isinstance(body, dict) and body.get("type") == "AppReport" and "requirements" not in body:
-            raw["body"] = former.gathered(body)
+            raw["body"] = previous_version.with_requirements(body)
         envelope = msgspec.convert(raw, Envelope, builtin_types=(bytes,))
     except (ValueError, msgpack.UnpackException, msgspec.ValidationError, RecursionError, TypeError) as error:
         raise WireError(f"not a message of this protocol: {error}") from error

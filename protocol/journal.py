@@ -18,7 +18,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from protocol import former
+from protocol import previous_version
 from protocol.private import private_file
 
 EventT = TypeVar("EventT")
@@ -93,7 +93,7 @@ class Journal(Generic[EventT]):
         """Open a journal of the tagged Structs in `union`, as MessagePack."""
         encoder = msgspec.msgpack.Encoder()
         decoder = msgspec.msgpack.Decoder(union)
-        return cls(path, encoder.encode, partial(former.decode, kind=decoder), snapshots_kept=snapshots_kept)
+        return cls(path, encoder.encode, partial(previous_version.decode, kind=decoder), snapshots_kept=snapshots_kept)
 
     # --- events -----------------------------------------------------------------------------------------------------
 

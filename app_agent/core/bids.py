@@ -3,8 +3,8 @@
 A bid is a compact valuation. Under Eq. 1 and Eq. 2 rho depends on nothing but how many gangs an app has and how far
 apart they lie, so the rows give the worth of every placement without listing any: the arbiter chooses the placement.
 The rows that can occur follow from the offer: k is bounded by the largest hole at each level, or by the one hole
-around the GPUs the app keeps, since a level bounds the union of kept and new GPUs. Gangs lie within one machine, so new
-GPUs come in whole gangs, except where they complete a part of a gang that is kept. Gangs of an app that spans machines
+around the GPUs the app keeps, since a level bounds the union of kept and new GPUs. Gangs lie within one node, so new
+GPUs come in whole gangs, except where they complete a part of a gang that is kept. Gangs of an app that spans nodes
 lie anywhere: of it, kept and new GPUs together are whole gangs.
 
 A valuation that depends on more (NVLink islands, types of GPUs, how a job is split) says that in explicit rows,
@@ -80,13 +80,13 @@ def reach_of(
     mine, free = _by_slot(kept), _by_slot(offered)
     if spans:
         return _spanning_reach(mine, free, gang, levels)
-    machines = _grouped(mine, DEPTH["machine"]), _grouped(free, DEPTH["machine"])
-    # A gang may lie across the slots of a machine, unless all must lie in one slot.
-    rooms = {level: _room(*((mine, free) if level == "slot" else machines), DEPTH[level], gang) for level in levels}
+    by_node = _grouped(mine, DEPTH["machine"]), _grouped(free, DEPTH["machine"])
+    # A gang may lie across the slots of a node, unless all must lie in one slot.
+    rooms = {level: _room(*((mine, free) if level == "slot" else by_node), DEPTH[level], gang) for level in levels}
     return Reach(
         kept=sum(mine.values()),
         level=next(level for level in LEVELS if len(_grouped(mine, DEPTH[level])) <= 1),
-        gangs=sum(count // gang for count in machines[0].values()),
+        gangs=sum(count // gang for count in by_node[0].values()),
         rooms=rooms,
     )
 
@@ -117,7 +117,7 @@ def _grouped(places: Places, depth: int) -> Places:
 
 
 def _room(mine: Places, free: Places, depth: int, gang: int) -> Room:
-    """Return the room in one place of that depth, for GPUs counted by machine, or by slot if that is the place."""
+    """Return the room in one place of that depth, for GPUs counted by node, or by slot if that is the place."""
     homes = {place[:depth] for place in mine}
     if len(homes) > 1:
         return Room(0, {})
@@ -133,9 +133,9 @@ def _room(mine: Places, free: Places, depth: int, gang: int) -> Room:
 
 
 def _completing(parts: Iterable[int], gang: int, *, all_of_them: bool) -> dict[int, int]:
-    """Return `Room.completing` for the parts of gangs kept on different machines.
+    """Return `Room.completing` for the parts of gangs kept on different nodes.
 
-    With parts on several machines, as many new GPUs may complete more or fewer of them. The fewest count, so that a row
+    With parts on several nodes, as many new GPUs may complete more or fewer of them. The fewest count, so that a row
     promises nothing that some placement does not keep.
     """
     completing = {0: 0}

@@ -20,7 +20,7 @@ from app_agent.core.agent import AppAgent, ToOneApp
 from app_agent.core.app import App
 from app_agent.core.model import AppState, Attempting, Job, Leaving, Placed, Suspended
 from app_agent.core.spec import AppSpec, mistake
-from protocol import former
+from protocol import previous_version
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
     ARBITER,
@@ -191,7 +191,7 @@ class AppHost:
     @classmethod
     def restore(cls, blob: bytes) -> AppHost:
         """Return the host as it was when `snapshot` gave these bytes."""
-        state = former.decode(blob, HostState)
+        state = previous_version.decode(blob, HostState)
         host = cls(state.owner)
         host._take_over(state)
         return host

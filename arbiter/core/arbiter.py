@@ -26,7 +26,7 @@ from arbiter.core.state.gpu_time import Flow
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import ArbiterSettings, State, StoryLine
 from arbiter.core.turn import Turn
-from protocol import former
+from protocol import previous_version
 from protocol.core import Connected, Received, Tick
 from protocol.messages import (
     Act,
@@ -104,7 +104,7 @@ class Arbiter:
             If the snapshot has no history of GPU time, though things have happened.
         """
         arbiter = cls()
-        arbiter.state = former.decode(snapshot, State)
+        arbiter.state = previous_version.decode(snapshot, State)
         arbiter._index = Index(arbiter.state)
         if arbiter.state.epoch > 0 and arbiter.state.history.since is None:
             if not begin_history:

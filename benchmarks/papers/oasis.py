@@ -33,7 +33,6 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
-from arbiter.core.policies.oasis.offline import optimum
 from arbiter.core.policies.oasis.prices import Bounds, ratio_bound
 from arbiter.core.policies.oasis.schedule import Pool, Prospects, Request, Servers
 from arbiter.core.policies.oasis.settings import Terms
@@ -41,6 +40,7 @@ from arbiter.core.policies.oasis.utility import Sigmoid, in_slots
 from arbiter.core.registry import tables
 from arbiter.core.state.model import ArbiterSettings
 from benchmarks.papers.document import Claim, Report, Table, arguments, mean, report_of, said, show
+from benchmarks.papers.oasis_optimum import optimum
 from benchmarks.papers.slots import (
     Draw,
     Ended,

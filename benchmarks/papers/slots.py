@@ -28,13 +28,13 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from arbiter.core.policies.oasis.dorm_partition import Tenant, dominant, partition
-from arbiter.core.policies.oasis.offline import OfflineJob
 from arbiter.core.policies.oasis.prices import Bounds, Priced, bounds_of, density, learnt_bounds, scaled, seen_of
 from arbiter.core.policies.oasis.rebooking import Booked, look, make_room
 from arbiter.core.policies.oasis.reward import Candidate, rewards
 from arbiter.core.policies.oasis.schedule import Pool, Request, Schedule, Servers, sell
 from arbiter.core.policies.oasis.settings import Terms
 from arbiter.core.policies.oasis.utility import Sigmoid
+from benchmarks.papers.oasis_optimum import OfflineJob
 
 Floats = NDArray[np.float64]
 

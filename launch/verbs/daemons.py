@@ -45,7 +45,7 @@ def up(
     config: Annotated[
         Path | None,
         typer.Option(
-            "--config", "-c", help="an arbiter's TOML file, for its [arbiter] table, `history` and `adopt_site`"
+            "--config", "-c", help="an arbiter's TOML file: [arbiter], [policy...], `history` and `adopt_site`"
         ),
     ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="where the state is kept between runs")] = None,

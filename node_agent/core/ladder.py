@@ -36,16 +36,16 @@ def rest(node: NodeState, task: Task) -> None:
     """Have a task whose turn is over make room."""
     methods = methods_of(node, task, REST_METHODS)
     if methods:
-        _suspend(node, task, methods[0], task.grace_s, "its turn is over")
+        _suspend(node, task, methods[0], "its turn is over")
 
 
-def _suspend(node: NodeState, task: Task, method: SuspendMethod, patience_s: float, why: str) -> None:
+def _suspend(node: NodeState, task: Task, method: SuspendMethod, why: str) -> None:
     if method == "driver":
         node.effects.append(CheckpointProcess(task.id, "suspend", DRIVER_S))
         ladder = Ladder("ordered", node.now + DRIVER_S + DRIVER_GRACE_S)
         node.enter_state(task, Suspending(ladder, by_driver=True), f"suspended by the driver: {why}")
     else:
-        node.enter_state(task, Suspending(_ask(node, task, "suspend", patience_s)), f"ordered to suspend: {why}")
+        node.enter_state(task, Suspending(_ask(node, task, "suspend", task.grace_s)), f"ordered to suspend: {why}")
 
 
 def resume(node: NodeState, task: Task) -> None:
@@ -69,7 +69,7 @@ def vacate(node: NodeState, task: Task, refusal: str = "") -> None:
     elif methods[0] == "leave":
         leave(node, task, "ordered to save and leave")
     else:
-        _suspend(node, task, methods[0], task.grace_s, "it must leave its GPUs")
+        _suspend(node, task, methods[0], "it must leave its GPUs")
 
 
 def leave(node: NodeState, task: Task, what: str) -> None:

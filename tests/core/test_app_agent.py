@@ -139,7 +139,7 @@ def test_a_finished_job_ends_the_app_with_its_metrics() -> None:
 def test_a_finished_app_says_how_long_its_work_takes_alone_by_the_steps_it_made() -> None:
     bench = started(steps_total=0)
     bench.tick()
-    assert bench.report.ideal_s > 1000, "an hour, while nobody knows"
+    assert bench.report.ideal_s > 1000, "an hour, while it is unknown"
     bench.holdings("n1g0", exited(TASK, "n1g0", "finished", step=99, start_step=-1, step_s=0.5))
     assert bench.report.ideal_s == 100 * 0.5
 

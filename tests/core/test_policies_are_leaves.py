@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from arbiter.core.registry import FAIRNESS_KNOB, POLICIES, RENAMED, Entry
 from arbiter.core.seam import DEFAULT_POLICY, AppView, PolicySettings, Traits, View, require
 from arbiter.core.state.model import ArbiterSettings
 from protocol.config import ConfigError
+from simulator import fluid
 from simulator.experiment import Experiment, ExperimentError, execute, settings_of
 from simulator.figures.results import Run
 
@@ -68,6 +70,15 @@ def test_a_policy_that_sells_has_slots_and_one_that_probes_has_bidders() -> None
     for name, entry in POLICIES.items():
         assert entry.kind.traits.sells == (entry.made().slot_s > 0.0) == ("sell" in vars(entry.kind)), name
         assert entry.kind.traits.probes == ("bidders" in vars(entry.kind)), name
+
+
+def test_what_is_for_sites_has_a_section_of_its_own_and_what_is_a_baseline_a_line_of_their_table() -> None:
+    text = (ROOT / "docs" / "policies.md").read_text()
+    sections = {*re.findall(r"^### ([a-z-]+)$", text, re.MULTILINE)}
+    lines = {*re.findall(r"^\| `([a-z-]+)` \|", text.partition("\n## Baselines\n")[2], re.MULTILINE)}
+    known = {name: entry.live for name, entry in POLICIES.items() if entry.kind is not Toy}
+    assert {name for name, live in known.items() if live} == sections & known.keys()
+    assert {name for name, live in known.items() if not live} == lines - {fluid.NAME}
 
 
 # --- a policy of one file and one line -------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from arbiter.core.registry import POLICIES, Entry
 from arbiter.core.seam import Admission, AppView, Booking, Market
 from arbiter.core.state.model import Active, Enrolling, Refused, Settled
 from arbiter.ledger import Ledger
-from arbiter.queries import Desk
+from arbiter.queries import Queries
 from protocol.messages import AppId, NodeId, Party, Query
 from tests.core.test_oasis import KNOBS, PATIENT, SETTINGS, SLOT_S, Shop, Terms, _terms, looking, selling
 from tests.support.arbiter_site import notes
@@ -62,7 +62,7 @@ def booked_gpus(shop: Shop) -> Counter[tuple[int, str]]:
 
 
 def explained(shop: Shop, app: str) -> str:
-    desk = Desk(shop.arbiter, Ledger(":memory:"))
+    desk = Queries(shop.arbiter, Ledger(":memory:"))
     (send,) = desk.ask(Party("app", app.partition("-")[0]), Query("q", "explain", app), shop.now)
     told: str = msgspec.json.decode(send.message.document)["waiting_for"]  # type: ignore[union-attr]
     return told
@@ -100,7 +100,7 @@ def test_a_replay_sells_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     shop.ask("bob-1", 4, parse("deadline:200s,50"))
     shop.ask("cyd-1", 4, parse("none:0.1"))
     lagging(shop)
-    shop.report("ann-1", 14)
+    shop.report("ann-1", 30)
     shop.wait(2.0)
     assert "books again" in shop.told("ann-1")
     assert isinstance(state_of(shop, "cyd-1"), Refused)
@@ -225,7 +225,8 @@ def test_rounds_go_on_while_an_app_that_has_arrived_waits_for_its_booking() -> N
 def test_a_policy_that_never_answers_holds_rounds_up_no_longer_than_the_grace() -> None:
     shop = Shop()
     shop.ask("ann-1", 4)
-    lagging(shop, "ann-1")
+    lagging(shop)
+    shop.report("ann-1", 40)
     shop.sells_late = True
     shop.wait(1.0)
     shop.unsold.clear()

@@ -89,7 +89,7 @@ def test_a_search_whose_scripts_report_no_metric_says_so() -> None:
 
 
 def test_what_the_processes_before_reported_may_have_been_lost_on_the_way() -> None:
-    """Preempted and resumed beyond its phases, a trial has made no mini-batch yet of which anybody could have heard."""
+    """Preempted and resumed beyond its phases, a trial has not yet told of a mini-batch."""
     resumed = tuple(replace(trial, steps_before=30) for trial in trials(*[(30, None)] * 4))
     search = HALVING.advance(HALVING.begin(), resumed)
     assert (search.fault, search.phase) == ("", 0)

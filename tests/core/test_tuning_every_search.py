@@ -1,4 +1,4 @@
-"""What must hold of every search; and the one that stops nobody; and how users ask for them."""
+"""The promises of every search; the search that stops no trial; and how users ask for them."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from app_agent import control_server
 from app_agent.config import AppConfig
 from app_agent.daemon import run_app_host
 from launch import doctor
@@ -44,7 +45,8 @@ def test_it_says_what_a_node_agent_of_this_user_would_leave_open() -> None:
 async def test_what_does_not_answer_has_a_mend_that_is_not_to_ask_the_doctor_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = AppConfig(owner="ada", state_dir=str(tmp_path), socket=str(tmp_path / "ada.sock"), answer_s=0.1)
+    config = AppConfig(owner="ada", state_dir=str(tmp_path), socket=str(tmp_path / "ada.sock"))
+    monkeypatch.setattr(control_server, "ANSWER_S", 0.1)
     monkeypatch.setenv("GPU_ARBITER_URL", f"unix://{config.socket}")
     found = [*doctor._running()]
     for bus in (AmqpBus(f"amqp://app-ada:x@127.0.0.1:{free_port()}/"), MemoryBus(MemoryBroker())):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from app_agent import control_server
 from app_agent.config import AppConfig
 from app_agent.control import Control
 from app_agent.core.spec import AppSpec
@@ -175,7 +176,8 @@ async def site(
     """An app agent of ada's, and unless there is no `reply` an arbiter on an in-process bus."""
     monkeypatch.setenv("GPU_ARBITER_URL", f"unix://{folder}/control.sock")
     monkeypatch.delenv("GPU_ARBITER_OUTPUT", raising=False)
-    config = AppConfig(owner="ada", state_dir=str(folder / "ada"), socket=str(folder / "control.sock"), answer_s=2.0)
+    config = AppConfig(owner="ada", state_dir=str(folder / "ada"), socket=str(folder / "control.sock"))
+    monkeypatch.setattr(control_server, "ANSWER_S", 2.0)
     ready, bus = asyncio.Event(), bus or MemoryBus(MemoryBroker())
     async with asyncio.TaskGroup() as group:
         agent = group.create_task(run_app_host(with_plain_ids(config), bus, on_ready=ready.set))

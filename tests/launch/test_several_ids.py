@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from app_agent import control_server
 from app_agent.config import AppConfig
 from app_agent.control import Control
 from app_agent.core.spec import AppSpec
@@ -30,13 +31,14 @@ def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "control.sock"
     monkeypatch.setenv("GPU_ARBITER_URL", f"unix://{path}")
     monkeypatch.delenv("GPU_ARBITER_OUTPUT", raising=False)
+    monkeypatch.setattr(control_server, "ANSWER_S", 5.0)
     return path
 
 
 @asynccontextmanager
 async def two_apps(socket: Path) -> AsyncIterator[None]:
     """A daemon of ada's with the apps ada-1 and ada-2, which wait for GPUs; an arbiter that knows two apps more."""
-    config = AppConfig(owner="ada", state_dir=str(socket.parent / "app"), socket=str(socket), beat_s=0.2, answer_s=5.0)
+    config = AppConfig(owner="ada", state_dir=str(socket.parent / "app"), socket=str(socket), beat_s=0.2)
     with_plain_ids(config)
     ready = asyncio.Event()
     bus = MemoryBus(MemoryBroker())

@@ -88,7 +88,7 @@ def test_a_long_absence_that_other_hosts_confirm_is_believed() -> None:
     assert off_by(clock, host) == -30 * DAY
     assert clock.hear("n1", "b1", host.now_s)
     assert off_by(clock, host) == 0.0
-    assert not clock.hear("n2", "b2", host.now_s + 400 * DAY), "once confirmed nobody moves it any more"
+    assert not clock.hear("n2", "b2", host.now_s + 400 * DAY), "once confirmed it moves no more"
 
 
 def test_the_clock_goes_forward_no_further_than_most_hosts_confirm() -> None:

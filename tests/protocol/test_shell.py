@@ -328,7 +328,7 @@ async def test_the_journals_epoch_wins_over_a_broker_that_forgot(rig: Rig, tmp_p
 async def test_an_agent_enrols_again_and_again_until_it_has_an_inbox(rig: Rig) -> None:
     rig.core.answers = lambda event: [Send(ARBITER, reply(1))] if isinstance(event, Connected) else ()
     async with rig.running(rig.shell(APP)) as shell:
-        await rig.core.until(lambda: rig.core.events == [Connected()])  # nobody leads: its word is unroutable
+        await rig.core.until(lambda: rig.core.events == [Connected()])  # no arbiter leads: its word is unroutable
         arbiter = await rig.leading_link()
         delivery = await patiently(arbiter.receive())
         await arbiter.provision(decode(delivery.data).sender)

@@ -40,9 +40,9 @@ class TestTimes:
         self._processor_s[file] += sum(float(str(value)) for name, value in report.user_properties if name == PROPERTY)
         self._wall_s[file] += report.duration
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         rows = [(file, self._processor_s[file], self._wall_s[file]) for file in self._wall_s]
-        if os.environ.get(TIMES_FILE) and rows:
+        if rows and os.environ.get(TIMES_FILE) and not hasattr(config, "workerinput"):
             with Path(os.environ[TIMES_FILE]).open("a") as out:
                 out.writelines(f"{file} {processor_s:.2f} {wall_s:.2f}\n" for file, processor_s, wall_s in rows)
             terminalreporter.section("processor time and wall time by file")

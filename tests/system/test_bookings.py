@@ -97,8 +97,8 @@ def test_an_app_is_refused_with_its_price_and_another_runs_on_a_changing_number_
         check()
     refusal = ending(poor)
     assert "is refused: its 0.008889 GPU-hours cost" in refusal.sentence
-    assert "and it is worth 2 when it could end" in refusal.sentence
-    assert "it would be admitted with a worth of more than" in refusal.sentence
+    assert "and it is worth 2 when they end" in refusal.sentence
+    assert "submit it with a worth of more than" in refusal.sentence
     assert not (tmp_path / "poor").exists(), "it has never run"
     assert [ending(record).code for record in ends] == [DONE, DONE]
     made = steps_of(tmp_path, "elastic")

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from app_agent import control_server
 from app_agent.config import AppConfig, default_socket, parse
 from app_agent.control import Control, ControlError, exit_code
 from app_agent.core.host import AppRecord
@@ -49,7 +50,6 @@ def config(tmp_path: Path) -> AppConfig:
         state_dir=str(tmp_path / "app"),
         socket=str(tmp_path / "run" / "control.sock"),
         beat_s=0.2,
-        answer_s=5.0,
     )
     return with_plain_ids(config)
 
@@ -277,8 +277,11 @@ async def test_questions_and_acts_say_which_site_they_are_for(config: AppConfig)
         assert said[-2:] == [("Query", "mill"), ("Act", "mill")]
 
 
-async def test_an_act_without_an_answer_says_what_is_missing(config: AppConfig) -> None:
-    quick = AppConfig(owner="ada", state_dir=config.state_dir, socket=config.socket, answer_s=0.3)
+async def test_an_act_without_an_answer_says_what_is_missing(
+    config: AppConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_server, "ANSWER_S", 0.3)
+    quick = AppConfig(owner="ada", state_dir=config.state_dir, socket=config.socket)
     bus = MemoryBus(MemoryBroker())
     async with hand_arbiter(bus, lambda message: {} if isinstance(message, Query) else None), app_host(quick, bus):
         error = await refused(quick, lambda control: control.cancel("ada-kqz7"))
@@ -294,16 +297,20 @@ async def test_an_owner_without_apps_has_an_inbox_soon(config: AppConfig) -> Non
             await asyncio.sleep(0.02)
 
 
-async def test_a_silent_arbiter_is_named(config: AppConfig) -> None:
-    quick = AppConfig(owner="ada", state_dir=config.state_dir, socket=config.socket, answer_s=0.05)
+async def test_a_silent_arbiter_is_named(config: AppConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_server, "ANSWER_S", 0.05)
+    quick = AppConfig(owner="ada", state_dir=config.state_dir, socket=config.socket)
     async with app_host(quick, MemoryBus(MemoryBroker())):
         error = await refused(quick, lambda control: control.query("apps"))
         assert error.code == 6
         assert "memory://" in error.sentence
 
 
-async def test_a_broker_that_cannot_be_reached_is_not_called_a_silent_arbiter(config: AppConfig) -> None:
-    quick = AppConfig(owner="ada", state_dir=config.state_dir, socket=config.socket, answer_s=0.2)
+async def test_a_broker_that_cannot_be_reached_is_not_called_a_silent_arbiter(
+    config: AppConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_server, "ANSWER_S", 0.2)
+    quick = AppConfig(owner="ada", state_dir=config.state_dir, socket=config.socket)
     port = free_port()
     async with app_host(quick, AmqpBus(f"amqp://app-ada:secret@127.0.0.1:{port}/gpu")):
         error = await refused(quick, lambda control: control.query("apps"))

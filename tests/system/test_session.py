@@ -73,7 +73,7 @@ def past(step: int) -> object:
 
 @pytest.fixture(scope="module")
 def solo() -> str:
-    """What the scripts print when nobody disturbs them."""
+    """The output of the scripts when they are left alone."""
     command = [sys.executable, DIGITS, "--steps", "60", "--hidden", "512"]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
@@ -570,7 +570,7 @@ def hold_all(agent: WorkerAgent) -> int:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """What each kind of training ends with when nobody disturbs it."""
+    """The end state of each kind of training that is left alone."""
 
     @functools.cache
     def run(kind: str) -> list[str]:

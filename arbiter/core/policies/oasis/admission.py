@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -28,11 +28,11 @@ from msgspec.structs import replace
 
 from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.oasis.prices import Bounds, Priced, Seen, density, learnt_bounds
-from arbiter.core.policies.oasis.rebooking import Booked, cells, is_content, look, make_room
+from arbiter.core.policies.oasis.rebooking import Booked, is_content, look, make_room
 from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule
 from arbiter.core.policies.oasis.settings import Terms
-from arbiter.core.policies.oasis.utility import Sigmoid, in_slots, later, parse, written
-from arbiter.core.seam import ASKED_MAX, Admission, AppView, Asked, Booking, Market
+from arbiter.core.policies.oasis.utility import in_slots
+from arbiter.core.seam import Admission, AppView, Asked, Booking, Market
 from protocol.messages import AppId
 
 #: Of one GPU in one slot: what can be done in the rest of a slot is counted in such parts, rounded down.
@@ -43,19 +43,11 @@ UNITS_MAX = 20_000
 HOMES_MAX = 32
 #: Who would be worth less than this part of what it is worth at best is refused, and no price is learnt from it.
 HOPELESS = 0.01
-#: The greatest worth that anybody can declare.
-WORTH_MAX = 1e9
 #: The load that prices go by is of so many slots at least: what comes in a minute is not for that minute.
 LOAD_SLOTS = 24
 #: So many of those that are booked are looked at, those that are worth least for what they take, when one comes; of who
 #: may lie on any one node, so many nodes beside that of its booking.
 MOVABLE_MAX, OTHER_HOMES = 64, 3
-#: What is told to who is refused is tried: as it would break even, then with so much more, or less, as long as all
-#: tries take no more than so many cells (`room.cells`).
-GREATER, LESS = (1.0, 1.01, 1.03, 1.1, 1.3, 2.0, 4.0, 8.0), (1.0, 0.99, 0.97, 0.9, 0.8, 0.6, 0.4, 0.2)
-TRIED_CELLS_MAX = 3e8
-#: A time is told in three digits; so much more of it is no less than it was.
-ROUNDED_UP = 1.005
 #: Most numbers of GPUs that are looked at for one app.
 COUNTS_MAX = 64
 
@@ -203,9 +195,7 @@ class Sale:
                 best = room.schedule
                 moved = tuple(self._moved(booked[place][0], anew) for place, anew in room.moved)
         if best is None or not self._admits(best):
-            again = _Again(self._terms, self._remembering(), self._app, pool, _home_of(best, homes))
-            reason = self._refusal(best, prospects, again)
-            return Admission(admitted=False, reason=reason, asked=self._remembered)
+            return Admission(admitted=False, reason=self._refusal(best, prospects), asked=self._remembered)
         booking = self._booking(best)
         reason = (
             f"is booked {self._told(best)}, to end within {span(booking.ends_at - self._market.now)}; it is worth "
@@ -214,28 +204,6 @@ class Sale:
         if moved:
             reason += f"; {len(moved)} app{'s' * (len(moved) > 1)} had booked before and made room"
         return Admission(admitted=True, reason=reason, booking=booking, moved=moved, asked=self._remembered)
-
-    def _remembering(self) -> Market:
-        """Return the market as the next to ask finds it."""
-        asked = self._market.asked if self._remembered is None else (*self._market.asked, self._remembered)
-        return replace(self._market, asked=asked[-ASKED_MAX:])
-
-    def look_again(
-        self, sold: Pool, home: tuple[int, ...], afford: Callable[[Request, Sequence[Sequence[int]]], bool]
-    ) -> tuple[bool, Prospects]:
-        """Return whether it is admitted surely where so much is sold, without a second look, and what `home` offers.
-
-        Only where that is not enough, all nodes are looked at: elsewhere it may pay a little more to end too late.
-        """
-        pool = Pool(sold.capacity, sold.sold, self._bounds)
-        best, prospects = look(self.request, (home,), (pool, None))
-        assert prospects is not None
-        if best is None or not self._admits(best):
-            return False, prospects
-        homes = self._homes(pool, self._app, self.request)
-        if homes != (home,) and (home not in homes or best.payoff < HOPELESS * self._best()):
-            best = look(self.request, homes, (pool, None))[0] if afford(self.request, homes) else None
-        return best is not None and self._admits(best), prospects
 
     def _admits(self, schedule: Schedule) -> bool:
         return schedule.payoff > 0.0 and not self._is_hopeless(schedule)
@@ -321,183 +289,40 @@ class Sale:
         least = f"{min(counts)} to " if min(counts) < max(counts) else ""
         return f"{least}{gpus(max(counts))} in {slots}{start}"
 
-    def _refusal(self, best: Schedule | None, prospects: Prospects | None, again: _Again) -> str:
-        app, hours = self._app, (self._app.left_gpu_s or 0.0) / 3600.0
-        what = f"{app.app} is refused: its {hours:.4g} GPU-hours"
-        if best is None:
-            within = span(self._terms.slots * self._slot_s)
-            less = again.less_work(prospects) if prospects is not None else ""
-            told = f"it would be admitted with {less}" if less else self._nothing_less(prospects)
-            return f"{what} cannot be had within {within}, which is all that is for sale; {told}"
-        assert prospects is not None
-        hopeless = self._is_hopeless(best)
-        end, cost, utility = best.end, best.cost, best.utility
-        if hopeless and prospects.earliest is not None:  # whenever it ends: the best is late, where it costs least
-            end = prospects.earliest
-            cost, utility = float(prospects.costs[end]), float(prospects.utility[end])
-        delay = end + self._rest
-        mends = (
-            "" if hopeless else again.more_worth(prospects),
-            again.more_time(prospects, least=delay if hopeless else 0.0),
-            "" if hopeless else again.less_work(prospects),
-        )
-        mend = ", or ".join(each for each in mends if each) or again.more_of_both(cost, delay=delay)
-        told = f"it would be admitted with {mend}" if mend else again.why_not()
+    def _refusal(self, best: Schedule | None, prospects: Prospects | None) -> str:
+        """Return why the app is refused, in one sentence: its price and its earliest end, or that there is no room."""
+        hours = (self._app.left_gpu_s or 0.0) / 3600.0
+        work = f"{self._app.app} is refused: its {hours:.4g} GPU-hours"
+        if best is None or prospects is None or prospects.earliest is None:
+            return self._no_room(work, has_room=prospects is not None and prospects.has_room)
+        first, price_first = prospects.earliest, float(prospects.costs[prospects.earliest])
+        if self._is_hopeless(best):  # its best end is late, where it costs least, and worth nothing either
+            end = f"end in {self._delay(first)} at the earliest, when it is worth less than {HOPELESS:.0%} of its best"
+            return f"{work} cost {self._price(price_first)} and {end}; submit it with a later time to end, or less work"
+        cost, utility = best.cost, best.utility
+        earliest = f"; its earliest end is in {self._delay(first)}, for {price_first:.4g}" if first < best.end else ""
+        mend = f"submit it with a worth of more than {cost:.4g} at that time, with less work, or later"
+        learnt = "" if self._terms.price_max > 0.0 else "; prices go by the worths that apps declare"
         return (
-            f"{what} cost {cost:.4g} ({cost / max(1e-12, hours):.4g} per GPU-hour) and it is worth "
-            f"{utility:.4g} when it could end, in {span(delay * self._slot_s)}; {told}"
+            f"{work} cost {self._price(cost)} and it is worth {utility:.4g} when they end, in "
+            f"{self._delay(best.end)}{earliest}; {mend}{learnt}"
         )
 
-    def _nothing_less(self, prospects: Prospects | None) -> str:
-        if prospects is not None and prospects.has_room:
-            return "nothing less would be admitted now, for it is not worth its price"
+    def _no_room(self, work: str, *, has_room: bool) -> str:
+        within = span(self._terms.slots * self._slot_s)
+        if has_room:
+            return f"{work} cannot be had within {within}, which is all that is for sale; submit less work, or later"
         where = "" if self._app.spans else " on one node"
-        return f"nothing would be admitted now, for no slot has {gpus(self._app.gang)} left{where}"
+        none = f"no time slot within {within} has {gpus(self._app.gang)} left{where}"
+        return f"{work} cannot be had, for {none}; submit it later"
 
+    def _price(self, cost: float) -> str:
+        hours = (self._app.left_gpu_s or 0.0) / 3600.0
+        return f"{cost:.4g} ({cost / max(1e-12, hours):.4g} per GPU-hour)"
 
-def _home_of(best: Schedule | None, homes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return which of its homes a schedule is on; the first if there is none."""
-    if best is None or len(homes) <= 1:
-        return homes[0] if homes else ()
-    return tuple(sorted({server for slot in best.slots for server, _ in slot.workers}))
-
-
-class _Again:
-    """An app that is refused, as it could be submitted again at once: of that it is told what has been tried.
-
-    What breaks even at the prices of the moment need not do: prices that are learnt go by the app that was refused, and
-    by what it declares anew. So each change is tried as it would be sold, and made greater until it is admitted.
-    """
-
-    def __init__(self, terms: Terms, market: Market, app: AppView, sold: Pool, home: tuple[int, ...]) -> None:
-        assert app.requirements.utility is not None
-        assert app.left_gpu_s is not None
-        self._terms = terms
-        self._market = market
-        self._app = replace(app, arrived_at=market.now)
-        self._utility = app.requirements.utility
-        self._left_gpu_s = app.left_gpu_s
-        self._slot_s = terms.slot_s
-        self._sigmoid = in_slots(app.requirements.utility, slot_s=self._slot_s, work_gpu_s=app.left_gpu_s)
-        self._sold = sold
-        self._home = home
-        self._cells = TRIED_CELLS_MAX
-
-    # --- what it could be submitted with; empty: nothing of the kind was admitted -------------------------------------
-
-    def more_worth(self, prospects: Prospects) -> str:
-        """Return the worth with which it would be admitted, and what to type."""
-        return self._worth(self._sigmoid, prospects.least_worth())
-
-    def more_time(self, prospects: Prospects, *, least: float) -> str:
-        """Return the target, `least` slots or more, with which it would be admitted, and what to type."""
-        target = max(least, prospects.least_target() or 0.0)
-        if self._sigmoid.decay <= 0.0 or target <= 0.0:
-            return ""
-        found = self._seek(
-            target, GREATER, lambda target: self._ask(later(self._sigmoid, target)), Prospects.least_target
-        )
-        if found is None:
-            return ""
-        after = span(ROUNDED_UP * found * self._slot_s)
-        return f"half its worth only after {after} or later{self._typed(later(self._sigmoid, found))}"
-
-    def more_of_both(self, cost: float, *, delay: float) -> str:
-        """Return the worth with which it would be admitted if half of it were left after so long, and what to type."""
-        if self._sigmoid.decay <= 0.0:
-            return ""
-        sigmoid = later(self._sigmoid, max(self._sigmoid.target, delay))
-        part = float(replace(sigmoid, worth=1.0).at(delay))
-        halved = f", halved at {span(sigmoid.target * self._slot_s)}"
-        return self._worth(sigmoid, max(self._sigmoid.worth, cost / part), halved)
-
-    def less_work(self, prospects: Prospects) -> str:
-        """Return the work with which it would be admitted."""
-        found = self._seek(self._most_hours(prospects), LESS, self._ask_less, self._most_hours)
-        return f"at most {_rounded_down(found)} GPU-hours of work" if found is not None else ""
-
-    def why_not(self) -> str:
-        """Return that there is nothing that it could be submitted with, and why."""
-        if self._cells <= 0.0:
-            return (
-                "nothing was found that would be admitted now, for more would have to be tried than there is time for"
-            )
-        if self._terms.price_max <= 0.0:
-            return "nothing would be admitted now, for the price goes by what is declared and rises with it"
-        return "nothing would be admitted now, for the price is beyond what can be declared"
-
-    # --- trying -------------------------------------------------------------------------------------------------------
-
-    def _worth(self, sigmoid: Sigmoid, least: float | None, halved: str = "") -> str:
-        if least is None:
-            return ""
-        found = self._seek(
-            least, GREATER, lambda worth: self._ask(replace(sigmoid, worth=worth)), Prospects.least_worth
-        )
-        if found is None:
-            return ""
-        # What is worth the same at any time is written as what it is worth then, which is half of theta1.
-        part, when = (1.0, "") if sigmoid.decay > 0.0 else (0.5, " at any time")
-        typed = self._typed(replace(sigmoid, worth=found))
-        return (
-            f"a worth of more than {found * part:.4g}{when} instead of {self._sigmoid.worth * part:.4g}{halved}{typed}"
-        )
-
-    def _seek(
-        self,
-        value: float,
-        steps: Sequence[float],
-        ask: Callable[[float], AppView | None],
-        next_: Callable[[Prospects], float | None],
-    ) -> float | None:
-        """Return the first value with which it is admitted, of those that step away from where it would break even."""
-        for step in steps:
-            app = ask(value * step)
-            if app is None:
-                return None
-            sale = Sale(self._terms, self._market, app)
-            if not self._afford(sale.request, (self._home,)):
-                return None
-            admitted, prospects = sale.look_again(self._sold, self._home, self._afford)
-            if admitted:
-                return value * step
-            even = next_(prospects)
-            if even is None:
-                return None
-            value = max(value, even) if steps is GREATER else min(value, even)
-        return None
-
-    def _afford(self, request: Request, homes: Sequence[Sequence[int]]) -> bool:
-        if self._cells <= 0.0:
-            return False
-        self._cells -= cells(request, homes, (self._sold, None))
-        return True
-
-    def _ask(self, sigmoid: Sigmoid) -> AppView | None:
-        text = written(sigmoid, slot_s=self._slot_s) if sigmoid.worth <= WORTH_MAX else ""
-        if not text:
-            return None
-        return replace(self._app, requirements=replace(self._app.requirements, utility=parse(text)))
-
-    def _ask_less(self, hours: float) -> AppView | None:
-        left_gpu_s = float(_rounded_down(hours)) * 3600.0
-        return replace(self._app, left_gpu_s=left_gpu_s) if 0.0 < left_gpu_s < self._left_gpu_s else None
-
-    def _most_hours(self, prospects: Prospects) -> float:
-        """Return the most GPU-hours with which it would break even; without a worth of its own less is worth less."""
-        request = prospects.request
-        units = prospects.most_work(in_proportion=not self._utility.worth)
-        slots = units * request.counts[0] / request.units[0]
-        return slots * self._slot_s / (1.0 + self._terms.margin) / 3600.0
-
-    def _typed(self, sigmoid: Sigmoid) -> str:
-        return f" (--utility {written(sigmoid, slot_s=self._slot_s)})"
-
-
-def _rounded_down(value: float) -> str:
-    """Return a number of four digits that is no more than `value`, but for what floats lose."""
-    digits = 3 - math.floor(math.log10(value)) if value > 0.0 else 0
-    return f"{math.floor(value * 10.0**digits * (1.0 + 1e-9)) / 10.0**digits:.4g}"
+    def _delay(self, end: int) -> str:
+        """Return how long it is until the end of a slot, the one that has begun being the first."""
+        return span((end + self._rest) * self._slot_s)
 
 
 def _counts(app: AppView, cluster_gpus: int) -> tuple[int, ...]:

@@ -324,26 +324,6 @@ class Prospects:
 
     # --- what would be admitted ---------------------------------------------------------------------------------------
 
-    def least_worth(self) -> float | None:
-        """Return the least theta1 with which the job would break even, as it is otherwise; None: none would do."""
-        shape = self.utility / self.request.sigmoid.worth if self.request.sigmoid.worth > 0 else self.utility
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            worths = np.where((shape > 0) & np.isfinite(self.costs), self.costs / shape, np.inf)
-        least = float(worths.min(initial=np.inf))
-        return least if np.isfinite(least) else None
-
-    def least_target(self) -> float | None:
-        """Return the least theta3, in slots, with which the job would break even; None: no delay would do."""
-        sigmoid = self.request.sigmoid
-        if sigmoid.decay <= 0.0:
-            return None
-        delays = np.arange(1, len(self._horizon) + 1) + self.request.waited
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            targets = delays - np.log(sigmoid.worth / self.costs - 1.0) / sigmoid.decay
-        targets = np.where(np.isfinite(self.costs) & (self.costs < sigmoid.worth), targets, np.inf)
-        least = float(np.where(np.isnan(targets), np.inf, targets).min(initial=np.inf))
-        return max(0.0, least) if np.isfinite(least) else None
-
     @property
     def earliest(self) -> int | None:
         """The first slot by which it can be done, at any price; None: it cannot be."""
@@ -354,29 +334,6 @@ class Prospects:
     def has_room(self) -> bool:
         """Whether any of the counts fits anywhere."""
         return bool(np.isfinite(self._count_costs).any())
-
-    def most_work(self, *, in_proportion: bool = False) -> int:
-        """Return the most units of work with which the job would break even, in no more time.
-
-        Worth as much as all of it, or `in_proportion` to what it is of it.
-        """
-        parts = np.arange(1, self.request.work + 1) / self.request.work if in_proportion else 1.0
-        if self._rows is None:
-            return self._most_by_marginals(parts)
-        gains = self.utility[:, None] * parts - self._rows[1:, 1:]
-        return int((np.flatnonzero((gains > 0).any(axis=0)) + 1).max(initial=0))
-
-    def _most_by_marginals(self, parts: Floats | float) -> int:
-        """Return the same where the least marginal costs are all there is."""
-        most = 0
-        if self._marginals is None:
-            return most
-        for place in range(len(self._horizon)):
-            within = self._marginals[: place + 1]
-            sums = np.cumsum(np.sort(within[np.isfinite(within)])[: self.request.work])
-            worth = np.broadcast_to(self.utility[place] * parts, self.request.work)[: len(sums)]
-            most = max(most, int((np.flatnonzero(worth > sums) + 1).max(initial=0)))
-        return most
 
 
 def sell(

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 
-import msgspec
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from protocol.messages import Utility
@@ -23,8 +21,6 @@ UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _FALL = 2.0 * math.log(99.0)
 #: A job with a hard deadline is worth 99 % at the deadline and 1 % when it is late by this part of it.
 HARD = 0.1
-#: What tells the presets from other sigmoids, whatever their times: theta2 times theta3.
-_HARD_STEEPNESS, _SOFT_STEEPNESS = _FALL / HARD * (1.0 + HARD / 2.0), _FALL / 2.0
 #: The greatest number that may be written.
 NUMBER_MAX = 1e9
 FORMS = (
@@ -84,56 +80,6 @@ def parse(text: str) -> Utility:
             return Utility(2.0 * _worth(words), 0.0, 0.0)
         case _:
             raise ValueError(f"{text!r} is no utility")
-
-
-def written(sigmoid: Sigmoid, *, slot_s: float) -> str:
-    """Return a utility with delays in slots as `parse` reads it, its worth and its time rounded up a little.
-
-    In the words of a preset where it is one. Empty for one that nobody could write, such as one of more than
-    `NUMBER_MAX`.
-    """
-    worth, target_s = _up(sigmoid.worth), sigmoid.target * slot_s
-    if sigmoid.decay == 0.0:
-        text = f"none:{_up(sigmoid.worth / 2.0)}"
-    elif _is_preset(sigmoid, _HARD_STEEPNESS):
-        text = f"deadline:{_time(target_s / (1.0 + HARD / 2.0))},{worth}"
-    elif _is_preset(sigmoid, _SOFT_STEEPNESS):
-        text = f"soft:{_time(target_s)},{worth}"
-    else:
-        text = f"sigmoid:{worth},{sigmoid.decay / slot_s * 3600.0:.4g}/h,{_time(target_s)}"
-    try:
-        msgspec.convert(msgspec.to_builtins(parse(text)), Utility)
-    except ValueError:  # a ValidationError is one
-        return ""
-    return text
-
-
-def later(sigmoid: Sigmoid, target: float) -> Sigmoid:
-    """Return a utility with another target; one in the words of a preset stays in these."""
-    for steepness in (_HARD_STEEPNESS, _SOFT_STEEPNESS):
-        if target > 0.0 and _is_preset(sigmoid, steepness):
-            return replace(sigmoid, target=target, decay=steepness / target)
-    return replace(sigmoid, target=target)
-
-
-def _is_preset(sigmoid: Sigmoid, steepness: float) -> bool:
-    """Whether it falls as steeply, of its time to the target, as a preset does, whatever their times."""
-    return math.isclose(sigmoid.decay * sigmoid.target, steepness)
-
-
-def _time(seconds: float) -> str:
-    """Return a time that is a little more than `seconds`, or just that if it is short to write."""
-    unit = next((unit for unit in "dhm" if seconds >= 2.0 * UNITS[unit]), "s")
-    value = seconds / UNITS[unit]
-    exactly = f"{value:.4g}"
-    return f"{exactly if math.isclose(float(exactly), value) else _up(value)}{unit}"
-
-
-def _up(value: float) -> str:
-    """Return a number of four digits that is a little more than `value`, though not more than may be written."""
-    if value < 1e4:
-        return f"{value * 1.001:.4g}"
-    return f"{max(math.ceil(value), min(math.ceil(value * 1.001), int(NUMBER_MAX)))}"
 
 
 def _worth(words: list[str]) -> float:

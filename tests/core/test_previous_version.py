@@ -12,7 +12,7 @@ import pytest
 from app_agent.core.host import AppHost, Configured, Submit
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.arbiter import Configured as ArbiterConfigured
-from protocol import former
+from protocol import previous_version
 from protocol.codec import VERSION, decode, encode
 from protocol.core import Received
 from protocol.journal import Journal
@@ -69,7 +69,7 @@ def report() -> AppReport:
 
 
 def test_each_wish_that_there_was_is_tried_with_another_value_than_it_has_by_itself() -> None:
-    assert WISHES.keys() == set(former.WISHES)
+    assert WISHES.keys() == set(previous_version.WISHES)
     assert all(value != getattr(Requirements(), name) for name, value in WISHES.items())
 
 
