@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tests.core.test_sharing import Shop
+from tests.core.test_seats import Shop
 
 from arbiter.core.arbiter import Arbiter, Configured, MissingHistory
 from arbiter.core.effects import AppRecord
