@@ -1,4 +1,4 @@
-"""The cost of a submission under `oasis` in the loop of the arbiter: ``python benchmarks/sales.py [--apps N] [--json]``.
+"""The cost of a submission under `oasis` in the arbiter's loop: ``python benchmarks/sales.py [--apps N] [--json]``.
 
 Apps arrive one by one, 20 s apart, at a site of 8-GPU nodes; half of them span nodes. *Loop* is the processor time
 inside `Arbiter.handle` from an app's first report to its admission or refusal, the answer `Sold` included. *Sale* is
