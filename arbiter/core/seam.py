@@ -87,7 +87,8 @@ class SeatView(Struct, frozen=True):
 class Booking(Struct, frozen=True):
     """The time that an app has bought: GPUs of these nodes in these time slots, each ``floor(now / slot_s)``.
 
-    A booking without time slots is of an app that was admitted, and that could be sold nothing for the rest of its work.
+    An app has a booking without time slots if it was admitted, and nothing is left to sell to it for the rest of its
+    work.
     """
 
     time_slots: tuple[tuple[int, tuple[tuple[NodeId, int], ...]], ...] = field(name="slots")
