@@ -406,7 +406,7 @@ class Queries:
         if app.id in sale.entering:
             return "the policy is working out what it can book, and at what price"
         first = len(sale.entering or sale.renewing)
-        return f"it books next: the policy is selling to {first} app{'s' * (first > 1)} before it"
+        return f"it waits to book: the policy is selling to {first} app{'s' * (first > 1)} first"
 
     def _won(self, app: model.App) -> list[str]:
         """Return the GPUs that an app has won and that others are still leaving."""

@@ -174,7 +174,7 @@ class Arbiter:
         if ticks and outbox.beat_is_due(self.state, turn.now):
             apps.leave_out_silent(turn)
             site.check(turn)
-        sales.renew(turn)
+        sales.renew_bookings(turn)
         apps.admit_waiting(turn)
         phases.advance(turn, may_start=ticks)
 
@@ -224,7 +224,7 @@ class Arbiter:
                 self.state.solver_ready = event.ready
                 if settings != self.state.settings:
                     before, self.state.settings = self.state.settings, settings
-                    sales.reprice(turn, before)
+                    sales.rebook_all(turn, before)
                     self.state.news = True
                     self._index.recount()
                     leases.retenure(turn)
@@ -256,7 +256,7 @@ class Arbiter:
         state.started_at = turn.now
         state.news = True
         phases.abort(turn, "the arbiter started anew")
-        sales.drop(turn, "the arbiter started anew")
+        sales.drop_sale(turn, "the arbiter started anew")
         nodes.forgive(turn)
         leases.extend(turn)
         nodes.plan_anew(turn)

@@ -321,7 +321,7 @@ def test_apps_that_arrive_meanwhile_are_sold_to_in_the_next_batch_and_hear_what_
         one_by_one.ask(app, 2)
     assert [ask.app.app for ask in asked(shop).asks] == apps[:1]
     assert explained(shop, apps[0]) == "the policy is working out what it can book, and at what price"
-    assert explained(shop, apps[1]) == "it books next: the policy is selling to 1 app before it"
+    assert explained(shop, apps[1]) == "it waits to book: the policy is selling to 1 app first"
     shop.sell()
     assert [ask.app.app for ask in asked(shop).asks] == apps[1 : sales.ENTERING_MAX + 1]
     shop.sell()

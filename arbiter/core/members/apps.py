@@ -120,7 +120,7 @@ def note_voice(turn: Turn, app: App) -> None:
     if not turn.hears(app):
         turn.state.news = True
         turn.follow(replace(app, seen_at=turn.now))
-        sales.miss(turn, app)
+        sales.note_return(turn, app)
 
 
 def leave_out_silent(turn: Turn) -> None:
@@ -137,7 +137,7 @@ def leave_out_silent(turn: Turn) -> None:
                     leases.revoke(turn, gpu, "its app is silent and runs nothing on it", preempted=True)
             turn.follow(app)
             if not runs_on:
-                sales.give_up(turn, app_id)
+                sales.give_up_booking(turn, app_id)
 
 
 def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
@@ -259,12 +259,12 @@ def admit_waiting(turn: Turn) -> None:
         elif verdict.admitted or turn.now >= _admission_at(turn.state):
             _conclude(turn, app, verdict)
     if buyers:
-        sales.admit(turn, buyers)
+        sales.sell_to(turn, buyers)
 
 
 def take_sold(turn: Turn, sold: Sold) -> None:
     """Keep what the policy has sold, and admit or refuse the apps that asked for it."""
-    for app, verdict in sales.take(turn, sold):
+    for app, verdict in sales.take_answer(turn, sold):
         _conclude(turn, app, verdict)
 
 

@@ -336,7 +336,7 @@ def forgive(turn: Turn) -> None:
     for app in list(turn.state.apps.values()):
         turn.state.apps[app.id] = replace(app, seen_at=turn.now)
         turn.follow(turn.state.apps[app.id])
-        sales.miss(turn, app)
+        sales.note_return(turn, app)
 
 
 def plan_anew(turn: Turn) -> None:

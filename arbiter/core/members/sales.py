@@ -56,12 +56,12 @@ def is_busy(turn: Turn) -> bool:
     return turn.state.sale is not None or bool(turn.state.unchecked)
 
 
-def admit(turn: Turn, entering: Sequence[App]) -> None:
+def sell_to(turn: Turn, entering: Sequence[App]) -> None:
     """Have the policy sell to the first of these apps; its answer admits or refuses them."""
-    _ask(turn, tuple(Ask(_asking_now(turn, app), "enter") for app in entering[:ENTERING_MAX]))
+    _ask_policy(turn, tuple(Ask(_asking_now(turn, app), "enter") for app in entering[:ENTERING_MAX]))
 
 
-def renew(turn: Turn) -> None:
+def renew_bookings(turn: Turn) -> None:
     """When a time slot begins, or with other GPUs: book anew for apps whose booking is not enough any more."""
     policy = seller_of(turn.policy)
     if policy is None:
@@ -69,7 +69,7 @@ def renew(turn: Turn) -> None:
     _drop_late(turn)
     _begin_check(turn, policy)
     if turn.state.sale is None and turn.state.unchecked:
-        _check(turn, policy)
+        _check_bookings(turn, policy)
 
 
 def _drop_late(turn: Turn) -> None:
@@ -100,7 +100,7 @@ def _begin_check(turn: Turn, policy: Policy) -> None:
     state.unchecked = (*booked, *(app.id for app in apps if app.booking == UNASKED))
 
 
-def _check(turn: Turn, policy: Policy) -> None:
+def _check_bookings(turn: Turn, policy: Policy) -> None:
     """Pass over the bookings that are enough; from the first one on that is not, have the policy look at them."""
     state = turn.state
     waiting = [app for app_id in state.unchecked if (app := state.apps.get(app_id)) is not None and app.active]
@@ -119,7 +119,7 @@ def _check(turn: Turn, policy: Policy) -> None:
         chunk = waiting[at : at + RENEWING_MAX]
         state.unchecked = tuple(other.id for other in waiting[at + RENEWING_MAX :])
         asks = tuple(Ask(_asking_now(turn, other), _kind(other)) for other in chunk)
-        _ask(turn, asks, tuple(other.id for other in earlier))
+        _ask_policy(turn, asks, tuple(other.id for other in earlier))
         return
     state.unchecked = ()
 
@@ -136,7 +136,7 @@ def _before(turn: Turn, waiting: Sequence[App]) -> list[App]:
     return [app for app in order if app.arrival < last and app.booking is not None and turn.usable(app)]
 
 
-def _ask(turn: Turn, asks: tuple[Ask, ...], earlier: tuple[AppId, ...] = ()) -> None:
+def _ask_policy(turn: Turn, asks: tuple[Ask, ...], earlier: tuple[AppId, ...] = ()) -> None:
     state, settings = turn.state, turn.state.settings
     active = (state.apps[app_id] for _, app_id in turn.index.order)
     booked = [app for app in active if app.booking is not None]
@@ -160,7 +160,7 @@ def _ask(turn: Turn, asks: tuple[Ask, ...], earlier: tuple[AppId, ...] = ()) -> 
 # --- the answer -----------------------------------------------------------------------------------------------------
 
 
-def take(turn: Turn, sold: Sold) -> list[tuple[App, Admission]]:
+def take_answer(turn: Turn, sold: Sold) -> list[tuple[App, Admission]]:
     """Keep the sales whose GPUs are still there; return the apps that the answer admits or refuses.
 
     The answer to any other sale changes nothing. An app that is over gets nothing. An app whose GPUs are gone asks
@@ -191,7 +191,7 @@ def take(turn: Turn, sold: Sold) -> list[tuple[App, Admission]]:
             if app.active:
                 look_soon(turn)
             continue
-        _keep(turn, app, each)
+        _keep_sale(turn, app, each)
         if app.id in sale.entering:
             answered.append((state.apps[app.id], each.verdict))
     return answered
@@ -208,7 +208,7 @@ def _is_there(turn: Turn, sale: Sale, usable: Mapping[NodeId, int], slot: int) -
     return oversold(usable, booked, new, slot) is None
 
 
-def _keep(turn: Turn, app: App, sale: Sale) -> None:
+def _keep_sale(turn: Turn, app: App, sale: Sale) -> None:
     """Keep the booking of an app, and the new bookings of those that make room for it."""
     state, verdict = turn.state, sale.verdict
     if app.booking == UNASKED:
@@ -225,7 +225,7 @@ def _keep(turn: Turn, app: App, sale: Sale) -> None:
         turn.tell(app.id, f"books again, {sale.why}: {verdict.reason}")
 
 
-def drop(turn: Turn, why: str) -> None:
+def drop_sale(turn: Turn, why: str) -> None:
     """Drop the sale in progress: its answer will not come, or is no answer any more. Bookings are looked at again."""
     state = turn.state
     if state.sale is not None:
@@ -278,7 +278,7 @@ def asking(app: App) -> AppView:
 # --- bookings that are worth less -----------------------------------------------------------------------------------
 
 
-def give_up(turn: Turn, app_id: AppId) -> None:
+def give_up_booking(turn: Turn, app_id: AppId) -> None:
     """Take back the booking of an app that is silent and runs nothing; it may never be heard of again."""
     app = turn.state.apps[app_id]
     if app.booking is not None and app.booking.time_slots:
@@ -292,18 +292,18 @@ def look_soon(turn: Turn) -> None:
     turn.state.time_slot = (turn.state.time_slot[0], -1)
 
 
-def miss(turn: Turn, app: App) -> None:
+def note_return(turn: Turn, app: App) -> None:
     """Look at bookings soon: an app is there again whose booking was given up."""
     if app.booking is not None and not app.booking.time_slots:
         look_soon(turn)
 
 
-def reprice(turn: Turn, before: ArbiterSettings) -> None:
+def rebook_all(turn: Turn, before: ArbiterSettings) -> None:
     """After a change of the settings: book anew where time slots have another length, or bookings are of long ago.
 
     Apps that were admitted by a policy that sells nothing book for the first time.
     """
-    drop(turn, "the settings have changed")
+    drop_sale(turn, "the settings have changed")
     policy, old = seller_of(turn.policy), seller_of(policy_of(before.policy, before.policy_settings))
     if policy is None or (old is not None and old.slot_s == policy.slot_s):
         return

@@ -106,13 +106,13 @@ def a_bid_for_an_earlier_round_counts() -> Iterator[None]:
 
 @mutant
 def the_answer_to_an_older_sale_counts() -> Iterator[None]:
-    take = sales.take
+    take = sales.take_answer
 
     def gullible(turn: Any, sold: Any) -> Any:
         sale = turn.state.sale
         return take(turn, sold if sale is None else replace(sold, number=sale.number, epoch=sale.epoch))
 
-    with patch.object(sales, "take", gullible):
+    with patch.object(sales, "take_answer", gullible):
         yield
 
 
