@@ -25,6 +25,8 @@ def check(state: State, index: Index) -> None:
     for node in state.nodes.values():
         assert plans.plan_of(known, node) == plans.plan_of(anew, node), f"the plan of {node.id} is out of date"
     _check_history(state, index)
+    waits = state.sale is not None or bool(state.unchecked)
+    assert not waits or known.policy.traits.sells, "a policy that sells nothing is awaited"
     shown = [views.make_view(turn, seats.shown(turn), {}) for turn in (known, anew)]
     assert shown[0] == shown[1], "what a policy is shown is out of date"
     seen = set()
