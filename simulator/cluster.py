@@ -84,7 +84,7 @@ class Cluster(Struct, frozen=True):
 _Positive = Annotated[int, Meta(ge=1, le=GPUS_MAX)]
 
 
-class _Machines(Struct, frozen=True, forbid_unknown_fields=True):
+class _NodeKind(Struct, frozen=True, forbid_unknown_fields=True):
     """One kind of node in a cluster file."""
 
     count: _Positive
@@ -100,7 +100,7 @@ class _File(Struct, frozen=True, forbid_unknown_fields=True):
     """A cluster file."""
 
     name: Annotated[str, Meta(min_length=1)]
-    machines: Annotated[tuple[_Machines, ...], Meta(min_length=1)]
+    machines: Annotated[tuple[_NodeKind, ...], Meta(min_length=1)]
     rack_size: _Positive = RACK_SIZE
     racks: Literal["filled", "mixed"] = "filled"
 
@@ -149,7 +149,7 @@ def from_toml(text: str, *, source: str) -> Cluster:
         raise ClusterError(f"{source}: {in_words(error)}; the head of simulator/cluster.py has an example") from None
     for kind in file.machines:
         if kind.slots is not None and sum(kind.slots) != kind.gpus:
-            wrong = f"slots of {kind.gpus}-GPU machines are {list(kind.slots)}, which add up to {sum(kind.slots)}"
+            wrong = f"slots of {kind.gpus}-GPU nodes are {list(kind.slots)}, which add up to {sum(kind.slots)}"
             raise ClusterError(f"{source}: {wrong}; make them add up to {kind.gpus}")
     _require_size(sum(kind.count * kind.gpus for kind in file.machines), f"{source}: machines")
     return Cluster(file.name, tuple(_nodes(file)))
@@ -160,7 +160,7 @@ def _grid(text: str, nodes: int, gpus: int) -> Cluster:
     if nodes < 1 or gpus < 1:
         raise ClusterError(f"the cluster {text} is empty; give NODESxGPUS with both at least 1, such as 8x8")
     _require_size(nodes * gpus, f"the cluster {text}: NODESxGPUS")
-    return Cluster(text, tuple(_nodes(_File(text, (_Machines(nodes, gpus),)))))
+    return Cluster(text, tuple(_nodes(_File(text, (_NodeKind(nodes, gpus),)))))
 
 
 def _read(text: str) -> str:

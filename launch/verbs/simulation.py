@@ -256,7 +256,7 @@ def sweep(
     min_duration: MinDuration = "60s",
     first: First = 0,
     tenants: Tenants = None,
-    jobs: Annotated[int, typer.Option(min=0, help="processes on this machine (0: one per core)")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, help="processes on this host (0: one per core)")] = 0,
     dask: Annotated[str, typer.Option(metavar="URL", help="run on the cluster of this Dask scheduler instead")] = "",
     json: Json = False,
 ) -> None:
