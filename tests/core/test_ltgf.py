@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from tests.core.test_seats import Shop
 
 from arbiter.core.arbiter import Arbiter, Configured, MissingHistory
 from arbiter.core.effects import AppRecord
@@ -18,6 +17,7 @@ from arbiter.core.state.gpu_time import History, TenantTerms, quotas_of
 from arbiter.core.state.model import Draining
 from protocol.core import Connected
 from protocol.messages import AppId, LeaseId, ProbeReply, RoundId, TenantId
+from tests.core.test_seats import Shop
 from tests.support.arbiter_site import SETTINGS, Site, task, wish
 from tests.support.effort import examples
 

@@ -158,7 +158,7 @@ def test_flags_reach_the_experiment(trace: Path, monkeypatch: pytest.MonkeyPatch
         *("--lease", "5m", "--round-pause", "2s", "--fairness-knob", "0.5", "--set", "probe_s=1", "--seed", "9"),
         *("--first", "2"),
     )
-    knobs = (("lease_s", "300.0"), ("round_pause_s", "2.0"), ("fairness_knob", "0.5"), ("probe_s", "1"))
+    knobs = (("lease_s", "300.0"), ("round_pause_s", "2.0"), ("policy.themis.fairness_knob", "0.5"), ("probe_s", "1"))
     assert seen == [Experiment(str(trace), "1x2", "fifo", "none", "crude", 9, 2, knobs)]
 
 
