@@ -1,4 +1,4 @@
-"""From a daemon's configuration to the bus it uses."""
+"""From a daemon's configuration to its bus."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Check(Struct, frozen=True):
 
 
 def checks(bus: str = "") -> Iterator[Check]:
-    """Look at everything that a command or a daemon here will need, the broker at `bus` if one is given."""
+    """Check all needs of a command or a daemon on this host, and the broker at `bus` if one is given."""
     yield _python()
     yield _state_folder(Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"))
     yield _torch()
@@ -107,7 +107,7 @@ def _containment() -> Check:
 
 
 def _state_folders() -> list[Path]:
-    """Return where node agents of this host keep their state by default, as far as this user may look."""
+    """Return the default state folders of this host's node agents, as far as this user may look."""
     home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
     folders = [Path("/var/lib/gpu-arbiter-node"), *sorted((home / "gpu-arbiter/up").glob("node-*"))]
     return [folder for folder in folders if os.access(folder, os.R_OK | os.X_OK)]

@@ -55,7 +55,7 @@ class NodeSpec(Struct, frozen=True):
     slots: tuple[int, ...]
     gpu_type: str
     memory_bytes: int
-    cpus: float = 0.0  #: CPU cores; 0: not said, so no bound
+    cpus: float = 0.0  #: CPU cores; 0: unknown, so without bound
     host_bytes: int = 0  #: host memory, likewise
 
     @property
@@ -201,5 +201,5 @@ def _nodes(file: _File) -> Iterator[NodeSpec]:
 
 
 def _pairs(gpus: int) -> tuple[int, ...]:
-    """Return slots of two, and one of one where they are odd."""
+    """Return slots of two GPUs, the last of one GPU for an odd number."""
     return (SLOT_SIZE,) * (gpus // SLOT_SIZE) + ((gpus % SLOT_SIZE,) if gpus % SLOT_SIZE else ())

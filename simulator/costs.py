@@ -22,7 +22,7 @@ class CostsError(ValueError):
 
 
 class Costs(Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds per act, and which effects on speed there are."""
+    """Seconds per act, and switches for effects on speed."""
 
     message_s: Time = 0.0  #: from one participant to another
     decide_s: Time = 0.0  #: a policy's decision

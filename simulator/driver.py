@@ -5,8 +5,7 @@ from __future__ import annotations
 from node_agent.core.events import CheckpointProcess, ProcessCheckpointed, WorkerGone
 from simulator.workers import Worker
 
-#: How many times as long as parking the driver takes: 5 GB/s beside 50. Source: findings on GPU mechanisms, 1.1 cost
-#: model.
+#: The driver's time relative to parking: 5 GB/s beside 50. Source: findings on GPU mechanisms, 1.1 cost model.
 DRIVER_TIMES = 10.0
 
 

@@ -235,12 +235,12 @@ def beginning(workload: Workload, first: int) -> Workload:
 
 
 def policy_names() -> list[str]:
-    """Return what `--policy` may be: the arbiter's own and the reference line."""
+    """Return the values of `--policy`: the arbiter's own policies and the reference line."""
     return [*POLICIES, fluid.NAME]
 
 
 def knob_names() -> list[str]:
-    """Return what `Experiment.knobs` may set: fields of the arbiter's settings and of its policies'."""
+    """Return the names that `Experiment.knobs` may set: fields of the arbiter's settings and of its policies'."""
     return [
         *(name for name in FIELDS if name not in {*_APART, *UNUSED}),
         *(f"{OF_POLICY}{name}.{field}" for name, each in POLICIES.items() for field in each.settings.__struct_fields__),

@@ -1,1 +1,1 @@
-"""A site of one user: its files, its daemons, its systemd units."""
+"""A site of one user on one host: its configuration and its daemons, in one process or several."""

@@ -16,7 +16,7 @@ from protocol.messages import AppId, GpuId, JobId, LaunchSpec, LogChunk, NodeId,
 from protocol.worker import FromWorker, Order
 
 #: The treatment of processes on a GPU under no lease. `exclude`: the GPU counts as used. `warn`: they are reported, and
-#: the GPU is used while its memory in use stays below that of an idle one. `kill`: they are ended.
+#: the GPU is used while its memory in use stays below the bound of an idle one. `kill`: they are ended.
 StrangersPolicy = Literal["warn", "exclude", "kill"]
 
 # --- values ---------------------------------------------------------------------------------------------------------

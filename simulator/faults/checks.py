@@ -25,6 +25,9 @@ the younger attempt is ordered for the first time only while no older one has a 
 *No news from the past.* Node agents' fences never fall, the arbiter acts in the epoch in which it leads, and a
 decision rests on bids of its own round.
 
+*Nothing is sold twice.* Only the answer to the newest sale changes a booking or the state of an app. In a time slot to
+come, apps have booked no more GPUs of a node than it has ever had.
+
 *GPU time adds up.* The GPU time that a tenant had, parked, lost and was leaving is the sum over its apps. The GPU time
 that an app had and was leaving is the sum over its leases. Both hold in the records for the ledger and in the arbiter's
 answers, to the second.
@@ -35,17 +38,30 @@ checkpoint never falls back (except after lost nodes, where two attempts may hav
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 from app_agent.core.model import Done
-from arbiter.core.effects import AppRecord, Decide, LeaseRecord
+from arbiter.core.effects import AppRecord, Decide, LeaseRecord, Sell, Sold
+from arbiter.core.seam import Booking
 from arbiter.core.state.gpu_time import Standing
-from arbiter.core.state.model import Draining, Free, Leased, Lost
+from arbiter.core.state.model import AppState, Draining, Free, Leased, Lost, State, is_first
 from node_agent.core.model import Suspended, Task, Waiting
 from node_agent.core.slicing import QUANTUM_S_MAX
 from protocol.core import Send
-from protocol.messages import AppId, GpuId, JobId, LeaseId, NodePlan, Party, TaskId, TaskOrder, TenantId, device_of
+from protocol.messages import (
+    AppId,
+    GpuId,
+    JobId,
+    LeaseId,
+    NodeId,
+    NodePlan,
+    Party,
+    TaskId,
+    TaskOrder,
+    TenantId,
+    device_of,
+)
 from simulator.driver import DRIVER_TIMES
 from simulator.nodes import SimNode
 from simulator.workers import Worker
@@ -87,6 +103,8 @@ class Checks:
         self._together: set[frozenset[TaskId]] = set()  #: pairs that ran on one GPU at the last instant
         self._records: dict[LeaseId, LeaseRecord] = {}
         self._accounts: dict[AppId, AppRecord] = {}
+        self._newest_sale = (0, 0)  #: its epoch and number
+        self._bookings: dict[AppId, tuple[AppState, Booking | None]] = {}  #: after the last event
         self._hungry: dict[TaskId, tuple[float, int]] = {}  #: since when a task waits for its turn, behind how many
 
     def __call__(self, world: World) -> None:
@@ -218,6 +236,31 @@ class Checks:
                 if before is not None and node.fence < before:
                     raise Violation(f"the fence of {name} fell from {before} to {node.fence}", name)
                 self._fences[name] = node.fence
+
+    def judge_sales(self, state: State, event: object, effects: Sequence[object]) -> None:
+        """Judge what an event has changed of bookings."""
+        bookings = {app.id: (app.state, app.booking) for app in state.apps.values()}
+        if type(event) is Sold:
+            if (event.epoch, event.number) != self._newest_sale and bookings != self._bookings:
+                raise Violation(f"the answer to sale {event.number} was used, and {self._newest_sale[1]} is the newest")
+            self._judge_bookings(state)
+        self._bookings = bookings
+        for effect in effects:
+            if type(effect) is Sell:
+                self._newest_sale = effect.epoch, effect.number
+
+    def _judge_bookings(self, state: State) -> None:
+        booked: Counter[tuple[int, str]] = Counter()
+        for app in state.apps.values():
+            if app.active and app.booking is not None:
+                for slot, gpus in app.booking.slots:
+                    booked.update({(slot, node): count for node, count in gpus if slot >= state.slot[0]})
+        there = Counter(gpu.node for gpu in state.gpus.values() if is_first(gpu.id))
+        for (slot, node), count in booked.items():
+            if count > there[NodeId(node)]:
+                raise Violation(
+                    f"{count} GPUs of {node} are booked in time slot {slot}, and it has {there[NodeId(node)]}"
+                )
 
     def judge_effects(self, world: World, effects: Sequence[object]) -> None:
         """Judge effects of the arbiter before they are performed."""

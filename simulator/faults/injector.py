@@ -183,7 +183,7 @@ class FaultInjector:
         self._keep_record(sim_app.actor, app_host.Event)
 
     def _host(self, party: Party, blob: bytes) -> AppHost:
-        """Return an app host restored, as honest as it was."""
+        """Return a restored app host, as honest as before."""
         lie = self.options.apps[int(party.id.removeprefix("app")) - 1].lie
         if lie == 1.0:
             return AppHost.restore(blob)

@@ -29,7 +29,7 @@ from simulator.jobs import WORKER_BYTES, JobFacts
 from simulator.workers import NodeTraits
 
 Kind = Literal[
-    "crash",  # a daemon's process ends and is started again; machines and workers go on
+    "crash",  # a daemon's process ends and is started again; nodes and workers go on
     "freeze",  # a daemon's process stands still (SIGSTOP, swapping, a debugger) and goes on
     "cut",  # no message passes between the arbiter and one agent, in one direction or both
     "vanish",  # an app agent ends for good
@@ -57,7 +57,7 @@ SLOWDOWN: dict[Level, float] = {"slot": 1.0, "machine": 1.1, "rack": 1.3, "clust
 
 
 class Fault(Struct, frozen=True):
-    """One thing that goes wrong, at `at` for `for_s` seconds (0: for good, where it has a duration).
+    """One fault, at `at` for `for_s` seconds (0: for good, where the kind has a duration).
 
     `party` is the participant that it strikes, the arbiter where the kind needs none. `number` picks one of those
     present at that time: the GPU of a node, the worker on a node, or the direction of a cut (0 both, 1 to the arbiter,
@@ -214,9 +214,9 @@ def _settings(dice: Random, seed: int) -> ArbiterSettings:
 
 
 def _of_policies(fairness_knob: float, threshold_gpu_s: float) -> dict[str, dict[str, Setting]]:
-    """Return the settings of policies as worlds of minutes need them: each field that stands here, where there is one.
+    """Return policies' settings that fit worlds of minutes: each field here, for every policy that has it.
 
-    What payments leave is not to be "idle": where bidders want a GPU about equally, it can be idle in every round.
+    `leftover` is not "idle": where bidders want a GPU about equally, it can be idle in every round.
     """
     fit: dict[str, Setting] = {
         "fairness_knob": fairness_knob,
@@ -282,7 +282,7 @@ def _owners(options: Options) -> list[Party]:
 
 
 def _shared(dice: Random, options: Options) -> Options:
-    """Return the same world with GPUs that jobs share, or as it is: of each half."""
+    """Return the same world, in half of the draws with GPUs that jobs share."""
     sharing: Sharing = dice.choice(("exclusive", "exclusive", "timeslice", "pack"))
     if sharing == "exclusive":
         return options
@@ -342,7 +342,7 @@ def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
 
 
 def _maybe_helpless(dice: Random, app: AppOptions) -> AppOptions:
-    """Return an app, one in ten of those with one job as one that can neither save nor be suspended."""
+    """Return the app; one in ten of the apps with one job can neither save nor be suspended."""
     helpless = dice.random() < 0.1 and len(app.spec.trials) == 1
     return replace(app, can_park=False, can_checkpoint=False) if helpless else app
 

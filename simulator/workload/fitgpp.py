@@ -30,7 +30,7 @@ from simulator.workload.plans import AppPlan, JobPlan, Workload, WorkloadError
 
 MINUTE_S = 60.0
 GB = 2**30
-#: How a trace is called that is drawn so, and the tenant of all its apps.
+#: The name of such a trace, and the tenant of all its apps.
 NAME = "fitgpp"
 #: (mean, least, most) in minutes.
 INTERACTIVE_MIN, BATCH_MIN, GRACE_MIN = (5.0, 1, 30), (30.0, 1, 24 * 60), (3.0, 0, 20)

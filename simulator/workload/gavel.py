@@ -30,7 +30,7 @@ LAYOUTS: Mapping[int, tuple[str, ...]] = {
         "gpus", "mode", "priority", "slo", "duration", "arrival",
     ),
 }  # fmt: skip
-#: The rates that Gavel's own simulator takes: V100, all GPUs of a job on one server.
+#: The rates that Gavel's own simulator takes: V100, all GPUs of a job on one node.
 REFERENCE: Mapping[str, str] = {"source": "gavel_sim_2020", "gpu_type": "v100", "consolidated": "1"}
 
 #: The table of rates, where it lies in the folder of the trace.

@@ -18,13 +18,13 @@ from simulator.workload.rows import Line, Trace, TraceJob, empty_trace, from_zer
 
 
 class _Place(Struct, frozen=True):
-    """The GPUs of one attempt on one server."""
+    """The GPUs of one attempt on one node."""
 
     gpus: tuple[str, ...] = ()
 
 
 class _Attempt(Struct, frozen=True):
-    """One time that the job was started."""
+    """One start of the job."""
 
     start_time: str | None = None
     end_time: str | None = None

@@ -319,3 +319,11 @@ def _run_all(seeds: int, first: int) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(*map(int, sys.argv[1:])))
+
+
+def test_forged_reports_try_several_values_of_each_wish() -> None:
+    forger = Forger(1, NODES, GPUS, OWNERS)
+    drawn = (forger.message(Party("app", OWNERS[0])) for _ in range(400))
+    wished = [message.requirements for message in drawn if isinstance(message, AppReport)]
+    for name in Requirements.__struct_fields__:
+        assert len({getattr(each, name) for each in wished}) > 1, f"the forger never draws {name}"

@@ -19,7 +19,7 @@ from app_agent.core.agent import AppAgent
 from arbiter.core import outbox
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.leases import leases, plans
-from arbiter.core.members import apps, nodes
+from arbiter.core.members import apps, nodes, sales
 from arbiter.core.rounds import phases
 from arbiter.core.state.gpu_time import History
 from arbiter.core.state.model import Bidding, Draining, Free, Leased
@@ -101,6 +101,18 @@ def a_bid_for_an_earlier_round_counts() -> Iterator[None]:
             phase.bids[bid.app] = bid
 
     with patch.object(phases, "take_bid", gullible):
+        yield
+
+
+@mutant
+def the_answer_to_an_older_sale_counts() -> Iterator[None]:
+    take = sales.take
+
+    def gullible(turn: Any, sold: Any) -> Any:
+        sale = turn.state.sale
+        return take(turn, sold if sale is None else replace(sold, number=sale.number, epoch=sale.epoch))
+
+    with patch.object(sales, "take", gullible):
         yield
 
 

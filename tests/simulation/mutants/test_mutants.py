@@ -38,6 +38,7 @@ FOUND_AT: dict[str, tuple[str, int]] = {
     "parked_jobs_wish_for_the_same_gpus": ("themis", 46),
     "plans_and_holdings_are_said_only_once": ("themis", 33),
     "seats_of_one_gpu_count_as_gpus": ("themis", 3),
+    "the_answer_to_an_older_sale_counts": ("oasis", 0),
     "the_end_of_an_app_is_never_acknowledged": ("themis", 0),
     "the_gpus_of_a_silent_node_are_free": ("themis", 18),
     "the_journal_is_written_after_handling": ("themis", 0),
