@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from arbiter.core.policies.themis.auction.bids import enter
 from arbiter.core.policies.themis.auction.explain import below, changed, explain
@@ -17,6 +16,7 @@ from arbiter.core.seam import AppView, Change, GpuView, Loss, View
 from protocol.messages import AppId, Bid
 from tests.support.auctions import AMPLE, app_of, bid_of, gpus_of, random_round, settle, view_of
 from tests.support.effort import examples
+from tests.support.wishes import replace
 
 pytestmark = pytest.mark.usefixtures("compiled_auction")
 

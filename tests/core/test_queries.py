@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter import queries
+from arbiter.core import seam
 from arbiter.core.arbiter import Configured
 from arbiter.core.effects import AppRecord, LeaseRecord, RoundRecord
 from arbiter.core.seam import Outcome
@@ -153,7 +154,10 @@ def test_an_explanation_names_who_won_instead() -> None:
         ("srtf", ""),  # its round has looked, and tells thousands of waiting apps nothing of their own
     ],
 )
-def test_who_comes_while_others_hold_everything_is_told_so_before_any_round(policy: str, until: str) -> None:
+def test_who_comes_while_others_hold_everything_is_told_so_before_any_round(
+    policy: str, until: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seam, "REASONS_MAX", 0)
     counter = Counter(replace(SETTINGS, policy=policy))
     site = counter.site
     site.node("n1", 1)
@@ -384,7 +388,10 @@ def test_a_log_of_nothing_is_refused_with_a_sentence() -> None:
     assert "may not have started" in send.message.error
 
 
-def test_who_is_told_nothing_of_its_own_by_a_crowded_round_is_told_what_holds_for_all() -> None:
+def test_who_is_told_nothing_of_its_own_by_a_crowded_round_is_told_what_holds_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seam, "REASONS_MAX", 0)
     counter = Counter()
     site = counter.site
     site.handle(Configured(replace(SETTINGS, policy="backfill")))
