@@ -166,6 +166,7 @@ def test_who_comes_while_others_hold_everything_is_told_so_before_any_round(
     told = counter.ask("explain", "bob-1")
     assert (told["waiting_for"], told["rounds"]) == (f"the only GPU in service is held by other apps{until}", [])
     assert counter.ask("explain", "ana-1")["waiting_for"] == ""
+    monkeypatch.undo()
     assert contended().ask("explain", "bob-1")["waiting_for"] == "", "a round has decided about it"
 
 
