@@ -1,7 +1,7 @@
 """OASiS's evaluation: ``python benchmarks/papers/oasis.py [--quick] [--json] [--only PART,...]``.
 
 OASiS (INFOCOM 2018; PAPERS.md section 5) in its own model of slots, worker hosts and parameter servers, with the very
-schedules and prices that the policy `oasis` uses live (`arbiter/core/pricing`); the model and what was chosen in it are
+schedules and prices that the policy `oasis` uses live; the model and what was chosen in it are
 described in `benchmarks/papers/slots.py`. Parts:
 
 *utility*: total utility of OASiS (as the policy `oasis` is, and *booked once* as published), FIFO, DRF, RRH and Dorm as

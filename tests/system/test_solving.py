@@ -16,11 +16,11 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.config import ArbiterConfig
-from arbiter.core.effects import Decide, Decided
+from arbiter.core.effects import Decide, Decided, Sell, Sold
 from arbiter.core.policies.queues.fifo import Fifo
 from arbiter.core.policies.themis.policy import Themis
 from arbiter.core.registry import POLICIES, Entry
-from arbiter.core.seam import Allocation, Clock, View
+from arbiter.core.seam import Allocation, Clock, Market, View
 from arbiter.core.state.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from arbiter.ledger import Ledger
@@ -314,6 +314,28 @@ async def test_of_the_decisions_that_wait_only_the_newest_is_made(monkeypatch: p
         assert [(await made.get()).round for _ in range(2)] == [1, 3]
         running.cancel()
     assert made.empty()
+
+
+async def test_a_sale_and_a_decision_that_wait_are_both_answered_in_the_order_in_which_they_came(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stuck = threading.Event()
+    solve = Solve(stuck.wait)
+    monkeypatch.setitem(POLICIES, "slow", solve.policy)
+    made: asyncio.Queue[Decided | Sold] = asyncio.Queue()
+    solver = Solver()
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        running = group.create_task(solver.run(made.put_nowait))
+        solver.ask(asked(1))
+        await solve.begun.wait()
+        for number in (1, 2):
+            solver.ask(Sell(number, 1, "oasis", {}, Market(0.0, (), ()), ()))
+        solver.ask(asked(2))
+        stuck.set()
+        answers = [await made.get() for _ in range(3)]
+        running.cancel()
+    assert answers[1] == Sold(2, 1, ())
+    assert [answer.round for answer in answers if isinstance(answer, Decided)] == [1, 2]
 
 
 def asked(number: int) -> Decide:

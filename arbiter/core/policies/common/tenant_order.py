@@ -36,6 +36,9 @@ PATIENCE = 4.0
 #: Of a tenant that no history knows, as in a view made by hand.
 _UNKNOWN = TenantView()
 
+#: A quota this close above a whole number of GPUs is that number: sums of weights round.
+SLACK = 1e-6
+
 
 class Standings:
     """The indices of tenants and apps while a round deals GPUs, and the order that follows from them.
@@ -116,6 +119,12 @@ def _index(had: float, fair: float) -> float:
     if had <= 0.0:
         return 0.0
     return had / fair if fair > 0.0 else inf
+
+
+def quota_of(view: View, tenant: TenantId) -> int:
+    """Return the whole GPUs of a tenant's quota; without a history of tenants all there are."""
+    told = view.tenants.get(tenant)
+    return view.cluster_gpus if told is None else int(told.quota_gpus + SLACK)
 
 
 def kept_of(view: View) -> Counter[TenantId]:

@@ -15,8 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
-from arbiter.core.policies.common.tenant_order import in_order
-from arbiter.core.policies.tenants.yarn_cs import quota_of
+from arbiter.core.policies.common.tenant_order import in_order, quota_of
 from arbiter.core.seam import AppView, Traits, View
 from protocol.messages import AppId, TenantId
 

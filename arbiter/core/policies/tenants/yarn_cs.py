@@ -12,12 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
-from arbiter.core.policies.common.tenant_order import kept_of
+from arbiter.core.policies.common.tenant_order import kept_of, quota_of
 from arbiter.core.seam import AppView, Traits, View
 from protocol.messages import TenantId
-
-#: A quota this close above a whole number of GPUs is that number: sums of weights round.
-SLACK = 1e-6
 
 
 class YarnCs(Ranked):
@@ -62,12 +59,6 @@ class YarnCs(Ranked):
     def figures(self, view: View) -> Callable[[AppView], str]:
         """Return what says the quota."""
         return lambda app: f"quota of {gpus(quota_of(view, app.tenant))}"
-
-
-def quota_of(view: View, tenant: TenantId) -> int:
-    """Return the whole GPUs of a tenant's quota; without a history of tenants all there are."""
-    told = view.tenants.get(tenant)
-    return view.cluster_gpus if told is None else int(told.quota_gpus + SLACK)
 
 
 def _beyond(view: View, app: AppView, used: int) -> str:
