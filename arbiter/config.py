@@ -141,15 +141,13 @@ def check_settings(settings: ArbiterSettings, source: str) -> None:
             f"{source}: arbiter.lease_s is {settings.lease_s}, too short for renewal_lead_s + probe_s + bid_s; "
             "make the lease longer or the others shorter"
         )
-    if settings.tenants_only and not settings.tenants:
-        raise ConfigError(
-            f"{source}: arbiter.tenants_only is true and no tenant is named, so no app could run; "
-            "name tenants in arbiter.tenants (of a simulation: --tenants FILE), or leave it out"
-        )
-    names_of_tenants = Counter(each.name for each in settings.tenants)
-    twice = [name for name, count in names_of_tenants.items() if count > 1]
-    if twice:
-        raise ConfigError(f"{source}: arbiter.tenants names {twice[0]} twice; give each tenant one table")
+    config.require_positive(settings, ("solver_budget_ms",), f"{source}: arbiter")
+    _check_bounds(settings, source)
+    _check_tenants(settings, source)
+
+
+def _check_bounds(settings: ArbiterSettings, source: str) -> None:
+    """Refuse bounds on apps that no app could keep, or that bound nothing."""
     config.require_positive(settings, ("apps_max", "weight_max"), f"{source}: arbiter")
     if not 0.0 <= settings.preemption_budget <= 1.0:
         raise ConfigError(
@@ -162,15 +160,27 @@ def check_settings(settings: ArbiterSettings, source: str) -> None:
         )
     if not settings.classes:
         raise ConfigError(f"{source}: arbiter.classes is empty, so no app could run; name batch, interactive or both")
-    both = [each.name for each in settings.tenants if each.quota is not None and each.weight != 1.0]
-    if both:
-        raise ConfigError(
-            f"{source}: arbiter.tenants gives {both[0]} a weight and a quota; leave one out, as a quota is its part"
-        )
-    config.require_positive(settings, ("solver_budget_ms",), f"{source}: arbiter")
     config.require_not_negative(settings, ("interactive_s",), f"{source}: arbiter")
     if not 0.0 <= settings.interactive_share <= 1.0:
         raise ConfigError(
             f"{source}: arbiter.interactive_share is {settings.interactive_share}; give the part of all GPUs that "
             "interactive apps may hold at others' cost, 0 to 1"
+        )
+
+
+def _check_tenants(settings: ArbiterSettings, source: str) -> None:
+    """Refuse tenants that are named twice, due two things, or needed and not named."""
+    if settings.tenants_only and not settings.tenants:
+        raise ConfigError(
+            f"{source}: arbiter.tenants_only is true and no tenant is named, so no app could run; "
+            "name tenants in arbiter.tenants (of a simulation: --tenants FILE), or leave it out"
+        )
+    names_of_tenants = Counter(each.name for each in settings.tenants)
+    twice = [name for name, count in names_of_tenants.items() if count > 1]
+    if twice:
+        raise ConfigError(f"{source}: arbiter.tenants names {twice[0]} twice; give each tenant one table")
+    both = [each.name for each in settings.tenants if each.quota is not None and each.weight != 1.0]
+    if both:
+        raise ConfigError(
+            f"{source}: arbiter.tenants gives {both[0]} a weight and a quota; leave one out, as a quota is its part"
         )
