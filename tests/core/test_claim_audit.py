@@ -12,7 +12,7 @@ from arbiter.ledger import Ledger
 from arbiter.queries import Queries
 from launch.views import explanation
 from protocol.messages import Measured, Offer, Party, Probe, Query, TaskStatus
-from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, records, sent, task, wish
+from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, records, sent, task, wish, with_auction
 
 ONE, TWO = gpu_id("n1", 0), gpu_id("n1", 1)
 #: 2 s a mini-batch, 100 of 1000 done: 900 left, 1800 s.
@@ -172,6 +172,7 @@ def test_explain_says_it() -> None:
     assert "It claims left_gpu_s 3600, which is 2 times what was measured" in explanation(document, court.site.now)
 
 
+@with_auction
 @pytest.mark.parametrize(("lie", "found"), [(1.0, []), (2.0, ["rho", "rho_none"])])
 def test_the_answer_to_a_probe_and_what_a_bid_says_of_nothing_are_compared_too(lie: float, found: list[str]) -> None:
     site = Court("themis").site

@@ -12,7 +12,7 @@ from arbiter.core.registry import tables
 from arbiter.core.seam import NodeView
 from arbiter.core.state.model import ArbiterSettings, Draining, Leased
 from protocol.messages import JobWish, Preempt
-from tests.support.arbiter_site import SETTINGS, Site, gpu_id, sent, task, wish
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, sent, task, wish, with_auction
 
 ANY_POLICY = pytest.mark.parametrize("policy", ["fifo", "backfill", "drf", "las", "srtf", "astraea", "themis"])
 
@@ -36,6 +36,7 @@ def full(policy: str = "fifo", **knobs: object) -> Site:
     return site
 
 
+@with_auction
 @ANY_POLICY
 def test_an_interactive_app_is_promised_the_gpus_of_whom_it_harms_least_in_the_next_round(policy: str) -> None:
     site = full(policy)
@@ -86,6 +87,7 @@ def runs(site: Site, app: str, node: str, gang: int) -> None:
     site.node(node, tasks=[task(app, index, gpus, **saves) for index, gpus in enumerate(jobs)], used=held)
 
 
+@with_auction
 @pytest.mark.parametrize("policy", ["fifo", "astraea", "themis", "fitgpp", "lrtp", "rand"])
 @pytest.mark.parametrize("gang", [1, 2, 3])
 def test_as_few_jobs_of_a_search_leave_as_the_interactive_app_needs(policy: str, gang: int) -> None:
@@ -215,6 +217,7 @@ def left_by(site: Site, app: str) -> str:
     return next(gpu for gpu in (gpu_id("n1", 0), gpu_id("n2", 0)) if site.holder(gpu) != app)
 
 
+@with_auction
 @ANY_POLICY
 def test_an_interactive_app_waits_for_what_is_just_being_left_and_gets_it_before_who_has_not_begun(policy: str) -> None:
     site = ending(policy)
@@ -267,6 +270,7 @@ def test_where_nobody_saves_the_story_says_so() -> None:
     assert "no job that is known to save its work could" in site.told("bob-1")
 
 
+@with_auction
 @ANY_POLICY
 def test_a_second_interactive_app_takes_what_the_victim_of_the_first_leaves_over(policy: str) -> None:
     site = full(policy, interactive_share=1.0)
@@ -276,6 +280,7 @@ def test_a_second_interactive_app_takes_what_the_victim_of_the_first_leaves_over
     assert len(site.held("ana-1")) == 2
 
 
+@with_auction
 @ANY_POLICY
 def test_interactive_apps_hold_no_more_than_their_share_at_others_cost(policy: str) -> None:
     site = full(policy, interactive_share=0.4)
@@ -300,6 +305,7 @@ def test_a_stream_of_interactive_apps_does_not_take_what_is_kept_for_the_head_of
     assert [len(site.held(app)) for app in ("bob-1", "tia-0", "tia-1", "tia-2")] == [2, 1, 0, 0]
 
 
+@with_auction
 @ANY_POLICY
 def test_without_a_share_an_interactive_app_is_like_any_other_app(policy: str) -> None:
     site = full(policy, interactive_share=0.0)

@@ -40,7 +40,7 @@ from protocol.messages import (
     device_of,
     seat,
 )
-from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, records, sent, task, wish
+from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, records, sent, task, wish, with_auction
 from tests.support.wishes import replace
 
 SHARED = replace(SETTINGS, priority_max=1000, policy="backfill", sharing="timeslice", seats=3, quantum_s=30.0)
@@ -157,6 +157,7 @@ def replay(site: Site) -> bool:
 # --- what is counted ------------------------------------------------------------------------------------------------
 
 
+@with_auction
 def test_gpus_are_counted_and_not_seats() -> None:
     shop = Shop(replace(SHARED, policy="themis"), n1=2)
     probes = sent(shop.come("ana-1"), Probe)
@@ -337,6 +338,7 @@ def test_what_a_guest_has_is_renewed_before_its_lease_ends() -> None:
     assert later.lease.expires_at > first.lease.expires_at
 
 
+@with_auction
 def test_themis_offers_and_counts_one_seat_of_each_gpu() -> None:
     shop = Shop(replace(SHARED, policy="themis"), n1=2)
     shop.come("ana-1")
@@ -464,6 +466,7 @@ def parked_guest(settings: ArbiterSettings, *, suspended: bool = True) -> Shop:
     return shop
 
 
+@with_auction
 @pytest.mark.parametrize("policy", ["backfill", "srtf", "drf", "gandiva", "themis"])
 def test_a_job_that_is_parked_on_a_further_seat_goes_on_there_once_the_gpu_is_free(policy: str) -> None:
     shop = parked_guest(replace(SHARED, policy=policy))
@@ -494,6 +497,7 @@ PARKED_TWICE = [
 ]
 
 
+@with_auction
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("policy", ["srtf", "gandiva", "themis"])
 def test_of_several_jobs_parked_on_the_same_gpus_one_gets_all_its_seats(policy: str, order: int) -> None:

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from arbiter.core.state.model import ArbiterSettings
 from arbiter.core.whatif import Obstacle, WhatIf
 from protocol.messages import AppId
-from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish, with_auction
 
 FIFO = replace(SETTINGS, policy="backfill", node_timeout_s=1000.0, app_timeout_s=1000.0)
 
@@ -107,6 +107,7 @@ def test_gpus_that_their_node_does_not_report_any_more_are_named() -> None:
     assert binding(site, "bob-1") == Obstacle(gpus=(gpu_id("n1", 2), gpu_id("n1", 3)))  # type: ignore[arg-type]
 
 
+@with_auction
 @pytest.mark.parametrize("policy", ["las", "srtf", "drf", "gandiva-fair", "hived", "themis"])
 def test_under_every_kind_of_policy_the_holder_of_the_only_gpu_is_named(policy: str) -> None:
     site = a_site(replace(FIFO, policy=policy), n1=1)
