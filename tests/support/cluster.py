@@ -48,7 +48,10 @@ class DaemonProcess:
         self._name = name
         self._process: subprocess.Popen[bytes] | None = None
         path = folder / f"{name}.toml"
-        path.write_text(toml(msgspec.to_builtins(config)))
+        fields = msgspec.to_builtins(config)
+        for hidden in ("decide_grace_s", "policies"):  # no setting of a file: a table [policy.NAME] has a policy's own
+            fields.get("arbiter", {}).pop(hidden, None)
+        path.write_text(toml(fields))
         self._command = [sys.executable, "-m", "launch.cli", verb, "--config", str(path)]
 
     def start(self) -> None:
