@@ -72,6 +72,14 @@ def parse(fields: Mapping[str, Any], source: str) -> ArbiterConfig:
     return replace(found, arbiter=replace(found.arbiter, policies=policies))
 
 
+def written(found: ArbiterConfig) -> dict[str, Any]:
+    """Return the fields of a file from which `parse` makes this configuration."""
+    fields: dict[str, Any] = msgspec.to_builtins(found)
+    fields["policy"] = {**fields["policy"], **fields["arbiter"]["policies"]}
+    fields["arbiter"] = {name: fields["arbiter"][name] for name in FIELDS}
+    return fields
+
+
 def _refuse_unknown(table: object, source: str) -> None:
     """Refuse fields of [arbiter] that are not known: a snapshot may have them, a file may not."""
     if not isinstance(table, Mapping):

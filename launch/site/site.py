@@ -22,7 +22,7 @@ from msgspec.structs import replace
 import app_agent
 from app_agent.config import AppConfig
 from app_agent.daemon import run_app_host
-from arbiter.config import ArbiterConfig, HistoryMode
+from arbiter.config import ArbiterConfig, HistoryMode, written
 from arbiter.core.state.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from launch.client import Client, open_client
@@ -206,7 +206,7 @@ class _Process:
         self._log = logs / f"{name}.jsonl"
         path = folder / f"{name}.toml"
         path.touch(mode=0o600)  # it holds the broker's password
-        path.write_text(toml(msgspec.to_builtins(config)))
+        path.write_text(toml(written(config) if isinstance(config, ArbiterConfig) else msgspec.to_builtins(config)))
         command = [sys.executable, "-m", "launch.cli", verb, "--config", str(path)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

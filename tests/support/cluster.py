@@ -18,6 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec
+from arbiter.config import ArbiterConfig, written
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import Client, open_client
 from launch.faults import Fault
@@ -48,9 +49,7 @@ class DaemonProcess:
         self._name = name
         self._process: subprocess.Popen[bytes] | None = None
         path = folder / f"{name}.toml"
-        fields = msgspec.to_builtins(config)
-        for hidden in ("decide_grace_s", "policies"):  # no setting of a file: a table [policy.NAME] has a policy's own
-            fields.get("arbiter", {}).pop(hidden, None)
+        fields = written(config) if isinstance(config, ArbiterConfig) else msgspec.to_builtins(config)
         path.write_text(toml(fields))
         self._command = [sys.executable, "-m", "launch.cli", verb, "--config", str(path)]
 
