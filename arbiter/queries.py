@@ -29,7 +29,19 @@ from arbiter.core.whatif import Obstacle, WhatIf
 from arbiter.ledger import Ledger
 from protocol.core import Send
 from protocol.journal import JournalError
-from protocol.messages import Answer, AppId, LogChunk, NodeId, Party, Query, ReadLog, TaskId, TenantId, device_of
+from protocol.messages import (
+    Answer,
+    AppId,
+    LogChunk,
+    NodeId,
+    Party,
+    Query,
+    ReadLog,
+    Requirements,
+    TaskId,
+    TenantId,
+    device_of,
+)
 
 #: Questions about logs that wait for a node at any time; the oldest is dropped, and its asker asks again.
 WAITING_MAX = 1000
@@ -161,12 +173,8 @@ class Queries:
             "saved": {"steps": app.saved[0], "total_steps": app.saved[1]},
             "suspensions": app.suspensions,
             "metrics": app.metrics,
-            "priority": app.requirements.priority,
-            "class": app.requirements.kind,
-            "cpus": app.requirements.cpus,
-            "host_bytes": app.requirements.host_bytes,
+            **_wishes(app.requirements),
             "preempted_for_interactive": app.preempted,
-            "weight": app.requirements.weight,
             "ltgf": standing.ltgf_other,
             "ltgf_all": standing.ltgf,
             "fair_gpu_seconds": standing.other_gpu_s,
@@ -523,6 +531,12 @@ def _task(task: model.Task) -> dict[str, Any]:
     told = {name: getattr(task, name) for name in (*names, "suspensions", "outcome", "exit_code", "reason", "metrics")}
     measured = {name: getattr(task.measured, name) for name in MEASURED}
     return {"task": task.id, **told, "samples": task.samples, "measured": measured}
+
+
+def _wishes(wished: Requirements) -> dict[str, Any]:
+    """Return what the user wishes of an app, under the words of the command line where it has other ones."""
+    wishes: dict[str, Any] = msgspec.to_builtins(wished)
+    return {"class": wishes.pop("kind"), **wishes}
 
 
 def _claim(claim: model.Claim) -> dict[str, Any]:

@@ -355,7 +355,10 @@ def with_knob(settings: ArbiterSettings, name: str, text: str) -> ArbiterSetting
             "out; leave it out"
         )
     if name not in (known := knob_names()):
-        mend = renamed(name).replace("arbiter.", "") if name in RENAMED else f"choose one of {', '.join(known)}"
+        policy = name.removeprefix(OF_POLICY).rpartition(".")[0] if name.startswith(OF_POLICY) else ""
+        near = [each for each in known if policy and each.startswith(f"{OF_POLICY}{policy}.")]
+        others = f"choose one of {', '.join(near or known)}"
+        mend = renamed(name).replace("arbiter.", "") if name in RENAMED else others
         raise ExperimentError(f"there is no setting {name!r}; {mend}")
     if not name.startswith(OF_POLICY):
         return _with_field(settings, name, name, text)

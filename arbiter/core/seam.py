@@ -105,10 +105,6 @@ class Booking(Struct, frozen=True):
         return next((gpus for number, gpus in self.time_slots if number == slot), ())
 
 
-#: Prices that are learnt go by the apps that have asked last, so many of them.
-ASKED_MAX = 256
-
-
 class Asked(Struct, frozen=True, array_like=True):
     """An app that has asked for a booking: when, ln of what each GPU-hour of it is worth, and how many these are."""
 

@@ -77,8 +77,11 @@ def test_what_is_for_sites_has_a_section_of_its_own_and_what_is_a_baseline_a_lin
     sections = {*re.findall(r"^### ([a-z-]+)$", text, re.MULTILINE)}
     lines = {*re.findall(r"^\| `([a-z-]+)` \|", text.partition("\n## Baselines\n")[2], re.MULTILINE)}
     known = {name: entry.live for name, entry in POLICIES.items() if entry.kind is not Toy}
-    assert {name for name, live in known.items() if live} == sections & known.keys()
-    assert {name for name, live in known.items() if not live} == lines - {fluid.NAME}
+    live, baselines = ({name for name, each in known.items() if each == kind} for kind in (True, False))
+    assert live == sections & known.keys(), "docs/policies.md: a live policy has a section ### of its name, others none"
+    assert baselines == lines - {fluid.NAME}, (
+        "docs/policies.md: a baseline has a row in the table Baselines, others none"
+    )
 
 
 # --- a policy of one file and one line -------------------------------------------------------------------------------

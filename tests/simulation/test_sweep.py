@@ -63,7 +63,7 @@ def test_a_pause_between_rounds_is_an_overhead(trace: str) -> None:
         ({"knobs": (("policy.oasis.slots", "1.5"),)}, "policy.oasis.slots is '1.5'; it must be a whole number"),
         (
             {"knobs": (("policy.las.threshold", "1"),)},
-            "there is no setting 'policy.las.threshold'; choose one of lease_s, ",
+            "there is no setting 'policy.las.threshold'; choose one of policy.las.threshold_gpu_s",
         ),
         (
             {"knobs": (("las_threshold_gpu_s", "1"),)},
