@@ -55,9 +55,9 @@ test: pure system clock alone ## all tests; installs RabbitMQ when it may, else 
 pure: $(LOOPS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/system --ignore tests/contract
 
-# Tests that mostly wait for other processes: more of them at a time than there are cores.
+# Tests that mostly wait for other processes: more files of them at a time than there are cores.
 system: $(LOOPS) broker
-	$(BIN)/python -m pytest -n 4 --dist loadgroup -m "not full and not alone and not clock" tests/system tests/contract
+	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not full and not alone and not clock" tests/system tests/contract
 
 # Tests against the clock get a second try (docs/decisions/0003).
 define twice
@@ -68,7 +68,7 @@ define twice
 endef
 
 clock: $(LOOPS) broker
-	$(call twice,-n 2 --dist loadgroup -m "clock and not full" tests/system)
+	$(call twice,-n 2 --dist loadfile -m "clock and not full" tests/system)
 
 alone: $(LOOPS)
 	$(call twice,-m "alone and not full" tests/system)

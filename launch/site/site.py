@@ -206,7 +206,7 @@ class _Process:
         self._log = logs / f"{name}.jsonl"
         path = folder / f"{name}.toml"
         path.touch(mode=0o600)  # it holds the broker's password
-        path.write_text(toml(written(config) if isinstance(config, ArbiterConfig) else msgspec.to_builtins(config)))
+        path.write_text(as_toml(config))
         command = [sys.executable, "-m", "launch.cli", verb, "--config", str(path)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -238,6 +238,11 @@ def on_broker(site: Site, url: str, *, user: str, prefix: str) -> Site:
         nodes=tuple(replace(node, **common) for node in site.nodes),
         app=replace(site.app, **common),
     )
+
+
+def as_toml(config: Struct) -> str:
+    """Return the file from which a daemon reads this configuration."""
+    return toml(written(config) if isinstance(config, ArbiterConfig) else msgspec.to_builtins(config))
 
 
 def toml(fields: Mapping[str, Any]) -> str:

@@ -151,7 +151,7 @@ def broker() -> Iterator[rabbitmq.PrivateRabbitMQ]:
 _vhosts = itertools.cycle(VHOSTS)
 
 
-@pytest.fixture(params=["memory", pytest.param("amqp", marks=[pytest.mark.broker, pytest.mark.xdist_group("broker")])])
+@pytest.fixture(params=["memory", pytest.param("amqp", marks=[pytest.mark.broker])])
 async def site(request: pytest.FixtureRequest) -> AsyncIterator[Site]:
     made: MemorySite | AmqpSite
     if request.param == "memory":

@@ -571,7 +571,7 @@ async def test_a_deleted_inbox_is_a_lost_connection_and_not_silence(site: Site, 
         pytest.skip("nobody can delete a queue of the in-process broker")
     app = await reading(site, APP)
     administrator = await site.connect(ARBITER, user="admin")
-    channel = await administrator._setting_up()  # type: ignore[attr-defined]
+    channel = await administrator._open_setup_channel()  # type: ignore[attr-defined]
     await channel.queue_delete("app.a1")
     with pytest.raises(ConnectionLost, match="deleted"):
         await receive(app)

@@ -13,16 +13,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec
-from arbiter.config import ArbiterConfig, written
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import Client, open_client
 from launch.faults import Fault
-from launch.site.site import Site, local_site, toml, wait_ready
+from launch.site.site import Site, as_toml, local_site, wait_ready
 from launch.spec import environment
 from protocol.messages import ARBITER, Party, Requirements
 from tests.support.app_state import with_plain_ids
@@ -49,8 +47,7 @@ class DaemonProcess:
         self._name = name
         self._process: subprocess.Popen[bytes] | None = None
         path = folder / f"{name}.toml"
-        fields = written(config) if isinstance(config, ArbiterConfig) else msgspec.to_builtins(config)
-        path.write_text(toml(fields))
+        path.write_text(as_toml(config))
         self._command = [sys.executable, "-m", "launch.cli", verb, "--config", str(path)]
 
     def start(self) -> None:

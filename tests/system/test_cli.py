@@ -17,7 +17,6 @@ from arbiter.core.registry import POLICIES
 from protocol import exit_codes
 
 #: They share one site.
-pytestmark = pytest.mark.xdist_group("cli")
 
 PROGRAM = (sys.executable, "-m", "launch.cli")
 POLICY_NAMES = ", ".join(sorted(POLICIES))

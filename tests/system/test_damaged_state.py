@@ -6,12 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import msgspec
 import pytest
 from msgspec.structs import replace
 
 from arbiter.core.state.model import ArbiterSettings
-from launch.site.site import local_site, toml
+from launch.site.site import as_toml, local_site
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -34,7 +33,7 @@ def test_a_daemon_refuses_its_damaged_state_with_a_sentence_and_leaves_it_as_it_
     name, words = FILES[verb]
     (tmp_path / name).parent.mkdir(mode=0o700, exist_ok=True)
     (tmp_path / name).write_bytes(DAMAGES[damage])
-    (tmp_path / "config.toml").write_text(toml(msgspec.to_builtins(replace(config, bus="amqp://a:b@127.0.0.1:9/"))))
+    (tmp_path / "config.toml").write_text(as_toml(replace(config, bus="amqp://a:b@127.0.0.1:9/")))
     command = [sys.executable, "-m", "launch.cli", verb, "--config", str(tmp_path / "config.toml")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode in (1, 2)

@@ -16,7 +16,7 @@ from launch import demo
 from tests.support.rabbitmq import PrivateRabbitMQ, available
 
 #: They share one demo.
-pytestmark = [pytest.mark.xdist_group("demo"), pytest.mark.slow]
+pytestmark = [pytest.mark.clock, pytest.mark.slow]
 
 FIGURES = {
     "id", "tenant", "jct_s", "rho", "gpu_seconds", "grants", "renewals", "preemptions", "migrations", "steps_lost",

@@ -20,7 +20,7 @@ from tests.support.worker_agent import Worker, WorkerAgent
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SEARCH = (str(EXAMPLES / "optuna_search.py"), "--steps", "60", "--eval-every", "20", "--threads", "1")
 
-pytestmark = [pytest.mark.xdist_group("examples"), pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="optuna missing: pip install 'gpu-arbiter[dev]'")
 
 

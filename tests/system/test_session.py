@@ -81,7 +81,6 @@ def solo() -> str:
 # --- exactness ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.xdist_group("solo")
 @pytest.mark.parametrize("path", [DIGITS, PLAIN])
 def test_a_script_suspended_and_resumed_twice_ends_with_the_weights_of_an_undisturbed_run(
     agent: WorkerAgent, tmp_path: Path, solo: str, path: str
@@ -97,7 +96,6 @@ def test_a_script_suspended_and_resumed_twice_ends_with_the_weights_of_an_undist
     agent.wait(Finished, step=59)
 
 
-@pytest.mark.xdist_group("solo")
 def test_a_script_that_left_and_restarted_ends_with_the_weights_of_an_undisturbed_run(
     agent: WorkerAgent, tmp_path: Path, solo: str
 ) -> None:
@@ -582,7 +580,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lis
     return run
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -624,7 +621,6 @@ def test_ranks_stop_at_the_same_step_outlive_the_agent_and_end_with_the_state_of
     assert digests(tmp_path) == undisturbed(kind)
 
 
-@pytest.mark.xdist_group("ranks")
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("start", [pytest.param(torchrun, marks=pytest.mark.full), spawning])

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from tests.support import rabbitmq
 from tests.support.cluster import PARTIES, Cluster, DaemonProcess, running_cluster, until
 
-pytestmark = [pytest.mark.xdist_group("standby"), pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(180)]
 
 VHOSTS = [f"s{number}" for number in range(4)]
 _vhosts = itertools.cycle(VHOSTS)

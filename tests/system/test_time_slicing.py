@@ -19,7 +19,7 @@ SCRIPTS = Path(training.__file__).parent
 STEPS = ("--steps", "300", "--step-ms", "15", "--hidden", "512")
 QUANTUM_S = 0.4
 
-pytestmark = [pytest.mark.xdist_group("slicing"), pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 def order(folder: Path, name: str, script: str, seed: int, seat_number: int) -> TaskOrder:

@@ -14,6 +14,7 @@ import pytest
 import app_agent.config
 import arbiter.config
 import node_agent.config
+from arbiter.core.registry import POLICIES
 from node_agent.workers.containment import LEAF
 
 SYSTEMD = Path(__file__).resolve().parents[2] / "systemd"
@@ -77,6 +78,9 @@ def test_the_example_configurations_are_accepted() -> None:
 def test_what_an_example_calls_a_default_is_one(name: str, kind: type[msgspec.Struct], chosen: set[str]) -> None:
     required = {"node": {"node": "n1", "gpus": "nvml"}, "app": {"owner": "alice"}}.get(name, {})
     defaults = msgspec.json.decode(msgspec.json.encode(kind(**required)))
+    if name == "arbiter":
+        tables = {policy: msgspec.to_builtins(entry.settings()) for policy, entry in POLICIES.items()}
+        defaults["policy"] = {policy: table for policy, table in tables.items() if table}
     example = tomllib.loads((SYSTEMD / f"{name}.toml").read_text())
     assert _differences(example, defaults) == chosen - required.keys()
 
