@@ -17,7 +17,7 @@ TORCH ?= torch==2.13.0
 PACKAGES := protocol arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages loops broker demo test pure system clock alone format lint types contracts check worlds forged reasons idioms bench gpu papers full lock clean
+.PHONY: help setup packages loops broker demo test plain pure system clock alone format lint types contracts check worlds forged reasons idioms bench gpu papers full lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,11 +49,18 @@ broker: ## install RabbitMQ when that is possible, else say what to do
 demo: $(LOOPS) ## two nodes of four simulated GPUs, two tenants, six apps; figures in out/demo/
 	$(BIN)/gpu-arbiter demo
 
-test: pure system clock alone ## all tests; installs RabbitMQ when it may, else says what to do
+test: plain pure system clock alone ## all tests; installs RabbitMQ when it may, else says what to do
+
+# Tests that need no auction: they run while its loops compile.
+PLAIN := tests/launch tests/protocol
+AUCTIONS := tests/launch/test_auction_verb.py
+
+plain: $(READY)
+	$(BIN)/python -m pytest $(PLAIN) --ignore $(AUCTIONS)
 
 # Tests that compute: a worker that has no more of its own takes some of the other's.
 pure: $(LOOPS)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore tests/system --ignore tests/contract
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/core tests/gpu tests/papers tests/properties tests/simulation $(AUCTIONS)
 
 # Tests that mostly wait for other processes: more files of them at a time than there are cores.
 system: $(LOOPS) broker
@@ -68,7 +75,7 @@ define twice
 endef
 
 clock: $(LOOPS) broker
-	$(call twice,-n 2 --dist loadfile -m "clock and not full" tests/system)
+	$(call twice,-n 3 --dist loadfile -m "clock and not full" tests/system)
 
 alone: $(LOOPS)
 	$(call twice,-m "alone and not full" tests/system)
@@ -95,7 +102,7 @@ contracts: $(READY) ## who may import whom
 	$(BIN)/lint-imports
 
 check: ## format, lint, types, import contracts, tests, fault worlds: what CI runs; prints where the time went
-	@$(PYTHON) scripts/parts.py packages+broker loops+types+lint+contracts pure system clock alone worlds
+	@$(PYTHON) scripts/parts.py packages+broker loops+types+lint+contracts+plain pure system clock alone worlds
 
 worlds: $(LOOPS) ## N sites full of faults (300), from SEED on: nothing unsafe may happen, all that can finish must
 	$(BIN)/gpu-arbiter worlds --count $(N) --seed $(SEED)

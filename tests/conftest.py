@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from tests.support.auctions import compile_all
@@ -10,6 +12,9 @@ choose_examples()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts its background jobs with this signal ignored, and what they start would inherit that.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(TestTimes())
 
 
