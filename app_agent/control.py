@@ -20,7 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from app_agent.config import default_socket
-from app_agent.core.host import AppRecord
+from app_agent.core.records import AppRecord
 from app_agent.core.spec import AppSpec
 from protocol.exit_codes import FAILED, INTERRUPTED, NOT_PERMITTED, REFUSED, UNREACHABLE, USAGE
 from protocol.messages import Count, QueryKind, Seconds, Sentence

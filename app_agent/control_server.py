@@ -33,7 +33,6 @@ from app_agent.control import (
 from app_agent.core.host import (
     Accepted,
     AppHost,
-    AppRecord,
     Ask,
     Cancel,
     Changed,
@@ -43,6 +42,7 @@ from app_agent.core.host import (
     OwnEvent,
     Submit,
 )
+from app_agent.core.records import AppRecord
 from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.core import Send

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from app_agent.config import default_socket
 from app_agent.control import Control, ControlError, exit_code
-from app_agent.core.host import AppRecord
+from app_agent.core.records import AppRecord
 from app_agent.core.spec import AppSpec
 from launch.faults import Fault, usage
 from protocol import exit_codes

@@ -8,7 +8,6 @@ from typing import TextIO
 
 import structlog
 
-LEVELS = ("debug", "info", "warning", "error")
 #: The broker's client: of a lost connection it logs a traceback, and its link says the same in a sentence.
 BROKER_LIBRARIES = frozenset({"aiormq", "aio_pika", "pamqp"})
 

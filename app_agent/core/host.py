@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import Literal, assert_never
+from typing import assert_never
 
 import msgspec
 from msgspec import Struct
@@ -19,6 +19,7 @@ from app_agent.core import search
 from app_agent.core.agent import AppAgent, ToOneApp
 from app_agent.core.app import App
 from app_agent.core.model import AppState, Attempting, Job, Leaving, Placed, Suspended
+from app_agent.core.records import AppRecord, JobRecord, RecordState
 from app_agent.core.spec import AppSpec, mistake
 from protocol import previous_version
 from protocol.core import Connected, Received, Send, Tick
@@ -28,22 +29,17 @@ from protocol.messages import (
     ActKind,
     Answer,
     AppId,
-    JobId,
     Offer,
     OwnerId,
     Probe,
     Query,
     QueryKind,
-    StepSource,
-    TaskId,
 )
 
 #: An agent whose app is over stays this long to answer an arbiter that has not understood it.
 FORGET_AFTER_S = 600.0
 #: Records of apps that are over, kept for `ps` and `wait`; the arbiter's ledger keeps all.
 RECORDS_MAX = 1000
-
-RecordState = Literal["waiting", "running", "suspended", "finished", "failed", "cancelled"]
 
 
 class Submit(Struct, frozen=True, tag=True):
@@ -80,54 +76,6 @@ class Intervene(Struct, frozen=True, tag=True):
     request: str
     kind: ActKind
     target: str
-
-
-class JobRecord(Struct, frozen=True):
-    """One job that has a living process, as its owner's tools see it.
-
-    `steps` of `total_steps` (0: unknown) mini-batches and `samples` are done, by its script's word. A mini-batch takes
-    `step_s` (0: unknown), without time suspended, by `step_source`: its own word, or the period of a signal. It has its
-    GPUs for a `share` of the time, 1 if it has them to itself, and beside it run the tasks `packed_with`; `remark` is
-    its node agent's finding about that.
-    """
-
-    job: JobId
-    task: TaskId
-    gpus: tuple[str, ...]
-    steps: int
-    total_steps: int
-    samples: int
-    step_s: float
-    step_source: StepSource
-    share: float
-    packed_with: tuple[TaskId, ...]
-    remark: str
-
-
-class AppRecord(Struct, frozen=True):
-    """One app as its owner's tools see it. `exit_code` is the app's own as a shell would show it, once it is over."""
-
-    app: AppId
-    tenant: str
-    name: str
-    state: RecordState
-    reason: str
-    submitted_at: float
-    ended_at: float | None
-    exit_code: int | None
-    refused: bool
-    gpus: tuple[str, ...]
-    tasks: tuple[TaskId, ...]
-    migrations: int
-    steps_lost: int
-    suspensions: int
-    metrics: dict[str, float]
-    jobs: tuple[JobRecord, ...] = ()
-
-    @property
-    def over(self) -> bool:
-        """Whether the app has ended."""
-        return self.ended_at is not None
 
 
 class Configured(Struct, frozen=True, tag=True):

@@ -10,19 +10,16 @@ from typing import Annotated, get_args
 import typer
 from msgspec.structs import replace
 
-from launch import log_lines
-from launch.buses import open_bus
 from launch.faults import usage
-from launch.notify import feeder
-from launch.site.service import faults, serve
 from launch.surface import answering
 from protocol.messages import Sharing
 
+LOG_LEVELS = ("debug", "info", "warning", "error")
 Config = Annotated[Path, typer.Option("--config", "-c", help="the daemon's TOML file, see docs/operations.md")]
 AdoptSite = Annotated[
     bool, typer.Option("--adopt-site", help="for one start, after the journal was lost: take over the site there is")
 ]
-LogLevel = Annotated[str, typer.Option(help=", ".join(log_lines.LEVELS))]
+LogLevel = Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))]
 
 
 def add(app: typer.Typer) -> None:
@@ -58,6 +55,7 @@ def up(
         from arbiter.config import ArbiterConfig, load
         from arbiter.core.registry import POLICIES
         from launch.site import up as site
+        from launch.site.service import faults
 
         _set_log_level(log_level)
         if gpus == "nvml" and nodes != 1:
@@ -97,6 +95,9 @@ def arbiter(
     """Run the arbiter of a site; a site has one."""
     from arbiter.config import load
     from arbiter.daemon import run_arbiter
+    from launch.buses import open_bus
+    from launch.notify import feeder
+    from launch.site.service import faults, serve
 
     with answering(as_json=False), faults():
         _set_log_level(log_level)
@@ -115,6 +116,9 @@ def node_agent(
     log_level: LogLevel = "info",
 ) -> None:
     """Run this host's node agent. Ending it leaves training running; the next one adopts it."""
+    from launch.buses import open_bus
+    from launch.notify import feeder
+    from launch.site.service import faults, serve
     from launch.site.site import bootstrap_dir
     from node_agent.config import load
     from node_agent.daemon import run_node_agent
@@ -135,6 +139,9 @@ def app_agent(config: Config, log_level: LogLevel = "info") -> None:
     """Run an owner's app agent, which hosts every app the owner submits."""
     from app_agent.config import load
     from app_agent.daemon import run_app_host
+    from launch.buses import open_bus
+    from launch.notify import feeder
+    from launch.site.service import faults, serve
 
     with answering(as_json=False), faults():
         _set_log_level(log_level)
@@ -144,6 +151,8 @@ def app_agent(config: Config, log_level: LogLevel = "info") -> None:
 
 
 def _set_log_level(level: str) -> None:
-    if level not in log_lines.LEVELS:
-        raise usage(f"--log-level is {level!r}", f"choose one of {', '.join(log_lines.LEVELS)}")
+    if level not in LOG_LEVELS:
+        raise usage(f"--log-level is {level!r}", f"choose one of {', '.join(LOG_LEVELS)}")
+    from launch import log_lines
+
     log_lines.configure(level)

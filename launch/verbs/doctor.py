@@ -7,7 +7,6 @@ from typing import Annotated
 import msgspec
 import typer
 
-from launch import doctor as examination
 from launch.faults import usage
 from launch.surface import answering, emit, note, say, table, wants_json
 from protocol import exit_codes
@@ -29,6 +28,8 @@ def doctor(
     json: Json = False,
 ) -> None:
     """Check this host, the broker and the daemons; exit 1 if anything must be mended."""
+    from launch import doctor as examination
+
     as_json = wants_json(json)
     with answering(as_json=as_json):
         found = list(examination.checks(bus))

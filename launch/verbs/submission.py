@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from app_agent.core.host import AppRecord
+from app_agent.core.records import AppRecord
 from app_agent.core.spec import AppSpec
 from launch import preflight, spec
 from launch.client import NEXT_STEPS, Client, Until, ending, open_client

@@ -5,13 +5,15 @@ from __future__ import annotations
 import base64
 import io
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from typer.testing import CliRunner
 
-from app_agent.core.host import AppRecord
+from app_agent.core.records import AppRecord
 from launch import cli, notify, spec, surface, timeline, views
 from launch.client import Client
 from launch.faults import Fault
@@ -450,3 +452,11 @@ def test_the_timeline_is_a_picture_even_of_nothing(tmp_path: Path) -> None:
     timeline.draw([], {}, tmp_path / "empty.png")
     timeline.draw([{"gpu": "g", "node": "n", "app": "a", "from": 1.0, "to": 2.0}], {}, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_verb_that_only_asks_loads_nothing_of_the_daemons() -> None:
+    # A person types it all day long, and a script calls it in a loop: half of its time was spent on such imports.
+    heavy = ["aio_pika", "structlog", "sqlite3", "numba", "arbiter.daemon", "node_agent.daemon", "app_agent.core.host"]
+    program = f"import launch.cli, sys; print([each for each in {heavy} if each in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert run.stdout == "[]\n"

@@ -34,6 +34,8 @@ LEASE_S = 6.0
 SETTINGS = ArbiterSettings(
     lease_s=LEASE_S, renewal_lead_s=2.0, round_pause_s=0.3, probe_s=0.5, bid_s=0.5, beat_s=0.5, admission_wait_s=20.0
 )
+#: Mini-batches of an app, 40 ms each: enough to outlast an outage.
+STEPS = 160
 #: For what must come: the limit is for a broken build on a busy machine, not for timing.
 PATIENCE_S = 60.0
 POLL_S = 0.1
@@ -155,6 +157,16 @@ class Cluster:
         self.steps[app] = steps
         return app
 
+    def fill(self, steps: int = STEPS) -> None:
+        """Submit two apps of two GPUs each, which nobody contests: one that stands still now was not told to."""
+        self.submit(steps, gang=2)
+        self.submit(steps, gang=2)
+        self.wait_training(processes=2)
+
+    def contest(self) -> None:
+        """Submit one more app than fits, so that GPUs change hands."""
+        self.submit(STEPS)
+
     def _told(self, app: str) -> Path:
         return self.folder / f"{app}.steps"
 
@@ -173,6 +185,18 @@ class Cluster:
                 if pid in living:
                     living[pid] += 1
         return living
+
+    def steps_made(self) -> int:
+        """The mini-batches of all apps so far."""
+        return sum(len(self.told(app)) for app in self.steps)
+
+    def pids(self) -> set[int]:
+        """All training processes."""
+        return {worker.pid for worker in self.watch.now}
+
+    def pids_on(self, node: str) -> set[int]:
+        """The training processes on the GPUs of `node`."""
+        return {worker.pid for worker in self.watch.now if worker.gpus[0].startswith(f"GPU-sim-{node}-")}
 
     def document(self) -> list[dict[str, Any]]:
         """What the arbiter says of all apps."""
@@ -211,6 +235,15 @@ class Cluster:
 
         until(over, "all apps finished", self._words, within_s=2 * PATIENCE_S)
         return self.document()
+
+    def finish_without_a_scratch(self) -> None:
+        """Wait for the end; no mini-batch was lost or made twice, and no GPU was shared by two."""
+        for app in self.wait_finished():
+            steps = [step for _pid, step in self.told(app["id"])]
+            assert steps == list(range(self.steps[app["id"]])), f"{app['id']} lost or repeated steps"
+            assert (app["steps_lost"], app["metrics"]["accuracy"] > 0.5) == (0, True)
+        assert self.watch.conflicts == []
+        assert self.watch.hand_overs > 0, "no GPU changed hands, so nothing was shown"
 
     def _words(self) -> str:
         try:

@@ -6,16 +6,23 @@ outside, while nobody else can be asked, whether training goes on, and afterward
 
 import os
 import sys
+import types
 
-from torch import Tensor
+import torch
 
-from launch.training import digits, plain
+# The first optimizer of a process imports PyTorch's compiler, to say that it is not to be compiled. That takes as long
+# as the rest of the start, and nothing here compiles.
+torch._dynamo = sys.modules["torch._dynamo"] = types.ModuleType("torch._dynamo")
+torch._dynamo.disable = lambda function, *_how, **_options: function
+torch._dynamo.graph_break = lambda **_options: None
+
+from launch.training import digits, plain  # noqa: E402
 
 FILE = os.open(sys.argv.pop(1), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
 
 class ToldDigits(plain.Digits):
-    def batch(self, step: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
+    def batch(self, step: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         os.write(FILE, f"{os.getpid()} {step}\n".encode())
         return super().batch(step, size, seed)
 

@@ -19,7 +19,7 @@ import pytest
 from app_agent import control_server
 from app_agent.config import AppConfig, default_socket, parse
 from app_agent.control import Control, ControlError, exit_code
-from app_agent.core.host import AppRecord
+from app_agent.core.records import AppRecord
 from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
 from arbiter.config import ArbiterConfig

@@ -5,46 +5,17 @@ Every daemon is a process with a broker user of its own, on a private RabbitMQ.
 
 from __future__ import annotations
 
-import itertools
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from tests.support import rabbitmq
-from tests.support.cluster import PARTIES, Cluster, DaemonProcess, running_cluster, until
+from tests.support.cluster import Cluster, DaemonProcess, until
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(180)]
 
-VHOSTS = [f"s{number}" for number in range(4)]
-_vhosts = itertools.cycle(VHOSTS)
 STEPS = 400
-
-
-@pytest.fixture(scope="module")
-def broker() -> Iterator[rabbitmq.PrivateRabbitMQ]:
-    with rabbitmq.PrivateRabbitMQ(PARTIES, VHOSTS) as node:
-        yield node
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, broker: rabbitmq.PrivateRabbitMQ) -> Iterator[Cluster]:
-    with running_cluster(tmp_path, broker, next(_vhosts)) as made:
-        yield made
-
-
-def fill(cluster: Cluster) -> set[int]:
-    """Two apps on two GPUs each; return the pids of what trains."""
-    cluster.submit(STEPS, gang=2)
-    cluster.submit(STEPS, gang=2)
-    cluster.wait_training(processes=2)
-    return pids(cluster)
-
-
-def pids(cluster: Cluster) -> set[int]:
-    return {worker.pid for worker in cluster.watch.now}
 
 
 def finish_as_begun(cluster: Cluster, workers: set[int]) -> None:
@@ -69,7 +40,8 @@ def other_arbiter(cluster: Cluster, folder: str, *, adopt_site: bool = False) ->
 def test_a_second_arbiter_with_a_journal_of_its_own_ends_with_a_sentence_and_the_first_goes_on(
     cluster: Cluster,
 ) -> None:
-    workers = fill(cluster)
+    cluster.fill(STEPS)
+    workers = cluster.pids()
     cluster.arbiter.kill()
     second = other_arbiter(cluster, "second")
     second.start()
@@ -77,7 +49,7 @@ def test_a_second_arbiter_with_a_journal_of_its_own_ends_with_a_sentence_and_the
     words = second.log.read_text()
     assert "belongs to site" in words
     assert "--adopt-site" in words
-    assert pids(cluster) == workers, "it has touched what trains"
+    assert cluster.pids() == workers, "it has touched what trains"
     cluster.arbiter.start()
     cluster.wait_progress(20)
     finish_as_begun(cluster, workers)
@@ -85,7 +57,8 @@ def test_a_second_arbiter_with_a_journal_of_its_own_ends_with_a_sentence_and_the
 
 @pytest.mark.full
 def test_an_arbiter_that_adopts_the_site_after_a_loss_disturbs_nothing_that_trains(cluster: Cluster) -> None:
-    workers = fill(cluster)
+    cluster.fill(STEPS)
+    workers = cluster.pids()
     cluster.arbiter.kill()
     cluster.arbiter = other_arbiter(cluster, "adopting", adopt_site=True)
     cluster.arbiter.start()
@@ -98,7 +71,7 @@ def test_an_older_backup_leads_on_at_once_and_keeps_what_runs(cluster: Cluster) 
     """It was refused by every node for two further restarts, and called ended jobs running."""
     cluster.submit(100)
     cluster.wait_training(processes=1)
-    workers = pids(cluster)
+    workers = cluster.pids()
     state, backup = Path(cluster.site.arbiter.state_dir), cluster.folder / "backup"
     cluster.arbiter.kill()
     shutil.copytree(state, backup)
@@ -110,7 +83,7 @@ def test_an_older_backup_leads_on_at_once_and_keeps_what_runs(cluster: Cluster) 
     until(lambda: [app["state"] for app in cluster.document()] == ["finished"], "the first app has ended")
     cluster.submit(STEPS, gang=2)
     cluster.wait_training(processes=1)
-    workers |= pids(cluster)
+    workers |= cluster.pids()
     cluster.arbiter.kill()
     shutil.rmtree(state)
     shutil.copytree(backup, state)
