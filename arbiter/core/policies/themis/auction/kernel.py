@@ -501,6 +501,20 @@ def chunks_fit(ground: Ground, room: Ints, options: Options, chosen: Ints) -> bo
     return True
 
 
+class Kinds(NamedTuple):
+    """Items that ask for the same, by kind of item: of so many `parts` with `size` GPUs each, `bulk` in all.
+
+    `first` is the position of a kind's first item in the order of items, `bound` the rack it is bound to or -1.
+    """
+
+    first: Ints
+    kind: Ints
+    size: Ints
+    parts: Ints
+    bulk: Ints
+    bound: Ints
+
+
 @compiled
 def search_packing(
     ground: Ground,
@@ -518,53 +532,19 @@ def search_packing(
     What a rack leaves unused comes off the slack, all room less all that is asked; states that failed are remembered.
     """
     racks = len(ground.rack_off) - 1
-    # --- kinds: pieces first, large ones first, then gangs, then blocks
-    count = len(items)
-    ranks = np.empty(count, np.int64)
-    for position in range(count):
-        option = chosen[items[position]]
-        kind = options.kind[option]
-        group = 0 if kind == PIECES else 1 if kind == ON_SLOT else 2 if kind == GANGS else 3
-        bulk = options.new[option] if kind == BLOCK else options.size[option]
-        ranks[position] = (
-            group * (1 << 50) - bulk * (1 << 34) - options.pieces[option] * (1 << 22) + options.place[option] + 1
-        )
-    order = np.argsort(ranks, kind="mergesort")
-    kinds = 0
-    k_first = np.empty(count + 1, np.int64)  # position in `order` of a kind's first item
-    for position in range(count):
-        if position == 0 or ranks[order[position]] != ranks[order[position - 1]]:
-            k_first[kinds] = position
-            kinds += 1
-    k_first[kinds] = count
-    k_kind, k_size, k_parts = np.empty(kinds, np.int64), np.empty(kinds, np.int64), np.empty(kinds, np.int64)
-    k_bulk, k_bound, rest = np.empty(kinds, np.int64), np.empty(kinds, np.int64), np.empty(kinds, np.int64)
-    asked, parts_in_all = 0, 0
-    for k in range(kinds):
-        option = chosen[items[order[k_first[k]]]]
-        k_kind[k] = options.kind[option]
-        k_size[k] = options.new[option] if k_kind[k] == BLOCK else options.size[option]
-        k_parts[k] = 1 if k_kind[k] == BLOCK else options.pieces[option]
-        k_bulk[k] = k_size[k] * k_parts[k]
-        k_bound[k] = options.place[option]
-        rest[k] = k_first[k + 1] - k_first[k]
-        if k_kind[k] == PIECES and k_parts[k] > 1:
-            # Pieces that may lie anywhere are pieces one by one.
-            rest[k] *= k_parts[k]
-            k_parts[k] = 1
-            k_bulk[k] = k_size[k]
-        asked += rest[k] * k_bulk[k]
-        parts_in_all += rest[k] * k_parts[k]
-    # --- racks, small ones first, equal ones side by side
-    rank_racks = np.empty(racks, np.float64)
-    slack = -asked
+    order, kinds_asked, rest = group_items(options, chosen, items)
+    k_kind, k_size, k_parts = kinds_asked.kind, kinds_asked.size, kinds_asked.parts
+    k_bulk, k_bound = kinds_asked.bulk, kinds_asked.bound
+    kinds = len(rest)
+    slack, parts_in_all = 0, 0
     for r in range(racks):
-        around = room[ground.first_rack + r]
-        slack += around
-        rank_racks[r] = around + np.float64(rack_signature(ground, room, r) >> np.uint64(12)) / 2.0**53
+        slack += room[ground.first_rack + r]
+    for k in range(kinds):
+        slack -= rest[k] * k_bulk[k]
+        parts_in_all += rest[k] * k_parts[k]
     if slack < 0:
         return NO
-    by_room = np.argsort(rank_racks, kind="mergesort")
+    by_room = order_racks(ground, room)
     taken = np.zeros((racks, kinds), np.int64)
     unused = np.zeros(racks + 1, np.int64)  # slack before each rack
     unused[0] = slack
@@ -621,10 +601,7 @@ def search_packing(
                         break
                     good = False
                 else:
-                    key = mix(rack_at + 1, 31)
-                    for kind in range(kinds):
-                        key += mix(kind + 7, rest[kind] + 1000)
-                    if known(failed, key):
+                    if known(failed, rest_key(rack_at + 1, rest)):
                         good = False
             if good:
                 rack_at += 1
@@ -645,7 +622,7 @@ def search_packing(
                     down = False
                     k -= 1
                     if k < 0:
-                        failed_at(failed, rack_at, kinds, rest)
+                        failed_at(failed, rack_at, rest)
                         rack_at, k = rack_at - 1, kinds - 1
                     continue
             if k_kind[k] != BLOCK:
@@ -664,7 +641,7 @@ def search_packing(
                 down = False
                 k -= 1
                 if k < 0:
-                    failed_at(failed, rack_at, kinds, rest)
+                    failed_at(failed, rack_at, rest)
                     rack_at, k = rack_at - 1, kinds - 1
                 continue
             k += 1
@@ -684,30 +661,112 @@ def search_packing(
         taken[rack_at, k] = 0
         k -= 1
         if k < 0:
-            failed_at(failed, rack_at, kinds, rest)
+            failed_at(failed, rack_at, rest)
             rack_at, k = rack_at - 1, kinds - 1
     work[0] += nodes
     if rack_at < racks:
         return UNKNOWN if unsure else NO
-    # --- the answer is yes: hand the places to the items
-    given = np.zeros(kinds, np.int64)
-    for index in range(racks):
+    return hand_out(ground, room, options, chosen, items, order, kinds_asked, by_room, taken, where, spots, work)
+
+
+@compiled
+def group_items(options: Options, chosen: Ints, items: Ints) -> tuple[Ints, Kinds, Ints]:
+    """Return the order of the items by kind, the kinds, and how many of each are asked for.
+
+    Pieces come first, large ones first, then gangs, then blocks. `items` are indices into `chosen`.
+    """
+    count = len(items)
+    ranks = np.empty(count, np.int64)
+    for position in range(count):
+        option = chosen[items[position]]
+        kind = options.kind[option]
+        group = 0 if kind == PIECES else 1 if kind == ON_SLOT else 2 if kind == GANGS else 3
+        bulk = options.new[option] if kind == BLOCK else options.size[option]
+        ranks[position] = (
+            group * (1 << 50) - bulk * (1 << 34) - options.pieces[option] * (1 << 22) + options.place[option] + 1
+        )
+    order = np.argsort(ranks, kind="mergesort")
+    kinds = 0
+    first = np.empty(count + 1, np.int64)
+    for position in range(count):
+        if position == 0 or ranks[order[position]] != ranks[order[position - 1]]:
+            first[kinds] = position
+            kinds += 1
+    first[kinds] = count
+    k_kind, k_size, k_parts = np.empty(kinds, np.int64), np.empty(kinds, np.int64), np.empty(kinds, np.int64)
+    k_bulk, k_bound, rest = np.empty(kinds, np.int64), np.empty(kinds, np.int64), np.empty(kinds, np.int64)
+    for k in range(kinds):
+        option = chosen[items[order[first[k]]]]
+        k_kind[k] = options.kind[option]
+        k_size[k] = options.new[option] if k_kind[k] == BLOCK else options.size[option]
+        k_parts[k] = 1 if k_kind[k] == BLOCK else options.pieces[option]
+        k_bulk[k] = k_size[k] * k_parts[k]
+        k_bound[k] = options.place[option]
+        rest[k] = first[k + 1] - first[k]
+        if k_kind[k] == PIECES and k_parts[k] > 1:
+            # Pieces that may lie anywhere are pieces one by one.
+            rest[k] *= k_parts[k]
+            k_parts[k] = 1
+            k_bulk[k] = k_size[k]
+    return order, Kinds(first, k_kind, k_size, k_parts, k_bulk, k_bound), rest
+
+
+@compiled
+def order_racks(ground: Ground, room: Ints) -> Ints:
+    """Return the racks in order of their room, small ones first, equal ones side by side."""
+    racks = len(ground.rack_off) - 1
+    ranks = np.empty(racks, np.float64)
+    for r in range(racks):
+        ranks[r] = room[ground.first_rack + r] + np.float64(rack_signature(ground, room, r) >> np.uint64(12)) / 2.0**53
+    return np.argsort(ranks, kind="mergesort")
+
+
+@compiled
+def hand_out(
+    ground: Ground,
+    room: Ints,
+    options: Options,
+    chosen: Ints,
+    items: Ints,
+    order: Ints,
+    kinds: Kinds,
+    by_room: Ints,
+    taken: Ints,
+    where: Ints,
+    spots: Ints,
+    work: Ints,
+) -> int:
+    """Hand the places to the items when all racks are filled; YES, or UNKNOWN where a rack's places are not found.
+
+    Parameters
+    ----------
+    items, order : (items,)
+        Indices into `chosen`, and their order by kind.
+    by_room : (racks,), taken : (racks, kinds)
+        The racks in the order of filling, and how many of each kind each got.
+    where : (pieces,)
+        Memory for the places in one rack.
+    spots : (len(chosen), w)
+        Receives the places.
+    """
+    given = np.zeros(len(kinds.kind), np.int64)
+    for index in range(len(by_room)):
         rack = by_room[index]
-        if fits_in_rack(ground, room, rack, k_kind, k_size, k_parts, taken[index], where, work) != YES:
+        if fits_in_rack(ground, room, rack, kinds.kind, kinds.size, kinds.parts, taken[index], where, work) != YES:
             return UNKNOWN
         at = 0
-        for kind in range(kinds):
+        for kind in range(len(given)):
             for _ in range(taken[index, kind]):
-                if k_kind[kind] == BLOCK:
-                    spots[items[order[k_first[kind] + given[kind]]], 0] = ground.first_rack + rack
-                elif k_kind[kind] == PIECES:
-                    parts = options.pieces[chosen[items[order[k_first[kind]]]]]
-                    item = items[order[k_first[kind] + given[kind] // parts]]
+                if kinds.kind[kind] == BLOCK:
+                    spots[items[order[kinds.first[kind] + given[kind]]], 0] = ground.first_rack + rack
+                elif kinds.kind[kind] == PIECES:
+                    parts = options.pieces[chosen[items[order[kinds.first[kind]]]]]
+                    item = items[order[kinds.first[kind] + given[kind] // parts]]
                     spots[item, given[kind] % parts] = where[at]
                     at += 1
                 else:
-                    item = items[order[k_first[kind] + given[kind]]]
-                    for part in range(k_parts[kind]):
+                    item = items[order[kinds.first[kind] + given[kind]]]
+                    for part in range(kinds.parts[kind]):
                         spots[item, part] = where[at]
                         at += 1
                 given[kind] += 1
@@ -715,13 +774,19 @@ def search_packing(
 
 
 @compiled
-def failed_at(failed: Hashes, rack_at: int, kinds: int, rest: Ints) -> None:
+def failed_at(failed: Hashes, rack_at: int, rest: Ints) -> None:
     """Remember that what is left on entering a rack cannot be packed."""
-    key = mix(rack_at, 31)
-    for kind in range(kinds):
-        key += mix(kind + 7, rest[kind] + 1000)
     if rack_at > 0:
-        remember(failed, key)
+        remember(failed, rest_key(rack_at, rest))
+
+
+@compiled
+def rest_key(rack_at: int, rest: Ints) -> np.uint64:
+    """Return a hash of what is left of each kind on entering a rack."""
+    key = mix(rack_at, 31)
+    for kind in range(len(rest)):
+        key += mix(kind + 7, rest[kind] + 1000)
+    return key
 
 
 #: Nodes of the search for places on the machines of one rack.
@@ -1296,7 +1361,7 @@ def descend(
         The best known sum of gains; the bound before losses; the losses that are looked at.
     """
     # Arrays apart, as numba counts the references of all arrays of a tuple at each use. For the same reason choices are
-    # taken and given back here, not in a function of their own: to hand that `options` cost explore a sixth more time.
+    # taken and given back here, not in a function of their own: to hand that `options` made explore a fifth slower.
     new, gain, options_off, parent = options.new, options.gain, options.off, ground.parent
     off, choices, loss, loss_none = core.off, core.choices, core.loss, core.loss_none
     order, path, table = outlook.order, outlook.path, outlook.table
