@@ -23,10 +23,19 @@ else:
 
 def compiled(function: FunctionT) -> FunctionT:
     """Compile `function` at its first call. The compiled code lets other threads run."""
+    return _compile(function, inline="never")
+
+
+def inlined(function: FunctionT) -> FunctionT:
+    """Compile `function` as a part of each of its callers, as a call would cost too much in their innermost loops."""
+    return _compile(function, inline="always")
+
+
+def _compile(function: FunctionT, inline: str) -> FunctionT:
     if not COMPILED:
         # Hashes overflow on purpose, which numpy's scalars warn of and machine code does not.
         return np.errstate(over="ignore")(function)
     try:
-        return cast(FunctionT, numba.njit(function, cache=True, nogil=True, error_model="numpy"))
+        return cast(FunctionT, numba.njit(function, cache=True, nogil=True, error_model="numpy", inline=inline))
     except RuntimeError:  # no folder to keep the compiled code in: NUMBA_CACHE_DIR names one
-        return cast(FunctionT, numba.njit(function, nogil=True, error_model="numpy"))
+        return cast(FunctionT, numba.njit(function, nogil=True, error_model="numpy", inline=inline))

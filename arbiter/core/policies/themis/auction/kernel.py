@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from arbiter.core.policies.themis.auction.compiled import compiled
+from arbiter.core.policies.themis.auction.compiled import compiled, inlined
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -501,6 +501,20 @@ def chunks_fit(ground: Ground, room: Ints, options: Options, chosen: Ints) -> bo
     return True
 
 
+class Kinds(NamedTuple):
+    """Items that ask for the same, by kind of item: of so many `parts` with `size` GPUs each, `bulk` in all.
+
+    `first` is the position of a kind's first item in the order of items, `bound` the rack it is bound to or -1.
+    """
+
+    first: Ints
+    kind: Ints
+    size: Ints
+    parts: Ints
+    bulk: Ints
+    bound: Ints
+
+
 @compiled
 def search_packing(
     ground: Ground,
@@ -518,53 +532,19 @@ def search_packing(
     What a rack leaves unused comes off the slack, all room less all that is asked; states that failed are remembered.
     """
     racks = len(ground.rack_off) - 1
-    # --- kinds: pieces first, large ones first, then gangs, then blocks
-    count = len(items)
-    ranks = np.empty(count, np.int64)
-    for position in range(count):
-        option = chosen[items[position]]
-        kind = options.kind[option]
-        group = 0 if kind == PIECES else 1 if kind == ON_SLOT else 2 if kind == GANGS else 3
-        bulk = options.new[option] if kind == BLOCK else options.size[option]
-        ranks[position] = (
-            group * (1 << 50) - bulk * (1 << 34) - options.pieces[option] * (1 << 22) + options.place[option] + 1
-        )
-    order = np.argsort(ranks, kind="mergesort")
-    kinds = 0
-    k_first = np.empty(count + 1, np.int64)  # position in `order` of a kind's first item
-    for position in range(count):
-        if position == 0 or ranks[order[position]] != ranks[order[position - 1]]:
-            k_first[kinds] = position
-            kinds += 1
-    k_first[kinds] = count
-    k_kind, k_size, k_parts = np.empty(kinds, np.int64), np.empty(kinds, np.int64), np.empty(kinds, np.int64)
-    k_bulk, k_bound, rest = np.empty(kinds, np.int64), np.empty(kinds, np.int64), np.empty(kinds, np.int64)
-    asked, parts_in_all = 0, 0
-    for k in range(kinds):
-        option = chosen[items[order[k_first[k]]]]
-        k_kind[k] = options.kind[option]
-        k_size[k] = options.new[option] if k_kind[k] == BLOCK else options.size[option]
-        k_parts[k] = 1 if k_kind[k] == BLOCK else options.pieces[option]
-        k_bulk[k] = k_size[k] * k_parts[k]
-        k_bound[k] = options.place[option]
-        rest[k] = k_first[k + 1] - k_first[k]
-        if k_kind[k] == PIECES and k_parts[k] > 1:
-            # Pieces that may lie anywhere are pieces one by one.
-            rest[k] *= k_parts[k]
-            k_parts[k] = 1
-            k_bulk[k] = k_size[k]
-        asked += rest[k] * k_bulk[k]
-        parts_in_all += rest[k] * k_parts[k]
-    # --- racks, small ones first, equal ones side by side
-    rank_racks = np.empty(racks, np.float64)
-    slack = -asked
+    order, kinds_asked, rest = group_items(options, chosen, items)
+    k_kind, k_size, k_parts = kinds_asked.kind, kinds_asked.size, kinds_asked.parts
+    k_bulk, k_bound = kinds_asked.bulk, kinds_asked.bound
+    kinds = len(rest)
+    slack, parts_in_all = 0, 0
     for r in range(racks):
-        around = room[ground.first_rack + r]
-        slack += around
-        rank_racks[r] = around + np.float64(rack_signature(ground, room, r) >> np.uint64(12)) / 2.0**53
+        slack += room[ground.first_rack + r]
+    for k in range(kinds):
+        slack -= rest[k] * k_bulk[k]
+        parts_in_all += rest[k] * k_parts[k]
     if slack < 0:
         return NO
-    by_room = np.argsort(rank_racks, kind="mergesort")
+    by_room = order_racks(ground, room)
     taken = np.zeros((racks, kinds), np.int64)
     unused = np.zeros(racks + 1, np.int64)  # slack before each rack
     unused[0] = slack
@@ -621,10 +601,7 @@ def search_packing(
                         break
                     good = False
                 else:
-                    key = mix(rack_at + 1, 31)
-                    for kind in range(kinds):
-                        key += mix(kind + 7, rest[kind] + 1000)
-                    if known(failed, key):
+                    if known(failed, rest_key(rack_at + 1, rest)):
                         good = False
             if good:
                 rack_at += 1
@@ -645,7 +622,7 @@ def search_packing(
                     down = False
                     k -= 1
                     if k < 0:
-                        failed_at(failed, rack_at, kinds, rest)
+                        failed_at(failed, rack_at, rest)
                         rack_at, k = rack_at - 1, kinds - 1
                     continue
             if k_kind[k] != BLOCK:
@@ -664,7 +641,7 @@ def search_packing(
                 down = False
                 k -= 1
                 if k < 0:
-                    failed_at(failed, rack_at, kinds, rest)
+                    failed_at(failed, rack_at, rest)
                     rack_at, k = rack_at - 1, kinds - 1
                 continue
             k += 1
@@ -684,30 +661,112 @@ def search_packing(
         taken[rack_at, k] = 0
         k -= 1
         if k < 0:
-            failed_at(failed, rack_at, kinds, rest)
+            failed_at(failed, rack_at, rest)
             rack_at, k = rack_at - 1, kinds - 1
     work[0] += nodes
     if rack_at < racks:
         return UNKNOWN if unsure else NO
-    # --- the answer is yes: hand the places to the items
-    given = np.zeros(kinds, np.int64)
-    for index in range(racks):
+    return hand_out(ground, room, options, chosen, items, order, kinds_asked, by_room, taken, where, spots, work)
+
+
+@compiled
+def group_items(options: Options, chosen: Ints, items: Ints) -> tuple[Ints, Kinds, Ints]:
+    """Return the order of the items by kind, the kinds, and how many of each are asked for.
+
+    Pieces come first, large ones first, then gangs, then blocks. `items` are indices into `chosen`.
+    """
+    count = len(items)
+    ranks = np.empty(count, np.int64)
+    for position in range(count):
+        option = chosen[items[position]]
+        kind = options.kind[option]
+        group = 0 if kind == PIECES else 1 if kind == ON_SLOT else 2 if kind == GANGS else 3
+        bulk = options.new[option] if kind == BLOCK else options.size[option]
+        ranks[position] = (
+            group * (1 << 50) - bulk * (1 << 34) - options.pieces[option] * (1 << 22) + options.place[option] + 1
+        )
+    order = np.argsort(ranks, kind="mergesort")
+    kinds = 0
+    first = np.empty(count + 1, np.int64)
+    for position in range(count):
+        if position == 0 or ranks[order[position]] != ranks[order[position - 1]]:
+            first[kinds] = position
+            kinds += 1
+    first[kinds] = count
+    k_kind, k_size, k_parts = np.empty(kinds, np.int64), np.empty(kinds, np.int64), np.empty(kinds, np.int64)
+    k_bulk, k_bound, rest = np.empty(kinds, np.int64), np.empty(kinds, np.int64), np.empty(kinds, np.int64)
+    for k in range(kinds):
+        option = chosen[items[order[first[k]]]]
+        k_kind[k] = options.kind[option]
+        k_size[k] = options.new[option] if k_kind[k] == BLOCK else options.size[option]
+        k_parts[k] = 1 if k_kind[k] == BLOCK else options.pieces[option]
+        k_bulk[k] = k_size[k] * k_parts[k]
+        k_bound[k] = options.place[option]
+        rest[k] = first[k + 1] - first[k]
+        if k_kind[k] == PIECES and k_parts[k] > 1:
+            # Pieces that may lie anywhere are pieces one by one.
+            rest[k] *= k_parts[k]
+            k_parts[k] = 1
+            k_bulk[k] = k_size[k]
+    return order, Kinds(first, k_kind, k_size, k_parts, k_bulk, k_bound), rest
+
+
+@compiled
+def order_racks(ground: Ground, room: Ints) -> Ints:
+    """Return the racks in order of their room, small ones first, equal ones side by side."""
+    racks = len(ground.rack_off) - 1
+    ranks = np.empty(racks, np.float64)
+    for r in range(racks):
+        ranks[r] = room[ground.first_rack + r] + np.float64(rack_signature(ground, room, r) >> np.uint64(12)) / 2.0**53
+    return np.argsort(ranks, kind="mergesort")
+
+
+@compiled
+def hand_out(
+    ground: Ground,
+    room: Ints,
+    options: Options,
+    chosen: Ints,
+    items: Ints,
+    order: Ints,
+    kinds: Kinds,
+    by_room: Ints,
+    taken: Ints,
+    where: Ints,
+    spots: Ints,
+    work: Ints,
+) -> int:
+    """Hand the places to the items when all racks are filled; YES, or UNKNOWN where a rack's places are not found.
+
+    Parameters
+    ----------
+    items, order : (items,)
+        Indices into `chosen`, and their order by kind.
+    by_room : (racks,), taken : (racks, kinds)
+        The racks in the order of filling, and how many of each kind each got.
+    where : (pieces,)
+        Memory for the places in one rack.
+    spots : (len(chosen), w)
+        Receives the places.
+    """
+    given = np.zeros(len(kinds.kind), np.int64)
+    for index in range(len(by_room)):
         rack = by_room[index]
-        if fits_in_rack(ground, room, rack, k_kind, k_size, k_parts, taken[index], where, work) != YES:
+        if fits_in_rack(ground, room, rack, kinds.kind, kinds.size, kinds.parts, taken[index], where, work) != YES:
             return UNKNOWN
         at = 0
-        for kind in range(kinds):
+        for kind in range(len(given)):
             for _ in range(taken[index, kind]):
-                if k_kind[kind] == BLOCK:
-                    spots[items[order[k_first[kind] + given[kind]]], 0] = ground.first_rack + rack
-                elif k_kind[kind] == PIECES:
-                    parts = options.pieces[chosen[items[order[k_first[kind]]]]]
-                    item = items[order[k_first[kind] + given[kind] // parts]]
+                if kinds.kind[kind] == BLOCK:
+                    spots[items[order[kinds.first[kind] + given[kind]]], 0] = ground.first_rack + rack
+                elif kinds.kind[kind] == PIECES:
+                    parts = options.pieces[chosen[items[order[kinds.first[kind]]]]]
+                    item = items[order[kinds.first[kind] + given[kind] // parts]]
                     spots[item, given[kind] % parts] = where[at]
                     at += 1
                 else:
-                    item = items[order[k_first[kind] + given[kind]]]
-                    for part in range(k_parts[kind]):
+                    item = items[order[kinds.first[kind] + given[kind]]]
+                    for part in range(kinds.parts[kind]):
                         spots[item, part] = where[at]
                         at += 1
                 given[kind] += 1
@@ -715,13 +774,19 @@ def search_packing(
 
 
 @compiled
-def failed_at(failed: Hashes, rack_at: int, kinds: int, rest: Ints) -> None:
+def failed_at(failed: Hashes, rack_at: int, rest: Ints) -> None:
     """Remember that what is left on entering a rack cannot be packed."""
-    key = mix(rack_at, 31)
-    for kind in range(kinds):
-        key += mix(kind + 7, rest[kind] + 1000)
     if rack_at > 0:
-        remember(failed, key)
+        remember(failed, rest_key(rack_at, rest))
+
+
+@compiled
+def rest_key(rack_at: int, rest: Ints) -> np.uint64:
+    """Return a hash of what is left of each kind on entering a rack."""
+    key = mix(rack_at, 31)
+    for kind in range(len(rest)):
+        key += mix(kind + 7, rest[kind] + 1000)
+    return key
 
 
 #: Nodes of the search for places on the machines of one rack.
@@ -924,6 +989,49 @@ def answer_packing(
     return answer
 
 
+class Core(NamedTuple):
+    """The choices (an option, or -1 for nothing) that lose little: bidder i's are `choices[off[i]:off[i + 1]]`.
+
+    `loss` is what each option loses against its bidder's best choice, `loss_none` (by bidder) what nothing loses.
+    """
+
+    off: Ints
+    choices: Ints
+    loss: Floats
+    loss_none: Floats
+
+
+class Settled(NamedTuple):
+    """The bidders with one choice: options chosen, their GPUs, gains and losses, and whether named places hold them."""
+
+    picked: int
+    used: int
+    gain: float
+    loss: float
+    fits: bool
+
+
+class Outlook(NamedTuple):
+    """The open bidders in order, and the least that those from each position on lose.
+
+    `path[p]` is how many GPUs are used before position p when all take their best choices; `table[p, j]` the least
+    loss from there on with `max(0, path[p] - reach) + j` GPUs used before.
+    """
+
+    order: Ints
+    path: Ints
+    reach: int
+    table: Floats
+
+
+class Spare(NamedTuple):
+    """Chunks that are still free: of t + 1 GPUs on machines (`machine[t]`), of `marks[i]` GPUs in racks (`rack[i]`)."""
+
+    machine: Ints
+    rack: Ints
+    marks: Ints
+
+
 @compiled
 def explore(
     ground: Ground,
@@ -961,18 +1069,78 @@ def explore(
     nodes_max
         As in `pack`.
     """
-    off, new, gain = options.off, options.new, options.gain
-    bidders, total, count = len(off) - 1, ground.total, len(new)
-    base = constant + relaxed(off, new, worth, total, each, skip)
+    bidders, total = len(options.off) - 1, ground.total
+    base = constant + relaxed(options.off, options.new, worth, total, each, skip)
     value = 0.0
     for bidder in range(bidders):
         if picks[bidder] >= 0:
-            value += gain[picks[bidder]]
+            value += options.gain[picks[bidder]]
     upper = base
-    work[0] += count + bidders
+    work[0] += len(options.new) + bidders
+    core, least = losses(options, worth, each)
+    chosen = np.empty(bidders, np.int64)
+    trial_spots = np.empty_like(spots)
+    for beta in BETAS:
+        gap = base - value
+        if upper - value <= EPS or gap <= EPS:
+            return value, min(upper, base)
+        if work[0] > work_max:
+            return value, upper
+        allow = min(beta, gap)
+        last = allow >= gap
+        keep_choices(options, core, allow, skip)
+        room = ground.room.copy()
+        settled = settle_bidders(ground, options, core, skip, room, chosen)
+        if not settled.fits or settled.used > total:
+            upper = min(upper, max(value, base - allow))
+            continue
+        order = order_open(core, types, least)
+        path, reach = path_and_reach(options, core, order, settled.used, allow)
+        width: int = min(total, 2 * reach) + 1
+        cells = 0
+        for bidder in order:
+            cells += width * (core.off[bidder + 1] - core.off[bidder])
+        if work[0] + cells // 2 > work_max or len(order) * width > 20_000_000:
+            return value, upper
+        outlook = Outlook(order, path, reach, least_losses(total, options, core, each, order, path, reach, width, work))
+        bound = settled.loss + outlook.table[0, settled.used - max(0, path[0] - reach)]
+        if bound > allow:
+            upper = min(upper, max(value, base - allow))
+            if work[0] > work_max:
+                return value, upper
+            continue
+        upper = min(upper, max(value, base - bound))
+        spare = spare_chunks(ground, room, block_marks(options, core))
+        work[0] += len(room) * CHUNKS // 2
+        fitting = True
+        for index in range(settled.picked):
+            if not chunk(options, chosen[index], 1, spare.machine, spare.rack, spare.marks):
+                fitting = False
+        if not fitting:
+            upper = min(upper, max(value, base - allow))
+            if last:
+                return value, upper
+            continue
+        value, unsure, stopped = descend(
+            ground, options, core, types, settled, outlook, spare, room, chosen, value, base, allow,
+            picks, spots, trial_spots, keys, answers, work, work_max, nodes_max,
+        )  # fmt: skip
+        if stopped:
+            return value, upper
+        upper = min(upper, max(value, base - allow, unsure))
+        if last:
+            return value, upper
+    return value, upper
+
+
+@compiled
+def losses(options: Options, worth: Floats, each: float) -> tuple[Core, Floats]:
+    """Return the losses of all choices, with no choice kept yet, and (by bidder) the least loss of a second choice."""
+    off, new = options.off, options.new
+    bidders, count = len(off) - 1, len(new)
     loss = np.empty(count, np.float64)
     loss_none = np.zeros(bidders, np.float64)
-    least = np.full(bidders, 1e300)  # the least loss of another choice than the best
+    least = np.full(bidders, 1e300)
     for bidder in range(bidders):
         best, second = 0.0, -1e300
         for option in range(off[bidder], off[bidder + 1]):
@@ -985,304 +1153,346 @@ def explore(
         least[bidder] = best - second
         for option in range(off[bidder], off[bidder + 1]):
             loss[option] = best - (worth[option] - each * new[option])
-    core_off = np.zeros(bidders + 1, np.int64)
-    core = np.empty(count + bidders, np.int64)
-    room = np.empty_like(ground.room)
-    order = np.empty(bidders, np.int64)
-    chosen = np.empty(bidders, np.int64)
-    trial_spots = np.empty_like(spots)
-    for beta in BETAS:
-        gap = base - value
-        if upper - value <= EPS or gap <= EPS:
-            return value, min(upper, base)
-        if work[0] > work_max:
-            return value, upper
-        allow = min(beta, gap)
-        # --- the choices that lose no more than is allowed
-        size = 0
-        for bidder in range(bidders):
-            core_off[bidder] = size
-            if bidder == skip or loss_none[bidder] <= allow:
-                core[size] = -1
-                size += 1
-            if bidder != skip:
-                for option in range(off[bidder], off[bidder + 1]):
-                    if loss[option] <= allow:
-                        core[size] = option
-                        size += 1
-        core_off[bidders] = size
-        # --- bidders with one choice only are settled
-        room[:] = ground.room
-        used, settled_gain, settled, opened = 0, 0.0, 0, 0
-        possible = True
-        settled_loss = 0.0
-        for bidder in range(bidders):
-            if core_off[bidder + 1] - core_off[bidder] > 1:
-                order[opened] = bidder
-                opened += 1
-                continue
-            option = core[core_off[bidder]]
-            if option >= 0:
-                used += new[option]
-                settled_gain += gain[option]
-                settled_loss += loss[option]
-                chosen[settled] = option
-                settled += 1
-                if not take_fixed(room, ground.parent, options, option, 1):
-                    possible = False
-            elif bidder != skip:
-                settled_loss += loss_none[bidder]
-        last = allow >= gap
-        if not possible or used > total:
-            upper = min(upper, max(value, base - allow))
+    return Core(np.zeros(bidders + 1, np.int64), np.empty(count + bidders, np.int64), loss, loss_none), least
+
+
+@compiled
+def keep_choices(options: Options, core: Core, allow: float, skip: int) -> None:
+    """Keep in `core` the choices that lose no more than `allow`; bidder `skip` has nothing for its only choice."""
+    off, choices, loss, loss_none = core.off, core.choices, core.loss, core.loss_none
+    bidders = len(off) - 1
+    size = 0
+    for bidder in range(bidders):
+        off[bidder] = size
+        if bidder == skip or loss_none[bidder] <= allow:
+            choices[size] = -1
+            size += 1
+        if bidder != skip:
+            for option in range(options.off[bidder], options.off[bidder + 1]):
+                if loss[option] <= allow:
+                    choices[size] = option
+                    size += 1
+    off[bidders] = size
+
+
+@compiled
+def settle_bidders(ground: Ground, options: Options, core: Core, skip: int, room: Ints, chosen: Ints) -> Settled:
+    """Settle the bidders that have one choice only; `chosen` receives their options, `room` (places,) loses GPUs."""
+    count, used, gain, lost = 0, 0, 0.0, 0.0
+    fits = True
+    for bidder in range(len(core.off) - 1):
+        if core.off[bidder + 1] - core.off[bidder] > 1:
             continue
-        # --- open bidders: those with most to lose first, equal ones side by side
-        ranks = np.empty(opened, np.float64)
-        for position in range(opened):
-            ranks[position] = types[order[position]]
-        by_type = np.argsort(ranks, kind="mergesort")
-        sorted_order = order[:opened][by_type]
-        for position in range(opened):
-            ranks[position] = -least[sorted_order[position]]
-        by_loss = np.argsort(ranks, kind="mergesort")
-        for position in range(opened):
-            order[position] = sorted_order[by_loss[position]]
-        # --- how far the GPUs used can stray from the best choices' path
-        stray = 1.0
-        ratios = np.empty(opened, np.float64)
-        spans = np.empty(opened, np.float64)
-        path = np.empty(opened + 1, np.int64)
-        path[0] = used
-        for position in range(opened):
-            bidder = order[position]
-            at, at_loss = 0, 1e300
-            for index in range(core_off[bidder], core_off[bidder + 1]):
-                option = core[index]
-                lost = loss[option] if option >= 0 else loss_none[bidder]
-                if lost < at_loss:
-                    at, at_loss = new[option] if option >= 0 else 0, lost
-            ratio, span = 0.0, 0.0
-            for index in range(core_off[bidder], core_off[bidder + 1]):
-                option = core[index]
-                lost = loss[option] if option >= 0 else loss_none[bidder]
-                moved = abs((new[option] if option >= 0 else 0) - at)
-                if moved > 0:
-                    span = max(span, moved)
-                    ratio = max(ratio, moved / max(lost, 1e-15))
-            ratios[position], spans[position] = ratio, span
-            path[position + 1] = path[position] + at
-        budget = allow
-        for position in np.argsort(-ratios, kind="mergesort"):
-            if ratios[position] <= 0.0:
-                break
-            cost = spans[position] / ratios[position]
-            if cost <= budget:
-                stray += spans[position]
-                budget -= cost
-            else:
-                stray += budget * ratios[position]
-                break
-        reach = int(stray) + 1  # the path may lie above `total` by as much, where ties abound
-        width: int = min(total, 2 * reach) + 1
-        cells = 0
-        for position in range(opened):
-            cells += width * (core_off[order[position] + 1] - core_off[order[position]])
-        if work[0] + cells // 2 > work_max or opened * width > 20_000_000:
-            return value, upper
-        # --- the least that the bidders from each position on lose, by GPUs used before
-        table = np.full((opened + 1, width), np.inf)
-        low = max(0, path[opened] - reach)
-        for u in range(low, min(total, path[opened] + reach, low + width - 1) + 1):
-            table[opened, u - low] = each * (total - u)
+        option = core.choices[core.off[bidder]]
+        if option >= 0:
+            used += options.new[option]
+            gain += options.gain[option]
+            lost += core.loss[option]
+            chosen[count] = option
+            count += 1
+            if not take_fixed(room, ground.parent, options, option, 1):
+                fits = False
+        elif bidder != skip:
+            lost += core.loss_none[bidder]
+    return Settled(count, used, gain, lost, fits)
+
+
+@compiled
+def order_open(core: Core, types: Ints, least: Floats) -> Ints:
+    """Return the bidders with more than one choice: those with most to lose first, equal ones side by side."""
+    order = np.flatnonzero(core.off[1:] - core.off[:-1] > 1)
+    order = order[np.argsort(types[order].astype(np.float64), kind="mergesort")]
+    return order[np.argsort(-least[order], kind="mergesort")]
+
+
+@compiled
+def path_and_reach(options: Options, core: Core, order: Ints, used: int, allow: float) -> tuple[Ints, int]:
+    """Return the path of the best choices, and how far the GPUs used can stray from it within the allowance.
+
+    The path (open bidders + 1,) is how many GPUs are used before each open bidder, and at the end; `used` by the
+    settled ones.
+    """
+    new, off, choices, loss, loss_none = options.new, core.off, core.choices, core.loss, core.loss_none
+    opened = len(order)
+    ratios = np.empty(opened, np.float64)  # the most GPUs that a bidder moves per loss
+    spans = np.empty(opened, np.float64)  # the most GPUs that it moves
+    path = np.empty(opened + 1, np.int64)
+    path[0] = used
+    for position in range(opened):
+        bidder = order[position]
+        at, at_loss = 0, 1e300
+        for index in range(off[bidder], off[bidder + 1]):
+            option = choices[index]
+            lost = loss[option] if option >= 0 else loss_none[bidder]
+            if lost < at_loss:
+                at, at_loss = new[option] if option >= 0 else 0, lost
+        ratio, span = 0.0, 0.0
+        for index in range(off[bidder], off[bidder + 1]):
+            option = choices[index]
+            lost = loss[option] if option >= 0 else loss_none[bidder]
+            moved = abs((new[option] if option >= 0 else 0) - at)
+            if moved > 0:
+                span = max(span, moved)
+                ratio = max(ratio, moved / max(lost, 1e-15))
+        ratios[position], spans[position] = ratio, span
+        path[position + 1] = path[position] + at
+    stray, budget = 1.0, allow
+    for position in np.argsort(-ratios, kind="mergesort"):
+        if ratios[position] <= 0.0:
+            break
+        cost = spans[position] / ratios[position]
+        if cost <= budget:
+            stray += spans[position]
+            budget -= cost
+        else:
+            stray += budget * ratios[position]
+            break
+    return path, int(stray) + 1  # the path may lie above `total` by as much, where ties abound
+
+
+@compiled
+def least_losses(
+    total: int,
+    options: Options,
+    core: Core,
+    each: float,
+    order: Ints,
+    path: Ints,
+    reach: int,
+    width: int,
+    work: Ints,
+) -> Floats:
+    """Return the table (open bidders + 1, width) of an `Outlook`; GPUs nobody uses lose their price `each`."""
+    new, off, choices, loss, loss_none = options.new, core.off, core.choices, core.loss, core.loss_none
+    opened = len(order)
+    table = np.full((opened + 1, width), np.inf)
+    low = max(0, path[opened] - reach)
+    for u in range(low, min(total, path[opened] + reach, low + width - 1) + 1):
+        table[opened, u - low] = each * (total - u)
+    low_next = low
+    for position in range(opened - 1, -1, -1):
+        bidder = order[position]
+        low = max(0, path[position] - reach)
+        high = min(total, path[position] + reach, low + width - 1)
+        work[0] += (high - low + 1) * (off[bidder + 1] - off[bidder])
+        for index in range(off[bidder], off[bidder + 1]):
+            option = choices[index]
+            lost = loss[option] if option >= 0 else loss_none[bidder]
+            k = new[option] if option >= 0 else 0
+            first = max(low, low_next - k)
+            final = min(high, low_next + width - 1 - k, total - k)
+            for u in range(first, final + 1):
+                there = lost + table[position + 1, u + k - low_next]
+                if there < table[position, u - low]:
+                    table[position, u - low] = there
         low_next = low
-        for position in range(opened - 1, -1, -1):
-            bidder = order[position]
-            low = max(0, path[position] - reach)
-            high = min(total, path[position] + reach, low + width - 1)
-            work[0] += (high - low + 1) * (core_off[bidder + 1] - core_off[bidder])
-            for index in range(core_off[bidder], core_off[bidder + 1]):
-                option = core[index]
-                lost = loss[option] if option >= 0 else loss_none[bidder]
-                k = new[option] if option >= 0 else 0
-                first = max(low, low_next - k)
-                final = min(high, low_next + width - 1 - k, total - k)
-                for u in range(first, final + 1):
-                    there = lost + table[position + 1, u + k - low_next]
-                    if there < table[position, u - low]:
-                        table[position, u - low] = there
-            low_next = low
-        low_first = max(0, path[0] - reach)
-        bound = settled_loss + table[0, used - low_first]
-        if bound > allow:
-            upper = min(upper, max(value, base - allow))
-            if work[0] > work_max:
-                return value, upper
+    return table
+
+
+@compiled
+def block_marks(options: Options, core: Core) -> Ints:
+    """Return the chunk sizes that racks are counted in: the small ones, and the first sizes of blocks in the core."""
+    marks = np.empty(CHUNKS + 24, np.int64)
+    for t in range(CHUNKS):
+        marks[t] = t + 1
+    count = CHUNKS
+    for index in range(core.off[len(core.off) - 1]):
+        option = core.choices[index]
+        if option < 0 or options.kind[option] != BLOCK or count >= len(marks):
             continue
-        upper = min(upper, max(value, base - bound))
-        # --- thresholds: necessary conditions of packing, kept up to date on the way down
-        racks = len(ground.rack_off) - 1
-        marks = np.empty(CHUNKS + 24, np.int64)
+        fresh = True
+        for mark in range(CHUNKS, count):
+            if marks[mark] == options.new[option]:
+                fresh = False
+                break
+        if fresh and options.new[option] > 1:
+            marks[count] = options.new[option]
+            count += 1
+    return marks[:count]
+
+
+@compiled
+def spare_chunks(ground: Ground, room: Ints, marks: Ints) -> Spare:
+    """Return the chunks that machines and racks hold: options that ask for more of one size cannot be packed."""
+    machine = np.zeros(CHUNKS, np.int64)
+    rack = np.zeros(len(marks), np.int64)
+    for r in range(len(ground.rack_off) - 1):
+        around = room[ground.first_rack + r]
+        for mark in range(len(marks)):
+            rack[mark] += around // marks[mark]
         for t in range(CHUNKS):
-            marks[t] = t + 1
-        mark_count = CHUNKS
-        for index in range(size):
-            option = core[index]
-            if option < 0 or options.kind[option] != BLOCK or mark_count >= len(marks):
-                continue
-            fresh = True
-            for mark in range(CHUNKS, mark_count):
-                if marks[mark] == new[option]:
-                    fresh = False
-                    break
-            if fresh and new[option] > 1:
-                marks[mark_count] = new[option]
-                mark_count += 1
-        spare_machine = np.zeros(CHUNKS, np.int64)
-        spare_rack = np.zeros(mark_count, np.int64)
-        for r in range(racks):
-            around = room[ground.first_rack + r]
-            for mark in range(mark_count):
-                spare_rack[mark] += around // marks[mark]
-            for t in range(CHUNKS):
-                chunks = 0
-                for m in range(ground.rack_off[r], ground.rack_off[r + 1]):
-                    chunks += room[ground.first_machine + m] // (t + 1)
-                spare_machine[t] += min(chunks, around // (t + 1))
-        work[0] += len(room) * CHUNKS // 2
-        fitting = True
-        for index in range(settled):
-            if not chunk(options, chosen[index], 1, spare_machine, spare_rack, marks):
-                fitting = False
-        if not fitting:
-            upper = min(upper, max(value, base - allow))
-            if last:
-                return value, upper
+            chunks = 0
+            for m in range(ground.rack_off[r], ground.rack_off[r + 1]):
+                chunks += room[ground.first_machine + m] // (t + 1)
+            machine[t] += min(chunks, around // (t + 1))
+    return Spare(machine, rack, marks)
+
+
+@compiled
+def descend(
+    ground: Ground,
+    options: Options,
+    core: Core,
+    types: Ints,
+    settled: Settled,
+    outlook: Outlook,
+    spare: Spare,
+    room: Ints,
+    chosen: Ints,
+    value: float,
+    base: float,
+    allow: float,
+    picks: Ints,
+    spots: Ints,
+    trial_spots: Ints,
+    keys: Hashes,
+    answers: Bytes,
+    work: Ints,
+    work_max: int,
+    nodes_max: int,
+) -> tuple[float, float, bool]:
+    """Try the open bidders' choices depth first; return (value, greatest sum in doubt, whether work ran out).
+
+    Parameters
+    ----------
+    settled, room, spare, chosen : (bidders,)
+        The settled options and what they leave; the first `settled.picked` of `chosen` are theirs.
+    value, base, allow
+        The best known sum of gains; the bound before losses; the losses that are looked at.
+    """
+    # Arrays apart, as numba counts the references of all arrays of a tuple at each use. For the same reason choices are
+    # taken and given back here, not in a function of their own: to hand that `options` made explore a fifth slower.
+    new, gain, options_off, parent = options.new, options.gain, options.off, ground.parent
+    off, choices, loss, loss_none = core.off, core.choices, core.loss, core.loss_none
+    order, path, table = outlook.order, outlook.path, outlook.table
+    spare_machine, spare_rack, marks = spare.machine, spare.rack, spare.marks
+    opened, total, reach = len(order), ground.total, outlook.reach
+    unsure = -1e300
+    most = 1
+    for bidder in order:
+        most = max(most, off[bidder + 1] - off[bidder])
+    totals = np.empty((opened + 1, most), np.float64)  # by depth and choice: the least loss in all, inf once tried
+    choice = np.full(opened + 1, -2, np.int64)  # the index into `choices` taken at a depth, -2 for none yet
+    used = np.empty(opened + 1, np.int64)
+    lost = np.empty(opened + 1, np.float64)
+    used[0], lost[0] = settled.used, settled.loss
+    depth, fresh = 0, True
+    while depth >= 0:
+        limit = min(allow, base - value - STEP_UP)
+        if depth == opened:
+            picked, worth_it = gather_leaf(gain, choices, choice, opened, chosen, settled.picked, settled.gain)
+            back = depth - 1
+            if worth_it > value + STEP_UP:
+                answer = answer_packing(
+                    ground, room, options, chosen[:picked], trial_spots, keys, answers, work, nodes_max
+                )
+                if answer == YES:
+                    value = worth_it
+                    adopt_leaf(options_off, chosen[:picked], trial_spots, picks, spots)
+                else:
+                    if answer == UNKNOWN:
+                        unsure = max(unsure, worth_it)
+                    back = last_to_blame(
+                        ground, options, choices, choice, chosen, settled.picked, opened, trial_spots, keys, answers,
+                        work, nodes_max,
+                    )  # fmt: skip
+                    for position in range(opened - 1, back, -1):
+                        option = choices[choice[position]]
+                        if option >= 0:
+                            take_fixed(room, parent, options, option, -1)
+                            chunk(options, option, -1, spare_machine, spare_rack, marks)
+                        choice[position] = -2
+            depth, fresh = back, False
             continue
-        # --- depth first
-        unsure = -1e300
-        stopped = False
-        most = 1
-        for position in range(opened):
-            bidder = order[position]
-            most = max(most, core_off[bidder + 1] - core_off[bidder])
-        totals = np.empty((opened + 1, most), np.float64)
-        choice = np.full(opened + 1, -2, np.int64)  # the index into `core` taken at a depth, -2 for none yet
-        at_used = np.empty(opened + 1, np.int64)
-        at_loss_sum = np.empty(opened + 1, np.float64)
-        at_used[0], at_loss_sum[0] = used, settled_loss
-        depth, fresh_node = 0, True
-        while depth >= 0:
-            limit = min(allow, base - value - STEP_UP)
-            if depth == opened:
-                # A leaf: everything is chosen.
-                picked = settled
-                worth_it = settled_gain
-                for position in range(opened):
-                    option = core[choice[position]]
-                    if option >= 0:
-                        chosen[picked] = option
-                        picked += 1
-                        worth_it += gain[option]
-                if worth_it > value + STEP_UP:
-                    answer = answer_packing(
-                        ground, room, options, chosen[:picked], trial_spots, keys, answers, work, nodes_max
-                    )
-                    if answer == YES:
-                        value = worth_it
-                        picks[:] = -1
-                        for index in range(picked):
-                            bidder = np.searchsorted(off, chosen[index], side="right") - 1
-                            picks[bidder] = chosen[index]
-                            spots[bidder] = trial_spots[index]
-                    else:
-                        if answer == UNKNOWN:
-                            unsure = max(unsure, worth_it)
-                        depth = last_to_blame(
-                            ground,
-                            options,
-                            core,
-                            choice,
-                            chosen,
-                            settled,
-                            opened,
-                            trial_spots,
-                            keys,
-                            answers,
-                            work,
-                            nodes_max,
-                        )
-                        for position in range(opened - 1, depth, -1):  # undo down to there
-                            option = core[choice[position]]
-                            if option >= 0:
-                                take_fixed(room, ground.parent, options, option, -1)
-                                chunk(options, option, -1, spare_machine, spare_rack, marks)
-                            choice[position] = -2
-                        fresh_node = False
-                        continue
-                depth -= 1
-                fresh_node = False
-                continue
-            bidder = order[depth]
-            first, final = core_off[bidder], core_off[bidder + 1]
-            if fresh_node:
-                low = max(0, path[depth + 1] - reach)
-                for index in range(first, final):
-                    option = core[index]
-                    k = new[option] if option >= 0 else 0
-                    lost = loss[option] if option >= 0 else loss_none[bidder]
-                    u = at_used[depth] + k
-                    there = np.inf
-                    if low <= u <= total and u - low < width:
-                        there = at_loss_sum[depth] + lost + table[depth + 1, u - low]
-                    if depth > 0 and types[order[depth - 1]] == types[bidder]:
-                        before = core[choice[depth - 1]]
-                        rank_before = before - off[order[depth - 1]] if before >= 0 else -1
-                        rank = option - off[bidder] if option >= 0 else -1
-                        if rank < rank_before:
-                            there = np.inf
-                    totals[depth, index - first] = there
-                choice[depth] = -2
-                work[0] += final - first + 2
-                if work[0] > work_max:
-                    stopped = True
-                    break
-            elif choice[depth] >= 0:
-                option = core[choice[depth]]
-                if option >= 0:
-                    take_fixed(room, ground.parent, options, option, -1)
-                    chunk(options, option, -1, spare_machine, spare_rack, marks)
-            best_index, best_total = -1, np.inf
+        bidder = order[depth]
+        first, final = off[bidder], off[bidder + 1]
+        if fresh:
+            low = max(0, path[depth + 1] - reach)
             for index in range(first, final):
-                if totals[depth, index - first] < best_total:
-                    best_index, best_total = index, totals[depth, index - first]
-            if best_index < 0 or best_total > limit:
-                choice[depth] = -2
-                depth -= 1
-                fresh_node = False
-                continue
-            totals[depth, best_index - first] = np.inf
-            choice[depth] = best_index
-            option = core[best_index]
-            lost = loss_none[bidder]
-            k = 0
-            fresh_node = True
+                option = choices[index]
+                u = used[depth] + (new[option] if option >= 0 else 0)
+                there = np.inf
+                if low <= u <= total and u - low < table.shape[1]:
+                    there = (
+                        lost[depth] + (loss[option] if option >= 0 else loss_none[bidder]) + table[depth + 1, u - low]
+                    )
+                totals[depth, index - first] = there
+            if depth > 0 and types[order[depth - 1]] == types[bidder]:
+                bar_swaps(options_off, off, choices, order, depth, choice, totals)
+            choice[depth] = -2
+            work[0] += final - first + 2
+            if work[0] > work_max:
+                return value, unsure, True
+        elif choice[depth] >= 0:
+            option = choices[choice[depth]]
             if option >= 0:
-                lost, k = loss[option], new[option]
-                fixed_fits = take_fixed(room, ground.parent, options, option, 1)
-                chunks_are_there = chunk(options, option, 1, spare_machine, spare_rack, marks)
-                if not fixed_fits or not chunks_are_there:
-                    fresh_node = False
-                    work[0] += 4
-                    continue
-            at_used[depth + 1] = at_used[depth] + k
-            at_loss_sum[depth + 1] = at_loss_sum[depth] + lost
-            depth += 1
-        if stopped:
-            return value, upper
-        upper = min(upper, max(value, base - allow, unsure))
-        if last:
-            return value, upper
-    return value, upper
+                take_fixed(room, parent, options, option, -1)
+                chunk(options, option, -1, spare_machine, spare_rack, marks)
+        best, best_total = -1, np.inf
+        for index in range(first, final):
+            if totals[depth, index - first] < best_total:
+                best, best_total = index, totals[depth, index - first]
+        if best < 0 or best_total > limit:
+            choice[depth] = -2
+            depth, fresh = depth - 1, False
+            continue
+        totals[depth, best - first] = np.inf
+        choice[depth] = best
+        option = choices[best]
+        if option >= 0:
+            fixed_fits = take_fixed(room, parent, options, option, 1)
+            chunks_are_there = chunk(options, option, 1, spare_machine, spare_rack, marks)
+            if not fixed_fits or not chunks_are_there:
+                fresh = False
+                work[0] += 4
+                continue
+        used[depth + 1] = used[depth] + (new[option] if option >= 0 else 0)
+        lost[depth + 1] = lost[depth] + (loss[option] if option >= 0 else loss_none[bidder])
+        depth, fresh = depth + 1, True
+    return value, unsure, False
+
+
+@inlined
+def gather_leaf(
+    gain: Floats, choices: Ints, choice: Ints, opened: int, chosen: Ints, count: int, worth_it: float
+) -> tuple[int, float]:
+    """Return how many options a leaf has, and its sum of gains; `count` and `worth_it` are those of the settled ones.
+
+    `chosen` (bidders,) receives the options after the settled ones; `choice` (open bidders + 1,) indexes `choices`.
+    """
+    for position in range(opened):
+        option = choices[choice[position]]
+        if option >= 0:
+            chosen[count] = option
+            count += 1
+            worth_it += gain[option]
+    return count, worth_it
+
+
+@compiled
+def adopt_leaf(off: Ints, chosen: Ints, chosen_spots: Ints, picks: Ints, spots: Ints) -> None:
+    """Make a leaf's options and their places the best allocation."""
+    picks[:] = -1
+    for index in range(len(chosen)):
+        bidder = np.searchsorted(off, chosen[index], side="right") - 1
+        picks[bidder] = chosen[index]
+        spots[bidder] = chosen_spots[index]
+
+
+@inlined
+def bar_swaps(
+    options_off: Ints, off: Ints, choices: Ints, order: Ints, depth: int, choice: Ints, totals: Floats
+) -> None:
+    """Bar choices in the row `totals[depth]` that are earlier options than an equal bidder's before."""
+    bidder, other = order[depth], order[depth - 1]
+    before = choices[choice[depth - 1]]
+    rank_before = before - options_off[other] if before >= 0 else -1
+    first = off[bidder]
+    for index in range(first, off[bidder + 1]):
+        option = choices[index]
+        rank = option - options_off[bidder] if option >= 0 else -1
+        if rank < rank_before:
+            totals[depth, index - first] = np.inf
 
 
 @compiled
