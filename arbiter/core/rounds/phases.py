@@ -1,9 +1,10 @@
-"""The two phases of a round (PAPERS.md section 1): probe rho, offer, collect one bid each, have it decided.
+"""The two phases of a round (PAPERS.md section 1): probe rho, offer, collect one bid each, decide.
 
-A round starts when GPUs can be assigned and an app wants some, at the arbiter's own pace; each phase has a deadline,
-and who is silent by then drops out of it and is recorded as such. The policy sees what is in play *when the bids are
-in*: a node lost or an app withdrawn by then is no longer there. It decides away from the loop (`decisions`), and while
-it does everything goes on but rounds; a decision that does not come is waited for no longer than its deadline.
+A round starts when GPUs can be assigned and an app wants some, at the arbiter's own pace. Each phase has a deadline. An
+app that is silent by then drops out of the round, and the record of the round says so. The policy sees the GPUs and
+apps that are in play *when the bids are in*: without a node that was lost and an app that was withdrawn by then. The
+policy decides away from the loop (`decision`). Meanwhile everything goes on but rounds. The arbiter waits for a
+decision no longer than to its deadline.
 """
 
 from __future__ import annotations
