@@ -1,11 +1,11 @@
 """Wide gangs: leases that end one by one are brought to one end, so that a round has room for a gang that needs many.
 
 A round may assign GPUs that are free and GPUs whose leases end soon. Leases are granted and renewed at all times, so
-only a few end together. A wider gang would wait for as long as others renew, even when its turn has come. So when a gang has
-waited for `align_after_leases` leases in which hardly a round had room for it, the arbiter picks the one place where
-that disturbs the fewest apps. It draws out the leases there until the last of them ends; a lease that is granted there
-meanwhile ends then, too. The next round has room for the gang. The policy decides which app gets the GPUs, as ever. If
-it is not that gang's turn, another such round comes after as long a wait.
+only a few end together. A wider gang would wait for as long as others renew, even when its turn has come. So when a
+gang has waited for `align_after_leases` leases in which hardly a round had room for it, the arbiter picks the one
+place where that disturbs the fewest apps. It draws out the leases there until the last of them ends; a lease that is
+granted there meanwhile ends then, too. The next round has room for the gang. The policy decides which app gets the
+GPUs, as ever. If it is not that gang's turn, another such round comes after as long a wait.
 
 No GPU stands idle for it, no job leaves earlier than it would have, and no lease is longer than one that begins now,
 nor drawn out again before a round has decided about it. A GPU that still drains for its winner ends as if its lease
