@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import fsum, inf
@@ -211,10 +211,14 @@ def run(case: Case) -> Figures:
     return MEMORY.done[case]
 
 
+def _tables(mode: Mode) -> Mapping[str, Mapping[str, Any]]:
+    return tables(mode.policy, tenants_first=mode.tenants_first) if mode.policy == THEMIS.policy else {}
+
+
 def figures_of(case: Case) -> Figures:
     settings = ArbiterSettings(
         policy=case.mode.policy,
-        policies=tables(case.mode.policy, tenants_first=True) if case.mode.tenants_first else {},
+        policies=_tables(case.mode),
         lease_s=case.lease_s,
         align_after_leases=ArbiterSettings().align_after_leases if case.mode.policy == ASTRAEA.policy else 0.0,
         preemption_budget=1.0,  # as published

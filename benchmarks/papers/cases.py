@@ -176,10 +176,10 @@ def simulate(
 ) -> Run:
     """Return the run of `workload`, in which what `changes` names for an app is done to all that this app says.
 
-    Leases are not aligned for wide gangs, and who is still starting may be preempted, unless `knobs` say otherwise:
-    those are ours, and what is compared is as published.
+    Leases are not aligned for wide gangs, a job that is still starting may be preempted, and tenants have no parts,
+    unless `knobs` say otherwise: those rules are ours, and the comparison is with the published ones.
     """
-    published = (("align_after_leases", "0"), ("preemption_budget", "1"))
+    published = (("align_after_leases", "0"), ("preemption_budget", "1"), ("policy.themis.tenants_first", "false"))
     settings = settings_of(Experiment("", "", policy=policy, seed=seed, knobs=(*published, *knobs)))
     return _Distorting(workload, cluster, quiet(settings), changes).run()
 

@@ -293,7 +293,21 @@ def auctioned(**knobs: object) -> dict[str, int]:
 
 def test_tenants_first_gives_each_tenant_its_part_and_auctions_within() -> None:
     assert auctioned(tenants_first=True) == {A: 4, B: 2}
-    assert auctioned() != {A: 4, B: 2}
+    assert auctioned(tenants_first=False) != {A: 4, B: 2}
+
+
+def test_under_the_default_twenty_apps_of_a_tenant_leave_another_tenant_what_it_is_due() -> None:
+    def taken_in_forty_rounds(**knobs: object) -> dict[str, int]:
+        shop = Shop(4, policy="themis", terms=[TenantTerms(A), TenantTerms(B)], **knobs)
+        for number in range(20):
+            shop.come(f"a-{number}", 1, A)
+            shop.apps[f"a-{number}"] = replace(shop.apps[f"a-{number}"], rho=9.0)
+        shop.come("b-0", 2, B)
+        return by_tenant(shop, shop.rounds(40))
+
+    had = taken_in_forty_rounds()
+    assert abs(had[A] - had[B]) <= 4, "each is due half of the GPU time"
+    assert taken_in_forty_rounds(tenants_first=False).get(B, 0) < had[B] / 2
 
 
 def test_tenants_first_the_worst_off_of_each_tenant_bid() -> None:

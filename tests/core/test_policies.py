@@ -135,7 +135,7 @@ def apps_with(*rhos: float | None) -> list[AppView]:
 @pytest.mark.parametrize(("knob", "count"), [(0.0, 10), (0.7, 3), (0.8, 2), (0.85, 2), (0.9, 1), (1.0, 1)])
 def test_the_worst_off_fraction_bids_and_at_least_one(knob: float, count: int) -> None:
     view = view_of(gpus_of(1), apps_with(*map(float, range(10))))
-    bidders = Themis(Settings(fairness_knob=knob)).bidders(view)
+    bidders = Themis(Settings(fairness_knob=knob, tenants_first=False)).bidders(view)
     assert list(bidders) == [f"o-{9 - place}" for place in range(count)]
 
 

@@ -34,7 +34,7 @@ def test_knobs_reach_the_arbiter_and_its_policy(trace: str) -> None:
     settings = experiment.settings_of(base(trace, seed=4, knobs=knobs))
     assert (settings.policy, settings.seed, settings.lease_s) == ("fifo", 4, 300.0)
     table = settings.policies["themis"]
-    assert (table["fairness_knob"], table["leftover"], table["tenants_first"]) == (0.5, "idle", False)
+    assert (table["fairness_knob"], table["leftover"], table["tenants_first"]) == (0.5, "idle", True)
     assert settings.policy_settings == {}
 
 

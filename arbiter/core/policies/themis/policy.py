@@ -9,7 +9,9 @@ all that is left, gang by gang, in order of rho, with or without a bid. Where ga
 the worst-off bidder's payment takes nearly all that it won, and a lot would give it to an app that is better off.
 
 With `tenants_first` the GPUs in play are split among tenants as Astraea would, and each part is auctioned among the
-apps of its tenant alone: finish-time fairness within tenants, long-term GPU-time fairness between them.
+apps of its tenant alone: finish-time fairness within tenants, long-term GPU-time fairness between them. That is the
+default: otherwise a tenant of many apps takes the GPUs that are due to a tenant of few. The paper knows no tenants; on
+a site with one tenant the setting has no effect.
 
 An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps its GPUs if no other app
 takes them: its training goes on without its agent.
@@ -64,7 +66,7 @@ class Settings(PolicySettings, frozen=True):
     #: "worst-off": all of it is dealt in order of rho, to bidders or not: fairer where gangs are wide, not the paper's
     #: rule.
     leftover: str = "bidders"
-    tenants_first: bool = False  #: GPUs are split among tenants first, and auctioned within each one's part
+    tenants_first: bool = True  #: GPUs are split among tenants first, and auctioned within each one's part (ours)
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
