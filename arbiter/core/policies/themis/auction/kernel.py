@@ -1696,6 +1696,19 @@ def insert_best(
     return -1
 
 
+class Draft(NamedTuple):
+    """An allocation that fits, in the making: options (bidders,), places of their pieces (bidders, w), room (places,).
+
+    `left` (1,) is how many GPUs are left, `value` (1,) the sum of gains.
+    """
+
+    picks: Ints
+    spots: Ints
+    room: Ints
+    left: Ints
+    value: Floats
+
+
 @compiled
 def repair(
     ground: Ground,
@@ -1715,150 +1728,234 @@ def repair(
     A few bidders, most of them neighbours in one rack, are taken out and put back in random order at about the price
     `each` plus that of scarce places, and what is left over goes to some who gain by it. Stops at `target`.
     """
-    off, new, gain = options.off, options.new, options.gain
-    bidders, racks = len(off) - 1, len(ground.rack_off) - 1
+    bidders = len(options.off) - 1
     state = np.empty(1, np.uint64)
     state[0] = mix(seed + 1, skip + 3) | np.uint64(1)
-    room = ground.room.copy()
-    left = ground.total
-    value = 0.0
+    best = draft_of(ground, options, picks, spots)
+    now = draft_of(ground, options, picks.copy(), spots.copy())
     order = np.arange(bidders)
     out = np.empty(bidders, np.int64)
-    gone = 0
-    for bidder in range(bidders):
+    turn = 0
+    while work[0] < work_max and best.value[0] < target:
+        turn += 1
+        factor = each * (0.7 + 0.06 * dice(state, 11))
+        if turn == 1:  # nobody is taken out yet, but all who have nothing are put in
+            factor = each
+            gone = list_absent(options, worth, each, skip, now.picks, out, work)
+        else:
+            gone = choose_few(ground, options, skip, now.picks, now.spots, order, out, state, work)
+            take_out(ground, options, now, out[:gone])
+            shuffle(out[:gone], state)
+        put_back(ground, options, worth, factor, turn > 1, now, out[:gone], state, work)
+        share_leftover(ground, options, skip, turn == 1, now, out[:gone], state, work)
+        work[0] += (len(now.room) + bidders * spots.shape[1]) // 128
+        if now.value[0] > best.value[0] + STEP_UP:
+            copy_draft(now, best)
+        elif now.value[0] < best.value[0] - 0.004 * dice(state, 8):
+            copy_draft(best, now)
+    return float(best.value[0])
+
+
+@compiled
+def draft_of(ground: Ground, options: Options, picks: Ints, spots: Ints) -> Draft:
+    """Return the draft of an allocation; it shares `picks` and `spots`."""
+    room = ground.room.copy()
+    left = np.full(1, ground.total, np.int64)
+    value = np.zeros(1, np.float64)
+    for bidder in range(len(picks)):
         option = picks[bidder]
         if option >= 0:
             lift(ground, room, options, option, spots[bidder], -1)
-            left -= new[option]
-            value += gain[option]
-    now_picks, now_spots, now_room = picks.copy(), spots.copy(), room.copy()
-    now_left, now_value = left, value
+            left[0] -= options.new[option]
+            value[0] += options.gain[option]
+    return Draft(picks, spots, room, left, value)
+
+
+@compiled
+def copy_draft(source: Draft, target: Draft) -> None:
+    """Make one draft equal to another."""
+    target.picks[:] = source.picks
+    target.spots[:] = source.spots
+    target.room[:] = source.room
+    target.left[0] = source.left[0]
+    target.value[0] = source.value[0]
+
+
+@compiled
+def list_absent(options: Options, worth: Floats, each: float, skip: int, picks: Ints, out: Ints, work: Ints) -> int:
+    """List in `out` (bidders,) those who have nothing, by the GPUs of their best option, large first; return how many.
+
+    An option's worth less its GPUs at the price `each` is what makes it the best.
+    """
+    off, new = options.off, options.new
+    bidders = len(picks)
+    keys = np.zeros(bidders, np.int64)
+    for bidder in range(bidders):
+        best = 0.0
+        for option in range(off[bidder], off[bidder + 1]):
+            if worth[option] - each * new[option] > best:
+                best = worth[option] - each * new[option]
+                keys[bidder] = -new[option]
+    count = 0
+    for bidder in np.argsort(keys, kind="mergesort"):
+        if bidder != skip and picks[bidder] < 0 and off[bidder + 1] > off[bidder]:
+            out[count] = bidder
+            count += 1
+    work[0] += len(new)
+    return count
+
+
+@compiled
+def choose_few(
+    ground: Ground,
+    options: Options,
+    skip: int,
+    picks: Ints,
+    spots: Ints,
+    order: Ints,
+    out: Ints,
+    state: Hashes,
+    work: Ints,
+) -> int:
+    """List in `out` (bidders,) a few bidders to take out; return how many.
+
+    They are some at random, or most of those in one or two racks and some at random. `order` (bidders,) is any order
+    of the bidders, and changes.
+    """
+    off, kinds, parent = options.off, options.kind, ground.parent
+    bidders, racks = len(picks), len(ground.rack_off) - 1
+    mode = dice(state, 4)
+    one, two = dice(state, racks), dice(state, racks)
+    room_for = 2 + dice(state, 5) if mode == 0 else 4 + dice(state, 9)
+    others = room_for if mode == 0 else 1 + dice(state, 4)
+    count = 0
+    for position in range(bidders):
+        other = position + dice(state, bidders - position)
+        order[position], order[other] = order[other], order[position]
+        bidder = order[position]
+        option = picks[bidder]
+        if bidder == skip or off[bidder + 1] == off[bidder]:
+            continue
+        near = False
+        if mode > 0 and option >= 0 and spots[bidder, 0] >= 0 and kinds[option] != LOOSE:
+            place = spots[bidder, 0]
+            while parent[place] >= 0:
+                place = parent[place]
+            near = place == ground.first_rack + one or (mode > 1 and place == ground.first_rack + two)
+        if not near:
+            if others <= 0:
+                continue
+            others -= 1
+        out[count] = bidder
+        count += 1
+        if count >= room_for:
+            break
+    work[0] += bidders // 8
+    return count
+
+
+@compiled
+def take_out(ground: Ground, options: Options, now: Draft, out: Ints) -> None:
+    """Take the bidders in `out` out of a draft."""
+    picks, spots, room, left, value = now.picks, now.spots, now.room, now.left, now.value
+    for bidder in out:
+        option = picks[bidder]
+        if option >= 0:
+            lift(ground, room, options, option, spots[bidder], 1)
+            left[0] += options.new[option]
+            value[0] -= options.gain[option]
+            picks[bidder] = -1
+
+
+@compiled
+def shuffle(numbers: Ints, state: Hashes) -> None:
+    """Put numbers into random order."""
+    count = len(numbers)
+    for position in range(count):
+        other = position + dice(state, count - position)
+        numbers[position], numbers[other] = numbers[other], numbers[position]
+
+
+@compiled
+def put_back(
+    ground: Ground,
+    options: Options,
+    worth: Floats,
+    each: float,
+    vary: bool,
+    now: Draft,
+    out: Ints,
+    state: Hashes,
+    work: Ints,
+) -> None:
+    """Put each bidder in `out`, in order, into a draft with what is worth most at the price `each`, if anything fits.
+
+    `vary` lowers the price for each of them, or raises it, by chance.
+    """
+    off, new, gain = options.off, options.new, options.gain
+    picks, spots, room, left, value = now.picks, now.spots, now.room, now.left, now.value
     machines = ground.first_rack - ground.first_machine
-    turn = 0
-    while work[0] < work_max and value < target:
-        turn += 1
-        factor = each * (0.7 + 0.06 * dice(state, 11))
-        # --- ruin: at first nobody, but all who have nothing are put in, large ones first
-        gone = 0
-        if turn == 1:
-            factor = each
-            keys = np.zeros(bidders, np.int64)
-            for bidder in range(bidders):
-                best = 0.0
-                for option in range(off[bidder], off[bidder + 1]):
-                    if worth[option] - each * new[option] > best:
-                        best = worth[option] - each * new[option]
-                        keys[bidder] = -new[option]
-            for bidder in np.argsort(keys, kind="mergesort"):
-                if bidder != skip and picks[bidder] < 0 and off[bidder + 1] > off[bidder]:
-                    out[gone] = bidder
-                    gone += 1
-            work[0] += len(new)
-        else:
-            # Some at random, or most of those in one or two racks and some at random.
-            mode = dice(state, 4)
-            one, two = dice(state, racks), dice(state, racks)
-            room_for = 2 + dice(state, 5) if mode == 0 else 4 + dice(state, 9)
-            others = room_for if mode == 0 else 1 + dice(state, 4)
-            for position in range(bidders):
-                other = position + dice(state, bidders - position)
-                order[position], order[other] = order[other], order[position]
-                bidder = order[position]
-                option = now_picks[bidder]
-                if bidder == skip or off[bidder + 1] == off[bidder]:
-                    continue
-                near = False
-                if mode > 0 and option >= 0 and now_spots[bidder, 0] >= 0 and options.kind[option] != LOOSE:
-                    place = now_spots[bidder, 0]
-                    while ground.parent[place] >= 0:
-                        place = ground.parent[place]
-                    near = place == ground.first_rack + one or (mode > 1 and place == ground.first_rack + two)
-                if not near:
-                    if others <= 0:
-                        continue
-                    others -= 1
-                out[gone] = bidder
-                gone += 1
-                if gone >= room_for:
-                    break
-            work[0] += bidders // 8
-            for index in range(gone):
-                option = now_picks[out[index]]
-                if option >= 0:
-                    lift(ground, now_room, options, option, now_spots[out[index]], 1)
-                    now_left += new[option]
-                    now_value -= gain[option]
-                    now_picks[out[index]] = -1
-            for position in range(gone):
-                other = position + dice(state, gone - position)
-                out[position], out[other] = out[other], out[position]
-        for index in range(gone):
-            bidder = out[index]
-            option = insert_best(
-                ground,
-                now_room,
-                now_left,
-                options,
-                worth,
-                factor if turn == 1 else factor * (0.85 + 0.03 * dice(state, 11)),
-                bidder,
-                0.0,
-                now_spots[bidder],
-                6,
-            )
-            work[0] += (off[bidder + 1] - off[bidder] + machines) // 8 + 10
-            if option >= 0:
-                now_picks[bidder] = option
-                now_left -= new[option]
-                now_value += gain[option]
-        # --- what is left over goes to some who gain by it
-        asked = bidders if turn == 1 else gone + 6
-        for position in range(asked):
-            if now_left <= 0:
+    for bidder in out:
+        factor = each * (0.85 + 0.03 * dice(state, 11)) if vary else each
+        option = insert_best(ground, room, left[0], options, worth, factor, bidder, 0.0, spots[bidder], 6)
+        work[0] += (off[bidder + 1] - off[bidder] + machines) // 8 + 10
+        if option >= 0:
+            picks[bidder] = option
+            left[0] -= new[option]
+            value[0] += gain[option]
+
+
+@compiled
+def share_leftover(
+    ground: Ground,
+    options: Options,
+    skip: int,
+    everybody: bool,
+    now: Draft,
+    out: Ints,
+    state: Hashes,
+    work: Ints,
+) -> None:
+    """Offer what is left over in a draft to bidders, one after the other; each takes an option that gains it more.
+
+    `everybody` is asked in turn; else those in `out`, and some at random.
+    """
+    off, new, gain = options.off, options.new, options.gain
+    picks, spots, room, left, value = now.picks, now.spots, now.room, now.left, now.value
+    bidders, gone = len(picks), len(out)
+    machines = ground.first_rack - ground.first_machine
+    for position in range(bidders if everybody else gone + 6):
+        if left[0] <= 0:
+            break
+        bidder = position if everybody else out[position] if position < gone else dice(state, bidders)
+        if bidder == skip:
+            continue
+        had = picks[bidder]
+        had_gain = gain[had] if had >= 0 else 0.0
+        had_new = new[had] if had >= 0 else 0
+        better = False
+        for option in range(off[bidder], off[bidder + 1]):
+            if gain[option] > had_gain + STEP_UP and new[option] <= left[0] + had_new:
+                better = True
                 break
-            bidder = position if turn == 1 else out[position] if position < gone else dice(state, bidders)
-            if bidder == skip:
-                continue
-            had = now_picks[bidder]
-            had_gain = gain[had] if had >= 0 else 0.0
-            had_new = new[had] if had >= 0 else 0
-            better = False
-            for option in range(off[bidder], off[bidder + 1]):
-                if gain[option] > had_gain + STEP_UP and new[option] <= now_left + had_new:
-                    better = True
-                    break
-            work[0] += (off[bidder + 1] - off[bidder]) // 16 + 2
-            if not better:
-                continue
+        work[0] += (off[bidder + 1] - off[bidder]) // 16 + 2
+        if not better:
+            continue
+        if had >= 0:
+            lift(ground, room, options, had, spots[bidder], 1)
+            left[0] += had_new
+        before = spots[bidder].copy()
+        option = insert_best(ground, room, left[0], options, gain, 0.0, bidder, had_gain + STEP_UP, spots[bidder], 4)
+        work[0] += (off[bidder + 1] - off[bidder] + machines) // 8 + 10
+        if option >= 0:
+            picks[bidder] = option
+            left[0] -= new[option]
+            value[0] += gain[option] - had_gain
+        else:
+            spots[bidder] = before
             if had >= 0:
-                lift(ground, now_room, options, had, now_spots[bidder], 1)
-                now_left += had_new
-            before = now_spots[bidder].copy()
-            option = insert_best(
-                ground, now_room, now_left, options, gain, 0.0, bidder, had_gain + STEP_UP, now_spots[bidder], 4
-            )
-            work[0] += (off[bidder + 1] - off[bidder] + machines) // 8 + 10
-            if option < 0:
-                now_spots[bidder] = before
-                if had >= 0:
-                    lift(ground, now_room, options, had, now_spots[bidder], -1)
-                    now_left -= had_new
-            else:
-                now_picks[bidder] = option
-                now_left -= new[option]
-                now_value += gain[option] - had_gain
-        work[0] += (len(room) + bidders * spots.shape[1]) // 128
-        if now_value > value + STEP_UP:
-            value, left = now_value, now_left
-            picks[:] = now_picks
-            spots[:] = now_spots
-            room[:] = now_room
-        elif now_value < value - 0.004 * dice(state, 8):
-            now_value, now_left = value, left
-            now_picks[:] = picks
-            now_spots[:] = spots
-            now_room[:] = room
-    return value
+                lift(ground, room, options, had, spots[bidder], -1)
+                left[0] -= had_new
 
 
 # --- patterns: what a rack can earn ---------------------------------------------------------------------------------
