@@ -2142,86 +2142,148 @@ def place_all(ground: Ground, options: Options, picks: Ints, spots: Ints, held: 
     out : (bidders, places)
         Receives the GPUs of each by slot, machine or cell.
     """
-    bidders, racks = len(picks), len(ground.rack_off) - 1
+    claims, anybody = sum_claims(picks, held)
+    room = ground.room.copy()
+    for option in picks:
+        if option >= 0:
+            take_fixed(room, ground.parent, options, option, 1)
+    chosen_spots = spots.copy()
+    order = order_winners(options, picks)
+    if not anybody or not stand_near(ground, options, picks, held, claims, order, room, chosen_spots):
+        stand_as_packed(ground, options, picks, order, room, chosen_spots)
+    count_pieces(ground, options, picks, chosen_spots, out)
+    # Blocks and what is fixed to a rack have taken their rack's GPUs as a whole so far, loose ones none yet.
+    for bidder in order:
+        if picks[bidder] >= 0:
+            fill_racks(
+                ground, room, options, picks[bidder], chosen_spots[bidder], held[bidder], claims, out[bidder]
+            )  # fmt: skip
+    for bidder in order:
+        option = picks[bidder]
+        if option >= 0:
+            rest = options.new[option]
+            for place in range(out.shape[1]):
+                rest -= out[bidder, place]
+            fill(ground, room, held[bidder], claims, out[bidder], rest, -1)
+
+
+@compiled
+def sum_claims(picks: Ints, held: Ints) -> tuple[Ints, bool]:
+    """Return how many GPUs of each place winners hold now, and whether they hold any."""
     claims = np.zeros(held.shape[1], np.int64)
     anybody = False
-    for bidder in range(bidders):
+    for bidder in range(len(picks)):
         if picks[bidder] >= 0:
             for place in range(held.shape[1]):
                 claims[place] += held[bidder, place]
                 anybody = anybody or held[bidder, place] > 0
-    room = ground.room.copy()
-    for bidder in range(bidders):
-        if picks[bidder] >= 0:
-            take_fixed(room, ground.parent, options, picks[bidder], 1)
-    chosen_spots = spots.copy()
-    keys = np.empty(bidders, np.int64)
-    for bidder in range(bidders):
+    return claims, anybody
+
+
+@compiled
+def order_winners(options: Options, picks: Ints) -> Ints:
+    """Return the bidders in the order of placing: bound gangs, then blocks and gangs, then pieces, large ones first."""
+    keys = np.empty(len(picks), np.int64)
+    for bidder in range(len(picks)):
         option = picks[bidder]
         keys[bidder] = 1 << 40
         if option >= 0:
-            kind = options.kind[option]
-            wide = kind in (BLOCK, GANGS)
+            wide = options.kind[option] in (BLOCK, GANGS)
             bulk = options.new[option] if wide else options.size[option]
             keys[bidder] = (0 if wide else 1 << 30) - bulk * 4096 - (1 if options.place[option] >= 0 else 0) * (1 << 31)
-    order = np.argsort(keys, kind="mergesort")
-    astray = not anybody
-    if anybody:
-        before = room.copy()
-        for bidder in order:
-            option = picks[bidder]
-            if option < 0 or options.kind[option] == LOOSE:
-                continue
-            kind, size, pieces = options.kind[option], options.size[option], options.pieces[option]
-            own = held[bidder]
-            rack = -1
-            if kind in (BLOCK, GANGS):
-                best_key = 1 << 60
-                for r in range(racks):
-                    hole = room[ground.first_rack + r]
-                    elsewhere = options.place[option] >= 0 and ground.first_rack + r != options.place[option]
-                    if hole < options.new[option] or elsewhere:
-                        continue
-                    chunks, mine = 0, 0
-                    for m in range(ground.rack_off[r], ground.rack_off[r + 1]):
-                        mine += min(own[ground.first_machine + m], room[ground.first_machine + m])
-                        if kind == GANGS:
-                            chunks += room[ground.first_machine + m] // size
-                    if kind == GANGS and chunks < pieces:
-                        continue
-                    key = hole - (1 << 20) * min(mine, options.new[option])
-                    if key < best_key:
-                        rack, best_key = r, key
-                if rack < 0:
-                    astray = True
-                    break
-                if kind == BLOCK:
-                    room[ground.first_rack + rack] -= options.new[option]
-                    chosen_spots[bidder, 0] = ground.first_rack + rack
-                    continue
-            for piece in range(pieces):
-                spot = prefer_spot(ground, room, own, claims, size, rack, kind == ON_SLOT)
-                if spot < 0:
-                    astray = True
-                    break
-                take(room, ground.parent, spot, size)
-                chosen_spots[bidder, piece] = spot
-            if astray:
-                break
-        if astray:
-            room[:] = before
-            chosen_spots[:] = spots
-    if astray:
-        for bidder in order:
-            option = picks[bidder]
-            if option < 0:
-                continue
-            if options.kind[option] == BLOCK:
-                room[chosen_spots[bidder, 0]] -= options.new[option]
-            elif options.kind[option] != LOOSE:
-                for piece in range(options.pieces[option]):
-                    take(room, ground.parent, chosen_spots[bidder, piece], options.size[option])
-    for bidder in range(bidders):
+    return np.argsort(keys, kind="mergesort")
+
+
+@compiled
+def stand_near(
+    ground: Ground,
+    options: Options,
+    picks: Ints,
+    held: Ints,
+    claims: Ints,
+    order: Ints,
+    room: Ints,
+    spots: Ints,
+) -> bool:
+    """Put each winner's pieces or block, in order, where it is already; undone and False if one does not fit any more.
+
+    `room` (places,) loses their GPUs, `spots` (bidders, w) receives their places.
+    """
+    room_before, spots_before = room.copy(), spots.copy()
+    for bidder in order:
+        option = picks[bidder]
+        if option < 0 or options.kind[option] == LOOSE:
+            continue
+        if not put_near(ground, room, options, option, held[bidder], claims, spots[bidder]):
+            room[:] = room_before
+            spots[:] = spots_before
+            return False
+    return True
+
+
+@compiled
+def put_near(ground: Ground, room: Ints, options: Options, option: int, own: Ints, claims: Ints, spots: Ints) -> bool:
+    """Put the pieces or the block of an option in the places that suit its bidder best; False if one does not fit."""
+    kind, size = options.kind[option], options.size[option]
+    rack = -1
+    if kind in (BLOCK, GANGS):
+        rack = prefer_rack(ground, room, options, option, own)
+        if rack < 0:
+            return False
+    if kind == BLOCK:
+        spots[0] = ground.first_rack + rack
+        room[spots[0]] -= options.new[option]
+        return True
+    for piece in range(options.pieces[option]):
+        spot = prefer_spot(ground, room, own, claims, size, rack, kind == ON_SLOT)
+        if spot < 0:
+            return False
+        take(room, ground.parent, spot, size)
+        spots[piece] = spot
+    return True
+
+
+@compiled
+def prefer_rack(ground: Ground, room: Ints, options: Options, option: int, own: Ints) -> int:
+    """Return the number of the rack that suits a block or gangs best, -1 for none: most of its own, then least room."""
+    new, size, gangs = options.new[option], options.size[option], options.kind[option] == GANGS
+    best, best_key = -1, 1 << 60
+    for r in range(len(ground.rack_off) - 1):
+        hole = room[ground.first_rack + r]
+        elsewhere = options.place[option] >= 0 and ground.first_rack + r != options.place[option]
+        if hole < new or elsewhere:
+            continue
+        chunks, mine = 0, 0
+        for m in range(ground.rack_off[r], ground.rack_off[r + 1]):
+            mine += min(own[ground.first_machine + m], room[ground.first_machine + m])
+            if gangs:
+                chunks += room[ground.first_machine + m] // size
+        if gangs and chunks < options.pieces[option]:
+            continue
+        key = hole - (1 << 20) * min(mine, new)
+        if key < best_key:
+            best, best_key = r, key
+    return best
+
+
+@compiled
+def stand_as_packed(ground: Ground, options: Options, picks: Ints, order: Ints, room: Ints, spots: Ints) -> None:
+    """Take the GPUs of all winners' pieces and blocks from `room` (places,), where packing put them."""
+    for bidder in order:
+        option = picks[bidder]
+        if option < 0:
+            continue
+        if options.kind[option] == BLOCK:
+            room[spots[bidder, 0]] -= options.new[option]
+        elif options.kind[option] != LOOSE:
+            for piece in range(options.pieces[option]):
+                take(room, ground.parent, spots[bidder, piece], options.size[option])
+
+
+@compiled
+def count_pieces(ground: Ground, options: Options, picks: Ints, spots: Ints, out: Ints) -> None:
+    """Count in `out` what stands in slots, machines and cells: pieces, and what is fixed to one of them."""
+    for bidder in range(len(picks)):
         option = picks[bidder]
         if option < 0:
             continue
@@ -2231,26 +2293,28 @@ def place_all(ground: Ground, options: Options, picks: Ints, spots: Ints, held: 
                 out[bidder, place] += options.fixed_count[index]
         if options.kind[option] != LOOSE and options.kind[option] != BLOCK:
             for piece in range(options.pieces[option]):
-                out[bidder, chosen_spots[bidder, piece]] += options.size[option]
-    # Blocks and what is fixed to a rack have taken their rack's GPUs as a whole so far, loose ones none yet.
-    for bidder in order:
-        option = picks[bidder]
-        if option < 0:
-            continue
-        for index in range(options.fixed_off[option], options.fixed_off[option + 1]):
-            place = options.fixed_place[index]
-            if ground.first_rack <= place < ground.first_cell:
-                count = options.fixed_count[index]
-                room[place] += count
-                fill(ground, room, held[bidder], claims, out[bidder], count, place - ground.first_rack)
-        if options.kind[option] == BLOCK:
-            place = chosen_spots[bidder, 0]
-            room[place] += options.new[option]
-            fill(ground, room, held[bidder], claims, out[bidder], options.new[option], place - ground.first_rack)
-    for bidder in order:
-        option = picks[bidder]
-        if option >= 0:
-            rest = options.new[option]
-            for place in range(out.shape[1]):
-                rest -= out[bidder, place]
-            fill(ground, room, held[bidder], claims, out[bidder], rest, -1)
+                out[bidder, spots[bidder, piece]] += options.size[option]
+
+
+@compiled
+def fill_racks(
+    ground: Ground,
+    room: Ints,
+    options: Options,
+    option: int,
+    spots: Ints,
+    own: Ints,
+    claims: Ints,
+    bundle: Ints,
+) -> None:
+    """Give a bidder the machines' GPUs for its block, and for what is fixed to a rack."""
+    for index in range(options.fixed_off[option], options.fixed_off[option + 1]):
+        place = options.fixed_place[index]
+        if ground.first_rack <= place < ground.first_cell:
+            count = options.fixed_count[index]
+            room[place] += count
+            fill(ground, room, own, claims, bundle, count, place - ground.first_rack)
+    if options.kind[option] == BLOCK:
+        place, count = spots[0], options.new[option]
+        room[place] += count
+        fill(ground, room, own, claims, bundle, count, place - ground.first_rack)
