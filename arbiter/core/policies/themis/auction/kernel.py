@@ -25,6 +25,8 @@ Bytes = NDArray[np.int8]
 #: What an option asks for, beside counts in named places: GPUs anywhere; pieces on one machine each; one piece on one
 #: slot; a block in one rack; pieces, all in one rack.
 LOOSE, PIECES, ON_SLOT, BLOCK, GANGS = range(5)
+#: What a row asks for that can never be met.
+NEVER = -1
 #: Answers of packing.
 NO, YES, UNKNOWN = range(3)
 #: Sums of gains closer than this are equal.
@@ -79,17 +81,7 @@ def needs(ground: Ground, owner: Ints, new: Ints, level: Ints, gain: Floats, hom
     A row falls to one at least as loose with no more GPUs and no less gain, and to nothing. Rows that can never be met
     fall too.
     """
-    bidders = len(gangs)
-    first_machine, first_rack, room = ground.first_machine, ground.first_rack, ground.room
-    racks = len(ground.rack_off) - 1
-    most_slot, most_machine, most_rack = 0, 0, 0
-    for place in range(ground.first_cell):
-        if place < first_machine:
-            most_slot = max(most_slot, room[place])
-        elif place < first_rack:
-            most_machine = max(most_machine, room[place])
-        else:
-            most_rack = max(most_rack, room[place])
+    bidders, room, most = len(gangs), ground.room, extent(ground)
     count = len(owner)
     off = np.zeros(bidders + 1, np.int64)
     o_new = np.empty(count, np.int64)
@@ -109,8 +101,7 @@ def needs(ground: Ground, owner: Ints, new: Ints, level: Ints, gain: Floats, hom
     for bidder in range(bidders):
         off[bidder] = used
         best[:] = 0.0
-        gang = gangs[bidder]
-        in_slot, in_machine, in_rack = home[bidder, 0], home[bidder, 1], home[bidder, 2]
+        own = home[bidder, 0], home[bidder, 1], home[bidder, 2]
         while at < count and owner[at] == bidder:
             where = level[at]
             end = at
@@ -125,60 +116,9 @@ def needs(ground: Ground, owner: Ints, new: Ints, level: Ints, gain: Floats, hom
                 worth = gain[row]
                 if worth <= max(top, best[k]):
                     continue
-                pieces, size, place, kind, bound = 0, 0, -1, LOOSE, -1
-                tight = where
-                if racks == 1 and tight == 2:
-                    tight = 3
-                if gang > 1 and k % gang != 0:
+                kind, pieces, size, place, bound = asked(room, most, own, gangs[bidder], where, k)
+                if kind == NEVER:
                     continue
-                if in_machine == -1 and k == 1:
-                    tight = 3
-                if tight == 3:
-                    if gang > 1:
-                        kind, pieces, size = PIECES, k // gang, gang
-                        if gang > most_machine:
-                            continue
-                elif tight == 2:
-                    if in_rack == -2:
-                        continue
-                    if in_rack >= 0:
-                        if k > room[in_rack]:
-                            continue
-                        if gang > 1:
-                            kind, pieces, size, place = GANGS, k // gang, gang, in_rack
-                        else:
-                            bound = in_rack
-                    else:
-                        if k > most_rack:
-                            continue
-                        if gang > 1 and k == gang:
-                            kind, pieces, size = PIECES, 1, gang
-                        elif gang > 1:
-                            kind, pieces, size = GANGS, k // gang, gang
-                        else:
-                            kind = BLOCK
-                elif tight == 1 or first_machine == 0:
-                    if in_machine == -2:
-                        continue
-                    if in_machine >= 0:
-                        if k > room[in_machine]:
-                            continue
-                        bound = in_machine
-                    else:
-                        if k > most_machine:
-                            continue
-                        kind, pieces, size = PIECES, 1, k
-                else:
-                    if in_slot == -2:
-                        continue
-                    if in_slot >= 0:
-                        if k > room[in_slot]:
-                            continue
-                        bound = in_slot
-                    else:
-                        if k > most_slot:
-                            continue
-                        kind, pieces, size = ON_SLOT, 1, k
                 top = worth
                 o_new[used], o_gain[used], o_kind[used] = k, worth, kind
                 o_pieces[used], o_size[used], o_place[used] = pieces, size, place
@@ -198,6 +138,64 @@ def needs(ground: Ground, owner: Ints, new: Ints, level: Ints, gain: Floats, hom
         off, o_new[:used], o_gain[:used], o_kind[:used], o_pieces[:used], o_size[:used], o_place[:used],
         f_off[: used + 1], f_place[:fixed], f_count[:fixed],
     )  # fmt: skip
+
+
+class Extent(NamedTuple):
+    """The most GPUs that a slot, a machine and a rack have; how many slots and racks there are."""
+
+    in_slot: int
+    in_machine: int
+    in_rack: int
+    slots: int
+    racks: int
+
+
+@compiled
+def extent(ground: Ground) -> Extent:
+    """Return what the places have at most."""
+    in_slot, in_machine, in_rack = 0, 0, 0
+    for place in range(ground.first_cell):
+        if place < ground.first_machine:
+            in_slot = max(in_slot, ground.room[place])
+        elif place < ground.first_rack:
+            in_machine = max(in_machine, ground.room[place])
+        else:
+            in_rack = max(in_rack, ground.room[place])
+    return Extent(in_slot, in_machine, in_rack, ground.first_machine, len(ground.rack_off) - 1)
+
+
+@inlined
+def asked(
+    room: Ints, most: Extent, own: tuple[int, int, int], gang: int, level: int, count: int
+) -> tuple[int, int, int, int, int]:
+    """Return what a row of `count` GPUs at a level asks for: kind, pieces, size, rack of gangs, place it is bound to.
+
+    The kind is NEVER where the row can never be met; no rack or place is -1. `own` is the slot, machine and rack where
+    the bidder's own GPUs are: -1 where it has none, -2 where they are in several.
+    """
+    in_slot, in_machine, in_rack = own
+    never = (NEVER, 0, 0, -1, -1)
+    if gang > 1 and count % gang != 0:
+        return never
+    if level == 3 or (level == 2 and most.racks == 1) or (in_machine == -1 and count == 1):
+        if gang > 1:
+            return (PIECES, count // gang, gang, -1, -1) if gang <= most.in_machine else never
+        return LOOSE, 0, 0, -1, -1
+    if level == 2:
+        if in_rack == -2 or count > (room[in_rack] if in_rack >= 0 else most.in_rack):
+            return never
+        if gang > 1 and in_rack < 0 and count == gang:
+            return PIECES, 1, gang, -1, -1
+        if gang > 1:
+            return GANGS, count // gang, gang, in_rack, -1
+        return (LOOSE, 0, 0, -1, in_rack) if in_rack >= 0 else (BLOCK, 0, 0, -1, -1)
+    if level == 1 or most.slots == 0:
+        if in_machine == -2 or count > (room[in_machine] if in_machine >= 0 else most.in_machine):
+            return never
+        return (LOOSE, 0, 0, -1, in_machine) if in_machine >= 0 else (PIECES, 1, count, -1, -1)
+    if in_slot == -2 or count > (room[in_slot] if in_slot >= 0 else most.in_slot):
+        return never
+    return (LOOSE, 0, 0, -1, in_slot) if in_slot >= 0 else (ON_SLOT, 1, count, -1, -1)
 
 
 # --- the relaxation: one price for a GPU ----------------------------------------------------------------------------
@@ -816,25 +814,9 @@ def fits_in_rack(
     if total > len(where):
         return UNKNOWN
     first, last = ground.first_machine + ground.rack_off[rack], ground.first_machine + ground.rack_off[rack + 1]
-    # Necessary: for each t, no more chunks of t than the machines hold.
-    for t in range(1, biggest + 1):
-        need, have = 0, 0
-        for k in range(len(counts)):
-            if k_kind[k] != BLOCK:
-                need += counts[k] * k_parts[k] * (k_size[k] // t)
-        for machine in range(first, last):
-            have += room[machine] // t
-        if need > have:
-            return NO
-    u_size = np.empty(total, np.int64)
-    u_slot = np.empty(total, np.int64)
-    u_at = np.empty(total, np.int64)
-    at = 0
-    for k in range(len(counts)):
-        if k_kind[k] != BLOCK:
-            for _ in range(counts[k] * k_parts[k]):
-                u_size[at], u_slot[at], u_at[at] = k_size[k], 1 if k_kind[k] == ON_SLOT else 0, at
-                at += 1
+    if not rack_chunks_fit(room, first, last, k_kind, k_size, k_parts, counts, biggest):
+        return NO
+    u_size, u_slot = list_pieces(k_kind, k_size, k_parts, counts, total)
     # Slots first, as they are the narrower places; large ones first.
     order = np.argsort(-(u_size + u_slot * 4096), kind="mergesort")
     state = room.copy()
@@ -899,6 +881,40 @@ def fits_in_rack(
         forward = True
     work[0] += nodes * (last - first) // 16
     return NO
+
+
+@compiled
+def rack_chunks_fit(
+    room: Ints, first: int, last: int, k_kind: Ints, k_size: Ints, k_parts: Ints, counts: Ints, biggest: int
+) -> bool:
+    """Whether a necessary condition holds: for each t, pieces hold no more chunks of t GPUs than a rack's machines.
+
+    `first` and `last` bound the rack's machines as places; `biggest` is the size of the largest piece.
+    """
+    for t in range(1, biggest + 1):
+        need, have = 0, 0
+        for k in range(len(counts)):
+            if k_kind[k] != BLOCK:
+                need += counts[k] * k_parts[k] * (k_size[k] // t)
+        for machine in range(first, last):
+            have += room[machine] // t
+        if need > have:
+            return False
+    return True
+
+
+@compiled
+def list_pieces(k_kind: Ints, k_size: Ints, k_parts: Ints, counts: Ints, total: int) -> tuple[Ints, Ints]:
+    """Return (pieces,) the size of each of the `total` pieces in order of kinds, and 1 for those that take one slot."""
+    sizes = np.empty(total, np.int64)
+    slots = np.empty(total, np.int64)
+    at = 0
+    for k in range(len(counts)):
+        if k_kind[k] != BLOCK:
+            for _ in range(counts[k] * k_parts[k]):
+                sizes[at], slots[at] = k_size[k], 1 if k_kind[k] == ON_SLOT else 0
+                at += 1
+    return sizes, slots
 
 
 @compiled
@@ -1994,50 +2010,14 @@ def best_pattern(
     for m in range(machines):
         total += free[m]
         most = max(most, free[m])
-    alone = np.zeros(most + 1, np.float64)  # the most that u GPUs of one machine earn in pieces
-    alone_by = np.full(most + 1, -1, np.int64)
-    for u in range(1, most + 1):
-        alone[u] = alone[u - 1]
-        alone_by[u] = -2  # one of them is wasted here: it would not be, elsewhere
-        for index in range(len(sizes)):
-            s = sizes[index]
-            if s <= u and alone[u - s] + piece[index] > alone[u]:
-                alone[u] = alone[u - s] + piece[index]
-                alone_by[u] = index
-    sums = np.full((machines + 1, total + 1), -1e300)
-    sums[0, 0] = 0.0
-    split = np.zeros((machines + 1, total + 1), np.int64)  # GPUs used of the machine
-    inner = np.zeros((machines + 1, total + 1), np.int64)  # of which in pieces
-    reached = 0
-    for m in range(machines):
-        for u in range(free[m] + 1):
-            best, best_a = -1e300, 0
-            if at_home[m] > loose:
-                for a in range(u + 1):
-                    if alone[a] + at_home[m] * (u - a) > best:
-                        best, best_a = alone[a] + at_home[m] * (u - a), a
-            else:
-                best, best_a = alone[u], u
-            for before in range(reached + 1):
-                if sums[m, before] + best > sums[m + 1, before + u]:
-                    sums[m + 1, before + u] = sums[m, before] + best
-                    split[m + 1, before + u] = u
-                    inner[m + 1, before + u] = best_a
-        reached += free[m]
-    unit = max(loose, in_rack)
-    wide = np.zeros(total + 1, np.float64)
-    wide_by = np.full(total + 1, -1, np.int64)
-    for x in range(1, total + 1):
-        wide[x] = wide[x - 1] + unit
-        for index in range(len(blocks)):
-            k = blocks[index]
-            if k <= x and wide[x - k] + block[index] > wide[x] + 1e-12:
-                wide[x] = wide[x - k] + block[index]
-                wide_by[x] = index
+    alone, alone_by = earn_alone(most, sizes, piece)
+    sums, split, inner = earn_on_machines(free, at_home, loose, alone, total)
+    wide, wide_by = earn_in_rack(total, max(loose, in_rack), blocks, block)
     best, best_used = -1e300, 0
     for used in range(total + 1):
         if sums[machines, used] + wide[total - used] > best + 1e-12:
             best, best_used = sums[machines, used] + wide[total - used], used
+    # What earned the most is read back: blocks and single GPUs of the rack, then each machine's pieces.
     pieces_out[:] = 0
     blocks_out[:] = 0
     home_out[:] = 0
@@ -2063,6 +2043,73 @@ def best_pattern(
                 a -= 1
         u -= here
     return best
+
+
+@compiled
+def earn_alone(most: int, sizes: Ints, piece: Floats) -> tuple[Floats, Ints]:
+    """Return (most + 1,) the most that u GPUs of one machine earn in pieces, and by what.
+
+    That is the index of the last piece, -2 for one GPU that is wasted, -1 for none.
+    """
+    alone = np.zeros(most + 1, np.float64)
+    alone_by = np.full(most + 1, -1, np.int64)
+    for u in range(1, most + 1):
+        alone[u] = alone[u - 1]
+        alone_by[u] = -2  # one of them is wasted here: it would not be, elsewhere
+        for index in range(len(sizes)):
+            s = sizes[index]
+            if s <= u and alone[u - s] + piece[index] > alone[u]:
+                alone[u] = alone[u - s] + piece[index]
+                alone_by[u] = index
+    return alone, alone_by
+
+
+@compiled
+def earn_on_machines(free: Ints, at_home: Floats, loose: float, alone: Floats, total: int) -> tuple[Floats, Ints, Ints]:
+    """Return (machines + 1, total + 1) the most that the first m machines earn with u GPUs, and how.
+
+    That is how many GPUs of the last machine are used, and how many of these in pieces; others are for those at home.
+    """
+    machines = len(free)
+    sums = np.full((machines + 1, total + 1), -1e300)
+    sums[0, 0] = 0.0
+    split = np.zeros((machines + 1, total + 1), np.int64)
+    inner = np.zeros((machines + 1, total + 1), np.int64)
+    reached = 0
+    for m in range(machines):
+        for u in range(free[m] + 1):
+            best, best_a = -1e300, 0
+            if at_home[m] > loose:
+                for a in range(u + 1):
+                    if alone[a] + at_home[m] * (u - a) > best:
+                        best, best_a = alone[a] + at_home[m] * (u - a), a
+            else:
+                best, best_a = alone[u], u
+            for before in range(reached + 1):
+                if sums[m, before] + best > sums[m + 1, before + u]:
+                    sums[m + 1, before + u] = sums[m, before] + best
+                    split[m + 1, before + u] = u
+                    inner[m + 1, before + u] = best_a
+        reached += free[m]
+    return sums, split, inner
+
+
+@compiled
+def earn_in_rack(total: int, unit: float, blocks: Ints, block: Floats) -> tuple[Floats, Ints]:
+    """Return (total + 1,) the most that x GPUs of a rack earn in blocks and one by one, and by what.
+
+    That is the index of the last block, -1 for a single GPU, which earns `unit`.
+    """
+    wide = np.zeros(total + 1, np.float64)
+    wide_by = np.full(total + 1, -1, np.int64)
+    for x in range(1, total + 1):
+        wide[x] = wide[x - 1] + unit
+        for index in range(len(blocks)):
+            k = blocks[index]
+            if k <= x and wide[x - k] + block[index] > wide[x] + 1e-12:
+                wide[x] = wide[x - k] + block[index]
+                wide_by[x] = index
+    return wide, wide_by
 
 
 # --- placing: who stands where --------------------------------------------------------------------------------------
