@@ -25,6 +25,8 @@ Bytes = NDArray[np.int8]
 #: What an option asks for, beside counts in named places: GPUs anywhere; pieces on one machine each; one piece on one
 #: slot; a block in one rack; pieces, all in one rack.
 LOOSE, PIECES, ON_SLOT, BLOCK, GANGS = range(5)
+#: What a row asks for that can never be met.
+NEVER = -1
 #: Answers of packing.
 NO, YES, UNKNOWN = range(3)
 #: Sums of gains closer than this are equal.
@@ -79,17 +81,7 @@ def needs(ground: Ground, owner: Ints, new: Ints, level: Ints, gain: Floats, hom
     A row falls to one at least as loose with no more GPUs and no less gain, and to nothing. Rows that can never be met
     fall too.
     """
-    bidders = len(gangs)
-    first_machine, first_rack, room = ground.first_machine, ground.first_rack, ground.room
-    racks = len(ground.rack_off) - 1
-    most_slot, most_machine, most_rack = 0, 0, 0
-    for place in range(ground.first_cell):
-        if place < first_machine:
-            most_slot = max(most_slot, room[place])
-        elif place < first_rack:
-            most_machine = max(most_machine, room[place])
-        else:
-            most_rack = max(most_rack, room[place])
+    bidders, room, most = len(gangs), ground.room, extent(ground)
     count = len(owner)
     off = np.zeros(bidders + 1, np.int64)
     o_new = np.empty(count, np.int64)
@@ -109,8 +101,7 @@ def needs(ground: Ground, owner: Ints, new: Ints, level: Ints, gain: Floats, hom
     for bidder in range(bidders):
         off[bidder] = used
         best[:] = 0.0
-        gang = gangs[bidder]
-        in_slot, in_machine, in_rack = home[bidder, 0], home[bidder, 1], home[bidder, 2]
+        own = home[bidder, 0], home[bidder, 1], home[bidder, 2]
         while at < count and owner[at] == bidder:
             where = level[at]
             end = at
@@ -125,60 +116,9 @@ def needs(ground: Ground, owner: Ints, new: Ints, level: Ints, gain: Floats, hom
                 worth = gain[row]
                 if worth <= max(top, best[k]):
                     continue
-                pieces, size, place, kind, bound = 0, 0, -1, LOOSE, -1
-                tight = where
-                if racks == 1 and tight == 2:
-                    tight = 3
-                if gang > 1 and k % gang != 0:
+                kind, pieces, size, place, bound = asked(room, most, own, gangs[bidder], where, k)
+                if kind == NEVER:
                     continue
-                if in_machine == -1 and k == 1:
-                    tight = 3
-                if tight == 3:
-                    if gang > 1:
-                        kind, pieces, size = PIECES, k // gang, gang
-                        if gang > most_machine:
-                            continue
-                elif tight == 2:
-                    if in_rack == -2:
-                        continue
-                    if in_rack >= 0:
-                        if k > room[in_rack]:
-                            continue
-                        if gang > 1:
-                            kind, pieces, size, place = GANGS, k // gang, gang, in_rack
-                        else:
-                            bound = in_rack
-                    else:
-                        if k > most_rack:
-                            continue
-                        if gang > 1 and k == gang:
-                            kind, pieces, size = PIECES, 1, gang
-                        elif gang > 1:
-                            kind, pieces, size = GANGS, k // gang, gang
-                        else:
-                            kind = BLOCK
-                elif tight == 1 or first_machine == 0:
-                    if in_machine == -2:
-                        continue
-                    if in_machine >= 0:
-                        if k > room[in_machine]:
-                            continue
-                        bound = in_machine
-                    else:
-                        if k > most_machine:
-                            continue
-                        kind, pieces, size = PIECES, 1, k
-                else:
-                    if in_slot == -2:
-                        continue
-                    if in_slot >= 0:
-                        if k > room[in_slot]:
-                            continue
-                        bound = in_slot
-                    else:
-                        if k > most_slot:
-                            continue
-                        kind, pieces, size = ON_SLOT, 1, k
                 top = worth
                 o_new[used], o_gain[used], o_kind[used] = k, worth, kind
                 o_pieces[used], o_size[used], o_place[used] = pieces, size, place
@@ -198,6 +138,64 @@ def needs(ground: Ground, owner: Ints, new: Ints, level: Ints, gain: Floats, hom
         off, o_new[:used], o_gain[:used], o_kind[:used], o_pieces[:used], o_size[:used], o_place[:used],
         f_off[: used + 1], f_place[:fixed], f_count[:fixed],
     )  # fmt: skip
+
+
+class Extent(NamedTuple):
+    """The most GPUs that a slot, a machine and a rack have; how many slots and racks there are."""
+
+    in_slot: int
+    in_machine: int
+    in_rack: int
+    slots: int
+    racks: int
+
+
+@compiled
+def extent(ground: Ground) -> Extent:
+    """Return what the places have at most."""
+    in_slot, in_machine, in_rack = 0, 0, 0
+    for place in range(ground.first_cell):
+        if place < ground.first_machine:
+            in_slot = max(in_slot, ground.room[place])
+        elif place < ground.first_rack:
+            in_machine = max(in_machine, ground.room[place])
+        else:
+            in_rack = max(in_rack, ground.room[place])
+    return Extent(in_slot, in_machine, in_rack, ground.first_machine, len(ground.rack_off) - 1)
+
+
+@inlined
+def asked(
+    room: Ints, most: Extent, own: tuple[int, int, int], gang: int, level: int, count: int
+) -> tuple[int, int, int, int, int]:
+    """Return what a row of `count` GPUs at a level asks for: kind, pieces, size, rack of gangs, place it is bound to.
+
+    The kind is NEVER where the row can never be met; no rack or place is -1. `own` is the slot, machine and rack where
+    the bidder's own GPUs are: -1 where it has none, -2 where they are in several.
+    """
+    in_slot, in_machine, in_rack = own
+    never = (NEVER, 0, 0, -1, -1)
+    if gang > 1 and count % gang != 0:
+        return never
+    if level == 3 or (level == 2 and most.racks == 1) or (in_machine == -1 and count == 1):
+        if gang > 1:
+            return (PIECES, count // gang, gang, -1, -1) if gang <= most.in_machine else never
+        return LOOSE, 0, 0, -1, -1
+    if level == 2:
+        if in_rack == -2 or count > (room[in_rack] if in_rack >= 0 else most.in_rack):
+            return never
+        if gang > 1 and in_rack < 0 and count == gang:
+            return PIECES, 1, gang, -1, -1
+        if gang > 1:
+            return GANGS, count // gang, gang, in_rack, -1
+        return (LOOSE, 0, 0, -1, in_rack) if in_rack >= 0 else (BLOCK, 0, 0, -1, -1)
+    if level == 1 or most.slots == 0:
+        if in_machine == -2 or count > (room[in_machine] if in_machine >= 0 else most.in_machine):
+            return never
+        return (LOOSE, 0, 0, -1, in_machine) if in_machine >= 0 else (PIECES, 1, count, -1, -1)
+    if in_slot == -2 or count > (room[in_slot] if in_slot >= 0 else most.in_slot):
+        return never
+    return (LOOSE, 0, 0, -1, in_slot) if in_slot >= 0 else (ON_SLOT, 1, count, -1, -1)
 
 
 # --- the relaxation: one price for a GPU ----------------------------------------------------------------------------
@@ -816,25 +814,9 @@ def fits_in_rack(
     if total > len(where):
         return UNKNOWN
     first, last = ground.first_machine + ground.rack_off[rack], ground.first_machine + ground.rack_off[rack + 1]
-    # Necessary: for each t, no more chunks of t than the machines hold.
-    for t in range(1, biggest + 1):
-        need, have = 0, 0
-        for k in range(len(counts)):
-            if k_kind[k] != BLOCK:
-                need += counts[k] * k_parts[k] * (k_size[k] // t)
-        for machine in range(first, last):
-            have += room[machine] // t
-        if need > have:
-            return NO
-    u_size = np.empty(total, np.int64)
-    u_slot = np.empty(total, np.int64)
-    u_at = np.empty(total, np.int64)
-    at = 0
-    for k in range(len(counts)):
-        if k_kind[k] != BLOCK:
-            for _ in range(counts[k] * k_parts[k]):
-                u_size[at], u_slot[at], u_at[at] = k_size[k], 1 if k_kind[k] == ON_SLOT else 0, at
-                at += 1
+    if not rack_chunks_fit(room, first, last, k_kind, k_size, k_parts, counts, biggest):
+        return NO
+    u_size, u_slot = list_pieces(k_kind, k_size, k_parts, counts, total)
     # Slots first, as they are the narrower places; large ones first.
     order = np.argsort(-(u_size + u_slot * 4096), kind="mergesort")
     state = room.copy()
@@ -899,6 +881,40 @@ def fits_in_rack(
         forward = True
     work[0] += nodes * (last - first) // 16
     return NO
+
+
+@compiled
+def rack_chunks_fit(
+    room: Ints, first: int, last: int, k_kind: Ints, k_size: Ints, k_parts: Ints, counts: Ints, biggest: int
+) -> bool:
+    """Whether a necessary condition holds: for each t, pieces hold no more chunks of t GPUs than a rack's machines.
+
+    `first` and `last` bound the rack's machines as places; `biggest` is the size of the largest piece.
+    """
+    for t in range(1, biggest + 1):
+        need, have = 0, 0
+        for k in range(len(counts)):
+            if k_kind[k] != BLOCK:
+                need += counts[k] * k_parts[k] * (k_size[k] // t)
+        for machine in range(first, last):
+            have += room[machine] // t
+        if need > have:
+            return False
+    return True
+
+
+@compiled
+def list_pieces(k_kind: Ints, k_size: Ints, k_parts: Ints, counts: Ints, total: int) -> tuple[Ints, Ints]:
+    """Return (pieces,) the size of each of the `total` pieces in order of kinds, and 1 for those that take one slot."""
+    sizes = np.empty(total, np.int64)
+    slots = np.empty(total, np.int64)
+    at = 0
+    for k in range(len(counts)):
+        if k_kind[k] != BLOCK:
+            for _ in range(counts[k] * k_parts[k]):
+                sizes[at], slots[at] = k_size[k], 1 if k_kind[k] == ON_SLOT else 0
+                at += 1
+    return sizes, slots
 
 
 @compiled
@@ -1696,6 +1712,19 @@ def insert_best(
     return -1
 
 
+class Draft(NamedTuple):
+    """An allocation that fits, in the making: options (bidders,), places of their pieces (bidders, w), room (places,).
+
+    `left` (1,) is how many GPUs are left, `value` (1,) the sum of gains.
+    """
+
+    picks: Ints
+    spots: Ints
+    room: Ints
+    left: Ints
+    value: Floats
+
+
 @compiled
 def repair(
     ground: Ground,
@@ -1715,150 +1744,234 @@ def repair(
     A few bidders, most of them neighbours in one rack, are taken out and put back in random order at about the price
     `each` plus that of scarce places, and what is left over goes to some who gain by it. Stops at `target`.
     """
-    off, new, gain = options.off, options.new, options.gain
-    bidders, racks = len(off) - 1, len(ground.rack_off) - 1
+    bidders = len(options.off) - 1
     state = np.empty(1, np.uint64)
     state[0] = mix(seed + 1, skip + 3) | np.uint64(1)
-    room = ground.room.copy()
-    left = ground.total
-    value = 0.0
+    best = draft_of(ground, options, picks, spots)
+    now = draft_of(ground, options, picks.copy(), spots.copy())
     order = np.arange(bidders)
     out = np.empty(bidders, np.int64)
-    gone = 0
-    for bidder in range(bidders):
+    turn = 0
+    while work[0] < work_max and best.value[0] < target:
+        turn += 1
+        factor = each * (0.7 + 0.06 * dice(state, 11))
+        if turn == 1:  # nobody is taken out yet, but all who have nothing are put in
+            factor = each
+            gone = list_absent(options, worth, each, skip, now.picks, out, work)
+        else:
+            gone = choose_few(ground, options, skip, now.picks, now.spots, order, out, state, work)
+            take_out(ground, options, now, out[:gone])
+            shuffle(out[:gone], state)
+        put_back(ground, options, worth, factor, turn > 1, now, out[:gone], state, work)
+        share_leftover(ground, options, skip, turn == 1, now, out[:gone], state, work)
+        work[0] += (len(now.room) + bidders * spots.shape[1]) // 128
+        if now.value[0] > best.value[0] + STEP_UP:
+            copy_draft(now, best)
+        elif now.value[0] < best.value[0] - 0.004 * dice(state, 8):
+            copy_draft(best, now)
+    return float(best.value[0])
+
+
+@compiled
+def draft_of(ground: Ground, options: Options, picks: Ints, spots: Ints) -> Draft:
+    """Return the draft of an allocation; it shares `picks` and `spots`."""
+    room = ground.room.copy()
+    left = np.full(1, ground.total, np.int64)
+    value = np.zeros(1, np.float64)
+    for bidder in range(len(picks)):
         option = picks[bidder]
         if option >= 0:
             lift(ground, room, options, option, spots[bidder], -1)
-            left -= new[option]
-            value += gain[option]
-    now_picks, now_spots, now_room = picks.copy(), spots.copy(), room.copy()
-    now_left, now_value = left, value
+            left[0] -= options.new[option]
+            value[0] += options.gain[option]
+    return Draft(picks, spots, room, left, value)
+
+
+@compiled
+def copy_draft(source: Draft, target: Draft) -> None:
+    """Make one draft equal to another."""
+    target.picks[:] = source.picks
+    target.spots[:] = source.spots
+    target.room[:] = source.room
+    target.left[0] = source.left[0]
+    target.value[0] = source.value[0]
+
+
+@compiled
+def list_absent(options: Options, worth: Floats, each: float, skip: int, picks: Ints, out: Ints, work: Ints) -> int:
+    """List in `out` (bidders,) those who have nothing, by the GPUs of their best option, large first; return how many.
+
+    An option's worth less its GPUs at the price `each` is what makes it the best.
+    """
+    off, new = options.off, options.new
+    bidders = len(picks)
+    keys = np.zeros(bidders, np.int64)
+    for bidder in range(bidders):
+        best = 0.0
+        for option in range(off[bidder], off[bidder + 1]):
+            if worth[option] - each * new[option] > best:
+                best = worth[option] - each * new[option]
+                keys[bidder] = -new[option]
+    count = 0
+    for bidder in np.argsort(keys, kind="mergesort"):
+        if bidder != skip and picks[bidder] < 0 and off[bidder + 1] > off[bidder]:
+            out[count] = bidder
+            count += 1
+    work[0] += len(new)
+    return count
+
+
+@compiled
+def choose_few(
+    ground: Ground,
+    options: Options,
+    skip: int,
+    picks: Ints,
+    spots: Ints,
+    order: Ints,
+    out: Ints,
+    state: Hashes,
+    work: Ints,
+) -> int:
+    """List in `out` (bidders,) a few bidders to take out; return how many.
+
+    They are some at random, or most of those in one or two racks and some at random. `order` (bidders,) is any order
+    of the bidders, and changes.
+    """
+    off, kinds, parent = options.off, options.kind, ground.parent
+    bidders, racks = len(picks), len(ground.rack_off) - 1
+    mode = dice(state, 4)
+    one, two = dice(state, racks), dice(state, racks)
+    room_for = 2 + dice(state, 5) if mode == 0 else 4 + dice(state, 9)
+    others = room_for if mode == 0 else 1 + dice(state, 4)
+    count = 0
+    for position in range(bidders):
+        other = position + dice(state, bidders - position)
+        order[position], order[other] = order[other], order[position]
+        bidder = order[position]
+        option = picks[bidder]
+        if bidder == skip or off[bidder + 1] == off[bidder]:
+            continue
+        near = False
+        if mode > 0 and option >= 0 and spots[bidder, 0] >= 0 and kinds[option] != LOOSE:
+            place = spots[bidder, 0]
+            while parent[place] >= 0:
+                place = parent[place]
+            near = place == ground.first_rack + one or (mode > 1 and place == ground.first_rack + two)
+        if not near:
+            if others <= 0:
+                continue
+            others -= 1
+        out[count] = bidder
+        count += 1
+        if count >= room_for:
+            break
+    work[0] += bidders // 8
+    return count
+
+
+@compiled
+def take_out(ground: Ground, options: Options, now: Draft, out: Ints) -> None:
+    """Take the bidders in `out` out of a draft."""
+    picks, spots, room, left, value = now.picks, now.spots, now.room, now.left, now.value
+    for bidder in out:
+        option = picks[bidder]
+        if option >= 0:
+            lift(ground, room, options, option, spots[bidder], 1)
+            left[0] += options.new[option]
+            value[0] -= options.gain[option]
+            picks[bidder] = -1
+
+
+@compiled
+def shuffle(numbers: Ints, state: Hashes) -> None:
+    """Put numbers into random order."""
+    count = len(numbers)
+    for position in range(count):
+        other = position + dice(state, count - position)
+        numbers[position], numbers[other] = numbers[other], numbers[position]
+
+
+@compiled
+def put_back(
+    ground: Ground,
+    options: Options,
+    worth: Floats,
+    each: float,
+    vary: bool,
+    now: Draft,
+    out: Ints,
+    state: Hashes,
+    work: Ints,
+) -> None:
+    """Put each bidder in `out`, in order, into a draft with what is worth most at the price `each`, if anything fits.
+
+    `vary` lowers the price for each of them, or raises it, by chance.
+    """
+    off, new, gain = options.off, options.new, options.gain
+    picks, spots, room, left, value = now.picks, now.spots, now.room, now.left, now.value
     machines = ground.first_rack - ground.first_machine
-    turn = 0
-    while work[0] < work_max and value < target:
-        turn += 1
-        factor = each * (0.7 + 0.06 * dice(state, 11))
-        # --- ruin: at first nobody, but all who have nothing are put in, large ones first
-        gone = 0
-        if turn == 1:
-            factor = each
-            keys = np.zeros(bidders, np.int64)
-            for bidder in range(bidders):
-                best = 0.0
-                for option in range(off[bidder], off[bidder + 1]):
-                    if worth[option] - each * new[option] > best:
-                        best = worth[option] - each * new[option]
-                        keys[bidder] = -new[option]
-            for bidder in np.argsort(keys, kind="mergesort"):
-                if bidder != skip and picks[bidder] < 0 and off[bidder + 1] > off[bidder]:
-                    out[gone] = bidder
-                    gone += 1
-            work[0] += len(new)
-        else:
-            # Some at random, or most of those in one or two racks and some at random.
-            mode = dice(state, 4)
-            one, two = dice(state, racks), dice(state, racks)
-            room_for = 2 + dice(state, 5) if mode == 0 else 4 + dice(state, 9)
-            others = room_for if mode == 0 else 1 + dice(state, 4)
-            for position in range(bidders):
-                other = position + dice(state, bidders - position)
-                order[position], order[other] = order[other], order[position]
-                bidder = order[position]
-                option = now_picks[bidder]
-                if bidder == skip or off[bidder + 1] == off[bidder]:
-                    continue
-                near = False
-                if mode > 0 and option >= 0 and now_spots[bidder, 0] >= 0 and options.kind[option] != LOOSE:
-                    place = now_spots[bidder, 0]
-                    while ground.parent[place] >= 0:
-                        place = ground.parent[place]
-                    near = place == ground.first_rack + one or (mode > 1 and place == ground.first_rack + two)
-                if not near:
-                    if others <= 0:
-                        continue
-                    others -= 1
-                out[gone] = bidder
-                gone += 1
-                if gone >= room_for:
-                    break
-            work[0] += bidders // 8
-            for index in range(gone):
-                option = now_picks[out[index]]
-                if option >= 0:
-                    lift(ground, now_room, options, option, now_spots[out[index]], 1)
-                    now_left += new[option]
-                    now_value -= gain[option]
-                    now_picks[out[index]] = -1
-            for position in range(gone):
-                other = position + dice(state, gone - position)
-                out[position], out[other] = out[other], out[position]
-        for index in range(gone):
-            bidder = out[index]
-            option = insert_best(
-                ground,
-                now_room,
-                now_left,
-                options,
-                worth,
-                factor if turn == 1 else factor * (0.85 + 0.03 * dice(state, 11)),
-                bidder,
-                0.0,
-                now_spots[bidder],
-                6,
-            )
-            work[0] += (off[bidder + 1] - off[bidder] + machines) // 8 + 10
-            if option >= 0:
-                now_picks[bidder] = option
-                now_left -= new[option]
-                now_value += gain[option]
-        # --- what is left over goes to some who gain by it
-        asked = bidders if turn == 1 else gone + 6
-        for position in range(asked):
-            if now_left <= 0:
+    for bidder in out:
+        factor = each * (0.85 + 0.03 * dice(state, 11)) if vary else each
+        option = insert_best(ground, room, left[0], options, worth, factor, bidder, 0.0, spots[bidder], 6)
+        work[0] += (off[bidder + 1] - off[bidder] + machines) // 8 + 10
+        if option >= 0:
+            picks[bidder] = option
+            left[0] -= new[option]
+            value[0] += gain[option]
+
+
+@compiled
+def share_leftover(
+    ground: Ground,
+    options: Options,
+    skip: int,
+    everybody: bool,
+    now: Draft,
+    out: Ints,
+    state: Hashes,
+    work: Ints,
+) -> None:
+    """Offer what is left over in a draft to bidders, one after the other; each takes an option that gains it more.
+
+    `everybody` is asked in turn; else those in `out`, and some at random.
+    """
+    off, new, gain = options.off, options.new, options.gain
+    picks, spots, room, left, value = now.picks, now.spots, now.room, now.left, now.value
+    bidders, gone = len(picks), len(out)
+    machines = ground.first_rack - ground.first_machine
+    for position in range(bidders if everybody else gone + 6):
+        if left[0] <= 0:
+            break
+        bidder = position if everybody else out[position] if position < gone else dice(state, bidders)
+        if bidder == skip:
+            continue
+        had = picks[bidder]
+        had_gain = gain[had] if had >= 0 else 0.0
+        had_new = new[had] if had >= 0 else 0
+        better = False
+        for option in range(off[bidder], off[bidder + 1]):
+            if gain[option] > had_gain + STEP_UP and new[option] <= left[0] + had_new:
+                better = True
                 break
-            bidder = position if turn == 1 else out[position] if position < gone else dice(state, bidders)
-            if bidder == skip:
-                continue
-            had = now_picks[bidder]
-            had_gain = gain[had] if had >= 0 else 0.0
-            had_new = new[had] if had >= 0 else 0
-            better = False
-            for option in range(off[bidder], off[bidder + 1]):
-                if gain[option] > had_gain + STEP_UP and new[option] <= now_left + had_new:
-                    better = True
-                    break
-            work[0] += (off[bidder + 1] - off[bidder]) // 16 + 2
-            if not better:
-                continue
+        work[0] += (off[bidder + 1] - off[bidder]) // 16 + 2
+        if not better:
+            continue
+        if had >= 0:
+            lift(ground, room, options, had, spots[bidder], 1)
+            left[0] += had_new
+        before = spots[bidder].copy()
+        option = insert_best(ground, room, left[0], options, gain, 0.0, bidder, had_gain + STEP_UP, spots[bidder], 4)
+        work[0] += (off[bidder + 1] - off[bidder] + machines) // 8 + 10
+        if option >= 0:
+            picks[bidder] = option
+            left[0] -= new[option]
+            value[0] += gain[option] - had_gain
+        else:
+            spots[bidder] = before
             if had >= 0:
-                lift(ground, now_room, options, had, now_spots[bidder], 1)
-                now_left += had_new
-            before = now_spots[bidder].copy()
-            option = insert_best(
-                ground, now_room, now_left, options, gain, 0.0, bidder, had_gain + STEP_UP, now_spots[bidder], 4
-            )
-            work[0] += (off[bidder + 1] - off[bidder] + machines) // 8 + 10
-            if option < 0:
-                now_spots[bidder] = before
-                if had >= 0:
-                    lift(ground, now_room, options, had, now_spots[bidder], -1)
-                    now_left -= had_new
-            else:
-                now_picks[bidder] = option
-                now_left -= new[option]
-                now_value += gain[option] - had_gain
-        work[0] += (len(room) + bidders * spots.shape[1]) // 128
-        if now_value > value + STEP_UP:
-            value, left = now_value, now_left
-            picks[:] = now_picks
-            spots[:] = now_spots
-            room[:] = now_room
-        elif now_value < value - 0.004 * dice(state, 8):
-            now_value, now_left = value, left
-            now_picks[:] = picks
-            now_spots[:] = spots
-            now_room[:] = room
-    return value
+                lift(ground, room, options, had, spots[bidder], -1)
+                left[0] -= had_new
 
 
 # --- patterns: what a rack can earn ---------------------------------------------------------------------------------
@@ -1897,50 +2010,14 @@ def best_pattern(
     for m in range(machines):
         total += free[m]
         most = max(most, free[m])
-    alone = np.zeros(most + 1, np.float64)  # the most that u GPUs of one machine earn in pieces
-    alone_by = np.full(most + 1, -1, np.int64)
-    for u in range(1, most + 1):
-        alone[u] = alone[u - 1]
-        alone_by[u] = -2  # one of them is wasted here: it would not be, elsewhere
-        for index in range(len(sizes)):
-            s = sizes[index]
-            if s <= u and alone[u - s] + piece[index] > alone[u]:
-                alone[u] = alone[u - s] + piece[index]
-                alone_by[u] = index
-    sums = np.full((machines + 1, total + 1), -1e300)
-    sums[0, 0] = 0.0
-    split = np.zeros((machines + 1, total + 1), np.int64)  # GPUs used of the machine
-    inner = np.zeros((machines + 1, total + 1), np.int64)  # of which in pieces
-    reached = 0
-    for m in range(machines):
-        for u in range(free[m] + 1):
-            best, best_a = -1e300, 0
-            if at_home[m] > loose:
-                for a in range(u + 1):
-                    if alone[a] + at_home[m] * (u - a) > best:
-                        best, best_a = alone[a] + at_home[m] * (u - a), a
-            else:
-                best, best_a = alone[u], u
-            for before in range(reached + 1):
-                if sums[m, before] + best > sums[m + 1, before + u]:
-                    sums[m + 1, before + u] = sums[m, before] + best
-                    split[m + 1, before + u] = u
-                    inner[m + 1, before + u] = best_a
-        reached += free[m]
-    unit = max(loose, in_rack)
-    wide = np.zeros(total + 1, np.float64)
-    wide_by = np.full(total + 1, -1, np.int64)
-    for x in range(1, total + 1):
-        wide[x] = wide[x - 1] + unit
-        for index in range(len(blocks)):
-            k = blocks[index]
-            if k <= x and wide[x - k] + block[index] > wide[x] + 1e-12:
-                wide[x] = wide[x - k] + block[index]
-                wide_by[x] = index
+    alone, alone_by = earn_alone(most, sizes, piece)
+    sums, split, inner = earn_on_machines(free, at_home, loose, alone, total)
+    wide, wide_by = earn_in_rack(total, max(loose, in_rack), blocks, block)
     best, best_used = -1e300, 0
     for used in range(total + 1):
         if sums[machines, used] + wide[total - used] > best + 1e-12:
             best, best_used = sums[machines, used] + wide[total - used], used
+    # What earned the most is read back: blocks and single GPUs of the rack, then each machine's pieces.
     pieces_out[:] = 0
     blocks_out[:] = 0
     home_out[:] = 0
@@ -1966,6 +2043,73 @@ def best_pattern(
                 a -= 1
         u -= here
     return best
+
+
+@compiled
+def earn_alone(most: int, sizes: Ints, piece: Floats) -> tuple[Floats, Ints]:
+    """Return (most + 1,) the most that u GPUs of one machine earn in pieces, and by what.
+
+    That is the index of the last piece, -2 for one GPU that is wasted, -1 for none.
+    """
+    alone = np.zeros(most + 1, np.float64)
+    alone_by = np.full(most + 1, -1, np.int64)
+    for u in range(1, most + 1):
+        alone[u] = alone[u - 1]
+        alone_by[u] = -2  # one of them is wasted here: it would not be, elsewhere
+        for index in range(len(sizes)):
+            s = sizes[index]
+            if s <= u and alone[u - s] + piece[index] > alone[u]:
+                alone[u] = alone[u - s] + piece[index]
+                alone_by[u] = index
+    return alone, alone_by
+
+
+@compiled
+def earn_on_machines(free: Ints, at_home: Floats, loose: float, alone: Floats, total: int) -> tuple[Floats, Ints, Ints]:
+    """Return (machines + 1, total + 1) the most that the first m machines earn with u GPUs, and how.
+
+    That is how many GPUs of the last machine are used, and how many of these in pieces; others are for those at home.
+    """
+    machines = len(free)
+    sums = np.full((machines + 1, total + 1), -1e300)
+    sums[0, 0] = 0.0
+    split = np.zeros((machines + 1, total + 1), np.int64)
+    inner = np.zeros((machines + 1, total + 1), np.int64)
+    reached = 0
+    for m in range(machines):
+        for u in range(free[m] + 1):
+            best, best_a = -1e300, 0
+            if at_home[m] > loose:
+                for a in range(u + 1):
+                    if alone[a] + at_home[m] * (u - a) > best:
+                        best, best_a = alone[a] + at_home[m] * (u - a), a
+            else:
+                best, best_a = alone[u], u
+            for before in range(reached + 1):
+                if sums[m, before] + best > sums[m + 1, before + u]:
+                    sums[m + 1, before + u] = sums[m, before] + best
+                    split[m + 1, before + u] = u
+                    inner[m + 1, before + u] = best_a
+        reached += free[m]
+    return sums, split, inner
+
+
+@compiled
+def earn_in_rack(total: int, unit: float, blocks: Ints, block: Floats) -> tuple[Floats, Ints]:
+    """Return (total + 1,) the most that x GPUs of a rack earn in blocks and one by one, and by what.
+
+    That is the index of the last block, -1 for a single GPU, which earns `unit`.
+    """
+    wide = np.zeros(total + 1, np.float64)
+    wide_by = np.full(total + 1, -1, np.int64)
+    for x in range(1, total + 1):
+        wide[x] = wide[x - 1] + unit
+        for index in range(len(blocks)):
+            k = blocks[index]
+            if k <= x and wide[x - k] + block[index] > wide[x] + 1e-12:
+                wide[x] = wide[x - k] + block[index]
+                wide_by[x] = index
+    return wide, wide_by
 
 
 # --- placing: who stands where --------------------------------------------------------------------------------------
@@ -2045,86 +2189,148 @@ def place_all(ground: Ground, options: Options, picks: Ints, spots: Ints, held: 
     out : (bidders, places)
         Receives the GPUs of each by slot, machine or cell.
     """
-    bidders, racks = len(picks), len(ground.rack_off) - 1
+    claims, anybody = sum_claims(picks, held)
+    room = ground.room.copy()
+    for option in picks:
+        if option >= 0:
+            take_fixed(room, ground.parent, options, option, 1)
+    chosen_spots = spots.copy()
+    order = order_winners(options, picks)
+    if not anybody or not stand_near(ground, options, picks, held, claims, order, room, chosen_spots):
+        stand_as_packed(ground, options, picks, order, room, chosen_spots)
+    count_pieces(ground, options, picks, chosen_spots, out)
+    # Blocks and what is fixed to a rack have taken their rack's GPUs as a whole so far, loose ones none yet.
+    for bidder in order:
+        if picks[bidder] >= 0:
+            fill_racks(
+                ground, room, options, picks[bidder], chosen_spots[bidder], held[bidder], claims, out[bidder]
+            )  # fmt: skip
+    for bidder in order:
+        option = picks[bidder]
+        if option >= 0:
+            rest = options.new[option]
+            for place in range(out.shape[1]):
+                rest -= out[bidder, place]
+            fill(ground, room, held[bidder], claims, out[bidder], rest, -1)
+
+
+@compiled
+def sum_claims(picks: Ints, held: Ints) -> tuple[Ints, bool]:
+    """Return how many GPUs of each place winners hold now, and whether they hold any."""
     claims = np.zeros(held.shape[1], np.int64)
     anybody = False
-    for bidder in range(bidders):
+    for bidder in range(len(picks)):
         if picks[bidder] >= 0:
             for place in range(held.shape[1]):
                 claims[place] += held[bidder, place]
                 anybody = anybody or held[bidder, place] > 0
-    room = ground.room.copy()
-    for bidder in range(bidders):
-        if picks[bidder] >= 0:
-            take_fixed(room, ground.parent, options, picks[bidder], 1)
-    chosen_spots = spots.copy()
-    keys = np.empty(bidders, np.int64)
-    for bidder in range(bidders):
+    return claims, anybody
+
+
+@compiled
+def order_winners(options: Options, picks: Ints) -> Ints:
+    """Return the bidders in the order of placing: bound gangs, then blocks and gangs, then pieces, large ones first."""
+    keys = np.empty(len(picks), np.int64)
+    for bidder in range(len(picks)):
         option = picks[bidder]
         keys[bidder] = 1 << 40
         if option >= 0:
-            kind = options.kind[option]
-            wide = kind in (BLOCK, GANGS)
+            wide = options.kind[option] in (BLOCK, GANGS)
             bulk = options.new[option] if wide else options.size[option]
             keys[bidder] = (0 if wide else 1 << 30) - bulk * 4096 - (1 if options.place[option] >= 0 else 0) * (1 << 31)
-    order = np.argsort(keys, kind="mergesort")
-    astray = not anybody
-    if anybody:
-        before = room.copy()
-        for bidder in order:
-            option = picks[bidder]
-            if option < 0 or options.kind[option] == LOOSE:
-                continue
-            kind, size, pieces = options.kind[option], options.size[option], options.pieces[option]
-            own = held[bidder]
-            rack = -1
-            if kind in (BLOCK, GANGS):
-                best_key = 1 << 60
-                for r in range(racks):
-                    hole = room[ground.first_rack + r]
-                    elsewhere = options.place[option] >= 0 and ground.first_rack + r != options.place[option]
-                    if hole < options.new[option] or elsewhere:
-                        continue
-                    chunks, mine = 0, 0
-                    for m in range(ground.rack_off[r], ground.rack_off[r + 1]):
-                        mine += min(own[ground.first_machine + m], room[ground.first_machine + m])
-                        if kind == GANGS:
-                            chunks += room[ground.first_machine + m] // size
-                    if kind == GANGS and chunks < pieces:
-                        continue
-                    key = hole - (1 << 20) * min(mine, options.new[option])
-                    if key < best_key:
-                        rack, best_key = r, key
-                if rack < 0:
-                    astray = True
-                    break
-                if kind == BLOCK:
-                    room[ground.first_rack + rack] -= options.new[option]
-                    chosen_spots[bidder, 0] = ground.first_rack + rack
-                    continue
-            for piece in range(pieces):
-                spot = prefer_spot(ground, room, own, claims, size, rack, kind == ON_SLOT)
-                if spot < 0:
-                    astray = True
-                    break
-                take(room, ground.parent, spot, size)
-                chosen_spots[bidder, piece] = spot
-            if astray:
-                break
-        if astray:
-            room[:] = before
-            chosen_spots[:] = spots
-    if astray:
-        for bidder in order:
-            option = picks[bidder]
-            if option < 0:
-                continue
-            if options.kind[option] == BLOCK:
-                room[chosen_spots[bidder, 0]] -= options.new[option]
-            elif options.kind[option] != LOOSE:
-                for piece in range(options.pieces[option]):
-                    take(room, ground.parent, chosen_spots[bidder, piece], options.size[option])
-    for bidder in range(bidders):
+    return np.argsort(keys, kind="mergesort")
+
+
+@compiled
+def stand_near(
+    ground: Ground,
+    options: Options,
+    picks: Ints,
+    held: Ints,
+    claims: Ints,
+    order: Ints,
+    room: Ints,
+    spots: Ints,
+) -> bool:
+    """Put each winner's pieces or block, in order, where it is already; undone and False if one does not fit any more.
+
+    `room` (places,) loses their GPUs, `spots` (bidders, w) receives their places.
+    """
+    room_before, spots_before = room.copy(), spots.copy()
+    for bidder in order:
+        option = picks[bidder]
+        if option < 0 or options.kind[option] == LOOSE:
+            continue
+        if not put_near(ground, room, options, option, held[bidder], claims, spots[bidder]):
+            room[:] = room_before
+            spots[:] = spots_before
+            return False
+    return True
+
+
+@compiled
+def put_near(ground: Ground, room: Ints, options: Options, option: int, own: Ints, claims: Ints, spots: Ints) -> bool:
+    """Put the pieces or the block of an option in the places that suit its bidder best; False if one does not fit."""
+    kind, size = options.kind[option], options.size[option]
+    rack = -1
+    if kind in (BLOCK, GANGS):
+        rack = prefer_rack(ground, room, options, option, own)
+        if rack < 0:
+            return False
+    if kind == BLOCK:
+        spots[0] = ground.first_rack + rack
+        room[spots[0]] -= options.new[option]
+        return True
+    for piece in range(options.pieces[option]):
+        spot = prefer_spot(ground, room, own, claims, size, rack, kind == ON_SLOT)
+        if spot < 0:
+            return False
+        take(room, ground.parent, spot, size)
+        spots[piece] = spot
+    return True
+
+
+@compiled
+def prefer_rack(ground: Ground, room: Ints, options: Options, option: int, own: Ints) -> int:
+    """Return the number of the rack that suits a block or gangs best, -1 for none: most of its own, then least room."""
+    new, size, gangs = options.new[option], options.size[option], options.kind[option] == GANGS
+    best, best_key = -1, 1 << 60
+    for r in range(len(ground.rack_off) - 1):
+        hole = room[ground.first_rack + r]
+        elsewhere = options.place[option] >= 0 and ground.first_rack + r != options.place[option]
+        if hole < new or elsewhere:
+            continue
+        chunks, mine = 0, 0
+        for m in range(ground.rack_off[r], ground.rack_off[r + 1]):
+            mine += min(own[ground.first_machine + m], room[ground.first_machine + m])
+            if gangs:
+                chunks += room[ground.first_machine + m] // size
+        if gangs and chunks < options.pieces[option]:
+            continue
+        key = hole - (1 << 20) * min(mine, new)
+        if key < best_key:
+            best, best_key = r, key
+    return best
+
+
+@compiled
+def stand_as_packed(ground: Ground, options: Options, picks: Ints, order: Ints, room: Ints, spots: Ints) -> None:
+    """Take the GPUs of all winners' pieces and blocks from `room` (places,), where packing put them."""
+    for bidder in order:
+        option = picks[bidder]
+        if option < 0:
+            continue
+        if options.kind[option] == BLOCK:
+            room[spots[bidder, 0]] -= options.new[option]
+        elif options.kind[option] != LOOSE:
+            for piece in range(options.pieces[option]):
+                take(room, ground.parent, spots[bidder, piece], options.size[option])
+
+
+@compiled
+def count_pieces(ground: Ground, options: Options, picks: Ints, spots: Ints, out: Ints) -> None:
+    """Count in `out` what stands in slots, machines and cells: pieces, and what is fixed to one of them."""
+    for bidder in range(len(picks)):
         option = picks[bidder]
         if option < 0:
             continue
@@ -2134,26 +2340,28 @@ def place_all(ground: Ground, options: Options, picks: Ints, spots: Ints, held: 
                 out[bidder, place] += options.fixed_count[index]
         if options.kind[option] != LOOSE and options.kind[option] != BLOCK:
             for piece in range(options.pieces[option]):
-                out[bidder, chosen_spots[bidder, piece]] += options.size[option]
-    # Blocks and what is fixed to a rack have taken their rack's GPUs as a whole so far, loose ones none yet.
-    for bidder in order:
-        option = picks[bidder]
-        if option < 0:
-            continue
-        for index in range(options.fixed_off[option], options.fixed_off[option + 1]):
-            place = options.fixed_place[index]
-            if ground.first_rack <= place < ground.first_cell:
-                count = options.fixed_count[index]
-                room[place] += count
-                fill(ground, room, held[bidder], claims, out[bidder], count, place - ground.first_rack)
-        if options.kind[option] == BLOCK:
-            place = chosen_spots[bidder, 0]
-            room[place] += options.new[option]
-            fill(ground, room, held[bidder], claims, out[bidder], options.new[option], place - ground.first_rack)
-    for bidder in order:
-        option = picks[bidder]
-        if option >= 0:
-            rest = options.new[option]
-            for place in range(out.shape[1]):
-                rest -= out[bidder, place]
-            fill(ground, room, held[bidder], claims, out[bidder], rest, -1)
+                out[bidder, spots[bidder, piece]] += options.size[option]
+
+
+@compiled
+def fill_racks(
+    ground: Ground,
+    room: Ints,
+    options: Options,
+    option: int,
+    spots: Ints,
+    own: Ints,
+    claims: Ints,
+    bundle: Ints,
+) -> None:
+    """Give a bidder the machines' GPUs for its block, and for what is fixed to a rack."""
+    for index in range(options.fixed_off[option], options.fixed_off[option + 1]):
+        place = options.fixed_place[index]
+        if ground.first_rack <= place < ground.first_cell:
+            count = options.fixed_count[index]
+            room[place] += count
+            fill(ground, room, own, claims, bundle, count, place - ground.first_rack)
+    if options.kind[option] == BLOCK:
+        place, count = spots[0], options.new[option]
+        room[place] += count
+        fill(ground, room, own, claims, bundle, count, place - ground.first_rack)
