@@ -17,9 +17,19 @@ import pytest
 from app_agent.core.spec import AppSpec
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import Client, open_client
-from launch.site.site import Site, end_everything, in_process, local_site, memory_bus, wait_ready
+from launch.site.site import (
+    Site,
+    as_processes,
+    end_everything,
+    in_process,
+    local_site,
+    memory_bus,
+    on_broker,
+    wait_ready,
+)
 from protocol import exit_codes
 from protocol.messages import OwnerId, Requirements
+from tests.support.rabbitmq import ADMIN, PrivateRabbitMQ, available
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -51,6 +61,8 @@ CANNOT = """
         print(step, file=open(record, "a"), flush=True)
         step += 1
     """
+DDP = Path(__file__).parents[1] / "support" / "ddp_train.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", str(DDP), "ddp", "100000", "50")
 SETTINGS = ArbiterSettings(
     policy="drf",
     lease_s=6.0,
@@ -64,26 +76,26 @@ PATIENCE_S = 90.0
 
 
 class SixApps:
-    """Two nodes of four GPUs, and six apps: two gangs, two jobs of one GPU, a search, and one that cannot save."""
+    """Two nodes of four GPUs; a gang, a torchrun job, two jobs of one GPU, a search, and a job that cannot save."""
 
     def __init__(self, folder: Path, site: Site, client: Client) -> None:
         self.folder, self.client = folder, client
         self.environment = os.environ | {"GPU_ARBITER_URL": f"unix://{site.socket}"}
         self.apps = {
             "gang": self.submit("gang", SAVES, gang=2),
-            "gang-2": self.submit("gang-2", SAVES, gang=2),
+            "torchrun": self.submit("torchrun", "", gang=2),
             "one": self.submit("one", SAVES),
             "one-2": self.submit("one-2", SAVES, preempt_by="suspend"),
             "cannot": self.submit("cannot", CANNOT),
             "search": self.submit("search", SAVES, trials=2),
         }
-        self.saving = ["gang", "gang-2", "one", "one-2", "search.0", "search.1"]
+        self.saving = ["gang", "one", "one-2", "search.0", "search.1"]
 
     def submit(self, name: str, script: str, *, gang: int = 1, trials: int = 1, preempt_by: Any = "auto") -> str:
-        program = (sys.executable, "-c", textwrap.dedent(script))
+        program = (sys.executable, "-c", textwrap.dedent(script)) if script else TORCHRUN
         records = [name] if trials == 1 else [f"{name}.{number}" for number in range(trials)]
         spec = AppSpec(
-            trials=tuple((*program, str(self.folder / record)) for record in records),
+            trials=tuple((*program, str(self.folder / record)) if script else program for record in records),
             cwd=str(self.folder),
             checkpoint_root=str(self.folder / "checkpoints"),
             name=name,
@@ -97,6 +109,11 @@ class SixApps:
     def steps(self, record: str) -> list[int]:
         path = self.folder / record
         return [int(line) for line in path.read_text().split()] if path.exists() else []
+
+    def ddp_step(self) -> int:
+        """Return how far the torchrun job is, as its node agents tell it."""
+        (app,) = self.client.query("apps", self.apps["torchrun"])["apps"]
+        return max([int(task["step"]) for task in app["tasks"]], default=-1)
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "launch.cli", *words]
@@ -126,8 +143,29 @@ def test_a_node_of_six_apps_is_emptied_without_loss_and_used_again(tmp_path: Pat
                 end_everything(client)
 
 
+@pytest.mark.full
+@pytest.mark.broker
+@pytest.mark.skipif(not available(), reason="rabbitmq-server is not installed; see scripts/ensure-rabbitmq.sh")
+def test_over_rabbitmq_with_daemons_of_their_own_it_is_the_same(tmp_path: Path) -> None:
+    site = local_site(tmp_path, nodes=2, gpus="simulated:4", settings=SETTINGS)
+    with PrivateRabbitMQ() as broker:
+        site = on_broker(site, broker.url(), user=ADMIN, prefix="drain.")
+        with as_processes(site, tmp_path / "config", tmp_path / "logs") as check:
+            wait_ready(site, check)
+            with open_client(site.socket) as client:
+                six = SixApps(tmp_path, site, client)
+                try:
+                    drain_and_undrain(six)
+                finally:
+                    (tmp_path / "cannot.end").touch()
+                    end_everything(client)
+
+
 def drain_and_undrain(six: SixApps) -> None:
-    six.until(lambda: sum(len(six.steps(name)) >= 5 for name in [*six.saving, "cannot"]) >= 6, "the GPUs are in use")
+    # Nine GPUs are wanted, so that one job waits.
+    six.until(lambda: sum(len(six.steps(name)) >= 5 for name in [*six.saving, "cannot"]) >= 5, "the GPUs are in use")
+    six.until(lambda: six.ddp_step() >= 5, "the torchrun job trains")
+    before = six.ddp_step()
     node = next(task["node"] for task in six.tasks() if task["name"] == "cannot")
     there = {task["task"] for task in six.tasks() if task["node"] == node}
     assert len(there) >= 2, "something else is there to be moved"
@@ -162,6 +200,7 @@ def drain_and_undrain(six: SixApps) -> None:
     assert six.run("undrain", node).returncode == exit_codes.DONE
     counts = {name: len(six.steps(name)) for name in six.saving}
     six.until(lambda: all(len(six.steps(name)) > counts[name] + 5 for name in six.saving), "all go on")
+    six.until(lambda: six.ddp_step() > before, "the torchrun job goes on")
     assert [task for task in six.tasks() if task["node"] == node]
     for name in six.saving:
         assert six.steps(name) == list(range(len(six.steps(name)))), f"{name} has lost a mini-batch, or made one twice"
