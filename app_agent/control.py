@@ -69,6 +69,18 @@ class QueryRequest(Struct, frozen=True, tag="query", tag_field="do"):
     patience_s: Seconds | None = None
 
 
+class NodeRequest(Struct, frozen=True, tag="node", tag_field="do"):
+    """Drain a node, or let it be used again; answered by the arbiter's document, for administrators only.
+
+    `force` ends also the tasks that cannot save.
+    """
+
+    kind: Literal["drain", "undrain"]
+    node: Sentence
+    reason: Sentence = ""
+    force: bool = False
+
+
 class ListRequest(Struct, frozen=True, tag="list", tag_field="do"):
     """Answered by the records of the owner's apps, in the order of submission."""
 
@@ -77,7 +89,7 @@ class PingRequest(Struct, frozen=True, tag="ping", tag_field="do"):
     """Answered by the owner, and whether the broker is reached and the daemon's inbox there can be read."""
 
 
-Request = SubmitRequest | CancelRequest | WaitRequest | QueryRequest | ListRequest | PingRequest
+Request = SubmitRequest | CancelRequest | WaitRequest | QueryRequest | NodeRequest | ListRequest | PingRequest
 
 _decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
@@ -172,6 +184,17 @@ class Control:
         """Return the arbiter's document; for ``log`` one chunk, whose ``data`` is base64, for a list one page of it."""
         request = QueryRequest(kind, target, offset, limit, patience_s)
         return cast("dict[str, Any]", self._ask(request)["document"])
+
+    def drain(self, node: str, *, reason: str = "", force: bool = False) -> dict[str, Any]:
+        """Have a node emptied; return its ``node``, its ``state`` and the ``tasks`` it still holds, with their fates.
+
+        Code 3 if there is no such node, 7 if this owner is no administrator of the site.
+        """
+        return cast("dict[str, Any]", self._ask(NodeRequest("drain", node, reason, force))["document"])
+
+    def undrain(self, node: str) -> dict[str, Any]:
+        """Let a node be used again; the answer and the codes are those of `drain`."""
+        return cast("dict[str, Any]", self._ask(NodeRequest("undrain", node))["document"])
 
     def apps(self) -> list[AppRecord]:
         """Return the records of the owner's apps, oldest first."""

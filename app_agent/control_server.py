@@ -22,6 +22,7 @@ from app_agent.control import (
     CancelRequest,
     ControlError,
     ListRequest,
+    NodeRequest,
     PingRequest,
     QueryRequest,
     Request,
@@ -217,6 +218,10 @@ class ControlServer:
                 return {"record": record}
             case QueryRequest():
                 return {"document": await self._query(request)}
+            case NodeRequest(kind, node, reason, force):
+                number = next(self._numbers)
+                act = Intervene(number, kind, node, reason, force)
+                return {"document": await self._persist(number, act, ANSWER_S)}
             case ListRequest():
                 return {"apps": self._host.records()}
             case PingRequest():

@@ -257,7 +257,23 @@ class Queries:
             "rack": node.rack,
             "state": "up" if up else "lost",
             "last_seen_s": now - since,
+            "drain": self._drain(node.id),
             "gpus": [_gpu(gpu, [seat for seat in self._seats(gpu) if seat is not gpu]) for gpu in gpus],
+        }
+
+    def _drain(self, node: NodeId) -> dict[str, Any] | None:
+        """Return who has a node emptied, why and since when, with the tasks still there; None if it is in use."""
+        drain = self._arbiter.state.drains.get(node)
+        if drain is None:
+            return None
+        return {
+            "state": "draining" if drain.empty_since is None else "drained",
+            "by": drain.by,
+            "reason": drain.reason,
+            "force": drain.force,
+            "since": _instant(drain.since),
+            "empty_since": None if drain.empty_since is None else _instant(drain.empty_since),
+            "tasks": msgspec.to_builtins(self._arbiter.leavers(node)),
         }
 
     def _capacity(self) -> dict[str, Any]:
@@ -337,6 +353,7 @@ class Queries:
         told = [
             *(self._broken(state.gpus[gpu]) for gpu in obstacle.gpus if gpu in state.gpus),
             *(f"node {node} is lost" for node in obstacle.nodes),
+            *(state.drains[node].sentence(node) for node in obstacle.draining if node in state.drains),
             *(self._left(state.gpus[gpu]) for gpu in obstacle.leaving if gpu in state.gpus),
             *(self._rival(other, now) for other in obstacle.apps if other in state.apps),
         ]
@@ -346,6 +363,7 @@ class Queries:
             "gpus": list(obstacle.gpus),
             "leaving": list(obstacle.leaving),
             "nodes": list(obstacle.nodes),
+            "draining": list(obstacle.draining),
             "estimate": estimate,
             "text": text or "nothing: the next round gives it GPUs as things stand",
         }
@@ -396,7 +414,8 @@ class Queries:
         if won:
             return f"it has won {', '.join(won)} and waits until the last user has left"
         if not any(model.usable(state, gpu) for gpu in state.gpus.values()):
-            return "no GPU is in service; see `gpu-arbiter nodes`"
+            drained = "; ".join(drain.sentence(node) for node, drain in sorted(state.drains.items())[:NAMED_MAX])
+            return f"no GPU is in service{f' ({drained})' if drained else ''}; see `gpu-arbiter nodes`"
         if isinstance(app.state, Active) and phases.awaits_solver(state):
             return "the auction's solver is being compiled, which takes about a minute at the first start on a host"
         if isinstance(app.state, Active) and phases.awaits_bookings(state):

@@ -84,6 +84,16 @@ class Client:
             page = self._control.query(kind, target, following, limit=limit and limit - len(entries))
         return document | {kind: list(entries.values()), "next_offset": following}
 
+    def drain(self, node: str, *, reason: str = "", force: bool = False) -> dict[str, Any]:
+        """Have a node emptied; return its state, and its tasks with their fates."""
+        with _faults():
+            return self._control.drain(node, reason=reason, force=force)
+
+    def undrain(self, node: str) -> dict[str, Any]:
+        """Let a node be used again; return its state."""
+        with _faults():
+            return self._control.undrain(node)
+
     def apps(self) -> list[AppRecord]:
         """Return the owner's apps, oldest first."""
         with _faults():

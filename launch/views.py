@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
-from launch.surface import Document, duration, number, table
+from launch.surface import Document, duration, number, plural, table
 
 OVER = frozenset({"finished", "failed", "cancelled", "refused"})
 EXPLAINED_ROUNDS = 5
@@ -87,12 +87,38 @@ def _tenant_row(tenant: Document) -> tuple[str, ...]:
     )
 
 
-def nodes_table(document: Document) -> str:
-    """Return `nodes`: one line per GPU."""
+def nodes_table(document: Document, now: float) -> str:
+    """Return `nodes`: one line per GPU, and after them the nodes that are drained."""
     rows = [_gpu_row(node, gpu) for node in document["nodes"] for gpu in node["gpus"]]
     if not rows:
         return "no nodes; start one with: gpu-arbiter node-agent --config node.toml"
-    return table(("NODE", "RACK", "NODE-STATE", "SEEN", "GPU", "SLOT", "MODEL", "STATE", "APP", "DETAIL"), rows)
+    headers = ("NODE", "RACK", "NODE-STATE", "SEEN", "GPU", "SLOT", "MODEL", "STATE", "APP", "DETAIL")
+    drains = [_drain(node, now) for node in document["nodes"] if node.get("drain")]
+    return "\n".join([table(headers, rows), *drains])
+
+
+def _drain(node: Document, now: float) -> str:
+    """Return who has a node emptied, why and since when, and the tasks that are still there."""
+    drain = node["drain"]
+    since = f"by {drain['by']} since {_ago(drain['since'], now)}"
+    why = f": {drain['reason']}" if drain["reason"] else ""
+    return f"{drained(str(node['id']), str(drain['state']), drain['tasks'])}\n  {since}{why}"
+
+
+def drained(node: str, state: str, tasks: Sequence[Document]) -> str:
+    """Return how far a node is on its way to hold no task: one line, and one for each task that it still holds."""
+    waits = sum(bool(task["stays"]) for task in tasks)
+    line = f"{node} is {state}"
+    if tasks:
+        line += f": it holds {plural(len(tasks), 'task')}" + (
+            f", and waits for {waits} that stay{'s' * (waits == 1)}" if waits else ""
+        )
+    return "\n".join([line, *(f"  {_leaver(task)}" for task in tasks)])
+
+
+def _leaver(task: Document) -> str:
+    step = f", step {task['step']}" if int(task["step"]) >= 0 else ""
+    return f"{task['task']} ({task['phase']}{step}, has run {duration(task['ran_s'])}) {task['text']}"
 
 
 def _gpu_row(node: Document, gpu: Document) -> tuple[str, ...]:
@@ -102,7 +128,7 @@ def _gpu_row(node: Document, gpu: Document) -> tuple[str, ...]:
     return (
         str(node["id"]),
         str(node["rack"]),
-        str(node["state"]),
+        str(node["state"]) + (f", {node['drain']['state']}" if node.get("drain") else ""),
         duration(node["last_seen_s"]) + " ago",
         str(gpu["id"]),
         str(gpu["slot"]),

@@ -122,7 +122,7 @@ Kind = Literal["batch", "interactive"]
 #: them; or as node agents measured them.
 Basis = Literal["guess", "declared", "measured"]
 QueryKind = Literal["apps", "nodes", "explain", "rounds", "leases", "log", "shares", "capacity"]
-ActKind = Literal["cancel"]
+ActKind = Literal["cancel", "drain", "undrain"]
 Cpus = Annotated[float, Meta(ge=0, le=1e6)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]  #: of GPU time among equals: twice the weight, twice the share
 
@@ -423,13 +423,15 @@ class Query(Struct, frozen=True, tag=True):
 class Act(Struct, frozen=True, tag=True):
     """An act of an owner, or of an administrator, on something that their app agent need not know.
 
-    Answered by `Answer`; the same `act_id` again is the same act.
+    Answered by `Answer`; the same `act_id` again is the same act. ``drain`` and ``undrain`` have a node for a target.
     """
 
     act_id: Name
     kind: ActKind
     target: Sentence
     site: SiteId = ""
+    reason: Sentence = ""  #: of ``drain``, for people
+    force: bool = False  #: of ``drain``: also end what cannot save
 
 
 class LogChunk(Struct, frozen=True, tag=True):

@@ -68,7 +68,7 @@ class Ask(Struct, frozen=True, tag=True):
 
 
 class Intervene(Struct, frozen=True, tag=True):
-    """Event: the owner acts on an app of which this core has no record, such as another owner's.
+    """Event: the owner acts on an app of which this core has no record, such as another owner's, or on a node.
 
     The arbiter decides whether the owner may; its answer goes past this core.
     """
@@ -76,6 +76,8 @@ class Intervene(Struct, frozen=True, tag=True):
     request: str
     kind: ActKind
     target: str
+    reason: str = ""
+    force: bool = False
 
 
 class Configured(Struct, frozen=True, tag=True):
@@ -180,8 +182,8 @@ class AppHost:
                 return self._cancel(request, app, now)
             case Ask(request, kind, target, offset, limit):
                 return [Send(ARBITER, Query(request, kind, target, offset, limit, self._site()))]
-            case Intervene(request, act, target):
-                return [Send(ARBITER, Act(request, act, target, self._site()))]
+            case Intervene(request, act, target, reason, force):
+                return [Send(ARBITER, Act(request, act, target, self._site(), reason, force))]
             case _ as never:
                 assert_never(never)
 

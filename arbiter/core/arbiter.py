@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from arbiter.core import invariants, outbox
 from arbiter.core.effects import ActRecord, AppRecord, Decide, Decided, Effect, LeaseRecord, Note, RoundRecord, Sold
-from arbiter.core.leases import leases
-from arbiter.core.members import apps, nodes, owner_acts, sales, site
+from arbiter.core.leases import drains, leases
+from arbiter.core.members import apps, node_acts, nodes, owner_acts, sales, site
 from arbiter.core.rounds import phases
 from arbiter.core.state.gpu_time import Flow
 from arbiter.core.state.index import Index
@@ -34,6 +34,7 @@ from protocol.messages import (
     Bid,
     GpuId,
     LogChunk,
+    NodeId,
     NodeReport,
     Party,
     ProbeReply,
@@ -169,6 +170,7 @@ class Arbiter:
         nodes.lose_silent(turn)
         if phases.awaits_solver(self.state) and self._index.next_end <= turn.now + self.state.settings.renewal_lead_s:
             leases.extend(turn)  # it is we who cannot renew it
+        drains.go_on(turn)
         leases.keep(turn)
         leases.expire(turn)
         if ticks and outbox.beat_is_due(self.state, turn.now):
@@ -203,6 +205,10 @@ class Arbiter:
     def seats(self, gpu: GpuId) -> frozenset[GpuId]:
         """Return all seats of the GPU that this is one of."""
         return frozenset(self._index.seats[device_of(gpu)])
+
+    def leavers(self, node: NodeId) -> Sequence[drains.Leaver]:
+        """Return the tasks that a node still holds which is being drained, by id."""
+        return drains.leavers(self.state, self._index, node)
 
     def story(self, id: str) -> Sequence[StoryLine]:  # noqa: A002
         """Return what has happened to a GPU, app, node or ``rounds``, oldest first."""
@@ -293,8 +299,9 @@ class Arbiter:
                 if self._may_speak(turn, sender, message):
                     phases.take_bid(turn, message)
             case Act():
+                acts = node_acts if message.kind in ("drain", "undrain") else owner_acts
                 if site.may_speak(turn, sender, message.site):
-                    owner_acts.take(turn, sender, message)
+                    acts.take(turn, sender, message)
             case Query() | LogChunk():
                 pass  # answered by `arbiter.queries`; changes nothing here
             case _:

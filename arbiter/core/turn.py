@@ -145,7 +145,7 @@ class Turn:
             return []
         index.recounted = False
         for device in sorted(index.seats):
-            serves = model.usable(self.state, self.state.gpus[device])
+            serves = model.in_service(self.state, self.state.gpus[device])
             if serves == (device in index.booked):
                 continue
             (index.booked.add if serves else index.booked.discard)(device)

@@ -51,14 +51,16 @@ UNKNOWN_GPU_S = 3600.0
 class Obstacle(Struct, frozen=True):
     """The obstacles in an app's way: with all of them gone the next round gives it GPUs.
 
-    `apps` hold GPUs that it could have, or come before it; `gpus` and `nodes` are out of service; `leaving` are GPUs
-    that their last users still have to leave. Nothing at all: the next round gives it GPUs as things are.
+    `apps` hold GPUs that it could have, or come before it; `gpus` and `nodes` are out of service; nodes in `draining`
+    are to be emptied; `leaving` are GPUs that their last users still have to leave. Nothing at all: the next round
+    gives it GPUs as things are.
     """
 
     apps: tuple[AppId, ...] = ()
     leaving: tuple[GpuId, ...] = ()
     gpus: tuple[GpuId, ...] = ()
     nodes: tuple[NodeId, ...] = ()
+    draining: tuple[NodeId, ...] = ()
 
 
 class _Enough(Exception):  # noqa: N818 - it ends a search, and is no error
@@ -129,7 +131,7 @@ class WhatIf:
         nodes = tuple(sorted(node.id for node in self._state.nodes.values() if isinstance(node.state, Lost)))
         gpus = (gpu for gpu in self._state.gpus.values() if model.is_first(gpu.id) and gpu.node not in nodes)
         sick = tuple(sorted(gpu.id for gpu in gpus if not (gpu.present and gpu.healthy)))
-        return Obstacle(gpus=sick, nodes=nodes)
+        return Obstacle(gpus=sick, nodes=nodes, draining=tuple(sorted(self._state.drains)))
 
     def _first_of(self, crowd: Obstacle) -> Obstacle:
         """Return the first few of a crowd that suffice, by halving: with more of them gone it is no harder to start."""
@@ -155,7 +157,7 @@ class WhatIf:
     def _without_needless(self, obstacle: Obstacle) -> Obstacle:
         """Return as little of an obstacle as has to go; all of it if there are no tries left to find out."""
         try:
-            for field in ("apps", "nodes", "gpus", "leaving"):
+            for field in ("apps", "nodes", "gpus", "draining", "leaving"):
                 for part in _halves(getattr(obstacle, field)):
                     rest = tuple(each for each in getattr(obstacle, field) if each not in part)
                     fewer = replace(obstacle, **{field: rest})
@@ -237,6 +239,10 @@ def _remove(turn: Turn, obstacle: Obstacle) -> None:
         _end(turn, other)
     for node_id in obstacle.nodes:
         state.nodes[node_id] = replace(state.nodes[node_id], state=Up(turn.now))
+    for node_id in obstacle.draining:
+        state.drains.pop(node_id, None)
+        for gpu_id in sorted(turn.index.node_gpus[node_id]):
+            _leave(turn, gpu_id)
     for gpu in list(state.gpus.values()):
         if gpu.node in obstacle.nodes or device_of(gpu.id) in (*obstacle.gpus, *obstacle.leaving):
             state.gpus[gpu.id] = replace(gpu, present=True, healthy=True, quarantined=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from app_agent.config import default_socket
 from arbiter.config import HistoryMode
@@ -20,7 +21,11 @@ from launch.faults import Fault
 from launch.site.service import faults, serve
 from launch.site.site import Site, Watch, daemons, local_site, memory_bus, user_folder, wait_ready
 from launch.surface import note, plural
+from protocol.messages import OwnerId
 from protocol.private import state_folder
+
+#: Of the site's only app agent.
+OWNER = OwnerId("me")
 
 
 class Options(Struct, frozen=True):
@@ -48,12 +53,15 @@ def run(options: Options) -> None:
     _refuse_a_second(socket)
     with ExitStack() as stack:
         folder = _folder(options, stack)
+        # On a site of one's own there is no other administrator.
+        settings = replace(options.settings, admins=options.settings.admins or (OWNER,))
         site = local_site(
             folder,
             nodes=options.nodes,
             gpus=options.gpus,
+            owner=OWNER,
             socket=socket,
-            settings=options.settings,
+            settings=settings,
             history="auto" if options.fresh else options.history,
             adopt_site=options.adopt_site,
         )

@@ -68,7 +68,7 @@ def nodes(json: Json = False) -> None:
         if as_json:
             emit(document)
         else:
-            say(views.nodes_table(document))
+            say(views.nodes_table(document, time.time()))
 
 
 def shares(json: Json = False) -> None:

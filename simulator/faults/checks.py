@@ -28,6 +28,9 @@ decision rests on bids of its own round.
 *Nothing is sold twice.* Only the answer to the newest sale changes a booking or the state of an app. In a time slot to
 come, apps have booked no more GPUs of a node than it has ever had.
 
+*Nothing begins on a drained node.* While a node is being drained no lease begins on it, but of an app that has a task
+parked there: it has to go on to save.
+
 *GPU time adds up.* The GPU time that a tenant had, parked, lost and was leaving is the sum over its apps. The GPU time
 that an app had and was leaving is the sum over its leases. Both hold in the records for the ledger and in the arbiter's
 answers, to the second.
@@ -103,6 +106,7 @@ class Checks:
         self._together: set[frozenset[TaskId]] = set()  #: pairs that ran on one GPU at the last instant
         self._records: dict[LeaseId, LeaseRecord] = {}
         self._accounts: dict[AppId, AppRecord] = {}
+        self._drained: dict[NodeId, set[LeaseId]] = {}  #: by node that is drained, the leases after the last event
         self._newest_sale = (0, 0)  #: its epoch and number
         self._bookings: dict[AppId, tuple[AppState, Booking | None]] = {}  #: after the last event
         self._hungry: dict[TaskId, tuple[float, int]] = {}  #: since when a task waits for its turn, behind how many
@@ -236,6 +240,26 @@ class Checks:
                 if before is not None and node.fence < before:
                     raise Violation(f"the fence of {name} fell from {before} to {node.fence}", name)
                 self._fences[name] = node.fence
+
+    def judge_drains(self, state: State) -> None:
+        """Judge the leases that an event has begun on nodes that are drained."""
+        drained: dict[NodeId, set[LeaseId]] = {}
+        for node, drain in state.drains.items():
+            leased = {
+                gpu.state.lease.id: gpu.state.lease
+                for gpu in state.gpus.values()
+                if gpu.node == node and isinstance(gpu.state, Leased)
+            }
+            drained[node] = set(leased)
+            for lease in leased.keys() - self._drained.get(node, leased.keys()):
+                held = leased[lease]
+                if not any(
+                    task.app == held.app and task.phase == "suspended" and held.gpu in task.gpus
+                    for task in state.tasks.values()
+                    if task.node == node
+                ):
+                    raise Violation(f"{lease} begins on {node}, drained since {drain.since}", held.app, held.gpu)
+        self._drained = drained
 
     def judge_sales(self, state: State, event: object, effects: Sequence[object]) -> None:
         """Judge what an event has changed of bookings."""

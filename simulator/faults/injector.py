@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
@@ -23,9 +23,9 @@ from arbiter.core.arbiter import Arbiter, Configured
 from arbiter.core.arbiter import Event as ArbiterEvent
 from node_agent.core.events import WorkerGone
 from protocol.core import Connected, Received, Send
-from protocol.messages import ARBITER, AnyMessage, Bid, GpuId, NodeId, Party, ProbeReply
+from protocol.messages import ARBITER, Act, AnyMessage, Bid, GpuId, NodeId, Party, ProbeReply
 from simulator.faults.checks import Violation
-from simulator.faults.scenario import Fault, NetworkOptions, Options, facts_of
+from simulator.faults.scenario import ADMIN, Fault, NetworkOptions, Options, facts_of
 from simulator.nodes import SimNode
 from simulator.workers import Worker
 from simulator.world import Actor, SimApp, World
@@ -150,6 +150,7 @@ class FaultInjector:
         self.harmed: Counter[str] = Counter()  #: by owner: faults after which its jobs may rightly fail
         self.cancelled: set[str] = set()
         self.restarts = 0
+        self.acts = 0
         self._mail: dict[Party, list[Received]] = {}
         self._doomed: dict[Party, float] = {}  #: ends at its next event, for so many seconds
         self._cuts: list[Fault] = []
@@ -243,6 +244,9 @@ class FaultInjector:
                 world.nodes[NodeId(party.id)].crash()
             case "gpu":
                 self._lose_gpu(fault)
+            case "drain":
+                self._order("drain", NodeId(party.id), force=fault.force)
+                world.after(fault.for_s, partial(self._order, "undrain", NodeId(party.id)))
             case "cancel":
                 self._cancel(world.apps[party.id])
             case "policy":
@@ -335,6 +339,12 @@ class FaultInjector:
             self.cancelled.add(sim_app.actor.party.id)
             self.world.tell(sim_app.actor.party, app_host.Cancel("cancel", sim_app.id))
 
+    def _order(self, kind: Literal["drain", "undrain"], node: NodeId, *, force: bool = False) -> None:
+        """Let the administrator drain a node, or use it again; said to an arbiter that is away, it is not heard."""
+        self.acts += 1
+        act = Act(f"act-{self.acts}", kind, node, reason="a fault world", force=force)
+        self.world.tell(ARBITER, Received(ADMIN, act))
+
     def _harm_worker(self, fault: Fault) -> None:
         node = self.world.nodes[NodeId(fault.party.id)]
         alive = _alive(node)
@@ -355,7 +365,7 @@ class FaultInjector:
     # --- calm -------------------------------------------------------------------------------------------------------
 
     def _calm_down(self) -> None:
-        """End all faults: links are mended, daemons start again, and users kill processes that stand still."""
+        """End all faults: links are mended, daemons start again, nodes are used again, users kill what stands still."""
         world = self.world
         self.network.calm = True
         world.costs = replace(world.costs, decide_s=min(world.costs.decide_s, DECIDE_CALM_S))
@@ -366,6 +376,7 @@ class FaultInjector:
             world.thaw(actor.party)
             self._restart(actor.party)
         for node in world.nodes.values():
+            self._order("undrain", node.id)
             for worker in _alive(node):
                 if worker.hangs and worker.training.since is None:  # stalled, parked, or its GPU was lost for a moment
                     worker.signal("kill")

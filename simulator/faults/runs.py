@@ -167,6 +167,7 @@ class _Run:
     def _judge(self, actor: Actor, event: Any, effects: Sequence[Any]) -> None:
         if actor is self.world.arbiter:
             self.checks.judge_sales(actor.core.state, event, effects)
+            self.checks.judge_drains(actor.core.state)
             self.checks.judge_effects(self.world, effects)
 
     def _count(self, record: RoundRecord) -> None:

@@ -42,6 +42,7 @@ Kind = Literal[
     "cancel",  # its user ends an app
     "policy",  # the operator changes policy
     "sharing",  # the operator changes how GPUs are shared
+    "drain",  # an administrator empties a node, and lets it be used again
 ]
 
 #: A policy that deals with all seats of shared GPUs itself, which worlds of such GPUs run more often than others.
@@ -50,6 +51,9 @@ _SHARES = next(name for name, entry in sorted(POLICIES.items()) if entry.kind.tr
 FINE = 20.0
 #: Faults of a world, at most: all of them within `calm_at` seconds.
 FAULTS_MAX = 24
+#: Drains of a world that has any, at most; and the administrator who orders them.
+DRAINS_MAX = 5
+ADMIN = Party("app", OwnerId("ops"))
 APPS_MAX = 8
 GIB = 2**30
 #: S of GPUs apart, where placement matters in a world; the figures are PAPERS.md section 1's crude ones, rounded up.
@@ -73,6 +77,7 @@ class Fault(Struct, frozen=True):
     midway: bool = False
     policy: str = ""
     sharing: Sharing = "exclusive"
+    force: bool = False  #: of a drain
 
 
 class NetworkOptions(Struct, frozen=True):
@@ -167,7 +172,7 @@ def draw(seed: int, *, policy: str = "") -> Options:
     options = _shared(Random(f"sharing {seed}"), options)  # noqa: S311 - repeatable, not secret
     helpless = Random(f"helpless {seed}")  # noqa: S311 - likewise
     options = replace(options, apps=tuple(_maybe_helpless(helpless, app) for app in options.apps))
-    faults = sorted(_faults(dice, options), key=lambda fault: fault.at)
+    faults = sorted((*_faults(dice, options), *_drains(seed, options)), key=lambda fault: fault.at)
     if policy:
         options = replace(options, settings=replace(options.settings, policy=policy))
         faults = [replace(fault, policy=policy) if fault.policy else fault for fault in faults]
@@ -197,6 +202,7 @@ def _settings(dice: Random, seed: int) -> ArbiterSettings:
         policy=DEFAULT_POLICY if dice.random() < 0.35 else _any_policy(dice),
         policies=_of_policies(dice.choice((0.0, 0.5, 0.8, 1.0)), dice.choice((20.0, 100.0))),
         solver_budget_ms=100.0,
+        admins=(OwnerId(ADMIN.id),),
         interactive_share=0.5,
         interactive_s=10.0,
         lease_s=dice.choice((15.0, 25.0, 40.0)),
@@ -537,6 +543,18 @@ def _operator(dice: Random, options: Options) -> Fault:
     if dice.random() < 0.5:
         return _policy(dice, options)
     return Fault(0.0, "sharing", sharing=dice.choice(("exclusive", "timeslice", "pack")))
+
+
+def _drains(seed: int, options: Options) -> list[Fault]:
+    """Return the drains of a world, in a third of the draws; from dice of their own, so that the rest stays."""
+    dice = Random(f"drains {seed}")  # noqa: S311 - repeatable, not secret
+    count = dice.randint(1, DRAINS_MAX) if dice.random() < 1 / 3 else 0
+    return [_drain(dice, options) for _ in range(count)]
+
+
+def _drain(dice: Random, options: Options) -> Fault:
+    at, for_s = dice.uniform(1.0, options.calm_at), dice.choice((1.0, 10.0, 40.0)) * dice.uniform(0.5, 1.5)
+    return Fault(at, "drain", dice.choice(_nodes(options)), for_s=for_s, force=dice.random() < 0.15)
 
 
 def _for_s(dice: Random) -> float:

@@ -181,7 +181,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
         ),
     ),
     (APP, Query("q1", "log", "ann-1.0-a2", 4096, 100, "s-4711")),
-    (APP, Act("q2", "cancel", "bob-1", "s-4711")),
+    (APP, Act("q2", "drain", "n1", "s-4711", "new memory", force=True)),
     (NODE, LogChunk("q1", _TASK, 4096, b"epoch 1\n\xff\x00", 5000, ended=True)),
     (ARBITER, Probe(_APP, RoundId(5), 3, 8, 2.5, 60.0, 1.0)),
     (

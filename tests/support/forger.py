@@ -216,7 +216,12 @@ class Forger:
         return Query(f"q{self.count()}", kind, target, self.count(), self.count())
 
     def _act(self, owner: str) -> Act:
-        return Act(f"act-{owner}-{self.count(9)}", "cancel", self.one((self.app_id(), self.app_id(owner), "", "\x00")))
+        name = f"act-{owner}-{self.count(9)}"
+        if self.often(0.5):
+            kind = self.one(("drain", "undrain", "undrain"))
+            target = self.one((*self.nodes, "", "\x00", "x" * 8000))
+            return Act(name, kind, target, reason=self.one(("", "new memory", "y" * 8000)), force=self.often(0.2))
+        return Act(name, "cancel", self.one((self.app_id(), self.app_id(owner), "", "\x00")))
 
     def _log_chunk(self) -> LogChunk:
         return LogChunk(

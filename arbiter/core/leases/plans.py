@@ -47,6 +47,9 @@ LEASE_ENDED = "its lease ended"
 #: Why what is parked is ended, to start again elsewhere.
 QUARANTINED = "the GPU that it is parked on is quarantined"
 
+#: Why a task is to leave a node that is to be emptied.
+DRAINED = "its node is being drained"
+
 #: The order for an app that is over.
 NOTHING: list[TaskOrder] = []
 
@@ -162,7 +165,21 @@ def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tas
     ]
     if not here and node.id in shares and _may_start(turn, job, shares, tasks):
         orders.append(_first_order(app, job, node.id, shares))
-    return orders
+    drain = turn.state.drains.get(node.id)
+    return orders if drain is None else [_of_drained(turn.state, drain, job, order) for order in orders]
+
+
+def _of_drained(state: State, drain: model.Drain, job: model.Job, order: TaskOrder) -> TaskOrder:
+    """Return an order for a node that is to be emptied: a task that leaves saves, and none is parked there.
+
+    A parked task that will not go on there once more, to save, is ended if the drain is forced.
+    """
+    if order.want != "vacate":
+        return order
+    task = state.tasks[order.task]
+    saves = task.can_checkpoint and job.suspended and bool(job.gpus)
+    ends = task.phase == "suspended" and drain.force and not saves
+    return replace(order, want="stop" if ends else "vacate", preempt_by="checkpoint", reason=DRAINED)
 
 
 def _shares(turn: Turn, app: model.App, job: model.Job) -> Shares:

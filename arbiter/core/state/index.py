@@ -77,7 +77,7 @@ class Index:
             self.bind_task(task)
         self.recounted = False  #: whether what is in service may have changed since it was last booked
         #: The GPUs in service, of which time is booked.
-        self.booked = {device for device in self.seats if model.usable(state, state.gpus[device])}
+        self.booked = {device for device in self.seats if model.in_service(state, state.gpus[device])}
 
     def bind(self, gpu: model.Gpu) -> None:
         """Note who has this GPU."""
@@ -125,7 +125,7 @@ class Index:
             self._next_end = None
 
     def recount(self) -> None:
-        """A GPU or a node has come, gone, fallen ill or recovered: count anew when next asked."""
+        """A GPU or a node has come, gone, fallen ill or recovered, or is drained: count anew when next asked."""
         self._census = None
         self.recounted = True
         for cache, kept in self.caches.items():
@@ -202,7 +202,7 @@ class Index:
             firsts = (gpu for gpu in self._state.gpus.values() if model.is_first(gpu.id))
             gpus = sorted(firsts, key=lambda gpu: gpu.id)
             hoped = [gpu for gpu in gpus if gpu.present and gpu.healthy]
-            usable = sum(isinstance(self._state.nodes[gpu.node].state, model.Up) for gpu in hoped)
+            usable = sum(model.usable(self._state, gpu) for gpu in hoped)
             self._census = len(hoped), usable, tuple(GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot) for gpu in gpus)
         return self._census
 

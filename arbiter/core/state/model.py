@@ -208,6 +208,23 @@ class Node(Struct, frozen=True):
     host_bytes: int = 0
 
 
+class Drain(Struct, frozen=True):
+    """An administrator's order to empty a node, which holds until it is taken back.
+
+    With `force` the tasks that cannot save are ended, too. `empty_since`: from then on the node has held no task.
+    """
+
+    by: str
+    since: float
+    reason: str = ""
+    force: bool = False
+    empty_since: float | None = None
+
+    def sentence(self, node: NodeId) -> str:
+        """Return who drains a node, and why, as a clause."""
+        return f"node {node} is being drained by {self.by}" + (f": {self.reason}" if self.reason else "")
+
+
 class Toll(Struct, frozen=True):
     """Seconds that a job has run, and of these, that it had to run again or will have to."""
 
@@ -545,10 +562,16 @@ class State(Struct):
     behind: bool = False  #: others have seen more, in this epoch, than the journal knows
     journal_epoch: int = 0  #: of an arbiter that is: the newest epoch in which it gave orders before it learnt so
     listens_until: float | None = None  #: it only listens until then
+    drains: dict[NodeId, Drain] = field(default_factory=dict)  #: the nodes that are to be emptied, or are empty by that
 
 
 def usable(state: State, gpu: Gpu) -> bool:
-    """Whether a GPU may be assigned at all: its node is up and says that it is there and healthy.
+    """Whether a GPU may be assigned at all: it is in service, and its node is not being drained."""
+    return gpu.node not in state.drains and in_service(state, gpu)
+
+
+def in_service(state: State, gpu: Gpu) -> bool:
+    """Whether a GPU serves its holder: its node is up and says that it is there and healthy.
 
     The further seats of a GPU may be while GPUs are shared; where a job is parked, always.
     """

@@ -21,6 +21,7 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.leases import leases, plans
 from arbiter.core.members import apps, nodes, sales
 from arbiter.core.rounds import phases
+from arbiter.core.state import model
 from arbiter.core.state.gpu_time import History
 from arbiter.core.state.model import Bidding, Draining, Free, Leased
 from arbiter.core.turn import Turn
@@ -51,6 +52,12 @@ def _nothing(*_args: Any, **_options: Any) -> None:
 
 
 # --- the arbiter ----------------------------------------------------------------------------------------------------
+
+
+@mutant
+def a_drained_node_gets_new_leases() -> Iterator[None]:
+    with patch.object(model, "usable", model.in_service):
+        yield
 
 
 @mutant

@@ -17,6 +17,7 @@ SEEDS = 200
 FOUND_AT: dict[str, tuple[str, int]] = {
     "a_bid_for_an_earlier_round_counts": ("themis", 187),
     "a_crash_counts_as_a_finish": ("themis", 15),
+    "a_drained_node_gets_new_leases": ("fifo", 4),
     "a_gpu_counts_as_empty_while_its_worker_leaves": ("themis", 3),
     "a_gpu_that_is_being_left_counts_for_nobody": ("themis", 3),
     "a_gpu_is_granted_while_it_drains": ("themis", 3),
