@@ -108,10 +108,11 @@ _decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
 
 class Changes(Struct, frozen=True):
-    """The records that have changed, oldest change first, and the mark after them."""
+    """The records that have changed, oldest change first, and the mark after them; `whole`: those of all apps."""
 
     mark: str
     apps: list[AppRecord]
+    whole: bool = False
 
 
 # --- errors ---------------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class UnreachableError(ControlError, ConnectionError):
 
 
 class NotPermittedError(ControlError):
-    """This user may not do it."""
+    """It is for another user, or for an administrator."""
 
 
 class OutdatedError(ControlError):

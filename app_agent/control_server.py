@@ -372,7 +372,7 @@ class ControlServer:
         boot, _, number = mark.rpartition("-")
         if boot != self._boot or not number.isdecimal():
             apps = list(self._host.state.records) if app is None else [app]
-            return self._as_changes(apps)
+            return self._as_changes(apps) | {"whole": app is None}
         with suppress(TimeoutError):
             await self._until(lambda: bool(self._changed_after(int(number), app)), timeout_s, hung_up)
         return self._as_changes(self._changed_after(int(number), app))

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
+from app_agent.client import default_name
 from app_agent.core.records import AppRecord
 from launch import cli, notify, spec, surface, timeline, views
 from launch.client import Client
@@ -199,8 +200,8 @@ def test_trials_come_from_a_file_and_from_flags(tmp_path: Path) -> None:
 
 
 def test_an_app_is_named_after_its_script() -> None:
-    assert spec.default_name(["python", "-u", "src/train.py", "--x"]) == "train"
-    assert spec.default_name(["/usr/bin/true"]) == "true"
+    assert default_name(["python", "-u", "src/train.py", "--x"]) == "train"
+    assert default_name(["/usr/bin/true"]) == "true"
 
 
 def test_an_unknown_field_is_refused_with_those_there_are() -> None:
