@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -256,11 +258,12 @@ class Client(_Address):
         ------
         UsageError
             With the field and the mend.
+        RefusedError
+            If no node has so many GPUs.
         UnreachableError
             If no app agent answers.
         """
-        spec = self.spec(command, **fields)
-        return App(self, str(self._ask(lambda control: control.submit(spec))))
+        return App(self, self._submit(self.spec(command, **fields)))
 
     def submit_function(self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> FunctionApp[ResultT]:
         """Submit the call of a function as an app; `with_fields` says which GPUs it gets.
@@ -277,7 +280,7 @@ class Client(_Address):
 
         call, spec = self._call(function, args, kwargs)
         try:
-            return FunctionApp(self, str(self._ask(lambda control: control.submit(spec))), call)
+            return FunctionApp(self, self._submit(spec), call)
         except ControlError:
             function_call.remove(call)
             raise
@@ -294,6 +297,11 @@ class Client(_Address):
     def ping(self) -> dict[str, Any]:
         """Return ``{"owner", "tenant", "connected", "reached", "bus"}`` of the app agent."""
         return dict(self._ask(lambda control: control.ping()))
+
+    def _submit(self, spec: AppSpec) -> str:
+        app: str
+        (app,) = self.talk(streams.submission(spec))
+        return app
 
     def _record(self, app: str) -> AppRecord:
         record: AppRecord = self._ask(lambda control: control.changes(app=app)).apps[0]
@@ -373,6 +381,7 @@ class FunctionApp(App, Generic[ResultT]):
         super().__init__(client, id)
         self._call = call
         self._concluded: Callable[[], ResultT] | None = None
+        self._lock = threading.Lock()
 
     def result(self, timeout: float | None = None) -> ResultT:
         """Return the result once it is there, or raise the function's exception, with a note of where it was raised.
@@ -390,9 +399,10 @@ class FunctionApp(App, Generic[ResultT]):
 
     def conclude(self, record: AppRecord) -> ResultT:
         """Return the result, or raise as `result` does, given the record of its end."""
-        if self._concluded is None:
-            output = self._last_lines() if _needs_output(self._call, record) else ""
-            self._concluded = _kept(lambda: _conclude(self.id, self._call, record, output))
+        with self._lock:
+            if self._concluded is None:
+                output = self._last_lines() if _needs_output(self._call, record) else ""
+                self._concluded = _kept(partial(_conclude, self.id, self._call, record, output))
         return self._concluded()
 
     def discard(self) -> None:
@@ -440,7 +450,7 @@ class AsyncClient(_Address):
 
     async def submit(self, command: Sequence[str] | AppSpec | None = None, /, **fields: Any) -> AsyncApp:
         """Submit an app, as `Client.submit` does."""
-        return AsyncApp(self, await self._control.submit(self.spec(command, **fields)))
+        return AsyncApp(self, await self._submit(self.spec(command, **fields)))
 
     async def submit_function(
         self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any
@@ -452,7 +462,7 @@ class AsyncClient(_Address):
 
         call, spec = await asyncio.to_thread(self._call, function, args, kwargs)
         try:
-            return AsyncFunctionApp(self, await self._control.submit(spec), call)
+            return AsyncFunctionApp(self, await self._submit(spec), call)
         except ControlError:
             function_call.remove(call)
             raise
@@ -468,6 +478,11 @@ class AsyncClient(_Address):
     async def ping(self) -> dict[str, Any]:
         """Return ``{"owner", "tenant", "connected", "reached", "bus"}`` of the app agent."""
         return await self._control.ping()
+
+    async def _submit(self, spec: AppSpec) -> str:
+        app: str
+        (app,) = [told async for told in self.talk(streams.submission(spec))]
+        return app
 
     @property
     def _control(self) -> AsyncControl:
@@ -535,19 +550,23 @@ class AsyncFunctionApp(AsyncApp, Generic[ResultT]):
     """A submitted call of a function; see `FunctionApp`."""
 
     def __init__(self, client: AsyncClient, id: str, call: Path) -> None:  # noqa: A002
+        import asyncio
+
         super().__init__(client, id)
         self._call = call
         self._concluded: Callable[[], ResultT] | None = None
+        self._lock = asyncio.Lock()
 
     async def result(self, timeout: float | None = None) -> ResultT:  # noqa: ASYNC109 - as `FunctionApp`
         """Return the result, or raise, as `FunctionApp.result` does."""
         import asyncio
 
         record = await self.wait(timeout)
-        if self._concluded is None:
-            output = await self._last_lines() if _needs_output(self._call, record) else ""
-            concluding = lambda: _conclude(self.id, self._call, record, output)  # noqa: E731
-            self._concluded = await asyncio.to_thread(_kept, concluding)
+        async with self._lock:
+            if self._concluded is None:
+                output = await self._last_lines() if _needs_output(self._call, record) else ""
+                concluding = partial(_conclude, self.id, self._call, record, output)
+                self._concluded = await asyncio.to_thread(_kept, concluding)
         assert self._concluded is not None
         return self._concluded()
 

@@ -346,9 +346,12 @@ class AsyncControl:
         reply = await self._ask(WaitRequest(app, until, timeout_s), timeout_s=_patience(timeout_s))
         return msgspec.convert(reply["record"], AppRecord)
 
-    async def query(self, kind: QueryKind, target: str = "", offset: int = 0) -> dict[str, Any]:
+    async def query(
+        self, kind: QueryKind, target: str = "", offset: int = 0, *, limit: int = 0, patience_s: float | None = None
+    ) -> dict[str, Any]:
         """Return the arbiter's document, as `Control.query` does."""
-        return cast("dict[str, Any]", (await self._ask(QueryRequest(kind, target, offset)))["document"])
+        request = QueryRequest(kind, target, offset, limit, patience_s)
+        return cast("dict[str, Any]", (await self._ask(request))["document"])
 
     async def apps(self) -> list[AppRecord]:
         """Return the records of the owner's apps, oldest first."""

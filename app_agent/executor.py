@@ -55,6 +55,7 @@ class GpuExecutor(Executor):
         self._pending: dict[str, GpuFuture[Any]] = {}
         self._uncancelled: dict[str, FunctionApp[Any]] = {}  #: apps that are to be cancelled when the app agent is back
         self._watcher: threading.Thread | None = None
+        self._mark = ""  #: of the changes that were taken in
         self._closed = False
 
     def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> GpuFuture[ResultT]:
@@ -213,7 +214,8 @@ class GpuExecutor(Executor):
 
     def _follow(self) -> None:
         try:
-            for changes in self._client.talk(streams.changes()):
+            for changes in self._client.talk(streams.changes(mark=self._mark)):
+                self._mark = changes.mark
                 self._take_all(changes)
                 with self._lock:
                     if not self._pending and not self._uncancelled:

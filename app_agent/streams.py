@@ -14,11 +14,14 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from app_agent.control import AsyncControl, ControlError, UnreachableError
-from protocol.exit_codes import NOT_FOUND
+from app_agent.control import AsyncControl, ControlError, UnreachableError, error_of
+from app_agent.core.spec import AppSpec
+from protocol.exit_codes import NOT_FOUND, REFUSED
 
 #: A reader's patience between two questions when nothing new was written, or the app agent is away.
 PAUSE_S = 0.5
+#: The arbiter may take so long to tell how large its nodes are; without it an app is submitted all the same.
+PATIENCE_S = 1.0
 #: An app agent that has answered before may be away so long.
 AWAY_S = 300.0
 #: An answer about changes is waited for so long, and then asked for again.
@@ -148,9 +151,12 @@ def output(target: str, *, follow: bool = False, tail: int | None = None) -> Con
         yield Pause(PAUSE_S)
 
 
-def changes(app: str = "") -> Conversation:
-    """Tell each `Changes` of all apps, or of `app` until it is over; an app agent that starts again is waited for."""
-    mark, away_s = "", 0.0
+def changes(app: str = "", mark: str = "") -> Conversation:
+    """Tell each `Changes` after `mark` of all apps, or of `app` until it is over.
+
+    An app agent that has answered before, and starts again, is waited for.
+    """
+    away_s = 0.0
     while True:
         try:
             news = yield _changes_after(mark, app)
@@ -185,6 +191,28 @@ def reached(app: str, until: Until, timeout_s: float | None) -> Conversation:
             continue
         yield Told(record)
         return
+
+
+def submission(spec: AppSpec) -> Conversation:
+    """Submit an app and tell its id.
+
+    Raises
+    ------
+    RefusedError
+        If no node that the arbiter knows has the GPUs that a job needs at once.
+    """
+    if spec.gang > 1:
+        try:
+            capacity = yield lambda client: client.query("capacity", patience_s=PATIENCE_S)
+        except UnreachableError:  # the app agent is asked again below; the arbiter may be away
+            pass
+        else:
+            known = int(capacity["largest_node_gpus_known"])
+            if 0 < known < spec.gang:
+                sentence = f"gpus is {spec.gang}, and the largest node has {known}; ask for at most {known}"
+                raise error_of(sentence, REFUSED)
+    app = yield lambda client: client.submit(spec)
+    yield Told(str(app))
 
 
 def _standing(target: str) -> Generator[Question, Any, tuple[bool, bool]]:

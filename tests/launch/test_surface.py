@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from app_agent.client import default_name
 from app_agent.core.records import AppRecord
+from app_agent.streams import TAIL_BYTES
 from launch import cli, notify, spec, surface, timeline, views
 from launch.client import Client
 from launch.faults import Fault
@@ -396,6 +397,30 @@ def test_a_new_attempt_is_read_from_its_beginning() -> None:
 def test_without_follow_all_that_there_is_now_is_printed_once() -> None:
     node = Node(("a0", 0, b"one\n", 8, False), ("a0", 4, b"two\n", 8, False))
     assert followed(node, follow=False) == b"one\ntwo\n"
+
+
+def test_of_a_long_output_the_last_lines_are_read_from_its_end() -> None:
+    size, end = 200_000, b"a half\none\ntwo\n"
+    start = size - TAIL_BYTES
+    first, rest = b"x" * (TAIL_BYTES - len(end)), end
+    node = Node(
+        ("a0", 0, b"x" * 10, size, False),
+        ("a0", start, first, size, False),
+        ("a0", start + len(first), rest, size, False),
+        ("a0", size, b"three\n", size + 6, True),
+    )
+    out = io.BytesIO()
+    follow_logs(cast("Client", node), "ada-1", follow=True, tail=2, out=out, pause=lambda _: None)
+    assert out.getvalue() == b"one\ntwo\nthree\n"
+    assert node.asked[:2] == [0, start], "what is between is not read"
+
+
+@pytest.mark.parametrize(("tail", "told"), [(0, b""), (1, b"two"), (9, b"one\ntwo")])
+def test_of_a_short_output_as_many_lines_are_told_as_there_are(tail: int, told: bytes) -> None:
+    out = io.BytesIO()
+    node = Node(("a0", 0, b"one\ntwo", 7, True))
+    follow_logs(cast("Client", node), "ada-1", follow=False, tail=tail, out=out)
+    assert out.getvalue() == told
 
 
 def test_logs_of_nothing_fail_unless_it_may_still_come() -> None:

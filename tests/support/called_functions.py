@@ -56,3 +56,12 @@ def note_and_wait_for(own: str, path: str) -> str:
     """The same, with a file that says that it has begun."""
     Path(own).touch()
     return wait_for(path)
+
+
+def dies_once(path: str) -> str:
+    """Die, and return at the second call."""
+    if Path(path).exists():
+        return "the second"
+    Path(path).touch()
+    killed()
+    return "the first"

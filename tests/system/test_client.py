@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from app_agent import client as errors
+from app_agent import streams
 from app_agent.client import AsyncClient, Client, DiedError, FunctionApp, connect
 from app_agent.executor import GpuExecutor
 from tests.support import called_functions as functions
@@ -121,6 +123,11 @@ def test_an_app_that_is_not_there_is_not_found(client: Client) -> None:
         client.app("me-nosuch1")
 
 
+def test_what_no_node_can_hold_is_refused(client: Client) -> None:
+    with pytest.raises(errors.RefusedError, match="gpus is 3, and the largest node has 2; ask for at most 2"):
+        client.submit(("true",), gpus=3)
+
+
 def test_no_daemon_is_said_with_the_command_that_starts_one(tmp_path: Path) -> None:
     with pytest.raises(errors.UnreachableError, match="start one with `gpu-arbiter up`") as refused:
         connect(tmp_path / "none.sock")
@@ -175,6 +182,13 @@ def test_a_function_whose_process_dies_tells_exit_code_and_output(client: Client
     with pytest.raises(DiedError) as died:
         client.submit_function(functions.ended).result(PATIENCE_S)
     assert died.value.exit_code == 7
+
+
+def test_a_function_is_called_again_only_if_told_to(client: Client, tmp_path: Path) -> None:
+    with pytest.raises(DiedError):
+        client.submit_function(functions.dies_once, str(tmp_path / "one")).result(PATIENCE_S)
+    again = client.with_fields(max_restarts=1)
+    assert again.submit_function(functions.dies_once, str(tmp_path / "two")).result(PATIENCE_S) == "the second"
 
 
 def test_a_function_that_a_node_cannot_find_is_refused_with_the_mend(client: Client, tmp_path: Path) -> None:
@@ -319,6 +333,28 @@ def test_futures_and_waits_go_on_over_a_restart_of_the_app_agent(
         reader.join(PATIENCE_S)
         waiter.join(PATIENCE_S)
     assert (states[-1], waited) == ("finished", ["finished"])
+
+
+def test_futures_end_if_the_app_agent_stays_away_or_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with thread_site(tmp_path / "site") as own:
+        client = connect(own.socket, cwd=tmp_path)
+        with GpuExecutor(client) as executor:
+            future = executor.submit(functions.wait_for, str(tmp_path / "x"))
+            until(future.running)
+            own.stop_app_agent()
+            shutil.rmtree(tmp_path / "site" / "app")
+            own.start_app_agent()
+            error = future.exception(PATIENCE_S)
+            assert isinstance(error, errors.NotFoundError), "it has a new journal"
+            assert f"there is no app {future.app.id}" in str(error)
+            assert executor.submit(functions.add, 1).result(PATIENCE_S) == 1
+        monkeypatch.setattr(streams, "AWAY_S", 1.0)
+        with GpuExecutor(client) as executor:
+            future = executor.submit(functions.wait_for, str(tmp_path / "x"))
+            until(future.running)
+            own.stop_app_agent()
+            assert isinstance(future.exception(PATIENCE_S), errors.UnreachableError)
+        own.start_app_agent()
 
 
 # --- on an event loop -----------------------------------------------------------------------------------------------
