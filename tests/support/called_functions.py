@@ -65,3 +65,11 @@ def dies_once(path: str) -> str:
     Path(path).touch()
     killed()
     return "the first"
+
+
+def refuses_then_dies(path: str) -> None:
+    """Raise, and die at the second call."""
+    if Path(path).exists():
+        killed()
+    Path(path).touch()
+    refuse(1)

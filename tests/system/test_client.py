@@ -189,6 +189,8 @@ def test_a_function_is_called_again_only_if_told_to(client: Client, tmp_path: Pa
         client.submit_function(functions.dies_once, str(tmp_path / "one")).result(PATIENCE_S)
     again = client.with_fields(max_restarts=1)
     assert again.submit_function(functions.dies_once, str(tmp_path / "two")).result(PATIENCE_S) == "the second"
+    with pytest.raises(DiedError, match="ended without a result"):  # the exception of the first call is out of date
+        again.submit_function(functions.refuses_then_dies, str(tmp_path / "three")).result(PATIENCE_S)
 
 
 def test_a_function_that_a_node_cannot_find_is_refused_with_the_mend(client: Client, tmp_path: Path) -> None:
