@@ -26,8 +26,10 @@ PATIENCE_S = 1.0
 AWAY_S = 300.0
 #: An answer about changes is waited for so long, and then asked for again.
 CHANGES_S = 20.0
-#: Of a long output the last lines are looked for within so many bytes a line, and within so many in all at least.
-LINE_BYTES, TAIL_BYTES = 1024, 65_536
+#: An offset at which no output is: the answer tells the size.
+BEYOND = 2**53
+#: Bytes of the end of an output that are searched first for its last lines.
+REACH_BYTES = 65_536
 
 #: The arbiter's words for an app that has ended.
 OVER = frozenset({"finished", "failed", "cancelled", "refused"})
@@ -117,11 +119,15 @@ async def talk_async(conversation: Conversation, control: AsyncControl) -> Async
 def output(target: str, *, follow: bool = False, tail: int | None = None) -> Conversation:
     """Tell the output of an app, a job or a task as pieces.
 
-    With `follow` until it is over, also if the arbiter is away; with `tail` only the last lines of what there is.
+    With `follow` until it is over, also if the arbiter is away. With `tail` that many last lines of what there is come
+    first, in place of all; attempts that follow are whole.
     """
-    task, offset, held = "", 0, None if tail is None else bytearray()
+    task, offset = "", 0
     while True:
         try:
+            if tail is not None:
+                task, offset = yield from _last_lines(target, tail)
+                tail = None
             chunk = yield _log(target, offset)
         except ControlError as error:
             known, over = yield from _standing(target)
@@ -132,16 +138,12 @@ def output(target: str, *, follow: bool = False, tail: int | None = None) -> Con
             yield Pause(PAUSE_S)  # it waits for its first GPU, or the arbiter is away
             continue
         if chunk["task"] != task:
-            task, asked = str(chunk["task"]), offset
-            offset = 0 if held is None else max(0, chunk["size"] - max(TAIL_BYTES, LINE_BYTES * (tail or 0)))
-            if offset != asked:  # asked at the offset of another attempt's output, or before its last lines
+            task = str(chunk["task"])
+            if offset:  # asked at the offset of another attempt's output
+                offset = 0
                 continue
         data = base64.b64decode(chunk["data"])
         offset += len(data)
-        if held is not None:
-            held += data
-            data = b"" if offset < chunk["size"] else _last_lines(bytes(held), tail or 0)
-            held = held if offset < chunk["size"] else None
         if data:
             yield Told(Piece(task, data))
         if offset < chunk["size"]:
@@ -239,5 +241,38 @@ def _wait(app: str, until: Until, timeout_s: float | None) -> Question:
     return lambda client: client.wait(app, until=until, timeout_s=timeout_s)
 
 
-def _last_lines(data: bytes, count: int) -> bytes:
-    return b"".join(data.splitlines(keepends=True)[-count:]) if count else b""
+def _last_lines(target: str, lines: int) -> Generator[Question, Any, tuple[str, int]]:
+    """Return the task whose output `target` means, and the byte at which its last `lines` lines begin."""
+    end = yield _log(target, BEYOND)
+    task, size = str(end["task"]), int(end["size"])
+    reach = REACH_BYTES
+    while True:
+        start = max(0, size - reach)
+        at = _begin_of((yield from _bytes(task, start, size)), lines)
+        if at is not None or start == 0:
+            return task, start + (at or 0)
+        reach *= 4
+
+
+def _bytes(task: str, start: int, end: int) -> Generator[Question, Any, bytes]:
+    """Return the bytes from `start` to `end` of a task's output, or fewer if there are no more."""
+    data = b""
+    while start + len(data) < end:
+        chunk = yield _log(task, start + len(data))
+        more = base64.b64decode(chunk["data"])
+        if not more:
+            break
+        data += more
+    return data[: end - start]
+
+
+def _begin_of(data: bytes, lines: int) -> int | None:
+    """Return where the last `lines` lines of `data` begin; None if they may begin before it."""
+    if lines == 0:
+        return len(data)
+    at = len(data) - data.endswith(b"\n")
+    for _ in range(lines):
+        at = data.rfind(b"\n", 0, at)
+        if at < 0:
+            return None
+    return at + 1

@@ -23,7 +23,7 @@ def follow_logs(
 ) -> None:
     """Write the output of `target` to `out` (stdout); with `follow`, until it is over, also if the arbiter is away.
 
-    With `tail` only the last lines of what there is at first.
+    With `tail` that many last lines of what there is come first, in place of all; attempts that follow are whole.
 
     Raises
     ------
