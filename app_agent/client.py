@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, Self, TypeVar
 
 import msgspec
 
@@ -42,8 +42,8 @@ from app_agent.streams import Conversation, Question, Until
 from protocol.config import ConfigError, in_words
 from protocol.exit_codes import USAGE
 
+ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
-ClientT = TypeVar("ClientT", "Client", "AsyncClient")
 For = Literal["over", "running"]
 
 #: The error of a function whose process died has so many of its last lines.
@@ -265,7 +265,9 @@ class Client(_Address):
         """
         return App(self, self._submit(self.spec(command, **fields)))
 
-    def submit_function(self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> FunctionApp[ResultT]:
+    def submit_function(
+        self, function: Callable[ParamsT, ResultT], /, *args: ParamsT.args, **kwargs: ParamsT.kwargs
+    ) -> FunctionApp[ResultT]:
         """Submit the call of a function as an app; `with_fields` says which GPUs it gets.
 
         The call is written to ``<checkpoint_root>/calls`` and made by this interpreter; it is not repeated after a
@@ -453,7 +455,7 @@ class AsyncClient(_Address):
         return AsyncApp(self, await self._submit(self.spec(command, **fields)))
 
     async def submit_function(
-        self, function: Callable[..., ResultT], /, *args: Any, **kwargs: Any
+        self, function: Callable[ParamsT, ResultT], /, *args: ParamsT.args, **kwargs: ParamsT.kwargs
     ) -> AsyncFunctionApp[ResultT]:
         """Submit the call of a function, as `Client.submit_function` does."""
         import asyncio

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
 from concurrent.futures import wait as wait_for
 from contextlib import suppress
-from time import monotonic
-from typing import Any, Generic, TypeVar
+from time import monotonic, sleep
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from app_agent import streams
 from app_agent.client import Client, FunctionApp
 from app_agent.control import Changes, ControlError, NotFoundError, UnreachableError
 from app_agent.core.records import AppRecord
 
+ParamsT = ParamSpec("ParamsT")
 ResultT = TypeVar("ResultT")
 
 
@@ -58,7 +59,9 @@ class GpuExecutor(Executor):
         self._mark = ""  #: of the changes that were taken in
         self._closed = False
 
-    def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> GpuFuture[ResultT]:
+    def submit(
+        self, fn: Callable[ParamsT, ResultT], /, *args: ParamsT.args, **kwargs: ParamsT.kwargs
+    ) -> GpuFuture[ResultT]:
         """Submit the call of a function, as `Client.submit_function` does.
 
         Raises
@@ -143,6 +146,8 @@ class GpuExecutor(Executor):
                 future.cancel()
         if wait:
             wait_for(pending)
+            while self._uncancelled and self._watcher is not None:  # the app agent is away
+                sleep(streams.PAUSE_S)
 
     # --- futures ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +189,7 @@ class GpuExecutor(Executor):
             future = self._pending.get(record.app)
             if future is None:
                 return
-            if (record.state == "running" or record.over) and not future.running():
+            if record.state != "waiting" and not future.running():
                 future.set_running_or_notify_cancel()
             if not record.over:
                 return

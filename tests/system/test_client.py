@@ -331,9 +331,9 @@ def test_futures_and_waits_go_on_over_a_restart_of_the_app_agent(
             site.start_app_agent()
         assert running.result(PATIENCE_S) == "while it was away"
         assert waiting.result(PATIENCE_S) == 1
-        until(lambda: dropped.app.state() == "cancelled")
         reader.join(PATIENCE_S)
         waiter.join(PATIENCE_S)
+    assert dropped.app.state() == "cancelled", "told when the app agent was back"
     assert (states[-1], waited) == ("finished", ["finished"])
 
 
