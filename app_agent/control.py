@@ -1,4 +1,4 @@
-"""The control socket between the command line and an app-agent daemon: one JSON line each way per request.
+"""The control socket between an owner's tools and an app-agent daemon: one JSON line each way per request.
 
 `submit`, `cancel` and `wait` concern the owner's apps and are answered by the daemon itself, `query` is answered by the
 arbiter, and so is `cancel` of an app that the daemon has no record of. A connection carries any number of requests, one
@@ -22,7 +22,18 @@ from msgspec import Struct
 from app_agent.config import default_socket
 from app_agent.core.records import AppRecord
 from app_agent.core.spec import AppSpec
-from protocol.exit_codes import FAILED, INTERRUPTED, NOT_PERMITTED, REFUSED, UNREACHABLE, USAGE
+from protocol.exit_codes import (
+    CHANGED,
+    FAILED,
+    INTERRUPTED,
+    NOT_FOUND,
+    NOT_PERMITTED,
+    PREEMPTED,
+    REFUSED,
+    TIMED_OUT,
+    UNREACHABLE,
+    USAGE,
+)
 from protocol.messages import Count, QueryKind, Seconds, Sentence
 
 #: Longest line either side accepts: an answer about a thousand apps takes 1 MB, a chunk of a log 90 kB.
@@ -30,6 +41,8 @@ LINE_BYTES_MAX = 16 * 2**20
 
 #: The client waits so much longer than the daemon, whose answer names the cause.
 GRACE_S = 5.0
+#: A client waits so long for an answer to a request that has no time limit of its own.
+TIMEOUT_S = 30.0
 
 
 class SubmitRequest(Struct, frozen=True, tag="submit", tag_field="do"):
@@ -85,22 +98,120 @@ class ListRequest(Struct, frozen=True, tag="list", tag_field="do"):
     """Answered by the records of the owner's apps, in the order of submission."""
 
 
+class ChangesRequest(Struct, frozen=True, tag="changes", tag_field="do"):
+    """Answered by a mark, and by the records that changed after the one given, of all apps or of `app`.
+
+    The answer waits until there are any, at most `timeout_s` seconds. Without a mark, and with one that another daemon
+    gave, all records have changed; of changes that follow closely upon each other the last is told.
+    """
+
+    mark: Sentence = ""
+    app: Sentence = ""
+    timeout_s: Seconds = 0.0
+
+
 class PingRequest(Struct, frozen=True, tag="ping", tag_field="do"):
     """Answered by the owner, and whether the broker is reached and the daemon's inbox there can be read."""
 
 
-Request = SubmitRequest | CancelRequest | WaitRequest | QueryRequest | NodeRequest | ListRequest | PingRequest
+Request = (
+    SubmitRequest
+    | CancelRequest
+    | WaitRequest
+    | QueryRequest
+    | NodeRequest
+    | ListRequest
+    | ChangesRequest
+    | PingRequest
+)
 
 _decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
 
+class Changes(Struct, frozen=True):
+    """The records that have changed, oldest change first, and the mark after them; `whole`: those of all apps."""
+
+    mark: str
+    apps: list[AppRecord]
+    whole: bool = False
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
 class ControlError(Exception):
-    """A request that failed: one sentence, and the exit code of the command that made it."""
+    """A request that failed: one sentence, and the exit code of the command that made it.
+
+    Clients raise the class of the code's meaning.
+    """
 
     def __init__(self, sentence: str, *, code: int) -> None:
         super().__init__(sentence)
         self.sentence = sentence
         self.code = code
+
+
+class FailedError(ControlError):
+    """It was tried and failed, or an app failed."""
+
+
+class UsageError(ControlError):
+    """What was asked for is wrong; the sentence names the field and the mend."""
+
+
+class NotFoundError(ControlError):
+    """There is no such app, task or node."""
+
+
+class RefusedError(ControlError):
+    """The policy or the site refuses it, or it can never fit."""
+
+
+class WaitTimeoutError(ControlError, TimeoutError):
+    """Time was over before it came to pass."""
+
+
+class UnreachableError(ControlError, ConnectionError):
+    """No app agent, arbiter or broker answers."""
+
+
+class NotPermittedError(ControlError):
+    """It is for another user, or for an administrator."""
+
+
+class OutdatedError(ControlError):
+    """The state that the request was based on has changed underneath."""
+
+
+class PreemptedError(ControlError):
+    """The app ended preempted and will not be started again."""
+
+
+class CancelledError(ControlError):
+    """The app was cancelled."""
+
+
+#: The class of each exit code; any other code is that of a program that failed.
+ERRORS: Mapping[int, type[ControlError]] = {
+    FAILED: FailedError,
+    USAGE: UsageError,
+    NOT_FOUND: NotFoundError,
+    REFUSED: RefusedError,
+    TIMED_OUT: WaitTimeoutError,
+    UNREACHABLE: UnreachableError,
+    NOT_PERMITTED: NotPermittedError,
+    CHANGED: OutdatedError,
+    PREEMPTED: PreemptedError,
+    INTERRUPTED: CancelledError,
+}
+
+
+def error_of(sentence: str, code: int) -> ControlError:
+    """Return the error of the class that `code` means."""
+    return ERRORS.get(code, FailedError)(sentence, code=code)
+
+
+# --- lines ----------------------------------------------------------------------------------------------------------
 
 
 def decode_request(line: bytes) -> Request:
@@ -122,6 +233,25 @@ def encode_line(document: object) -> bytes:
     return msgspec.json.encode(document) + b"\n"
 
 
+def decode_reply(line: bytes, path: Path) -> Mapping[str, Any]:
+    """Return the reply in `line`, which the daemon at `path` sent.
+
+    Raises
+    ------
+    ControlError
+        That of the daemon; or with code 6 for a line that it did not end.
+    """
+    if not line.endswith(b"\n"):
+        raise error_of(f"the daemon at {path} went away; its log says why", UNREACHABLE)
+    reply: Mapping[str, Any] = json.loads(line)
+    if "error" in reply:
+        raise error_of(str(reply["error"]), int(reply.get("code", FAILED)))
+    return reply
+
+
+# --- clients --------------------------------------------------------------------------------------------------------
+
+
 class Control:
     """A client of the control socket, for one thread. Use it as a context manager.
 
@@ -130,7 +260,7 @@ class Control:
     path
         The socket; by default where the daemon puts it (`app_agent.config.default_socket`).
     timeout_s
-        For anything but `wait`.
+        For anything but `wait` and `changes`.
 
     Raises
     ------
@@ -139,43 +269,35 @@ class Control:
         daemon's own sentence and code.
     """
 
-    def __init__(self, path: Path | None = None, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, path: Path | None = None, *, timeout_s: float = TIMEOUT_S) -> None:
         self.path = path or default_socket()
         self._timeout_s = timeout_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.settimeout(timeout_s)
         try:
             self._socket.connect(os.fspath(self.path))
-        except PermissionError as error:
-            self._socket.close()
-            raise ControlError(
-                f"{self.path} belongs to another user; use your own daemon", code=NOT_PERMITTED
-            ) from error
         except OSError as error:
             self._socket.close()
-            sentence = f"no daemon answers at {self.path}; start one with `gpu-arbiter up`, or set GPU_ARBITER_URL"
-            raise ControlError(sentence, code=UNREACHABLE) from error
+            raise _no_connection(self.path, error) from error
         self._file = self._socket.makefile("rwb")
 
     def submit(self, spec: AppSpec) -> str:
         """Submit an app and return its id."""
         return str(self._ask(SubmitRequest(spec))["app"])
 
-    def cancel(self, app: str) -> tuple[str, str]:
-        """End an app; return its id and its state, which is another than ``cancelled`` if it was over already.
+    def cancel(self, app: str) -> str:
+        """End an app; return its state, which is another than ``cancelled`` if it was over already.
 
         Of an app that the daemon has no record of the arbiter decides: code 3 if it knows no such app either, code 7
         if this owner may not end it.
         """
-        reply = self._ask(CancelRequest(app))
-        return str(reply["app"]), str(reply["state"])
+        return str(self._ask(CancelRequest(app))["state"])
 
     def wait(
         self, app: str, *, until: Literal["done", "running"] = "done", timeout_s: float | None = None
     ) -> AppRecord:
         """Return the app's record once it is over, or runs; code 5 if `timeout_s` passes first."""
-        client_s = None if timeout_s is None else timeout_s + GRACE_S
-        reply = self._ask(WaitRequest(app, until, timeout_s), timeout_s=client_s)
+        reply = self._ask(WaitRequest(app, until, timeout_s), timeout_s=_patience(timeout_s))
         return msgspec.convert(reply["record"], AppRecord)
 
     def query(
@@ -200,6 +322,11 @@ class Control:
         """Return the records of the owner's apps, oldest first."""
         return msgspec.convert(self._ask(ListRequest())["apps"], list[AppRecord])
 
+    def changes(self, mark: str = "", *, app: str = "", timeout_s: float = 0.0) -> Changes:
+        """Return the records that changed after `mark`; of all apps or of `app`, none if `timeout_s` passes first."""
+        request = ChangesRequest(mark, app, timeout_s)
+        return msgspec.convert(self._ask(request, timeout_s=_patience(timeout_s)), Changes)
+
     def ping(self) -> dict[str, Any]:
         """Return ``{"owner", "tenant", "connected", "reached", "bus"}``."""
         return dict(self._ask(PingRequest()))
@@ -210,18 +337,9 @@ class Control:
             self._file.write(encode_line(request))
             self._file.flush()
             line = self._file.readline(LINE_BYTES_MAX)
-        except TimeoutError as error:
-            raise ControlError(
-                f"the daemon at {self.path} does not answer; look at its log", code=UNREACHABLE
-            ) from error
         except OSError as error:
-            raise ControlError(f"the daemon at {self.path} went away: {error}", code=UNREACHABLE) from error
-        if not line.endswith(b"\n"):
-            raise ControlError(f"the daemon at {self.path} went away; its log says why", code=UNREACHABLE)
-        reply: Mapping[str, Any] = json.loads(line)
-        if "error" in reply:
-            raise ControlError(str(reply["error"]), code=int(reply.get("code", FAILED)))
-        return reply
+            raise _no_answer(self.path, error) from error
+        return decode_reply(line, self.path)
 
     def close(self) -> None:
         """Hang up."""
@@ -236,6 +354,87 @@ class Control:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class AsyncControl:
+    """The same for an event loop; each request has a connection of its own, and any number may be under way."""
+
+    def __init__(self, path: Path, *, timeout_s: float = TIMEOUT_S) -> None:
+        self.path = path
+        self._timeout_s = timeout_s
+
+    async def submit(self, spec: AppSpec) -> str:
+        """Submit an app and return its id."""
+        return str((await self._ask(SubmitRequest(spec)))["app"])
+
+    async def cancel(self, app: str) -> str:
+        """End an app; return its state, as `Control.cancel` does."""
+        return str((await self._ask(CancelRequest(app)))["state"])
+
+    async def wait(
+        self, app: str, *, until: Literal["done", "running"] = "done", timeout_s: float | None = None
+    ) -> AppRecord:
+        """Return the app's record once it is over, or runs; code 5 if `timeout_s` passes first."""
+        reply = await self._ask(WaitRequest(app, until, timeout_s), timeout_s=_patience(timeout_s))
+        return msgspec.convert(reply["record"], AppRecord)
+
+    async def query(
+        self, kind: QueryKind, target: str = "", offset: int = 0, *, limit: int = 0, patience_s: float | None = None
+    ) -> dict[str, Any]:
+        """Return the arbiter's document, as `Control.query` does."""
+        request = QueryRequest(kind, target, offset, limit, patience_s)
+        return cast("dict[str, Any]", (await self._ask(request))["document"])
+
+    async def apps(self) -> list[AppRecord]:
+        """Return the records of the owner's apps, oldest first."""
+        return msgspec.convert((await self._ask(ListRequest()))["apps"], list[AppRecord])
+
+    async def changes(self, mark: str = "", *, app: str = "", timeout_s: float = 0.0) -> Changes:
+        """Return the records that changed after `mark`, as `Control.changes` does."""
+        reply = await self._ask(ChangesRequest(mark, app, timeout_s), timeout_s=_patience(timeout_s))
+        return msgspec.convert(reply, Changes)
+
+    async def ping(self) -> dict[str, Any]:
+        """Return ``{"owner", "tenant", "connected", "reached", "bus"}``."""
+        return dict(await self._ask(PingRequest()))
+
+    async def _ask(self, request: Request, *, timeout_s: float | None = -1.0) -> Mapping[str, Any]:
+        import asyncio  # the command line, which does without, starts in half the time
+
+        try:
+            reader, writer = await asyncio.open_unix_connection(self.path, limit=LINE_BYTES_MAX)
+        except OSError as error:
+            raise _no_connection(self.path, error) from error
+        try:
+            async with asyncio.timeout(self._timeout_s if timeout_s == -1.0 else timeout_s):
+                writer.write(encode_line(request))
+                await writer.drain()
+                line = await reader.readline()
+        except (OSError, ValueError) as error:
+            raise _no_answer(self.path, error) from error
+        finally:
+            writer.close()
+        return decode_reply(line, self.path)
+
+
+def _patience(timeout_s: float | None) -> float | None:
+    """Return how long a client waits for an answer that the daemon gives after `timeout_s` at the latest."""
+    return None if timeout_s is None else timeout_s + GRACE_S
+
+
+def _no_connection(path: Path, error: OSError) -> ControlError:
+    """Return the error of a socket that cannot be connected to."""
+    if isinstance(error, PermissionError):
+        return error_of(f"{path} belongs to another user; use your own daemon", NOT_PERMITTED)
+    sentence = f"no daemon answers at {path}; start one with `gpu-arbiter up`, or set GPU_ARBITER_URL"
+    return error_of(sentence, UNREACHABLE)
+
+
+def _no_answer(path: Path, error: Exception) -> ControlError:
+    """Return the error of a conversation that broke off."""
+    if isinstance(error, TimeoutError):
+        return error_of(f"the daemon at {path} does not answer; look at its log", UNREACHABLE)
+    return error_of(f"the daemon at {path} went away: {error}", UNREACHABLE)
 
 
 def exit_code(record: AppRecord) -> int:

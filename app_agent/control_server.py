@@ -8,7 +8,7 @@ import socket
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import count
+from itertools import count, takewhile
 from os import fspath, umask
 from pathlib import Path
 from typing import Annotated, assert_never
@@ -20,6 +20,7 @@ from msgspec import Meta, Struct
 from app_agent.config import AppConfig
 from app_agent.control import (
     CancelRequest,
+    ChangesRequest,
     ControlError,
     ListRequest,
     NodeRequest,
@@ -59,6 +60,8 @@ HANGUP_S = 1.0
 ANSWER_S = 10.0
 #: A question without an answer is asked again after this long.
 ASK_AGAIN_S = 1.0
+#: So many apps that were forgotten may be in the list of changes.
+CHANGES_KEPT = 1_000
 #: A broker that has come, or whose queues were deleted, is noticed after this long.
 LOOK_AGAIN_S = 0.25
 #: An owner without apps introduces itself to an arbiter that is away at least this often.
@@ -168,6 +171,9 @@ class ControlServer:
         self._numbers = (f"q{prefix}-{number}" for prefix in [secrets.token_hex(4)] for number in count())
         self._replies: dict[str, asyncio.Future[Accepted | Declined | Answer]] = {}
         self._news: set[asyncio.Event] = set()
+        self._boot = secrets.token_hex(4)
+        self._changed: dict[AppId, int] = {}  #: the number of each app's newest change, rising
+        self._changes = 0
 
     def attach(self, shell: Shell[OwnEvent, OwnEffect], bus: Bus) -> None:
         """Learn where events go."""
@@ -182,6 +188,7 @@ class ControlServer:
             case Changed(record):
                 if record.over:
                     _log.info("app.ended", app=record.app, state=record.state, reason=record.reason)
+                self._note_change(record.app)
                 for news in self._news:
                     news.set()
             case _ as never:
@@ -224,6 +231,8 @@ class ControlServer:
                 return {"document": await self._persist(number, act, ANSWER_S)}
             case ListRequest():
                 return {"apps": self._host.records()}
+            case ChangesRequest(mark, app, timeout_s):
+                return await self._tell_changes(mark, self._known(app) if app else None, timeout_s, hung_up)
             case PingRequest():
                 return {
                     "owner": self._config.owner,
@@ -327,25 +336,62 @@ class ControlServer:
             pause_s = min(2 * pause_s, INTRODUCE_S_MAX) if without else ASK_AGAIN_S
 
     async def _wait(self, app: AppId, until: str, timeout_s: float | None, hung_up: Callable[[], bool]) -> AppRecord:
-        """Return the app's record once it is as wanted, looking again at each change of any record."""
+        """Return the app's record once it is as wanted."""
+        try:
+            await self._until(lambda: _reached(self._host.state.records[app], until), timeout_s, hung_up)
+        except TimeoutError:
+            record = self._host.state.records[app]
+            sentence = f"{app} is still {record.state} after {timeout_s:g} s; `gpu-arbiter explain {app}` says why"
+            raise ControlError(sentence, code=TIMED_OUT) from None
+        return self._host.state.records[app]
+
+    async def _until(self, reached: Callable[[], bool], timeout_s: float | None, hung_up: Callable[[], bool]) -> None:
+        """Return once it is so, looking again at each change of any record; raises TimeoutError."""
         news = asyncio.Event()
         self._news.add(news)
         try:
             async with asyncio.timeout(timeout_s):
-                while not _reached(self._host.state.records[app], until):
+                while not reached():
                     news.clear()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(HANGUP_S):
                             await news.wait()
                     if hung_up():
                         raise ControlError("the client hung up", code=UNREACHABLE)
-        except TimeoutError:
-            record = self._host.state.records[app]
-            sentence = f"{app} is still {record.state} after {timeout_s:g} s; `gpu-arbiter explain {app}` says why"
-            raise ControlError(sentence, code=TIMED_OUT) from None
         finally:
             self._news.discard(news)
-        return self._host.state.records[app]
+
+    def _note_change(self, app: AppId) -> None:
+        """Number the newest change; apps that the host has forgotten go, too, when they are many."""
+        self._changes += 1
+        self._changed.pop(app, None)
+        self._changed[app] = self._changes
+        records = self._host.state.records
+        if len(self._changed) > 2 * len(records) + CHANGES_KEPT:
+            self._changed = {known: number for known, number in self._changed.items() if known in records}
+
+    async def _tell_changes(
+        self, mark: str, app: AppId | None, timeout_s: float, hung_up: Callable[[], bool]
+    ) -> dict[str, object]:
+        """Return the records that changed after `mark`, once there are any or time is over."""
+        boot, _, number = mark.rpartition("-")
+        if boot != self._boot or not number.isdecimal():
+            apps = list(self._host.state.records) if app is None else [app]
+            return self._as_changes(apps) | {"whole": app is None}
+        with suppress(TimeoutError):
+            await self._until(lambda: bool(self._changed_after(int(number), app)), timeout_s, hung_up)
+        return self._as_changes(self._changed_after(int(number), app))
+
+    def _as_changes(self, apps: Sequence[AppId]) -> dict[str, object]:
+        records = self._host.state.records
+        return {"mark": f"{self._boot}-{self._changes}", "apps": [records[app] for app in apps if app in records]}
+
+    def _changed_after(self, number: int, app: AppId | None) -> list[AppId]:
+        """Return the apps, or the one of interest, with a change after that number, oldest change first."""
+        if app is not None:
+            return [app] if self._changed.get(app, 0) > number else []
+        newer = takewhile(lambda known: self._changed[known] > number, reversed(self._changed))
+        return list(newer)[::-1]
 
     def _known(self, app: str) -> AppId:
         """Return the id of one of the owner's apps; ``last`` is the newest.

@@ -10,9 +10,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from app_agent.config import default_socket
-from app_agent.control import Control, ControlError, exit_code
+from app_agent.control import Control, ControlError, Request, exit_code
 from app_agent.core.records import AppRecord
-from app_agent.core.spec import AppSpec
 from launch.faults import Fault, usage
 from protocol import exit_codes
 from protocol.config import ConfigError
@@ -40,27 +39,12 @@ class Ending(Struct, frozen=True):
     sentence: str = ""
 
 
-class Client:
-    """A conversation with the app agent's daemon."""
+class Client(Control):
+    """A conversation with the app agent's daemon at `path`; every method raises `Fault`."""
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self.address = control.path
-
-    def submit(self, spec: AppSpec) -> str:
-        """Queue an app and return its id."""
-        with _faults():
-            return self._control.submit(spec)
-
-    def cancel(self, app: str) -> str:
-        """End an app for good, also one that only the arbiter knows; return its state after that."""
-        with _faults():
-            return self._control.cancel(app)[1]
-
-    def wait(self, app: str, *, until: Until, timeout_s: float | None) -> AppRecord:
-        """Return the app's record once it is over, or runs."""
-        with _faults():
-            return self._control.wait(app, until=until, timeout_s=timeout_s)
+    def __init__(self, path: Path) -> None:
+        with _faults(FIRST_STEPS):
+            super().__init__(path)
 
     def query(
         self, kind: QueryKind, target: str = "", offset: int = 0, *, limit: int = 0, patience_s: float | None = None
@@ -69,9 +53,8 @@ class Client:
 
         The call waits as long as the daemon is configured to, or `patience_s` seconds.
         """
-        with _faults():
-            document = self._control.query(kind, target, offset, limit=limit, patience_s=patience_s)
-            return self._all_pages(kind, target, document, limit) if kind in KEYS else document
+        document = super().query(kind, target, offset, limit=limit, patience_s=patience_s)
+        return self._all_pages(kind, target, document, limit) if kind in KEYS else document
 
     def _all_pages(self, kind: QueryKind, target: str, page: dict[str, Any], limit: int) -> dict[str, Any]:
         """Return the first page of a list with the entries of those after it, each entry once."""
@@ -81,28 +64,8 @@ class Client:
             following = page.get("next_offset")
             if following is None or not page[kind] or 0 < limit <= len(entries):
                 break
-            page = self._control.query(kind, target, following, limit=limit and limit - len(entries))
+            page = super().query(kind, target, following, limit=limit and limit - len(entries))
         return document | {kind: list(entries.values()), "next_offset": following}
-
-    def drain(self, node: str, *, reason: str = "", force: bool = False) -> dict[str, Any]:
-        """Have a node emptied; return its state, and its tasks with their fates."""
-        with _faults():
-            return self._control.drain(node, reason=reason, force=force)
-
-    def undrain(self, node: str) -> dict[str, Any]:
-        """Let a node be used again; return its state."""
-        with _faults():
-            return self._control.undrain(node)
-
-    def apps(self) -> list[AppRecord]:
-        """Return the owner's apps, oldest first."""
-        with _faults():
-            return self._control.apps()
-
-    def ping(self) -> dict[str, Any]:
-        """Return the daemon's own description: ``{"owner", "tenant", "connected", "reached", "bus"}``."""
-        with _faults():
-            return self._control.ping()
 
     def resolve(self, selector: str) -> str:
         """Return the id that `selector` means: itself, or the newest app for ``last``."""
@@ -117,20 +80,22 @@ class Client:
             )
         return apps[-1].app
 
+    def _ask(self, request: Request, *, timeout_s: float | None = -1.0) -> Mapping[str, Any]:
+        with _faults():
+            return super()._ask(request, timeout_s=timeout_s)
 
-@contextmanager
-def open_client(path: Path | None = None) -> Iterator[Client]:
-    """Talk to the daemon at `path`, or at its usual socket.
+
+def open_client(path: Path | None = None) -> Client:
+    """Return a client of the daemon at `path`, or at its usual socket. Use it as a context manager.
 
     Raises
     ------
     Fault
-        Here and from every call inside: the daemon's sentence, its exit code and the next step.
+        Also from every method: the daemon's sentence, its exit code and the next step.
     """
-    with _faults(FIRST_STEPS):
-        control = Control(path or default_socket())
-    with control:
-        yield Client(control)
+    with _faults():
+        path = path or default_socket()
+    return Client(path)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from msgspec import Struct
 
 from app_agent.core.spec import AppSpec
+from app_agent.streams import OVER
 from arbiter.core.state.model import ArbiterSettings
 from launch import log_lines, timeline, training
 from launch.client import Client, open_client
@@ -40,7 +41,6 @@ from launch.site.site import (
 )
 from launch.spec import environment
 from launch.surface import Document, note, number, table
-from launch.views import OVER
 from protocol.bus import BusError
 from protocol.bus.amqp import AmqpBus
 from protocol.messages import Party, Requirements

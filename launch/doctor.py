@@ -146,7 +146,7 @@ def _running() -> Iterator[Check]:
     try:
         with open_client() as client:
             met = client.ping()
-            yield Check("app agent", "ok", f"answers at {client.address}")
+            yield Check("app agent", "ok", f"answers at {client.path}")
             if not met["reached"]:
                 yield Check("broker", "fail", f"the app agent cannot reach it at {met['bus']}", MENDS["broker"])
                 return

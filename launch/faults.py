@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from app_agent.control import ControlError
 from protocol import exit_codes
 
 
-class Fault(Exception):  # noqa: N818 - not always an error, and not always the caller's
+class Fault(ControlError):  # noqa: N818 - not always an error, and not always the caller's
     """The reason why a command failed; `next_step` is the mend.
 
     `done` tells the part that was done all the same, as fields of the document.
@@ -21,9 +22,7 @@ class Fault(Exception):  # noqa: N818 - not always an error, and not always the 
         next_step: str = "",
         done: Mapping[str, object] | None = None,
     ) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
-        self.code = code
+        super().__init__(sentence, code=code)
         self.next_step = next_step
         self.done = dict(done or {})
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app_agent.core.spec import AppSpec
+from app_agent.core.spec import INHERITED, AppSpec
 from launch.faults import Fault, usage
-from launch.spec import INHERITED, telling
+from launch.spec import telling
 from launch.surface import plural
 from protocol import exit_codes, limits
 

@@ -15,14 +15,12 @@ from typing import Any
 
 import msgspec
 
-from app_agent.core.spec import AppSpec, nested
+from app_agent.core.spec import INHERITED, AppSpec, nested
 from arbiter.core.policies.oasis.utility import FORMS, UNITS, parse
 from launch.faults import usage
 from protocol.config import in_words, kind_of
 from protocol.messages import Requirements, Utility
 
-#: Variables of the submitter's environment by which a task finds the same programs; --env asks for all others.
-INHERITED = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG")
 #: Fields for the simulator only.
 SIMULATED_ONLY = ("spans", "gpus_max")
 #: Words of a variable's name that say that its value is secret.
@@ -330,12 +328,6 @@ def _utility(written: Any) -> Any:
         f'the spec cannot be used: utility is {kind_of(written)}, and must be text such as "deadline:6h"',
         'write utility = "deadline:6h", "soft:6h", "none" or "sigmoid:50,2/h,6h"; see docs/cli.md',
     )
-
-
-def default_name(command: Sequence[str]) -> str:
-    """Return a name for an app: its script's, else its program's."""
-    script = next((word for word in command[1:] if word.endswith((".py", ".sh"))), command[0])
-    return Path(script).stem or "app"
 
 
 def absolute(path: str | Path) -> str:

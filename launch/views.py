@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 
+from app_agent.streams import OVER
 from launch.surface import Document, duration, number, plural, table
 
-OVER = frozenset({"finished", "failed", "cancelled", "refused"})
 EXPLAINED_ROUNDS = 5
 TOLD_CHAPTERS = 12
 

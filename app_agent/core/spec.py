@@ -26,6 +26,9 @@ Command = Annotated[tuple[Word, ...], Meta(min_length=1, max_length=1024)]
 #: Source: Li et al., Hyperband, JMLR 18 (2018), section 3: 3 or 4.
 ETA = 3
 
+#: Variables of the submitter's environment by which a task finds the same programs; it gets no others unasked.
+INHERITED = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG")
+
 #: Longest list of sizes, which every report of the app repeats.
 SIZES_MAX = 64
 

@@ -22,13 +22,13 @@ from msgspec.structs import replace
 import app_agent
 from app_agent.config import AppConfig
 from app_agent.daemon import run_app_host
+from app_agent.streams import OVER
 from arbiter.config import ArbiterConfig, HistoryMode, written
 from arbiter.core.state.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from launch.client import Client, open_client
 from launch.faults import Fault
 from launch.site.service import Daemon, root_cause
-from launch.views import OVER
 from node_agent.config import NodeConfig
 from node_agent.daemon import run_node_agent
 from protocol.bus import Bus

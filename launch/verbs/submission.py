@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
+from app_agent.client import default_name
 from app_agent.core.records import AppRecord
-from app_agent.core.spec import AppSpec
+from app_agent.core.spec import INHERITED, AppSpec
 from launch import preflight, spec
 from launch.client import NEXT_STEPS, Client, Until, ending, open_client
 from launch.faults import Fault, usage
@@ -326,7 +327,7 @@ def _spec(flags: dict[str, Any]) -> AppSpec:
         chosen = spec.trials(command, flags.get("trials"), flags.get("trial") or ())
         if len(chosen) > 1 or "trials" not in fields:
             fields["trials"] = chosen
-        fields.setdefault("name", spec.default_name(command))
+        fields.setdefault("name", default_name(command))
     fields |= _given(flags)
     variables, written = spec.environment(flags["env"] or (), os.environ), fields.get("env", {})
     fields["env"] = variables | written if isinstance(written, dict) else written
@@ -344,7 +345,7 @@ def _secrets(fields: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]
     secrets = spec.whole_paths(written | files)
     env = fields["env"]
     if secrets and isinstance(env, dict):
-        env = {name: value for name, value in env.items() if name not in secrets or name not in spec.INHERITED}
+        env = {name: value for name, value in env.items() if name not in secrets or name not in INHERITED}
     return {"secrets": secrets, "env": env}
 
 

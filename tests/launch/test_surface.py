@@ -13,7 +13,9 @@ from typing import Any, cast
 import pytest
 from typer.testing import CliRunner
 
+from app_agent.client import default_name
 from app_agent.core.records import AppRecord
+from app_agent.streams import BEYOND
 from launch import cli, notify, spec, surface, timeline, views
 from launch.client import Client
 from launch.faults import Fault
@@ -199,8 +201,8 @@ def test_trials_come_from_a_file_and_from_flags(tmp_path: Path) -> None:
 
 
 def test_an_app_is_named_after_its_script() -> None:
-    assert spec.default_name(["python", "-u", "src/train.py", "--x"]) == "train"
-    assert spec.default_name(["/usr/bin/true"]) == "true"
+    assert default_name(["python", "-u", "src/train.py", "--x"]) == "train"
+    assert default_name(["/usr/bin/true"]) == "true"
 
 
 def test_an_unknown_field_is_refused_with_those_there_are() -> None:
@@ -401,6 +403,67 @@ def test_logs_of_nothing_fail_unless_it_may_still_come() -> None:
     with pytest.raises(Fault, match="no node has output"):
         followed(Node(), follow=False)
     assert followed(Node()) == b""
+
+
+class Output:
+    """A client of an arbiter whose one task has written `data`, told at most `most` bytes a question."""
+
+    def __init__(self, data: bytes, most: int = 65_536) -> None:
+        self._data = data
+        self._most = most
+        self.told = 0
+
+    def apps(self) -> list[AppRecord]:
+        return []
+
+    def query(self, kind: str, target: str = "", offset: int = 0) -> dict[str, Any]:
+        if kind == "apps":
+            return {"apps": [app(state="finished")]}
+        data = self._data[offset : offset + self._most]
+        self.told += len(data)
+        return {
+            "task": "ada-1.0-a0",
+            "data": base64.b64encode(data).decode(),
+            "size": len(self._data),
+            "ended": True,
+        }
+
+
+def tail(output: Output, lines: int, *, follow: bool = False) -> bytes:
+    out = io.BytesIO()
+    follow_logs(cast("Client", output), "ada-1", follow=follow, tail=lines, out=out, pause=lambda _: None)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [(0, b""), (1, b"three\n"), (2, b"\nthree\n"), (4, b"one\ntwo\n\nthree\n"), (9, b"one\ntwo\n\nthree\n")],
+)
+def test_the_tail_of_an_output_is_its_last_lines(lines: int, shown: bytes, follow: bool) -> None:
+    assert tail(Output(b"one\ntwo\n\nthree\n"), lines, follow=follow) == shown
+
+
+def test_a_last_line_without_an_end_is_a_line() -> None:
+    assert tail(Output(b"one\ntwo"), 1) == b"two"
+    assert tail(Output(b""), 3) == b""
+
+
+def test_the_tail_of_a_long_output_costs_little_and_may_reach_far_back() -> None:
+    lines = b"".join(b"line %d\n" % number for number in range(300_000))
+    short = Output(lines)
+    assert tail(short, 2) == b"line 299998\nline 299999\n"
+    assert short.told < len(lines) / 20
+    assert tail(Output(lines, most=50_000), 250_000) == lines[lines.index(b"line 50000\n") :]
+
+
+def test_the_attempt_after_a_tail_is_shown_whole() -> None:
+    name = "ada-1.0-a0"
+    node = Node((name, BEYOND, b"", 8, False), (name, 0, b"one\ntwo\n", 8, False), (name, 4, b"two\n", 8, True),
+                ("ada-1.0-a1", 8, b"", 4, True), ("ada-1.0-a1", 0, b"new\n", 4, True))  # fmt: skip
+    out = io.BytesIO()
+    follow_logs(cast("Client", node), "ada-1", follow=True, tail=1, out=out, pause=lambda _: None)
+    assert out.getvalue() == b"two\nnew\n"
 
 
 # --- systemd --------------------------------------------------------------------------------------------------------

@@ -23,10 +23,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec
+from app_agent.streams import OVER
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import Client, open_client
 from launch.site.site import Watch, end_everything, in_process, local_site, memory_bus, wait_ready
-from launch.views import OVER
 from protocol.messages import Requirements
 
 ROOT = Path(__file__).resolve().parents[2]

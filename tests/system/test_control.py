@@ -18,7 +18,16 @@ import pytest
 
 from app_agent import control_server
 from app_agent.config import AppConfig, default_socket, parse
-from app_agent.control import Control, ControlError, exit_code
+from app_agent.control import (
+    AsyncControl,
+    Changes,
+    Control,
+    ControlError,
+    NotFoundError,
+    UnreachableError,
+    WaitTimeoutError,
+    exit_code,
+)
 from app_agent.core.records import AppRecord
 from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
@@ -104,7 +113,8 @@ async def test_an_app_is_submitted_listed_and_cancelled_without_the_arbiter(conf
             ("ada-1", "team-a", "waiting"),
             ("ada-2", "team-a", "waiting"),
         ]
-        assert await ask(config, lambda control: control.cancel("last")) == ("ada-2", "cancelled")
+        assert await ask(config, lambda control: control.cancel("last")) == "cancelled"
+        assert (await ask(config, lambda control: control.apps()))[-1].state == "cancelled"
         record = await ask(config, lambda control: control.wait("ada-2"))
         assert (record.state, exit_code(record)) == ("cancelled", 130)
         pong = await ask(config, lambda control: control.ping())
@@ -120,6 +130,49 @@ async def test_wait_returns_when_the_app_ends_and_not_before(config: AppConfig) 
         waiting: asyncio.Task[AppRecord] = group.create_task(ask(config, lambda control: control.wait("ada-1")))
         await ask(config, lambda control: control.cancel("ada-1"))
         assert (await waiting).state == "cancelled"
+
+
+async def test_changes_are_told_after_a_mark_and_all_of_them_after_a_restart(config: AppConfig) -> None:
+    bus = MemoryBus(MemoryBroker())
+    async with app_host(config, bus), asyncio.TaskGroup() as group:
+        for _ in range(3):
+            await ask(config, lambda control: control.submit(SPEC))
+        first = await ask(config, lambda control: control.changes())
+        assert [record.app for record in first.apps] == ["ada-1", "ada-2", "ada-3"]
+        none = await ask(config, lambda control: control.changes(first.mark, timeout_s=0.05))
+        assert none == Changes(first.mark, [])
+        waiting = group.create_task(ask(config, lambda control: control.changes(first.mark, timeout_s=20.0)))
+        other = group.create_task(ask(config, lambda control: control.changes(first.mark, app="ada-2", timeout_s=20.0)))
+        await ask(config, lambda control: control.cancel("ada-1"))
+        assert [(record.app, record.state) for record in (await waiting).apps] == [("ada-1", "cancelled")]
+        assert not other.done(), "it asked for another app"
+        await ask(config, lambda control: control.cancel("ada-2"))
+        assert [record.app for record in (await other).apps] == ["ada-2"]
+        both = await ask(config, lambda control: control.changes(first.mark))
+        assert [record.app for record in both.apps] == ["ada-1", "ada-2"]
+        assert (await refused(config, lambda control: control.changes(app="ada-9"))).code == 3
+    async with app_host(config, bus):
+        again = await ask(config, lambda control: control.changes(both.mark, timeout_s=20.0))
+        assert [record.app for record in again.apps] == ["ada-1", "ada-2", "ada-3"]
+        odd = await ask(config, lambda control: control.changes("x", timeout_s=20.0))
+        assert odd == again
+
+
+async def test_a_client_on_an_event_loop_has_the_same_words(config: AppConfig) -> None:
+    async with app_host(config, MemoryBus(MemoryBroker())), asyncio.TaskGroup() as group:
+        control = AsyncControl(Path(config.socket))
+        assert await control.submit(SPEC) == "ada-1"
+        waits = [group.create_task(control.wait("ada-1")) for _ in range(5)]
+        with pytest.raises(WaitTimeoutError, match="ada-1 is still waiting"):
+            await control.wait("ada-1", timeout_s=0.05)
+        with pytest.raises(NotFoundError, match="there is no app ada-9"):
+            await control.changes(app="ada-9")
+        assert (await control.ping())["owner"] == "ada"
+        assert await control.cancel("ada-1") == "cancelled"
+        assert [(await one).state for one in waits] == ["cancelled"] * 5
+        assert [record.app for record in await control.apps()] == ["ada-1"]
+    with pytest.raises(UnreachableError, match="gpu-arbiter up"):
+        await control.ping()
 
 
 async def test_mistakes_get_one_sentence_and_the_exit_code_of_the_contract(config: AppConfig) -> None:
@@ -231,7 +284,7 @@ async def test_the_arbiter_decides_about_an_app_that_the_daemon_has_no_record_of
 
     bus = MemoryBus(MemoryBroker())
     async with hand_arbiter(bus, decide) as site, app_host(config, bus):
-        assert await ask(config, lambda control: control.cancel("ada-kqz7")) == ("ada-kqz7", "cancelled")
+        assert await ask(config, lambda control: control.cancel("ada-kqz7")) == "cancelled"
         error = await refused(config, lambda control: control.cancel("bob-xyz1"))
         assert (error.sentence, error.code) == ("bob-xyz1 is not yours, and ada is no administrator", 7)
         error = await refused(config, lambda control: control.cancel("nosuch-1"))
@@ -245,7 +298,7 @@ async def test_the_arbiter_decides_about_an_app_that_the_daemon_has_no_record_of
         assert asked.keys() == {"ada-kqz7", "bob-xyz1", "nosuch-1"}, "what can be no id is not asked about"
         assert len(set(asked.values())) == 3
         await ask(config, lambda control: control.submit(SPEC))
-        assert await ask(config, lambda control: control.cancel("ada-1")) == ("ada-1", "cancelled")
+        assert await ask(config, lambda control: control.cancel("ada-1")) == "cancelled"
         assert len(site.acts) == 4, "the daemon ends its own apps itself"
 
 
@@ -260,7 +313,7 @@ async def test_an_act_is_said_again_until_it_is_answered_and_is_one_act(config: 
 
     bus = MemoryBus(MemoryBroker())
     async with hand_arbiter(bus, hesitate), app_host(config, bus):
-        assert await ask(config, lambda control: control.cancel("ada-kqz7")) == ("ada-kqz7", "finished")
+        assert await ask(config, lambda control: control.cancel("ada-kqz7")) == "finished"
     assert len({act.act_id for act in heard}) == 1
 
 

@@ -1,4 +1,6 @@
-"""Every example runs by hand, with nothing of ours around it; those of a framework do so in their own tests.
+"""Every example but the grid of futures runs by hand, with nothing of ours around it.
+
+Those of a framework do so in their own tests; the grid runs on a site of its own.
 
 The search runs under a node agent too, the small one of `tests/support/worker_agent.py`.
 """
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from protocol.worker import EXIT_REQUEUE, Finished, Progress, Resumed, Saved, Suspended
+from tests.support.thread_site import thread_site
 from tests.support.worker_agent import Worker, WorkerAgent
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -48,6 +51,19 @@ def test_the_scripts_on_one_page_learn_what_they_say(tmp_path: Path) -> None:
     assert float(loss.removeprefix("loss ")) < 0.05
     assert by_hand(str(EXAMPLES / "checkpointed.py"), folder=tmp_path) == "y = 3.00 x + 1.00\n"
     assert not list(tmp_path.iterdir()), "a script run by hand leaves nothing behind"
+
+
+def test_the_grid_of_futures_finds_on_nodes_the_figures_it_finds_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with thread_site(tmp_path / "site") as site:
+        monkeypatch.setenv("GPU_ARBITER_URL", f"unix://{site.socket}")
+        rows = by_hand(str(EXAMPLES / "futures_grid.py"), folder=tmp_path).splitlines()
+    assert [row.rpartition(" accuracy")[0] for row in rows] == [
+        f"hidden {hidden} lr {lr}" for hidden in (16, 64) for lr in (0.001, 0.01)
+    ]
+    here = by_hand("-c", "from futures_grid import accuracy; print(f'{accuracy(64, 0.01):.4f}')", folder=EXAMPLES)
+    assert rows[-1] == f"hidden 64 lr 0.01 accuracy {here.strip()}"
 
 
 @needs_optuna

@@ -17,6 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec
+from app_agent.streams import OVER
 from benchmarks.gpu.readings import Readings
 from benchmarks.gpu.record import Figures, Section, Setting, Skip
 from benchmarks.gpu.trainees import trainee
@@ -25,7 +26,6 @@ from launch.client import Client, open_client
 from launch.demo import settings
 from launch.site.site import end_everything, in_process, local_site, memory_bus, wait_ready
 from launch.spec import environment
-from launch.views import OVER
 from protocol.messages import Requirements, Sharing
 
 JOB = Path(__file__).resolve().parents[1] / "job.py"

@@ -1,0 +1,78 @@
+"""A whole site with real processes on a thread of its own, whose app agent can be stopped and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from app_agent.daemon import run_app_host
+from arbiter.core.state.model import ArbiterSettings
+from arbiter.daemon import run_arbiter
+from launch.client import open_client
+from launch.site.site import end_everything, local_site, wait_ready
+from node_agent.daemon import run_node_agent
+from protocol.bus.memory import MemoryBroker, MemoryBus
+
+SETTINGS = ArbiterSettings(policy="fifo", round_pause_s=0.1, beat_s=0.2, admission_wait_s=1.0)
+
+
+class ThreadSite:
+    """One node with two simulated GPUs under `fifo`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.site = local_site(folder, nodes=1, gpus="simulated:2", settings=SETTINGS)
+        self.socket = self.site.socket
+        self._bus = MemoryBus(MemoryBroker())
+        self._loop = asyncio.new_event_loop()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._thread = threading.Thread(target=self._loop.run_forever, name="site", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._begin("arbiter", lambda: run_arbiter(self.site.arbiter, self._bus))
+        self._begin("node", lambda: run_node_agent(self.site.nodes[0], self._bus, end_workers=True))
+        self.start_app_agent()
+        wait_ready(self.site, lambda: None)
+
+    def start_app_agent(self) -> None:
+        self._begin("app", lambda: run_app_host(self.site.app, self._bus))
+
+    def stop_app_agent(self) -> None:
+        self._end("app")
+
+    def stop(self) -> None:
+        with open_client(self.socket) as client:
+            end_everything(client)
+        for name in list(self._tasks):
+            self._end(name)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _begin(self, name: str, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        async def begin() -> asyncio.Task[None]:
+            return asyncio.get_running_loop().create_task(make())
+
+        self._tasks[name] = asyncio.run_coroutine_threadsafe(begin(), self._loop).result()
+
+    def _end(self, name: str) -> None:
+        async def end(task: asyncio.Task[None]) -> None:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+        asyncio.run_coroutine_threadsafe(end(self._tasks.pop(name)), self._loop).result()
+
+
+@contextmanager
+def thread_site(folder: Path) -> Iterator[ThreadSite]:
+    site = ThreadSite(folder)
+    site.start()
+    try:
+        yield site
+    finally:
+        site.stop()
