@@ -208,7 +208,7 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ("[policy.rrh]\nthreshold = nan\n", "policy.rrh: threshold is nan; it must be a number"),
         (
             "[arbiter]\nlease_s = 'long'\n",
-            "arbiter.lease_s must be a number, and is text; the shipped examples show",
+            "arbiter.lease_s must be a number, and is text; the files of `gpu-arbiter init` show",
         ),
         ("[arbiter]\npolicy = 'las'\n[policy.las]\nthreshold_gpu_s = 0.0\n", "policy.las: threshold_gpu_s is 0"),
     ],

@@ -125,6 +125,14 @@ def test_a_trace_is_simulated(program: Program) -> None:
     assert json.loads(done.stdout)["schema"].startswith("simulat")
 
 
+def test_the_files_of_a_site_are_written(program: Program, tmp_path: Path) -> None:
+    written = program("init", str(tmp_path), "--nodes", "n1,n2", "--owner", "alice")
+    assert (written.returncode, len(written.stdout.split())) == (0, 4), written.stderr
+    units = program("units", "--to", str(tmp_path / "units"))
+    assert units.returncode == 0, units.stderr
+    assert f"ExecStart={program.path} arbiter" in (tmp_path / "units" / "gpu-arbiter.service").read_text()
+
+
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
