@@ -37,6 +37,11 @@ def install(python: Path, *wanted: str | Path) -> None:
     pip(python, "install", "--no-compile", "--constraint", LOCK, *wanted)
 
 
+def pip_for(python: Path, *words: str | Path) -> None:
+    """Run this environment's pip for that of `python`, which has none."""
+    pip(sys.executable, "--python", python, *words)
+
+
 def pip(python: str | Path, *words: str | Path) -> None:
     """Run pip, and show its complaints."""
     line: Sequence[str | Path] = (python, "-m", "pip", "--quiet", "--disable-pip-version-check", *words)
