@@ -17,7 +17,7 @@ TORCH ?= torch==2.13.0
 PACKAGES := protocol arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages loops broker demo test plain pure system clock alone format lint types contracts check worlds forged reasons idioms bench gpu papers full lock clean
+.PHONY: help setup packages loops broker demo test plain pure system clock alone format lint types contracts check worlds forged reasons idioms bench gpu papers full lock wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -146,5 +146,11 @@ lock: ## resolve pyproject.toml anew in a clean environment and rewrite requirem
 	mv build/requirements.lock requirements.lock
 	rm -rf build/lock
 
+# setuptools would take stale files out of build/.
+wheels: $(READY) ## both wheels, gpu-arbiter and gpu-arbiter-session, in dist/
+	rm -rf build packaging/session/build
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist \
+		. ./packaging/session
+
 clean: ## remove everything that was made
-	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build packaging/session/build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -92,7 +92,7 @@ def _refuse_unknown(table: object, source: str) -> None:
         if name not in FIELDS:
             raise ConfigError(
                 f"{source}: unknown field `arbiter.{name}`; leave it out or mend its name; "
-                "the files in systemd/ show every field"
+                "the files of `gpu-arbiter init` show every field"
             )
 
 

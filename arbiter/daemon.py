@@ -169,12 +169,14 @@ async def _run(
     shell: Shell[Configured | SolverReady | Decided | Sold, Performed], solver: Solver, *, holds_auctions: bool
 ) -> None:
     """Run both until the shell ends; an error in either ends both."""
-    ready = (lambda: shell.post(SolverReady())) if holds_auctions else None
     try:
         async with asyncio.TaskGroup() as group:
-            solving = group.create_task(solver.run(shell.post, ready=ready))
+            beside = [group.create_task(solver.run(shell.post))]
+            if holds_auctions:
+                beside.append(group.create_task(solver.prepare(lambda: shell.post(SolverReady()))))
             await shell.run()
-            solving.cancel()
+            for task in beside:
+                task.cancel()
     except BaseExceptionGroup as errors:
         # One cause reads better as itself, and the command line tells a full disk from a bug.
         if len(errors.exceptions) == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,17 @@ from msgspec.structs import replace
 
 from arbiter.core.effects import Decide, Decided, Sell, Sold
 from arbiter.core.members import sale_batch
-from arbiter.core.policies.themis.auction.compiled import COMPILED
+from arbiter.core.policies.themis.auction import compiled
 from arbiter.core.policies.themis.auction.instance import warm_up
 from arbiter.core.rounds.decision import decide, failed
+
+#: Compiles the auction's loops in a process of its own and leaves them on disk. It has the path of this process: a
+#: module of the current folder is not ours.
+COMPILE = (
+    *(sys.executable, "-I", "-c"),
+    "import sys; sys.path[:] = sys.argv[1:]; "
+    "from arbiter.core.policies.themis.auction.instance import warm_up; warm_up()",
+)
 
 _log = structlog.get_logger("solver")
 
@@ -26,30 +35,48 @@ class Solver:
         """Begin with nothing to decide."""
         self._waiting: dict[type, Decide | Sell] = {}  #: by its kind, in the order in which they came
         self._asked = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="solver")
 
     def ask(self, effect: Decide | Sell) -> None:
         """Have this answered as soon as the thread is free; returns at once."""
         self._waiting[type(effect)] = effect
         self._asked.set()
 
-    async def run(self, post: Callable[[Decided | Sold], None], *, ready: Callable[[], None] | None = None) -> None:
+    async def run(self, post: Callable[[Decided | Sold], None]) -> None:
         """Hand each answer to `post`, until cancelled.
 
-        Before the first one, and before `ready` is called, the auction's loops are compiled; without `ready` they are
-        not, for policies that hold no auction. A decision in hand cannot be interrupted: its thread ends with it, and
-        the process not before.
+        A decision in hand cannot be interrupted: its thread ends with it, and the process not before.
         """
         loop = asyncio.get_running_loop()
-        thread = ThreadPoolExecutor(1, thread_name_prefix="solver")
         try:
-            if ready is not None:
-                # Before the first decision: it would run into its deadline while its loops are compiled.
-                await loop.run_in_executor(thread, get_ready)
-                ready()
             while True:
-                post(await loop.run_in_executor(thread, answer, await self._next()))
+                post(await loop.run_in_executor(self._thread, answer, await self._next()))
         finally:
-            thread.shutdown(wait=False, cancel_futures=True)
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def prepare(self, ready: Callable[[], None]) -> None:
+        """Have the auction's loops compiled, which takes a minute at the first start and seconds after it.
+
+        Another process compiles them, and until it has, auctions are solved by plain Python: `ready` is called at
+        once. Where compiled code cannot be kept on disk this process compiles, and `ready` is called after that.
+        """
+        begun = time.perf_counter()
+        if not compiled.COMPILED:
+            _log.warning("solver.slow", why="numba is not installed; auctions are solved some 50 times slower")
+            ready()
+            return
+        if compiled.kept():
+            ready()
+            failure = await _compile_elsewhere()
+            if failure:
+                _log.warning(
+                    "solver.slow", why=f"auctions are solved some 50 times slower; compiling failed: {failure}"
+                )
+                return
+        await asyncio.get_running_loop().run_in_executor(self._thread, _load)
+        if not compiled.kept():
+            ready()
+        _log.info("solver.ready", took_s=round(time.perf_counter() - begun, 1))
 
     async def _next(self) -> Decide | Sell:
         while not self._waiting:
@@ -58,14 +85,32 @@ class Solver:
         return self._waiting.pop(next(iter(self._waiting)))
 
 
-def get_ready() -> None:
-    """Have the auction's loops compiled, which takes a minute at the first start and a second after it."""
-    if not COMPILED:
-        _log.warning("solver.slow", why="numba is not installed; auctions are solved some 50 times slower")
-        return
-    begun = time.perf_counter()
+async def _compile_elsewhere() -> str:
+    """Compile the loops in a process that ends with this one, and use plain ones meanwhile; return why it failed."""
+    compiled.use_plain()
+    process = await asyncio.create_subprocess_exec(
+        *COMPILE,
+        *sys.path,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        _, told = await process.communicate()
+    except asyncio.CancelledError:
+        process.kill()
+        compiled.use_compiled()
+        raise
+    if process.returncode == 0:
+        return ""
+    lines = told.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"it ended with {process.returncode}"
+
+
+def _load() -> None:
+    """Take the compiled loops into use: between two decisions, in the thread that makes them."""
+    compiled.use_compiled()
     warm_up()
-    _log.info("solver.ready", took_s=round(time.perf_counter() - begun, 1))
 
 
 def answer(effect: Decide | Sell) -> Decided | Sold:

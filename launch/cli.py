@@ -12,7 +12,18 @@ from importlib.metadata import version as installed_version
 import typer
 
 from launch.surface import emit, note, say, wants_json
-from launch.verbs import administration, auction, daemons, demo, doctor, inspection, simulation, submission, worlds
+from launch.verbs import (
+    administration,
+    auction,
+    daemons,
+    demo,
+    doctor,
+    inspection,
+    installation,
+    simulation,
+    submission,
+    worlds,
+)
 from protocol import exit_codes
 
 app = typer.Typer(
@@ -23,7 +34,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (submission, inspection, administration, doctor, auction, simulation, worlds, daemons, demo):
+for group in (submission, inspection, administration, doctor, installation, auction, simulation, worlds, daemons, demo):
     group.add(app)
 
 

@@ -89,7 +89,9 @@ def parse(fields: Mapping[str, Any], kind: type[ConfigT], check: Check[ConfigT],
     try:
         config = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {in_words(error, kind)}; the files in systemd/ show every field") from error
+        raise ConfigError(
+            f"{source}: {in_words(error, kind)}; the files of `gpu-arbiter init` show every field"
+        ) from error
     check(config, source)
     return config
 

@@ -125,7 +125,7 @@ def _run(
     evaluate: Callable[[Experiment], Figures], experiments: Sequence[Experiment], processes: int, dask: str
 ) -> Iterator[Figures]:
     if dask:
-        client: Any = _library("distributed", "--dask", "leave --dask out").Client(dask)
+        client: Any = _library("distributed", "--dask", otherwise="leave --dask out").Client(dask)
         with client:
             # Not pure: equal runs of other code must not come from the scheduler's memory.
             for future in client.map(evaluate, experiments, pure=False):
@@ -133,17 +133,19 @@ def _run(
     elif processes == 1 or len(experiments) == 1:
         yield from map(evaluate, experiments)
     else:
-        joblib = _library("joblib", "more than one process", "sweep with --jobs 1")
+        joblib = _library(
+            "joblib", "more than one process", package="gpu-arbiter[sweep]", otherwise="sweep with --jobs 1"
+        )
         tasks = (joblib.delayed(evaluate)(experiment) for experiment in experiments)
         yield from joblib.Parallel(n_jobs=processes, return_as="generator")(tasks)
 
 
-def _library(name: str, wanted_by: str, otherwise: str) -> Any:
+def _library(name: str, wanted_by: str, *, otherwise: str, package: str = "") -> Any:
     """Import a library that is not always installed."""
     try:
         return import_module(name)
     except ImportError:
-        raise ExperimentError(f"{wanted_by} needs {name}; pip install {name}, or {otherwise}") from None
+        raise ExperimentError(f"{wanted_by} needs {name}; pip install '{package or name}', or {otherwise}") from None
 
 
 def groups(rows: Iterable[Figures]) -> list[Figures]:

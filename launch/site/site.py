@@ -39,6 +39,8 @@ START_S = 30.0
 #: From the cancellation of all apps to the end of their processes: a save, then the rungs up to SIGKILL.
 EMPTY_S = 30.0
 POLL_S = 0.1
+#: The command line as a file; it lies beside our packages.
+PROGRAM = Path(app_agent.__file__).resolve().parents[1] / "gpu_arbiter.py"
 
 Watch = Callable[[], None]
 
@@ -207,7 +209,8 @@ class _Process:
         path = folder / f"{name}.toml"
         path.touch(mode=0o600)  # it holds the broker's password
         path.write_text(as_toml(config))
-        command = [sys.executable, "-m", "launch.cli", verb, "--config", str(path)]
+        # By its path and with -P: modules of the same name in the current folder are not ours.
+        command = [sys.executable, "-P", str(PROGRAM), verb, "--config", str(path)]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 

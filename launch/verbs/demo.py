@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from launch.faults import Fault
+from launch.faults import Fault, usage
 from launch.surface import answering, emit, note, say, wants_json
 from protocol import exit_codes
+
+#: Of the extra `demo`: real training, and a picture of it.
+LIBRARIES = ("torch", "matplotlib")
 
 
 def add(app: typer.Typer) -> None:
@@ -30,6 +34,7 @@ def demo(
     """Run six apps of two tenants on two nodes of four simulated GPUs, all training real models."""
     as_json = wants_json(json)
     with answering(as_json=as_json):
+        _check_libraries()
         # Not at the top: a short command should not pay for the demo's imports.
         from launch import demo as show
 
@@ -43,3 +48,18 @@ def demo(
             raise Fault(
                 f"{', '.join(result.unfinished)} did not finish", code=exit_codes.FAILED, next_step=f"ls {out}/logs"
             )
+
+
+def _check_libraries() -> None:
+    """Refuse to begin a demo that could not end.
+
+    Raises
+    ------
+    Fault
+        With the extra that has what is missing.
+    """
+    missing = [name for name in LIBRARIES if find_spec(name) is None]
+    if missing:
+        raise usage(
+            f"the demo needs {' and '.join(missing)}, which this environment lacks", "pip install 'gpu-arbiter[demo]'"
+        )

@@ -108,7 +108,9 @@ def test_every_command_in_a_document_exists(document: Path) -> None:
     assert [mistake for line in lines for mistake in wrong_commands(line, whole=False)] == []
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "systemd" / "app.toml"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, ROOT / "launch" / "site" / "systemd" / "app.toml"], ids=lambda path: path.name
+)
 def test_ids_of_apps_in_a_document_look_like_those_that_are_given(document: Path) -> None:
     """The owner, the letters of a journal, a number."""
     found = re.findall(r"\b(?:me|alice|ana|ada|bob)-[a-z]*[0-9]+", document.read_text())

@@ -1,4 +1,4 @@
-"""The files in systemd/ show every field there is, as their first lines and error messages say."""
+"""The shipped examples show every field there is, as their first lines and error messages say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from arbiter.core.state.model import ArbiterSettings
 from launch.site.site import as_toml
 from node_agent.config import NodeConfig
 
-SYSTEMD = Path(__file__).resolve().parents[2] / "systemd"
+SYSTEMD = Path(__file__).resolve().parents[2] / "launch/site/systemd"
 
 
 @pytest.mark.parametrize(

@@ -173,10 +173,10 @@ def test_without_its_library_a_sweep_says_what_to_do(trace: str, monkeypatch: py
     monkeypatch.setitem(sys.modules, "joblib", None)
     monkeypatch.setitem(sys.modules, "distributed", None)
     with pytest.raises(
-        ExperimentError, match=r"^more than one process needs joblib; pip install joblib, or sweep with"
+        ExperimentError, match=r"^more than one process needs joblib; pip install 'gpu-arbiter\[sweep\]', or sweep with"
     ):
         sweep.sweep(experiments, processes=2)
-    with pytest.raises(ExperimentError, match=r"^--dask needs distributed; pip install distributed, or leave --dask"):
+    with pytest.raises(ExperimentError, match=r"^--dask needs distributed; pip install 'distributed', or leave --dask"):
         sweep.sweep(experiments, dask="tcp://nowhere:1")
 
 

@@ -208,7 +208,7 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ("[policy.rrh]\nthreshold = nan\n", "policy.rrh: threshold is nan; it must be a number"),
         (
             "[arbiter]\nlease_s = 'long'\n",
-            "arbiter.lease_s must be a number, and is text; the files in systemd/ show",
+            "arbiter.lease_s must be a number, and is text; the files of `gpu-arbiter init` show",
         ),
         ("[arbiter]\npolicy = 'las'\n[policy.las]\nthreshold_gpu_s = 0.0\n", "policy.las: threshold_gpu_s is 0"),
     ],
@@ -239,7 +239,7 @@ def test_every_policy_can_be_chosen_and_set_in_the_file(tmp_path: Path, policy: 
 
 
 def test_the_settings_that_are_shipped_are_the_defaults_and_name_every_policy() -> None:
-    shipped = Path(__file__).parents[2] / "systemd" / "arbiter.toml"
+    shipped = Path(__file__).parents[2] / "launch" / "site" / "systemd" / "arbiter.toml"
     loaded = load(shipped).arbiter
     assert replace(loaded, policies={}) == ArbiterSettings()
     defaults = {name: entry.settings() for name, entry in POLICIES.items() if entry.settings.__struct_fields__}

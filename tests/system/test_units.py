@@ -17,7 +17,7 @@ import node_agent.config
 from arbiter.core.registry import POLICIES
 from node_agent.workers.containment import LEAF
 
-SYSTEMD = Path(__file__).resolve().parents[2] / "systemd"
+SYSTEMD = Path(__file__).resolve().parents[2] / "launch/site/systemd"
 PROGRAM = "/opt/gpu-arbiter/bin/gpu-arbiter"
 UNITS = sorted(SYSTEMD.glob("*.service"))
 

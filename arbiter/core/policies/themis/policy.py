@@ -33,7 +33,7 @@ from arbiter.core.placement.lots import draw, shuffled
 from arbiter.core.policies.common.ordered import Selection
 from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
 from arbiter.core.policies.themis.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
-from arbiter.core.policies.themis.auction.compiled import COMPILED
+from arbiter.core.policies.themis.auction.compiled import compiled_in_use
 from arbiter.core.policies.themis.auction.explain import explain
 from arbiter.core.policies.themis.auction.problem import TOLERANCE
 from arbiter.core.policies.themis.auction.solve import FIRST_STEPS, Budget
@@ -151,7 +151,7 @@ def _facts(entry: Entry, settlement: Settlement, explaining: Budget) -> dict[str
         "steps": float(solved.budget.spent),
         "steps_explaining": float(explaining.spent),
         "out_of_budget": float(bool(solved.open()) and solved.budget.left < FIRST_STEPS),
-        "compiled": float(COMPILED),
+        "compiled": float(compiled_in_use()),
         "bidders": float(len(entry.bidders)),
         "winners": float(sum(bool(award.won) for award in settlement.awards)),
         "rows_thinned": float(entry.thinned),

@@ -1,12 +1,13 @@
 """Numba, where it is installed: the hot loops of `kernel` as machine code, kept on disk between starts.
 
 Without it the same code runs as plain Python: it answers the same, and tens of times slower (`COMPILED` says which).
+The same goes for a process that uses plain Python while another one compiles: see `use_plain`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -15,10 +16,51 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 try:
     import numba
 except ImportError:
-    #: Whether the loops run as machine code; `doctor` and the auction's record show it.
+    #: Whether the loops can run as machine code.
     COMPILED = False
 else:
     COMPILED = not numba.config.DISABLE_JIT
+
+
+class _Loop(NamedTuple):
+    """One function in both forms, and the names of its module, by which everything calls it."""
+
+    names: dict[str, Any]
+    name: str
+    plain: object
+    compiled: object
+
+
+class _Use:
+    """The form of the loops that is in use, one for the process."""
+
+    loops: ClassVar[list[_Loop]] = []
+    compiled = COMPILED
+    kept = True  #: the compiled code is kept on disk, where other processes find it
+
+
+def use_plain() -> None:
+    """Run the loops as plain Python from the next call on: at once, while compiled ones would first be compiled."""
+    for loop in _Use.loops:
+        loop.names[loop.name] = loop.plain
+    _Use.compiled = False
+
+
+def use_compiled() -> None:
+    """Run the loops as machine code from the next call on, compiled or read from the disk at the first one."""
+    for loop in _Use.loops:
+        loop.names[loop.name] = loop.compiled
+    _Use.compiled = COMPILED
+
+
+def compiled_in_use() -> bool:
+    """Return whether the loops run as machine code; the auction's record shows it."""
+    return _Use.compiled
+
+
+def kept() -> bool:
+    """Return whether compiled code is kept on disk, so that one process can compile for another."""
+    return _Use.kept
 
 
 def compiled(function: FunctionT) -> FunctionT:
@@ -32,10 +74,14 @@ def inlined(function: FunctionT) -> FunctionT:
 
 
 def _compile(function: FunctionT, inline: str) -> FunctionT:
+    # Hashes overflow on purpose, which numpy's scalars warn of and machine code does not.
+    plain = np.errstate(over="ignore")(function)
     if not COMPILED:
-        # Hashes overflow on purpose, which numpy's scalars warn of and machine code does not.
-        return np.errstate(over="ignore")(function)
+        return plain
     try:
-        return cast(FunctionT, numba.njit(function, cache=True, nogil=True, error_model="numpy", inline=inline))
+        fast = numba.njit(function, cache=True, nogil=True, error_model="numpy", inline=inline)
     except RuntimeError:  # no folder to keep the compiled code in: NUMBA_CACHE_DIR names one
-        return cast(FunctionT, numba.njit(function, nogil=True, error_model="numpy", inline=inline))
+        fast = numba.njit(function, nogil=True, error_model="numpy", inline=inline)
+        _Use.kept = False
+    _Use.loops.append(_Loop(function.__globals__, function.__name__, plain, fast))
+    return cast(FunctionT, fast)

@@ -26,7 +26,7 @@ from arbiter.core.placement.locality import PLACE, place_of
 from arbiter.core.policies.themis.auction import kernel
 from arbiter.core.policies.themis.auction.bids import RHO_MIN, Bidder, Entry, Settlement, enter, useful_rows
 from arbiter.core.policies.themis.auction.problem import CLUSTER, MACHINE, RACK, SLOT, TOLERANCE, Ints, Problem
-from arbiter.core.policies.themis.auction.solve import FIRST_STEPS, STEPS_PER_MS, Budget, best
+from arbiter.core.policies.themis.auction.solve import FIRST_STEPS, Budget, best, steps_per_ms
 from arbiter.core.seam import AppView, Change, GpuView, Loss, View
 from protocol.messages import LEVELS, AppId, Bid, BidRow, ExplicitRow, GpuId, Level, NodeId
 
@@ -595,7 +595,7 @@ class _Case:
         fixed = len(self._entry.problem.options.fixed_place)
         amounts = (rows, len(bids), len(view.gpus), fixed)
         entering = sum(each * amount for each, amount in zip(ENTER_US, amounts, strict=True))
-        self._budget.spent += int(entering * STEPS_PER_MS / 1e3)
+        self._budget.spent += int(entering * steps_per_ms() / 1e3)
         entry = enter(view, bids, lift=lift)
         answer = self._best(entry.problem)
         if answer is None:

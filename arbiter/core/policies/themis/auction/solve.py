@@ -20,13 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from arbiter.core.policies.themis.auction import kernel
-from arbiter.core.policies.themis.auction.compiled import COMPILED
+from arbiter.core.policies.themis.auction.compiled import compiled_in_use
 from arbiter.core.policies.themis.auction.exact import search
 from arbiter.core.policies.themis.auction.prices import Priced, Pricing
 from arbiter.core.policies.themis.auction.problem import TOLERANCE, Floats, Ints, Problem
 
-#: Steps of work per millisecond, low enough that a budget in steps is kept on a slow core too.
-STEPS_PER_MS = 30_000 if COMPILED else 300
+#: Steps of work per millisecond, as machine code and as plain Python; low enough that a budget in steps is kept on a
+#: slow core too.
+STEPS_PER_MS, PLAIN_STEPS_PER_MS = 30_000, 300
 #: Steps that the first attempt at each problem may take: most are closed by far less.
 FIRST_STEPS = 60_000
 #: With more options than this a first allocation is made before anything is proven.
@@ -58,6 +59,11 @@ HASTY_MS, HASTY_PART = 800.0, 0.12
 GOOD_GAP, GOOD_WORST_GAP = 0.008, 0.03
 
 
+def steps_per_ms() -> int:
+    """Return the steps of work per millisecond of the loops in use."""
+    return STEPS_PER_MS if compiled_in_use() else PLAIN_STEPS_PER_MS
+
+
 @dataclass
 class Budget:
     """How much may be done: `steps` counted by the search and, where there is a clock, `seconds_left` told by it.
@@ -74,7 +80,7 @@ class Budget:
     @classmethod
     def of(cls, milliseconds: float, clock: Callable[[], float] | None = None) -> Budget:
         """Return the budget of that much time from now on; `clock` gives seconds, whatever their origin."""
-        steps = int(min(milliseconds * STEPS_PER_MS, 2**60))
+        steps = int(min(milliseconds * steps_per_ms(), 2**60))
         hasty = milliseconds < HASTY_MS
         if clock is None:
             return cls(steps, hasty=hasty)
@@ -254,7 +260,7 @@ class _Solver:
             return True
         part = budget.spent / budget.steps
         if budget.seconds_left is not None:
-            part = max(part, 1.0 - budget.seconds_left() * 1e3 * STEPS_PER_MS / budget.steps)
+            part = max(part, 1.0 - budget.seconds_left() * 1e3 * steps_per_ms() / budget.steps)
         small = out.upper - out.value < GOOD_GAP and (out.worst_gap < GOOD_WORST_GAP or part > 2 * HASTY_PART)
         return budget.hasty and part > HASTY_PART and small
 
@@ -310,7 +316,7 @@ class _Solver:
             self._problem, self._prices(row, pricing, budget.left), skip, float(out.values[row]),
             float(out.uppers[row]), limit_s=share * before,
         )  # fmt: skip
-        budget.spent += int((before - budget.seconds_left()) * 1e3 * STEPS_PER_MS)
+        budget.spent += int((before - budget.seconds_left()) * 1e3 * steps_per_ms())
         out.uppers[row] = min(out.uppers[row], answer.upper)
         if len(answer.chosen):
             self.settle(answer.chosen, row)

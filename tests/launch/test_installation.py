@@ -1,0 +1,137 @@
+"""`init` writes files with which the daemons start, and `units` units that start this installation."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import app_agent.config
+import arbiter.config
+import node_agent.config
+from launch import cli
+from launch.site import shipped
+
+FILES = ["app-bob.toml", "arbiter.toml", "node-gpu-host-17.toml", "node-n2.toml"]
+
+
+def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
+    """Run one command; return its stdout and its stderr."""
+    done = CliRunner().invoke(cli.app, [str(word) for word in words])
+    assert done.exit_code == code, done.output
+    return done.stdout, done.stderr
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where `init` has written a site of two nodes."""
+    folder = tmp_path / "new" / "site"
+    run("init", folder, "--nodes", "gpu-host-17,n2", "--owner", "bob")
+    return folder
+
+
+def test_the_files_of_a_site_are_written_and_the_next_three_commands_told(tmp_path: Path) -> None:
+    told, noted = run("init", tmp_path, "--nodes", "gpu-host-17,n2", "--owner", "bob")
+    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
+    assert sorted(told.split()) == [str(tmp_path / name) for name in FILES]
+    assert [line.split()[1:3] for line in noted.splitlines()] == [
+        ["gpu-arbiter", "provision"],
+        ["gpu-arbiter", "units"],
+        ["systemctl", "enable"],
+    ]
+    document = json.loads(run("init", tmp_path, "--nodes", "gpu-host-17,n2", "--owner", "bob", "--json")[0])
+    assert (document["schema"], sorted(document["files"]), len(document["next"])) == (
+        "init/v1",
+        sorted(told.split()),
+        3,
+    )
+
+
+def test_each_file_is_read_by_its_daemon(folder: Path) -> None:
+    assert arbiter.config.load(folder / "arbiter.toml").arbiter.policy == "themis"
+    nodes = [node_agent.config.load(folder / f"node-{name}.toml").node for name in ("gpu-host-17", "n2")]
+    assert nodes == ["gpu-host-17", "n2"]
+    agent = app_agent.config.load(folder / "app-bob.toml")
+    assert (agent.owner, agent.state_dir) == ("bob", "/var/lib/gpu-arbiter-app/bob")
+
+
+def test_but_for_the_names_and_spaces_the_files_are_the_shipped_examples(folder: Path) -> None:
+    def words(path: Path) -> list[str]:
+        return path.read_text().split()
+
+    examples = {"arbiter": ("", ""), "node-gpu-host-17": ("gpu-host-17", "n1"), "app-bob": ("bob", "alice")}
+    for name, (given, example) in examples.items():
+        shipped_file = shipped.FOLDER / f"{name.split('-')[0]}.toml"
+        there = words(folder / f"{name}.toml")
+        assert there == [word.replace(example, given) if example else word for word in words(shipped_file)]
+        changed = {
+            field
+            for field, value in tomllib.loads((folder / f"{name}.toml").read_text()).items()
+            if value != tomllib.loads(shipped_file.read_text())[field]
+        }
+        assert (
+            changed
+            == {"arbiter": set(), "node": {"node"}, "app": {"owner", "bus_file", "state_dir", "socket"}}[
+                name.split("-")[0]
+            ]
+        )
+
+
+def test_nothing_is_overwritten(folder: Path) -> None:
+    edited = folder / "node-n2.toml"
+    edited.write_text("# mine\n")
+    (folder / "arbiter.toml").unlink()
+    _, noted = run("init", folder, "--nodes", "n2", "--owner", "bob", code=2)
+    assert f"{edited} exists already" in noted
+    assert edited.read_text() == "# mine\n"
+    assert not (folder / "arbiter.toml").exists()  # not even a part is written
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--nodes", "n1,N2"), "--nodes: 'N2' is no id"),
+        (("--nodes", ""), "--nodes: '' is no id"),
+        (("--nodes", "n1,n1"), "--nodes has n1 twice"),
+        (("--owner", 'a"\n'), "--owner: 'a\"\\n' is no id"),
+    ],
+)
+def test_a_name_that_no_participant_can_have_is_refused(tmp_path: Path, words: tuple[str, ...], says: str) -> None:
+    _, noted = run("init", tmp_path, *words, code=2)
+    assert says in noted
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named() -> None:
+    assert "/proc/site cannot be written" in run("init", "/proc/site", code=1)[1]
+
+
+def test_units_start_the_program_of_this_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "env" / "bin" / "python"))
+    assert "which the units would start" in run("units", "--to", tmp_path / "units", code=1)[1]
+    program = tmp_path / "env" / "bin" / "gpu-arbiter"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    told, _ = run("units", "--to", tmp_path / "units")
+    assert len(told.split()) == 3
+    for path in map(Path, told.split()):
+        (start,) = [line for line in path.read_text().splitlines() if line.startswith("ExecStart=")]
+        assert start.startswith(f"ExecStart={program} ")
+        assert (shipped.FOLDER / path.name).read_text() == path.read_text().replace(str(program), shipped.PROGRAM)
+
+
+def test_without_a_folder_units_tells_where_they_are() -> None:
+    told = run("units")[0].split()
+    assert [Path(path).suffix for path in told] == [".service"] * 3
+    assert all(Path(path).is_file() for path in told)
+
+
+def test_a_program_that_the_units_hide_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.verbs.installation.HIDDEN", (str(tmp_path),))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "gpu-arbiter").touch()
+    assert "make its environment in /opt" in run("units", "--to", tmp_path / "units")[1]

@@ -1,0 +1,41 @@
+"""A site whose auction has never been compiled answers, and starts apps, while it compiles."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.site.site import PROGRAM
+
+
+@pytest.mark.timeout(200)
+def test_an_app_runs_to_its_end_while_the_loops_are_compiled(tmp_path: Path) -> None:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GPU_ARBITER_")}
+    socket = f"unix://{tmp_path}/control.sock"
+    env = own | {"GPU_ARBITER_URL": socket, "HOME": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "loops")}
+    command = (sys.executable, "-P", str(PROGRAM))
+    up = (*command, "up", "--fresh", "--gpus", "simulated:2", "--policy", "themis", "--log-level", "info")
+    with subprocess.Popen(up, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as site:
+        assert site.stderr is not None
+        assert any("gpu-arbiter is up" in line for line in site.stderr)
+        line = (*command, "run", "--", sys.executable, "-c", "print(42)")
+        done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        compiling = [each for each in psutil.Process(site.pid).children() if "warm_up" in " ".join(each.cmdline())]
+        rounds = subprocess.run((*command, "rounds", "--json"), env=env, capture_output=True, text=True, check=True)
+        site.send_signal(signal.SIGINT)
+        _, told = site.communicate(timeout=30)
+    assert site.returncode == 0, told
+    assert (done.returncode, done.stdout) == (0, "42\n"), told + done.stderr
+    assert json.loads(rounds.stdout)["count"] > 0
+    # It was answered by plain Python: the compilation went on beside it, and ended with the site.
+    assert "solver.ready" not in told
+    assert len(compiling) == 1
+    psutil.wait_procs(compiling, timeout=30)
+    assert not compiling[0].is_running()

@@ -1,0 +1,60 @@
+"""`gpu-arbiter-session` alone makes README's training script run by hand, in an environment that has nothing else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+from tests.support import wheels
+
+#: They share one wheel.
+pytestmark = pytest.mark.slow
+#: What README's lines leave to the user.
+GIVEN = """
+import sys
+total, trained, accuracy = 5, [], 1.0
+train = trained.append
+def load(folder): raise RuntimeError("there is no checkpoint")
+def save(folder): raise RuntimeError("no GPU is taken away")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheels.build(tmp_path_factory.mktemp("built"), "packaging/session")
+
+
+def test_it_needs_nothing_and_has_the_training_side_only(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    told = message_from_string(archive.read(name).decode())
+    main = tomllib.loads((wheels.ROOT / "pyproject.toml").read_text())["project"]
+    assert (told["Name"], told["Version"], told["License-Expression"]) == (
+        "gpu-arbiter-session",
+        main["version"],
+        main["license"],
+    )
+    assert told.get_all("Requires-Dist") is None
+    modules = {path for path in archive.namelist() if not path.startswith("gpu_arbiter_session-")}
+    folders = ("app_agent/training", "app_agent/integrations")
+    there = {str(path.relative_to(wheels.ROOT)) for each in folders for path in (wheels.ROOT / each).glob("*.py")}
+    assert modules == there | {"app_agent/__init__.py", "app_agent/session.py"}
+
+
+def test_the_script_of_the_readme_runs_by_hand(wheel: Path, tmp_path: Path) -> None:
+    python = wheels.environment(tmp_path / "bare", with_pip=False)
+    wheels.pip_for(python, "install", "--no-index", wheel)
+    blocks = re.findall(r"```python\n(.*?)```", (wheels.ROOT / "README.md").read_text(), re.DOTALL)
+    (lines,) = [re.sub("(?m)^   ", "", block) for block in blocks if "from app_agent import session" in block]
+    script = tmp_path / "train.py"
+    script.write_text(f"{GIVEN}{lines}\nprint(trained)\n")
+    done = subprocess.run(
+        [python, "-W", "error", script], env=wheels.clean_environment(), capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "[0, 1, 2, 3, 4]\n"), done.stderr
