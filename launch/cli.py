@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import version as installed_version
+from typing import Annotated
 
 import typer
 
@@ -27,8 +28,23 @@ for group in (submission, inspection, doctor, auction, simulation, worlds, daemo
     group.add(app)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        version(json=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Flags that stand before a verb."""
+
+
 @app.command()
-def version(json: bool = typer.Option(False, "--json", help="print one JSON document")) -> None:
+def version(json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False) -> None:
     """Print the version."""
     number = installed_version("gpu-arbiter")
     if wants_json(json):

@@ -23,10 +23,14 @@ def wants_json(flag: bool) -> bool:
     return flag or os.environ.get("GPU_ARBITER_OUTPUT", "").lower() == "json"
 
 
+def packed(document: Document) -> str:
+    """Return one document as one line."""
+    return json.dumps(document, ensure_ascii=False)
+
+
 def emit(document: Document) -> None:
     """Print one document."""
-    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    say(packed(document))
 
 
 def say(text: str) -> None:

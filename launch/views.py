@@ -10,15 +10,25 @@ from launch.surface import Document, duration, number, table
 OVER = frozenset({"finished", "failed", "cancelled", "refused"})
 EXPLAINED_ROUNDS = 5
 TOLD_CHAPTERS = 12
+APP_COLUMNS = ("ID", "TENANT", "NAME", "STATE", "GPUS", "WANT", "RHO", "LTGF", "STEP", "LOST", "AGE", "WHERE")
+#: Columns that change all the time.
+DRIFTING = frozenset({"RHO", "LTGF", "STEP", "LOST", "AGE"})
 
 
 def apps_table(document: Document, *, everything: bool = False) -> str:
     """Return `ps`: apps that are not over yet, or all of them."""
-    apps = [app for app in document["apps"] if everything or app["state"] not in OVER]
-    if not apps:
-        return "no apps; start one with: gpu-arbiter submit -- python train.py"
-    headers = ("ID", "TENANT", "NAME", "STATE", "GPUS", "WANT", "RHO", "LTGF", "STEP", "LOST", "AGE", "WHERE")
-    return table(headers, [_app_row(app) for app in apps])
+    rows = [_app_row(app) for app in _apps(document, everything=everything)]
+    return table(APP_COLUMNS, rows) if rows else "no apps; start one with: gpu-arbiter submit -- python train.py"
+
+
+def apps_news(document: Document, *, everything: bool = False) -> object:
+    """Return what of `ps` changes only when something happens: its rows without ages, progress and shares."""
+    rows = (zip(APP_COLUMNS, _app_row(app), strict=True) for app in _apps(document, everything=everything))
+    return [[cell for column, cell in row if column not in DRIFTING] for row in rows]
+
+
+def _apps(document: Document, *, everything: bool) -> list[Document]:
+    return [app for app in document["apps"] if everything or app["state"] not in OVER]
 
 
 def _app_row(app: Document) -> tuple[str, ...]:

@@ -10,7 +10,9 @@ import typer
 from launch import views
 from launch.client import open_client
 from launch.follow import follow_logs
-from launch.surface import answering, emit, say, wants_json
+from launch.surface import answering, emit, packed, say, wants_json
+from launch.watch import Picture
+from launch.watch import watch as show_changes
 from protocol import exit_codes
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
@@ -25,16 +27,28 @@ def add(app: typer.Typer) -> None:
 
 def ps(
     everything: Annotated[bool, typer.Option("-a", "--all", help="also those that are over")] = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="again whenever something changed")] = False,
     json: Json = False,
 ) -> None:
-    """List apps."""
+    """List apps.
+
+    gpu-arbiter ps -w
+    """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
-        document = client.query("apps")
-        if as_json:
-            emit(document)
-        else:
-            say(views.apps_table(document, everything=everything))
+
+        def look() -> Picture:
+            document = client.query("apps")
+            news = views.apps_news(document, everything=everything)
+            return Picture(packed(document) if as_json else views.apps_table(document, everything=everything), news)
+
+        if not watch:
+            say(look().text)
+            return
+        try:
+            show_changes(look)
+        except KeyboardInterrupt:
+            raise SystemExit(exit_codes.INTERRUPTED) from None
 
 
 def explain(app: Selector, json: Json = False) -> None:
@@ -51,11 +65,15 @@ def explain(app: Selector, json: Json = False) -> None:
 def logs(
     target: Annotated[str, typer.Argument(metavar="ID", help="an app, job or task, or `last`")],
     follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until it is over, across preemptions")] = False,
+    tail: Annotated[int | None, typer.Option(min=0, metavar="N", help="begin with the last N lines (all)")] = None,
 ) -> None:
-    """Print a task's output, stdout and stderr; of an app, that of its newest attempt."""
+    """Print a task's output, stdout and stderr; of an app, that of its newest attempt.
+
+    gpu-arbiter logs -f --tail 20 last
+    """
     with answering(as_json=False), open_client() as client:
         try:
-            follow_logs(client, client.resolve(target), follow=follow)
+            follow_logs(client, client.resolve(target), follow=follow, tail=tail)
         except KeyboardInterrupt:
             raise SystemExit(exit_codes.INTERRUPTED) from None
 

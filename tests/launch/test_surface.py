@@ -17,8 +17,9 @@ from app_agent.core.records import AppRecord
 from launch import cli, notify, spec, surface, timeline, views
 from launch.client import Client
 from launch.faults import Fault
-from launch.follow import follow_logs
+from launch.follow import BEYOND, follow_logs
 from launch.site import site
+from launch.watch import Picture, watch
 from protocol import exit_codes
 
 # --- specs ----------------------------------------------------------------------------------------------------------
@@ -401,6 +402,115 @@ def test_logs_of_nothing_fail_unless_it_may_still_come() -> None:
     with pytest.raises(Fault, match="no node has output"):
         followed(Node(), follow=False)
     assert followed(Node()) == b""
+
+
+class Output:
+    """A client of an arbiter whose one task has written `data`, told at most `most` bytes a question."""
+
+    def __init__(self, data: bytes, most: int = 65_536) -> None:
+        self._data = data
+        self._most = most
+        self.told = 0
+
+    def apps(self) -> list[AppRecord]:
+        return []
+
+    def query(self, kind: str, target: str = "", offset: int = 0) -> dict[str, Any]:
+        if kind == "apps":
+            return {"apps": [app(state="finished")]}
+        data = self._data[offset : offset + self._most]
+        self.told += len(data)
+        return {
+            "task": "ada-1.0-a0",
+            "data": base64.b64encode(data).decode(),
+            "size": len(self._data),
+            "ended": True,
+        }
+
+
+def tail(output: Output, lines: int, *, follow: bool = False) -> bytes:
+    out = io.BytesIO()
+    follow_logs(cast("Client", output), "ada-1", follow=follow, tail=lines, out=out, pause=lambda _: None)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize(
+    ("lines", "shown"),
+    [(0, b""), (1, b"three\n"), (2, b"\nthree\n"), (4, b"one\ntwo\n\nthree\n"), (9, b"one\ntwo\n\nthree\n")],
+)
+def test_the_tail_of_an_output_is_its_last_lines(lines: int, shown: bytes, follow: bool) -> None:
+    assert tail(Output(b"one\ntwo\n\nthree\n"), lines, follow=follow) == shown
+
+
+def test_a_last_line_without_an_end_is_a_line() -> None:
+    assert tail(Output(b"one\ntwo"), 1) == b"two"
+    assert tail(Output(b""), 3) == b""
+
+
+def test_the_tail_of_a_long_output_costs_little_and_may_reach_far_back() -> None:
+    lines = b"".join(b"line %d\n" % number for number in range(300_000))
+    short = Output(lines)
+    assert tail(short, 2) == b"line 299998\nline 299999\n"
+    assert short.told < len(lines) / 20
+    assert tail(Output(lines, most=50_000), 250_000) == lines[lines.index(b"line 50000\n") :]
+
+
+def test_the_attempt_after_a_tail_is_shown_whole() -> None:
+    name = "ada-1.0-a0"
+    node = Node((name, BEYOND, b"", 8, False), (name, 0, b"one\ntwo\n", 8, False), (name, 4, b"two\n", 8, True),
+                ("ada-1.0-a1", 8, b"", 4, True), ("ada-1.0-a1", 0, b"new\n", 4, True))  # fmt: skip
+    out = io.BytesIO()
+    follow_logs(cast("Client", node), "ada-1", follow=True, tail=1, out=out, pause=lambda _: None)
+    assert out.getvalue() == b"two\nnew\n"
+
+
+# --- a picture that changes -----------------------------------------------------------------------------------------
+
+
+def watched(out: io.StringIO, *pictures: Picture) -> str:
+    """Return what is shown of these pictures until Ctrl-C."""
+    left = list(pictures)
+
+    def look() -> Picture:
+        if not left:
+            raise KeyboardInterrupt
+        return left.pop(0)
+
+    with pytest.raises(KeyboardInterrupt):
+        watch(look, out=out, pause=lambda _: None)
+    return out.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+PICTURES = (Picture("a 1s", "a"), Picture("a 2s", "a"), Picture("b 3s", "b"), Picture("b 3s", "b"))
+
+
+def test_on_a_pipe_a_picture_is_shown_again_when_there_is_news() -> None:
+    assert watched(io.StringIO(), *PICTURES) == "a 1s\nb 3s\n"
+
+
+def test_a_terminal_shows_each_change_over_the_last_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    home = "\x1b[H\x1b[J"
+    assert watched(Terminal(), *PICTURES) == f"{home}a 1s\n{home}a 2s\n{home}b 3s\n"
+    monkeypatch.setenv("COLUMNS", "10")
+    monkeypatch.setenv("LINES", "4")
+    tall = Picture("123456789012\n2\n3\n4\n5", None)
+    assert watched(Terminal(), tall) == f"{home}1234567890\n2\nand 3 more\n"
+    monkeypatch.setenv("TERM", "dumb")
+    assert watched(Terminal(), *PICTURES) == "a 1s\nb 3s\n"
+
+
+def test_ages_and_progress_of_apps_are_no_news_but_their_states_are() -> None:
+    before = views.apps_news({"apps": [app(tasks=[task()])]})
+    assert before == views.apps_news({"apps": [app(tasks=[task(step=5)], elapsed_s=99.0, rho=1.6, ltgf=0.9)]})
+    for change in ({"state": "waiting"}, {"gpus": []}, {"tasks": [task(node="n2")]}, {"id": "ada-2"}):
+        assert before != views.apps_news({"apps": [app(**{"tasks": [task()]} | change)]})
 
 
 # --- systemd --------------------------------------------------------------------------------------------------------
