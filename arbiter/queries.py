@@ -32,6 +32,7 @@ from protocol.journal import JournalError
 from protocol.messages import (
     Answer,
     AppId,
+    AppStateName,
     LogChunk,
     NodeId,
     Party,
@@ -153,6 +154,7 @@ class Queries:
         standing = state.history.of_app(app.id, max(now, state.now))
         return {
             "id": app.id,
+            "owner": app.owner,
             "tenant": app.tenant,
             "name": app.name,
             "state": _state_name(app, gpus, tasks),
@@ -496,7 +498,7 @@ def _refuse(to: Party, query: Query, why: str) -> Send:
     return Send(to, Answer(query.query_id, b"", why))
 
 
-def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model.Task]) -> str:
+def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model.Task]) -> AppStateName:
     match app.state:
         case Enrolling():
             return "enrolling"

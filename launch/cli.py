@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from launch.surface import emit, note, say, wants_json
-from launch.verbs import auction, daemons, demo, doctor, inspection, simulation, submission, worlds
+from launch.verbs import acts, auction, daemons, demo, doctor, inspection, simulation, submission, worlds
 from protocol import exit_codes
 
 app = typer.Typer(
@@ -24,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (submission, inspection, doctor, auction, simulation, worlds, daemons, demo):
+for group in (submission, acts, inspection, doctor, auction, simulation, worlds, daemons, demo):
     group.add(app)
 
 

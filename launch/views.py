@@ -15,9 +15,11 @@ APP_COLUMNS = ("ID", "TENANT", "NAME", "STATE", "GPUS", "WANT", "RHO", "LTGF", "
 DRIFTING = frozenset({"RHO", "LTGF", "STEP", "LOST", "AGE"})
 
 
-def apps_table(document: Document, *, everything: bool = False) -> str:
-    """Return `ps`: apps that are not over yet, or all of them."""
+def apps_table(document: Document, *, everything: bool = False, some: bool = False) -> str:
+    """Return `ps`: apps that are not over yet, or all of them; `some`: the document holds those that were asked for."""
     rows = [_app_row(app) for app in _apps(document, everything=everything)]
+    if not rows and some:
+        return "no app matches"
     return table(APP_COLUMNS, rows) if rows else "no apps; start one with: gpu-arbiter submit -- python train.py"
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from launch import views
+from launch import selection, views
 from launch.client import open_client
 from launch.follow import follow_logs
+from launch.pictures import Picture, show_changes
 from launch.surface import answering, emit, packed, say, wants_json
-from launch.watch import Picture
-from launch.watch import watch as show_changes
 from protocol import exit_codes
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
@@ -26,29 +26,49 @@ def add(app: typer.Typer) -> None:
 
 
 def ps(
+    apps: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="app ids, or `last`; all without")] = None,
     everything: Annotated[bool, typer.Option("-a", "--all", help="also those that are over")] = False,
+    state: selection.State = None,
+    tenant: selection.Tenant = None,
+    owner: selection.Owner = None,
+    name: selection.Name = None,
     watch: Annotated[bool, typer.Option("-w", "--watch", help="again whenever something changed")] = False,
     json: Json = False,
 ) -> None:
     """List apps.
 
-    gpu-arbiter ps -w
+    gpu-arbiter ps -w --state running,waiting --name 'sweep-*'
+
+    Apps that are over are listed with --all, by their ids, and by their states.
     """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
+        filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
+        over_too = everything or bool(apps or filters.states)
+        unknown: list[str] = []
 
         def look() -> Picture:
             document = client.query("apps")
-            news = views.apps_news(document, everything=everything)
-            return Picture(packed(document) if as_json else views.apps_table(document, everything=everything), news)
+            chosen, unknown[:] = selection.listed(client, document, apps or (), filters)
+            document["apps"] = chosen
+            text = packed(document) if as_json else views.apps_table(document, everything=over_too, some=bool(filters))
+            return Picture(text, views.apps_news(document, everything=over_too))
 
-        if not watch:
-            say(look().text)
-            return
-        try:
-            show_changes(look)
-        except KeyboardInterrupt:
-            raise SystemExit(exit_codes.INTERRUPTED) from None
+        picture = look()
+        if watch and not unknown:
+            _until_interrupted(lambda: show_changes(look))
+        if not (unknown and as_json):  # the error's document is the answer then
+            say(picture.text)
+        if unknown:
+            raise selection.not_found(unknown)
+
+
+def _until_interrupted(act: Callable[[], None]) -> None:
+    """Do something until it is done; Ctrl-C is a usual end of it, and ends the command."""
+    try:
+        act()
+    except KeyboardInterrupt:
+        raise SystemExit(exit_codes.INTERRUPTED) from None
 
 
 def explain(app: Selector, json: Json = False) -> None:
@@ -72,10 +92,7 @@ def logs(
     gpu-arbiter logs -f --tail 20 last
     """
     with answering(as_json=False), open_client() as client:
-        try:
-            follow_logs(client, client.resolve(target), follow=follow, tail=tail)
-        except KeyboardInterrupt:
-            raise SystemExit(exit_codes.INTERRUPTED) from None
+        _until_interrupted(lambda: follow_logs(client, client.resolve(target), follow=follow, tail=tail))
 
 
 def nodes(json: Json = False) -> None:

@@ -18,8 +18,8 @@ from launch import cli, notify, spec, surface, timeline, views
 from launch.client import Client
 from launch.faults import Fault
 from launch.follow import BEYOND, follow_logs
+from launch.pictures import Picture, show_changes
 from launch.site import site
-from launch.watch import Picture, watch
 from protocol import exit_codes
 
 # --- specs ----------------------------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def watched(out: io.StringIO, *pictures: Picture) -> str:
         return left.pop(0)
 
     with pytest.raises(KeyboardInterrupt):
-        watch(look, out=out, pause=lambda _: None)
+        show_changes(look, out=out, pause=lambda _: None)
     return out.getvalue()
 
 

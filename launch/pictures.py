@@ -22,7 +22,7 @@ class Picture(NamedTuple):
     news: object
 
 
-def watch(
+def show_changes(
     look: Callable[[], Picture], *, out: TextIO | None = None, pause: Callable[[float], None] = time.sleep
 ) -> None:
     """Show what `look` returns, and again at each change, for ever.
