@@ -10,11 +10,14 @@ import typer
 
 from launch import selection, views
 from launch.client import open_client
+from launch.faults import usage
 from launch.follow import follow_logs
 from launch.pictures import Picture, show_changes
 from launch.surface import answering, emit, packed, say, wants_json
 from protocol import exit_codes
 
+#: Those that GPU time is counted of.
+SHARERS = ("tenant", "owner")
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 Selector = Annotated[str, typer.Argument(metavar="ID", help="an app's id, or `last`")]
 
@@ -106,15 +109,23 @@ def nodes(json: Json = False) -> None:
             say(views.nodes_table(document))
 
 
-def shares(json: Json = False) -> None:
-    """Show each tenant's due and its GPU time: LTGF of 1 or more is fair."""
+def shares(
+    by: Annotated[str, typer.Option(metavar="tenant|owner", help="whose GPU time")] = "tenant",
+    json: Json = False,
+) -> None:
+    """Show the due and the GPU time of each tenant, or of each owner: LTGF of 1 or more is fair.
+
+    gpu-arbiter shares --by owner
+    """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
-        document = client.query("shares")
+        if by not in SHARERS:
+            raise usage(f"--by is {by!r}", f"choose one of {', '.join(SHARERS)}")
+        document = client.query("shares", by if by == "owner" else "")
         if as_json:
             emit(document)
         else:
-            say(views.shares_table(document))
+            say(views.owners_table(document) if by == "owner" else views.shares_table(document))
 
 
 def rounds(

@@ -259,10 +259,29 @@ def task(**changes: Any) -> dict[str, Any]:
 def test_ps_shows_what_is_not_over_unless_asked_for_all() -> None:
     document = {"apps": [app(tasks=[task()]), app(id="ada-2", state="failed", jct_s=5.0)]}
     row = views.apps_table(document).splitlines()[1]
-    assert " ".join(row.split()) == "ada-1 t n running 1 2 1.50 - 5/9 - 1m01s n1"
+    assert " ".join(row.split()) == "ada-1 t n running 1 2 1.50 - 5/9 - - 1m01s n1 -"
     assert "ada-2" not in views.apps_table(document)
     assert "ada-2" in views.apps_table(document, everything=True)
     assert "gpu-arbiter submit" in views.apps_table({"apps": []})
+
+
+def test_ps_names_a_few_of_the_apps_that_one_waits_for_and_counts_the_rest() -> None:
+    def last_cell(kind: str, *ids: str) -> str:
+        waits = {"kind": kind, "ids": list(ids)}
+        return views.apps_table({"apps": [app(waits_for=waits, preemptions=3)]}).split()[-1]
+
+    assert last_cell("apps", "bob-1") == "bob-1"
+    assert last_cell("apps", "bob-1", "bob-2", "bob-3", "bob-4") == "bob-1,bob-2,+2"
+    assert last_cell("solver") == "solver"
+
+
+def test_a_quarantined_gpu_is_listed_with_the_reason() -> None:
+    gpu = {"id": "g0", "slot": "0", "model": "m", "state": "free", "healthy": False, "quarantined": True, "app": None,
+           "detail": "quarantined: jobs of ada-1 and bob-1 failed on g0"}  # fmt: skip
+    node = {"id": "n1", "rack": "r", "state": "up", "last_seen_s": 1.0, "gpus": [gpu]}
+    row = views.nodes_table({"nodes": [node]}).splitlines()[1]
+    assert "free, quarantined" in row
+    assert row.endswith("quarantined: jobs of ada-1 and bob-1 failed on g0")
 
 
 def test_ps_says_how_far_a_job_has_saved_while_it_waits() -> None:
