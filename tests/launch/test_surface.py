@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from app_agent.core.records import AppRecord
-from launch import cli, notify, spec, surface, timeline, views
+from launch import cli, notify, registry, spec, surface, timeline, views
 from launch.client import Client
 from launch.faults import Fault
 from launch.follow import BEYOND, follow_logs
 from launch.pictures import Picture, show_changes
+from launch.registry import Verbs
 from launch.site import site
 from protocol import exit_codes
 
@@ -583,9 +585,71 @@ def test_the_timeline_is_a_picture_even_of_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_verb_that_only_asks_loads_nothing_of_the_daemons() -> None:
-    # A person types it all day long, and a script calls it in a loop: half of its time was spent on such imports.
-    heavy = ["aio_pika", "structlog", "sqlite3", "numba", "arbiter.daemon", "node_agent.daemon", "app_agent.core.host"]
-    program = f"import launch.cli, sys; print([each for each in {heavy} if each in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n"
+#: What takes longer to import than a verb that only asks may take.
+HEAVY = (
+    *("aio_pika", "structlog", "sqlite3", "numba", "numpy", "pydantic", "rich", "importlib.metadata"),
+    *("arbiter.daemon", "node_agent.daemon", "app_agent.core.host", "simulator"),
+)
+
+
+def loaded_by(*words: str, path: Path) -> set[str]:
+    """Return the heavy modules, and the verbs' modules, that a command has imported at its end."""
+    program = (
+        "import atexit, sys; from launch import cli\n"
+        f"heavy = {HEAVY}\n"
+        "atexit.register(lambda: print(*(m for m in sys.modules if m in heavy or m.startswith('launch.verbs.'))))\n"
+        f"sys.argv = {['gpu-arbiter', *words]}\n"
+        "cli.main()"
+    )
+    environment = {"GPU_ARBITER_URL": f"unix://{path}/control.sock", "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert "Traceback" not in run.stderr
+    return set(run.stdout.splitlines()[-1].split())
+
+
+# A person types them all day long, and a script calls them in a loop: most of their time was spent on such imports.
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (("ps", "--state", "running", "ada-1"), "inspection"),
+        (("explain", "last"), "inspection"),
+        (("logs", "-f", "--tail", "3", "last"), "inspection"),
+        (("rounds", "--limit", "3"), "inspection"),
+        (("cancel", "ada-1", "ada-2", "--yes"), "acts"),
+        (("wait", "ada-1", "--for", "running"), "submission"),
+        (("submit", "-g", "1", "--steps", "3", "--env", "A=1", "--", "true"), "submission"),
+    ],
+)
+def test_a_verb_that_only_asks_loads_its_own_module_and_nothing_heavy(
+    words: tuple[str, ...], module: str, tmp_path: Path
+) -> None:
+    assert loaded_by(*words, path=tmp_path) == {f"launch.verbs.{module}"}
+
+
+def test_the_list_of_verbs_loads_none_of_them(tmp_path: Path) -> None:
+    assert loaded_by("--help", path=tmp_path) == set()
+
+
+def test_the_list_of_verbs_says_what_each_verb_says_of_itself() -> None:
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, Verbs)
+    listed = {verb: registry.help_line(verb) for verb in registry.MODULE_OF}
+    assert list(group.load_all()) == list(listed), "each module has the verbs that the table names"
+    assert listed == {verb: (command.help or "").partition("\n")[0] for verb, command in group.commands.items()}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("rounds", "--limit", "0"), "Invalid value for '--limit'"),
+        (("rounds", "--limit", "x"), "Invalid value for '--limit'"),
+        (("wait", "a", "--for", "ever"), "Invalid value for '--for'"),
+        (("explain",), "Missing argument 'ID'"),
+        (("psx",), "Did you mean 'ps'?"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_as_ever(words: tuple[str, ...], sentence: str) -> None:
+    result = CliRunner().invoke(cli.app, list(words))
+    assert result.exit_code == exit_codes.USAGE
+    assert sentence in result.stderr
