@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from typing import Any, assert_never
@@ -17,6 +17,7 @@ from typing import Any, assert_never
 import msgspec
 from msgspec.structs import replace
 
+from arbiter import owners
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.effects import LeaseRecord, RoundRecord
 from arbiter.core.registry import policy_of
@@ -27,11 +28,13 @@ from arbiter.core.state.gpu_time import Standing
 from arbiter.core.state.model import Active, Deciding, Draining, Enrolling, Free, Leased, Refused, Settled
 from arbiter.core.whatif import Obstacle, WhatIf
 from arbiter.ledger import Ledger
+from arbiter.waits import Waits
 from protocol.core import Send
 from protocol.journal import JournalError
 from protocol.messages import (
     Answer,
     AppId,
+    AppStateName,
     LogChunk,
     NodeId,
     Party,
@@ -112,7 +115,7 @@ class Queries:
             case "leases":
                 return [_answer(sender, query, self._leases(now, query))]
             case "shares":
-                return [_answer(sender, query, self._tenants(now))]
+                return [_answer(sender, query, self._shares(now, query))]
             case "explain":
                 return [self._explain(sender, query, now)]
             case "log":
@@ -142,20 +145,25 @@ class Queries:
     def _apps(self, now: float, query: Query) -> dict[str, Any]:
         apps = sorted(self._arbiter.state.apps.values(), key=lambda app: (app.arrived_at, app.id))
         wanted = [app for app in apps if not query.target or app.id == query.target]
-        return {"schema": "apps/v1", **_page("apps", query, (self._app(app, now) for app in wanted[query.offset :]))}
+        waits = Waits(self._arbiter.state)
+        entries = (self._app(app, now, waits) for app in wanted[query.offset :])
+        return {"schema": "apps/v1", **_page("apps", query, entries)}
 
-    def _app(self, app: model.App, now: float) -> dict[str, Any]:
+    def _app(self, app: model.App, now: float, waits: Waits) -> dict[str, Any]:
         state = self._arbiter.state
         gpus = [gpu for gpu in state.gpus.values() if not isinstance(gpu.state, Free) and gpu.state.lease.app == app.id]
         ended_at = app.state.at if isinstance(app.state, Settled | Refused) else None
         lived_s = (ended_at or now) - app.arrived_at
         tasks = [task for task in state.tasks.values() if task.app == app.id]
         standing = state.history.of_app(app.id, max(now, state.now))
+        name = _state_name(app, gpus, tasks)
         return {
             "id": app.id,
+            "owner": app.owner,
             "tenant": app.tenant,
             "name": app.name,
-            "state": _state_name(app, gpus, tasks),
+            "state": name,
+            "waits_for": waits.of(app) if name in ("enrolling", "waiting", "suspended") else None,
             "reason": getattr(app.state, "reason", ""),
             "gpus": [gpu.id for gpu in gpus if isinstance(gpu.state, Leased)],
             "gang": app.gang,
@@ -178,7 +186,7 @@ class Queries:
             "ltgf": standing.ltgf_other,
             "ltgf_all": standing.ltgf,
             "fair_gpu_seconds": standing.other_gpu_s,
-            "shares": self._shares(app, gpus),
+            "shares": self._shared(app, gpus),
             "claims": [_claim(claim) for claim in app.claims],
             "arrived_at": _instant(app.arrived_at),
             "ended_at": _instant(ended_at) if ended_at is not None else None,
@@ -198,7 +206,7 @@ class Queries:
         ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean)
         return app.rho * ideal_s / (ideal_s + app.start_s) if ideal_s > 0.0 else app.rho
 
-    def _shares(self, app: model.App, gpus: Sequence[model.Gpu]) -> list[dict[str, Any]]:
+    def _shared(self, app: model.App, gpus: Sequence[model.Gpu]) -> list[dict[str, Any]]:
         """Return, for each of its GPUs that others have a seat on, who they are."""
         shares = []
         for gpu in gpus:
@@ -212,8 +220,21 @@ class Queries:
         seats = (self._arbiter.state.gpus[seat] for seat in sorted(self._arbiter.seats(gpu.id), key=model.seat_number))
         return [seat for seat in seats if seat.present or not isinstance(seat.state, Free)]
 
+    def _shares(self, now: float, query: Query) -> dict[str, Any]:
+        """Return what tenants are due and have had, and how that compares; for the target ``owner`` owners, too.
+
+        See `arbiter.core.state.gpu_time`.
+        """
+        document = self._tenants(now)
+        if query.target != "owner":
+            return document
+        over = self._ledger.apps(limit=owners.APPS_READ_MAX)
+        since = _instant(over[0].ended_at) if len(over) == owners.APPS_READ_MAX else document["since"]
+        entries = owners.shares(self._arbiter.state, over, max(now, self._arbiter.state.now))
+        return document | {"owners": entries, "owners_since": since}
+
     def _tenants(self, now: float) -> dict[str, Any]:
-        """Return what tenants are due and have had, and how that compares; see `arbiter.core.state.gpu_time`."""
+        """Return the GPU time of tenants."""
         state = self._arbiter.state
         history = state.history
         active = Counter(app.tenant for app in state.apps.values() if app.active)
@@ -245,9 +266,13 @@ class Queries:
 
     def _nodes(self, now: float, query: Query) -> dict[str, Any]:
         nodes = sorted(self._arbiter.state.nodes.values(), key=lambda node: node.id)[query.offset :]
-        return {"schema": "nodes/v1", **_page("nodes", query, (self._node(node, now) for node in nodes))}
+        tasks: dict[str, list[TaskId]] = {}
+        for task in self._arbiter.state.tasks.values():
+            for gpu in dict.fromkeys(map(device_of, task.gpus if task.phase != "exited" else ())):
+                tasks.setdefault(gpu, []).append(task.id)
+        return {"schema": "nodes/v1", **_page("nodes", query, (self._node(node, now, tasks) for node in nodes))}
 
-    def _node(self, node: model.Node, now: float) -> dict[str, Any]:
+    def _node(self, node: model.Node, now: float, tasks: Mapping[str, Sequence[TaskId]]) -> dict[str, Any]:
         up = isinstance(node.state, model.Up)
         since = node.state.seen_at if isinstance(node.state, model.Up) else node.state.since
         here = (gpu for gpu in self._arbiter.state.gpus.values() if gpu.node == node.id and model.is_first(gpu.id))
@@ -258,7 +283,11 @@ class Queries:
             "state": "up" if up else "lost",
             "last_seen_s": now - since,
             "drain": self._drain(node.id),
-            "gpus": [_gpu(gpu, [seat for seat in self._seats(gpu) if seat is not gpu]) for gpu in gpus],
+            "gpus": [
+                _gpu(gpu, [seat for seat in self._seats(gpu) if seat is not gpu])
+                | {"tasks": sorted(tasks.get(device_of(gpu.id), ()))}
+                for gpu in gpus
+            ],
         }
 
     def _drain(self, node: NodeId) -> dict[str, Any] | None:
@@ -328,12 +357,13 @@ class Queries:
             document = {"schema": "explain/v1", "id": query.target, "story": _story(story)}
             return _answer(sender, query, document)
         policy = policy_of(self._arbiter.state.settings.policy, self._arbiter.state.settings.policy_settings)
-        document = self._app(app, now) | {
+        described = self._app(app, now, Waits(self._arbiter.state))
+        document = described | {
             "schema": "explain/v1",
             "app": app.id,
             "policy": self._arbiter.state.settings.policy,
             "auction": policy.traits.probes,
-            "held": list(self._app(app, now)["gpus"]),
+            "held": list(described["gpus"]),
             "refusal": app.state.reason if isinstance(app.state, Refused) else "",
             "waiting_for": self._waiting_for(app),
             "binding": self._binding(app, now),
@@ -515,7 +545,7 @@ def _refuse(to: Party, query: Query, why: str) -> Send:
     return Send(to, Answer(query.query_id, b"", why))
 
 
-def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model.Task]) -> str:
+def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model.Task]) -> AppStateName:
     match app.state:
         case Enrolling():
             return "enrolling"

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from arbiter.core.effects import Sell
 from arbiter.core.members.sale_batch import sell
-from arbiter.core.policies.oasis.utility import parse
+from arbiter.core.policies.oasis.spelling import parse
 from arbiter.core.state.model import ArbiterSettings
 from tests.support.arbiter_site import Effect, Event, Site, wish
 

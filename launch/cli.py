@@ -1,51 +1,47 @@
 """The command line: `gpu-arbiter VERB [SELECTOR] [flags]`.
 
-Verbs live in `launch.verbs`, exit codes in `protocol.exit_codes`, the form of answers in `launch.surface`.
+Verbs live in `launch.verbs`, and `launch.registry` says which in which module; exit codes in `protocol.exit_codes`, the
+form of answers in `launch.surface`. Here and there nothing is imported that one verb alone needs.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from importlib.metadata import version as installed_version
+from typing import Annotated
 
 import typer
 
-from launch.surface import emit, note, say, wants_json
-from launch.verbs import (
-    administration,
-    auction,
-    daemons,
-    demo,
-    doctor,
-    inspection,
-    installation,
-    simulation,
-    submission,
-    worlds,
-)
+from launch.registry import Verbs
+from launch.surface import note
 from protocol import exit_codes
 
 app = typer.Typer(
     name="gpu-arbiter",
+    cls=Verbs,
     help="Share bare-metal GPU hosts fairly for deep-learning training. Try it: gpu-arbiter up, then submit.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for group in (submission, inspection, administration, doctor, installation, auction, simulation, worlds, daemons, demo):
-    group.add(app)
 
 
-@app.command()
-def version(json: bool = typer.Option(False, "--json", help="print one JSON document")) -> None:
-    """Print the version."""
-    number = installed_version("gpu-arbiter")
-    if wants_json(json):
-        emit({"schema": "version/v1", "version": number})
-    else:
-        say(number)
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from launch.verbs.about import version
+
+        version(json=False)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Take the flags that stand before a verb."""
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from app_agent.core.spec import INHERITED, AppSpec, nested
-from arbiter.core.policies.oasis.utility import FORMS, UNITS, parse
+from arbiter.core.policies.oasis.spelling import FORMS, UNITS, parse
 from launch.faults import usage
 from protocol.config import in_words, kind_of
 from protocol.messages import Requirements, Utility

@@ -1,7 +1,8 @@
 """The form of the command line's answers: documents for programs, plain tables for people, sentences on stderr.
 
 stdout carries the answer and nothing else. `--json` (or GPU_ARBITER_OUTPUT=json) prints one document with a `schema`
-name; fields are added within a schema's version, never changed. No colour, no prompt, no control characters.
+name; fields are added within a schema's version, never changed. No colour; what a pipe gets has no control characters,
+and nothing asks a program.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ def wants_json(flag: bool) -> bool:
     return flag or os.environ.get("GPU_ARBITER_OUTPUT", "").lower() == "json"
 
 
+def packed(document: Document) -> str:
+    """Return one document as one line."""
+    return json.dumps(document, ensure_ascii=False)
+
+
 def emit(document: Document) -> None:
     """Print one document."""
-    sys.stdout.write(json.dumps(document, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    say(packed(document))
 
 
 def say(text: str) -> None:

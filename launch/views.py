@@ -10,15 +10,32 @@ from launch.surface import Document, duration, number, plural, table
 
 EXPLAINED_ROUNDS = 5
 TOLD_CHAPTERS = 12
+#: Of the apps that an app waits for, those that `ps` names.
+WAITS_SHOWN = 2
+APP_COLUMNS = (
+    *("ID", "TENANT", "NAME", "STATE", "GPUS", "WANT", "RHO", "LTGF", "STEP", "LOST", "PREEMPTED", "AGE", "WHERE"),
+    "WAITS-FOR",
+)
+#: Columns that change all the time.
+DRIFTING = frozenset({"RHO", "LTGF", "STEP", "LOST", "AGE"})
 
 
-def apps_table(document: Document, *, everything: bool = False) -> str:
-    """Return `ps`: apps that are not over yet, or all of them."""
-    apps = [app for app in document["apps"] if everything or app["state"] not in OVER]
-    if not apps:
-        return "no apps; start one with: gpu-arbiter submit -- python train.py"
-    headers = ("ID", "TENANT", "NAME", "STATE", "GPUS", "WANT", "RHO", "LTGF", "STEP", "LOST", "AGE", "WHERE")
-    return table(headers, [_app_row(app) for app in apps])
+def apps_table(document: Document, *, everything: bool = False, some: bool = False) -> str:
+    """Return `ps`: apps that are not over yet, or all of them; `some`: the document holds those that were asked for."""
+    rows = [_app_row(app) for app in _apps(document, everything=everything)]
+    if not rows and some:
+        return "no app matches"
+    return table(APP_COLUMNS, rows) if rows else "no apps; start one with: gpu-arbiter submit -- python train.py"
+
+
+def apps_news(document: Document, *, everything: bool = False) -> object:
+    """Return what of `ps` changes only when something happens: its rows without ages, progress and shares."""
+    rows = (zip(APP_COLUMNS, _app_row(app), strict=True) for app in _apps(document, everything=everything))
+    return [[cell for column, cell in row if column not in DRIFTING] for row in rows]
+
+
+def _apps(document: Document, *, everything: bool) -> list[Document]:
+    return [app for app in document["apps"] if everything or app["state"] not in OVER]
 
 
 def _app_row(app: Document) -> tuple[str, ...]:
@@ -33,9 +50,21 @@ def _app_row(app: Document) -> tuple[str, ...]:
         number(app.get("ltgf")),
         progress(app),
         duration(app.get("lost_gpu_seconds") or None),
+        str(app.get("preemptions", 0) or "-"),
         duration(app["elapsed_s"] if app["jct_s"] is None else app["jct_s"]),
         ",".join(sorted({str(task["node"]) for task in app["tasks"] if task["phase"] != "exited"})) or "-",
+        _waits_for(app),
     )
+
+
+def _waits_for(app: Document) -> str:
+    """Return what an app waits for by id, or in one word; `explain` says it at length."""
+    waits = app.get("waits_for")
+    if not waits:
+        return "-"
+    ids = [str(each) for each in waits["ids"]]
+    more = [f"+{len(ids) - WAITS_SHOWN}"] if len(ids) > WAITS_SHOWN else []
+    return ",".join(ids[:WAITS_SHOWN] + more) or str(waits["kind"])
 
 
 def progress(app: Document) -> str:
@@ -72,6 +101,29 @@ def shares_table(document: Document) -> str:
     return "\n".join(lines)
 
 
+def owners_table(document: Document) -> str:
+    """Return `shares --by owner`: one line per owner, GPU time in GPU-hours."""
+    if "owners" not in document:
+        return "this arbiter does not tell GPU time by owner; it is older than this program"
+    headers = ("OWNER", "WANT", "HELD", "APPS", "GPU-H", "FAIR-GPU-H", "LOST-GPU-H", "LTGF")
+    rows = [_owner_row(owner) for owner in document["owners"]]
+    since = f"since {document['owners_since']}" if document.get("owners_since") else ""
+    return f"{table(headers, rows)}\n{since}" if rows else "no owners yet; an owner appears with the first app"
+
+
+def _owner_row(owner: Document) -> tuple[str, ...]:
+    return (
+        str(owner["owner"]),
+        str(owner["wanted_gpus"]),
+        f"{owner['held_gpus']:g}",
+        str(owner["apps"]),
+        f"{owner['gpu_seconds'] / 3600:.2f}",
+        f"{owner['fair_gpu_seconds'] / 3600:.2f}",
+        f"{owner['lost_gpu_seconds'] / 3600:.2f}",
+        number(owner["ltgf"]),
+    )
+
+
 def _tenant_row(tenant: Document) -> tuple[str, ...]:
     return (
         str(tenant["tenant"]),
@@ -92,7 +144,7 @@ def nodes_table(document: Document, now: float) -> str:
     rows = [_gpu_row(node, gpu) for node in document["nodes"] for gpu in node["gpus"]]
     if not rows:
         return "no nodes; start one with: gpu-arbiter node-agent --config node.toml"
-    headers = ("NODE", "RACK", "NODE-STATE", "SEEN", "GPU", "SLOT", "MODEL", "STATE", "APP", "DETAIL")
+    headers = ("NODE", "RACK", "NODE-STATE", "SEEN", "GPU", "SLOT", "MODEL", "STATE", "APP", "TASK", "DETAIL")
     drains = [_drain(node, now) for node in document["nodes"] if node.get("drain")]
     return "\n".join([table(headers, rows), *drains])
 
@@ -135,6 +187,7 @@ def _gpu_row(node: Document, gpu: Document) -> tuple[str, ...]:
         str(gpu["model"]),
         health,
         ",".join(apps) or "-",
+        ",".join(map(str, gpu.get("tasks") or ())) or "-",
         str(gpu["detail"] or ""),
     )
 

@@ -121,6 +121,10 @@ Kind = Literal["batch", "interactive"]
 #: The basis of an app's times: a guess as long as nothing is known; mini-batches and their time as its owner declared
 #: them; or as node agents measured them.
 Basis = Literal["guess", "declared", "measured"]
+#: An app's state in words, as the arbiter tells it.
+AppStateName = Literal[
+    "enrolling", "waiting", "starting", "running", "leaving", "suspended", "finished", "failed", "cancelled", "refused"
+]
 QueryKind = Literal["apps", "nodes", "explain", "rounds", "leases", "log", "shares", "capacity"]
 ActKind = Literal["cancel", "drain", "undrain"]
 Cpus = Annotated[float, Meta(ge=0, le=1e6)]

@@ -28,11 +28,14 @@ PATIENCE_S = 2.0
 
 def add(app: typer.Typer) -> None:
     """Add this group, which has verbs of its own, to `app`."""
-    group = typer.Typer(
-        help="The auction on its own: solve one from a file.", no_args_is_help=True, rich_markup_mode=None
-    )
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+    group.callback()(auction)
     group.command()(solve)
     app.add_typer(group, name="auction")
+
+
+def auction() -> None:
+    """The auction on its own: solve one from a file."""
 
 
 def solve(
@@ -49,11 +52,11 @@ def solve(
     with answering(as_json=as_json):
         if not 0.0 < budget_ms < math.inf:
             raise usage(f"--budget-ms is {budget_ms:g}", "give milliseconds, more than 0")
-        auction = _read(file)
+        instance = _read(file)
         prepare()
         from arbiter.core.policies.themis.auction.instance import solve as solve_instance
 
-        result = solve_instance(auction, budget_ms, seed=seed, clock=time.perf_counter)
+        result = solve_instance(instance, budget_ms, seed=seed, clock=time.perf_counter)
         say(msgspec.json.encode(result).decode() if as_json else view(result))
 
 

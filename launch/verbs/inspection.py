@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from launch import views
+from launch import selection, views
 from launch.client import open_client
+from launch.faults import usage
 from launch.follow import follow_logs
-from launch.surface import answering, emit, say, wants_json
+from launch.pictures import Picture, show_changes
+from launch.surface import answering, emit, packed, say, wants_json
 from protocol import exit_codes
 
+#: Those that GPU time is counted of.
+SHARERS = ("tenant", "owner")
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 Selector = Annotated[str, typer.Argument(metavar="ID", help="an app's id, or `last`")]
 
@@ -24,17 +29,49 @@ def add(app: typer.Typer) -> None:
 
 
 def ps(
+    apps: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="app ids, or `last`; all without")] = None,
     everything: Annotated[bool, typer.Option("-a", "--all", help="also those that are over")] = False,
+    state: selection.State = None,
+    tenant: selection.Tenant = None,
+    owner: selection.Owner = None,
+    name: selection.Name = None,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="again whenever something changed")] = False,
     json: Json = False,
 ) -> None:
-    """List apps."""
+    """List apps.
+
+    gpu-arbiter ps -w --state running,waiting --name 'sweep-*'
+
+    Apps that are over are listed with --all, by their ids, and by their states.
+    """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
-        document = client.query("apps")
-        if as_json:
-            emit(document)
-        else:
-            say(views.apps_table(document, everything=everything))
+        filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
+        over_too = everything or bool(apps or filters.states)
+        unknown: list[str] = []
+
+        def look() -> Picture:
+            document = client.query("apps")
+            chosen, unknown[:] = selection.listed(client, document, apps or (), filters)
+            document["apps"] = chosen
+            text = packed(document) if as_json else views.apps_table(document, everything=over_too, some=bool(filters))
+            return Picture(text, views.apps_news(document, everything=over_too))
+
+        picture = look()
+        if watch and not unknown:
+            _until_interrupted(lambda: show_changes(look))
+        if not (unknown and as_json):  # the error's document is the answer then
+            say(picture.text)
+        if unknown:
+            raise selection.not_found(unknown)
+
+
+def _until_interrupted(act: Callable[[], None]) -> None:
+    """Do something until it is done; Ctrl-C is a usual end of it, and ends the command."""
+    try:
+        act()
+    except KeyboardInterrupt:
+        raise SystemExit(exit_codes.INTERRUPTED) from None
 
 
 def explain(app: Selector, json: Json = False) -> None:
@@ -51,13 +88,14 @@ def explain(app: Selector, json: Json = False) -> None:
 def logs(
     target: Annotated[str, typer.Argument(metavar="ID", help="an app, job or task, or `last`")],
     follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until it is over, across preemptions")] = False,
+    tail: Annotated[int | None, typer.Option(min=0, metavar="N", help="begin with the last N lines (all)")] = None,
 ) -> None:
-    """Print a task's output, stdout and stderr; of an app, that of its newest attempt."""
+    """Print a task's output, stdout and stderr; of an app, that of its newest attempt.
+
+    gpu-arbiter logs -f --tail 20 last
+    """
     with answering(as_json=False), open_client() as client:
-        try:
-            follow_logs(client, client.resolve(target), follow=follow)
-        except KeyboardInterrupt:
-            raise SystemExit(exit_codes.INTERRUPTED) from None
+        _until_interrupted(lambda: follow_logs(client, client.resolve(target), follow=follow, tail=tail))
 
 
 def nodes(json: Json = False) -> None:
@@ -71,15 +109,23 @@ def nodes(json: Json = False) -> None:
             say(views.nodes_table(document, time.time()))
 
 
-def shares(json: Json = False) -> None:
-    """Show each tenant's due and its GPU time: LTGF of 1 or more is fair."""
+def shares(
+    by: Annotated[str, typer.Option(metavar="tenant|owner", help="whose GPU time")] = "tenant",
+    json: Json = False,
+) -> None:
+    """Show the due and the GPU time of each tenant, or of each owner: LTGF of 1 or more is fair.
+
+    gpu-arbiter shares --by owner
+    """
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
-        document = client.query("shares")
+        if by not in SHARERS:
+            raise usage(f"--by is {by!r}", f"choose one of {', '.join(SHARERS)}")
+        document = client.query("shares", by if by == "owner" else "")
         if as_json:
             emit(document)
         else:
-            say(views.shares_table(document))
+            say(views.owners_table(document) if by == "owner" else views.shares_table(document))
 
 
 def rounds(

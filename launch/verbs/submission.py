@@ -1,4 +1,4 @@
-"""`submit`, `run`: hand an app over. `cancel`, `wait`: end it, or wait for its end."""
+"""`submit`, `run`: hand an app over. `wait`: wait for its end."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from app_agent.client import default_name
-from app_agent.core.records import AppRecord
 from app_agent.core.spec import INHERITED, AppSpec
-from launch import preflight, spec
-from launch.client import NEXT_STEPS, Client, Until, ending, open_client
+from launch import preflight, selection, spec
+from launch.client import Client, Until, ending, open_client
 from launch.faults import Fault, usage
 from launch.follow import follow_logs
 from launch.surface import answering, emit, note, say, wants_json
@@ -97,7 +96,6 @@ def add(app: typer.Typer) -> None:
     """Add this group's verbs to `app`."""
     app.command(context_settings=PROGRAM)(submit)
     app.command(context_settings=PROGRAM)(run)
-    app.command()(cancel)
     app.command()(wait)
 
 
@@ -198,37 +196,6 @@ def run(
                 raise SystemExit(exit_codes.INTERRUPTED) from None
 
 
-def cancel(
-    apps: Annotated[list[str], typer.Argument(metavar="ID...", help="app ids, or `last`")],
-    json: Json = False,
-) -> None:
-    """End apps for good; their tasks are stopped and their GPUs freed.
-
-    The arbiter decides about an app that your app agent has no record of: you may cancel your own, an administrator
-    every app. If some cannot be cancelled, the others still are, and the exit code tells the reason.
-    """
-    as_json = wants_json(json)
-    with answering(as_json=as_json), open_client() as client:
-        records, unknown = _meant(client, apps)
-        for app, record in records.items():
-            client.cancel(app)
-            note(f"{app} was already {record.state}" if record.over else f"{app} is cancelled")
-        cancelled, faults, untried = list(records), list[tuple[str, Fault]](), list[str]()
-        for number, app in enumerate(unknown, start=1):
-            try:
-                note(f"{app} is {client.cancel(app)}")
-                cancelled.append(app)
-            except Fault as fault:
-                faults.append((app, fault))
-                if fault.code == exit_codes.UNREACHABLE:  # the rest would fail alike, each after a while
-                    untried = unknown[number:]
-                    break
-        if faults:
-            raise _uncancelled(faults, untried, {"apps": cancelled})
-        if as_json:
-            emit({"schema": "cancelled/v1", "apps": cancelled})
-
-
 def wait(
     apps: Annotated[list[str], typer.Argument(metavar="ID...", help="app ids, or `last`")],
     timeout: Timeout = None,
@@ -242,43 +209,16 @@ def wait(
     as_json = wants_json(json)
     with answering(as_json=as_json), open_client() as client:
         deadline = time.monotonic() + spec.seconds(timeout, "--timeout") if timeout else None
-        records, unknown = _meant(client, apps)
+        records, unknown = selection.known(client, apps)
         if unknown and records:
-            note(f"{_not_found(unknown).sentence}; waiting for the rest")
+            note(f"{selection.not_found(unknown).sentence}; waiting for the rest")
         codes = {app: _outcome(client, app, deadline, until=for_) for app in records}
         ended = {"apps": [{"id": app, "code": code} for app, code in codes.items()]}
         if unknown:
-            raise _not_found(unknown, ended)
+            raise selection.not_found(unknown, ended)
         if as_json:
             emit({"schema": "waited/v1", **ended})
         raise SystemExit(max(codes.values(), default=exit_codes.DONE))
-
-
-def _meant(client: Client, selectors: Sequence[str]) -> tuple[dict[str, AppRecord], list[str]]:
-    """Return the records of the selected apps, and the ids that no app has; each once, in their order."""
-    ids = dict.fromkeys(client.resolve(selector) for selector in selectors)
-    records = {str(record.app): record for record in client.apps()}
-    return {app: records[app] for app in ids if app in records}, [app for app in ids if app not in records]
-
-
-def _uncancelled(faults: Sequence[tuple[str, Fault]], untried: Sequence[str], done: Mapping[str, object]) -> Fault:
-    """Return a fault with each app's reason against cancelling, and the greatest of their codes."""
-    missing = [app for app, fault in faults if fault.code == exit_codes.NOT_FOUND]
-    sentences = [fault.sentence for _, fault in faults if fault.code != exit_codes.NOT_FOUND]
-    if missing:
-        sentences.insert(0, _not_found(missing).sentence)
-    if untried:
-        sentences.append(f"not tried: {', '.join(untried)}")
-    worst = max((fault for _, fault in faults), key=lambda fault: fault.code)
-    return Fault("; ".join(sentences), code=worst.code, next_step=worst.next_step, done=done)
-
-
-def _not_found(unknown: Sequence[str], done: Mapping[str, object] | None = None) -> Fault:
-    """Return a fault that names the ids that no app has; `done` tells the result of the others."""
-    names = ", ".join(unknown)
-    sentence = f"there is no app {names}" if len(unknown) == 1 else f"there are no apps {names}"
-    code = exit_codes.NOT_FOUND
-    return Fault(sentence, code=code, next_step=NEXT_STEPS[code], done=done)
 
 
 def _submit(client: Client, app_spec: AppSpec, *, checked: bool) -> tuple[str, list[str], int]:

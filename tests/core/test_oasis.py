@@ -13,7 +13,7 @@ from arbiter.core.policies.oasis.admission import HOMES_MAX, MOVABLE_MAX, Sale, 
 from arbiter.core.policies.oasis.policy import Oasis
 from arbiter.core.policies.oasis.prices import BELOW, IDLE, QUIET
 from arbiter.core.policies.oasis.settings import Terms
-from arbiter.core.policies.oasis.utility import parse
+from arbiter.core.policies.oasis.spelling import parse
 from arbiter.core.registry import POLICIES, Entry
 from arbiter.core.seam import AppView, Booking, GpuView, Market
 from arbiter.core.state.model import Active, ArbiterSettings, Refused

@@ -27,7 +27,8 @@ from arbiter.core.policies.oasis.prices import (
 )
 from arbiter.core.policies.oasis.rebooking import GAIN, BookedApp, best_schedule, make_room, price_of
 from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule, Servers, sell
-from arbiter.core.policies.oasis.utility import FORMS, Sigmoid, in_slots, parse
+from arbiter.core.policies.oasis.spelling import FORMS, parse
+from arbiter.core.policies.oasis.utility import Sigmoid, in_slots
 from benchmarks.papers.oasis_optimum import OfflineJob, optimum
 
 FREE = Bounds((math.log(100.0),), math.log(1.0))

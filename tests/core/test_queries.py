@@ -206,6 +206,8 @@ def test_nodes_are_listed_with_the_state_of_every_gpu() -> None:
     (node,) = contended().ask("nodes")["nodes"]
     assert (node["id"], node["state"]) == ("n1", "up")
     assert (node["gpus"][0]["state"], node["gpus"][0]["app"]) == ("leased", "ana-1")
+    assert node["gpus"][0]["tasks"] == ["ana-1.0-a0"]
+    assert "ana-1.0-a0" in views.nodes_table({"nodes": [node]}).splitlines()[-1].split()
 
 
 def test_shares_say_what_each_tenant_is_due_and_has_had() -> None:
@@ -218,6 +220,67 @@ def test_shares_say_what_each_tenant_is_due_and_has_had() -> None:
     assert (team["wanted_gpus"], team["apps"]) == (2, 2)
     assert team["gpu_seconds"] == pytest.approx(had)
     assert team["ltgf"] == pytest.approx(had / team["fair_gpu_seconds"])
+
+
+def test_shares_by_owner_are_the_sums_over_apps_of_the_state_and_of_the_ledger() -> None:
+    counter = contended()
+    counter.ledger.write(
+        AppRecord(AppId("ana-maria-kqz7"), TenantId("team"), 1.0, 0.0, 9.0, 7.0, 14.0, 5.0, lost_gpu_s=2.0)
+    )
+    counter.ledger.write(AppRecord(AppId("bob-0"), TenantId("team"), 1.0, 0.0, 9.0, 7.0, 14.0, 5.0))
+    counter.ledger.write(AppRecord(AppId("ana-1"), TenantId("team"), 1.0, 0.0, 9.0, 1e6, 1e6, 1e6))  # not over yet
+    assert "owners" not in counter.ask("shares")
+    document = counter.ask("shares", "owner")
+    ana, maria, bob = document["owners"]
+    had = counter.ask("apps", "ana-1")["apps"][0]["gpu_seconds"]
+    fair, bob_fair = (
+        counter.site.arbiter.state.history.of_app(AppId(app), counter.site.now).fair_gpu_s for app in ("ana-1", "bob-1")
+    )
+    assert (ana["owner"], ana["apps"], ana["held_gpus"], ana["wanted_gpus"]) == ("ana", 1, 1.0, 1)
+    assert (ana["gpu_seconds"], ana["fair_gpu_seconds"]) == (pytest.approx(had), pytest.approx(fair))
+    assert maria == {
+        "owner": "ana-maria", "wanted_gpus": 0, "held_gpus": 0.0, "apps": 0, "gpu_seconds": 7.0,
+        "lost_gpu_seconds": 2.0, "fair_gpu_seconds": 14.0, "ltgf": 0.5,
+    }  # fmt: skip
+    assert (bob["apps"], bob["gpu_seconds"]) == (1, 7.0)
+    assert bob["fair_gpu_seconds"] == pytest.approx(bob_fair + 14.0)
+    told = views.owners_table(document).splitlines()
+    assert told[0].split() == ["OWNER", "WANT", "HELD", "APPS", "GPU-H", "FAIR-GPU-H", "LOST-GPU-H", "LTGF"]
+    assert told[-1] == "since 1970-01-01T00:16:40.000Z"
+    assert "older than this program" in views.owners_table({"tenants": []})
+
+
+def test_what_an_app_waits_for_is_told_by_id() -> None:
+    counter = contended()
+    ana, bob = counter.ask("apps")["apps"]
+    assert (ana["waits_for"], bob["waits_for"]) == (None, {"kind": "apps", "ids": ["ana-1"]})
+    row = views.apps_table({"apps": [ana, bob]}).splitlines()[-1]
+    assert row.split()[-1] == "ana-1"
+    counter.site.node("n2", 1)
+    assert counter.ask("apps")["apps"][1]["waits_for"] == {"kind": "round", "ids": []}
+
+
+def test_the_apps_whose_leases_end_first_are_named_until_their_gpus_are_enough() -> None:
+    counter = Counter(replace(SETTINGS, policy="las"))
+    site = counter.site
+    site.node("n1", 4)
+    for app in ("ana-1", "bob-1", "eve-1"):
+        counter.note(site.play_round(site.app(app) + site.wait(1)))
+    assert [app["gpus"] != [] for app in counter.ask("apps")["apps"]] == [True] * 3
+    site.app("zoe-1", gang=2, demand=2)
+    waits = counter.ask("apps", "zoe-1")["apps"][0]["waits_for"]
+    assert waits == {"kind": "round", "ids": []}, "one GPU is free"
+    counter.note(site.play_round(site.app("kim-1") + site.wait(1)))
+    waits = counter.ask("apps", "zoe-1")["apps"][0]["waits_for"]
+    assert waits == {"kind": "apps", "ids": ["ana-1", "bob-1"]}
+
+
+def test_an_app_waits_for_a_node_where_there_is_none_and_for_a_gpu_where_none_is_in_service() -> None:
+    counter = Counter()
+    counter.site.app("ana-1")
+    assert counter.ask("apps")["apps"][0]["waits_for"] == {"kind": "node", "ids": []}
+    counter.site.node("n1", 0)
+    assert counter.ask("apps")["apps"][0]["waits_for"] == {"kind": "gpu", "ids": []}
 
 
 def test_shares_say_since_when_time_is_counted_and_that_quotas_are_more_than_there_is() -> None:

@@ -12,7 +12,7 @@ from arbiter.core.effects import Decide, Sell, Sold
 from arbiter.core.members import sales
 from arbiter.core.members.sale_batch import failed, sell
 from arbiter.core.policies.oasis.policy import Oasis
-from arbiter.core.policies.oasis.utility import parse
+from arbiter.core.policies.oasis.spelling import parse
 from arbiter.core.registry import POLICIES, Entry
 from arbiter.core.seam import Admission, AppView, Booking, Market
 from arbiter.core.state.model import Active, Enrolling, Refused, Settled

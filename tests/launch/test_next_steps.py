@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 
 from app_agent.daemon import TAG_LENGTH, TAG_LETTERS
 from launch import cli
+from launch.registry import Verbs
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("protocol", "arbiter", "node_agent", "app_agent", "simulator", "launch")
@@ -41,9 +42,11 @@ class Verb(NamedTuple):
 def verbs() -> dict[str, Verb]:
     """Every command by its words: ``up``, ``auction solve``."""
     found: dict[str, Verb] = {}
-    groups = [("", typer.main.get_command(cli.app))]
+    whole = typer.main.get_command(cli.app)
+    assert isinstance(whole, Verbs)
+    whole.load_all()
+    groups: list[tuple[str, TyperGroup]] = [("", whole)]
     for prefix, group in groups:
-        assert isinstance(group, TyperGroup)
         for name, command in group.commands.items():
             if isinstance(command, TyperGroup):
                 groups.append((f"{prefix}{name} ", command))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from protocol import exit_codes
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.messages import Act, Query
 from tests.support.app_state import with_plain_ids
-from tests.support.hand_arbiter import hand_arbiter
+from tests.support.hand_arbiter import Reply, hand_arbiter
 
 SPEC = AppSpec(trials=(("python", "train.py"),), cwd="/srv", checkpoint_root="/checkpoints", tenant="team-a")
 
@@ -36,13 +38,13 @@ def socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @asynccontextmanager
-async def two_apps(socket: Path) -> AsyncIterator[None]:
+async def two_apps(socket: Path, arbiter: Reply | None = None) -> AsyncIterator[None]:
     """A daemon of ada's with the apps ada-1 and ada-2, which wait for GPUs; an arbiter that knows two apps more."""
     config = AppConfig(owner="ada", state_dir=str(socket.parent / "app"), socket=str(socket), beat_s=0.2)
     with_plain_ids(config)
     ready = asyncio.Event()
     bus = MemoryBus(MemoryBroker())
-    async with hand_arbiter(bus, decide), asyncio.TaskGroup() as group:
+    async with hand_arbiter(bus, arbiter or decide), asyncio.TaskGroup() as group:
         task = group.create_task(run_app_host(config, bus, on_ready=ready.set))
         await ready.wait()
         await asyncio.to_thread(_submit_two, socket)
@@ -61,8 +63,26 @@ def decide(message: Query | Act) -> dict[str, object] | tuple[str, int] | None:
             return None
         case Act():
             return f"there is no app {message.target}", 3
+        case Query(kind="apps"):
+            return {"schema": "apps/v1", "apps": [listed(app) for app in APPS], "next_offset": None}
         case Query():
             return {}
+
+
+#: What the arbiter knows: id, state, tenant, name. It has not heard of ada-2 yet.
+APPS = (
+    ("ada-1", "waiting", "team-a", "sweep-1"),
+    ("ada-kqz7", "running", "team-b", "sweep-2"),
+    ("ada-old", "failed", "team-a", "sweep-3"),
+    ("bob-1", "running", "team-a", "big"),
+)
+
+
+def listed(app: tuple[str, str, str, str]) -> dict[str, object]:
+    """Return an app as `ps` gets it."""
+    name, state, tenant, called = app
+    figures = {"gpus": [], "want": 1, "rho": None, "jct_s": None, "elapsed_s": 5.0, "tasks": [], "reason": ""}
+    return {"id": name, "owner": name.partition("-")[0], "tenant": tenant, "name": called, "state": state} | figures
 
 
 def _submit_two(socket: Path) -> None:
@@ -152,3 +172,143 @@ async def test_one_id_that_nobody_has_is_one_sentence(socket: Path, verb: str) -
         result = await run(verb, "nosuch-1")
         assert result.returncode == exit_codes.NOT_FOUND
         assert result.stderr.splitlines() == ["gpu-arbiter: there is no app nosuch-1", "next: gpu-arbiter ps -a"]
+
+
+# --- filters --------------------------------------------------------------------------------------------------------
+
+
+def rows(result: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return the ids in a table."""
+    return [line.split()[0] for line in result.stdout.splitlines()[1:]]
+
+
+@pytest.mark.parametrize(
+    ("words", "apps"),
+    [
+        ((), ["ada-1", "ada-kqz7", "bob-1"]),
+        (("--state", "failed"), ["ada-old"]),
+        (("--state", "running,failed", "--owner", "ada"), ["ada-kqz7", "ada-old"]),
+        (("--tenant", "team-b,team-c"), ["ada-kqz7"]),
+        (("--name", "sweep-?"), ["ada-1", "ada-kqz7"]),
+        (("-a", "--name", "big,sweep-3"), ["ada-old", "bob-1"]),
+        (("ada-old", "bob-1"), ["ada-old", "bob-1"]),
+        (("ada-old", "bob-1", "--owner", "bob"), ["bob-1"]),
+    ],
+)
+async def test_ps_lists_the_apps_that_are_asked_for(socket: Path, words: tuple[str, ...], apps: list[str]) -> None:
+    async with two_apps(socket):
+        result = await run("ps", *words)
+        assert (result.returncode, rows(result), result.stderr) == (0, apps, "")
+
+
+async def test_ps_of_an_id_that_no_app_has_lists_the_others_and_says_so(socket: Path) -> None:
+    async with two_apps(socket):
+        for words in (("ps", "bob-1", "nosuch-1"), ("ps", "-w", "bob-1", "nosuch-1")):
+            result = await run(*words)
+            assert (result.returncode, rows(result)) == (exit_codes.NOT_FOUND, ["bob-1"])
+            assert result.stderr.startswith("gpu-arbiter: there is no app nosuch-1\n")
+        assert json.loads((await run("ps", "nosuch-1", "--json")).stdout)["schema"] == "error/v1"
+        assert (await run("ps", "--name", "nothing")).stdout == "no app matches\n"
+
+
+@pytest.mark.parametrize("verb", ["ps", "cancel"])
+async def test_a_state_that_no_app_can_be_in_is_refused_with_those_there_are(socket: Path, verb: str) -> None:
+    async with two_apps(socket):
+        result = await run(verb, "--state", "runing")
+        said, next_step = result.stderr.splitlines()
+        assert result.returncode == exit_codes.USAGE
+        assert said.startswith("gpu-arbiter: --state is 'runing'; it may be enrolling, waiting, starting, running, ")
+        assert next_step == "next: try --state running"
+        assert "a name is empty" in (await run(verb, "--owner", "ada,")).stderr
+
+
+async def test_cancel_all_ends_ones_own_apps_that_are_not_over_and_no_others(socket: Path) -> None:
+    async with two_apps(socket):
+        result = await run("cancel", "all", "--json")
+        assert (result.returncode, json.loads(result.stdout)["apps"]) == (0, ["ada-1", "ada-2", "ada-kqz7"])
+        assert result.stderr.splitlines() == [f"{app} is cancelled" for app in ("ada-1", "ada-2", "ada-kqz7")]
+
+
+@pytest.mark.parametrize(
+    ("words", "cancelled"),
+    [
+        (("--state", "waiting"), ["ada-1", "ada-2"]),
+        (("all", "--tenant", "team-b"), ["ada-kqz7"]),
+        (("--name", "sweep-*"), ["ada-1", "ada-kqz7"]),
+        (("ada-1", "ada-2", "--name", "sweep-*"), ["ada-1"]),
+        (("--name", "nothing"), []),
+        (("--state", "failed"), []),
+    ],
+)
+async def test_cancel_ends_the_apps_that_match(socket: Path, words: tuple[str, ...], cancelled: list[str]) -> None:
+    async with two_apps(socket):
+        result = await run("cancel", *words, "--json")
+        assert (result.returncode, json.loads(result.stdout)["apps"]) == (0, cancelled)
+        if not cancelled:
+            assert result.stderr == "no app that is not over matches; nothing was cancelled\n"
+
+
+async def test_cancel_asks_the_arbiter_about_another_owners_apps_that_match(socket: Path) -> None:
+    async with two_apps(socket):
+        result = await run("cancel", "--owner", "bob")
+        assert result.returncode == exit_codes.NOT_PERMITTED
+        assert "bob-1 is an app of bob" in result.stderr
+
+
+async def test_cancel_of_nothing_or_of_all_and_more_is_refused(socket: Path) -> None:
+    async with two_apps(socket):
+        for words, sentence in ((("cancel",), "no app is named"), (("cancel", "all", "ada-1"), "`all` stands alone")):
+            result = await run(*words)
+            assert (result.returncode, sentence in result.stderr) == (exit_codes.USAGE, True)
+
+
+@pytest.mark.parametrize(("answer", "state"), [("n", "waiting"), ("", "waiting"), ("y", "cancelled")])
+async def test_on_a_terminal_cancel_asks_before_it_ends_apps_that_were_not_named(
+    socket: Path, answer: str, state: str
+) -> None:
+    async with two_apps(socket):
+        said = await on_a_terminal("cancel", "all", answer=answer)
+        assert "cancel 3 apps: ada-1, ada-2, ada-kqz7? [y/N]" in said
+        assert ("nothing was cancelled" in said) == (answer != "y")
+        assert await asyncio.to_thread(_states, socket) == [state] * 2
+        assert "[y/N]" not in await on_a_terminal("cancel", "all", "--yes", answer="")
+        assert await asyncio.to_thread(_states, socket) == ["cancelled"] * 2
+
+
+def _states(socket: Path) -> list[str]:
+    with Control(socket) as control:
+        return [record.state for record in control.apps()]
+
+
+async def on_a_terminal(*words: str, answer: str) -> str:
+    """Run one command on a terminal of its own on which a person types `answer`; return what it showed."""
+    return await asyncio.to_thread(_on_a_terminal, words, answer)
+
+
+def _on_a_terminal(words: tuple[str, ...], answer: str) -> str:
+    ours, theirs = pty.openpty()
+    os.write(ours, f"{answer}\n".encode())
+    command = [sys.executable, "-m", "launch.cli", *words]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = _all_of(ours)
+        process.wait(60)
+    os.close(ours)
+    return shown
+
+
+def _all_of(terminal: int) -> str:
+    shown = b""
+    with suppress(OSError):  # the other end is closed
+        while data := os.read(terminal, 65_536):
+            shown += data
+    return shown.decode()
+
+
+async def test_cancel_all_without_the_arbiter_ends_what_the_app_agent_knows(socket: Path) -> None:
+    async with two_apps(socket, arbiter=lambda _: None):
+        result = await run("cancel", "all", "--json")
+        assert (result.returncode, json.loads(result.stdout)["apps"]) == (0, ["ada-1", "ada-2"])
+        assert result.stderr.startswith("the arbiter is away, so only apps that your app agent knows are meant: ")
+        result = await run("cancel", "--name", "*")
+        assert result.returncode == exit_codes.UNREACHABLE

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from app_agent.client import default_name
 from app_agent.core.records import AppRecord
 from app_agent.streams import BEYOND
-from launch import cli, notify, spec, surface, timeline, views
+from launch import cli, notify, registry, spec, surface, timeline, views
 from launch.client import Client
 from launch.faults import Fault
 from launch.follow import follow_logs
+from launch.pictures import Picture, show_changes
+from launch.registry import Verbs
 from launch.site import site
 from protocol import exit_codes
 
@@ -260,10 +263,29 @@ def task(**changes: Any) -> dict[str, Any]:
 def test_ps_shows_what_is_not_over_unless_asked_for_all() -> None:
     document = {"apps": [app(tasks=[task()]), app(id="ada-2", state="failed", jct_s=5.0)]}
     row = views.apps_table(document).splitlines()[1]
-    assert " ".join(row.split()) == "ada-1 t n running 1 2 1.50 - 5/9 - 1m01s n1"
+    assert " ".join(row.split()) == "ada-1 t n running 1 2 1.50 - 5/9 - - 1m01s n1 -"
     assert "ada-2" not in views.apps_table(document)
     assert "ada-2" in views.apps_table(document, everything=True)
     assert "gpu-arbiter submit" in views.apps_table({"apps": []})
+
+
+def test_ps_names_a_few_of_the_apps_that_one_waits_for_and_counts_the_rest() -> None:
+    def last_cell(kind: str, *ids: str) -> str:
+        waits = {"kind": kind, "ids": list(ids)}
+        return views.apps_table({"apps": [app(waits_for=waits, preemptions=3)]}).split()[-1]
+
+    assert last_cell("apps", "bob-1") == "bob-1"
+    assert last_cell("apps", "bob-1", "bob-2", "bob-3", "bob-4") == "bob-1,bob-2,+2"
+    assert last_cell("solver") == "solver"
+
+
+def test_a_quarantined_gpu_is_listed_with_the_reason() -> None:
+    gpu = {"id": "g0", "slot": "0", "model": "m", "state": "free", "healthy": False, "quarantined": True, "app": None,
+           "detail": "quarantined: jobs of ada-1 and bob-1 failed on g0"}  # fmt: skip
+    node = {"id": "n1", "rack": "r", "state": "up", "last_seen_s": 1.0, "gpus": [gpu]}
+    row = views.nodes_table({"nodes": [node]}, 0.0).splitlines()[1]
+    assert "free, quarantined" in row
+    assert row.endswith("quarantined: jobs of ada-1 and bob-1 failed on g0")
 
 
 def test_ps_says_how_far_a_job_has_saved_while_it_waits() -> None:
@@ -466,6 +488,54 @@ def test_the_attempt_after_a_tail_is_shown_whole() -> None:
     assert out.getvalue() == b"two\nnew\n"
 
 
+# --- a picture that changes -----------------------------------------------------------------------------------------
+
+
+def watched(out: io.StringIO, *pictures: Picture) -> str:
+    """Return what is shown of these pictures until Ctrl-C."""
+    left = list(pictures)
+
+    def look() -> Picture:
+        if not left:
+            raise KeyboardInterrupt
+        return left.pop(0)
+
+    with pytest.raises(KeyboardInterrupt):
+        show_changes(look, out=out, pause=lambda _: None)
+    return out.getvalue()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+PICTURES = (Picture("a 1s", "a"), Picture("a 2s", "a"), Picture("b 3s", "b"), Picture("b 3s", "b"))
+
+
+def test_on_a_pipe_a_picture_is_shown_again_when_there_is_news() -> None:
+    assert watched(io.StringIO(), *PICTURES) == "a 1s\nb 3s\n"
+
+
+def test_a_terminal_shows_each_change_over_the_last_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    home = "\x1b[H\x1b[J"
+    assert watched(Terminal(), *PICTURES) == f"{home}a 1s\n{home}a 2s\n{home}b 3s\n"
+    monkeypatch.setenv("COLUMNS", "10")
+    monkeypatch.setenv("LINES", "4")
+    tall = Picture("123456789012\n2\n3\n4\n5", None)
+    assert watched(Terminal(), tall) == f"{home}1234567890\n2\nand 3 more\n"
+    monkeypatch.setenv("TERM", "dumb")
+    assert watched(Terminal(), *PICTURES) == "a 1s\nb 3s\n"
+
+
+def test_ages_and_progress_of_apps_are_no_news_but_their_states_are() -> None:
+    before = views.apps_news({"apps": [app(tasks=[task()])]})
+    assert before == views.apps_news({"apps": [app(tasks=[task(step=5)], elapsed_s=99.0, rho=1.6, ltgf=0.9)]})
+    for change in ({"state": "waiting"}, {"gpus": []}, {"tasks": [task(node="n2")]}, {"id": "ada-2"}):
+        assert before != views.apps_news({"apps": [app(**{"tasks": [task()]} | change)]})
+
+
 # --- systemd --------------------------------------------------------------------------------------------------------
 
 
@@ -517,9 +587,71 @@ def test_the_timeline_is_a_picture_even_of_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_verb_that_only_asks_loads_nothing_of_the_daemons() -> None:
-    # A person types it all day long, and a script calls it in a loop: half of its time was spent on such imports.
-    heavy = ["aio_pika", "structlog", "sqlite3", "numba", "arbiter.daemon", "node_agent.daemon", "app_agent.core.host"]
-    program = f"import launch.cli, sys; print([each for each in {heavy} if each in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n"
+#: What takes longer to import than a verb that only asks may take.
+HEAVY = (
+    *("aio_pika", "structlog", "sqlite3", "numba", "numpy", "pydantic", "rich", "importlib.metadata"),
+    *("arbiter.daemon", "node_agent.daemon", "app_agent.core.host", "simulator"),
+)
+
+
+def loaded_by(*words: str, path: Path) -> set[str]:
+    """Return the heavy modules, and the verbs' modules, that a command has imported at its end."""
+    program = (
+        "import atexit, sys; from launch import cli\n"
+        f"heavy = {HEAVY}\n"
+        "atexit.register(lambda: print(*(m for m in sys.modules if m in heavy or m.startswith('launch.verbs.'))))\n"
+        f"sys.argv = {['gpu-arbiter', *words]}\n"
+        "cli.main()"
+    )
+    environment = {"GPU_ARBITER_URL": f"unix://{path}/control.sock", "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert "Traceback" not in run.stderr
+    return set(run.stdout.splitlines()[-1].split())
+
+
+# A person types them all day long, and a script calls them in a loop: most of their time was spent on such imports.
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (("ps", "--state", "running", "ada-1"), "inspection"),
+        (("explain", "last"), "inspection"),
+        (("logs", "-f", "--tail", "3", "last"), "inspection"),
+        (("rounds", "--limit", "3"), "inspection"),
+        (("cancel", "ada-1", "ada-2", "--yes"), "acts"),
+        (("wait", "ada-1", "--for", "running"), "submission"),
+        (("submit", "-g", "1", "--steps", "3", "--env", "A=1", "--", "true"), "submission"),
+    ],
+)
+def test_a_verb_that_only_asks_loads_its_own_module_and_nothing_heavy(
+    words: tuple[str, ...], module: str, tmp_path: Path
+) -> None:
+    assert loaded_by(*words, path=tmp_path) == {f"launch.verbs.{module}"}
+
+
+def test_the_list_of_verbs_loads_none_of_them(tmp_path: Path) -> None:
+    assert loaded_by("--help", path=tmp_path) == set()
+
+
+def test_the_list_of_verbs_says_what_each_verb_says_of_itself() -> None:
+    group = typer.main.get_command(cli.app)
+    assert isinstance(group, Verbs)
+    listed = {verb: registry.help_line(verb) for verb in registry.MODULE_OF}
+    assert list(group.load_all()) == list(listed), "each module has the verbs that the table names"
+    assert listed == {verb: (command.help or "").partition("\n")[0] for verb, command in group.commands.items()}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("rounds", "--limit", "0"), "Invalid value for '--limit'"),
+        (("rounds", "--limit", "x"), "Invalid value for '--limit'"),
+        (("wait", "a", "--for", "ever"), "Invalid value for '--for'"),
+        (("explain",), "Missing argument 'ID'"),
+        (("psx",), "Did you mean 'ps'?"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_as_ever(words: tuple[str, ...], sentence: str) -> None:
+    result = CliRunner().invoke(cli.app, list(words))
+    assert result.exit_code == exit_codes.USAGE
+    assert sentence in result.stderr

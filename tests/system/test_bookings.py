@@ -12,7 +12,7 @@ import pytest
 from app_agent.core.spec import AppSpec
 from arbiter.core.policies.oasis.policy import Oasis
 from arbiter.core.policies.oasis.settings import Terms
-from arbiter.core.policies.oasis.utility import parse
+from arbiter.core.policies.oasis.spelling import parse
 from arbiter.core.registry import POLICIES, Entry
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import ending, open_client

@@ -211,6 +211,28 @@ def test_an_app_can_be_waited_for_explained_and_cancelled(cli: Cli) -> None:
 def test_logs_follow_until_the_app_is_over(cli: Cli) -> None:
     app = cli("submit", *script("import time; print('one', flush=True); time.sleep(1); print('two')")).stdout.strip()
     assert cli("logs", "-f", app).stdout == "one\ntwo\n"
+    assert cli("logs", "--tail", "1", app).stdout == "two\n"
+    assert cli("logs", "-f", "--tail", "5", app).stdout == "one\ntwo\n"
+
+
+def test_ps_prints_a_new_table_at_each_change_until_it_is_interrupted(cli: Cli, environment: dict[str, str]) -> None:
+    app = cli("submit", *script("import time; time.sleep(600)")).stdout.strip()
+    assert cli("wait", "--for", "running", app).returncode == 0
+    command = [*PROGRAM, "ps", "-w"]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watch:
+        assert watch.stdout is not None
+        while app not in watch.stdout.readline():
+            pass
+        cli("cancel", app)
+        while "no apps" not in watch.stdout.readline():
+            pass
+        watch.send_signal(signal.SIGINT)
+        assert watch.communicate(timeout=30) == ("", "")
+    assert watch.returncode == exit_codes.INTERRUPTED
+
+
+def test_the_version_is_a_flag_too(cli: Cli) -> None:
+    assert cli("--version").stdout == cli("version").stdout != ""
 
 
 def test_every_answer_for_programs_names_its_schema(cli: Cli) -> None:
