@@ -31,6 +31,7 @@ from protocol.messages import (
     OwnerId,
     Party,
     Preempt,
+    PreemptBy,
     Query,
     Requirements,
     TaskStatus,
@@ -382,30 +383,33 @@ def a_world(policy: str, *, sharing: Any = "exclusive") -> World:
         parse_cluster("2x2"), settings, COSTS, beat_s=2.0, hello_s=2.0, journal=True, talks=sharing != "exclusive"
     )
     for number, gang in enumerate((1, 2, 1, 1, 1)):
-        helpless = number == 0
-        spec = AppSpec(
-            trials=(("imaginary",),),
-            cwd="/",
-            checkpoint_root="/",
-            tenant="team",
-            gang=gang,
-            steps_total=WORK_S,
-            step_serial_s=1.0 * gang,
-            restart_s=1.0,
-            requirements=Requirements(grace_s=30.0, preempt_by="suspend" if number == 3 else "auto"),
-        )
-        facts = JobFacts(
-            work_s=WORK_S * gang,
-            steps=WORK_S,
-            demand_max=gang,
-            slowdown=lambda gpus, level: 1.0,
-            can_park=not helpless,
-            can_checkpoint=not helpless,
-        )
-        world.submit(f"app {number + 1}", spec, [facts])
+        add_app(world, gang, saves=number > 0, parks=number > 0, preempt_by="suspend" if number == 3 else "auto")
     for node in world.nodes.values():
         world.after(1.0, partial(measure, world, node))
     return world
+
+
+def add_app(world: World, gang: int, *, saves: bool, parks: bool, preempt_by: PreemptBy) -> None:
+    spec = AppSpec(
+        trials=(("imaginary",),),
+        cwd="/",
+        checkpoint_root="/",
+        tenant="team",
+        gang=gang,
+        steps_total=WORK_S,
+        step_serial_s=1.0 * gang,
+        restart_s=1.0,
+        requirements=Requirements(grace_s=30.0, preempt_by=preempt_by),
+    )
+    facts = JobFacts(
+        work_s=WORK_S * gang,
+        steps=WORK_S,
+        demand_max=gang,
+        slowdown=lambda gpus, level: 1.0,
+        can_park=parks,
+        can_checkpoint=saves,
+    )
+    world.submit("imaginary", spec, [facts])
 
 
 def measure(world: World, node: SimNode) -> None:
@@ -467,7 +471,36 @@ def judge(policy: str, sharing: str) -> None:
             world.start(ARBITER, Arbiter.restored(world.arbiter.core.snapshot()))
             world.tell(ARBITER, Configured(world.settings))
             world.lead()
+        if until == 53.0:  # and so does the node agent's, while its workers go on
+            world.stop(Party("node", node))
+            world.boot(node)
         assert until < 40.0 + 2 * WORK_S, "it is empty once the job that cannot save is over"
+    end_well(world, node)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_jobs_parked_by_turns_are_off_the_node_without_loss(*, saves: bool) -> None:
+    """Two jobs have one GPU by turns, each parked while the other runs."""
+    settings = ArbiterSettings(policy="astraea", lease_s=20.0, renewal_lead_s=5.0, beat_s=2.0, admins=(OPS,))
+    world = World(parse_cluster("1x1"), settings, COSTS, beat_s=2.0, hello_s=2.0)
+    node = next(iter(world.nodes))
+    for _ in range(2):
+        add_app(world, 1, saves=saves, parks=True, preempt_by="suspend")
+    world.after(1.0, partial(measure, world, world.nodes[node]))
+    world.run(until=200.0, done=lambda: world.now > 60.0 and bool(parked_on(world, node)))
+    assert world.now < 200.0, "one is parked"
+    began = world.now
+    tell(world, "drain", node)
+    world.run(until=began + 1.0)
+    world.run(until=began + 1000.0, done=lambda: world.arbiter.core.state.drains[node].empty_since is not None)
+    over = [each.over_at is not None for each in world.apps.values()]
+    assert over == [not saves] * 2, "they save and leave at once, or go on where they are until they end"
+    assert world.now - began < (30.0 if saves else 2.5 * WORK_S)
+    end_well(world, node)
+
+
+def end_well(world: World, node: NodeId) -> None:
+    """Use an empty node again, and let all apps end without loss."""
     assert not [worker for worker in world.nodes[node].workers.values() if worker.phase != "gone"]
     tell(world, "undrain", node)
     world.run(until=4000.0, done=lambda: all(each.over_at is not None for each in world.apps.values()))
