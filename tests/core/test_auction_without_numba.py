@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json, sys
 {before}
-from arbiter.core.policies.themis.auction.compiled import COMPILED
+from arbiter.core.policies.themis.auction import compiled, kernel
 from arbiter.core.policies.themis.policy import Settings, Themis
 from msgspec.structs import replace
 from tests.support.auctions import random_round, random_entry, settle
@@ -28,8 +28,9 @@ for seed in (3, 11, 345):
     found.append([result.solved.value, result.solved.worst_gap, result.solved.budget.spent])
 view, bids = random_round(5)
 facts = Themis(Settings(fairness_knob=0.0)).allocate(replace(view, budget_ms=1e5), bids).facts
-assert facts["compiled"] == COMPILED, facts
-print(json.dumps([COMPILED, found]))
+assert facts["compiled"] == compiled.compiled_in_use(), facts
+assert hasattr(kernel.search_packing, "py_func") == compiled.compiled_in_use()
+print(json.dumps([compiled.compiled_in_use(), found]))
 """
 
 
@@ -48,6 +49,9 @@ def test_without_numba_and_without_its_compiler_the_answers_are_the_same() -> No
     compiled, expected = run()
     assert compiled
     assert run(NUMBA_DISABLE_JIT="1") == (False, expected)
+    plain = "from arbiter.core.policies.themis.auction import compiled, kernel; compiled.use_plain()"
+    assert run(plain) == (False, expected)
+    assert run(f"{plain}; compiled.use_compiled()") == (True, expected)
     assert run('sys.modules["numba"] = None  # what the import statement takes for "not installed"') == (
         False,
         expected,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import tomllib
 import zipfile
@@ -15,14 +14,6 @@ from tests.support import wheels
 
 #: They share one wheel.
 pytestmark = pytest.mark.slow
-#: What README's lines leave to the user.
-GIVEN = """
-import sys
-total, trained, accuracy = 5, [], 1.0
-train = trained.append
-def load(folder): raise RuntimeError("there is no checkpoint")
-def save(folder): raise RuntimeError("no GPU is taken away")
-"""
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +41,9 @@ def test_it_needs_nothing_and_has_the_training_side_only(wheel: Path) -> None:
 def test_the_script_of_the_readme_runs_by_hand(wheel: Path, tmp_path: Path) -> None:
     python = wheels.environment(tmp_path / "bare", with_pip=False)
     wheels.pip_for(python, "install", "--no-index", wheel)
-    blocks = re.findall(r"```python\n(.*?)```", (wheels.ROOT / "README.md").read_text(), re.DOTALL)
-    (lines,) = [re.sub("(?m)^   ", "", block) for block in blocks if "from app_agent import session" in block]
     script = tmp_path / "train.py"
-    script.write_text(f"{GIVEN}{lines}\nprint(trained)\n")
+    script.write_text(wheels.script_of_the_readme())
     done = subprocess.run(
         [python, "-W", "error", script], env=wheels.clean_environment(), capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stdout) == (0, "[0, 1, 2, 3, 4]\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "trained [0, 1, 2, 3, 4]\n"), done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -18,6 +19,11 @@ from tests.support import wheels
 
 #: They share one environment.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
+#: Keeps a program from its end until a user has looked at it.
+WAITING = """
+import os, time
+while not os.path.exists("begin"): time.sleep(0.1)
+"""
 NAMES = ("launch", "protocol", "simulator", "arbiter")
 
 
@@ -131,6 +137,35 @@ def test_the_files_of_a_site_are_written(program: Program, tmp_path: Path) -> No
     units = program("units", "--to", str(tmp_path / "units"))
     assert units.returncode == 0, units.stderr
     assert f"ExecStart={program.path} arbiter" in (tmp_path / "units" / "gpu-arbiter.service").read_text()
+
+
+def test_the_first_hour_of_the_readme_goes_as_it_says(program: Program, tmp_path: Path) -> None:
+    page = (wheels.ROOT / "README.md").read_text()
+    hour = page[page.index("## The first hour") : page.index("## Before you switch")]
+    (program.folder / "train.py").write_text(WAITING + wheels.script_of_the_readme())
+    blocks = re.findall(r"```\n(.*?)```", hour, re.DOTALL)
+    commands = [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
+    assert [line.split()[1] for line in commands] == ["up", "submit", "ps", "explain", "nodes", "logs"]
+    env = program.env | {
+        "PATH": f"{program.path.parent}{os.pathsep}{program.env['PATH']}",
+        "GPU_ARBITER_URL": f"unix://{tmp_path}/control.sock",
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }
+    shell = {"shell": True, "cwd": program.folder, "env": env, "text": True}
+    with subprocess.Popen(f"exec {commands[0]}", stderr=subprocess.PIPE, **shell) as site:  # type: ignore[call-overload]
+        assert "gpu-arbiter is up: 1 node, 4 GPUs" in (told := site.stderr.readline()), told + site.stderr.read()
+        done = []
+        for line in commands[1:]:
+            if " logs " in line:
+                (program.folder / "begin").touch()
+            done.append(subprocess.run(line, capture_output=True, check=False, **shell))  # type: ignore[call-overload]
+        site.send_signal(signal.SIGINT)
+        assert site.wait(30) == 0
+    assert [each.returncode for each in done] == [0] * 5, done
+    app = done[0].stdout.strip()
+    assert re.fullmatch(r"me-[a-z]{3}1", app)
+    assert app in done[1].stdout
+    assert done[-1].stdout.splitlines()[-1] == "trained [0, 1, 2, 3, 4]"
 
 
 @pytest.mark.parametrize(
