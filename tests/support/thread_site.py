@@ -27,12 +27,18 @@ class ThreadSite:
         self.site = local_site(folder, nodes=1, gpus="simulated:2", settings=SETTINGS)
         self.socket = self.site.socket
         self._bus = MemoryBus(MemoryBroker())
-        self._loop = asyncio.new_event_loop()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._thread = threading.Thread(target=self._loop.run_forever, name="site", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="site", daemon=True)
+        self._runs = threading.Event()
+
+    async def _run(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._runs.set()
+        await self._stopping.wait()
 
     def start(self) -> None:
         self._thread.start()
+        self._runs.wait()
         self._begin("arbiter", lambda: run_arbiter(self.site.arbiter, self._bus))
         self._begin("node", lambda: run_node_agent(self.site.nodes[0], self._bus, end_workers=True))
         self.start_app_agent()
@@ -49,9 +55,8 @@ class ThreadSite:
             end_everything(client)
         for name in list(self._tasks):
             self._end(name)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
-        self._loop.close()
 
     def _begin(self, name: str, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def begin() -> asyncio.Task[None]:
