@@ -13,7 +13,7 @@ from app_agent.daemon import run_app_host
 from arbiter.core.state.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from launch.client import open_client
-from launch.site.site import end_everything, local_site, wait_ready
+from launch.site.site import START_S, end_everything, local_site, wait_ready
 from node_agent.daemon import run_node_agent
 from protocol.bus.memory import MemoryBroker, MemoryBus
 
@@ -45,7 +45,10 @@ class ThreadSite:
         wait_ready(self.site, lambda: None)
 
     def start_app_agent(self) -> None:
-        self._begin("app", lambda: run_app_host(self.site.app, self._bus))
+        """Return when it listens."""
+        ready = threading.Event()
+        self._begin("app", lambda: run_app_host(self.site.app, self._bus, on_ready=ready.set))
+        assert ready.wait(START_S)
 
     def stop_app_agent(self) -> None:
         self._end("app")
