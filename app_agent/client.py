@@ -133,27 +133,35 @@ def _spec(command: Sequence[str] | None, given: dict[str, Any]) -> AppSpec:
     if isinstance(command, str):
         raise error_of(f"command is text; give a list of words: {command.split()}", USAGE)
     if command is not None:
-        fields["trials"] = (tuple(map(os.fspath, command)),)
-        fields.setdefault("name", default_name(fields["trials"][0]))
+        words = tuple(os.fspath(word) if isinstance(word, os.PathLike) else word for word in command)
+        fields["trials"] = (words,)
+        fields.setdefault("name", default_name([str(word) for word in words]))
     elif "trials" not in fields:
         raise error_of('command is missing; give a list of words, such as ["python", "train.py"]', USAGE)
     gpus = fields.pop("gpus", None)
     if gpus is not None:
         sizes = tuple(gpus) if isinstance(gpus, Sequence) else ()
         fields |= {"gang": sizes[0] if sizes else gpus, "sizes": sizes if len(sizes) > 1 else ()}
-    cwd = os.path.abspath(fields.get("cwd", ""))  # noqa: PTH100 - resolve() would follow the links of this host only
-    fields["cwd"] = cwd
-    fields["checkpoint_root"] = os.path.join(cwd, fields.get("checkpoint_root", "checkpoints"))  # noqa: PTH118
-    fields["env"] = {name: os.environ[name] for name in INHERITED if name in os.environ} | fields.get("env", {})
+    fields["cwd"] = _absolute(fields.get("cwd", ""))
+    fields["checkpoint_root"] = _absolute(fields.get("checkpoint_root", "checkpoints"), fields["cwd"])
+    own = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    given_env = fields.get("env", {})
+    fields["env"] = own | given_env if isinstance(given_env, dict) else given_env
     try:
         spec = msgspec.convert(nested(fields), AppSpec)
     except msgspec.ValidationError as error:
-        words = in_words(error, AppSpec).replace("requirements.", "", 1)
-        raise error_of(words.replace("gang", "gpus", 1) if gpus is not None else words, USAGE) from None
+        told = in_words(error, AppSpec).replace("requirements.", "", 1)
+        raise error_of(told.replace("gang", "gpus", 1) if gpus is not None else told, USAGE) from None
     if spec.spans or spec.gpus_max:
         field = "spans" if spec.spans else "gpus_max"
         raise error_of(f"{field} is for simulations; leave it out, and list the numbers of GPUs: gpus=(1, 2, 4)", USAGE)
     return spec
+
+
+def _absolute(path: Any, folder: Any = "") -> Any:
+    """Return a path as every node should see it; anything else as it is. Links are left, as they are of this host."""
+    known = isinstance(path, str | os.PathLike) and isinstance(folder, str)
+    return os.path.abspath(os.path.join(folder, path)) if known else path  # noqa: PTH100, PTH118
 
 
 def default_name(command: Sequence[str]) -> str:

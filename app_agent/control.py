@@ -414,6 +414,8 @@ class AsyncControl:
             raise _no_answer(self.path, error) from error
         finally:
             writer.close()
+            with suppress(OSError):  # has been reported already
+                await writer.wait_closed()
         return decode_reply(line, self.path)
 
 

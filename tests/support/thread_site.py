@@ -13,7 +13,7 @@ from app_agent.daemon import run_app_host
 from arbiter.core.state.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from launch.client import open_client
-from launch.site.site import end_everything, local_site, wait_ready
+from launch.site.site import START_S, end_everything, local_site, wait_ready
 from node_agent.daemon import run_node_agent
 from protocol.bus.memory import MemoryBroker, MemoryBus
 
@@ -27,19 +27,28 @@ class ThreadSite:
         self.site = local_site(folder, nodes=1, gpus="simulated:2", settings=SETTINGS)
         self.socket = self.site.socket
         self._bus = MemoryBus(MemoryBroker())
-        self._loop = asyncio.new_event_loop()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._thread = threading.Thread(target=self._loop.run_forever, name="site", daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="site", daemon=True)
+        self._runs = threading.Event()
+
+    async def _run(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._runs.set()
+        await self._stopping.wait()
 
     def start(self) -> None:
         self._thread.start()
+        self._runs.wait()
         self._begin("arbiter", lambda: run_arbiter(self.site.arbiter, self._bus))
         self._begin("node", lambda: run_node_agent(self.site.nodes[0], self._bus, end_workers=True))
         self.start_app_agent()
         wait_ready(self.site, lambda: None)
 
     def start_app_agent(self) -> None:
-        self._begin("app", lambda: run_app_host(self.site.app, self._bus))
+        """Return when it listens."""
+        ready = threading.Event()
+        self._begin("app", lambda: run_app_host(self.site.app, self._bus, on_ready=ready.set))
+        assert ready.wait(START_S)
 
     def stop_app_agent(self) -> None:
         self._end("app")
@@ -49,9 +58,8 @@ class ThreadSite:
             end_everything(client)
         for name in list(self._tasks):
             self._end(name)
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
-        self._loop.close()
 
     def _begin(self, name: str, make: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def begin() -> asyncio.Task[None]:
