@@ -1,8 +1,8 @@
 """The control socket between the command line and an app-agent daemon: one JSON line each way per request.
 
 `submit`, `cancel` and `wait` concern the owner's apps and are answered by the daemon itself, `query` is answered by the
-arbiter, and so is `cancel` of an app that the daemon has no record of. A connection carries any number of requests, one
-after the other. Every error is one sentence with the exit code that the command line ends with.
+arbiter, and so are `act`, and `cancel` of an app that the daemon has no record of. A connection carries any number of
+requests, one after the other. Every error is one sentence with the exit code that the command line ends with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from app_agent.config import default_socket
 from app_agent.core.records import AppRecord
 from app_agent.core.spec import AppSpec
 from protocol.exit_codes import FAILED, INTERRUPTED, NOT_PERMITTED, REFUSED, UNREACHABLE, USAGE
-from protocol.messages import Count, QueryKind, Seconds, Sentence
+from protocol.messages import ActKind, Count, QueryKind, Seconds, Sentence
 
 #: Longest line either side accepts: an answer about a thousand apps takes 1 MB, a chunk of a log 90 kB.
 LINE_BYTES_MAX = 16 * 2**20
@@ -45,6 +45,16 @@ class CancelRequest(Struct, frozen=True, tag="cancel", tag_field="do"):
     """
 
     app: str
+
+
+class ActRequest(Struct, frozen=True, tag="act", tag_field="do"):
+    """Have the arbiter act on an app; answered by its id and the word for its state then, such as ``held``.
+
+    `app` may be ``last``, or an app of another owner.
+    """
+
+    app: str
+    kind: ActKind
 
 
 class WaitRequest(Struct, frozen=True, tag="wait", tag_field="do"):
@@ -77,7 +87,7 @@ class PingRequest(Struct, frozen=True, tag="ping", tag_field="do"):
     """Answered by the owner, and whether the broker is reached and the daemon's inbox there can be read."""
 
 
-Request = SubmitRequest | CancelRequest | WaitRequest | QueryRequest | ListRequest | PingRequest
+Request = SubmitRequest | CancelRequest | ActRequest | WaitRequest | QueryRequest | ListRequest | PingRequest
 
 _decoder: msgspec.json.Decoder[Request] = msgspec.json.Decoder(Request)
 
@@ -156,6 +166,14 @@ class Control:
         if this owner may not end it.
         """
         reply = self._ask(CancelRequest(app))
+        return str(reply["app"]), str(reply["state"])
+
+    def act(self, kind: ActKind, app: str) -> tuple[str, str]:
+        """Have the arbiter act on an app; return its id and the word for its state then.
+
+        The codes are those of `cancel`, and 1 if the app is over.
+        """
+        reply = self._ask(ActRequest(app, kind))
         return str(reply["app"]), str(reply["state"])
 
     def wait(

@@ -16,7 +16,7 @@ from app_agent.core.spec import AppSpec
 from launch.faults import Fault, usage
 from protocol import exit_codes
 from protocol.config import ConfigError
-from protocol.messages import QueryKind
+from protocol.messages import ActKind, QueryKind
 
 Until = Literal["done", "running"]
 #: The next step, by exit code, where the sentence does not say it already.
@@ -56,6 +56,11 @@ class Client:
         """End an app for good, also one that only the arbiter knows; return its state after that."""
         with _faults():
             return self._control.cancel(app)[1]
+
+    def act(self, kind: ActKind, app: str) -> str:
+        """Have the arbiter act on an app; return the word for its state after that, such as ``held``."""
+        with _faults():
+            return self._control.act(kind, app)[1]
 
     def wait(self, app: str, *, until: Until, timeout_s: float | None) -> AppRecord:
         """Return the app's record once it is over, or runs."""

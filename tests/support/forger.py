@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from msgspec.structs import replace
 
@@ -17,6 +17,7 @@ from protocol.codec import WireError, decode, encode
 from protocol.messages import (
     LEVELS,
     Act,
+    ActKind,
     AnyMessage,
     AppId,
     AppReport,
@@ -216,7 +217,8 @@ class Forger:
         return Query(f"q{self.count()}", kind, target, self.count(), self.count())
 
     def _act(self, owner: str) -> Act:
-        return Act(f"act-{owner}-{self.count(9)}", "cancel", self.one((self.app_id(), self.app_id(owner), "", "\x00")))
+        kind = self.one(get_args(ActKind))
+        return Act(f"act-{owner}-{self.count(9)}", kind, self.one((self.app_id(), self.app_id(owner), "", "\x00")))
 
     def _log_chunk(self) -> LogChunk:
         return LogChunk(

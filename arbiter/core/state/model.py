@@ -386,6 +386,8 @@ class App(Struct, frozen=True):
     preempted_in: int = 0  #: the round in which it last did; later ones stand before it in the queue
     tolls: dict[JobId, Toll] = {}  #: of attempts that are over
     run: str = ""  #: the submission; reports of another one under the same id are refused
+    held_by: str = ""  #: the owner or administrator that holds it: it wants no GPU until it is released
+    demand_wished: int = 0  #: while it is held, the `demand_max` of its last report
 
     @property
     def active(self) -> bool:
