@@ -136,7 +136,7 @@ AppStateName = Literal[
     "refused",
 ]
 QueryKind = Literal["apps", "nodes", "explain", "rounds", "leases", "log", "shares", "capacity"]
-ActKind = Literal["cancel", "hold", "release"]
+ActKind = Literal["cancel", "hold", "release", "requeue"]
 Cpus = Annotated[float, Meta(ge=0, le=1e6)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]  #: of GPU time among equals: twice the weight, twice the share
 

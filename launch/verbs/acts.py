@@ -1,4 +1,4 @@
-"""`cancel`, `hold`, `release`: what owners and administrators do to apps."""
+"""`cancel`, `hold`, `release`, `requeue`: what owners and administrators do to apps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Ids = Annotated[
 ]
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="do not ask before")]
 #: The word for what was done.
-PAST: Mapping[ActKind, str] = {"cancel": "cancelled", "hold": "held", "release": "released"}
+PAST: Mapping[ActKind, str] = {"cancel": "cancelled", "hold": "held", "release": "released", "requeue": "requeued"}
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
 def add(app: typer.Typer) -> None:
     """Add this group's verbs to `app`."""
-    for verb in (cancel, hold, release):
+    for verb in (cancel, hold, release, requeue):
         app.command()(verb)
 
 
@@ -88,6 +88,25 @@ def release(
         state = "held" if by_list and (apps or tenant or owner or name) else None
         filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
         _act("release", apps or [], filters, yes=yes, as_json=wants_json(json))
+
+
+def requeue(
+    apps: Ids = None,
+    tenant: selection.Tenant = None,
+    owner: selection.Owner = None,
+    name: selection.Name = None,
+    yes: Yes = False,
+    json: Json = False,
+) -> None:
+    """Have apps that run save, leave their GPUs and wait behind all others; `all` stands for all of yours that run.
+
+    gpu-arbiter requeue alice-kqz7
+    """
+    with answering(as_json=wants_json(json)):
+        by_list = not apps or selection.EVERYTHING in apps
+        state = "starting,running" if by_list and (apps or tenant or owner or name) else None
+        filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
+        _act("requeue", apps or [], filters, yes=yes, as_json=wants_json(json))
 
 
 def _act(kind: ActKind, ids: Sequence[str], filters: selection.Filters, *, yes: bool, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""Apps that are held: they leave as under preemption, and get nothing until they are released."""
+"""Apps that are held: they leave as under preemption, and get nothing until they are released. Requeued ones."""
 
 from __future__ import annotations
 
@@ -158,3 +158,46 @@ def test_an_app_that_is_over_cannot_be_held_and_one_that_is_held_can_be_cancelle
     assert answer(act(site, ANA, "hold", number=2)) == ("ana-1 is over, so it cannot be held", 1)
     assert answer(act(site, ANA, "release", number=2)) == ("ana-1 is over, so it cannot be released", 1)
     assert listed(site)["state"] == "cancelled"
+
+
+# --- requeue --------------------------------------------------------------------------------------------------------
+
+
+def test_an_app_that_is_requeued_leaves_its_gpu_and_waits_behind_all_others() -> None:
+    site, gpu = running()
+    site.app("bob-1")
+    effects = act(site, ANA, "requeue")
+    assert answer(effects) == ("requeued", "ana-1")
+    (told,) = [effect.message for effect in effects if isinstance(getattr(effect, "message", None), Preempt)]  # type: ignore[union-attr]
+    assert told.reason == "requeued by its owner"
+    (record,) = [effect for effect in effects if isinstance(effect, ActRecord)]
+    assert (record.kind, record.outcome) == ("requeue", "requeued by its owner")
+    leave(site, gpu)
+    site.play_round(site.app("bob-1") + site.wait(1))
+    assert (site.held("bob-1"), site.held("ana-1")) == ([gpu], [])
+    site.app("bob-1", state="finished", demand=0)
+    site.node("n1")
+    site.play_round(site.app("ana-1") + site.wait(1))
+    assert site.held("ana-1") == [gpu], "it goes on once the others have had their turn"
+    assert site.replayed() == site.arbiter.snapshot()
+    site.arbiter.validate()
+
+
+def test_the_same_requeue_again_is_answered_again_and_done_once() -> None:
+    site, gpu = running()
+    act(site, ANA, "requeue")
+    leave(site, gpu)
+    site.play_round(site.app("ana-1") + site.wait(1))
+    assert site.held("ana-1") == [gpu], "no other app waits"
+    effects = act(site, ANA, "requeue")
+    assert answer(effects) == ("requeued", "ana-1")
+    assert site.held("ana-1") == [gpu]
+    assert not any(isinstance(effect, ActRecord) for effect in effects)
+
+
+def test_an_app_without_a_gpu_has_nothing_to_requeue() -> None:
+    site, _gpu = running()
+    site.app("bob-1")
+    assert answer(act(site, BOB, "requeue", "bob-1")) == ("bob-1 has no GPU, so there is nothing to requeue", 1)
+    act(site, ANA, "cancel")
+    assert answer(act(site, ANA, "requeue")) == ("ana-1 is over, so it cannot be requeued", 1)

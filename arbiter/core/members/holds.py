@@ -1,4 +1,4 @@
-"""Apps that are held: such an app stays in the queue and wants no GPU until it is released.
+"""Apps that are held, or put to the end of the queue. What is held wants no GPU until it is released.
 
 It leaves its GPUs as under preemption: its jobs save, or rest where only the driver can suspend them. Its wish is kept
 beside, as its app agent goes on to state it. Nothing is due to it meanwhile.
@@ -33,6 +33,16 @@ def release(turn: Turn, app: App) -> None:
     app = replace(app, held_by="", demand_max=app.demand_wished, demand_wished=0)
     _put(turn, app)
     sales.note_return(turn, app)
+
+
+def requeue(turn: Turn, app: App, act: str, reason: str) -> None:
+    """Have an app leave its GPUs, and put it to the end of the queue, by the act with this id."""
+    last = turn.state.apps_arrived
+    turn.state.apps_arrived += 1
+    turn.index.move_app(app, last)
+    _put(turn, replace(app, arrival=last, requeued_by=act))
+    for gpu in leases.held(turn, app.id):
+        leases.revoke(turn, gpu, reason, preempted=True)
 
 
 def _put(turn: Turn, app: App) -> None:

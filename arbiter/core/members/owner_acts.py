@@ -11,6 +11,7 @@ from typing import assert_never
 import msgspec
 
 from arbiter.core.effects import ActRecord
+from arbiter.core.leases import leases
 from arbiter.core.members import apps, holds
 from arbiter.core.state.model import App, Refused, Settled
 from arbiter.core.turn import Turn
@@ -41,6 +42,8 @@ def _act(turn: Turn, sender: Party, act: Act, app: App) -> None:
             _answer(turn, sender, act, _cancel(turn, sender, act, app))
         case "hold" | "release":
             _hold_or_release(turn, sender, act, app)
+        case "requeue":
+            _requeue(turn, sender, act, app)
         case _ as never:
             assert_never(never)
 
@@ -65,6 +68,20 @@ def _hold_or_release(turn: Turn, sender: Party, act: Act, app: App) -> None:
             holds.release(turn, app)
             _record(turn, sender, act, f"released by {whose}")
         _answer_state(turn, sender, act, "released")
+
+
+def _requeue(turn: Turn, sender: Party, act: Act, app: App) -> None:
+    """Have an app leave its GPUs and wait behind all others."""
+    if isinstance(app.state, Settled | Refused):
+        _refuse(turn, sender, act, FAILED, f"{app.id} is over, so it cannot be requeued")
+    elif app.requeued_by != act.act_id and not leases.held(turn, app.id):
+        _refuse(turn, sender, act, FAILED, f"{app.id} has no GPU, so there is nothing to requeue")
+    else:
+        if app.requeued_by != act.act_id:
+            reason = f"requeued by {_whose(sender, app)}"
+            holds.requeue(turn, app, act.act_id, reason)
+            _record(turn, sender, act, reason)
+        _answer_state(turn, sender, act, "requeued")
 
 
 def _whose(sender: Party, app: App) -> str:
