@@ -1,8 +1,8 @@
 """The control socket between an owner's tools and an app-agent daemon: one JSON line each way per request.
 
 `submit`, `cancel` and `wait` concern the owner's apps and are answered by the daemon itself, `query` is answered by the
-arbiter, and so is `cancel` of an app that the daemon has no record of. A connection carries any number of requests, one
-after the other. Every error is one sentence with the exit code that the command line ends with.
+arbiter, and so are `act`, and `cancel` of an app that the daemon has no record of. A connection carries any number of
+requests, one after the other. Every error is one sentence with the exit code that the command line ends with.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from protocol.exit_codes import (
     UNREACHABLE,
     USAGE,
 )
-from protocol.messages import Count, QueryKind, Seconds, Sentence
+from protocol.messages import AppActKind, Count, NodeActKind, QueryKind, Seconds, Sentence
 
 #: Longest line either side accepts: an answer about a thousand apps takes 1 MB, a chunk of a log 90 kB.
 LINE_BYTES_MAX = 16 * 2**20
@@ -58,6 +58,16 @@ class CancelRequest(Struct, frozen=True, tag="cancel", tag_field="do"):
     """
 
     app: str
+
+
+class ActRequest(Struct, frozen=True, tag="act", tag_field="do"):
+    """Have the arbiter act on an app; answered by its id and the word for its state then, such as ``held``.
+
+    `app` may be ``last``, or an app of another owner.
+    """
+
+    app: str
+    kind: AppActKind
 
 
 class WaitRequest(Struct, frozen=True, tag="wait", tag_field="do"):
@@ -88,7 +98,7 @@ class NodeRequest(Struct, frozen=True, tag="node", tag_field="do"):
     `force` ends also the tasks that cannot save.
     """
 
-    kind: Literal["drain", "undrain"]
+    kind: NodeActKind
     node: Sentence
     reason: Sentence = ""
     force: bool = False
@@ -117,6 +127,7 @@ class PingRequest(Struct, frozen=True, tag="ping", tag_field="do"):
 Request = (
     SubmitRequest
     | CancelRequest
+    | ActRequest
     | WaitRequest
     | QueryRequest
     | NodeRequest
@@ -292,6 +303,13 @@ class Control:
         if this owner may not end it.
         """
         return str(self._ask(CancelRequest(app))["state"])
+
+    def act(self, kind: AppActKind, app: str) -> str:
+        """Have the arbiter act on an app; return the word for its state after that, such as ``held``.
+
+        The codes are those of `cancel`, and 1 if the app is over.
+        """
+        return str(self._ask(ActRequest(app, kind))["state"])
 
     def wait(
         self, app: str, *, until: Literal["done", "running"] = "done", timeout_s: float | None = None

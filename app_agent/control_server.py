@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 
 from app_agent.config import AppConfig
 from app_agent.control import (
+    ActRequest,
     CancelRequest,
     ChangesRequest,
     ControlError,
@@ -220,6 +221,8 @@ class ControlServer:
                 return {"app": await self._change(lambda number: Submit(number, spec, token))}
             case CancelRequest(app):
                 return await self._cancel(app)
+            case ActRequest(app, kind):
+                return await self._intervene(kind, self._known(app) if app == "last" else _app_id(app))
             case WaitRequest(app, until, timeout_s):
                 record = await self._wait(self._known(app), until, timeout_s, hung_up)
                 return {"record": record}
@@ -277,7 +280,7 @@ class ControlServer:
         try:
             document = await self._persist(number, Intervene(number, kind, app), ANSWER_S)
         except ControlError as error:
-            if error.code != UNREACHABLE:
+            if error.code != UNREACHABLE or app in self._host.state.records:
                 raise
             raise ControlError(f"your app agent has no app {app}, and {error.sentence}", code=UNREACHABLE) from error
         try:

@@ -163,11 +163,12 @@ class Queries:
             "tenant": app.tenant,
             "name": app.name,
             "state": name,
-            "waits_for": waits.of(app) if name in ("enrolling", "waiting", "suspended") else None,
+            "waits_for": waits.of(app) if name in ("enrolling", "waiting", "suspended", "held") else None,
             "reason": getattr(app.state, "reason", ""),
             "gpus": [gpu.id for gpu in gpus if isinstance(gpu.state, Leased)],
             "gang": app.gang,
-            "want": app.demand_max,
+            "want": app.demand_wished if app.held_by else app.demand_max,
+            "held_by": app.held_by,
             "rho": self._rho(app, now),
             "rho_basis": app.basis,
             "jct_s": lived_s if isinstance(app.state, Settled) else None,
@@ -437,6 +438,9 @@ class Queries:
     def _waiting_for(self, app: model.App) -> str:
         """Return, in one sentence, what the app waits for before any round could help it; empty if rounds decide."""
         state = self._arbiter.state
+        if app.held_by and app.active:
+            whose = "its owner" if app.held_by == app.owner else f"the administrator {app.held_by}"
+            return f"it is held by {whose}, and gets no GPU until `gpu-arbiter release {app.id}`"
         if isinstance(app.state, Enrolling):
             start = "start one with `gpu-arbiter node-agent --config node.toml`"
             return self._waiting_to_book(app) if state.nodes else f"no node has enrolled yet; {start}"
@@ -553,6 +557,9 @@ def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model
             return "refused"
         case Settled(outcome=outcome):
             return outcome
+        case Active() if app.held_by:
+            here = any(task.phase not in ("suspended", "exited") for task in tasks)
+            return "leaving" if here else "held"
         case Active():
             if any(task.phase in ("running", "resting") for task in tasks):
                 return "running"

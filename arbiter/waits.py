@@ -39,6 +39,8 @@ class Waits:
 
     def _of(self, app: App) -> tuple[str, Sequence[AppId]]:
         state = self._state
+        if app.held_by:
+            return "release", ()
         if isinstance(app.state, Enrolling):
             return ("booking", ()) if state.nodes else ("node", ())
         if leaving := self._leaving.get(app.id):

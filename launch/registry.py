@@ -20,7 +20,7 @@ from typer.main import get_group
 #: The verbs of each module of `launch.verbs`, in the order of `--help`.
 MODULES: Mapping[str, Sequence[str]] = {
     "submission": ("submit", "run", "wait"),
-    "acts": ("cancel",),
+    "acts": ("cancel", "hold", "release", "requeue"),
     "inspection": ("ps", "explain", "logs", "nodes", "shares", "rounds"),
     "administration": ("drain", "undrain"),
     "doctor": ("doctor", "provision"),

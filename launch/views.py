@@ -367,6 +367,8 @@ def next_step(document: Document) -> str:
             return f"gpu-arbiter logs {app}"
         case "finished" | "cancelled":
             return f"gpu-arbiter logs {app}   # its output stays readable for a while"
+        case "held":
+            return f"gpu-arbiter release {app}"
         case _ if document.get("held"):
             return f"gpu-arbiter logs -f {app}"
         case _:

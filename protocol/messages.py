@@ -123,10 +123,22 @@ Kind = Literal["batch", "interactive"]
 Basis = Literal["guess", "declared", "measured"]
 #: An app's state in words, as the arbiter tells it.
 AppStateName = Literal[
-    "enrolling", "waiting", "starting", "running", "leaving", "suspended", "finished", "failed", "cancelled", "refused"
+    "enrolling",
+    "waiting",
+    "starting",
+    "running",
+    "leaving",
+    "suspended",
+    "held",
+    "finished",
+    "failed",
+    "cancelled",
+    "refused",
 ]
 QueryKind = Literal["apps", "nodes", "explain", "rounds", "leases", "log", "shares", "capacity"]
-ActKind = Literal["cancel", "drain", "undrain"]
+AppActKind = Literal["cancel", "hold", "release", "requeue"]
+NodeActKind = Literal["drain", "undrain"]
+ActKind = Literal[AppActKind, NodeActKind]
 Cpus = Annotated[float, Meta(ge=0, le=1e6)]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]  #: of GPU time among equals: twice the weight, twice the share
 

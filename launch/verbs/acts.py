@@ -1,4 +1,4 @@
-"""`cancel`: what owners and administrators do to apps."""
+"""`cancel`, `hold`, `release`, `requeue`: what owners and administrators do to apps."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from launch.client import Client, open_client
 from launch.faults import Fault
 from launch.surface import answering, emit, note, plural, wants_json
 from protocol import exit_codes
+from protocol.messages import AppActKind
 
 Ids = Annotated[
     list[str] | None, typer.Argument(metavar="[ID...]", help="app ids, `last`, or `all`: your own that are not over")
 ]
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="do not ask before")]
+#: The word for what was done.
+PAST: Mapping[AppActKind, str] = {"cancel": "cancelled", "hold": "held", "release": "released", "requeue": "requeued"}
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
 def add(app: typer.Typer) -> None:
     """Add this group's verbs to `app`."""
-    app.command()(cancel)
+    for verb in (cancel, hold, release, requeue):
+        app.command()(verb)
 
 
 def cancel(
@@ -42,18 +46,81 @@ def cancel(
     The arbiter decides about an app that your app agent has no record of: you may cancel your own, an administrator
     every app. If some cannot be cancelled, the others still are, and the exit code tells the reason.
     """
-    as_json = wants_json(json)
-    ids = apps or []
-    with answering(as_json=as_json), open_client() as client:
+    with answering(as_json=wants_json(json)):
         filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
+        _act("cancel", apps or [], filters, yes=yes, as_json=wants_json(json))
+
+
+def hold(
+    apps: Ids = None,
+    state: selection.State = None,
+    tenant: selection.Tenant = None,
+    owner: selection.Owner = None,
+    name: selection.Name = None,
+    yes: Yes = False,
+    json: Json = False,
+) -> None:
+    """Keep apps in the queue without GPUs until they are released; those that run save and leave.
+
+    gpu-arbiter hold alice-kqz7
+
+    Held are your own apps; an administrator may hold every app.
+    """
+    with answering(as_json=wants_json(json)):
+        filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
+        _act("hold", apps or [], filters, yes=yes, as_json=wants_json(json))
+
+
+def release(
+    apps: Ids = None,
+    tenant: selection.Tenant = None,
+    owner: selection.Owner = None,
+    name: selection.Name = None,
+    yes: Yes = False,
+    json: Json = False,
+) -> None:
+    """Let apps that are held take part again; `all` stands for all of yours that are held.
+
+    gpu-arbiter release alice-kqz7
+    """
+    with answering(as_json=wants_json(json)):
+        by_list = not apps or selection.EVERYTHING in apps
+        state = "held" if by_list and (apps or tenant or owner or name) else None
+        filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
+        _act("release", apps or [], filters, yes=yes, as_json=wants_json(json))
+
+
+def requeue(
+    apps: Ids = None,
+    tenant: selection.Tenant = None,
+    owner: selection.Owner = None,
+    name: selection.Name = None,
+    yes: Yes = False,
+    json: Json = False,
+) -> None:
+    """Have apps that run save, leave their GPUs and wait behind all others; `all` stands for all of yours that run.
+
+    gpu-arbiter requeue alice-kqz7
+    """
+    with answering(as_json=wants_json(json)):
+        by_list = not apps or selection.EVERYTHING in apps
+        state = "starting,running" if by_list and (apps or tenant or owner or name) else None
+        filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
+        _act("requeue", apps or [], filters, yes=yes, as_json=wants_json(json))
+
+
+def _act(kind: AppActKind, ids: Sequence[str], filters: selection.Filters, *, yes: bool, as_json: bool) -> None:
+    """Do an act to the apps that are meant, and tell of each."""
+    past = PAST[kind]
+    with open_client() as client:
         chosen = selection.own(client, ids, filters)
         if not chosen:
-            note("no app that is not over matches; nothing was cancelled")
-        elif (not ids or selection.EVERYTHING in ids) and not (yes or _confirmed("cancel", chosen)):
-            raise Fault("nothing was cancelled", next_step="gpu-arbiter cancel --yes, which does not ask")
-        cancelled = _cancel(client, chosen)
+            note(f"no app that is not over matches; nothing was {past}")
+        elif (not ids or selection.EVERYTHING in ids) and not (yes or _confirmed(kind, chosen)):
+            raise Fault(f"nothing was {past}", next_step=f"gpu-arbiter {kind} --yes, which does not ask")
+        done = _cancel(client, chosen) if kind == "cancel" else _each(client, kind, chosen, [])
         if as_json:
-            emit({"schema": "cancelled/v1", "apps": cancelled})
+            emit({"schema": f"{past}/v1", "apps": done})
 
 
 def _confirmed(act: str, apps: Sequence[str]) -> bool:
@@ -77,19 +144,30 @@ def _cancel(client: Client, apps: Sequence[str]) -> list[str]:
     for app, record in records.items():
         client.cancel(app)
         note(f"{app} was already {record.state}" if record.over else f"{app} is cancelled")
-    cancelled, faults, untried = list(records), list[tuple[str, Fault]](), list[str]()
-    for number, app in enumerate(unknown, start=1):
+    return _each(client, "cancel", unknown, list(records))
+
+
+def _each(client: Client, kind: AppActKind, apps: Sequence[str], done: list[str]) -> list[str]:
+    """Have the arbiter act on each app; return `done` with the ids of these.
+
+    Raises
+    ------
+    Fault
+        If it does not act on some, when it has acted on the others.
+    """
+    faults, untried = list[tuple[str, Fault]](), list[str]()
+    for number, app in enumerate(apps, start=1):
         try:
-            note(f"{app} is {client.cancel(app)}")
-            cancelled.append(app)
+            note(f"{app} is {client.cancel(app) if kind == 'cancel' else client.act(kind, app)}")
+            done.append(app)
         except Fault as fault:
             faults.append((app, fault))
             if fault.code == exit_codes.UNREACHABLE:  # the rest would fail alike, each after a while
-                untried = unknown[number:]
+                untried = list(apps[number:])
                 break
     if faults:
-        raise _undone(faults, untried, {"apps": cancelled})
-    return cancelled
+        raise _undone(faults, untried, {"apps": done})
+    return done
 
 
 def _undone(faults: Sequence[tuple[str, Fault]], untried: Sequence[str], done: Mapping[str, object]) -> Fault:

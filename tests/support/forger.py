@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from msgspec.structs import replace
 
@@ -17,6 +17,7 @@ from protocol.codec import WireError, decode, encode
 from protocol.messages import (
     LEVELS,
     Act,
+    ActKind,
     AnyMessage,
     AppId,
     AppReport,
@@ -217,11 +218,11 @@ class Forger:
 
     def _act(self, owner: str) -> Act:
         name = f"act-{owner}-{self.count(9)}"
-        if self.often(0.5):
-            kind = self.one(("drain", "undrain", "undrain"))
+        kind = self.one(get_args(ActKind))
+        if kind in ("drain", "undrain"):
             target = self.one((*self.nodes, "", "\x00", "x" * 8000))
             return Act(name, kind, target, reason=self.one(("", "new memory", "y" * 8000)), force=self.often(0.2))
-        return Act(name, "cancel", self.one((self.app_id(), self.app_id(owner), "", "\x00")))
+        return Act(name, kind, self.one((self.app_id(), self.app_id(owner), "", "\x00")))
 
     def _log_chunk(self) -> LogChunk:
         return LogChunk(

@@ -208,6 +208,43 @@ def test_an_app_can_be_waited_for_explained_and_cancelled(cli: Cli) -> None:
     assert cli("wait", app).returncode == exit_codes.INTERRUPTED
 
 
+def test_an_app_that_is_held_leaves_its_gpu_until_it_is_released(cli: Cli) -> None:
+    def state() -> str:
+        (listed,) = json.loads(cli("ps", app, "--json").stdout)["apps"]
+        return str(listed["state"])
+
+    app = cli("submit", *script("import time; time.sleep(600)")).stdout.strip()
+    assert cli("wait", "--for", "running", "--timeout", "30s", app).returncode == 0
+    held = cli("hold", app)
+    assert (held.returncode, held.stderr) == (0, f"{app} is held\n")
+    deadline = time.monotonic() + 30
+    while state() != "held":
+        assert time.monotonic() < deadline
+    why = cli("explain", app).stdout
+    assert f"Reason: it is held by its owner, and gets no GPU until `gpu-arbiter release {app}`" in why
+    assert why.rstrip().endswith(f"next: gpu-arbiter release {app}")
+    assert json.loads(cli("release", "all", "--json").stdout) == {"schema": "released/v1", "apps": [app]}
+    assert cli("wait", "--for", "running", "--timeout", "30s", app).returncode == 0
+    assert cli("cancel", app).returncode == 0
+    over = cli("hold", app)
+    assert (over.returncode, over.stderr.splitlines()[0]) == (1, f"gpu-arbiter: {app} is over, so it cannot be held")
+
+
+def test_an_app_that_is_requeued_leaves_its_gpu_and_starts_again(cli: Cli) -> None:
+    app = cli("submit", *script("import time; print('on', flush=True); time.sleep(600)")).stdout.strip()
+    assert cli("wait", "--for", "running", "--timeout", "30s", app).returncode == 0
+    done = cli("requeue", app, "--json")
+    assert json.loads(done.stdout) == {"schema": "requeued/v1", "apps": [app]}
+    deadline = time.monotonic() + 40
+    while True:
+        (listed,) = json.loads(cli("ps", app, "--json").stdout)["apps"]
+        assert (listed["preemptions"], listed["held_by"]) == (1, "")
+        if listed["state"] == "running" and listed["tasks"][0]["attempt"] > 0:
+            break
+        assert time.monotonic() < deadline, listed
+    assert cli("cancel", app).returncode == 0
+
+
 def test_logs_follow_until_the_app_is_over(cli: Cli) -> None:
     app = cli("submit", *script("import time; print('one', flush=True); time.sleep(1); print('two')")).stdout.strip()
     assert cli("logs", "-f", app).stdout == "one\ntwo\n"

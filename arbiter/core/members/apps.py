@@ -148,8 +148,9 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         return app
     jobs = tuple(map(_job, report.jobs))
     requirements = _bounded(report.requirements, turn.state.settings)
-    wants_more = report.demand_max > app.demand_max or app.report_seq < 0
-    if (jobs, requirements, report.demand_max, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
+    demand = 0 if app.held_by else report.demand_max
+    wants_more = demand > app.demand_max or app.report_seq < 0
+    if (jobs, requirements, demand, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
         turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
         turn.apps.add(app.id)
     app = replace(
@@ -157,7 +158,8 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         seen_at=turn.now,
         report_seq=report.seq,
         gang=report.gang,
-        demand_max=report.demand_max,
+        demand_max=demand,
+        demand_wished=report.demand_max if app.held_by else 0,
         level_max=report.level_max,
         jobs=jobs,
         requirements=requirements,

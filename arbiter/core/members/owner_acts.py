@@ -6,17 +6,21 @@ event of the journal, a row of the ledger, and answered; the same act again is a
 
 from __future__ import annotations
 
+from typing import assert_never
+
 import msgspec
 
 from arbiter.core.effects import ActRecord
-from arbiter.core.members import apps
+from arbiter.core.leases import leases
+from arbiter.core.members import apps, holds
 from arbiter.core.state.model import App, Refused, Settled
 from arbiter.core.turn import Turn
 from protocol.core import Send
 from protocol.messages import Act, Answer, AppId, Party, Refusal
 
 #: Exit codes of the command line (docs/cli.md).
-NOT_FOUND, NOT_PERMITTED = 3, 7
+FAILED, NOT_FOUND, NOT_PERMITTED = 1, 3, 7
+PAST = {"hold": "held", "release": "released"}
 
 
 def take(turn: Turn, sender: Party, act: Act) -> None:
@@ -29,15 +33,68 @@ def take(turn: Turn, sender: Party, act: Act) -> None:
         _record(turn, sender, act, f"refused: {why}")
         _refuse(turn, sender, act, NOT_PERMITTED, why)
     else:
-        _answer(turn, sender, act, _cancel(turn, sender, act, app))
+        _act(turn, sender, act, app)
+
+
+def _act(turn: Turn, sender: Party, act: Act, app: App) -> None:
+    match act.kind:
+        case "cancel":
+            _answer(turn, sender, act, _cancel(turn, sender, act, app))
+        case "hold" | "release":
+            _hold_or_release(turn, sender, act, app)
+        case "requeue":
+            _requeue(turn, sender, act, app)
+        case "drain" | "undrain":
+            raise ValueError(f"{act.kind} is an act on a node, which `node_acts` takes")
+        case _ as never:
+            assert_never(never)
+
+
+def _hold_or_release(turn: Turn, sender: Party, act: Act, app: App) -> None:
+    """Hold an app or release it; what is so already stays so."""
+    whose = _whose(sender, app)
+    if isinstance(app.state, Settled | Refused):
+        _refuse(turn, sender, act, FAILED, f"{app.id} is over, so it cannot be {PAST[act.kind]}")
+    elif act.kind == "hold":
+        if not app.held_by:
+            reason = f"held by {whose}"
+            holds.hold(turn, app, sender.id, reason)
+            _record(turn, sender, act, reason)
+        _answer_state(turn, sender, act, "held")
+    elif app.held_by not in ("", app.owner) and sender.id not in turn.state.settings.admins:
+        why = f"{app.id} is held by the administrator {app.held_by}; only administrators may release it"
+        _record(turn, sender, act, f"refused: {why}")
+        _refuse(turn, sender, act, NOT_PERMITTED, why)
+    else:
+        if app.held_by:
+            holds.release(turn, app)
+            _record(turn, sender, act, f"released by {whose}")
+        _answer_state(turn, sender, act, "released")
+
+
+def _requeue(turn: Turn, sender: Party, act: Act, app: App) -> None:
+    """Have an app leave its GPUs and wait behind all others."""
+    if isinstance(app.state, Settled | Refused):
+        _refuse(turn, sender, act, FAILED, f"{app.id} is over, so it cannot be requeued")
+    elif app.requeued_by != act.act_id and not leases.held(turn, app.id):
+        _refuse(turn, sender, act, FAILED, f"{app.id} has no GPU, so there is nothing to requeue")
+    else:
+        if app.requeued_by != act.act_id:
+            reason = f"requeued by {_whose(sender, app)}"
+            holds.requeue(turn, app, act.act_id, reason)
+            _record(turn, sender, act, reason)
+        _answer_state(turn, sender, act, "requeued")
+
+
+def _whose(sender: Party, app: App) -> str:
+    return "its owner" if sender.id == app.owner else f"the administrator {sender.id}"
 
 
 def _cancel(turn: Turn, sender: Party, act: Act, app: App) -> App:
     """End an app, unless it is over; its app agent hears of it, and again whenever it says otherwise."""
     if isinstance(app.state, Settled | Refused):
         return app
-    whose = "its owner" if sender.id == app.owner else f"the administrator {sender.id}"
-    reason = f"cancelled by {whose}"
+    reason = f"cancelled by {_whose(sender, app)}"
     apps.settle(turn, app, "cancelled", reason, by=sender.id)
     turn.effects.append(Send(Party("app", app.owner), Refusal(app.id, reason, app.run, cancelled=True)))
     _record(turn, sender, act, reason)
@@ -50,8 +107,11 @@ def _record(turn: Turn, sender: Party, act: Act, outcome: str) -> None:
 
 
 def _answer(turn: Turn, sender: Party, act: Act, app: App) -> None:
-    state = app.state.outcome if isinstance(app.state, Settled) else "refused"
-    document = {"schema": "act/v1", "app": app.id, "state": state}
+    _answer_state(turn, sender, act, app.state.outcome if isinstance(app.state, Settled) else "refused")
+
+
+def _answer_state(turn: Turn, sender: Party, act: Act, state: str) -> None:
+    document = {"schema": "act/v1", "app": act.target, "state": state}
     turn.effects.append(Send(sender, Answer(act.act_id, msgspec.json.encode(document))))
 
 

@@ -278,13 +278,13 @@ def asking(app: App) -> AppView:
 # --- bookings that are worth less -----------------------------------------------------------------------------------
 
 
-def give_up_booking(turn: Turn, app_id: AppId) -> None:
-    """Take back the booking of an app that is silent and runs nothing; it may never be heard of again."""
+def give_up_booking(turn: Turn, app_id: AppId, why: str = "its agent is silent and nothing of it runs") -> None:
+    """Take back the booking of an app that is silent and runs nothing, and may never be heard of again; or is held."""
     app = turn.state.apps[app_id]
     if app.booking is not None and app.booking.time_slots:
         turn.state.apps[app.id] = replace(app, booking=replace(app.booking, time_slots=()))
         turn.state.news = True
-        turn.tell(app.id, "its agent is silent and nothing of it runs, so its booking is for sale again")
+        turn.tell(app.id, f"{why}, so its booking is for sale again")
 
 
 def look_soon(turn: Turn) -> None:

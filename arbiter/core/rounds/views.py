@@ -250,9 +250,8 @@ def interactive_waits(turn: Turn) -> bool:
     settings = turn.state.settings
     if settings.shared or not interactive.serves(turn.policy, settings.interactive_share):
         return False
-    return any(
-        turn.state.apps[app].requirements.kind == "interactive" for app in turn.index.active - turn.index.holders
-    )
+    without = (turn.state.apps[app] for app in turn.index.active - turn.index.holders)
+    return any(app.requirements.kind == "interactive" and not app.held_by for app in without)
 
 
 def takeable(

@@ -213,6 +213,12 @@ class Index:
             self._next_end = min(self.ends.values(), default=math.inf)
         return self._next_end
 
+    def move_app(self, app: model.App, arrival: int) -> None:
+        """Note that an app, which is as it was before, is to have another place in the queue."""
+        if app.id in self.active:
+            del self.order[bisect_left(self.order, (app.arrival, app.id))]
+            insort(self.order, (arrival, app.id))
+
     def bind_app(self, app: model.App) -> None:
         """Note where this app stands."""
         stood = app.id in self.enrolling or app.id in self.active

@@ -373,7 +373,7 @@ class App(Struct, frozen=True):
     state: AppState
     requirements: Requirements  #: what its user wishes, as far as the site allows it
     apps_integral: float  #: the integral of the number of apps over time when it arrived
-    arrival: int = 0  #: how many had arrived before
+    arrival: int = 0  #: its place in the queue: how many had arrived before, or been put to the end
     ideal_s: float = 0.0
     basis: Basis = "measured"  #: the grounds of its times
     start_s: float = 0.0  #: how long its first start took; alone it would take that, too
@@ -403,6 +403,9 @@ class App(Struct, frozen=True):
     preempted_in: int = 0  #: the round in which it last did; later ones stand before it in the queue
     tolls: dict[JobId, Toll] = {}  #: of attempts that are over
     run: str = ""  #: the submission; reports of another one under the same id are refused
+    held_by: str = ""  #: the owner or administrator that holds it: it wants no GPU until it is released
+    demand_wished: int = 0  #: while it is held, the `demand_max` of its last report
+    requeued_by: str = ""  #: the id of the act that put it to the end of the queue last
 
     @property
     def active(self) -> bool:
