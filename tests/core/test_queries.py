@@ -207,7 +207,7 @@ def test_nodes_are_listed_with_the_state_of_every_gpu() -> None:
     assert (node["id"], node["state"]) == ("n1", "up")
     assert (node["gpus"][0]["state"], node["gpus"][0]["app"]) == ("leased", "ana-1")
     assert node["gpus"][0]["tasks"] == ["ana-1.0-a0"]
-    assert "ana-1.0-a0" in views.nodes_table({"nodes": [node]}).splitlines()[-1].split()
+    assert "ana-1.0-a0" in views.nodes_table({"nodes": [node]}, 0.0).splitlines()[-1].split()
 
 
 def test_shares_say_what_each_tenant_is_due_and_has_had() -> None:
