@@ -100,6 +100,7 @@ async def _compile_elsewhere() -> str:
     except asyncio.CancelledError:
         process.kill()
         compiled.use_compiled()
+        await process.communicate()  # it is gone, and its pipe closed, before the loop is
         raise
     if process.returncode == 0:
         return ""

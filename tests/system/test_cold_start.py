@@ -14,6 +14,8 @@ import pytest
 
 from launch.site.site import PROGRAM
 
+ROOT = PROGRAM.parent
+
 
 @pytest.mark.timeout(200)
 def test_an_app_runs_to_its_end_while_the_loops_are_compiled(tmp_path: Path) -> None:
@@ -37,5 +39,32 @@ def test_an_app_runs_to_its_end_while_the_loops_are_compiled(tmp_path: Path) -> 
     # It was answered by plain Python: the compilation went on beside it, and ended with the site.
     assert "solver.ready" not in told
     assert len(compiling) == 1
+    assert "Traceback" not in told, told
     psutil.wait_procs(compiling, timeout=30)
     assert not compiling[0].is_running()
+
+
+SITE = """
+import gc, sys, time
+from pathlib import Path
+from launch import log_lines
+from launch.site.site import in_process, local_site, memory_bus, wait_ready
+import psutil
+
+log_lines.configure("error")
+site = local_site(Path(sys.argv[1]), nodes=1, gpus="simulated:1")
+with in_process(site, memory_bus()) as check:
+    wait_ready(site, check)
+    assert [each for each in psutil.Process().children() if "warm_up" in " ".join(each.cmdline())]
+    while not list(Path(sys.argv[1]).glob("loops/**/*.nb?")):
+        check()
+        time.sleep(0.1)
+gc.collect()
+"""
+
+
+def test_a_site_that_ends_while_they_are_compiled_ends_quietly(tmp_path: Path) -> None:
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "loops")}
+    line = [sys.executable, "-c", SITE, str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
