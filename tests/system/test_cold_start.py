@@ -11,7 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
+from arbiter import solver
+from arbiter.core.policies.themis.auction import compiled
 from launch.site.site import PROGRAM
 
 ROOT = PROGRAM.parent
@@ -68,3 +71,24 @@ def test_a_site_that_ends_while_they_are_compiled_ends_quietly(tmp_path: Path) -
     line = [sys.executable, "-c", SITE, str(tmp_path)]
     done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("/no/such/program",), "No such file or directory: '/no/such/program'"),
+        ((sys.executable, "-c", "raise OSError('the disk is full')"), "OSError: the disk is full"),
+    ],
+)
+async def test_where_they_cannot_be_compiled_plain_python_goes_on(
+    command: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solver, "COMPILE", command)
+    told: list[None] = []
+    with capture_logs() as lines:
+        await solver.Solver().prepare(lambda: told.append(None))
+    try:
+        assert (len(told), compiled.compiled_in_use()) == (1, False)
+        assert [line["event"] for line in lines if says in line["why"]] == ["solver.slow"]
+    finally:
+        compiled.use_compiled()
