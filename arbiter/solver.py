@@ -88,18 +88,22 @@ class Solver:
 async def _compile_elsewhere() -> str:
     """Compile the loops in a process that ends with this one, and use plain ones meanwhile; return why it failed."""
     compiled.use_plain()
-    process = await asyncio.create_subprocess_exec(
-        *COMPILE,
-        *sys.path,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.DEVNULL,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *COMPILE,
+            *sys.path,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:  # no room for another process
+        return str(error)
     try:
         _, told = await process.communicate()
     except asyncio.CancelledError:
         process.kill()
         compiled.use_compiled()
+        await process.communicate()  # it is gone, and its pipe closed, before the loop is
         raise
     if process.returncode == 0:
         return ""

@@ -61,7 +61,7 @@ class Options(Struct, frozen=True):
     steps: int = 500
     step_ms: float = 25.0
     lease_s: float = 6.0
-    timeout_s: float = 110.0
+    timeout_s: float = 240.0
     quiet: bool = False
 
 

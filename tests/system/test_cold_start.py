@@ -11,8 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
+from arbiter import solver
+from arbiter.core.policies.themis.auction import compiled
 from launch.site.site import PROGRAM
+
+ROOT = PROGRAM.parent
 
 
 @pytest.mark.timeout(200)
@@ -37,5 +42,53 @@ def test_an_app_runs_to_its_end_while_the_loops_are_compiled(tmp_path: Path) -> 
     # It was answered by plain Python: the compilation went on beside it, and ended with the site.
     assert "solver.ready" not in told
     assert len(compiling) == 1
+    assert "Traceback" not in told, told
     psutil.wait_procs(compiling, timeout=30)
     assert not compiling[0].is_running()
+
+
+SITE = """
+import gc, sys, time
+from pathlib import Path
+from launch import log_lines
+from launch.site.site import in_process, local_site, memory_bus, wait_ready
+import psutil
+
+log_lines.configure("error")
+site = local_site(Path(sys.argv[1]), nodes=1, gpus="simulated:1")
+with in_process(site, memory_bus()) as check:
+    wait_ready(site, check)
+    assert [each for each in psutil.Process().children() if "warm_up" in " ".join(each.cmdline())]
+    while not list(Path(sys.argv[1]).glob("loops/**/*.nb?")):
+        check()
+        time.sleep(0.1)
+gc.collect()
+"""
+
+
+def test_a_site_that_ends_while_they_are_compiled_ends_quietly(tmp_path: Path) -> None:
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "loops")}
+    line = [sys.executable, "-c", SITE, str(tmp_path)]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (("/no/such/program",), "No such file or directory: '/no/such/program'"),
+        ((sys.executable, "-c", "raise OSError('the disk is full')"), "OSError: the disk is full"),
+    ],
+)
+async def test_where_they_cannot_be_compiled_plain_python_goes_on(
+    command: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solver, "COMPILE", command)
+    told: list[None] = []
+    with capture_logs() as lines:
+        await solver.Solver().prepare(lambda: told.append(None))
+    try:
+        assert (len(told), compiled.compiled_in_use()) == (1, False)
+        assert [line["event"] for line in lines if says in line["why"]] == ["solver.slow"]
+    finally:
+        compiled.use_compiled()
