@@ -16,7 +16,7 @@ from protocol import exit_codes
 from protocol.messages import AppActKind
 
 Ids = Annotated[
-    list[str] | None, typer.Argument(metavar="[ID...]", help="app ids, `last`, or `all`: your own that are not over")
+    list[str] | None, typer.Argument(metavar="ID...", help="app ids, `last`, or `all`: your own that are not over")
 ]
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="do not ask before")]
 #: The word for what was done.

@@ -29,7 +29,7 @@ def add(app: typer.Typer) -> None:
 
 
 def ps(
-    apps: Annotated[list[str] | None, typer.Argument(metavar="[ID...]", help="app ids, or `last`; all without")] = None,
+    apps: Annotated[list[str] | None, typer.Argument(metavar="ID...", help="app ids, or `last`; all without")] = None,
     everything: Annotated[bool, typer.Option("-a", "--all", help="also those that are over")] = False,
     state: selection.State = None,
     tenant: selection.Tenant = None,

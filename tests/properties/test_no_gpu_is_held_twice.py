@@ -18,9 +18,12 @@ from msgspec.structs import replace
 from arbiter.core.arbiter import Arbiter, Configured, Event
 from arbiter.core.effects import Decide, Decided
 from arbiter.core.rounds.decision import decide
-from arbiter.core.state.model import ArbiterSettings, Settled, Up
+from arbiter.core.state.model import ArbiterSettings, Leased, Settled, Up
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
+    Act,
+    ActKind,
+    Answer,
     AnyMessage,
     AppId,
     AppReport,
@@ -59,6 +62,8 @@ SETTINGS = ArbiterSettings(
 
 NODES = {"n1": 1, "n2": 1}
 APPS = ("ana-1", "bob-1", "cem-1")
+#: What an owner does, by the number of the command.
+ACTS: dict[int, ActKind] = {19: "hold", 20: "release", 21: "requeue"}
 STEPS_TO_TRAIN = 12
 
 
@@ -199,11 +204,13 @@ class World:
     def handle(self, event: Event) -> None:
         self.journal.append((self.now, event))
         for effect in self.arbiter.handle(event, self.now):
-            if isinstance(effect, Send):
+            if isinstance(effect, Send) and not isinstance(effect.message, Answer):
                 self.piles[effect.to.user].append(effect.message)
             elif isinstance(effect, Decide):
                 self.decided.append(decide(effect))
         self.arbiter.validate()
+        for app in self.arbiter.state.apps.values():
+            assert not app.held_by or not app.active or not self.arbiter_gives(app.id), f"{app.id} is held and has GPUs"
 
     def lead(self) -> None:
         self.epoch += 1
@@ -305,7 +312,18 @@ class World:
             case 16 | 17 | 18:
                 self.close(pick, keep=command == 17, lose=command == 18)
             case _:
-                pass
+                self.act(app, ACTS.get(command), number=pick)
+
+    def act(self, app: SimpleApp, kind: ActKind | None, *, number: int = 0) -> None:
+        """Have the owner of an app act on it, if at all; no act is lost here."""
+        if kind is not None:
+            owner = Party("app", app.name.split("-")[0])
+            self.handle(Received(owner, Act(f"{kind}-{app.name}-{number}", kind, app.name)))
+
+    def arbiter_gives(self, app: str) -> list[str]:
+        """Return the GPUs that are leased to an app."""
+        states = {gpu.id: gpu.state for gpu in self.arbiter.state.gpus.values()}
+        return [gpu for gpu, state in states.items() if isinstance(state, Leased) and state.lease.app == app]
 
     def give_back(self, app: SimpleApp, *, everything: bool) -> None:
         """An app gives back what it holds, or gives up; that is heard at once."""
@@ -336,7 +354,9 @@ class World:
                     self.deliver(user, 0, keep=False)
 
     def calm(self) -> None:
-        """Nothing is lost any more, and every vacating task leaves: everything must finish."""
+        """Nothing is lost any more, no app is held, and every vacating task leaves: everything must finish."""
+        for app in self.apps.values():
+            self.act(app, "release")
         for _ in range(600):
             for node in self.nodes.values():
                 node.let_go()
@@ -349,7 +369,7 @@ class World:
 
 
 #: What happens next; quiet seconds are frequent, or nothing would ever get far enough to go wrong.
-COMMANDS = st.sampled_from([*range(19), *[10] * 6, *[13] * 3])
+COMMANDS = st.sampled_from([*range(22), *[10] * 6, *[13] * 3])
 
 
 @settings(max_examples=examples(100), deadline=None)
