@@ -169,6 +169,20 @@ def test_an_app_whose_gpu_is_lost_gets_another_at_once() -> None:
     assert site.held("ana-1") == [other]
 
 
+@pytest.mark.parametrize("policy", ["fifo", "backfill"])
+def test_an_app_whose_parked_job_is_lost_gets_another_gpu(policy: str) -> None:
+    """Its wish was for as much as before, only now for any GPU; so there was no news, no round, and it waited for ever."""
+    site = site_of(2, replace(SETTINGS, policy=policy))
+    sick, other = gpu_id("n1", 0), gpu_id("n1", 1)
+    site.node("n1", sick=[sick])
+    site.app("ana-1", demand=1, jobs=[replace(wish("ana-1", 0, [sick]), suspended=True)])
+    site.wait(3)
+    assert site.held("ana-1") == []
+    site.app("ana-1", demand=1, jobs=[wish("ana-1", 0, [], attempt=1)])
+    site.wait(3)
+    assert site.held("ana-1") == [other]
+
+
 def test_a_parked_job_beside_jobs_that_rest_gets_its_own_gpu_or_none() -> None:
     """It got any free GPU, could not use it, gave it back, and got it again, round after round."""
     site = site_of(2)
