@@ -171,7 +171,7 @@ def test_an_app_whose_gpu_is_lost_gets_another_at_once() -> None:
 
 @pytest.mark.parametrize("policy", ["fifo", "backfill"])
 def test_an_app_whose_parked_job_is_lost_gets_another_gpu(policy: str) -> None:
-    """Its wish was for as much as before, only now for any GPU; so there was no news, no round, and it waited for ever."""
+    """Its wish was for as much as before, only now for any GPU: no news, so no round, and it waited for ever."""
     site = site_of(2, replace(SETTINGS, policy=policy))
     sick, other = gpu_id("n1", 0), gpu_id("n1", 1)
     site.node("n1", sick=[sick])
