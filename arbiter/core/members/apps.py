@@ -150,7 +150,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     requirements = _bounded(report.requirements, turn.state.settings)
     demand = 0 if app.held_by else report.demand_max
     wants_more = demand > app.demand_max or app.report_seq < 0
-    could_use = _usable(app)
+    bound_to = app.only
     if (jobs, requirements, demand, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
         turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
         turn.apps.add(app.id)
@@ -181,14 +181,10 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     )
     turn.state.apps[app.id] = app
     turn.follow(app)
-    fits_elsewhere = demand > 0 and _usable(app) != could_use
-    turn.state.news = turn.state.news or ((wants_more or fits_elsewhere) and app.active)
+    waits = demand > len(turn.index.gpus[app.id])
+    elsewhere = waits and bound_to is not None and (app.only is None or not set(app.only) <= set(bound_to))
+    turn.state.news = turn.state.news or ((wants_more or elsewhere) and app.active)
     return app
-
-
-def _usable(app: App) -> tuple[object, ...]:
-    """Return what decides which GPUs an app can use; a round that had none for it may have some when that changes."""
-    return app.only, app.gang, app.sizes, app.level_max, app.requirements
 
 
 def _bounded(wished: Requirements, settings: ArbiterSettings) -> Requirements:
