@@ -10,6 +10,7 @@ N ?= 300
 SEED ?= 100
 SEEDS ?= 160
 SITES ?= 1000
+QUIET ?= 500
 # Of both, what `make full` does: a few minutes each.
 FULL_SEEDS := 8
 FULL_SITES := 200
@@ -17,7 +18,7 @@ TORCH ?= torch==2.13.0
 PACKAGES := protocol arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages loops broker demo test plain pure system clock alone format lint types contracts check worlds forged reasons idioms bench gpu papers full lock wheels clean
+.PHONY: help setup packages loops broker demo test plain pure system clock alone format lint types contracts check worlds forged reasons dryruns idioms bench gpu papers full docs lock wheels clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -85,6 +86,7 @@ full: $(LOOPS) broker ## what `make check` leaves out, since quicker tests cover
 	$(BIN)/python -m pytest -m "full or hypothesis"
 	$(MAKE) --no-print-directory forged SEEDS=$(FULL_SEEDS)
 	$(MAKE) --no-print-directory reasons SITES=$(FULL_SITES)
+	$(MAKE) --no-print-directory dryruns QUIET=$(FULL_SITES)
 	$(MAKE) --no-print-directory worlds N=2000 SEED=$$(date +%s)
 
 format: $(READY) ## rewrite the code in the house's format
@@ -101,8 +103,13 @@ types: $(READY) ## mypy --strict
 contracts: $(READY) ## who may import whom
 	$(BIN)/lint-imports
 
-check: ## format, lint, types, import contracts, tests, fault worlds: what CI runs; prints where the time went
-	@$(PYTHON) scripts/parts.py packages+broker loops+types+lint+contracts+plain pure system clock alone worlds
+# Material for MkDocs would print a notice about its successor each time.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(READY) ## the pages as a site, out/docs/index.html; every link and anchor is checked
+	$(BIN)/mkdocs build --strict
+
+check: ## format, lint, types, import contracts, pages, tests, fault worlds: what CI runs; prints where the time went
+	@$(PYTHON) scripts/parts.py packages+broker loops+types+lint+contracts+docs+plain pure system clock alone worlds
 
 worlds: $(LOOPS) ## N sites full of faults (300), from SEED on: nothing unsafe may happen, all that can finish must
 	$(BIN)/gpu-arbiter worlds --count $(N) --seed $(SEED)
@@ -112,6 +119,9 @@ forged: $(READY) ## hostile agents, SEEDS (160) sieges for each policy and way o
 
 reasons: $(READY) ## what explain names as binding, checked in SITES (1000) random sites against what happens then
 	$(BIN)/python -m tests.properties.test_what_binds $(SITES)
+
+dryruns: $(LOOPS) ## what `submit --dry-run` says, checked in QUIET (500) random sites against what happens then
+	$(BIN)/python -m tests.properties.test_dry_runs $(QUIET)
 
 idioms: $(READY) ## twenty idioms of training scripts, alone and on a busy site; rewrites their table in docs/training.md
 	$(BIN)/python -m tests.support.idioms
@@ -126,7 +136,7 @@ bench: $(READY) ## the benchmarks, one JSON document each in out/bench/
 		cat "out/bench/$$(basename "$$script" .py).json"; \
 	done
 
-gpu: $(READY) ## the mechanisms on this host's GPU; figures in out/bench/gpu/gpu.json; parts of it with FLAGS="--only park"
+gpu: $(READY) ## the mechanisms on this host's GPU; figures in out/bench/gpu/gpu.json; parts of it with FLAGS="--part 1"
 	$(BIN)/python -m benchmarks.gpu $(FLAGS)
 
 papers: $(READY) ## published evaluations done again, out/bench/papers/; quickly with FLAGS=--quick

@@ -37,7 +37,7 @@ from app_agent.control import (
     exit_code,
 )
 from app_agent.core.records import AppRecord, RecordState
-from app_agent.core.spec import INHERITED, AppSpec, nested
+from app_agent.core.spec import INHERITED, AppSpec, as_held, nested
 from app_agent.streams import Conversation, Question, Until
 from protocol.config import ConfigError, in_words
 from protocol.exit_codes import USAGE
@@ -148,14 +148,24 @@ def _spec(command: Sequence[str] | None, given: dict[str, Any]) -> AppSpec:
     given_env = fields.get("env", {})
     fields["env"] = own | given_env if isinstance(given_env, dict) else given_env
     try:
-        spec = msgspec.convert(nested(fields), AppSpec)
+        spec = msgspec.convert(nested(as_held(_with_ids(fields))), AppSpec)
     except msgspec.ValidationError as error:
         told = in_words(error, AppSpec).replace("requirements.", "", 1)
         raise error_of(told.replace("gang", "gpus", 1) if gpus is not None else told, USAGE) from None
+    except ValueError as error:
+        raise error_of(str(error), USAGE) from None
     if spec.spans or spec.gpus_max:
         field = "spans" if spec.spans else "gpus_max"
         raise error_of(f"{field} is for simulations; leave it out, and list the numbers of GPUs: gpus=(1, 2, 4)", USAGE)
     return spec
+
+
+def _with_ids(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with the ids of the apps in `after`; one app or one text stands for a list of it."""
+    after = fields.get("after", ())
+    some = after if isinstance(after, list | tuple) else (after,)
+    ids = [each.id if isinstance(each, App | AsyncApp) else each for each in some]
+    return fields | ({"after": ids} if ids else {})
 
 
 def _absolute(path: Any, folder: Any = "") -> Any:
@@ -259,8 +269,9 @@ class Client(_Address):
             The words of the program; or a whole `AppSpec`.
         fields
             ``gpus`` (2, or (1, 2, 4) for a job that can change its size), ``cwd`` (this folder), ``checkpoint_root``
-            (``checkpoints`` in it), ``env`` (beside `INHERITED`), ``trials`` for a search; and all others of `AppSpec`
-            and of `protocol.messages.Requirements`.
+            (``checkpoints`` in it), ``env`` (beside `INHERITED`), ``trials`` for a search, ``array`` (``"0-19%4"``),
+            ``after`` (an app, ``"ana-kqz7:any"``, or several); and all others of `AppSpec` and of
+            `protocol.messages.Requirements`.
 
         Raises
         ------
@@ -341,7 +352,7 @@ class App:
         return self._client._record(self.id)
 
     def state(self) -> RecordState:
-        """Return ``waiting``, ``running``, ``suspended``, ``finished``, ``failed`` or ``cancelled``."""
+        """Return ``waiting``, ``running``, ``suspended``, ``held``, ``finished``, ``failed`` or ``cancelled``."""
         return self.record().state
 
     def wait(self, timeout: float | None = None, for_: For = "over") -> AppRecord:
@@ -353,7 +364,7 @@ class App:
             After `timeout` seconds.
         """
         record: AppRecord
-        (record,) = self._client.talk(streams.reached(self.id, _until(for_), timeout))
+        (record,) = self._client.talk(streams.reached(self.id, _until(for_), timeout, answered=True))
         return record
 
     def cancel(self) -> str:
@@ -361,7 +372,10 @@ class App:
         return str(self._client._ask(lambda control: control.cancel(self.id)))
 
     def logs(self, *, tail: int | None = None, follow: bool = False) -> Iterator[str]:
-        """Yield the lines of its output; with `tail` the last of those it has, with `follow` until it is over."""
+        """Yield the lines of its output; with `tail` the last of those it has, with `follow` until it is over.
+
+        Where a node no longer keeps a part of a large output, the lines after it follow those before it.
+        """
         lines = _Lines()
         for piece in self._client.talk(streams.output(self.id, follow=follow, tail=tail)):
             yield from lines.take(piece.data)
@@ -372,7 +386,7 @@ class App:
 
         Of changes that follow closely upon each other the last is told.
         """
-        for changes in self._client.talk(streams.changes(self.id)):
+        for changes in self._client.talk(streams.changes(self.id, answered=True)):
             yield from changes.apps
 
     def states(self) -> Iterator[RecordState]:
@@ -523,7 +537,7 @@ class AsyncApp:
 
     async def wait(self, timeout: float | None = None, for_: For = "over") -> AppRecord:  # noqa: ASYNC109 - as `App`
         """Return its record once it is over, or running; raises WaitTimeoutError."""
-        told = self._client.talk(streams.reached(self.id, _until(for_), timeout))
+        told = self._client.talk(streams.reached(self.id, _until(for_), timeout, answered=True))
         record: AppRecord
         (record,) = [record async for record in told]
         return record
@@ -543,7 +557,7 @@ class AsyncApp:
 
     async def records(self) -> AsyncIterator[AppRecord]:
         """Yield its record, and again after each change, as `App.records` does."""
-        async for changes in self._client.talk(streams.changes(self.id)):
+        async for changes in self._client.talk(streams.changes(self.id, answered=True)):
             for record in changes.apps:
                 yield record
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import Struct
 
+import app_agent.own_packages  # noqa: F401 - before all that imports from `protocol`
 from protocol import config
 from protocol.config import ConfigError
 

@@ -34,7 +34,7 @@ from protocol.exit_codes import (
     UNREACHABLE,
     USAGE,
 )
-from protocol.messages import AppActKind, Count, NodeActKind, QueryKind, Seconds, Sentence
+from protocol.messages import AppActKind, Count, EventFilter, NodeActKind, QueryKind, Seconds, Sentence
 
 #: Longest line either side accepts: an answer about a thousand apps takes 1 MB, a chunk of a log 90 kB.
 LINE_BYTES_MAX = 16 * 2**20
@@ -43,10 +43,17 @@ LINE_BYTES_MAX = 16 * 2**20
 GRACE_S = 5.0
 #: A client waits so long for an answer to a request that has no time limit of its own.
 TIMEOUT_S = 30.0
+ALL_EVENTS = EventFilter()
 
 
 class SubmitRequest(Struct, frozen=True, tag="submit", tag_field="do"):
     """Submit an app; answered by its id."""
+
+    spec: AppSpec
+
+
+class DryRunRequest(Struct, frozen=True, tag="dry-run", tag_field="do"):
+    """Ask what would become of an app if it was submitted now; answered by the arbiter's document."""
 
     spec: AppSpec
 
@@ -90,6 +97,7 @@ class QueryRequest(Struct, frozen=True, tag="query", tag_field="do"):
     offset: Count = 0
     limit: Count = 0
     patience_s: Seconds | None = None
+    events: EventFilter = EventFilter()
 
 
 class NodeRequest(Struct, frozen=True, tag="node", tag_field="do"):
@@ -126,6 +134,7 @@ class PingRequest(Struct, frozen=True, tag="ping", tag_field="do"):
 
 Request = (
     SubmitRequest
+    | DryRunRequest
     | CancelRequest
     | ActRequest
     | WaitRequest
@@ -225,6 +234,11 @@ def error_of(sentence: str, code: int) -> ControlError:
 # --- lines ----------------------------------------------------------------------------------------------------------
 
 
+def as_named(text: str) -> str:
+    """Return an id as apps and jobs are named: those who know Slurm, and submitit, write ``ID_3`` for ``ID.3``."""
+    return text.replace("_", ".", 1) if "." not in text else text
+
+
 def decode_request(line: bytes) -> Request:
     """Return the request in `line`.
 
@@ -296,6 +310,13 @@ class Control:
         """Submit an app and return its id."""
         return str(self._ask(SubmitRequest(spec))["app"])
 
+    def dry_run(self, spec: AppSpec) -> dict[str, Any]:
+        """Return the arbiter's document on what would become of an app if it was submitted now; nothing changes.
+
+        The codes are those of `submit`, and 4 if the arbiter would refuse the app.
+        """
+        return cast("dict[str, Any]", self._ask(DryRunRequest(spec))["document"])
+
     def cancel(self, app: str) -> str:
         """End an app; return its state, which is another than ``cancelled`` if it was over already.
 
@@ -319,10 +340,20 @@ class Control:
         return msgspec.convert(reply["record"], AppRecord)
 
     def query(
-        self, kind: QueryKind, target: str = "", offset: int = 0, *, limit: int = 0, patience_s: float | None = None
+        self,
+        kind: QueryKind,
+        target: str = "",
+        offset: int = 0,
+        *,
+        limit: int = 0,
+        patience_s: float | None = None,
+        events: EventFilter = ALL_EVENTS,
     ) -> dict[str, Any]:
-        """Return the arbiter's document; for ``log`` one chunk, whose ``data`` is base64, for a list one page of it."""
-        request = QueryRequest(kind, target, offset, limit, patience_s)
+        """Return the arbiter's document; for ``log`` one chunk, whose ``data`` is base64, for a list one page of it.
+
+        `events` says which events are meant, where these are asked for.
+        """
+        request = QueryRequest(kind, target, offset, limit, patience_s, events)
         return cast("dict[str, Any]", self._ask(request)["document"])
 
     def drain(self, node: str, *, reason: str = "", force: bool = False) -> dict[str, Any]:
@@ -397,10 +428,17 @@ class AsyncControl:
         return msgspec.convert(reply["record"], AppRecord)
 
     async def query(
-        self, kind: QueryKind, target: str = "", offset: int = 0, *, limit: int = 0, patience_s: float | None = None
+        self,
+        kind: QueryKind,
+        target: str = "",
+        offset: int = 0,
+        *,
+        limit: int = 0,
+        patience_s: float | None = None,
+        events: EventFilter = ALL_EVENTS,
     ) -> dict[str, Any]:
         """Return the arbiter's document, as `Control.query` does."""
-        request = QueryRequest(kind, target, offset, limit, patience_s)
+        request = QueryRequest(kind, target, offset, limit, patience_s, events)
         return cast("dict[str, Any]", (await self._ask(request))["document"])
 
     async def apps(self) -> list[AppRecord]:

@@ -23,6 +23,7 @@ from app_agent.control import (
     CancelRequest,
     ChangesRequest,
     ControlError,
+    DryRunRequest,
     ListRequest,
     NodeRequest,
     PingRequest,
@@ -30,6 +31,7 @@ from app_agent.control import (
     Request,
     SubmitRequest,
     WaitRequest,
+    as_named,
     decode_request,
     encode_line,
 )
@@ -46,11 +48,25 @@ from app_agent.core.host import (
     Submit,
 )
 from app_agent.core.records import AppRecord
+from app_agent.core.spec import AppSpec
 from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.core import Send
 from protocol.exit_codes import FAILED, NOT_FOUND, TIMED_OUT, UNREACHABLE, USAGE
-from protocol.messages import ActKind, Answer, AnyMessage, AppId, Party
+from protocol.messages import (
+    ARBITER,
+    ActKind,
+    Answer,
+    AnyMessage,
+    AppId,
+    AppReport,
+    Bid,
+    Offer,
+    Party,
+    Probe,
+    ProbeReply,
+    Query,
+)
 from protocol.shell import Shell
 
 #: Longest request: a search of a thousand trials of a hundred words each.
@@ -59,6 +75,9 @@ REQUEST_BYTES_MAX = 2**20
 HANGUP_S = 1.0
 #: The longest wait for the arbiter's answer, where the client does not say how long it waits.
 ANSWER_S = 10.0
+#: The same for a dry run, which waits for the end of a round and takes as long as a few; and so many questions of the
+#: arbiter it replies to: a probe and an offer.
+DRY_RUN_S, QUESTIONS_MAX = 9.0, 2
 #: A question without an answer is asked again after this long.
 ASK_AGAIN_S = 1.0
 #: So many apps that were forgotten may be in the list of changes.
@@ -219,6 +238,8 @@ class ControlServer:
             case SubmitRequest(spec):
                 token = secrets.token_hex(4)
                 return {"app": await self._change(lambda number: Submit(number, spec, token))}
+            case DryRunRequest(spec):
+                return {"document": await self._dry_run(spec)}
             case CancelRequest(app):
                 return await self._cancel(app)
             case ActRequest(app, kind):
@@ -256,22 +277,28 @@ class ControlServer:
         assert isinstance(reply, Accepted)
         return reply.app
 
-    async def _expect(self, number: str, event: OwnEvent) -> Accepted | Declined | Answer:
-        """Post `event` and return the reply that carries its number."""
+    async def _expect(self, number: str, event: OwnEvent | Send) -> Accepted | Declined | Answer:
+        """Post `event`, or send it past the core, and return the reply that carries its number."""
         future: asyncio.Future[Accepted | Declined | Answer] = asyncio.get_running_loop().create_future()
         self._replies[number] = future
         try:
-            self._shell.post(event)
+            if isinstance(event, Send):
+                self._shell.say([event])
+            else:
+                self._shell.post(event)
             return await future
         finally:
             del self._replies[number]
 
     async def _cancel(self, app: str) -> dict[str, object]:
         """End one of the owner's apps; of one that is not among them the arbiter decides."""
-        if app != "last" and app not in self._host.state.records:
+        whole, dot, job = as_named(app).partition(".")
+        if whole != "last" and whole not in self._host.state.records:
             return await self._intervene("cancel", _app_id(app))
-        known = self._known(app)
-        ended = await self._change(lambda number: Cancel(number, known))
+        known = self._known(whole)
+        ended = await self._change(lambda number: Cancel(number, known, f"{known}.{job}" if dot else ""))
+        if dot:
+            return {"app": f"{ended}.{job}", "state": self._host.state_of_job(known, f"{known}.{job}")}
         return {"app": ended, "state": self._host.state.records[ended].state}
 
     async def _intervene(self, kind: ActKind, app: AppId) -> dict[str, object]:
@@ -294,10 +321,33 @@ class ControlServer:
         number = next(self._numbers)
         target = self._target(request.kind, request.target)
         patience_s = ANSWER_S if request.patience_s is None else request.patience_s
-        ask = Ask(number, request.kind, target, request.offset, request.limit)
+        ask = Ask(number, request.kind, target, request.offset, request.limit, request.events)
         return await self._persist(number, ask, patience_s)
 
-    async def _persist(self, number: str, ask: Ask | Intervene, patience_s: float) -> msgspec.Raw:
+    async def _dry_run(self, spec: AppSpec) -> msgspec.Raw:
+        """Ask the arbiter what would become of an app, replying to what it would ask the app; return its document.
+
+        The app's agent is made for this and is thrown away; the core and its journal never hear of it.
+        """
+        now = self._shell.now()
+        agent = self._host.draft(spec, secrets.token_hex(4), now)
+        if isinstance(agent, str):
+            raise ControlError(agent, code=USAGE)
+        (report,) = [send.message for send in agent.restate(now)]
+        assert isinstance(report, AppReport)
+        said: list[ProbeReply | Bid] = []
+        for _ in range(1 + QUESTIONS_MAX):
+            number = next(self._numbers)
+            query = Query(number, "dry-run", site=self._host.site, report=report, said=tuple(said))
+            document = await self._persist(number, Send(ARBITER, query), DRY_RUN_S)
+            question = _question_in(document)
+            if question is None:
+                return document
+            replies = [send.message for send in agent.hear(question, now)]
+            said += [reply for reply in replies if isinstance(reply, ProbeReply | Bid)]
+        raise ControlError("the arbiter asks the app more than a round does; it may be of another version", code=FAILED)
+
+    async def _persist(self, number: str, ask: Ask | Intervene | Send, patience_s: float) -> msgspec.Raw:
         """Ask the arbiter until its answer comes, and return its document; a question that finds no broker is lost.
 
         Raises
@@ -414,8 +464,8 @@ class ControlServer:
 
     def _target(self, kind: str, target: str) -> str:
         """Return the target of a question to the arbiter: ``last`` resolved; for a log, the newest task of an app."""
-        if target == "last":
-            target = self._known(target)
+        whole, dot, part = as_named(target).partition(".")
+        target = f"{self._known(whole) if whole == 'last' else whole}{dot}{part}"
         if kind != "log":
             return target
         app = target.split(".", 1)[0]
@@ -423,10 +473,30 @@ class ControlServer:
         if record is None or "-a" in target.partition(".")[2]:
             return target  # a task, or another owner's: the arbiter knows
         tasks = [task for task in record.tasks if target in (app, task.rpartition("-a")[0])]
+        if not tasks and (record.ended or self._has_begun(AppId(app), target)):
+            return target  # of an array's jobs that are not there now the arbiter knows
         if not tasks:
             sentence = f"{target} has not started yet; `gpu-arbiter explain {app}` says why"
             raise ControlError(sentence, code=NOT_FOUND)
         return tasks[0]
+
+    def _has_begun(self, app: AppId, target: str) -> bool:
+        """Whether the job called `target`, or any job of the app that is called so, has had a task."""
+        known = self._host.state.apps.get(app)
+        return known is not None and any(job.seen >= 0 and target in (app, job.id) for job in known.jobs)
+
+
+class _Asked(Struct):
+    """Of a ``dry-run/v1`` document: what the arbiter would ask the app's agent in a round."""
+
+    question: Probe | Offer | None = None
+
+
+def _question_in(document: msgspec.Raw) -> Probe | Offer | None:
+    try:
+        return msgspec.json.decode(document, type=_Asked).question
+    except msgspec.DecodeError as error:
+        raise ControlError(f"the arbiter's answer to a dry run cannot be read: {error}", code=FAILED) from error
 
 
 class _Done(Struct):

@@ -189,7 +189,7 @@ class GpuExecutor(Executor):
             future = self._pending.get(record.app)
             if future is None:
                 return
-            if record.state != "waiting" and not future.running():
+            if record.state not in ("waiting", "held") and not future.running():
                 future.set_running_or_notify_cancel()
             if not record.over:
                 return

@@ -50,10 +50,12 @@ __all__ = [
     "done",
     "gpus",
     "init",
+    "left",
     "report",
     "restore",
     "run",
     "samples",
+    "save_at_once",
     "should_preempt",
     "step_end",
 ]
@@ -140,6 +142,8 @@ def step_end(
     session.training_s += now - session.mark
     session.mark = now
     session.boundaries += 1
+    if now >= session.memory_due_s:
+        session.read_memory()
     if samples is not None:
         session.consume(samples)
     session.step = session.step + 1 if step is None else step
@@ -156,6 +160,24 @@ def should_preempt() -> bool:
     """Return whether the next `step_end` with a save function will save and answer True."""
     order = None if _session is None else _session.order
     return order is not None and order.do == "leave"
+
+
+def save_at_once(interrupt: Callable[[], object]) -> None:
+    """Say that this script can save wherever it is, and have `interrupt` called as soon as it is told to leave.
+
+    For programs without mini-batches. `interrupt` may be called in another thread, more than once, and must not wait.
+    It has the main thread save, such as by a signal; then the main thread calls `left`, and leaves with
+    ``sys.exit(session.EXIT_REQUEUE)``.
+    """
+    _begin()
+    if _session is not None:
+        _session.save_at_once(interrupt)
+
+
+def left() -> None:
+    """Say that this script has saved, by itself, all that it needs to go on, and leaves now; see `save_at_once`."""
+    if _session is not None:
+        _session.left()
 
 
 def report(**metrics: float) -> None:

@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from app_agent.control import AsyncControl, ControlError, UnreachableError, error_of
 from app_agent.core.spec import AppSpec
+from protocol import gpu_kinds
 from protocol.exit_codes import NOT_FOUND, REFUSED
 
 #: A reader's patience between two questions when nothing new was written, or the app agent is away.
@@ -50,10 +51,11 @@ class Told(Struct, frozen=True):
 
 
 class Piece(Struct, frozen=True):
-    """Output of a task, as the task wrote it."""
+    """Output of a task, as the task wrote it; `dropped` bytes before it are no longer kept on the node."""
 
     task: str
     data: bytes
+    dropped: int = 0
 
 
 Question = Callable[[Any], Any]
@@ -142,10 +144,10 @@ def output(target: str, *, follow: bool = False, tail: int | None = None) -> Con
             if offset:  # asked at the offset of another attempt's output
                 offset = 0
                 continue
-        data = base64.b64decode(chunk["data"])
-        offset += len(data)
-        if data:
-            yield Told(Piece(task, data))
+        data, dropped = base64.b64decode(chunk["data"]), _dropped(chunk)
+        offset += dropped + len(data)
+        if data or dropped:
+            yield Told(Piece(task, data, dropped))
         if offset < chunk["size"]:
             continue
         if not follow or (chunk["ended"] and (yield from _standing(target))[1]):
@@ -153,31 +155,34 @@ def output(target: str, *, follow: bool = False, tail: int | None = None) -> Con
         yield Pause(PAUSE_S)
 
 
-def changes(app: str = "", mark: str = "") -> Conversation:
+def changes(app: str = "", mark: str = "", *, answered: bool = False) -> Conversation:
     """Tell each `Changes` after `mark` of all apps, or of `app` until it is over.
 
-    An app agent that has answered before, and starts again, is waited for.
+    An app agent that has answered before (with `answered`: another question), and starts again, is waited for.
     """
-    away_s = 0.0
+    answered, away_s = answered or bool(mark), 0.0
     while True:
         try:
             news = yield _changes_after(mark, app)
         except UnreachableError:
-            if not mark or away_s >= AWAY_S:
+            if not answered or away_s >= AWAY_S:
                 raise
             away_s += PAUSE_S
             yield Pause(PAUSE_S)
             continue
-        mark, away_s = news.mark, 0.0
+        mark, answered, away_s = news.mark, True, 0.0
         yield Told(news)
         if app and any(record.over for record in news.apps):
             return
 
 
-def reached(app: str, until: Until, timeout_s: float | None) -> Conversation:
-    """Tell the record of `app` once it runs, or is over; an app agent that starts again is waited for."""
+def reached(app: str, until: Until, timeout_s: float | None, *, answered: bool = False) -> Conversation:
+    """Tell the record of `app` once it runs, or is over.
+
+    An app agent that has answered before (with `answered`: another question), and starts again, is waited for.
+    """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    answered, away_s = False, 0.0
+    away_s = 0.0
     while True:
         left_s = None if deadline is None else max(0.0, round(deadline - time.monotonic(), 3))
         try:
@@ -201,9 +206,9 @@ def submission(spec: AppSpec) -> Conversation:
     Raises
     ------
     RefusedError
-        If no node that the arbiter knows has the GPUs that a job needs at once.
+        If no node that the arbiter knows has the GPUs that a job needs at once, of the kind that it asks for.
     """
-    if spec.gang > 1:
+    if spec.gang > 1 or gpu_kinds.wishes_kind(spec.requirements):
         try:
             capacity = yield lambda client: client.query("capacity", patience_s=PATIENCE_S)
         except UnreachableError:  # the app agent is asked again below; the arbiter may be away
@@ -213,6 +218,10 @@ def submission(spec: AppSpec) -> Conversation:
             if 0 < known < spec.gang:
                 sentence = f"gpus is {spec.gang}, and the largest node has {known}; ask for at most {known}"
                 raise error_of(sentence, REFUSED)
+            fit = gpu_kinds.fit_of(spec.requirements, capacity)
+            never = gpu_kinds.misfit(spec.requirements, spec.gang, fit) if fit is not None else None
+            if never is not None:
+                raise error_of("; ".join(never), REFUSED)
     app = yield lambda client: client.submit(spec)
     yield Told(str(app))
 
@@ -242,28 +251,42 @@ def _wait(app: str, until: Until, timeout_s: float | None) -> Question:
 
 
 def _last_lines(target: str, lines: int) -> Generator[Question, Any, tuple[str, int]]:
-    """Return the task whose output `target` means, and the byte at which its last `lines` lines begin."""
+    """Return the task whose output `target` means, and the byte at which its last `lines` lines begin.
+
+    Lines before a part that is no longer kept do not count.
+    """
     end = yield _log(target, BEYOND)
     task, size = str(end["task"]), int(end["size"])
     reach = REACH_BYTES
     while True:
-        start = max(0, size - reach)
-        at = _begin_of((yield from _bytes(task, start, size)), lines)
-        if at is not None or start == 0:
+        asked = max(0, size - reach)
+        start, data = yield from _bytes(task, asked, size)
+        at = _begin_of(data, lines)
+        if at is not None or start == 0 or start > asked:
             return task, start + (at or 0)
         reach *= 4
 
 
-def _bytes(task: str, start: int, end: int) -> Generator[Question, Any, bytes]:
-    """Return the bytes from `start` to `end` of a task's output, or fewer if there are no more."""
+def _bytes(task: str, start: int, end: int) -> Generator[Question, Any, tuple[int, bytes]]:
+    """Return the bytes from `start` to `end` of a task's output, or fewer if there are no more, and their offset.
+
+    That is larger than `start` if a part is no longer kept: what comes after it is returned.
+    """
     data = b""
     while start + len(data) < end:
         chunk = yield _log(task, start + len(data))
+        if dropped := _dropped(chunk):
+            start, data = start + len(data) + dropped, b""
         more = base64.b64decode(chunk["data"])
         if not more:
             break
         data += more
-    return data[: end - start]
+    return start, data[: max(0, end - start)]
+
+
+def _dropped(chunk: Any) -> int:
+    """Return how many bytes before a chunk are gone; an arbiter of the version before does not say so."""
+    return int(chunk.get("dropped", 0))
 
 
 def _begin_of(data: bytes, lines: int) -> int | None:

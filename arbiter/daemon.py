@@ -15,15 +15,18 @@ import structlog
 
 from arbiter.config import ArbiterConfig, HistoryMode, check
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event, MissingHistory, SolverReady
+from arbiter.core.dry_run import may_begin
 from arbiter.core.effects import (
     ActRecord,
     AppRecord,
     Decide,
     Decided,
     EpochTaken,
+    EventRecord,
     LeaseRecord,
     Note,
     PolicyFailed,
+    Record,
     Resign,
     RoundRecord,
     Sell,
@@ -32,9 +35,10 @@ from arbiter.core.effects import (
 )
 from arbiter.core.registry import policy_of
 from arbiter.core.whatif import WhatIf
-from arbiter.ledger import Ledger, Recorded
+from arbiter.ledger import Ledger
 from arbiter.queries import Queries
 from arbiter.solver import Solver
+from protocol import exit_codes
 from protocol.bus import Bus
 from protocol.clock import Anchor, Clock, RecordedClock
 from protocol.config import ConfigError
@@ -46,12 +50,12 @@ from protocol.shell import Shell
 
 #: Events between two snapshots: a restart replays at most these, about a second's work.
 SNAPSHOT_EVERY = 5_000
-#: How long `explain` looks for what binds an app.
+#: How long `explain`, and a dry run, look for what binds an app.
 TRIED_S = 3.0
+#: How long a dry run waits for the end of a round that is being decided, and how often it looks.
+ROUND_S, LOOK_S = 4.0, 0.02
 
-Performed = (
-    EpochTaken | Resign | Decide | Sell | RoundRecord | LeaseRecord | AppRecord | ActRecord | PolicyFailed | Note
-)
+Performed = EpochTaken | Resign | Decide | Sell | Record | Note
 
 _log = structlog.get_logger("arbiter")
 
@@ -85,7 +89,7 @@ async def run_arbiter(
         closing(Ledger(folder / "ledger.db")) as ledger,
     ):
         arbiter = _restore(journal, ledger, config.history)
-        _configure(arbiter, journal, config, alone=bus.private)
+        _configure(arbiter, journal, config, ledger, alone=bus.private)
         performer = _Performer(arbiter, journal, ledger, _clock(journal, wall))
         shell = performer.shell(bus, config, on_alive)
         await _run(shell, performer.solver, holds_auctions=_holds_auctions(config))
@@ -136,6 +140,8 @@ class _Performer:
         self, sender: Party, message: AnyMessage
     ) -> Sequence[Send] | Coroutine[None, None, Sequence[Send]] | None:
         match message:
+            case Query(kind="dry-run"):
+                return self._rehearse(sender, message)
             case Query():
                 by = time.monotonic() + TRIED_S
                 inquiry = self._queries.inquiry(message, self._shell.now(), lambda: time.monotonic() > by)
@@ -150,6 +156,27 @@ class _Performer:
                 return None
             case _:
                 return None
+
+    async def _rehearse(self, sender: Party, query: Query) -> Sequence[Send]:
+        """Answer a dry run on a copy, in a thread; a round that is being decided comes first."""
+        try:
+            async with asyncio.timeout(ROUND_S):
+                while not may_begin(self._arbiter.state):  # noqa: ASYNC110 - a core tells no one that it has moved on
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            return self._queries.refuse(sender, query, "a round is being decided; ask again", exit_codes.TIMED_OUT)
+        by = time.monotonic() + TRIED_S
+        now = self._shell.now()
+        rehearsal = self._queries.rehearsal(sender, query, now, lambda: time.monotonic() > by)
+        if rehearsal is None:
+            return self._queries.ask(sender, query, now)
+        try:
+            forecast = await asyncio.to_thread(rehearsal.run)
+        except Exception as error:  # noqa: BLE001 - a policy's, or for a forged report, on a copy: it costs this answer
+            failure = failure_of(self._arbiter.state.settings.policy, "decide a dry run", error)
+            _log.error("policy.failed", what=failure.sentence, trace=failure.trace)
+            return self._queries.refuse(sender, query, failure.sentence, exit_codes.FAILED)
+        return self._queries.tell(sender, query, forecast, now)
 
     async def _try_out(self, sender: Party, query: Query, inquiry: WhatIf) -> Sequence[Send]:
         try:
@@ -225,7 +252,7 @@ def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "au
     count = 0
     for _seq, now, event in loaded.events:
         for effect in arbiter.handle(event, now):
-            if isinstance(effect, Recorded):
+            if isinstance(effect, Record):
                 ledger.write(effect)
         count += 1
     arbiter.validate()
@@ -233,7 +260,14 @@ def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "au
     return arbiter
 
 
-def _configure(arbiter: Arbiter, journal: Journal[Event], config: ArbiterConfig, *, alone: bool = True) -> None:
+def _configure(
+    arbiter: Arbiter,
+    journal: Journal[Event],
+    config: ArbiterConfig,
+    ledger: Ledger | None = None,
+    *,
+    alone: bool = True,
+) -> None:
     """Take the settings into the state, at the time of the last event: until we lead, no time has passed for us."""
     taken = EpochTaken(arbiter.state.epoch, arbiter.state.site or journal.get("site") or f"s-{secrets.token_hex(4)}")
     _take_epoch(journal, taken)
@@ -242,8 +276,8 @@ def _configure(arbiter: Arbiter, journal: Journal[Event], config: ArbiterConfig,
     journal.append(arbiter.state.now, event)
     journal.commit()
     for effect in arbiter.handle(event, arbiter.state.now):
-        if isinstance(effect, Note):
-            _perform(effect, None)
+        if isinstance(effect, Note | EventRecord):
+            _perform(effect, ledger)
 
 
 def _take_epoch(journal: Journal[Event], taken: EpochTaken) -> None:
@@ -252,9 +286,9 @@ def _take_epoch(journal: Journal[Event], taken: EpochTaken) -> None:
         journal.set("site", taken.site)
 
 
-def _perform(effect: Recorded | Note, ledger: Ledger | None) -> None:
+def _perform(effect: Record | Note, ledger: Ledger | None) -> None:
     match effect:
-        case RoundRecord() | LeaseRecord() | AppRecord() | ActRecord() | PolicyFailed():
+        case RoundRecord() | LeaseRecord() | AppRecord() | ActRecord() | EventRecord() | PolicyFailed():
             if ledger is not None:
                 ledger.write(effect)
             if isinstance(effect, RoundRecord):

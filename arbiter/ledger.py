@@ -1,4 +1,4 @@
-"""The ledger: every round, claim that was off, lease, app that is over, and act, long after the state forgot them.
+"""The ledger: every round, claim that was off, lease, app that is over, act and event, after the state forgot them.
 
 Writing the same record twice changes nothing, so a crash between deciding and recording is mended by performing the
 last records again. It shares the state folder with the journal, for the same user, but any SQLite can read it.
@@ -13,13 +13,20 @@ from pathlib import Path
 
 import msgspec
 
-from arbiter.core.effects import ActRecord, AppRecord, Failure, LeaseRecord, PolicyFailed, RoundRecord
+from arbiter.core.effects import (
+    ActRecord,
+    AppRecord,
+    EventRecord,
+    Failure,
+    LeaseRecord,
+    PolicyFailed,
+    Record,
+    RoundRecord,
+)
 from arbiter.core.state.model import Claim
 from protocol.journal import JournalError
-from protocol.messages import AppId
+from protocol.messages import AppId, EventFilter
 from protocol.private import private_file
-
-Recorded = RoundRecord | LeaseRecord | AppRecord | ActRecord | PolicyFailed
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rounds (round INTEGER PRIMARY KEY, at REAL NOT NULL, record BLOB NOT NULL);
@@ -37,12 +44,23 @@ CREATE TABLE IF NOT EXISTS acts (act TEXT NOT NULL, at REAL NOT NULL, actor TEXT
 CREATE TABLE IF NOT EXISTS failures (at REAL NOT NULL, round INTEGER NOT NULL, policy TEXT NOT NULL,
                                      doing TEXT NOT NULL, error TEXT NOT NULL, trace TEXT NOT NULL,
                                      PRIMARY KEY (at, round, doing));
+CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, number INTEGER NOT NULL, at REAL NOT NULL,
+                                   kind TEXT NOT NULL, app TEXT, tenant TEXT, node TEXT, task TEXT,
+                                   record BLOB NOT NULL, UNIQUE (at, number));
 CREATE INDEX IF NOT EXISTS leases_by_app ON leases (app);
+CREATE INDEX IF NOT EXISTS events_by_app ON events (app);
+CREATE INDEX IF NOT EXISTS events_by_node ON events (node);
+CREATE INDEX IF NOT EXISTS events_by_tenant ON events (tenant);
+CREATE INDEX IF NOT EXISTS events_by_time ON events (at);
+CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind);
 """
 
 _INSERT_LEASE = """
 INSERT OR IGNORE INTO leases (lease, app, gpu, node, start, end, reason, had_gpu_s, draining_gpu_s)
 VALUES (:lease, :app, :gpu, :node, :start, :end, :reason, :had_gpu_s, :draining_gpu_s)
+"""
+_INSERT_EVENT = """
+INSERT OR IGNORE INTO events (number, at, kind, app, tenant, node, task, record) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 """
 
 
@@ -91,7 +109,7 @@ class Ledger:
         with self._using():
             return bool(self._database.execute(query).fetchone()[0])
 
-    def write(self, record: Recorded) -> None:
+    def write(self, record: Record) -> None:
         """Add one record; writing it again changes nothing."""
         with self._using(), self._database:
             if isinstance(record, RoundRecord):
@@ -102,6 +120,10 @@ class Ledger:
             elif isinstance(record, ActRecord):
                 done = (record.act, record.at, record.actor, record.kind, record.target, record.outcome)
                 self._database.execute("INSERT OR IGNORE INTO acts VALUES (?, ?, ?, ?, ?, ?)", done)
+            elif isinstance(record, EventRecord):
+                about = (record.kind, record.app, record.tenant, record.node, record.task)
+                event = (record.number, record.at, *about, msgspec.msgpack.encode(record))
+                self._database.execute(_INSERT_EVENT, event)
             elif isinstance(record, PolicyFailed):
                 what = (record.failure.policy, record.failure.doing, record.failure.error, record.failure.trace)
                 failed = (record.at, record.round, *what)
@@ -161,6 +183,24 @@ class Ledger:
         with self._using():
             return [ActRecord(*row) for row in reversed(self._database.execute(query, (limit,)).fetchall())]
 
+    def events(
+        self, among: EventFilter, *, after: int = 0, since: float = 0.0, limit: int
+    ) -> Sequence[tuple[int, EventRecord]]:
+        """Return events with their ids, oldest first: the first `limit` of those with an id above `after`."""
+        condition, values = _among(among, since)
+        query = f"SELECT id, record FROM events WHERE id > ? AND {condition} ORDER BY id LIMIT ?"  # noqa: S608 - our words
+        with self._using():
+            rows = self._database.execute(query, (after, *values, limit))
+            return [(int(id_), msgspec.msgpack.decode(packed, type=EventRecord)) for id_, packed in rows]
+
+    def newest_event(self, among: EventFilter | None = None, *, since: float = 0.0, number: int = 1) -> int:
+        """Return the id of the `number`-th event from the end; of the first if there are fewer, 0 if none."""
+        condition, values = _among(among or EventFilter(), since)
+        newest = f"SELECT id FROM events WHERE {condition} ORDER BY id DESC LIMIT ?"  # noqa: S608 - our words
+        with self._using():
+            (found,) = self._database.execute(f"SELECT min(id) FROM ({newest})", (*values, number)).fetchone()  # noqa: S608
+            return int(found or 0)
+
     def failures(self, *, limit: int) -> Sequence[PolicyFailed]:
         """Return the newest `limit` failures of policies, oldest first."""
         query = "SELECT at, round, policy, doing, error, trace FROM failures ORDER BY at DESC, round DESC LIMIT ?"
@@ -176,3 +216,30 @@ class Ledger:
         )
         with self._using():
             return [LeaseRecord(*row) for row in self._database.execute(query, (limit, offset))]
+
+
+def _among(among: EventFilter, since: float) -> tuple[str, list[object]]:
+    """Return the condition that events of a filter fulfil, and its values."""
+    conditions, values = list[str](), list[object]()
+    if since > 0.0:
+        conditions.append("at >= ?")
+        values.append(since)
+    for column, wanted in (("node", among.nodes), ("tenant", among.tenants), ("kind", among.kinds)):
+        if wanted:
+            conditions.append(f"{column} IN ({', '.join('?' * len(wanted))})")
+            values += wanted
+    if among.ids:
+        ids = [_of_id(each) for each in among.ids]
+        conditions.append(f"({' OR '.join(condition for condition, _ in ids)})")
+        values += [value for _, several in ids for value in several]
+    return " AND ".join(conditions) or "1", values
+
+
+def _of_id(name: str) -> tuple[str, Sequence[object]]:
+    """Return the condition for the events of an app; or of a job or task, whose id begins with its app's and a dot."""
+    app, dot, _ = name.partition(".")
+    if not dot:
+        return "app = ?", (app,)
+    own = [(f"{name}{mark}", len(name) + len(mark)) for mark in ("-a", ".")]
+    begins = " OR ".join("substr(task, 1, ?) = ?" for _ in own)
+    return f"(app = ? AND (task = ? OR {begins}))", (app, name, *(each for text, size in own for each in (size, text)))

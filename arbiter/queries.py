@@ -8,7 +8,7 @@ each with a `next_offset` to ask on at, as there is a limit to what a message ca
 from __future__ import annotations
 
 import base64
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
@@ -19,22 +19,28 @@ from msgspec.structs import replace
 
 from arbiter import owners
 from arbiter.core.arbiter import Arbiter
-from arbiter.core.effects import LeaseRecord, RoundRecord
+from arbiter.core.dry_run import TRIED_APPS_MAX, DryRun, Forecast, Won
+from arbiter.core.effects import EventRecord, LeaseRecord, RoundRecord
+from arbiter.core.placement.assignment import shares
 from arbiter.core.registry import policy_of
 from arbiter.core.rounds import claim_audit, phases, views
-from arbiter.core.seam import Outcome
+from arbiter.core.seam import Booking, Outcome
 from arbiter.core.state import fairness, model
 from arbiter.core.state.gpu_time import Standing
-from arbiter.core.state.model import Active, Deciding, Draining, Enrolling, Free, Leased, Refused, Settled
+from arbiter.core.state.model import Active, Deciding, Dependent, Draining, Enrolling, Free, Leased, Refused, Settled
+from arbiter.core.turn import STORY_LENGTH_MAX
 from arbiter.core.whatif import Obstacle, WhatIf
 from arbiter.ledger import Ledger
 from arbiter.waits import Waits
+from protocol import gpu_kinds
 from protocol.core import Send
+from protocol.exit_codes import REFUSED, USAGE
 from protocol.journal import JournalError
 from protocol.messages import (
     Answer,
     AppId,
     AppStateName,
+    EventFilter,
     LogChunk,
     NodeId,
     Party,
@@ -44,6 +50,7 @@ from protocol.messages import (
     TaskId,
     TenantId,
     device_of,
+    locality,
 )
 
 #: Questions about logs that wait for a node at any time; the oldest is dropped, and its asker asks again.
@@ -51,14 +58,15 @@ WAITING_MAX = 1000
 EXPLAIN_ROUNDS = 20
 #: Names in one sentence.
 NAMED_MAX = 8
-#: With more apps than that nothing is tried out: copies of the state take too long.
-TRIED_APPS_MAX = 2000
 #: Of the ledger's records, those that are read for one page of a list.
-ROUNDS_READ_MAX, LEASES_READ_MAX = 200, 5_000
+ROUNDS_READ_MAX, LEASES_READ_MAX, EVENTS_READ_MAX = 200, 5_000, 2_000
 #: Outcomes that are told of one round: those of the apps that got GPUs first, whatever a page may hold.
 OUTCOMES_MAX = 1_000
 #: The measurements of a task that are told.
-MEASURED = ("source", "confidence", "share", "utilisation", "peak_bytes", "packed_with", "remark")
+MEASURED = (
+    *("source", "confidence", "periods", "share", "utilisation", "peak_bytes", "trough_bytes", "reserved_bytes"),
+    *("packed_with", "remark"),
+)
 #: Below the codec's limit for a frame.
 DOCUMENT_BYTES_MAX = 3 * 2**20
 #: Of a list's entries on one page: the questions of others must not wait for a long list.
@@ -91,6 +99,30 @@ class Queries:
         waits = len(held) < app.gang and not self._won(app)
         return WhatIf(self._arbiter.snapshot(), app.id, now, enough) if waits else None
 
+    def rehearsal(self, sender: Party, query: Query, now: float, enough: Callable[[], bool]) -> DryRun | None:
+        """Return the dry run that a question asks for, on a copy of the state of now; None if it brings no app.
+
+        It takes as long as a few rounds.
+        """
+        if query.report is None or query.report.state != "active":
+            return None
+        snapshot = self._arbiter.snapshot()
+        return DryRun(snapshot, sender, query.report, now, said=query.said, enough=enough)
+
+    def refuse(self, sender: Party, query: Query, why: str, code: int) -> Sequence[Send]:
+        """Return what to send so that `sender` hears why there is no answer, and the exit code for that."""
+        return [_refuse(sender, query, why, code=code)]
+
+    def tell(self, sender: Party, query: Query, forecast: Forecast, now: float) -> Sequence[Send]:
+        """Return what to send so that `sender` hears of its dry run: the answer, or a question of the arbiter."""
+        if forecast.question is not None:
+            return [_answer(sender, query, {"schema": "dry-run/v1", "question": forecast.question})]
+        if forecast.refusal:
+            return [_refuse(sender, query, forecast.refusal, code=REFUSED)]
+        app = forecast.known
+        assert app is not None
+        return [_answer(sender, query, Queries(forecast.arbiter, self._ledger)._foreseen(app, forecast, now))]
+
     def ask(
         self, sender: Party, query: Query, now: float, *, found: tuple[Obstacle | None, bool] | None = None
     ) -> Sequence[Send]:
@@ -122,6 +154,10 @@ class Queries:
                 return [self._fetch_log(sender, query)]
             case "capacity":
                 return [_answer(sender, query, self._capacity())]
+            case "dry-run":
+                return [_refuse(sender, query, "a dry run needs the report of an app that is not over", code=USAGE)]
+            case "events":
+                return [_answer(sender, query, self._events(query, now))]
             case _ as never:
                 assert_never(never)
 
@@ -134,11 +170,42 @@ class Queries:
             "schema": "log/v1",
             "task": chunk.task,
             "offset": chunk.offset,
+            "dropped": chunk.dropped,
             "size": chunk.size,
             "ended": chunk.ended,
             "data": base64.b64encode(chunk.data).decode(),
         }
         return [Send(asker, Answer(chunk.query_id, msgspec.json.encode(document)))]
+
+    # --- dry runs ---------------------------------------------------------------------------------------------------
+
+    def _foreseen(self, app: model.App, forecast: Forecast, now: float) -> dict[str, Any]:
+        """Return what would become of an app, of which only this copy knows."""
+        settings = self._arbiter.state.settings
+        self._found = (forecast.obstacle, forecast.obstacle_guessed)
+        binding = self._binding(app, now)
+        reason = forecast.outcome.reason if forecast.outcome is not None else ""
+        return {
+            "schema": "dry-run/v1",
+            "starts": forecast.starts,
+            "policy": settings.policy,
+            "gang": app.gang,
+            "want": app.demand_max,
+            "gpus": [_won(gpu) for gpu in forecast.won],
+            "nodes": sorted({gpu.node for gpu in forecast.won}),
+            "level": locality(forecast.won) if forecast.won else None,
+            "reason": reason,
+            "waiting_for": "" if forecast.starts else reason or self._waiting_for(app),
+            "binding": None if forecast.starts else binding,
+            "booking": _booking(app.booking, self._own_words(app)),
+            "estimate": bool(forecast.guessed),
+            "guessed": sorted(forecast.guessed),
+        }
+
+    def _own_words(self, app: model.App) -> str:
+        """Return the sentence with which an app was admitted."""
+        words = (chapter.what for chapter in self._arbiter.story(app.id))
+        return next((what.removeprefix("admitted: ") for what in words if what.startswith("admitted: ")), "")
 
     # --- documents --------------------------------------------------------------------------------------------------
 
@@ -168,6 +235,7 @@ class Queries:
             "gpus": [gpu.id for gpu in gpus if isinstance(gpu.state, Leased)],
             "gang": app.gang,
             "want": app.demand_wished if app.held_by else app.demand_max,
+            "array": {"jobs": app.array, "over": app.array_over} if app.array else None,
             "held_by": app.held_by,
             "rho": self._rho(app, now),
             "rho_basis": app.basis,
@@ -320,12 +388,32 @@ class Queries:
             "gpus_known": sum(known.values()),
             "largest_node_gpus": max(by_node.values(), default=0),
             "largest_node_gpus_known": max(known.values(), default=0),
+            "kinds": self._kinds(),
             "cpus_max": max((node.cpus for node in state.nodes.values()), default=0.0),
             "host_bytes_max": max((node.host_bytes for node in state.nodes.values()), default=0),
             "priority_max": state.settings.priority_max,
             "weight_max": state.settings.weight_max,
             "classes": list(state.settings.classes),
         }
+
+    def _kinds(self) -> list[dict[str, Any]]:
+        """Return what GPUs nodes have, by the driver's name and memory; of nodes with the same GPUs how many there are.
+
+        `known` are all GPUs of such a node, `in_service` those that may be given out.
+        """
+        state = self._arbiter.state
+        firsts = [gpu for gpu in state.gpus.values() if model.is_first(gpu.id)]
+        known = Counter((gpu.node, gpu.model, gpu.memory_bytes) for gpu in firsts)
+        serving = Counter((gpu.node, gpu.model, gpu.memory_bytes) for gpu in firsts if model.usable(state, gpu))
+        by_node: defaultdict[NodeId, list[tuple[str, int, int, int]]] = defaultdict(list)
+        for (node, name, memory), count in sorted(known.items()):
+            by_node[node].append((name, memory, count, serving[node, name, memory]))
+        alike = Counter(tuple(gpus) for gpus in by_node.values())
+        words = ("model", "memory_bytes", "known", "in_service")
+        return [
+            {"nodes": count, "gpus": [dict(zip(words, gpu, strict=True)) for gpu in gpus]}
+            for gpus, count in sorted(alike.items())
+        ]
 
     def _rounds(self, query: Query) -> dict[str, Any]:
         """Return rounds, newest first; a round that comes between two pages only repeats an entry."""
@@ -347,10 +435,46 @@ class Queries:
         more = len(over) == LEASES_READ_MAX
         return {"schema": "leases/v1", **_page("leases", query, entries, more=more)}
 
+    def _events(self, query: Query, now: float) -> dict[str, Any]:
+        """Return events in the order of time, from the one after `offset` on; without that the newest `limit`.
+
+        The `cursor` is the offset for what comes after, now or later.
+        """
+        ledger, among = self._ledger, query.events
+        since = 0.0 if among.since_s is None else now - among.since_s
+        newest = ledger.newest_event()
+        after = min(query.offset, newest)  # a ledger that began anew counts from the beginning
+        if query.offset == 0 and query.limit:
+            after = max(0, ledger.newest_event(among, since=since, number=query.limit) - 1)
+        wanted = min(query.limit or EVENTS_READ_MAX, EVENTS_READ_MAX)
+        found = ledger.events(among, after=after, since=since, limit=wanted)
+        page = _page("events", query, (_event(number, record) for number, record in found))
+        told = len(page["events"])
+        more = told < len(found) or len(found) == wanted
+        cursor = found[told - 1][0] if more else newest
+        following = {"next_offset": cursor if more else None, "cursor": cursor}
+        return {"schema": "events/v1", **page, **following, "unknown": self._unknown(among)}
+
+    def _unknown(self, among: EventFilter) -> dict[str, list[str]]:
+        """Return the ids of apps, jobs and tasks, and the nodes, that nothing is known of."""
+        state, ledger = self._arbiter.state, self._ledger
+        return {
+            "ids": [
+                each
+                for each in among.ids
+                if AppId(each) not in state.apps and not ledger.newest_event(EventFilter(ids=(each,)))
+            ],
+            "nodes": [
+                each
+                for each in among.nodes
+                if NodeId(each) not in state.nodes and not ledger.newest_event(EventFilter(nodes=(each,)))
+            ],
+        }
+
     def _explain(self, sender: Party, query: Query, now: float) -> Send:
         app = self._arbiter.state.apps.get(AppId(query.target))
         if app is None:
-            story = self._arbiter.story(query.target)
+            story = self._arbiter.story(query.target) or self._recorded(query.target)
             if not story:
                 return _refuse(
                     sender, query, f"nothing here is called {query.target}; `gpu-arbiter ps -a` lists the apps"
@@ -375,6 +499,13 @@ class Queries:
         }
         return _answer(sender, query, document)
 
+    def _recorded(self, app: str) -> Sequence[model.StoryLine]:
+        """Return the events of an app that the state has forgotten, as its story."""
+        among = EventFilter(ids=(app,))
+        first = self._ledger.newest_event(among, number=STORY_LENGTH_MAX)
+        found = self._ledger.events(among, after=max(0, first - 1), limit=STORY_LENGTH_MAX) if first else ()
+        return [model.StoryLine(each.at, f"{each.kind}: {each.what}".removesuffix(": ")) for _, each in found]
+
     def _binding(self, app: model.App, now: float) -> dict[str, Any] | None:
         """Return what keeps an app from starting, by name, where that was tried out."""
         obstacle, estimate = self._found or (None, False)
@@ -382,6 +513,7 @@ class Queries:
             return None
         state = self._arbiter.state
         told = [
+            *[self._other_kind(app)] * obstacle.kind,
             *(self._broken(state.gpus[gpu]) for gpu in obstacle.gpus if gpu in state.gpus),
             *(f"node {node} is lost" for node in obstacle.nodes),
             *(state.drains[node].sentence(node) for node in obstacle.draining if node in state.drains),
@@ -395,9 +527,37 @@ class Queries:
             "leaving": list(obstacle.leaving),
             "nodes": list(obstacle.nodes),
             "draining": list(obstacle.draining),
+            "kind": gpu_kinds.in_words(app.requirements) if obstacle.kind else "",
             "estimate": estimate,
             "text": text or "nothing: the next round gives it GPUs as things stand",
         }
+
+    def _lacks_kind(self, app: model.App) -> bool:
+        """Whether an app has no GPU, and enough are free for a gang, but too few of the kind that it asks for."""
+        state = self._arbiter.state
+        firsts = [gpu for gpu in state.gpus.values() if model.is_first(gpu.id)]
+        if any(not isinstance(gpu.state, Free) and gpu.state.lease.app == app.id for gpu in firsts):
+            return False
+        free = [gpu for gpu in firsts if model.usable(state, gpu) and isinstance(gpu.state, Free)]
+        return sum(model.suits(app, gpu) for gpu in free) < app.gang <= len(free)
+
+    def _other_kind(self, app: model.App) -> str:
+        """Return which GPUs an app waits for, that those which are free are of another kind, and where its kind is."""
+        state = self._arbiter.state
+        firsts = [gpu for gpu in state.gpus.values() if model.is_first(gpu.id)]
+        usable = [gpu for gpu in firsts if model.usable(state, gpu)]
+        free = [gpu for gpu in usable if isinstance(gpu.state, Free)]
+        count = sum(model.suits(app, gpu) for gpu in free)
+        which = f"{count} of them {'is' if count == 1 else 'are'}" if count else "none of them is one"
+        if len(free) == 1 and not count:
+            which = "it is none"
+        held = [gpu.state.lease.app for gpu in usable if not isinstance(gpu.state, Free) and model.suits(app, gpu)]
+        out = sum(model.suits(app, gpu) for gpu in firsts) - sum(model.suits(app, gpu) for gpu in usable)
+        clauses = [f"{shares(held)} {'has' if len(set(held)) == 1 else 'have'} others of that kind"] * bool(held)
+        clauses += [f"{out} of that kind {'is' if out == 1 else 'are'} out of service"] * bool(out)
+        here = f"{len(free)} GPU{'s are' if len(free) != 1 else ' is'} free, and {which}"
+        wanted = gpu_kinds.counted(app.requirements, app.gang)
+        return "; ".join([f"it waits for {wanted}: {here}", *clauses])
 
     def _broken(self, gpu: model.Gpu) -> str:
         ailment = "is quarantined" if gpu.quarantined else "is unhealthy" if gpu.present else "is not reported any more"
@@ -438,15 +598,22 @@ class Queries:
     def _waiting_for(self, app: model.App) -> str:
         """Return, in one sentence, what the app waits for before any round could help it; empty if rounds decide."""
         state = self._arbiter.state
-        if app.held_by and app.active:
+        if app.held_by and isinstance(app.state, Active | Dependent):
             whose = "its owner" if app.held_by == app.owner else f"the administrator {app.held_by}"
-            return f"it is held by {whose}, and gets no GPU until `gpu-arbiter release {app.id}`"
+            also = (
+                f", and begins after {_enumerated(app.state.after)} ended" if isinstance(app.state, Dependent) else ""
+            )
+            return f"it is held by {whose}, and gets no GPU until `gpu-arbiter release {app.id}`{also}"
+        if isinstance(app.state, Dependent):
+            return f"it begins after {_enumerated(app.state.after)} ended (submit --after)"
         if isinstance(app.state, Enrolling):
             start = "start one with `gpu-arbiter node-agent --config node.toml`"
             return self._waiting_to_book(app) if state.nodes else f"no node has enrolled yet; {start}"
         won = self._won(app)
         if won:
             return f"it has won {', '.join(won)} and waits until the last user has left"
+        if self._lacks_kind(app):
+            return self._other_kind(app)
         if not any(model.usable(state, gpu) for gpu in state.gpus.values()):
             drained = "; ".join(drain.sentence(node) for node, drain in sorted(state.drains.items())[:NAMED_MAX])
             return f"no GPU is in service{f' ({drained})' if drained else ''}; see `gpu-arbiter nodes`"
@@ -477,7 +644,8 @@ class Queries:
     def _nothing_free(self, app: model.App) -> str:
         """Return why no round has looked at an app yet, if that is because others hold everything; else nothing."""
         state = self._arbiter.state
-        usable = [gpu for gpu in state.gpus.values() if model.is_first(gpu.id) and model.usable(state, gpu)]
+        firsts = (gpu for gpu in state.gpus.values() if model.is_first(gpu.id) and model.suits(app, gpu))
+        usable = [gpu for gpu in firsts if model.usable(state, gpu)]
         taken = all(not isinstance(gpu.state, Free) and gpu.state.lease.app != app.id for gpu in usable)
         if not isinstance(app.state, Active) or not taken or self._ledger.rounds(limit=1, app=app.id):
             return ""
@@ -487,8 +655,12 @@ class Queries:
             "lasting": f", and under {policy} no app gives one up before the end",
             "revocable": "",  # a round may take them at any time
         }[policy_of(policy, state.settings.policy_settings).traits.tenure]
-        gpus = "the only GPU in service is" if len(usable) == 1 else f"all {len(usable)} GPUs in service are"
-        return f"{gpus} held by other apps{until}"
+        kind = gpu_kinds.in_words(app.requirements)
+        of_kind = f" of the kind that it asks for ({kind})" if kind else ""
+        if not usable:
+            return f"no GPU{of_kind} is in service; see `gpu-arbiter nodes`"
+        one, all_ = f"the only GPU{of_kind} in service is", f"all {len(usable)} GPUs{of_kind} in service are"
+        return f"{one if len(usable) == 1 else all_} held by other apps{until}"
 
     def _fetch_log(self, sender: Party, query: Query) -> Send:
         found = self._whereabouts(query.target)
@@ -545,12 +717,40 @@ def _page(name: str, query: Query, entries: Iterable[dict[str, Any]], *, more: b
     return {name: told, "next_offset": query.offset + len(told) if more else None}
 
 
-def _refuse(to: Party, query: Query, why: str) -> Send:
-    return Send(to, Answer(query.query_id, b"", why))
+def _refuse(to: Party, query: Query, why: str, *, code: int | None = None) -> Send:
+    """Return an answer without a document; `code` is the exit code of the command that asked, 3 without one."""
+    return Send(to, Answer(query.query_id, b"" if code is None else msgspec.json.encode({"code": code}), why))
+
+
+def _won(gpu: Won) -> dict[str, Any]:
+    """Return a GPU that an app would have, and which app has it now."""
+    return {
+        "id": gpu.gpu,
+        "node": gpu.node,
+        "slot": gpu.slot,
+        "app": gpu.app,
+        "state": "free" if gpu.app is None else "leaving" if gpu.leaving else "leased",
+    }
+
+
+def _booking(booking: Booking | None, words: str) -> dict[str, Any] | None:
+    if booking is None:
+        return None
+    return {"price": booking.price, "worth": booking.utility, "ends_at": _instant(booking.ends_at), "text": words}
+
+
+def _enumerated(apps: Sequence[AppId]) -> str:
+    """Return the names of apps in a sentence, with their verb: ``ana-1 has`` or ``ana-1, ana-2 and 7 more have``."""
+    if len(apps) == 1:
+        return f"{apps[0]} has"
+    more = f" and {len(apps) - NAMED_MAX} more" if len(apps) > NAMED_MAX else ""
+    return f"{', '.join(apps[:NAMED_MAX])}{more} have"
 
 
 def _state_name(app: model.App, gpus: Sequence[model.Gpu], tasks: Sequence[model.Task]) -> AppStateName:
     match app.state:
+        case Dependent():
+            return "held" if app.held_by else "waiting"
         case Enrolling():
             return "enrolling"
         case Refused():
@@ -629,6 +829,12 @@ def _round(record: RoundRecord) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(replace(record, outcomes=outcomes))
     told.pop("type")
     return told | {"at": _instant(record.at), "outcomes_left_out": len(record.outcomes) - len(outcomes)}
+
+
+def _event(number: int, record: EventRecord) -> dict[str, Any]:
+    told: dict[str, Any] = msgspec.to_builtins(record)
+    del told["type"], told["number"]
+    return {"id": number, **told, "at": _instant(record.at), "at_s": record.at}
 
 
 def _held(gpu: model.Gpu, now: float) -> dict[str, Any]:

@@ -31,9 +31,12 @@ COMMANDS = (
     (("nodes",), VERB_GOAL_MS),
     (("shares", "--by", "owner"), VERB_GOAL_MS),
     (("rounds", "--limit", "5"), VERB_GOAL_MS),
+    (("events", "last", "--since", "2h"), VERB_GOAL_MS),
     (("cancel", "ada-1"), VERB_GOAL_MS),
     (("wait", "ada-1"), VERB_GOAL_MS),
     (("submit", "-g", "2", "--", "true"), VERB_GOAL_MS),
+    (("submit", "--dry-run", "--", "true"), VERB_GOAL_MS),
+    (("sbatch", "--wrap", "true"), VERB_GOAL_MS),
 )
 EAGER = """
 import sys

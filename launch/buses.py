@@ -7,7 +7,6 @@ from urllib.parse import urlsplit
 
 from launch.faults import usage
 from protocol.bus import Bus
-from protocol.bus.amqp import AmqpBus
 from protocol.topology import Topology
 
 EXAMPLE = "amqp://node-n1:password@broker-host:5672/gpu"
@@ -29,6 +28,8 @@ def open_bus(url: str, *, file: str = "", prefix: str = "") -> Bus:
             f"bus is {_without_password(url)!r}, which is no broker's address",
             f"write it like {EXAMPLE} in bus or bus_file",
         )
+    from protocol.bus.amqp import AmqpBus  # a site without a broker needs no client of RabbitMQ
+
     return AmqpBus(url, topology=Topology(prefix=prefix))
 
 

@@ -27,6 +27,10 @@ app = typer.Typer(
 )
 
 
+#: A shell that wants to complete a command sets this.
+COMPLETING = "_GPU_ARBITER_COMPLETE"
+
+
 def _print_version(wanted: bool) -> None:
     if wanted:
         from launch.verbs.about import version
@@ -47,6 +51,10 @@ def options(
 def main() -> None:
     """Run the command line; a reader or a user who goes away causes no traceback."""
     try:
+        if COMPLETING in os.environ:
+            from launch.completion import describe_plainly
+
+            describe_plainly()
         app()
     except KeyboardInterrupt:
         note("interrupted")

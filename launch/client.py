@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from msgspec import Struct
 
+from app_agent import streams
 from app_agent.config import default_socket
-from app_agent.control import Control, ControlError, Request, exit_code
+from app_agent.control import ALL_EVENTS, Control, ControlError, Request, as_named, exit_code
 from app_agent.core.records import AppRecord
 from launch.faults import Fault, usage
 from protocol import exit_codes
 from protocol.config import ConfigError
-from protocol.messages import QueryKind
+from protocol.messages import EventFilter, QueryKind
 
-Until = Literal["done", "running"]
+Until = streams.Until
 #: The next step, by exit code, where the sentence does not say it already.
 NEXT_STEPS = {
     exit_codes.NOT_FOUND: "gpu-arbiter ps -a",
@@ -29,7 +30,7 @@ FIRST_STEPS = NEXT_STEPS | {exit_codes.NOT_PERMITTED: "set GPU_ARBITER_URL to yo
 
 
 #: The key of each list's entries: an entry that comes or goes between two pages moves the others.
-KEYS: dict[QueryKind, str] = {"apps": "id", "nodes": "id", "rounds": "round", "leases": "lease"}
+KEYS: dict[QueryKind, str] = {"apps": "id", "nodes": "id", "rounds": "round", "leases": "lease", "events": "id"}
 
 
 class Ending(Struct, frozen=True):
@@ -47,16 +48,25 @@ class Client(Control):
             super().__init__(path)
 
     def query(
-        self, kind: QueryKind, target: str = "", offset: int = 0, *, limit: int = 0, patience_s: float | None = None
+        self,
+        kind: QueryKind,
+        target: str = "",
+        offset: int = 0,
+        *,
+        limit: int = 0,
+        patience_s: float | None = None,
+        events: EventFilter = ALL_EVENTS,
     ) -> dict[str, Any]:
         """Return the arbiter's answer: of a list `limit` entries from `offset` on, or with 0 all entries.
 
         The call waits as long as the daemon is configured to, or `patience_s` seconds.
         """
-        document = super().query(kind, target, offset, limit=limit, patience_s=patience_s)
-        return self._all_pages(kind, target, document, limit) if kind in KEYS else document
+        document = super().query(kind, target, offset, limit=limit, patience_s=patience_s, events=events)
+        return self._all_pages(kind, target, document, limit, events) if kind in KEYS else document
 
-    def _all_pages(self, kind: QueryKind, target: str, page: dict[str, Any], limit: int) -> dict[str, Any]:
+    def _all_pages(
+        self, kind: QueryKind, target: str, page: dict[str, Any], limit: int, events: EventFilter
+    ) -> dict[str, Any]:
         """Return the first page of a list with the entries of those after it, each entry once."""
         document, entries = page, dict[object, object]()
         while True:
@@ -64,12 +74,27 @@ class Client(Control):
             following = page.get("next_offset")
             if following is None or not page[kind] or 0 < limit <= len(entries):
                 break
-            page = super().query(kind, target, following, limit=limit and limit - len(entries))
-        return document | {kind: list(entries.values()), "next_offset": following}
+            page = super().query(kind, target, following, limit=limit and limit - len(entries), events=events)
+        newest = {"cursor": page["cursor"]} if "cursor" in page else {}
+        return document | newest | {kind: list(entries.values()), "next_offset": following}
+
+    def outlast(self, app: str, until: Until, timeout_s: float | None) -> AppRecord:
+        """Return the record of an app once it is over, or runs; an app agent that starts again is waited for."""
+
+        def ask(question: streams.Question) -> Any:
+            with Control(self.path) as control:
+                return question(control)
+
+        record: AppRecord
+        with _faults():
+            (record,) = streams.talk(streams.reached(app, until, timeout_s), ask)
+        return record
 
     def resolve(self, selector: str) -> str:
-        """Return the id that `selector` means: itself, or the newest app for ``last``."""
-        if selector != "last":
+        """Return the id that `selector` means: itself, or the newest app for ``last``; ``ID_3`` is the job ``ID.3``."""
+        selector = as_named(selector)
+        whole, dot, part = selector.partition(".")
+        if whole != "last":
             return selector
         apps = self.apps()
         if not apps:
@@ -78,7 +103,7 @@ class Client(Control):
                 code=exit_codes.NOT_FOUND,
                 next_step="gpu-arbiter submit -- python train.py",
             )
-        return apps[-1].app
+        return f"{apps[-1].app}{dot}{part}"
 
     def _ask(self, request: Request, *, timeout_s: float | None = -1.0) -> Mapping[str, Any]:
         with _faults():

@@ -42,7 +42,6 @@ from launch.site.site import (
 from launch.spec import environment
 from launch.surface import Document, note, number, table
 from protocol.bus import BusError
-from protocol.bus.amqp import AmqpBus
 from protocol.messages import Party, Requirements
 from protocol.topology import Topology
 
@@ -173,6 +172,8 @@ def _site(options: Options, scratch: Path) -> Iterator[tuple[Site, Watch]]:
 
 async def _sweep(url: str, prefix: str, site: Site) -> None:
     """Remove this run's queues from the broker."""
+    from protocol.bus.amqp import AmqpBus  # on the memory bus the demo needs no client of RabbitMQ
+
     parties = (Party("app", site.app.owner), *(Party("node", node.node) for node in site.nodes))
     try:
         await AmqpBus(url, topology=Topology(prefix=prefix)).dismantle(parties)

@@ -9,13 +9,12 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
-from msgspec import Struct
-
+from launch import gpu_checks
 from launch.buses import open_bus
 from launch.client import open_client
 from launch.faults import Fault
+from launch.gpu_checks import Check
 from node_agent import health_files
 from node_agent.core.events import HealthLedger
 from node_agent.workers import containment
@@ -25,7 +24,6 @@ from protocol import exit_codes
 from protocol.bus import BusError
 from protocol.messages import Party
 
-CheckVerdict = Literal["ok", "note", "fail"]
 #: The mend where an error's own next step is to run `doctor`.
 MENDS = {
     "app agent": "to try it here: gpu-arbiter up; on a site: systemctl start gpu-arbiter-app-agent@OWNER, and set "
@@ -35,21 +33,12 @@ MENDS = {
 }
 
 
-class Check(Struct, frozen=True):
-    """One check and its finding. A `note` is no fault, but worth knowing; `mend` tells the next step."""
-
-    name: str
-    verdict: CheckVerdict
-    found: str
-    mend: str = ""
-
-
 def checks(bus: str = "") -> Iterator[Check]:
     """Check all needs of a command or a daemon on this host, and the broker at `bus` if one is given."""
     yield _python()
     yield _state_folder(Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"))
     yield _torch()
-    yield _gpus()
+    yield from gpu_checks.checks()
     yield _containment()
     yield from _nodes_here(_state_folders())
     if bus:
@@ -78,22 +67,6 @@ def _torch() -> Check:
     from importlib.metadata import version
 
     return Check("torch", "ok", f"PyTorch {version('torch')}")
-
-
-def _gpus() -> Check:
-    mend = "without an NVIDIA driver use simulated ones: gpu-arbiter up --gpus simulated:4"
-    try:
-        import pynvml
-    except ImportError:
-        return Check("gpus", "note", "nvidia-ml-py is not installed", mend)
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return Check("gpus", "note", f"no NVIDIA driver answers ({error})", mend)
-    try:
-        return Check("gpus", "ok", f"{pynvml.nvmlDeviceGetCount()} GPUs, driver {pynvml.nvmlSystemGetDriverVersion()}")
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def _containment() -> Check:

@@ -30,11 +30,15 @@ def follow_logs(
     Fault
         If there is no such task and, with `follow`, never will be; or if the app agent does not answer.
     """
-    out, task = out or sys.stdout.buffer, ""
+    out, task, last = out or sys.stdout.buffer, "", b"\n"
     conversation = streams.output(target, follow=follow, tail=tail)
     for piece in streams.talk(conversation, lambda question: question(client), pause=pause):
         if task and piece.task != task:
             note(f"--- {piece.task} ---")
         task = piece.task
+        if piece.dropped:
+            out.write(b"" if last.endswith(b"\n") else b"\n")
+            note(f"--- {piece.dropped} bytes of output are no longer kept ---")
         out.write(piece.data)
         out.flush()
+        last = piece.data or last

@@ -17,7 +17,7 @@ from app_agent.core.spec import INHERITED, AppSpec
 from launch.faults import Fault, usage
 from launch.spec import telling
 from launch.surface import plural
-from protocol import exit_codes, limits
+from protocol import exit_codes, gpu_kinds, limits
 
 #: Seconds that the arbiter may take to list the nodes: a user does not want to wait for one that is away.
 PATIENCE_S = 1.0
@@ -124,7 +124,8 @@ def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
     Raises
     ------
     Fault
-        With code 4, if the site does not allow such an app, or its gang fits no node that is known.
+        With code 4, if the site does not allow such an app, or its gang fits no node that is known, or none with GPUs
+        of the kind that it asks for.
     """
     _check_limits(spec, capacity)
     known, usable = int(capacity["largest_node_gpus_known"]), int(capacity["largest_node_gpus"])
@@ -136,8 +137,15 @@ def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
             code=exit_codes.REFUSED,
             next_step=f"ask for at most {known} with --gpus",
         )
+    fit = gpu_kinds.fit_of(spec.requirements, capacity)
+    never = gpu_kinds.misfit(spec.requirements, spec.gang, fit) if fit is not None else None
+    if never is not None:
+        raise Fault(never[0], code=exit_codes.REFUSED, next_step=never[1])
     notes = []
-    if spec.gang > usable:
+    if fit is not None and spec.gang > fit.in_service:
+        wanted = gpu_kinds.counted(spec.requirements, spec.gang)
+        notes.append(f"no node has {wanted} in service now; the app waits until one has")
+    elif spec.gang > usable:
         has = f"the largest has {usable} of its GPUs in service" if usable else "no GPU is in service"
         notes.append(f"no node has {plural(spec.gang, 'GPU')} in service now ({has}); the app waits until one has")
     for asked, most, resource in (

@@ -20,8 +20,11 @@ from typer.main import get_group
 #: The verbs of each module of `launch.verbs`, in the order of `--help`.
 MODULES: Mapping[str, Sequence[str]] = {
     "submission": ("submit", "run", "wait"),
+    "sbatch": ("sbatch",),
     "acts": ("cancel", "hold", "release", "requeue"),
     "inspection": ("ps", "explain", "logs", "nodes", "shares", "rounds"),
+    "events": ("events",),
+    "cleaning": ("clean",),
     "administration": ("drain", "undrain"),
     "doctor": ("doctor", "provision"),
     "installation": ("init", "units"),
@@ -102,6 +105,8 @@ def _convert_when_needed(parameter: Any) -> None:
 
     def process(ctx: Any, value: Any) -> Any:
         empty = value is None or (several and not value)
+        if empty and parameter.required and ctx.resilient_parsing:  # a shell completes what is still to be written
+            return value
         if kind is None or (empty and parameter.required):
             return convert(ctx, value)
         if empty:
@@ -110,7 +115,15 @@ def _convert_when_needed(parameter: Any) -> None:
             value = list(value)
         elif kind is int and type(value) is str and _whole(value, parameter.type_descriptor.parameter_info):
             value = int(value)
-        elif type(value) is not kind and not (get_origin(kind) is Literal and value in get_args(kind)):
+        elif kind is float and type(value) is str and _decimal(value, parameter.type_descriptor.parameter_info):
+            value = float(value)
+        elif kind is Path and type(value) is str and _unchecked(parameter.type_descriptor.parameter_info):
+            value = Path(value)
+        elif (
+            not (kind is Path and isinstance(value, Path))
+            and type(value) is not kind
+            and not (get_origin(kind) is Literal and value in get_args(kind))
+        ):
             return convert(ctx, value)
         return value if parameter.callback is None else parameter.callback(ctx, parameter, value)
 
@@ -121,5 +134,22 @@ def _whole(text: str, bounds: Any) -> bool:
     """Return whether a text is a whole number within bounds."""
     if not (text.isascii() and text.removeprefix("-").isdigit()):
         return False
+    return _within(int(text), bounds)
+
+
+def _decimal(text: str, bounds: Any) -> bool:
+    """Return whether a text is a plain decimal number within bounds."""
+    whole, _, part = text.removeprefix("-").partition(".")
+    plain = text.isascii() and (whole + part).isdigit()
+    return plain and _within(float(text), bounds)
+
+
+def _within(value: float, bounds: Any) -> bool:
     low, high = bounds.min, bounds.max
-    return (low is None or int(text) >= low) and (high is None or int(text) <= high)
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def _unchecked(wished: Any) -> bool:
+    """Return whether a path may be any: nothing is to be looked up."""
+    looked_up = (wished.exists, wished.writable, wished.resolve_path, wished.path_type, not wished.file_okay)
+    return not any(looked_up) and wished.dir_okay and not wished.allow_dash

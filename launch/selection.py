@@ -12,6 +12,7 @@ import typer
 
 from app_agent.core.records import AppRecord
 from app_agent.streams import OVER
+from launch import completion
 from launch.client import NEXT_STEPS, Client
 from launch.faults import Fault, usage
 from launch.preflight import PATIENCE_S
@@ -23,10 +24,28 @@ STATES = get_args(AppStateName)
 #: In place of ids: all of one's own apps that are not over.
 EVERYTHING = "all"
 
-State = Annotated[str | None, typer.Option(metavar="S[,S...]", help=f"only apps in these states: {', '.join(STATES)}")]
-Tenant = Annotated[str | None, typer.Option(metavar="T[,T...]", help="only apps of these tenants")]
-Owner = Annotated[str | None, typer.Option(metavar="O[,O...]", help="only apps of these owners")]
-Name = Annotated[str | None, typer.Option(metavar="N[,N...]", help="only apps with these names; * and ? as in a shell")]
+State = Annotated[
+    str | None,
+    typer.Option(
+        metavar="S[,S...]", autocompletion=completion.states, help=f"only apps in these states: {', '.join(STATES)}"
+    ),
+]
+Tenant = Annotated[
+    str | None,
+    typer.Option(metavar="T[,T...]", autocompletion=completion.some_tenants, help="only apps of these tenants"),
+]
+Owner = Annotated[
+    str | None,
+    typer.Option(metavar="O[,O...]", autocompletion=completion.some_owners, help="only apps of these owners"),
+]
+Name = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N[,N...]",
+        autocompletion=completion.app_names,
+        help="only apps with these names; * and ? as in a shell",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -47,11 +66,11 @@ class Filters:
         Fault
             For an empty list, and for a state that no app can be in.
         """
-        states = _words(state, "--state")
+        states = words(state, "--state")
         for wrong in (each for each in states if each not in STATES):
             nearest = get_close_matches(wrong, STATES, n=1, cutoff=0.0)[0]
             raise usage(f"--state is {wrong!r}; it may be {', '.join(STATES)}", f"try --state {nearest}")
-        return cls(states, _words(tenant, "--tenant"), _words(owner, "--owner"), _words(name, "--name"))
+        return cls(states, words(tenant, "--tenant"), words(owner, "--owner"), words(name, "--name"))
 
     def __bool__(self) -> bool:
         return any((self.states, self.tenants, self.owners, self.names))
@@ -63,7 +82,8 @@ class Filters:
         return exact and (not self.names or any(fnmatchcase(str(app["name"]), each) for each in self.names))
 
 
-def _words(text: str | None, flag: str) -> tuple[str, ...]:
+def words(text: str | None, flag: str) -> tuple[str, ...]:
+    """Return the names of a list with commas between; raises `Fault`, naming `flag`, where one is empty."""
     if text is None:
         return ()
     words = tuple(word.strip() for word in text.split(","))

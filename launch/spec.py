@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from app_agent.core.spec import INHERITED, AppSpec, nested
+from app_agent.core.spec import INHERITED, AppSpec, as_held, nested
 from arbiter.core.policies.oasis.spelling import FORMS, UNITS, parse
 from launch.faults import usage
 from protocol.config import in_words, kind_of
-from protocol.messages import Requirements, Utility
+from protocol.messages import GpuType, Requirements, Utility
 
 #: Fields for the simulator only.
 SIMULATED_ONLY = ("spans", "gpus_max")
@@ -77,14 +77,15 @@ def gpu_sizes(text: str, flag: str) -> tuple[int, ...]:
 
 
 def size(text: str, flag: str) -> int:
-    """Return a number of bytes given as ``8G`` or ``512M``; 0 needs no unit.
+    """Return a number of bytes given as ``8G``, ``8GiB`` or ``512M``; 0 needs no unit.
 
     Raises
     ------
     Fault
         Naming `flag`, for anything else.
     """
-    number, unit = (text[:-1], _SIZES[text[-1].upper()]) if text[-1:].upper() in _SIZES else (text, 0)
+    short = text[:-2] if text[-2:].lower() == "ib" and text[-3:-2].upper() in _SIZES else text
+    number, unit = (short[:-1], _SIZES[short[-1].upper()]) if short[-1:].upper() in _SIZES else (short, 0)
     try:
         value = float(number) * (unit or 1)
     except ValueError:
@@ -110,6 +111,22 @@ def _memory(value: Any, word: str) -> int:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise usage(f'{word} must be text such as "8G", and is {kind_of(value)}', f'write {word} = "8G"')
     return size(str(value), word)
+
+
+def gpu_types(value: Any, flag: str) -> Any:
+    """Return the types of GPUs given as ``H200``, as ``H100,H200`` or, in a spec file, as a list of such.
+
+    Raises
+    ------
+    Fault
+        Naming `flag`, for a type without a letter or digit, or with signs that no name of a GPU has.
+    """
+    types = tuple(word.strip() for word in value.split(",")) if isinstance(value, str) else value
+    try:
+        return msgspec.convert(types, tuple[GpuType, ...])
+    except msgspec.ValidationError:
+        wanted = "write H200, or H100,H200 for a job that can have either"
+        raise usage(f"{flag} is {value!r}, which is no type of GPU", wanted) from None
 
 
 def utility(text: str, flag: str) -> Utility:
@@ -235,9 +252,13 @@ def trials(command: Sequence[str], files: Path | None, given: Sequence[str]) -> 
 WORDS: dict[str, tuple[str, Callable[[Any, str], Any] | None]] = {
     "class": ("kind", None),
     "memory": ("host_bytes", _memory),
+    "gpu_type": ("gpu_types", gpu_types),
+    "min_memory": ("min_memory_bytes", _memory),
     "steps": ("steps_total", None),
     "step_time": ("step_serial_s", partial(_time, some_seconds)),
     "grace": ("grace_s", partial(_time, seconds)),
+    "time_limit": ("time_limit_s", partial(_time, some_seconds)),
+    "retry": ("max_restarts", None),
     "checkpoint_dir": ("checkpoint_root", None),
 }
 #: How the class ``interactive`` was called before; read for one release.
@@ -292,6 +313,10 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
         fields["kind"] = "interactive"
     if "utility" in fields:
         fields["utility"] = _utility(fields["utility"])
+    try:
+        fields = as_held(fields)
+    except ValueError as error:
+        raise usage(f"the spec cannot be used: {error}", "see docs/cli.md, Arrays and chains") from None
     sizes = fields.get("sizes")
     smallest = {"gang": sizes[0]} if isinstance(sizes, list | tuple) and sizes else {}
     try:

@@ -14,10 +14,12 @@ TOLD_CHAPTERS = 12
 WAITS_SHOWN = 2
 APP_COLUMNS = (
     *("ID", "TENANT", "NAME", "STATE", "GPUS", "WANT", "RHO", "LTGF", "STEP", "LOST", "PREEMPTED", "AGE", "WHERE"),
-    "WAITS-FOR",
+    *("TIMED-BY", "WAITS-FOR"),
 )
+#: What a signal cannot tell.
+BY_SIGNAL = "A time by a signal is that of one forward and backward pass: a micro-batch, if gradients are accumulated."
 #: Columns that change all the time.
-DRIFTING = frozenset({"RHO", "LTGF", "STEP", "LOST", "AGE"})
+DRIFTING = frozenset({"RHO", "LTGF", "STEP", "LOST", "AGE", "TIMED-BY"})
 
 
 def apps_table(document: Document, *, everything: bool = False, some: bool = False) -> str:
@@ -42,7 +44,7 @@ def _app_row(app: Document) -> tuple[str, ...]:
     return (
         str(app["id"]),
         str(app["tenant"]),
-        str(app["name"]),
+        str(app["name"]) + _array(app),
         str(app["state"]) + (", interactive" if app.get("class") == "interactive" else ""),
         str(len(app["gpus"])),
         str(app["want"]),
@@ -53,8 +55,15 @@ def _app_row(app: Document) -> tuple[str, ...]:
         str(app.get("preemptions", 0) or "-"),
         duration(app["elapsed_s"] if app["jct_s"] is None else app["jct_s"]),
         ",".join(sorted({str(task["node"]) for task in app["tasks"] if task["phase"] != "exited"})) or "-",
+        _timed(app),
         _waits_for(app),
     )
+
+
+def _array(app: Document) -> str:
+    """Return how many jobs of an array are over, of how many."""
+    array = app.get("array")
+    return f" [{array['over']}/{array['jobs']}]" if array else ""
 
 
 def _waits_for(app: Document) -> str:
@@ -82,6 +91,34 @@ def steps(tasks: Sequence[Document]) -> str:
     furthest = max(tasks, key=lambda task: (task["step"], task["total_steps"]))
     done, total = furthest["step"] + 1, furthest["total_steps"]
     return f"{done}/{total}" if total else str(done)
+
+
+def timed_by(task: Document) -> str:
+    """Return the source of a task's mini-batch time, with its confidence and the signals that agree, or why not."""
+    measured = task.get("measured") or {}
+    source = str(measured.get("source") or "unknown")
+    periods: Document = measured.get("periods") or {}
+    if source == "unknown":
+        told = ", ".join(f"{signal} {_period(period_s)}" for signal, period_s in sorted(periods.items()))
+        return f"unknown: {told}" if told else "-"
+    if source == "steps":
+        return source
+    others = sorted(periods.keys() - {source})
+    agree = f", as {' and '.join(others)}" if others else ""
+    return f"{source} {float(measured.get('confidence') or 0.0):.0%}{agree}"
+
+
+def _period(seconds: float) -> str:
+    """Return a period as a person would say it: mini-batches take from milliseconds to minutes."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def _timed(app: Document) -> str:
+    """Return how the mini-batch time of an app's tasks is known, of the least certain."""
+    tasks = [task for task in app["tasks"] if task["phase"] != "exited"]
+    if not tasks:
+        return "-"
+    return timed_by(min(tasks, key=lambda task: (task.get("measured") or {}).get("confidence") or 0.0))
 
 
 def shares_table(document: Document) -> str:
@@ -217,6 +254,14 @@ def _round_row(entry: Document, now: float) -> tuple[str, ...]:
     )
 
 
+def event_line(event: Document) -> str:
+    """Return an event as one line: its local time, the app, node or arbiter that it happened to, its kind, and more."""
+    when = datetime.fromtimestamp(float(event["at_s"])).strftime("%Y-%m-%d %H:%M:%S")  # noqa: DTZ006 - the reader's time
+    about = str(event["app"] or event["node"] or "arbiter")
+    line = f"{when}  {about:<12}  {event['kind']:<11}  {event['what']}"
+    return "".join(each if each.isprintable() else "?" for each in line).rstrip()
+
+
 def explanation(document: Document, now: float) -> str:
     """Return `explain`: state, GPUs held, the rounds that decided it, its story, and one next step."""
     if "app" not in document:  # a task, node, GPU or lease: only its story
@@ -232,7 +277,8 @@ def _headline(document: Document) -> str:
     holding = f"holds {len(held)} of the {document['want']} GPUs it can use"
     kind = ", interactive" if document.get("class") == "interactive" else ""
     line = f"{document['app']}{kind} of tenant {document['tenant']} is {document['state']}"
-    if document["state"] not in OVER:
+    after = (document.get("waits_for") or {}).get("kind") == "after"
+    if document["state"] not in OVER and not after:
         line += f" and {holding}"
     if held:
         line += ": " + ", ".join(map(str, held))
@@ -243,12 +289,66 @@ def _headline(document: Document) -> str:
 
 
 def _binding(document: Document) -> str:
-    """Return the obstacle that keeps it from starting: without that the next round would give it GPUs."""
+    """Return the obstacle that keeps it from starting: without that the next round would give it GPUs.
+
+    It is not told twice where it is what the app waits for.
+    """
     binding = document.get("binding")
-    if not binding:
+    if not binding or binding["text"] == document.get("waiting_for"):
         return ""
     estimate = " (an estimate, made without the bids of the apps)" if binding["estimate"] else ""
     return f"\nIn its way{estimate}: {binding['text']}"
+
+
+#: How far apart the GPUs of an app would lie, by the level that holds them all.
+_LEVEL = {
+    "slot": ", in one slot",
+    "machine": ", across its slots",
+    "rack": ", in one rack",
+    "cluster": ", in several racks",
+}
+
+
+def forecast(document: Document) -> str:
+    """Return `submit --dry-run`: whether the app would start now and where, or what it would wait for."""
+    gpus = document["gpus"]
+    if document["starts"]:
+        lines = [_would_get(document), *_leavers(gpus)]
+    else:
+        lines = ["It would wait" + (f", with {plural(len(gpus), 'GPU')} of a gang." if gpus else ".")]
+    why = document["reason"] or document["waiting_for"]
+    lines += [f"Reason: {why}"] if why else []
+    lines += [told] if (told := _binding(document).strip()) else []
+    booking = document.get("booking")
+    if booking:
+        lines.append(f"Booking: {booking['text'] or 'nothing is left to sell to it'}")
+    if document["estimate"]:
+        others = document["guessed"]
+        names = ", ".join(map(str, others[:WAITS_SHOWN])) + (", ..." if len(others) > WAITS_SHOWN else "")
+        lines.append(
+            f"This is an estimate: {plural(len(others), 'other app')} would bid too ({names}), and those bids are "
+            "guessed from what the apps last reported."
+        )
+    return "\n".join(lines)
+
+
+def _would_get(document: Document) -> str:
+    gpus, nodes = document["gpus"], document["nodes"]
+    apart = _LEVEL.get(str(document["level"]), "") if len(gpus) > 1 else ""
+    names = ", ".join(str(gpu["id"]) for gpu in gpus)
+    share = "" if len(gpus) == document["want"] else f" of the {document['want']} that it can use"
+    return (
+        f"It would start now, with {plural(len(gpus), 'GPU')}{share} on {', '.join(map(str, nodes))}{apart}: {names}."
+    )
+
+
+def _leavers(gpus: Sequence[Document]) -> list[str]:
+    """Return the apps that have the GPUs before, and have to leave them first."""
+    holders: dict[str, list[str]] = {}
+    for gpu in gpus:
+        if gpu["app"]:
+            holders.setdefault(str(gpu["app"]), []).append(str(gpu["id"]))
+    return [f"First {app} leaves {', '.join(names)}." for app, names in sorted(holders.items())]
 
 
 #: The basis of an app's finish-time fairness in words, by its `rho_basis`.
@@ -336,20 +436,23 @@ def _tasks(document: Document) -> str:
     tasks = document.get("tasks") or []
     if not tasks:
         return ""
-    return table(("TASK", "NODE", "PHASE", "STEP", "TIMED-BY", "SHARE", "REASON"), [_task_row(task) for task in tasks])
+    headers = ("TASK", "NODE", "PHASE", "STEP", "TIMED-BY", "SHARE", "REASON")
+    lines = [table(headers, [_task_row(task) for task in tasks])]
+    if any((task.get("measured") or {}).get("periods") for task in tasks):
+        lines.append(BY_SIGNAL)
+    return "\n".join(lines)
 
 
 def _task_row(task: Document) -> tuple[str, ...]:
     """Return a task's line: the source of its mini-batch time, and the part of the time in which it has its GPUs."""
     measured = task.get("measured") or {}
-    source = str(measured.get("source") or "unknown")
     share = float(measured.get("share", 1.0))
     return (
         str(task["task"]),
         str(task["node"]),
         str(task["phase"]),
         steps([task]),
-        "-" if source == "unknown" else source,
+        timed_by(task),
         "all" if share >= 1.0 else f"{share:.0%}",
         str(task.get("reason") or measured.get("remark") or ""),
     )
@@ -371,5 +474,7 @@ def next_step(document: Document) -> str:
             return f"gpu-arbiter release {app}"
         case _ if document.get("held"):
             return f"gpu-arbiter logs -f {app}"
+        case _ if (document.get("waits_for") or {}).get("kind") == "after":
+            return f"gpu-arbiter explain {document['waits_for']['ids'][0]}"
         case _:
             return f"gpu-arbiter wait {app} --for running   # or: gpu-arbiter nodes, to see the holders of GPUs"

@@ -12,7 +12,10 @@ from msgspec import Struct
 from protocol import config
 from protocol.config import ConfigError
 
+#: The smallest `log_max_bytes`: a beginning of some blocks, and newest lines for people to read.
+LOG_MAX_BYTES_MIN = 2**20
 _GPUS = re.compile(r"nvml|simulated:[0-9]{1,3}")
+_GPU = re.compile(r"[0-9]{1,3}|GPU-[0-9a-fA-F-]{36}")
 
 
 class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -23,7 +26,8 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     node
         The node's name: the broker user is ``node-<node>``.
     gpus
-        ``nvml`` for the NVIDIA GPUs of this node, ``simulated:4`` for four virtual ones. Never chosen for you.
+        ``nvml`` for the NVIDIA GPUs of this node, ``[0, 2]`` for some of them, each by its index as nvidia-smi
+        shows it or by its UUID; ``simulated:4`` for four virtual ones. Never chosen for you.
     rack
         The rack of the node; GPUs of one rack count as closer.
     bus, bus_file
@@ -45,6 +49,8 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
         The folder for the tasks' groups with ``cgroup``; by default the group of the node agent's service.
     memory_max_bytes
         Host memory that a task may take for each of its GPUs, parked tensors included; 0: not bounded.
+    log_max_bytes
+        Room that the output of one task takes on the disk; 0: not bounded. The beginning and the newest lines are kept.
     devices
         Patterns of device files that tasks may open besides their GPUs'; only ``systemd-scope`` closes the others.
     quarantine
@@ -79,7 +85,7 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     node: str
-    gpus: str
+    gpus: str | tuple[int | str, ...]
     rack: str = "rack-0"
     bus: str = ""
     bus_file: str = ""
@@ -91,6 +97,7 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     containment: Literal["auto", "none", "systemd-scope", "cgroup"] = "auto"
     cgroup_root: str = ""
     memory_max_bytes: int = 0
+    log_max_bytes: int = 256 * 2**20
     devices: tuple[str, ...] = ("/dev/infiniband/*", "/dev/gdrdrv")
     quarantine: Literal["on", "off"] = "on"
     strangers: Literal["warn", "exclude", "kill"] = "exclude"
@@ -128,17 +135,35 @@ def check(node: NodeConfig, source: str) -> None:
         With `source`, the field and the mend.
     """
     config.require_id(node.node, "node", "gpu-host-1", source)
-    if not _GPUS.fullmatch(node.gpus):
-        raise ConfigError(
-            f"{source}: gpus is {node.gpus!r}; write 'nvml' for this node's NVIDIA GPUs, or 'simulated:4' for "
-            "four virtual ones"
-        )
+    _check_gpus(node.gpus, source)
     positive = ("beat_s", "sample_s", "hello_s", "seats_max", "slice_overhead_max", "pack_gain_min")
     config.require_positive(node, (*positive, "simulated_memory_bytes"), source)
     for field in ("memory_max_bytes", "strangers_uid_min", "host_memory_bytes"):
         if getattr(node, field) < 0:
             raise ConfigError(f"{source}: {field} is {getattr(node, field)}; it must be 0 or more")
+    if 0 != node.log_max_bytes < LOG_MAX_BYTES_MIN:
+        raise ConfigError(
+            f"{source}: log_max_bytes is {node.log_max_bytes}; write {LOG_MAX_BYTES_MIN} or more, or 0 for no bound"
+        )
     if node.cgroup_root and not Path(node.cgroup_root).is_absolute():
         raise ConfigError(f"{source}: cgroup_root {node.cgroup_root} is no full path; give one below /sys/fs/cgroup")
     if node.bootstrap_dir and not Path(node.bootstrap_dir).is_dir():
         raise ConfigError(f"{source}: bootstrap_dir {node.bootstrap_dir} is no folder; give an existing one or none")
+
+
+def _check_gpus(gpus: str | tuple[int | str, ...], source: str) -> None:
+    if isinstance(gpus, str):
+        if not _GPUS.fullmatch(gpus):
+            raise ConfigError(
+                f"{source}: gpus is {gpus!r}; write 'nvml' for this node's NVIDIA GPUs, [0, 2] for some of them, "
+                "or 'simulated:4' for four virtual ones"
+            )
+        return
+    names = [str(gpu) for gpu in gpus]
+    wrong = [name for name in names if not _GPU.fullmatch(name)]
+    if wrong or not names or len(set(names)) < len(names):
+        told = f"names {wrong[0]!r}" if wrong else "names a GPU twice" if names else "is an empty list"
+        mig = "; a MIG instance cannot be given to jobs" if wrong and wrong[0].startswith("MIG-") else ""
+        raise ConfigError(
+            f"{source}: gpus {told}{mig}; write each GPU once, by its index or its UUID as nvidia-smi -L shows them"
+        )

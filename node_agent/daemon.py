@@ -58,9 +58,10 @@ from node_agent.workers.storage import Storage
 from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.core import Send
-from protocol.messages import LogChunk, NodeId, NodeReport, Party
+from protocol.messages import LogChunk, NodeId, NodeReport, Party, TaskId
 from protocol.private import state_folder
 from protocol.shell import Shell
+from protocol.worker import Counted
 
 #: Between two looks for a lifted quarantine.
 LIFTING_S = 2.0
@@ -138,8 +139,8 @@ async def _run(
     )
     async with asyncio.TaskGroup() as tasks:
         storage = Storage(memory.folder, shell.post)
-        workers = _workers(settings, backend, shell.post, tasks, storage)
         watch = ActivityWatch(backend, shell.post)
+        workers = _workers(settings, backend, shell.post, tasks, storage, watch.counted)
         sampler = Sampler(backend, workers, shell.post, config.sample_s, lambda: watch.watch(core.unmeasured()))
         lifting = tasks.create_task(_watch_for_lifting(memory.folder, shell.post))
         performer.attach(workers, sampler, tasks, shell.post, storage)
@@ -147,7 +148,10 @@ async def _run(
         await workers.adopt()
         if driver:
             await performer.find_checkpointed()
-        working = (*map(tasks.create_task, (sampler.run(), watch.run(), storage.watch())), lifting)
+        working = (
+            *map(tasks.create_task, (sampler.run(), watch.run(), storage.watch(), workers.bound_logs())),
+            lifting,
+        )
         log.info("node.ready", node=config.node, gpus=len(backend.devices()), incarnation=memory.kept.incarnation)
         if on_ready is not None:
             on_ready()
@@ -172,9 +176,10 @@ def _workers(
     post: Callable[[LocalEvent], None],
     tasks: asyncio.TaskGroup,
     storage: Storage,
+    counted: Callable[[TaskId, Counted], None],
 ) -> Workers:
     try:
-        return Workers(settings, backend, post, tasks, storage)
+        return Workers(settings, backend, post, tasks, storage, counted)
     except WorkersError as error:
         raise ConfigError(str(error)) from error
 
@@ -187,7 +192,7 @@ async def _driver_works(config: NodeConfig, checkpointer: Checkpointer) -> bool:
 
 async def _probe(config: NodeConfig, checkpointer: Checkpointer) -> str:
     """Say why the driver will not checkpoint processes here; empty if it can and may."""
-    real = config.gpus == "nvml"
+    real = not str(config.gpus).startswith("simulated")
     if config.driver_checkpoint == "off" or (config.driver_checkpoint == "auto" and not real):
         return f"driver_checkpoint is {config.driver_checkpoint}" + ("" if real else " and the GPUs are simulated")
     return await checkpointer.probe()
@@ -226,6 +231,7 @@ def _settings(config: NodeConfig, boot_id: str) -> Settings:
         containment=config.containment,
         devices=config.devices,
         memory_max_bytes=config.memory_max_bytes,
+        log_max_bytes=config.log_max_bytes,
         cgroup_root=config.cgroup_root,
         memory_dir=Path(config.memory_dir).resolve() if config.memory_dir else None,
     )
@@ -345,9 +351,10 @@ class Performer:
                 await self._storage.keep("health", lambda: health_files.write(self._memory.folder, ledger))
 
     async def _read_log(self, ask: ReadLogFile) -> None:
-        data, size = await self._workers.read_log(ask.task, offset=ask.offset, limit=ask.limit)
+        part = await self._workers.read_log(ask.task, offset=ask.offset, limit=ask.limit)
         # The core, which knows the task, says whether the log has ended.
-        self._post(LogRead(LogChunk(ask.query_id, ask.task, ask.offset, data, size, ended=False)))
+        chunk = LogChunk(ask.query_id, ask.task, ask.offset, part.data, part.size, ended=False, dropped=part.dropped)
+        self._post(LogRead(chunk))
 
 
 class Sampler:

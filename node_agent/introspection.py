@@ -17,6 +17,10 @@ If the gaps are even, a loop faster than the samples looks exactly like a slow o
 random, and a loop too fast to be seen then looks like noise. Periods from `SHORTEST_GAPS` median gaps to a tenth of the
 trace are reported: gaps of 0.11 to 0.25 s over 60 s support 0.49 to 6 s, gaps around 10 ms over 20 s 27 ms to 2 s.
 
+Several signals
+---------------
+`agreed` compares what several signals of one process show. Its answer is None, too, where two of them differ.
+
 Gradient accumulation
 ---------------------
 The signal cycles with the micro-batch, one forward and backward pass. For a step of four such passes a quarter of it is
@@ -28,6 +32,8 @@ the spectrum of uneven samples. Edelson and Krolik 1988, Astrophys. J. 333, 646:
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec import Struct
@@ -52,6 +58,9 @@ CYCLES_MIN, CYCLES_MIN_OF_PART = 10.0, 20.0
 FLAT = 1e-6
 #: Relative difference up to which two estimators mean the same period.
 AGREE = 0.055
+
+#: Signals of one process before those of a device, and each group by how finely it can be read.
+DIRECT: tuple[StepSource, ...] = ("steps", "allocator", "memory", "gpm", "utilisation", "unknown")
 
 #: Autocorrelation at the period, and how far it rises there from its lowest value before.
 REPEATS, RISE = 0.30, 0.35
@@ -116,6 +125,14 @@ def from_counter(times_s: ArrayLike, live_bytes: ArrayLike) -> Estimate | None:
     Draw its gaps at random too, from 5 to 15 ms: then a loop of 5 ms steps is unknown, and no slow one.
     """
     return estimate(times_s, live_bytes, "allocator")
+
+
+def agreed(found: Sequence[Estimate]) -> Estimate | None:
+    """Return the most direct of the estimates from different signals; None if there is none, or if any two differ."""
+    periods = [one.period_s for one in found]
+    if not found or max(periods) > (1 + AGREE) * min(periods):
+        return None
+    return min(found, key=lambda one: DIRECT.index(one.source))
 
 
 class _Guess(Struct, frozen=True):

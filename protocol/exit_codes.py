@@ -14,6 +14,7 @@ TIMED_OUT = 5  #: `--timeout` passed first
 UNREACHABLE = 6  #: no daemon, arbiter or broker answers; of `submit` with an id: it is queued all the same
 NOT_PERMITTED = 7
 CHANGED = 8  #: the state that the command was based on has changed underneath
+WOULD_WAIT = 10  #: of a dry run: the app would not start in the next round
 PREEMPTED = 75  #: EX_TEMPFAIL: the app ended preempted and will not be started again
 INTERRUPTED = 130  #: 128 + SIGINT
 
@@ -28,6 +29,7 @@ MEANING: dict[int, str] = {
     UNREACHABLE: "daemon, arbiter or broker unreachable",
     NOT_PERMITTED: "not permitted",
     CHANGED: "changed underneath",
+    WOULD_WAIT: "would wait",
     PREEMPTED: "ended preempted and will not resume",
     INTERRUPTED: "interrupted",
 }

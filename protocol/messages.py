@@ -65,6 +65,8 @@ Variable = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\x00=]
 Metrics = dict[Label, float]
 #: Bounds of lists, so that no peer can make another keep without end; all are far beyond one node or app.
 JOBS_MAX, GPUS_MAX, TASKS_MAX = 1024, 4096, 4096
+#: Apps that one app begins after, at most.
+AFTER_MAX = 100
 Gpus = Annotated[tuple[GpuId, ...], Meta(max_length=GPUS_MAX)]
 
 Role = Literal["arbiter", "node", "app"]
@@ -135,11 +137,41 @@ AppStateName = Literal[
     "cancelled",
     "refused",
 ]
-QueryKind = Literal["apps", "nodes", "explain", "rounds", "leases", "log", "shares", "capacity"]
+QueryKind = Literal["apps", "nodes", "explain", "rounds", "leases", "log", "shares", "capacity", "dry-run", "events"]
+#: What happens to apps and their tasks, to nodes and their GPUs, and to the arbiter.
+AppEventKind = Literal[
+    "submitted",
+    "queued",
+    "admitted",
+    "refused",
+    "granted",
+    "preempted",
+    "freed",
+    "starting",
+    "running",
+    "suspended",
+    "resumed",
+    "moved",
+    "restarted",
+    "exited",
+    "held",
+    "released",
+    "requeued",
+    "finished",
+    "failed",
+    "cancelled",
+]
+NodeEventKind = Literal[
+    "enrolled", "lost", "returned", "draining", "drained", "undrained", "quarantined", "unhealthy", "absent", "healthy"
+]
+SiteEventKind = Literal["led", "away", "configured"]
+EventKind = Literal[AppEventKind, NodeEventKind, SiteEventKind]
 AppActKind = Literal["cancel", "hold", "release", "requeue"]
 NodeActKind = Literal["drain", "undrain"]
 ActKind = Literal[AppActKind, NodeActKind]
 Cpus = Annotated[float, Meta(ge=0, le=1e6)]
+#: A type of GPUs as its user calls it, such as ``H200`` or ``RTX 4090``; `protocol.gpu_kinds` compares it with names.
+GpuType = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._+-]*$")]
 Weight = Annotated[float, Meta(gt=0, le=1e6)]  #: of GPU time among equals: twice the weight, twice the share
 
 
@@ -219,6 +251,8 @@ class Requirements(Struct, frozen=True):
     host_bytes: Count = 0  #: bytes of host memory, likewise
     weight: Weight = 1.0  #: its part of the GPU time among the apps of its tenant
     utility: Utility | None = None  #: its worth by when it ends; None: its user did not say
+    gpu_types: Annotated[tuple[GpuType, ...], Meta(max_length=16)] = ()  #: each of its GPUs is of one; empty: of any
+    min_memory_bytes: Count = 0  #: that each of its GPUs has at least, by the size that it is sold as
 
 
 class LeaseTerms(Struct, frozen=True):
@@ -259,10 +293,12 @@ class Measured(Struct, frozen=True, omit_defaults=True):
     Only `diverged` is the script's word, beside its `TaskStatus.metrics`.
 
     `share` is the part of the time since it last began to share its GPUs in which it ran: 1 for a job that has them to
-    itself. `cost_s` are the seconds that its last suspension and its last resumption took, together.
+    itself. `peak_bytes` and `trough_bytes` are of tensors within a mini-batch and at its end; of a script that tells
+    nothing of its steps, as samples show them. `cost_s` are the seconds that its last suspension and its last
+    resumption took, together.
     """
 
-    source: StepSource = "unknown"  #: of `TaskStatus.step_s`
+    source: StepSource = "unknown"  #: of `TaskStatus.step_s`; unknown, too, where `periods` disagree
     confidence: Annotated[float, Meta(ge=0, le=1)] = 0.0
     peak_bytes: Count = 0
     trough_bytes: Count = 0
@@ -275,6 +311,10 @@ class Measured(Struct, frozen=True, omit_defaults=True):
     diverged: tuple[Label, ...] = ()  #: metrics whose newest value is no finite number; they are not among those
     ran_s: Seconds = 0.0  #: how long this attempt has had its GPUs, without the time in which it was parked
     unsaved_s: Seconds = 0.0  #: of that, the time to be done again if it ends now, or since it ended: 0 if all is saved
+    reserved_bytes: Count = 0  #: kept by the allocators of its processes at the newest trough, in use or not
+    #: The period that each signal shows, of one forward and backward pass: a micro-batch where gradients are
+    #: accumulated. Empty where the worker tells its steps, which are mini-batches.
+    periods: dict[StepSource, Seconds] = {}
 
 
 class TaskStatus(Struct, frozen=True):
@@ -371,6 +411,9 @@ class AppReport(Struct, frozen=True, tag=True):
     site: SiteId = ""  #: as its app agent was last told by an arbiter
     basis: Basis = "measured"  #: the basis of its times
     start_s: Seconds = 0.0  #: from a job's first order to start until its first mini-batch, as measured; 0: unknown
+    after: Annotated[tuple[AppId, ...], Meta(max_length=AFTER_MAX)] = ()  #: its owner's apps that must end before
+    array: Count = 0  #: how many jobs its array has; 0: it is none
+    array_over: Count = 0  #: of these, those that have ended
 
 
 class ProbeReply(Struct, frozen=True, tag=True):
@@ -425,8 +468,30 @@ class Bid(Struct, frozen=True, tag=True):
     explicit: Annotated[tuple[ExplicitRow, ...], Meta(max_length=256)] = ()
 
 
+Several = Annotated[tuple[Sentence, ...], Meta(max_length=100)]
+
+
+class EventFilter(Struct, frozen=True):
+    """Which events are meant: an event is, if it fits each field that is not empty.
+
+    `ids` are those of apps, jobs and tasks; events older than `since_s` seconds are not meant.
+    """
+
+    ids: Several = ()
+    nodes: Several = ()
+    tenants: Several = ()
+    kinds: Annotated[tuple[EventKind, ...], Meta(max_length=100)] = ()
+    since_s: Seconds | None = None
+
+
 class Query(Struct, frozen=True, tag=True):
-    """A question from an app agent on behalf of its user; changes nothing."""
+    """A question from an app agent on behalf of its user; changes nothing.
+
+    ``dry-run`` asks what would become of an app that its agent has not submitted. Where the arbiter would ask that app
+    something in its next round, the answer holds that `Probe` or `Offer`; the agent asks again, with its reply.
+
+    Of ``events`` the `offset` is the id of the newest that is known already; where none is, `limit` means the newest.
+    """
 
     query_id: Name
     kind: QueryKind
@@ -434,6 +499,9 @@ class Query(Struct, frozen=True, tag=True):
     offset: Count = 0  #: for `log`: the byte to start at; for lists: how many entries to leave out
     limit: Count = 0  #: for lists: how many entries at most; 0: as many as an answer carries
     site: SiteId = ""  #: as for `AppReport`
+    report: AppReport | None = None  #: of ``dry-run``: the first report that the app's agent would send
+    said: Annotated[tuple[ProbeReply | Bid, ...], Meta(max_length=2)] = ()  #: of ``dry-run``: its replies so far
+    events: EventFilter = EventFilter()  #: of ``events``
 
 
 class Act(Struct, frozen=True, tag=True):
@@ -459,6 +527,7 @@ class LogChunk(Struct, frozen=True, tag=True):
     data: bytes
     size: Count  #: the log's size now
     ended: bool  #: the task has exited: no more will be written
+    dropped: Count = 0  #: bytes from `offset` on that are no longer kept; `data` is what comes after them
 
 
 # --- to an app agent ------------------------------------------------------------------------------------------------
@@ -530,6 +599,7 @@ class Holdings(Struct, frozen=True, tag=True):
     cluster_gpus: Count = 0
     acked: Count = 0  #: the newest `AppReport.seq` the arbiter has handled
     site: SiteId = ""
+    held_by: Label = ""  #: the owner or administrator that holds it: it gets no GPU until it is released
 
 
 class Refusal(Struct, frozen=True, tag=True):

@@ -252,6 +252,10 @@ class Shell(Generic[EventT, EffectT]):
             raise RuntimeError(f"{self._party.user}: {POSTED_MAX} events wait and none is handled")
         self._put(event)
 
+    def say(self, sends: Answers) -> None:
+        """Send messages beside the core, for the thread of the loop: questions that neither core nor journal keeps."""
+        self._put(_Late(sends))
+
     def post_threadsafe(self, event: EventT) -> None:
         """Queue a local event from another thread; for a shell that runs."""
         assert self._loop is not None, "the shell does not run yet"

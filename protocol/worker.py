@@ -22,6 +22,10 @@ from protocol.messages import Count, Seconds, Sentence, Step
 PROTO = 1
 #: Longest line either side sends or accepts.
 LINE_BYTES_MAX = 65536
+#: Samples of one line `counted`.
+COUNTED_MAX = 1000
+#: How long a worker waits for a trough of its memory.
+TROUGH_S = 5.0
 #: EX_TEMPFAIL: "I have saved; start me again", said by a worker that was told to leave.
 EXIT_REQUEUE = 75
 
@@ -38,12 +42,17 @@ ENVIRONMENT: dict[str, str] = {
     "PET_NPROC_PER_NODE": "the same number, for torchrun without --nproc-per-node",
     "CUDA_VISIBLE_DEVICES": "their UUIDs, comma-separated (a hint, not isolation)",
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    "WANDB_RUN_ID": "the job's run at WandB, the same in every attempt; unless the user sets it",
+    "WANDB_RESUME": "allow: begin that run, or go on with it; unless the user sets it",
+    "MLFLOW_RUN_CONTEXT": "tags of MLflow's runs: gpu_arbiter_run, gpu_arbiter_job; unless the user sets it",
     "TORCH_NCCL_ENABLE_MONITORING": "0: the watchdog must not kill a suspended worker",
 }
 
 
 class Hello(Struct, frozen=True, tag="hello"):
     """First line after each connect. `state` is the worker's present one; a reconnecting worker may be suspended.
+
+    `metrics` and `diverged` are as in `Progress`: those that it reported while no node agent listened are not lost.
 
     A task may be several training processes (torchrun): `rank` of `world` on this node, each with a connection. `held`
     says that it stands at a boundary because of an order to `hold`.
@@ -65,6 +74,8 @@ class Hello(Struct, frozen=True, tag="hello"):
     rank: Count = 0
     world: Annotated[int, Meta(ge=1, le=1024)] = 1
     state_bytes: Count = 0  #: the bytes that parking this process would move; 0 while unknown
+    metrics: dict[str, float] = {}
+    diverged: tuple[str, ...] = ()
 
 
 class Progress(Struct, frozen=True, tag="progress", omit_defaults=True):
@@ -72,8 +83,9 @@ class Progress(Struct, frozen=True, tag="progress", omit_defaults=True):
 
     `metrics` are finite; `diverged` names those whose newest value is not, as JSON has no word for it.
 
-    Bytes are of this process alone, 0 while unknown: those that parking would move, the part of the host arena that is
-    faulted in and registered for it, and the GPU memory at its peak within a mini-batch and at the boundary.
+    Bytes are of this process alone, 0 while unknown: those that parking would move; the part of the host arena that is
+    faulted in and registered for it; the GPU memory of its tensors at their peak within a mini-batch, and at the newest
+    trough; and the GPU memory that its allocator keeps, in use or not.
     """
 
     step: Step
@@ -91,6 +103,7 @@ class Progress(Struct, frozen=True, tag="progress", omit_defaults=True):
     samples: Count = 0  #: samples consumed, where the script says so
     seq: Count = 0  #: of the order to `tell` that this answers; 0: unasked
     diverged: tuple[str, ...] = ()
+    reserved_bytes: Count = 0
 
 
 class Suspended(Struct, frozen=True, tag="suspended"):
@@ -157,7 +170,16 @@ class Late(Struct, frozen=True, tag="late"):
     step: Step
 
 
-FromWorker = Hello | Progress | Suspended | Resumed | Saved | Refused | Finished | Stacks | Ready | Late
+class Counted(Struct, frozen=True, tag="counted", omit_defaults=True):
+    """A part of the answer to `sample`: the bytes of living tensors, each with its time, s of the monotonic clock."""
+
+    seq: Count
+    at_s: Annotated[tuple[Seconds, ...], Meta(max_length=COUNTED_MAX)] = ()
+    bytes: Annotated[tuple[Count, ...], Meta(max_length=COUNTED_MAX)] = ()
+    last: bool = False  #: no more are coming, unless it is asked again
+
+
+FromWorker = Hello | Progress | Suspended | Resumed | Saved | Refused | Finished | Stacks | Ready | Late | Counted
 
 
 class Order(Struct, frozen=True, tag="order", omit_defaults=True):
@@ -166,7 +188,9 @@ class Order(Struct, frozen=True, tag="order", omit_defaults=True):
     `suspend`: park at the next mini-batch boundary. `resume`. `leave`: at the next boundary save a checkpoint and exit
     75; `save`: at the next boundary save and go on. `probe`: answer `Stacks` from the helper thread at once. `tell`:
     answer `Progress` at once. `arena`: have a host arena of `bytes` faulted in and registered, from the helper thread.
-    `cap`: let this process take at most `bytes` of each GPU's memory, 0 for no limit.
+    `cap`: let this process take at most `bytes` of each GPU's memory, 0 for no limit. `sample`: read the memory every
+    10 ms or so for 20 s, unless steps are known, and answer with lines of `Counted`. `trough`: wait for the next trough
+    of the memory, for `TROUGH_S` at most, give back what the allocator keeps unused, and answer `Progress`.
 
     The processes of one task stop at the same step in two phases, without a collective. `hold`: stand still at the end
     of step `at_step` until the next order; answered `Ready` or `Late`. Once all are ready, `suspend`, `leave` or `save`
@@ -174,7 +198,7 @@ class Order(Struct, frozen=True, tag="order", omit_defaults=True):
     is obeyed at the next boundary.
     """
 
-    do: Literal["suspend", "resume", "leave", "save", "probe", "tell", "arena", "cap", "hold"]
+    do: Literal["suspend", "resume", "leave", "save", "probe", "tell", "arena", "cap", "hold", "sample", "trough"]
     gen: Count
     seq: Count
     at_step: Step = -1

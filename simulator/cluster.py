@@ -29,7 +29,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol.config import in_words
-from protocol.messages import NodeId
+from protocol.gpu_kinds import suits
+from protocol.messages import NodeId, Requirements
 
 #: Nodes of a rack by default: eight nodes of eight GPUs, as power and switches allow in practice.
 RACK_SIZE = 8
@@ -74,6 +75,10 @@ class Cluster(Struct, frozen=True):
     def gpus(self) -> int:
         """The GPUs of all nodes."""
         return sum(node.gpus for node in self.nodes)
+
+    def gpus_for(self, wished: Requirements) -> int:
+        """Return how many of the GPUs are of the kind that a user asked for."""
+        return sum(node.gpus for node in self.nodes if suits(wished, node.gpu_type, node.memory_bytes))
 
     @property
     def gpus_of_largest_node(self) -> int:

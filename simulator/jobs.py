@@ -34,7 +34,8 @@ class JobFacts(Struct, frozen=True):
     reports its metric, with its values; `slowdown` answers S of so many GPUs at that level. `beside` answers the job's
     speed beside a job of that kind on one GPU, relative to its speed alone; `busy` is the share of its time in which
     it keeps a GPU busy, None if it was never measured. A job that `balks` says that it can be parked, and refuses when
-    it is told to.
+    it is told to. One that is parked does not give `keeps_bytes` back: memory that no tensor holds, such as the buckets
+    of DDP; if that is `hidden`, the driver shows no process with it.
     """
 
     work_s: float
@@ -50,6 +51,8 @@ class JobFacts(Struct, frozen=True):
     can_park: bool = True
     can_checkpoint: bool = True
     balks: bool = False
+    keeps_bytes: int = 0
+    hidden: bool = False
     leave_s: float | None = None  #: how long it takes to save and leave; None: as all, `Costs.checkpoint_s`
 
     @property
@@ -66,6 +69,10 @@ class JobFacts(Struct, frozen=True):
         """Return the metric as the script reports it after `step` mini-batches: that of the newest report."""
         said = [value for at, value in self.reports if at <= step]
         return said[-1] if said else 0.0
+
+    def reported(self, first: int, last: int) -> dict[str, float]:
+        """Return the metrics that a process has reported which made the mini-batches from `first` to `last`."""
+        return self.metrics_at(last) if any(first <= at <= last for at, _ in self.reports) else {}
 
     def metrics_at(self, step: int) -> dict[str, float]:
         """Return the metrics of a progress report after `step` mini-batches."""

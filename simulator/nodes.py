@@ -214,13 +214,15 @@ class SimNode:
 
     # --- measuring ----------------------------------------------------------------------------------------------------
 
-    def _sample(self, gpu: Gpu, processes: tuple[GpuProcess, ...], utilisation: float | None = None) -> GpuSample:
+    def _sample(
+        self, gpu: Gpu, processes: tuple[GpuProcess, ...], used_bytes: int = 0, utilisation: float | None = None
+    ) -> GpuSample:
         return GpuSample(
             gpu=gpu.id,
             model=self.spec.gpu_type,
             memory_bytes=self.spec.memory_bytes,
             slot=gpu.slot,
-            used_bytes=sum(process.memory_bytes for process in processes),
+            used_bytes=used_bytes,
             processes=processes,
             healthy=gpu.id not in self.sick,
             lost=gpu.id in self.sick,
@@ -237,9 +239,10 @@ class SimNode:
     def _measured(self, gpu: Gpu) -> GpuSample:
         here = self.on[gpu.id]
         processes = tuple(
-            GpuProcess(worker.pid, worker.memory_bytes, worker.task) for worker in here if worker.memory_bytes
+            GpuProcess(worker.pid, worker.shown_bytes, worker.task) for worker in here if worker.memory_bytes
         )
-        return self._sample(gpu, processes, utilisation([worker.training for worker in here]))
+        used_bytes = sum(worker.memory_bytes for worker in here)
+        return self._sample(gpu, processes, used_bytes, utilisation([worker.training for worker in here]))
 
     def measure(self) -> None:
         """Measure all GPUs now, as node agents do now and then without being asked."""

@@ -303,9 +303,10 @@ class Simulation:
         finish: float | None,
         mean: float,
     ) -> AppRow:
-        budget_s, alone_s = budget_of(plan), alone_of(plan, self.cluster.gpus)
+        able = self.cluster.gpus_for(sim_app.spec.requirements)
+        budget_s, alone_s = budget_of(plan), alone_of(plan, able)
         demand_max = plan.gpus_max * len(plan.jobs)
-        cluster_s = budget_s / max(1, min(self.cluster.gpus, demand_max))
+        cluster_s = budget_s / max(1, min(able, demand_max))
         ideal_s = fairness.ideal_time_s(cluster_s=cluster_s, apps_mean=mean)
         jct_s = None if finish is None else finish + self.start_s - plan.submit_s
         useful_s = fsum(job.useful_gpu_s for job in jobs)
@@ -381,6 +382,8 @@ def spec_of(plan: AppPlan) -> AppSpec:
             utility=plan.utility,
             cpus=plan.cpus,
             host_bytes=plan.host_bytes,
+            gpu_types=plan.gpu_types,
+            min_memory_bytes=plan.min_memory_bytes,
             grace_s=GRACE_S if plan.leave_s is None else plan.leave_s + GRACE_SLACK_S,
         ),
     )

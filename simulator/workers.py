@@ -1,7 +1,7 @@
 """Imaginary workers: the process of one task on one node, which obeys orders and talks as real ones do.
 
 A worker takes memory on its GPUs as real ones were measured to: its peak and its CUDA context while it runs, the
-context alone while it is parked, nothing while the driver has it checkpointed.
+context and what it does not give back while it is parked, nothing while the driver has it checkpointed.
 """
 
 from __future__ import annotations
@@ -110,7 +110,14 @@ class Worker:
         """The memory that it takes of each of its GPUs."""
         if self.phase == "gone" or (self.phase == "parked" and self.by_driver):
             return 0
-        return CONTEXT_BYTES + (0 if self.phase == "parked" else self.training.facts.peak_bytes)
+        facts = self.training.facts
+        return CONTEXT_BYTES + (facts.keeps_bytes if self.phase == "parked" else facts.peak_bytes)
+
+    @property
+    def shown_bytes(self) -> int:
+        """The part of that with which the driver shows its process."""
+        hidden = self.phase == "parked" and self.memory_bytes and self.training.facts.hidden
+        return CONTEXT_BYTES if hidden else self.memory_bytes
 
     @property
     def account(self) -> JobAccount:
@@ -170,6 +177,7 @@ class Worker:
                 can_park=training.facts.can_park,
                 can_checkpoint=training.facts.can_checkpoint,
                 state_bytes=training.facts.state_bytes if begun else 0,
+                metrics=training.facts.reported(training.start_step + 2, step + 1),
             ),
         )
 

@@ -24,7 +24,7 @@ from app_agent.core.host import Accepted, AppHost, Changed, Declined, Submit
 from app_agent.core.model import Attempting
 from app_agent.core.spec import AppSpec
 from arbiter.core.arbiter import Arbiter, Configured, Event
-from arbiter.core.effects import ActRecord, AppRecord, Decide, LeaseRecord, Note, RoundRecord, Sell
+from arbiter.core.effects import ActRecord, AppRecord, Decide, EventRecord, LeaseRecord, Note, RoundRecord, Sell
 from arbiter.core.members.sale_batch import sell
 from arbiter.core.rounds.decision import decide
 from arbiter.core.state.model import NEVER, ArbiterSettings
@@ -464,7 +464,7 @@ class World:
             case AppRecord():
                 if self.on_account is not None:
                     self.on_account(effect)
-            case ActRecord():
+            case ActRecord() | EventRecord():
                 pass  # for the ledger, which a world has not
             case Note():
                 self.notes.append((self.now, effect))

@@ -38,8 +38,9 @@ class AppAgent:
     @classmethod
     def of(cls, app: AppId, spec: AppSpec, *, now: float, beat_s: float, run: str = "") -> AppAgent:
         """Return the agent of a new app; `spec` has no mistake."""
-        fresh = tuple(Job(JobId(f"{app}.{number}"), number) for number in range(len(spec.trials)))
-        return cls(AppState(app, spec, fresh, scheduler_for(spec).begin(), now, run=run), beat_s=beat_s)
+        fresh = tuple(Job(JobId(f"{app}.{number}"), place) for place, number in enumerate(spec.numbers))
+        state = AppState(app, spec, fresh, scheduler_for(spec).begin(), now, run=run, after=spec.after)
+        return cls(state, beat_s=beat_s)
 
     @property
     def state(self) -> AppState:
@@ -80,6 +81,31 @@ class AppAgent:
         """End the app at its user's word; an app that is over stays as it is."""
         if self.state.over is None:
             search.end(self.app, "cancelled", "cancelled by its owner", now)
+        return self._follow(now)
+
+    def cancel_job(self, job: JobId, now: float) -> list[Send]:
+        """End one job of an array at its user's word; a job that is over stays as it is."""
+        if self.state.over is None:
+            search.leave_out(self.app, job)
+        return self._follow(now)
+
+    def hear_end(self, other: AppId, over: Over, now: float) -> list[Send]:
+        """Take in that another app of the owner is over, which this one was to begin after.
+
+        It begins when no process of the other is left, too; what can never begin ends at once.
+        """
+        state = self.state
+        broken = any(each.app == other and each.ended == "ok" for each in state.after) and over.state != "finished"
+        if not (broken or over.gone or over.settled):
+            return []
+        state.after = tuple(each for each in state.after if each.app != other)
+        state.queued_at = now
+        if state.settled:
+            return []
+        if broken and state.over is None:
+            past = "was cancelled" if over.state == "cancelled" else over.state
+            why = f"{other} {past}, and this app was to begin only after {other} had finished (--after {other}:ok)"
+            search.end(self.app, "cancelled", why, now)
         return self._follow(now)
 
     def deadline(self) -> float | None:

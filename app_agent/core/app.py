@@ -59,7 +59,8 @@ class App:
 
 def _derive(state: AppState, scheduler: AppScheduler) -> Facts:
     slowdown = valuation.slowdowns(job.times for job in state.jobs)
-    trials = tuple(_trial(job, state.spec, slowdown) for job in state.jobs)
+    likely = _likely_steps(state)
+    trials = tuple(_trial(job, state.spec, slowdown, likely) for job in state.jobs)
     runnable = scheduler.runnable(state.search, trials)
     measured_s = [_measured_s(job, state.spec, slowdown) for job in state.jobs]
     guess_s = state.spec.step_serial_s or UNKNOWN_WORK_S / trials[0].steps_total
@@ -68,7 +69,13 @@ def _derive(state: AppState, scheduler: AppScheduler) -> Facts:
     return Facts(state.jobs, state.search, slowdown, trials, runnable, serials_s, median_s)
 
 
-def _trial(job: Job, spec: AppSpec, slowdown: Mapping[Level, float]) -> Trial:
+def _likely_steps(state: AppState) -> int:
+    """Return the steps of a job that has not said how many it makes: in an array as many as the median job; else 0."""
+    known = [job.total_steps or job.steps_done for job in state.jobs if job.total_steps or isinstance(job.state, Done)]
+    return round(median(known)) if state.spec.array and known else 0
+
+
+def _trial(job: Job, spec: AppSpec, slowdown: Mapping[Level, float], likely: int) -> Trial:
     standing: Literal["live", "done", "failed"] = "live"
     if isinstance(job.state, Done):
         standing = "done"
@@ -77,7 +84,7 @@ def _trial(job: Job, spec: AppSpec, slowdown: Mapping[Level, float]) -> Trial:
     return Trial(
         number=job.number,
         steps_done=job.steps_done,
-        steps_total=_steps_total(job, spec, slowdown),
+        steps_total=_steps_total(job, spec, slowdown, likely),
         state=standing,
         metric=math.nan if spec.metric in job.diverged else job.metrics.get(spec.metric),
         resting=isinstance(job.state, Waiting | Suspended),
@@ -85,10 +92,10 @@ def _trial(job: Job, spec: AppSpec, slowdown: Mapping[Level, float]) -> Trial:
     )
 
 
-def _steps_total(job: Job, spec: AppSpec, slowdown: Mapping[Level, float]) -> int:
+def _steps_total(job: Job, spec: AppSpec, slowdown: Mapping[Level, float], likely: int) -> int:
     """Return the steps of `job`: as made, as its script declared, as its user said, or as many as take an hour."""
     made = job.steps_done if isinstance(job.state, Done) else 0
-    known = made or job.total_steps or spec.steps_total
+    known = made or job.total_steps or spec.steps_total or (likely if likely > job.steps_done else 0)
     if known:
         return known
     serial_s = _measured_s(job, spec, slowdown) or spec.step_serial_s or 1.0

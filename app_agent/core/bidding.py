@@ -28,7 +28,7 @@ def answer_offer(app: App, offer: Offer, now: float) -> list[Send]:
     if state.over is not None or offer.epoch < state.view[0]:
         return []
     state.lease_s = offer.lease_s
-    value = valuation_of(app, elapsed_s=now - state.submitted_at, apps_mean=state.apps_mean)
+    value = valuation_of(app, elapsed_s=now - state.since, apps_mean=state.apps_mean)
     only = _reachable_homes(app, offer)
     named = None if only is None else set(only)
     usable = [gpu for gpu in offer.gpus if named is None or gpu.gpu in named]

@@ -15,8 +15,8 @@ GROWTH_GAIN_MIN = 2.0
 
 
 def demand_max(app: App) -> int:
-    """Return the most GPUs the app can use now."""
-    if app.state.over is not None:
+    """Return the most GPUs the app can use now: none before the apps that it begins after are over."""
+    if app.state.over is not None or app.state.after:
         return 0
     return sum(_demand(app, app.state.jobs[number]) for number in app.facts.runnable)
 

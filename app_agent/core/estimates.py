@@ -21,7 +21,7 @@ def ideal_s(app: App) -> float:
     if state.cluster_gpus == 0 or unmeasured:
         return 0.0
     budget_s = app.scheduler.budget_steps(app.facts.trials, state.search) * app.facts.serial_median_s
-    demand_max = state.spec.job_demand_max * len(state.jobs)
+    demand_max = state.spec.job_demand_max * state.spec.at_once
     return valuation.cluster_time_s(budget_s, cluster_gpus=state.cluster_gpus, demand_max=demand_max)
 
 
@@ -45,7 +45,8 @@ def left_s(app: App) -> tuple[float | None, float | None]:
     Source: Themis, Eq. 2 at full demand: sum_i max_j W_ij / job_demand_max; one job is a phase by itself.
     """
     state = app.state
-    steps_known = bool(state.spec.steps_total) or len(state.jobs) > 1 or state.jobs[0].total_steps > 0
+    searches = len(state.jobs) > 1 and not state.spec.array
+    steps_known = bool(state.spec.steps_total) or searches or any(job.total_steps for job in state.jobs)
     time_known = state.spec.step_serial_s > 0 or any(job.times for job in state.jobs)
     if state.over is not None or not (steps_known and time_known):
         return None, None
@@ -58,7 +59,8 @@ def left_s(app: App) -> tuple[float | None, float | None]:
 def basis(app: App) -> Basis:
     """Return the basis of the app's times: nothing but a guess, while its steps or their time are not known."""
     state = app.state
-    steps_known = bool(state.spec.steps_total) or all(
+    of_all = any if state.spec.array else all  # jobs of an array are taken to be as long as each other
+    steps_known = bool(state.spec.steps_total) or of_all(
         job.total_steps or isinstance(job.state, Done | Failed | Dropped) for job in state.jobs
     )
     if steps_known and any(job.times for job in state.jobs):

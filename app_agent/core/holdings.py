@@ -51,6 +51,7 @@ def _take_holdings(app: App, message: Holdings, now: float) -> None:
     state.acked = max(state.acked, message.acked)
     state.cluster_gpus = message.cluster_gpus or state.cluster_gpus
     state.site = message.site or state.site
+    state.held_by = message.held_by
     tasks: dict[tuple[JobId, int], list[TaskStatus]] = {}
     for task in message.tasks:
         tasks.setdefault((task.job, task.attempt), []).append(task)
@@ -63,8 +64,9 @@ def _take_holdings(app: App, message: Holdings, now: float) -> None:
         for job, before in zip(seen, state.jobs, strict=True)
     )
     _note_loss(app, now)
-    if state.over is not None and state.acked >= state.over.since_seq and not state.held:
-        state.over = replace(state.over, settled=True)
+    if state.over is not None and state.acked >= state.over.since_seq:
+        gone = all(task.phase == "exited" for task in message.tasks)
+        state.over = replace(state.over, gone=state.over.gone or gone, settled=state.over.settled or not state.held)
 
 
 def _told(app: App, job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) -> TaskStatus | None:

@@ -7,6 +7,7 @@ record, so that no tool needs to poll. Kept out: event loop, clock, dice, files,
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import assert_never
@@ -18,9 +19,9 @@ from msgspec.structs import replace
 from app_agent.core import search
 from app_agent.core.agent import AppAgent, ToOneApp
 from app_agent.core.app import App
-from app_agent.core.model import AppState, Attempting, Job, Leaving, Placed, Suspended
+from app_agent.core.model import AppState, Attempting, Done, Dropped, Failed, Job, Leaving, Placed, Suspended
 from app_agent.core.records import AppRecord, JobRecord, RecordState
-from app_agent.core.spec import AppSpec, mistake
+from app_agent.core.spec import AppSpec, Dependency, array_text, mistake
 from protocol import previous_version
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
@@ -29,6 +30,8 @@ from protocol.messages import (
     ActKind,
     Answer,
     AppId,
+    EventFilter,
+    JobId,
     Offer,
     OwnerId,
     Probe,
@@ -38,6 +41,8 @@ from protocol.messages import (
 
 #: An agent whose app is over stays this long to answer an arbiter that has not understood it.
 FORGET_AFTER_S = 600.0
+#: The owner's newest app, by the word of the command line.
+LAST = "last"
 #: Records of apps that are over, kept for `ps` and `wait`; the arbiter's ledger keeps all.
 RECORDS_MAX = 1000
 
@@ -51,10 +56,11 @@ class Submit(Struct, frozen=True, tag=True):
 
 
 class Cancel(Struct, frozen=True, tag=True):
-    """Event: the owner ends an app."""
+    """Event: the owner ends an app, or one `job` of an array."""
 
     request: str
     app: AppId
+    job: str = ""
 
 
 class Ask(Struct, frozen=True, tag=True):
@@ -65,6 +71,7 @@ class Ask(Struct, frozen=True, tag=True):
     target: str = ""
     offset: int = 0
     limit: int = 0
+    events: EventFilter = EventFilter()
 
 
 class Intervene(Struct, frozen=True, tag=True):
@@ -178,12 +185,12 @@ class AppHost:
                 return []
             case Submit(request, spec, token):
                 return self._submit(request, spec, token, now)
-            case Cancel(request, app):
-                return self._cancel(request, app, now)
-            case Ask(request, kind, target, offset, limit):
-                return [Send(ARBITER, Query(request, kind, target, offset, limit, self._site()))]
+            case Cancel(request, app, job):
+                return self._cancel(request, app, job, now)
+            case Ask(request, kind, target, offset, limit, events):
+                return [Send(ARBITER, Query(request, kind, target, offset, limit, self.site, events=events))]
             case Intervene(request, act, target, reason, force):
-                return [Send(ARBITER, Act(request, act, target, self._site(), reason, force))]
+                return [Send(ARBITER, Act(request, act, target, self.site, reason, force))]
             case _ as never:
                 assert_never(never)
 
@@ -204,32 +211,86 @@ class AppHost:
         """Return the records of all apps, in the order of submission."""
         return tuple(self.state.records.values())
 
-    def _site(self) -> str:
+    @property
+    def site(self) -> str:
         """Return the site whose arbiter the newest app has heard; empty while none has heard any."""
         return next((known.site for known in reversed(self.state.apps.values()) if known.site), "")
 
     # --- apps -------------------------------------------------------------------------------------------------------
 
-    def _submit(self, request: str, spec: AppSpec, token: str, now: float) -> list[Effect]:
-        spec = replace(spec, tenant=spec.tenant or self.state.tenant, name=spec.name or _script_name(spec))
-        wrong = mistake(spec)
+    def draft(self, spec: AppSpec, token: str, now: float) -> AppAgent | str:
+        """Return the agent that the next app would have if that was `spec`, or the mistake in it; changes nothing."""
+        # Of an app that is named twice the narrower condition counts.
+        named = sorted(map(self._named, spec.after), key=lambda each: each.ended == "ok")
+        after = tuple({each.app: each for each in named}.values())
+        spec = replace(spec, tenant=spec.tenant or self.state.tenant, name=spec.name or _script_name(spec), after=after)
+        wrong = mistake(spec) or next(filter(None, map(self._mistake_in, after)), None)
         if wrong is not None:
-            return [Declined(request, wrong)]
-        self.state.submitted += 1
-        app = AppId(f"{self.state.owner}-{self.state.tag}{self.state.submitted}")
+            return wrong
+        spec = replace(spec, after=tuple(each for each in after if not self._is_gone(each.app)))
+        app = AppId(f"{self.state.owner}-{self.state.tag}{self.state.submitted + 1}")
         run = f"{app}-{token}" if token else ""
-        agent = AppAgent.of(app, spec, now=now, beat_s=self.state.beat_s, run=run)
+        return AppAgent.of(app, spec, now=now, beat_s=self.state.beat_s, run=run)
+
+    def state_of_job(self, app: AppId, job: str) -> RecordState:
+        """Return what became of a job that is to be cancelled; it is one of an array that is remembered."""
+        states = {each.id: each.state for each in self.state.apps[app].jobs}
+        match states[JobId(job)]:
+            case Done():
+                return "finished"
+            case Failed():
+                return "failed"
+            case _:
+                return "cancelled"
+
+    def _named(self, after: Dependency) -> Dependency:
+        """Return a dependency on an app by its id, where it is on the owner's newest app."""
+        newest = next(reversed(self.state.records), after.app)
+        return replace(after, app=newest) if after.app == LAST else after
+
+    def _mistake_in(self, after: Dependency) -> str | None:
+        """Say why no app could ever begin after that one, as far as is known."""
+        record = self.state.records.get(after.app)
+        if record is None:
+            return f"after names {after.app}, and your app agent remembers no such app; `gpu-arbiter ps -a` lists yours"
+        if after.ended == "ok" and record.over and record.state != "finished":
+            past = "was cancelled" if record.state == "cancelled" else record.state
+            return (
+                f"{after.app} {past}, so nothing can begin only after it has finished; write {after.app}:any to begin "
+                "however it ended, or leave it out of after"
+            )
+        return None
+
+    def _submit(self, request: str, spec: AppSpec, token: str, now: float) -> list[Effect]:
+        agent = self.draft(spec, token, now)
+        if isinstance(agent, str):
+            return [Declined(request, agent)]
+        self.state.submitted += 1
+        app = agent.state.app
         self._agents[app] = agent
         self.state.apps[app] = agent.state
-        return [Accepted(request, app), *self._note(app, agent.restate(now))]
+        return [Accepted(request, app), *self._note(app, agent.restate(now), now)]
 
-    def _cancel(self, request: str, app: AppId, now: float) -> list[Effect]:
+    def _cancel(self, request: str, app: AppId, job: str, now: float) -> list[Effect]:
         if app not in self.state.records:
             return [Declined(request, f"there is no app {app}; `gpu-arbiter ps` lists yours", missing=True)]
         accepted = Accepted(request, app)
-        if app not in self._agents:
-            return [accepted]
-        return [accepted, *self._note(app, self._agents[app].cancel(now))]
+        agent = self._agents.get(app)
+        if not job:
+            return [accepted, *(self._note(app, agent.cancel(now), now) if agent else ())]
+        if agent is None:
+            return [Declined(request, f"{app} has been over for long, so its jobs cannot be cancelled")]
+        if not agent.state.spec.array:
+            why = f"{app} is no array, so its jobs are not cancelled one by one; `gpu-arbiter cancel {app}` ends it all"
+            return [Declined(request, why)]
+        known = next((each.id for each in agent.state.jobs if each.id == job), None)
+        if known is None:
+            return [
+                Declined(
+                    request, f"the array {app} has no job {job}; `gpu-arbiter explain {app}` shows it", missing=True
+                )
+            ]
+        return [accepted, *self._note(app, agent.cancel_job(known, now), now)]
 
     def _hear(self, message: object, now: float) -> list[Effect]:
         """Pass the arbiter's word to the app it is for; a message for an app of another daemon changes nothing."""
@@ -238,21 +299,37 @@ class AppHost:
         answers = self._agents[message.app].hear(message, now)
         if isinstance(message, Probe | Offer):
             return list(answers)  # The questions of a round change no record, and they are many.
-        return self._note(message.app, answers)
+        return self._note(message.app, answers, now)
 
     def _restate(self, app: AppId, now: float) -> list[Effect]:
-        return self._note(app, self._agents[app].restate(now))
+        return self._note(app, self._agents[app].restate(now), now)
 
     def _tick(self, app: AppId, now: float) -> list[Effect]:
-        return self._note(app, self._agents[app].tick(now))
+        return self._note(app, self._agents[app].tick(now), now)
 
-    def _note(self, app: AppId, sends: list[Send]) -> list[Effect]:
-        """Return `sends`, and the app's record if it has changed."""
-        record = record_of(self._agents[app].app)
-        if self.state.records.get(app) == record:
-            return list(sends)
-        self.state.records[app] = record
-        return [*sends, Changed(record)]
+    def _note(self, app: AppId, sends: list[Send], now: float) -> list[Effect]:
+        """Return `sends`, and the app's record if it has changed; tell its end to the apps that begin after it."""
+        effects: list[Effect] = []
+        said = deque([(app, sends)])
+        while said:
+            app, sends = said.popleft()
+            effects += sends
+            record, over = record_of(self._agents[app].app), self._agents[app].state.over
+            if self.state.records.get(app) != record:
+                self.state.records[app] = record
+                effects.append(Changed(record))
+            if over is not None:
+                said += [(other, self._agents[other].hear_end(app, over, now)) for other in self._following(app)]
+        return effects
+
+    def _is_gone(self, app: AppId) -> bool:
+        """Whether an app is over, and no process of it is left."""
+        over = self.state.apps[app].over if app in self.state.apps else None
+        return app not in self.state.apps or (over is not None and (over.gone or over.settled))
+
+    def _following(self, app: AppId) -> list[AppId]:
+        """Return the apps that wait for the end of that one."""
+        return sorted(other for other, state in self.state.apps.items() if any(each.app == app for each in state.after))
 
     def _forget(self, now: float) -> None:
         """Let agents go whose app has long been over, and the oldest records beyond the limit."""
@@ -279,13 +356,38 @@ def record_of(app: App) -> AppRecord:
         exit_code=over.exit_code if over else None,
         refused=bool(over and over.refused),
         gpus=() if over else tuple(gpu for gpu, held in sorted(state.held.items()) if not held.leaving),
-        tasks=tuple(job.task for job in state.jobs if job.seen >= 0),
+        tasks=tuple(job.task for job in state.jobs if job.seen >= 0 and (not state.spec.array or _is_living(job))),
         migrations=sum(job.migrations for job in state.jobs),
         steps_lost=sum(job.lost for job in state.jobs),
         suspensions=sum(job.suspensions_before + job.suspensions for job in state.jobs),
         metrics=search.metrics(app),
         jobs=() if over else tuple(_job_record(job) for job in state.jobs if _is_living(job)),
+        after=() if over else tuple(each.app for each in state.after),
+        ended=_ended(state),
+        checkpoint_dir=f"{state.spec.checkpoint_root}/{state.run or state.app}",
+        call_dir=_call_dir(state.spec),
     )
+
+
+def _ended(state: AppState) -> dict[RecordState, str]:
+    """Return the indices of an array's jobs that have ended, by how they did; empty for any other app."""
+    ends: dict[RecordState, list[int]] = {}
+    for index, job in zip(state.spec.array, state.jobs, strict=False):
+        match job.state:
+            case Done():
+                ends.setdefault("finished", []).append(index)
+            case Failed():
+                ends.setdefault("failed", []).append(index)
+            case Dropped():
+                ends.setdefault("cancelled", []).append(index)
+    return {end: array_text(indices) for end, indices in ends.items()}
+
+
+def _call_dir(spec: AppSpec) -> str:
+    """Return the folder of the call of a function, as the Python client writes it; empty for any other app."""
+    *words, last = spec.trials[0]
+    is_call = bool(words) and words[-1].endswith("/app_agent/training/function_call.py")
+    return last if is_call and last.startswith(f"{spec.checkpoint_root}/calls/") else ""
 
 
 def _is_living(job: Job) -> bool:
@@ -313,6 +415,8 @@ def _record_state(state: AppState) -> RecordState:
     """Return the state of the app's jobs taken together."""
     if any(isinstance(job.state, Placed | Leaving) and job.seen == job.state.attempt for job in state.jobs):
         return "running"
+    if state.held_by:
+        return "held"
     return "suspended" if any(isinstance(job.state, Suspended) for job in state.jobs) else "waiting"
 
 

@@ -20,12 +20,14 @@ from app_agent.core.model import (
     Suspended,
     Waiting,
 )
-from app_agent.core.spec import AppSpec
+from app_agent.core.spec import RESTARTS, AppSpec
 from app_agent.core.valuation import IterTime
 from protocol.messages import GpuId, JobId, Outcome, TaskPhase, TaskStatus, device_of, locality, newest_metrics
 
 #: A job that fails this often in a row before its first mini-batch cannot start; trying on would hide the reason.
 FALSE_STARTS_MAX = 2
+#: The exit code of a job that was stopped at its time limit: that of `timeout`.
+OVERDUE = 124
 #: A program that tells nothing of its mini-batches is past its start after so long.
 BEGUN_S = 60.0
 #: Mini-batches of one attempt after which its mean time is taken for a measurement.
@@ -132,14 +134,17 @@ def observe(
 def with_older_attempts(job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) -> Job:
     """Return `job` after news of attempts before its present one: an earlier one may have gone on, on a silent node.
 
-    The steps it made there are made again, as the present attempt knows nothing of them.
+    The steps it made there are made again, as the present attempt knows nothing of them. What it reported there counts
+    with these steps: a search judges by both.
     """
     present = present_attempt(job)
     for (of, attempt), parts in tasks.items():
         if of == job.id and attempt < present:
             step = min(part.step for part in parts)
             if attempt == job.seen:
-                job = replace(job, step=max(job.step, step))
+                told = ((part.metrics, part.measured.diverged) for part in parts)
+                metrics, diverged = newest_metrics((job.metrics, job.diverged), *told)
+                job = replace(job, step=max(job.step, step), metrics=metrics, diverged=diverged)
             elif attempt < job.seen:
                 job = replace(job, steps_before=max(job.steps_before, step))
     return job
@@ -160,10 +165,10 @@ def _unknown_to_arbiter(job: Job, held: Mapping[GpuId, HeldGpu], *, acked: int) 
     match job.state:
         case Placed(_, gpus, _) if all(gpu in held for gpu in gpus) and not _seen(job):
             return job  # It is still to be started.
-        case Leaving(_, _, since) | Stopping(_, _, since) if acked < since:
+        case Leaving(_, _, since) | Stopping(_, _, since, _) if acked < since:
             return job  # The arbiter spoke before it had heard of this wish.
-        case Stopping():
-            return replace(job, state=Dropped())
+        case Stopping(then=then):
+            return replace(job, state=then)
         case _:
             return next_attempt(job, preempted=_seen(job))
 
@@ -188,6 +193,8 @@ def _with_figures(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -
             start_step=-1,
             suspensions_before=job.suspensions_before + job.suspensions,
             suspensions=0,
+            ran_before_s=job.had_s,
+            ran_s=0.0,
         )
     times = _measure(job, status, held)
     metrics, diverged = newest_metrics((job.metrics, job.diverged), (status.metrics, status.measured.diverged))
@@ -204,6 +211,7 @@ def _with_figures(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -
         times=times,
         samples=status.samples or job.samples,
         pace=_pace(status, times),
+        ran_s=max(job.ran_s, status.measured.ran_s),
         false_starts=0 if _has_begun(status) else job.false_starts,
     )
 
@@ -275,7 +283,7 @@ def _after_end(job: Job, status: TaskStatus, spec: AppSpec, now: float) -> Job:
     if status.outcome == "finished":
         return replace(job, state=Done(status.reason))
     if isinstance(job.state, Stopping):
-        return replace(job, state=Dropped())
+        return replace(job, state=job.state.then)
     if status.outcome == "failed":
         return _after_failure(job, status, spec)
     left_s = max(0.0, now - job.state.at) if isinstance(job.state, Leaving) else None
@@ -288,11 +296,13 @@ def _after_failure(job: Job, status: TaskStatus, spec: AppSpec) -> Job:
     false_starts = 0 if _has_begun(status) else job.false_starts + 1
     job = replace(job, restarts=restarts, false_starts=false_starts)
     reason = status.reason or f"{status.task} exited with code {status.exit_code}"
-    if false_starts >= FALSE_STARTS_MAX:
+    allowed = RESTARTS if spec.max_restarts is None else spec.max_restarts
+    if false_starts >= FALSE_STARTS_MAX and spec.max_restarts is None:
         why = f"{job.id} failed {false_starts} times in a row before its first mini-batch: {reason}"
         return replace(job, state=Failed(why, shell_code(status.exit_code)))
-    if restarts > spec.max_restarts:
-        why = f"{job.id} failed {restarts} times, and {spec.max_restarts} restarts are allowed: {reason}"
+    if restarts > allowed:
+        why = f"{job.id} failed {restarts} times, and {allowed} restarts are allowed: {reason}"
+        why = why if allowed else f"{job.id} failed: {reason}"
         return replace(job, state=Failed(why, shell_code(status.exit_code)))
     return next_attempt(job, preempted=False)
 
@@ -330,11 +340,22 @@ def leave(job: Job, *, since_seq: int, now: float) -> Job:
 
 def drop(job: Job, *, since_seq: int) -> Job:
     """Go on without this job; nothing of it needs saving."""
+    return _stop(job, Dropped(), since_seq)
+
+
+def end_overdue(job: Job, limit_s: float, *, since_seq: int) -> Job:
+    """Stop a job that has had its GPUs for longer than it may; it fails."""
+    if not limit_s or job.had_s < limit_s:
+        return job
+    return _stop(job, Failed(f"{job.id} ran for its time limit of {limit_s:g} s", OVERDUE), since_seq)
+
+
+def _stop(job: Job, then: Dropped | Failed, since_seq: int) -> Job:
     match job.state:
         case Waiting():
-            return replace(job, state=Dropped())
-        case Placed(attempt, gpus, _) | Leaving(attempt, gpus, _) | Suspended(attempt, gpus):
-            return replace(job, state=Stopping(attempt, gpus, since_seq))
+            return replace(job, state=then)
+        case Placed(attempt, gpus) | Leaving(attempt, gpus) | Suspended(attempt, gpus):
+            return replace(job, state=Stopping(attempt, gpus, since_seq, then))
         case _:
             return job
 

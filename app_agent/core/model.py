@@ -19,7 +19,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from app_agent.core.spec import AppSpec
+from app_agent.core.spec import AppSpec, Dependency
 from app_agent.core.tuning.scheduler import Search
 from app_agent.core.valuation import IterTime
 from protocol.messages import (
@@ -87,16 +87,8 @@ class Suspended(Struct, frozen=True, tag=True):
     gpus: tuple[GpuId, ...]
 
 
-class Stopping(Struct, frozen=True, tag=True):
-    """The search goes on without this job; its process is not yet known to be gone."""
-
-    attempt: int
-    gpus: tuple[GpuId, ...]
-    since_seq: int
-
-
 class Dropped(Struct, frozen=True, tag=True):
-    """Eliminated by the search."""
+    """Eliminated by the search, or a job of an array that its owner has cancelled."""
 
 
 class Done(Struct, frozen=True, tag=True):
@@ -110,6 +102,15 @@ class Failed(Struct, frozen=True, tag=True):
 
     reason: str
     exit_code: int
+
+
+class Stopping(Struct, frozen=True, tag=True):
+    """The app goes on without this job, which is `then` over; its process is not yet known to be gone."""
+
+    attempt: int
+    gpus: tuple[GpuId, ...]
+    since_seq: int
+    then: Dropped | Failed = Dropped()
 
 
 JobState = Waiting | Placed | Leaving | Suspended | Stopping | Dropped | Done | Failed
@@ -165,6 +166,13 @@ class Job(Struct, frozen=True):
     pace: Pace = Pace()
     moves_s: tuple[float, ...] = ()  #: the costs of its last moves, see `jobs.observe`
     start_s: float = 0.0  #: the time of its first start, likewise; 0: unknown
+    ran_s: float = 0.0  #: how long attempt `seen` has had its GPUs, without the time in which it was parked
+    ran_before_s: float = 0.0  #: likewise all attempts before
+
+    @property
+    def had_s(self) -> float:
+        """How long it has had its GPUs, in all attempts."""
+        return self.ran_before_s + self.ran_s
 
     @property
     def steps_done(self) -> int:
@@ -201,6 +209,7 @@ class Over(Struct, frozen=True):
     at: float
     exit_code: int = 0
     refused: bool = False  #: by the arbiter, as something that can never be served
+    gone: bool = False  #: the arbiter knows, and no process of the app lives, as far as it knows
     settled: bool = False  #: the arbiter knows, and holds no lease for the app any more
 
 
@@ -219,6 +228,7 @@ class AppState(Struct):
     view: tuple[int, int] = (-1, -1)  #: (epoch, seq) of the newest word of the arbiter
     acked: int = -1
     held: dict[GpuId, HeldGpu] = {}
+    held_by: str = ""  #: the owner or administrator that holds the app itself: no GPU comes until it is released
     given_back: tuple[LeaseId, ...] = ()
     useless_since: dict[LeaseId, float] = {}
     patient_until: float | None = None  #: when useless leases that may still make a gang are given back
@@ -229,6 +239,13 @@ class AppState(Struct):
     run: str = ""  #: the submission; empty for one of an earlier version
     site: str = ""  #: the site of the arbiter it heard last
     losses: tuple[tuple[float, float], ...] = ()  #: (time, loss) of the last two reports in which the loss was new
+    after: tuple[Dependency, ...] = ()  #: of the apps that it begins after, those that are not over
+    queued_at: float | None = None  #: when the last of them had ended; None: it begins after none
+
+    @property
+    def since(self) -> float:
+        """Since when it is in the queue, and its rho counts."""
+        return self.submitted_at if self.queued_at is None else self.queued_at
 
     @property
     def settled(self) -> bool:

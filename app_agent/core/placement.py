@@ -89,11 +89,12 @@ def _grow_jobs(app: App, wanted: Sequence[int], held_back: set[GpuId], now: floa
     """Let elastic jobs leave in order to start again on more GPUs that they can reach; return those GPUs."""
     state = app.state
     used: set[GpuId] = set()
-    for job in jobs_of(app, wanted):
+    unused = [held for held in _free_gpus(app) if held.gpu not in held_back]
+    for job in jobs_of(app, wanted) if unused else ():
         if not isinstance(job.state, Placed) or not demand.growable(app, job):
             continue
         nodes = {state.held[gpu].node for gpu in job.gpus if gpu in state.held}
-        free = [held for held in _free_gpus(app) if held.gpu not in held_back | used]
+        free = [held for held in unused if held.gpu not in used]
         more = [held for held in free if held.node in nodes]
         if state.spec.spans:
             more += [held for held in free if held.node not in nodes]

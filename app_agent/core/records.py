@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from protocol.messages import AppId, JobId, StepSource, TaskId
 
-RecordState = Literal["waiting", "running", "suspended", "finished", "failed", "cancelled"]
+RecordState = Literal["waiting", "running", "suspended", "held", "finished", "failed", "cancelled"]
 
 
 class JobRecord(Struct, frozen=True):
@@ -34,7 +34,14 @@ class JobRecord(Struct, frozen=True):
 
 
 class AppRecord(Struct, frozen=True):
-    """One app as its owner's tools see it. `exit_code` is the app's own as a shell would show it, once it is over."""
+    """One app as its owner's tools see it. `exit_code` is the app's own as a shell would show it, once it is over.
+
+    It waits for the end of the apps `after`. Of an array `tasks` are those of jobs that run or are parked, and `ended`
+    has the indices of the jobs that have ended, by how they did, written as ``0-4,7``.
+
+    Below `checkpoint_dir` its jobs have their folders; `call_dir` is the folder of the call if it is one of a function.
+    Both are empty for an app that was over before this was kept.
+    """
 
     app: AppId
     tenant: str
@@ -52,6 +59,10 @@ class AppRecord(Struct, frozen=True):
     suspensions: int
     metrics: dict[str, float]
     jobs: tuple[JobRecord, ...] = ()
+    after: tuple[AppId, ...] = ()
+    ended: dict[RecordState, str] = {}
+    checkpoint_dir: str = ""
+    call_dir: str = ""
 
     @property
     def over(self) -> bool:

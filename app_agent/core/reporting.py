@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import median
 from typing import assert_never
 
@@ -13,6 +14,11 @@ from app_agent.core.app import App
 from app_agent.core.model import Done, Dropped, Failed, Job, Leaving, Placed, Stopping, Suspended, Waiting
 from protocol.core import Send
 from protocol.messages import ARBITER, LEVELS, AppReport, GpuId, JobWish, LaunchSpec, Level, TenantId
+
+#: The variable that has the index of an array's job.
+ARRAY_INDEX = "GPU_ARBITER_ARRAY_INDEX"
+#: An array's jobs that have not begun are told in reports up to this many: the arbiter goes by the app's demand.
+WAITING_TOLD = 16
 
 
 def report(app: App, now: float, *, restate: bool) -> list[Send]:
@@ -41,7 +47,7 @@ def wish(app: App) -> AppReport:
         state=over.state if over else "active",
         gang=demand.gang(app),
         demand_max=demand.demand_max(app),
-        jobs=() if over else tuple(each for job in state.jobs if (each := _job_wish(app, job)) is not None),
+        jobs=() if over else tuple(_job_wishes(app)),
         requirements=state.spec.requirements,
         releases=() if over else state.given_back,
         level_max=_level_max(app),
@@ -60,6 +66,9 @@ def wish(app: App) -> AppReport:
         site=state.site,
         basis=estimates.basis(app),
         start_s=median([job.start_s for job in state.jobs if job.start_s] or [0.0]),
+        after=tuple(each.app for each in state.after),
+        array=len(state.spec.array),
+        array_over=sum(isinstance(job.state, Done | Failed | Dropped) for job in state.jobs) if state.spec.array else 0,
     )
 
 
@@ -83,6 +92,20 @@ def _level_max(app: App) -> Level:
     return min(app.state.spec.level_max, "machine", key=LEVELS.index)
 
 
+def _job_wishes(app: App) -> Iterator[JobWish]:
+    """Yield the wishes for its jobs; of an array's jobs that have not begun those for a few, which come next."""
+    told = set(app.facts.runnable) if app.state.spec.array else None
+    fresh = 0
+    for job in app.state.jobs:
+        if told is not None and isinstance(job.state, Waiting) and job.state.attempt == 0:
+            fresh += 1
+            if job.number not in told or fresh > WAITING_TOLD:
+                continue
+        wish_ = _job_wish(app, job)
+        if wish_ is not None:
+            yield wish_
+
+
 def _job_wish(app: App, job: Job) -> JobWish | None:
     """Return the app's wish for `job`, or None when it has none any more."""
     match job.state:
@@ -103,12 +126,13 @@ def _job_wish(app: App, job: Job) -> JobWish | None:
 
 def _job_wish_on(app: App, job: Job, attempt: int, gpus: tuple[GpuId, ...], *, suspended: bool = False) -> JobWish:
     spec, run = app.state.spec, app.state.run
+    number = job.id.rpartition(".")[2]
     launch = LaunchSpec(
-        command=spec.trials[job.number],
+        command=spec.command_of(job.number),
         cwd=spec.cwd,
         # Not by the app's id alone: another site, or this one after its state was lost, may give that again.
-        checkpoint_dir=f"{spec.checkpoint_root}/{run or app.state.app}/{job.number}",
-        env=spec.env,
+        checkpoint_dir=f"{spec.checkpoint_root}/{run or app.state.app}/{number}",
+        env=spec.env | {ARRAY_INDEX: number} if spec.array else spec.env,
         run=run,
         secrets=spec.secrets,
     )
@@ -130,5 +154,6 @@ def _urgent(said: AppReport) -> bytes:
         loss_drop=0.0,
         move_s=0.0,
         start_s=0.0,
+        array_over=0,
     )
     return msgspec.msgpack.encode(calm)

@@ -1,16 +1,19 @@
-"""A user's submission: one app, of one training job or of several trials of which the best is wanted."""
+"""A user's submission: one app, of one training job, of an array of jobs, or of trials of which the best is wanted."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from protocol.messages import (
+    AFTER_MAX,
+    JOBS_MAX,
+    AppId,
     Count,
     Folder,
     Level,
@@ -32,7 +35,83 @@ INHERITED = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LANG")
 #: Longest list of sizes, which every report of the app repeats.
 SIZES_MAX = 64
 
-_TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+#: The greatest index of a job of an array.
+INDEX_MAX = 10**9 - 1
+#: So many jobs of an array that names no bound run at a time, at most.
+AT_ONCE_MAX = 256
+#: A failed job is started again so often, if its user names no number.
+RESTARTS = 3
+
+TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?")
+
+
+#: Which trials of a search go on.
+SearchName = Literal["halving", "hyperband", "curve", "all"]
+#: How an app must have ended for another to begin after it: ``ok``: it has finished; ``any``: however it ended.
+Ended = Literal["ok", "any"]
+
+
+class Dependency(Struct, frozen=True):
+    """An app of the same owner that must be over first; ``last`` is the newest one at the time of the submission."""
+
+    app: AppId
+    ended: Ended = "ok"
+
+    @classmethod
+    def of(cls, text: str) -> Dependency:
+        """Return the dependency written as ``ana-kqz7``, ``ana-kqz7:ok`` or ``ana-kqz7:any``.
+
+        Raises
+        ------
+        ValueError
+            With a sentence, for anything else.
+        """
+        app, colon, ended = text.partition(":")
+        if not app or (colon and ended not in ("ok", "any")):
+            raise ValueError(f"{text!r} is no dependency; write ana-kqz7, ana-kqz7:ok or ana-kqz7:any")
+        return cls(AppId(app), "any" if ended == "any" else "ok")
+
+
+def array_of(text: str) -> tuple[tuple[int, ...], int]:
+    """Return the indices of an array, rising, and how many of its jobs may run at a time (0: no bound is named).
+
+    Written as ``0-19``, ``0-19%4`` (at most four at a time), ``1,3,7`` or ``0-20:5`` (0, 5, 10, 15 and 20).
+
+    Raises
+    ------
+    ValueError
+        With a sentence, for anything else.
+    """
+    ranges, percent, bound = text.partition("%")
+    if percent and not (bound.isascii() and bound.isdigit() and 1 <= int(bound) <= JOBS_MAX):
+        raise ValueError(f"{text!r} bounds how many jobs run at a time by {bound!r}; write a number, as in 0-19%4")
+    indices: set[int] = set()
+    for part in ranges.split(","):
+        found = _RANGE.fullmatch(part.strip())
+        if not found:
+            raise ValueError(f"{text!r} is no array; write 0-19, 0-19%4, 1,3,7 or 0-20:5")
+        first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        if last < first or step < 1:
+            mend = "give a step of 1 or more" if step < 1 else "write the smaller one first"
+            raise ValueError(f"{part.strip()!r} names no index; {mend}, as in 0-19 or 0-20:5")
+        if (last - first) // step + 1 + len(indices) > 2 * JOBS_MAX:
+            raise ValueError(f"{text!r} has more than {JOBS_MAX} jobs, the most of one array; submit several")
+        indices.update(range(first, last + 1, step))
+    if len(indices) > JOBS_MAX:
+        raise ValueError(f"{text!r} has {len(indices)} jobs, and one array has {JOBS_MAX} at most; submit several")
+    return tuple(sorted(indices)), int(bound or 0)
+
+
+def array_text(indices: Sequence[int]) -> str:
+    """Return rising indices as `array_of` reads them, such as ``0-4,7``."""
+    ranges: list[list[int]] = []
+    for index in indices:
+        if ranges and index == ranges[-1][1] + 1:
+            ranges[-1][1] = index
+        else:
+            ranges.append([index, index])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,6 +121,11 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     ----------
     trials
         One command per job; more than one makes a search.
+    array, array_at_most
+        Of an array: one index for each job, rising. All its jobs have the one command, and each finds its index in
+        ``GPU_ARBITER_ARRAY_INDEX``. At most so many run at a time; 0: as many as get GPUs, up to `AT_ONCE_MAX`.
+    after
+        The apps that must be over before this one takes part.
     cwd, checkpoint_root
         Absolute folders on storage that every node sees; job n checkpoints in ``<checkpoint_root>/<run>/<n>``, where
         the run differs from that of every other submission, such as ``ana-kq7-5f0c12ab``.
@@ -83,7 +167,10 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     target
         Of ``curve``: the first trial to report this metric, or a better one, is the answer.
     max_restarts
-        How often one job is started again after failing; preemptions do not count.
+        How often one job is started again after failing; preemptions do not count. None: `RESTARTS` times, and not
+        when it seems that it cannot start at all.
+    time_limit_s
+        How long one job may have its GPUs, in all its attempts; 0: there is no limit. Beyond that it fails.
     """
 
     trials: Annotated[tuple[Command, ...], Meta(min_length=1, max_length=1024)]
@@ -101,10 +188,14 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     step_serial_s: Seconds = 0.0
     restart_s: Seconds = 10.0
     level_max: Level = "cluster"
-    max_restarts: Count = 3
+    max_restarts: Count | None = None
+    time_limit_s: Seconds = 0.0
+    array: Annotated[tuple[Annotated[int, Meta(ge=0, le=INDEX_MAX)], ...], Meta(max_length=JOBS_MAX)] = ()
+    array_at_most: Annotated[int, Meta(ge=0, le=JOBS_MAX)] = 0
+    after: Annotated[tuple[Dependency, ...], Meta(max_length=AFTER_MAX)] = ()
     metric: str = ""
     mode: Literal["max", "min"] = "max"
-    search: Literal["halving", "hyperband", "curve", "all"] = "halving"
+    search: SearchName = "halving"
     phase_steps: tuple[Positive, ...] = ()
     eta: Annotated[int, Meta(ge=2, le=1024)] = ETA
     steps_min: Count = 0
@@ -114,6 +205,22 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     def spans(self) -> bool:
         """Whether a job's GPUs may lie on several nodes."""
         return self.requirements.spans
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers in the ids of its jobs: the indices of an array, else 0, 1, ... in the order of its trials."""
+        return self.array or range(len(self.trials))
+
+    @property
+    def at_once(self) -> int:
+        """How many of its jobs may run at a time."""
+        if not self.array:
+            return len(self.trials)
+        return min(len(self.array), self.array_at_most or AT_ONCE_MAX)
+
+    def command_of(self, job: int) -> tuple[str, ...]:
+        """Return the command of the job at that place among its jobs."""
+        return self.trials[0 if self.array else job]
 
     @property
     def job_demand_max(self) -> int:
@@ -129,6 +236,34 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     def elastic(self) -> bool:
         """Whether a job can run on more GPUs than its gang."""
         return self.job_demand_max > self.gang
+
+
+def as_held(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec with `after` and `array` as `AppSpec` holds them, where they are written as text.
+
+    Raises
+    ------
+    ValueError
+        With a sentence that names the field and the mend.
+    """
+    held = dict(fields)
+    after = held.get("after")
+    if isinstance(after, str):
+        after = after.split(",")
+    if isinstance(after, list | tuple):
+        held["after"] = tuple(_read("after", Dependency.of, each) if isinstance(each, str) else each for each in after)
+    if isinstance(held.get("array"), str):
+        held["array"], at_most = _read("array", array_of, held["array"])
+        if at_most:
+            held["array_at_most"] = at_most
+    return held
+
+
+def _read(field: str, read: Callable[[str], Any], text: str) -> Any:
+    try:
+        return read(text.strip())
+    except ValueError as error:
+        raise ValueError(f"{field}: {error}") from None
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,9 +315,25 @@ def mistake(spec: AppSpec) -> str | None:
         )
     if twice := sorted(spec.env.keys() & spec.secrets.keys()):
         return f"{twice[0]} is in env and in secrets; leave one out"
-    if not _TENANT.fullmatch(spec.tenant):
+    if not TENANT.fullmatch(spec.tenant):
         return f"tenant is {spec.tenant!r}; use lower-case letters, digits and dashes, such as team-a"
-    return _sizes_mistake(spec) or _options_mistake(spec) or (_search_mistake(spec) if len(spec.trials) > 1 else None)
+    other = _array_mistake(spec) or _sizes_mistake(spec) or _options_mistake(spec)
+    return other or (_search_mistake(spec) if len(spec.trials) > 1 else None)
+
+
+def _array_mistake(spec: AppSpec) -> str | None:
+    """Say why this is no array, or which field goes with arrays only."""
+    if spec.array_at_most and not spec.array:
+        return f"array_at_most is {spec.array_at_most}, but there is no array; leave it out, or give array"
+    if not spec.array:
+        return None
+    if list(spec.array) != sorted(set(spec.array)):
+        return f"array is {', '.join(map(str, spec.array[:10]))}; list each index once, the smallest first"
+    if len(spec.trials) > 1:
+        return f"both array and {len(spec.trials)} trials are given; an array has one command, so leave one of them out"
+    if spec.metric or spec.target is not None:
+        return "metric and target are for searches, and all jobs of an array run to their ends; leave them out"
+    return None
 
 
 def _sizes_mistake(spec: AppSpec) -> str | None:

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
 
 from . import checkpoints, parking, process_memory
+from .agent_link import BEAT_S
 from .checkpoints import Save, Team
 from .state import Order, TrainingState
+
+#: The memory counters are read once for each beat of the helper thread, which tells the newest reading only; the peak
+#: is counted by the allocator. Where that would take more than this share of the time, they are read less often, but
+#: no slow reading stops them for longer than so many seconds.
+READING_SHARE, READING_GAP_S_MAX = 1 / 20_000, 5.0
+
+
+def read_memory(process: TrainingState) -> None:
+    """Note how much memory this process has at the boundary, and at the peak of the mini-batches before it."""
+    begun = time.perf_counter()
+    with contextlib.suppress(Exception):  # a figure is not worth the training
+        process.note_memory(process_memory.reading(process.devices))
+    spent = time.perf_counter() - begun
+    process.memory_due_s = begun + min(READING_GAP_S_MAX, max(BEAT_S, spent / READING_SHARE))
 
 
 def obey(process: TrainingState, save: Save | None, *, by_hook: bool) -> bool:
     """Obey the order for this boundary; return whether the process is to leave."""
     if process.survey_wanted:
         _survey(process)
+    if process.cache_unwanted:
+        process.cache_unwanted = False
+        with contextlib.suppress(Exception):  # as in the capture of a CUDA graph: training is worth more
+            process_memory.give_back_unused()
+        read_memory(process)
     while not process.leaving:
         order = process.order
         if order is None or process.step < order.at_step:
@@ -28,9 +49,11 @@ def obey(process: TrainingState, save: Save | None, *, by_hook: bool) -> bool:
         elif save is not None:
             _save(process, order, save)
         else:
+            if order.do == "leave" and process.interrupt is not None:
+                process.interrupt()
             break  # a later boundary brings the save function
     with process.changed:
-        process.due = process.order is not None or process.survey_wanted
+        process.due = process.order is not None or process.survey_wanted or process.cache_unwanted
     process.mark = time.perf_counter()  # standing still is no training time
     return process.leaving
 
@@ -38,13 +61,12 @@ def obey(process: TrainingState, save: Save | None, *, by_hook: bool) -> bool:
 def _survey(process: TrainingState) -> None:
     """Look once how much there is to park, so that room can be made for it while training goes on."""
     process.survey_wanted = False
-    try:
+    with contextlib.suppress(parking.ParkRefused):  # an order to suspend will be answered with the reason
         state = parking.survey()
-    except parking.ParkRefused:
-        return  # an order to suspend will be answered with the reason
-    process.devices, process.state_bytes = state.devices, state.bytes
-    process.trough_bytes = process_memory.allocated_bytes(state.devices)[0] if state.devices else state.bytes
-    process_memory.forget_peak(state.devices)
+        process.devices, process.state_bytes = state.devices, state.bytes
+    process_memory.forget_peak(process.devices)
+    process.peak_bytes = 0  # what it was before says nothing of a mini-batch
+    process.memory_due_s = 0.0  # at the next boundary, when one has been counted
 
 
 def _hold(process: TrainingState, order: Order) -> None:
@@ -60,6 +82,14 @@ def _hold(process: TrainingState, order: Order) -> None:
 
 def _suspend(process: TrainingState, order: Order) -> None:
     begun = time.perf_counter()
+    process.parked = True
+    try:
+        _park_and_stand(process, order, begun)
+    finally:
+        process.parked = False
+
+
+def _park_and_stand(process: TrainingState, order: Order, begun: float) -> None:
     try:
         parked = parking.park()
     except parking.ParkRefused as refusal:

@@ -47,6 +47,14 @@ _PARTIAL = re.compile(r"tmp-a(\d+)-s\d+(?:-.*)?\Z")
 _MARKS = "-marks"
 
 
+_UNFINISHED = re.compile(rf"tmp-{re.escape(FINISHED)}-\d+\Z")
+
+
+def is_ours(name: str) -> bool:
+    """Whether a name in a job's folder is one that this module and the node agent give, and no script."""
+    return name == FINISHED or any(each.match(name) for each in (_COMPLETE, _PARTIAL, _UNFINISHED))
+
+
 class Checkpoint:
     """A complete checkpoint: mini-batches 0 to `step` are done in it, and `samples` were consumed if that was told."""
 

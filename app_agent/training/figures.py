@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 
 from . import parking, process_memory
@@ -37,6 +36,7 @@ def hello(process: TrainingState) -> Line:
             "rank": process.rank,
             "world": process.world,
             **_facts(process),
+            **metric_fields(process.metrics),
         }
 
 
@@ -51,7 +51,7 @@ def progress(process: TrainingState) -> Line:
 
 
 def beat(process: TrainingState) -> Line | None:
-    """Look at the memory; return the changes, at most every `BEAT_S` unless they are of the script's abilities.
+    """Return the changes, at most every `BEAT_S` unless they are of the script's abilities.
 
     When nothing has changed for long, return a heartbeat.
     """
@@ -74,6 +74,9 @@ def enforce_cap(process: TrainingState) -> None:
         limit, process.cap = process.cap, None
         with contextlib.suppress(Exception):  # as below: the node agent sees whether it is kept to
             process_memory.cap(limit, process.devices)
+        if limit:  # what it keeps already is in the way of another process
+            with process.changed:
+                process.cache_unwanted = process.due = True
 
 
 def _facts(process: TrainingState) -> Line:
@@ -95,19 +98,17 @@ def _figures(process: TrainingState) -> Line:
         "arena_bytes": parking.ready_bytes(),
         "peak_bytes": process.peak_bytes,
         "trough_bytes": process.trough_bytes,
+        "reserved_bytes": process.reserved_bytes,
     }
 
 
 def _watch_memory(process: TrainingState) -> None:
-    if not process.surveyed and process.boundaries >= BOUNDARIES_BEFORE_SURVEY and "torch" in sys.modules:
+    if not process.surveyed and process.boundaries >= BOUNDARIES_BEFORE_SURVEY:
         process.surveyed = True
         with process.changed:
             process.survey_wanted = process.due = True
     if process.cap is not None:
         enforce_cap(process)
-    with contextlib.suppress(Exception):  # a figure is not worth the thread
-        used = process_memory.allocated_bytes(process.devices)[1] if process.devices else 0
-        process.peak_bytes = max(process.peak_bytes, used or process_memory.anonymous_bytes())
 
 
 def _step_s(process: TrainingState) -> float:

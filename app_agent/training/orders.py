@@ -10,12 +10,12 @@ import sys
 import threading
 import traceback
 
-from . import figures, parking
+from . import figures, memory_cycle, parking
 from .agent_link import Line
 from .state import TEXT_CHARS_MAX, Order, TrainingState
 
 #: Orders that the helper thread obeys without waiting for the training thread.
-AT_ONCE = frozenset({"probe", "tell", "arena", "cap"})
+AT_ONCE = frozenset({"probe", "tell", "arena", "cap", "sample", "trough"})
 
 
 def take(process: TrainingState, line: Line) -> None:
@@ -39,6 +39,10 @@ def _answer_at_once(process: TrainingState, order: Order) -> None:
         process.link.say({"type": "stacks", "seq": order.seq, "text": _stacks()})
     elif order.do == "arena":
         threading.Thread(target=_prepare, args=(process, order), name="gpu-arbiter-arena", daemon=True).start()
+    elif order.do == "sample":
+        memory_cycle.sample(process, order)
+    elif order.do == "trough":
+        memory_cycle.trough(process, lambda: process.link.say({**figures.progress(process), "seq": order.seq}))
     else:
         if order.do == "cap":
             process.cap = order.bytes
@@ -86,6 +90,9 @@ def _accept_at(process: TrainingState, order: Order) -> None:
         _leave_to_training(process, None)
     if order.do == "hold":
         process.reply(order, {"type": "late" if late else "ready", "step": step})
+    elif order.do == "leave" and process.interrupt is not None:
+        if not process.parked:  # else as soon as the memory is back: see `boundary`
+            process.interrupt()
     elif late:
         reason = f"step {order.at_step} is over, {step} was the last; name a later one"
         process.reply(order, {"type": "refused", "reason": reason})
@@ -93,7 +100,7 @@ def _accept_at(process: TrainingState, order: Order) -> None:
 
 def _leave_to_training(process: TrainingState, order: Order | None) -> None:
     process.order = order
-    process.due = order is not None or process.survey_wanted
+    process.due = order is not None or process.survey_wanted or process.cache_unwanted
 
 
 def _why_not(process: TrainingState, order: Order) -> str:
@@ -102,6 +109,8 @@ def _why_not(process: TrainingState, order: Order) -> str:
         return f"this version of the library knows no order {order.do!r}"
     if order.do in ("leave", "save") and not process.can_checkpoint:
         return "the script gives no save function: call session.step_end(step, save=...) after each mini-batch"
+    if process.interrupt is not None and order.do == "save":
+        return "the script saves only as it leaves"
     if process.stopped and order.do == "save":
         return "suspended; resume it first, or order it to leave"
     if process.stopped and order.do == "hold":

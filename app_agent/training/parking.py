@@ -21,6 +21,7 @@ a thread (prefetching to the GPU) has to pause it itself.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import gc
@@ -47,6 +48,8 @@ _CHUNK_BYTES = 8 * 2**20
 _MADV_POPULATE_WRITE = 23
 #: cudaHostRegisterPortable: pinned for the contexts of all GPUs.
 _PORTABLE = 1
+#: Registered with CUDA at once. CUDA refuses a copy that crosses from one registration into the next.
+_PIECE_BYTES = 2**30
 
 _GRAPH_REASON = (
     "a CUDA graph is alive and would replay on addresses that parking moves; "
@@ -94,8 +97,9 @@ class Parked:
                     storage.resize_(size)
                 if not self._devices:
                     _fault_ahead([(storage.data_ptr(), size) for storage, size in self._storages])
-                for storage, _, saved in self._slices():
-                    _bytes_of(storage).copy_(saved, non_blocking=bool(self._devices))
+                for storage, _, offset in self._places():
+                    for here, there in self._parts(storage, offset):
+                        here.copy_(there, non_blocking=bool(self._devices))
                 _synchronize(self._devices)
             except RuntimeError as error:
                 self._release()
@@ -108,8 +112,9 @@ class Parked:
     def _take(self) -> None:
         _synchronize(self._devices)  # the writes of other streams must be done
         with _releasing() as release:
-            for storage, _, saved in self._slices():
-                saved.copy_(_bytes_of(storage), non_blocking=bool(self._devices))
+            for storage, _, offset in self._places():
+                for here, there in self._parts(storage, offset):
+                    there.copy_(here, non_blocking=bool(self._devices))
                 if not self._devices:
                     release(storage)
         _synchronize(self._devices)
@@ -117,10 +122,11 @@ class Parked:
 
     def _put_back(self) -> None:
         """Undo a `_take` that was cut off."""
-        for storage, size, saved in self._slices():
+        for storage, size, offset in self._places():
             if storage.nbytes() < size:
                 storage.resize_(size)
-                _bytes_of(storage).copy_(saved)
+                for here, there in self._parts(storage, offset):
+                    here.copy_(there)
         if self._arena is not None:
             self._arena.in_use = False
 
@@ -133,13 +139,22 @@ class Parked:
             getattr(torch._C, "_cuda_clearCublasWorkspaces", _nothing)()
             torch.cuda.empty_cache()
 
-    def _slices(self) -> Iterable[tuple[Any, int, Any]]:
+    def _places(self) -> Iterator[tuple[Any, int, int]]:
+        """Yield each storage with its size and its offset in the arena."""
+        offset = 0
+        for storage, size in self._storages:
+            yield storage, size, offset
+            offset += _aligned(size)
+
+    def _parts(self, storage: Any, offset: int) -> Iterator[tuple[Any, Any]]:
+        """Yield the bytes of a storage, and those of the arena that hold them, piece by piece."""
         if self._arena is None:
             return
-        offset, memory = 0, self._arena.tensor()
-        for storage, size in self._storages:
-            yield storage, size, memory[offset : offset + size]
-            offset += _aligned(size)
+        whole, memory, done = _bytes_of(storage), self._arena.tensor(), 0
+        while done < whole.numel():
+            size = min(whole.numel() - done, _PIECE_BYTES - (offset + done) % _PIECE_BYTES)
+            yield whole[done : done + size], memory[offset + done : offset + done + size]
+            done += size
 
 
 def park() -> Parked:
@@ -362,15 +377,41 @@ class _Arena:
         self.ready += size
 
     def register(self) -> None:
-        """Pin it for CUDA, which makes the copies several times faster; refused, they are slow and still right."""
+        """Pin it for CUDA, which makes the copies several times faster; refused, they are slow and still right.
+
+        CUDA keeps an error of a thread for that thread's next call, so this is done in one of its own.
+        """
         torch = _torch()
-        if torch is not None and torch.cuda.is_initialized() and not self.registered:
-            self.registered = not int(torch.cuda.cudart().cudaHostRegister(self.address, self.size, _PORTABLE))
+        if torch is None or not torch.cuda.is_initialized() or self.registered:
+            return
+        thread = threading.Thread(
+            target=self._register, args=(torch, torch.cuda.current_device()), name="gpu-arbiter-pins"
+        )
+        thread.start()
+        thread.join()
+
+    def _register(self, torch: ModuleType, device: int) -> None:
+        torch.cuda.set_device(device)
+        runtime = torch.cuda.cudart()
+        done: list[int] = []
+        for address, size in self._pieces():
+            if int(runtime.cudaHostRegister(address, size, _PORTABLE)):
+                for registered in done:
+                    runtime.cudaHostUnregister(registered)
+                return
+            done.append(address)
+        self.registered = True
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        for offset in range(0, self.size, _PIECE_BYTES):
+            yield self.address + offset, min(_PIECE_BYTES, self.size - offset)
 
     def unregister(self) -> None:
         """Undo `register`, before the memory goes."""
         if self.registered:
-            sys.modules["torch"].cuda.cudart().cudaHostUnregister(self.address)
+            for address, _ in self._pieces():
+                sys.modules["torch"].cuda.cudart().cudaHostUnregister(address)
+            self.registered = False
 
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run
@@ -509,9 +550,35 @@ def _is_arena(storage: Any) -> bool:
 
 
 def _available_bytes() -> int:
+    """Return the bytes that the kernel could give this process without swapping, and without ending it."""
+    return min(_free_bytes(), _allowed_bytes())
+
+
+def _free_bytes() -> int:
     """Return the bytes the kernel could give without swapping; see proc(5), MemAvailable."""
     with Path("/proc/meminfo").open(encoding="ascii") as file:
         for line in file:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return sys.maxsize
+
+
+def _allowed_bytes(processes: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the bytes that the limits of this process's cgroups (version 2) leave; beyond, the kernel ends it."""
+    try:
+        path = next(line[3:].strip() for line in processes.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return sys.maxsize
+    group, left = root / path.lstrip("/"), sys.maxsize
+    while group != root.parent:
+        with contextlib.suppress(OSError, ValueError):  # no such file in the root group, and "max" is no number
+            limit, used = int((group / "memory.max").read_text()), int((group / "memory.current").read_text())
+            left = min(left, max(0, limit - used + _reclaimable_bytes(group)))
+        group = group.parent
+    return left
+
+
+def _reclaimable_bytes(group: Path) -> int:
+    """Return the bytes of a group that the kernel takes back before it ends a process: pages of files."""
+    fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))

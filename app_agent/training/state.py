@@ -17,10 +17,12 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from .agent_link import AgentLink, Line
 from .checkpoints import Root
+from .process_memory import Reading
 
 TEXT_CHARS_MAX = 8000
 #: `step_s` is a mean over so many beats in which steps were made, five seconds of a quick loop.
@@ -77,14 +79,20 @@ class TrainingState:
         self.total_steps = 0
         self.can_park = self.can_checkpoint = False
         self.stopped = self.held = self.leaving = self.finished = self.finish_recorded = False
+        self.parked = False  #: from before memory is parked until it is back
+        self.interrupt: Callable[[], object] | None = None  #: has the training thread save and leave wherever it is
         self.exit_status: object = None
         self.metrics: dict[str, float] = {}
         self.metrics_wanted = True
         # Memory, in bytes.
         self.survey_wanted = self.surveyed = False
         self.devices: tuple[int, ...] = ()
-        self.state_bytes = self.trough_bytes = self.peak_bytes = 0
+        self.state_bytes = self.trough_bytes = self.peak_bytes = self.reserved_bytes = 0
+        self.memory_due_s = math.inf  #: when to read it again, by `time.perf_counter`; never before the survey
         self.cap: int | None = None  #: a limit that is still to be put in force
+        self.cache_unwanted = False  #: memory that the allocator keeps unused is to go at the next boundary
+        self.sampled = False  #: a thread reads the memory every 10 ms or so
+        self.cycle_bytes = 0, 0  #: the least and the most of its newest window
         # Orders and answers.
         self.changed = threading.Condition()
         self.accepted = self.obeyed = (0, 0)
@@ -94,6 +102,12 @@ class TrainingState:
         self.beats: deque[tuple[int, float]] = deque(maxlen=BEATS_OF_STEP_TIME)  #: (boundaries, training_s) at each
         self.told: Line = {}
         self.told_at = -math.inf
+
+    def note_memory(self, reading: Reading | None) -> None:
+        """Keep a reading at a trough: the newest counts, but for the peak, which is that of all since the first."""
+        if reading is not None:
+            self.trough_bytes, self.reserved_bytes = reading.allocated, reading.reserved
+            self.peak_bytes = max(self.peak_bytes, reading.peak)
 
     def reply(self, order: Order, line: Line) -> None:
         """Answer `order`, and keep the answer."""

@@ -49,6 +49,24 @@ class TrainingProcess(TrainingState):
         self.can_checkpoint = True
         self.cooperate(None)
 
+    def save_at_once(self, interrupt: Callable[[], object]) -> None:
+        """Note that the script saves wherever it is: `interrupt` is called as soon as it is told to leave.
+
+        It is called in the helper thread, or in the training thread at a boundary.
+        """
+        with self.changed:
+            self.interrupt, self.can_checkpoint = interrupt, True
+        self.link.wake()
+
+    def left(self) -> None:
+        """Say that the script has saved by itself all that it has done, and leaves now."""
+        with self.changed:
+            self.leaving, self.saved_step = True, self.step
+            order = self.order
+            if order is not None and order.do == "leave":
+                line = {"type": "saved", "step": self.step, "dir": str(self.durable or ""), "leaving": True}
+                self.reply(order, {**line, "seconds": 0.0})
+
     def restore(self, load: Callable[[str], object]) -> int:
         """Load the newest checkpoint; return the step to go on with."""
         self.offer_checkpoints()
@@ -83,10 +101,16 @@ class TrainingProcess(TrainingState):
         self.mark = now
         self.boundaries += 1
         self.step += 1
+        if now >= self.memory_due_s:
+            self.read_memory()
         if not self.can_park:  # only now: many a program loads PyTorch and never trains
             self.cooperate(None)
         if self.due:
             self.obey(None, by_hook=True)
+
+    def read_memory(self) -> None:
+        """Read the memory counters at this boundary, as `memory_due_s` has come."""
+        boundary.read_memory(self)
 
     def obey(self, save: Save | None, *, by_hook: bool) -> bool:
         """Obey the order for this boundary; return whether the process is to leave."""

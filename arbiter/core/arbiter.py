@@ -163,6 +163,7 @@ class Arbiter:
             self.state.history.resize(gpus, self.state.settings.tenants, now)
         if not listens:
             outbox.say(turn)
+        turn.close()
         return turn.effects
 
     def _go_on(self, turn: Turn, *, ticks: bool) -> None:
@@ -240,7 +241,10 @@ class Arbiter:
                     for app_id in sorted(self._index.active):  # an app that was silent may count as heard again
                         turn.follow(self.state.apps[app_id])
                     turn.state.history.resize(self._index.census()[1], settings.tenants, turn.now)
-                    turn.tell("rounds", f"settings changed; the policy is {settings.policy}", loudly=True)
+                    changed = f"settings changed; the policy is {settings.policy}"
+                    turn.tell("rounds", changed, loudly=True)
+                    if self.state.epoch > 0:  # else it is no change, and no time has passed for us yet
+                        turn.happen("configured", changed)
             case SolverReady():
                 self.state.solver_ready, self.state.news = True, True
             case Connected(epoch):
@@ -268,13 +272,16 @@ class Arbiter:
         nodes.plan_anew(turn)
         turn.apps |= state.apps.keys()
         turn.tell("rounds", f"leading in epoch {epoch}")
+        turn.happen("led", f"the arbiter leads, in epoch {epoch}")
         site.begin(turn)
 
     def _excuse_absence(self, turn: Turn) -> None:
         """Forgive all silence if the arbiter was not ticked for several beats: then it was away itself."""
         away_s = turn.now - self.state.now
         if self.state.epoch > 0 and away_s > ABSENCE_BEATS * self.state.settings.beat_s:
-            turn.tell("rounds", f"the arbiter was away for {away_s:.0f} s", loudly=True)
+            away = f"the arbiter was away for {away_s:.0f} s"
+            turn.tell("rounds", away, loudly=True)
+            turn.happen("away", away)
             nodes.forgive(turn)
             leases.extend(turn)
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from arbiter.core.seam import Admission, Allocation, AppView, Market, Outcome, Table, View
 from arbiter.core.state import model
 from protocol.core import Send
-from protocol.messages import AppId, Bid, GpuId, LeaseId, NodeId, TenantId
+from protocol.messages import AppId, Bid, EventKind, GpuId, LeaseId, NodeId, TaskId, TenantId
 
 #: Of a policy's exception: its words, and the end of its trace.
 ERROR_CHARS_MAX, TRACE_CHARS_MAX = 300, 8000
@@ -160,6 +160,25 @@ class ActRecord(Struct, frozen=True, tag=True):
     outcome: str  #: in words
 
 
+class EventRecord(Struct, frozen=True, tag=True):
+    """Effect: one thing that happened to an app, a node or the arbiter, for the ledger.
+
+    `number` rises from event to event of one journal: with `at` it tells an event from all others.
+    """
+
+    number: int
+    at: float
+    kind: EventKind
+    what: str  #: in words, one line
+    app: AppId | None = None
+    tenant: TenantId | None = None
+    node: NodeId | None = None
+    task: TaskId | None = None
+    gpus: tuple[GpuId, ...] = ()
+    round: int | None = None  #: that granted
+    by: str | None = None  #: the owner whose act it was, or the app that won the GPUs
+
+
 class PolicyFailed(Struct, frozen=True, tag=True):
     """Effect: a policy raised an exception; for the log and the ledger. All was left as it is."""
 
@@ -188,9 +207,8 @@ class Resign(Struct, frozen=True, tag=True):
     why: str
 
 
-Effect = (
-    EpochTaken | Resign | Send | Decide | Sell | RoundRecord | LeaseRecord | AppRecord | ActRecord | PolicyFailed | Note
-)
+Record = RoundRecord | LeaseRecord | AppRecord | ActRecord | EventRecord | PolicyFailed  #: for the ledger
+Effect = EpochTaken | Resign | Send | Decide | Sell | Record | Note
 
 
 def failure_of(policy: str, doing: str, error: Exception) -> Failure:

@@ -31,9 +31,8 @@ def say(turn: Turn) -> None:
         _say_plan(turn, state.nodes[node_id], restate=beat)
     _say_news(turn)
     affected = sorted(state.apps if beat else turn.apps)
-    cluster_gpus = turn.index.census()[0]
     for app_id in affected:
-        _say_holdings(turn, state.apps[app_id], cluster_gpus, restate=beat)
+        _say_holdings(turn, state.apps[app_id], restate=beat)
 
 
 def beat_is_due(state: State, now: float) -> bool:
@@ -79,10 +78,10 @@ def _say_news(turn: Turn) -> None:
         turn.effects.append(Send(Party("app", app.owner), preempt))
 
 
-def _say_holdings(turn: Turn, app: model.App, cluster_gpus: int, *, restate: bool) -> None:
+def _say_holdings(turn: Turn, app: model.App, *, restate: bool) -> None:
     if app.id not in turn.apps and not (app.active and (turn.hears(app) or app.id in turn.index.holders)):
         return  # nothing is restated to an app that is over, or to an agent that is gone
-    holdings = plans.holdings_of(turn, app, cluster_gpus=cluster_gpus)
+    holdings = plans.holdings_of(turn, app)
     digest = plans.holdings_digest(holdings)
     changed = digest != app.holdings_digest
     if changed or restate or not app.active:

@@ -9,7 +9,7 @@ wrong, a grant may not. Nothing outside `policies/` asks which policy runs: it a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, Final, Literal
 
 from msgspec import Struct, field
@@ -121,6 +121,8 @@ class Market(Struct, frozen=True):
     booked: tuple[AppView, ...]  #: the others that have a booking, by arrival
     asked: tuple[Asked, ...] = ()  #: the apps that have asked last, the newest last
     homes: Mapping[AppId, tuple[NodeId, ...]] = {}  #: where jobs of these, and of the app that asks, lie
+    #: Of those of these apps that ask for a kind of GPUs: how many of that kind each node has, none left out.
+    kinds: Mapping[AppId, tuple[tuple[NodeId, int], ...]] = {}
 
 
 class AppView(Struct, frozen=True):
@@ -139,7 +141,8 @@ class AppView(Struct, frozen=True):
     kept: tuple[GpuView, ...]  #: GPUs it holds whose leases are not in play
     renewable: tuple[GpuId, ...]  #: GPUs in play that it holds now
     requirements: Requirements = Requirements()  #: the wishes of its user, as far as the site allows them
-    only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any (a parked job that cannot move)
+    only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any; see `bound` and `by_kind`
+    by_kind: bool = False  #: `only` are the GPUs of the kind that its user asked for, among which its jobs may move
     ideal_s: float = 0.0  #: T_id, from the T_cluster that it reports; 0: not known, or not asked for rho
     left_s: float | None = None  #: run time left with all it can use, as it reported at `left_at`; None: unknown
     left_gpu_s: float | None = None  #: and the GPU-seconds that takes
@@ -164,6 +167,18 @@ class AppView(Struct, frozen=True):
     def spans(self) -> bool:
         """Whether a gang may lie on several nodes; otherwise each lies on one."""
         return self.requirements.spans
+
+    @property
+    def bound(self) -> bool:
+        """Whether it can use certain GPUs only because its jobs are parked there, and cannot move."""
+        return self.only is not None and not self.by_kind
+
+    def usable(self, gpus: Iterable[GpuView]) -> Iterable[GpuView]:
+        """Return those of `gpus` that it can use at all."""
+        if self.only is None:
+            return gpus
+        able = frozenset(self.only)
+        return [gpu for gpu in gpus if gpu.gpu in able]
 
     @property
     def chunk(self) -> int:

@@ -13,18 +13,20 @@ from typing import TypeVar
 
 import msgspec
 
-from arbiter.core.effects import Effect, Failure, Note, PolicyFailed, failure_of
+from arbiter.core.effects import Effect, EventRecord, Failure, Note, PolicyFailed, failure_of
 from arbiter.core.registry import policy_of
 from arbiter.core.seam import Policy
 from arbiter.core.state import lifecycle, model
 from arbiter.core.state.index import Index, app_of, apps_on
 from arbiter.core.state.model import State, StoryLine
-from protocol.messages import AppId, GpuId, LeaseId, NodeId, device_of
+from protocol.messages import AppId, EventKind, GpuId, LeaseId, NodeId, TaskId, device_of
 
 #: Lines kept of one object's story: a day of rounds at the default lease is 144; the ledger keeps all of them.
 STORY_LENGTH_MAX = 64
 #: Objects with a story; peers name things, so this must have a bound. The oldest goes first.
 STORIES_MAX = 20_000
+#: Of an event's words.
+EVENT_CHARS_MAX = 500
 
 
 AnswerT = TypeVar("AnswerT")
@@ -44,6 +46,7 @@ class Turn:
     nodes: set[NodeId] = field(default_factory=set)  #: whose plan may have changed
     apps: set[AppId] = field(default_factory=set)  #: whose holdings may have changed
     accounts: set[AppId] = field(default_factory=set)  #: apps whose account may now be closed, or has changed since
+    happened: dict[EventRecord, set[GpuId]] = field(default_factory=dict)  #: in order; of each the GPUs it was about
 
     @property
     def policy(self) -> Policy:
@@ -60,6 +63,42 @@ class Turn:
             del stories[next(iter(stories))]
         if loudly:
             self.effects.append(Note(subject, what))
+
+    def happen(
+        self,
+        kind: EventKind,
+        what: str,
+        *,
+        app: AppId | None = None,
+        node: NodeId | None = None,
+        task: TaskId | None = None,
+        gpu: GpuId | None = None,
+        round: int | None = None,  # noqa: A002
+        by: str | None = None,
+    ) -> None:
+        """Record an event. One event is recorded of several GPUs to which the same happens in this turn.
+
+        A story is for those who ask why something is as it is, and forgets; the ledger keeps events in order.
+        """
+        known = self.state.apps.get(app) if app is not None else None
+        tenant = None if known is None else known.tenant
+        words = " ".join(what.split())[:EVENT_CHARS_MAX]
+        record = EventRecord(0, self.now, kind, words, app, tenant, node, task, (), round, by)
+        gpus = self.happened.setdefault(record, set())
+        if gpu is not None:
+            gpus.add(device_of(gpu))
+
+    def close(self) -> None:
+        """Put the events of this turn into its effects, each with its number and its GPUs."""
+        for record, gpus in self.happened.items():
+            self.state.events += 1
+            what = record.what
+            if gpus:
+                what = f"{', '.join(sorted(gpus))} on {record.node}{' ' if record.kind == 'granted' else ': '}{what}"
+            self.effects.append(
+                msgspec.structs.replace(record, number=self.state.events, what=what, gpus=tuple(sorted(gpus)))
+            )
+        self.happened.clear()
 
     def tell_once(self, subject: str, what: str) -> None:
         """Add a line loudly, unless it is the last there is: peers repeat what they say every beat."""
@@ -98,14 +137,15 @@ class Turn:
 
     def put_gpu(self, gpu: model.Gpu, state: model.GpuState) -> str:
         """Move a GPU into `state` and return the verb; keeps the index true."""
-        verb = lifecycle.gpu_transition(gpu, state, self.state.stories.get(gpu.id, ()))
-        self.index.unbind(gpu)
-        moved = msgspec.structs.replace(gpu, state=state)
+        known = self.state.gpus[gpu.id]  # `gpu` may be older
+        verb = lifecycle.gpu_transition(known, state, self.state.stories.get(gpu.id, ()))
+        self.index.unbind(known)
+        moved = msgspec.structs.replace(known, state=state)
         self.state.gpus[gpu.id] = moved
         self.index.bind(moved)
         self._account(device_of(gpu.id))
         self.nodes.add(gpu.node)
-        for app in (app_of(gpu.state), app_of(state)):
+        for app in (app_of(known.state), app_of(state)):
             if app is not None:
                 self.apps.add(app)
         return verb
@@ -193,6 +233,8 @@ class Turn:
         self.apps.add(app.id)
         self.state.news = True
         reason = getattr(state, "reason", "")
-        past = {"admit": "admitted", "refuse": "refused", "settle": getattr(state, "outcome", "settled")}[verb]
+        kinds: dict[str, EventKind] = {"queue": "queued", "admit": "admitted", "refuse": "refused"}
+        past = state.outcome if isinstance(state, model.Settled) else kinds[verb]
         self.tell(app.id, f"{past}: {reason}" if reason else past)
+        self.happen(past, reason, app=app.id, by=getattr(state, "by", None) or None)
         return moved

@@ -33,6 +33,7 @@ from arbiter.core.state import fairness, model
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Active, Draining, Free, Idle, Leased, Lost, State, Up
 from arbiter.core.turn import Turn
+from protocol import gpu_kinds
 from protocol.messages import LEVELS, AppId, Bid, BidRow, GpuId, NodeId, RoundId, device_of
 
 #: Rounds that are tried for one answer, at most; and where each is an auction, which takes up to the solver's budget.
@@ -52,8 +53,8 @@ class Obstacle(Struct, frozen=True):
     """The obstacles in an app's way: with all of them gone the next round gives it GPUs.
 
     `apps` hold GPUs that it could have, or come before it; `gpus` and `nodes` are out of service; nodes in `draining`
-    are to be emptied; `leaving` are GPUs that their last users still have to leave. Nothing at all: the next round
-    gives it GPUs as things are.
+    are to be emptied; `leaving` are GPUs that their last users still have to leave; `kind`: its user asks for a kind of
+    GPUs. Nothing at all: the next round gives it GPUs as things are.
     """
 
     apps: tuple[AppId, ...] = ()
@@ -61,6 +62,7 @@ class Obstacle(Struct, frozen=True):
     gpus: tuple[GpuId, ...] = ()
     nodes: tuple[NodeId, ...] = ()
     draining: tuple[NodeId, ...] = ()
+    kind: bool = False
 
 
 class _Enough(Exception):  # noqa: N818 - it ends a search, and is no error
@@ -94,6 +96,7 @@ class WhatIf:
         self.estimate = policy_of(settings.policy, settings.policy_settings).traits.probes
         self._left = AUCTIONS_MAX if self.estimate else TRIES_MAX
         self._state = state
+        self._wished = state.apps[app].requirements
 
     def binding(self) -> Obstacle | None:
         """Return what keeps the app from its first gang; None if nothing that was tried does."""
@@ -109,7 +112,8 @@ class WhatIf:
         nothing, leaving, broken = Obstacle(), self._leaving(), self._broken()
         both = replace(broken, leaving=leaving.leaving)
         bases = list(dict.fromkeys((nothing, leaving, broken, both)))
-        for base in bases:
+        of_any_kind = [Obstacle(kind=True)] if gpu_kinds.wishes_kind(self._wished) else []
+        for base in dict.fromkeys((nothing, leaving, *of_any_kind, broken, both)):
             if self._starts(base):
                 yield self._without_needless(base)
         rivals = self._rivals()
@@ -177,6 +181,9 @@ class WhatIf:
             raise _Enough
         self._left -= 1
         turn = self._copy(self._at)
+        if obstacle.kind:
+            any_kind = replace(self._wished, gpu_types=(), min_memory_bytes=0)
+            turn.state.apps[self._app] = replace(turn.state.apps[self._app], requirements=any_kind)
         _remove(turn, obstacle)
         app = turn.state.apps[self._app]
         gpus = seats.shown(turn)
@@ -215,11 +222,11 @@ def _given(turn: Turn, view: View, gpus: Mapping[GpuId, GpuView], app_id: AppId,
         spread = 1.0 if claim == 1.0 else SPREAD
         off = {app.app: spread ** (2.0 * draw(view.seed, "claim", app.app) - 1.0) for app in view.apps}
         claims = off | {app_id: claim}
-        rhos = {app.app: claims[app.app] * _rho(turn, view, app) for app in view.apps}
+        rhos = {app.app: claims[app.app] * rho_of(turn, view, app) for app in view.apps}
         view = replace(views.make_view(turn, gpus, rhos), seed=view.seed)
         bidders = tuple(turn.policy.bidders(view))
         view = replace(view, offered=bidders)
-        bids = {app.app: _bid(turn, view, app, claims[app.app]) for app in view.apps if app.app in bidders}
+        bids = {app.app: bid_of(turn, view, app, claims[app.app]) for app in view.apps if app.app in bidders}
     asked = Decide(view.round, turn.state.epoch, settings.policy, settings.policy_settings, view, bids)
     allocation = decision.decide(asked).allocation
     here = {gpu: turn.state.gpus[gpu] for gpu in sorted(allocation.assign)}
@@ -288,7 +295,7 @@ def _times(turn: Turn, view: View, app: AppView) -> tuple[float, float, float]:
     return view.elapsed_s(app), left_gpu_s, fairness.ideal_time_s(cluster_s=cluster_s, apps_mean=mean)
 
 
-def _rho(turn: Turn, view: View, app: AppView, gpus: int | None = None) -> float:
+def rho_of(turn: Turn, view: View, app: AppView, gpus: int | None = None) -> float:
     """Return an app's finish-time fairness with so many GPUs, by default those it has (Themis, Eq. 1)."""
     elapsed_s, left_gpu_s, ideal_s = _times(turn, view, app)
     count = len(app.kept) + len(app.renewable) if gpus is None else gpus
@@ -297,10 +304,11 @@ def _rho(turn: Turn, view: View, app: AppView, gpus: int | None = None) -> float
     return min(1e15, fairness.rho(shared_s=shared_s, ideal_s=ideal_s))
 
 
-def _bid(turn: Turn, view: View, app: AppView, claim: float) -> Bid:
+def bid_of(turn: Turn, view: View, app: AppView, claim: float = 1.0) -> Bid:
+    """Return the bid of an app for the GPUs in play, with every rho that part of what is worked out here."""
     level = app.level_max if app.spans or len(app.jobs) > 1 else min(app.level_max, "machine", key=LEVELS.index)
     kept = len(app.kept)
     counts = app.sizes or range(app.gang, app.demand_max + 1, app.gang)
     more = islice((count for count in counts if count > kept), ROWS_MAX)
-    rows = tuple(BidRow(count, level, claim * _rho(turn, view, app, count)) for count in more)
-    return Bid(app.app, RoundId(view.round), claim * _rho(turn, view, app, kept), rows, app.only)
+    rows = tuple(BidRow(count, level, claim * rho_of(turn, view, app, count)) for count in more)
+    return Bid(app.app, RoundId(view.round), claim * rho_of(turn, view, app, kept), rows, app.only)

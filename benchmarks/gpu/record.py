@@ -1,4 +1,7 @@
-"""What a run of the suite found: one document, ``gpu-suite/v1``."""
+"""The findings of all runs of the suite: one document, ``gpu-suite/v2``, whose sections each say when, where and how.
+
+Calls on different days and GPUs fill it section by section.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,21 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-SCHEMA = "gpu-suite/v1"
+SCHEMA = "gpu-suite/v2"
 #: Where two GPU machines may differ and a figure with them.
 PACKAGES = ("torch", "nvidia-ml-py", "cuda-bindings", "numpy", "msgspec")
 
 Figures = dict[str, Any]
-Status = Literal["passed", "failed", "skipped", "error"]
+#: `unfinished`: ended before its end, with a part of its figures; `running` stays where all of the suite was killed.
+Status = Literal["running", "passed", "failed", "skipped", "unfinished", "error"]
+#: A section that has ended is not run again unless it is asked for.
+DONE = ("passed", "failed")
 
 
 class Skip(Exception):  # noqa: N818 - an expected no
@@ -41,6 +47,11 @@ class Setting:
         """Whether this is the CPU, in the place of a GPU."""
         return self.device == "cpu"
 
+    @property
+    def path(self) -> Path:
+        """The document. Figures of a rehearsal never come among those of a GPU."""
+        return self.out / ("rehearsal.json" if self.rehearsal else "gpu.json")
+
     def pick(self, real: Any, rehearsed: Any) -> Any:
         """Return the first on a GPU, the second in a rehearsal."""
         return rehearsed if self.rehearsal else real
@@ -56,9 +67,13 @@ class Check:
     seen: Figures
 
 
+class DocumentError(Exception):
+    """A file that is no document of this suite; the message names it and the mend."""
+
+
 @dataclass
 class Section:
-    """One section's share of the document."""
+    """One section's share of the document. `changed` is called after each figure and check, to keep what there is."""
 
     rehearsal: bool
     figures: Figures = field(default_factory=dict)
@@ -66,14 +81,18 @@ class Section:
     status: Status = "skipped"
     reason: str = ""
     seconds: float = 0.0
+    origin: Figures = field(default_factory=dict)  #: see `origin_of`
+    changed: Callable[[], None] = lambda: None
 
     def note(self, **figures: Any) -> None:
         """Put figures into the document."""
         self.figures |= figures
+        self.changed()
 
     def check(self, name: str, ok: bool, *, timed: bool = False, **seen: Any) -> None:
         """Hold the GPU to a promise; `timed` ones are not judged in a rehearsal."""
         self.checks.append(Check(name, bool(ok), not (timed and self.rehearsal), seen))
+        self.changed()
 
     @property
     def failures(self) -> list[Check]:
@@ -86,6 +105,7 @@ class Section:
             "status": self.status,
             "reason": self.reason,
             "seconds": round(self.seconds, 1),
+            **self.origin,
             "figures": self.figures,
             "checks": [asdict(check) for check in self.checks],
         }
@@ -94,25 +114,77 @@ class Section:
 Run = Callable[[Setting, Section], None]
 
 
-def document(setting: Setting, sections: dict[str, Section], skipped: str) -> Figures:
-    """Return the document; `skipped` says why nothing ran, if so."""
-    return {
-        "schema": SCHEMA,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
-        "device": setting.device,
-        "rehearsal": setting.rehearsal,
-        "skipped": skipped,
-        "host": host(),
-        "sections": {name: section.told() for name, section in sections.items()},
-    }
+def origin_of(setting: Setting) -> Figures:
+    """Return what stands beside a section's figures; `host` comes to it once the section has a process of its own."""
+    command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
+    return {"date": _now(), "command": command, "device": setting.device, "gb": setting.gb}
 
 
-def write(path: Path, content: Figures) -> None:
-    """Replace the document, so that there is always a whole one."""
-    beside = path.with_suffix(".partial")
-    beside.write_text(json.dumps(content, indent=1, default=str) + "\n")
-    beside.replace(path)
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+class Document:
+    """The file. It is written whole at every change, so what is in it outlives whatever ends the suite."""
+
+    def __init__(self, path: Path, sections: dict[str, Figures]) -> None:
+        self.path, self.sections = path, sections
+
+    def put(self, name: str, section: Section) -> None:
+        """Put a section into the file."""
+        self.sections[name] = section.told()
+        self.write()
+
+    def write(self) -> None:
+        """Replace the file, so that there is always a whole one."""
+        content = {"schema": SCHEMA, "date": _now(), "sections": self.sections}
+        beside = self.path.with_suffix(".partial")
+        beside.write_text(json.dumps(content, indent=1, default=str) + "\n")
+        beside.replace(self.path)
+
+    def read_again(self) -> None:
+        """Take what another process has written."""
+        self.sections = _read(self.path)
+
+    def done(self, name: str, setting: Setting) -> bool:
+        """Whether the section has ended, with trainings of that size."""
+        told = self.sections.get(name)
+        return told is not None and told["status"] in DONE and told["gb"] == setting.gb
+
+
+def merged(setting: Setting, others: Iterable[Path]) -> Document:
+    """Return this setting's document, with the sections that other documents have of such a device.
+
+    Of a section that is in several, one that has ended counts more than one that did not, then one with figures,
+    then the newest. A file that is not there says nothing.
+
+    Raises
+    ------
+    DocumentError
+        If one is no document of this suite.
+    """
+    sections: dict[str, Figures] = {}
+    for found in (_read(each) for each in (setting.path, *others) if each.exists()):
+        for name, told in found.items():
+            if told["device"] == setting.device and (name not in sections or _worth(told) > _worth(sections[name])):
+                sections[name] = told
+    return Document(setting.path, sections)
+
+
+def _worth(told: Figures) -> tuple[bool, bool, str]:
+    return told["status"] in DONE, bool(told["figures"] or told["checks"]), told["date"]
+
+
+def _read(path: Path) -> dict[str, Figures]:
+    mend = "move it away, or name another folder with --out"
+    try:
+        content = json.loads(path.read_text())
+        schema, sections = content["schema"], content["sections"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DocumentError(f"{path} is no document of this suite ({type(error).__name__}: {error}); {mend}") from error
+    if schema != SCHEMA:
+        raise DocumentError(f"{path}: schema is {schema!r}, and this suite knows {SCHEMA!r}; {mend}")
+    return dict(sections)
 
 
 def host() -> Figures:

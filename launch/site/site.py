@@ -62,7 +62,7 @@ def local_site(
     folder: Path,
     *,
     nodes: int,
-    gpus: str,
+    gpus: str | tuple[int | str, ...],
     owner: str = "me",
     socket: Path | None = None,
     settings: ArbiterSettings | None = None,

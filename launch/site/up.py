@@ -31,7 +31,7 @@ OWNER = OwnerId("me")
 class Options(Struct, frozen=True):
     """The options of `up`. `fresh`: with a state of its own that is removed at the end."""
 
-    gpus: str
+    gpus: str | tuple[int | str, ...]
     nodes: int = 1
     state_dir: Path | None = None
     fresh: bool = False

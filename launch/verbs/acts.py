@@ -8,16 +8,21 @@ from typing import Annotated
 
 import typer
 
-from launch import selection
+from launch import completion, selection
 from launch.client import Client, open_client
 from launch.faults import Fault
 from launch.surface import answering, emit, note, plural, wants_json
 from protocol import exit_codes
 from protocol.messages import AppActKind
 
-Ids = Annotated[
-    list[str] | None, typer.Argument(metavar="ID...", help="app ids, `last`, or `all`: your own that are not over")
-]
+Ids = list[str] | None
+
+
+def _ids(complete: completion.Completer) -> typer.models.ArgumentInfo:
+    meaning = "app ids, `last`, or `all`: your own that are not over"
+    return typer.Argument(metavar="ID...", autocompletion=complete, help=meaning)  # type: ignore[no-any-return]
+
+
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="do not ask before")]
 #: The word for what was done.
 PAST: Mapping[AppActKind, str] = {"cancel": "cancelled", "hold": "held", "release": "released", "requeue": "requeued"}
@@ -31,7 +36,7 @@ def add(app: typer.Typer) -> None:
 
 
 def cancel(
-    apps: Ids = None,
+    apps: Annotated[Ids, _ids(completion.apps_to_cancel)] = None,
     state: selection.State = None,
     tenant: selection.Tenant = None,
     owner: selection.Owner = None,
@@ -52,7 +57,7 @@ def cancel(
 
 
 def hold(
-    apps: Ids = None,
+    apps: Annotated[Ids, _ids(completion.apps_to_hold)] = None,
     state: selection.State = None,
     tenant: selection.Tenant = None,
     owner: selection.Owner = None,
@@ -72,7 +77,7 @@ def hold(
 
 
 def release(
-    apps: Ids = None,
+    apps: Annotated[Ids, _ids(completion.apps_to_release)] = None,
     tenant: selection.Tenant = None,
     owner: selection.Owner = None,
     name: selection.Name = None,
@@ -91,7 +96,7 @@ def release(
 
 
 def requeue(
-    apps: Ids = None,
+    apps: Annotated[Ids, _ids(completion.apps_to_requeue)] = None,
     tenant: selection.Tenant = None,
     owner: selection.Owner = None,
     name: selection.Name = None,

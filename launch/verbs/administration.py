@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from launch import spec, views
+from launch import completion, spec, views
 from launch.client import Client, open_client
 from launch.faults import Fault, usage
 from launch.surface import answering, emit, note, plural, say, wants_json
@@ -17,7 +17,14 @@ from protocol import exit_codes
 #: Between two looks at nodes that are waited for.
 LOOK_S = 0.5
 
-Nodes = Annotated[list[str], typer.Argument(metavar="NODE...", help="names of nodes, as `nodes` lists them")]
+Nodes = Annotated[
+    list[str],
+    typer.Argument(metavar="NODE...", autocompletion=completion.nodes, help="names of nodes, as `nodes` lists them"),
+]
+Drained = Annotated[
+    list[str],
+    typer.Argument(metavar="NODE...", autocompletion=completion.drained_nodes, help="names of nodes that are drained"),
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
@@ -56,7 +63,7 @@ def drain(
             emit({"schema": "drained/v1", "nodes": _entries(answers)})
 
 
-def undrain(nodes: Nodes, json: Json = False) -> None:
+def undrain(nodes: Drained, json: Json = False) -> None:
     """Let drained nodes be used again, at once. For administrators.
 
     gpu-arbiter undrain n1 n2

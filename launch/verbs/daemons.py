@@ -10,6 +10,7 @@ from typing import Annotated, get_args
 import typer
 from msgspec.structs import replace
 
+from launch import completion
 from launch.faults import usage
 from launch.surface import answering
 from protocol.messages import Sharing
@@ -19,7 +20,7 @@ Config = Annotated[Path, typer.Option("--config", "-c", help="the daemon's TOML 
 AdoptSite = Annotated[
     bool, typer.Option("--adopt-site", help="for one start, after the journal was lost: take over the site there is")
 ]
-LogLevel = Annotated[str, typer.Option(help=", ".join(LOG_LEVELS))]
+LogLevel = Annotated[str, typer.Option(autocompletion=completion.one_of(LOG_LEVELS), help=", ".join(LOG_LEVELS))]
 
 
 def add(app: typer.Typer) -> None:
@@ -31,13 +32,27 @@ def add(app: typer.Typer) -> None:
 
 
 def up(
-    gpus: Annotated[str, typer.Option(help="simulated:N per node, or nvml for this host's real GPUs")] = "simulated:4",
+    gpus: Annotated[
+        str,
+        typer.Option(
+            autocompletion=completion.one_of(("simulated:4", "nvml")),
+            help="simulated:N per node; nvml for this host's real GPUs, 0,2 for some of them",
+        ),
+    ] = "simulated:4",
     nodes: Annotated[int, typer.Option(min=1, max=64, help="nodes to pretend to be (1 with nvml)")] = 1,
     policy: Annotated[
-        str | None, typer.Option(help="the policy that grants GPUs: see docs/policies.md  [default: themis]")
+        str | None,
+        typer.Option(
+            autocompletion=completion.policy,
+            help="the policy that grants GPUs: see docs/policies.md  [default: themis]",
+        ),
     ] = None,
     sharing: Annotated[
-        str | None, typer.Option(help="exclusive, timeslice or pack: see docs/sharing.md  [default: exclusive]")
+        str | None,
+        typer.Option(
+            autocompletion=completion.sharing,
+            help="exclusive, timeslice or pack: see docs/sharing.md  [default: exclusive]",
+        ),
     ] = None,
     config: Annotated[
         Path | None,
@@ -58,8 +73,8 @@ def up(
         from launch.site.service import faults
 
         _set_log_level(log_level)
-        if gpus == "nvml" and nodes != 1:
-            raise usage("--gpus nvml is this host, which is one node", "leave --nodes out")
+        if not gpus.startswith("simulated") and nodes != 1:
+            raise usage(f"--gpus {gpus} is this host, which is one node", "leave --nodes out")
         with faults():
             chosen = load(config) if config is not None else ArbiterConfig()
         settings = chosen.arbiter
@@ -69,7 +84,7 @@ def up(
             settings = replace(settings, sharing=_one_of("--sharing", sharing, get_args(Sharing)))
         site.run(
             site.Options(
-                gpus=gpus,
+                gpus=gpus if gpus.isidentifier() or ":" in gpus else tuple(gpus.split(",")),
                 nodes=nodes,
                 state_dir=state_dir,
                 fresh=fresh,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from launch import selection, views
+from launch import completion, selection, views
 from launch.client import open_client
 from launch.faults import usage
 from launch.follow import follow_logs
@@ -19,7 +19,7 @@ from protocol import exit_codes
 #: Those that GPU time is counted of.
 SHARERS = ("tenant", "owner")
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
-Selector = Annotated[str, typer.Argument(metavar="ID", help="an app's id, or `last`")]
+Selector = Annotated[str, typer.Argument(metavar="ID", autocompletion=completion.apps, help="an app's id, or `last`")]
 
 
 def add(app: typer.Typer) -> None:
@@ -29,7 +29,10 @@ def add(app: typer.Typer) -> None:
 
 
 def ps(
-    apps: Annotated[list[str] | None, typer.Argument(metavar="ID...", help="app ids, or `last`; all without")] = None,
+    apps: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="ID...", autocompletion=completion.apps, help="app ids, or `last`; all without"),
+    ] = None,
     everything: Annotated[bool, typer.Option("-a", "--all", help="also those that are over")] = False,
     state: selection.State = None,
     tenant: selection.Tenant = None,
@@ -86,7 +89,9 @@ def explain(app: Selector, json: Json = False) -> None:
 
 
 def logs(
-    target: Annotated[str, typer.Argument(metavar="ID", help="an app, job or task, or `last`")],
+    target: Annotated[
+        str, typer.Argument(metavar="ID", autocompletion=completion.tasks, help="an app, job or task, or `last`")
+    ],
     follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until it is over, across preemptions")] = False,
     tail: Annotated[int | None, typer.Option(min=0, metavar="N", help="begin with the last N lines (all)")] = None,
 ) -> None:
@@ -110,7 +115,9 @@ def nodes(json: Json = False) -> None:
 
 
 def shares(
-    by: Annotated[str, typer.Option(metavar="tenant|owner", help="whose GPU time")] = "tenant",
+    by: Annotated[
+        str, typer.Option(metavar="tenant|owner", autocompletion=completion.one_of(SHARERS), help="whose GPU time")
+    ] = "tenant",
     json: Json = False,
 ) -> None:
     """Show the due and the GPU time of each tenant, or of each owner: LTGF of 1 or more is fair.

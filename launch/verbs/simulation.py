@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from arbiter.core.seam import DEFAULT_POLICY
+from launch import completion
 from launch.faults import Fault, usage
 from launch.spec import seconds
 from launch.surface import answering, emit, note, number, plural, say, table, wants_json
@@ -44,7 +45,10 @@ Lease = Annotated[str | None, typer.Option(help="length of a lease (600s)")]
 RoundPause = Annotated[str | None, typer.Option(help="least time between rounds (1s; 0s without overheads)")]
 Knob = Annotated[float | None, typer.Option("--fairness-knob", help="f: the (1 - f) part of the apps bids (0.8)")]
 Sharing = Annotated[
-    str | None, typer.Option(metavar="exclusive|timeslice|pack", help="how jobs share a GPU (exclusive)")
+    str | None,
+    typer.Option(
+        metavar="exclusive|timeslice|pack", autocompletion=completion.sharing, help="how jobs share a GPU (exclusive)"
+    ),
 ]
 Seats = Annotated[int | None, typer.Option(help="the most jobs on one GPU, where GPUs are shared (4)")]
 Quantum = Annotated[str | None, typer.Option(help="how long a turn on a shared GPU lasts at least (60s)")]
@@ -57,7 +61,7 @@ SetOption = Annotated[
 SetMany = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=V1,V2,...", help="a setting and its values; repeatable")
 ]
-Policies = Annotated[str, typer.Option(metavar="A,B,C|all", help="which policies")]
+Policies = Annotated[str, typer.Option(metavar="A,B,C|all", autocompletion=completion.policies, help="which policies")]
 Tenants = Annotated[Path | None, typer.Option(metavar="FILE", help="a CSV of each tenant and its share")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
@@ -135,7 +139,9 @@ def add(app: typer.Typer) -> None:
 def simulate(
     trace: Trace,
     cluster: ClusterOption,
-    policy: Annotated[str, typer.Option(help="which policy decides")] = DEFAULT_POLICY,
+    policy: Annotated[
+        str, typer.Option(autocompletion=completion.policy, help="which policy decides")
+    ] = DEFAULT_POLICY,
     overheads: Overheads = "default",
     profiles: ProfilesOption = "built-in",
     lease: Lease = None,
@@ -246,7 +252,10 @@ def sweep(
     trace: Trace,
     cluster: ClusterOption,
     policies: Policies = DEFAULT_POLICY,
-    sharing: Annotated[str | None, typer.Option(metavar="MODE,...", help="exclusive, timeslice, pack")] = None,
+    sharing: Annotated[
+        str | None,
+        typer.Option(metavar="MODE,...", autocompletion=completion.some_sharing, help="exclusive, timeslice, pack"),
+    ] = None,
     seats: Annotated[str | None, typer.Option(metavar="N,...", help="the most jobs on one shared GPU")] = None,
     quantum: Annotated[str | None, typer.Option(metavar="TIME,...", help="least length of a turn on one")] = None,
     set_: SetMany = None,

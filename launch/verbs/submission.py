@@ -6,13 +6,13 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from app_agent.client import default_name
-from app_agent.core.spec import INHERITED, AppSpec
-from launch import preflight, selection, spec
+from app_agent.core.spec import INHERITED, AppSpec, SearchName
+from launch import completion, preflight, selection, spec
 from launch.client import Client, Until, ending, open_client
 from launch.faults import Fault, usage
 from launch.follow import follow_logs
@@ -34,7 +34,12 @@ Gpus = Annotated[
     ),
 ]
 Tenant = Annotated[
-    str | None, typer.Option(envvar="GPU_ARBITER_TENANT", help="the tenant that pays; the daemon's default otherwise")
+    str | None,
+    typer.Option(
+        envvar="GPU_ARBITER_TENANT",
+        autocompletion=completion.tenant,
+        help="the tenant that pays; the daemon's default otherwise",
+    ),
 ]
 Name = Annotated[str | None, typer.Option(help="for people; the script's name otherwise")]
 Steps = Annotated[
@@ -51,11 +56,24 @@ Priority = Annotated[
 Kind = Annotated[
     str | None,
     typer.Option(
-        "--class", help="batch, or interactive: starts at once if it can, at the cost of one batch app (batch)"
+        "--class",
+        autocompletion=completion.classes,
+        help="batch, or interactive: starts at once if it can, at the cost of one batch app (batch)",
     ),
 ]
 Cpus = Annotated[float | None, typer.Option(min=0, help="CPU cores each job needs on its node (none asked for)")]
 Memory = Annotated[str | None, typer.Option(help="host memory each job needs on its node, such as 8G (none asked for)")]
+GpuType = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu-type",
+        metavar="TYPE[,TYPE...]",
+        help="each GPU is of one of these types, such as H200; a word of the driver's name for it (any)",
+    ),
+]
+MinMemory = Annotated[
+    str | None, typer.Option("--min-memory", help="each GPU has at least so much memory of its own, such as 80G (any)")
+]
 Weight = Annotated[float | None, typer.Option(help="part of the GPU time among your tenant's apps, 1 being usual (1)")]
 Utility = Annotated[
     str | None,
@@ -64,18 +82,47 @@ Utility = Annotated[
 StepTime = Annotated[
     str | None, typer.Option("--step-time", help="time of one mini-batch on one GPU, until it is measured")
 ]
-PreemptBy = Annotated[str | None, typer.Option(help="auto, checkpoint or suspend (auto)")]
+PreemptBy = Annotated[
+    str | None, typer.Option(autocompletion=completion.preempt_by, help="auto, checkpoint or suspend (auto)")
+]
 Env = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE, or NAME to pass on your own; repeatable")]
 Secret = Annotated[
     list[str] | None,
     typer.Option("--secret", metavar="NAME=FILE", help="a variable whose value the node reads from FILE; repeatable"),
 ]
-Restarts = Annotated[int | None, typer.Option("--max-restarts", min=0, help="new starts after failures (3)")]
+Retry = Annotated[
+    int | None,
+    typer.Option(min=0, help="new starts of a job that fails (3, and not if it seems that it cannot start)"),
+]
+TimeLimit = Annotated[
+    str | None,
+    typer.Option("--time-limit", help="how long each job may have its GPUs, such as 2h; then it fails (no limit)"),
+]
+After = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ID[:ok|any]",
+        autocompletion=completion.apps_to_follow,
+        help="begin once this app is over: if it has finished (ok), or however it ended (any); repeatable (ok)",
+    ),
+]
+Array = Annotated[
+    str | None,
+    typer.Option(help="one job for each index, such as 0-19, or 0-19%4 for at most four at a time"),
+]
 TrialFile = Annotated[Path | None, typer.Option("--trials", help="search: a file of one line of arguments per trial")]
 Trial = Annotated[list[str] | None, typer.Option("--trial", help="search: the arguments of one trial; repeatable")]
 Metric = Annotated[str | None, typer.Option(help="search: the reported figure that trials are compared by")]
-Mode = Annotated[str | None, typer.Option(help="search: max or min (max)")]
-Search = Annotated[str | None, typer.Option(help="which trials go on: halving, hyperband, curve or all (halving)")]
+Mode = Annotated[
+    str | None, typer.Option(autocompletion=completion.one_of(("max", "min")), help="search: max or min (max)")
+]
+Search = Annotated[
+    str | None,
+    typer.Option(
+        autocompletion=completion.one_of(get_args(SearchName)),
+        help="which trials go on: halving, hyperband, curve or all (halving)",
+    ),
+]
 Eta = Annotated[int | None, typer.Option(min=2, help="hyperband: of so many trials one goes on (3)")]
 StepsMin = Annotated[int | None, typer.Option(min=1, help="hyperband: mini-batches before a trial can be judged")]
 Target = Annotated[
@@ -85,11 +132,14 @@ NoCheck = Annotated[
     bool, typer.Option("--no-check", help="do not look for the program and its script here: they are only on the nodes")
 ]
 SpecFile = Annotated[Path | None, typer.Option("-f", "--file", help="a TOML file with these as fields; flags win")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="submit nothing; say whether it would start now and where, or why not")
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 Timeout = Annotated[str | None, typer.Option(help="give up after this long, with exit code 5")]
 
 #: Flags whose values become fields in a way of their own.
-READ_APART = frozenset({"checkpoint_dir", "utility", "trials", "env"})
+READ_APART = frozenset({"checkpoint_dir", "utility", "trials", "env", "after", "array"})
 
 
 def add(app: typer.Typer) -> None:
@@ -112,12 +162,17 @@ def submit(
     kind: Kind = None,
     cpus: Cpus = None,
     memory: Memory = None,
+    gpu_type: GpuType = None,
+    min_memory: MinMemory = None,
     weight: Weight = None,
     utility: Utility = None,
     step_time: StepTime = None,
     env: Env = None,
     secret: Secret = None,
-    max_restarts: Restarts = None,
+    retry: Retry = None,
+    time_limit: TimeLimit = None,
+    after: After = None,
+    array: Array = None,
     trials: TrialFile = None,
     trial: Trial = None,
     metric: Metric = None,
@@ -128,6 +183,7 @@ def submit(
     target: Target = None,
     file: SpecFile = None,
     no_check: NoCheck = False,
+    dry_run: DryRun = False,
     wait_: Annotated[bool, typer.Option("--wait", help="return when it is over, with its exit code")] = False,
     json: Json = False,
 ) -> None:
@@ -135,19 +191,28 @@ def submit(
 
     gpu-arbiter submit -g 2 --env SEED=1 -- python train.py --lr 0.1
 
-    Exit code 6, with the id printed: it is queued, but no arbiter answers; do not submit it again.
+    gpu-arbiter submit --array 0-19%4 --after last -- python evaluate.py
+
+    gpu-arbiter submit --dry-run -g 4 -- python train.py
+
+    Exit code 6, with the id printed: it is queued, but no arbiter answers; do not submit it again. Exit code 10, of a
+    dry run: the app would wait.
     """
     flags = dict(locals())
     as_json = wants_json(json)
     with answering(as_json=as_json):
-        app_spec = _spec(flags)
+        if dry_run and wait_:
+            raise usage("--dry-run submits nothing, so there is nothing to wait for", "leave --dry-run or --wait out")
+        app_spec = specified(flags)
         with open_client() as client:
-            app, notes, code = _submit(client, app_spec, checked=not no_check)
-            _tell_submitted(app, notes, as_json=as_json)
-            raise SystemExit(_outcome(client, app, None) if wait_ else code)
+            if dry_run:
+                raise SystemExit(forecast(client, app_spec, checked=not no_check, as_json=as_json))
+            app, notes, code = hand_over(client, app_spec, checked=not no_check)
+            tell_submitted(app, notes, as_json=as_json)
+            raise SystemExit(outcome(client, app, None) if wait_ else code)
 
 
-def _tell_submitted(app: str, notes: Sequence[str], *, as_json: bool) -> None:
+def tell_submitted(app: str, notes: Sequence[str], *, as_json: bool) -> None:
     """Print the id of a submitted app, and the notes for its owner."""
     if as_json:
         emit({"schema": "submitted/v1", "app": app, "notes": notes})
@@ -170,26 +235,30 @@ def run(
     kind: Kind = None,
     cpus: Cpus = None,
     memory: Memory = None,
+    gpu_type: GpuType = None,
+    min_memory: MinMemory = None,
     weight: Weight = None,
     utility: Utility = None,
     step_time: StepTime = None,
     env: Env = None,
     secret: Secret = None,
-    max_restarts: Restarts = None,
+    retry: Retry = None,
+    time_limit: TimeLimit = None,
+    after: After = None,
     file: SpecFile = None,
     no_check: NoCheck = False,
 ) -> None:
     """Submit an app, show its output, and return its exit code. Ctrl-C cancels it."""
     flags = dict(locals())
     with answering(as_json=False):
-        app_spec = _spec(flags)
+        app_spec = specified(flags)
         with open_client() as client:
-            app, notes, _ = _submit(client, app_spec, checked=not no_check)
+            app, notes, _ = hand_over(client, app_spec, checked=not no_check)
             for sentence in (*notes, f"{app} is queued; its output follows"):
                 note(sentence)
             try:
                 follow_logs(client, app, follow=True)
-                raise SystemExit(_outcome(client, app, None))
+                raise SystemExit(outcome(client, app, None))
             except KeyboardInterrupt:
                 client.cancel(app)
                 note(f"{app} is cancelled")
@@ -197,9 +266,14 @@ def run(
 
 
 def wait(
-    apps: Annotated[list[str], typer.Argument(metavar="ID...", help="app ids, or `last`")],
+    apps: Annotated[
+        list[str],
+        typer.Argument(metavar="ID...", autocompletion=completion.apps_to_wait_for, help="app ids, or `last`"),
+    ],
     timeout: Timeout = None,
-    for_: Annotated[Until, typer.Option("--for", help="done, or running")] = "done",
+    for_: Annotated[
+        Until, typer.Option("--for", autocompletion=completion.one_of(get_args(Until)), help="done, or running")
+    ] = "done",
     json: Json = False,
 ) -> None:
     """Return when apps are over, with the greatest of their exit codes; or when they run.
@@ -212,7 +286,7 @@ def wait(
         records, unknown = selection.known(client, apps)
         if unknown and records:
             note(f"{selection.not_found(unknown).sentence}; waiting for the rest")
-        codes = {app: _outcome(client, app, deadline, until=for_) for app in records}
+        codes = {app: outcome(client, app, deadline, until=for_) for app in records}
         ended = {"apps": [{"id": app, "code": code} for app, code in codes.items()]}
         if unknown:
             raise selection.not_found(unknown, ended)
@@ -221,7 +295,38 @@ def wait(
         raise SystemExit(max(codes.values(), default=exit_codes.DONE))
 
 
-def _submit(client: Client, app_spec: AppSpec, *, checked: bool) -> tuple[str, list[str], int]:
+def forecast(client: Client, app_spec: AppSpec, *, checked: bool, as_json: bool) -> int:
+    """Print what would become of an app if it was submitted now, and return the exit code.
+
+    Raises
+    ------
+    Fault
+        As `hand_over` does; and if the arbiter would refuse the app, or is away.
+    """
+    from launch import views  # `submit` itself prints no document
+
+    notes = _checked_notes(app_spec, checked=checked)
+    notes += preflight.check_room(app_spec, client.query("capacity", patience_s=preflight.PATIENCE_S))
+    document = client.dry_run(app_spec) | {"notes": notes}
+    if as_json:
+        emit(document)
+    else:
+        say(views.forecast(document))
+    for sentence in notes:
+        note(sentence)
+    return exit_codes.DONE if document["starts"] else exit_codes.WOULD_WAIT
+
+
+def _checked_notes(app_spec: AppSpec, *, checked: bool) -> list[str]:
+    """Return notes on an app's variables and files; raise a `Fault` for a file that is not here, if it is `checked`."""
+    notes = preflight.exposed(app_spec)
+    if checked:
+        preflight.check_files(app_spec)
+        notes += preflight.absent_secrets(app_spec)
+    return notes
+
+
+def hand_over(client: Client, app_spec: AppSpec, *, checked: bool) -> tuple[str, list[str], int]:
     """Submit an app that may be able to run; return its id, notes for its owner, and the exit code.
 
     `checked`: its files must be on this host.
@@ -231,10 +336,7 @@ def _submit(client: Client, app_spec: AppSpec, *, checked: bool) -> tuple[str, l
     Fault
         If it can never run as it is; then it is not submitted.
     """
-    notes, away = preflight.exposed(app_spec), ""
-    if checked:
-        preflight.check_files(app_spec)
-        notes += preflight.absent_secrets(app_spec)
+    notes, away = _checked_notes(app_spec, checked=checked), ""
     try:
         notes += preflight.check_room(app_spec, client.query("capacity", patience_s=preflight.PATIENCE_S))
     except Fault as fault:
@@ -247,16 +349,16 @@ def _submit(client: Client, app_spec: AppSpec, *, checked: bool) -> tuple[str, l
     return app, notes, exit_codes.UNREACHABLE if away else exit_codes.DONE
 
 
-def _outcome(client: Client, app: str, deadline: float | None, until: Until = "done") -> int:
+def outcome(client: Client, app: str, deadline: float | None, until: Until = "done") -> int:
     """Wait for `app`, print the reason if it failed, and return its exit code."""
     left_s = None if deadline is None else max(0.0, round(deadline - time.monotonic(), 1))
-    end = ending(client.wait(app, until=until, timeout_s=left_s))
+    end = ending(client.outlast(app, until, left_s))
     if end.sentence:
         note(end.sentence)
     return end.code
 
 
-def _spec(flags: dict[str, Any]) -> AppSpec:
+def specified(flags: dict[str, Any]) -> AppSpec:
     """Return the specification: the file's fields, overruled by the flags."""
     fields: dict[str, Any] = spec.load(flags["file"]) if flags["file"] else {}
     written = fields.pop("command", [])
@@ -301,6 +403,10 @@ def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
         fields |= {"gang": sizes[0], "sizes": sizes if len(sizes) > 1 else ()}
     if flags["checkpoint_dir"]:
         fields["checkpoint_root"] = spec.absolute(flags["checkpoint_dir"])
+    if flags.get("after"):
+        fields["after"] = [word for given in flags["after"] for word in given.split(",")]
+    if flags.get("array") is not None:
+        fields |= {"array": flags["array"], "array_at_most": 0}
     if flags["utility"] is not None:
         fields["utility"] = spec.utility(flags["utility"], "--utility")
     return fields

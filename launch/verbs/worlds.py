@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from launch import completion
 from launch.faults import Fault
 from launch.surface import answering, emit, note, plural, say, wants_json
 from protocol import exit_codes
@@ -30,7 +31,10 @@ def worlds(
     count: Annotated[int, typer.Option(min=1, max=COUNT_MAX, help="how many worlds")] = 200,
     seed: Annotated[int, typer.Option(min=0, max=2**62, help="of the first; each next one has the next")] = 0,
     jobs: Annotated[int, typer.Option(min=0, help="processes (0: one for each core)")] = 0,
-    policy: Annotated[str, typer.Option(help="the only policy, in place of one or more drawn for each")] = "",
+    policy: Annotated[
+        str,
+        typer.Option(autocompletion=completion.policy, help="the only policy, in place of one or more drawn for each"),
+    ] = "",
     trace: Annotated[bool, typer.Option("--trace", help="print every event, too")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:

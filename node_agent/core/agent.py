@@ -180,7 +180,7 @@ def _take_in_local(node: NodeState, event: LocalEvent) -> None:
         case Sampled():
             measurements.sampled(node, event)
         case SampleFailed(reason=reason):
-            node.gpus.failed(reason)
+            node.gpus.failed(reason, node.now)
         case RecordsFailing(reason=reason):
             node.unrecorded = reason
         case StrangerSpared() | QuarantineLifted():

@@ -19,6 +19,9 @@ from protocol.worker import FromWorker, Order
 #: the GPU is used while its memory in use stays below the bound of an idle one. `kill`: they are ended.
 StrangersPolicy = Literal["warn", "exclude", "kill"]
 
+#: A suspended worker may take so long to give its GPU's memory back.
+PARK_PROOF_S = 30.0
+
 # --- values ---------------------------------------------------------------------------------------------------------
 
 
@@ -39,7 +42,7 @@ class NodeFacts(Struct, frozen=True):
     idle_bytes_max: int = 0
     parked_bytes_max: int = 0
     hello_s: float = 15.0  #: a worker that has not said hello by then is treated as one that never will
-    park_proof_s: float = 30.0
+    park_proof_s: float = PARK_PROOF_S
     seats_max: int = 8  #: jobs that may share a GPU, even if a plan asks for more
     host_bytes: int = 0  #: host memory that the state of parked workers may take; 0: not limited
     cpus: float = 0.0  #: CPU cores of the node; 0: unknown
@@ -70,7 +73,10 @@ class GpuProcess(Struct, frozen=True):
 
 
 class GpuSample(Struct, frozen=True):
-    """One device as measured. `lost` says that it fell off the bus and its workers with it."""
+    """One device as measured. `lost` says that it fell off the bus and its workers with it.
+
+    With `unmeasured`, the driver's error, it could not be measured this time: all figures but its size are unknown.
+    """
 
     gpu: GpuId
     model: str
@@ -82,7 +88,9 @@ class GpuSample(Struct, frozen=True):
     lost: bool = False
     detail: str = ""
     utilisation: float | None = None  #: share of recent time in which it worked, 0 to 1
+    load: float | None = None  #: which part of its warps or of its bandwidth was in use, the larger, 0 to 1
     faults: tuple[str, ...] = ()  #: errors since the last measurement that only a program on it must answer for
+    unmeasured: str = ""
 
 
 class TaskFailure(Struct, frozen=True):
@@ -246,12 +254,16 @@ class ProcessCheckpointed(Struct, frozen=True, tag=True):
 
 
 class Estimated(Struct, frozen=True, tag=True):
-    """The mini-batch time of a task that does not tell it, from a periodic signal; `step_s` 0: no period was found."""
+    """The mini-batch time of a task that does not tell it, from periodic signals.
+
+    `periods` are what each signal shows. `step_s` is 0 if none shows a period, and if they disagree.
+    """
 
     task: TaskId
     step_s: float
     source: StepSource
     confidence: float
+    periods: dict[StepSource, float] = {}
 
 
 class StrangerSpared(Struct, frozen=True, tag=True):

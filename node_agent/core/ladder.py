@@ -18,12 +18,14 @@ from node_agent.core.state import NodeState
 from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethod
 from node_agent.core.verdict import lost_work
 from protocol.messages import Outcome
-from protocol.worker import Order
+from protocol.worker import TROUGH_S, Order
 
 PROBE_S = 5.0  #: a helper thread answers at once or is wedged
 TERMINATE_S = 10.0  #: between SIGTERM and SIGKILL, once a worker has missed its deadline
 KILL_AGAIN_S = 5.0  #: a process in an uninterruptible call dies late; keep asking
 DRIVER_S = 120.0  #: the driver moves some 5 GB per second
+#: A worker whose memory has a known cycle is asked by the driver at a trough: seen within so many cycles.
+TROUGH_CYCLES = 2.0
 DRIVER_GRACE_S = 30.0  #: beyond that, its helper process does not answer any more
 
 
@@ -40,12 +42,23 @@ def rest(node: NodeState, task: Task) -> None:
 
 
 def _suspend(node: NodeState, task: Task, method: SuspendMethod, why: str) -> None:
-    if method == "driver":
-        node.effects.append(CheckpointProcess(task.id, "suspend", DRIVER_S))
-        ladder = Ladder("ordered", node.now + DRIVER_S + DRIVER_GRACE_S)
-        node.enter_state(task, Suspending(ladder, by_driver=True), f"suspended by the driver: {why}")
+    facts = task.facts
+    if method == "driver" and facts.source == "allocator" and facts.connected and task.ranks.world == 1:
+        # Between two troughs there are activations, too, and the allocator keeps what it does not use: the driver
+        # would move all of that.
+        waiting = _ask(node, task, "trough", min(TROUGH_S, TROUGH_CYCLES * facts.step_s))
+        node.enter_state(task, Suspending(waiting, by_driver=True), f"to be suspended by the driver: {why}")
+    elif method == "driver":
+        ask_driver(node, task, why)
     else:
         node.enter_state(task, Suspending(_ask(node, task, "suspend", task.grace_s)), f"ordered to suspend: {why}")
+
+
+def ask_driver(node: NodeState, task: Task, why: str) -> None:
+    """Have the driver suspend a task now."""
+    node.effects.append(CheckpointProcess(task.id, "suspend", DRIVER_S))
+    ladder = Ladder("ordered", node.now + DRIVER_S + DRIVER_GRACE_S)
+    node.enter_state(task, Suspending(ladder, by_driver=True), f"suspended by the driver: {why}")
 
 
 def resume(node: NodeState, task: Task) -> None:
@@ -78,7 +91,9 @@ def leave(node: NodeState, task: Task, what: str) -> None:
     node.enter_state(task, Vacating(_ask(node, task, "leave", task.grace_s)), what)
 
 
-def _ask(node: NodeState, task: Task, do: Literal["suspend", "resume", "leave", "probe"], patience_s: float) -> Ladder:
+def _ask(
+    node: NodeState, task: Task, do: Literal["suspend", "resume", "leave", "probe", "trough"], patience_s: float
+) -> Ladder:
     """Send an order to all processes of the task, for the same step; return the ladder that watches it."""
     order = Order(do, node.facts.incarnation, node.next_order_seq())
     ranks, orders = rank_sync.ask(node.tasks[task.id].ranks, order, node.next_order_seq)
@@ -93,7 +108,9 @@ def climb(node: NodeState, task: Task) -> None:
     ladder = task.state.ladder
     if node.now < ladder.deadline:
         return
-    if ladder.rung == "ordered" and task.facts.connected:
+    if awaits_trough(task):
+        ask_driver(node, task, "no trough of its memory was seen in time")
+    elif ladder.rung == "ordered" and task.facts.connected:
         _ask(node, task, "probe", PROBE_S)
         task = node.tasks[task.id]
         # The order asked for stays the one to repeat after a reconnect; the probe is only a question.
@@ -107,6 +124,12 @@ def climb(node: NodeState, task: Task) -> None:
         killed = Ladder("killed", node.now + KILL_AGAIN_S)
         node.put(replace(task, state=replace(task.state, ladder=killed)))
         node.tell(task.id, "sent SIGKILL")
+
+
+def awaits_trough(task: Task) -> bool:
+    """Whether the driver is to suspend a task as soon as its memory is at a trough."""
+    state = task.state
+    return isinstance(state, Suspending) and state.by_driver and state.ladder.order is not None
 
 
 def overdue(node: NodeState, task: Task) -> None:

@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections import Counter
 
 from node_agent.core import ladder
-from node_agent.core.events import Sampled
+from node_agent.core.events import GpuSample, OrderWorker, Sampled
 from node_agent.core.model import Exited, Running, Stopping, Task, Waiting
 from node_agent.core.state import NodeState
 from node_agent.core.verdict import lost_work
 from protocol.messages import GpuId, TaskId
+from protocol.worker import Order
 
-SMOOTHING = 0.2  #: weight of the newest reading of a device's utilisation
+#: A task that has run for so long without a step has its memory sampled, and again after so long: while its mini-batch
+#: time is unknown, and while it is known.
+SAMPLE_AFTER_S, SAMPLE_EVERY_S, SAMPLE_KNOWN_S = 10.0, 60.0, 300.0
+SMOOTHING = 0.2  #: weight of the newest reading of a device's use
 
 
 def sampled(node: NodeState, event: Sampled) -> None:
     """Take in a measurement; end the tasks of lost GPUs, and the heaviest task of a GPU that is overdrawn."""
-    node.gpus.sampled(event)
-    node.effects += node.health.sampled(event.gpus, node.now)
-    _note_utilisation(node, event)
-    for process in (process for sample in event.gpus for process in sample.processes):
+    node.gpus.sampled(event, node.now)
+    measured = tuple(sample for sample in event.gpus if not sample.unmeasured)
+    node.effects += node.health.sampled(measured, node.now)
+    _note_use(node, measured)
+    for process in (process for sample in measured for process in sample.processes):
         if process.task in node.tasks and not node.tasks[process.task].facts.on_gpu:
             node.learn(process.task, on_gpu=True)
+    _have_memory_sampled(node)
     for gpu, detail in node.gpus.lost().items():
         for task in node.in_order():
             if gpu in task.devices and not isinstance(task.state, Exited | Waiting):
@@ -33,17 +39,44 @@ def sampled(node: NodeState, event: Sampled) -> None:
             ladder.kill(node, victim, "failed", why)
 
 
-def _note_utilisation(node: NodeState, event: Sampled) -> None:
-    """Take the utilisation of a device for that of the task that has it to itself, smoothed."""
-    measured = {sample.gpu: sample.utilisation for sample in event.gpus if sample.utilisation is not None}
-    if not measured:
+def _note_use(node: NodeState, samples: tuple[GpuSample, ...]) -> None:
+    """Take the utilisation and the load of a device for that of the task that has it to itself, smoothed."""
+    if all(sample.utilisation is None for sample in samples):
         return
+    here = {sample.gpu: sample for sample in samples}
     for task in alone(node):
-        readings = [measured[device] for device in task.devices if device in measured]
-        if readings:
-            newest, before = sum(readings) / len(readings), task.facts.utilisation
-            smooth = newest if before is None else before + SMOOTHING * (newest - before)
-            node.learn(task.id, utilisation=smooth)
+        own = [here[device] for device in task.devices if device in here]
+        utilisation = _smoothed(task.facts.utilisation, [sample.utilisation for sample in own])
+        load = _smoothed(task.facts.load, [sample.load for sample in own])
+        if (utilisation, load) != (task.facts.utilisation, task.facts.load):
+            node.learn(task.id, utilisation=utilisation, load=load)
+
+
+def _smoothed(before: float | None, readings: list[float | None]) -> float | None:
+    known = [reading for reading in readings if reading is not None]
+    if not known:
+        return before
+    newest = sum(known) / len(known)
+    return newest if before is None else before + SMOOTHING * (newest - before)
+
+
+def _have_memory_sampled(node: NodeState) -> None:
+    """Have the memory of tasks that tell nothing of their steps sampled by the first of their processes."""
+    for task in _untold(node):
+        if not task.facts.connected or task.facts.step > task.facts.start_step:
+            continue
+        if not task.facts.sample_at:
+            node.learn(task.id, sample_at=node.now + SAMPLE_AFTER_S)
+        elif node.now >= task.facts.sample_at:
+            order = Order("sample", node.facts.incarnation, node.next_order_seq())
+            node.effects.append(OrderWorker(task.id, order, 0))
+            known = task.facts.source != "unknown"
+            node.learn(task.id, sample_at=node.now + (SAMPLE_KNOWN_S if known else SAMPLE_EVERY_S))
+
+
+def _untold(node: NodeState) -> list[Task]:
+    """Return the running tasks that do not tell their mini-batch time."""
+    return [task for task in node.in_order() if isinstance(task.state, Running) and task.facts.source != "steps"]
 
 
 def alone(node: NodeState) -> list[Task]:
@@ -54,5 +87,6 @@ def alone(node: NodeState) -> list[Task]:
 
 
 def unmeasured(node: NodeState) -> dict[TaskId, tuple[GpuId, ...]]:
-    """Return the tasks that do not tell their mini-batch time but whose devices may show it, with these devices."""
-    return {task.id: tuple(sorted(task.devices)) for task in alone(node) if task.facts.source != "steps"}
+    """Return the tasks that do not tell their mini-batch time, with the devices that may show it: those all theirs."""
+    single = {task.id for task in alone(node)}
+    return {task.id: tuple(sorted(task.devices)) if task.id in single else () for task in _untold(node)}

@@ -1,9 +1,11 @@
 """Which two tasks share a GPU at the same time: tried, measured, and undone unless it pays.
 
 Two tasks of one GPU each, on the same device, are tried together once each has been measured alone and their peaks fit:
-the one with the lowest utilisation joins the one with the next lowest (Gandiva, section 3.3). Both are measured over
+the one with the lowest load joins the one with the next lowest (Gandiva, section 3.3). Load is the part of the GPU that
+was in use; where it is unknown, utilisation: the time in which any kernel ran, near 1 for most. Both are measured over
 `pack_steps` mini-batches. They stay together if the sum of their step rates, each against its own rate alone, reaches
-`pack_gain_min`; time-slicing gives 1 at best. The gain of a pair of jobs is remembered, high or low.
+`pack_gain_min`; time-slicing gives 1 at best. The gain of a pair of jobs is remembered, high or low, until the rate of
+one of them drifts: a job may read longer sequences now, or compute less. Then each is measured alone again.
 
 *Source:* PAPERS.md section 2; the bound of 1.05 is that of findings on GPU mechanisms 1.3.
 """
@@ -25,19 +27,21 @@ ASK_AGAIN_S = 1.0
 ASK_S_MAX = 10.0
 #: Multiples of the time that `pack_steps` mini-batches take alone; a pair that needs longer for them is parted.
 PATIENCE = 4.0
+#: A rate has drifted if it is so many times as high as before, or as low, when it is measured twice in a row.
+DRIFT = 1.3
 
 Pair = frozenset[JobId]
 
 
 class Candidate(Struct, frozen=True):
-    """A task on one device that may be packed, as measured. Bytes of GPU memory; `utilisation` 0 to 1."""
+    """A task on one device that may be packed, as measured. Bytes of GPU memory; `load` 0 to 1."""
 
     task: TaskId
     job: JobId
     device: GpuId
     priority: int
     peak_bytes: int
-    utilisation: float
+    load: float
     running: bool
 
 
@@ -70,6 +74,7 @@ class Pairing(Struct, frozen=True):
     until: float
     rates: tuple[tuple[TaskId, float], ...] = ()
     gain: float | None = None  #: the sum of their normalised rates; None: not known yet
+    drifted: bool = False  #: since it was judged, the rate of one of them has changed
 
 
 class Packs:
@@ -94,6 +99,8 @@ class Packs:
         self._asked_at: dict[TaskId, float] = {}
         self._pairings: dict[TaskId, Pairing] = {}  #: each under both of its tasks
         self._met: set[frozenset[TaskId]] = set()
+        self._first: dict[TaskId, float] = {}  #: the rate alone at first, or since it has drifted
+        self._off: set[TaskId] = set()  #: tasks whose newest rate is far from the one before
         self.found: dict[Pair, float] = {}  #: the gain of each pair of jobs that was tried
 
     # --- answers ---------------------------------------------------------------------------------------------------
@@ -133,7 +140,7 @@ class Packs:
             self._gauges.pop(task, None)
             self._asked_at.pop(task, None)
 
-    def progressed(self, task: TaskId, step: int, now: float) -> None:
+    def progressed(self, task: TaskId, job: JobId, step: int, now: float) -> None:
         """Take in the step of a running task."""
         gauge = self._gauges.get(task)
         if gauge is None or step < gauge.last:
@@ -145,15 +152,34 @@ class Packs:
         self._fresh.discard(task)
         self._gauges[task] = gauge
         if gauge.steps >= self._steps and gauge.seconds > 0.0:
-            self._measured(task, gauge.steps / gauge.seconds)
+            self._measured(task, job, gauge.steps / gauge.seconds)
             self._gauges[task] = Gauge(step, now, step, now)
 
-    def _measured(self, task: TaskId, rate: float) -> None:
+    def _measured(self, task: TaskId, job: JobId, rate: float) -> None:
         pairing = self._pairings.get(task)
         if pairing is None:
             self._alone[task] = rate
+            if self._drifts(task, rate, self._first.setdefault(task, rate)):
+                self._first[task] = rate
+                self._forget_pairs_of(job)
         elif pairing.gain is None:
             self._put(replace(pairing, rates=(*(each for each in pairing.rates if each[0] != task), (task, rate))))
+        elif task in dict(pairing.rates) and self._drifts(task, rate, dict(pairing.rates)[task]):
+            self._put(replace(pairing, drifted=True))
+
+    def _drifts(self, task: TaskId, rate: float, before: float) -> bool:
+        """Whether a rate has drifted, which takes two measurements."""
+        twice = task in self._off
+        self._off.discard(task)
+        if before <= rate * DRIFT and rate <= before * DRIFT:
+            return False
+        if not twice:
+            self._off.add(task)
+        return twice
+
+    def _forget_pairs_of(self, job: JobId) -> None:
+        for pair in [pair for pair in self.found if job in pair]:
+            del self.found[pair]
 
     def forget(self, present: Collection[TaskId]) -> list[TaskId]:
         """Forget tasks that are gone; return those that lost their partner."""
@@ -165,7 +191,8 @@ class Packs:
         for task in [task for task, pairing in self._pairings.items() if not set(pairing.tasks) <= set(present)]:
             del self._pairings[task]
         self._fresh &= set(present)
-        for known in (self._alone, self._gauges, self._asked_at, self._verdicts):
+        self._off &= set(present)
+        for known in (self._alone, self._first, self._gauges, self._asked_at, self._verdicts):
             for task in [task for task in known if task not in present]:
                 del known[task]
         self.restart(widowed)
@@ -210,7 +237,7 @@ class Packs:
 
     def judge(self, now: float) -> list[tuple[Pairing, bool]]:
         """Return the pairs that are judged by now, each with whether it stays together; others go on."""
-        decided = []
+        decided = self._judge_drifted()
         for pairing in sorted(
             {pairing.tasks: pairing for pairing in self._pairings.values() if pairing.gain is None}.values(), key=_name
         ):
@@ -231,6 +258,18 @@ class Packs:
                 decided.append((pairing, stays))
         return decided
 
+    def _judge_drifted(self) -> list[tuple[Pairing, bool]]:
+        """Part the pairs whose rates have drifted, so that both are measured alone again, and then together."""
+        drifted = {pairing.tasks: pairing for pairing in self._pairings.values() if pairing.drifted}
+        for pairing in drifted.values():
+            for job in pairing.pair:
+                self._forget_pairs_of(job)
+            for task in pairing.tasks:
+                self._alone.pop(task, None)
+                self._first.pop(task, None)
+            self.part(pairing.tasks[0])
+        return [(pairing, False) for _, pairing in sorted(drifted.items())]
+
     def pair_to_try(self, candidates: Sequence[Candidate], memory_bytes: int, now: float) -> Pairing | None:
         """Return a pair of these candidates to try on a device; None if no pair is worth it."""
         free = [
@@ -238,7 +277,7 @@ class Packs:
             for each in candidates
             if each.task not in self._pairings and each.task in self._alone and each.peak_bytes
         ]
-        free.sort(key=lambda each: (each.utilisation, each.task))
+        free.sort(key=lambda each: (each.load, each.task))
         for index, one in enumerate(free):
             for other in free[index + 1 :]:
                 pair = frozenset((one.job, other.job))

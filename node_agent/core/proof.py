@@ -7,15 +7,25 @@ before it began, so that no clock is compared with another.
 
 On a device with several seats, a seat is empty when nothing of its own task is left there. Starting or resuming takes
 the whole device, but for a task that is to run beside this one.
+
+The driver may err about a GPU, or hang, and answer again in a moment. Meanwhile nothing is proven, and the GPU counts
+as healthy for `TOLERATED_S`, so that such a moment costs no lease.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from node_agent.core.events import GpuProcess, GpuSample, NodeFacts, Sampled
 from node_agent.core.model import Suspended, Task
 from protocol.messages import GpuId, GpuStatus, TaskId, device_of, seat
+
+#: A GPU that cannot be measured for so long is not healthy.
+TOLERATED_S = 5.0
+#: Free memory beyond the image of a process that the driver is to restore: what it takes beside is not known.
+RESTORE_MARGIN_BYTES = 256 * 2**20
 
 
 class Gpus:
@@ -28,6 +38,9 @@ class Gpus:
         self._mark = 0  #: the newest mark given to a departure
         self._touched: dict[GpuId, int] = {}
         self._blind = ""  #: why the GPUs cannot be measured at the moment
+        self._blind_since: float | None = None
+        self._blind_for_long = False
+        self._unmeasured_since: dict[GpuId, float] = {}
         self.seats = 1  #: of each device
         self._plain = True  #: no device ever had a second seat
 
@@ -46,19 +59,33 @@ class Gpus:
         """The newest mark: a sample that began after it was asked for proves everything so far."""
         return self._mark
 
-    def sampled(self, event: Sampled) -> None:
+    def sampled(self, event: Sampled, now: float) -> None:
         """Take a measurement in; a GPU that is no longer there stays known, as lost."""
         if event.mark < self._sampled_mark:
             return
-        self._blind = ""
+        self._blind, self._blind_since, self._blind_for_long = "", None, False
         self._sampled_mark = event.mark
-        here = {sample.gpu: sample for sample in event.gpus}
-        gone = {gpu: _vanished(sample) for gpu, sample in self._samples.items() if gpu not in here}
+        self._unmeasured_since = {
+            sample.gpu: self._unmeasured_since.get(sample.gpu, now) for sample in event.gpus if sample.unmeasured
+        }
+        here = {sample.gpu: self._outdated(sample, now) if sample.unmeasured else sample for sample in event.gpus}
+        gone = {
+            gpu: _vanished(sample) for gpu, sample in self._samples.items() if gpu not in here and sample.memory_bytes
+        }
         self._samples = dict(sorted({**here, **gone}.items()))
 
-    def failed(self, reason: str) -> None:
+    def _outdated(self, sample: GpuSample, now: float) -> GpuSample:
+        """Return the last measurement of a GPU that could not be measured this time."""
+        before = replace(self._samples.get(sample.gpu, sample), unmeasured=sample.unmeasured, faults=())
+        if before.lost or now - self._unmeasured_since[sample.gpu] < TOLERATED_S:
+            return before
+        return replace(before, healthy=False, detail=sample.unmeasured)
+
+    def failed(self, reason: str, now: float) -> None:
         """Take in that a measurement failed: nothing is proven until the next one."""
         self._blind = reason
+        self._blind_since = now if self._blind_since is None else self._blind_since
+        self._blind_for_long = now - self._blind_since >= TOLERATED_S
 
     def touch(self, gpus: Iterable[GpuId]) -> None:
         """Note that a worker left these GPUs just now: an earlier measurement proves nothing."""
@@ -72,7 +99,10 @@ class Gpus:
 
     def overdrawn(self) -> list[GpuSample]:
         """Return the GPUs with more memory in use than they have (virtual ones; a real one refuses)."""
-        return [sample for sample in self._samples.values() if sample.used_bytes > sample.memory_bytes]
+        return [sample for sample in self._measured() if sample.used_bytes > sample.memory_bytes]
+
+    def _measured(self) -> list[GpuSample]:
+        return [sample for sample in self._samples.values() if not sample.unmeasured]
 
     def obstacle(self, gpu: GpuId, tasks: Mapping[TaskId, Task], *, awaited: Collection[TaskId] = ()) -> str:
         """Say why this seat is not empty, or return an empty string; `awaited` are parked tasks that will use it."""
@@ -104,13 +134,35 @@ class Gpus:
         if self._sampled_mark < max(self._touched.get(each, 0) for each in seats if device_of(each) == sample.gpu):
             return f"{gpu} is being measured"
         keeps = isinstance(task.state, Suspended) and task.state.kept
-        return self._used_by(sample, here) or ("" if keeps else self._withheld(sample, here))
+        obstacle = self._used_by(sample, here) or ("" if keeps else self._withheld(sample, here))
+        return obstacle or self._too_small_for(task, sample, here, beside)
+
+    def _too_small_for(self, task: Task, sample: GpuSample, here: Sequence[Task], beside: TaskId | None) -> str:
+        """Say why a GPU has no room for a task, or return an empty string.
+
+        Of a process that the driver has suspended the whole image must fit: a restore without room is for ever. A task
+        beside another that runs needs its peak, whatever the allocator of the other keeps.
+        """
+        context = self._facts.parked_bytes_max
+        used = sample.used_bytes
+        if isinstance(task.state, Suspended) and task.state.by_driver:
+            needed = task.facts.parked_bytes // len(task.devices) + RESTORE_MARGIN_BYTES
+        elif partner := next((each for each in here if each.id == beside and each.occupies), None):
+            needed = task.facts.peak_bytes + (0 if isinstance(task.state, Suspended) else context)
+            parked = sum(isinstance(each.state, Suspended) for each in here)
+            used = max(used, partner.facts.reserved_bytes + (1 + parked) * context)  # it may have grown since
+        else:
+            return ""
+        free = sample.memory_bytes - used
+        return f"{sample.gpu} has {free >> 20} MiB free, and {task.id} takes {needed >> 20}" if free < needed else ""
 
     def _unusable(self, gpu: GpuId, sample: GpuSample | None) -> str:
         if sample is None:
             return f"this node has no GPU {gpu}"
         if self._blind:
             return f"{gpu} cannot be measured: {self._blind}"
+        if sample.unmeasured:
+            return f"{gpu} cannot be measured: {sample.unmeasured}"
         return "" if sample.healthy else f"{gpu} is not healthy: {sample.detail}"
 
     def _on(self, device: GpuId, tasks: Mapping[TaskId, Task]) -> list[Task]:
@@ -145,25 +197,26 @@ class Gpus:
         """Say how much memory `task`, though parked, was found with beyond a parked worker's share, if it may not.
 
         It may while it has a lease and its GPU is used or empty all the same. Memory that no process is shown with was
-        kept by the task that left the device last.
+        kept by the parked task that left the device last.
         """
         for gpu in task.gpus:
             sample = self._samples.get(device_of(gpu))
-            if sample is None or self._blind or self._sampled_mark < self._touched.get(gpu, 0):
+            if sample is None or self._blind or sample.unmeasured or self._sampled_mark < self._touched.get(gpu, 0):
                 continue
             here = self._on(sample.gpu, tasks)
             withheld, allowed = self._withheld_bytes(sample, here), self._facts.parked_bytes_max
             kept = sum(_bytes_of(task.id, sample.processes))
-            if kept <= allowed and withheld and self._left_last(gpu) and not _explained(sample, allowed):
+            if kept <= allowed and withheld and self._left_last(gpu, here) and not _explained(sample, allowed):
                 kept = withheld + allowed
             if kept > allowed and (withheld or task.want == "vacate"):
                 return f"kept {kept / 2**30:.1f} GiB of {sample.gpu} when it was parked"
         return ""
 
-    def _left_last(self, gpu: GpuId) -> bool:
-        """Whether no other seat of the same device was left later than `gpu`."""
-        marks = [mark for each, mark in self._touched.items() if device_of(each) == device_of(gpu)]
-        return self._touched.get(gpu, 0) == max(marks, default=0)
+    def _left_last(self, gpu: GpuId, here: Sequence[Task]) -> bool:
+        """Whether of the seats with a parked task on the same device no other was left later than `gpu`."""
+        parked = (task for task in here if isinstance(task.state, Suspended))
+        seats = (each for task in parked for each in task.gpus if device_of(each) == device_of(gpu))
+        return self._touched.get(gpu, 0) == max(self._touched.get(each, 0) for each in seats)
 
     def memory_bytes(self, device: GpuId) -> int:
         """Return the size of a device's memory; 0 before it has been seen."""
@@ -194,7 +247,7 @@ class Gpus:
             model=sample.model,
             memory_bytes=sample.memory_bytes,
             slot=sample.slot,
-            healthy=sample.healthy and not self._blind,
+            healthy=sample.healthy and not self._blind_for_long,
             empty=not obstacle,
             used_bytes=sample.used_bytes,
             strangers=sum(process.task is None for process in sample.processes),

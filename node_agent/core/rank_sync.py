@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from protocol.messages import newest_metrics
 from protocol.worker import (
+    Counted,
     Finished,
     FromWorker,
     Hello,
@@ -109,7 +110,7 @@ def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple
             return ranks, [], _progress(ranks) if len(ranks.news) >= ranks.world else None
         case Ready() | Late():
             return *_promised(ranks, rank, line, next_seq), None
-        case Finished():
+        case Finished() | Counted():
             return ranks, [], line
         case Refused():
             return _refused(ranks, line, next_seq)
@@ -221,6 +222,7 @@ def _greeted(ranks: Ranks, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromW
         orders = [Order("resume", max(hello.gen for hello in hellos), next_seq())]
     first = hellos[0]
     sizes = [hello.state_bytes for hello in hellos]  # 0: that one does not know it yet
+    metrics, diverged = newest_metrics(*((hello.metrics, hello.diverged) for hello in reversed(hellos)))
     line = replace(
         first,
         state=state,
@@ -230,6 +232,8 @@ def _greeted(ranks: Ranks, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromW
         can_checkpoint=all(hello.can_checkpoint for hello in hellos),
         finished=any(hello.finished for hello in hellos),
         state_bytes=sum(sizes) if all(sizes) else 0,
+        metrics=metrics,
+        diverged=diverged,
     )
     return ranks, orders, line
 
@@ -262,4 +266,5 @@ def _progress(ranks: Ranks) -> Progress:
         peak_bytes=sum(line.peak_bytes for line in lines),
         trough_bytes=sum(line.trough_bytes for line in lines),
         samples=max(line.samples for line in lines),
+        reserved_bytes=sum(line.reserved_bytes for line in lines),
     )

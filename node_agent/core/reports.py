@@ -128,6 +128,8 @@ def _status(task: Task, now: float) -> TaskStatus:
             confidence=facts.confidence,
             peak_bytes=facts.peak_bytes,
             trough_bytes=facts.trough_bytes,
+            reserved_bytes=facts.reserved_bytes,
+            periods=facts.periods,
             parked_bytes=facts.parked_bytes,
             utilisation=facts.utilisation,
             cost_s=facts.suspend_s + facts.resume_s,

@@ -119,7 +119,7 @@ class Sharing:
         """Take in the progress of a task that has its turn, once it has warmed up."""
         warm = step >= task.facts.start_step + WARM_UP_STEPS
         if self.active and warm and isinstance(task.state, Running):
-            self.packs.progressed(task.id, step, now)
+            self.packs.progressed(task.id, task.job, step, now)
 
     def runs(self, task: TaskId, tasks: Tasks, now: float) -> None:
         """Note that a task trains from now on: its rate is counted from here, and that of its partner."""
@@ -172,7 +172,10 @@ class Sharing:
             one, other = pairing.tasks
             for task, partner in ((one, other), (other, one)):
                 verdict = "stays with" if stays else "is parted from"
-                text = f"{verdict} {partner} on its GPU: together {pairing.gain:.2f} times the progress of turns"
+                why = f"together {pairing.gain:.2f} times the progress of turns"
+                if pairing.drifted:
+                    why = "their speed has changed since it was measured, and is measured again"
+                text = f"{verdict} {partner} on its GPU: {why}"
                 instructions.append(Instruction(task, text, "" if stays else "cap"))
         return instructions
 
@@ -210,7 +213,8 @@ class Sharing:
             ready = isinstance(task.state, Running | Suspended) and task.want == "run" and task.facts.connected
             if ready and _packable(task) and self.packs.partner(task.id) is None:
                 (device,) = task.devices
-                used = 1.0 if task.facts.utilisation is None else task.facts.utilisation
+                told = (task.facts.load, task.facts.utilisation, 1.0)
+                used = next(share for share in told if share is not None)
                 running = isinstance(task.state, Running) and task.id in self._on
                 peak = task.facts.peak_bytes
                 found.setdefault(device, []).append(

@@ -34,7 +34,20 @@ from node_agent.core.model import (
 from node_agent.core.state import NodeState
 from node_agent.core.verdict import judge, left, lost_work
 from protocol.messages import TaskId, newest_metrics
-from protocol.worker import Finished, FromWorker, Hello, Late, Order, Progress, Ready, Refused, Resumed, Saved, Stacks
+from protocol.worker import (
+    Counted,
+    Finished,
+    FromWorker,
+    Hello,
+    Late,
+    Order,
+    Progress,
+    Ready,
+    Refused,
+    Resumed,
+    Saved,
+    Stacks,
+)
 from protocol.worker import Suspended as SuspendedLine
 
 RESUME_AGAIN_S = 5.0
@@ -105,13 +118,20 @@ def _said(node: NodeState, task: Task, line: FromWorker) -> None:
             node.tell(task_id, f"said that it finished at step {step}")
         case Stacks(seq=seq, text=text):
             _stacks(node, task, seq, text)
-        case Ready() | Late():
+        case Ready() | Late() | Counted():
             pass
         case _:
             assert_never(line)
 
 
+def _told(task: Task, line: Hello | Progress) -> tuple[Mapping[str, float], Iterable[str]]:
+    """Return the metrics that a line tells; those that are known if it tells none."""
+    known = (task.facts.metrics, task.facts.diverged)
+    return (line.metrics, line.diverged) if line.metrics or line.diverged else known
+
+
 def _hello(node: NodeState, task: Task, line: Hello) -> None:
+    metrics, diverged = _told(task, line)
     node.learn(
         task.id,
         hello=True,
@@ -123,6 +143,8 @@ def _hello(node: NodeState, task: Task, line: Hello) -> None:
         can_park=line.can_park,
         can_checkpoint=line.can_checkpoint,
         finished=line.finished,
+        metrics=metrics,
+        diverged=diverged,
         state_bytes=max(line.state_bytes, task.facts.state_bytes),
     )
     node.count_saved(task.id, task.facts.saved_step)
@@ -153,8 +175,7 @@ def _take_final(node: NodeState, task: Task, metrics: Mapping[str, float], diver
 
 
 def _progress(node: NodeState, task: Task, line: Progress) -> None:
-    known = (task.facts.metrics, task.facts.diverged)
-    told = (line.metrics, line.diverged) if line.metrics or line.diverged else known
+    known, told = (task.facts.metrics, task.facts.diverged), _told(task, line)
     node.learn(
         task.id,
         hello=True,
@@ -171,10 +192,12 @@ def _progress(node: NodeState, task: Task, line: Progress) -> None:
         samples=max(line.samples, task.facts.samples),
         source="steps" if line.step_s > 0 else task.facts.source,
         confidence=1.0 if line.step_s > 0 else task.facts.confidence,
+        periods={} if line.step_s > 0 else task.facts.periods,
         state_bytes=line.state_bytes,
         arena_bytes=line.arena_bytes,
-        peak_bytes=max(line.peak_bytes, task.facts.peak_bytes),
+        peak_bytes=line.peak_bytes,
         trough_bytes=line.trough_bytes,
+        reserved_bytes=line.reserved_bytes,
     )
     node.count_saved(task.id, task.facts.saved_step)
     node.sharing.progressed(task, line.step, node.now)
@@ -184,7 +207,10 @@ def _progress(node: NodeState, task: Task, line: Progress) -> None:
         node.figures_at = node.now + node.facts.figures_s
     if isinstance(task.state, Loading):
         node.enter_running(task, "makes progress")
-    _prepare_host_memory(node, node.tasks[task.id])
+    task = node.tasks[task.id]
+    _prepare_host_memory(node, task)
+    if ladder.awaits_trough(task) and isinstance(task.state, Suspending) and line.seq == _seq(task.state.ladder):
+        ladder.ask_driver(node, task, "its memory is at a trough")
 
 
 def _prepare_host_memory(node: NodeState, task: Task) -> None:
@@ -244,7 +270,8 @@ def estimated(node: NodeState, event: Estimated) -> None:
     """Take in a mini-batch time estimated from a signal, unless the worker tells its own."""
     task = node.tasks.get(event.task)
     if task is not None and task.facts.source != "steps":
-        node.learn(event.task, step_s=event.step_s, source=event.source, confidence=event.confidence)
+        found = {"step_s": event.step_s, "source": event.source, "confidence": event.confidence}
+        node.learn(event.task, **found, periods=event.periods)
 
 
 def flushed(node: NodeState, task_id: TaskId, error: str) -> None:
@@ -276,13 +303,15 @@ def _saved(node: NodeState, task: Task, line: Saved) -> None:
 def _refused(node: NodeState, task: Task, seq: int, reason: str) -> None:
     """Try the next method: a worker that cannot leave may be able to park, and the other way round."""
     match task.state:
-        case Suspending(ladder=ladder) | Vacating(ladder=ladder) if _asked(ladder, seq) and task.facts.finished:
+        case Suspending(ladder=asked) if ladder.awaits_trough(task) and _asked(asked, seq):
+            ladder.ask_driver(node, task, reason)
+        case Suspending(ladder=asked) | Vacating(ladder=asked) if _asked(asked, seq) and task.facts.finished:
             # It exits by itself; a SIGTERM now would undo a complete training. The deadline of the order stays.
             node.tell(task.id, f"has finished and is about to exit: {reason}")
-        case Suspending(ladder=ladder) | Vacating(ladder=ladder) if _asked(ladder, seq):
-            assert ladder.order is not None
-            _declined(node, task, ladder.order.do, reason)
-        case Resuming(ladder=ladder) if _asked(ladder, seq):
+        case Suspending(ladder=asked) | Vacating(ladder=asked) if _asked(asked, seq):
+            assert asked.order is not None
+            _declined(node, task, asked.order.do, reason)
+        case Resuming(ladder=asked) if _asked(asked, seq):
             _resume_refused(node, task, reason)
         case _:
             pass

@@ -5,10 +5,12 @@ and cores. Everything above this folder is the same for both; `tests/contract/te
 
 Promises
 --------
-1. GPUs are named by UUID; the order of `devices` is that of the PCI bus and does not change while the backend is open.
+1. GPUs are named by UUID, in the order of the PCI bus. One that the driver cannot reach when the backend is opened has
+   a name of its own and no memory, until it answers.
 2. `memory` and `processes` are measured at the call, not remembered, and list every process, also parked ones.
 3. A lost GPU stays in `devices`; its `health` says so and its other methods raise `DeviceError`.
-4. A call that gets no answer raises `DeviceError` within `timeout_s`; nothing blocks for ever on a sick GPU.
+4. A call about a GPU that gets an error raises `DeviceError`; about other GPUs that says nothing. A call that gets no
+   answer raises `HungError` within `timeout_s`; nothing blocks for ever on a sick GPU.
 5. Every method may be called from any one thread at a time, `activity` and `processes` also beside another call;
    none changes a setting of the GPU.
 """
@@ -30,6 +32,10 @@ ActivitySource = Literal["gpm", "utilisation"]
 
 class DeviceError(Exception):
     """The GPUs cannot be used as asked; the message is a sentence that names the mend."""
+
+
+class HungError(DeviceError):
+    """The driver hangs: nothing can be said of any GPU."""
 
 
 class Device(Struct, frozen=True):
@@ -92,6 +98,11 @@ class DeviceBackend(Protocol):
         """GPU memory that a suspended worker may keep: its context and libraries' workspaces."""
         ...
 
+    @property
+    def driver(self) -> str:
+        """Version of the NVIDIA driver; empty without one."""
+        ...
+
     def devices(self) -> Sequence[Device]:
         """Return every GPU of this node, in the order of the PCI bus."""
         ...
@@ -110,6 +121,13 @@ class DeviceBackend(Protocol):
 
     def utilisation(self, gpu: GpuId) -> float | None:
         """Return the share of recent time in which the GPU worked, 0 to 1, or None if unknown."""
+        ...
+
+    def load(self, gpu: GpuId) -> float | None:
+        """Return which part of it was in use since the last call: of its SMs' warps or of its memory's bandwidth.
+
+        The larger of the two, 0 to 1; None if unknown. One caller alone may ask, as of `activity`.
+        """
         ...
 
     def activity(self, gpu: GpuId) -> Activity | None:

@@ -1,4 +1,8 @@
-"""Watches how busy devices are, to learn the mini-batch time of tasks that do not tell it.
+"""Watches memory and devices to learn the mini-batch time of tasks that do not tell it.
+
+Three kinds of signal are looked at: the bytes of living tensors, which the task's process samples when it is told to;
+the memory of its processes, as the driver shows it; and the activity of its devices. Each says its period or none.
+Where two of them differ the mini-batch time is unknown, and what each says is passed on.
 
 Readings are taken at random gaps: at even ones a fast loop would show as a slow one (see `node_agent.introspection`).
 """
@@ -16,14 +20,17 @@ from msgspec import Struct
 
 from node_agent.core.events import Estimated
 from node_agent.devices import ActivitySource, DeviceBackend, DeviceError
-from node_agent.introspection import Estimate, estimate
+from node_agent.introspection import Estimate, agreed, estimate, from_counter
 from protocol.messages import GpuId, TaskId
+from protocol.worker import Counted
 
 #: GPM needs two samples more than 100 ms apart (nvml.h, nvmlGpmMetricsGet).
 GAP_S = (0.11, 0.25)
 WINDOW_S = 60.0
 #: Between two estimates of one task.
 EVERY_S = 30.0
+#: Samples of a task's own memory: so many are kept, and between two of them is no longer pause.
+COUNTED_MAX, GAP_S_MAX = 2500, 1.0
 
 
 class _Reading(Struct, frozen=True):
@@ -37,22 +44,25 @@ class _Reading(Struct, frozen=True):
 
 
 class _Watched:
-    """One task's readings, and whether a period was posted for it."""
+    """One task's signals, and the periods that were posted for it."""
 
     def __init__(self, gpus: tuple[GpuId, ...], now_s: float) -> None:
         self.gpus = gpus
         self.since_s = now_s
         self.due_s = float("inf")  #: of the next estimate; set by the first reading
         self.readings: deque[_Reading] = deque()
-        self.known: bool | None = None  #: whether the last event named a period; None before the first
+        self.counted: deque[tuple[float, int]] = deque(maxlen=COUNTED_MAX)
+        self.complete: tuple[tuple[float, int], ...] = ()  #: samples that are still to be judged
+        self.own: Estimate | None = None  #: by those that were judged last
+        self.said: Estimated | None = None
 
 
 class ActivityWatch:
     """Samples the devices of the tasks it is told to watch, and posts `Estimated` of each.
 
-    A task is judged after `window_s` of readings, and every `every_s` from then on. If no period is found, that is
-    posted once, until one is. Watch only tasks that have their devices to themselves: the activity of a device is not
-    split by task.
+    A task is judged after `window_s` of readings, at the end of each answer to `sample`, and every `every_s` from then
+    on. That no period is known is posted once, until something else is. Give devices only of a task that has them to
+    itself: the activity of a device is not split by task.
 
     Parameters
     ----------
@@ -80,15 +90,28 @@ class ActivityWatch:
         self._some = asyncio.Event()
 
     def watch(self, tasks: Mapping[TaskId, Sequence[GpuId]]) -> None:
-        """Watch exactly these tasks on these devices from now on; a task that stays keeps its readings."""
+        """Watch exactly these tasks on these devices, if any, from now on; a task that stays keeps its readings."""
         now_s = time.monotonic()
-        wanted = {task: tuple(gpus) for task, gpus in tasks.items() if gpus}
+        wanted = {task: tuple(gpus) for task, gpus in tasks.items()}
         kept = {task: old for task, old in self._tasks.items() if wanted.get(task) == old.gpus}
         self._tasks = kept | {task: _Watched(gpus, now_s) for task, gpus in wanted.items() if task not in kept}
         if self._tasks:
             self._some.set()
         else:
             self._some.clear()
+
+    def counted(self, task: TaskId, line: Counted) -> None:
+        """Take in samples of a task's own memory; of those before a gap, as a suspension leaves, nothing is kept."""
+        watched = self._tasks.get(task)
+        if watched is None:
+            return
+        for sample in zip(line.at_s, line.bytes, strict=False):
+            if watched.counted and not 0 < sample[0] - watched.counted[-1][0] < GAP_S_MAX:
+                watched.counted.clear()
+            watched.counted.append(sample)
+        if line.last:
+            watched.complete = tuple(watched.counted)
+            watched.due_s = min(watched.due_s, time.monotonic())
 
     async def run(self) -> None:
         """Sample and judge until cancelled."""
@@ -103,6 +126,8 @@ class ActivityWatch:
         """Read all devices; a task with a device that does not answer is left out."""
         readings: dict[TaskId, _Reading] = {}
         for task, watched in tasks.items():
+            if not watched.gpus:
+                continue
             since_s = watched.readings[-1].at_s if watched.readings else watched.since_s
             try:
                 found = [self._backend.activity(gpu) for gpu in watched.gpus]
@@ -133,23 +158,31 @@ class ActivityWatch:
         if task is None or watched is None:
             return
         watched.due_s = now_s + self._every_s
-        found = await asyncio.to_thread(_judge, tuple(watched.readings))
+        if watched.complete:
+            counted, watched.complete = watched.complete, ()
+            watched.own = await asyncio.to_thread(from_counter, *zip(*counted, strict=True))
+        found = await asyncio.to_thread(_periods, tuple(watched.readings))
         if self._tasks.get(task) is not watched:
             return
-        if found is not None:
-            self._post(Estimated(task, found.period_s, found.source, found.confidence))
-        elif watched.known is not False:
-            self._post(Estimated(task, 0.0, "unknown", 0.0))
-        watched.known = found is not None
+        if watched.own is not None:
+            found.append(watched.own)
+        best = agreed(found)
+        periods = {one.source: one.period_s for one in found}
+        if best is not None:
+            said = Estimated(task, best.period_s, best.source, best.confidence, periods)
+        else:
+            said = Estimated(task, 0.0, "unknown", 0.0, periods)
+        if said != watched.said:
+            self._post(said)
+        watched.said = said
 
 
-def _judge(readings: Sequence[_Reading]) -> Estimate | None:
-    """Return the period of the processes' memory where that cycles, else of the devices' activity."""
-    memory = estimate([one.at_s for one in readings], [one.memory_bytes for one in readings], "memory")
-    if memory is not None:
-        return memory
-    told = [(one, one.busy) for one in readings if one.busy is not None]
-    if not told:
-        return None
-    middles = [(one.since_s + one.at_s) / 2 for one, _ in told]
-    return estimate(middles, [busy for _, busy in told], told[-1][0].source)
+def _periods(readings: Sequence[_Reading]) -> list[Estimate]:
+    """Return the period of each signal of the devices that shows one."""
+    told = [one for one in readings if one.busy is not None]
+    middles, busy = [(one.since_s + one.at_s) / 2 for one in told], [one.busy or 0.0 for one in told]
+    found = (
+        estimate([one.at_s for one in readings], [one.memory_bytes for one in readings], "memory"),
+        estimate(middles, busy, told[-1].source if told else "unknown"),
+    )
+    return [one for one in found if one is not None]

@@ -1,27 +1,26 @@
 """Real NVIDIA GPUs through NVML, the driver's own library (package nvidia-ml-py, module `pynvml`).
 
 All calls run in one thread with a watchdog, because a call about a sick GPU can block in the kernel; the caller then
-gets a `DeviceError` instead of a hang. This module reads and never changes a setting.
+gets a `HungError` instead of a hang. An error about one GPU is a `DeviceError` about that one: the others are measured
+as before. This module reads and never changes a setting.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import queue
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from msgspec import Struct, structs
 
 from node_agent.devices import Activity, Device, DeviceError, Health, LinkKind, Memory, Process, visible
-from node_agent.devices.gpm import Gpm
+from node_agent.devices.gpm import DRAM_BANDWIDTH, SM_OCCUPANCY, SM_UTIL, Gpm
+from node_agent.devices.topology import slots_of
+from node_agent.devices.watched import Look, WatchedThread
 from node_agent.devices.xid import XidVerdict, demand, judge
 from protocol.messages import GpuId
 
@@ -41,8 +40,6 @@ ANCESTORS: tuple[tuple[int, LinkKind], ...] = (
     (40, "node"),
     (50, "system"),
 )
-#: PCIe switches, without crossing a host bridge: these make an island where there is no NVLink.
-SLOT_KINDS: frozenset[LinkKind] = frozenset({"nvlink", "single", "multiple"})
 
 #: Field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: the recovery that the driver demands for a GPU; 0 is none.
 FIELD_RECOVERY = 230
@@ -52,8 +49,12 @@ EVENT_UNAVAILABLE = 0x4000
 EVENT_RECOVERY = 0x8000
 EVENTS_MAX = 100  #: taken in per call, so that a storm of them cannot keep the thread
 FAULTS_MAX = 8  #: kept per GPU until they are asked for
-#: Between two attempts to reach a lost GPU through a library opened afresh.
-REVIVE_S = 30.0
+#: A GPU that NVML calls lost for so long is lost; the jobs on it are ended.
+LOST_S = 3.0
+#: Between two attempts to listen for health events where the driver refused.
+LISTEN_AGAIN_S = 30.0
+#: nvmlComputeMode_t: what each mode other than the default one admits.
+MODES = {1: "EXCLUSIVE_THREAD", 2: "PROHIBITED", 3: "EXCLUSIVE_PROCESS"}
 #: Prints the UUID of each GPU that answers; a process of its own, as opening the library may hang on a sick GPU.
 LOOK = """
 import pynvml as nvml
@@ -62,21 +63,41 @@ for index in range(nvml.nvmlDeviceGetCount()):
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         nvml.nvmlDeviceGetMemoryInfo(handle)
+        nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
         print(nvml.nvmlDeviceGetUUID(handle))
     except nvml.NVMLError:
         pass
 """
 
 
+class NoDriverError(DeviceError):
+    """The host has no NVIDIA driver, or it is not loaded."""
+
+
 class _Gpu(Struct):
-    """One GPU's handle and its health so far."""
+    """One GPU's handle and the reasons why it is out of use, each empty if there is none.
+
+    `verdict` is the word of an event and holds until the node agent is started again; `demand` is the recovery that
+    the driver wants, `setting` a mode in which the GPU cannot be shared. `troubles` are the questions that NVML did not
+    answer when they were asked last, each with the time since when.
+    """
 
     handle: Any
     device: Device
-    health: Health = Health()
+    verdict: str = ""
+    demand: str = ""
+    setting: str = ""
+    lost: str = ""
     faults: tuple[str, ...] = ()
-    demanded: bool = False  #: out of use because of the driver's recovery action, so until it is withdrawn
-    silent: bool = False  #: out of use because NVML did not answer, so until a library opened afresh answers
+    troubles: dict[str, float] = {}
+    gone_since_s: float | None = None
+
+    def health(self) -> Health:
+        """Return its health."""
+        if self.lost:
+            return Health(healthy=False, lost=True, detail=self.lost)
+        detail = self.verdict or self.demand or self.setting
+        return Health(healthy=not detail, detail=detail)
 
 
 class NvmlBackend:
@@ -84,17 +105,20 @@ class NvmlBackend:
 
     Parameters
     ----------
-    nvml
-        The module `pynvml`, or one with the functions of it used here.
+    only
+        The GPUs to use, each by its index as nvidia-smi shows it or by its UUID; empty: all.
     timeout_s
         How long a call may take before the GPUs count as unmeasurable.
     look
         The program that finds out which GPUs answer again, after one was lost.
+    clock
+        Seconds, monotonic.
 
     Raises
     ------
     DeviceError
-        If there is no driver, no library or no GPU; it names ``simulated:N`` as the way without.
+        If there is no driver (`NoDriverError`), no library, no GPU or none of those in `only`; it names
+        ``simulated:N`` as the way without.
     """
 
     idle_bytes_max = IDLE_BYTES_MAX
@@ -102,59 +126,82 @@ class NvmlBackend:
 
     def __init__(
         self,
-        nvml: Any = None,
+        only: Sequence[str] = (),
         *,
         timeout_s: float = TIMEOUT_S,
         look: Sequence[str] = (sys.executable, "-I", "-c", LOOK),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._nvml = importlib.import_module("pynvml") if nvml is None else nvml
-        self._thread = _Watched(timeout_s)
-        self._look = _Look(look)
-        self._gpm = Gpm(self._nvml)
+        self._nvml = importlib.import_module("pynvml")
+        self._errors = (self._nvml.NVMLError, self._nvml.NVMLLibraryMismatchError)
+        self._only = frozenset(only)
+        self._clock = clock
+        self._thread = WatchedThread(timeout_s)
+        self._look = Look(look)
+        self._busy = Gpm(self._nvml, (SM_UTIL,), clock)
+        self._loaded = Gpm(self._nvml, (SM_OCCUPANCY, DRAM_BANDWIDTH), clock)
         self._events: Any = None
+        self._listen_at_s = 0.0
+        self._open = False
+        self._gpus: dict[GpuId, _Gpu] = {}
+        self._links: dict[tuple[GpuId, GpuId], LinkKind] = {}
+        self.driver = ""
         try:
-            found = self._thread.call(self._open)
+            self._thread.call(self._find_all)
         except DeviceError:
             self._thread.close()
             raise
-        self._gpus = {gpu.device.gpu: gpu for gpu in found}
 
-    # --- the promises -----------------------------------------------------------------------------------------------
+    # --- the promises -------------------------------------------------------------------------------------------------
 
     def devices(self) -> Sequence[Device]:
-        """Return all as found when the backend was opened."""
-        return [gpu.device for gpu in self._gpus.values()]
+        """Return all as found when the backend was opened, and since then those that came back."""
+        return [gpu.device for gpu in list(self._gpus.values())]
 
     def topology(self) -> dict[tuple[GpuId, GpuId], LinkKind]:
-        """Return the links as found when the backend was opened."""
+        """Return the links as found when the library was opened."""
         return dict(self._links)
 
     def memory(self, gpu: GpuId) -> Memory:
         """Return the driver's figures, without its own reserve."""
-        return self._about(gpu, self._memory)
+        return self._about(gpu, "memory", self._memory)
 
     def processes(self, gpu: GpuId) -> Sequence[Process]:
         """Return every process with a context, MPS clients included."""
-        return self._about(gpu, self._processes)
+        return self._about(gpu, "processes", self._processes)
 
     def utilisation(self, gpu: GpuId) -> float | None:
         """Return the share of time in which a kernel ran, over the driver's last window."""
-        return self._about(gpu, self._utilisation)
+        return self._thread.call(lambda: self._utilisation(self._known(gpu)))
+
+    def load(self, gpu: GpuId) -> float | None:
+        """Return what the performance monitors say since the last call; None without them."""
+        return self._thread.call(lambda: self._load(self._known(gpu)))
 
     def activity(self, gpu: GpuId) -> Activity | None:
         """Return the figure of the performance monitors, else the driver's last window (1/6 to 1 s, nvml.h)."""
-        return self._about(gpu, self._activity)
+        return self._thread.call(lambda: self._activity(self._known(gpu)))
+
+    def persistent(self, gpu: GpuId) -> bool | None:
+        """Return whether the driver keeps its state while no process uses the GPU; None if it does not say."""
+        return self._thread.call(lambda: self._persistent(self._known(gpu)))
+
+    def monitored(self, gpu: GpuId) -> bool:
+        """Return whether the GPU has performance monitors."""
+        entry = self._known(gpu)
+        return self._thread.call(lambda: self._busy.supports(gpu, entry.handle))
 
     def health(self, gpu: GpuId) -> Health:
-        """Return its health after the driver's newest events; a silent GPU is tried again."""
+        """Return its health after the driver's newest events; one that has not answered for long is tried again."""
         entry = self._known(gpu)
         self._thread.call(self._take_in_events)
-        if entry.silent and gpu in self._look.answering():
+        if not self._open or (self._silent(entry) and self._comes_back()):
             self._thread.call(self._reopen)
-        if not entry.health.lost:
+            entry = self._gpus.get(gpu, entry)
+        if not entry.lost:
             self._thread.call(lambda: self._touch(entry))
         faults, entry.faults = entry.faults, ()
-        return structs.replace(entry.health, faults=faults)
+        return structs.replace(entry.health(), faults=faults)
 
     def env(self, gpus: Sequence[GpuId]) -> dict[str, str]:
         """Show `gpus` by UUID: a hint to CUDA, not isolation."""
@@ -164,7 +211,7 @@ class NvmlBackend:
         """Return the cores that the driver calls near to `gpus`, None where it makes no difference."""
         allowed = os.sched_getaffinity(0)
         words = max(allowed) // 64 + 1
-        masks = [self._about(gpu, lambda one: self._near(one, words)) for gpu in gpus]
+        masks = [self._thread.call(lambda gpu=gpu: self._near(self._known(gpu), words)) for gpu in gpus]  # type: ignore[misc]
         near = allowed.intersection(*masks) if masks and all(masks) else set()
         return sorted(near) if near and near != allowed else None
 
@@ -177,43 +224,107 @@ class NvmlBackend:
     def close(self) -> None:
         """Release the library."""
         try:
-            self._thread.call(self._nvml.nvmlShutdown)
+            self._thread.call(self._shut)
         except DeviceError:
             pass  # a library that hangs now has nothing more to lose
         finally:
             self._thread.close()
             self._look.close()
 
-    # --- in the watched thread --------------------------------------------------------------------------------------
+    # --- the library and its GPUs, in the watched thread --------------------------------------------------------------
 
-    def _open(self) -> list[_Gpu]:
-        nvml = self._nvml
+    def _find_all(self) -> None:
+        """Open the library and describe all GPUs; one that does not answer is known by its place alone."""
         instead = "use real GPUs on a node with the NVIDIA driver, or `--gpus simulated:4` for virtual ones"
         try:
-            nvml.nvmlInit()
-            count = nvml.nvmlDeviceGetCount()
-        except nvml.NVMLError as error:
-            raise DeviceError(f"NVML cannot be used ({error}); {instead}") from error
+            self._nvml.nvmlInit()
+            self._open = True
+            count = self._nvml.nvmlDeviceGetCount()
+        except self._errors as error:
+            absent = getattr(error, "value", None) in (
+                self._nvml.NVML_ERROR_LIBRARY_NOT_FOUND,
+                self._nvml.NVML_ERROR_DRIVER_NOT_LOADED,
+            )
+            kind = NoDriverError if absent else DeviceError
+            raise kind(f"NVML cannot be used ({error}); {instead}") from error
+        with suppress(*self._errors):
+            self.driver = _text(self._nvml.nvmlSystemGetDriverVersion())
         if count == 0:
             raise DeviceError(f"the NVIDIA driver shows no GPU; {instead}")
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(count)]
-        found = sorted(((self._describe(handle), handle) for handle in handles), key=lambda pair: pair[0].bus_id)
-        self._links = {
-            (a.gpu, b.gpu): self._link(one, other)
-            for index, (a, one) in enumerate(found)
-            for b, other in found[index + 1 :]
-        }
-        slots = slots_of([device.gpu for device, _ in found], self._links)
-        gpus = [_Gpu(handle, _placed(device, index, slots[device.gpu])) for index, (device, handle) in enumerate(found)]
-        self._register(gpus)
-        return gpus
+        found = [self._described(index) for index in range(count)]
+        missing = sorted(
+            self._only - {name for index, gpu in enumerate(found) for name in (str(index), gpu.device.gpu)}
+        )
+        if missing:
+            there = ", ".join(f"{index} ({gpu.device.gpu})" for index, gpu in enumerate(found))
+            raise DeviceError(f"gpus names the GPU {missing[0]!r}, which is not here; there are {there}")
+        self._arrange([gpu for index, gpu in enumerate(found) if self._is_wanted(index, gpu.device.gpu)])
+        self._listen()
 
-    def _describe(self, handle: Any) -> Device:
+    def _is_wanted(self, index: int, gpu: GpuId) -> bool:
+        return not self._only or bool(self._only & {str(index), gpu})
+
+    def _described(self, index: int) -> _Gpu:
+        """Return a GPU; if it does not answer, one without a handle and without memory."""
         nvml = self._nvml
-        total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
-        bus_id = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
-        model = _text(nvml.nvmlDeviceGetName(handle))
-        return Device(GpuId(_text(nvml.nvmlDeviceGetUUID(handle))), 0, model, total, "", bus_id)
+        try:
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+            bus_id = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
+            model = _text(nvml.nvmlDeviceGetName(handle))
+            return _Gpu(handle, Device(GpuId(_text(nvml.nvmlDeviceGetUUID(handle))), 0, model, total, "", bus_id))
+        except self._errors as error:
+            lost = f"NVML cannot reach GPU {index} ({error}); look into the kernel's log"
+            return _Gpu(
+                None, Device(GpuId(f"GPU-unreachable-{index}"), 0, "unknown", 0, f"unreachable-{index}"), lost=lost
+            )
+
+    def _arrange(self, gpus: Sequence[_Gpu]) -> None:
+        """Put the GPUs in the order of the bus, with their links and slots; those without an answer come last."""
+        ordered = sorted(gpus, key=lambda gpu: (gpu.handle is None, gpu.device.bus_id))
+        answering = [gpu for gpu in ordered if gpu.handle is not None]
+        self._links = {
+            (one.device.gpu, other.device.gpu): self._link(one.handle, other.handle)
+            for index, one in enumerate(answering)
+            for other in answering[index + 1 :]
+        } | {
+            (one.device.gpu, other.device.gpu): "system"
+            for index, one in enumerate(ordered)
+            for other in ordered[index + 1 :]
+            if other.handle is None
+        }
+        slots = slots_of([gpu.device.gpu for gpu in answering], self._links)
+        for index, gpu in enumerate(ordered):
+            slot = gpu.device.slot or slots[gpu.device.gpu]  # of one that was here before, the slot stays
+            gpu.device = structs.replace(gpu.device, index=index, slot=slot)
+        self._gpus = {gpu.device.gpu: gpu for gpu in ordered}
+
+    def _reopen(self) -> None:
+        """Open the library afresh, which a GPU needs that was reset or came back; all handles are new after that."""
+        nvml = self._nvml
+        try:
+            self._shut()
+            nvml.nvmlInit()
+            found = [self._described(index) for index in range(nvml.nvmlDeviceGetCount())]
+        except self._errors as error:
+            raise DeviceError(f"NVML cannot be opened again ({error})") from error
+        self._open = True  # else it is tried again at the next question
+        now = {gpu.device.gpu: gpu for index, gpu in enumerate(found) if self._is_wanted(index, gpu.device.gpu)}
+        answering = {name: gpu for name, gpu in now.items() if gpu.handle is not None}
+        kept = [gpu for gpu in self._gpus.values() if gpu.handle is not None or gpu.device.gpu in now]
+        for gpu in kept:
+            if gpu.device.gpu in answering:
+                gpu.handle = answering[gpu.device.gpu].handle
+                if gpu.lost:
+                    gpu.verdict = ""  # it was reset
+                gpu.lost, gpu.troubles, gpu.gone_since_s = "", {}, None
+        self._arrange([*kept, *(gpu for name, gpu in answering.items() if name not in self._gpus)])
+        self._listen()
+
+    def _shut(self) -> None:
+        if self._open:
+            self._open, self._events = False, None
+            self._nvml.nvmlShutdown()
 
     def _link(self, one: Any, other: Any) -> LinkKind:
         """Return how two GPUs are joined: NVLink first, which on NVSwitch joins every pair in spite of PCIe."""
@@ -221,7 +332,7 @@ class NvmlBackend:
             return "nvlink"
         try:
             level = int(self._nvml.nvmlDeviceGetTopologyCommonAncestor(one, other))
-        except self._nvml.NVMLError:
+        except self._errors:
             return "system"  # a virtual machine may hide the bus: claim no closeness
         return next((kind for bound, kind in ANCESTORS if level <= bound), "system")
 
@@ -232,51 +343,96 @@ class NvmlBackend:
             try:
                 if nvml.nvmlDeviceGetNvLinkState(handle, link):
                     return True
-            except nvml.NVMLError:
+            except self._errors:
                 return False  # no such link, so none after it either
         return False
 
     def _peers(self, one: Any, other: Any) -> bool:
         nvml = self._nvml
         try:
-            status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        except nvml.NVMLError:
+            # A number: some releases of pynvml hold a tuple for the constant.
+            status = nvml.nvmlDeviceGetP2PStatus(one, other, 2)
+        except self._errors:
             return False
         return bool(status == nvml.NVML_P2P_STATUS_OK)
 
-    def _register(self, gpus: Sequence[_Gpu]) -> None:
-        """Ask for health events, each GPU for those that it supports."""
-        nvml = self._nvml
-        wanted = EVENT_DOUBLE_BIT_ECC | EVENT_XID | EVENT_UNAVAILABLE | EVENT_RECOVERY
-        try:
-            self._events = nvml.nvmlEventSetCreate()
-            for gpu in gpus:
-                mask = nvml.nvmlDeviceGetSupportedEventTypes(gpu.handle) & wanted
-                if mask:
-                    nvml.nvmlDeviceRegisterEvents(gpu.handle, mask, self._events)
-        except nvml.NVMLError:
-            self._events = None  # a virtual GPU without events: losses still show in every call
+    # --- questions about one GPU, in the watched thread ---------------------------------------------------------------
 
-    def _reopen(self) -> None:
-        """Open the library afresh, which a GPU needs that was reset or came back; all handles are new after that."""
+    def _ask(self, gpu: _Gpu, what: str, question: Callable[[_Gpu], T]) -> T:
+        """Ask NVML; raise DeviceError, and remember since when, if it does not answer."""
+        if gpu.lost:
+            raise DeviceError(f"{gpu.device.gpu} is lost: {gpu.lost}")
+        try:
+            answer = question(gpu)
+        except self._errors as error:
+            now_s = self._clock()
+            gpu.troubles = {what: now_s} | gpu.troubles
+            if getattr(error, "value", None) == self._nvml.NVML_ERROR_GPU_IS_LOST:
+                gpu.gone_since_s = now_s if gpu.gone_since_s is None else gpu.gone_since_s
+            raise DeviceError(f"NVML does not answer about its {what}: {error}") from error
+        gpu.troubles = {each: since_s for each, since_s in gpu.troubles.items() if each != what}
+        if not gpu.troubles:
+            gpu.gone_since_s = None
+        return answer
+
+    def _touch(self, gpu: _Gpu) -> None:
+        """Learn whether the GPU still answers, whether the driver demands a recovery, and whether it can be shared.
+
+        Raises
+        ------
+        DeviceError
+            If it does not answer, unless it is lost by now.
+        """
+        action = self._recovery(gpu)
+        if action:
+            gpu.demand = gpu.demand or f"it {demand(action)}"
+        elif action == 0:
+            gpu.demand = ""
+        setting = self._setting(gpu)
+        if setting is not None:
+            gpu.setting = setting
+        try:
+            self._ask(gpu, "memory", self._memory)
+            self._ask(gpu, "processes", self._processes)
+        except DeviceError:
+            if gpu.gone_since_s is None or self._clock() - gpu.gone_since_s < LOST_S:
+                raise
+            gpu.lost = "it fell off the bus (NVML_ERROR_GPU_IS_LOST)"
+
+    def _setting(self, gpu: _Gpu) -> str | None:
+        """Return why its settings forbid to share it, empty if they do not, None if they cannot be read now."""
         nvml = self._nvml
-        nvml.nvmlShutdown()
-        nvml.nvmlInit()
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            gpu = self._gpus.get(GpuId(_text(nvml.nvmlDeviceGetUUID(handle))))
-            if gpu is None:
-                continue
-            gpu.handle = handle
-            if gpu.silent:
-                gpu.health, gpu.silent = Health(), False
-        self._register([gpu for gpu in self._gpus.values() if not gpu.silent])
+        try:
+            mode = int(nvml.nvmlDeviceGetComputeMode(gpu.handle))
+        except self._errors:
+            return None
+        try:
+            divided = bool(nvml.nvmlDeviceGetMigMode(gpu.handle)[0])
+        except nvml.NVMLError_NotSupported:
+            divided = False
+        except self._errors:
+            return None
+        name = gpu.device.gpu
+        if divided:
+            mend = f"run nvidia-smi -i {name} -mig 0, or leave it out of gpus"
+            return f"MIG divides it, and jobs are given whole GPUs: {mend}"
+        if mode in MODES:
+            return (
+                f"its compute mode {MODES[mode]} does not admit several processes: run nvidia-smi -i {name} -c DEFAULT"
+            )
+        return ""
+
+    def _persistent(self, gpu: _Gpu) -> bool | None:
+        try:
+            return bool(self._nvml.nvmlDeviceGetPersistenceMode(gpu.handle))
+        except self._errors:
+            return None
 
     def _near(self, gpu: _Gpu, words: int) -> set[int]:
         """Return the cores on the GPU's side of the node; none where the driver names none."""
         try:
             masks = self._nvml.nvmlDeviceGetCpuAffinity(gpu.handle, words)
-        except self._nvml.NVMLError:
+        except self._errors:
             return set()
         return {word * 64 + bit for word, mask in enumerate(masks) for bit in range(64) if int(mask) >> bit & 1}
 
@@ -287,46 +443,77 @@ class NvmlBackend:
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
             info = nvml.nvmlDeviceGetMemoryInfo(gpu.handle)
             return Memory(int(info.total), int(info.used))
-        # The second version counts the driver's reserve inside `used`.
-        return Memory(int(info.total), max(0, int(info.used) - int(info.reserved)), int(info.reserved))
+        # Drivers differ in whether `used` counts their reserve; this is right for both.
+        total, free, reserved = int(info.total), int(info.free), int(info.reserved)
+        return Memory(total, max(0, total - free - reserved), reserved)
 
     def _processes(self, gpu: _Gpu) -> Sequence[Process]:
         nvml = self._nvml
         found: dict[int, int] = {}
         compute: set[int] = set()
-        for listing in (
-            nvml.nvmlDeviceGetComputeRunningProcesses,
-            nvml.nvmlDeviceGetMPSComputeRunningProcesses,
-            nvml.nvmlDeviceGetGraphicsRunningProcesses,
+        for entry in nvml.nvmlDeviceGetComputeRunningProcesses_v3(gpu.handle):
+            compute.add(int(entry.pid))
+            # The memory is None where the driver does not tell, as on WDDM and some virtual GPUs.
+            found[int(entry.pid)] = int(entry.usedGpuMemory or 0)
+        for listing, computes in (
+            (nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, True),
+            (nvml.nvmlDeviceGetGraphicsRunningProcesses_v3, False),
         ):
             try:
                 entries = listing(gpu.handle)
             except (nvml.NVMLError_NotSupported, nvml.NVMLError_NotFound, nvml.NVMLError_FunctionNotFound):
-                continue
+                continue  # a driver or GPU without such processes
             for entry in entries:
-                # The memory is None where the driver does not tell, as on WDDM and some virtual GPUs.
                 found[int(entry.pid)] = max(found.get(int(entry.pid), 0), int(entry.usedGpuMemory or 0))
-            if listing != nvml.nvmlDeviceGetGraphicsRunningProcesses:
-                compute.update(int(entry.pid) for entry in entries)
+                if computes:
+                    compute.add(int(entry.pid))
         return [Process(pid, memory_bytes, pid in compute) for pid, memory_bytes in sorted(found.items())]
 
     def _utilisation(self, gpu: _Gpu) -> float | None:
-        nvml = self._nvml
         try:
-            return float(nvml.nvmlDeviceGetUtilizationRates(gpu.handle).gpu) / 100.0
-        except (nvml.NVMLError_NotSupported, nvml.NVMLError_NotFound):
-            return None  # MIG, or no sample in the driver's window
+            return float(self._nvml.nvmlDeviceGetUtilizationRates(gpu.handle).gpu) / 100.0
+        except self._errors:
+            return None  # MIG, a missing right, or no sample in the driver's window
+
+    def _load(self, gpu: _Gpu) -> float | None:
+        uuid = gpu.device.gpu
+        if not self._loaded.supports(uuid, gpu.handle):
+            return None
+        shares = self._loaded.read(uuid, gpu.handle)
+        return None if shares is None else max(shares)
 
     def _activity(self, gpu: _Gpu) -> Activity | None:
         uuid = gpu.device.gpu
-        if self._gpm.supports(uuid, gpu.handle):
-            busy = self._gpm.busy(uuid, gpu.handle)
-            return None if busy is None else Activity(busy, "gpm")
+        if self._busy.supports(uuid, gpu.handle):
+            busy = self._busy.read(uuid, gpu.handle)
+            return None if busy is None else Activity(busy[0], "gpm")
         used = self._utilisation(gpu)
         return None if used is None else Activity(used, "utilisation")
 
+    # --- health events, in the watched thread -------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        """Ask for health events, each GPU for those that it supports."""
+        nvml = self._nvml
+        wanted = EVENT_DOUBLE_BIT_ECC | EVENT_XID | EVENT_UNAVAILABLE | EVENT_RECOVERY
+        self._listen_at_s = self._clock() + LISTEN_AGAIN_S
+        try:
+            self._events = nvml.nvmlEventSetCreate()
+        except self._errors:
+            self._events = None  # a virtual GPU without events: losses still show in every call
+            return
+        for gpu in self._gpus.values():
+            try:
+                mask = nvml.nvmlDeviceGetSupportedEventTypes(gpu.handle) & wanted if gpu.handle is not None else 0
+                if mask:
+                    nvml.nvmlDeviceRegisterEvents(gpu.handle, mask, self._events)
+            except self._errors:
+                continue  # the recovery that the driver demands is asked for at each measurement, too
+
     def _take_in_events(self) -> None:
         nvml = self._nvml
+        if self._events is None and self._clock() >= self._listen_at_s:
+            self._listen()
         if self._events is None:
             return
         for _ in range(EVENTS_MAX):
@@ -334,7 +521,7 @@ class NvmlBackend:
                 event = nvml.nvmlEventSetWait_v2(self._events, 0)
             except nvml.NVMLError_Timeout:
                 return
-            except nvml.NVMLError:
+            except self._errors:
                 self._events = None  # the set died, with a GPU or the driver; calls will tell
                 return
             self._judge(event)
@@ -343,7 +530,7 @@ class NvmlBackend:
         """Take a GPU out of use if the driver demands it, or without its verdict if the kind of event does."""
         uuid = self._uuid_of(event)
         gpu = self._gpus.get(GpuId(uuid)) if uuid else None
-        if gpu is None or gpu.health.lost:
+        if gpu is None or gpu.lost:
             return
         kind, data = int(event.eventType), int(event.eventData)
         action = self._recovery(gpu)
@@ -357,54 +544,41 @@ class NvmlBackend:
             verdict = XidVerdict()
         if verdict.fault:
             gpu.faults = (*gpu.faults, verdict.fault)[-FAULTS_MAX:]
-        if verdict.drain:
-            gpu.health, gpu.demanded = Health(healthy=False, detail=verdict.drain), bool(action)
+        if verdict.drain and action:
+            gpu.demand = verdict.drain
+        elif verdict.drain:
+            gpu.verdict = verdict.drain
 
     def _uuid_of(self, event: Any) -> str:
         try:
             return _text(self._nvml.nvmlDeviceGetUUID(event.device))
-        except self._nvml.NVMLError:
+        except self._errors:
             return ""
 
     def _recovery(self, gpu: _Gpu) -> int | None:
         """Return the driver's recovery action, 0 for none needed, None if this driver gives none."""
-        nvml = self._nvml
         try:
-            value = nvml.nvmlDeviceGetFieldValues(gpu.handle, [FIELD_RECOVERY])[0]
-        except nvml.NVMLError:
+            value = self._nvml.nvmlDeviceGetFieldValues(gpu.handle, [FIELD_RECOVERY])[0]
+        except self._errors:
             return None
         return int(value.value.uiVal) if value.nvmlReturn == 0 else None
 
-    def _touch(self, gpu: _Gpu) -> None:
-        """Learn whether the GPU still answers, and whether the driver demands a recovery."""
-        action = self._ask(gpu, self._recovery)
-        if action and gpu.health.healthy:
-            gpu.health, gpu.demanded = Health(healthy=False, detail=f"it {demand(action)}"), True
-        elif action == 0 and gpu.demanded:
-            gpu.health, gpu.demanded = Health(), False
-        self._ask(gpu, lambda one: self._nvml.nvmlDeviceGetMemoryInfo(one.handle))
+    # --- outside it ---------------------------------------------------------------------------------------------------
 
-    def _ask(self, gpu: _Gpu, question: Callable[[_Gpu], T]) -> T | None:
-        try:
-            return question(gpu)
-        except self._nvml.NVMLError as error:
-            if getattr(error, "value", None) == self._nvml.NVML_ERROR_GPU_IS_LOST:
-                gpu.health = Health(healthy=False, lost=True, detail="it fell off the bus (NVML_ERROR_GPU_IS_LOST)")
-                gpu.silent = True
-            elif gpu.health.healthy:
-                gpu.health, gpu.silent = Health(healthy=False, detail=f"NVML: {error}"), True
-            return None
-
-    # --- outside it -------------------------------------------------------------------------------------------------
-
-    def _about(self, gpu: GpuId, question: Callable[[_Gpu], T]) -> T:
+    def _about(self, gpu: GpuId, what: str, question: Callable[[_Gpu], T]) -> T:
         entry = self._known(gpu)
-        if entry.health.lost:
-            raise DeviceError(f"{gpu} is lost: {entry.health.detail}")
-        try:
-            return self._thread.call(lambda: question(entry))
-        except self._nvml.NVMLError as error:
-            raise DeviceError(f"NVML refused to answer about {gpu}: {error}") from error
+        return self._thread.call(lambda: self._ask(entry, what, question))
+
+    def _silent(self, gpu: _Gpu) -> bool:
+        """Whether the GPU has not answered for so long that a library opened afresh may be needed."""
+        since_s = min(gpu.troubles.values(), default=None)
+        return bool(gpu.lost) or (since_s is not None and self._clock() - since_s >= LOST_S)
+
+    def _comes_back(self) -> bool:
+        """Whether another process gets an answer from a GPU that is silent here, or that has never answered here."""
+        unreached = any(gpu.handle is None for gpu in self._gpus.values())
+        found = [self._gpus.get(GpuId(gpu)) for gpu in self._look.answering()]
+        return any(unreached if gpu is None else self._silent(gpu) for gpu in found)
 
     def _known(self, gpu: GpuId) -> _Gpu:
         entry = self._gpus.get(gpu)
@@ -413,103 +587,5 @@ class NvmlBackend:
         return entry
 
 
-def slots_of(gpus: Sequence[GpuId], links: dict[tuple[GpuId, GpuId], LinkKind]) -> dict[GpuId, str]:
-    """Return the island of each GPU: NVLink first, else the PCIe switches they share.
-
-    Islands are the connected parts of the graph of close links; each is called after its kind and its first GPU's
-    place on the bus. A GPU with any NVLink belongs to an NVLink island, even if a switch joins it to others.
-    """
-    nvlink = {pair for pair, kind in links.items() if kind == "nvlink"}
-    linked = {gpu for pair in nvlink for gpu in pair}
-    close = {pair for pair, kind in links.items() if kind in SLOT_KINDS and not linked.intersection(pair)}
-    slots: dict[GpuId, str] = {}
-    for index, gpu in enumerate(gpus):
-        if gpu not in slots:
-            kind, edges = ("nvlink", nvlink) if gpu in linked else ("pcie", close)
-            slots.update(dict.fromkeys(_connected(gpu, edges), f"{kind}-{index}"))
-    return slots
-
-
-def _connected(start: GpuId, edges: set[tuple[GpuId, GpuId]]) -> set[GpuId]:
-    found, queue = {start}, [start]
-    while queue:
-        gpu = queue.pop()
-        near = {b if a == gpu else a for a, b in edges if gpu in (a, b)}
-        queue.extend(near - found)
-        found |= near
-    return found
-
-
-def _placed(device: Device, index: int, slot: str) -> Device:
-    return Device(device.gpu, index, device.model, device.memory_bytes, slot, device.bus_id)
-
-
 def _text(value: str | bytes) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
-class _Watched:
-    """One daemon thread that runs calls in order; a call that does not return is abandoned."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._stuck: Future[Any] | None = None
-        # A daemon thread: one that hangs in the kernel must not keep the node agent from ending.
-        self._thread = threading.Thread(target=self._work, name="nvml", daemon=True)
-        self._thread.start()
-
-    def call(self, work: Callable[[], T]) -> T:
-        """Run `work` in the thread; raise what it raises, or DeviceError if it does not return in time."""
-        if self._stuck is not None and not self._stuck.done():
-            raise DeviceError("NVML still hangs in an earlier call; if that lasts, the node needs a reboot")
-        future: Future[T] = Future()
-        self._calls.put((work, future))
-        try:
-            return future.result(self._timeout_s)
-        except TimeoutError as error:
-            if future.done():
-                raise  # the call itself raised it
-            self._stuck = future
-            raise DeviceError(f"NVML did not answer within {self._timeout_s:g} s; a GPU of this node hangs") from error
-
-    def close(self) -> None:
-        self._calls.put(None)
-
-    def _work(self) -> None:
-        while (item := self._calls.get()) is not None:
-            work, future = item
-            try:
-                future.set_result(work())
-            except Exception as error:  # noqa: BLE001 - handed to the caller, whose call it was
-                future.set_exception(error)
-
-
-class _Look:
-    """Looks for GPUs that answer again, every `REVIVE_S` and by a process of its own, without waiting for it."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = list(command)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._next = 0.0
-
-    def answering(self) -> set[str]:
-        """Return the UUIDs that the last look found, once; empty while it runs or none is due."""
-        if self._process is None:
-            if time.monotonic() >= self._next:
-                self._process = subprocess.Popen(
-                    self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-                )
-            return set()
-        if self._process.poll() is None:
-            return set()  # it may hang in the driver for ever; then no GPU is ever found, and no caller waits
-        found, _ = self._process.communicate()
-        self._process, self._next = None, time.monotonic() + REVIVE_S
-        return set(found.decode(errors="replace").split())
-
-    def close(self) -> None:
-        """End a running look; one that hangs in the driver is left to the system."""
-        if self._process is not None:
-            self._process.kill()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.communicate(timeout=1.0)

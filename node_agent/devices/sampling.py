@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from node_agent import procfs
 from node_agent.core.events import GpuProcess, GpuSample
-from node_agent.devices import Device, DeviceBackend, DeviceError, Process
+from node_agent.devices import Device, DeviceBackend, DeviceError, HungError, Process
 from node_agent.devices.nvml import NvmlBackend
 from node_agent.devices.simulated import SimulatedBackend
 from protocol.messages import TaskId
 
 
-def open_backend(gpus: str, node: str, *, memory_bytes: int, pin: bool) -> DeviceBackend:
-    """Open the GPUs that the configuration names: ``nvml`` or ``simulated:N``.
+def open_backend(gpus: str | Sequence[int | str], node: str, *, memory_bytes: int, pin: bool) -> DeviceBackend:
+    """Open the GPUs that the configuration names: ``nvml``, a list of some of those, or ``simulated:N``.
 
     Raises
     ------
     DeviceError
         If there are none of that kind; no other kind is taken instead.
     """
+    if not isinstance(gpus, str):
+        return NvmlBackend([str(gpu) for gpu in gpus])
     kind, _, count = gpus.partition(":")
     if gpus == "nvml":
         return NvmlBackend()
@@ -35,21 +37,30 @@ def measure(backend: DeviceBackend, owner: Callable[[int], TaskId | None]) -> tu
     Raises
     ------
     DeviceError
-        If the driver does not answer; a single lost GPU is no error but a sample that says so.
+        If the driver hangs. A single GPU that is lost, or about which the driver errs, is a sample that says so.
     """
     return tuple(_sample(backend, device, owner) for device in backend.devices())
 
 
 def _sample(backend: DeviceBackend, device: Device, owner: Callable[[int], TaskId | None]) -> GpuSample:
+    try:
+        return _measured(backend, device, owner)
+    except HungError:
+        raise
+    except DeviceError as error:
+        return GpuSample(device.gpu, device.model, device.memory_bytes, device.slot, 0, unmeasured=str(error))
+
+
+def _measured(backend: DeviceBackend, device: Device, owner: Callable[[int], TaskId | None]) -> GpuSample:
     health = backend.health(device.gpu)
     processes: tuple[GpuProcess, ...] = ()
-    used_bytes, utilisation = 0, None
+    used_bytes, utilisation, load = 0, None, None
     if not health.lost:
         # Processes first: one that leaves in between is then counted too much, never too little.
         found = backend.processes(device.gpu)
         processes = tuple(_process(process, owner(process.pid)) for process in found)
         used_bytes = backend.memory(device.gpu).used_bytes
-        utilisation = backend.utilisation(device.gpu)
+        utilisation, load = backend.utilisation(device.gpu), backend.load(device.gpu)
     return GpuSample(
         gpu=device.gpu,
         model=device.model,
@@ -61,6 +72,7 @@ def _sample(backend: DeviceBackend, device: Device, owner: Callable[[int], TaskI
         lost=health.lost,
         detail=health.detail,
         utilisation=utilisation,
+        load=load,
         faults=health.faults,
     )
 

@@ -37,6 +37,7 @@ class SimulatedBackend:
     cores enough, since workers pinned together by chance would contend although their GPUs differ.
     """
 
+    driver = ""
     idle_bytes_max = 0
     parked_bytes_max = PARKED_BYTES_MAX
 
@@ -149,6 +150,11 @@ class SimulatedBackend:
         """Return the share of the last second or more that its processes spent on a core."""
         processes = self._on(gpu)
         return self._slow_meters[gpu].read(processes)
+
+    def load(self, gpu: GpuId) -> float | None:
+        """Return None: a virtual GPU has no warps."""
+        self._answering(gpu)
+        return None
 
     def activity(self, gpu: GpuId) -> Activity | None:
         """Return the share of the time since the last call that its processes spent on a core."""

@@ -30,8 +30,10 @@ BUCKETS: dict[str, Bucket] = {
     "IGNORE": Bucket("ignore"),
     "WORKFLOW_XID_45": Bucket("ignore"),
     "RESTART_APP": Bucket("restart"),
-    "RESET_GPU": Bucket("drain", "end its processes and reset it (nvidia-smi --gpu-reset)"),
-    "WORKFLOW_XID_48": Bucket("drain", "reset it (nvidia-smi --gpu-reset), then look at its ECC counters"),
+    "RESET_GPU": Bucket("drain", "stop the node agent, end all processes on it and reset it (nvidia-smi --gpu-reset)"),
+    "WORKFLOW_XID_48": Bucket(
+        "drain", "stop the node agent, reset it (nvidia-smi --gpu-reset), look at its ECC counters"
+    ),
     "WORKFLOW_NVLINK_ERR": Bucket("drain", "look at its links (nvidia-smi nvlink), then reset it"),
     "WORKFLOW_NVLINK5_ERR": Bucket("drain", "decode the Xid in the kernel's log with NVIDIA's catalogue"),
     "RESTART_BM": Bucket("drain", "restart the node"),
@@ -177,7 +179,7 @@ CATALOGUE: dict[int, Entry] = {
 #: The demands of the driver's own recovery actions (field 230). 5 is a bus reset by nvml.h of release 580 and the IMEX
 #: domain by that of 615; in both cases the GPU is out of use until an administrator acts.
 RECOVERY: dict[int, str] = {
-    1: "needs a GPU reset (nvidia-smi --gpu-reset)",
+    1: "needs a GPU reset (stop the node agent, then nvidia-smi --gpu-reset)",
     2: "needs a reboot of the node",
     3: "must be drained of peer-to-peer work",
     4: "must be drained of peer-to-peer work and reset",

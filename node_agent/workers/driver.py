@@ -102,7 +102,7 @@ def open_checkpointer(backend: DeviceBackend, state_dir: Path) -> Checkpointer:
     """Return the checkpointer for the GPUs of `backend`."""
     if isinstance(backend, SimulatedBackend):
         return SimulatedCheckpointer(backend)
-    return DriverCheckpointer(state_dir, DriverFacts.read())
+    return DriverCheckpointer(state_dir, DriverFacts.read(backend.driver))
 
 
 # --- the driver's ---------------------------------------------------------------------------------------------------
@@ -112,27 +112,24 @@ class DriverFacts(Struct, frozen=True):
     """The facts on which a probe depends: a new driver or a new start of the node calls for a new probe."""
 
     machine: str
-    driver: str  #: version of the kernel module, as ``580.95.05``; empty: not loaded
+    driver: str  #: its version, as ``580.95.05``; empty: there is none
     bindings: str  #: version of cuda-bindings; empty: not installed
     boot_id: str
     user: int
 
     @classmethod
-    def read(cls) -> DriverFacts:
-        """Return the facts of this node."""
+    def read(cls, driver: str) -> DriverFacts:
+        """Return the facts of this node, whose driver has this version."""
         bindings = ""
         with suppress(importlib.metadata.PackageNotFoundError):
             bindings = importlib.metadata.version("cuda-bindings")
-        driver = ""
-        with suppress(OSError):
-            driver = Path("/sys/module/nvidia/version").read_text().strip()
         return cls(platform.machine(), driver, bindings, procfs.boot_id(), os.getuid())
 
     @property
     def unfit(self) -> str:
         """Why a probe would be in vain; empty if it would not."""
         if not self.driver:
-            return "the NVIDIA kernel module is not loaded on this node"
+            return "there is no NVIDIA driver on this node"
         major = self.driver.partition(".")[0]
         if not major.isdigit() or int(major) < DRIVER_MIN:
             return f"the NVIDIA driver is {self.driver}, and checkpointing needs {DRIVER_MIN} or newer; update it"

@@ -32,7 +32,7 @@ from contextlib import suppress
 from typing import Any
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
-INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NOT_READY = 1, 2, 3, 600
+INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NOT_READY, UNKNOWN = 1, 2, 3, 600, 999
 #: The driver's error for the operating system: most often the right to touch the process is missing.
 OPERATING_SYSTEM = 304
 #: An orphan whose node agent died must end some day.
@@ -109,6 +109,9 @@ class Driver:
             error, *values = function(*arguments)
         except RuntimeError as absent:  # cuda-bindings found no libcuda, or not this function in it
             raise CannotBeDone(f"the NVIDIA driver cannot be used ({absent})") from absent
+        except ValueError as unknown:  # the driver is newer than cuda-bindings
+            code = next((int(word) for word in str(unknown).split() if word.isdigit()), UNKNOWN)
+            raise DriverError(at, pid, code, "an error that this cuda-bindings does not know") from unknown
         if int(error):
             raise DriverError(at, pid, int(error), getattr(error, "name", "an error"))
         return values[0] if values else None
@@ -331,25 +334,28 @@ def probe(driver: Driver) -> Json:
     handle = found[-index]
     command = [sys.executable, "-I", sys.argv[0], json.dumps({"do": "target"})]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": text(nvml.nvmlDeviceGetUUID(handle))}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as target:
+    started: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    with started as target:
+        word, _, pid = target.stdout.readline().partition(" ")
+        if word != "ready":
+            return {"ok": False, "reason": "a process that takes 16 MiB of GPU memory could not be started"}
         try:
-            return try_out(driver, target, lambda: target.pid in pids_on(nvml, handle))
+            return try_out(driver, target, int(pid), lambda: int(pid) in pids_on(nvml, handle))
         finally:
-            target.kill()
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
 
-def try_out(driver: Driver, target: Any, on_gpu: Any) -> Json:
-    """Return the outcome of one suspension and resumption of `target`."""
-    if target.stdout.readline() != "ready\n":
-        return {"ok": False, "reason": "a process that takes 16 MiB of GPU memory could not be started"}
+def try_out(driver: Driver, target: Any, pid: int, on_gpu: Any) -> Json:
+    """Return the outcome of one suspension and resumption of the process `pid`, which `target` has left behind."""
     if not on_gpu():
         return {"ok": False, "reason": "NVML does not show this node's processes, so freed memory cannot be proven"}
-    answer = suspend(driver, [target.pid], PROBE_LOCK_S)
+    answer = suspend(driver, [pid], PROBE_LOCK_S)
     if not answer["ok"]:
         return answer
     if on_gpu():
         return {"ok": False, "reason": "a suspended process stayed on the GPU"}
-    answer = resume(driver, [target.pid], {})
+    answer = resume(driver, [pid], {})
     if not answer["ok"]:
         return answer
     if target.communicate("verify\n")[0] != "same\n":
@@ -376,7 +382,12 @@ def text(value: Any) -> str:
 
 
 def target(out: int) -> int:
-    """Run as a process that holds a pattern in GPU memory until it is told to verify it."""
+    """Run as a process that holds a pattern in GPU memory until it is told to verify it.
+
+    It leaves its parent, for workers are no descendants of a helper either, and of those a kernel may protect others.
+    """
+    if os.fork():
+        return 0
     signal.alarm(TARGET_S)
     driver = Driver(os.open(os.devnull, os.O_WRONLY))
     cuda, call = driver.cuda, driver.call
@@ -387,7 +398,7 @@ def target(out: int) -> int:
     pointer = call("target", 0, cuda.cuMemAlloc, PROBE_BYTES)
     pattern = os.urandom(PROBE_BYTES)
     call("target", 0, cuda.cuMemcpyHtoD, pointer, pattern, PROBE_BYTES)
-    os.write(out, b"ready\n")
+    os.write(out, f"ready {os.getpid()}\n".encode())
     sys.stdin.readline()
     found = bytearray(PROBE_BYTES)
     call("target", 0, cuda.cuMemcpyDtoH, found, pointer, PROBE_BYTES)

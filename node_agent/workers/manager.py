@@ -45,15 +45,16 @@ from node_agent.core.events import (
     WorkerStarted,
 )
 from node_agent.devices import DeviceBackend
-from node_agent.workers import containment
+from node_agent.workers import containment, trackers
 from node_agent.workers.containment import ContainmentError, Limits, Standing
 from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
+from node_agent.workers.logs import LOOK_S, Logs, Part
 from node_agent.workers.records import Exit, Record, Records, Spec, Started, read_json, write_json
 from node_agent.workers.shim import LOCK_FD
 from node_agent.workers.storage import Storage
 from node_agent.workers.worker_socket import WorkerSocket
 from protocol.messages import TaskId, device_of
-from protocol.worker import FromWorker, Order, Progress
+from protocol.worker import Counted, FromWorker, Order, Progress
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
@@ -106,6 +107,7 @@ class Settings(Struct, frozen=True):
     cgroup_root: str = ""
     memory_max_bytes: int = 0  #: host memory of a task for each GPU that it has; 0: not bounded
     devices: tuple[str, ...] = ()  #: patterns of device files that tasks may open besides those of their GPUs
+    log_max_bytes: int = 0  #: room that the output of a task takes on the disk; 0: not bounded
     memory_dir: Path | None = None  #: on tmpfs; where workers that leave may put their checkpoints
 
 
@@ -150,13 +152,15 @@ class Workers:
         post: Callable[[LocalEvent], None],
         tasks: asyncio.TaskGroup,
         storage: Storage,
+        counted: Callable[[TaskId, Counted], None] | None = None,
     ) -> None:
         self._settings = settings
+        self._counted = counted
         self._storage = storage
         self._backend = backend
         self._post = post
         self._tasks = tasks
-        self._records = self._open_records()
+        self._records, self._logs = self._open_records()
         self._sockets = _socket_dir(settings.runtime_dir or settings.state_dir)
         self._workers: dict[TaskId, _Worker] = {}
         self._bounds = self._contain()
@@ -178,10 +182,10 @@ class Workers:
             log.warning("containment.unwritten", reason=str(error))
         return bounds
 
-    def _open_records(self) -> Records:
+    def _open_records(self) -> tuple[Records, Logs]:
         folder = self._settings.state_dir
         try:
-            return Records(folder)
+            return Records(folder), Logs(folder, self._settings.log_max_bytes)
         except OSError as error:
             raise WorkersError(f"state_dir {folder} cannot be written: {error.strerror}; make room there") from error
 
@@ -253,10 +257,17 @@ class Workers:
     async def forget(self, task: TaskId) -> None:
         """Remove the record of an ended task."""
         await asyncio.to_thread(self._records.remove, task)
+        await asyncio.to_thread(lambda: self._logs.prune(self._records.names()))
 
-    async def read_log(self, task: TaskId, *, offset: int, limit: int) -> tuple[bytes, int]:
-        """Return up to `limit` bytes of the task's log from `offset` on, and its size now."""
-        return await asyncio.to_thread(self._records.read_log, task, offset=offset, limit=limit)
+    async def read_log(self, task: TaskId, *, offset: int, limit: int) -> Part:
+        """Return up to `limit` bytes of the task's log from `offset` on."""
+        return await asyncio.to_thread(self._logs.read, task, offset=offset, limit=limit)
+
+    async def bound_logs(self) -> None:
+        """Keep each log within its bound, until cancelled: also those of workers that were adopted, or are over."""
+        while True:
+            await asyncio.to_thread(self._logs.bound)
+            await asyncio.sleep(LOOK_S)
 
     # --- asked by the daemon ----------------------------------------------------------------------------------------
 
@@ -331,7 +342,7 @@ class Workers:
             command=launch.command,
             cwd=launch.cwd,
             env=env,
-            log=str(self._records.log_path(effect.task)),
+            log=str(self._logs.path(effect.task)),
             checkpoint_dir=launch.checkpoint_dir,
             run=launch.run,
             cpus=tuple(self._backend.cpus(devices) or ()),
@@ -345,19 +356,23 @@ class Workers:
             env["PYTHONPATH"] = os.pathsep.join(
                 path for path in (str(self._settings.bootstrap_dir), env.get("PYTHONPATH", "")) if path
             )
-        return env | {
-            "GPU_ARBITER_SOCKET": str(self._socket_path(effect.task)),
-            "GPU_ARBITER_TASK": effect.task,
-            "GPU_ARBITER_JOB": effect.job,
-            "GPU_ARBITER_ATTEMPT": str(effect.attempt),
-            "GPU_ARBITER_RUN": effect.launch.run,
-            "GPU_ARBITER_CHECKPOINT_DIR": effect.launch.checkpoint_dir,
-            "GPU_ARBITER_GPUS": str(len(effect.gpus)),
-            # torchrun takes this for --nproc-per-node unless that is given.
-            "PET_NPROC_PER_NODE": str(len(effect.gpus)),
-            # Its watchdog would take a suspended worker for a hung one and kill it.
-            "TORCH_NCCL_ENABLE_MONITORING": "0",
-        }
+        return (
+            env
+            | trackers.variables(effect)
+            | {
+                "GPU_ARBITER_SOCKET": str(self._socket_path(effect.task)),
+                "GPU_ARBITER_TASK": effect.task,
+                "GPU_ARBITER_JOB": effect.job,
+                "GPU_ARBITER_ATTEMPT": str(effect.attempt),
+                "GPU_ARBITER_RUN": effect.launch.run,
+                "GPU_ARBITER_CHECKPOINT_DIR": effect.launch.checkpoint_dir,
+                "GPU_ARBITER_GPUS": str(len(effect.gpus)),
+                # torchrun takes this for --nproc-per-node unless that is given.
+                "PET_NPROC_PER_NODE": str(len(effect.gpus)),
+                # Its watchdog would take a suspended worker for a hung one and kill it.
+                "TORCH_NCCL_ENABLE_MONITORING": "0",
+            }
+        )
 
     async def _launch(self, spec: Spec) -> Started:
         """Listen, then start the shim and wait for its word."""
@@ -413,7 +428,10 @@ class Workers:
         worker = self._workers.get(task)
         if worker is not None and isinstance(message, Progress) and message.step > message.start_step:
             self._note_trained(worker, rank)
-        self._post(WorkerSaid(task, message, rank))
+        if not isinstance(message, Counted):
+            self._post(WorkerSaid(task, message, rank))
+        elif self._counted is not None:
+            self._counted(task, message)
 
     def _is_of(self, task: TaskId, pid: int) -> bool | None:
         """Whether a process is one of a task's, at any depth below its shim: a rank of torchrun's, a fork's fork.
@@ -488,7 +506,7 @@ class Workers:
             spec.task,
             exit_code=ended.code,
             signal=ended.signal,
-            tail=self._records.tail(spec.task),
+            tail=self._logs.tail(spec.task),
             reason=_out_of_memory(ended),
             finished=finished.metrics if finished else None,
             finished_step=finished.step if finished else -1,

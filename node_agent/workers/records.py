@@ -1,8 +1,8 @@
 """The records of workers on the disk, by which the next node agent finds them again.
 
 One folder per task under ``workers/``: ``spec.json`` (before the process is started), ``started.json`` and
-``exit.json`` (by the shim), ``note.json`` (the core's note on it), ``lock`` (held by the living shim). Logs
-stand apart under ``logs/`` and outlive the record. All files are written beside, synced and renamed.
+``exit.json`` (by the shim), ``note.json`` (the core's note on it), ``lock`` (held by the living shim). Logs stand
+apart (`logs.py`) and outlive the record. All files are written beside, synced and renamed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,6 @@ from node_agent.core.events import WorkerNote
 from protocol.messages import AppId, GpuId, JobId, TaskId
 
 T = TypeVar("T", bound=Struct)
-
-#: Logs of ended tasks kept; the oldest go first.
-LOGS_MAX = 500
-#: The end of a log that is shown with a failure.
-TAIL_BYTES = 4096
-TAIL_LINES = 12
 
 
 class Spec(Struct, frozen=True):
@@ -141,13 +135,11 @@ class Record:
 
 
 class Records:
-    """All tasks' folders and logs under one state directory."""
+    """All tasks' folders under one state directory."""
 
     def __init__(self, state_dir: Path) -> None:
         self._workers = state_dir / "workers"
-        self._logs = state_dir / "logs"
-        for folder in (self._workers, self._logs):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._workers.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def of(self, task: TaskId) -> Record:
         """Return the record of `task`, which need not exist."""
@@ -166,32 +158,13 @@ class Records:
         found = (Record(path) for path in sorted(self._workers.iterdir()))
         return [record for record in found if record.spec is not None]
 
+    def names(self) -> set[str]:
+        """Return the `file_name` of every task that has a folder."""
+        return {path.name for path in self._workers.iterdir()}
+
     def remove(self, task: TaskId) -> None:
-        """Forget a task; its log stays until newer ones push it out."""
+        """Forget a task."""
         shutil.rmtree(self.of(task).path, ignore_errors=True)
-        logs = sorted(self._logs.iterdir(), key=lambda path: path.stat().st_mtime)
-        for path in logs[: max(0, len(logs) - LOGS_MAX)]:
-            path.unlink(missing_ok=True)
-
-    def log_path(self, task: TaskId) -> Path:
-        """Return where the output of `task` goes."""
-        return self._logs / f"{file_name(task)}.log"
-
-    def read_log(self, task: TaskId, *, offset: int, limit: int) -> tuple[bytes, int]:
-        """Return up to `limit` bytes from `offset` on, and the log's size; nothing if there is none."""
-        try:
-            with self.log_path(task).open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                file.seek(min(offset, size))
-                return file.read(limit), size
-        except FileNotFoundError:
-            return b"", 0
-
-    def tail(self, task: TaskId) -> str:
-        """Return the last lines of the log."""
-        _, size = self.read_log(task, offset=0, limit=0)
-        data, _ = self.read_log(task, offset=max(0, size - TAIL_BYTES), limit=TAIL_BYTES)
-        return "\n".join(data.decode(errors="replace").splitlines()[-TAIL_LINES:])
 
 
 def file_name(task: TaskId) -> str:

@@ -9,7 +9,11 @@ GPU's memory is exceeded, contexts of parked processes included, and neither is 
 count.
 
 *A turn for every task.* A task shares its GPUs with others; all of these can be suspended and none has a higher
-priority. Then it trains again within as many turns as there are others, doubled to be generous.
+priority. Then it trains again within as many turns as there are others, doubled to be generous; one that keeps memory
+when it is parked, after the time in which that is found out.
+
+*No idle GPU that is wanted.* On a GPU that tasks share, one that can run there does so within the time that a parked
+task is given to return its memory, and a turn; even if some of them keep memory when they are parked.
 
 *No process without a lease.* An unparked process of app a on GPU g means that the arbiter has g leased to a, or
 draining from a. That is stricter than "no work under an expired lease" and all that the protocol promises. A GPU leaves
@@ -31,6 +35,12 @@ come, apps have booked no more GPUs of a node than it has ever had.
 *Nothing begins on a drained node.* While a node is being drained no lease begins on it, but of an app that has a task
 parked there: it has to go on to save.
 
+*Nothing for an app that is held.* An app that is held has no GPU leased, is promised none, and nothing is due to it.
+
+*No GPU of another kind.* No app that asks for a kind of GPUs has any other leased, or is promised one.
+
+*No more jobs of an array than its bound.* At no time do more of its jobs have an unparked process.
+
 *GPU time adds up.* The GPU time that a tenant had, parked, lost and was leaving is the sum over its apps. The GPU time
 that an app had and was leaving is the sum over its leases. Both hold in the records for the ledger and in the arbiter's
 answers, to the second.
@@ -49,9 +59,11 @@ from arbiter.core.effects import AppRecord, Decide, LeaseRecord, Sell, Sold
 from arbiter.core.seam import Booking
 from arbiter.core.state.gpu_time import Standing
 from arbiter.core.state.model import AppState, Draining, Free, Leased, Lost, State, is_first
+from node_agent.core.events import PARK_PROOF_S
 from node_agent.core.model import Suspended, Task, Waiting
 from node_agent.core.slicing import QUANTUM_S_MAX
 from protocol.core import Send
+from protocol.gpu_kinds import in_words, suits, wishes_kind
 from protocol.messages import (
     AppId,
     GpuId,
@@ -110,6 +122,7 @@ class Checks:
         self._newest_sale = (0, 0)  #: its epoch and number
         self._bookings: dict[AppId, tuple[AppState, Booking | None]] = {}  #: after the last event
         self._hungry: dict[TaskId, tuple[float, int]] = {}  #: since when a task waits for its turn, behind how many
+        self._idle_since: dict[GpuId, float] = {}  #: devices without a process, that a task could use
 
     def __call__(self, world: World) -> None:
         """Judge the present instant."""
@@ -120,6 +133,7 @@ class Checks:
         if world.talks:
             self._judge_seats(world)
             self._judge_turns(world)
+            self._judge_idle(world)
         if self.instants % VALIDATE_EVERY == 0:
             self._validate_one(world, self.instants // VALIDATE_EVERY)
 
@@ -128,12 +142,14 @@ class Checks:
     def _judge_processes(self, world: World) -> None:
         states = world.arbiter.core.state.gpus
         attempts: dict[JobId, int] = {}
+        running: defaultdict[AppId, set[JobId]] = defaultdict(set)
         for worker in _live_workers(world):
             job, attempt = worker.spec.job, worker.spec.attempt
             if attempts.setdefault(job, attempt) != attempt:
                 self._judge_attempts(world, job)
             if worker.phase == "parked":
                 continue
+            running[worker.spec.app].add(job)
             for gpu in worker.gpus:
                 known = states.get(gpu)
                 if known is None or isinstance(known.state, Free) or known.state.lease.app != worker.spec.app:
@@ -142,6 +158,13 @@ class Checks:
                     raise Violation(
                         f"{worker.task} is {worker.phase} on {gpu}, which to the arbiter is {holder}", gpu, worker.task
                     )
+        self._judge_arrays(world, running)
+
+    def _judge_arrays(self, world: World, running: Mapping[AppId, set[JobId]]) -> None:
+        for sim_app in world.apps.values():
+            jobs, most = running.get(sim_app.id, set()), sim_app.spec.at_once
+            if len(jobs) > most:
+                raise Violation(f"{sim_app.id} runs {sorted(jobs)} at once, and may run {most}", sim_app.id, *jobs)
 
     # --- devices ----------------------------------------------------------------------------------------------------
 
@@ -200,9 +223,27 @@ class Checks:
                 if world.now - since > MOMENTS_S and self._has_to_wait(world, actor, node, task):
                     since, others = world.now, 0
                 elif world.now - since > MOMENTS_S:
-                    self._judge_wait(world, task, world.now - since, others)
+                    self._judge_wait(world, node, task, world.now - since, others)
                 hungry[task.id] = since, others
         self._hungry = hungry
+
+    def _judge_idle(self, world: World) -> None:
+        idle: dict[GpuId, float] = {}
+        for name, node in world.nodes.items():
+            actor = world.actor(Party("node", name))
+            if not actor.up or actor.held is not None:
+                continue
+            in_use = node.in_use()
+            for task in actor.core.tasks():
+                if _waits(task) and not any(device in in_use or device in node.sick for device in task.devices):
+                    leased = all(_leased_to(world, gpu, task.app) for gpu in task.gpus)
+                    idle |= {device: self._idle_since.get(device, world.now) for device in task.devices if leased}
+        self._idle_since = idle
+        cost_s = DRIVER_TIMES * (world.costs.suspend_s + world.costs.resume_s)
+        bound_s = PARK_PROOF_S + max(world.quantum_s, min(QUANTUM_S_MAX, cost_s / OVERHEAD)) + MOMENTS_S
+        for device, since in idle.items():
+            if world.now - since > bound_s:
+                raise Violation(f"{device} has had no process for {world.now - since:.0f} s, and is wanted", device)
 
     def _has_to_wait(self, world: World, actor: Actor, node: SimNode, task: Task) -> bool:
         """Whether another task may keep a task waiting for as long as it wants."""
@@ -213,9 +254,12 @@ class Checks:
             for other in _group(task, actor.core.tasks())
         )
 
-    def _judge_wait(self, world: World, task: Task, waited_s: float, others: int) -> None:
+    def _judge_wait(self, world: World, node: SimNode, task: Task, waited_s: float, others: int) -> None:
         cost_s = world.costs.suspend_s + world.costs.resume_s
         turn_s = max(world.quantum_s, min(QUANTUM_S_MAX, DRIVER_TIMES * cost_s / OVERHEAD))
+        worker = node.workers.get(task.id)
+        if worker is not None and worker.training.facts.keeps_bytes:
+            waited_s -= PARK_PROOF_S  # it keeps the GPU from all others, and from itself, until that is found out
         if others and waited_s > TURNS_MAX * turn_s * others + MOMENTS_S:
             raise Violation(f"{task.id} has waited {waited_s:.0f} s for its turn among {others} others", task.id)
 
@@ -260,6 +304,33 @@ class Checks:
                 ):
                     raise Violation(f"{lease} begins on {node}, drained since {drain.since}", held.app, held.gpu)
         self._drained = drained
+
+    def judge_holds(self, state: State) -> None:
+        """Judge what apps that are held have after an event."""
+        held = {app.id for app in state.apps.values() if app.held_by and app.active}
+        for gpu in state.gpus.values() if held else ():
+            match gpu.state:
+                case Leased(lease) if lease.app in held:
+                    raise Violation(f"{lease.app} is held, and has {gpu.id} leased", lease.app, gpu.id)
+                case Draining(promised_to=winner) if winner in held:
+                    raise Violation(f"{winner} is held, and {gpu.id} is promised to it", winner, gpu.id)
+                case _:
+                    pass
+        for app in held & state.history.apps.keys():
+            if state.history.apps[app].demand:
+                raise Violation(f"{app} is held, and GPU time is due to it", app)
+
+    def judge_kinds(self, world: World) -> None:
+        """Judge after an event of which kind the GPUs are that apps have."""
+        state = world.arbiter.core.state
+        wishes = {app.id: app.requirements for app in state.apps.values() if wishes_kind(app.requirements)}
+        for gpu in state.gpus.values() if wishes else ():
+            owner = gpu.state.lease.app if isinstance(gpu.state, Leased) else None
+            if isinstance(gpu.state, Draining):
+                owner = gpu.state.promised_to
+            node = world.nodes[gpu.node].spec
+            if owner is not None and owner in wishes and not suits(wishes[owner], node.gpu_type, node.memory_bytes):
+                raise Violation(f"{owner} asks for {in_words(wishes[owner])}, and has {gpu.id}", owner, gpu.id)
 
     def judge_sales(self, state: State, event: object, effects: Sequence[object]) -> None:
         """Judge what an event has changed of bookings."""
@@ -413,11 +484,18 @@ def _waits(task: Task) -> bool:
     return task.want == "run" and isinstance(task.state, Suspended | Waiting)
 
 
+def _leased_to(world: World, gpu: GpuId, app: AppId) -> bool:
+    known = world.arbiter.core.state.gpus.get(gpu)
+    return known is not None and isinstance(known.state, Leased) and known.state.lease.app == app
+
+
 def _stays(node: SimNode, task: Task) -> bool:
     """Whether a task will not or cannot give its GPUs up."""
     worker = node.workers.get(task.id)
     facts = worker.training.facts if worker is not None else None
-    fixed = facts is not None and (facts.balks or not facts.can_park or bool(node.traits.host_bytes))
+    fixed = facts is not None and (
+        facts.balks or not facts.can_park or bool(facts.keeps_bytes) or bool(node.traits.host_bytes)
+    )
     hung = worker is not None and worker.hangs
     return hung or fixed or bool(task.facts.refused)
 

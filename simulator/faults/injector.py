@@ -23,7 +23,7 @@ from arbiter.core.arbiter import Arbiter, Configured
 from arbiter.core.arbiter import Event as ArbiterEvent
 from node_agent.core.events import WorkerGone
 from protocol.core import Connected, Received, Send
-from protocol.messages import ARBITER, Act, AnyMessage, Bid, GpuId, NodeId, Party, ProbeReply
+from protocol.messages import ARBITER, Act, AnyMessage, AppActKind, Bid, GpuId, NodeId, Party, ProbeReply
 from simulator.faults.checks import Violation
 from simulator.faults.scenario import ADMIN, Fault, NetworkOptions, Options, facts_of
 from simulator.nodes import SimNode
@@ -247,8 +247,8 @@ class FaultInjector:
             case "drain":
                 self._order("drain", NodeId(party.id), force=fault.force)
                 world.after(fault.for_s, partial(self._order, "undrain", NodeId(party.id)))
-            case "cancel":
-                self._cancel(world.apps[party.id])
+            case "hold" | "requeue" | "cancel" as kind:
+                self._act_on_app(kind, fault)
             case "policy":
                 self.settings = replace(self.settings, policy=fault.policy)
                 world.tell(ARBITER, Configured(self.settings))
@@ -334,6 +334,14 @@ class FaultInjector:
         if gpu in node.sick:
             node.mend_gpu(gpu)
 
+    def _act_on_app(self, kind: Literal["hold", "requeue", "cancel"], fault: Fault) -> None:
+        if kind == "cancel":
+            self._cancel(self.world.apps[fault.party.id])
+            return
+        self._act(kind, fault)
+        if kind == "hold":
+            self.world.after(fault.for_s, partial(self._act, "release", fault))
+
     def _cancel(self, sim_app: SimApp) -> None:
         if sim_app.id and sim_app.actor.up:
             self.cancelled.add(sim_app.actor.party.id)
@@ -344,6 +352,12 @@ class FaultInjector:
         self.acts += 1
         act = Act(f"act-{self.acts}", kind, node, reason="a fault world", force=force)
         self.world.tell(ARBITER, Received(ADMIN, act))
+
+    def _act(self, kind: AppActKind, fault: Fault) -> None:
+        """Let an owner, or the administrator, act on an app; the arbiter refuses what comes too early or too late."""
+        self.acts += 1
+        act = Act(f"act-{self.acts}", kind, self.world.apps[fault.party.id].id)
+        self.world.tell(ARBITER, Received(ADMIN if fault.by_admin else fault.party, act))
 
     def _harm_worker(self, fault: Fault) -> None:
         node = self.world.nodes[NodeId(fault.party.id)]
@@ -365,7 +379,10 @@ class FaultInjector:
     # --- calm -------------------------------------------------------------------------------------------------------
 
     def _calm_down(self) -> None:
-        """End all faults: links are mended, daemons start again, nodes are used again, users kill what stands still."""
+        """End all faults: links are mended, daemons start again, nodes are used again, apps are held no more.
+
+        Users kill what stands still.
+        """
         world = self.world
         self.network.calm = True
         world.costs = replace(world.costs, decide_s=min(world.costs.decide_s, DECIDE_CALM_S))
@@ -375,6 +392,8 @@ class FaultInjector:
         for actor in [world.arbiter, *map(world.actor, self._agents())]:
             world.thaw(actor.party)
             self._restart(actor.party)
+        for sim_app in world.apps.values():
+            self._act("release", Fault(world.now, "hold", sim_app.actor.party, by_admin=True))
         for node in world.nodes.values():
             self._order("undrain", node.id)
             for worker in _alive(node):

@@ -25,7 +25,8 @@ from arbiter.core.registry import POLICIES
 from arbiter.core.seam import Traits
 from arbiter.core.state.model import App
 from protocol.core import Received, Send
-from protocol.messages import AppReport, Holdings, NodePlan, NodeReport
+from protocol.gpu_kinds import counted, suits, wishes_kind
+from protocol.messages import AppReport, Holdings, NodePlan, NodeReport, Requirements
 from simulator.faults.checks import Checks, Violation, unsettled
 from simulator.faults.injector import FaultInjector, Network
 from simulator.faults.scenario import Options, draw
@@ -168,6 +169,8 @@ class _Run:
         if actor is self.world.arbiter:
             self.checks.judge_sales(actor.core.state, event, effects)
             self.checks.judge_drains(actor.core.state)
+            self.checks.judge_holds(actor.core.state)
+            self.checks.judge_kinds(self.world)
             self.checks.judge_effects(self.world, effects)
 
     def _count(self, record: RoundRecord) -> None:
@@ -221,7 +224,7 @@ class _Run:
     def _bounds(self) -> Bounds:
         """Return this world's bounds, from its work and its size."""
         options = self.options
-        works = [len(app.spec.trials) * app.work_s / app.spec.gang * 1.6 for app in options.apps]
+        works = [len(app.spec.numbers) * app.work_s / app.spec.gang * 1.6 for app in options.apps]
         change_s = options.costs.change_s * 5
         # Where changing hands takes longer than a lease, little of each lease is work.
         slowest = max((traits.slow for _, traits in options.traits), default=1.0)
@@ -242,8 +245,8 @@ class _Run:
         if sim_app.actor.party in self.injector.vanished:
             return "its agent has vanished"
         if not self._fits(sim_app):
-            room = _room(self.world, sim_app)
-            return f"its jobs need {sim_app.spec.gang} GPUs in one place, and {room} are left in the largest"
+            room, needs = _room(self.world, sim_app), counted(sim_app.spec.requirements, sim_app.spec.gang)
+            return f"its jobs need {needs} in one place, and {room} are left in the largest"
         return self._first_in_line(sim_app)
 
     def _fits(self, sim_app: SimApp) -> bool:
@@ -262,7 +265,11 @@ class _Run:
             if _place_in_line(traits, apps[other.id]) < _place_in_line(traits, apps[sim_app.id])
             if traits.strict == "all" or apps[other.id].tenant == apps[sim_app.id].tenant
         ]
-        return f"strict order keeps it behind {before[0].id}, which does not fit" if before else ""
+        # One that asks for a kind of GPUs keeps those from it, and no others.
+        kinds = [other.spec.requirements for other in before if wishes_kind(other.spec.requirements)]
+        if not before or (len(kinds) == len(before) and sim_app.spec.gang <= _room(self.world, sim_app, kinds)):
+            return ""
+        return f"strict order keeps it behind {before[0].id}, which does not fit"
 
     def _judge_liveness(self) -> None:
         world = self.world
@@ -302,10 +309,16 @@ def _place_in_line(traits: Traits, app: App) -> tuple[int, int]:
     return (-app.preempted_in if traits.serves_interactive else 0, app.arrival)
 
 
-def _room(world: World, sim_app: SimApp) -> int:
-    """Return the healthy and trusted GPUs of the largest place that one job of the app may lie in."""
+def _room(world: World, sim_app: SimApp, others: Sequence[Requirements] = ()) -> int:
+    """Return the healthy and trusted GPUs of the largest place that one job of the app may lie in.
+
+    They are of the kind that it asks for, and of none that `others` do.
+    """
     sizes: dict[tuple[str, ...], int] = {}
     for node in world.nodes.values():
+        kind = node.spec.gpu_type, node.spec.memory_bytes
+        if not suits(sim_app.spec.requirements, *kind) or any(suits(other, *kind) for other in others):
+            continue
         for gpu in node.gpus:
             if gpu.id not in node.sick and gpu.id not in node.ledger.quarantined:
                 place = _place(sim_app, gpu.node, gpu.slot)

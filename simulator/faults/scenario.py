@@ -43,6 +43,8 @@ Kind = Literal[
     "policy",  # the operator changes policy
     "sharing",  # the operator changes how GPUs are shared
     "drain",  # an administrator empties a node, and lets it be used again
+    "hold",  # an app is held, and released
+    "requeue",  # an app leaves its GPUs and waits behind all others
 ]
 
 #: A policy that deals with all seats of shared GPUs itself, which worlds of such GPUs run more often than others.
@@ -53,9 +55,13 @@ FINE = 20.0
 FAULTS_MAX = 24
 #: Drains of a world that has any, at most; and the administrator who orders them.
 DRAINS_MAX = 5
+#: Likewise holds and requeues.
+HOLDS_MAX = 6
 ADMIN = Party("app", OwnerId("ops"))
 APPS_MAX = 8
 GIB = 2**30
+#: The names of GPUs where a world has two types; one has the letters of the other in it.
+TYPES = ("imaginary A1", "imaginary A10")
 #: S of GPUs apart, where placement matters in a world; the figures are PAPERS.md section 1's crude ones, rounded up.
 SLOWDOWN: dict[Level, float] = {"slot": 1.0, "machine": 1.1, "rack": 1.3, "cluster": 1.6}
 
@@ -78,6 +84,7 @@ class Fault(Struct, frozen=True):
     policy: str = ""
     sharing: Sharing = "exclusive"
     force: bool = False  #: of a drain
+    by_admin: bool = False  #: of a hold or requeue: by the administrator, and not by the owner
 
 
 class NetworkOptions(Struct, frozen=True):
@@ -98,7 +105,8 @@ class AppOptions(Struct, frozen=True):
     """One app: its owner's submission with its time, the true work, and the honesty of its agent.
 
     `work_s` are serial seconds of each job, `lie` multiplies every rho that it states. Its `kind` decides its speed
-    beside others on a GPU. An app that `balks` says that its jobs can be parked, and they refuse.
+    beside others on a GPU. An app that `balks` says that its jobs can be parked, and they refuse. Those of one that
+    `keeps_bytes` do not give them back when they are parked (`JobFacts`).
     """
 
     submit_s: float
@@ -111,6 +119,8 @@ class AppOptions(Struct, frozen=True):
     can_park: bool = True
     can_checkpoint: bool = True
     balks: bool = False
+    keeps_bytes: int = 0
+    hidden: bool = False
 
     @property
     def steps(self) -> int:
@@ -172,7 +182,11 @@ def draw(seed: int, *, policy: str = "") -> Options:
     options = _shared(Random(f"sharing {seed}"), options)  # noqa: S311 - repeatable, not secret
     helpless = Random(f"helpless {seed}")  # noqa: S311 - likewise
     options = replace(options, apps=tuple(_maybe_helpless(helpless, app) for app in options.apps))
-    faults = sorted((*_faults(dice, options), *_drains(seed, options)), key=lambda fault: fault.at)
+    arrays = Random(f"arrays {seed}")  # noqa: S311 - likewise
+    options = replace(options, apps=tuple(_maybe_array(arrays, app) for app in options.apps))
+    options = _of_kinds(Random(f"kinds {seed}"), options)  # noqa: S311 - likewise
+    drawn = (*_faults(dice, options), *_drains(seed, options), *_holds(seed, options))
+    faults = sorted(drawn, key=lambda fault: fault.at)
     if policy:
         options = replace(options, settings=replace(options.settings, policy=policy))
         faults = [replace(fault, policy=policy) if fault.policy else fault for fault in faults]
@@ -336,6 +350,7 @@ def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
         spec = replace(spec, steps_total=max(1, round(app.work_s * FINE)), step_serial_s=0.0)
     if spec.gpus_max and dice.random() < 0.5:  # the same, by the sizes that it accepts
         spec = replace(spec, sizes=tuple(spec.gang * times for times in (1, 2, 3)), gpus_max=0)
+    app = _maybe_keeping(Random(f"keeps {app.submit_s} {app.work_s}"), app)  # noqa: S311 - repeatable, not secret
     return replace(
         app,
         spec=spec,
@@ -347,10 +362,39 @@ def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
     )
 
 
+def _maybe_keeping(dice: Random, app: AppOptions) -> AppOptions:
+    """Return the app; one in eight keeps GPU memory when its jobs are parked, as DDP's buckets or `cupy` do."""
+    keeps = dice.random() < 1 / 8
+    return replace(app, keeps_bytes=int(dice.choice((0.5, 3.0)) * GIB), hidden=dice.random() < 0.5) if keeps else app
+
+
 def _maybe_helpless(dice: Random, app: AppOptions) -> AppOptions:
     """Return the app; one in ten of the apps with one job can neither save nor be suspended."""
     helpless = dice.random() < 0.1 and len(app.spec.trials) == 1
     return replace(app, can_park=False, can_checkpoint=False) if helpless else app
+
+
+def _maybe_array(dice: Random, app: AppOptions) -> AppOptions:
+    """Return the app; one in ten of the apps with one job is an array of as much work."""
+    jobs, at_most = dice.randint(2, 6), dice.choice((0, 1, 2))
+    if dice.random() >= 0.1 or len(app.spec.trials) > 1:
+        return app
+    spec = replace(app.spec, array=tuple(range(jobs)), array_at_most=at_most)
+    if spec.steps_total:
+        spec = replace(spec, steps_total=max(1, spec.steps_total // jobs))
+    return replace(app, spec=spec, work_s=app.work_s / jobs)
+
+
+def _of_kinds(dice: Random, options: Options) -> Options:
+    """Return the same world, in a quarter of the draws with nodes of two types of GPUs, which some apps ask for."""
+    if dice.random() >= 0.25:
+        return options
+    nodes = tuple(replace(node, gpu_type=dice.choice(TYPES)) for node in options.cluster.nodes)
+    apps = tuple(
+        replace(app, spec=wishing(app.spec, gpu_types=(dice.choice(TYPES).split()[1],))) if dice.random() < 0.4 else app
+        for app in options.apps
+    )
+    return replace(options, cluster=replace(options.cluster, nodes=nodes), apps=apps)
 
 
 # --- apps -----------------------------------------------------------------------------------------------------------
@@ -443,7 +487,7 @@ def facts_of(app: AppOptions, seed: int) -> list[JobFacts]:
     slowdown = _slower_apart if app.apart else _as_fast_anywhere
     dice = Random(f"{seed} {app.submit_s}")  # noqa: S311 - repeatable, not secret
     facts = []
-    for number in range(len(spec.trials)):
+    for number in spec.numbers:
         reports: tuple[tuple[int, float], ...] = ()
         if spec.metric:
             trial = Trial(number=number, steps_done=0, steps_total=steps, state="live")
@@ -465,6 +509,8 @@ def facts_of(app: AppOptions, seed: int) -> list[JobFacts]:
                 can_park=app.can_park,
                 can_checkpoint=app.can_checkpoint,
                 balks=app.balks,
+                keeps_bytes=app.keeps_bytes,
+                hidden=app.hidden,
             )
         )
     return facts
@@ -555,6 +601,19 @@ def _drains(seed: int, options: Options) -> list[Fault]:
 def _drain(dice: Random, options: Options) -> Fault:
     at, for_s = dice.uniform(1.0, options.calm_at), dice.choice((1.0, 10.0, 40.0)) * dice.uniform(0.5, 1.5)
     return Fault(at, "drain", dice.choice(_nodes(options)), for_s=for_s, force=dice.random() < 0.15)
+
+
+def _holds(seed: int, options: Options) -> list[Fault]:
+    """Return the holds and requeues of a world, in a third of the draws; likewise from dice of their own."""
+    dice = Random(f"holds {seed}")  # noqa: S311 - repeatable, not secret
+    count = dice.randint(1, HOLDS_MAX) if dice.random() < 1 / 3 else 0
+    return [_hold(dice, options) for _ in range(count)]
+
+
+def _hold(dice: Random, options: Options) -> Fault:
+    at, for_s = dice.uniform(1.0, options.calm_at), dice.choice((1.0, 10.0, 40.0)) * dice.uniform(0.5, 1.5)
+    kind: Kind = dice.choice(("hold", "hold", "requeue"))
+    return Fault(at, kind, dice.choice(_owners(options)), for_s=for_s, by_admin=dice.random() < 0.5)
 
 
 def _for_s(dice: Random) -> float:

@@ -1,12 +1,17 @@
 """The neutral CSV: ``job_id, submit_s, gpus, duration_s``, and if known ``tenant, model, batch_size``.
 
-Times are in seconds. Other columns are not used. A file of several traces has a column ``trace``.
+``gpu_type`` and ``min_memory_gib`` are the kind of GPUs that a job asks for; any of several types is written
+``h100|h200``. Times are in seconds. Other columns are not used. A file of several traces has a column ``trace``.
 """
 
 from __future__ import annotations
 
+import msgspec
+
+from protocol.messages import GpuType
+from simulator.cluster import GIB
 from simulator.workload.plans import WorkloadError
-from simulator.workload.rows import Line, Trace, TraceJob, empty_trace, lines_of
+from simulator.workload.rows import COUNT_MAX, Line, Trace, TraceJob, empty_trace, lines_of
 
 REQUIRED = frozenset({"job_id", "submit_s", "gpus", "duration_s"})
 #: The tenant of a job that names none.
@@ -50,4 +55,23 @@ def _job(line: Line) -> TraceJob:
         duration_s=line.time_of("duration_s"),
         model=line.text("model", ""),
         batch_size=line.whole_of("batch_size", "0"),
+        gpu_types=_types(line),
+        min_memory_bytes=_memory(line),
     )
+
+
+def _memory(line: Line) -> int:
+    """Return the bytes of memory that each GPU of a job has at least."""
+    gib = line.number_of("min_memory_gib", "0")
+    if not 0.0 <= gib <= COUNT_MAX:
+        raise line.wrong("min_memory_gib", f"give 0 to {COUNT_MAX}")
+    return round(gib * GIB)
+
+
+def _types(line: Line) -> tuple[str, ...]:
+    """Return the types of GPUs that a job may have, none for any."""
+    text = line.text("gpu_type", "")
+    try:
+        return msgspec.convert(tuple(text.split("|")) if text else (), tuple[GpuType, ...])
+    except msgspec.ValidationError:
+        raise line.wrong("gpu_type", "give a type such as h100, or h100|h200") from None

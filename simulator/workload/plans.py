@@ -68,6 +68,8 @@ class AppPlan(Struct, frozen=True):
         The needs of each of its jobs on its node beside GPUs; 0: it asks for none.
     utility
         Its worth as a function of its end, as its owner declares it; None: undeclared.
+    gpu_types, min_memory_bytes
+        The kind of GPUs that its owner asks for; empty and 0: any.
     leave_s
         The time that its jobs take to leave, and their declared grace period; None: as all jobs, by the costs.
     """
@@ -85,6 +87,8 @@ class AppPlan(Struct, frozen=True):
     kind: Kind = "batch"
     cpus: float = 0.0
     host_bytes: int = 0
+    gpu_types: tuple[str, ...] = ()
+    min_memory_bytes: int = 0
     leave_s: float | None = None
     utility: Utility | None = None
 

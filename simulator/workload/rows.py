@@ -90,6 +90,8 @@ class TraceJob(Struct, frozen=True):
     duration_s: float
     model: str = ""
     batch_size: int = 0
+    gpu_types: tuple[str, ...] = ()
+    min_memory_bytes: int = 0
 
 
 class Trace(Struct):
@@ -226,7 +228,18 @@ def _require_sound(jobs: Sequence[TraceJob], name: str, refused: Mapping[str, Se
 def _app(job: TraceJob, tenant: str, step_s: float) -> AppPlan:
     """Return the app of one rigid job."""
     plan = JobPlan(job.duration_s, max(1, round(job.duration_s / step_s)))
-    return AppPlan(job.id, tenant, job.submit_s, job.gpus, job.gpus, (plan,), job.model, job.batch_size)
+    return AppPlan(
+        job.id,
+        tenant,
+        job.submit_s,
+        job.gpus,
+        job.gpus,
+        (plan,),
+        job.model,
+        job.batch_size,
+        gpu_types=job.gpu_types,
+        min_memory_bytes=job.min_memory_bytes,
+    )
 
 
 def _left_out(refused: Mapping[str, Sequence[str]]) -> list[str]:

@@ -1,180 +1,29 @@
-"""The promises of `node_agent.devices`, on virtual GPUs always and on NVIDIA GPUs where there is a driver.
+"""The promises of `node_agent.devices`: on virtual GPUs, on a played NVIDIA driver, and on a real one where it is.
 
-NVML itself is also read through a small recorded stand-in of the module `pynvml`, so that the reading of links, events
-and odd answers is tested where there is no GPU.
+`test_nvml.py` has the odd answers of the driver.
 """
-
-# The stand-in bears the names of pynvml.
-# ruff: noqa: N801, N802, N815, N818
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from node_agent import procfs
 from node_agent.devices import Activity, DeviceBackend, DeviceError, Health
-from node_agent.devices.gpm import Gpm
-from node_agent.devices.nvml import NvmlBackend, slots_of
+from node_agent.devices.nvml import NvmlBackend
 from node_agent.devices.sampling import measure, open_backend
 from node_agent.devices.simulated import SimulatedBackend
 from node_agent.devices.xid import BUCKETS, CATALOGUE, judge
 from protocol.messages import GpuId, TaskId
+from tests.support.stand_in import StandIn, cards
 
 MIB = 2**20
-
-
-# --- a recorded stand-in for the module pynvml ----------------------------------------------------------------------
-
-
-class NVMLError(Exception):
-    def __init__(self, value: int) -> None:
-        self.value = value
-        super().__init__(f"error {value}")
-
-
-class NVMLError_NotSupported(NVMLError): ...
-
-
-class NVMLError_NotFound(NVMLError): ...
-
-
-class NVMLError_FunctionNotFound(NVMLError): ...
-
-
-class NVMLError_Timeout(NVMLError): ...
-
-
-@dataclass
-class Card:
-    """One GPU as the driver would describe it; `nvlinks` is how many of its links are up."""
-
-    uuid: str
-    bus: str
-    nvlinks: int = 0
-    processes: list[tuple[int, int | None]] = field(default_factory=list)
-    used: int = 600 * MIB
-    reserved: int = 500 * MIB
-    recovery: int = 0
-    lost: bool = False
-    cores: int = 0xFFFF_FFFF_FFFF_FFFF
-
-
-class RecordedNvml:
-    """The functions of pynvml 13.580 that are used, with answers in the shape that a node of 8 GPUs gave."""
-
-    NVMLError = NVMLError
-    NVMLError_NotSupported = NVMLError_NotSupported
-    NVMLError_NotFound = NVMLError_NotFound
-    NVMLError_FunctionNotFound = NVMLError_FunctionNotFound
-    NVMLError_Timeout = NVMLError_Timeout
-    NVML_ERROR_GPU_IS_LOST = 15
-    NVML_NVLINK_MAX_LINKS = 18
-    NVML_P2P_CAPS_INDEX_NVLINK = 2
-    NVML_P2P_STATUS_OK = 0
-    nvmlMemory_v2 = 0x2000028
-
-    def __init__(self, *cards: Card, ancestors: dict[tuple[str, str], int] | None = None) -> None:
-        self.cards = list(cards)
-        self.ancestors = ancestors or {}
-        self.pending: list[SimpleNamespace] = []
-        self.hang: threading.Event | None = None
-        self.field_supported = True
-        self.opened = 0
-        self.drawing: list[int] = []
-
-    def nvmlInit(self) -> None:
-        self.opened += 1
-
-    def nvmlShutdown(self) -> None: ...
-    def nvmlDeviceGetCount(self) -> int:
-        return len(self.cards)
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Card:
-        return self.cards[index]
-
-    def nvmlDeviceGetUUID(self, card: Card) -> str:
-        return card.uuid
-
-    def nvmlDeviceGetName(self, card: Card) -> bytes:
-        return b"NVIDIA H200"
-
-    def nvmlDeviceGetPciInfo(self, card: Card) -> SimpleNamespace:
-        return SimpleNamespace(busId=card.bus)
-
-    def nvmlDeviceGetMemoryInfo(self, card: Card, version: int | None = None) -> SimpleNamespace:
-        if self.hang is not None:
-            self.hang.wait(30)
-        if card.lost:
-            raise NVMLError(15)
-        return SimpleNamespace(total=143771 * MIB, used=card.used, reserved=card.reserved)
-
-    def _listing(self, card: Card) -> list[SimpleNamespace]:
-        if card.lost:
-            raise NVMLError(15)
-        return [SimpleNamespace(pid=pid, usedGpuMemory=used) for pid, used in card.processes]
-
-    nvmlDeviceGetComputeRunningProcesses = _listing
-
-    def nvmlDeviceGetMPSComputeRunningProcesses(self, card: Card) -> list[SimpleNamespace]:
-        raise NVMLError_NotSupported(3)
-
-    def nvmlDeviceGetGraphicsRunningProcesses(self, card: Card) -> list[SimpleNamespace]:
-        return [SimpleNamespace(pid=pid, usedGpuMemory=MIB) for pid in self.drawing]
-
-    def nvmlDeviceGetCpuAffinity(self, card: Card, words: int) -> list[int]:
-        return [card.cores] + [0] * (words - 1)
-
-    def nvmlDeviceGetUtilizationRates(self, card: Card) -> SimpleNamespace:
-        return SimpleNamespace(gpu=37)
-
-    def nvmlGpmQueryDeviceSupport(self, card: Card) -> SimpleNamespace:
-        raise NVMLError_NotSupported(3)
-
-    def nvmlDeviceGetNvLinkState(self, card: Card, link: int) -> int:
-        if card.nvlinks == 0:
-            raise NVMLError_NotSupported(3)
-        return int(link < card.nvlinks)
-
-    def nvmlDeviceGetP2PStatus(self, one: Card, other: Card, index: int) -> int:
-        return 0 if one.nvlinks and other.nvlinks else 5
-
-    def nvmlDeviceGetTopologyCommonAncestor(self, one: Card, other: Card) -> int:
-        return self.ancestors.get((one.uuid, other.uuid), 50)
-
-    def nvmlEventSetCreate(self) -> object:
-        return object()
-
-    def nvmlDeviceGetSupportedEventTypes(self, card: Card) -> int:
-        return 0xFFFF
-
-    def nvmlDeviceRegisterEvents(self, card: Card, mask: int, events: object) -> None:
-        assert mask == 0xC00A
-
-    def nvmlEventSetWait_v2(self, events: object, timeout: int) -> SimpleNamespace:
-        if not self.pending:
-            raise NVMLError_Timeout(10)
-        return self.pending.pop(0)
-
-    def nvmlDeviceGetFieldValues(self, card: Card, fields: list[int]) -> list[SimpleNamespace]:
-        value = SimpleNamespace(uiVal=card.recovery)
-        return [SimpleNamespace(value=value, nvmlReturn=0 if self.field_supported else 3)]
-
-    def xid(self, card: Card, number: int) -> None:
-        self.pending.append(SimpleNamespace(device=card, eventType=0x8, eventData=number))
-
-
-def cards(count: int, nvlinks: int = 0) -> list[Card]:
-    return [Card(f"GPU-{index}", f"00000000:{index:02X}:00.0", nvlinks) for index in range(count)]
 
 
 def no_owner(pid: int) -> None:
@@ -184,13 +33,14 @@ def no_owner(pid: int) -> None:
 # --- the promises, for all ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["simulated", "recorded", "nvml"])
-def backend(request: pytest.FixtureRequest) -> Iterator[DeviceBackend]:
+@pytest.fixture(params=["simulated", "played", "nvml"])
+def backend(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceBackend]:
     made: DeviceBackend
     if request.param == "simulated":
         made = SimulatedBackend("n1", 4)
-    elif request.param == "recorded":
-        made = NvmlBackend(RecordedNvml(*cards(4)))
+    elif request.param == "played":
+        StandIn(tmp_path / "driver", *cards(4)).load(monkeypatch)
+        made = NvmlBackend()
     else:
         try:
             made = NvmlBackend()
@@ -401,212 +251,6 @@ def test_a_kind_of_gpu_that_does_not_exist_is_refused_with_the_mend(gpus: str) -
         open_backend(gpus, "n1", memory_bytes=MIB, pin=False)
 
 
-# --- NVML -----------------------------------------------------------------------------------------------------------
-
-
-def test_without_a_driver_the_error_names_the_virtual_ones() -> None:
-    class Absent(RecordedNvml):
-        def nvmlInit(self) -> None:
-            raise NVMLError(12)
-
-    with pytest.raises(DeviceError, match="simulated:4"):
-        NvmlBackend(Absent())
-
-
-def test_gpus_stand_in_the_order_of_the_bus() -> None:
-    backend = NvmlBackend(RecordedNvml(*reversed(cards(3))))
-    assert [device.gpu for device in backend.devices()] == ["GPU-0", "GPU-1", "GPU-2"]
-    backend.close()
-
-
-def test_nvlink_makes_one_slot_in_spite_of_pcie() -> None:
-    backend = NvmlBackend(RecordedNvml(*cards(4, nvlinks=18)))
-    assert {device.slot for device in backend.devices()} == {"nvlink-0"}
-    assert set(backend.topology().values()) == {"nvlink"}
-    backend.close()
-
-
-def test_without_nvlink_a_pcie_switch_makes_a_slot() -> None:
-    ancestors = {("GPU-0", "GPU-1"): 10, ("GPU-2", "GPU-3"): 20, ("GPU-0", "GPU-2"): 30}
-    backend = NvmlBackend(RecordedNvml(*cards(4), ancestors=ancestors))
-    assert [device.slot for device in backend.devices()] == ["pcie-0", "pcie-0", "pcie-2", "pcie-2"]
-    assert backend.topology()[GpuId("GPU-0"), GpuId("GPU-2")] == "hostbridge"
-    backend.close()
-
-
-def test_a_gpu_with_nvlink_leaves_its_switch_to_the_others() -> None:
-    a, b, c, d = (GpuId(name) for name in "abcd")
-    links = {(a, b): "nvlink", (b, c): "single", (c, d): "single", (a, c): "system", (a, d): "system", (b, d): "node"}
-    assert slots_of([a, b, c, d], links) == {a: "nvlink-0", b: "nvlink-0", c: "pcie-2", d: "pcie-2"}  # type: ignore[arg-type]
-
-
-def test_the_drivers_reserve_is_not_counted_as_used() -> None:
-    backend = NvmlBackend(RecordedNvml(*cards(1)))
-    memory = backend.memory(GpuId("GPU-0"))
-    assert (memory.used_bytes, memory.reserved_bytes) == (100 * MIB, 500 * MIB)
-    backend.close()
-
-
-def test_a_process_whose_memory_the_driver_does_not_tell_still_counts() -> None:
-    card = cards(1)[0]
-    card.processes = [(4711, None), (4712, 9 * MIB)]
-    backend = NvmlBackend(RecordedNvml(card))
-    assert [(one.pid, one.memory_bytes) for one in backend.processes(GpuId("GPU-0"))] == [(4711, 0), (4712, 9 * MIB)]
-    backend.close()
-
-
-def test_a_gpu_that_fell_off_the_bus_is_lost_and_the_others_are_not() -> None:
-    one, other = cards(2)
-    backend = NvmlBackend(RecordedNvml(one, other))
-    one.lost = True
-    assert backend.health(GpuId("GPU-0")).lost
-    with pytest.raises(DeviceError, match="lost"):
-        backend.processes(GpuId("GPU-0"))
-    samples = measure(backend, no_owner)
-    assert [sample.lost for sample in samples] == [True, False]
-    backend.close()
-
-
-@pytest.mark.parametrize(
-    ("number", "recovery", "healthy", "fault"),
-    [
-        (31, 0, True, True),  # a program's mistake, and the driver wants nothing
-        (119, 0, True, True),  # the driver's own verdict is believed
-        (31, 1, False, False),  # also against the catalogue
-        (48, 1, False, False),
-        (63, 0, True, False),
-        (31, None, True, True),  # an older driver gives no verdict: the catalogue speaks
-        (94, None, True, True),
-        (43, None, True, False),
-        (45, None, True, False),
-        (48, None, False, False),
-        (54, None, False, False),
-        (79, None, False, False),
-        (154, None, False, False),
-        (163, None, False, False),
-        (999, None, False, False),
-    ],
-)
-def test_an_xid_drains_a_gpu_or_restarts_a_program_as_the_driver_or_else_the_catalogue_says(
-    number: int, recovery: int | None, healthy: bool, fault: bool
-) -> None:
-    card = cards(1)[0]
-    nvml: Any = RecordedNvml(card)
-    backend = NvmlBackend(nvml)
-    card.recovery, nvml.field_supported = recovery or 0, recovery is not None
-    nvml.xid(card, number)
-    health = backend.health(GpuId("GPU-0"))
-    assert (health.healthy, health.lost, bool(health.faults)) == (healthy, False, fault)
-    assert healthy or f"Xid {number}" in health.detail
-    assert backend.health(GpuId("GPU-0")).faults == ()  # told once
-    backend.close()
-
-
-def test_a_drained_gpu_says_what_happened_what_it_means_and_the_mend() -> None:
-    assert judge(48, None).drain == (
-        "Xid 48 (double-bit ECC error): NVIDIA's catalogue says WORKFLOW_XID_48; reset it (nvidia-smi --gpu-reset), "
-        "then look at its ECC counters, then restart the node agent"
-    )
-    assert "has no action; look it up" in judge(12345, None).drain
-    assert judge(79, 6).drain == "Xid 79 (it fell off the bus): it needs its PCIe bus reset"
-    assert "99" in judge(48, 99).drain
-
-
-def test_every_bucket_of_the_catalogue_has_a_course() -> None:
-    assert {entry.bucket for entry in CATALOGUE.values()} <= set(BUCKETS)
-    assert all(bucket.mend for bucket in BUCKETS.values() if bucket.course == "drain")
-
-
-def test_a_gpu_is_used_again_once_the_driver_withdraws_its_demand() -> None:
-    card = cards(1)[0]
-    backend = NvmlBackend(RecordedNvml(card))
-    card.recovery = 1
-    assert "needs a GPU reset" in backend.health(GpuId("GPU-0")).detail
-    card.recovery = 0
-    assert backend.health(GpuId("GPU-0")) == Health()
-    backend.close()
-
-
-def test_a_gpu_drained_by_the_catalogue_stays_so_until_a_restart() -> None:
-    card = cards(1)[0]
-    nvml: Any = RecordedNvml(card)
-    nvml.field_supported = False
-    backend = NvmlBackend(nvml)
-    nvml.xid(card, 48)
-    assert not backend.health(GpuId("GPU-0")).healthy
-    assert not backend.health(GpuId("GPU-0")).healthy
-    backend.close()
-
-
-def healthy_in_time(backend: DeviceBackend, gpu: GpuId) -> bool:
-    """Ask until the GPU is healthy, for as long as a small program may take."""
-    deadline = time.monotonic() + 10
-    while not backend.health(gpu).healthy:
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def test_a_lost_gpu_that_answers_another_process_is_found_again_by_opening_the_library_afresh() -> None:
-    one, other = cards(2)
-    nvml = RecordedNvml(one, other)
-    backend = NvmlBackend(nvml, look=[sys.executable, "-I", "-c", "print('GPU-0')"])
-    one.lost = True
-    assert backend.health(GpuId("GPU-0")).lost
-    one.lost = False  # it was reset
-    assert healthy_in_time(backend, GpuId("GPU-0"))
-    assert nvml.opened == 2
-    assert backend.processes(GpuId("GPU-0")) == []
-    backend.close()
-
-
-def test_a_lost_gpu_that_does_not_answer_stays_lost_and_the_library_open() -> None:
-    one, other = cards(2)
-    nvml = RecordedNvml(one, other)
-    backend = NvmlBackend(nvml, look=[sys.executable, "-I", "-c", "print('GPU-1')"])
-    one.lost = True
-    for _ in range(50):
-        assert backend.health(GpuId("GPU-0")).lost
-        assert backend.health(GpuId("GPU-1")).healthy
-        time.sleep(0.01)
-    assert nvml.opened == 1
-    backend.close()
-
-
-def test_a_look_at_a_gpu_that_hangs_keeps_no_caller_waiting() -> None:
-    card = cards(1)[0]
-    backend = NvmlBackend(RecordedNvml(card), look=[sys.executable, "-I", "-c", "import time; time.sleep(60)"])
-    card.lost = True
-    started = time.monotonic()
-    for _ in range(5):
-        assert backend.health(GpuId("GPU-0")).lost
-    backend.close()
-    assert time.monotonic() - started < 5
-
-
-def test_a_process_that_only_draws_is_told_from_one_that_computes() -> None:
-    card = cards(1)[0]
-    nvml = RecordedNvml(card)
-    card.processes, nvml.drawing = [(4711, MIB), (4712, MIB)], [4712, 4713]
-    backend = NvmlBackend(nvml)
-    found = {process.pid: process.compute for process in backend.processes(GpuId("GPU-0"))}
-    assert found == {4711: True, 4712: True, 4713: False}
-    backend.close()
-
-
-def test_a_worker_runs_on_the_cores_near_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5})
-    one, other = cards(2)
-    one.cores, other.cores = 0b000011, 0b001110
-    backend = NvmlBackend(RecordedNvml(one, other))
-    assert backend.cpus([GpuId("GPU-0")]) == [0, 1]
-    assert backend.cpus([GpuId("GPU-0"), GpuId("GPU-1")]) == [1]
-    one.cores = 0b111111
-    assert backend.cpus([GpuId("GPU-0")]) is None  # all there are
-    backend.close()
-
-
 def test_what_a_stranger_is_allowed_to_keep_is_measured_with_it() -> None:
     backend = SimulatedBackend("n1", 1)
     gpu = backend.devices()[0].gpu
@@ -633,101 +277,16 @@ def test_faults_injected_into_a_virtual_gpu_are_judged_like_real_ones() -> None:
     assert backend.health(gpu) == Health()
 
 
-# --- performance monitors -------------------------------------------------------------------------------------------
+def test_a_drained_gpu_says_what_happened_what_it_means_and_the_mend() -> None:
+    assert judge(48, None).drain == (
+        "Xid 48 (double-bit ECC error): NVIDIA's catalogue says WORKFLOW_XID_48; stop the node agent, reset it "
+        "(nvidia-smi --gpu-reset), look at its ECC counters, then restart the node agent"
+    )
+    assert "has no action; look it up" in judge(12345, None).drain
+    assert judge(79, 6).drain == "Xid 79 (it fell off the bus): it needs its PCIe bus reset"
+    assert "99" in judge(48, 99).drain
 
 
-class MonitoredNvml(RecordedNvml):
-    """With GPM, as on Hopper: a sample is the work done so far, in percent times seconds."""
-
-    NVML_GPM_METRICS_GET_VERSION = 1
-
-    def __init__(self, *cards: Card) -> None:
-        super().__init__(*cards)
-        self.now_s = 100.0
-        self.work = 0.0
-        self.refuses: NVMLError | None = None
-        self.held = 0
-
-    def pass_time(self, seconds: float, percent: float) -> None:
-        self.now_s += seconds
-        self.work += seconds * percent
-
-    def nvmlGpmQueryDeviceSupport(self, card: Card) -> SimpleNamespace:
-        return SimpleNamespace(isSupportedDevice=1)
-
-    def nvmlGpmSampleAlloc(self) -> SimpleNamespace:
-        self.held += 1
-        return SimpleNamespace(at_s=0.0, work=0.0)
-
-    def nvmlGpmSampleFree(self, sample: SimpleNamespace) -> None:
-        self.held -= 1
-
-    def nvmlGpmSampleGet(self, card: Card, sample: SimpleNamespace) -> None:
-        if self.refuses is not None:
-            raise self.refuses
-        sample.at_s, sample.work = self.now_s, self.work
-
-    def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
-        return SimpleNamespace(metrics=[SimpleNamespace(metricId=0, value=0.0, nvmlReturn=0)])
-
-    def nvmlGpmMetricsGet(self, asked: SimpleNamespace) -> None:
-        assert (asked.version, asked.numMetrics, asked.metrics[0].metricId) == (1, 1, 2)
-        elapsed_s = asked.sample2.at_s - asked.sample1.at_s
-        assert elapsed_s > 0.1, "GPM wants more than 100 ms between samples"
-        asked.metrics[0].value = (asked.sample2.work - asked.sample1.work) / elapsed_s
-
-
-@pytest.fixture
-def monitored(monkeypatch: pytest.MonkeyPatch) -> MonitoredNvml:
-    nvml = MonitoredNvml(*cards(1))
-    monkeypatch.setattr("node_agent.devices.nvml.Gpm", lambda module: Gpm(module, lambda: nvml.now_s))
-    return nvml
-
-
-def test_activity_is_what_the_performance_monitors_say_between_two_calls(monitored: MonitoredNvml) -> None:
-    backend = NvmlBackend(monitored)
-    assert backend.activity(GpuId("GPU-0")) is None
-    monitored.pass_time(0.2, 80)
-    assert backend.activity(GpuId("GPU-0")) == Activity(pytest.approx(0.8), "gpm")
-    monitored.pass_time(0.2, 20)
-    assert backend.activity(GpuId("GPU-0")) == Activity(pytest.approx(0.2), "gpm")
-    assert monitored.held == 1  # the driver's memory for samples is given back
-    backend.close()
-
-
-def test_a_call_within_100_ms_says_nothing_and_the_next_covers_both_times(monitored: MonitoredNvml) -> None:
-    backend = NvmlBackend(monitored)
-    backend.activity(GpuId("GPU-0"))
-    monitored.pass_time(0.08, 100)
-    assert backend.activity(GpuId("GPU-0")) is None
-    monitored.pass_time(0.08, 0)
-    assert backend.activity(GpuId("GPU-0")) == Activity(pytest.approx(0.5), "gpm")
-    backend.close()
-
-
-def test_where_the_performance_monitors_refuse_utilisation_stands_in(monitored: MonitoredNvml) -> None:
-    backend = NvmlBackend(monitored)
-    monitored.refuses = NVMLError_NotSupported(3)  # as under MIG
-    assert backend.activity(GpuId("GPU-0")) is None
-    assert backend.activity(GpuId("GPU-0")) == Activity(0.37, "utilisation")
-    assert monitored.held == 0
-    backend.close()
-
-
-def test_samples_of_a_library_that_was_opened_afresh_since_are_not_compared(monitored: MonitoredNvml) -> None:
-    monitors = Gpm(monitored, lambda: monitored.now_s)
-    assert monitors.busy(GpuId("GPU-0"), object()) is None
-    monitored.pass_time(0.2, 80)
-    assert monitors.busy(GpuId("GPU-0"), object()) is None
-
-
-def test_a_call_that_hangs_is_given_up_and_the_next_fails_at_once() -> None:
-    nvml = RecordedNvml(*cards(1))
-    backend = NvmlBackend(nvml, timeout_s=0.05)
-    nvml.hang = threading.Event()
-    with pytest.raises(DeviceError, match="did not answer"):
-        backend.memory(GpuId("GPU-0"))
-    with pytest.raises(DeviceError, match="still hangs"):
-        backend.memory(GpuId("GPU-0"))
-    nvml.hang.set()
-    backend.close()
+def test_every_bucket_of_the_catalogue_has_a_course() -> None:
+    assert {entry.bucket for entry in CATALOGUE.values()} <= set(BUCKETS)
+    assert all(bucket.mend for bucket in BUCKETS.values() if bucket.course == "drain")

@@ -1,7 +1,7 @@
 """The promises of `node_agent.workers.driver`: for both checkpointers, then for the driver's helper in trouble.
 
-The driver is played (`tests/support/played_driver.py`); all else is real: the helper's program and process, pipes,
-deadlines, locks, and the processes that are suspended.
+The driver is played (`tests/support/stand_in`); all else is real: cuda-bindings, the helper's program and process,
+pipes, deadlines, locks, and the processes that are suspended.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from node_agent import procfs
 from node_agent.devices.simulated import SimulatedBackend
 from node_agent.workers import driver
 from node_agent.workers.driver import (
+    HELPER,
     Checkpointer,
     DriverCheckpointer,
     DriverFacts,
@@ -28,7 +29,7 @@ from node_agent.workers.driver import (
     open_checkpointer,
 )
 from node_agent.workers.driver_helper import CannotBeDone, permutation
-from tests.support.played_driver import GPUS, Play
+from tests.support.stand_in import FaultKind, StandIn, cards
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED, RESTORING = 0, 1, 2, 3, 5
 #: An interpreter starts in a tenth of a second, and on a busy node in several.
@@ -38,9 +39,41 @@ HANG_S = 3.0
 FIT = DriverFacts(machine="x86_64", driver="580.95.05", bindings="13.0.1", boot_id="b", user=0)
 
 
+#: The driver's functions, by the helper's word for them.
+FUNCTIONS = {
+    "tid": "cuCheckpointProcessGetRestoreThreadId",
+    "state": "cuCheckpointProcessGetState",
+    "lock": "cuCheckpointProcessLock",
+    "checkpoint": "cuCheckpointProcessCheckpoint",
+    "restore": "cuCheckpointProcessRestore",
+    "unlock": "cuCheckpointProcessUnlock",
+    "init": "cuInit",
+}
+
+
 @pytest.fixture
-def play(tmp_path: Path) -> Play:
-    return Play(tmp_path)
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    driver = StandIn(tmp_path / "driver", *cards(3))
+    for name, value in driver.env.items():
+        monkeypatch.setenv(name, value)
+    return driver
+
+
+def fail(play: StandIn, call: str, pid: int, how: float | FaultKind) -> None:
+    """Have a call about a process err with a code, hang, crash, or take a time in seconds."""
+    if isinstance(how, str):
+        play.fault(how, FUNCTIONS[call], pid)
+    elif isinstance(how, float):
+        play.fault("delay", FUNCTIONS[call], pid, int(how * 1000))
+    else:
+        play.fault("error", FUNCTIONS[call], pid, int(how))
+
+
+def calls(play: StandIn) -> list[str]:
+    """Return the calls so far, each as `lock:4711` or `init`."""
+    words = {function: word for word, function in FUNCTIONS.items()}
+    found = [call.partition(":") for call in play.calls]
+    return [words[function] + colon + pid for function, colon, pid in found]
 
 
 @pytest.fixture
@@ -52,11 +85,11 @@ def pids() -> Iterator[tuple[int, int]]:
         other.kill()
 
 
-def played(play: Play, host: DriverFacts = FIT) -> DriverCheckpointer:
-    return DriverCheckpointer(play.folder, host, (sys.executable, "-I", str(play.program())))
+def played(play: StandIn, host: DriverFacts = FIT) -> DriverCheckpointer:
+    return DriverCheckpointer(play.folder.parent, host, (sys.executable, "-I", str(HELPER)))
 
 
-def on_driver(play: Play, pids: tuple[int, ...], state: int = RUNNING) -> DriverCheckpointer:
+def on_driver(play: StandIn, pids: tuple[int, ...], state: int = RUNNING) -> DriverCheckpointer:
     """A driver that knows `pids`."""
     for pid in pids:
         play.put(pid, state)
@@ -64,7 +97,7 @@ def on_driver(play: Play, pids: tuple[int, ...], state: int = RUNNING) -> Driver
 
 
 @pytest.fixture(params=["driver", "simulated"])
-def checkpointer(request: pytest.FixtureRequest, play: Play, pids: tuple[int, int]) -> Checkpointer:
+def checkpointer(request: pytest.FixtureRequest, play: StandIn, pids: tuple[int, int]) -> Checkpointer:
     return on_driver(play, pids) if request.param == "driver" else SimulatedCheckpointer(SimulatedBackend("n1", 1))
 
 
@@ -90,12 +123,12 @@ async def test_an_operation_may_be_repeated(checkpointer: Checkpointer, pids: tu
 # --- the driver's sequence ------------------------------------------------------------------------------------------
 
 
-def in_order(play: Play, *names: str) -> list[str]:
-    return [call for call in play.calls if call.partition(":")[0] in names]
+def in_order(play: StandIn, *names: str) -> list[str]:
+    return [call for call in calls(play) if call.partition(":")[0] in names]
 
 
 async def test_all_are_locked_before_one_is_checkpointed_and_restored_before_one_is_unlocked(
-    play: Play, pids: tuple[int, int]
+    play: StandIn, pids: tuple[int, int]
 ) -> None:
     one, other = sorted(pids)
     made = on_driver(play, pids)
@@ -112,85 +145,97 @@ async def test_all_are_locked_before_one_is_checkpointed_and_restored_before_one
     ]
 
 
-async def test_processes_without_cuda_are_left_alone(play: Play, pids: tuple[int, int]) -> None:
+async def test_processes_without_cuda_are_left_alone(play: StandIn, pids: tuple[int, int]) -> None:
     one, other = pids
     made = on_driver(play, (one,))
     assert (await made.suspend(pids, PATIENCE_S)).ok
     assert play.state(one) == CHECKPOINTED
-    assert f"lock:{other}" not in play.calls
+    assert f"lock:{other}" not in calls(play)
 
 
 async def test_a_process_of_which_the_driver_cannot_tell_is_not_taken_for_one_without_cuda(
-    play: Play, pids: tuple[int, int]
+    play: StandIn, pids: tuple[int, int]
 ) -> None:
     made = on_driver(play, pids)
-    play.write(faults={f"tid:{max(pids)}": 304})
+    fail(play, "tid", max(pids), 304)
     result = await made.suspend(pids, PATIENCE_S)
     assert (result.ok, result.lost) == (False, False)
     assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
 
 
-async def test_a_process_that_only_looked_at_cuda_has_nothing_to_lock(play: Play, pids: tuple[int, int]) -> None:
+async def test_a_process_that_only_looked_at_cuda_has_nothing_to_lock(play: StandIn, pids: tuple[int, int]) -> None:
     one, other = pids
     made = on_driver(play, pids)
-    play.write(faults={f"lock:{one}": 3})
+    fail(play, "lock", one, 3)
     assert (await made.suspend(pids, PATIENCE_S)).ok
     assert (play.state(one), play.state(other)) == (RUNNING, CHECKPOINTED)
 
 
-async def test_a_task_without_cuda_cannot_be_suspended_and_runs_on(play: Play, pids: tuple[int, int]) -> None:
+async def test_a_task_without_cuda_cannot_be_suspended_and_runs_on(play: StandIn, pids: tuple[int, int]) -> None:
     result = await played(play).suspend(pids, PATIENCE_S)
     assert (result.ok, result.lost, result.reason) == (False, False, "none of the task's processes uses CUDA")
 
 
 @pytest.mark.parametrize(("call", "code"), [("lock", 600), ("checkpoint", 304), ("checkpoint", 801), ("state", 304)])
 async def test_a_suspension_that_fails_half_way_leaves_all_running(
-    play: Play, pids: tuple[int, int], call: str, code: int
+    play: StandIn, pids: tuple[int, int], call: str, code: int
 ) -> None:
     made = on_driver(play, pids)
-    play.write(faults={f"{call}:{max(pids)}": code})
+    fail(play, call, max(pids), code)
     result = await made.suspend(pids, PATIENCE_S)
     assert (result.ok, result.lost) == (False, False)
     assert f"{call} of process {max(pids)} failed" in result.reason
     assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
 
 
-async def test_the_error_for_a_missing_right_names_the_mend(play: Play, pids: tuple[int, int]) -> None:
+async def test_the_error_for_a_missing_right_names_the_mend(play: StandIn, pids: tuple[int, int]) -> None:
     made = on_driver(play, pids)
-    play.write(faults={f"lock:{pids[0]}": 304})
+    fail(play, "lock", pids[0], 304)
     assert "CAP_SYS_PTRACE" in (await made.suspend(pids, PATIENCE_S)).reason
 
 
-async def test_a_suspension_that_cannot_be_undone_loses_the_task(play: Play, pids: tuple[int, int]) -> None:
+async def test_an_error_of_a_newer_driver_than_the_bindings_is_told_and_nothing_is_lost(
+    play: StandIn, pids: tuple[int, int]
+) -> None:
+    made = on_driver(play, pids)
+    fail(play, "lock", max(pids), 12345)
+    result = await made.suspend(pids, PATIENCE_S)
+    assert (result.ok, result.lost) == (False, False)
+    assert "does not know (12345)" in result.reason
+    assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
+
+
+async def test_a_suspension_that_cannot_be_undone_loses_the_task(play: StandIn, pids: tuple[int, int]) -> None:
     one, other = sorted(pids)
     made = on_driver(play, pids)
-    play.write(faults={f"checkpoint:{other}": 304, f"restore:{one}": 304})
+    fail(play, "checkpoint", other, 304)
+    fail(play, "restore", one, 304)
     result = await made.suspend(pids, PATIENCE_S)
     assert (result.ok, result.lost) == (False, True)
     assert "could not be undone" in result.reason
 
 
 async def test_a_restore_that_meets_too_little_memory_loses_the_task_for_ever(
-    play: Play, pids: tuple[int, int]
+    play: StandIn, pids: tuple[int, int]
 ) -> None:
     made = on_driver(play, pids)
     assert (await made.suspend(pids, PATIENCE_S)).ok
-    play.write(full=True)
+    play.flag("full")
     result = await made.resume(pids, PATIENCE_S)
     assert (result.ok, result.lost) == (False, True)
     assert "OUT_OF_MEMORY" in result.reason
-    play.write(full=False)
+    play.flag()
     assert (await made.resume(pids, PATIENCE_S)).lost
 
 
-async def test_a_resumption_that_cannot_unlock_loses_the_task(play: Play, pids: tuple[int, int]) -> None:
+async def test_a_resumption_that_cannot_unlock_loses_the_task(play: StandIn, pids: tuple[int, int]) -> None:
     made = on_driver(play, pids, CHECKPOINTED)
-    play.write(faults={f"unlock:{pids[0]}": 401})
+    fail(play, "unlock", pids[0], 401)
     assert (await made.resume(pids, PATIENCE_S)).lost
 
 
 @pytest.mark.parametrize("do", ["suspend", "resume"])
-async def test_a_failed_process_loses_the_task(play: Play, pids: tuple[int, int], do: str) -> None:
+async def test_a_failed_process_loses_the_task(play: StandIn, pids: tuple[int, int], do: str) -> None:
     made = on_driver(play, pids)
     play.put(pids[1], FAILED)
     assert (await getattr(made, do)(pids, PATIENCE_S)).lost
@@ -199,7 +244,7 @@ async def test_a_failed_process_loses_the_task(play: Play, pids: tuple[int, int]
 
 @pytest.mark.parametrize("do", ["suspend", "resume"])
 async def test_a_process_that_another_program_checkpoints_is_left_to_it(
-    play: Play, pids: tuple[int, int], do: str
+    play: StandIn, pids: tuple[int, int], do: str
 ) -> None:
     made = on_driver(play, pids)
     play.put(pids[1], RESTORING)
@@ -213,11 +258,11 @@ async def test_a_process_that_another_program_checkpoints_is_left_to_it(
 
 
 async def test_a_helper_that_hangs_in_a_checkpoint_is_killed_and_the_task_lost(
-    play: Play, pids: tuple[int, int]
+    play: StandIn, pids: tuple[int, int]
 ) -> None:
     before = {process.pid for process in procfs.processes() if process.ppid == os.getpid()}
     made = on_driver(play, pids)
-    play.write(faults={f"checkpoint:{max(pids)}": "hang"})
+    fail(play, "checkpoint", max(pids), "hang")
     began = time.monotonic()
     result = await made.suspend(pids, HANG_S)
     assert HANG_S <= time.monotonic() - began < HANG_S + 5
@@ -228,19 +273,19 @@ async def test_a_helper_that_hangs_in_a_checkpoint_is_killed_and_the_task_lost(
 
 @pytest.mark.parametrize("call", ["restore", "checkpoint"])
 async def test_a_helper_that_crashes_while_memory_moves_loses_the_task(
-    play: Play, pids: tuple[int, int], call: str
+    play: StandIn, pids: tuple[int, int], call: str
 ) -> None:
     made = on_driver(play, pids, CHECKPOINTED if call == "restore" else RUNNING)
-    play.write(faults={f"{call}:{pids[0]}": "crash"})
+    fail(play, call, pids[0], "crash")
     result = await (made.resume if call == "restore" else made.suspend)(pids, PATIENCE_S)
     assert (result.ok, result.lost) == (False, True)
 
 
 async def test_a_lock_that_hangs_on_an_nccl_peer_is_let_go_and_the_task_runs_on(
-    play: Play, pids: tuple[int, int]
+    play: StandIn, pids: tuple[int, int]
 ) -> None:
     made = on_driver(play, pids)
-    play.write(entangled=list(pids))
+    play.flag(*(f"entangled {pid}" for pid in pids))
     result = await made.suspend(pids, HANG_S)
     assert (result.ok, result.lost) == (False, False)
     assert "'lock'" in result.reason
@@ -248,33 +293,33 @@ async def test_a_lock_that_hangs_on_an_nccl_peer_is_let_go_and_the_task_runs_on(
 
 
 async def test_a_task_of_unknown_state_is_lost(
-    play: Play, pids: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    play: StandIn, pids: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "FIND_S", HANG_S)
     made = on_driver(play, pids)
-    play.write(faults={f"state:{pids[0]}": "hang"})
+    fail(play, "state", pids[0], "hang")
     result = await made.suspend(pids, HANG_S)
     assert (result.ok, result.lost) == (False, True)
 
 
-async def test_a_helper_that_dies_after_its_work_was_done_has_succeeded(play: Play, pids: tuple[int, int]) -> None:
+async def test_a_helper_that_dies_after_its_work_was_done_has_succeeded(play: StandIn, pids: tuple[int, int]) -> None:
     made = on_driver(play, pids, LOCKED)
-    play.write(faults={f"unlock:{max(pids)}": "crash after"})
+    fail(play, "unlock", max(pids), "crash-after")
     assert (await made.resume(pids, PATIENCE_S)).ok
     assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
 
 
-async def test_a_helper_that_cannot_be_started_is_no_loss(play: Play, pids: tuple[int, int]) -> None:
-    made = DriverCheckpointer(play.folder, FIT, ("/nowhere/python",))
+async def test_a_helper_that_cannot_be_started_is_no_loss(play: StandIn, pids: tuple[int, int]) -> None:
+    made = DriverCheckpointer(play.folder.parent, FIT, ("/nowhere/python",))
     result = await made.suspend(pids, PATIENCE_S)
     assert (result.ok, result.lost) == (False, False)
     assert "could not be started" in result.reason
 
 
-async def test_two_tasks_are_suspended_at_the_same_time(play: Play, pids: tuple[int, int]) -> None:
+async def test_two_tasks_are_suspended_at_the_same_time(play: StandIn, pids: tuple[int, int]) -> None:
     one, other = pids
     made = on_driver(play, pids)
-    play.write(faults={f"checkpoint:{one}": "hang"})
+    fail(play, "checkpoint", one, "hang")
     async with asyncio.TaskGroup() as group:
         slow = group.create_task(made.suspend([one], HANG_S))
         began = time.monotonic()
@@ -286,18 +331,18 @@ async def test_two_tasks_are_suspended_at_the_same_time(play: Play, pids: tuple[
 # --- after a node agent died ----------------------------------------------------------------------------------------
 
 
-def wait_for_call(play: Play, call: str) -> None:
+def wait_for_call(play: StandIn, call: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
-    while call not in play.calls:
+    while call not in calls(play):
         assert time.monotonic() < deadline, f"{call} never came"
         time.sleep(0.01)
 
 
 async def test_a_helper_outlives_a_node_agent_that_leaves_and_the_next_one_waits_for_it(
-    play: Play, pids: tuple[int, int]
+    play: StandIn, pids: tuple[int, int]
 ) -> None:
     before = on_driver(play, pids)
-    play.write(faults={f"checkpoint:{max(pids)}": 1.5})
+    fail(play, "checkpoint", max(pids), 1.5)
     leaving = asyncio.get_running_loop().create_task(before.suspend(pids, PATIENCE_S))
     await asyncio.to_thread(wait_for_call, play, f"checkpoint:{max(pids)}")
     leaving.cancel()
@@ -308,7 +353,7 @@ async def test_a_helper_outlives_a_node_agent_that_leaves_and_the_next_one_waits
     assert [play.state(pid) for pid in pids] == [CHECKPOINTED, CHECKPOINTED]
 
 
-async def test_what_was_left_locked_runs_again_once_it_is_found(play: Play, pids: tuple[int, int]) -> None:
+async def test_what_was_left_locked_runs_again_once_it_is_found(play: StandIn, pids: tuple[int, int]) -> None:
     made = on_driver(play, pids)
     play.put(pids[0], LOCKED)
     assert await made.find(pids) == Found("running")
@@ -316,7 +361,7 @@ async def test_what_was_left_locked_runs_again_once_it_is_found(play: Play, pids
 
 
 async def test_what_was_left_checkpointed_in_part_is_suspended_and_can_be_resumed(
-    play: Play, pids: tuple[int, int]
+    play: StandIn, pids: tuple[int, int]
 ) -> None:
     made = on_driver(play, pids)
     play.put(pids[0], CHECKPOINTED)
@@ -325,9 +370,9 @@ async def test_what_was_left_checkpointed_in_part_is_suspended_and_can_be_resume
     assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
 
 
-async def test_without_an_answer_from_the_driver_nothing_is_claimed(play: Play, pids: tuple[int, int]) -> None:
+async def test_without_an_answer_from_the_driver_nothing_is_claimed(play: StandIn, pids: tuple[int, int]) -> None:
     made = on_driver(play, pids)
-    play.write(faults={f"state:{pids[0]}": 304})
+    fail(play, "state", pids[0], 304)
     found = await made.find(pids)
     assert not found.known
     assert "304" in found.reason
@@ -336,54 +381,64 @@ async def test_without_an_answer_from_the_driver_nothing_is_claimed(play: Play, 
 # --- whether it works here ------------------------------------------------------------------------------------------
 
 
-async def test_a_trial_suspends_a_small_process_and_finds_its_memory_unchanged(play: Play) -> None:
+async def test_a_trial_suspends_a_small_process_and_finds_its_memory_unchanged(play: StandIn) -> None:
     assert await played(play).probe() == ""
-    assert "checkpoint" in {call.partition(":")[0] for call in play.calls}
+    assert "checkpoint" in {call.partition(":")[0] for call in calls(play)}
 
 
-async def test_a_verdict_holds_until_the_host_or_its_driver_starts_anew(play: Play) -> None:
+async def test_a_verdict_holds_until_the_host_or_its_driver_starts_anew(play: StandIn) -> None:
     assert await played(play).probe() == ""
-    play.write(corrupt=True)
+    play.flag("corrupt")
     assert await played(play).probe() == ""
     again = DriverFacts(machine="x86_64", driver="580.95.05", bindings="13.0.1", boot_id="another", user=0)
     assert "other bytes" in await played(play, again).probe()
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("flag", "reason"),
     [
-        ({"corrupt": True}, "other bytes"),
-        ({"stays": True}, "stayed on the GPU"),
-        ({"blind": True}, "does not show this node's processes"),
-        ({"mig": True}, "MIG"),
-        ({"full": True}, "OUT_OF_MEMORY"),
-        ({"free": 2**30}, "2 GiB"),
+        ("corrupt", "other bytes"),
+        ("stays", "stayed on the GPU"),
+        ("blind", "does not show this node's processes"),
+        ("full", "OUT_OF_MEMORY"),
     ],
 )
-async def test_a_trial_that_fails_says_why(play: Play, changes: dict[str, object], reason: str) -> None:
-    play.write(**changes)
+async def test_a_trial_that_fails_says_why(play: StandIn, flag: str, reason: str) -> None:
+    play.flag(flag)
     assert reason in await played(play).probe()
 
 
-async def test_a_trial_for_which_there_was_no_room_is_made_again(play: Play) -> None:
-    play.write(free=2**30)
+async def test_a_trial_is_with_a_process_that_is_as_far_from_the_helper_as_workers_are(play: StandIn) -> None:
+    play.flag("descendants-only")
+    assert "CAP_SYS_PTRACE" in await played(play).probe()
+
+
+async def test_where_a_gpu_is_divided_nothing_is_tried(play: StandIn) -> None:
+    play.change(1, mig=1)
+    assert "MIG" in await played(play).probe()
+    assert calls(play) == []
+
+
+async def test_a_trial_for_which_there_was_no_room_is_made_again(play: StandIn) -> None:
+    for index in range(3):
+        play.change(index, total=2000)
     assert "2 GiB" in await played(play).probe()
-    play.write(free=2**34)
+    play.change(1, total=20_000)
     assert await played(play).probe() == ""
 
 
 @pytest.mark.parametrize(
     ("host", "reason"),
     [
-        (DriverFacts(machine="x86_64", driver="", bindings="13.0", boot_id="b", user=0), "not loaded"),
+        (DriverFacts(machine="x86_64", driver="", bindings="13.0", boot_id="b", user=0), "no NVIDIA driver"),
         (DriverFacts(machine="x86_64", driver="565.57.01", bindings="13.0", boot_id="b", user=0), "570 or newer"),
         (DriverFacts(machine="aarch64", driver="580.1", bindings="13.0", boot_id="b", user=0), "aarch64"),
         (DriverFacts(machine="x86_64", driver="580.1", bindings="", boot_id="b", user=0), "install gpu-arbiter"),
     ],
 )
-async def test_where_it_cannot_work_it_is_not_tried(play: Play, host: DriverFacts, reason: str) -> None:
+async def test_where_it_cannot_work_it_is_not_tried(play: StandIn, host: DriverFacts, reason: str) -> None:
     assert reason in await played(play, host).probe()
-    assert play.calls == []
+    assert calls(play) == []
 
 
 @pytest.mark.skipif(Path("/sys/module/nvidia/version").exists(), reason="this host has an NVIDIA driver")
@@ -419,16 +474,16 @@ def test_a_move_that_cannot_be_is_refused(moves: dict[str, str], reason: str) ->
         permutation(moves, list("abc"))
 
 
-async def test_a_move_gives_the_driver_every_gpu_by_uuid(play: Play, pids: tuple[int, int]) -> None:
+async def test_a_move_gives_the_driver_every_gpu_by_uuid(play: StandIn, pids: tuple[int, int]) -> None:
     made = on_driver(play, pids, CHECKPOINTED)
-    assert (await made.resume(pids[:1], PATIENCE_S, {GPUS[0]: GPUS[1]})).ok
-    a, b, c = (gpu.removeprefix("GPU-").replace("-", "") for gpu in GPUS)
-    assert play.read()["maps"] == [[[a, b], [b, a], [c, c]]]
+    assert (await made.resume(pids[:1], PATIENCE_S, {play.cards[0].uuid: play.cards[1].uuid})).ok
+    a, b, c = (card.uuid.removeprefix("GPU-").replace("-", "") for card in play.cards)
+    assert play.maps == [[(a, b), (b, a), (c, c)]]
 
 
-async def test_a_move_to_an_unknown_gpu_touches_nothing(play: Play, pids: tuple[int, int]) -> None:
+async def test_a_move_to_an_unknown_gpu_touches_nothing(play: StandIn, pids: tuple[int, int]) -> None:
     made = on_driver(play, pids, CHECKPOINTED)
-    result = await made.resume(pids, PATIENCE_S, {GPUS[0]: "GPU-elsewhere"})
+    result = await made.resume(pids, PATIENCE_S, {play.cards[0].uuid: "GPU-elsewhere"})
     assert (result.ok, result.lost) == (False, False)
     assert play.state(pids[0]) == CHECKPOINTED
 

@@ -8,6 +8,7 @@ import pytest
 from app_agent.core.agent import AppAgent
 from app_agent.core.model import AppState, Done, Dropped, Suspended
 from app_agent.core.reporting import wish
+from app_agent.core.spec import RESTARTS
 from protocol.messages import ARBITER, AppReport, Bid, BidRow, Holdings, Measured, ProbeReply, Refusal
 from tests.support.app_harness import APP, Bench, exited, status
 
@@ -281,7 +282,7 @@ def test_a_job_that_crashes_is_started_again_and_at_last_fails_with_its_own_word
 
 
 def test_a_script_that_crashes_at_once_is_tried_twice() -> None:
-    bench = Bench(max_restarts=100)
+    bench = Bench()
     bench.grant("n1g0")
     bench.holdings("n1g0", exited(TASK, "n1g0", "failed", exit_code=-11, reason="killed by signal 11"))
     assert bench.wished() == (1, "n1g0")
@@ -292,9 +293,32 @@ def test_a_script_that_crashes_at_once_is_tried_twice() -> None:
     assert over.exit_code == 139
 
 
+def test_what_an_older_attempt_reported_on_a_lost_node_counts_with_its_steps() -> None:
+    """Its node came back: the search knew of the steps and of no report, and failed. Found by a fault world."""
+    bench = Bench(trials=(("a",), ("b",)), metric="loss", mode="min", steps_total=30)
+    bench.grant("n1g0 n1g1")
+    names = ("ada-1.0-a0", "ada-1.1-a0")
+    bench.holdings("n1g0 n1g1", *(status(name, gpu, step=1) for name, gpu in zip(names, ("n1g0", "n1g1"), strict=True)))
+    bench.holdings("", *(exited(name, "n1g0", "preempted", step=1) for name in names))
+    assert bench.wished() == (1, "")
+    bench.holdings("", *(exited(name, "n1g0", "finished", step=29, metrics={"loss": 0.5}) for name in names))
+    assert [job.metrics for job in bench.agent.state.jobs] == [{"loss": 0.5}] * 2
+    assert bench.report.state == "active"
+
+
+@pytest.mark.parametrize("retries", [0, 1, 5])
+def test_a_user_who_says_how_often_to_try_again_is_taken_at_the_word(retries: int) -> None:
+    bench = Bench(max_restarts=retries)
+    bench.grant("n1g0")
+    for attempt in range(retries + 1):
+        assert bench.wished() == (attempt, "n1g0")
+        bench.holdings("n1g0", exited(f"ada-1.0-a{attempt}", "n1g0", "failed", exit_code=1, reason="no disk"))
+    assert (bench.report.state, bench.report.reason.endswith(": no disk")) == ("failed", True)
+
+
 def test_a_job_that_trained_between_two_false_starts_is_tried_again() -> None:
     """It was killed at its first start, trained, left, was killed at its next start, and failed for good."""
-    bench = Bench(max_restarts=50)
+    bench = Bench()
     bench.grant("n1g0")
     killed = {"exit_code": -9, "reason": "killed by signal 9"}
     bench.holdings("n1g0", exited(TASK, "n1g0", "failed", **killed))
@@ -308,10 +332,10 @@ def test_a_job_that_trained_between_two_false_starts_is_tried_again() -> None:
 
 
 def test_a_program_that_tells_no_steps_is_past_its_start_after_a_minute() -> None:
-    bench = Bench(max_restarts=50)
+    bench = Bench()
     bench.grant("n1g0")
     long = Measured(ran_s=3600.0, unsaved_s=3600.0)
-    for attempt in range(5):
+    for attempt in range(RESTARTS):
         bench.holdings("n1g0", exited(f"ada-1.0-a{attempt}", "n1g0", "failed", step=-1, exit_code=1, measured=long))
         assert bench.report.state == "active"
 

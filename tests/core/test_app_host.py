@@ -157,6 +157,20 @@ def test_a_record_says_running_only_once_a_task_was_seen() -> None:
     assert (host.records()[0].state, host.records()[0].tasks) == ("running", ("ada-1.0-a0",))
 
 
+def test_a_record_says_held_once_nothing_of_it_runs_until_it_is_released() -> None:
+    host = host_of()
+    app = submit(host)
+
+    host.handle(Received(ARBITER, Grant(app, RoundId(1), 1, 1, (terms("n1g0"),))), 1.0)
+    running, gone = status("ada-1.0-a0", "n1g0", step=1), exited("ada-1.0-a0", "n1g0", "preempted")
+    states = []
+    for seq, task, by in ((2, running, "ada"), (3, gone, "ada"), (4, gone, "")):
+        held = () if task is gone else (terms("n1g0"),)
+        host.handle(Received(ARBITER, Holdings(app, 1, seq, held, (task,), acked=seq, held_by=by)), float(seq))
+        states.append(host.records()[0].state)
+    assert states == ["running", "held", "waiting"]
+
+
 def test_a_refusal_is_in_the_record() -> None:
     host = host_of()
     app = submit(host, gang=9)

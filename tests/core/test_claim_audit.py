@@ -36,15 +36,17 @@ class Court:
         assert self.site.held("ana-1") == [ONE]
         self.others = 0
 
-    def round(self, *tasks: TaskStatus, left_gpu_s: float = LEFT_S, left_s: float | None = None) -> tuple[Claim, ...]:
+    def round(
+        self, *tasks: TaskStatus, left_gpu_s: float = LEFT_S, left_s: float | None = None, **more: object
+    ) -> tuple[Claim, ...]:
         """Hold a round after these reports; return the claims in its record."""
         site = self.site
         jobs = [wish("ana-1", index, each.gpus) for index, each in enumerate(tasks)]
         site.wait(2.0)
         site.node("n1", tasks=tasks, used=[gpu for each in tasks for gpu in each.gpus])
-        site.app("ana-1", jobs=jobs, left_gpu_s=left_gpu_s, left_s=left_s)
+        effects = site.app("ana-1", jobs=jobs, left_gpu_s=left_gpu_s, left_s=left_s, **more)  # type: ignore[arg-type]
         self.others += 1
-        effects = site.app(f"bob-{self.others}") + site.wait(0.0)
+        effects += site.app(f"bob-{self.others}") + site.wait(0.0)
         (record,) = records(effects)
         self._write(effects)
         return record.claims

@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.gpu import __main__ as suite
-from benchmarks.gpu import record as records
-from benchmarks.gpu.record import SCHEMA, Section, Setting, Skip
-from benchmarks.gpu.sections import SECTIONS, Entry, driver, park
+from benchmarks.gpu import apart
+from benchmarks.gpu import sections as table
+from benchmarks.gpu.record import SCHEMA, Section, Setting, Skip, merged
+from benchmarks.gpu.sections import PART_S, SECTIONS, Entry, driver, park, parts
 from benchmarks.gpu.trainee import Child, answer
+
+# Sections run in forked processes, and those that run tests beside us have threads.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+ROOT = Path(__file__).parents[2]
 
 
 class Played(Entry):
     """A section that does what it is given."""
 
-    def __init__(self, play: Callable[[Section], None], needs: tuple[str, ...] = ()) -> None:
-        super().__init__("played", needs)
+    def __init__(
+        self, play: Callable[[Section], None], needs: tuple[str, ...] = (), limit_s: float = 60.0, part: int = 1
+    ) -> None:
+        super().__init__("played", needs, limit_s=limit_s, part=part)
         object.__setattr__(self, "play", play)
 
     def run(self, setting: Setting, section: Section) -> None:
@@ -29,40 +41,56 @@ class Played(Entry):
 
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, dict[str, object]]]:
-    """Run the suite with these sections on a machine that has all that is needed."""
+    """Run the suite with these sections on a machine that has all that is needed; return its code and document."""
     monkeypatch.setattr(suite, "why_not", lambda setting: "")
-    monkeypatch.setattr(records, "host", dict)
+    monkeypatch.setattr(suite, "host", lambda: {"gpus": ["H100"], "driver": "580.1"})
 
     def run(*arguments: str, **sections: Entry) -> tuple[int, dict[str, object]]:
-        for name in [*SECTIONS]:
-            monkeypatch.delitem(SECTIONS, name)
-        for name, entry in sections.items():
-            monkeypatch.setitem(SECTIONS, name, entry)
+        for module in (suite, table):
+            monkeypatch.setattr(module, "SECTIONS", sections)
         code = suite.main([*arguments, "--out", str(tmp_path)])
-        return code, json.loads((tmp_path / "gpu.json").read_text())
+        name = "rehearsal.json" if "--rehearse" in arguments else "gpu.json"
+        return code, json.loads((tmp_path / name).read_text())
 
     return run
 
 
-def test_without_a_cuda_device_it_says_why_in_one_sentence_and_in_the_document(
+def no_driver(name: str) -> None:
+    raise OSError(name)
+
+
+def test_without_a_cuda_device_it_says_why_in_one_sentence_and_of_every_section(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_driver(name: str) -> None:
-        raise OSError(name)
-
     monkeypatch.setattr(suite.ctypes, "CDLL", no_driver)
     assert suite.main(["--out", str(tmp_path)]) == 0
     document = json.loads((tmp_path / "gpu.json").read_text())
     assert document["schema"] == SCHEMA
-    assert "no CUDA device" in document["skipped"]
-    assert document["sections"] == {}
-    assert capsys.readouterr().out == f"nothing was measured: {document['skipped']}\n"
+    assert {name: told["status"] for name, told in document["sections"].items()} == dict.fromkeys(SECTIONS, "skipped")
+    reasons = {told["reason"] for told in document["sections"].values()}
+    assert reasons == {"not run: no NVIDIA GPU (the driver's library libcuda.so.1 cannot be loaded)"}
+    assert capsys.readouterr().out.startswith("nothing was measured: no NVIDIA GPU")
+
+
+def test_what_was_measured_stays_in_the_document_where_there_is_no_gpu(
+    play: Callable[..., tuple[int, dict]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def cut_short(section: Section) -> None:
+        section.note(rate=1.0)
+        raise KeyError("gpu")
+
+    play(cut=Played(cut_short), right=Played(lambda section: section.note(rate=2.0)))
+    monkeypatch.setattr(suite, "why_not", lambda setting: "no NVIDIA GPU (it is gone)")
+    assert suite.main(["--out", str(tmp_path)]) == 0
+    sections = json.loads((tmp_path / "gpu.json").read_text())["sections"]
+    assert {name: told["figures"]["rate"] for name, told in sections.items()} == {"cut": 1.0, "right": 2.0}
 
 
 def test_without_pytorch_it_names_the_mend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(suite, "missing", list)
     assert suite.main(["--out", str(tmp_path), "--rehearse"]) == 0
-    assert "pip install torch" in json.loads((tmp_path / "gpu.json").read_text())["skipped"]
+    sections = json.loads((tmp_path / "rehearsal.json").read_text())["sections"]
+    assert {told["reason"] for told in sections.values()} == {"not run: PyTorch is not installed (pip install torch)"}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +112,13 @@ def test_a_wrong_argument_is_named_with_the_mend(
 
 def test_sections_run_once_each_in_the_order_asked_for() -> None:
     assert suite.parse(["--only", "driver, park,driver"]).only == ("driver", "park")
-    assert suite.parse([]).only == tuple(SECTIONS)
+
+
+def test_every_section_is_in_a_part_that_one_call_has_the_time_for() -> None:
+    assert [name for names in parts().values() for name in names] == list(SECTIONS)
+    for names in parts().values():
+        assert sum(SECTIONS[name].limit_s for name in names) <= PART_S == 8 * 60
+    assert PART_S + apart.GRACE_S + apart.KILLED_S <= 600 - 60  # and the installation, and the first load of PyTorch
 
 
 def test_only_a_check_that_failed_or_a_section_that_broke_fails_the_run(play: Callable[..., tuple[int, dict]]) -> None:
@@ -132,15 +166,292 @@ def test_a_section_that_breaks_is_an_error_and_the_others_go_on(play: Callable[.
     assert document["sections"]["right"]["status"] == "passed"
 
 
+def test_each_section_says_when_where_and_by_which_command_it_was_measured(
+    play: Callable[..., tuple[int, dict]],
+) -> None:
+    told = play(right=Played(lambda section: None))[1]["sections"]["right"]
+    assert told["host"] == {"gpus": ["H100"], "driver": "580.1"}
+    assert told["command"].startswith("python -m benchmarks.gpu")
+    assert told["date"].startswith("20")
+
+
+def test_a_section_whose_process_dies_keeps_what_it_had_found_and_the_others_go_on(
+    play: Callable[..., tuple[int, dict]],
+) -> None:
+    def die(section: Section) -> None:
+        section.note(rate=1.0)
+        section.check("one is one", ok=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    code, document = play(dead=Played(die), right=Played(lambda section: None))
+    dead = document["sections"]["dead"]
+    assert code == 1
+    assert (dead["status"], dead["reason"]) == ("error", "its process ended with code 137")
+    assert (dead["figures"], len(dead["checks"]), dead["host"]["driver"]) == ({"rate": 1.0}, 1, "580.1")
+    assert document["sections"]["right"]["status"] == "passed"
+
+
+def test_a_section_that_takes_too_long_is_ended_marked_and_run_again_and_the_others_are_kept(
+    play: Callable[..., tuple[int, dict]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    wound_up = tmp_path / "wound up"
+
+    def slow(section: Section) -> None:
+        try:
+            section.note(rate=1.0)
+            time.sleep(600)
+        finally:
+            wound_up.touch()
+
+    def count(section: Section) -> None:
+        with runs.open("a") as file:
+            file.write("once\n")
+
+    sections = {"quick": Played(count), "slow": Played(slow, limit_s=3.0)}
+    code, document = play(**sections)
+    told = document["sections"]["slow"]
+    assert code == 1
+    assert (told["status"], told["figures"]) == ("unfinished", {"rate": 1.0})
+    assert told["reason"].startswith("ended after ")
+    assert wound_up.exists()
+    capsys.readouterr()
+    code, document = play(**sections | {"slow": Played(lambda section: section.note(rate=2.0))})
+    assert code == 0
+    assert (document["sections"]["slow"]["status"], document["sections"]["slow"]["figures"]) == (
+        "passed",
+        {"rate": 2.0},
+    )
+    assert runs.read_text() == "once\n"
+    assert "quick: passed, 0 of 0 checks held" in capsys.readouterr().out
+    play("--again", **sections | {"slow": Played(lambda section: None)})
+    assert runs.read_text() == "once\nonce\n"
+
+
+def test_nothing_that_a_section_has_started_outlives_it(play: Callable[..., tuple[int, dict]], tmp_path: Path) -> None:
+    def leave_behind(section: Section) -> None:
+        # As a daemon leaves: its parent has ended, and it leads a session of its own.
+        line = ["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"]
+        done = subprocess.run(line, capture_output=True, text=True, check=True)
+        section.note(pid=int(done.stdout))
+        assert psutil.pid_exists(section.figures["pid"])
+
+    document = play(behind=Played(leave_behind))[1]
+    assert document["sections"]["behind"]["status"] == "passed"
+    assert not psutil.pid_exists(document["sections"]["behind"]["figures"]["pid"])
+
+
+def test_a_section_that_does_not_end_when_it_is_told_to_is_killed() -> None:
+    def stubborn() -> None:
+        while True:
+            try:
+                time.sleep(600)
+            except apart.Ended:
+                continue
+
+    assert apart.run_apart(stubborn, limit_s=1.0, grace_s=0.5) == apart.OVER_TIME
+
+
+SUITE = """
+import signal, sys, time
+from pathlib import Path
+from benchmarks.gpu import apart
+signal.signal(signal.SIGTERM, apart.leave)
+folder = Path(sys.argv[1])
+def work():
+    try:
+        (folder / "begun").touch()
+        time.sleep(600)
+    finally:
+        (folder / "ended").touch()
+apart.run_apart(work, 600.0)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_section_is_wound_up_when_the_suite_is_ended(number: signal.Signals, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", SUITE, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL) as program:
+        wait_for(tmp_path / "begun")
+        program.send_signal(number)
+        wait_for(tmp_path / "ended")
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not come"
+        time.sleep(0.02)
+
+
+def test_a_part_begins_no_section_for_which_it_has_no_time_left(
+    play: Callable[..., tuple[int, dict]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suite, "PART_S", suite.BEGIN_S - 1)
+    document = play("--part", "2", first=Played(lambda section: None), second=Played(lambda section: None, part=2))[1]
+    assert document["sections"] == {}
+    assert "second: not begun" in capsys.readouterr().out
+
+
+def told_as(folder: Path, device: str = "cuda", **sections: tuple[str, str]) -> Path:
+    """Write a document with sections of these dates and outcomes."""
+    folder.mkdir()
+    told = {
+        name: {
+            "status": status,
+            "date": date,
+            "device": device,
+            "gb": 4.0,
+            "figures": {"from": folder.name},
+            "checks": [],
+        }
+        for name, (date, status) in sections.items()
+    }
+    path = folder / "gpu.json"
+    path.write_text(json.dumps({"schema": SCHEMA, "date": "", "sections": told}))
+    return path
+
+
+def test_documents_are_merged_by_section_and_what_came_to_its_end_counts_more_than_what_is_newer(
+    tmp_path: Path,
+) -> None:
+    first = told_as(tmp_path / "first", park=("2026-01-01", "passed"), pack=("2026-01-01", "failed"))
+    second = told_as(tmp_path / "second", park=("2026-02-01", "unfinished"), pack=("2026-02-01", "passed"))
+    third = told_as(tmp_path / "third", demo=("2026-03-01", "error"))
+    told_as(tmp_path / "rehearsed", "cpu", env=("2026-04-01", "passed"))
+    with_all = [
+        word for path in (first, second, third, tmp_path / "rehearsed" / "gpu.json") for word in ("-w", str(path))
+    ]
+    assert (
+        suite.main(["--merge-only", *with_all, "-w", str(tmp_path / "none.json"), "--out", str(tmp_path / "all")]) == 0
+    )
+    sections = json.loads((tmp_path / "all" / "gpu.json").read_text())["sections"]
+    assert {name: told["figures"]["from"] for name, told in sections.items()} == {
+        "park": "first",
+        "pack": "second",
+        "demo": "third",
+    }
+
+
+def test_what_was_measured_at_another_size_is_not_done(tmp_path: Path) -> None:
+    document = merged(Setting("cuda", tmp_path, 4.0), [told_as(tmp_path / "first", park=("2026-01-01", "passed"))])
+    assert document.done("park", Setting("cuda", tmp_path, 4.0))
+    assert not document.done("park", Setting("cuda", tmp_path, 12.0))
+    assert not document.done("pack", Setting("cuda", tmp_path, 4.0))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"schema": "gpu-suite/v1", "sections": {}}', "schema is 'gpu-suite/v1', and this suite knows 'gpu-suite/v2'"),
+        ("[]", "is no document of this suite"),
+        ("{", "is no document of this suite"),
+    ],
+)
+def test_a_file_that_is_no_document_of_this_suite_is_named_and_left_alone(
+    content: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gpu.json"
+    path.write_text(content)
+    assert suite.main(["--out", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"{path}" in told
+    assert says in told
+    assert "move it away" in told
+    assert path.read_text() == content
+
+
+def test_the_command_for_a_host_without_a_registry_is_short_enough_and_told_alike_everywhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert len(suite.COMMAND) <= 2000
+    assert f"```sh\n{suite.COMMAND}```" in (ROOT / "docs" / "developer.md").read_text()
+    with pytest.raises(SystemExit):
+        suite.parse(["--help"])
+    assert suite.COMMAND in capsys.readouterr().out
+
+
+IMPORTED = """
+import importlib, sys
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
+ours = "benchmarks protocol arbiter node_agent app_agent launch"
+known = sys.stdlib_module_names | {*ours.split(), *sys.argv[1].split(",")}
+class Known:
+    def find_spec(self, name, path=None, target=None):
+        return PathFinder.find_spec(name, path, target) if name.partition(".")[0] in known else None
+sys.meta_path[:] = [BuiltinImporter, FrozenImporter, Known()]
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+"""
+#: What an image for GPUs has; NVIDIA's bindings are imported where they are used.
+IMAGE = {"torch", "numpy", "psutil"}
+#: What comes with PyTorch, and what PyTorch asks for.
+TORCH = {"torch", "torchgen", "functorch", "sympy", "mpmath", "typing_extensions", "filelock", "jinja2", "markupsafe"}
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_imports_nothing_but_what_it_says_and_what_the_image_and_the_wheels_have(section: str) -> None:
+    carried = {line for line in (ROOT / "benchmarks/gpu/wheels.txt").read_text().splitlines() if line[0] != "#"}
+    needs = set(SECTIONS[section].needs) - {"pynvml", "cuda.bindings"}
+    assert needs <= carried | IMAGE
+    line = [sys.executable, "-c", IMPORTED, ",".join(needs | TORCH | {"numpy"}), f"benchmarks.gpu.sections.{section}"]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def gpu_wheels(folder: Path, mib: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the script on a pip that finds one wheel of that size, and writes its arguments beside it."""
+    program = folder / "python3"
+    program.write_text(
+        '#!/bin/sh\nto=; for word; do [ "$last" = --dest ] && to=$word; last=$word; done\n'
+        f'echo "$*" > {folder}/words\ntruncate -s {mib}M "$to/one.whl"\n'
+    )
+    program.chmod(0o755)
+    line = ["sh", str(ROOT / "scripts" / "gpu-wheels"), "--to", str(folder / "wheels"), *arguments]
+    env = os.environ | {"PYTHON": str(program)}
+    return subprocess.run(line, env=env, capture_output=True, text=True, check=False)
+
+
+def test_wheels_that_are_too_large_to_carry_are_refused_with_their_size(tmp_path: Path) -> None:
+    done = gpu_wheels(tmp_path, 60)
+    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/wheels: 1 wheels for Python 3.12, 60 MiB\n")
+    done = gpu_wheels(tmp_path, 61, "--python-version", "3.13")
+    assert done.returncode == 1
+    assert "for Python 3.13, 61 MiB" in done.stdout
+    assert "more than 60 MiB" in done.stderr
+    assert "--python-version 3.13 --constraint requirements.lock" in (tmp_path / "words").read_text()
+
+
+def test_wheels_of_an_earlier_collection_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "old-1.whl").touch()
+    assert gpu_wheels(tmp_path, 1).returncode == 0
+    assert [path.name for path in (tmp_path / "wheels").iterdir()] == ["one.whl"]
+
+
+def test_a_wrong_argument_of_the_script_for_wheels_is_named(tmp_path: Path) -> None:
+    done = gpu_wheels(tmp_path, 1, "--python-version", "twelve")
+    assert done.returncode == 2
+    assert "--python-version twelve: write --python-version 3.12" in done.stderr
+
+
 def test_promises_about_speed_are_not_judged_in_a_rehearsal(play: Callable[..., tuple[int, dict]]) -> None:
     slow = Played(lambda section: section.check("it is fast", ok=False, timed=True))
     assert play("--rehearse", slow=slow)[0] == 0
     assert play(slow=slow)[0] == 1
 
 
+def test_figures_of_a_rehearsal_never_come_among_those_of_a_gpu(
+    play: Callable[..., tuple[int, dict]], tmp_path: Path
+) -> None:
+    one = Played(lambda section: section.note(rate=1.0))
+    assert play(one=one)[1]["sections"]["one"]["device"] == "cuda"
+    assert play("--rehearse", "--with", str(tmp_path / "gpu.json"), one=one)[1]["sections"]["one"]["device"] == "cpu"
+    assert json.loads((tmp_path / "gpu.json").read_text())["sections"]["one"]["device"] == "cuda"
+
+
 def test_a_rehearsal_leaves_out_what_needs_a_gpu_and_the_packages_of_the_driver() -> None:
     rehearsal = Setting("cpu", Path(), 0.1)
-    with pytest.raises(Skip, match="needs a CUDA device"):
+    with pytest.raises(Skip, match="not run: no NVIDIA GPU"):
         suite.refuse(SECTIONS["graph"], rehearsal)
     assert "pynvml" in SECTIONS["estimator"].needs
     assert "pynvml" not in SECTIONS["estimator"].rehearsal_needs

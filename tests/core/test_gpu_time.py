@@ -75,6 +75,19 @@ def test_time_that_a_job_lies_parked_is_told_apart() -> None:
     assert site.arbiter.state.history.of_tenant(TEAM, site.now).parked_gpu_s == 7.0
 
 
+def test_a_parked_task_of_an_app_that_is_over_only_has_to_end_and_counts_as_parked_no_more() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu, cooperative=True)
+    tell(site, gpu, "suspended", cooperative=True)
+    site.wait(7.0)
+    site.app("ana-1", state="cancelled")
+    site.wait(5.0)
+    tell(site, gpu, "suspended", cooperative=True)
+    site.wait(3.0)
+    assert of(site, "ana-1").parked_gpu_s == 7.0
+    assert site.arbiter.state.history.of_tenant(TEAM, site.now).parked_gpu_s == 7.0
+
+
 @pytest.mark.parametrize("sharing", ["exclusive", "timeslice"])
 def test_apps_that_share_a_gpu_have_its_time_between_them(sharing: Sharing) -> None:
     """Each of 12 apps had counted its seats whole: 877 GPU-seconds, of which their tenants had had 444."""

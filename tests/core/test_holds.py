@@ -17,7 +17,8 @@ from arbiter.core.state.model import Draining
 from arbiter.core.turn import Turn
 from arbiter.ledger import Ledger
 from arbiter.queries import Queries
-from protocol.messages import Act, ActKind, Answer, AppId, GpuId, OwnerId, Party, Preempt, Query
+from protocol.core import Send
+from protocol.messages import Act, ActKind, Answer, AppId, GpuId, Holdings, OwnerId, Party, Preempt, Query
 from tests.core.test_decisions import contended
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, task, wish
 
@@ -90,6 +91,18 @@ def test_an_app_that_is_held_gets_nothing_whatever_it_reports_until_it_is_releas
     site.play_round(site.app("ana-1") + site.wait(1))
     assert site.held("ana-1") == [gpu]
     assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_the_app_agent_is_told_at_once_that_its_app_is_held_and_that_it_is_released() -> None:
+    site, _ = running()
+    site.app("bob-1")
+    for kind, by in (("hold", "bob"), ("release", "")):
+        said = [
+            effect.message.held_by
+            for effect in act(site, BOB, kind, "bob-1")
+            if isinstance(effect, Send) and isinstance(effect.message, Holdings) and effect.message.app == "bob-1"
+        ]
+        assert said == [by]
 
 
 def test_the_gpu_of_an_app_that_is_held_goes_to_the_next() -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled, WorkerNote
-from node_agent.core.model import Facts, Running, Task
+from node_agent.core.model import Facts, Running, Suspended, Task
 from node_agent.core.proof import Gpus
 from node_agent.core.suspend_methods import VACATE_METHODS, SuspendMethods
 from protocol.messages import AppId, GpuId, GpuStatus, JobId, Sharing, TaskId, seat
@@ -116,6 +116,24 @@ def test_a_job_that_keeps_memory_when_it_is_parked_is_suspended_by_the_driver_in
     assert node.steps(b) > 0.4 * 1300 / 0.5
 
 
+def test_what_the_driver_has_suspended_is_restored_only_where_it_fits() -> None:
+    node = SharedNode(driver=True, strangers="warn", idle_bytes_max=200 * GIB)
+    a, b = node.add("a", 0, refuses="a CUDA graph is alive"), node.add("b", 0, seat_number=1)
+    node.pass_time(150.0)
+    assert (a, "driver suspend") in [(task, do) for _, task, do in node.said]
+    while not isinstance(node.task(a).state, Suspended):
+        node.pass_time(5.0)
+    node.stranger_bytes = 99 * GIB + 900 * 2**20  # of 100 GiB
+    node.want(b, "stop")
+    node.pass_time(600.0)
+    assert f"MiB free, and {a} takes" in node.status(a).reason
+    assert not node.is_running(a)
+    node.stranger_bytes = 0
+    node.look()
+    node.pass_time(10.0)
+    assert node.is_running(a)
+
+
 def test_a_job_that_keeps_memory_though_the_driver_suspended_it_runs_to_its_end() -> None:
     node = SharedNode(driver=True)
     a = node.add("a", 0, keeps_bytes=2 * GIB, driver_keeps_bytes=GIB)
@@ -147,6 +165,20 @@ def test_a_parked_worker_may_keep_a_little_too_much_memory_while_no_task_needs_i
     node.pass_time(1300.0)
     assert node.steps(a) > 0.4 * 1300 / 0.5
     assert node.steps(b) > 0.4 * 1300 / 0.5
+
+
+def test_memory_without_a_process_was_kept_by_a_parked_job_though_another_that_has_ended_left_the_gpu_later() -> None:
+    gpus = Gpus(NodeFacts(NODE, "r1", "boot", 7, parked_bytes_max=GIB))
+    state = Suspended(proof_by=30.0)
+    tasks = {
+        TaskId(name): Task(TaskId(name), AppId("a-1"), JobId(name), 0, (seat(gpu(0), number),), state, want="run")
+        for number, name in enumerate(("a-1.0-a0", "b-1.0-a0"))
+    }
+    for number in (0, 1, 2):  # the task on the last seat has ended since
+        gpus.touch([seat(gpu(0), number)])
+    gpus.sampled(Sampled(gpus.mark, (GpuSample(gpu(0), "H100", 80 * GIB, "slot-0", 4 * GIB),)), 0.0)
+    assert gpus.kept_by(tasks[TaskId("a-1.0-a0")], tasks) == ""
+    assert gpus.kept_by(tasks[TaskId("b-1.0-a0")], tasks) == "kept 3.0 GiB of GPU-0 when it was parked"
 
 
 def test_of_two_parked_jobs_the_one_that_keeps_memory_is_found() -> None:
@@ -333,6 +365,52 @@ def test_two_jobs_that_lose_by_it_are_parted_for_good() -> None:
     assert node.workers[a].caps[-1] == 0, "the limit on its memory is lifted"
 
 
+def beat(node: SharedNode, seconds: float) -> None:
+    """Let time pass while workers say how far they are, as real ones do."""
+    for _ in range(int(seconds / 10.0)):
+        node.pass_time(10.0)
+        for worker in list(node.workers.values()):
+            if node.is_running(worker.task):
+                node.perform(node.worker(worker.task, node._progress(worker, 0)))
+
+
+def test_a_pair_is_measured_anew_when_it_gets_slower_and_parted_if_it_loses_now() -> None:
+    node, a, b = together(left=0.9)
+    beat(node, 600.0)
+    assert node.status(a).measured.packed_with == (b,)
+    for task in (a, b):
+        node.workers[task].nature = replace(node.workers[task].nature, beside={"a": 0.3, "b": 0.3})
+    before = node.steps(a) + node.steps(b)
+    story: list[str] = []
+    for _ in range(36):
+        beat(node, 100.0)
+        story += node.core.story(a)
+    assert node.status(a).measured.packed_with == ()
+    assert "only 0.59 times" in node.status(a).measured.remark
+    assert "their speed has changed since it was measured" in " ".join(story)
+    assert node.steps(a) + node.steps(b) - before > 0.9 * 3600 / 0.5
+
+
+def test_a_pair_that_lost_is_tried_again_when_one_of_them_has_changed() -> None:
+    node, a, b = together(left=0.4)
+    assert node.status(a).measured.packed_with == ()
+    for task in (a, b):
+        nature = node.workers[task].nature
+        node.workers[task].nature = replace(nature, step_s=2.0 * nature.step_s, beside={"a": 0.95, "b": 0.95})
+    beat(node, 3600.0)
+    assert node.status(a).measured.packed_with == (b,)
+
+
+def test_a_rate_that_is_off_once_parts_no_pair() -> None:
+    node, a, b = together(left=0.9)
+    caps = len(node.workers[a].caps)
+    for _ in range(10):
+        node.workers[a].steps += 40  # a burst: 100 mini-batches in the time of 60
+        beat(node, 300.0)
+    assert node.status(a).measured.packed_with == (b,)
+    assert len(node.workers[a].caps) == caps
+
+
 @pytest.mark.parametrize(("left", "stays"), [(0.52, False), (0.53, True)])
 def test_a_pair_stays_from_a_gain_of_a_twentieth_on(left: float, stays: bool) -> None:
     node, a, b = together(left=left)
@@ -355,6 +433,19 @@ def test_two_jobs_are_tried_together_only_beside_what_others_take_while_they_are
     tasks = [node.add(name, 0, seat_number=number, **kind) for number, name in enumerate(names)]  # type: ignore[arg-type]
     node.pass_time(1800.0)
     assert any(node.workers[task].caps for task in tasks) is tried
+
+
+@pytest.mark.parametrize(("reserved", "joins"), [(11 * GIB, True), (92 * GIB, False)])
+def test_a_job_joins_another_only_where_its_peak_fits_beside_what_the_allocator_of_the_other_keeps(
+    reserved: int, joins: bool
+) -> None:
+    node = SharedNode(sharing="pack")
+    a = node.add("a", 0, beside={"b": 0.9}, reserved_bytes=reserved)
+    b = node.add("b", 0, seat_number=1, beside={"a": 0.9}, reserved_bytes=reserved)
+    node.pass_time(1800.0)
+    assert node.workers[a].caps, "they were tried"
+    assert bool(node.status(a).measured.packed_with) is joins
+    assert min(node.steps(a), node.steps(b)) > 0.4 * 1800 / 0.5
 
 
 def test_where_jobs_only_take_turns_none_are_tried_together() -> None:
@@ -390,6 +481,23 @@ def test_of_three_the_two_with_the_lowest_utilisation_are_tried_first() -> None:
     assert len(packed) == 2
     third = next(task for task in tasks if task not in packed)
     assert node.steps(third) > 0.25 * 1800 / 0.5
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_of_three_the_two_with_the_lowest_load_are_tried_or_where_that_is_unknown_utilisation(loaded: bool) -> None:
+    node = SharedNode()
+    uses = {"a": (0.5, 0.9), "b": (0.9, 0.1), "c": (0.8, 0.2)}
+    a, b, c = (
+        node.add(name, 0, seat_number=number, beside=dict.fromkeys("abc", 0.9), use=(used, load if loaded else None))
+        for number, (name, (used, load)) in enumerate(uses.items())
+    )
+    for _ in range(60):
+        beat(node, 10.0)
+        node.look()
+    node.sharing = "pack"
+    node.replan()
+    beat(node, 300.0)
+    assert node.status(c).measured.packed_with == ((b,) if loaded else (a,))
 
 
 def test_a_pair_is_parted_when_one_of_it_is_to_leave() -> None:
@@ -492,7 +600,7 @@ def test_a_turn_does_not_end_before_the_job_has_said_how_much_it_would_park() ->
     said_hello = Facts(hello=True, connected=True, can_park=True, step=5, start_step=5)
     task = Task(TaskId("a-1.0-a0"), AppId("a-1"), JobId("a-1.0"), 0, (gpu(0),), Running(), facts=said_hello)
     gpus = Gpus(facts)
-    gpus.sampled(Sampled(1, (GpuSample(gpu(0), "H100", 2 * GIB, "slot-0", 0, ()),)))
+    gpus.sampled(Sampled(1, (GpuSample(gpu(0), "H100", 2 * GIB, "slot-0", 0, ()),)), 0.0)
     methods = SuspendMethods(facts, gpus)
     assert not methods.can_rest(task, [])
     assert methods.why_fixed(task) == "it has not made its first mini-batch yet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 import threading
@@ -253,6 +254,72 @@ def test_state_that_host_memory_does_not_hold_is_refused(monkeypatch: pytest.Mon
     assert tensor.eq(1).all()
     monkeypatch.undo()
     assert parking._available_bytes() > 2**20
+
+
+def test_the_limits_of_the_groups_that_a_process_is_in_bound_what_it_may_park(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("0::/jobs/one\n")
+    group = tmp_path / "fs" / "jobs" / "one"
+    group.mkdir(parents=True)
+    allowed = functools.partial(parking._allowed_bytes, tmp_path / "cgroup", tmp_path / "fs")
+    assert allowed() == sys.maxsize
+    for folder, limit in ((group, "max"), (group.parent, "1000")):
+        (folder / "memory.max").write_text(limit + "\n")
+        (folder / "memory.current").write_text("700\n")
+        (folder / "memory.stat").write_text("anon 500\ninactive_file 60\nactive_file 40\n")
+    assert allowed() == 400
+    (group / "memory.max").write_text("600\n")
+    assert allowed() == 0
+    (tmp_path / "cgroup").write_text("1:name=systemd:/\n")  # version 1
+    assert allowed() == sys.maxsize
+
+
+class Runtime:
+    """The CUDA runtime's registrations; the one at `refused` fails."""
+
+    def __init__(self, refused: int = -1) -> None:
+        self.refused = refused
+        self.held: dict[int, int] = {}
+        self.threads: set[int] = set()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        self.threads.add(threading.get_ident())
+        if len(self.held) == self.refused:
+            return 2
+        self.held[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.held[address]
+        return 0
+
+
+@pytest.mark.parametrize("refused", [-1, 0, 2])
+def test_host_memory_is_registered_whole_or_not_at_all_in_pieces_and_in_a_thread_that_ends(
+    monkeypatch: pytest.MonkeyPatch, refused: int
+) -> None:
+    runtime = Runtime(refused)
+    monkeypatch.setattr(parking, "_PIECE_BYTES", 2**16)
+    for name, value in (("is_initialized", True), ("current_device", 0), ("cudart", runtime)):
+        monkeypatch.setattr(torch.cuda, name, functools.partial(lambda value: value, value))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    arena = parking._Arena(3 * 2**16 + 4096)
+    arena.register()
+    pieces = {arena.address + piece * 2**16: size for piece, size in enumerate((2**16, 2**16, 2**16, 4096))}
+    assert (arena.registered, runtime.held) == ((True, pieces) if refused < 0 else (False, {}))
+    assert runtime.threads == runtime.threads - {threading.get_ident()} != set()
+    arena.unregister()
+    assert (arena.registered, runtime.held) == (False, {})
+
+
+@pytest.mark.usefixtures("no_arena")
+def test_state_that_lies_across_pieces_of_the_arena_comes_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parking, "_PIECE_BYTES", 5000)
+    tensors = [torch.rand(size) for size in (3000, 2000, 10_000)]
+    before = [tensor.clone().numpy().copy() for tensor in tensors]
+    parked = parking.park()
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
+    parked.restore()
+    assert all(np.array_equal(tensor.numpy(), held) for tensor, held in zip(tensors, before, strict=True))
 
 
 @pytest.fixture

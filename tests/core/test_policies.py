@@ -16,7 +16,7 @@ from arbiter.core.policies.themis.auction.solve import STEPS_PER_MS
 from arbiter.core.policies.themis.policy import Settings, Themis
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import DEFAULT_POLICY, Allocation, AppView, GpuView, Outcome, View
-from protocol.messages import LEVELS, AppId, Bid, locality
+from protocol.messages import LEVELS, AppId, Bid, Requirements, locality
 from tests.support.auctions import app_of, bid_of, gpus_of, view_of
 from tests.support.effort import examples
 
@@ -91,6 +91,8 @@ def views(draw: st.DrawFn) -> View:
                 only=draw(st.none() | st.just([gpu.gpu for gpu in cluster[::2]])),
             )
         )
+        if apps[-1].only is not None and draw(st.booleans()):
+            apps[-1] = replace(apps[-1], by_kind=True, requirements=Requirements(gpu_types=("H200",)))
     offered = [replace(gpu, holder=None) for gpu, owner, playing in triples if playing or owner not in range(len(apps))]
     return view_of(offered, apps, seed=draw(st.integers(0, 1000)))
 

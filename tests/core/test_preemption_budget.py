@@ -13,8 +13,8 @@ from arbiter.core.registry import tables
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Leased, Toll
 from arbiter.core.turn import Turn
-from protocol.messages import AppId, JobId, Measured, Preempt, TaskId
-from tests.support.arbiter_site import SETTINGS, Site, sent, task, wish
+from protocol.messages import AppId, GpuId, JobId, Measured, Preempt, TaskId, seat
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, sent, task, wish
 
 LAS = replace(
     SETTINGS,
@@ -97,6 +97,29 @@ def test_it_keeps_its_gpu_past_its_lease_and_its_story_says_why() -> None:
     state = site.gpu_state(gpu)
     assert isinstance(state, Leased)
     assert state.lease.expires_at > site.now
+
+
+@pytest.mark.parametrize("sharing", ["exclusive", "timeslice"])
+def test_no_other_gets_a_seat_beside_a_job_that_keeps_its_gpu(sharing: str) -> None:
+    """`gandiva` was not shown an app that keeps its GPUs beyond its budget: it took the other seats there for idle.
+
+    Found by a fault world: its parked neighbour got its own seat again, and waited for a turn that never came.
+    """
+    site = Site(replace(LAS, policy="gandiva", sharing=sharing))
+    gpu = gpu_id("n1", 0)
+    beside = seat(GpuId(gpu), 1)
+    site.node("n1", 1)
+    site.play_round(site.app("ana-1") + site.wait(2.0))
+    assert site.held("ana-1") == [gpu]
+    parked = task("bob-1", 0, [beside], "suspended", cooperative=True)
+    for _ in range(30):
+        ran_s = 50.0 + site.now
+        job = task("ana-1", 0, [gpu], measured=Measured(ran_s=ran_s, unsaved_s=ran_s), step=3)
+        effects = site.node("n1", tasks=[job, parked], used=[gpu])
+        effects += site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+        effects += site.app("bob-1", jobs=[replace(wish("bob-1", 0, [beside]), suspended=True)])
+        site.play_round(effects + site.wait(2.0))
+        assert (site.held("ana-1"), site.held("bob-1")) == ([gpu], [])
 
 
 def test_what_it_may_lose_is_a_part_of_what_it_has_run_over_all_its_attempts() -> None:

@@ -47,7 +47,7 @@ def formerly(raw: Any) -> Any:
         del fields["policies"], fields["interactive_s"], fields["align_after_leases"]
     if "requirements" not in fields:
         return fields
-    wishes = fields.pop("requirements")
+    wishes = {name: value for name, value in fields.pop("requirements").items() if name in WISHES}
     wishes["kind"] = {"interactive": "trial"}.get(wishes["kind"], wishes["kind"])
     if "jobs" in fields:
         for job in fields["jobs"]:

@@ -593,6 +593,23 @@ def test_a_policy_that_gives_an_app_two_seats_of_one_gpu_is_not_obeyed() -> None
     assert "that app has a seat on that GPU already" in site.told("rounds")
 
 
+def test_a_seat_that_a_decision_gives_to_another_is_not_taken_for_a_job_that_is_parked_there() -> None:
+    """Found by a fault world: both apps then had a lease on one seat."""
+    site = Site(replace(SHARED, policy="gandiva"))
+    site.decides_late = True
+    site.node("n1", 1)
+    parked = task("bob-1", 0, [second(ONE)], "suspended", cooperative=True)
+    site.node("n1", tasks=[parked])
+    site.app("ana-1")
+    site.app("bob-1", jobs=[replace(wish("bob-1", 0, [second(ONE)]), suspended=True)])
+    site.wait(2.0)
+    state = site.arbiter.state
+    assign = {GpuId(ONE): AppId("bob-1"), GpuId(second(ONE)): AppId("ana-1")}
+    outcomes = tuple(Outcome(app, (gpu,), "as the test says") for gpu, app in assign.items())
+    site.handle(Decided(state.round, state.epoch, Allocation(assign, outcomes)))
+    assert (site.held("ana-1"), site.held("bob-1")) == ([second(ONE)], [ONE])
+
+
 def test_who_has_a_seat_of_a_gpu_is_not_granted_another_that_it_was_promised() -> None:
     shop = Shop()
     shop.come("ana-1")

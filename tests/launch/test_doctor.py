@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,8 @@ import pytest
 from app_agent import control_server
 from app_agent.config import AppConfig
 from app_agent.daemon import run_app_host
-from launch import doctor
+from launch import doctor, gpu_checks
+from launch.gpu_checks import Check
 from node_agent import health_files
 from node_agent.core.events import HealthLedger
 from node_agent.workers.containment import Standing
@@ -20,6 +22,7 @@ from protocol.bus.amqp import AmqpBus
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.messages import GpuId
 from tests.support.rabbitmq import free_port
+from tests.support.stand_in import StandIn, cards
 
 
 def test_it_says_what_is_contained_and_how_a_quarantine_is_lifted(tmp_path: Path) -> None:
@@ -76,3 +79,92 @@ def test_it_names_gpus_that_are_sick_quarantined_or_used_by_strangers_and_no_oth
         ("quarantine", "jobs of a-1 and b-1 failed"),
         ("strangers", "2 processes under no lease use GPU-3: process 4711"),
     ]
+
+
+# --- NVIDIA GPUs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    played = StandIn(tmp_path / "driver", *cards(2, gpm=1))
+    played.flag("persistence")
+    played.load(monkeypatch)
+    return played
+
+
+@pytest.fixture
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The kernel's files on a host whose users may not touch each other's processes, for a user who is not root."""
+    folder = tmp_path / "proc"
+    for part in ("sys/kernel/yama", "self/ns"):
+        (folder / part).mkdir(parents=True)
+    (folder / "sys/kernel/yama/ptrace_scope").write_text("0\n")
+    (folder / "self/status").write_text("Name:\tpython\nCapEff:\t0000000000000000\n")
+    (folder / "self/ns/pid").symlink_to(gpu_checks.HOST_PIDS)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    return folder
+
+
+def told(proc: Path) -> dict[str, Check]:
+    return {check.name: check for check in gpu_checks.checks(proc)}
+
+
+def test_a_host_whose_gpus_lack_nothing_is_told_so(driver: StandIn, proc: Path) -> None:
+    found = told(proc)
+    assert {name: check.verdict for name, check in found.items()} == {"gpus": "ok", "driver checkpoint": "ok"}
+    assert found["gpus"].found == "2 GPUs, driver 580.95.05"
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict", "found", "mend"),
+    [
+        ({"lost": 1}, "fail", "GPU is lost", "kernel's log"),
+        ({"mig": 1}, "fail", "MIG", "-mig 0"),
+        ({"mode": 3}, "fail", "compute mode", "-c DEFAULT"),
+        ({"gpm": 0}, "note", "GPM", "Hopper"),
+    ],
+)
+def test_what_is_wrong_with_one_gpu_is_told_with_its_mend(
+    driver: StandIn, proc: Path, changes: dict[str, int], verdict: str, found: str, mend: str
+) -> None:
+    driver.change(1, **changes)
+    checks = told(proc)
+    assert set(checks) == {"gpus", "GPU 1", "driver checkpoint"}
+    assert checks["GPU 1"].verdict == verdict
+    assert found in checks["GPU 1"].found
+    assert mend in f"{checks['GPU 1'].found}; {checks['GPU 1'].mend}"
+
+
+def test_persistence_mode_that_is_off_is_told(driver: StandIn, proc: Path) -> None:
+    driver.flag()
+    assert "nvidia-persistenced" in told(proc)["GPU 0"].mend
+
+
+def test_a_missing_right_for_the_drivers_checkpoint_is_told_unless_root_or_the_capability_makes_up_for_it(
+    driver: StandIn, proc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (proc / "sys/kernel/yama/ptrace_scope").write_text("1\n")
+    check = told(proc)["driver checkpoint"]
+    assert (check.verdict, "ptrace_scope is 1" in check.found) == ("note", True)
+    assert "AmbientCapabilities=CAP_SYS_PTRACE" in check.mend
+    (proc / "self/status").write_text(f"CapEff:\t{1 << 19:016x}\n")
+    assert told(proc)["driver checkpoint"].verdict == "ok"
+    (proc / "self/status").write_text("CapEff:\t0000000000000000\n")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert told(proc)["driver checkpoint"].verdict == "ok"
+
+
+def test_a_pid_namespace_of_its_own_is_told(driver: StandIn, proc: Path) -> None:
+    (proc / "self/ns/pid").unlink()
+    (proc / "self/ns/pid").symlink_to("pid:[4026532177]")
+    assert "host's PID namespace" in told(proc)["process ids"].mend
+
+
+def test_a_driver_that_errs_is_told_and_the_other_checks_go_on(driver: StandIn, proc: Path) -> None:
+    driver.fault("error", "nvmlDeviceGetCount_v2", value=999)
+    assert told(proc)["gpus"].verdict == "fail"
+    driver.heal()
+    driver.fault("error", "nvmlInitWithFlags", value=9)
+    check = told(proc)["gpus"]
+    assert (check.verdict, check.found) == ("note", "NVML cannot be used (Driver Not Loaded)")
+    assert "simulated" in check.mend

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -135,3 +137,37 @@ def test_a_program_that_the_units_hide_is_told_of(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "gpu-arbiter").touch()
     assert "make its environment in /opt" in run("units", "--to", tmp_path / "units")[1]
+
+
+def test_the_page_on_uninstalling_removes_every_file_that_a_site_has_on_a_host(tmp_path: Path) -> None:
+    site, root = tmp_path / "site", tmp_path / "root"
+    run("init", site, "--nodes", "n1", "--owner", "alice")
+    for path in (*site.iterdir(), *map(Path, run("units")[0].split())):
+        text = path.read_text()
+        for name in re.findall(r"/(?:etc|opt)/gpu-arbiter/[\w./%@-]+", text):
+            _make(root / name.replace("%i", "alice").lstrip("/"))
+        for kind, folder in (("State", "var/lib"), ("Runtime", "run")):
+            for name in re.findall(rf"^{kind}Directory=(.+)$", text, re.MULTILINE):
+                _make(root / folder / name.replace("%i", "alice") / "file")
+        for name in re.findall(r"\"(/(?:var/lib|run)/gpu-arbiter[\w./@-]*)\"", text):
+            _make(root / name.lstrip("/") / "file")
+    for name in shipped.units():
+        instance = name.replace("@.", "@alice.")
+        for path in (name, f"{instance}.d/override.conf", f"multi-user.target.wants/{instance}"):
+            _make(root / "etc/systemd/system" / path)
+    _make(root / "etc/systemd/system/other.service")
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text()
+    block = page[page.index("## Uninstalling") : page.index("## Permissions")]
+    lines = [line for line in block.splitlines() if line.startswith("rm ")]
+    assert lines
+    for line in lines:
+        assert all(word.startswith(("/", "-rf")) for word in line.split()[1:]), "each path goes below the test's folder"
+        subprocess.run(line.replace(" /", f" {root}/"), shell=True, check=True)
+    left = [path for path in root.rglob("*") if path.is_file()]
+    assert left == [root / "etc/systemd/system/other.service"]
+
+
+def _make(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.is_dir():
+        path.touch()

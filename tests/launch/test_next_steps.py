@@ -24,7 +24,7 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 #: What stands for a value in a sentence that is put together.
 VALUE = "VALUE"
 #: A command of ours begins like this; what follows these words is no verb.
-COMMAND = re.compile(r"(?<![\w./@-])gpu-arbiter (?=[a-z])(?!is |needs |on )")
+COMMAND = re.compile(r"(?<![\w./@-])gpu-arbiter (?=[a-z])(?!(?:has|in|is|itself|needs|on|says|where)\b)")
 #: And ends like this within a sentence.
 END = re.compile(r"[`;,()#|\n]|\. |: |\.$| - ")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
@@ -54,7 +54,8 @@ def verbs() -> dict[str, Verb]:
             flags = [frozenset((*each.opts, *each.secondary_opts)) for each in command.params]
             required = [opts for opts, each in zip(flags, command.params, strict=True) if each.required]
             mandatory = tuple(opts for opts in required if any(opt.startswith("-") for opt in opts))
-            found[prefix + name] = Verb(frozenset({"-h", "--help"}).union(*flags), mandatory)
+            further = getattr(command, "of_slurm", ())
+            found[prefix + name] = Verb(frozenset({"-h", "--help"}).union(*flags, further), mandatory)
     return found
 
 
@@ -87,7 +88,11 @@ def wrong_commands(text: str, *, whole: bool) -> Iterator[str]:
         if name is None:
             yield f"gpu-arbiter has no {words[0]}"
             continue
-        arguments = list(takewhile(lambda word: word not in ("--", "python"), words[len(name.split()) :]))
+        arguments = list(
+            takewhile(
+                lambda word: word not in ("--", "python") and not word.endswith(".sh"), words[len(name.split()) :]
+            )
+        )
         flags = {word.partition("=")[0] for word in arguments if re.fullmatch(r"--?[a-z][a-z-]*(=.*)?", word)}
         yield from (f"gpu-arbiter {name} has no {flag}" for flag in sorted(flags - VERBS[name].flags))
         lacking = [sorted(names)[0] for names in VERBS[name].required if not names & flags]

@@ -143,6 +143,38 @@ def test_a_gang_that_fits_only_what_is_out_of_service_is_accepted_with_a_note(tm
     ]
 
 
+A100 = {"model": "NVIDIA A100-SXM4-80GB", "memory_bytes": 80 * 2**30}
+H200 = {"model": "NVIDIA H200", "memory_bytes": 140 * 2**30}
+#: A node of eight A100, of which four are in service, and two of four H200.
+KINDS = {
+    "kinds": [
+        {"nodes": 1, "gpus": [A100 | {"known": 8, "in_service": 4}]},
+        {"nodes": 2, "gpus": [H200 | {"known": 4, "in_service": 0}]},
+    ]
+}
+
+
+def test_a_kind_of_gpus_that_no_node_has_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    there = "the GPUs here are NVIDIA A100-SXM4-80GB \\(80 GiB\\), NVIDIA H200 \\(140 GiB\\)"
+    with pytest.raises(Fault, match=f"each job needs 1 H100, and no node has one; {there}") as caught:
+        room(tmp_path, KINDS, gpu_types=("H100",))
+    assert (caught.value.code, caught.value.next_step) == (exit_codes.REFUSED, "ask for another kind")
+    with pytest.raises(Fault, match="each job needs 5 H200 on one node, and the largest node has 4 of that kind"):
+        room(tmp_path, KINDS, gang=5, gpu_types=("H200",))
+    with pytest.raises(Fault, match="each job needs 1 GPU with at least 200 GiB, and no node has one"):
+        room(tmp_path, KINDS, min_memory_bytes=200 * 2**30)
+
+
+def test_a_kind_of_gpus_that_is_out_of_service_is_accepted_with_a_note(tmp_path: Path) -> None:
+    assert room(tmp_path, KINDS, gang=4, gpu_types=("A100",)) == []
+    (note,) = room(tmp_path, KINDS, gang=2, gpu_types=("H200",))
+    assert note == "no node has 2 H200 in service now; the app waits until one has"
+
+
+def test_an_arbiter_that_does_not_tell_the_kinds_refuses_for_itself(tmp_path: Path) -> None:
+    assert room(tmp_path, gpu_types=("H100",)) == []
+
+
 def test_more_cores_or_memory_than_any_node_says_is_worth_a_note(tmp_path: Path) -> None:
     cores, memory = room(tmp_path, cpus=33, host_bytes=65 * 2**30)
     assert "asks for 33 CPU cores, and no node says that it has more than 32" in cores

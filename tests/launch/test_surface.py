@@ -45,12 +45,14 @@ def test_gpus_are_one_number_or_the_sizes_that_a_job_accepts() -> None:
     assert spec.gpu_sizes("1,2, 4", "--gpus") == (1, 2, 4)
 
 
-@pytest.mark.parametrize(("text", "value"), [("8G", 8 * 2**30), ("512m", 512 * 2**20), ("0", 0), ("0.5K", 512)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("8G", 8 * 2**30), ("512m", 512 * 2**20), ("0", 0), ("0.5K", 512), ("80GiB", 80 * 2**30)]
+)
 def test_amounts_of_memory_are_read_with_their_units(text: str, value: int) -> None:
     assert spec.size(text, "--memory") == value
 
 
-@pytest.mark.parametrize("text", ["", "much", "-1G", "8X", "nan"])
+@pytest.mark.parametrize("text", ["", "much", "-1G", "8X", "nan", "iB", "GiB", "8GB"])
 def test_what_is_no_amount_of_memory_is_refused_with_the_flag(text: str) -> None:
     with pytest.raises(Fault, match="--memory"):
         spec.size(text, "--memory")
@@ -67,6 +69,27 @@ def test_an_amount_of_memory_without_a_unit_is_refused_with_the_mend(text: str, 
         exit_codes.USAGE,
         f"--memory {text} has no unit; write {mend}",
     )
+
+
+def test_types_of_gpus_are_read_from_a_flag_and_from_a_file() -> None:
+    assert spec.gpu_types("H200", "--gpu-type") == ("H200",)
+    assert spec.gpu_types("H100, RTX 4090", "--gpu-type") == ("H100", "RTX 4090")
+    assert spec.gpu_types(["H100", "H200"], "gpu_type") == ("H100", "H200")
+
+
+@pytest.mark.parametrize("value", ["", "H100,", "-sxm", "H100;", 100, [100]])
+def test_what_is_no_type_of_gpu_is_refused_with_the_mend(value: object) -> None:
+    with pytest.raises(Fault, match=r"--gpu-type is .*, which is no type of GPU") as caught:
+        spec.gpu_types(value, "--gpu-type")
+    assert caught.value.next_step == "write H200, or H100,H200 for a job that can have either"
+
+
+@pytest.mark.parametrize("types", ['"H100,H200"', '["H100", "H200"]'])
+def test_a_kind_of_gpus_in_a_spec_file_is_that_of_the_flags(tmp_path: Path, types: str) -> None:
+    file = tmp_path / "app.toml"
+    file.write_text(f'{SPEC}gpu_type = {types}\nmin_memory = "80G"\n')
+    wished = spec.build(spec.load(file)).requirements
+    assert (wished.gpu_types, wished.min_memory_bytes) == (("H100", "H200"), 80 * 2**30)
 
 
 SPEC = 'trials = [["true"]]\ncwd = "/"\ncheckpoint_root = "/c"\n'
@@ -261,9 +284,13 @@ def task(**changes: Any) -> dict[str, Any]:
 
 
 def test_ps_shows_what_is_not_over_unless_asked_for_all() -> None:
-    document = {"apps": [app(tasks=[task()]), app(id="ada-2", state="failed", jct_s=5.0)]}
+    measured = {"source": "steps", "confidence": 1.0}
+    unsure = {"source": "gpm", "confidence": 0.71, "periods": {"gpm": 0.5}}
+    document = {"apps": [app(tasks=[task(measured=measured)]), app(id="ada-2", state="failed", jct_s=5.0)]}
     row = views.apps_table(document).splitlines()[1]
-    assert " ".join(row.split()) == "ada-1 t n running 1 2 1.50 - 5/9 - - 1m01s n1 -"
+    assert " ".join(row.split()) == "ada-1 t n running 1 2 1.50 - 5/9 - - 1m01s n1 steps -"
+    two = [task(measured=measured), task(measured=unsure), task(phase="exited")]
+    assert "n1 gpm 71%" in " ".join(views.apps_table({"apps": [app(tasks=two)]}).split())
     assert "ada-2" not in views.apps_table(document)
     assert "ada-2" in views.apps_table(document, everything=True)
     assert "gpu-arbiter submit" in views.apps_table({"apps": []})
@@ -381,8 +408,9 @@ def test_each_state_has_its_next_step(changes: dict[str, Any], command: str) -> 
 class Node:
     """A client whose arbiter has these chunks of output, one per question, and this state of the app after each."""
 
-    def __init__(self, *answers: tuple[str, int, bytes, int, bool]) -> None:
+    def __init__(self, *answers: tuple[str, int, bytes, int, bool], dropped: int = 0) -> None:
         self._answers = list(answers)
+        self._dropped = dropped  #: before the last of them
         self.asked: list[int] = []
 
     def apps(self) -> list[AppRecord]:
@@ -396,7 +424,8 @@ class Node:
             raise Fault("no node has output of it", code=exit_codes.NOT_FOUND)
         name, start, data, size, ended = self._answers.pop(0)
         assert start == offset
-        return {"task": name, "data": base64.b64encode(data).decode(), "size": size, "ended": ended}
+        dropped = 0 if self._answers else self._dropped
+        return {"task": name, "data": base64.b64encode(data).decode(), "size": size, "ended": ended, "dropped": dropped}
 
 
 def followed(node: Node, *, follow: bool = True) -> bytes:
@@ -419,6 +448,12 @@ def test_a_new_attempt_is_read_from_its_beginning() -> None:
 def test_without_follow_all_that_there_is_now_is_printed_once() -> None:
     node = Node(("a0", 0, b"one\n", 8, False), ("a0", 4, b"two\n", 8, False))
     assert followed(node, follow=False) == b"one\ntwo\n"
+
+
+def test_a_line_of_which_the_rest_is_no_longer_kept_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    node = Node(("a0", 0, b"one\ntw", 6, False), ("a0", 6, b"nine\n", 40, True), dropped=29)
+    assert followed(node) == b"one\ntw\nnine\n"
+    assert "29 bytes of output are no longer kept" in capsys.readouterr().err
 
 
 def test_logs_of_nothing_fail_unless_it_may_still_come() -> None:
@@ -610,6 +645,12 @@ def loaded_by(*words: str, path: Path) -> set[str]:
     return set(run.stdout.splitlines()[-1].split())
 
 
+@pytest.mark.parametrize("module", ["launch.site.up", "launch.demo", "launch.doctor"])
+def test_what_needs_no_broker_loads_no_client_of_rabbitmq(module: str) -> None:
+    line = [sys.executable, "-c", f"import sys, {module}; print({{'aio_pika', 'aiormq', 'pamqp'}} & {{*sys.modules}})"]
+    assert subprocess.run(line, capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
 # A person types them all day long, and a script calls them in a loop: most of their time was spent on such imports.
 @pytest.mark.parametrize(
     ("words", "module"),
@@ -618,15 +659,18 @@ def loaded_by(*words: str, path: Path) -> set[str]:
         (("explain", "last"), "inspection"),
         (("logs", "-f", "--tail", "3", "last"), "inspection"),
         (("rounds", "--limit", "3"), "inspection"),
+        (("events", "ada-1", "--since", "2h", "--tail", "3"), "events"),
         (("cancel", "ada-1", "ada-2", "--yes"), "acts"),
         (("wait", "ada-1", "--for", "running"), "submission"),
+        (("submit", "--dry-run", "--json", "--", "true"), "submission"),
+        (("sbatch", "--wrap", "true", "--export=A=1"), "sbatch submission"),
         (("submit", "-g", "1", "--steps", "3", "--env", "A=1", "--", "true"), "submission"),
     ],
 )
 def test_a_verb_that_only_asks_loads_its_own_module_and_nothing_heavy(
     words: tuple[str, ...], module: str, tmp_path: Path
 ) -> None:
-    assert loaded_by(*words, path=tmp_path) == {f"launch.verbs.{module}"}
+    assert loaded_by(*words, path=tmp_path) == {f"launch.verbs.{each}" for each in module.split()}
 
 
 def test_the_list_of_verbs_loads_none_of_them(tmp_path: Path) -> None:

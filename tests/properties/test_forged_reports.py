@@ -65,6 +65,8 @@ HANDLED_S_MAX = 1.0
 #: Beyond what a process has when it begins; a siege takes some ten megabytes.
 MEMORY_BYTES_MAX = 2 * 2**30
 EVENTS = 80
+#: Forged dry runs of one siege.
+REHEARSED = 3
 QUICK_SEEDS = 2
 
 
@@ -255,6 +257,23 @@ class Besieged:
         for app in list(self.arbiter.state.apps)[:3]:
             self.queries.ask(Party("app", "ana"), Query("q", "explain", AppId(app)), self.now)
 
+    def rehearse(self, forger: Forger) -> None:
+        """A dry run of a forged report, with forged replies, raises nothing, and leaves all as it is."""
+        packed = self.arbiter.snapshot()
+        mallory = Party("app", "mallory")
+        said: list[ProbeReply | Bid] = []
+        reports: list[AppReport] = []
+        while len(said) < 2 or len(reports) < REHEARSED:
+            message = forger.message(mallory)
+            said += [message] if isinstance(message, ProbeReply | Bid) else []
+            reports += [message] if isinstance(message, AppReport) else []
+        for number, report in enumerate(reports):
+            query = Query("q", "dry-run", report=report, said=tuple(said[:number]))
+            rehearsal = self.queries.rehearsal(mallory, query, self.now, lambda: True)
+            found = [] if rehearsal is None else self.queries.tell(mallory, query, rehearsal.run(), self.now)
+            assert len(found or self.queries.ask(mallory, query, self.now)) == 1
+        assert self.arbiter.snapshot() == packed
+
 
 def besiege(policy: str, sharing: Sharing, seed: int, events: int = EVENTS) -> float:
     """Run one siege; return the longest CPU time that an event took, in seconds."""
@@ -263,6 +282,7 @@ def besiege(policy: str, sharing: Sharing, seed: int, events: int = EVENTS) -> f
         site.step()
         if number % 10 == 9:
             site.validate()
+    site.rehearse(Forger(seed, NODES, GPUS, OWNERS))
     return site.slowest_s
 
 

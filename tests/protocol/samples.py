@@ -11,6 +11,7 @@ from protocol.messages import (
     AppReport,
     Bid,
     BidRow,
+    EventFilter,
     ExplicitRow,
     GpuId,
     GpuStatus,
@@ -88,10 +89,14 @@ _STATUS = TaskStatus(
         "runs faster beside bob-1.0-a0",
         ran_s=90.5,
         unsaved_s=0.5,
+        reserved_bytes=2**31,
+        periods={"gpm": 0.5, "utilisation": 0.51},
     ),
     samples=7680,
     unflushed=True,
 )
+
+MEANT = EventFilter(("ann-1", "bob-2.0"), ("n1",), ("vision",), ("granted", "lost"), 7200.0)
 
 #: (sender, message), one of each class.
 SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
@@ -148,6 +153,8 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
                 host_bytes=64 * 2**30,
                 weight=2.0,
                 utility=Utility(50.0, 0.001, 21600.0),
+                gpu_types=("H100", "RTX 4090"),
+                min_memory_bytes=80 * 2**30,
             ),
             releases=(_LEASE,),
             level_max="machine",
@@ -166,6 +173,9 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             site="s-4711",
             basis="declared",
             start_s=12.5,
+            after=(AppId("ann-0"),),
+            array=20,
+            array_over=3,
         ),
     ),
     (APP, ProbeReply(_APP, RoundId(5), 1.5)),
@@ -180,9 +190,22 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             explicit=(ExplicitRow(((NodeId("n1"), 2), (NodeId("n2"), 1)), 1.125),),
         ),
     ),
-    (APP, Query("q1", "log", "ann-1.0-a2", 4096, 100, "s-4711")),
+    (
+        APP,
+        Query(
+            "q1",
+            "dry-run",
+            "ann-1.0-a2",
+            4096,
+            100,
+            "s-4711",
+            AppReport(_APP, TenantId("team-a"), "train.py", 1, "active", 1, 1, (), Requirements()),
+            (ProbeReply(_APP, RoundId(5), 1.5), Bid(_APP, RoundId(5), 4.0, (BidRow(1, "slot", 2.0),))),
+            MEANT,
+        ),
+    ),
     (APP, Act("q2", "drain", "n1", "s-4711", "new memory", force=True)),
-    (NODE, LogChunk("q1", _TASK, 4096, b"epoch 1\n\xff\x00", 5000, ended=True)),
+    (NODE, LogChunk("q1", _TASK, 4096, b"epoch 1\n\xff\x00", 5000, ended=True, dropped=512)),
     (ARBITER, Probe(_APP, RoundId(5), 3, 8, 2.5, 60.0, 1.0)),
     (
         ARBITER,
@@ -198,7 +221,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
     ),
     (ARBITER, Grant(_APP, RoundId(5), 3, 21, (_TERMS,), (_TERMS,))),
     (ARBITER, Preempt(_APP, 3, 22, (_LEASE,), "ann-2 was worse off", 120.0)),
-    (ARBITER, Holdings(_APP, 3, 23, (_TERMS,), (_STATUS,), 8, 11, "s-4711")),
+    (ARBITER, Holdings(_APP, 3, 23, (_TERMS,), (_STATUS,), 8, 11, "s-4711", "root")),
     (ARBITER, Refusal(_APP, "needs 16 GPUs and the cluster has 8: ask for fewer", "ann-1-5f0c", cancelled=True)),
     (ARBITER, Answer("q1", b'{"schema":"apps/v1"}', "no such app")),
     (

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from protocol.codec import WireError
 from protocol.worker import (
+    COUNTED_MAX,
     LINE_BYTES_MAX,
+    Counted,
     Finished,
     FromWorker,
     Hello,
@@ -33,16 +35,18 @@ from protocol.worker import (
 #: Message and line. The worker writes these lines by hand, so the text itself is the contract.
 GOLDEN: tuple[tuple[FromWorker | Order, bytes], ...] = (
     (
-        Hello(1, "ann-1.0-a2", 4242, "suspended", 7, 3, 100, True, True, 5, 9, 6, True, 1, 2, 4096),
+        Hello(
+            1, "ann-1.0-a2", 4242, "suspended", 7, 3, 100, True, True, 5, 9, 6, True, 1, 2, 4096, {"loss": 0.5}, ("f1",)
+        ),
         b'{"type":"hello","proto":1,"task":"ann-1.0-a2","pid":4242,"state":"suspended","step":7,"start_step":3,'
         b'"total_steps":100,"can_park":true,"can_checkpoint":true,"gen":5,"seq":9,"saved_step":6,"finished":true,'
-        b'"rank":1,"world":2,"state_bytes":4096}\n',
+        b'"rank":1,"world":2,"state_bytes":4096,"metrics":{"loss":0.5},"diverged":["f1"]}\n',
     ),
     (
-        Progress(7, 0.125, 3, 100, True, False, 6, {"loss": 0.5}, 4096, 8192, 1024, 512, 256, 15),
+        Progress(7, 0.125, 3, 100, True, False, 6, {"loss": 0.5}, 4096, 8192, 1024, 512, 256, 15, (), 2048),
         b'{"type":"progress","step":7,"step_s":0.125,"start_step":3,"total_steps":100,"can_park":true,'
         b'"can_checkpoint":false,"saved_step":6,"metrics":{"loss":0.5},'
-        b'"state_bytes":4096,"arena_bytes":8192,"peak_bytes":1024,"trough_bytes":512,"samples":256,"seq":15}\n',
+        b'"state_bytes":4096,"arena_bytes":8192,"peak_bytes":1024,"trough_bytes":512,"samples":256,"seq":15,"reserved_bytes":2048}\n',
     ),
     (
         Suspended(9, 7, 1048576, 4096, 0.25),
@@ -58,6 +62,10 @@ GOLDEN: tuple[tuple[FromWorker | Order, bytes], ...] = (
     (Stacks(13, "main: forward"), b'{"type":"stacks","seq":13,"text":"main: forward"}\n'),
     (Ready(16, 8), b'{"type":"ready","seq":16,"step":8}\n'),
     (Late(17, 12), b'{"type":"late","seq":17,"step":12}\n'),
+    (
+        Counted(19, (12.5, 12.5125), (1024, 2048), last=True),
+        b'{"type":"counted","seq":19,"at_s":[12.5,12.5125],"bytes":[1024,2048],"last":true}\n',
+    ),
     (Order("hold", 5, 18, 10), b'{"type":"order","do":"hold","gen":5,"seq":18,"at_step":10}\n'),
     (Order("leave", 5, 14), b'{"type":"order","do":"leave","gen":5,"seq":14}\n'),
 )
@@ -102,6 +110,8 @@ def test_a_field_of_a_newer_peer_is_ignored(message: FromWorker | Order, line: b
         b'{"type":"resumed","seq":1,"step":7,"seconds":1e999}',
         b'{"type":"resumed","seq":1,"step":7}',
         b'{"type":"refused","seq":1,"reason":"\xff"}',
+        b'{"type":"counted","seq":1,"at_s":[0.5],"bytes":[-1]}',
+        b'{"type":"counted","seq":1,"at_s":[' + b",".join([b"1"] * (COUNTED_MAX + 1)) + b"]}",
         b'{"type":"order","do":"suspend","gen":1,"seq":1}',
         b"[" * 60_000,
         b'{"type":"refused","seq":1,"reason":"' + b"x" * LINE_BYTES_MAX + b'"}',

@@ -73,6 +73,7 @@ def test_seeds_differ_and_options_cover_what_can_go_wrong() -> None:
     kinds = {fault.kind for each in options for fault in each.faults}
     assert kinds == {
         *("crash", "freeze", "cut", "vanish", "power", "gpu", "cancel", "policy", "sharing", "drain"),
+        *("hold", "requeue"),
         *("worker-crash", "worker-kill", "worker-deaf", "worker-stall"),
     }
     assert {fault.party.role for each in options for fault in each.faults if fault.kind == "crash"} == {
@@ -102,6 +103,14 @@ def test_half_of_the_worlds_share_gpus_in_every_way() -> None:
     assert any(app.spec.sizes for app in apps)
     assert len({app.spec.requirements.priority for app in apps}) > 1
     assert sum(each.settings.policy == "gandiva" for each in shared) >= 20
+
+
+def test_a_quarter_of_the_worlds_have_gpus_of_two_types_that_apps_ask_for() -> None:
+    options = [draw(seed) for seed in range(200)]
+    wishing = [each for each in options if any(app.spec.requirements.gpu_types for app in each.apps)]
+    assert 30 <= len(wishing) <= 60
+    assert any(len({node.gpu_type for node in each.cluster.nodes}) == 2 for each in wishing)
+    assert any(not app.spec.requirements.gpu_types for each in wishing for app in each.apps)
 
 
 # --- the network ----------------------------------------------------------------------------------------------------

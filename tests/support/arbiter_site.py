@@ -78,6 +78,7 @@ class Site:
         self.seqs: dict[str, int] = {}
         self.plans: dict[str, NodePlan] = {}
         self.node_sizes: dict[str, int] = {}
+        self.node_models: dict[str, Sequence[str]] = {}  #: of its GPUs, one for each or one for all; else all are H200
         self.busy: dict[str, TaskStatus] = {}
         self.decides_late = False
         self.undecided: list[Decide] = []
@@ -158,9 +159,11 @@ class Site:
         quarantined: Sequence[str] = (),
         plan: tuple[int, int] | None = None,
         incarnation: int = 1,
+        models: Sequence[str] = (),
         **more: object,
     ) -> list[Effect]:
         """Report as node `name`; by default it has obeyed the newest plan it was sent."""
+        self.node_models[name] = models or self.node_models.get(name, ())
         count = self.node_sizes.setdefault(name, gpus or 0) if gpus is None else gpus
         self.node_sizes[name] = count
         newest = self.plans.get(name)
@@ -174,7 +177,14 @@ class Site:
             epoch=applied[0],
             plan_seq=applied[1],
             gpus=seat_statuses(
-                name, count, used, sick, seats=newest.seats if newest else 1, ill=quarantined, tasks=tasks
+                name,
+                count,
+                used,
+                sick,
+                seats=newest.seats if newest else 1,
+                ill=quarantined,
+                tasks=tasks,
+                models=self.node_models[name],
             ),
             tasks=tuple(tasks),
             **more,  # type: ignore[arg-type]
@@ -292,6 +302,10 @@ def gpu_status(node: str, index: int, used: Sequence[str], sick: Sequence[str], 
     )
 
 
+def _of_model(status: GpuStatus, index: int, models: Sequence[str]) -> GpuStatus:
+    return replace(status, model=models[index % len(models)]) if models else status
+
+
 def seat_statuses(
     node: str,
     count: int,
@@ -301,6 +315,7 @@ def seat_statuses(
     seats: int = 1,
     ill: Sequence[str] = (),
     tasks: Sequence[TaskStatus] = (),
+    models: Sequence[str] = (),
 ) -> tuple[GpuStatus, ...]:
     """All seats of all GPUs of a node, and those that a task is on still; those in `ill` are quarantined."""
     here = {gpu for task in tasks if task.phase != "exited" for gpu in task.gpus}
@@ -308,7 +323,7 @@ def seat_statuses(
         status
         for index in range(count)
         for number in range(8)
-        for status in (gpu_status(node, index, used, sick, number=number),)
+        for status in (_of_model(gpu_status(node, index, used, sick, number=number), index, models),)
         if number < seats or status.gpu in here
     ]
     return tuple(

@@ -23,6 +23,7 @@ from protocol.messages import (
     AppReport,
     Bid,
     BidRow,
+    EventFilter,
     ExplicitRow,
     GpuId,
     GpuStatus,
@@ -158,6 +159,9 @@ class Forger:
             sizes=sizes if self.often(0.4) else (),
             move_s=self.seconds(),
             run="r1" if self.often(0.95) else "r2",
+            after=() if self.often(0.9) else tuple(self.app_id("") for _ in range(self._dice.randint(1, 3))),
+            array=0 if self.often(0.8) else self.count(),
+            array_over=0 if self.often(0.8) else self.count(),
         )
 
     def _requirements(self) -> Requirements:
@@ -171,6 +175,8 @@ class Forger:
             host_bytes=self.one((0, 0, 2**30, 2**53)),
             weight=self.one((1.0, 1.0, 2.0, 1e-300, 0.1, 10.0)) if self.often(0.95) else 1e6,
             utility=self._utility() if self.often(0.7) else None,
+            gpu_types=() if self.often(0.7) else self.one((("H100",), ("A100", "H200"), ("nothing",))),
+            min_memory_bytes=0 if self.often(0.7) else self.one((1, 2**30, 2**34, 2**53)),
         )
 
     def _polished(self, app: AppId, gang: int) -> tuple[JobWish, ...]:
@@ -212,9 +218,10 @@ class Forger:
         return ExplicitRow(tuple(new.items()), self.one(RHOS))
 
     def _query(self, owner: str) -> Query:
-        kind = self.one(("apps", "nodes", "explain", "rounds", "shares", "log", "capacity"))
+        kind = self.one(("apps", "nodes", "explain", "rounds", "shares", "log", "capacity", "events"))
         target = self.one(("", self.app_id(), "rounds", "x" * 8000, "\x00", "../..", owner))
-        return Query(f"q{self.count()}", kind, target, self.count(), self.count())
+        events = EventFilter((target,), (self.one((*self.nodes, "\x00")),), since_s=float(self.count()))
+        return Query(f"q{self.count()}", kind, target, self.count(), self.count(), events=events)
 
     def _act(self, owner: str) -> Act:
         name = f"act-{owner}-{self.count(9)}"
@@ -226,7 +233,13 @@ class Forger:
 
     def _log_chunk(self) -> LogChunk:
         return LogChunk(
-            "q1", TaskId("x-1.0-a0"), self.count(), b"\xff" * self._dice.randint(0, 9), self.count(), ended=True
+            "q1",
+            TaskId("x-1.0-a0"),
+            self.count(),
+            b"\xff" * self._dice.randint(0, 9),
+            self.count(),
+            ended=True,
+            dropped=self.count(),
         )
 
     def _node_report(self, node: str) -> NodeReport:
@@ -250,7 +263,7 @@ class Forger:
     def _gpu_status(self, gpu: GpuId) -> GpuStatus:
         return GpuStatus(
             gpu=gpu,
-            model="H200",
+            model=self.one(("H200", "H200", "A100", "")),
             memory_bytes=self.one((0, 2**30, 2**53)),
             slot=self.one(("s0", "s1", "")),
             healthy=self.often(0.9),

@@ -123,15 +123,15 @@ def command(name: str, out: Path) -> tuple[str, ...]:
     return (sys.executable, *launcher, str(FOLDER / f"{name}.py"), str(out))
 
 
-def run(name: str, folder: Path) -> Outcome:
-    """Run the script alone, and meanwhile on the busy site."""
+def run(name: str, folder: Path, *, gpus: str = "") -> Outcome:
+    """Run the script alone, and meanwhile on the busy site: on virtual GPUs, or on those of this kind."""
     alone, shared = (folder / kind / "weights" for kind in ("alone", "shared"))
     for out in (alone, shared):
         out.parent.mkdir()
     with (folder / "alone.log").open("w") as log:
         by_hand = subprocess.Popen(command(name, alone), cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log)
     try:
-        document, story = _on_a_site(name, folder, shared)
+        document, story = _on_a_site(name, folder, shared, gpus)
         code = by_hand.wait(PATIENCE_S)
     finally:
         by_hand.kill()
@@ -155,10 +155,10 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _on_a_site(name: str, folder: Path, out: Path) -> tuple[dict[str, Any], list[str]]:
+def _on_a_site(name: str, folder: Path, out: Path, kind: str) -> tuple[dict[str, Any], list[str]]:
     """What the arbiter says of the script once it is over, and its story."""
     gpus = constant(name, "GPUS")
-    site = local_site(folder / "site", nodes=1, gpus=f"simulated:{gpus}", settings=SETTINGS)
+    site = local_site(folder / "site", nodes=1, gpus=kind or f"simulated:{gpus}", settings=SETTINGS)
     # Suspending takes long beside turns as short as these.
     site = replace(site, nodes=tuple(replace(node, slice_overhead_max=1e3, sample_s=0.2) for node in site.nodes))
     with in_process(site, memory_bus()) as check:

@@ -46,7 +46,7 @@ def main(file: str) -> None:
     host = AppHost(OwnerId("ada"), tenant="team-a")
     sent = [*host.handle(Configured("team-a", 5.0, ""), 0.0), *host.handle(Connected(), 0.0)]
     for number, given in enumerate(flags):
-        sent += host.handle(Submit(f"r{number}", submission._spec(given)), 0.0)
+        sent += host.handle(Submit(f"r{number}", submission.specified(given)), 0.0)
     site = Site()
     site.decides_late = True
     for effect in AppHost.restore(host.snapshot()).handle(Connected(), 1.0):

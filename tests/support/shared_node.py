@@ -24,7 +24,7 @@ from node_agent.core.events import (
     WorkerGone,
     WorkerStarted,
 )
-from node_agent.core.model import Running
+from node_agent.core.model import Running, Task
 from protocol.core import Received, Tick
 from protocol.messages import ARBITER, GpuId, LeaseId, LeaseTerms, NodePlan, Sharing, TaskId, TaskOrder, device_of, seat
 from protocol.worker import Order, Progress, Refused, Resumed, Saved, Suspended
@@ -36,6 +36,7 @@ class Nature(Struct, frozen=True):
 
     step_s: float = 0.5
     peak_bytes: int = 10 * GIB
+    reserved_bytes: int = 0
     beside: Mapping[str, float] = {}
     refuses: str = ""
     speaks: bool = True  #: uses the library
@@ -45,6 +46,7 @@ class Nature(Struct, frozen=True):
     driver: str = "ok"
     keeps_bytes: int = 0  #: of its GPU's memory when it has parked itself, as DDP's buckets or another library's
     driver_keeps_bytes: int = 0  #: the same when the driver has suspended it
+    use: tuple[float, float | None] | None = None  #: utilisation and load of its GPU while it trains there alone
     shown: bool = True  #: whether that is known to be its own: NVML may list no processes
 
 
@@ -203,6 +205,7 @@ class SharedNode(Bench):
             saved_step=-1,
             state_bytes=GIB,
             peak_bytes=nature.peak_bytes,
+            reserved_bytes=nature.reserved_bytes,
             seq=seq,
         )
 
@@ -274,8 +277,17 @@ class SharedNode(Bench):
             if self.stranger_bytes and number == 0:
                 processes += (GpuProcess(999, self.stranger_bytes),)
                 used += self.stranger_bytes
-            samples.append(sample(number, *processes, used=used))
+            measured = sample(number, *processes, used=used)
+            training = [worker for worker in here if worker.on and not worker.busy]
+            if len(training) == 1 and training[0].nature.use is not None:
+                utilisation, load = training[0].nature.use
+                measured = replace(measured, utilisation=utilisation, load=load)
+            samples.append(measured)
         self.perform(self.say(Sampled(mark, tuple(samples))))
+
+    def task(self, task: TaskId) -> Task:
+        """The task as the core knows it."""
+        return next(each for each in self.core.tasks() if each.id == task)
 
     def is_running(self, task: TaskId) -> bool:
         """Whether the core takes it for running."""

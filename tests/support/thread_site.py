@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from app_agent.daemon import run_app_host
 from arbiter.core.state.model import ArbiterSettings
@@ -21,10 +24,12 @@ SETTINGS = ArbiterSettings(policy="fifo", round_pause_s=0.1, beat_s=0.2, admissi
 
 
 class ThreadSite:
-    """One node with two simulated GPUs under `fifo`."""
+    """One node with two simulated GPUs under `fifo`; its node agent has `node_fields` in its configuration."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, ends_workers: bool = True, **node_fields: object) -> None:
         self.site = local_site(folder, nodes=1, gpus="simulated:2", settings=SETTINGS)
+        self.node = replace(self.site.nodes[0], **node_fields)
+        self._ends_workers = ends_workers
         self.socket = self.site.socket
         self._bus = MemoryBus(MemoryBroker())
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -39,10 +44,22 @@ class ThreadSite:
     def start(self) -> None:
         self._thread.start()
         self._runs.wait()
-        self._begin("arbiter", lambda: run_arbiter(self.site.arbiter, self._bus))
-        self._begin("node", lambda: run_node_agent(self.site.nodes[0], self._bus, end_workers=True))
+        self.start_arbiter()
+        self.start_node()
         self.start_app_agent()
         wait_ready(self.site, lambda: None)
+
+    def start_node(self) -> None:
+        self._begin("node", lambda: run_node_agent(self.node, self._bus, end_workers=self._ends_workers))
+
+    def stop_node(self) -> None:
+        self._end("node")
+
+    def start_arbiter(self) -> None:
+        self._begin("arbiter", lambda: run_arbiter(self.site.arbiter, self._bus))
+
+    def stop_arbiter(self) -> None:
+        self._end("arbiter")
 
     def start_app_agent(self) -> None:
         """Return when it listens."""
@@ -74,6 +91,14 @@ class ThreadSite:
                 await task
 
         asyncio.run_coroutine_threadsafe(end(self._tasks.pop(name)), self._loop).result()
+
+
+def until(reached: Callable[[], bool], patience_s: float = 60.0) -> None:
+    """Return once something is so."""
+    deadline = time.monotonic() + patience_s
+    while not reached():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
 
 
 @contextmanager

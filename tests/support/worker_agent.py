@@ -18,7 +18,7 @@ BOOTSTRAP = ROOT / "app_agent" / "training" / "bootstrap"
 WAIT_S = 90.0
 
 MessageT = TypeVar("MessageT")
-Do = Literal["suspend", "resume", "leave", "save", "probe", "tell", "arena", "cap", "hold"]
+Do = Literal["suspend", "resume", "leave", "save", "probe", "tell", "arena", "cap", "hold", "sample", "trough"]
 
 
 class WorkerAgent:

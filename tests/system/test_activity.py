@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
+from benchmarks.periods.traces import COUNTER_RANDOM, Loop, counter_trace
 from node_agent.core.events import Estimated
 from node_agent.devices.activity import ActivityWatch
 from node_agent.devices.simulated import SimulatedBackend
 from protocol.messages import TaskId
+from protocol.worker import Counted
 
 pytestmark = pytest.mark.alone
 
@@ -116,6 +121,50 @@ async def test_a_task_that_is_watched_no_more_is_not_spoken_of() -> None:
         await asyncio.sleep(0.8)
         sampling.cancel()
     assert said == []
+
+
+def counted(period_s: float, *, until_s: float, seconds: float = 20.0) -> list[Counted]:
+    """The lines of a process whose live bytes have this period, sampled up to a moment of the monotonic clock."""
+    trace = counter_trace(np.random.default_rng(4), Loop((period_s, period_s)), COUNTER_RANDOM)
+    at_s = [until_s - seconds + at for at in trace.times_s.tolist()]
+    held = [int(value) for value in trace.values]
+    parts = range(0, len(held), 100)
+    return [
+        Counted(1, tuple(at_s[part : part + 100]), tuple(held[part : part + 100]), last=part == parts[-1])
+        for part in parts
+    ]
+
+
+async def judged(*lines: Counted) -> Estimated:
+    """The first event of a watch on a task that shares its device, and so is known by its own samples alone."""
+    said: list[Estimated] = []
+    spoken = asyncio.Event()
+    watch = ActivityWatch(SimulatedBackend("n1", 1), lambda event: (said.append(event), spoken.set())[1])
+    watch.watch({TASK: ()})
+    for line in lines:
+        watch.counted(TASK, line)
+        watch.counted(TaskId("bob-1.0-a0"), line)  # is not watched
+    async with asyncio.TaskGroup() as tasks:
+        sampling = tasks.create_task(watch.run())
+        async with asyncio.timeout(60):
+            await spoken.wait()
+        sampling.cancel()
+    return said[0]
+
+
+@pytest.mark.timeout(90)
+async def test_a_task_is_judged_as_soon_as_its_own_samples_are_complete() -> None:
+    found = await judged(*counted(0.3, until_s=time.monotonic()))
+    assert (found.task, found.source) == (TASK, "allocator")
+    assert found.step_s == found.periods["allocator"] == pytest.approx(0.3, rel=0.03)
+
+
+@pytest.mark.timeout(90)
+async def test_samples_from_before_a_suspension_do_not_count() -> None:
+    now_s = time.monotonic()
+    before, after = counted(0.3, until_s=now_s - 30.0), counted(0.5, until_s=now_s)
+    found = await judged(*[replace(line, last=False) for line in before], *after)
+    assert found.step_s == pytest.approx(0.5, rel=0.03)
 
 
 @pytest.mark.timeout(30)

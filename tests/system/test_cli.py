@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -72,6 +73,37 @@ def script(line: str) -> tuple[str, ...]:
 # --- submitting -----------------------------------------------------------------------------------------------------
 
 
+def test_an_array_and_an_app_after_it_are_looked_at_and_acted_on_by_their_ids(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "array.toml").write_text(
+        'command = ["sh", "-c", "echo index $GPU_ARBITER_ARRAY_INDEX; exec sleep 600"]\n'
+        'array = "3,7%2"\ntime_limit = "1h"\nretry = 0\nname = "many"\n'
+    )
+    array = cli("submit", "-f", "array.toml").stdout.strip()
+    after = cli("submit", "--after", f"last:any,{array}:any", "--", "true").stdout.strip()
+    cli("wait", array, "--for", "running")
+    (told,) = json.loads(cli("ps", array, "--json").stdout)["apps"]
+    assert (told["array"], told["want"]) == ({"jobs": 2, "over": 0}, 2)
+    assert re.search(rf"^{array} +default +many \[0/2\] ", cli("ps").stdout, re.MULTILINE)
+    (told,) = json.loads(cli("ps", after, "--json").stdout)["apps"]
+    assert (told["state"], told["waits_for"]) == ("waiting", {"kind": "after", "ids": [array]})
+    assert f"it begins after {array} has ended" in cli("explain", after).stdout
+    dry = cli("submit", "--dry-run", "--after", after, "--", "true")
+    assert (dry.returncode, dry.stdout) == (
+        exit_codes.WOULD_WAIT,
+        f"It would wait.\nReason: it begins after {after} has ended (submit --after)\n",
+    )
+    while cli("logs", f"{array}.7").stdout != "index 7\n":
+        pass
+    assert f"{array}.3 is cancelled" in cli("cancel", f"{array}.3").stderr
+    missing = cli("cancel", f"{array}.4")
+    assert (missing.returncode, f"there is no app {array}.4" in missing.stderr) == (exit_codes.NOT_FOUND, True)
+    assert f"{array} is cancelled" in cli("cancel", array).stderr
+    assert cli("wait", after).returncode == 0
+    done = cli("submit", "--after", array, "--", "true")
+    assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
+    assert f"{array} was cancelled, so nothing can begin only after it has finished" in done.stderr
+
+
 def test_submit_prints_the_id_and_nothing_else(cli: Cli) -> None:
     done = cli("submit", *script("pass"))
     assert (done.returncode, done.stderr) == (0, "")
@@ -80,7 +112,7 @@ def test_submit_prints_the_id_and_nothing_else(cli: Cli) -> None:
 
 
 def test_run_shows_the_output_and_returns_the_programs_own_exit_code(cli: Cli) -> None:
-    done = cli("run", "--max-restarts", "0", *script("print('a word'); raise SystemExit(3)"))
+    done = cli("run", "--retry", "0", *script("print('a word'); raise SystemExit(3)"))
     assert done.returncode == 3
     assert done.stdout == "a word\n"
     assert "exited with code 3" in done.stderr
@@ -106,7 +138,7 @@ def test_a_program_finds_its_secrets_whether_a_flag_or_a_spec_file_names_the_fil
     (tmp_path / "app.toml").write_text(f"command = {command}\n[secrets]\nAPI_KEY = 'key'\n")
     done = cli("run", "-f", "app.toml")
     assert (done.returncode, done.stdout) == (0, "from a file\n")
-    done = cli("run", "--max-restarts", "0", "--secret", "API_KEY=none", *script(line))
+    done = cli("run", "--retry", "0", "--secret", "API_KEY=none", *script(line))
     assert done.returncode == exit_codes.FAILED
     assert f"the secret API_KEY cannot be read from {tmp_path}/none: No such file or directory" in done.stderr
 
@@ -158,6 +190,14 @@ def test_a_program_that_is_on_no_node_either_fails_with_the_mend(cli: Cli) -> No
         (("submit", "--trial", "--lr 1", "--", "true"), "a search needs at least two trials"),
         (("submit", "--trial", "1", "--trial", "2", "--", "true"), "2 trials but no metric"),
         (("submit", "-g", "0", "--", "true"), "--gpus is '0', which is no number of GPUs"),
+        (("submit", "--array", "9-1", "--", "true"), "array: '9-1' names no index; write the smaller one first"),
+        (("submit", "--array", "0-9", "--trial", "1", "--trial", "2", "--", "true"), "leave one of them out"),
+        (("submit", "--after", "me-nnn1:soon", "--", "true"), "after: 'me-nnn1:soon' is no dependency; write"),
+        (
+            ("submit", "--after", "me-nnn1", "--", "true"),
+            "after names me-nnn1, and your app agent remembers no such app",
+        ),
+        (("submit", "--time-limit", "0", "--", "true"), "--time-limit is '0'; it must be more than 0"),
         (("submit", "-g", "4,2", "--", "true"), "sizes are 4,2; list each number of GPUs once, the smallest first"),
         (
             ("submit", "--preempt-by", "magic", "--", "true"),
@@ -268,6 +308,92 @@ def test_ps_prints_a_new_table_at_each_change_until_it_is_interrupted(cli: Cli, 
     assert watch.returncode == exit_codes.INTERRUPTED
 
 
+def test_events_tell_what_happened_to_an_app_and_go_on_until_they_are_interrupted(
+    cli: Cli, environment: dict[str, str]
+) -> None:
+    app = cli("submit", "--tenant", "vision", *script("import time; time.sleep(600)")).stdout.strip()
+    assert cli("wait", "--for", "running", app).returncode == 0
+    command = [*PROGRAM, "events", "last", "--tail", "1", "--follow"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as follow:
+        assert follow.stdout is not None
+        assert f"{app}  " in follow.stdout.readline()
+        cli("cancel", app)
+        while "  freed  " not in follow.stdout.readline():
+            pass
+        follow.send_signal(signal.SIGINT)
+        assert follow.communicate(timeout=30) == ("", "")
+    assert follow.returncode == exit_codes.INTERRUPTED
+    told = cli("events", app, "--since", "1h").stdout.splitlines()
+    assert [line[21:].split()[:2] for line in told if " exited " not in line] == [
+        [app, kind] for kind in ("submitted", "admitted", "granted", "starting", "running", "cancelled", "freed")
+    ]
+    by_tenant = json.loads(cli("events", "--tenant", "vision", "--kind", "granted", "--json").stdout)
+    assert app in {event["app"] for event in by_tenant["events"]}
+    assert app in cli("events", "--node", "n1").stdout
+
+
+def test_a_shell_completes_ids_with_states_nodes_and_tenants_of_a_site(
+    cli: Cli, environment: dict[str, str], tmp_path: Path
+) -> None:
+    app = cli("submit", "--tenant", "biology", "-g", "2", *script("import time; time.sleep(600)")).stdout.strip()
+    over = cli("submit", "--", "true").stdout.strip()
+    assert cli("wait", over).returncode == 0
+    assert cli("wait", "--for", "running", app).returncode == 0
+    program = tmp_path / "gpu-arbiter"
+    program.write_text(f"#!{sys.executable}\nfrom launch.cli import main\nmain()\n")
+    program.chmod(0o755)
+    own = environment | {"PATH": f"{tmp_path}:{environment['PATH']}"}
+
+    def asked(line: str, shell: str = "bash") -> list[str]:
+        words = f"gpu-arbiter {line}"
+        asks = {"_GPU_ARBITER_COMPLETE": f"complete_{shell}", "COMP_WORDS": words, "_TYPER_COMPLETE_ARGS": words}
+        asks["COMP_CWORD"] = str(words.count(" "))
+        run = subprocess.run([program], env=own | asks, capture_output=True, text=True, check=True, timeout=60)
+        assert run.stderr == ""
+        return run.stdout.split("\n")[:-1]
+
+    assert app in asked("cancel ")
+    assert over not in asked("cancel ")
+    assert {app, over} <= set(asked("explain "))
+    assert app not in asked(f"hold {app} ")
+    assert asked(f"logs {app}.") == [f"{app}.0-a0"]
+    assert asked("drain ") == ["n1"]
+    assert asked("events --tenant default,b") == ["default,biology"]
+    assert f'"{app}":"running, 2 GPUs\\\\: python"' in "\n".join(asked("requeue ", "zsh"))
+    shell = f"""
+        eval "$(_GPU_ARBITER_COMPLETE=source_bash gpu-arbiter)"; COMP_WORDS=(gpu-arbiter release {app[:3]}) COMP_CWORD=2
+        _gpu_arbiter_completion gpu-arbiter; echo "${{COMPREPLY[*]}}"
+    """
+    cli("hold", app)
+    deadline = time.monotonic() + 30
+    while app not in asked("release "):
+        assert time.monotonic() < deadline, "its app agent's record says that it is held"
+    assert cli("wait", "--for", "running", "--timeout", "0.1s", app).stderr.startswith(
+        f"gpu-arbiter: {app} is still held"
+    )
+    run = subprocess.run(["bash", "-c", shell], env=own, capture_output=True, text=True, check=True, timeout=60)
+    assert run.stdout.split() == [app]
+    cli("cancel", app)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (("me-999",), exit_codes.NOT_FOUND, "there is no app me-999"),
+        (("--node", "n9"), exit_codes.NOT_FOUND, "there is no node n9"),
+        (("--kind", "preempt"), exit_codes.USAGE, "next: try --kind preempted"),
+        (("--since", "yesterday"), exit_codes.USAGE, "--since is 'yesterday', which is no length of time"),
+        (tuple(f"me-{number}" for number in range(101)), exit_codes.USAGE, "ID has 101 names"),
+    ],
+)
+def test_events_of_what_there_is_not_are_refused(cli: Cli, words: tuple[str, ...], code: int, sentence: str) -> None:
+    done = cli("events", *words)
+    assert (done.returncode, done.stdout) == (code, "")
+    assert sentence in done.stderr
+
+
 def test_the_version_is_a_flag_too(cli: Cli) -> None:
     assert cli("--version").stdout == cli("version").stdout != ""
 
@@ -278,6 +404,7 @@ def test_every_answer_for_programs_names_its_schema(cli: Cli) -> None:
         (("ps",), "apps/v1"),
         (("nodes",), "nodes/v1"),
         (("rounds",), "rounds/v1"),
+        (("events", "--tail", "2"), "events/v1"),
         (("explain", "last"), "explain/v1"),
         (("doctor",), "doctor/v1"),
         (("version",), "version/v1"),
@@ -419,6 +546,12 @@ def test_apps_survive_a_restart_of_up(environment: dict[str, str], tmp_path: Pat
         assert cli("wait", "--timeout", "60s", app).returncode == 0
         (seen,) = json.loads(cli("ps", "--json").stdout)["apps"]
         assert (seen["state"], seen["preemptions"], seen["migrations"]) == ("finished", 0, 0)
+        events = json.loads(cli("events", "--json").stdout)["events"]
+        kinds = [event["kind"] for event in events if event["app"] == app or event["kind"] == "led"]
+        assert kinds[:2] == ["led", "submitted"], "from before the restart"
+        assert kinds.count("led") == 2
+        assert "finished" in kinds
+        assert sorted(event["at_s"] for event in events) == [event["at_s"] for event in events]
 
 
 @pytest.mark.slow

@@ -8,8 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, wait
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from app_agent import streams
 from app_agent.client import AsyncClient, Client, DiedError, FunctionApp, connect
 from app_agent.executor import GpuExecutor
 from tests.support import called_functions as functions
-from tests.support.thread_site import ThreadSite, thread_site
+from tests.support.thread_site import ThreadSite, thread_site, until
 
 PATIENCE_S = 60.0
 
@@ -38,13 +37,6 @@ def client(site: ThreadSite, tmp_path: Path) -> Client:
 
 def python(line: str) -> tuple[str, ...]:
     return (sys.executable, "-c", line)
-
-
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline, "it never came"
-        time.sleep(0.02)
 
 
 # --- commands -------------------------------------------------------------------------------------------------------
@@ -129,6 +121,8 @@ def test_an_app_that_is_not_there_is_not_found(client: Client) -> None:
 def test_what_no_node_can_hold_is_refused(client: Client) -> None:
     with pytest.raises(errors.RefusedError, match="gpus is 3, and the largest node has 2; ask for at most 2"):
         client.submit(("true",), gpus=3)
+    with pytest.raises(errors.RefusedError, match="each job needs 1 H200, and no node has one; the GPUs here are sim"):
+        client.submit(("true",), gpu_types=["H200"])
 
 
 def test_no_daemon_is_said_with_the_command_that_starts_one(tmp_path: Path) -> None:
@@ -316,16 +310,18 @@ def test_futures_and_waits_go_on_over_a_restart_of_the_app_agent(
     with GpuExecutor(client, gpus=2) as executor:
         running = executor.submit(functions.wait_for, str(gate))
         until(running.running)
-        waiting, dropped = (executor.submit(functions.add, number) for number in (1, 2))
+        waiting = executor.submit(functions.add, 1)
+        dropped = executor.submit(functions.wait_for, str(tmp_path / "never"))  # it may have begun when it is cancelled
         states: list[str] = []
         reader = threading.Thread(target=lambda: states.extend(running.app.states()))
         waited: list[str] = []
-        waiter = threading.Thread(target=lambda: waited.append(waiting.app.wait(PATIENCE_S).state))
+        waiters = [threading.Thread(target=lambda: waited.append(waiting.app.wait(PATIENCE_S).state)) for _ in range(2)]
         reader.start()
-        waiter.start()
+        waiters[0].start()
         until(lambda: bool(states))
         site.stop_app_agent()
         try:
+            waiters[1].start()  # its first question finds no app agent
             gate.write_text("while it was away")
             assert dropped.cancel(), "it waits, as far as is known"
             with pytest.raises(errors.UnreachableError):
@@ -334,10 +330,10 @@ def test_futures_and_waits_go_on_over_a_restart_of_the_app_agent(
             site.start_app_agent()
         assert running.result(PATIENCE_S) == "while it was away"
         assert waiting.result(PATIENCE_S) == 1
-        reader.join(PATIENCE_S)
-        waiter.join(PATIENCE_S)
-    assert dropped.app.state() == "cancelled", "told when the app agent was back"
-    assert (states[-1], waited) == ("finished", ["finished"])
+        for thread in (reader, *waiters):
+            thread.join(PATIENCE_S)
+    assert dropped.app.wait(PATIENCE_S).state == "cancelled", "told when the app agent was back"
+    assert (states[-1], waited) == ("finished", ["finished", "finished"])
 
 
 def test_futures_end_if_the_app_agent_stays_away_or_forgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,54 @@ def test_a_site_that_ends_while_they_are_compiled_ends_quietly(tmp_path: Path) -
     assert (done.returncode, done.stderr) == (0, "")
 
 
+WITHOUT = """
+import sys
+from pathlib import Path
+from msgspec.structs import replace
+from arbiter.core.policies.themis.auction import compiled
+from launch import demo, log_lines
+from launch.client import open_client
+from launch.site.site import in_process, local_site, memory_bus, wait_ready
+from app_agent.core.spec import AppSpec
+import psutil
+
+log_lines.configure("error")
+folder, policy = Path(sys.argv[1]), sys.argv[2]
+site = local_site(folder, nodes=1, gpus="simulated:1", settings=replace(demo.settings(6.0), policy=policy))
+with in_process(site, memory_bus()) as check:
+    wait_ready(site, check)
+    with open_client(site.socket) as client:
+        told = dict(cwd=str(folder), checkpoint_root=str(folder / "saved"), env={"PATH": "/usr/bin:/bin"})
+        app = client.submit(AppSpec(trials=((sys.executable, "-c", "pass"),), **told))
+        while client.query("apps", app)["apps"][0]["state"] not in ("finished", "failed"):
+            check()
+        print(client.query("apps", app)["apps"][0]["state"])
+    assert not [each for each in psutil.Process().children() if "warm_up" in " ".join(each.cmdline())]
+assert compiled._Use.loops
+assert not [loop.name for loop in compiled._Use.loops if loop.compiled.signatures]
+assert not list(folder.glob("loops/**/*.nb?"))
+assert "aio_pika" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("policy", ["fifo", "gandiva"])
+def test_where_the_policy_holds_no_auctions_nothing_is_compiled(policy: str, tmp_path: Path) -> None:
+    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "loops")}
+    line = [sys.executable, "-c", WITHOUT, str(tmp_path), policy]
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr
+
+
+async def test_where_compiled_code_cannot_be_kept_rounds_wait_until_it_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(compiled._Use, "kept", False)
+    monkeypatch.setattr(solver, "warm_up", lambda: told.append("compiled"))
+    await solver.Solver().prepare(lambda: told.append("ready"))
+    assert told == ["compiled", "ready"]
+
+
 @pytest.mark.parametrize(
     ("command", "says"),
     [

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import re
 import shutil
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from msgspec.structs import replace
 
 from app_agent import control_server
 from app_agent.config import AppConfig, default_socket, parse
@@ -24,10 +29,13 @@ from app_agent.control import (
     Control,
     ControlError,
     NotFoundError,
+    Request,
     UnreachableError,
+    WaitRequest,
     WaitTimeoutError,
     exit_code,
 )
+from app_agent.control_server import ControlServer
 from app_agent.core.records import AppRecord
 from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
@@ -38,10 +46,12 @@ from arbiter.core.state.model import ArbiterSettings
 from arbiter.daemon import run_arbiter
 from arbiter.ledger import Ledger
 from launch.client import open_client
+from launch.follow import follow_logs
 from protocol.bus.amqp import AmqpBus
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.config import ConfigError
-from protocol.messages import Act, AppId, Holdings, Query
+from protocol.messages import Act, AppId, Grant, Holdings, Query, RoundId
+from tests.support.app_harness import exited, status, terms
 from tests.support.app_state import with_plain_ids
 from tests.support.hand_arbiter import hand_arbiter
 from tests.support.rabbitmq import free_port
@@ -130,6 +140,36 @@ async def test_wait_returns_when_the_app_ends_and_not_before(config: AppConfig) 
         waiting: asyncio.Task[AppRecord] = group.create_task(ask(config, lambda control: control.wait("ada-1")))
         await ask(config, lambda control: control.cancel("ada-1"))
         assert (await waiting).state == "cancelled"
+
+
+async def test_wait_on_the_command_line_goes_on_over_a_restart_of_the_app_agent(
+    config: AppConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, serve = asyncio.Event(), ControlServer.serve
+
+    async def noticing(server: ControlServer, request: Request, *, hung_up: Callable[[], bool]) -> dict[str, object]:
+        if isinstance(request, WaitRequest):  # it has had the answer to another question before
+            waits.set()
+        return await serve(server, request, hung_up=hung_up)
+
+    def wait() -> subprocess.CompletedProcess[str]:
+        command = (sys.executable, "-m", "launch.cli", "wait", "ada-1")
+        environment = os.environ | {"GPU_ARBITER_URL": f"unix://{config.socket}"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+
+    monkeypatch.setattr(ControlServer, "serve", noticing)
+    bus = MemoryBus(MemoryBroker())
+    async with asyncio.TaskGroup() as group:
+        async with app_host(config, bus):
+            await ask(config, lambda control: control.submit(SPEC))
+            waiting = group.create_task(asyncio.to_thread(wait))
+            async with asyncio.timeout(60):
+                await waits.wait()
+        async with app_host(config, bus):
+            await ask(config, lambda control: control.cancel("ada-1"))
+            result = await waiting
+    assert (result.returncode, result.stdout) == (130, "")
+    assert result.stderr == "ada-1 cancelled: cancelled by its owner\n"
 
 
 async def test_changes_are_told_after_a_mark_and_all_of_them_after_a_restart(config: AppConfig) -> None:
@@ -266,6 +306,53 @@ async def test_a_question_is_answered_by_the_arbiter(config: AppConfig, tmp_path
         silent = await refused(config, lambda control: control.query("log", "ada-1"))
         assert silent.code == 3
         assert "has not started yet" in silent.sentence
+
+
+def output(message: Query | Act) -> dict[str, object]:
+    """Say that a task has written a line and ended."""
+    assert isinstance(message, Query)
+    line = base64.b64encode(b"a line\n").decode()
+    return {"schema": "log/v1", "task": message.target, "offset": 0, "size": 7, "ended": True, "data": line}
+
+
+@pytest.mark.parametrize("selector", ["ada-1.7", "ada-1_7", "last.7", "last_7"])
+async def test_a_job_of_an_array_is_meant_by_its_id_and_as_slurm_writes_it(config: AppConfig, selector: str) -> None:
+    def follow() -> bytes:
+        out = io.BytesIO()
+        with open_client(Path(config.socket)) as client:
+
+            def cancel(_: float) -> None:
+                assert client.cancel(selector) == "cancelled"
+
+            assert client.resolve(selector) == "ada-1.7"
+            follow_logs(client, client.resolve(selector), follow=True, out=out, pause=cancel)
+        return out.getvalue()
+
+    bus = MemoryBus(MemoryBroker())
+    async with hand_arbiter(bus, output), app_host(config, bus):
+        await ask(config, lambda control: control.submit(replace(SPEC, array=(7,))))
+        assert await asyncio.to_thread(follow) == b"a line\n", "it was waited for"
+        assert (await ask(config, lambda control: control.query("log", selector)))["task"] == "ada-1.7"
+        assert (await ask(config, lambda control: control.apps()))[0].ended == {"cancelled": "7"}
+
+
+@pytest.mark.parametrize("outcome", ["finished", "failed", "preempted"])
+async def test_the_arbiter_has_the_output_of_an_arrays_job_that_does_not_run_now(
+    config: AppConfig, outcome: str
+) -> None:
+    bus, gpus = MemoryBus(MemoryBroker()), (terms("n1g0"), terms("n1g1"))
+    async with hand_arbiter(bus, output) as site, app_host(config, bus):
+        await ask(config, lambda control: control.submit(replace(SPEC, array=tuple(range(100)), max_restarts=0)))
+        await ask(config, lambda control: control.query("capacity"))
+        early = await refused(config, lambda control: control.query("log", "ada-1.0"))
+        assert early.sentence.startswith("ada-1.0 has not started yet")
+        tasks = (exited("ada-1.0-a0", "n1g0", outcome, step=4), status("ada-1.1-a0", "n1g1"))
+        await site.say("ada", Grant(AppId("ada-1"), RoundId(1), 1, 1, gpus))
+        await site.say("ada", Holdings(AppId("ada-1"), 1, 2, gpus, tasks, acked=9))
+        while not (await ask(config, lambda control: control.apps()))[0].tasks:
+            pass
+        assert (await ask(config, lambda control: control.query("log", "ada-1.0")))["task"] == "ada-1.0"
+        assert (await ask(config, lambda control: control.query("log", "ada-1.1")))["task"] == "ada-1.1-a0"
 
 
 async def test_the_arbiter_decides_about_an_app_that_the_daemon_has_no_record_of(config: AppConfig) -> None:

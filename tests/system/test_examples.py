@@ -53,6 +53,7 @@ def test_the_scripts_on_one_page_learn_what_they_say(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()), "a script run by hand leaves nothing behind"
 
 
+@pytest.mark.full
 def test_the_grid_of_futures_finds_on_nodes_the_figures_it_finds_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,7 @@ async def test_it_leaves_by_memory_is_flushed_and_goes_on_from_memory(tmp_path: 
         second = await site.start(1)
         told = await site.progress(second)
         assert f"s{told.start_step}" in name
-        log = (await site.workers.read_log(second, offset=0, limit=4096))[0].decode()
+        log = (await site.workers.read_log(second, offset=0, limit=4096)).data.decode()
         assert log == f"loaded {tmp_path / 'memory'}/{site.memory.folder(OWNER).name}/{name}\n"  # type: ignore[union-attr]
         async with asyncio.timeout(10):
             while site.in_memory():  # noqa: ASYNC110 - a thread removes it

@@ -167,9 +167,9 @@ def test_a_process_tells_how_much_it_would_park_and_makes_room_for_it_while_it_t
             session.step_end()
         """
     with Worker(tmp_path, *script(text)) as worker:
-        told = agent.wait(Progress, state_bytes=past(40_000_000))
-        assert (told.arena_bytes, told.trough_bytes) == (0, told.state_bytes)
-        assert told.peak_bytes > told.trough_bytes
+        told = agent.wait(Progress, state_bytes=past(40_000_000), peak_bytes=past(40_000_000))
+        assert told.arena_bytes == 0
+        assert told.state_bytes < told.trough_bytes <= told.peak_bytes
         order = agent.order("arena", bytes=told.state_bytes)
         ready = agent.wait(Progress, seq=order.seq)
         assert ready.arena_bytes >= told.state_bytes
@@ -316,6 +316,47 @@ def test_a_program_told_to_leave_that_just_ends_has_not_finished(agent: WorkerAg
         agent.order("leave")
         assert worker.end() == (0, "", "")
     assert not [message for message in agent.heard if isinstance(message, Finished)]
+
+
+#: A program without mini-batches of its own that saves wherever it is; it makes some, so that it can be suspended.
+ANYWHERE = """
+import signal, sys, threading, time
+from app_agent import session
+def leave(*_):
+    print("parked" if session._session.parked else "whole")
+    session.left()
+    sys.exit(session.EXIT_REQUEUE)
+signal.signal(signal.SIGUSR2, leave)
+main = threading.main_thread().ident
+session.save_at_once(lambda: signal.pthread_kill(main, signal.SIGUSR2))
+while {steps}:
+    session.step_end()
+    time.sleep(0.01)
+time.sleep(600)
+"""
+
+
+def test_a_script_that_saves_wherever_it_is_leaves_at_once(agent: WorkerAgent, tmp_path: Path) -> None:
+    with Worker(tmp_path, *script(ANYWHERE.format(steps=False))) as worker:
+        agent.wait((Hello, Progress), can_checkpoint=True, can_park=False)
+        agent.order("save")
+        assert "only as it leaves" in agent.wait(Refused).reason
+        order = agent.order("leave")
+        assert agent.wait(Saved, leaving=True).seq == order.seq
+        assert worker.end() == (EXIT_REQUEUE, "whole\n", "")
+    assert not [message for message in agent.heard if isinstance(message, Finished)]
+
+
+def test_a_suspended_script_that_saves_wherever_it_is_leaves_once_its_memory_is_back(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    with Worker(tmp_path, *script(ANYWHERE.format(steps=True))) as worker:
+        agent.wait(Progress, step=past(1))
+        agent.order("suspend")
+        agent.wait(Suspended)
+        agent.order("leave")
+        agent.wait(Saved, leaving=True)
+        assert worker.end() == (EXIT_REQUEUE, "whole\n", "")
 
 
 def test_orders_that_come_twice_are_answered_twice_and_done_once(agent: WorkerAgent, tmp_path: Path) -> None:
@@ -476,6 +517,7 @@ def test_a_process_stands_at_the_end_of_the_step_it_promised_until_it_is_told_to
         with WorkerAgent(path, gen=2) as successor:
             hello = successor.wait(Hello)
             assert (hello.state, hello.step) == ("held", step)
+            assert 0 < hello.metrics["loss"] < 1, "what it has reported is said again"
             successor.wait(Ready, seq=successor.order("hold", at_step=step).seq, step=step)
             assert successor.wait(Suspended, seq=successor.order("suspend", at_step=step).seq).step == step
             assert successor.wait(Resumed, seq=successor.order("resume").seq).step == step
@@ -623,7 +665,8 @@ def test_ranks_stop_at_the_same_step_outlive_the_agent_and_end_with_the_state_of
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("start", [pytest.param(torchrun, marks=pytest.mark.full), spawning])
+@pytest.mark.full
+@pytest.mark.parametrize("start", [torchrun, spawning])
 def test_ranks_leave_with_one_checkpoint_in_memory_and_go_on_from_it(
     agent: WorkerAgent, tmp_path: Path, undisturbed: Callable[[str], list[str]], start: Callable[..., Worker]
 ) -> None:
@@ -850,7 +893,7 @@ COUNTED = """
     """
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.full), "fork"])
 def test_an_unchanged_script_that_spawns_is_as_many_training_processes_as_it_spawns(
     agent: WorkerAgent, tmp_path: Path, method: str
 ) -> None:
@@ -871,6 +914,7 @@ def test_an_unchanged_script_that_spawns_is_as_many_training_processes_as_it_spa
     assert json.loads((worker.checkpoints / "finished.json").read_text())["step"] == 6
 
 
+@pytest.mark.full
 def test_a_script_that_trains_after_the_processes_it_spawned_is_the_training_process_again(
     agent: WorkerAgent, tmp_path: Path
 ) -> None:
@@ -889,6 +933,7 @@ def test_a_script_that_trains_after_the_processes_it_spawned_is_the_training_pro
     assert json.loads((worker.checkpoints / "finished.json").read_text())["step"] == 8
 
 
+@pytest.mark.full
 def test_a_script_that_trains_itself_stays_the_training_process_whatever_it_spawns(
     agent: WorkerAgent, tmp_path: Path
 ) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import textwrap
 import tomllib
 import zipfile
 from email import message_from_string
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,28 @@ def test_the_script_of_the_readme_runs_by_hand(wheel: Path, tmp_path: Path) -> N
         [python, "-W", "error", script], env=wheels.clean_environment(), capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "trained [0, 1, 2, 3, 4]\n"), done.stderr
+
+
+@pytest.mark.skipif(find_spec("submitit") is None, reason="submitit missing: pip install 'gpu-arbiter[submitit]'")
+def test_beside_submitit_it_is_the_plugin_of_jobs_and_says_what_submitting_needs(wheel: Path, tmp_path: Path) -> None:
+    python = wheels.environment(tmp_path / "bare", with_pip=False)
+    wheels.pip_for(python, "install", "--no-index", wheel)
+    (site,) = (tmp_path / "bare" / "lib").glob("python*/site-packages")
+    for name in ("submitit", "cloudpickle", "typing_extensions"):
+        origin = Path(find_spec(name).origin)  # type: ignore[union-attr, arg-type]
+        origin = origin.parent if origin.name == "__init__.py" else origin
+        (site / origin.name).symlink_to(origin)
+    program = """
+        import submitit
+        from submitit.core import plugins
+        assert "gpuarbiter" in plugins.get_job_environments()
+        assert submitit.AutoExecutor(folder="log").cluster == "local"
+        try:
+            submitit.AutoExecutor(folder="log", cluster="gpuarbiter")
+        except RuntimeError as error:
+            print(error)
+        """
+    line, env = [python, "-W", "error", "-c", textwrap.dedent(program)], wheels.clean_environment()
+    done = subprocess.run(line, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "app_agent.client is missing here; pip install gpu-arbiter" in done.stdout

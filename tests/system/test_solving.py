@@ -298,6 +298,91 @@ async def test_an_error_of_a_policy_costs_its_rounds_and_not_the_arbiter(
     assert {each.failure.error for each in failures} == {"ZeroDivisionError: a bug of ours"}
 
 
+class Rehearsing(Heard):
+    """Asks for a dry run again and again once it wants to, and for the apps in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wants = False
+        self.told: list[Answer] = []
+        self._turns = itertools.cycle((True, False))
+
+    def query(self) -> Query:
+        if not (self.wants and next(self._turns)):
+            return super().query()
+        report = AppReport(
+            AppId("asker-1"), TenantId("t"), "train", 1, "active", NODES, NODES, (), Requirements(spans=True)
+        )
+        return Query("dry", "dry-run", report=report)
+
+    def answer(self, message: AnyMessage) -> None:
+        if isinstance(message, Answer) and message.query_id == "dry":
+            self.told.append(message)
+        else:
+            super().answer(message)
+
+    async def until(self, reached: Callable[[], bool]) -> None:
+        while not reached():  # noqa: ASYNC110 - callbacks only
+            await asyncio.sleep(0.02)
+
+
+async def test_a_dry_run_waits_for_the_round_that_is_being_decided_and_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    round_1, rehearsal = threading.Event(), threading.Event()
+    begun: list[str] = []
+
+    def decide() -> None:
+        begun.append("a decision")
+        (round_1 if len(begun) == 1 else rehearsal).wait()
+
+    solve = Solve(decide)
+    monkeypatch.setitem(POLICIES, "slow", solve.policy)
+    heard = Rehearsing()
+    try:
+        async with asyncio.timeout(PATIENCE_S), site(tmp_path, heard):
+            await solve.begun.wait()
+            heard.wants = True
+            answered = len(heard.answers)
+            await heard.until(lambda: len(heard.answers) >= answered + 3)
+            assert len(begun) == 1, "no dry run decides while the round is being decided"
+            round_1.set()
+            await heard.granted.wait()
+            await heard.until(lambda: len(begun) > 1)
+            answered, plans = len(heard.answers), len(heard.plans)
+            await heard.until(lambda: len(heard.answers) >= answered + 3 and len(heard.plans) >= plans + 3)
+            assert heard.told == [], "the policy still decides"
+            rehearsal.set()
+            await heard.until(lambda: bool(heard.told))
+    finally:
+        round_1.set()
+        rehearsal.set()
+    told = msgspec.json.decode(heard.told[0].document)
+    assert (told["schema"], told["starts"]) == ("dry-run/v1", False)
+
+
+async def test_a_policy_that_fails_in_a_dry_run_costs_that_answer_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = itertools.count()
+
+    def fail_later() -> None:
+        if next(turns) > 0:
+            raise ZeroDivisionError("a bug of ours")
+
+    monkeypatch.setitem(POLICIES, "slow", Solve(fail_later).policy)
+    heard = Rehearsing()
+    async with asyncio.timeout(PATIENCE_S), site(tmp_path, heard):
+        await heard.granted.wait()
+        heard.wants = True
+        await heard.until(lambda: len(heard.told) >= 2)
+        answered = len(heard.answers)
+        await heard.until(lambda: len(heard.answers) > answered)
+    assert "failed to decide a dry run (ZeroDivisionError: a bug of ours)" in heard.told[0].error
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        assert ledger.failures(limit=9) == []
+
+
 async def test_of_the_decisions_that_wait_only_the_newest_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     stuck = threading.Event()
     solve = Solve(stuck.wait)

@@ -121,3 +121,45 @@ async def test_a_node_agent_killed_at_any_point_of_a_turn_costs_no_step_and_no_b
     assert outcomes == ["finished", "finished"]
     assert watch.conflicts == []
     assert digests(tmp_path) == alone
+
+
+#: Training whose GPU memory does not go when it is parked: an array of NumPy's, or the buckets in which DDP reduces
+#: gradients; and training that has taken its objects from the garbage collector, whose memory does go.
+KEEPING = """
+import gc, sys, time
+import numpy, torch
+kind, folder = sys.argv[1:]
+model = torch.nn.Linear(8192, 7000) if kind == "ddp" else torch.nn.Linear(64, 64)
+size = model.in_features
+held = numpy.ones(40_000_000) if kind == "numpy" else torch.ones(60_000_000) if kind == "frozen" else None
+if kind == "ddp":
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+if kind == "frozen":
+    gc.freeze()
+for step in range(60):
+    model(torch.ones(1, size)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "suspended"), [("numpy", False), ("ddp", False), ("frozen", True)])
+async def test_a_job_that_keeps_memory_when_it_is_parked_does_not_leave_the_gpu_idle(
+    tmp_path: Path, kind: str, suspended: bool
+) -> None:
+    command = (sys.executable, "-c", KEEPING, kind, str(tmp_path))
+    env = {"PYTHONPATH": str(bootstrap_dir())}
+    keeper = task_order(tmp_path, "ana-1.0-a0", *command, grace_s=30.0, seat_number=0, env=env)
+    async with node_site(tmp_path, bootstrap_dir=str(bootstrap_dir())) as site:
+        site.sharing, site.quantum_s = "timeslice", QUANTUM_S
+        await site.plan(keeper, order(tmp_path, "bob", "plain.py", 5, 1))
+        report = await site.report(both_ended, patience_s=150.0)
+    ana, bob = (find_task(report, f"{name}-1.0-a0") for name in ("ana", "bob"))
+    assert ana is not None
+    assert bob is not None
+    assert (ana.outcome, bob.outcome) == ("finished", "finished"), (ana.reason, bob.reason)
+    assert ana.suspensions > 1 if suspended else ana.suspensions == 1

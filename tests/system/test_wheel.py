@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import zipfile
@@ -63,14 +64,19 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def program(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Program:
     """Run the installed command in a folder where a user has modules that are named as our packages."""
-    home = tmp_path_factory.mktemp("home")
-    folder = tmp_path_factory.mktemp("project")
-    for name in NAMES:
-        (folder / f"{name}.py").write_text("raise RuntimeError('this is the user\\'s own')\n")
-    env = wheels.clean_environment() | {"HOME": str(home), "GPU_ARBITER_URL": f"unix://{home}/control.sock"}
-    env |= {"PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(home / "loops")}
+    return program_of(python, tmp_path_factory.mktemp("user"))
 
-    return Program(python.with_name("gpu-arbiter"), folder, env)
+
+def program_of(python: Path, folder: Path) -> Program:
+    """The command in the environment of `python`, for a user with modules that are named as our packages."""
+    home, project = folder / "home", folder / "project"
+    home.mkdir()
+    project.mkdir()
+    for name in NAMES:
+        (project / f"{name}.py").write_text("raise RuntimeError('this is the user\\'s own')\n")
+    env = wheels.clean_environment() | {"HOME": str(home), "GPU_ARBITER_URL": f"unix://{home}/control.sock"}
+    env |= {"PYTHONPATH": str(project), "NUMBA_CACHE_DIR": str(home / "loops")}
+    return Program(python.with_name("gpu-arbiter"), project, env)
 
 
 @pytest.fixture(scope="module")
@@ -140,16 +146,35 @@ def test_the_files_of_a_site_are_written(program: Program, tmp_path: Path) -> No
 
 
 def test_the_first_hour_of_the_readme_goes_as_it_says(program: Program, tmp_path: Path) -> None:
-    page = (wheels.ROOT / "README.md").read_text()
+    first_hour(program, wheels.ROOT, tmp_path)
+
+
+def test_the_first_hour_goes_as_the_readme_says_from_a_fresh_clone(tmp_path: Path) -> None:
+    clone = wheels.clone(tmp_path)
+    page = (clone / "README.md").read_text()
+    install = page[page.index("## Install") : page.index("## The first hour")]
+    (line,) = re.findall(r"^pip install \.", install, re.MULTILINE)
+    python = wheels.environment_beside(tmp_path / "environment")
+    env = wheels.clean_environment() | {"PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    env["PATH"] = f"{python.parent}{os.pathsep}{env['PATH']}"
+    done = subprocess.run(line, shell=True, cwd=clone, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shutil.rmtree(clone / "launch")  # what is installed stands by itself
+    first_hour(program_of(python, tmp_path), clone, tmp_path)
+
+
+def first_hour(program: Program, root: Path, folder: Path) -> None:
+    """Type what the README in `root` says, on a site with its state in `folder`."""
+    page = (root / "README.md").read_text()
     hour = page[page.index("## The first hour") : page.index("## Before you switch")]
-    (program.folder / "train.py").write_text(WAITING + wheels.script_of_the_readme())
+    (program.folder / "train.py").write_text(WAITING + wheels.script_of_the_readme(root))
     blocks = re.findall(r"```\n(.*?)```", hour, re.DOTALL)
     commands = [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
     assert [line.split()[1] for line in commands] == ["up", "submit", "ps", "explain", "nodes", "logs"]
     env = program.env | {
         "PATH": f"{program.path.parent}{os.pathsep}{program.env['PATH']}",
-        "GPU_ARBITER_URL": f"unix://{tmp_path}/control.sock",
-        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "GPU_ARBITER_URL": f"unix://{folder}/control.sock",
+        "XDG_STATE_HOME": str(folder / "state"),
     }
     shell = {"shell": True, "cwd": program.folder, "env": env, "text": True}
     with subprocess.Popen(f"exec {commands[0]}", stderr=subprocess.PIPE, **shell) as site:  # type: ignore[call-overload]

@@ -1,10 +1,11 @@
-"""App schedulers decide which of an app's trials get GPUs: one for a single job, four searches over several."""
+"""App schedulers decide which of an app's jobs get GPUs: a single job, an array, and four searches over trials."""
 
 from __future__ import annotations
 
 from typing import assert_never
 
 from app_agent.core.spec import AppSpec
+from app_agent.core.tuning.array import Array
 from app_agent.core.tuning.curve import CurveStopping
 from app_agent.core.tuning.exhaustive import Exhaustive
 from app_agent.core.tuning.halving import Halving
@@ -14,6 +15,7 @@ from app_agent.core.tuning.single import Single
 
 __all__ = [
     "AppScheduler",
+    "Array",
     "Curve",
     "CurveStopping",
     "Exhaustive",
@@ -32,6 +34,8 @@ def scheduler_for(spec: AppSpec) -> AppScheduler:
 
     `spec` has no mistake.
     """
+    if spec.array:
+        return Array.of(spec)
     if spec.search == "curve":
         return CurveStopping.of(spec)
     if len(spec.trials) == 1:

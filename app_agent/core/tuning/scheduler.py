@@ -82,7 +82,7 @@ class Left(Struct, frozen=True):
 
 
 class AppScheduler(Protocol):
-    """Decides among an app's trials: `Single`, `Halving`, `Hyperband`, `CurveStopping` or `Exhaustive`."""
+    """Decides among an app's jobs: `Single`, `Array`, `Halving`, `Hyperband`, `CurveStopping` or `Exhaustive`."""
 
     def begin(self) -> Search:
         """Return the search before anything has run."""

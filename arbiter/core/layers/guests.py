@@ -298,8 +298,10 @@ def _least_shared(app: AppView, devices: Iterable[_Device]) -> list[GpuView]:
     here = [[gpu if gpu in free else others.get(device_of(gpu), gpu) for gpu in job] for job in app.jobs]
     own = seats_of_jobs(here, free.__contains__)
     seats = []
+    kind = frozenset(app.only or ()) if app.by_kind else None
     for device in ranked:
-        usable = [seat for seat in device.free if app.only is None or seat.seat.device in own]
+        usable = [seat for seat in device.free if not app.bound or seat.seat.device in own]
+        usable = [seat for seat in usable if kind is None or seat.seat.gpu in kind]
         if usable:
             known = own.get(device.view.device)
             seats.append(min(usable, key=lambda seat: (seat.seat.gpu != known, seat.parked, seat.seat.gpu)).seat)

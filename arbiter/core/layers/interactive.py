@@ -230,15 +230,14 @@ class _Serving:
 
     def _place(self, app: AppView) -> bool:
         """Give an interactive app free GPUs."""
-        usable = (gpu for gpu in self._free if app.only is None or gpu.gpu in app.only)
-        bundle = pick(Holes(usable), app, app.gang)
+        bundle = pick(Holes(app.usable(self._free)), app, app.gang)
         left = any(gpu.gpu in self._freed for gpu in bundle)
         which = "that others leave for interactive apps" if left else "free"
         return bool(bundle) and self._give(app, bundle, f"it is an interactive app and gets {len(bundle)} {which}")
 
     def _await(self, app: AppView) -> bool:
         """Let an interactive app wait for what is free and what is just being left, if that is enough."""
-        usable = [gpu for gpu in (*self._free, *self._emptying) if app.only is None or gpu.gpu in app.only]
+        usable = app.usable((*self._free, *self._emptying))
         bundle = pick(Holes(usable), app, app.gang) if self._emptying else []
         if not bundle:
             return False
@@ -396,8 +395,7 @@ class _Serving:
         pool = [*(gpu for node in nodes for gpu in free.get(node, ())), *victim.gpus]
         if len(pool) < app.gang:
             return []
-        usable = [gpu for gpu in pool if app.only is None or gpu.gpu in app.only]
-        return pick(Holes(usable, {gpu.gpu: 1 for gpu in victim.gpus}), app, app.gang)
+        return pick(Holes(app.usable(pool), {gpu.gpu: 1 for gpu in victim.gpus}), app, app.gang)
 
     def _outcomes(self) -> tuple[Outcome, ...]:
         """Return the outcomes with what has become of interactive apps and their victims."""

@@ -28,11 +28,14 @@ from arbiter.core.seam import GpuView
 from arbiter.core.state import model
 from arbiter.core.state.model import App, BlockedGangs, Draining, Free, Gpu, Leased
 from arbiter.core.turn import Turn
-from protocol.messages import LEVELS, AppId, GpuId, Level
+from protocol import gpu_kinds
+from protocol.messages import LEVELS, AppId, GpuId, Level, Requirements
 
 #: A round with room for a gang leaves so much of its wait. Several in each lease mean that it waits for its turn, not
 #: for room; one in each may be of leases that end together and always go to others, and must not put it off for ever.
 ROOM_LEAVES = 0.6
+
+_Kind = tuple[int, bool, Level, tuple[str, ...], int]  #: of `BlockedGangs`, without the time
 
 
 def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
@@ -46,18 +49,24 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
         return
     turn.state.aligned = {gpu: end for gpu, end in turn.state.aligned.items() if end > turn.now}
     _keep_gangs_together(turn)
-    waiting: dict[tuple[int, bool, Level], list[App]] = {}
+    waiting: dict[_Kind, list[App]] = {}
     promised = leases.promised(turn)
     for app_id in turn.index.active - promised.keys():
         app = turn.state.apps[app_id]
         able = 1 < app.gang <= app.demand_max and app.only is None
         if able and turn.hears(app) and not (app_id in turn.index.holders and leases.held(turn, app_id)):
-            waiting.setdefault((app.gang, app.spans, app.level_max), []).append(app)
-    since = {(each.gang, each.spans, each.level_max): each.since for each in turn.state.blocked}
+            wished = (app.requirements.gpu_types, app.requirements.min_memory_bytes)
+            waiting.setdefault((app.gang, app.spans, app.level_max, *wished), []).append(app)
+    since = {
+        (each.gang, each.spans, each.level_max, each.gpu_types, each.min_memory_bytes): each.since
+        for each in turn.state.blocked
+    }
     blocked = []
     aligned = False
     for kind in sorted(waiting, reverse=True):
-        found = BlockedGangs(*kind, since.get(kind, min(_waits_since(turn, app) for app in waiting[kind])))
+        began = since.get(kind, min(_waits_since(turn, app) for app in waiting[kind]))
+        gang, spans, level_max, gpu_types, min_memory_bytes = kind
+        found = BlockedGangs(gang, spans, level_max, began, gpu_types, min_memory_bytes)
         waited_s = turn.now - found.since
         if _has_room(turn, found, in_play):
             found = replace(found, since=turn.now - ROOM_LEAVES * waited_s)
@@ -85,9 +94,16 @@ def _has_room(turn: Turn, kind: BlockedGangs, in_play: Sequence[GpuId]) -> bool:
     """Whether these GPUs hold such a gang."""
     if len(in_play) < kind.gang:
         return False
-    views = (turn.index.show(turn.state.gpus[gpu]) for gpu in in_play if gpu in turn.state.gpus)
+    gpus = (turn.state.gpus[gpu] for gpu in in_play if gpu in turn.state.gpus)
+    views = (turn.index.show(gpu) for gpu in gpus if _suits(kind, gpu))
     level = _levels(kind)[-1]
     return max(Counter(place_of(view, level) for view in views).values(), default=0) >= kind.gang
+
+
+def _suits(kind: BlockedGangs, gpu: Gpu) -> bool:
+    """Whether a GPU is of the kind that the users of such gangs asked for."""
+    wished = Requirements(gpu_types=kind.gpu_types, min_memory_bytes=kind.min_memory_bytes)
+    return gpu_kinds.suits(wished, gpu.model, gpu.memory_bytes)
 
 
 def _levels(kind: BlockedGangs) -> Sequence[Level]:
@@ -99,7 +115,7 @@ def _levels(kind: BlockedGangs) -> Sequence[Level]:
 
 def _align(turn: Turn, kind: BlockedGangs, waiting: Sequence[App]) -> bool:
     """Let the leases in one place that holds such a gang end together; return whether there is such a place."""
-    open_ = [gpu for _, gpu in sorted(turn.state.gpus.items()) if _ends(turn, gpu) < inf]
+    open_ = [gpu for _, gpu in sorted(turn.state.gpus.items()) if _suits(kind, gpu) and _ends(turn, gpu) < inf]
     views = [turn.index.show(gpu) for gpu in open_]
     for level in _levels(kind):
         best: list[Gpu] = []

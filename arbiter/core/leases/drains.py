@@ -71,6 +71,9 @@ def go_on(turn: Turn) -> None:
         if empty != (drain.empty_since is not None):
             turn.state.drains[node] = replace(drain, empty_since=turn.now if empty else None)
             turn.tell(node, "drained: it holds no task" if empty else "holds a task again", loudly=True)
+            turn.happen(
+                *(("drained", "it holds no task") if empty else ("draining", "it holds a task again")), node=node
+            )
 
 
 def _end_leases(turn: Turn, node: NodeId, drain: Drain) -> None:

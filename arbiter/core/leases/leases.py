@@ -7,7 +7,7 @@ repeated or restarted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
 
@@ -22,11 +22,25 @@ from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId, LeaseId, device_of
 
 
-def grant(turn: Turn, gpu: Gpu, app: model.App, *, round: int, guest: bool = False) -> Lease:  # noqa: A002
-    """Lease a free GPU to `app` from now, for as long as the policy's tenure says; where it is parked, that seat."""
-    gpu = _own_seat(turn, gpu, app)
+def grant(
+    turn: Turn,
+    gpu: Gpu,
+    app: model.App,
+    *,
+    round: int,  # noqa: A002
+    guest: bool = False,
+    given: Collection[GpuId] = (),
+) -> Lease:
+    """Lease a free GPU to `app` from now, for as long as the policy's tenure says.
+
+    Where a job of `app` is parked on another seat of that GPU, it gets that seat, unless the seat is among those that
+    the same decision has `given`.
+    """
+    gpu = _own_seat(turn, gpu, app, given)
     assert gpu.present
     lease = _lease(turn, gpu, app, round=round, guest=guest)
+    how = f"in round {round}{', as a guest' if guest else ''}"
+    turn.happen("granted", how, app=app.id, node=gpu.node, gpu=gpu.id, round=round)
     turn.tell(gpu.id, f"granted to {app.id} in round {round} as {lease.id}")
     return lease
 
@@ -51,11 +65,13 @@ def _lease(turn: Turn, gpu: Gpu, app: model.App, *, round: int, guest: bool = Fa
     return lease
 
 
-def _own_seat(turn: Turn, gpu: Gpu, app: model.App) -> Gpu:
-    """Return the free seat of a GPU on which a job of `app` is parked, which could go on on no other; else `gpu`."""
+def _own_seat(turn: Turn, gpu: Gpu, app: model.App, given: Collection[GpuId]) -> Gpu:
+    """Return the free seat of a GPU on which a job of `app` is parked, and which is not `given`; else `gpu`."""
 
     def is_free(seat: GpuId) -> bool:
         own = turn.state.gpus.get(seat)
+        if seat != gpu.id and seat in given:
+            return False
         return own is not None and isinstance(own.state, Free) and own.empty and model.usable(turn.state, own)
 
     mine = turn.index.gpus[app.id]
@@ -141,6 +157,7 @@ def revoke(turn: Turn, gpu: Gpu, reason: str, *, promised_to: AppId | None = Non
         app = turn.state.apps[lease.app]
         turn.state.apps[app.id] = replace(app, tally=replace(app.tally, preemptions=app.tally.preemptions + 1))
         turn.tell(app.id, f"lost {gpu.id} on {gpu.node}: {reason}")
+        turn.happen("preempted", reason, app=app.id, node=gpu.node, gpu=gpu.id, by=promised_to)
 
 
 def withdraw(turn: Turn, gpu: Gpu, reason: str) -> None:
@@ -210,6 +227,7 @@ def release(turn: Turn, gpu: Gpu) -> model.App:
         )
     )
     turn.accounts.add(app.id)
+    turn.happen("freed", drained.reason, app=app.id, node=gpu.node, gpu=gpu.id)
     return turn.state.apps[app.id]
 
 
@@ -238,9 +256,13 @@ def close_account(turn: Turn, app_id: AppId) -> None:
 
 
 def _may_have(turn: Turn, app: model.App, gpu: Gpu) -> bool:
-    """Whether an app wants another GPU, and has no seat on that one."""
+    """Whether an app wants another GPU, this one is of the kind that it asks for, and it has no seat on it."""
     own = held(turn, app.id)
-    return len(own) < app.demand_max and not any(device_of(each.id) == device_of(gpu.id) for each in own)
+    return (
+        model.suits(app, gpu)
+        and len(own) < app.demand_max
+        and not any(device_of(each.id) == device_of(gpu.id) for each in own)
+    )
 
 
 def _align(turn: Turn, newest: Lease) -> None:
@@ -303,6 +325,7 @@ def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> None:
     lease = _lease(turn, gpu, turn.state.apps[task.app], round=turn.state.round)
     turn.tell(gpu.id, f"found with {task.id}: leased to {task.app} as {lease.id}")
     turn.tell(task.app, f"keeps {gpu.id} on {gpu.node}, where {task.id} was found")
+    turn.happen("granted", f"where {task.id} was found", app=task.app, node=gpu.node, gpu=gpu.id)
 
 
 def keep(turn: Turn) -> None:

@@ -19,10 +19,11 @@ from msgspec.structs import replace
 from arbiter.core.leases.leases import held
 from arbiter.core.state import model
 from arbiter.core.state.index import Cache
-from arbiter.core.state.model import Draining, Leased, State, Task
+from arbiter.core.state.model import Active, Dependent, Draining, Leased, State, Task
 from arbiter.core.turn import Turn
 from protocol.messages import (
     AppId,
+    EventKind,
     GpuId,
     Holdings,
     JobId,
@@ -39,7 +40,7 @@ from protocol.messages import (
 
 #: A job lies on fewer nodes than a number of so many digits.
 RANK_DIGITS_MAX = 10
-#: Tasks of one app whose node is remembered after they are gone, for their output.
+#: Tasks of one app whose node is remembered after they are gone, for their output: so many, and each job's of an array.
 WHEREABOUTS_MAX = 64
 #: Why a task is to leave, unless its job has ended elsewhere.
 LEASE_ENDED = "its lease ended"
@@ -295,8 +296,8 @@ def terms_of(turn: Turn, lease: model.Lease) -> LeaseTerms:
     return _terms(turn, lease, turn.state.gpus[lease.gpu])
 
 
-def holdings_of(turn: Turn, app: model.App, *, cluster_gpus: int) -> Holdings:
-    """Return all an app should know now; `cluster_gpus` is the same for all of them."""
+def holdings_of(turn: Turn, app: model.App) -> Holdings:
+    """Return all an app should know now."""
     state = turn.state
     terms = [terms_of(turn, gpu.state.lease) for gpu in held(turn, app.id) if isinstance(gpu.state, Leased)]
     for gpu_id in sorted(turn.index.gpus[app.id]):
@@ -310,9 +311,10 @@ def holdings_of(turn: Turn, app: model.App, *, cluster_gpus: int) -> Holdings:
         seq=app.holdings_seq,
         leases=tuple(terms),
         tasks=tuple(_status(state, task) for task in tasks),
-        cluster_gpus=cluster_gpus,
+        cluster_gpus=turn.index.count_for(app.requirements)[0],
         acked=app.report_seq,
         site=state.site,
+        held_by=app.held_by if isinstance(app.state, Active | Dependent) else "",
     )
 
 
@@ -344,15 +346,36 @@ def note_ordered(turn: Turn, node: model.Node, plan: NodePlan) -> None:
             )
             turn.index.bind_task(task)
             turn.apps.add(order.app)
+            _tell_start(turn, task)
             _note_whereabouts(turn, task)
         if task.ordered_seq != node.plan_seq:
             turn.state.tasks[order.task] = replace(task, ordered_seq=node.plan_seq)
 
 
+def _tell_start(turn: Turn, task: Task) -> None:
+    """Record the first attempt of a job as its start, and any other by where the one before it was."""
+    ran = turn.state.apps[task.app].ran.items()
+    parts = (f"{task.job}-a{task.attempt}", f"{task.job}-a{task.attempt}.")
+    earlier = [
+        node
+        for known, node in ran
+        if known.startswith(f"{task.job}-a") and known != parts[0] and not known.startswith(parts[1])
+    ]
+    what = f"{task.id} on {task.node}"
+    kind: EventKind = "starting" if not earlier else "restarted" if earlier[-1] == task.node else "moved"
+    if kind == "moved":
+        what = f"{task.id} from {earlier[-1]} to {task.node}"
+    turn.happen(kind, what, app=task.app, node=task.node, task=task.id)
+
+
 def _note_whereabouts(turn: Turn, task: Task) -> None:
     app = turn.state.apps[task.app]
-    newest = dict(list({**app.ran, task.id: task.node}.items())[-WHEREABOUTS_MAX:])
-    turn.state.apps[app.id] = replace(app, ran=newest)
+    ran = {**app.ran, task.id: task.node}
+    if len(ran) > WHEREABOUTS_MAX + app.array:
+        newest = {known.rpartition("-a")[0]: known for known in ran}
+        earlier = (known for known in ran if newest[known.rpartition("-a")[0]] != known)
+        del ran[next(earlier, next(iter(ran)))]
+    turn.state.apps[app.id] = replace(app, ran=ran)
 
 
 class _PlanBody(Struct, array_like=True):
@@ -365,6 +388,7 @@ class _HoldingsBody(Struct, array_like=True):
     leases: tuple[tuple[str, bool], ...]
     tasks: tuple[tuple[str, str, str, bool, dict[str, float], tuple[str, ...]], ...]
     acked: int
+    held_by: str
 
 
 def plan_digest(plan: NodePlan) -> str:
@@ -376,7 +400,8 @@ def plan_digest(plan: NodePlan) -> str:
 def holdings_digest(holdings: Holdings) -> str:
     """Return a digest of what matters at once in holdings: leases, task phases and metrics, not steps and times."""
     tasks = tuple((t.task, t.phase, t.outcome or "", t.can_checkpoint, t.metrics, t.gpus) for t in holdings.tasks)
-    return _digest(_HoldingsBody(tuple((t.lease, t.leaving) for t in holdings.leases), tasks, holdings.acked))
+    leases = tuple((t.lease, t.leaving) for t in holdings.leases)
+    return _digest(_HoldingsBody(leases, tasks, holdings.acked, holdings.held_by))
 
 
 def _digest(body: Struct) -> str:

@@ -14,16 +14,14 @@ from arbiter.core.rounds import phases, views
 from arbiter.core.seam import Admission, AppView
 from arbiter.core.state import fairness, model
 from arbiter.core.state.index import Index
-from arbiter.core.state.model import Active, App, ArbiterSettings, Enrolling, Job, Leased, Settled, State
+from arbiter.core.state.model import Active, App, ArbiterSettings, Dependent, Enrolling, Job, Leased, Settled, State
 from arbiter.core.turn import Turn
-from protocol import limits
+from protocol import gpu_kinds, limits
 from protocol.core import Send
 from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal, Requirements, device_of
 
 #: Apps that are over and remembered, with their stories; the ledger keeps their rounds and leases.
 OVER_MAX = 1000
-#: Tenants that a refusal names: it has to fit into a message.
-TENANTS_NAMED = 20
 #: An active report that much younger than its app's end is no echo of the past.
 REUSE_S = 60.0
 
@@ -97,7 +95,7 @@ def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
         demand_max=report.demand_max,
         level_max=report.level_max,
         jobs=(),
-        state=Enrolling(),
+        state=Dependent(report.after) if report.after else Enrolling(),
         requirements=_bounded(report.requirements, state.settings),
         apps_integral=state.apps_count.integral(turn.now),
         arrival=state.apps_arrived,
@@ -110,8 +108,11 @@ def _enrol(turn: Turn, sender: Party, report: AppReport) -> App:
     turn.state.apps_arrived += 1
     turn.state.apps[app.id] = app
     turn.index.bind_app(app)
-    _count(turn, +1)
-    turn.tell(app.id, f"submitted by {sender.id} for tenant {report.tenant}: {report.name}", loudly=True)
+    if isinstance(app.state, Enrolling):
+        _count(turn, +1)
+    by = f"by {sender.id} for tenant {report.tenant}: {report.name}"
+    turn.tell(app.id, f"submitted {by}", loudly=True)
+    turn.happen("submitted", by, app=app.id, by=sender.id)
     return app
 
 
@@ -150,7 +151,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     requirements = _bounded(report.requirements, turn.state.settings)
     demand = 0 if app.held_by else report.demand_max
     wants_more = demand > app.demand_max or app.report_seq < 0
-    bound_to = app.only
+    bound_to, kind = app.only, (app.requirements.gpu_types, app.requirements.min_memory_bytes)
     if (jobs, requirements, demand, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
         turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
         turn.apps.add(app.id)
@@ -178,13 +179,40 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         sizes=report.sizes,
         move_s=report.move_s,
         demand_most=max(app.demand_most, report.demand_max),
+        array=report.array,
+        array_over=min(report.array_over, report.array),
     )
     turn.state.apps[app.id] = app
+    _leave_unsuited(turn, app)
+    if isinstance(app.state, Dependent):
+        app = _follow_dependencies(turn, app, app.state, report)
     turn.follow(app)
     waits = demand > len(turn.index.gpus[app.id])
     elsewhere = waits and bound_to is not None and (app.only is None or not set(app.only) <= set(bound_to))
+    elsewhere = elsewhere or kind != (requirements.gpu_types, requirements.min_memory_bytes)
     turn.state.news = turn.state.news or ((wants_more or elsewhere) and app.active)
     return app
+
+
+def _leave_unsuited(turn: Turn, app: App) -> None:
+    """Take the GPUs from an app that are of another kind than it asks for by now."""
+    for gpu in leases.held(turn, app.id) if gpu_kinds.wishes_kind(app.requirements) else ():
+        if not model.suits(app, gpu):
+            leases.revoke(turn, gpu, f"it asks for {gpu_kinds.in_words(app.requirements)} now", preempted=True)
+
+
+def _follow_dependencies(turn: Turn, app: App, state: Dependent, report: AppReport) -> App:
+    """Take in which apps a dependent one still begins after; without any it joins the queue, as if it came now."""
+    if not report.after:
+        arrival = turn.state.apps_arrived
+        turn.state.apps_arrived += 1
+        _count(turn, +1)
+        integral = turn.state.apps_count.integral(turn.now)
+        turn.state.apps[app.id] = replace(app, arrived_at=turn.now, arrival=arrival, apps_integral=integral)
+        return turn.put_app(turn.state.apps[app.id], Enrolling())
+    if report.after != state.after:
+        turn.state.apps[app.id] = replace(app, state=Dependent(report.after))
+    return turn.state.apps[app.id]
 
 
 def _bounded(wished: Requirements, settings: ArbiterSettings) -> Requirements:
@@ -254,10 +282,10 @@ def admit_waiting(turn: Turn) -> None:
     if not turn.index.enrolling or not turn.state.nodes or (sales.sells(turn) and sales.is_busy(turn)):
         return
     waiting = sorted((turn.state.apps[app] for app in turn.index.enrolling), key=lambda app: app.arrival)
-    cluster = turn.index.census()[2]
     buyers: list[App] = []
     for app in waiting:
-        verdict = _of_named_tenant(turn.state, app) or admit_what_fits(cluster, _newcomer(app))
+        unnamed = screening.unnamed_tenant(turn.state.settings, app.tenant)
+        verdict = Admission(False, unnamed) if unnamed else _admit(turn, app)
         if verdict.admitted and sales.sells(turn):
             if turn.now >= _admission_at(turn.state):  # what there is to sell is known then
                 buyers.append(app)
@@ -286,14 +314,15 @@ def _conclude(turn: Turn, app: App, verdict: Admission) -> None:
     _forget_oldest(turn)
 
 
-def _of_named_tenant(state: model.State, app: App) -> Admission | None:
-    """Return the refusal of an app whose tenant the site does not name, where only those may run apps."""
-    names = [each.name for each in state.settings.tenants]
-    if not state.settings.tenants_only or app.tenant in names:
-        return None
-    there = ", ".join(sorted(names)[:TENANTS_NAMED]) or "nobody"
-    there += f" and {len(names) - TENANTS_NAMED} more" if len(names) > TENANTS_NAMED else ""
-    return Admission(False, f"tenant {app.tenant} is not among the tenants of this site ({there}); name one: --tenant")
+def _admit(turn: Turn, app: App) -> Admission:
+    """Refuse an app for which no place that is known would ever have enough GPUs of the kind that it asks for."""
+    cluster, view = turn.index.census()[2], _newcomer(app)
+    if not gpu_kinds.wishes_kind(app.requirements):
+        return admit_what_fits(cluster, view)
+    known = (turn.state.gpus[gpu.gpu] for gpu in cluster)
+    kinds = gpu_kinds.kinds_in_words((gpu.model, gpu.memory_bytes) for gpu in known)
+    only = turn.index.suited(app.requirements).gpus
+    return admit_what_fits(cluster, replace(view, only=only, by_kind=True), kinds)
 
 
 def _newcomer(app: App) -> AppView:

@@ -36,10 +36,13 @@ def take(turn: Turn, sender: Party, act: Act) -> None:
     elif act.kind == "drain":
         drain = Drain(sender.id, turn.now, " ".join(act.reason.split())[:REASON_CHARS_MAX], act.force)
         if drains.begin(turn, node.id, drain):
-            _record(turn, sender, act, state.drains[node.id].sentence(node.id) + (" (forced)" if act.force else ""))
+            why, forced = state.drains[node.id].reason, " (forced)" if act.force else ""
+            turn.happen("draining", f"by {sender.id}{forced}{f': {why}' if why else ''}", node=node.id, by=sender.id)
+            _record(turn, sender, act, state.drains[node.id].sentence(node.id) + forced)
         _answer(turn, sender, act, node.id)
     else:
         if drains.end(turn, node.id):
+            turn.happen("undrained", f"by {sender.id}: it is in use again", node=node.id, by=sender.id)
             _record(turn, sender, act, f"node {node.id} is in use again")
         _answer(turn, sender, act, node.id)
 

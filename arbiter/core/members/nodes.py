@@ -11,7 +11,7 @@ from arbiter.core.members import sales
 from arbiter.core.state import model
 from arbiter.core.state.model import Draining, Free, Gpu, Lost, Node, State, Up
 from arbiter.core.turn import Turn
-from protocol.messages import AppId, GpuId, GpuStatus, NodeReport, TaskId, device_of
+from protocol.messages import AppId, EventKind, GpuId, GpuStatus, NodeReport, TaskId, device_of
 
 #: Node agents count their starts, from the seconds of a clock on, which may be wrong by a life.
 INCARNATION_STEP_MAX = 100 * 365 * 86400
@@ -63,9 +63,11 @@ def _enrol(turn: Turn, known: Node | None, report: NodeReport) -> Node:
         turn.index.overdue_at = None
     if known is None:
         turn.tell(node.id, f"enrolled with {len(report.gpus)} GPUs in {report.rack}", loudly=True)
+        turn.happen("enrolled", f"with {len(report.gpus)} GPUs in {report.rack}", node=node.id)
         turn.state.news = True
     elif isinstance(known.state, Lost):
         turn.tell(node.id, f"back after {turn.now - known.state.since:.1f} s", loudly=True)
+        turn.happen("returned", f"after {turn.now - known.state.since:.1f} s", node=node.id)
         turn.state.news = True
     if known is not None and not _up_to_date(turn.state, known, report):
         node = replace(node, plan_digest="")  # it may not know our newest plan: send it whatever it says
@@ -140,25 +142,28 @@ def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> No
         turn.index.bind(gpu)
     turn.state.gpus[gpu.id] = gpu
     turn.index.touch(gpu.id)
-    if known is None or (known.present, known.healthy, known.node, known.rack, known.slot) != (
-        gpu.present,
-        gpu.healthy,
-        gpu.node,
-        gpu.rack,
-        gpu.slot,
-    ):
+    if known is None or _place_of(known) != _place_of(gpu):
         turn.index.recount()
     became_usable = known is None or (not known.healthy and gpu.healthy) or (not known.empty and gpu.empty)
     turn.state.news = turn.state.news or (became_usable and isinstance(gpu.state, Free))
+    if known is not None and gpu.healthy and not (known.healthy and known.present) and model.is_first(gpu.id):
+        turn.happen("healthy", "in service again", node=node.id, gpu=gpu.id)
     if not gpu.healthy and (known is None or known.healthy):
         why = gpu.detail or "no detail given"
         _withdraw_gpu(turn, gpu, why if gpu.quarantined else f"unhealthy: {why}")
+
+
+def _place_of(gpu: Gpu) -> tuple[bool, bool, str, str, str, str, int]:
+    """Return what decides where a GPU is counted: whether it serves, where it is and of what kind."""
+    return gpu.present, gpu.healthy, gpu.node, gpu.rack, gpu.slot, gpu.model, gpu.memory_bytes
 
 
 def _withdraw_gpu(turn: Turn, gpu: Gpu, why: str) -> None:
     turn.state.gpus[gpu.id] = gpu
     turn.index.recount()
     turn.tell(gpu.id, why, loudly=True)
+    kind: EventKind = "quarantined" if gpu.quarantined else "unhealthy" if gpu.present else "absent"
+    turn.happen(kind, why, node=gpu.node, gpu=gpu.id)
     leases.withdraw(turn, gpu, f"{gpu.id} on {gpu.node} is out of service: {why}")
 
 
@@ -286,6 +291,24 @@ def _tell_phase(turn: Turn, known: model.Task | None, task: model.Task) -> None:
         why = f" ({task.reason})" if task.reason else ""
         step = f" at step {task.step}" if task.step >= 0 else ""  # a worker that has just begun may not have said it
         turn.tell(task.app, f"{task.id} on {task.node} is {task.phase}{ended}{step}{why}")
+        if (kind := _event_of(known, task)) is not None:
+            about = f"{ended.removeprefix(': ')}{step}{why}".strip()
+            what = f"{task.id} on {task.node}{', ' * bool(about)}{about}"
+            turn.happen(kind, what, app=task.app, node=task.node, task=task.id)
+
+
+def _event_of(known: model.Task | None, task: model.Task) -> EventKind | None:
+    """Return the event that a new phase is. Turns on shared GPUs are none, and leaving is told by what led to it."""
+    before = "starting" if known is None else known.phase
+    match task.phase:
+        case "exited" | "suspended":
+            return task.phase
+        case "resuming" | "running" | "resting" if before == "suspended":
+            return "resumed"
+        case "running" if before == "starting":
+            return "running"
+        case _:
+            return None
 
 
 def _take_proofs(turn: Turn, node: Node, report: NodeReport) -> None:
@@ -316,6 +339,7 @@ def lose_silent(turn: Turn) -> None:
             turn.state.nodes[node.id] = replace(node, state=Lost(turn.now))
             turn.index.recount()
             turn.tell(node.id, f"lost: silent for {limit_s:.0f} s", loudly=True)
+            turn.happen("lost", f"silent for {limit_s:.0f} s", node=node.id)
             turn.nodes.add(node.id)
             turn.apps |= {turn.state.tasks[task].app for task in turn.index.node_tasks[node.id]}
             turn.apps &= turn.state.apps.keys()

@@ -58,6 +58,7 @@ def _hold_or_release(turn: Turn, sender: Party, act: Act, app: App) -> None:
     elif act.kind == "hold":
         if not app.held_by:
             reason = f"held by {whose}"
+            turn.happen("held", f"by {whose}", app=app.id, by=sender.id)
             holds.hold(turn, app, sender.id, reason)
             _record(turn, sender, act, reason)
         _answer_state(turn, sender, act, "held")
@@ -68,6 +69,7 @@ def _hold_or_release(turn: Turn, sender: Party, act: Act, app: App) -> None:
     else:
         if app.held_by:
             holds.release(turn, app)
+            turn.happen("released", f"by {whose}", app=app.id, by=sender.id)
             _record(turn, sender, act, f"released by {whose}")
         _answer_state(turn, sender, act, "released")
 
@@ -81,6 +83,7 @@ def _requeue(turn: Turn, sender: Party, act: Act, app: App) -> None:
     else:
         if app.requeued_by != act.act_id:
             reason = f"requeued by {_whose(sender, app)}"
+            turn.happen("requeued", f"by {_whose(sender, app)}", app=app.id, by=sender.id)
             holds.requeue(turn, app, act.act_id, reason)
             _record(turn, sender, act, reason)
         _answer_state(turn, sender, act, "requeued")

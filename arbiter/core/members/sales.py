@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 from msgspec.structs import replace
@@ -36,7 +36,8 @@ from arbiter.core.state import model
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import App, ArbiterSettings, Enrolling, Selling, Settled, State
 from arbiter.core.turn import Turn
-from protocol.messages import AppId, NodeId
+from protocol import gpu_kinds
+from protocol.messages import AppId, GpuId, NodeId
 
 #: So many apps are sold to in one batch: it has to be over by its deadline. On arrival an app may take a second, for
 #: others may be moved to make room for it; an app that lags takes hundredths of one.
@@ -142,7 +143,10 @@ def _ask_policy(turn: Turn, asks: tuple[Ask, ...], earlier: tuple[AppId, ...] = 
     booked = [app for app in active if app.booking is not None]
     asking_ = [state.apps[ask.app.app] for ask in asks]
     homes = {each.id: there for each in (*asking_, *booked) if (there := _nodes_of(turn, each))}
-    market = Market(turn.now, _usable(turn), tuple(_asking_now(turn, each) for each in booked), state.asked, homes)
+    wishing = [each for each in (*asking_, *booked) if gpu_kinds.wishes_kind(each.requirements)]
+    kinds = {each.id: _usable(turn, turn.index.suited(each.requirements).names) for each in wishing}
+    booked_ = tuple(_asking_now(turn, each) for each in booked)
+    market = Market(turn.now, _usable(turn), booked_, state.asked, homes, kinds)
     state.sales_made += 1
     number, names = state.sales_made, (settings.policy, settings.policy_settings)
     turn.effects.append(Sell(number, state.epoch, *names, market, asks, earlier))
@@ -344,10 +348,11 @@ def _next_look(state: State, slot_s: float) -> float:
     return at if math.floor(at / slot_s) > number else math.nextafter(at, math.inf)
 
 
-def _usable(turn: Turn) -> tuple[tuple[NodeId, int], ...]:
-    """Return how many GPUs of each node may be assigned at all."""
+def _usable(turn: Turn, among: Collection[GpuId] | None = None) -> tuple[tuple[NodeId, int], ...]:
+    """Return how many GPUs of each node, all or some, may be assigned at all."""
     state = turn.state
-    counts = Counter(gpu.node for gpu in state.gpus.values() if model.is_first(gpu.id) and model.usable(state, gpu))
+    gpus = (gpu for gpu in state.gpus.values() if model.is_first(gpu.id) and (among is None or gpu.id in among))
+    counts = Counter(gpu.node for gpu in gpus if model.usable(state, gpu))
     return tuple(sorted(counts.items()))
 
 
@@ -356,7 +361,7 @@ def _nodes_of(turn: Turn, app: App) -> tuple[NodeId, ...]:
 
     One that may lie on several is bound to them only while it is parked.
     """
-    if app.spans and seats.only(turn, app, ()) is None:
+    if app.spans and seats.bound_to(turn, app, ()) is None:
         return ()
     known = turn.state.gpus
     gpus = (known[gpu] for job in app.jobs for gpu in job.gpus if gpu in known)

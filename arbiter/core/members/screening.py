@@ -72,7 +72,19 @@ def presumption(state: State, index: Index, owner: str, report: AppReport) -> st
     )
     if beyond is not None:
         return "; ".join(beyond)
-    return _no_member(settings, owner, report) or _too_many(settings, index, owner)
+    # Others are refused for that at their admission, once nodes have had time to enrol.
+    unnamed = unnamed_tenant(settings, report.tenant) if report.after else ""
+    return _no_member(settings, owner, report) or unnamed or _too_many(settings, index, owner)
+
+
+def unnamed_tenant(settings: ArbiterSettings, tenant: str) -> str:
+    """Return why an app of that tenant is refused, where only tenants that the site names may run apps; or nothing."""
+    names = [each.name for each in settings.tenants]
+    if not settings.tenants_only or tenant in names:
+        return ""
+    there = ", ".join(sorted(names)[:NAMES_MAX]) or "it names none"
+    there += f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    return f"tenant {tenant} is not among the tenants of this site ({there}); name one: --tenant"
 
 
 def _no_member(settings: ArbiterSettings, owner: str, report: AppReport) -> str:

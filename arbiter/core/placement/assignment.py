@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from arbiter.core.placement.locality import LOOSENESS, PLACE, dense, most_whole, place_of
 from arbiter.core.seam import Admission, AppView, GpuView, View
+from protocol import gpu_kinds
 from protocol.messages import AppId, GpuId, Level, NodeId, locality
 
 Pool = dict[GpuId, GpuView]
@@ -161,8 +162,7 @@ class Deal:
             return 0
         near = (*app.kept, *self.got[app.app])
         if len(own) > room or not _stands(app, own, near):
-            usable = (gpu for gpu in own if app.only is None or gpu.gpu in app.only)
-            own = pick(Holes(usable), app, room, near=near, held=app.renewable)
+            own = pick(Holes(app.usable(own)), app, room, near=near, held=app.renewable)
         self.give(app.app, own)
         return len(own)
 
@@ -190,6 +190,17 @@ class Deal:
             return self.left
         return Holes((self.left.views[gpu] for gpu in app.only if gpu in self.left), self.left.claims)
 
+    def hole(self, app: AppView) -> int:
+        """Return the most GPUs that are left and `app` can use in one place that could hold its gang."""
+        return _largest(self._pool(app), gang_place(app))
+
+    def set_aside(self, app: AppView, most: int | None = None) -> int:
+        """Leave what is left and `app` can use, `most` GPUs at most, to no other app; return how many."""
+        found = sorted(gpu.gpu for gpu in self._pool(app))[:most]
+        for gpu in found:
+            self.left.remove(gpu)
+        return len(found)
+
     def losses(self, app: AppView) -> str:
         """Return a clause on the GPUs `app` held and does not get again; empty when there are none."""
         return losses([gpu for gpu in app.renewable if self._owner.get(gpu) != app.app], self._owner)
@@ -200,11 +211,14 @@ class Deal:
             return self._all_gone
         pool = self._pool(app)
         if not pool:
-            return f"none of the {gpus(len(self.left))} left is one it can use (its parked jobs cannot move)"
+            return unusable(app, len(self.left))
         if self.room(app) < app.gang:
             return f"it can use {gpus(self.room(app))} more, and its gangs are of {app.gang}"
         place = gang_place(app)
         hole = _largest(pool, place)
+        if hole < app.gang and app.by_kind:
+            needs = gpu_kinds.counted(app.requirements, app.gang)
+            return f"it needs {needs} within {PLACE[place]}, and the largest hole of that kind is {hole}"
         if hole < app.gang:
             if place == "cluster":
                 return too_few_left(app, hole)
@@ -369,7 +383,7 @@ def _of_machine(
 
 def _stands(app: AppView, own: Sequence[GpuView], near: Sequence[GpuView]) -> bool:
     """Whether GPUs that `app` holds are whole gangs, close enough together and all usable, as they are."""
-    if app.only is not None and any(gpu.gpu not in app.only for gpu in own):
+    if app.only is not None and len(list(app.usable(own))) < len(own):
         return False
     union = (*near, *own)
     if app.spans:
@@ -403,25 +417,35 @@ def _largest(holes: Holes, place: Level) -> int:
 # --- admission ------------------------------------------------------------------------------------------------------
 
 
-def admit_what_fits(cluster: Sequence[GpuView], app: AppView) -> Admission:
+def admit_what_fits(cluster: Sequence[GpuView], app: AppView, kinds: str = "") -> Admission:
     """Refuse an app whose gang is larger than every place that must hold it; admit all others.
+
+    Of an app that asks for a kind of GPUs only those count; `kinds` names those that there are.
 
     That place is a node (a slot, if it accepts nothing wider), or what it accepts if its gangs span nodes. A cluster
     without GPUs says nothing yet: the app is admitted and waits for nodes.
     """
-    if not cluster or app.gang <= 1:
+    if not cluster or (app.gang <= 1 and app.only is None):
         return Admission(admitted=True)
     place = gang_place(app)
     counts: Counter[tuple[str, ...]] = Counter()
-    for gpu in cluster:
+    for gpu in app.usable(cluster):
         name = place_of(gpu, place)
         counts[name] += 1
         if counts[name] >= app.gang:
             return Admission(admitted=True)
-    largest = max(counts.values())
+    largest = max(counts.values(), default=0)
     noun = {"slot": "slot", "machine": "node", "rack": "rack", "cluster": "cluster"}[place]
     where = "" if place == "cluster" else f" {'in' if place == 'rack' else 'on'} one {noun}"
     whole = "the cluster" if place == "cluster" else f"the largest {noun}"
+    if app.only is not None:
+        needs = gpu_kinds.counted(app.requirements, app.gang)
+        most = f"{whole} has {largest} of that kind" if largest else "there is none of that kind"
+        mend = f"ask for at most {largest} with --gpus, or for another kind" if largest else "ask for another kind"
+        return Admission(
+            admitted=False,
+            reason=f"{app.app} needs {needs}{where}, and {most}; the GPUs here are {kinds}; {mend}",
+        )
     return Admission(
         admitted=False,
         reason=f"{app.app} needs a gang of {app.gang} GPUs{where}, {whole} has {largest}; "
@@ -465,6 +489,13 @@ def shares(owners: Iterable[AppId]) -> str:
 def gpus(count: int) -> str:
     """Return ``1 GPU`` or ``n GPUs``."""
     return f"{count} GPU" if count == 1 else f"{count} GPUs"
+
+
+def unusable(app: AppView, left: int) -> str:
+    """Return a clause on so many GPUs that are left, of which `app` can use none."""
+    if app.bound:
+        return f"none of the {gpus(left)} left is one it can use (its parked jobs cannot move)"
+    return f"it asks for {gpu_kinds.in_words(app.requirements)}, and none of the {gpus(left)} left is one"
 
 
 def accepted(app: AppView, count: int) -> int:

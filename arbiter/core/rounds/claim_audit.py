@@ -69,7 +69,7 @@ class _Measured(Struct, frozen=True):
 
 def _measured(turn: Turn, app: App) -> _Measured | None:
     """Return what was measured of all jobs of `app`; None if that is not known of every one."""
-    if not app.jobs or app.left_gpu_s is None:
+    if not app.jobs or app.left_gpu_s is None or app.array - app.array_over > len(app.jobs):
         return None
     running = {task.job: task for task in map(turn.state.tasks.__getitem__, turn.index.tasks[app.id]) if task.alive}
     known = []
@@ -109,7 +109,7 @@ def _claims(turn: Turn, app: App, said: Said, measured: _Measured) -> Iterable[C
     since_s = turn.now - app.left_at
     assert app.left_gpu_s is not None
     yield _claim(app, "left_gpu_s", app.left_gpu_s - since_s * measured.gpus, measured.left_gpu_s, measured)
-    if measured.jobs > 1:
+    if measured.jobs > 1 or app.array > 1:
         return
     most = max(app.demand_most, measured.gpus)
     if app.left_s is not None:

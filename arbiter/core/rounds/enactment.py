@@ -7,7 +7,7 @@ may not. The part that cannot be done is left as it is, and said; the next round
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -50,7 +50,8 @@ def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome,
     for gpu_id, gpu in here.items():
         if gpu_id not in staying:
             winner = turn.state.apps[winners[gpu_id]] if gpu_id in winners else None
-            _move(turn, gpu, winner, newcomer=makes_room.get(gpu_id), guest=gpu_id in guests)
+            newcomer = makes_room.get(gpu_id)
+            _move(turn, gpu, winner, newcomer=newcomer, guest=gpu_id in guests, given=winners.keys())
     for app_id, _ in sorted({(each.app, each.newcomer) for each, newcomer in rooms if newcomer is not None}):
         _note_preempted(turn, app_id, here)
     return outcomes
@@ -98,14 +99,16 @@ def _may_take(turn: Turn, gpu: Gpu, takeable: frozenset[GpuId]) -> bool:
     return gpu.id in takeable and isinstance(gpu.state, Leased) and model.usable(turn.state, gpu)
 
 
-def _move(turn: Turn, gpu: Gpu, app: model.App | None, *, newcomer: AppId | None, guest: bool) -> None:
+def _move(
+    turn: Turn, gpu: Gpu, app: model.App | None, *, newcomer: AppId | None, guest: bool, given: Collection[GpuId]
+) -> None:
     """Let a GPU go to `app`, or to none; its holder leaves for that, or to make room for `newcomer`."""
     number = turn.state.round
     why = f"makes room for the interactive app {newcomer}" if newcomer is not None else ""
     match gpu.state:
         case Free():
             if app is not None:
-                leases.grant(turn, gpu, app, round=number, guest=guest)
+                leases.grant(turn, gpu, app, round=number, guest=guest, given=given)
         case Leased(lease):
             if app is not None and app.id == lease.app:
                 leases.renew(turn, gpu, round=number, guest=guest)
@@ -137,8 +140,11 @@ def in_vain(turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId
             reasons |= {gpu.id: "that app is over" for gpu in share}
             continue
         kept = [gpu for gpu in leases.held(turn, app_id) if gpu.id not in here] + promised.get(app_id, [])
-        single = _one_seat_each(share, kept)
-        reasons |= {gpu.id: "that app has a seat on that GPU already" for gpu in share if gpu not in single}
+        suited = [gpu for gpu in share if model.suits(app, gpu)]
+        single = _one_seat_each(suited, kept)
+        if len(suited) < len(share):
+            reasons |= {gpu.id: "that app asks for another kind" for gpu in share if not model.suits(app, gpu)}
+        reasons |= {gpu.id: "that app has a seat on that GPU already" for gpu in suited if gpu not in single}
         usable = {gpu.id for gpu in _usable(app, single, kept)}
         reasons |= {gpu.id: "that app has no use for it any more" for gpu in single if gpu.id not in usable}
     return dict(sorted(reasons.items()))

@@ -207,7 +207,7 @@ def _probe(turn: Turn, view: View) -> None:
     asked = tuple(app.app for app in _worst_off(turn, view, state.settings.probes_max))
     state.phase = Probing(turn.now, turn.now + state.settings.probe_s, set(asked), {})
     for app_id in asked:
-        turn.effects.append(_probe_of(turn, state.apps[app_id], view.cluster_gpus))
+        turn.effects.append(_probe_of(turn, state.apps[app_id]))
 
 
 def _worst_off(turn: Turn, view: View, count: int) -> Sequence[AppView]:
@@ -232,14 +232,14 @@ def _worst_off(turn: Turn, view: View, count: int) -> Sequence[AppView]:
     return [app for app in view.apps if app.app in chosen]
 
 
-def _probe_of(turn: Turn, app: model.App, cluster_gpus: int) -> Send:
+def _probe_of(turn: Turn, app: model.App) -> Send:
     state = turn.state
     elapsed_s = turn.now - app.arrived_at
     probe = Probe(
         app=app.id,
         round=RoundId(state.round),
         epoch=state.epoch,
-        cluster_gpus=cluster_gpus,
+        cluster_gpus=turn.index.count_for(app.requirements)[1],
         apps_mean=views.apps_mean(state, app, turn.now),
         elapsed_s=elapsed_s,
         deadline_s=state.settings.probe_s,
@@ -270,7 +270,7 @@ def _offer(turn: Turn) -> None:
         bids={},
     )
     offered = tuple(_offered(gpu) for gpu in view.gpus)
-    own_seats = seats.instead(turn, view) if turn.index.divided else {}
+    own_offers = seats.instead(turn, view)
     seen = {app.app: app for app in view.apps}
     for app_id in bidders:
         offer = Offer(
@@ -279,7 +279,7 @@ def _offer(turn: Turn) -> None:
             epoch=state.epoch,
             lease_s=state.settings.lease_s,
             deadline_s=state.settings.bid_s,
-            gpus=tuple(_offered(gpu) for gpu in own_seats[app_id]) if app_id in own_seats else offered,
+            gpus=tuple(_offered(gpu) for gpu in own_offers[app_id]) if app_id in own_offers else offered,
             kept=tuple(_offered(gpu) for gpu in seen[app_id].kept),
         )
         turn.effects.append(Send(Party("app", state.apps[app_id].owner), offer))

@@ -25,6 +25,7 @@ from arbiter.core.state import model
 from arbiter.core.state.index import Cache
 from arbiter.core.state.model import Draining, Gpu, Leased
 from arbiter.core.turn import Turn
+from protocol import gpu_kinds
 from protocol.messages import AppId, Bid, GpuId, device_of
 
 # --- what policies see ----------------------------------------------------------------------------------------------
@@ -80,7 +81,16 @@ def _first(turn: Turn, seats: Sequence[Gpu]) -> GpuId | None:
 
 
 def only(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[GpuId, ...] | None:
-    """Return the GPUs that policies see and `app` can use at all; None: any.
+    """Return the GPUs that `app` can use at all, of the kind that its user asked for; None: any."""
+    named = bound_to(turn, app, guest_at)
+    if not gpu_kinds.wishes_kind(app.requirements):
+        return named
+    suited = turn.index.suited(app.requirements)
+    return suited.gpus if named is None else tuple(gpu for gpu in named if gpu in suited.names)
+
+
+def bound_to(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[GpuId, ...] | None:
+    """Return the GPUs that policies see and that `app` cannot leave; None: it can.
 
     Jobs that are parked go on on the GPUs they are on, on whichever seat, and so do guests whose training is not known
     to leave with a checkpoint, or rests just now.
@@ -96,10 +106,13 @@ def only(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[GpuId, 
 
 
 def instead(turn: Turn, view: View) -> dict[AppId, list[GpuView]]:
-    """Return the GPUs in play as they are offered to apps that could use only another seat than policies see there."""
+    """Return what is offered to apps that could not use all GPUs in play, or another seat than policies see there."""
     offers = {}
-    for app in view.apps if not turn.policy.traits.shares else ():
-        if app.only is not None and any(app.jobs):
+    several = turn.index.divided and not turn.policy.traits.shares
+    for app in view.apps:
+        if app.by_kind:
+            offers[app.app] = list(app.usable(view.gpus))
+        elif several and app.only is not None and any(app.jobs):
             useful = set(app.only)
             known = turn.index.free, turn.index.gpus[app.app], useful
             usable = {seat for seats in app.jobs for seat in seats if any(seat in those for those in known)}

@@ -27,6 +27,7 @@ from arbiter.core.state.gpu_time import AppAccount
 from arbiter.core.state.index import Cache
 from arbiter.core.state.model import Draining, Gpu, Leased, State
 from arbiter.core.turn import Turn
+from protocol import gpu_kinds
 from protocol.messages import AppId, GpuId, NodeId, TenantId
 
 #: An app that has not left so long after its grace period is waited for no longer: its GPUs may never be empty.
@@ -91,6 +92,7 @@ def _apps(
         assert holder is not None
         in_play[holder] = (*in_play.get(holder, ()), gpu_id)
     known, versions, divided = SHOWN.of(index), index.versions, index.divided
+    sees_seats = turn.policy.traits.shares
     for _, app_id in index.order:
         app = state.apps[app_id]
         renewable, guest_at = in_play.get(app_id, ()), guests.get(app_id, ())
@@ -108,9 +110,9 @@ def _apps(
             shown = known[app_id] = Shown(app, versions[app_id], renewable, guest_at, look, matters)
         view, matters = shown.view, shown.matters
         if matters and app.seen_at < silent_before:
-            view = replace(view, demand_max=turn.usable(app))
+            view = replace(view, demand_max=min(view.demand_max, turn.usable(app)))
             matters = bool(view.demand_max and (renewable or view.want))
-        if matters:
+        if matters or (sees_seats and view.kept):  # no other may have a seat beside its own without a look at it
             apps.append(_with_rho(turn, app, view, rhos[app_id]) if app_id in rhos else view)
         elif view.kept:
             unseen[app.tenant] = unseen.get(app.tenant, 0) + len(view.kept)
@@ -152,19 +154,21 @@ def _look_at(
     apart = (*renewable, *guest_at)
     useful = promised[: max(0, app.demand_max - len(held))]  # a GPU of no use must not stand for one that it runs on
     kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in apart), *useful)]
+    only = seats.only(turn, app, guest_at)
     account = turn.state.history.apps.get(app.id) or AppAccount(app.tenant)
     had = account.allocated
     return AppView(
         app=app.id,
         tenant=app.tenant,
         gang=app.gang,
-        demand_max=app.demand_max,
+        demand_max=_within_kind(turn, app, app.demand_max, held),
         level_max=app.level_max,
         arrived_at=app.arrived_at,
         rho=None,
         kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
         renewable=renewable,
-        only=seats.only(turn, app, guest_at),
+        only=only,
+        by_kind=only is not None and seats.bound_to(turn, app, guest_at) is None,
         requirements=app.requirements,
         left_s=app.left_s,
         left_gpu_s=app.left_gpu_s,
@@ -185,6 +189,18 @@ def _look_at(
         fair_group=account.key if account.demand else "",
         fair_offset_gpu_s=account.fair_within,
     )
+
+
+def _within_kind(turn: Turn, app: model.App, demand: int, held: Sequence[Gpu]) -> int:
+    """Return how much of its demand there is at all of the kind of GPUs that an app's user asked for: whole gangs.
+
+    An app never waits in a round for GPUs that the site has not got: it would keep others from what is there.
+    """
+    if not gpu_kinds.wishes_kind(app.requirements):
+        return demand
+    has = sum(not model.usable(turn.state, gpu) for gpu in held)
+    there = turn.index.suited(app.requirements).usable + has
+    return demand if there >= demand else there // app.gang * app.gang
 
 
 def apps_mean(state: State, app: model.App, now: float) -> float:

@@ -9,10 +9,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
+from msgspec import Struct
+
 from arbiter.core.seam import GpuView
 from arbiter.core.state import model
 from arbiter.core.state.model import State
-from protocol.messages import AppId, GpuId, NodeId, TaskId, device_of
+from protocol import gpu_kinds
+from protocol.messages import AppId, GpuId, NodeId, Requirements, TaskId, device_of
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -35,6 +38,19 @@ class Cache(Generic[KeyT, ValueT]):
         return cast("dict[KeyT, ValueT]", index.caches.setdefault(self, {}))
 
 
+#: The types of GPUs and the bytes of memory that a user asked for.
+Kind = tuple[tuple[str, ...], int]
+
+
+class Suited(Struct, frozen=True):
+    """The GPUs of one kind: their seats by id, and how many GPUs there are to hope for, and may be assigned at all."""
+
+    gpus: tuple[GpuId, ...]
+    names: frozenset[GpuId]
+    hoped: int
+    usable: int
+
+
 class Index:
     """Answers that would otherwise be searched for at every event: derived from the state, never part of it."""
 
@@ -51,6 +67,7 @@ class Index:
         self.guests: set[GpuId] = set()  #: seats that are leased to guests
         self.ends: dict[GpuId, float] = {}  #: of the leases that end
         self.owned: Counter[str] = Counter()  #: by owner: apps that are not over
+        self.dependent: set[AppId] = set()
         self.enrolling: set[AppId] = set()
         self.active: set[AppId] = set()
         self.order: list[tuple[int, AppId]] = []  #: the active ones by arrival
@@ -58,6 +75,7 @@ class Index:
         #: No node is overdue before; None: not known. Nodes are heard of later and later, so it stays true.
         self.overdue_at: float | None = None
         self._census: tuple[int, int, tuple[GpuView, ...]] | None = None
+        self._kinds: dict[Kind, Suited] = {}
         self._state = state
         self.over: list[tuple[float, AppId]] = []  #: the apps that are over, the oldest first
         self.caches: dict[Cache[Any, Any], dict[Any, Any]] = {}
@@ -127,6 +145,7 @@ class Index:
     def recount(self) -> None:
         """A GPU or a node has come, gone, fallen ill or recovered, or is drained: count anew when next asked."""
         self._census = None
+        self._kinds.clear()
         self.recounted = True
         for cache, kept in self.caches.items():
             if not cache.lasting:
@@ -206,6 +225,28 @@ class Index:
             self._census = len(hoped), usable, tuple(GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot) for gpu in gpus)
         return self._census
 
+    def suited(self, wished: Requirements) -> Suited:
+        """Return the GPUs of the kind that a user asked for."""
+        kind = (wished.gpu_types, wished.min_memory_bytes)
+        if kind not in self._kinds:
+            known = sorted(self._state.gpus.values(), key=lambda gpu: gpu.id)
+            gpus = [gpu for gpu in known if gpu_kinds.suits(wished, gpu.model, gpu.memory_bytes)]
+            firsts = [gpu for gpu in gpus if model.is_first(gpu.id)]
+            self._kinds[kind] = Suited(
+                tuple(gpu.id for gpu in gpus),
+                frozenset(gpu.id for gpu in gpus),
+                hoped=sum(gpu.present and gpu.healthy for gpu in firsts),
+                usable=sum(model.usable(self._state, gpu) for gpu in firsts),
+            )
+        return self._kinds[kind]
+
+    def count_for(self, wished: Requirements) -> tuple[int, int]:
+        """Return how many GPUs an app with these wishes may hope for, and how many may be assigned to it at all."""
+        if not gpu_kinds.wishes_kind(wished):
+            return self.census()[:2]
+        suited = self.suited(wished)
+        return suited.hoped, suited.usable
+
     @property
     def next_end(self) -> float:
         """When the next lease ends; infinite when there is none."""
@@ -221,8 +262,12 @@ class Index:
 
     def bind_app(self, app: model.App) -> None:
         """Note where this app stands."""
-        stood = app.id in self.enrolling or app.id in self.active
-        self.owned[app.owner] += isinstance(app.state, model.Enrolling | model.Active) - stood
+        stood = any(app.id in apps for apps in (self.dependent, self.enrolling, self.active))
+        self.owned[app.owner] += isinstance(app.state, model.Dependent | model.Enrolling | model.Active) - stood
+        if isinstance(app.state, model.Dependent):
+            self.dependent.add(app.id)
+        else:
+            self.dependent.discard(app.id)
         if isinstance(app.state, model.Enrolling):
             self.enrolling.add(app.id)
         else:
@@ -286,6 +331,7 @@ class Index:
         alike = alike and self.assignable(()) == other.assignable(())
         alike = alike and (self.guests, self.booked) == (other.guests, other.booked)
         alike = alike and (+self.owned, self.helpless) == (+other.owned, other.helpless)
+        alike = alike and self.dependent == other.dependent
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
 
 

@@ -8,6 +8,7 @@ GPU::
 
 App::
 
+    Dependent --queue--> Enrolling          Dependent --settle--> Settled
     Enrolling --admit--> Active --settle--> Settled
     Enrolling --refuse-> Refused            Enrolling --settle--> Settled      Refused --settle--> Settled
 """
@@ -29,6 +30,8 @@ GPU_TRANSITIONS: Mapping[tuple[type[Struct], type[Struct]], str] = {
 }
 
 APP_TRANSITIONS: Mapping[tuple[type[Struct], type[Struct]], str] = {
+    (model.Dependent, model.Enrolling): "queue",
+    (model.Dependent, model.Settled): "settle",
     (model.Enrolling, model.Active): "admit",
     (model.Enrolling, model.Refused): "refuse",
     (model.Enrolling, model.Settled): "settle",
@@ -53,8 +56,12 @@ def gpu_transition(gpu: model.Gpu, finish: model.GpuState, story: Sequence[model
     Raises
     ------
     IllegalTransition
-        If the table has no such pair.
+        If the table has no such pair, or a lease would follow another without the proof that the GPU is empty.
     """
+    old = None if isinstance(gpu.state, model.Free) else gpu.state.lease.id
+    new = None if isinstance(finish, model.Free) else finish.lease.id
+    if old and new and old != new:
+        raise IllegalTransition(gpu.id, f"the lease {old}", f"the lease {new}", story)
     return _verb(GPU_TRANSITIONS, gpu.id, gpu.state, finish, story)
 
 

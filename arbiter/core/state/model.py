@@ -15,6 +15,7 @@ from msgspec import Struct, field
 from arbiter.core.seam import DEFAULT_POLICY, Asked, Booking, Setting, Table
 from arbiter.core.state.fairness import TimeMean
 from arbiter.core.state.gpu_time import History, TenantTerms
+from protocol import gpu_kinds
 from protocol.messages import (
     AppId,
     Basis,
@@ -288,6 +289,12 @@ class Job(Struct, frozen=True):
     suspended: bool
 
 
+class Dependent(Struct, frozen=True, tag=True):
+    """Begins after these apps of its owner are over; until then it is not in the queue, and nothing is due to it."""
+
+    after: tuple[AppId, ...]
+
+
 class Enrolling(Struct, frozen=True, tag=True):
     """Arrived; not yet admitted because nodes may still enrol."""
 
@@ -313,7 +320,7 @@ class Settled(Struct, frozen=True, tag=True):
     by: str = ""
 
 
-AppState = Enrolling | Active | Refused | Settled
+AppState = Dependent | Enrolling | Active | Refused | Settled
 
 
 class Tally(Struct, frozen=True):
@@ -406,6 +413,8 @@ class App(Struct, frozen=True):
     held_by: str = ""  #: the owner or administrator that holds it: it wants no GPU until it is released
     demand_wished: int = 0  #: while it is held, the `demand_max` of its last report
     requeued_by: str = ""  #: the id of the act that put it to the end of the queue last
+    array: int = 0  #: how many jobs its array has; 0: it is none
+    array_over: int = 0  #: of these, those that have ended
 
     @property
     def active(self) -> bool:
@@ -515,6 +524,8 @@ class BlockedGangs(Struct, frozen=True):
     spans: bool
     level_max: Level
     since: float
+    gpu_types: tuple[str, ...] = ()  #: with `min_memory_bytes` the kind of GPUs that their users asked for
+    min_memory_bytes: int = 0
 
 
 class StoryLine(Struct, frozen=True, array_like=True):
@@ -556,6 +567,7 @@ class State(Struct):
     sales_made: int = 0  #: how many have been asked for, in all epochs
     history: History = field(default_factory=History)  #: the GPU time of every app and tenant
     policy_failures: int = 0  #: how often a policy has raised an exception
+    events: int = 0  #: how many events were recorded
     solver_ready: bool = True  #: policies that hold auctions can be asked
     site: SiteId = ""  #: which site this is (see `site`); empty: sites are not told apart
     alone: bool = False  #: no other party can be on the bus
@@ -566,6 +578,11 @@ class State(Struct):
     journal_epoch: int = 0  #: of an arbiter that is: the newest epoch in which it gave orders before it learnt so
     listens_until: float | None = None  #: it only listens until then
     drains: dict[NodeId, Drain] = field(default_factory=dict)  #: the nodes that are to be emptied, or are empty by that
+
+
+def suits(app: App, gpu: Gpu) -> bool:
+    """Whether a GPU is of the kind that an app's user asked for."""
+    return gpu_kinds.suits(app.requirements, gpu.model, gpu.memory_bytes)
 
 
 def usable(state: State, gpu: Gpu) -> bool:

@@ -7,18 +7,25 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.record import Run, Section, Setting
 
-#: What the node agent, and what a whole site needs besides PyTorch.
-AGENT = ("msgspec", "numpy", "structlog")
-SITE = (*AGENT, "msgpack", "psutil", "highspy", "numba", "rich")
+#: The modules that the node agent needs besides PyTorch, and those of a whole site on the memory bus.
+AGENT = ("msgpack", "msgspec", "numpy")
+SITE = (*AGENT, "highspy", "psutil", "structlog")
+#: A part is what one call on a lent GPU measures: it begins no section, and ends the one it is in, after so long.
+PART_S = 480.0
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A section. `needs`: the modules it cannot do without; a rehearsal needs no driver's."""
+    """A section. `needs`: the modules it cannot do without; a rehearsal needs no driver's.
+
+    After `limit_s` seconds it is ended, and what it has found by then is kept. `part`: see `PART_S`.
+    """
 
     module: str
     needs: tuple[str, ...] = ()
     rehearsed: bool = True
+    part: int = 1
+    limit_s: float = 60.0
 
     @property
     def rehearsal_needs(self) -> tuple[str, ...]:
@@ -33,12 +40,18 @@ class Entry:
 
 
 SECTIONS = {
-    "env": Entry("env"),
-    "pcie": Entry("pcie"),
-    "park": Entry("park"),
-    "driver": Entry("driver", ("cuda.bindings", "pynvml"), rehearsed=False),
-    "graph": Entry("graph", rehearsed=False),
-    "pack": Entry("pack"),
-    "estimator": Entry("estimator", (*AGENT, "pynvml")),
-    "demo": Entry("demo", (*SITE, "pynvml")),
+    "env": Entry("env", part=1, limit_s=50.0),
+    "pcie": Entry("pcie", part=1, limit_s=70.0),
+    "park": Entry("park", part=1, limit_s=170.0),
+    "driver": Entry("driver", ("cuda.bindings", "pynvml"), rehearsed=False, part=1, limit_s=190.0),
+    "pack": Entry("pack", part=2, limit_s=180.0),
+    "estimator": Entry("estimator", (*AGENT, "pynvml"), part=2, limit_s=300.0),
+    "graph": Entry("graph", rehearsed=False, part=3, limit_s=100.0),
+    "demo": Entry("demo", (*SITE, "pynvml"), part=3, limit_s=380.0),
 }
+
+
+def parts() -> dict[int, tuple[str, ...]]:
+    """Return the sections of each part."""
+    numbers = sorted({entry.part for entry in SECTIONS.values()})
+    return {number: tuple(name for name, entry in SECTIONS.items() if entry.part == number) for number in numbers}

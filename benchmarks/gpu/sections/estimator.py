@@ -33,14 +33,16 @@ Signal = list[tuple[float, float]]
 def run(setting: Setting, section: Section) -> None:
     """Watch trainings of known pace, then work without a period; last, what the counter costs."""
     backend = open_backend(setting.pick("nvml", "simulated:1"), "n1", memory_bytes=4 * 2**30, pin=False)
+    paced: list[Figures] = []
     try:
-        paced = [_paced(setting, backend, period_s) for period_s in setting.pick(PERIODS_S, (0.8,))]
+        for period_s in setting.pick(PERIODS_S, (0.8,)):
+            paced.append(_paced(setting, backend, period_s))
+            section.note(paced=paced)
+            _judge(section, paced[-1])
         aperiodic = _aperiodic(setting, backend)
     finally:
         backend.close()
-    section.note(paced=paced, aperiodic=aperiodic, sampler=_sampler_cost(setting))
-    for found in paced:
-        _judge(section, found)
+    section.note(aperiodic=aperiodic, sampler=_sampler_cost(setting))
     false = {name: one["found_s"] for name, one in aperiodic["signals"].items() if one["found_s"]}
     section.check("no signal of work without a period yields one", not false, timed=True, false=false)
 
@@ -177,7 +179,7 @@ def work(child: Any, *, period_s: float, seconds: float, sampled: bool) -> Answe
 
     passes = _passes(child, DUTY * period_s) if period_s else 1
     stop, counter = threading.Event(), []  # type: ignore[var-annotated]
-    thread = threading.Thread(target=_sample, args=(child, stop, counter))
+    thread = threading.Thread(target=_sample, args=(stop, counter))
     if sampled:
         thread.start()
     ends, end = [], time.monotonic() + seconds
@@ -215,14 +217,9 @@ def _passes(child: Any, seconds: float) -> int:
     return max(1, round(seconds * tried / (time.monotonic() - begun)))
 
 
-def _sample(child: Any, stop: threading.Event, into: list[tuple[float, int]]) -> None:
-    dice = random.Random(0)
-    while not stop.wait(dice.uniform(0.005, 0.015)):
-        into.append((time.monotonic(), _live_bytes(child.device)))
-
-
-def _live_bytes(device: str) -> int:
-    """Return the live bytes of PyTorch's allocator; on the CPU what the process holds."""
+def _sample(stop: threading.Event, into: list[tuple[float, int]]) -> None:
     from app_agent.training import process_memory
 
-    return process_memory.allocated_bytes((0,))[0] if device == "cuda" else process_memory.anonymous_bytes()
+    dice = random.Random(0)
+    while not stop.wait(dice.uniform(0.005, 0.015)):
+        into.append((time.monotonic(), process_memory.allocated_bytes((0,)) or 0))

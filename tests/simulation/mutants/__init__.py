@@ -16,6 +16,8 @@ from msgspec.structs import replace
 
 from app_agent.core import demand, jobs
 from app_agent.core.agent import AppAgent
+from app_agent.core.tuning import array
+from app_agent.core.tuning.array import Array
 from arbiter.core import outbox
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.leases import leases, plans
@@ -24,7 +26,6 @@ from arbiter.core.rounds import phases
 from arbiter.core.state import model
 from arbiter.core.state.gpu_time import History
 from arbiter.core.state.model import Bidding, Draining, Free, Leased
-from arbiter.core.turn import Turn
 from node_agent.core import ladder, plan_news, worker_news
 from node_agent.core.model import Task
 from node_agent.core.packing import Packs
@@ -33,6 +34,7 @@ from node_agent.core.slicing import Slices
 from node_agent.core.state import NodeState
 from node_agent.core.suspend_methods import SuspendMethods
 from node_agent.core.verdict import Verdict, judge
+from protocol import gpu_kinds
 from protocol.messages import LeaseId
 from simulator.faults.injector import Record
 
@@ -57,6 +59,12 @@ def _nothing(*_args: Any, **_options: Any) -> None:
 @mutant
 def a_drained_node_gets_new_leases() -> Iterator[None]:
     with patch.object(model, "usable", model.in_service):
+        yield
+
+
+@mutant
+def every_gpu_is_of_the_kind_that_is_asked_for() -> Iterator[None]:
+    with patch.object(gpu_kinds, "suits", lambda *_: True):
         yield
 
 
@@ -226,6 +234,12 @@ def a_node_obeys_older_plans() -> Iterator[None]:
 
 
 @mutant
+def what_a_parked_task_keeps_is_never_found_out() -> Iterator[None]:
+    with patch.object(Gpus, "kept_by", lambda *_args, **_options: ""):
+        yield
+
+
+@mutant
 def a_gpu_counts_as_empty_while_its_worker_leaves() -> Iterator[None]:
     with patch.object(Gpus, "obstacle", lambda *_args, **_options: ""):
         yield
@@ -321,17 +335,6 @@ def what_an_app_has_lost_is_not_its_tenants() -> Iterator[None]:
         yield
 
 
-@mutant
-def jobs_of_an_app_that_is_over_lie_parked() -> Iterator[None]:
-    def park(self: Turn, app: Any) -> None:
-        tasks = (self.state.tasks[task] for task in self.index.tasks[app.id])
-        parked = sum(len(task.gpus) for task in tasks if task.phase in ("suspended", "resting"))
-        self.state.history.park(app.id, app.tenant, parked, self.now)
-
-    with patch.object(Turn, "park", park):
-        yield
-
-
 # --- app agents -----------------------------------------------------------------------------------------------------
 
 
@@ -387,4 +390,10 @@ def a_snapshot_leaves_out_a_counter() -> Iterator[None]:
         return arbiter
 
     with patch.object(Arbiter, "restored", classmethod(forgetful)):
+        yield
+
+
+@mutant
+def an_array_goes_beyond_its_bound() -> Iterator[None]:
+    with patch.object(Array, "runnable", lambda self, search, trials: tuple(array._in_order(search, trials))):
         yield

@@ -206,7 +206,7 @@ class Selection:
         Only those move that are known to lose no step by it, and for which that is soon made good.
         """
         for app in self.served.values():
-            if not (app.spans and app.renewable and app.movable) or app.only is not None or not self._pays_to_move(app):
+            if not (app.spans and app.renewable and app.movable) or app.bound or not self._pays_to_move(app):
                 continue
             own = [self._views[gpu] for gpu in self.own.get(app.app, ())]
             bundle = own if self._deal is None else [*own, *self._deal.got[app.app]]
@@ -223,7 +223,7 @@ class Selection:
 
     def _move_closer(self, app: AppView, bundle: Sequence[GpuView], spread: tuple[int, int]) -> None:
         deal = self.deal
-        free = [gpu for gpu in deal.left if gpu.holder is None]
+        free = app.usable([gpu for gpu in deal.left if gpu.holder is None])
         closer = pick(Holes([*free, *bundle]), app, len(bundle), near=app.kept)
         if len(closer) == len(bundle) and _spread((*app.kept, *closer)) < spread:
             self.moved.add(app.app)
@@ -242,6 +242,12 @@ class Selection:
         """Return who keeps each GPU that it held; once all is settled."""
         return {gpu: app for app, own in self.own.items() for gpu in own}
 
+    def let_by(self, app: AppView) -> bool:
+        """Let others by an app that does not fit, if it asks for a kind of GPUs: those are set aside for it."""
+        if app.by_kind:
+            self.left -= self.deal.set_aside(app, self.left)
+        return app.by_kind
+
     # --- words ------------------------------------------------------------------------------------------------------
 
     def misfit(self, app: AppView) -> str | None:
@@ -256,6 +262,8 @@ class Selection:
         return self.deal.misfit(app)
 
     def _has_hole(self, app: AppView) -> bool:
+        if app.by_kind:
+            return self.deal.hole(app) >= app.gang
         return gang_place(app) == "machine" and app.only is None and self.deal.left.largest() >= app.gang
 
 

@@ -28,7 +28,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from arbiter.core.placement.assignment import Deal, Holes, gpus, pick
+from arbiter.core.placement.assignment import Deal, Holes, gpus, pick, unusable
 from arbiter.core.placement.lots import shuffled
 from arbiter.core.placement.victims import Demand, Victim, capacity_of, demand_of, fewest, groups_of, units_of, without
 from arbiter.core.seam import (
@@ -88,14 +88,14 @@ class Preemptive(Policy):
         for index, app in enumerate(line):
             if not round_.waits(app) or app.app in round_.preempted or round_.beyond(app):
                 continue
-            if not round_.place(app) and not round_.has(app):
+            if not round_.place(app) and not round_.has(app) and not round_.let_by(app):
                 round_.blocker = app
                 round_.blocked = {other.app for other in line[index + 1 :]}
                 break
         return round_.answer()
 
     def _preempt_for(self, round_: Round, app: AppView) -> None:
-        if app.only is not None:
+        if app.bound:
             round_.say(app.app, "waits for the GPUs that its parked jobs are on, which cannot move")
             return
         if not round_.fits_without(app, round_.units):
@@ -198,11 +198,21 @@ class Round:
             placed = True
         return placed
 
+    def let_by(self, app: AppView) -> bool:
+        """Let others by an app that does not fit, if it asks for a kind of GPUs: those are set aside for it."""
+        if app.by_kind:
+            self._deal.set_aside(app)
+        return app.by_kind
+
     def _may_enter(self, app: AppView) -> bool:
         """Whether an app may have nodes that are reserved: interactive apps, and who fits on no other."""
         nodes = [node for node in self.free if node not in self._reserved]
-        if app.app in self.interactive or app.only is not None:
+        if app.app in self.interactive or app.bound:
             return True
+        if app.by_kind:  # it fits on a node that is reserved, and is of that kind, if on no other
+            known = (*self.view.gpus, *(gpu for each in self.view.apps for gpu in each.kept))
+            others = (gpu for gpu in known if gpu.node not in self._reserved)
+            return not pick(Holes(app.usable(others)), app, app.gang)
         if app.spans and not self.asks(app):
             return app.gang > sum(capacity_of(self.view.nodes.get(node)).gpus for node in nodes)
         demand = demand_of(app, app.gang)
@@ -233,8 +243,7 @@ class Round:
 
     def _usable(self, app: AppView, pool: Iterable[GpuView], shut: Container[NodeId] = ()) -> Holes:
         claims = dict.fromkeys(self._emptied, 1)
-        able = (gpu for gpu in pool if app.only is None or gpu.gpu in app.only)
-        return Holes((gpu for gpu in able if gpu.node not in shut), claims)
+        return Holes((gpu for gpu in app.usable(pool) if gpu.node not in shut), claims)
 
     def asks(self, app: AppView) -> bool:
         """Whether an app takes anything of a node that is counted, beside GPUs."""
@@ -394,8 +403,8 @@ class Round:
         if self.blocker is not None and app.app in self.blocked:
             blocker = self.blocker
             return f"gets nothing before {blocker.app}, which stands before it and waits for a gang of {blocker.gang}"
-        if app.only is not None and not any(gpu.gpu in app.only for gpu in self._deal.left):
-            return f"none of the {gpus(len(self._deal.left))} left is one it can use (its parked jobs cannot move)"
+        if app.only is not None and not any(True for _ in app.usable(self._deal.left)):
+            return unusable(app, len(self._deal.left))
         apart = (
             f" beside the {len(self._reserved)} for interactive apps only"
             if self._reserved and not self._may_enter(app)
@@ -440,5 +449,7 @@ def _counts(pool: Iterable[GpuView]) -> dict[NodeId, int]:
 
 
 def _goes_anywhere(app: AppView) -> bool:
-    """Whether any GPUs of a node, or of the cluster if it spans nodes, lie close enough together for an app."""
+    """Whether any GPUs of a node, or of the cluster if it spans nodes, serve an app, and lie close enough together."""
+    if app.only is not None:
+        return False
     return app.level_max == "cluster" if app.spans else app.level_max != "slot"

@@ -33,7 +33,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
-from arbiter.core.placement.assignment import Deal, Holes, all_gone, gang_place, gpus, losses, move_s, pick
+from arbiter.core.placement.assignment import Deal, Holes, all_gone, gang_place, gpus, losses, move_s, pick, unusable
 from arbiter.core.placement.locality import LOOSENESS
 from arbiter.core.policies.gandiva.nodes import Servers
 from arbiter.core.seam import (
@@ -88,7 +88,7 @@ class Gandiva(Policy):
         round_.draw_together()
         waiting = round_.defragment(waiting)
         needed = any(app.only is None for app in waiting)
-        look_again_s = None if needed else round_.grow(self._settings.idle_s)
+        look_again_s = None if needed else round_.grow(self._settings.idle_s, waiting)
         return round_.answer(waiting, look_again_s)
 
 
@@ -115,6 +115,8 @@ class _Round:
         self.words: dict[AppId, list[str]] = {}
         self._held_before = {app.app: set(app.renewable) for app in view.apps}
         self._asleep: dict[AppId, str] = {}  #: why an app's jobs wait
+        #: By app that cannot use all, or by kind of GPUs, the seats that it can use and their servers.
+        self._able: dict[object, tuple[frozenset[GpuId], frozenset[NodeId]]] = {}
 
     def say(self, app: AppId, what: str) -> None:
         """Note something to tell an app."""
@@ -134,9 +136,11 @@ class _Round:
                 self._part(device)
 
     def _part(self, device: GpuId) -> None:
-        """Let all but the first on a device leave it, one of whom cannot be suspended."""
-        _, *others = sorted(self.servers.sitting[device], key=self.servers.order)
-        for app_id in others:
+        """Let all but the first on a device leave it, as one of them cannot be suspended; not those that must stay."""
+        sitting = self.servers.sitting[device]
+        movable = {app for app, seat in sitting.items() if seat in self.servers.held[app]}
+        _, *others = sorted(sitting, key=lambda app: (app in movable, self.servers.order(app)))
+        for app_id in filter(movable.__contains__, others):
             jobs = (job.seats for job in self.jobs(self.apps[app_id]))
             own = next((seats for seats in jobs if any(seat.device == device for seat in seats)), None)
             self.servers.take(app_id, [*self.servers.held[app_id]] if own is None else own)
@@ -184,7 +188,7 @@ class _Round:
     def _place_gang(self, app: AppView) -> bool:
         """Place one gang of `app`, somehow; if it cannot be, note why."""
         count = min(app.gang, self.missing(app))
-        if app.only is not None:
+        if app.bound:
             return self._back(app, count)
         seats = self.idle_place(app, count, self._near(app))
         if seats:
@@ -215,8 +219,7 @@ class _Round:
         if seats:
             self._seat(app, seats, ", where its jobs are parked")
         else:
-            idle = servers.idle_count()
-            self._asleep[app.app] = f"none of the {gpus(idle)} left is one it can use (its parked jobs cannot move)"
+            self._asleep[app.app] = unusable(app, servers.idle_count())
         return bool(seats)
 
     def idle_place(
@@ -227,25 +230,52 @@ class _Round:
         if not app.spans and servers.largest() < count:
             return []
         among = [node for node in (servers.idle if nodes is None else nodes) if servers.idle[node]]
+        if app.only is not None:
+            among = [node for node in among if node in self._reach(app)[1]]
         for size in (app.gang, 0, None):
             able = [
                 node for node in among if len(servers.idle[node]) >= count and size in (None, servers.affinity(node))
             ]
             for node in sorted(able, key=lambda node: (servers.load(node), len(servers.idle[node]), node)):
-                seats = pick(Holes(servers.idle_seats(node)), app, count, near=near)
+                seats = pick(self._open([node], app), app, count, near=near)
                 if len(seats) == count:
                     return seats
         if not app.spans or sum(len(servers.idle[node]) for node in among) < count:
             return []
-        seats = pick(Holes(seat for node in sorted(among) for seat in servers.idle_seats(node)), app, count, near=near)
+        seats = pick(self._open(among, app), app, count, near=near)
         return seats if len(seats) == count else []
+
+    def _open(self, nodes: Iterable[NodeId], app: AppView) -> Holes:
+        """Return a seat of each idle device of these servers that `app` can use at all."""
+        able = nodes if app.only is None else self._reach(app)[1].intersection(nodes)
+        return Holes(self._usable(app, (seat for node in sorted(able) for seat in self.servers.idle_seats(node))))
+
+    def _usable(self, app: AppView, seats: Iterable[GpuView]) -> Iterable[GpuView]:
+        """Return those of `seats` that `app` can use at all."""
+        if app.only is None:
+            return seats
+        able, _ = self._reach(app)
+        return [seat for seat in seats if seat.gpu in able]
+
+    def _reach(self, app: AppView) -> tuple[frozenset[GpuId], frozenset[NodeId]]:
+        """Return the seats in play that an app can use, which cannot use all, and their servers."""
+        wished = app.requirements
+        key = (wished.gpu_types, wished.min_memory_bytes) if app.by_kind else app.app
+        if key not in self._able:
+            able = [self.servers.seats[gpu] for gpu in app.only or () if gpu in self.servers.seats]
+            self._able[key] = frozenset(seat.gpu for seat in able), frozenset(seat.node for seat in able)
+        return self._able[key]
+
+    def _room(self, node: NodeId, app: AppView) -> int:
+        """Return how many idle devices of a server `app` can use at all."""
+        return len(self.servers.idle[node] if app.only is None else self._open([node], app))
 
     def _reclaim(self, app: AppView, count: int) -> bool:
         """Place a gang on idle GPUs and on such as elastic jobs give up, on the server where the fewest must shrink."""
         best: tuple[tuple[int, float, NodeId], list[tuple[Job, int]]] | None = None
         grown = self._grown(app)
         for node in sorted({job.seats[0].node for job in grown}):
-            short = count - len(self.servers.idle[node])
+            short = count - self._room(node, app)
             shrinking = _fewest([job for job in grown if job.seats[0].node == node], short)
             key = (len(shrinking), self.servers.load(node), node)
             if shrinking and (best is None or key < best[0]):
@@ -267,10 +297,11 @@ class _Round:
         return True
 
     def _grown(self, app: AppView) -> list[Job]:
-        """Return the jobs of other apps that could do with less, on one server each."""
+        """Return the jobs of other apps that could do with less, each on one server and on GPUs that `app` can use."""
         others = [other for other in self.view.apps if other.sizes and other.movable and other.app != app.app]
         jobs = [job for other in others for job in self.jobs(other)]
-        return [job for job in jobs if len(job.seats) > job.app.gang and len(job.nodes) == 1]
+        grown = (job for job in jobs if len(job.seats) > job.app.gang and len(job.nodes) == 1)
+        return [job for job in grown if len(list(self._usable(app, job.seats))) == len(job.seats)]
 
     def _share(self, app: AppView, count: int) -> bool:
         """Place a gang on GPUs that others are on, of the server of its size with the lowest height."""
@@ -301,7 +332,7 @@ class _Round:
         able = [device for device in servers.devices[node] if self._may_join(app, device)]
         able.sort(key=lambda device: (len(servers.sitting[device]), sorted(servers.sitting[device]), device))
         open_ = (servers.open_seat(device) for device in able)
-        seats = [seat for seat in open_ if seat is not None][:count]
+        seats = list(self._usable(app, (seat for seat in open_ if seat is not None)))[:count]
         near = self._near(app)
         here = sum(seat.node == node for seat in near)
         close = LOOSENESS[locality([*near, *seats])] <= LOOSENESS[app.level_max]
@@ -342,9 +373,7 @@ class _Round:
         app, servers = job.app, self.servers
         now = SLOWDOWN[locality(job.seats)]
         servers.take(app.app, job.seats)
-        seats = pick(
-            Holes(seat for node in sorted(servers.idle) for seat in servers.idle_seats(node)), app, len(job.seats)
-        )
+        seats = pick(self._open(servers.idle, app), app, len(job.seats))
         then = SLOWDOWN[locality(seats)]
         saved_s = (now - then) * self.left_s(app)
         near = self._near(app)
@@ -360,7 +389,8 @@ class _Round:
         still = []
         for app in waiting:
             count = min(app.gang, self.missing(app))
-            able = app.only is None and self.servers.largest() < count <= self.servers.idle_count()
+            most = max((self._room(node, app) for node in self.servers.idle), default=0)
+            able = not app.bound and most < count <= self.servers.idle_count()
             if not (able and self._make_room(app, count)):
                 still.append(app)
         return still
@@ -401,7 +431,7 @@ class _Round:
         """Return moves of the fewest GPUs off a server, to non-idle ones with fewer free, until it has room."""
         servers = self.servers
         jobs = [job for app in self.view.apps for job in self.jobs(app) if job.nodes == {node}]
-        jobs = [job for job in jobs if job.app.movable and job.app.only is None and self._is_alone(job)]
+        jobs = [job for job in jobs if job.app.movable and not job.app.bound and self._is_alone(job)]
         targets = [
             other
             for other, idle in servers.idle.items()
@@ -416,7 +446,7 @@ class _Round:
             for other in sorted(targets, key=lambda other: (len(servers.idle[other]), other)):
                 open_ = [seat for seat in servers.idle_seats(other) if seat.gpu not in used]
                 near = [seat for seat in self._near(job.app) if seat not in job.seats]
-                seats = pick(Holes(open_), job.app, len(job.seats), near=near)
+                seats = pick(Holes(self._usable(job.app, open_)), job.app, len(job.seats), near=near)
                 if len(seats) == len(job.seats):
                     moves.append((job, seats))
                     used |= {seat.gpu for seat in seats}
@@ -455,7 +485,7 @@ class _Round:
         self.say(job.app.app, f"moves from {_nodes(job.seats)} to {_nodes(seats)}, {why}: {cost}")
 
     def _pays(self, app: AppView, saved_s: float) -> bool:
-        return app.movable and app.only is None and saved_s > GAIN_MIN * move_s(app)
+        return app.movable and not app.bound and saved_s > GAIN_MIN * move_s(app)
 
     def left_s(self, app: AppView) -> float:
         """Return the run time left; of an app that does not know, its age."""
@@ -464,13 +494,18 @@ class _Round:
 
     # --- grow-shrink --------------------------------------------------------------------------------------------------
 
-    def grow(self, idle_s: float) -> float | None:
-        """Let elastic jobs grow onto GPUs that are idle for long; return when others will have been, None: never."""
+    def grow(self, idle_s: float, waiting: Sequence[AppView]) -> float | None:
+        """Let elastic jobs grow onto GPUs that are idle for long; return when others will have been, None: never.
+
+        None grows onto GPUs of a kind that an app waits for.
+        """
         soon: list[float] = []
+        sought = frozenset(gpu for app in waiting if app.by_kind for gpu in app.only or ())
         for app in self.view.apps:
             for job in self._growable(app):
                 node = job.seats[0].node
-                waits_s = [(idle_s - self._idle_s(seat), seat) for seat in self.servers.idle_seats(node)]
+                idle = [seat for seat in self._usable(app, self.servers.idle_seats(node)) if seat.gpu not in sought]
+                waits_s = [(idle_s - self._idle_s(seat), seat) for seat in idle]
                 seats = [seat for wait_s, seat in waits_s if wait_s <= 0.0]
                 size = self._size(job, len(job.seats) + len(seats))
                 if size > len(job.seats):
@@ -481,7 +516,7 @@ class _Round:
 
     def _growable(self, app: AppView) -> list[Job]:
         """Return the jobs of `app` that may grow, the smallest first: all it has is divided, each is on one server."""
-        if not app.sizes or not app.movable or app.only is not None or self.has(app) >= app.demand_max:
+        if not app.sizes or not app.movable or app.bound or self.has(app) >= app.demand_max:
             return []
         jobs = [job for job in self.jobs(app) if len(job.nodes) == 1]
         divided = sum(len(job.seats) for job in jobs) == self.has(app)
@@ -560,6 +595,8 @@ class _Round:
             return all_gone(self.servers.owner.values()) if self.servers.owner else "no GPU is free"
         if self.missing(app) < app.gang and not app.sizes:
             return f"it can use {gpus(self.missing(app))} more, and its gangs are of {app.gang}"
+        if not any(self._room(node, app) for node in self.servers.idle):
+            return unusable(app, idle)
         if gang_place(app) == "machine" and self.servers.largest() < app.gang:
             return f"it needs a gang of {app.gang} on one node, and the largest hole is {self.servers.largest()}"
         return f"none of the {gpus(idle)} that are free {'is' if idle == 1 else 'are'} where it could use them"

@@ -33,7 +33,8 @@ from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Re
 from arbiter.core.policies.oasis.settings import Terms
 from arbiter.core.policies.oasis.utility import in_slots
 from arbiter.core.seam import Admission, AppView, Asked, Booking, Market
-from protocol.messages import AppId
+from protocol import gpu_kinds
+from protocol.messages import AppId, NodeId
 
 #: Parts of one GPU in one time slot: the work of a part of a time slot is counted in these, rounded down.
 GRAIN = 8
@@ -68,7 +69,7 @@ def _asks(terms: Terms, market: Market, app: AppView) -> _Asks:
     work_gpu_s = app.left_gpu_s * (1.0 + terms.margin)
     slots = work_gpu_s / slot_s
     grain = max(1, min(GRAIN, int(UNITS_MAX / max(1.0, slots))))
-    counts = _counts(app, sum(count for _, count in market.gpus))
+    counts = _counts(app, _most(market, app))
     sigmoid = in_slots(app.requirements.utility, slot_s=slot_s, work_gpu_s=app.left_gpu_s)
     if app.booking is not None and app.booking.worth > 0.0:
         sigmoid = replace(sigmoid, worth=app.booking.worth)  # that of all its work, not of the rest
@@ -167,14 +168,15 @@ class Sale:
         Of many different nodes those that have sold least until its target are looked at: each is a programme.
         """
         there = tuple((self._place[node],) for node in self._market.homes.get(app.app, ()) if node in self._place)
+        kind = _of_kind(self._market, app)
+        able = [self._place[node] for node, count in kind if app.spans or count >= app.gang]
         if app.spans:
-            return (tuple(node for (node,) in there) or tuple(range(len(self._nodes))),)
+            return (tuple(node for (node,) in there) or tuple(able),)
         if there:
             return there
         homes: dict[bytes, int] = {}
-        for node in range(len(self._nodes)):
-            if pool.capacity[node, 0] >= app.gang:
-                homes.setdefault(pool.sold[:, node].tobytes() + pool.capacity[node].tobytes(), node)
+        for node in able:
+            homes.setdefault(pool.sold[:, node].tobytes() + pool.capacity[node].tobytes(), node)
         sigmoid = request.sigmoid
         soon = math.ceil(sigmoid.target) if sigmoid.decay > 0.0 else pool.sold.shape[0]
         sold = pool.sold[: max(1, soon), :, 0].sum(axis=0) / np.maximum(pool.capacity[:, 0], 1.0)
@@ -189,7 +191,8 @@ class Sale:
         if self._app.booking is not None:
             return self._anew(best)
         moved: tuple[tuple[AppId, Booking, str], ...] = ()
-        if self._terms.second_look and homes and not is_content(self.request, best):
+        moves = self._terms.second_look and self._app.app not in self._market.kinds
+        if moves and homes and not is_content(self.request, best):
             booked = self._movable(pool)
             room = make_room(self.request, [each for _, each in booked], (pool, None), best)
             if room is not None and not self._is_hopeless(room.schedule):
@@ -314,7 +317,9 @@ class Sale:
         if has_room:
             return f"{work} cannot be had within {within}, which is all that is for sale; submit less work, or later"
         where = "" if self._app.spans else " on one node"
-        none = f"no time slot within {within} has {gpus(self._app.gang)} left{where}"
+        none = (
+            f"no time slot within {within} has {gpu_kinds.counted(self._app.requirements, self._app.gang)} left{where}"
+        )
         return f"{work} cannot be had, for {none}; submit it later"
 
     def _price(self, cost: float) -> str:
@@ -324,6 +329,29 @@ class Sale:
     def _delay(self, end: int) -> str:
         """Return how long it is until the end of a slot, the one that has begun being the first."""
         return span((end + self._rest) * self._slot_s)
+
+
+def _of_kind(market: Market, app: AppView) -> Sequence[tuple[NodeId, int]]:
+    """Return the nodes on which `app` may book, and how many GPUs of each it could use.
+
+    Who asks for a kind of GPUs books on nodes that have no others, so that what is left there is of that kind; on
+    nodes of several kinds only where there are none for its gang.
+    """
+    if app.app not in market.kinds:
+        return market.gpus
+    known, kind = dict(market.gpus), market.kinds[app.app]
+    pure = [(node, count) for node, count in kind if count == known.get(node)]
+    room = sum(count for _, count in pure) if app.spans else max((count for _, count in pure), default=0)
+    return pure if room >= app.gang else [(node, count) for node, count in kind if node in known]
+
+
+def _most(market: Market, app: AppView) -> int:
+    """Return how many GPUs an app could book at once, at most; on nodes of several kinds as many as any of them has."""
+    able = _of_kind(market, app)
+    known = dict(market.gpus)
+    if app.spans or all(count == known[node] for node, count in able):
+        return sum(count for _, count in able)
+    return min((count for _, count in able if count >= app.gang), default=0)
 
 
 def _counts(app: AppView, cluster_gpus: int) -> tuple[int, ...]:

@@ -134,7 +134,7 @@ class _Round:
         if claim.node is None:
             return list(left.views.values()) if only is None else [left.views[gpu] for gpu in only if gpu in left]
         here = self._nodes.get(claim.node, ())
-        return [gpu for gpu in here if gpu.gpu in left and (only is None or gpu.gpu in only)]
+        return [gpu for gpu in claim.app.usable(here) if gpu.gpu in left]
 
     def keep_booked(self) -> None:
         """Let apps keep the very GPUs that they hold, or are parked on, as far as they have booked so many there.
@@ -151,7 +151,8 @@ class _Round:
                 spare[claim.node] -= max(0, self._missing(claim))
         for claim in self._claims:
             if claim.node is None:
-                named = claim.app.renewable if claim.app.only is None else claim.app.only
+                only = None if claim.app.by_kind else claim.app.only
+                named = claim.app.renewable if only is None else only
                 mine = []
                 for gpu in (self._deal.left.views[gpu] for gpu in sorted(named) if gpu in self._deal.left):
                     if spare[gpu.node] > 0:
@@ -309,5 +310,5 @@ def _run_on(app: AppView) -> frozenset[GpuId]:
 
 def _least(app: AppView) -> int:
     """Return how many GPUs an app needs to run at all: a gang, or those that a parked job of it goes on on."""
-    parked = [len(gpus) for gpus in app.jobs if gpus] if app.only is not None else []
+    parked = [len(gpus) for gpus in app.jobs if gpus] if app.bound else []
     return min(parked, default=app.gang)

@@ -2,7 +2,7 @@
 
 Every app keeps the GPUs it holds for as long as it wants them. Free GPUs go to the apps in order of arrival, each
 as many whole gangs as it can use; the first app that has nothing and does not fit blocks all behind it, so that small
-apps cannot starve a large gang.
+apps cannot starve a large gang. One that asks for a kind of GPUs keeps those only from the others.
 """
 
 from __future__ import annotations
@@ -29,6 +29,6 @@ class Fifo(Ranked):
             if selection.left <= 0:
                 return
             yield app, None
-            if app.want > 0 and not selection.has(app):
+            if app.want > 0 and not selection.has(app) and not selection.let_by(app):
                 selection.blocker = app
                 return

@@ -1,9 +1,10 @@
 """YARN-CS: a static quota for each tenant, first come first served within it, no app ever preempted.
 
 A tenant never holds more than its quota, whatever idles elsewhere; within it the first app that does not fit blocks
-those behind it. A tenant that holds nothing may run one app that is larger than its quota, or it never could.
+those behind it, unless it asks for a kind of GPUs of which too few are free. A tenant that holds nothing may run one
+app that is larger than its quota, or it never could.
 
-*Source:* YARN's capacity scheduler as Astraea (Ye et al., TPDS 2021) uses it as a baseline; that one exception is ours.
+*Source:* YARN's capacity scheduler as Astraea (Ye et al., TPDS 2021) uses it as a baseline; both exceptions are ours.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class YarnCs(Ranked):
                 used[app.tenant] += taken
             if not taken and room < app.gang and selection.told:
                 selection.stopped[app.app] = _beyond(view, app, used[app.tenant])
-            if not taken and not selection.has(app):
+            if not taken and not selection.has(app) and not (app.by_kind and room >= app.gang):
                 blockers[app.tenant] = app
 
     def figures(self, view: View) -> Callable[[AppView], str]:

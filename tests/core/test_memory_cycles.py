@@ -1,0 +1,227 @@
+"""How a node agent learns the mini-batch time of a task that tells nothing of its steps, and what it says of it."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from launch import views
+from node_agent.core.events import (
+    CheckpointProcess,
+    Estimated,
+    OrderWorker,
+    ProcessCheckpointed,
+    WorkerDisconnected,
+    WorkerStarted,
+)
+from node_agent.core.ladder import TROUGH_CYCLES
+from node_agent.core.measurements import SAMPLE_AFTER_S, SAMPLE_EVERY_S, SAMPLE_KNOWN_S
+from node_agent.introspection import Estimate, agreed
+from protocol.messages import StepSource, TaskId
+from protocol.worker import TROUGH_S, Counted, Order, Refused
+from tests.support.node_harness import GIB, Bench, hello, process, progress, sample, task_order
+
+TASK = "ana-1.0-a0"
+
+
+def silent(task: str = TASK, *gpus: int) -> Bench:
+    """A bench with a running task that has said hello and nothing since."""
+    bench = Bench()
+    bench.plan(task_order(task, *(gpus or (0,))))
+    bench.say(WorkerStarted(TaskId(task), 100))
+    bench.worker(task, hello(task, park=False))
+    return bench
+
+
+def sampled(bench: Bench, after_s: float) -> list[OrderWorker]:
+    bench.wait(after_s)
+    bench.measure(sample(0, used=GIB))
+    return [one for one in bench.all(OrderWorker) if one.order.do == "sample"]
+
+
+def test_a_task_that_tells_nothing_of_its_steps_has_its_memory_sampled_now_and_then() -> None:
+    bench = silent()
+    assert sampled(bench, 0.0) == []  # it may be loading still
+    assert sampled(bench, SAMPLE_AFTER_S - 1) == []
+    (one,) = sampled(bench, 1.0)
+    assert (one.task, one.rank) == (TASK, 0)
+    assert sampled(bench, SAMPLE_EVERY_S - 1) == []
+    assert len(sampled(bench, 1.0)) == 1
+
+
+def test_a_task_whose_period_is_known_is_sampled_less_often() -> None:
+    bench = silent()
+    sampled(bench, 0.0)
+    bench.say(Estimated(TaskId(TASK), 0.21, "allocator", 0.9, {"allocator": 0.21}))
+    assert len(sampled(bench, SAMPLE_AFTER_S)) == 1
+    assert sampled(bench, SAMPLE_KNOWN_S - 1) == []
+    assert len(sampled(bench, 1.0)) == 1
+
+
+def test_a_task_that_tells_its_steps_is_not_sampled() -> None:
+    bench = silent()
+    bench.worker(TASK, progress(5))
+    assert [sampled(bench, after_s) for after_s in (0.0, SAMPLE_AFTER_S, SAMPLE_EVERY_S)] == [[], [], []]
+
+
+def test_a_task_that_makes_its_first_steps_or_is_not_connected_is_not_sampled() -> None:
+    bench = silent()
+    bench.worker(TASK, replace(progress(0), step_s=0.0))
+    assert [sampled(bench, after_s) for after_s in (0.0, SAMPLE_AFTER_S)] == [[], []]
+
+
+def test_a_task_is_looked_at_through_its_memory_alone_where_it_shares_its_device() -> None:
+    bench = silent()
+    assert bench.core.unmeasured() == {TASK: ("GPU-0",)}
+    bench.worker(TASK, progress(5))
+    assert bench.core.unmeasured() == {}
+
+
+def test_samples_themselves_change_nothing() -> None:
+    bench = silent()
+    before = bench.status(TASK)
+    bench.worker(TASK, Counted(3, (1.0, 1.01), (5, 6)))
+    assert bench.status(TASK) == before
+
+
+def test_what_the_signals_show_is_reported_until_the_task_tells_its_steps() -> None:
+    bench = silent()
+    periods: dict[StepSource, float] = {"allocator": 0.21, "gpm": 0.84}
+    bench.say(Estimated(TaskId(TASK), 0.0, "unknown", 0.0, periods))
+    status = bench.status(TASK)
+    assert (status.step_s, status.measured.source, status.measured.periods) == (0.0, "unknown", periods)
+    bench.say(Estimated(TaskId(TASK), 0.21, "allocator", 0.9, {"allocator": 0.21}))
+    status = bench.status(TASK)
+    assert (status.step_s, status.measured.source, status.measured.confidence) == (0.21, "allocator", 0.9)
+    bench.worker(TASK, progress(5))
+    status = bench.status(TASK)
+    assert (status.measured.source, status.measured.periods) == ("steps", {})
+    bench.say(Estimated(TaskId(TASK), 0.21, "allocator", 0.9, {"allocator": 0.21}))
+    assert bench.status(TASK).measured.periods == {}
+
+
+def test_the_memory_of_a_task_is_what_its_worker_says_now_and_not_the_most_it_ever_said() -> None:
+    bench = silent()
+    for peak in (3 * GIB, GIB):
+        bench.worker(TASK, replace(progress(5), peak_bytes=peak, trough_bytes=GIB // 2, reserved_bytes=2 * GIB))
+    measured = bench.status(TASK).measured
+    assert (measured.peak_bytes, measured.trough_bytes, measured.reserved_bytes) == (GIB, GIB // 2, 2 * GIB)
+
+
+# --- suspended at the trough ----------------------------------------------------------------------------------------
+
+
+def cyclic(source: StepSource = "allocator", step_s: float = 0.5) -> Bench:
+    """A bench with a task that the driver alone can suspend, and whose period is known."""
+    bench = Bench(driver=True)
+    bench.plan(task_order(TASK, 0))
+    bench.say(WorkerStarted(TaskId(TASK), 100))
+    bench.worker(TASK, hello(TASK, park=False))
+    bench.measure(sample(0, process(TASK, GIB)))
+    bench.say(Estimated(TaskId(TASK), step_s, source, 0.9, {source: step_s}))
+    return bench
+
+
+def leave(bench: Bench) -> Order:
+    """Have the task suspended; return the order to its worker."""
+    bench.plan(task_order(TASK, 0, want="vacate", preempt_by="suspend"))
+    assert bench.status(TASK).phase == "suspending"
+    assert not bench.all(CheckpointProcess)
+    return bench.ordered()
+
+
+def test_the_driver_suspends_a_task_once_its_worker_says_that_its_memory_is_at_a_trough() -> None:
+    bench = cyclic()
+    order = leave(bench)
+    assert order.do == "trough"
+    bench.worker(TASK, replace(progress(-1), step_s=0.0))  # a heartbeat
+    assert not bench.all(CheckpointProcess)
+    bench.worker(TASK, replace(progress(-1), step_s=0.0, seq=order.seq))
+    assert bench.only(CheckpointProcess).do == "suspend"
+    bench.worker(TASK, replace(progress(-1), step_s=0.0, seq=order.seq))  # said again
+    assert not bench.all(CheckpointProcess)
+    bench.say(ProcessCheckpointed(TaskId(TASK), "suspend", ok=True, seconds=1.0, bytes=GIB))
+    assert bench.status(TASK).phase == "suspended"
+
+
+@pytest.mark.parametrize(("step_s", "patience_s"), [(0.5, 0.5 * TROUGH_CYCLES), (60.0, TROUGH_S)])
+def test_a_trough_is_waited_for_no_longer_than_for_some_cycles(step_s: float, patience_s: float) -> None:
+    bench = cyclic(step_s=step_s)
+    leave(bench)
+    bench.wait(0.9 * patience_s)
+    assert not bench.all(CheckpointProcess)
+    bench.wait(0.2 * patience_s)
+    assert bench.only(CheckpointProcess).do == "suspend"
+
+
+def test_a_worker_that_knows_no_troughs_is_suspended_at_once() -> None:
+    bench = cyclic()
+    order = leave(bench)
+    bench.worker(TASK, Refused(order.seq, "this version of the library knows no order 'trough'"))
+    assert bench.only(CheckpointProcess).do == "suspend"
+
+
+@pytest.mark.parametrize("source", ["gpm", "memory"])
+def test_the_driver_suspends_a_task_at_once_whose_own_memory_shows_no_cycle(source: StepSource) -> None:
+    bench = cyclic(source)
+    bench.plan(task_order(TASK, 0, want="vacate", preempt_by="suspend"))
+    assert bench.only(CheckpointProcess).do == "suspend"
+    assert not bench.all(OrderWorker)
+
+
+def test_the_driver_suspends_a_task_at_once_whose_worker_is_not_there_to_be_asked() -> None:
+    bench = cyclic()
+    bench.say(WorkerDisconnected(TaskId(TASK), 0))
+    bench.plan(task_order(TASK, 0, want="vacate", preempt_by="suspend"))
+    assert bench.only(CheckpointProcess).do == "suspend"
+
+
+# --- agreement ------------------------------------------------------------------------------------------------------
+
+
+def found(source: StepSource, period_s: float, confidence: float = 0.9) -> Estimate:
+    return Estimate(period_s, source, confidence, 30.0)
+
+
+def test_signals_that_agree_tell_the_period_of_the_most_direct_of_them() -> None:
+    one, other = found("gpm", 0.80, 0.95), found("allocator", 0.81)
+    assert agreed([one, other]) == other
+    assert agreed([one]) == one
+    assert agreed([]) is None
+
+
+@pytest.mark.parametrize("others", [[("gpm", 0.84)], [("memory", 0.21), ("utilisation", 0.25)]])
+def test_signals_that_differ_tell_nothing_whichever_they_are(others: list[tuple[StepSource, float]]) -> None:
+    assert agreed([found("allocator", 0.21), *(found(*other) for other in others)]) is None
+
+
+# --- in words -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("measured", "words"),
+    [
+        ({"source": "steps", "confidence": 1.0}, "steps"),
+        ({"source": "unknown", "confidence": 0.0, "periods": {}}, "-"),
+        ({"source": "allocator", "confidence": 0.926, "periods": {"allocator": 0.8}}, "allocator 93%"),
+        (
+            {"source": "allocator", "confidence": 0.9, "periods": {"allocator": 0.8, "memory": 0.81, "gpm": 0.8}},
+            "allocator 90%, as gpm and memory",
+        ),
+        (
+            {"source": "unknown", "confidence": 0.0, "periods": {"gpm": 1.68, "allocator": 0.21}},
+            "unknown: allocator 210 ms, gpm 1.68 s",
+        ),
+    ],
+)
+def test_how_a_mini_batch_time_is_known_is_said_with_what_agrees_or_differs(
+    measured: dict[str, object], words: str
+) -> None:
+    assert views.timed_by({"measured": measured}) == words
+
+
+@pytest.mark.parametrize(("source", "said"), [("allocator", True), ("steps", False)])
+def test_explain_says_that_a_signal_shows_a_pass_and_perhaps_no_whole_mini_batch(source: str, said: bool) -> None:
+    measured = {"source": source, "confidence": 0.9, "periods": {} if source == "steps" else {source: 0.2}}
+    task = {"task": TASK, "node": "n1", "phase": "running", "step": 1, "total_steps": 0, "measured": measured}
+    assert (views.BY_SIGNAL in views._tasks({"tasks": [task]})) is said

@@ -1,0 +1,103 @@
+"""Scripts that tell nothing of their steps: their mini-batch time is found from their own memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launch.site.site import bootstrap_dir
+from node_agent.core import measurements
+from node_agent.devices.simulated import SimulatedBackend
+from node_agent.introspection import from_counter
+from protocol.worker import Counted, Hello, Progress
+from tests.support.node_site import NODE, node_site, task_order
+from tests.support.worker_agent import Worker, WorkerAgent
+
+PERIOD_S = 0.3
+MIB = 2**20
+#: Activations live for a share of each mini-batch, which begins by the clock under any other load.
+MANUAL = f"""
+import mmap, time
+begun, number = time.monotonic(), 0
+while True:
+    number += 1
+    activations = mmap.mmap(-1, {64 * MIB}, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for page in range(0, {64 * MIB}, 4096):
+        activations[page] = 1
+    time.sleep(max(0, begun + (number - 0.4) * {PERIOD_S} - time.monotonic()))
+    activations.close()
+    time.sleep(max(0, begun + number * {PERIOD_S} - time.monotonic()))
+"""
+#: Tells of its steps once it is told to.
+LATE_STEPS = """
+import sys, time
+from app_agent import session
+while not sys.stdin.readline():
+    pass
+while True:
+    time.sleep(0.01)
+    session.step_end()
+"""
+
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[WorkerAgent]:
+    with WorkerAgent(tmp_path / "agent.sock") as one:
+        yield one
+
+
+@pytest.mark.timeout(90)
+def test_a_window_of_samples_tells_the_period_the_trough_and_the_peak_of_a_loop_without_an_optimizer(
+    agent: WorkerAgent, tmp_path: Path
+) -> None:
+    with Worker(tmp_path, "-c", MANUAL):
+        agent.wait(Hello)
+        order = agent.order("sample")
+        agent.wait(Counted, seq=order.seq, last=True)
+        told = agent.wait(Progress, seq=agent.order("tell").seq)
+        at_trough = agent.wait(Progress, seq=agent.order("trough").seq)
+    lines = [line for line in agent.heard if isinstance(line, Counted)]
+    found = from_counter([at for line in lines for at in line.at_s], [held for line in lines for held in line.bytes])
+    assert found is not None
+    assert found.period_s == pytest.approx(PERIOD_S, rel=0.05)
+    assert 60 * MIB < told.peak_bytes - told.trough_bytes < 100 * MIB
+    assert told.step == at_trough.step == -1  # a period is no count of steps
+
+
+@pytest.mark.timeout(60)
+def test_sampling_ends_with_the_first_step_that_the_script_tells(agent: WorkerAgent, tmp_path: Path) -> None:
+    with Worker(tmp_path, "-c", LATE_STEPS) as worker:
+        agent.wait(Hello)
+        order = agent.order("sample")
+        agent.wait(Counted, seq=order.seq)
+        assert worker.process.stdin is not None
+        worker.process.stdin.write("begin\n")
+        worker.process.stdin.flush()
+        agent.wait(Counted, seq=order.seq, last=True)
+        agent.wait(Progress, step=lambda step: step > 3)
+        again = agent.order("sample")
+        answer = agent.order("tell")
+        agent.wait(Progress, seq=answer.seq)
+    assert len([line for line in agent.heard if isinstance(line, Counted)]) < 15
+    assert not [line for line in agent.heard if isinstance(line, Counted) and line.seq == again.seq]
+
+
+@pytest.mark.timeout(170)
+async def test_a_node_agent_has_it_sampled_and_reports_its_mini_batch_time_and_where_that_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurements, "SAMPLE_AFTER_S", 1.0)
+    async with node_site(tmp_path, backend=SimulatedBackend(NODE, 1), bootstrap_dir=str(bootstrap_dir())) as site:
+        await site.plan(task_order(tmp_path, "ana-1.0-a0", sys.executable, "-c", MANUAL))
+        report = await site.report(lambda report: any(task.step_s > 0 for task in report.tasks), patience_s=150.0)
+    (status,) = report.tasks
+    assert status.measured.source == "allocator"
+    assert status.step_s == pytest.approx(PERIOD_S, rel=0.05)
+    assert 0 < status.measured.confidence <= 1
+    assert set(status.measured.periods) == {"allocator"}
+    assert status.measured.trough_bytes < status.measured.peak_bytes
