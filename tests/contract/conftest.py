@@ -17,6 +17,7 @@ from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.messages import ARBITER, Party
 from protocol.topology import Topology
 from tests.support import rabbitmq
+from tests.support.patience import PATIENCE_S
 from tests.support.proxy import Proxy
 
 T = TypeVar("T")
@@ -36,7 +37,6 @@ LIMITS = Topology(
     lane_prefetch=4,
 )
 VHOSTS = [f"t{number}" for number in range(60)]
-PATIENCE_S = 20.0
 
 
 class Site(Protocol):

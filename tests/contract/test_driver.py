@@ -29,11 +29,11 @@ from node_agent.workers.driver import (
     open_checkpointer,
 )
 from node_agent.workers.driver_helper import CannotBeDone, permutation
+from tests.support.patience import PATIENCE_S
 from tests.support.stand_in import FaultKind, StandIn, cards
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED, RESTORING = 0, 1, 2, 3, 5
 #: An interpreter starts in a tenth of a second, and on a busy node in several.
-PATIENCE_S = 20.0
 #: For a helper that is going to hang: long enough to get there.
 HANG_S = 3.0
 FIT = DriverFacts(machine="x86_64", driver="580.95.05", bindings="13.0.1", boot_id="b", user=0)

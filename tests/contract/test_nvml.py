@@ -22,10 +22,10 @@ from node_agent.devices.sampling import measure, open_backend
 from node_agent.devices.topology import slots_of
 from protocol.messages import GpuId, NodeId, TaskId
 from tests.support import stand_in
+from tests.support.patience import PATIENCE_S
 from tests.support.stand_in import StandIn, cards
 
 MIB = 2**20
-PATIENCE_S = 20.0
 #: All functions of the played library that are about one GPU, and those about all.
 SOURCE = (Path(stand_in.__file__).parent / "nvml.c").read_text()
 OF_A_GPU = re.findall(r"^int (nvml\w+)\(Handle \*", SOURCE, re.MULTILINE)

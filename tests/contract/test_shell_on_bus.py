@@ -13,7 +13,8 @@ from protocol.bus import Link
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import ARBITER, Answer, Party, Query
 from protocol.shell import Shell
-from tests.contract.conftest import APP, PATIENCE_S, Site
+from tests.contract.conftest import APP, Site
+from tests.support.patience import PATIENCE_S
 
 
 class Ask(Struct, frozen=True, tag=True):

@@ -18,6 +18,7 @@ from arbiter.core.policies.themis.auction import compiled, instance
 from launch import cli, surface
 from launch.verbs import auction
 from protocol import exit_codes
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "auction.json"
@@ -197,7 +198,7 @@ def test_without_numba_this_is_said_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def program(*words: str, stdin: bytes | None = b"") -> subprocess.CompletedProcess[bytes]:
     command = [sys.executable, "-m", "launch.cli", "auction", "solve", *words]
-    return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, check=False, timeout=110)
+    return subprocess.run(command, cwd=ROOT, input=stdin, capture_output=True, check=False, timeout=PATIENCE_S)
 
 
 def test_the_program_itself_answers_and_refuses_without_a_traceback() -> None:

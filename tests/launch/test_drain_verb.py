@@ -21,6 +21,7 @@ from protocol import exit_codes
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.messages import Act, Query
 from tests.support.hand_arbiter import HandArbiter, Reply, hand_arbiter
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -47,7 +48,9 @@ async def site(socket: Path, reply: Reply) -> AsyncIterator[HandArbiter]:
 async def run(*words: str) -> subprocess.CompletedProcess[str]:
     """Run one command in a process of its own, as the daemon logs to this one's stdout."""
     command = [sys.executable, "-m", "launch.cli", *words]
-    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=60)
+    return await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
 
 
 def left(task: str, *, stays: bool = False, phase: str = "running", step: int = 7) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.messages import Act, Query
 from tests.core.test_events import Desk
 from tests.support.hand_arbiter import hand_arbiter
+from tests.support.patience import PATIENCE_S
 
 
 class Played:
@@ -60,7 +61,9 @@ async def test_follow_tells_each_event_since_then_once_however_late_it_is_heard_
     async with hand_arbiter(bus, arbiter), asyncio.TaskGroup() as group:
         task = group.create_task(run_app_host(config, bus, on_ready=ready.set))
         await ready.wait()
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=60)
+        done = await asyncio.to_thread(
+            subprocess.run, command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+        )
         task.cancel()
     assert (done.returncode, "that is all" in done.stderr) == (exit_codes.NOT_FOUND, True), done.stderr
     assert [line.split()[2] for line in done.stdout.splitlines()] == ["ana-2", "ana-3"]

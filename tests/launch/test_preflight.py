@@ -27,6 +27,7 @@ from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.messages import Act, Query
 from tests.support.app_state import with_plain_ids
 from tests.support.hand_arbiter import Reply, hand_arbiter
+from tests.support.patience import PATIENCE_S
 from tests.support.rabbitmq import free_port
 from tests.support.wishes import made
 
@@ -231,7 +232,9 @@ def _wait_connected(socket: Path) -> None:
 
 async def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "launch.cli", *words]
-    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=60)
+    return await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
 
 
 def answer(message: Query | Act) -> dict[str, object] | None:

@@ -18,6 +18,7 @@ from launch.sbatch import FLAGS, Batch, Refusals
 from launch.slurm_shell import Around, Script
 from launch.verbs import sbatch as command_line
 from tests.support.pages import DOCS
+from tests.support.patience import PATIENCE_S
 
 BASH = "#!/bin/bash\n"
 
@@ -289,7 +290,7 @@ NODE = {
 def run(batch: Batch, folder: Path, **changes: str) -> subprocess.CompletedProcess[str]:
     """Run a job's command as a node does."""
     return subprocess.run(
-        batch.command, cwd=folder, env=NODE | changes, capture_output=True, text=True, check=False, timeout=120
+        batch.command, cwd=folder, env=NODE | changes, capture_output=True, text=True, check=False, timeout=PATIENCE_S
     )
 
 

@@ -24,6 +24,7 @@ from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.messages import Act, Query
 from tests.support.app_state import with_plain_ids
 from tests.support.hand_arbiter import Reply, hand_arbiter
+from tests.support.patience import PATIENCE_S
 
 SPEC = AppSpec(trials=(("python", "train.py"),), cwd="/srv", checkpoint_root="/checkpoints", tenant="team-a")
 
@@ -93,7 +94,9 @@ def _submit_two(socket: Path) -> None:
 async def run(*words: str) -> subprocess.CompletedProcess[str]:
     """Run one command in a process of its own, as the daemon logs to this one's stdout."""
     command = [sys.executable, "-m", "launch.cli", *words]
-    return await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False, timeout=60)
+    return await asyncio.to_thread(
+        subprocess.run, command, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
 
 
 async def test_cancel_ends_all_that_exist_and_then_names_those_that_do_not(socket: Path) -> None:

@@ -31,9 +31,9 @@ from protocol.messages import (
     RoundId,
 )
 from protocol.shell import Shell, Waiting, _Arrived
+from tests.support.patience import PATIENCE_S
 
 APP, NODE = Party("app", "a1"), Party("node", "n1")
-PATIENCE_S = 10.0
 T = TypeVar("T")
 
 

@@ -25,6 +25,7 @@ from launch.spec import environment
 from protocol.messages import ARBITER, Party, Requirements
 from tests.support.app_state import with_plain_ids
 from tests.support.gpu_watch import GpuWatch
+from tests.support.patience import PATIENCE_S
 from tests.support.rabbitmq import PrivateRabbitMQ
 
 OWNER, NODES, GPUS_PER_NODE = "me", 2, 2
@@ -37,7 +38,6 @@ SETTINGS = ArbiterSettings(
 #: Mini-batches of an app, 40 ms each: enough to outlast an outage.
 STEPS = 160
 #: For what must come: the limit is for a broken build on a busy machine, not for timing.
-PATIENCE_S = 60.0
 POLL_S = 0.1
 
 

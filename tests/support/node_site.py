@@ -50,9 +50,9 @@ from protocol.messages import (
     Want,
     seat,
 )
+from tests.support.patience import PATIENCE_S
 
 NODE = "n1"
-PATIENCE_S = 20.0
 WORKER = Path(__file__).with_name("hand_worker.py")
 
 

@@ -23,6 +23,7 @@ from launch.client import Client, open_client
 from launch.site.site import end_everything, in_process, local_site, memory_bus, wait_ready
 from protocol.messages import OwnerId
 from tests.support.pages import ROOT
+from tests.support.patience import PATIENCE_S
 
 OWNER = OwnerId("alice")
 SETTINGS = ArbiterSettings(policy="fifo", round_pause_s=0.1, beat_s=0.2, admission_wait_s=1.0, admins=(OWNER,))
@@ -35,7 +36,6 @@ while not Path("end").exists(): time.sleep(0.02)
 """
 #: What only a shell understands.
 SHELL = frozenset("|&;<>$`(")
-PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Self
 from protocol.bus.provision import broker_config
 from protocol.messages import Party
 from protocol.topology import Topology
+from tests.support.patience import PATIENCE_S
 
 SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 START_TIMEOUT_S = 60.0
@@ -142,7 +143,7 @@ class PrivateRabbitMQ:
         """Have `rabbitmqctl` do something."""
         command = [str(SERVER.with_name("rabbitmqctl")), "--node", f"test{self.port}@localhost", *words]
         done = subprocess.run(
-            command, env=self._environment(), capture_output=True, text=True, timeout=60.0, check=False
+            command, env=self._environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
         if done.returncode:
             raise RuntimeError(f"rabbitmqctl {' '.join(words)}: {done.stdout}{done.stderr}")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal, Self, TypeVar
 
 from protocol.worker import FromWorker, Hello, Order, decode_line, encode_line
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 BOOTSTRAP = ROOT / "app_agent" / "training" / "bootstrap"
-WAIT_S = 90.0
 
 MessageT = TypeVar("MessageT")
 Do = Literal["suspend", "resume", "leave", "save", "probe", "tell", "arena", "cap", "hold", "sample", "trough"]
@@ -60,7 +60,7 @@ class WorkerAgent:
             return None
 
         with self._changed:
-            assert self._changed.wait_for(lambda: find() is not None, WAIT_S), f"no {kind} {facts} in {self.heard}"
+            assert self._changed.wait_for(lambda: find() is not None, PATIENCE_S), f"no {kind} {facts} in {self.heard}"
             found = find()
             assert found is not None
             return found
@@ -154,7 +154,7 @@ class Worker:
 
     def end(self) -> tuple[int, str, str]:
         """Wait for the end; return exit code, output and errors."""
-        out, err = self.process.communicate(timeout=WAIT_S)
+        out, err = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, out, err
 
     def rss_bytes(self, kind: Literal["RssAnon", "RssShmem"]) -> int:

@@ -41,6 +41,7 @@ from protocol.messages import (
     TenantId,
 )
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
+from tests.support.patience import PATIENCE_S
 
 
 def a_site_of_long_ago() -> Site:
@@ -270,7 +271,7 @@ async def _elapsed_s(bus: MemoryBus, app: Party, report: AppReport) -> float:
     """How old the arbiter takes an app for, whose agent has just said who it is."""
     link = await bus.connect(app)
     query = Query("q1", "explain", report.app)
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             outgoing = [Outgoing(ARBITER, encode(each, sender=app, id=token_hex(8))) for each in (report, query)]
             await link.send(outgoing)

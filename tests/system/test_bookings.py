@@ -19,8 +19,9 @@ from launch.client import ending, open_client
 from launch.site.site import in_process, local_site, memory_bus, wait_ready
 from protocol.exit_codes import DONE
 from protocol.messages import Requirements
+from tests.support.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 #: Each step is a tenth of a second of GPU time, divided among the GPUs it has; "STEP GPUS" is written down at each.
 SCRIPT = """
@@ -86,13 +87,13 @@ def test_an_app_is_refused_with_its_price_and_another_runs_on_a_changing_number_
         wait_ready(site, check)
         with open_client(site.socket) as client:
             rigid = client.submit(spec(tmp_path, "rigid", 15.0, "soft:20s,1000", (3,)))
-            client.wait(rigid, until="running", timeout_s=30.0)
+            client.wait(rigid, until="running", timeout_s=PATIENCE_S)
             elastic = client.submit(spec(tmp_path, "elastic", 36.0, "soft:60s,1000", (1, 2, 4)))
             # Ten slots of a GPU and more cost 10 and more, and it is worth 2 however late.
             poor = client.wait(
-                client.submit(spec(tmp_path, "poor", 32.0, "none:2", (1,))), until="done", timeout_s=30.0
+                client.submit(spec(tmp_path, "poor", 32.0, "none:2", (1,))), until="done", timeout_s=PATIENCE_S
             )
-            ends = [client.wait(app, until="done", timeout_s=60.0) for app in (rigid, elastic)]
+            ends = [client.wait(app, until="done", timeout_s=PATIENCE_S) for app in (rigid, elastic)]
             explained = client.query("explain", elastic)
         check()
     refusal = ending(poor)

@@ -17,10 +17,11 @@ from msgspec.structs import replace
 
 from protocol.messages import Party
 from tests.support.cluster import LEASE_S, SETTINGS, Cluster, running_cluster, until
+from tests.support.patience import PATIENCE_S
 from tests.support.proxy import Proxy
 from tests.support.rabbitmq import PrivateRabbitMQ
 
-pytestmark = [pytest.mark.broker, pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.broker, pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(300)]
 
 #: Quorum queues younger than this can be lost with their broker: RabbitMQ 3.10 does not yet have them on disk.
 SETTLED_S = 2.0
@@ -152,7 +153,7 @@ class CuttableLink:
         self._loop.close()
 
     def _do(self, what: Coroutine[None, None, None]) -> None:
-        asyncio.run_coroutine_threadsafe(what, self._loop).result(10.0)
+        asyncio.run_coroutine_threadsafe(what, self._loop).result(PATIENCE_S)
 
 
 @contextmanager

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from app_agent.client import App, Client, UsageError, connect
+from tests.support.patience import PATIENCE_S
 from tests.support.thread_site import ThreadSite, thread_site, until
-
-PATIENCE_S = 120.0
 
 
 @pytest.fixture(scope="module")

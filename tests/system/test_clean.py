@@ -19,6 +19,7 @@ import pytest
 from app_agent.client import App, Client, connect
 from protocol import exit_codes
 from tests.support import called_functions as functions
+from tests.support.patience import PATIENCE_S
 from tests.support.thread_site import ThreadSite, thread_site
 
 #: They share one site.
@@ -54,7 +55,7 @@ def clean(site: ThreadSite, tmp_path: Path) -> Callable[..., subprocess.Complete
         line = [*PROGRAM, "clean", *words, *(() if named else ("--name", tmp_path.name))]
         env = os.environ | {"GPU_ARBITER_URL": f"unix://{site.socket}"}
         return subprocess.run(
-            line, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=60
+            line, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=PATIENCE_S
         )
 
     return run
@@ -71,7 +72,7 @@ def over(client: Client, script: str = SAVING) -> Path:
 
 def ended(client: Client, script: str = SAVING) -> App:
     app = client.submit((sys.executable, "-c", script))
-    assert app.wait(60).state == "finished"
+    assert app.wait(PATIENCE_S).state == "finished"
     return app
 
 
@@ -107,7 +108,7 @@ def test_a_dry_run_says_what_and_how_much_and_removes_nothing(client: Client, cl
 
 def test_what_apps_that_are_over_have_left_behind_goes(client: Client, clean: Clean, tmp_path: Path) -> None:
     folder, called = over(client), client.with_fields(name="called").submit_function(functions.add, 1)
-    assert called.wait(60).state == "finished"
+    assert called.wait(PATIENCE_S).state == "finished"
     call = Path(called.record().call_dir)
     assert call.parent == tmp_path / "checkpoints" / "calls"
     done = clean("--older-than", "0s", "--yes")
@@ -151,7 +152,7 @@ def test_an_app_that_is_not_over_keeps_its_folders_and_is_told_of(client: Client
     assert (document["folders"], document["left"][0]["reason"]) == ([], "it is running")
     assert folder.exists()
     app.cancel()
-    app.wait(60)
+    app.wait(PATIENCE_S)
 
 
 def test_files_of_the_script_keep_a_folder_unless_the_app_is_named(client: Client, clean: Clean) -> None:
@@ -215,7 +216,7 @@ def test_a_person_is_asked_before(client: Client, site: ThreadSite, reply: str, 
         with suppress(OSError):  # the other end is closed
             while data := os.read(ours, 65_536):
                 shown += data
-        process.wait(60)
+        process.wait(PATIENCE_S)
     os.close(ours)
     assert re.search(rb"remove 1 folder, [0-9.]+ KiB\? \[y/N\]", shown)
     assert folder_of(app).exists() == stays
@@ -250,7 +251,7 @@ def test_a_folder_that_cannot_be_removed_is_told_and_the_others_go(
 def test_apps_are_chosen_by_state_as_elsewhere(client: Client, clean: Clean) -> None:
     finished = over(client)
     failing = client.submit((sys.executable, "-c", SAVING + "raise SystemExit(1)"), max_restarts=0)
-    assert failing.wait(60).state == "failed"
+    assert failing.wait(PATIENCE_S).state == "failed"
     document = answer(clean("--state", "failed", "--older-than", "0s", "--yes", "--json"))
     assert [each["path"] for each in document["folders"]] == [str(folder_of(failing))]
     assert finished.exists()

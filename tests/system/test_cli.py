@@ -16,8 +16,7 @@ import pytest
 
 from arbiter.core.registry import POLICIES
 from protocol import exit_codes
-
-#: They share one site.
+from tests.support.patience import PATIENCE_S
 
 PROGRAM = (sys.executable, "-m", "launch.cli")
 POLICY_NAMES = ", ".join(sorted(POLICIES))
@@ -40,7 +39,7 @@ def site(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
         assert "gpu-arbiter is up: 1 node, 4 GPUs" in process.stderr.readline()
         yield process
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.fixture
@@ -59,7 +58,13 @@ def _runner(environment: dict[str, str], folder: Path) -> Cli:
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
         command = [*PROGRAM, *words]
         return subprocess.run(
-            command, env=environment | variables, cwd=folder, capture_output=True, text=True, check=False, timeout=60
+            command,
+            env=environment | variables,
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=PATIENCE_S,
         )
 
     return run
@@ -304,7 +309,7 @@ def test_ps_prints_a_new_table_at_each_change_until_it_is_interrupted(cli: Cli, 
         while "no apps" not in watch.stdout.readline():
             pass
         watch.send_signal(signal.SIGINT)
-        assert watch.communicate(timeout=30) == ("", "")
+        assert watch.communicate(timeout=PATIENCE_S) == ("", "")
     assert watch.returncode == exit_codes.INTERRUPTED
 
 
@@ -323,7 +328,7 @@ def test_events_tell_what_happened_to_an_app_and_go_on_until_they_are_interrupte
         while "  freed  " not in follow.stdout.readline():
             pass
         follow.send_signal(signal.SIGINT)
-        assert follow.communicate(timeout=30) == ("", "")
+        assert follow.communicate(timeout=PATIENCE_S) == ("", "")
     assert follow.returncode == exit_codes.INTERRUPTED
     told = cli("events", app, "--since", "1h").stdout.splitlines()
     assert [line[21:].split()[:2] for line in told if " exited " not in line] == [
@@ -350,7 +355,7 @@ def test_a_shell_completes_ids_with_states_nodes_and_tenants_of_a_site(
         words = f"gpu-arbiter {line}"
         asks = {"_GPU_ARBITER_COMPLETE": f"complete_{shell}", "COMP_WORDS": words, "_TYPER_COMPLETE_ARGS": words}
         asks["COMP_CWORD"] = str(words.count(" "))
-        run = subprocess.run([program], env=own | asks, capture_output=True, text=True, check=True, timeout=60)
+        run = subprocess.run([program], env=own | asks, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
         assert run.stderr == ""
         return run.stdout.split("\n")[:-1]
 
@@ -373,7 +378,7 @@ def test_a_shell_completes_ids_with_states_nodes_and_tenants_of_a_site(
     assert cli("wait", "--for", "running", "--timeout", "0.1s", app).stderr.startswith(
         f"gpu-arbiter: {app} is still held"
     )
-    run = subprocess.run(["bash", "-c", shell], env=own, capture_output=True, text=True, check=True, timeout=60)
+    run = subprocess.run(["bash", "-c", shell], env=own, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert run.stdout.split() == [app]
     cli("cancel", app)
 
@@ -434,7 +439,7 @@ def test_a_second_site_is_refused_with_the_way_to_have_one_and_that_works(
         assert second.stderr is not None
         assert "gpu-arbiter is up: 1 node, 4 GPUs" in second.stderr.readline()
         second.send_signal(signal.SIGINT)
-        second.communicate(timeout=30)
+        second.communicate(timeout=PATIENCE_S)
     assert folder.is_dir()
 
 
@@ -594,8 +599,6 @@ class _Up:
         return greeting
 
     def __exit__(self, *_: object) -> None:
-        began = time.monotonic()
         self._process.send_signal(signal.SIGINT)
-        self._process.communicate(timeout=30)
+        self._process.communicate(timeout=PATIENCE_S)
         assert self._process.returncode == 0
-        assert time.monotonic() - began < 15

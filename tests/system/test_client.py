@@ -19,9 +19,8 @@ from app_agent import streams
 from app_agent.client import AsyncClient, Client, DiedError, FunctionApp, connect
 from app_agent.executor import GpuExecutor
 from tests.support import called_functions as functions
+from tests.support.patience import PATIENCE_S
 from tests.support.thread_site import ThreadSite, thread_site, until
-
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,12 @@ from structlog.testing import capture_logs
 from arbiter import solver
 from arbiter.core.policies.themis.auction import compiled
 from launch.site.site import PROGRAM
+from tests.support.patience import PATIENCE_S
 
 ROOT = PROGRAM.parent
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_an_app_runs_to_its_end_while_the_loops_are_compiled(tmp_path: Path) -> None:
     own = {name: value for name, value in os.environ.items() if not name.startswith("GPU_ARBITER_")}
     socket = f"unix://{tmp_path}/control.sock"
@@ -35,7 +36,7 @@ def test_an_app_runs_to_its_end_while_the_loops_are_compiled(tmp_path: Path) -> 
         compiling = [each for each in psutil.Process(site.pid).children() if "warm_up" in " ".join(each.cmdline())]
         rounds = subprocess.run((*command, "rounds", "--json"), env=env, capture_output=True, text=True, check=True)
         site.send_signal(signal.SIGINT)
-        _, told = site.communicate(timeout=30)
+        _, told = site.communicate(timeout=PATIENCE_S)
     assert site.returncode == 0, told
     assert (done.returncode, done.stdout) == (0, "42\n"), told + done.stderr
     assert json.loads(rounds.stdout)["count"] > 0
@@ -43,7 +44,7 @@ def test_an_app_runs_to_its_end_while_the_loops_are_compiled(tmp_path: Path) -> 
     assert "solver.ready" not in told
     assert len(compiling) == 1
     assert "Traceback" not in told, told
-    psutil.wait_procs(compiling, timeout=30)
+    psutil.wait_procs(compiling, timeout=PATIENCE_S)
     assert not compiling[0].is_running()
 
 
@@ -69,7 +70,7 @@ gc.collect()
 def test_a_site_that_ends_while_they_are_compiled_ends_quietly(tmp_path: Path) -> None:
     env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "loops")}
     line = [sys.executable, "-c", SITE, str(tmp_path)]
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -83,6 +84,7 @@ from launch.client import open_client
 from launch.site.site import in_process, local_site, memory_bus, wait_ready
 from app_agent.core.spec import AppSpec
 import psutil
+from tests.support.patience import PATIENCE_S
 
 log_lines.configure("error")
 folder, policy = Path(sys.argv[1]), sys.argv[2]
@@ -107,7 +109,7 @@ assert "aio_pika" not in sys.modules
 def test_where_the_policy_holds_no_auctions_nothing_is_compiled(policy: str, tmp_path: Path) -> None:
     env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "loops")}
     line = [sys.executable, "-c", WITHOUT, str(tmp_path), policy]
-    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=100)
+    done = subprocess.run(line, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout) == (0, "finished\n"), done.stderr
 
 

@@ -55,6 +55,7 @@ from node_agent.workers.manager import SHIM, Settings, Workers
 from node_agent.workers.records import Exit
 from node_agent.workers.storage import Storage
 from protocol.messages import AppId, GpuId, JobId, LaunchSpec, TaskId
+from tests.support.patience import PATIENCE_S
 
 EventT = TypeVar("EventT", bound=LocalEvent)
 TASK = TaskId("ada-1.0-a0")
@@ -69,7 +70,7 @@ def is_gone(pid: int) -> bool:
 
 async def gone(pid: int) -> None:
     """Wait until a process is no more; it may be the child of any process."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not is_gone(pid):
             await asyncio.sleep(0.01)
 
@@ -79,7 +80,7 @@ def sleeper(**env: str) -> subprocess.Popen[bytes]:
 
 
 async def pid_in(path: Path) -> int:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not (path.exists() and path.read_text().endswith("\n")):
             await asyncio.sleep(0.01)
     return int(path.read_text())
@@ -282,7 +283,9 @@ def test_the_shim_puts_the_task_into_its_group_and_writes_down_what_the_kernel_k
     (group / "memory.events").write_text("low 0\nmax 7\noom 3\noom_kill 2\n")
     spec = {"command": [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], "env": {}, "cwd": "/", "cpus": []}
     (tmp_path / "spec.json").write_text(json.dumps(spec | {"log": str(tmp_path / "log"), "cgroup": str(group)}))
-    subprocess.run([sys.executable, "-I", "-S", SHIM, tmp_path], check=True, timeout=20, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-I", "-S", SHIM, tmp_path], check=True, timeout=PATIENCE_S, stdout=subprocess.DEVNULL
+    )
     ended = json.loads((tmp_path / "exit.json").read_text())
     assert (ended["signal"], ended["oom_kills"]) == (9, 2)
     assert (group / "cgroup.procs").read_text() == "0"
@@ -312,7 +315,7 @@ class Bench:
         return await self.event(WorkerStarted)
 
     async def event(self, kind: type[EventT]) -> EventT:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE_S):
             while not isinstance(event := await self.posted.get(), kind):
                 pass
         return event
@@ -346,6 +349,7 @@ async def bench(folder: Path, kind: Kind = "none", cgroup_root: str = "") -> Asy
 #: Leaves its session and its parents twice over, keeps its environment, and prints its pid.
 RUNAWAY = """
 import os, time
+from tests.support.patience import PATIENCE_S
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
@@ -373,7 +377,7 @@ def nothing_is_left_behind(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 async def test_what_runs_away_from_a_task_ends_with_it(tmp_path: Path) -> None:
     async with bench(tmp_path) as site:
         await site.start(RUNAWAY.format(extra="pass", then=""))
@@ -382,7 +386,7 @@ async def test_what_runs_away_from_a_task_ends_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 async def test_a_process_that_ran_away_from_a_task_with_a_killed_supervisor_is_found_by_its_environment(
     tmp_path: Path,
 ) -> None:
@@ -405,7 +409,7 @@ def home(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 async def test_a_new_node_agent_ends_what_the_tasks_of_the_last_one_left_behind_and_nothing_else(home: Path) -> None:
     sockets = manager._socket_dir(home / "state")
     assert (sockets == home / "state/sockets") == (len(home.name) == 1)
@@ -413,7 +417,7 @@ async def test_a_new_node_agent_ends_what_the_tasks_of_the_last_one_left_behind_
     others = sleeper(GPU_ARBITER_SOCKET=str(home / "other/state/sockets/x.sock"))
     try:
         async with bench(home):
-            assert orphan.wait(5) == -signal.SIGKILL
+            assert orphan.wait(PATIENCE_S) == -signal.SIGKILL
             assert others.poll() is None
     finally:
         for process in (orphan, others):
@@ -439,7 +443,7 @@ groups = pytest.fixture(_groups)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 async def test_a_killed_group_takes_with_it_what_has_neither_parent_nor_session_nor_environment(
     tmp_path: Path, groups: str
 ) -> None:
@@ -457,7 +461,7 @@ async def test_a_killed_group_takes_with_it_what_has_neither_parent_nor_session_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 async def test_a_kill_reaches_the_whole_group_at_once_and_not_only_what_descends_from_the_supervisor(
     tmp_path: Path, groups: str
 ) -> None:
@@ -468,7 +472,7 @@ async def test_a_kill_reaches_the_whole_group_at_once_and_not_only_what_descends
         (Path(groups) / f"task-{key_of(tmp_path / 'state', TASK)}" / "cgroup.procs").write_text(str(stray.pid))
         site.workers.signal(TASK, "kill")
         try:
-            assert stray.wait(5) == -signal.SIGKILL
+            assert stray.wait(PATIENCE_S) == -signal.SIGKILL
         finally:
             stray.kill()
             os.kill(site.shim(), signal.SIGCONT)
@@ -476,7 +480,7 @@ async def test_a_kill_reaches_the_whole_group_at_once_and_not_only_what_descends
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 async def test_a_group_whose_supervisor_is_killed_is_ended_whole(tmp_path: Path, groups: str) -> None:
     async with bench(tmp_path, "cgroup", groups) as site:
         await site.start(RUNAWAY.format(extra=NAMELESS, then="time.sleep(120)"))
@@ -487,7 +491,7 @@ async def test_a_group_whose_supervisor_is_killed_is_ended_whole(tmp_path: Path,
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 async def test_a_new_node_agent_ends_the_groups_of_unknown_tasks(tmp_path: Path, groups: str) -> None:
     group = Path(groups) / f"task-{owner_of(tmp_path / 'state')}-forgotten"
     group.mkdir()
@@ -495,7 +499,7 @@ async def test_a_new_node_agent_ends_the_groups_of_unknown_tasks(tmp_path: Path,
     (group / "cgroup.procs").write_text(str(left.pid))
     try:
         async with bench(tmp_path, "cgroup", groups):
-            assert left.wait(5) == -signal.SIGKILL
+            assert left.wait(PATIENCE_S) == -signal.SIGKILL
             assert not group.exists()
     finally:
         left.kill()
@@ -542,22 +546,22 @@ def ending(process: subprocess.Popen[str], how: str = "terminate", *, ticks: int
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 async def test_a_stranger_is_sent_what_was_decided(
     tmp_path: Path, stranger: Callable[[str], subprocess.Popen[str]]
 ) -> None:
     async with bench(tmp_path) as site:
         mortal, deaf = stranger(MORTAL), stranger(DEAF)
         site.workers.end_stranger(ending(mortal))
-        assert mortal.wait(5) == -signal.SIGTERM
+        assert mortal.wait(PATIENCE_S) == -signal.SIGTERM
         site.workers.end_stranger(ending(deaf))
         site.workers.end_stranger(ending(deaf, "kill"))
-        assert deaf.wait(5) == -signal.SIGKILL
+        assert deaf.wait(PATIENCE_S) == -signal.SIGKILL
         site.workers.end_stranger(EndStranger(GPU, deaf.pid, 1, "kill"))  # gone: nothing to do
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 async def test_a_process_that_took_over_a_strangers_number_is_not_touched(
     tmp_path: Path, stranger: Callable[[str], subprocess.Popen[str]]
 ) -> None:

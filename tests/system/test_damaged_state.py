@@ -11,8 +11,9 @@ from msgspec.structs import replace
 
 from arbiter.core.state.model import ArbiterSettings
 from launch.site.site import as_toml, local_site
+from tests.support.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 #: By verb of the command line: the file that must not be lost, and what is said of it.
 FILES = {
@@ -35,7 +36,7 @@ def test_a_daemon_refuses_its_damaged_state_with_a_sentence_and_leaves_it_as_it_
     (tmp_path / name).write_bytes(DAMAGES[damage])
     (tmp_path / "config.toml").write_text(as_toml(replace(config, bus="amqp://a:b@127.0.0.1:9/")))
     command = [sys.executable, "-m", "launch.cli", verb, "--config", str(tmp_path / "config.toml")]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert ended.returncode in (1, 2)
     assert words in ended.stderr
     assert str(tmp_path / name) in ended.stderr

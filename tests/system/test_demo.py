@@ -31,7 +31,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[demo.Result, Path
     return demo.run(demo.Options(out=out, quiet=True, **QUICK)), out
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_every_app_finishes_and_nobody_loses_a_step(outcome: tuple[demo.Result, Path]) -> None:
     result, _ = outcome
     assert result.unfinished == ()
@@ -85,7 +85,7 @@ def test_weights_are_those_of_the_same_script_run_alone(outcome: tuple[demo.Resu
 
 @pytest.mark.full
 @pytest.mark.broker
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(not available(), reason="rabbitmq-server is not installed; see scripts/ensure-rabbitmq.sh")
 def test_over_rabbitmq_with_daemons_of_their_own_it_gives_the_same_kind_of_result(
     broker: PrivateRabbitMQ, tmp_path: Path

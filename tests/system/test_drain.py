@@ -29,9 +29,10 @@ from launch.site.site import (
 )
 from protocol import exit_codes
 from protocol.messages import OwnerId, Requirements
+from tests.support.patience import PATIENCE_S
 from tests.support.rabbitmq import ADMIN, PrivateRabbitMQ, available
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 #: Makes its mini-batches, writing down each; saves when told to leave, and goes on where it was.
 SAVES = """
@@ -72,7 +73,6 @@ SETTINGS = ArbiterSettings(
     admission_wait_s=0.5,
     admins=(OwnerId("me"),),
 )
-PATIENCE_S = 90.0
 
 
 class SixApps:
@@ -117,7 +117,9 @@ class SixApps:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "launch.cli", *words]
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False, timeout=120)
+        return subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+        )
 
     def tasks(self) -> list[dict[str, Any]]:
         apps = self.client.query("apps")["apps"]
@@ -191,7 +193,7 @@ def drain_and_undrain(six: SixApps) -> None:
     assert done.returncode == exit_codes.DONE, done.stderr
     assert json.loads(done.stdout)["nodes"] == [{"id": node, "state": "drained", "tasks": []}]
     assert six.steps("cannot") == list(range(len(six.steps("cannot")))), "it was never started again"
-    assert six.client.wait(six.apps["cannot"], until="done", timeout_s=30.0).state == "finished"
+    assert six.client.wait(six.apps["cannot"], until="done", timeout_s=PATIENCE_S).state == "finished"
     time.sleep(2 * SETTINGS.lease_s)
     assert not [task for task in six.tasks() if task["node"] == node], "no lease begins there"
     held = [gpu["app"] for entry in six.client.query("nodes")["nodes"] if entry["id"] == node for gpu in entry["gpus"]]

@@ -15,12 +15,12 @@ import pytest
 from node_agent import procfs
 from node_agent.devices.simulated import SimulatedBackend
 from node_agent.workers.driver import Found, SimulatedCheckpointer
+from tests.support.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 MIB = 2**20
 GPU_BYTES = 160 * MIB
-TIMEOUT_S = 20.0
 #: The memory that stands for a CUDA context is not the GPU's.
 CONTEXT_BYTES = 256 * MIB
 
@@ -29,6 +29,7 @@ BUSY = """
 import subprocess, sys
 subprocess.run([sys.executable, "-c", '''
 import sys
+from tests.support.patience import PATIENCE_S
 block = bytearray(b"x") * (int(sys.argv[1]) << 20)
 print("holds", flush=True)
 while True:
@@ -87,7 +88,7 @@ def bench() -> Iterator[Bench]:
 async def test_a_suspended_task_gives_its_memory_to_another_and_gets_it_back(bench: Bench) -> None:
     one = bench.start(100)
     assert 95 <= bench.used_mib() <= 115
-    result = await bench.checkpointer.suspend(bench.pids(one), TIMEOUT_S)
+    result = await bench.checkpointer.suspend(bench.pids(one), PATIENCE_S)
     assert result.ok
     assert 95 * MIB <= result.bytes <= 115 * MIB
     assert bench.used_mib() == 0
@@ -100,15 +101,15 @@ async def test_a_suspended_task_gives_its_memory_to_another_and_gets_it_back(ben
     bench.kill(other)
     bench.backend.detach(other)
 
-    assert (await bench.checkpointer.resume(bench.pids(one), TIMEOUT_S)).ok
+    assert (await bench.checkpointer.resume(bench.pids(one), PATIENCE_S)).ok
     assert 95 <= bench.used_mib() <= 115
     assert bench.works(one)
 
 
 async def test_two_tasks_that_fit_together_are_both_resumed(bench: Bench) -> None:
     one, other = bench.start(60), bench.start(70)
-    assert (await bench.checkpointer.suspend(bench.pids(one), TIMEOUT_S)).ok
-    assert (await bench.checkpointer.resume(bench.pids(one), TIMEOUT_S)).ok
+    assert (await bench.checkpointer.suspend(bench.pids(one), PATIENCE_S)).ok
+    assert (await bench.checkpointer.resume(bench.pids(one), PATIENCE_S)).ok
     assert 125 <= bench.used_mib() <= 155
     assert bench.works(one)
     assert bench.works(other)
@@ -116,26 +117,26 @@ async def test_two_tasks_that_fit_together_are_both_resumed(bench: Bench) -> Non
 
 async def test_a_task_resumed_onto_a_full_gpu_is_lost_even_when_there_is_room_again(bench: Bench) -> None:
     one = bench.start(100)
-    assert (await bench.checkpointer.suspend(bench.pids(one), TIMEOUT_S)).ok
+    assert (await bench.checkpointer.suspend(bench.pids(one), PATIENCE_S)).ok
     other = bench.start(140)
-    result = await bench.checkpointer.resume(bench.pids(one), TIMEOUT_S)
+    result = await bench.checkpointer.resume(bench.pids(one), PATIENCE_S)
     assert (result.ok, result.lost) == (False, True)
     assert bench.gpu in result.reason
     bench.kill(other)
     bench.backend.detach(other)
-    assert (await bench.checkpointer.resume(bench.pids(one), TIMEOUT_S)).lost
+    assert (await bench.checkpointer.resume(bench.pids(one), PATIENCE_S)).lost
     assert not bench.works(one)
 
 
 async def test_the_next_node_agent_finds_a_suspended_task_and_resumes_it(bench: Bench) -> None:
     one = bench.start(100)
-    assert (await bench.checkpointer.suspend(bench.pids(one), TIMEOUT_S)).ok
+    assert (await bench.checkpointer.suspend(bench.pids(one), PATIENCE_S)).ok
     backend = SimulatedBackend("n1", 1, memory_bytes=GPU_BYTES)
     backend.attach(one, [bench.gpu])
     successor = SimulatedCheckpointer(backend)
     assert await successor.find(bench.pids(one)) == Found("suspended")
     assert backend.memory(bench.gpu).used_bytes == 0
-    assert (await successor.resume(bench.pids(one), TIMEOUT_S)).ok
+    assert (await successor.resume(bench.pids(one), PATIENCE_S)).ok
     assert backend.memory(bench.gpu).used_bytes // MIB >= 95
     assert bench.works(one)
 
@@ -149,7 +150,7 @@ async def test_a_task_stopped_by_another_program_still_takes_its_gpu_memory(benc
 
 async def test_what_a_process_has_started_is_stopped_with_it(bench: Bench) -> None:
     one = bench.start(100)
-    assert (await bench.checkpointer.suspend([one], TIMEOUT_S)).ok
+    assert (await bench.checkpointer.suspend([one], PATIENCE_S)).ok
     assert not bench.works(one)
     assert bench.used_mib() == 0
 
@@ -157,7 +158,7 @@ async def test_what_a_process_has_started_is_stopped_with_it(bench: Bench) -> No
 async def test_a_suspended_task_that_another_program_wakes_takes_its_gpu_memory_again(bench: Bench) -> None:
     one = bench.start(100)
     pids = bench.pids(one)
-    assert (await bench.checkpointer.suspend(pids, TIMEOUT_S)).ok
+    assert (await bench.checkpointer.suspend(pids, PATIENCE_S)).ok
     assert bench.used_mib() == 0
     for pid in pids:
         os.kill(pid, signal.SIGCONT)

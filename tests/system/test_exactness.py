@@ -16,17 +16,20 @@ from launch import training
 from launch.site.site import bootstrap_dir
 from protocol.messages import PreemptBy, TaskOrder
 from tests.support.node_site import Site, node_site, task_order
+from tests.support.patience import PATIENCE_S
 
 SCRIPTS = Path(training.__file__).parent
 ARGUMENTS = ("--steps", "160", "--step-ms", "15", "--seed", "3")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def alone(script: str, folder: Path) -> str:
     """The SHA-256 of the weights of `script` run by hand, without anything of ours around it."""
     out = folder / "alone.sha256"
-    subprocess.run([sys.executable, str(SCRIPTS / script), *ARGUMENTS, "--out", str(out)], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, str(SCRIPTS / script), *ARGUMENTS, "--out", str(out)], check=True, timeout=PATIENCE_S
+    )
     return out.read_text()
 
 

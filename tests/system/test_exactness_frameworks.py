@@ -24,13 +24,13 @@ from launch.site.site import bootstrap_dir
 from node_agent import procfs
 from protocol.messages import TaskOrder, TaskStatus
 from tests.support.node_site import NodeProcess, find_task, node_process, plan_of, task_order
+from tests.support.patience import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 FAST = ("--steps", "300", "--seed", "3", "--threads", "1")
 OPTIONS = (*FAST, "--step-ms", "15")
 #: Lightning and transformers take some ten seconds to be imported on an idle core.
-PATIENCE_S = 120.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

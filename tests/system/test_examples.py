@@ -17,20 +17,21 @@ from pathlib import Path
 import pytest
 
 from protocol.worker import EXIT_REQUEUE, Finished, Progress, Resumed, Saved, Suspended
+from tests.support.patience import PATIENCE_S
 from tests.support.thread_site import thread_site
 from tests.support.worker_agent import Worker, WorkerAgent
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SEARCH = (str(EXAMPLES / "optuna_search.py"), "--steps", "60", "--eval-every", "20", "--threads", "1")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 needs_optuna = pytest.mark.skipif(find_spec("optuna") is None, reason="optuna missing: pip install 'gpu-arbiter[dev]'")
 
 
 def by_hand(*command: str, folder: Path) -> str:
     """What the script prints."""
     line, env = [sys.executable, *command], {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(line, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -15,10 +15,10 @@ from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.messages import Answer, Party, Query, Refusal
 from tests.support.arbiter_site import SETTINGS
 from tests.support.owner_agent import enrolled, report
+from tests.support.patience import PATIENCE_S
 
 ANA, EVE = Party("app", "ana"), Party("app", "eve")
 FLOOD = 20_000
-PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize("apps_max", [50])

@@ -20,8 +20,9 @@ from node_agent.workers.records import Exit, read_json
 from node_agent.workers.storage import Storage
 from protocol.messages import NodeReport
 from tests.support.node_site import find_gpu, find_task, node_site, task_order
+from tests.support.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 A, B = "ada-1.0-a0", "bob-1.0-a0"
 
@@ -140,7 +141,7 @@ async def test_what_was_not_written_is_written_in_its_newest_version_when_there_
     with structlog.testing.capture_logs():
         watching = asyncio.get_running_loop().create_task(keeper.watch())
         fake.error = None
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while len(told) < 2:  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.01)
         watching.cancel()

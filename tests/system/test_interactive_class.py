@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+from tests.support.patience import PATIENCE_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROGRAM = (sys.executable, "-m", "launch.cli")
 #: Makes its mini-batches, writing down each; saves when told to leave, and goes on where it was.
@@ -39,7 +41,7 @@ SCRIPT = """
     """
 GPUS = 4
 #: The interactive app waits for its victim to save and leave, and for a Python to start on this machine.
-FIRST_STEP_S, PATIENCE_S = 15.0, 40.0
+FIRST_STEP_S = 15.0
 
 
 class Site:
@@ -94,7 +96,7 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
         yield one
     finally:
         one.process.send_signal(signal.SIGINT)
-        _, words = one.process.communicate(timeout=30)
+        _, words = one.process.communicate(timeout=PATIENCE_S)
     assert one.process.returncode == 0, words
 
 

@@ -23,6 +23,7 @@ from node_agent.workers.logs import Logs, Punch, punch_hole
 from node_agent.workers.records import file_name
 from protocol.config import ConfigError
 from protocol.messages import TaskId
+from tests.support.patience import PATIENCE_S
 from tests.support.thread_site import ThreadSite
 
 A, B = TaskId("ada-1.0-a0"), TaskId("bob-1.0-a0")
@@ -262,7 +263,7 @@ def test_output_is_followed_across_cuts_and_a_restart_of_the_node_agent(
         eventually((tmp_path / "done-2").exists)
         eventually(lambda: room(path) <= BOUND)
         (tmp_path / "go-3").touch()
-        follower.join(60.0)
+        follower.join(PATIENCE_S)
         assert not follower.is_alive()
         told = [int(line.split()[1]) for line in capsys.readouterr().err.splitlines() if "no longer kept" in line]
         halves = [line for line in seen.getvalue().splitlines() if len(line) < 99]  # the task was writing them

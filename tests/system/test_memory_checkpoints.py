@@ -18,6 +18,7 @@ from node_agent.workers.manager import Settings, Workers
 from node_agent.workers.storage import Storage
 from protocol.messages import AppId, GpuId, JobId, LaunchSpec, TaskId
 from protocol.worker import Order, Progress
+from tests.support.patience import PATIENCE_S
 from tests.support.worker_agent import BOOTSTRAP
 
 JOB, RUN = JobId("ada-1.0"), "ada-1-5f"
@@ -62,7 +63,7 @@ class Node:
         return task
 
     async def wait(self, kind: type[LocalEvent], **facts: object) -> LocalEvent:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 for event in self.events:
                     if isinstance(event, kind) and all(getattr(event, name) == fact for name, fact in facts.items()):
@@ -72,7 +73,7 @@ class Node:
 
     async def progress(self, task: TaskId, **facts: object) -> Progress:
         """Wait for a worker to tell of steps that it makes."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 for event in self.events:
                     if isinstance(event, WorkerSaid) and event.task == task and isinstance(event.message, Progress):
@@ -126,7 +127,7 @@ async def test_it_leaves_by_memory_is_flushed_and_goes_on_from_memory(tmp_path: 
         assert f"s{told.start_step}" in name
         log = (await site.workers.read_log(second, offset=0, limit=4096)).data.decode()
         assert log == f"loaded {tmp_path / 'memory'}/{site.memory.folder(OWNER).name}/{name}\n"  # type: ignore[union-attr]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while site.in_memory():  # noqa: ASYNC110 - a thread removes it
                 await asyncio.sleep(0.01)
         assert site.on_disk() == [name]
@@ -172,7 +173,7 @@ async def test_what_is_in_memory_without_a_record_is_flushed_too_and_goes_after_
     for path in site.disk.glob("a*"):
         path.rename(path.with_name("lost"))
     monkeypatch.setattr("node_agent.workers.manager.KEPT_S", 0.0)
-    async with node(tmp_path) as site, asyncio.timeout(10):
+    async with node(tmp_path) as site, asyncio.timeout(PATIENCE_S):
         while site.in_memory() or not site.on_disk():  # noqa: ASYNC110 - a thread does it
             await asyncio.sleep(0.01)
         assert not [event for event in site.events if isinstance(event, Flushed)]

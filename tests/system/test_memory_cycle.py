@@ -51,7 +51,7 @@ def agent(tmp_path: Path) -> Iterator[WorkerAgent]:
         yield one
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(300)
 def test_a_window_of_samples_tells_the_period_the_trough_and_the_peak_of_a_loop_without_an_optimizer(
     agent: WorkerAgent, tmp_path: Path
 ) -> None:
@@ -69,7 +69,7 @@ def test_a_window_of_samples_tells_the_period_the_trough_and_the_peak_of_a_loop_
     assert told.step == at_trough.step == -1  # a period is no count of steps
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(300)
 def test_sampling_ends_with_the_first_step_that_the_script_tells(agent: WorkerAgent, tmp_path: Path) -> None:
     with Worker(tmp_path, "-c", LATE_STEPS) as worker:
         agent.wait(Hello)
@@ -87,7 +87,7 @@ def test_sampling_ends_with_the_first_step_that_the_script_tells(agent: WorkerAg
     assert not [line for line in agent.heard if isinstance(line, Counted) and line.seq == again.seq]
 
 
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(300)
 async def test_a_node_agent_has_it_sampled_and_reports_its_mini_batch_time_and_where_that_comes_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

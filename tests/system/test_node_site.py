@@ -14,7 +14,7 @@ from node_agent.workers.records import read_json
 from protocol.messages import NodeReport
 from tests.support.node_site import Site, node_site, plan_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 async def say(site: Site, name: str, *, epoch: int = 1, incarnation: int = 0) -> None:

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent.parent / "support" / "one_engine.py"
 #: Far from both 1, the best of two computing jobs together, and 2, that of two waiting ones.
 GAIN_MIN = 1.3
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def pair(folder: Path, *arguments: str) -> tuple[TaskOrder, TaskOrder]:

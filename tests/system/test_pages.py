@@ -14,6 +14,7 @@ import pytest
 
 from tests.support import pages
 from tests.support.page_site import Done, PageSite, page_site
+from tests.support.patience import PATIENCE_S
 
 #: They share one site.
 pytestmark = pytest.mark.slow
@@ -162,7 +163,7 @@ def watched(site: PageSite, line: str) -> str:
         assert process.stdout is not None
         told = "".join(process.stdout.readline() for _ in range(4))
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
+        assert process.wait(PATIENCE_S) == 130
     return told
 
 

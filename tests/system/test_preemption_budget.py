@@ -17,7 +17,7 @@ from launch.site.site import in_process, local_site, memory_bus, wait_ready
 from protocol.exit_codes import DONE
 from protocol.messages import Requirements
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 WORK_S, CRASH_S = 8.0, 4.0
 #: Counts its tenths of a second in a file, over all attempts. `crash` ends one attempt early.

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.page_site import PageSite, page_site
+from tests.support.patience import PATIENCE_S
 
 #: They share one site.
 pytestmark = pytest.mark.slow
@@ -62,7 +63,6 @@ jid=$(sbatch --parsable train.sh --epochs 3)
 sbatch --dependency=afterok:$jid --wait collect.sh
 echo "$jid"
 """
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def shell(site: PageSite, line: str, **variables: str) -> subprocess.CompletedPr
         capture_output=True,
         text=True,
         check=False,
-        timeout=90,
+        timeout=PATIENCE_S,
     )
 
 

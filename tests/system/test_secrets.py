@@ -16,6 +16,7 @@ from launch.site.site import end_everything
 from protocol.messages import ARBITER, Party, TaskOrder, TaskStatus
 from tests.support.cluster import running_cluster, until
 from tests.support.node_site import Site, node_site, task_order
+from tests.support.patience import PATIENCE_S
 from tests.support.rabbitmq import PrivateRabbitMQ
 
 A = "ada-1.0-a0"
@@ -150,7 +151,7 @@ while not os.path.exists({str(home / "gate")!r}):
         states = [site / "arbiter", site / "node-n1", site / "node-n2", site / "app"]
         opened = [path for folder in states for path in open_to_others(folder)]
         (home / "gate").touch()
-        assert client.wait(app, until="done", timeout_s=60.0).state == "finished"
+        assert client.wait(app, until="done", timeout_s=PATIENCE_S).state == "finished"
         afterwards = holding(VALUE, site, broker.folder)
         end_everything(client)
     assert told.read_text() == hashlib.sha256(VALUE.encode()).hexdigest()

@@ -12,8 +12,9 @@ import pytest
 
 from node_agent import health_files, procfs
 from tests.support.node_site import find_gpu, find_task, gpu, node_site, task_order
+from tests.support.patience import PATIENCE_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def orphan() -> int:
@@ -58,7 +59,7 @@ async def test_a_stranger_is_ended_before_a_task_gets_its_gpu(tmp_path: Path) ->
         await site.plan(task_order(tmp_path, "ada-1.0-a0", "work"))
         report = await site.report(lambda report: find_gpu(report, 0).strangers == 1)
         assert f"process {pid}" in find_gpu(report, 0).detail
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while (process := procfs.stat(pid)) is not None and process.state != "Z":  # noqa: ASYNC110 - not our child
                 await asyncio.sleep(0.05)
         site.backend.intrude(gpu(0))

@@ -50,6 +50,7 @@ from protocol.messages import (
 from protocol.shell import Shell
 from tests.support.arbiter_site import gpu_status
 from tests.support.auctions import app_of, bid_of, gpus_of, view_of
+from tests.support.patience import PATIENCE_S
 
 BEAT_S = 0.1
 SOLVE_S = 2.0
@@ -57,7 +58,6 @@ SOLVE_S = 2.0
 #: would stand still for all of `SOLVE_S`; one that shares a core, and the interpreter's lock, with it for a part.
 PAUSE_S_MAX = SOLVE_S / 2
 #: For what must come: the limit is for a broken build, not for timing.
-PATIENCE_S = 30.0
 NODES, APPS = 4, 8
 SETTINGS = ArbiterSettings(
     policy="slow", probe_s=0.5, bid_s=0.5, round_pause_s=60.0, beat_s=BEAT_S, admission_wait_s=0.0

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.support.cluster import Cluster, DaemonProcess, until
 
-pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS = 400
 

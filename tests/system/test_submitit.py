@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.patience import PATIENCE_S
 from tests.support.thread_site import ThreadSite, thread_site
 
 if find_spec("submitit") is None:
@@ -28,8 +29,6 @@ from app_agent.client import Client
 from app_agent.control import Control
 from app_agent.integrations import submitit_job
 from app_agent.integrations.submitit import GpuArbiterJob, app_of
-
-PATIENCE_S = 60.0
 
 #: The first example of submitit's README, but for the name of the cluster.
 README = """

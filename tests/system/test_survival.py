@@ -29,7 +29,7 @@ from tests.support.gpu_watch import GpuWatch
 from tests.support.rabbitmq import PrivateRabbitMQ
 
 broker_test = pytest.mark.broker
-pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @broker_test

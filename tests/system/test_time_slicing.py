@@ -14,12 +14,13 @@ from launch.site.site import bootstrap_dir
 from protocol.messages import NodeReport, TaskOrder
 from tests.support.gpu_watch import GpuWatch
 from tests.support.node_site import NodeProcess, find_task, node_process, node_site, plan_of, task_order
+from tests.support.patience import PATIENCE_S
 
 SCRIPTS = Path(training.__file__).parent
 STEPS = ("--steps", "300", "--step-ms", "15", "--hidden", "512")
 QUANTUM_S = 0.4
 
-pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def order(folder: Path, name: str, script: str, seed: int, seat_number: int) -> TaskOrder:
@@ -42,7 +43,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name, script, seed in (("ana", "digits.py", 3), ("bob", "plain.py", 5)):
         out = folder / name
         line = [sys.executable, str(SCRIPTS / script), *STEPS, "--seed", str(seed), "--out", str(out)]
-        subprocess.run(line, check=True, timeout=120)
+        subprocess.run(line, check=True, timeout=PATIENCE_S)
         digests[name] = out.read_text()
     return digests
 

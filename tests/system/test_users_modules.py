@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.site.site import PROGRAM, as_processes, local_site, on_broker
+from tests.support.patience import PATIENCE_S
 
 #: They share one site.
 
@@ -23,6 +24,7 @@ COMMAND = (sys.executable, "-P", str(PROGRAM))
 #: The user's own modules are there for the user's own program.
 TRAIN = """
 import helper
+from tests.support.patience import PATIENCE_S
 try:
     import launch
 except RuntimeError as error:
@@ -57,7 +59,7 @@ def command(folder: Path, environment: dict[str, str]) -> Iterator[Run]:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         line = [*COMMAND, *words]
         return subprocess.run(
-            line, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=60
+            line, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE_S
         )
 
     up = [*COMMAND, "up", "--fresh", "--gpus", "simulated:2", "--policy", "fifo"]
@@ -67,7 +69,7 @@ def command(folder: Path, environment: dict[str, str]) -> Iterator[Run]:
         assert "gpu-arbiter is up: 1 node, 2 GPUs" in told, told + site.stderr.read()
         yield run
         site.send_signal(signal.SIGINT)
-        assert site.wait(30) == 0
+        assert site.wait(PATIENCE_S) == 0
 
 
 def test_a_users_program_runs_and_finds_its_own_modules(command: Run) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import wheels
+from tests.support.patience import PATIENCE_S
 
 #: They share one environment.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -40,7 +41,7 @@ class Program:
         """Run one command to its end."""
         line = [self.path, *words]
         return subprocess.run(
-            line, cwd=self.folder, env=self.env, capture_output=True, text=True, check=False, timeout=120
+            line, cwd=self.folder, env=self.env, capture_output=True, text=True, check=False, timeout=PATIENCE_S
         )
 
     def start(self, *words: str) -> subprocess.Popen[str]:
@@ -88,7 +89,7 @@ def site(program: Program) -> Iterator[Program]:
         assert "gpu-arbiter is up: 1 node, 2 GPUs" in told, told + process.stderr.read()
         yield program
         process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_units_examples_scripts_and_their_data_are_in_it(wheel: Path) -> None:
@@ -185,7 +186,7 @@ def first_hour(program: Program, root: Path, folder: Path) -> None:
                 (program.folder / "begin").touch()
             done.append(subprocess.run(line, capture_output=True, check=False, **shell))  # type: ignore[call-overload]
         site.send_signal(signal.SIGINT)
-        assert site.wait(30) == 0
+        assert site.wait(PATIENCE_S) == 0
     assert [each.returncode for each in done] == [0] * 5, done
     app = done[0].stdout.strip()
     assert re.fullmatch(r"me-[a-z]{3}1", app)

@@ -14,6 +14,7 @@ import structlog
 from node_agent.workers.worker_socket import WorkerSocket
 from protocol.messages import TaskId
 from protocol.worker import FromWorker, Hello, Order, decode_order, encode_line
+from tests.support.patience import PATIENCE_S
 
 TASK = TaskId("ada-1.0-a0")
 
@@ -41,7 +42,7 @@ class Site:
         return self.ranks[-1]
 
     async def heard(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.said) < count:  # noqa: ASYNC110 - callbacks only
                 await asyncio.sleep(0.001)
 
@@ -52,7 +53,7 @@ class Rank:
 
     async def order(self) -> Order | None:
         """The next order, or None if the connection was closed."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             try:
                 line = await self._reader.readline()
             except ConnectionResetError:
@@ -106,7 +107,7 @@ async def test_it_is_silent_once_the_last_rank_has_gone(site: Site) -> None:
     await asyncio.sleep(0.05)
     assert (site.left, waiting.done()) == ([1], False)
     await ranks[0].close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await waiting
     assert site.left == [1, 0]
 

@@ -42,6 +42,7 @@ from tests.support.node_site import (
     plan_of,
     task_order,
 )
+from tests.support.patience import PATIENCE_S
 
 A, B = "ada-1.0-a0", "bob-1.0-a0"
 
@@ -76,14 +77,14 @@ def is_gone(pid: int) -> bool:
 
 async def gone(pid: int) -> None:
     """Wait until a process is no more; it may be the child of any process."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not is_gone(pid):
             await asyncio.sleep(0.01)
 
 
 async def pid_in(path: Path) -> int:
     """Wait for a file with a pid in it, which a program of the test writes."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not (path.exists() and path.read_text().strip()):
             await asyncio.sleep(0.01)
     return int(path.read_text())
@@ -286,7 +287,7 @@ async def test_a_stranger_cannot_speak_for_a_worker(site: Site) -> None:
         intruder.sendall(b'{"type":"finished","step":1}\n')
         intruder.setblocking(False)
         with suppress(ConnectionResetError):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 assert await asyncio.get_running_loop().sock_recv(intruder, 1) == b""
     assert (await site.status(A, lambda status: status.step >= 5)).phase == "running"
 
