@@ -40,7 +40,6 @@ while True:
 """
 IRREGULAR = """
 import random, sys, time
-from tests.support.patience import PATIENCE_S
 dice = random.Random(7)
 while True:
     until = time.monotonic() + dice.expovariate(1 / float(sys.argv[1]))

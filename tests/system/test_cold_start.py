@@ -84,7 +84,6 @@ from launch.client import open_client
 from launch.site.site import in_process, local_site, memory_bus, wait_ready
 from app_agent.core.spec import AppSpec
 import psutil
-from tests.support.patience import PATIENCE_S
 
 log_lines.configure("error")
 folder, policy = Path(sys.argv[1]), sys.argv[2]

@@ -349,7 +349,6 @@ async def bench(folder: Path, kind: Kind = "none", cgroup_root: str = "") -> Asy
 #: Leaves its session and its parents twice over, keeps its environment, and prints its pid.
 RUNAWAY = """
 import os, time
-from tests.support.patience import PATIENCE_S
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:

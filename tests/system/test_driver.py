@@ -29,7 +29,6 @@ BUSY = """
 import subprocess, sys
 subprocess.run([sys.executable, "-c", '''
 import sys
-from tests.support.patience import PATIENCE_S
 block = bytearray(b"x") * (int(sys.argv[1]) << 20)
 print("holds", flush=True)
 while True:

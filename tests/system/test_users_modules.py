@@ -16,15 +16,12 @@ import pytest
 from launch.site.site import PROGRAM, as_processes, local_site, on_broker
 from tests.support.patience import PATIENCE_S
 
-#: They share one site.
-
 NAMES = ("launch", "protocol", "simulator", "arbiter", "node_agent", "app_agent")
 #: As pip's own script starts it, which puts its folder and not the current one on the path.
 COMMAND = (sys.executable, "-P", str(PROGRAM))
 #: The user's own modules are there for the user's own program.
 TRAIN = """
 import helper
-from tests.support.patience import PATIENCE_S
 try:
     import launch
 except RuntimeError as error:

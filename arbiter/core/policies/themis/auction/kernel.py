@@ -10,7 +10,7 @@ loose GPUs are a matter of counting.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,15 @@ LOOSE, PIECES, ON_SLOT, BLOCK, GANGS = range(5)
 NEVER = -1
 #: Answers of packing.
 NO, YES, UNKNOWN = range(3)
+# Arguments of the loops that are constants, as numpy's numbers: for each literal Numba would compile the callee again.
+#: A bidder that is left out, or a rack: none in particular.
+NONE = cast(int, np.int64(-1))
+#: An option takes its places, or gives them back.
+TAKE, GIVE_BACK = cast(int, np.int64(1)), cast(int, np.int64(-1))
+#: Of equal machines the one in the rack with the least room; the whole machine, not one slot.
+SNUG, WHOLE = cast(bool, np.bool_(True)), cast(bool, np.bool_(False))
+#: How many of its options a bidder tries, best first: when it is put back, and for more than it has.
+TRIES_BACK, TRIES_MORE = cast(int, np.int64(6)), cast(int, np.int64(4))
 #: Sums of gains closer than this are equal.
 EPS = 1e-9
 #: How much better a new best must be.
@@ -369,7 +378,7 @@ def put(ground: Ground, room: Ints, kind: int, size: int, pieces: int, rack: int
         return True
     if kind != GANGS:
         for piece in range(pieces):
-            place = best_machine(ground, room, size, -1, kind == ON_SLOT, snug)
+            place = best_machine(ground, room, size, NONE, kind == ON_SLOT, snug)
             if place < 0:
                 for back in range(piece):
                     take(room, ground.parent, spots[back], -size)
@@ -391,7 +400,7 @@ def put(ground: Ground, room: Ints, kind: int, size: int, pieces: int, rack: int
     if best < 0:
         return False
     for piece in range(pieces):
-        spots[piece] = best_machine(ground, room, size, best, False, snug)
+        spots[piece] = best_machine(ground, room, size, best, WHOLE, snug)
         take(room, ground.parent, spots[piece], size)
     return True
 
@@ -1130,7 +1139,7 @@ def explore(
         work[0] += len(room) * CHUNKS // 2
         fitting = True
         for index in range(settled.picked):
-            if not chunk(options, chosen[index], 1, spare.machine, spare.rack, spare.marks):
+            if not chunk(options, chosen[index], TAKE, spare.machine, spare.rack, spare.marks):
                 fitting = False
         if not fitting:
             upper = min(upper, max(value, base - allow))
@@ -1206,7 +1215,7 @@ def settle_bidders(ground: Ground, options: Options, core: Core, skip: int, room
             lost += core.loss[option]
             chosen[count] = option
             count += 1
-            if not take_fixed(room, ground.parent, options, option, 1):
+            if not take_fixed(room, ground.parent, options, option, TAKE):
                 fits = False
         elif bidder != skip:
             lost += core.loss_none[bidder]
@@ -1415,8 +1424,8 @@ def descend(
                     for position in range(opened - 1, back, -1):
                         option = choices[choice[position]]
                         if option >= 0:
-                            take_fixed(room, parent, options, option, -1)
-                            chunk(options, option, -1, spare_machine, spare_rack, marks)
+                            take_fixed(room, parent, options, option, GIVE_BACK)
+                            chunk(options, option, GIVE_BACK, spare_machine, spare_rack, marks)
                         choice[position] = -2
             depth, fresh = back, False
             continue
@@ -1442,8 +1451,8 @@ def descend(
         elif choice[depth] >= 0:
             option = choices[choice[depth]]
             if option >= 0:
-                take_fixed(room, parent, options, option, -1)
-                chunk(options, option, -1, spare_machine, spare_rack, marks)
+                take_fixed(room, parent, options, option, GIVE_BACK)
+                chunk(options, option, GIVE_BACK, spare_machine, spare_rack, marks)
         best, best_total = -1, np.inf
         for index in range(first, final):
             if totals[depth, index - first] < best_total:
@@ -1456,8 +1465,8 @@ def descend(
         choice[depth] = best
         option = choices[best]
         if option >= 0:
-            fixed_fits = take_fixed(room, parent, options, option, 1)
-            chunks_are_there = chunk(options, option, 1, spare_machine, spare_rack, marks)
+            fixed_fits = take_fixed(room, parent, options, option, TAKE)
+            chunks_are_there = chunk(options, option, TAKE, spare_machine, spare_rack, marks)
             if not fixed_fits or not chunks_are_there:
                 fresh = False
                 work[0] += 4
@@ -1561,7 +1570,7 @@ def last_to_blame(
                 chosen[picked] = option
                 picked += 1
         for index in range(picked):
-            take_fixed(room, ground.parent, options, chosen[index], 1)
+            take_fixed(room, ground.parent, options, chosen[index], TAKE)
         if answer_packing(ground, room, options, chosen[:picked], spots, keys, answers, work, nodes_max) == NO:
             high = length
         else:
@@ -1605,7 +1614,7 @@ def explore_all(
     bidders = len(options.off) - 1
     if root_max > 0:
         values[bidders], upper = explore(
-            ground, options, worth, constant, types, -1, price(owner, width, slope, ground.total, -1),
+            ground, options, worth, constant, types, NONE, price(owner, width, slope, ground.total, NONE),
             picks[bidders], spots[bidders], keys, answers, work, work[0] + root_max, nodes_max,
         )  # fmt: skip
         uppers[bidders] = min(uppers[bidders], upper)
@@ -1673,13 +1682,13 @@ def lift(ground: Ground, room: Ints, options: Options, option: int, spots: Ints,
 @compiled
 def drop_in(ground: Ground, room: Ints, options: Options, option: int, spots: Ints) -> bool:
     """Put an option where it fits best; unchanged and False if it does not fit."""
-    fits = take_fixed(room, ground.parent, options, option, 1)
+    fits = take_fixed(room, ground.parent, options, option, TAKE)
     kind = options.kind[option]
     if fits and kind != LOOSE:
         size = options.new[option] if kind == BLOCK else options.size[option]
-        fits = put(ground, room, kind, size, options.pieces[option], options.place[option], True, spots)
+        fits = put(ground, room, kind, size, options.pieces[option], options.place[option], SNUG, spots)
     if not fits:
-        take_fixed(room, ground.parent, options, option, -1)
+        take_fixed(room, ground.parent, options, option, GIVE_BACK)
     return fits
 
 
@@ -1781,7 +1790,7 @@ def draft_of(ground: Ground, options: Options, picks: Ints, spots: Ints) -> Draf
     for bidder in range(len(picks)):
         option = picks[bidder]
         if option >= 0:
-            lift(ground, room, options, option, spots[bidder], -1)
+            lift(ground, room, options, option, spots[bidder], GIVE_BACK)
             left[0] -= options.new[option]
             value[0] += options.gain[option]
     return Draft(picks, spots, room, left, value)
@@ -1877,7 +1886,7 @@ def take_out(ground: Ground, options: Options, now: Draft, out: Ints) -> None:
     for bidder in out:
         option = picks[bidder]
         if option >= 0:
-            lift(ground, room, options, option, spots[bidder], 1)
+            lift(ground, room, options, option, spots[bidder], TAKE)
             left[0] += options.new[option]
             value[0] -= options.gain[option]
             picks[bidder] = -1
@@ -1913,7 +1922,7 @@ def put_back(
     machines = ground.first_rack - ground.first_machine
     for bidder in out:
         factor = each * (0.85 + 0.03 * dice(state, 11)) if vary else each
-        option = insert_best(ground, room, left[0], options, worth, factor, bidder, 0.0, spots[bidder], 6)
+        option = insert_best(ground, room, left[0], options, worth, factor, bidder, 0.0, spots[bidder], TRIES_BACK)
         work[0] += (off[bidder + 1] - off[bidder] + machines) // 8 + 10
         if option >= 0:
             picks[bidder] = option
@@ -1958,10 +1967,12 @@ def share_leftover(
         if not better:
             continue
         if had >= 0:
-            lift(ground, room, options, had, spots[bidder], 1)
+            lift(ground, room, options, had, spots[bidder], TAKE)
             left[0] += had_new
         before = spots[bidder].copy()
-        option = insert_best(ground, room, left[0], options, gain, 0.0, bidder, had_gain + STEP_UP, spots[bidder], 4)
+        option = insert_best(
+            ground, room, left[0], options, gain, 0.0, bidder, had_gain + STEP_UP, spots[bidder], TRIES_MORE
+        )
         work[0] += (off[bidder + 1] - off[bidder] + machines) // 8 + 10
         if option >= 0:
             picks[bidder] = option
@@ -1970,7 +1981,7 @@ def share_leftover(
         else:
             spots[bidder] = before
             if had >= 0:
-                lift(ground, room, options, had, spots[bidder], -1)
+                lift(ground, room, options, had, spots[bidder], GIVE_BACK)
                 left[0] -= had_new
 
 
@@ -2193,7 +2204,7 @@ def place_all(ground: Ground, options: Options, picks: Ints, spots: Ints, held: 
     room = ground.room.copy()
     for option in picks:
         if option >= 0:
-            take_fixed(room, ground.parent, options, option, 1)
+            take_fixed(room, ground.parent, options, option, TAKE)
     chosen_spots = spots.copy()
     order = order_winners(options, picks)
     if not anybody or not stand_near(ground, options, picks, held, claims, order, room, chosen_spots):
@@ -2211,7 +2222,7 @@ def place_all(ground: Ground, options: Options, picks: Ints, spots: Ints, held: 
             rest = options.new[option]
             for place in range(out.shape[1]):
                 rest -= out[bidder, place]
-            fill(ground, room, held[bidder], claims, out[bidder], rest, -1)
+            fill(ground, room, held[bidder], claims, out[bidder], rest, NONE)
 
 
 @compiled
