@@ -28,6 +28,7 @@ from node_agent.core.model import (
 from node_agent.core.sharing import Instruction
 from node_agent.core.state import NodeState
 from node_agent.core.suspend_methods import VACATE_METHODS
+from node_agent.core.verdict import lost_work
 from protocol.worker import Order
 
 
@@ -124,6 +125,10 @@ def _vacate_parked(node: NodeState, task: Task) -> None:
     if node.sharing.returns(task, node.tasks) or (state.kept and leaves):
         if not node.sharing.obstacle(task, node.tasks):
             ladder.leave(node, task, "uses its GPUs once more, to save and leave")
+    elif state.kept and (task.given_up or node.sharing.obstacle(task, node.tasks)):
+        # SIGTERM would have it unparked, on GPUs that another task may use.
+        why = f"was suspended but {state.kept}; {lost_work(task.facts)}"
+        ladder.kill(node, task, "preempted", why, parked=True)
     elif state.kept:
         ladder.terminate(node, task, f"was suspended but {state.kept}", ladder.TERMINATE_S)
 

@@ -284,6 +284,19 @@ def test_a_worker_that_was_suspended_but_keeps_its_memory_is_ended(bench: Bench)
     assert "was suspended but kept 0.6 GiB of GPU-0" in bench.status(A).reason
 
 
+def test_a_parked_worker_whose_memory_comes_to_light_when_another_may_have_its_gpu_is_killed(bench: Bench) -> None:
+    """A script that catches SIGTERM would be unparked first, to save."""
+    bench.run(A, 0)
+    parked(bench)
+    assert bench.gpu_status(0).empty
+    bench.measure(sample(0, process(A, 600 * MIB)))
+    bench.wait(31)
+    assert [signal.how for signal in bench.all(SignalWorker)] == ["kill"]
+    bench.gone(A, signal=9)
+    assert bench.status(A).outcome == "preempted"
+    assert "kept 0.6 GiB of GPU-0 when it was parked; work since the last" in bench.status(A).reason
+
+
 def test_a_worker_that_was_suspended_but_keeps_its_memory_saves_and_leaves_if_it_can(bench: Bench) -> None:
     bench.run(A, 0, checkpoint=True)
     bench.plan(task_order(A, 0, want="vacate", preempt_by="suspend"))
