@@ -154,9 +154,8 @@ def _spec(command: Sequence[str] | None, given: dict[str, Any]) -> AppSpec:
         raise error_of(told.replace("gang", "gpus", 1) if gpus is not None else told, USAGE) from None
     except ValueError as error:
         raise error_of(str(error), USAGE) from None
-    if spec.spans or spec.gpus_max:
-        field = "spans" if spec.spans else "gpus_max"
-        raise error_of(f"{field} is for simulations; leave it out, and list the numbers of GPUs: gpus=(1, 2, 4)", USAGE)
+    if spec.gpus_max:
+        raise error_of("gpus_max is for simulations; leave it out, and list the numbers of GPUs: gpus=(1, 2, 4)", USAGE)
     return spec
 
 

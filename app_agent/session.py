@@ -241,7 +241,7 @@ def _train_as_rank(target: Callable[..., object], path: str, world: int, rank: i
     os.environ.pop(spawned.SOCKET, None)
     identity = _identity()
     if identity is not None:
-        _train(path, Identity(identity.task, identity.attempt, rank, world))
+        _train(path, Identity(identity.task, identity.attempt, rank, world, _team(rank, world)))
     try:
         target(rank, *arguments)
     except SystemExit as end:
@@ -306,7 +306,18 @@ def _identity() -> Identity | None:
             f"gpu-arbiter: LOCAL_RANK {rank!r} is not below LOCAL_WORLD_SIZE {world!r}; running alone", stacklevel=4
         )
         return None
-    return Identity(task, int(attempt), int(rank), int(world))
+    return Identity(task, int(attempt), int(rank), int(world), _team(int(rank), int(world)))
+
+
+def _team(rank: int, world: int) -> tuple[int, int]:
+    """Return the rank among the processes on all nodes, and their number: by torchrun, else as many on each node."""
+    told = [os.environ.get(name, "") for name in ("GPU_ARBITER_NODES", "GPU_ARBITER_NODE_RANK", "RANK", "WORLD_SIZE")]
+    nodes, node_rank, global_rank, all_ranks = (int(word) if word.isdecimal() else -1 for word in told)
+    if nodes <= 1:
+        return rank, world
+    if 0 <= global_rank < all_ranks:
+        return global_rank, all_ranks
+    return max(0, node_rank) * world + rank, nodes * world
 
 
 def _roots() -> list[Root]:

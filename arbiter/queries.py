@@ -391,6 +391,7 @@ class Queries:
             "kinds": self._kinds(),
             "cpus_max": max((node.cpus for node in state.nodes.values()), default=0.0),
             "host_bytes_max": max((node.host_bytes for node in state.nodes.values()), default=0),
+            "sharing": state.settings.sharing,
             "priority_max": state.settings.priority_max,
             "weight_max": state.settings.weight_max,
             "classes": list(state.settings.classes),

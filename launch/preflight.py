@@ -128,12 +128,20 @@ def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
         of the kind that it asks for.
     """
     _check_limits(spec, capacity)
-    known, usable = int(capacity["largest_node_gpus_known"]), int(capacity["largest_node_gpus"])
+    if spec.spans and capacity.get("sharing", "exclusive") != "exclusive":
+        raise Fault(
+            f"sharing is {capacity['sharing']} here, and no node agent gives a job on several nodes its turns yet",
+            code=exit_codes.REFUSED,
+            next_step="leave --spans out, and ask for as many GPUs as one node has",
+        )
+    where = "gpus" if spec.spans else "largest_node_gpus"
+    known, usable = int(capacity[f"{where}_known"]), int(capacity[where])
     if not known:
         return ["no node has enrolled yet; the app waits for one"]
     if spec.gang > known:
+        has = "all nodes together have" if spec.spans else "the largest node has"
         raise Fault(
-            f"each job needs {spec.gang} GPUs on one node, and the largest node has {known}",
+            f"each job needs {spec.gang} GPUs{'' if spec.spans else ' on one node'}, and {has} {known}",
             code=exit_codes.REFUSED,
             next_step=f"ask for at most {known} with --gpus",
         )
@@ -144,7 +152,13 @@ def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
     notes = []
     if fit is not None and spec.gang > fit.in_service:
         wanted = gpu_kinds.counted(spec.requirements, spec.gang)
-        notes.append(f"no node has {wanted} in service now; the app waits until one has")
+        notes.append(
+            f"{wanted} are not in service now; the app waits until they are"
+            if spec.spans
+            else f"no node has {wanted} in service now; the app waits until one has"
+        )
+    elif spec.spans and spec.gang > usable:
+        notes.append(f"{usable} GPUs are in service now; the app waits until {spec.gang} are")
     elif spec.gang > usable:
         has = f"the largest has {usable} of its GPUs in service" if usable else "no GPU is in service"
         notes.append(f"no node has {plural(spec.gang, 'GPU')} in service now ({has}); the app waits until one has")

@@ -22,7 +22,7 @@ from protocol.config import in_words, kind_of
 from protocol.messages import GpuType, Requirements, Utility
 
 #: Fields for the simulator only.
-SIMULATED_ONLY = ("spans", "gpus_max")
+SIMULATED_ONLY = ("gpus_max",)
 #: Words of a variable's name that say that its value is secret.
 _SECRET = re.compile(r"(API|ACCESS|AUTH|PRIVATE|SSH)?KEY|.*(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)|CREDENTIALS?")
 _SIZES = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -329,12 +329,6 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
             f"its fields are: {FIELDS}" if "unknown field" in words else "mend it, or leave it out; see submit --help"
         )
         raise usage(f"the spec cannot be used: {words.replace(name, name + flag, 1)}", mend) from None
-    if app_spec.spans:
-        raise usage(
-            "spans is true, but on a real site all GPUs of one job lie on one node, as no node agent stops its parts "
-            "at the same mini-batch yet",
-            "leave spans out, and ask for a gang that fits one node",
-        )
     if app_spec.gpus_max:
         raise usage(
             f"gpus_max is {app_spec.gpus_max}, but a job says which numbers of GPUs it accepts",

@@ -28,6 +28,9 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     gpus
         ``nvml`` for the NVIDIA GPUs of this node, ``[0, 2]`` for some of them, each by its index as nvidia-smi
         shows it or by its UUID; ``simulated:4`` for four virtual ones. Never chosen for you.
+    address
+        The name or address by which the other nodes reach this one, for jobs on several nodes; by default the host's
+        name.
     rack
         The rack of the node; GPUs of one rack count as closer.
     bus, bus_file
@@ -86,6 +89,7 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     node: str
     gpus: str | tuple[int | str, ...]
+    address: str = ""
     rack: str = "rack-0"
     bus: str = ""
     bus_file: str = ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -205,6 +206,7 @@ def _facts(config: NodeConfig, memory: _Memory, backend: DeviceBackend, boot_id:
         boot_id=boot_id,
         incarnation=memory.kept.incarnation,
         beat_s=config.beat_s,
+        address=config.address or socket.gethostname(),
         idle_bytes_max=backend.idle_bytes_max,
         parked_bytes_max=backend.parked_bytes_max,
         hello_s=config.hello_s,

@@ -76,13 +76,15 @@ def fit_of(wished: Requirements, capacity: Mapping[str, Any]) -> Fit | None:
     if not nodes or not wishes_kind(wished):
         return None
     kinds = [gpu for node in nodes for gpu in node["gpus"]]
-    most = [
-        sum(gpu[word] for gpu in node["gpus"] if suits(wished, gpu["model"], gpu["memory_bytes"]))
-        for word in ("known", "in_service")
-        for node in nodes
-    ]
+    most = []
+    for word in ("known", "in_service"):
+        each = [
+            sum(gpu[word] for gpu in node["gpus"] if suits(wished, gpu["model"], gpu["memory_bytes"])) for node in nodes
+        ]
+        together = sum(node["nodes"] * count for node, count in zip(nodes, each, strict=True))
+        most.append(together if wished.spans else max(each))
     words = kinds_in_words((gpu["model"], gpu["memory_bytes"]) for gpu in kinds)
-    return Fit(max(most[: len(nodes)]), max(most[len(nodes) :]), words)
+    return Fit(most[0], most[1], words)
 
 
 def misfit(wished: Requirements, gang: int, fit: Fit) -> tuple[str, str] | None:
@@ -91,7 +93,8 @@ def misfit(wished: Requirements, gang: int, fit: Fit) -> tuple[str, str] | None:
         return None
     needs = f"each job needs {counted(wished, gang)}"
     if fit.known:
-        sentence = f"{needs} on one node, and the largest node has {fit.known} of that kind"
+        has = "all nodes together have" if wished.spans else "the largest node has"
+        sentence = f"{needs}{'' if wished.spans else ' on one node'}, and {has} {fit.known} of that kind"
         mend = f"ask for at most {fit.known} with --gpus, or for another kind"
     else:
         sentence, mend = f"{needs}, and no node has one", "ask for another kind"

@@ -320,7 +320,9 @@ class Measured(Struct, frozen=True, omit_defaults=True):
 class TaskStatus(Struct, frozen=True):
     """One task as its node agent knows it. `step` is the last mini-batch completed, -1 before the first.
 
-    `gpus` are those of its node: a job that lies on several nodes is one task on each.
+    `gpus` are those of its node: a job that lies on several nodes is one task on each. `stop_at` is the mini-batch
+    of the newest order to stand which all its processes have answered, and `will_stop` says whether all stand there or
+    will; if not, the order came too late.
     """
 
     task: TaskId
@@ -344,6 +346,8 @@ class TaskStatus(Struct, frozen=True):
     measured: Measured = Measured()
     samples: Count = 0  #: samples consumed, where the script says so
     unflushed: bool = False  #: its newest checkpoint is in this node's memory only, on its way to the disk
+    stop_at: Step = -1
+    will_stop: bool = False
 
 
 # --- to the arbiter -------------------------------------------------------------------------------------------------
@@ -369,6 +373,7 @@ class NodeReport(Struct, frozen=True, tag=True):
     host_bytes: Count = 0  #: of host memory, likewise
     site: SiteId = ""
     wall_s: WallClock = 0.0
+    address: Label = ""  #: its name or address, by which other nodes reach it; empty: it does not say
 
 
 class AppReport(Struct, frozen=True, tag=True):
@@ -626,10 +631,21 @@ class Answer(Struct, frozen=True, tag=True):
 # --- to a node agent ------------------------------------------------------------------------------------------------
 
 
+class Rendezvous(Struct, frozen=True):
+    """Where the parts of a job meet that lies on several nodes: part `rank` of `nodes`, at the first part's address."""
+
+    rank: Count
+    nodes: Positive
+    address: Label
+    port: Annotated[int, Meta(ge=1, le=65535)]
+
+
 class TaskOrder(Struct, frozen=True):
     """The order for one task on this node: `run`, `vacate` its GPUs without loss, or `stop` for good.
 
-    `gpus` are the job's on this node; a job that lies on several nodes is ordered on each of them.
+    `gpus` are the job's on this node; a job that lies on several nodes is ordered on each of them, with a `rendezvous`.
+    Its parts stop after the same mini-batch `stop_at` in two phases: all are told to `run` and to stand there, and once
+    each has said that it will (`TaskStatus.will_stop`), all are told to `vacate` there. -1: at the next boundary.
     """
 
     task: TaskId
@@ -643,6 +659,8 @@ class TaskOrder(Struct, frozen=True):
     preempt_by: PreemptBy = "auto"
     reason: Sentence = ""
     priority: Priority = 0
+    rendezvous: Rendezvous | None = None
+    stop_at: Step = -1
 
 
 class NodePlan(Struct, frozen=True, tag=True):

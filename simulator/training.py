@@ -58,6 +58,10 @@ class Part(Protocol):
         """End, since the work is done."""
         ...
 
+    def reach_hold(self) -> None:
+        """Stand after the mini-batch at which it was told to."""
+        ...
+
 
 class SharedStorage:
     """The storage that outlives every process: each job's newest checkpoint, in serial seconds, and its account."""
@@ -117,6 +121,7 @@ class Training:
         self.halted = False  #: a part was told to go: no more mini-batches in this attempt
         self.version = 0
         self.told = 0  #: reports behind it
+        self.holds: dict[TaskId, int] = {}  #: parts that are to stand after a mini-batch, and after which
         self.taken = False  #: it leaves because a lease was taken from its app
         self._storage = storage
         self._now = now
@@ -142,7 +147,12 @@ class Training:
     def complete(self) -> bool:
         """Whether all its parts are there and run."""
         there = sum(len(part.gpus) for part in self.parts.values() if part.phase == "running")
-        return there == len(self.gpus) and not self.halted
+        return there == len(self.gpus) and not self.halted and not self.holding
+
+    @property
+    def holding(self) -> bool:
+        """Whether a part of it stands where it was told to, so that no other can go on."""
+        return self.since is None and self.steps(self._now()) > min(self.holds.values(), default=self.facts.steps)
 
     def boundary_s(self, now: float) -> float:
         """Return how long the mini-batch in progress takes from now."""
@@ -172,6 +182,19 @@ class Training:
         self.since = None
         self.version += 1
         self._retune_beside()
+
+    def hold(self, part: TaskId, step: int | None) -> None:
+        """Have a part stand after mini-batch `step`, for which the others will wait; None: after none any more."""
+        if step is None:
+            self.holds.pop(part, None)
+        else:
+            self.holds[part] = step
+        if self.since is None:
+            self.go_on()
+        else:
+            self._book()
+            self.since = self._now()
+            self._await_next()
 
     def halt(self) -> None:
         """Stop making mini-batches, for the rest of this attempt."""
@@ -219,6 +242,7 @@ class Training:
         goal_s = facts.work_s
         if self.told < len(facts.reports):
             goal_s = min(goal_s, facts.reports[self.told][0] * facts.step_s)
+        goal_s = min(goal_s, (min(self.holds.values(), default=facts.steps) + 1) * facts.step_s)
         self.version += 1
         version = self.version
         if self.rate > 0.0:  # otherwise it waits for its neighbour to go
@@ -237,7 +261,11 @@ class Training:
             return
         for part in self.parts.values():
             part.say_progress(step, metrics)
-        if self.since is not None:  # no answer to the report has told it to stand
+        if step > min(self.holds.values(), default=self.facts.steps):
+            self.stand()
+            for part in list(self.parts.values()):
+                part.reach_hold()
+        elif self.since is not None:  # no answer to the report has told it to stand
             self._await_next()
 
     def _finish(self, metrics: dict[str, float]) -> None:

@@ -21,8 +21,10 @@ from protocol.worker import (
     Finished,
     FromWorker,
     Hello,
+    Late,
     Order,
     Progress,
+    Ready,
     Refused,
     Resumed,
     Saved,
@@ -100,6 +102,7 @@ class Worker:
         self.arena_bytes = 0
         self.leaving = False
         self.parking = Order("suspend", 0, 0)  #: the newest order to park
+        self.pending: Order | None = None  #: an order for a mini-batch to come
         self.hangs = False
         self.gone: WorkerGone | None = None  #: how it ended, for a node agent that was not there
         self.pid = pid
@@ -162,7 +165,8 @@ class Worker:
     def say_hello(self) -> None:
         """Say hello: its task, its pid and its progress."""
         training = self.training
-        state: Literal["running", "suspended"] = "suspended" if self.phase == "parked" else "running"
+        standing: Literal["running", "held"] = "held" if self.task in training.holds else "running"
+        state: Literal["running", "held", "suspended"] = "suspended" if self.phase == "parked" else standing
         step = self._steps() - 1
         begun = step > training.start_step  # before its first mini-batch a process does not know how much it has
         self.say(
@@ -217,7 +221,14 @@ class Worker:
         """Carry out an order, if the process can hear it."""
         if self.hangs or self.by_driver or self.phase in ("starting", "gone"):
             return
+        if order.do in ("hold", "leave", "suspend", "resume"):
+            self.pending = None
+        if order.at_step >= 0 and (self._is_late(order) or not self._is_there(order)):
+            self._await_step(order)
+            return
         match order.do:
+            case "hold":
+                self._await_step(order)
             case "leave" | "save":
                 self.save(order, leaving=order.do == "leave")
             case "suspend":
@@ -228,6 +239,36 @@ class Worker:
                 self.say(Stacks(order.seq, "imaginary"))
             case "arena" | "cap" | "tell":
                 self._answer(order)
+
+    def _is_there(self, order: Order) -> bool:
+        """Whether it stands after the very mini-batch that an order names; without boundaries it does anywhere."""
+        if not self.node.costs.boundaries:
+            return True
+        return self._steps() - 1 == order.at_step and (self.training.since is None or self.phase == "parked")
+
+    def _is_late(self, order: Order) -> bool:
+        return self._steps() - 1 >= order.at_step and not self._is_there(order)
+
+    def _await_step(self, order: Order) -> None:
+        """Say whether an order comes in time for the mini-batch that it names, and stand after that."""
+        step, holds = self._steps() - 1, order.do == "hold"
+        if self.phase != "running":
+            self.say(Refused(order.seq, "suspended; resume it first"))
+        elif self._is_late(order):
+            self.say(Late(order.seq, step) if holds else Refused(order.seq, f"step {order.at_step} is over"))
+        else:
+            self.pending = None if holds else order
+            if not self.node.costs.boundaries:
+                self.training.stand()
+            self.training.hold(self.task, order.at_step if self.node.costs.boundaries else step)
+            if holds:
+                self.say(Ready(order.seq, step))
+
+    def reach_hold(self) -> None:
+        """Stand after the mini-batch at which it was told to; obey what was ordered for it."""
+        if self.pending is not None and self._is_there(self.pending):
+            order, self.pending = self.pending, None
+            self.obey(order)
 
     def _answer(self, order: Order) -> None:
         """Obey at once: have host memory ready, keep within a part of the GPU, say how far it is."""
@@ -297,8 +338,10 @@ class Worker:
         node.later(wait_s + node.costs.suspend_s, parked)
 
     def _resume(self, order: Order) -> None:
+        self.training.holds.pop(self.task, None)
         if self.phase == "running":
             self.say(Resumed(order.seq, self._steps() - 1, 0.0))
+            self.training.hold(self.task, None)
         if self.phase != "parked":
             return
         self.phase = "resuming"

@@ -132,8 +132,7 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     env, secrets
         Variables of its environment: by value, and by the file that holds the value on the node.
     requirements
-        The wishes that the arbiter and its policies go by. `submit` does not offer `spans`: nothing stops the ranks of
-        one gang at the same step yet, so node agents could not preempt them without loss; the simulator's machines can.
+        The wishes that the arbiter and its policies go by.
     gang
         GPUs each job needs at once, on one node unless it may span.
     sizes

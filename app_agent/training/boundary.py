@@ -163,8 +163,11 @@ def _write(process: TrainingState, order: Order, save: Save) -> Path:
     if not process.roots:
         raise ValueError("GPU_ARBITER_CHECKPOINT_DIR is not set")
     roots = process.roots if order.do == "leave" else process.roots[-1:]
-    facts = {"total_steps": process.total_steps, "samples": process.samples, "world": process.world}
-    team = Team(process.rank, process.world, f"g{order.gen}-q{order.seq}")
+    rank, world = process.team
+    facts = {"total_steps": process.total_steps, "samples": process.samples, "world": world}
+    # Each node agent numbers its own orders; on several nodes only the step is the same in all.
+    number = f"g{order.gen}-q{order.seq}" if world == process.world else "nodes"
+    team = Team(rank, world, number)
     return checkpoints.write(roots, process.attempt, process.step, facts, save, team)
 
 

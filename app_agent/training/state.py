@@ -48,13 +48,17 @@ class Order:
 class Identity:
     """Which process this is: `rank` of `world` training processes that attempt `attempt` of the job has on this node.
 
-    `task` is the id of that attempt on this node.
+    `task` is the id of that attempt on this node. `team` is its rank among the training processes on all nodes, and
+    their number.
     """
 
-    __slots__ = ("attempt", "rank", "task", "world")
+    __slots__ = ("attempt", "rank", "task", "team", "world")
 
-    def __init__(self, task: str, attempt: int, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, task: str, attempt: int, rank: int = 0, world: int = 1, team: tuple[int, int] | None = None
+    ) -> None:
         self.task, self.attempt, self.rank, self.world = task, attempt, rank, world
+        self.team = team or (rank, world)
 
 
 class TrainingState:
@@ -62,7 +66,7 @@ class TrainingState:
 
     def __init__(self, identity: Identity, roots: list[Root]) -> None:
         self.task, self.attempt = identity.task, identity.attempt
-        self.rank, self.world = identity.rank, identity.world
+        self.rank, self.world, self.team = identity.rank, identity.world, identity.team
         self.roots = roots
         self.durable: Path | None = roots[-1].path if roots else None
         self.pid = os.getpid()

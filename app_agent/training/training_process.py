@@ -151,7 +151,7 @@ class TrainingProcess(TrainingState):
             **metric_fields(self.metrics),
         }
         try:
-            if self.rank > 0:  # rank 0 speaks for all
+            if self.team[0] > 0:  # rank 0 speaks for all
                 self.finish_recorded = True
             elif self.durable is not None:
                 checkpoints.write_finished(self.roots[-1], document)

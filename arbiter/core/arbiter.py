@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from arbiter.core import invariants, outbox
 from arbiter.core.effects import ActRecord, AppRecord, Decide, Decided, Effect, LeaseRecord, Note, RoundRecord, Sold
-from arbiter.core.leases import drains, leases
+from arbiter.core.leases import drains, joint_stops, leases
 from arbiter.core.members import apps, node_acts, nodes, owner_acts, sales, site
 from arbiter.core.rounds import phases
 from arbiter.core.state.gpu_time import Flow
@@ -174,6 +174,7 @@ class Arbiter:
         drains.go_on(turn)
         leases.keep(turn)
         leases.expire(turn)
+        joint_stops.go_on(turn)
         if ticks and outbox.beat_is_due(self.state, turn.now):
             apps.leave_out_silent(turn)
             site.check(turn)

@@ -80,6 +80,7 @@ def local_site(
             NodeConfig(
                 node=f"n{number}",
                 gpus=gpus,
+                address="127.0.0.1",
                 state_dir=str(folder / f"node-n{number}"),
                 bootstrap_dir=str(bootstrap_dir()),
                 beat_s=beat_s,

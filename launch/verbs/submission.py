@@ -63,6 +63,10 @@ Kind = Annotated[
 ]
 Cpus = Annotated[float | None, typer.Option(min=0, help="CPU cores each job needs on its node (none asked for)")]
 Memory = Annotated[str | None, typer.Option(help="host memory each job needs on its node, such as 8G (none asked for)")]
+Spans = Annotated[
+    bool | None,
+    typer.Option("--spans", help="the GPUs of a job may lie on several nodes; its program is started on each (no)"),
+]
 GpuType = Annotated[
     str | None,
     typer.Option(
@@ -162,6 +166,7 @@ def submit(
     kind: Kind = None,
     cpus: Cpus = None,
     memory: Memory = None,
+    spans: Spans = None,
     gpu_type: GpuType = None,
     min_memory: MinMemory = None,
     weight: Weight = None,
@@ -235,6 +240,7 @@ def run(
     kind: Kind = None,
     cpus: Cpus = None,
     memory: Memory = None,
+    spans: Spans = None,
     gpu_type: GpuType = None,
     min_memory: MinMemory = None,
     weight: Weight = None,

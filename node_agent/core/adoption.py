@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from node_agent.core import ladder
 from node_agent.core.events import AdoptedWorker, NoteWorker, WorkerNote
 from node_agent.core.model import Exited, Facts, Loading, Starting, State, Stopping, Suspended, Task, Vacating, Waiting
+from node_agent.core.rank_sync import Ranks
 from node_agent.core.state import NodeState
 
 
@@ -24,7 +25,8 @@ def adopt(node: NodeState, workers: Sequence[AdoptedWorker]) -> None:
         # The last incarnation may have reported the seats of a parked worker as empty.
         lived_s = (note.cost.since_s or 0.0) if worker.lived_s is None else worker.lived_s
         facts, began_at = _facts_of(note), node.now - lived_s
-        node.put(replace(task, facts=facts, given_up=note.suspended, reseated=bool(note.gpus), began_at=began_at))
+        task = replace(task, facts=facts, ranks=Ranks(apart=note.apart))
+        node.put(replace(task, given_up=note.suspended, reseated=bool(note.gpus), began_at=began_at))
         node.count_time(task.id)
         node.notes[worker.task] = note
         node.tell(worker.task, f"found by a new node agent, {task.phase}")
@@ -99,4 +101,5 @@ def _note_of(task: Task) -> WorkerNote:
         parked_bytes=facts.parked_bytes,
         cost=facts.cost,
         gpus=task.gpus if task.reseated else (),
+        apart=task.ranks.apart,
     )

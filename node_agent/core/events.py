@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from node_agent.core.cost import Cost
 from protocol.core import Connected, Received, Send, Tick
-from protocol.messages import AppId, GpuId, JobId, LaunchSpec, LogChunk, NodeId, StepSource, TaskId
+from protocol.messages import AppId, GpuId, JobId, LaunchSpec, LogChunk, NodeId, Rendezvous, StepSource, TaskId
 from protocol.worker import FromWorker, Order
 
 #: The treatment of processes on a GPU under no lease. `exclude`: the GPU counts as used. `warn`: they are reported, and
@@ -38,6 +38,7 @@ class NodeFacts(Struct, frozen=True):
     boot_id: str
     incarnation: int
     beat_s: float = 2.0
+    address: str = ""  #: by which other nodes reach this one
     figures_s: float = 2.0  #: metrics that a worker reports are passed on within this
     idle_bytes_max: int = 0
     parked_bytes_max: int = 0
@@ -133,6 +134,7 @@ class WorkerNote(Struct, frozen=True):
     total_steps: int = 0
     reason: str = ""
     by_driver: bool = False  #: suspended by the driver's checkpoint, not by parking
+    apart: bool = False  #: its job lies on several nodes
     state_bytes: int = 0  #: of its state, as it last said
     arena_bytes: int = 0  #: of host memory that it was told to take for its state
     parked_bytes: int = 0
@@ -353,6 +355,7 @@ class StartWorker(Struct, frozen=True, tag=True):
     attempt: int
     gpus: tuple[GpuId, ...]
     launch: LaunchSpec
+    rendezvous: Rendezvous | None = None
 
 
 class OrderWorker(Struct, frozen=True, tag=True):

@@ -85,6 +85,25 @@ def vacate(node: NodeState, task: Task, refusal: str = "") -> None:
         _suspend(node, task, methods[0], "it must leave its GPUs")
 
 
+def stand(node: NodeState, task: Task) -> None:
+    """Have the part of a job on several nodes stand at the step that the plan names, or go on if it names none now."""
+    ranks, told = task.ranks, task.ranks.told_to_stand
+    if task.stop_at >= 0:
+        if task.stop_at in (ranks.stood[0], -1 if told is None else told.at_step):
+            return
+        order = Order("hold", node.facts.incarnation, node.next_order_seq(), at_step=task.stop_at)
+        ranks, orders = rank_sync.stand(ranks, order)
+        node.tell(task.id, f"told to stand after step {task.stop_at}, as on its other nodes")
+    elif told is not None or any(hello.state == "held" for hello in ranks.hellos.values()):
+        order = Order("resume", node.facts.incarnation, node.next_order_seq())
+        ranks, orders = rank_sync.stand_no_more(ranks, order)
+        node.tell(task.id, "told to go on")
+    else:
+        return
+    node.put(replace(task, ranks=ranks))
+    node.effects += [OrderWorker(task.id, each) for each in orders]
+
+
 def leave(node: NodeState, task: Task, what: str) -> None:
     """Order a worker to save and leave."""
     node.learn(task.id, told_to_leave=True)
@@ -94,9 +113,14 @@ def leave(node: NodeState, task: Task, what: str) -> None:
 def _ask(
     node: NodeState, task: Task, do: Literal["suspend", "resume", "leave", "probe", "trough"], patience_s: float
 ) -> Ladder:
-    """Send an order to all processes of the task, for the same step; return the ladder that watches it."""
-    order = Order(do, node.facts.incarnation, node.next_order_seq())
-    ranks, orders = rank_sync.ask(node.tasks[task.id].ranks, order, node.next_order_seq)
+    """Send an order to all processes of the task, for the same step; return the ladder that watches it.
+
+    Of a job on several nodes, the plan names the step.
+    """
+    ranks = node.tasks[task.id].ranks
+    at_step = task.stop_at if ranks.apart and do in ("suspend", "leave") else -1
+    order = Order(do, node.facts.incarnation, node.next_order_seq(), at_step=at_step)
+    ranks, orders = rank_sync.ask(ranks, order, node.next_order_seq)
     node.put(replace(node.tasks[task.id], ranks=ranks))
     node.effects += [OrderWorker(task.id, each) for each in orders]
     return Ladder("ordered", node.now + patience_s, order)

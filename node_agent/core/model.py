@@ -29,6 +29,7 @@ from protocol.messages import (
     LaunchSpec,
     Outcome,
     PreemptBy,
+    Rendezvous,
     StepSource,
     TaskId,
     TaskPhase,
@@ -200,6 +201,8 @@ class Task(Struct, frozen=True):
     ranks: Ranks = Ranks()
     began_at: float | None = None  #: when its process began, UNIX seconds; None: it has had none
     reseated: bool = False  #: on other seats of its GPUs than it was started on
+    rendezvous: Rendezvous | None = None  #: of a job on several nodes
+    stop_at: int = -1  #: the step after which all parts of such a job are to stand, or to stop
     given_up: bool = False  #: parked, and its seats were reported empty under no lease: another task may have them now
 
     @property

@@ -99,9 +99,13 @@ def _named(site: str) -> str:
 
 
 def _with_order(task: Task, order: TaskOrder) -> Task:
+    apart = task.ranks.apart or order.rendezvous is not None
     return replace(
         task,
         want=order.want,
+        ranks=task.ranks if apart == task.ranks.apart else replace(task.ranks, apart=True),
+        rendezvous=order.rendezvous or task.rendezvous,
+        stop_at=order.stop_at,
         launch=order.launch,
         grace_s=order.grace_s,
         preempt_by=order.preempt_by,

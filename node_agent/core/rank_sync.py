@@ -4,6 +4,9 @@ A rank that stopped alone would leave the others waiting in a collective. So all
 step that none has reached; each answers at once whether it will stand there. The order itself is given once all will,
 for that step. If one was late, all get a later step before any of them has parked. A task of one rank is told directly.
 
+Of a job on several nodes the ranks here are some of all. The arbiter, which hears of all, names the step: here they are
+told to `stand` there, and what they are then ordered is for that very step (`at_step`).
+
 To the rest of the node agent this looks like one worker: `heard` returns the line that a single process would have
 said, or nothing yet.
 
@@ -48,7 +51,10 @@ NextSeq = Callable[[], int]
 
 
 class Holding(Struct, frozen=True):
-    """Phase 1: all ranks are to stand at the end of `at_step`; `ready` are those that will."""
+    """Phase 1: all ranks are to stand at the end of `at_step`; `ready` are those that will.
+
+    If the wish itself is to `hold`, they stand until there is another.
+    """
 
     wish: Order
     seq: int
@@ -73,6 +79,15 @@ class Ranks(Struct, frozen=True):
     hellos: Mapping[int, Hello] = {}  #: of those connected now
     news: Mapping[int, Progress] = {}
     phase: Holding | Doing | None = None
+    apart: bool = False  #: the job has ranks on other nodes, too
+    stood: tuple[int, bool] = (-1, False)  #: the newest step to stand at that all have answered, and whether they will
+    late_at: int = -1  #: the furthest step that a rank has told as it was late to stand
+
+    @property
+    def told_to_stand(self) -> Order | None:
+        """The order by which all stand, or will, until there is another."""
+        phase = self.phase
+        return phase.wish if isinstance(phase, Holding) and phase.wish.do == "hold" else None
 
     @property
     def complete(self) -> bool:
@@ -86,10 +101,24 @@ class Ranks(Struct, frozen=True):
         return max(steps, default=-1)
 
 
+def stand(ranks: Ranks, wish: Order) -> tuple[Ranks, list[Order]]:
+    """Have all ranks stand at the step of `wish`, an order to `hold`, until there is another; return the orders."""
+    return replace(ranks, phase=Holding(wish, wish.seq, wish.at_step, 0)), [wish]
+
+
+def stand_no_more(ranks: Ranks, wish: Order) -> tuple[Ranks, list[Order]]:
+    """Have all ranks that stand go on, by `wish`, an order to `resume`; return the orders."""
+    hellos = {rank: replace(hello, state="running") for rank, hello in ranks.hellos.items()}
+    return replace(ranks, phase=None, stood=(-1, False), hellos=hellos), [wish]
+
+
 def ask(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
-    """Begin to have `wish` obeyed; return the orders for all ranks."""
+    """Begin to have `wish` obeyed, at its step if it names one; return the orders for all ranks."""
+    ranks = replace(ranks, stood=(-1, False))
     if ranks.world == 1:
-        return ranks, [wish]
+        return replace(ranks, phase=None), [wish]
+    if wish.at_step >= 0:  # all stand there, or will
+        return replace(ranks, phase=Doing(wish, wish.seq, wish.at_step)), [wish]
     if wish.do not in TOGETHER:
         doing = Doing(wish, wish.seq)
         return replace(ranks, phase=doing if wish.do in ("resume", "probe") else ranks.phase), [wish]
@@ -100,6 +129,8 @@ def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple
     """Take a rank's line in; return the orders for all ranks, and the line of the task as a whole, if it says one."""
     if isinstance(line, Hello):
         ranks = replace(ranks, world=line.world, hellos={**ranks.hellos, rank: line})
+    if isinstance(line, Ready | Late):
+        return _promised(ranks, rank, line, next_seq)
     if ranks.world == 1:
         return ranks, [], line
     match line:
@@ -108,8 +139,6 @@ def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple
         case Progress():
             ranks = replace(ranks, news={**ranks.news, rank: line})
             return ranks, [], _progress(ranks) if len(ranks.news) >= ranks.world else None
-        case Ready() | Late():
-            return *_promised(ranks, rank, line, next_seq), None
         case Finished() | Counted():
             return ranks, [], line
         case Refused():
@@ -137,10 +166,30 @@ def _hold(ranks: Ranks, wish: Order, ahead: int, next_seq: NextSeq) -> tuple[Ran
     return held, [Order("hold", wish.gen, seq, at_step=at_step)]
 
 
-def _promised(ranks: Ranks, rank: int, line: Ready | Late, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
+def _promised(
+    ranks: Ranks, rank: int, line: Ready | Late, next_seq: NextSeq
+) -> tuple[Ranks, list[Order], FromWorker | None]:
     phase = ranks.phase
     if not isinstance(phase, Holding) or line.seq != phase.seq:
-        return ranks, []
+        return ranks, [], None
+    if phase.wish.do == "hold":
+        return _stands(ranks, phase, rank, line, next_seq)
+    return *_held(ranks, phase, rank, line, next_seq), None
+
+
+def _stands(
+    ranks: Ranks, phase: Holding, rank: int, line: Ready | Late, next_seq: NextSeq
+) -> tuple[Ranks, list[Order], FromWorker | None]:
+    """Note whether a rank will stand where all are told to; if one cannot, the others need not either."""
+    if isinstance(line, Late):
+        late = replace(ranks, phase=None, stood=(phase.at_step, False), late_at=line.step)
+        return late, [Order("resume", phase.wish.gen, next_seq())], None
+    phase = replace(phase, ready=phase.ready | {rank})
+    stood = (phase.at_step, True) if len(phase.ready) >= ranks.world else ranks.stood
+    return replace(ranks, phase=phase, stood=stood), [], None
+
+
+def _held(ranks: Ranks, phase: Holding, rank: int, line: Ready | Late, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
     if isinstance(line, Late):
         known = ranks.news.get(rank)
         if known is not None and line.step > known.step:
@@ -202,7 +251,8 @@ def _refused(ranks: Ranks, line: Refused, next_seq: NextSeq) -> tuple[Ranks, lis
     phase = ranks.phase
     if phase is None or line.seq != phase.seq:
         return ranks, [], None
-    orders = [Order("resume", phase.wish.gen, next_seq())] if phase.wish.do in TOGETHER else []
+    together = phase.wish.do in TOGETHER or phase.wish.do == "hold"
+    orders = [Order("resume", phase.wish.gen, next_seq())] if together else []
     return replace(ranks, phase=None), orders, replace(line, seq=phase.wish.seq)
 
 
@@ -217,8 +267,8 @@ def _greeted(ranks: Ranks, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromW
     states = {hello.state for hello in hellos}
     state: Literal["running", "suspended"] = "suspended" if states == {"suspended"} else "running"
     orders = []
-    if ranks.phase is None and len(states | {"running"}) > 1 and state == "running":
-        # A node agent died between the two phases.
+    if not ranks.apart and ranks.phase is None and len(states | {"running"}) > 1 and state == "running":
+        # A node agent died between the two phases. Of a job on several nodes, the next plan says how to go on.
         orders = [Order("resume", max(hello.gen for hello in hellos), next_seq())]
     first = hellos[0]
     sizes = [hello.state_bytes for hello in hellos]  # 0: that one does not know it yet

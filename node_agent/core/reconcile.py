@@ -76,7 +76,7 @@ def _begin(node: NodeState, task: Task) -> None:
             return
         assert task.launch is not None
         node.enter_state(task, Starting(), "its GPUs are free")
-        start = StartWorker(task.id, task.app, task.job, task.attempt, task.gpus, task.launch)
+        start = StartWorker(task.id, task.app, task.job, task.attempt, task.gpus, task.launch, task.rendezvous)
         node.effects.append(start)
     elif task.want == "stop":
         node.enter_state(task, Exited("stopped", task.reason or "it was not running here"), "nothing to stop")
@@ -95,6 +95,8 @@ def _guide(node: NodeState, task: Task) -> None:
         node.enter_running(task, "said no hello in time; treated as a program without the library")
     elif isinstance(task.state, Running) and task.want == "run" and not node.sharing.has_turn(task):
         ladder.rest(node, task)
+    elif isinstance(task.state, Running) and task.ranks.apart:
+        ladder.stand(node, task)
 
 
 def _hold(node: NodeState, task: Task) -> None:

@@ -81,6 +81,7 @@ def statuses(node: NodeState) -> NodeReport:
         cpus=node.facts.cpus,
         host_bytes=node.facts.total_bytes,
         site=node.site,
+        address=node.facts.address,
     )
 
 
@@ -111,7 +112,7 @@ def _status(task: Task, now: float) -> TaskStatus:
         attempt=task.attempt,
         gpus=task.gpus,
         phase=task.phase,
-        step=facts.step,
+        step=max(facts.step, task.ranks.late_at),
         start_step=facts.start_step,
         saved_step=facts.saved_step,
         total_steps=facts.total_steps,
@@ -140,6 +141,8 @@ def _status(task: Task, now: float) -> TaskStatus:
         ),
         samples=facts.samples,
         unflushed=ended is not None and ended.unflushed,
+        stop_at=task.ranks.stood[0],
+        will_stop=task.ranks.stood[1],
     )
 
 

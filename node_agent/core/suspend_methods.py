@@ -35,6 +35,8 @@ class SuspendMethods:
         if among is REST_METHODS and self._is_of_unknown_size(task):
             return []
         found = [do for do in among if do not in facts.refused]
+        if "driver" in found and task.ranks.apart:  # it suspends at no common step
+            found.remove("driver")
         if "leave" in found and not facts.can_checkpoint:
             found.remove("leave")
         # Before its first mini-batch a task may park all of its GPUs' memory; without a save it loses only its start.
@@ -48,7 +50,7 @@ class SuspendMethods:
     def has_driver(self, task: Task) -> bool:
         """Whether the driver can suspend a task regardless of its script: it uses a GPU and was not refused before."""
         used = task.facts.on_gpu or (isinstance(task.state, Suspended) and task.state.by_driver)
-        return self._facts.driver and used and "driver" not in task.facts.refused
+        return self._facts.driver and used and "driver" not in task.facts.refused and not task.ranks.apart
 
     def can_rest(self, task: Task, tasks: Iterable[Task]) -> bool:
         """Whether a task that is on its GPUs can be suspended, now or within a moment."""

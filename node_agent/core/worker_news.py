@@ -163,6 +163,8 @@ def _hello(node: NodeState, task: Task, line: Hello) -> None:
                 ranks, orders = rank_sync.again(task.ranks, ladder.order, node.next_order_seq)
                 node.put(replace(task, ranks=ranks))
                 node.effects += [OrderWorker(task.id, order) for order in orders]
+        case Running() if task.ranks.told_to_stand is not None:
+            node.effects.append(OrderWorker(task.id, task.ranks.told_to_stand))
         case _:
             pass
 

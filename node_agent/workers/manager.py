@@ -53,7 +53,7 @@ from node_agent.workers.records import Exit, Record, Records, Spec, Started, rea
 from node_agent.workers.shim import LOCK_FD
 from node_agent.workers.storage import Storage
 from node_agent.workers.worker_socket import WorkerSocket
-from protocol.messages import TaskId, device_of
+from protocol.messages import Rendezvous, TaskId, device_of
 from protocol.worker import Counted, FromWorker, Order, Progress
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
@@ -369,6 +369,7 @@ class Workers:
                 "GPU_ARBITER_GPUS": str(len(effect.gpus)),
                 # torchrun takes this for --nproc-per-node unless that is given.
                 "PET_NPROC_PER_NODE": str(len(effect.gpus)),
+                **_meeting(effect.rendezvous),
                 # Its watchdog would take a suspended worker for a hung one and kill it.
                 "TORCH_NCCL_ENABLE_MONITORING": "0",
             }
@@ -532,7 +533,7 @@ class Workers:
 
     def _offer_memory(self, effect: StartWorker) -> dict[str, str]:
         """Make room in host memory for a checkpoint of the task; return the variable that names the folder."""
-        if self._memory is None:
+        if self._memory is None or effect.rendezvous is not None:  # which its parts on other nodes could not see
             return {}
         try:
             launch = effect.launch
@@ -697,6 +698,21 @@ def _read_line(fd: int, timeout_s: float) -> bytes:
             return b""
         data += chunk
     return data
+
+
+def _meeting(rendezvous: Rendezvous | None) -> dict[str, str]:
+    """Return the variables that tell the parts of a job on several nodes where they meet, ours and torchrun's."""
+    if rendezvous is None:
+        return {"GPU_ARBITER_NODES": "1", "GPU_ARBITER_NODE_RANK": "0"}
+    rank, nodes = str(rendezvous.rank), str(rendezvous.nodes)
+    return {
+        "GPU_ARBITER_NODES": nodes,
+        "GPU_ARBITER_NODE_RANK": rank,
+        "PET_NNODES": nodes,
+        "PET_NODE_RANK": rank,
+        "PET_MASTER_ADDR": rendezvous.address,
+        "PET_MASTER_PORT": str(rendezvous.port),
+    }
 
 
 def _check_folder(cwd: str, node: str) -> None:

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from node_agent.core.agent import NodeAgent
 from node_agent.core.events import (
     AdoptedWorker,
+    CheckpointProcess,
     ForgetWorker,
     LogRead,
     NoteWorker,
@@ -27,8 +28,8 @@ from node_agent.core.events import (
 from node_agent.core.model import TRANSITIONS, Exited, IllegalTransition, Running
 from node_agent.core.proof import TOLERATED_S
 from protocol.core import Connected, Received, Send
-from protocol.messages import ARBITER, LogChunk, NodeReport, PreemptBy, ReadLog, TaskId
-from protocol.worker import EXIT_REQUEUE, Finished, Ready, Refused, Resumed, Saved, Stacks, Suspended
+from protocol.messages import ARBITER, LogChunk, NodeReport, PreemptBy, ReadLog, Rendezvous, TaskId, TaskOrder, Want
+from protocol.worker import EXIT_REQUEUE, Finished, Late, Ready, Refused, Resumed, Saved, Stacks, Suspended
 from tests.support.node_harness import GIB, MIB, Bench, gpu, hello, process, progress, sample, task_order
 
 A, B = "ada-1.0-a0", "bob-1.0-a0"
@@ -328,6 +329,65 @@ def test_a_worker_that_refuses_to_resume_is_asked_again_and_then_replaced(bench:
     assert bench.only(SignalWorker).how == "terminate"
     bench.gone(A, signal=15)
     assert bench.status(A).outcome == "preempted"
+
+
+# --- a job on several nodes -------------------------------------------------------------------------------------------
+
+MEETING = Rendezvous(1, 2, "gpu-1", 29500)
+
+
+def part_order(want: Want = "run", *, stop_at: int = -1, preempt_by: PreemptBy = "auto") -> TaskOrder:
+    return replace(task_order(A, 0, want=want, preempt_by=preempt_by), rendezvous=MEETING, stop_at=stop_at)
+
+
+def test_a_part_stands_where_it_is_told_and_leaves_at_that_step(bench: Bench) -> None:
+    bench.run(A, 0, checkpoint=True)
+    bench.plan(part_order(stop_at=40))
+    hold = bench.ordered()
+    assert (hold.do, hold.at_step) == ("hold", 40)
+    assert (bench.status(A).stop_at, bench.status(A).phase) == (-1, "running")
+    bench.worker(A, Ready(hold.seq, 7))
+    assert (bench.status(A).stop_at, bench.status(A).will_stop) == (40, True)
+    bench.plan(part_order("vacate", stop_at=40, preempt_by="checkpoint"))
+    assert (bench.ordered().do, bench.ordered().at_step) == ("leave", 40)
+
+
+def test_a_part_that_was_late_says_so_with_its_step_and_is_told_a_later_one(bench: Bench) -> None:
+    bench.run(A, 0)
+    bench.plan(part_order(stop_at=40))
+    bench.worker(A, Late(bench.ordered().seq, 55))
+    status = bench.status(A)
+    assert (status.stop_at, status.will_stop, status.step) == (40, False, 55)
+    assert bench.ordered().do == "resume"
+    bench.plan(part_order(stop_at=80))
+    assert (bench.ordered().do, bench.ordered().at_step) == ("hold", 80)
+
+
+def test_a_part_goes_on_if_it_need_not_stop_after_all(bench: Bench) -> None:
+    bench.run(A, 0)
+    bench.plan(part_order(stop_at=40))
+    bench.worker(A, Ready(bench.ordered().seq, 7))
+    bench.plan(part_order())
+    assert bench.ordered().do == "resume"
+    assert bench.status(A).stop_at == -1
+    bench.wait(5)
+    assert not bench.all(OrderWorker), "it is told once"
+
+
+def test_an_order_to_stand_is_repeated_after_a_reconnect(bench: Bench) -> None:
+    bench.run(A, 0)
+    bench.plan(part_order(stop_at=40))
+    order = bench.ordered()
+    bench.worker(A, hello(A, step=7))
+    assert bench.ordered() == order
+
+
+def test_the_driver_suspends_no_part_since_it_knows_no_step() -> None:
+    bench = Bench(driver=True)
+    bench.run(A, 0, park=False)
+    bench.plan(part_order("vacate"))
+    assert not bench.all(CheckpointProcess)
+    assert bench.all(SignalWorker)[0].how == "terminate"
 
 
 # --- leaving --------------------------------------------------------------------------------------------------------

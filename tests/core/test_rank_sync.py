@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 
+import pytest
 from msgspec.structs import replace
 
 from node_agent.core import rank_sync
@@ -179,3 +180,51 @@ def test_a_task_has_saved_when_all_its_ranks_have() -> None:
     assert order.do == "leave"
     assert table.hear(0, Saved(order.seq, 25, "/d", 0.1, True)) == ([], None)
     assert table.hear(1, Saved(order.seq, 25, "/d", 0.1, True)) == ([], Saved(1, 25, "/d", 0.1, True))
+
+
+# --- a job on several nodes: the step is named from outside -----------------------------------------------------------
+
+HOLD = Order("hold", 7, 3, at_step=20)
+
+
+def standing(table: Table) -> None:
+    table.ranks, orders = rank_sync.stand(replace(table.ranks, apart=True), HOLD)
+    assert orders == [HOLD]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_ranks_that_are_to_stand_at_a_named_step_say_together_whether_they_will(world: int) -> None:
+    table = Table(world=world)
+    standing(table)
+    for rank in range(world):
+        assert table.ranks.stood == (-1, False)
+        assert table.hear(rank, Ready(HOLD.seq, 6)) == ([], None)
+    assert table.ranks.stood == (20, True)
+    wish = Order("leave", 7, 4, at_step=20)
+    assert table.ask(wish) == [wish], "they stand there: there is nothing to agree on"
+    saved = Saved(4, 20, "there", 0.1, leaving=True)
+    for rank in range(world - 1):
+        assert table.hear(rank, saved) == ([], None)
+    assert table.hear(world - 1, saved) == ([], saved)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_if_a_rank_is_late_none_stands_and_its_step_is_known(world: int) -> None:
+    table = Table(world=world)
+    standing(table)
+    if world > 1:
+        table.hear(0, Ready(HOLD.seq, 6))
+    orders, said = table.hear(world - 1, Late(HOLD.seq, 25))
+    assert [order.do for order in orders] == ["resume"]
+    assert said is None
+    assert (table.ranks.stood, table.ranks.late_at) == ((20, False), 25)
+
+
+def test_a_new_node_agent_leaves_ranks_standing_that_others_elsewhere_may_stand_with() -> None:
+    table = Table(world=0)
+    table.ranks = Ranks(apart=True)
+    assert table.hear(0, hello(0, state="held"))[0] == []
+    assert table.hear(1, hello(1))[0] == []
+    table.ranks, orders = rank_sync.stand_no_more(table.ranks, Order("resume", 8, 1))
+    assert [order.do for order in orders] == ["resume"]
+    assert {line.state for line in table.ranks.hellos.values()} == {"running"}

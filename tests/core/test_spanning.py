@@ -19,6 +19,7 @@ from app_agent.core.division import Asking, divide
 from app_agent.core.jobs import joined_status
 from app_agent.core.model import AppState, HeldGpu, Suspended
 from app_agent.core.valuation import LevelTerms, Valuation, rho_of
+from arbiter.core.arbiter import Arbiter
 from arbiter.core.leases.plans import is_task_id, task_id
 from arbiter.core.placement.locality import LOOSENESS
 from arbiter.core.policies.themis.auction.bids import enter, whole_gangs
@@ -28,6 +29,7 @@ from arbiter.core.seam import AppView, GpuView, View
 from arbiter.core.state.model import Lost
 from protocol.messages import (
     LEVELS,
+    Act,
     AppId,
     AppReport,
     Bid,
@@ -38,7 +40,9 @@ from protocol.messages import (
     Level,
     NodePlan,
     OfferedGpu,
+    OwnerId,
     Party,
+    PreemptBy,
     Requirements,
     TaskId,
     TaskStatus,
@@ -57,7 +61,14 @@ ON_N1, ON_N2 = GANG[:2], GANG[2:]
 # --- the arbiter: plans ---------------------------------------------------------------------------------------------
 
 
-def say(site: Site, *, spans: bool = True, jobs: Sequence[JobWish] = (), demand: int = 4) -> None:
+def say(
+    site: Site,
+    *,
+    spans: bool = True,
+    jobs: Sequence[JobWish] = (),
+    demand: int = 4,
+    preempt_by: PreemptBy = "auto",
+) -> None:
     """State the wish of an app of one job of four GPUs."""
     number = site.seqs["app-ana-1"] = site.seqs.get("app-ana-1", 0) + 1
     report = AppReport(
@@ -69,7 +80,7 @@ def say(site: Site, *, spans: bool = True, jobs: Sequence[JobWish] = (), demand:
         gang=4,
         demand_max=demand,
         jobs=tuple(jobs),
-        requirements=Requirements(spans=spans),
+        requirements=Requirements(spans=spans, preempt_by=preempt_by),
     )
     effects = site.hear(Party("app", "ana"), report)
     site.play_round(effects + site.wait(0), {"ana-1": {4: 1.0}})
@@ -249,6 +260,170 @@ def test_a_node_that_reports_a_part_of_a_strange_name_is_not_believed() -> None:
     site.node("n2", tasks=[part(1), replace(part(1), task=TaskId("ana-1.0-a0.01"))], used=ON_N2)
     assert "makes no sense" in site.told("n2")
     assert set(site.arbiter.state.tasks) == {"ana-1.0-a0", "ana-1.0-a0.1"}
+
+
+# --- the arbiter: joint stops ---------------------------------------------------------------------------------------
+
+STEP_S = 0.1
+SAVES = {"cooperative": True, "can_checkpoint": True}
+PARKS = {"cooperative": True, "can_checkpoint": False}
+
+
+def training(**abilities: bool) -> Site:
+    """Both parts train: the first is at step 40, the second at 42."""
+    site = leased()
+    for rank in (0, 1):
+        tell(site, rank, **(abilities or SAVES))
+    return site
+
+
+def tell(site: Site, rank: int, phase: str = "running", *, beyond: int = 0, **more: object) -> None:
+    """Have the node of a part report it, `beyond` so many steps more."""
+    status = part(rank, phase, step=40 + 2 * rank + beyond, step_s=STEP_S, **{**SAVES, **more})
+    site.node(("n1", "n2")[rank], tasks=[status], used=(ON_N1, ON_N2)[rank])
+
+
+def leave(site: Site) -> None:
+    say(site, jobs=[wish("ana-1", 0, ())])
+
+
+def stops(site: Site) -> list[tuple[str, int, str]]:
+    """What each part is told: the wish, the step, and how to leave."""
+    told = [order for node in ("n1", "n2") for order in site.plans[node].tasks]
+    assert len(told) == 2
+    return [(order.want, order.stop_at, order.preempt_by) for order in told]
+
+
+#: The furthest step, one second of steps, and two.
+AGREED = 42 + 10 + 2
+
+
+def test_parts_stand_at_one_step_before_any_of_them_is_told_to_leave_there() -> None:
+    site = training()
+    leave(site)
+    assert stops(site) == [("run", AGREED, "auto")] * 2
+    tell(site, 0, stop_at=AGREED, will_stop=True)
+    assert stops(site) == [("run", AGREED, "auto")] * 2, "the other has not answered"
+    tell(site, 1, stop_at=AGREED, will_stop=True)
+    assert stops(site) == [("vacate", AGREED, "checkpoint")] * 2
+    tell(site, 0, "vacating")
+    assert stops(site) == [("vacate", AGREED, "checkpoint")] * 2
+
+
+@pytest.mark.parametrize(
+    ("abilities", "how"), [(SAVES, "checkpoint"), (PARKS, "suspend"), ({**SAVES, "cooperative": False}, "checkpoint")]
+)
+def test_all_parts_leave_in_the_same_way(abilities: dict[str, bool], how: str) -> None:
+    site = training(**abilities)
+    leave(site)
+    for rank in (0, 1):
+        tell(site, rank, stop_at=AGREED, will_stop=True, **abilities)
+    assert stops(site) == [("vacate", AGREED, how)] * 2
+
+
+def test_a_part_that_was_late_moves_the_step_for_all() -> None:
+    site = training()
+    leave(site)
+    tell(site, 0, stop_at=AGREED, will_stop=True)
+    tell(site, 1, beyond=30, stop_at=AGREED, will_stop=False)
+    later = 72 + 2 * 12
+    assert stops(site) == [("run", later, "auto")] * 2
+    tell(site, 1, beyond=30, stop_at=later, will_stop=True)
+    assert stops(site) == [("run", later, "auto")] * 2, "the first has promised another step"
+    tell(site, 0, stop_at=later, will_stop=True)
+    assert stops(site) == [("vacate", later, "checkpoint")] * 2
+
+
+def test_parts_go_on_if_the_gpus_are_leased_to_their_app_again_before_all_will_stand() -> None:
+    site = training()
+    leave(site)
+    tell(site, 0, stop_at=AGREED, will_stop=True)
+    say(site, jobs=[wish("ana-1", 0, GANG)])
+    assert stops(site) == [("run", -1, "auto")] * 2
+
+
+def test_once_it_is_agreed_all_parts_leave_though_the_gpus_are_leased_to_their_app_again() -> None:
+    """Some may have left already."""
+    site = training()
+    leave(site)
+    for rank in (0, 1):
+        tell(site, rank, stop_at=AGREED, will_stop=True)
+    say(site, jobs=[wish("ana-1", 0, GANG)])
+    assert stops(site) == [("vacate", AGREED, "checkpoint")] * 2
+
+
+def test_parked_parts_go_on_once_all_are_parked() -> None:
+    site = training(**PARKS)
+    leave(site)
+    for rank in (0, 1):
+        tell(site, rank, stop_at=AGREED, will_stop=True, **PARKS)
+    tell(site, 0, "suspended", **PARKS)
+    say(site, jobs=[replace(wish("ana-1", 0, GANG), suspended=True)])
+    assert stops(site)[1] == ("vacate", AGREED, "suspend")
+    tell(site, 1, "suspended", **PARKS)
+    assert stops(site) == [("run", -1, "auto")] * 2
+
+
+def test_a_node_that_does_not_answer_keeps_no_part_from_leaving_by_itself() -> None:
+    site = training()
+    leave(site)
+    tell(site, 0, stop_at=AGREED, will_stop=True)
+    for _ in range(6):
+        site.wait(2.0)
+        tell(site, 0, stop_at=AGREED, will_stop=True)
+        tell(site, 1)
+    assert stops(site) == [("vacate", -1, "auto")] * 2
+    assert "by itself: n2 did not answer in time" in site.arbiter.story("ana-1")[-1].what  # type: ignore[arg-type]
+
+
+def test_parts_that_can_neither_save_nor_be_suspended_are_not_led() -> None:
+    site = training(cooperative=False, can_checkpoint=False)
+    leave(site)
+    assert stops(site) == [("vacate", -1, "auto")] * 2
+
+
+def test_a_part_that_has_started_meanwhile_is_told_no_other_than_the_one_before() -> None:
+    site = training()
+    tell(site, 1, "starting")
+    leave(site)
+    assert stops(site) == [("vacate", -1, "auto")] * 2
+    tell(site, 1)
+    assert stops(site) == [("vacate", -1, "auto")] * 2
+
+
+def test_on_a_node_that_is_drained_they_save_though_their_user_would_have_them_parked() -> None:
+    site = training()
+    say(site, jobs=[wish("ana-1", 0, GANG)], preempt_by="suspend")
+    site.arbiter.state.settings = replace(site.arbiter.state.settings, admins=(OwnerId("ops"),))
+    site.hear(Party("app", "ops"), Act("a1", "drain", "n2"))
+    assert [want for want, _, _ in stops(site)] == ["run", "run"]
+    step = stops(site)[0][1]
+    for rank in (0, 1):
+        tell(site, rank, stop_at=step, will_stop=True)
+    assert stops(site) == [("vacate", step, "checkpoint")] * 2
+
+
+def test_a_restored_arbiter_goes_on_where_it_was() -> None:
+    site = training()
+    leave(site)
+    tell(site, 0, stop_at=AGREED, will_stop=True)
+    restored = Arbiter.restored(site.arbiter.snapshot())
+    assert restored.state.stops == site.arbiter.state.stops != {}
+    restored.validate()
+
+
+def test_all_parts_are_told_where_they_meet_and_another_port_in_each_attempt() -> None:
+    site = leased()
+    first, other = (site.plans[node].tasks[0].rendezvous for node in ("n1", "n2"))
+    assert first is not None
+    assert other == replace(first, rank=1)
+    assert (first.rank, first.nodes, first.address) == (0, 2, "n1"), "no address is known"
+    for rank in (0, 1):
+        tell(site, rank, "exited", outcome="preempted")
+    say(site, jobs=[replace(wish("ana-1", 0, GANG), attempt=1)])
+    again = site.plans["n1"].tasks[-1].rendezvous
+    assert again is not None
+    assert again.port != first.port
 
 
 # --- the app agent: an attempt in parts -----------------------------------------------------------------------------

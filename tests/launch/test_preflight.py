@@ -128,6 +128,32 @@ def test_a_gang_that_fits_now_is_nothing_to_speak_of(tmp_path: Path) -> None:
     assert room(tmp_path, {"cpus_max": 0.0, "host_bytes_max": 0}, cpus=64, host_bytes=2**40) == [], "no node says"
 
 
+def test_a_gang_that_may_lie_on_several_nodes_needs_room_on_all_of_them_together(tmp_path: Path) -> None:
+    assert room(tmp_path, gang=6, spans=True) == []
+    assert room(tmp_path, gang=9, spans=True) == ["6 GPUs are in service now; the app waits until 9 are"]
+    with pytest.raises(Fault, match="each job needs 13 GPUs, and all nodes together have 12"):
+        room(tmp_path, gang=13, spans=True)
+
+
+def test_kinds_of_gpus_on_several_nodes_count_together(tmp_path: Path) -> None:
+    h200 = {"model": "NVIDIA H200", "memory_bytes": 141 * 10**9, "known": 4, "in_service": 3}
+    kinds: dict[str, object] = {"kinds": [{"nodes": 2, "gpus": [h200]}]}
+    assert room(tmp_path, kinds, gang=6, gpu_types=("H200",), spans=True) == []
+    assert room(tmp_path, kinds, gang=7, gpu_types=("H200",), spans=True) == [
+        "7 H200 are not in service now; the app waits until they are"
+    ]
+    with pytest.raises(Fault, match="each job needs 9 H200, and all nodes together have 8 of that kind"):
+        room(tmp_path, kinds, gang=9, gpu_types=("H200",), spans=True)
+    with pytest.raises(Fault, match="each job needs 5 H200 on one node, and the largest node has 4 of that kind"):
+        room(tmp_path, kinds, gang=5, gpu_types=("H200",))
+
+
+def test_a_job_on_several_nodes_is_refused_where_gpus_are_shared_in_turns(tmp_path: Path) -> None:
+    with pytest.raises(Fault, match="sharing is timeslice here") as caught:
+        room(tmp_path, {"sharing": "timeslice"}, gang=6, spans=True)
+    assert (caught.value.code, "leave --spans out" in caught.value.next_step) == (exit_codes.REFUSED, True)
+
+
 def test_a_gang_that_fits_no_node_that_is_known_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Fault, match="each job needs 9 GPUs on one node, and the largest node has 8") as caught:
         room(tmp_path, gang=9)

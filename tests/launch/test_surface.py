@@ -247,15 +247,11 @@ def test_the_fields_are_listed_by_the_names_that_users_write() -> None:
     assert {line.split(" = ")[0] for line in example.splitlines()[1:]} <= listed
 
 
-def test_a_job_on_several_nodes_is_refused_for_a_real_site() -> None:
+def test_a_job_on_several_nodes_is_asked_for_by_a_flag_or_in_the_file() -> None:
     fields = {"trials": [["a"]], "cwd": "/", "checkpoint_root": "/"}
-    assert not spec.build(fields | {"spans": False}).spans
-    with pytest.raises(Fault) as caught:
-        spec.build(fields | {"spans": True})
-    assert caught.value.code == exit_codes.USAGE
-    assert caught.value.sentence.startswith("spans is true, but on a real site all GPUs of one job lie on one node")
-    assert "leave spans out" in caught.value.next_step
-    assert "spans" not in spec.FIELDS
+    assert not spec.build(fields).spans
+    assert spec.build(fields | {"spans": True}).spans
+    assert "spans" in spec.FIELDS
 
 
 # --- tables ---------------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from protocol.messages import (
     Query,
     ReadLog,
     Refusal,
+    Rendezvous,
     Requirements,
     RoundId,
     TaskId,
@@ -94,6 +95,8 @@ _STATUS = TaskStatus(
     ),
     samples=7680,
     unflushed=True,
+    stop_at=119,
+    will_stop=True,
 )
 
 MEANT = EventFilter(("ann-1", "bob-2.0"), ("n1",), ("vision",), ("granted", "lost"), 7200.0)
@@ -130,6 +133,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             host_bytes=256 * 2**30,
             site="s-4711",
             wall_s=1.75e9,
+            address="gpu-1",
         ),
     ),
     (
@@ -231,7 +235,23 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             3,
             24,
             (_TERMS,),
-            (TaskOrder(_TASK, _APP, _JOB, 2, (_GPU,), "vacate", _LAUNCH, 30.0, "suspend", "ann-2 won", 5),),
+            (
+                TaskOrder(
+                    _TASK,
+                    _APP,
+                    _JOB,
+                    2,
+                    (_GPU,),
+                    "vacate",
+                    _LAUNCH,
+                    30.0,
+                    "suspend",
+                    "ann-2 won",
+                    5,
+                    Rendezvous(1, 2, "gpu-1", 29500),
+                    140,
+                ),
+            ),
             "pack",
             4,
             30.0,

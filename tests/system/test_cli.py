@@ -224,11 +224,10 @@ def test_a_priority_that_the_site_does_not_allow_is_refused_with_code_4(cli: Cli
     assert "priority is 1, and this site allows at most 0" in done.stderr
 
 
-def test_a_spec_file_that_asks_for_a_job_on_several_nodes_is_refused(lonely: Cli, tmp_path: Path) -> None:
-    (tmp_path / "app.toml").write_text('command = ["true"]\ngang = 8\nspans = true\n')
-    done = lonely("submit", "-f", "app.toml")
-    assert (done.returncode, done.stdout) == (exit_codes.USAGE, "")
-    assert "spans is true" in done.stderr.splitlines()[0]
+def test_a_job_on_several_nodes_may_need_more_gpus_than_any_node_has_but_not_than_all_have(cli: Cli) -> None:
+    done = cli("submit", "-g", "8", "--spans", "--", "true")
+    assert (done.returncode, done.stdout) == (exit_codes.REFUSED, "")
+    assert "each job needs 8 GPUs, and all nodes together have 4" in done.stderr
 
 
 def test_a_job_that_lists_sizes_is_given_the_largest_that_is_free(cli: Cli) -> None:

@@ -100,7 +100,7 @@ def test_a_cancelled_app_is_over(client: Client) -> None:
         (("true",), {"env": 1}, "env must be a table, and is a whole number"),
         (("true",), {"cwd": 1}, "cwd must be text, and is a whole number"),
         (("true", 5), {}, "trials.* must be text, and is a whole number"),
-        (("true",), {"spans": True}, "spans is for simulations"),
+        (("true",), {"gpus_max": 8}, "gpus_max is for simulations"),
         ((), {}, "give 1 entry or more"),
     ],
 )

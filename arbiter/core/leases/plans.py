@@ -11,6 +11,8 @@ A job that spans nodes is one task on each, a *part*. All of them start, or none
 from __future__ import annotations
 
 import hashlib
+import zlib
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import Struct
@@ -30,6 +32,7 @@ from protocol.messages import (
     LeaseTerms,
     NodeId,
     NodePlan,
+    Rendezvous,
     Sharing,
     TaskId,
     TaskOrder,
@@ -42,6 +45,8 @@ from protocol.messages import (
 RANK_DIGITS_MAX = 10
 #: Tasks of one app whose node is remembered after they are gone, for their output: so many, and each job's of an array.
 WHEREABOUTS_MAX = 64
+#: The ports at which the parts of a job on several nodes meet: below those that Linux gives out by itself.
+PORT_MIN, PORTS = 20_000, 10_000
 #: Why a task is to leave, unless its job has ended elsewhere.
 LEASE_ENDED = "its lease ended"
 
@@ -161,11 +166,14 @@ def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tas
     shares = _shares(turn, app, job)
     parts = [task for task in tasks if task.attempt == job.attempt]
     here = [task for task in parts if task.node == node.id]
-    orders += [
-        _order(app, job, task, *_want(turn.state, task, shares, parts), gpus=shares.get(node.id)) for task in here
-    ]
+    stop = turn.state.stops.get(job.id)
+    for task in here:
+        order = _order(app, job, task, *_want(turn.state, task, shares, parts), gpus=shares.get(node.id))
+        if stop is not None and stop.attempt == job.attempt:
+            order = _stopping(order, stop)
+        orders.append(replace(order, rendezvous=_rendezvous(turn.state, job, list(shares), parts, task.id)))
     if not here and node.id in shares and _may_start(turn, job, shares, tasks):
-        orders.append(_first_order(app, job, node.id, shares))
+        orders.append(_first_order(turn.state, app, job, node.id, shares))
     drain = turn.state.drains.get(node.id)
     return orders if drain is None else [_of_drained(turn.state, drain, job, order) for order in orders]
 
@@ -214,9 +222,14 @@ def _is_needed(state: State, task: Task, shares: Shares) -> bool:
     return task.unflushed and not here and isinstance(state.nodes[task.node].state, model.Up)
 
 
+def want(turn: Turn, app: model.App, job: model.Job, task: Task, parts: list[Task]) -> tuple[Want, str]:
+    """Return what a task of the job's present attempt should do, and why if it should go; `parts` are all of them."""
+    return _want(turn.state, task, _shares(turn, app, job), parts)
+
+
 def _want(state: State, task: Task, shares: Shares, parts: list[Task]) -> tuple[Want, str]:
     """Return what a task of the job's present attempt should do, and why if it should go; `parts` are all of them."""
-    if any(_is_gone(state, other) for other in parts if other.id != task.id):
+    if any(is_gone(state, other) for other in parts if other.id != task.id):
         # A parked part could go on only together with the part that is over.
         return "stop" if task.phase == "suspended" else "vacate", "its job ended on another node"
     if task.phase == "suspended" and any(state.gpus[gpu].quarantined for gpu in task.gpus if gpu in state.gpus):
@@ -232,7 +245,7 @@ def _seats_of(task: Task, share: tuple[GpuId, ...]) -> set[GpuId]:
     return set(task.gpus)
 
 
-def _is_gone(state: State, task: Task) -> bool:
+def is_gone(state: State, task: Task) -> bool:
     """Whether this part of an attempt ended before its work was done, so that the other parts cannot go on."""
     lost = task.alive and isinstance(state.nodes[task.node].state, model.Lost)
     return lost or (task.phase == "exited" and task.outcome != "finished")
@@ -263,9 +276,32 @@ def _order(
     )
 
 
-def _first_order(app: model.App, job: model.Job, node: NodeId, shares: Shares) -> TaskOrder:
+def _stopping(order: TaskOrder, stop: model.JointStop) -> TaskOrder:
+    """Return the order for a part of a job that is to leave its GPUs: to stand, and once all will, to leave."""
+    if not stop.agreed:
+        return replace(order, want="run", reason="", stop_at=stop.at_step)
+    led = replace(order, want="vacate", reason=order.reason or LEASE_ENDED, stop_at=stop.at_step)
+    return led if stop.at_step < 0 else replace(led, preempt_by=stop.how)
+
+
+def _rendezvous(
+    state: State, job: model.Job, nodes: Sequence[NodeId], parts: Sequence[Task], task: TaskId
+) -> Rendezvous | None:
+    """Return where the parts of an attempt meet that lies on these `nodes`, or whose `parts` are known."""
+    if max(len(nodes), len(parts)) < 2:
+        return None
+    first = task_id(job.id, job.attempt)
+    home = next((part.node for part in parts if part.id == first), nodes[0] if nodes else parts[0].node)
+    rank = task.removeprefix(first).removeprefix(".")
+    address = state.nodes[home].address or home
+    port = PORT_MIN + zlib.crc32(first.encode()) % PORTS  # another in each attempt: the last one may not be free yet
+    return Rendezvous(int(rank or 0), max(len(nodes), len(parts)), address, port)
+
+
+def _first_order(state: State, app: model.App, job: model.Job, node: NodeId, shares: Shares) -> TaskOrder:
+    task = task_id(job.id, job.attempt, list(shares).index(node))
     return TaskOrder(
-        task=task_id(job.id, job.attempt, list(shares).index(node)),
+        task=task,
         app=app.id,
         job=job.id,
         attempt=job.attempt,
@@ -275,6 +311,7 @@ def _first_order(app: model.App, job: model.Job, node: NodeId, shares: Shares) -
         grace_s=app.requirements.grace_s,
         preempt_by=app.requirements.preempt_by,
         priority=app.requirements.priority,
+        rendezvous=_rendezvous(state, job, list(shares), (), task),
     )
 
 

@@ -56,6 +56,7 @@ def _enrol(turn: Turn, known: Node | None, report: NodeReport) -> Node:
         plan_seq=known.plan_seq if known else 0,
         plan_digest=known.plan_digest if known else "",
         cpus=report.cpus,
+        address=report.address,
         host_bytes=report.host_bytes,
     )
     if known is None or isinstance(known.state, Lost):
@@ -281,7 +282,8 @@ def _note_saved(turn: Turn, task: model.Task) -> None:
 
 def _news_of(task: model.Task) -> tuple[object, ...]:
     """Return what of a task its app must hear at once, or what another may wait for; steps can wait for the beat."""
-    return (task.phase, task.outcome, task.can_checkpoint, task.metrics, task.unflushed, task.gpus)
+    stop = (task.stop_at, task.will_stop)
+    return (task.phase, task.outcome, task.can_checkpoint, task.metrics, task.unflushed, task.gpus, stop)
 
 
 def _tell_phase(turn: Turn, known: model.Task | None, task: model.Task) -> None:

@@ -15,7 +15,7 @@ from arbiter.core.seam import GpuView
 from arbiter.core.state import model
 from arbiter.core.state.model import State
 from protocol import gpu_kinds
-from protocol.messages import AppId, GpuId, NodeId, Requirements, TaskId, device_of
+from protocol.messages import AppId, GpuId, JobId, NodeId, Requirements, TaskId, device_of
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -64,6 +64,7 @@ class Index:
         self.free: set[GpuId] = set()
         self.draining: set[GpuId] = set()
         self.helpless: set[TaskId] = set()  #: see `Task.helpless`
+        self.parted: set[JobId] = set()  #: jobs that may have parts on several nodes
         self.guests: set[GpuId] = set()  #: seats that are leased to guests
         self.ends: dict[GpuId, float] = {}  #: of the leases that end
         self.owned: Counter[str] = Counter()  #: by owner: apps that are not over
@@ -303,6 +304,8 @@ class Index:
         self.task_versions[task.app] += 1
         self.tasks[task.app].add(task.id)
         self.node_tasks[task.node].add(task.id)
+        if task.is_part:
+            self.parted.add(task.job)
 
     def mark(self, task: model.Task) -> None:
         """Note whether preempting this task would throw away its work."""
@@ -314,6 +317,12 @@ class Index:
         self.task_versions[task.app] += 1
         self.tasks[task.app].discard(task.id)
         self.node_tasks[task.node].discard(task.id)
+        if task.is_part and not any(
+            other.job == task.job and other.is_part and other.id != task.id
+            for other in map(self._state.tasks.get, self.tasks[task.app])
+            if other is not None
+        ):
+            self.parted.discard(task.job)
 
     def same_as(self, other: Index) -> bool:
         """Whether both say the same (empty entries aside)."""
@@ -327,6 +336,7 @@ class Index:
         alike = all(_filled(mine.items()) == _filled(theirs.items()) for mine, theirs in pairs)
         alike = alike and (self.free, self.ends, self.next_end) == (other.free, other.ends, other.next_end)
         alike = alike and (self.draining, self.order, self.census()) == (other.draining, other.order, other.census())
+        alike = alike and self.parted == other.parted
         alike = alike and (self.over, self.revocable()) == (other.over, other.revocable())
         alike = alike and self.assignable(()) == other.assignable(())
         alike = alike and (self.guests, self.booked) == (other.guests, other.booked)

@@ -30,6 +30,7 @@ from protocol.messages import (
     NodeId,
     Outcome,
     OwnerId,
+    PreemptBy,
     Requirements,
     Sharing,
     SiteId,
@@ -207,6 +208,7 @@ class Node(Struct, frozen=True):
     plan_digest: str = ""
     cpus: float = 0.0  #: in all; 0: unknown
     host_bytes: int = 0
+    address: str = ""  #: by which other nodes reach it; empty: unknown
 
 
 class Drain(Struct, frozen=True):
@@ -262,6 +264,8 @@ class Task(Struct, frozen=True):
     measured: Measured = Measured()
     samples: int = 0
     unflushed: bool = False
+    stop_at: int = -1  #: the newest step at which its processes were told to stand and have answered
+    will_stop: bool = False  #: whether they will
     ordered_seq: int = 0
     counted: Toll = Toll()  #: the part of it that is in its app's tolls
 
@@ -269,6 +273,11 @@ class Task(Struct, frozen=True):
     def helpless(self) -> bool:
         """Whether preempting it now would throw away what it has done: it trains, and can neither save nor rest."""
         return self.phase in ("starting", "running") and not (self.cooperative or self.can_checkpoint)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a further part of a job on several nodes, not the first."""
+        return self.id.startswith(f"{self.job}-a{self.attempt}.")
 
     @property
     def alive(self) -> bool:
@@ -287,6 +296,22 @@ class Job(Struct, frozen=True):
     gpus: tuple[GpuId, ...]
     launch: LaunchSpec
     suspended: bool
+
+
+class JointStop(Struct, frozen=True):
+    """How the parts of a job on several nodes are led to leave their GPUs after the same mini-batch, `at_step`.
+
+    All were asked at `asked_at` to stand there, `ahead` steps beyond the furthest; once all will, it is `agreed` that
+    they leave, by the method `how`. Agreed on the step -1, each leaves by itself.
+    """
+
+    attempt: int
+    at_step: int
+    since: float
+    asked_at: float
+    how: PreemptBy = "auto"
+    ahead: int = 0
+    agreed: bool = False
 
 
 class Dependent(Struct, frozen=True, tag=True):
@@ -578,6 +603,7 @@ class State(Struct):
     journal_epoch: int = 0  #: of an arbiter that is: the newest epoch in which it gave orders before it learnt so
     listens_until: float | None = None  #: it only listens until then
     drains: dict[NodeId, Drain] = field(default_factory=dict)  #: the nodes that are to be emptied, or are empty by that
+    stops: dict[JobId, JointStop] = field(default_factory=dict)  #: of jobs on several nodes that are to leave
 
 
 def suits(app: App, gpu: Gpu) -> bool:

@@ -1,0 +1,135 @@
+"""A torchrun job on two nodes, real processes and two node agents, leaves its GPUs after the same mini-batch on both.
+
+Parked and resumed, or preempted and started again from its checkpoint, it ends with the weights of a run alone.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from app_agent.core.spec import AppSpec
+from arbiter.core.state.model import ArbiterSettings
+from launch.client import Client, open_client
+from launch.site.site import in_process, local_site, memory_bus, wait_ready
+from protocol.messages import OwnerId, Requirements
+from tests.support.patience import PATIENCE_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+TRAIN = Path(__file__).parents[1] / "support" / "ddp_train.py"
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+STEPS, STEP_MS = 260, 30
+ARGUMENTS = (str(TRAIN), "ddp", str(STEPS), str(STEP_MS))
+SETTINGS = ArbiterSettings(
+    policy="fifo", renewal_lead_s=1.0, round_pause_s=0.2, beat_s=0.3, admission_wait_s=0.5, admins=(OwnerId("me"),)
+)
+Task = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The digests of both ranks of the same script started by hand on one host."""
+    folder = tmp_path_factory.mktemp("alone")
+    line = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", *ARGUMENTS]
+    subprocess.run(line, cwd=folder, check=True, timeout=PATIENCE_S, capture_output=True)
+    return digests(folder)
+
+
+def digests(folder: Path) -> list[str]:
+    return [(folder / f"digest-{rank}").read_text().split()[0] for rank in range(2)]
+
+
+class TwoNodes:
+    """A site of two nodes with one GPU each, and one app that needs both."""
+
+    def __init__(self, folder: Path, client: Client, preempt_by: Literal["suspend", "checkpoint"]) -> None:
+        self.folder, self.client = folder, client
+        spec = AppSpec(
+            trials=((*TORCHRUN, *ARGUMENTS),),
+            cwd=str(folder),
+            checkpoint_root=str(folder / "checkpoints"),
+            gang=2,
+            restart_s=0.5,
+            requirements=Requirements(spans=True, preempt_by=preempt_by),
+        )
+        self.app = client.submit(spec)
+
+    def tasks(self) -> list[Task]:
+        (app,) = self.client.query("apps", self.app)["apps"]
+        return list(app["tasks"])
+
+    def until(self, happened: Callable[[list[Task]], bool], what: str) -> list[Task]:
+        deadline = time.monotonic() + PATIENCE_S
+        while not happened(tasks := self.tasks()):
+            story = self.client.query("explain", self.app)
+            assert time.monotonic() < deadline, f"{what}: {tasks} {story} {self.logs()}"
+            time.sleep(0.1)
+        return tasks
+
+    def logs(self) -> str:
+        return "".join(path.read_text()[-3000:] for path in self.folder.rglob("*.log"))
+
+    def trains_beyond(self, step: int) -> list[Task]:
+        def trains(tasks: list[Task]) -> bool:
+            return [task["phase"] for task in tasks] == ["running"] * 2 and min(task["step"] for task in tasks) > step
+
+        return self.until(trains, f"both parts train beyond step {step}")
+
+    def hold(self) -> None:
+        self.client.act("hold", self.app)
+
+    def release(self) -> None:
+        self.client.act("release", self.app)
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[Callable[[Literal["suspend", "checkpoint"]], TwoNodes]]:
+    site = local_site(tmp_path, nodes=2, gpus="simulated:1", settings=SETTINGS)
+    with in_process(site, memory_bus()) as check:
+        wait_ready(site, check)
+        with open_client(site.socket) as client:
+            yield lambda preempt_by: TwoNodes(tmp_path, client, preempt_by)
+        check()
+
+
+def test_both_parts_are_parked_after_the_same_mini_batch_and_go_on_there(
+    two_nodes: Callable[[Literal["suspend", "checkpoint"]], TwoNodes], alone: list[str]
+) -> None:
+    site = two_nodes("suspend")
+    first = site.trains_beyond(20)
+    assert {task["node"] for task in first} == {"n1", "n2"}
+    for times in (1, 2):
+        site.hold()
+        parked = site.until(lambda tasks: [task["phase"] for task in tasks] == ["suspended"] * 2, "both are parked")
+        (step,) = {task["step"] for task in parked}
+        assert [task["suspensions"] for task in parked] == [times] * 2
+        site.release()
+        site.trains_beyond(step + 5)
+    assert site.client.wait(site.app, until="done", timeout_s=PATIENCE_S).state == "finished", site.logs()
+    assert digests(site.folder) == alone
+
+
+def test_both_parts_leave_after_the_same_mini_batch_and_start_again_from_there(
+    two_nodes: Callable[[Literal["suspend", "checkpoint"]], TwoNodes], alone: list[str]
+) -> None:
+    site = two_nodes("checkpoint")
+    site.trains_beyond(20)
+    for attempt in range(2):
+        site.hold()
+        gone = site.until(lambda tasks: not tasks or all(task["phase"] == "exited" for task in tasks), "both have left")
+        left = {(task["outcome"], task["saved_step"]) for task in gone}
+        assert len(left) <= 1, "the same step"
+        (newest,) = {path.name for path in (site.folder / "checkpoints").rglob(f"a{attempt}-s*")}
+        step = int(newest.partition("-s")[2])
+        site.release()
+        again = site.trains_beyond(step + 5)
+        assert [task["start_step"] for task in again] == [step] * 2, "no mini-batch is lost or made twice"
+    assert site.client.wait(site.app, until="done", timeout_s=PATIENCE_S).state == "finished", site.logs()
+    assert digests(site.folder) == alone
