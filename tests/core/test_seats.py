@@ -702,3 +702,15 @@ def test_each_guest_comes_where_its_gang_shares_least(nodes: list[list[int]], ga
         assert (found, len(got)) == (best, app.gang if best else 0)
         for gpu in got:
             sitting[gpu] = 4  # of who has just come it is not known whether it can be suspended
+
+
+def test_an_app_that_loses_its_seat_of_a_gpu_does_not_come_back_there_as_a_guest_in_the_same_round() -> None:
+    """Until its lease is over it would have two seats of one GPU (fault world 1795584658)."""
+    places = [
+        GpuView(seat(GpuId("g"), n), NodeId("n"), "", "s", holder) for n, holder in enumerate(("guest", None, "app"))
+    ]
+    seats = tuple(SeatView(gpu, guest=gpu.holder == "guest", cooperative=True) for gpu in places)
+    plain = AppView(AppId("app"), TenantId("t"), 1, 1, "cluster", 0.0, None, (), (), cooperative=True)
+    view = View(1, 0, 60.0, 1, (places[2],), (plain,), 0.0, seats=seats, shared=True)
+    found = with_guests(view, Allocation({}, (), unnamed="holder", freed=(places[2].gpu,)))
+    assert (found.assign, found.freed) == ({}, (places[2].gpu,))

@@ -46,10 +46,11 @@ class _Device:
         self.view = view
         self.sitting: dict[AppId, SeatView | None] = {}  #: None: of one that comes now nothing is known
         self.free: list[SeatView] = []
+        self.leaving: set[AppId] = set()  #: they hold a seat that they lose now: no other is theirs before that is over
 
     def invites(self, app: AppView) -> bool:
         """Whether `app` may come as another guest."""
-        if not self.free or not self.sitting or app.app in self.sitting:
+        if not self.free or not self.sitting or app.app in self.sitting or app.app in self.leaving:
             return False
         return all(
             seat is not None and seat.cooperative and seat.priority <= app.requirements.priority
@@ -133,6 +134,8 @@ class _Guests:
                     self._own[owner].append(gpu)
             elif gpu.holder is None:
                 device.free.append(seat)
+            elif not seat.guest:
+                device.leaving.add(gpu.holder)
 
     def _settle_guests(self) -> None:
         """Let those that are guests stay, or leave if they have got GPUs of their own."""
@@ -161,6 +164,7 @@ class _Guests:
             if gpu.gpu not in names:
                 self._freed.add(gpu.gpu)
                 self._devices[gpu.device].sitting.pop(app.app, None)
+                self._devices[gpu.device].leaving.add(app.app)
             elif seat.due:
                 self._assign[gpu.gpu] = app.app
                 self._guests.add(gpu.gpu)
