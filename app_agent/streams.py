@@ -214,10 +214,12 @@ def submission(spec: AppSpec) -> Conversation:
         except UnreachableError:  # the app agent is asked again below; the arbiter may be away
             pass
         else:
-            known = int(capacity["largest_node_gpus_known"])
+            if spec.spans and (obstacle := gpu_kinds.obstacle_to_spanning(capacity)):
+                raise error_of(f"{obstacle}; leave spans out", REFUSED)
+            known = int(capacity["gpus_known" if spec.spans else "largest_node_gpus_known"])
             if 0 < known < spec.gang:
-                sentence = f"gpus is {spec.gang}, and the largest node has {known}; ask for at most {known}"
-                raise error_of(sentence, REFUSED)
+                has = "all nodes together have" if spec.spans else "the largest node has"
+                raise error_of(f"gpus is {spec.gang}, and {has} {known}; ask for at most {known}", REFUSED)
             fit = gpu_kinds.fit_of(spec.requirements, capacity)
             never = gpu_kinds.misfit(spec.requirements, spec.gang, fit) if fit is not None else None
             if never is not None:

@@ -128,12 +128,9 @@ def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
         of the kind that it asks for.
     """
     _check_limits(spec, capacity)
-    if spec.spans and capacity.get("sharing", "exclusive") != "exclusive":
-        raise Fault(
-            f"sharing is {capacity['sharing']} here, and no node agent gives a job on several nodes its turns yet",
-            code=exit_codes.REFUSED,
-            next_step="leave --spans out, and ask for as many GPUs as one node has",
-        )
+    if spec.spans and (obstacle := gpu_kinds.obstacle_to_spanning(capacity)):
+        mend = "leave --spans out, and ask for as many GPUs as one node has"
+        raise Fault(obstacle, code=exit_codes.REFUSED, next_step=mend)
     where = "gpus" if spec.spans else "largest_node_gpus"
     known, usable = int(capacity[f"{where}_known"]), int(capacity[where])
     if not known:

@@ -60,11 +60,22 @@ def kinds_in_words(gpus: Iterable[tuple[str, int]]) -> str:
 
 
 class Fit(NamedTuple):
-    """The most GPUs of a kind that one node has, known and in service, and the kinds that there are, in words."""
+    """The most GPUs of a kind that a job can have, known and in service, and the kinds that there are, in words.
+
+    That is the most that one node has, or all together for a job that may lie on several.
+    """
 
     known: int
     in_service: int
     kinds: str
+
+
+def obstacle_to_spanning(capacity: Mapping[str, Any]) -> str:
+    """Return why a site, by its document ``capacity/v1``, runs no job on several nodes; empty if it does."""
+    sharing = capacity.get("sharing", "exclusive")
+    if sharing == "exclusive":
+        return ""
+    return f"sharing is {sharing} here, and nothing gives all parts of a job on several nodes their turns at one time"
 
 
 def fit_of(wished: Requirements, capacity: Mapping[str, Any]) -> Fit | None:
@@ -88,7 +99,7 @@ def fit_of(wished: Requirements, capacity: Mapping[str, Any]) -> Fit | None:
 
 
 def misfit(wished: Requirements, gang: int, fit: Fit) -> tuple[str, str] | None:
-    """Return why no node that is known ever has so many GPUs of the kind that a user asked for, and the mend."""
+    """Return why a job can never have so many GPUs of the kind that a user asked for, as far as known, and the mend."""
     if gang <= fit.known:
         return None
     needs = f"each job needs {counted(wished, gang)}"

@@ -317,12 +317,16 @@ class Measured(Struct, frozen=True, omit_defaults=True):
     periods: dict[StepSource, Seconds] = {}
 
 
+#: How the reason of a task ends whose node was lost.
+WAS_LOST = " was lost"
+
+
 class TaskStatus(Struct, frozen=True):
     """One task as its node agent knows it. `step` is the last mini-batch completed, -1 before the first.
 
     `gpus` are those of its node: a job that lies on several nodes is one task on each. `stop_at` is the mini-batch
-    of the newest order to stand which all its processes have answered, and `will_stop` says whether all stand there or
-    will; if not, the order came too late.
+    of the newest order to stand that is answered. `will_stop`: all its processes stand there, or will; otherwise the
+    order came too late for one of them.
     """
 
     task: TaskId
@@ -644,8 +648,9 @@ class TaskOrder(Struct, frozen=True):
     """The order for one task on this node: `run`, `vacate` its GPUs without loss, or `stop` for good.
 
     `gpus` are the job's on this node; a job that lies on several nodes is ordered on each of them, with a `rendezvous`.
-    Its parts stop after the same mini-batch `stop_at` in two phases: all are told to `run` and to stand there, and once
-    each has said that it will (`TaskStatus.will_stop`), all are told to `vacate` there. -1: at the next boundary.
+    Its parts leave after the same mini-batch `stop_at` in two phases. First all are told to `vacate`, but only to
+    `stand` there; once each has said that it will (`TaskStatus.will_stop`), all are told to leave there. Without
+    `stop_at` a part that is to `stand` trains on, and one that is to leave does so at its next mini-batch.
     """
 
     task: TaskId
@@ -661,6 +666,7 @@ class TaskOrder(Struct, frozen=True):
     priority: Priority = 0
     rendezvous: Rendezvous | None = None
     stop_at: Step = -1
+    stand: bool = False
 
 
 class NodePlan(Struct, frozen=True, tag=True):

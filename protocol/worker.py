@@ -61,7 +61,7 @@ class Hello(Struct, frozen=True, tag="hello"):
     `metrics` and `diverged` are as in `Progress`: those that it reported while no node agent listened are not lost.
 
     A task may be several training processes (torchrun): `rank` of `world` on this node, each with a connection. `held`
-    says that it stands at a boundary because of an order to `hold`.
+    says that it stands at a boundary because of an order to `hold`, or will.
     """
 
     proto: int

@@ -22,7 +22,17 @@ from app_agent.core.model import (
 )
 from app_agent.core.spec import RESTARTS, AppSpec
 from app_agent.core.valuation import IterTime
-from protocol.messages import GpuId, JobId, Outcome, TaskPhase, TaskStatus, device_of, locality, newest_metrics
+from protocol.messages import (
+    WAS_LOST,
+    GpuId,
+    JobId,
+    Outcome,
+    TaskPhase,
+    TaskStatus,
+    device_of,
+    locality,
+    newest_metrics,
+)
 
 #: A job that fails this often in a row before its first mini-batch cannot start; trying on would hide the reason.
 FALSE_STARTS_MAX = 2
@@ -103,7 +113,13 @@ def _phase(parts: Sequence[TaskStatus], *, whole: bool) -> TaskPhase:
 
 
 def _decisive_part(parts: Sequence[TaskStatus], *, whole: bool) -> TaskStatus:
-    """Return the part whose end is that of the attempt; it has finished only if none is missing and all have."""
+    """Return the part whose end is that of the attempt; it has finished only if none is missing and all have.
+
+    If the node of a part was lost, that is the end: the other parts fail because of it.
+    """
+    lost = [part for part in parts if part.outcome == "preempted" and part.reason.endswith(WAS_LOST)]
+    if lost:
+        return lost[0]
     worst = min(parts, key=lambda part: _OUTCOMES.index(part.outcome or "preempted"))
     if worst.outcome is None or (worst.outcome == "finished" and not whole):
         return replace(worst, outcome="preempted", exit_code=None, reason="a part of it was lost")

@@ -166,8 +166,8 @@ def _write(process: TrainingState, order: Order, save: Save) -> Path:
     rank, world = process.team
     facts = {"total_steps": process.total_steps, "samples": process.samples, "world": world}
     # Each node agent numbers its own orders; on several nodes only the step is the same in all.
-    number = f"g{order.gen}-q{order.seq}" if world == process.world else "nodes"
-    team = Team(rank, world, number)
+    apart = world != process.world
+    team = Team(rank, world, "nodes" if apart else f"g{order.gen}-q{order.seq}", apart=apart)
     return checkpoints.write(roots, process.attempt, process.step, facts, save, team)
 
 

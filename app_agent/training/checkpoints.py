@@ -16,7 +16,9 @@ its successor has saved once.
 Several processes of one task (ranks) write one checkpoint together. Rank 0 makes the folder, each rank's save function
 writes into it, each marks that it is done, and rank 0 seals and renames it. The marks lie in a folder beside it, whose
 name holds the order's number, so that none is ever taken for another's. A rank that fails says so there, and all give
-up.
+up. Of a job on several nodes only the step and the attempt are the same in all, so there a step that could not be saved
+once cannot be saved again in that attempt. Each rank has its file system look anew now and then, since NFS remembers
+for half a minute that a file was not there.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ FINISHED = "finished.json"
 #: How long one rank waits for another to do its part: to come, to write its share, to seal.
 RANKS_S_MAX = 600.0
 _LOOK_S = 0.01
+#: How often a rank on another node than rank 0 has its file system ask anew.
+LOOK_ANEW_S = 0.5
 
 _COMPLETE = re.compile(r"a(\d+)-s(\d+)\Z")
 _PARTIAL = re.compile(r"tmp-a(\d+)-s\d+(?:-.*)?\Z")
@@ -78,12 +82,23 @@ class Root:
 
 
 class Team:
-    """One process among those that write a checkpoint together; `order` is the same in all, and new each time."""
+    """One process among those that write a checkpoint together; `order` is the same in all, and new each time.
 
-    __slots__ = ("order", "patience_s", "rank", "world")
+    If they are on several nodes, `apart`, it is not new each time.
+    """
 
-    def __init__(self, rank: int = 0, world: int = 1, order: str = "", patience_s: float = RANKS_S_MAX) -> None:
-        self.rank, self.world, self.order, self.patience_s = rank, world, order, patience_s
+    __slots__ = ("apart", "order", "patience_s", "rank", "world")
+
+    def __init__(
+        self,
+        rank: int = 0,
+        world: int = 1,
+        order: str = "",
+        patience_s: float = RANKS_S_MAX,
+        *,
+        apart: bool = False,
+    ) -> None:
+        self.rank, self.world, self.order, self.patience_s, self.apart = rank, world, order, patience_s, apart
 
 
 def newest(roots: Sequence[Root], before_attempt: int) -> Checkpoint | None:
@@ -263,6 +278,12 @@ class _Marks:
             with contextlib.suppress(FileNotFoundError):
                 raise ConnectionAbortedError((self._folder / mark).read_text(encoding="utf-8"))
 
+    def _look_anew(self) -> None:
+        """Change the folders, after which the file system asks its server again what is in them."""
+        for folder in (self._folder.parent, self._folder):
+            with contextlib.suppress(OSError):
+                os.utime(folder)
+
     def _put(self, name: str, text: str = "") -> None:
         partial = self._folder / f"{name}.{self._team.rank}.tmp"
         partial.write_text(text, encoding="utf-8")
@@ -270,7 +291,11 @@ class _Marks:
 
     def _wait(self, late: str, *wanted: Path) -> None:
         deadline = time.monotonic() + self._team.patience_s
+        look_anew_at = time.monotonic() + LOOK_ANEW_S
         while True:
+            if self._team.apart and time.monotonic() >= look_anew_at:
+                look_anew_at += LOOK_ANEW_S
+                self._look_anew()
             self.check()
             if any(path.exists() for path in wanted):
                 return

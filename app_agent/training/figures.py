@@ -29,7 +29,7 @@ def hello(process: TrainingState) -> Line:
             "proto": PROTO,
             "task": process.task,
             "pid": process.pid,
-            "state": "suspended" if process.stopped else "held" if process.held else "running",
+            "state": "suspended" if process.stopped else "held" if _stands(process) else "running",
             "gen": gen,
             "seq": seq,
             "finished": process.finished,
@@ -38,6 +38,11 @@ def hello(process: TrainingState) -> Line:
             **_facts(process),
             **metric_fields(process.metrics),
         }
+
+
+def _stands(process: TrainingState) -> bool:
+    """Whether the process stands at a boundary by an order to hold, or will."""
+    return process.held or (process.order is not None and process.order.do == "hold")
 
 
 def say_finished(process: TrainingState) -> None:

@@ -270,6 +270,7 @@ class Arbiter:
         sales.drop_sale(turn, "the arbiter started anew")
         nodes.forgive(turn)
         leases.extend(turn)
+        joint_stops.forgive(turn)
         nodes.plan_anew(turn)
         turn.apps |= state.apps.keys()
         turn.tell("rounds", f"leading in epoch {epoch}")
@@ -285,6 +286,7 @@ class Arbiter:
             turn.happen("away", away)
             nodes.forgive(turn)
             leases.extend(turn)
+            joint_stops.forgive(turn)
 
     def _hear(self, turn: Turn, sender: Party, message: object) -> None:
         match message:

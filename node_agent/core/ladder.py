@@ -15,7 +15,7 @@ from node_agent.core import rank_sync
 from node_agent.core.events import CheckpointProcess, OrderWorker, SignalWorker
 from node_agent.core.model import Exited, Ladder, Resuming, Starting, Stopping, Suspended, Suspending, Task, Vacating
 from node_agent.core.state import NodeState
-from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethod
+from node_agent.core.suspend_methods import JOINT_METHODS, REST_METHODS, VACATE_METHODS, SuspendMethod
 from node_agent.core.verdict import lost_work
 from protocol.messages import Outcome
 from protocol.worker import TROUGH_S, Order
@@ -75,7 +75,8 @@ def resume(node: NodeState, task: Task) -> None:
 
 def vacate(node: NodeState, task: Task, refusal: str = "") -> None:
     """Ask by the gentlest method that the worker has and has not refused."""
-    methods = methods_of(node, task, VACATE_METHODS[task.preempt_by])
+    joint = task.ranks.apart and task.stop_at >= 0
+    methods = methods_of(node, task, (JOINT_METHODS if joint else VACATE_METHODS)[task.preempt_by])
     if not methods:
         why = f"refused: {refusal}" if refusal else "can neither save nor be suspended"
         terminate(node, task, f"told to leave by SIGTERM as it {why}", task.grace_s)
@@ -86,15 +87,18 @@ def vacate(node: NodeState, task: Task, refusal: str = "") -> None:
 
 
 def stand(node: NodeState, task: Task) -> None:
-    """Have the part of a job on several nodes stand at the step that the plan names, or go on if it names none now."""
+    """Have the part of a job on several nodes stand at the step that the plan names, or go on if it names none now.
+
+    A process that stands though no order to this node agent says so was told by an earlier one.
+    """
     ranks, told = task.ranks, task.ranks.told_to_stand
-    if task.stop_at >= 0:
+    if task.stop_at >= 0 and "hold" not in task.facts.refused:
         if task.stop_at in (ranks.stood[0], -1 if told is None else told.at_step):
             return
         order = Order("hold", node.facts.incarnation, node.next_order_seq(), at_step=task.stop_at)
         ranks, orders = rank_sync.stand(ranks, order)
         node.tell(task.id, f"told to stand after step {task.stop_at}, as on its other nodes")
-    elif told is not None or any(hello.state == "held" for hello in ranks.hellos.values()):
+    elif told is not None or any(hello.state != "running" for hello in ranks.hellos.values()):
         order = Order("resume", node.facts.incarnation, node.next_order_seq())
         ranks, orders = rank_sync.stand_no_more(ranks, order)
         node.tell(task.id, "told to go on")

@@ -202,7 +202,8 @@ class Task(Struct, frozen=True):
     began_at: float | None = None  #: when its process began, UNIX seconds; None: it has had none
     reseated: bool = False  #: on other seats of its GPUs than it was started on
     rendezvous: Rendezvous | None = None  #: of a job on several nodes
-    stop_at: int = -1  #: the step after which all parts of such a job are to stand, or to stop
+    stop_at: int = -1  #: the step after which all parts of such a job are to stand, or to leave
+    stands: bool = False  #: it is to stand there only, until a plan says that it is to leave
     given_up: bool = False  #: parked, and its seats were reported empty under no lease: another task may have them now
 
     @property

@@ -106,6 +106,7 @@ def _with_order(task: Task, order: TaskOrder) -> Task:
         ranks=task.ranks if apart == task.ranks.apart else replace(task.ranks, apart=True),
         rendezvous=order.rendezvous or task.rendezvous,
         stop_at=order.stop_at,
+        stands=order.stand,
         launch=order.launch,
         grace_s=order.grace_s,
         preempt_by=order.preempt_by,

@@ -80,7 +80,7 @@ class Ranks(Struct, frozen=True):
     news: Mapping[int, Progress] = {}
     phase: Holding | Doing | None = None
     apart: bool = False  #: the job has ranks on other nodes, too
-    stood: tuple[int, bool] = (-1, False)  #: the newest step to stand at that all have answered, and whether they will
+    stood: tuple[int, bool] = (-1, False)  #: the newest step to stand at that is answered, and whether all will
     late_at: int = -1  #: the furthest step that a rank has told as it was late to stand
 
     @property
@@ -131,6 +131,8 @@ def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple
         ranks = replace(ranks, world=line.world, hellos={**ranks.hellos, rank: line})
     if isinstance(line, Ready | Late):
         return _promised(ranks, rank, line, next_seq)
+    if isinstance(line, Refused) and ranks.told_to_stand is not None:
+        return _refused(ranks, line, next_seq)
     if ranks.world == 1:
         return ranks, [], line
     match line:

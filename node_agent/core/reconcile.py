@@ -87,7 +87,8 @@ def _begin(node: NodeState, task: Task) -> None:
 def _guide(node: NodeState, task: Task) -> None:
     """Have a living worker obey the wish; one that may still say hello is asked to leave only after that."""
     greeting = isinstance(task.state, Loading) and not task.facts.hello and node.now < task.state.hello_by
-    if task.want == "vacate" and not greeting:
+    leaves = task.want == "vacate" and not task.stands
+    if leaves and not greeting:
         ladder.vacate(node, task)
     elif task.want == "stop":
         ladder.stop(node, task, "stopped", task.reason)
@@ -95,7 +96,7 @@ def _guide(node: NodeState, task: Task) -> None:
         node.enter_running(task, "said no hello in time; treated as a program without the library")
     elif isinstance(task.state, Running) and task.want == "run" and not node.sharing.has_turn(task):
         ladder.rest(node, task)
-    elif isinstance(task.state, Running) and task.ranks.apart:
+    elif isinstance(task.state, Running) and task.want is not None and task.ranks.apart:
         ladder.stand(node, task)
 
 

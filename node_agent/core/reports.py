@@ -95,6 +95,10 @@ def _judged(node: NodeState, seat: GpuStatus) -> GpuStatus:
 def _task_status(node: NodeState, task: Task) -> TaskStatus:
     status = _status(task, node.now)
     status = replace(status, cooperative=task.facts.can_park or node.methods.has_driver(task))
+    if task.ranks.apart:  # together with its other parts
+        stands = "hold" not in task.facts.refused
+        parks = stands and bool(node.methods.usable(task, ("suspend",), node.tasks.values()))
+        status = replace(status, cooperative=parks, can_checkpoint=stands and status.can_checkpoint)
     if not node.sharing.active:
         return status
     resting = task.want == "run" and isinstance(task.state, Suspending | Suspended | Resuming)

@@ -18,6 +18,8 @@ VACATE_METHODS: dict[str, tuple[SuspendMethod, ...]] = {
     "checkpoint": ("leave",),
     "suspend": ("suspend", "driver", "leave"),
 }
+#: Of a job on several nodes whose parts leave at one step, each has the method that all are told, and no other.
+JOINT_METHODS: dict[str, tuple[SuspendMethod, ...]] = {"checkpoint": ("leave",), "suspend": ("suspend",)}
 #: A worker at the end of its turn on a shared GPU tries these.
 REST_METHODS: tuple[SuspendMethod, ...] = ("suspend", "driver")
 
@@ -40,7 +42,8 @@ class SuspendMethods:
         if "leave" in found and not facts.can_checkpoint:
             found.remove("leave")
         # Before its first mini-batch a task may park all of its GPUs' memory; without a save it loses only its start.
-        unfit = "leave" in found and self._is_of_unknown_size(task) and not self._has_room_for_all(task, tasks)
+        spared = "leave" in found or task.ranks.apart
+        unfit = spared and self._is_of_unknown_size(task) and not self._has_room_for_all(task, tasks)
         if "suspend" in found and (unfit or not (facts.can_park and self.has_host_memory(task, tasks))):
             found.remove("suspend")
         if "driver" in found and (unfit or not self._facts.driver):

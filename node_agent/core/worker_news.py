@@ -83,7 +83,11 @@ def hear(node: NodeState, task_id: TaskId, line: FromWorker, rank: int) -> None:
         node.put(replace(task, ranks=ranks))
     for order in orders:
         node.effects.append(OrderWorker(task_id, order))
-    if said is not None:
+    told = task.ranks.told_to_stand
+    if isinstance(line, Refused) and told is not None and line.seq == told.seq:
+        node.learn(task_id, refused=(*task.facts.refused, "hold"), refusal=line.reason)
+        node.tell(task_id, f"cannot stand together with the other parts of its job: {line.reason}")
+    elif said is not None:
         _said(node, node.tasks[task_id], said)
 
 

@@ -629,7 +629,10 @@ def finished_of(spec: Spec) -> FinishedFile | None:
     if found is not None and found.run != spec.run:
         log.warning("finish.foreign", task=spec.task, run=spec.run, file=str(path), of=found.run)
         return None
-    return found if found is not None and found.task == spec.task else None
+    if found is None:
+        return None
+    # Of a job on several nodes the first part writes it down for all.
+    return found if found.task == spec.task or spec.task.startswith(f"{found.task}.") else None
 
 
 def _owner_of(spec: Spec) -> Owner:

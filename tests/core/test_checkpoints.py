@@ -224,6 +224,7 @@ def together(
     *,
     order: str = "g1-q7",
     patience_s: float = 0.4,
+    apart: bool = False,
 ) -> list[Outcome]:
     """Have one rank for each of `saves` write together; None is a rank that never comes."""
 
@@ -231,7 +232,7 @@ def together(
         mine = saves[number]
         assert mine is not None
         try:
-            return checkpoints.write(roots, 0, 5, {}, mine, Team(number, len(saves), order, patience_s))
+            return checkpoints.write(roots, 0, 5, {}, mine, Team(number, len(saves), order, patience_s, apart=apart))
         except (OSError, RuntimeError) as error:
             return error
 
@@ -293,6 +294,25 @@ def test_a_rank_that_never_comes_is_named(
     assert isinstance(error, TimeoutError)
     assert reason in str(error)
     assert newest(tmp_path, 1) is None
+
+
+def test_ranks_on_other_nodes_have_their_file_system_look_anew_while_they_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS remembers that a file was not there; a change of the folder makes it ask again."""
+    monkeypatch.setattr(checkpoints, "LOOK_ANEW_S", 0.02)
+    changed: list[Path] = []
+    monkeypatch.setattr("os.utime", lambda folder: changed.append(Path(folder)))
+
+    def slow(folder: str) -> None:
+        time.sleep(0.2)
+        share("rank0")(folder)
+
+    assert together([Root(tmp_path)], [slow, share("rank1")], apart=True, patience_s=30.0) == [tmp_path / "a0-s5"] * 2
+    assert tmp_path in changed
+    changed.clear()
+    together([Root(tmp_path / "near")], [slow, share("rank1")], patience_s=30.0)
+    assert not changed
 
 
 @pytest.mark.parametrize("culprit", [0, 1])

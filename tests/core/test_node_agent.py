@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from node_agent.core.agent import NodeAgent
 from node_agent.core.events import (
+    Adopted,
     AdoptedWorker,
     CheckpointProcess,
     ForgetWorker,
@@ -28,7 +29,19 @@ from node_agent.core.events import (
 from node_agent.core.model import TRANSITIONS, Exited, IllegalTransition, Running
 from node_agent.core.proof import TOLERATED_S
 from protocol.core import Connected, Received, Send
-from protocol.messages import ARBITER, LogChunk, NodeReport, PreemptBy, ReadLog, Rendezvous, TaskId, TaskOrder, Want
+from protocol.messages import (
+    ARBITER,
+    AppId,
+    JobId,
+    LogChunk,
+    NodeReport,
+    PreemptBy,
+    ReadLog,
+    Rendezvous,
+    TaskId,
+    TaskOrder,
+    Want,
+)
 from protocol.worker import EXIT_REQUEUE, Finished, Late, Ready, Refused, Resumed, Saved, Stacks, Suspended
 from tests.support.node_harness import GIB, MIB, Bench, gpu, hello, process, progress, sample, task_order
 
@@ -340,9 +353,13 @@ def part_order(want: Want = "run", *, stop_at: int = -1, preempt_by: PreemptBy =
     return replace(task_order(A, 0, want=want, preempt_by=preempt_by), rendezvous=MEETING, stop_at=stop_at)
 
 
+def standing_order(stop_at: int) -> TaskOrder:
+    return replace(part_order("vacate", stop_at=stop_at), stand=True)
+
+
 def test_a_part_stands_where_it_is_told_and_leaves_at_that_step(bench: Bench) -> None:
     bench.run(A, 0, checkpoint=True)
-    bench.plan(part_order(stop_at=40))
+    bench.plan(standing_order(40))
     hold = bench.ordered()
     assert (hold.do, hold.at_step) == ("hold", 40)
     assert (bench.status(A).stop_at, bench.status(A).phase) == (-1, "running")
@@ -354,18 +371,18 @@ def test_a_part_stands_where_it_is_told_and_leaves_at_that_step(bench: Bench) ->
 
 def test_a_part_that_was_late_says_so_with_its_step_and_is_told_a_later_one(bench: Bench) -> None:
     bench.run(A, 0)
-    bench.plan(part_order(stop_at=40))
+    bench.plan(standing_order(40))
     bench.worker(A, Late(bench.ordered().seq, 55))
     status = bench.status(A)
     assert (status.stop_at, status.will_stop, status.step) == (40, False, 55)
     assert bench.ordered().do == "resume"
-    bench.plan(part_order(stop_at=80))
+    bench.plan(standing_order(80))
     assert (bench.ordered().do, bench.ordered().at_step) == ("hold", 80)
 
 
 def test_a_part_goes_on_if_it_need_not_stop_after_all(bench: Bench) -> None:
     bench.run(A, 0)
-    bench.plan(part_order(stop_at=40))
+    bench.plan(standing_order(40))
     bench.worker(A, Ready(bench.ordered().seq, 7))
     bench.plan(part_order())
     assert bench.ordered().do == "resume"
@@ -376,10 +393,52 @@ def test_a_part_goes_on_if_it_need_not_stop_after_all(bench: Bench) -> None:
 
 def test_an_order_to_stand_is_repeated_after_a_reconnect(bench: Bench) -> None:
     bench.run(A, 0)
-    bench.plan(part_order(stop_at=40))
+    bench.plan(standing_order(40))
     order = bench.ordered()
     bench.worker(A, hello(A, step=7))
     assert bench.ordered() == order
+
+
+def test_a_new_node_agent_leaves_a_part_standing_until_a_plan_says_how_to_go_on() -> None:
+    """It answers a new order to stand there, and goes on if it need not."""
+    for stops in (True, False):
+        bench = Bench(fresh=True)
+        note = WorkerNote(hello=True, can_park=True, apart=True, step=38)
+        bench.say(Adopted((AdoptedWorker(TaskId(A), AppId("ada-1"), JobId("ada-1.0"), 0, (gpu(0),), note, 10.0),)))
+        bench.measure(sample(0, process(A, GIB)))
+        bench.worker(A, replace(hello(A, step=40), state="held"))
+        assert not bench.all(OrderWorker), "no plan has come"
+        bench.plan(standing_order(40) if stops else part_order())
+        assert bench.ordered().do == ("hold" if stops else "resume")
+
+
+def test_a_part_that_refuses_to_stand_can_neither_save_nor_park_with_the_others_and_is_asked_once(bench: Bench) -> None:
+    bench.run(A, 0, checkpoint=True)
+    bench.plan(standing_order(40))
+    bench.worker(A, Refused(bench.ordered().seq, "the optimizer steps inside backward"))
+    assert [order.do for order in (each.order for each in bench.all(OrderWorker))] == ["resume"]
+    status = bench.status(A)
+    assert (status.cooperative, status.can_checkpoint, status.will_stop) == (False, False, False)
+    bench.wait(5)
+    assert not bench.all(OrderWorker)
+
+
+def test_a_part_without_host_memory_says_that_it_cannot_be_parked_with_the_others() -> None:
+    bench = Bench(host_bytes=GIB // 2)
+    bench.run(A, 0)
+    bench.plan(part_order())
+    bench.worker(A, replace(progress(6), state_bytes=GIB))
+    assert not bench.status(A).cooperative
+
+
+def test_a_part_that_cannot_leave_as_all_are_told_does_not_leave_in_another_way(bench: Bench) -> None:
+    """What it saved alone would be no checkpoint."""
+    bench.run(A, 0, checkpoint=True)
+    bench.plan(standing_order(40))
+    bench.worker(A, Ready(bench.ordered().seq, 7))
+    bench.plan(part_order("vacate", stop_at=40, preempt_by="suspend"))
+    bench.worker(A, Refused(bench.ordered().seq, "a CUDA graph is alive"))
+    assert bench.only(SignalWorker).how == "terminate"
 
 
 def test_the_driver_suspends_no_part_since_it_knows_no_step() -> None:

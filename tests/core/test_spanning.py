@@ -158,10 +158,11 @@ def test_all_parts_vacate_when_one_gpu_is_no_longer_leased() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["failed", "preempted"])
-def test_when_one_part_has_ended_the_others_leave(outcome: str) -> None:
+def test_when_one_part_has_ended_the_others_are_ended(outcome: str) -> None:
+    """They could save only together with it, and would keep their GPUs as long as they are given for that."""
     site = running()
     site.node("n1", tasks=[part(0, "exited", outcome=outcome)])
-    assert orders(site, "n2") == [("ana-1.0-a0.1", "vacate")]
+    assert orders(site, "n2") == [("ana-1.0-a0.1", "stop")]
     assert site.plans["n2"].tasks[0].reason == "its job ended on another node"
 
 
@@ -189,14 +190,14 @@ def test_a_parked_gang_is_resumed_on_all_its_nodes() -> None:
     assert (orders(site, "n1"), orders(site, "n2")) == ([("ana-1.0-a0", "run")], [("ana-1.0-a0.1", "run")])
 
 
-def test_the_parts_of_a_gang_leave_when_the_node_of_one_is_lost() -> None:
+def test_the_parts_of_a_gang_are_ended_when_the_node_of_one_is_lost() -> None:
     site = running()
     for _ in range(7):
         site.now += 5
         site.node("n1", tasks=[part(0)], used=ON_N1)
         say(site, jobs=[wish("ana-1", 0, GANG)])
     assert isinstance(site.arbiter.state.nodes["n2"].state, Lost)  # type: ignore[index]
-    assert orders(site, "n1") == [("ana-1.0-a0", "vacate")]
+    assert orders(site, "n1") == [("ana-1.0-a0", "stop")]
 
 
 def test_a_parked_part_is_stopped_when_the_node_of_another_is_lost() -> None:
@@ -279,7 +280,7 @@ def training(**abilities: bool) -> Site:
 
 def tell(site: Site, rank: int, phase: str = "running", *, beyond: int = 0, **more: object) -> None:
     """Have the node of a part report it, `beyond` so many steps more."""
-    status = part(rank, phase, step=40 + 2 * rank + beyond, step_s=STEP_S, **{**SAVES, **more})
+    status = part(rank, phase, **{**SAVES, "step": 40 + 2 * rank + beyond, "step_s": STEP_S, **more})
     site.node(("n1", "n2")[rank], tasks=[status], used=(ON_N1, ON_N2)[rank])
 
 
@@ -288,10 +289,10 @@ def leave(site: Site) -> None:
 
 
 def stops(site: Site) -> list[tuple[str, int, str]]:
-    """What each part is told: the wish, the step, and how to leave."""
+    """What each part is told: the wish, or only to stand for now; the step; and how to leave."""
     told = [order for node in ("n1", "n2") for order in site.plans[node].tasks]
     assert len(told) == 2
-    return [(order.want, order.stop_at, order.preempt_by) for order in told]
+    return [("stand" if order.stand else order.want, order.stop_at, order.preempt_by) for order in told]
 
 
 #: The furthest step, one second of steps, and two.
@@ -301,9 +302,9 @@ AGREED = 42 + 10 + 2
 def test_parts_stand_at_one_step_before_any_of_them_is_told_to_leave_there() -> None:
     site = training()
     leave(site)
-    assert stops(site) == [("run", AGREED, "auto")] * 2
+    assert stops(site) == [("stand", AGREED, "auto")] * 2
     tell(site, 0, stop_at=AGREED, will_stop=True)
-    assert stops(site) == [("run", AGREED, "auto")] * 2, "the other has not answered"
+    assert stops(site) == [("stand", AGREED, "auto")] * 2, "the other has not answered"
     tell(site, 1, stop_at=AGREED, will_stop=True)
     assert stops(site) == [("vacate", AGREED, "checkpoint")] * 2
     tell(site, 0, "vacating")
@@ -327,9 +328,9 @@ def test_a_part_that_was_late_moves_the_step_for_all() -> None:
     tell(site, 0, stop_at=AGREED, will_stop=True)
     tell(site, 1, beyond=30, stop_at=AGREED, will_stop=False)
     later = 72 + 2 * 12
-    assert stops(site) == [("run", later, "auto")] * 2
+    assert stops(site) == [("stand", later, "auto")] * 2
     tell(site, 1, beyond=30, stop_at=later, will_stop=True)
-    assert stops(site) == [("run", later, "auto")] * 2, "the first has promised another step"
+    assert stops(site) == [("stand", later, "auto")] * 2, "the first has promised another step"
     tell(site, 0, stop_at=later, will_stop=True)
     assert stops(site) == [("vacate", later, "checkpoint")] * 2
 
@@ -382,12 +383,27 @@ def test_parts_that_can_neither_save_nor_be_suspended_are_not_led() -> None:
     assert stops(site) == [("vacate", -1, "auto")] * 2
 
 
-def test_a_part_that_has_started_meanwhile_is_told_no_other_than_the_one_before() -> None:
+def test_parts_of_which_one_is_starting_are_told_a_step_once_it_trains_or_to_leave_when_that_takes_long() -> None:
+    for starts in (True, False):
+        site = training()
+        tell(site, 1, "starting", step=-1)
+        leave(site)
+        assert stops(site) == [("stand", -1, "auto")] * 2
+        if starts:
+            tell(site, 1)
+            assert stops(site) == [("stand", AGREED, "auto")] * 2
+        else:
+            site.wait(11.0)
+            assert stops(site) == [("vacate", -1, "auto")] * 2
+            tell(site, 1)
+            assert stops(site) == [("vacate", -1, "auto")] * 2, "the other may have left already"
+
+
+def test_parts_that_are_all_starting_are_told_to_leave_at_once() -> None:
     site = training()
-    tell(site, 1, "starting")
+    for rank in (0, 1):
+        tell(site, rank, "starting", step=-1)
     leave(site)
-    assert stops(site) == [("vacate", -1, "auto")] * 2
-    tell(site, 1)
     assert stops(site) == [("vacate", -1, "auto")] * 2
 
 
@@ -396,11 +412,99 @@ def test_on_a_node_that_is_drained_they_save_though_their_user_would_have_them_p
     say(site, jobs=[wish("ana-1", 0, GANG)], preempt_by="suspend")
     site.arbiter.state.settings = replace(site.arbiter.state.settings, admins=(OwnerId("ops"),))
     site.hear(Party("app", "ops"), Act("a1", "drain", "n2"))
-    assert [want for want, _, _ in stops(site)] == ["run", "run"]
+    assert [want for want, _, _ in stops(site)] == ["stand", "stand"]
     step = stops(site)[0][1]
     for rank in (0, 1):
         tell(site, rank, stop_at=step, will_stop=True)
     assert stops(site) == [("vacate", step, "checkpoint")] * 2
+
+
+def test_a_parked_part_is_ended_when_the_node_of_another_is_lost_after_all_agreed() -> None:
+    site = training(**PARKS)
+    leave(site)
+    for rank in (0, 1):
+        tell(site, rank, stop_at=AGREED, will_stop=True, **PARKS)
+    for _ in range(7):
+        site.now += 5
+        tell(site, 0, "suspended", **PARKS)
+        leave(site)
+    assert isinstance(site.arbiter.state.nodes["n2"].state, Lost)  # type: ignore[index]
+    assert orders(site, "n1") == [("ana-1.0-a0", "stop")]
+    assert not site.arbiter.state.stops
+
+
+@pytest.mark.parametrize(("saved_step", "wanted"), [(AGREED, "vacate"), (20, "stop")])
+def test_a_part_is_ended_if_another_ended_but_not_if_that_has_left_as_all_are_told(
+    saved_step: int, wanted: str
+) -> None:
+    site = training()
+    leave(site)
+    for rank in (0, 1):
+        tell(site, rank, stop_at=AGREED, will_stop=True)
+    tell(site, 0, "exited", outcome="preempted", saved_step=saved_step)
+    assert orders(site, "n2") == [("ana-1.0-a0.1", wanted)]
+
+
+def test_a_part_that_has_not_spoken_to_a_new_node_agent_yet_is_led_all_the_same() -> None:
+    site = training()
+    leave(site)
+    tell(site, 0, "starting")
+    assert stops(site) == [("stand", AGREED, "auto")] * 2
+    for rank in (0, 1):
+        tell(site, rank, stop_at=AGREED, will_stop=True)
+    assert stops(site) == [("vacate", AGREED, "checkpoint")] * 2
+
+
+def test_parts_that_resume_are_told_a_step_once_all_of_them_train() -> None:
+    site = training()
+    tell(site, 1, "resuming")
+    leave(site)
+    assert stops(site) == [("stand", -1, "auto")] * 2
+    tell(site, 1)
+    assert stops(site) == [("stand", AGREED, "auto")] * 2
+
+
+def test_an_arbiter_that_was_away_gives_the_nodes_their_time_to_answer_anew() -> None:
+    site = training()
+    leave(site)
+    site.now += 60.0
+    for rank in (0, 1):
+        tell(site, rank)
+    assert stops(site) == [("stand", AGREED, "auto")] * 2
+    for rank in (0, 1):
+        tell(site, rank, stop_at=AGREED, will_stop=True)
+    assert stops(site) == [("vacate", AGREED, "checkpoint")] * 2
+
+
+def test_a_drain_that_begins_between_the_phases_changes_how_all_parts_leave() -> None:
+    site = training()
+    say(site, jobs=[wish("ana-1", 0, ())], preempt_by="suspend")
+    site.arbiter.state.settings = replace(site.arbiter.state.settings, admins=(OwnerId("ops"),))
+    site.hear(Party("app", "ops"), Act("a1", "drain", "n2"))
+    for rank in (0, 1):
+        tell(site, rank, stop_at=AGREED, will_stop=True)
+    assert stops(site) == [("vacate", AGREED, "checkpoint")] * 2
+
+
+def test_an_answer_to_an_earlier_stop_is_none_to_the_next() -> None:
+    site = training()
+    leave(site)
+    for rank in (0, 1):
+        tell(site, rank, stop_at=AGREED, will_stop=rank == 0)
+    say(site, jobs=[wish("ana-1", 0, GANG)])
+    leave(site)
+    assert min(stop for _, stop, _ in stops(site)) > AGREED
+
+
+def test_a_stop_ends_with_its_app() -> None:
+    site = training()
+    leave(site)
+    assert site.arbiter.state.stops
+    number = site.seqs["app-ana-1"] = site.seqs["app-ana-1"] + 1
+    over = AppReport(AppId("ana-1"), TenantId("team"), "train", number, "cancelled", 4, 0, (), Requirements(spans=True))
+    site.hear(Party("app", "ana"), over)
+    assert not site.arbiter.state.stops
+    assert orders(site, "n1") == [], "a task that no plan names is ended"
 
 
 def test_a_restored_arbiter_goes_on_where_it_was() -> None:
@@ -537,6 +641,16 @@ def test_an_attempt_of_which_a_part_is_lost_has_not_finished_and_cannot_be_resum
     assert (finished.phase, finished.outcome, finished.reason) == ("exited", "preempted", "a part of it was lost")
     parked = gather(piece(0, "suspended"))
     assert (parked.phase, parked.outcome) == ("exited", "preempted")
+
+
+def test_a_part_that_failed_since_the_node_of_another_was_lost_has_not_failed() -> None:
+    """Its collectives end with an error before any other process knows of the loss."""
+    lost = piece(0, "exited", outcome="preempted", reason="node n1 was lost")
+    failed = piece(1, "exited", outcome="failed", exit_code=1, reason="exited with code 1")
+    merged = gather(lost, failed)
+    assert (merged.outcome, merged.reason) == ("preempted", "node n1 was lost")
+    merged = gather(piece(0, "exited", outcome="stopped"), failed)
+    assert merged.outcome == "failed"
 
 
 def test_one_task_on_all_of_the_gpus_is_the_attempt_as_it_is() -> None:

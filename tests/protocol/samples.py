@@ -250,6 +250,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
                     5,
                     Rendezvous(1, 2, "gpu-1", 29500),
                     140,
+                    True,
                 ),
             ),
             "pack",

@@ -46,10 +46,10 @@ def ended() -> None:
 
 
 def wait_for(path: str) -> str:
-    """Return the text of a file, once there is one."""
-    while not Path(path).exists():
+    """Return the text of a file, once there is some: a file that is being written is empty at first."""
+    while not (Path(path).exists() and (text := Path(path).read_text())):
         time.sleep(0.02)
-    return Path(path).read_text()
+    return text
 
 
 def note_and_wait_for(own: str, path: str) -> str:

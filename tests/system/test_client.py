@@ -122,6 +122,8 @@ def test_what_no_node_can_hold_is_refused(client: Client) -> None:
         client.submit(("true",), gpus=3)
     with pytest.raises(errors.RefusedError, match="each job needs 1 H200, and no node has one; the GPUs here are sim"):
         client.submit(("true",), gpu_types=["H200"])
+    with pytest.raises(errors.RefusedError, match=r"gpus is 9, and all nodes together have \d+; ask for at most"):
+        client.submit(("true",), gpus=9, spans=True)
 
 
 def test_no_daemon_is_said_with_the_command_that_starts_one(tmp_path: Path) -> None:

@@ -25,10 +25,11 @@ from msgspec.structs import replace
 from node_agent import procfs
 from node_agent.config import NodeConfig, load, parse
 from node_agent.daemon import run_node_agent
-from node_agent.workers.manager import INHERITED
+from node_agent.workers.manager import INHERITED, finished_of
+from node_agent.workers.records import Spec
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.config import ConfigError
-from protocol.messages import NodeReport
+from protocol.messages import AppId, JobId, NodeReport, TaskId
 from protocol.worker import ENVIRONMENT
 from tests.support.node_site import (
     WORKER,
@@ -487,6 +488,15 @@ async def test_workers_survive_kill_9_of_the_node_agent_and_are_adopted(tmp_path
         await agent.report(lambda r: (s := find_task(r, B)) is not None and s.phase == "running" and s.step > was.step)
         await agent.plan(plan_of([], epoch=1, seq=4))
         await agent.report(lambda r: not r.tasks and find_gpu(r, 0).empty and find_gpu(r, 1).empty)
+
+
+@pytest.mark.parametrize(("task", "done"), [("me-1.0-a2", True), ("me-1.0-a2.1", True), ("me-1.0-a21", False)])
+def test_the_first_part_of_a_job_writes_down_for_all_that_it_has_finished(
+    tmp_path: Path, task: str, done: bool
+) -> None:
+    (tmp_path / "finished.json").write_text('{"task": "me-1.0-a2", "run": "r", "step": 9}')
+    spec = Spec(TaskId(task), AppId("me-1"), JobId("me-1.0"), 2, (), "boot", (), "/", {}, "", str(tmp_path), "r")
+    assert (finished_of(spec) is not None) == done
 
 
 async def test_an_exit_that_no_node_agent_saw_is_reported_with_its_code_by_the_next(tmp_path: Path) -> None:

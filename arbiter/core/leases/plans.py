@@ -24,6 +24,7 @@ from arbiter.core.state.index import Cache
 from arbiter.core.state.model import Active, Dependent, Draining, Leased, State, Task
 from arbiter.core.turn import Turn
 from protocol.messages import (
+    WAS_LOST,
     AppId,
     EventKind,
     GpuId,
@@ -170,7 +171,8 @@ def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tas
     for task in here:
         order = _order(app, job, task, *_want(turn.state, task, shares, parts), gpus=shares.get(node.id))
         if stop is not None and stop.attempt == job.attempt:
-            order = _stopping(order, stop)
+            gone = [part for part in parts if is_gone(turn.state, part) and not _has_left(part, stop)]
+            order = _stopping(order, stop, may_leave=task.phase != "suspended" and not gone)
         orders.append(replace(order, rendezvous=_rendezvous(turn.state, job, list(shares), parts, task.id)))
     if not here and node.id in shares and _may_start(turn, job, shares, tasks):
         orders.append(_first_order(turn.state, app, job, node.id, shares))
@@ -188,7 +190,8 @@ def _of_drained(state: State, drain: model.Drain, job: model.Job, order: TaskOrd
     task = state.tasks[order.task]
     saves = task.can_checkpoint and job.suspended and bool(job.gpus)
     ends = task.phase == "suspended" and drain.force and not saves
-    return replace(order, want="stop" if ends else "vacate", preempt_by="checkpoint", reason=DRAINED)
+    how = "checkpoint" if order.stop_at < 0 else order.preempt_by  # which all parts of the job are told
+    return replace(order, want="stop" if ends else "vacate", preempt_by=how, reason=DRAINED)
 
 
 def _shares(turn: Turn, app: model.App, job: model.Job) -> Shares:
@@ -222,16 +225,16 @@ def _is_needed(state: State, task: Task, shares: Shares) -> bool:
     return task.unflushed and not here and isinstance(state.nodes[task.node].state, model.Up)
 
 
-def want(turn: Turn, app: model.App, job: model.Job, task: Task, parts: list[Task]) -> tuple[Want, str]:
-    """Return what a task of the job's present attempt should do, and why if it should go; `parts` are all of them."""
-    return _want(turn.state, task, _shares(turn, app, job), parts)
+def wants(turn: Turn, app: model.App, job: model.Job, parts: list[Task]) -> list[Want]:
+    """Return what each of the tasks of the job's present attempt should do; `parts` are all of them."""
+    shares = _shares(turn, app, job)
+    return [_want(turn.state, task, shares, parts)[0] for task in parts]
 
 
 def _want(state: State, task: Task, shares: Shares, parts: list[Task]) -> tuple[Want, str]:
     """Return what a task of the job's present attempt should do, and why if it should go; `parts` are all of them."""
     if any(is_gone(state, other) for other in parts if other.id != task.id):
-        # A parked part could go on only together with the part that is over.
-        return "stop" if task.phase == "suspended" else "vacate", "its job ended on another node"
+        return "stop", "its job ended on another node"  # it could save, or go on, only together with that part
     if task.phase == "suspended" and any(state.gpus[gpu].quarantined for gpu in task.gpus if gpu in state.gpus):
         return "stop", QUARANTINED  # parked, it would wait until that GPU is looked at
     mine = task.node in shares and _seats_of(task, shares[task.node]) == set(shares[task.node])
@@ -276,12 +279,20 @@ def _order(
     )
 
 
-def _stopping(order: TaskOrder, stop: model.JointStop) -> TaskOrder:
-    """Return the order for a part of a job that is to leave its GPUs: to stand, and once all will, to leave."""
-    if not stop.agreed:
-        return replace(order, want="run", reason="", stop_at=stop.at_step)
-    led = replace(order, want="vacate", reason=order.reason or LEASE_ENDED, stop_at=stop.at_step)
-    return led if stop.at_step < 0 else replace(led, preempt_by=stop.how)
+def _stopping(order: TaskOrder, stop: model.JointStop, *, may_leave: bool) -> TaskOrder:
+    """Return the order for a part of a job that is to leave its GPUs: to stand, and once all will, to leave.
+
+    It can no longer leave as it is told if another part has ended in any other way.
+    """
+    if order.want == "stop" and not may_leave:
+        return order
+    led = replace(order, want="vacate", reason=order.reason or LEASE_ENDED, stop_at=stop.at_step, stand=not stop.agreed)
+    return replace(led, preempt_by=stop.how) if stop.agreed and stop.at_step >= 0 else led
+
+
+def _has_left(part: Task, stop: model.JointStop) -> bool:
+    """Whether a part has left with a checkpoint at the step at which all are to, so that the others can, too."""
+    return stop.agreed and part.outcome == "preempted" and part.saved_step == stop.at_step >= 0
 
 
 def _rendezvous(
@@ -359,7 +370,7 @@ def _status(state: State, task: Task) -> TaskStatus:
     """Return a task as its app is told of it; one on a lost node is over as far as the app is concerned."""
     known = {name: getattr(task, name) for name in _STATUS_FIELDS}
     if task.alive and isinstance(state.nodes[task.node].state, model.Lost):
-        known |= {"phase": "exited", "outcome": "preempted", "reason": f"node {task.node} was lost"}
+        known |= {"phase": "exited", "outcome": "preempted", "reason": f"node {task.node}{WAS_LOST}"}
     return TaskStatus(task=task.id, **known)
 
 

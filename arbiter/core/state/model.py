@@ -264,8 +264,8 @@ class Task(Struct, frozen=True):
     measured: Measured = Measured()
     samples: int = 0
     unflushed: bool = False
-    stop_at: int = -1  #: the newest step at which its processes were told to stand and have answered
-    will_stop: bool = False  #: whether they will
+    stop_at: int = -1  #: the newest step at which its processes were told to stand, once that is answered
+    will_stop: bool = False  #: whether all of them will
     ordered_seq: int = 0
     counted: Toll = Toll()  #: the part of it that is in its app's tolls
 
