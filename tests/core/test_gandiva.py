@@ -272,6 +272,12 @@ def test_an_elastic_job_starts_on_its_smallest_size() -> None:
     assert len(outcome.gpus) == 1
 
 
+def test_an_elastic_job_waits_though_its_app_still_names_the_gpu_that_it_has_lost() -> None:
+    """The app has not been heard since, and what it says then is no reason for a round (fault world 1795600310)."""
+    outcome = decided(gpus_of(4), elastic([], jobs=(("lost",),)))["e"]
+    assert len(outcome.gpus) == 1
+
+
 def test_it_grows_within_its_server_onto_gpus_that_were_idle_for_long() -> None:
     gpus = [replace(gpu, free_since=939.0) for gpu in gpus_of(4, 2)]
     outcome = decided(gpus, elastic(["g00-00"]))["e"]

@@ -161,8 +161,11 @@ class _Round:
         room = app.demand_max - has
         if not app.sizes:
             return max(0, room)
-        waiting = sum(not seats for seats in app.jobs) if app.jobs else int(has == 0)
-        divided = sum(map(len, app.jobs))
+        # A job may still name GPUs that its app has lost: the app has not been heard since.
+        own = {seat.gpu for seat in (*app.kept, *self.servers.held[app.app])}
+        jobs = [own.intersection(seats) for seats in app.jobs]
+        waiting = sum(not seats for seats in jobs) if jobs else int(has == 0)
+        divided = sum(map(len, jobs))
         return max(0, min(room, waiting * app.gang - max(0, has - divided)))
 
     # --- reactive mode ------------------------------------------------------------------------------------------------
