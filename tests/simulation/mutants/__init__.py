@@ -210,8 +210,8 @@ def plans_and_holdings_are_said_only_once() -> Iterator[None]:
     def plan(turn: Any, node: Any, *, restate: bool) -> None:
         say_plan(turn, node, restate=False)
 
-    def holdings(turn: Any, app: Any, cluster_gpus: int, *, restate: bool) -> None:
-        say_holdings(turn, app, cluster_gpus, restate=False)
+    def holdings(turn: Any, app: Any, *, restate: bool) -> None:
+        say_holdings(turn, app, restate=False)
 
     with patch.object(outbox, "_say_plan", plan), patch.object(outbox, "_say_holdings", holdings):
         yield
@@ -290,7 +290,7 @@ def a_turn_goes_to_the_same_task_again() -> Iterator[None]:
 
 @mutant
 def two_are_packed_whose_memory_exceeds_the_gpu() -> Iterator[None]:
-    with patch.object(Packs, "_fits", lambda *_: True):
+    with patch.object(Packs, "_fits", lambda *_: True), patch.object(Gpus, "_too_small_for", lambda *_: ""):
         yield
 
 
