@@ -476,8 +476,7 @@ class Site:
             self.tasks.append(group.create_task(self.listen(worker, ready[-1])))
         for each in ready:
             await each.wait()
-        assert self.broker._process is not None
-        self.processes = [os.getpid(), self.broker._process.pid, *(worker.pid for worker in self.workers)]
+        self.processes = [os.getpid(), self.broker.pid, *(worker.pid for worker in self.workers)]
         await self.until(lambda: len(self.arbiter.state.apps) == len(self.owners), "enrolling the apps")
         self._tell("nodes")
         await self.until(lambda: len(self.arbiter.state.nodes) == len(self.nodes), "enrolling the nodes")

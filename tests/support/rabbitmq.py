@@ -139,14 +139,21 @@ class PrivateRabbitMQ:
         """Delete its data, queues and all; it must not be running."""
         shutil.rmtree(self.folder / "data")
 
-    def control(self, *words: str) -> None:
-        """Have `rabbitmqctl` do something."""
+    @property
+    def pid(self) -> int:
+        """The process of the broker."""
+        assert self._process is not None
+        return self._process.pid
+
+    def control(self, *words: str) -> str:
+        """Have `rabbitmqctl` do something; return what it says."""
         command = [str(SERVER.with_name("rabbitmqctl")), "--node", f"test{self.port}@localhost", *words]
         done = subprocess.run(
             command, env=self._environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
         if done.returncode:
             raise RuntimeError(f"rabbitmqctl {' '.join(words)}: {done.stdout}{done.stderr}")
+        return done.stdout
 
     def freeze(self) -> None:
         """SIGSTOP: connections stay open and nothing answers."""
