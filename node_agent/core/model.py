@@ -16,6 +16,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, assert_never
 
 from msgspec import Struct
@@ -36,7 +37,7 @@ from protocol.messages import (
     Want,
     device_of,
 )
-from protocol.worker import Order
+from protocol.worker import Order, Progress
 
 REASON_CHARS_MAX = 4000  #: of a sentence that travels every beat
 
@@ -210,6 +211,25 @@ class Task(Struct, frozen=True):
     def devices(self) -> frozenset[GpuId]:
         """The devices that its seats are on."""
         return frozenset(map(device_of, self.gpus))
+
+    @property
+    def gpu_peak_bytes(self) -> int:
+        """The memory that it has on each of its GPUs at most at its peak; 0 while unknown.
+
+        Of ranks with a GPU each it is that of the largest. One process on several GPUs tells their sum alone, which it
+        may have on one of them.
+        """
+        peaks = [told.peak_bytes for told in self._tellers]
+        return max(peaks) if len(peaks) >= self.ranks.world and all(peaks) else 0
+
+    @property
+    def gpu_reserved_bytes(self) -> int:
+        """The memory that its allocator keeps on each of its GPUs at most, by the same rule."""
+        return max((told.reserved_bytes for told in self._tellers), default=0)
+
+    @property
+    def _tellers(self) -> Sequence[Facts | Progress]:
+        return [self.facts] if self.ranks.world == 1 else list(self.ranks.news.values())
 
     @property
     def occupies(self) -> bool:

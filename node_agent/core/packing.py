@@ -1,13 +1,21 @@
-"""Which two tasks share a GPU at the same time: tried, measured, and undone unless it pays.
+"""Which two tasks share their GPUs at the same time: tried, measured, and undone unless it pays.
 
-Two tasks of one GPU each, on the same device, are tried together once each has been measured alone and their peaks fit:
-the one with the lowest load joins the one with the next lowest (Gandiva, section 3.3). Load is the part of the GPU that
-was in use; where it is unknown, utilisation: the time in which any kernel ran, near 1 for most. Both are measured over
-`pack_steps` mini-batches. They stay together if the sum of their step rates, each against its own rate alone, reaches
+Two tasks on the same devices are tried together once each has been measured alone and their peaks fit: the one with the
+lowest load joins the one with the next lowest (Gandiva, section 3.3). Load is the part of the GPU that was in use;
+where it is unknown, utilisation: the time in which any kernel ran, near 1 for most. Both are measured over `pack_steps`
+mini-batches. They stay together if the sum of their step rates, each against its own rate alone, reaches
 `pack_gain_min`; time-slicing gives 1 at best. The gain of a pair of jobs is remembered, high or low, until the rate of
 one of them drifts: a job may read longer sequences now, or compute less. Then each is measured alone again.
 
-*Source:* PAPERS.md section 2; the bound of 1.05 is that of findings on GPU mechanisms 1.3.
+Two tasks of one GPU are packed, and two gangs of the very same GPUs with one process for each GPU, or one for all. A
+gang steps as one, so it has one rate, and its slowest GPU is in it. Its memory must fit on each GPU.
+
+Two tasks that have only a part of their GPUs in common are not packed. Beside a job of one GPU a gang of eight slows
+down on all eight, so a sum of rates in which both count alike says nothing; and in turns its other seven GPUs would be
+idle or not, by what else is there. Parts of jobs on several nodes are not packed: one GPU would slow down all nodes.
+
+*Source:* PAPERS.md section 2, which compares throughputs and says nothing of gangs; the bound of 1.05 is that of
+findings on GPU mechanisms 1.3.
 """
 
 from __future__ import annotations
@@ -17,9 +25,9 @@ from collections.abc import Collection, Iterable, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from protocol.messages import GpuId, JobId, TaskId
+from protocol.messages import JobId, TaskId
 
-#: Of a device's memory that packed jobs leave free.
+#: Of a device's memory that packed jobs leave free, for what no tensor holds: buffers of NCCL, say.
 SLACK_SHARE = 0.05
 #: Before a step time is known: when to ask how far a task is.
 ASK_AGAIN_S = 1.0
@@ -34,11 +42,10 @@ Pair = frozenset[JobId]
 
 
 class Candidate(Struct, frozen=True):
-    """A task on one device that may be packed, as measured. Bytes of GPU memory; `load` 0 to 1."""
+    """A task that may be packed, as measured. `peak_bytes` of memory on each of its GPUs at most; `load` 0 to 1."""
 
     task: TaskId
     job: JobId
-    device: GpuId
     priority: int
     peak_bytes: int
     load: float
@@ -120,7 +127,7 @@ class Packs:
         if pairing is None:
             return self._verdicts.get(task, "")
         if pairing.gain is None:
-            return f"tried together with {self.partner(task)} on one GPU"
+            return f"tried together with {self.partner(task)} on the same GPUs"
         return f"together with {self.partner(task)} the two make {pairing.gain:.2f} times the progress of turns"
 
     # --- news -------------------------------------------------------------------------------------------------------
@@ -271,7 +278,10 @@ class Packs:
         return [(pairing, False) for _, pairing in sorted(drifted.items())]
 
     def pair_to_try(self, candidates: Sequence[Candidate], memory_bytes: int, now: float) -> Pairing | None:
-        """Return a pair of these candidates to try on a device; None if no pair is worth it."""
+        """Return a pair of these candidates, all on the same devices, to try there; None if no pair is worth it.
+
+        `memory_bytes` is the memory that they may take of each device.
+        """
         free = [
             each
             for each in candidates
@@ -288,7 +298,7 @@ class Packs:
         return None
 
     def contexts_bytes(self, processes: int) -> int:
-        """Return the memory that so many parked processes take of a device."""
+        """Return the memory that the processes of so many parked tasks take of a device."""
         return processes * self._context_bytes
 
     def _fits(self, one: Candidate, other: Candidate, memory_bytes: int) -> bool:
@@ -312,7 +322,7 @@ class Packs:
         return now + PATIENCE * max(self._steps / self._alone[task] for task in tasks) + ASK_S_MAX
 
     def cap_bytes(self, one: Candidate, other: Candidate, memory_bytes: int) -> int:
-        """Return the memory that `one` may take of the device: its peak, and half of the rest."""
+        """Return the memory that `one` may take of each device: its peak, and half of the rest."""
         spare = (1.0 - SLACK_SHARE) * memory_bytes - one.peak_bytes - other.peak_bytes - 2 * self._context_bytes
         return one.peak_bytes + max(0, int(spare / 2))
 

@@ -148,9 +148,9 @@ class Gpus:
         if isinstance(task.state, Suspended) and task.state.by_driver:
             needed = task.facts.parked_bytes // len(task.devices) + RESTORE_MARGIN_BYTES
         elif partner := next((each for each in here if each.id == beside and each.occupies), None):
-            needed = task.facts.peak_bytes + (0 if isinstance(task.state, Suspended) else context)
+            needed = task.gpu_peak_bytes + (0 if isinstance(task.state, Suspended) else context)
             parked = sum(isinstance(each.state, Suspended) for each in here)
-            used = max(used, partner.facts.reserved_bytes + (1 + parked) * context)  # it may have grown since
+            used = max(used, partner.gpu_reserved_bytes + (1 + parked) * context)  # it may have grown since
         else:
             return ""
         free = sample.memory_bytes - used

@@ -175,7 +175,7 @@ class Sharing:
                 why = f"together {pairing.gain:.2f} times the progress of turns"
                 if pairing.drifted:
                     why = "their speed has changed since it was measured, and is measured again"
-                text = f"{verdict} {partner} on its GPU: {why}"
+                text = f"{verdict} {partner} on its GPUs: {why}"
                 instructions.append(Instruction(task, text, "" if stays else "cap"))
         return instructions
 
@@ -190,37 +190,37 @@ class Sharing:
         ]
 
     def _begin_pairings(self, wanting: Tasks, tasks: Tasks, now: float) -> list[Instruction]:
-        """Let two tasks run together that may gain by it, beside all others that are parked on their GPU."""
+        """Let two tasks run together that may gain by it, beside all others that are parked on their GPUs."""
         instructions = []
-        for device, candidates in sorted(self._candidates(wanting).items()):
-            here = sum(device in task.devices and not isinstance(task.state, Exited) for task in tasks.values())
-            memory_bytes = self._gpus.memory_bytes(device) - self.packs.contexts_bytes(here - 2)
+        for devices, candidates in sorted(self._candidates(wanting).items()):
+            memory_bytes = min(self._for_two_bytes(device, tasks) for device in devices)
             pairing = self.packs.pair_to_try(candidates, memory_bytes, now)
             if pairing is not None:
                 one, other = (each for each in candidates if each.task in pairing.tasks)
                 self.packs.begin(pairing)
                 for each, partner in ((one, other), (other, one)):
                     cap_bytes = self.packs.cap_bytes(each, partner, memory_bytes)
-                    instructions.append(
-                        Instruction(each.task, f"tried together with {partner.task} on one GPU", "cap", cap_bytes)
-                    )
+                    text = f"tried together with {partner.task} on the same GPUs"
+                    instructions.append(Instruction(each.task, text, "cap", cap_bytes))
         return instructions
 
-    def _candidates(self, wanting: Tasks) -> dict[GpuId, list[Candidate]]:
-        """Return, by device, the tasks that could run together there."""
-        found: dict[GpuId, list[Candidate]] = {}
+    def _for_two_bytes(self, device: GpuId, tasks: Tasks) -> int:
+        """Return the memory of a device that all its tasks but two leave while they are parked."""
+        here = sum(device in task.devices and not isinstance(task.state, Exited) for task in tasks.values())
+        return self._gpus.memory_bytes(device) - self.packs.contexts_bytes(here - 2)
+
+    def _candidates(self, wanting: Tasks) -> dict[tuple[GpuId, ...], list[Candidate]]:
+        """Return, by their devices, the tasks that could run together there."""
+        found: dict[tuple[GpuId, ...], list[Candidate]] = {}
         for task in sorted(wanting.values(), key=lambda each: each.id):
             ready = isinstance(task.state, Running | Suspended) and task.want == "run" and task.facts.connected
             if ready and _packable(task) and self.packs.partner(task.id) is None:
-                (device,) = task.devices
                 told = (task.facts.load, task.facts.utilisation, 1.0)
                 used = next(share for share in told if share is not None)
                 running = isinstance(task.state, Running) and task.id in self._on
-                peak = task.facts.peak_bytes
-                found.setdefault(device, []).append(
-                    Candidate(task.id, task.job, device, task.priority, peak, used, running)
-                )
-        return {device: candidates for device, candidates in found.items() if len(candidates) > 1}
+                candidate = Candidate(task.id, task.job, task.priority, task.gpu_peak_bytes, used, running)
+                found.setdefault(tuple(sorted(task.devices)), []).append(candidate)
+        return {devices: candidates for devices, candidates in found.items() if len(candidates) > 1}
 
 
 def _wants(task: Task) -> bool:
@@ -228,4 +228,5 @@ def _wants(task: Task) -> bool:
 
 
 def _packable(task: Task) -> bool:
-    return task.ranks.world == 1 and len(task.devices) == 1
+    """Whether a task has one process for each of its GPUs, or one for all of them, and no part on another node."""
+    return task.ranks.world in (1, len(task.devices)) and not task.ranks.apart

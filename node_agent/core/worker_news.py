@@ -206,7 +206,9 @@ def _progress(node: NodeState, task: Task, line: Progress) -> None:
         reserved_bytes=line.reserved_bytes,
     )
     node.count_saved(task.id, task.facts.saved_step)
-    node.sharing.progressed(task, line.step, node.now)
+    # All ranks step as one, and what the others said last may be old: the furthest step is the newest.
+    newest = max((told.step for told in task.ranks.news.values()), default=line.step)
+    node.sharing.progressed(task, newest, node.now)
     if line.step > line.start_step:
         node.health.progressed(task.job, task.gpus, line.step, node.now)
     if told != known and node.figures_at is None:

@@ -343,7 +343,9 @@ def _equipped(dice: Random, traits: NodeTraits) -> NodeTraits:
 
 def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
     spec = wishing(app.spec, priority=dice.choice((0, 0, 0, 0, 0, -1)))
-    if len(spec.trials) == 1 and dice.random() < 0.5:  # only jobs of one GPU are ever packed
+    if (
+        len(spec.trials) == 1 and dice.random() < 0.5
+    ):  # two gangs seldom have the very same GPUs, and only then they are packed
         app = replace(app, work_s=2.0 * app.work_s / spec.gang)
         spec = wishing(replace(spec, gang=1, gpus_max=0, sizes=()), spans=False)
     if len(spec.trials) == 1:  # mini-batches so short that packing can be measured

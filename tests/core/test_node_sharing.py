@@ -11,7 +11,7 @@ from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled,
 from node_agent.core.model import Facts, Running, Suspended, Task
 from node_agent.core.proof import Gpus
 from node_agent.core.suspend_methods import VACATE_METHODS, SuspendMethods
-from protocol.messages import AppId, GpuId, GpuStatus, JobId, Sharing, TaskId, seat
+from protocol.messages import AppId, GpuId, GpuStatus, JobId, Rendezvous, Sharing, TaskId, seat
 from tests.support.node_harness import NODE, gpu
 from tests.support.shared_node import GIB, SharedNode
 
@@ -371,7 +371,7 @@ def beat(node: SharedNode, seconds: float) -> None:
         node.pass_time(10.0)
         for worker in list(node.workers.values()):
             if node.is_running(worker.task):
-                node.perform(node.worker(worker.task, node._progress(worker, 0)))
+                node.say_all(worker, node.progress(worker, 0))
 
 
 def test_a_pair_is_measured_anew_when_it_gets_slower_and_parted_if_it_loses_now() -> None:
@@ -451,6 +451,118 @@ def test_a_job_joins_another_only_where_its_peak_fits_beside_what_the_allocator_
 def test_where_jobs_only_take_turns_none_are_tried_together() -> None:
     node, a, _ = together("timeslice", left=0.9)
     assert node.workers[a].caps == []
+
+
+def gangs(
+    *,
+    left: float = 0.9,
+    peaks: tuple[int, ...] = (10 * GIB, 10 * GIB),
+    devices: tuple[tuple[int, ...], tuple[int, ...]] = ((0, 1), (0, 1)),
+    **more: object,
+) -> tuple[SharedNode, TaskId, TaskId]:
+    """Two gangs that keep this part of their speed beside each other, after half an hour; a peak for each rank."""
+    node = SharedNode(gpus=3, sharing="pack")
+    nature = {"rank_peaks": peaks, **more}
+    a = node.add("a", *devices[0], beside={"b": left}, **nature)  # type: ignore[arg-type]
+    b = node.add("b", *devices[1], seat_number=1, beside={"a": left}, **nature)  # type: ignore[arg-type]
+    node.pass_time(1800.0)
+    return node, a, b
+
+
+def test_two_gangs_of_the_same_gpus_that_gain_by_it_stay_together() -> None:
+    node, a, b = gangs(left=0.9)
+    assert node.status(a).measured.packed_with == (b,)
+    assert 1.75 < float(re.findall(r"make (\S+) times", node.status(a).measured.remark)[0]) < 1.85
+    assert node.steps(a) + node.steps(b) > 1.7 * 1800 / 0.5
+    assert node.workers[a].caps[-1] == node.workers[b].caps[-1] == pytest.approx(47 * GIB, rel=0.01)
+    node.want(a, "stop")
+    node.pass_time(60.0)
+    before = node.steps(b)
+    node.pass_time(100.0)
+    assert node.steps(b) - before == pytest.approx(200.0, abs=1.0)
+
+
+def test_two_gangs_that_lose_by_it_are_parted_for_good_and_take_turns() -> None:
+    node, a, b = gangs(left=0.4)
+    assert node.status(a).measured.remark == f"beside {b} the two made only 0.80 times the progress of turns"
+    assert len(node.workers[a].caps) == 2, "they were tried more than once"
+    assert node.workers[a].caps[-1] == 0, "the limit on its memory is lifted"
+    assert node.steps(a) + node.steps(b) > 0.97 * 1800 / 0.5
+    assert min(node.steps(a), node.steps(b)) > 0.4 * 1800 / 0.5
+
+
+def test_a_pair_of_gangs_is_measured_anew_when_it_gets_slower_and_parted_if_it_loses_now() -> None:
+    node, a, b = gangs(left=0.9)
+    for task in (a, b):
+        node.workers[task].nature = replace(node.workers[task].nature, beside={"a": 0.3, "b": 0.3})
+    beat(node, 1800.0)
+    assert node.status(a).measured.packed_with == ()
+    assert "only 0.59 times" in node.status(a).measured.remark
+
+
+def test_the_largest_rank_of_each_gang_must_fit_beside_that_of_the_other() -> None:
+    """Half of two ranks of 60 and 10 GiB would fit twice; on one GPU of 100 GiB there are two of 60."""
+    node, a, _ = gangs(peaks=(60 * GIB, 10 * GIB))
+    assert node.workers[a].caps == []
+
+
+def test_a_gang_joins_another_beside_what_the_allocator_of_each_rank_keeps_and_not_beside_the_sum() -> None:
+    node, a, b = gangs(reserved_bytes=48 * GIB)
+    assert node.status(a).measured.packed_with == (b,)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_gangs_are_tried_only_beside_what_is_parked_on_the_fullest_of_their_gpus(others: int) -> None:
+    """Two peaks and contexts take 94.8 of 95 GiB; a third process, on the second GPU alone, takes half a GiB more."""
+    node = SharedNode(gpus=2, sharing="pack")
+    kind = {"beside": dict.fromkeys("abc", 0.9), "rank_peaks": (int(46.9 * GIB),) * 2}
+    tasks = [node.add(name, 0, 1, seat_number=number, **kind) for number, name in enumerate("ab")]  # type: ignore[arg-type]
+    if others:
+        node.add("c", 1, seat_number=2, peak_bytes=GIB)
+    node.pass_time(1800.0)
+    assert bool(node.workers[tasks[0]].caps) is (not others)
+
+
+def test_one_process_on_two_gpus_may_have_all_its_memory_on_one_of_them() -> None:
+    node, a, b = gangs(peaks=(), peak_bytes=46 * GIB)
+    assert node.status(a).measured.packed_with == (b,)
+    node, a, _ = gangs(peaks=(), peak_bytes=50 * GIB)
+    assert node.workers[a].caps == []
+
+
+@pytest.mark.parametrize("peaks", [(GIB,), (GIB, GIB, GIB)])
+def test_a_task_with_more_processes_or_fewer_than_gpus_is_not_packed_unless_it_has_one(peaks: tuple[int, ...]) -> None:
+    node, a, _ = gangs(peaks=peaks)
+    assert bool(node.workers[a].caps) is (len(peaks) == 1)
+
+
+@pytest.mark.parametrize("devices", [((0, 1), (1, 2)), ((0, 1), (0, 1, 2))])
+def test_gangs_that_have_only_a_part_of_their_gpus_in_common_take_turns(
+    devices: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    node, a, b = gangs(peaks=(), devices=devices)
+    assert node.workers[a].caps == []
+    assert min(node.steps(a), node.steps(b)) > 0.4 * 1800 / 0.5
+
+
+def test_a_gang_is_not_packed_with_jobs_of_one_gpu_each_and_waits_for_no_turn_in_vain() -> None:
+    node = SharedNode(gpus=2, sharing="pack")
+    nature = {"beside": dict.fromkeys("gab", 0.9)}
+    gang = node.add("g", 0, 1, rank_peaks=(GIB, GIB), **nature)
+    a, b = (node.add(name, number, seat_number=1, **nature) for number, name in enumerate("ab"))
+    node.pass_time(1800.0)
+    assert [node.workers[task].caps for task in (gang, a, b)] == [[], [], []]
+    assert min(node.steps(task) for task in (gang, a, b)) > 0.4 * 1800 / 0.5
+
+
+def test_the_part_of_a_job_on_several_nodes_is_not_packed() -> None:
+    node = SharedNode(sharing="pack")
+    nature = {"beside": dict.fromkeys("ab", 0.9)}
+    a, b = (node.add(name, 0, seat_number=number, **nature) for number, name in enumerate("ab"))
+    node.orders[a] = replace(node.orders[a], rendezvous=Rendezvous(0, 2, "here", 29500))
+    node.replan()
+    node.pass_time(600.0)
+    assert node.workers[a].caps == node.workers[b].caps == []
 
 
 def test_packed_jobs_are_told_how_much_memory_they_may_take() -> None:

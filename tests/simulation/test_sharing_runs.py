@@ -72,6 +72,16 @@ def test_a_cluster_that_packs_does_more_than_it_has_gpus_and_says_so() -> None:
     assert summary(turns)["packed_s"] == 0.0
 
 
+def test_two_gangs_of_the_same_gpus_are_packed_and_run_at_the_speed_of_their_slowest_gpu() -> None:
+    apps = [job("a", 0.0, 600.0, gpus=2, model="a3c"), job("b", 0.0, 600.0, gpus=2, model="lm")]
+    figures = summary(run(apps, "pack", cluster="1x2"))
+    assert figures["makespan_s"] < 800.0
+    assert figures["packed_s"] > 900.0
+    # Beside a job of one GPU a gang only takes turns.
+    mixed = [apps[0], job("b", 0.0, 600.0, model="lm")]
+    assert summary(run(mixed, "pack", cluster="1x2"))["packed_s"] == 0.0
+
+
 def test_a_pair_that_loses_by_it_is_parted_and_costs_little() -> None:
     # Gavel measured two ResNet-50 of 64 pictures at 0.4981 of their speed each: no more than in turns.
     apps = [replace(job(name, 0.0, 600.0, model="ResNet-50"), batch_size=64) for name in "ab"]

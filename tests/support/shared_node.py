@@ -22,12 +22,13 @@ from node_agent.core.events import (
     StartWorker,
     TakeSample,
     WorkerGone,
+    WorkerSaid,
     WorkerStarted,
 )
 from node_agent.core.model import Running, Task
 from protocol.core import Received, Tick
 from protocol.messages import ARBITER, GpuId, LeaseId, LeaseTerms, NodePlan, Sharing, TaskId, TaskOrder, device_of, seat
-from protocol.worker import Order, Progress, Refused, Resumed, Saved, Suspended
+from protocol.worker import FromWorker, Order, Progress, Ready, Refused, Resumed, Saved, Suspended
 from tests.support.node_harness import GIB, NODE, Bench, gpu, hello, sample, task_order
 
 
@@ -36,6 +37,7 @@ class Nature(Struct, frozen=True):
 
     step_s: float = 0.5
     peak_bytes: int = 10 * GIB
+    rank_peaks: tuple[int, ...] = ()  #: the same of each of its processes, if it has one for each of its GPUs
     reserved_bytes: int = 0
     beside: Mapping[str, float] = {}
     refuses: str = ""
@@ -188,12 +190,20 @@ class SharedNode(Bench):
             self._later(nature.load_s, train)
             worker.turns += 1
             if nature.speaks:
-                self.perform(self.worker(worker.task, hello(worker.task, checkpoint=nature.checkpoint)))
-                self.perform(self.worker(worker.task, self._progress(worker, 0)))
+                world = len(nature.rank_peaks) or 1
+                self.say_all(worker, hello(worker.task, checkpoint=nature.checkpoint, world=world))
+                self.say_all(worker, self.progress(worker, 0))
 
         self._later(nature.move_s, greet)
 
-    def _progress(self, worker: Worker, seq: int) -> Progress:
+    def say_all(self, worker: Worker, line: FromWorker) -> None:
+        """Have each process of a worker say a line, one after the other."""
+        for rank in range(len(worker.nature.rank_peaks) or 1):
+            if isinstance(line, Progress) and worker.nature.rank_peaks:
+                line = replace(line, peak_bytes=worker.nature.rank_peaks[rank])
+            self.perform(self.say(WorkerSaid(worker.task, line, rank)))
+
+    def progress(self, worker: Worker, seq: int) -> Progress:
         nature = worker.nature
         return Progress(
             step=int(worker.steps) - 1,
@@ -214,14 +224,16 @@ class SharedNode(Bench):
         self.said.append((self.now, worker.task, order.do))
         match order.do:
             case "suspend" if nature.refuses:
-                self._later(0.01, lambda: self.perform(self.worker(worker.task, Refused(order.seq, nature.refuses))))
+                self._later(0.01, lambda: self.say_all(worker, Refused(order.seq, nature.refuses)))
             case "suspend":
                 self._switch(worker, on=False, then=Suspended(order.seq, int(worker.steps), GIB, 0, nature.move_s))
             case "resume":
                 worker.on = True
                 self._switch(worker, on=True, then=Resumed(order.seq, int(worker.steps), nature.move_s))
             case "tell":
-                self._later(0.01, lambda: self.perform(self.worker(worker.task, self._progress(worker, order.seq))))
+                self._later(0.01, lambda: self.say_all(worker, self.progress(worker, order.seq)))
+            case "hold":
+                self._later(0.01, lambda: self.say_all(worker, Ready(order.seq, int(worker.steps) - 1)))
             case "cap":
                 worker.caps.append(order.bytes)
             case "leave":
@@ -229,7 +241,7 @@ class SharedNode(Bench):
                 self._later(nature.move_s, lambda: self._leave(worker, order.seq))
 
     def _leave(self, worker: Worker, seq: int) -> None:
-        self.perform(self.worker(worker.task, Saved(seq, int(worker.steps), "/c", 0.1, leaving=True)))
+        self.say_all(worker, Saved(seq, int(worker.steps), "/c", 0.1, leaving=True))
         self._end(worker.task, WorkerGone(worker.task, exit_code=75))
 
     def _end(self, task: TaskId, how: WorkerGone) -> None:
@@ -243,7 +255,7 @@ class SharedNode(Bench):
             worker.on, worker.busy = on, False
             worker.kept_bytes = 0 if on else worker.nature.keeps_bytes
             worker.turns += on
-            self.perform(self.worker(worker.task, then))
+            self.say_all(worker, then)
 
         self._later(worker.nature.move_s, done)
 
