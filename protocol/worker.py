@@ -91,7 +91,7 @@ class Progress(Struct, frozen=True, tag="progress", omit_defaults=True):
 
     Bytes are of this process alone, 0 while unknown: those that parking would move; the part of the host arena that is
     faulted in and registered for it; the GPU memory of its tensors at their peak within a mini-batch, and at the newest
-    trough; and the GPU memory that its allocator keeps, in use or not.
+    trough; and the GPU memory that its allocator keeps, in use or not. Peak and kept memory include NCCL's buffers.
     """
 
     step: Step

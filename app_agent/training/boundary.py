@@ -7,9 +7,10 @@ import sys
 import time
 from pathlib import Path
 
-from . import checkpoints, parking, process_memory
+from . import checkpoints, communicators, parking, process_memory
 from .agent_link import BEAT_S
 from .checkpoints import Save, Team
+from .communicators import Communicators
 from .state import Order, TrainingState
 
 #: The memory counters are read once for each beat of the helper thread, which tells the newest reading only; the peak
@@ -64,6 +65,7 @@ def _survey(process: TrainingState) -> None:
     with contextlib.suppress(parking.ParkRefused):  # an order to suspend will be answered with the reason
         state = parking.survey()
         process.devices, process.state_bytes = state.devices, state.bytes
+        process.nccl_bytes = communicators.held_bytes()
     process_memory.forget_peak(process.devices)
     process.peak_bytes = 0  # what it was before says nothing of a mini-batch
     process.memory_due_s = 0.0  # at the next boundary, when one has been counted
@@ -90,9 +92,11 @@ def _suspend(process: TrainingState, order: Order) -> None:
 
 
 def _park_and_stand(process: TrainingState, order: Order, begun: float) -> None:
+    team = communicators.found(process.rank, process.world, order.name)
     try:
-        parked = parking.park()
+        parked = parking.park(team.suspend)
     except parking.ParkRefused as refusal:
+        team.decline()
         process.refuse(order, str(refusal))
         return
     with process.changed:
@@ -102,16 +106,16 @@ def _park_and_stand(process: TrainingState, order: Order, begun: float) -> None:
                 "type": "suspended",
                 "step": process.step,
                 "bytes": parked.bytes,
-                "residue_bytes": parked.residue_bytes,
+                "residue_bytes": parked.residue_bytes + team.kept_bytes(),
                 "seconds": time.perf_counter() - begun,
             }
             process.reply(order, process.suspended_answer)
         process.state_bytes = max(process.state_bytes, parked.bytes)
     try:
-        while not _unpark(process, parked, _stand(process)):
+        while not _unpark(process, parked, team, _stand(process)):
             pass
     except BaseException:  # the script's own signal handler ends the process, and may want to save
-        parked.restore()
+        parked.restore()  # and without the communicators: other ranks may not be here to resume theirs
         raise
 
 
@@ -124,12 +128,13 @@ def _stand(process: TrainingState) -> Order | None:
         return process.order
 
 
-def _unpark(process: TrainingState, parked: parking.Parked, order: Order | None) -> bool:
+def _unpark(process: TrainingState, parked: parking.Parked, team: Communicators, order: Order | None) -> bool:
     """Bring the state back to obey `order`; return False, and stand still again, if there is no memory for it."""
     begun = time.perf_counter()
     try:
+        team.resume()
         parked.restore()
-    except parking.ParkRefused as refusal:
+    except (parking.ParkRefused, communicators.NotResumed) as refusal:
         if order is None:
             raise
         with process.changed:
@@ -167,7 +172,7 @@ def _write(process: TrainingState, order: Order, save: Save) -> Path:
     facts = {"total_steps": process.total_steps, "samples": process.samples, "world": world}
     # Each node agent numbers its own orders; on several nodes only the step is the same in all.
     apart = world != process.world
-    team = Team(rank, world, "nodes" if apart else f"g{order.gen}-q{order.seq}", apart=apart)
+    team = Team(rank, world, "nodes" if apart else order.name, apart=apart)
     return checkpoints.write(roots, process.attempt, process.step, facts, save, team)
 
 

@@ -78,7 +78,7 @@ def enforce_cap(process: TrainingState) -> None:
     if process.cap is not None and process.devices:
         limit, process.cap = process.cap, None
         with contextlib.suppress(Exception):  # as below: the node agent sees whether it is kept to
-            process_memory.cap(limit, process.devices)
+            process_memory.cap(limit and max(1, limit - process.nccl_bytes), process.devices)
         if limit:  # what it keeps already is in the way of another process
             with process.changed:
                 process.cache_unwanted = process.due = True
@@ -101,9 +101,9 @@ def _figures(process: TrainingState) -> Line:
         **metric_fields(process.metrics),
         "samples": process.samples,
         "arena_bytes": parking.ready_bytes(),
-        "peak_bytes": process.peak_bytes,
+        "peak_bytes": process.peak_bytes + (process.nccl_bytes if process.peak_bytes else 0),
         "trough_bytes": process.trough_bytes,
-        "reserved_bytes": process.reserved_bytes,
+        "reserved_bytes": process.reserved_bytes + process.nccl_bytes,
     }
 
 

@@ -157,8 +157,10 @@ class Parked:
             done += size
 
 
-def park() -> Parked:
+def park(before: Callable[[], None] | None = None) -> Parked:
     """Move the state of this process out of the GPU's memory. To be called by the training thread at a boundary.
+
+    `before` is called when nothing stands against it any more and the GPU stands still.
 
     Raises
     ------
@@ -172,6 +174,9 @@ def park() -> Parked:
         storages, residue_bytes = _find(torch)
         arena = _claim(_total(storages))
         parked = Parked(storages, arena, residue_bytes)
+        if before is not None:
+            _synchronize(parked._devices)
+            before()
         if arena is not None:
             arena.in_use = True
         try:

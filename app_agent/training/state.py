@@ -44,6 +44,11 @@ class Order:
         """The key by which orders are compared."""
         return self.gen, self.seq
 
+    @property
+    def name(self) -> str:
+        """The name of what all ranks of a task do by this order."""
+        return f"g{self.gen}-q{self.seq}"
+
 
 class Identity:
     """Which process this is: `rank` of `world` training processes that attempt `attempt` of the job has on this node.
@@ -92,6 +97,7 @@ class TrainingState:
         self.survey_wanted = self.surveyed = False
         self.devices: tuple[int, ...] = ()
         self.state_bytes = self.trough_bytes = self.peak_bytes = self.reserved_bytes = 0
+        self.nccl_bytes = 0  #: of NCCL's communicators, which no tensor shows
         self.memory_due_s = math.inf  #: when to read it again, by `time.perf_counter`; never before the survey
         self.cap: int | None = None  #: a limit that is still to be put in force
         self.cache_unwanted = False  #: memory that the allocator keeps unused is to go at the next boundary
