@@ -239,6 +239,8 @@ class Worker:
                 self.say(Stacks(order.seq, "imaginary"))
             case "arena" | "cap" | "tell":
                 self._answer(order)
+            case "trough":
+                self._come_to_trough(order)
 
     def _is_there(self, order: Order) -> bool:
         """Whether it stands after the very mini-batch that an order names; without boundaries it does anywhere."""
@@ -280,6 +282,16 @@ class Worker:
             return
         steps = self._steps()
         self.say_progress(steps, facts.metrics_at(steps), order.seq)
+
+    def _come_to_trough(self, order: Order) -> None:
+        """Answer at the end of the mini-batch, where the driver is to suspend it."""
+        training, node = self.training, self.node
+
+        def answer() -> None:
+            if self.phase == "running":
+                self.say_progress(self._steps(), {}, order.seq)
+
+        node.later(training.boundary_s(node.now()) if node.costs.boundaries else 0.0, answer)
 
     def save(self, order: Order, *, leaving: bool) -> None:
         """Save a checkpoint at the end of the mini-batch; then leave, if told so."""

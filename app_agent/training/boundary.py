@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from . import checkpoints, communicators, parking, process_memory
@@ -17,6 +18,9 @@ from .state import Order, TrainingState
 #: is counted by the allocator. Where that would take more than this share of the time, they are read less often, but
 #: no slow reading stops them for longer than so many seconds.
 READING_SHARE, READING_GAP_S_MAX = 1 / 20_000, 5.0
+#: From the word that the memory is at a trough to the lock of the driver there is a line to the node agent, and one to
+#: the driver's helper. The lock stops the GPU and not this thread, which goes on after so long and then waits for it.
+STAND_S = 1.0
 
 
 def read_memory(process: TrainingState) -> None:
@@ -34,9 +38,9 @@ def obey(process: TrainingState, save: Save | None, *, by_hook: bool) -> bool:
         _survey(process)
     if process.cache_unwanted:
         process.cache_unwanted = False
-        with contextlib.suppress(Exception):  # as in the capture of a CUDA graph: training is worth more
-            process_memory.give_back_unused()
-        read_memory(process)
+        _give_back_unused(process)
+    if process.trough is not None:
+        _stand_at_trough(process, *process.trough)
     while not process.leaving:
         order = process.order
         if order is None or process.step < order.at_step:
@@ -54,9 +58,27 @@ def obey(process: TrainingState, save: Save | None, *, by_hook: bool) -> bool:
                 process.interrupt()
             break  # a later boundary brings the save function
     with process.changed:
-        process.due = process.order is not None or process.survey_wanted or process.cache_unwanted
+        process.due = process.awaited
     process.mark = time.perf_counter()  # standing still is no training time
     return process.leaving
+
+
+def _give_back_unused(process: TrainingState) -> None:
+    with contextlib.suppress(Exception):  # as in the capture of a CUDA graph: training is worth more
+        process_memory.give_back_unused()
+    read_memory(process)
+
+
+def _stand_at_trough(process: TrainingState, say_so: Callable[[], None], until_s: float) -> None:
+    """Stand here, where the activations are gone, until the driver has stopped what the GPU does, or for a moment."""
+    wanted = time.monotonic() < until_s
+    if wanted:
+        _give_back_unused(process)
+    with process.changed:
+        process.trough = None
+        if wanted:
+            say_so()
+            process.changed.wait_for(lambda: process.order is not None, STAND_S)
 
 
 def _survey(process: TrainingState) -> None:

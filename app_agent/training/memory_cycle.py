@@ -37,7 +37,14 @@ def sample(process: TrainingState, order: Order) -> None:
 
 
 def trough(process: TrainingState, answer: Callable[[], None]) -> None:
-    """Give unused memory back at the next trough, or once it has been waited for in vain, and `answer`."""
+    """Give unused memory back at the next trough, or once it has been waited for in vain, and `answer`.
+
+    A script that tells of its steps does it at the end of a mini-batch, and stands there for a moment.
+    """
+    if _tells_steps(process):
+        with process.changed:
+            process.trough, process.due = (answer, time.monotonic() + TROUGH_S), True
+        return
     threading.Thread(target=_come_to_trough, args=(process, answer), name="gpu-arbiter-trough", daemon=True).start()
 
 

@@ -100,7 +100,7 @@ def _accept_at(process: TrainingState, order: Order) -> None:
 
 def _leave_to_training(process: TrainingState, order: Order | None) -> None:
     process.order = order
-    process.due = order is not None or process.survey_wanted or process.cache_unwanted
+    process.due = process.awaited
 
 
 def _why_not(process: TrainingState, order: Order) -> str:

@@ -101,6 +101,7 @@ class TrainingState:
         self.memory_due_s = math.inf  #: when to read it again, by `time.perf_counter`; never before the survey
         self.cap: int | None = None  #: a limit that is still to be put in force
         self.cache_unwanted = False  #: memory that the allocator keeps unused is to go at the next boundary
+        self.trough: tuple[Callable[[], None], float] | None = None  #: says that this is one; until when it is wanted
         self.sampled = False  #: a thread reads the memory every 10 ms or so
         self.cycle_bytes = 0, 0  #: the least and the most of its newest window
         # Orders and answers.
@@ -112,6 +113,12 @@ class TrainingState:
         self.beats: deque[tuple[int, float]] = deque(maxlen=BEATS_OF_STEP_TIME)  #: (boundaries, training_s) at each
         self.told: Line = {}
         self.told_at = -math.inf
+
+    @property
+    def awaited(self) -> bool:
+        """Whether anything is to be done at the next boundary."""
+        wanted = self.survey_wanted or self.cache_unwanted or self.trough is not None
+        return wanted or self.order is not None
 
     def note_memory(self, reading: Reading | None) -> None:
         """Keep a reading at a trough: the newest counts, but for the peak, which is that of all since the first."""

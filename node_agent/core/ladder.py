@@ -43,9 +43,10 @@ def rest(node: NodeState, task: Task) -> None:
 
 def _suspend(node: NodeState, task: Task, method: SuspendMethod, why: str) -> None:
     facts = task.facts
-    if method == "driver" and facts.source == "allocator" and facts.connected and task.ranks.world == 1:
-        # Between two troughs there are activations, too, and the allocator keeps what it does not use: the driver
-        # would move all of that.
+    cyclic = facts.source in ("allocator", "steps") and facts.step_s > 0
+    if method == "driver" and cyclic and facts.connected and task.ranks.world == 1:
+        # Between two troughs, which are the ends of mini-batches where these are told, there are activations, too, and
+        # the allocator keeps what it does not use: the driver would move all of that.
         waiting = _ask(node, task, "trough", min(TROUGH_S, TROUGH_CYCLES * facts.step_s))
         node.enter_state(task, Suspending(waiting, by_driver=True), f"to be suspended by the driver: {why}")
     elif method == "driver":

@@ -161,6 +161,29 @@ def test_a_worker_that_knows_no_troughs_is_suspended_at_once() -> None:
     assert bench.only(CheckpointProcess).do == "suspend"
 
 
+def test_a_task_that_tells_its_steps_and_cannot_be_parked_is_suspended_by_the_driver_at_the_end_of_a_mini_batch() -> (
+    None
+):
+    bench = Bench(driver=True)
+    bench.run(TASK, 0)
+    bench.measure(sample(0, process(TASK, GIB)))
+    bench.plan(task_order(TASK, 0, want="vacate", preempt_by="suspend"))
+    bench.worker(TASK, Refused(bench.ordered().seq, "a CUDA graph is alive"))
+    order = bench.ordered()
+    assert (order.do, bench.all(CheckpointProcess)) == ("trough", [])
+    bench.worker(TASK, progress(6))  # unasked, in the midst of a mini-batch
+    assert not bench.all(CheckpointProcess)
+    bench.worker(TASK, replace(progress(7), seq=order.seq))
+    assert bench.only(CheckpointProcess).do == "suspend"
+
+
+def test_the_driver_suspends_a_task_of_several_processes_at_once() -> None:
+    bench = cyclic()
+    bench.worker(TASK, hello(TASK, park=False, world=2))
+    bench.plan(task_order(TASK, 0, want="vacate", preempt_by="suspend"))
+    assert bench.only(CheckpointProcess).do == "suspend"
+
+
 @pytest.mark.parametrize("source", ["gpm", "memory"])
 def test_the_driver_suspends_a_task_at_once_whose_own_memory_shows_no_cycle(source: StepSource) -> None:
     bench = cyclic(source)

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
@@ -18,6 +19,7 @@ from app_agent.training.agent_link import BEAT_S
 from app_agent.training.process_memory import Reading
 from app_agent.training.state import Identity
 from app_agent.training.training_process import TrainingProcess
+from tests.support.patience import PATIENCE_S
 
 MIB = 2**20
 GIB = 2**30
@@ -324,6 +326,73 @@ def test_at_the_trough_unused_memory_is_given_back_and_the_worker_says_so(
             thread.join()
     assert cuda.kept == 100 * MIB
     assert [(line["type"], line["seq"]) for line in one.link._outbox] == [("progress", 4)]
+
+
+def told_of_a_trough(one: TrainingProcess, seq: int = 4) -> list[tuple[str, int]]:
+    """Ask for a trough; return what is said before the next boundary."""
+    orders.take(one, {"do": "trough", "gen": 1, "seq": seq, "at_step": -1, "bytes": 0})
+    return [(line["type"], line["seq"]) for line in one.link._outbox]
+
+
+def test_a_script_that_tells_its_steps_is_at_a_trough_at_the_end_of_its_mini_batch_and_stands_there_for_a_moment(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boundary, "STAND_S", 0.2)
+    cuda._initialized = True
+    one = process()
+    one.optimizer_stepped()
+    cuda.take(GIB)
+    cuda.take(100 * MIB - GIB)
+    assert told_of_a_trough(one) == []
+    assert cuda.kept == GIB, "in the midst of a mini-batch nothing is given back"
+    orders.take(one, {"do": "resume", "gen": 1, "seq": 5, "at_step": -1, "bytes": 0})
+    assert one.due, "another order does not undo it"
+    one.link._outbox.clear()
+    begun = time.monotonic()
+    one.optimizer_stepped()
+    assert time.monotonic() - begun >= 0.2
+    assert cuda.kept == 100 * MIB
+    (line,) = one.link._outbox
+    assert (line["type"], line["seq"], line["step"], line["reserved_bytes"]) == ("progress", 4, 1, 100 * MIB)
+    one.optimizer_stepped()
+    assert len(one.link._outbox) == 1
+    assert not one.due
+
+
+def test_a_script_leaves_its_trough_for_the_next_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "STAND_S", 2 * PATIENCE_S)
+    one = process()
+    one.optimizer_stepped()
+    told_of_a_trough(one)
+    thread = threading.Thread(target=one.optimizer_stepped, daemon=True)
+    thread.start()
+    until = time.monotonic() + PATIENCE_S
+    while not one.link._outbox and time.monotonic() < until:
+        time.sleep(0.001)
+    orders.take(one, {"do": "hold", "gen": 1, "seq": 5, "at_step": -1, "bytes": 0})
+    while not one.held and time.monotonic() < until:
+        time.sleep(0.001)
+    assert one.held
+    orders.take(one, {"do": "resume", "gen": 1, "seq": 6, "at_step": -1, "bytes": 0})
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_a_trough_that_nobody_waits_for_any_more_is_passed_by(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_cycle, "TROUGH_S", 0.0)
+    monkeypatch.setattr(boundary, "STAND_S", PATIENCE_S)
+    cuda._initialized = True
+    one = process()
+    one.optimizer_stepped()
+    cuda.take(GIB)
+    cuda.take(100 * MIB - GIB)
+    told_of_a_trough(one)
+    one.optimizer_stepped()
+    assert not one.link._outbox
+    assert cuda.kept == GIB
+    assert one.trough is None
 
 
 @pytest.mark.parametrize("tells", ["optimizer", "step_end", "nothing"])

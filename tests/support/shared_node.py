@@ -230,7 +230,7 @@ class SharedNode(Bench):
             case "resume":
                 worker.on = True
                 self._switch(worker, on=True, then=Resumed(order.seq, int(worker.steps), nature.move_s))
-            case "tell":
+            case "tell" | "trough":
                 self._later(0.01, lambda: self.say_all(worker, self.progress(worker, order.seq)))
             case "hold":
                 self._later(0.01, lambda: self.say_all(worker, Ready(order.seq, int(worker.steps) - 1)))

@@ -80,6 +80,7 @@ def test_sampling_ends_with_the_first_step_that_the_script_tells(agent: WorkerAg
         worker.process.stdin.flush()
         agent.wait(Counted, seq=order.seq, last=True)
         agent.wait(Progress, step=lambda step: step > 3)
+        agent.wait(Progress, seq=agent.order("trough").seq)  # at the end of a mini-batch
         again = agent.order("sample")
         answer = agent.order("tell")
         agent.wait(Progress, seq=answer.seq)
