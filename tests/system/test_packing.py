@@ -1,4 +1,4 @@
-"""Two real jobs on one virtual GPU: kept together if they wait for their data, taken apart if they compute."""
+"""Two real jobs on the same virtual GPUs: kept together if they wait for their data, taken apart if they compute."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ GAIN_MIN = 1.3
 pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-def pair(folder: Path, *arguments: str) -> tuple[TaskOrder, TaskOrder]:
-    command = (sys.executable, str(SCRIPT), "--engines", str(folder), *arguments)
-    first = task_order(folder, "ana-1.0-a0", *command, grace_s=30.0)
-    return first, task_order(folder, "bob-1.0-a0", *command, grace_s=30.0, seat_number=1)
+def pair(folder: Path, gpus: int, *arguments: str) -> tuple[TaskOrder, TaskOrder]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}") if gpus > 1 else ()
+    command = (sys.executable, *launcher, str(SCRIPT), "--engines", str(folder), *arguments)
+    both = {"gpus": range(gpus), "grace_s": 30.0}
+    first = task_order(folder, "ana-1.0-a0", *command, **both)  # type: ignore[arg-type]
+    return first, task_order(folder, "bob-1.0-a0", *command, **both, seat_number=1)  # type: ignore[arg-type]
 
 
-async def verdict(folder: Path, *arguments: str) -> tuple[TaskStatus, TaskStatus]:
+async def verdict(folder: Path, *arguments: str, gpus: int = 1) -> tuple[TaskStatus, TaskStatus]:
     """Return the verdict of the node agent on two such jobs, once it has one."""
-    backend = SimulatedBackend(NODE, 1)
+    backend = SimulatedBackend(NODE, gpus)
     shared = {"bootstrap_dir": str(bootstrap_dir()), "pack_gain_min": GAIN_MIN}
     async with node_site(folder, backend=backend, **shared) as site:
         site.sharing, site.quantum_s = "pack", 3.0
-        await site.plan(*pair(folder, *arguments))
+        await site.plan(*pair(folder, gpus, *arguments))
         report = await site.report(_decided, patience_s=150.0)
     ana, bob = find_task(report, "ana-1.0-a0"), find_task(report, "bob-1.0-a0")
     assert ana is not None
@@ -45,6 +47,13 @@ def _decided(report: NodeReport) -> bool:
 
 async def test_two_jobs_that_wait_for_their_data_are_kept_together_on_one_gpu(tmp_path: Path) -> None:
     ana, bob = await verdict(tmp_path, "--compute-ms", "5", "--wait-ms", "45")
+    assert ana.measured.packed_with == (bob.task,), ana.measured.remark
+    assert {ana.phase, bob.phase} == {"running"}
+
+
+@pytest.mark.full
+async def test_two_gangs_that_wait_for_their_data_are_kept_together_on_their_gpus(tmp_path: Path) -> None:
+    ana, bob = await verdict(tmp_path, "--compute-ms", "5", "--wait-ms", "95", gpus=2)
     assert ana.measured.packed_with == (bob.task,), ana.measured.remark
     assert {ana.phase, bob.phase} == {"running"}
 
