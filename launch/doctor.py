@@ -19,6 +19,8 @@ from node_agent import health_files
 from node_agent.core.events import HealthLedger
 from node_agent.workers import containment
 from node_agent.workers.manager import STANDING
+from node_agent.workers.mps import STANDING as MPS_STANDING
+from node_agent.workers.mps import MpsStanding
 from node_agent.workers.records import read_json
 from protocol import exit_codes
 from protocol.bus import BusError
@@ -87,7 +89,7 @@ def _state_folders() -> list[Path]:
 
 
 def _nodes_here(folders: Sequence[Path]) -> Iterator[Check]:
-    """Report the notes of each node agent: the containment in force and the GPUs that it bars."""
+    """Report the notes of each node agent: the containment in force, the GPUs that it bars, and those without MPS."""
     for folder in folders:
         standing = read_json(folder / STANDING, containment.Standing)
         if standing is not None:
@@ -97,6 +99,8 @@ def _nodes_here(folders: Sequence[Path]) -> Iterator[Check]:
         for gpu, why in ledger.quarantined.items():
             mend = f"to use it again: echo {gpu} > {folder / health_files.LIFT}"
             yield Check("quarantine", "note", why, mend)
+        for why in (read_json(folder / MPS_STANDING, MpsStanding) or MpsStanding()).troubles.values():
+            yield Check("MPS", "note", why, "see docs/sharing.md, MPS")
 
 
 def _broker(url: str) -> Check:

@@ -16,6 +16,7 @@ from protocol.config import ConfigError
 LOG_MAX_BYTES_MIN = 2**20
 _GPUS = re.compile(r"nvml|simulated:[0-9]{1,3}")
 _GPU = re.compile(r"[0-9]{1,3}|GPU-[0-9a-fA-F-]{36}")
+_EACH_GPU = "write each GPU once, by its index or its UUID as nvidia-smi -L shows them"
 
 
 class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -77,6 +78,10 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     driver_checkpoint
         Whether the driver suspends jobs that cannot be parked: ``auto`` where a probe at the start shows that it can,
         ``off``; ``on`` also for simulated GPUs, where SIGSTOP stands in for the driver.
+    mps
+        The GPUs on which jobs are clients of NVIDIA's MPS, so that their kernels overlap: ``all``, or ``[0, 2]``, each
+        by its index as nvidia-smi shows it or by its UUID; none by default. A fatal fault of one job then ends the
+        others on that GPU, too.
     slice_overhead_max
         The part of a turn on a shared GPU that suspending and resuming may take; turns are made long enough for it.
     pack_gain_min
@@ -113,6 +118,7 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     host_memory_bytes: int = 0
     memory_dir: str = ""
     driver_checkpoint: Literal["auto", "on", "off"] = "auto"
+    mps: str | tuple[int | str, ...] = ()
     slice_overhead_max: float = 0.02
     pack_gain_min: float = 1.05
     adopt_site: bool = False
@@ -140,6 +146,7 @@ def check(node: NodeConfig, source: str) -> None:
     """
     config.require_id(node.node, "node", "gpu-host-1", source)
     _check_gpus(node.gpus, source)
+    _check_mps(node, source)
     positive = ("beat_s", "sample_s", "hello_s", "seats_max", "slice_overhead_max", "pack_gain_min")
     config.require_positive(node, (*positive, "simulated_memory_bytes"), source)
     for field in ("memory_max_bytes", "strangers_uid_min", "host_memory_bytes"):
@@ -163,11 +170,27 @@ def _check_gpus(gpus: str | tuple[int | str, ...], source: str) -> None:
                 "or 'simulated:4' for four virtual ones"
             )
         return
+    if not gpus:
+        raise ConfigError(f"{source}: gpus is an empty list; {_EACH_GPU}")
+    _check_names("gpus", gpus, source)
+
+
+def _check_mps(node: NodeConfig, source: str) -> None:
+    if isinstance(node.mps, str) and node.mps != "all":
+        raise ConfigError(
+            f"{source}: mps is {node.mps!r}; write 'all' for each GPU of this node, [0, 2] for some of them, "
+            "or [] for none"
+        )
+    if not isinstance(node.mps, str):
+        _check_names("mps", node.mps, source)
+    if node.mps and str(node.gpus).startswith("simulated"):
+        raise ConfigError(f"{source}: mps is for NVIDIA GPUs, and gpus is {node.gpus!r}; leave mps out")
+
+
+def _check_names(field: str, gpus: tuple[int | str, ...], source: str) -> None:
     names = [str(gpu) for gpu in gpus]
     wrong = [name for name in names if not _GPU.fullmatch(name)]
-    if wrong or not names or len(set(names)) < len(names):
-        told = f"names {wrong[0]!r}" if wrong else "names a GPU twice" if names else "is an empty list"
+    if wrong or len(set(names)) < len(names):
+        told = f"names {wrong[0]!r}" if wrong else "names a GPU twice"
         mig = "; a MIG instance cannot be given to jobs" if wrong and wrong[0].startswith("MIG-") else ""
-        raise ConfigError(
-            f"{source}: gpus {told}{mig}; write each GPU once, by its index or its UUID as nvidia-smi -L shows them"
-        )
+        raise ConfigError(f"{source}: {field} {told}{mig}; {_EACH_GPU}")

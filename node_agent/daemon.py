@@ -59,7 +59,7 @@ from node_agent.workers.storage import Storage
 from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.core import Send
-from protocol.messages import LogChunk, NodeId, NodeReport, Party, TaskId
+from protocol.messages import GpuId, LogChunk, NodeId, NodeReport, Party, TaskId
 from protocol.private import state_folder
 from protocol.shell import Shell
 from protocol.worker import Counted
@@ -124,7 +124,7 @@ async def _run(
     on_ready: Callable[[], None] | None,
 ) -> None:
     boot_id = procfs.boot_id()
-    settings = _settings(config, boot_id)
+    settings = _settings(config, boot_id, mps_gpus(config, backend))
     checkpointer = open_checkpointer(backend, settings.state_dir)
     driver = await _driver_works(config, checkpointer)
     core = _core(config, memory, _facts(config, memory, backend, boot_id, driver=driver))
@@ -151,6 +151,7 @@ async def _run(
             await performer.find_checkpointed()
         working = (
             *map(tasks.create_task, (sampler.run(), watch.run(), storage.watch(), workers.bound_logs())),
+            tasks.create_task(workers.watch_mps()),
             lifting,
         )
         log.info("node.ready", node=config.node, gpus=len(backend.devices()), incarnation=memory.kept.incarnation)
@@ -163,6 +164,7 @@ async def _run(
                 task.cancel()
             if end_workers:
                 await workers.end()
+            await workers.leave_mps()
             workers.close()
 
 
@@ -223,7 +225,26 @@ def _facts(config: NodeConfig, memory: _Memory, backend: DeviceBackend, boot_id:
     )
 
 
-def _settings(config: NodeConfig, boot_id: str) -> Settings:
+def mps_gpus(config: NodeConfig, backend: DeviceBackend) -> frozenset[GpuId]:
+    """Return the GPUs that are to have MPS.
+
+    Raises
+    ------
+    ConfigError
+        If one of them is not here.
+    """
+    here = backend.devices()
+    names = {name: device.gpu for device in here for name in (device.gpu, str(device.number))}
+    if config.mps == "all":
+        return frozenset(device.gpu for device in here)
+    absent = [str(gpu) for gpu in config.mps if str(gpu) not in names]
+    if absent:
+        there = ", ".join(f"{device.number} ({device.gpu})" for device in here)
+        raise ConfigError(f"mps names the GPU {absent[0]!r}, which this node agent does not use; there are {there}")
+    return frozenset(names[str(gpu)] for gpu in config.mps)
+
+
+def _settings(config: NodeConfig, boot_id: str, mps: frozenset[GpuId]) -> Settings:
     return Settings(
         node=config.node,
         state_dir=Path(config.state_dir).resolve(),
@@ -236,6 +257,7 @@ def _settings(config: NodeConfig, boot_id: str) -> Settings:
         log_max_bytes=config.log_max_bytes,
         cgroup_root=config.cgroup_root,
         memory_dir=Path(config.memory_dir).resolve() if config.memory_dir else None,
+        mps=mps,
     )
 
 
@@ -389,7 +411,7 @@ class Sampler:
             self._wake.clear()
             mark = self._mark
             try:
-                gpus = await asyncio.to_thread(measure, self._backend, self._workers.owner)
+                gpus = await asyncio.to_thread(measure, self._backend, self._workers.owner, self._workers.serves)
             except DeviceError as error:
                 log.warning("sample.failed", reason=str(error))
                 self._post(SampleFailed(str(error)))

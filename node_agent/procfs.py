@@ -84,16 +84,30 @@ def uid(pid: int) -> int | None:
 def with_variable(name: str) -> dict[int, str]:
     """Return every living process of ours that was started with the environment variable `name`, with its value."""
     found: dict[int, str] = {}
-    wanted = os.fsencode(f"{name}=")
     for process in processes():
-        try:
-            entries = (PROC / str(process.pid) / "environ").read_bytes().split(b"\0")
-        except OSError:  # of another user, or gone
-            continue
-        value = next((entry for entry in entries if entry.startswith(wanted)), None)
+        value = variable(process.pid, name)
         if value is not None and process.state != "Z":
-            found[process.pid] = os.fsdecode(value[len(wanted) :])
+            found[process.pid] = value
     return found
+
+
+def variable(pid: int, name: str) -> str | None:
+    """Return the variable `name` of the environment that a process was started with; None if that is not visible."""
+    wanted = os.fsencode(f"{name}=")
+    try:
+        entries = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:  # of another user, or gone
+        return None
+    value = next((entry for entry in entries if entry.startswith(wanted)), None)
+    return None if value is None else os.fsdecode(value[len(wanted) :])
+
+
+def program(pid: int) -> str:
+    """Return the first 15 bytes of the name of a process's program, empty if it is gone."""
+    try:
+        return (PROC / str(pid) / "comm").read_text(errors="replace").rstrip("\n")
+    except OSError:
+        return ""
 
 
 def is_running(pid: int, start_ticks: int) -> bool:

@@ -24,7 +24,7 @@ def adopt(node: NodeState, workers: Sequence[AdoptedWorker]) -> None:
         task = Task(worker.task, worker.app, worker.job, worker.attempt, note.gpus or worker.gpus, state)
         # The last incarnation may have reported the seats of a parked worker as empty.
         lived_s = (note.cost.since_s or 0.0) if worker.lived_s is None else worker.lived_s
-        facts, began_at = _facts_of(note), node.now - lived_s
+        facts, began_at = replace(_facts_of(note), mps=worker.mps), node.now - lived_s
         task = replace(task, facts=facts, ranks=Ranks(apart=note.apart))
         node.put(replace(task, given_up=note.suspended, reseated=bool(note.gpus), began_at=began_at))
         node.count_time(task.id)

@@ -21,7 +21,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from node_agent.core import adoption, measurements, plan_news, reconcile, reports, worker_news
+from node_agent.core import adoption, measurements, mps_faults, plan_news, reconcile, reports, worker_news
 from node_agent.core.events import (
     Adopted,
     Estimated,
@@ -29,6 +29,8 @@ from node_agent.core.events import (
     HealthLedger,
     LocalEvent,
     LogRead,
+    MpsChecked,
+    MpsFaulted,
     NodeEffect,
     NodeEvent,
     NodeFacts,
@@ -183,7 +185,9 @@ def _take_in_local(node: NodeState, event: LocalEvent) -> None:
             node.gpus.failed(reason, node.now)
         case RecordsFailing(reason=reason):
             node.unrecorded = reason
-        case StrangerSpared() | QuarantineLifted():
+        case MpsFaulted(gpu=gpu, evidence=evidence):
+            mps_faults.faulted(node, gpu, evidence)
+        case StrangerSpared() | QuarantineLifted() | MpsChecked():
             node.health.told(event, node.now)
         case LogRead(chunk=chunk):
             _answer_log(node, chunk)

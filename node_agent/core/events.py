@@ -76,7 +76,8 @@ class GpuProcess(Struct, frozen=True):
 class GpuSample(Struct, frozen=True):
     """One device as measured. `lost` says that it fell off the bus and its workers with it.
 
-    With `unmeasured`, the driver's error, it could not be measured this time: all figures but its size are unknown.
+    With `unmeasured`, the driver's error, it could not be measured this time: all figures but its size are unknown. The
+    server of the node agent's own MPS daemon is none of the processes; `server_bytes` is the memory that it holds.
     """
 
     gpu: GpuId
@@ -92,6 +93,7 @@ class GpuSample(Struct, frozen=True):
     load: float | None = None  #: which part of its warps or of its bandwidth was in use, the larger, 0 to 1
     faults: tuple[str, ...] = ()  #: errors since the last measurement that only a program on it must answer for
     unmeasured: str = ""
+    server_bytes: int | None = None  #: None: there is no server of MPS; 0: the driver does not tell
 
 
 class TaskFailure(Struct, frozen=True):
@@ -110,11 +112,15 @@ class TaskFailure(Struct, frozen=True):
 
 
 class HealthLedger(Struct, frozen=True):
-    """The record of its GPUs that must outlive the node agent: failures, last finishes, and those in quarantine."""
+    """The record of its GPUs that must outlive the node agent: failures, last finishes, and those in quarantine.
+
+    `mps_denied` holds the jobs that were clients of MPS at a fatal fault, each with its time.
+    """
 
     failures: tuple[TaskFailure, ...] = ()
     finished: dict[GpuId, float] = {}
     quarantined: dict[GpuId, str] = {}  #: each with the sentence that says why
+    mps_denied: dict[JobId, float] = {}
 
 
 class WorkerNote(Struct, frozen=True):
@@ -155,6 +161,7 @@ class AdoptedWorker(Struct, frozen=True):
     gpus: tuple[GpuId, ...]
     note: WorkerNote
     lived_s: float | None = None
+    mps: bool = False  #: it is a client of MPS
 
 
 # --- events ---------------------------------------------------------------------------------------------------------
@@ -180,10 +187,11 @@ class SampleFailed(Struct, frozen=True, tag=True):
 
 
 class WorkerStarted(Struct, frozen=True, tag=True):
-    """The task's process lives."""
+    """The task's process lives; `mps` says that it is a client of MPS."""
 
     task: TaskId
     pid: int
+    mps: bool = False
 
 
 class StartFailed(Struct, frozen=True, tag=True):
@@ -234,6 +242,7 @@ class WorkerGone(Struct, frozen=True, tag=True):
     finished_step: int = -1  #: the last step it had made then
     unflushed: bool = False  #: it left a checkpoint in host memory; `Flushed` follows
     diverged: tuple[str, ...] = ()
+    mps_fault: str = ""  #: the evidence that the MPS server of its GPU met a fatal fault while it was a client
 
 
 class Flushed(Struct, frozen=True, tag=True):
@@ -282,6 +291,20 @@ class QuarantineLifted(Struct, frozen=True, tag=True):
     gpus: tuple[GpuId, ...] = ()
 
 
+class MpsFaulted(Struct, frozen=True, tag=True):
+    """The MPS server of a device met a fatal fault; `evidence` says how that shows. It may be told again and again."""
+
+    gpu: GpuId
+    evidence: str
+
+
+class MpsChecked(Struct, frozen=True, tag=True):
+    """Whether a device has MPS as configured: `trouble` is a sentence that says why not, or empty."""
+
+    gpu: GpuId
+    trouble: str = ""
+
+
 class LogRead(Struct, frozen=True, tag=True):
     """A part of a task's log was read."""
 
@@ -303,6 +326,8 @@ LocalEvent = (
     | Estimated
     | StrangerSpared
     | QuarantineLifted
+    | MpsFaulted
+    | MpsChecked
     | LogRead
 )
 NodeEvent = LocalEvent | Received | Tick | Connected
@@ -347,7 +372,10 @@ class EndStranger(Struct, frozen=True, tag=True):
 
 
 class StartWorker(Struct, frozen=True, tag=True):
-    """Start the task's process; answered by `WorkerStarted` or `StartFailed`. `gpus` are seats (see `device_of`)."""
+    """Start the task's process; answered by `WorkerStarted` or `StartFailed`. `gpus` are seats (see `device_of`).
+
+    With `mps` it is to be a client of MPS, where its device has that.
+    """
 
     task: TaskId
     app: AppId
@@ -356,6 +384,7 @@ class StartWorker(Struct, frozen=True, tag=True):
     gpus: tuple[GpuId, ...]
     launch: LaunchSpec
     rendezvous: Rendezvous | None = None
+    mps: bool = True
 
 
 class OrderWorker(Struct, frozen=True, tag=True):

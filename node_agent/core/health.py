@@ -9,6 +9,9 @@ An app whose tasks failed so on other GPUs of the node too is no evidence. Neith
 end elsewhere on the node fail as well: then the node is sick, perhaps its storage, and not the GPU. A job that finishes
 on the GPU clears its record.
 
+MPS. A fatal fault of one client ends all clients of a GPU's server, and the driver does not say whose fault it was. So
+the jobs that were there are denied MPS for `WINDOW_S`: without it a job falls by its own faults alone.
+
 Strangers. The policy `kill` ends processes that use a GPU under no lease: those that compute, belong to no system user
 and were seen for `PATIENCE_S`. They are sent SIGTERM, and SIGKILL `TERMINATE_S` later.
 
@@ -28,6 +31,7 @@ from node_agent.core.events import (
     GpuProcess,
     GpuSample,
     HealthLedger,
+    MpsChecked,
     NodeFacts,
     QuarantineLifted,
     RememberHealth,
@@ -73,10 +77,13 @@ class Health:
         self._remembered = self._ledger
         self._strangers: dict[tuple[int, int], Stranger] = {}
         self._faults: dict[GpuId, tuple[float, str]] = {}
+        self._mps_troubles: dict[GpuId, str] = {}
 
-    def told(self, event: StrangerSpared | QuarantineLifted, now: float) -> None:
-        """Take in the word of an administrator, or of the adapter that ends processes."""
+    def told(self, event: StrangerSpared | QuarantineLifted | MpsChecked, now: float) -> None:
+        """Take in the word of an administrator, or of an adapter that ends processes or keeps MPS running."""
         match event:
+            case MpsChecked(gpu=gpu, trouble=trouble):
+                self._mps_troubles[gpu] = trouble
             case QuarantineLifted(gpus=gpus):
                 self.lift(gpus, now)
             case StrangerSpared():
@@ -107,6 +114,16 @@ class Health:
     def quarantine(self, gpu: GpuId) -> str:
         """Say why no new task may start on this seat's device, or return an empty string."""
         return self._ledger.quarantined.get(device_of(gpu), "") if self._facts.quarantine else ""
+
+    def deny_mps(self, jobs: Iterable[JobId], now: float) -> None:
+        """Have these jobs, which were clients of MPS at a fatal fault, run without it from now on."""
+        kept = {job: at for job, at in self._ledger.mps_denied.items() if at > now - WINDOW_S}
+        self._ledger = replace(self._ledger, mps_denied=kept | dict.fromkeys(sorted(jobs), now))
+
+    def may_use_mps(self, job: JobId, now: float) -> bool:
+        """Whether a job may be a client of MPS."""
+        at = self._ledger.mps_denied.get(job)
+        return at is None or at <= now - WINDOW_S
 
     def news(self) -> list[RememberHealth]:
         """Return the ledger if it has changed since it was last returned."""
@@ -191,13 +208,17 @@ class Health:
     def judged(self, status: GpuStatus) -> GpuStatus:
         """Return a seat's status with its quarantine and strangers; the driver's own word comes first."""
         barred = self.quarantine(status.gpu)
-        told = barred or self.remark(status.gpu) if status.healthy else ""
+        told = barred or self.remark(status.gpu) or self.mps_trouble(status.gpu) if status.healthy else ""
         return replace(status, quarantined=bool(barred), detail=told or status.detail)
 
     def remark(self, gpu: GpuId) -> str:
         """Say which strangers use this seat's device, or return an empty string."""
         told = [_told(pid, one) for (pid, _), one in sorted(self._strangers.items()) if device_of(gpu) in one.gpus]
         return "; ".join(told)
+
+    def mps_trouble(self, gpu: GpuId) -> str:
+        """Say why this seat's device has no MPS though it is configured to, or return an empty string."""
+        return self._mps_troubles.get(device_of(gpu), "")
 
     def fault(self, gpus: Iterable[GpuId], now: float) -> str:
         """Return the error that a program on these seats met lately, or an empty string."""

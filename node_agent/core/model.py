@@ -179,6 +179,14 @@ class Facts(Struct, frozen=True):
     resume_s: float = 0.0
     cost: Cost = Cost()
     on_gpu: bool = False  #: a process of it was seen to use a GPU, as the driver needs it
+    mps: bool = False  #: it is a client of MPS, for as long as it lives
+
+
+class MpsFault(Struct, frozen=True):
+    """A fatal fault of the MPS server that a task used, at `at` (UNIX seconds)."""
+
+    at: float
+    reason: str
 
 
 class Task(Struct, frozen=True):

@@ -8,6 +8,9 @@ before it began, so that no clock is compared with another.
 On a device with several seats, a seat is empty when nothing of its own task is left there. Starting or resuming takes
 the whole device, but for a task that is to run beside this one.
 
+The server of the node agent's own MPS daemon stays on a GPU without a client. What it holds is no worker's memory, up
+to one context: `parked_bytes_max`.
+
 The driver may err about a GPU, or hang, and answer again in a moment. Meanwhile nothing is proven, and the GPU counts
 as healthy for `TOLERATED_S`, so that such a moment costs no lease.
 """
@@ -190,8 +193,9 @@ class Gpus:
         """Return the memory in use on a device without a running task, beyond the shares of its parked workers."""
         if any(task.occupies for task in here):
             return 0
+        context = self._facts.parked_bytes_max
         parked = sum(isinstance(task.state, Suspended) for task in here)
-        return max(0, sample.used_bytes - self._facts.idle_bytes_max - parked * self._facts.parked_bytes_max)
+        return max(0, sample.used_bytes - self._facts.idle_bytes_max - parked * context - _served(sample, context))
 
     def kept_by(self, task: Task, tasks: Mapping[TaskId, Task]) -> str:
         """Say how much memory `task`, though parked, was found with beyond a parked worker's share, if it may not.
@@ -222,6 +226,11 @@ class Gpus:
         """Return the size of a device's memory; 0 before it has been seen."""
         sample = self._samples.get(device)
         return 0 if sample is None else sample.memory_bytes
+
+    def has_server(self, device: GpuId) -> bool:
+        """Whether a server of MPS was seen on a device."""
+        sample = self._samples.get(device)
+        return sample is not None and sample.server_bytes is not None
 
     def heaviest(self, device: GpuId, tasks: Iterable[Task]) -> Task | None:
         """Return the task that uses most of `device` among those that are not parked."""
@@ -264,6 +273,11 @@ def _seats(device: GpuId, count: int, used: Collection[GpuId]) -> list[GpuId]:
 
 def _bytes_of(task: TaskId, processes: Iterable[GpuProcess]) -> list[int]:
     return [process.memory_bytes for process in processes if process.task == task]
+
+
+def _served(sample: GpuSample, context: int) -> int:
+    """Return the memory that the server of MPS holds, as far as one `context` explains it."""
+    return 0 if sample.server_bytes is None else min(sample.server_bytes or context, context)
 
 
 def _explained(sample: GpuSample, allowed: int) -> bool:

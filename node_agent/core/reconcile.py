@@ -76,7 +76,8 @@ def _begin(node: NodeState, task: Task) -> None:
             return
         assert task.launch is not None
         node.enter_state(task, Starting(), "its GPUs are free")
-        start = StartWorker(task.id, task.app, task.job, task.attempt, task.gpus, task.launch, task.rendezvous)
+        mps = node.health.may_use_mps(task.job, node.now)
+        start = StartWorker(task.id, task.app, task.job, task.attempt, task.gpus, task.launch, task.rendezvous, mps)
         node.effects.append(start)
     elif task.want == "stop":
         node.enter_state(task, Exited("stopped", task.reason or "it was not running here"), "nothing to stop")

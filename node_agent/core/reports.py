@@ -61,6 +61,7 @@ def _forget_reported(node: NodeState) -> None:
             node.stories.pop(task.id, None)
             node.notes.pop(task.id, None)
             node.noted.pop(task.id, None)
+            node.mps_faults.pop(task.id, None)
             node.effects.append(ForgetWorker(task.id))
 
 

@@ -205,9 +205,10 @@ class Sharing:
         return instructions
 
     def _for_two_bytes(self, device: GpuId, tasks: Tasks) -> int:
-        """Return the memory of a device that all its tasks but two leave while they are parked."""
+        """Return the memory of a device that all its tasks but two leave while they are parked, and a server of MPS."""
         here = sum(device in task.devices and not isinstance(task.state, Exited) for task in tasks.values())
-        return self._gpus.memory_bytes(device) - self.packs.contexts_bytes(here - 2)
+        others = here - 2 + self._gpus.has_server(device)
+        return self._gpus.memory_bytes(device) - self.packs.contexts_bytes(others)
 
     def _candidates(self, wanting: Tasks) -> dict[tuple[GpuId, ...], list[Candidate]]:
         """Return, by their devices, the tasks that could run together there."""

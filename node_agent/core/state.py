@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from node_agent.core.events import HealthLedger, NodeEffect, NodeFacts, WorkerNote
 from node_agent.core.health import Health
-from node_agent.core.model import TRANSITIONS, IllegalTransition, Running, State, Task
+from node_agent.core.model import TRANSITIONS, IllegalTransition, MpsFault, Running, State, Task
 from node_agent.core.proof import Gpus
 from node_agent.core.sharing import Sharing
 from node_agent.core.suspend_methods import SuspendMethods
@@ -45,6 +45,8 @@ class NodeState:
         self.methods = SuspendMethods(facts, self.gpus)
         self.sharing = Sharing(facts, self.gpus, self.methods)
         self.order_seq = 0
+        self.mps_faults: dict[TaskId, MpsFault] = {}
+        self.mps_failed_at: dict[GpuId, float] = {}  #: when a client of MPS last failed on each device
         self.sample_asked = 0  #: the newest mark for which a measurement was asked
         # Reports.
         self.adopted = False

@@ -37,7 +37,7 @@ class SuspendMethods:
         if among is REST_METHODS and self._is_of_unknown_size(task):
             return []
         found = [do for do in among if do not in facts.refused]
-        if "driver" in found and task.ranks.apart:  # it suspends at no common step
+        if "driver" in found and (facts.mps or task.ranks.apart):  # unverified; it suspends at no common step
             found.remove("driver")
         if "leave" in found and not facts.can_checkpoint:
             found.remove("leave")
@@ -53,7 +53,8 @@ class SuspendMethods:
     def has_driver(self, task: Task) -> bool:
         """Whether the driver can suspend a task regardless of its script: it uses a GPU and was not refused before."""
         used = task.facts.on_gpu or (isinstance(task.state, Suspended) and task.state.by_driver)
-        return self._facts.driver and used and "driver" not in task.facts.refused and not task.ranks.apart
+        able = self._facts.driver and not task.facts.mps
+        return able and used and "driver" not in task.facts.refused and not task.ranks.apart
 
     def can_rest(self, task: Task, tasks: Iterable[Task]) -> bool:
         """Whether a task that is on its GPUs can be suspended, now or within a moment."""
@@ -63,9 +64,15 @@ class SuspendMethods:
 
     def why_fixed(self, task: Task) -> str:
         """Say why a task cannot be suspended."""
-        facts = task.facts
         if isinstance(task.state, Starting | Loading | Resuming):
             return "it is only starting"
+        why = self._why_not_parked(task)
+        if task.facts.mps and self._facts.driver:
+            return f"{why}; the driver is not asked, as it is a client of MPS, and nobody has shown that this works"
+        return why
+
+    def _why_not_parked(self, task: Task) -> str:
+        facts = task.facts
         if facts.refusal and {"suspend", "driver"} & set(facts.refused):
             return facts.refusal
         if facts.hello and not facts.can_park:
@@ -77,6 +84,8 @@ class SuspendMethods:
             return "it has not made its first mini-batch yet"
         if facts.can_park:
             return f"host memory for parked jobs has no room for its {facts.state_bytes} bytes"
+        if facts.mps:
+            return "it does not use the library"
         return "it does not use the library, and the driver cannot checkpoint processes here"
 
     def _is_of_unknown_size(self, task: Task) -> bool:

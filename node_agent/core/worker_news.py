@@ -7,7 +7,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from node_agent.core import ladder, rank_sync
+from node_agent.core import ladder, mps_faults, rank_sync
 from node_agent.core.events import (
     Estimated,
     OrderWorker,
@@ -60,6 +60,7 @@ def started(node: NodeState, event: WorkerStarted) -> None:
     """Take in that the process of a task lives."""
     task = replace(node.tasks[event.task], began_at=node.now)
     node.put(task)
+    node.learn(event.task, mps=event.mps)
     node.enter_state(task, Loading(node.now + node.facts.hello_s), f"started as process {event.pid}")
 
 
@@ -379,7 +380,7 @@ def gone(node: NodeState, event: WorkerGone) -> None:
         node.put(replace(task, state=replace(task.state, lingering=False)))
         node.tell(task.id, "its process is gone")
         return
-    verdict = judge(task, event)
+    verdict = mps_faults.judged(node, task, event, judge(task, event))
     fault = node.health.fault(task.gpus, node.now) if verdict.outcome == "failed" else ""
     reason = "; ".join(filter(None, (verdict.reason, fault)))[:REASON_CHARS_MAX]
     if not event.reason:  # a known reason clears the GPU

@@ -39,7 +39,10 @@ class HungError(DeviceError):
 
 
 class Device(Struct, frozen=True):
-    """One GPU. `slot` names the NVLink or PCIe island it belongs to within the node."""
+    """One GPU. `slot` names the NVLink or PCIe island it belongs to within the node.
+
+    `index` counts the GPUs that are used; `number` is nvidia-smi's index.
+    """
 
     gpu: GpuId
     index: int
@@ -47,6 +50,7 @@ class Device(Struct, frozen=True):
     memory_bytes: int
     slot: str
     bus_id: str = ""
+    number: int = -1
 
 
 class Memory(Struct, frozen=True):

@@ -272,12 +272,12 @@ class NvmlBackend:
             total = int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
             bus_id = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
             model = _text(nvml.nvmlDeviceGetName(handle))
-            return _Gpu(handle, Device(GpuId(_text(nvml.nvmlDeviceGetUUID(handle))), 0, model, total, "", bus_id))
+            uuid = GpuId(_text(nvml.nvmlDeviceGetUUID(handle)))
+            return _Gpu(handle, Device(uuid, 0, model, total, "", bus_id, number=index))
         except self._errors as error:
             lost = f"NVML cannot reach GPU {index} ({error}); look into the kernel's log"
-            return _Gpu(
-                None, Device(GpuId(f"GPU-unreachable-{index}"), 0, "unknown", 0, f"unreachable-{index}"), lost=lost
-            )
+            name = f"unreachable-{index}"
+            return _Gpu(None, Device(GpuId(f"GPU-{name}"), 0, "unknown", 0, name, number=index), lost=lost)
 
     def _arrange(self, gpus: Sequence[_Gpu]) -> None:
         """Put the GPUs in the order of the bus, with their links and slots; those without an answer come last."""

@@ -31,34 +31,46 @@ def open_backend(gpus: str | Sequence[int | str], node: str, *, memory_bytes: in
     raise DeviceError(f"gpus = {gpus!r} names no kind of GPU; write 'nvml', or 'simulated:4' for four virtual ones")
 
 
-def measure(backend: DeviceBackend, owner: Callable[[int], TaskId | None]) -> tuple[GpuSample, ...]:
-    """Measure all GPUs now. `owner` says which task a process belongs to, None for a stranger.
+def measure(
+    backend: DeviceBackend, owner: Callable[[int], TaskId | None], serves: Callable[[int], bool] = lambda _: False
+) -> tuple[GpuSample, ...]:
+    """Measure all GPUs now.
+
+    `owner` says which task a process belongs to, None for a stranger; `serves`, whether such a process is no stranger
+    but a server of our MPS daemons.
 
     Raises
     ------
     DeviceError
         If the driver hangs. A single GPU that is lost, or about which the driver errs, is a sample that says so.
     """
-    return tuple(_sample(backend, device, owner) for device in backend.devices())
+    return tuple(_sample(backend, device, owner, serves) for device in backend.devices())
 
 
-def _sample(backend: DeviceBackend, device: Device, owner: Callable[[int], TaskId | None]) -> GpuSample:
+def _sample(
+    backend: DeviceBackend, device: Device, owner: Callable[[int], TaskId | None], serves: Callable[[int], bool]
+) -> GpuSample:
     try:
-        return _measured(backend, device, owner)
+        return _measured(backend, device, owner, serves)
     except HungError:
         raise
     except DeviceError as error:
         return GpuSample(device.gpu, device.model, device.memory_bytes, device.slot, 0, unmeasured=str(error))
 
 
-def _measured(backend: DeviceBackend, device: Device, owner: Callable[[int], TaskId | None]) -> GpuSample:
+def _measured(
+    backend: DeviceBackend, device: Device, owner: Callable[[int], TaskId | None], serves: Callable[[int], bool]
+) -> GpuSample:
     health = backend.health(device.gpu)
     processes: tuple[GpuProcess, ...] = ()
+    servers: list[Process] = []
     used_bytes, utilisation, load = 0, None, None
     if not health.lost:
         # Processes first: one that leaves in between is then counted too much, never too little.
         found = backend.processes(device.gpu)
-        processes = tuple(_process(process, owner(process.pid)) for process in found)
+        owned = [(process, owner(process.pid)) for process in found]
+        servers = [process for process, task in owned if task is None and serves(process.pid)]
+        processes = tuple(_process(process, task) for process, task in owned if process not in servers)
         used_bytes = backend.memory(device.gpu).used_bytes
         utilisation, load = backend.utilisation(device.gpu), backend.load(device.gpu)
     return GpuSample(
@@ -74,6 +86,7 @@ def _measured(backend: DeviceBackend, device: Device, owner: Callable[[int], Tas
         utilisation=utilisation,
         load=load,
         faults=health.faults,
+        server_bytes=sum(server.memory_bytes for server in servers) if servers else None,
     )
 
 

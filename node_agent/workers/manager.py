@@ -35,6 +35,8 @@ from node_agent.core.events import (
     EndStranger,
     Flushed,
     LocalEvent,
+    MpsChecked,
+    MpsFaulted,
     StartFailed,
     StartWorker,
     StrangerSpared,
@@ -45,15 +47,16 @@ from node_agent.core.events import (
     WorkerStarted,
 )
 from node_agent.devices import DeviceBackend
-from node_agent.workers import containment, trackers
+from node_agent.workers import containment, mps, trackers
 from node_agent.workers.containment import ContainmentError, Limits, Standing
 from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
 from node_agent.workers.logs import LOOK_S, Logs, Part
-from node_agent.workers.records import Exit, Record, Records, Spec, Started, read_json, write_json
+from node_agent.workers.mps import MpsDaemons, Offer
+from node_agent.workers.records import Exit, MpsMark, Record, Records, Spec, Started, read_json, write_json
 from node_agent.workers.shim import LOCK_FD
 from node_agent.workers.storage import Storage
 from node_agent.workers.worker_socket import WorkerSocket
-from protocol.messages import Rendezvous, TaskId, device_of
+from protocol.messages import GpuId, Rendezvous, TaskId, device_of
 from protocol.worker import Counted, FromWorker, Order, Progress
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
@@ -65,6 +68,8 @@ START_S = 60.0
 LAST_WORDS_S = 1.0
 #: For processes that were sent SIGKILL to disappear.
 KILLED_S = 5.0
+#: Between two looks at the MPS servers that have clients; the end of a client is another occasion.
+MPS_LOOK_S = 5.0
 #: Variables that a task inherits of the node agent's own environment; others could hold the broker's password.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 #: Of the complaint of a shim that could not start.
@@ -109,6 +114,7 @@ class Settings(Struct, frozen=True):
     devices: tuple[str, ...] = ()  #: patterns of device files that tasks may open besides those of their GPUs
     log_max_bytes: int = 0  #: room that the output of a task takes on the disk; 0: not bounded
     memory_dir: Path | None = None  #: on tmpfs; where workers that leave may put their checkpoints
+    mps: frozenset[GpuId] = frozenset()  #: the GPUs whose jobs are clients of MPS
 
 
 class _Worker:
@@ -165,6 +171,7 @@ class Workers:
         self._workers: dict[TaskId, _Worker] = {}
         self._bounds = self._contain()
         self._memory = self._open_memory()
+        self._mps = self._open_mps()
 
     def _contain(self) -> containment.Containment:
         """Choose the containment, and log its gaps."""
@@ -198,19 +205,28 @@ class Workers:
                 f"memory_dir {folder} cannot be made ({error.strerror}); name a folder on tmpfs, or leave it out"
             ) from error
 
+    def _open_mps(self) -> MpsDaemons | None:
+        """Return the daemons of MPS; None where there are none to run, and none that an earlier node agent left."""
+        settings = self._settings
+        if not settings.mps and not MpsDaemons.left_in(settings.state_dir):
+            return None
+        pipes = _socket_dir(settings.runtime_dir or settings.state_dir, mps.PIPES, longest=mps.PATH_BYTES_MAX)
+        return MpsDaemons(settings.mps, pipes, settings.state_dir)
+
     # --- asked by the core ------------------------------------------------------------------------------------------
 
     async def start(self, effect: StartWorker) -> None:
         """Start the task's process and post the outcome."""
         try:
-            spec = self._spec(effect, await asyncio.to_thread(self._offer_memory, effect))
+            memory = await asyncio.to_thread(self._offer_memory, effect)
+            spec = self._spec(effect, memory, await self._offer_mps(effect))
             started = await self._launch(spec)
         except (CannotStart, OSError) as error:
             self._drop(effect.task)
             await asyncio.to_thread(self._bounds.leave, self._key(effect.task))
             self._post(StartFailed(effect.task, str(error), again=await self._storage.is_full()))
             return
-        self._post(WorkerStarted(effect.task, started.pid))
+        self._post(WorkerStarted(effect.task, started.pid, mps=spec.mps is not None))
         self._watch(effect.task, started)
 
     def order(self, task: TaskId, order: Order, rank: int | None = None) -> None:
@@ -225,7 +241,9 @@ class Workers:
         if worker is None or worker.started is None:
             return
         started = worker.started
-        if how == "kill":
+        if how == "kill" and worker.spec.mps is not None:
+            self._tasks.create_task(self._kill_client(worker.spec.mps, task, started), name=f"kill {task}")
+        elif how == "kill":
             self._kill_all(task, started)
         elif procfs.is_running(started.pid, started.start_ticks):
             _send(started.pid, signal.SIGTERM)
@@ -280,6 +298,20 @@ class Workers:
         worker = self._workers.get(task)
         return [] if worker is None or worker.started is None else list(procfs.descendants([worker.started.shim]))
 
+    def serves(self, pid: int) -> bool:
+        """Whether a process is a server of our MPS daemons; may be called from the sampling thread."""
+        return self._mps is not None and self._mps.serves(pid)
+
+    async def watch_mps(self) -> None:
+        """Post the fatal faults of MPS servers that have clients, until cancelled."""
+        while self._mps is not None:
+            await asyncio.sleep(MPS_LOOK_S)
+            for gpu in {mark.gpu for worker in self._workers.values() if (mark := worker.spec.mps) is not None}:
+                first = min(self._clients(gpu), key=lambda mark: mark.server_bytes, default=None)
+                evidence = await asyncio.to_thread(self._mps.evidence, first) if first is not None else ""
+                if evidence:
+                    self._post(MpsFaulted(gpu, evidence))
+
     def owner(self, pid: int) -> TaskId | None:
         """Return the task that a process belongs to; may be called from the sampling thread."""
         tasks = {w.started.shim: task for task, w in list(self._workers.items()) if w.started is not None}
@@ -294,6 +326,7 @@ class Workers:
         for record, spec in specs:
             await self._adopt(record, spec)
         await asyncio.to_thread(self._sweep, list(self._workers))
+        await self._end_mps()
         self._keep_what_is_left({spec.task for _, spec in specs})
 
     def close(self) -> None:
@@ -302,6 +335,10 @@ class Workers:
             worker.socket.close()
             self._unwatch(worker)
         self._workers.clear()
+
+    async def leave_mps(self) -> None:
+        """End the MPS daemons that have no client; the next node agent goes on with the others."""
+        await self._end_mps(all_of_them=True)
 
     async def end(self) -> None:
         """SIGKILL all workers and wait a little for them to go, for a node agent that is to leave nothing behind."""
@@ -324,10 +361,10 @@ class Workers:
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def _spec(self, effect: StartWorker, memory: dict[str, str]) -> Spec:
+    def _spec(self, effect: StartWorker, memory: dict[str, str], offer: Offer) -> Spec:
         launch, node = effect.launch, self._settings.node
         devices = [device_of(gpu) for gpu in effect.gpus]
-        env = self._environment(effect) | self._backend.env(devices) | memory
+        env = self._environment(effect) | self._backend.env(devices) | memory | offer.env
         _check_folder(launch.cwd, node)
         _check_command(launch.command[0], launch.cwd, env.get("PATH", os.defpath), node)
         _check_checkpoint_dir(launch.checkpoint_dir, node)
@@ -347,6 +384,7 @@ class Workers:
             run=launch.run,
             cpus=tuple(self._backend.cpus(devices) or ()),
             secrets={name: file for name, file in launch.secrets.items() if name not in ours},
+            mps=offer.mark,
         )
 
     def _environment(self, effect: StartWorker) -> dict[str, str]:
@@ -486,6 +524,8 @@ class Workers:
             self._backend.detach(worker.started.shim)
         self._drop(task)
         await self._post_gone(gone, worker.spec)
+        if worker.spec.mps is not None:
+            await self._end_mps()
 
     def _find_end(self, worker: _Worker) -> WorkerGone:
         """Read the shim's record of the end; without one, end the rest of its session and say so."""
@@ -512,6 +552,7 @@ class Workers:
             finished=finished.metrics if finished else None,
             finished_step=finished.step if finished else -1,
             diverged=finished.diverged if finished else (),
+            mps_fault=self._mps_fault(spec) if ended.code != 0 else "",
         )
 
     def _drop(self, task: TaskId) -> None:
@@ -528,6 +569,47 @@ class Workers:
             below.append(started.pid)
         for pid in below:
             _send(pid, signal.SIGKILL)
+
+    # --- MPS --------------------------------------------------------------------------------------------------------
+
+    async def _offer_mps(self, effect: StartWorker) -> Offer:
+        """Make a task on one GPU that has MPS its client; post whether that GPU has it in fact."""
+        gpu = device_of(effect.gpus[0])
+        # The daemon of a GPU shows its clients no other one.
+        if self._mps is None or not effect.mps or len(effect.gpus) != 1 or not self._mps.has(gpu):
+            return Offer()
+        offer = await asyncio.to_thread(self._mps.offer, gpu, has_clients=bool(self._clients(gpu)))
+        self._post(MpsChecked(gpu, offer.trouble))
+        return offer
+
+    def _clients(self, gpu: GpuId) -> list[MpsMark]:
+        """Return the marks of the living clients on a GPU."""
+        found = [(worker.spec.mps, worker.started) for worker in list(self._workers.values())]
+        return [
+            mark
+            for mark, started in found
+            if mark is not None
+            and mark.gpu == gpu
+            and (started is None or procfs.is_running(started.shim, started.shim_ticks))
+        ]
+
+    def _mps_fault(self, spec: Spec) -> str:
+        return self._mps.evidence(spec.mps) if self._mps is not None and spec.mps is not None else ""
+
+    async def _kill_client(self, mark: MpsMark, task: TaskId, started: Started) -> None:
+        """SIGKILL a client of MPS once its contexts are gone: with work of it on the GPU the others could be harmed."""
+        if self._mps is not None:
+            below = await asyncio.to_thread(procfs.descendants, [started.shim])
+            await asyncio.to_thread(self._mps.release, mark, list(below))
+        if procfs.is_running(started.shim, started.shim_ticks):
+            self._kill_all(task, started)
+
+    async def _end_mps(self, *, all_of_them: bool = False) -> None:
+        """End the daemons that no setting names any more, or all, as far as they have no client."""
+        if self._mps is not None:
+            used = {mark.gpu for worker in self._workers.values() if (mark := worker.spec.mps) is not None}
+            used = {gpu for gpu in used if self._clients(gpu)}
+            await asyncio.to_thread(self._mps.end, used, all_of_them=all_of_them)
 
     # --- checkpoints in host memory ---------------------------------------------------------------------------------
 
@@ -650,7 +732,8 @@ def _out_of_memory(ended: Exit) -> str:
 
 def _adopted(spec: Spec, record: Record, boot_id: str) -> AdoptedWorker:
     lived_s = record.lived_s(boot_id)
-    return AdoptedWorker(spec.task, spec.app, spec.job, spec.attempt, spec.gpus, record.note, lived_s)
+    is_client = spec.mps is not None
+    return AdoptedWorker(spec.task, spec.app, spec.job, spec.attempt, spec.gpus, record.note, lived_s, is_client)
 
 
 def _settled(record: Record) -> Started | None:
@@ -746,15 +829,16 @@ def _check_checkpoint_dir(folder: str, node: str) -> None:
         ) from error
 
 
-def _socket_dir(parent: Path) -> Path:
+def _socket_dir(parent: Path, name: str = "sockets", *, longest: int = 22) -> Path:
     """Return a private folder for sockets, the same for every node agent with this state directory.
 
-    The kernel takes 107 bytes of a socket's path, so a deep directory gets a short stand-in.
+    The kernel takes 107 bytes of a socket's path, so a deep directory gets a short stand-in. Within the folder the path
+    takes up to `longest` bytes.
     """
-    folder = parent.resolve() / "sockets"
-    if len(os.fsencode(folder)) + 22 > SOCKET_PATH_MAX:
-        name = blake2s(os.fsencode(folder), digest_size=8).hexdigest()
-        folder = Path(tempfile.gettempdir()) / f"gpu-arbiter-{os.getuid()}-{name}"
+    folder = parent.resolve() / name
+    if len(os.fsencode(folder)) + longest > SOCKET_PATH_MAX:
+        digest = blake2s(os.fsencode(folder), digest_size=8).hexdigest()
+        folder = Path(tempfile.gettempdir()) / f"gpu-arbiter-{os.getuid()}-{digest}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.lstat()
     if owner.st_uid != os.getuid() or owner.st_mode & 0o077:

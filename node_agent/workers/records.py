@@ -25,6 +25,14 @@ from protocol.messages import AppId, GpuId, JobId, TaskId
 T = TypeVar("T", bound=Struct)
 
 
+class MpsMark(Struct, frozen=True):
+    """A client of MPS in a worker's record: its GPU, and the size of the daemon's logs when the worker was started."""
+
+    gpu: GpuId
+    control_bytes: int = 0
+    server_bytes: int = 0
+
+
 class Spec(Struct, frozen=True):
     """How a task was started, for the shim and for the next node agent.
 
@@ -46,6 +54,7 @@ class Spec(Struct, frozen=True):
     cpus: tuple[int, ...] = ()
     secrets: dict[str, str] = {}
     cgroup: str = ""  #: the folder of the group that the task joins; ``own``: it is in its shim's
+    mps: MpsMark | None = None  #: of a client of MPS
 
 
 class Started(Struct, frozen=True):

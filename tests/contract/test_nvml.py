@@ -159,6 +159,15 @@ def test_a_process_that_only_draws_is_told_from_one_that_computes(hands: Hands) 
     backend.close()
 
 
+def test_a_server_of_mps_is_no_stranger_and_what_it_holds_is_told_apart_from_its_clients(hands: Hands) -> None:
+    hands.driver.change(0, processes=[(4711, 300, "compute"), (4712, 9, "mps"), (4713, 7, "compute")])
+    backend = hands.backend()
+    first, second = measure(backend, {4712: TaskId("t")}.get, {4711, 4712}.__contains__)
+    assert [(process.pid, process.task) for process in first.processes] == [(4712, "t"), (4713, None)]
+    assert (first.server_bytes, second.server_bytes) == (300 * MIB, None)
+    backend.close()
+
+
 def test_a_worker_runs_on_the_cores_near_its_gpus(hands: Hands, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4, 5})
     hands.driver.change(0, cores=0b000011)
@@ -178,6 +187,7 @@ def test_some_gpus_of_a_node_are_named_by_index_or_uuid(hands: Hands) -> None:
     hands.deal(4)
     backend = hands.backend("0", hands.gpu(2))
     assert [device.gpu for device in backend.devices()] == [hands.gpu(0), hands.gpu(2)]
+    assert [device.number for device in backend.devices()] == [0, 2]
     assert set(backend.topology()) == {(hands.gpu(0), hands.gpu(2))}
     hands.driver.change(1, lost=1)
     assert [sample.healthy for sample in measure(backend, no_owner)] == [True, True]

@@ -8,6 +8,7 @@ stubborn    says hello and ignores every order, and SIGTERM
 park-only   as work, but cannot save
 sick GPU    as park-only; on that GPU it crashes after its fifth step
 babble      sends nonsense first, then works
+client STEP as park-only, and a client of a played MPS, as CUDA makes a process one; its kernel faults at that step
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 mode = sys.argv[1]
 state = {"step": -1, "suspended": False}
@@ -80,7 +82,30 @@ def progress(sock: socket.socket) -> None:
         can_park=True,
         can_checkpoint=mode == "work",
         saved_step=-1,
+        peak_bytes=2**30 if mode == "client" else 0,
     )
+
+
+def tell_mps(word: str) -> str:
+    """Do what CUDA does in a process that finds MPS in its environment; without it, nothing."""
+    pipe = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "")
+    if not pipe:
+        return ""
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(f"{pipe}/control")
+        link.sendall(f"{word} {os.getpid()}".encode())
+        return link.recv(4096).decode().strip()
+
+
+def compute() -> None:
+    """Fault where that is wished, and end where another client has."""
+    faults = state["step"] == int(sys.argv[2])
+    if faults:
+        tell_mps("fault")
+    pipe = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "")
+    if faults or (pipe and Path(pipe, "faulted").exists()):
+        print("CUDA error: an illegal memory access was encountered", flush=True)
+        sys.exit(1)
 
 
 def run(sock: socket.socket) -> None:
@@ -98,6 +123,8 @@ def run(sock: socket.socket) -> None:
         if not state["suspended"]:
             state["step"] += 1
             progress(sock)
+            if mode == "client":
+                compute()
             if state["step"] == 5 and os.environ["CUDA_VISIBLE_DEVICES"] in sys.argv[2:]:
                 sys.exit(3)
 
@@ -113,6 +140,8 @@ if mode == "finish":
         hello(sock)
         say(sock, "finished", step=9, metrics={"accuracy": 0.5})
     sys.exit(0)
+if mode == "client" and tell_mps("client") == "refused":
+    sys.exit("CUDA error: the MPS server is not ready to accept new MPS client requests")
 print("works", flush=True)
 while True:
     with connect() as sock, suppress(OSError):

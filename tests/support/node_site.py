@@ -62,7 +62,8 @@ def gpu(number: int) -> GpuId:
 
 def config(folder: Path, **fields: object) -> NodeConfig:
     values: dict[str, object] = {"beat_s": 0.2, "sample_s": 0.2, "hello_s": 0.5, "slice_overhead_max": 1e3}
-    return NodeConfig(node=NODE, gpus="simulated:2", state_dir=str(folder / "state"), **(values | fields))  # type: ignore[arg-type]
+    values |= {"gpus": "simulated:2", "state_dir": str(folder / "state")}
+    return NodeConfig(node=NODE, **(values | fields))  # type: ignore[arg-type]
 
 
 def task_order(
@@ -173,19 +174,18 @@ class Site:
 async def node_site(
     folder: Path, *, end_workers: bool = True, backend: SimulatedBackend | None = None, **fields: object
 ) -> AsyncIterator[Site]:
-    """A running node agent, with two virtual GPUs unless others are given."""
+    """A running node agent, with two virtual GPUs unless others are given, or named by `gpus` of its configuration."""
     bus = MemoryBus(MemoryBroker())
     link = await bus.connect(ARBITER)
     await link.lead()
     await link.provision(Party("node", NODE))
     await link.consume()
-    backend = backend or SimulatedBackend(NODE, 2)
+    virtual = backend or SimulatedBackend(NODE, 2)
+    given = backend or (None if "gpus" in fields else virtual)
     async with asyncio.TaskGroup() as group:
-        agent = group.create_task(
-            run_node_agent(config(folder, **fields), bus, backend=backend, end_workers=end_workers)
-        )
+        agent = group.create_task(run_node_agent(config(folder, **fields), bus, backend=given, end_workers=end_workers))
         try:
-            yield Site(folder, link, backend)
+            yield Site(folder, link, virtual)
         finally:
             agent.cancel()
     await link.close()

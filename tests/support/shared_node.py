@@ -77,6 +77,9 @@ class SharedNode(Bench):
         self.said: list[tuple[float, TaskId, str]] = []
         self.notes: list[NoteWorker] = []
         self.stranger_bytes = 0  #: of a process under no lease, on the first device
+        self.mps = False  #: whether the workers are clients of MPS
+        self.server_bytes: int | None = None  #: of the MPS server of each device
+        self.signals: list[tuple[TaskId, str]] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._booked_at = self.now
@@ -173,7 +176,8 @@ class SharedNode(Bench):
                     self._later(0.01, lambda mark=mark: self._sample(mark))
                 case CheckpointProcess():
                     self._drive(effect)
-                case SignalWorker(task=task) if task in self.workers:
+                case SignalWorker(task=task, how=how) if task in self.workers:
+                    self.signals.append((task, how))
                     self._end(task, WorkerGone(task, signal=9))
 
     def _start(self, effect: StartWorker) -> None:
@@ -181,7 +185,7 @@ class SharedNode(Bench):
         worker = Worker(effect.task, tuple(map(device_of, effect.gpus)), nature)
         worker.busy = True
         self.workers[effect.task] = worker
-        self.perform(self.say(WorkerStarted(effect.task, 100)))
+        self.perform(self.say(WorkerStarted(effect.task, 100, mps=self.mps and effect.mps)))
 
         def train() -> None:
             worker.busy = False
@@ -289,7 +293,9 @@ class SharedNode(Bench):
             if self.stranger_bytes and number == 0:
                 processes += (GpuProcess(999, self.stranger_bytes),)
                 used += self.stranger_bytes
-            measured = sample(number, *processes, used=used)
+            measured = replace(
+                sample(number, *processes, used=used + (self.server_bytes or 0)), server_bytes=self.server_bytes
+            )
             training = [worker for worker in here if worker.on and not worker.busy]
             if len(training) == 1 and training[0].nature.use is not None:
                 utilisation, load = training[0].nature.use

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +15,10 @@ from pathlib import Path
 from benchmarks.gpu import training
 from benchmarks.gpu.readings import Readings
 from benchmarks.gpu.record import Figures, Section, Setting
-from benchmarks.gpu.trainees import Answer, Trainee, trainee
+from benchmarks.gpu.trainees import Answer, Trainee, describe, trainee
 
 GB = 0.4
 TURNS = 8
-MPS_S = 20.0
 
 
 def run(setting: Setting, section: Section) -> None:
@@ -122,42 +119,29 @@ def _seen(pair: Sequence[Trainee]) -> Figures:
 
 
 def _under_mps(setting: Setting, step_s: float) -> Figures:
-    """Measure both pairs with an MPS daemon of our own; it changes no setting of the GPU, and may be impossible."""
+    """Measure both pairs under MPS as a node agent runs it; no setting of the GPU changes. It may be impossible."""
     try:
-        with _mps() as env:
+        with trainee(setting.device, "uuid") as one:
+            uuid = str(one.ask(describe)["uuid"])
+        with under_daemon(uuid) as env:
             return {"busy": _pair(setting, 0.0, env), "half_idle": _pair(setting, step_s, env)}
     except Exception as error:  # noqa: BLE001 - MPS is an extra: where there is none, that is the finding
         return {"absent": f"{type(error).__name__}: {error}"}
 
 
 @contextmanager
-def _mps() -> Iterator[dict[str, str]]:
-    """Run an MPS daemon that only those see who are given its folder."""
+def under_daemon(uuid: str) -> Iterator[dict[str, str]]:
+    """Run an MPS daemon that only those see who are given its environment."""
+    # What a node agent needs may be missing where PyTorch is not.
+    from node_agent.devices import visible
+    from node_agent.workers.mps import MpsDaemon
+    from protocol.messages import GpuId
+
+    gpu = GpuId(uuid)
     with tempfile.TemporaryDirectory(prefix="gpu-arbiter-mps-") as folder:
-        env = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        _control(env, "-d")
+        daemon = MpsDaemon(gpu, Path(folder, "pipe"), Path(folder, "logs"))
         try:
-            yield env
+            daemon.ready(has_clients=False)
+            yield daemon.env | visible([gpu])
         finally:
-            _control(env, told="quit\n")
-            _wait_gone(Path(folder))
-
-
-def _control(env: Mapping[str, str], *flags: str, told: str = "") -> None:
-    subprocess.run(
-        ["nvidia-cuda-mps-control", *flags],
-        env={**os.environ, **env},
-        input=told,
-        text=True,
-        check=True,
-        timeout=MPS_S,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def _wait_gone(folder: Path) -> None:
-    """Wait for the daemon to leave its folder, which is about to be removed."""
-    deadline = time.monotonic() + MPS_S
-    while time.monotonic() < deadline and (folder / "control").exists():
-        time.sleep(0.1)
+            daemon.end()

@@ -11,6 +11,7 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -114,7 +115,7 @@ class StandIn:
         self.write()
 
     def flag(self, *words: str) -> None:
-        """Have these flags alone: `real`, `used-counts-reserved`, `full`, `corrupt`, `stays`, `blind`, ..."""
+        """Have these flags alone: `real`, `used-counts-reserved`, `stays`, `blind`, `mps-no-server`, ..."""
         self._flags = set(words)
         self.write()
 
@@ -168,6 +169,15 @@ class StandIn:
         """The variables with which another process loads the libraries."""
         before = os.environ.get("LD_LIBRARY_PATH")
         return {"LD_LIBRARY_PATH": f"{self.folder}:{before}" if before else str(self.folder)}
+
+    def play_mps(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put a played MPS on the PATH of this process, until the test ends, and of all children of it."""
+        source = (Path(__file__).parent / "mps.py").read_text()
+        for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
+            program = self.folder / name
+            program.write_text(f"#!{sys.executable} -IS\n{source}")
+            program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{self.folder}:{os.environ['PATH']}")
 
     def load(self, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
         """Have nvidia-ml-py use the library in this process, until the test ends, and all children of it."""

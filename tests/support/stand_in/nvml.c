@@ -174,11 +174,13 @@ static unsigned processes(int index, const char *uuid, const char *kind, Process
   if (proc) closedir(proc);
   char here[4096];
   path_of("", here);
-  proc = !strcmp(kind, "compute") && !flag("blind") ? opendir(here) : NULL;
-  for (struct dirent *entry; proc && (entry = readdir(proc));) { /* those that called CUDA themselves */
+  const char *prefix = !strcmp(kind, "mps") ? "mps" : "on"; /* clients of the played MPS; those that called CUDA themselves */
+  proc = strcmp(kind, "graphics") && !flag("blind") ? opendir(here) : NULL;
+  for (struct dirent *entry; proc && (entry = readdir(proc));) {
     char name[64];
-    if (sscanf(entry->d_name, "on.%ld", &pid) != 1 || kill((pid_t)pid, 0)) continue;
-    snprintf(name, sizeof name, "on.%ld", pid);
+    size_t length = strlen(prefix);
+    if (strncmp(entry->d_name, prefix, length) || sscanf(entry->d_name + length, ".%ld", &pid) != 1 || kill((pid_t)pid, 0)) continue;
+    snprintf(name, sizeof name, "%s.%ld", prefix, pid);
     FILE *on = open_in_folder(name, "r");
     int here = on && fscanf(on, "%63s", name) == 1 && strstr(name, uuid);
     if (on) fclose(on);
@@ -210,9 +212,11 @@ static unsigned long long used(Handle *handle, Gpu *gpu) {
   unsigned long long sum = (unsigned long long)gpu->used * MIB;
   if (!flag("real")) return sum;
   pthread_mutex_lock(&one);
-  unsigned count = processes(handle->index, gpu->uuid, "compute", found, 256);
+  for (int list = 0; list < 2; list++) {
+    unsigned count = processes(handle->index, gpu->uuid, list ? "mps" : "compute", found, 256);
+    for (unsigned i = 0; i < count && i < 256; i++) sum += found[i].used;
+  }
   pthread_mutex_unlock(&one);
-  for (unsigned i = 0; i < count && i < 256; i++) sum += found[i].used;
   return sum;
 }
 int nvmlDeviceGetMemoryInfo(Handle *handle, unsigned long long *info) {
