@@ -11,7 +11,7 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import assert_never
@@ -52,7 +52,7 @@ from node_agent.core.events import (
 from node_agent.devices import DeviceBackend, DeviceError
 from node_agent.devices.activity import ActivityWatch
 from node_agent.devices.sampling import measure, open_backend
-from node_agent.workers.driver import Checkpointer, open_checkpointer
+from node_agent.workers.driver import Checkpointer, Result, open_checkpointer
 from node_agent.workers.manager import Settings, Workers, WorkersError
 from node_agent.workers.records import read_json, write_json
 from node_agent.workers.storage import Storage
@@ -126,8 +126,8 @@ async def _run(
     boot_id = procfs.boot_id()
     settings = _settings(config, boot_id, mps_gpus(config, backend))
     checkpointer = open_checkpointer(backend, settings.state_dir)
-    driver = await _driver_works(config, checkpointer)
-    core = _core(config, memory, _facts(config, memory, backend, boot_id, driver=driver))
+    facts = replace(_facts(config, memory, backend, boot_id), **await _driver_facts(config, checkpointer))
+    core = _core(config, memory, facts)
     performer = Performer(memory, checkpointer)
     shell: Shell[LocalEvent, LocalEffect] = Shell(
         _DatedCore(core),
@@ -147,7 +147,7 @@ async def _run(
         performer.attach(workers, sampler, tasks, shell.post, storage)
         await performer.remember()
         await workers.adopt()
-        if driver:
+        if facts.driver:
             await performer.find_checkpointed()
         working = (
             *map(tasks.create_task, (sampler.run(), watch.run(), storage.watch(), workers.bound_logs())),
@@ -187,10 +187,12 @@ def _workers(
         raise ConfigError(str(error)) from error
 
 
-async def _driver_works(config: NodeConfig, checkpointer: Checkpointer) -> bool:
+async def _driver_facts(config: NodeConfig, checkpointer: Checkpointer) -> dict[str, bool]:
+    """Return whether the driver can checkpoint processes here, and restore them onto other GPUs."""
     why_not = await _probe(config, checkpointer)
-    log.info("driver.checkpoint", works=not why_not, reason=why_not)
-    return not why_not
+    why_bound = why_not or checkpointer.why_bound()
+    log.info("driver.checkpoint", works=not why_not, reason=why_not, moves=not why_bound, bound=why_bound)
+    return {"driver": not why_not, "driver_moves": not why_bound}
 
 
 async def _probe(config: NodeConfig, checkpointer: Checkpointer) -> str:
@@ -201,7 +203,7 @@ async def _probe(config: NodeConfig, checkpointer: Checkpointer) -> str:
     return await checkpointer.probe()
 
 
-def _facts(config: NodeConfig, memory: _Memory, backend: DeviceBackend, boot_id: str, *, driver: bool) -> NodeFacts:
+def _facts(config: NodeConfig, memory: _Memory, backend: DeviceBackend, boot_id: str) -> NodeFacts:
     return NodeFacts(
         node=NodeId(config.node),
         rack=config.rack,
@@ -219,7 +221,6 @@ def _facts(config: NodeConfig, memory: _Memory, backend: DeviceBackend, boot_id:
         host_bytes=config.host_memory_bytes or psutil.virtual_memory().total // 2,
         cpus=float(psutil.cpu_count() or 0),
         total_bytes=psutil.virtual_memory().total,
-        driver=driver,
         slice_overhead_max=config.slice_overhead_max,
         pack_gain_min=config.pack_gain_min,
     )
@@ -324,11 +325,25 @@ class Performer:
 
     async def _checkpoint(self, effect: CheckpointProcess) -> None:
         pids = await asyncio.to_thread(self._workers.processes, effect.task)
-        do = self._checkpointer.suspend if effect.do == "suspend" else self._checkpointer.resume
-        done = await do(pids, effect.timeout_s)
+        if effect.do == "suspend":
+            done = await self._checkpointer.suspend(pids, effect.timeout_s)
+        elif effect.moves:
+            done = await self._move(effect, pids)
+        else:
+            done = await self._checkpointer.resume(pids, effect.timeout_s)
         self._post(
             ProcessCheckpointed(effect.task, effect.do, done.ok, done.reason, done.lost, done.seconds, done.bytes)
         )
+
+    async def _move(self, effect: CheckpointProcess, pids: Sequence[int]) -> Result:
+        """Resume a task on other GPUs, whose device files it must open for that; afterwards only those it is on."""
+        reopen, moves = self._workers.reopen_devices, effect.moves
+        if closed := await asyncio.to_thread(reopen, effect.task, {*moves, *moves.values()}):
+            return Result(ok=False, reason=closed)
+        done = await self._checkpointer.resume(pids, effect.timeout_s, moves)
+        if still_open := await asyncio.to_thread(reopen, effect.task, {*(moves.values() if done.ok else moves)}):
+            log.warning("worker.devices", task=effect.task, reason=still_open)
+        return done
 
     async def perform(self, effect: LocalEffect) -> None:
         """Carry out one effect, or begin to."""
@@ -345,8 +360,8 @@ class Performer:
             case OrderWorker(task=task, order=order, rank=rank):
                 log.info("worker.order", task=task, do=order.do, seq=order.seq)
                 self._workers.order(task, order, rank)
-            case CheckpointProcess(task=task, do=do):
-                log.info("worker.checkpoint", task=task, do=do)
+            case CheckpointProcess(task=task, do=do, moves=moves):
+                log.info("worker.checkpoint", task=task, do=do, moves=moves)
                 self._tasks.create_task(self._checkpoint(effect), name=f"{do} {task}")
             case SignalWorker(task=task, how=how):
                 log.info("worker.signal", task=task, how=how)

@@ -210,7 +210,8 @@ class JobWish(Struct, frozen=True):
 
     `gpus` empty means the job waits; otherwise it is this app's division of its leases. `attempt` grows by one each
     time the job is to start anew (migration, restart), so a revived zombie of an older attempt is recognised.
-    `suspended` says that attempt `attempt` is parked on `gpus` and wants to be resumed there.
+    `suspended` says that attempt `attempt` is parked and wants to be resumed on `gpus`, or on as many of these and of
+    `other_gpus`, of the same node, as its node agent has said.
     """
 
     job: JobId
@@ -218,6 +219,7 @@ class JobWish(Struct, frozen=True):
     gpus: Gpus
     launch: LaunchSpec
     suspended: bool = False
+    other_gpus: Gpus = ()
 
 
 class Utility(Struct, frozen=True):
@@ -352,6 +354,7 @@ class TaskStatus(Struct, frozen=True):
     unflushed: bool = False  #: its newest checkpoint is in this node's memory only, on its way to the disk
     stop_at: Step = -1
     will_stop: bool = False
+    other_gpus: Gpus = ()  #: of its node, on which it can be resumed as well while it is parked: the driver moves it
 
 
 # --- to the arbiter -------------------------------------------------------------------------------------------------

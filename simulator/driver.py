@@ -28,6 +28,7 @@ def checkpoint(worker: Worker, effect: CheckpointProcess) -> None:
     elif not refused:
         worker.phase = "resuming"
         worker.since = node.now()
+        worker.move(effect.moves)
 
     def done() -> None:
         if worker.phase == "gone" or node.incarnation != asker:

@@ -117,6 +117,7 @@ class SimNode:
             cpus=self.spec.cpus,
             total_bytes=self.spec.host_bytes,
             driver=self.traits.driver,
+            driver_moves=self.traits.driver,
         )
         self._asked = 0
         for worker in self.workers.values():

@@ -375,6 +375,14 @@ class Worker:
         self.account.suspensions += 1
         self.account.held_gpu_s += (self.node.now() - self.since) * len(self.gpus)
 
+    def move(self, moves: Mapping[GpuId, GpuId]) -> None:
+        """Be on other devices from now on, where `moves` says so."""
+        for device in self.devices:
+            self.node.on[device].remove(self)
+        self.devices = tuple([moves.get(device, device) for device in self.devices])
+        for device in self.devices:
+            self.node.on[device].append(self)
+
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def signal(self, how: Literal["terminate", "kill"]) -> None:

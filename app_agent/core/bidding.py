@@ -46,9 +46,16 @@ def _reachable_homes(app: App, offer: Offer) -> tuple[GpuId, ...] | None:
     if not wanted or len(bound) < len(wanted):
         return None
     reachable = {device_of(gpu.gpu) for gpu in (*offer.gpus, *offer.kept)}
-    devices = [set(map(device_of, job.gpus)) for job in bound]
-    homes = {device for job in devices if job <= reachable for device in job}
+    homes = {device for job in bound for device in _homes(job, reachable)}
     return tuple(gpu.gpu for gpu in offer.gpus if device_of(gpu.gpu) in homes)
+
+
+def _homes(job: Job, reachable: set[GpuId]) -> set[GpuId]:
+    """Return the devices on which a bound job can go on: its own if all can be had, else others of its node, too."""
+    own = set(map(device_of, job.gpus))
+    others = job.state.other_gpus if isinstance(job.state, Suspended) else ()
+    able = (own if own <= reachable else own.union(others)) & reachable
+    return able if len(able) >= len(own) else set()
 
 
 def _bound(app: App, job: Job) -> bool:

@@ -70,7 +70,7 @@ def joined_status(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskSta
         return None
     ordered = sorted(parts, key=lambda part: part.task)
     known = tuple(sorted({gpu for part in parts for gpu in part.gpus}))
-    whole = set(map(device_of, gpus)) <= set(map(device_of, known))  # a parked job may have moved to other seats
+    whole = len(set(map(device_of, gpus))) <= len(set(map(device_of, known)))  # a parked job may have moved
     if whole and len(parts) == 1:
         return parts[0]
     phase = _phase(ordered, whole=whole)
@@ -212,6 +212,8 @@ def _with_figures(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -
             ran_before_s=job.had_s,
             ran_s=0.0,
         )
+    elif status.phase == "running" and _was_moved(job, status):
+        job = replace(job, seen_gpus=status.gpus, migrations=job.migrations + 1)
     times = _measure(job, status, held)
     metrics, diverged = newest_metrics((job.metrics, job.diverged), (status.metrics, status.measured.diverged))
     return replace(
@@ -230,6 +232,11 @@ def _with_figures(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -
         ran_s=max(job.ran_s, status.measured.ran_s),
         false_starts=0 if _has_begun(status) else job.false_starts,
     )
+
+
+def _was_moved(job: Job, status: TaskStatus) -> bool:
+    """Whether an attempt runs on other GPUs than when it was last looked at, and on as many: its driver moved it."""
+    return len(status.gpus) == len(job.seen_gpus) and not _are_of_same_devices(status.gpus, job.seen_gpus)
 
 
 def _measure(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> tuple[IterTime, ...]:
@@ -282,16 +289,36 @@ def _with_phase(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> 
     A job that stands on GPUs which are its own to stay is taken to wait for its turn on them.
     """
     match job.state, status.phase:
-        case Placed(_, gpus, _), "suspended" if all(gpu in held and not held[gpu].leaving for gpu in gpus):
+        case Placed(_, gpus, _), "suspended" if _are_kept(gpus, held) and _are_of_same_devices(gpus, status.gpus):
             return job
         case ((Placed() | Leaving()), "suspended"):
-            return replace(job, state=Suspended(status.attempt, status.gpus))
+            return replace(job, state=Suspended(status.attempt, status.gpus, status.other_gpus))
         case Suspended(attempt, _), ("running" | "resuming" | "resting"):
             return replace(job, state=Placed(attempt, status.gpus, 0))
-        case Suspended(attempt, gpus), "suspended" if set(gpus) != set(status.gpus):
-            return replace(job, state=Suspended(attempt, status.gpus))
+        case Suspended() as state, "suspended":
+            return replace(job, state=_parked(state, status, held))
         case _:
             return job
+
+
+def _parked(state: Suspended, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Suspended:
+    """Return where a parked job is to go on, by the newest word: it moves as long as it can, and keeps its new GPUs."""
+    own = set(status.gpus)
+    if state.moves_from and set(state.moves_from) == own:
+        if own.union(status.other_gpus).issuperset(state.gpus) and _are_kept(state.gpus, held):
+            return replace(state, other_gpus=status.other_gpus)
+    elif set(state.gpus) == own:
+        return Suspended(state.attempt, state.gpus, status.other_gpus)
+    return Suspended(state.attempt, status.gpus, status.other_gpus)
+
+
+def _are_of_same_devices(some: Sequence[GpuId], others: Sequence[GpuId]) -> bool:
+    return set(map(device_of, some)) == set(map(device_of, others))
+
+
+def _are_kept(gpus: Sequence[GpuId], held: Mapping[GpuId, HeldGpu]) -> bool:
+    """Whether these GPUs are the app's to stay."""
+    return all(gpu in held and not held[gpu].leaving for gpu in gpus)
 
 
 def _after_end(job: Job, status: TaskStatus, spec: AppSpec, now: float) -> Job:
@@ -346,6 +373,12 @@ def place(job: Job, gpus: tuple[GpuId, ...], *, since_seq: int, now: float) -> J
     assert isinstance(job.state, Waiting)
     assert gpus
     return replace(job, state=Placed(job.state.attempt, gpus, since_seq, now, job.state.left_s))
+
+
+def move(job: Job, gpus: tuple[GpuId, ...]) -> Job:
+    """Have a parked job go on on other GPUs of its node."""
+    assert isinstance(job.state, Suspended)
+    return replace(job, state=replace(job.state, gpus=gpus, moves_from=job.state.moves_from or job.state.gpus))
 
 
 def leave(job: Job, *, since_seq: int, now: float) -> Job:

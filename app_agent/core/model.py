@@ -81,10 +81,15 @@ class Leaving(Struct, frozen=True, tag=True):
 
 
 class Suspended(Struct, frozen=True, tag=True):
-    """Attempt `attempt` is parked on `gpus`, and can go on only there."""
+    """Attempt `attempt` is parked, and goes on on `gpus`, where it is or whither it is about to move.
+
+    Its driver can move it to any `other_gpus` of its node; `moves_from` are the GPUs that it leaves by such a move.
+    """
 
     attempt: int
     gpus: tuple[GpuId, ...]
+    other_gpus: tuple[GpuId, ...] = ()
+    moves_from: tuple[GpuId, ...] = ()
 
 
 class Dropped(Struct, frozen=True, tag=True):

@@ -19,6 +19,7 @@ def divide(app: App, now: float) -> None:
     """Take jobs off GPUs they must leave, start those that wait, grow one that gains, give back the useless GPUs."""
     wanted = app.facts.runnable
     _leave_lost_gpus(app, set(wanted), now)
+    _move_parked_jobs(app, jobs_of(app, wanted))
     _start_jobs(app, jobs_of(app, wanted), now)
     held_back = _held_back_gpus(app, wanted)
     held_back |= _grow_jobs(app, wanted, held_back, now)
@@ -58,6 +59,20 @@ def _occupied_gpus(app: App, job: Job) -> tuple[GpuId, ...]:
     if isinstance(job.state, Suspended):
         return demand.seats_of(app, job) if demand.resumable(app, job) else ()
     return job.gpus
+
+
+def _move_parked_jobs(app: App, wanted: Sequence[Job]) -> None:
+    """Let parked jobs that cannot go on on their own GPUs move to others of the app's; first where none is parked."""
+    for job in wanted:
+        state = job.state
+        if not isinstance(state, Suspended) or not state.other_gpus or demand.resumable(app, job):
+            continue
+        parked_on = {gpu for other in app.state.jobs if isinstance(other.state, Suspended) for gpu in other.gpus}
+        free = sorted((held.gpu for held in _free_gpus(app)), key=lambda gpu: gpu in parked_on)
+        lost = [gpu for gpu in state.gpus if gpu not in free]
+        onto = dict(zip(lost, (gpu for gpu in free if gpu in state.other_gpus), strict=False))
+        if len(onto) == len(lost):
+            _replace_job(app, jobs.move(job, tuple([onto.get(gpu, gpu) for gpu in state.gpus])))
 
 
 def _start_jobs(app: App, wanted: Sequence[Job], now: float) -> None:

@@ -115,16 +115,15 @@ def _job_wish(app: App, job: Job) -> JobWish | None:
             return _job_wish_on(app, job, attempt, ())
         case Placed(attempt, gpus, _):
             return _job_wish_on(app, job, attempt, gpus)
-        case Suspended(attempt, gpus):
+        case Suspended(attempt, gpus, other_gpus):
             wanted = job.number in app.facts.runnable and not demand.displaced(app, job)
-            return _job_wish_on(
-                app, job, attempt, (demand.seats_of(app, job) or gpus) if wanted else (), suspended=True
-            )
+            named = (demand.seats_of(app, job) or gpus, other_gpus) if wanted else ((), ())
+            return replace(_job_wish_on(app, job, attempt, named[0]), suspended=True, other_gpus=named[1])
         case _ as never:
             assert_never(never)
 
 
-def _job_wish_on(app: App, job: Job, attempt: int, gpus: tuple[GpuId, ...], *, suspended: bool = False) -> JobWish:
+def _job_wish_on(app: App, job: Job, attempt: int, gpus: tuple[GpuId, ...]) -> JobWish:
     spec, run = app.state.spec, app.state.run
     number = job.id.rpartition(".")[2]
     launch = LaunchSpec(
@@ -136,7 +135,7 @@ def _job_wish_on(app: App, job: Job, attempt: int, gpus: tuple[GpuId, ...], *, s
         run=run,
         secrets=spec.secrets,
     )
-    return JobWish(job.id, attempt, gpus, launch, suspended)
+    return JobWish(job.id, attempt, gpus, launch)
 
 
 def _urgent(said: AppReport) -> bytes:

@@ -170,7 +170,7 @@ class AppView(Struct, frozen=True):
 
     @property
     def bound(self) -> bool:
-        """Whether it can use certain GPUs only because its jobs are parked there, and cannot move."""
+        """Whether it can use certain GPUs only because its jobs are parked, and can go on on no others."""
         return self.only is not None and not self.by_kind
 
     def usable(self, gpus: Iterable[GpuView]) -> Iterable[GpuView]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from node_agent.core import ladder
+from node_agent.core import ladder, moves
 from node_agent.core.events import AdoptedWorker, NoteWorker, WorkerNote
 from node_agent.core.model import Exited, Facts, Loading, Starting, State, Stopping, Suspended, Task, Vacating, Waiting
 from node_agent.core.rank_sync import Ranks
@@ -22,6 +22,9 @@ def adopt(node: NodeState, workers: Sequence[AdoptedWorker]) -> None:
         if note.suspended:
             state = Suspended(proof_by=node.now + node.facts.park_proof_s, by_driver=note.by_driver)
         task = Task(worker.task, worker.app, worker.job, worker.attempt, note.gpus or worker.gpus, state)
+        task = replace(task, image_of=note.image_of)
+        # A move that was not made is begun anew by the next plan that names it.
+        task = moves.at_home(task) if note.suspended else task
         # The last incarnation may have reported the seats of a parked worker as empty.
         lived_s = (note.cost.since_s or 0.0) if worker.lived_s is None else worker.lived_s
         facts, began_at = replace(_facts_of(note), mps=worker.mps), node.now - lived_s
@@ -101,5 +104,6 @@ def _note_of(task: Task) -> WorkerNote:
         parked_bytes=facts.parked_bytes,
         cost=facts.cost,
         gpus=task.gpus if task.reseated else (),
+        image_of=task.image_of,
         apart=task.ranks.apart,
     )

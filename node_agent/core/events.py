@@ -49,6 +49,7 @@ class NodeFacts(Struct, frozen=True):
     cpus: float = 0.0  #: CPU cores of the node; 0: unknown
     total_bytes: int = 0  #: host memory of the node; 0: unknown
     driver: bool = False  #: the driver can checkpoint processes here, as proven when the node agent started
+    driver_moves: bool = False  #: it can restore them onto other GPUs of the same kind, too
     slice_overhead_max: float = 0.02  #: of a turn, for suspending and resuming
     pack_gain_min: float = 1.05  #: sum of normalised step rates from which two jobs stay together on a GPU
     pack_steps: int = 60  #: mini-batches of each over which that is measured
@@ -146,6 +147,7 @@ class WorkerNote(Struct, frozen=True):
     parked_bytes: int = 0
     cost: Cost = Cost()
     gpus: tuple[GpuId, ...] = ()  #: the seats it is on, if they are not those it was started on
+    image_of: tuple[GpuId, ...] = ()  #: the seats from which the driver is moving it to `gpus`
 
 
 class AdoptedWorker(Struct, frozen=True):
@@ -396,11 +398,15 @@ class OrderWorker(Struct, frozen=True, tag=True):
 
 
 class CheckpointProcess(Struct, frozen=True, tag=True):
-    """Have the driver suspend or resume all CUDA processes of the task; answered by `ProcessCheckpointed`."""
+    """Have the driver suspend or resume all CUDA processes of the task; answered by `ProcessCheckpointed`.
+
+    A process is resumed where it was suspended, but the memory of the devices in `moves` comes back on others.
+    """
 
     task: TaskId
     do: Literal["suspend", "resume"]
     timeout_s: float
+    moves: dict[GpuId, GpuId] = {}
 
 
 class SignalWorker(Struct, frozen=True, tag=True):

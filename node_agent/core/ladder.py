@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from node_agent.core import rank_sync
+from node_agent.core import moves, rank_sync
 from node_agent.core.events import CheckpointProcess, OrderWorker, SignalWorker
 from node_agent.core.model import Exited, Ladder, Resuming, Starting, Stopping, Suspended, Suspending, Task, Vacating
 from node_agent.core.state import NodeState
@@ -67,9 +67,10 @@ def resume(node: NodeState, task: Task) -> None:
     assert isinstance(task.state, Suspended)
     node.put(replace(task, given_up=False))
     if task.state.by_driver:
-        node.effects.append(CheckpointProcess(task.id, "resume", DRIVER_S))
+        node.effects.append(CheckpointProcess(task.id, "resume", DRIVER_S, moves.pairs(task)))
         ladder = Ladder("ordered", node.now + DRIVER_S + DRIVER_GRACE_S)
-        node.enter_state(task, Resuming(ladder, by_driver=True), "resumed by the driver")
+        whither = f", moved to {', '.join(task.gpus)}" if task.image_of else ""
+        node.enter_state(task, Resuming(ladder, by_driver=True), f"resumed by the driver{whither}")
     else:
         node.enter_state(task, Resuming(_ask(node, task, "resume", task.grace_s)), "its GPUs are free again")
 

@@ -209,7 +209,8 @@ class Task(Struct, frozen=True):
     priority: int = 0
     ranks: Ranks = Ranks()
     began_at: float | None = None  #: when its process began, UNIX seconds; None: it has had none
-    reseated: bool = False  #: on other seats of its GPUs than it was started on
+    reseated: bool = False  #: on other seats of its GPUs than it was started on, or on other GPUs
+    image_of: tuple[GpuId, ...] = ()  #: parked or resuming: the seats from which the driver is to move it to `gpus`
     rendezvous: Rendezvous | None = None  #: of a job on several nodes
     stop_at: int = -1  #: the step after which all parts of such a job are to stand, or to leave
     stands: bool = False  #: it is to stand there only, until a plan says that it is to leave
@@ -238,6 +239,11 @@ class Task(Struct, frozen=True):
     @property
     def _tellers(self) -> Sequence[Facts | Progress]:
         return [self.facts] if self.ranks.world == 1 else list(self.ranks.news.values())
+
+    @property
+    def home(self) -> tuple[GpuId, ...]:
+        """The seats that its process is on, or was when it was suspended."""
+        return self.image_of or self.gpus
 
     @property
     def occupies(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from node_agent.core import moves
 from node_agent.core.events import Complaint, RememberFence, RememberIncarnation
 from node_agent.core.model import Exited, Suspended, Task, Waiting
 from node_agent.core.state import NodeState
@@ -70,14 +71,16 @@ def _take_order(node: NodeState, order: TaskOrder) -> None:
     task = node.tasks.get(order.task)
     if task is None:
         _add_task(node, order)
-    elif task.gpus != order.gpus and not _may_sit(task, order.gpus):
+    elif task.gpus != order.gpus and not _may_sit(node, task, order.gpus):
         wrong = "its order names other GPUs than it was started on; only a new attempt can move it"
-        node.put(replace(task, complaint=wrong, named=True))
+        # Another app may have the GPUs on which a parked task is: it runs only where a plan says so.
+        want = "vacate" if isinstance(task.state, Suspended) else task.want
+        node.put(replace(task, complaint=task.complaint or wrong, named=True, want=want))
+    elif isinstance(task.state, Suspended) and task.gpus != order.gpus:
+        node.tell(task.id, f"goes on on {', '.join(order.gpus)}")
+        node.put(_with_order(replace(moves.seated(task, order.gpus), reseated=True), order))
     else:
         gpus = task.gpus if isinstance(task.state, Exited) else order.gpus
-        if gpus != task.gpus and isinstance(task.state, Suspended):
-            node.tell(task.id, f"goes on on {', '.join(gpus)}")
-            task = replace(task, reseated=True)
         node.put(_with_order(replace(task, gpus=gpus), order))
 
 
@@ -117,12 +120,14 @@ def _with_order(task: Task, order: TaskOrder) -> Task:
     )
 
 
-def _may_sit(task: Task, gpus: Sequence[GpuId]) -> bool:
+def _may_sit(node: NodeState, task: Task, gpus: Sequence[GpuId]) -> bool:
     """Whether an order may name these seats for `task`.
 
     Its process is bound to its GPUs once it has begun, though not to its seats on them. While it is parked it owns no
-    seat, and it goes on on the seats that its app is given.
+    seat, and it goes on on the seats that its app is given: on its own GPUs, unless the driver can move it to others.
     """
     if isinstance(task.state, Waiting | Exited):
         return True
-    return isinstance(task.state, Suspended) and tuple(map(device_of, task.gpus)) == tuple(map(device_of, gpus))
+    if not isinstance(task.state, Suspended):
+        return False
+    return tuple(map(device_of, task.home)) == tuple(map(device_of, gpus)) or moves.can_move(node, task, gpus)

@@ -194,7 +194,7 @@ class Gpus:
         if any(task.occupies for task in here):
             return 0
         context = self._facts.parked_bytes_max
-        parked = sum(isinstance(task.state, Suspended) for task in here)
+        parked = sum(isinstance(task.state, Suspended) and not task.image_of for task in here)
         return max(0, sample.used_bytes - self._facts.idle_bytes_max - parked * context - _served(sample, context))
 
     def kept_by(self, task: Task, tasks: Mapping[TaskId, Task]) -> str:
@@ -221,6 +221,13 @@ class Gpus:
         parked = (task for task in here if isinstance(task.state, Suspended))
         seats = (each for task in parked for each in task.gpus if device_of(each) == device_of(gpu))
         return self._touched.get(gpu, 0) == max(self._touched.get(each, 0) for each in seats)
+
+    def alike(self, devices: Collection[GpuId]) -> list[GpuId]:
+        """Return the other healthy devices of the same model and memory; none if these are not all of one kind."""
+        own = [self._samples.get(device) for device in devices]
+        kinds = {None if sample is None else (sample.model, sample.memory_bytes) for sample in own}
+        others = (sample for gpu, sample in self._samples.items() if gpu not in devices and sample.healthy)
+        return [sample.gpu for sample in others if kinds == {(sample.model, sample.memory_bytes)}]
 
     def memory_bytes(self, device: GpuId) -> int:
         """Return the size of a device's memory; 0 before it has been seen."""

@@ -138,12 +138,15 @@ def _vacate_parked(node: NodeState, task: Task) -> None:
 
 
 def _proven(node: NodeState, task: Task) -> Suspended:
-    """Check how much memory a parked worker has kept, once that is due; too much rules this method out for it."""
+    """Check how much memory a parked worker has kept, once that is due; too much rules this method out for it.
+
+    One that is about to be moved has kept nothing on its new GPUs, which it has never used.
+    """
     state = task.state
     assert isinstance(state, Suspended)
     if node.now < state.proof_by:
         return state
-    kept = node.gpus.kept_by(task, node.tasks)
+    kept = "" if task.image_of else node.gpus.kept_by(task, node.tasks)
     if kept:
         done = "driver" if state.by_driver else "suspend"
         node.learn(task.id, refused=(*task.facts.refused, done), refusal=kept)

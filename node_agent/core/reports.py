@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from node_agent.core import moves
 from node_agent.core.events import ForgetWorker
 from node_agent.core.model import (
     REASON_CHARS_MAX,
@@ -96,6 +97,7 @@ def _judged(node: NodeState, seat: GpuStatus) -> GpuStatus:
 def _task_status(node: NodeState, task: Task) -> TaskStatus:
     status = _status(task, node.now)
     status = replace(status, cooperative=task.facts.can_park or node.methods.has_driver(task))
+    status = replace(status, other_gpus=moves.other_gpus(node, task))
     if task.ranks.apart:  # together with its other parts
         stands = "hold" not in task.facts.refused
         parks = stands and bool(node.methods.usable(task, ("suspend",), node.tasks.values()))
@@ -115,7 +117,7 @@ def _status(task: Task, now: float) -> TaskStatus:
         app=task.app,
         job=task.job,
         attempt=task.attempt,
-        gpus=task.gpus,
+        gpus=task.home if isinstance(state, Suspended) else task.gpus,
         phase=task.phase,
         step=max(facts.step, task.ranks.late_at),
         start_step=facts.start_step,

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from node_agent.core import ladder, mps_faults, rank_sync
+from node_agent.core import ladder, moves, mps_faults, rank_sync
 from node_agent.core.events import (
     Estimated,
     OrderWorker,
@@ -246,6 +246,7 @@ def _parked(node: NodeState, task: Task, line: SuspendedLine) -> None:
 
 def _suspended(node: NodeState, task: Task, what: str, *, by_driver: bool = False) -> None:
     node.learn(task.id, suspensions=task.facts.suspensions + 1)
+    node.put(replace(node.tasks[task.id], image_of=()))
     node.gpus.touch(task.gpus)
     node.enter_state(task, Suspended(node.now + node.facts.park_proof_s, by_driver=by_driver), what)
 
@@ -259,16 +260,23 @@ def checkpointed(node: NodeState, event: ProcessCheckpointed) -> None:
             _suspended(node, node.tasks[event.task], "suspended by the driver", by_driver=True)
         case Resuming(by_driver=True) if event.do == "resume" and event.ok:
             node.learn(event.task, resume_s=event.seconds)
+            node.put(replace(node.tasks[event.task], image_of=()))
             node.enter_running(node.tasks[event.task], "resumed by the driver")
+        case Loading() | Running() if event.do == "resume" and event.ok:
+            node.put(replace(node.tasks[event.task], image_of=()))
         case Suspending() | Resuming() | Suspended() | Loading() | Running() if event.lost:
             why = f"the driver could not {event.do} it and it can never go on ({event.reason})"
             ladder.kill(node, node.tasks[event.task], "preempted", f"{why}; {lost_work(node.tasks[event.task].facts)}")
         case Loading() | Running() if event.do == "suspend" and event.ok:
+            node.put(moves.at_home(node.tasks[event.task]))
             _suspended(node, node.tasks[event.task], "found suspended by the driver", by_driver=True)
         case Suspended(by_driver=True) if event.do == "resume" and event.ok:
+            node.put(moves.at_home(node.tasks[event.task]))
             node.enter_running(node.tasks[event.task], "found running, resumed by the driver")
         case Suspending(by_driver=True) if event.do == "suspend":
             _declined(node, node.tasks[event.task], "driver", event.reason)
+        case Resuming(by_driver=True) if event.do == "resume" and node.tasks[event.task].image_of:
+            _move_refused(node, node.tasks[event.task], event.reason)
         case Resuming(by_driver=True) if event.do == "resume":
             _resume_refused(node, node.tasks[event.task], event.reason)
         case _:
@@ -348,6 +356,14 @@ def _resume_refused(node: NodeState, task: Task, reason: str) -> None:
     proof_by, retry_at = node.now + node.facts.park_proof_s, node.now + RESUME_AGAIN_S
     parked = Suspended(proof_by, reason, retry_at, by_driver)
     node.enter_state(task, parked, f"could not be resumed: {reason}")
+
+
+def _move_refused(node: NodeState, task: Task, reason: str) -> None:
+    """Leave a task parked on its own GPUs, as the driver did, until a plan names these; it is not moved again."""
+    node.learn(task.id, refused=(*task.facts.refused, moves.MOVE))
+    text = moves.refused_text(reason)
+    node.put(replace(moves.at_home(node.tasks[task.id]), complaint=text, want="vacate"))
+    node.enter_state(node.tasks[task.id], Suspended(node.now + node.facts.park_proof_s, by_driver=True), text)
 
 
 def _stacks(node: NodeState, task: Task, seq: int, text: str) -> None:

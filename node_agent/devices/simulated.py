@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from node_agent import procfs
 from node_agent.devices import Activity, Device, DeviceError, Health, LinkKind, Memory, Process, visible
@@ -95,6 +95,12 @@ class SimulatedBackend:
         """Leave `pids` out of every GPU for as long as they stand still; return the bytes that this frees."""
         self._checkpointed |= {pid: process.start_ticks for pid in pids if (process := procfs.stat(pid)) is not None}
         return sum(map(_device_bytes, pids))
+
+    def move(self, pids: Iterable[int], moves: Mapping[GpuId, GpuId]) -> None:
+        """Count the checkpointed `pids` to other GPUs from now on."""
+        roots = procfs.descendants(self._attached)
+        for root in {roots[pid] for pid in pids if pid in roots}:
+            self._attached[root] = tuple(self._known(moves.get(gpu, gpu)) for gpu in self._attached[root])
 
     def restored(self, pids: Iterable[int]) -> int:
         """Count them again; return the bytes that this takes."""

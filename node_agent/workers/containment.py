@@ -75,6 +75,10 @@ class Containment(Protocol):
         """Prepare the group of a task and return it: a cgroup's folder, ``own`` for the shim's, empty for none."""
         ...
 
+    def reopen(self, key: str, devices: Sequence[str]) -> str:
+        """Let a task that runs open these device files and no others; return why it cannot, empty if it can."""
+        ...
+
     def kill(self, key: str) -> None:
         """Send SIGKILL to every process of the task that this can reach at once."""
         ...
@@ -106,6 +110,10 @@ class Bare:
 
     def enter(self, key: str, limits: Limits) -> str:
         """Return no group: there is none to join."""
+        return ""
+
+    def reopen(self, key: str, devices: Sequence[str]) -> str:
+        """Do nothing: every device file is open."""
         return ""
 
     def kill(self, key: str) -> None:
@@ -159,6 +167,14 @@ class Scope:
         """Return ``own``: the shim's cgroup is the scope's."""
         return "own"
 
+    def reopen(self, key: str, devices: Sequence[str]) -> str:
+        """Set the device files of the scope anew, where they are closed."""
+        if self._user or not devices:
+            return ""
+        allowed = ["DeviceAllow=", *_allowing(devices)]
+        done = self._run(["systemctl", "set-property", "--runtime", f"{_unit(key)}.scope", *allowed])
+        return f"systemd would not open the device files of its new GPUs: {done.stderr.strip()}" * bool(done.returncode)
+
     def kill(self, key: str) -> None:
         """Do nothing: the shim is in the scope and must write down how the task ended."""
 
@@ -185,7 +201,7 @@ class Scope:
         if limits.cpus:
             properties.append(f"AllowedCPUs={','.join(map(str, limits.cpus))}")
         if limits.devices and not self._user:
-            properties += ["DevicePolicy=closed", *(f"DeviceAllow={path} rw" for path in limits.devices)]
+            properties += ["DevicePolicy=closed", *_allowing(limits.devices)]
         options = ["--scope", "--quiet", "--collect", "--unit", unit, "--slice", "gpu-arbiter.slice"]
         return ["systemd-run", *self._manager(), *options, *(part for one in properties for part in ("-p", one))]
 
@@ -241,6 +257,10 @@ class Cgroup:
         if limits.cpus and "cpuset" in self._controllers:
             (group / "cpuset.cpus").write_text(",".join(map(str, limits.cpus)))
         return str(group)
+
+    def reopen(self, key: str, devices: Sequence[str]) -> str:
+        """Do nothing: every device file is open."""
+        return ""
 
     def kill(self, key: str) -> None:
         """Send SIGKILL to the whole group, also to a process that is just being forked (kernel 5.14)."""
@@ -316,6 +336,10 @@ def owner_of(state_dir: Path) -> str:
 def key_of(state_dir: Path, task: str) -> str:
     """Return the key of a task of the node agents with this state directory."""
     return f"{owner_of(state_dir)}-{blake2s(task.encode(), digest_size=8).hexdigest()}"
+
+
+def _allowing(devices: Sequence[str]) -> list[str]:
+    return [f"DeviceAllow={path} rw" for path in devices]
 
 
 def device_files(gpus: Sequence[Device], extra: Sequence[str], proc: Path = Path("/proc")) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ the process knowing. It is slower than parking and has sharp edges. Hence the pr
 2. Each ends within `timeout_s`, or 20 s later if a helper had to be killed and the state it left must be found out.
    `lost` says that the task can never run again and must be killed.
 3. A `suspend` that answers neither `ok` nor `lost` has left the task running as it was.
-4. `resume` must not be called before its GPUs were measured free: a restore that meets too little memory is lost.
+4. `resume` must not be called before its GPUs were measured free: a restore that meets too little memory is lost. One
+   that answers neither `ok` nor `lost` has left the task suspended as it was.
 5. libcuda is loaded in a helper process and never here. One that hangs is killed; if the driver was then about to
    checkpoint or restore, the task is lost, since its state is unknown. A helper outlives the node agent.
 
@@ -25,7 +26,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Literal, Protocol
@@ -38,6 +39,7 @@ from node_agent import procfs
 from node_agent.devices import DeviceBackend, DeviceError
 from node_agent.devices.simulated import SimulatedBackend
 from node_agent.workers.records import read_json, write_json
+from protocol.messages import GpuId
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
@@ -45,6 +47,8 @@ HELPER = Path(__file__).with_name("driver_helper.py")
 LOCK_FD = 9
 #: The first driver under which a process that uses NVML, as PyTorch does, can be checkpointed.
 DRIVER_MIN = 570
+#: The first driver that restores a process onto other GPUs, and the major version of cuda-bindings that can say so.
+MOVES_DRIVER_MIN, MOVES_BINDINGS_MIN = 580, 13
 #: The share of `timeout_s` for a task's work on the GPU to end; the rest is for copying.
 LOCK_SHARE = 1 / 3
 PROBE_S = 90.0
@@ -58,6 +62,7 @@ LINE_BYTES_MAX = 64 * 1024
 INHERITED = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH")
 
 Standing = Literal["running", "suspended", "lost"]
+NO_MOVES: Mapping[GpuId, GpuId] = {}
 
 
 class Result(Struct, frozen=True):
@@ -85,12 +90,16 @@ class Checkpointer(Protocol):
         """Return why it cannot be used on this node, empty if it can. The first time on a node this takes seconds."""
         ...
 
+    def why_bound(self) -> str:
+        """Return why it restores processes onto their own GPUs only, empty if it can onto others of the same kind."""
+        ...
+
     async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
         """Free the GPU memory of `pids`."""
         ...
 
-    async def resume(self, pids: Sequence[int], timeout_s: float) -> Result:
-        """Give `pids` their GPU memory back."""
+    async def resume(self, pids: Sequence[int], timeout_s: float, moves: Mapping[GpuId, GpuId] = NO_MOVES) -> Result:
+        """Give `pids` their GPU memory back, that of the GPUs in `moves` on others of the same kind."""
         ...
 
     async def find(self, pids: Sequence[int]) -> Found:
@@ -130,14 +139,30 @@ class DriverFacts(Struct, frozen=True):
         """Why a probe would be in vain; empty if it would not."""
         if not self.driver:
             return "there is no NVIDIA driver on this node"
-        major = self.driver.partition(".")[0]
-        if not major.isdigit() or int(major) < DRIVER_MIN:
+        if _major(self.driver) < DRIVER_MIN:
             return f"the NVIDIA driver is {self.driver}, and checkpointing needs {DRIVER_MIN} or newer; update it"
         if self.machine != "x86_64":
             return f"the NVIDIA driver checkpoints processes on x86_64 only, and this node is {self.machine}"
         if not self.bindings:
             return "the package cuda-bindings is not installed for the node agent; install gpu-arbiter[cuda]"
         return ""
+
+    @property
+    def why_bound(self) -> str:
+        """Why the driver restores processes onto their own GPUs only; empty if it can onto others."""
+        if _major(self.driver) < MOVES_DRIVER_MIN:
+            return f"the NVIDIA driver is {self.driver}, and moving needs {MOVES_DRIVER_MIN} or newer; update it"
+        if _major(self.bindings) < MOVES_BINDINGS_MIN:
+            return (
+                f"the package cuda-bindings is {self.bindings}, and moving needs {MOVES_BINDINGS_MIN} or newer; update "
+                "gpu-arbiter[cuda]"
+            )
+        return ""
+
+
+def _major(version: str) -> int:
+    major = version.partition(".")[0]
+    return int(major) if major.isdigit() else 0
 
 
 class ProbeResult(Struct, frozen=True):
@@ -154,7 +179,7 @@ class _Request(Struct, frozen=True, omit_defaults=True):
     timeout_s: float
     pids: tuple[int, ...] = ()
     lock_s: float | None = None
-    moves: dict[str, str] | None = None
+    moves: Mapping[GpuId, GpuId] | None = None
 
 
 class _Line(Struct, frozen=True):
@@ -217,9 +242,13 @@ class DriverCheckpointer:
         request = _Request("suspend", timeout_s, _sorted(pids), lock_s=timeout_s * LOCK_SHARE)
         return await self._measured(request, "suspended")
 
-    async def resume(self, pids: Sequence[int], timeout_s: float, moves: dict[str, str] | None = None) -> Result:
-        """Restore them; `moves` are GPUs, by UUID, and others of the same kind to restore onto (driver 580)."""
-        return await self._measured(_Request("resume", timeout_s, _sorted(pids), moves=moves or {}), "running")
+    def why_bound(self) -> str:
+        """Return what the versions of the driver and of cuda-bindings lack for moves."""
+        return self._facts.why_bound
+
+    async def resume(self, pids: Sequence[int], timeout_s: float, moves: Mapping[GpuId, GpuId] = NO_MOVES) -> Result:
+        """Restore them; the memory of GPUs in `moves` comes back on others."""
+        return await self._measured(_Request("resume", timeout_s, _sorted(pids), moves=moves), "running")
 
     async def find(self, pids: Sequence[int]) -> Found:
         """Ask the driver, once the helpers of an earlier node agent have ended."""
@@ -377,15 +406,16 @@ def _resident_pages(pid: int) -> int:
 
 # --- for virtual GPUs -----------------------------------------------------------------------------------------------
 
-Fault = Literal["lock", "slow", "lost"]
+Fault = Literal["lock", "slow", "lost", "move"]
 
 
 class SimulatedCheckpointer:
     """Stops processes with SIGSTOP; the virtual GPUs then count their memory as host memory.
 
     In common with the driver's checkpoint: a restore onto a GPU that is too full fails for ever, a lock can fail to
-    come, each operation may take too long, and the state is the processes' own (T in /proc), so that the next node
-    agent finds it. Unlike it, no GPU's memory really moves, and a restore that failed is forgotten with this object.
+    come, a move can be refused, each operation may take too long, and the state is the processes' own (T in /proc), so
+    that the next node agent finds it. Unlike it, no GPU's memory really moves, and a restore that failed is forgotten
+    with this object.
     """
 
     def __init__(self, backend: SimulatedBackend) -> None:
@@ -395,11 +425,15 @@ class SimulatedCheckpointer:
         self._fault_s = 0.0
 
     def inject(self, fault: Fault, *, seconds: float = 0.0) -> None:
-        """Have the next operation fail to lock, last `seconds` longer, or lose the task."""
+        """Have the next operation fail to lock, last `seconds` longer, lose the task, or refuse to move it."""
         self._fault, self._fault_s = fault, seconds
 
     async def probe(self) -> str:
         """Return that it works."""
+        return ""
+
+    def why_bound(self) -> str:
+        """Return that it moves."""
         return ""
 
     async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
@@ -416,18 +450,22 @@ class SimulatedCheckpointer:
         moved = self._backend.checkpointed(everyone)
         return Result(ok=True, seconds=time.monotonic() - began, bytes=moved)
 
-    async def resume(self, pids: Sequence[int], timeout_s: float) -> Result:
-        """Let them go on if their GPUs have room; else the task is lost."""
+    async def resume(self, pids: Sequence[int], timeout_s: float, moves: Mapping[GpuId, GpuId] = NO_MOVES) -> Result:
+        """Let them go on if their GPUs have room, or those of `moves` have; else the task is lost."""
         began, everyone = time.monotonic(), _with_descendants(pids)
         if self._is_failed(everyone):
             return Result(ok=False, lost=True, reason="an earlier restore failed, which is for ever")
+        fault = self._take_fault()
+        if fault == "move" and moves:
+            return Result(ok=False, reason="the driver will not have these GPUs (injected)")
         try:
+            self._backend.move(everyone, moves)
             full = self._backend.too_small_for(everyone)
         except DeviceError as error:
             return self._lose(everyone, str(error))
         if full is not None:
             return self._lose(everyone, f"{full} has too little memory free for it; a failed restore is for ever")
-        if lost := await self._injected(self._take_fault(), everyone, timeout_s):
+        if lost := await self._injected(fault, everyone, timeout_s):
             return lost
         moved = self._backend.restored(everyone)
         _continue(everyone)

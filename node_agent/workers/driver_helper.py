@@ -11,7 +11,9 @@ another program with storage of its own. The order of the calls below follows fr
 
 * All processes of a task are locked before the first is checkpointed, and all restored before the first is unlocked.
 * A lock that does not come in time leaves a process running. A checkpoint that fails can be undone.
-* A restore that fails is for ever: even with memory enough the next one fails too (NVIDIA/cuda-checkpoint#44).
+* A restore that fails is for ever: even with memory enough the next one fails too (NVIDIA/cuda-checkpoint#44). Only
+  one whose pairs of GPUs the driver does not take leaves the process checkpointed (NVIDIA/cuda-checkpoint#35).
+* The pairs of a restore must have every checkpointed GPU, and drivers want each one of the node.
 * A process without CUDA has no restore thread; it is recognised by that, as in CRIU.
 
 *Source:* CUDA Driver API, section "CUDA Checkpointing".
@@ -33,6 +35,9 @@ from typing import Any
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 INVALID_VALUE, OUT_OF_MEMORY, NOT_INITIALIZED, NOT_READY, UNKNOWN = 1, 2, 3, 600, 999
+INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED = 101, 800, 801
+#: The errors by which the driver may say that it does not take the pairs of GPUs that it is given.
+REFUSALS = (INVALID_VALUE, INVALID_DEVICE, NOT_PERMITTED, NOT_SUPPORTED)
 #: The driver's error for the operating system: most often the right to touch the process is missing.
 OPERATING_SYSTEM = 304
 #: An orphan whose node agent died must end some day.
@@ -238,8 +243,18 @@ def resume(driver: Driver, pids: list[int], moves: dict[str, str]) -> Json:
         for pid in (pid for pid, state in states.items() if state != RUNNING):
             driver.unlock(pid)
     except DriverError as error:
-        return {"ok": False, "lost": True, "reason": str(error)}
+        return {"ok": False, "lost": not (pairs and refused(driver, list(states), error)), "reason": str(error)}
     return {"ok": True, "state": "running"}
+
+
+def refused(driver: Driver, pids: list[int], error: DriverError) -> bool:
+    """Say whether an error means that the pairs of GPUs were not taken, and all `pids` are suspended as they were."""
+    if error.code not in REFUSALS:
+        return False
+    try:
+        return all(driver.state(pid) == CHECKPOINTED for pid in pids)
+    except DriverError:
+        return False
 
 
 def find(driver: Driver, pids: list[int]) -> Json:

@@ -123,6 +123,7 @@ class _Worker:
     def __init__(self, spec: Spec, socket: WorkerSocket) -> None:
         self.spec = spec
         self.socket = socket
+        self.gpus = spec.gpus  #: those it was on when this node agent began to watch it
         self.started: Started | None = None
         self.root: int | None = None  #: the process that all of the task's are below, known before any of them is
         self.pidfd: int | None = None
@@ -228,6 +229,12 @@ class Workers:
             return
         self._post(WorkerStarted(effect.task, started.pid, mps=spec.mps is not None))
         self._watch(effect.task, started)
+
+    def reopen_devices(self, task: TaskId, gpus: Collection[GpuId]) -> str:
+        """Let a task open the device files of these GPUs and of no others; return why it cannot. Waits for systemd."""
+        worker = self._workers.get(task)
+        files = () if worker is None else self._limits(worker.spec, gpus).devices
+        return self._bounds.reopen(self._key(task), files)
 
     def order(self, task: TaskId, order: Order, rank: int | None = None) -> None:
         """Pass an order on to one training process of the task, or to all, as far as they are connected."""
@@ -415,7 +422,7 @@ class Workers:
 
     async def _launch(self, spec: Spec) -> Started:
         """Listen, then start the shim and wait for its word."""
-        limits = self._limits(spec)
+        limits = self._limits(spec, spec.gpus)
         spec = replace(spec, cgroup=await asyncio.to_thread(self._enter, spec.task, limits))
         record = await asyncio.to_thread(self._records.create, spec)
         worker = await self._hold(spec)
@@ -441,8 +448,8 @@ class Workers:
                 f"an administrator must mend its {self._bounds.kind} containment"
             ) from error
 
-    def _limits(self, spec: Spec) -> Limits:
-        held = {device_of(gpu) for gpu in spec.gpus}
+    def _limits(self, spec: Spec, on: Collection[GpuId]) -> Limits:
+        held = {device_of(gpu) for gpu in on}
         gpus = [device for device in self._backend.devices() if device.gpu in held]
         files = containment.device_files(gpus, self._settings.devices)
         return Limits(self._settings.memory_max_bytes * len(held), spec.cpus, files)
@@ -491,7 +498,7 @@ class Workers:
         """See the shim's end as soon as it comes, whether or not it is our child."""
         worker = self._workers[task]
         worker.started = started
-        self._backend.attach(started.shim, [device_of(gpu) for gpu in worker.spec.gpus])
+        self._backend.attach(started.shim, [device_of(gpu) for gpu in worker.gpus])
         try:
             worker.pidfd = os.pidfd_open(started.shim)
         except ProcessLookupError:
@@ -695,7 +702,8 @@ class Workers:
             await self._post_gone(gone, spec)
             return
         started = await asyncio.to_thread(_settled, record)
-        await self._hold(spec, started)
+        worker = await self._hold(spec, started)
+        worker.gpus = record.note.gpus or spec.gpus
         if started is None or not record.alive:
             log.info("worker.ended_unwatched", task=spec.task)
             self._ended(spec.task)

@@ -184,6 +184,7 @@ def draw(seed: int, *, policy: str = "") -> Options:
     options = replace(options, apps=tuple(_maybe_helpless(helpless, app) for app in options.apps))
     arrays = Random(f"arrays {seed}")  # noqa: S311 - likewise
     options = replace(options, apps=tuple(_maybe_array(arrays, app) for app in options.apps))
+    options = _maybe_driven(Random(f"drivers {seed}"), options)  # noqa: S311 - likewise
     options = _of_kinds(Random(f"kinds {seed}"), options)  # noqa: S311 - likewise
     drawn = (*_faults(dice, options), *_drains(seed, options), *_holds(seed, options))
     faults = sorted(drawn, key=lambda fault: fault.at)
@@ -374,6 +375,25 @@ def _maybe_helpless(dice: Random, app: AppOptions) -> AppOptions:
     """Return the app; one in ten of the apps with one job can neither save nor be suspended."""
     helpless = dice.random() < 0.1 and len(app.spec.trials) == 1
     return replace(app, can_park=False, can_checkpoint=False) if helpless else app
+
+
+def _maybe_driven(dice: Random, options: Options) -> Options:
+    """Return the same world, in some draws with many helpless apps that drivers suspend, and move within a node."""
+    if options.settings.sharing != "exclusive" or dice.random() >= 0.25:
+        return options
+    traits = tuple((node, replace(_equipped(dice, each), driver=True, host_bytes=0)) for node, each in options.traits)
+    more = [*options.apps, *_apps(dice, options.cluster, options.calm_at)]
+    apps = [_driven_app(dice, replace(app, submit_s=app.submit_s * 0.4)) for app in more]
+    return replace(options, traits=traits, apps=tuple(sorted(apps, key=lambda app: app.submit_s)))
+
+
+def _driven_app(dice: Random, app: AppOptions) -> AppOptions:
+    if dice.random() < 0.3:
+        return app
+    if len(app.spec.trials) == 1:  # a job of one GPU finds another on its node most often
+        spec = wishing(replace(app.spec, gang=1, gpus_max=0, sizes=()), spans=False)
+        app = replace(app, spec=spec, work_s=2.0 * app.work_s / app.spec.gang)
+    return replace(app, can_park=False, can_checkpoint=False)
 
 
 def _maybe_array(dice: Random, app: AppOptions) -> AppOptions:

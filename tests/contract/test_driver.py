@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from node_agent import procfs
 from node_agent.devices.simulated import SimulatedBackend
@@ -29,6 +30,7 @@ from node_agent.workers.driver import (
     open_checkpointer,
 )
 from node_agent.workers.driver_helper import CannotBeDone, permutation
+from protocol.messages import GpuId
 from tests.support.patience import PATIENCE_S
 from tests.support.stand_in import FaultKind, StandIn, cards
 
@@ -481,6 +483,58 @@ async def test_a_move_gives_the_driver_every_gpu_by_uuid(play: StandIn, pids: tu
     assert play.maps == [[(a, b), (b, a), (c, c)]]
 
 
+REFUSED = {1: "INVALID_VALUE", 101: "INVALID_DEVICE", 800: "NOT_PERMITTED", 801: "NOT_SUPPORTED"}
+
+
+@pytest.mark.parametrize("code", REFUSED)
+async def test_a_move_of_which_the_driver_does_not_take_the_pairs_leaves_all_suspended(
+    play: StandIn, pids: tuple[int, int], code: int
+) -> None:
+    made = on_driver(play, pids, CHECKPOINTED)
+    fail(play, "restore", min(pids), code)
+    result = await made.resume(pids, PATIENCE_S, {play.cards[0].uuid: play.cards[1].uuid})
+    assert (result.ok, result.lost) == (False, False)
+    assert f"{REFUSED[code]} ({code})" in result.reason
+    assert await made.find(pids) == Found("suspended")
+    play.heal()
+    assert (await made.resume(pids, PATIENCE_S)).ok
+
+
+async def test_a_move_that_fails_once_one_process_has_moved_loses_the_task(
+    play: StandIn, pids: tuple[int, int]
+) -> None:
+    made = on_driver(play, pids, CHECKPOINTED)
+    fail(play, "restore", max(pids), 1)
+    assert (await made.resume(pids, PATIENCE_S, {play.cards[0].uuid: play.cards[1].uuid})).lost
+
+
+async def test_a_move_that_meets_too_little_memory_loses_the_task(play: StandIn, pids: tuple[int, int]) -> None:
+    made = on_driver(play, pids, CHECKPOINTED)
+    play.flag("full")
+    assert (await made.resume(pids, PATIENCE_S, {play.cards[0].uuid: play.cards[1].uuid})).lost
+
+
+async def test_a_resumption_on_its_own_gpus_that_fails_is_no_refusal(play: StandIn, pids: tuple[int, int]) -> None:
+    made = on_driver(play, pids, CHECKPOINTED)
+    fail(play, "restore", min(pids), 1)
+    assert (await made.resume(pids, PATIENCE_S)).lost
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"driver": "575.57.08"}, "the NVIDIA driver is 575.57.08, and moving needs 580 or newer; update it"),
+        ({"bindings": "12.9.1"}, "the package cuda-bindings is 12.9.1, and moving needs 13 or newer"),
+    ],
+)
+def test_the_versions_of_the_driver_and_of_the_bindings_decide_whether_it_moves(
+    play: StandIn, changes: dict[str, str], reason: str
+) -> None:
+    assert played(play, replace(FIT, **changes)).why_bound().startswith(reason)
+    assert bool(played(play, replace(FIT, **changes)).why_bound()) is bool(reason)
+
+
 async def test_a_move_to_an_unknown_gpu_touches_nothing(play: StandIn, pids: tuple[int, int]) -> None:
     made = on_driver(play, pids, CHECKPOINTED)
     result = await made.resume(pids, PATIENCE_S, {play.cards[0].uuid: "GPU-elsewhere"})
@@ -494,6 +548,17 @@ async def test_a_move_to_an_unknown_gpu_touches_nothing(play: StandIn, pids: tup
 @pytest.fixture
 def simulated() -> SimulatedCheckpointer:
     return SimulatedCheckpointer(SimulatedBackend("n1", 1))
+
+
+async def test_a_move_that_is_refused_leaves_the_task_suspended(
+    simulated: SimulatedCheckpointer, pids: tuple[int, int]
+) -> None:
+    assert (await simulated.suspend(pids, PATIENCE_S)).ok
+    simulated.inject("move")
+    result = await simulated.resume(pids, PATIENCE_S, {GpuId("GPU-sim-n1-0"): GpuId("GPU-sim-n1-1")})
+    assert (result.ok, result.lost) == (False, False)
+    assert await simulated.find(pids) == Found("suspended")
+    assert (await simulated.resume(pids, PATIENCE_S)).ok
 
 
 async def test_a_lock_that_does_not_come_leaves_the_task_running(

@@ -9,7 +9,18 @@ from app_agent.core.agent import AppAgent
 from app_agent.core.model import AppState, Done, Dropped, Suspended
 from app_agent.core.reporting import wish
 from app_agent.core.spec import RESTARTS
-from protocol.messages import ARBITER, AppReport, Bid, BidRow, Holdings, Measured, ProbeReply, Refusal
+from protocol.messages import (
+    ARBITER,
+    AppReport,
+    Bid,
+    BidRow,
+    GpuId,
+    Holdings,
+    Measured,
+    ProbeReply,
+    Refusal,
+    TaskStatus,
+)
 from tests.support.app_harness import APP, Bench, exited, status
 
 TASK = "ada-1.0-a0"
@@ -254,6 +265,93 @@ def test_other_gpus_are_no_use_to_a_suspended_job() -> None:
     bench.preempt("n1g0")
     bench.holdings("n1g1", status(TASK, "n1g0", "suspended", can_checkpoint=False))
     assert bench.report.releases == ("L-n1g1",)
+
+
+def movable(gpus: str = "n1g0", *others: str, phase: str = "suspended", **facts: object) -> TaskStatus:
+    """A task that its node's driver has suspended and can move to other GPUs."""
+    return status(TASK, gpus, phase, can_checkpoint=False, other_gpus=tuple(map(GpuId, others)), **facts)
+
+
+def test_a_suspended_job_that_can_be_moved_goes_on_on_another_gpu_that_its_app_is_given() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    bench.holdings("", movable("n1g0", "n1g1", "n1g2"))
+    assert (bench.wished(), bench.wish().other_gpus) == ((0, "n1g0"), ("n1g1", "n1g2"))
+    bench.holdings("n1g2", movable("n1g0", "n1g1", "n1g2"))
+    assert (bench.wished(), bench.wish().suspended) == ((0, "n1g2"), True)
+    assert bench.report.releases == ()
+    bench.holdings("n1g2", movable("n1g2", phase="resuming", step=11, suspensions=1))
+    assert (bench.wished(), bench.wish().suspended) == ((0, "n1g2"), False)
+    bench.holdings("n1g2", movable("n1g2", phase="running", step=11, suspensions=1))
+    bench.tick()
+    assert (bench.report.migrations, bench.report.suspensions, bench.report.steps_lost) == (1, 1, 0)
+
+
+def test_a_job_that_is_to_move_keeps_its_new_gpu_though_its_own_is_free_by_then() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    bench.holdings("n1g2", movable("n1g0", "n1g1", "n1g2"))
+    bench.holdings("n1g0 n1g2", movable("n1g0", "n1g1", "n1g2"))
+    assert bench.wished() == (0, "n1g2")
+    assert bench.report.releases == ("L-n1g0",)
+
+
+def test_a_job_whose_new_gpu_is_taken_before_it_has_moved_waits_for_any_again() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    bench.holdings("n1g2", movable("n1g0", "n1g1", "n1g2"))
+    bench.preempt("n1g2")
+    bench.holdings("", movable("n1g0", "n1g1", "n1g2"))
+    assert (bench.wished(), bench.wish().suspended) == ((0, "n1g0"), True)
+    bench.holdings("n1g1", movable("n1g0", "n1g1", "n1g2"))
+    assert bench.wished() == (0, "n1g1")
+
+
+def test_a_job_whose_new_gpu_is_suited_no_more_before_it_has_moved_does_not_move() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    bench.holdings("n1g2", movable("n1g0", "n1g1", "n1g2"))
+    bench.holdings("n1g2", movable("n1g0", "n1g1"))
+    assert bench.wished() == (0, "n1g0")
+    assert bench.report.releases == ("L-n1g2",)
+
+
+def test_a_job_that_the_driver_would_not_move_waits_for_its_own_gpu() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    bench.holdings("n1g2", movable("n1g0", "n1g1", "n1g2"))
+    bench.holdings("n1g2", movable("n1g2", phase="resuming"))
+    bench.holdings("n1g2", movable("n1g0"))
+    assert (bench.wished(), bench.wish().suspended, bench.wish().other_gpus) == ((0, "n1g0"), True, ())
+    assert bench.report.releases == ("L-n1g2",)
+    bench.grant("n1g0")
+    bench.holdings("n1g0", movable("n1g0", phase="running"))
+    bench.tick()
+    assert bench.report.migrations == 0
+
+
+def test_a_job_on_several_gpus_moves_those_that_it_must() -> None:
+    bench = Bench(gang=2)
+    bench.grant("n1g0 n1g1")
+    bench.holdings("n1g0 n1g1", status(TASK, "n1g0 n1g1", step=9, can_checkpoint=False))
+    bench.preempt("n1g0 n1g1")
+    bench.holdings("n1g3", movable("n1g0 n1g1", "n1g2", "n1g3"))
+    assert bench.wished() == (0, "n1g0 n1g1")
+    bench.holdings("n1g1 n1g3", movable("n1g0 n1g1", "n1g2", "n1g3"))
+    assert bench.wished() == (0, "n1g3 n1g1")
+
+
+def test_a_trial_moves_first_to_a_gpu_on_which_no_other_is_parked() -> None:
+    bench = searching("n1g0 n1g1 n1g2 n1g3")
+    over = {"phase": "suspended", "can_checkpoint": False}
+    running = [trial(number, f"n1g{number}", 4, 0.1) for number in range(4)]
+    resting = trial(0, "n1g0", 11, 0.9, **over)  # type: ignore[arg-type]
+    parked = trial(1, "n1g1", 4, 0.1, other_gpus=(GpuId("n1g0"), GpuId("n1g4")), **over)  # type: ignore[arg-type]
+    bench.holdings("n1g0 n1g1 n1g2 n1g3", *running)  # type: ignore[arg-type]
+    bench.holdings("n1g0 n1g1 n1g2 n1g3", trial(0, "n1g0", 11, 0.9, can_checkpoint=False), *running[1:])  # type: ignore[arg-type]
+    bench.preempt("n1g1")
+    bench.holdings("n1g0 n1g2 n1g3 n1g4", resting, parked, *running[2:])  # type: ignore[arg-type]
+    assert (bench.wished(0), bench.wished(1)) == ((0, ""), (0, "n1g4"))
 
 
 def test_a_suspended_job_goes_on_on_any_seat_of_its_gpus_that_its_app_is_given() -> None:
@@ -510,6 +608,15 @@ def test_a_suspended_job_bids_for_its_own_gpus_only() -> None:
     assert [row.gpus for row in bid.rows] == [1]
     elsewhere = bench.offer("n1g1 n2g0")
     assert (elsewhere.only, elsewhere.rows) == ((), ())
+
+
+def test_a_suspended_job_that_can_be_moved_bids_for_others_only_where_its_own_are_not_offered() -> None:
+    bench = started()
+    bench.preempt("n1g0")
+    bench.holdings("", movable("n1g0", "n1g1"), leaving="n1g0")
+    assert bench.offer("n1g0 n1g1 n2g0").only == ("n1g0",)
+    elsewhere = bench.offer("n1g1 n2g0")
+    assert (elsewhere.only, [row.gpus for row in elsewhere.rows]) == (("n1g1",), [1])
 
 
 def test_a_job_that_is_parked_on_several_gpus_asks_for_all_of_them_at_once() -> None:

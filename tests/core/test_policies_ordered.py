@@ -413,7 +413,9 @@ def test_a_parked_app_gets_the_very_gpus_that_it_can_use_or_none(name: str) -> N
     parked = replace(job("parked", 2), only=names(gpus[2:]))
     assert decided(name, round_of(gpus, parked))[1]["parked"].gpus == names(gpus[2:])
     _, outcomes = decided(name, round_of(gpus[:2], parked))
-    assert outcomes["parked"].reason.endswith("none of the 2 GPUs left is one it can use (its parked jobs cannot move)")
+    assert outcomes["parked"].reason.endswith(
+        "none of the 2 GPUs left is one it can use (its parked jobs cannot move there)"
+    )
 
 
 def one_machine(name: str, gang: int, left_s: float, held: Sequence[GpuView] = ()) -> AppView:

@@ -97,6 +97,7 @@ _STATUS = TaskStatus(
     unflushed=True,
     stop_at=119,
     will_stop=True,
+    other_gpus=(GpuId("GPU-2"),),
 )
 
 MEANT = EventFilter(("ann-1", "bob-2.0"), ("n1",), ("vision",), ("granted", "lost"), 7200.0)
@@ -146,7 +147,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             state="active",
             gang=2,
             demand_max=4,
-            jobs=(JobWish(_JOB, 2, (_GPU,), _LAUNCH, suspended=True),),
+            jobs=(JobWish(_JOB, 2, (_GPU,), _LAUNCH, suspended=True, other_gpus=(_OTHER_GPU,)),),
             requirements=Requirements(
                 spans=True,
                 grace_s=30.0,

@@ -117,6 +117,34 @@ def test_a_scope_bounds_memory_cores_and_device_files(tmp_path: Path) -> None:
     assert "DevicePolicy=closed" in run.ran[0]  # tried before anything depends on it
 
 
+def test_a_task_that_moves_may_open_the_device_files_of_its_new_gpu(tmp_path: Path) -> None:
+    run = Recorder()
+    assert scope(run, tmp_path).reopen("k-1", ("/dev/nvidia3", "/dev/nvidiactl")) == ""
+    assert run.ran[-1] == [
+        *("systemctl", "set-property", "--runtime", "gpu-arbiter-k-1.scope"),
+        *("DeviceAllow=", "DeviceAllow=/dev/nvidia3 rw", "DeviceAllow=/dev/nvidiactl rw"),
+    ]
+
+
+def test_a_task_whose_new_device_files_systemd_does_not_open_is_not_moved_and_that_is_said(tmp_path: Path) -> None:
+    run = Recorder()
+    made = scope(run, tmp_path)
+    run.returncode = 1
+    assert made.reopen("k-1", ("/dev/nvidia3",)) == (
+        "systemd would not open the device files of its new GPUs: it refuses"
+    )
+
+
+@pytest.mark.parametrize("user", [True, False])
+def test_where_device_files_are_not_closed_none_is_opened(tmp_path: Path, user: bool) -> None:
+    run = Recorder()
+    made = scope(run, tmp_path, user=user)
+    before = len(run.ran)
+    assert made.reopen("k-1", ("/dev/nvidia3",) if user else ()) == ""
+    assert len(run.ran) == before
+    assert Bare().reopen("k-1", ("/dev/nvidia3",)) == ""
+
+
 def test_a_scope_without_limits_sets_none(tmp_path: Path) -> None:
     assert "-p" not in scope(Recorder(), tmp_path).command("k-1", Limits(), ["shim"])
 

@@ -140,6 +140,19 @@ async def test_the_next_node_agent_finds_a_suspended_task_and_resumes_it(bench: 
     assert bench.works(one)
 
 
+async def test_a_task_that_is_moved_takes_its_memory_to_the_other_gpu(bench: Bench) -> None:
+    bench.backend = SimulatedBackend("n1", 2, memory_bytes=GPU_BYTES)
+    bench.checkpointer = SimulatedCheckpointer(bench.backend)
+    other = bench.backend.devices()[1].gpu
+    one = bench.start(100)
+    assert (await bench.checkpointer.suspend(bench.pids(one), PATIENCE_S)).ok
+    bench.start(140)
+    assert (await bench.checkpointer.resume(bench.pids(one), PATIENCE_S, {bench.gpu: other})).ok
+    assert 95 <= bench.backend.memory(other).used_bytes // MIB <= 115
+    assert 135 <= bench.used_mib() <= 155
+    assert bench.works(one)
+
+
 async def test_a_task_stopped_by_another_program_still_takes_its_gpu_memory(bench: Bench) -> None:
     one = bench.start(100)
     for pid in bench.pids(one):

@@ -235,17 +235,23 @@ def _want(state: State, task: Task, shares: Shares, parts: list[Task]) -> tuple[
     """Return what a task of the job's present attempt should do, and why if it should go; `parts` are all of them."""
     if any(is_gone(state, other) for other in parts if other.id != task.id):
         return "stop", "its job ended on another node"  # it could save, or go on, only together with that part
-    if task.phase == "suspended" and any(state.gpus[gpu].quarantined for gpu in task.gpus if gpu in state.gpus):
+    quarantined = any(state.gpus[gpu].quarantined for gpu in task.gpus if gpu in state.gpus)
+    if task.phase == "suspended" and quarantined and not task.other_gpus:
         return "stop", QUARANTINED  # parked, it would wait until that GPU is looked at
     mine = task.node in shares and _seats_of(task, shares[task.node]) == set(shares[task.node])
     return ("run", "") if mine else ("vacate", LEASE_ENDED)
 
 
 def _seats_of(task: Task, share: tuple[GpuId, ...]) -> set[GpuId]:
-    """Return the seats that a task is on; a parked one goes on on those of its `share` that are of the same GPUs."""
-    if task.phase == "suspended" and sorted(map(device_of, task.gpus)) == sorted(map(device_of, share)):
-        return set(share)
-    return set(task.gpus)
+    """Return the seats that a task is on; a parked one goes on on those of its `share`.
+
+    These are seats of its GPUs, or as many others onto which its driver can move it.
+    """
+    if task.phase != "suspended":
+        return set(task.gpus)
+    same = sorted(map(device_of, task.gpus)) == sorted(map(device_of, share))
+    moves = len(task.gpus) == len(share) and {*task.gpus, *task.other_gpus}.issuperset(share)
+    return set(share) if same or moves else set(task.gpus)
 
 
 def is_gone(state: State, task: Task) -> bool:
@@ -262,14 +268,19 @@ def _all_leased(turn: Turn, app_id: AppId, gpus: tuple[GpuId, ...]) -> bool:
 def _order(
     app: model.App, job: model.Job, task: Task, want: Want, reason: str, *, gpus: tuple[GpuId, ...] | None = None
 ) -> TaskOrder:
-    """Return the order for a task that exists; a parked one goes on on these of its app's `gpus`."""
+    """Return the order for a task that exists; a parked one goes on on these of its app's `gpus`.
+
+    Those that are no seats of its own GPUs take the places of those that it leaves.
+    """
     seats = {device_of(gpu): gpu for gpu in gpus or ()} if want == "run" else {}
+    own = set(map(device_of, task.gpus))
+    others = iter([seat for device, seat in seats.items() if device not in own])
     return TaskOrder(
         task=task.id,
         app=app.id,
         job=job.id,
         attempt=task.attempt,
-        gpus=tuple([seats.get(device_of(gpu), gpu) for gpu in task.gpus]),
+        gpus=tuple([seats[device_of(gpu)] if device_of(gpu) in seats else next(others, gpu) for gpu in task.gpus]),
         want=want,
         launch=job.launch,
         grace_s=app.requirements.grace_s,
@@ -434,7 +445,7 @@ class _PlanBody(Struct, array_like=True):
 
 class _HoldingsBody(Struct, array_like=True):
     leases: tuple[tuple[str, bool], ...]
-    tasks: tuple[tuple[str, str, str, bool, dict[str, float], tuple[str, ...]], ...]
+    tasks: tuple[tuple[str, str, str, bool, dict[str, float], tuple[str, ...], tuple[str, ...]], ...]
     acked: int
     held_by: str
 
@@ -447,7 +458,9 @@ def plan_digest(plan: NodePlan) -> str:
 
 def holdings_digest(holdings: Holdings) -> str:
     """Return a digest of what matters at once in holdings: leases, task phases and metrics, not steps and times."""
-    tasks = tuple((t.task, t.phase, t.outcome or "", t.can_checkpoint, t.metrics, t.gpus) for t in holdings.tasks)
+    tasks = tuple(
+        (t.task, t.phase, t.outcome or "", t.can_checkpoint, t.metrics, t.gpus, t.other_gpus) for t in holdings.tasks
+    )
     leases = tuple((t.lease, t.leaving) for t in holdings.leases)
     return _digest(_HoldingsBody(leases, tasks, holdings.acked, holdings.held_by))
 

@@ -226,6 +226,7 @@ def _job(wish: JobWish) -> Job:
         gpus=wish.gpus,
         launch=wish.launch,
         suspended=wish.suspended,
+        other_gpus=wish.other_gpus,
     )
 
 

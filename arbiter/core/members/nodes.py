@@ -283,7 +283,8 @@ def _note_saved(turn: Turn, task: model.Task) -> None:
 def _news_of(task: model.Task) -> tuple[object, ...]:
     """Return what of a task its app must hear at once, or what another may wait for; steps can wait for the beat."""
     stop = (task.stop_at, task.will_stop)
-    return (task.phase, task.outcome, task.can_checkpoint, task.metrics, task.unflushed, task.gpus, stop)
+    gpus = (task.gpus, task.other_gpus)
+    return (task.phase, task.outcome, task.can_checkpoint, task.metrics, task.unflushed, gpus, stop)
 
 
 def _tell_phase(turn: Turn, known: model.Task | None, task: model.Task) -> None:
@@ -292,11 +293,21 @@ def _tell_phase(turn: Turn, known: model.Task | None, task: model.Task) -> None:
         ended = f": {task.outcome}" if task.outcome else ""
         why = f" ({task.reason})" if task.reason else ""
         step = f" at step {task.step}" if task.step >= 0 else ""  # a worker that has just begun may not have said it
-        turn.tell(task.app, f"{task.id} on {task.node} is {task.phase}{ended}{step}{why}")
+        moved = _move_in_words(known, task)
+        turn.tell(task.app, f"{task.id} on {task.node} is {task.phase}{ended}{step}{moved}{why}")
         if (kind := _event_of(known, task)) is not None:
-            about = f"{ended.removeprefix(': ')}{step}{why}".strip()
+            about = f"{ended.removeprefix(': ')}{step}{moved}{why}".strip()
             what = f"{task.id} on {task.node}{', ' * bool(about)}{about}"
             turn.happen(kind, what, app=task.app, node=task.node, task=task.id)
+
+
+def _move_in_words(known: model.Task | None, task: model.Task) -> str:
+    """Return a clause on the other GPUs on which a task goes on that was parked; empty if these are its own."""
+    if known is None or known.phase != "suspended" or task.phase not in ("resuming", "running"):
+        return ""
+    if set(map(device_of, known.gpus)) == set(map(device_of, task.gpus)):
+        return ""
+    return f" on {', '.join(task.gpus)} instead of {', '.join(known.gpus)}"
 
 
 def _event_of(known: model.Task | None, task: model.Task) -> EventKind | None:
@@ -306,7 +317,7 @@ def _event_of(known: model.Task | None, task: model.Task) -> EventKind | None:
         case "exited" | "suspended":
             return task.phase
         case "resuming" | "running" | "resting" if before == "suspended":
-            return "resumed"
+            return "moved" if _move_in_words(known, task) else "resumed"
         case "running" if before == "starting":
             return "running"
         case _:

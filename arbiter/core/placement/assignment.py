@@ -494,7 +494,7 @@ def gpus(count: int) -> str:
 def unusable(app: AppView, left: int) -> str:
     """Return a clause on so many GPUs that are left, of which `app` can use none."""
     if app.bound:
-        return f"none of the {gpus(left)} left is one it can use (its parked jobs cannot move)"
+        return f"none of the {gpus(left)} left is one it can use (its parked jobs cannot move there)"
     return f"it asks for {gpu_kinds.in_words(app.requirements)}, and none of the {gpus(left)} left is one"
 
 

@@ -7,8 +7,9 @@ whose trait `shares` is true sees and deals with all seats itself.
 - The owner is the app that holds, or is promised, the lease that is no guest's. When it leaves, the guest that has been
   there longest is the owner from then on, without a restart. An app's guest seats all become its own together, or none
   does, so that no gang is half a guest.
-- A parked job goes on on the GPU where it is, and on no other: on the seat that it had if that is free, and otherwise
-  on any seat of that GPU.
+- A parked job goes on on the GPU where it is: on the seat that it had if that is free, and otherwise on any seat of
+  that GPU. It goes on on another GPU of its node only where its driver can move it there, and only while its own is
+  not to be had; GPUs with several seats have no such jobs.
 """
 
 from __future__ import annotations
@@ -93,9 +94,10 @@ def bound_to(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[Gpu
     """Return the GPUs that policies see and that `app` cannot leave; None: it can.
 
     Jobs that are parked go on on the GPUs they are on, on whichever seat, and so do guests whose training is not known
-    to leave with a checkpoint, or rests just now.
+    to leave with a checkpoint, or rests just now. Of a parked job that can be moved, the others on its node count while
+    one of its own is neither free nor the app's.
     """
-    named = app.only
+    named = app.bound_to(_at_hand(turn, app)) if movable(app) else app.only
     if named is None and guest_at and not app.movable and all(job.gpus for job in app.jobs):
         named = tuple(guest_at)
     if named is None or not turn.index.divided or turn.policy.traits.shares:
@@ -103,6 +105,23 @@ def bound_to(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[Gpu
     first = seating(turn).first
     devices = sorted({device_of(gpu) for gpu in named})
     return tuple(sorted(seat for device in devices for seat in turn.index.seats.get(device, ()) if seat in first))
+
+
+def movable(app: model.App) -> bool:
+    """Whether a parked job of an app can be moved to other GPUs."""
+    return any(job.other_gpus for job in app.jobs)
+
+
+def _at_hand(turn: Turn, app: model.App) -> set[GpuId]:
+    """Return those GPUs of an app's jobs that are leased to it, or free to be."""
+    known = (turn.state.gpus[gpu] for job in app.jobs for gpu in job.gpus if gpu in turn.state.gpus)
+    return {gpu.id for gpu in known if _is_at_hand(turn, app, gpu)}
+
+
+def _is_at_hand(turn: Turn, app: model.App, gpu: Gpu) -> bool:
+    if isinstance(gpu.state, Leased):
+        return gpu.state.lease.app == app.id
+    return leases.is_in_play(turn, gpu)
 
 
 def instead(turn: Turn, view: View) -> dict[AppId, list[GpuView]]:

@@ -103,7 +103,7 @@ def _apps(
             or shown.version != versions[app_id]
             or shown.renewable != renewable
             or shown.guest_at != guest_at
-            or (divided and shown.view.only != seats.only(turn, app, guest_at))
+            or ((divided or seats.movable(app)) and shown.view.only != seats.only(turn, app, guest_at))
         ):
             look = _look_at(turn, app, renewable, guest_at, promised.get(app_id, ()))
             matters = bool(renewable) or look.want > 0

@@ -7,7 +7,7 @@ Times are UNIX seconds as given to `handle`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Literal
 
 from msgspec import Struct, field
@@ -266,6 +266,7 @@ class Task(Struct, frozen=True):
     unflushed: bool = False
     stop_at: int = -1  #: the newest step at which its processes were told to stand, once that is answered
     will_stop: bool = False  #: whether all of them will
+    other_gpus: tuple[GpuId, ...] = ()  #: parked: of its node, onto which its driver can move it
     ordered_seq: int = 0
     counted: Toll = Toll()  #: the part of it that is in its app's tolls
 
@@ -296,6 +297,7 @@ class Job(Struct, frozen=True):
     gpus: tuple[GpuId, ...]
     launch: LaunchSpec
     suspended: bool
+    other_gpus: tuple[GpuId, ...] = ()  #: suspended: of its node, onto which its driver can move it
 
 
 class JointStop(Struct, frozen=True):
@@ -388,6 +390,11 @@ def _apart(jobs: Sequence[Job]) -> list[Job]:
     return apart
 
 
+def _within_reach(job: Job, at_hand: Container[GpuId]) -> tuple[GpuId, ...]:
+    """Return the GPUs on which a parked job can go on; if its own are `at_hand`, these, and none if it wants none."""
+    return job.gpus if all(gpu in at_hand for gpu in job.gpus) else (*job.gpus, *job.other_gpus)
+
+
 class App(Struct, frozen=True):
     """One app: its wish, where it stands, and what it has had."""
 
@@ -463,15 +470,24 @@ class App(Struct, frozen=True):
 
     @property
     def only(self) -> tuple[GpuId, ...] | None:
-        """The only GPUs it can use, if only parked jobs want more than they have; such jobs cannot move. None: any."""
+        """The only GPUs it can use, if only parked jobs want more than they have. None: any.
+
+        A job that is parked goes on on its own GPUs, or on those of its node onto which its driver can move it.
+        """
+        return self.bound_to(())
+
+    def bound_to(self, at_hand: Container[GpuId]) -> tuple[GpuId, ...] | None:
+        """Return `only`, but for parked jobs whose own GPUs are all `at_hand`: these need not move."""
         parked = [job for job in self.jobs if job.suspended]
         if not parked:
             return None
         if len(parked) == len(self.jobs):
-            return tuple(sorted(gpu for job in _apart(parked) for gpu in job.gpus))
-        named = tuple(sorted(gpu for job in self.jobs for gpu in job.gpus))
+            return tuple(sorted({gpu for job in _apart(parked) for gpu in _within_reach(job, at_hand)}))
+        named = {gpu for job in self.jobs for gpu in job.gpus}
         # Jobs that wait, but not for GPUs (a search goes on without them for now), are no reason to give it any.
-        return named if any(job.gpus for job in parked) and self.demand_max <= len(named) else None
+        if not any(job.gpus for job in parked) or self.demand_max > len(named):
+            return None
+        return tuple(sorted(named.union(*(_within_reach(job, at_hand) for job in parked))))
 
 
 # --- rounds ---------------------------------------------------------------------------------------------------------

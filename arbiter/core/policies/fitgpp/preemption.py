@@ -96,7 +96,7 @@ class Preemptive(Policy):
 
     def _preempt_for(self, round_: Round, app: AppView) -> None:
         if app.bound:
-            round_.say(app.app, "waits for the GPUs that its parked jobs are on, which cannot move")
+            round_.say(app.app, "waits for the GPUs to which its parked jobs are bound")
             return
         if not round_.fits_without(app, round_.units):
             round_.say(

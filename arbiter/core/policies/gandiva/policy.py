@@ -213,7 +213,7 @@ class _Round:
         return ", which was idle" if sizes == {0} else f", beside jobs of {max(sizes)}"
 
     def _back(self, app: AppView, count: int) -> bool:
-        """Let an app whose parked jobs cannot move go on where they are."""
+        """Let an app whose parked jobs are bound to GPUs go on there."""
         assert app.only is not None
         servers = self.servers
         own = [servers.seats[gpu] for gpu in app.only if gpu in servers.seats and gpu not in servers.owner]
