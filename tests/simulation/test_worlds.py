@@ -116,6 +116,21 @@ def test_a_quarter_of_the_worlds_have_gpus_of_two_types_that_apps_ask_for() -> N
 # --- the network ----------------------------------------------------------------------------------------------------
 
 
+def test_drivers_suspend_jobs_in_a_quarter_of_the_worlds_whose_gpus_are_not_shared() -> None:
+    options = [each for each in map(draw, range(200)) if each.settings.sharing == "exclusive"]
+    driven = [each for each in options if all(traits.driver for _, traits in each.traits)]
+    assert len(options) / 8 < len(driven) < len(options) / 2.5
+    helpless = [app for each in driven for app in each.apps if not (app.can_park or app.can_checkpoint)]
+    assert len(helpless) > 2 * len(driven)
+    assert not any(traits.driver for each in options if each not in driven for _, traits in each.traits)
+
+
+@pytest.mark.parametrize("seed", [21089, 21508])
+def test_a_job_that_its_driver_would_not_move_harms_nobody_and_ends(seed: int) -> None:
+    """It went on under the lease of another app, or its app waited for it on the GPU to which it had not moved."""
+    assert run_world(seed).wrong == ""
+
+
 def network(**changes: float) -> Network:
     options = {"loss": 0.0, "repeat": 0.0, "delay_s": 1.0, "ordered": False, "kept": False, **changes}
     return Network(NetworkOptions(**options), seed=1)  # type: ignore[arg-type]
