@@ -136,7 +136,8 @@ class MpsDaemon:
         if self._serves(READY_S if not self._faulted() else CLEAR_S):
             return
         if has_clients:
-            raise MpsError("its server has met a fatal fault, and takes no client until all that it has have ended")
+            met = "has met a fatal fault, and takes" if self._faulted() else "takes"
+            raise MpsError(f"its server {met} no client until all that it has have ended")
         self.end()
         self._start()
         begun = self.mark()
