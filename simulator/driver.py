@@ -18,8 +18,9 @@ def checkpoint(worker: Worker, effect: CheckpointProcess) -> None:
         return
     seconds = DRIVER_TIMES * (node.costs.suspend_s if suspends else node.costs.resume_s)
     odds = node.dice.random()
-    refused = odds < node.traits.driver_refuses or seconds * node.traits.slow > effect.timeout_s
-    lost = not refused and odds < node.traits.driver_refuses + node.traits.driver_loses
+    refuses = node.traits.move_refuses if effect.moves else node.traits.driver_refuses
+    refused = odds < refuses or seconds * node.traits.slow > effect.timeout_s
+    lost = not refused and odds < refuses + node.traits.driver_loses
     asker = node.incarnation
     if suspends and not refused:
         worker.by_driver = True

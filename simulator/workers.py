@@ -47,6 +47,7 @@ class NodeTraits(Struct, frozen=True):
     driver: bool = False
     driver_refuses: float = 0.0
     driver_loses: float = 0.0
+    move_refuses: float = 0.0  #: the odds for a resumption that is a move
     slow: float = 1.0  #: every act takes so many times as long
 
 

@@ -381,7 +381,11 @@ def _maybe_driven(dice: Random, options: Options) -> Options:
     """Return the same world, in some draws with many helpless apps that drivers suspend, and move within a node."""
     if options.settings.sharing != "exclusive" or dice.random() >= 0.25:
         return options
-    traits = tuple((node, replace(_equipped(dice, each), driver=True, host_bytes=0)) for node, each in options.traits)
+    # What a helpless job has done is gone if its driver will not suspend it: with short leases it would never end.
+    traits = tuple(
+        (node, replace(each, driver=True, move_refuses=_equipped(dice, each).driver_refuses))
+        for node, each in options.traits
+    )
     more = [*options.apps, *_apps(dice, options.cluster, options.calm_at)]
     apps = [_driven_app(dice, replace(app, submit_s=app.submit_s * 0.4)) for app in more]
     return replace(options, traits=traits, apps=tuple(sorted(apps, key=lambda app: app.submit_s)))
@@ -393,7 +397,8 @@ def _driven_app(dice: Random, app: AppOptions) -> AppOptions:
     if len(app.spec.trials) == 1:  # a job of one GPU finds another on its node most often
         spec = wishing(replace(app.spec, gang=1, gpus_max=0, sizes=()), spans=False)
         app = replace(app, spec=spec, work_s=2.0 * app.work_s / app.spec.gang)
-    return replace(app, can_park=False, can_checkpoint=False)
+    # By a checkpoint alone it could not leave, and would lose all at the end of each lease.
+    return replace(app, spec=wishing(app.spec, preempt_by="auto"), can_park=False, can_checkpoint=False)
 
 
 def _maybe_array(dice: Random, app: AppOptions) -> AppOptions:

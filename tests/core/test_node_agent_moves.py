@@ -173,7 +173,7 @@ def test_a_move_that_the_driver_refuses_leaves_the_task_parked_and_is_not_tried_
 
 
 def test_a_task_that_was_not_moved_does_not_go_on_where_another_app_has_its_gpu_by_now(bench: Bench) -> None:
-    """Fault world 21508: the node agent took the other's lease for the task's own."""
+    """A fault world showed it: the node agent took the other's lease for the task's own."""
     bench.plan(task_order(A, 2), leases=[0, 2])
     answer(bench, "resume", ok=False, reason="it would not")
     assert not bench.all(CheckpointProcess)
