@@ -15,7 +15,7 @@ QUIET ?= 500
 FULL_SEEDS := 8
 FULL_SITES := 200
 TORCH ?= torch==2.13.0
-PACKAGES := protocol arbiter node_agent app_agent simulator launch
+PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
 .PHONY: help setup packages loops broker demo test plain pure system clock alone format lint types contracts check worlds forged reasons dryruns idioms bench gpu papers full docs lock wheels clean

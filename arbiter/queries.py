@@ -269,11 +269,12 @@ class Queries:
         """
         if isinstance(app.state, Settled):
             return app.state.rho
-        if app.rho is None or app.basis == "guess":
+        rho = self._arbiter.state.rhos.get(app.id)
+        if rho is None or app.basis == "guess":
             return None
         mean = views.apps_mean(self._arbiter.state, app, max(now, app.arrived_at))
         ideal_s = fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean)
-        return app.rho * ideal_s / (ideal_s + app.start_s) if ideal_s > 0.0 else app.rho
+        return rho * ideal_s / (ideal_s + app.start_s) if ideal_s > 0.0 else rho
 
     def _shared(self, app: model.App, gpus: Sequence[model.Gpu]) -> list[dict[str, Any]]:
         """Return, for each of its GPUs that others have a seat on, who they are."""

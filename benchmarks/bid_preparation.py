@@ -31,13 +31,11 @@ from msgspec import Struct
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from app_agent.core import bidding, bids, demand
+from app_agent.core import bidding, demand
 from app_agent.core.agent import AppAgent
-from app_agent.core.bids import Reach
 from app_agent.core.model import AppState, Job
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import scheduler_for
-from app_agent.core.valuation import EXACT_JOBS_MAX, RHO_MAX, IterTime, LevelTerms, Valuation
 from protocol.messages import (
     LEVELS,
     AppId,
@@ -52,6 +50,10 @@ from protocol.messages import (
     Probe,
     RoundId,
 )
+from valuation import bids
+from valuation.bids import Reach
+from valuation.finish_time import EXACT_JOBS_MAX, RHO_MAX, IterTime, LevelTerms, Valuation
+from valuation.standing import Circumstances, Shape, value_of
 
 GOAL_P50_MS, GOAL_P95_MS = 1.0, 10.0
 #: Bid preparation as Themis's authors measured it, on 64 GPUs. Source: PAPERS.md section 1.
@@ -267,7 +269,10 @@ def measure(one: Case) -> Timed:
     else:
         agent = AppAgent(one.state, beat_s=2.0)
         agent.hear(Probe(APP, RoundId(1), 1, sum(SIZES), 8.0, NOW, 1.0), NOW)
-        value, demand_max = bidding.valuation_of(agent.app, elapsed_s=NOW, apps_mean=8.0), demand.demand_max(agent.app)
+        demand_max = demand.demand_max(agent.app)
+        shape = Shape(demand.gang(agent.app), agent.app.state.spec.spans, demand_max)
+        seen = Circumstances(NOW, agent.app.state.lease_s, 8.0, agent.app.state.cluster_gpus)
+        value = value_of(bidding.valuation_of(agent.app), shape, seen)
         fresh = AppAgent(one.state, beat_s=2.0)
         bid_ms, (send,) = timed(lambda: fresh.hear(offer, NOW))
         assert isinstance(send.message, Bid)

@@ -65,6 +65,8 @@ Variable = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\x00=]
 Metrics = dict[Label, float]
 #: Bounds of lists, so that no peer can make another keep without end; all are far beyond one node or app.
 JOBS_MAX, GPUS_MAX, TASKS_MAX = 1024, 4096, 4096
+#: Of a standing valuation: jobs in all phases. An app of more is asked in each round.
+WORKS_MAX = 2048
 #: Apps that one app begins after, at most.
 AFTER_MAX = 100
 Gpus = Annotated[tuple[GpuId, ...], Meta(max_length=GPUS_MAX)]
@@ -383,6 +385,41 @@ class NodeReport(Struct, frozen=True, tag=True):
     address: Label = ""  #: its name or address, by which other nodes reach it; empty: it does not say
 
 
+class LevelTerms(Struct, frozen=True, array_like=True):
+    """The meaning of an allocation at `level`: its slowdown, and the most GPUs one job can then use."""
+
+    level: Level
+    slowdown: Annotated[float, Meta(ge=0, le=1e6)]
+    job_demand_max: Positive
+
+
+class Home(Struct, frozen=True, array_like=True):
+    """The GPUs that a job is bound to, and others of its node onto which its driver can move it while it is parked."""
+
+    gpus: Gpus
+    other_gpus: Gpus = ()
+
+
+class StandingValuation(Struct, frozen=True):
+    """The worth of any allocation to an app, stated ahead: what its agent would reply to `Probe` and `Offer`.
+
+    `phases[i][j]` are the serial seconds that job j has left in phase i, `terms` the levels that the app accepts, tight
+    to loose, and `budget_gpu_s` and `demand_max` are B and the demand of Eq. 2, from which T_cluster follows. See
+    `valuation.finish_time.Valuation` for `hoped` and `sizes`. `homes` are those of its jobs, where all are bound; None:
+    one can go on elsewhere.
+    """
+
+    phases: Annotated[
+        tuple[Annotated[tuple[Seconds, ...], Meta(max_length=WORKS_MAX)], ...], Meta(max_length=WORKS_MAX)
+    ]
+    terms: Annotated[tuple[LevelTerms, ...], Meta(min_length=1, max_length=4)]
+    budget_gpu_s: Seconds
+    demand_max: Positive
+    hoped: Level = "machine"
+    sizes: Annotated[tuple[Positive, ...], Meta(max_length=GPUS_MAX)] = ()
+    homes: Annotated[tuple[Home, ...], Meta(max_length=JOBS_MAX)] | None = None
+
+
 class AppReport(Struct, frozen=True, tag=True):
     """An app's whole wish: enrolment, requirements, demand, the division of its leases, and how far it is.
 
@@ -426,6 +463,7 @@ class AppReport(Struct, frozen=True, tag=True):
     after: Annotated[tuple[AppId, ...], Meta(max_length=AFTER_MAX)] = ()  #: its owner's apps that must end before
     array: Count = 0  #: how many jobs its array has; 0: it is none
     array_over: Count = 0  #: of these, those that have ended
+    standing: StandingValuation | None = None  #: None: it is to be asked
 
 
 class ProbeReply(Struct, frozen=True, tag=True):
@@ -576,6 +614,7 @@ class Offer(Struct, frozen=True, tag=True):
     deadline_s: Seconds
     gpus: tuple[OfferedGpu, ...]
     kept: tuple[OfferedGpu, ...]  #: GPUs the app holds whose leases are not in play
+    elapsed_s: Seconds | None = None  #: since the app came, by the arbiter's clock; None: not told
 
 
 class Grant(Struct, frozen=True, tag=True):
@@ -612,6 +651,8 @@ class Holdings(Struct, frozen=True, tag=True):
     acked: Count = 0  #: the newest `AppReport.seq` the arbiter has handled
     site: SiteId = ""
     held_by: Label = ""  #: the owner or administrator that holds it: it gets no GPU until it is released
+    lease_s: Seconds = 0.0  #: the length of a lease; 0: not told
+    probes: bool = False  #: rounds ask apps for their worth: the app is to state its valuation
 
 
 class Refusal(Struct, frozen=True, tag=True):

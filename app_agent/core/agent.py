@@ -131,11 +131,12 @@ class AppAgent:
     def _hear_news(self, message: Grant | Preempt | Holdings, now: float) -> list[Send]:
         """Follow the arbiter's newest word on leases and tasks, unless it changes nothing."""
         state = self.state
-        before = (state.held, state.jobs, state.over)
+        before, probed = (state.held, state.jobs, state.over), state.probes
         if not holdings.take(self.app, message, now):
             return []
         contradicted = state.settled and bool(state.held)  # it is over, and the arbiter does not seem to know
-        if (state.held, state.jobs, state.over) == before and not contradicted and not self._patience_over(now):
+        same = (state.held, state.jobs, state.over) == before and (state.probes == probed or state.over is not None)
+        if same and not contradicted and not self._patience_over(now):
             return []  # its consequences were said when it was new
         return self._follow(now, restate=contradicted)
 

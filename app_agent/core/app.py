@@ -12,11 +12,11 @@ from typing import Literal
 
 from msgspec import Struct
 
-from app_agent.core import valuation
 from app_agent.core.model import AppState, Done, Failed, Job, Suspended, Waiting
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import AppScheduler, Left, Search, Trial, scheduler_for
 from protocol.messages import Level
+from valuation.finish_time import serial_time_s, slowdowns
 
 #: The work of a job of unknown length is taken to be an hour of one GPU.
 UNKNOWN_WORK_S = 3600.0
@@ -58,7 +58,7 @@ class App:
 
 
 def _derive(state: AppState, scheduler: AppScheduler) -> Facts:
-    slowdown = valuation.slowdowns(job.times for job in state.jobs)
+    slowdown = slowdowns(job.times for job in state.jobs)
     likely = _likely_steps(state)
     trials = tuple(_trial(job, state.spec, slowdown, likely) for job in state.jobs)
     runnable = scheduler.runnable(state.search, trials)
@@ -107,6 +107,6 @@ def _measured_s(job: Job, spec: AppSpec, slowdown: Mapping[Level, float]) -> flo
     if not job.times:
         return 0.0
     newest = job.times[-1]
-    return valuation.serial_time_s(
+    return serial_time_s(
         newest.step_s, slowdown=slowdown[newest.level], gpus=newest.gpus, job_demand_max=spec.job_demand_max
     )

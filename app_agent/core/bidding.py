@@ -1,25 +1,40 @@
-"""The two questions of a round: how fair is the app's lot (probe), and how much is the offer worth to it (bid)."""
+"""The worth of GPUs to the app: stated ahead, or told in a round (how fair is its lot, how much is the offer worth)."""
 
 from __future__ import annotations
 
-from app_agent.core import bids, demand, estimates, jobs, valuation
+from app_agent.core import demand, estimates, jobs
 from app_agent.core.app import App
 from app_agent.core.model import HeldGpu, Job, Leaving, Placed, Suspended
-from app_agent.core.valuation import LevelTerms, Valuation
 from protocol.core import Send
-from protocol.messages import ARBITER, LEVELS, Bid, GpuId, Level, Offer, OfferedGpu, Probe, ProbeReply, device_of
+from protocol.messages import (
+    ARBITER,
+    GPUS_MAX,
+    JOBS_MAX,
+    LEVELS,
+    WORKS_MAX,
+    Bid,
+    Home,
+    Level,
+    LevelTerms,
+    Offer,
+    OfferedGpu,
+    Probe,
+    ProbeReply,
+    StandingValuation,
+)
+from valuation.standing import Circumstances, Shape, rho_now, value_of, worth_of
 
 
 def answer_probe(app: App, probe: Probe) -> list[Send]:
     """Phase 1: say how fair the app's lot is now."""
-    if app.state.over is not None or probe.epoch < app.state.view[0]:
+    state = app.state
+    if state.over is not None or probe.epoch < state.view[0]:
         return []
-    app.state.cluster_gpus = probe.cluster_gpus
-    app.state.apps_mean = probe.apps_mean
-    value = valuation_of(app, elapsed_s=probe.elapsed_s, apps_mean=probe.apps_mean)
-    staying = [_offered(held) for held in app.state.held.values() if not held.leaving]
-    rho = bids.rho_kept(value, bids.reach_of(staying, (), gang=value.gang, spans=app.state.spec.spans, levels=()))
-    return [Send(ARBITER, ProbeReply(app.state.app, probe.round, rho))]
+    state.cluster_gpus = probe.cluster_gpus
+    state.apps_mean = probe.apps_mean
+    value = value_of(valuation_of(app), _shape(app), _circumstances(app, probe.elapsed_s))
+    staying = [_offered(held) for held in state.held.values() if not held.leaving]
+    return [Send(ARBITER, ProbeReply(state.app, probe.round, rho_now(value, staying, spans=state.spec.spans)))]
 
 
 def answer_offer(app: App, offer: Offer, now: float) -> list[Send]:
@@ -28,34 +43,62 @@ def answer_offer(app: App, offer: Offer, now: float) -> list[Send]:
     if state.over is not None or offer.epoch < state.view[0]:
         return []
     state.lease_s = offer.lease_s
-    value = valuation_of(app, elapsed_s=now - state.since, apps_mean=state.apps_mean)
-    only = _reachable_homes(app, offer)
-    named = None if only is None else set(only)
-    usable = [gpu for gpu in offer.gpus if named is None or gpu.gpu in named]
-    levels = [terms.level for terms in value.terms]
-    reach = bids.reach_of(offer.kept, usable, gang=value.gang, spans=state.spec.spans, levels=levels)
-    rho_none = bids.rho_kept(value, reach)
-    rows = bids.bid_rows(value, reach, rho_none=rho_none, gpus_max=demand.demand_max(app))
-    return [Send(ARBITER, Bid(state.app, offer.round, rho_none, rows, only))]
+    elapsed_s = now - state.since if offer.elapsed_s is None else offer.elapsed_s
+    stated, shape = valuation_of(app), _shape(app)
+    value = value_of(stated, shape, _circumstances(app, elapsed_s))
+    worth = worth_of(stated, value, shape, offered=offer.gpus, kept=offer.kept)
+    return [Send(ARBITER, Bid(state.app, offer.round, worth.rho_none, worth.rows, worth.only))]
 
 
-def _reachable_homes(app: App, offer: Offer) -> tuple[GpuId, ...] | None:
-    """Return the offered GPUs that jobs are bound to which can go on nowhere else, if that is so of all jobs."""
+def standing(app: App) -> StandingValuation | None:
+    """Return the valuation that the arbiter is to go by; None: no round asks for it, or it is too large to be told."""
+    state = app.state
+    if state.over is not None or not state.probes:
+        return None
+    stated = valuation_of(app)
+    homes = stated.homes or ()
+    too_large = (
+        sum(map(len, stated.phases)) > WORKS_MAX
+        or max(len(stated.sizes), *(len(home.gpus) + len(home.other_gpus) for home in homes), 0) > GPUS_MAX
+        or len(homes) > JOBS_MAX
+    )
+    return None if too_large else stated
+
+
+def valuation_of(app: App) -> StandingValuation:
+    """Return all that is the app's own in the worth of an allocation to it, as things stand."""
+    spec = app.state.spec
+    terms = _terms(app)
+    return StandingValuation(
+        phases=estimates.works_s(app),
+        terms=terms,
+        budget_gpu_s=estimates.budget_gpu_s(app),
+        demand_max=estimates.demand_alone(app),
+        # A gang may be larger than every node: to hope for better would mean never to bid at all.
+        hoped=terms[-1].level if spec.spans and spec.gang > 1 else "machine",
+        sizes=spec.sizes,
+        homes=_homes(app),
+    )
+
+
+def _shape(app: App) -> Shape:
+    return Shape(demand.gang(app), app.state.spec.spans, demand.demand_max(app))
+
+
+def _circumstances(app: App, elapsed_s: float) -> Circumstances:
+    state = app.state
+    return Circumstances(elapsed_s, state.lease_s, state.apps_mean, state.cluster_gpus)
+
+
+def _homes(app: App) -> tuple[Home, ...] | None:
+    """Return the GPUs that each job can go on on, where all of them are bound; else None."""
     wanted = demand.jobs_of(app, app.facts.runnable)
     bound = [job for job in wanted if _bound(app, job)]
-    if not wanted or len(bound) < len(wanted):
-        return None
-    reachable = {device_of(gpu.gpu) for gpu in (*offer.gpus, *offer.kept)}
-    homes = {device for job in bound for device in _homes(job, reachable)}
-    return tuple(gpu.gpu for gpu in offer.gpus if device_of(gpu.gpu) in homes)
+    return tuple(map(_home, bound)) if wanted and len(bound) == len(wanted) else None
 
 
-def _homes(job: Job, reachable: set[GpuId]) -> set[GpuId]:
-    """Return the devices on which a bound job can go on: its own if all can be had, else others of its node, too."""
-    own = set(map(device_of, job.gpus))
-    others = job.state.other_gpus if isinstance(job.state, Suspended) else ()
-    able = (own if own <= reachable else own.union(others)) & reachable
-    return able if len(able) >= len(own) else set()
+def _home(job: Job) -> Home:
+    return Home(job.gpus, job.state.other_gpus if isinstance(job.state, Suspended) else ())
 
 
 def _bound(app: App, job: Job) -> bool:
@@ -67,23 +110,6 @@ def _bound(app: App, job: Job) -> bool:
 
 def _offered(held: HeldGpu) -> OfferedGpu:
     return OfferedGpu(held.gpu, held.node, held.rack, held.slot)
-
-
-def valuation_of(app: App, *, elapsed_s: float, apps_mean: float) -> Valuation:
-    """Return the numbers from which rho of any allocation follows, as things stand."""
-    state = app.state
-    terms = _terms(app)
-    return Valuation(
-        phases=estimates.works_s(app),
-        gang=demand.gang(app),
-        terms=terms,
-        elapsed_s=elapsed_s,
-        lease_s=state.lease_s,
-        fair_s=valuation.fair_time_s(estimates.ideal_s(app), apps_mean=apps_mean),
-        # A gang may be larger than every node: to hope for better would mean never to bid at all.
-        hoped=terms[-1].level if state.spec.spans and state.spec.gang > 1 else "machine",
-        sizes=state.spec.sizes,
-    )
 
 
 def _terms(app: App) -> tuple[LevelTerms, ...]:

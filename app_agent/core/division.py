@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from app_agent.core.model import HeldGpu
-from app_agent.core.valuation import effective_gpus
 from protocol.messages import GpuId, JobId, NodeId
+from valuation.finish_time import effective_gpus
 
 Nodes = Mapping[NodeId, list[HeldGpu]]  #: the free GPUs, by node
 

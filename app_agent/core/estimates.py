@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from app_agent.core import valuation
 from app_agent.core.app import App
 from app_agent.core.model import Done, Dropped, Failed, Placed
 from app_agent.core.tuning import Left
 from protocol.messages import Basis, Level
+from valuation.finish_time import cluster_time_s, serial_time_s
 
 #: Levels at which a job lies on one node.
 CLOSE: tuple[Level, ...] = ("slot", "machine")
@@ -20,9 +20,17 @@ def ideal_s(app: App) -> float:
     unmeasured = state.over is not None and not any(job.steps_done for job in state.jobs)
     if state.cluster_gpus == 0 or unmeasured:
         return 0.0
-    budget_s = app.scheduler.budget_steps(app.facts.trials, state.search) * app.facts.serial_median_s
-    demand_max = state.spec.job_demand_max * state.spec.at_once
-    return valuation.cluster_time_s(budget_s, cluster_gpus=state.cluster_gpus, demand_max=demand_max)
+    return cluster_time_s(budget_gpu_s(app), cluster_gpus=state.cluster_gpus, demand_max=demand_alone(app))
+
+
+def budget_gpu_s(app: App) -> float:
+    """Return B, the serial seconds of all its mini-batches from first to last. Source: Themis, Eq. 2."""
+    return app.scheduler.budget_steps(app.facts.trials, app.state.search) * app.facts.serial_median_s
+
+
+def demand_alone(app: App) -> int:
+    """Return how many GPUs it could use alone on the cluster. Source: Themis, Eq. 2: app_demand_max."""
+    return app.state.spec.job_demand_max * app.state.spec.at_once
 
 
 def works_s(app: App) -> tuple[tuple[float, ...], ...]:
@@ -101,7 +109,7 @@ def _close_serial_s(app: App, left: Left) -> float:
     if not close:
         return spec.step_serial_s or facts.serial_of_s(left)
     newest = close[-1]
-    return valuation.serial_time_s(
+    return serial_time_s(
         newest.step_s,
         slowdown=facts.slowdown[newest.level],
         gpus=newest.gpus,

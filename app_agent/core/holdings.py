@@ -52,6 +52,8 @@ def _take_holdings(app: App, message: Holdings, now: float) -> None:
     state.cluster_gpus = message.cluster_gpus or state.cluster_gpus
     state.site = message.site or state.site
     state.held_by = message.held_by
+    state.lease_s = message.lease_s or state.lease_s
+    state.probes = message.probes
     tasks: dict[tuple[JobId, int], list[TaskStatus]] = {}
     for task in message.tasks:
         tasks.setdefault((task.job, task.attempt), []).append(task)

@@ -21,7 +21,6 @@ from app_agent.core.model import (
     Waiting,
 )
 from app_agent.core.spec import RESTARTS, AppSpec
-from app_agent.core.valuation import IterTime
 from protocol.messages import (
     WAS_LOST,
     GpuId,
@@ -33,6 +32,7 @@ from protocol.messages import (
     locality,
     newest_metrics,
 )
+from valuation.finish_time import IterTime
 
 #: A job that fails this often in a row before its first mini-batch cannot start; trying on would hide the reason.
 FALSE_STARTS_MAX = 2

@@ -21,7 +21,6 @@ from msgspec import Struct
 
 from app_agent.core.spec import AppSpec, Dependency
 from app_agent.core.tuning.scheduler import Search
-from app_agent.core.valuation import IterTime
 from protocol.messages import (
     AppId,
     AppReport,
@@ -33,6 +32,7 @@ from protocol.messages import (
     StepSource,
     TaskId,
 )
+from valuation.finish_time import IterTime
 
 
 class HeldGpu(Struct, frozen=True):
@@ -239,7 +239,8 @@ class AppState(Struct):
     patient_until: float | None = None  #: when useless leases that may still make a gang are given back
     cluster_gpus: int = 0
     apps_mean: float = 1.0  #: N_avg, as last probed
-    lease_s: float = 600.0  #: as last offered; the default is that of PAPERS.md section 1
+    lease_s: float = 600.0  #: as last told; the default is that of PAPERS.md section 1
+    probes: bool = False  #: the arbiter's rounds ask apps for their worth
     news: str = ""  #: the newest thing a user should know: why it was preempted
     run: str = ""  #: the submission; empty for one of an earlier version
     site: str = ""  #: the site of the arbiter it heard last

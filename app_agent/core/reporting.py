@@ -9,7 +9,7 @@ from typing import assert_never
 import msgspec
 from msgspec.structs import replace
 
-from app_agent.core import demand, estimates, jobs, search
+from app_agent.core import bidding, demand, estimates, jobs, search
 from app_agent.core.app import App
 from app_agent.core.model import Done, Dropped, Failed, Job, Leaving, Placed, Stopping, Suspended, Waiting
 from protocol.core import Send
@@ -69,6 +69,7 @@ def wish(app: App) -> AppReport:
         after=tuple(each.app for each in state.after),
         array=len(state.spec.array),
         array_over=sum(isinstance(job.state, Done | Failed | Dropped) for job in state.jobs) if state.spec.array else 0,
+        standing=bidding.standing(app),
     )
 
 

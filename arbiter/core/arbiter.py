@@ -327,5 +327,4 @@ class Arbiter:
             turn.tell(sender.user, f"sent a {kind} for {message.app}, which belongs to {app.owner}", loudly=True)
             return False
         apps.note_voice(turn, app)
-        self.state.apps[app.id] = replace(app, seen_at=turn.now)
         return app.active

@@ -5,8 +5,9 @@ the same events, until its next round is over. It admits or refuses the app, the
 GPUs that it has then are the answer. If it has none, `whatif` tells what would make room.
 
 In an auction the app's own agent replies to the copy's questions: a dry run ends at a question, and is made again with
-the reply. The agents of other apps are not asked, as nothing may change. They are taken to reply by what they last
-reported, as in `whatif`; an answer that rests on this is an estimate.
+the reply. The agents of other apps are not asked, as nothing may change. The valuations that they have stated
+reply for them. Apps without one are taken to reply by what they last reported, as in `whatif`; an answer that rests on
+this is an estimate.
 
 As slow as a few rounds: for a thread of its own, on a snapshot.
 """
@@ -23,7 +24,7 @@ from msgspec.structs import replace
 from arbiter.core.arbiter import Arbiter, Effect, Event
 from arbiter.core.effects import Decide, RoundRecord, Sell
 from arbiter.core.members import sale_batch
-from arbiter.core.rounds import decision, seats, views
+from arbiter.core.rounds import decision, seats, stated, views
 from arbiter.core.seam import Outcome, View
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import (
@@ -227,6 +228,9 @@ class DryRun:
                 return None
             return Received(to, replace(own, app=question.app, round=RoundId(self._arbiter.state.round)))
         turn, view = self._scene()
+        other = turn.state.apps[question.app]
+        if stated.stands(turn, other):
+            return Received(to, self._by_its_valuation(turn, other, question))
         app = next((each for each in view.apps if each.app == question.app), None)
         if app is None or not turn.hears(turn.state.apps[question.app]):
             return None
@@ -234,6 +238,13 @@ class DryRun:
         if isinstance(question, Probe):
             return Received(to, ProbeReply(app.app, question.round, rho_of(turn, view, app)))
         return Received(to, bid_of(turn, view, app))
+
+    def _by_its_valuation(self, turn: Turn, app: App, question: Probe | Offer) -> ProbeReply | Bid:
+        """Return what another app's agent would reply, by the valuation that it has stated."""
+        mean = views.apps_mean(turn.state, app, turn.now)
+        if isinstance(question, Probe):
+            return ProbeReply(app.id, question.round, stated.rho(turn, app, mean))
+        return stated.bid(turn, question, mean)
 
     def _scene(self) -> tuple[Turn, View]:
         """Return the copy, only to be looked at, and what is seen of it in this phase of its round."""

@@ -137,7 +137,7 @@ class AppView(Struct, frozen=True):
     demand_max: int
     level_max: Level
     arrived_at: float  #: on the clock of `View.now`
-    rho: float | None  #: its answer to the probe; None when it did not answer in time, or was not asked
+    rho: float | None  #: its answer to the probe; None when it did not answer in time
     kept: tuple[GpuView, ...]  #: GPUs it holds whose leases are not in play
     renewable: tuple[GpuId, ...]  #: GPUs in play that it holds now
     requirements: Requirements = Requirements()  #: the wishes of its user, as far as the site allows them
@@ -217,7 +217,6 @@ class View(Struct, frozen=True):
         None  #: the apps that saw the offer, once it was made; None: ask `Policy.bidders`
     )
     now: float = 0.0  #: seconds, whatever their origin
-    asked: frozenset[AppId] | None = None  #: the apps that were asked for rho, where not all were
     unseen: Mapping[TenantId, int] = {}  #: GPUs of apps that are not shown, having all they want and none in play
     #: Where GPUs are shared and the policy sees one seat of each, all seats that are free or leased, by id.
     seats: tuple[SeatView, ...] = ()

@@ -195,7 +195,7 @@ class Turn:
 
     def hears(self, app: model.App) -> bool:
         """Whether an app's agent speaks."""
-        return self.now - app.seen_at <= self.state.settings.app_timeout_s
+        return self.now - self.state.seen.get(app.id, app.arrived_at) <= self.state.settings.app_timeout_s
 
     def runs_on(self, app: AppId) -> frozenset[GpuId]:
         """Return the GPUs leased to an app on which its training goes on, even if its agent is silent (fail-static).
@@ -218,6 +218,7 @@ class Turn:
     def follow(self, app: model.App) -> None:
         """Book what an app can use from now on: something only while it takes part in rounds."""
         demand = self.usable(app) if app.active else 0
+        self.index.versions[app.id] += 1
         self.state.history.follow(
             app.id, app.tenant, weight=float(app.requirements.weight), demand=demand, now=self.now
         )

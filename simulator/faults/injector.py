@@ -18,17 +18,29 @@ from msgspec.structs import replace
 
 from app_agent.core import host as app_host
 from app_agent.core.host import AppHost
-from app_agent.core.valuation import RHO_MAX
 from arbiter.core.arbiter import Arbiter, Configured
 from arbiter.core.arbiter import Event as ArbiterEvent
 from node_agent.core.events import WorkerGone
 from protocol.core import Connected, Received, Send
-from protocol.messages import ARBITER, Act, AnyMessage, AppActKind, Bid, GpuId, NodeId, Party, ProbeReply
+from protocol.messages import (
+    ARBITER,
+    Act,
+    AnyMessage,
+    AppActKind,
+    AppReport,
+    Bid,
+    GpuId,
+    NodeId,
+    Party,
+    ProbeReply,
+    StandingValuation,
+)
 from simulator.faults.checks import Violation
 from simulator.faults.scenario import ADMIN, Fault, NetworkOptions, Options, facts_of
 from simulator.nodes import SimNode
 from simulator.workers import Worker
 from simulator.world import Actor, SimApp, World
+from valuation.finish_time import RHO_MAX
 
 #: Messages of one sender that wait for a participant that is down; a queue holds the newest.
 KEPT_MAX = 200
@@ -112,7 +124,7 @@ class Record:
 
 
 class Liar(AppHost):
-    """An app agent that states a multiple of each rho."""
+    """An app agent that states a multiple of each rho, and a valuation from which that follows."""
 
     factor = 1.0
 
@@ -129,6 +141,9 @@ class Liar(AppHost):
             case Bid() as bid:
                 rows = tuple(replace(row, rho=self._lied(row.rho)) for row in bid.rows)
                 return replace(effect, message=replace(bid, rho_none=self._lied(bid.rho_none), rows=rows))
+            case AppReport(standing=StandingValuation() as standing) as report:
+                budget_gpu_s = standing.budget_gpu_s / self.factor
+                return replace(effect, message=replace(report, standing=replace(standing, budget_gpu_s=budget_gpu_s)))
             case _:
                 return effect
 

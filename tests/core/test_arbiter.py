@@ -542,24 +542,6 @@ def test_a_story_tells_what_happened_to_an_app() -> None:
     assert "bob-1" in told
 
 
-@with_auction
-def test_of_too_many_apps_those_are_probed_that_look_worst_off_and_the_others_are_told_so() -> None:
-    site = Site(replace(AUCTION, probes_max=2))
-    site.decides_late = True
-    # T_sh is age, 30 s left and a lease more: the same for all; T_cluster tells them apart.
-    for app, ideal_s in (("ana-1", 30.0), ("bob-1", 10.0), ("cleo-1", 20.0), ("dan-1", 40.0)):
-        site.app(app, ideal_s=ideal_s, left_s=30.0)
-    effects = site.node("n1", 1) + site.wait(6)
-    assert [probe.app for probe in sent(effects, Probe)] == ["bob-1", "cleo-1"]
-    effects = site.play_round(effects)
-    (asked,) = site.undecided
-    assert asked.view.asked == {"bob-1", "cleo-1"}
-    effects = site.decide()
-    reasons = {outcome.app: outcome.reason for record in records(effects) for outcome in record.outcomes}
-    assert "was not asked for its rho: the 2 that looked worse off were" in reasons["ana-1"]
-    assert reasons.keys() == {"ana-1", "bob-1", "cleo-1", "dan-1"}
-
-
 # --- a checkpoint that is in one node's memory only -------------------------------------------------------------------
 
 

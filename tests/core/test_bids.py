@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from app_agent.core import bids
-from app_agent.core.bids import bid_rows, reach_of, rho_kept, thin_rows, undominated
-from app_agent.core.valuation import LevelTerms, Valuation, rho_of
 from benchmarks.bid_preparation import row_by_row
 from protocol.messages import LEVELS, BidRow, GpuId, Level, NodeId, OfferedGpu, locality
 from tests.support.app_harness import Bench, status
 from tests.support.effort import examples
+from valuation import bids
+from valuation.bids import bid_rows, reach_of, rho_kept, thin_rows, undominated
+from valuation.finish_time import LevelTerms, Valuation, rho_of
 
 CRUDE: tuple[LevelTerms, ...] = (
     LevelTerms("slot", 1.0, 4),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from app_agent.core.division import Asking, divide
 from app_agent.core.model import HeldGpu
 from app_agent.core.spec import mistake
-from app_agent.core.valuation import LevelTerms, Valuation, effective_gpus, makespan_s, makespans_s, rho_of, rho_table
 from protocol.messages import JobId, Measured, ProbeReply, TaskId
 from tests.support.app_harness import Bench, exited, spec_of, status, terms
+from valuation.finish_time import LevelTerms, Valuation, effective_gpus, makespan_s, makespans_s, rho_of, rho_table
 
 TASK = "ada-1.0-a0"
 SIZES = (1, 2, 4)

@@ -373,7 +373,7 @@ def test_the_command_for_a_host_without_a_registry_is_short_enough_and_told_alik
 IMPORTED = """
 import importlib, sys
 from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
-ours = "benchmarks protocol arbiter node_agent app_agent launch"
+ours = "benchmarks protocol valuation arbiter node_agent app_agent launch"
 known = sys.stdlib_module_names | {*ours.split(), *sys.argv[1].split(",")}
 class Known:
     def find_spec(self, name, path=None, target=None):

@@ -20,7 +20,7 @@ from simulator.experiment import Experiment, ExperimentError, execute, settings_
 from simulator.figures.results import Run
 
 ROOT = Path(__file__).parents[2]
-PRODUCT = ("arbiter", "node_agent", "app_agent", "protocol", "simulator", "launch")
+PRODUCT = ("arbiter", "node_agent", "app_agent", "valuation", "protocol", "simulator", "launch")
 #: Here the names are those of papers' workloads, not of policies.
 WORKLOADS = ("simulator/workload/fitgpp.py",)
 

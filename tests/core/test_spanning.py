@@ -14,11 +14,9 @@ from hypothesis import strategies as st
 
 from app_agent.core import reporting
 from app_agent.core.agent import AppAgent
-from app_agent.core.bids import bid_rows, reach_of, rho_kept
 from app_agent.core.division import Asking, divide
 from app_agent.core.jobs import joined_status
 from app_agent.core.model import AppState, HeldGpu, Suspended
-from app_agent.core.valuation import LevelTerms, Valuation, rho_of
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.leases.plans import is_task_id, task_id
 from arbiter.core.placement.locality import LOOSENESS
@@ -54,6 +52,8 @@ from tests.support.arbiter_site import Site, gpu_id, task, wish
 from tests.support.auctions import AMPLE, app_of, bid_of, gpus_of, settle, view_of
 from tests.support.effort import examples
 from tests.support.wishes import replace
+from valuation.bids import bid_rows, reach_of, rho_kept
+from valuation.finish_time import LevelTerms, Valuation, rho_of
 
 GANG = tuple(gpu_id(node, index) for node in ("n1", "n2") for index in (0, 1))
 ON_N1, ON_N2 = GANG[:2], GANG[2:]

@@ -15,8 +15,8 @@ from app_agent.core.spec import AppSpec, mistake
 from app_agent.core.tuning import Curve, CurveStopping, Left, Search, Trial, scheduler_for
 from app_agent.core.tuning.curve import POINTS_MAX, REPORTS
 from app_agent.core.tuning.forecast import POINTS_MIN, POWERS, Law, Point, fit
-from app_agent.core.valuation import LevelTerms, Valuation, cluster_time_s, fair_time_s, rho_of
 from tests.support.app_harness import Bench, exited, spec_of, status
+from valuation.finish_time import LevelTerms, Valuation, cluster_time_s, fair_time_s, rho_of
 
 POWER = POWERS[12]
 STEPS = range(50, 1001, 50)

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from app_agent.core.spec import AppSpec, mistake
 from app_agent.core.tuning import AppScheduler, Exhaustive, Left, Search, Trial, scheduler_for
-from app_agent.core.valuation import LevelTerms, Valuation, cluster_time_s, fair_time_s, rho_of
 from launch import cli
 from launch.faults import Fault
 from launch.verbs import submission
 from protocol import exit_codes
 from tests.support.app_harness import Bench, exited, spec_of
 from tests.support.effort import examples
+from valuation.finish_time import LevelTerms, Valuation, cluster_time_s, fair_time_s, rho_of
 
 TOTAL = 40
 

@@ -10,8 +10,8 @@ from app_agent.core.spec import AppSpec, bracket_sizes, brackets_of, mistake
 from app_agent.core.tuning import Hyperband, Left, Search, Single, Trial, scheduler_for
 from app_agent.core.tuning.bracket import Bracket
 from app_agent.core.tuning.hyperband import shares_of
-from app_agent.core.valuation import LevelTerms, Valuation, cluster_time_s, fair_time_s, makespan_s, rho_of
 from tests.support.app_harness import Bench, spec_of
+from valuation.finish_time import LevelTerms, Valuation, cluster_time_s, fair_time_s, makespan_s, rho_of
 
 
 def search_spec(trials: int, **changes: object) -> AppSpec:

@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app_agent.core.valuation import (
+from benchmarks.bid_preparation import scalar_makespan_s
+from protocol.messages import LEVELS
+from valuation.finish_time import (
     RHO_MAX,
     IterTime,
     LevelTerms,
@@ -25,8 +27,6 @@ from app_agent.core.valuation import (
     shared_time_s,
     slowdowns,
 )
-from benchmarks.bid_preparation import scalar_makespan_s
-from protocol.messages import LEVELS
 
 CRUDE: tuple[LevelTerms, ...] = (
     LevelTerms("slot", 1.0, 4),

@@ -18,7 +18,7 @@ from launch import cli
 from launch.registry import Verbs
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("protocol", "arbiter", "node_agent", "app_agent", "simulator", "launch")
+PACKAGES = ("protocol", "valuation", "arbiter", "node_agent", "app_agent", "simulator", "launch")
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 #: What stands for a value in a sentence that is put together.

@@ -8,7 +8,7 @@ import pytest
 
 from app_agent.core.tuning import Halving
 from app_agent.core.tuning.scheduler import Left, Trial
-from app_agent.core.valuation import LevelTerms, Valuation, cluster_time_s, fair_time_s, makespan_s, rho, rho_of, work_s
+from valuation.finish_time import LevelTerms, Valuation, cluster_time_s, fair_time_s, makespan_s, rho, rho_of, work_s
 
 SERIAL_S = (80.0, 100.0, 100.0, 120.0)
 MEDIAN_S = 100.0

@@ -82,6 +82,7 @@ def settings_of(dice: Random, policy: str, sharing: Sharing) -> ArbiterSettings:
         bid_s=1.0,
         node_timeout_s=20.0,
         app_timeout_s=20.0,
+        ask_max=dice.choice((0, 100)),
         priority_max=dice.choice((0, 1000)),
         apps_max=dice.choice((2, 1000)),
         tenants=dice.choice(

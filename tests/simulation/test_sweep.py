@@ -50,7 +50,7 @@ def test_a_pause_between_rounds_is_an_overhead(trace: str) -> None:
         ({"policy": "best"}, "the policy 'best' is not known; choose one of "),
         ({"knobs": (("leash_s", "3"),)}, "there is no setting 'leash_s'; choose one of lease_s, "),
         ({"knobs": (("lease_s", "long"),)}, "lease_s is 'long'; it must be a number"),
-        ({"knobs": (("probes_max", "1.5"),)}, "probes_max is '1.5'; it must be a whole number"),
+        ({"knobs": (("ask_max", "1.5"),)}, "ask_max is '1.5'; it must be a whole number"),
         ({"knobs": (("lease_s", "nan"),)}, "the settings: arbiter: lease_s is nan; it must be a finite number above 0"),
         ({"knobs": (("beat_s", "5"),)}, "beat_s has no effect here: no message is lost and no process dies"),
         ({"knobs": (("app_timeout_s", "5"),)}, "app_timeout_s has no effect here: "),

@@ -27,10 +27,12 @@ from protocol.messages import (
     ExplicitRow,
     GpuId,
     GpuStatus,
+    Home,
     JobId,
     JobWish,
     LaunchSpec,
     LeaseId,
+    LevelTerms,
     LogChunk,
     Measured,
     NodeId,
@@ -40,6 +42,7 @@ from protocol.messages import (
     Query,
     Requirements,
     RoundId,
+    StandingValuation,
     TaskId,
     TaskStatus,
     TenantId,
@@ -162,6 +165,24 @@ class Forger:
             after=() if self.often(0.9) else tuple(self.app_id("") for _ in range(self._dice.randint(1, 3))),
             array=0 if self.often(0.8) else self.count(),
             array_over=0 if self.often(0.8) else self.count(),
+            standing=self._standing() if self.often(0.6) else None,
+        )
+
+    def _standing(self) -> StandingValuation:
+        """Draw a valuation that an app states."""
+        levels = [level for level in LEVELS if self.often(0.6)] or ["machine"]
+        levels = levels if self.often(0.9) else levels[::-1]
+        sizes = tuple(sorted({max(1, self.count(4)) for _ in range(2)}))
+        return StandingValuation(
+            phases=self.some(lambda: self.some(self.seconds, 9), 3) if self.often(0.9) else ((1.0,) * 200,) * 10,
+            terms=tuple(
+                LevelTerms(level, self.one((0.0, 1.0, 1.3, 1e6)), min(2**31, max(1, self.count(8)))) for level in levels
+            ),
+            budget_gpu_s=self.seconds(),
+            demand_max=min(2**31, max(1, self.count(8))),
+            hoped=self.one(LEVELS),
+            sizes=() if self.often(0.6) else tuple(min(2**31, size) for size in sizes),
+            homes=None if self.often(0.7) else self.some(lambda: Home(self.gpus(), self.gpus(2)), 3),
         )
 
     def _requirements(self) -> Requirements:

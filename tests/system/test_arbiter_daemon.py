@@ -167,7 +167,8 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ("[arbiter]\nprobe_s = nan\n", "arbiter: probe_s is nan; it must be a finite number above 0"),
         ("[arbiter]\ndecide_grace_s = 5.0\n", "unknown field `arbiter.decide_grace_s`"),
         ("[arbiter]\nlease_s = inf\n", "arbiter: lease_s is inf; it must be a finite number above 0"),
-        ("[arbiter]\nprobes_max = 0\n", "arbiter: probes_max is 0; it must be above 0"),
+        ("[arbiter]\nask_max = -1\n", "arbiter: ask_max is -1; it must be 0 or more"),
+        ("[arbiter]\nprobes_max = 64\n", "unknown field `arbiter.probes_max`; leave it out or mend its name"),
         ("[arbiter]\nrenewal_lead_s = -5.0\n", "arbiter: renewal_lead_s is -5.0; it must be 0 or more"),
         (
             "[arbiter]\nalign_after_leases = 0.5\n",

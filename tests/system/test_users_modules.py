@@ -16,7 +16,7 @@ import pytest
 from launch.site.site import PROGRAM, as_processes, local_site, on_broker
 from tests.support.patience import PATIENCE_S
 
-NAMES = ("launch", "protocol", "simulator", "arbiter", "node_agent", "app_agent")
+NAMES = ("launch", "protocol", "valuation", "simulator", "arbiter", "node_agent", "app_agent")
 #: As pip's own script starts it, which puts its folder and not the current one on the path.
 COMMAND = (sys.executable, "-P", str(PROGRAM))
 #: The user's own modules are there for the user's own program.

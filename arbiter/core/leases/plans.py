@@ -374,6 +374,8 @@ def holdings_of(turn: Turn, app: model.App) -> Holdings:
         acked=app.report_seq,
         site=state.site,
         held_by=app.held_by if isinstance(app.state, Active | Dependent) else "",
+        lease_s=state.settings.lease_s,
+        probes=turn.policy.traits.probes,
     )
 
 
@@ -448,6 +450,7 @@ class _HoldingsBody(Struct, array_like=True):
     tasks: tuple[tuple[str, str, str, bool, dict[str, float], tuple[str, ...], tuple[str, ...]], ...]
     acked: int
     held_by: str
+    probes: bool
 
 
 def plan_digest(plan: NodePlan) -> str:
@@ -462,7 +465,7 @@ def holdings_digest(holdings: Holdings) -> str:
         (t.task, t.phase, t.outcome or "", t.can_checkpoint, t.metrics, t.gpus, t.other_gpus) for t in holdings.tasks
     )
     leases = tuple((t.lease, t.leaving) for t in holdings.leases)
-    return _digest(_HoldingsBody(leases, tasks, holdings.acked, holdings.held_by))
+    return _digest(_HoldingsBody(leases, tasks, holdings.acked, holdings.held_by, holdings.probes))
 
 
 def _digest(body: Struct) -> str:

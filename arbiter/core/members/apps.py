@@ -89,7 +89,6 @@ def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
         tenant=report.tenant,
         name=report.name,
         arrived_at=turn.now,
-        seen_at=turn.now,
         report_seq=report.seq,
         gang=report.gang,
         demand_max=report.demand_max,
@@ -118,9 +117,11 @@ def _enrol(turn: Turn, sender: Party, report: AppReport) -> App:
 
 def note_voice(turn: Turn, app: App) -> None:
     """Note that an app's agent speaks; one that was left out of rounds for its silence makes them worth while again."""
-    if not turn.hears(app):
+    heard = turn.hears(app)
+    turn.state.seen[app.id] = turn.now
+    if not heard:
         turn.state.news = True
-        turn.follow(replace(app, seen_at=turn.now))
+        turn.follow(app)
         sales.note_return(turn, app)
 
 
@@ -144,8 +145,6 @@ def leave_out_silent(turn: Turn) -> None:
 def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     note_voice(turn, app)
     if report.seq <= app.report_seq:
-        app = replace(app, seen_at=turn.now)
-        turn.state.apps[app.id] = app
         return app
     jobs = tuple(map(_job, report.jobs))
     requirements = _bounded(report.requirements, turn.state.settings)
@@ -157,7 +156,6 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         turn.apps.add(app.id)
     app = replace(
         app,
-        seen_at=turn.now,
         report_seq=report.seq,
         gang=report.gang,
         demand_max=demand,
@@ -181,6 +179,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         demand_most=max(app.demand_most, report.demand_max),
         array=report.array,
         array_over=min(report.array_over, report.array),
+        standing=screening.stated_by(turn.index, report),
     )
     turn.state.apps[app.id] = app
     _leave_unsuited(turn, app)
@@ -266,6 +265,8 @@ def _forget_oldest(turn: Turn) -> None:
             continue
         del over[place]
         del turn.state.apps[app_id]
+        turn.state.seen.pop(app_id, None)
+        turn.state.rhos.pop(app_id, None)
         turn.state.history.forget(app_id)
         turn.state.stories.pop(app_id, None)
         turn.apps.discard(app_id)

@@ -370,9 +370,9 @@ def forgive(turn: Turn) -> None:
     for node in list(turn.state.nodes.values()):
         if isinstance(node.state, Up):
             turn.state.nodes[node.id] = replace(node, state=Up(turn.now))
-    for app in list(turn.state.apps.values()):
-        turn.state.apps[app.id] = replace(app, seen_at=turn.now)
-        turn.follow(turn.state.apps[app.id])
+    for app in turn.state.apps.values():
+        turn.state.seen[app.id] = turn.now
+        turn.follow(app)
         sales.note_return(turn, app)
 
 

@@ -11,10 +11,13 @@ import re
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import ArbiterSettings, State
 from protocol import limits
-from protocol.messages import AppReport, JobWish
+from protocol.messages import LEVELS, AppReport, JobWish, StandingValuation
+from valuation.finish_time import effort
 
 #: Names in a refusal: it has to fit into a message.
 NAMES_MAX = 20
+#: Of working out one standing valuation: some tenths of a second.
+EFFORT_MAX = 200_000
 _NUMBERED = re.compile(r"[a-z]*[0-9]{1,18}")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -27,7 +30,29 @@ def mistake(report: AppReport) -> str:
         return f"demand_max is {report.demand_max}, which is no multiple of gang ({report.gang})"
     if list(report.sizes) != sorted(set(report.sizes)) or any(size % report.gang for size in report.sizes):
         return f"sizes are {list(report.sizes)[:NAMES_MAX]}; they must rise and be multiples of gang ({report.gang})"
-    return _mistake_in_jobs(report)
+    return _mistake_in_standing(report) or _mistake_in_jobs(report)
+
+
+def _mistake_in_standing(report: AppReport) -> str:
+    standing = report.standing
+    if standing is None:
+        return ""
+    levels = [LEVELS.index(terms.level) for terms in standing.terms]
+    if levels != sorted(set(levels)):
+        return "the levels of standing.terms do not rise from tight to loose"
+    sizes, least = standing.sizes, min(terms.job_demand_max for terms in standing.terms)
+    if list(sizes) != sorted(set(sizes)) or (sizes and sizes[0] > least):
+        return f"standing.sizes are {list(sizes)[:NAMES_MAX]}; they must rise, from {least} or less"
+    return ""
+
+
+def stated_by(index: Index, report: AppReport) -> StandingValuation | None:
+    """Return what an app has stated, unless to work that out would hold the arbiter up: such an app is asked."""
+    standing = report.standing
+    gangs_max = index.census()[1] // report.gang
+    if standing is None or effort(standing.phases, gangs_max) > EFFORT_MAX:
+        return None
+    return standing
 
 
 def _mistake_in_jobs(report: AppReport) -> str:

@@ -1,5 +1,8 @@
 """The two phases of a round (PAPERS.md section 1): probe rho, offer, collect one bid each, decide.
 
+Each app is asked, over the bus. If more than `ask_max` apps want GPUs, those that have stated their valuation have
+answered already (`stated`).
+
 A round starts when GPUs can be assigned and an app wants some, at the arbiter's own pace. Each phase has a deadline. An
 app that is silent by then drops out of the round, and the record of the round says so. The policy sees the GPUs and
 apps that are in play *when the bids are in*: without a node that was lost and an app that was withdrawn by then. The
@@ -9,8 +12,6 @@ decision no longer than to its deadline.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -19,8 +20,8 @@ from arbiter.core.effects import Decide, Decided, RoundRecord
 from arbiter.core.layers import guests
 from arbiter.core.leases import alignment, leases
 from arbiter.core.registry import policy_of
-from arbiter.core.rounds import claim_audit, enactment, seats, views
-from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
+from arbiter.core.rounds import claim_audit, enactment, seats, stated, views
+from arbiter.core.seam import Allocation, GpuView, Outcome, View
 from arbiter.core.state import model
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Bidding, Deciding, Idle, Leased, Probing, State
@@ -44,8 +45,9 @@ def advance(turn: Turn, *, may_start: bool) -> None:
         case Idle():
             if may_start and _due(turn):
                 _try(turn)
-        case Probing(deadline=deadline, awaited=awaited):
-            if turn.now >= deadline or not awaited:
+        case Probing(deadline=deadline, awaited=awaited, stated=told):
+            # What is stated takes in the news of the same moment, as an app that is asked does.
+            if turn.now >= deadline or (not awaited and (may_start or not told)):
                 _offer(turn)
         case Bidding(deadline=deadline, awaited=awaited):
             if turn.now >= deadline or not awaited:
@@ -74,10 +76,9 @@ def stop_awaiting(turn: Turn, app: AppId) -> None:
 def take_rho(turn: Turn, reply: ProbeReply) -> None:
     """Note an app's rho; answers to a closed phase change nothing."""
     phase = turn.state.phase
-    app = turn.state.apps[reply.app]
-    turn.state.apps[app.id] = replace(app, rho=reply.rho)
+    turn.state.rhos[reply.app] = reply.rho
     if not isinstance(phase, Probing) or reply.round != turn.state.round or not _asked(phase, reply.app):
-        turn.tell(app.id, f"its rho for round {reply.round} came after that phase had closed and was not used")
+        turn.tell(reply.app, f"its rho for round {reply.round} came after that phase had closed and was not used")
     elif reply.app in phase.awaited:
         phase.awaited.remove(reply.app)
         phase.rhos[reply.app] = reply.rho
@@ -134,6 +135,8 @@ def _asked(phase: Probing | Bidding, app: AppId) -> bool:
 def deadline(state: State, index: Index) -> float | None:
     """Return when the round needs a `Tick`, or None."""
     match state.phase:
+        case Probing(started_at=at, awaited=awaited) if not awaited:
+            return at
         case Probing(deadline=at) | Bidding(deadline=at) | Deciding(deadline=at):
             return at
         case Idle(not_before=not_before):
@@ -202,46 +205,26 @@ def _retry_at(state: State, index: Index) -> float | None:
 
 
 def _probe(turn: Turn, view: View) -> None:
+    """Ask the apps in the view for their rho; of very many, only those that have not stated what they would reply."""
     state = turn.state
     state.round += 1
-    asked = tuple(app.app for app in _worst_off(turn, view, state.settings.probes_max))
-    state.phase = Probing(turn.now, turn.now + state.settings.probe_s, set(asked), {})
-    for app_id in asked:
-        turn.effects.append(_probe_of(turn, state.apps[app_id]))
-
-
-def _worst_off(turn: Turn, view: View, count: int) -> Sequence[AppView]:
-    """Return the `count` apps that look worst off, by arrival: a budget on messages where there are thousands of apps.
-
-    The arbiter's estimate of rho takes the run time left from an app's last report, and a lease more of one that has no
-    GPUs. An app that does not say how long it takes is judged by its age alone.
-    """
-    if len(view.apps) <= count:
-        return view.apps
-    apps_mean_now = turn.state.apps_count.last_value
-
-    def estimate(app: AppView) -> float:
-        left_s = view.left_s(app)
-        cluster_s = turn.state.apps[app.app].ideal_s
-        if left_s is None or cluster_s <= 0.0:
-            return view.elapsed_s(app) / max(1.0, view.lease_s)
-        shared_s = view.elapsed_s(app) + left_s + (0.0 if app.leases else view.lease_s)
-        return shared_s / (cluster_s * max(1.0, apps_mean_now))
-
-    chosen = {app.app for app in heapq.nlargest(count, view.apps, key=estimate)}
-    return [app for app in view.apps if app.app in chosen]
+    apps = [state.apps[app.app] for app in view.apps]
+    told = frozenset(app.id for app in apps if len(apps) > state.settings.ask_max and stated.stands(turn, app))
+    asked = [app for app in apps if app.id not in told]
+    state.phase = Probing(turn.now, turn.now + state.settings.probe_s, {app.id for app in asked}, {}, told)
+    for app in asked:
+        turn.effects.append(_probe_of(turn, app))
 
 
 def _probe_of(turn: Turn, app: model.App) -> Send:
     state = turn.state
-    elapsed_s = turn.now - app.arrived_at
     probe = Probe(
         app=app.id,
         round=RoundId(state.round),
         epoch=state.epoch,
         cluster_gpus=turn.index.count_for(app.requirements)[1],
         apps_mean=views.apps_mean(state, app, turn.now),
-        elapsed_s=elapsed_s,
+        elapsed_s=turn.now - app.arrived_at,
         deadline_s=state.settings.probe_s,
     )
     return Send(Party("app", app.owner), probe)
@@ -249,29 +232,24 @@ def _probe_of(turn: Turn, app: model.App) -> Send:
 
 def _offer(turn: Turn) -> None:
     state = turn.state
-    assert isinstance(state.phase, Probing)
+    probing = state.phase
+    assert isinstance(probing, Probing)
+    told = [app for app in map(state.apps.get, sorted(probing.stated)) if app is not None and stated.stands(turn, app)]
+    means = {app.id: views.apps_mean(state, app, turn.now) for app in told if app.active}
+    rhos = {app: stated.rho(turn, state.apps[app], mean) for app, mean in means.items()}
+    state.rhos.update(rhos)
+    probing.rhos.update(rhos)
     gpus = seats.shown(turn)
-    view = views.make_view(turn, gpus, state.phase.rhos)
-    asked = _asked_of(state.phase, view)
-    view = replace(view, asked=asked)
+    view = views.make_view(turn, gpus, probing.rhos)
     bidders = (
         turn.ask_policy("name who bids", lambda: tuple(turn.policy.bidders(view)), lambda _: tuple[AppId, ...]())
         if gpus
         else ()
     )
-    state.phase = Bidding(
-        started_at=state.phase.started_at,
-        deadline=turn.now + state.settings.bid_s,
-        rhos=state.phase.rhos,
-        asked=asked,
-        offered=tuple(gpus),
-        bidders=bidders,
-        awaited=set(bidders),
-        bids={},
-    )
     offered = tuple(_offered(gpu) for gpu in view.gpus)
     own_offers = seats.instead(turn, view)
     seen = {app.app: app for app in view.apps}
+    bids: dict[AppId, Bid] = {}
     for app_id in bidders:
         offer = Offer(
             app=app_id,
@@ -281,16 +259,23 @@ def _offer(turn: Turn) -> None:
             deadline_s=state.settings.bid_s,
             gpus=tuple(_offered(gpu) for gpu in own_offers[app_id]) if app_id in own_offers else offered,
             kept=tuple(_offered(gpu) for gpu in seen[app_id].kept),
+            elapsed_s=turn.now - state.apps[app_id].arrived_at,
         )
-        turn.effects.append(Send(Party("app", state.apps[app_id].owner), offer))
-    if not bidders:
+        if app_id in means:
+            bids[app_id] = stated.bid(turn, offer, means[app_id])
+        else:
+            turn.effects.append(Send(Party("app", state.apps[app_id].owner), offer))
+    state.phase = Bidding(
+        started_at=probing.started_at,
+        deadline=turn.now + state.settings.bid_s,
+        rhos=probing.rhos,
+        offered=tuple(gpus),
+        bidders=bidders,
+        awaited=set(bidders) - bids.keys(),
+        bids=bids,
+    )
+    if not state.phase.awaited:
         _decide(turn)
-
-
-def _asked_of(phase: Probing, view: View) -> frozenset[AppId] | None:
-    """Return who was asked, or None if everybody in the view was."""
-    asked = phase.awaited | phase.rhos.keys()
-    return None if all(app.app in asked for app in view.apps) else frozenset(asked)
 
 
 def _offered(gpu: GpuView) -> OfferedGpu:
@@ -303,7 +288,7 @@ def _decide(turn: Turn) -> None:
     assert isinstance(phase, Bidding)
     offered = set(phase.offered)
     view = views.make_view(turn, {gpu: shown for gpu, shown in seats.shown(turn).items() if gpu in offered}, phase.rhos)
-    view = replace(view, offered=phase.bidders, asked=phase.asked)
+    view = replace(view, offered=phase.bidders)
     present = {app.app for app in view.apps}
     bids = {app: bid for app, bid in phase.bids.items() if app in present}
     _ask_policy(turn, view, seats.as_seen(view, bids) if turn.index.divided else bids, phase)

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from arbiter.core.layers import interactive
 from arbiter.core.leases import leases, preemption_budget
-from arbiter.core.rounds import seats
+from arbiter.core.rounds import seats, stated
 from arbiter.core.seam import (
     AppView,
     GpuView,
@@ -84,7 +84,6 @@ def _apps(
     promised = leases.promised(turn)
     apps: list[AppView] = []
     unseen: dict[TenantId, int] = {}
-    silent_before = turn.now - state.settings.app_timeout_s
     guests = seats.seating(turn).guests
     in_play: dict[AppId, tuple[GpuId, ...]] = {}
     for gpu_id in sorted(gpus.keys() - index.free):
@@ -109,7 +108,7 @@ def _apps(
             matters = bool(renewable) or look.want > 0
             shown = known[app_id] = Shown(app, versions[app_id], renewable, guest_at, look, matters)
         view, matters = shown.view, shown.matters
-        if matters and app.seen_at < silent_before:
+        if matters and not turn.hears(app):
             view = replace(view, demand_max=min(view.demand_max, turn.usable(app)))
             matters = bool(view.demand_max and (renewable or view.want))
         if matters or (sees_seats and view.kept):  # no other may have a seat beside its own without a look at it
@@ -144,7 +143,7 @@ def seed_of(state: State) -> int:
 
 def _with_rho(turn: Turn, app: model.App, view: AppView, rho: float) -> AppView:
     mean = apps_mean(turn.state, app, turn.now)
-    return replace(view, rho=rho, ideal_s=fairness.ideal_time_s(cluster_s=app.ideal_s, apps_mean=mean))
+    return replace(view, rho=rho, ideal_s=fairness.ideal_time_s(cluster_s=stated.cluster_s(turn, app), apps_mean=mean))
 
 
 def _look_at(

@@ -34,6 +34,7 @@ from protocol.messages import (
     Requirements,
     Sharing,
     SiteId,
+    StandingValuation,
     StepSource,
     TaskId,
     TaskPhase,
@@ -65,7 +66,7 @@ class ArbiterSettings(Struct, frozen=True):
     align_after_leases: float = 2.0  #: a gang for which no round had room for so many leases gets one that has; 0: none
     round_pause_s: float = 1.0  #: between rounds, whatever happens
     probe_s: float = 2.0  #: deadline of phase 1
-    probes_max: int = 2000  #: apps asked in phase 1; of more, those that look worst off by what the arbiter knows
+    ask_max: int = 100  #: if more apps want GPUs, those that have stated their valuation are not asked
     bid_s: float = 2.0  #: deadline of phase 2
     solver_budget_ms: float = 500.0  #: how long a policy may search for a decision, its explanation included
     #: A round without its decision is dropped this long after the solver's budget. Fault worlds set it, no site does.
@@ -403,7 +404,6 @@ class App(Struct, frozen=True):
     tenant: TenantId
     name: str
     arrived_at: float
-    seen_at: float
     report_seq: int
     gang: int
     demand_max: int
@@ -416,7 +416,6 @@ class App(Struct, frozen=True):
     ideal_s: float = 0.0
     basis: Basis = "measured"  #: the grounds of its times
     start_s: float = 0.0  #: how long its first start took; alone it would take that, too
-    rho: float | None = None
     tally: Tally = Tally()
     migrations: int = 0
     steps_lost: int = 0
@@ -447,6 +446,7 @@ class App(Struct, frozen=True):
     requeued_by: str = ""  #: the id of the act that put it to the end of the queue last
     array: int = 0  #: how many jobs its array has; 0: it is none
     array_over: int = 0  #: of these, those that have ended
+    standing: StandingValuation | None = None  #: the worth of GPUs to it, as stated; None: it is to be asked
 
     @property
     def active(self) -> bool:
@@ -500,12 +500,16 @@ class Idle(Struct, frozen=True, tag=True):
 
 
 class Probing(Struct, frozen=True, tag=True):
-    """Phase 1: waiting for rho of the apps asked; an answer moves its app from `awaited` to `rhos`, in place."""
+    """Phase 1: waiting for rho of the apps asked; an answer moves its app from `awaited` to `rhos`, in place.
+
+    What those that are not asked have stated is looked at when this phase closes.
+    """
 
     started_at: float
     deadline: float
     awaited: set[AppId]
     rhos: dict[AppId, float]
+    stated: frozenset[AppId] = frozenset()  #: apps that are not asked: what they have stated replies for them
 
 
 class Bidding(Struct, frozen=True, tag=True):
@@ -518,7 +522,6 @@ class Bidding(Struct, frozen=True, tag=True):
     bidders: tuple[AppId, ...]
     awaited: set[AppId]
     bids: dict[AppId, Bid]
-    asked: frozenset[AppId] | None = None  #: the apps that were asked for rho, where not all were
 
 
 class Deciding(Struct, frozen=True, tag=True):
@@ -588,6 +591,8 @@ class State(Struct):
     gpus: dict[GpuId, Gpu] = field(default_factory=dict)
     tasks: dict[TaskId, Task] = field(default_factory=dict)
     apps: dict[AppId, App] = field(default_factory=dict)
+    seen: dict[AppId, float] = field(default_factory=dict)  #: when each app's agent was heard last
+    rhos: dict[AppId, float] = field(default_factory=dict)  #: of each app, as told last
     apps_count: TimeMean = TimeMean(0.0, 0.0, 0.0, 0.0)  #: apps enrolled and not yet over; N_avg comes from it
     apps_arrived: int = 0
     round: int = 0

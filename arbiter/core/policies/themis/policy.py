@@ -294,8 +294,6 @@ class _Round:
             return _content(app)
         if app.app in self._offered:
             return "was offered the GPUs in play and did not bid in time"
-        if self._view.asked is not None and app.app not in self._view.asked:
-            return f"was not asked for its rho: the {len(self._view.asked)} that looked worse off were (probes_max)"
         if app.rho is None:
             return "did not answer the probe in time, so it took no part"
         winners = self._winners or "no app"

@@ -20,7 +20,7 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from protocol.messages import LEVELS, Level
+from protocol.messages import LEVELS, Level, LevelTerms
 
 Counts = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -31,6 +31,8 @@ SLOWDOWN_CRUDE: Mapping[Level, float] = {"slot": 1.0, "machine": 1.0, "rack": 1.
 RHO_MAX = 1e15
 #: Up to this many jobs a phase is packed exactly; above it longest-first is used, at most 4/3 of the best.
 EXACT_JOBS_MAX = 8
+#: What that takes at most, in the steps of longest-first.
+EXACT_STEPS = 4096
 
 
 class IterTime(Struct, frozen=True):
@@ -41,12 +43,12 @@ class IterTime(Struct, frozen=True):
     step_s: float
 
 
-class LevelTerms(Struct, frozen=True):
-    """The meaning of an allocation at `level`: its slowdown, and the most GPUs one job can then use."""
+class Known:
+    """Times that were worked out already, of one app as it stands now; a `Valuation` may have one, to look there."""
 
-    level: Level
-    slowdown: float
-    job_demand_max: int
+    def __init__(self) -> None:
+        self.left_s: dict[tuple[int, LevelTerms], float] = {}
+        self.table_s: Floats | None = None
 
 
 class Valuation(Struct, frozen=True):
@@ -66,6 +68,7 @@ class Valuation(Struct, frozen=True):
     fair_s: float
     hoped: Level = "machine"
     sizes: tuple[int, ...] = ()
+    known: Known | None = None
 
 
 def effective_gpus(gpus: int, *, gang: int, demand_max: int, sizes: Sequence[int] = ()) -> int:
@@ -129,8 +132,19 @@ def makespan_s(
     if gpus < gang and any(work > 0 for work in works_s):
         return math.inf
     caps = np.array([max(1, job_demand_max // gang)])
-    steps = [size // gang for size in sizes]
+    steps = _in_gangs(sizes, gang)
     return float(makespans_s(works_s, np.array([max(1, gpus // gang)]), caps, steps)[0, 0] / gang)
+
+
+def _in_gangs(sizes: Sequence[int], gang: int) -> list[int]:
+    """Return the sizes in gangs. A job that is parked on several gangs of its spec goes on on one gang of all those."""
+    return sorted({max(1, size // gang) for size in sizes})
+
+
+def effort(phases: Sequence[Sequence[float]], gangs_max: int) -> int:
+    """Return about how many steps it takes to work out the times of these phases with up to so many gangs."""
+    packed = sum(EXACT_STEPS for phase in phases if 1 < len(phase) <= EXACT_JOBS_MAX)
+    return packed + sum(len(phase) * min(len(phase), gangs_max) for phase in phases)
 
 
 def makespans_s(works_s: Sequence[float], gangs: Counts, caps: Counts, sizes: Sequence[int] = ()) -> Floats:
@@ -241,11 +255,17 @@ def slowdowns(measured: Iterable[Sequence[IterTime]]) -> dict[Level, float]:
 
 def work_s(value: Valuation, gpus: int, terms: LevelTerms) -> float:
     """Return the time from now to the end on `gpus` GPUs at that level. Source: Themis, Eq. 2: sum_i T_sh(i)."""
+    known, case = value.known, (gpus, terms)
+    if known is not None and case in known.left_s:
+        return known.left_s[case]
     cap = terms.job_demand_max
     phases = (
         makespan_s(works, gpus=gpus, gang=value.gang, job_demand_max=cap, sizes=value.sizes) for works in value.phases
     )
-    return terms.slowdown * sum(phases)
+    left_s = terms.slowdown * sum(phases)
+    if known is not None:
+        known.left_s[case] = left_s
+    return left_s
 
 
 def rho_table(value: Valuation, gangs_max: int) -> Floats:
@@ -255,14 +275,25 @@ def rho_table(value: Valuation, gangs_max: int) -> Floats:
 
     Source: Themis, Eq. 2.
     """
+    known = value.known
+    table_s = None if known is None else known.table_s
+    if table_s is None or table_s.shape[1] < gangs_max:
+        table_s = _table_s(value, gangs_max)
+    if known is not None:
+        known.table_s = table_s
+    return _rhos(value.elapsed_s + table_s[:, :gangs_max], value.fair_s)
+
+
+def _table_s(value: Valuation, gangs_max: int) -> Floats:
+    """Return the time from now to the end, by level and whole gangs, as `rho_table` has them."""
     gangs = np.arange(1, gangs_max + 1)
     caps = np.array([max(1, terms.job_demand_max // value.gang) for terms in value.terms])
     works_s = np.zeros((len(caps), gangs_max))
-    sizes = [size // value.gang for size in value.sizes]
+    sizes = _in_gangs(value.sizes, value.gang)
     for phase in value.phases:
         works_s += makespans_s(phase, gangs, caps, sizes) / value.gang
-    slowdown = np.array([terms.slowdown for terms in value.terms])[:, np.newaxis]
-    return _rhos(value.elapsed_s + slowdown * works_s, value.fair_s)
+    slowdown: Floats = np.array([terms.slowdown for terms in value.terms])[:, np.newaxis]
+    return slowdown * works_s
 
 
 def _rhos(shared_s: Floats, fair_s: float) -> Floats:

@@ -23,8 +23,8 @@ import numpy as np
 from msgspec import Struct
 from numpy.typing import NDArray
 
-from app_agent.core.valuation import Floats, Valuation, rho_of, rho_table
 from protocol.messages import LEVELS, BidRow, Level, OfferedGpu
+from valuation.finish_time import Floats, Valuation, rho_of, rho_table
 
 #: The wire's bound for the rows of a bid; only an offer of thousands of GPUs to one app comes near.
 ROWS_MAX = 4096
