@@ -49,15 +49,19 @@ HASHES = ROOT / "benchmarks" / "results" / "simulator-hashes.json"
 PACED = {"round_pause_s": "60"}
 #: A solver that is stopped by the clock decides otherwise on a busy machine; these auctions need no more than it has.
 UNHURRIED = {"solver_budget_ms": "60000"}
+#: No app is asked for its rho and its bid: what it has stated replies for it (docs/decisions/0004).
+STATED = UNHURRIED | {"ask_max": "0"}
+#: Each app is asked, as published.
+ASKED = UNHURRIED | {"ask_max": "100000"}
 #: Jobs per calibrated second that are aimed at on fake500 and 64 GPUs: policy, its settings, jobs.
-GOALS = (("fifo", {}, 1000.0), ("themis", UNHURRIED, 150.0), ("themis", UNHURRIED | PACED, 280.0))
+GOALS = (("fifo", {}, 1000.0), ("themis", STATED, 150.0), ("themis", STATED | PACED, 280.0))
 MESSAGES_GOAL = 40.0  #: per job of these under themis
 #: Calibrated seconds that two weeks of Philly may take, and bytes.
 LONG_GOALS_S = {"las": 90.0, "themis": 180.0}
 RSS_GOAL = 400.0 * 2**20
-#: How a site with thousands of waiting apps would run auctions: seldom and for long leases. Every app is asked. The
+#: How a site with thousands of waiting apps would run auctions: seldom and for long leases. The
 #: solver is stopped by the clock here, so the rows of this case are not those of another run, and have no hash.
-CROWDED = {"round_pause_s": "300", "lease_s": "3600", "probes_max": "100000", "solver_budget_ms": "50"}
+CROWDED = {"round_pause_s": "300", "lease_s": "3600", "ask_max": "0", "solver_budget_ms": "50"}
 #: Where the cost per job is compared: so many jobs of two weeks of Philly, twice and four times as many.
 LENGTHS = (1500, 3000, 6000)
 BARE = "bare loop"
@@ -77,10 +81,11 @@ def trace_of(name: str) -> Path:
 def cases(*, quick: bool) -> list[Case]:
     small = {"trace": "fake500", "cluster": "8x8"}
     found = [small | {"policy": policy} for policy in (BARE, "fifo", "backfill", "srtf", "srsf", "las")]
-    found += [small | {"policy": "themis", "settings": settings} for settings in (UNHURRIED, UNHURRIED | PACED)]
+    found += [small | {"policy": "themis", "settings": settings} for settings in (STATED, STATED | PACED)]
     long = {"trace": "two_weeks", "cluster": "140x8", "settings": PACED}
     found += [long | {"policy": "las", "first": first} for first in (LENGTHS[:2] if quick else LENGTHS)]
-    whole = [long | {"policy": "las"}, long | {"policy": "themis", "settings": CROWDED}]
+    asked = [small | {"policy": "themis", "settings": settings} for settings in (ASKED, ASKED | PACED)]
+    whole = [*asked, long | {"policy": "las"}, long | {"policy": "themis", "settings": CROWDED}]
     return found + ([] if quick else whole)
 
 

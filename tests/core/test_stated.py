@@ -1,0 +1,104 @@
+"""Apps that need not be asked: what they have stated replies for them, while their agents are heard of."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.members.screening import EFFORT_MAX
+from arbiter.core.rounds import stated
+from arbiter.core.state.index import Index
+from arbiter.core.turn import Turn
+from protocol.messages import AppId, LevelTerms, Offer, Probe, StandingValuation
+from tests.support.arbiter_site import AUCTION, Grant, Site, notes, records, sent, with_auction
+
+pytestmark = with_auction
+
+#: An app of one job that has 600 seconds left on one GPU, of 1,200.
+STANDING = StandingValuation(((600.0,),), (LevelTerms("machine", 1.0, 4),), 1200.0, 4)
+
+
+def a_site(ask_max: int = 0) -> Site:
+    return Site(replace(AUCTION, ask_max=ask_max))
+
+
+def test_apps_that_have_stated_their_valuation_get_gpus_without_a_question() -> None:
+    site = a_site()
+    effects = site.app("ana-1", demand=4, standing=STANDING) + site.app("bob-1", demand=4, standing=STANDING)
+    effects += site.node("n1", 4) + site.wait(6.0)
+    assert not sent(effects, Probe)
+    assert not sent(effects, Offer)
+    (record, *_) = records(effects)
+    assert record.asked == ("ana-1", "bob-1")
+    assert record.bidders  # the worst off of the two
+    assert sum(len(grant.leases) for grant in sent(effects, Grant)) == 4
+
+
+def test_the_arbiter_replies_with_rho_by_its_own_clock_and_n_avg() -> None:
+    site = a_site()
+    site.app("ana-1", demand=4, standing=STANDING)
+    site.wait(3.0)
+    site.app("bob-1", demand=4, standing=STANDING)
+    site.decides_late = True
+    site.node("n1", 4)
+    site.wait(6.0)
+    (asked,) = site.undecided
+    ana, bob = asked.view.apps
+    # T_sh is age, a lease more and 600 s; T_id is 1,200 s over 4 GPUs times N_avg, which is less for the first.
+    age_s = asked.view.now - ana.arrived_at
+    mean = ((age_s - 3.0) * 2.0 + 3.0) / age_s
+    assert ana.rho == pytest.approx((age_s + 100.0 + 600.0) / (300.0 * mean))
+    assert bob.rho == pytest.approx((age_s - 3.0 + 100.0 + 600.0) / (300.0 * 2.0))
+    assert asked.bids["ana-1"].rho_none == pytest.approx(ana.rho)
+
+
+def test_up_to_ask_max_apps_all_are_asked() -> None:
+    site = a_site(ask_max=2)
+    effects = site.app("ana-1", standing=STANDING) + site.app("bob-1", standing=STANDING)
+    effects += site.node("n1", 4) + site.wait(6.0)
+    assert {probe.app for probe in sent(effects, Probe)} == {"ana-1", "bob-1"}
+
+
+def test_only_apps_that_have_stated_nothing_are_asked() -> None:
+    site = a_site()
+    effects = site.app("ana-1", demand=4, standing=STANDING) + site.app("bob-1", demand=4)
+    effects += site.node("n1", 4) + site.wait(1.0)
+    assert [probe.app for probe in sent(effects, Probe)] == ["bob-1"]
+    effects = site.rho("bob-1", 0.1)
+    effects += site.wait(1.0)
+    (record, *_) = records(effects)
+    assert record.asked == ("ana-1", "bob-1")
+    assert record.bidders == ("ana-1",)
+
+
+def test_a_valuation_lapses_with_the_silence_of_its_agent() -> None:
+    site = a_site()
+    site.app("ana-1", demand=4, standing=STANDING)
+    state = site.arbiter.state
+    ana, heard_until = state.apps[AppId("ana-1")], site.now + AUCTION.app_timeout_s
+    assert stated.stands(Turn(state, heard_until, Index(state)), ana)
+    assert not stated.stands(Turn(state, heard_until + 1.0, Index(state)), ana)
+
+
+@pytest.mark.parametrize(
+    ("standing", "sentence"),
+    [
+        (
+            replace(STANDING, terms=(LevelTerms("rack", 1.1, 4), LevelTerms("machine", 1.0, 4))),
+            "the levels of standing.terms do not rise from tight to loose",
+        ),
+        (replace(STANDING, sizes=(4, 2)), "standing.sizes are [4, 2]; they must rise, from 4 or less"),
+        (replace(STANDING, sizes=(8,)), "standing.sizes are [8]; they must rise, from 4 or less"),
+    ],
+)
+def test_a_valuation_that_contradicts_itself_is_refused(standing: StandingValuation, sentence: str) -> None:
+    site = a_site()
+    assert sentence in notes(site.app("ana-1", standing=standing))
+    assert "ana-1" not in site.arbiter.state.apps
+
+
+def test_an_app_whose_valuation_takes_long_to_work_out_is_asked() -> None:
+    site = a_site()
+    dear = replace(STANDING, phases=((60.0,) * 8,) * (EFFORT_MAX // 4096 + 1))
+    effects = site.app("ana-1", demand=4, standing=dear) + site.node("n1", 4) + site.wait(6.0)
+    assert [probe.app for probe in sent(effects, Probe)] == ["ana-1"]
