@@ -76,7 +76,7 @@ def test_what_is_measured_is_what_was_there() -> None:
 
 
 def test_leaving_and_parking_are_measured_where_leases_are_short() -> None:
-    hurried = replace(CALM, steps=300, lease_s=6.0)
+    hurried = replace(CALM, steps=200, lease_s=6.0)
     costs = replace(known().costs, suspend_s=0.4, resume_s=0.3)
     heard = simulate(hurried, known(costs=costs, starts=((0.0, 7.0),)), ("greeting", "leaving"))
     measured = measure(heard)
@@ -85,9 +85,13 @@ def test_leaving_and_parking_are_measured_where_leases_are_short() -> None:
     assert measured.costs.suspend_s == pytest.approx(0.4)
     assert measured.costs.resume_s == pytest.approx(0.3)
     assert measured.ending_s == pytest.approx(0.25)
-    assert (
-        outcome_of(heard).idle_starts == 0
-    )  # who loads for longer than a lease keeps its GPUs: see arbiter.core.leases.preemption_budget
+
+
+def test_a_job_that_loads_for_longer_than_a_lease_keeps_its_gpus() -> None:
+    """See `arbiter.core.leases.preemption_budget`."""
+    hurried = replace(CALM, steps=300, lease_s=6.0)
+    heard = simulate(hurried, known(starts=((0.0, 7.0),)), ("greeting", "leaving"))
+    assert outcome_of(heard).idle_starts == 0
 
 
 def test_a_jct_is_made_of_what_was_given() -> None:
