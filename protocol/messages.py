@@ -43,7 +43,8 @@ GpuId = NewType("GpuId", _Id)
 LeaseId = NewType("LeaseId", Annotated[str, Meta(min_length=1, max_length=160, pattern=r"^[A-Za-z0-9_.:+@/-]*$")])
 RoundId = NewType("RoundId", Annotated[int, Meta(ge=0, le=2**53)])
 
-Seconds = Annotated[float, Meta(ge=0, le=1e12)]
+SECONDS_MAX, SLOWDOWN_MAX = 1e12, 1e6
+Seconds = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Step = Annotated[int, Meta(ge=-1, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**31)]
@@ -389,7 +390,7 @@ class LevelTerms(Struct, frozen=True, array_like=True):
     """The meaning of an allocation at `level`: its slowdown, and the most GPUs one job can then use."""
 
     level: Level
-    slowdown: Annotated[float, Meta(ge=0, le=1e6)]
+    slowdown: Annotated[float, Meta(ge=0, le=SLOWDOWN_MAX)]
     job_demand_max: Positive
 
 

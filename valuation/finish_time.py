@@ -33,6 +33,8 @@ RHO_MAX = 1e15
 EXACT_JOBS_MAX = 8
 #: What that takes at most, in the steps of longest-first.
 EXACT_STEPS = 4096
+#: What a phase takes for each level, however few jobs it has.
+PHASE_STEPS = 250
 
 
 class IterTime(Struct, frozen=True):
@@ -141,10 +143,14 @@ def _in_gangs(sizes: Sequence[int], gang: int) -> list[int]:
     return sorted({max(1, size // gang) for size in sizes})
 
 
-def effort(phases: Sequence[Sequence[float]], gangs_max: int) -> int:
-    """Return about how many steps it takes to work out the times of these phases with up to so many gangs."""
+def effort(phases: Sequence[Sequence[float]], terms: Sequence[LevelTerms], gangs_max: int) -> int:
+    """Return about how many steps it takes to work out the times of these phases with up to so many gangs.
+
+    A step is one of longest-first, a fifth of a microsecond or so.
+    """
     packed = sum(EXACT_STEPS for phase in phases if 1 < len(phase) <= EXACT_JOBS_MAX)
-    return packed + sum(len(phase) * min(len(phase), gangs_max) for phase in phases)
+    queued = sum(len(phase) * min(len(phase), gangs_max) for phase in phases)
+    return packed + queued + len(phases) * (PHASE_STEPS * len(terms) + gangs_max)
 
 
 def makespans_s(works_s: Sequence[float], gangs: Counts, caps: Counts, sizes: Sequence[int] = ()) -> Floats:

@@ -11,6 +11,8 @@ from protocol.messages import (
     GPUS_MAX,
     JOBS_MAX,
     LEVELS,
+    SECONDS_MAX,
+    SLOWDOWN_MAX,
     WORKS_MAX,
     Bid,
     Home,
@@ -57,12 +59,17 @@ def standing(app: App) -> StandingValuation | None:
         return None
     stated = valuation_of(app)
     homes = stated.homes or ()
-    too_large = (
-        sum(map(len, stated.phases)) > WORKS_MAX
-        or max(len(stated.sizes), *(len(home.gpus) + len(home.other_gpus) for home in homes), 0) > GPUS_MAX
-        or len(homes) > JOBS_MAX
+    works = [work_s for phase in stated.phases for work_s in phase]
+    lists_fit = (
+        len(works) <= WORKS_MAX
+        and max(len(stated.sizes), *(len(home.gpus) + len(home.other_gpus) for home in homes), 0) <= GPUS_MAX
+        and len(homes) <= JOBS_MAX
     )
-    return None if too_large else stated
+    # A figure beyond the wire's bounds would lose the whole report.
+    figures_fit = all(0.0 <= figure <= SECONDS_MAX for figure in (*works, stated.budget_gpu_s)) and all(
+        0.0 <= terms.slowdown <= SLOWDOWN_MAX for terms in stated.terms
+    )
+    return stated if lists_fit and figures_fit else None
 
 
 def valuation_of(app: App) -> StandingValuation:

@@ -26,7 +26,9 @@ def report(app: App, now: float, *, restate: bool) -> list[Send]:
     state = app.state
     said = wish(app)
     new = state.said is None or _urgent(said) != _urgent(state.said)
-    if not new and not restate:
+    # What replies for the app in a round is told at once, too, but may be lost: the next beat says it again.
+    stated = state.said is not None and said.standing != state.said.standing
+    if not (new or stated or restate):
         return []
     state.seq += 1
     state.said = said
@@ -141,8 +143,12 @@ def _job_wish_on(app: App, job: Job, attempt: int, gpus: tuple[GpuId, ...]) -> J
 
 def _urgent(said: AppReport) -> bytes:
     """Return the part of a report that the arbiter must hear at once; figures can wait for the beat."""
+    standing = said.standing
+    if standing is not None:
+        standing = replace(standing, phases=(), budget_gpu_s=0.0)
     calm = replace(
         said,
+        standing=standing,
         seq=0,
         ideal_s=0.0,
         migrations=0,

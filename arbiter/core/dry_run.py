@@ -229,8 +229,9 @@ class DryRun:
             return Received(to, replace(own, app=question.app, round=RoundId(self._arbiter.state.round)))
         turn, view = self._scene()
         other = turn.state.apps[question.app]
-        if stated.stands(turn, other):
-            return Received(to, self._by_its_valuation(turn, other, question))
+        reply = self._by_its_valuation(turn, other, question) if stated.stands(turn, other) else None
+        if reply is not None:
+            return Received(to, reply)
         app = next((each for each in view.apps if each.app == question.app), None)
         if app is None or not turn.hears(turn.state.apps[question.app]):
             return None
@@ -239,11 +240,12 @@ class DryRun:
             return Received(to, ProbeReply(app.app, question.round, rho_of(turn, view, app)))
         return Received(to, bid_of(turn, view, app))
 
-    def _by_its_valuation(self, turn: Turn, app: App, question: Probe | Offer) -> ProbeReply | Bid:
+    def _by_its_valuation(self, turn: Turn, app: App, question: Probe | Offer) -> ProbeReply | Bid | None:
         """Return what another app's agent would reply, by the valuation that it has stated."""
         mean = views.apps_mean(turn.state, app, turn.now)
         if isinstance(question, Probe):
-            return ProbeReply(app.id, question.round, stated.rho(turn, app, mean))
+            rho = stated.rho(turn, app, mean)
+            return None if rho is None else ProbeReply(app.id, question.round, rho)
         return stated.bid(turn, question, mean)
 
     def _scene(self) -> tuple[Turn, View]:

@@ -70,7 +70,8 @@ def _check_history(state: State, index: Index) -> None:
     assert alike, "held and booked differ"
     wanted = {app.id: (float(app.requirements.weight), app.demand_max) for app in state.apps.values() if app.active}
     known = {app: (account.weight, account.demand) for app, account in history.apps.items() if account.demand}
-    silent = {app for app in wanted if state.now - state.seen[app] > state.settings.app_timeout_s}
+    turn = Turn(state, state.now, index)
+    silent = {app for app in wanted if not turn.hears(state.apps[app])}
     due = {app: terms for app, terms in known.items() if app not in silent}
     assert due == {app: terms for app, terms in wanted.items() if terms[1] and app not in silent}, (
         "what apps want is not what is booked"

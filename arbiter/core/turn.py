@@ -218,15 +218,16 @@ class Turn:
     def follow(self, app: model.App) -> None:
         """Book what an app can use from now on: something only while it takes part in rounds."""
         demand = self.usable(app) if app.active else 0
-        self.index.versions[app.id] += 1
-        self.state.history.follow(
-            app.id, app.tenant, weight=float(app.requirements.weight), demand=demand, now=self.now
-        )
+        weight, account = float(app.requirements.weight), self.state.history.apps.get(app.id)
+        if account is None or (account.weight, account.demand) != (weight, demand):
+            self.index.versions[app.id] += 1
+        self.state.history.follow(app.id, app.tenant, weight=weight, demand=demand, now=self.now)
 
     def put_app(self, app: model.App, state: model.AppState) -> model.App:
         """Move an app into `state` and return it."""
         verb = lifecycle.app_transition(app, state, self.state.stories.get(app.id, ()))
-        moved = msgspec.structs.replace(app, state=state)
+        over = isinstance(state, model.Settled | model.Refused)
+        moved = msgspec.structs.replace(app, state=state, standing=None if over else app.standing)
         self.index.forget_end(app)
         self.state.apps[app.id] = moved
         self.index.bind_app(moved)

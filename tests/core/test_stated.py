@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.members.screening import EFFORT_MAX
 from arbiter.core.rounds import stated
 from arbiter.core.state.index import Index
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, LevelTerms, Offer, Probe, StandingValuation
 from tests.support.arbiter_site import AUCTION, Grant, Site, notes, records, sent, with_auction
+from valuation.finish_time import effort
 
 pytestmark = with_auction
 
@@ -87,8 +87,9 @@ def test_a_valuation_lapses_with_the_silence_of_its_agent() -> None:
             replace(STANDING, terms=(LevelTerms("rack", 1.1, 4), LevelTerms("machine", 1.0, 4))),
             "the levels of standing.terms do not rise from tight to loose",
         ),
-        (replace(STANDING, sizes=(4, 2)), "standing.sizes are [4, 2]; they must rise, from 4 or less"),
-        (replace(STANDING, sizes=(8,)), "standing.sizes are [8]; they must rise, from 4 or less"),
+        (replace(STANDING, sizes=(4, 2)), "standing.sizes are [4, 2]; they must rise, from 1 or less"),
+        (replace(STANDING, sizes=(2, 4)), "standing.sizes are [2, 4]; they must rise, from 1 or less"),
+        (replace(STANDING, phases=((1.0,) * 1500,) * 2), "standing.phases have 3000 jobs in all; they may have 2048"),
     ],
 )
 def test_a_valuation_that_contradicts_itself_is_refused(standing: StandingValuation, sentence: str) -> None:
@@ -97,8 +98,48 @@ def test_a_valuation_that_contradicts_itself_is_refused(standing: StandingValuat
     assert "ana-1" not in site.arbiter.state.apps
 
 
-def test_an_app_whose_valuation_takes_long_to_work_out_is_asked() -> None:
+@pytest.mark.parametrize(
+    "phases",
+    [
+        ((60.0,) * 8,) * 48,  # packed exactly, phase by phase
+        ((60.0,),) * 1000,  # no more than a job each
+        ((60.0,) * 2000,),
+    ],
+    ids=("of 8 jobs", "of one job", "one of many jobs"),
+)
+def test_an_app_whose_valuation_takes_long_to_work_out_is_asked(phases: tuple[tuple[float, ...], ...]) -> None:
     site = a_site()
-    dear = replace(STANDING, phases=((60.0,) * 8,) * (EFFORT_MAX // 4096 + 1))
-    effects = site.app("ana-1", demand=4, standing=dear) + site.node("n1", 4) + site.wait(6.0)
+    dear = replace(STANDING, phases=phases)
+    effects = site.app("ana-1", demand=4, standing=dear) + site.node("n1", 128) + site.wait(6.0)
     assert [probe.app for probe in sent(effects, Probe)] == ["ana-1"]
+
+
+def test_of_all_valuations_only_as_many_answer_as_a_round_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = effort(STANDING.phases, STANDING.terms, 4)
+    monkeypatch.setattr(stated, "ROUND_EFFORT_MAX", 2 * one)
+    site = a_site()
+    for app in ("ana-1", "bob-1", "cleo-1", "dan-1"):
+        site.app(app, demand=4, standing=STANDING)
+    effects = site.node("n1", 4) + site.wait(1.0)
+    assert [probe.app for probe in sent(effects, Probe)] == ["cleo-1", "dan-1"]
+
+
+def test_a_valuation_that_cannot_be_worked_out_ends_nothing_and_its_app_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(*_: object, **__: object) -> float:
+        raise ZeroDivisionError("by nothing")
+
+    monkeypatch.setattr(stated, "rho_now", broken)
+    site = a_site()
+    site.app("ana-1", demand=4, standing=STANDING)
+    effects = site.node("n1", 4) + site.wait(6.0)
+    assert "its valuation cannot be worked out, so it is asked (ZeroDivisionError: by nothing)" in notes(effects)
+    assert site.arbiter.state.apps[AppId("ana-1")].standing is None
+
+
+def test_an_app_that_is_over_leaves_no_valuation_behind() -> None:
+    site = a_site()
+    site.app("ana-1", demand=4, standing=STANDING)
+    site.app("ana-1", demand=4, standing=STANDING, state="cancelled")
+    assert site.arbiter.state.apps[AppId("ana-1")].standing is None

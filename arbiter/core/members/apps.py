@@ -179,7 +179,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         demand_most=max(app.demand_most, report.demand_max),
         array=report.array,
         array_over=min(report.array_over, report.array),
-        standing=screening.stated_by(turn.index, report),
+        standing=report.standing,
     )
     turn.state.apps[app.id] = app
     _leave_unsuited(turn, app)

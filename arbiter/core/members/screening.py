@@ -11,13 +11,10 @@ import re
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import ArbiterSettings, State
 from protocol import limits
-from protocol.messages import LEVELS, AppReport, JobWish, StandingValuation
-from valuation.finish_time import effort
+from protocol.messages import LEVELS, WORKS_MAX, AppReport, JobWish
 
 #: Names in a refusal: it has to fit into a message.
 NAMES_MAX = 20
-#: Of working out one standing valuation: some tenths of a second.
-EFFORT_MAX = 200_000
 _NUMBERED = re.compile(r"[a-z]*[0-9]{1,18}")
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
@@ -40,19 +37,13 @@ def _mistake_in_standing(report: AppReport) -> str:
     levels = [LEVELS.index(terms.level) for terms in standing.terms]
     if levels != sorted(set(levels)):
         return "the levels of standing.terms do not rise from tight to loose"
-    sizes, least = standing.sizes, min(terms.job_demand_max for terms in standing.terms)
+    works = sum(map(len, standing.phases))
+    if works > WORKS_MAX:
+        return f"standing.phases have {works} jobs in all; they may have {WORKS_MAX}, an app of more is asked"
+    sizes, least = standing.sizes, min(report.gang, *(terms.job_demand_max for terms in standing.terms))
     if list(sizes) != sorted(set(sizes)) or (sizes and sizes[0] > least):
         return f"standing.sizes are {list(sizes)[:NAMES_MAX]}; they must rise, from {least} or less"
     return ""
-
-
-def stated_by(index: Index, report: AppReport) -> StandingValuation | None:
-    """Return what an app has stated, unless to work that out would hold the arbiter up: such an app is asked."""
-    standing = report.standing
-    gangs_max = index.census()[1] // report.gang
-    if standing is None or effort(standing.phases, gangs_max) > EFFORT_MAX:
-        return None
-    return standing
 
 
 def _mistake_in_jobs(report: AppReport) -> str:

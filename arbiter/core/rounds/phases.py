@@ -12,6 +12,7 @@ decision no longer than to its deadline.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -209,7 +210,7 @@ def _probe(turn: Turn, view: View) -> None:
     state = turn.state
     state.round += 1
     apps = [state.apps[app.app] for app in view.apps]
-    told = frozenset(app.id for app in apps if len(apps) > state.settings.ask_max and stated.stands(turn, app))
+    told = stated.answered(turn, apps) if len(apps) > state.settings.ask_max else frozenset()
     asked = [app for app in apps if app.id not in told]
     state.phase = Probing(turn.now, turn.now + state.settings.probe_s, {app.id for app in asked}, {}, told)
     for app in asked:
@@ -234,11 +235,7 @@ def _offer(turn: Turn) -> None:
     state = turn.state
     probing = state.phase
     assert isinstance(probing, Probing)
-    told = [app for app in map(state.apps.get, sorted(probing.stated)) if app is not None and stated.stands(turn, app)]
-    means = {app.id: views.apps_mean(state, app, turn.now) for app in told if app.active}
-    rhos = {app: stated.rho(turn, state.apps[app], mean) for app, mean in means.items()}
-    state.rhos.update(rhos)
-    probing.rhos.update(rhos)
+    means = _take_stated_rhos(turn, probing)
     gpus = seats.shown(turn)
     view = views.make_view(turn, gpus, probing.rhos)
     bidders = (
@@ -246,25 +243,14 @@ def _offer(turn: Turn) -> None:
         if gpus
         else ()
     )
-    offered = tuple(_offered(gpu) for gpu in view.gpus)
-    own_offers = seats.instead(turn, view)
-    seen = {app.app: app for app in view.apps}
     bids: dict[AppId, Bid] = {}
-    for app_id in bidders:
-        offer = Offer(
-            app=app_id,
-            round=RoundId(state.round),
-            epoch=state.epoch,
-            lease_s=state.settings.lease_s,
-            deadline_s=state.settings.bid_s,
-            gpus=tuple(_offered(gpu) for gpu in own_offers[app_id]) if app_id in own_offers else offered,
-            kept=tuple(_offered(gpu) for gpu in seen[app_id].kept),
-            elapsed_s=turn.now - state.apps[app_id].arrived_at,
-        )
-        if app_id in means:
-            bids[app_id] = stated.bid(turn, offer, means[app_id])
+    for offer in _offers(turn, view, bidders):
+        mean = means.get(offer.app)
+        bid = None if mean is None else stated.bid(turn, offer, mean)
+        if bid is None:
+            turn.effects.append(Send(Party("app", state.apps[offer.app].owner), offer))
         else:
-            turn.effects.append(Send(Party("app", state.apps[app_id].owner), offer))
+            bids[offer.app] = bid
     state.phase = Bidding(
         started_at=probing.started_at,
         deadline=turn.now + state.settings.bid_s,
@@ -276,6 +262,38 @@ def _offer(turn: Turn) -> None:
     )
     if not state.phase.awaited:
         _decide(turn)
+
+
+def _take_stated_rhos(turn: Turn, probing: Probing) -> dict[AppId, float]:
+    """Take in rho of the apps whose valuations answer for them; return N_avg of each."""
+    means = {}
+    for app in map(turn.state.apps.get, sorted(probing.stated)):
+        if app is not None and app.active and stated.stands(turn, app):
+            mean = views.apps_mean(turn.state, app, turn.now)
+            rho = stated.rho(turn, app, mean)
+            if rho is not None:
+                means[app.id] = mean
+                turn.state.rhos[app.id] = probing.rhos[app.id] = rho
+    return means
+
+
+def _offers(turn: Turn, view: View, bidders: Sequence[AppId]) -> Iterator[Offer]:
+    """Yield the offer to each of these apps."""
+    state = turn.state
+    offered = tuple(_offered(gpu) for gpu in view.gpus)
+    own_offers = seats.instead(turn, view)
+    seen = {app.app: app for app in view.apps}
+    for app_id in bidders:
+        yield Offer(
+            app=app_id,
+            round=RoundId(state.round),
+            epoch=state.epoch,
+            lease_s=state.settings.lease_s,
+            deadline_s=state.settings.bid_s,
+            gpus=tuple(_offered(gpu) for gpu in own_offers[app_id]) if app_id in own_offers else offered,
+            kept=tuple(_offered(gpu) for gpu in seen[app_id].kept),
+            elapsed_s=turn.now - state.apps[app_id].arrived_at,
+        )
 
 
 def _offered(gpu: GpuView) -> OfferedGpu:

@@ -6,38 +6,83 @@ decision is the same, to the last bit (`valuation.standing`). A valuation lapses
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from msgspec.structs import replace
+
 from arbiter.core.leases import leases
 from arbiter.core.state import model
 from arbiter.core.state.index import Cache
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, Bid, Offer, OfferedGpu, StandingValuation
-from valuation.finish_time import Known, Valuation
+from valuation.finish_time import Known, Valuation, effort
 from valuation.standing import Circumstances, Shape, alone_s, rho_now, value_of, worth_of
 
+ReplyT = TypeVar("ReplyT")
+
+#: Of working out what one app has stated, and all apps of one round together, in steps: some hundredths of a second,
+#: and a second. Apps beyond that are asked.
+EFFORT_MAX, ROUND_EFFORT_MAX = 200_000, 5_000_000
 #: By app: its valuation, in gangs of so many GPUs, with the times that were worked out of it.
 KNOWN: Cache[AppId, tuple[StandingValuation, int, Known]] = Cache(lasting=True, by_app=True)
 
 
 def stands(turn: Turn, app: model.App) -> bool:
-    """Whether what an app has stated answers for it now: its agent is heard of."""
-    return app.standing is not None and turn.hears(app)
+    """Whether what an app has stated answers for it now: its agent is heard of, and it is soon worked out."""
+    return app.standing is not None and turn.hears(app) and _effort(turn, app, app.standing) <= EFFORT_MAX
 
 
-def rho(turn: Turn, app: model.App, apps_mean: float) -> float:
-    """Return the app's answer to a probe."""
-    assert app.standing is not None
-    value = _value(turn, app, app.standing, apps_mean)
+def answered(turn: Turn, apps: Sequence[model.App]) -> frozenset[AppId]:
+    """Return the apps of a round for which their valuations answer, as many as are soon worked out."""
+    found, left = set(), ROUND_EFFORT_MAX
+    for app in apps:
+        if app.standing is not None and stands(turn, app):
+            left -= _effort(turn, app, app.standing)
+            if left < 0:
+                break
+            found.add(app.id)
+    return frozenset(found)
+
+
+def _effort(turn: Turn, app: model.App, standing: StandingValuation) -> int:
+    return effort(standing.phases, standing.terms, turn.index.census()[1] // app.gang)
+
+
+def rho(turn: Turn, app: model.App, apps_mean: float) -> float | None:
+    """Return the app's answer to a probe; None if it cannot be worked out."""
+    standing = app.standing
+    assert standing is not None
     held = [OfferedGpu(gpu.id, gpu.node, gpu.rack, gpu.slot) for gpu in leases.held(turn, app.id)]
-    return rho_now(value, held, spans=app.spans)
+    return _worked_out(turn, app, lambda: rho_now(_value(turn, app, standing, apps_mean), held, spans=app.spans))
 
 
-def bid(turn: Turn, offer: Offer, apps_mean: float) -> Bid:
-    """Return the app's answer to an offer; N_avg is that of the probe."""
+def bid(turn: Turn, offer: Offer, apps_mean: float) -> Bid | None:
+    """Return the app's answer to an offer; N_avg is that of the probe. None if it cannot be worked out."""
     app = turn.state.apps[offer.app]
-    assert app.standing is not None
-    value = _value(turn, app, app.standing, apps_mean)
-    worth = worth_of(app.standing, value, _shape(app), offered=offer.gpus, kept=offer.kept)
-    return Bid(app.id, offer.round, worth.rho_none, worth.rows, worth.only)
+    standing = app.standing
+    assert standing is not None
+
+    def work() -> Bid:
+        value = _value(turn, app, standing, apps_mean)
+        worth = worth_of(standing, value, _shape(app), offered=offer.gpus, kept=offer.kept)
+        return Bid(app.id, offer.round, worth.rho_none, worth.rows, worth.only)
+
+    return _worked_out(turn, app, work)
+
+
+def _worked_out(turn: Turn, app: model.App, work: Callable[[], ReplyT]) -> ReplyT | None:
+    """Return a reply that follows from what an app has stated; if none does, the app is asked from now on.
+
+    A valuation is a peer's. It must not end the arbiter, which would read it again from its journal.
+    """
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is of this app alone
+        why = f"its valuation cannot be worked out, so it is asked ({type(error).__name__}: {error})"
+        turn.tell(app.id, why, loudly=True)
+        turn.state.apps[app.id] = replace(turn.state.apps[app.id], standing=None)
+        return None
 
 
 def cluster_s(turn: Turn, app: model.App) -> float:

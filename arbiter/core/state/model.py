@@ -502,7 +502,7 @@ class Idle(Struct, frozen=True, tag=True):
 class Probing(Struct, frozen=True, tag=True):
     """Phase 1: waiting for rho of the apps asked; an answer moves its app from `awaited` to `rhos`, in place.
 
-    What those that are not asked have stated is looked at when this phase closes.
+    The valuations of apps that are not asked are looked at when this phase closes.
     """
 
     started_at: float
