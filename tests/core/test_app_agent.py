@@ -53,6 +53,34 @@ def test_an_unchanged_wish_is_not_repeated_between_beats() -> None:
     assert bench.holdings() == []
 
 
+def test_an_app_states_its_valuation_where_rounds_ask_for_it() -> None:
+    bench = Bench(gang=2, gpus_max=4, steps_total=100, step_serial_s=2.0)
+    assert bench.report.standing is None
+    bench.holdings(probes=True)
+    standing = bench.report.standing
+    assert standing is not None
+    assert (standing.phases, standing.budget_gpu_s, standing.demand_max) == (((200.0,),), 200.0, 4)
+    bench.holdings(probes=False)
+    assert bench.report.standing is None
+
+
+def test_new_progress_is_stated_at_once_in_a_report_that_may_be_lost() -> None:
+    bench = Bench(steps_total=100, step_serial_s=2.0)
+    bench.holdings("n1g0", probes=True)
+    bench.holdings("n1g0", status(TASK, "n1g0", step=9), probes=True)
+    (send,) = bench.holdings("n1g0", status(TASK, "n1g0", step=19), probes=True)
+    assert send.beat
+    assert isinstance(send.message, AppReport)
+    assert send.message.standing is not None
+    assert send.message.standing.phases == ((160.0,),)
+
+
+def test_an_app_with_a_figure_beyond_what_a_message_can_hold_states_no_valuation() -> None:
+    bench = Bench(steps_total=10**9, step_serial_s=1e6)
+    bench.holdings(probes=True)
+    assert bench.report.standing is None
+
+
 def test_t_cluster_is_reported_once_the_cluster_is_known() -> None:
     bench = Bench(gang=2, gpus_max=4, steps_total=100, step_serial_s=2.0)
     assert bench.report.ideal_s == 0
