@@ -16,6 +16,7 @@ from protocol.messages import (
     BidRow,
     GpuId,
     Holdings,
+    Home,
     Measured,
     ProbeReply,
     Refusal,
@@ -73,6 +74,18 @@ def test_new_progress_is_stated_at_once_in_a_report_that_may_be_lost() -> None:
     assert isinstance(send.message, AppReport)
     assert send.message.standing is not None
     assert send.message.standing.phases == ((160.0,),)
+
+
+def test_a_parked_job_states_where_it_can_go_on() -> None:
+    bench = Bench()
+    bench.holdings("n1g0", status(TASK, "n1g0", step=9), probes=True)
+    assert bench.report.standing is not None
+    assert bench.report.standing.homes is None
+    parked = status(TASK, "n1g0", "suspended", step=9, other_gpus=(GpuId("n1g1"),))
+    bench.holdings("", parked, leaving="n1g0", probes=True)
+    assert bench.report.standing.homes == (Home((GpuId("n1g0"),), (GpuId("n1g1"),)),)
+    assert bench.offer("n1g0 n1g1 n2g0").only == ("n1g0",)
+    assert bench.offer("n1g1 n2g0").only == ("n1g1",)
 
 
 def test_an_app_with_a_figure_beyond_what_a_message_can_hold_states_no_valuation() -> None:
