@@ -77,7 +77,7 @@ WHOLE = {"nodes": 1000, "apps": 1000, "rounds": 10, "tries": 20}
 
 
 class Plan(Struct, frozen=True):
-    """What is measured: the site, and until when."""
+    """The site that is measured, and the end of the measurement."""
 
     crowd: Crowd
     policy: str

@@ -81,7 +81,7 @@ class Leaving(Struct, frozen=True, tag=True):
 
 
 class Suspended(Struct, frozen=True, tag=True):
-    """Attempt `attempt` is parked, and goes on on `gpus`, where it is or whither it is about to move.
+    """Attempt `attempt` is parked. It goes on on `gpus`, where it is or to which it is about to move.
 
     Its driver can move it to any `other_gpus` of its node; `moves_from` are the GPUs that it leaves by such a move.
     """

@@ -48,7 +48,7 @@ TIMES = NodeConfig("any", "simulated:1")
 
 
 class Work(Struct, frozen=True):
-    """What a driver is told at its start: which agents are its, and where each of them connects."""
+    """The order to a driver at its start: which agents are its, and where each of them connects."""
 
     role: Literal["nodes", "apps"]
     crowd: Crowd

@@ -1,4 +1,4 @@
-"""What the agents of one driver hear and say: how many messages of each kind, and when those of each round came."""
+"""The messages of one driver's agents: how many of each kind, and when those of each round came."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Span(Struct):
 
 
 class Account(Struct):
-    """What was heard and said since the account was opened; `restated` are messages that told nothing new."""
+    """The messages since the account was opened; `restated` are messages that told nothing new."""
 
     news: dict[str, int]
     restated: dict[str, int]

@@ -69,8 +69,8 @@ def resume(node: NodeState, task: Task) -> None:
     if task.state.by_driver:
         node.effects.append(CheckpointProcess(task.id, "resume", DRIVER_S, moves.pairs(task)))
         ladder = Ladder("ordered", node.now + DRIVER_S + DRIVER_GRACE_S)
-        whither = f", moved to {', '.join(task.gpus)}" if task.image_of else ""
-        node.enter_state(task, Resuming(ladder, by_driver=True), f"resumed by the driver{whither}")
+        move = f", moved to {', '.join(task.gpus)}" if task.image_of else ""
+        node.enter_state(task, Resuming(ladder, by_driver=True), f"resumed by the driver{move}")
     else:
         node.enter_state(task, Resuming(_ask(node, task, "resume", task.grace_s)), "its GPUs are free again")
 

@@ -5,7 +5,7 @@ GPU is not blamed. Its job is denied MPS from then on (`health`), so a job that 
 its own account.
 
 There are two kinds of evidence. The server says that it met a fault, or its log does: CUDA is dead in all clients then,
-and new ones are refused until all have ended, so the others are ended here. An Xid is only a hint: it ends nobody, and
+and new ones are refused until all have ended, so the others are ended here. An Xid is only a hint: it ends no job, and
 clients that fail soon after it are preempted.
 """
 

@@ -68,7 +68,7 @@ class SuspendMethods:
             return "it is only starting"
         why = self._why_not_parked(task)
         if task.facts.mps and self._facts.driver:
-            return f"{why}; the driver is not asked, as it is a client of MPS, and nobody has shown that this works"
+            return f"{why}; the driver is not asked, as it is a client of MPS, and no test has shown that this works"
         return why
 
     def _why_not_parked(self, task: Task) -> str:

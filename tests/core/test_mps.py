@@ -1,4 +1,4 @@
-"""Clients of MPS in a node agent's core: nobody says whose fault it was, and the driver suspends none of them."""
+"""Clients of MPS in a node agent's core: the driver does not say whose fault it was, and suspends none of them."""
 
 from __future__ import annotations
 
