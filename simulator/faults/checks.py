@@ -502,12 +502,13 @@ def _stays(node: SimNode, task: Task) -> bool:
 
 def _group(task: Task, tasks: Sequence[Task]) -> list[Task]:
     """Return the other tasks that take turns with `task`, directly or through others."""
-    devices, found = set(task.devices), [task]
-    for _ in tasks:
-        more = [each for each in tasks if each not in found and each.devices & devices and each.phase != "exited"]
-        found += more
-        devices |= {device for each in more for device in each.devices}
-    return found[1:]
+    far = [(each, each.devices) for each in tasks if each.id != task.id and each.phase != "exited"]
+    devices, found = set(task.devices), []
+    while near := [pair for pair in far if pair[1] & devices]:
+        far = [pair for pair in far if not pair[1] & devices]
+        found += [each for each, _ in near]
+        devices.update(*(its for _, its in near))
+    return found
 
 
 def _parked_bytes(worker: Worker, now: float) -> int:

@@ -87,6 +87,7 @@ async def estimates(
     return said
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_the_cycle_of_a_process_is_found_from_what_it_uses_of_its_device() -> None:

@@ -322,7 +322,8 @@ def test_events_tell_what_happened_to_an_app_and_go_on_until_they_are_interrupte
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as follow:
         assert follow.stdout is not None
-        assert f"{app}  " in follow.stdout.readline()
+        while "  running  " not in follow.stdout.readline():  # until the arbiter knows of it, too
+            pass
         cli("cancel", app)
         while "  freed  " not in follow.stdout.readline():
             pass

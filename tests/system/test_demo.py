@@ -45,7 +45,6 @@ def test_every_app_finishes_and_nobody_loses_a_step(outcome: tuple[demo.Result, 
 def test_gpus_change_hands_and_leases_are_renewed(outcome: tuple[demo.Result, Path]) -> None:
     apps = outcome[0].summary["apps"]
     assert sum(app["preemptions"] for app in apps) >= 1
-    assert sum(app["migrations"] + app["suspensions"] for app in apps) >= 1
     assert sum(app["renewals"] for app in apps) >= 1
 
 

@@ -47,6 +47,7 @@ def search_alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return by_hand(*SEARCH, folder=tmp_path_factory.mktemp("alone"))
 
 
+@pytest.mark.full
 def test_the_scripts_on_one_page_learn_what_they_say(tmp_path: Path) -> None:
     loss = by_hand(str(EXAMPLES / "plain.py"), folder=tmp_path)
     assert float(loss.removeprefix("loss ")) < 0.05

@@ -81,7 +81,7 @@ def solo() -> str:
 # --- exactness ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [DIGITS, PLAIN])
+@pytest.mark.parametrize("path", [pytest.param(DIGITS, marks=pytest.mark.full), PLAIN])
 def test_a_script_suspended_and_resumed_twice_ends_with_the_weights_of_an_undisturbed_run(
     agent: WorkerAgent, tmp_path: Path, solo: str, path: str
 ) -> None:
@@ -293,6 +293,7 @@ def test_a_step_that_is_no_index_is_named() -> None:
         session.init(total_steps=-1)
 
 
+@pytest.mark.full
 def test_the_example_in_the_docs_leaves_and_goes_on(agent: WorkerAgent, tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "checkpointed.py")
     with Worker(tmp_path, example) as worker:
@@ -622,15 +623,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lis
     return run
 
 
+@pytest.mark.full  # tests/system/test_exactness_frameworks.py has one of them in each run
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("start", "kind"),
-    [
-        (torchrun, "ddp"),
-        pytest.param(spawning, "ddp", marks=pytest.mark.full),
-        *(pytest.param(torchrun, kind, marks=pytest.mark.full) for kind in ("views", "fsdp")),
-    ],
+    [(spawning, "ddp"), *((torchrun, kind) for kind in ("ddp", "views", "fsdp"))],
 )
 def test_ranks_stop_at_the_same_step_outlive_the_agent_and_end_with_the_state_of_an_undisturbed_run(
     tmp_path: Path, undisturbed: Callable[[str], list[str]], start: Callable[..., Worker], kind: str
@@ -863,6 +861,7 @@ def test_child_processes_do_not_speak_for_the_task(agent: WorkerAgent, tmp_path:
     assert [hello.pid for hello in agent.hellos] == [worker.process.pid]
 
 
+@pytest.mark.full
 def test_data_loader_workers_do_not_speak_for_the_task(agent: WorkerAgent, tmp_path: Path) -> None:
     text = """
         import torch

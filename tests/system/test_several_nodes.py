@@ -99,6 +99,7 @@ def two_nodes(tmp_path: Path) -> Iterator[Callable[[Literal["suspend", "checkpoi
         check()
 
 
+@pytest.mark.full
 def test_both_parts_are_parked_after_the_same_mini_batch_and_go_on_there(
     two_nodes: Callable[[Literal["suspend", "checkpoint"]], TwoNodes], alone: list[str]
 ) -> None:

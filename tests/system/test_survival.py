@@ -170,6 +170,7 @@ def test_training_outlives_the_app_agent(cluster: Cluster) -> None:
 
 
 @broker_test
+@pytest.mark.full
 async def test_an_arbiter_of_an_older_epoch_is_obeyed_by_nobody(cluster: Cluster) -> None:
     # Its successor's epochs are refused in tests/core/test_node_agent.py; here with a real broker and a real restart.
     cluster.submit(2000)

@@ -18,7 +18,7 @@ from launch.client import Client, open_client
 from launch.site.site import end_everything, in_process, local_site, memory_bus, wait_ready
 from protocol.messages import Requirements, TenantId
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(300)]
 
 #: Trains for ever, saves at once when told to leave, and goes on where it was; without PyTorch it starts at once.
 SCRIPT = """

@@ -150,6 +150,7 @@ def test_the_first_hour_of_the_readme_goes_as_it_says(program: Program, tmp_path
     first_hour(program, wheels.ROOT, tmp_path)
 
 
+@pytest.mark.full
 def test_the_first_hour_goes_as_the_readme_says_from_a_fresh_clone(tmp_path: Path) -> None:
     clone = wheels.clone(tmp_path)
     page = (clone / "README.md").read_text()
