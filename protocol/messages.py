@@ -115,6 +115,8 @@ TaskPhase = Literal[
 ]
 Outcome = Literal["finished", "preempted", "failed", "stopped"]
 Want = Literal["run", "vacate", "stop"]
+#: How a job may leave its GPUs: ``auto``: it saves and leaves if it can, else it is suspended; ``checkpoint``: it saves
+#: and leaves, and is never suspended; ``suspend``: it is suspended if it can be, else it saves and leaves.
 PreemptBy = Literal["auto", "checkpoint", "suspend"]
 #: How jobs share a GPU: one for as long as its lease lasts; in turns; or several at once where that is faster.
 Sharing = Literal["exclusive", "timeslice", "pack"]
@@ -358,6 +360,8 @@ class TaskStatus(Struct, frozen=True):
     stop_at: Step = -1
     will_stop: bool = False
     other_gpus: Gpus = ()  #: of its node, on which it can be resumed as well while it is parked: the driver moves it
+    #: An order to leave would end it by a signal: it has no method left that its user allows (`PreemptBy`).
+    helpless: bool = False
 
 
 # --- to the arbiter -------------------------------------------------------------------------------------------------

@@ -113,6 +113,10 @@ class Asked(Struct, frozen=True, array_like=True):
     gpu_hours: float
 
 
+#: GPUs that lie close together: how many of which nodes.
+Place = tuple[tuple[NodeId, int], ...]
+
+
 class Market(Struct, frozen=True):
     """The market: the usable GPUs of each node, the bookings of others, and the worth of apps seen."""
 
@@ -123,6 +127,8 @@ class Market(Struct, frozen=True):
     homes: Mapping[AppId, tuple[NodeId, ...]] = {}  #: where jobs of these, and of the app that asks, lie
     #: Of those of these apps that ask for a kind of GPUs: how many of that kind each node has, none left out.
     kinds: Mapping[AppId, tuple[tuple[NodeId, int], ...]] = {}
+    #: Of those of these apps that are bound to a slot of a node, or to a rack where they span: each such place.
+    places: Mapping[AppId, tuple[Place, ...]] = {}
 
 
 class AppView(Struct, frozen=True):

@@ -80,7 +80,7 @@ def vacate(node: NodeState, task: Task, refusal: str = "") -> None:
     joint = task.ranks.apart and task.stop_at >= 0
     methods = methods_of(node, task, (JOINT_METHODS if joint else VACATE_METHODS)[task.preempt_by])
     if not methods:
-        why = f"refused: {refusal}" if refusal else "can neither save nor be suspended"
+        why = f"refused: {refusal}" if refusal else "can neither save nor be suspended in a way that its user allows"
         terminate(node, task, f"told to leave by SIGTERM as it {why}", task.grace_s)
     elif methods[0] == "leave":
         leave(node, task, "ordered to save and leave")

@@ -11,7 +11,10 @@ from node_agent.core.events import ForgetWorker
 from node_agent.core.model import (
     REASON_CHARS_MAX,
     Exited,
+    Loading,
     Resuming,
+    Running,
+    Starting,
     State,
     Stopping,
     Suspended,
@@ -97,7 +100,9 @@ def _judged(node: NodeState, seat: GpuStatus) -> GpuStatus:
 def _task_status(node: NodeState, task: Task) -> TaskStatus:
     status = _status(task, node.now)
     status = replace(status, cooperative=task.facts.can_park or node.methods.has_driver(task))
-    status = replace(status, other_gpus=moves.other_gpus(node, task))
+    trains = isinstance(task.state, Starting | Loading | Running)
+    helpless = trains and node.methods.is_helpless(task, node.tasks.values())
+    status = replace(status, other_gpus=moves.other_gpus(node, task), helpless=helpless)
     if task.ranks.apart:  # together with its other parts
         stands = "hold" not in task.facts.refused
         parks = stands and bool(node.methods.usable(task, ("suspend",), node.tasks.values()))

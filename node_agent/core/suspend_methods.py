@@ -50,6 +50,10 @@ class SuspendMethods:
             found.remove("driver")
         return found
 
+    def is_helpless(self, task: Task, tasks: Iterable[Task]) -> bool:
+        """Whether an order to leave would end a task by a signal: it has no method left that its user allows."""
+        return not self.usable(task, VACATE_METHODS[task.preempt_by], tasks)
+
     def has_driver(self, task: Task) -> bool:
         """Whether the driver can suspend a task regardless of its script: it uses a GPU and was not refused before."""
         used = task.facts.on_gpu or (isinstance(task.state, Suspended) and task.state.by_driver)

@@ -398,8 +398,7 @@ def _driven_app(dice: Random, app: AppOptions) -> AppOptions:
     if len(app.spec.trials) == 1:  # a job of one GPU finds another on its node most often
         spec = wishing(replace(app.spec, gang=1, gpus_max=0, sizes=()), spans=False)
         app = replace(app, spec=spec, work_s=2.0 * app.work_s / app.spec.gang)
-    # By a checkpoint alone it could not leave, and would lose all at the end of each lease.
-    return replace(app, spec=wishing(app.spec, preempt_by="auto"), can_park=False, can_checkpoint=False)
+    return replace(app, can_park=False, can_checkpoint=False)
 
 
 def _maybe_array(dice: Random, app: AppOptions) -> AppOptions:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from node_agent.core.events import AdoptedWorker, NoteWorker, ProcessCheckpointed, WorkerStarted
+from node_agent.core.events import AdoptedWorker, NoteWorker, ProcessCheckpointed, SignalWorker, WorkerStarted
 from protocol.core import Tick
-from protocol.messages import AppId, JobId, TaskId
+from protocol.messages import AppId, JobId, PreemptBy, TaskId
 from protocol.worker import EXIT_REQUEUE, Saved, Suspended
-from tests.support.node_harness import MIB, Bench, gpu, hello, process, progress, sample, task_order
+from tests.support.node_harness import GIB, MIB, Bench, gpu, hello, process, progress, sample, task_order
 
 A = "ada-1.0-a0"
 
@@ -161,3 +161,43 @@ def test_who_was_refused_by_the_driver_cannot_be_suspended() -> None:
     bench.plan(task_order(A, 0, want="vacate"), leases=[])
     bench.say(ProcessCheckpointed(TaskId(A), "suspend", ok=False, reason="an open IPC handle"))
     assert not bench.status(A).cooperative
+
+
+@pytest.mark.parametrize(("preempt_by", "helpless"), [("auto", False), ("suspend", False), ("checkpoint", True)])
+def test_what_the_driver_alone_can_suspend_is_helpless_where_its_user_allows_checkpoints_alone(
+    preempt_by: PreemptBy, helpless: bool
+) -> None:
+    bench = Bench(driver=True)
+    bench.run(A, 0, park=False, preempt_by=preempt_by)
+    bench.measure(sample(0, process(A, MIB)))
+    assert (bench.status(A).cooperative, bench.status(A).helpless) == (True, helpless)
+    bench.plan(task_order(A, 0, want="vacate", preempt_by=preempt_by), leases=[])
+    assert bool(bench.all(SignalWorker)) == helpless, "what it says is what happens"
+    assert not bench.status(A).helpless, "it is on its way out"
+
+
+def test_a_job_that_can_be_parked_is_helpless_too_where_its_user_allows_checkpoints_alone() -> None:
+    bench = Bench()
+    bench.run(A, 0, preempt_by="checkpoint")
+    assert bench.status(A).helpless
+    bench.worker(A, progress(6, checkpoint=True))
+    assert not bench.status(A).helpless
+    bench.plan(task_order(A, 0, want="vacate", preempt_by="checkpoint"), leases=[])
+    assert bench.ordered().do == "leave"
+
+
+def test_a_job_whose_state_has_no_room_in_host_memory_is_helpless() -> None:
+    bench = Bench(host_bytes=GIB)
+    bench.run(A, 0)
+    bench.worker(A, replace(progress(6), state_bytes=GIB))
+    assert not bench.status(A).helpless
+    bench.worker(A, replace(progress(7), state_bytes=2 * GIB))
+    assert bench.status(A).helpless
+
+
+def test_a_job_that_has_only_begun_is_not_helpless_for_lack_of_host_memory() -> None:
+    bench = Bench(host_bytes=GIB)
+    bench.plan(task_order(A, 0))
+    bench.say(WorkerStarted(TaskId(A), 100))
+    bench.worker(A, hello(A))
+    assert not bench.status(A).helpless

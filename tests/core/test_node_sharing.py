@@ -141,6 +141,7 @@ def test_a_job_that_keeps_memory_though_the_driver_suspended_it_runs_to_its_end(
     b = node.add("b", 0, seat_number=1)
     node.pass_time(600.0)
     assert node.is_running(a)
+    assert node.status(a).helpless, "the end of its lease would end it, so it keeps its GPU as its budget says"
     assert "kept 1.0 GiB of GPU-0 when it was parked" in node.status(b).reason
     assert [do for _, task, do in node.said if task == a and "suspend" in do] == ["suspend", "driver suspend"]
 

@@ -641,6 +641,49 @@ def test_where_a_node_loses_some_of_its_gpus_who_came_last_books_again() -> None
     assert (shop.booking("ann-1"), shop.booking("bob-1").again) == (first, 1)
 
 
+def test_an_app_bound_to_a_slot_that_lost_a_gpu_books_nothing_and_keeps_no_gpu_from_others() -> None:
+    """Two free GPUs in two slots were set aside for it in each time slot, for ever (found by fault world 9213)."""
+    shop = Shop(gpus=3)  # slots of two GPUs and of one
+    shop.app(
+        "ann-1", gang=2, demand=2, jobs=[wish("ann-1", 0, [])], left_gpu_s=800.0, utility=PATIENT, level_max="slot"
+    )
+    assert shop.counts("ann-1") == dict.fromkeys(range(10, 14), 2)
+    shop.node("n1", sick=["GPU-n1-0"])
+    shop.ask("zoe-1", 5, None, sizes=(2,))
+    shop.wait(2.0)
+    assert "books again, for GPUs of n1 are gone" in shop.told("ann-1")
+    assert shop.booking("ann-1").time_slots == ()
+    for _ in range(2):
+        shop.node("n1", sick=["GPU-n1-0"])
+        shop.wait(2.0)
+    assert (shop.held("ann-1"), shop.held("zoe-1")) == ([], ["GPU-n1-1", "GPU-n1-2"])
+    shop.node("n1")
+    shop.wait(2.0)
+    assert set(shop.counts("ann-1").values()) == {2}, "its slot is whole again"
+
+
+def test_an_app_bound_to_a_slot_books_no_more_than_a_slot_has() -> None:
+    shop = Shop(gpus=4)
+    more = {"left_gpu_s": 800.0, "utility": PATIENT}
+    shop.app("ann-1", demand=4, jobs=[wish("ann-1", 0, [])], level_max="slot", **more)  # type: ignore[arg-type]
+    assert shop.counts("ann-1") == dict.fromkeys(range(10, 14), 2)
+    shop.node("n1", sick=["GPU-n1-0", "GPU-n1-2"])
+    shop.app("bob-1", gang=2, demand=2, jobs=[wish("bob-1", 0, [])], level_max="slot", **more)  # type: ignore[arg-type]
+    assert "has 2 GPUs left in one slot" in shop.reason("bob-1")
+
+
+def test_a_gang_bound_to_a_rack_books_in_one_rack_and_nothing_when_that_has_less() -> None:
+    shop = Shop(gpus=2)
+    shop.node("n2", 2, rack="rack-1")
+    shop.node("n3", 2, rack="rack-2")
+    wishes = {"spans": True, "level_max": "rack", "left_gpu_s": 1600.0, "utility": PATIENT}
+    shop.app("ann-1", gang=4, demand=4, jobs=[wish("ann-1", 0, [])], **wishes)  # type: ignore[arg-type]
+    assert {gpus for _, gpus in shop.booking("ann-1").time_slots} == {((NodeId("n1"), 2), (NodeId("n2"), 2))}
+    shop.node("n2", rack="rack-1", sick=["GPU-n2-0"])
+    shop.wait(2.0)
+    assert shop.booking("ann-1").time_slots == ()
+
+
 def test_a_node_that_is_lost_as_an_equal_one_comes_is_booked_no_more() -> None:
     shop = Shop(settings=replace(SETTINGS, node_timeout_s=30.0))
     shop.ask("ann-1", 8, sizes=(2,))

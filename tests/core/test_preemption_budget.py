@@ -85,6 +85,14 @@ def test_a_job_that_can_be_parked_is_preempted() -> None:
 
 
 @pytest.mark.parametrize(("policy", "bob"), TAKERS)
+def test_a_job_that_could_be_suspended_and_may_not_be_is_not_preempted(policy: str, bob: dict[str, object]) -> None:
+    """Its driver could suspend it, and its user allowed checkpoints alone: it lost all at the end of each lease."""
+    site, gpu = a_running_app(policy)
+    assert not contested(site, gpu, 300.0, bob, cooperative=True, helpless=True)
+    assert site.held("ana-1") == [gpu]
+
+
+@pytest.mark.parametrize(("policy", "bob"), TAKERS)
 def test_with_a_budget_of_all_its_time_it_is_preempted(policy: str, bob: dict[str, object]) -> None:
     site, gpu = a_running_app(policy, preemption_budget=1.0)
     assert contested(site, gpu, 300.0, bob)

@@ -101,6 +101,7 @@ _STATUS = TaskStatus(
     stop_at=119,
     will_stop=True,
     other_gpus=(GpuId("GPU-2"),),
+    helpless=True,
 )
 
 MEANT = EventFilter(("ann-1", "bob-2.0"), ("n1",), ("vision",), ("granted", "lost"), 7200.0)

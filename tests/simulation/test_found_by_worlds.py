@@ -11,10 +11,12 @@ from msgspec.structs import replace
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from node_agent.core.events import SignalWorker
 from protocol.core import Connected, Tick
+from protocol.messages import NodeId
 from protocol.worker import Suspended
 from simulator.cluster import parse_cluster
 from simulator.costs import NONE
 from simulator.jobs import JobFacts
+from simulator.workers import NodeTraits
 from simulator.world import Actor, World
 from tests.support.app_harness import Bench as AppBench
 from tests.support.app_harness import exited, spec_of, status
@@ -259,3 +261,19 @@ def test_an_app_whose_agent_is_gone_and_whose_jobs_are_all_parked_holds_no_gpu()
         site.node("n1", tasks=[parked])
         site.play_round(site.app("bob-1") + site.wait(5))
     assert site.held("bob-1") == [gpu]
+
+
+@pytest.mark.parametrize("can_park", [False, True])
+def test_jobs_that_may_leave_by_a_checkpoint_alone_and_save_none_finish_under_contention(can_park: bool) -> None:
+    """What could be suspended counted as sparing its work: each lost all of it at the end of every lease, for ever."""
+    settings = replace(SETTINGS, policy="gandiva-fair", lease_s=30.0)
+    world = World(parse_cluster("1x1"), settings, NONE, beat_s=4.0, traits={NodeId("n001"): NodeTraits(driver=True)})
+    (node,) = world.nodes.values()
+    facts = JobFacts(100.0, 100, 1, lambda gpus, level: 1.0, can_park=can_park, can_checkpoint=False)
+    apps = [world.submit(name, spec_of(preempt_by="checkpoint"), [facts]) for name in ("one", "two", "three")]
+    for seconds in range(10, 1000, 10):
+        world.at(
+            float(seconds), node.measure
+        )  # so its node agent sees that a job is on a GPU, where the driver can act
+    world.run(until=1000.0, done=lambda: all(app.over_at is not None for app in apps))
+    assert [app.actor.core.state.records[app.id].state for app in apps] == ["finished"] * 3

@@ -326,4 +326,5 @@ class Forger:
             ),
             samples=self.count(),
             unflushed=self.often(0.1),
+            helpless=self.often(0.2),
         )

@@ -1,10 +1,11 @@
 """The cost of preemption: work that can be neither saved nor suspended keeps its GPUs until that cost is bounded.
 
 To preempt such a job is to throw away all it has done since its attempt began. Done at every end of a lease, it would
-never end. So over its life a job may lose at most a fixed part of the time it has run (`preemption_budget`): it is
-preempted only if what it has lost already, and would lose now, is within that. A job that saves, or can be parked,
-loses next to nothing and is preempted as leases and policies say. The loss by a broken node, a sick GPU or its owner is
-no preemption; it is counted all the same.
+never end. The same holds for a job that could be suspended if its user allows checkpoints alone (`PreemptBy`) and it
+saves none. So over its life a job may lose at most a fixed part of the time it has run (`preemption_budget`): it is
+preempted only if what it has lost already, and would lose now, is within that. Any other job loses next to nothing and
+is preempted as leases and policies say. The loss by a broken node, a sick GPU or its owner is no preemption; it is
+counted all the same.
 
 Both times are what node agents measured (`Measured.ran_s`, `Measured.unsaved_s`).
 """
@@ -24,9 +25,9 @@ NEGLIGIBLE_S = 2.0
 def kept(turn: Turn) -> frozenset[GpuId]:
     """Return the GPUs that no round may take from their holders, whatever else it may."""
     state = turn.state
-    if state.settings.preemption_budget >= 1.0 or not turn.index.helpless:
+    if state.settings.preemption_budget >= 1.0 or not turn.index.at_risk:
         return frozenset()
-    tasks = (state.tasks[task] for task in turn.index.helpless)
+    tasks = (state.tasks[task] for task in turn.index.at_risk)
     return frozenset(gpu for task in tasks if _costs_too_much(turn, task) for gpu in task.gpus)
 
 
@@ -65,7 +66,5 @@ def count(turn: Turn, task: Task) -> Task:
 
 def tell_kept(turn: Turn, app: AppId, gpu: GpuId) -> None:
     """Say why an app keeps a GPU beyond its lease."""
-    turn.tell(
-        app,
-        f"keeps {gpu} beyond its lease: the job there can neither save nor be suspended, and its work would be lost",
-    )
+    can = "can neither save nor be suspended in a way that its user allows"
+    turn.tell(app, f"keeps {gpu} beyond its lease: the job there {can}, and its work would be lost")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from arbiter.core.effects import Ask, Failure, Sale, Sell, Sold, failure_of
 from arbiter.core.registry import policy_of
-from arbiter.core.seam import ASKED_MAX, Admission, AppView, Asked, Booking, Market, Policy
+from arbiter.core.seam import ASKED_MAX, Admission, AppView, Asked, Booking, Market, Place, Policy
 from protocol.messages import AppId, NodeId
 
 #: The booking of an app that was admitted by a policy that sells nothing, until it has asked for one.
@@ -63,6 +63,7 @@ class _Batch:
         if ask.kind != "renew":
             return self._sell(ask, app)
         gone = lost_nodes(app, self._slot, self._gpus, self._earlier)
+        gone |= misplaced(app, self._slot, self._market.places.get(app.app))
         why = shortfall(app, self._market.now, self._policy.slot_s, gone)
         sale = replace(self._sell(ask, app), why=why) if why else None
         self._earlier += booked_places([self._booked[app.app].booking])
@@ -162,6 +163,23 @@ def lost_nodes(app: AppView, slot: int, gpus: Mapping[NodeId, int], earlier: Pla
         for node, count in booked
         if number >= slot and earlier[number, node] + count > gpus.get(node, 0)
     }
+
+
+def misplaced(app: AppView, slot: int, places: Sequence[Place] | None) -> set[NodeId]:
+    """Return the nodes of those bookings of an app that lie in none of its `places`; None: it may lie anywhere."""
+    assert app.booking is not None
+    if places is None:
+        return set()
+    return {
+        node
+        for number, booked in app.booking.time_slots
+        if number >= slot and not any(_lies_in(booked, dict(place)) for place in places)
+        for node, _ in booked
+    }
+
+
+def _lies_in(booked: Place, place: Mapping[NodeId, int]) -> bool:
+    return all(count <= place.get(node, 0) for node, count in booked)
 
 
 def shortfall(app: AppView, now: float, slot_s: float, gone: set[NodeId]) -> str:

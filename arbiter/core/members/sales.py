@@ -13,8 +13,8 @@ them. They are looked at when a time slot begins, or GPUs have come or gone: nev
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 from msgspec.structs import replace
@@ -24,20 +24,22 @@ from arbiter.core.members.sale_batch import (
     UNASKED,
     booked_places,
     lost_nodes,
+    misplaced,
     new_bookings,
     oversold,
     seller_of,
     shortfall,
 )
+from arbiter.core.placement.locality import place_of
 from arbiter.core.registry import policy_of
 from arbiter.core.rounds import seats
-from arbiter.core.seam import ASKED_MAX, Admission, AppView, Market, Policy
+from arbiter.core.seam import ASKED_MAX, Admission, AppView, Market, Place, Policy
 from arbiter.core.state import model
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import App, ArbiterSettings, Enrolling, Selling, Settled, State
 from arbiter.core.turn import Turn
 from protocol import gpu_kinds
-from protocol.messages import AppId, GpuId, NodeId
+from protocol.messages import AppId, GpuId, Level, NodeId
 
 #: So many apps are sold to in one batch: it has to be over by its deadline. On arrival an app may take a second, for
 #: others may be moved to make room for it; an app that lags takes hundredths of one.
@@ -108,11 +110,13 @@ def _check_bookings(turn: Turn, policy: Policy) -> None:
     waiting = [app for app in waiting if app.booking is not None]
     earlier = _before(turn, waiting)
     usable, places = dict(_usable(turn)), booked_places(app.booking for app in earlier)
+    close = _places_of(turn, waiting)
     for at, app in enumerate(waiting):
         kind = _kind(app)
         if kind == "renew":
             view = _asking_now(turn, app)
             gone = lost_nodes(view, state.time_slot[0], usable, places)
+            gone |= misplaced(view, state.time_slot[0], close.get(app.id))
             if not shortfall(view, turn.now, policy.slot_s, gone):
                 places += booked_places([app.booking])
                 earlier.append(app)
@@ -146,7 +150,8 @@ def _ask_policy(turn: Turn, asks: tuple[Ask, ...], earlier: tuple[AppId, ...] = 
     wishing = [each for each in (*asking_, *booked) if gpu_kinds.wishes_kind(each.requirements)]
     kinds = {each.id: _usable(turn, turn.index.suited(each.requirements).names) for each in wishing}
     booked_ = tuple(_asking_now(turn, each) for each in booked)
-    market = Market(turn.now, _usable(turn), booked_, state.asked, homes, kinds)
+    places = _places_of(turn, (*asking_, *booked))
+    market = Market(turn.now, _usable(turn), booked_, state.asked, homes, kinds, places)
     state.sales_made += 1
     number, names = state.sales_made, (settings.policy, settings.policy_settings)
     turn.effects.append(Sell(number, state.epoch, *names, market, asks, earlier))
@@ -366,3 +371,38 @@ def _nodes_of(turn: Turn, app: App) -> tuple[NodeId, ...]:
     known = turn.state.gpus
     gpus = (known[gpu] for job in app.jobs for gpu in job.gpus if gpu in known)
     return tuple(sorted({gpu.node for gpu in gpus if model.usable(turn.state, gpu)}))
+
+
+def _places_of(turn: Turn, apps: Iterable[App]) -> dict[AppId, tuple[Place, ...]]:
+    """Return the places in which all GPUs of an app must lie, for those apps whose places are parts of nodes, or racks.
+
+    An app is left out if that does not bind it: its nodes have one slot each, or there is one rack.
+    """
+    known: dict[tuple[Level, bool, tuple[str, ...], int], tuple[Place, ...]] = {}
+    found = {}
+    for app in apps:
+        if app.level_max == "cluster" or not (app.spans or app.level_max == "slot"):
+            continue
+        if max(app.demand_max, app.demand_most) <= 1:
+            continue
+        kind = app.requirements
+        key = (app.level_max, app.spans, kind.gpu_types, kind.min_memory_bytes)
+        if key not in known:
+            known[key] = _places(turn, app)
+        if known[key]:
+            found[app.id] = known[key]
+    return found
+
+
+def _places(turn: Turn, app: App) -> tuple[Place, ...]:
+    """Return the places of the level of an app, with the usable GPUs of its kind; none if that does not bind it."""
+    state = turn.state
+    among = turn.index.suited(app.requirements).names if gpu_kinds.wishes_kind(app.requirements) else None
+    places: dict[tuple[str, ...], Counter[NodeId]] = defaultdict(Counter)
+    for view in turn.index.census()[2]:
+        if model.usable(state, state.gpus[view.gpu]) and (among is None or view.gpu in among):
+            places[place_of(view, app.level_max)][view.node] += 1
+    wider = 1 if app.spans else len({node for counts in places.values() for node in counts})
+    if len(places) <= wider:
+        return ()
+    return tuple(tuple(sorted(counts.items())) for _, counts in sorted(places.items()))

@@ -63,7 +63,7 @@ class Index:
         self.seats: dict[GpuId, set[GpuId]] = defaultdict(set)  #: by GPU: that itself and its further seats, if any
         self.free: set[GpuId] = set()
         self.draining: set[GpuId] = set()
-        self.helpless: set[TaskId] = set()  #: see `Task.helpless`
+        self.at_risk: set[TaskId] = set()  #: see `Task.at_risk`
         self.parted: set[JobId] = set()  #: jobs that may have parts on several nodes
         self.guests: set[GpuId] = set()  #: seats that are leased to guests
         self.ends: dict[GpuId, float] = {}  #: of the leases that end
@@ -309,11 +309,11 @@ class Index:
 
     def mark(self, task: model.Task) -> None:
         """Note whether preempting this task would throw away its work."""
-        (self.helpless.add if task.helpless else self.helpless.discard)(task.id)
+        (self.at_risk.add if task.at_risk else self.at_risk.discard)(task.id)
 
     def unbind_task(self, task: model.Task) -> None:
         """Forget this task."""
-        self.helpless.discard(task.id)
+        self.at_risk.discard(task.id)
         self.task_versions[task.app] += 1
         self.tasks[task.app].discard(task.id)
         self.node_tasks[task.node].discard(task.id)
@@ -340,7 +340,7 @@ class Index:
         alike = alike and (self.over, self.revocable()) == (other.over, other.revocable())
         alike = alike and self.assignable(()) == other.assignable(())
         alike = alike and (self.guests, self.booked) == (other.guests, other.booked)
-        alike = alike and (+self.owned, self.helpless) == (+other.owned, other.helpless)
+        alike = alike and (+self.owned, self.at_risk) == (+other.owned, other.at_risk)
         alike = alike and self.dependent == other.dependent
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
 

@@ -268,13 +268,19 @@ class Task(Struct, frozen=True):
     stop_at: int = -1  #: the newest step at which its processes were told to stand, once that is answered
     will_stop: bool = False  #: whether all of them will
     other_gpus: tuple[GpuId, ...] = ()  #: parked: of its node, onto which its driver can move it
+    helpless: bool = False  #: told to leave it would be ended by a signal, as its node agent says
     ordered_seq: int = 0
     counted: Toll = Toll()  #: the part of it that is in its app's tolls
 
     @property
-    def helpless(self) -> bool:
-        """Whether preempting it now would throw away what it has done: it trains, and can neither save nor rest."""
-        return self.phase in ("starting", "running") and not (self.cooperative or self.can_checkpoint)
+    def at_risk(self) -> bool:
+        """Whether preempting it now would throw away what it has done: it trains, and no method spares that.
+
+        A node agent of the version before does not say `helpless`; then a task is at risk that can neither save nor be
+        suspended.
+        """
+        spared = (self.cooperative or self.can_checkpoint) and not self.helpless
+        return self.phase in ("starting", "running") and not spared
 
     @property
     def is_part(self) -> bool:

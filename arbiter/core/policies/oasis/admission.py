@@ -26,7 +26,8 @@ import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter.core.placement.assignment import gpus
+from arbiter.core.placement.assignment import gang_place, gpus
+from arbiter.core.placement.locality import PLACE
 from arbiter.core.policies.oasis.prices import Bounds, Priced, Seen, density, learnt_bounds
 from arbiter.core.policies.oasis.rebooking import BookedApp, best_schedule, is_content, make_room
 from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule
@@ -168,10 +169,17 @@ class Sale:
         Of many different nodes those that have sold least until its target are looked at: each is a programme.
         """
         there = tuple((self._place[node],) for node in self._market.homes.get(app.app, ()) if node in self._place)
-        kind = _of_kind(self._market, app)
-        able = [self._place[node] for node, count in kind if app.spans or count >= app.gang]
-        if app.spans:
-            return (tuple(node for (node,) in there) or tuple(able),)
+        if app.app in self._market.places:
+            named = [tuple(self._place[node] for node in nodes) for nodes in _close(self._market, app)]
+            if app.spans:
+                return tuple(named[:HOMES_MAX])
+            there = tuple(home for home in there if home in named)
+            able = [node for (node,) in named]
+        else:
+            kind = _of_kind(self._market, app)
+            able = [self._place[node] for node, count in kind if app.spans or count >= app.gang]
+            if app.spans:
+                return (tuple(node for (node,) in there) or tuple(able),)
         if there:
             return there
         homes: dict[bytes, int] = {}
@@ -191,7 +199,8 @@ class Sale:
         if self._app.booking is not None:
             return self._anew(best)
         moved: tuple[tuple[AppId, Booking, str], ...] = ()
-        moves = self._terms.second_look and self._app.app not in self._market.kinds
+        bound = self._app.app in self._market.kinds or self._app.app in self._market.places
+        moves = self._terms.second_look and not bound
         if moves and homes and not is_content(self.request, best):
             booked = self._movable(pool)
             room = make_room(self.request, [each for _, each in booked], (pool, None), best)
@@ -316,7 +325,8 @@ class Sale:
         within = span(self._terms.slots * self._slot_s)
         if has_room:
             return f"{work} cannot be had within {within}, which is all that is for sale; submit less work, or later"
-        where = "" if self._app.spans else " on one node"
+        place = gang_place(self._app)
+        where = {"cluster": "", "machine": " on one node"}.get(place, f" in {PLACE[place]}")
         none = (
             f"no time slot within {within} has {gpu_kinds.counted(self._app.requirements, self._app.gang)} left{where}"
         )
@@ -345,8 +355,28 @@ def _of_kind(market: Market, app: AppView) -> Sequence[tuple[NodeId, int]]:
     return pure if room >= app.gang else [(node, count) for node, count in kind if node in known]
 
 
+def _close(market: Market, app: AppView) -> dict[tuple[NodeId, ...], int]:
+    """Return the places that can hold a gang of an app, as the nodes that they are of, with the most GPUs of each.
+
+    An app that has jobs somewhere books in that place.
+    """
+    found: dict[tuple[NodeId, ...], int] = {}
+    for place in market.places[app.app]:
+        nodes, count = tuple(node for node, _ in place), sum(count for _, count in place)
+        if count >= app.gang:
+            found[nodes] = max(count, found.get(nodes, 0))
+    there = set(market.homes.get(app.app, ()))
+    mine = {nodes: count for nodes, count in found.items() if there and there <= set(nodes)}
+    return mine or found
+
+
 def _most(market: Market, app: AppView) -> int:
-    """Return how many GPUs an app could book at once, at most; on nodes of several kinds as many as any of them has."""
+    """Return how many GPUs an app could book at once, at most.
+
+    On nodes of several kinds, and for an app that is bound to a slot or rack, these are as many as any place has.
+    """
+    if app.app in market.places:
+        return min(_close(market, app).values(), default=0)
     able = _of_kind(market, app)
     known = dict(market.gpus)
     if app.spans or all(count == known[node] for node, count in able):
