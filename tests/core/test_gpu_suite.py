@@ -241,6 +241,21 @@ def test_nothing_that_a_section_has_started_outlives_it(play: Callable[..., tupl
     assert not psutil.pid_exists(document["sections"]["behind"]["figures"]["pid"])
 
 
+def test_a_process_without_a_parent_that_ends_during_its_section_is_gone_at_once(
+    play: Callable[..., tuple[int, dict]],
+) -> None:
+    def outlive(section: Section) -> None:
+        line = ["sh", "-c", "setsid sleep 0.1 >/dev/null 2>&1 & echo $!"]
+        pid = int(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+        deadline = time.monotonic() + 20
+        while psutil.pid_exists(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        section.check("it is gone", not psutil.pid_exists(pid))
+
+    code, document = play(outlive=Played(outlive))
+    assert code == 0, document
+
+
 def test_a_section_that_does_not_end_when_it_is_told_to_is_killed() -> None:
     def stubborn() -> None:
         while True:

@@ -115,7 +115,7 @@ class StandIn:
         self.write()
 
     def flag(self, *words: str) -> None:
-        """Have these flags alone: `real`, `used-counts-reserved`, `stays`, `blind`, `mps-no-server`, ..."""
+        """Have these flags alone: `real`, `gpm-counts`, `used-counts-reserved`, `stays`, `blind`, ..."""
         self._flags = set(words)
         self.write()
 
