@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -588,6 +590,54 @@ def test_a_helper_that_crashes_is_no_answer_but_says_where_it_was(tmp_path: Path
     found = driver.ask(helper, {"do": "resume"})
     assert found["ok"] is False
     assert found["reason"] == "it hung or crashed in 'restore'"
+
+
+#: Answers as a helper would, with the user and the capabilities that it runs with.
+WHO = """
+import json, os
+rights = [line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff")]
+print(json.dumps({"ok": os.getuid() > 0, "reason": f"user {os.getuid()}, rights {int(rights[0], 16):x}"}))
+"""
+SYS_PTRACE = 1 << 19
+
+
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A folder that every user can read."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        path.chmod(0o755)
+        yield path
+
+
+@pytest.mark.parametrize(("scope", "rights"), [(None, 0), ("0", 0), ("1", SYS_PTRACE)])
+def test_the_service_user_has_the_right_that_the_kernel_asks_for_and_no_other(
+    readable: Path, monkeypatch: pytest.MonkeyPatch, scope: str | None, rights: int
+) -> None:
+    helper = ("/usr/bin/python3", "-I", program(readable, WHO)[1])
+    if why := driver.why_not_as(driver.service_user(), helper):
+        pytest.skip(why)
+    monkeypatch.setattr(driver, "PTRACE_SCOPE", readable / "scope")
+    if scope is not None:
+        (readable / "scope").write_text(f"{scope}\n")
+    section = Section(rehearsal=False)
+    driver._judge_service(section, helper)
+    (check,) = section.checks
+    number = pwd.getpwnam(driver.service_user()).pw_uid
+    assert check.ok
+    assert check.seen["reason"] == f"user {number}, rights {rights:x}"
+    told = section.figures["service"]
+    assert told["as_shipped"]["reason"] == f"user {number}, rights 0"
+    assert told["with_right"]["reason"] == f"user {number}, rights {SYS_PTRACE:x}"
+
+
+def test_a_helper_that_the_service_user_cannot_read_is_no_verdict_but_said(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    section = Section(rehearsal=False)
+    driver._judge_service(section, ("/usr/bin/python3", "-I", program(tmp_path, WHO)[1]))
+    (check,) = section.checks
+    assert not check.judged
+    assert "cannot run" in check.untried or "only root" in check.untried or "not installed" in check.untried
 
 
 class Ended:

@@ -34,7 +34,9 @@ class LentHost:
         self.carried = self.tree / "out" / "gpu-wheels"
         collect(self.carried, ".".join(map(str, sys.version_info[:2])), self.tree)
         (card,) = cards(1, gpm=1)
-        card.uuid = f"GPU-{uuid.uuid4()}"  # the driver shows all processes with it, also those of other tests
+        # The driver shows all processes with that GPU, also those of other tests. By the prefix a worker knows that its
+        # main memory stands for that of the GPU.
+        card.uuid = f"GPU-sim-{uuid.uuid4()}"
         self.driver = StandIn(folder / "driver", card)
         self.driver.put_mps()
         self.driver.flag("real", "all-use-cuda", "gpm-counts")

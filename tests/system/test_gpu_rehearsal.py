@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu import training
 from benchmarks.gpu.__main__ import COMMAND, why_not
 from benchmarks.gpu.record import Section, Setting
-from benchmarks.gpu.sections import PART_S, SECTIONS, driver, parts
+from benchmarks.gpu.sections import PART_S, SECTIONS, driver, graph, parts
+from benchmarks.gpu.trainee import Child
 from benchmarks.gpu.trainees import Died, Failed, trainee
 from node_agent.workers.driver import HELPER
 from tests.support import wheels
@@ -168,6 +171,114 @@ def test_the_driver_suspends_trainings_at_rest_and_amid_steps_when_it_is_played(
     assert (
         len([call for call in played.calls if call.startswith("cuCheckpointProcessCheckpoint")]) == 3 + 1 + 1 + 1
     )  # and the trial's
+
+
+class Recorded:
+    """Stands for a CUDA graph on the CPU: adds at each replay into the memory that it was recorded with."""
+
+    def __init__(self, given: torch.Tensor, made: torch.Tensor) -> None:
+        self.given, self.made = given, made
+
+    def replay(self) -> None:
+        self.made += self.given
+
+
+def record(child: Child) -> dict[str, bool]:
+    """Hold a graph as the section of graphs does."""
+    given, made = torch.arange(8.0), torch.arange(8.0)
+    child.graph = (Recorded(given, made), None, given, made)
+    return {}
+
+
+def lose(child: Child) -> dict[str, bool]:
+    """Have what the graph reads elsewhere by now, as after a move that kept no addresses."""
+    child.graph[0].given = torch.zeros(8)
+    return {}
+
+
+@pytest.mark.full
+def test_the_driver_takes_over_a_process_with_a_graph_and_a_replay_that_differs_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    played = StandIn(tmp_path / "driver", *cards(1))
+    played.flag("all-use-cuda")
+    for name, value in played.env.items():
+        monkeypatch.setenv(name, value)
+    section = Section(rehearsal=True)
+    with trainee("cpu", "graph") as one:
+        one.ask(record)
+        graph.take_over(Setting("cpu", tmp_path, 0.01, played=True), section, one)
+        one.ask(lose)
+        graph.take_over(Setting("cpu", tmp_path, 0.01, played=True), section, one)
+        played.fault("error", "cuCheckpointProcessCheckpoint", value=999)
+        graph.take_over(Setting("cpu", tmp_path, 0.01, played=True), section, one)
+    names = ["the driver suspends and resumes a process with a CUDA graph", "a graph that the driver has moved replays"]
+    assert [check.ok for check in section.checks] == [True, True, True, False, False]
+    assert [check.name.startswith(names[index % 2]) for index, check in enumerate(section.checks)] == [True] * 5
+
+
+PYTHON = "3.12"
+#: A site on the memory bus, with one job that needs no PyTorch.
+SITE = """
+import sys
+from pathlib import Path
+from app_agent.core.spec import AppSpec
+from benchmarks.gpu.sections import ddp, demo, env, estimator, pcie  # what imports PyTorch is compiled only
+from launch import log_lines
+from launch.client import open_client
+from launch.site.site import in_process, local_site, memory_bus, wait_ready
+log_lines.configure("error")
+folder = Path(sys.argv[1])
+site = local_site(folder, nodes=1, gpus="nvml", settings=demo.replace(demo.settings(6.0), policy="gandiva"))
+with in_process(site, memory_bus()) as check:
+    wait_ready(site, check)
+    with open_client(site.socket) as client:
+        told = dict(cwd=str(folder), checkpoint_root=str(folder / "saved"), env={"PATH": "/usr/bin:/bin"})
+        app = client.submit(AppSpec(trials=((sys.executable, "-c", "pass"),), tenant="default", **told))
+        while (state := client.query("apps", app)["apps"][0]["state"]) not in ("finished", "failed"):
+            check()
+print(state, "aio_pika" in sys.modules)
+"""
+
+
+def python_of(version: str) -> str | None:
+    """Return a Python of this version, None if there is none."""
+    kept = Path.home() / ".pyenv" / "versions"
+    found = [shutil.which(f"python{version}"), *sorted(map(str, kept.glob(f"{version}.*/bin/python{version}")))]
+    for path in filter(None, found):
+        if subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return path
+    return None
+
+
+@pytest.mark.full
+def test_the_suite_and_a_site_for_it_work_on_python_3_12_with_the_wheels_collected_for_it(tmp_path: Path) -> None:
+    base = python_of(PYTHON)
+    if base is None:
+        pytest.skip(f"Python {PYTHON} is not installed")
+    tree = wheels.clone(tmp_path)
+    subprocess.run([base, "-m", "venv", tmp_path / "environment"], check=True)
+    python = tmp_path / "environment" / "bin" / "python"
+    wheels.install(python, "numpy", "psutil", "nvidia-ml-py", "cuda-bindings")  # of an image, but for PyTorch
+    collect(tree / "out" / "gpu-wheels", PYTHON, tree)
+    played = StandIn(tmp_path / "driver", *cards(1))
+    env = {"PATH": f"{python.parent}:/usr/bin:/bin", "HOME": str(tmp_path), "PIP_NO_INDEX": "1"} | played.env
+
+    def run(*words: str | Path) -> str:
+        done = subprocess.run(words, cwd=tree, env=env, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "PyTorch is not installed" in run("sh", "-c", COMMAND)
+    run(python, "-W", "error", "-m", "compileall", "-q", *sources(tree))
+    env["PYTHONPATH"] = f"{tree}:{tree}/out/gpu-site"
+    assert run(python, "-c", SITE, tmp_path) == "finished False\n"
+
+
+def sources(tree: Path) -> list[Path]:
+    """Return the packages that the suite imports, as they lie in the tree."""
+    names = ("benchmarks/gpu", "protocol", "valuation", "arbiter", "node_agent", "app_agent", "launch")
+    return [tree / name for name in names]
 
 
 def test_a_process_that_does_not_answer_is_ended_and_one_that_fails_goes_on() -> None:
