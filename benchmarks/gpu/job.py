@@ -5,6 +5,7 @@ Its weights at the end depend on every bit of its state; their SHA-256 goes into
 
 import argparse
 import hashlib
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else PyTorch refuses products of matrices on CUDA
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
@@ -56,6 +58,8 @@ def main() -> None:
     for weights in model.parameters():
         digest.update(weights.detach().cpu().numpy().tobytes())
     options.out.write_text(digest.hexdigest() + "\n")
+    if options.ddp:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -174,16 +175,19 @@ def _at_rest(setting: Setting, section: Section, helper: tuple[str, ...], undist
         section.note(at_rest=turns)
         if not held(section, "a training between mini-batches", turns[-1]):
             return
-        speeds = [{key: each[key] for key in ("out_gb_s", "in_gb_s")} for each in turns]
-        section.check(
-            "the speed of the driver's checkpoint is known",
-            all(all(each.values()) for each in speeds),
-            gpu_only=True,
-            speeds=speeds,
-        )
+        _judge_speed(section, turns)
         off = [each["while_off"] for each in turns]
         section.check("a suspended process is not on the GPU", not any(each["on_gpu"] for each in off), while_off=off)
         undisturbed.end("between mini-batches", one, **options)
+
+
+def _judge_speed(section: Section, turns: Sequence[Figures]) -> None:
+    name = "the speed of the driver's checkpoint is known"
+    if not all(each["bytes"] for each in turns):
+        section.untried(name, "NVML does not show the process by its number, so its bytes are unknown")
+        return
+    speeds = [{key: each[key] for key in ("out_gb_s", "in_gb_s")} for each in turns]
+    section.check(name, all(all(each.values()) for each in speeds), gpu_only=True, speeds=speeds)
 
 
 def _amid_steps(setting: Setting, section: Section, helper: tuple[str, ...], undisturbed: Undisturbed) -> None:

@@ -41,10 +41,15 @@ def run(setting: Setting, section: Section) -> None:
 
 def take_over(setting: Setting, section: Section, one: Trainee) -> None:
     """Have the driver suspend and resume a process that holds a graph, and replay it."""
+    helper = driver.helper_of(setting)
     if absent := missing(SECTIONS["driver"].needs):
-        section.untried(f"the driver suspends and resumes {MOVED}", f"not installed: {', '.join(absent)}")
+        why = f"not installed: {', '.join(absent)}"
+    else:
+        why = driver.ask(helper, {"do": "probe", "timeout_s": driver.PROBE_S})["reason"]
+    if why:
+        section.untried(f"the driver suspends and resumes {MOVED}", why)
         return
-    found = driver.turn(driver.helper_of(setting), one, Readings.of(one))
+    found = driver.turn(helper, one, Readings.of(one))
     section.note(driver=found)
     if driver.held(section, MOVED, found):
         section.check("a graph that the driver has moved replays the same", one.ask(replayed)["same"])
