@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import shutil
 import signal
 import subprocess
 import sys
@@ -615,8 +616,8 @@ def test_the_service_user_has_the_right_that_the_kernel_asks_for_and_no_other(
     readable: Path, monkeypatch: pytest.MonkeyPatch, scope: str | None, rights: int
 ) -> None:
     helper = ("/usr/bin/python3", "-I", program(readable, WHO)[1])
-    if why := driver.why_not_as(driver.service_user(), helper):
-        pytest.skip(why)
+    if os.getuid() or shutil.which("setpriv") is None or not Path(helper[0]).exists():
+        pytest.skip("it takes root, setpriv (util-linux) and a Python for all users")
     monkeypatch.setattr(driver, "PTRACE_SCOPE", readable / "scope")
     if scope is not None:
         (readable / "scope").write_text(f"{scope}\n")

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from benchmarks.gpu import training
 from benchmarks.gpu.__main__ import COMMAND, why_not
 from benchmarks.gpu.record import Section, Setting
-from benchmarks.gpu.sections import PART_S, SECTIONS, driver, graph, parts
+from benchmarks.gpu.sections import SECTIONS, driver, graph, parts
 from benchmarks.gpu.trainee import Child
 from benchmarks.gpu.trainees import Died, Failed, trainee
 from node_agent.workers.driver import HELPER
@@ -89,26 +88,32 @@ NOT_REHEARSED = {
     "CUDA graph: parking refuses": "needs CUDA in PyTorch",
     "CUDA graph: the driver takes over": "needs CUDA in PyTorch",
 }
+#: A part that a busy machine cuts short is given again, as on a lent host; and the exit code of `timeout`.
+CALLS, TIMED_OUT = 3, 124
 #: Depends on who runs the tests, and on who may read their folder.
 PERHAPS = "driver's checkpoint: verdict as "
 
 
 @pytest.mark.full
-@pytest.mark.timeout(4 * CALL_S)
+@pytest.mark.timeout(4 * CALLS * CALL_S)
 def test_the_command_for_a_lent_host_rehearses_every_part_in_its_time_and_fills_one_document(
     lent: LentHost, tmp_path: Path
 ) -> None:
     document = lent.tree / "out" / "bench" / "gpu" / "gpu.json"
     document.parent.mkdir(parents=True)
     for part, names in parts().items():
-        begun = time.monotonic()
-        done = lent.call(command(part), tmp_path / f"out{part}")
+        for _ in range(CALLS):
+            done = lent.call(command(part), tmp_path / f"out{part}")
+            assert done.returncode != TIMED_OUT, f"a part takes no {CALL_S} s"
+            document.write_text(
+                (tmp_path / f"out{part}" / "rehearsal.json").read_text()
+            )  # the next call takes it along
+            if done.returncode == 0:
+                break
         assert done.returncode == 0, done.stdout + done.stderr
-        assert time.monotonic() - begun < PART_S + 60, "the installation, and the first load of PyTorch"
         found = read(tmp_path / f"out{part}")["sections"]
         for name in names:
             assert found[name]["status"] == ("skipped" if SECTIONS[name].cuda else "passed"), found[name]
-        document.write_text((tmp_path / f"out{part}" / "rehearsal.json").read_text())  # what the next call takes along
     assert set(found) == set(SECTIONS)
     goals = {goal["name"]: goal for goal in read(tmp_path / f"out{part}")["goals"]}
     for name, goal in goals.items():
