@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPI = {"pynvml": "nvidia-ml-py", "cuda.bindings": "cuda-bindings"}
 #: Less than this much of a part's time is no use to a section.
 BEGIN_S = 20.0
-#: In a rehearsal a section may take so many times its limit: on a few busy cores PyTorch starts slowly, often ten times.
+#: A section of a rehearsal may take so many times its limit: on a few busy cores PyTorch starts slowly, some ten times.
 REHEARSAL_SLACK = 2.0
 
 #: One call on a GPU host that reaches no package registry; docs/developer.md says what goes before and after.
