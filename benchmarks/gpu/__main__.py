@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import math
+import os
 import signal
 import sys
 import time
@@ -15,6 +17,7 @@ sys.path.insert(
     0, str(Path(__file__).resolve().parents[2])
 )  # started from elsewhere, the repository is not on the path
 
+from benchmarks.gpu import goals
 from benchmarks.gpu.apart import OVER_TIME, Ended, leave, run_apart
 from benchmarks.gpu.record import (
     Document,
@@ -35,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PYPI = {"pynvml": "nvidia-ml-py", "cuda.bindings": "cuda-bindings"}
 #: Less than this much of a part's time is no use to a section.
 BEGIN_S = 20.0
+#: A section of a rehearsal may take so many times its limit: on a few busy cores PyTorch starts slowly, some ten times.
+REHEARSAL_SLACK = 2.0
 
 #: One call on a GPU host that reaches no package registry; docs/developer.md says what goes before and after.
 COMMAND = """\
@@ -49,7 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     options = parse(arguments)
     gb = options.gb or (0.05 if options.rehearse else 4.0)
-    setting = Setting("cpu" if options.rehearse else "cuda", options.out.resolve(), gb)
+    played = options.rehearse == "played"
+    setting = Setting("cpu" if options.rehearse else "cuda", options.out.resolve(), gb, played=played)
     setting.out.mkdir(parents=True, exist_ok=True)
     try:
         document = merged(setting, options.documents)
@@ -58,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     document.write()
     if options.merge_only:
-        print(f"figures: {document.path}")
+        print(*conclusion(document), sep="\n")
         return 0
     names = options.only or parts().get(options.part) or tuple(SECTIONS)
     kept = [] if options.again else [name for name in names if document.done(name, setting)]
@@ -70,14 +76,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if absent:
         leave_out(left, document, setting, absent)
         return 0
+    if setting.played:
+        os.environ["CUDA_VISIBLE_DEVICES"] = first_gpu()  # by which the played driver knows who is on its GPU
     for name in left:
         left_s = PART_S - (time.monotonic() - begun) if options.part else math.inf
         if left_s < BEGIN_S:
             print(f"{name}: not begun, since the part's {PART_S:.0f} s are over; give the same command again")
             continue
-        run_section(name, SECTIONS[name], setting, document, min(SECTIONS[name].limit_s, left_s))
+        limit_s = SECTIONS[name].limit_s * (REHEARSAL_SLACK if setting.rehearsal else 1.0)
+        run_section(name, SECTIONS[name], setting, document, min(limit_s, left_s))
         print(line(name, document.sections[name]))
-    print(f"figures: {document.path}")
+    print(*conclusion(document), sep="\n")
     ends = {document.sections[name]["status"] if name in document.sections else "not begun" for name in names}
     return int(not ends <= {"passed", "skipped"})
 
@@ -109,7 +118,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--again", action="store_true", help="also measure what is done")
     parser.add_argument("--gb", type=positive, help="GPU memory of the largest training, in GiB (4)")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, small: to see that the suite works")
+    parser.add_argument(
+        "--rehearse",
+        nargs="?",
+        const="simulated",
+        choices=("simulated", "played"),
+        help="on the CPU, small: to see that the suite works; `played`: NVIDIA's libraries are those of tests/support",
+    )
     return parser.parse_args(arguments)
 
 
@@ -134,12 +149,14 @@ def why_not(setting: Setting) -> str:
     """Return why nothing can be measured here, empty if something can."""
     if missing(["torch"]):
         return "PyTorch is not installed (pip install torch)"
-    if setting.rehearsal:
+    if setting.rehearsal and not setting.played:
         return ""
     try:
         ctypes.CDLL("libcuda.so.1")  # cheap, and without it PyTorch has no CUDA either
     except OSError:
         return "no NVIDIA GPU (the driver's library libcuda.so.1 cannot be loaded)"
+    if setting.played:
+        return "" if first_gpu() else "no GPU is played (NVML shows none; LD_LIBRARY_PATH must lead to a stand-in)"
     from benchmarks.gpu.trainees import Died, describe, trainee
 
     try:
@@ -148,6 +165,16 @@ def why_not(setting: Setting) -> str:
     except Died as error:
         return f"PyTorch cannot be started ({error})"
     return without and f"no NVIDIA GPU ({without})"
+
+
+def first_gpu() -> str:
+    """Return the UUID of the first GPU that NVML shows, empty if it shows none."""
+    with contextlib.suppress(Exception):  # no library, no GPU
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(0)))
+    return ""
 
 
 def leave_out(names: Sequence[str], document: Document, setting: Setting, absent: str) -> None:
@@ -201,9 +228,11 @@ def _measure(name: str, entry: Entry, setting: Setting, document: Document, sect
 
 def refuse(entry: Entry, setting: Setting) -> None:
     """Raise `Skip` where the section cannot run."""
-    if setting.rehearsal and not entry.rehearsed:
-        raise Skip("not run: no NVIDIA GPU (this is a rehearsal on the CPU)")
-    absent = missing(entry.rehearsal_needs if setting.rehearsal else entry.needs)
+    if setting.rehearsal and entry.cuda:
+        raise Skip("not run: no NVIDIA GPU (this is a rehearsal on the CPU, and the section needs CUDA in PyTorch)")
+    if setting.gpus != "nvml" and entry.driver:
+        raise Skip("not run: no NVIDIA GPU (this is a rehearsal without a driver; --rehearse played has one)")
+    absent = missing(entry.needs if setting.gpus == "nvml" else entry.simulated_needs)
     if absent:
         raise Skip(f"not installed: {', '.join(absent)} (pip install {' '.join(PYPI.get(one, one) for one in absent)})")
 
@@ -215,6 +244,12 @@ def line(name: str, told: Figures) -> str:
     said = f"{name}: {told['status']}, {len(judged) - len(failures)} of {len(judged)} checks held"
     said += f", {told['seconds']:.0f} s" + (f" ({told['reason']})" if told["reason"] else "")
     return "\n".join([said, *(f"  FAILED: {check['name']} {check['seen']}" for check in failures)])
+
+
+def conclusion(document: Document) -> list[str]:
+    """Return what has become of the goals, for people, and where the figures are."""
+    tried = [goal for goal in document.goals() if goal["section"] in document.sections]
+    return ["goals:", *goals.lines(tried), f"figures: {document.path}"]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Two processes are forked: a keeper, and the section under it. Processes whose parents have ended become the keeper's
 (a *subreaper*, prctl(2)), so at the end of the section it ends all that is left of it: trainings, daemons of MPS, jobs
-of the demonstration in sessions of their own.
+of the demonstration in sessions of their own. Those that end by themselves it reaps at once: an ended process that is
+still listed would count as one that holds its GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import NoReturn
 #: From the end of a section's time until it is killed: a site ends its jobs meanwhile.
 GRACE_S = 40.0
 KILLED_S = 10.0
+REAP_S = 0.2
 #: The exit code of a section that had to be killed when its time was over.
 OVER_TIME = 124
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -58,10 +60,22 @@ def _keep(work: Callable[[], None], limit_s: float, grace_s: float, parent: int)
     section = _fork.Process(target=_section, args=(work, os.getpid()))
     section.start()
     try:
-        section.join(limit_s)
+        _join(section, limit_s)
     finally:
         code = _wind_up(section, grace_s)
     os._exit(code)  # whatever cannot even be killed is not waited for
+
+
+def _join(section: BaseProcess, limit_s: float) -> None:
+    """Wait for the section, and meanwhile let go of processes of its that end without a parent of their own."""
+    deadline = time.monotonic() + limit_s
+    while section.is_alive() and (left_s := deadline - time.monotonic()) > 0:
+        with suppress(ChildProcessError):
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                if ended.si_pid == section.pid:
+                    break
+                os.waitpid(ended.si_pid, os.WNOHANG)
+        section.join(min(REAP_S, left_s))
 
 
 def _wind_up(section: BaseProcess, grace_s: float) -> int:

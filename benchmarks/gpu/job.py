@@ -5,11 +5,21 @@ Its weights at the end depend on every bit of its state; their SHA-256 goes into
 
 import argparse
 import hashlib
+import os
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 from torch import nn
+
+
+def distributed(model: nn.Module, device: str) -> nn.Module:
+    """Return it as one that trains in several processes, of which this is the only one."""
+    store = f"file://{tempfile.mkdtemp()}/store"
+    backend = "nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, init_method=store, rank=0, world_size=1)
+    return nn.parallel.DistributedDataParallel(model)
 
 
 def main() -> None:
@@ -20,15 +30,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--passes", type=int, default=1, help="micro-batches of a mini-batch")
     parser.add_argument("--idle-ms", type=float, default=0.0, help="of each mini-batch: stands for loading data")
+    parser.add_argument("--ddp", action="store_true", help="train by DistributedDataParallel, as its only process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else PyTorch refuses products of matrices on CUDA
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     width = options.width
-    layers = (nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(options.layers))
-    model = nn.Sequential(*layers).to(options.device)
+    with torch.device(options.device):
+        layers = (nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(options.layers))
+        model: nn.Module = nn.Sequential(*layers)
+    if options.ddp:
+        model = distributed(model, options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for _ in range(options.steps):
         for _ in range(options.passes):
@@ -43,6 +58,8 @@ def main() -> None:
     for weights in model.parameters():
         digest.update(weights.detach().cpu().numpy().tobytes())
     options.out.write_text(digest.hexdigest() + "\n")
+    if options.ddp:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.gpu import goals
+
 SCHEMA = "gpu-suite/v2"
 #: Where two GPU machines may differ and a figure with them.
 PACKAGES = ("torch", "nvidia-ml-py", "cuda-bindings", "numpy", "msgspec")
@@ -35,17 +37,26 @@ class Skip(Exception):  # noqa: N818 - an expected no
 
 @dataclass(frozen=True)
 class Setting:
-    """How the sections run. `gb`: GPU memory (GiB) of the largest training; `helper`: the driver's helper program."""
+    """How the sections run. `gb`: GPU memory (GiB) of the largest training; `helper`: the driver's helper program.
+
+    `played`: a rehearsal with NVIDIA's libraries played, so that all but CUDA in PyTorch is as on a GPU host.
+    """
 
     device: Literal["cuda", "cpu"]
     out: Path
     gb: float
     helper: tuple[str, ...] = ()
+    played: bool = False
 
     @property
     def rehearsal(self) -> bool:
         """Whether this is the CPU, in the place of a GPU."""
         return self.device == "cpu"
+
+    @property
+    def gpus(self) -> str:
+        """The GPUs of node agents, as their configuration has them."""
+        return "simulated:1" if self.rehearsal and not self.played else "nvml"
 
     @property
     def path(self) -> Path:
@@ -59,12 +70,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class Check:
-    """Something promised. `judged` is false for a promise about speed in a rehearsal; then `ok` counts for nothing."""
+    """Something promised. Where it is not `judged`, `ok` counts for nothing: in a rehearsal, or if it was `untried`.
+
+    `untried` is why.
+    """
 
     name: str
     ok: bool
     judged: bool
     seen: Figures
+    untried: str = ""
 
 
 class DocumentError(Exception):
@@ -89,9 +104,14 @@ class Section:
         self.figures |= figures
         self.changed()
 
-    def check(self, name: str, ok: bool, *, timed: bool = False, **seen: Any) -> None:
-        """Hold the GPU to a promise; `timed` ones are not judged in a rehearsal."""
-        self.checks.append(Check(name, bool(ok), not (timed and self.rehearsal), seen))
+    def check(self, name: str, ok: bool, *, gpu_only: bool = False, **seen: Any) -> None:
+        """Hold the GPU to a promise; `gpu_only` ones are not judged in a rehearsal."""
+        self.checks.append(Check(name, bool(ok), not (gpu_only and self.rehearsal), seen))
+        self.changed()
+
+    def untried(self, name: str, why: str) -> None:
+        """Say that a promise cannot be tried here."""
+        self.checks.append(Check(name, ok=False, judged=False, seen={}, untried=why))
         self.changed()
 
     @property
@@ -137,10 +157,14 @@ class Document:
 
     def write(self) -> None:
         """Replace the file, so that there is always a whole one."""
-        content = {"schema": SCHEMA, "date": _now(), "sections": self.sections}
+        content = {"schema": SCHEMA, "date": _now(), "goals": self.goals(), "sections": self.sections}
         beside = self.path.with_suffix(".partial")
         beside.write_text(json.dumps(content, indent=1, default=str) + "\n")
         beside.replace(self.path)
+
+    def goals(self) -> list[Figures]:
+        """Return each goal with its verdict; see `benchmarks.gpu.goals`."""
+        return goals.judged(self.sections)
 
     def read_again(self) -> None:
         """Take what another process has written."""

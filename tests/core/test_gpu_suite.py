@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks.gpu import __main__ as suite
-from benchmarks.gpu import apart
+from benchmarks.gpu import apart, goals
 from benchmarks.gpu import sections as table
 from benchmarks.gpu.record import SCHEMA, Section, Setting, Skip, merged
-from benchmarks.gpu.sections import PART_S, SECTIONS, Entry, driver, park, parts
+from benchmarks.gpu.sections import PART_S, SECTIONS, Entry, driver, env, park, parts
 from benchmarks.gpu.trainee import Child, answer
 
 # Sections run in forked processes, and those that run tests beside us have threads.
@@ -149,7 +152,7 @@ def test_a_failed_check_fails_the_run_also_if_the_rest_of_its_section_was_left_o
     assert code == 1
     assert document["sections"]["wrong"]["status"] == "failed"
     assert document["sections"]["wrong"]["checks"] == [
-        {"name": "bits come back", "ok": False, "judged": True, "seen": {"got": "other"}}
+        {"name": "bits come back", "ok": False, "judged": True, "seen": {"got": "other"}, "untried": ""}
     ]
     assert document["sections"]["right"]["figures"] == {"rate": 1.0}
     assert "FAILED: bits come back" in capsys.readouterr().out
@@ -239,6 +242,21 @@ def test_nothing_that_a_section_has_started_outlives_it(play: Callable[..., tupl
     document = play(behind=Played(leave_behind))[1]
     assert document["sections"]["behind"]["status"] == "passed"
     assert not psutil.pid_exists(document["sections"]["behind"]["figures"]["pid"])
+
+
+def test_a_process_without_a_parent_that_ends_during_its_section_is_gone_at_once(
+    play: Callable[..., tuple[int, dict]],
+) -> None:
+    def outlive(section: Section) -> None:
+        line = ["sh", "-c", "setsid sleep 0.1 >/dev/null 2>&1 & echo $!"]
+        pid = int(subprocess.run(line, capture_output=True, text=True, check=True).stdout)
+        deadline = time.monotonic() + 20
+        while psutil.pid_exists(pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        section.check("it is gone", not psutil.pid_exists(pid))
+
+    code, document = play(outlive=Played(outlive))
+    assert code == 0, document
 
 
 def test_a_section_that_does_not_end_when_it_is_told_to_is_killed() -> None:
@@ -360,6 +378,69 @@ def test_a_file_that_is_no_document_of_this_suite_is_named_and_left_alone(
     assert path.read_text() == content
 
 
+PARK = next(goal for goal in goals.GOALS if goal.section == "park")
+
+
+def verdict(told: dict[str, object] | None, goal: goals.Goal = PARK) -> tuple[str, str]:
+    """Return the verdict on a goal, and why, when its section says this."""
+    found = goals.judged({} if told is None else {goal.section: told})[goals.GOALS.index(goal)]
+    return found["verdict"], found["why"]
+
+
+def park_told(device: str = "cuda", status: str = "passed", reason: str = "", **check: object) -> dict[str, object]:
+    told = [{"name": f"{PARK.checks[0]}: large", "ok": True, "judged": True, "seen": {}, "untried": ""} | check]
+    return {"status": status, "reason": reason, "device": device, "checks": told if check else [], "date": "2026-01-01"}
+
+
+def test_a_goal_is_met_or_missed_by_the_checks_of_its_section_or_it_is_said_why_it_could_not_run() -> None:
+    name = f"{PARK.checks[0]}: large"
+    assert verdict(park_told(ok=True)) == ("met", "")
+    assert verdict(park_told(ok=False)) == ("missed", name)
+    assert verdict(park_told("cpu", ok=False)) == ("missed", name)
+    assert verdict(park_told("cpu", ok=True)) == ("rehearsed", "")
+    assert verdict(park_told("cpu", ok=False, judged=False)) == ("rehearsed", "")
+    assert verdict(park_told(ok=False, judged=False, untried="no arena")) == ("could not run", f"{name}: no arena")
+    assert verdict(park_told(status="skipped", reason="no NVIDIA GPU")) == ("could not run", "no NVIDIA GPU")
+    assert verdict(park_told()) == ("could not run", f"passed, without: {PARK.checks[0]}")
+    assert verdict(None) == ("could not run", "the section park was not run yet")
+
+
+def test_a_goal_of_several_checks_is_met_by_all_of_them_only() -> None:
+    goal = next(goal for goal in goals.GOALS if len(goal.checks) > 1)
+    check = {"ok": True, "judged": True, "untried": ""}
+    told = park_told() | {"checks": [check | {"name": name} for name in goal.checks]}
+    assert verdict(told, goal) == ("met", "")
+    told["checks"] = told["checks"][:-1]  # type: ignore[index]
+    assert verdict(told, goal) == ("could not run", f"passed, without: {goal.checks[-1]}")
+
+
+def test_every_goal_is_one_of_a_section_and_the_document_tells_each_with_date_gpu_driver_and_command(
+    play: Callable[..., tuple[int, dict]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {goal.section for goal in goals.GOALS} <= set(SECTIONS)
+    document = play(park=Played(lambda section: section.check(f"{PARK.checks[0]}: all", ok=True)))[1]
+    assert [told["name"] for told in document["goals"]] == [goal.name for goal in goals.GOALS]
+    told = document["goals"][goals.GOALS.index(PARK)]
+    assert (told["verdict"], told["gpus"], told["driver"]) == ("met", ["H100"], "580.1")
+    assert told["date"] == document["sections"]["park"]["date"]
+    assert told["command"].startswith("python -m benchmarks.gpu")
+    said = capsys.readouterr().out
+    assert f"  met: {PARK.name}\n" in said
+    assert "packed against turns" not in said  # of a section that is not in the document
+
+
+@pytest.mark.parametrize(
+    ("surplus_mib", "expected"), [(0, "met"), (1, "met"), (500, "missed"), (-500, "missed"), (None, "could not run")]
+)
+def test_memory_that_does_not_add_up_to_the_total_is_a_missed_goal(surplus_mib: int | None, expected: str) -> None:
+    section = Section(rehearsal=False, status="passed", origin={"device": "cuda"})
+    memory = {"total": 2**34, "reserved": 2**29, "free": 2**33, "used": 2**34 - 2**29 - 2**33}
+    told = "NVMLError: no" if surplus_mib is None else memory | {"used": memory["used"] + surplus_mib * 2**20}
+    section.note(memory=told)
+    env._judge_memory(section)
+    assert verdict(section.told(), goals.GOALS[0])[0] == expected
+
+
 def test_the_command_for_a_host_without_a_registry_is_short_enough_and_told_alike_everywhere(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -435,7 +516,7 @@ def test_a_wrong_argument_of_the_script_for_wheels_is_named(tmp_path: Path) -> N
 
 
 def test_promises_about_speed_are_not_judged_in_a_rehearsal(play: Callable[..., tuple[int, dict]]) -> None:
-    slow = Played(lambda section: section.check("it is fast", ok=False, timed=True))
+    slow = Played(lambda section: section.check("it is fast", ok=False, gpu_only=True))
     assert play("--rehearse", slow=slow)[0] == 0
     assert play(slow=slow)[0] == 1
 
@@ -449,12 +530,22 @@ def test_figures_of_a_rehearsal_never_come_among_those_of_a_gpu(
     assert json.loads((tmp_path / "gpu.json").read_text())["sections"]["one"]["device"] == "cuda"
 
 
-def test_a_rehearsal_leaves_out_what_needs_a_gpu_and_the_packages_of_the_driver() -> None:
-    rehearsal = Setting("cpu", Path(), 0.1)
-    with pytest.raises(Skip, match="not run: no NVIDIA GPU"):
-        suite.refuse(SECTIONS["graph"], rehearsal)
+def test_a_rehearsal_leaves_out_what_needs_cuda_or_a_driver_that_is_not_even_played() -> None:
+    simulated = Setting("cpu", Path(), 0.1)
+    with pytest.raises(Skip, match=r"not run: no NVIDIA GPU .* needs CUDA in PyTorch"):
+        suite.refuse(SECTIONS["graph"], simulated)
+    with pytest.raises(Skip, match=r"not run: no NVIDIA GPU .*--rehearse played has one"):
+        suite.refuse(SECTIONS["driver"], simulated)
     assert "pynvml" in SECTIONS["estimator"].needs
-    assert "pynvml" not in SECTIONS["estimator"].rehearsal_needs
+    assert "pynvml" not in SECTIONS["estimator"].simulated_needs
+
+
+def test_a_rehearsal_with_a_played_driver_needs_the_packages_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite, "missing", list)
+    with pytest.raises(Skip, match=r"\(pip install cuda-bindings nvidia-ml-py\)"):
+        suite.refuse(SECTIONS["driver"], Setting("cpu", Path(), 0.1, played=True))
+    with pytest.raises(Skip, match="needs CUDA in PyTorch"):
+        suite.refuse(SECTIONS["graph"], Setting("cpu", Path(), 0.1, played=True))
 
 
 def test_missing_packages_are_told_by_the_names_that_pip_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,6 +591,54 @@ def test_a_helper_that_crashes_is_no_answer_but_says_where_it_was(tmp_path: Path
     found = driver.ask(helper, {"do": "resume"})
     assert found["ok"] is False
     assert found["reason"] == "it hung or crashed in 'restore'"
+
+
+#: Answers as a helper would, with the user and the capabilities that it runs with.
+WHO = """
+import json, os
+rights = [line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff")]
+print(json.dumps({"ok": os.getuid() > 0, "reason": f"user {os.getuid()}, rights {int(rights[0], 16):x}"}))
+"""
+SYS_PTRACE = 1 << 19
+
+
+@pytest.fixture
+def readable() -> Iterator[Path]:
+    """A folder that every user can read."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder)
+        path.chmod(0o755)
+        yield path
+
+
+@pytest.mark.parametrize(("scope", "rights"), [(None, 0), ("0", 0), ("1", SYS_PTRACE)])
+def test_the_service_user_has_the_right_that_the_kernel_asks_for_and_no_other(
+    readable: Path, monkeypatch: pytest.MonkeyPatch, scope: str | None, rights: int
+) -> None:
+    helper = ("/usr/bin/python3", "-I", program(readable, WHO)[1])
+    if os.getuid() or shutil.which("setpriv") is None or not Path(helper[0]).exists():
+        pytest.skip("it takes root, setpriv (util-linux) and a Python for all users")
+    monkeypatch.setattr(driver, "PTRACE_SCOPE", readable / "scope")
+    if scope is not None:
+        (readable / "scope").write_text(f"{scope}\n")
+    section = Section(rehearsal=False)
+    driver._judge_service(section, helper)
+    (check,) = section.checks
+    number = pwd.getpwnam(driver.service_user()).pw_uid
+    assert check.ok
+    assert check.seen["reason"] == f"user {number}, rights {rights:x}"
+    told = section.figures["service"]
+    assert told["as_shipped"]["reason"] == f"user {number}, rights 0"
+    assert told["with_right"]["reason"] == f"user {number}, rights {SYS_PTRACE:x}"
+
+
+def test_a_helper_that_the_service_user_cannot_read_is_no_verdict_but_said(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    section = Section(rehearsal=False)
+    driver._judge_service(section, ("/usr/bin/python3", "-I", program(tmp_path, WHO)[1]))
+    (check,) = section.checks
+    assert not check.judged
+    assert "cannot run" in check.untried or "only root" in check.untried or "not installed" in check.untried
 
 
 class Ended:

@@ -16,20 +16,22 @@ PART_S = 480.0
 
 @dataclass(frozen=True)
 class Entry:
-    """A section. `needs`: the modules it cannot do without; a rehearsal needs no driver's.
+    """A section. `needs`: the modules it cannot do without.
 
+    `cuda`: it needs CUDA in PyTorch, and `driver`: a driver, real or played; without these a rehearsal leaves it out.
     After `limit_s` seconds it is ended, and what it has found by then is kept. `part`: see `PART_S`.
     """
 
     module: str
     needs: tuple[str, ...] = ()
-    rehearsed: bool = True
+    cuda: bool = False
+    driver: bool = False
     part: int = 1
     limit_s: float = 60.0
 
     @property
-    def rehearsal_needs(self) -> tuple[str, ...]:
-        """What the section needs on the CPU."""
+    def simulated_needs(self) -> tuple[str, ...]:
+        """The modules that the section needs where GPUs are simulated."""
         return tuple(one for one in self.needs if one not in ("pynvml", "cuda.bindings"))
 
     def run(self, setting: Setting, section: Section) -> None:
@@ -43,11 +45,12 @@ SECTIONS = {
     "env": Entry("env", part=1, limit_s=50.0),
     "pcie": Entry("pcie", part=1, limit_s=70.0),
     "park": Entry("park", part=1, limit_s=170.0),
-    "driver": Entry("driver", ("cuda.bindings", "pynvml"), rehearsed=False, part=1, limit_s=190.0),
+    "driver": Entry("driver", ("cuda.bindings", "pynvml"), driver=True, part=1, limit_s=190.0),
     "pack": Entry("pack", part=2, limit_s=180.0),
     "estimator": Entry("estimator", (*AGENT, "pynvml"), part=2, limit_s=300.0),
-    "graph": Entry("graph", rehearsed=False, part=3, limit_s=100.0),
     "demo": Entry("demo", (*SITE, "pynvml"), part=3, limit_s=380.0),
+    "graph": Entry("graph", cuda=True, part=4, limit_s=140.0),
+    "ddp": Entry("ddp", (*SITE, "pynvml"), part=4, limit_s=340.0),
 }
 
 

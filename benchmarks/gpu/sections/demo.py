@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,34 +31,48 @@ from protocol.messages import Requirements, Sharing
 JOB = Path(__file__).resolve().parents[1] / "job.py"
 NAMES = ("ana", "bob")
 LEASE_S, POLL_S = 30.0, 0.25
+TURNS = "both gave way to each other"
 #: Passed on if set: where the driver's library lies, and packages outside the interpreter's own folders.
 PASSED_ON = ("LD_LIBRARY_PATH", "PYTHONPATH")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How long things take. `steps` of one job; `quantum_s` of a turn; `limit_s` for both jobs together."""
+    """How long things take. `steps` of one job; `quantum_s` of a turn; `limit_s` for both jobs together.
 
+    The site's log is ``NAME-SHARING.jsonl``, beside the document.
+    """
+
+    name: str
     steps: int
     quantum_s: float
     limit_s: float
     options: tuple[str, ...]
 
 
-REAL = Scale(800, 4.0, 150.0, ("--device", "cuda", "--passes", "8", "--idle-ms", "15"))
-REHEARSED = Scale(500, 0.7, 150.0, ("--device", "cpu", "--width", "128", "--layers", "2", "--idle-ms", "15"))
+REAL = Scale("demo", 800, 4.0, 150.0, ("--device", "cuda", "--passes", "8", "--idle-ms", "15"))
+REHEARSED = Scale("demo", 500, 0.7, 150.0, ("--device", "cpu", "--width", "128", "--layers", "2", "--idle-ms", "15"))
 
 
 def run(setting: Setting, section: Section) -> None:
     """Run the jobs alone, then in turns, then packed; compare what came out."""
-    scale = setting.pick(REAL, REHEARSED)
+    found = play(setting, section, setting.pick(REAL, REHEARSED), ("timeslice", "pack"))
+    section.check("nobody was packed in turns", found["timeslice"]["packed_looks"] == 0)
+    tried = bool(found["pack"]["packed_looks"])
+    section.check("the two were tried together on the GPU", tried, remarks=found["pack"]["remarks"])
+
+
+def play(setting: Setting, section: Section, scale: Scale, ways: Sequence[Sharing]) -> dict[Sharing, Figures]:
+    """Run two jobs alone, then on a site in each way of sharing; compare what came out, and return what was seen."""
+    seen: dict[Sharing, Figures] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-arbiter-gpu-demo-") as scratch:
         alone = {name: _alone(Path(scratch), scale, seed, name) for seed, name in enumerate(NAMES)}
         section.note(alone_s={name: seconds for name, (_, seconds) in alone.items()})
-        for sharing in ("timeslice", "pack"):
-            found = _shared(setting, Path(scratch), scale, sharing)
-            section.note(**{sharing: found})
-            _judge(section, sharing, found, {name: sha256 for name, (sha256, _) in alone.items()})
+        for sharing in ways:
+            seen[sharing] = _shared(setting, Path(scratch), scale, sharing)
+            section.note(**{sharing: seen[sharing]})
+            _judge(section, sharing, seen[sharing], {name: sha256 for name, (sha256, _) in alone.items()})
+    return seen
 
 
 def _command(folder: Path, scale: Scale, seed: int, name: str) -> tuple[str, ...]:
@@ -80,8 +94,8 @@ def _shared(setting: Setting, scratch: Path, scale: Scale, sharing: Sharing) -> 
     folder = scratch / sharing
     folder.mkdir()
     rules = replace(settings(LEASE_S), policy="gandiva", sharing=sharing, quantum_s=scale.quantum_s)
-    site = local_site(folder, nodes=1, gpus=setting.pick("nvml", "simulated:1"), owner="bench", settings=rules)
-    with (setting.out / f"demo-{sharing}.jsonl").open("w") as log:
+    site = local_site(folder, nodes=1, gpus=setting.gpus, owner="bench", settings=rules)
+    with (setting.out / f"{scale.name}-{sharing}.jsonl").open("w") as log:
         log_lines.configure(json=True, stream=log)
         with in_process(site, memory_bus()) as check:
             wait_ready(site, check)
@@ -135,7 +149,7 @@ def _watch(setting: Setting, client: Client, check: Callable[[], None], deadline
     """Look until both are over or time is; return the most that was in use, and who ran together with whom."""
     # Looked at from outside, not through the site. No context of ours is on the GPU while the jobs run.
     with trainee("cpu") as one:
-        readings = Readings.of(one) if not setting.rehearsal else Readings(None, None)
+        readings = Readings.of(one) if setting.gpus == "nvml" else Readings(None, None)
     used = packed = 0
     remarks: set[str] = set()
     shares: dict[str, float] = {}
@@ -157,9 +171,6 @@ def _judge(section: Section, sharing: Sharing, found: Figures, alone: dict[str, 
     states = {name: app["state"] for name, app in found["apps"].items()}
     section.check(f"both jobs finish: {sharing}", set(states.values()) == {"finished"}, states=states)
     section.check(f"both end with the weights of runs alone: {sharing}", found["digests"] == alone, alone=alone)
-    suspensions = {name: app["suspensions"] for name, app in found["apps"].items()}
     if sharing == "timeslice":
-        section.check("both gave way to each other", min(suspensions.values()) >= 1, suspensions=suspensions)
-        section.check("nobody was packed in turns", found["packed_looks"] == 0, looks=found["packed_looks"])
-    else:
-        section.check("the two were tried together on the GPU", bool(found["packed_looks"]), remarks=found["remarks"])
+        suspensions = {name: app["suspensions"] for name, app in found["apps"].items()}
+        section.check(TURNS, min(suspensions.values()) >= 1, suspensions=suspensions)

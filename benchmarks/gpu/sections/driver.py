@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from benchmarks.gpu import training
@@ -19,15 +23,23 @@ from benchmarks.gpu.trainees import ROOT, Died, Failed, Trainee, trainee
 HELPER = ROOT / "node_agent" / "workers" / "driver_helper.py"
 LIMIT_S, LOCK_S, PROBE_S = 120.0, 20.0, 90.0
 CYCLES = 3
+#: The user of node agents (launch/site/systemd), else one that every system has; and the right that the unit names.
+SERVICE_USERS = ("gpu-train", "nobody")
+RIGHT = "sys_ptrace"
+SHELL = ("sh", "-c", 'exec "$@"', "sh")
+#: Yama's setting: 0 lets a user touch all of its own processes; more takes `RIGHT`. Without Yama it is as 0.
+PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 #: Of GPU memory, for a process that must be able to move to host memory and back within a turn.
 SMALL_GB = 1.0
 
 
 def run(setting: Setting, section: Section) -> None:
     """Try the driver out as a node agent does, then suspend trainings in all sorts of moments."""
-    helper = setting.helper or (sys.executable, "-I", str(HELPER))
+    helper = helper_of(setting)
     verdict = ask(helper, {"do": "probe", "timeout_s": PROBE_S})
     section.note(verdict=verdict)
+    _judge_root(section, verdict)
+    _judge_service(section, helper)
     if not verdict["ok"]:
         raise Skip(f"the driver cannot checkpoint processes here: {verdict['reason']}")
     undisturbed = Undisturbed(setting, section, "the driver's checkpoint is exact to the bit")
@@ -38,6 +50,71 @@ def run(setting: Setting, section: Section) -> None:
             _allocator(setting, section, helper, undisturbed, {name: value})
     finally:
         undisturbed.compare()
+
+
+def helper_of(setting: Setting) -> tuple[str, ...]:
+    """Return the command of the driver's helper program."""
+    return setting.helper or (sys.executable, "-I", str(HELPER))
+
+
+def _judge_root(section: Section, verdict: Figures) -> None:
+    name = "root can use the driver's checkpoint"
+    if os.getuid():
+        section.untried(name, "the suite does not run as root")
+    else:
+        section.check(name, verdict["ok"], reason=verdict["reason"])
+
+
+def _judge_service(section: Section, helper: tuple[str, ...]) -> None:
+    """Try the driver out as the user of the shipped unit: as that is shipped, and with the right that it may need."""
+    name = "the service's user can use the driver's checkpoint"
+    user = service_user()
+    if why := why_not_as(user, helper):
+        section.untried(name, why)
+        return
+    scope = PTRACE_SCOPE.read_text().strip() if PTRACE_SCOPE.exists() else "0"
+    verdicts = {
+        which: ask((*as_user(user, right=right), *helper), {"do": "probe", "timeout_s": PROBE_S})
+        for which, right in (("as_shipped", ""), ("with_right", RIGHT))
+    }
+    section.note(service=verdicts | {"user": user, "ptrace_scope": scope, "right": RIGHT})
+    needed = verdicts["as_shipped" if scope == "0" else "with_right"]
+    section.check(name, needed["ok"], gpu_only=True, reason=needed["reason"], user=user, ptrace_scope=scope)
+
+
+def service_user() -> str:
+    """Return the user of node agents where there is one, else a user without any right; empty if there is neither."""
+    for name in SERVICE_USERS:
+        with suppress(KeyError):
+            return pwd.getpwnam(name).pw_name
+    return ""
+
+
+def as_user(user: str, *, right: str = "") -> tuple[str, ...]:
+    """Return the words before a command that run it as another user, with one capability or none.
+
+    The shell between begins the command without root's rights; `setpriv` itself would still find it by them.
+    """
+    entry = pwd.getpwnam(user)
+    rights = (f"--inh-caps=-all,+{right}", f"--ambient-caps=+{right}") if right else ("--inh-caps=-all",)
+    return ("setpriv", f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups", *rights, *SHELL)
+
+
+def why_not_as(user: str, helper: tuple[str, ...]) -> str:
+    """Return why the helper program cannot be run as this user, with the right or without, empty if it can."""
+    if os.getuid():
+        return "only root can become the service's user"
+    if not user:
+        return f"there is no user {' or '.join(SERVICE_USERS)}"
+    if shutil.which("setpriv") is None:
+        return "setpriv is not installed (util-linux)"
+    for right in ("", RIGHT):
+        # The helper's Python, and its source as an argument.
+        line = [*as_user(user, right=right), helper[0], "-I", "-c", "import sys; open(sys.argv[1])", helper[-1]]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"{user} cannot run {helper[0]} on {helper[-1]}: {done.stderr.strip().rpartition(chr(10))[2]}"
+    return ""
 
 
 def ask(helper: tuple[str, ...], request: Figures) -> Figures:
@@ -98,11 +175,21 @@ def _at_rest(setting: Setting, section: Section, helper: tuple[str, ...], undist
                 break
             one.ask(training.run, steps=2)
         section.note(at_rest=turns)
-        if not _held(section, "between mini-batches", turns[-1]):
+        if not held(section, "a training between mini-batches", turns[-1]):
             return
+        _judge_speed(section, turns)
         off = [each["while_off"] for each in turns]
         section.check("a suspended process is not on the GPU", not any(each["on_gpu"] for each in off), while_off=off)
         undisturbed.end("between mini-batches", one, **options)
+
+
+def _judge_speed(section: Section, turns: Sequence[Figures]) -> None:
+    name = "the speed of the driver's checkpoint is known"
+    if not all(each["bytes"] for each in turns):
+        section.untried(name, "NVML does not show the process by its number, so its bytes are unknown")
+        return
+    speeds = [{key: each[key] for key in ("out_gb_s", "in_gb_s")} for each in turns]
+    section.check(name, all(all(each.values()) for each in speeds), gpu_only=True, speeds=speeds)
 
 
 def _amid_steps(setting: Setting, section: Section, helper: tuple[str, ...], undisturbed: Undisturbed) -> None:
@@ -116,7 +203,7 @@ def _amid_steps(setting: Setting, section: Section, helper: tuple[str, ...], und
         time.sleep(setting.pick(2.0, 0.5))
         found = turn(helper, one, readings)
         section.note(amid_steps=found)
-        if _held(section, "amid mini-batches", found):
+        if held(section, "a training amid mini-batches", found):
             one.hear()
             undisturbed.end("amid mini-batches", one, **options)
 
@@ -139,6 +226,7 @@ def _allocator(
             section.note(**{name: {"ok": False, "reason": str(error)}})
 
 
-def _held(section: Section, when: str, found: Figures) -> bool:
-    section.check(f"the driver suspends and resumes a training {when}", found["ok"], reason=found["reason"])
+def held(section: Section, what: str, found: Figures) -> bool:
+    """Check that a turn went well; say whether it did."""
+    section.check(f"the driver suspends and resumes {what}", found["ok"], reason=found["reason"])
     return bool(found["ok"])

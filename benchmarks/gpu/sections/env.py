@@ -12,6 +12,9 @@ from benchmarks.gpu.trainees import describe, trainee
 FIELD_RECOVERY = 230
 EVENTS = 0x2 | 0x8 | 0x4000 | 0x8000  #: double-bit ECC, Xid, unavailable, recovery action
 WAIT_MS = 200
+MEMORY = "reserved, free and used memory add up to the total"
+#: NVML reads its figures one after another, and others may use the GPU meanwhile.
+APART_BYTES = 2 * 2**20
 
 
 def run(setting: Setting, section: Section) -> None:
@@ -21,11 +24,23 @@ def run(setting: Setting, section: Section) -> None:
         readings = Readings.of(one)
     if not readings:
         section.note(nvml="not there")
+        section.untried(MEMORY, "NVML is not there")
         return
     section.note(**_facts(readings.nvml, readings.handle))
+    _judge_memory(section)
     waited = attempt(_wait, readings.nvml, readings.handle)
     section.note(events=waited)
     section.check("a wait for health events without any ends in its time", isinstance(waited, float), waited=waited)
+
+
+def _judge_memory(section: Section) -> None:
+    """Hold NVML to its own header; where `used` counts the reserve, too, the sum is too large by just that."""
+    memory = section.figures["memory"]
+    if not isinstance(memory, dict):
+        section.untried(MEMORY, str(memory))
+        return
+    surplus = memory["reserved"] + memory["free"] + memory["used"] - memory["total"]
+    section.check(MEMORY, abs(surplus) <= APART_BYTES, surplus_bytes=surplus, **memory)
 
 
 def _facts(nvml: Any, handle: Any) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""CUDA graphs replay on addresses, which parking moves: it must refuse while one is alive, and only then."""
+"""CUDA graphs replay on addresses, which parking moves: it must refuse while one is alive, and only then.
+
+The driver's checkpoint keeps addresses, so it takes over from a parking that refuses.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import gc
 from typing import Any
 
 from app_agent.training import parking
-from benchmarks.gpu.record import Section, Setting
-from benchmarks.gpu.trainees import Answer, trainee
+from benchmarks.gpu.readings import Readings
+from benchmarks.gpu.record import Section, Setting, missing
+from benchmarks.gpu.sections import SECTIONS, driver
+from benchmarks.gpu.trainees import Answer, Trainee, trainee
 
 WIDTH = 1024
+MOVED = "a process with a CUDA graph"
 
 
 def run(setting: Setting, section: Section) -> None:
@@ -19,6 +25,7 @@ def run(setting: Setting, section: Section) -> None:
         section.note(captured=found)
         section.check("parking refuses while a CUDA graph is alive", bool(found["refused"]), **found)
         section.check("a refused parking leaves the graph right", found["same"], **found)
+        take_over(setting, section, one)
         freed = one.ask(released)
         section.note(released=freed)
         # A workspace of cuBLAS may outlive the graph in its pool; then parking goes on refusing, which is safe.
@@ -30,6 +37,22 @@ def run(setting: Setting, section: Section) -> None:
             return
         section.check("parking refuses a model compiled to CUDA graphs", bool(compiled["refused"]), **compiled)
         section.check("a refused parking leaves the compiled model right", compiled["same"], **compiled)
+
+
+def take_over(setting: Setting, section: Section, one: Trainee) -> None:
+    """Have the driver suspend and resume a process that holds a graph, and replay it."""
+    helper = driver.helper_of(setting)
+    if absent := missing(SECTIONS["driver"].needs):
+        why = f"not installed: {', '.join(absent)}"
+    else:
+        why = driver.ask(helper, {"do": "probe", "timeout_s": driver.PROBE_S})["reason"]
+    if why:
+        section.untried(f"the driver suspends and resumes {MOVED}", why)
+        return
+    found = driver.turn(helper, one, Readings.of(one))
+    section.note(driver=found)
+    if driver.held(section, MOVED, found):
+        section.check("a graph that the driver has moved replays the same", one.ask(replayed)["same"])
 
 
 # --- in the trainee -------------------------------------------------------------------------------------------------
@@ -53,6 +76,17 @@ def captured(child: Any) -> Answer:
         graph.replay()
     child.graph = (graph, model, given, made)
     return {"refused": refused, "same": torch.equal(made.cpu(), before)}
+
+
+def replayed(child: Any) -> Answer:
+    """Replay the graph onto a result that was wiped."""
+    import torch
+
+    graph, _, _, made = child.graph
+    before = made.cpu().clone()
+    made.zero_()
+    graph.replay()
+    return {"same": torch.equal(made.cpu(), before)}
 
 
 def released(child: Any) -> Answer:

@@ -115,7 +115,7 @@ class StandIn:
         self.write()
 
     def flag(self, *words: str) -> None:
-        """Have these flags alone: `real`, `used-counts-reserved`, `stays`, `blind`, `mps-no-server`, ..."""
+        """Have these flags alone: `real`, `gpm-counts`, `used-counts-reserved`, `stays`, `blind`, ..."""
         self._flags = set(words)
         self.write()
 
@@ -172,12 +172,16 @@ class StandIn:
 
     def play_mps(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Put a played MPS on the PATH of this process, until the test ends, and of all children of it."""
+        self.put_mps()
+        monkeypatch.setenv("PATH", f"{self.folder}:{os.environ['PATH']}")
+
+    def put_mps(self) -> None:
+        """Put the programs of a played MPS beside the libraries."""
         source = (Path(__file__).parent / "mps.py").read_text()
         for name in ("nvidia-cuda-mps-control", "nvidia-cuda-mps-server"):
             program = self.folder / name
             program.write_text(f"#!{sys.executable} -IS\n{source}")
             program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{self.folder}:{os.environ['PATH']}")
 
     def load(self, monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
         """Have nvidia-ml-py use the library in this process, until the test ends, and all children of it."""

@@ -1,6 +1,7 @@
 /* A stand-in for libnvidia-ml.so.1 that plays a scenario (scenario.h), for the real nvidia-ml-py. Structs and codes: nvml.h. */
 #include <dirent.h>
 #include <pthread.h>
+#include <time.h>
 #include "scenario.h"
 
 #define GPUS 64
@@ -149,6 +150,26 @@ static unsigned long long real_bytes(long pid, const char *uuid) {
   return bytes > 128 * MIB ? bytes : 0;
 }
 
+/* The processor time (s) of the processes that `real_bytes` counts: with the flag `gpm-counts`, what GPM's counters count. */
+static double real_work(const char *uuid) {
+  DIR *proc = opendir("/proc");
+  double sum = 0;
+  for (struct dirent *entry; proc && (entry = readdir(proc));) {
+    char path[300], line[1024];
+    unsigned long user = 0, system = 0;
+    long pid = atol(entry->d_name);
+    if (!pid || !real_bytes(pid, uuid)) continue;
+    snprintf(path, sizeof path, "/proc/%ld/stat", pid);
+    FILE *file = fopen(path, "r");
+    char *rest = file && fgets(line, sizeof line, file) ? strrchr(line, ')') : NULL;
+    if (rest) sscanf(rest, ") %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %lu %lu", &user, &system);
+    if (file) fclose(file);
+    sum += (double)(user + system) / (double)sysconf(_SC_CLK_TCK);
+  }
+  if (proc) closedir(proc);
+  return sum;
+}
+
 static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
 
 static unsigned processes(int index, const char *uuid, const char *kind, ProcessInfo *found, unsigned most) {
@@ -249,7 +270,18 @@ int nvmlGpmSampleAlloc(Sample **sample) { *sample = calloc(1, sizeof **sample); 
 int nvmlGpmSampleFree(Sample *sample) { free(sample); samples--; return 0; }
 int times_opened(void) { return opened; }
 int samples_held(void) { return samples; }
-int nvmlGpmSampleGet(Handle *handle, Sample *sample) { BEGIN(handle); *sample = (Sample){gpu.gpm_s, gpu.gpm_work, gpu.gpm_warps, gpu.gpm_dram}; return 0; }
+int nvmlGpmSampleGet(Handle *handle, Sample *sample) {
+  BEGIN(handle);
+  *sample = (Sample){gpu.gpm_s, gpu.gpm_work, gpu.gpm_warps, gpu.gpm_dram};
+  if (!flag("gpm-counts")) return 0;
+  struct timespec now;
+  pthread_mutex_lock(&one);
+  double percent = 100 * real_work(gpu.uuid);
+  pthread_mutex_unlock(&one);
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  *sample = (Sample){(double)now.tv_sec + (double)now.tv_nsec / 1e9, percent, percent, percent};
+  return 0;
+}
 int nvmlGpmMetricsGet(Metrics *asked) {
   int code = obey(__func__, ALL);
   if (code) return code;
