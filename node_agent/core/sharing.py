@@ -73,6 +73,8 @@ class Sharing:
         """Whether a parked task is to save and leave, for which it needs its GPUs once more."""
         if not (self.active and isinstance(task.state, Suspended) and task.want == "vacate") or task.given_up:
             return False
+        if task.ranks.apart:  # it saves together with its other parts, or not at all
+            return False
         return not task.state.by_driver and self._methods.usable(task, VACATE_METHODS[task.preempt_by], tasks.values())[
             :1
         ] == ["leave"]
@@ -98,6 +100,7 @@ class Sharing:
         """Return the measured figures of a task, with its share of the turns and its partner added."""
         partner = self.packs.partner(task.id)
         kept = isinstance(task.state, Running) and not self._methods.can_rest(task, tasks.values())
+        kept = kept and not task.ranks.apart
         found = self.packs.remark(task.id) or (f"cannot be suspended: {self._methods.why_fixed(task)}" if kept else "")
         return replace(
             measured,

@@ -39,6 +39,9 @@ parked there: it has to go on to save.
 
 *No GPU of another kind.* No app that asks for a kind of GPUs has any other leased, or is promised one.
 
+*Whole GPUs for jobs on several nodes.* Where GPUs are shared, no other app has a seat, or is promised one, of a GPU
+that an app has whose jobs may lie on several nodes.
+
 *No more jobs of an array than its bound.* At no time do more of its jobs have an unparked process.
 
 *GPU time adds up.* The GPU time that a tenant had, parked, lost and was leaving is the sum over its apps. The GPU time
@@ -200,8 +203,10 @@ class Checks:
         return bool(core.may_overlap([worker.task for worker in using]))
 
     def _judge_seats(self, world: World) -> None:
+        state = world.arbiter.core.state
         seats: dict[tuple[GpuId, AppId], GpuId] = {}
-        for gpu in world.arbiter.core.state.gpus.values():
+        whole: dict[GpuId, AppId] = {}
+        for gpu in state.gpus.values():
             app = gpu.state.lease.app if isinstance(gpu.state, Leased) else None
             if isinstance(gpu.state, Draining):
                 app = gpu.state.promised_to
@@ -209,6 +214,11 @@ class Checks:
                 other = seats.setdefault((device_of(gpu.id), app), gpu.id)
                 if other != gpu.id:
                     raise Violation(f"{app} has two seats of one GPU: {other} and {gpu.id}", app, gpu.id, other)
+                if app in state.apps and state.apps[app].whole_gpus:
+                    whole[device_of(gpu.id)] = app
+        for device, app in seats if whole else ():
+            if whole.get(device, app) != app:
+                raise Violation(f"{whole[device]} has {device} to itself, and {app} a seat of it", app, device)
 
     def _judge_turns(self, world: World) -> None:
         hungry: dict[TaskId, tuple[float, int]] = {}

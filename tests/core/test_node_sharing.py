@@ -555,14 +555,21 @@ def test_a_gang_is_not_packed_with_jobs_of_one_gpu_each_and_waits_for_no_turn_in
     assert min(node.steps(task) for task in (gang, a, b)) > 0.4 * 1800 / 0.5
 
 
-def test_the_part_of_a_job_on_several_nodes_is_not_packed() -> None:
-    node = SharedNode(sharing="pack")
+@pytest.mark.parametrize("sharing", ["timeslice", "pack"])
+def test_the_part_of_a_job_on_several_nodes_is_neither_packed_nor_parked_for_a_turn(sharing: Sharing) -> None:
+    """Its other parts would wait for it; the arbiter leads them all off their GPUs when the leases end."""
+    node = SharedNode(sharing=sharing)
     nature = {"beside": dict.fromkeys("ab", 0.9)}
-    a, b = (node.add(name, 0, seat_number=number, **nature) for number, name in enumerate("ab"))
-    node.orders[a] = replace(node.orders[a], rendezvous=Rendezvous(0, 2, "here", 29500))
+    part = node.add("a", 0, **nature)
+    node.orders[part] = replace(node.orders[part], rendezvous=Rendezvous(0, 2, "here", 29500))
     node.replan()
+    other = node.add("b", 0, seat_number=1, **nature)
     node.pass_time(600.0)
-    assert node.workers[a].caps == node.workers[b].caps == []
+    assert (node.workers[part].caps, node.status(part).suspensions) == ([], 0)
+    assert "its job lies on several nodes, and takes no turns" in node.status(other).reason
+    node.want(part, "vacate")
+    node.pass_time(60.0)
+    assert node.steps(other) > 0
 
 
 def test_packed_jobs_are_told_how_much_memory_they_may_take() -> None:
