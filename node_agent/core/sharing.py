@@ -73,8 +73,6 @@ class Sharing:
         """Whether a parked task is to save and leave, for which it needs its GPUs once more."""
         if not (self.active and isinstance(task.state, Suspended) and task.want == "vacate") or task.given_up:
             return False
-        if task.ranks.apart:  # it saves together with its other parts, or not at all
-            return False
         return not task.state.by_driver and self._methods.usable(task, VACATE_METHODS[task.preempt_by], tasks.values())[
             :1
         ] == ["leave"]

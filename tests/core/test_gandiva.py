@@ -339,6 +339,13 @@ def test_a_job_that_may_lie_on_several_nodes_shares_no_gpu_and_none_is_shared_wi
     assert (outcomes["wide"].gpus, outcomes["new"].gpus) == (GANG, ())
 
 
+def test_a_gang_of_its_size_does_not_share_with_it_either() -> None:
+    seats = shared(gpus_of(2))
+    there = {"granted_sum": 2 * 990.0, "spans": True}
+    assert decided(seats, app("a", 2, ["g00-00", "g00-01"], granted_sum=2 * 990.0), app("new", 2))["new"].gpus
+    assert not decided(seats, app("wide", 2, ["g00-00", "g00-01"], **there), app("new", 2))["new"].gpus
+
+
 def test_it_gets_whole_gpus_from_jobs_that_have_had_theirs_for_a_lease_and_share_elsewhere_then() -> None:
     seats = shared(gpus_of(1, 1, 1))
     there = [

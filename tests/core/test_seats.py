@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from arbiter.core.arbiter import Configured
 from arbiter.core.effects import Decided
 from arbiter.core.layers.guests import with_guests
-from arbiter.core.leases import leases
+from arbiter.core.leases import alignment, leases
 from arbiter.core.leases.plans import plan_digest
 from arbiter.core.members import nodes
 from arbiter.core.registry import POLICIES
@@ -749,6 +749,17 @@ def test_guests_leave_gpus_that_go_to_a_job_that_may_lie_on_several_nodes() -> N
         times += len(mine) == 2
         assert not (len(mine) == 2 and others), "whole GPUs"
     assert 0 < times < 40, "it has its turns, and the others theirs"
+
+
+def test_a_gpu_that_only_guests_are_on_is_counted_as_open_when_leases_are_aligned_for_it() -> None:
+    """Its owner has left, and it is in play at any time."""
+    site = Shop(replace(SHARED, policy="astraea", lease_s=30.0, renewal_lead_s=3.0), n1=1).site
+    state = site.arbiter.state
+    site.app("ana-1", gang=2, demand=2)
+    turn = Turn(state, site.now, Index(state))
+    leases.grant(turn, state.gpus[GpuId(second(ONE))], state.apps[AppId("ana-1")], round=1, guest=True)
+    (open_,) = alignment._owned(turn)
+    assert (open_.id, alignment._ends(turn, open_)) == (second(ONE), site.now)
 
 
 def test_while_it_waits_no_more_guests_come_to_the_gpus_that_it_would_have_first() -> None:
