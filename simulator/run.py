@@ -184,6 +184,7 @@ class Simulation:
                 each,
                 kind=kind,
                 beside=lambda other: profiles.interference(kind, other)[0],
+                overlapping=lambda other: profiles.interference(kind, other, mps=True)[0],
                 busy=profiles.utilisation(kind),
                 peak_bytes=peak_bytes,
             )
