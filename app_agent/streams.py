@@ -214,8 +214,6 @@ def submission(spec: AppSpec) -> Conversation:
         except UnreachableError:  # the app agent is asked again below; the arbiter may be away
             pass
         else:
-            if spec.spans and (obstacle := gpu_kinds.obstacle_to_spanning(capacity)):
-                raise error_of(f"{obstacle}; leave spans out", REFUSED)
             known = int(capacity["gpus_known" if spec.spans else "largest_node_gpus_known"])
             if 0 < known < spec.gang:
                 has = "all nodes together have" if spec.spans else "the largest node has"

@@ -128,9 +128,6 @@ def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
         of the kind that it asks for.
     """
     _check_limits(spec, capacity)
-    if spec.spans and (obstacle := gpu_kinds.obstacle_to_spanning(capacity)):
-        mend = "leave --spans out, and ask for as many GPUs as one node has"
-        raise Fault(obstacle, code=exit_codes.REFUSED, next_step=mend)
     where = "gpus" if spec.spans else "largest_node_gpus"
     known, usable = int(capacity[f"{where}_known"]), int(capacity[where])
     if not known:
@@ -147,6 +144,10 @@ def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
     if never is not None:
         raise Fault(never[0], code=exit_codes.REFUSED, next_step=never[1])
     notes = []
+    sharing = capacity.get("sharing", "exclusive")
+    if spec.spans and spec.gang > 1 and sharing != "exclusive":
+        own = "but not for a job that may lie on several nodes: it waits for GPUs of its own"
+        notes.append(f"sharing is {sharing} here, {own}")
     if fit is not None and spec.gang > fit.in_service:
         wanted = gpu_kinds.counted(spec.requirements, spec.gang)
         notes.append(

@@ -183,8 +183,6 @@ def _check_mps(node: NodeConfig, source: str) -> None:
         )
     if not isinstance(node.mps, str):
         _check_names("mps", node.mps, source)
-    if node.mps and str(node.gpus).startswith("simulated"):
-        raise ConfigError(f"{source}: mps is for NVIDIA GPUs, and gpus is {node.gpus!r}; leave mps out")
 
 
 def _check_names(field: str, gpus: tuple[int | str, ...], source: str) -> None:

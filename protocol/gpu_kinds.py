@@ -70,14 +70,6 @@ class Fit(NamedTuple):
     kinds: str
 
 
-def obstacle_to_spanning(capacity: Mapping[str, Any]) -> str:
-    """Return why a site, by its document ``capacity/v1``, runs no job on several nodes; empty if it does."""
-    sharing = capacity.get("sharing", "exclusive")
-    if sharing == "exclusive":
-        return ""
-    return f"sharing is {sharing} here, and nothing gives all parts of a job on several nodes their turns at one time"
-
-
 def fit_of(wished: Requirements, capacity: Mapping[str, Any]) -> Fit | None:
     """Return what a document ``capacity/v1`` says of GPUs of the kind that a user asked for.
 

@@ -34,6 +34,7 @@ class Costs(Struct, frozen=True, forbid_unknown_fields=True):
     resume_s: Time = 0.0  #: and back
     boundaries: bool = False  #: a worker is stopped at the end of a mini-batch, not in its midst
     placement: bool = False  #: jobs are slower the further apart their GPUs lie
+    mps: bool = False  #: all GPUs have MPS: the kernels of two jobs on one GPU overlap
     saves: bool = True  #: scripts save when they have to leave; else they can do neither that nor be suspended
 
     @property

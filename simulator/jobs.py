@@ -32,7 +32,8 @@ class JobFacts(Struct, frozen=True):
 
     `work_s` are serial seconds, `steps` mini-batches; `reports` the numbers of mini-batches after which the script
     reports its metric, with its values; `slowdown` answers S of so many GPUs at that level. `beside` answers the job's
-    speed beside a job of that kind on one GPU, relative to its speed alone; `busy` is the share of its time in which
+    speed beside a job of that kind on one GPU, relative to its speed alone, and `overlapping` the same where both are
+    clients of MPS; `busy` is the share of its time in which
     it keeps a GPU busy, None if it was never measured. A job that `balks` says that it can be parked, and refuses when
     it is told to. One that is parked does not give `keeps_bytes` back: memory that no tensor holds, such as the buckets
     of DDP; if that is `hidden`, the driver shows no process with it.
@@ -46,6 +47,7 @@ class JobFacts(Struct, frozen=True):
     metric: str = ""
     kind: str = ""
     beside: Callable[[str], float] = lambda kind: 1.0  # noqa: ARG005 - nothing is known of its kind
+    overlapping: Callable[[str], float] = lambda kind: 1.0  # noqa: ARG005 - likewise
     busy: float | None = None
     peak_bytes: int = WORKER_BYTES
     can_park: bool = True

@@ -6,7 +6,7 @@ one node agent with the costs it was given and tells their outcomes as events.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from random import Random
 
 from node_agent.core.agent import NodeAgent
@@ -41,6 +41,7 @@ from simulator import driver
 from simulator.cluster import NodeSpec
 from simulator.costs import Costs
 from simulator.jobs import CONTEXT_BYTES, Gpu, JobFacts
+from simulator.mps import SERVER_BYTES, MpsServers
 from simulator.training import At, SharedStorage, Training, utilisation
 from simulator.workers import PLAIN, NodeTraits, Worker
 
@@ -93,10 +94,11 @@ class SimNode:
         self.sick: dict[GpuId, str] = {}
         self.on: dict[GpuId, list[Worker]] = {gpu.id: [] for gpu in self.gpus}  #: processes by device, parked or not
         self.dice = Random(f"driver {spec.id}")  # noqa: S311 - repeatable, not secret
+        self._mps = MpsServers(self.on, later=self.later, post=post) if traits.mps or costs.mps else None
         self._facts_of = facts_of
         self._gpus_of = gpus_of
         self._asked = 0  #: the newest measurement that this incarnation asked for
-        self._idle = {gpu.id: self._sample(gpu, ()) for gpu in self.gpus}
+        self._idle = {gpu.id: self._sample(gpu, (), self.server_bytes) for gpu in self.gpus}
         self._pids = 1000
 
     # --- the node agent on it -----------------------------------------------------------------------------------------
@@ -130,6 +132,16 @@ class SimNode:
                 worker.say_hello()
         self.measure()
         return NodeAgent(facts, self.fence, self.ledger, site=self.site)
+
+    @property
+    def server_bytes(self) -> int:
+        """The memory that the MPS server of each GPU holds."""
+        return 0 if self._mps is None else SERVER_BYTES
+
+    @property
+    def denied(self) -> Mapping[JobId, float]:
+        """The jobs that are to be no clients of MPS here, by the notes of the node agent."""
+        return self.ledger.mps_denied
 
     def in_use(self) -> set[GpuId]:
         """Return the GPUs, devices and not seats, that a process is on and not parked."""
@@ -203,13 +215,14 @@ class SimNode:
             self.storage.attempts[key] = training
         self._pids += 1
         worker = self.workers[effect.task] = self.worker_type(effect, training, self, self._pids)
+        worker.mps = self._mps is not None and self._mps.takes(effect)
         training.parts[worker.task] = worker
         for device in worker.devices:
             self.on[device].append(worker)
         account = worker.account
         if account.first_start_s is None:
             account.first_start_s = self.now()
-        self.post(WorkerStarted(worker.task, worker.pid))
+        self.post(WorkerStarted(worker.task, worker.pid, mps=worker.mps))
         restore_s = self.costs.restore_s if training.start_s > 0.0 else 0.0
         self.later(self.costs.start_s + restore_s, worker.greet)
 
@@ -229,6 +242,7 @@ class SimNode:
             lost=gpu.id in self.sick,
             detail=self.sick.get(gpu.id, ""),
             utilisation=utilisation,
+            server_bytes=None if self._mps is None else SERVER_BYTES,
         )
 
     def _take_sample(self, mark: int) -> None:
@@ -242,7 +256,7 @@ class SimNode:
         processes = tuple(
             GpuProcess(worker.pid, worker.shown_bytes, worker.task) for worker in here if worker.memory_bytes
         )
-        used_bytes = sum(worker.memory_bytes for worker in here)
+        used_bytes = sum(worker.memory_bytes for worker in here) + self.server_bytes
         return self._sample(gpu, processes, used_bytes, utilisation([worker.training for worker in here]))
 
     def measure(self) -> None:
@@ -268,6 +282,14 @@ class SimNode:
     def fail_worker(self, task: TaskId, exit_code: int) -> None:
         """Let a script crash."""
         self._lose(WorkerGone(task, exit_code=exit_code, tail="imaginary crash"))
+
+    def fault_client(self, task: TaskId) -> None:
+        """Let a kernel of a worker fault: it ends, and if it is a client of MPS, all clients of its GPU do."""
+        worker = self.workers[task]
+        if self._mps is not None and worker.mps:
+            self._mps.fault(worker)
+        else:
+            self.fail_worker(task, 1)
 
     def kill_worker(self, task: TaskId) -> None:
         """Let a stranger send SIGKILL."""

@@ -33,6 +33,9 @@ CRUDE: Mapping[Level, float] = {"slot": 1.0, "machine": 1.0, "rack": 1.1, "clust
 ACROSS_RACKS = CRUDE["cluster"] / CRUDE["rack"]
 #: For unknown models: two of them together do 1.37 times the work of one alone, the median of Gavel's pairs on a V100.
 BUSY = 0.73
+#: The part of a GPU that the kernels of a model fill while it is busy. Made up, not measured: under MPS the kernels of
+#: two overlap as far as they leave each other room.
+FILLS = 0.8
 #: The part of a GPU's memory that an unknown job takes at its peak: two of them fit together.
 MEMORY = 0.42
 #: Two that take more than this together do not fit on a GPU: the drivers and the allocators want the rest.
@@ -98,10 +101,11 @@ class Profiles(Struct, frozen=True):
         rack, cluster = sizes[size]
         return rack if level == "rack" else cluster
 
-    def interference(self, kind_a: str, kind_b: str) -> tuple[float, float]:
+    def interference(self, kind_a: str, kind_b: str, *, mps: bool = False) -> tuple[float, float]:
         """Return the speeds of two jobs on one GPU, each relative to itself alone; (0, 0): they do not fit together.
 
-        Models may be written in any way, kinds as `kind_of` does.
+        Models may be written in any way, kinds as `kind_of` does. Under `mps` the kernels of both overlap; pairs that
+        were measured go at the speeds of their table all the same, which does not say how they ran.
         """
         if (kind_a, kind_b) in self.pairs:
             return self.pairs[kind_a, kind_b]
@@ -109,7 +113,7 @@ class Profiles(Struct, frozen=True):
         if (a, b) in self.pairs:
             return self.pairs[a, b]
         together = self.busy.get(a, BUSY) + self.busy.get(b, BUSY)
-        speed = 1 / max(1.0, together)
+        speed = 1 / max(1.0, together * FILLS if mps else together)
         return speed, speed
 
     def utilisation(self, kind: str) -> float | None:

@@ -172,6 +172,9 @@ class Simulation:
         self.arrivals[plan.id] = self.count.integral(world.now)
         self.count = self.count.observe(self.count.last_value + 1, world.now)
         spec = spec_of(plan)
+        if self.shared and plan.gpus <= self.cluster.gpus_of_largest_node:
+            # One that spans would have whole GPUs; its owner says so only of a job that needs it.
+            spec = replace(spec, requirements=replace(spec.requirements, spans=False))
         facts = facts_of(plan, spec, self._slowdown(plan.model), saves=self.costs.saves)
         world.submit(plan.id, spec, self._beside(plan, facts) if self.shared else facts)
 
@@ -184,6 +187,7 @@ class Simulation:
                 each,
                 kind=kind,
                 beside=lambda other: profiles.interference(kind, other)[0],
+                overlapping=lambda other: profiles.interference(kind, other, mps=True)[0],
                 busy=profiles.utilisation(kind),
                 peak_bytes=peak_bytes,
             )

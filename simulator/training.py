@@ -46,6 +46,11 @@ class Part(Protocol):
         """Its present state."""
         ...
 
+    @property
+    def mps(self) -> bool:
+        """Whether it is a client of MPS."""
+        ...
+
     def sharing(self, device: GpuId) -> Sequence[Part]:
         """Return all processes on that device of its node, this one among them."""
         ...
@@ -306,12 +311,16 @@ def _rate(training: Training) -> tuple[float, bool]:
         for device in part.devices:
             here = part.sharing(device)
             if len(here) > 1:
-                others = [
-                    each.training for each in here if each.training is not training and each.training.since is not None
-                ]
+                others = [each for each in here if each.training is not training and each.training.since is not None]
                 crowded = crowded or bool(others)
-                least = min(least, math.prod(training.facts.beside(other.facts.kind) for other in others))
+                least = min(least, math.prod(_beside(part, other) for other in others))
     return training.speed * least, crowded
+
+
+def _beside(part: Part, other: Part) -> float:
+    """Return the speed of a process beside another on its GPU, relative to its speed alone."""
+    facts, kind = part.training.facts, other.training.facts.kind
+    return facts.overlapping(kind) if part.mps and other.mps else facts.beside(kind)
 
 
 def utilisation(trainings: Sequence[Training]) -> float | None:

@@ -48,6 +48,7 @@ class NodeTraits(Struct, frozen=True):
     driver_refuses: float = 0.0
     driver_loses: float = 0.0
     move_refuses: float = 0.0  #: the odds for a resumption that is a move
+    mps: bool = False  #: its GPUs have MPS
     slow: float = 1.0  #: every act takes so many times as long
 
 
@@ -100,6 +101,8 @@ class Worker:
         self.since = self.began_at  #: when its process began, or was last parked no more
         self.by_driver = False  #: suspended by the driver, or about to be
         self.lost = False  #: by the driver: it can never run again
+        self.mps = False  #: it is a client of MPS
+        self.mps_fault = ""  #: the evidence of a fault that has ended CUDA in it
         self.arena_bytes = 0
         self.leaving = False
         self.parking = Order("suspend", 0, 0)  #: the newest order to park
@@ -139,13 +142,16 @@ class Worker:
         if note.by_driver or self.by_driver:
             parked = self.phase == "parked"
             note = replace(note, suspended=parked, by_driver=parked and self.by_driver)
-        return AdoptedWorker(spec.task, spec.app, spec.job, spec.attempt, spec.gpus, note, lived_s)
+        return AdoptedWorker(spec.task, spec.app, spec.job, spec.attempt, spec.gpus, note, lived_s, self.mps)
 
     # --- its words ----------------------------------------------------------------------------------------------------
 
     def greet(self) -> None:
         """Say hello once it has started, and train."""
         if self.phase != "starting":
+            return
+        if self.mps_fault:
+            self.lose(WorkerGone(self.task, exit_code=1, tail="imaginary CUDA error"))
             return
         self.phase = "running"
         self.say_hello()
@@ -297,6 +303,8 @@ class Worker:
     def save(self, order: Order, *, leaving: bool) -> None:
         """Save a checkpoint at the end of the mini-batch; then leave, if told so."""
         training, node = self.training, self.node
+        if self.mps_fault:
+            return  # its next kernel ends it
         if not training.facts.can_checkpoint:
             self.say(Refused(order.seq, "the script gave no save function"))
             return
@@ -363,6 +371,9 @@ class Worker:
         def resumed() -> None:
             if self.phase != "resuming":
                 return
+            if self.mps_fault:
+                self.lose(WorkerGone(self.task, exit_code=1, tail="imaginary CUDA error"))
+                return
             self.phase = "running"
             self.say(Resumed(order.seq, self._steps() - 1, self.node.costs.resume_s))
             self.training.go_on()
@@ -401,6 +412,8 @@ class Worker:
     def lose(self, how: WorkerGone) -> None:
         """End, and have the node agent hear it."""
         if self.phase != "gone":
+            if how.exit_code != 0:
+                how = replace(how, mps_fault=self.mps_fault)
             self.end(how)
             self.node.post(how)
 

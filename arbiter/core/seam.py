@@ -72,7 +72,8 @@ class SeatView(Struct, frozen=True):
     """A seat on a shared GPU that is free or leased, for `guests.with_guests`; all of them are in play.
 
     `guest` says that its holder is not the one that policies see on that GPU; `due`, that its lease ends unless this
-    round renews it.
+    round renews it; `taken`, that this or another seat of the GPU is leased or promised to an app that has its GPUs
+    to itself.
     """
 
     seat: GpuView
@@ -82,6 +83,7 @@ class SeatView(Struct, frozen=True):
     inherited: bool = False  #: its holder came as a guest, and is the owner now
     cooperative: bool | None = None  #: whether its holder's training can be suspended; None: not known yet
     priority: int = 0  #: of its holder
+    taken: bool = False
 
 
 class Booking(Struct, frozen=True):
@@ -173,6 +175,11 @@ class AppView(Struct, frozen=True):
     def spans(self) -> bool:
         """Whether a gang may lie on several nodes; otherwise each lies on one."""
         return self.requirements.spans
+
+    @property
+    def whole_gpus(self) -> bool:
+        """Whether it has its GPUs to itself, also where GPUs are shared: a job of it may lie on several nodes."""
+        return self.spans and max((self.gang, *self.sizes)) > 1
 
     @property
     def bound(self) -> bool:

@@ -10,12 +10,15 @@ one of them drifts: a job may read longer sequences now, or compute less. Then e
 Two tasks of one GPU are packed, and two gangs of the very same GPUs with one process for each GPU, or one for all. A
 gang steps as one, so it has one rate, and its slowest GPU is in it. Its memory must fit on each GPU.
 
-Two tasks that have only a part of their GPUs in common are not packed. Beside a job of one GPU a gang of eight slows
-down on all eight, so a sum of rates in which both count alike says nothing; and in turns its other seven GPUs would be
-idle or not, by what else is there. Parts of jobs on several nodes are not packed: one GPU would slow down all nodes.
+A gang and a task of one of its GPUs are packed, too, but by a stricter rule. Beside that task a gang of eight slows
+down on all eight, so a sum of rates in which both count alike says nothing. They stay together if each of the two makes
+more progress than its half of the turns would give it: twice the lesser of their rates, each against its own alone,
+reaches `pack_gain_min`. And they are a pair only while no third task wants only other GPUs of the gang, which it would
+use in the turns of the other. Other tasks that have only a part of their GPUs in common are not packed, nor are parts
+of jobs on several nodes: one GPU would slow down all nodes.
 
-*Source:* PAPERS.md section 2, which compares throughputs and says nothing of gangs; the bound of 1.05 is that of
-findings on GPU mechanisms 1.3.
+*Source:* PAPERS.md section 2, which compares throughputs and says nothing of gangs: the rules for them are ours. The
+bound of 1.05 is that of findings on GPU mechanisms 1.3.
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ class Pairing(Struct, frozen=True):
     until: float
     rates: tuple[tuple[TaskId, float], ...] = ()
     gain: float | None = None  #: the sum of their normalised rates; None: not known yet
+    uneven: bool = False  #: a gang and a task of one of its GPUs; the gain is twice the lesser of the two rates then
     drifted: bool = False  #: since it was judged, the rate of one of them has changed
 
 
@@ -128,7 +132,8 @@ class Packs:
             return self._verdicts.get(task, "")
         if pairing.gain is None:
             return f"tried together with {self.partner(task)} on the same GPUs"
-        return f"together with {self.partner(task)} the two make {pairing.gain:.2f} times the progress of turns"
+        make = "each of the two makes at least" if pairing.uneven else "the two make"
+        return f"together with {self.partner(task)} {make} {pairing.gain:.2f} times the progress of turns"
 
     # --- news -------------------------------------------------------------------------------------------------------
 
@@ -213,6 +218,15 @@ class Packs:
                 self._pairings.pop(each, None)
             self.restart(pairing.tasks)
 
+    def uneven(self) -> list[tuple[TaskId, TaskId]]:
+        """Return the pairs of a gang and a task of one of its GPUs."""
+        return sorted({pairing.tasks for pairing in self._pairings.values() if pairing.uneven})
+
+    def part_for_now(self, task: TaskId) -> None:
+        """Let `task` and its partner take turns again because of others; they may be tried anew."""
+        self.found.pop(self._pairings[task].pair, None)
+        self.part(task)
+
     def stop(self) -> None:
         """Let all pairs take turns again."""
         for task in list(self._pairings):
@@ -250,17 +264,17 @@ class Packs:
         ):
             rates = dict(pairing.rates)
             if len(rates) == len(pairing.tasks) or now >= pairing.until:
-                gain = sum(rates.get(task, 0.0) / self._alone[task] for task in pairing.tasks)
+                parts = [rates.get(task, 0.0) / self._alone[task] for task in pairing.tasks]
+                gain = 2.0 * min(parts) if pairing.uneven else sum(parts)
                 stays = gain >= self._gain_min
                 self.found[pairing.pair] = gain
                 pairing = replace(pairing, gain=gain)  # noqa: PLW2901 - the same pairing, judged
                 self._put(pairing)
                 if not stays:
                     one, other = pairing.tasks
+                    made = "one of the two made" if pairing.uneven else "the two made"
                     for task, beside in ((one, other), (other, one)):
-                        self._verdicts[task] = (
-                            f"beside {beside} the two made only {gain:.2f} times the progress of turns"
-                        )
+                        self._verdicts[task] = f"beside {beside} {made} only {gain:.2f} times the progress of turns"
                     self.part(one)
                 decided.append((pairing, stays))
         return decided
@@ -277,10 +291,13 @@ class Packs:
             self.part(pairing.tasks[0])
         return [(pairing, False) for _, pairing in sorted(drifted.items())]
 
-    def pair_to_try(self, candidates: Sequence[Candidate], memory_bytes: int, now: float) -> Pairing | None:
+    def pair_to_try(
+        self, candidates: Sequence[Candidate], memory_bytes: int, now: float, *, uneven: bool = False
+    ) -> Pairing | None:
         """Return a pair of these candidates, all on the same devices, to try there; None if no pair is worth it.
 
-        `memory_bytes` is the memory that they may take of each device.
+        `memory_bytes` is the memory that they may take of each device that they share. Two candidates that are
+        `uneven` are a gang and a task of one of its GPUs.
         """
         free = [
             each
@@ -294,7 +311,9 @@ class Packs:
                 if pair in self.found or one.priority != other.priority or not (one.running or other.running):
                     continue
                 if self._fits(one, other, memory_bytes):
-                    return Pairing((one.task, other.task), pair, self._until((one.task, other.task), now))
+                    return Pairing(
+                        (one.task, other.task), pair, self._until((one.task, other.task), now), uneven=uneven
+                    )
         return None
 
     def contexts_bytes(self, processes: int) -> int:

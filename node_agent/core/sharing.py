@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from node_agent.core.events import NodeFacts
 from node_agent.core.model import Exited, Running, Stopping, Suspended, Task, Vacating, Waiting
-from node_agent.core.packing import Candidate, Packs
+from node_agent.core.packing import Candidate, Packs, Pairing
 from node_agent.core.proof import Gpus
 from node_agent.core.slicing import Contender, Slices
 from node_agent.core.suspend_methods import VACATE_METHODS, SuspendMethods
@@ -98,6 +98,7 @@ class Sharing:
         """Return the measured figures of a task, with its share of the turns and its partner added."""
         partner = self.packs.partner(task.id)
         kept = isinstance(task.state, Running) and not self._methods.can_rest(task, tasks.values())
+        kept = kept and not task.ranks.apart
         found = self.packs.remark(task.id) or (f"cannot be suspended: {self._methods.why_fixed(task)}" if kept else "")
         return replace(
             measured,
@@ -136,7 +137,7 @@ class Sharing:
             return []
         wanting = {task.id: task for task in tasks.values() if _wants(task) or self.returns(task, tasks)}
         self.packs.forget([task.id for task in wanting.values() if task.want == "run"])
-        instructions = self._judge_pairings(now) if self._packing else []
+        instructions = [*self._judge_pairings(now), *self._part_uneven(wanting)] if self._packing else []
         self._on = self._slices.update(now, self._contenders(wanting, tasks), self._quantum_s)
         if self._packing:
             instructions += self._ask_figures(wanting, now)
@@ -192,16 +193,57 @@ class Sharing:
     def _begin_pairings(self, wanting: Tasks, tasks: Tasks, now: float) -> list[Instruction]:
         """Let two tasks run together that may gain by it, beside all others that are parked on their GPUs."""
         instructions = []
-        for devices, candidates in sorted(self._candidates(wanting).items()):
+        ready = self._candidates(wanting)
+        for devices, candidates in sorted(ready.items()):
             memory_bytes = min(self._for_two_bytes(device, tasks) for device in devices)
             pairing = self.packs.pair_to_try(candidates, memory_bytes, now)
             if pairing is not None:
-                one, other = (each for each in candidates if each.task in pairing.tasks)
-                self.packs.begin(pairing)
-                for each, partner in ((one, other), (other, one)):
-                    cap_bytes = self.packs.cap_bytes(each, partner, memory_bytes)
-                    text = f"tried together with {partner.task} on the same GPUs"
-                    instructions.append(Instruction(each.task, text, "cap", cap_bytes))
+                instructions += self._begin(pairing, candidates, memory_bytes)
+        for gang, single, device in self._uneven(ready, wanting):
+            memory_bytes = self._for_two_bytes(device, tasks)
+            pairing = self.packs.pair_to_try((gang, single), memory_bytes, now, uneven=True)
+            if pairing is not None:
+                instructions += self._begin(pairing, (gang, single), memory_bytes)
+        return instructions
+
+    def _begin(self, pairing: Pairing, candidates: Sequence[Candidate], memory_bytes: int) -> list[Instruction]:
+        one, other = (each for each in candidates if each.task in pairing.tasks)
+        self.packs.begin(pairing)
+        return [
+            Instruction(
+                each.task,
+                f"tried together with {partner.task} on the same GPUs",
+                "cap",
+                self.packs.cap_bytes(each, partner, memory_bytes),
+            )
+            for each, partner in ((one, other), (other, one))
+        ]
+
+    def _uneven(
+        self, ready: Mapping[tuple[GpuId, ...], list[Candidate]], wanting: Tasks
+    ) -> list[tuple[Candidate, Candidate, GpuId]]:
+        """Return the gangs that could run with a task of one of their GPUs, that task, and the GPU."""
+        gangs = [(devices, gang) for devices, some in sorted(ready.items()) if len(devices) > 1 for gang in some]
+        return [
+            (gang, single, device)
+            for devices, gang in gangs
+            for device in devices
+            for single in ready.get((device,), ())
+            if not _others_elsewhere(wanting, wanting[gang.task], device)
+        ]
+
+    def _part_uneven(self, wanting: Tasks) -> list[Instruction]:
+        """Part a gang and a task of one of its GPUs, now that another could use the others in the task's turns."""
+        instructions = []
+        for pair in self.packs.uneven():
+            if not set(pair) <= wanting.keys():
+                continue
+            gang, single = sorted((wanting[task] for task in pair), key=lambda task: -len(task.devices))
+            (device,) = single.devices
+            if _others_elsewhere(wanting, gang, device):
+                self.packs.part_for_now(gang.id)
+                text = "takes turns again, as another task came to the gang's other GPUs"
+                instructions += [Instruction(task, text, "cap") for task in pair]
         return instructions
 
     def _for_two_bytes(self, device: GpuId, tasks: Tasks) -> int:
@@ -221,11 +263,18 @@ class Sharing:
                 running = isinstance(task.state, Running) and task.id in self._on
                 candidate = Candidate(task.id, task.job, task.priority, task.gpu_peak_bytes, used, running)
                 found.setdefault(tuple(sorted(task.devices)), []).append(candidate)
-        return {devices: candidates for devices, candidates in found.items() if len(candidates) > 1}
+        return found
 
 
 def _wants(task: Task) -> bool:
     return task.want == "run" and not isinstance(task.state, Exited | Stopping | Vacating)
+
+
+def _others_elsewhere(wanting: Tasks, gang: Task, device: GpuId) -> bool:
+    """Whether a task wants GPUs of a gang, and not that `device`."""
+    return any(
+        each.id != gang.id and each.devices & gang.devices and device not in each.devices for each in wanting.values()
+    )
 
 
 def _packable(task: Task) -> bool:

@@ -34,8 +34,8 @@ class SuspendMethods:
     def usable(self, task: Task, among: Sequence[SuspendMethod], tasks: Iterable[Task]) -> list[SuspendMethod]:
         """Return which methods `among` these a task has and has not refused; `tasks` are all of the node."""
         facts = task.facts
-        if among is REST_METHODS and self._is_of_unknown_size(task):
-            return []
+        if among is REST_METHODS and (task.ranks.apart or self._is_of_unknown_size(task)):
+            return []  # a part of a job on several nodes takes no turns: its other parts would wait for it
         found = [do for do in among if do not in facts.refused]
         if "driver" in found and (facts.mps or task.ranks.apart):  # unverified; it suspends at no common step
             found.remove("driver")
@@ -70,6 +70,8 @@ class SuspendMethods:
         """Say why a task cannot be suspended."""
         if isinstance(task.state, Starting | Loading | Resuming):
             return "it is only starting"
+        if task.ranks.apart:
+            return "its job lies on several nodes, and takes no turns"
         why = self._why_not_parked(task)
         if task.facts.mps and self._facts.driver:
             return f"{why}; the driver is not asked, as it is a client of MPS, and no test has shown that this works"

@@ -8,7 +8,9 @@ back, since the kernel books a memfd as shared. Not simulated: speed, NCCL, cont
 from __future__ import annotations
 
 import os
+import signal
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from node_agent import procfs
@@ -52,6 +54,7 @@ class SimulatedBackend:
         self._lost: dict[GpuId, str] = {}
         self._drained: dict[GpuId, str] = {}
         self._faults: dict[GpuId, tuple[str, ...]] = {}
+        self._client_faults: Counter[GpuId] = Counter()
         self._checkpointed: dict[int, int] = {}
         self._meters = {device.gpu: _Meter() for device in self._devices}
         self._slow_meters = {device.gpu: _Meter(RECENT_S) for device in self._devices}
@@ -84,6 +87,15 @@ class SimulatedBackend:
         self._drained.pop(self._known(gpu), None)
         if action:
             self._drained[gpu] = f"it {demand(action)}"
+
+    def fault_client(self, gpu: GpuId, pid: int) -> None:
+        """Have a kernel of a client of MPS fault: its process `pid` aborts, and all clients of `gpu` must end."""
+        self._client_faults[self._known(gpu)] += 1
+        os.kill(pid, signal.SIGABRT)
+
+    def client_faults(self, gpu: GpuId) -> int:
+        """Return how many clients of MPS have faulted on `gpu` so far."""
+        return self._client_faults[gpu]
 
     def intrude(self, gpu: GpuId, *pids: int) -> None:
         """Put processes that run under no lease on `gpu`; none to clear it."""

@@ -47,6 +47,7 @@ from node_agent.core.events import (
     WorkerStarted,
 )
 from node_agent.devices import DeviceBackend
+from node_agent.devices.simulated import SimulatedBackend
 from node_agent.workers import containment, mps, trackers
 from node_agent.workers.containment import ContainmentError, Limits, Standing
 from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
@@ -54,6 +55,7 @@ from node_agent.workers.logs import LOOK_S, Logs, Part
 from node_agent.workers.mps import MpsDaemons, Offer
 from node_agent.workers.records import Exit, MpsMark, Record, Records, Spec, Started, read_json, write_json
 from node_agent.workers.shim import LOCK_FD
+from node_agent.workers.simulated_mps import SimulatedMps
 from node_agent.workers.storage import Storage
 from node_agent.workers.worker_socket import WorkerSocket
 from protocol.messages import GpuId, Rendezvous, TaskId, device_of
@@ -206,9 +208,11 @@ class Workers:
                 f"memory_dir {folder} cannot be made ({error.strerror}); name a folder on tmpfs, or leave it out"
             ) from error
 
-    def _open_mps(self) -> MpsDaemons | None:
+    def _open_mps(self) -> MpsDaemons | SimulatedMps | None:
         """Return the daemons of MPS; None where there are none to run, and none that an earlier node agent left."""
         settings = self._settings
+        if isinstance(self._backend, SimulatedBackend):
+            return SimulatedMps(settings.mps, self._backend) if settings.mps else None
         if not settings.mps and not MpsDaemons.left_in(settings.state_dir):
             return None
         pipes = _socket_dir(settings.runtime_dir or settings.state_dir, mps.PIPES, longest=mps.PATH_BYTES_MAX)

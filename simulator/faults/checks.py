@@ -39,6 +39,12 @@ parked there: it has to go on to save.
 
 *No GPU of another kind.* No app that asks for a kind of GPUs has any other leased, or is promised one.
 
+*Clients of MPS.* The driver suspends none. None lives for long after a fatal fault of its server while its node agent
+is up, and a job that a fault struck among others is a client on that node no more.
+
+*Whole GPUs for jobs on several nodes.* Where GPUs are shared, no other app has a seat, or is promised one, of a GPU
+that an app has whose jobs may lie on several nodes.
+
 *No more jobs of an array than its bound.* At no time do more of its jobs have an unparked process.
 
 *GPU time adds up.* The GPU time that a tenant had, parked, lost and was leaving is the sum over its apps. The GPU time
@@ -121,6 +127,7 @@ class Checks:
         self._drained: dict[NodeId, set[LeaseId]] = {}  #: by node that is drained, the leases after the last event
         self._newest_sale = (0, 0)  #: its epoch and number
         self._bookings: dict[AppId, tuple[AppState, Booking | None]] = {}  #: after the last event
+        self._dead_clients: dict[TaskId, float] = {}  #: since when a client of MPS lives on after a fault
         self._hungry: dict[TaskId, tuple[float, int]] = {}  #: since when a task waits for its turn, behind how many
         self._idle_since: dict[GpuId, float] = {}  #: devices without a process, that a task could use
 
@@ -131,6 +138,7 @@ class Checks:
         self._judge_processes(world)
         self._judge_devices(world)
         if world.talks:
+            self._judge_clients(world)
             self._judge_seats(world)
             self._judge_turns(world)
             self._judge_idle(world)
@@ -178,7 +186,7 @@ class Checks:
             for gpu, here in node.on.items():
                 if not here:
                     continue
-                taken = sum(worker.memory_bytes for worker in here)
+                taken = sum(worker.memory_bytes for worker in here) + node.server_bytes
                 if taken > node.spec.memory_bytes and gpu not in node.sick:
                     raise Violation(
                         f"{gpu} has {node.spec.memory_bytes} bytes, and {taken} are used", gpu, *_tasks(here)
@@ -199,9 +207,29 @@ class Checks:
         core = world.actor(Party("node", using[0].node.id)).core
         return bool(core.may_overlap([worker.task for worker in using]))
 
+    def _judge_clients(self, world: World) -> None:
+        """Judge the clients of MPS: the driver suspends none, none lives on after a fault, or meets a second one."""
+        dead: dict[TaskId, float] = {}
+        for worker in _live_workers(world):
+            if not worker.mps:
+                continue
+            if worker.by_driver:
+                raise Violation(f"{worker.task} is a client of MPS, and the driver suspends it", worker.task)
+            node = world.nodes[worker.node.id]
+            if worker.spec.job in node.denied and not worker.mps_fault:
+                raise Violation(f"{worker.task} is a client of MPS again after a fault of several", worker.task)
+            actor = world.actor(Party("node", node.id))
+            if worker.mps_fault and actor.up and actor.held is None and not node.sick:
+                since = dead[worker.task] = self._dead_clients.get(worker.task, world.now)
+                if world.now - since > MOMENTS_S:
+                    raise Violation(f"{worker.task} lives {world.now - since:.0f} s after a fault of MPS", worker.task)
+        self._dead_clients = dead
+
     def _judge_seats(self, world: World) -> None:
+        state = world.arbiter.core.state
         seats: dict[tuple[GpuId, AppId], GpuId] = {}
-        for gpu in world.arbiter.core.state.gpus.values():
+        whole: dict[GpuId, AppId] = {}
+        for gpu in state.gpus.values():
             app = gpu.state.lease.app if isinstance(gpu.state, Leased) else None
             if isinstance(gpu.state, Draining):
                 app = gpu.state.promised_to
@@ -209,6 +237,11 @@ class Checks:
                 other = seats.setdefault((device_of(gpu.id), app), gpu.id)
                 if other != gpu.id:
                     raise Violation(f"{app} has two seats of one GPU: {other} and {gpu.id}", app, gpu.id, other)
+                if app in state.apps and state.apps[app].whole_gpus:
+                    whole[device_of(gpu.id)] = app
+        for device, app in seats if whole else ():
+            if whole.get(device, app) != app:
+                raise Violation(f"{whole[device]} has {device} to itself, and {app} a seat of it", app, device)
 
     def _judge_turns(self, world: World) -> None:
         hungry: dict[TaskId, tuple[float, int]] = {}

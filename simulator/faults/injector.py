@@ -379,11 +379,21 @@ class FaultInjector:
         alive = _alive(node)
         if not alive:
             return
+        if fault.kind == "mps":
+            clients = [worker for worker in alive if worker.mps]
+            together = [
+                worker
+                for worker in clients
+                if any(other.devices == worker.devices for other in clients if other is not worker)
+            ]
+            alive = together or clients or alive
         worker = alive[fault.number % len(alive)]
         self.harmed[_owner_of(worker)] += 1
         match fault.kind:
             case "worker-crash":
                 worker.lose(WorkerGone(worker.task, exit_code=1, tail="imaginary crash"))
+            case "mps":
+                node.fault_client(worker.task)
             case "worker-kill":
                 worker.signal("kill")
             case "worker-deaf":

@@ -39,6 +39,7 @@ Kind = Literal[
     "worker-kill",  # a stranger kills it
     "worker-deaf",  # it trains on but neither says nor hears anything
     "worker-stall",  # it stands still, says and hears nothing
+    "mps",  # a kernel of a client of MPS faults, which ends all clients of its GPU
     "cancel",  # its user ends an app
     "policy",  # the operator changes policy
     "sharing",  # the operator changes how GPUs are shared
@@ -55,8 +56,9 @@ FINE = 20.0
 FAULTS_MAX = 24
 #: Drains of a world that has any, at most; and the administrator who orders them.
 DRAINS_MAX = 5
-#: Likewise holds and requeues.
+#: Likewise holds and requeues, and faults of clients of MPS.
 HOLDS_MAX = 6
+MPS_FAULTS_MAX = 6
 ADMIN = Party("app", OwnerId("ops"))
 APPS_MAX = 8
 GIB = 2**30
@@ -186,7 +188,9 @@ def draw(seed: int, *, policy: str = "") -> Options:
     options = replace(options, apps=tuple(_maybe_array(arrays, app) for app in options.apps))
     options = _maybe_driven(Random(f"drivers {seed}"), options)  # noqa: S311 - likewise
     options = _of_kinds(Random(f"kinds {seed}"), options)  # noqa: S311 - likewise
-    drawn = (*_faults(dice, options), *_drains(seed, options), *_holds(seed, options))
+    overlaps = Random(f"mps {seed}")  # noqa: S311 - likewise
+    options = _maybe_overlapping(overlaps, options)
+    drawn = (*_faults(dice, options), *_drains(seed, options), *_holds(seed, options), *_mps_faults(overlaps, options))
     faults = sorted(drawn, key=lambda fault: fault.at)
     if policy:
         options = replace(options, settings=replace(options.settings, policy=policy))
@@ -366,6 +370,15 @@ def _sharing_app(dice: Random, app: AppOptions) -> AppOptions:
     )
 
 
+def _maybe_overlapping(dice: Random, options: Options) -> Options:
+    """Return the same world; in half of those whose GPUs are shared, MPS is on some nodes, or on all."""
+    if options.settings.sharing == "exclusive" or dice.random() >= 1 / 2:
+        return options
+    everywhere = dice.random() < 0.5
+    traits = tuple((node, replace(each, mps=everywhere or dice.random() < 0.5)) for node, each in options.traits)
+    return replace(options, traits=traits)
+
+
 def _maybe_keeping(dice: Random, app: AppOptions) -> AppOptions:
     """Return the app; one in eight keeps GPU memory when its jobs are parked, as DDP's buckets or `cupy` do."""
     keeps = dice.random() < 1 / 8
@@ -538,6 +551,7 @@ def facts_of(app: AppOptions, seed: int) -> list[JobFacts]:
                 balks=app.balks,
                 keeps_bytes=app.keeps_bytes,
                 hidden=app.hidden,
+                overlapping=partial(_overlapping, seed, app.kind),
             )
         )
     return facts
@@ -547,6 +561,12 @@ def _beside(seed: int, kind: str, other: str) -> float:
     """Return the speed of a job of that kind beside another: some pairs gain by sharing, some lose."""
     dice = Random(f"beside {seed} {kind} {other}")  # noqa: S311 - repeatable, not secret
     return 0.0 if dice.random() < 0.05 else dice.uniform(0.3, 1.0)
+
+
+def _overlapping(seed: int, kind: str, other: str) -> float:
+    """Return the same where both are clients of MPS: half of the loss is gone."""
+    speed = _beside(seed, kind, other)
+    return (1.0 + speed) / 2 if speed > 0.0 else 0.0
 
 
 def _slower_apart(gpus: int, level: Level) -> float:
@@ -623,6 +643,16 @@ def _drains(seed: int, options: Options) -> list[Fault]:
     dice = Random(f"drains {seed}")  # noqa: S311 - repeatable, not secret
     count = dice.randint(1, DRAINS_MAX) if dice.random() < 1 / 3 else 0
     return [_drain(dice, options) for _ in range(count)]
+
+
+def _mps_faults(dice: Random, options: Options) -> list[Fault]:
+    """Return faults of clients of MPS, where nodes have it."""
+    nodes = [Party("node", node) for node, traits in options.traits if traits.mps]
+    count = dice.randint(0, MPS_FAULTS_MAX) if nodes else 0
+    return [
+        Fault(dice.uniform(1.0, options.calm_at), "mps", dice.choice(nodes), number=dice.randrange(8))
+        for _ in range(count)
+    ]
 
 
 def _drain(dice: Random, options: Options) -> Fault:

@@ -109,8 +109,6 @@ UUID = "GPU-00000001-0000-4000-8000-000000000001"
         ({"mps": [0, 0]}, "mps names a GPU twice; write each GPU once, by its index or its UUID"),
         ({"mps": ["GPU-1"]}, "mps names 'GPU-1'; write each GPU once"),
         ({"mps": ["MIG-1"]}, "mps names 'MIG-1'; a MIG instance cannot be given to jobs; write each GPU once"),
-        ({"mps": "all", "gpus": "simulated:2"}, "mps is for NVIDIA GPUs, and gpus is 'simulated:2'; leave mps out"),
-        ({"mps": [0], "gpus": "simulated:2"}, "leave mps out"),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_error_with_the_mend(fields: dict[str, object], told: str) -> None:

@@ -320,6 +320,69 @@ def test_it_shrinks_at_once_to_an_accepted_size_when_a_newcomer_needs_its_gpus()
     assert (len(outcomes["e"].gpus), len(outcomes["new"].gpus)) == (4, 0)
 
 
+# --- jobs that may lie on several nodes, where GPUs are shared: turns of a lease, which is 60 s here ------------------
+
+GANG = ("g00-00", "g01-00")
+
+
+def wide(held: Sequence[str] = (), **more: object) -> AppView:
+    """A gang of two that may lie on several nodes."""
+    return app("wide", 2, held, **({"spans": True, "leases": len(held)} | more))
+
+
+def test_a_job_that_may_lie_on_several_nodes_shares_no_gpu_and_none_is_shared_with_it() -> None:
+    seats, young = shared(gpus_of(1, 1)), {"granted_sum": 990.0}
+    outcomes = decided(seats, app("a", 1, ["g00-00"], **young), app("b", 1, ["g01-00"], **young), wide())
+    assert outcomes["wide"].gpus == ()
+    assert outcomes["wide"].reason.endswith("a job that may lie on several nodes has its GPUs to itself")
+    outcomes = decided(seats, wide(GANG, granted_sum=2 * 990.0), app("new"))
+    assert (outcomes["wide"].gpus, outcomes["new"].gpus) == (GANG, ())
+
+
+def test_a_gang_of_its_size_does_not_share_with_it_either() -> None:
+    seats = shared(gpus_of(2))
+    there = {"granted_sum": 2 * 990.0, "spans": True}
+    assert decided(seats, app("a", 2, ["g00-00", "g00-01"], granted_sum=2 * 990.0), app("new", 2))["new"].gpus
+    assert not decided(seats, app("wide", 2, ["g00-00", "g00-01"], **there), app("new", 2))["new"].gpus
+
+
+def test_it_gets_whole_gpus_from_jobs_that_have_had_theirs_for_a_lease_and_share_elsewhere_then() -> None:
+    seats = shared(gpus_of(1, 1, 1))
+    there = [
+        app(name, 1, [gpu]) for name, gpu in (("a", "g00-00"), ("b", "g01-00"), ("c", "g02-00"), ("d", "g02-00+1"))
+    ]
+    outcomes = decided(seats, *there, wide())
+    assert outcomes["wide"].gpus == GANG, "there are the fewest jobs"
+    assert outcomes["a"].gpus == ("g02-00+2",)
+    assert "leaves 1 of its GPUs on n00 after a lease's time: wide waits" in outcomes["a"].reason
+    assert (outcomes["b"].gpus, "waits" in outcomes["b"].reason) == ((), True), "no seat is left"
+    assert outcomes["c"].gpus + outcomes["d"].gpus == ("g02-00", "g02-00+1")
+
+
+@pytest.mark.parametrize(
+    "stays", [{"granted_sum": 950.0}, {"cooperative": False}, {"priority": 1}], ids=["young", "fixed", "high"]
+)
+def test_it_takes_nothing_from_a_job_that_is_young_or_cannot_stop_or_goes_before_it(stays: dict[str, object]) -> None:
+    seats = shared(gpus_of(1, 1))
+    outcomes = decided(seats, app("a", 1, ["g00-00"]), app("b", 1, ["g01-00"], **stays), wide())
+    assert [outcomes[name].gpus for name in ("a", "b", "wide")] == [("g00-00",), ("g01-00",), ()]
+
+
+def test_after_a_lease_it_gives_way_to_those_that_wait_and_the_next_look_is_then() -> None:
+    seats, new = shared(gpus_of(1, 1)), app("new")
+    allocation, outcomes, _ = allocated(seats, wide(GANG, granted_sum=2 * 950.0), new)
+    assert (outcomes["wide"].gpus, outcomes["new"].gpus, allocation.look_again_s) == (GANG, (), 10.0)
+    outcomes = decided(seats, wide(GANG, granted_sum=2 * 940.0), new)
+    assert (outcomes["wide"].gpus, len(outcomes["new"].gpus)) == ((), 1)
+    assert decided(seats, wide(GANG))["wide"].gpus == GANG, "nobody waits"
+
+
+def test_where_gpus_are_not_shared_nobody_gives_way() -> None:
+    gpus = gpus_of(1, 1)
+    outcomes = decided(gpus, app("a", 1, ["g00-00"]), app("b", 1, ["g01-00"]), wide())
+    assert [outcomes[name].gpus for name in ("a", "b", "wide")] == [("g00-00",), ("g01-00",), ()]
+
+
 def test_a_negative_idle_time_is_named() -> None:
     with pytest.raises(ValueError, match=r"idle_s is -1\.0; it must be 0 or more"):
         Gandiva(Settings(idle_s=-1.0))

@@ -521,7 +521,7 @@ def test_gangs_are_tried_only_beside_what_is_parked_on_the_fullest_of_their_gpus
     if others:
         node.add("c", 1, seat_number=2, peak_bytes=GIB)
     node.pass_time(1800.0)
-    assert bool(node.workers[tasks[0]].caps) is (not others)
+    assert (node.status(tasks[0]).measured.packed_with == (tasks[1],)) is (not others)
 
 
 def test_one_process_on_two_gpus_may_have_all_its_memory_on_one_of_them() -> None:
@@ -546,6 +546,56 @@ def test_gangs_that_have_only_a_part_of_their_gpus_in_common_take_turns(
     assert min(node.steps(a), node.steps(b)) > 0.4 * 1800 / 0.5
 
 
+def mixed(beside: float, *others: int) -> tuple[SharedNode, TaskId, TaskId]:
+    """A gang of two GPUs, a job on the first of them, and jobs on these `others`, 30 minutes on."""
+    node = SharedNode(gpus=2, sharing="pack")
+    nature = {"beside": dict.fromkeys("gabc", beside)}
+    gang = node.add("g", 0, 1, rank_peaks=(GIB, GIB), **nature)
+    single = node.add("a", 0, seat_number=1, **nature)
+    for place, device in enumerate(others):
+        node.add("bc"[place], device, seat_number=2 + place, **nature)
+    node.pass_time(1800.0)
+    return node, gang, single
+
+
+def test_a_gang_and_a_job_of_one_of_its_gpus_run_together_if_each_makes_more_progress_than_in_turns() -> None:
+    node, gang, single = mixed(0.8)
+    assert node.status(gang).measured.packed_with == (single,)
+    told = r"together with a-1.0-a0 each of the two makes at least 1\.(5|6)\d times the progress of turns"
+    assert re.fullmatch(told, node.status(gang).measured.remark)
+    assert min(node.steps(gang), node.steps(single)) > 0.7 * 1800 / 0.5
+    assert all(node.workers[task].caps[-1] > GIB for task in (gang, single))
+
+
+def test_they_are_parted_if_one_of_them_gains_nothing_though_the_sum_would_do() -> None:
+    node = SharedNode(gpus=2, sharing="pack")
+    gang = node.add("g", 0, 1, rank_peaks=(GIB, GIB), beside={"a": 0.45})
+    single = node.add("a", 0, seat_number=1, beside={"g": 1.0})
+    node.pass_time(1800.0)
+    assert node.workers[gang].caps, "tried"
+    assert node.status(gang).measured.packed_with == ()
+    assert "a-1.0-a0 one of the two made only 0.90 times the progress of turns" in node.status(gang).measured.remark
+    assert node.workers[single].caps[-1] == 0
+
+
+@pytest.mark.parametrize(("other", "packed"), [(0, True), (1, False)])
+def test_a_gang_and_a_job_are_no_pair_where_another_could_use_its_other_gpus(other: int, packed: bool) -> None:
+    node, gang, _ = mixed(0.8, other)
+    assert bool(node.workers[gang].caps) is packed
+
+
+def test_they_take_turns_again_when_another_comes_to_the_other_gpus_and_are_tried_anew_when_it_has_left() -> None:
+    node, gang, single = mixed(0.8)
+    other = node.add("b", 1, seat_number=2, beside=dict.fromkeys("ga", 0.8))
+    node.pass_time(600.0)
+    assert node.status(gang).measured.packed_with == ()
+    assert node.workers[gang].caps[-1] == node.workers[single].caps[-1] == 0
+    assert node.steps(other) > 0
+    node.want(other, "stop")
+    node.pass_time(1200.0)
+    assert node.status(gang).measured.packed_with == (single,)
+
+
 def test_a_gang_is_not_packed_with_jobs_of_one_gpu_each_and_waits_for_no_turn_in_vain() -> None:
     node = SharedNode(gpus=2, sharing="pack")
     nature = {"beside": dict.fromkeys("gab", 0.9)}
@@ -556,14 +606,21 @@ def test_a_gang_is_not_packed_with_jobs_of_one_gpu_each_and_waits_for_no_turn_in
     assert min(node.steps(task) for task in (gang, a, b)) > 0.4 * 1800 / 0.5
 
 
-def test_the_part_of_a_job_on_several_nodes_is_not_packed() -> None:
-    node = SharedNode(sharing="pack")
+@pytest.mark.parametrize("sharing", ["timeslice", "pack"])
+def test_the_part_of_a_job_on_several_nodes_is_neither_packed_nor_parked_for_a_turn(sharing: Sharing) -> None:
+    """Its other parts would wait for it; the arbiter leads them all off their GPUs when the leases end."""
+    node = SharedNode(sharing=sharing)
     nature = {"beside": dict.fromkeys("ab", 0.9)}
-    a, b = (node.add(name, 0, seat_number=number, **nature) for number, name in enumerate("ab"))
-    node.orders[a] = replace(node.orders[a], rendezvous=Rendezvous(0, 2, "here", 29500))
+    part = node.add("a", 0, **nature)
+    node.orders[part] = replace(node.orders[part], rendezvous=Rendezvous(0, 2, "here", 29500))
     node.replan()
+    other = node.add("b", 0, seat_number=1, **nature)
     node.pass_time(600.0)
-    assert node.workers[a].caps == node.workers[b].caps == []
+    assert (node.workers[part].caps, node.status(part).suspensions) == ([], 0)
+    assert "its job lies on several nodes, and takes no turns" in node.status(other).reason
+    node.want(part, "vacate")
+    node.pass_time(60.0)
+    assert node.steps(other) > 0
 
 
 def test_packed_jobs_are_told_how_much_memory_they_may_take() -> None:

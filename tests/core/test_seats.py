@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from arbiter.core.arbiter import Configured
 from arbiter.core.effects import Decided
 from arbiter.core.layers.guests import with_guests
-from arbiter.core.leases import leases
+from arbiter.core.leases import alignment, leases
 from arbiter.core.leases.plans import plan_digest
 from arbiter.core.members import nodes
 from arbiter.core.registry import POLICIES
@@ -714,3 +714,74 @@ def test_an_app_that_loses_its_seat_of_a_gpu_does_not_come_back_there_as_a_guest
     view = View(1, 0, 60.0, 1, (places[2],), (plain,), 0.0, seats=seats, shared=True)
     found = with_guests(view, Allocation({}, (), unnamed="holder", freed=(places[2].gpu,)))
     assert (found.assign, found.freed) == ({}, (places[2].gpu,))
+
+
+# --- jobs that may lie on several nodes: whole GPUs -----------------------------------------------------------------
+
+
+def a_gang(shop: Shop, app: str = "wide-1", gang: int = 2) -> list[Effect]:
+    return shop.come(app, gang, spans=True)
+
+
+def test_a_job_that_may_lie_on_several_nodes_has_no_guests() -> None:
+    shop = Shop(n1=1, n2=1)
+    a_gang(shop)
+    assert shop.held("wide-1") == [gpu_id("n1", 0), gpu_id("n2", 0)]
+    shop.come("ana-1")
+    assert shop.held("ana-1") == []
+    shop.leave("wide-1")
+    assert len(shop.held("ana-1")) == 1
+
+
+def test_guests_leave_gpus_that_go_to_a_job_that_may_lie_on_several_nodes() -> None:
+    """Under a policy whose leases end, it waits its turn like any other app."""
+    shop = Shop(replace(SHARED, policy="astraea", lease_s=30.0, renewal_lead_s=3.0), n1=1, n2=1)
+    for app in ("ana-1", "bob-1", "cem-1", "dan-1"):
+        shop.come(app)
+    assert {app: len(shop.held(app)) for app in shop.demand} == dict.fromkeys(shop.demand, 1), "two to a GPU"
+    a_gang(shop)
+    shop.settle(30)
+    times = 0
+    for _ in range(40):
+        shop.settle(2)
+        mine = shop.held("wide-1")
+        others = [app for app in shop.demand if app != "wide-1" and shop.held(app)]
+        times += len(mine) == 2
+        assert not (len(mine) == 2 and others), "whole GPUs"
+    assert 0 < times < 40, "it has its turns, and the others theirs"
+
+
+def test_a_gpu_that_only_guests_are_on_is_counted_as_open_when_leases_are_aligned_for_it() -> None:
+    """Its owner has left, and it is in play at any time."""
+    site = Shop(replace(SHARED, policy="astraea", lease_s=30.0, renewal_lead_s=3.0), n1=1).site
+    state = site.arbiter.state
+    site.app("ana-1", gang=2, demand=2)
+    turn = Turn(state, site.now, Index(state))
+    leases.grant(turn, state.gpus[GpuId(second(ONE))], state.apps[AppId("ana-1")], round=1, guest=True)
+    (open_,) = alignment._owned(turn)
+    assert (open_.id, alignment._ends(turn, open_)) == (second(ONE), site.now)
+
+
+def test_while_it_waits_no_more_guests_come_to_the_gpus_that_it_would_have_first() -> None:
+    """Or guests that inherit a GPU would keep it waiting for as long as others come."""
+    shop = Shop(replace(SHARED, policy="fifo"), n1=1, n2=1, n3=1)
+    for app in ("ana-1", "bob-1", "cem-1"):
+        shop.come(app)
+    effects = a_gang(shop)
+    outcomes = [outcome for each in records(effects) for outcome in each.outcomes if outcome.app == "wide-1"]
+    assert outcomes[-1].reason.endswith(f"no more guests come to {ONE}, {gpu_id('n2', 0)}, which it waits for")
+    shop.come("eve-1")
+    assert shop.held("eve-1") == [second(gpu_id("n3", 0))]
+    shop.leave("ana-1")
+    shop.leave("bob-1")
+    assert shop.held("wide-1") == [ONE, gpu_id("n2", 0)]
+
+
+def test_gpus_that_are_promised_to_it_have_no_guests_either() -> None:
+    own = GpuView(GpuId("x"), NodeId("n1"), "r", "s0", AppId("own-1"))
+    free = GpuView(seat(GpuId("x"), 1), NodeId("n1"), "r", "s0")
+    guest = AppView(AppId("g-1"), TenantId("t"), 1, 1, "cluster", 0.0, None, (), ())
+    for taken in (False, True):
+        seats = (SeatView(own, cooperative=True, taken=taken), SeatView(free, taken=taken))
+        view = View(1, 0, 60.0, 1, (), (guest,), 0.0, seats=seats, shared=True)
+        assert bool(with_guests(view, Allocation({}, (), unnamed="holder")).assign) is not taken

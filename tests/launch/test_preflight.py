@@ -148,10 +148,14 @@ def test_kinds_of_gpus_on_several_nodes_count_together(tmp_path: Path) -> None:
         room(tmp_path, kinds, gang=5, gpu_types=("H200",))
 
 
-def test_a_job_on_several_nodes_is_refused_where_gpus_are_shared_in_turns(tmp_path: Path) -> None:
-    with pytest.raises(Fault, match="sharing is timeslice here") as caught:
-        room(tmp_path, {"sharing": "timeslice"}, gang=6, spans=True)
-    assert (caught.value.code, "leave --spans out" in caught.value.next_step) == (exit_codes.REFUSED, True)
+def test_a_job_on_several_nodes_is_accepted_where_gpus_are_shared_and_is_told_that_it_has_its_own(
+    tmp_path: Path,
+) -> None:
+    (note,) = room(tmp_path, {"sharing": "timeslice"}, gang=6, spans=True)
+    assert note == (
+        "sharing is timeslice here, but not for a job that may lie on several nodes: it waits for GPUs of its own"
+    )
+    assert room(tmp_path, {"sharing": "timeslice"}, gang=4) == []
 
 
 def test_a_gang_that_fits_no_node_that_is_known_is_refused(tmp_path: Path) -> None:

@@ -77,9 +77,18 @@ def test_two_gangs_of_the_same_gpus_are_packed_and_run_at_the_speed_of_their_slo
     figures = summary(run(apps, "pack", cluster="1x2"))
     assert figures["makespan_s"] < 800.0
     assert figures["packed_s"] > 900.0
-    # Beside a job of one GPU a gang only takes turns.
-    mixed = [apps[0], job("b", 0.0, 600.0, model="lm")]
-    assert summary(run(mixed, "pack", cluster="1x2"))["packed_s"] == 0.0
+
+
+def test_a_gang_is_packed_with_a_job_of_one_of_its_gpus_if_that_costs_neither_more_than_turns() -> None:
+    gang = job("a", 0.0, 600.0, gpus=2, model="a3c")
+    # Guests under fifo: gandiva shares the GPUs of a server only among jobs of one size.
+    light = summary(run([gang, job("b", 0.0, 600.0, model="lm")], "pack", policy="fifo", cluster="1x2"))
+    assert light["packed_s"] > 900.0
+    assert light["makespan_s"] < 800.0
+    assert (
+        summary(run([gang, job("b", 0.0, 600.0, model="lm")], "timeslice", policy="fifo", cluster="1x2"))["packed_s"]
+        == 0.0
+    )
 
 
 def test_a_pair_that_loses_by_it_is_parted_and_costs_little() -> None:

@@ -1,4 +1,7 @@
-"""Fault worlds of nothing but gangs on several nodes: their parts leave their GPUs after the same mini-batch."""
+"""Fault worlds of gangs on several nodes: their parts leave their GPUs after the same mini-batch.
+
+Where GPUs are shared, such gangs have theirs to themselves, and neither they nor the others wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from arbiter.core.leases import joint_stops
 from protocol.messages import JobId
 from protocol.worker import Order
 from simulator.faults.runs import _Run
-from simulator.faults.scenario import NetworkOptions, Options, _hold, draw
+from simulator.faults.scenario import AppOptions, NetworkOptions, Options, _hold, draw
 from simulator.workers import Worker
 from tests.support.effort import examples
 from tests.support.wishes import replace
@@ -25,19 +28,37 @@ Told = Counter[str]
 def only_gangs(seed: int) -> Options | None:
     """Return the world of a seed with GPUs that no jobs share, whose apps are gangs; None if it has one node."""
     options = draw(seed, policy=POLICIES[seed % len(POLICIES)])
-    largest, gpus = options.cluster.gpus_of_largest_node, options.cluster.gpus
-    if largest == gpus:
+    if not has_room(options):
         return None
-    dice, apps = Random(f"gangs {seed}"), []
-    for app in options.apps:
-        gang = dice.randint(2, min(gpus, largest + 1))
-        spec = replace(app.spec, gang=gang, sizes=(), gpus_max=0, level_max="cluster")
-        apps.append(replace(app, spec=wishing(spec, spans=True, gpu_types=())))
+    dice = Random(f"gangs {seed}")
     settings = replace(options.settings, sharing="exclusive")
-    options = replace(options, apps=tuple(apps), settings=settings)
+    apps = tuple(as_gang(dice, options, app) for app in options.apps)
+    options = replace(options, apps=apps, settings=settings)
     holds = [_hold(dice, options) for _ in range(HOLDS)]
     others = [fault for fault in options.faults if fault.kind != "sharing"]
     return replace(options, faults=tuple(sorted((*others, *holds), key=lambda fault: fault.at)))
+
+
+def gangs_among_guests(seed: int) -> Options | None:
+    """Return the world of a seed with GPUs that jobs share; every other app is a gang. None if it has one node."""
+    options = draw(seed)
+    if options.settings.sharing == "exclusive" or not has_room(options):
+        return None
+    dice = Random(f"gangs {seed}")
+    apps = [as_gang(dice, options, app) if place % 2 else app for place, app in enumerate(options.apps)]
+    holds = [_hold(dice, options) for _ in range(HOLDS)]
+    faults = sorted((*options.faults, *holds), key=lambda fault: fault.at)
+    return replace(options, apps=tuple(apps), faults=tuple(faults))
+
+
+def has_room(options: Options) -> bool:
+    return options.cluster.gpus_of_largest_node < options.cluster.gpus
+
+
+def as_gang(dice: Random, options: Options, app: AppOptions) -> AppOptions:
+    gang = dice.randint(2, min(options.cluster.gpus, options.cluster.gpus_of_largest_node + 1))
+    spec = replace(app.spec, gang=gang, sizes=(), gpus_max=0, level_max="cluster")
+    return replace(app, spec=wishing(spec, spans=True, gpu_types=()))
 
 
 @pytest.fixture
@@ -82,4 +103,13 @@ def test_nothing_unsafe_happens_and_all_that_can_finish_do_so_whatever_goes_wron
         if options is not None:
             assert _Run(options, None).verdict().wrong == "", seed
     assert told["agreed"] >= 5, told
+    assert told["jointly"] > told["alone"], told
+
+
+def test_gangs_and_guests_on_shared_gpus_all_have_their_turn_whatever_goes_wrong(told: Told) -> None:
+    for seed in range(examples(120)):
+        options = gangs_among_guests(seed)
+        if options is not None:
+            assert _Run(options, None).verdict().wrong == "", seed
+    assert told["agreed"] >= 3, told
     assert told["jointly"] > told["alone"], told

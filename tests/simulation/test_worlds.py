@@ -73,7 +73,7 @@ def test_seeds_differ_and_options_cover_what_can_go_wrong() -> None:
     kinds = {fault.kind for each in options for fault in each.faults}
     assert kinds == {
         *("crash", "freeze", "cut", "vanish", "power", "gpu", "cancel", "policy", "sharing", "drain"),
-        *("hold", "requeue"),
+        *("hold", "requeue", "mps"),
         *("worker-crash", "worker-kill", "worker-deaf", "worker-stall"),
     }
     assert {fault.party.role for each in options for fault in each.faults if fault.kind == "crash"} == {

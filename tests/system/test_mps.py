@@ -19,6 +19,7 @@ from node_agent.workers.mps import CONTROL, PIPE, PIPES, MpsDaemons
 from node_agent.workers.records import Records
 from protocol.messages import GpuId, GpuStatus, LaunchSpec, NodeReport, TaskId, TaskOrder, seat
 from tests.support.node_site import Site, find_task, node_site, task_order
+from tests.support.node_site import gpu as virtual_gpu
 from tests.support.patience import PATIENCE_S
 from tests.support.stand_in import StandIn, cards
 
@@ -219,3 +220,32 @@ async def test_a_gpu_that_is_not_here_is_refused_at_the_start(tmp_path: Path, dr
     (error,) = caught.value.exceptions
     assert isinstance(error, ConfigError)
     assert str(error).startswith("mps names the GPU '0', which this node agent does not use; there are 1 (GPU-0000")
+
+
+async def test_on_virtual_gpus_jobs_are_clients_too_and_fall_together(tmp_path: Path) -> None:
+    """They get no variables: processes on the cores of a host overlap anyway."""
+    orders = [
+        task_order(tmp_path, f"{name}-1.0-a0", "work", seat_number=place) for place, name in enumerate(("ana", "bob"))
+    ]
+    async with node_site(tmp_path, mps="all", pack_gain_min=0.5) as site:
+        site.sharing, site.quantum_s = "timeslice", 3.0
+        await site.plan(*orders)
+        await site.report(lambda report: both(report, "running", "resting"))
+        records = Records(tmp_path / "state")
+        assert all(records.of(order.task).spec.mps is not None for order in orders)  # type: ignore[union-attr]
+        started = records.of(orders[0].task).started
+        assert started is not None
+        site.backend.fault_client(virtual_gpu(0), started.pid)
+        report = await site.report(lambda report: both(report, "exited"))
+        for order in orders:
+            found = find_task(report, order.task)
+            assert found is not None
+            assert found.outcome == "preempted", found.reason
+            assert "met a fatal fault (it was injected), which ends all jobs on that GPU" in found.reason
+        await site.plan(
+            task_order(tmp_path, "ana-1.0-a1", "work"), task_order(tmp_path, "eve-1.0-a0", "work", gpus=(1,))
+        )
+        await site.phase("ana-1.0-a1", "running")
+        await site.phase("eve-1.0-a0", "running")
+        assert records.of(TaskId("ana-1.0-a1")).spec.mps is None, "a job of a fault is no client any more"  # type: ignore[union-attr]
+        assert records.of(TaskId("eve-1.0-a0")).spec.mps is not None  # type: ignore[union-attr]

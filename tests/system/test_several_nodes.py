@@ -1,6 +1,7 @@
 """A torchrun job on two nodes, real processes and two node agents, leaves its GPUs after the same mini-batch on both.
 
-Parked and resumed, or preempted and started again from its checkpoint, it ends with the weights of a run alone.
+Parked and resumed, or preempted and started again from its checkpoint, it ends with the weights of a run alone. Where
+GPUs are shared it has them to itself, and makes room for others after a lease of time.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from app_agent.core.spec import AppSpec
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import Client, open_client
 from launch.site.site import in_process, local_site, memory_bus, wait_ready
-from protocol.messages import OwnerId, Requirements
+from protocol.messages import AppId, OwnerId, Requirements
 from tests.support.patience import PATIENCE_S
+from tests.support.wishes import replace
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -49,10 +51,12 @@ def digests(folder: Path) -> list[str]:
 class TwoNodes:
     """A site of two nodes with one GPU each, and one app that needs both."""
 
-    def __init__(self, folder: Path, client: Client, preempt_by: Literal["suspend", "checkpoint"]) -> None:
+    def __init__(
+        self, folder: Path, client: Client, preempt_by: Literal["suspend", "checkpoint"], *, step_ms: int
+    ) -> None:
         self.folder, self.client = folder, client
         spec = AppSpec(
-            trials=((*TORCHRUN, *ARGUMENTS),),
+            trials=((*TORCHRUN, *ARGUMENTS[:-1], str(step_ms)),),
             cwd=str(folder),
             checkpoint_root=str(folder / "checkpoints"),
             gang=2,
@@ -82,6 +86,14 @@ class TwoNodes:
 
         return self.until(trains, f"both parts train beyond step {step}")
 
+    def come(self, number: int) -> AppId:
+        """Let a short job of one GPU come, which can be suspended."""
+        folder = self.folder / f"other-{number}"
+        folder.mkdir(exist_ok=True)
+        line = (*TORCHRUN, "--nproc-per-node", "1", str(TRAIN), "ddp", "40", str(STEP_MS))
+        spec = AppSpec(trials=(line,), cwd=str(folder), checkpoint_root=str(folder / "checkpoints"), gang=1)
+        return self.client.submit(spec)
+
     def hold(self) -> None:
         self.client.act("hold", self.app)
 
@@ -89,13 +101,20 @@ class TwoNodes:
         self.client.act("release", self.app)
 
 
+#: It trains slowly there: it must not be done before it has had its GPUs for a lease's time.
+SHARED = replace(SETTINGS, policy="gandiva", sharing="timeslice", seats=2, lease_s=8.0, quantum_s=2.0)
+
+
 @pytest.fixture
-def two_nodes(tmp_path: Path) -> Iterator[Callable[[Literal["suspend", "checkpoint"]], TwoNodes]]:
-    site = local_site(tmp_path, nodes=2, gpus="simulated:1", settings=SETTINGS)
+def two_nodes(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[[Literal["suspend", "checkpoint"]], TwoNodes]]:
+    site = local_site(tmp_path, nodes=2, gpus="simulated:1", settings=getattr(request, "param", SETTINGS))
     with in_process(site, memory_bus()) as check:
         wait_ready(site, check)
         with open_client(site.socket) as client:
-            yield lambda preempt_by: TwoNodes(tmp_path, client, preempt_by)
+            step_ms = 4 * STEP_MS if hasattr(request, "param") else STEP_MS
+            yield lambda preempt_by: TwoNodes(tmp_path, client, preempt_by, step_ms=step_ms)
         check()
 
 
@@ -133,4 +152,24 @@ def test_both_parts_leave_after_the_same_mini_batch_and_start_again_from_there(
         again = site.trains_beyond(step + 5)
         assert [task["start_step"] for task in again] == [step] * 2, "no mini-batch is lost or made twice"
     assert site.client.wait(site.app, until="done", timeout_s=PATIENCE_S).state == "finished", site.logs()
+    assert digests(site.folder) == alone
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("preempt_by", ["suspend", "checkpoint"])
+@pytest.mark.parametrize("two_nodes", [SHARED], indirect=True, ids=["shared"])
+def test_on_shared_gpus_it_makes_room_at_one_step_and_goes_on_from_there(
+    two_nodes: Callable[[Literal["suspend", "checkpoint"]], TwoNodes],
+    preempt_by: Literal["suspend", "checkpoint"],
+    alone: list[str],
+) -> None:
+    site = two_nodes(preempt_by)
+    site.trains_beyond(10)
+    others = [site.come(number) for number in range(2)]
+    left = site.until(lambda tasks: all(task["phase"] in ("suspended", "exited") for task in tasks), "both make room")
+    assert len({(task["phase"], max(task["step"], task["saved_step"])) for task in left}) <= 1, "the same step"
+    for other in others:
+        assert site.client.wait(other, until="done", timeout_s=PATIENCE_S).state == "finished"
+    assert site.client.wait(site.app, until="done", timeout_s=PATIENCE_S).state == "finished", site.logs()
+    assert site.client.query("explain", site.app)["preemptions"] >= 2, "it made room on both nodes"
     assert digests(site.folder) == alone

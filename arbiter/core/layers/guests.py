@@ -7,6 +7,9 @@ how the jobs on one GPU then take turns is its node agent's. `rounds.seats` says
   gets them. Otherwise it keeps the seat until its lease ends, and then is the first to have it again.
 - New guests come gang by gang, in the policy's order, to the least shared GPUs of one node, where the training of
   every app can be suspended and no app has a higher priority. No app has two seats of one GPU.
+- An app whose jobs may lie on several nodes has its GPUs to itself: it is no guest, and has none. While it waits, no
+  guests that come after it in the order come to those GPUs that it would have first, one gang of them, so that guests
+  that become owners do not keep it waiting for ever.
 """
 
 from __future__ import annotations
@@ -47,10 +50,11 @@ class _Device:
         self.sitting: dict[AppId, SeatView | None] = {}  #: None: of one that comes now nothing is known
         self.free: list[SeatView] = []
         self.leaving: set[AppId] = set()  #: they hold a seat that they lose now: no other is theirs before that is over
+        self.taken = False  #: an app has it to itself, or waits for it
 
     def invites(self, app: AppView) -> bool:
         """Whether `app` may come as another guest."""
-        if not self.free or not self.sitting or app.app in self.sitting or app.app in self.leaving:
+        if self.taken or not self.free or not self.sitting or app.app in self.sitting or app.app in self.leaving:
             return False
         return all(
             seat is not None and seat.cooperative and seat.priority <= app.requirements.priority
@@ -58,7 +62,9 @@ class _Device:
         )
 
     def bears(self, app: AppView) -> bool:
-        """Whether `app`, a guest, may stay: no other app here is known not to give way."""
+        """Whether `app`, a guest, may stay: no other app has the GPU to itself or is known not to give way."""
+        if self.taken:
+            return False
         others = (seat for other, seat in self.sitting.items() if other != app.app)
         return not any(seat is not None and seat.cooperative is False for seat in others)
 
@@ -99,7 +105,7 @@ class _Guests:
         self._places: dict[Level, dict[tuple[str, ...], _Place]] = {}
         self._rankings: dict[tuple[Level, int], list[_Rank]] = {}
         for seat in view.seats:
-            self._devices.setdefault(seat.seat.device, _Device(seat.seat))
+            self._devices.setdefault(seat.seat.device, _Device(seat.seat)).taken |= seat.taken
         self._promote()
         self._seat_owners()
         self._settle_guests()
@@ -128,6 +134,7 @@ class _Guests:
             owner = self._assign.get(gpu.gpu, gpu.holder if stays else None)
             if owner is not None:
                 device.sitting[owner] = seat if owner == gpu.holder else None
+                device.taken |= owner in self._apps and self._apps[owner].whole_gpus
                 if seat.inherited and owner == gpu.holder and gpu.gpu in in_play:
                     self._assign[gpu.gpu] = owner  # it is no guest any more
                 if owner in self._own and (gpu.gpu in in_play or gpu.gpu in self._assign):
@@ -155,6 +162,8 @@ class _Guests:
         able = [seat for seat in seats if self._devices[seat.seat.device].bears(app)]
         if app.cooperative is False:
             able, why = [], "its training cannot be suspended"
+        elif app.whole_gpus or any(self._devices[seat.seat.device].taken for seat in seats):
+            why = "a job that may lie on several nodes has its GPUs to itself"
         elif len(able) < len(seats):
             why = "another's training there cannot be suspended"
         staying = _whole_gangs(app, self._own[app.app], [seat.seat for seat in able], room)
@@ -178,7 +187,9 @@ class _Guests:
     def answer(self) -> Allocation:
         """Seat new guests, and return everything."""
         for app in self._order():
-            if app.cooperative is not False:
+            if app.whole_gpus:
+                self._reserve(app)
+            elif app.cooperative is not False:
                 self._invite(app)
         return replace(
             self._allocation,
@@ -211,6 +222,25 @@ class _Guests:
             idle = sum(not device.sitting for device in self._devices.values())
             free = "no GPU was free" if not idle else f"none of the {idle} free GPUs was for it"
             self._say(app.app, f"shares {self._with(app.app, came)}: {free}")
+
+    def _reserve(self, app: AppView) -> None:
+        """Let no more guests come to the GPUs that an app waits for which shares none: one gang, the least shared."""
+        if len(self._own[app.app]) + app.gang > app.demand_max:
+            return
+        able = [device for device in self._devices.values() if app.app not in device.sitting]
+        if app.only is not None:
+            known = frozenset(map(device_of, app.only))
+            able = [device for device in able if device.view.device in known]
+        able.sort(key=lambda device: (device.taken, len(device.sitting), device.view.device))
+        places: dict[tuple[str, ...], list[_Device]] = {}
+        for device in able:
+            places.setdefault(place_of(device.view, app.level_max), []).append(device)
+        fitting = [devices[: app.gang] for _, devices in sorted(places.items()) if len(devices) >= app.gang]
+        if fitting:
+            chosen = min(fitting, key=lambda devices: sum(len(device.sitting) for device in devices))
+            for device in chosen:
+                device.taken = True
+            self._say(app.app, f"no more guests come to {_names([each.view for each in chosen])}, which it waits for")
 
     def _place(self, app: AppView, has: Sequence[GpuView]) -> list[GpuView]:
         """Return seats for one gang: on the GPUs of one node that are shared least."""

@@ -9,7 +9,8 @@ GPUs, as ever. If it is not that gang's turn, another such round comes after as 
 
 No GPU stands idle for it, no job leaves earlier than it would have, and no lease is longer than one that begins now,
 nor drawn out again before a round has decided about it. A GPU that still drains for its winner ends as if its lease
-began now. Where GPUs have several seats nothing is aligned: a guest's is in play at any time.
+began now. Where GPUs have several seats, leases are aligned for gangs only that share no GPU, since the others come as
+guests; of each GPU it is the lease of its owner, and one that only guests are on is in play at any time.
 
 *Source:* ours; Astraea and Themis, whose rounds look at all GPUs at once, have no such gangs.
 """
@@ -44,16 +45,16 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
     At most one place is aligned after each round, for the widest.
     """
     settings = turn.state.settings
-    if settings.align_after_leases <= 0.0 or turn.policy.traits.tenure != "lease" or _has_guests(turn):
+    if settings.align_after_leases <= 0.0 or turn.policy.traits.tenure != "lease":
         turn.state.blocked, turn.state.aligned = (), {}
         return
     turn.state.aligned = {gpu: end for gpu, end in turn.state.aligned.items() if end > turn.now}
     _keep_gangs_together(turn)
     waiting: dict[_Kind, list[App]] = {}
-    promised = leases.promised(turn)
+    promised, shared = leases.promised(turn), _has_guests(turn)
     for app_id in turn.index.active - promised.keys():
         app = turn.state.apps[app_id]
-        able = 1 < app.gang <= app.demand_max and app.only is None
+        able = 1 < app.gang <= app.demand_max and app.only is None and (app.whole_gpus or not shared)
         if able and turn.hears(app) and not (app_id in turn.index.holders and leases.held(turn, app_id)):
             wished = (app.requirements.gpu_types, app.requirements.min_memory_bytes)
             waiting.setdefault((app.gang, app.spans, app.level_max, *wished), []).append(app)
@@ -115,7 +116,7 @@ def _levels(kind: BlockedGangs) -> Sequence[Level]:
 
 def _align(turn: Turn, kind: BlockedGangs, waiting: Sequence[App]) -> bool:
     """Let the leases in one place that holds such a gang end together; return whether there is such a place."""
-    open_ = [gpu for _, gpu in sorted(turn.state.gpus.items()) if _suits(kind, gpu) and _ends(turn, gpu) < inf]
+    open_ = [gpu for gpu in _owned(turn) if _suits(kind, gpu) and _ends(turn, gpu) < inf]
     views = [turn.index.show(gpu) for gpu in open_]
     for level in _levels(kind):
         best: list[Gpu] = []
@@ -140,6 +141,24 @@ def _align(turn: Turn, kind: BlockedGangs, waiting: Sequence[App]) -> bool:
     return False
 
 
+def _owned(turn: Turn) -> list[Gpu]:
+    """Return all GPUs; where they have several seats, the seat of each that its owner has, or could have."""
+    gpus = turn.state.gpus
+    if not turn.index.divided:
+        return [gpu for _, gpu in sorted(gpus.items())]
+
+    def rank(gpu: Gpu) -> tuple[object, ...]:
+        match gpu.state:
+            case Draining(promised_to=winner) if winner is not None:
+                return (0,)
+            case Leased():
+                return (1, *leases.seniority(gpu))
+            case _:
+                return (2, isinstance(gpu.state, Draining), gpu.parked, model.seat_number(gpu.id))
+
+    return [min((gpus[seat] for seat in sorted(seats)), key=rank) for _, seats in sorted(turn.index.seats.items())]
+
+
 def _ends(turn: Turn, gpu: Gpu) -> float:
     """Return when a round may assign this GPU, from now on; never where that is not known."""
     if not model.usable(turn.state, gpu) or gpu.id in turn.state.aligned:
@@ -147,6 +166,8 @@ def _ends(turn: Turn, gpu: Gpu) -> float:
     match gpu.state:
         case Free():
             return turn.now if leases.is_in_play(turn, gpu) else inf
+        case Leased(lease) if lease.guest:
+            return turn.now
         case Leased(lease) if lease.expires_at <= turn.now + turn.state.settings.lease_s:
             return lease.expires_at
         case Draining(promised_to=winner) if winner is not None:

@@ -166,13 +166,26 @@ def seats_of(turn: Turn) -> tuple[SeatView, ...]:
     if not turn.state.settings.shared or turn.policy.traits.shares:
         return ()
     gpus = (gpu for _, gpu in sorted(turn.state.gpus.items()) if model.usable(turn.state, gpu))
-    return tuple(_seat(turn, gpu) for gpu in gpus if isinstance(gpu.state, Leased) or leases.is_in_play(turn, gpu))
+    taken = {device_of(gpu.id) for gpu in turn.state.gpus.values() if _is_taken_whole(turn, gpu)}
+    shown = (gpu for gpu in gpus if isinstance(gpu.state, Leased) or leases.is_in_play(turn, gpu))
+    return tuple(_seat(turn, gpu, taken=device_of(gpu.id) in taken) for gpu in shown)
 
 
-def _seat(turn: Turn, gpu: Gpu) -> SeatView:
+def _is_taken_whole(turn: Turn, gpu: Gpu) -> bool:
+    """Whether a seat is leased, or promised, to an app that shares no GPU."""
+    match gpu.state:
+        case Leased(lease):
+            return turn.state.apps[lease.app].whole_gpus
+        case Draining(promised_to=winner) if winner in turn.state.apps:
+            return turn.state.apps[winner].whole_gpus
+        case _:
+            return False
+
+
+def _seat(turn: Turn, gpu: Gpu, *, taken: bool) -> SeatView:
     view = turn.index.show(gpu)
     if not isinstance(gpu.state, Leased):
-        return SeatView(view, parked=gpu.parked)
+        return SeatView(view, parked=gpu.parked, taken=taken)
     lease = gpu.state.lease
     app = turn.state.apps[lease.app]
     guest = gpu.id not in seating(turn).first
@@ -183,4 +196,5 @@ def _seat(turn: Turn, gpu: Gpu) -> SeatView:
         inherited=lease.guest and not guest,
         cooperative=app.cooperative,
         priority=app.requirements.priority,
+        taken=taken,
     )

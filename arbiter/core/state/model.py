@@ -465,6 +465,11 @@ class App(Struct, frozen=True):
         return self.requirements.spans
 
     @property
+    def whole_gpus(self) -> bool:
+        """Whether it has its GPUs to itself, also where GPUs are shared: a job of it may lie on several nodes."""
+        return self.spans and max((self.gang, *self.sizes)) > 1
+
+    @property
     def grace_s(self) -> float:
         """The time its jobs are given to save; none once it wishes for no job."""
         return self.requirements.grace_s if self.jobs else 0.0

@@ -23,10 +23,12 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.leases import leases, plans
 from arbiter.core.members import apps, nodes, sales
 from arbiter.core.rounds import phases
+from arbiter.core.seam import AppView
 from arbiter.core.state import model
 from arbiter.core.state.gpu_time import History
 from arbiter.core.state.model import Bidding, Draining, Free, Leased
 from node_agent.core import ladder, plan_news, worker_news
+from node_agent.core.health import Health
 from node_agent.core.model import Task
 from node_agent.core.packing import Packs
 from node_agent.core.proof import Gpus
@@ -396,4 +398,27 @@ def a_snapshot_leaves_out_a_counter() -> Iterator[None]:
 @mutant
 def an_array_goes_beyond_its_bound() -> Iterator[None]:
     with patch.object(Array, "runnable", lambda self, search, trials: tuple(array._in_order(search, trials))):
+        yield
+
+
+@mutant
+def a_job_of_a_fatal_fault_is_a_client_of_mps_again() -> Iterator[None]:
+    with patch.object(Health, "may_use_mps", lambda *_: True):
+        yield
+
+
+@mutant
+def the_driver_suspends_clients_of_mps() -> Iterator[None]:
+    usable = SuspendMethods.usable
+
+    def unaware(self: SuspendMethods, task: Task, among: Any, tasks: Any) -> Any:
+        return usable(self, replace(task, facts=replace(task.facts, mps=False)), among, tasks)
+
+    with patch.object(SuspendMethods, "usable", unaware):
+        yield
+
+
+@mutant
+def a_gpu_of_a_job_on_several_nodes_has_guests() -> Iterator[None]:
+    with patch.object(AppView, "whole_gpus", property(lambda _: False)):
         yield

@@ -21,7 +21,7 @@ here, which is the best guess for such), the gain is
 *Grow-shrink*: a job with accepted sizes starts on the smallest. It grows, within its server, onto GPUs that have been
 idle for `idle_s`, to the largest size for which (1/k - 1/k') * left_gpu_s is more than three times the cost; it
 shrinks as soon as a job that waits needs GPUs, and none grows while one waits. Time-slicing and packing on a GPU are
-its node agent's.
+its node agent's. A job that may lie on several nodes shares no GPU: it has its turns by leases (`lease_turns`).
 
 *Source:* Gandiva (OSDI 2018), sections 3 and 4, Algorithm 1; repaired in PAPERS.md section 2. The order among jobs that
 wait is this project's; so is the formula of the gains, where the paper has thresholds by experience.
@@ -35,6 +35,7 @@ from heapq import heapify, heappop, heappush
 
 from arbiter.core.placement.assignment import Deal, Holes, all_gone, gang_place, gpus, losses, move_s, pick, unusable
 from arbiter.core.placement.locality import LOOSENESS
+from arbiter.core.policies.gandiva import lease_turns
 from arbiter.core.policies.gandiva.nodes import Servers
 from arbiter.core.seam import (
     Allocation,
@@ -56,6 +57,8 @@ GAIN_MIN = 3.0
 FREE_PART = 0.75
 #: Placement slowdown, until measured by apps; PAPERS.md section 1.
 SLOWDOWN: Mapping[Level, float] = {"slot": 1.0, "machine": 1.0, "rack": 1.1, "cluster": 1.3}
+#: Why an app that spans shares none.
+WHOLE = "a job that may lie on several nodes has its GPUs to itself"
 
 
 class Settings(PolicySettings, frozen=True):
@@ -87,9 +90,11 @@ class Gandiva(Policy):
         round_.spread_out()
         round_.draw_together()
         waiting = round_.defragment(waiting)
+        waiting = lease_turns.take_turns(round_, waiting)
         needed = any(app.only is None for app in waiting)
-        look_again_s = None if needed else round_.grow(self._settings.idle_s, waiting)
-        return round_.answer(waiting, look_again_s)
+        grows_s = None if needed else round_.grow(self._settings.idle_s, waiting)
+        times = [time for time in (grows_s, lease_turns.look_again_s(round_, waiting)) if time is not None]
+        return round_.answer(waiting, min(times, default=None))
 
 
 class Job:
@@ -178,7 +183,7 @@ class _Round:
         while queue:
             *_, place = heappop(queue)
             app = self.view.apps[place]
-            if self._place_gang(app):
+            if self.place_gang(app):
                 if self.missing(app) > 0:
                     heappush(queue, self._turn(app))
             else:
@@ -188,7 +193,7 @@ class _Round:
     def _turn(self, app: AppView) -> tuple[int, int, int]:
         return -app.requirements.priority, self.has(app) // app.gang, self.servers.order(app.app)
 
-    def _place_gang(self, app: AppView) -> bool:
+    def place_gang(self, app: AppView) -> bool:
         """Place one gang of `app`, somehow; if it cannot be, note why."""
         count = min(app.gang, self.missing(app))
         if app.bound:
@@ -311,6 +316,9 @@ class _Round:
         servers = self.servers
         if not self.view.shared:
             return False
+        if app.whole_gpus:
+            self._asleep[app.app] = f"{self._too_few(app)}, and {WHOLE}"
+            return False
         if app.cooperative is False:
             self._asleep[app.app] = f"{self._too_few(app)}, and its training cannot be suspended, so it shares none"
             return False
@@ -342,8 +350,13 @@ class _Round:
         return seats if len(seats) == count and close and (here + count) % app.chunk == 0 else []
 
     def _may_join(self, app: AppView, device: GpuId) -> bool:
-        """Whether all on a device can be suspended, and have no higher priority than `app`, which is not there yet."""
+        """Whether all on a device can be suspended, and have no higher priority than `app`, which is not there yet.
+
+        No other is there with an app that has its GPUs to itself.
+        """
         others = [self.apps[other] for other in self.servers.sitting[device]]
+        if others and (app.whole_gpus or any(other.whole_gpus for other in others)):
+            return False
         able = (
             all(other.cooperative and other.requirements.priority <= app.requirements.priority for other in others)
             and app not in others
