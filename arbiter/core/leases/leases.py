@@ -369,11 +369,15 @@ def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
         kept = preemption_budget.kept(turn) - index.guests
         views = index.revocable()
         return {gpu: view for gpu, view in views.items() if gpu not in kept} if kept else views
-    ending = set(index.guests)
+    return index.assignable(index.guests | due(turn))
+
+
+def due(turn: Turn) -> set[GpuId]:
+    """Return the seats whose leases end unless the next round renews them."""
     soon = turn.now + turn.state.settings.renewal_lead_s
-    if turn.policy.traits.tenure == "lease" and index.next_end <= soon:
-        ending.update([gpu for gpu, end in index.ends.items() if end <= soon])
-    return index.assignable(ending)
+    if turn.policy.traits.tenure != "lease" or turn.index.next_end > soon:
+        return set()
+    return {gpu for gpu, end in turn.index.ends.items() if end <= soon}
 
 
 def is_in_play(turn: Turn, gpu: Gpu) -> bool:

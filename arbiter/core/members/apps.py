@@ -154,6 +154,8 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     if (jobs, requirements, demand, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
         turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
         turn.apps.add(app.id)
+    if requirements.priority != app.requirements.priority:
+        turn.index.touch_all(app.id)
     app = replace(
         app,
         report_seq=report.seq,
