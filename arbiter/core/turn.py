@@ -1,7 +1,7 @@
 """One call of `Arbiter.handle`: the state, the time, and what has come of it so far.
 
 Operations on leases, rounds and apps change the state through a `Turn` and leave marks in it; at the end of the call
-the arbiter turns the marks into messages, so that an app that wins four GPUs in one round hears one `Grant`.
+the arbiter turns the marks into messages, so that an app that wins four GPUs in one round hears of it once.
 """
 
 from __future__ import annotations
@@ -40,8 +40,6 @@ class Turn:
     now: float
     index: Index
     effects: list[Effect] = field(default_factory=list)
-    granted: dict[AppId, list[model.Lease]] = field(default_factory=lambda: defaultdict(list))
-    renewed: dict[AppId, list[model.Lease]] = field(default_factory=lambda: defaultdict(list))
     revoked: dict[tuple[AppId, str], list[LeaseId]] = field(default_factory=lambda: defaultdict(list))
     nodes: set[NodeId] = field(default_factory=set)  #: whose plan may have changed
     apps: set[AppId] = field(default_factory=set)  #: whose holdings may have changed

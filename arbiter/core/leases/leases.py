@@ -60,7 +60,6 @@ def _lease(turn: Turn, gpu: Gpu, app: model.App, *, round: int, guest: bool = Fa
         guest=guest,
     )
     turn.put_gpu(gpu, Leased(lease))
-    turn.granted[app.id].append(lease)
     state.apps[app.id] = replace(app, tally=replace(app.tally, grants=app.tally.grants + 1))
     return lease
 
@@ -125,7 +124,6 @@ def renew(turn: Turn, gpu: Gpu, *, round: int, guest: bool = False) -> Lease:  #
     assert isinstance(gpu.state, Leased)
     lease = replace(gpu.state.lease, expires_at=end_of_lease(turn, gpu.id), round=round, guest=guest)
     turn.put_gpu(gpu, Leased(lease))
-    turn.renewed[lease.app].append(lease)
     app = turn.state.apps[lease.app]
     turn.state.apps[lease.app] = replace(app, tally=replace(app.tally, renewals=app.tally.renewals + 1))
     turn.tell(gpu.id, f"renewed for {lease.app} in round {round}")
