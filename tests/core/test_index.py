@@ -8,8 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.state import model
-from arbiter.core.state.index import Feed, Index
+from arbiter.core.state.index import ENDS_KEPT, Feed, Index
 from arbiter.core.state.model import Gpu, State
+from arbiter.core.turn import Turn
 from protocol.messages import GpuId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id
 
@@ -72,3 +73,18 @@ def test_a_feed_has_all_gpus_at_first_and_then_those_that_changed() -> None:
     assert not feed.take(index)
     site.app("ana-1")
     assert set(feed.take(index)) == {GpuId(gpu_id("n1", 0))}
+
+
+def test_the_next_end_of_a_lease_is_known_without_keeping_all_that_ever_was() -> None:
+    site = Site(replace(SETTINGS, policy="drf"))
+    site.node("n1", 2)
+    site.app("ana-1", gang=2, demand=2)
+    index, turn = site.arbiter._index, Turn(site.arbiter.state, site.now, site.arbiter._index)
+    for later in range(1, 500):
+        for gpu in (GpuId(gpu_id("n1", 0)), GpuId(gpu_id("n1", 1))):
+            known = site.arbiter.state.gpus[gpu]
+            assert isinstance(known.state, model.Leased)
+            lease = replace(known.state.lease, expires_at=site.now + 100.0 + later)
+            turn.put_gpu(known, model.Leased(lease))
+        assert index.next_end == min(index.ends.values()) == site.now + 100.0 + later
+    assert len(index._ending) <= ENDS_KEPT + 3 * len(index.ends)

@@ -200,8 +200,8 @@ def _retry_at(state: State, index: Index) -> float | None:
     tenure = policy_of(state.settings.policy, state.settings.policy_settings).traits.tenure
     if tenure != "lease" or not isinstance(state.phase, Idle):
         return None  # under other tenures nothing changes by itself
-    if not any(state.gpus[gpu].present for gpu in index.free):
-        return None
+    if not index.free or not any(state.gpus[gpu].present for gpu in index.free):
+        return None  # to walk through a set that was emptied costs as much as through the full one
     return state.phase.not_before + state.settings.lease_s / 4
 
 

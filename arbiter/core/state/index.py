@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar, cast
 
 from msgspec import Struct
@@ -48,6 +49,9 @@ class Feed:
         return index.all_gpus() if changed is None else changed
 
 
+#: So many ends of leases that are no more are kept, beside as many again as there are leases.
+ENDS_KEPT = 64
+
 #: The types of GPUs and the bytes of memory that a user asked for.
 Kind = tuple[tuple[str, ...], int]
 
@@ -82,7 +86,7 @@ class Index:
         self.enrolling: set[AppId] = set()
         self.active: set[AppId] = set()
         self.order: list[tuple[int, AppId]] = []  #: the active ones by arrival
-        self._next_end: float | None = None
+        self._ending: list[tuple[float, GpuId]] = []  #: the same as a heap, which may hold ends that are no more
         #: No node is overdue before; None: not known. Nodes are heard of later and later, so it stays true.
         self.overdue_at: float | None = None
         self._cluster: tuple[GpuView, ...] | None = None  #: where every GPU is, by id
@@ -132,7 +136,7 @@ class Index:
                 self.guests.add(gpu.id)
             if gpu.state.lease.expires_at < model.NEVER:
                 self.ends[gpu.id] = gpu.state.lease.expires_at
-                self._next_end = None
+                heappush(self._ending, (gpu.state.lease.expires_at, gpu.id))
         elif isinstance(gpu.state, model.Draining):
             self._bind_draining(gpu.id, gpu.state)
 
@@ -156,8 +160,7 @@ class Index:
                 self.versions[gpu.state.promised_to] += 1
         self.free.discard(gpu.id)
         self.guests.discard(gpu.id)
-        if self.ends.pop(gpu.id, None) is not None:
-            self._next_end = None
+        self.ends.pop(gpu.id, None)
 
     def recount(self, gpus: Collection[GpuId] | None = None) -> None:
         """Count these GPUs anew when next asked; None: all.
@@ -292,9 +295,12 @@ class Index:
     @property
     def next_end(self) -> float:
         """When the next lease ends; infinite when there is none."""
-        if self._next_end is None:
-            self._next_end = min(self.ends.values(), default=math.inf)
-        return self._next_end
+        ending = self._ending
+        while ending and self.ends.get(ending[0][1]) != ending[0][0]:
+            heappop(ending)
+        if len(ending) > ENDS_KEPT + 2 * len(self.ends):
+            ending[:] = sorted((end, gpu) for gpu, end in self.ends.items())
+        return ending[0][0] if ending else math.inf
 
     def move_app(self, app: model.App, arrival: int) -> None:
         """Note that an app, which is as it was before, is to have another place in the queue."""
