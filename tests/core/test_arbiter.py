@@ -137,7 +137,9 @@ def test_a_loser_is_preempted_and_the_winner_waits_for_the_proof_of_release() ->
     ana = task("ana-1", 0, [gpu], "vacating")
     assert told_of(site.node("n1", tasks=[ana], used=[gpu])) == []
     gone = task("ana-1", 0, [gpu], "exited", outcome="preempted")
-    assert told_of(site.node("n1", tasks=[gone])) == [("bob-1", [gpu])]
+    effects = site.node("n1", tasks=[gone])
+    assert told_of(effects) == [("bob-1", [gpu])]
+    assert sent(effects, NodePlan) == []  # the node hears of that lease with the task that bob-1 wishes there
     assert site.held("bob-1") == [gpu]
 
 

@@ -467,11 +467,13 @@ class _HoldingsBody(Struct, array_like=True):
 def plan_digest(plan: NodePlan) -> str:
     """Return a digest of what a plan orders, times left out: equal digests need no new plan.
 
-    A lease of a GPU that no order names is left out: the node has nothing to do about it until its app has divided its
-    GPUs. When such a lease ends a new plan is sent all the same, by which the node proves the GPU empty.
+    A lease of a GPU that no order of its app names is left out: the node has nothing to do about it until that app has
+    divided its GPUs. When such a lease ends a new plan is sent all the same, by which the node proves the GPU empty.
     """
-    used = {device_of(gpu) for order in plan.tasks for gpu in order.gpus}
-    terms = tuple((term.lease, term.gpu) for term in plan.leases if device_of(term.gpu) in used)
+    used = {(order.app, device_of(gpu)) for order in plan.tasks for gpu in order.gpus}
+    terms = tuple(
+        (term.lease, term.gpu) for term in plan.leases if (term.lease.rpartition("/")[0], device_of(term.gpu)) in used
+    )
     return _digest(_PlanBody(terms, plan.tasks, (plan.sharing, plan.seats, plan.quantum_s)))
 
 
