@@ -122,10 +122,12 @@ def take_decision(turn: Turn, decided: Decided) -> None:
 def _said(turn: Turn, phase: Deciding) -> dict[AppId, claim_audit.Said]:
     """Return what apps said of themselves in this round; without probes, what those report whose GPUs are in play."""
     if not phase.rhos:
+        if turn.policy.traits.tenure != "lease":
+            return dict.fromkeys(turn.index.holders, claim_audit.Said())
         held = set(phase.in_play) - turn.index.free
         states = [turn.state.gpus[gpu].state for gpu in held if gpu in turn.state.gpus]
         ending = {state.lease.app for state in states if isinstance(state, Leased)}
-        return dict.fromkeys(ending if turn.policy.traits.tenure == "lease" else turn.index.holders, claim_audit.Said())
+        return dict.fromkeys(ending, claim_audit.Said())
     return {app: claim_audit.Said(rho, phase.rhos_none.get(app)) for app, rho in phase.rhos.items()}
 
 
@@ -325,7 +327,7 @@ def _ask_policy(turn: Turn, view: View, bids: dict[AppId, Bid], phase: Bidding) 
         silent=tuple(app for app in phase.bidders if app not in phase.bids),
         rhos_none={app.app: bids[app.app].rho_none for app in view.apps if app.app in bids and not app.renewable},
         in_play=tuple([gpu.gpu for gpu in view.gpus]),
-        seats=tuple(seat.seat.gpu for seat in view.seats),
+        seats=tuple([seat.seat.gpu for seat in view.seats]),
         takeable=tuple(gpu.gpu for gpu in view.takeable),
         epoch=state.epoch,
     )
