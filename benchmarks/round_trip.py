@@ -61,7 +61,7 @@ from protocol.messages import (
     Bid,
     GpuId,
     GpuStatus,
-    Grant,
+    Holdings,
     NodeId,
     NodePlan,
     NodeReport,
@@ -196,9 +196,9 @@ async def start_agent(work: Work, owner: str, group: asyncio.TaskGroup, sizes: d
     journal = Journal.of(Path(work.folder, f"app-{owner}.db"), app_host.Event)
 
     def watch(_: Party, message: AnyMessage) -> None:
-        if isinstance(message, Grant):
+        if isinstance(message, Holdings) and message.leases:
             say(granted=time.monotonic())
-        if isinstance(message, Probe | Offer | Grant):
+        if isinstance(message, Probe | Offer | Holdings):
             sample(sizes, ARBITER, message)
 
     async def perform(_: object) -> None:
@@ -484,7 +484,7 @@ class Site:
         await self.rest()
         await self.round()
         self._tell("sizes")
-        await self.until(lambda: {"Probe", "Offer", "Grant", "ProbeReply", "Bid"} <= self.sizes.keys(), "a round")
+        await self.until(lambda: {"Probe", "Offer", "Holdings", "ProbeReply", "Bid"} <= self.sizes.keys(), "a round")
 
     def _tell(self, word: str) -> None:
         for worker in self.workers:
@@ -512,7 +512,7 @@ class Site:
         return [
             (len(record.asked), mean["Probe"], mean["ProbeReply"]),
             (len(record.bidders), mean["Offer"], mean["Bid"]),
-            (self.winners(), mean["Grant"], mean["AppReport"]),
+            (self.winners(), mean["Holdings"], mean["AppReport"]),
         ]
 
     async def aclose(self) -> None:

@@ -46,6 +46,7 @@ from benchmarks.sites.figures import (  # noqa: E402
     beats_told,
     depth,
     goals,
+    grants_of,
     queues_of,
     rounds_told,
     spread,
@@ -313,8 +314,9 @@ class Site:
         """Return the figures of the rounds that began and ended in the window."""
         with closing(Ledger(self.ledger_path)) as ledger:
             records = ledger.rounds(limit=ledger.round_count())
+        grants = grants_of(records, accounts[1].grants)
         rounds = [
-            timed(record, accounts[1].rounds.get(record.round, {}))
+            timed(record, accounts[1].rounds.get(record.round, {}), grants[record.round])
             for record in records
             if window[0] <= record.at and record.at + record.took_s <= window[1]
         ]

@@ -9,7 +9,7 @@ The flow of one round::
 
     arbiter --Probe--> app      app --ProbeReply--> arbiter        phase 1, visibility: rho of every app
     arbiter --Offer--> app      app --Bid---------> arbiter        phase 2, allocation: the worst-off bid
-    arbiter --Grant--> app      app --AppReport---> arbiter        the app divides its GPUs among its jobs
+    arbiter --Holdings-> app    app --AppReport---> arbiter        the app divides its GPUs among its jobs
     arbiter --NodePlan-> node   node --NodeReport-> arbiter        the node agents make it so, and prove it
 
 `NodePlan`, `NodeReport`, `Holdings` and `AppReport` say the *whole* present state, and are repeated every beat: a lost
@@ -623,7 +623,10 @@ class Offer(Struct, frozen=True, tag=True):
 
 
 class Grant(Struct, frozen=True, tag=True):
-    """The app won these leases in this round; `renewed` ones it already held and keeps without interruption."""
+    """The app won these leases in this round; `renewed` ones it already held and keeps without interruption.
+
+    Said by the version before this one only, and read for one release: `Holdings` says which leases an app has.
+    """
 
     app: AppId
     round: RoundId

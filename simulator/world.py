@@ -37,7 +37,7 @@ from protocol.messages import (
     AnyMessage,
     AppId,
     GpuId,
-    Grant,
+    Holdings,
     JobId,
     LeaseId,
     NodeId,
@@ -275,7 +275,6 @@ class World:
         actor = self._enrol(Actor(Party("app", owner), AppHost(owner, tenant=spec.tenant, beat_s=self.beat_s)))
         sim_app = SimApp(name, spec, tuple(jobs), actor, self.now)
         self.apps[owner] = sim_app
-        self._tell(actor, Connected())
         self._tell(actor, Submit(name, spec))
         return sim_app
 
@@ -429,8 +428,8 @@ class World:
     def _carry(self, sender: Party, send: Send) -> None:
         self.messages += 1
         message = send.message
-        if type(message) is Grant:
-            self._lease_gpus.update((each.lease, each.gpu) for each in message.leases)
+        if type(message) is Holdings:
+            self._lease_gpus.update([(each.lease, each.gpu) for each in message.leases])
         elif type(message) is Preempt:
             self._taken.update(self._lease_gpus[lease] for lease in message.leases if lease in self._lease_gpus)
         if self._wire:

@@ -2,9 +2,9 @@
 
 It is told the arbiter's messages (`hear`) and that time has passed (`tick`), and answers with messages. Its wish is one
 `AppReport`, stated whole when it changes and again every beat; its GPUs are those of the arbiter's newest `Holdings`,
-with `Grant` and `Preempt` as earlier news of the same. (epoch, seq) orders these three, so that loss, repetition and
-reordering change nothing that the next beat does not mend. A lease's remaining time is ignored: when the arbiter is
-silent an app keeps its GPUs, since no other app can have been granted them (fail-static).
+with `Preempt` as earlier news of the same, and `Grant` of an arbiter of the version before. (epoch, seq) orders these,
+so that loss, repetition and reordering change nothing that the next beat does not mend. A lease's remaining time is
+ignored: when the arbiter is silent an app keeps its GPUs, since no other app can have been granted them (fail-static).
 
 After every event the same four steps run, in this order: jobs follow the node agents' reports (`holdings`), the search
 advances (`search`), GPUs are divided (`placement`), and the report goes out if it says something new (`reporting`). A

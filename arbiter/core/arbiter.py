@@ -133,7 +133,7 @@ class Arbiter:
         state = self.state
         turn = Turn(state, state.now, self._index)
         state.history.since = state.now
-        state.history.resize(self._index.census()[1], state.settings.tenants, state.now)
+        state.history.resize(self._index.counts()[1], state.settings.tenants, state.now)
         for app in sorted(state.apps.values(), key=lambda app: app.arrival):
             turn.follow(app)
         turn.account_all()
@@ -158,7 +158,7 @@ class Arbiter:
             self._go_on(turn, ticks=isinstance(event, Tick))
         for app_id in sorted({*turn.rebook_availability(), *turn.accounts} & self.state.apps.keys()):
             leases.close_account(turn, app_id)
-        gpus = self._index.census()[1]
+        gpus = self._index.counts()[1]
         if gpus != self.state.history.gpus:
             self.state.history.resize(gpus, self.state.settings.tenants, now)
         if not listens:
@@ -241,7 +241,7 @@ class Arbiter:
                     self._index.overdue_at = None
                     for app_id in sorted(self._index.active):  # an app that was silent may count as heard again
                         turn.follow(self.state.apps[app_id])
-                    turn.state.history.resize(self._index.census()[1], settings.tenants, turn.now)
+                    turn.state.history.resize(self._index.counts()[1], settings.tenants, turn.now)
                     changed = f"settings changed; the policy is {settings.policy}"
                     turn.tell("rounds", changed, loudly=True)
                     if self.state.epoch > 0:  # else it is no change, and no time has passed for us yet

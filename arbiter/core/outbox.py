@@ -1,4 +1,8 @@
-"""Messages at the end of a turn: plans to nodes; grants, preemptions and holdings to app agents."""
+"""Messages at the end of a turn: plans to nodes; preemptions and holdings to app agents.
+
+What changes nothing for its receiver waits for the beat, which restates all: leases on which nothing is ordered yet, a
+lease that was renewed, the phases of single parts of a job, and that a report was heard which asked for nothing back.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,13 @@ from arbiter.core.turn import Turn
 from protocol.core import Send
 from protocol.messages import (
     AppId,
-    Grant,
     Party,
     Preempt,
-    RoundId,
 )
 
 
 def say(turn: Turn) -> None:
-    """Send the plans, grants, preemptions and holdings that have changed; all plans and holdings when a beat is due."""
+    """Send the plans, preemptions and holdings that have changed; all plans and holdings when a beat is due."""
     state = turn.state
     beat = beat_is_due(state, turn.now)
     if beat:
@@ -29,7 +31,7 @@ def say(turn: Turn) -> None:
         turn.nodes |= {state.gpus[gpu].node for gpu in turn.index.gpus[app_id]}
     for node_id in sorted(state.nodes if beat else turn.nodes):
         _say_plan(turn, state.nodes[node_id], restate=beat)
-    _say_news(turn)
+    _say_preempted(turn)
     affected = sorted(state.apps if beat else turn.apps)
     for app_id in affected:
         _say_holdings(turn, state.apps[app_id], restate=beat)
@@ -48,7 +50,7 @@ def _say_plan(turn: Turn, node: model.Node, *, restate: bool) -> None:
     plans.OUTLINES.of(turn.index)[node.id] = outline
     plan = plans.plan_of(turn, node, outline)
     digest = plans.plan_digest(plan)
-    changed = digest != node.plan_digest
+    changed = digest != node.plan_digest or _awaits_plan(turn, node)
     if changed:
         node = replace(node, plan_seq=node.plan_seq + 1, plan_digest=digest)
         turn.state.nodes[node.id] = node
@@ -57,38 +59,48 @@ def _say_plan(turn: Turn, node: model.Node, *, restate: bool) -> None:
         turn.effects.append(Send(Party("node", node.id), replace(plan, seq=node.plan_seq), beat=not changed))
 
 
-def _say_news(turn: Turn) -> None:
-    """Send one Grant per app that won or kept something, one Preempt per app and reason that lost something."""
-    state = turn.state
-    for app_id in sorted(turn.granted.keys() | turn.renewed.keys()):
-        app = _next_seq(turn.state, app_id)
-        granted, renewed = turn.granted.get(app_id, []), turn.renewed.get(app_id, [])
-        grant = Grant(
-            app=app_id,
-            round=RoundId((granted or renewed)[0].round),
-            epoch=state.epoch,
-            seq=app.holdings_seq,
-            leases=tuple(plans.terms_of(turn, lease) for lease in granted),
-            renewed=tuple(plans.terms_of(turn, lease) for lease in renewed),
-        )
-        turn.effects.append(Send(Party("app", app.owner), grant))
+def _awaits_plan(turn: Turn, node: model.Node) -> bool:
+    """Whether a GPU of this node can be proved empty only by a report on a plan that is still to be sent."""
+    draining = turn.index.node_gpus[node.id] & turn.index.draining
+    states = (turn.state.gpus[gpu].state for gpu in draining)
+    return any(isinstance(state, model.Draining) and state.plan_seq > node.plan_seq for state in states)
+
+
+def _say_preempted(turn: Turn) -> None:
+    """Send one Preempt per app and reason that lost something."""
     for (app_id, reason), lost in sorted(turn.revoked.items()):
         app = _next_seq(turn.state, app_id)
-        preempt = Preempt(app_id, state.epoch, app.holdings_seq, tuple(sorted(lost)), reason, app.grace_s)
+        preempt = Preempt(app_id, turn.state.epoch, app.holdings_seq, tuple(sorted(lost)), reason, app.grace_s)
         turn.effects.append(Send(Party("app", app.owner), preempt))
 
 
 def _say_holdings(turn: Turn, app: model.App, *, restate: bool) -> None:
-    if app.id not in turn.apps and not (app.active and (turn.hears(app) or app.id in turn.index.holders)):
+    over = isinstance(app.state, model.Settled | model.Refused)
+    if app.id not in turn.apps and (over or not (turn.hears(app) or app.id in turn.index.holders)):
         return  # nothing is restated to an app that is over, or to an agent that is gone
     holdings = plans.holdings_of(turn, app)
-    digest = plans.holdings_digest(holdings)
+    digest = (
+        _ended_digest(turn, app) if isinstance(app.state, model.Settled) else plans.holdings_digest(holdings, app.owed)
+    )
     changed = digest != app.holdings_digest
-    if changed or restate or not app.active:
+    if changed or restate:
         app = replace(_next_seq(turn.state, app.id), holdings_digest=digest)
         turn.state.apps[app.id] = app
         message = replace(holdings, seq=app.holdings_seq)
         turn.effects.append(Send(Party("app", app.owner), message, beat=not changed))
+
+
+def _ended_digest(turn: Turn, app: model.App) -> str:
+    """Return a digest of what an app that is over must hear at once: that nothing of it is left.
+
+    Until then only one that was ended by others, or says again that it is over, is told.
+    """
+    assert isinstance(app.state, model.Settled)
+    if not plans.is_over(turn, app):
+        return (
+            f"ends, told by {app.state.by}, answered to {app.owed}" if app.state.by or app.owed else app.holdings_digest
+        )
+    return f"is over, holds {len(turn.index.gpus[app.id])}, answered to {app.owed}"
 
 
 def _next_seq(state: State, app_id: AppId) -> model.App:

@@ -1,7 +1,7 @@
 """One call of `Arbiter.handle`: the state, the time, and what has come of it so far.
 
 Operations on leases, rounds and apps change the state through a `Turn` and leave marks in it; at the end of the call
-the arbiter turns the marks into messages, so that an app that wins four GPUs in one round hears one `Grant`.
+the arbiter turns the marks into messages, so that an app that wins four GPUs in one round hears of it once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from arbiter.core.registry import policy_of
 from arbiter.core.seam import Policy
 from arbiter.core.state import lifecycle, model
 from arbiter.core.state.index import Index, app_of, apps_on
-from arbiter.core.state.model import State, StoryLine
+from arbiter.core.state.model import ArbiterSettings, State, StoryLine
 from protocol.messages import AppId, EventKind, GpuId, LeaseId, NodeId, TaskId, device_of
 
 #: Lines kept of one object's story: a day of rounds at the default lease is 144; the ledger keeps all of them.
@@ -40,18 +40,21 @@ class Turn:
     now: float
     index: Index
     effects: list[Effect] = field(default_factory=list)
-    granted: dict[AppId, list[model.Lease]] = field(default_factory=lambda: defaultdict(list))
-    renewed: dict[AppId, list[model.Lease]] = field(default_factory=lambda: defaultdict(list))
     revoked: dict[tuple[AppId, str], list[LeaseId]] = field(default_factory=lambda: defaultdict(list))
     nodes: set[NodeId] = field(default_factory=set)  #: whose plan may have changed
     apps: set[AppId] = field(default_factory=set)  #: whose holdings may have changed
     accounts: set[AppId] = field(default_factory=set)  #: apps whose account may now be closed, or has changed since
     happened: dict[EventRecord, set[GpuId]] = field(default_factory=dict)  #: in order; of each the GPUs it was about
 
+    _policy: tuple[ArbiterSettings, Policy] | None = None  #: the policy of these settings
+
     @property
     def policy(self) -> Policy:
         """The policy in force."""
-        return policy_of(self.state.settings.policy, self.state.settings.policy_settings)
+        settings = self.state.settings
+        if self._policy is None or self._policy[0] is not settings:
+            self._policy = settings, policy_of(settings.policy, settings.policy_settings)
+        return self._policy[1]
 
     def tell(self, subject: str, what: str, *, loudly: bool = False) -> None:
         """Add a line to the story of `subject`; `loudly` also puts it into the log."""
@@ -181,10 +184,8 @@ class Turn:
         Who was on a lost node has nothing of it, though it is not proven empty, and may never be.
         """
         index, touched = self.index, set[AppId]()
-        if not index.recounted:
-            return []
-        index.recounted = False
-        for device in sorted(index.seats):
+        recounted, index.recounted = index.recounted, set()
+        for device in sorted(recounted):
             serves = model.in_service(self.state, self.state.gpus[device])
             if serves == (device in index.booked):
                 continue

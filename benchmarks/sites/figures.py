@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -18,10 +19,12 @@ PHASES = {
     "probe": ("Probe", "ProbeReply"),
     "offer": ("Offer", "Bid"),
     "decide": (),
-    "grant": ("Grant", "Preempt", "Holdings", "AppReport"),
+    "grant": ("Preempt", "Holdings", "AppReport"),
     "obey": ("NodePlan", "NodeReport"),
 }
 ROUND_GOAL_S = 0.5
+#: What an app hears later than so after a decision came free later.
+GRANTED_S = 1.0
 GRANT_GOAL_S = 1.0
 #: A round is a whole one if so many of the GPUs are in play.
 WHOLE = 0.5
@@ -41,12 +44,27 @@ class Timed(Struct, frozen=True):
         return sum(self.phases.values())
 
 
-def timed(record: RoundRecord, heard: Mapping[str, Span]) -> Timed:
-    """Return the times of a round, by the arbiter's record and by what apps heard and said."""
+def grants_of(records: Sequence[RoundRecord], grants: Iterable[float]) -> dict[int, list[float]]:
+    """Return when apps heard of new leases after each round, by its number: until the next round was decided."""
+    ordered = sorted(records, key=lambda record: record.round)
+    decided = [record.at + record.took_s for record in ordered]
+    found: dict[int, list[float]] = {record.round: [] for record in ordered}
+    for at in grants:
+        place = bisect_right(decided, at)
+        if place:
+            found[ordered[place - 1].round].append(at)
+    return found
+
+
+def timed(record: RoundRecord, heard: Mapping[str, Span], grants: Sequence[float] = ()) -> Timed:
+    """Return the times of a round, by the arbiter's record and by what apps heard and said; `grants` are this round's.
+
+    A GPU that still had to be emptied for its winner is not waited for: its grant is no work of the round's.
+    """
     decided = record.at + record.took_s
     asked_until = heard["Offer"].first if "Offer" in heard else decided if "Probe" in heard else record.at
     bid_until = heard["Bid"].last if "Bid" in heard else asked_until
-    granted = max(decided, heard["Grant"].last) if "Grant" in heard else decided
+    granted = max((at for at in grants if at <= decided + GRANTED_S), default=decided)
     moments = [record.at, asked_until, bid_until, decided, granted]
     spans = [max(0.0, after - before) for before, after in pairwise(moments)]
     phases = dict(zip(("probe", "offer", "decide", "grant"), spans, strict=True))

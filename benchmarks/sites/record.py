@@ -11,10 +11,10 @@ from typing import Any
 from msgspec import Struct
 
 from protocol.core import Received, Send
-from protocol.messages import AppId, Bid, Grant, Holdings, NodeId, NodePlan, Offer, Probe, ProbeReply
+from protocol.messages import AppId, Bid, Holdings, LeaseId, NodeId, NodePlan, Offer, Probe, ProbeReply
 
 #: The messages that name their round.
-_OF_ROUND = (Probe, ProbeReply, Offer, Bid, Grant)
+_OF_ROUND = (Probe, ProbeReply, Offer, Bid)
 
 
 class Span(Struct):
@@ -32,6 +32,7 @@ class Account(Struct):
     restated: dict[str, int]
     rounds: dict[int, dict[str, Span]]
     troubles: dict[str, int]
+    grants: list[float] = []  #: when an app heard of a lease that it had not heard of before, UNIX seconds
 
     @classmethod
     def opened(cls) -> Account:
@@ -44,7 +45,8 @@ class Record:
 
     def __init__(self) -> None:
         self.account = Account.opened()
-        self.granted: dict[AppId, float] = {}  #: when each app last heard of a grant
+        self.granted: dict[AppId, float] = {}  #: when each app last heard of a new lease
+        self._leases: dict[AppId, frozenset[LeaseId]] = {}
         self.heard: dict[NodeId | AppId, object] = {}  #: what each node's plan and each app's holdings say
         self._moved = asyncio.Event()
 
@@ -56,9 +58,16 @@ class Record:
     def hear(self, message: object) -> None:
         """Note a message of the arbiter's."""
         self._note(message, restated=self._is_old(message))
-        if isinstance(message, Grant):
-            self.granted[message.app] = time.time()
+        if isinstance(message, Holdings):
+            self._note_grants(message)
         self._moved.set()
+
+    def _note_grants(self, message: Holdings) -> None:
+        known = self._leases.get(message.app, frozenset())
+        self._leases[message.app] = leases = frozenset(each.lease for each in message.leases)
+        if not leases <= known:
+            self.granted[message.app] = time.time()
+            self.account.grants.append(self.granted[message.app])
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait for what messages of the arbiter's bring about."""

@@ -785,3 +785,19 @@ def test_gpus_that_are_promised_to_it_have_no_guests_either() -> None:
         seats = (SeatView(own, cooperative=True, taken=taken), SeatView(free, taken=taken))
         view = View(1, 0, 60.0, 1, (), (guest,), 0.0, seats=seats, shared=True)
         assert bool(with_guests(view, Allocation({}, (), unnamed="holder")).assign) is not taken
+
+
+def test_a_holder_that_asks_for_another_priority_is_seen_with_it_at_once() -> None:
+    shop = Shop(n1=2)
+    shop.come("own-1", gang=2)
+    shop.come("gus-1")
+    assert sorted(len(shop.held(app)) for app in ("own-1", "gus-1")) == [1, 2]
+
+    def priorities() -> set[int]:
+        turn = Turn(shop.site.arbiter.state, shop.site.now, shop.site.arbiter._index)
+        return {seat.priority for seat in make_view(turn, shown(turn), {}).seats if seat.seat.holder == "own-1"}
+
+    assert priorities() == {0}
+    shop.more["own-1"] = {"priority": 7}
+    shop._report("own-1")  # the site compares all views with a fresh derivation after each event
+    assert priorities() == {7}

@@ -9,8 +9,8 @@ from arbiter.core.effects import EpochTaken, LeaseRecord, Resign
 from arbiter.core.members.site import EPOCH_MAX
 from arbiter.core.state.model import ArbiterSettings, Free, Leased
 from protocol.core import Connected
-from protocol.messages import Grant, NodePlan
-from tests.support.arbiter_site import AUCTION, SETTINGS, Site, gpu_id, notes, sent, task, wish, with_auction
+from protocol.messages import NodePlan
+from tests.support.arbiter_site import AUCTION, SETTINGS, Site, gpu_id, notes, sent, task, told_of, wish, with_auction
 
 OURS, THEIRS = "s-ours", "s-theirs"
 
@@ -160,7 +160,7 @@ def test_an_older_journal_leads_on_beyond_what_nodes_have_seen_and_keeps_what_ru
     assert sent(effects, NodePlan) == []
     effects = site.wait(12.0)
     assert site.held("bob-1") == [second]
-    assert sent(effects, Grant)[-1].app == "bob-1"
+    assert told_of(effects)[-1][0] == "bob-1"
     for plan in sent(effects, NodePlan):
         assert plan.epoch == 4
         assert {(order.task, order.want) for order in plan.tasks} == {("ana-1.0-a0", "run"), ("bob-1.0-a0", "run")}

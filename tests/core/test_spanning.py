@@ -48,7 +48,7 @@ from protocol.messages import (
     locality,
 )
 from tests.support.app_harness import Bench, exited, status, terms
-from tests.support.arbiter_site import Site, gpu_id, task, wish
+from tests.support.arbiter_site import Site, gpu_id, task, told_of, wish
 from tests.support.auctions import AMPLE, app_of, bid_of, gpus_of, settle, view_of
 from tests.support.effort import examples
 from tests.support.wishes import replace
@@ -1164,3 +1164,26 @@ def test_gangs_are_whole_in_all_and_in_multiples_on_each_machine(
 ) -> None:
     mine = gpus_of(*kept, first=10) if kept else ()
     assert whole_gangs(mine, gpus_of(*new), 4, chunk) == whole
+
+
+def test_an_app_hears_of_one_phase_for_all_parts_of_its_job() -> None:
+    site = leased()
+    assert told_of(site.node("n1", tasks=[part(0)], used=ON_N1)) == []  # the other one is still starting
+    assert [app for app, _ in told_of(site.node("n2", tasks=[part(1)], used=ON_N2))] == ["ana-1"]
+    ended = {"phase": "exited", "outcome": "finished"}
+    assert told_of(site.node("n1", tasks=[part(0, **ended)])) == []
+    assert [app for app, _ in told_of(site.node("n2", tasks=[part(1, **ended)]))] == ["ana-1"]
+
+
+def test_the_end_of_one_part_that_did_not_finish_is_told_at_once() -> None:
+    site = running()
+    assert told_of(site.node("n1", tasks=[part(0, "exited", outcome="failed")]))
+
+
+def test_parts_that_go_on_after_they_were_parked_are_told_when_all_run() -> None:
+    site = running()
+    for rank, node in ((0, "n1"), (1, "n2")):
+        site.node(node, tasks=[part(rank, "suspended", cooperative=True)])
+    told_of(site.node("n1", tasks=[part(0, cooperative=True)], used=ON_N1))
+    effects = site.node("n2", tasks=[part(1, cooperative=True)], used=ON_N2)
+    assert told_of(effects), "else the app would take the job for parked"

@@ -9,7 +9,7 @@ from arbiter.core.rounds import stated
 from arbiter.core.state.index import Index
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, LevelTerms, Offer, Probe, StandingValuation
-from tests.support.arbiter_site import AUCTION, Grant, Site, notes, records, sent, with_auction
+from tests.support.arbiter_site import AUCTION, Site, notes, records, sent, told_of, with_auction
 from valuation.finish_time import effort
 
 pytestmark = with_auction
@@ -31,7 +31,7 @@ def test_apps_that_have_stated_their_valuation_get_gpus_without_a_question() -> 
     (record, *_) = records(effects)
     assert record.asked == ("ana-1", "bob-1")
     assert record.bidders  # the worst off of the two
-    assert sum(len(grant.leases) for grant in sent(effects, Grant)) == 4
+    assert sum(len(gpus) for _, gpus in told_of(effects)) == 4
 
 
 def test_the_arbiter_replies_with_rho_by_its_own_clock_and_n_avg() -> None:

@@ -26,7 +26,7 @@ from protocol.messages import (
     BidRow,
     GpuId,
     GpuStatus,
-    Grant,
+    Holdings,
     JobWish,
     LaunchSpec,
     NodeId,
@@ -357,6 +357,13 @@ def sent(effects: Sequence[Effect], kind: type[MessageT]) -> list[MessageT]:
     return [effect.message for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
 
 
+def told_of(effects: Sequence[Effect]) -> list[tuple[AppId, list[GpuId]]]:
+    """Return the apps that are told something new, with the GPUs which are theirs, if any, in order of the messages."""
+    new = sent([effect for effect in effects if not (isinstance(effect, Send) and effect.beat)], Holdings)
+    told = [(each.app, [lease.gpu for lease in each.leases if not lease.leaving]) for each in new]
+    return [(app, gpus) for app, gpus in told if gpus]
+
+
 def notes(effects: Sequence[Effect]) -> str:
     return "\n".join(f"{effect.subject}: {effect.what}" for effect in effects if isinstance(effect, Note))
 
@@ -369,7 +376,6 @@ __all__ = [
     "AUCTION",
     "LAUNCH",
     "SETTINGS",
-    "Grant",
     "Site",
     "gpu_id",
     "notes",

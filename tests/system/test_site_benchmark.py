@@ -8,13 +8,14 @@ import subprocess
 import sys
 
 import pytest
+from msgspec.structs import replace
 
 from arbiter.core.effects import RoundRecord
 from benchmarks.sites.crowd import CROWDING, SPARE_NODE, Crowd
-from benchmarks.sites.figures import depth, goals, queues_of, rounds_told, timed
+from benchmarks.sites.figures import depth, goals, grants_of, queues_of, rounds_told, timed
 from benchmarks.sites.record import Account, Record, Span
 from protocol.core import Send
-from protocol.messages import ARBITER, AppId, GpuId, Grant, Holdings, NodeId, NodePlan, ProbeReply
+from protocol.messages import ARBITER, AppId, GpuId, Holdings, LeaseId, LeaseTerms, NodeId, NodePlan, ProbeReply
 from tests.support import rabbitmq
 from tests.support.traces import ROOT
 
@@ -59,11 +60,15 @@ def test_a_round_lasts_until_the_last_grant_is_heard_and_each_phase_until_the_ne
         "ProbeReply": Span(100.1, 100.3),
         "Offer": Span(100.5, 100.6),
         "Bid": Span(100.6, 101.0),
-        "Grant": Span(101.6, 102.0),
     }
-    found = timed(record(took_s=1.5), heard)
+    found = timed(record(took_s=1.5), heard, [101.6, 102.0, 109.0])
     assert found.phases == pytest.approx({"probe": 0.5, "offer": 0.5, "decide": 0.5, "grant": 0.5})
     assert found.seconds == pytest.approx(2.0)
+
+
+def test_a_new_lease_is_of_the_round_that_was_decided_last() -> None:
+    first, second = record(took_s=1.0), replace(record(took_s=1.0), round=8, at=110.0)
+    assert grants_of([second, first], [100.5, 101.5, 110.5, 111.2]) == {7: [101.5, 110.5], 8: [111.2]}
 
 
 def test_a_round_without_questions_is_all_decision() -> None:
@@ -92,12 +97,13 @@ def test_what_is_said_again_is_no_news() -> None:
     noted.hear(plan)
     noted.hear(holdings)
     noted.hear(Holdings(APP, 1, 2, (), (), acked=9))
-    noted.hear(Grant(APP, 7, 1, 3, ()))
+    noted.hear(Holdings(APP, 1, 3, (LeaseTerms(LeaseId("o0-1/1"), GpuId("g"), NodeId("n0"), "r", "s", 1, 9.0),), ()))
     noted.say(Send(ARBITER, ProbeReply(APP, 7, 1.0)))
     account = noted.take()
-    assert account.news == {"NodePlan": 1, "Holdings": 1, "Grant": 1, "ProbeReply": 1}
+    assert account.news == {"NodePlan": 1, "Holdings": 2, "ProbeReply": 1}
     assert account.restated == {"NodePlan": 1, "Holdings": 1}
-    assert {*account.rounds[7]} == {"Grant", "ProbeReply"}
+    assert {*account.rounds[7]} == {"ProbeReply"}
+    assert len(account.grants) == 1
     assert APP in noted.granted
     assert noted.take() == Account.opened()
 

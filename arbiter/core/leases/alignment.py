@@ -27,6 +27,7 @@ from arbiter.core.leases import leases
 from arbiter.core.placement.locality import LOOSENESS, group, place_of
 from arbiter.core.seam import GpuView
 from arbiter.core.state import model
+from arbiter.core.state.index import Cache
 from arbiter.core.state.model import App, BlockedGangs, Draining, Free, Gpu, Leased
 from arbiter.core.turn import Turn
 from protocol import gpu_kinds
@@ -37,6 +38,8 @@ from protocol.messages import LEVELS, AppId, GpuId, Level, Requirements
 ROOM_LEAVES = 0.6
 
 _Kind = tuple[int, bool, Level, tuple[str, ...], int]  #: of `BlockedGangs`, without the time
+#: By app: the kind of its gangs, with the app that it was derived from.
+KINDS: Cache[AppId, tuple[App, _Kind | None]] = Cache(lasting=True, by_app=True)
 
 
 def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
@@ -52,12 +55,14 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
     _keep_gangs_together(turn)
     waiting: dict[_Kind, list[App]] = {}
     promised, shared = leases.promised(turn), _has_guests(turn)
+    kinds = KINDS.of(turn.index)
     for app_id in turn.index.active - promised.keys():
-        app = turn.state.apps[app_id]
-        able = 1 < app.gang <= app.demand_max and app.only is None and (app.whole_gpus or not shared)
-        if able and turn.hears(app) and not (app_id in turn.index.holders and leases.held(turn, app_id)):
-            wished = (app.requirements.gpu_types, app.requirements.min_memory_bytes)
-            waiting.setdefault((app.gang, app.spans, app.level_max, *wished), []).append(app)
+        app, known = turn.state.apps[app_id], kinds.get(app_id)
+        if known is None or known[0] is not app:
+            known = kinds[app_id] = (app, _kind_of(app))
+        kind = known[1] if app.whole_gpus or not shared else None
+        if kind and turn.hears(app) and not (app_id in turn.index.holders and leases.held(turn, app_id)):
+            waiting.setdefault(kind, []).append(app)
     since = {
         (each.gang, each.spans, each.level_max, each.gpu_types, each.min_memory_bytes): each.since
         for each in turn.state.blocked
@@ -76,6 +81,13 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
             found = replace(found, since=turn.now) if aligned else found
         blocked.append(found)
     turn.state.blocked = tuple(blocked)
+
+
+def _kind_of(app: App) -> _Kind | None:
+    """Return the kind of an app's gangs; None if it has none of several GPUs that could wait for room."""
+    if not (1 < app.gang <= app.demand_max and app.only is None):
+        return None
+    return app.gang, app.spans, app.level_max, app.requirements.gpu_types, app.requirements.min_memory_bytes
 
 
 def _has_guests(turn: Turn) -> bool:

@@ -53,7 +53,7 @@ def end(turn: Turn, node: NodeId) -> bool:
 
 def _look_anew(turn: Turn, node: NodeId) -> None:
     """Have counts, views and orders derived anew that depend on whether a node is drained."""
-    turn.index.recount()
+    turn.index.recount(turn.index.node_gpus[node])
     turn.state.news = True
     turn.nodes.add(node)
     for task in turn.index.node_tasks[node]:

@@ -60,7 +60,6 @@ def _lease(turn: Turn, gpu: Gpu, app: model.App, *, round: int, guest: bool = Fa
         guest=guest,
     )
     turn.put_gpu(gpu, Leased(lease))
-    turn.granted[app.id].append(lease)
     state.apps[app.id] = replace(app, tally=replace(app.tally, grants=app.tally.grants + 1))
     return lease
 
@@ -125,7 +124,6 @@ def renew(turn: Turn, gpu: Gpu, *, round: int, guest: bool = False) -> Lease:  #
     assert isinstance(gpu.state, Leased)
     lease = replace(gpu.state.lease, expires_at=end_of_lease(turn, gpu.id), round=round, guest=guest)
     turn.put_gpu(gpu, Leased(lease))
-    turn.renewed[lease.app].append(lease)
     app = turn.state.apps[lease.app]
     turn.state.apps[lease.app] = replace(app, tally=replace(app.tally, renewals=app.tally.renewals + 1))
     turn.tell(gpu.id, f"renewed for {lease.app} in round {round}")
@@ -369,11 +367,15 @@ def in_play(turn: Turn) -> Mapping[GpuId, GpuView]:
         kept = preemption_budget.kept(turn) - index.guests
         views = index.revocable()
         return {gpu: view for gpu, view in views.items() if gpu not in kept} if kept else views
-    ending = set(index.guests)
+    return index.assignable(index.guests | due(turn))
+
+
+def due(turn: Turn) -> set[GpuId]:
+    """Return the seats whose leases end unless the next round renews them."""
     soon = turn.now + turn.state.settings.renewal_lead_s
-    if turn.policy.traits.tenure == "lease" and index.next_end <= soon:
-        ending.update([gpu for gpu, end in index.ends.items() if end <= soon])
-    return index.assignable(ending)
+    if turn.policy.traits.tenure != "lease" or turn.index.next_end > soon:
+        return set()
+    return {gpu for gpu, end in turn.index.ends.items() if end <= soon}
 
 
 def is_in_play(turn: Turn, gpu: Gpu) -> bool:

@@ -37,6 +37,7 @@ from protocol.messages import (
     Sharing,
     TaskId,
     TaskOrder,
+    TaskPhase,
     TaskStatus,
     Want,
     device_of,
@@ -379,6 +380,16 @@ def holdings_of(turn: Turn, app: model.App) -> Holdings:
     )
 
 
+def is_over(turn: Turn, app: model.App) -> bool:
+    """Whether nothing of an app that has ended is still to come: none of its tasks lives, and none of its GPUs drains.
+
+    What is on a lost node counts as gone: it may never be heard of again.
+    """
+    nodes = {turn.state.gpus[gpu].node for gpu in turn.index.gpus[app.id]}
+    nodes |= {task.node for task in map(turn.state.tasks.__getitem__, turn.index.tasks[app.id]) if task.alive}
+    return not any(isinstance(turn.state.nodes[node].state, model.Up) for node in nodes)
+
+
 def _status(state: State, task: Task) -> TaskStatus:
     """Return a task as its app is told of it; one on a lost node is over as far as the app is concerned."""
     known = {name: getattr(task, name) for name in _STATUS_FIELDS}
@@ -447,25 +458,61 @@ class _PlanBody(Struct, array_like=True):
 
 class _HoldingsBody(Struct, array_like=True):
     leases: tuple[tuple[str, bool], ...]
-    tasks: tuple[tuple[str, str, str, bool, dict[str, float], tuple[str, ...], tuple[str, ...]], ...]
-    acked: int
+    attempts: tuple[object, ...]
+    owed: int
     held_by: str
     probes: bool
 
 
 def plan_digest(plan: NodePlan) -> str:
-    """Return a digest of what a plan orders, times left out: equal digests need no new plan."""
-    terms = tuple((term.lease, term.gpu) for term in plan.leases)
+    """Return a digest of what a plan orders, times left out: equal digests need no new plan.
+
+    A lease of a GPU that no order of its app names is left out: the node has nothing to do about it until that app has
+    divided its GPUs. When such a lease ends a new plan is sent all the same, by which the node proves the GPU empty.
+    """
+    used = {(order.app, device_of(gpu)) for order in plan.tasks for gpu in order.gpus}
+    terms = tuple(
+        (term.lease, term.gpu) for term in plan.leases if (term.lease.rpartition("/")[0], device_of(term.gpu)) in used
+    )
     return _digest(_PlanBody(terms, plan.tasks, (plan.sharing, plan.seats, plan.quantum_s)))
 
 
-def holdings_digest(holdings: Holdings) -> str:
-    """Return a digest of what matters at once in holdings: leases, task phases and metrics, not steps and times."""
-    tasks = tuple(
-        (t.task, t.phase, t.outcome or "", t.can_checkpoint, t.metrics, t.gpus, t.other_gpus) for t in holdings.tasks
-    )
+def holdings_digest(holdings: Holdings, owed: int) -> str:
+    """Return a digest of what an app must hear at once: leases, phases and metrics of attempts, not steps and times.
+
+    `owed` is the newest report that its app waits to know heard (`App.owed`). Empty: there is nothing to tell.
+    """
+    parts: dict[tuple[JobId, int], list[TaskStatus]] = {}
+    for task in holdings.tasks:
+        parts.setdefault((task.job, task.attempt), []).append(task)
+    attempts = tuple([news for each in parts.values() if (news := _news_of_attempt(each))])
     leases = tuple((t.lease, t.leaving) for t in holdings.leases)
-    return _digest(_HoldingsBody(leases, tasks, holdings.acked, holdings.held_by, holdings.probes))
+    body = _HoldingsBody(leases, attempts, owed, holdings.held_by, holdings.probes)
+    return "" if body == _NOTHING_TO_TELL else _digest(body)
+
+
+_NOTHING_TO_TELL = _HoldingsBody((), (), 0, "", probes=False)
+#: Where the parts of an attempt differ, the first of these that a living part is in is told.
+_PHASES: tuple[TaskPhase, ...] = ("stopping", "vacating", "suspending", "starting", "resuming", "running", "resting")
+
+
+def _news_of_attempt(parts: Sequence[TaskStatus]) -> tuple[object, ...]:
+    """Return what an app must hear at once of an attempt, whose parts may be on several nodes.
+
+    It is told one phase for all, as it takes the parts together. That they start is no news: it has just wished so.
+    """
+    living = {part.phase for part in parts if part.phase != "exited"}
+    phases: tuple[object, ...]
+    if not living or any(part.phase == "exited" and part.outcome != "finished" for part in parts):
+        phases = tuple((part.phase, part.outcome or "") for part in parts)
+    elif len(living) == 1 or "suspended" in living:
+        phases = tuple(living) if len(living) == 1 else ("suspending",)
+    else:
+        phases = (next(phase for phase in _PHASES if phase in living),)
+    if phases == ("starting",):
+        return ()
+    figures = tuple((part.task, part.metrics, part.gpus, part.other_gpus) for part in parts)
+    return phases, figures, all(part.can_checkpoint for part in parts)
 
 
 def _digest(body: Struct) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec.structs import replace
@@ -53,9 +54,11 @@ def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
         _refuse(turn, app.owner, report, app.state.reason)
     if report.state == "active" and isinstance(app.state, Settled):
         _contradict(turn, app, app.state, report)
+    repeats = report.state != "active" and isinstance(app.state, Settled)
     app = _note_wish(turn, app, report)
-    if report.state != "active":
-        turn.apps.add(app.id)  # it repeats its end until it hears that we know
+    if repeats:  # it does so until it hears that we know
+        turn.apps.add(app.id)
+        turn.state.apps[app.id] = app = replace(app, owed=max(app.owed, report.seq))
     if not isinstance(app.state, Settled):
         _take_releases(turn, app, report)
         if report.state != "active":
@@ -154,9 +157,12 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     if (jobs, requirements, demand, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
         turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
         turn.apps.add(app.id)
+    if requirements.priority != app.requirements.priority:
+        turn.index.touch_all(app.id)
     app = replace(
         app,
         report_seq=report.seq,
+        owed=_owed(app, report, jobs),
         gang=report.gang,
         demand_max=demand,
         demand_wished=report.demand_max if app.held_by else 0,
@@ -191,6 +197,22 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     elsewhere = elsewhere or kind != (requirements.gpu_types, requirements.min_memory_bytes)
     turn.state.news = turn.state.news or ((wants_more or elsewhere) and app.active)
     return app
+
+
+def _owed(app: App, report: AppReport, jobs: Sequence[Job]) -> int:
+    """Return which report of an app must be answered: the newest in which a job is wished no more as it was.
+
+    The app waits for the word that this was heard, whatever comes of it. A job that had no GPUs and has some now takes
+    nothing back. The end of an app is answered when nothing of it is left.
+    """
+    left = {job.id: job for job in jobs}
+    takes_back = any(
+        job.id not in left
+        or (job.attempt, job.suspended) != (left[job.id].attempt, left[job.id].suspended)
+        or job.gpus not in ((), left[job.id].gpus)
+        for job in app.jobs
+    )
+    return 0 if report.state != "active" else report.seq if takes_back else app.owed
 
 
 def _leave_unsuited(turn: Turn, app: App) -> None:

@@ -60,8 +60,7 @@ def _enrol(turn: Turn, known: Node | None, report: NodeReport) -> Node:
         host_bytes=report.host_bytes,
     )
     if known is None or isinstance(known.state, Lost):
-        turn.index.recount()
-        turn.index.overdue_at = None
+        turn.index.recount(turn.index.node_gpus[node.id])
     if known is None:
         turn.tell(node.id, f"enrolled with {len(report.gpus)} GPUs in {report.rack}", loudly=True)
         turn.happen("enrolled", f"with {len(report.gpus)} GPUs in {report.rack}", node=node.id)
@@ -144,7 +143,7 @@ def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> No
     turn.state.gpus[gpu.id] = gpu
     turn.index.touch(gpu.id)
     if known is None or _place_of(known) != _place_of(gpu):
-        turn.index.recount()
+        turn.index.recount((gpu.id,))
     became_usable = known is None or (not known.healthy and gpu.healthy) or (not known.empty and gpu.empty)
     turn.state.news = turn.state.news or (became_usable and isinstance(gpu.state, Free))
     if known is not None and gpu.healthy and not (known.healthy and known.present) and model.is_first(gpu.id):
@@ -161,7 +160,7 @@ def _place_of(gpu: Gpu) -> tuple[bool, bool, str, str, str, str, int]:
 
 def _withdraw_gpu(turn: Turn, gpu: Gpu, why: str) -> None:
     turn.state.gpus[gpu.id] = gpu
-    turn.index.recount()
+    turn.index.recount((gpu.id,))
     turn.tell(gpu.id, why, loudly=True)
     kind: EventKind = "quarantined" if gpu.quarantined else "unhealthy" if gpu.present else "absent"
     turn.happen(kind, why, node=gpu.node, gpu=gpu.id)
@@ -209,6 +208,7 @@ def _note_manners(turn: Turn, task: model.Task) -> None:
     cooperative, can_checkpoint = (all(each) for each in zip(*running, strict=True))
     if (app.cooperative, app.can_checkpoint) != (cooperative, can_checkpoint):
         turn.state.apps[app.id] = replace(app, cooperative=cooperative, can_checkpoint=can_checkpoint)
+        turn.index.touch_all(app.id)
         turn.state.news = turn.state.news or turn.state.settings.shared  # other apps may share with it
 
 
@@ -350,7 +350,7 @@ def lose_silent(turn: Turn) -> None:
     for node in sorted(turn.state.nodes.values(), key=lambda each: each.id):
         if isinstance(node.state, Up) and turn.now >= node.state.seen_at + limit_s:
             turn.state.nodes[node.id] = replace(node, state=Lost(turn.now))
-            turn.index.recount()
+            turn.index.recount(turn.index.node_gpus[node.id])
             turn.tell(node.id, f"lost: silent for {limit_s:.0f} s", loudly=True)
             turn.happen("lost", f"silent for {limit_s:.0f} s", node=node.id)
             turn.nodes.add(node.id)

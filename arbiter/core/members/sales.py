@@ -88,7 +88,7 @@ def _drop_late(turn: Turn) -> None:
 def _begin_check(turn: Turn, policy: Policy) -> None:
     """Have all bookings looked at, if there is a reason to."""
     state = turn.state
-    here = (math.floor(turn.now / policy.slot_s), turn.index.census()[1])
+    here = (math.floor(turn.now / policy.slot_s), turn.index.counts()[1])
     # Where one node went and another came at once there are as many GPUs as before, and not the same.
     if here == state.time_slot and not turn.index.recounted:
         return
@@ -256,7 +256,7 @@ def _asking_now(turn: Turn, app: App) -> AppView:
     view = asking(app)
     least = min((len(job.gpus) for job in app.jobs if job.gpus), default=0) if app.only is not None else 0
     if least > app.gang:
-        most = min(view.demand_max, max(least, turn.index.census()[0]))  # an app may ask for more than there is
+        most = min(view.demand_max, max(least, turn.index.counts()[0]))  # an app may ask for more than there is
         most -= most % app.gang
         sizes = app.sizes or range(least - least % app.gang, most + 1, app.gang)
         view = replace(view, demand_max=most, sizes=tuple(size for size in sizes if least <= size <= most))

@@ -116,7 +116,7 @@ def _claims(turn: Turn, app: App, said: Said, measured: _Measured) -> Iterable[C
         claimed_s = app.left_s - since_s * measured.gpus / most
         yield _claim(app, "left_s", claimed_s, measured.left_gpu_s / most, measured)
     if len(leases.held(turn, app.id)) == measured.gpus:
-        cluster_s = measured.total_gpu_s / max(1, min(turn.index.census()[1], most))
+        cluster_s = measured.total_gpu_s / max(1, min(turn.index.counts()[1], most))
         mean = turn.state.apps_count.mean_since(app.apps_integral, app.arrived_at, turn.now)
         ideal_s = fairness.ideal_time_s(cluster_s=cluster_s, apps_mean=mean)
         rho = fairness.rho(shared_s=turn.now - app.arrived_at + measured.left_s, ideal_s=ideal_s)

@@ -27,9 +27,10 @@ def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome,
     """
     asked = {*phase.in_play, *phase.seats}
     takeable = frozenset(phase.takeable)
-    for stray in sorted(set(allocation.assign) - asked - takeable):
+    open_ = asked | takeable
+    for stray in sorted(allocation.assign.keys() - open_):
         turn.tell("rounds", f"the policy assigned {stray}, which was not in play; ignored", loudly=True)
-    desired = {gpu: app for gpu, app in sorted(allocation.assign.items()) if gpu in asked | takeable}
+    desired = {gpu: app for gpu, app in sorted(allocation.assign.items()) if gpu in open_}
     here = _here(turn, asked, takeable, allocation)
     withheld = in_vain(turn, here, desired)
     for (app, why), gpus in _grouped((desired[gpu], why, gpu) for gpu, why in withheld.items()):

@@ -122,10 +122,12 @@ def take_decision(turn: Turn, decided: Decided) -> None:
 def _said(turn: Turn, phase: Deciding) -> dict[AppId, claim_audit.Said]:
     """Return what apps said of themselves in this round; without probes, what those report whose GPUs are in play."""
     if not phase.rhos:
+        if turn.policy.traits.tenure != "lease":
+            return dict.fromkeys(turn.index.holders, claim_audit.Said())
         held = set(phase.in_play) - turn.index.free
         states = [turn.state.gpus[gpu].state for gpu in held if gpu in turn.state.gpus]
         ending = {state.lease.app for state in states if isinstance(state, Leased)}
-        return dict.fromkeys(ending if turn.policy.traits.tenure == "lease" else turn.index.holders, claim_audit.Said())
+        return dict.fromkeys(ending, claim_audit.Said())
     return {app: claim_audit.Said(rho, phase.rhos_none.get(app)) for app, rho in phase.rhos.items()}
 
 
@@ -200,8 +202,8 @@ def _retry_at(state: State, index: Index) -> float | None:
     tenure = policy_of(state.settings.policy, state.settings.policy_settings).traits.tenure
     if tenure != "lease" or not isinstance(state.phase, Idle):
         return None  # under other tenures nothing changes by itself
-    if not any(state.gpus[gpu].present for gpu in index.free):
-        return None
+    if not index.free or not any(state.gpus[gpu].present for gpu in index.free):
+        return None  # to walk through a set that was emptied costs as much as through the full one
     return state.phase.not_before + state.settings.lease_s / 4
 
 
@@ -325,7 +327,7 @@ def _ask_policy(turn: Turn, view: View, bids: dict[AppId, Bid], phase: Bidding) 
         silent=tuple(app for app in phase.bidders if app not in phase.bids),
         rhos_none={app.app: bids[app.app].rho_none for app in view.apps if app.app in bids and not app.renewable},
         in_play=tuple([gpu.gpu for gpu in view.gpus]),
-        seats=tuple(seat.seat.gpu for seat in view.seats),
+        seats=tuple([seat.seat.gpu for seat in view.seats]),
         takeable=tuple(gpu.gpu for gpu in view.takeable),
         epoch=state.epoch,
     )

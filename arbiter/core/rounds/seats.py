@@ -14,7 +14,7 @@ whose trait `shares` is true sees and deals with all seats itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -23,8 +23,8 @@ from arbiter.core.leases import leases
 from arbiter.core.placement.locality import seats_of_jobs
 from arbiter.core.seam import GpuView, SeatView, View
 from arbiter.core.state import model
-from arbiter.core.state.index import Cache
-from arbiter.core.state.model import Draining, Gpu, Leased
+from arbiter.core.state.index import Cache, Feed
+from arbiter.core.state.model import Draining, Gpu, Lease, Leased
 from arbiter.core.turn import Turn
 from protocol import gpu_kinds
 from protocol.messages import AppId, Bid, GpuId, device_of
@@ -40,8 +40,46 @@ class Seating(Struct, frozen=True):
 
 
 NO_SEATING = Seating(frozenset(), {})
-#: Of all seats at once, under one key.
-SEATING: Cache[str, Seating] = Cache(touchy=True)
+
+
+class _Owners:
+    """The seating, kept up to date GPU by GPU."""
+
+    def __init__(self) -> None:
+        self.first: dict[GpuId, GpuId] = {}  #: by GPU: the seat that is its owner's, or that an owner could have
+        self.others: set[GpuId] = set()  #: the leased seats beside these
+        self.seating = NO_SEATING
+
+    def update(self, turn: Turn, changed: Collection[GpuId]) -> None:
+        """Look anew at the GPUs of these seats."""
+        gpus = turn.state.gpus
+        for device in {device_of(seat) for seat in changed}:
+            seats = [gpus[seat] for seat in sorted(turn.index.seats[device])]
+            first = _first(turn, seats)
+            self.first.pop(device, None)
+            if first is not None:
+                self.first[device] = first
+            for gpu in seats:
+                beside = gpu.id != first and isinstance(gpu.state, Leased)
+                (self.others.add if beside else self.others.discard)(gpu.id)
+        firsts = frozenset(self.first.values())
+        apart = {_lease(turn, seat).app for seat in self.others & turn.index.guests}
+        halves = {seat for seat in turn.index.guests & firsts if _lease(turn, seat).app in apart}
+        guests: dict[AppId, list[GpuId]] = {}
+        for seat in sorted(self.others | halves):
+            guests.setdefault(_lease(turn, seat).app, []).append(seat)
+        self.seating = Seating(firsts - halves, {app: tuple(seats) for app, seats in guests.items()})
+
+
+def _lease(turn: Turn, seat: GpuId) -> Lease:
+    state = turn.state.gpus[seat].state
+    assert isinstance(state, Leased)
+    return state.lease
+
+
+#: Who owns what, under one key, and the seats at which it has not looked since they changed.
+OWNERS: Cache[str, _Owners] = Cache(lasting=True)
+UNSEATED = Feed()
 ALL = ""
 
 
@@ -49,24 +87,11 @@ def seating(turn: Turn) -> Seating:
     """Return who is owner and who is guest, where GPUs have several seats and policies see one of each."""
     if not turn.index.divided or turn.policy.traits.shares:
         return NO_SEATING
-    known = SEATING.of(turn.index)
-    if ALL not in known:
-        known[ALL] = _seating(turn)
-    return known[ALL]
-
-
-def _seating(turn: Turn) -> Seating:
-    gpus = turn.state.gpus
-    found = (_first(turn, [gpus[seat] for seat in sorted(seats)]) for seats in turn.index.seats.values())
-    first = {seat for seat in found if seat is not None}
-    leased = {gpu.id: gpu.state.lease for gpu in gpus.values() if isinstance(gpu.state, Leased)}
-    apart = {lease.app for gpu, lease in leased.items() if lease.guest and gpu not in first}
-    first -= {gpu for gpu, lease in leased.items() if lease.guest and lease.app in apart}
-    guests: dict[AppId, list[GpuId]] = {}
-    for gpu, lease in sorted(leased.items()):
-        if gpu not in first:
-            guests.setdefault(lease.app, []).append(gpu)
-    return Seating(frozenset(first), {app: tuple(seats) for app, seats in guests.items()})
+    owners = OWNERS.of(turn.index).setdefault(ALL, _Owners())
+    changed = UNSEATED.take(turn.index)
+    if changed:
+        owners.update(turn, changed)
+    return owners.seating
 
 
 def _first(turn: Turn, seats: Sequence[Gpu]) -> GpuId | None:
@@ -161,25 +186,59 @@ def shown(turn: Turn) -> Mapping[GpuId, GpuView]:
     return {gpu: view for gpu, view in gpus.items() if gpu in first}
 
 
+class _Views:
+    """The views of seats, kept up to date seat by seat, with what they were derived from."""
+
+    def __init__(self) -> None:
+        self.views: dict[GpuId, SeatView] = {}  #: by id
+        self.seating = NO_SEATING
+        self.due: set[GpuId] = set()
+        self.taken: set[GpuId] = set()  #: devices of apps that share none
+
+    def update(self, turn: Turn, changed: Collection[GpuId]) -> None:
+        """Look anew at these seats, at all whose owner is another now or whose lease is about to end, and so on."""
+        now, due, taken = seating(turn), leases.due(turn), _taken_whole(turn)
+        again = {*changed, *(self.due ^ due)}
+        again |= {seat for device in self.taken ^ taken for seat in turn.index.seats.get(device, ())}
+        if now is not self.seating:
+            again |= self.seating.first ^ now.first
+        self.seating, self.due, self.taken = now, due, taken
+        fresh = False
+        for gpu in map(turn.state.gpus.__getitem__, again):
+            there = model.usable(turn.state, gpu) and (isinstance(gpu.state, Leased) or leases.is_in_play(turn, gpu))
+            if there:
+                fresh = fresh or gpu.id not in self.views
+                self.views[gpu.id] = _seat(turn, gpu, taken=device_of(gpu.id) in taken)
+            else:
+                self.views.pop(gpu.id, None)
+        if fresh:
+            self.views = dict(sorted(self.views.items()))
+
+
+VIEWS: Cache[str, _Views] = Cache(lasting=True)
+UNVIEWED = Feed()
+
+
 def seats_of(turn: Turn) -> tuple[SeatView, ...]:
     """Return the seats that `with_guests` deals with; none where GPUs are not shared, or the policy shares them."""
     if not turn.state.settings.shared or turn.policy.traits.shares:
         return ()
-    gpus = (gpu for _, gpu in sorted(turn.state.gpus.items()) if model.usable(turn.state, gpu))
-    taken = {device_of(gpu.id) for gpu in turn.state.gpus.values() if _is_taken_whole(turn, gpu)}
-    shown = (gpu for gpu in gpus if isinstance(gpu.state, Leased) or leases.is_in_play(turn, gpu))
-    return tuple(_seat(turn, gpu, taken=device_of(gpu.id) in taken) for gpu in shown)
+    known = VIEWS.of(turn.index).setdefault(ALL, _Views())
+    known.update(turn, UNVIEWED.take(turn.index))
+    return tuple(known.views.values())
 
 
-def _is_taken_whole(turn: Turn, gpu: Gpu) -> bool:
-    """Whether a seat is leased, or promised, to an app that shares no GPU."""
-    match gpu.state:
-        case Leased(lease):
-            return turn.state.apps[lease.app].whole_gpus
-        case Draining(promised_to=winner) if winner in turn.state.apps:
-            return turn.state.apps[winner].whole_gpus
-        case _:
-            return False
+def _taken_whole(turn: Turn) -> set[GpuId]:
+    """Return the devices of which a seat is leased, or promised, to an app that shares no GPU."""
+    apps, gpus = turn.state.apps, turn.state.gpus
+    leased = {seat for app in turn.index.holders if apps[app].whole_gpus for seat in turn.index.gpus[app]}
+    promised = {seat for seat in turn.index.draining if _is_promised_whole(turn, gpus[seat])}
+    return set(map(device_of, leased | promised))
+
+
+def _is_promised_whole(turn: Turn, gpu: Gpu) -> bool:
+    winner = gpu.state.promised_to if isinstance(gpu.state, Draining) else None
+    return winner in turn.state.apps and turn.state.apps[winner].whole_gpus
 
 
 def _seat(turn: Turn, gpu: Gpu, *, taken: bool) -> SeatView:

@@ -7,6 +7,7 @@ from bisect import bisect_left, insort
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar, cast
 
 from msgspec import Struct
@@ -25,18 +26,31 @@ ValueT = TypeVar("ValueT")
 class Cache(Generic[KeyT, ValueT]):
     """A place in the index for what one module derives: that module fills it, the index empties it.
 
-    It is emptied when a GPU or a node comes, goes, falls ill or recovers, unless it is `lasting`; with `touchy` also
-    when anything about any GPU changes. With `by_app` what it holds of an app goes when that app is over.
+    It is emptied when a GPU or a node comes, goes, falls ill or recovers, unless it is `lasting`. With `by_app` what it
+    holds of an app goes when that app is over.
     """
 
     lasting: bool = False
-    touchy: bool = False
     by_app: bool = False
 
     def of(self, index: Index) -> dict[KeyT, ValueT]:
         """Return what is kept now."""
         return cast("dict[KeyT, ValueT]", index.caches.setdefault(self, {}))
 
+
+@dataclass(frozen=True, eq=False)
+class Feed:
+    """The seats about which anything has changed since one module last took them; all of them at first."""
+
+    def take(self, index: Index) -> Collection[GpuId]:
+        """Return these seats, and begin anew."""
+        changed = index.feeds.get(self)
+        index.feeds[self] = set()
+        return index.all_gpus() if changed is None else changed
+
+
+#: So many ends of leases that are no more are kept, beside as many again as there are leases.
+ENDS_KEPT = 64
 
 #: The types of GPUs and the bytes of memory that a user asked for.
 Kind = tuple[tuple[str, ...], int]
@@ -72,14 +86,18 @@ class Index:
         self.enrolling: set[AppId] = set()
         self.active: set[AppId] = set()
         self.order: list[tuple[int, AppId]] = []  #: the active ones by arrival
-        self._next_end: float | None = None
+        self._ending: list[tuple[float, GpuId]] = []  #: the same as a heap, which may hold ends that are no more
         #: No node is overdue before; None: not known. Nodes are heard of later and later, so it stays true.
         self.overdue_at: float | None = None
-        self._census: tuple[int, int, tuple[GpuView, ...]] | None = None
+        self._cluster: tuple[GpuView, ...] | None = None  #: where every GPU is, by id
+        self._uncounted: set[GpuId] = set()  #: GPUs whose part in the counts may have changed
+        self._counted: dict[GpuId, tuple[bool, bool]] = {}  #: of each, whether it is to hope for, and may be assigned
+        self._hoped = self._usable = 0  #: how many these are
         self._kinds: dict[Kind, Suited] = {}
         self._state = state
         self.over: list[tuple[float, AppId]] = []  #: the apps that are over, the oldest first
         self.caches: dict[Cache[Any, Any], dict[Any, Any]] = {}
+        self.feeds: dict[Feed, set[GpuId]] = {}
         #: The last views of GPUs, with what they were derived from: most are the same in the next round.
         self._gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
         self.task_versions: dict[AppId, int] = defaultdict(int)  #: grows whenever its GPUs or tasks change
@@ -94,7 +112,9 @@ class Index:
             self.bind_app(app)
         for task in state.tasks.values():
             self.bind_task(task)
-        self.recounted = False  #: whether what is in service may have changed since it was last booked
+        self._uncounted.update(self.seats)
+        #: The GPUs that may have come into service, or gone out of it, since their time was last booked.
+        self.recounted: set[GpuId] = set()
         #: The GPUs in service, of which time is booked.
         self.booked = {device for device in self.seats if model.in_service(state, state.gpus[device])}
 
@@ -116,7 +136,7 @@ class Index:
                 self.guests.add(gpu.id)
             if gpu.state.lease.expires_at < model.NEVER:
                 self.ends[gpu.id] = gpu.state.lease.expires_at
-                self._next_end = None
+                heappush(self._ending, (gpu.state.lease.expires_at, gpu.id))
         elif isinstance(gpu.state, model.Draining):
             self._bind_draining(gpu.id, gpu.state)
 
@@ -140,25 +160,39 @@ class Index:
                 self.versions[gpu.state.promised_to] += 1
         self.free.discard(gpu.id)
         self.guests.discard(gpu.id)
-        if self.ends.pop(gpu.id, None) is not None:
-            self._next_end = None
+        self.ends.pop(gpu.id, None)
 
-    def recount(self) -> None:
-        """A GPU or a node has come, gone, fallen ill or recovered, or is drained: count anew when next asked."""
-        self._census = None
+    def recount(self, gpus: Collection[GpuId] | None = None) -> None:
+        """Count these GPUs anew when next asked; None: all.
+
+        They have come, gone, fallen ill or recovered, or their node has, or is drained.
+        """
+        self._cluster = None
         self._kinds.clear()
-        self.recounted = True
         for cache, kept in self.caches.items():
             if not cache.lasting:
                 kept.clear()
-        self._touched.update(self._state.gpus)
+        devices = self.seats.keys() if gpus is None else {device_of(gpu) for gpu in gpus}
+        self._uncounted |= devices
+        self.recounted |= devices
+        self._note_changed(set().union(*map(self.seats.__getitem__, devices)))
 
     def touch(self, gpu: GpuId) -> None:
         """Something about this GPU has changed, which may matter to all its seats."""
-        for cache, kept in self.caches.items():
-            if cache.touchy:
-                kept.clear()
-        self._touched |= self.seats[device_of(gpu)]
+        self._note_changed(self.seats[device_of(gpu)])
+
+    def touch_all(self, app: AppId) -> None:
+        """Something about the holder of these GPUs has changed that is shown of them."""
+        self._note_changed(self.gpus.get(app, ()))
+
+    def _note_changed(self, seats: Collection[GpuId]) -> None:
+        self._touched.update(seats)
+        for changed in self.feeds.values():
+            changed.update(seats)
+
+    def all_gpus(self) -> Collection[GpuId]:
+        """Return all seats that are known."""
+        return self._state.gpus.keys()
 
     @property
     def divided(self) -> bool:
@@ -218,13 +252,23 @@ class Index:
 
     def census(self) -> tuple[int, int, tuple[GpuView, ...]]:
         """Return how many GPUs there are to hope for, how many may be assigned at all, and where every GPU is."""
-        if self._census is None:
-            firsts = (gpu for gpu in self._state.gpus.values() if model.is_first(gpu.id))
-            gpus = sorted(firsts, key=lambda gpu: gpu.id)
-            hoped = [gpu for gpu in gpus if gpu.present and gpu.healthy]
-            usable = sum(model.usable(self._state, gpu) for gpu in hoped)
-            self._census = len(hoped), usable, tuple(GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot) for gpu in gpus)
-        return self._census
+        if self._cluster is None:
+            gpus = [self._state.gpus[device] for device in sorted(self.seats)]
+            self._cluster = tuple([GpuView(gpu.id, gpu.node, gpu.rack, gpu.slot) for gpu in gpus])
+        return (*self.counts(), self._cluster)
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many GPUs there are to hope for, and how many may be assigned at all."""
+        for device in self._uncounted:
+            gpu = self._state.gpus[device]
+            hoped = gpu.present and gpu.healthy
+            counted = (hoped, hoped and model.usable(self._state, gpu))
+            before = self._counted.get(device, (False, False))
+            self._hoped += counted[0] - before[0]
+            self._usable += counted[1] - before[1]
+            self._counted[device] = counted
+        self._uncounted.clear()
+        return self._hoped, self._usable
 
     def suited(self, wished: Requirements) -> Suited:
         """Return the GPUs of the kind that a user asked for."""
@@ -244,16 +288,19 @@ class Index:
     def count_for(self, wished: Requirements) -> tuple[int, int]:
         """Return how many GPUs an app with these wishes may hope for, and how many may be assigned to it at all."""
         if not gpu_kinds.wishes_kind(wished):
-            return self.census()[:2]
+            return self.counts()
         suited = self.suited(wished)
         return suited.hoped, suited.usable
 
     @property
     def next_end(self) -> float:
         """When the next lease ends; infinite when there is none."""
-        if self._next_end is None:
-            self._next_end = min(self.ends.values(), default=math.inf)
-        return self._next_end
+        ending = self._ending
+        while ending and self.ends.get(ending[0][1]) != ending[0][0]:
+            heappop(ending)
+        if len(ending) > ENDS_KEPT + 2 * len(self.ends):
+            ending[:] = sorted((end, gpu) for gpu, end in self.ends.items())
+        return ending[0][0] if ending else math.inf
 
     def move_app(self, app: model.App, arrival: int) -> None:
         """Note that an app, which is as it was before, is to have another place in the queue."""

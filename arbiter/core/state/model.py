@@ -430,6 +430,9 @@ class App(Struct, frozen=True):
     ran: dict[TaskId, NodeId] = {}  #: its newest tasks and where their output is
     holdings_seq: int = 0
     holdings_digest: str = ""
+    #: Its newest report that took something back which it had wished, or said again that it is over: it waits until it
+    #: knows that this was heard.
+    owed: int = 0
     left_s: float | None = None
     left_gpu_s: float | None = None
     left_at: float = 0.0  #: when it said so

@@ -1,0 +1,127 @@
+"""What is said at once, and what waits for the beat: the messages of one job, one by one."""
+
+from __future__ import annotations
+
+from arbiter.core.members import apps
+from arbiter.core.outbox import say
+from arbiter.core.state.model import Draining, Free
+from arbiter.core.turn import Turn
+from protocol.core import Send
+from protocol.messages import AppId, Holdings, NodePlan, TaskId
+from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, sent, task, told_of, wish
+from tests.support.wishes import replace
+
+ONE, TWO = gpu_id("n1", 0), gpu_id("n1", 1)
+
+
+def kinds(effects: list[Effect]) -> list[str]:
+    """Return the kinds of the messages that tell something new."""
+    return [type(each.message).__name__ for each in effects if isinstance(each, Send) and not each.beat]
+
+
+def granted(gpus: int = 1) -> Site:
+    site = Site()
+    site.node("n1", gpus)
+    assert kinds(site.app("ana-1", gang=gpus, demand=gpus)) == ["Holdings"]  # what it holds, and nothing before
+    assert site.held("ana-1")
+    return site
+
+
+def running() -> Site:
+    site = granted()
+    site.app("ana-1", jobs=[wish("ana-1", 0, [ONE])])
+    site.node("n1", tasks=[task("ana-1", 0, [ONE])], used=[ONE])
+    return site
+
+
+def test_an_app_that_waits_is_told_nothing_before_there_is_something() -> None:
+    site = Site()
+    assert kinds(site.app("ana-1")) == []
+    (restated,) = sent(site.wait(5.0), Holdings)  # at the beat, also while no node is known
+    assert (restated.app, restated.acked) == ("ana-1", 1)
+
+
+def test_a_node_hears_of_a_lease_with_the_first_task_on_it() -> None:
+    site = granted()
+    assert site.plans["n1"].leases == ()
+    effects = site.app("ana-1", jobs=[wish("ana-1", 0, [ONE])])
+    (plan,) = sent(effects, NodePlan)
+    assert [lease.gpu for lease in plan.leases] == [ONE]
+    assert [order.want for order in plan.tasks] == ["run"]
+
+
+def test_a_lease_that_ends_before_it_was_used_ends_by_a_plan_all_the_same() -> None:
+    site = granted()
+    before = site.plans["n1"].seq
+    (plan,) = sent(site.app("ana-1", state="finished", demand=0), NodePlan)
+    assert (plan.seq, plan.leases) == (before + 1, ())
+    assert isinstance(site.gpu_state(ONE), Draining)
+    site.node("n1", plan=(1, before))
+    assert isinstance(site.gpu_state(ONE), Draining), "that report knew of no end"
+    site.node("n1")
+    assert isinstance(site.gpu_state(ONE), Free)
+
+
+def test_a_report_that_only_says_where_a_job_runs_is_not_answered_nor_that_it_starts() -> None:
+    site = granted()
+    assert kinds(site.app("ana-1", jobs=[wish("ana-1", 0, [ONE])])) == ["NodePlan"]
+    effects = site.node("n1", tasks=[task("ana-1", 0, [ONE], "starting")], used=[ONE])
+    assert kinds(effects) == []
+    effects = site.node("n1", tasks=[task("ana-1", 0, [ONE])], used=[ONE])
+    (holdings,) = sent(effects, Holdings)
+    assert [each.phase for each in holdings.tasks] == ["running"]
+    assert holdings.acked == site.seqs["app-ana-1"]
+
+
+def test_a_report_that_takes_something_back_is_answered_at_once() -> None:
+    """An app that drops a job which never started knows only from the answer that it never will."""
+    site = granted(2)
+    site.app("ana-1", gang=2, demand=2, jobs=[wish("ana-1", 0, [ONE, TWO])])
+    (answer,) = sent(site.app("ana-1", gang=2, demand=2, jobs=[]), Holdings)
+    assert answer.acked == site.seqs["app-ana-1"]
+    site.app("ana-1", gang=2, demand=2, jobs=[wish("ana-1", 1, [ONE, TWO])])
+    (answer,) = sent(site.app("ana-1", gang=2, demand=2, jobs=[wish("ana-1", 1, [])]), Holdings)
+    assert answer.acked == site.seqs["app-ana-1"]
+    assert kinds(site.app("ana-1", gang=2, demand=2, jobs=[wish("ana-1", 1, [])])) == []
+
+
+def test_an_app_that_is_over_hears_it_once_when_nothing_of_it_is_left() -> None:
+    site = running()
+    done = task("ana-1", 0, [ONE], "exited", outcome="finished")
+    assert "Holdings" in kinds(site.node("n1", tasks=[done]))
+    assert kinds(site.app("ana-1", state="finished", demand=0)) == ["NodePlan"]
+    (last,) = sent(site.node("n1"), Holdings)
+    assert (last.leases, last.tasks, last.acked) == ((), (), site.seqs["app-ana-1"])
+    assert kinds(site.node("n1")) == []
+
+
+def test_an_app_that_is_over_is_not_kept_waiting_by_a_lost_node() -> None:
+    site = running()
+    assert kinds(site.app("ana-1", state="cancelled", demand=0)) == ["NodePlan"]
+    effects = site.wait(31.0)
+    (told,) = sent(effects, Holdings)
+    assert [each.phase for each in told.tasks] == ["exited"]
+    assert [each.leaving for each in told.leases] == [True]
+
+
+def test_an_app_that_others_have_ended_is_told_at_once() -> None:
+    site = running()
+    turn = Turn(site.arbiter.state, site.now, site.arbiter._index)
+    apps.settle(turn, site.arbiter.state.apps[AppId("ana-1")], "cancelled", "by an administrator", by="root")
+    say(turn)
+    assert [each.app for each in sent(turn.effects, Holdings)] == ["ana-1"]
+
+
+def test_a_renewed_lease_is_no_news() -> None:
+    site = Site(replace(SETTINGS, policy="drf"))
+    site.node("n1", 1)
+    site.app("ana-1")
+    site.app("ana-1", jobs=[wish("ana-1", 0, [ONE])])
+    site.node("n1", tasks=[task("ana-1", 0, [ONE])], used=[ONE])
+    effects: list[Effect] = []
+    for _ in range(20):
+        effects += site.node("n1", tasks=[task("ana-1", 0, [ONE])], used=[ONE])
+        effects += site.app("ana-1", jobs=[wish("ana-1", 0, [ONE])]) + site.wait(5.0)
+    assert "renewed for ana-1 in round 2" in site.told(ONE)
+    assert told_of(effects) == []
+    assert TaskId("ana-1.0-a0") in site.arbiter.state.tasks
