@@ -234,11 +234,12 @@ class View(Struct, frozen=True):
     budget_ms: float = 500.0
     interactive_share: float = 0.1  #: see `ArbiterSettings`
     interactive_s: float = 1800.0
+    tells: bool = True  #: whether every app is told its own reason, in a round of up to `REASONS_MAX` apps
 
     @property
     def tells_all(self) -> bool:
         """Whether every app is told its own reason."""
-        return len(self.apps) <= REASONS_MAX
+        return self.tells and len(self.apps) <= REASONS_MAX
 
     def allocated_gpu_s(self, app: AppView) -> float:
         """Return the GPU-seconds that `app` has had, until its GPUs were proven empty (Astraea, Eq. 2)."""
