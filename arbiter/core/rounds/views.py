@@ -76,6 +76,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         budget_ms=state.settings.solver_budget_ms,
         interactive_share=state.settings.interactive_share,
         interactive_s=state.settings.interactive_s,
+        explains=False,
     )
 
 

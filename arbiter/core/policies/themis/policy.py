@@ -124,7 +124,7 @@ class Themis(Policy):
         budget.steps = max(1, budget.steps)  # the first step finds a bound, without which no gap could be told
         settlement = settle(entry, budget)
         all_told = view.tells_all
-        explaining = Budget.of(EXPLAINING * budget_ms if all_told else 0.0, clock)
+        explaining = Budget.of(EXPLAINING * budget_ms if all_told and view.explains else 0.0, clock)
         why_lost = explain(view, entered, entry, settlement, explaining)
         round_ = _Round(view, offered, entry, settlement, why_lost)
         if self._settings.leftover == "worst-off":
@@ -274,9 +274,8 @@ class _Round:
         loss = self._losses.get(award.app)
         if not award.won:
             assert loss is not None, f"no reason is known why {award.app} lost"
-            how = "".join(f"; {change.text}" for change in loss.changes[:1])
             if len(bidder.new) == 0:
-                return f"bid and won none of the {gpus(count)} in play: {loss.text}{how}"
+                return f"bid and won none of the {gpus(count)} in play: {loss.sentence}"
             best = max(range(len(bidder.new)), key=lambda row: (bidder.gain[row], -bidder.new[row]))
             level = LEVELS[bidder.level[best]]
             where = "" if level == "cluster" else f" within {PLACE[level]}"
@@ -284,7 +283,7 @@ class _Round:
             return (
                 f"bid and won none of the {gpus(count)} in play, which went to {self._winners or 'no app'}; its best "
                 f"row, {gpus(int(bidder.new[best]))} more{where}, would have brought rho from {bidder.rho_none:.4g} to "
-                f"{rho:.4g}; {loss.text}{how}"
+                f"{rho:.4g}; {loss.sentence}"
             )
         won = f"bid and won {len(award.won)} of the {gpus(count)} in play"
         keeps = len(award.kept)
