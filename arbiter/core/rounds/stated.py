@@ -59,26 +59,29 @@ OUTLOOKS: Cache[AppId, _Looked] = Cache(by_app=True)
 
 def stands(turn: Turn, app: model.App) -> bool:
     """Whether what an app has stated answers for it now: its agent is heard of, and it is soon worked out."""
-    return app.standing is not None and turn.hears(app) and _effort(turn, app, app.standing) <= EFFORT_MAX
+    return app.standing is not None and turn.hears(app) and _effort(turn, app) <= EFFORT_MAX
 
 
 def answered(turn: Turn, apps: Sequence[model.App]) -> frozenset[AppId]:
     """Return the apps of a round for which their valuations answer, as many as are soon worked out."""
     found, left = set(), ROUND_EFFORT_MAX
     for app in apps:
-        if app.standing is not None and stands(turn, app):
-            left -= _effort(turn, app, app.standing)
-            if left < 0:
-                break
-            found.add(app.id)
+        if app.standing is not None and turn.hears(app):
+            steps = _effort(turn, app)
+            if steps <= EFFORT_MAX:
+                left -= steps
+                if left < 0:
+                    break
+                found.add(app.id)
     return frozenset(found)
 
 
-def _effort(turn: Turn, app: model.App, standing: StandingValuation) -> int:
+def _effort(turn: Turn, app: model.App) -> int:
     known = EFFORTS.of(turn.index)
     found = known.get(app.id)
     if found is None or found.app is not app:
-        steps = effort(standing.phases, standing.terms, turn.index.census()[1] // app.gang)
+        assert app.standing is not None
+        steps = effort(app.standing.phases, app.standing.terms, turn.index.census()[1] // app.gang)
         found = known[app.id] = _Effort(app, steps)
     return found.steps
 

@@ -55,7 +55,8 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
     apps, unseen = looks(turn, gpus)
     if rhos:
         apps = _with_rhos(turn, apps, rhos)
-    may_be_taken, holders = takeable(turn, apps, gpus)
+    waits = _any_waits(turn, apps)
+    may_be_taken, holders = takeable(turn, gpus) if waits else ((), ())
     return View(
         round=state.round,
         seed=seed_of(state),
@@ -71,7 +72,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         leaving=leaving(turn),
         takeable=may_be_taken,
         holders=holders,
-        emptying=emptying(turn, apps),
+        emptying=emptying(turn) if waits else (),
         tenants=_tenants(turn),
         budget_ms=state.settings.solver_budget_ms,
         interactive_share=state.settings.interactive_share,
@@ -303,12 +304,8 @@ def interactive_waits(turn: Turn) -> bool:
     return any(app.requirements.kind == "interactive" and not app.held_by for app in without)
 
 
-def takeable(
-    turn: Turn, apps: Sequence[AppView], gpus: Mapping[GpuId, GpuView]
-) -> tuple[tuple[GpuView, ...], tuple[AppView, ...]]:
+def takeable(turn: Turn, gpus: Mapping[GpuId, GpuView]) -> tuple[tuple[GpuView, ...], tuple[AppView, ...]]:
     """Return the leased GPUs not in play that a waiting interactive app may be given, and the apps that hold them."""
-    if not _any_waits(turn, apps):
-        return (), ()
     shown = SHOWN.of(turn.index)
     holders = sorted(turn.index.holders & shown.keys())
     held = (turn.state.gpus[gpu] for holder in holders for gpu in sorted(turn.index.gpus[holder]))
@@ -320,10 +317,8 @@ def takeable(
     return taken, tuple(shown[app].view for app in holders if app in names)
 
 
-def emptying(turn: Turn, apps: Sequence[AppView]) -> tuple[GpuView, ...]:
-    """Return, while an interactive app waits, the GPUs that are free in a moment: their app is over, none is next."""
-    if not _any_waits(turn, apps):
-        return ()
+def emptying(turn: Turn) -> tuple[GpuView, ...]:
+    """Return, for interactive apps that wait, GPUs that are free in a moment: their app is over, none is next."""
     found = []
     for gpu in (turn.state.gpus[gpu] for gpu in sorted(turn.index.draining)):
         if isinstance(gpu.state, Draining) and gpu.state.promised_to is None and model.usable(turn.state, gpu):
@@ -338,6 +333,7 @@ def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
     settings = turn.state.settings
     if settings.shared or not interactive.serves(turn.policy, settings.interactive_share):
         return False
-    return any(
-        app.requirements.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable for app in apps
-    )
+    for app in apps:
+        if app.requirements.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable:
+            return True
+    return False
