@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import sqlite3
+from collections.abc import Coroutine
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from arbiter import ledger, queries
+from arbiter import daemon, ledger, queries
 from arbiter.core import seam
-from arbiter.core.arbiter import Configured
+from arbiter.core.arbiter import Configured, Event
 from arbiter.core.effects import AppRecord, Decide, LeaseRecord, RoundRecord
 from arbiter.core.registry import tables
 from arbiter.core.rounds import losses
@@ -23,8 +27,10 @@ from arbiter.core.state.model import ArbiterSettings
 from arbiter.ledger import Ledger
 from arbiter.queries import Queries
 from launch import views
+from protocol.clock import RecordedClock
 from protocol.codec import encode
 from protocol.core import Send
+from protocol.journal import Journal
 from protocol.messages import (
     ARBITER,
     Answer,
@@ -219,6 +225,23 @@ def test_what_would_have_won_is_worked_out_when_a_person_asks() -> None:
     assert told["rounds"][0]["reason"].endswith(sentence)
     assert told["story"][-1]["what"].endswith(sentence)
     assert "an estimate" not in told["story"][-1]["what"]
+
+
+def test_the_daemon_keeps_the_inputs_and_holds_a_lost_auction_again_in_a_thread() -> None:
+    counter = lost_to_ana()
+    asked = counter.ledger.inputs(1)
+    assert asked is not None
+    book = Ledger(":memory:")
+    with closing(Journal.of(":memory:", Event)) as journal:
+        performer = daemon._Performer(counter.site.arbiter, journal, book, RecordedClock(0.0, None, wall=lambda: 0.0))
+        performer._shell = SimpleNamespace(now=lambda: counter.site.now)  # type: ignore[assignment]
+        asyncio.run(performer._perform(asked))
+        book.write(counter.ledger.rounds(limit=1)[0])
+        answer = performer._answer(ANA, Query("q1", "explain", "bob-1"))
+        assert isinstance(answer, Coroutine)
+        (send,) = asyncio.run(answer)
+    told = msgspec.json.decode(send.message.document)
+    assert told["rounds"][0]["reason"].endswith("a rho of 1.124 instead of 6 with 1 GPU more would have won them")
 
 
 def test_a_round_whose_inputs_are_not_kept_any_more_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
