@@ -34,9 +34,10 @@ from arbiter.core.effects import (
     failure_of,
 )
 from arbiter.core.registry import policy_of
+from arbiter.core.seam import Outcome
 from arbiter.core.whatif import WhatIf
 from arbiter.ledger import Ledger
-from arbiter.queries import Queries
+from arbiter.queries import LostRound, Queries
 from arbiter.solver import Solver
 from protocol import exit_codes
 from protocol.bus import Bus
@@ -127,7 +128,10 @@ class _Performer:
 
     async def _perform(self, effect: Performed) -> None:
         match effect:
-            case Decide() | Sell():
+            case Decide():
+                self.solver.ask(effect)
+                self._ledger.keep(effect)
+            case Sell():
                 self.solver.ask(effect)
             case EpochTaken():
                 _take_epoch(self._journal, effect)
@@ -145,9 +149,10 @@ class _Performer:
             case Query():
                 by = time.monotonic() + TRIED_S
                 inquiry = self._queries.inquiry(message, self._shell.now(), lambda: time.monotonic() > by)
-                if inquiry is None:
+                lost = self._queries.lost(message)
+                if inquiry is None and not lost:
                     return self._queries.ask(sender, message, self._shell.now())
-                return self._try_out(sender, message, inquiry)
+                return self._try_out(sender, message, inquiry, lost)
             case LogChunk():
                 return self._queries.deliver(sender, message)
             case NodeReport(node=node, boot_id=boot, wall_s=wall_s):
@@ -178,14 +183,20 @@ class _Performer:
             return self._queries.refuse(sender, query, failure.sentence, exit_codes.FAILED)
         return self._queries.tell(sender, query, forecast, now)
 
-    async def _try_out(self, sender: Party, query: Query, inquiry: WhatIf) -> Sequence[Send]:
+    async def _try_out(
+        self, sender: Party, query: Query, inquiry: WhatIf | None, lost: Sequence[LostRound]
+    ) -> Sequence[Send]:
+        """Answer `explain` after what takes long has been tried out, in a thread."""
+        found, explained = None, dict[int, Outcome]()
         try:
-            found = await asyncio.to_thread(inquiry.binding)
+            for each in lost:
+                explained[each.record.round] = await asyncio.to_thread(each.explained)
+            if inquiry is not None:
+                found = (await asyncio.to_thread(inquiry.binding), inquiry.estimate)
         except Exception as error:  # noqa: BLE001 - a policy's, on a copy: it costs this part of the answer
             failure = failure_of(self._arbiter.state.settings.policy, "explain", error)
             _log.error("policy.failed", app=query.target, what=failure.sentence, trace=failure.trace)
-            found = None
-        return self._queries.ask(sender, query, self._shell.now(), found=(found, inquiry.estimate))
+        return self._queries.ask(sender, query, self._shell.now(), found=found, explained=explained)
 
 
 def _holds_auctions(config: ArbiterConfig) -> bool:

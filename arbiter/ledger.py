@@ -1,5 +1,6 @@
 """The ledger: every round, claim that was off, lease, app that is over, act and event, after the state forgot them.
 
+Of the newest auctions it keeps the inputs, too, from which they are explained (`rounds.losses`).
 Writing the same record twice changes nothing, so a crash between deciding and recording is mended by performing the
 last records again. It shares the state folder with the journal, for the same user, but any SQLite can read it.
 """
@@ -16,6 +17,7 @@ import msgspec
 from arbiter.core.effects import (
     ActRecord,
     AppRecord,
+    Decide,
     EventRecord,
     Failure,
     LeaseRecord,
@@ -31,6 +33,7 @@ from protocol.private import private_file
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rounds (round INTEGER PRIMARY KEY, at REAL NOT NULL, record BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS outcomes (app TEXT NOT NULL, round INTEGER NOT NULL, PRIMARY KEY (app, round));
+CREATE TABLE IF NOT EXISTS inputs (round INTEGER PRIMARY KEY, packed BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS claims (app TEXT NOT NULL, round INTEGER NOT NULL, what TEXT NOT NULL, claimed REAL NOT NULL,
                                    measured REAL NOT NULL, ratio REAL NOT NULL, source TEXT NOT NULL,
                                    confidence REAL NOT NULL, PRIMARY KEY (app, round, what));
@@ -54,6 +57,9 @@ CREATE INDEX IF NOT EXISTS events_by_tenant ON events (tenant);
 CREATE INDEX IF NOT EXISTS events_by_time ON events (at);
 CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind);
 """
+
+#: Rounds whose inputs are kept, the newest: one has about a megabyte of a thousand apps.
+INPUTS_MAX = 8
 
 _INSERT_LEASE = """
 INSERT OR IGNORE INTO leases (lease, app, gpu, node, start, end, reason, had_gpu_s, draining_gpu_s)
@@ -142,6 +148,24 @@ class Ledger:
             for each in record.claims
         ]
         self._database.executemany("INSERT OR IGNORE INTO claims VALUES (?, ?, ?, ?, ?, ?, ?, ?)", claims)
+
+    def keep(self, asked: Decide) -> None:
+        """Keep the inputs of an auction, from which it is explained when a person asks; those of old rounds go."""
+        if not asked.bids or not asked.view.tells_all:
+            return
+        with self._using(), self._database:
+            packed = msgspec.msgpack.encode(asked)
+            self._database.execute("INSERT OR REPLACE INTO inputs VALUES (?, ?)", (asked.round, packed))
+            self._database.execute("DELETE FROM inputs WHERE round <= ?", (asked.round - INPUTS_MAX,))
+
+    def inputs(self, round_: int) -> Decide | None:
+        """Return the inputs of a round; None if they are not kept, or another version has written them."""
+        with self._using():
+            row = self._database.execute("SELECT packed FROM inputs WHERE round = ?", (round_,)).fetchone()
+        try:
+            return None if row is None else msgspec.msgpack.decode(row[0], type=Decide)
+        except msgspec.MsgspecError:
+            return None
 
     def rounds(self, *, limit: int, offset: int = 0, app: AppId | None = None) -> Sequence[RoundRecord]:
         """Return `limit` rounds, newest first, without the newest `offset`; with `app`, those that speak of it."""

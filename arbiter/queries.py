@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import base64
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
 from typing import Any, assert_never
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from arbiter import owners
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.dry_run import TRIED_APPS_MAX, DryRun, Forecast, Won
-from arbiter.core.effects import EventRecord, LeaseRecord, RoundRecord
+from arbiter.core.effects import Decide, EventRecord, LeaseRecord, RoundRecord
 from arbiter.core.placement.assignment import shares
 from arbiter.core.registry import policy_of
-from arbiter.core.rounds import claim_audit, phases, views
+from arbiter.core.rounds import claim_audit, losses, phases, views
 from arbiter.core.seam import Booking, Outcome
 from arbiter.core.state import fairness, model
 from arbiter.core.state.gpu_time import Standing
@@ -56,6 +57,8 @@ from protocol.messages import (
 #: Questions about logs that wait for a node at any time; the oldest is dropped, and its asker asks again.
 WAITING_MAX = 1000
 EXPLAIN_ROUNDS = 20
+#: Of these, the newest that the app lost: each auction is held again.
+LOST_ROUNDS = 3
 #: Names in one sentence.
 NAMED_MAX = 8
 #: Of the ledger's records, those that are read for one page of a list.
@@ -73,6 +76,18 @@ DOCUMENT_BYTES_MAX = 3 * 2**20
 PAGE_BYTES_MAX = 2**20
 
 
+class LostRound(Struct, frozen=True):
+    """A round in which an app bid and won nothing."""
+
+    app: AppId
+    record: RoundRecord
+    inputs: Decide
+
+    def explained(self) -> Outcome:
+        """Return the app's outcome with what would have won; as slow as a few rounds."""
+        return losses.explained(self.inputs, self.record, self.app)
+
+
 class Queries:
     """Answers for one arbiter."""
 
@@ -82,6 +97,7 @@ class Queries:
         self._ledger = ledger
         self._waiting: OrderedDict[str, Party] = OrderedDict()
         self._found: tuple[Obstacle | None, bool] | None = None
+        self._losses: Mapping[int, Outcome] = {}
 
     def inquiry(self, query: Query, now: float, enough: Callable[[], bool]) -> WhatIf | None:
         """Return what has to be tried out before a question can be answered; None if nothing has.
@@ -98,6 +114,19 @@ class Queries:
         held = [gpu for gpu in state.gpus.values() if isinstance(gpu.state, Leased) and gpu.state.lease.app == app.id]
         waits = len(held) < app.gang and not self._won(app)
         return WhatIf(self._arbiter.snapshot(), app.id, now, enough) if waits else None
+
+    def lost(self, query: Query) -> Sequence[LostRound]:
+        """Return what `explain` has to work out of the last rounds before it is answered: the newest first."""
+        app = AppId(query.target)
+        if query.kind != "explain" or app not in self._arbiter.state.apps:
+            return ()
+        try:
+            records = self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app)
+            lost = [record for record in records if losses.is_lost(losses.outcome_of(record, app))][:LOST_ROUNDS]
+            found = ((record, self._ledger.inputs(record.round)) for record in lost)
+            return [LostRound(app, record, inputs) for record, inputs in found if inputs is not None]
+        except JournalError:
+            return ()  # the answer says so
 
     def rehearsal(self, sender: Party, query: Query, now: float, enough: Callable[[], bool]) -> DryRun | None:
         """Return the dry run that a question asks for, on a copy of the state of now; None if it brings no app.
@@ -124,13 +153,20 @@ class Queries:
         return [_answer(sender, query, Queries(forecast.arbiter, self._ledger)._foreseen(app, forecast, now))]
 
     def ask(
-        self, sender: Party, query: Query, now: float, *, found: tuple[Obstacle | None, bool] | None = None
+        self,
+        sender: Party,
+        query: Query,
+        now: float,
+        *,
+        found: tuple[Obstacle | None, bool] | None = None,
+        explained: Mapping[int, Outcome] = {},
     ) -> Sequence[Send]:
         """Return what to send so that `sender` gets an answer; a ledger that cannot be read costs that answer only.
 
-        `found` is what an `inquiry` has found, and whether that is an estimate.
+        `found` is what an `inquiry` has found, and whether that is an estimate; `explained` are the outcomes, by
+        round, of those in `lost`.
         """
-        self._found = found
+        self._found, self._losses = found, explained
         try:
             return self._answers(sender, query, now)
         except JournalError as error:
@@ -496,7 +532,7 @@ class Queries:
             "binding": self._binding(app, now),
             "next_round_s": self._next_round_s(now),
             "apps_mean": views.apps_mean(self._arbiter.state, app, now),
-            "rounds": [_own_round(app.id, record) for record in self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app.id)],
+            "rounds": [_own_round(outcome, record) for outcome, record in self._own_rounds(app.id)],
             "story": _story(self._own_story(app)),
         }
         return _answer(sender, query, document)
@@ -584,13 +620,26 @@ class Queries:
         until = f", its lease ends in {max(0.0, min(ends) - now):.0f} s" if min(ends) < model.NEVER else ""
         return f"{app_id} holds {where}{until}"
 
+    def _own_rounds(self, app: AppId) -> Iterator[tuple[Outcome, RoundRecord]]:
+        """Yield the last rounds that speak of an app, each with its outcome."""
+        for record in self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app):
+            yield self._losses.get(record.round) or losses.outcome_of(record, app), record
+
     def _own_story(self, app: model.App) -> Sequence[model.StoryLine]:
         """Return the story of an app, with what the last round tells all apps that it tells nothing of their own."""
-        story, rest = self._arbiter.story(app.id), self._arbiter.state.rest
+        story, rest = [self._explained(line) for line in self._arbiter.story(app.id)], self._arbiter.state.rest
         if rest is None or not app.active:
             return story
         this_round = rest.what.partition(":")[0] + ":"
         return story if any(chapter.what.startswith(this_round) for chapter in story) else (*story, rest)
+
+    def _explained(self, line: model.StoryLine) -> model.StoryLine:
+        """Return a line on a lost round with what was worked out of it since."""
+        for number, outcome in self._losses.items():
+            head = f"round {number}: "
+            if line.what.startswith(head):
+                return replace(line, what=head + outcome.reason)
+        return line
 
     def _next_round_s(self, now: float) -> float | None:
         """Return how long until a round may start: leases end, or something is free now. None while one is decided."""
@@ -850,8 +899,7 @@ def _ended(lease: LeaseRecord) -> dict[str, Any]:
     return {"lease": lease.lease, "gpu": lease.gpu, "node": lease.node, "app": lease.app, **times}
 
 
-def _own_round(app: AppId, record: RoundRecord) -> dict[str, Any]:
-    outcome = next((outcome for outcome in record.outcomes if outcome.app == app), Outcome(app, (), ""))
+def _own_round(outcome: Outcome, record: RoundRecord) -> dict[str, Any]:
     winners = [{"app": other.app, "gpus": len(other.gpus)} for other in record.outcomes if other.gpus]
     return {
         "round": record.round,
@@ -864,7 +912,7 @@ def _own_round(app: AppId, record: RoundRecord) -> dict[str, Any]:
         "rho_next": outcome.rho_next,
         "reason": outcome.reason,
         "winners": winners,
-        "silent": app in record.silent,
+        "silent": outcome.app in record.silent,
     }
 
 

@@ -24,7 +24,7 @@ from msgspec import Struct
 from numpy.typing import NDArray
 
 from protocol.messages import LEVELS, BidRow, Level, OfferedGpu
-from valuation.finish_time import Floats, Valuation, rho_of, rho_table
+from valuation.finish_time import Floats, Valuation, left_of, rho_of, rho_table
 
 #: The wire's bound for the rows of a bid; only an offer of thousands of GPUs to one app comes near.
 ROWS_MAX = 4096
@@ -151,6 +151,11 @@ def _completing(parts: Iterable[int], gang: int, *, all_of_them: bool) -> dict[i
 def rho_kept(value: Valuation, reach: Reach) -> float:
     """Return rho if the app gains nothing."""
     return rho_of(value, reach.gangs * value.gang, reach.level)
+
+
+def left_kept(value: Valuation, reach: Reach) -> tuple[float, bool]:
+    """Return the time that is left if the app gains nothing, and whether it waits one more lease first."""
+    return left_of(value, reach.gangs * value.gang, reach.level)
 
 
 def bid_rows(value: Valuation, reach: Reach, *, rho_none: float, gpus_max: int) -> tuple[BidRow, ...]:

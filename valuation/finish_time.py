@@ -312,15 +312,21 @@ def _rhos(shared_s: Floats, fair_s: float) -> Floats:
 def rho_of(value: Valuation, gpus: int, level: Level) -> float:
     """Return rho if the app holds `gpus` GPUs at `level` from now on.
 
-    With less than one gang it waits one more lease and then has one gang: losing a round means exactly that, and
-    unlike an infinity it can be multiplied.
-
     Source: Themis, Eq. 2; findings on the auction, section 1, for the value of nothing.
     """
+    left_s, waits = left_of(value, gpus, level)
+    return rho(value.elapsed_s + (value.lease_s + left_s if waits else left_s), value.fair_s)
+
+
+def left_of(value: Valuation, gpus: int, level: Level) -> tuple[float, bool]:
+    """Return the time that an app's work takes on `gpus` GPUs at `level`, and whether it waits one more lease first.
+
+    With less than one gang it does, and then has one gang: losing a round means exactly that, and unlike an infinity
+    it can be multiplied. Neither depends on the time.
+    """
     if gpus >= value.gang:
-        return rho(value.elapsed_s + work_s(value, gpus, terms_at(value, level)), value.fair_s)
-    later_s = value.lease_s + work_s(value, value.gang, terms_at(value, value.hoped))
-    return rho(value.elapsed_s + later_s, value.fair_s)
+        return work_s(value, gpus, terms_at(value, level)), False
+    return work_s(value, value.gang, terms_at(value, value.hoped)), True
 
 
 def terms_at(value: Valuation, level: Level) -> LevelTerms:

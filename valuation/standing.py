@@ -39,6 +39,14 @@ class Worth(Struct, frozen=True):
     only: tuple[GpuId, ...] | None
 
 
+class Outlook(Struct, frozen=True):
+    """The part of the answer to a probe that does not change with time: seconds left, and T_cluster, 0: unknown."""
+
+    left_s: float
+    waits: bool  #: one more lease comes first, without GPUs
+    alone_s: float
+
+
 def value_of(standing: StandingValuation, shape: Shape, seen: Circumstances, known: Known | None = None) -> Valuation:
     """Return the numbers from which rho of any allocation follows."""
     return Valuation(
@@ -59,6 +67,18 @@ def alone_s(standing: StandingValuation, cluster_gpus: int) -> float:
     if not cluster_gpus:
         return 0.0
     return finish_time.cluster_time_s(standing.budget_gpu_s, cluster_gpus=cluster_gpus, demand_max=standing.demand_max)
+
+
+def outlook_of(value: Valuation, held: Sequence[OfferedGpu], *, spans: bool, alone_s: float) -> Outlook:
+    """Return the outlook of an app with the GPUs that are `held` and stay."""
+    reach = bids.reach_of(held, (), gang=value.gang, spans=spans, levels=())
+    return Outlook(*bids.left_kept(value, reach), alone_s)
+
+
+def rho_then(outlook: Outlook, *, elapsed_s: float, lease_s: float, apps_mean: float) -> float:
+    """Return the answer to a probe: `rho_now`, to the last bit."""
+    later_s = lease_s + outlook.left_s if outlook.waits else outlook.left_s
+    return finish_time.rho(elapsed_s + later_s, finish_time.fair_time_s(outlook.alone_s, apps_mean=apps_mean))
 
 
 def rho_now(value: Valuation, held: Sequence[OfferedGpu], *, spans: bool) -> float:

@@ -205,7 +205,7 @@ class DryRun:
             case Sell():
                 return sale_batch.sell(effect)
             case Decide():
-                return decision.decide(effect)
+                return decision.decide(replace(effect, view=replace(effect.view, explains=True)))
             case Send(to, Probe() | Offer() as question):
                 return self._reply_of(to, question)
             case Send(_, Refusal(app=app, reason=reason)) if app == self._report.app:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from math import fsum, isclose
 
 from arbiter.core.leases import plans
-from arbiter.core.rounds import seats, views
+from arbiter.core.rounds import seats, stated, views
 from arbiter.core.state import model
 from arbiter.core.state.index import Index, apps_on
 from arbiter.core.state.model import Bidding, Deciding, Draining, Free, Leased, State
@@ -29,6 +29,8 @@ def check(state: State, index: Index) -> None:
     assert not waits or known.policy.traits.sells, "a policy that sells nothing is awaited"
     shown = [views.make_view(turn, seats.shown(turn), {}) for turn in (known, anew)]
     assert shown[0] == shown[1], "what a policy is shown is out of date"
+    stale = [app for app in stated.looked_at(known) if stated.outlook(known, app) != stated.outlook(anew, app)]
+    assert not stale, f"the outlook of {stale[0].id} is out of date"
     seen = set()
     for gpu_id, gpu in state.gpus.items():
         assert gpu.id == gpu_id

@@ -247,11 +247,15 @@ class View(Struct, frozen=True):
     budget_ms: float = 500.0
     interactive_share: float = 0.1  #: see `ArbiterSettings`
     interactive_s: float = 1800.0
+    tells: bool = True  #: whether every app is told its own reason, in a round of up to `REASONS_MAX` apps
+    #: Whether an auction is held again and again to find what would have won it. A round does without: that takes
+    #: longer than the decision, and few ask (`rounds.losses`). Nothing else depends on it.
+    explains: bool = True
 
     @property
     def tells_all(self) -> bool:
         """Whether every app is told its own reason."""
-        return len(self.apps) <= REASONS_MAX
+        return self.tells and len(self.apps) <= REASONS_MAX
 
     def allocated_gpu_s(self, app: AppView) -> float:
         """Return the GPU-seconds that `app` has had, until its GPUs were proven empty (Astraea, Eq. 2)."""
@@ -320,6 +324,11 @@ class Loss(Struct, frozen=True):
     binding: str
     text: str  #: one sentence
     changes: tuple[Change, ...] = ()  #: the smallest of each kind that is known to help, most to the point first
+
+    @property
+    def sentence(self) -> str:
+        """The constraint and the first change."""
+        return "; ".join([self.text, *(change.text for change in self.changes[:1])])
 
 
 class Outcome(Struct, frozen=True):

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from arbiter.core import seam
 from arbiter.core.policies.tenants.astraea import Astraea
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import Allocation, AppView, TenantView, View
@@ -317,6 +318,40 @@ def test_tenants_first_the_worst_off_of_each_tenant_bid() -> None:
             shop.come(f"{tenant}-{place}", 1, tenant)
             shop.apps[f"{tenant}-{place}"] = replace(shop.apps[f"{tenant}-{place}"], rho=rho)
     assert list(shop.policy.bidders(shop.view())) == ["a-1", "b-1"]
+
+
+def one_gpu_for_two_tenants() -> Shop:
+    shop = Shop(1, policy="themis", tenants_first=True, fairness_knob=0.0)
+    for tenant, rho in ((A, 2.0), (B, 3.0)):
+        shop.come(f"{tenant}-1", 1, tenant)
+        shop.apps[f"{tenant}-1"] = replace(shop.apps[f"{tenant}-1"], rho=rho)
+    return shop
+
+
+def test_tenants_first_no_app_bids_whose_tenant_has_no_part_of_the_gpus_in_play() -> None:
+    shop = one_gpu_for_two_tenants()
+    assert list(shop.policy.bidders(shop.view())) == ["b-1"]
+
+
+def test_tenants_first_all_tenants_bid_where_an_interactive_app_may_keep_gpus_in_play() -> None:
+    """What it keeps is no part of any tenant, and it is the layer around the policy that lets it."""
+    shop = one_gpu_for_two_tenants()
+    shop.apps["b-1"] = replace(shop.apps["b-1"], kind="interactive")
+    shop.held = {"b-1": (shop.gpus[0].gpu,)}
+    assert list(shop.policy.bidders(shop.view())) == ["a-1", "b-1"]
+
+
+def test_tenants_first_in_rounds_of_too_many_to_tell_no_sentence_is_false(monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = one_gpu_for_two_tenants()
+    few = shop.decide()
+    monkeypatch.setattr(seam, "REASONS_MAX", 0)
+    view = shop.view()
+    bids = {app.app: linear_bid(app, len(view.gpus)) for app in view.apps}
+    many = shop.policy.allocate(replace(view, offered=tuple(bids)), bids)
+    assert many.assign == few.assign
+    assert [outcome.app for outcome in many.outcomes] == ["b-1"]
+    assert many.rest.startswith("its tenant has no part of the GPUs in play, or it was not among the worst off")
+    assert many.rest.endswith("they went to b-1 (1)")
 
 
 def test_tenants_first_an_app_is_told_of_its_tenants_part() -> None:

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from arbiter.core.placement import lots
 from arbiter.core.placement.assignment import Holes, pick
 from arbiter.core.placement.locality import LOOSENESS, group, place_of
+from arbiter.core.placement.lots import draw
 from arbiter.core.seam import GpuView
 from protocol.messages import LEVELS, GpuId, Level, locality
 from tests.support.auctions import app_of, gpus_of
@@ -168,3 +170,19 @@ def test_every_bundle_keeps_its_bounds_and_is_as_large_as_gangs_and_places_allow
     assert len(spread) == min(room, count) // gang * gang
     if level != "slot" and not held and len(spread) <= max(sizes):
         assert len(nodes(spread)) <= 1
+
+
+def test_lots_rank_only_equal_ones_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+
+    def counted(seed: int, *names: str) -> float:
+        drawn.append(names[-1])
+        return draw(seed, *names)
+
+    monkeypatch.setattr(lots, "draw", counted)
+    keys = {"a": 2.0, "b": 1.0, "c": 1.0, "d": 3.0, "e": 3.0}
+    order = lots.ranked(7, keys, key=keys.__getitem__, name=str, purpose="test")
+    first = [next(order) for _ in range(3)]
+    equal = sorted(("b", "c"), key=lambda name: (draw(7, "test", name), name))
+    assert first == [*equal, "a"]
+    assert sorted(drawn) == ["b", "c"]

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import sqlite3
+from collections.abc import Coroutine
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from arbiter import queries
+from arbiter import daemon, ledger, queries
 from arbiter.core import seam
-from arbiter.core.arbiter import Configured
-from arbiter.core.effects import AppRecord, LeaseRecord, RoundRecord
+from arbiter.core.arbiter import Configured, Event
+from arbiter.core.effects import AppRecord, Decide, LeaseRecord, RoundRecord
+from arbiter.core.registry import tables
+from arbiter.core.rounds import losses
 from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.model import ArbiterSettings
 from arbiter.ledger import Ledger
 from arbiter.queries import Queries
 from launch import views
+from protocol.clock import RecordedClock
 from protocol.codec import encode
 from protocol.core import Send
+from protocol.journal import Journal
 from protocol.messages import (
     ARBITER,
     Answer,
@@ -53,12 +61,16 @@ class Counter:
 
     def note(self, effects: list[Effect]) -> None:
         for effect in effects:
+            if isinstance(effect, Decide):
+                self.ledger.keep(effect)
             if isinstance(effect, RoundRecord | LeaseRecord | AppRecord):
                 self.ledger.write(effect)
                 self.ledger.write(effect)  # twice: a restart may record again
 
     def ask(self, kind: str, target: str = "") -> dict[str, Any]:
-        (send,) = self.queries.ask(ANA, Query("q1", kind, target), self.site.now)  # type: ignore[arg-type]
+        query = Query("q1", kind, target)  # type: ignore[arg-type]
+        explained = {each.record.round: each.explained() for each in self.queries.lost(query)}
+        (send,) = self.queries.ask(ANA, query, self.site.now, explained=explained)
         assert isinstance(send.message, Answer)
         assert send.message.error == "", send.message.error
         return msgspec.json.decode(send.message.document)  # type: ignore[no-any-return]
@@ -188,6 +200,75 @@ def test_an_explanation_says_that_the_round_is_being_decided() -> None:
     told = counter.ask("explain", "bob-1")
     assert "being solved" not in told["waiting_for"]
     assert told["next_round_s"] is not None
+
+
+def lost_to_ana() -> Counter:
+    """One GPU for which both bid, and ana won it."""
+    counter = Counter(replace(AUCTION, policies=tables("themis", fairness_knob=0.0)))
+    site = counter.site
+    site.app("ana-1")
+    site.app("bob-1")
+    counter.note(site.node("n1", 1) + site.wait(1.0))
+    effects = site.rho("ana-1", 8.0) + site.rho("bob-1", 9.0)
+    effects += site.bid("ana-1", {1: 1.0}, none=8.0) + site.bid("bob-1", {1: 6.0}, none=9.0)
+    counter.note(effects)
+    return counter
+
+
+def test_what_would_have_won_is_worked_out_when_a_person_asks() -> None:
+    counter = lost_to_ana()
+    (_, kept) = counter.ledger.rounds(limit=1)[0].outcomes
+    assert kept.loss is not None
+    assert "an estimate" in kept.reason
+    told = counter.ask("explain", "bob-1")
+    sentence = "a rho of 1.124 instead of 6 with 1 GPU more would have won them"
+    assert told["rounds"][0]["reason"].endswith(sentence)
+    assert told["story"][-1]["what"].endswith(sentence)
+    assert "an estimate" not in told["story"][-1]["what"]
+
+
+def test_the_daemon_keeps_the_inputs_and_holds_a_lost_auction_again_in_a_thread() -> None:
+    counter = lost_to_ana()
+    asked = counter.ledger.inputs(1)
+    assert asked is not None
+    book = Ledger(":memory:")
+    with closing(Journal.of(":memory:", Event)) as journal:
+        performer = daemon._Performer(counter.site.arbiter, journal, book, RecordedClock(0.0, None, wall=lambda: 0.0))
+        performer._shell = SimpleNamespace(now=lambda: counter.site.now)  # type: ignore[assignment]
+        asyncio.run(performer._perform(asked))
+        book.write(counter.ledger.rounds(limit=1)[0])
+        answer = performer._answer(ANA, Query("q1", "explain", "bob-1"))
+        assert isinstance(answer, Coroutine)
+        (send,) = asyncio.run(answer)
+    told = msgspec.json.decode(send.message.document)
+    assert told["rounds"][0]["reason"].endswith("a rho of 1.124 instead of 6 with 1 GPU more would have won them")
+
+
+def test_a_round_whose_inputs_are_not_kept_any_more_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = lost_to_ana()
+    asked = counter.ledger.inputs(1)
+    assert asked is not None
+    for number in range(2, 2 + ledger.INPUTS_MAX):
+        counter.ledger.keep(replace(asked, round=number))
+    assert counter.ledger.inputs(1) is None
+    assert "an estimate" in counter.ask("explain", "bob-1")["rounds"][0]["reason"]
+
+
+def test_a_round_that_ends_otherwise_when_it_is_held_again_explains_nothing() -> None:
+    counter = lost_to_ana()
+    (record,), asked, bob = counter.ledger.rounds(limit=1), counter.ledger.inputs(1), AppId("bob-1")
+    assert asked is not None
+    told = losses.outcome_of(record, bob)
+    assert losses.explained(asked, record, bob) != told
+    otherwise = tuple(replace(outcome, gpus=()) for outcome in record.outcomes)
+    assert losses.explained(asked, replace(record, outcomes=otherwise), bob) == told
+
+
+def test_inputs_that_another_version_has_written_explain_nothing(tmp_path: Path) -> None:
+    book = Ledger(tmp_path / "ledger.db")
+    with sqlite3.connect(tmp_path / "ledger.db") as database:
+        database.execute("INSERT INTO inputs VALUES (1, x'c1')")
+    assert book.inputs(1) is None
 
 
 def test_the_explanation_of_a_gpu_is_its_story() -> None:

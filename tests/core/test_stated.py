@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from arbiter.core.leases import leases
 from arbiter.core.rounds import stated
 from arbiter.core.state.index import Index
 from arbiter.core.turn import Turn
@@ -50,6 +51,29 @@ def test_the_arbiter_replies_with_rho_by_its_own_clock_and_n_avg() -> None:
     assert ana.rho == pytest.approx((age_s + 100.0 + 600.0) / (300.0 * mean))
     assert bob.rho == pytest.approx((age_s - 3.0 + 100.0 + 600.0) / (300.0 * 2.0))
     assert asked.bids["ana-1"].rho_none == pytest.approx(ana.rho)
+
+
+def test_rho_goes_by_the_leases_of_this_moment_also_before_the_app_reports_again() -> None:
+    site = a_site()
+    site.app("ana-1", demand=4, standing=STANDING)
+    site.node("n1", 4)
+    state = site.arbiter.state
+
+    def rho() -> float:
+        turn = Turn(state, site.now, site.arbiter._index)
+        found = stated.rho(turn, state.apps[AppId("ana-1")], apps_mean=1.0)
+        assert found is not None
+        return found
+
+    age_s = site.now - state.apps[AppId("ana-1")].arrived_at
+    assert rho() == pytest.approx((age_s + 100.0 + 600.0) / 300.0)
+    assert told_of(site.wait(6.0))
+    age_s += 6.0
+    assert rho() == pytest.approx((age_s + 150.0) / 300.0)
+    turn = Turn(state, site.now, site.arbiter._index)
+    for gpu in leases.held(turn, AppId("ana-1")):
+        leases.revoke(turn, gpu, "it is wanted")
+    assert rho() == pytest.approx((age_s + 100.0 + 600.0) / 300.0)
 
 
 def test_up_to_ask_max_apps_all_are_asked() -> None:
@@ -130,7 +154,7 @@ def test_a_valuation_that_cannot_be_worked_out_ends_nothing_and_its_app_is_asked
     def broken(*_: object, **__: object) -> float:
         raise ZeroDivisionError("by nothing")
 
-    monkeypatch.setattr(stated, "rho_now", broken)
+    monkeypatch.setattr(stated, "outlook_of", broken)
     site = a_site()
     site.app("ana-1", demand=4, standing=STANDING)
     effects = site.node("n1", 4) + site.wait(6.0)

@@ -46,7 +46,9 @@ def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome,
         gpu: winners.get(gpu, newcomer) for each, newcomer in rooms if newcomer is not None for gpu in each.gpus
     }
     staying = {gpu_id: gpu for gpu_id, gpu in here.items() if gpu_id in withheld and gpu_id not in makes_room}
-    outcomes = tuple(_as_it_became(outcome, staying, desired, withheld) for outcome in allocation.outcomes)
+    outcomes = allocation.outcomes
+    if withheld:
+        outcomes = tuple(_as_it_became(outcome, staying, desired, withheld) for outcome in outcomes)
     guests = frozenset(allocation.guests)
     for gpu_id, gpu in here.items():
         if gpu_id not in staying:

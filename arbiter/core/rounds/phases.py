@@ -22,7 +22,7 @@ from arbiter.core.layers import guests
 from arbiter.core.leases import alignment, leases
 from arbiter.core.registry import policy_of
 from arbiter.core.rounds import claim_audit, enactment, seats, stated, views
-from arbiter.core.seam import Allocation, GpuView, Outcome, View
+from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
 from arbiter.core.state import model
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Bidding, Deciding, Idle, Leased, Probing, State
@@ -180,12 +180,18 @@ def _try(turn: Turn) -> None:
     state.news = False
     state.look_again_at = None
     gpus = seats.shown(turn)
-    view = views.make_view(turn, gpus, {}) if gpus or state.settings.shared or views.interactive_waits(turn) else None
+    probes = turn.policy.traits.probes and bool(gpus)
+    if probes:
+        apps, _ = views.looks(turn, gpus)
+        if any(app.want > 0 for app in apps):
+            _probe(turn, apps)
+            return
+    view = None
+    if not probes and (gpus or state.settings.shared or views.interactive_waits(turn)):
+        view = views.make_view(turn, gpus, {})
     if view is None or not any(app.want > 0 for app in view.apps) or not (gpus or _invites(view)):
         state.phase = Idle(turn.now + state.settings.round_pause_s)
         state.fruitless_at = turn.now
-    elif turn.policy.traits.probes and gpus:
-        _probe(turn, view)
     else:
         state.round += 1
         view = replace(view, round=state.round, seed=views.seed_of(state), offered=())
@@ -207,11 +213,11 @@ def _retry_at(state: State, index: Index) -> float | None:
     return state.phase.not_before + state.settings.lease_s / 4
 
 
-def _probe(turn: Turn, view: View) -> None:
-    """Ask the apps in the view for their rho; of very many, only those that have not stated what they would reply."""
+def _probe(turn: Turn, looks: Sequence[AppView]) -> None:
+    """Ask these apps for their rho; of very many, only those that have not stated what they would reply."""
     state = turn.state
     state.round += 1
-    apps = [state.apps[app.app] for app in view.apps]
+    apps = [state.apps[app.app] for app in looks]
     told = stated.answered(turn, apps) if len(apps) > state.settings.ask_max else frozenset()
     asked = [app for app in apps if app.id not in told]
     state.phase = Probing(turn.now, turn.now + state.settings.probe_s, {app.id for app in asked}, {}, told)
@@ -262,16 +268,16 @@ def _offer(turn: Turn) -> None:
         awaited=set(bidders) - bids.keys(),
         bids=bids,
     )
-    if not state.phase.awaited:
-        _decide(turn)
+    if not state.phase.awaited:  # nothing has changed since the view was made
+        _ask_policy(turn, replace(view, offered=bidders), _as_seen(turn, view, bids), state.phase)
 
 
 def _take_stated_rhos(turn: Turn, probing: Probing) -> dict[AppId, float]:
     """Take in rho of the apps whose valuations answer for them; return N_avg of each."""
-    means = {}
+    means, mean_of = {}, views.means(turn)
     for app in map(turn.state.apps.get, sorted(probing.stated)):
         if app is not None and app.active and stated.stands(turn, app):
-            mean = views.apps_mean(turn.state, app, turn.now)
+            mean = mean_of(app)
             rho = stated.rho(turn, app, mean)
             if rho is not None:
                 means[app.id] = mean
@@ -311,7 +317,11 @@ def _decide(turn: Turn) -> None:
     view = replace(view, offered=phase.bidders)
     present = {app.app for app in view.apps}
     bids = {app: bid for app, bid in phase.bids.items() if app in present}
-    _ask_policy(turn, view, seats.as_seen(view, bids) if turn.index.divided else bids, phase)
+    _ask_policy(turn, view, _as_seen(turn, view, bids), phase)
+
+
+def _as_seen(turn: Turn, view: View, bids: dict[AppId, Bid]) -> dict[AppId, Bid]:
+    return seats.as_seen(view, bids) if turn.index.divided else bids
 
 
 def _ask_policy(turn: Turn, view: View, bids: dict[AppId, Bid], phase: Bidding) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -24,7 +24,7 @@ from arbiter.core.seam import (
 )
 from arbiter.core.state import fairness, model
 from arbiter.core.state.gpu_time import AppAccount
-from arbiter.core.state.index import Cache
+from arbiter.core.state.index import Cache, Index
 from arbiter.core.state.model import Draining, Gpu, Leased, State
 from arbiter.core.turn import Turn
 from protocol import gpu_kinds
@@ -43,6 +43,7 @@ class Shown(Struct, frozen=True):
     guest_at: tuple[GpuId, ...]  #: the seats where it is a guest
     view: AppView
     matters: bool  #: whether the round could give it something, or take it
+    movable: bool  #: whether a parked job of it can be moved, which depends on what is free
 
 
 SHOWN: Cache[AppId, Shown] = Cache(by_app=True)
@@ -51,8 +52,11 @@ SHOWN: Cache[AppId, Shown] = Cache(by_app=True)
 def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, float]) -> View:
     """Return the frozen view of the apps that can use GPUs and the GPUs in play."""
     state, index = turn.state, turn.index
-    apps, unseen = _apps(turn, gpus, rhos)
-    may_be_taken, holders = takeable(turn, apps, gpus)
+    apps, unseen = looks(turn, gpus)
+    if rhos:
+        apps = _with_rhos(turn, apps, rhos)
+    waits = _any_waits(turn, apps)
+    may_be_taken, holders = takeable(turn, gpus) if waits else ((), ())
     return View(
         round=state.round,
         seed=seed_of(state),
@@ -68,54 +72,64 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         leaving=leaving(turn),
         takeable=may_be_taken,
         holders=holders,
-        emptying=emptying(turn, apps),
+        emptying=emptying(turn) if waits else (),
         tenants=_tenants(turn),
         budget_ms=state.settings.solver_budget_ms,
         interactive_share=state.settings.interactive_share,
         interactive_s=state.settings.interactive_s,
+        explains=False,
     )
 
 
-def _apps(
-    turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, float]
-) -> tuple[list[AppView], dict[TenantId, int]]:
-    """Return the apps that the round could give something or take it, and the GPUs of the others by tenant."""
+def looks(turn: Turn, gpus: Mapping[GpuId, GpuView]) -> tuple[list[AppView], dict[TenantId, int]]:
+    """Return the apps that the round could give something or take it, and the GPUs of the others by tenant.
+
+    This walks over all active apps, up to twice a round: what one of them costs is what a round costs.
+    """
     state, index = turn.state, turn.index
     promised = leases.promised(turn)
-    apps: list[AppView] = []
+    found: list[AppView] = []
     unseen: dict[TenantId, int] = {}
     guests = seats.seating(turn).guests
-    in_play: dict[AppId, tuple[GpuId, ...]] = {}
-    for gpu_id in sorted(gpus.keys() - index.free):
-        holder = gpus[gpu_id].holder
-        assert holder is not None
-        in_play[holder] = (*in_play.get(holder, ()), gpu_id)
-    known, versions, divided = SHOWN.of(index), index.versions, index.divided
+    in_play = _in_play(index, gpus)
+    known, versions, divided, apps, seen = SHOWN.of(index), index.versions, index.divided, state.apps, state.seen
+    heard_since = turn.now - state.settings.app_timeout_s + 1.0  # about: `hears` says it to the last bit
     sees_seats = turn.policy.traits.shares
     for _, app_id in index.order:
-        app = state.apps[app_id]
+        app, shown = apps[app_id], known.get(app_id)
         renewable, guest_at = in_play.get(app_id, ()), guests.get(app_id, ())
-        shown = known.get(app_id)
         if (
             shown is None
             or shown.app is not app
             or shown.version != versions[app_id]
             or shown.renewable != renewable
             or shown.guest_at != guest_at
-            or ((divided or seats.movable(app)) and shown.view.only != seats.only(turn, app, guest_at))
+            or ((divided or shown.movable) and shown.view.only != seats.only(turn, app, guest_at))
         ):
             look = _look_at(turn, app, renewable, guest_at, promised.get(app_id, ()))
             matters = bool(renewable) or look.want > 0
-            shown = known[app_id] = Shown(app, versions[app_id], renewable, guest_at, look, matters)
+            movable = seats.movable(app)
+            shown = Shown(app, versions[app_id], renewable, guest_at, look, matters, movable)
+            known[app_id] = shown
         view, matters = shown.view, shown.matters
-        if matters and not turn.hears(app):
+        if matters and seen.get(app_id, app.arrived_at) <= heard_since and not turn.hears(app):
             view = replace(view, demand_max=min(view.demand_max, turn.usable(app)))
             matters = bool(view.demand_max and (renewable or view.want))
         if matters or (sees_seats and view.kept):  # no other may have a seat beside its own without a look at it
-            apps.append(_with_rho(turn, app, view, rhos[app_id]) if app_id in rhos else view)
+            found.append(view)
         elif view.kept:
             unseen[app.tenant] = unseen.get(app.tenant, 0) + len(view.kept)
-    return apps, unseen
+    return found, unseen
+
+
+def _in_play(index: Index, gpus: Mapping[GpuId, GpuView]) -> dict[AppId, tuple[GpuId, ...]]:
+    """Return the GPUs in play that each app holds, sorted."""
+    found: dict[AppId, tuple[GpuId, ...]] = {}
+    for gpu_id in sorted(gpus.keys() - index.free):
+        holder = gpus[gpu_id].holder
+        assert holder is not None
+        found[holder] = (*found.get(holder, ()), gpu_id)
+    return found
 
 
 def _tenants(turn: Turn) -> dict[TenantId, TenantView]:
@@ -141,9 +155,18 @@ def seed_of(state: State) -> int:
     return state.settings.seed * 1_000_003 + state.round
 
 
-def _with_rho(turn: Turn, app: model.App, view: AppView, rho: float) -> AppView:
-    mean = apps_mean(turn.state, app, turn.now)
-    return replace(view, rho=rho, ideal_s=fairness.ideal_time_s(cluster_s=stated.cluster_s(turn, app), apps_mean=mean))
+def _with_rhos(turn: Turn, apps: Sequence[AppView], rhos: Mapping[AppId, float]) -> list[AppView]:
+    """Return the apps, those that have replied with their rho and T_id."""
+    known, mean_of = turn.state.apps, means(turn)
+    found = []
+    for view in apps:
+        rho = rhos.get(view.app)
+        if rho is not None:
+            app = known[view.app]
+            ideal_s = fairness.ideal_time_s(cluster_s=stated.cluster_s(turn, app), apps_mean=mean_of(app))
+            view = replace(view, rho=rho, ideal_s=ideal_s)  # noqa: PLW2901
+        found.append(view)
+    return found
 
 
 def _look_at(
@@ -205,6 +228,18 @@ def _within_kind(turn: Turn, app: model.App, demand: int, held: Sequence[Gpu]) -
 def apps_mean(state: State, app: model.App, now: float) -> float:
     """Return N_avg: the time-weighted mean of the number of apps over this app's life so far (at least 1)."""
     return max(1.0, state.apps_count.mean_since(app.apps_integral, app.arrived_at, now))
+
+
+def means(turn: Turn) -> Callable[[model.App], float]:
+    """Return what tells N_avg of an app now, as `apps_mean` does: the integral up to now is worked out once."""
+    count, now = turn.state.apps_count, turn.now
+    integral = count.integral(now)
+
+    def mean(app: model.App) -> float:
+        age_s = now - app.arrived_at
+        return max(1.0, (integral - app.apps_integral) / age_s if age_s > 0.0 else count.last_value)
+
+    return mean
 
 
 # --- phase 2 --------------------------------------------------------------------------------------------------------
@@ -269,12 +304,8 @@ def interactive_waits(turn: Turn) -> bool:
     return any(app.requirements.kind == "interactive" and not app.held_by for app in without)
 
 
-def takeable(
-    turn: Turn, apps: Sequence[AppView], gpus: Mapping[GpuId, GpuView]
-) -> tuple[tuple[GpuView, ...], tuple[AppView, ...]]:
+def takeable(turn: Turn, gpus: Mapping[GpuId, GpuView]) -> tuple[tuple[GpuView, ...], tuple[AppView, ...]]:
     """Return the leased GPUs not in play that a waiting interactive app may be given, and the apps that hold them."""
-    if not _any_waits(turn, apps):
-        return (), ()
     shown = SHOWN.of(turn.index)
     holders = sorted(turn.index.holders & shown.keys())
     held = (turn.state.gpus[gpu] for holder in holders for gpu in sorted(turn.index.gpus[holder]))
@@ -286,10 +317,8 @@ def takeable(
     return taken, tuple(shown[app].view for app in holders if app in names)
 
 
-def emptying(turn: Turn, apps: Sequence[AppView]) -> tuple[GpuView, ...]:
-    """Return, while an interactive app waits, the GPUs that are free in a moment: their app is over, none is next."""
-    if not _any_waits(turn, apps):
-        return ()
+def emptying(turn: Turn) -> tuple[GpuView, ...]:
+    """Return, for interactive apps that wait, GPUs that are free in a moment: their app is over, none is next."""
     found = []
     for gpu in (turn.state.gpus[gpu] for gpu in sorted(turn.index.draining)):
         if isinstance(gpu.state, Draining) and gpu.state.promised_to is None and model.usable(turn.state, gpu):
@@ -304,6 +333,7 @@ def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
     settings = turn.state.settings
     if settings.shared or not interactive.serves(turn.policy, settings.interactive_share):
         return False
-    return any(
-        app.requirements.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable for app in apps
-    )
+    for app in apps:
+        if app.requirements.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable:
+            return True
+    return False

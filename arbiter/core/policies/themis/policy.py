@@ -24,12 +24,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 
 from msgspec.structs import replace
 
 from arbiter.core.placement.assignment import Deal, gang_place, gpus, losses, shares
 from arbiter.core.placement.locality import PLACE
-from arbiter.core.placement.lots import draw, shuffled
+from arbiter.core.placement.lots import ranked, shuffled
 from arbiter.core.policies.common.ordered import Selection
 from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
 from arbiter.core.policies.themis.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
@@ -88,15 +89,19 @@ class Themis(Policy):
     def bidders(self, view: View) -> Sequence[AppId]:
         """Return the ceil((1 - f) n) worst-off of the n apps that answered and want GPUs; ties are decided by lot.
 
-        With `tenants_first` that is so within each tenant.
+        With `tenants_first` that is so within each tenant that has a part of the GPUs in play; bids of others would not
+        enter any auction.
         """
         able = [app for app in view.apps if app.rho is not None and app.want > 0]
         if not self._settings.tenants_first:
             return self._worst_off(view, able)
-        tenants = sorted({app.tenant for app in able})
-        chosen = {
-            app for tenant in tenants for app in self._worst_off(view, [each for each in able if each.tenant == tenant])
-        }
+        by_tenant: dict[TenantId, list[AppView]] = {}
+        for app in able:
+            by_tenant.setdefault(app.tenant, []).append(app)
+        if len({app.tenant for app in view.apps}) > 1 and not _some_stay(view):
+            of_gpus = frozenset(_split(view).values())
+            by_tenant = {tenant: apps for tenant, apps in by_tenant.items() if tenant in of_gpus}
+        chosen = {app for apps in by_tenant.values() for app in self._worst_off(view, apps)}
         return tuple(app.app for app in view.apps if app.app in chosen)
 
     def _worst_off(self, view: View, able: Sequence[AppView]) -> tuple[AppId, ...]:
@@ -104,8 +109,8 @@ class Themis(Policy):
             return ()
         # (1 - 0.7) * 10 is 3.0000000000000004 in binary.
         count = max(1, math.ceil((1.0 - self._settings.fairness_knob) * len(able) - 1e-9))
-        ranked = sorted(able, key=lambda app: (-_rho(app), draw(view.seed, "cutoff", app.app), app.app))
-        return tuple(app.app for app in ranked[:count])
+        order = ranked(view.seed, able, key=lambda app: -_rho(app), name=lambda app: app.app, purpose="cutoff")
+        return tuple(app.app for app in islice(order, count))
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Hold the auction, deal the leftovers, and say of every app what it got and why."""
@@ -119,7 +124,7 @@ class Themis(Policy):
         budget.steps = max(1, budget.steps)  # the first step finds a bound, without which no gap could be told
         settlement = settle(entry, budget)
         all_told = view.tells_all
-        explaining = Budget.of(EXPLAINING * budget_ms if all_told else 0.0, clock)
+        explaining = Budget.of(EXPLAINING * budget_ms if all_told and view.explains else 0.0, clock)
         why_lost = explain(view, entered, entry, settlement, explaining)
         round_ = _Round(view, offered, entry, settlement, why_lost)
         if self._settings.leftover == "worst-off":
@@ -207,6 +212,8 @@ class _Round:
 
     def _draw_lots(self, apps: Sequence[AppView]) -> None:
         """Give one gang at a time to each app in a random order, round after round, until none can use more."""
+        if not self.deal.left and not self._view.tells_all:
+            return
         waiting = shuffled(self._view.seed, apps, name=lambda app: app.app, purpose="leftover")
         while waiting:
             waiting = [app for app in waiting if self._give_one_gang(app)]
@@ -267,9 +274,8 @@ class _Round:
         loss = self._losses.get(award.app)
         if not award.won:
             assert loss is not None, f"no reason is known why {award.app} lost"
-            how = "".join(f"; {change.text}" for change in loss.changes[:1])
             if len(bidder.new) == 0:
-                return f"bid and won none of the {gpus(count)} in play: {loss.text}{how}"
+                return f"bid and won none of the {gpus(count)} in play: {loss.sentence}"
             best = max(range(len(bidder.new)), key=lambda row: (bidder.gain[row], -bidder.new[row]))
             level = LEVELS[bidder.level[best]]
             where = "" if level == "cluster" else f" within {PLACE[level]}"
@@ -277,7 +283,7 @@ class _Round:
             return (
                 f"bid and won none of the {gpus(count)} in play, which went to {self._winners or 'no app'}; its best "
                 f"row, {gpus(int(bidder.new[best]))} more{where}, would have brought rho from {bidder.rho_none:.4g} to "
-                f"{rho:.4g}; {loss.text}{how}"
+                f"{rho:.4g}; {loss.sentence}"
             )
         won = f"bid and won {len(award.won)} of the {gpus(count)} in play"
         keeps = len(award.kept)
@@ -340,15 +346,20 @@ def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, s
     }
     assign = dict(sorted((gpu, app) for each in held.values() for gpu, app in each.assign.items()))
     outcomes = {outcome.app: outcome for each in held.values() for outcome in each.outcomes}
-    told = [app for app in view.apps if app.app in outcomes or not parts[app.tenant]]
+    told = [app for app in view.apps if app.app in outcomes or (view.tells_all and not parts[app.tenant])]
     partless = _Partless(view)
     return Allocation(
         assign=assign,
         outcomes=tuple(_told(app, outcomes.get(app.app), partless, owner, assign) for app in told),
         proven=all(each.proven for each in held.values()),
         facts=_all_facts([each.facts for each in held.values()]),
-        rest=next((each.rest for each in held.values() if each.rest), ""),
+        rest="" if len(told) == len(view.apps) else _rest(assign),
     )
+
+
+def _some_stay(view: View) -> bool:
+    """Whether an interactive app may keep GPUs in play, which then are no part of any tenant; see `interactive`."""
+    return any(app.renewable and app.requirements.kind == "interactive" for app in view.apps)
 
 
 def _split(view: View) -> dict[GpuId, TenantId]:
@@ -374,8 +385,24 @@ def _part_of(view: View, tenant: TenantId, part: tuple[GpuView, ...]) -> View:
     return replace(
         view,
         gpus=part,
-        apps=tuple(replace(app, renewable=tuple(gpu for gpu in app.renewable if gpu in there)) for app in apps),
+        tells=view.tells_all,
+        apps=tuple([_within(app, there) for app in apps]),
         offered=None if view.offered is None else tuple(app for app in view.offered if app in own),
+    )
+
+
+def _within(app: AppView, part: set[GpuId]) -> AppView:
+    """Return an app with those GPUs in play that it holds of a part."""
+    if part.issuperset(app.renewable):
+        return app
+    return replace(app, renewable=tuple(gpu for gpu in app.renewable if gpu in part))
+
+
+def _rest(assign: Mapping[GpuId, AppId]) -> str:
+    """Return the sentence for apps that are not told one by one."""
+    return (
+        "its tenant has no part of the GPUs in play, or it was not among the worst off of that tenant, who bid; they "
+        f"went to {shares(assign.values()) or 'no app'}"
     )
 
 

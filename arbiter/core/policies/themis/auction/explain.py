@@ -372,7 +372,7 @@ class _Case:
         low, high = self._own
         missing = np.maximum(self._price * options.new[low:high] - options.gain[low:high], 0.0)
         row = self._row_of(self._entry, low + int(missing.argmin()), 0.0)
-        text = f"others gain more by the GPUs in play{self._prices()} (an estimate: no work was left to solve for more)"
+        text = f"others gain more by the GPUs in play{self._prices()} (an estimate: nothing was solved again for it)"
         rho = row.rho * math.exp(-float(missing.min()))
         if row.nodes or rho <= RHO_MIN:
             return Loss("price", text)
