@@ -20,9 +20,11 @@ from typing import Any, Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
+from app_agent.core.app import App
 from app_agent.core.host import Accepted, AppHost, Changed, Declined, Submit
 from app_agent.core.model import Attempting
 from app_agent.core.spec import AppSpec
+from app_agent.core.spread import UNMEASURED, Spread, joined
 from arbiter.core.arbiter import Arbiter, Configured, Event
 from arbiter.core.effects import ActRecord, AppRecord, Decide, EventRecord, LeaseRecord, Note, RoundRecord, Sell
 from arbiter.core.members.sale_batch import sell
@@ -181,6 +183,7 @@ class World:
         self.hello_s = hello_s
         self.storage = SharedStorage()
         self.apps: dict[str, SimApp] = {}  #: by owner; each app has an owner of its own
+        self._spreads: dict[str, Spread] = {}  #: by tenant, of the apps that are over
         self.rounds: list[RoundRecord] = []
         self.leases: list[LeaseRecord] = []
         self.notes: list[tuple[float, Note]] = []
@@ -270,9 +273,15 @@ class World:
                 self._tell(actor, event)
 
     def submit(self, name: str, spec: AppSpec, jobs: Sequence[JobFacts]) -> SimApp:
-        """Start the app agent of a new app: `spec` is all that its participants know, `jobs` are the truth."""
+        """Start the app agent of a new app: `spec` is all that its participants know, `jobs` are the truth.
+
+        Each app has an app agent of its own here. It begins with the spread of the tenant's apps that are over, as
+        apps of one owner do.
+        """
         owner = OwnerId(f"app{len(self.apps) + 1}")
-        actor = self._enrol(Actor(Party("app", owner), AppHost(owner, tenant=spec.tenant, beat_s=self.beat_s)))
+        known = self._spreads.get(spec.tenant, UNMEASURED)
+        host = AppHost(owner, tenant=spec.tenant, beat_s=self.beat_s, spread=known)
+        actor = self._enrol(Actor(Party("app", owner), host))
         sim_app = SimApp(name, spec, tuple(jobs), actor, self.now)
         self.apps[owner] = sim_app
         self._tell(actor, Submit(name, spec))
@@ -475,6 +484,8 @@ class World:
                 sim_app = self.apps[actor.party.id]
                 if record.over and sim_app.over_at is None:
                     sim_app.over_at = self.now
+                    tenant, measured = sim_app.spec.tenant, App(actor.core.state.apps[record.app]).facts.spread
+                    self._spreads[tenant] = joined(self._spreads.get(tenant, UNMEASURED), measured)
                     if self.on_over is not None:
                         self.on_over(sim_app)
             case _:

@@ -21,6 +21,7 @@ from app_agent.core import bidding, holdings, placement, reporting, search
 from app_agent.core.app import App
 from app_agent.core.model import AppState, Job, Over, Placed
 from app_agent.core.spec import AppSpec
+from app_agent.core.spread import UNMEASURED, Spread
 from app_agent.core.tuning import scheduler_for
 from protocol.core import Send
 from protocol.messages import AppId, Grant, Holdings, JobId, Offer, Preempt, Probe, Refusal
@@ -36,10 +37,13 @@ class AppAgent:
         self.beat_s = beat_s
 
     @classmethod
-    def of(cls, app: AppId, spec: AppSpec, *, now: float, beat_s: float, run: str = "") -> AppAgent:
-        """Return the agent of a new app; `spec` has no mistake."""
+    def of(
+        cls, app: AppId, spec: AppSpec, *, now: float, beat_s: float, run: str = "", spread: Spread = UNMEASURED
+    ) -> AppAgent:
+        """Return the agent of a new app; `spec` has no mistake, `spread` is that of the owner's apps that are over."""
         fresh = tuple(Job(JobId(f"{app}.{number}"), place) for place, number in enumerate(spec.numbers))
-        state = AppState(app, spec, fresh, scheduler_for(spec).begin(), now, run=run, after=spec.after)
+        search = scheduler_for(spec).begin()
+        state = AppState(app, spec, fresh, search, now, run=run, after=spec.after, spread_before=spread)
         return cls(state, beat_s=beat_s)
 
     @property

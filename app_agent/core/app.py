@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from app_agent.core.model import AppState, Done, Failed, Job, Suspended, Waiting
 from app_agent.core.spec import AppSpec
+from app_agent.core.spread import Spread, deviation, spread_of
 from app_agent.core.tuning import AppScheduler, Left, Search, Trial, scheduler_for
 from protocol.messages import Level
 from valuation.finish_time import serial_time_s, slowdowns
@@ -34,6 +35,8 @@ class Facts(Struct, frozen=True):
     runnable: tuple[int, ...]
     serials_s: tuple[float, ...]  #: each job's time of one mini-batch on one GPU, as measured or as the median
     serial_median_s: float  #: the median job's, or a guess (Eq. 2)
+    spread: Spread  #: of the times of one mini-batch, as measured
+    deviation: float  #: the standard deviation of their logarithms, as likely
 
     def serial_of_s(self, left: Left) -> float:
         """Return the time of one mini-batch on one GPU; a job of a phase to come is taken for the median one."""
@@ -66,7 +69,9 @@ def _derive(state: AppState, scheduler: AppScheduler) -> Facts:
     guess_s = state.spec.step_serial_s or UNKNOWN_WORK_S / trials[0].steps_total
     median_s = median([serial_s for serial_s in measured_s if serial_s > 0] or [guess_s])
     serials_s = tuple(serial_s or median_s for serial_s in measured_s)
-    return Facts(state.jobs, state.search, slowdown, trials, runnable, serials_s, median_s)
+    spread = spread_of([serial_s for serial_s in measured_s if serial_s > 0])
+    likely_deviation = deviation(spread, state.spread_before)
+    return Facts(state.jobs, state.search, slowdown, trials, runnable, serials_s, median_s, spread, likely_deviation)
 
 
 def _likely_steps(state: AppState) -> int:

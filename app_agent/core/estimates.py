@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from app_agent.core.app import App
 from app_agent.core.model import Done, Dropped, Failed, Placed
+from app_agent.core.spread import normal_scores
 from app_agent.core.tuning import Left
 from protocol.messages import Basis, Level
 from valuation.finish_time import cluster_time_s, serial_time_s
@@ -50,6 +52,9 @@ def left_s(app: App) -> tuple[float | None, float | None]:
     A job that has its GPUs for a share of the time takes 1 / share times as long, and no more GPU-seconds. None
     while the number of steps, or the time of one, is not known.
 
+    Jobs of a search that are not measured yet, and those of phases to come, are taken to be spread as measured ones
+    (`spread`). Eq. 2 takes the median job's time for all, and so tells the longest of them too short; bids do as Eq. 2.
+
     Source: Themis, Eq. 2 at full demand: sum_i max_j W_ij / job_demand_max; one job is a phase by itself.
     """
     state = app.state
@@ -59,7 +64,10 @@ def left_s(app: App) -> tuple[float | None, float | None]:
     if state.over is not None or not (steps_known and time_known):
         return None, None
     left = app.scheduler.left(state.search, app.facts.trials)
-    works = [[(item.steps * _close_serial_s(app, item), _rate(app, item)) for item in phase] for phase in left]
+    works = [
+        [(item.steps * serial_s, _rate(app, item)) for item, serial_s in zip(phase, _likely_s(app, phase), strict=True)]
+        for phase in left
+    ]
     longest_s = math.fsum(max((work_s / rate for work_s, rate in phase), default=0.0) for phase in works)
     return longest_s / state.spec.job_demand_max, math.fsum(work_s for phase in works for work_s, _ in phase)
 
@@ -93,6 +101,20 @@ def _rate(app: App, left: Left) -> float:
     job = app.state.jobs[left.trial]
     running = isinstance(job.state, Placed) and job.seen == job.state.attempt
     return job.pace.rate if running else 1.0
+
+
+def _likely_s(app: App, phase: Sequence[Left]) -> list[float]:
+    """Return the likely time of one mini-batch on one GPU of each job of a phase.
+
+    Jobs of an array are taken to be as long as each other.
+    """
+    jobs, deviation = app.state.jobs, 0.0 if app.state.spec.array else app.facts.deviation
+    unknown = [item.trial is None or not jobs[item.trial].times for item in phase]
+    scores = iter(normal_scores(sum(unknown)))
+    return [
+        _close_serial_s(app, item) * (math.exp(deviation * next(scores)) if guessed else 1.0)
+        for item, guessed in zip(phase, unknown, strict=True)
+    ]
 
 
 def _close_serial_s(app: App, left: Left) -> float:

@@ -22,6 +22,7 @@ from app_agent.core.app import App
 from app_agent.core.model import AppState, Attempting, Done, Dropped, Failed, Job, Leaving, Placed, Suspended
 from app_agent.core.records import AppRecord, JobRecord, RecordState
 from app_agent.core.spec import AppSpec, Dependency, array_text, mistake
+from app_agent.core.spread import UNMEASURED, Spread, joined
 from protocol import previous_version
 from protocol.core import Connected, Received, Send, Tick
 from protocol.messages import (
@@ -133,17 +134,18 @@ class HostState(Struct):
     tag: str = ""  #: letters in the ids of its apps; an agent with another journal has others
     apps: dict[AppId, AppState] = {}
     records: dict[AppId, AppRecord] = {}
+    spread: Spread = Spread()  #: of the times of jobs, over the apps that are over
 
 
 class AppHost:
     """The agents of one owner's apps.
 
     `owner` is part of the apps' ids and of the broker user; `tenant` pays for apps that name none; every
-    `beat_s` seconds each agent states its whole wish again.
+    `beat_s` seconds each agent states its whole wish again. `spread` is that of the owner's apps that were over before.
     """
 
-    def __init__(self, owner: OwnerId, *, tenant: str = "", beat_s: float = 2.0) -> None:
-        self._take_over(HostState(owner, tenant or owner, beat_s))
+    def __init__(self, owner: OwnerId, *, tenant: str = "", beat_s: float = 2.0, spread: Spread = UNMEASURED) -> None:
+        self._take_over(HostState(owner, tenant or owner, beat_s, spread=spread))
 
     @classmethod
     def restore(cls, blob: bytes) -> AppHost:
@@ -230,7 +232,7 @@ class AppHost:
         spec = replace(spec, after=tuple(each for each in after if not self._is_gone(each.app)))
         app = AppId(f"{self.state.owner}-{self.state.tag}{self.state.submitted + 1}")
         run = f"{app}-{token}" if token else ""
-        return AppAgent.of(app, spec, now=now, beat_s=self.state.beat_s, run=run)
+        return AppAgent.of(app, spec, now=now, beat_s=self.state.beat_s, run=run, spread=self.state.spread)
 
     def state_of_job(self, app: AppId, job: str) -> RecordState:
         """Return what became of a job that is to be cancelled; it is one of an array that is remembered."""
@@ -315,7 +317,10 @@ class AppHost:
             app, sends = said.popleft()
             effects += sends
             record, over = record_of(self._agents[app].app), self._agents[app].state.over
-            if self.state.records.get(app) != record:
+            before = self.state.records.get(app)
+            if record.over and not (before and before.over):
+                self.state.spread = joined(self.state.spread, self._agents[app].app.facts.spread)
+            if before != record:
                 self.state.records[app] = record
                 effects.append(Changed(record))
             if over is not None:

@@ -20,6 +20,7 @@ from typing import Literal
 from msgspec import Struct
 
 from app_agent.core.spec import AppSpec, Dependency
+from app_agent.core.spread import Spread
 from app_agent.core.tuning.scheduler import Search
 from protocol.messages import (
     AppId,
@@ -246,6 +247,7 @@ class AppState(Struct):
     site: str = ""  #: the site of the arbiter it heard last
     losses: tuple[tuple[float, float], ...] = ()  #: (time, loss) of the last two reports in which the loss was new
     after: tuple[Dependency, ...] = ()  #: of the apps that it begins after, those that are not over
+    spread_before: Spread = Spread()  #: of the jobs of its owner's apps that were over when it was submitted
     queued_at: float | None = None  #: when the last of them had ended; None: it begins after none
 
     @property
