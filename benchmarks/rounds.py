@@ -6,9 +6,11 @@ a node obeys each plan at once, an app gives the GPUs that it is told of to its 
 time is told apart (``decide_s``).
 
 Cases: nodes that enrol, and one that is lost and returns; a beat, in which all is restated; a round in which nothing
-moves, with apps that wait; a round that renews the lease of every GPU; one that gives every GPU to another app, until
-the last of these runs; guests on shared GPUs, until all of them run; and thousands of apps that are submitted and wait.
-Renewing stands beside a bare table, the least that a lease can be: a new frozen value per GPU in a dictionary.
+moves, with apps that wait, and one of auctions, in which no app is asked, as all have stated their valuation; a crowd
+of apps that wait for 64 GPUs, all of them considered, the auction included; a round that renews the lease of every GPU;
+one that gives every GPU to another app, until the last of these runs; guests on shared GPUs, until all of them run; and
+thousands of apps that are submitted and wait. Renewing stands beside a bare table, the least that a lease can be: a new
+frozen value per GPU in a dictionary.
 """
 
 from __future__ import annotations
@@ -47,11 +49,15 @@ from protocol.messages import (  # noqa: E402
     JobId,
     JobWish,
     LaunchSpec,
+    LevelTerms,
     NodeId,
     NodePlan,
     NodeReport,
+    Offer,
     Party,
+    Probe,
     Requirements,
+    StandingValuation,
     TaskOrder,
     TaskStatus,
     TenantId,
@@ -69,13 +75,17 @@ LAUNCH = LaunchSpec(command=("python", "train.py"), cwd="/tmp", checkpoint_dir="
 APPS_PER_OWNER = 100
 #: Between two submissions, in the arbiter's time: a round comes after every hundredth.
 SUBMIT_S = 0.01
-WHOLE = {"nodes": 1024, "waiting": 1000, "guests": 300, "apps": 20_000}
-QUICK = {"nodes": 64, "waiting": 100, "guests": 40, "apps": 1000}
+WHOLE = {"nodes": 1024, "waiting": 1000, "guests": 300, "apps": 20_000, "crowd": 10_000}
+QUICK = {"nodes": 64, "waiting": 100, "guests": 40, "apps": 1000, "crowd": 500}
+#: Nodes of 8 GPUs that the crowd waits for.
+CROWDED_NODES = 8
 #: Calibrated seconds at full size; per GPU where the case says so.
 GOALS = {
     "enrolled": 1.0,
     "lost": 0.05,
     "still": 0.05,
+    "auction": 0.05,
+    "crowd": 0.05,
     "renewed": 0.05e-3,
     "moved": 0.05e-3,
     "guests": 0.1,
@@ -87,6 +97,8 @@ WORDS = {
     "enrolled": "calibrated seconds for {nodes} nodes of 8 GPUs to enrol",
     "lost": "calibrated seconds for one of {nodes} nodes that is lost and returns",
     "still": "calibrated seconds of a round in which nothing moves, {nodes} nodes, {waiting} apps waiting",
+    "auction": "calibrated seconds of a round of auctions, all leases in play, {nodes} nodes, {waiting} apps waiting",
+    "crowd": "calibrated seconds of a round of auctions, policy included, with {crowd} apps that wait for 64 GPUs",
     "renewed": "calibrated seconds per GPU that is renewed",
     "moved": "calibrated seconds per GPU of a round that gives it to another app",
     "guests": "calibrated seconds of the slowest round with {guests} guests",
@@ -111,6 +123,7 @@ class Site:
         self.gangs: dict[AppId, int] = {}
         self.holds: dict[AppId, tuple[GpuId, ...]] = {}
         self.messages = 0
+        self.asked = 0  #: probes and offers among them
         self._seqs: dict[str, int] = defaultdict(int)
         self._calibration = calibration
         self._due: deque[tuple[Party, NodeReport | AppReport] | Decide] = deque()
@@ -133,6 +146,7 @@ class Site:
                 self._due.append(effect)
             elif isinstance(effect, Send):
                 self.messages += 1
+                self.asked += isinstance(effect.message, Probe | Offer)
                 if isinstance(effect.message, NodePlan):
                     self._obey(effect.message)
                 elif isinstance(effect.message, Holdings):
@@ -204,6 +218,14 @@ class Site:
         self.gangs[app] = gang
         self.hear(*self._app_report(app, ()))
 
+    def finish(self, app: AppId) -> None:
+        """Let an app end: its node says so, and then its agent."""
+        held = self.holds.pop(app)
+        (node,) = {gpu.rpartition("-")[0].removeprefix("GPU-") for gpu in held}
+        sender, report = self._app_report(app, ())
+        self.hear(sender, replace(report, state="finished", jobs=(), demand_max=0, standing=None))
+        self.hear(*self.node_report(node))
+
     def _follow(self, holdings: Holdings) -> None:
         """Give an app's job the GPUs that it was told of, once they are a gang."""
         app = holdings.app
@@ -229,6 +251,7 @@ class Site:
             requirements=Requirements(),
             left_s=3600.0,
             left_gpu_s=3600.0 * gang,
+            standing=_standing(gang),
         )
 
     # --- what is ------------------------------------------------------------------------------------------------------
@@ -241,6 +264,12 @@ class Site:
     def running(self) -> int:
         """Return how many tasks run."""
         return sum(task.phase == "running" for task in self.core.state.tasks.values())
+
+
+def _standing(gang: int) -> StandingValuation:
+    """Return the valuation of an app of one job, which has an hour left."""
+    left_s = 3600.0 * gang
+    return StandingValuation(((left_s,),), (LevelTerms("machine", 1.0, gang),), left_s, gang)
 
 
 def _running(order: TaskOrder) -> TaskStatus:
@@ -327,6 +356,40 @@ def resting(size: Mapping[str, int], calibration: Calibration) -> Case:
         site.wait(1.0)
     assert site.core.state.round - rounds == repeats, "a round did not come"
     return {"spent_s": site.spent_s / repeats, "parts": 1}
+
+
+def auctioning(size: Mapping[str, int], calibration: Calibration) -> Case:
+    """Let rounds of auctions come while apps wait and every lease may end; the policy moves no GPU."""
+    site = full(size, "themis", calibration, ask_max=0)
+    first = size["nodes"]
+    site.decisions = _stay
+    for number in range(first, first + size["waiting"]):
+        site.submit(number, GPUS)
+    site.wait(1.0)
+    site.now += 570.0
+    site.spent_s, site.asked, rounds, repeats = 0.0, 0, site.core.state.round, 5
+    for _ in range(repeats):
+        site.wait(2.0)
+    assert site.core.state.round - rounds == repeats, "a round did not come"
+    assert site.asked == 0, f"{site.asked} questions were sent to apps that have stated their valuation"
+    return {"spent_s": site.spent_s / repeats, "parts": 1}
+
+
+def crowding(size: Mapping[str, int], calibration: Calibration) -> Case:
+    """Let thousands of apps wait for 64 GPUs; each round has one free node, and all apps are considered."""
+    site = full({**size, "nodes": CROWDED_NODES}, "themis", calibration, ask_max=0)
+    for number in range(CROWDED_NODES, CROWDED_NODES + size["crowd"]):
+        site.submit(number, 1 + number % 4)
+    site.wait(1.0)
+    costs = []
+    for held in sorted(site.holds)[:5]:
+        site.spent_s, site.decide_s, site.asked = 0.0, 0.0, 0
+        site.finish(held)
+        site.wait(2.0)
+        costs.append(site.spent_s + site.decide_s)
+        assert len(site.holders()) > GPUS * (CROWDED_NODES - 1), "the free GPUs went to nobody"
+        assert site.asked == 0, f"{site.asked} questions were sent to apps that have stated their valuation"
+    return {"spent_s": sorted(costs)[len(costs) // 2], "parts": 1, "decide_s": site.decide_s}
 
 
 def _stay(effect: Decide) -> Decided:
@@ -430,6 +493,8 @@ CASES: dict[str, Callable[[Mapping[str, int], Calibration], Case]] = {
     "lost": losing,
     "beat": beating,
     "still": resting,
+    "auction": auctioning,
+    "crowd": crowding,
     "renewed": renewing,
     "moved": moving,
     "guests": guesting,

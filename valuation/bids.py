@@ -65,9 +65,20 @@ class Reach(Struct, frozen=True):
     rooms: dict[Level, Room]
 
 
+class Goods:
+    """GPUs on offer, counted by place once for all apps to which they are offered."""
+
+    def __init__(self, gpus: Iterable[OfferedGpu]) -> None:
+        self.gpus = tuple(gpus)
+        self.by_slot = _by_slot(self.gpus)
+        self.by_node = _grouped(self.by_slot, DEPTH["machine"])
+        #: Of apps that keep nothing, by gang, whether they span, and levels.
+        self.reaches: dict[tuple[int, bool, tuple[Level, ...]], Reach] = {}
+
+
 def reach_of(
-    kept: Iterable[OfferedGpu],
-    offered: Iterable[OfferedGpu],
+    kept: Sequence[OfferedGpu],
+    offered: Goods | Iterable[OfferedGpu],
     *,
     gang: int,
     spans: bool = False,
@@ -77,10 +88,21 @@ def reach_of(
 
     Each gang lies on one node, unless the app `spans` nodes.
     """
-    mine, free = _by_slot(kept), _by_slot(offered)
+    goods = offered if isinstance(offered, Goods) else Goods(offered)
+    levels = tuple(levels)
+    if kept:
+        return _reach(kept, goods, gang, levels, spans=spans)
+    shape = (gang, spans, levels)
+    if shape not in goods.reaches:
+        goods.reaches[shape] = _reach(kept, goods, gang, levels, spans=spans)
+    return goods.reaches[shape]
+
+
+def _reach(kept: Iterable[OfferedGpu], goods: Goods, gang: int, levels: tuple[Level, ...], *, spans: bool) -> Reach:
+    mine, free = _by_slot(kept), goods.by_slot
     if spans:
         return _spanning_reach(mine, free, gang, levels)
-    by_node = _grouped(mine, DEPTH["machine"]), _grouped(free, DEPTH["machine"])
+    by_node = _grouped(mine, DEPTH["machine"]), goods.by_node
     # A gang may lie across the slots of a node, unless all must lie in one slot.
     rooms = {level: _room(*((mine, free) if level == "slot" else by_node), DEPTH[level], gang) for level in levels}
     return Reach(

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from protocol.messages import BidRow, GpuId, Home, OfferedGpu, StandingValuation, device_of
 from valuation import bids, finish_time
+from valuation.bids import Goods
 from valuation.finish_time import Known, Valuation
 
 
@@ -91,13 +92,15 @@ def worth_of(
     value: Valuation,
     shape: Shape,
     *,
-    offered: Sequence[OfferedGpu],
+    offered: Goods,
     kept: Sequence[OfferedGpu],
 ) -> Worth:
     """Return the answer to an offer: whole gangs, up to what the app can use now, on GPUs that its jobs can use."""
-    only = None if standing.homes is None else _reachable(standing.homes, offered, kept)
-    named = None if only is None else set(only)
-    usable = [gpu for gpu in offered if named is None or gpu.gpu in named]
+    only, usable = None, offered
+    if standing.homes is not None:
+        only = _reachable(standing.homes, offered.gpus, kept)
+        named = set(only)
+        usable = Goods(gpu for gpu in offered.gpus if gpu.gpu in named)
     levels = [terms.level for terms in value.terms]
     reach = bids.reach_of(kept, usable, gang=value.gang, spans=shape.spans, levels=levels)
     rho_none = bids.rho_kept(value, reach)

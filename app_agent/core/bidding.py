@@ -24,6 +24,7 @@ from protocol.messages import (
     ProbeReply,
     StandingValuation,
 )
+from valuation.bids import Goods
 from valuation.standing import Circumstances, Shape, rho_now, value_of, worth_of
 
 
@@ -48,7 +49,7 @@ def answer_offer(app: App, offer: Offer, now: float) -> list[Send]:
     elapsed_s = now - state.since if offer.elapsed_s is None else offer.elapsed_s
     stated, shape = valuation_of(app), _shape(app)
     value = value_of(stated, shape, _circumstances(app, elapsed_s))
-    worth = worth_of(stated, value, shape, offered=offer.gpus, kept=offer.kept)
+    worth = worth_of(stated, value, shape, offered=Goods(offer.gpus), kept=offer.kept)
     return [Send(ARBITER, Bid(state.app, offer.round, worth.rho_none, worth.rows, worth.only))]
 
 

@@ -57,6 +57,7 @@ from protocol.messages import (
     Refusal,
     RoundId,
 )
+from valuation.bids import Goods
 
 #: Ticks of one dry run, at most: admission, a round's phases, and apps that are waited for in vain.
 TICKS_MAX = 100
@@ -246,7 +247,7 @@ class DryRun:
         if isinstance(question, Probe):
             rho = stated.rho(turn, app, mean)
             return None if rho is None else ProbeReply(app.id, question.round, rho)
-        return stated.bid(turn, question, mean)
+        return stated.bid(turn, question, Goods(question.gpus), mean)
 
     def _scene(self) -> tuple[Turn, View]:
         """Return the copy, only to be looked at, and what is seen of it in this phase of its round."""

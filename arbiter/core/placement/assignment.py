@@ -10,6 +10,7 @@ rack), free GPUs before those that another app must leave, the tightest hole, on
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -40,6 +41,8 @@ class Holes:
         self.claims: dict[GpuId, int] = {}
         self._claimed: Counter[NodeId] = Counter()
         self._alike = True  # every claim weighs 1
+        #: By machine, as far as known: the claims on what is left of it, rising, and the unclaimed GPUs among these.
+        self._weights: dict[NodeId, tuple[list[int], int]] = {}
         for gpu_id in self.views if claims else ():
             if gpu_id in claims:
                 self.claim(gpu_id, claims[gpu_id])
@@ -68,16 +71,19 @@ class Holes:
             if gpu not in self.claims:
                 self._claimed[view.node] += 1
             self.claims[gpu] = weight
+            self._weights.pop(view.node, None)
             self._alike = self._alike and weight == 1
 
     def level_claims(self) -> None:
         """Let every claim weigh 1."""
         self.claims = dict.fromkeys(self.claims, 1)
+        self._weights.clear()
         self._alike = True
 
     def add(self, gpu: GpuView) -> None:
         """Put back a GPU, which no other app claims."""
         self._put(gpu)
+        self._weights.pop(gpu.node, None)
         self._largest = None
 
     def remove(self, gpu: GpuId) -> GpuView:
@@ -89,6 +95,7 @@ class Holes:
             del self.nodes[view.node]
         if self.claims.pop(gpu, None) is not None:
             self._claimed[view.node] -= 1
+        self._weights.pop(view.node, None)
         self._largest = None
         return view
 
@@ -115,9 +122,15 @@ class Holes:
         claimed = self._claimed.get(node, 0)
         if not claimed:
             return (0, 0)
-        if self._alike and not held and len(pool) == len(self.nodes[node]):
-            touched = max(0, take - len(pool) + claimed)
-            return (min(1, touched), touched)
+        if not held and len(pool) == len(self.nodes[node]):
+            if self._alike:
+                touched = max(0, take - len(pool) + claimed)
+                return (min(1, touched), touched)
+            known = self._weights.get(node)
+            if known is None:
+                rising = sorted(self.claims.get(gpu, 0) for gpu in pool)
+                known = self._weights[node] = rising, bisect_right(rising, 0)
+            return known[0][take - 1], max(0, take - known[1])
         weights = sorted(0 if gpu in held else self.claims.get(gpu, 0) for gpu in pool)[:take]
         return (weights[-1], sum(weight > 0 for weight in weights))
 
@@ -339,32 +352,54 @@ def _fill(
 ) -> list[GpuView]:
     """Return up to `count` GPUs of `pools`, machine by machine."""
     chosen: list[GpuView] = []
-    done: set[NodeId] = set()
+    open_ = dict(pools)
     while len(chosen) < count:
         left = count - len(chosen)
-        best: tuple[int, int, int, int, int, int, int, NodeId] | None = None
-        best_take = 0
-        for node, pool in pools.items():
-            kept = kept_on.get(node, 0)
-            size = len(pool)
-            take = most_whole(size, left, kept, chunk)
-            if not take or node in done:
-                continue
-            worst, touched = holes.disturbed(node, pool, take, held) if holes.claims else (0, 0)
-            own = min(take, owned_on.get(node, 0))
-            key = (
-                (-own, -kept, 0, worst, touched, size, 0, node)
-                if take >= left
-                else (-own, -kept, 1, -take, worst, touched, size, node)
-            )
-            if best is None or key < best:
-                best, best_take = key, take
+        # A node with GPUs of its own comes before any other, so only without one are the others looked at.
+        own = [node for node in {*kept_on, *owned_on} if node in open_]
+        best = _next(holes, open_, own, left, chunk, held, kept_on, owned_on)
+        if best is None or best[0][:2] == (0, 0):
+            best = _next(holes, open_, open_, left, chunk, held, kept_on, owned_on)
         if best is None:
             return chosen
-        node = best[-1]
-        done.add(node)
-        chosen += _of_machine(holes, pools[node], best_take, (*near, *chosen), held)
+        (*_, node), take = best
+        del open_[node]
+        chosen += _of_machine(holes, pools[node], take, (*near, *chosen), held)
     return chosen
+
+
+_Key = tuple[int, int, int, int, int, int, int, NodeId]
+
+
+def _next(
+    holes: Holes,
+    pools: Mapping[NodeId, Pool],
+    among: Iterable[NodeId],
+    left: int,
+    chunk: int,
+    held: Collection[GpuId],
+    kept_on: Mapping[NodeId, int],
+    owned_on: Mapping[NodeId, int],
+) -> tuple[_Key, int] | None:
+    """Return the key of the best of these machines for `left` more GPUs, the least of all, and the GPUs to take."""
+    best: _Key | None = None
+    best_take = 0
+    for node in among:
+        pool, kept, owned = pools[node], kept_on.get(node, 0), owned_on.get(node, 0)
+        size = len(pool)
+        take = most_whole(size, left, kept, chunk)
+        if not take:
+            continue
+        worst, touched = holes.disturbed(node, pool, take, held if owned else ()) if holes.claims else (0, 0)
+        own = min(take, owned)
+        key = (
+            (-own, -kept, 0, worst, touched, size, 0, node)
+            if take >= left
+            else (-own, -kept, 1, -take, worst, touched, size, node)
+        )
+        if best is None or key < best:
+            best, best_take = key, take
+    return None if best is None else (best, best_take)
 
 
 def _of_machine(

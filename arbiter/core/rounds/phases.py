@@ -29,6 +29,7 @@ from arbiter.core.state.model import Bidding, Deciding, Idle, Leased, Probing, S
 from arbiter.core.turn import Turn
 from protocol.core import Send
 from protocol.messages import AppId, Bid, Offer, OfferedGpu, Party, Probe, ProbeReply, RoundId
+from valuation.bids import Goods
 
 #: After a round whose policy failed, the next one comes so much later: another view may do no harm to it.
 FAILED_AGAIN_S = 15.0
@@ -252,9 +253,13 @@ def _offer(turn: Turn) -> None:
         else ()
     )
     bids: dict[AppId, Bid] = {}
+    goods: dict[int, Goods] = {}  #: by the id of the offered GPUs, which most offers have in common
     for offer in _offers(turn, view, bidders):
-        mean = means.get(offer.app)
-        bid = None if mean is None else stated.bid(turn, offer, mean)
+        mean, bid = means.get(offer.app), None
+        if mean is not None:
+            same = id(offer.gpus)
+            goods[same] = goods.get(same) or Goods(offer.gpus)
+            bid = stated.bid(turn, offer, goods[same], mean)
         if bid is None:
             turn.effects.append(Send(Party("app", state.apps[offer.app].owner), offer))
         else:

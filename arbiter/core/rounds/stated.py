@@ -17,6 +17,7 @@ from arbiter.core.state import model
 from arbiter.core.state.index import Cache
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, Bid, Offer, OfferedGpu, StandingValuation
+from valuation.bids import Goods
 from valuation.finish_time import Known, Valuation, effort
 from valuation.standing import (
     Circumstances,
@@ -123,15 +124,15 @@ def _outlook(turn: Turn, app: model.App) -> Outlook:
     return outlook_of(value, held, spans=app.spans, alone_s=alone)
 
 
-def bid(turn: Turn, offer: Offer, apps_mean: float) -> Bid | None:
-    """Return the app's answer to an offer; N_avg is that of the probe. None if it cannot be worked out."""
+def bid(turn: Turn, offer: Offer, goods: Goods, apps_mean: float) -> Bid | None:
+    """Return the app's answer to an offer of these goods, N_avg as in the probe; None if it cannot be worked out."""
     app = turn.state.apps[offer.app]
     standing = app.standing
     assert standing is not None
 
     def work() -> Bid:
         value = _value(turn, app, standing, apps_mean)
-        worth = worth_of(standing, value, _shape(app), offered=offer.gpus, kept=offer.kept)
+        worth = worth_of(standing, value, _shape(app), offered=goods, kept=offer.kept)
         return Bid(app.id, offer.round, worth.rho_none, worth.rows, worth.only)
 
     return _worked_out(turn, app, work)
