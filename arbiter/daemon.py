@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import assert_never
+from typing import TypeVar, assert_never
 
 import msgspec
 import structlog
@@ -35,7 +35,6 @@ from arbiter.core.effects import (
 )
 from arbiter.core.registry import policy_of
 from arbiter.core.seam import Outcome
-from arbiter.core.whatif import WhatIf
 from arbiter.ledger import Ledger
 from arbiter.queries import LostRound, Queries
 from arbiter.solver import Solver
@@ -45,14 +44,18 @@ from protocol.clock import Anchor, Clock, RecordedClock
 from protocol.config import ConfigError
 from protocol.core import Send
 from protocol.journal import Journal
-from protocol.messages import ARBITER, AnyMessage, LogChunk, NodeReport, Party, Query
+from protocol.messages import ARBITER, AnyMessage, AppId, LogChunk, NodeReport, Party, Query
 from protocol.private import state_folder
 from protocol.shell import Shell
+
+FoundT = TypeVar("FoundT")
 
 #: Events between two snapshots: a restart replays at most these, about a second's work.
 SNAPSHOT_EVERY = 5_000
 #: How long `explain`, and a dry run, look for what binds an app.
 TRIED_S = 3.0
+#: So long after a question auctions are held again for it; and so many outcomes that were found so are remembered.
+LOST_S, EXPLAINED_MAX = 5.0, 256
 #: How long a dry run waits for the end of a round that is being decided, and how often it looks.
 ROUND_S, LOOK_S = 4.0, 0.02
 
@@ -105,6 +108,8 @@ class _Performer:
     def __init__(self, arbiter: Arbiter, journal: Journal[Event], ledger: Ledger, clock: RecordedClock) -> None:
         self._arbiter, self._journal, self._ledger, self._clock = arbiter, journal, ledger, clock
         self._queries = Queries(arbiter, ledger)
+        self._one_auction = asyncio.Lock()
+        self._explained: dict[tuple[int, float, AppId], Outcome] = {}  #: by round, its time, and app; the oldest first
         self.solver = Solver()
 
     def shell(self, bus: Bus, config: ArbiterConfig, on_alive: Callable[[], None] | None) -> ArbiterShell:
@@ -147,12 +152,9 @@ class _Performer:
             case Query(kind="dry-run"):
                 return self._rehearse(sender, message)
             case Query():
-                by = time.monotonic() + TRIED_S
-                inquiry = self._queries.inquiry(message, self._shell.now(), lambda: time.monotonic() > by)
-                lost = self._queries.lost(message)
-                if inquiry is None and not lost:
-                    return self._queries.ask(sender, message, self._shell.now())
-                return self._try_out(sender, message, inquiry, lost)
+                if self._queries.takes_long(message):
+                    return self._try_out(sender, message, time.monotonic())
+                return self._queries.ask(sender, message, self._shell.now())
             case LogChunk():
                 return self._queries.deliver(sender, message)
             case NodeReport(node=node, boot_id=boot, wall_s=wall_s):
@@ -183,20 +185,45 @@ class _Performer:
             return self._queries.refuse(sender, query, failure.sentence, exit_codes.FAILED)
         return self._queries.tell(sender, query, forecast, now)
 
-    async def _try_out(
-        self, sender: Party, query: Query, inquiry: WhatIf | None, lost: Sequence[LostRound]
-    ) -> Sequence[Send]:
-        """Answer `explain` after what takes long has been tried out, in a thread."""
-        found, explained = None, dict[int, Outcome]()
+    async def _try_out(self, sender: Party, query: Query, asked_at: float) -> Sequence[Send]:
+        """Answer `explain` after what takes long has been tried out, in a thread.
+
+        What binds the app comes first. Auctions that it lost are held again one at a time, whoever asks, and only while
+        the question is young: else the round's own words are told.
+        """
+        begun = time.monotonic()
+        inquiry = self._queries.inquiry(query, self._shell.now(), lambda: time.monotonic() > begun + TRIED_S)
+        found = None
+        if inquiry is not None:
+            binding = await self._tried(query, inquiry.binding)
+            found = (binding, inquiry.estimate)
+        explained = {}
+        for each in self._queries.lost(query):
+            async with self._one_auction:
+                outcome = await self._explain(query, each, until=asked_at + LOST_S)
+            if outcome is not None:
+                explained[each.record.round] = outcome
+        return self._queries.ask(sender, query, self._shell.now(), found=found, explained=explained)
+
+    async def _explain(self, query: Query, lost: LostRound, *, until: float) -> Outcome | None:
+        """Return an app's outcome with what would have won, as once found; None once it is too late to look for it."""
+        key = lost.record.round, lost.record.at, lost.app
+        if key not in self._explained and time.monotonic() < until:
+            outcome = await self._tried(query, lost.explained)
+            if outcome is not None:
+                self._explained[key] = outcome
+                while len(self._explained) > EXPLAINED_MAX:
+                    del self._explained[next(iter(self._explained))]
+        return self._explained.get(key)
+
+    async def _tried(self, query: Query, work: Callable[[], FoundT]) -> FoundT | None:
+        """Do a part of an answer in a thread; None if it fails."""
         try:
-            for each in lost:
-                explained[each.record.round] = await asyncio.to_thread(each.explained)
-            if inquiry is not None:
-                found = (await asyncio.to_thread(inquiry.binding), inquiry.estimate)
+            return await asyncio.to_thread(work)
         except Exception as error:  # noqa: BLE001 - a policy's, on a copy: it costs this part of the answer
             failure = failure_of(self._arbiter.state.settings.policy, "explain", error)
             _log.error("policy.failed", app=query.target, what=failure.sentence, trace=failure.trace)
-        return self._queries.ask(sender, query, self._shell.now(), found=found, explained=explained)
+            return None
 
 
 def _holds_auctions(config: ArbiterConfig) -> bool:

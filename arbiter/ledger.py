@@ -153,10 +153,14 @@ class Ledger:
         """Keep the inputs of an auction, from which it is explained when a person asks; those of old rounds go."""
         if not asked.bids or not asked.view.tells_all:
             return
-        with self._using(), self._database:
+        try:
             packed = msgspec.msgpack.encode(asked)
+        except OverflowError:  # of a number that a user gave, as a seed; such a round is told without
+            return
+        with self._using(), self._database:
             self._database.execute("INSERT OR REPLACE INTO inputs VALUES (?, ?)", (asked.round, packed))
-            self._database.execute("DELETE FROM inputs WHERE round <= ?", (asked.round - INPUTS_MAX,))
+            beyond = (asked.round - INPUTS_MAX, asked.round)  # numbers begin anew with a new journal
+            self._database.execute("DELETE FROM inputs WHERE round <= ? OR round > ?", beyond)
 
     def inputs(self, round_: int) -> Decide | None:
         """Return the inputs of a round; None if they are not kept, or another version has written them."""

@@ -31,7 +31,7 @@ from arbiter.core.state.gpu_time import Standing
 from arbiter.core.state.model import Active, Deciding, Dependent, Draining, Enrolling, Free, Leased, Refused, Settled
 from arbiter.core.turn import STORY_LENGTH_MAX
 from arbiter.core.whatif import Obstacle, WhatIf
-from arbiter.ledger import Ledger
+from arbiter.ledger import INPUTS_MAX, Ledger
 from arbiter.waits import Waits
 from protocol import gpu_kinds
 from protocol.core import Send
@@ -99,29 +99,45 @@ class Queries:
         self._found: tuple[Obstacle | None, bool] | None = None
         self._losses: Mapping[int, Outcome] = {}
 
-    def inquiry(self, query: Query, now: float, enough: Callable[[], bool]) -> WhatIf | None:
-        """Return what has to be tried out before a question can be answered; None if nothing has.
+    def takes_long(self, query: Query) -> bool:
+        """Whether `inquiry` or `lost` may have something to try out before a question is answered. Costs little."""
+        state = self._arbiter.state
+        if query.kind != "explain" or AppId(query.target) not in state.apps:
+            return False
+        policy = policy_of(state.settings.policy, state.settings.policy_settings)
+        return policy.traits.probes or self._is_unexplained(query)
 
-        It takes as long as a few rounds, and ends once `enough` says so. Where there are very many apps it is left out,
-        and while a round is being decided, which will say.
+    def _is_unexplained(self, query: Query) -> bool:
+        """Whether an app waits, and it is to be tried out for what.
+
+        Where there are very many apps that is left out, and while a round is being decided, which will say.
         """
         state = self._arbiter.state
-        app = state.apps.get(AppId(query.target)) if query.kind == "explain" else None
-        if app is None or not app.active or not app.demand_max or len(state.apps) > TRIED_APPS_MAX:
-            return None
-        if isinstance(state.phase, Deciding):
-            return None
+        app = state.apps[AppId(query.target)]
+        if (
+            not app.active
+            or not app.demand_max
+            or len(state.apps) > TRIED_APPS_MAX
+            or isinstance(state.phase, Deciding)
+        ):
+            return False
         held = [gpu for gpu in state.gpus.values() if isinstance(gpu.state, Leased) and gpu.state.lease.app == app.id]
-        waits = len(held) < app.gang and not self._won(app)
-        return WhatIf(self._arbiter.snapshot(), app.id, now, enough) if waits else None
+        return len(held) < app.gang and not self._won(app)
+
+    def inquiry(self, query: Query, now: float, enough: Callable[[], bool]) -> WhatIf | None:
+        """Return what has to be tried out to say what binds an app; None if nothing has.
+
+        It takes as long as a few rounds, and ends once `enough` says so.
+        """
+        if AppId(query.target) not in self._arbiter.state.apps or not self._is_unexplained(query):
+            return None
+        return WhatIf(self._arbiter.snapshot(), AppId(query.target), now, enough)
 
     def lost(self, query: Query) -> Sequence[LostRound]:
         """Return what `explain` has to work out of the last rounds before it is answered: the newest first."""
         app = AppId(query.target)
-        if query.kind != "explain" or app not in self._arbiter.state.apps:
-            return ()
         try:
-            records = self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app)
+            records = self._ledger.rounds(limit=INPUTS_MAX, app=app)
             lost = [record for record in records if losses.is_lost(losses.outcome_of(record, app))][:LOST_ROUNDS]
             found = ((record, self._ledger.inputs(record.round)) for record in lost)
             return [LostRound(app, record, inputs) for record, inputs in found if inputs is not None]

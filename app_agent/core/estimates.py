@@ -9,7 +9,7 @@ from app_agent.core.app import App
 from app_agent.core.model import Done, Dropped, Failed, Placed
 from app_agent.core.spread import normal_scores
 from app_agent.core.tuning import Left
-from protocol.messages import Basis, Level
+from protocol.messages import SECONDS_MAX, Basis, Level
 from valuation.finish_time import cluster_time_s, serial_time_s
 
 #: Levels at which a job lies on one node.
@@ -22,7 +22,8 @@ def ideal_s(app: App) -> float:
     unmeasured = state.over is not None and not any(job.steps_done for job in state.jobs)
     if state.cluster_gpus == 0 or unmeasured:
         return 0.0
-    return cluster_time_s(budget_gpu_s(app), cluster_gpus=state.cluster_gpus, demand_max=demand_alone(app))
+    alone_s = cluster_time_s(budget_gpu_s(app), cluster_gpus=state.cluster_gpus, demand_max=demand_alone(app))
+    return min(SECONDS_MAX, alone_s)
 
 
 def budget_gpu_s(app: App) -> float:
@@ -69,7 +70,8 @@ def left_s(app: App) -> tuple[float | None, float | None]:
         for phase in left
     ]
     longest_s = math.fsum(max((work_s / rate for work_s, rate in phase), default=0.0) for phase in works)
-    return longest_s / state.spec.job_demand_max, math.fsum(work_s for phase in works for work_s, _ in phase)
+    whole_s = math.fsum(work_s for phase in works for work_s, _ in phase)
+    return min(SECONDS_MAX, longest_s / state.spec.job_demand_max), min(SECONDS_MAX, whole_s)
 
 
 def basis(app: App) -> Basis:

@@ -17,6 +17,8 @@ from msgspec import Struct
 GUESS = 0.5
 #: A guess, and the owner's other apps, count as much as three measured jobs would.
 GUESS_DEGREES = 2
+#: No more than that is ever taken for likely: beyond it times are no longer those of jobs of one kind.
+DEVIATION_MAX = 1.0
 #: The owner's newest apps count: no more than so many degrees of freedom are kept.
 DEGREES_MAX = 200
 
@@ -41,8 +43,12 @@ def spread_of(times_s: Sequence[float]) -> Spread:
 
 
 def joined(known: Spread, more: Spread) -> Spread:
-    """Return what is known of an owner's apps after one more is over; beyond `DEGREES_MAX` older ones count less."""
-    squares, degrees = known.squares + more.squares, known.degrees + more.degrees
+    """Return what is known of an owner's apps after one more is over; beyond `DEGREES_MAX` older ones count less.
+
+    An app counts with a deviation of `DEVIATION_MAX` at most, so that one odd search does not speak for all to come.
+    """
+    squares = known.squares + min(more.squares, more.degrees * DEVIATION_MAX**2)
+    degrees = known.degrees + more.degrees
     share = min(1.0, DEGREES_MAX / degrees) if degrees else 1.0
     return Spread(squares * share, degrees * share)
 
@@ -52,7 +58,7 @@ def deviation(own: Spread, others: Spread) -> float:
     variance = GUESS**2
     for measured in (others, own):
         variance = (GUESS_DEGREES * variance + measured.squares) / (GUESS_DEGREES + measured.degrees)
-    return math.sqrt(variance)
+    return min(DEVIATION_MAX, math.sqrt(variance))
 
 
 @cache

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import sqlite3
-from collections.abc import Coroutine
-from contextlib import closing
+from collections.abc import Coroutine, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -227,21 +228,71 @@ def test_what_would_have_won_is_worked_out_when_a_person_asks() -> None:
     assert "an estimate" not in told["story"][-1]["what"]
 
 
-def test_the_daemon_keeps_the_inputs_and_holds_a_lost_auction_again_in_a_thread() -> None:
-    counter = lost_to_ana()
-    asked = counter.ledger.inputs(1)
+@contextmanager
+def the_daemon(counter: Counter) -> Iterator[daemon._Performer]:
+    """The daemon's part beside the core, with the inputs and the record of the lost round."""
+    asked, book = counter.ledger.inputs(1), Ledger(":memory:")
     assert asked is not None
-    book = Ledger(":memory:")
     with closing(Journal.of(":memory:", Event)) as journal:
         performer = daemon._Performer(counter.site.arbiter, journal, book, RecordedClock(0.0, None, wall=lambda: 0.0))
         performer._shell = SimpleNamespace(now=lambda: counter.site.now)  # type: ignore[assignment]
         asyncio.run(performer._perform(asked))
         book.write(counter.ledger.rounds(limit=1)[0])
-        answer = performer._answer(ANA, Query("q1", "explain", "bob-1"))
-        assert isinstance(answer, Coroutine)
-        (send,) = asyncio.run(answer)
-    told = msgspec.json.decode(send.message.document)
-    assert told["rounds"][0]["reason"].endswith("a rho of 1.124 instead of 6 with 1 GPU more would have won them")
+        yield performer
+
+
+def explained_by(performer: daemon._Performer) -> dict[str, Any]:
+    answer = performer._answer(ANA, Query("q1", "explain", "bob-1"))
+    assert isinstance(answer, Coroutine)
+    (send,) = asyncio.run(answer)
+    return msgspec.json.decode(send.message.document)  # type: ignore[no-any-return]
+
+
+def test_the_daemon_keeps_the_inputs_and_holds_a_lost_auction_again_in_a_thread_and_once() -> None:
+    sentence = "a rho of 1.124 instead of 6 with 1 GPU more would have won them"
+    with the_daemon(lost_to_ana()) as performer:
+        assert explained_by(performer)["rounds"][0]["reason"].endswith(sentence)
+        with mock.patch.object(losses, "explained", side_effect=AssertionError("held again")):
+            assert explained_by(performer)["rounds"][0]["reason"].endswith(sentence)
+
+
+def test_an_auction_that_cannot_be_held_again_costs_no_other_part_of_the_answer() -> None:
+    with the_daemon(lost_to_ana()) as performer:
+        whole = explained_by(performer)
+    with (
+        the_daemon(lost_to_ana()) as performer,
+        mock.patch.object(losses, "explained", side_effect=KeyError("a field of another version")),
+    ):
+        told = explained_by(performer)
+    assert "an estimate" in told["rounds"][0]["reason"]
+    assert whole["binding"]
+    assert told["binding"] == whole["binding"]
+
+
+def test_long_after_the_question_no_auction_is_held_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon, "LOST_S", -1.0)
+    with the_daemon(lost_to_ana()) as performer:
+        told = explained_by(performer)
+    assert "an estimate" in told["rounds"][0]["reason"]
+    assert told["binding"], "it was tried out first"
+
+
+def test_inputs_with_a_number_that_cannot_be_written_are_left_out() -> None:
+    counter = lost_to_ana()
+    asked = counter.ledger.inputs(1)
+    assert asked is not None
+    counter.ledger.keep(replace(asked, round=2, view=replace(asked.view, seed=20_261_125_180_000 * 1_000_003)))
+    assert counter.ledger.inputs(2) is None
+
+
+def test_inputs_of_a_journal_before_go_when_rounds_are_numbered_anew() -> None:
+    counter = lost_to_ana()
+    asked = counter.ledger.inputs(1)
+    assert asked is not None
+    counter.ledger.keep(replace(asked, round=90))
+    counter.ledger.keep(replace(asked, round=2))
+    assert counter.ledger.inputs(90) is None
+    assert counter.ledger.inputs(2) is not None
 
 
 def test_a_round_whose_inputs_are_not_kept_any_more_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:

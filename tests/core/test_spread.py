@@ -9,8 +9,9 @@ import pytest
 from app_agent.core import estimates
 from app_agent.core.host import AppHost
 from app_agent.core.spread import DEGREES_MAX, GUESS, Spread, deviation, joined, normal_scores, spread_of
+from protocol.codec import decode, encode
 from protocol.core import Received
-from protocol.messages import ARBITER, AppId, Holdings, OwnerId
+from protocol.messages import ARBITER, SECONDS_MAX, AppId, Holdings, OwnerId, Party
 from tests.core.test_app_host import submit
 from tests.support.app_harness import Bench, exited, status, terms
 
@@ -41,10 +42,10 @@ def test_one_draw_is_expected_in_the_middle_and_the_greatest_of_ten_far_above() 
 def test_the_spread_is_a_guess_until_it_is_measured() -> None:
     assert deviation(Spread(), Spread()) == GUESS
     wide, narrow = spread_of([1.0, 10.0] * 50), spread_of([1.0] * 50)
-    assert deviation(wide, Spread()) == pytest.approx(math.log(10) / 2, rel=0.02)
+    assert deviation(wide, Spread()) == 1.0
     assert deviation(narrow, Spread()) < 0.11
     assert deviation(Spread(), narrow) < 0.11, "its owner's other apps stand for one that is not measured"
-    assert deviation(wide, narrow) == pytest.approx(math.log(10) / 2, rel=0.02), "its own jobs count more"
+    assert deviation(wide, narrow) == 1.0, "its own jobs count more"
     assert spread_of([3.0]) == Spread(), "one job has no spread"
 
 
@@ -54,8 +55,21 @@ def test_an_owners_newest_apps_count_most() -> None:
         known = joined(known, spread_of([1.0] * 10))
     assert known.degrees == DEGREES_MAX
     for _ in range(100):
-        known = joined(known, spread_of([1.0, 10.0] * 5))
-    assert deviation(Spread(), known) == pytest.approx(math.log(10) / 2 * math.sqrt(10 / 9), rel=0.05)
+        known = joined(known, spread_of([1.0, 3.0] * 5))
+    assert deviation(Spread(), known) == pytest.approx(math.log(3) / 2 * math.sqrt(10 / 9), rel=0.05)
+
+
+def test_one_odd_search_does_not_speak_for_all_that_follow() -> None:
+    odd = joined(Spread(), spread_of([1e-6, 1.0]))
+    assert deviation(Spread(), odd) < 1.0
+    assert deviation(spread_of([1e-6, 1.0] * 4), Spread()) == 1.0
+
+
+def test_what_is_left_of_a_search_can_be_told_however_long_it_is() -> None:
+    trials = tuple(("python", "train.py", str(number)) for number in range(512))
+    bench = Bench(trials=trials, metric="accuracy", steps_total=10**9, step_serial_s=1e6)
+    assert (bench.report.left_s, bench.report.left_gpu_s) == (SECONDS_MAX, SECONDS_MAX)
+    decode(encode(bench.report, sender=Party("app", "ada"), id="m1"))
 
 
 def test_jobs_as_long_as_each_other_leave_little_and_jobs_far_apart_much() -> None:
