@@ -188,8 +188,8 @@ class _Performer:
     async def _try_out(self, sender: Party, query: Query, asked_at: float) -> Sequence[Send]:
         """Answer `explain` after what takes long has been tried out, in a thread.
 
-        What binds the app comes first. Auctions that it lost are held again one at a time, whoever asks, and only while
-        the question is young: else the round's own words are told.
+        The search for the binding reason comes first. Then auctions that the app lost are held again: one at a time for
+        all users, and only while the question is young. Later the round's own words are told.
         """
         begun = time.monotonic()
         inquiry = self._queries.inquiry(query, self._shell.now(), lambda: time.monotonic() > begun + TRIED_S)

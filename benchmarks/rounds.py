@@ -153,7 +153,7 @@ class Site:
                     self._follow(effect.message)
 
     def settle(self) -> None:
-        """Let all agents answer, and tick where it is due, until nobody has anything to say at this moment."""
+        """Let all agents answer, and tick where it is due, until no agent has an answer at this moment."""
         while True:
             while self._due:
                 due = self._due.popleft()
@@ -387,7 +387,7 @@ def crowding(size: Mapping[str, int], calibration: Calibration) -> Case:
         site.finish(held)
         site.wait(2.0)
         costs.append(site.spent_s + site.decide_s)
-        assert len(site.holders()) > GPUS * (CROWDED_NODES - 1), "the free GPUs went to nobody"
+        assert len(site.holders()) > GPUS * (CROWDED_NODES - 1), "no app got the free GPUs"
         assert site.asked == 0, f"{site.asked} questions were sent to apps that have stated their valuation"
     return {"spent_s": sorted(costs)[len(costs) // 2], "parts": 1, "decide_s": site.decide_s}
 
@@ -455,7 +455,7 @@ def moving(size: Mapping[str, int], calibration: Calibration) -> Case:
 
 
 def guesting(size: Mapping[str, int], calibration: Calibration) -> Case:
-    """Let guests come to GPUs that others have, and then rounds in which there is nothing for anybody."""
+    """Let guests come to GPUs that others have, and then rounds in which no app gets a GPU."""
     site = full(size, "las", calibration, sharing="timeslice", seats=4)
     for number in range(size["nodes"], size["nodes"] + size["guests"]):
         site.submit(number, 1)

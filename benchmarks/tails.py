@@ -1,4 +1,4 @@
-"""What apps tell of the time they have left, against the truth: ``python benchmarks/tails.py [--quick] [--json]``.
+"""The time that apps say they have left, against the truth: ``python benchmarks/tails.py [--quick] [--json]``.
 
 Apps of Themis's workloads come one after another, each with the whole cluster to itself and without any cost, so that
 nothing but its own forecast can be wrong. Of each app the report at every tenth of its life is taken: the seconds left

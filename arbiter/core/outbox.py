@@ -1,7 +1,8 @@
 """Messages at the end of a turn: plans to nodes; preemptions and holdings to app agents.
 
-What changes nothing for its receiver waits for the beat, which restates all: leases on which nothing is ordered yet, a
-lease that was renewed, the phases of single parts of a job, and that a report was heard which asked for nothing back.
+News that changes nothing for its receiver waits for the beat, which restates all: leases on which nothing is ordered
+yet, a lease that was renewed, the phases of single parts of a job, the acknowledgement of a report that takes nothing
+back.
 """
 
 from __future__ import annotations

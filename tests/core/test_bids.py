@@ -16,7 +16,7 @@ from protocol.messages import LEVELS, BidRow, GpuId, Level, NodeId, OfferedGpu, 
 from tests.support.app_harness import Bench, status
 from tests.support.effort import examples
 from valuation import bids
-from valuation.bids import bid_rows, reach_of, rho_kept, thin_rows, undominated
+from valuation.bids import Goods, bid_rows, reach_of, rho_kept, thin_rows, undominated
 from valuation.finish_time import LevelTerms, Valuation, rho_of
 
 CRUDE: tuple[LevelTerms, ...] = (
@@ -55,6 +55,21 @@ def rows_of(
 def test_rows_beyond_the_demand_of_a_job_are_not_bid() -> None:
     rows = rows_of(valued(10_000.0), machines(9))
     assert [row.gpus for row in rows if row.level == "machine"] == [1, 2, 3, 4]
+
+
+@given(
+    st.lists(st.sampled_from(["r0 n0 s0", "r0 n0 s1", "r0 n1 s0", "r1 n2 s0"]), max_size=12),
+    st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.sampled_from([LEVELS, LEVELS[1:]])), max_size=6),
+)
+def test_goods_that_are_offered_to_many_apps_give_each_the_reach_that_it_has_alone(
+    places: list[str], apps: list[tuple[int, bool, tuple[Level, ...]]]
+) -> None:
+    offered = gpus_of(*places)
+    goods = Goods(offered)
+    for gang, spans, levels in apps:
+        for kept in ((), gpus_of("r0 n0 s0")):
+            alone = reach_of(kept, offered, gang=gang, spans=spans, levels=levels)
+            assert reach_of(kept, goods, gang=gang, spans=spans, levels=levels) == alone
 
 
 def test_rows_beyond_the_demand_of_the_app_are_not_bid() -> None:

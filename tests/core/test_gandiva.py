@@ -374,7 +374,7 @@ def test_after_a_lease_it_gives_way_to_those_that_wait_and_the_next_look_is_then
     assert (outcomes["wide"].gpus, outcomes["new"].gpus, allocation.look_again_s) == (GANG, (), 10.0)
     outcomes = decided(seats, wide(GANG, granted_sum=2 * 940.0), new)
     assert (outcomes["wide"].gpus, len(outcomes["new"].gpus)) == ((), 1)
-    assert decided(seats, wide(GANG))["wide"].gpus == GANG, "nobody waits"
+    assert decided(seats, wide(GANG))["wide"].gpus == GANG, "no app waits"
 
 
 def test_where_gpus_are_not_shared_nobody_gives_way() -> None:

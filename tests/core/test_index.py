@@ -18,7 +18,7 @@ NODES, GPUS = 30, 4
 
 
 def _looks(site: Site, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how many GPUs the arbiter looks at while somebody acts, checks aside."""
+    """Return how many GPUs the arbiter looks at during some act, checks aside."""
     looks = 0
     real = model.in_service
 

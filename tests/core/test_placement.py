@@ -186,3 +186,32 @@ def test_lots_rank_only_equal_ones_by_chance(monkeypatch: pytest.MonkeyPatch) ->
     equal = sorted(("b", "c"), key=lambda name: (draw(7, "test", name), name))
     assert first == [*equal, "a"]
     assert sorted(drawn) == ["b", "c"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["claim", "remove", "add", "level"]), st.integers(0, 11), st.integers(1, 3)),
+        max_size=30,
+    )
+)
+def test_what_taking_gpus_of_a_node_would_disturb_follows_every_change(acts: list[tuple[str, int, int]]) -> None:
+    gpus = list(gpus_of(6, 6))
+    holes, claims = Holes(gpus, {gpus[0].gpu: 2}), {gpus[0].gpu: 2}
+    for act, number, weight in acts:
+        gpu = gpus[number]
+        if act == "claim":
+            holes.claim(gpu.gpu, weight)
+            claims |= {gpu.gpu: weight} if gpu.gpu in holes else {}
+        elif act == "remove" and gpu.gpu in holes:
+            holes.remove(gpu.gpu)
+            claims.pop(gpu.gpu, None)
+        elif act == "add" and gpu.gpu not in holes:
+            holes.add(gpu)
+        elif act == "level":
+            holes.level_claims()
+            claims = dict.fromkeys(claims, 1)
+        for node, pool in holes.nodes.items():
+            for take in range(1, len(pool) + 1):
+                least = sorted(claims.get(each, 0) for each in pool)[:take]
+                found = holes.disturbed(node, pool, take, ())
+                assert found == (least[-1], sum(each > 0 for each in least))

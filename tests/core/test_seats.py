@@ -14,7 +14,7 @@ from arbiter.core.leases import alignment, leases
 from arbiter.core.leases.plans import plan_digest
 from arbiter.core.members import nodes
 from arbiter.core.registry import POLICIES
-from arbiter.core.rounds.seats import shown
+from arbiter.core.rounds.seats import seats_of, shown
 from arbiter.core.rounds.views import make_view
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, SeatView, View
 from arbiter.core.state.index import Index
@@ -785,6 +785,36 @@ def test_gpus_that_are_promised_to_it_have_no_guests_either() -> None:
         seats = (SeatView(own, cooperative=True, taken=taken), SeatView(free, taken=taken))
         view = View(1, 0, 60.0, 1, (), (guest,), 0.0, seats=seats, shared=True)
         assert bool(with_guests(view, Allocation({}, (), unnamed="holder")).assign) is not taken
+
+
+def taken(shop: Shop) -> set[str]:
+    """The seats of which the round's view says that an app has their GPU to itself."""
+    turn = Turn(shop.site.arbiter.state, shop.site.now, shop.site.arbiter._index)
+    return {seat.seat.gpu for seat in seats_of(turn) if seat.taken}
+
+
+def test_an_app_that_is_to_have_several_gpus_on_several_nodes_is_seen_to_share_none_from_then_on() -> None:
+    shop = Shop(n1=1)
+    shop.come("own-1", spans=True)
+    (mine,) = shop.held("own-1")
+    assert taken(shop) == set()
+    shop.demand["own-1"] = (2, 2)
+    shop._report("own-1")
+    assert {mine, second(mine)} <= taken(shop)
+
+
+def test_a_gpu_that_is_promised_to_such_an_app_is_seen_as_taken_on_its_other_seats() -> None:
+    shop = Shop(n1=1)
+    shop.come("gus-1")
+    shop.come("ira-1")
+    shop.come("wide-1", gang=2, spans=True)
+    (left,), (other,) = shop.held("gus-1"), shop.held("ira-1")
+    assert taken(shop) == set()
+    turn = Turn(shop.site.arbiter.state, shop.site.now, shop.site.arbiter._index)
+    gpu = turn.state.gpus[GpuId(left)]
+    assert isinstance(gpu.state, Leased)
+    turn.put_gpu(gpu, Draining(gpu.state.lease, 1, turn.now, "it is wanted", promised_to=AppId("wide-1"), round=1))
+    assert other in taken(shop)
 
 
 def test_a_holder_that_asks_for_another_priority_is_seen_with_it_at_once() -> None:

@@ -68,7 +68,10 @@ def test_one_odd_search_does_not_speak_for_all_that_follow() -> None:
 def test_what_is_left_of_a_search_can_be_told_however_long_it_is() -> None:
     trials = tuple(("python", "train.py", str(number)) for number in range(512))
     bench = Bench(trials=trials, metric="accuracy", steps_total=10**9, step_serial_s=1e6)
+    bench.holdings()
+    bench.tick()
     assert (bench.report.left_s, bench.report.left_gpu_s) == (SECONDS_MAX, SECONDS_MAX)
+    assert bench.report.ideal_s == SECONDS_MAX
     decode(encode(bench.report, sender=Party("app", "ada"), id="m1"))
 
 

@@ -12,6 +12,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -22,6 +24,7 @@ from launch.cli import app as command_line
 from protocol.messages import ARBITER, AppId, Party, TenantId
 from simulator.cluster import parse_cluster
 from simulator.costs import Costs
+from simulator.faults import checks
 from simulator.faults.checks import Checks, Violation, unsettled
 from simulator.faults.injector import Network
 from simulator.faults.runs import WorldVerdict, run_world, run_worlds, summary
@@ -320,3 +323,14 @@ def test_worlds_can_be_run_under_one_policy_and_say_so_in_the_command_that_repea
     result = CliRunner().invoke(command_line, ["worlds", "--count", "1", "--policy", "fair"])
     assert result.exit_code != 0
     assert "there is no policy fair" in result.stderr
+
+
+def test_tasks_take_turns_with_each_other_also_through_others() -> None:
+    def on(task: str, *devices: str, phase: str = "running") -> Any:
+        return SimpleNamespace(id=task, devices=frozenset(devices), phase=phase)
+
+    first, middle, last, other = on("a", "g0"), on("b", "g0", "g1"), on("c", "g1"), on("d", "g2")
+    gone = on("e", "g0", phase="exited")
+    tasks = [first, middle, last, other, gone]
+    assert checks._group(first, tasks) == [middle, last]
+    assert checks._group(other, tasks) == []

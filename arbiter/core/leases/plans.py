@@ -383,7 +383,7 @@ def holdings_of(turn: Turn, app: model.App) -> Holdings:
 def is_over(turn: Turn, app: model.App) -> bool:
     """Whether nothing of an app that has ended is still to come: none of its tasks lives, and none of its GPUs drains.
 
-    What is on a lost node counts as gone: it may never be heard of again.
+    Tasks and GPUs of a lost node count as gone: they may never be heard of again.
     """
     nodes = {turn.state.gpus[gpu].node for gpu in turn.index.gpus[app.id]}
     nodes |= {task.node for task in map(turn.state.tasks.__getitem__, turn.index.tasks[app.id]) if task.alive}

@@ -355,10 +355,10 @@ def _fill(
     open_ = dict(pools)
     while len(chosen) < count:
         left = count - len(chosen)
-        # A node with GPUs of its own comes before any other, so only without one are the others looked at.
+        # A node with GPUs of the app comes before any other, so only without one are the others looked at.
         own = [node for node in {*kept_on, *owned_on} if node in open_]
         best = _next(holes, open_, own, left, chunk, held, kept_on, owned_on)
-        if best is None or best[0][:2] == (0, 0):
+        if best is None:
             best = _next(holes, open_, open_, left, chunk, held, kept_on, owned_on)
         if best is None:
             return chosen

@@ -77,7 +77,7 @@ def _lease(turn: Turn, seat: GpuId) -> Lease:
     return state.lease
 
 
-#: Who owns what, under one key, and the seats at which it has not looked since they changed.
+#: The owners of GPUs, under one key, and the seats at which it has not looked since they changed.
 OWNERS: Cache[str, _Owners] = Cache(lasting=True)
 UNSEATED = Feed()
 ALL = ""
@@ -196,7 +196,7 @@ class _Views:
         self.taken: set[GpuId] = set()  #: devices of apps that share none
 
     def update(self, turn: Turn, changed: Collection[GpuId]) -> None:
-        """Look anew at these seats, at all whose owner is another now or whose lease is about to end, and so on."""
+        """Look anew at these seats, and at those whose owner, end of lease or neighbour on the GPU is another now."""
         now, due, taken = seating(turn), leases.due(turn), _taken_whole(turn)
         again = {*changed, *(self.due ^ due)}
         again |= {seat for device in self.taken ^ taken for seat in turn.index.seats.get(device, ())}

@@ -40,7 +40,7 @@ KNOWN: Cache[AppId, tuple[StandingValuation, int, Known]] = Cache(lasting=True, 
 
 
 class _Effort(Struct, frozen=True):
-    """What working out a valuation takes, in steps."""
+    """The effort of working out a valuation, in steps."""
 
     app: model.App
     steps: int

@@ -231,7 +231,7 @@ def apps_mean(state: State, app: model.App, now: float) -> float:
 
 
 def means(turn: Turn) -> Callable[[model.App], float]:
-    """Return what tells N_avg of an app now, as `apps_mean` does: the integral up to now is worked out once."""
+    """Return a function for N_avg of an app now, as `apps_mean` has it: the integral up to now is worked out once."""
     count, now = turn.state.apps_count, turn.now
     integral = count.integral(now)
 

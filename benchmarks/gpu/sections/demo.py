@@ -57,7 +57,7 @@ REHEARSED = Scale("demo", 500, 0.7, 150.0, ("--device", "cpu", "--width", "128",
 def run(setting: Setting, section: Section) -> None:
     """Run the jobs alone, then in turns, then packed; compare what came out."""
     found = play(setting, section, setting.pick(REAL, REHEARSED), ("timeslice", "pack"))
-    section.check("nobody was packed in turns", found["timeslice"]["packed_looks"] == 0)
+    section.check("no job was packed in turns", found["timeslice"]["packed_looks"] == 0)
     tried = bool(found["pack"]["packed_looks"])
     section.check("the two were tried together on the GPU", tried, remarks=found["pack"]["remarks"])
 

@@ -15,7 +15,7 @@ from tests.simulation.mutants import MUTANTS
 SEEDS = 200
 #: The policy and the world in which each was noticed when it was planted.
 FOUND_AT: dict[str, tuple[str, int]] = {
-    "a_bid_for_an_earlier_round_counts": ("themis", 187),
+    "a_bid_for_an_earlier_round_counts": ("themis", 386),
     "a_crash_counts_as_a_finish": ("themis", 15),
     "a_drained_node_gets_new_leases": ("fifo", 4),
     "a_gpu_counts_as_empty_while_its_worker_leaves": ("themis", 3),
