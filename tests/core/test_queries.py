@@ -8,6 +8,7 @@ import sqlite3
 from collections.abc import Coroutine, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -233,7 +234,7 @@ def the_daemon(counter: Counter) -> Iterator[daemon._Performer]:
     """The daemon's part beside the core, with the inputs and the record of the lost round."""
     asked, book = counter.ledger.inputs(1), Ledger(":memory:")
     assert asked is not None
-    with closing(Journal.of(":memory:", Event)) as journal:
+    with TemporaryDirectory() as folder, closing(Journal.of(f"{folder}/journal.sqlite", Event)) as journal:
         performer = daemon._Performer(counter.site.arbiter, journal, book, RecordedClock(0.0, None, wall=lambda: 0.0))
         performer._shell = SimpleNamespace(now=lambda: counter.site.now)  # type: ignore[assignment]
         asyncio.run(performer._perform(asked))
