@@ -76,7 +76,7 @@ _USED = (
     Flag("wrap", "a command in place of a script"),
 )
 _CORES = "a job's cores are not bound"
-_ONE_NODE = "a job lies on one node"
+_ONE_NODE = "a batch script runs on one node"
 _NO_EFFECT = {
     "partition": ("p", "needed", "there are no partitions"),
     "qos": ("q", "needed", "there is no QOS"),
@@ -408,8 +408,8 @@ def _tenant(account: str) -> str:
 def _one_task(values: Values) -> None:
     if "nodes" in values and values["nodes"] not in ("1", "1-1"):
         raise usage(
-            f"--nodes is {values['nodes']}, and all GPUs of one job lie on one node",
-            "write --nodes=1, and ask for as many GPUs as one node has",
+            f"--nodes is {values['nodes']}, and a batch script runs on one node",
+            "write --nodes=1; or submit the program itself: gpu-arbiter submit -g 16 --spans -- torchrun train.py",
         )
     for name in ("ntasks", "ntasks-per-node"):
         if values.get(name, "1") != "1":

@@ -131,7 +131,7 @@ def test_all_flags_that_are_not_known_are_told_in_one_error() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--nodes=2",), "--nodes is 2, and all GPUs of one job lie on one node"),
+        (("--nodes=2",), "--nodes is 2, and a batch script runs on one node"),
         (("-n", "4"), "--ntasks is 4, and one task runs in a job; write --ntasks=1 and --gpus, and have torchrun"),
         (("--ntasks-per-node=2",), "--ntasks-per-node is 2"),
         (("--gpus=two",), "--gpus is 'two', which is no number of GPUs"),
