@@ -469,7 +469,12 @@ IMAGE = {"torch", "numpy", "psutil"}
 TORCH = {"torch", "torchgen", "functorch", "sympy", "mpmath", "typing_extensions", "filelock", "jinja2", "markupsafe"}
 
 
-@pytest.mark.parametrize("section", SECTIONS)
+#: These import PyTorch, in three seconds each; so does `pack`, which `make check` tries.
+SLOW = ("driver", "graph", "park")
+IMPORTS = [pytest.param(each, marks=[pytest.mark.full] if each in SLOW else []) for each in SECTIONS]
+
+
+@pytest.mark.parametrize("section", IMPORTS)
 def test_a_section_imports_nothing_but_what_it_says_and_what_the_image_and_the_wheels_have(section: str) -> None:
     carried = {line for line in (ROOT / "benchmarks/gpu/wheels.txt").read_text().splitlines() if line[0] != "#"}
     needs = set(SECTIONS[section].needs) - {"pynvml", "cuda.bindings"}

@@ -234,6 +234,7 @@ def test_memory_in_a_private_pool_is_refused_with_the_mend(monkeypatch: pytest.M
         parking.park()
 
 
+@pytest.mark.full  # the import takes ten seconds, and its answer changes with the version of PyTorch only
 def test_pytorch_keeps_its_recorded_graphs_where_parking_looks() -> None:
     program = """
 import torch._inductor.cudagraph_trees as trees

@@ -172,6 +172,7 @@ def _document(*arguments: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full  # tests/simulation/test_world.py has two runs of one seed
 def test_it_says_the_same_twice() -> None:
     first, second = _document("--only", "errors"), _document("--only", "errors")
     assert first.pop("cpu_s") > 0 < second.pop("cpu_s")

@@ -12,7 +12,11 @@ from benchmarks import rounds as benchmark
 from tests.support.traces import ROOT
 
 
-@pytest.mark.parametrize("case", sorted(benchmark.CASES))
+#: The guests of a large site take eight seconds.
+CASES = [pytest.param(case, marks=[pytest.mark.full] if case == "guests" else []) for case in sorted(benchmark.CASES)]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_a_case_runs_at_the_quick_size_and_counts_time(case: str) -> None:
     row = benchmark.measure(case, quick=True)
     assert row["case"] == case

@@ -65,6 +65,7 @@ def test_unknown_arguments_are_refused_with_those_there_are() -> None:
         workload_of("fitgpp?apps=3", CLUSTER)
 
 
+@pytest.mark.full  # tests/papers/test_fitgpp_evaluation.py judges a smaller run
 def test_under_fitgpp_trials_wait_less_than_under_the_same_order_without_trials() -> None:
     def waits(interactive_s: str) -> float:
         knobs = (("interactive_s", interactive_s), ("round_pause_s", "60"))
