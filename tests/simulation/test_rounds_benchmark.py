@@ -11,7 +11,6 @@ import pytest
 from benchmarks import rounds as benchmark
 from tests.support.traces import ROOT
 
-
 #: The guests of a large site take eight seconds.
 CASES = [pytest.param(case, marks=[pytest.mark.full] if case == "guests" else []) for case in sorted(benchmark.CASES)]
 
