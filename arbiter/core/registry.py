@@ -14,6 +14,7 @@ from arbiter.core.policies.fitgpp import policy as fitgpp
 from arbiter.core.policies.fitgpp.preemption import Reserving
 from arbiter.core.policies.gandiva import placement as gandiva_placement
 from arbiter.core.policies.gandiva import policy as gandiva
+from arbiter.core.policies.maxmin import policy as maxmin
 from arbiter.core.policies.oasis import dorm, rrh
 from arbiter.core.policies.oasis import policy as oasis
 from arbiter.core.policies.oasis.settings import Settings as OasisSettings
@@ -47,6 +48,7 @@ class Entry(Struct, frozen=True, cache_hash=True):
 
 POLICIES: Final[dict[str, Entry]] = {
     "themis": Entry(themis.Themis, themis.Settings, live=True),
+    "maxmin-ftf": Entry(maxmin.MaxMinFtf, maxmin.Settings, live=True),
     "fifo": Entry(fifo.Fifo, live=True),
     "backfill": Entry(backfill.Backfill, live=True),
     "srtf": Entry(shortest.Srtf),

@@ -152,6 +152,8 @@ class AppView(Struct, frozen=True):
     only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any; see `bound` and `by_kind`
     by_kind: bool = False  #: `only` are the GPUs of the kind that its user asked for, among which its jobs may move
     ideal_s: float = 0.0  #: T_id, from the T_cluster that it reports; 0: not known, or not asked for rho
+    alone_s: float = 0.0  #: T_cluster, its finish time alone on the whole cluster, as it reported; 0: not known
+    apps_integral: float = 0.0  #: `View.apps_integral` when it arrived
     left_s: float | None = None  #: run time left with all it can use, as it reported at `left_at`; None: unknown
     left_gpu_s: float | None = None  #: and the GPU-seconds that takes
     left_at: float = 0.0
@@ -230,6 +232,7 @@ class View(Struct, frozen=True):
         None  #: the apps that saw the offer, once it was made; None: ask `Policy.bidders`
     )
     now: float = 0.0  #: seconds, whatever their origin
+    apps_integral: float = 0.0  #: the integral of the number of active apps over time, up to now
     unseen: Mapping[TenantId, int] = {}  #: GPUs of apps that are not shown, having all they want and none in play
     #: Where GPUs are shared and the policy sees one seat of each, all seats that are free or leased, by id.
     seats: tuple[SeatView, ...] = ()
@@ -271,6 +274,11 @@ class View(Struct, frozen=True):
     def elapsed_s(self, app: AppView) -> float:
         """Return the time since `app` arrived."""
         return self.now - app.arrived_at
+
+    def apps_mean(self, app: AppView) -> float:
+        """Return N_avg, the mean number of active apps over the life of `app` so far (Themis, Eq. 1); at least 1."""
+        age_s = self.elapsed_s(app)
+        return max(1.0, (self.apps_integral - app.apps_integral) / age_s) if age_s > 0.0 else 1.0
 
     def served_gpu_s(self, app: AppView) -> float:
         """Return the GPU-seconds `app` has been leased so far (attained service of PAPERS.md section 1)."""
@@ -403,6 +411,10 @@ class Traits(Struct, frozen=True):
     )
     strict: Strict = "no"  #: an app that does not fit lets no app behind it by
     sells: bool = False  #: it sells the GPUs of coming slots; the state keeps the bookings, and `allocate` sees them
+    #: All leases end at the same times, the multiples of `lease_s`, so that a round then decides about all GPUs.
+    together: bool = False
+    #: Its view shows apps that hold GPUs and want no more, too, also while no GPU of theirs is in play.
+    all_holders: bool = False
 
 
 class PolicySettings(Struct, frozen=True, forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from arbiter.core import seam
 from arbiter.core.placement.assignment import admit_what_fits
 from arbiter.core.policies.common.ordered import Ranked
+from arbiter.core.policies.maxmin.policy import outlook_of
 from arbiter.core.policies.queues.las import Settings
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
@@ -652,6 +653,21 @@ def shortest_of_the_first_tenant(view: View) -> list[AppView]:
     return sorted(view.apps, key=lambda app: (app.tenant != first, unknown_last(view.left_s(app))))
 
 
+def by_time_to_spare(view: View) -> dict[str, int]:
+    """One gang at a time to the tenant that has none, then by place: the least time to spare of those that must run."""
+    outlook = outlook_of(view)
+
+    def place(app: AppView) -> tuple[bool, bool, float]:
+        at = view.apps.index(app)
+        due, left, fair = outlook.due_s[at], outlook.works.left_s[at], outlook.works.fair_s[at]
+        bonus = 10.0 * (app.move_s or 60.0) if app.renewable else 0.0
+        spare = due - 1.1 * left - bonus
+        must = spare < view.lease_s
+        return not must, app.left_gpu_s is None, spare / fair if must else due - bonus
+
+    return dealt(view, lambda app, got: (tenant_share(view, app, got) > 0, place(app)))
+
+
 REFERENCE: dict[str, Callable[[View], dict[str, int]]] = {
     "fifo": lambda view: walked(view, view.apps, strict=True, keeps=True),
     "backfill": lambda view: walked(view, view.apps, keeps=True),
@@ -663,6 +679,7 @@ REFERENCE: dict[str, Callable[[View], dict[str, int]]] = {
     "slaq": lambda view: dealt(view, lambda app, got: -lowered(app, got[app.app])),
     "gandiva": lambda view: dealt(view, lambda app, got: got[app.app] // app.gang, keeps=True),
     "gandiva-placement": lambda view: dealt(view, lambda app, got: (got[app.app] // app.gang, view.served_gpu_s(app))),
+    "maxmin-ftf": by_time_to_spare,
     # without any history nothing is fair: a tenant has had something, and that is enough, or not; its apps take turns
     "astraea": lambda view: dealt(view, lambda app, got: (tenant_share(view, app, got) > 0, got[app.app])),
     "yarn-cs": within_whole_quotas,

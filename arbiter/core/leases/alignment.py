@@ -48,7 +48,8 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
     At most one place is aligned after each round, for the widest.
     """
     settings = turn.state.settings
-    if settings.align_after_leases <= 0.0 or turn.policy.traits.tenure != "lease":
+    traits = turn.policy.traits
+    if settings.align_after_leases <= 0.0 or traits.tenure != "lease" or traits.together:
         turn.state.blocked, turn.state.aligned = (), {}
         return
     turn.state.aligned = {gpu: end for gpu, end in turn.state.aligned.items() if end > turn.now}

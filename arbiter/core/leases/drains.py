@@ -95,8 +95,8 @@ def _extend(turn: Turn, gpu: Gpu, held: Leased) -> None:
     """Let a lease not end that no round could renew."""
     settings = turn.state.settings
     if held.lease.expires_at <= turn.now + settings.renewal_lead_s:
-        turn.put_gpu(gpu, Leased(replace(held.lease, expires_at=turn.now + settings.lease_s)))
         turn.state.aligned.pop(gpu.id, None)
+        turn.put_gpu(gpu, Leased(replace(held.lease, expires_at=leases.end_of_lease(turn, gpu.id))))
 
 
 def is_empty(state: State, index: Index, node: NodeId) -> bool:

@@ -7,6 +7,7 @@ repeated or restarted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 from msgspec.structs import replace
@@ -83,11 +84,16 @@ def _own_seat(turn: Turn, gpu: Gpu, app: model.App, given: Collection[GpuId]) ->
 
 def end_of_lease(turn: Turn, gpu: GpuId | None = None) -> float:
     """Return when a lease that begins now ends; with others where they are aligned, unless that is in a moment."""
-    if turn.policy.traits.tenure != "lease":
+    traits, settings = turn.policy.traits, turn.state.settings
+    if traits.tenure != "lease":
         return model.NEVER
-    end = turn.now + turn.state.settings.lease_s
+    if traits.together:
+        # A lease that ends while the present round, or the pause after it, may still go on would end before another.
+        soon = turn.now + settings.renewal_lead_s + settings.round_pause_s
+        return (math.floor(soon / settings.lease_s) + 1) * settings.lease_s
+    end = turn.now + settings.lease_s
     together = turn.state.aligned.get(gpu, end) if gpu is not None else end
-    return min(end, together) if together > turn.now + turn.state.settings.renewal_lead_s else end
+    return min(end, together) if together > turn.now + settings.renewal_lead_s else end
 
 
 def retenure(turn: Turn) -> None:
@@ -335,8 +341,8 @@ def keep(turn: Turn) -> None:
         gpu = turn.state.gpus.get(gpu_id)
         if gpu is not None and isinstance(gpu.state, Leased) and gpu.state.lease.expires_at <= turn.now + lead_s:
             lease = gpu.state.lease
-            turn.put_gpu(gpu, Leased(replace(lease, expires_at=turn.now + turn.state.settings.lease_s)))
             turn.state.aligned.pop(gpu_id, None)
+            turn.put_gpu(gpu, Leased(replace(lease, expires_at=end_of_lease(turn, gpu_id))))
             preemption_budget.tell_kept(turn, lease.app, gpu_id)
 
 

@@ -65,6 +65,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         gpus=tuple(gpus.values()),
         apps=tuple(apps),
         now=turn.now,
+        apps_integral=state.apps_count.integral(turn.now),
         unseen=unseen,
         seats=seats.seats_of(turn),
         shared=state.settings.shared,
@@ -94,7 +95,8 @@ def looks(turn: Turn, gpus: Mapping[GpuId, GpuView]) -> tuple[list[AppView], dic
     in_play = _in_play(index, gpus)
     known, versions, divided, apps, seen = SHOWN.of(index), index.versions, index.divided, state.apps, state.seen
     heard_since = turn.now - state.settings.app_timeout_s + 1.0  # about: `hears` says it to the last bit
-    sees_seats = turn.policy.traits.shares
+    traits = turn.policy.traits
+    sees_holders = traits.shares or traits.all_holders
     for _, app_id in index.order:
         app, shown = apps[app_id], known.get(app_id)
         renewable, guest_at = in_play.get(app_id, ()), guests.get(app_id, ())
@@ -115,7 +117,8 @@ def looks(turn: Turn, gpus: Mapping[GpuId, GpuView]) -> tuple[list[AppView], dic
         if matters and seen.get(app_id, app.arrived_at) <= heard_since and not turn.hears(app):
             view = replace(view, demand_max=min(view.demand_max, turn.usable(app)))
             matters = bool(view.demand_max and (renewable or view.want))
-        if matters or (sees_seats and view.kept):  # no other may have a seat beside its own without a look at it
+        # Where a policy deals with seats, no other app may have one beside this one's without a look at it.
+        if matters or (sees_holders and view.kept):
             found.append(view)
         elif view.kept:
             unseen[app.tenant] = unseen.get(app.tenant, 0) + len(view.kept)
@@ -192,6 +195,8 @@ def _look_at(
         only=only,
         by_kind=only is not None and seats.bound_to(turn, app, guest_at) is None,
         requirements=app.requirements,
+        alone_s=app.ideal_s,
+        apps_integral=app.apps_integral,
         left_s=app.left_s,
         left_gpu_s=app.left_gpu_s,
         left_at=app.left_at,

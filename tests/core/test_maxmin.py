@@ -1,0 +1,268 @@
+"""Max-min finish-time fairness: its arithmetic, its order by hand, and leases that end together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import chain, combinations, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arbiter.core.policies.maxmin.fluid import PRECISION, Works, can_be_met, due_s, least_ratio, mean_apps
+from arbiter.core.policies.maxmin.policy import Settings, outlook_of
+from arbiter.core.seam import AppView, GpuView, View
+from arbiter.core.state.model import Leased
+from protocol.messages import GpuId, JobId, JobWish, TenantId
+from tests.core.test_policies_ordered import counts, decided, job, names, round_of
+from tests.support.arbiter_site import LAUNCH, SETTINGS, Site, gpu_id
+from tests.support.auctions import app_of, gpus_of
+from tests.support.effort import examples
+from tests.support.wishes import replace
+
+POLICY = "maxmin-ftf"
+
+
+def works(*rows: tuple[float, float, float, float]) -> Works:
+    """Apps by age, T_id, run time left and GPU-seconds left."""
+    return Works(*np.array(rows, dtype=np.float64).reshape(-1, 4).T)
+
+
+# --- the arithmetic -------------------------------------------------------------------------------------------------
+
+
+def by_cuts(each: Works, due: Sequence[float], gpus: int) -> bool:
+    """Whether all can end when due, by every cut of the network of apps and of the spans between due times."""
+    times = sorted({0.0, *due})
+    spans = list(pairwise(times))
+    for some in chain.from_iterable(combinations(spans, count) for count in range(1, len(spans) + 1)):
+        needed = 0.0
+        for left_s, left_gpu_s, by in zip(each.left_s, each.left_gpu_s, due, strict=True):
+            elsewhere_s = sum(end - start for start, end in spans if end <= by and (start, end) not in some)
+            needed += max(0.0, left_gpu_s - left_gpu_s / left_s * elsewhere_s)
+        if needed > gpus * sum(end - start for start, end in some) + 1e-6:
+            return False
+    return True
+
+
+APPS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=4
+)
+
+
+@given(rows=APPS, slack=st.lists(st.integers(0, 12), min_size=4, max_size=4), gpus=st.integers(1, 4))
+@settings(max_examples=examples(600), deadline=None)
+def test_all_can_end_in_time_if_no_cut_is_too_small(
+    rows: list[tuple[int, int, int, int]], slack: list[int], gpus: int
+) -> None:
+    each = works(*rows)  # type: ignore[arg-type]
+    due = each.left_s + np.array(slack[: len(rows)])
+    assert can_be_met(each, due, gpus) == by_cuts(each, due.tolist(), gpus)
+
+
+@given(rows=APPS, gpus=st.integers(1, 4))
+@settings(max_examples=examples(300), deadline=None)
+def test_the_least_ratio_can_be_met_and_a_lesser_one_cannot(rows: list[tuple[int, int, int, int]], gpus: int) -> None:
+    each = works(*rows)  # type: ignore[arg-type]
+    found = least_ratio(each, gpus)
+    assert can_be_met(each, due_s(each, found), gpus)
+    floor = min((each.age_s + each.left_s) / each.fair_s)
+    assert found >= floor
+    if found > floor * (1.0 + PRECISION):
+        assert not can_be_met(each, due_s(each, found / (1.0 + 2.0 * PRECISION)), gpus)
+
+
+def test_two_equal_apps_on_one_gpu_end_at_one_and_two_times_their_work() -> None:
+    each = works((0.0, 100.0, 100.0, 100.0), (0.0, 100.0, 100.0, 100.0))
+    assert least_ratio(each, 1) == pytest.approx(2.0, rel=PRECISION)
+    assert least_ratio(each, 2) == 1.0
+    aged = works((50.0, 100.0, 100.0, 100.0), (0.0, 100.0, 100.0, 100.0))
+    assert least_ratio(aged, 1) == pytest.approx(2.0, rel=PRECISION), "the aged one goes first, the other has 2"
+
+
+def test_an_app_that_is_late_whatever_is_done_does_not_make_others_wait() -> None:
+    late, fresh = (900.0, 100.0, 100.0, 100.0), (0.0, 200.0, 100.0, 100.0)
+    assert least_ratio(works(late, fresh), 1) == pytest.approx(1.0, rel=PRECISION)
+
+
+def test_without_apps_there_is_nothing_to_be_late_for() -> None:
+    assert least_ratio(works(), 4) == 1.0
+
+
+def test_n_avg_is_half_way_to_that_without_newcomers() -> None:
+    # two apps for the first 100 s of the longer one, and then it is alone: 300 / 200 on average
+    found = mean_apps(np.zeros(2), np.full(2, 2.0), np.array([50.0, 150.0]), np.array([50.0, 150.0]), 1)
+    assert found.tolist() == [2.0, pytest.approx((2.0 + 1.5) / 2)]
+
+
+# --- the order ------------------------------------------------------------------------------------------------------
+
+
+def app(name: str, *, left_s: float, alone_s: float, **more: Any) -> AppView:
+    """An app on one GPU that tells its run time left, and its run time alone on the cluster."""
+    return replace(job(name, left_s=left_s), alone_s=alone_s, **more)
+
+
+def later(view: View, now: float, **arrived: float) -> View:
+    """The round at another time; apps have arrived when it says, and there were always as many as now."""
+    apps = [
+        replace(each, arrived_at=arrived.get(each.app, now), apps_integral=len(view.apps) * arrived.get(each.app, now))
+        for each in view.apps
+    ]
+    return replace(view, apps=tuple(apps), now=now, apps_integral=len(view.apps) * now)
+
+
+def test_an_app_that_must_run_to_end_in_time_comes_before_one_that_is_due_sooner() -> None:
+    # One GPU. `long` needs nearly all the time it has; `short` is due sooner and can wait for a lease of 60 s.
+    gpus = gpus_of(1)
+    long, short = app("long", left_s=1000.0, alone_s=500.0), app("short", left_s=10.0, alone_s=300.0)
+    view = later(round_of(gpus, long, short), 5000.0, long=4900.0)
+    outlook = outlook_of(view)
+    assert outlook.due_s[1] < outlook.due_s[0]
+    assert outlook.spare_s[0] < view.lease_s < outlook.spare_s[1]
+    assert counts(POLICY, view) == {"long": 1, "short": 0}
+
+
+def test_of_apps_that_can_wait_the_one_that_is_due_first_comes_first() -> None:
+    # Two of 1,000 s share one GPU, so both are due after 2,000 s and neither must run yet.
+    twins = [app(name, left_s=1000.0, alone_s=500.0) for name in ("a", "b")]
+    view = later(round_of(gpus_of(1), *twins, app("short", left_s=10.0, alone_s=300.0)), 5000.0)
+    assert min(outlook_of(view).spare_s) > view.lease_s
+    assert counts(POLICY, view) == {"a": 0, "b": 0, "short": 1}
+
+
+def test_the_reason_tells_the_time_to_spare_and_where_it_comes_from() -> None:
+    view = later(round_of(gpus_of(1), app("a", left_s=100.0, alone_s=100.0), job("b")), 1000.0)
+    outlook = outlook_of(view)
+    _, outcomes = decided(POLICY, view)
+    spare, due, fair = (figures[0] for figures in (outlook.spare_s, outlook.due_s, outlook.works.fair_s))
+    assert spare == pytest.approx(due - 110.0)
+    assert outcomes["a"].reason == (
+        f"number 1 by time to spare ({spare:.4g} s: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its fair "
+        f"time of {fair:.4g} s, and 100 s are left of it): gets 1 GPU"
+    )
+    assert "60 s are taken to be left of it, as it tells none): nothing is left" in outcomes["b"].reason
+
+
+def test_an_app_that_tells_nothing_comes_after_those_that_must_run_too() -> None:
+    view = later(
+        round_of(gpus_of(1), job("silent"), app("told", left_s=100.0, alone_s=100.0)), 9000.0, silent=0.0, told=0.0
+    )
+    assert outlook_of(view).spare_s[0] < outlook_of(view).spare_s[1] < view.lease_s
+    assert counts(POLICY, view) == {"silent": 0, "told": 1}
+
+
+@pytest.mark.parametrize(("patience", "gives_way"), [(0.0, True), (10.0, False), (1.0, True)])
+def test_an_app_that_runs_gives_way_if_the_other_is_worse_off_by_more_than_a_move_costs(
+    patience: float, gives_way: bool
+) -> None:
+    gpus = gpus_of(1)
+    runs = replace(
+        app("runs", left_s=500.0, alone_s=1000.0, renewable=names(gpus), leases=1), move_s=20.0, left_at=1000.0
+    )
+    waits = app("waits", left_s=500.0, alone_s=1000.0)
+    view = later(round_of(gpus, runs, waits), 1000.0, runs=950.0, waits=900.0)
+    worse_by_s = outlook_of(view).spare_s[0] - outlook_of(view).spare_s[1]
+    assert 20.0 < worse_by_s < 200.0
+    _, outcomes = decided(POLICY, view, patience=patience)
+    assert bool(outcomes["waits"].gpus) is gives_way
+
+
+def test_tenants_come_first_unless_the_site_says_otherwise() -> None:
+    many = [app(f"m{number}", left_s=100.0, alone_s=100.0, tenant=TenantId("many")) for number in range(3)]
+    lone = app("lone", left_s=100.0, alone_s=9000.0, tenant=TenantId("lone"))
+    view = later(round_of(gpus_of(2), *many, lone), 1000.0, m0=0.0, m1=0.0, m2=0.0)
+    assert counts(POLICY, view) == {"m0": 1, "m1": 0, "m2": 0, "lone": 1}
+    plain = decided(POLICY, view, tenants_first=False)[1]
+    assert {name for name, each in plain.items() if each.gpus} == {"m0", "m1"}
+
+
+@pytest.mark.parametrize("patience", [-1.0, math.nan, math.inf])
+def test_patience_out_of_range_is_named(patience: float) -> None:
+    with pytest.raises(ValueError, match=r"patience is .*; it must be a finite number, 0 or more"):
+        Settings(patience=patience)
+
+
+# --- leases that end together -----------------------------------------------------------------------------------------
+
+LEASE_S = 200.0
+TOGETHER = replace(SETTINGS, policy=POLICY, lease_s=LEASE_S)
+
+
+def site_of(gpus: int) -> Site:
+    site = Site(TOGETHER)
+    site.node("n0", gpus)
+    return site
+
+
+def told(site: Site, name: str, gpus: Sequence[str] = (), **more: Any) -> None:
+    """Let an app report, and the node obey."""
+    jobs = (JobWish(JobId(f"{name}.0"), 1, tuple(map(GpuId, gpus)), LAUNCH),) if gpus else ()
+    site.app(name, jobs=jobs, **{"left_s": 1e4, "left_gpu_s": 1e4, "ideal_s": 1e4, **more})
+    site.node("n0")
+
+
+def ends(site: Site) -> dict[str, float]:
+    states = (gpu.state for gpu in site.arbiter.state.gpus.values())
+    return {state.lease.app: state.lease.expires_at for state in states if isinstance(state, Leased)}
+
+
+def test_leases_that_begin_one_after_the_other_end_together_at_a_multiple_of_their_length() -> None:
+    site = site_of(3)
+    for name in ("ana-1", "bob-1", "eve-1"):
+        told(site, name)
+        site.wait(7.0)
+    assert site.now < 1200.0 - TOGETHER.renewal_lead_s
+    assert ends(site) == {"ana-1": 1200.0, "bob-1": 1200.0, "eve-1": 1200.0}
+
+
+def test_a_lease_that_begins_while_the_others_are_being_renewed_ends_with_these() -> None:
+    site = site_of(2)
+    while site.now < 1200.0 - TOGETHER.renewal_lead_s / 2:
+        told(site, "ana-1", site.held("ana-1"))
+        site.wait(5.0)
+    told(site, "bob-1")
+    site.wait(1.0)
+    assert ends(site) == {"ana-1": 1400.0, "bob-1": 1400.0}
+
+
+def test_an_app_that_must_run_has_to_wait_for_the_end_of_the_leases() -> None:
+    site = site_of(1)
+    told(site, "ana-1")
+    site.wait(10.0)
+    told(site, "bob-1", left_s=10.0, left_gpu_s=10.0, ideal_s=1.0)
+    while site.now < 1200.0 - TOGETHER.renewal_lead_s:
+        assert site.held("ana-1") == [gpu_id("n0", 0)]
+        site.wait(5.0)
+        told(site, "ana-1", site.held("ana-1"))
+        told(site, "bob-1", left_s=10.0, left_gpu_s=10.0, ideal_s=1.0)
+    for _ in range(20):
+        site.wait(2.0)
+        told(site, "ana-1", site.held("ana-1"))
+        told(site, "bob-1", site.held("bob-1"), left_s=10.0, left_gpu_s=10.0, ideal_s=1.0)
+    assert site.held("bob-1") == [gpu_id("n0", 0)]
+
+
+def test_a_round_sees_apps_that_have_all_they_want_and_no_gpu_in_play() -> None:
+    site = site_of(2)
+    told(site, "ana-1")
+    site.wait(20.0)
+    site.decides_late = True
+    told(site, "bob-1")
+    site.wait(2.0)
+    (asked,) = site.undecided
+    assert [(each.app, len(each.kept)) for each in asked.view.apps] == [("ana-1", 1), ("bob-1", 0)]
+    assert asked.view.unseen == {}
+    assert asked.view.apps[0].alone_s == 1e4
+    assert asked.view.apps_mean(asked.view.apps[0]) == pytest.approx(1.0)
+
+
+def test_n_avg_in_the_view_is_the_mean_number_of_apps_since_the_app_came() -> None:
+    gpus: tuple[GpuView, ...] = gpus_of(1)
+    old = replace(app_of("old"), arrived_at=100.0, apps_integral=50.0)
+    view = replace(round_of(gpus, old), now=300.0, apps_integral=650.0)
+    assert view.apps_mean(old) == 3.0
+    assert view.apps_mean(replace(old, arrived_at=300.0)) == 1.0
