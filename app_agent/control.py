@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +34,7 @@ from protocol.exit_codes import (
     UNREACHABLE,
     USAGE,
 )
-from protocol.messages import AppActKind, Count, EventFilter, NodeActKind, QueryKind, Seconds, Sentence
+from protocol.messages import AppActKind, Count, Edges, EventFilter, NodeActKind, QueryKind, Seconds, Sentence
 
 #: Longest line either side accepts: an answer about a thousand apps takes 1 MB, a chunk of a log 90 kB.
 LINE_BYTES_MAX = 16 * 2**20
@@ -98,6 +98,7 @@ class QueryRequest(Struct, frozen=True, tag="query", tag_field="do"):
     limit: Count = 0
     patience_s: Seconds | None = None
     events: EventFilter = EventFilter()
+    edges: Edges = ()
 
 
 class NodeRequest(Struct, frozen=True, tag="node", tag_field="do"):
@@ -348,12 +349,13 @@ class Control:
         limit: int = 0,
         patience_s: float | None = None,
         events: EventFilter = ALL_EVENTS,
+        edges: Sequence[float] = (),
     ) -> dict[str, Any]:
         """Return the arbiter's document; for ``log`` one chunk, whose ``data`` is base64, for a list one page of it.
 
-        `events` says which events are meant, where these are asked for.
+        `events` says which events are meant, where these are asked for, and `edges` the periods of a ``report``.
         """
-        request = QueryRequest(kind, target, offset, limit, patience_s, events)
+        request = QueryRequest(kind, target, offset, limit, patience_s, events, tuple(edges))
         return cast("dict[str, Any]", self._ask(request)["document"])
 
     def drain(self, node: str, *, reason: str = "", force: bool = False) -> dict[str, Any]:
@@ -436,9 +438,10 @@ class AsyncControl:
         limit: int = 0,
         patience_s: float | None = None,
         events: EventFilter = ALL_EVENTS,
+        edges: Sequence[float] = (),
     ) -> dict[str, Any]:
         """Return the arbiter's document, as `Control.query` does."""
-        request = QueryRequest(kind, target, offset, limit, patience_s, events)
+        request = QueryRequest(kind, target, offset, limit, patience_s, events, tuple(edges))
         return cast("dict[str, Any]", (await self._ask(request))["document"])
 
     async def apps(self) -> list[AppRecord]:

@@ -321,7 +321,7 @@ class ControlServer:
         number = next(self._numbers)
         target = self._target(request.kind, request.target)
         patience_s = ANSWER_S if request.patience_s is None else request.patience_s
-        ask = Ask(number, request.kind, target, request.offset, request.limit, request.events)
+        ask = Ask(number, request.kind, target, request.offset, request.limit, request.events, request.edges)
         return await self._persist(number, ask, patience_s)
 
     async def _dry_run(self, spec: AppSpec) -> msgspec.Raw:

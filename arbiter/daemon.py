@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TypeVar, assert_never
+from typing import TypeVar
 
 import msgspec
 import structlog
@@ -17,13 +17,10 @@ from arbiter.config import ArbiterConfig, HistoryMode, check
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event, MissingHistory, SolverReady
 from arbiter.core.dry_run import may_begin
 from arbiter.core.effects import (
-    ActRecord,
-    AppRecord,
     Decide,
     Decided,
     EpochTaken,
     EventRecord,
-    LeaseRecord,
     Note,
     PolicyFailed,
     Record,
@@ -37,13 +34,14 @@ from arbiter.core.registry import policy_of
 from arbiter.core.seam import Outcome
 from arbiter.ledger import Ledger
 from arbiter.queries import LostRound, Queries
+from arbiter.reports import ReportRow
 from arbiter.solver import Solver
 from protocol import exit_codes
 from protocol.bus import Bus
 from protocol.clock import Anchor, Clock, RecordedClock
 from protocol.config import ConfigError
 from protocol.core import Send
-from protocol.journal import Journal
+from protocol.journal import Journal, JournalError
 from protocol.messages import ARBITER, AnyMessage, AppId, LogChunk, NodeReport, Party, Query
 from protocol.private import state_folder
 from protocol.shell import Shell
@@ -151,6 +149,8 @@ class _Performer:
         match message:
             case Query(kind="dry-run"):
                 return self._rehearse(sender, message)
+            case Query(kind="report"):
+                return self._report(sender, message)
             case Query():
                 if self._queries.takes_long(message):
                     return self._try_out(sender, message, time.monotonic())
@@ -184,6 +184,22 @@ class _Performer:
             _log.error("policy.failed", what=failure.sentence, trace=failure.trace)
             return self._queries.refuse(sender, query, failure.sentence, exit_codes.FAILED)
         return self._queries.tell(sender, query, forecast, now)
+
+    async def _report(self, sender: Party, query: Query) -> Sequence[Send]:
+        """Answer a report, which is summed in a thread from a second opening of the ledger."""
+        report = self._queries.report(sender, query, self._shell.now())
+        if isinstance(report, Send):
+            return [report]
+
+        def sum_up() -> list[ReportRow]:
+            with closing(Ledger.reader(Path(self._ledger.path))) as ledger:
+                return report.rows(ledger)
+
+        try:
+            rows = await asyncio.to_thread(sum_up)
+        except JournalError as error:
+            return self._queries.refuse(sender, query, str(error), exit_codes.FAILED)
+        return self._queries.tell_report(sender, query, report, rows)
 
     async def _try_out(self, sender: Party, query: Query, asked_at: float) -> Sequence[Send]:
         """Answer `explain` after what takes long has been tried out, in a thread.
@@ -325,20 +341,17 @@ def _take_epoch(journal: Journal[Event], taken: EpochTaken) -> None:
 
 
 def _perform(effect: Record | Note, ledger: Ledger | None) -> None:
-    match effect:
-        case RoundRecord() | LeaseRecord() | AppRecord() | ActRecord() | EventRecord() | PolicyFailed():
-            if ledger is not None:
-                ledger.write(effect)
-            if isinstance(effect, RoundRecord):
-                won = {outcome.app: len(outcome.gpus) for outcome in effect.outcomes if outcome.gpus}
-                _log.info("round.closed", round=effect.round, bidders=len(effect.bidders), gpus=won)
-            if isinstance(effect, PolicyFailed):
-                failure = effect.failure
-                _log.error("policy.failed", policy=failure.policy, error=failure.error, trace=failure.trace)
-        case Note(subject, what):
-            _log.info("object.noted", subject=subject, what=what)
-        case _ as never:
-            assert_never(never)
+    if isinstance(effect, Note):
+        _log.info("object.noted", subject=effect.subject, what=effect.what)
+        return
+    if ledger is not None:
+        ledger.write(effect)
+    if isinstance(effect, RoundRecord):
+        won = {outcome.app: len(outcome.gpus) for outcome in effect.outcomes if outcome.gpus}
+        _log.info("round.closed", round=effect.round, bidders=len(effect.bidders), gpus=won)
+    if isinstance(effect, PolicyFailed):
+        failure = effect.failure
+        _log.error("policy.failed", policy=failure.policy, error=failure.error, trace=failure.trace)
 
 
 __all__ = ["Effect", "run_arbiter"]

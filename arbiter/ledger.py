@@ -1,5 +1,8 @@
 """The ledger: every round, claim that was off, lease, app that is over, act and event, after the state forgot them.
 
+GPU time is in two tables more: `stretches`, of which each has the same part of a GPU from its start to its end, and
+`losses`, of work that has to be done again. A report of any period is a sum over these (`arbiter.reports`).
+
 Of the newest auctions it keeps the inputs, too, from which they are explained (`rounds.losses`).
 Writing the same record twice changes nothing, so a crash between deciding and recording is mended by performing the
 last records again. It shares the state folder with the journal, for the same user, but any SQLite can read it.
@@ -11,6 +14,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Self
 
 import msgspec
 
@@ -21,13 +25,15 @@ from arbiter.core.effects import (
     EventRecord,
     Failure,
     LeaseRecord,
+    LossRecord,
     PolicyFailed,
     Record,
     RoundRecord,
+    StretchRecord,
 )
 from arbiter.core.state.model import Claim
 from protocol.journal import JournalError
-from protocol.messages import AppId, EventFilter
+from protocol.messages import AppId, EventFilter, TenantId
 from protocol.private import private_file
 
 _SCHEMA = """
@@ -40,6 +46,9 @@ CREATE TABLE IF NOT EXISTS claims (app TEXT NOT NULL, round INTEGER NOT NULL, wh
 CREATE TABLE IF NOT EXISTS leases (lease TEXT PRIMARY KEY, app TEXT NOT NULL, gpu TEXT NOT NULL, node TEXT NOT NULL,
                                    start REAL NOT NULL, end REAL NOT NULL, reason TEXT NOT NULL,
                                    had_gpu_s REAL NOT NULL DEFAULT 0, draining_gpu_s REAL NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS losses (task TEXT NOT NULL, at REAL NOT NULL, app TEXT NOT NULL, tenant TEXT NOT NULL,
+                                   node TEXT NOT NULL, gpus TEXT NOT NULL, lost_gpu_s REAL NOT NULL,
+                                   PRIMARY KEY (task, at));
 CREATE TABLE IF NOT EXISTS apps (app TEXT PRIMARY KEY, tenant TEXT NOT NULL, ended_at REAL NOT NULL,
                                  record BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS acts (act TEXT NOT NULL, at REAL NOT NULL, actor TEXT NOT NULL, kind TEXT NOT NULL,
@@ -51,11 +60,27 @@ CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, number INTEGER NOT NU
                                    kind TEXT NOT NULL, app TEXT, tenant TEXT, node TEXT, task TEXT,
                                    record BLOB NOT NULL, UNIQUE (at, number));
 CREATE INDEX IF NOT EXISTS leases_by_app ON leases (app);
+CREATE INDEX IF NOT EXISTS losses_by_app ON losses (app);
+CREATE INDEX IF NOT EXISTS losses_by_time ON losses (at);
 CREATE INDEX IF NOT EXISTS events_by_app ON events (app);
 CREATE INDEX IF NOT EXISTS events_by_node ON events (node);
 CREATE INDEX IF NOT EXISTS events_by_tenant ON events (tenant);
 CREATE INDEX IF NOT EXISTS events_by_time ON events (at);
 CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind);
+"""
+
+_STRETCHES = """
+CREATE TABLE stretches (lease TEXT NOT NULL, app TEXT NOT NULL, tenant TEXT NOT NULL, gpu TEXT NOT NULL,
+                        node TEXT NOT NULL, start REAL NOT NULL, end REAL NOT NULL, part REAL NOT NULL,
+                        draining INTEGER NOT NULL, PRIMARY KEY (lease, start));
+CREATE INDEX stretches_by_app ON stretches (app);
+CREATE INDEX stretches_by_time ON stretches (end);
+INSERT INTO stretches
+    SELECT lease, app,
+           coalesce((SELECT tenant FROM apps WHERE apps.app = leases.app),
+                    (SELECT tenant FROM events WHERE events.app = leases.app AND tenant IS NOT NULL LIMIT 1), ''),
+           gpu, node, start, end, had_gpu_s / (end - start), 0
+    FROM leases WHERE end > start AND had_gpu_s > 0;
 """
 
 #: Rounds whose inputs are kept, the newest: one has about a megabyte of a thousand apps.
@@ -64,6 +89,10 @@ INPUTS_MAX = 8
 _INSERT_LEASE = """
 INSERT OR IGNORE INTO leases (lease, app, gpu, node, start, end, reason, had_gpu_s, draining_gpu_s)
 VALUES (:lease, :app, :gpu, :node, :start, :end, :reason, :had_gpu_s, :draining_gpu_s)
+"""
+_INSERT_STRETCH = """
+INSERT OR IGNORE INTO stretches (lease, app, tenant, gpu, node, start, end, part, draining)
+VALUES (:lease, :app, :tenant, :gpu, :node, :start, :end, :part, :draining)
 """
 _INSERT_EVENT = """
 INSERT OR IGNORE INTO events (number, at, kind, app, tenant, node, task, record) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
@@ -93,6 +122,37 @@ class Ledger:
             for column in ("had_gpu_s", "draining_gpu_s"):  # which the first versions of this file had not
                 if column not in there:
                     self._database.execute(f"ALTER TABLE leases ADD COLUMN {column} REAL NOT NULL DEFAULT 0")
+            if not self._database.execute("SELECT 1 FROM sqlite_master WHERE name = 'stretches'").fetchone():
+                self._database.executescript(f"BEGIN; {_STRETCHES} COMMIT")  # of leases of before: each as one stretch
+
+    @classmethod
+    def reader(cls, path: Path) -> Self:
+        """Open the ledger at `path` only to read it, beside the arbiter that writes it; any thread may use it.
+
+        Raises
+        ------
+        JournalError
+            If there is no such file, it cannot be read, or an arbiter of an older version has written it.
+        """
+        if not path.is_file():
+            raise JournalError(f"there is no ledger at {path}; name the arbiter's ledger.db, which is in its state_dir")
+        ledger = cls.__new__(cls)
+        ledger._path = path
+        with ledger._using():
+            uri = f"{path.resolve().as_uri()}?mode=ro"
+            ledger._database = sqlite3.connect(uri, uri=True, check_same_thread=False)
+            there = {name for (name,) in ledger._database.execute("SELECT name FROM sqlite_master")}
+        if "stretches" not in there:
+            ledger.close()
+            raise JournalError(
+                f"{path} is of an older arbiter, or no ledger; start an arbiter of this version on it once"
+            )
+        return ledger
+
+    @property
+    def path(self) -> Path | str:
+        """The file, or ``:memory:``."""
+        return self._path
 
     @contextmanager
     def _using(self) -> Iterator[None]:
@@ -134,9 +194,14 @@ class Ledger:
                 what = (record.failure.policy, record.failure.doing, record.failure.error, record.failure.trace)
                 failed = (record.at, record.round, *what)
                 self._database.execute("INSERT OR IGNORE INTO failures VALUES (?, ?, ?, ?, ?, ?)", failed)
+            elif isinstance(record, LossRecord):
+                loss = (record.task, record.at, record.app, record.tenant, record.node, " ".join(record.gpus))
+                self._database.execute(
+                    "INSERT OR IGNORE INTO losses VALUES (?, ?, ?, ?, ?, ?, ?)", (*loss, record.lost_gpu_s)
+                )
             else:
                 row = {name: getattr(record, name) for name in record.__struct_fields__}
-                self._database.execute(_INSERT_LEASE, row)
+                self._database.execute(_INSERT_LEASE if isinstance(record, LeaseRecord) else _INSERT_STRETCH, row)
 
     def _write_round(self, record: RoundRecord) -> None:
         packed = msgspec.msgpack.encode(record)
@@ -236,6 +301,57 @@ class Ledger:
             rows = self._database.execute(query, (limit,)).fetchall()
         return [PolicyFailed(at, number, Failure(*what)) for at, number, *what in reversed(rows)]
 
+    def gpu_time(self, start: float, end: float, *, known: float) -> Sequence[tuple[AppId, TenantId, float, float]]:
+        """Return each app that had GPU time in a period: its tenant, GPU-seconds, and those of them that drained.
+
+        Stretches that ended after `known` are left out: at that time they were not over.
+        """
+        query = """
+            SELECT app, tenant, sum(part * (min(end, :end) - max(start, :start))),
+                   sum(draining * part * (min(end, :end) - max(start, :start)))
+            FROM stretches WHERE end > :start AND start < :end AND end <= :known GROUP BY app, tenant
+        """
+        with self._using():
+            return self._database.execute(query, {"start": start, "end": end, "known": known}).fetchall()
+
+    def has(self, stretch: StretchRecord) -> bool:
+        """Whether this stretch, or one that began as it did and ended no later, is recorded."""
+        query = "SELECT EXISTS (SELECT 1 FROM stretches WHERE lease = ? AND start = ? AND end <= ?)"
+        with self._using():
+            return bool(self._database.execute(query, (stretch.lease, stretch.start, stretch.end)).fetchone()[0])
+
+    def lost(self, start: float, end: float) -> Sequence[tuple[AppId, TenantId, float]]:
+        """Return each app whose attempts ended in a period with work to be done again: its tenant, and GPU-seconds."""
+        query = "SELECT app, tenant, sum(lost_gpu_s) FROM losses WHERE at >= ? AND at < ? GROUP BY app, tenant"
+        with self._using():
+            return self._database.execute(query, (start, end)).fetchall()
+
+    def first_stretch(self, *, default: float, live: Sequence[StretchRecord] = ()) -> float:
+        """Return when the first stretch began, those that are `live` included; `default` if there is none."""
+        with self._using():
+            (first,) = self._database.execute("SELECT min(start) FROM stretches").fetchone()
+        starts = [each.start for each in live] + ([] if first is None else [float(first)])
+        return min(starts, default=default)
+
+    def stretches_of(self, app: AppId) -> Sequence[StretchRecord]:
+        """Return the stretches of an app that are over, in the order of time."""
+        query = (
+            "SELECT lease, app, tenant, gpu, node, start, end, part, draining FROM stretches WHERE app = ? "
+            "ORDER BY start, gpu"
+        )
+        with self._using():
+            return [_stretch(row) for row in self._database.execute(query, (app,))]
+
+    def losses_of(self, app: AppId) -> Sequence[LossRecord]:
+        """Return what an app has lost, in the order of time."""
+        query = "SELECT task, at, app, tenant, node, gpus, lost_gpu_s FROM losses WHERE app = ? ORDER BY at, task"
+        with self._using():
+            rows = self._database.execute(query, (app,)).fetchall()
+        return [
+            LossRecord(task, at, app, tenant, node, tuple(gpus.split()), lost)
+            for task, at, app, tenant, node, gpus, lost in rows
+        ]
+
     def leases(self, *, limit: int, offset: int = 0) -> Sequence[LeaseRecord]:
         """Return `limit` leases that are over, the last to end first, without the first `offset` of these."""
         query = (
@@ -244,6 +360,11 @@ class Ledger:
         )
         with self._using():
             return [LeaseRecord(*row) for row in self._database.execute(query, (limit, offset))]
+
+
+def _stretch(row: tuple[Any, ...]) -> StretchRecord:
+    lease, app, tenant, gpu, node, start, end, part, draining = row
+    return StretchRecord(lease, app, tenant, gpu, node, start, end, part, bool(draining))
 
 
 def _among(among: EventFilter, since: float) -> tuple[str, list[object]]:

@@ -11,14 +11,14 @@ import base64
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from itertools import chain
-from typing import Any, assert_never
+from itertools import chain, pairwise
+from typing import Any, assert_never, cast
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter import owners
+from arbiter import owners, receipts, reports
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.dry_run import TRIED_APPS_MAX, DryRun, Forecast, Won
 from arbiter.core.effects import Decide, EventRecord, LeaseRecord, RoundRecord
@@ -154,6 +154,23 @@ class Queries:
         snapshot = self._arbiter.snapshot()
         return DryRun(snapshot, sender, query.report, now, said=query.said, enough=enough)
 
+    def report(self, sender: Party, query: Query, now: float) -> reports.Report | Send:
+        """Return the report that a question asks for, which is still to be summed; or why there is none."""
+        if query.target not in reports.SUMMED_BY:
+            known = ", ".join(reports.SUMMED_BY)
+            return _refuse(sender, query, f"a report is by one of {known}, and not by {query.target!r}", code=USAGE)
+        if len(query.edges) == 1 or any(end <= start for start, end in pairwise(query.edges)):
+            return _refuse(sender, query, "the periods of a report need edges that rise, two at least", code=USAGE)
+        return reports.asked(cast("reports.By", query.target), query.edges, self._arbiter.state, now)
+
+    def tell_report(
+        self, sender: Party, query: Query, report: reports.Report, rows: Sequence[reports.ReportRow]
+    ) -> Sequence[Send]:
+        """Return what to send so that `sender` hears of a report that was summed."""
+        page = _page("report", query, map(_reported, rows[query.offset :]))
+        document = {"schema": "report/v1", "by": report.by, "at": _instant(report.now), **page}
+        return [_answer(sender, query, document)]
+
     def refuse(self, sender: Party, query: Query, why: str, code: int) -> Sequence[Send]:
         """Return what to send so that `sender` hears why there is no answer, and the exit code for that."""
         return [_refuse(sender, query, why, code=code)]
@@ -210,6 +227,11 @@ class Queries:
                 return [_refuse(sender, query, "a dry run needs the report of an app that is not over", code=USAGE)]
             case "events":
                 return [_answer(sender, query, self._events(query, now))]
+            case "report":
+                report = self.report(sender, query, now)
+                if isinstance(report, Send):
+                    return [report]
+                return self.tell_report(sender, query, report, report.rows(self._ledger))
             case _ as never:
                 assert_never(never)
 
@@ -533,7 +555,8 @@ class Queries:
                 return _refuse(
                     sender, query, f"nothing here is called {query.target}; `gpu-arbiter ps -a` lists the apps"
                 )
-            document = {"schema": "explain/v1", "id": query.target, "story": _story(story)}
+            receipts_ = self._receipts(AppId(query.target), now)
+            document = {"schema": "explain/v1", "id": query.target, "story": _story(story), "receipts": receipts_}
             return _answer(sender, query, document)
         policy = policy_of(self._arbiter.state.settings.policy, self._arbiter.state.settings.policy_settings)
         described = self._app(app, now, Waits(self._arbiter.state))
@@ -550,8 +573,18 @@ class Queries:
             "apps_mean": views.apps_mean(self._arbiter.state, app, now),
             "rounds": [_own_round(outcome, record) for outcome, record in self._own_rounds(app.id)],
             "story": _story(self._own_story(app)),
+            "receipts": self._receipts(app.id, now),
         }
         return _answer(sender, query, document)
+
+    def _receipts(self, app: AppId, now: float) -> list[dict[str, Any]]:
+        """Return the newest preemptions of an app, with what each has cost and what the app got back; oldest first."""
+        live = list(reports.live_stretches(self._arbiter.state, now))
+        told = [receipts.document(each) for each in receipts.receipts(self._ledger, app, live)]
+        for each in told:
+            for timed in (each, *each["returned"]):
+                timed["at"] = _instant(timed["at_s"])
+        return told
 
     def _recorded(self, app: str) -> Sequence[model.StoryLine]:
         """Return the events of an app that the state has forgotten, as its story."""
@@ -902,6 +935,20 @@ def _event(number: int, record: EventRecord) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(record)
     del told["type"], told["number"]
     return {"id": number, **told, "at": _instant(record.at), "at_s": record.at}
+
+
+def _reported(row: reports.ReportRow) -> dict[str, Any]:
+    return {
+        "id": f"{row.start:.3f}/{row.app or row.owner or row.tenant}",
+        "from": _instant(row.start),
+        "to": _instant(row.end),
+        "tenant": row.tenant,
+        "owner": row.owner,
+        "app": row.app,
+        "gpu_seconds": row.had_gpu_s,
+        "draining_gpu_seconds": row.draining_gpu_s,
+        "lost_gpu_seconds": row.lost_gpu_s,
+    }
 
 
 def _held(gpu: model.Gpu, now: float) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,14 @@ FIRST_STEPS = NEXT_STEPS | {exit_codes.NOT_PERMITTED: "set GPU_ARBITER_URL to yo
 
 
 #: The key of each list's entries: an entry that comes or goes between two pages moves the others.
-KEYS: dict[QueryKind, str] = {"apps": "id", "nodes": "id", "rounds": "round", "leases": "lease", "events": "id"}
+KEYS: dict[QueryKind, str] = {
+    "apps": "id",
+    "nodes": "id",
+    "rounds": "round",
+    "leases": "lease",
+    "events": "id",
+    "report": "id",
+}
 
 
 class Ending(Struct, frozen=True):
@@ -56,27 +64,15 @@ class Client(Control):
         limit: int = 0,
         patience_s: float | None = None,
         events: EventFilter = ALL_EVENTS,
+        edges: Sequence[float] = (),
     ) -> dict[str, Any]:
         """Return the arbiter's answer: of a list `limit` entries from `offset` on, or with 0 all entries.
 
         The call waits as long as the daemon is configured to, or `patience_s` seconds.
         """
-        document = super().query(kind, target, offset, limit=limit, patience_s=patience_s, events=events)
-        return self._all_pages(kind, target, document, limit, events) if kind in KEYS else document
-
-    def _all_pages(
-        self, kind: QueryKind, target: str, page: dict[str, Any], limit: int, events: EventFilter
-    ) -> dict[str, Any]:
-        """Return the first page of a list with the entries of those after it, each entry once."""
-        document, entries = page, dict[object, object]()
-        while True:
-            entries |= {entry[KEYS[kind]]: entry for entry in page[kind] if entry[KEYS[kind]] not in entries}
-            following = page.get("next_offset")
-            if following is None or not page[kind] or 0 < limit <= len(entries):
-                break
-            page = super().query(kind, target, following, limit=limit and limit - len(entries), events=events)
-        newest = {"cursor": page["cursor"]} if "cursor" in page else {}
-        return document | newest | {kind: list(entries.values()), "next_offset": following}
+        ask = partial(super().query, kind, target, patience_s=patience_s, events=events, edges=edges)
+        document = ask(offset, limit=limit)
+        return _all_pages(ask, kind, document, limit) if kind in KEYS else document
 
     def outlast(self, app: str, until: Until, timeout_s: float | None) -> AppRecord:
         """Return the record of an app once it is over, or runs; an app agent that starts again is waited for."""
@@ -131,6 +127,19 @@ def _faults(next_steps: Mapping[int, str] = NEXT_STEPS) -> Iterator[None]:
         raise Fault(error.sentence, code=error.code, next_step=next_steps.get(error.code, "")) from None
     except ConfigError as error:
         raise usage(str(error)) from None
+
+
+def _all_pages(ask: Callable[..., dict[str, Any]], kind: QueryKind, page: dict[str, Any], limit: int) -> dict[str, Any]:
+    """Return the first page of a list with the entries of those after it, each entry once."""
+    document, entries = page, dict[object, object]()
+    while True:
+        entries |= {entry[KEYS[kind]]: entry for entry in page[kind] if entry[KEYS[kind]] not in entries}
+        following = page.get("next_offset")
+        if following is None or not page[kind] or 0 < limit <= len(entries):
+            break
+        page = ask(following, limit=limit and limit - len(entries))
+    newest = {"cursor": page["cursor"]} if "cursor" in page else {}
+    return document | newest | {kind: list(entries.values()), "next_offset": following}
 
 
 def ending(record: AppRecord) -> Ending:

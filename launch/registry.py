@@ -24,6 +24,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "acts": ("cancel", "hold", "release", "requeue"),
     "inspection": ("ps", "explain", "logs", "nodes", "shares", "rounds"),
     "events": ("events",),
+    "report": ("report",),
     "cleaning": ("clean",),
     "administration": ("drain", "undrain"),
     "doctor": ("doctor", "provision"),

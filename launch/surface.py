@@ -84,6 +84,25 @@ def _numeric(cell: str) -> bool:
     return cell in {"", "-"} or cell.replace(".", "", 1).replace("-", "", 1).isdigit()
 
 
+def comma_separated(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return rows as comma-separated values (RFC 4180, but for the ends of lines).
+
+    A text that a spreadsheet would take for a formula has an apostrophe before it: users choose names.
+    """
+    import csv
+    import io
+
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(headers)
+    writer.writerows([[_harmless(cell) for cell in row] for row in rows])
+    return out.getvalue()
+
+
+def _harmless(cell: object) -> object:
+    return f"'{cell}" if isinstance(cell, str) and cell[:1] in tuple("=+-@\t\r") and cell != "-" else cell
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """Return a figure for a table, ``-`` when there is none."""
     return "-" if value is None else f"{value:.{digits}f}"

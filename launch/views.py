@@ -10,6 +10,7 @@ from launch.surface import Document, duration, number, plural, table
 
 EXPLAINED_ROUNDS = 5
 TOLD_CHAPTERS = 12
+TOLD_RECEIPTS = 5
 #: Of the apps that an app waits for, those that `ps` names.
 WAITS_SHOWN = 2
 APP_COLUMNS = (
@@ -176,6 +177,44 @@ def _tenant_row(tenant: Document) -> tuple[str, ...]:
     )
 
 
+#: The columns of a report that say whose GPU time a row is of.
+_WHOSE = {"tenant": ("tenant",), "owner": ("owner",), "app": ("app", "owner", "tenant")}
+
+
+def report_sheet(document: Document) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+    """Return `report` as columns and rows, in GPU-seconds."""
+    figures = ("gpu_seconds", "draining_gpu_seconds", "lost_gpu_seconds")
+    columns = ("from", "to", *_WHOSE[document["by"]], *figures)
+    return columns, [[row[column] for column in columns] for row in document["report"]]
+
+
+def report_table(document: Document) -> str:
+    """Return `report`: a line for each tenant, owner or app of each period, GPU time in GPU-hours, and the whole."""
+    rows = document["report"]
+    if not rows:
+        return "no GPU time in that period"
+    whose = _WHOSE[document["by"]]
+    periods = len({row["from"] for row in rows}) > 1
+    total = sum(float(row["gpu_seconds"]) for row in rows)
+    headers = (*(("FROM",) if periods else ()), *map(str.upper, whose), "GPU-H", "SHARE", "LEAVING-GPU-H", "LOST-GPU-H")
+    lines = [_report_row(row, whose, total, periods=periods) for row in rows]
+    begin, end = min(row["from"] for row in rows), max(row["to"] for row in rows)
+    whole = f"{total / 3600:.2f} GPU-hours in all, {_local(begin)} to {_local(end)}"
+    return f"{table(headers, lines)}\n{whole}"
+
+
+def _report_row(row: Document, whose: Sequence[str], total: float, *, periods: bool) -> tuple[str, ...]:
+    hours = [f"{row[f'{kind}gpu_seconds'] / 3600:.2f}" for kind in ("", "draining_", "lost_")]
+    share = f"{row['gpu_seconds'] / total:.0%}" if total else "-"
+    begin = (_local(row["from"]),) if periods else ()
+    return (*begin, *(str(row[each]) for each in whose), hours[0], share, *hours[1:])
+
+
+def _local(instant: str) -> str:
+    """Return an instant in the reader's time, to the minute."""
+    return datetime.fromtimestamp(seconds_of(instant)).strftime("%Y-%m-%d %H:%M")  # noqa: DTZ006 - the reader's time
+
+
 def nodes_table(document: Document, now: float) -> str:
     """Return `nodes`: one line per GPU, and after them the nodes that are drained."""
     rows = [_gpu_row(node, gpu) for node in document["nodes"] for gpu in node["gpus"]]
@@ -265,9 +304,9 @@ def event_line(event: Document) -> str:
 def explanation(document: Document, now: float) -> str:
     """Return `explain`: state, GPUs held, the rounds that decided it, its story, and one next step."""
     if "app" not in document:  # a task, node, GPU or lease: only its story
-        return _story(document, now)
+        return "\n\n".join(part for part in (_receipts(document, now), _story(document, now)) if part)
     parts = [_headline(document), _fairness(document), _gpu_time(document), _claims(document), _rounds(document, now)]
-    parts += [_story(document, now), _tasks(document)]
+    parts += [_receipts(document, now), _story(document, now), _tasks(document)]
     parts.append("next: " + next_step(document))
     return "\n\n".join(part for part in parts if part)
 
@@ -414,6 +453,37 @@ def _rounds(document: Document, now: float) -> str:
         if winners := entry.get("winners"):
             lines.append("    went to: " + ", ".join(f"{winner['app']} ({winner['gpus']})" for winner in winners))
     return "\n".join(lines)
+
+
+def _receipts(document: Document, now: float) -> str:
+    """Return the newest preemptions of an app, each with its receipt."""
+    newest = (document.get("receipts") or [])[-TOLD_RECEIPTS:]
+    if not newest:
+        return ""
+    lines = [f"  {_ago(each['at'], now)}: {receipt(each)}" for each in reversed(newest)]
+    return "\n".join(["What was taken from it, newest first:", *lines])
+
+
+def receipt(told: Document) -> str:
+    """Return one preemption in a sentence: what was taken, for which app and why, what it cost, what has come back."""
+    winners = f" for {', '.join(map(str, told['for']))}" if told["for"] else ""
+    taken = f"{plural(len(told['gpus']), 'GPU')} on {', '.join(map(str, told['nodes']))}{winners} ({told['why']})"
+    costs = (("draining", "until they were empty"), ("lost", "of work to do again"))
+    cost = [
+        f"{duration(told[f'{kind}_gpu_seconds'])} {words}"
+        for kind, words in costs
+        if told[f"{kind}_gpu_seconds"] >= 1.0
+    ]
+    paid = f"it cost {' and '.join(cost)} of GPU time" if cost else "it cost less than a second of GPU time"
+    return f"{taken}; {paid}; {_got_back(told)}"
+
+
+def _got_back(told: Document) -> str:
+    count, missing = len(told["gpus"]), int(told["missing"])
+    nodes = ", ".join(dict.fromkeys(str(node) for each in told["returned"] for node in each["nodes"]))
+    if not missing:
+        return f"it had {'one' if count == 1 else 'as many'} again after {duration(told['away_s'])}, on {nodes}"
+    return f"it has got {count - missing} of them back, on {nodes}" if missing < count else "it has got none back yet"
 
 
 def _story(document: Document, now: float) -> str:

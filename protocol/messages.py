@@ -142,7 +142,9 @@ AppStateName = Literal[
     "cancelled",
     "refused",
 ]
-QueryKind = Literal["apps", "nodes", "explain", "rounds", "leases", "log", "shares", "capacity", "dry-run", "events"]
+QueryKind = Literal[
+    "apps", "nodes", "explain", "rounds", "leases", "log", "shares", "capacity", "dry-run", "events", "report"
+]
 #: What happens to apps and their tasks, to nodes and their GPUs, and to the arbiter.
 AppEventKind = Literal[
     "submitted",
@@ -523,6 +525,9 @@ class Bid(Struct, frozen=True, tag=True):
     explicit: Annotated[tuple[ExplicitRow, ...], Meta(max_length=256)] = ()
 
 
+#: Edges of the periods of a report: a year of days, and a day to spare.
+EDGES_MAX = 367
+Edges = Annotated[tuple[Seconds, ...], Meta(max_length=EDGES_MAX)]
 Several = Annotated[tuple[Sentence, ...], Meta(max_length=100)]
 
 
@@ -546,6 +551,9 @@ class Query(Struct, frozen=True, tag=True):
     something in its next round, the answer holds that `Probe` or `Offer`; the agent asks again, with its reply.
 
     Of ``events`` the `offset` is the id of the newest that is known already; where none is, `limit` means the newest.
+
+    ``report`` sums GPU time by its target: ``tenant``, ``owner`` or ``app``. Each two `edges` that follow each other
+    bound a period; without edges it is all time. They are days of a calendar, and so instants (UNIX seconds).
     """
 
     query_id: Name
@@ -557,6 +565,7 @@ class Query(Struct, frozen=True, tag=True):
     report: AppReport | None = None  #: of ``dry-run``: the first report that the app's agent would send
     said: Annotated[tuple[ProbeReply | Bid, ...], Meta(max_length=2)] = ()  #: of ``dry-run``: its replies so far
     events: EventFilter = EventFilter()  #: of ``events``
+    edges: Edges = ()  #: of ``report``: when its periods begin and end, the oldest first
 
 
 class Act(Struct, frozen=True, tag=True):

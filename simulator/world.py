@@ -26,7 +26,18 @@ from app_agent.core.model import Attempting
 from app_agent.core.spec import AppSpec
 from app_agent.core.spread import UNMEASURED, Spread, joined
 from arbiter.core.arbiter import Arbiter, Configured, Event
-from arbiter.core.effects import ActRecord, AppRecord, Decide, EventRecord, LeaseRecord, Note, RoundRecord, Sell
+from arbiter.core.effects import (
+    ActRecord,
+    AppRecord,
+    Decide,
+    EventRecord,
+    LeaseRecord,
+    LossRecord,
+    Note,
+    RoundRecord,
+    Sell,
+    StretchRecord,
+)
 from arbiter.core.members.sale_batch import sell
 from arbiter.core.rounds.decision import decide
 from arbiter.core.state.model import NEVER, ArbiterSettings
@@ -472,7 +483,7 @@ class World:
             case AppRecord():
                 if self.on_account is not None:
                     self.on_account(effect)
-            case ActRecord() | EventRecord():
+            case ActRecord() | EventRecord() | StretchRecord() | LossRecord():
                 pass  # for the ledger, which a world has not
             case Note():
                 self.notes.append((self.now, effect))

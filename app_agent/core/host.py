@@ -73,6 +73,7 @@ class Ask(Struct, frozen=True, tag=True):
     offset: int = 0
     limit: int = 0
     events: EventFilter = EventFilter()
+    edges: tuple[float, ...] = ()
 
 
 class Intervene(Struct, frozen=True, tag=True):
@@ -189,8 +190,9 @@ class AppHost:
                 return self._submit(request, spec, token, now)
             case Cancel(request, app, job):
                 return self._cancel(request, app, job, now)
-            case Ask(request, kind, target, offset, limit, events):
-                return [Send(ARBITER, Query(request, kind, target, offset, limit, self.site, events=events))]
+            case Ask(request, kind, target, offset, limit, events, edges):
+                query = Query(request, kind, target, offset, limit, self.site, events=events, edges=edges)
+                return [Send(ARBITER, query)]
             case Intervene(request, act, target, reason, force):
                 return [Send(ARBITER, Act(request, act, target, self.site, reason, force))]
             case _ as never:

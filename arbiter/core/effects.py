@@ -133,6 +133,40 @@ class LeaseRecord(Struct, frozen=True, tag=True):
     draining_gpu_s: float = 0.0  #: of that, from the end of the lease on
 
 
+class StretchRecord(Struct, frozen=True, tag=True):
+    """Effect: a time in which a lease was worth the same part of a GPU, and drained or did not, for the ledger.
+
+    The stretches of a lease follow each other from its grant to its end, but for those in which it was worth nothing.
+    So GPU time is `part` times the length, in any period.
+    """
+
+    lease: LeaseId
+    app: AppId
+    tenant: TenantId
+    gpu: GpuId  #: the device
+    node: NodeId
+    start: float
+    end: float
+    part: float  #: of the GPU; 1, or less where apps share it
+    draining: bool = False
+
+    def gpu_s(self, start: float, end: float) -> float:
+        """Return the GPU time of it that lies between two instants, in GPU-seconds."""
+        return self.part * max(0.0, min(self.end, end) - max(self.start, start))
+
+
+class LossRecord(Struct, frozen=True, tag=True):
+    """Effect: an attempt of a job is over, or its node is lost, and this work of it has to be done again."""
+
+    task: TaskId
+    at: float
+    app: AppId
+    tenant: TenantId
+    node: NodeId
+    gpus: tuple[GpuId, ...]  #: the devices
+    lost_gpu_s: float
+
+
 class AppRecord(Struct, frozen=True, tag=True):
     """Effect: one app that is over and holds nothing any more, for the ledger; GPU-seconds as in `history.Standing`."""
 
@@ -207,7 +241,8 @@ class Resign(Struct, frozen=True, tag=True):
     why: str
 
 
-Record = RoundRecord | LeaseRecord | AppRecord | ActRecord | EventRecord | PolicyFailed  #: for the ledger
+#: For the ledger.
+Record = RoundRecord | LeaseRecord | StretchRecord | LossRecord | AppRecord | ActRecord | EventRecord | PolicyFailed
 Effect = EpochTaken | Resign | Send | Decide | Sell | Record | Note
 
 

@@ -13,10 +13,11 @@ from typing import TypeVar
 
 import msgspec
 
-from arbiter.core.effects import Effect, EventRecord, Failure, Note, PolicyFailed, failure_of
+from arbiter.core.effects import Effect, EventRecord, Failure, Note, PolicyFailed, StretchRecord, failure_of
 from arbiter.core.registry import policy_of
 from arbiter.core.seam import Policy
 from arbiter.core.state import lifecycle, model
+from arbiter.core.state.gpu_time import LeaseBook
 from arbiter.core.state.index import Index, app_of, apps_on
 from arbiter.core.state.model import ArbiterSettings, State, StoryLine
 from protocol.messages import AppId, EventKind, GpuId, LeaseId, NodeId, TaskId, device_of
@@ -159,10 +160,29 @@ class Turn:
         had = [state for state in states if not isinstance(state, model.Free)]
         part = 1.0 / len(had) if had and device in self.index.booked else 0.0
         for state in had:
-            app = self.state.apps[state.lease.app]
-            drains = isinstance(state, model.Draining)
-            if self.state.history.book(state.lease.id, app.id, app.tenant, part, drains=drains, now=self.now):
+            app, lease = self.state.apps[state.lease.app], state.lease
+            drains, before = isinstance(state, model.Draining), self.state.history.leases.get(lease.id)
+            if self.state.history.book(lease.id, app.id, app.tenant, part, drains=drains, now=self.now):
                 self.index.versions[app.id] += 1
+                self._record_stretch(lease, before)
+
+    def close_book(self, lease: model.Lease) -> LeaseBook:
+        """A lease is over; record the end of its GPU time, and return the whole of it."""
+        before = self.state.history.leases.get(lease.id)
+        book = self.state.history.close(lease.id, self.now)
+        self._record_stretch(lease, before)
+        return book
+
+    def _record_stretch(self, lease: model.Lease, before: LeaseBook | None) -> None:
+        """Record the time that a lease was worth what it was `before`."""
+        if before is not None and before.had.rate > 0.0 and before.had.since < self.now:
+            node, drained = self.state.gpus[lease.gpu].node, before.draining.rate > 0.0
+            self.effects.append(
+                StretchRecord(
+                    *(lease.id, before.app, before.tenant, device_of(lease.gpu), node, before.had.since, self.now),
+                    *(before.had.rate, drained),
+                )
+            )
 
     def account_all(self) -> None:
         """Book the time of all GPUs, and of all that is parked, from now on."""

@@ -61,7 +61,7 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 from app_agent.core.model import Done
-from arbiter.core.effects import AppRecord, Decide, LeaseRecord, Sell, Sold
+from arbiter.core.effects import AppRecord, Decide, LeaseRecord, LossRecord, Sell, Sold, StretchRecord
 from arbiter.core.seam import Booking
 from arbiter.core.state.gpu_time import Standing
 from arbiter.core.state.model import AppState, Draining, Free, Leased, Lost, State, is_first
@@ -124,6 +124,7 @@ class Checks:
         self._together: set[frozenset[TaskId]] = set()  #: pairs that ran on one GPU at the last instant
         self._records: dict[LeaseId, LeaseRecord] = {}
         self._accounts: dict[AppId, AppRecord] = {}
+        self._stretches: dict[AppId, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._drained: dict[NodeId, set[LeaseId]] = {}  #: by node that is drained, the leases after the last event
         self._newest_sale = (0, 0)  #: its epoch and number
         self._bookings: dict[AppId, tuple[AppState, Booking | None]] = {}  #: after the last event
@@ -405,6 +406,11 @@ class Checks:
                         self._judge_naming(world, order)
             elif type(effect) is LeaseRecord:
                 self._records[effect.lease] = effect
+            elif type(effect) is StretchRecord:
+                had = effect.gpu_s(effect.start, effect.end)
+                _add(self._stretches[effect.app], {"had": had, "draining": had if effect.draining else 0.0})
+            elif type(effect) is LossRecord:
+                _add(self._stretches[effect.app], {"lost": effect.lost_gpu_s})
             elif type(effect) is AppRecord:
                 self._accounts[effect.app] = effect
 
@@ -461,8 +467,11 @@ class Checks:
         leases: dict[AppId, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for record in self._records.values():
             _add(leases[record.app], {"had": record.had_gpu_s, "draining": record.draining_gpu_s})
+        stretches = defaultdict(lambda: defaultdict(float), {app: told.copy() for app, told in self._stretches.items()})
         for book in history.leases.values():
             _add(leases[book.app], {"had": book.had.at(now), "draining": book.draining.at(now)})
+            lasted_s = now - book.had.since
+            _add(stretches[book.app], {"had": book.had.rate * lasted_s, "draining": book.draining.rate * lasted_s})
         tenants: dict[TenantId, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for app in history.apps.keys() | self._accounts.keys():
             account = history.apps.get(app)
@@ -470,6 +479,9 @@ class Checks:
             had = _gpu_time(told)
             _add(tenants[self._accounts[app].tenant if account is None else account.tenant], had)
             _agree(f"{app} and its leases", {key: had[key] for key in ("had", "draining")}, leases[app], app)
+            _agree(
+                f"{app} and its stretches", {key: had[key] for key in ("had", "draining", "lost")}, stretches[app], app
+            )
             # Leases on a lost node count again when the node is back, until their end is proven and recorded anew.
             if app in self._accounts and account is not None and not account.allocated.rate:
                 _agree(f"{app} and its record", had, _gpu_time(self._accounts[app]), app)

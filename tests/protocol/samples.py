@@ -220,6 +220,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             AppReport(_APP, TenantId("team-a"), "train.py", 1, "active", 1, 1, (), Requirements()),
             (ProbeReply(_APP, RoundId(5), 1.5), Bid(_APP, RoundId(5), 4.0, (BidRow(1, "slot", 2.0),))),
             MEANT,
+            (1.7e9, 1.7e9 + 86400.0),
         ),
     ),
     (APP, Act("q2", "drain", "n1", "s-4711", "new memory", force=True)),

@@ -239,10 +239,11 @@ class Forger:
         return ExplicitRow(tuple(new.items()), self.one(RHOS))
 
     def _query(self, owner: str) -> Query:
-        kind = self.one(("apps", "nodes", "explain", "rounds", "shares", "log", "capacity", "events"))
-        target = self.one(("", self.app_id(), "rounds", "x" * 8000, "\x00", "../..", owner))
+        kind = self.one(("apps", "nodes", "explain", "rounds", "shares", "log", "capacity", "events", "report"))
+        target = self.one(("", self.app_id(), "rounds", "x" * 8000, "\x00", "../..", owner, "tenant", "app"))
+        edges = tuple(float(self.count()) for _ in range(self._dice.randint(0, 3)))
         events = EventFilter((target,), (self.one((*self.nodes, "\x00")),), since_s=float(self.count()))
-        return Query(f"q{self.count()}", kind, target, self.count(), self.count(), events=events)
+        return Query(f"q{self.count()}", kind, target, self.count(), self.count(), events=events, edges=edges)
 
     def _act(self, owner: str) -> Act:
         name = f"act-{owner}-{self.count(9)}"

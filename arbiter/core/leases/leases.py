@@ -215,7 +215,7 @@ def release(turn: Turn, gpu: Gpu) -> model.App:
     app = turn.state.apps[drained.lease.app]
     turn.state.apps[app.id] = replace(app, tally=replace(app.tally, gpu_seconds=app.tally.gpu_seconds + held_s))
     turn.put_gpu(gpu, Free(turn.now))
-    book = turn.state.history.close(drained.lease.id, turn.now)
+    book = turn.close_book(drained.lease)
     turn.index.versions[app.id] += 1
     turn.effects.append(
         LeaseRecord(

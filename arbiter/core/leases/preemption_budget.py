@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from arbiter.core.effects import LossRecord
 from arbiter.core.state.model import Task, Toll, Up
 from arbiter.core.turn import Turn
-from protocol.messages import AppId, GpuId
+from protocol.messages import AppId, GpuId, device_of
 
 #: Less than that, over its life, is not worth keeping a GPU for: it takes as long to be told.
 NEGLIGIBLE_S = 2.0
@@ -56,7 +57,11 @@ def count(turn: Turn, task: Task) -> Task:
     new = Toll(max(0.0, now.ran_s - task.counted.ran_s), max(0.0, now.lost_s - task.counted.lost_s))
     if new == Toll():
         return task
-    turn.state.history.lose(app.id, app.tenant, new.lost_s * len(task.gpus), turn.now)
+    lost_gpu_s = new.lost_s * len(task.gpus)
+    turn.state.history.lose(app.id, app.tenant, lost_gpu_s, turn.now)
+    if lost_gpu_s:
+        devices = tuple(sorted(map(device_of, task.gpus)))
+        turn.effects.append(LossRecord(task.id, turn.now, app.id, app.tenant, task.node, devices, lost_gpu_s))
     before = app.tolls.get(task.job, Toll())
     toll = Toll(before.ran_s + new.ran_s, before.lost_s + new.lost_s)
     turn.state.apps[app.id] = replace(app, tolls={**app.tolls, task.job: toll})

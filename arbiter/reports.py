@@ -1,0 +1,103 @@
+"""GPU time by tenant, owner or app, in the periods of a calendar: sums over the ledger, and over what is held now.
+
+What is summed are stretches (`StretchRecord`), each of which is worth the same part of a GPU from its start to its end.
+So a period has exactly its part of a lease that goes beyond it, and periods that follow each other add up to the whole:
+to what the arbiter's state has counted for its tenants (`state.gpu_time`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from math import inf
+from typing import Literal, get_args
+
+from msgspec import Struct
+
+from arbiter.core.effects import StretchRecord
+from arbiter.core.state.model import Free, State
+from arbiter.ledger import Ledger
+from arbiter.owners import owner_of
+from protocol.messages import AppId, TenantId, device_of
+
+By = Literal["tenant", "owner", "app"]
+SUMMED_BY: Sequence[str] = get_args(By)
+
+
+class ReportRow(Struct, frozen=True):
+    """The GPU time of one tenant, owner or app in one period, in GPU-seconds.
+
+    `draining_gpu_s` is of `had_gpu_s`: from the end of a lease until the GPU was proven empty. `lost_gpu_s` is work
+    that has to be done again, in the period in which its attempt ended. What was summed over several is None.
+    """
+
+    start: float
+    end: float
+    tenant: TenantId | None
+    owner: str | None
+    app: AppId | None
+    had_gpu_s: float = 0.0
+    draining_gpu_s: float = 0.0
+    lost_gpu_s: float = 0.0
+
+
+class Report(Struct, frozen=True):
+    """A report that was asked for at `now`, with all that the state knows of it: the stretches that are not over."""
+
+    by: By
+    edges: tuple[float, ...]  #: of its periods, rising, UNIX seconds; none: one period, from the beginning on
+    now: float
+    live: tuple[StretchRecord, ...]
+
+    def rows(self, ledger: Ledger) -> list[ReportRow]:
+        """Return its rows, by period and name: of those who had GPU time, or lost some. It may take a second."""
+        edges = self.edges or (ledger.first_stretch(default=self.now, live=self.live), inf)
+        live = [each for each in self.live if not ledger.has(each)]  # one may have ended at that very moment
+        return [row for start, end in pairwise(edges) for row in self._period(ledger, live, start, end)]
+
+    def _period(self, ledger: Ledger, live: Sequence[StretchRecord], start: float, end: float) -> Iterator[ReportRow]:
+        sums: defaultdict[tuple[TenantId | None, str | None, AppId | None], list[float]]
+        sums = defaultdict(lambda: [0.0, 0.0, 0.0])
+        for app, tenant, *seconds in ledger.gpu_time(start, end, known=self.now):
+            _add(sums[self._key(app, tenant)], seconds)
+        for each in live:
+            had = each.gpu_s(start, end)
+            _add(sums[self._key(each.app, each.tenant)], (had, had if each.draining else 0.0))
+        for app, tenant, lost in ledger.lost(start, end):
+            _add(sums[self._key(app, tenant)], (0.0, 0.0, lost))
+        last = min(end, self.now)
+        for key, seconds in sorted(sums.items(), key=lambda item: [each or "" for each in item[0]]):
+            if any(seconds):
+                yield ReportRow(start, last, *key, *seconds)
+
+    def _key(self, app: AppId, tenant: TenantId) -> tuple[TenantId | None, str | None, AppId | None]:
+        match self.by:
+            case "tenant":
+                return tenant, None, None
+            case "owner":
+                return None, owner_of(app), None
+            case "app":
+                return tenant, owner_of(app), app
+
+
+def asked(by: By, edges: Sequence[float], state: State, now: float) -> Report:
+    """Return a report of now; `rows` of it need no state."""
+    return Report(by, tuple(edges), now, tuple(live_stretches(state, now)))
+
+
+def live_stretches(state: State, now: float) -> Iterator[StretchRecord]:
+    """Yield the stretches that are not over, up to now, as they would be recorded."""
+    for gpu in state.gpus.values():
+        book = None if isinstance(gpu.state, Free) else state.history.leases.get(gpu.state.lease.id)
+        if isinstance(gpu.state, Free) or book is None or book.had.rate <= 0.0:
+            continue
+        yield StretchRecord(
+            *(gpu.state.lease.id, book.app, book.tenant, device_of(gpu.id), gpu.node),
+            *(book.had.since, max(now, book.had.since), book.had.rate, book.draining.rate > 0.0),
+        )
+
+
+def _add(total: list[float], more: Iterable[float]) -> None:
+    for place, seconds in enumerate(more):
+        total[place] += seconds
