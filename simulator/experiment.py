@@ -26,11 +26,12 @@ from simulator.costs import Costs, CostsError, parse_costs
 from simulator.figures.results import Run
 from simulator.profiles import ProfileError, Profiles, built_in, crude, measured
 from simulator.workload import Workload, WorkloadError, fitgpp, fitgpp_workload, load, themis_workload
+from simulator.workload.themis import NSDI, OURS
 
 Progress = Callable[[int, int], None]  #: told (jobs that are over, all jobs)
 
-#: A trace that starts so is drawn, not read.
-THEMIS = "themis:"
+#: A trace that starts with one of these names and a colon is drawn after Themis's figures, not read.
+FORMS = {form.name: form for form in (OURS, NSDI)}
 #: The keys that may follow: ``themis:1?apps=20&contention=2``.
 GENERATOR_KEYS: Mapping[str, type] = {
     "apps": int,
@@ -166,7 +167,7 @@ def profiles_of(text: str) -> Profiles:
 
 
 def workload_of(trace: str, cluster: Cluster, *, seed: int = 0, first: int = 0) -> Workload:
-    """Return the workload in the file `trace`, or the one drawn as ``themis:KIND?key=value&...`` says.
+    """Return the workload in the file `trace`, or the one drawn as ``themis:KIND?key=value&...`` says (see `FORMS`).
 
     A drawn one follows from `seed`; `cluster_gpus` is that of `cluster` unless given.
 
@@ -177,13 +178,15 @@ def workload_of(trace: str, cluster: Cluster, *, seed: int = 0, first: int = 0) 
     """
     if trace.startswith(FITGPP):
         return beginning(_fitgpp(trace, cluster, seed), first)
-    if not trace.startswith(THEMIS):
+    name, colon, words = trace.partition(":")
+    if not colon or name not in FORMS:
         return load(trace, first=first or None)
-    kind, _, query = trace.removeprefix(THEMIS).partition("?")
+    kind, _, query = words.partition("?")
     if kind not in ("1", "2"):
-        raise ExperimentError(f"the trace {trace!r} asks for workload {kind!r}; write themis:1 or themis:2")
+        raise ExperimentError(f"the trace {trace!r} asks for workload {kind!r}; write {name}:1 or {name}:2")
     given = generator_arguments(trace, query)
-    arguments: dict[str, Any] = {"kind": int(kind), "apps": APPS, "cluster_gpus": cluster.gpus, **given, "seed": seed}
+    defaults = {"form": FORMS[name], "apps": APPS, "cluster_gpus": cluster.gpus}
+    arguments: dict[str, Any] = {**defaults, **given, "kind": int(kind), "seed": seed}
     whole = themis_workload(**arguments)
     return beginning(replace(whole, name=trace), first)
 
@@ -217,7 +220,7 @@ def generator_arguments(trace: str, query: str, keys: Mapping[str, type] = GENER
 
 
 def _how(keys: Mapping[str, type]) -> str:
-    example = f"{THEMIS}1?apps=20&contention=2" if keys is GENERATOR_KEYS else f"{FITGPP}?jobs=1024&interactive=0.3"
+    example = f"{OURS.name}:1?apps=20&contention=2" if keys is GENERATOR_KEYS else f"{FITGPP}?jobs=1024&interactive=0.3"
     return f"write {example}, with any of {', '.join(keys)}"
 
 

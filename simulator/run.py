@@ -309,8 +309,7 @@ class Simulation:
     ) -> AppRow:
         able = self.cluster.gpus_for(sim_app.spec.requirements)
         budget_s, alone_s = budget_of(plan), alone_of(plan, able)
-        demand_max = plan.gpus_max * len(plan.jobs)
-        cluster_s = budget_s / max(1, min(able, demand_max))
+        cluster_s = budget_s / max(1, min(able, sim_app.spec.demand_max))
         ideal_s = fairness.ideal_time_s(cluster_s=cluster_s, apps_mean=mean)
         jct_s = None if finish is None else finish + self.start_s - plan.submit_s
         useful_s = fsum(job.useful_gpu_s for job in jobs)
@@ -322,6 +321,7 @@ class Simulation:
             model=plan.model,
             gpus=plan.gpus,
             gpus_max=plan.gpus_max,
+            demand_max=sim_app.spec.demand_max,
             jobs=len(jobs),
             submit_s=plan.submit_s,
             first_start_s=min(starts, default=None),
@@ -380,6 +380,7 @@ def spec_of(plan: AppPlan) -> AppSpec:
         metric="loss" if several else "",
         mode="min" if several else "max",
         search="halving" if plan.search == "single" else plan.search,
+        phase_growth=plan.phase_growth if several else 1,
         requirements=Requirements(
             spans=True,
             kind=plan.kind,
@@ -399,7 +400,8 @@ def facts_of(
     """Return the truth about the jobs of an app; they report their loss whenever their search needs it.
 
     Without `saves` they can neither save nor be suspended. Elastic ones send a report after their first mini-batch,
-    since a job that is known to have begun may grow: live, nodes say so at their next beat.
+    and after the first of each phase, since a job that is known to have begun may grow: live, nodes say so at their
+    next beat.
     """
     reporting = plan.search in ("halving", "hyperband", "curve")
     scheduler = scheduler_for(spec) if reporting else None
@@ -408,6 +410,8 @@ def facts_of(
         trial = Trial(number=number, steps_done=0, steps_total=job.steps, state="live")
         when = scheduler.report_steps(trial) if scheduler is not None else ()
         begins = spec.elastic and not when
+        if spec.elastic and plan.search in ("halving", "hyperband"):
+            when = tuple(sorted({1, *when, *(at + 1 for at in when)}))
         facts.append(
             JobFacts(
                 work_s=job.duration_s * plan.gpus,
@@ -446,5 +450,4 @@ def budget_of(plan: AppPlan) -> float:
 
 def alone_of(plan: AppPlan, cluster_gpus: int) -> float:
     """Return the run time alone on the empty cluster: of one job its own, of several the budget at full demand."""
-    demand_max = min(cluster_gpus, plan.gpus_max * len(plan.jobs))
-    return budget_of(plan) / max(1, demand_max)
+    return budget_of(plan) / max(1, min(cluster_gpus, spec_of(plan).demand_max))
