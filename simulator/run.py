@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from app_agent.core.host import AppHost
 from app_agent.core.model import Done, Dropped, Failed, JobState
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import scheduler_for
@@ -30,7 +31,7 @@ from simulator.figures.results import AppRow, JobRow, Run, State, TenantPoint
 from simulator.jobs import CONTEXT_BYTES, JobAccount, JobFacts
 from simulator.profiles import Profiles, kind_of
 from simulator.workload import AppPlan, JobPlan, Workload
-from simulator.world import QUIET_S, Actor, SimApp, World, quiet
+from simulator.world import QUIET_S, Actor, MakeHost, SimApp, World, quiet
 
 #: Time between two notes of the tenants' GPU time: about the length of a round of leases, in the paper too.
 INTERVAL_S = 900.0
@@ -41,6 +42,7 @@ GRACE_S = 120.0
 #: A job that takes its whole grace period must not be killed at its very end.
 GRACE_SLACK_S = 0.5
 Progress = Callable[[int, int], None]
+HostOf = Callable[[AppPlan, Sequence[JobFacts]], MakeHost]  #: from an app and the truth about its jobs
 
 
 def simulate(
@@ -54,17 +56,18 @@ def simulate(
     seed: int = 0,
     progress: Progress | None = None,
     wire: bool = False,
+    host_of: HostOf | None = None,
 ) -> Run:
     """Return the run of `workload` on `cluster` under `policy`.
 
     Of the arbiter's `settings` policy and seed are set, and beats left out, since no message is lost in this world.
     `costs` are the times of acts; with `costs.placement`, `profiles` give the slowdown of jobs whose GPUs lie apart.
     `progress` is called now and then with the number of jobs that are over and of all jobs. `wire` encodes and decodes
-    every message, as a bus does.
+    every message, as a bus does. `host_of` makes the hosts of apps that know more than their specs say.
     """
     settings = quiet(replace(settings, policy=policy, seed=seed))
     with _seldom_collected():
-        return Simulation(workload, cluster, settings, costs, profiles, progress, wire=wire).run()
+        return Simulation(workload, cluster, settings, costs, profiles, progress, wire=wire, host_of=host_of).run()
 
 
 @contextmanager
@@ -101,8 +104,10 @@ class Simulation:
         progress: Progress | None = None,
         *,
         wire: bool = False,
+        host_of: HostOf | None = None,
     ) -> None:
         self.workload = workload
+        self.host_of = host_of
         self.cluster = cluster
         self.settings = settings
         self.costs = costs
@@ -176,7 +181,8 @@ class Simulation:
             # One that spans would have whole GPUs; its owner says so only of a job that needs it.
             spec = replace(spec, requirements=replace(spec.requirements, spans=False))
         facts = facts_of(plan, spec, self._slowdown(plan.model), saves=self.costs.saves)
-        world.submit(plan.id, spec, self._beside(plan, facts) if self.shared else facts)
+        host_of = AppHost if self.host_of is None else self.host_of(plan, facts)
+        world.submit(plan.id, spec, self._beside(plan, facts) if self.shared else facts, host_of)
 
     def _beside(self, plan: AppPlan, facts: list[JobFacts]) -> list[JobFacts]:
         """Add the figures of jobs that share a GPU."""

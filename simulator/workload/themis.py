@@ -70,8 +70,8 @@ class Form(Struct, frozen=True):
 
     Attributes
     ----------
-    name
-        Of traces that are drawn so, as in ``themis:1``.
+    trace
+        The beginning of the names of traces that are drawn so, as in ``themis:1``.
     single
         The part of the apps that are one job.
     gangs
@@ -80,16 +80,16 @@ class Form(Struct, frozen=True):
         Of halving: a survivor of a phase can use so many times the GPUs as before, up to as many as the app has jobs.
     """
 
-    name: str
+    trace: str
     single: float
     gangs: Mapping[Kind, tuple[tuple[int, float], ...]]
     phase_growth: int = 1
 
 
 #: Harder than published; no gang is larger than the testbed's nodes.
-OURS = Form("themis", 0.2, {1: ((1, 0.3), (2, 0.4), (4, 0.3)), 2: ((2, 0.3), (4, 0.7))})
+OURS = Form("themis:", 0.2, {1: ((1, 0.3), (2, 0.4), (4, 0.3)), 2: ((2, 0.3), (4, 0.7))})
 #: As published.
-NSDI = Form("themis-nsdi", 0.1, {1: ((1, 0.5), (2, 0.5)), 2: ((1, 1.0),)}, phase_growth=2)
+NSDI = Form("themis-nsdi:", 0.1, {1: ((1, 0.5), (2, 0.5)), 2: ((1, 1.0),)}, phase_growth=2)
 
 
 class _Draft(Struct, frozen=True):
@@ -174,7 +174,7 @@ def themis_workload(
     times = _times(apps, arrivals)
     gap_s = _gap_s(plans, cluster_gpus, contention)
     placed = tuple(structs.replace(plan, submit_s=time * gap_s) for plan, time in zip(plans, times, strict=True))
-    name = f"{form.name}-{kind}" + (f"-x{contention:g}" if contention != 1 else "")
+    name = f"{form.trace.replace(':', '-')}{kind}" + (f"-x{contention:g}" if contention != 1 else "")
     return Workload(name, placed, _notes(form, kind, way, scale, contention, network_share), seed)
 
 
