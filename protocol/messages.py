@@ -412,8 +412,8 @@ class StandingValuation(Struct, frozen=True):
 
     `phases[i][j]` are the serial seconds that job j has left in phase i, `terms` the levels that the app accepts, tight
     to loose, and `budget_gpu_s` and `demand_max` are B and the demand of Eq. 2, from which T_cluster follows. See
-    `valuation.finish_time.Valuation` for `hoped` and `sizes`. `homes` are those of its jobs, where all are bound; None:
-    one can go on elsewhere.
+    `valuation.finish_time.Valuation` for `hoped`, `sizes` and `phase_demands`. `homes` are those of its jobs, where all
+    are bound; None: one can go on elsewhere.
     """
 
     phases: Annotated[
@@ -425,6 +425,7 @@ class StandingValuation(Struct, frozen=True):
     hoped: Level = "machine"
     sizes: Annotated[tuple[Positive, ...], Meta(max_length=GPUS_MAX)] = ()
     homes: Annotated[tuple[Home, ...], Meta(max_length=JOBS_MAX)] | None = None
+    phase_demands: Annotated[tuple[Positive, ...], Meta(max_length=WORKS_MAX)] = ()
 
 
 class AppReport(Struct, frozen=True, tag=True):

@@ -27,6 +27,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from protocol.config import in_words
 from protocol.gpu_kinds import suits
@@ -70,6 +71,7 @@ class Cluster(Struct, frozen=True):
 
     name: str
     nodes: tuple[NodeSpec, ...]
+    whole_gpus: int = 0  #: GPUs of the cluster that it is a part of, for which drawn traces are made; 0: it is whole
 
     @property
     def gpus(self) -> int:
@@ -117,19 +119,44 @@ def parse_cluster(text: str) -> Cluster:
     ----------
     text
         ``NODESxGPUS`` such as ``8x8`` (slots of two GPUs, racks of eight nodes), the name of a shipped cluster, or the
-        path of a TOML file.
+        path of a TOML file. With ``/2`` behind it, the half of the nodes of each kind; likewise other numbers.
 
     Raises
     ------
     ClusterError
         With the field that is wrong and the mend.
     """
+    whole, slash, parts = text.rpartition("/")
+    if slash and parts.isdecimal() and not Path(text).is_file():
+        return part_of(parse_cluster(whole), int(parts))
     grid = _GRID.fullmatch(text)
     if grid:
         return _grid(text, int(grid[1]), int(grid[2]))
     if text in shipped():
         return from_toml((_SHIPPED / f"{text}.toml").read_text(), source=text)
     return from_toml(_read(text), source=text)
+
+
+def part_of(cluster: Cluster, parts: int) -> Cluster:
+    """Return one of so many equal parts of `cluster`: of each kind of node the first ones.
+
+    Raises
+    ------
+    ClusterError
+        If the nodes of a kind cannot be divided so.
+    """
+    kinds: dict[NodeSpec, list[NodeSpec]] = {}
+    for node in cluster.nodes:
+        kinds.setdefault(replace(node, id=NodeId(""), rack=""), []).append(node)
+    for alike in kinds.values():
+        if not parts or len(alike) % parts:
+            raise ClusterError(
+                f"the cluster {cluster.name}/{parts}: {len(alike)} nodes of {alike[0].gpus} GPUs are not {parts} equal "
+                "parts; give a number that divides the nodes of each kind"
+            )
+    kept = {node for alike in kinds.values() for node in alike[: len(alike) // parts]}
+    nodes = tuple(node for node in cluster.nodes if node in kept)
+    return Cluster(f"{cluster.name}/{parts}", nodes, cluster.whole_gpus or cluster.gpus)
 
 
 def shipped() -> tuple[str, ...]:

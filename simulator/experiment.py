@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -26,11 +26,13 @@ from simulator.costs import Costs, CostsError, parse_costs
 from simulator.figures.results import Run
 from simulator.profiles import ProfileError, Profiles, built_in, crude, measured
 from simulator.workload import Workload, WorkloadError, fitgpp, fitgpp_workload, load, themis_workload
+from simulator.workload.themis import NSDI, OURS
 
 Progress = Callable[[int, int], None]  #: told (jobs that are over, all jobs)
+Knowledge = Literal["estimated", "exact"]
 
-#: A trace that starts so is drawn, not read.
-THEMIS = "themis:"
+#: A trace that starts so is drawn after Themis's figures, not read.
+FORMS = {form.trace: form for form in (OURS, NSDI)}
 #: The keys that may follow: ``themis:1?apps=20&contention=2``.
 GENERATOR_KEYS: Mapping[str, type] = {
     "apps": int,
@@ -69,7 +71,8 @@ class Experiment(Struct, frozen=True):
     """One run. `first` takes only so many jobs of the trace (0: all), `knobs` are settings by name, as text.
 
     `profiles` give the slowdown of jobs whose GPUs lie apart: ``built-in``, ``crude``, or a folder of tables.
-    `tenants` is a file of the tenants' shares; without one all are equal.
+    `tenants` is a file of the tenants' shares; without one all are equal. `knowledge` says whether apps estimate their
+    work, as they do live, or know it exactly (`foreknowledge`).
     """
 
     trace: str
@@ -81,6 +84,7 @@ class Experiment(Struct, frozen=True):
     first: int = 0
     knobs: tuple[tuple[str, str], ...] = ()
     tenants: str = ""
+    knowledge: Knowledge = "estimated"
 
 
 def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
@@ -99,6 +103,7 @@ def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
             fluid.simulate(workload, cluster, seed=experiment.seed, progress=progress), given=given_of(experiment)
         )
     # Not at the top: error messages and the reference line do not need the world.
+    from simulator.foreknowledge import host_of
     from simulator.run import simulate
 
     run = simulate(
@@ -110,6 +115,7 @@ def execute(experiment: Experiment, progress: Progress | None = None) -> Run:
         profiles=profiles,
         seed=experiment.seed,
         progress=progress,
+        host_of=host_of if experiment.knowledge == "exact" else None,
     )
     return replace(run, given=given_of(experiment))
 
@@ -122,6 +128,7 @@ def given_of(experiment: Experiment) -> dict[str, Any]:
         "profiles": experiment.profiles,
         "first": experiment.first,
         "tenants": experiment.tenants,
+        "knowledge": experiment.knowledge,
     }
 
 
@@ -166,9 +173,10 @@ def profiles_of(text: str) -> Profiles:
 
 
 def workload_of(trace: str, cluster: Cluster, *, seed: int = 0, first: int = 0) -> Workload:
-    """Return the workload in the file `trace`, or the one drawn as ``themis:KIND?key=value&...`` says.
+    """Return the workload in the file `trace`, or the one drawn as ``themis:KIND?key=value&...`` says (see `FORMS`).
 
-    A drawn one follows from `seed`; `cluster_gpus` is that of `cluster` unless given.
+    A drawn one follows from `seed`; `cluster_gpus` is that of `cluster`, or of the one that it is a part of, if not
+    given.
 
     Raises
     ------
@@ -177,13 +185,16 @@ def workload_of(trace: str, cluster: Cluster, *, seed: int = 0, first: int = 0) 
     """
     if trace.startswith(FITGPP):
         return beginning(_fitgpp(trace, cluster, seed), first)
-    if not trace.startswith(THEMIS):
+    name, colon, words = trace.partition(":")
+    drawn = f"{name}{colon}"
+    if drawn not in FORMS:
         return load(trace, first=first or None)
-    kind, _, query = trace.removeprefix(THEMIS).partition("?")
+    kind, _, query = words.partition("?")
     if kind not in ("1", "2"):
-        raise ExperimentError(f"the trace {trace!r} asks for workload {kind!r}; write themis:1 or themis:2")
+        raise ExperimentError(f"the trace {trace!r} asks for workload {kind!r}; write {drawn}1 or {drawn}2")
     given = generator_arguments(trace, query)
-    arguments: dict[str, Any] = {"kind": int(kind), "apps": APPS, "cluster_gpus": cluster.gpus, **given, "seed": seed}
+    defaults = {"form": FORMS[drawn], "apps": APPS, "cluster_gpus": cluster.whole_gpus or cluster.gpus}
+    arguments: dict[str, Any] = {**defaults, **given, "kind": int(kind), "seed": seed}
     whole = themis_workload(**arguments)
     return beginning(replace(whole, name=trace), first)
 
@@ -217,7 +228,7 @@ def generator_arguments(trace: str, query: str, keys: Mapping[str, type] = GENER
 
 
 def _how(keys: Mapping[str, type]) -> str:
-    example = f"{THEMIS}1?apps=20&contention=2" if keys is GENERATOR_KEYS else f"{FITGPP}?jobs=1024&interactive=0.3"
+    example = f"{OURS.trace}1?apps=20&contention=2" if keys is GENERATOR_KEYS else f"{FITGPP}?jobs=1024&interactive=0.3"
     return f"write {example}, with any of {', '.join(keys)}"
 
 

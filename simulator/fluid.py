@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import Struct
 
+from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import AppScheduler, Trial, scheduler_for
 from arbiter.core.state.fairness import TimeMean, ideal_time_s, rho
 from simulator.figures.results import AppRow, JobRow, Run, State
@@ -45,24 +46,30 @@ Phase = Mapping[int, float]
 
 
 class Course(Struct, frozen=True):
-    """The whole work of an app, independent of times: its phases, and the jobs that its own search stops."""
+    """The whole work of an app, independent of times: its phases, and the jobs that its own search stops.
+
+    In phase i one job can use `demands[i]` GPUs.
+    """
 
     phases: tuple[Phase, ...]
+    demands: tuple[int, ...]
     stopped: frozenset[int] = frozenset()
 
 
 def course_of(app: AppPlan) -> Course:
     """Return the course of `app`: each job to its end, or as its search decides by the jobs' curves."""
     if app.search in ("single", "all") or len(app.jobs) == 1:
-        return Course(({number: job.duration_s * app.gpus for number, job in enumerate(app.jobs)},))
-    return _searched(app, scheduler_for(spec_of(app)))
+        return Course(({number: job.duration_s * app.gpus for number, job in enumerate(app.jobs)},), (app.gpus_max,))
+    return _searched(app, spec_of(app))
 
 
-def _searched(app: AppPlan, scheduler: AppScheduler) -> Course:
+def _searched(app: AppPlan, spec: AppSpec) -> Course:
     """Run the search alone: all trials that may run go on to their next report, then the search is asked again."""
+    scheduler = scheduler_for(spec)
     trials = [Trial(number, 0, job.steps, "live", resting=True) for number, job in enumerate(app.jobs)]
     search = scheduler.advance(scheduler.begin(), trials)
     phases: list[Phase] = []
+    demands: list[int] = []
     while scheduler.answer(search, trials) is None and not search.fault:
         phase: dict[int, float] = {}
         for number in scheduler.runnable(search, trials):
@@ -73,9 +80,10 @@ def _searched(app: AppPlan, scheduler: AppScheduler) -> Course:
             trials[number] = Trial(number, steps, job.steps, state, loss_at(job, steps), resting=True)
         assert phase, f"nothing of {app.id} can run and it has no answer"
         phases.append(phase)
+        demands.append(spec.demand_in(search.phase))
         search = scheduler.advance(search, trials)
     answer = scheduler.answer(search, trials)
-    return Course(tuple(phases), frozenset(trial.number for trial in trials if _stopped(trial, answer)))
+    return Course(tuple(phases), tuple(demands), frozenset(trial.number for trial in trials if _stopped(trial, answer)))
 
 
 def _next_report(scheduler: AppScheduler, trial: Trial) -> int:
@@ -299,7 +307,7 @@ class _Shared:
         """Let an app share again, or end when nothing is left of it."""
         index = active.index
         if active.queue or active.next_phase():
-            sharing.enter(active, self.apps[index].gpus_max)
+            sharing.enter(active, active.course.demands[active.phase])
             return
         submit_s = self.apps[index].submit_s
         self.apps_ended[index] = _Ended(
@@ -358,7 +366,8 @@ def _state(number: int, course: Course | None) -> State:
 
 def _app_row(app: AppPlan, course: Course | None, ended: _Ended | None, gpus: int) -> AppRow:
     """Return the app's row; T_cluster is Themis, Eq. 2: B / min(R_C, app_demand_max)."""
-    cluster_s = budget_of(app) / min(gpus, app.gpus_max * len(app.jobs))
+    demand_max = spec_of(app).demand_max
+    cluster_s = budget_of(app) / min(gpus, demand_max)
     ideal_s = ideal_time_s(cluster_s=cluster_s, apps_mean=ended.apps_mean) if ended else None
     jct_s = ended.at_s - app.submit_s if ended else None
     phases = course.phases if course else ()
@@ -368,6 +377,7 @@ def _app_row(app: AppPlan, course: Course | None, ended: _Ended | None, gpus: in
         model=app.model,
         gpus=app.gpus,
         gpus_max=app.gpus_max,
+        demand_max=demand_max,
         jobs=len(app.jobs),
         submit_s=app.submit_s,
         first_start_s=app.submit_s if ended else None,

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from app_agent.core.host import AppHost
 from app_agent.core.model import Done, Dropped, Failed, JobState
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import scheduler_for
@@ -30,7 +31,7 @@ from simulator.figures.results import AppRow, JobRow, Run, State, TenantPoint
 from simulator.jobs import CONTEXT_BYTES, JobAccount, JobFacts
 from simulator.profiles import Profiles, kind_of
 from simulator.workload import AppPlan, JobPlan, Workload
-from simulator.world import QUIET_S, Actor, SimApp, World, quiet
+from simulator.world import QUIET_S, Actor, MakeHost, SimApp, World, quiet
 
 #: Time between two notes of the tenants' GPU time: about the length of a round of leases, in the paper too.
 INTERVAL_S = 900.0
@@ -41,6 +42,7 @@ GRACE_S = 120.0
 #: A job that takes its whole grace period must not be killed at its very end.
 GRACE_SLACK_S = 0.5
 Progress = Callable[[int, int], None]
+HostOf = Callable[[AppPlan, Sequence[JobFacts]], MakeHost]  #: from an app and the truth about its jobs
 
 
 def simulate(
@@ -54,17 +56,18 @@ def simulate(
     seed: int = 0,
     progress: Progress | None = None,
     wire: bool = False,
+    host_of: HostOf | None = None,
 ) -> Run:
     """Return the run of `workload` on `cluster` under `policy`.
 
     Of the arbiter's `settings` policy and seed are set, and beats left out, since no message is lost in this world.
     `costs` are the times of acts; with `costs.placement`, `profiles` give the slowdown of jobs whose GPUs lie apart.
     `progress` is called now and then with the number of jobs that are over and of all jobs. `wire` encodes and decodes
-    every message, as a bus does.
+    every message, as a bus does. `host_of` makes the hosts of apps that know more than their specs say.
     """
     settings = quiet(replace(settings, policy=policy, seed=seed))
     with _seldom_collected():
-        return Simulation(workload, cluster, settings, costs, profiles, progress, wire=wire).run()
+        return Simulation(workload, cluster, settings, costs, profiles, progress, wire=wire, host_of=host_of).run()
 
 
 @contextmanager
@@ -101,8 +104,10 @@ class Simulation:
         progress: Progress | None = None,
         *,
         wire: bool = False,
+        host_of: HostOf | None = None,
     ) -> None:
         self.workload = workload
+        self.host_of = host_of
         self.cluster = cluster
         self.settings = settings
         self.costs = costs
@@ -176,7 +181,8 @@ class Simulation:
             # One that spans would have whole GPUs; its owner says so only of a job that needs it.
             spec = replace(spec, requirements=replace(spec.requirements, spans=False))
         facts = facts_of(plan, spec, self._slowdown(plan.model), saves=self.costs.saves)
-        world.submit(plan.id, spec, self._beside(plan, facts) if self.shared else facts)
+        host_of = AppHost if self.host_of is None else self.host_of(plan, facts)
+        world.submit(plan.id, spec, self._beside(plan, facts) if self.shared else facts, host_of)
 
     def _beside(self, plan: AppPlan, facts: list[JobFacts]) -> list[JobFacts]:
         """Add the figures of jobs that share a GPU."""
@@ -309,8 +315,7 @@ class Simulation:
     ) -> AppRow:
         able = self.cluster.gpus_for(sim_app.spec.requirements)
         budget_s, alone_s = budget_of(plan), alone_of(plan, able)
-        demand_max = plan.gpus_max * len(plan.jobs)
-        cluster_s = budget_s / max(1, min(able, demand_max))
+        cluster_s = budget_s / max(1, min(able, sim_app.spec.demand_max))
         ideal_s = fairness.ideal_time_s(cluster_s=cluster_s, apps_mean=mean)
         jct_s = None if finish is None else finish + self.start_s - plan.submit_s
         useful_s = fsum(job.useful_gpu_s for job in jobs)
@@ -322,6 +327,7 @@ class Simulation:
             model=plan.model,
             gpus=plan.gpus,
             gpus_max=plan.gpus_max,
+            demand_max=sim_app.spec.demand_max,
             jobs=len(jobs),
             submit_s=plan.submit_s,
             first_start_s=min(starts, default=None),
@@ -380,6 +386,7 @@ def spec_of(plan: AppPlan) -> AppSpec:
         metric="loss" if several else "",
         mode="min" if several else "max",
         search="halving" if plan.search == "single" else plan.search,
+        phase_growth=plan.phase_growth if several else 1,
         requirements=Requirements(
             spans=True,
             kind=plan.kind,
@@ -399,7 +406,8 @@ def facts_of(
     """Return the truth about the jobs of an app; they report their loss whenever their search needs it.
 
     Without `saves` they can neither save nor be suspended. Elastic ones send a report after their first mini-batch,
-    since a job that is known to have begun may grow: live, nodes say so at their next beat.
+    and after the first of each phase, since a job that is known to have begun may grow: live, nodes say so at their
+    next beat.
     """
     reporting = plan.search in ("halving", "hyperband", "curve")
     scheduler = scheduler_for(spec) if reporting else None
@@ -408,6 +416,8 @@ def facts_of(
         trial = Trial(number=number, steps_done=0, steps_total=job.steps, state="live")
         when = scheduler.report_steps(trial) if scheduler is not None else ()
         begins = spec.elastic and not when
+        if spec.elastic and plan.search in ("halving", "hyperband"):
+            when = tuple(sorted({1, *when, *(at + 1 for at in when)}))
         facts.append(
             JobFacts(
                 work_s=job.duration_s * plan.gpus,
@@ -446,5 +456,4 @@ def budget_of(plan: AppPlan) -> float:
 
 def alone_of(plan: AppPlan, cluster_gpus: int) -> float:
     """Return the run time alone on the empty cluster: of one job its own, of several the budget at full demand."""
-    demand_max = min(cluster_gpus, plan.gpus_max * len(plan.jobs))
-    return budget_of(plan) / max(1, demand_max)
+    return budget_of(plan) / max(1, min(cluster_gpus, spec_of(plan).demand_max))

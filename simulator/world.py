@@ -74,6 +74,16 @@ INSTANT_MAX = 5_000_000
 Route = Callable[[Party, Party, AnyMessage, float], Sequence[float]]
 #: Told of each event and its effects; answers whether the participant lived long enough to perform them.
 Watcher = Callable[["Actor", Any, Sequence[Any]], bool]
+
+
+class MakeHost(Protocol):
+    """Makes the host of one app; see `AppHost`."""
+
+    def __call__(self, owner: OwnerId, *, tenant: str, beat_s: float, spread: Spread) -> AppHost:
+        """Return the host."""
+        ...
+
+
 #: At one instant messages are heard first, then agents tick, then the arbiter, which then knows all their news.
 _EVENT, _TICK, _LAST = 0, 1, 2
 
@@ -283,15 +293,17 @@ class World:
             if actor.up:
                 self._tell(actor, event)
 
-    def submit(self, name: str, spec: AppSpec, jobs: Sequence[JobFacts]) -> SimApp:
+    def submit(self, name: str, spec: AppSpec, jobs: Sequence[JobFacts], host_of: MakeHost = AppHost) -> SimApp:
         """Start the app agent of a new app: `spec` is all that its participants know, `jobs` are the truth.
+
+        `host_of` makes the host of its agent, which knows more than `spec` where the experiment says so.
 
         Each app has an app agent of its own here. It begins with the spread of the tenant's apps that are over, as
         apps of one owner do.
         """
         owner = OwnerId(f"app{len(self.apps) + 1}")
         known = self._spreads.get(spec.tenant, UNMEASURED)
-        host = AppHost(owner, tenant=spec.tenant, beat_s=self.beat_s, spread=known)
+        host = host_of(owner, tenant=spec.tenant, beat_s=self.beat_s, spread=known)
         actor = self._enrol(Actor(Party("app", owner), host))
         sim_app = SimApp(name, spec, tuple(jobs), actor, self.now)
         self.apps[owner] = sim_app

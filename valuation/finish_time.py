@@ -59,7 +59,8 @@ class Valuation(Struct, frozen=True):
     `phases[i][j]` are the serial seconds job j has left in phase i, `terms` the levels the app accepts, tight to loose,
     `elapsed_s` = T_current - T_start, `lease_s` the length of a lease, and `fair_s` = T_id. `hoped` is the level at
     which an app without a gang counts on having one after the next round. `sizes` are the numbers of GPUs that a job
-    accepts, rising multiples of `gang`, which is the first; empty: all multiples.
+    accepts, rising multiples of `gang`, which is the first; empty: all multiples. In phase i one job can use
+    `phase_demands[i]` GPUs at most, and no more than the terms say; without `phase_demands` what the terms say.
     """
 
     phases: tuple[tuple[float, ...], ...]
@@ -71,6 +72,12 @@ class Valuation(Struct, frozen=True):
     hoped: Level = "machine"
     sizes: tuple[int, ...] = ()
     known: Known | None = None
+    phase_demands: tuple[int, ...] = ()
+
+    def demand_in(self, phase: int, terms: LevelTerms) -> int:
+        """Return the most GPUs that one job can use in that phase, at that level."""
+        most = terms.job_demand_max
+        return min(most, self.phase_demands[phase]) if self.phase_demands else most
 
 
 def effective_gpus(gpus: int, *, gang: int, demand_max: int, sizes: Sequence[int] = ()) -> int:
@@ -264,9 +271,9 @@ def work_s(value: Valuation, gpus: int, terms: LevelTerms) -> float:
     known, case = value.known, (gpus, terms)
     if known is not None and case in known.left_s:
         return known.left_s[case]
-    cap = terms.job_demand_max
     phases = (
-        makespan_s(works, gpus=gpus, gang=value.gang, job_demand_max=cap, sizes=value.sizes) for works in value.phases
+        makespan_s(works, gpus=gpus, gang=value.gang, job_demand_max=value.demand_in(phase, terms), sizes=value.sizes)
+        for phase, works in enumerate(value.phases)
     )
     left_s = terms.slowdown * sum(phases)
     if known is not None:
@@ -293,11 +300,11 @@ def rho_table(value: Valuation, gangs_max: int) -> Floats:
 def _table_s(value: Valuation, gangs_max: int) -> Floats:
     """Return the time from now to the end, by level and whole gangs, as `rho_table` has them."""
     gangs = np.arange(1, gangs_max + 1)
-    caps = np.array([max(1, terms.job_demand_max // value.gang) for terms in value.terms])
-    works_s = np.zeros((len(caps), gangs_max))
+    works_s = np.zeros((len(value.terms), gangs_max))
     sizes = _in_gangs(value.sizes, value.gang)
-    for phase in value.phases:
-        works_s += makespans_s(phase, gangs, caps, sizes) / value.gang
+    for phase, works in enumerate(value.phases):
+        caps = np.array([max(1, value.demand_in(phase, terms) // value.gang) for terms in value.terms])
+        works_s += makespans_s(works, gangs, caps, sizes) / value.gang
     slowdown: Floats = np.array([terms.slowdown for terms in value.terms])[:, np.newaxis]
     return slowdown * works_s
 

@@ -60,6 +60,7 @@ def value_of(standing: StandingValuation, shape: Shape, seen: Circumstances, kno
         hoped=standing.hoped,
         sizes=standing.sizes,
         known=known,
+        phase_demands=standing.phase_demands,
     )
 
 

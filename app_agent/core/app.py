@@ -59,6 +59,16 @@ class App:
             facts = self._facts = _derive(state, self.scheduler)
         return facts
 
+    @property
+    def job_demand_max(self) -> int:
+        """The most GPUs that one job can use in the present phase of the search."""
+        return self.state.spec.demand_in(self.state.search.phase)
+
+    def phase_demands(self, phases: int) -> tuple[int, ...]:
+        """Return the most GPUs that one job can use in each of so many phases that are left, the present one first."""
+        now = self.state.search.phase
+        return tuple(self.state.spec.demand_in(phase) for phase in range(now, now + phases))
+
 
 def _derive(state: AppState, scheduler: AppScheduler) -> Facts:
     slowdown = slowdowns(job.times for job in state.jobs)

@@ -76,16 +76,17 @@ def standing(app: App) -> StandingValuation | None:
 def valuation_of(app: App) -> StandingValuation:
     """Return all that is the app's own in the worth of an allocation to it, as things stand."""
     spec = app.state.spec
-    terms = _terms(app)
+    phases, terms = estimates.works_s(app), _terms(app)
     return StandingValuation(
-        phases=estimates.works_s(app),
+        phases=phases,
         terms=terms,
         budget_gpu_s=estimates.budget_gpu_s(app),
-        demand_max=estimates.demand_alone(app),
+        demand_max=spec.demand_max,
         # A gang may be larger than every node: to hope for better would mean never to bid at all.
         hoped=terms[-1].level if spec.spans and spec.gang > 1 else "machine",
         sizes=spec.sizes,
         homes=_homes(app),
+        phase_demands=app.phase_demands(len(phases)) if spec.phase_growth > 1 else (),
     )
 
 

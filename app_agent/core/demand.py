@@ -36,7 +36,7 @@ def _demand(app: App, job: Job) -> int:
         return 0 if displaced(app, job) else len(job.gpus)
     if isinstance(job.state, Placed) and not growable(app, job):
         return len(job.gpus)
-    return app.state.spec.job_demand_max
+    return app.job_demand_max
 
 
 def jobs_of(app: App, numbers: Sequence[int]) -> list[Job]:
@@ -76,7 +76,7 @@ def resumable(app: App, job: Job) -> bool:
 
 def growable(app: App, job: Job) -> bool:
     """Whether a running job could be started again on more GPUs without losing work, and that would pay."""
-    return resizable(app, job) and jobs.begun(job) and growth_pays(app, job, app.state.spec.job_demand_max)
+    return resizable(app, job) and jobs.begun(job) and growth_pays(app, job, app.job_demand_max)
 
 
 def resizable(app: App, job: Job) -> bool:

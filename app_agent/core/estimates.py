@@ -22,18 +22,13 @@ def ideal_s(app: App) -> float:
     unmeasured = state.over is not None and not any(job.steps_done for job in state.jobs)
     if state.cluster_gpus == 0 or unmeasured:
         return 0.0
-    alone_s = cluster_time_s(budget_gpu_s(app), cluster_gpus=state.cluster_gpus, demand_max=demand_alone(app))
+    alone_s = cluster_time_s(budget_gpu_s(app), cluster_gpus=state.cluster_gpus, demand_max=state.spec.demand_max)
     return min(SECONDS_MAX, alone_s)
 
 
 def budget_gpu_s(app: App) -> float:
     """Return B, the serial seconds of all its mini-batches from first to last. Source: Themis, Eq. 2."""
     return app.scheduler.budget_steps(app.facts.trials, app.state.search) * app.facts.serial_median_s
-
-
-def demand_alone(app: App) -> int:
-    """Return how many GPUs it could use alone on the cluster. Source: Themis, Eq. 2: app_demand_max."""
-    return app.state.spec.job_demand_max * app.state.spec.at_once
 
 
 def works_s(app: App) -> tuple[tuple[float, ...], ...]:
@@ -56,7 +51,8 @@ def left_s(app: App) -> tuple[float | None, float | None]:
     Jobs of a search that are not measured yet, and those of phases to come, are taken to be spread as measured ones
     (`spread`). Eq. 2 takes the median job's time for all, and so tells the longest of them too short; bids do as Eq. 2.
 
-    Source: Themis, Eq. 2 at full demand: sum_i max_j W_ij / job_demand_max; one job is a phase by itself.
+    Source: Themis, Eq. 2 at full demand: sum_i max_j W_ij / job_demand_max, that of the phase; one job is a phase by
+    itself.
     """
     state = app.state
     searches = len(state.jobs) > 1 and not state.spec.array
@@ -69,9 +65,12 @@ def left_s(app: App) -> tuple[float | None, float | None]:
         [(item.steps * serial_s, _rate(app, item)) for item, serial_s in zip(phase, _likely_s(app, phase), strict=True)]
         for phase in left
     ]
-    longest_s = math.fsum(max((work_s / rate for work_s, rate in phase), default=0.0) for phase in works)
+    longest_s = math.fsum(
+        max((work_s / rate for work_s, rate in phase), default=0.0) / demand_max
+        for phase, demand_max in zip(works, app.phase_demands(len(works)), strict=True)
+    )
     whole_s = math.fsum(work_s for phase in works for work_s, _ in phase)
-    return min(SECONDS_MAX, longest_s / state.spec.job_demand_max), min(SECONDS_MAX, whole_s)
+    return min(SECONDS_MAX, longest_s), min(SECONDS_MAX, whole_s)
 
 
 def basis(app: App) -> Basis:

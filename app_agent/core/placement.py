@@ -83,8 +83,9 @@ def _start_jobs(app: App, wanted: Sequence[Job], now: float) -> None:
 
 
 def _asking(app: App, some: Iterable[Job]) -> list[Asking]:
-    spec = app.state.spec
-    return [Asking(job.id, spec.gang, spec.job_demand_max, spec.spans, spec.sizes) for job in some]
+    spec, most = app.state.spec, app.job_demand_max
+    sizes = tuple(size for size in spec.sizes if size <= most)
+    return [Asking(job.id, spec.gang, most, spec.spans, sizes) for job in some]
 
 
 def _held_back_gpus(app: App, wanted: Sequence[int]) -> set[GpuId]:

@@ -83,7 +83,8 @@ def _sizes(app: App) -> tuple[int, ...]:
         or (isinstance(job.state, Placed) and jobs.begun(job) and not demand.resizable(app, job))
         for job in app.state.jobs
     )
-    return () if app.state.over is not None or not spec.elastic or rigid else spec.accepted
+    accepted = tuple(size for size in spec.accepted if size <= app.job_demand_max)
+    return () if app.state.over is not None or len(accepted) == 1 or rigid else accepted
 
 
 def _level_max(app: App) -> Level:

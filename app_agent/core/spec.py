@@ -158,6 +158,9 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
         curves may still win; with a `target`, also for one job), ``all`` (each to its end).
     phase_steps
         Of halving: mini-batches each trial of a phase makes in that phase; empty divides `steps_total` 1 : 2 : 4 ...
+    phase_growth
+        Of halving: a job of a phase can use so many times the GPUs of one of the phase before, beginning with one gang,
+        up to the most; 1: the most in every phase.
     eta
         Of Hyperband: of `eta` trials one goes on to the next rung, which lasts `eta` times as long.
     steps_min
@@ -196,6 +199,7 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     mode: Literal["max", "min"] = "max"
     search: SearchName = "halving"
     phase_steps: tuple[Positive, ...] = ()
+    phase_growth: Annotated[int, Meta(ge=1, le=1024)] = 1
     eta: Annotated[int, Meta(ge=2, le=1024)] = ETA
     steps_min: Count = 0
     target: float | None = None
@@ -225,6 +229,24 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     def job_demand_max(self) -> int:
         """The most GPUs one job can use."""
         return self.sizes[-1] if self.sizes else self.gang * (max(self.gang, self.gpus_max) // self.gang)
+
+    def demand_in(self, phase: int) -> int:
+        """Return the most GPUs that one job can use in that phase of its search, the first being 0.
+
+        Source: Themis, workload 2: Hyperband's n jobs of one GPU, then n/2 of up to two, at last one of up to n.
+        """
+        if self.phase_growth == 1:
+            return self.job_demand_max
+        most = min(self.gang * int(self.phase_growth**phase), self.job_demand_max)
+        return max(size for size in self.accepted if size <= most)
+
+    @property
+    def demand_max(self) -> int:
+        """The most GPUs that it can use at a time, all its jobs together. Source: Themis, Eq. 2: app_demand_max."""
+        if self.phase_growth == 1:
+            return self.job_demand_max * self.at_once
+        phases = range(phases_of(len(self.trials)))
+        return max(-(-len(self.trials) // (1 << phase)) * self.demand_in(phase) for phase in phases)
 
     @property
     def accepted(self) -> tuple[int, ...]:
@@ -339,6 +361,11 @@ def _sizes_mistake(spec: AppSpec) -> str | None:
     """Say why these are no sizes that a job can run on."""
     if spec.gpus_max and spec.gpus_max < spec.gang:
         return f"gpus_max is {spec.gpus_max}, fewer than the gang of {spec.gang}; raise gpus_max or lower gang"
+    if spec.phase_growth > 1 and not spec.elastic:
+        return (
+            f"phase_growth is {spec.phase_growth}, but a job runs on {spec.gang} GPUs only; give sizes, such as 1,2,4, "
+            "or leave phase_growth out"
+        )
     if not spec.sizes:
         return None
     told = ",".join(map(str, spec.sizes))
@@ -358,6 +385,7 @@ def _options_mistake(spec: AppSpec) -> str | None:
     """Say which field is of a search that is not asked for, or lacks the metric it needs."""
     of_one_search = {
         "phase_steps": (bool(spec.phase_steps), "halving"),
+        "phase_growth": (spec.phase_growth != 1, "halving"),
         "eta": (spec.eta != ETA, "hyperband"),
         "steps_min": (bool(spec.steps_min), "hyperband"),
         "target": (spec.target is not None, "curve"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import ClassVar, Final, Literal
+from typing import Final, Literal
 
 from msgspec import Struct, field
 
@@ -439,7 +439,7 @@ def require(holds: bool, name: str, value: object, must: str) -> None:
 class Policy(ABC):
     """One scheduling policy; stateless, made from its settings."""
 
-    traits: ClassVar[Traits]
+    traits: Traits  #: of the class; its settings may choose another tenure
     #: It keeps some nodes for some apps, so its view must say what nodes have, whether or not any app asks for it.
     reserves_nodes: bool = False
     slot_s: float = 0.0  #: how long a slot is, of a policy that sells

@@ -22,7 +22,7 @@ from protocol import exit_codes
 
 # Not at the top, here and below: the world and its libraries take longer to import than most commands to run.
 if TYPE_CHECKING:
-    from simulator.experiment import Experiment
+    from simulator.experiment import Experiment, Knowledge
     from simulator.figures.results import Figures, Run
 
 #: Seconds before the progress is shown.
@@ -40,6 +40,10 @@ ClusterOption = Annotated[
 Overheads = Annotated[str, typer.Option(metavar="none|default|FILE", help="times of starting, saving, moving")]
 ProfilesOption = Annotated[
     str, typer.Option("--profiles", metavar="built-in|crude|FOLDER", help="slowdown of models by placement")
+]
+KnowledgeOption = Annotated[
+    str,
+    typer.Option("--knowledge", metavar="estimated|exact", help="what apps know of their work beforehand"),
 ]
 Lease = Annotated[str | None, typer.Option(help="length of a lease (600s)")]
 RoundPause = Annotated[str | None, typer.Option(help="least time between rounds (1s; 0s without overheads)")]
@@ -144,6 +148,7 @@ def simulate(
     ] = DEFAULT_POLICY,
     overheads: Overheads = "default",
     profiles: ProfilesOption = "built-in",
+    knowledge: KnowledgeOption = "estimated",
     lease: Lease = None,
     round_pause: RoundPause = None,
     fairness_knob: Knob = None,
@@ -171,7 +176,8 @@ def simulate(
         knobs = _knobs(flags, set_)
         shortest_s = seconds(min_duration, "--min-duration")
         due = str(tenants or "")
-        experiment = Experiment(trace, cluster, policy, overheads, profiles, seed, first, knobs, due)
+        known = _knowledge(knowledge)
+        experiment = Experiment(trace, cluster, policy, overheads, profiles, seed, first, knobs, due, known)
         prepare([experiment])
         if out is not None:
             _demand_folder(out, results.FILES)
@@ -192,6 +198,7 @@ def compare(
     policies: Policies = "all",
     overheads: Overheads = "default",
     profiles: ProfilesOption = "built-in",
+    knowledge: KnowledgeOption = "estimated",
     lease: Lease = None,
     round_pause: RoundPause = None,
     fairness_knob: Knob = None,
@@ -216,8 +223,9 @@ def compare(
         knobs = _knobs(_flags(lease, round_pause, fairness_knob, sharing, seats, quantum), set_)
         shortest_s = seconds(min_duration, "--min-duration")
         names = [name for name in _policies(policies) if name != fluid.NAME]
+        known = _knowledge(knowledge)
         experiments = [
-            Experiment(trace, cluster, name, overheads, profiles, seed, first, knobs, str(tenants or ""))
+            Experiment(trace, cluster, name, overheads, profiles, seed, first, knobs, str(tenants or ""), known)
             for name in (*names, fluid.NAME)
         ]
         prepare(experiments)
@@ -262,6 +270,7 @@ def sweep(
     seeds: Annotated[str, typer.Option(metavar="0-7|0,3,5", help="each combination runs once with each")] = "0",
     overheads: Overheads = "default",
     profiles: ProfilesOption = "built-in",
+    knowledge: KnowledgeOption = "estimated",
     min_duration: MinDuration = "60s",
     first: First = 0,
     tenants: Tenants = None,
@@ -276,7 +285,8 @@ def sweep(
         from simulator.experiment import Experiment, prepare, probes
 
         shortest_s = seconds(min_duration, "--min-duration")
-        base = Experiment(trace, cluster, "", overheads, profiles, 0, first, (), str(tenants or ""))
+        known = _knowledge(knowledge)
+        base = Experiment(trace, cluster, "", overheads, profiles, 0, first, (), str(tenants or ""), known)
         words = [*_lists(sharing, seats, quantum), *(set_ or ())]
         experiments = sweeping.grid(base, _policies(policies), _many(words), _seeds(seeds))
         prepare(experiments)
@@ -294,6 +304,15 @@ def sweep(
             say(swept(groups))
             _notes(inputs["notes"])
         _demand_ends((row["policy"], row["seed"], row["summary"]["jobs_unfinished"]) for row in rows)
+
+
+def _knowledge(text: str) -> Knowledge:
+    """Return what apps are to know; raises `Fault` for any other word."""
+    match text:
+        case "estimated" | "exact":
+            return text
+        case _:
+            raise usage(f"--knowledge is {text!r}, which is neither estimated nor exact", SEE)
 
 
 @contextmanager

@@ -77,6 +77,7 @@ class AppRow(Struct, frozen=True):
     model: str
     gpus: int  #: gang of each job
     gpus_max: int  #: most GPUs one job can use
+    demand_max: int  #: most GPUs it can use at a time, all its jobs together
     jobs: int
     submit_s: float
     first_start_s: float | None
@@ -187,7 +188,7 @@ def uniform_rho(app: AppRow, cluster_gpus: int) -> float | None:
     """
     if app.jct_s is None or app.alone_s <= 0:
         return None
-    demand = min(cluster_gpus, app.jobs * app.gpus_max)
+    demand = min(cluster_gpus, app.demand_max)
     return app.jct_s / (app.alone_s * max(1.0, demand * app.apps_mean / cluster_gpus))
 
 

@@ -57,6 +57,9 @@ class AppPlan(Struct, frozen=True):
         The gang that each of its jobs needs, and the most that one job can use; equal: rigid.
     sizes
         The numbers of GPUs that a job accepts, rising, from `gpus` to `gpus_max`; none: all multiples of `gpus`.
+    phase_growth
+        Of halving: a job of a phase can use so many times the GPUs of one of the phase before, from `gpus` up to
+        `gpus_max`; 1: in every phase up to `gpus_max`.
     model, batch_size
         The model that it trains, the key into the profiles; empty and 0: unknown.
     search
@@ -91,6 +94,7 @@ class AppPlan(Struct, frozen=True):
     min_memory_bytes: int = 0
     leave_s: float | None = None
     utility: Utility | None = None
+    phase_growth: int = 1
 
 
 class Workload(Struct, frozen=True):

@@ -1,6 +1,6 @@
 """Workloads drawn from the figures that Themis publishes of its own (NSDI 2020); its traces were never published.
 
-These figures are matched, as medians over apps or jobs: 75 jobs in an app (1 to 100, a fifth of the apps a single job),
+These figures are matched, as medians over apps or jobs: 75 jobs in an app (1 to 100, some of the apps a single job),
 3.75 GPU-hours in a job and 11.5 GPU-days in an app, and the mixture of 10 % vision, 60 % language and 30 % speech.
 
 The three medians hold together in one reading only: 75 x 3.75 GPU-hours are 11.7 GPU-days **if a job of several tasks
@@ -11,6 +11,10 @@ of 2 at one standard deviation) that the median app is near the product of the m
 Workload 2 searches by successive halving, of which most jobs see only the beginning. There the GPU time of the *app* is
 matched, with as many jobs: a job run to its end takes 3.75 GPU-hours / `halving_share`, some 80 in an app of 75.
 "More tasks in a job" are gangs of 2 and 4 instead of 1, 2 and 4.
+
+That is the form `OURS`: its gangs of 4 make placement matter. The form `NSDI` is nearer to the publication: a tenth of
+the apps are a single job, jobs have 1 or 2 GPUs (in equal parts, which is ours), and the survivors of a search double
+their demand: n jobs of 1 GPU, then n / 2 of up to 2, at last one of up to n. So a search can use n GPUs to its end.
 
 Contention 1 means that apps bring as much work as the cluster can do while they come; 2 and 4, two and four times as
 much in the same time. Apps come in bursts: three of four follow closely upon another. The apps themselves depend on
@@ -49,10 +53,8 @@ HOUR_S = 3600.0
 JOB_GPU_S = 3.75 * HOUR_S
 JOBS_MEDIAN, JOBS_MAX = 75, 100
 MIXTURE = (("vision", 0.10), ("language", 0.60), ("speech", 0.30))
-#: Ours: the part of apps that are one job; standard deviations of log length between apps, and within one.
-SINGLE, BETWEEN, WITHIN = 0.2, 0.5, 0.5
-#: Ours: gangs and their frequencies. None is larger than the testbed's nodes.
-GANGS: dict[Kind, tuple[tuple[int, float], ...]] = {1: ((1, 0.3), (2, 0.4), (4, 0.3)), 2: ((2, 0.3), (4, 0.7))}
+#: Ours: standard deviations of log length between apps, and within one.
+BETWEEN, WITHIN = 0.5, 0.5
 #: Ours: three of four apps come in the wake of another, at 1/20 of the mean distance.
 IN_WAKE, WAKE = 0.75, 0.05
 #: Ours: mini-batches take 0.2 to 1 s; losses begin near the logarithm of a few hundred to some thousand classes.
@@ -61,6 +63,33 @@ LOSS_START, LOSS_FLOOR = (5.0, 9.0), (0.5, 2.5)
 #: More than any use needs; a slip of the keyboard should not fill the memory.
 MOST = {"apps": 100_000, "cluster_gpus": 1_000_000, "growth": 1_000, "tenants": 10_000, "curve_points": 10_000}
 CONTENTION, SCALE = (1e-3, 1e3), (1e-3, 1.0)
+
+
+class Form(Struct, frozen=True):
+    """The shape of a workload's apps.
+
+    Attributes
+    ----------
+    trace
+        The beginning of the names of traces that are drawn so, as in ``themis:1``.
+    single
+        The part of the apps that are one job.
+    gangs
+        The gangs of each kind, and their frequencies.
+    phase_growth
+        Of halving: a survivor of a phase can use so many times the GPUs as before, up to as many as the app has jobs.
+    """
+
+    trace: str
+    single: float
+    gangs: Mapping[Kind, tuple[tuple[int, float], ...]]
+    phase_growth: int = 1
+
+
+#: Harder than published; no gang is larger than the testbed's nodes.
+OURS = Form("themis:", 0.2, {1: ((1, 0.3), (2, 0.4), (4, 0.3)), 2: ((2, 0.3), (4, 0.7))})
+#: As published.
+NSDI = Form("themis-nsdi:", 0.1, {1: ((1, 0.5), (2, 0.5)), 2: ((1, 1.0),)}, phase_growth=2)
 
 
 class _Draft(Struct, frozen=True):
@@ -80,6 +109,7 @@ def themis_workload(
     apps: int,
     cluster_gpus: int,
     seed: int,
+    form: Form = OURS,
     contention: float = 1.0,
     network_share: float = 0.3,
     scale: float = 1.0,
@@ -98,6 +128,8 @@ def themis_workload(
         The number of apps, and of the cluster's GPUs: with `contention` they decide the density of submissions.
     seed
         The same gives the same workload, to the last bit.
+    form
+        The shape of the apps: `OURS` or `NSDI`.
     contention
         The work that comes in a time, in units of the cluster's capacity in that time.
     network_share
@@ -123,35 +155,37 @@ def themis_workload(
     _require_figures(contention, network_share, scale, search)
     way: Search = search or ("all" if kind == 1 else "halving")
     sizes, arrivals, owners, curves = (np.random.default_rng(part) for part in np.random.SeedSequence(seed).spawn(4))
-    drafts = [_draft(kind, scale, way, sizes) for _ in range(apps)]
+    drafts = [_draft(form, kind, scale, way, sizes) for _ in range(apps)]
+    grows = form.phase_growth > 1 and way == "halving"
     plans = [
         AppPlan(
             id=f"app-{number + 1:0{max(3, len(str(apps)))}}",
             tenant=f"tenant-{owners.integers(tenants) + 1}",
             submit_s=0.0,
             gpus=draft.gang,
-            gpus_max=draft.gang * growth,
+            gpus_max=draft.gang * (len(draft.lengths) if grows else growth),
             jobs=tuple(_jobs(draft, curve_points, curves)),
             model=_model(draft, network_share),
             search=way if len(draft.lengths) > 1 else "single",
+            phase_growth=form.phase_growth if grows and len(draft.lengths) > 1 else 1,
         )
         for number, draft in enumerate(drafts)
     ]
     times = _times(apps, arrivals)
     gap_s = _gap_s(plans, cluster_gpus, contention)
     placed = tuple(structs.replace(plan, submit_s=time * gap_s) for plan, time in zip(plans, times, strict=True))
-    name = f"themis-{kind}" + (f"-x{contention:g}" if contention != 1 else "")
-    return Workload(name, placed, _notes(kind, way, scale, contention, network_share), seed)
+    name = f"{form.trace.replace(':', '-')}{kind}" + (f"-x{contention:g}" if contention != 1 else "")
+    return Workload(name, placed, _notes(form, kind, way, scale, contention, network_share), seed)
 
 
-def _draft(kind: Kind, scale: float, way: Search, dice: np.random.Generator) -> _Draft:
+def _draft(form: Form, kind: Kind, scale: float, way: Search, dice: np.random.Generator) -> _Draft:
     """Draw the jobs of one app, always with the same number of throws: no choice changes the apps that follow."""
     single, count, gang, domain, luck, choice, pace = dice.random(7)
     between, *within = dice.standard_normal(1 + JOBS_MAX)
-    jobs = 1 if single < SINGLE else max(1, round(scale * _jobs_of(count)))
+    jobs = 1 if single < form.single else max(1, round(scale * _jobs_of(count, form.single)))
     typical = scale * JOB_GPU_S * math.exp(BETWEEN * between) / (halving_share(jobs) if way == "halving" else 1)
     return _Draft(
-        gang=_pick(GANGS[kind], gang),
+        gang=_pick(form.gangs[kind], gang),
         lengths=tuple(typical * math.exp(WITHIN * spread) for spread in within[:jobs]),
         domain=_pick(MIXTURE, domain),
         luck=luck,
@@ -160,12 +194,12 @@ def _draft(kind: Kind, scale: float, way: Search, dice: np.random.Generator) -> 
     )
 
 
-def _jobs_of(chance: float) -> float:
+def _jobs_of(chance: float, single: float) -> float:
     """Return the jobs of an app that has several: a power of an even chance, so that the median over all apps is right.
 
-    With a part `SINGLE` of the apps below it, the median of all is the (0.5 - SINGLE) / (1 - SINGLE) quantile of these.
+    With a part `single` of the apps below it, the median of all is the (0.5 - single) / (1 - single) quantile of these.
     """
-    quantile = (0.5 - SINGLE) / (1 - SINGLE)
+    quantile = (0.5 - single) / (1 - single)
     power = math.log(JOBS_MEDIAN / JOBS_MAX) / math.log(quantile)
     return max(2.0, math.ceil(JOBS_MAX * math.pow(chance, power)))
 
@@ -244,21 +278,26 @@ def _require_figures(contention: float, network_share: float, scale: float, sear
         raise WorkloadError(f"search is {search!r}; give one of {', '.join(SEARCHES)}")
 
 
-def _notes(kind: Kind, way: Search, scale: float, contention: float, network_share: float) -> tuple[str, ...]:
+def _notes(
+    form: Form, kind: Kind, way: Search, scale: float, contention: float, network_share: float
+) -> tuple[str, ...]:
     """Return sentences that describe this workload."""
     matched = (
         "medians of Themis's workloads: 75 jobs in an app, 3.75 GPU-hours in a job (all its tasks together), "
         "11.5 GPU-days in an app"
     )
     halved = "; halving gives a job 3.75 GPU-hours on average, run to its end it takes more"
+    grown = f"a job that survives a phase can use {form.phase_growth} times as many GPUs in the next"
     return (
         matched + (halved if way == "halving" else ""),
         f"contention {contention:g}: apps bring {contention:g} times the work that the cluster can do while they come",
-        f"network-intensive models for a part {network_share:g} of apps; gangs {_gangs(kind)}; loss curves are made up",
+        f"network-intensive models for a part {network_share:g} of apps; gangs {_gangs(form, kind)}",
+        "loss curves are made up",
+        *([grown] if way == "halving" and form.phase_growth > 1 else []),
         *([f"scaled: {scale:g} times the jobs of an app and the length of a job"] if scale != 1 else []),
     )
 
 
-def _gangs(kind: Kind) -> str:
+def _gangs(form: Form, kind: Kind) -> str:
     """Name the gangs of a kind."""
-    return ", ".join(f"{size} ({share:.0%})" for size, share in GANGS[kind])
+    return ", ".join(f"{size} ({share:.0%})" for size, share in form.gangs[kind])

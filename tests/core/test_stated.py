@@ -113,6 +113,10 @@ def test_a_valuation_lapses_with_the_silence_of_its_agent() -> None:
         ),
         (replace(STANDING, sizes=(4, 2)), "standing.sizes are [4, 2]; they must rise, from 1 or less"),
         (replace(STANDING, sizes=(2, 4)), "standing.sizes are [2, 4]; they must rise, from 1 or less"),
+        (
+            replace(STANDING, phase_demands=(1, 2)),
+            "standing.phase_demands has 2 numbers for 1 phases; give one for each",
+        ),
         (replace(STANDING, phases=((1.0,) * 1500,) * 2), "standing.phases have 3000 jobs in all; they may have 2048"),
     ],
 )

@@ -193,6 +193,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
                 "rack",
                 (2, 4),
                 (Home((_GPU,), (_OTHER_GPU,)),),
+                (2, 4),
             ),
         ),
     ),

@@ -28,6 +28,7 @@ def app_row(name: str, **fields: Any) -> AppRow:
         model="",
         gpus=1,
         gpus_max=1,
+        demand_max=1,
         jobs=1,
         submit_s=0.0,
         first_start_s=0.0,
@@ -76,8 +77,9 @@ def four() -> Run:
     `c` needs 8 GPUs; `d` was cut off by the end."""
     return run_of(
         [
-            app_row("a", gpus=4, gpus_max=4, submit_s=5.0, finish_s=205.0, jct_s=200.0, first_start_s=25.0,
-                    alone_s=100.0, apps_mean=1.5, ideal_s=150.0, rho=4 / 3, useful_gpu_s=400.0, wasted_gpu_s=40.0),
+            app_row("a", gpus=4, gpus_max=4, demand_max=4, submit_s=5.0, finish_s=205.0, jct_s=200.0,
+                    first_start_s=25.0, alone_s=100.0, apps_mean=1.5, ideal_s=150.0, rho=4 / 3, useful_gpu_s=400.0,
+                    wasted_gpu_s=40.0),
             app_row("b", tenant="bob", submit_s=10.0, finish_s=40.0, jct_s=30.0, first_start_s=10.0, alone_s=10.0,
                     apps_mean=2.0, ideal_s=20.0, rho=1.5, useful_gpu_s=10.0, wasted_gpu_s=0.0),
             app_row("c", gpus=8, gpus_max=8, state="refused", first_start_s=None, finish_s=None, jct_s=None, rho=None,
@@ -148,8 +150,8 @@ def test_the_rho_all_peers_can_be_held_to() -> None:
     figures = results.summary(four())
     assert figures["max_rho_uniform"] == pytest.approx(3.0)
     assert figures["max_rho_uniform_cut"] == pytest.approx(4 / 3)
-    # An app of 3 jobs of up to 2 GPUs can use no more than the 4 there are.
-    assert results.uniform_rho(app_row("m", jobs=3, gpus_max=2, apps_mean=2.5), 4) == pytest.approx(0.4)
+    # An app that could use 6 GPUs can use no more than the 4 there are.
+    assert results.uniform_rho(app_row("m", demand_max=6, apps_mean=2.5), 4) == pytest.approx(0.4)
     assert results.uniform_rho(app_row("m", jct_s=None), 4) is None
 
 

@@ -77,6 +77,10 @@ def test_a_pause_between_rounds_is_an_overhead(trace: str) -> None:
         ({"profiles": "/none"}, "the folder of profiles /none holds no table"),
         ({"trace": "/none.csv"}, "/none.csv cannot be read"),
         ({"trace": "themis:3"}, "the trace 'themis:3' asks for workload '3'; write themis:1 or themis:2"),
+        (
+            {"trace": "themis-nsdi:0"},
+            "the trace 'themis-nsdi:0' asks for workload '0'; write themis-nsdi:1 or themis-nsdi:2",
+        ),
         ({"trace": "themis:1?apps"}, "the trace 'themis:1?apps' has no key=value"),
         ({"trace": "themis:1?app=2"}, "the trace 'themis:1?app=2' has 'app', which no generator knows"),
         ({"trace": "themis:1?apps=two"}, "the trace 'themis:1?apps=two' has apps=two, which is no number"),
@@ -100,6 +104,7 @@ def test_a_drawn_trace_follows_from_its_seed_and_its_arguments() -> None:
     assert experiment.workload_of(trace, cluster, seed=4).apps != drawn.apps
     assert experiment.workload_of("themis:1?apps=5&scale=0.1", cluster, seed=3).apps != drawn.apps
     assert experiment.workload_of("themis:2", cluster, seed=3).apps != drawn.apps
+    assert experiment.workload_of(trace.replace("themis", "themis-nsdi"), cluster, seed=3).apps != drawn.apps
 
 
 def test_the_first_jobs_are_whole_apps() -> None:

@@ -16,7 +16,7 @@ from msgspec import json, structs
 from app_agent.core.spec import phases_of
 from simulator.profiles import models
 from simulator.workload import AppPlan, JobPlan, Workload, WorkloadError, gpu_seconds, halving_share, themis_workload
-from simulator.workload.themis import Kind
+from simulator.workload.themis import NSDI, Kind
 
 DOMAIN = {row.model: row.domain for row in models()}
 INTENSIVE = {row.model for row in models() if row.network_intensive}
@@ -65,6 +65,26 @@ def test_workload_2_has_more_tasks_in_a_job(large: dict[Kind, Workload]) -> None
     mean = {kind: sum(app.gpus for app in workload.apps) / 3000 for kind, workload in large.items()}
     assert mean[1] == pytest.approx(2.3, abs=0.1)  # 0.3 x 1 + 0.4 x 2 + 0.3 x 4
     assert mean[2] == pytest.approx(3.4, abs=0.1)  # 0.3 x 2 + 0.7 x 4
+
+
+@pytest.mark.parametrize("kind", [1, 2])
+def test_the_published_form_has_the_same_medians_a_tenth_of_single_jobs_and_small_gangs(kind: Kind) -> None:
+    apps = draw(kind=kind, apps=1000, form=NSDI).apps
+    counts = [len(app.jobs) for app in apps]
+    assert median(counts) == pytest.approx(75, rel=0.1)
+    assert (min(counts), max(counts)) == (1, 100)
+    assert counts.count(1) / 1000 == pytest.approx(0.1, abs=0.03)
+    assert median(gpu_seconds(app) / 86_400 for app in apps) == pytest.approx(11.5, rel=0.1)
+    assert {app.gpus for app in apps} == ({1, 2} if kind == 1 else {1})
+
+
+def test_survivors_double_their_demand_up_to_the_number_of_jobs_in_the_published_form() -> None:
+    apps = draw(kind=2, form=NSDI).apps
+    several = [app for app in apps if len(app.jobs) > 1]
+    assert all((app.gpus_max, app.phase_growth) == (len(app.jobs), 2) for app in several)
+    assert all((app.gpus_max, app.phase_growth) == (1, 1) for app in apps if app not in several)
+    assert all(app.gpus_max == app.gpus for app in draw(form=NSDI).apps)
+    assert all(app.phase_growth == 1 for app in draw(kind=2, form=NSDI, search="all").apps)
 
 
 def test_contention_one_brings_the_work_that_the_cluster_can_do() -> None:

@@ -183,6 +183,7 @@ class Forger:
             hoped=self.one(LEVELS),
             sizes=() if self.often(0.6) else tuple(min(2**31, size) for size in sizes),
             homes=None if self.often(0.7) else self.some(lambda: Home(self.gpus(), self.gpus(2)), 3),
+            phase_demands=() if self.often(0.8) else self.some(lambda: min(2**31, max(1, self.count(8))), 3),
         )
 
     def _requirements(self) -> Requirements:

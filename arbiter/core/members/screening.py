@@ -40,6 +40,9 @@ def _mistake_in_standing(report: AppReport) -> str:
     works = sum(map(len, standing.phases))
     if works > WORKS_MAX:
         return f"standing.phases have {works} jobs in all; they may have {WORKS_MAX}, an app of more is asked"
+    demands = standing.phase_demands
+    if demands and len(demands) != len(standing.phases):
+        return f"standing.phase_demands has {len(demands)} numbers for {len(standing.phases)} phases; give one for each"
     sizes, least = standing.sizes, min(report.gang, *(terms.job_demand_max for terms in standing.terms))
     if list(sizes) != sorted(set(sizes)) or (sizes and sizes[0] > least):
         return f"standing.sizes are {list(sizes)[:NAMES_MAX]}; they must rise, from {least} or less"

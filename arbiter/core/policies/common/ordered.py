@@ -270,7 +270,7 @@ class Selection:
 class Ranked(Policy):
     """A policy that serves apps in an order, without an auction."""
 
-    by: ClassVar[str]  #: the key of the order, in words
+    by: str  #: the key of the order, in words
     migrates: ClassVar[bool] = False  #: whether apps on several machines move where they lie closer together
 
     # --- what each policy says --------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ In every round the apps with the least left run, as many as fit; one that does n
 left is, under SRTF, the run time that each app says it has left with all the GPUs it can use; under SRSF, the
 GPU-seconds that it says it has left. An app that does not know it comes last.
 
-*Source:* baselines of Themis (NSDI 2020), section 8: shortest remaining time, and shortest remaining service.
+*Source:* baselines of Themis (NSDI 2020), section 8: shortest remaining time, and shortest remaining service. There
+no policy preempts within a lease: that is ``tenure = "lease"``.
 """
 
 from __future__ import annotations
@@ -12,10 +13,19 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from arbiter.core.policies.common.ordered import Ranked, by_least
-from arbiter.core.seam import AppView, Traits, View
+from arbiter.core.seam import AppView, PolicySettings, Traits, View
+
+
+class Settings(PolicySettings, frozen=True):
+    """How long holders keep their GPUs."""
+
+    tenure: Literal["revocable", "lease"] = "revocable"  #: until any round takes them, or until their leases end
+
+
+DEFAULTS = Settings()
 
 
 class _Shortest(Ranked):
@@ -23,6 +33,9 @@ class _Shortest(Ranked):
 
     traits = Traits("revocable")
     unit: ClassVar[str]
+
+    def __init__(self, settings: Settings = DEFAULTS) -> None:
+        self.traits = Traits(settings.tenure)
 
     @abstractmethod
     def left(self, view: View, app: AppView) -> float | None:
