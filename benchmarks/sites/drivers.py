@@ -52,6 +52,7 @@ class Work(Struct, frozen=True):
 
     role: Literal["nodes", "apps"]
     crowd: Crowd
+    beat_s: float
     urls: dict[str, str]  #: by broker user
 
 
@@ -130,7 +131,7 @@ class NodeAgents(Agents):
             taken=lambda _gpus: False,
         )
         gpus |= {gpu.id: gpu for gpu in node.gpus}
-        core: NodeAgent = node.boot(beat_s=TIMES.beat_s, hello_s=TIMES.hello_s)
+        core: NodeAgent = node.boot(beat_s=self.work.beat_s, hello_s=TIMES.hello_s)
 
         async def perform(effect: Any) -> None:
             node.perform(effect)
@@ -173,7 +174,7 @@ class AppAgents(Agents):
         return shell
 
     def _host(self, owner: Party) -> Shell[Any, Any]:
-        host = AppHost(OwnerId(owner.id), tenant="team", beat_s=TIMES.beat_s)
+        host = AppHost(OwnerId(owner.id), tenant="team", beat_s=self.work.beat_s)
         return self.shell(host, owner, self._perform)
 
     async def _perform(self, effect: Accepted | Declined | Changed) -> None:

@@ -473,7 +473,8 @@ class AmqpLink:
 
     def _envelope(self, route: Route) -> dict[str, Any]:
         mode = PERSISTENT if route.persistent else TRANSIENT
-        properties = spec.Basic.Properties(delivery_mode=mode, user_id=self._user)
+        ttl = str(route.ttl_ms) if route.ttl_ms else None
+        properties = spec.Basic.Properties(delivery_mode=mode, user_id=self._user, expiration=ttl)
         return {"exchange": route.exchange, "routing_key": route.key, "properties": properties}
 
     async def close(self) -> None:

@@ -431,6 +431,21 @@ async def test_of_what_an_owner_says_too_fast_the_newest_is_kept(site: Site, arb
     assert await hear(arbiter, site.topology.lane_max) == more[10:]
 
 
+async def test_what_an_owner_restates_is_dropped_once_it_is_stale_and_what_it_says_once_is_kept(
+    site: Site, arbiter: Link
+) -> None:
+    app = await site.connect(APP)
+    await say(app, ARBITER, *numbers(site.topology.lane_prefetch))
+    unsettled = [await receive(arbiter) for _ in range(site.topology.lane_prefetch)]
+    await say(app, ARBITER, b"stale", beat=True)
+    await say(app, ARBITER, b"a question")
+    await site.advance(0.6)
+    await arbiter.ack(unsettled)
+    assert await hear(arbiter, 1) == [b"a question"]
+    await say(app, ARBITER, b"fresh", beat=True)
+    assert await hear(arbiter, 1) == [b"fresh"]
+
+
 async def test_the_first_words_of_an_owner_reach_a_leader_that_does_not_know_it(site: Site) -> None:
     arbiter, app = await site.connect(ARBITER), await site.connect(APP)
     await patiently(arbiter.lead())
