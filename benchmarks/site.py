@@ -75,7 +75,7 @@ CHURN_S = 2.0
 LOOK_S, MOMENT_S = 0.5, 0.1
 MEGA = 2**20
 #: For steps of a busy machine; no figure is taken from them.
-STEP_S = 300.0
+STEP_S = 1260.0
 QUICK = {"nodes": 50, "apps": 100, "rounds": 2, "tries": 5}
 WHOLE = {"nodes": 1000, "apps": 1000, "rounds": 10, "tries": 20}
 

@@ -40,7 +40,7 @@ from simulator.training import SharedStorage
 AT_ONCE = 25
 BUS_TIMEOUT_S = 60.0
 #: For what must come on a busy machine; no figure is taken from it.
-STEP_S = 240.0
+STEP_S = 1200.0
 #: A node's acts: quick ones, so that GPUs that change hands are free again well before the next round.
 COSTS = Costs(sample_s=0.05, start_s=0.5, restore_s=0.2, checkpoint_s=0.3, suspend_s=0.1, resume_s=0.1)
 #: The product's own times.

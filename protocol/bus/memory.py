@@ -427,8 +427,12 @@ class MemoryLink:
             self._subscribe(spec, prefetch=self._topology.arbiter_prefetch)
         return self._epoch
 
-    async def provision(self, party: Party) -> None:
-        """Declare the inbox of `party`."""
+    async def provision(self, *parties: Party) -> None:
+        """Declare the inboxes of `parties`."""
+        for party in parties:
+            self._provision(party)
+
+    def _provision(self, party: Party) -> None:
         self.check()
         spec = self._topology.inbox(party)
         self._permit(self._rights.configure, spec.name, "provision")
