@@ -11,6 +11,10 @@ The hash of all job and app rows of a case must be the one in ``results/simulato
 changes a decision fails. One that is meant to change decisions is told why: ``--rehash "the reason"`` writes the new
 hashes down with it.
 
+``--long`` does two weeks of Philly instead, under many policies: first a tenth of the jobs under each, then all jobs.
+``--profile`` says where the processor time goes (`benchmarks.sampling`). A case that has had ``--limit-cpu-s`` is
+stopped, and its row says how many jobs were over by then.
+
 The traces are not part of the repository: the folder ``shared`` must lie in or beside it.
 """
 
@@ -19,11 +23,13 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
+import resource
 import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -37,6 +43,7 @@ sys.path[0] = str(ROOT)  # not this folder, in which `simulator` would be this f
 from arbiter.core.policies.themis.auction.instance import warm_up  # noqa: E402
 from benchmarks.calibration import Calibration  # noqa: E402
 from benchmarks.reasons import untold  # noqa: E402
+from benchmarks.sampling import Sampling, Spent  # noqa: E402
 from simulator.cluster import parse_cluster  # noqa: E402
 from simulator.experiment import Experiment, execute, probes  # noqa: E402
 from simulator.figures.results import Run, summary  # noqa: E402
@@ -67,6 +74,11 @@ RSS_GOAL = 400.0 * 2**20
 CROWDED = {"round_pause_s": "300", "lease_s": "3600", "ask_max": "0", "solver_budget_ms": "50"}
 #: Where the cost per job is compared: so many jobs of two weeks of Philly, twice and four times as many.
 LENGTHS = (1500, 3000, 6000)
+#: Policies under which two weeks of Philly are simulated, with their settings, and a tenth of its 31,709 jobs.
+LONG = dict.fromkeys(("fifo", "backfill", "srtf", "las", "drf", "astraea", "hived"), PACED) | {"themis": CROWDED}
+TENTH = 3171
+#: Processor time after which a case is stopped.
+LIMIT_CPU_S = 1800.0
 BARE = "bare loop"
 
 
@@ -88,8 +100,16 @@ def cases(*, quick: bool) -> list[Case]:
     long = {"trace": "two_weeks", "cluster": "140x8", "settings": PACED}
     found += [long | {"policy": "las", "first": first} for first in (LENGTHS[:2] if quick else LENGTHS)]
     asked = [small | {"policy": "themis", "settings": settings} for settings in (ASKED, ASKED | PACED)]
-    whole = [*asked, long | {"policy": "las"}, long | {"policy": "themis", "settings": CROWDED}]
-    return found + ([] if quick else whole)
+    return found + ([] if quick else asked)
+
+
+def long_cases() -> list[Case]:
+    """Return two weeks of Philly under each policy, after a tenth of its jobs under each."""
+    whole = [
+        {"trace": "two_weeks", "cluster": "140x8", "policy": policy, "settings": settings}
+        for policy, settings in LONG.items()
+    ]
+    return [*(case | {"first": TENTH} for case in whole), *whole]
 
 
 def name_of(case: Case) -> str:
@@ -131,6 +151,8 @@ def hash_of(run: Run) -> str:
 def measure(case: Case) -> Case:
     """Simulate one case in this process."""
     row = _measure_bare(case) if case["policy"] == BARE else _measure_cores(case)
+    if "cpu_s" not in row:
+        return case | row
     row["calibrated_s"] = row["cpu_s"] / row["calibrated_second_s"]
     return case | row | {"jobs_per_cpu_s": row["jobs"] / row["calibrated_s"]}
 
@@ -159,12 +181,30 @@ def _measure_cores(case: Case) -> Case:
     )
     if probes(experiment.policy):
         warm_up()  # compiled loops are kept from run to run
-    calibration = Calibration()
-    with untold():
-        run = execute(experiment, lambda _over, _all: calibration.between())
+    calibration, sampling, over = Calibration(), Sampling(limit_s=case.get("limit_cpu_s", 0.0)), [0, 0]
+
+    def progress(*jobs: int) -> None:
+        over[:] = jobs
+        calibration.between()
+
+    began = time.process_time()
+    try:
+        with untold(), sampling if case.get("profile") or "limit_cpu_s" in case else nullcontext():
+            run = execute(experiment, progress)
+    except Spent:
+        return _stopped(time.process_time() - began - calibration.between_s, over, calibration, sampling)
     calibration.around()
     figures = summary(run)
-    names = ("jobs_out", "avg_jct_s", "peak_rss_bytes", "events", "messages", "rounds", "preemptions")
+    names = (
+        "jobs_out",
+        "jobs_unfinished",
+        "avg_jct_s",
+        "peak_rss_bytes",
+        "events",
+        "messages",
+        "rounds",
+        "preemptions",
+    )
     return {
         "jobs": figures["jobs_in"],
         "gpus": run.cluster_gpus,
@@ -172,19 +212,41 @@ def _measure_cores(case: Case) -> Case:
         "calibrated_second_s": calibration.second_s,
         "messages_per_job": run.messages / figures["jobs_in"],
         "hash": hash_of(run),
+        **({"profile": sampling.told()} if case.get("profile") else {}),
     } | {name: figures[name] for name in names}
 
 
-def run_cases(chosen: Sequence[Case], *, timeout_s: float) -> list[Case]:
+def _stopped(cpu_s: float, over: Sequence[int], calibration: Calibration, sampling: Sampling) -> Case:
+    """Return the row of a case that was stopped: how far it was, and where its time went."""
+    calibration.around()
+    return {
+        "stopped_after_cpu_s": cpu_s,
+        "calibrated_second_s": calibration.second_s,
+        "jobs_over": over[0],
+        "jobs": over[1],
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "profile": sampling.told(),
+    }
+
+
+def run_cases(chosen: Sequence[Case], *, keep: Path | None = None) -> list[Case]:
+    """Run each case in a process of its own, unless `keep` has its row; return the rows."""
     results = []
+    kept = (
+        {}
+        if keep is None or not keep.exists()
+        else {name_of(row): row for row in map(json.loads, keep.read_text().splitlines())}
+    )
     for case in chosen:
-        command = [sys.executable, __file__, "--case", json.dumps(case)]
-        try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=timeout_s)
-            results.append(json.loads(done.stdout))
-        except subprocess.TimeoutExpired:
-            results.append(case | {"stopped_after_s": timeout_s})
-        print(json.dumps(results[-1]), file=sys.stderr)
+        row = kept.get(name_of(case))
+        if row is None:
+            command = [sys.executable, __file__, "--case", json.dumps(case)]
+            row = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+            if keep is not None:
+                with keep.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+        results.append(row)
+        print(json.dumps(row), file=sys.stderr, flush=True)
     return results
 
 
@@ -262,7 +324,7 @@ def _small_goals(results: Sequence[Case]) -> list[dict[str, Any]]:
 def _long_goals(results: Sequence[Case]) -> list[dict[str, Any]]:
     found = []
     for row in results:
-        if row["trace"] == "two_weeks" and "first" not in row:
+        if row["trace"] == "two_weeks" and "first" not in row and row["policy"] in LONG_GOALS_S:
             what = f"{row['policy']}, two weeks of Philly on 140x8"
             found.append(_at_most(f"calibrated seconds, {what}", LONG_GOALS_S[row["policy"]], row.get("calibrated_s")))
             found.append(_at_most(f"peak bytes, {what}", RSS_GOAL, row.get("peak_rss_bytes")))
@@ -270,7 +332,7 @@ def _long_goals(results: Sequence[Case]) -> list[dict[str, Any]]:
 
 
 def _growth(results: Sequence[Case]) -> list[dict[str, Any]]:
-    rows = [row for row in results if "first" in row and "calibrated_s" in row]
+    rows = [row for row in results if row.get("first") in LENGTHS and "calibrated_s" in row]
     if len(rows) < 2:
         return []
     costs = [row["calibrated_s"] / row["jobs"] for row in rows]
@@ -300,17 +362,30 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", metavar="POLICY", default="", help="the cases of one policy")
     parser.add_argument("--rehash", metavar="REASON", default="", help="write the hashes down, and why they are new")
-    parser.add_argument("--timeout-s", type=float, default=1500.0, help="of one case, wall clock")
+    parser.add_argument("--long", action="store_true", help="two weeks of Philly, under many policies")
+    parser.add_argument("--profile", action="store_true", help="tell where each case's processor time goes")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="note rows here, and do not repeat those noted")
+    parser.add_argument(
+        "--limit-cpu-s",
+        type=float,
+        default=LIMIT_CPU_S,
+        help=f"processor time of one case, {LIMIT_CPU_S:g} unless given",
+    )
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
         print(json.dumps(measure(json.loads(options.case))))
         return 0
-    policies = sorted({case["policy"] for case in cases(quick=False)})
+    offered = long_cases() if options.long else cases(quick=options.quick)
+    policies = sorted({case["policy"] for case in offered})
     if options.only and options.only not in policies:
         parser.error(f"--only is {options.only!r}; choose one of {', '.join(policies)}")
-    chosen = [case for case in cases(quick=options.quick) if options.only in ("", case["policy"])]
-    results = run_cases(chosen, timeout_s=options.timeout_s)
+    chosen = [
+        case | {"limit_cpu_s": options.limit_cpu_s} | ({"profile": True} if options.profile else {})
+        for case in offered
+        if options.only in ("", case["policy"])
+    ]
+    results = run_cases(chosen, keep=options.keep)
     if options.rehash:
         HASHES.write_text(json.dumps(rehashed(results, committed(), options.rehash), indent=1) + "\n")
     told = document(results, committed())

@@ -21,7 +21,7 @@ import asyncio
 import itertools
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Generic, TypeVar, get_args
 
@@ -76,6 +76,15 @@ class _Arrived(Struct, frozen=True):
 
     link: Link
     delivery: Delivery
+
+
+class _Admitted(Struct, frozen=True):
+    """A message that is one, and the delivery that it came in."""
+
+    arrived: _Arrived
+    sender: Party
+    identity: str
+    message: AnyMessage
 
 
 class _Late(Struct, frozen=True):
@@ -341,13 +350,18 @@ class Shell(Generic[EventT, EffectT]):
         effects: list[EffectT | Send] = []
         settling: list[_Settling] = []
         self._idle.clear()
-        for item in self._waiting.take(BATCH_MAX):
+        items = [
+            await self._admit(item, settling) if isinstance(item, _Arrived) else item
+            for item in self._waiting.take(BATCH_MAX)
+        ]
+        await self._ensure_inboxes({item.sender for item in items if isinstance(item, _Admitted)})
+        for item in items:
             if isinstance(item, _Late):
                 effects.extend(item.answers)
-            elif not isinstance(item, _Arrived):
+            elif isinstance(item, _Admitted):
+                self._hear(item, effects, settling)
+            elif item is not None:
                 self._handle(item, effects)
-            elif item.link is self._link:  # a dead link's deliveries come again
-                await self._admit(item, effects, settling)
         self._tick(effects)  # last: no deadline may overtake an older message that may answer it
         if self._journal is not None:
             self._journal.commit()
@@ -377,29 +391,35 @@ class Shell(Generic[EventT, EffectT]):
 
     # --- admitting --------------------------------------------------------------------------------------------------
 
-    async def _admit(self, item: _Arrived, effects: list[EffectT | Send], settling: list[_Settling]) -> None:
-        """Handle a delivery unless it is nonsense, dead or known."""
+    async def _admit(self, item: _Arrived, settling: list[_Settling]) -> _Admitted | None:
+        """Return the message of a delivery; None if it is dead or nonsense, or if its link is dead."""
         delivery = item.delivery
+        if item.link is not self._link:  # a dead link's deliveries come again
+            return None
         if delivery.dead:
             _log.warning("letter.dead", why=delivery.dead, user=delivery.user, party=self._party.user)
             settling.append(_Settling(item))
-            return
+            return None
         try:
-            sender, identity, message = self._read(delivery)
+            return self._read(item)
         except WireError as error:
             _log.warning("wire.refused", reason=str(error), user=delivery.user, party=self._party.user)
             await self._reject(item)
+            return None
+
+    def _hear(self, item: _Admitted, effects: list[EffectT | Send], settling: list[_Settling]) -> None:
+        """Handle a message unless it is known."""
+        if item.arrived.link is not self._link:
             return
-        if self._is_repeated(sender, identity):
-            settling.append(_Settling(item))
+        if self._is_repeated(item.sender, item.identity):
+            settling.append(_Settling(item.arrived))
             return
-        settling.append(_Settling(item, sender, identity))
-        await self._ensure_inbox(item.link, sender)
-        answers = self._answer(sender, message) if self._answer is not None else None
+        settling.append(_Settling(item.arrived, item.sender, item.identity))
+        answers = self._answer(item.sender, item.message) if self._answer is not None else None
         if answers is None:
-            self._handle(Received(sender, message), effects)
+            self._handle(Received(item.sender, item.message), effects)
         elif isinstance(answers, Coroutine):
-            self._answer_later(sender, message, answers)
+            self._answer_later(item.sender, item.message, answers)
         else:
             effects.extend(answers)
 
@@ -424,8 +444,8 @@ class Shell(Generic[EventT, EffectT]):
         except ConnectionLost as error:
             self._lose(item.link, error)
 
-    def _read(self, delivery: Delivery) -> tuple[Party, str, AnyMessage]:
-        """Return the sender, the id and the message.
+    def _read(self, item: _Arrived) -> _Admitted:
+        """Return the message with its sender and its id.
 
         Raises
         ------
@@ -433,6 +453,7 @@ class Shell(Generic[EventT, EffectT]):
             If the bytes are no message, or its sender is not the one that the broker authenticated, or it is not for
             us.
         """
+        delivery = item.delivery
         envelope = decode(delivery.data)
         sender = envelope.sender
         if delivery.user != sender.user and delivery.user not in self._shared_users:
@@ -441,7 +462,7 @@ class Shell(Generic[EventT, EffectT]):
             raise WireError(f"only the arbiter may speak to an agent, not {sender.user!r}")
         if not isinstance(envelope.body, _UNDERSTOOD[self._party.role]):
             raise WireError(f"{type(envelope.body).__name__} is not for {self._party.user!r}")
-        return sender, envelope.id, envelope.body
+        return _Admitted(item, sender, envelope.id, envelope.body)
 
     def _is_repeated(self, sender: Party, identity: str) -> bool:
         seen = self._seen.setdefault(sender, OrderedDict())
@@ -455,16 +476,30 @@ class Shell(Generic[EventT, EffectT]):
             self._seen.popitem(last=False)
         return False
 
-    async def _ensure_inbox(self, link: Link, sender: Party) -> None:
-        if not self._leads or sender in self._known:
+    async def _ensure_inboxes(self, senders: Collection[Party]) -> None:
+        """Have an inbox for each of them: for all that are new at once, and each by itself if one is refused."""
+        new = sorted(set(senders) - self._known, key=lambda party: party.user)
+        if not self._leads or not new or await self._provision(*new) or len(new) == 1:
             return
+        for sender in new:
+            await self._provision(sender)
+
+    async def _provision(self, *senders: Party) -> bool:
+        """Return whether their inboxes exist, or the link that should make them is dead."""
+        link = self._link
+        if link is None:
+            return True
         try:
-            await link.provision(sender)
-            self._known.add(sender)
+            await link.provision(*senders)
         except ConnectionLost as error:
             self._lose(link, error)
         except BusError as error:
-            _log.warning("inbox.refused", reason=str(error), user=sender.user)
+            if len(senders) == 1:
+                _log.warning("inbox.refused", reason=str(error), user=senders[0].user)
+            return False
+        else:
+            self._known.update(senders)
+        return True
 
     # --- performing -------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@
 Agents declare nothing and may write to `ga.agents` only, with their own user name as the last word of the routing key.
 
 A lane is the leader's own: it goes with the leader's connection, and its messages are restated or asked again. So an
-owner whose agent floods the arbiter fills one lane, and the other owners' are read in turn with it.
+owner whose agent floods the arbiter fills one lane, and the other owners' are read in turn with it. What an app agent
+restates is dropped from its lane after some seconds, so that an arbiter that lags does not fall behind for ever.
 """
 
 from __future__ import annotations
@@ -68,12 +69,16 @@ class QueueSpec(Struct, frozen=True):
 
 
 class Route(Struct, frozen=True):
-    """The way of a message. Empty `exchange`: straight to the queue `key`. `mandatory`: a missing queue is an error."""
+    """The way of a message. Empty `exchange`: straight to the queue `key`. `mandatory`: a missing queue is an error.
+
+    The broker drops a message that has waited for `ttl_ms`; 0: for as long as its queue keeps it.
+    """
 
     exchange: str
     key: str
     persistent: bool
     mandatory: bool
+    ttl_ms: int = 0
 
 
 class Permissions(Struct, frozen=True):
@@ -115,6 +120,8 @@ class Topology(Struct, frozen=True):
     lobby_max: int = 4096
     #: Beyond 20 the rate no longer grows, and prefetched messages are handled twice after a crash.
     arbiter_prefetch: int = 100
+    #: Of what an app agent restates: by then it has been said again. It waits in a lane, before what is said once.
+    beat_ttl_ms: int = 10_000
     #: From each owner's lane; these wait in turn with those of others.
     lane_prefetch: int = 20
     app_prefetch: int = 64
@@ -252,7 +259,8 @@ class Topology(Struct, frozen=True):
             return Route("", self.inbox(to).name, persistent=not beat, mandatory=not beat)
         words = ("hb", "bid") if sender.role == "app" else ("pulse", "ack")
         word = words[0] if beat else words[1]
-        return Route(self.up, f"{word}.{sender.user}", persistent=not beat, mandatory=not beat)
+        ttl_ms = self.beat_ttl_ms if beat and sender.role == "app" else 0  # that of nodes has a queue of its own
+        return Route(self.up, f"{word}.{sender.user}", persistent=not beat, mandatory=not beat, ttl_ms=ttl_ms)
 
     def permissions(self, party: Party) -> Permissions:
         """Return the rights of `party` at the broker. Anchored, because it searches for a match anywhere."""

@@ -40,7 +40,7 @@ from simulator.training import SharedStorage
 AT_ONCE = 25
 BUS_TIMEOUT_S = 60.0
 #: For what must come on a busy machine; no figure is taken from it.
-STEP_S = 240.0
+STEP_S = 1200.0
 #: A node's acts: quick ones, so that GPUs that change hands are free again well before the next round.
 COSTS = Costs(sample_s=0.05, start_s=0.5, restore_s=0.2, checkpoint_s=0.3, suspend_s=0.1, resume_s=0.1)
 #: The product's own times.
@@ -52,6 +52,7 @@ class Work(Struct, frozen=True):
 
     role: Literal["nodes", "apps"]
     crowd: Crowd
+    beat_s: float
     urls: dict[str, str]  #: by broker user
 
 
@@ -130,7 +131,7 @@ class NodeAgents(Agents):
             taken=lambda _gpus: False,
         )
         gpus |= {gpu.id: gpu for gpu in node.gpus}
-        core: NodeAgent = node.boot(beat_s=TIMES.beat_s, hello_s=TIMES.hello_s)
+        core: NodeAgent = node.boot(beat_s=self.work.beat_s, hello_s=TIMES.hello_s)
 
         async def perform(effect: Any) -> None:
             node.perform(effect)
@@ -173,7 +174,7 @@ class AppAgents(Agents):
         return shell
 
     def _host(self, owner: Party) -> Shell[Any, Any]:
-        host = AppHost(OwnerId(owner.id), tenant="team", beat_s=TIMES.beat_s)
+        host = AppHost(OwnerId(owner.id), tenant="team", beat_s=self.work.beat_s)
         return self.shell(host, owner, self._perform)
 
     async def _perform(self, effect: Accepted | Declined | Changed) -> None:

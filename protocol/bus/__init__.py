@@ -117,8 +117,11 @@ class Link(Protocol):
         """Wait for the leader token; return the epoch, and read the arbiter's inbox from then on."""
         ...
 
-    async def provision(self, party: Party) -> None:
-        """Make the inbox of `party` exist. Raises NotPermitted if it exists with other limits."""
+    async def provision(self, *parties: Party) -> None:
+        """Make the inboxes of `parties` exist, pipelined.
+
+        Raises NotPermitted if one exists with other limits; which of the others exist is unknown then.
+        """
         ...
 
     async def consume(self) -> None:

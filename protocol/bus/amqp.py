@@ -321,25 +321,40 @@ class AmqpLink:
         if self._token is not None and not self._token.done():
             self._token.set_result(deliveries + 1)
 
-    async def provision(self, party: Party) -> None:
-        """Declare the inbox of `party`."""
+    async def provision(self, *parties: Party) -> None:
+        """Declare the inboxes of `parties`; the answer to the last is awaited, and says that all are there."""
         with _forbidden(f"{self._user!r} may not provision"):
             async with self.speaking():
-                await self._declare(self._topology.inbox(party))
-                if party.role == "app" and party not in self._lanes and self._lane_reader is not None:
-                    self._lanes.add(party)
-                    lane = self._topology.lane(party)
-                    # A name of its own, as a leader that is gone may still have its lane for some seconds.
-                    lane = replace(lane, name=f"{lane.name}.{token_hex(6)}")
-                    await self._declare(lane)
-                    await self._read(lane.name, self._lane_reader)
+                for party in parties[:-1]:
+                    await self._declare(self._topology.inbox(party), nowait=True)
+                for party in parties[-1:]:
+                    await self._declare(self._topology.inbox(party))
+                for party in parties:
+                    await self._read_lane(party)
 
-    async def _declare(self, queue: QueueSpec) -> None:
+    async def _read_lane(self, party: Party) -> None:
+        """Read the messages of an owner each in its turn, from now on."""
+        if party.role != "app" or party in self._lanes or self._lane_reader is None:
+            return
+        self._lanes.add(party)
+        lane = self._topology.lane(party)
+        # A name of its own, as a leader that is gone may still have its lane for some seconds.
+        lane = replace(lane, name=f"{lane.name}.{token_hex(6)}")
+        await self._declare(lane)
+        await self._read(lane.name, self._lane_reader)
+
+    async def _declare(self, queue: QueueSpec, *, nowait: bool = False) -> None:
+        """Declare a queue. Without waiting a refusal closes the channel, and fails whatever is awaited next on it."""
         channel = await self._open_setup_channel()
         lasting = not queue.exclusive
-        await channel.queue_declare(
-            queue.name, durable=lasting, exclusive=queue.exclusive, arguments=dict(queue.arguments)
-        )
+        if nowait:
+            await channel.queue_declare(
+                queue.name, durable=lasting, exclusive=queue.exclusive, arguments=dict(queue.arguments), nowait=True
+            )
+        else:
+            await channel.queue_declare(
+                queue.name, durable=lasting, exclusive=queue.exclusive, arguments=dict(queue.arguments)
+            )
         for exchange, pattern in queue.bindings:
             await channel.queue_bind(queue.name, exchange=exchange, routing_key=pattern)
 
@@ -473,7 +488,8 @@ class AmqpLink:
 
     def _envelope(self, route: Route) -> dict[str, Any]:
         mode = PERSISTENT if route.persistent else TRANSIENT
-        properties = spec.Basic.Properties(delivery_mode=mode, user_id=self._user)
+        ttl = str(route.ttl_ms) if route.ttl_ms else None
+        properties = spec.Basic.Properties(delivery_mode=mode, user_id=self._user, expiration=ttl)
         return {"exchange": route.exchange, "routing_key": route.key, "properties": properties}
 
     async def close(self) -> None:

@@ -23,13 +23,14 @@ from protocol.topology import DEFAULT_EXCHANGE, Permissions, QueueSpec, Route, T
 class _Message:
     """One message in a queue."""
 
-    __slots__ = ("data", "dead", "deliveries", "expires_s", "persistent", "user")
+    __slots__ = ("data", "dead", "deliveries", "expires_s", "persistent", "ttl_ms", "user")
 
-    def __init__(self, data: bytes, user: str, *, persistent: bool, dead: str = "") -> None:
+    def __init__(self, data: bytes, user: str, *, persistent: bool, dead: str = "", ttl_ms: int = 0) -> None:
         self.data = data
         self.user = user
         self.persistent = persistent
         self.dead = dead
+        self.ttl_ms = ttl_ms  # 0: as long as its queue keeps it
         self.deliveries = 0  # finished without success
         self.expires_s: float | None = None
 
@@ -77,8 +78,9 @@ class _Queue:
 
     def put(self, message: _Message) -> None:
         """Take a message that fits, or push out the oldest."""
-        if self._ttl_ms is not None:
-            message.expires_s = self._broker.now() + self._ttl_ms / 1000
+        times = [ttl_ms for ttl_ms in (self._ttl_ms, message.ttl_ms) if ttl_ms]
+        if times:
+            message.expires_s = self._broker.now() + min(times) / 1000
         self.waiting.append(message)
         if not self._rejects and self._length is not None and len(self.waiting) > self._length:
             self._bury(self.waiting.popleft(), "maxlen")
@@ -128,7 +130,7 @@ class _Queue:
             self.waiting.appendleft(message)
 
     def _expire(self) -> None:
-        # Only the head is looked at: one time to live for all means that the head is due first.
+        # Only the head is looked at, as RabbitMQ does.
         while self.waiting and self._due(self.waiting[0]):
             self._bury(self.waiting.popleft(), "expired")
 
@@ -425,8 +427,12 @@ class MemoryLink:
             self._subscribe(spec, prefetch=self._topology.arbiter_prefetch)
         return self._epoch
 
-    async def provision(self, party: Party) -> None:
-        """Declare the inbox of `party`."""
+    async def provision(self, *parties: Party) -> None:
+        """Declare the inboxes of `parties`."""
+        for party in parties:
+            self._provision(party)
+
+    def _provision(self, party: Party) -> None:
         self.check()
         spec = self._topology.inbox(party)
         self._permit(self._rights.configure, spec.name, "provision")
@@ -487,7 +493,8 @@ class MemoryLink:
             self._broker.drop_publish -= 1
             self.die("the connection was cut before the message was sent")
             self.check()
-        verdict = self._broker.publish(route, _Message(bytes(item.data), self._user, persistent=route.persistent))
+        message = _Message(bytes(item.data), self._user, persistent=route.persistent, ttl_ms=route.ttl_ms)
+        verdict = self._broker.publish(route, message)
         if self._broker.drop_confirm:
             self._broker.drop_confirm -= 1
             self.die("the connection was cut before the broker confirmed")

@@ -35,6 +35,7 @@ LIMITS = Topology(
     inbox_delivery_limit=2,
     lane_max=1000,
     lane_prefetch=4,
+    beat_ttl_ms=400,
 )
 VHOSTS = [f"t{number}" for number in range(60)]
 

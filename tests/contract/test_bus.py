@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
+from msgspec.structs import replace
 
 from protocol.bus import BusError, ConnectionLost, Full, Link, NotPermitted, NotProvisioned, Outgoing, Unroutable
 from protocol.messages import ARBITER, Party
@@ -17,6 +18,7 @@ from tests.contract.conftest import (
     NODE,
     OTHER_APP,
     OTHER_NODE,
+    PARTIES,
     AmqpSite,
     MemorySite,
     Site,
@@ -263,6 +265,29 @@ async def test_provisioning_twice_changes_nothing(site: Site, arbiter: Link) -> 
     assert await hear(app, 1) == [b"waiting"]
 
 
+async def test_many_are_provisioned_at_once(site: Site) -> None:
+    arbiter = await site.connect(ARBITER)
+    await patiently(arbiter.lead())
+    await patiently(arbiter.provision(*PARTIES[1:]))
+    agents = [await reading(site, party) for party in PARTIES[1:]]
+    for agent in agents:
+        assert await say(agent, ARBITER, agent.party.user.encode()) == [None]
+    assert sorted(await hear(arbiter, len(agents))) == sorted(party.user.encode() for party in PARTIES[1:])
+
+
+async def test_one_inbox_with_other_limits_is_refused_among_many_and_costs_the_link_nothing(
+    site: Site, arbiter: Link
+) -> None:
+    site.topology = replace(site.topology, app_max=7)
+    if isinstance(site, MemorySite):
+        site.broker.topology = site.topology
+    other, newcomer = await site.connect(ARBITER), Party("node", "n3")
+    with pytest.raises(NotPermitted, match="same topology"):
+        await patiently(other.provision(newcomer, APP, NODE))
+    await patiently(other.provision(newcomer, NODE))
+    assert await say(other, newcomer, b"welcome") == [None]
+
+
 # --- 6 one leader ---------------------------------------------------------------------------------------------------
 
 
@@ -431,6 +456,21 @@ async def test_of_what_an_owner_says_too_fast_the_newest_is_kept(site: Site, arb
     assert await hear(arbiter, site.topology.lane_max) == more[10:]
 
 
+async def test_what_an_owner_restates_is_dropped_once_it_is_stale_and_what_it_says_once_is_kept(
+    site: Site, arbiter: Link
+) -> None:
+    app = await site.connect(APP)
+    await say(app, ARBITER, *numbers(site.topology.lane_prefetch))
+    unsettled = [await receive(arbiter) for _ in range(site.topology.lane_prefetch)]
+    await say(app, ARBITER, b"stale", beat=True)
+    await say(app, ARBITER, b"a question")
+    await site.advance(0.6)
+    await arbiter.ack(unsettled)
+    assert await hear(arbiter, 1) == [b"a question"]
+    await say(app, ARBITER, b"fresh", beat=True)
+    assert await hear(arbiter, 1) == [b"fresh"]
+
+
 async def test_the_first_words_of_an_owner_reach_a_leader_that_does_not_know_it(site: Site) -> None:
     arbiter, app = await site.connect(ARBITER), await site.connect(APP)
     await patiently(arbiter.lead())
@@ -592,8 +632,6 @@ async def test_a_wrong_password_is_refused_and_an_absent_broker_is_lost(site: Si
 
 
 async def test_other_limits_than_those_declared_are_refused_with_the_mend(site: Site, arbiter: Link) -> None:
-    from msgspec.structs import replace
-
     site.topology = replace(site.topology, app_max=7)
     if isinstance(site, MemorySite):
         site.broker.topology = site.topology

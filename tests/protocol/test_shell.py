@@ -12,8 +12,8 @@ import pytest
 from msgspec import Struct
 from structlog.testing import capture_logs
 
-from protocol.bus import Link, Outgoing
-from protocol.bus.memory import MemoryBroker, MemoryBus
+from protocol.bus import Link, NotPermitted, NotProvisioned, Outgoing
+from protocol.bus.memory import MemoryBroker, MemoryBus, MemoryLink
 from protocol.codec import decode, encode
 from protocol.core import Connected, Received, Send, Tick
 from protocol.journal import Journal
@@ -22,6 +22,7 @@ from protocol.messages import (
     Answer,
     AnyMessage,
     AppId,
+    LogChunk,
     NodeId,
     NodePlan,
     Party,
@@ -29,11 +30,13 @@ from protocol.messages import (
     Query,
     Refusal,
     RoundId,
+    TaskId,
 )
 from protocol.shell import Shell, Waiting, _Arrived
 from tests.support.patience import PATIENCE_S
 
 APP, NODE = Party("app", "a1"), Party("node", "n1")
+CHUNK = LogChunk("q", TaskId("a1-1.0"), 0, b"", 0, ended=True)
 T = TypeVar("T")
 
 
@@ -346,6 +349,51 @@ async def test_the_arbiters_shell_provisions_whoever_it_hears_from(rig: Rig) -> 
         await app.consume()
         delivery = await patiently(app.receive())
     assert decode(delivery.data).body == Answer("q", b"{}")
+
+
+async def test_all_whom_a_batch_hears_for_the_first_time_have_their_inboxes_by_one_exchange_with_the_broker(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Party, ...]] = []
+    provision = MemoryLink.provision
+
+    async def noted(link: MemoryLink, *parties: Party) -> None:
+        asked.append(parties)
+        await provision(link, *parties)
+
+    monkeypatch.setattr(MemoryLink, "provision", noted)
+    nodes = [Party("node", f"n{number}") for number in range(1, 9)]
+    await (await rig.leading_link()).close()  # from now on the site's queues exist
+    for node in nodes:
+        await say(await rig.bus.connect(node), ARBITER, frame(CHUNK, node, name=node.id))
+    async with rig.arbiter():
+        await rig.core.until(lambda: len(rig.core.heard) == len(nodes))
+        for node in nodes:
+            await (await rig.bus.connect(node)).consume()
+    assert sum(asked, ()) == tuple(nodes)
+    assert len(asked) < len(nodes) / 2
+
+
+async def test_a_refused_inbox_keeps_no_other_sender_from_having_one(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, logs: list[dict[str, object]]
+) -> None:
+    provision = MemoryLink.provision
+
+    async def refused(link: MemoryLink, *parties: Party) -> None:
+        if APP in parties:
+            raise NotPermitted("other limits")
+        await provision(link, *parties)
+
+    monkeypatch.setattr(MemoryLink, "provision", refused)
+    await (await rig.leading_link()).close()
+    for party, word in ((APP, frame(Query("q", "apps"), name="x")), (NODE, frame(CHUNK, NODE, name="y"))):
+        await say(await rig.bus.connect(party), ARBITER, word)
+    async with rig.arbiter():
+        await rig.core.until(lambda: len(rig.core.heard) == 2)
+        await (await rig.bus.connect(NODE)).consume()
+        with pytest.raises(NotProvisioned):
+            await (await rig.bus.connect(APP)).consume()
+    assert [line["user"] for line in said(logs, "inbox.refused")] == [APP.user]
 
 
 async def test_an_agent_goes_on_without_the_bus_and_restates_when_it_is_back(rig: Rig) -> None:

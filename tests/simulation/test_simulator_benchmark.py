@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from msgspec.structs import replace
 
 from benchmarks import simulator as benchmark
 from benchmarks.calibration import AROUND, EVERY_S, PASSES, SLICE, Calibration
+from benchmarks.sampling import Sampling
 from simulator.experiment import Experiment, execute
 from tests.support.traces import ROOT, shared
 
@@ -91,7 +93,7 @@ def test_a_goal_that_was_missed_is_shown_with_its_figure() -> None:
     rows: list[dict[str, Any]] = [slow | {"jobs_per_cpu_s": 149.0, "messages_per_job": 40.0}]
     whole = {"trace": "two_weeks", "policy": "las", "settings": benchmark.PACED}
     rows.append(whole | {"calibrated_s": 90.5, "peak_rss_bytes": 1})
-    stopped = {"trace": "two_weeks", "policy": "themis", "settings": benchmark.CROWDED, "stopped_after_s": 9.0}
+    stopped = {"trace": "two_weeks", "policy": "themis", "settings": benchmark.CROWDED, "stopped_after_cpu_s": 9.0}
     rows.append(stopped)
     goals = benchmark.document(rows, {})["goals"]
     found = [(goal["name"].split(",")[0], goal["ours"], goal["met"]) for goal in goals]
@@ -136,6 +138,40 @@ def test_slices_within_a_run_are_seldom_and_no_part_of_its_time() -> None:
     assert (len(calibration.slices_s), calibration.between_s) == (count, 0.0)
     calibration.between()
     assert (len(calibration.slices_s), calibration.between_s) == (count + 1, EVERY_S / 4)
+
+
+def test_a_case_that_has_had_its_processor_time_is_stopped_and_tells_where_it_went() -> None:
+    shared("traces/synthetic-small/astraea_fake_job.csv")
+    case = {"trace": "fake500", "cluster": "8x8", "policy": "las", "limit_cpu_s": time.process_time() + 0.6}
+    row = benchmark.measure(case)
+    assert row["stopped_after_cpu_s"] < 5.0
+    assert (row["jobs"], "calibrated_s" in row, "hash" in row) == (500, False, False)
+    assert 0 <= row["jobs_over"] < 500
+    assert row["profile"]["within"]["arbiter.core.arbiter.Arbiter.handle"] > 0.2
+    assert sum(row["profile"]["own"].values()) == pytest.approx(1.0)
+    with Sampling() as sampling:
+        until_s = time.process_time() + 5.0
+        while sampling.looks < 3 and time.process_time() < until_s:
+            sum(range(10_000))
+    assert sampling.told()["own"] == {"tests.simulation": 1.0}, "sampling works again after a case was stopped"
+
+
+def test_rows_that_are_kept_are_not_measured_again(tmp_path: Path) -> None:
+    keep = tmp_path / "rows"
+    row = {**FIFO, "settings": {}, "cpu_s": 1.0, "jobs": 20}
+    keep.write_text(json.dumps(row) + "\n")
+    assert benchmark.run_cases([FIFO], keep=keep) == [row]
+    assert len(keep.read_text().splitlines()) == 1
+
+
+def test_the_long_form_has_a_tenth_of_the_jobs_under_each_policy_before_all_of_them() -> None:
+    cases = benchmark.long_cases()
+    half = len(cases) // 2
+    assert [case["policy"] for case in cases[:half]] == [case["policy"] for case in cases[half:]]
+    assert {case.get("first") for case in cases[:half]} == {benchmark.TENTH}
+    assert not any("first" in case for case in cases[half:])
+    assert {"las", "themis", "astraea"} <= {case["policy"] for case in cases}
+    assert benchmark.LONG_GOALS_S.keys() <= benchmark.LONG.keys()
 
 
 def test_an_unknown_policy_is_named_with_the_choices() -> None:

@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from arbiter.core.effects import RoundRecord
+from benchmarks.site import planned
+from benchmarks.sites.cores import Course, Used, shares, used_by
 from benchmarks.sites.crowd import CROWDING, SPARE_NODE, Crowd
 from benchmarks.sites.figures import depth, goals, grants_of, queues_of, rounds_told, timed
 from benchmarks.sites.record import Account, Record, Span
@@ -43,6 +46,9 @@ def test_a_tiny_site_tells_of_its_rounds_its_daemons_and_its_queues() -> None:
     assert rounds["phases"]["grant"]["messages"] > 0.0 == rounds["phases"]["probe"]["messages"]
     assert {*told["daemons"]} == {"arbiter", "broker", "node agents", "app agents"}
     assert all(each["cpu_share"] > 0.0 and each["rss_mib"] > 10.0 for each in told["daemons"].values())
+    assert all(each["waited_share"] > 0.0 for each in told["daemons"].values())
+    assert 0.0 < rounds["arbiter_ran"]["p50_s"] <= rounds["arbiter_ran"]["p95_s"] < told["watched_s"]
+    assert [len(each.split()) for each in told["load"]] == [3, 3]
     assert {*told["queues"]} == {"before", "after", "arbiter_max", "lanes"}
     assert told["submit_to_grant"]["tries"] == 2
     assert told["submit_to_grant"]["in_vain"] == 0
@@ -64,6 +70,27 @@ def test_a_round_lasts_until_the_last_grant_is_heard_and_each_phase_until_the_ne
     found = timed(record(took_s=1.5), heard, [101.6, 102.0, 109.0])
     assert found.phases == pytest.approx({"probe": 0.5, "offer": 0.5, "decide": 0.5, "grant": 0.5})
     assert found.seconds == pytest.approx(2.0)
+
+
+def test_a_round_uses_what_the_arbiter_used_until_the_last_grant_is_heard() -> None:
+    course = Course()
+    for at, ran_s, waited_s in ((100.0, 1.0, 0.0), (101.0, 1.5, 0.2), (103.0, 2.5, 2.2)):
+        course.note(at, Used(ran_s, waited_s))
+    found = timed(record(took_s=0.5), {}, [102.0, 109.0], course.between)
+    assert found.used == Used(pytest.approx(0.25), pytest.approx(0.1)), "109 is too late to be a grant of this round"
+    granted = timed(record(took_s=1.5), {}, [102.0], course.between)
+    assert granted.used == Used(pytest.approx(1.0), pytest.approx(1.2)), "half of the two seconds in which all was used"
+    assert shares({"arbiter": course}, 101.0, 103.0) == {"arbiter": {"cpu_share": 0.5, "waited_share": 1.0}}
+    told = rounds_told([found, granted], gpus=1, accounts=[])
+    assert (told["arbiter_ran"]["max_s"], told["arbiter_waited"]["max_s"]) == pytest.approx((1.0, 1.2))
+
+
+def test_what_a_process_has_used_is_of_all_its_threads(tmp_path: Path) -> None:
+    for thread, words in (("7", "1000000000 500000000 3"), ("8", "250000000 0 1")):
+        (tmp_path / "7" / "task" / thread).mkdir(parents=True)
+        (tmp_path / "7" / "task" / thread / "schedstat").write_text(words)
+    (tmp_path / "7" / "task" / "9").mkdir()  # a thread that has just ended
+    assert used_by(7, tmp_path) == Used(pytest.approx(1.25), pytest.approx(0.5))
 
 
 def test_a_new_lease_is_of_the_round_that_was_decided_last() -> None:
@@ -119,11 +146,11 @@ def test_a_queue_that_grows_misses_its_goal() -> None:
     def of(after: int, lanes: int = 0) -> bool:
         told = {
             "queues": {"before": {"messages": 10}, "after": {"messages": after}, "lanes": {"messages": lanes}},
-            "rounds": {"p95_s": 0.5},
+            "rounds": {"p95_s": 0.5, "arbiter_ran": {"p95_s": 0.6}},
             "submit_to_grant": {"p95_s": None},
         }
-        rounds, grants, queues = goals(told, agents=20)
-        assert (rounds["met"], grants["met"]) == (True, False), "no time at all meets no goal"
+        rounds, ran, grants, queues = goals(told, agents=20)
+        assert (rounds["met"], ran["met"], grants["met"]) == (True, False, False), "no time at all meets no goal"
         return bool(queues["met"])
 
     assert of(30)
@@ -149,3 +176,11 @@ def test_a_size_that_cannot_be_is_named() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 2
     assert "--nodes is 0; give 1 or more" in done.stderr
+
+
+def test_a_beat_in_which_a_node_would_be_lost_is_refused_with_the_range(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        planned(["--beat-s", "21"])
+    assert "--beat-s is 21; give 0.1 to 20 seconds" in capsys.readouterr().err
+    plan, _ = planned(["--beat-s", "20"])
+    assert plan.settings.beat_s == plan.told["beat_s"] == 20.0
