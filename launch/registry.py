@@ -32,7 +32,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "auction": ("auction",),
     "simulation": ("simulate", "compare", "sweep"),
     "worlds": ("worlds",),
-    "daemons": ("up", "arbiter", "node-agent", "app-agent"),
+    "daemons": ("up", "arbiter", "node-agent", "app-agent", "launcher"),
     "demo": ("demo",),
     "about": ("version",),
 }

@@ -82,6 +82,9 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
         The GPUs on which jobs are clients of NVIDIA's MPS, so that their kernels overlap: ``all``, or ``[0, 2]``, each
         by its index as nvidia-smi shows it or by its UUID; none by default. A fatal fault of one job then ends the
         others on that GPU, too.
+    launcher
+        The socket of this node's launcher, which starts each task as the user who submitted it; empty: tasks run as the
+        node agent's own user.
     slice_overhead_max
         The part of a turn on a shared GPU that suspending and resuming may take; turns are made long enough for it.
     pack_gain_min
@@ -119,6 +122,7 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     memory_dir: str = ""
     driver_checkpoint: Literal["auto", "on", "off"] = "auto"
     mps: str | tuple[int | str, ...] = ()
+    launcher: str = ""
     slice_overhead_max: float = 0.02
     pack_gain_min: float = 1.05
     adopt_site: bool = False
@@ -158,8 +162,30 @@ def check(node: NodeConfig, source: str) -> None:
         )
     if node.cgroup_root and not Path(node.cgroup_root).is_absolute():
         raise ConfigError(f"{source}: cgroup_root {node.cgroup_root} is no full path; give one below /sys/fs/cgroup")
+    if node.launcher:
+        _check_launcher(node, source)
     if node.bootstrap_dir and not Path(node.bootstrap_dir).is_dir():
         raise ConfigError(f"{source}: bootstrap_dir {node.bootstrap_dir} is no folder; give an existing one or none")
+
+
+def _check_launcher(node: NodeConfig, source: str) -> None:
+    """Refuse what does not go with tasks of several users."""
+    if not Path(node.launcher).is_absolute():
+        raise ConfigError(f"{source}: launcher {node.launcher} is no full path; copy `socket` of launcher.toml")
+    if not node.runtime_dir:
+        raise ConfigError(
+            f"{source}: launcher is set and runtime_dir is not; name a folder of its own for the sockets of tasks, "
+            "such as /run/gpu-arbiter-node, which all users may pass through"
+        )
+    why = {
+        "containment": (node.containment not in ("auto", "none"), "the launcher bounds each task"),
+        "mps": (bool(node.mps), "a daemon of MPS serves one user only"),
+        "memory_dir": (bool(node.memory_dir), "checkpoints in host memory are of the node agent's own user"),
+        "driver_checkpoint": (node.driver_checkpoint == "on", "the driver's helper has the node agent's own user"),
+    }
+    for field, (is_set, reason) in why.items():
+        if is_set:
+            raise ConfigError(f"{source}: {field} and launcher do not go together: {reason}; leave {field} out")
 
 
 def _check_gpus(gpus: str | tuple[int | str, ...], source: str) -> None:

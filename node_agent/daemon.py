@@ -197,6 +197,8 @@ async def _driver_facts(config: NodeConfig, checkpointer: Checkpointer) -> dict[
 
 async def _probe(config: NodeConfig, checkpointer: Checkpointer) -> str:
     """Say why the driver will not checkpoint processes here; empty if it can and may."""
+    if config.launcher:
+        return "tasks run as their users, whom the driver's helper cannot serve yet"
     real = not str(config.gpus).startswith("simulated")
     if config.driver_checkpoint == "off" or (config.driver_checkpoint == "auto" and not real):
         return f"driver_checkpoint is {config.driver_checkpoint}" + ("" if real else " and the GPUs are simulated")
@@ -259,6 +261,7 @@ def _settings(config: NodeConfig, boot_id: str, mps: frozenset[GpuId]) -> Settin
         cgroup_root=config.cgroup_root,
         memory_dir=Path(config.memory_dir).resolve() if config.memory_dir else None,
         mps=mps,
+        launcher=Path(config.launcher) if config.launcher else None,
     )
 
 

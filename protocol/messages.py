@@ -63,6 +63,8 @@ Label = Annotated[str, Meta(max_length=256)]  #: a name that a person or a drive
 Word = Annotated[str, Meta(max_length=131_072, pattern=r"^[^\x00]*$")]
 Folder = Annotated[str, Meta(max_length=4096, pattern=r"^[^\x00]*$")]
 Variable = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[^\x00=]+$")]  #: of a program's environment
+#: A user on login hosts and nodes; never a number, which systemd would take for a uid.
+UnixUser = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z_][A-Za-z0-9_.-]*$")]
 Metrics = dict[Label, float]
 #: Bounds of lists, so that no peer can make another keep without end; all are far beyond one node or app.
 JOBS_MAX, GPUS_MAX, TASKS_MAX = 1024, 4096, 4096
@@ -197,11 +199,27 @@ class Party(Struct, frozen=True, order=True):
 ARBITER = Party("arbiter", "arbiter")
 
 
+class Warrant(Struct, frozen=True):
+    """The word of a gateway that a Unix user wants a launch: no daemon on the way to the node can invent one.
+
+    The signature covers the whole launch, its app, job and attempt, and the fields here (`protocol.warrants`).
+    `signed_at_s` is an instant, UNIX seconds: a launcher refuses an old warrant, and no duration could say that.
+    """
+
+    gateway: PartyId
+    user: UnixUser
+    uid: Count
+    gids: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=1024)]  #: the first is the primary group
+    gpus: Gpus  #: the seats that the app wishes for this attempt; the launch is valid on no other device
+    signed_at_s: Count
+    signature: Annotated[str, Meta(max_length=128, pattern=r"^([0-9a-f]{128})?$")] = ""  #: Ed25519, in hexadecimal
+
+
 class LaunchSpec(Struct, frozen=True):
     """How a node agent starts a task: a program, never a shell line.
 
-    `secrets` are variables by the file that holds each value. The node agent reads the file when it starts the task,
-    so that no value is ever in a message or a journal.
+    `secrets` are variables by the file that holds each value. The file is read when the task is started, as the user
+    of the task, so that no value is ever in a message or a journal.
     """
 
     command: Annotated[tuple[Word, ...], Meta(min_length=1, max_length=1024)]
@@ -210,6 +228,7 @@ class LaunchSpec(Struct, frozen=True):
     env: dict[Variable, Word] = {}
     run: Token = ""  #: one submission of one app: a checkpoint saved under another run is not this job's
     secrets: dict[Variable, Folder] = {}
+    warrant: Warrant | None = None  #: of a gateway, for nodes with a launcher
 
 
 class JobWish(Struct, frozen=True):

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from launch import completion
 from launch.faults import usage
 from launch.surface import answering
+from protocol import exit_codes
 from protocol.messages import Sharing
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -29,6 +30,7 @@ def add(app: typer.Typer) -> None:
     app.command()(arbiter)
     app.command("node-agent")(node_agent)
     app.command("app-agent")(app_agent)
+    app.command()(launcher)
 
 
 def up(
@@ -163,6 +165,25 @@ def app_agent(config: Config, log_level: LogLevel = "info") -> None:
         chosen = load(config)
         bus = open_bus(chosen.bus, file=chosen.bus_file, prefix=chosen.prefix)
         serve(lambda: (run_app_host(chosen, bus, on_alive=feeder()),))
+
+
+def launcher(config: Config) -> None:
+    """Run this node's launcher, as root: it starts tasks as the users who submitted them through a gateway."""
+    with answering(as_json=False):
+        import app_agent
+        from launch.faults import Fault
+        from launch.notify import notify
+        from node_agent.launcher.config import load
+        from node_agent.launcher.service import serve
+        from protocol.config import ConfigError
+
+        bootstrap = Path(app_agent.__file__).resolve().parent / "training/bootstrap"
+        try:  # not by `launch.site`, which imports all daemons: this one is root
+            chosen = load(config)
+            chosen = replace(chosen, bootstrap_dir=chosen.bootstrap_dir or str(bootstrap))
+            serve(chosen, ready=lambda: notify("READY=1"))
+        except ConfigError as error:
+            raise Fault(str(error), code=exit_codes.USAGE) from error
 
 
 def _set_log_level(level: str) -> None:

@@ -25,12 +25,11 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from node_agent.devices import Device
+from node_agent.launcher.units import DEVICE_FILES
 
 #: As in the configuration; `auto` takes the strongest that works here.
 Kind = Literal["auto", "none", "systemd-scope", "cgroup"]
 
-#: The device files that CUDA opens besides each GPU's own.
-DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
 #: The child of a service's group in which systemd (from 254 on, `DelegateSubgroup=`) starts the node agent itself, so
 #: that the group may hand its controllers to other children.
 LEAF = "agent"
@@ -61,23 +60,11 @@ class Standing(Struct, frozen=True):
     lacks: tuple[str, ...]
 
 
-class Containment(Protocol):
-    """One way to contain tasks, each known by its key (see `key_of`)."""
+class Bounds(Protocol):
+    """The bounds of tasks that run, each task known by its key (see `key_of`)."""
 
     kind: str
     lacks: tuple[str, ...]
-
-    def command(self, key: str, limits: Limits, shim: Sequence[str]) -> list[str]:
-        """Return the command that starts `shim` so that its task is contained."""
-        ...
-
-    def enter(self, key: str, limits: Limits) -> str:
-        """Prepare the group of a task and return it: a cgroup's folder, ``own`` for the shim's, empty for none."""
-        ...
-
-    def reopen(self, key: str, devices: Sequence[str]) -> str:
-        """Let a task that runs open these device files and no others; return why it cannot, empty if it can."""
-        ...
 
     def kill(self, key: str) -> None:
         """Send SIGKILL to every process of the task that this can reach at once."""
@@ -89,6 +76,22 @@ class Containment(Protocol):
 
     def sweep(self, owner: str, keep: Collection[str]) -> None:
         """End all that is left of `owner`'s tasks (see `owner_of`), but for those in `keep`."""
+        ...
+
+
+class Containment(Bounds, Protocol):
+    """One way to start tasks within bounds."""
+
+    def command(self, key: str, limits: Limits, shim: Sequence[str]) -> list[str]:
+        """Return the command that starts `shim` so that its task is contained."""
+        ...
+
+    def enter(self, key: str, limits: Limits) -> str:
+        """Prepare the group of a task and return it: a cgroup's folder, ``own`` for the shim's, empty for none."""
+        ...
+
+    def reopen(self, key: str, devices: Sequence[str]) -> str:
+        """Let a task that runs open these device files and no others; return why it cannot, empty if it can."""
         ...
 
 

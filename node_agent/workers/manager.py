@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import shutil
 import signal
 import sys
@@ -48,15 +47,26 @@ from node_agent.core.events import (
 )
 from node_agent.devices import DeviceBackend
 from node_agent.devices.simulated import SimulatedBackend
+from node_agent.launcher.requests import Start
 from node_agent.workers import containment, mps, trackers
-from node_agent.workers.containment import ContainmentError, Limits, Standing
+from node_agent.workers.containment import Bounds, ContainmentError, Limits, Standing
 from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
 from node_agent.workers.logs import LOOK_S, Logs, Part
 from node_agent.workers.mps import MpsDaemons, Offer
-from node_agent.workers.records import Exit, MpsMark, Record, Records, Spec, Started, read_json, write_json
-from node_agent.workers.shim import LOCK_FD
+from node_agent.workers.records import (
+    Exit,
+    FinishedFile,
+    MpsMark,
+    Record,
+    Records,
+    Spec,
+    Started,
+    read_json,
+    write_json,
+)
 from node_agent.workers.simulated_mps import SimulatedMps
 from node_agent.workers.storage import Storage
+from node_agent.workers.supervisors import START_S, CannotStart, Launcher, spawn
 from node_agent.workers.worker_socket import WorkerSocket
 from protocol.messages import GpuId, Rendezvous, TaskId, device_of
 from protocol.worker import Counted, FromWorker, Order, Progress
@@ -64,8 +74,6 @@ from protocol.worker import Counted, FromWorker, Order, Progress
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
 SHIM = Path(__file__).with_name("shim.py")
-#: From spawning the shim to its first word; it needs some 30 ms on an idle core.
-START_S = 60.0
 #: For the last lines of a worker after its process is gone.
 LAST_WORDS_S = 1.0
 #: For processes that were sent SIGKILL to disappear.
@@ -74,8 +82,6 @@ KILLED_S = 5.0
 MPS_LOOK_S = 5.0
 #: Variables that a task inherits of the node agent's own environment; others could hold the broker's password.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
-#: Of the complaint of a shim that could not start.
-COMPLAINT_BYTES_MAX = 2000
 #: In the state directory: the containment in force.
 STANDING = "containment.json"
 #: The variable by which a task's processes are known as ours: its value is that of no other task and no other agent.
@@ -86,20 +92,6 @@ SOCKET_PATH_MAX = 107
 
 class WorkersError(Exception):
     """Workers cannot be run as configured; the message names the mend."""
-
-
-class CannotStart(Exception):  # noqa: N818 - an expected no, told to the user as a sentence
-    """A task cannot be started here; the message names the mend."""
-
-
-class FinishedFile(Struct, frozen=True):
-    """``finished.json``, left in the checkpoint folder by a worker that finished."""
-
-    task: str
-    run: str = ""
-    step: int = -1
-    metrics: dict[str, float] = {}
-    diverged: tuple[str, ...] = ()
 
 
 class Settings(Struct, frozen=True):
@@ -117,6 +109,7 @@ class Settings(Struct, frozen=True):
     log_max_bytes: int = 0  #: room that the output of a task takes on the disk; 0: not bounded
     memory_dir: Path | None = None  #: on tmpfs; where workers that leave may put their checkpoints
     mps: frozenset[GpuId] = frozenset()  #: the GPUs whose jobs are clients of MPS
+    launcher: Path | None = None  #: its socket; None: tasks are started here, as this user
 
 
 class _Worker:
@@ -170,19 +163,22 @@ class Workers:
         self._post = post
         self._tasks = tasks
         self._records, self._logs = self._open_records()
-        self._sockets = _socket_dir(settings.runtime_dir or settings.state_dir)
+        self._launcher = None if settings.launcher is None else Launcher(settings.launcher)
+        self._sockets = _socket_dir(settings.runtime_dir or settings.state_dir, of_all=self._launcher is not None)
         self._workers: dict[TaskId, _Worker] = {}
-        self._bounds = self._contain()
+        self._containment = self._contain()
+        self._bounds: Bounds = self._launcher or self._containment
         self._memory = self._open_memory()
         self._mps = self._open_mps()
 
     def _contain(self) -> containment.Containment:
-        """Choose the containment, and log its gaps."""
+        """Choose the containment, and log the gaps of the bounds that tasks will have."""
         settings = self._settings
         try:
-            bounds = containment.choose(settings.containment, settings.cgroup_root)
+            chosen = containment.choose("none" if self._launcher else settings.containment, settings.cgroup_root)
         except ContainmentError as error:
             raise WorkersError(str(error)) from error
+        bounds: Bounds = self._launcher or chosen
         log.info("containment.chosen", containment=bounds.kind)
         for lack in bounds.lacks:
             log.warning("containment.open", containment=bounds.kind, lack=lack)
@@ -190,7 +186,7 @@ class Workers:
             write_json(settings.state_dir / STANDING, Standing(bounds.kind, bounds.lacks))
         except OSError as error:
             log.warning("containment.unwritten", reason=str(error))
-        return bounds
+        return chosen
 
     def _open_records(self) -> tuple[Records, Logs]:
         folder = self._settings.state_dir
@@ -225,7 +221,10 @@ class Workers:
         try:
             memory = await asyncio.to_thread(self._offer_memory, effect)
             spec = self._spec(effect, memory, await self._offer_mps(effect))
-            started = await self._launch(spec)
+            if self._launcher is None:
+                started = await self._launch(spec)
+            else:
+                started = await self._launch_as_user(self._launcher, spec, effect)
         except (CannotStart, OSError) as error:
             self._drop(effect.task)
             await asyncio.to_thread(self._bounds.leave, self._key(effect.task))
@@ -237,8 +236,10 @@ class Workers:
     def reopen_devices(self, task: TaskId, gpus: Collection[GpuId]) -> str:
         """Let a task open the device files of these GPUs and of no others; return why it cannot. Waits for systemd."""
         worker = self._workers.get(task)
+        if self._launcher is not None:
+            return self._launcher.reopen(self._key(task), gpus)
         files = () if worker is None else self._limits(worker.spec, gpus).devices
-        return self._bounds.reopen(self._key(task), files)
+        return self._containment.reopen(self._key(task), files)
 
     def order(self, task: TaskId, order: Order, rank: int | None = None) -> None:
         """Pass an order on to one training process of the task, or to all, as far as they are connected."""
@@ -252,7 +253,10 @@ class Workers:
         if worker is None or worker.started is None:
             return
         started = worker.started
-        if how == "kill" and worker.spec.mps is not None:
+        if self._launcher is not None and worker.spec.uid >= 0:
+            act = self._launcher.kill if how == "kill" else self._launcher.terminate
+            self._tasks.create_task(asyncio.to_thread(act, self._key(task)), name=f"{how} {task}")
+        elif how == "kill" and worker.spec.mps is not None:
             self._tasks.create_task(self._kill_client(worker.spec.mps, task, started), name=f"kill {task}")
         elif how == "kill":
             self._kill_all(task, started)
@@ -296,6 +300,7 @@ class Workers:
         """Keep each log within its bound, until cancelled: also those of workers that were adopted, or are over."""
         while True:
             await asyncio.to_thread(self._logs.bound)
+            await asyncio.to_thread(self._records.bound)
             await asyncio.sleep(LOOK_S)
 
     # --- asked by the daemon ----------------------------------------------------------------------------------------
@@ -376,9 +381,10 @@ class Workers:
         launch, node = effect.launch, self._settings.node
         devices = [device_of(gpu) for gpu in effect.gpus]
         env = self._environment(effect) | self._backend.env(devices) | memory | offer.env
-        _check_folder(launch.cwd, node)
-        _check_command(launch.command[0], launch.cwd, env.get("PATH", os.defpath), node)
-        _check_checkpoint_dir(launch.checkpoint_dir, node)
+        if self._launcher is None:  # else the supervisor looks, as the user
+            _check_folder(launch.cwd, node)
+            _check_command(launch.command[0], launch.cwd, env.get("PATH", os.defpath), node)
+            _check_checkpoint_dir(launch.checkpoint_dir, node)
         ours = env.keys() - launch.env.keys() - set(INHERITED)  # the node agent's variables win over secrets, too
         return Spec(
             task=effect.task,
@@ -396,12 +402,18 @@ class Workers:
             cpus=tuple(self._backend.cpus(devices) or ()),
             secrets={name: file for name, file in launch.secrets.items() if name not in ours},
             mps=offer.mark,
+            uid=-1 if self._launcher is None or launch.warrant is None else launch.warrant.uid,
         )
 
     def _environment(self, effect: StartWorker) -> dict[str, str]:
-        """Return the task's environment; the node agent's variables win over the user's."""
-        env = {name: os.environ[name] for name in INHERITED if name in os.environ} | effect.launch.env
-        if self._settings.bootstrap_dir is not None:
+        """Return the task's environment; the node agent's variables win over the user's.
+
+        A launcher gives a task its user's variables; here these are the node agent's alone.
+        """
+        env: dict[str, str] = {}
+        if self._launcher is None:
+            env = {name: os.environ[name] for name in INHERITED if name in os.environ} | effect.launch.env
+        if self._launcher is None and self._settings.bootstrap_dir is not None:
             env["PYTHONPATH"] = os.pathsep.join(
                 path for path in (str(self._settings.bootstrap_dir), env.get("PYTHONPATH", "")) if path
             )
@@ -431,7 +443,7 @@ class Workers:
         record = await asyncio.to_thread(self._records.create, spec)
         worker = await self._hold(spec)
         command = self._shim_command(record, spec.task, limits)
-        line, complaint = await asyncio.to_thread(_spawn, command, record, partial(setattr, worker, "root"))
+        line, complaint = await asyncio.to_thread(spawn, command, record, partial(setattr, worker, "root"))
         if not line:
             ended = record.exit
             why = ended.error if ended and ended.error else complaint or "its supervisor ended at once"
@@ -439,17 +451,38 @@ class Workers:
         worker.started = msgspec.json.decode(line, type=Started)
         return worker.started
 
+    async def _launch_as_user(self, launcher: Launcher, spec: Spec, effect: StartWorker) -> Started:
+        """Listen, then have the launcher start the task's supervisor as the user of the task."""
+        record = await asyncio.to_thread(self._records.create, spec)
+        worker = await self._hold(spec)
+        devices = tuple(sorted({device_of(gpu) for gpu in spec.gpus}))
+        start = Start(
+            key=self._key(spec.task),
+            node=self._settings.node,
+            app=spec.app,
+            job=spec.job,
+            attempt=spec.attempt,
+            gpus=devices,
+            launch=effect.launch,
+            env=spec.env,
+            memory_bytes=self._settings.memory_max_bytes * len(devices),
+            cpus=spec.cpus,
+        )
+        log_file, heard = self._logs.path(spec.task), partial(setattr, worker, "root")
+        worker.started = await asyncio.to_thread(launcher.start, start, log_file, record, heard)
+        return worker.started
+
     def _shim_command(self, record: Record, task: TaskId, limits: Limits) -> list[str]:
         shim = [sys.executable, "-I", "-S", str(SHIM), str(record.path)]
-        return self._bounds.command(self._key(task), limits, shim)
+        return self._containment.command(self._key(task), limits, shim)
 
     def _enter(self, task: TaskId, limits: Limits) -> str:
         try:
-            return self._bounds.enter(self._key(task), limits)
+            return self._containment.enter(self._key(task), limits)
         except OSError as error:
             raise CannotStart(
                 f"the bounds of the task could not be set on node {self._settings.node} ({error}); "
-                f"an administrator must mend its {self._bounds.kind} containment"
+                f"an administrator must mend its {self._containment.kind} containment"
             ) from error
 
     def _limits(self, spec: Spec, on: Collection[GpuId]) -> Limits:
@@ -468,6 +501,7 @@ class Workers:
             said=lambda message, rank: self._said(task, message, rank),
             left=lambda rank: self._post(WorkerDisconnected(task, rank)),
             belongs=lambda pid: self._is_of(task, pid),
+            uid=spec.uid if spec.uid >= 0 else os.getuid(),
         )
         self._workers[task] = worker = _Worker(spec, socket)
         worker.started, worker.root = started, started.shim if started is not None else None
@@ -545,15 +579,16 @@ class Workers:
         if worker.started is not None:
             _reap(worker.started.shim)
         ended = record.exit
-        if ended is None and worker.started is not None:
-            _end_session(worker.started.pid)
-        self._end_orphans([str(self._socket_path(spec.task))])
+        if spec.uid < 0:  # else its unit holds all that it started
+            if ended is None and worker.started is not None:
+                _end_session(worker.started.pid)
+            self._end_orphans([str(self._socket_path(spec.task))])
         self._bounds.leave(self._key(spec.task))
         if ended is None:
             return WorkerGone(spec.task, reason="its supervisor was killed, so its end was not seen")
         if ended.error:
             return WorkerGone(spec.task, exit_code=127, reason=f"could not be started: {ended.error}")
-        finished = finished_of(spec)
+        finished = finished_of(spec, ended)
         return WorkerGone(
             spec.task,
             exit_code=ended.code,
@@ -575,6 +610,8 @@ class Workers:
     def _kill_all(self, task: TaskId, started: Started) -> None:
         """SIGKILL all below the shim, which stays to write down the end."""
         self._bounds.kill(self._key(task))
+        if self._workers[task].spec.uid >= 0:
+            return
         below = list(procfs.descendants([started.shim]))
         if procfs.is_running(started.pid, started.start_ticks) and started.pid not in below:
             below.append(started.pid)
@@ -705,7 +742,8 @@ class Workers:
                 gone = replace(gone, finished=end.metrics, finished_step=end.step, diverged=end.diverged)
             await self._post_gone(gone, spec)
             return
-        started = await asyncio.to_thread(_settled, record)
+        # Of a task that the launcher was just starting, this node agent's predecessor alone could have written it down.
+        started = record.started if spec.uid >= 0 else await asyncio.to_thread(_settled, record)
         worker = await self._hold(spec, started)
         worker.gpus = record.note.gpus or spec.gpus
         if started is None or not record.alive:
@@ -716,10 +754,13 @@ class Workers:
         self._watch(spec.task, started)
 
 
-def finished_of(spec: Spec) -> FinishedFile | None:
-    """Return the finish that this task of this run wrote down in its checkpoint folder, or None."""
+def finished_of(spec: Spec, ended: Exit | None = None) -> FinishedFile | None:
+    """Return the finish that this task of this run wrote down in its checkpoint folder, or None.
+
+    Of a task of another user it is what its supervisor has read there as that user, and told with the end.
+    """
     path = Path(spec.checkpoint_dir) / "finished.json"
-    found = read_json(path, FinishedFile)
+    found = read_json(path, FinishedFile) if spec.uid < 0 else ended.finished if ended is not None else None
     if found is not None and found.run != spec.run:
         log.warning("finish.foreign", task=spec.task, run=spec.run, file=str(path), of=found.run)
         return None
@@ -754,48 +795,6 @@ def _settled(record: Record) -> Started | None:
     while record.started is None and record.exit is None and record.alive and time.monotonic() < deadline:
         time.sleep(0.02)
     return record.started
-
-
-def _spawn(command: Sequence[str], record: Record, spawned: Callable[[int], None]) -> tuple[bytes, str]:
-    """Start the shim, which inherits the record's lock; return its first line and its complaint.
-
-    `spawned` is called with its pid as soon as it lives, since the task may speak before the shim does.
-    """
-    lock = record.lock()
-    out_read, out_write = os.pipe()
-    errors = os.open(record.path / "errors", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        actions = [
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_DUP2, out_write, 1),
-            (os.POSIX_SPAWN_DUP2, errors, 2),
-            (os.POSIX_SPAWN_DUP2, lock, LOCK_FD),
-        ]
-        # Not subprocess: the child is meant to outlive us, and a Popen object insists on being waited for.
-        pid = os.posix_spawnp(command[0], list(command), dict(os.environ), file_actions=actions, setsid=True)
-        spawned(pid)
-    finally:
-        os.close(out_write)
-        os.close(lock)
-    with os.fdopen(out_read, "rb") as out, os.fdopen(errors, "rb") as complaints:
-        line = _read_line(out.fileno(), START_S)
-        if not line:
-            _send(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        complaints.seek(0)
-        return line, complaints.read(COMPLAINT_BYTES_MAX).decode(errors="replace").strip()
-
-
-def _read_line(fd: int, timeout_s: float) -> bytes:
-    """Return a whole line, or an empty string if none comes before the end or the timeout."""
-    data, deadline = b"", time.monotonic() + timeout_s
-    while not data.endswith(b"\n"):
-        ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-        chunk = os.read(fd, 4096) if ready else b""
-        if not chunk:
-            return b""
-        data += chunk
-    return data
 
 
 def _meeting(rendezvous: Rendezvous | None) -> dict[str, str]:
@@ -841,8 +840,10 @@ def _check_checkpoint_dir(folder: str, node: str) -> None:
         ) from error
 
 
-def _socket_dir(parent: Path, name: str = "sockets", *, longest: int = 22) -> Path:
+def _socket_dir(parent: Path, name: str = "sockets", *, longest: int = 22, of_all: bool = False) -> Path:
     """Return a private folder for sockets, the same for every node agent with this state directory.
+
+    With `of_all` all users may go through it to a socket whose name they know, and none may look into it or change it.
 
     The kernel takes 107 bytes of a socket's path, so a deep directory gets a short stand-in. Within the folder the path
     takes up to `longest` bytes.
@@ -853,7 +854,11 @@ def _socket_dir(parent: Path, name: str = "sockets", *, longest: int = 22) -> Pa
         folder = Path(tempfile.gettempdir()) / f"gpu-arbiter-{os.getuid()}-{digest}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.lstat()
-    if owner.st_uid != os.getuid() or owner.st_mode & 0o077:
+    if owner.st_uid == os.getuid() and of_all:
+        for each in (folder, folder.parent):
+            each.chmod(0o711)
+        owner = folder.lstat()
+    if owner.st_uid != os.getuid() or owner.st_mode & (0o066 if of_all else 0o077):
         raise WorkersError(f"the folder {folder} for sockets is not ours alone; remove it, or set another state_dir")
     return folder
 

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote
@@ -23,6 +24,9 @@ from node_agent.core.events import WorkerNote
 from protocol.messages import AppId, GpuId, JobId, TaskId
 
 T = TypeVar("T", bound=Struct)
+
+#: Of the record of an end: with the word of a worker that finished, and the names of its metrics.
+EXIT_BYTES_MAX = 2**18
 
 
 class MpsMark(Struct, frozen=True):
@@ -55,6 +59,7 @@ class Spec(Struct, frozen=True):
     secrets: dict[str, str] = {}
     cgroup: str = ""  #: the folder of the group that the task joins; ``own``: it is in its shim's
     mps: MpsMark | None = None  #: of a client of MPS
+    uid: int = -1  #: the user that the launcher started it as; -1: the node agent started it, as its own user
 
 
 class Started(Struct, frozen=True):
@@ -66,8 +71,21 @@ class Started(Struct, frozen=True):
     shim_ticks: int
 
 
+class FinishedFile(Struct, frozen=True):
+    """``finished.json``, left in the checkpoint folder by a worker that finished."""
+
+    task: str
+    run: str = ""
+    step: int = -1
+    metrics: dict[str, float] = {}
+    diverged: tuple[str, ...] = ()
+
+
 class Exit(Struct, frozen=True):
-    """How the main process ended; `error`: it was never started. `survivors` would not die."""
+    """How the main process ended; `error`: it was never started. `survivors` would not die.
+
+    `finished` is the word of a worker that finished, read by a supervisor that is of the task's user.
+    """
 
     code: int | None = None
     signal: int | None = None
@@ -75,6 +93,7 @@ class Exit(Struct, frozen=True):
     error: str = ""
     oom_kills: int = 0  #: of its processes, by the kernel, at the limit of its cgroup
     lived_s: float = 0.0
+    finished: FinishedFile | None = None
 
 
 class Record:
@@ -95,8 +114,11 @@ class Record:
 
     @property
     def exit(self) -> Exit | None:
-        """Its end, once it has ended."""
-        return read_json(self.path / "exit.json", Exit)
+        """Its end, once it has ended; of no more bytes than a supervisor writes, as its user may write others."""
+        with suppress(OSError):
+            if (self.path / "exit.json").stat().st_size <= EXIT_BYTES_MAX:
+                return read_json(self.path / "exit.json", Exit)
+        return None
 
     @property
     def note(self) -> WorkerNote:
@@ -166,6 +188,13 @@ class Records:
         """Return every whole record, in order of its name."""
         found = (Record(path) for path in sorted(self._workers.iterdir()))
         return [record for record in found if record.spec is not None]
+
+    def bound(self) -> None:
+        """Empty the records of ends that have become too large: their tasks' users may write to them."""
+        for path in self._workers.glob("*/exit.json"):
+            with suppress(FileNotFoundError):
+                if path.stat().st_size > EXIT_BYTES_MAX:
+                    os.truncate(path, 0)
 
     def names(self) -> set[str]:
         """Return the `file_name` of every task that has a folder."""

@@ -5,12 +5,16 @@ nothing of the user's environment reaches it. It holds the lock on fd `LOCK_FD` 
 agent knows a task whose start was cut off half-way. It writes ``started.json`` and ``exit.json`` in FOLDER, and the
 first of them to its standard output too.
 
+Where a launcher starts tasks as their users, it runs as the user, ``python -I -S shim.py SOCKET``: root listens there
+and sends what is to run, with descriptors of the node agent's own files, to which the user has no path. It checks the
+task's folders as the user, and tells the end in the descriptor of ``exit.json``. SIGTERM is passed on to the task.
+
 The task gets a session of its own. It dies with the shim (PDEATHSIG). Processes that it left behind, also those in
 other sessions, come back to the shim as their nearest subreaper and are killed before ``exit.json`` is written.
 """
 
 # pathlib would double the time this takes to start.
-# ruff: noqa: PTH105, PTH118, PTH123, PTH208
+# ruff: noqa: PTH103, PTH105, PTH108, PTH112, PTH113, PTH116, PTH118, PTH123, PTH208
 
 from __future__ import annotations
 
@@ -30,6 +34,8 @@ if TYPE_CHECKING:  # `typing` itself is not needed to run
     Json = dict[str, Any]
 
 LOCK_FD = 9
+#: Of a task that a launcher started: its log and the record of its end; descriptors from there on are free.
+LOG_FD, EXIT_FD, SPARE_FD = 10, 11, 20
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 #: A process in an uninterruptible kernel call may never die; the task has ended all the same.
@@ -38,22 +44,31 @@ SURVIVORS_S = 5.0
 RESERVED_BYTES = 4096
 #: Of a secret's file; the kernel takes variables of 128 KiB.
 SECRET_BYTES_MAX = 100_000
+#: Of the word of a worker that finished.
+FINISHED_BYTES_MAX = 65_536
 
 
-def main(folder: str) -> int:
-    """Run the task described by ``spec.json`` in `folder` to its end."""
+def main(place: str) -> int:
+    """Run the task that is described in the folder `place`, or by the launcher at the socket `place`, to its end."""
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGPIPE"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
-    with open(os.path.join(folder, "spec.json"), "rb") as file:
-        spec = json.load(file)
-    reserve(folder, "exit.json")
+    by_launcher = stat.S_ISSOCK(os.stat(place).st_mode)
+    if by_launcher:
+        spec = receive(place)
+    else:
+        with open(os.path.join(place, "spec.json"), "rb") as file:
+            spec = json.load(file)
+    reserve(exit_file(place, by_launcher))
     pid, error = spawn(spec)
     if error:
-        write(folder, "exit.json", {"error": error})
+        write_end(place, {"error": error}, by_launcher)
         return 1
     started = {"pid": pid, "start_ticks": start_ticks(pid), "shim": os.getpid(), "shim_ticks": start_ticks(os.getpid())}
-    write(folder, "started.json", started)
+    if by_launcher:
+        pass_on(signal.SIGTERM, pid)
+    else:
+        write(place, "started.json", started)
     tell(started)
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
     status = wait(pid)
@@ -61,8 +76,10 @@ def main(folder: str) -> int:
     survivors = end_survivors()
     code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
     kills = oom_kills(spec.get("cgroup", ""))
-    ended = {"code": code, "signal": number, "survivors": survivors, "oom_kills": kills, "lived_s": lived_s}
-    write(folder, "exit.json", ended)
+    ended: Json = {"code": code, "signal": number, "survivors": survivors, "oom_kills": kills, "lived_s": lived_s}
+    if by_launcher:
+        ended["finished"] = finished(spec["checkpoint_dir"])
+    write_end(place, ended, by_launcher)
     return 0
 
 
@@ -99,23 +116,65 @@ def become(spec: Json, shim: int) -> None:
             group.write("0")  # this very process; its children are born in the group
     if spec["cpus"]:
         os.sched_setaffinity(0, spec["cpus"])
-    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    if "log" in spec:
+        log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    else:
+        log = LOG_FD
+        os.set_inheritable(EXIT_FD, False)
+        check_folders(spec)
     null = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
-    with suppress(OSError):  # started by hand, without a lock
-        os.close(LOCK_FD)
+    for descriptor in (LOCK_FD, LOG_FD):
+        with suppress(OSError):  # started by hand, without a lock; or it has opened the log itself
+            os.close(descriptor)
     os.chdir(spec["cwd"])
-    env = spec["env"] | {name: secret(name, path) for name, path in spec.get("secrets", {}).items()}
+    reader = spec.get("reader", "the node agent's user")
+    env = spec["env"] | {name: secret(name, path, reader) for name, path in spec.get("secrets", {}).items()}
     os.execvpe(spec["command"][0], spec["command"], env)  # noqa: S606 - a program, never a shell line
 
 
-def secret(name: str, path: str) -> str:
+def check_folders(spec: Json) -> None:
+    """Refuse a task whose folders or program are not there for its user.
+
+    Raises
+    ------
+    RuntimeError
+        With the folder or the program, and the mend.
+    """
+    user, node, folder = spec["reader"], spec["node"], spec["checkpoint_dir"]
+    if not os.path.isdir(spec["cwd"]):
+        raise RuntimeError(
+            f"the working directory {spec['cwd']} does not exist for {user} on node {node}; put it on storage that "
+            "every node sees"
+        )
+    try:
+        os.makedirs(folder, exist_ok=True)
+        probe = os.path.join(folder, f".probe-{os.getpid()}")
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        os.unlink(probe)
+    except OSError as error:
+        raise RuntimeError(
+            f"the checkpoint directory {folder} cannot be written by {user} on node {node} ({error.strerror}); name "
+            "another with --checkpoint-dir, on storage that every node sees"
+        ) from error
+    program, path = spec["command"][0], spec["env"].get("PATH", os.defpath)
+    places = [
+        os.path.join(spec["cwd"], place, program) for place in ([""] if "/" in program else path.split(os.pathsep))
+    ]
+    if not any(os.path.isfile(place) and os.access(place, os.X_OK) for place in places):
+        raise RuntimeError(
+            f"the command {program!r} was not found by {user} on node {node}, or is not executable there; give its "
+            "full path, or a PATH that has it with --env PATH=..."
+        )
+
+
+def secret(name: str, path: str, reader: str) -> str:
     """Return the content of the file at `path`, less the newline at its end, for the variable `name`.
 
     It is read here and not before: the value is in this process, which becomes the task, and in no file of ours.
     """
-    mend = "give --secret a regular file of text that the node agent's user can read, on every node"
+    mend = f"give --secret a regular file of text that {reader} can read, on every node"
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
@@ -199,12 +258,68 @@ def start_ticks(pid: int) -> int:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
-def reserve(folder: str, name: str) -> None:
+def receive(place: str) -> Json:
+    """Return what the launcher at the socket `place` sends to run; put the descriptors that come with it in place."""
+    import socket  # which a start without a launcher does not wait for
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
+        launcher.connect(place)
+        data, found, _, _ = socket.recv_fds(launcher, 2**16, 4)
+        while more := launcher.recv(2**16):
+            data += more
+    log, end, lock, line = (os.dup2(one, SPARE_FD + number) for number, one in enumerate(found))
+    for source, target in ((log, LOG_FD), (end, EXIT_FD), (lock, LOCK_FD), (line, 1)):
+        os.dup2(source, target)
+    os.closerange(SPARE_FD, SPARE_FD + len(found))
+    spec = json.loads(data)
+    assert isinstance(spec, dict)
+    return spec
+
+
+def pass_on(number: int, pid: int) -> None:
+    """Pass a signal on to the task from now on, waking it if it was stopped."""
+
+    def send(*_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+            os.kill(pid, signal.SIGCONT)
+
+    signal.signal(number, send)
+
+
+def finished(checkpoint_dir: str) -> Json | None:
+    """Return the word of a worker that finished, which the node agent may not be able to read."""
+    with suppress(OSError, ValueError):
+        fd = os.open(os.path.join(checkpoint_dir, "finished.json"), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as file:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                found = json.loads(file.read(FINISHED_BYTES_MAX))
+                return found if isinstance(found, dict) else None
+    return None
+
+
+def exit_file(place: str, by_launcher: bool) -> int:
+    """Return a descriptor of the file in which the end is told."""
+    return EXIT_FD if by_launcher else os.open(os.path.join(place, "exit.json.tmp"), os.O_WRONLY | os.O_CREAT, 0o600)
+
+
+def reserve(fd: int) -> None:
     """Take room for a file that has to be written when the disk may be full."""
-    fd = os.open(os.path.join(folder, name) + ".tmp", os.O_WRONLY | os.O_CREAT, 0o600)
-    os.write(fd, bytes(RESERVED_BYTES))
+    os.pwrite(fd, bytes(RESERVED_BYTES), 0)
     os.fsync(fd)
-    os.close(fd)
+    if fd != EXIT_FD:
+        os.close(fd)
+
+
+def write_end(place: str, content: Json, by_launcher: bool) -> None:
+    """Tell the end: in a file beside that gets its name, or in the one whose descriptor is all that there is."""
+    if not by_launcher:
+        write(place, "exit.json", content)
+        return
+    os.ftruncate(
+        EXIT_FD, os.pwrite(EXIT_FD, json.dumps(content).encode(), 0)
+    )  # with zeros after it, it counts for none
+    os.fsync(EXIT_FD)
 
 
 def write(folder: str, name: str, content: Json) -> None:

@@ -38,6 +38,8 @@ class WorkerSocket:
         Called with each line of a rank, and when its connection is gone.
     belongs
         Says whether the process of that number is one of the task's; None: it is gone, and cannot be traced.
+    uid
+        The user of the task; processes of all other users are refused.
     """
 
     def __init__(
@@ -46,8 +48,10 @@ class WorkerSocket:
         said: Callable[[FromWorker, int], None],
         left: Callable[[int], None],
         belongs: Callable[[int], bool | None],
+        uid: int,
     ) -> None:
         self.task = task
+        self._uid = uid
         self._belongs = belongs
         self._said = said
         self._left = left
@@ -62,6 +66,9 @@ class WorkerSocket:
         """Listen at `path`, replacing a socket that an earlier node agent left there."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: _Connection(self), str(path))
+        if self._uid != os.getuid():
+            # The kernel names each process that connects, and its user.
+            path.chmod(0o666)  # noqa: ASYNC240 - one system call on a file system in memory
 
     @property
     def world(self) -> int:
@@ -90,7 +97,7 @@ class WorkerSocket:
 
     def arrived(self, connection: _Connection, pid: int, uid: int) -> str:
         """Return why a new connection of that process may not stay until its hello; empty if it may."""
-        belongs = self._belongs(pid) if uid == os.getuid() else False
+        belongs = self._belongs(pid) if uid == self._uid else False
         if belongs is False:
             return f"process {pid} is none of this task's"
         if (

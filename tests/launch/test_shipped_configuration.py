@@ -16,12 +16,19 @@ from arbiter.config import FIELDS, ArbiterConfig, parse
 from arbiter.core.state.model import ArbiterSettings
 from launch.site.site import as_toml
 from node_agent.config import NodeConfig
+from node_agent.launcher.config import LauncherConfig
 
 SYSTEMD = Path(__file__).resolve().parents[2] / "launch/site/systemd"
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("arbiter.toml", ArbiterConfig), ("node.toml", NodeConfig), ("app.toml", AppConfig)]
+    ("name", "kind"),
+    [
+        ("arbiter.toml", ArbiterConfig),
+        ("node.toml", NodeConfig),
+        ("app.toml", AppConfig),
+        ("launcher.toml", LauncherConfig),
+    ],
 )
 def test_every_field_of_a_configuration_is_named_in_its_file(name: str, kind: type[Struct]) -> None:
     text = (SYSTEMD / name).read_text()

@@ -47,6 +47,7 @@ from protocol.messages import (
     TaskStatus,
     TenantId,
     Utility,
+    Warrant,
 )
 
 NODE, APP = Party("node", "n1"), Party("app", "ann")
@@ -59,6 +60,7 @@ _LAUNCH = LaunchSpec(
     {"SEED": "7"},
     run="ann-1-5f0c",
     secrets={"WANDB_API_KEY": "/home/ann/.wandb"},
+    warrant=Warrant("login1", "ann", 2001, (2001, 3000), (_GPU, _OTHER_GPU), 1_800_000_000, "ab" * 64),
 )
 _TERMS = LeaseTerms(_LEASE, _GPU, NodeId("n1"), "r1", "s0", 3, 55.5, leaving=True)
 _STATUS = TaskStatus(

@@ -7,6 +7,7 @@ input, reports go out on standard output.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -194,12 +195,12 @@ async def node_site(
 # --- in a process of its own ----------------------------------------------------------------------------------------
 
 
-async def serve(folder: Path) -> None:
+async def serve(folder: Path, **fields: object) -> None:
     """Plans from standard input, reports to standard output, logs to standard error."""
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     if "DIE_AT" in os.environ:
         die_at(os.environ["DIE_AT"])
-    async with node_site(folder, end_workers=False) as site, asyncio.TaskGroup() as group:
+    async with node_site(folder, end_workers=False, **fields) as site, asyncio.TaskGroup() as group:
         group.create_task(_pass_plans_on(site))
         while True:
             report = await site.report()
@@ -300,4 +301,4 @@ async def node_process(folder: Path, *, dies_at: str = "") -> AsyncIterator[Node
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(Path(sys.argv[1])))
+    asyncio.run(serve(Path(sys.argv[1]), **json.loads("".join(sys.argv[2:]) or "{}")))

@@ -14,6 +14,7 @@ import pytest
 import app_agent.config
 import arbiter.config
 import node_agent.config
+import node_agent.launcher.config
 from arbiter.core.registry import POLICIES
 from node_agent.workers.containment import LEAF
 
@@ -65,6 +66,7 @@ def test_the_example_configurations_are_accepted() -> None:
     assert arbiter.config.load(SYSTEMD / "arbiter.toml").arbiter.policy == "themis"
     assert node_agent.config.load(SYSTEMD / "node.toml").gpus == "nvml"
     assert app_agent.config.load(SYSTEMD / "app.toml").owner == "alice"
+    assert node_agent.launcher.config.load(SYSTEMD / "launcher.toml").node_user == "gpu-node"
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,7 @@ def test_the_example_configurations_are_accepted() -> None:
         ("arbiter", arbiter.config.ArbiterConfig, {"bus_file"}),
         ("node", node_agent.config.NodeConfig, {"node", "gpus", "bus_file", "runtime_dir"}),
         ("app", app_agent.config.AppConfig, {"owner", "bus_file", "state_dir", "socket"}),
+        ("launcher", node_agent.launcher.config.LauncherConfig, set()),
     ],
 )
 def test_what_an_example_calls_a_default_is_one(name: str, kind: type[msgspec.Struct], chosen: set[str]) -> None:

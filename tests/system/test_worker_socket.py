@@ -32,6 +32,7 @@ class Site:
             lambda message, rank: self.said.append((rank, message)),
             self.left.append,
             lambda pid: None if pid in self.gone else pid in self.own,
+            uid=os.getuid(),
         )
 
     async def connect(self, rank: int, world: int) -> Rank:

@@ -1,0 +1,82 @@
+"""The words of a node agent and its launcher: one JSON line each way over a Unix socket, file descriptors beside it.
+
+A request to start a task comes with four descriptors, in this order: the log (for appending), the record of the end,
+the lock of the record, and the pipe for the first line. The task's supervisor gets them as they are, so that no user
+needs a path into the node agent's folders.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from protocol.messages import AppId, Count, Folder, Gpus, JobId, Label, LaunchSpec, Variable, Word
+
+#: Of one request: the largest command and environment that the kernel takes, and room.
+REQUEST_BYTES_MAX = 2**23
+DESCRIPTORS = 4
+#: Of node agents on this node by their state directories, and of their tasks; see `node_agent.workers.containment`.
+Owner = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}$")]
+Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}-[0-9a-f]{16}$")]
+
+
+class Start(Struct, frozen=True, tag="start", forbid_unknown_fields=True):
+    """Start a task on these devices; `env` are the variables of the node agent's own, `node` is for sentences."""
+
+    key: Key
+    node: Label
+    app: AppId
+    job: JobId
+    attempt: Count
+    gpus: Gpus
+    launch: LaunchSpec
+    env: dict[Variable, Word] = {}
+    memory_bytes: Count = 0
+    cpus: tuple[Count, ...] = ()
+
+
+class Signal(Struct, frozen=True, tag="signal", forbid_unknown_fields=True):
+    """SIGTERM the task's main process, SIGKILL all but its supervisor, or `end` the supervisor too."""
+
+    key: Key
+    how: Literal["terminate", "kill", "end"]
+
+
+class Reopen(Struct, frozen=True, tag="reopen", forbid_unknown_fields=True):
+    """Let a task that runs open the device files of these devices and of no others."""
+
+    key: Key
+    gpus: Gpus
+
+
+class Living(Struct, frozen=True, tag="living", forbid_unknown_fields=True):
+    """Name the tasks of a node agent that are there."""
+
+    owner: Owner
+
+
+class Reply(Struct, frozen=True, omit_defaults=True):
+    """The answer: `error` is empty or a sentence; the supervisor of a task that was started; keys of living tasks."""
+
+    error: str = ""
+    shim: int = 0
+    shim_ticks: int = 0
+    keys: tuple[Key, ...] = ()
+
+
+class Payload(Struct, frozen=True):
+    """What the supervisor, already the user, is to run; see `node_agent.workers.shim`."""
+
+    command: tuple[str, ...]
+    cwd: Folder
+    checkpoint_dir: Folder
+    env: dict[str, str]
+    secrets: dict[str, str]
+    cpus: tuple[int, ...]
+    reader: str  #: the user, for sentences
+    node: str
+    cgroup: str = "own"
+
+
+Request = Start | Signal | Reopen | Living

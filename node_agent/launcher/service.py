@@ -1,0 +1,433 @@
+"""The launcher's service: takes requests of the node agent, believes gateways only, and starts tasks as their users.
+
+The node agent says where and when a task runs, and with how much memory. A gateway's signature says what runs, as which
+user, and on which GPUs it may. The launcher starts it once, and soon:
+
+1. The signature covers the program, its environment, its folders, the user, the attempt and the GPUs.
+2. An attempt is started once on a node. A mark of each is on the disk before it starts, until the launch is too old.
+3. The user is known on this node by the same name and number, is no system user, and gets no group here that the
+   gateway does not know it in.
+4. The task's supervisor (`node_agent.workers.shim`) runs as the user, in a unit of its own. It is no child of the node
+   agent or of this service, so a restart of either does not touch it.
+
+It holds no state but the marks. Each connection is one request, answered in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import pwd
+import signal
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from hashlib import blake2s
+from pathlib import Path
+
+import msgspec
+
+from node_agent.launcher import requests
+from node_agent.launcher.config import LauncherConfig
+from node_agent.launcher.requests import Living, Payload, Reopen, Reply, Request, Signal, Start
+from node_agent.launcher.units import UnitError, Units, allowing, device_files
+from protocol import warrants
+from protocol.config import ConfigError
+from protocol.messages import LaunchSpec, Warrant, device_of
+from protocol.worker import ENVIRONMENT
+
+SHIM = Path(__file__).parents[1] / "workers/shim.py"
+#: For the node agent to send a request, and for a supervisor to connect once its unit is started.
+PATIENCE_S = 30.0
+CONNECTIONS_MAX = 64
+#: The variables that a node agent may give a task: those of the worker contract, and for virtual GPUs. None of them
+#: names code that the task would load, or a folder in which it would remove files.
+VIRTUAL = {
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "THP_MEM_ALLOC_ENABLE",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+}
+NODE_VARIABLES = ENVIRONMENT.keys() - {"GPU_ARBITER_MEMORY_DIR"} | VIRTUAL
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class Refused(Exception):  # noqa: N818 - an expected no, told as a sentence
+    """A request is refused; the message says why, and the mend."""
+
+
+class Launcher:
+    """Checks requests and carries them out.
+
+    Parameters
+    ----------
+    config
+        Its settings.
+    units
+        systemd's units.
+    clock
+        UNIX time in seconds.
+
+    Raises
+    ------
+    ConfigError
+        If the node agent's user, the folder of keys or that of marks is not as it must be.
+    """
+
+    def __init__(self, config: LauncherConfig, units: Units, clock: Callable[[], float] = time.time) -> None:
+        self._config, self._units, self._clock = config, units, clock
+        try:
+            self.node_uid = pwd.getpwnam(config.node_user).pw_uid
+        except KeyError:
+            raise ConfigError(f"node_user {config.node_user!r} is no user here; name the node agent's") from None
+        _check_keys(Path(config.keys))
+        self._marks = Path(config.state_dir) / "started"
+        self._starts = Path(config.socket).parent / "starts"
+        try:
+            self._marks.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._starts.mkdir(parents=True, exist_ok=True)
+            self._starts.chmod(0o711)  # users pass through it to a socket of theirs
+        except OSError as error:
+            raise ConfigError(f"{error.filename} cannot be made: {error.strerror}; set another state_dir") from error
+
+    def answer(self, line: bytes, descriptors: Sequence[int], answer: Callable[[Reply], None]) -> None:
+        """Carry out the request in `line`, and answer it once.
+
+        Raises
+        ------
+        Refused, UnitError, msgspec.DecodeError
+            If it was not carried out, and not answered.
+        """
+        match msgspec.json.decode(line, type=Request):
+            case Start() as start:
+                self._start(start, descriptors, answer)
+            case Signal(key, how):
+                getattr(self._units, how)(key)
+                answer(Reply())
+            case Reopen(key, gpus):
+                self._units.reopen(key, device_files(set(map(device_of, gpus)), self._config.devices))
+                answer(Reply())
+            case Living(owner):
+                answer(Reply(keys=tuple(self._units.living(owner))))
+
+    # --- starting ---------------------------------------------------------------------------------------------------
+
+    def _start(self, start: Start, descriptors: Sequence[int], answer: Callable[[Reply], None]) -> None:
+        user = self._check(start)
+        if len(descriptors) != requests.DESCRIPTORS:
+            raise Refused(f"a task needs {requests.DESCRIPTORS} descriptors, and {len(descriptors)} came")
+        _give_log(descriptors[0], self.node_uid, user.pw_gid)
+        mark = self._mark(start)
+        with ExitStack() as held, ExitStack() as undoing:
+            undoing.callback(mark.unlink)
+            path = self._starts / f"{start.key}.sock"
+            listener = held.enter_context(_listening(path, user.pw_uid))
+            command = [sys.executable, "-I", "-S", str(SHIM), str(path)]
+            self._units.start(start.key, user.pw_name, user.pw_gid, self._properties(start), command)
+            undoing.callback(self._units.end, start.key)
+            supervisor = held.enter_context(self._accept(start.key, listener, user.pw_uid))
+            undoing.pop_all()  # from here on something of the user's may run
+            pid = _peer(supervisor)[0]
+            answer(Reply(shim=pid, shim_ticks=_start_ticks(pid)))
+            _hand_over(supervisor, self._payload(start, user), descriptors)
+        _log("task.started", task=f"{start.job}-a{start.attempt}", user=user.pw_name, unit=start.key, shim=pid)
+
+    def _check(self, start: Start) -> pwd.struct_passwd:
+        """Return the user that the task runs as.
+
+        Raises
+        ------
+        Refused
+            If the launch is not what a gateway has signed, or its user may not run it here and now.
+        """
+        warrant = start.launch.warrant
+        if warrant is None:
+            raise Refused("the launch is not signed; submit it through a gateway, this node runs no other")
+        self._check_signature(start, warrant)
+        self._check_age(warrant)
+        if others := set(map(device_of, start.gpus)) - set(map(device_of, warrant.gpus)):
+            raise Refused(f"the launch is signed for other GPUs than {min(others)}")
+        if foreign := set(start.env) - NODE_VARIABLES:
+            raise Refused(f"a node agent may not set the variable {min(foreign)} of a task")
+        return self._user(warrant)
+
+    def _check_signature(self, start: Start, warrant: Warrant) -> None:
+        file = Path(self._config.keys) / f"{warrant.gateway}.pub"
+        try:
+            key = warrants.public_key(file)
+        except warrants.WarrantError as error:
+            raise Refused(f"the gateway {warrant.gateway} is not known on this node: {error}") from error
+        if not warrants.is_signed(start.launch, key, app=start.app, job=start.job, attempt=start.attempt):
+            raise Refused(
+                f"the launch of {start.job} does not bear the signature of the gateway {warrant.gateway}: it was "
+                f"altered, or {file} is not that gateway's newest key"
+            )
+
+    def _check_age(self, warrant: Warrant) -> None:
+        age_s, config = self._clock() - warrant.signed_at_s, self._config
+        if not -config.skew_max_s <= age_s <= config.age_max_s:
+            raise Refused(
+                f"by the clocks of the gateway {warrant.gateway} and of this node the launch was signed {age_s:.0f} "
+                f"s ago; from {-config.skew_max_s:g} to {config.age_max_s:g} s are allowed; set both clocks by NTP"
+            )
+
+    def _user(self, warrant: Warrant) -> pwd.struct_passwd:
+        if warrant.uid < self._config.uid_min:
+            raise Refused(
+                f"the user {warrant.user} has the number {warrant.uid}; users below {self._config.uid_min} run no tasks"
+            )
+        try:
+            user = pwd.getpwnam(warrant.user)
+        except KeyError:
+            raise Refused(
+                f"the user {warrant.user} is not known on this node; make it here with the number {warrant.uid}"
+            ) from None
+        if (user.pw_uid, user.pw_gid) != (warrant.uid, warrant.gids[0]):
+            raise Refused(
+                f"the user {warrant.user} has the numbers {user.pw_uid}:{user.pw_gid} on this node and "
+                f"{warrant.uid}:{warrant.gids[0]} at the gateway {warrant.gateway}; give it the same on both"
+            )
+        here = set(os.getgrouplist(user.pw_name, user.pw_gid)) - set(warrant.gids)
+        if surplus := {_group(gid) for gid in here} - set(self._config.groups):
+            raise Refused(
+                f"the user {warrant.user} is in the group {min(surplus)} on this node and not at the gateway; take it "
+                "out, or add the group to `groups` in launcher.toml"
+            )
+        return user
+
+    def _mark(self, start: Start) -> Path:
+        """Mark an attempt as started, on the disk; raises `Refused` if it was before."""
+        warrant = start.launch.warrant
+        assert warrant is not None
+        self._prune()
+        name = "\n".join((warrant.gateway, start.launch.run, start.job, str(start.attempt)))
+        path = self._marks / blake2s(name.encode(), digest_size=16).hexdigest()
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        except FileExistsError:
+            raise Refused(f"the attempt {start.attempt} of {start.job} was started on this node before") from None
+        folder = os.open(self._marks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.fsync(folder)
+        os.close(folder)
+        return path
+
+    def _prune(self) -> None:
+        """Remove the marks of launches that would be too old by now."""
+        oldest = self._clock() - self._config.age_max_s - self._config.skew_max_s
+        for path in self._marks.iterdir():
+            with suppress(FileNotFoundError):
+                if path.stat().st_mtime < oldest:
+                    path.unlink()
+
+    def _properties(self, start: Start) -> list[str]:
+        files = device_files(set(map(device_of, start.gpus)), self._config.devices)
+        memory = [f"MemoryMax={start.memory_bytes}"] * bool(start.memory_bytes)
+        cores = [f"AllowedCPUs={','.join(map(str, start.cpus))}"] * bool(start.cpus)
+        return [*memory, *cores, *allowing(files)]
+
+    def _payload(self, start: Start, user: pwd.struct_passwd) -> Payload:
+        launch = start.launch
+        env = _environment(user) | launch.env
+        if self._config.bootstrap_dir:
+            first = (self._config.bootstrap_dir, env.get("PYTHONPATH", ""))
+            env["PYTHONPATH"] = os.pathsep.join(path for path in first if path)
+        env |= start.env | _identity(start, launch)
+        ours = start.env.keys() | _identity(start, launch).keys()
+        secrets = {name: file for name, file in launch.secrets.items() if name not in ours}
+        return Payload(
+            launch.command, launch.cwd, launch.checkpoint_dir, env, secrets, start.cpus, user.pw_name, start.node
+        )
+
+    def _accept(self, key: str, listener: socket.socket, uid: int) -> socket.socket:
+        """Return the connection of a task's supervisor: another process of the user's is none."""
+        try:
+            supervisor, _ = listener.accept()
+        except TimeoutError:
+            raise Refused(
+                f"the task's supervisor did not speak within {PATIENCE_S:g} s; see journalctl -u {key}"
+            ) from None
+        if _peer(supervisor) != (self._units.standing(key).main, uid):
+            supervisor.close()
+            raise Refused("another process spoke in place of the task's supervisor")
+        supervisor.settimeout(PATIENCE_S)
+        return supervisor
+
+
+def _check_keys(folder: Path) -> None:
+    """Refuse a folder of keys in which another user than this one could put the key of a gateway of its own.
+
+    Raises
+    ------
+    ConfigError
+        With the mend; also if signatures cannot be checked here, or a key cannot be read.
+    """
+    try:
+        found = folder.stat()
+        keys = sorted(folder.glob("*.pub"))
+    except OSError as error:
+        raise ConfigError(
+            f"keys {folder} cannot be read: {error.strerror}; make it, and copy the .pub file of each gateway there"
+        ) from error
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ConfigError(f"other users may write to keys {folder}; run: chown root {folder}; chmod 755 {folder}")
+    try:
+        warrants.check_available()
+        for key in keys:
+            warrants.public_key(key)
+    except warrants.WarrantError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _identity(start: Start, launch: LaunchSpec) -> dict[str, str]:
+    """Return the variables of the worker contract that follow from what was signed."""
+    return {
+        "GPU_ARBITER_JOB": start.job,
+        "GPU_ARBITER_ATTEMPT": str(start.attempt),
+        "GPU_ARBITER_RUN": launch.run,
+        "GPU_ARBITER_CHECKPOINT_DIR": launch.checkpoint_dir,
+    }
+
+
+def _environment(user: pwd.struct_passwd) -> dict[str, str]:
+    """Return the variables that a login of the user would begin with."""
+    name, home, shell = user.pw_name, user.pw_dir, user.pw_shell or "/bin/sh"
+    return {"PATH": PATH, "LANG": "C.UTF-8", "HOME": home, "USER": name, "LOGNAME": name, "SHELL": shell}
+
+
+def _group(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
+
+
+def _give_log(log: int, node_uid: int, gid: int) -> None:
+    """Let the user's group write to a log of the node agent's, which no path leads the user to.
+
+    Raises
+    ------
+    Refused
+        If it is no plain file of the node agent's own: root would give another's file away.
+    """
+    found = os.fstat(log)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != node_uid:
+        raise Refused("the log of the task is no file of the node agent's own")
+    os.fchown(log, -1, gid)
+    os.fchmod(log, 0o660)
+
+
+def _hand_over(supervisor: socket.socket, payload: Payload, descriptors: Sequence[int]) -> None:
+    data = msgspec.json.encode(payload)
+    sent = socket.send_fds(supervisor, [data], descriptors)
+    supervisor.sendall(data[sent:])
+
+
+def _peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the number and the user of the process that connected."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", found)
+    return pid, uid
+
+
+def _start_ticks(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+
+
+def _log(event: str, **fields: object) -> None:
+    sys.stderr.write(json.dumps({"event": event, **fields}) + "\n")
+    sys.stderr.flush()
+
+
+# --- the socket -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _listening(path: Path, uid: int) -> Iterator[socket.socket]:
+    """Yield a socket at `path` that root and the user of that number alone can connect to."""
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        before = os.umask(0o177)
+        try:
+            listener.bind(str(path))
+        finally:
+            os.umask(before)
+        try:
+            os.chown(path, uid, -1)
+            listener.settimeout(PATIENCE_S)
+            listener.listen(CONNECTIONS_MAX)
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def serve(config: LauncherConfig, units: Units | None = None, ready: Callable[[], object] = lambda: None) -> None:
+    """Answer requests until SIGTERM; tasks go on.
+
+    Raises
+    ------
+    ConfigError
+        If it does not run as root, or the socket cannot be made.
+    """
+    if os.geteuid():
+        raise ConfigError("the launcher starts tasks as other users, so it must run as root")
+    launcher = Launcher(config, units or Units())
+    path = Path(config.socket)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        with _listening(path, launcher.node_uid) as listener:
+            listener.settimeout(None)
+            _log("launcher.ready", socket=str(path), node_user=config.node_user)
+            ready()
+            room = threading.BoundedSemaphore(CONNECTIONS_MAX)
+            while True:
+                connection, _ = listener.accept()
+                room.acquire()
+                threading.Thread(target=_converse, args=(launcher, connection, room), daemon=True).start()
+    except OSError as error:
+        raise ConfigError(f"socket {path} cannot be used: {error.strerror}; choose another path") from error
+
+
+def _converse(launcher: Launcher, connection: socket.socket, room: threading.BoundedSemaphore) -> None:
+    """Answer one request; whatever goes wrong is this request's."""
+    descriptors: list[int] = []
+    try:
+        with connection:
+            connection.settimeout(PATIENCE_S)
+            if _peer(connection)[1] not in (0, launcher.node_uid):
+                _log("request.refused", pid=_peer(connection)[0], uid=_peer(connection)[1])
+                return
+            line = _receive(connection, descriptors)
+            try:
+                launcher.answer(line, descriptors, lambda reply: _reply(connection, reply))
+            except (Refused, UnitError, msgspec.DecodeError, OSError) as error:
+                _log("request.refused", reason=str(error))
+                _reply(connection, Reply(error=str(error)))
+    except (OSError, ValueError) as error:
+        _log("request.failed", reason=f"{type(error).__name__}: {error}")
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        room.release()
+
+
+def _receive(connection: socket.socket, descriptors: list[int]) -> bytes:
+    """Return the line of a request; its descriptors are added to `descriptors`, so that they are closed in any case."""
+    data = b""
+    while not data.endswith(b"\n"):
+        chunk, found, _, _ = socket.recv_fds(connection, 2**16, requests.DESCRIPTORS)
+        descriptors += found
+        data += chunk
+        if not chunk or len(data) > requests.REQUEST_BYTES_MAX:
+            raise ValueError("the request is not one line, or is too long")
+    return data
+
+
+def _reply(connection: socket.socket, reply: Reply) -> None:
+    connection.sendall(msgspec.json.encode(reply) + b"\n")

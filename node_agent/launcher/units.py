@@ -1,0 +1,166 @@
+"""Transient units of systemd, one for each task: started, looked at, signalled and ended.
+
+By `systemd-run` and `systemctl`, which reach systemd on its private socket: no D-Bus is needed. Their command lines
+hold no variable and no argument of the user's program; those go to the task's supervisor over a socket of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from glob import glob
+from pathlib import Path
+
+from msgspec import Struct
+
+#: The device files that CUDA opens besides each GPU's own.
+DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
+SLICE = "gpu-arbiter.slice"
+SYSTEMD_S = 30.0
+#: For processes that were sent SIGKILL to disappear, and for a supervisor to write down the end.
+KILLED_S = 5.0
+#: A task gets what a login would give it, and no new rights. A worker that the kernel kills for want of memory is for
+#: the supervisor to tell.
+PROPERTIES = (
+    "Type=exec NoNewPrivileges=yes DevicePolicy=closed OOMPolicy=continue TasksMax=infinity LimitNOFILE=65536 "
+    "LimitMEMLOCK=infinity TimeoutStopSec=5 StandardInput=null StandardOutput=null StandardError=null"
+)
+
+Run = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+
+
+class UnitError(Exception):
+    """systemd did not do it; the message has its words."""
+
+
+class Standing(Struct, frozen=True):
+    """A unit's main process (0: none) and its control group, below the root of the hierarchy."""
+
+    main: int
+    group: str
+
+
+class Units:
+    """The units of tasks, each known by the task's key; `run` runs a command to its end."""
+
+    def __init__(self, run: Run | None = None, proc: Path = Path("/proc")) -> None:
+        self._run = run or _run
+        self._proc = proc
+
+    def start(self, key: str, user: str, group: int, properties: Sequence[str], command: Sequence[str]) -> None:
+        """Start `command` as `user` with the primary group `group`.
+
+        Raises
+        ------
+        UnitError
+            If systemd refuses it, or the program cannot be executed.
+        """
+        wanted = (f"User={user}", f"Group={group}", *PROPERTIES.split(), *properties)
+        options = ["--quiet", "--collect", "--unit", unit(key), "--slice", SLICE, "--description", f"GPU task {key}"]
+        done = self._run(["systemd-run", *options, *(part for one in wanted for part in ("-p", one)), "--", *command])
+        if done.returncode:
+            raise UnitError(f"systemd did not start it: {done.stderr.strip()}")
+
+    def standing(self, key: str) -> Standing:
+        """Return the main process and the control group of a task's unit."""
+        shown = self._run(["systemctl", "show", unit(key), "-p", "MainPID", "-p", "ControlGroup"]).stdout
+        found = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+        return Standing(int(found.get("MainPID") or 0), found.get("ControlGroup", ""))
+
+    def members(self, group: str) -> list[int]:
+        """Return the processes in a control group."""
+        if not group:
+            return []
+        numbers = (int(path.name) for path in self._proc.iterdir() if path.name.isdigit())
+        return [pid for pid in numbers if self.is_member(pid, group)]
+
+    def is_member(self, pid: int, group: str) -> bool:
+        """Whether a process is in a control group, which a user cannot leave."""
+        try:
+            lines = (self._proc / str(pid) / "cgroup").read_text().splitlines()
+        except OSError:
+            return False
+        return any(line in (f"0::{group}", f"{line.partition(':')[0]}:name=systemd:{group}") for line in lines)
+
+    def terminate(self, key: str) -> None:
+        """SIGTERM the supervisor, which passes it on to the main process."""
+        found = self.standing(key)
+        self._send(found.main, found.group, signal.SIGTERM)
+
+    def kill(self, key: str) -> None:
+        """SIGKILL all but the supervisor, which writes down the end; a supervisor that stays too long follows."""
+        found, deadline = self.standing(key), time.monotonic() + KILLED_S
+        while found.main and self.is_member(found.main, found.group):
+            late = time.monotonic() > deadline
+            for pid in self.members(found.group):
+                if pid != found.main or late:
+                    self._send(pid, found.group, signal.SIGKILL)
+            if late:
+                return
+            time.sleep(0.02)
+
+    def end(self, key: str) -> None:
+        """SIGKILL whatever is left of a task."""
+        self._run(["systemctl", "kill", "--signal=SIGKILL", unit(key)])
+
+    def reopen(self, key: str, devices: Collection[str]) -> None:
+        """Set the device files of a task anew.
+
+        Raises
+        ------
+        UnitError
+            If systemd refuses it.
+        """
+        done = self._run(["systemctl", "set-property", "--runtime", unit(key), "DeviceAllow=", *allowing(devices)])
+        if done.returncode:
+            raise UnitError(f"systemd would not open the device files of its new GPUs: {done.stderr.strip()}")
+
+    def living(self, owner: str) -> list[str]:
+        """Return the keys of the tasks of a node agent whose units are there."""
+        listed = self._run(["systemctl", "list-units", "--plain", "--no-legend", unit(f"{owner}-*")]).stdout
+        return [line.split(".service")[0].strip().removeprefix("gpu-arbiter-") for line in listed.splitlines()]
+
+    def _send(self, pid: int, group: str, number: signal.Signals) -> None:
+        """Signal a process, if it is one of the group: its number may be another process's by now."""
+        with suppress(ProcessLookupError):
+            if pid > 0:
+                fd = os.pidfd_open(pid)
+                try:
+                    if self.is_member(pid, group):
+                        signal.pidfd_send_signal(fd, number)
+                finally:
+                    os.close(fd)
+
+
+def unit(key: str) -> str:
+    """Return the name of a task's unit."""
+    return f"gpu-arbiter-{key}.service"
+
+
+def allowing(devices: Collection[str]) -> list[str]:
+    """Return the properties that let a unit open these device files."""
+    return [f"DeviceAllow={path} rw" for path in devices]
+
+
+def device_files(gpus: Collection[str], patterns: Collection[str], proc: Path = Path("/proc")) -> list[str]:
+    """Return the device files that a task on `gpus` may open: none of a GPU that the driver does not name."""
+    minors = {}
+    for path in sorted(glob(str(proc / "driver/nvidia/gpus/*/information"))):  # noqa: PTH207 - as for the patterns
+        with suppress(OSError):
+            lines = (line.split(":", 1) for line in Path(path).read_text().splitlines() if ":" in line)
+            told = {name.strip(): value.strip() for name, value in lines}
+            minors[told.get("GPU UUID", "")] = told.get("Device Minor", "")
+    own = [f"/dev/nvidia{minors[gpu]}" for gpu in sorted(gpus) if minors.get(gpu, "").isdigit()]
+    others = sorted(path for pattern in patterns for path in glob(pattern))  # noqa: PTH207 - patterns are absolute
+    return [*own, *(DEVICE_FILES if own else ()), *others]
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=SYSTEMD_S, check=False)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"no answer within {SYSTEMD_S:g} s")

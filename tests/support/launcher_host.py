@@ -1,0 +1,144 @@
+"""A host of its own for tests of the launcher: a real systemd in namespaces, users that are nowhere else, a launcher.
+
+All of it lies on an overlay in memory, and the host that runs the tests keeps its users, files and services.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+from launch.site import shipped
+from tests.support.node_site import NodeProcess
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BOOT = Path(__file__).with_name("boot_systemd.sh")
+UIDS = {"alice": 2001, "bob": 2002, "gpu-node": 993}
+RUNTIME = "/run/gpu-arbiter-node"
+LAUNCHER = "/run/gpu-arbiter-launcher/launcher.sock"
+UNIT = "gpu-arbiter-launcher.service"
+#: The interpreter of this test run may be in a home folder, which the unit hides.
+DROP_IN = f"""
+[Service]
+WorkingDirectory={REPOSITORY}
+ProtectHome=no
+StandardError=file:/var/log/launcher
+"""
+
+
+def why_not() -> str:
+    """Why no host can be made here; empty if one can."""
+    if os.geteuid():
+        return "booting a systemd in namespaces needs root"
+    needed = ("unshare", "nsenter", "setpriv", "useradd", "systemd-run", "pgrep")
+    missing = [name for name in needed if shutil.which(name) is None]
+    if missing or not Path("/lib/systemd/systemd").exists():
+        return f"booting a systemd in namespaces needs {', '.join(missing) or 'Debian systemd'}"
+    return ""
+
+
+class Host:
+    """A running host; `pid` is its init as seen from outside."""
+
+    def __init__(self, folder: Path) -> None:
+        pid = (folder / "pid").read_text().strip()
+        self.enter = ["nsenter", "-t", pid, "-m", "-p", "-u", "-i", "-n", "-C", "--"]
+
+    def run(self, *command: str, user: str = "", check: bool = True, text: str | None = None) -> str:
+        """Run a command to its end, as root or as `user`; return what it printed."""
+        done = subprocess.run(
+            [*self.enter, *as_user(user), *command], input=text, capture_output=True, text=True, check=False
+        )
+        assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"
+
+    def write(self, path: str, content: str, *, owner: str = "root", mode: str = "644") -> None:
+        self.run("install", "-D", "-o", owner, "-m", mode, "/dev/stdin", path, text=content)
+
+    def make_users(self) -> None:
+        lines = [
+            f"groupadd -g {uid} {name}; useradd -u {uid} -g {uid} -m {name}; chmod 700 /home/{name}"
+            for name, uid in UIDS.items()
+        ]
+        # The interpreter and the packages of this test run may be in a folder that only root may pass through.
+        paths = {REPOSITORY, Path(sys.executable).resolve(), *map(Path, sys.path)}
+        folders = {folder for path in paths for folder in (path, *path.parents) if folder.is_dir()}
+        closed = [shlex.quote(str(folder)) for folder in sorted(folders) if not folder.stat().st_mode & 0o001]
+        if closed:
+            lines.append(f"chmod o+x {' '.join(closed)}")
+        self.run("sh", "-ec", "\n".join(lines))
+
+    def start_launcher(self, **settings: object) -> None:
+        settings = {"bootstrap_dir": "/srv"} | settings  # the workers of these tests speak for themselves
+        lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+        self.write("/etc/gpu-arbiter/launcher.toml", "\n".join(lines) + "\n")
+        program = f"{sys.executable} -m gpu_arbiter"
+        self.write(f"/etc/systemd/system/{UNIT}", shipped.units(program)[UNIT])
+        self.write(f"/etc/systemd/system/{UNIT}.d/test.conf", DROP_IN)
+        self.run("systemctl", "daemon-reload")
+        self.run("systemctl", "restart", UNIT)
+
+    @asynccontextmanager
+    async def node(self, **fields: object) -> AsyncIterator[NodeProcess]:
+        """A node agent as the user gpu-node, on the state that an earlier one left."""
+        settings = {"launcher": LAUNCHER, "runtime_dir": RUNTIME} | fields
+        self.run("install", "-d", "-o", "gpu-node", "-m", "711", RUNTIME)
+        self.run("install", "-d", "-o", "gpu-node", "-m", "700", "/srv/node")
+        process = await asyncio.create_subprocess_exec(
+            *self.enter,
+            *as_user("gpu-node"),
+            *("env", "-C", str(REPOSITORY), "PYTHONDONTWRITEBYTECODE=1"),
+            *(sys.executable, "-m", "tests.support.node_site", "/srv/node", json.dumps(settings)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=None,
+            limit=2**20,
+        )
+        node = NodeProcess(process)
+        try:
+            yield node
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+            process._transport.close()  # type: ignore[attr-defined] - closes the pipes before the loop ends
+
+
+def as_user(name: str) -> Sequence[str]:
+    """The words before a command that make it one of the user's, with no right of root's left."""
+    if not name:
+        return []
+    uid = str(UIDS[name])  # it dies with its parent here, and so with a signal to that
+    return [
+        "setpriv",
+        "--reuid",
+        uid,
+        "--regid",
+        uid,
+        "--clear-groups",
+        "--no-new-privs",
+        "--pdeathsig",
+        "KILL",
+        "env",
+        f"HOME=/home/{name}",
+    ]
+
+
+@contextmanager
+def launcher_host(folder: Path) -> Iterator[Host]:
+    """A host with the users of `UIDS`."""
+    subprocess.run(["bash", str(BOOT), "start", str(folder)], check=True)
+    try:
+        host = Host(folder)
+        host.make_users()
+        yield host
+    finally:
+        subprocess.run(["bash", str(BOOT), "stop", str(folder)], check=False)
