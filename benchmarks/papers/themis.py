@@ -65,6 +65,8 @@ BASELINES = ("gandiva-placement", "las", "optimus", "slaq", "srtf", "srsf")
 OTHERS = ("drf", "fifo", "backfill")
 GOAL_RATIO, GOAL_ERROR = 2.2, 0.1076
 KINDS: tuple[Kind, ...] = (1, 2)
+#: The name of the tables of distributions, before the size.
+RHOS = "rho of all apps"
 #: The paper's "near 1".
 NEAR_1 = 1.2
 
@@ -134,10 +136,12 @@ PUBLISHED = replace(
     HARDER,
     setting="published",
     cluster="themis-32",
-    apps=16,
+    apps=10,
     scale=0.125,
     variants=("leftovers to the worst-off",),
     others=(),
+    shares=(0.0, 1.0),
+    lies=(0.34, 1.0),
     liar_seeds=(3, 4, 5, 6, 7),
     rounds=((), SELDOM),
 )
@@ -227,6 +231,12 @@ def worst_of(case: Case, seeds: Sequence[int]) -> list[tuple[str, ...]]:
     return [(case.policy, str(seed), run(replace(case, seed=seed)).worst) for seed in seeds]
 
 
+def rhos_of(case: Case, seeds: Sequence[int]) -> list[tuple[str, ...]]:
+    """Return rho of all apps, of each seed."""
+    found = [(seed, run(replace(case, seed=seed)).rhos) for seed in seeds]
+    return [(case.policy, str(seed), " ".join(f"{rho:.3f}" for rho in rhos)) for seed, rhos in found]
+
+
 def base(plan: Plan, *, contention: int = 1, **changes: Any) -> Case:
     """Return themis on workload 1 with the defaults of everything, but for `changes`.
 
@@ -263,6 +273,8 @@ def rho_part(plan: Plan) -> Part:
         cases = [replace(case, policy=policy) for policy in (THEMIS, *BASELINES, FLUID)]
         stories = tuple(line for each in cases for line in worst_of(each, plan.seeds))
         tables.append(Table(f"the worst-off app, {what}", ("policy", "seed", "its story"), stories))
+        spread = tuple(line for each in cases for line in rhos_of(each, plan.seeds))
+        tables.append(Table(f"{RHOS}, {what}", ("policy", "seed", "rho, rising"), spread))
         claims += [ratio_claim(case, policy, plan.seeds, plan.variants) for policy in BASELINES]
         if kind == 2:
             for policy, goal, paper in (("gandiva-placement", 0.048, "4.8 %"), ("slaq", 2.5, "250 %")):
@@ -520,10 +532,10 @@ def rounds_part(plan: Plan) -> Part:
 
 
 def elastic_tables(plan: Plan) -> list[Table]:
-    """Return the policies on jobs that can use any number of GPUs up to their gang: no gang can starve."""
+    """Return the policies on jobs that can use any number of GPUs up to their gang (Eq. 1): no gang can starve."""
     policies = (THEMIS, *BASELINES, FLUID)
     tables = []
-    for contention in (min(plan.contentions), max(plan.contentions)) if plan.setting == "harder" else ():
+    for contention in (min(plan.contentions), max(plan.contentions)):
         case = base(plan, contention=contention, elastic=True)
         rows = tuple(row_of(policy, replace(case, policy=policy), plan.few_seeds) for policy in policies)
         tables.append(Table(f"jobs of any size up to their gang, contention {contention:g}", COLUMNS, rows))
