@@ -12,7 +12,8 @@ may preempt at any time. Parts:
 *rho*: greatest rho of each policy over that of `themis`, GPU time, workloads 1 and 2, 64 GPUs; *large*: 256 GPUs;
 *contention*: once, twice and four times the work; *network*: the part of apps that suffer from lying apart;
 *errors*: every rho that apps tell is wrong by up to 20 %; *liar*: one of eight equal apps over-reports; *f* and
-*lease*: sweeps; *rounds*: how seldom rounds are and how many GPUs are in play in them.
+*lease*: sweeps; *rounds*: how seldom rounds are and how many GPUs are in play in them; *sizes*: whether verdicts of the
+published setting change with its size.
 
 rho is that of the app rows: time to completion over T_id with the mean number of apps over the app's life. Each policy
 gets the same apps; several seeds give a mean with its 95 % interval. `--keep` notes every run in a file and takes from
@@ -101,6 +102,7 @@ class Plan(Struct, frozen=True):
     rounds: tuple[Knobs, ...]
     apps_large: int
     seeds_large: tuple[int, ...]
+    sizes: tuple[tuple[str, float], ...]  #: clusters and scales on which verdicts are compared
 
 
 #: Changes of themis that show why it misses: by name, its settings, and the rule that an experiment changes.
@@ -130,6 +132,7 @@ HARDER = Plan(
     rounds=((), (("renewal_lead_s", "150"), ("round_pause_s", "145")), SELDOM, SELDOM_ALL),
     apps_large=60,
     seeds_large=(0,),
+    sizes=(),
 )
 #: An eighth of the published simulator: 32 GPUs for 256, an eighth of the jobs, of an eighth of the length.
 PUBLISHED = replace(
@@ -144,6 +147,9 @@ PUBLISHED = replace(
     lies=(0.34, 1.0),
     liar_seeds=(3, 4, 5, 6, 7),
     rounds=((), SELDOM),
+    apps_large=0,
+    seeds_large=(),
+    sizes=(("themis-32", 0.125), ("themis-64", 0.25)),
 )
 FULL: dict[Setting, Plan] = {"published": PUBLISHED, "harder": HARDER}
 QUICK_HARDER = Plan(
@@ -167,6 +173,7 @@ QUICK_HARDER = Plan(
     rounds=((), SELDOM),
     apps_large=8,
     seeds_large=(),
+    sizes=(),
 )
 QUICK: dict[Setting, Plan] = {
     "published": replace(
@@ -349,6 +356,25 @@ def large_part(plan: Plan) -> Part:
     table = policies_table(f"workload 1, {size_of(case)}", case, plan, plan.seeds_large)
     claims = [ratio_claim(case, policy, plan.seeds_large, plan.variants) for policy in BASELINES]
     return Part(tuple(claims), (table,))
+
+
+def sizes_part(plan: Plan) -> Part:
+    """Show whether verdicts change with the size: one seed, workload 1 under the greatest contention."""
+    rows = []
+    for cluster, scale in plan.sizes:
+        case = base(plan, contention=max(plan.rho_contentions), cluster=cluster, seed=plan.seeds[0])
+        case = replace(case, scale=scale)
+        ours = run(case)
+        rows.append(
+            (size_of(case), f"{scale:g}", THEMIS, f"{ours.max_rho:.2f}", "1", f"{ours.max_rho / ours.floor:.2f}", "")
+        )
+        for policy in BASELINES:
+            theirs = run(replace(case, policy=policy)).max_rho
+            verdict = "met" if theirs / ours.max_rho >= GOAL_RATIO else "missed"
+            ratio, best = f"{theirs / ours.max_rho:.2f}", f"{theirs / ours.floor:.2f}"
+            rows.append((size_of(case), f"{scale:g}", policy, f"{theirs:.2f}", ratio, best, verdict))
+    columns = ("size", "scale", "policy", "max rho", "over themis", "over the floor", "verdict")
+    return Part((), (Table("two sizes, workload 1", columns, tuple(rows)),) if rows else ())
 
 
 def contention_part(plan: Plan) -> Part:
@@ -552,6 +578,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "contention": contention_part,
     "network": network_part,
     "large": large_part,
+    "sizes": sizes_part,
 }
 
 
