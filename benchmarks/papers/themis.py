@@ -9,11 +9,11 @@ know and what the baselines may do are as published, as far as that is told. *ha
 denser arrivals, leases and acts at full length beside shorter jobs, estimates instead of knowledge, and baselines that
 may preempt at any time. Parts:
 
-*rho*: greatest rho of each policy over that of `themis`, GPU time, workloads 1 and 2, 64 GPUs; *large*: 256 GPUs;
+*rho*: greatest rho of each policy over that of `themis`, GPU time, workloads 1 and 2;
 *contention*: once, twice and four times the work; *network*: the part of apps that suffer from lying apart;
 *errors*: every rho that apps tell is wrong by up to 20 %; *liar*: one of eight equal apps over-reports; *f* and
-*lease*: sweeps; *rounds*: how seldom rounds are and how many GPUs are in play in them; *sizes*: whether verdicts of the
-published setting change with its size.
+*lease*: sweeps; *causes*: themis with one rule changed, and jobs of any size; *sizes*: the published setting in two
+sizes.
 
 rho is that of the app rows: time to completion over T_id with the mean number of apps over the app's life. Each policy
 gets the same apps; several seeds give a mean with its 95 % interval. `--keep` notes every run in a file and takes from
@@ -61,9 +61,8 @@ SCHEMA = "themis-evaluation/v2"
 #: Earlier seeds were looked at while the simulator was made.
 FIRST_SEED = 3
 THEMIS = "themis"
-#: The six that the goals name, and the others.
+#: The six that the goals name.
 BASELINES = ("gandiva-placement", "las", "optimus", "slaq", "srtf", "srsf")
-OTHERS = ("drf", "fifo", "backfill")
 GOAL_RATIO, GOAL_ERROR = 2.2, 0.1076
 KINDS: tuple[Kind, ...] = (1, 2)
 #: The name of the tables of distributions, before the size.
@@ -74,7 +73,6 @@ NEAR_1 = 1.2
 #: Rounds every five minutes, which have in play all GPUs whose leases end before the next: many at once, so that wide
 #: gangs find room. The lead is longer than the pause, or leases would end that no round could have renewed.
 SELDOM: Knobs = (("renewal_lead_s", "300"), ("round_pause_s", "295"))
-SELDOM_ALL: Knobs = (("renewal_lead_s", "590"), ("round_pause_s", "300"))
 #: The worst-off bidders keep next to nothing of a gang that several of them want: themis without either rule.
 WORST_OFF: Knobs = (("policy.themis.leftover", "worst-off"),)
 
@@ -88,10 +86,8 @@ class Plan(Struct, frozen=True):
     scale: float
     seeds: tuple[int, ...]
     few_seeds: tuple[int, ...]  #: of the parts with many runs
-    rho_contentions: tuple[int, ...]  #: of the comparison of all policies
+    rho_cases: tuple[tuple[Kind, int], ...]  #: workloads and contentions of the comparison of all policies
     contentions: tuple[int, ...]
-    variants: tuple[str, ...]  #: of `VARIANTS`, beside each ratio
-    others: tuple[str, ...]  #: policies that no claim names, in the tables
     shares: tuple[float, ...]
     errors: int
     lies: tuple[float, ...]
@@ -99,9 +95,6 @@ class Plan(Struct, frozen=True):
     liar_gpu_hours: float
     knobs_f: tuple[str, ...]
     leases: tuple[str, ...]
-    rounds: tuple[Knobs, ...]
-    apps_large: int
-    seeds_large: tuple[int, ...]
     sizes: tuple[tuple[str, float], ...]  #: clusters and scales on which verdicts are compared
 
 
@@ -111,84 +104,44 @@ VARIANTS: dict[str, tuple[Knobs, Variant]] = {
     "leftovers to the worst-off": (WORST_OFF, ""),
     "no payments": ((), "no payments"),
 }
-HARDER = Plan(
-    setting="harder",
-    cluster="themis-64",
-    apps=30,
-    scale=0.2,
-    seeds=(3, 4, 5, 6, 7),
-    few_seeds=(3, 4, 5),
-    rho_contentions=(4, 1),
-    contentions=(1, 2, 4),
-    variants=tuple(VARIANTS),
-    others=OTHERS,
-    shares=(0.0, 0.5, 1.0),
-    errors=3,
-    lies=(0.1, 0.2, 0.34, 1.0),
-    liar_seeds=(),
-    liar_gpu_hours=16.0,
-    knobs_f=("0", "0.4", "0.6", "0.8", "1"),
-    leases=("150", "300", "600", "1200", "2400"),
-    rounds=((), (("renewal_lead_s", "150"), ("round_pause_s", "145")), SELDOM, SELDOM_ALL),
-    apps_large=60,
-    seeds_large=(0,),
-    sizes=(),
-)
 #: An eighth of the published simulator: 32 GPUs for 256, an eighth of the jobs, of an eighth of the length.
-PUBLISHED = replace(
-    HARDER,
+PUBLISHED = Plan(
     setting="published",
     cluster="themis-32",
     apps=10,
     scale=0.125,
-    variants=("leftovers to the worst-off",),
-    others=(),
+    seeds=(3, 4, 5, 6, 7),
+    few_seeds=(3, 4, 5),
+    rho_cases=((1, 4), (1, 1), (2, 4)),
+    contentions=(1, 2, 4),
     shares=(0.0, 1.0),
+    errors=3,
     lies=(0.34, 1.0),
     liar_seeds=(3, 4, 5, 6, 7),
-    rounds=((), SELDOM),
-    apps_large=0,
-    seeds_large=(),
+    liar_gpu_hours=16.0,
+    knobs_f=("0", "0.4", "0.6", "0.8", "1"),
+    leases=("150", "300", "600", "1200", "2400"),
     sizes=(("themis-32", 0.125), ("themis-64", 0.25)),
 )
-FULL: dict[Setting, Plan] = {"published": PUBLISHED, "harder": HARDER}
-QUICK_HARDER = Plan(
-    setting="harder",
-    cluster="themis-64",
-    apps=8,
-    scale=0.1,
+FULL: dict[Setting, Plan] = {
+    "published": PUBLISHED,
+    "harder": replace(PUBLISHED, setting="harder", liar_seeds=(), sizes=()),
+}
+SMALL = replace(
+    PUBLISHED,
+    apps=5,
     seeds=(3,),
     few_seeds=(3,),
-    rho_contentions=(4, 1),
     contentions=(1, 4),
-    variants=tuple(VARIANTS),
-    others=OTHERS,
     shares=(1.0,),
     errors=1,
-    lies=(0.34, 1.0),
-    liar_seeds=(),
+    liar_seeds=(3,),
     liar_gpu_hours=4.0,
     knobs_f=("0.4", "0.8", "1"),
     leases=("300", "600"),
-    rounds=((), SELDOM),
-    apps_large=8,
-    seeds_large=(),
     sizes=(),
 )
-QUICK: dict[Setting, Plan] = {
-    "published": replace(
-        QUICK_HARDER,
-        setting="published",
-        cluster="themis-32",
-        apps=6,
-        scale=0.125,
-        variants=(),
-        others=(),
-        liar_seeds=(3,),
-        rounds=((),),
-    ),
-    "harder": QUICK_HARDER,
-}
+QUICK: dict[Setting, Plan] = {"published": SMALL, "harder": replace(SMALL, setting="harder", liar_seeds=())}
 
 
 class Part(Struct, frozen=True):
@@ -273,16 +226,16 @@ def rho_part(plan: Plan) -> Part:
     """Greatest rho and GPU time of each policy, on both workloads."""
     claims: list[Claim] = []
     tables: list[Table] = [alone_table(plan)]
-    for contention, kind in product(plan.rho_contentions, KINDS):
+    for kind, contention in plan.rho_cases:
         case = base(plan, kind=kind, contention=contention)
         what = f"workload {kind}, {size_of(case)}"
-        tables.append(policies_table(what, case, plan, plan.seeds))
+        tables.append(policies_table(what, case, plan.seeds))
         cases = [replace(case, policy=policy) for policy in (THEMIS, *BASELINES, FLUID)]
         stories = tuple(line for each in cases for line in worst_of(each, plan.seeds))
         tables.append(Table(f"the worst-off app, {what}", ("policy", "seed", "its story"), stories))
         spread = tuple(line for each in cases for line in rhos_of(each, plan.seeds))
         tables.append(Table(f"{RHOS}, {what}", ("policy", "seed", "rho, rising"), spread))
-        claims += [ratio_claim(case, policy, plan.seeds, plan.variants) for policy in BASELINES]
+        claims += [ratio_claim(case, policy, plan.seeds) for policy in BASELINES]
         if kind == 2:
             for policy, goal, paper in (("gandiva-placement", 0.048, "4.8 %"), ("slaq", 2.5, "250 %")):
                 name = f"GPU time, workload 2, contention {contention:g}: {policy}"
@@ -303,28 +256,24 @@ def alone_table(plan: Plan) -> Table:
     return Table("rho of apps that are alone in the cluster", ("workload", "seed", "max", "mean"), tuple(rows))
 
 
-def policies_table(name: str, case: Case, plan: Plan, seeds: Sequence[int]) -> Table:
-    """Return all policies on the workload of `case`, with the variants of themis."""
-    rows = [row_of(THEMIS, case, seeds)]
-    rows += [row_of(f"themis, {variant}", variant_of(case, variant), seeds) for variant in plan.variants]
-    others = (*BASELINES, *plan.others, FLUID)
-    rows += [row_of(policy, replace(case, policy=policy, knobs=()), seeds) for policy in others]
-    return Table(name, COLUMNS, tuple(rows))
+def policies_table(name: str, case: Case, seeds: Sequence[int]) -> Table:
+    """Return all policies on the workload of `case`."""
+    policies = (THEMIS, *BASELINES, FLUID)
+    return Table(name, COLUMNS, tuple(row_of(policy, replace(case, policy=policy), seeds) for policy in policies))
 
 
-def ratio_claim(case: Case, policy: str, seeds: Sequence[int], variants: Sequence[str]) -> Claim:
+def ratio_claim(case: Case, policy: str, seeds: Sequence[int]) -> Claim:
     """Return by how much the greatest rho of `policy` is worse; beside it what an ideal fair share would come to.
 
     "At best" is the greatest rho of `policy` over the floor: the ratio that no scheduler can exceed.
     """
-    found = ratios(case, policy, seeds, lambda each: each.max_rho)
-    beside = [f"{name} {said(_max_ratios(variant_of(case, name), policy, seeds))}" for name in variants]
-    beside.append(f"over {FLUID} {said(_max_ratios(replace(case, policy=FLUID), policy, seeds))}")
-    beside.append(f"at best {said(best_ratios(case, policy, seeds))}")
+    found = _max_ratios(case, policy, seeds)
+    fluid = _max_ratios(replace(case, policy=FLUID), policy, seeds)
+    best = best_ratios(case, policy, seeds)
     return Claim(
         name=f"max rho, workload {case.kind}, {size_of(case)}: {policy} / themis",
         paper="2.2 to 3.25",
-        ours=f"{said(found)} ({'; '.join(beside)})",
+        ours=f"{said(found)} (over {FLUID} {said(fluid)}; at best {said(best)})",
         goal=f">= {GOAL_RATIO}",
         met=mean(found) >= GOAL_RATIO,
     )
@@ -347,22 +296,11 @@ def gpu_time_claim(name: str, case: Case, policy: str, seeds: Sequence[int], goa
     return Claim(name, f"{paper} better", f"{percents} % better", f">= {100 * goal:g} %", mean(found) >= goal)
 
 
-def large_part(plan: Plan) -> Part:
-    """Greatest rho at 256 GPUs."""
-    if not plan.seeds_large:
-        return Part((), ())
-    contention = max(plan.rho_contentions)
-    case = base(plan, contention=contention, cluster="themis-256", apps=plan.apps_large)
-    table = policies_table(f"workload 1, {size_of(case)}", case, plan, plan.seeds_large)
-    claims = [ratio_claim(case, policy, plan.seeds_large, plan.variants) for policy in BASELINES]
-    return Part(tuple(claims), (table,))
-
-
 def sizes_part(plan: Plan) -> Part:
     """Show whether verdicts change with the size: one seed, workload 1 under the greatest contention."""
     rows = []
     for cluster, scale in plan.sizes:
-        case = base(plan, contention=max(plan.rho_contentions), cluster=cluster, seed=plan.seeds[0])
+        case = base(plan, contention=max(plan.contentions), cluster=cluster, seed=plan.seeds[0])
         case = replace(case, scale=scale)
         ours = run(case)
         rows.append(
@@ -383,9 +321,8 @@ def contention_part(plan: Plan) -> Part:
     policies = (THEMIS, *BASELINES, FLUID)
     for contention in plan.contentions:
         case = base(plan, contention=contention)
-        found = {policy: max_rhos(replace(case, policy=policy), plan.few_seeds) for policy in policies}
-        found |= {f"themis, {name}": max_rhos(variant_of(case, name), plan.few_seeds) for name in plan.variants}
-        found["floor"] = [run(replace(case, seed=seed)).floor for seed in plan.few_seeds]
+        found = {policy: max_rhos(replace(case, policy=policy), plan.seeds) for policy in policies}
+        found["floor"] = [run(replace(case, seed=seed)).floor for seed in plan.seeds]
         rows += [(f"{contention:g}x", policy, said(values)) for policy, values in found.items()]
         if contention > 1:
             claims.append(
@@ -541,31 +478,15 @@ def lease_part(plan: Plan) -> Part:
     return knob_part(plan, "lease_s", plan.leases, "10 min", "600")
 
 
-def rounds_part(plan: Plan) -> Part:
-    """How often rounds are, and how much is in play: a cause of what is missed."""
-    worst = base(plan, contention=max(plan.contentions))
-    rows = tuple(
-        row_of(
-            " ".join(f"{name} {value}" for name, value in knobs) or "default",
-            replace(case, knobs=knobs),
-            plan.few_seeds,
-        )
-        for case in (base(plan), worst)
-        for knobs in plan.rounds
-    )
-    table = Table(f"rounds of themis, at contention 1 and then {worst.contention:g}", COLUMNS, rows)
-    return Part((), (table, *elastic_tables(plan)))
-
-
-def elastic_tables(plan: Plan) -> list[Table]:
-    """Return the policies on jobs that can use any number of GPUs up to their gang (Eq. 1): no gang can starve."""
-    policies = (THEMIS, *BASELINES, FLUID)
-    tables = []
-    for contention in (min(plan.contentions), max(plan.contentions)):
-        case = base(plan, contention=contention, elastic=True)
-        rows = tuple(row_of(policy, replace(case, policy=policy), plan.few_seeds) for policy in policies)
-        tables.append(Table(f"jobs of any size up to their gang, contention {contention:g}", COLUMNS, rows))
-    return tables
+def causes_part(plan: Plan) -> Part:
+    """Show themis with one rule changed, and all policies on jobs of any size, under the greatest contention."""
+    case = base(plan, contention=max(plan.contentions))
+    rows = [row_of(THEMIS, case, plan.few_seeds)]
+    rows += [row_of(f"{THEMIS}, {name}", variant_of(case, name), plan.few_seeds) for name in VARIANTS]
+    changed = Table(f"themis with one rule changed, workload 1, {size_of(case)}", COLUMNS, tuple(rows))
+    # Eq. 1 lets a job run on any number of GPUs up to its demand: then no gang can starve.
+    name = f"jobs of any size up to their gang, workload 1, {size_of(case)}"
+    return Part((), (changed, policies_table(name, replace(case, elastic=True), plan.few_seeds)))
 
 
 PARTS: dict[str, Callable[[Plan], Part]] = {
@@ -574,10 +495,9 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "liar": liar_part,
     "lease": lease_part,
     "f": f_part,
-    "rounds": rounds_part,
+    "causes": causes_part,
     "contention": contention_part,
     "network": network_part,
-    "large": large_part,
     "sizes": sizes_part,
 }
 
