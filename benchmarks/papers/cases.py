@@ -6,6 +6,7 @@ does so on the way out of its own host (`Distorted`); the cores are those that r
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,17 +20,19 @@ from msgspec.structs import replace
 
 from arbiter.core.policies.themis.auction import bids
 from benchmarks.papers.document import Memory
+from benchmarks.papers.floor import Work, floor_of
 from protocol.core import Send
 from protocol.messages import AnyMessage, Bid, Level, ProbeReply
 from simulator import fluid
 from simulator.cluster import Cluster, from_toml, parse_cluster
-from simulator.costs import DEFAULT
+from simulator.costs import DEFAULT, Costs, shorter
 from simulator.experiment import Experiment, settings_of
 from simulator.figures.results import AppRow, Run, summary
+from simulator.foreknowledge import host_of as knowing_host_of
 from simulator.profiles import built_in
-from simulator.run import Simulation
+from simulator.run import HostOf, Simulation
 from simulator.workload import AppPlan, JobPlan, Workload, themis_workload
-from simulator.workload.themis import Kind
+from simulator.workload.themis import NSDI, OURS, Form, Kind
 from simulator.world import quiet
 
 Knobs = tuple[tuple[str, str], ...]
@@ -38,7 +41,27 @@ Change = Callable[[AnyMessage], AnyMessage]
 Lie = Literal["bid", "bid and probe"]
 #: One rule of themis changed: winners keep all they win; or what payments leave goes to the worst-off, bidders too.
 Variant = Literal["", "no payments"]
+#: The experiment: as published, or the one that this project made first, of larger gangs.
+Setting = Literal["published", "harder"]
 FLUID = fluid.NAME
+#: Policies whose runs tell the floor, too.
+FLOORED = ("themis",)
+#: Rules of ours that the published systems do not have.
+NO_RULES_OF_OURS: Knobs = (
+    ("align_after_leases", "0"),
+    ("preemption_budget", "1"),
+    ("policy.themis.tenants_first", "false"),
+)
+#: Baselines as Themis's section 8 has them: they deal what is available when leases end.
+PUBLISHED_POWER: Mapping[str, Knobs] = {
+    "las": (("policy.las.tenure", "lease"), ("policy.las.order", "service")),
+    "srtf": (("policy.srtf.tenure", "lease"),),
+    "srsf": (("policy.srsf.tenure", "lease"),),
+    "gandiva-placement": (("policy.gandiva-placement.turns", "placement"),),
+}
+#: Settings that are times, as published, and shrink with the jobs. The pause between rounds is ours: about the time of
+#: a checkpoint there, 5 to 10 s, before which a GPU that changes hands is of no use.
+TIMES = {"lease_s": 600.0, "renewal_lead_s": 30.0, "round_pause_s": 8.0}
 
 #: The liar's cluster (PAPERS.md section 1): 64 GPUs, one machine of eight, the rest of two; racks of eight machines.
 LIARS_CLUSTER = """
@@ -59,6 +82,14 @@ class Case(Struct, frozen=True):
     `error` is the greatest relative error of every rho that apps tell (0.2: they are multiplied by 0.8 to 1.2), drawn
     from `error_seed`. `elastic`: each job can use any number of GPUs up to its gang, as in Eq. 1, instead of a gang or
     nothing. `variant` changes one rule of themis, to see what comes of it (`varied`).
+
+    Under `setting` "published" the workload is of the published form, apps know their work, and acts, leases and pauses
+    are `scale` times as long, as jobs are: `knobs` that are times are given in published seconds. Then the cluster is
+    divided by `parts`, for as many times the contention, and baselines have the power that they have there
+    (`PUBLISHED_POWER`). "harder" is our own form, in which `contention` is the work that comes in a time.
+
+    With `liar_gpu_hours` it is the liar's experiment: equal apps of so much work each, of which one over-reports `by`
+    so much (0.34: 34 %) in what `lie` names.
     """
 
     kind: Kind
@@ -74,6 +105,11 @@ class Case(Struct, frozen=True):
     error_seed: int = 0
     elastic: bool = False
     variant: Variant = ""
+    setting: Setting = "harder"
+    parts: int = 1
+    lie: Lie = "bid"
+    by: float = 0.0
+    liar_gpu_hours: float = 0.0
 
 
 class Figures(Struct, frozen=True):
@@ -97,6 +133,9 @@ class Figures(Struct, frozen=True):
     unfinished: int
     cpu_s: float
     worst: str
+    rhos: tuple[float, ...] = ()  #: of all apps, rising
+    liar_jct_s: float | None = None
+    floor: float = 0.0  #: the least max rho attainable with this run's N_avg; 0: not worked out
 
 
 MEMORY = Memory(Case, Figures)
@@ -106,11 +145,30 @@ def run(case: Case) -> Figures:
     """Run a case, unless that has been done; it says so on standard error."""
     if case in MEMORY.done:
         return MEMORY.done[case]
-    cluster = parse_cluster(case.cluster)
-    figures = figures_of(_simulate(case, cluster))
+    cluster = cluster_of(case)
+    result = _simulate_liar(case) if case.liar_gpu_hours else _simulate(case, cluster)
+    figures = figures_of(result)
+    if case.liar_gpu_hours:
+        (done_s,) = (app.jct_s for app in result.apps if app.app == LIAR)
+        figures = replace(figures, liar_jct_s=done_s)
+    elif case.policy in FLOORED:
+        figures = replace(figures, floor=floor_of(works_of(result, drawn(case, cluster), cluster), cluster.gpus))
     MEMORY.add(case, figures)
     print(f"{figures.cpu_s:7.1f} s  max rho {figures.max_rho:6.3f}  {name_of(case)}", file=sys.stderr, flush=True)
     return figures
+
+
+def works_of(run: Run, workload: Workload, cluster: Cluster) -> list[Work]:
+    """Return the apps of a run that have ended, as `floor_of` takes them."""
+    plans = {app.id: app for app in workload.apps}
+    works = []
+    for row in run.apps:
+        if row.ideal_s:
+            course = fluid.course_of(plans[row.app])
+            (alone,) = fluid.simulate(Workload(row.app, (plans[row.app],)), cluster).apps
+            gpu_s = math.fsum(work for phase in course.phases for work in phase.values())
+            works.append(Work(row.submit_s, gpu_s, row.demand_max, alone.jct_s or 0.0, row.ideal_s))
+    return works
 
 
 def name_of(case: Case) -> str:
@@ -121,9 +179,14 @@ def name_of(case: Case) -> str:
     return f"workload {case.kind}, seed {case.seed}, {case.policy}{unusual}"
 
 
+def cluster_of(case: Case) -> Cluster:
+    """Return the cluster of a case, or its part."""
+    return parse_cluster(case.cluster if case.parts == 1 else f"{case.cluster}/{case.parts}")
+
+
 @cache
 def workload_of(
-    kind: Kind, apps: int, gpus: int, seed: int, contention: float, network: float, scale: float
+    kind: Kind, apps: int, gpus: int, seed: int, contention: float, network: float, scale: float, form: Form = OURS
 ) -> Workload:
     """Return the workload of a case, the same for every policy."""
     return themis_workload(
@@ -131,6 +194,7 @@ def workload_of(
         apps=apps,
         cluster_gpus=gpus,
         seed=seed,
+        form=form,
         contention=contention,
         network_share=network,
         scale=scale,
@@ -145,7 +209,7 @@ def elastic(app: AppPlan) -> AppPlan:
 
 def rhos_alone(case: Case) -> list[float]:
     """Return rho of each app of the case's workload if it had the whole cluster to itself, without any cost."""
-    cluster = parse_cluster(case.cluster)
+    cluster = cluster_of(case)
     apps = drawn(case, cluster).apps
     runs = (fluid.simulate(Workload(app.id, (app,)), cluster) for app in apps)
     return [row.rho for run in runs for row in run.apps if row.rho is not None]
@@ -153,9 +217,9 @@ def rhos_alone(case: Case) -> list[float]:
 
 def drawn(case: Case, cluster: Cluster) -> Workload:
     """Return the workload of a case."""
-    workload = workload_of(
-        case.kind, case.apps, cluster.gpus, case.seed, case.contention, case.network_share, case.scale
-    )
+    gpus = cluster.whole_gpus or cluster.gpus
+    form = NSDI if case.setting == "published" else OURS
+    workload = workload_of(case.kind, case.apps, gpus, case.seed, case.contention, case.network_share, case.scale, form)
     return replace(workload, apps=tuple(map(elastic, workload.apps))) if case.elastic else workload
 
 
@@ -167,21 +231,39 @@ def _simulate(case: Case, cluster: Cluster) -> Run:
     def change_of(app: str) -> Change | None:
         return erring(case.error, f"{case.error_seed}/{app}") if case.error else None
 
+    published = case.setting == "published"
+    costs, host_of = (shorter(DEFAULT, 1 / case.scale), knowing_host_of) if published else (DEFAULT, None)
     with varied(case.variant):
-        return simulate(workload, cluster, case.policy, case.seed, case.knobs, change_of)
+        return simulate(workload, cluster, case.policy, case.seed, knobs_of(case), change_of, costs, host_of)
+
+
+def knobs_of(case: Case) -> Knobs:
+    """Return the settings of a case, in which times are those of its scale."""
+    if case.setting == "harder":
+        return case.knobs
+    given = {**TIMES, **dict(PUBLISHED_POWER.get(case.policy, ())), **dict(case.knobs)}
+    return tuple(
+        (name, f"{float(value) * case.scale:g}" if name in TIMES else str(value)) for name, value in given.items()
+    )
 
 
 def simulate(
-    workload: Workload, cluster: Cluster, policy: str, seed: int, knobs: Knobs, changes: Callable[[str], Change | None]
+    workload: Workload,
+    cluster: Cluster,
+    policy: str,
+    seed: int,
+    knobs: Knobs,
+    changes: Callable[[str], Change | None],
+    costs: Costs = DEFAULT,
+    host_of: HostOf | None = None,
 ) -> Run:
     """Return the run of `workload`, in which what `changes` names for an app is done to all that this app says.
 
     Leases are not aligned for wide gangs, a job that is still starting may be preempted, and tenants have no parts,
     unless `knobs` say otherwise: those rules are ours, and the comparison is with the published ones.
     """
-    published = (("align_after_leases", "0"), ("preemption_budget", "1"), ("policy.themis.tenants_first", "false"))
-    settings = settings_of(Experiment("", "", policy=policy, seed=seed, knobs=(*published, *knobs)))
-    return _Distorting(workload, cluster, quiet(settings), changes).run()
+    settings = settings_of(Experiment("", "", policy=policy, seed=seed, knobs=(*NO_RULES_OF_OURS, *knobs)))
+    return _Distorting(workload, cluster, quiet(settings), changes, costs, host_of).run()
 
 
 def figures_of(run: Run) -> Figures:
@@ -204,6 +286,7 @@ def figures_of(run: Run) -> Figures:
         unfinished=whole["jobs_unfinished"],
         cpu_s=run.cpu_s,
         worst=story_of(worst),
+        rhos=tuple(sorted(round(app.rho, 4) for app in run.apps if app.rho is not None)),
     )
 
 
@@ -258,9 +341,15 @@ class _Distorting(Simulation):
     """A simulation in which some apps' hosts are distorted."""
 
     def __init__(
-        self, workload: Workload, cluster: Cluster, settings: Any, changes: Callable[[str], Change | None]
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        settings: Any,
+        changes: Callable[[str], Change | None],
+        costs: Costs,
+        host_of: HostOf | None,
     ) -> None:
-        super().__init__(workload, cluster, settings, DEFAULT, built_in(), None, wire=False)
+        super().__init__(workload, cluster, settings, costs, built_in(), None, wire=False, host_of=host_of)
         self._changes = changes
 
     def _submit(self, plan: AppPlan) -> None:
@@ -317,21 +406,21 @@ def lying(by: float, lie: Lie) -> Change:
 LIAR = "app-1"
 
 
-@cache
 def liars_jct_s(by: float, lie: Lie, seed: int, gpu_hours: float, knobs: Knobs = ()) -> float:
     """Return when the liar is done, in seconds: one of eight equal apps of so many GPU-hours, for up to 8 GPUs each."""
-    duration_s = gpu_hours * 3600.0
+    case = Case(1, "themis", seed, apps=8, scale=1.0, knobs=knobs, lie=lie, by=by, liar_gpu_hours=gpu_hours)
+    done = run(case).liar_jct_s
+    assert done is not None, "the liar never ended"
+    return done
+
+
+def _simulate_liar(case: Case) -> Run:
+    duration_s = case.liar_gpu_hours * 3600.0
     apps = tuple(
         AppPlan(f"app-{number}", "all", 0.0, 1, 8, (JobPlan(duration_s, round(duration_s)),), model="bert")
-        for number in range(1, 9)
+        for number in range(1, case.apps + 1)
     )
     cluster = from_toml(LIARS_CLUSTER, source="the liar's cluster")
-    run = simulate(
-        Workload("liar", apps), cluster, "themis", seed, knobs, lambda app: lying(by, lie) if app == LIAR else None
-    )
-    (done,) = (app.jct_s for app in run.apps if app.app == LIAR)
-    assert done is not None, "the liar never ended"
-    print(
-        f"{run.cpu_s:7.1f} s  liar done after {done:7.0f} s  {lie} +{by:.0%} seed {seed}", file=sys.stderr, flush=True
-    )
-    return done
+    change = lying(case.by, case.lie)
+    workload = Workload("liar", apps)
+    return simulate(workload, cluster, case.policy, case.seed, case.knobs, lambda app: change if app == LIAR else None)

@@ -75,21 +75,21 @@ class Form(Struct, frozen=True):
     single
         The part of the apps that are one job.
     gangs
-        The gangs of each kind, and their frequencies.
+        The gangs of workload 1, then of workload 2, with their frequencies.
     phase_growth
         Of halving: a survivor of a phase can use so many times the GPUs as before, up to as many as the app has jobs.
     """
 
     trace: str
     single: float
-    gangs: Mapping[Kind, tuple[tuple[int, float], ...]]
+    gangs: tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]
     phase_growth: int = 1
 
 
 #: Harder than published; no gang is larger than the testbed's nodes.
-OURS = Form("themis:", 0.2, {1: ((1, 0.3), (2, 0.4), (4, 0.3)), 2: ((2, 0.3), (4, 0.7))})
+OURS = Form("themis:", 0.2, (((1, 0.3), (2, 0.4), (4, 0.3)), ((2, 0.3), (4, 0.7))))
 #: As published.
-NSDI = Form("themis-nsdi:", 0.1, {1: ((1, 0.5), (2, 0.5)), 2: ((1, 1.0),)}, phase_growth=2)
+NSDI = Form("themis-nsdi:", 0.1, (((1, 0.5), (2, 0.5)), ((1, 1.0),)), phase_growth=2)
 
 
 class _Draft(Struct, frozen=True):
@@ -185,7 +185,7 @@ def _draft(form: Form, kind: Kind, scale: float, way: Search, dice: np.random.Ge
     jobs = 1 if single < form.single else max(1, round(scale * _jobs_of(count, form.single)))
     typical = scale * JOB_GPU_S * math.exp(BETWEEN * between) / (halving_share(jobs) if way == "halving" else 1)
     return _Draft(
-        gang=_pick(form.gangs[kind], gang),
+        gang=_pick(form.gangs[kind - 1], gang),
         lengths=tuple(typical * math.exp(WITHIN * spread) for spread in within[:jobs]),
         domain=_pick(MIXTURE, domain),
         luck=luck,
@@ -300,4 +300,4 @@ def _notes(
 
 def _gangs(form: Form, kind: Kind) -> str:
     """Name the gangs of a kind."""
-    return ", ".join(f"{size} ({share:.0%})" for size, share in form.gangs[kind])
+    return ", ".join(f"{size} ({share:.0%})" for size, share in form.gangs[kind - 1])

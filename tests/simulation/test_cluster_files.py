@@ -55,6 +55,7 @@ def test_a_file_gives_each_kind_its_slots_type_and_memory() -> None:
 @pytest.mark.parametrize(
     ("name", "gpus", "machines", "rack_count"),
     [
+        ("themis-32", 32, {4: 4, 2: 8}, 3),
         ("themis-64", 64, {4: 12, 2: 8}, 3),
         ("themis-168", 168, {8: 16, 4: 6, 1: 16}, 5),
         ("themis-256", 256, {8: 24, 4: 12, 1: 16}, 6),
@@ -72,7 +73,7 @@ def test_the_papers_clusters_are_shipped(name: str, gpus: int, machines: dict[in
 
 def test_every_shipped_file_is_named_as_its_cluster() -> None:
     assert set(shipped()) == {
-        "themis-64", "themis-168", "themis-256", "fitgpp-84x8", "astraea-100x8", "philly-140x8",
+        "themis-32", "themis-64", "themis-168", "themis-256", "fitgpp-84x8", "astraea-100x8", "philly-140x8",
     }  # fmt: skip
     assert all(parse_cluster(name).name == name for name in shipped())
 

@@ -45,8 +45,8 @@ def test_a_fifth_of_the_costs_is_a_fifth_of_every_time_and_the_same_switches() -
 
 
 def app(search: Any, **fields: Any) -> AppPlan:
-    """Four trials of 70 mini-batches that take 1, 2, 3 and 4 s each on one GPU; the slowest two have the best loss."""
-    jobs = tuple(JobPlan(70.0 * each, 70, (5.0 - each,)) for each in (1, 2, 3, 4))
+    """Four trials of 70 mini-batches that take 1, 2, 3 and 5 s each on one GPU; the slowest two have the best loss."""
+    jobs = tuple(JobPlan(70.0 * each, 70, (6.0 - each,)) for each in (1, 2, 3, 5))
     return AppPlan("a", "ann", 0.0, 1, fields.pop("gpus_max", 1), jobs, search=search, **fields)
 
 
@@ -61,9 +61,9 @@ def drafted(plan: AppPlan, *, exact: bool) -> AppAgent:
 
 def test_an_app_that_knows_its_trials_knows_what_each_has_left_and_all_of_its_work() -> None:
     known = drafted(app("all"), exact=True).app
-    assert estimates.works_s(known) == ((70.0, 140.0, 210.0, 280.0),)
-    assert estimates.left_s(known) == (pytest.approx(280.0), pytest.approx(700.0))
-    assert estimates.budget_gpu_s(known) == pytest.approx(budget_of(app("all"))) == 700.0
+    assert estimates.works_s(known) == ((70.0, 140.0, 210.0, 350.0),)
+    assert estimates.left_s(known) == (pytest.approx(350.0), pytest.approx(770.0))
+    assert estimates.budget_gpu_s(known) == pytest.approx(budget_of(app("all"))) == pytest.approx(770.0)
     assert estimates.works_s(drafted(app("all"), exact=False).app) == ((210.0,) * 4,), "the guess of its owner"
 
 
@@ -71,8 +71,8 @@ def test_a_search_that_knows_its_survivors_names_their_times_in_phases_to_come()
     plan = app("halving", gpus_max=4, phase_growth=2)
     known = drafted(plan, exact=True).app
     # Ten steps of all four, twenty of trials 2 and 3, forty of trial 3.
-    assert estimates.works_s(known) == ((10.0, 20.0, 30.0, 40.0), (60.0, 80.0), (160.0,))
-    assert estimates.left_s(known) == (pytest.approx(40 / 1 + 80 / 2 + 160 / 4), pytest.approx(100 + 140 + 160))
+    assert estimates.works_s(known) == ((10.0, 20.0, 30.0, 50.0), (60.0, 100.0), (200.0,))
+    assert estimates.left_s(known) == (pytest.approx(50 / 1 + 100 / 2 + 200 / 4), pytest.approx(110 + 160 + 200))
     assert known.facts.slowdown["rack"] == 1.5
 
 
