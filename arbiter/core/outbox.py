@@ -1,8 +1,9 @@
 """Messages at the end of a turn: plans to nodes; preemptions and holdings to app agents.
 
 News that changes nothing for its receiver waits for the beat, which restates all: leases on which nothing is ordered
-yet, a lease that was renewed, the phases of single parts of a job, the acknowledgement of a report that takes nothing
-back.
+yet, a lease that was renewed, the phases of single parts of a job and those in which a task leaves, the acknowledgement
+of a report that the app does not wait for, orders for tasks that are over. A lease whose end a `Preempt` tells is told
+once, by that.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from arbiter.core.turn import Turn
 from protocol.core import Send
 from protocol.messages import (
     AppId,
+    Holdings,
     Party,
     Preempt,
 )
@@ -50,10 +52,13 @@ def _say_plan(turn: Turn, node: model.Node, *, restate: bool) -> None:
         return
     plans.OUTLINES.of(turn.index)[node.id] = outline
     plan = plans.plan_of(turn, node, outline)
-    digest = plans.plan_digest(plan)
-    changed = digest != node.plan_digest or _awaits_plan(turn, node)
-    if changed:
-        node = replace(node, plan_seq=node.plan_seq + 1, plan_digest=digest)
+    over = plans.over_on(turn, node.id)
+    news = plans.plan_news(plan, over)
+    changed = not (node.plan_digest and news.told_by(node.plan_digest, over)) or _awaits_plan(turn, node)
+    # The arbiter forgets a task that is over by a report on a later plan than those that ordered it.
+    changed = changed or (restate and not over <= {order.task for order in plan.tasks})
+    if changed or news.digest != node.plan_digest:
+        node = replace(node, plan_seq=node.plan_seq + changed, plan_digest=news.digest)
         turn.state.nodes[node.id] = node
     plans.note_ordered(turn, node, plan)
     if isinstance(node.state, model.Up) and (changed or restate):
@@ -80,15 +85,26 @@ def _say_holdings(turn: Turn, app: model.App, *, restate: bool) -> None:
     if app.id not in turn.apps and (over or not (turn.hears(app) or app.id in turn.index.holders)):
         return  # nothing is restated to an app that is over, or to an agent that is gone
     holdings = plans.holdings_of(turn, app)
-    digest = (
-        _ended_digest(turn, app) if isinstance(app.state, model.Settled) else plans.holdings_digest(holdings, app.owed)
-    )
-    changed = digest != app.holdings_digest
-    if changed or restate:
+    if isinstance(app.state, model.Settled):
+        digest = _ended_digest(turn, app)
+        known = digest == app.holdings_digest
+    else:
+        news = plans.holdings_news(app, holdings)
+        digest = news.digest
+        known = news.told_by(app.holdings_digest) or _is_told_by_preempt(turn, app, holdings)
+    if not known or restate:
         app = replace(_next_seq(turn.state, app.id), holdings_digest=digest)
         turn.state.apps[app.id] = app
         message = replace(holdings, seq=app.holdings_seq)
-        turn.effects.append(Send(Party("app", app.owner), message, beat=not changed))
+        turn.effects.append(Send(Party("app", app.owner), message, beat=known))
+    elif digest != app.holdings_digest:
+        turn.state.apps[app.id] = replace(app, holdings_digest=digest)
+
+
+def _is_told_by_preempt(turn: Turn, app: model.App, holdings: Holdings) -> bool:
+    """Whether nothing is new for an app but the end of leases, which a `Preempt` of this turn tells it."""
+    lost = {lease for (app_id, _), leases in turn.revoked.items() if app_id == app.id for lease in leases}
+    return bool(lost) and plans.holdings_news(app, holdings, lost=lost).told_by(app.holdings_digest)
 
 
 def _ended_digest(turn: Turn, app: model.App) -> str:

@@ -85,6 +85,56 @@ def test_a_report_that_takes_something_back_is_answered_at_once() -> None:
     assert kinds(site.app("ana-1", gang=2, demand=2, jobs=[wish("ana-1", 1, [])])) == []
 
 
+def test_a_report_on_an_attempt_of_which_a_task_is_known_is_not_answered() -> None:
+    """Its app hears of the task's end, and need not know before that its report was heard."""
+    site = running()
+    assert kinds(site.app("ana-1", jobs=[wish("ana-1", 0, [])])) == ["NodePlan"]
+    effects = site.node("n1", tasks=[task("ana-1", 0, [ONE], "exited", outcome="preempted")])
+    (told,) = sent(effects, Holdings)
+    assert ([each.phase for each in told.tasks], told.acked) == (["exited"], site.seqs["app-ana-1"])
+    assert kinds(site.app("ana-1", jobs=[wish("ana-1", 0, [], attempt=1)])) == []
+
+
+def test_a_report_on_an_attempt_that_may_never_have_started_is_answered_at_once() -> None:
+    site = granted()
+    site.app("ana-1", jobs=[wish("ana-1", 0, [ONE])])
+    site.node("n1", tasks=[task("ana-1", 0, [ONE], "starting")], used=[ONE])
+    (answer,) = sent(site.app("ana-1", jobs=[wish("ana-1", 0, [])]), Holdings)
+    assert answer.acked == site.seqs["app-ana-1"]
+
+
+def test_the_end_of_a_lease_is_told_by_the_preempt_alone() -> None:
+    site = running()
+    effects = site.node("n1", tasks=[task("ana-1", 0, [ONE])], used=[ONE], sick=[ONE])
+    assert sorted(kinds(effects)) == ["NodePlan", "Preempt"]
+    (restated,) = sent(site.wait(5.0), Holdings)
+    assert [each.leaving for each in restated.leases] == [True]
+
+
+def test_that_a_task_leaves_is_no_news_but_to_an_app_that_takes_it_for_parked() -> None:
+    site = running()
+    assert kinds(site.node("n1", tasks=[task("ana-1", 0, [ONE], "vacating")], used=[ONE])) == []
+    site.node("n1", tasks=[task("ana-1", 0, [ONE], "suspended")])
+    site.app("ana-1", jobs=[replace(wish("ana-1", 0, [ONE]), suspended=True)])
+    effects = site.node("n1", tasks=[task("ana-1", 0, [ONE], "vacating")], used=[ONE])
+    assert "Holdings" in kinds(effects), "else it would not hear either that the job goes on after all"
+
+
+def test_a_node_hears_with_other_news_or_at_the_beat_which_tasks_to_forget() -> None:
+    site = running()
+    site.node("n1", tasks=[task("ana-1", 0, [ONE], "exited", outcome="preempted")])
+    before = site.plans["n1"]
+    assert kinds(site.app("ana-1", jobs=[wish("ana-1", 0, [], attempt=1)])) == []
+    assert kinds(site.wait(5.0)) == ["NodePlan"]
+    after = site.plans["n1"]
+    assert ([order.task for order in before.tasks], after.tasks) == (["ana-1.0-a0"], ())
+    assert after.seq == before.seq + 1, "by a report on a plan with this number the arbiter forgets it, too"
+    assert kinds(site.node("n1")) == [], "that a node has forgotten a task is no news to its app"
+    assert not site.arbiter.state.tasks
+    (idle,) = sent(site.wait(5.0), NodePlan)
+    assert idle.seq == after.seq
+
+
 def test_an_app_that_is_over_hears_it_once_when_nothing_of_it_is_left() -> None:
     site = running()
     done = task("ana-1", 0, [ONE], "exited", outcome="finished")

@@ -11,7 +11,7 @@ from arbiter.core.arbiter import Configured
 from arbiter.core.effects import Decided
 from arbiter.core.layers.guests import with_guests
 from arbiter.core.leases import alignment, leases
-from arbiter.core.leases.plans import plan_digest
+from arbiter.core.leases.plans import plan_news
 from arbiter.core.members import nodes
 from arbiter.core.registry import POLICIES
 from arbiter.core.rounds.seats import seats_of, shown
@@ -146,7 +146,7 @@ def test_a_change_of_the_settings_is_a_new_plan(change: dict[str, object]) -> No
     site.handle(Configured(replace(SHARED, **change)))
     after = site.plans["n1"]
     assert after.seq > before.seq
-    assert plan_digest(after) != plan_digest(before)
+    assert plan_news(after) != plan_news(before)
     assert replay(site)
 
 

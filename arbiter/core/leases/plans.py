@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 from msgspec import Struct
@@ -30,6 +30,7 @@ from protocol.messages import (
     GpuId,
     Holdings,
     JobId,
+    LeaseId,
     LeaseTerms,
     NodeId,
     NodePlan,
@@ -450,70 +451,149 @@ def _note_whereabouts(turn: Turn, task: Task) -> None:
     turn.state.apps[app.id] = replace(app, ran=ran)
 
 
-class _PlanBody(Struct, array_like=True):
-    leases: tuple[tuple[str, str], ...]
-    tasks: tuple[TaskOrder, ...]
-    sharing: tuple[Sharing, int, float]
+class _OrderBody(Struct, array_like=True):
+    order: TaskOrder
+    leases: list[list[tuple[str, str]]]
+
+
+class _SharingBody(Struct, array_like=True):
+    sharing: Sharing
+    seats: int
+    quantum_s: float
+
+
+class _EndBody(Struct, array_like=True):
+    task: TaskId
+    outcome: str
+    metrics: dict[str, float]
+    can_checkpoint: bool
 
 
 class _HoldingsBody(Struct, array_like=True):
-    leases: tuple[tuple[str, bool], ...]
+    leases: tuple[str, ...]
     attempts: tuple[object, ...]
     owed: int
     held_by: str
     probes: bool
 
 
-def plan_digest(plan: NodePlan) -> str:
-    """Return a digest of what a plan orders, times left out: equal digests need no new plan.
+class PlanNews(Struct, frozen=True):
+    """The news in a plan, times left out, as digests: how GPUs are shared, and each order with the leases it needs.
 
-    A lease of a GPU that no order of its app names is left out: the node has nothing to do about it until that app has
-    divided its GPUs. When such a lease ends a new plan is sent all the same, by which the node proves the GPU empty.
+    Orders for tasks that are over are left out: there is nothing to do about them, and the next plan or beat is soon
+    enough for the node to forget them. So is a lease of a GPU that no order of its app names: the node has nothing to
+    do about it until that app has divided its GPUs. When such a lease ends a new plan is sent all the same, by which
+    the node proves the GPU empty.
     """
-    used = {(order.app, device_of(gpu)) for order in plan.tasks for gpu in order.gpus}
-    terms = tuple(
-        (term.lease, term.gpu) for term in plan.leases if (term.lease.rpartition("/")[0], device_of(term.gpu)) in used
-    )
-    return _digest(_PlanBody(terms, plan.tasks, (plan.sharing, plan.seats, plan.quantum_s)))
+
+    sharing: str
+    orders: Mapping[TaskId, str]
+
+    def told_by(self, digest: str, over: Collection[TaskId]) -> bool:
+        """Whether a node that was last told this `digest` knows all of it; `over` are its tasks that are over."""
+        sharing, *orders = digest.split(" ")
+        before = dict(order.rsplit("=", 1) for order in orders)
+        same = sharing == self.sharing and all(before.get(task) == said for task, said in self.orders.items())
+        return same and before.keys() <= self.orders.keys() | over
+
+    @property
+    def digest(self) -> str:
+        """One text for all of it."""
+        return " ".join((self.sharing, *(f"{task}={said}" for task, said in self.orders.items())))
 
 
-def holdings_digest(holdings: Holdings, owed: int) -> str:
-    """Return a digest of what an app must hear at once: leases, phases and metrics of attempts, not steps and times.
+def plan_news(plan: NodePlan, over: Collection[TaskId] = ()) -> PlanNews:
+    """Return what is new to a node that knows another plan; `over` are the tasks of the node that are over."""
+    leases: dict[tuple[str, GpuId], list[tuple[str, str]]] = {}
+    for term in plan.leases:
+        leases.setdefault((term.lease.rpartition("/")[0], device_of(term.gpu)), []).append((term.lease, term.gpu))
+    orders = {
+        order.task: _digest(_OrderBody(order, [leases.get((order.app, device_of(gpu)), []) for gpu in order.gpus]), 6)
+        for order in plan.tasks
+        if order.task not in over
+    }
+    return PlanNews(_digest(_SharingBody(plan.sharing, plan.seats, plan.quantum_s), 6), orders)
 
-    `owed` is the newest report that its app waits to know heard (`App.owed`). Empty: there is nothing to tell.
+
+def over_on(turn: Turn, node: NodeId) -> set[TaskId]:
+    """Return the tasks on a node that are over by its word, with nothing of them left to save."""
+    tasks = map(turn.state.tasks.__getitem__, turn.index.node_tasks[node])
+    return {task.id for task in tasks if not task.alive and not task.unflushed}
+
+
+class HoldingsNews(Struct, frozen=True):
+    """The news in an app's holdings, as digests: how things stand, and each task of the attempts that are over.
+
+    Such a task is told of once. That its node forgets it is no news.
+    """
+
+    standing: str
+    ended: tuple[str, ...]
+
+    def told_by(self, digest: str) -> bool:
+        """Whether an app that was last told this `digest` knows all of it."""
+        standing, *ended = digest.split(" ")
+        return self.standing == standing and set(self.ended) <= set(ended)
+
+    @property
+    def digest(self) -> str:
+        """One text for all of it. Empty: there is nothing to tell."""
+        return " ".join((self.standing, *self.ended))
+
+
+def holdings_news(app: model.App, holdings: Holdings, *, lost: Collection[LeaseId] = ()) -> HoldingsNews:
+    """Return what an app must hear at once: leases, phases and metrics of attempts, not steps and times.
+
+    Leases that are `lost` count as held: it hears of them by a `Preempt`. What leaves is told when it begins to leave,
+    and not again when it is gone.
     """
     parts: dict[tuple[JobId, int], list[TaskStatus]] = {}
     for task in holdings.tasks:
         parts.setdefault((task.job, task.attempt), []).append(task)
-    attempts = tuple([news for each in parts.values() if (news := _news_of_attempt(each))])
-    leases = tuple((t.lease, t.leaving) for t in holdings.leases)
-    body = _HoldingsBody(leases, attempts, owed, holdings.held_by, holdings.probes)
-    return "" if body == _NOTHING_TO_TELL else _digest(body)
+    parked = {job.id for job in app.jobs if job.suspended}
+    attempts: list[tuple[object, ...]] = []
+    ended: list[str] = []
+    for (job_id, _), each in parts.items():
+        if all(part.phase == "exited" for part in each):
+            ended += map(_end_of, each)
+        elif news := _news_of_attempt(each, parked=job_id in parked):
+            attempts.append(news)
+    leases = [term.lease for term in holdings.leases if not term.leaving or term.lease in lost]
+    body = _HoldingsBody(tuple(sorted(leases)), tuple(attempts), app.owed, holdings.held_by, holdings.probes)
+    standing = "" if body == _NOTHING_TO_TELL else _digest(body)
+    return HoldingsNews(standing, tuple(sorted(ended)))
 
 
 _NOTHING_TO_TELL = _HoldingsBody((), (), 0, "", probes=False)
+#: Phases of a task that is about to leave its GPUs, or to be parked: its app hears when it has.
+_ON_THE_WAY: tuple[TaskPhase, ...] = ("stopping", "vacating", "suspending")
 #: Where the parts of an attempt differ, the first of these that a living part is in is told.
-_PHASES: tuple[TaskPhase, ...] = ("stopping", "vacating", "suspending", "starting", "resuming", "running", "resting")
+_PHASES: tuple[TaskPhase, ...] = (*_ON_THE_WAY, "starting", "resuming", "running", "resting", "suspended")
 
 
-def _news_of_attempt(parts: Sequence[TaskStatus]) -> tuple[object, ...]:
-    """Return what an app must hear at once of an attempt, whose parts may be on several nodes.
+def _news_of_attempt(parts: Sequence[TaskStatus], *, parked: bool) -> tuple[object, ...]:
+    """Return what an app must hear at once of an attempt that is not over, whose parts may be on several nodes.
 
     It is told one phase for all, as it takes the parts together. That they start is no news: it has just wished so.
+    Neither is that one leaves, unless the app takes the job for `parked`: it hears when all have left, or of a failure.
     """
     living = {part.phase for part in parts if part.phase != "exited"}
-    phases: tuple[object, ...]
-    if not living or any(part.phase == "exited" and part.outcome != "finished" for part in parts):
-        phases = tuple((part.phase, part.outcome or "") for part in parts)
-    elif len(living) == 1 or "suspended" in living:
-        phases = tuple(living) if len(living) == 1 else ("suspending",)
-    else:
-        phases = (next(phase for phase in _PHASES if phase in living),)
-    if phases == ("starting",):
+    if not parked:
+        living = {"running" if phase in _ON_THE_WAY else phase for phase in living}
+    phase = next(phase for phase in _PHASES if phase in living)
+    if len(living) > 1 and "suspended" in living:
+        phase = "suspending"
+    failed = any(part.outcome == "failed" for part in parts)
+    if phase == "starting" and not failed:
         return ()
     figures = tuple((part.task, part.metrics, part.gpus, part.other_gpus) for part in parts)
-    return phases, figures, all(part.can_checkpoint for part in parts)
+    return phase, failed, figures, all(part.can_checkpoint for part in parts)
 
 
-def _digest(body: Struct) -> str:
-    return hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=12).hexdigest()
+def _end_of(part: TaskStatus) -> str:
+    """Return a digest of what an app must hear of a task, once no other part of its attempt lives."""
+    return _digest(_EndBody(part.task, part.outcome or "", part.metrics, part.can_checkpoint), 6)
+
+
+def _digest(body: Struct, size: int = 12) -> str:
+    return hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=size).hexdigest()

@@ -162,7 +162,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     app = replace(
         app,
         report_seq=report.seq,
-        owed=_owed(app, report, jobs),
+        owed=_owed(turn, app, report, jobs),
         gang=report.gang,
         demand_max=demand,
         demand_wished=report.demand_max if app.held_by else 0,
@@ -199,20 +199,30 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     return app
 
 
-def _owed(app: App, report: AppReport, jobs: Sequence[Job]) -> int:
-    """Return which report of an app must be answered: the newest in which a job is wished no more as it was.
+def _owed(turn: Turn, app: App, report: AppReport, jobs: Sequence[Job]) -> int:
+    """Return which report of an app must be answered: the newest in which an attempt is wished no more as it was.
 
-    The app waits for the word that this was heard, whatever comes of it. A job that had no GPUs and has some now takes
-    nothing back. The end of an app is answered when nothing of it is left.
+    The app waits for the word that this was heard only if no task of the attempt was ever heard of: else it is told of
+    the task's end. A job that had no GPUs and has some now takes nothing back, and neither does a job in its next
+    attempt, as its app knows already that the one before is over. The end of an app is answered when nothing of it is
+    left.
     """
-    left = {job.id: job for job in jobs}
-    takes_back = any(
-        job.id not in left
-        or (job.attempt, job.suspended) != (left[job.id].attempt, left[job.id].suspended)
-        or job.gpus not in ((), left[job.id].gpus)
-        for job in app.jobs
-    )
-    return 0 if report.state != "active" else report.seq if takes_back else app.owed
+    if report.state != "active":
+        return 0
+    wished = {job.id: job for job in jobs}
+    taken_back = [job for job in app.jobs if _is_taken_back(job, wished.get(job.id))]
+    if not taken_back:
+        return app.owed
+    tasks = map(turn.state.tasks.__getitem__, turn.index.tasks[app.id])
+    known = {(task.job, task.attempt) for task in tasks if task.phase != "starting"}
+    return report.seq if any((job.id, job.attempt) not in known for job in taken_back) else app.owed
+
+
+def _is_taken_back(before: Job, now: Job | None) -> bool:
+    """Whether an attempt is wished no more as it was, and its app may not know that it is over."""
+    if now is None:
+        return True
+    return now.attempt == before.attempt and (now.suspended != before.suspended or before.gpus not in ((), now.gpus))
 
 
 def _leave_unsuited(turn: Turn, app: App) -> None:
