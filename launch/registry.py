@@ -25,6 +25,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "inspection": ("ps", "explain", "logs", "nodes", "shares", "rounds"),
     "events": ("events",),
     "report": ("report",),
+    "top": ("top",),
     "cleaning": ("clean",),
     "administration": ("drain", "undrain"),
     "doctor": ("doctor", "provision"),
