@@ -25,6 +25,7 @@ class Source(Protocol):
 
 def gather(ask: Source, now: float) -> dict[str, Any]:
     """Return all that the screen shows, as one document."""
+    rounds = ask("rounds", limit=1)
     return {
         "schema": "top/v1",
         "at": datetime.fromtimestamp(now).astimezone().isoformat(timespec="seconds"),
@@ -32,18 +33,21 @@ def gather(ask: Source, now: float) -> dict[str, Any]:
         "nodes": ask("nodes")["nodes"],
         "apps": ask("apps")["apps"],
         "shares": ask("shares"),
-        "rounds": ask("rounds", limit=1)["rounds"],
+        "rounds": rounds["rounds"],
+        "round_count": rounds["count"],
+        "policy_failures": rounds["policy_failures"],
     }
 
 
 def screen(document: Document) -> str:
     """Return the document of `gather` as text for a terminal."""
-    parts = [_head(document), _gpus(document), _tenants(document["shares"])]
+    parts = [headline(document), _gpus(document), _tenants(document["shares"])]
     parts.append(views.apps_table(document))
     return "\n\n".join(part for part in parts if part)
 
 
-def _head(document: Document) -> str:
+def headline(document: Document) -> str:
+    """Return the document in two lines: GPUs and apps by state, and the newest round."""
     gpus = [gpu for node in document["nodes"] for gpu in node["gpus"]]
     states = Counter(gpu_state(node, gpu) for node in document["nodes"] for gpu in node["gpus"])
     apps = Counter(str(app["state"]) for app in document["apps"] if app["state"] not in OVER)

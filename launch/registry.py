@@ -26,6 +26,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "events": ("events",),
     "report": ("report",),
     "top": ("top",),
+    "web": ("web",),
     "cleaning": ("clean",),
     "administration": ("drain", "undrain"),
     "doctor": ("doctor", "provision"),
