@@ -50,6 +50,8 @@ FoundT = TypeVar("FoundT")
 
 #: Events between two snapshots: a restart replays at most these, about a second's work.
 SNAPSHOT_EVERY = 5_000
+#: Between two samples of where tenants stand.
+SAMPLE_S = 3600.0
 #: How long `explain`, and a dry run, look for what binds an app.
 TRIED_S = 3.0
 #: So long after a question auctions are held again for it; and so many outcomes that were found so are remembered.
@@ -108,6 +110,7 @@ class _Performer:
         self._queries = Queries(arbiter, ledger)
         self._one_auction = asyncio.Lock()
         self._explained: dict[tuple[int, float, AppId], Outcome] = {}  #: by round, its time, and app; the oldest first
+        self._sampled_at = 0.0
         self.solver = Solver()
 
     def shell(self, bus: Bus, config: ArbiterConfig, on_alive: Callable[[], None] | None) -> ArbiterShell:
@@ -142,6 +145,15 @@ class _Performer:
                 raise ConfigError(why)
             case _:
                 _perform(effect, self._ledger)
+                self._sample()
+
+    def _sample(self) -> None:
+        """Keep every hour where tenants stand, so that fairness over weeks can be shown."""
+        state = self._arbiter.state
+        if state.now >= self._sampled_at + SAMPLE_S:
+            self._sampled_at = state.now
+            tenants = state.history.tenants
+            self._ledger.sample(state.now, {name: state.history.of_tenant(name, state.now) for name in tenants})
 
     def _answer(
         self, sender: Party, message: AnyMessage

@@ -2,6 +2,7 @@
 
 GPU time is in two tables more: `stretches`, of which each has the same part of a GPU from its start to its end, and
 `losses`, of work that has to be done again. A report of any period is a sum over these (`arbiter.reports`).
+`standings` has every hour what each tenant has had, and what was fair, since the arbiter began to count.
 
 Of the newest auctions it keeps the inputs, too, from which they are explained (`rounds.losses`).
 Writing the same record twice changes nothing, so a crash between deciding and recording is mended by performing the
@@ -11,8 +12,8 @@ last records again. It shares the state folder with the journal, for the same us
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -31,6 +32,7 @@ from arbiter.core.effects import (
     RoundRecord,
     StretchRecord,
 )
+from arbiter.core.state.gpu_time import Standing
 from arbiter.core.state.model import Claim
 from protocol.journal import JournalError
 from protocol.messages import AppId, EventFilter, TenantId
@@ -49,6 +51,9 @@ CREATE TABLE IF NOT EXISTS leases (lease TEXT PRIMARY KEY, app TEXT NOT NULL, gp
 CREATE TABLE IF NOT EXISTS losses (task TEXT NOT NULL, at REAL NOT NULL, app TEXT NOT NULL, tenant TEXT NOT NULL,
                                    node TEXT NOT NULL, gpus TEXT NOT NULL, lost_gpu_s REAL NOT NULL,
                                    PRIMARY KEY (task, at));
+CREATE TABLE IF NOT EXISTS standings (at REAL NOT NULL, tenant TEXT NOT NULL, had_gpu_s REAL NOT NULL,
+                                      fair_gpu_s REAL NOT NULL, quota_gpu_s REAL NOT NULL, lost_gpu_s REAL NOT NULL,
+                                      PRIMARY KEY (at, tenant));
 CREATE TABLE IF NOT EXISTS apps (app TEXT PRIMARY KEY, tenant TEXT NOT NULL, ended_at REAL NOT NULL,
                                  record BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS acts (act TEXT NOT NULL, at REAL NOT NULL, actor TEXT NOT NULL, kind TEXT NOT NULL,
@@ -227,6 +232,27 @@ class Ledger:
             beyond = (asked.round - INPUTS_MAX, asked.round)  # numbers begin anew with a new journal
             self._database.execute("DELETE FROM inputs WHERE round <= ? OR round > ?", beyond)
 
+    def sample(self, at: float, standings: Mapping[TenantId, Standing]) -> None:
+        """Keep where each tenant stands at a moment: GPU-seconds since the arbiter began to count."""
+        rows = [
+            (at, tenant, each.allocated_gpu_s, each.fair_gpu_s, each.other_gpu_s, each.lost_gpu_s)
+            for tenant, each in standings.items()
+        ]
+        with self._using(), self._database:
+            self._database.executemany("INSERT OR IGNORE INTO standings VALUES (?, ?, ?, ?, ?, ?)", rows)
+
+    def standings(self, *, since: float = 0.0) -> Sequence[tuple[float, TenantId, Standing]]:
+        """Return where tenants stood, by time and tenant, from `since` on."""
+        query = (
+            "SELECT at, tenant, had_gpu_s, fair_gpu_s, quota_gpu_s, lost_gpu_s FROM standings WHERE at >= ? "
+            "ORDER BY at, tenant"
+        )
+        with self._using():
+            rows = self._database.execute(query, (since,)).fetchall()
+        return [
+            (at, tenant, Standing(had, fair, quota, lost_gpu_s=lost)) for at, tenant, had, fair, quota, lost in rows
+        ]
+
     def inputs(self, round_: int) -> Decide | None:
         """Return the inputs of a round; None if they are not kept, or another version has written them."""
         with self._using():
@@ -246,6 +272,12 @@ class Ledger:
         with self._using():
             rows = self._database.execute(*((query, page) if app is None else (of_app, (app, *page))))
             return [msgspec.msgpack.decode(packed, type=RoundRecord) for (packed,) in rows]
+
+    def round(self, number: int) -> RoundRecord | None:
+        """Return one round; None if there was none of that number."""
+        with self._using():
+            row = self._database.execute("SELECT record FROM rounds WHERE round = ?", (number,)).fetchone()
+            return None if row is None else msgspec.msgpack.decode(row[0], type=RoundRecord)
 
     def round_count(self) -> int:
         """Return how many rounds there were."""
@@ -341,6 +373,29 @@ class Ledger:
         )
         with self._using():
             return [_stretch(row) for row in self._database.execute(query, (app,))]
+
+    def stretches_between(
+        self, start: float, end: float, *, gpus: Sequence[str] = (), limit: int = -1, offset: int = 0
+    ) -> Sequence[StretchRecord]:
+        """Return stretches that are over and overlap a period, of all GPUs or of some, by their start."""
+        chosen = f"AND gpu IN ({', '.join('?' * len(gpus))})" if gpus else ""
+        query = (
+            "SELECT lease, app, tenant, gpu, node, start, end, part, draining FROM stretches "  # noqa: S608 - our words
+            f"WHERE end > ? AND start < ? {chosen} ORDER BY start, gpu, lease LIMIT ? OFFSET ?"
+        )
+        with self._using():
+            return [_stretch(row) for row in self._database.execute(query, (start, end, *gpus, limit, offset))]
+
+    def gpus_between(self, start: float, end: float) -> Sequence[tuple[str, str]]:
+        """Return the nodes and GPUs that any app had in a period, sorted."""
+        query = "SELECT DISTINCT node, gpu FROM stretches WHERE end > ? AND start < ? ORDER BY node, gpu"
+        with self._using():
+            return self._database.execute(query, (start, end)).fetchall()
+
+    def copy(self, path: Path) -> None:
+        """Write a copy of the file to `path`, whole, while another process may write on."""
+        with self._using(), closing(sqlite3.connect(path)) as target:
+            self._database.backup(target)
 
     def losses_of(self, app: AppId) -> Sequence[LossRecord]:
         """Return what an app has lost, in the order of time."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from itertools import chain, pairwise
 from typing import Any, assert_never, cast
 
@@ -27,13 +26,14 @@ from arbiter.core.registry import policy_of
 from arbiter.core.rounds import claim_audit, losses, phases, views
 from arbiter.core.seam import Booking, Outcome
 from arbiter.core.state import fairness, model
-from arbiter.core.state.gpu_time import Standing
+from arbiter.core.state.gpu_time import LeaseBook, Standing
 from arbiter.core.state.model import Active, Deciding, Dependent, Draining, Enrolling, Free, Leased, Refused, Settled
 from arbiter.core.turn import STORY_LENGTH_MAX
 from arbiter.core.whatif import Obstacle, WhatIf
 from arbiter.ledger import INPUTS_MAX, Ledger
 from arbiter.waits import Waits
 from protocol import gpu_kinds
+from protocol.clock import instant
 from protocol.core import Send
 from protocol.exit_codes import REFUSED, USAGE
 from protocol.journal import JournalError
@@ -167,8 +167,8 @@ class Queries:
         self, sender: Party, query: Query, report: reports.Report, rows: Sequence[reports.ReportRow]
     ) -> Sequence[Send]:
         """Return what to send so that `sender` hears of a report that was summed."""
-        page = _page("report", query, map(_reported, rows[query.offset :]))
-        document = {"schema": "report/v1", "by": report.by, "at": _instant(report.now), **page}
+        page = _page("report", query, map(reports.document, rows[query.offset :]))
+        document = {"schema": "report/v1", "by": report.by, "at": instant(report.now), **page}
         return [_answer(sender, query, document)]
 
     def refuse(self, sender: Party, query: Query, why: str, code: int) -> Sequence[Send]:
@@ -331,8 +331,8 @@ class Queries:
             "fair_gpu_seconds": standing.other_gpu_s,
             "shares": self._shared(app, gpus),
             "claims": [_claim(claim) for claim in app.claims],
-            "arrived_at": _instant(app.arrived_at),
-            "ended_at": _instant(ended_at) if ended_at is not None else None,
+            "arrived_at": instant(app.arrived_at),
+            "ended_at": instant(ended_at) if ended_at is not None else None,
             "tasks": [_task(task) for task in tasks],
         }
 
@@ -373,7 +373,7 @@ class Queries:
         if query.target != "owner":
             return document
         over = self._ledger.apps(limit=owners.APPS_READ_MAX)
-        since = _instant(over[0].ended_at) if len(over) == owners.APPS_READ_MAX else document["since"]
+        since = instant(over[0].ended_at) if len(over) == owners.APPS_READ_MAX else document["since"]
         entries = owners.shares(self._arbiter.state, over, max(now, self._arbiter.state.now))
         return document | {"owners": entries, "owners_since": since}
 
@@ -386,7 +386,7 @@ class Queries:
             "schema": "shares/v1",
             "policy": state.settings.policy,
             "gpus": history.gpus,
-            "since": None if history.since is None else _instant(history.since),
+            "since": None if history.since is None else instant(history.since),
             "tenants": [self._tenant(name, active[name], max(now, state.now)) for name in sorted(history.tenants)],
         }
 
@@ -444,8 +444,8 @@ class Queries:
             "by": drain.by,
             "reason": drain.reason,
             "force": drain.force,
-            "since": _instant(drain.since),
-            "empty_since": None if drain.empty_since is None else _instant(drain.empty_since),
+            "since": instant(drain.since),
+            "empty_since": None if drain.empty_since is None else instant(drain.empty_since),
             "tasks": msgspec.to_builtins(self._arbiter.leavers(node)),
         }
 
@@ -507,9 +507,13 @@ class Queries:
         """Return leases: those that are held now, then those that are over, the last to end first."""
         gpus = [gpu for gpu in self._arbiter.state.gpus.values() if not isinstance(gpu.state, Free)]
         over = self._ledger.leases(limit=LEASES_READ_MAX, offset=max(0, query.offset - len(gpus)))
-        entries = chain((_held(gpu, now) for gpu in gpus[query.offset :]), map(_ended, over))
+        entries = chain((self._held(gpu, now) for gpu in gpus[query.offset :]), map(_ended, over))
         more = len(over) == LEASES_READ_MAX
         return {"schema": "leases/v1", **_page("leases", query, entries, more=more)}
+
+    def _held(self, gpu: model.Gpu, now: float) -> dict[str, Any]:
+        assert not isinstance(gpu.state, Free)
+        return _held(gpu, now, self._arbiter.state.history.leases.get(gpu.state.lease.id))
 
     def _events(self, query: Query, now: float) -> dict[str, Any]:
         """Return events in the order of time, from the one after `offset` on; without that the newest `limit`.
@@ -580,11 +584,7 @@ class Queries:
     def _receipts(self, app: AppId, now: float) -> list[dict[str, Any]]:
         """Return the newest preemptions of an app, with what each has cost and what the app got back; oldest first."""
         live = list(reports.live_stretches(self._arbiter.state, now))
-        told = [receipts.document(each) for each in receipts.receipts(self._ledger, app, live)]
-        for each in told:
-            for timed in (each, *each["returned"]):
-                timed["at"] = _instant(timed["at_s"])
-        return told
+        return [receipts.document(each) for each in receipts.receipts(self._ledger, app, live)]
 
     def _recorded(self, app: str) -> Sequence[model.StoryLine]:
         """Return the events of an app that the state has forgotten, as its story."""
@@ -836,7 +836,7 @@ def _won(gpu: Won) -> dict[str, Any]:
 def _booking(booking: Booking | None, words: str) -> dict[str, Any] | None:
     if booking is None:
         return None
-    return {"price": booking.price, "worth": booking.utility, "ends_at": _instant(booking.ends_at), "text": words}
+    return {"price": booking.price, "worth": booking.utility, "ends_at": instant(booking.ends_at), "text": words}
 
 
 def _enumerated(apps: Sequence[AppId]) -> str:
@@ -928,33 +928,28 @@ def _round(record: RoundRecord) -> dict[str, Any]:
         outcomes = tuple(sorted(outcomes, key=lambda outcome: not outcome.gpus)[:OUTCOMES_MAX])
     told: dict[str, Any] = msgspec.to_builtins(replace(record, outcomes=outcomes))
     told.pop("type")
-    return told | {"at": _instant(record.at), "outcomes_left_out": len(record.outcomes) - len(outcomes)}
+    return told | {"at": instant(record.at), "outcomes_left_out": len(record.outcomes) - len(outcomes)}
 
 
 def _event(number: int, record: EventRecord) -> dict[str, Any]:
     told: dict[str, Any] = msgspec.to_builtins(record)
     del told["type"], told["number"]
-    return {"id": number, **told, "at": _instant(record.at), "at_s": record.at}
+    return {"id": number, **told, "at": instant(record.at), "at_s": record.at}
 
 
-def _reported(row: reports.ReportRow) -> dict[str, Any]:
-    return {
-        "id": f"{row.start:.3f}/{row.app or row.owner or row.tenant}",
-        "from": _instant(row.start),
-        "to": _instant(row.end),
-        "tenant": row.tenant,
-        "owner": row.owner,
-        "app": row.app,
-        "gpu_seconds": row.had_gpu_s,
-        "draining_gpu_seconds": row.draining_gpu_s,
-        "lost_gpu_seconds": row.lost_gpu_s,
-    }
-
-
-def _held(gpu: model.Gpu, now: float) -> dict[str, Any]:
+def _held(gpu: model.Gpu, now: float, book: LeaseBook | None) -> dict[str, Any]:
+    """Return a lease that is not over; `part` of the GPU is what it has been worth since `since`."""
     assert not isinstance(gpu.state, Free)
     lease = gpu.state.lease
-    return {"lease": lease.id, "gpu": gpu.id, "node": gpu.node, "app": lease.app, "from": lease.granted_at, "to": now}
+    told = {"lease": lease.id, "gpu": gpu.id, "node": gpu.node, "app": lease.app, "from": lease.granted_at, "to": now}
+    if book is None:
+        return told
+    return told | {
+        "tenant": book.tenant,
+        "since": book.had.since,
+        "part": book.had.rate,
+        "draining": book.draining.rate > 0.0,
+    }
 
 
 def _ended(lease: LeaseRecord) -> dict[str, Any]:
@@ -966,7 +961,7 @@ def _own_round(outcome: Outcome, record: RoundRecord) -> dict[str, Any]:
     winners = [{"app": other.app, "gpus": len(other.gpus)} for other in record.outcomes if other.gpus]
     return {
         "round": record.round,
-        "at": _instant(record.at),
+        "at": instant(record.at),
         "bid": outcome.bid,
         "won": outcome.won,
         "got": len(outcome.gpus),
@@ -980,14 +975,10 @@ def _own_round(outcome: Outcome, record: RoundRecord) -> dict[str, Any]:
 
 
 def _story(chapters: Sequence[model.StoryLine]) -> list[dict[str, Any]]:
-    return [{"at": _instant(chapter.at), "what": chapter.what} for chapter in chapters]
+    return [{"at": instant(chapter.at), "what": chapter.what} for chapter in chapters]
 
 
 def _first_part(task: TaskId) -> TaskId:
     """Return the task on the first of the nodes that its job lies on; ``ana-1.0-a2`` of ``ana-1.0-a2.1``."""
     job, mark, rest = task.rpartition("-a")
     return TaskId(f"{job}{mark}{rest.partition('.')[0]}")
-
-
-def _instant(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from arbiter.core.effects import EventRecord, LossRecord, StretchRecord
 from arbiter.ledger import Ledger
+from protocol.clock import instant
 from protocol.messages import AppId, EventFilter, GpuId, NodeId
 
 #: Receipts that are told of an app: the newest.
@@ -154,8 +155,9 @@ def _give_back(told: list[Receipt], event: EventRecord) -> None:
 
 
 def document(receipt: Receipt) -> dict[str, Any]:
-    """Return a receipt for those who ask, with seconds; instants are UNIX seconds."""
+    """Return a receipt for those who ask."""
     return {
+        "at": instant(receipt.at),
         "at_s": receipt.at,
         "gpus": list(receipt.gpus),
         "nodes": list(receipt.nodes),
@@ -166,6 +168,7 @@ def document(receipt: Receipt) -> dict[str, Any]:
         "missing": receipt.missing,
         "away_s": receipt.away_s,
         "returned": [
-            {"at_s": each.at, "gpus": list(each.gpus), "nodes": list(each.nodes)} for each in receipt.returned
+            {"at": instant(each.at), "at_s": each.at, "gpus": list(each.gpus), "nodes": list(each.nodes)}
+            for each in receipt.returned
         ],
     }

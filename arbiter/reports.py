@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from math import inf
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
@@ -19,6 +19,7 @@ from arbiter.core.effects import StretchRecord
 from arbiter.core.state.model import Free, State
 from arbiter.ledger import Ledger
 from arbiter.owners import owner_of
+from protocol.clock import instant
 from protocol.messages import AppId, TenantId, device_of
 
 By = Literal["tenant", "owner", "app"]
@@ -79,6 +80,21 @@ class Report(Struct, frozen=True):
                 return None, owner_of(app), None
             case "app":
                 return tenant, owner_of(app), app
+
+
+def document(row: ReportRow) -> dict[str, Any]:
+    """Return a row for those who ask."""
+    return {
+        "id": f"{row.start:.3f}/{row.app or row.owner or row.tenant}",
+        "from": instant(row.start),
+        "to": instant(row.end),
+        "tenant": row.tenant,
+        "owner": row.owner,
+        "app": row.app,
+        "gpu_seconds": row.had_gpu_s,
+        "draining_gpu_seconds": row.draining_gpu_s,
+        "lost_gpu_seconds": row.lost_gpu_s,
+    }
 
 
 def asked(by: By, edges: Sequence[float], state: State, now: float) -> Report:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
@@ -24,6 +24,7 @@ from msgspec import Struct
 from app_agent.core.spec import AppSpec
 from app_agent.streams import OVER
 from arbiter.core.state.model import ArbiterSettings
+from arbiter.ledger import Ledger
 from launch import log_lines, timeline, training
 from launch.client import Client, open_client
 from launch.faults import Fault, usage
@@ -140,6 +141,7 @@ def run(options: Options) -> Result:
             outputs = {app: _output(client, app) for app in ids}
         finally:
             end_everything(client)
+        _keep_ledger(site, options.out)
     summary = summarise(options.bus, wall_s, document, rounds, outputs)
     _leave(options.out, summary, rounds, document)
     unfinished = tuple(app["id"] for app in document["apps"] if app["state"] != "finished")
@@ -245,6 +247,14 @@ def _accuracy(app: Document, output: str) -> float | None:
         return float(app["metrics"]["accuracy"])
     printed = _ACCURACY.findall(output)
     return float(printed[-1]) if printed else None
+
+
+def _keep_ledger(site: Site, out: Path) -> None:
+    """Leave a copy of the ledger, which `gpu-arbiter web` shows when the site is gone."""
+    copy = out / "ledger.db"
+    copy.unlink(missing_ok=True)
+    with closing(Ledger.reader(Path(site.arbiter.state_dir) / "ledger.db")) as ledger:
+        ledger.copy(copy)
 
 
 def _leave(out: Path, summary: dict[str, Any], rounds: Document, document: Document) -> None:

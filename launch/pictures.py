@@ -34,7 +34,7 @@ def show_changes(
     shown: object = None
     while True:
         picture = look()
-        text = _cut(picture.text) if drawn else picture.text
+        text = cut_to_terminal(picture.text) if drawn else picture.text
         now = text if drawn else picture.news
         if now != shown:
             out.write(f"{_HOME}{text}" if drawn else text)
@@ -44,7 +44,7 @@ def show_changes(
         pause(PAUSE_S)
 
 
-def _cut(text: str) -> str:
+def cut_to_terminal(text: str) -> str:
     """Return the part of a text that fits on the terminal; its last line tells how much is left out."""
     width, height = shutil.get_terminal_size()
     lines = [line[:width] for line in text.splitlines()]

@@ -25,6 +25,8 @@ MODULES: Mapping[str, Sequence[str]] = {
     "inspection": ("ps", "explain", "logs", "nodes", "shares", "rounds"),
     "events": ("events",),
     "report": ("report",),
+    "top": ("top",),
+    "web": ("web",),
     "cleaning": ("clean",),
     "administration": ("drain", "undrain"),
     "doctor": ("doctor", "provision"),

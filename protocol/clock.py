@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
@@ -28,6 +29,11 @@ DRIFT_S_MAX = 60.0
 CONFIRM_S = 120.0
 
 _log = structlog.get_logger("clock")
+
+
+def instant(at: float) -> str:
+    """Return a moment (UNIX seconds) as people and programs read it: ISO-8601, UTC, with milliseconds."""
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def boot_seconds() -> float:

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -136,11 +137,18 @@ class Journal(Generic[EventT]):
         self._database.execute("DELETE FROM snapshots WHERE seq < ?", (kept[-1],))
         self._database.execute("DELETE FROM events WHERE seq <= ?", (kept[-1],))
 
-    def load(self) -> Loaded[EventT]:
-        """Return the newest snapshot and the events after it."""
+    def span(self) -> tuple[float, float]:
+        """Return the first and the last moment that the journal tells of, by its snapshots and events; seconds."""
+        first = "SELECT min(now) FROM (SELECT now FROM events UNION ALL SELECT now FROM snapshots)"
         with self._writing():
-            newest = "SELECT seq, now, state, sum FROM snapshots ORDER BY seq DESC LIMIT 1"
-            row = self._database.execute(newest).fetchone()
+            (begin,) = self._database.execute(first).fetchone()
+        return (self.last_now if begin is None else float(begin)), self.last_now
+
+    def load(self, before: float | None = None) -> Loaded[EventT]:
+        """Return the newest snapshot, or the newest that was made no later than `before`, and the events after it."""
+        with self._writing():
+            newest = "SELECT seq, now, state, sum FROM snapshots WHERE now <= ? ORDER BY seq DESC LIMIT 1"
+            row = self._database.execute(newest, (inf if before is None else before,)).fetchone()
         if row is None:
             return Loaded(None, self._events_after(0))
         seq, now, blob, written = row

@@ -18,6 +18,7 @@ from arbiter.config import HistoryMode
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import open_client
 from launch.faults import Fault
+from launch.site.page import end_process, start_page
 from launch.site.service import faults, serve
 from launch.site.site import Site, Watch, daemons, local_site, memory_bus, user_folder, wait_ready
 from launch.surface import note, plural
@@ -29,7 +30,10 @@ OWNER = OwnerId("me")
 
 
 class Options(Struct, frozen=True):
-    """The options of `up`. `fresh`: with a state of its own that is removed at the end."""
+    """The options of `up`.
+
+    `fresh`: with a state of its own that is removed at the end. `web`: with the web page, in a process of its own.
+    """
 
     gpus: str | tuple[int | str, ...]
     nodes: int = 1
@@ -39,6 +43,7 @@ class Options(Struct, frozen=True):
     settings: ArbiterSettings = ArbiterSettings()
     history: HistoryMode = "auto"
     adopt_site: bool = False
+    web: bool = False
 
 
 def run(options: Options) -> None:
@@ -68,7 +73,7 @@ def run(options: Options) -> None:
         bus = memory_bus()
         serve(
             lambda: daemons(site, bus, end_workers=options.fresh),
-            started=lambda: _greet(site),
+            started=lambda: _greet(site, stack, web=options.web),
             stopping=None if options.fresh else lambda: _farewell(site),
         )
 
@@ -102,7 +107,7 @@ def _folder(options: Options, stack: ExitStack) -> Path:
         return state_folder(options.state_dir or user_folder("XDG_STATE_HOME", ".local/state") / "gpu-arbiter" / "up")
 
 
-async def _greet(site: Site) -> None:
+async def _greet(site: Site, stack: ExitStack, *, web: bool) -> None:
     """Tell the person the site's size and the next step, once all daemons answer."""
     gone = threading.Event()
 
@@ -118,6 +123,8 @@ async def _greet(site: Site) -> None:
     policy = site.arbiter.arbiter.policy
     there = f"{plural(len(nodes), 'node')}, {plural(gpus, 'GPU')}, policy {policy}"
     note(f"gpu-arbiter is up: {there}, socket {site.socket}")
+    if web:
+        stack.callback(end_process, start_page(site, Path(site.arbiter.state_dir) / "ledger.db"))  # it says where it is
     if site.socket != default_socket():
         note(f"in other terminals: export GPU_ARBITER_URL=unix://{site.socket}")
     note("next: gpu-arbiter submit -- python train.py   (Ctrl-C here stops it)")

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from launch import completion
 from launch.faults import usage
 from launch.surface import answering
+from launch.web import check_libraries
 from protocol import exit_codes
 from protocol.messages import Sharing
 
@@ -64,6 +65,7 @@ def up(
     ] = None,
     state_dir: Annotated[Path | None, typer.Option(help="where the state is kept between runs")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="start without old state, and remove it at the end")] = False,
+    web: Annotated[bool, typer.Option("--web", help="also show the site in a browser; prints the address")] = False,
     adopt_site: AdoptSite = False,
     log_level: LogLevel = "error",  # a person reads along, and the answers tell the rest
 ) -> None:
@@ -75,6 +77,8 @@ def up(
         from launch.site.service import faults
 
         _set_log_level(log_level)
+        if web:
+            check_libraries()
         if not gpus.startswith("simulated") and nodes != 1:
             raise usage(f"--gpus {gpus} is this host, which is one node", "leave --nodes out")
         with faults():
@@ -93,6 +97,7 @@ def up(
                 settings=settings,
                 history=chosen.history,
                 adopt_site=adopt_site or chosen.adopt_site,
+                web=web,
             )
         )
 

@@ -44,6 +44,7 @@ def demo(
         else:
             say(show.final_table(result.summary))
             note(f"{result.summary['rounds']} rounds in {result.summary['wall_s']:.0f} s; see {out}/timeline.png")
+            note(f"in a browser: gpu-arbiter web --ledger {out}/ledger.db")
         if result.unfinished:
             raise Fault(
                 f"{', '.join(result.unfinished)} did not finish", code=exit_codes.FAILED, next_step=f"ls {out}/logs"

@@ -1,0 +1,154 @@
+"""The timeline as SVG: a row for each GPU, a bar for each stretch of an app, parks and preemptions on top.
+
+A week of leases fits on one screen because bars are made in pixels, not in leases: what is narrower than half a pixel
+joins its neighbour. All bars of one app are one path with one title, so the browser has little to draw.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from html import escape
+from urllib.parse import quote
+
+from msgspec import Struct
+
+LEFT, WIDTH, ROW, TOP = 150, 1000, 16, 22
+#: Colours of apps in style.css.
+COLOURS = 12
+#: Bars are at least so wide, and gaps that are narrower are closed; pixels.
+FINEST = 0.5
+TICKS = 8
+#: Lanes of a shared GPU that are drawn.
+LANES_MAX = 4
+
+
+class Bar(Struct, frozen=True):
+    """A time in which an app had a GPU, or a part of it; seconds."""
+
+    gpu: str
+    app: str
+    start: float
+    end: float
+    draining: bool = False
+
+
+class Mark(Struct, frozen=True):
+    """A time in which a job lay parked on a GPU; or, with ``start == end``, a moment at which a GPU was taken away."""
+
+    gpu: str
+    start: float
+    end: float
+
+
+class Scale(Struct, frozen=True):
+    """The period that is drawn."""
+
+    start: float
+    end: float
+
+    def x(self, moment: float) -> float:
+        """Return where a moment lies, in pixels."""
+        share = (min(max(moment, self.start), self.end) - self.start) / (self.end - self.start)
+        return LEFT + WIDTH * share
+
+
+def timeline(gpus: Sequence[tuple[str, str]], bars: Sequence[Bar], marks: Sequence[Mark], scale: Scale) -> str:
+    """Return the drawing of a period: of these GPUs (node, id), in this order."""
+    places = {gpu: TOP + ROW * index for index, (_, gpu) in enumerate(gpus)}
+    height = TOP + ROW * len(gpus) + 6
+    parts = [
+        f'<svg class="timeline" viewBox="0 0 {LEFT + WIDTH + 10} {height}" role="img" '
+        f'aria-label="The apps on {len(gpus)} GPUs over time; the table below tells the same">'
+    ]
+    parts += _axis(scale, height)
+    parts += (_label(node, gpu, places[gpu]) for node, gpu in gpus)
+    parts += _bars([bar for bar in bars if bar.gpu in places], places, scale)
+    parts += _marks([mark for mark in marks if mark.gpu in places], places, scale)
+    return "".join([*parts, "</svg>"])
+
+
+def _axis(scale: Scale, height: int) -> Iterator[str]:
+    days = scale.end - scale.start > 2 * 86400
+    for tick in range(TICKS + 1):
+        moment = scale.start + (scale.end - scale.start) * tick / TICKS
+        x = scale.x(moment)
+        text = datetime.fromtimestamp(moment).strftime("%a %d %b %H:%M" if days else "%d %b %H:%M")  # noqa: DTZ006 - this host's time
+        anchor = "start" if tick == 0 else "end" if tick == TICKS else "middle"
+        yield f'<path class="grid" d="M{x:.1f} {TOP - 4}V{height}"/>'
+        yield f'<text class="tick" x="{x:.1f}" y="12" text-anchor="{anchor}">{text}</text>'
+
+
+def _label(node: str, gpu: str, y: int) -> str:
+    name = f"{node} {gpu}"
+    short = name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}"
+    return f'<text class="row" x="0" y="{y + 11}"><title>{escape(name)}</title>{escape(short)}</text>'
+
+
+def _bars(bars: Sequence[Bar], places: dict[str, int], scale: Scale) -> Iterator[str]:
+    paths: defaultdict[tuple[str, bool], list[str]] = defaultdict(list)
+    by_gpu: defaultdict[str, list[Bar]] = defaultdict(list)
+    for bar in bars:
+        by_gpu[bar.gpu].append(bar)
+    for gpu, own in by_gpu.items():
+        lanes = _lanes(own)
+        high = (ROW - 3) / len(lanes)
+        for number, lane in enumerate(lanes):
+            y = places[gpu] + number * high
+            for bar, left, right in _merged(lane, scale):
+                paths[bar.app, bar.draining].append(f"M{left:.1f} {y:.1f}h{right - left:.1f}v{high:.1f}H{left:.1f}z")
+    colours = {app: index % COLOURS for index, app in enumerate(sorted({app for app, _ in paths}))}
+    for (app, draining), path in sorted(paths.items()):
+        title = f"{app}, leaving" if draining else app
+        yield (
+            f'<a href="/apps/{quote(app)}"><path class="c{colours[app]}{" leaving" if draining else ""}" '
+            f'd="{"".join(path)}"><title>{escape(title)}</title></path></a>'
+        )
+
+
+def _lanes(bars: Sequence[Bar]) -> Sequence[Sequence[Bar]]:
+    """Divide the bars of one GPU into lanes in which none overlaps another; what fits in none is in the last."""
+    lanes: list[list[Bar]] = []
+    for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
+        free = next((lane for lane in lanes if lane[-1].end <= bar.start + 1e-6), None)
+        if free is not None:
+            free.append(bar)
+        elif len(lanes) < LANES_MAX:
+            lanes.append([bar])
+        else:
+            lanes[-1].append(bar)
+    return lanes
+
+
+def _merged(lane: Sequence[Bar], scale: Scale) -> Iterator[tuple[Bar, float, float]]:
+    """Yield the bars that can be seen, with their left and right ends in pixels."""
+    last: tuple[Bar, float, float] | None = None
+    for bar in lane:
+        left, right = scale.x(bar.start), scale.x(bar.end)
+        if last is not None:
+            same = (last[0].app, last[0].draining) == (bar.app, bar.draining)
+            if same and left - last[2] < FINEST:
+                last = last[0], last[1], max(last[2], right)
+                continue
+            if right <= last[2] + FINEST / 2:  # hidden below the bar before it
+                continue
+            yield last
+            left = max(left, last[2])
+        last = bar, left, max(right, left + FINEST)
+    if last is not None:
+        yield last
+
+
+def _marks(marks: Sequence[Mark], places: dict[str, int], scale: Scale) -> Iterator[str]:
+    parks, cuts = list[str](), set[str]()
+    for mark in marks:
+        y, left = places[mark.gpu], scale.x(mark.start)
+        if mark.end > mark.start:
+            parks.append(f"M{left:.1f} {y + ROW - 4}h{max(FINEST, scale.x(mark.end) - left):.1f}")
+        else:
+            cuts.add(f"M{left:.0f} {y - 1}v{ROW - 1}")
+    if parks:
+        yield f'<path class="parked" d="{"".join(parks)}"><title>parked</title></path>'
+    if cuts:
+        yield f'<path class="preempted" d="{"".join(sorted(cuts))}"><title>preempted</title></path>'

@@ -1,0 +1,326 @@
+"""The pages: what each address shows, from the ledger and from the arbiter's answers. They change nothing.
+
+No page shows the output of a task: that is for its owner only, and this page does not know who reads it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from itertools import pairwise
+
+from msgspec import Struct
+
+from app_agent.streams import OVER
+from arbiter import receipts, reports
+from arbiter.core.effects import RoundRecord, StretchRecord
+from arbiter.core.state.gpu_time import ratio
+from arbiter.ledger import Ledger
+from launch import overview, periods, views
+from launch.faults import Fault, usage
+from launch.surface import Document
+from launch.web import history
+from launch.web.drawing import Bar, Scale, timeline
+from launch.web.sheets import ROWS_MAX, Cell, Column, Page, sheet
+from launch.web.sources import Sources
+from protocol.clock import instant
+from protocol.exit_codes import NOT_FOUND
+from protocol.messages import AppId
+
+APP, ROUND = Column("app", "/apps/"), Column("round", "/rounds/")
+APP_COLUMNS = (APP, "owner", "tenant", "name", "state", "gpus", "want", "rho", "ltgf", "step", "preempted", "waits_for")
+GPUS_DRAWN = 64
+DAY_S = 86400.0
+#: A timeline that ends so long ago, or later, shows what is held now.
+LIVE_S = 60.0
+
+
+class Wanted(Struct, frozen=True):
+    """What is asked of a page: the number of the page, from 1 on, and what follows the question mark of its address."""
+
+    number: int = 1
+    wishes: Mapping[str, str] = {}
+
+    @property
+    def edges(self) -> Sequence[float]:
+        """The edges of the periods that are wished, in UNIX seconds; none for all time.
+
+        Raises
+        ------
+        Fault
+            Naming the word that is wrong.
+        """
+        begin, end, since, every = (self.wishes.get(word) or None for word in ("from", "to", "since", "every"))
+        return periods.edges(begin=begin, end=end, since=since, every=every, now=time.time())
+
+
+class NoSuchPage(Exception):  # noqa: N818 - its name says what it is
+    """There is no app or round of that name; the message is for the reader."""
+
+
+def now(sources: Sources, wanted: Wanted) -> Page:
+    """Return GPUs by node with their holders and use, the apps, and the tenants."""
+    present, why = sources.tried(sources.present)
+    if present is None:
+        return Page("now", "Now", (), wanted.number, notes=(why,))
+    gpus = sheet(
+        "gpus",
+        "GPUs",
+        ("node", "gpu", "model", "state", APP, "owner", "tenant", "busy", "memory_gib", "task", "detail"),
+        _gpu_rows(present),
+        wanted.number,
+    )
+    apps = sheet("apps", "Apps that are not over", APP_COLUMNS, _app_rows(present), wanted.number)
+    rounds = sheet("rounds", "The newest round", ROUND_COLUMNS, map(_told_round, present["rounds"]), wanted.number)
+    return Page("now", "Now", (gpus, apps, rounds), wanted.number, text=overview.headline(present))
+
+
+def _gpu_rows(present: Document) -> Iterator[tuple[Cell, ...]]:
+    apps, tasks = {app["id"]: app for app in present["apps"]}, overview.tasks_by_gpu(present["apps"])
+    for node in present["nodes"]:
+        for gpu in node["gpus"]:
+            here = tasks.get(gpu["id"], ())
+            for holder in overview.holders(gpu) or ("",):
+                own = [task for task in here if task["task"].startswith(f"{holder}.")]
+                busy, peak = overview.use(own)
+                app = apps.get(holder, {})
+                state = overview.gpu_state(node, gpu)
+                phase = ", ".join(f"{task['task']} {task['phase']}" for task in own)
+                whose = (holder or None, app.get("owner"), app.get("tenant"))
+                used = (busy if own else None, round(peak / overview.GIB, 2) if peak else None)
+                yield (node["id"], gpu["id"], gpu["model"], state, *whose, *used, phase or None, gpu["detail"] or None)
+
+
+def _app_rows(present: Document) -> Iterator[tuple[Cell, ...]]:
+    for app in present["apps"]:
+        if app["state"] not in OVER:
+            waits = app.get("waits_for")
+            yield (
+                *(app["id"], app["owner"], app["tenant"], app["name"], app["state"], len(app["gpus"]), app["want"]),
+                *(app["rho"], app["ltgf"], views.progress(app), app["preemptions"]),
+                ", ".join(waits["ids"]) or waits["kind"] if waits else None,
+            )
+
+
+ROUND_COLUMNS = (ROUND, "at", "took_s", "gpus", "bidders", "won", "without", "failure")
+
+
+def _told_round(told: Document) -> tuple[Cell, ...]:
+    """Return the row of a round, as `rounds` tells it."""
+    won = [f"{each['app']} ({len(each['gpus'])})" for each in told["outcomes"] if each["gpus"]]
+    without = len(told["outcomes"]) + told.get("outcomes_left_out", 0) - len(won)
+    counts = (len(told["gpus"]), len(told["bidders"]), ", ".join(won) or None, without)
+    return (told["round"], told["at"], round(told["took_s"], 2), *counts, told["failure"] or None)
+
+
+def _recorded_round(record: RoundRecord) -> tuple[Cell, ...]:
+    won = [f"{each.app} ({len(each.gpus)})" for each in record.outcomes if each.gpus]
+    counts = (len(record.gpus), len(record.bidders), ", ".join(won) or None, len(record.outcomes) - len(won))
+    return (record.round, instant(record.at), round(record.took_s, 2), *counts, record.failure or None)
+
+
+def rounds(sources: Sources, wanted: Wanted) -> Page:
+    """Return the rounds, newest first."""
+    with sources.ledger() as ledger:
+        found = ledger.rounds(limit=ROWS_MAX + 1, offset=(wanted.number - 1) * ROWS_MAX)
+    skipped: list[tuple[Cell, ...]] = [()] * ((wanted.number - 1) * ROWS_MAX)
+    listed = sheet("rounds", "Rounds", ROUND_COLUMNS, [*skipped, *map(_recorded_round, found)], wanted.number)
+    return Page("rounds", "Rounds", (listed,), wanted.number)
+
+
+def one_round(sources: Sources, name: str, number: int) -> Page:
+    """Return the bids, winners, losers and payments of one round."""
+    with sources.ledger() as ledger:
+        record = ledger.round(int(name)) if name.isdecimal() and len(name) < 16 else None
+    if record is None:
+        raise NoSuchPage(f"there is no round {name}; /rounds lists them")
+    columns = (APP, "bid", "silent", "gpus", "won_before_payment", "payment", "rho_now", "rho_next", "reason", "got")
+    rows = (
+        (
+            *(each.app, each.bid, each.app in record.silent, len(each.gpus), each.won, 1.0 - each.fraction),
+            *(each.rho_now, each.rho_next, each.reason, ", ".join(each.gpus) or None),
+        )
+        for each in sorted(record.outcomes, key=lambda each: (-len(each.gpus), not each.bid, each.app))
+    )
+    facts = sheet("facts", "Figures of the policy", ("figure", "value"), sorted(record.facts.items()), 1)
+    offered = f"{record.took_s:.2f} s and had {len(record.gpus)} GPUs on offer"
+    took = f"Round {record.round} at {instant(record.at)} took {offered}."
+    notes = (record.failure,) if record.failure else ()
+    outcomes = sheet("outcomes", "Outcomes: winners first", columns, rows, number)
+    sheets = (outcomes, facts) if record.facts else (outcomes,)
+    return Page("round", f"Round {record.round}", sheets, number, text=took, notes=notes)
+
+
+def one_app(sources: Sources, name: str, number: int) -> Page:
+    """Return why an app waits, with the words of `explain`; its rounds; what was taken from it; and its GPU time."""
+    app = AppId(name)
+    told, why = _explained(sources, name)
+    with sources.ledger() as ledger:
+        found = ledger.rounds(limit=number * ROWS_MAX + 1, app=app)
+        stretches = ledger.stretches_of(app)
+        taken = told["receipts"] if told else [receipts.document(each) for each in receipts.receipts(ledger, app)]
+    if told is None and not found and not stretches:
+        raise NoSuchPage(f"nothing here is called {name}; / lists the apps that are not over")
+    columns = (ROUND, "at", "bid", "won", "got", "payment", "rho_now", "rho_next", "reason", "winners")
+    own = (_own_round(record, app) for record in found)
+    bids = sheet("rounds", "Round by round, newest first", columns, own, number)
+    newest = map(_receipt, reversed(taken))
+    lost = sheet("receipts", "What was taken from it, newest first", RECEIPT_COLUMNS, newest, number)
+    held = sheet("gpu_time", "Its GPU time, newest first", STRETCH_COLUMNS, map(_stretch, stretches[::-1]), number)
+    text = views.explanation(told, time.time()) if told else ""
+    return Page("app", name, (bids, lost, held), number, text=text, notes=(why,) if why else ())
+
+
+def _explained(sources: Sources, name: str) -> tuple[Document | None, str]:
+    """Return the document of `explain`; or None, and why there is none, unless no app is called so."""
+    try:
+        return sources.ask("explain", name), ""
+    except Fault as fault:
+        return None, "" if fault.code == NOT_FOUND else f"{fault.sentence}. What is shown is from the ledger."
+
+
+def _own_round(record: RoundRecord, app: AppId) -> tuple[Cell, ...]:
+    outcome = next(each for each in record.outcomes if each.app == app)
+    winners = ", ".join(f"{each.app} ({len(each.gpus)})" for each in record.outcomes if each.gpus)
+    figures = (outcome.bid, outcome.won, len(outcome.gpus), 1.0 - outcome.fraction, outcome.rho_now, outcome.rho_next)
+    return (record.round, instant(record.at), *figures, outcome.reason, winners or None)
+
+
+RECEIPT_COLUMNS = ("at", "gpus", "nodes", "for", "why", "leaving_gpu_s", "lost_gpu_s", "back_after_s", "missing")
+
+
+def _receipt(told: Document) -> tuple[Cell, ...]:
+    return (
+        *(told["at"], ", ".join(told["gpus"]), ", ".join(told["nodes"]), ", ".join(told["for"]) or None, told["why"]),
+        *(told["draining_gpu_seconds"], told["lost_gpu_seconds"], told["away_s"], told["missing"]),
+    )
+
+
+STRETCH_COLUMNS = ("from", "to", "node", "gpu", APP, "tenant", "part", "leaving", "gpu_seconds")
+
+
+def _stretch(each: StretchRecord) -> tuple[Cell, ...]:
+    span = (instant(each.start), instant(each.end))
+    return (
+        *span,
+        each.node,
+        each.gpu,
+        each.app,
+        each.tenant,
+        each.part,
+        each.draining,
+        each.gpu_s(each.start, each.end),
+    )
+
+
+def over_time(sources: Sources, wanted: Wanted) -> Page:
+    """Return which app had which GPU when, with parks and preemptions."""
+    moment = time.time()
+    edges = wanted.edges or (moment - DAY_S, moment)
+    start, end = edges[0], edges[-1]
+    live = history.live(sources) if end > moment - LIVE_S else ()
+    with sources.ledger() as ledger:
+        known = sorted({*ledger.gpus_between(start, end), *((each.node, each.gpu) for each in live)})
+        drawn = known[(wanted.number - 1) * GPUS_DRAWN : wanted.number * GPUS_DRAWN]
+        names = [gpu for _, gpu in drawn]
+        over = ledger.stretches_between(start, end, gpus=names) if names else ()
+        listed = ledger.stretches_between(start, end, limit=ROWS_MAX + 1, offset=(wanted.number - 1) * ROWS_MAX)
+        marks = history.marks(ledger, over, start, end)
+    shown = [each for each in (*over, *live) if each.gpu in names]
+    bars = [Bar(each.gpu, each.app, each.start, each.end, each.draining) for each in shown]
+    skipped: list[tuple[Cell, ...]] = [()] * ((wanted.number - 1) * ROWS_MAX)
+    table = sheet("stretches", "Who had what", STRETCH_COLUMNS, [*skipped, *map(_stretch, listed)], wanted.number)
+    text = f"{instant(start)} to {instant(end)}; {len(drawn)} of {len(known)} GPUs are drawn."
+    drawing = timeline(drawn, bars, marks, Scale(start, end)) if drawn else ""
+    return Page("timeline", "Timeline", (table,), wanted.number, text=text, drawing=drawing)
+
+
+def fairness(sources: Sources, wanted: Wanted) -> Page:
+    """Return the GPU-hours that tenants have had and were due, LTGF over weeks, and the rho of apps."""
+    present, why = sources.tried(sources.present)
+    with sources.ledger() as ledger:
+        weeks = sheet(
+            "weeks",
+            "LTGF by week: 1 or more is fair",
+            ("week", "tenant", "had_gpu_h", "due_gpu_h", "lost_gpu_h", "ltgf"),
+            _weeks(ledger),
+            wanted.number,
+        )
+    if present is None:
+        return Page("fairness", "Fairness", (weeks,), wanted.number, notes=(why,))
+    columns = ("tenant", "weight", "quota_gpus", "held_gpus", "want_gpus", "had_gpu_h", "due_gpu_h", "lost_gpu_h")
+    tenants = (
+        (
+            *(each["tenant"], each["weight"], each["quota_gpus"], each["held_gpus"], each["wanted_gpus"]),
+            *(each[f"{kind}gpu_seconds"] / 3600 for kind in ("", "fair_", "lost_")),
+            *(each["ltgf"], each["ltgf_quota"]),
+        )
+        for each in present["shares"]["tenants"]
+    )
+    named = sheet("tenants", "Tenants", (*columns, "ltgf", "ltgf_quota"), tenants, wanted.number)
+    late = sorted((app for app in present["apps"] if app["rho"]), key=lambda app: -app["rho"])
+    rhos = ((app["id"], app["tenant"], app["state"], app["rho"], app["rho_basis"], app["ltgf"]) for app in late)
+    columns_of_apps = (APP, "tenant", "state", "rho", "rho_by", "ltgf_in_tenant")
+    return Page(
+        "fairness",
+        "Fairness",
+        (named, weeks, sheet("apps", "Latest apps first", columns_of_apps, rhos, wanted.number)),
+        wanted.number,
+    )
+
+
+def _weeks(ledger: Ledger) -> Iterator[tuple[Cell, ...]]:
+    """Yield what each tenant had and was due in each week (from Monday on, local time), newest week first.
+
+    It is the difference between samples, which are an hour apart; an hour counts for the week in which it ends.
+    """
+    samples: defaultdict[str, list[tuple[float, tuple[float, float, float]]]] = defaultdict(list)
+    for at, tenant, each in ledger.standings():
+        samples[tenant].append((at, (each.allocated_gpu_s, each.fair_gpu_s, each.lost_gpu_s)))
+    sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for name, told in samples.items():
+        for (_, before), (at, after) in pairwise([(0.0, (0.0, 0.0, 0.0)), *told]):
+            began_anew = any(new < old - 1e-6 for new, old in zip(after, before, strict=True))
+            since = (0.0, 0.0, 0.0) if began_anew else before
+            year, week, _ = datetime.fromtimestamp(at).isocalendar()  # noqa: DTZ006 - this host's calendar
+            total = sums[f"{year}-W{week:02d}", name]
+            for place, (new, old) in enumerate(zip(after, since, strict=True)):
+                total[place] += new - old
+    for week_name, name in sorted(sums, reverse=True):
+        had, due, lost = sums[week_name, name]
+        yield (week_name, name, had / 3600, due / 3600, lost / 3600, ratio(had, due))
+
+
+def report(sources: Sources, wanted: Wanted) -> Page:
+    """Return GPU time by tenant, owner or app and period."""
+    by, moment = wanted.wishes.get("by") or "tenant", time.time()
+    if by not in reports.SUMMED_BY:
+        raise usage(f"by is {by!r}", f"choose one of {', '.join(reports.SUMMED_BY)}")
+    edges = wanted.edges
+    told, why = sources.tried(lambda: sources.ask("report", by, edges=edges))
+    if told is None:
+        with sources.ledger() as ledger:
+            told = history.report(ledger, by, edges, moment)
+    columns, rows = views.report_sheet(told)
+    named = [APP if column == "app" else Column(column) for column in columns]
+    total = sum(float(row["gpu_seconds"]) for row in told["report"])
+    text = f"{total / 3600:.2f} GPU-hours in all."
+    return Page(
+        "report", "Report", (sheet("report", "GPU time", named, rows, wanted.number),), wanted.number, text=text,  # type: ignore[arg-type]
+        notes=(why,) if why else (),
+    )  # fmt: skip
+
+
+#: The pages without a name in their address.
+PAGES: Mapping[str, Callable[[Sources, Wanted], Page]] = {
+    "": now,
+    "now": now,
+    "timeline": over_time,
+    "fairness": fairness,
+    "rounds": rounds,
+    "report": report,
+}
+#: Those of one thing, by the folder in their address.
+NAMED: Mapping[str, Callable[[Sources, str, int], Page]] = {"apps": one_app, "rounds": one_round}

@@ -1,0 +1,54 @@
+"""Serve the pages from this process, until a signal ends it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from arbiter.ledger import Ledger
+from launch.faults import Fault
+from launch.web.server import make_app
+from launch.web.sources import Sources
+from protocol.journal import JournalError
+
+#: Requests at a time; others are told to come again.
+REQUESTS_MAX = 64
+
+
+def serve_pages(ledger: Path, *, host: str, port: int, token: str, told: Callable[[str], None]) -> None:
+    """Listen, tell the address by `told`, and answer until SIGINT or SIGTERM.
+
+    Raises
+    ------
+    Fault
+        If the ledger cannot be read, or the address is taken.
+    """
+    try:
+        Ledger.reader(ledger).close()
+    except JournalError as error:
+        raise Fault(str(error), next_step="gpu-arbiter web --ledger FILE") from None
+    listening = _listening(host, port)
+    name = f"[{host}]" if ":" in host else host
+    told(f"the site is at http://{name}:{listening.getsockname()[1]}/{f'?token={token}' if token else ''}")
+    config = uvicorn.Config(
+        make_app(Sources(ledger), token=token),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=REQUESTS_MAX,
+        timeout_graceful_shutdown=3,
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        return socket.create_server(address, family=family, backlog=128)
+    except OSError as error:
+        raise Fault(
+            f"cannot listen on {host} port {port}: {error.strerror or error}", next_step="gpu-arbiter web --port 0"
+        ) from None

@@ -1,0 +1,82 @@
+"""A page as a value: tables of cells with a text and a drawing; and its forms for people and for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from msgspec import Struct
+
+from launch.surface import comma_separated
+
+#: Rows of each table on one page.
+ROWS_MAX = 200
+Cell = str | int | float | None
+
+
+class Column(Struct, frozen=True):
+    """A column: its name, which programs see, and where a cell leads to: `link` and the cell's text, if it has one."""
+
+    name: str
+    link: str = ""
+
+
+class Sheet(Struct, frozen=True):
+    """A table. `more` says that its rows go on, on the next page."""
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    more: bool = False
+
+
+class Page(Struct, frozen=True):
+    """All that one address shows. `text` is for reading, `drawing` is SVG that we have made, `notes` are sentences."""
+
+    name: str
+    title: str
+    sheets: tuple[Sheet, ...]
+    number: int = 1
+    text: str = ""
+    drawing: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def more(self) -> bool:
+        """Whether there is a next page."""
+        return any(sheet.more for sheet in self.sheets)
+
+
+def sheet(name: str, title: str, columns: Sequence[str | Column], rows: Iterable[Sequence[Cell]], number: int) -> Sheet:
+    """Return a table with the rows of one page, of all its rows; it takes no more of them than it needs."""
+    first = (number - 1) * ROWS_MAX
+    shown = [tuple(row) for row in islice(rows, first, first + ROWS_MAX + 1)]
+    named = tuple(each if isinstance(each, Column) else Column(each) for each in columns)
+    return Sheet(name, title, named, tuple(shown[:ROWS_MAX]), len(shown) > ROWS_MAX)
+
+
+def as_json(page: Page) -> str:
+    """Return a page as one document: each row of its tables by the names of the columns."""
+    tables = [
+        {
+            "name": each.name,
+            "title": each.title,
+            "rows": [dict(zip((column.name for column in each.columns), row, strict=True)) for row in each.rows],
+            "more": each.more,
+        }
+        for each in page.sheets
+    ]
+    document: dict[str, Any] = {"schema": "web-page/v1", "page": page.name, "title": page.title, "number": page.number}
+    document |= {"text": page.text, "notes": list(page.notes), "tables": tables}
+    return json.dumps(document, ensure_ascii=False) + "\n"
+
+
+def as_csv(page: Page, name: str = "") -> str | None:
+    """Return the table of that name as comma-separated values, or the first; None if there is no such table."""
+    for each in page.sheets:
+        if each.name == name or not name:
+            return comma_separated([column.name for column in each.columns], each.rows)
+    return None

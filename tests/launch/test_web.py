@@ -1,0 +1,391 @@
+"""The pages, as a browser gets them: true against ledger and arbiter, closed to others, without anything foreign."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import pytest
+
+from arbiter.core.effects import Record
+from arbiter.queries import Queries
+from launch import views
+from launch.faults import Fault
+from protocol import exit_codes
+from protocol.messages import Answer, AppId, AppReport, EventFilter, Party, Query, Requirements
+from tests.core.test_receipts import taken
+from tests.core.test_reports import Books
+from tests.support.arbiter_site import TEAM
+from tests.support.patience import PATIENCE_S
+
+pytest.importorskip("starlette", reason="the extra `web` is not installed")
+
+from launch.web import drawing, sources
+from launch.web.drawing import Bar, Mark, Scale
+from launch.web.server import CSP, make_app
+from launch.web.sheets import ROWS_MAX
+
+ADDRESSES = ("/", "/timeline", "/apps/ana-1", "/fairness", "/rounds", "/rounds/1", "/report")
+TOKEN = "a-token-of-some-length"
+
+
+class Asked(sources.Sources):
+    """Sources whose arbiter is a core in this process, or is away."""
+
+    def __init__(self, books: Books, path: Path) -> None:
+        super().__init__(path)
+        self.books, self.away = books, False
+
+    def ask(self, kind: Any, target: str = "", *, limit: int = 0, edges: Any = ()) -> dict[str, Any]:
+        if self.away:
+            raise Fault("the arbiter does not answer", code=exit_codes.UNREACHABLE)
+        query = Query("q", kind, target, limit=limit, edges=tuple(edges), events=EventFilter())
+        site = self.books.site
+        with self.ledger() as ledger:
+            (send,) = Queries(site.arbiter, ledger).ask(Party("app", "web"), query, site.now)
+        assert isinstance(send.message, Answer)
+        if send.message.error:
+            raise Fault(send.message.error, code=exit_codes.NOT_FOUND)
+        return json.loads(send.message.document)  # type: ignore[no-any-return]
+
+
+class Read(HTMLParser):
+    """What is in a page: its tags with their attributes, and the cells of its tables by section."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.tables: dict[str, list[list[str]]] = {}
+        self.text = ""
+        self._section, self._cell = "", False
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "section":
+            self._section = str(dict(attrs)["id"])
+            self.tables[self._section] = []
+        elif tag == "tr":
+            self.tables[self._section].append([])
+        elif tag in ("td", "th"):
+            self.tables[self._section][-1].append("")
+            self._cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self._cell = self._cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._cell:
+            self.tables[self._section][-1][-1] += data
+
+    def rows(self, section: str) -> list[dict[str, str]]:
+        headers, *rows = self.tables[section]
+        return [dict(zip(headers, row, strict=True)) for row in rows]
+
+
+class Browser:
+    """Gets addresses of an application without a network."""
+
+    def __init__(self, app: Any, host: str = "localhost:8470", **headers: str) -> None:
+        self.app, self.headers = app, {"host": host, **headers}
+
+    def get(self, address: str, method: str = "GET") -> tuple[int, dict[str, str], str]:
+        parts, told = urlsplit(address), list[dict[str, Any]]()
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": parts.path,
+            "raw_path": parts.path.encode(),
+            "query_string": parts.query.encode(),
+            "headers": [(key.encode(), value.encode()) for key, value in self.headers.items()],
+            "server": ("localhost", 8470),
+        }
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: dict[str, Any]) -> None:
+            told.append(message)
+
+        asyncio.run(self.app(scope, receive, send))
+        headers = {key.decode(): value.decode() for key, value in told[0]["headers"]}
+        return told[0]["status"], headers, b"".join(each.get("body", b"") for each in told[1:]).decode()
+
+    def read(self, address: str) -> Read:
+        status, headers, body = self.get(address)
+        assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8"), (address, body)
+        return Read(body)
+
+
+@contextmanager
+def at(monkeypatch: pytest.MonkeyPatch, now: float) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr("time.time", lambda: now)
+        yield
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    """ana-1 had a GPU for 25 s, ben-1 of another tenant has had one for 40 s; the clock is the site's."""
+    books = Books(tmp_path / "ledger.db")
+    eve = AppReport(
+        app=AppId("eve-1"),
+        tenant=TEAM,
+        name='<script>alert("x")</script>',
+        seq=1,
+        state="active",
+        gang=1,
+        demand_max=1,
+        jobs=(),
+        requirements=Requirements(),
+    )
+    books.note(books.site.hear(Party("app", "eve"), eve))
+    with at(monkeypatch, books.site.now):
+        yield Asked(books, tmp_path / "ledger.db")
+
+
+@pytest.fixture
+def browser(asked: Asked) -> Browser:
+    return Browser(make_app(asked))
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_a_page_loads_nothing_but_our_style_and_says_so_to_the_browser(browser: Browser, address: str) -> None:
+    status, headers, body = browser.get(address)
+    assert (status, headers["content-security-policy"]) == (200, CSP)
+    assert "script-src" not in CSP
+    assert "'unsafe-inline'" not in CSP
+    page = Read(body)
+    loads = [attrs.get("src") or attrs.get("href") for tag, attrs in page.tags if tag in ("link", "img", "script")]
+    assert loads == ["/style.css"]
+    assert not [tag for tag, attrs in page.tags if tag in ("script", "style", "iframe") or attrs.get("style")]
+    leads = [str(attrs["href"]) for tag, attrs in page.tags if "href" in attrs]
+    assert all(each.startswith("/") and not each.startswith("//") for each in leads)
+    assert sum(tag == "h1" for tag, _ in page.tags) == 1
+    assert browser.get("/style.css")[0] == 200
+
+
+def test_names_that_users_choose_are_text(browser: Browser) -> None:
+    _, _, body = browser.get("/")
+    assert "<script" not in body
+    assert 'alert("x")' in Read(body).text
+
+
+def test_now_shows_each_gpu_with_its_holder_and_each_app(browser: Browser, asked: Asked) -> None:
+    page = browser.read("/")
+    held = {row["gpu"]: row["app"] for row in page.rows("gpus")}
+    site = asked.books.site
+    assert held == {gpu: site.holder(gpu) or "–" for gpu in ("GPU-n1-0", "GPU-n1-1")}  # noqa: RUF001
+    assert [row["app"] for row in page.rows("apps")] == ["ben-1", "eve-1"]
+
+
+def test_the_report_is_what_the_arbiter_has_counted(browser: Browser, asked: Asked) -> None:
+    history, now = asked.books.site.arbiter.state.history, asked.books.site.now
+    counted = {name: f"{history.of_tenant(name, now).allocated_gpu_s:.2f}" for name in ("other", "team")}
+    page = browser.read("/report")
+    assert {row["tenant"]: row["gpu seconds"] for row in page.rows("report")} == counted
+    rows = browser.read("/report?by=app&from=1970-01-01T00:16:50Z&to=1970-01-01T00:17:02Z").rows("report")
+    assert [(row["app"], row["gpu seconds"], row["draining gpu seconds"]) for row in rows] == [
+        ("ben-1", "12.00", "0.00"),
+        ("ana-1", "12.00", "2.00"),
+    ]
+
+
+def test_the_page_of_an_app_has_the_words_of_explain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: Asked
+) -> None:
+    site = asked.books.site = taken()
+    again = type(site.arbiter)()
+    for now, event in site.journal:
+        asked.books.note([each for each in again.handle(event, now) if isinstance(each, Record)])
+    with at(monkeypatch, site.now):
+        page = Browser(make_app(asked)).read("/apps/ana-1")
+        sentences = views.explanation(asked.ask("explain", "ana-1"), site.now)
+    assert sentences in page.text
+    assert "What was taken from it, newest first:" in sentences
+    (receipt,) = page.rows("receipts")
+    assert (receipt["for"], receipt["missing"]) == ("bob-1", "1")
+    assert [row["round"] for row in page.rows("rounds")] == [
+        str(each.round) for each in asked.books.ledger.rounds(limit=9, app="ana-1")
+    ]  # type: ignore[arg-type]
+
+
+def test_rounds_and_one_round_are_those_of_the_ledger(browser: Browser, asked: Asked) -> None:
+    records = asked.books.ledger.rounds(limit=100)
+    assert [row["round"] for row in browser.read("/rounds").rows("rounds")] == [str(each.round) for each in records]
+    first = records[-1]
+    rows = browser.read(f"/rounds/{first.round}").rows("outcomes")
+    assert {row["app"]: row["gpus"] for row in rows} == {each.app: str(len(each.gpus)) for each in first.outcomes}
+
+
+def test_json_and_csv_have_the_same_figures(browser: Browser) -> None:
+    for address in ADDRESSES:
+        path = "/now" if address == "/" else address
+        status, headers, body = browser.get(f"{path}.json")
+        assert (status, headers["content-type"]) == (200, "application/json")
+        page = browser.read(address)
+        document = json.loads(body)
+        for table in document["tables"]:
+            told = len(page.tables[table["name"]]) - 1
+            assert told == max(1, len(table["rows"])), (address, table["name"])
+            status, headers, csv = browser.get(f"{path}.csv?table={table['name']}")
+            assert (status, headers["content-type"].partition(";")[0]) == (200, "text/csv")
+            assert csv.count("\n") == len(table["rows"]) + 1
+    assert browser.get("/now.csv?table=nope")[0] == 404
+
+
+def test_tables_have_pages_of_two_hundred_rows(browser: Browser, asked: Asked) -> None:
+    site = asked.books.site
+    for number in range(ROWS_MAX + 3):
+        site.app(f"zoe-{number}")
+    first, second = (browser.read(f"/?page={number}").rows("apps") for number in (1, 2))
+    assert (len(first), len(second)) == (ROWS_MAX, 5)
+    assert len({row["app"] for row in first + second}) == ROWS_MAX + 5
+    links = [attrs for tag, attrs in browser.read("/").tags if attrs.get("rel") == "next"]
+    assert [each["href"] for each in links] == ["/now?&page=2"]
+
+
+def test_without_the_arbiter_pages_say_so_and_show_the_ledger(browser: Browser, asked: Asked) -> None:
+    asked.away = True
+    for address in ("/", "/fairness", "/report", "/apps/ana-1"):
+        assert "the arbiter does not answer. What is shown is from the ledger." in browser.read(address).text
+    rows = browser.read("/report").rows("report")
+    assert [(row["tenant"], row["gpu seconds"]) for row in rows] == [("team", "25.00")], "what ben holds is not over"
+
+
+@pytest.mark.parametrize(
+    ("address", "status", "names"),
+    [
+        ("/nope", 404, "no such page"),
+        ("/nodes/n1", 404, "no such page"),
+        ("/rounds/99", 404, "no round 99"),
+        ("/rounds/x", 404, "no round x"),
+        ("/apps/zoe-9", 404, "zoe-9"),
+        ("/apps/" + "x" * 300, 404, "no such page"),
+        ("/?page=0", 400, "page is"),
+        ("/rounds?page=-1", 400, "page is"),
+        ("/timeline?from=soon", 400, "--from"),
+        ("/report?by=node", 400, "by is"),
+        ("/report?since=1h&from=2026-11-01", 400, "--since"),
+    ],
+)
+def test_what_there_is_not_is_named(browser: Browser, address: str, status: int, names: str) -> None:
+    answered, headers, body = browser.get(address)
+    assert (answered, headers["content-security-policy"]) == (status, CSP)
+    assert names in Read(body).text
+
+
+def test_a_ledger_that_is_gone_is_named(tmp_path: Path) -> None:
+    status, _, body = Browser(make_app(sources.Sources(tmp_path / "ledger.db"))).get("/rounds")
+    assert (status, "there is no ledger at" in body) == (503, True)
+
+
+def test_only_reading_is_served(browser: Browser) -> None:
+    assert {browser.get(address, "POST")[0] for address in ADDRESSES} == {405}
+
+
+def test_without_a_token_a_page_elsewhere_cannot_have_a_browser_ask(asked: Asked) -> None:
+    app = make_app(asked)
+    assert [
+        Browser(app, host).get("/")[0] for host in ("localhost:8470", "127.0.0.1:1", "[::1]:8470", "localhost")
+    ] == [200] * 4
+    assert [Browser(app, host).get("/")[0] for host in ("evil.example", "127.0.0.1.evil.example:8470", "")] == [421] * 3
+
+
+def test_with_a_token_only_those_who_bring_it_read(asked: Asked) -> None:
+    app = make_app(asked, token=TOKEN)
+    assert Browser(app, "gpu.example").get("/report.csv")[0] == 401
+    assert Browser(app, "gpu.example", authorization="Bearer wrong").get("/")[0] == 401
+    assert Browser(app, "gpu.example", authorization=f"Bearer {TOKEN}").get("/")[0] == 200
+    assert Browser(app, "gpu.example", cookie="gpu_arbiter_token=wrong").get("/")[0] == 401
+    assert Browser(app, "gpu.example").get("/healthz")[0] == 200
+    status, headers, _ = Browser(app, "gpu.example").get(f"/report?by=app&token={TOKEN}")
+    assert (status, headers["location"]) == (303, "/report?by=app"), "the token leaves the address"
+    cookie = headers["set-cookie"]
+    assert all(word in cookie.lower() for word in ("httponly", "samesite=strict"))
+    assert Browser(app, "gpu.example", cookie=cookie.partition(";")[0]).get("/")[0] == 200
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+def test_the_verb_serves_a_ledger_at_the_address_that_it_prints_and_ends_by_a_signal(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPU_ARBITER_URL", f"unix://{tmp_path}/no.sock")
+    command = [sys.executable, "-m", "launch.cli", "web", "--port", "0", "--ledger", str(asked.path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            assert line.startswith("the site is at http://127.0.0.1:"), line
+            with urlopen(f"{line.split()[-1]}rounds", timeout=PATIENCE_S) as answer:
+                assert answer.headers["content-security-policy"] == CSP
+                assert "server" not in {name.lower() for name in answer.headers}
+                assert Read(answer.read().decode()).rows("rounds")
+            process.send_signal(signal.SIGTERM)
+            process.wait(PATIENCE_S)
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "names"),
+    [
+        (["--ledger", "/nowhere/ledger.db"], exit_codes.FAILED, "no ledger at /nowhere/ledger.db"),
+        (["--token-file", "/nowhere/token"], exit_codes.FAILED, "--token-file"),
+    ],
+)
+def test_what_cannot_be_served_ends_with_a_sentence(words: list[str], code: int, names: str) -> None:
+    command = [sys.executable, "-m", "launch.cli", "web", "--port", "0", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    assert (done.returncode, names in done.stderr) == (code, True), done.stderr
+
+
+# --- the drawing ----------------------------------------------------------------------------------------------------
+
+
+def bars_of(svg: str) -> dict[str, int]:
+    """How many bars each path has, by its title."""
+    counts: dict[str, int] = {}
+    for path in (each.partition("</path>")[0] for each in svg.split("<path ")[1:]):
+        if "<title>" in path and "<text" not in path:
+            title = path.partition("<title>")[2].partition("<")[0]
+            counts[title] = path.partition('d="')[2].partition('"')[0].count("M")
+    return counts
+
+
+def test_bars_of_one_app_are_one_path_and_neighbours_join() -> None:
+    bars = [Bar("g1", "a-1", 0.0, 100.0), Bar("g1", "a-1", 100.0, 300.0), Bar("g1", "b-1", 400.0, 500.0)]
+    bars += [Bar("g2", "a-1", 0.0, 50.0), Bar("g1", "b-1", 500.0, 510.0, draining=True)]
+    svg = drawing.timeline([("n1", "g1"), ("n1", "g2")], bars, [], Scale(0.0, 1000.0))
+    assert bars_of(svg) == {"a-1": 2, "b-1": 1, "b-1, leaving": 1}
+
+
+def test_a_week_of_ten_thousand_leases_is_no_larger_than_its_pixels() -> None:
+    week = 7 * 86400.0
+    bars = [Bar("g1", f"a-{index % 7}", index * week / 1e4, (index + 1) * week / 1e4) for index in range(10_000)]
+    svg = drawing.timeline([("n1", "g1")], bars, [], Scale(0.0, week))
+    assert 500 < sum(bars_of(svg).values()) <= drawing.WIDTH / drawing.FINEST
+    assert len(svg) < 100_000
+
+
+def test_apps_that_share_a_gpu_lie_in_lanes_and_marks_on_top() -> None:
+    bars = [Bar("g1", "a-1", 0.0, 100.0), Bar("g1", "b-1", 50.0, 150.0)]
+    marks = [Mark("g1", 20.0, 40.0), Mark("g1", 100.0, 100.0), Mark("g9", 1.0, 1.0)]
+    svg = drawing.timeline([("n1", "g1")], bars, marks, Scale(0.0, 200.0))
+    assert bars_of(svg) == {"a-1": 1, "b-1": 1, "parked": 1, "preempted": 1}
