@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 #: The first words of each statement: the same key signs nothing else that could be taken for a launch.
-PURPOSE = "gpu-arbiter launch 1"
+PURPOSE = "a launch for gpu-arbiter, 1"
 
 
 class WarrantError(Exception):

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from app_agent.config import AppConfig
 from arbiter.config import FIELDS, ArbiterConfig, parse
+from arbiter.core.registry import tables
 from arbiter.core.state.model import ArbiterSettings
 from launch.site.site import as_toml
 from node_agent.config import NodeConfig
@@ -56,6 +57,6 @@ def test_a_field_that_no_file_names_is_found() -> None:
 
 
 def test_what_one_daemon_writes_for_another_reads_as_it_was() -> None:
-    settings = ArbiterSettings(lease_s=300.0, policies={"las": {"threshold_gpu_s": 20.0}})
+    settings = ArbiterSettings(lease_s=300.0, policies=tables("las", threshold_gpu_s=20.0))
     given = ArbiterConfig(arbiter=settings, state_dir="state")
     assert parse(tomllib.loads(as_toml(given)), "a file").arbiter == settings
