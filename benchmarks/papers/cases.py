@@ -179,7 +179,12 @@ def simulate(
     Leases are not aligned for wide gangs, a job that is still starting may be preempted, and tenants have no parts,
     unless `knobs` say otherwise: those rules are ours, and the comparison is with the published ones.
     """
-    published = (("align_after_leases", "0"), ("preemption_budget", "1"), ("policy.themis.tenants_first", "false"))
+    published = (
+        ("align_after_leases", "0"),
+        ("preemption_budget", "1"),
+        ("policy.themis.tenants_first", "false"),
+        ("policy.maxmin-ftf.tenants_first", "false"),
+    )
     settings = settings_of(Experiment("", "", policy=policy, seed=seed, knobs=(*published, *knobs)))
     return _Distorting(workload, cluster, quiet(settings), changes).run()
 
