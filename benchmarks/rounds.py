@@ -9,8 +9,9 @@ Cases: nodes that enrol, and one that is lost and returns; a beat, in which all 
 moves, with apps that wait, and one of auctions, in which no app is asked, as all have stated their valuation; a crowd
 of apps that wait for 64 GPUs, all of them considered, the auction included; a round that renews the lease of every GPU;
 one that gives every GPU to another app, until the last of these runs; guests on shared GPUs, until all of them run; and
-thousands of apps that are submitted and wait. Renewing stands beside a bare table, the least that a lease can be: a new
-frozen value per GPU in a dictionary.
+thousands of apps that are submitted and wait. One case is of decisions alone, every app being told why: `maxmin-ftf`
+beside `las`, 1,024 GPUs in play and 1,000 apps, of which none moves. Renewing stands beside a bare table, the least
+that a lease can be: a new frozen value per GPU in a dictionary.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +77,8 @@ LAUNCH = LaunchSpec(command=("python", "train.py"), cwd="/tmp", checkpoint_dir="
 APPS_PER_OWNER = 100
 #: Between two submissions, in the arbiter's time: a round comes after every hundredth.
 SUBMIT_S = 0.01
-WHOLE = {"nodes": 1024, "waiting": 1000, "guests": 300, "apps": 20_000, "crowd": 10_000}
-QUICK = {"nodes": 64, "waiting": 100, "guests": 40, "apps": 1000, "crowd": 500}
+WHOLE = {"nodes": 1024, "waiting": 1000, "guests": 300, "apps": 20_000, "crowd": 10_000, "few": 128}
+QUICK = {"nodes": 64, "waiting": 100, "guests": 40, "apps": 1000, "crowd": 500, "few": 16}
 #: Nodes of 8 GPUs that the crowd waits for.
 CROWDED_NODES = 8
 #: Calibrated seconds at full size; per GPU where the case says so.
@@ -90,9 +92,14 @@ GOALS = {
     "moved": 0.05e-3,
     "guests": 0.1,
     "submitted": 40.0,
+    "ahead": 2.0,
 }
 #: Cases that are told per GPU.
 EACH = ("renewed", "moved")
+#: Cases that are told over another figure of theirs.
+OVER = {"ahead": "las_s"}
+#: Cases in which every app is told why it got what it got, as on a site of that size.
+TOLD = ("ahead",)
 WORDS = {
     "enrolled": "calibrated seconds for {nodes} nodes of 8 GPUs to enrol",
     "lost": "calibrated seconds for one of {nodes} nodes that is lost and returns",
@@ -102,6 +109,7 @@ WORDS = {
     "renewed": "calibrated seconds per GPU that is renewed",
     "moved": "calibrated seconds per GPU of a round that gives it to another app",
     "guests": "calibrated seconds of the slowest round with {guests} guests",
+    "ahead": "a decision of maxmin-ftf over one of las, {few} nodes in play, {waiting} apps, of which none moves",
     "submitted": "calibrated seconds for {apps} apps to be submitted and wait",
 }
 
@@ -488,6 +496,41 @@ def submitting(size: Mapping[str, int], calibration: Calibration) -> Case:
     return {"spent_s": site.spent_s, "parts": 1, "last_s": sum(last) / len(last), "decide_s": site.decide_s}
 
 
+def looking_ahead(size: Mapping[str, int], calibration: Calibration) -> Case:
+    """Let both policies decide about GPUs that are all in play; of some decisions the quickest counts."""
+    plain = {"maxmin-ftf": {"tenants_first": False}}  # las knows no tenants
+    ours_s, las_s = (min(_decisions_s(size, policy, calibration, policies=plain)) for policy in ("maxmin-ftf", "las"))
+    return {"spent_s": ours_s, "parts": 1, "las_s": las_s}
+
+
+def _decisions_s(size: Mapping[str, int], policy: str, calibration: Calibration, **more: Any) -> list[float]:
+    """Return what equal decisions take, in a full site where apps wait, all leases about to end if they do."""
+    site = full({**size, "nodes": size["few"]}, policy, calibration, **more)
+    asked: list[Decide] = []
+    site.decisions = lambda effect: _noted(effect, asked)
+    for number in range(size["few"], size["waiting"]):
+        site.submit(number, GPUS)
+    before = site.holders()
+    site.wait(1.0)
+    while len(asked[-1].view.gpus if asked else ()) < len(before):
+        site.wait(10.0)
+    gc.collect()
+    took_s = []
+    for _ in range(15):
+        began = time.process_time()
+        decided = decide(asked[-1])
+        took_s.append(time.process_time() - began)
+    kept = decided.allocation.assign if decided.allocation.unnamed == "nobody" else before
+    assert kept == before, "an app moved"
+    assert len(decided.allocation.outcomes) == size["waiting"], "not every app was told why"
+    return took_s
+
+
+def _noted(effect: Decide, asked: list[Decide]) -> Decided:
+    asked.append(effect)
+    return _stay(effect)
+
+
 CASES: dict[str, Callable[[Mapping[str, int], Calibration], Case]] = {
     "enrolled": enrolling,
     "lost": losing,
@@ -499,6 +542,7 @@ CASES: dict[str, Callable[[Mapping[str, int], Calibration], Case]] = {
     "moved": moving,
     "guests": guesting,
     "submitted": submitting,
+    "ahead": looking_ahead,
 }
 
 
@@ -506,12 +550,12 @@ def measure(name: str, *, quick: bool) -> Case:
     """Run one case in this process; times are calibrated seconds from here on."""
     size = QUICK if quick else WHOLE
     calibration = Calibration()
-    with untold():
+    with nullcontext() if name in TOLD else untold():
         found = CASES[name](size, calibration)
     calibration.around()
     second_s = calibration.second_s
     told = {key: value / second_s if key.endswith("_s") else value for key, value in found.items()}
-    per = told["spent_s"] / (told["parts"] if name in EACH else 1)
+    per = told["spent_s"] / (told["parts"] if name in EACH else told[OVER[name]] if name in OVER else 1)
     row = {"case": name, "size": dict(size), "ours": per, "calibrated_second_s": second_s} | told
     if "until_run_s" in told:
         row["until_run_per_gpu_s"] = told["until_run_s"] / told["parts"]

@@ -51,6 +51,7 @@ NO_RULES_OF_OURS: Knobs = (
     ("align_after_leases", "0"),
     ("preemption_budget", "1"),
     ("policy.themis.tenants_first", "false"),
+    ("policy.maxmin-ftf.tenants_first", "false"),
 )
 #: Baselines as Themis's section 8 has them: they deal what is available when leases end.
 PUBLISHED_POWER: Mapping[str, Knobs] = {

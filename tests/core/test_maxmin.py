@@ -19,7 +19,7 @@ from arbiter.core.state.model import Leased
 from protocol.messages import GpuId, JobId, JobWish, TenantId
 from tests.core.test_policies_ordered import counts, decided, job, names, round_of
 from tests.support.arbiter_site import LAUNCH, SETTINGS, Site, gpu_id
-from tests.support.auctions import app_of, gpus_of
+from tests.support.auctions import app_of, gpus_of, view_of
 from tests.support.effort import examples
 from tests.support.wishes import replace
 
@@ -178,6 +178,61 @@ def test_tenants_come_first_unless_the_site_says_otherwise() -> None:
     assert counts(POLICY, view) == {"m0": 1, "m1": 0, "m2": 0, "lone": 1}
     plain = decided(POLICY, view, tenants_first=False)[1]
     assert {name for name, each in plain.items() if each.gpus} == {"m0", "m1"}
+
+
+def test_an_app_that_takes_more_than_it_declared_is_the_last_of_its_equals() -> None:
+    broken = app("broken", left_s=30.0, alone_s=100.0, served_gpu_s=370.0, declared_gpu_s=150.0)
+    kept = app("kept", left_s=30.0, alone_s=300.0)
+    view = later(round_of(gpus_of(1), broken, kept), 9000.0, broken=0.0, kept=0.0)
+    assert counts(POLICY, view) == {"broken": 1, "kept": 0}, "what it declared is a guess"
+    view = replace(view, apps=(replace(view.apps[0], declaration_stands=True), view.apps[1]))
+    _, outcomes = decided(POLICY, view)
+    assert (outcomes["broken"].gpus, len(outcomes["kept"].gpus)) == ((), 1)
+    assert "30 s are left of it, which takes more than it declared): nothing is left" in outcomes["broken"].reason
+    assert decided(POLICY, view, excess=3.0)[1]["broken"].gpus
+    assert decided(POLICY, view, excess=math.inf)[1]["broken"].gpus
+
+
+def test_an_app_is_as_long_as_its_owners_earlier_apps_make_likely() -> None:
+    honest = app("honest", left_s=80.0, alone_s=50.0, served_gpu_s=20.0, declared_gpu_s=100.0)
+    liar = replace(app("liar", left_s=80.0, alone_s=50.0, served_gpu_s=20.0, declared_gpu_s=100.0), overrun=3.0)
+    found = outlook_of(later(round_of(gpus_of(1), honest, liar), 0.0, honest=-100.0, liar=-100.0)).works
+    assert found.left_gpu_s.tolist() == [80.0, 280.0]
+    assert found.left_s.tolist() == [80.0, 280.0]
+    assert found.fair_s[1] > 2.5 * found.fair_s[0]
+
+
+@given(
+    figures=st.lists(
+        st.tuples(st.none() | st.integers(0, 99), st.integers(0, 9), st.integers(0, 5), st.integers(1, 4)),
+        min_size=1,
+        max_size=4,
+    )
+)
+@settings(max_examples=examples(120), deadline=None)
+def test_what_is_left_is_what_the_view_says(figures: list[tuple[int | None, int, int, int]]) -> None:
+    apps = [
+        replace(
+            app_of(f"a{number}", demand_max=demand),
+            left_s=left, left_gpu_s=None if left is None else 2.0 * left, left_at=8.0, leases=leases, served_gpu_s=3.0,
+            granted_sum=5.0 * leases, arrived_at=float(age),
+        )
+        for number, (left, age, leases, demand) in enumerate(figures)
+    ]  # fmt: skip
+    view = replace(view_of(gpus_of(4), apps), now=10.0)
+    found = outlook_of(view).works
+    for each, age_s, left_s, left_gpu_s in zip(view.apps, found.age_s, found.left_s, found.left_gpu_s, strict=True):
+        told_s, told_gpu_s = view.left_s(each), view.left_gpu_s(each)
+        guess = max(view.served_gpu_s(each), view.lease_s)
+        assert left_gpu_s == pytest.approx(max(1.0, guess if told_gpu_s is None else told_gpu_s))
+        assert left_s == pytest.approx(max(left_gpu_s / each.demand_max, told_s or 0.0))
+        assert age_s == view.elapsed_s(each)
+
+
+@pytest.mark.parametrize("excess", [1.0, 0.0, math.nan])
+def test_an_excess_out_of_range_is_named(excess: float) -> None:
+    with pytest.raises(ValueError, match=r"excess is .*; it must be a number above 1"):
+        Settings(excess=excess)
 
 
 @pytest.mark.parametrize("patience", [-1.0, math.nan, math.inf])

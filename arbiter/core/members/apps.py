@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from arbiter.core.effects import Sold
 from arbiter.core.leases import leases
-from arbiter.core.members import sales, screening
+from arbiter.core.members import declarations, sales, screening
 from arbiter.core.placement.assignment import admit_what_fits
 from arbiter.core.rounds import phases, views
 from arbiter.core.seam import Admission, AppView
@@ -102,6 +102,7 @@ def _make_app(turn: Turn, sender: Party, report: AppReport) -> App:
         apps_integral=state.apps_count.integral(turn.now),
         arrival=state.apps_arrived,
         run=report.run,
+        overrun=declarations.overrun(state, sender.id),
     )
 
 
@@ -187,7 +188,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         array_over=min(report.array_over, report.array),
         standing=report.standing,
     )
-    turn.state.apps[app.id] = app
+    turn.state.apps[app.id] = app = declarations.note(turn, app)
     _leave_unsuited(turn, app)
     if isinstance(app.state, Dependent):
         app = _follow_dependencies(turn, app, app.state, report)
@@ -277,6 +278,8 @@ def settle(
     if isinstance(app.state, Active | Enrolling):
         _count(turn, -1)
     phases.stop_awaiting(turn, app.id)
+    if outcome == "finished":
+        declarations.compare(turn, app)
     leases.end_all(turn, app.id, f"the app has {outcome}" if outcome == "finished" else outcome)
     told = outcome == "finished" and ideal_s > 0 and app.basis == "measured"
     rho = fairness.rho(shared_s=lived_s, ideal_s=ideal_s + app.start_s) if told else None

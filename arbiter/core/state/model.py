@@ -366,6 +366,13 @@ class Tally(Struct, frozen=True):
     gpu_seconds: float = 0.0
 
 
+class Declared(Struct, frozen=True):
+    """GPU-seconds that the finished apps of an owner declared first, and those that they had; older apps count less."""
+
+    declared_gpu_s: float = 0.0
+    had_gpu_s: float = 0.0
+
+
 Quantity = Literal["left_gpu_s", "left_s", "rho", "rho_none"]
 
 
@@ -436,6 +443,9 @@ class App(Struct, frozen=True):
     left_s: float | None = None
     left_gpu_s: float | None = None
     left_at: float = 0.0  #: when it said so
+    declared_gpu_s: float = 0.0  #: all the GPU-seconds that it would take, as it said; 0: it has not said yet
+    declaration_stands: bool = False  #: that is what it said first after its times had been measured; else a guess
+    overrun: float = 1.0  #: when it came: how many times what they declared its owner's finished apps have taken
     loss_drop: float = 0.0
     sizes: tuple[int, ...] = ()
     move_s: float = 0.0
@@ -637,6 +647,7 @@ class State(Struct):
     behind: bool = False  #: others have seen more, in this epoch, than the journal knows
     journal_epoch: int = 0  #: of an arbiter that is: the newest epoch in which it gave orders before it learnt so
     listens_until: float | None = None  #: it only listens until then
+    declarations: dict[str, Declared] = field(default_factory=dict)  #: by owner; see `members.declarations`
     drains: dict[NodeId, Drain] = field(default_factory=dict)  #: the nodes that are to be emptied, or are empty by that
     stops: dict[JobId, JointStop] = field(default_factory=dict)  #: of jobs on several nodes that are to leave
 

@@ -67,7 +67,10 @@ def least_ratio(works: Works, gpus: int) -> float:
     low = float(np.min((works.age_s + works.left_s) / works.fair_s))
     if can_be_met(works, due_s(works, low), gpus):
         return low
-    all_done_s = max(float(np.sum(works.left_gpu_s)) / gpus, float(np.max(works.left_s)))
+    work_s, longest_s = float(np.sum(works.left_gpu_s)) / gpus, float(np.max(works.left_s))
+    if longest_s < work_s:  # some app is due no sooner than all work can be done
+        low = max(low, float(np.min((works.age_s + work_s) / works.fair_s)))
+    all_done_s = max(work_s, longest_s)
     high = float(np.max((works.age_s + all_done_s) / works.fair_s))
     while high > low * (1.0 + PRECISION):
         middle = (low * high) ** 0.5

@@ -10,7 +10,9 @@ that runs gives way to one that waits only if its place is worse by `patience` t
 
 The rule asks apps for no rho and no bid. It goes by the run time and the GPU time that they have left, and by
 T_cluster, as they report them. An app that reports none of that is taken to have as much left as it has had, one lease
-on its gang at least, and is the last of those that must run, and of the others.
+on its gang at least, and is the last of those that must run, and of the others. So is one that takes `excess` times the
+GPU time that it declared (`declarations`), and its T_cluster is so many times what it reports. Where the owner's
+finished apps have taken more than `excess` times what they declared, a new app of that owner is taken to do so, too.
 
 With `tenants_first` GPUs go to tenants by GPU time as under Astraea, and the order is one within each tenant.
 
@@ -20,8 +22,9 @@ With `tenants_first` GPUs go to tenants by GPU time as under Astraea, and the or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
+from typing import ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 
@@ -29,13 +32,21 @@ from arbiter.core.placement.assignment import move_s
 from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
 from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
 from arbiter.core.policies.maxmin.fluid import Figures, Works, least_ratio, mean_apps
-from arbiter.core.seam import AppView, PolicySettings, Traits, View, require
-from protocol.messages import AppId
+from arbiter.core.seam import Allocation, AppView, Clock, PolicySettings, Traits, View, require
+from protocol.messages import AppId, Bid
 
 #: An app is taken to need so many times the run time that it says it has left: starts, saves and waits for GPUs.
 MARGIN: Final = 1.1
 #: The least run time that counts, seconds: an app that reports none left is not over yet.
 LEFT_MIN_S: Final = 1.0
+
+#: How far the word of an app can be taken: it tells nothing of what is left, takes more than it declared, or neither.
+Word = Literal["none", "broken", "kept"]
+_WORDS: Final[Mapping[Word, str]] = {
+    "none": "are taken to be left of it, as it tells none",
+    "broken": "are left of it, which takes more than it declared",
+    "kept": "are left of it",
+}
 
 
 class Settings(PolicySettings, frozen=True):
@@ -44,10 +55,13 @@ class Settings(PolicySettings, frozen=True):
     tenants_first: bool = True  #: GPUs go to tenants first, by GPU time; the order is one within each tenant
     #: An app that runs gives way only to one whose place is better by so many times the cost of a move. 0: to any.
     patience: float = 10.0
+    #: An app that takes so many times the GPU time that it declared is the last of its equals. inf: none is.
+    excess: float = 2.0
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
         require(0.0 <= self.patience < math.inf, "patience", self.patience, "a finite number, 0 or more")
+        require(self.excess > 1.0, "excess", self.excess, "a number above 1")
 
 
 DEFAULTS = Settings()
@@ -60,8 +74,18 @@ class MaxMinFtf(Ranked):
     migrates: ClassVar[bool] = True
     by = "by time to spare"
 
-    def __init__(self, settings: Settings = DEFAULTS) -> None:
+    def __init__(self, settings: Settings = DEFAULTS, outlook: Outlook | None = None) -> None:
         self._settings = settings
+        self._known = outlook  #: of the one view that this policy is asked about
+
+    def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
+        """Return who gets which GPUs in play, and say why; the outlook is worked out once for all of that."""
+        if self._known is None:
+            return MaxMinFtf(self._settings, self._outlook(view)).allocate(view, bids, clock)
+        return super().allocate(view, bids, clock)
+
+    def _outlook(self, view: View) -> Outlook:
+        return outlook_of(view, self._settings.excess) if self._known is None else self._known
 
     def order(self, view: View) -> Sequence[AppView]:
         """Return the apps in the order of their places, tenants by GPU time first where they come first."""
@@ -83,16 +107,18 @@ class MaxMinFtf(Ranked):
 
     def figures(self, view: View) -> Callable[[AppView], str]:
         """Return what says the time to spare, when the app is due, and the run time that it has left."""
-        outlook = outlook_of(view)
-        number = {app.app: index for index, app in enumerate(view.apps)}
+        outlook = self._outlook(view)
+        rows = zip(
+            outlook.spare_s, outlook.due_s, outlook.works.fair_s.tolist(), outlook.works.left_s.tolist(), outlook.words,
+            strict=True,
+        )  # fmt: skip
+        known = dict(zip([app.app for app in view.apps], rows, strict=True))
 
         def said(app: AppView) -> str:
-            index = number[app.app]
-            spare, due, left = (each[index] for each in (outlook.spare_s, outlook.due_s, outlook.works.left_s))
-            source = "are left of it" if outlook.told[index] else "are taken to be left of it, as it tells none"
+            spare, due, fair, left, word = known[app.app]
             return (
-                f"{spare:.4g} s: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its fair time of "
-                f"{outlook.works.fair_s[index]:.4g} s, and {left:.4g} s {source}"
+                f"{spare:.4g} s: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its fair time of {fair:.4g} "
+                f"s, and {left:.4g} s {_WORDS[word]}"
             )
 
         return said
@@ -101,17 +127,15 @@ class MaxMinFtf(Ranked):
         return self._settings.tenants_first and len({app.tenant for app in view.apps}) > 1
 
     def _places(self, view: View) -> dict[AppId, tuple[bool, bool, float]]:
-        """Return by what apps are served, the least first: whether it can wait, whether it tells nothing, the time."""
-        outlook = outlook_of(view)
-        rows = zip(
-            view.apps, outlook.spare_s.tolist(), outlook.due_s.tolist(), outlook.works.fair_s.tolist(), outlook.told,
-            strict=True,
-        )  # fmt: skip
+        """Return by what apps are served, the least first: whether it can wait, whether its word is bad, a time."""
+        outlook = self._outlook(view)
+        fair_s = outlook.works.fair_s.tolist()
+        rows = zip(view.apps, outlook.spare_s, outlook.due_s, fair_s, outlook.words, strict=True)
         found = {}
-        for app, spare, due, fair, told in rows:
+        for app, spare, due, fair, word in rows:
             bonus = self._settings.patience * move_s(app) if app.renewable else 0.0
             must_run = spare - bonus < view.lease_s
-            found[app.app] = (not must_run, not told, (spare - bonus) / fair if must_run else due - bonus)
+            found[app.app] = (not must_run, word != "kept", (spare - bonus) / fair if must_run else due - bonus)
         return found
 
 
@@ -120,37 +144,70 @@ class Outlook(NamedTuple):
 
     works: Works
     ratio: float  #: r*
-    due_s: Figures  #: seconds from now to r* times T_id; negative where that is over
-    spare_s: Figures  #: of that, what is not needed to end the app
-    told: Sequence[bool]  #: whether an app has reported what is left of it
+    due_s: Sequence[float]  #: seconds from now to r* times T_id; negative where that is over
+    spare_s: Sequence[float]  #: of that, what is not needed to end the app
+    words: Sequence[Word]
 
 
-def outlook_of(view: View) -> Outlook:
-    """Return r* of a round, and the time that each app can spare."""
-    works, told = _works(view)
-    ratio = least_ratio(works, max(1, view.cluster_gpus))
-    due = ratio * works.fair_s - works.age_s
-    return Outlook(works, ratio, due, due - MARGIN * works.left_s, told)
-
-
-def _works(view: View) -> tuple[Works, list[bool]]:
-    """Return the apps as a fluid schedule sees them, and of each whether it has reported what is left of it."""
+def outlook_of(view: View, excess: float = DEFAULTS.excess) -> Outlook:
+    """Return r* of a round, and the time that each app can spare; see `Settings.excess`."""
     gpus = max(1, view.cluster_gpus)
-    told = [app.left_gpu_s is not None for app in view.apps]
-    rows = np.array([_row(view, app, gpus) for app in view.apps], dtype=np.float64).reshape(-1, 5)
-    age_s, means, alone_s, left_s, left_gpu_s = rows.T
-    return Works(age_s, alone_s * mean_apps(age_s, means, left_s, left_gpu_s, gpus), left_s, left_gpu_s), told
+    works, words = _works(view, _figures(view), gpus, excess)
+    ratio = least_ratio(works, gpus)
+    due = ratio * works.fair_s - works.age_s
+    return Outlook(works, ratio, due.tolist(), (due - MARGIN * works.left_s).tolist(), words)
 
 
-def _row(view: View, app: AppView, gpus: int) -> tuple[float, float, float, float, float]:
-    """Return an app's age, its N_avg so far, T_cluster, and the run time and GPU-seconds left."""
-    width = max(1, min(gpus, app.demand_max))
-    # Thousands that hold nothing have as much left as they said, and need no call.
-    left_gpu_s = view.left_gpu_s(app) if app.leases else app.left_gpu_s
-    least_s = view.left_s(app) if app.leases else app.left_s
-    if left_gpu_s is None:
-        left_gpu_s = max(view.served_gpu_s(app), view.lease_s * app.gang)
-    left_gpu_s = max(LEFT_MIN_S, left_gpu_s)
-    left_s = max(left_gpu_s / width, 0.0 if least_s is None else least_s)
-    alone_s = app.alone_s or (view.served_gpu_s(app) + left_gpu_s) / width
-    return max(0.0, view.elapsed_s(app)), view.apps_mean(app), max(LEFT_MIN_S, alone_s), left_s, left_gpu_s
+class _Told(NamedTuple):
+    """What apps have reported and had, a column of figures each, in the order of the view; nan: not known."""
+
+    arrived_at: Figures
+    apps_integral: Figures
+    alone_s: Figures
+    left_s: Figures
+    left_gpu_s: Figures
+    left_at: Figures
+    served_gpu_s: Figures
+    leases: Figures
+    granted_sum: Figures
+    demand_max: Figures
+    gang: Figures
+    declared_gpu_s: Figures
+    declaration_stands: Figures
+    overrun: Figures
+
+
+_told_by = attrgetter(*_Told._fields)
+
+
+def _figures(view: View) -> _Told:
+    rows = np.array([_told_by(app) for app in view.apps], dtype=np.float64)
+    return _Told(*rows.reshape(-1, len(_Told._fields)).T)
+
+
+def _works(view: View, told: _Told, gpus: int, excess: float) -> tuple[Works, Sequence[Word]]:
+    """Return the apps as a fluid schedule sees them, and how far the word of each can be taken.
+
+    It is worked out for all apps at once, as there may be thousands; `View.left_s` and its like say the same of one.
+    """
+    width = np.clip(told.demand_max, 1.0, gpus)
+    had = told.served_gpu_s + told.leases * view.now - told.granted_sum
+    since = view.now - told.left_at
+    silent = np.isnan(told.left_gpu_s)
+    guess = np.maximum(had, view.lease_s * told.gang)
+    left = np.where(silent, guess, told.left_gpu_s - since * np.minimum(told.leases, told.demand_max))
+    left = np.maximum(LEFT_MIN_S, left)
+    declared = np.maximum(LEFT_MIN_S, told.declared_gpu_s)
+    beyond = (told.declaration_stands > 0.0) & (had + left > excess * declared)
+    usual = np.where(told.overrun > excess, told.overrun * told.declared_gpu_s, 0.0)
+    left_gpu_s = np.maximum(left, usual - had)
+    total = had + left_gpu_s
+    stretch = np.where(beyond | (usual > 0.0), np.maximum(1.0, total / declared), 1.0)
+    least_s = told.left_s - since * np.minimum(1.0, told.leases / np.maximum(1.0, told.demand_max))
+    left_s = np.maximum(left_gpu_s / width, np.nan_to_num(least_s) * (left_gpu_s / left))
+    alone_s = np.maximum(LEFT_MIN_S, np.where(told.alone_s > 0.0, told.alone_s * stretch, total / width))
+    age_s = np.maximum(0.0, view.now - told.arrived_at)
+    means = np.maximum(1.0, (view.apps_integral - told.apps_integral) / np.maximum(age_s, 1e-9))
+    fair_s = alone_s * mean_apps(age_s, means, left_s, left_gpu_s, gpus)
+    words: list[Word] = np.select([silent, beyond], ["none", "broken"], "kept").tolist()
+    return Works(age_s, fair_s, left_s, left_gpu_s), words

@@ -1,0 +1,55 @@
+"""What apps declared that they would take, beside what they took: a policy can hold an owner to it (`AppView.overrun`).
+
+The GPU time left that an app reports first, with what it has had by then, is its declaration. Until the time of a
+mini-batch is measured it is a guess, which the next report replaces. When an app finishes, its declaration and the GPU
+time it had are added to those of its owner. Apps that are cancelled or fail do not count: they end before what they
+declared, and would hide what others took beyond it.
+
+*Source:* ours.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec.structs import replace
+
+from arbiter.core.leases import leases
+from arbiter.core.state.model import App, Declared, Leased, State
+from arbiter.core.turn import Turn
+
+#: What an owner's apps declared and took counts this part less with each app that finishes later.
+KEPT: Final = 0.8
+#: No owner's apps are taken to need more than so many times what they declare.
+OVERRUN_MAX: Final = 4.0
+
+
+def overrun(state: State, owner: str) -> float:
+    """Return how many times what they declared an owner's finished apps have taken; at least 1, as without any."""
+    known = state.declarations.get(owner)
+    if known is None or known.declared_gpu_s <= 0.0:
+        return 1.0
+    return min(OVERRUN_MAX, max(1.0, known.had_gpu_s / known.declared_gpu_s))
+
+
+def note(turn: Turn, app: App) -> App:
+    """Return an app that has just reported with its declaration, which is for good once it is measured."""
+    if app.declaration_stands or app.left_gpu_s is None:
+        return app
+    declared_gpu_s = _had_gpu_s(turn, app) + app.left_gpu_s
+    return replace(app, declared_gpu_s=declared_gpu_s, declaration_stands=app.basis == "measured")
+
+
+def compare(turn: Turn, app: App) -> None:
+    """Note what an app has taken that finishes now and still has its leases, beside what it declared."""
+    if app.declared_gpu_s:
+        before = turn.state.declarations.get(app.owner, Declared())
+        turn.state.declarations[app.owner] = Declared(
+            KEPT * before.declared_gpu_s + app.declared_gpu_s, KEPT * before.had_gpu_s + _had_gpu_s(turn, app)
+        )
+
+
+def _had_gpu_s(turn: Turn, app: App) -> float:
+    """Return the GPU-seconds of an app's leases so far."""
+    running = [gpu.state.lease for gpu in leases.held(turn, app.id) if isinstance(gpu.state, Leased)]
+    return app.tally.gpu_seconds + sum(turn.now - lease.granted_at for lease in running)

@@ -1,0 +1,326 @@
+"""Max-min finish-time fairness: ``python benchmarks/papers/maxmin.py [--quick] [--json] [--only PART,...]``.
+
+Parts:
+
+*fairness*: `maxmin-ftf` beside `themis`, `srtf`, `gandiva-placement`, `optimus` and `las` on the workloads that are
+drawn from Themis's published medians (`simulator.workload.themis`), at several contentions: greatest and mean rho, GPU
+time, mean JCT, preemptions; and of each cell the greatest rho of `maxmin-ftf` over the least of the others.
+*lying*: how much sooner a liar is done than if it had told the truth, all else being equal. It lies in its reports:
+about what is left, about its total (it takes more than it declared), about how many GPUs it can use, or about all of
+them; once as an app of an owner without a past, and once as one whose owner's earlier apps have all lied alike. Several
+of the apps may lie.
+
+The settings of `maxmin-ftf` were chosen on seeds 0 to 2; seeds from 3 on judge. Costs are `simulator.costs.DEFAULT`.
+`--keep` notes every run in a file and takes from it those that are done, so that a long evaluation can be cut off and
+resumed with the same code. `--seeds 3,4` takes these seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+from unittest.mock import patch
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
+
+from arbiter.core.members import declarations
+from benchmarks.papers.cases import Change, Knobs, simulate, workload_of
+from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, report_of, said, show
+from benchmarks.truth.spread import estimate
+from protocol.messages import AnyMessage, AppReport
+from simulator.cluster import parse_cluster
+from simulator.costs import DEFAULT
+from simulator.figures.results import summary
+from simulator.workload.themis import Kind
+
+SCHEMA = "maxmin-evaluation/v1"
+OURS = "maxmin-ftf"
+OTHERS = ("srtf", "gandiva-placement", "optimus", "themis", "las")
+
+Lie = Literal["", "left", "total", "demand", "all"]
+
+
+class Cell(Struct, frozen=True):
+    """One run: a drawn workload, a cluster, a policy and its settings; of the apps, by number, those in `liars` lie.
+
+    A lie is `by` a part: 0.5 of what is left, or of the total, is not told; 1.0 more GPUs are asked for than can be
+    used. `past`: the finished apps of a liar's owner are known to have taken so many times what they declared.
+    """
+
+    kind: Kind
+    policy: str
+    seed: int
+    contention: float
+    apps: int
+    scale: float
+    cluster: str = "themis-64"
+    knobs: Knobs = ()
+    lie: Lie = ""
+    by: float = 0.0
+    liars: tuple[int, ...] = ()
+    past: float = 1.0
+
+
+class Outcome(Struct, frozen=True):
+    """What is compared of a run; `jct_s` by the number of the app."""
+
+    max_rho: float
+    mean_rho: float
+    gpu_s: float
+    avg_jct_s: float
+    preemptions: int
+    unfinished: int
+    cpu_s: float
+    jct_s: tuple[float | None, ...]
+
+
+class Plan(Struct, frozen=True):
+    """How much of everything is done."""
+
+    kinds: tuple[Kind, ...]
+    contentions: tuple[float, ...]
+    seeds: tuple[int, ...]
+    apps: int
+    scale: float
+    lies: tuple[tuple[Lie, float, float], ...]  #: what is lied about, by how much, and the past of the liar's owner
+    lying_seeds: tuple[int, ...]
+    lying_apps: int
+    lying_scale: float
+    liars: tuple[int, ...]  #: the numbers of the apps of which one lies
+    at_once: tuple[int, ...]  #: of those that lie together
+
+
+FULL = Plan(
+    kinds=(1, 2),
+    contentions=(4.0, 1.0, 2.0),
+    seeds=(3, 4, 5),
+    apps=16,
+    scale=0.2,
+    lies=(
+        ("left", 0.5, 1.0), ("total", 0.3, 1.0), ("total", 0.6, 1.0), ("total", 0.6, 2.5), ("demand", 1.0, 1.0),
+        ("all", 0.6, 1.0),
+    ),
+    lying_seeds=(3, 4, 5, 6),
+    lying_apps=12,
+    lying_scale=0.1,
+    liars=(2, 5, 8),
+    at_once=(1, 4, 7, 10),
+)  # fmt: skip
+QUICK = replace(
+    FULL, kinds=(1,), contentions=(4.0,), seeds=(3,), apps=8, scale=0.1, lies=(("total", 0.6, 1.0),), lying_seeds=(3,),
+    lying_apps=6, lying_scale=0.05, liars=(2,), at_once=(1, 3),
+)  # fmt: skip
+#: The cluster of the part *lying*: contended, and soon simulated.
+SMALL = "4x4"
+
+MEMORY = Memory(Cell, Outcome)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def run(cell: Cell) -> Outcome:
+    """Run a cell, unless that has been done; it says so on standard error."""
+    if cell not in MEMORY.done:
+        MEMORY.add(cell, found := _simulated(cell))
+        print(f"{found.cpu_s:7.1f} s  max rho {found.max_rho:6.3f}  {_name(cell)}", file=sys.stderr, flush=True)
+    return MEMORY.done[cell]
+
+
+def _name(cell: Cell) -> str:
+    lie = f", {cell.lie} by {cell.by:g} of apps {cell.liars}, past {cell.past:g}" if cell.lie else ""
+    return f"workload {cell.kind}, contention {cell.contention:g}, seed {cell.seed}, {cell.policy}{lie}"
+
+
+def _simulated(cell: Cell) -> Outcome:
+    cluster = parse_cluster(cell.cluster)
+    workload = workload_of(cell.kind, cell.apps, cluster.gpus, cell.seed, cell.contention, 0.3, cell.scale)
+    lying = {workload.apps[number].id for number in cell.liars}
+
+    def change_of(app: str) -> Change | None:
+        return telling(cell.lie, cell.by) if app in lying else None
+
+    with _pasts(cell):
+        found = simulate(workload, cluster, cell.policy, cell.seed, cell.knobs, change_of)
+    whole, jct_s = summary(found), {row.app: row.jct_s for row in found.apps}
+    return Outcome(
+        max_rho=whole["max_rho"],
+        mean_rho=whole["mean_rho"],
+        gpu_s=whole["gpu_seconds_useful"] + whole["gpu_seconds_wasted"],
+        avg_jct_s=whole["avg_jct_s"],
+        preemptions=whole["preemptions"],
+        unfinished=whole["jobs_unfinished"],
+        cpu_s=found.cpu_s,
+        jct_s=tuple(jct_s[app.id] for app in workload.apps),
+    )
+
+
+def _pasts(cell: Cell) -> AbstractContextManager[object]:
+    """Let the owners of liars have a past: in the simulator each app has an owner of its own, numbered from 1."""
+    if cell.past == 1.0:
+        return nullcontext()
+    owners = {f"app{number + 1}" for number in cell.liars}
+    return patch.object(declarations, "overrun", lambda _, owner: cell.past if owner in owners else 1.0)
+
+
+# --- lies -------------------------------------------------------------------------------------------------------------
+
+
+def telling(lie: Lie, by: float) -> Change:
+    """Return what makes the reports of an app untrue, each as its own figures would be if the lie were true."""
+    total_gpu_s = 0.0
+
+    def change(message: AnyMessage) -> AnyMessage:
+        nonlocal total_gpu_s
+        if not isinstance(message, AppReport) or message.state != "active":
+            return message
+        total_gpu_s = total_gpu_s or message.left_gpu_s or 0.0
+        if lie == "left":
+            message = _shorter(message, 1.0 - by)
+        if lie in ("total", "all") and message.left_gpu_s:
+            message = _shorter(message, max(0.01, 1.0 - by * total_gpu_s / message.left_gpu_s))
+            message = replace(message, ideal_s=message.ideal_s * (1.0 - by))
+        return _wider(message, 1.0 + by) if lie in ("demand", "all") else message
+
+    return change
+
+
+def _shorter(report: AppReport, part: float) -> AppReport:
+    left_s, left_gpu_s = report.left_s, report.left_gpu_s
+    return replace(
+        report,
+        left_s=None if left_s is None else left_s * part,
+        left_gpu_s=None if left_gpu_s is None else left_gpu_s * part,
+    )
+
+
+def _wider(report: AppReport, times: float) -> AppReport:
+    """Return a report of an app that wants more GPUs, keeps those that it cannot use, and would so end sooner."""
+    demand_max = int(report.demand_max * times) // report.gang * report.gang
+    left_s = None if report.left_s is None else report.left_s / times
+    return replace(report, demand_max=demand_max, releases=(), left_s=left_s, ideal_s=report.ideal_s / times)
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+Part = tuple[tuple[Claim, ...], tuple[Table, ...]]
+
+
+def fairness(plan: Plan) -> Part:
+    """Compare the policies, cell by cell and in all."""
+    rows: list[tuple[str, ...]] = []
+    ratios: list[float] = []
+    runs: dict[str, list[Outcome]] = {policy: [] for policy in (OURS, *OTHERS)}
+    for seed, contention, kind in product(plan.seeds, plan.contentions, plan.kinds):
+        cell = Cell(kind, OURS, seed, contention, plan.apps, plan.scale)
+        found = {policy: run(replace(cell, policy=policy)) for policy in runs}
+        for policy, each in found.items():
+            runs[policy].append(each)
+        ratios.append(found[OURS].max_rho / min(found[policy].max_rho for policy in OTHERS))
+        rhos = (f"{found[policy].max_rho:.2f}" for policy in runs)
+        rows.append((f"workload {kind}, contention {contention:g}, seed {seed}", *rhos, f"{ratios[-1]:.2f}"))
+    best = sum(ratio <= 1.0 for ratio in ratios)
+    claim = Claim(
+        f"greatest rho of {OURS} over the least of the others",
+        "",
+        f"{said(ratios)}; at most 1 in {best} of {len(ratios)} cells",
+        "below 1 with its interval",
+        fmean(ratios) + estimate(ratios).half < 1.0,
+    )
+    columns = ("greatest rho", *runs, f"{OURS} / least of the others")
+    return (claim,), (Table("greatest rho of each cell", columns, tuple(rows)), _means(runs))
+
+
+def _means(runs: dict[str, list[Outcome]]) -> Table:
+    """Return the figures of each policy over those of ours in the same cell: mean and 95 % interval."""
+    ours = runs[OURS]
+    rows = []
+    for policy, found in runs.items():
+        pairs = list(zip(found, ours, strict=True))
+        rows.append(
+            (
+                policy,
+                said([each.max_rho / own.max_rho for each, own in pairs]),
+                said([each.mean_rho / own.mean_rho for each, own in pairs]),
+                said([each.gpu_s / own.gpu_s for each, own in pairs], ".3f"),
+                said([each.avg_jct_s / own.avg_jct_s for each, own in pairs]),
+                said([float(each.preemptions) for each in found], ".0f"),
+                str(sum(each.unfinished for each in found)),
+            )
+        )
+    columns = (f"over {OURS}", "max rho", "mean rho", "GPU time", "mean JCT", "preemptions (not over)", "unfinished")
+    return Table("all cells", columns, tuple(rows))
+
+
+def lying(plan: Plan) -> Part:
+    """Compare liars with themselves telling the truth."""
+    rows, paying = [], []
+    for lie, by, past in plan.lies:
+        for liars in ("one", "several"):
+            gains = list(_gains(plan, lie, by, past, together=liars == "several"))
+            gain = estimate(gains)
+            paying += [f"{lie} by {by:.0%} ({liars})"] if gain.above_zero else []
+            told = "none" if past == 1.0 else f"{past:g} times"
+            rows.append((lie, f"{by:.0%}", told, liars, str(len(gains)), gain.percent(), f"{100 * max(gains):+.1f}"))
+    claim = Claim(
+        "lies that pay: the 95 % interval of the mean gain is above 0", "", "; ".join(paying) or "none", "none",
+        not paying,
+    )  # fmt: skip
+    columns = ("lie about", "by", "known overrun of the owner", "liars", "n", "mean gain %, ± 95 %", "greatest %")
+    return (claim,), (Table("how much sooner a liar is done", columns, tuple(rows)),)
+
+
+def _gains(plan: Plan, lie: Lie, by: float, past: float, *, together: bool) -> Iterator[float]:
+    """Yield the gain of each liar: the part of its JCT that it saves."""
+    for seed in plan.lying_seeds:
+        true = Cell(1, OURS, seed, 4.0, plan.lying_apps, plan.lying_scale, SMALL)
+        honest = run(true)
+        for liars in [plan.at_once] if together else [(number,) for number in plan.liars]:
+            lied = run(replace(true, lie=lie, by=by, past=past, liars=liars))
+            for number in liars:
+                before, after = honest.jct_s[number], lied.jct_s[number]
+                assert before is not None, f"app {number} of seed {seed} never ended"
+                assert after is not None, f"the liar {number} of seed {seed} never ended"
+                yield 1.0 - after / before
+
+
+PARTS = {"fairness": fairness, "lying": lying}
+
+
+def evaluate(plan: Plan, parts: Sequence[str]) -> Report:
+    """Return the document of these parts."""
+    done = [PARTS[name](plan) for name in parts]
+    inputs = {"plan": msgspec.to_builtins(plan), "parts": list(parts), "costs": msgspec.to_builtins(DEFAULT)}
+    return report_of(SCHEMA, done, inputs, sum(each.cpu_s for each in MEMORY.done.values()))
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds; write 3,4,5") from error
+
+
+def main() -> int:
+    parser = keeping(arguments(__doc__, PARTS, quick="half a minute"))
+    parser.add_argument("--seeds", type=_seeds, metavar="SEED,...", help="the seeds of the part fairness")
+    options = parser.parse_args()
+    if options.keep:
+        MEMORY.use(options.keep)
+    plan = QUICK if options.quick else FULL
+    show(evaluate(replace(plan, seeds=options.seeds) if options.seeds else plan, options.only), json=options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,112 @@
+"""The evaluation of max-min finish-time fairness: its lies by hand, and that a small one says the same twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from benchmarks.papers import maxmin
+from benchmarks.papers.document import Memory
+from benchmarks.papers.maxmin import MEMORY, OTHERS, OURS, QUICK, Cell, Outcome, evaluate, run, telling
+from protocol.messages import AppReport, ProbeReply, RoundId
+from tests.protocol.samples import SAMPLES
+
+pytestmark = pytest.mark.timeout(600)
+
+REPORT = replace(
+    next(each for _, each in SAMPLES if isinstance(each, AppReport)),
+    state="active", gang=2, demand_max=4, left_s=100.0, left_gpu_s=400.0, ideal_s=50.0, releases=(),
+)  # fmt: skip
+
+
+def lied(lie: Any, by: float, *reports: AppReport) -> list[tuple[float | None, float | None, float, int]]:
+    """What is told of each report: run time and GPU-seconds left, T_cluster, demand."""
+    change = telling(lie, by)
+    told = [change(report) for report in reports]
+    assert all(isinstance(each, AppReport) for each in told)
+    return [(each.left_s, each.left_gpu_s, each.ideal_s, each.demand_max) for each in told]  # type: ignore[union-attr]
+
+
+LATER = replace(REPORT, left_s=25.0, left_gpu_s=100.0)
+
+
+def test_who_lies_about_what_is_left_tells_a_part_of_it() -> None:
+    assert lied("left", 0.5, REPORT, LATER) == [(50.0, 200.0, 50.0, 4), (12.5, 50.0, 50.0, 4)]
+
+
+def test_who_lies_about_its_total_leaves_the_same_untold_to_the_end() -> None:
+    assert lied("total", 0.5, REPORT, LATER) == [(50.0, 200.0, 25.0, 4), (0.25, 1.0, 25.0, 4)]
+
+
+def test_who_lies_about_its_demand_would_end_sooner_and_gives_nothing_back() -> None:
+    assert lied("demand", 1.0, REPORT) == [(50.0, 400.0, 25.0, 8)]
+    change = telling("demand", 0.6)
+    told = change(replace(REPORT, releases=("l-1",)))  # type: ignore[arg-type]
+    assert isinstance(told, AppReport)
+    assert (told.demand_max, told.releases) == (6, ()), "whole gangs only"
+
+
+def test_who_lies_about_all_does_both() -> None:
+    assert lied("all", 0.5, REPORT) == [(50.0 / 1.5, 200.0, 25.0 / 1.5, 6)]
+
+
+def test_other_messages_and_the_end_of_an_app_are_true() -> None:
+    over, reply = replace(REPORT, state="finished"), ProbeReply(REPORT.app, RoundId(1), 2.0)
+    assert telling("all", 0.5)(over) is over
+    assert telling("all", 0.5)(reply) is reply
+
+
+def outcome(max_rho: float, *jct_s: float) -> Outcome:
+    return Outcome(max_rho, 1.0, 3600.0, 60.0, 1, 0, 0.0, jct_s)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> dict[Cell, Outcome]:
+    """Runs that count as done, in place of those that are."""
+    memory = Memory(Cell, Outcome)
+    monkeypatch.setattr(maxmin, "MEMORY", memory)
+    return memory.done
+
+
+def test_the_claim_is_about_the_least_of_the_others_in_each_cell(known: dict[Cell, Outcome]) -> None:
+    plan = replace(QUICK, seeds=(3, 4))
+    for seed, ours in ((3, 1.0), (4, 3.0)):
+        cell = Cell(1, OURS, seed, 4.0, plan.apps, plan.scale)
+        known[cell] = outcome(ours)
+        for place, policy in enumerate(OTHERS):
+            known[replace(cell, policy=policy)] = outcome(2.0 + place)
+    (claim,), (cells, _) = maxmin.fairness(plan)
+    assert claim.ours.endswith("at most 1 in 1 of 2 cells")
+    assert not claim.met
+    assert [row[-1] for row in cells.rows] == ["0.50", "1.50"]
+
+
+def test_a_gain_is_the_part_of_its_time_that_a_liar_saves(known: dict[Cell, Outcome]) -> None:
+    plan = replace(QUICK, lying_seeds=(3, 4))
+    for seed, after in ((3, 40.0), (4, 60.0)):
+        true = Cell(1, OURS, seed, 4.0, plan.lying_apps, plan.lying_scale, maxmin.SMALL)
+        known[true] = outcome(1.0, 100.0, 100.0, 50.0, 100.0)
+        known[replace(true, lie="total", by=0.6, liars=(2,))] = outcome(1.0, 1.0, 1.0, after, 1.0)
+        known[replace(true, lie="total", by=0.6, liars=(1, 3))] = outcome(1.0, 1.0, 90.0, 1.0, 80.0)
+    (claim,), (table,) = maxmin.lying(plan)
+    assert [row[5].partition(" ")[0] for row in table.rows] == ["+0.00", "+15.00"]
+    assert claim.ours == "total by 60% (several)"
+    assert not claim.met
+
+
+def test_a_small_run_says_the_same_twice_and_a_past_changes_it() -> None:
+    cell = Cell(1, OURS, 3, 4.0, 6, 0.05, maxmin.SMALL, lie="total", by=0.6, liars=(2,))
+    first = run(cell)
+    del MEMORY.done[cell]
+    again = run(cell)
+    assert replace(first, cpu_s=0.0) == replace(again, cpu_s=0.0)
+    assert run(replace(cell, past=4.0)).jct_s[2] != first.jct_s[2]
+
+
+def test_the_document_has_the_parts_that_were_asked_for(known: dict[Cell, Outcome]) -> None:
+    tiny = replace(QUICK, apps=3, scale=0.02, lying_apps=4, lying_scale=0.02)
+    report = evaluate(tiny, ["lying"])
+    assert [table.name for table in report.tables] == ["how much sooner a liar is done"]
+    assert len(known) == 3
