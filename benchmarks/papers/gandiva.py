@@ -1,4 +1,4 @@
-"""Gandiva's evaluation: ``python benchmarks/papers/gandiva.py [--quick] [--json] [--only PART,...] [--keep FILE]``.
+"""Gandiva's evaluation: ``python benchmarks/papers/gandiva.py [--quick] [--json] [--only PART,...] [--windows N,...]``.
 
 What each mechanism of Gandiva (OSDI 2018; PAPERS.md section 2) brings: the same jobs of two weeks of Philly under the
 cores that run live, in virtual time, without any of them and with one after the other. Parts:
@@ -20,6 +20,7 @@ or beside it. `--keep` notes every run in a file and takes from it those that ar
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -50,7 +51,7 @@ from simulator.world import quiet
 
 ROOT = Path(__file__).resolve().parents[2]
 SCHEMA = "gandiva-evaluation/v1"
-TRACE = Path("traces", "philly", "two_weeks.csv")
+TRACE, TRACE_HOURS = Path("traces", "philly", "two_weeks.csv"), 336.0
 GOAL_UTILISATION, GOAL_FEEDBACK = 0.26, 10.0
 #: Of the kinds of models that Gavel measured, the part that keeps a GPU least busy.
 LEAST_BUSY = 0.5
@@ -318,7 +319,10 @@ def _compared(plan: Plan, name: str, *, mix: bool) -> tuple[list[Claim], list[Ta
     found = {mode: runs(plan, mode, mix=mix) for mode in MODES}
     demand = said([each.demand for each in found[NONE]])
     jobs = said([float(each.jobs) for each in found[NONE]], ".0f")
-    title = f"{name}: {jobs} jobs in {plan.hours:g} h on {plan.cluster}, demand {demand} times the GPUs"
+    windows = ", ".join(map(str, plan.windows))
+    title = (
+        f"{name}: {jobs} jobs in {plan.hours:g} h on {plan.cluster}, demand {demand} times the GPUs, windows {windows}"
+    )
     table = Table(title, COLUMNS, tuple(row_of(mode, each) for mode, each in found.items()))
     claims = []
     for other in (NONE, PLACEMENT, FIFO):
@@ -381,11 +385,28 @@ def evaluate(plan: Plan, parts: Sequence[str]) -> Report:
     return report_of(SCHEMA, done, inputs, fsum(figures.cpu_s for figures in MEMORY.done.values()))
 
 
+def windows_of(text: str) -> tuple[int, ...]:
+    """Return the numbers of windows in the words of the command line."""
+    try:
+        found = tuple(map(int, text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 0 or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names no windows; give different numbers from 0 on, as 5,12")
+    return found
+
+
 def main() -> int:
-    options = keeping(arguments(__doc__, PARTS, quick="about ten minutes")).parse_args()
+    parser = keeping(arguments(__doc__, PARTS, quick="about ten minutes"))
+    parser.add_argument("--windows", type=windows_of, metavar="N,...", help="other windows of the trace, from 0 on")
+    options = parser.parse_args()
+    plan = QUICK if options.quick else FULL
+    last = int(TRACE_HOURS / plan.hours) - 1
+    if options.windows and max(options.windows) > last:
+        parser.error(f"--windows has {max(options.windows)}; the last of {plan.hours:g} h is {last}")
     if options.keep:
         MEMORY.use(options.keep)
-    show(evaluate(QUICK if options.quick else FULL, options.only), json=options.json)
+    show(evaluate(replace(plan, windows=options.windows or plan.windows), options.only), json=options.json)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 
 import pytest
@@ -67,6 +68,28 @@ def test_a_long_job_is_cut_with_its_steps_and_comes_sooner_under_load() -> None:
     assert (small.sizes, small.gpus_max) == (SIZES, SIZES[-1])
     assert gandiva.shaped(app, 4, case).sizes == ()
     assert gandiva.shaped(replace(app, gpus=2, gpus_max=2), 3, case).sizes == ()
+
+
+@pytest.mark.usefixtures("known")
+def test_a_table_names_its_windows() -> None:
+    (table,) = gandiva.mechanisms_part(PLAN)[1]
+    assert table.name.endswith("windows 0, 1")
+
+
+@pytest.mark.parametrize("words", ["", "1,1", "-1", "two"])
+def test_windows_that_are_none_are_refused_with_an_example(words: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="give different numbers from 0 on"):
+        gandiva.windows_of(words)
+    assert gandiva.windows_of("12,5") == (12, 5)
+
+
+def test_a_window_behind_the_end_of_the_trace_is_refused_with_the_last(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["gandiva.py", "--windows", "3,56"])
+    with pytest.raises(SystemExit):
+        gandiva.main()
+    assert "--windows has 56; the last of 6 h is 55" in capsys.readouterr().err
 
 
 def test_mechanisms_are_left_out_and_put_back() -> None:
