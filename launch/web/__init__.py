@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from launch.faults import usage
 
 #: Of the extra `web`.
-LIBRARIES = ("starlette", "uvicorn", "jinja2")
+LIBRARIES = ("starlette", "uvicorn", "jinja2", "prometheus_client")
 PORT = 8470
 
 

@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from launch.faults import Fault
-from launch.web import pages
+from launch.web import metrics, pages
 from launch.web.sheets import Cell, Page, as_csv, as_json
 from launch.web.sources import Sources
 from protocol.exit_codes import UNREACHABLE, USAGE
@@ -110,6 +110,10 @@ def make_app(sources: Sources, *, token: str = "") -> AsgiApp:
     routes = [
         Route("/style.css", _style),
         Route("/healthz", _health),
+        Route("/readyz", shown.readiness),
+        Route("/metrics", shown.metrics),
+        Route("/alerts.yml", _alerts),
+        Route("/dashboard.json", _dashboard),
         Route("/{folder:str}/{name:str}", shown.named),
         Route("/{name:str}", shown.plain),
         Route("/", shown.plain),
@@ -123,6 +127,19 @@ class _Shown:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._template = _environment().get_template("page.html")
+
+    def metrics(self, _: Request) -> Response:
+        """Answer Prometheus."""
+        return Response(metrics.exposition(self._sources), media_type=metrics.CONTENT_TYPE)
+
+    def readiness(self, _: Request) -> Response:
+        """Answer whether the ledger can be read and the arbiter answers."""
+        try:
+            with self._sources.ledger():
+                self._sources.present()
+        except (Fault, JournalError) as error:
+            return _sentence(str(error), 503)
+        return _sentence("ready", 200)
 
     def plain(self, request: Request) -> Response:
         """Answer for a page of the whole site."""
@@ -201,6 +218,14 @@ async def _health(_: Request) -> Response:
 
 async def _style(_: Request) -> Response:
     return Response((files("launch.web") / "style.css").read_text("utf-8"), media_type="text/css")
+
+
+async def _alerts(_: Request) -> Response:
+    return Response((files("launch.web") / "alerts.yml").read_text("utf-8"), media_type="text/yaml")
+
+
+async def _dashboard(_: Request) -> Response:
+    return Response((files("launch.web") / "dashboard.json").read_text("utf-8"), media_type="application/json")
 
 
 def _environment() -> jinja2.Environment:

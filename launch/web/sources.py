@@ -15,7 +15,7 @@ from launch.client import open_client
 from launch.faults import Fault
 
 #: How long a page waits for the arbiter.
-PATIENCE_S = 5.0
+PATIENCE_S = 10.0
 #: So long one look at the present serves all who look: many browsers ask the arbiter no more than one.
 FRESH_S = 1.0
 

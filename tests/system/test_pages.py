@@ -149,6 +149,7 @@ WORDS = {
     "rounds": r"^ +ROUND|^ROUND",
     "doctor": r"arbiter +ok",
     "shares": "(TENANT|OWNER) ",
+    "report": "GPU-hours in all|no GPU time",
     "drain": "n2 is drained",
     "undrain": "n2 is in use",
     "version": r"^\d+\.\d+",

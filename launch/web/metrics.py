@@ -1,0 +1,136 @@
+"""Metrics for Prometheus: the present in numbers, from the same look at the site that the first page has.
+
+Ids of apps are labels of `gpu_arbiter_gpu_info` only, which has one series for each GPU, or seat that an app has; so
+there are never more series than GPUs, nodes and tenants make. It can be joined with the metrics of NVIDIA's DCGM
+exporter by the GPU's id. While the arbiter does not answer there is `gpu_arbiter_up` alone, and it is 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from app_agent.streams import OVER
+from launch import overview, views
+from launch.surface import Document
+from launch.web.sources import Sources
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+#: States of apps that wait for GPUs.
+WAITING = frozenset({"waiting", "suspended", "enrolling"})
+#: GPU-seconds of tenants: the name, the field of ``shares/v1``, the help.
+_GPU_SECONDS = (
+    ("gpu_seconds", "gpu_seconds", "GPU time that a tenant has had"),
+    ("draining_gpu_seconds", "draining_gpu_seconds", "of that, the time in which GPUs were being left"),
+    ("lost_gpu_seconds", "lost_gpu_seconds", "of that, work that has to be done again"),
+    ("parked_gpu_seconds", "parked_gpu_seconds", "beside that, GPUs times the time in which jobs lay parked on them"),
+    ("fair_gpu_seconds", "fair_gpu_seconds", "GPU time that was fair for a tenant"),
+)
+
+
+def exposition(sources: Sources) -> bytes:
+    """Return all metrics in Prometheus's text format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collected(sources))
+    return generate_latest(registry)
+
+
+class _Collected(Collector):
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+
+    def describe(self) -> Iterable[Metric]:
+        """Describe nothing before it is asked for: a look costs the arbiter answers."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric of now."""
+        present, _ = self._sources.tried(self._sources.present)
+        yield _gauge("up", "whether the arbiter answers", 0.0 if present is None else 1.0)
+        if present is not None:
+            yield from _rounds(present)
+            yield from _apps(present)
+            yield from _gpus(present)
+            yield from _tenants(present["shares"])
+
+
+def _gauge(name: str, words: str, value: float | None = None) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"gpu_arbiter_{name}", words, value=value)
+
+
+def _labelled(
+    name: str, words: str, labels: tuple[str, ...], values: Iterable[tuple[tuple[str, ...], float | None]]
+) -> GaugeMetricFamily:
+    """Return a gauge with a series for each value that is known."""
+    family = GaugeMetricFamily(f"gpu_arbiter_{name}", words, labels=labels)
+    for names, value in values:
+        if value is not None:
+            family.add_metric(names, value)
+    return family
+
+
+def _rounds(present: Document) -> Iterator[Metric]:
+    yield CounterMetricFamily("gpu_arbiter_rounds", "rounds since the ledger began", value=present["round_count"])
+    failures = present["policy_failures"]
+    yield CounterMetricFamily("gpu_arbiter_policy_failures", "exceptions of policies, which are bugs", value=failures)
+    for newest in present["rounds"]:
+        since_s = max(0.0, present["at_s"] - views.seconds_of(newest["at"]))
+        yield _gauge("seconds_since_round", "since the newest round was decided", since_s)
+        yield _gauge("round_seconds", "from the start of the newest round to its decision", newest["took_s"])
+
+
+def _apps(present: Document) -> Iterator[Metric]:
+    alive = [app for app in present["apps"] if app["state"] not in OVER]
+    states = Counter((app["tenant"], app["state"]) for app in alive)
+    yield _labelled("apps", "apps that are not over", ("tenant", "state"), states.items())
+    pending, waits = Counter[tuple[str]](), defaultdict[tuple[str], float](float)
+    rhos = defaultdict[tuple[str], float](float)
+    claims = Counter[tuple[str]]()
+    for app in alive:
+        key = (str(app["tenant"]),)
+        claims[(str(app["owner"]),)] += len(app["claims"])
+        rhos[key] = max(rhos[key], app["rho"] or 0.0)
+        if app["state"] in WAITING:
+            pending[key] += max(0, app["want"] - len(app["gpus"]))
+            waits[key] = max(waits[key], app["elapsed_s"])
+    yield _labelled("pending_gpus", "GPUs that apps without any wait for", ("tenant",), pending.items())
+    yield _labelled("oldest_wait_seconds", "age of the oldest app that waits", ("tenant",), waits.items())
+    known = ((key, rho) for key, rho in rhos.items() if rho)
+    yield _labelled("rho_max", "finish-time fairness of the worst-off app; 1 or less is fair", ("tenant",), known)
+    yield _labelled("claims_off", "claims of apps that differ from measurements", ("owner",), claims.items())
+
+
+def _gpus(present: Document) -> Iterator[Metric]:
+    gpus = [(node, gpu) for node in present["nodes"] for gpu in node["gpus"]]
+    apps = {app["id"]: app for app in present["apps"]}
+    states = Counter((overview.gpu_state(node, gpu),) for node, gpu in gpus)
+    yield _labelled("gpus", "GPUs by state", ("state",), states.items())
+    up = (((str(node["id"]),), float(node["state"] == "up")) for node in present["nodes"])
+    yield _labelled("node_up", "whether a node reports", ("node",), up)
+    leaving = (((str(gpu["id"]), str(node["id"])), float(gpu["state"] == "draining")) for node, gpu in gpus)
+    yield _labelled("gpu_draining", "whether a GPU is being left", ("gpu", "node"), leaving)
+    held = (
+        ((gpu["id"], node["id"], app, apps.get(app, {}).get("owner", ""), apps.get(app, {}).get("tenant", "")), 1.0)
+        for node, gpu in gpus
+        for app in overview.holders(gpu) or ("",)
+    )
+    yield _labelled("gpu_info", "the app that has a GPU", ("gpu", "node", "app", "owner", "tenant"), held)
+
+
+def _tenants(shares: Document) -> Iterator[Metric]:
+    tenants = shares["tenants"]
+    for name, field, words in _GPU_SECONDS:
+        family = CounterMetricFamily(f"gpu_arbiter_{name}", words, labels=("tenant",))
+        for each in tenants:
+            family.add_metric((each["tenant"],), each[field])
+        yield family
+    for name, words in (("ltgf", "long-term GPU-time fairness; 1 or more is fair"), ("held_gpus", "GPUs held")):
+        yield _labelled(name, words, ("tenant",), (((each["tenant"],), each[name]) for each in tenants))
+    if shares["since"] is not None:
+        began = views.seconds_of(shares["since"])
+        yield _gauge("history_since_timestamp_seconds", "when the count of GPU time began", began)

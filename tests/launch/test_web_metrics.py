@@ -1,0 +1,210 @@
+"""Metrics, health, alert rules and the dashboard: what rules and panels name is exposed, and faults raise alerts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("starlette", reason="the extra `web` is not installed")
+
+from launch.web.server import make_app
+from tests.core.test_reports import Books
+from tests.launch.test_web import Asked, Browser, at
+from tests.support.arbiter_site import gpu_id
+
+PROMTOOL = shutil.which("promtool")
+SAMPLE = re.compile(r"^(gpu_arbiter_\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+NAME = re.compile(r"gpu_arbiter_\w+")
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+    books = Books(tmp_path / "ledger.db")
+    books.note(books.site.app("eve-1", gang=2, demand=2))
+    books.note(books.site.wait(3.0))
+    monkeypatch.setattr("launch.web.sources.FRESH_S", -1.0)  # each look is a new one
+    with at(monkeypatch, books.site.now):
+        yield Asked(books, tmp_path / "ledger.db")
+
+
+@pytest.fixture
+def browser(asked: Asked) -> Browser:
+    return Browser(make_app(asked))
+
+
+def samples(browser: Browser) -> dict[tuple[str, str], float]:
+    """Every sample of a scrape, by name and labels."""
+    status, headers, body = browser.get("/metrics")
+    assert (status, headers["content-type"].partition(";")[0]) == (200, "text/plain")
+    return {(name, labels or ""): float(value) for name, labels, value in SAMPLE.findall(body)}
+
+
+def expressions() -> list[str]:
+    """Every expression of a rule or a panel."""
+    rules = [rule["expr"] for group in shipped("alerts.yml")["groups"] for rule in group["rules"]]
+    panels = [target["expr"] for panel in shipped("dashboard.json")["panels"] for target in panel["targets"]]
+    return [*rules, *panels]
+
+
+def shipped(name: str) -> Any:
+    text = (files("launch.web") / name).read_text("utf-8")
+    return json.loads(text) if name.endswith("json") else yaml.safe_load(text)
+
+
+def test_the_figures_are_those_of_the_arbiter(browser: Browser, asked: Asked) -> None:
+    told, site = samples(browser), asked.books.site
+    history = site.arbiter.state.history
+    for tenant in ("team", "other"):
+        standing = history.of_tenant(tenant, site.now)  # type: ignore[arg-type]
+        label = f'tenant="{tenant}"'
+        assert told["gpu_arbiter_gpu_seconds_total", label] == standing.allocated_gpu_s
+        assert told["gpu_arbiter_draining_gpu_seconds_total", label] == standing.draining_gpu_s
+        assert told["gpu_arbiter_fair_gpu_seconds_total", label] == standing.fair_gpu_s
+    assert told["gpu_arbiter_up", ""] == 1.0
+    assert told["gpu_arbiter_gpus", 'state="leased"'] == told["gpu_arbiter_gpus", 'state="free"'] == 1.0
+    assert told["gpu_arbiter_pending_gpus", 'tenant="team"'] == 2.0
+    assert told["gpu_arbiter_oldest_wait_seconds", 'tenant="team"'] == 3.0
+    assert told["gpu_arbiter_node_up", 'node="n1"'] == 1.0
+    assert told["gpu_arbiter_rounds_total", ""] == asked.books.ledger.round_count() > 0
+
+
+def test_ids_of_apps_are_on_one_metric_only(browser: Browser, asked: Asked) -> None:
+    told = samples(browser)
+    assert {name for name, labels in told if 'app="' in labels or "ben-1" in labels} == {"gpu_arbiter_gpu_info"}
+    (gpu,) = asked.books.site.held("ben-1")
+    assert told["gpu_arbiter_gpu_info", f'app="ben-1",gpu="{gpu}",node="n1",owner="ben",tenant="other"'] == 1.0
+    assert sum(name == "gpu_arbiter_gpu_info" for name, _ in told) == 2
+
+
+def test_while_the_arbiter_is_away_only_that_is_told(browser: Browser, asked: Asked) -> None:
+    assert browser.get("/readyz")[0] == 200
+    asked.away = True
+    assert samples(browser) == {("gpu_arbiter_up", ""): 0.0}
+    status, _, body = browser.get("/readyz")
+    assert (status, "does not answer" in body) == (503, True)
+    assert browser.get("/healthz")[0] == 200
+
+
+def test_each_name_in_a_rule_or_a_panel_is_exposed(browser: Browser) -> None:
+    exposed = set(re.findall(r"^# TYPE (\w+) ", browser.get("/metrics")[2], re.MULTILINE))
+    used = {name for expression in expressions() for name in NAME.findall(expression)}
+    assert used <= exposed, sorted(used - exposed)
+    assert len(used) > 12
+
+
+def test_ten_rules_and_the_dashboard_are_served(browser: Browser) -> None:
+    (group,) = yaml.safe_load(browser.get("/alerts.yml")[2])["groups"]
+    assert len(group["rules"]) == 10
+    assert all(rule["annotations"].keys() == {"summary", "mend"} for rule in group["rules"])
+    dashboard = json.loads(browser.get("/dashboard.json")[2])
+    assert [panel["id"] for panel in dashboard["panels"]] == list(range(1, len(dashboard["panels"]) + 1))
+
+
+def test_a_hundred_gpus_and_fifty_owners_make_fewer_than_two_thousand_series(browser: Browser, asked: Asked) -> None:
+    site = asked.books.site
+    for number in range(50):
+        site.app(f"zoe{number}-1", tenant=f"t{number}", demand=2)  # type: ignore[arg-type]
+    for node in range(2, 14):
+        site.node(f"n{node}", 8)
+    for _ in range(4):
+        site.wait(1.5)
+    told = samples(browser)
+    assert sum('tenant="t' in labels for name, labels in told if name == "gpu_arbiter_gpu_info") >= 80
+    assert len(told) < 2000
+
+
+# --- Prometheus's own word on it ------------------------------------------------------------------------------------
+
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here: apt-get install prometheus")
+
+
+def promtool(*words: str, told: str | None = None) -> str:
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, *words], input=told, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@needs_promtool
+def test_prometheus_reads_the_metrics_without_a_remark(browser: Browser) -> None:
+    assert promtool("check", "metrics", told=browser.get("/metrics")[2]) == ""
+
+
+@needs_promtool
+def test_prometheus_reads_each_expression(tmp_path: Path) -> None:
+    rules = [{"record": f"r:{number}", "expr": each} for number, each in enumerate(expressions())]
+    (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "all", "rules": rules}]}))
+    assert f"{len(rules)} rules found" in promtool("check", "rules", str(tmp_path / "rules.yml"))
+
+
+def series(name: str, values: str) -> dict[str, str]:
+    return {"series": name, "values": values}
+
+
+#: Of an alert, the series that raise it, and after how many minutes it must stand; a minute between two values.
+RAISED: dict[str, tuple[list[dict[str, str]], int]] = {
+    "ArbiterAway": ([series("gpu_arbiter_up", "1 1 0x30")], 5),
+    "NoRoundWhilePending": (
+        [
+            series("gpu_arbiter_seconds_since_round", "0+60x30"),
+            series('gpu_arbiter_pending_gpus{tenant="a"}', "2x30"),
+            series('gpu_arbiter_gpus{state="free"}', "1x30"),
+        ],
+        8,
+    ),
+    "GpuDrainingTooLong": ([series('gpu_arbiter_gpu_draining{gpu="g",node="n"}', "1x60")], 20),
+    "HistoryBeganAnew": ([series("gpu_arbiter_history_since_timestamp_seconds", "100x5 900x5")], 8),
+    "NodeLost": ([series('gpu_arbiter_node_up{node="n"}', "1 0x30")], 5),
+    "PolicyFails": ([series("gpu_arbiter_policy_failures_total", "0x3 1x9")], 6),
+}
+
+
+def filled(text: str, labels: dict[str, str]) -> str:
+    """A text of a rule with its labels."""
+    return re.sub(r"{{ \$labels\.(\w+) }}", lambda found: labels[found[1]], text)
+
+
+@needs_promtool
+def test_faults_raise_their_alerts_and_a_calm_site_none(tmp_path: Path) -> None:
+    (tmp_path / "alerts.yml").write_text((files("launch.web") / "alerts.yml").read_text("utf-8"))
+    rules = {rule["alert"]: rule for rule in shipped("alerts.yml")["groups"][0]["rules"]}
+    calm = [series("gpu_arbiter_up", "1x60"), series('gpu_arbiter_node_up{node="n"}', "1x60")]
+    calm += [series("gpu_arbiter_seconds_since_round", "900x60"), series('gpu_arbiter_gpus{state="free"}', "0x60")]
+    calm += [series('gpu_arbiter_pending_gpus{tenant="a"}', "2x60")]
+    tests = [
+        {
+            "interval": "1m",
+            "input_series": calm,
+            "alert_rule_test": [{"eval_time": "59m", "alertname": name, "exp_alerts": []} for name in rules],
+        }
+    ]
+    for name, (inputs, minutes) in RAISED.items():
+        labels = dict(re.findall(r'(\w+)="(\w+)"', inputs[0]["series"])) | rules[name]["labels"]
+        words = {key: filled(text, labels) for key, text in rules[name]["annotations"].items()}
+        expected = [{"exp_labels": labels, "exp_annotations": words}]
+        tests.append(
+            {
+                "interval": "1m",
+                "input_series": inputs,
+                "alert_rule_test": [{"eval_time": f"{minutes}m", "alertname": name, "exp_alerts": expected}],
+            }
+        )
+    document = {"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "tests.yml").write_text(json.dumps(document))
+    promtool("test", "rules", str(tmp_path / "tests.yml"))
+
+
+def test_a_gpu_that_is_being_left_is_told(browser: Browser, asked: Asked) -> None:
+    site = asked.books.site
+    site.app("ben-1", state="finished", tenant="other")  # type: ignore[arg-type]
+    (gpu,) = [each for each in (gpu_id("n1", 0), gpu_id("n1", 1)) if site.holder(each) == "ben-1"]
+    assert samples(browser)["gpu_arbiter_gpu_draining", f'gpu="{gpu}",node="n1"'] == 1.0
