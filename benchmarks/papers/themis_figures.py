@@ -35,6 +35,8 @@ COLOURS = {
     "fluid-fair-share": "#999999",
     "floor": "#CC79A7",
 }
+#: The contention of the sweeps that are drawn.
+CONTENTION = 4
 #: The columns of a table of policies that the sweeps show.
 MAX_RHO, GPU_HOURS = 1, 6
 
@@ -49,7 +51,8 @@ def main() -> int:
     plt.rcParams.update({"svg.hashsalt": "themis", "font.size": 9, "svg.fonttype": "none"})
     _distributions({name: table for name, table in tables.items() if name.startswith(RHOS)}, folder / "themis-rho.svg")
     _contention(tables["contention"], folder / "themis-contention.svg")
-    _sweeps([tables["sweep of fairness_knob"], tables["sweep of lease_s"]], folder / "themis-sweeps.svg")
+    sweeps = [tables[f"sweep of {knob}, contention {CONTENTION}"] for knob in ("fairness_knob", "lease_s")]
+    _sweeps(sweeps, folder / "themis-sweeps.svg")
     return 0
 
 

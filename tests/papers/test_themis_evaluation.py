@@ -72,7 +72,7 @@ def test_gpu_time_is_compared_with_ours(known: dict[Case, Figures], theirs: floa
 
 @pytest.mark.parametrize(("wrong", "met"), [((1.1, 1.2), False), ((1.1, 1.0), True), ((0.7, 0.8), False)])
 def test_errors_may_change_max_rho_a_little(known: dict[Case, Figures], wrong: tuple[float, float], met: bool) -> None:
-    case = themis.base(SMALL)
+    case = themis.base(SMALL, contention=4)
     known[case] = figures(1.0)
     for number, rho in enumerate(wrong, start=1):
         known[replace(case, error=0.2, error_seed=number)] = figures(rho)
@@ -93,6 +93,19 @@ def test_contention_is_met_only_by_themis_alone_near_1(known: dict[Case, Figures
     known[case] = figures(1.21)
     known[replace(case, policy="srtf")] = figures(1.3)
     assert themis.contention_part(plan).claims[0].met is False
+
+
+def test_each_size_has_its_own_verdict(known: dict[Case, Figures]) -> None:
+    plan = replace(QUICK["published"], seeds=(0,), sizes=(("8x2", 0.0625), ("themis-32", 0.125)))
+    for (cluster, scale), theirs in zip(plan.sizes, (1.9, 2.3), strict=True):
+        case = replace(themis.base(plan, contention=4, cluster=cluster), scale=scale)
+        known[case] = figures(1.0, floor=0.5)
+        for policy in BASELINES:
+            known[replace(case, policy=policy)] = figures(theirs)
+    (table,) = themis.sizes_part(plan).tables
+    assert table.rows[0] == ("16 GPUs, contention 4", "0.0625", "themis", "1.00", "1", "2.00", "")
+    assert table.rows[1][3:] == ("1.90", "1.90", "3.80", "missed")
+    assert {row[-1] for row in table.rows[8:]} == {"met"}
 
 
 def test_an_error_changes_every_rho_and_nothing_else_and_follows_from_its_seed() -> None:
@@ -144,7 +157,7 @@ def test_the_published_setting_says_what_it_claims() -> None:
     report = evaluated(TINY_PUBLISHED, parts=("contention", "f", "liar"))
     assert [claim.name for claim in report.claims][:2] == [
         "published: contention 4x: max rho of themis stays near 1, of the others not",
-        "published: best fairness_knob by max rho",
+        "published: best fairness_knob by max rho, contention 4",
     ]
     assert sum("the liar" in claim.name for claim in report.claims) == 4
     (table,) = (table for table in report.tables if table.name == "published: contention")
