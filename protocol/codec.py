@@ -37,11 +37,14 @@ class Envelope(Struct, frozen=True):
     body: AnyMessage
 
 
+_ENCODER = msgspec.msgpack.Encoder()
+#: Three times as fast as `_examined`, which reads what this one does not.
+_DECODER = msgspec.msgpack.Decoder(Envelope)
+
+
 def encode(message: AnyMessage, *, sender: Party, id: str) -> bytes:  # noqa: A002 - the wire's own word
     """Return the frame of `message`."""
-    envelope = Envelope(VERSION, id, sender, message)
-    packed: bytes = msgpack.packb(msgspec.to_builtins(envelope, builtin_types=(bytes,)), use_bin_type=True)
-    return packed
+    return _ENCODER.encode(Envelope(VERSION, id, sender, message))
 
 
 def decode(data: bytes) -> Envelope:
@@ -54,6 +57,19 @@ def decode(data: bytes) -> Envelope:
     """
     if len(data) > FRAME_BYTES_MAX:
         raise WireError(f"a frame of {len(data)} bytes is larger than the limit of {FRAME_BYTES_MAX}")
+    if not _PERHAPS_NOT_FINITE.search(data):
+        try:
+            envelope = _DECODER.decode(data)
+        except (msgspec.MsgspecError, ValueError, RecursionError):
+            pass  # of the version before, or wrong: what is wrong is found below
+        else:
+            if envelope.v == VERSION:
+                return envelope
+    return _examined(data)
+
+
+def _examined(data: bytes) -> Envelope:
+    """Return the envelope in `data`, which is first read without types; raises WireError with what is wrong with it."""
     try:
         raw = msgpack.unpackb(data, raw=False, strict_map_key=True)
         version = raw.get("v") if isinstance(raw, dict) else None
@@ -65,8 +81,7 @@ def decode(data: bytes) -> Envelope:
         envelope = msgspec.convert(raw, Envelope, builtin_types=(bytes,))
     except (ValueError, msgpack.UnpackException, msgspec.ValidationError, RecursionError, TypeError) as error:
         raise WireError(f"not a message of this protocol: {error}") from error
-    if _PERHAPS_NOT_FINITE.search(data):
-        _refuse_non_finite(raw)
+    _refuse_non_finite(raw)
     return envelope
 
 

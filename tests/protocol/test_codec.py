@@ -18,7 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol.codec import FRAME_BYTES_MAX, VERSION, Envelope, WireError, decode, encode
+from protocol import codec
+from protocol.codec import FRAME_BYTES_MAX, VERSION, Envelope, WireError, _examined, decode, encode
 from protocol.messages import AnyMessage, AppId, Party, ProbeReply, RoundId
 from tests.protocol.samples import APP, SAMPLES
 from tests.support.effort import examples
@@ -196,7 +197,21 @@ def test_flipped_bytes_are_a_message_or_a_wire_error(sample: tuple[Party, AnyMes
     for _ in range(data.draw(st.integers(1, 4))):
         mangled[data.draw(st.integers(0, len(mangled) - 1))] = data.draw(st.integers(0, 255))
     with suppress(WireError):
-        decode(bytes(mangled))
+        examined = _examined(bytes(mangled))
+        assert decode(bytes(mangled)) == examined, "both ways of reading agree on what is a message"
+
+
+@pytest.mark.parametrize(("sender", "message"), SAMPLES, ids=NAMES)
+def test_a_message_of_this_version_is_read_at_once_and_one_that_is_wrong_is_examined(
+    sender: Party, message: AnyMessage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examined: list[bytes] = []
+    monkeypatch.setattr(codec, "_examined", examined.append)
+    data = frame(sender, message)
+    assert decode(data).body == message
+    assert examined == []
+    decode(data[:-1])
+    assert examined == [data[:-1]]
 
 
 if __name__ == "__main__":
