@@ -14,6 +14,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from math import inf
 from pathlib import Path
 from typing import Any, Self
 
@@ -333,18 +334,28 @@ class Ledger:
             rows = self._database.execute(query, (limit,)).fetchall()
         return [PolicyFailed(at, number, Failure(*what)) for at, number, *what in reversed(rows)]
 
-    def gpu_time(self, start: float, end: float, *, known: float) -> Sequence[tuple[AppId, TenantId, float, float]]:
+    def gpu_time(
+        self, start: float, end: float, *, known: float, longest_s: float = inf
+    ) -> Sequence[tuple[AppId, TenantId, float, float]]:
         """Return each app that had GPU time in a period: its tenant, GPU-seconds, and those of them that drained.
 
-        Stretches that ended after `known` are left out: at that time they were not over.
+        Stretches that ended after `known` are left out: at that time they were not over. No stretch is longer than
+        `longest_s`, so what began before `end` was over soon after, where the index on ends finds it.
         """
         query = """
             SELECT app, tenant, sum(part * (min(end, :end) - max(start, :start))),
                    sum(draining * part * (min(end, :end) - max(start, :start)))
-            FROM stretches WHERE end > :start AND start < :end AND end <= :known GROUP BY app, tenant
+            FROM stretches WHERE end > :start AND start < :end AND end <= :last GROUP BY app, tenant
         """
+        last = min(known, end + longest_s)
         with self._using():
-            return self._database.execute(query, {"start": start, "end": end, "known": known}).fetchall()
+            return self._database.execute(query, {"start": start, "end": end, "last": last}).fetchall()
+
+    def longest_stretch_s(self) -> float:
+        """Return the length of the longest stretch that is over, in seconds. It reads all of them."""
+        with self._using():
+            (longest,) = self._database.execute("SELECT max(end - start) FROM stretches").fetchone()
+        return float(longest or 0.0)
 
     def has(self, stretch: StretchRecord) -> bool:
         """Whether this stretch, or one that began as it did and ended no later, is recorded."""

@@ -55,12 +55,15 @@ class Report(Struct, frozen=True):
         """Return its rows, by period and name: of those who had GPU time, or lost some. It may take a second."""
         edges = self.edges or (ledger.first_stretch(default=self.now, live=self.live), inf)
         live = [each for each in self.live if not ledger.has(each)]  # one may have ended at that very moment
-        return [row for start, end in pairwise(edges) for row in self._period(ledger, live, start, end)]
+        longest_s = ledger.longest_stretch_s() + 1.0
+        return [row for start, end in pairwise(edges) for row in self._period(ledger, live, start, end, longest_s)]
 
-    def _period(self, ledger: Ledger, live: Sequence[StretchRecord], start: float, end: float) -> Iterator[ReportRow]:
+    def _period(
+        self, ledger: Ledger, live: Sequence[StretchRecord], start: float, end: float, longest_s: float
+    ) -> Iterator[ReportRow]:
         sums: defaultdict[tuple[TenantId | None, str | None, AppId | None], list[float]]
         sums = defaultdict(lambda: [0.0, 0.0, 0.0])
-        for app, tenant, *seconds in ledger.gpu_time(start, end, known=self.now):
+        for app, tenant, *seconds in ledger.gpu_time(start, end, known=self.now, longest_s=longest_s):
             _add(sums[self._key(app, tenant)], seconds)
         for each in live:
             had = each.gpu_s(start, end)

@@ -33,8 +33,6 @@ APP, ROUND = Column("app", "/apps/"), Column("round", "/rounds/")
 APP_COLUMNS = (APP, "owner", "tenant", "name", "state", "gpus", "want", "rho", "ltgf", "step", "preempted", "waits_for")
 GPUS_DRAWN = 64
 DAY_S = 86400.0
-#: A timeline that ends so long ago, or later, shows what is held now.
-LIVE_S = 60.0
 
 
 class Wanted(Struct, frozen=True):
@@ -220,7 +218,7 @@ def over_time(sources: Sources, wanted: Wanted) -> Page:
     moment = time.time()
     edges = wanted.edges or (moment - DAY_S, moment)
     start, end = edges[0], edges[-1]
-    live = history.live(sources) if end > moment - LIVE_S else ()
+    live = [each for each in history.live(sources) if each.start < end]
     with sources.ledger() as ledger:
         known = sorted({*ledger.gpus_between(start, end), *((each.node, each.gpu) for each in live)})
         drawn = known[(wanted.number - 1) * GPUS_DRAWN : wanted.number * GPUS_DRAWN]

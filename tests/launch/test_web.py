@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,25 @@ from urllib.request import urlopen
 
 import pytest
 
-from arbiter.core.effects import Record
+from arbiter.core.effects import EventRecord, Record, StretchRecord
+from arbiter.core.state.gpu_time import Standing
 from arbiter.queries import Queries
 from launch import views
 from launch.faults import Fault
 from protocol import exit_codes
-from protocol.messages import Answer, AppId, AppReport, EventFilter, Party, Query, Requirements
+from protocol.messages import (
+    Answer,
+    AppId,
+    AppReport,
+    EventFilter,
+    GpuId,
+    LeaseId,
+    NodeId,
+    Party,
+    Query,
+    Requirements,
+    TaskId,
+)
 from tests.core.test_receipts import taken
 from tests.core.test_reports import Books
 from tests.support.arbiter_site import TEAM
@@ -30,7 +44,7 @@ from tests.support.patience import PATIENCE_S
 
 pytest.importorskip("starlette", reason="the extra `web` is not installed")
 
-from launch.web import drawing, sources
+from launch.web import drawing, history, sources
 from launch.web.drawing import Bar, Mark, Scale
 from launch.web.server import CSP, make_app
 from launch.web.sheets import ROWS_MAX
@@ -389,3 +403,47 @@ def test_apps_that_share_a_gpu_lie_in_lanes_and_marks_on_top() -> None:
     marks = [Mark("g1", 20.0, 40.0), Mark("g1", 100.0, 100.0), Mark("g9", 1.0, 1.0)]
     svg = drawing.timeline([("n1", "g1")], bars, marks, Scale(0.0, 200.0))
     assert bars_of(svg) == {"a-1": 1, "b-1": 1, "parked": 1, "preempted": 1}
+
+
+# --- what is read of the ledger -------------------------------------------------------------------------------------
+
+
+def test_weeks_are_differences_between_samples_and_a_count_that_began_anew_takes_nothing_away(asked: Asked) -> None:
+    monday = datetime.fromisoformat("2026-11-23T00:00").timestamp()
+    told = [(monday - 7200.0, 10.0, 20.0), (monday - 3600.0, 30.0, 40.0), (monday + 3600.0, 60.0, 80.0)]
+    told += [(monday + 7200.0, 5.0, 4.0)]  # a journal was lost
+    for at_, had, fair in told:
+        asked.books.ledger.sample(at_, {TEAM: Standing(had * 3600, fair * 3600, 0.0)})
+    rows = Browser(make_app(asked)).read("/fairness").rows("weeks")
+    assert [(row["week"], row["tenant"], row["had gpu h"], row["due gpu h"], row["ltgf"]) for row in rows] == [
+        ("2026-W48", "team", "35.00", "44.00", "0.80"),
+        ("2026-W47", "team", "30.00", "40.00", "0.75"),
+    ]
+
+
+def test_a_park_is_drawn_from_its_beginning_to_its_end_on_the_gpus_that_the_app_had(asked: Asked) -> None:
+    ledger = asked.books.ledger
+    names = {"app": AppId("p-1"), "tenant": TEAM, "node": NodeId("n1"), "task": TaskId("p-1.0-a0")}
+    for number, (kind, at_) in enumerate((("suspended", 60.0), ("resumed", 90.0), ("suspended", 95.0))):
+        ledger.write(EventRecord(1000 + number, at_, kind, "", **names))  # type: ignore[arg-type]
+    ledger.write(EventRecord(2000, 95.0, "preempted", "", AppId("p-1"), TEAM, NodeId("n1"), gpus=(GpuId("g1"),)))
+    had = [stretch("g1", 0.0, 100.0), stretch("g2", 0.0, 50.0), stretch("g3", 0.0, 200.0, node="n2")]
+    marks = history.marks(ledger, had, 0.0, 200.0)
+    assert [(mark.gpu, mark.start, mark.end) for mark in marks] == [
+        ("g1", 95.0, 95.0),
+        ("g1", 60.0, 90.0),
+        ("g1", 95.0, 200.0),
+    ]
+
+
+def stretch(gpu: str, start: float, end: float, *, node: str = "n1") -> StretchRecord:
+    return StretchRecord(LeaseId(f"p-1/{gpu}"), AppId("p-1"), TEAM, GpuId(gpu), NodeId(node), start, end, 1.0)
+
+
+def test_the_timeline_has_what_is_held_now_and_what_is_over(browser: Browser, asked: Asked) -> None:
+    _, _, body = browser.get("/timeline?from=1970-01-01T00:16:00Z")
+    (mine,) = asked.books.site.held("ben-1")
+    assert bars_of(body) == {"ana-1": 1, "ana-1, leaving": 1, "ben-1": 1}
+    assert f"n1 {mine}" in body
+    earlier = browser.get("/timeline?from=1970-01-01T00:10:00Z&to=1970-01-01T00:16:50Z")[2]
+    assert bars_of(earlier) == {"ana-1": 1, "ben-1": 1}, "ben had it then, and has it now"
