@@ -170,7 +170,8 @@ class Launcher:
                 connection.settimeout(ANSWER_S)
                 data = msgspec.json.encode(request) + b"\n"
                 sent = socket.send_fds(connection, [data], descriptors) if descriptors else 0
-                connection.sendall(data[sent:])
+                if sent < len(data):  # even to send nothing fails once the launcher has answered and closed
+                    connection.sendall(data[sent:])
                 return msgspec.json.decode(connection.makefile("rb").readline(), type=Reply)
         except (OSError, msgspec.DecodeError) as error:
             raise CannotStart(

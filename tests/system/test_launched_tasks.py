@@ -22,7 +22,7 @@ pytest.importorskip("cryptography", reason="the package cryptography, in the ext
 from node_agent.workers.containment import key_of
 from protocol.messages import TaskOrder, TaskStatus, Want
 from tests.support.gateway import GATEWAY, Hand
-from tests.support.launcher_host import UIDS, Host, launcher_host, why_not
+from tests.support.launcher_host import LAUNCHER, RUNTIME, UIDS, Host, launcher_host, why_not
 from tests.support.node_site import NodeProcess, find_task, plan_of, task_order
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.slow]
@@ -39,9 +39,9 @@ class Bench:
         self.node: NodeProcess
         self.orders: dict[str, TaskOrder] = {}
 
-    def task(self, user: str, *command: str, age_s: float = 0.0, **more: object) -> TaskOrder:
-        """A signed order of a new job of the user's, on that user's GPU; its first attempt."""
-        gpu = {"alice": 0, "bob": 1}[user]
+    def task(self, user: str, *command: str, age_s: float = 0.0, gpu: int | None = None, **more: object) -> TaskOrder:
+        """A signed order of a new job of the user's, on that user's GPU or another; its first attempt."""
+        gpu = {"alice": 0, "bob": 1}[user] if gpu is None else gpu
         order = task_order(Path(f"/home/{user}"), f"{user}-x{next(NUMBERS)}.0-a0", *command, gpus=(gpu,), grace_s=60.0)
         assert order.launch is not None
         order = replace(order, launch=replace(order.launch, **more))
@@ -140,3 +140,196 @@ async def test_tasks_of_two_users_run_as_themselves_train_park_and_write_their_o
     await bench.trains(alice)
     await bench.want(alice, "vacate", preempt_by="checkpoint")
     assert ((await bench.ended(alice)).outcome, bench.log(alice).split()[0]) == ("preempted", "works")
+
+
+# --- attacks --------------------------------------------------------------------------------------------------------
+
+#: Tries each thing, given as JSON of name and expression; prints by name what came of it.
+TRYING = """
+import json, os, signal, socket, sys
+def connected(path, hello=b""):
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        sock.sendall(hello)
+        sock.settimeout(10)
+        try:
+            return sock.recv(100) or "hung up"
+        except ConnectionResetError:
+            return "hung up"
+def tried(expression):
+    try:
+        return str(eval(expression))
+    except (OSError, ConnectionError) as error:
+        return type(error).__name__
+print(json.dumps({name: tried(expression) for name, expression in json.loads(sys.argv[1]).items()}))
+"""
+
+
+async def attempted(bench: Bench, user: str, tries: dict[str, str], *others: TaskOrder) -> dict[str, str]:
+    """What came of these tries in a task of the user's, beside the tasks that run."""
+    order = bench.task(user, sys.executable, "-c", TRYING, json.dumps(tries), gpu=1)
+    await bench.plan(*others, order)
+    ended = await bench.ended(order)
+    assert ended.outcome == "finished", ended
+    found: dict[str, str] = json.loads(bench.log(order).rpartition("mine")[2])
+    return found
+
+
+@pytest.mark.full
+async def test_a_task_can_neither_read_end_nor_speak_for_another_users_task_or_its_node(bench: Bench) -> None:
+    alice = bench.task("alice", "work")
+    await bench.plan(alice)
+    await bench.trains(alice)
+    supervisor, main = bench.processes(alice)
+    agent = bench.host.run("pgrep", "-u", "gpu-node", "-f", "tests.support.node_site").split()[0]
+    socket_path = bench.host.run("sh", "-c", f"echo {RUNTIME}/sockets/*").strip()
+    bench.host.write("/home/alice/checkpoint", "weights", owner="alice", mode="600")
+    bench.host.write("/srv/node/broker-url", "amqp://node-n1:password@host/gpu", owner="gpu-node", mode="600")
+    hello = json.dumps(
+        {"type": "hello", "proto": 1, "task": alice.task, "pid": 1, "state": "running", "step": 10**6}
+        | dict.fromkeys(("start_step", "total_steps"), 0)
+        | dict.fromkeys(("can_park", "can_checkpoint"), True)
+    )
+    assert await attempted(
+        bench,
+        "bob",
+        {
+            "checkpoint": "open('/home/alice/checkpoint').read()",
+            "variables": f"open('/proc/{main}/environ').read()",
+            "memory": f"open('/proc/{main}/mem').read(1)",
+            "kill": f"os.kill({main}, signal.SIGKILL)",
+            "kill its supervisor": f"os.kill({supervisor}, signal.SIGKILL)",
+            "log by its path": f"open('{STATE}/logs/{alice.task}.log').read()",
+            "log by its process": f"open('/proc/{main}/fd/1').read()",
+            "record": f"open('{STATE}/workers/{alice.task}/spec.json').read()",
+            "sockets": f"os.listdir('{RUNTIME}/sockets')",
+            "socket": f"connected({socket_path!r}, {(hello + chr(10)).encode()!r})",
+            "launcher": f"connected('{LAUNCHER}')",
+            "starts": "os.listdir('/run/gpu-arbiter-launcher/starts')",
+            "password": "open('/srv/node/broker-url').read()",
+            "node agent": f"os.kill({agent}, signal.SIGKILL)",
+            "node agent's variables": f"open('/proc/{agent}/environ').read()",
+            "unit": f"open('/run/systemd/transient/{bench.unit(alice)}', 'w')",
+        },
+        alice,
+    ) == dict.fromkeys(
+        (
+            "checkpoint",
+            "variables",
+            "memory",
+            "kill",
+            "kill its supervisor",
+            "log by its path",
+            "log by its process",
+            "record",
+            "sockets",
+            "launcher",
+            "starts",
+            "password",
+            "node agent",
+            "node agent's variables",
+            "unit",
+        ),
+        "PermissionError",
+    ) | {"socket": "hung up"}
+    assert (await bench.trains(alice)).step < 10**6
+    assert bench.processes(alice) == (supervisor, main)
+    own = {"own log": "open('/proc/self/fd/1', 'a').write('mine')", "own name": f"os.kill({main}, 0)"}
+    assert await attempted(bench, "alice", own, alice) == {"own log": "4", "own name": "None"}, "the tries do work"
+
+
+@pytest.mark.full
+async def test_a_node_agent_cannot_start_what_no_gateway_has_signed_for_it(bench: Bench) -> None:
+    good = bench.task("alice", "/bin/true")
+    await bench.plan(good)
+    assert (await bench.ended(good)).outcome == "finished"
+    await bench.plan()
+    await bench.node.report(lambda report: not report.tasks)
+    bob = bench.task("bob", "/bin/cat", "/home/alice/checkpoint")
+    forged = replace(bob.launch, warrant=replace(bob.launch.warrant, user="alice", uid=2001, gids=(2001,)))
+    altered = replace(good.launch, command=("/bin/cat", "/home/alice/checkpoint"))
+    unsigned = replace(good.launch, warrant=None)
+    others = {
+        "forged owner": (replace(bob, launch=forged), "does not bear the signature of the gateway login1"),
+        "altered": (replace(good, launch=altered), "does not bear the signature of the gateway login1"),
+        "unsigned": (replace(good, launch=unsigned), "the launch is not signed; submit it through a gateway"),
+        "old": (bench.task("alice", "/bin/true", age_s=4000), "from -60 to 3600 s are allowed"),
+        "repeated": (good, "was started on this node before"),
+    }
+    for what, (order, says) in others.items():
+        await bench.plan(order)
+        ended = await bench.ended(order)
+        assert (ended.outcome, says in ended.reason) == ("failed", True), (what, ended.reason)
+        await bench.plan()
+        await bench.node.report(lambda report: not report.tasks)
+
+
+@pytest.mark.full
+async def test_links_and_files_of_a_user_are_opened_with_no_rights_but_the_users(bench: Bench) -> None:
+    host = bench.host
+    host.write("/home/alice/key", "of alice", owner="alice", mode="600")
+    program = "import os; print(os.environ['KEY'])"
+    hers = bench.task("alice", sys.executable, "-c", program, secrets={"KEY": "/home/alice/key"})
+    his = bench.task("bob", sys.executable, "-c", program, secrets={"KEY": "/home/alice/key"})
+    await bench.plan(hers, his)
+    assert ((await bench.ended(hers)).outcome, bench.log(hers)) == ("finished", "of alice\n")
+    refused = await bench.ended(his)
+    assert "the secret KEY cannot be read from /home/alice/key: Permission denied" in refused.reason
+    assert "that bob can read" in refused.reason
+    # The word of a worker that finished, as a link to a file that the node agent alone can read.
+    linked = bench.task("alice", "/bin/false")
+    host.run("install", "-d", "-o", "alice", linked.launch.checkpoint_dir)
+    host.write("/srv/node/finished", json.dumps({"task": linked.task, "run": ""}), owner="gpu-node", mode="600")
+    host.run("ln", "-s", "/srv/node/finished", f"{linked.launch.checkpoint_dir}/finished.json")
+    # A checkpoint folder that is a link to a folder of another user's.
+    led = bench.task("bob", "/bin/true")
+    host.run("ln", "-s", "/home/alice/stolen", led.launch.checkpoint_dir)
+    await bench.plan(linked, led)
+    assert (await bench.ended(linked)).outcome == "failed"
+    assert "cannot be written by bob on node n1" in (await bench.ended(led)).reason
+    assert "No such file" in host.run("ls", "/home/alice/stolen", check=False)
+
+
+# --- restarts and ends ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+async def test_a_restart_of_the_node_agent_or_the_launcher_leaves_training_untouched(host: tuple[Host, Hand]) -> None:
+    bench = Bench(*host)
+    alice = bench.task("alice", "work")
+    async with running(bench):
+        await bench.plan(alice)
+        before = (await bench.trains(alice)).step
+        processes = bench.processes(alice)
+        await bench.node.kill()
+    bench.host.run("systemctl", "restart", "gpu-arbiter-launcher")
+    async with running(bench):
+        await bench.plan(alice)
+        assert (await bench.trains(alice, before + 1)).attempt == 0
+        assert bench.processes(alice) == processes
+        assert bench.is_there(processes[1])
+        await bench.want(alice, "vacate", preempt_by="suspend")
+        await bench.status(alice, lambda status: status.phase == "suspended")
+        await bench.want(alice, "vacate", preempt_by="checkpoint")
+        await bench.plan()
+        await bench.node.report(lambda report: not report.tasks)
+        assert not bench.is_there(processes[1])
+
+
+@pytest.mark.full
+async def test_nothing_of_a_task_outlives_it_also_if_its_user_kills_the_supervisor(bench: Bench) -> None:
+    leaving = "setsid sleep 1000 & setsid setsid env -i sleep 1000 & wait"
+    stubborn = bench.task("alice", "stubborn")
+    spread = bench.task("bob", "/bin/sh", "-c", f"trap '' TERM; echo $$; {leaving}")
+    await bench.plan(stubborn, spread)
+    await bench.status(stubborn, lambda status: status.phase == "running")
+    await bench.status(spread, lambda status: status.phase == "running")
+    assert bench.host.run("pgrep", "-u", "bob", "-c", "sleep").strip() == "2"
+    bench.host.run("kill", "-KILL", str(bench.processes(spread)[0]), user="bob")
+    ended = await bench.ended(spread)
+    assert (ended.outcome, "its supervisor was killed" in ended.reason) == ("preempted", True)
+    await bench.want(stubborn, "stop", grace_s=0.1)
+    assert (await bench.ended(stubborn)).outcome == "stopped"
+    for user in ("alice", "bob"):
+        assert bench.host.run("pgrep", "-u", user, "-c", ".", check=False).strip() == "0"
+    assert "gpu-arbiter-" not in bench.host.run("systemctl", "list-units", "--plain", "gpu-arbiter-*-*.service")
