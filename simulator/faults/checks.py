@@ -158,7 +158,8 @@ class Checks:
                 self._judge_attempts(world, job)
             if worker.phase == "parked":
                 continue
-            running[worker.spec.app].add(job)
+            if worker.task not in self.orphaned:
+                running[worker.spec.app].add(job)
             for gpu in worker.gpus:
                 known = states.get(gpu)
                 if known is None or isinstance(known.state, Free) or known.state.lease.app != worker.spec.app:
