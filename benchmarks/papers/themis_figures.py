@@ -35,8 +35,6 @@ COLOURS = {
     "fluid-fair-share": "#999999",
     "floor": "#CC79A7",
 }
-#: The contention of the sweeps that are drawn.
-CONTENTION = 4
 #: The columns of a table of policies that the sweeps show.
 MAX_RHO, GPU_HOURS = 1, 6
 
@@ -51,7 +49,7 @@ def main() -> int:
     plt.rcParams.update({"svg.hashsalt": "themis", "font.size": 9, "svg.fonttype": "none"})
     _distributions({name: table for name, table in tables.items() if name.startswith(RHOS)}, folder / "themis-rho.svg")
     _contention(tables["contention"], folder / "themis-contention.svg")
-    sweeps = [tables[f"sweep of {knob}, contention {CONTENTION}"] for knob in ("fairness_knob", "lease_s")]
+    sweeps = {name: table for name, table in tables.items() if name.startswith("sweep of")}
     _sweeps(sweeps, folder / "themis-sweeps.svg")
     return 0
 
@@ -91,15 +89,15 @@ def _contention(table: Table, target: Path) -> None:
     _finish(figure, [axes], target)
 
 
-def _sweeps(tables: Sequence[Table], target: Path) -> None:
-    """Draw the greatest rho and the GPU time by each setting."""
-    figure, panels = plt.subplots(1, len(tables), figsize=(8.0, 3.4), layout="constrained")
-    for axes, table, name in zip(panels, tables, ("f", "length of a lease, published seconds"), strict=True):
+def _sweeps(tables: Mapping[str, Table], target: Path) -> None:
+    """Draw the greatest rho and the GPU time, one panel for each setting and contention."""
+    figure, panels = plt.subplots(1, len(tables), figsize=(3.2 * len(tables), 3.4), layout="constrained", squeeze=False)
+    for axes, (name, table) in zip(panels[0], sorted(tables.items()), strict=True):
         settings = [row[0].split()[-1] for row in table.rows]
         axes.plot(
             settings, [_mean(row[MAX_RHO]) for row in table.rows], color="#000000", marker="o", label="greatest rho"
         )
-        axes.set_xlabel(name)
+        axes.set_title(name.removeprefix("sweep of "), fontsize=8)
         axes.set_ylabel("greatest rho")
         axes.set_ylim(bottom=0.0)
         hours = axes.twinx()
@@ -107,12 +105,10 @@ def _sweeps(tables: Sequence[Table], target: Path) -> None:
         hours.plot(settings, values, color="#D55E00", marker="s", linestyle="--", label="GPU-hours")
         hours.set_ylabel("GPU-hours")
         hours.set_ylim(0.0, 1.25 * max(values))
-        hours.spines[["top"]].set_visible(False)
-        if table is tables[0]:
-            figure.legend(
-                handles=[*axes.get_lines(), *hours.get_lines()], loc="outside lower center", ncols=2, frameon=False
-            )
-        axes.spines[["top"]].set_visible(False)
+        for each in (axes, hours):
+            each.spines[["top"]].set_visible(False)
+    lines = [*panels[0][0].get_lines(), *hours.get_lines()]
+    figure.legend(handles=lines, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(target, metadata={"Date": None})
 
 

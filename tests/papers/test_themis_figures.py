@@ -32,7 +32,7 @@ def document(folder: Path) -> Path:
             (("1x", "themis", "0.9 ± 0.1"), ("4x", "themis", "1.2"), ("1x", "srtf", "1.5"), ("4x", "srtf", "3.0")),
         ),
         Table("published: sweep of fairness_knob, contention 4", COLUMNS, (row("fairness_knob 0", "2.0", "80"),)),
-        Table("published: sweep of lease_s, contention 4", COLUMNS, (row("lease_s 600", "1.0 ± 0.5", "90"),)),
+        Table("published: sweep of lease_s, contention 1", COLUMNS, (row("lease_s 600", "1.0 ± 0.5", "90"),)),
         Table("harder: contention", ("work", "policy", "max rho"), (("1x", "fifo", "7.0"),)),
     )
     file = folder / "document.json"
