@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from heapq import heapify, heappop, heappush
 from types import MappingProxyType
 
 from arbiter.core.placement.locality import LOOSENESS, PLACE, dense, most_whole, place_of
@@ -43,10 +44,11 @@ class Holes:
         self._alike = True  # every claim weighs 1
         #: By machine, as far as known: the claims on what is left of it, rising, and the unclaimed GPUs among these.
         self._weights: dict[NodeId, tuple[list[int], int]] = {}
+        self._rankings: dict[object, _Ranking] = {}
+        self._changes: list[NodeId] = []  #: machines of which anything has changed since the first ranking was made
         for gpu_id in self.views if claims else ():
             if gpu_id in claims:
                 self.claim(gpu_id, claims[gpu_id])
-        self._largest: int | None = None
 
     def __len__(self) -> int:
         return len(self.views)
@@ -64,6 +66,11 @@ class Holes:
             pool = self.nodes[gpu.node] = {}
         pool[gpu.gpu] = gpu
 
+    def _note_change(self, node: NodeId) -> None:
+        self._weights.pop(node, None)
+        if self._rankings:
+            self._changes.append(node)
+
     def claim(self, gpu: GpuId, weight: int) -> None:
         """Say, or say anew, that a GPU which is left has a holder; nothing is said of others."""
         view = self.views.get(gpu)
@@ -71,20 +78,21 @@ class Holes:
             if gpu not in self.claims:
                 self._claimed[view.node] += 1
             self.claims[gpu] = weight
-            self._weights.pop(view.node, None)
+            self._note_change(view.node)
             self._alike = self._alike and weight == 1
 
     def level_claims(self) -> None:
         """Let every claim weigh 1."""
         self.claims = dict.fromkeys(self.claims, 1)
         self._weights.clear()
+        self._rankings.clear()
+        self._changes.clear()
         self._alike = True
 
     def add(self, gpu: GpuView) -> None:
         """Put back a GPU, which no other app claims."""
         self._put(gpu)
-        self._weights.pop(gpu.node, None)
-        self._largest = None
+        self._note_change(gpu.node)
 
     def remove(self, gpu: GpuId) -> GpuView:
         """Take out a GPU, which must be left."""
@@ -95,27 +103,48 @@ class Holes:
             del self.nodes[view.node]
         if self.claims.pop(gpu, None) is not None:
             self._claimed[view.node] -= 1
-        self._weights.pop(view.node, None)
-        self._largest = None
+        self._note_change(view.node)
         return view
+
+    def _first(self, name: object, key_of: Callable[[NodeId, Pool], tuple[int, ...] | None]) -> _Keyed | None:
+        """Return the machine with the least key, and of equal ones by its name; those without a key do not count.
+
+        Kept by `name`: between two questions few machines change, and only these get their keys anew.
+        """
+        ranking = self._rankings.get(name)
+        if ranking is None:
+            keys = {node: key for node, pool in self.nodes.items() if (key := key_of(node, pool)) is not None}
+            ranking = self._rankings[name] = _Ranking(keys, len(self._changes))
+        elif ranking.seen < len(self._changes):
+            for node in sorted(set(self._changes[ranking.seen :])):
+                pool = self.nodes.get(node)
+                ranking.put(node, None if pool is None else key_of(node, pool))
+            ranking.seen = len(self._changes)
+        return ranking.first()
 
     def largest(self) -> int:
         """Return the most GPUs that are left on one machine."""
-        if self._largest is None:
-            self._largest = max(map(len, self.nodes.values()), default=0)
-        return self._largest
+        found = self._first("largest", lambda _, pool: (-len(pool),))
+        return 0 if found is None else -found[0][0]
 
     def tightest(self, count: int) -> NodeId | None:
         """Return the machine with the fewest GPUs left that has so many unclaimed ones; None when there is none."""
-        best: NodeId | None = None
-        best_size = 0
-        for node, pool in self.nodes.items():
-            size = len(pool)
-            if size - self._claimed.get(node, 0) < count:
-                continue
-            if best is None or size < best_size or (size == best_size and node < best):
-                best, best_size = node, size
-        return best
+
+        def size(node: NodeId, pool: Pool) -> tuple[int, ...] | None:
+            return (len(pool),) if len(pool) - self._claimed.get(node, 0) >= count else None
+
+        found = self._first(count, size)
+        return None if found is None else found[1]
+
+    def best(self, left: int, chunk: int) -> tuple[NodeId, int] | None:
+        """Return the best machine for `left` more GPUs of an app that has none on any, and how many to take there."""
+
+        def key(node: NodeId, pool: Pool) -> tuple[int, ...] | None:
+            take = most_whole(len(pool), left, 0, chunk)
+            return _key(self, node, pool, take, left) if take else None
+
+        found = self._first((left, chunk), key)
+        return None if found is None else (found[1], most_whole(len(self.nodes[found[1]]), left, 0, chunk))
 
     def disturbed(self, node: NodeId, pool: Pool, take: int, held: Collection[GpuId]) -> tuple[int, int]:
         """Return the greatest claim that taking so many GPUs of `pool` must touch, and how many claims it touches."""
@@ -133,6 +162,34 @@ class Holes:
             return known[0][take - 1], max(0, take - known[1])
         weights = sorted(0 if gpu in held else self.claims.get(gpu, 0) for gpu in pool)[:take]
         return (weights[-1], sum(weight > 0 for weight in weights))
+
+
+_Keyed = tuple[tuple[int, ...], NodeId]
+
+
+class _Ranking:
+    """Machines by their keys, the least first; the heap may hold keys that are no more."""
+
+    def __init__(self, keys: dict[NodeId, tuple[int, ...]], seen: int) -> None:
+        self.seen = seen  #: so many of the changes are taken in
+        self._keys = keys
+        self._heap: list[_Keyed] = [(key, node) for node, key in keys.items()]
+        heapify(self._heap)
+
+    def put(self, node: NodeId, key: tuple[int, ...] | None) -> None:
+        """Give a machine another key, or none."""
+        if key is None:
+            self._keys.pop(node, None)
+        elif self._keys.get(node) != key:
+            self._keys[node] = key
+            heappush(self._heap, (key, node))
+
+    def first(self) -> _Keyed | None:
+        """Return the least key and its machine."""
+        heap = self._heap
+        while heap and self._keys.get(heap[0][1]) != heap[0][0]:
+            heappop(heap)
+        return heap[0] if heap else None
 
 
 class Deal:
@@ -352,7 +409,17 @@ def _fill(
 ) -> list[GpuView]:
     """Return up to `count` GPUs of `pools`, machine by machine."""
     chosen: list[GpuView] = []
-    open_ = dict(pools)
+    if pools is holes.nodes and not kept_on and not owned_on:
+        first = holes.best(count, chunk)
+        if first is None:
+            return chosen
+        node, take = first
+        chosen = _of_machine(holes, pools[node], take, near, held)
+        if len(chosen) == count:
+            return chosen
+        open_ = {other: pool for other, pool in pools.items() if other != node}
+    else:
+        open_ = dict(pools)
     while len(chosen) < count:
         left = count - len(chosen)
         # A node with GPUs of the app comes before any other, so only without one are the others looked at.
@@ -362,13 +429,10 @@ def _fill(
             best = _next(holes, open_, open_, left, chunk, held, kept_on, owned_on)
         if best is None:
             return chosen
-        (*_, node), take = best
+        node, take = best
         del open_[node]
         chosen += _of_machine(holes, pools[node], take, (*near, *chosen), held)
     return chosen
-
-
-_Key = tuple[int, int, int, int, int, int, int, NodeId]
 
 
 def _next(
@@ -380,26 +444,29 @@ def _next(
     held: Collection[GpuId],
     kept_on: Mapping[NodeId, int],
     owned_on: Mapping[NodeId, int],
-) -> tuple[_Key, int] | None:
-    """Return the key of the best of these machines for `left` more GPUs, the least of all, and the GPUs to take."""
-    best: _Key | None = None
+) -> tuple[NodeId, int] | None:
+    """Return the best of these machines for `left` more GPUs, with the least key of all, and the GPUs to take."""
+    best: tuple[tuple[int, ...], NodeId] | None = None
     best_take = 0
     for node in among:
         pool, kept, owned = pools[node], kept_on.get(node, 0), owned_on.get(node, 0)
-        size = len(pool)
-        take = most_whole(size, left, kept, chunk)
+        take = most_whole(len(pool), left, kept, chunk)
         if not take:
             continue
-        worst, touched = holes.disturbed(node, pool, take, held if owned else ()) if holes.claims else (0, 0)
-        own = min(take, owned)
-        key = (
-            (-own, -kept, 0, worst, touched, size, 0, node)
-            if take >= left
-            else (-own, -kept, 1, -take, worst, touched, size, node)
-        )
+        key = (-min(take, owned), -kept, *_key(holes, node, pool, take, left, held if owned else ())), node
         if best is None or key < best:
             best, best_take = key, take
-    return None if best is None else (best, best_take)
+    return None if best is None else (best[1], best_take)
+
+
+def _key(holes: Holes, node: NodeId, pool: Pool, take: int, left: int, held: Collection[GpuId] = ()) -> tuple[int, ...]:
+    """Return how good a machine is to take so many of `left` GPUs from, the least the best.
+
+    First one that has them all: of these the least claimed, and the fullest; then the one that has most.
+    """
+    worst, touched = holes.disturbed(node, pool, take, held) if holes.claims else (0, 0)
+    size = len(pool)
+    return (0, worst, touched, size, 0) if take >= left else (1, -take, worst, touched, size)
 
 
 def _of_machine(
