@@ -2,7 +2,7 @@
 
 GPU time is in two tables more: `stretches`, of which each has the same part of a GPU from its start to its end, and
 `losses`, of work that has to be done again. A report of any period is a sum over these (`arbiter.reports`).
-`standings` has every hour what each tenant has had, and what was fair, since the arbiter began to count.
+`standings` has, for every hour, the GPU time that each tenant had had and that was fair by then.
 
 Of the newest auctions it keeps the inputs, too, from which they are explained (`rounds.losses`).
 Writing the same record twice changes nothing, so a crash between deciding and recording is mended by performing the
@@ -340,7 +340,7 @@ class Ledger:
         """Return each app that had GPU time in a period: its tenant, GPU-seconds, and those of them that drained.
 
         Stretches that ended after `known` are left out: at that time they were not over. No stretch is longer than
-        `longest_s`, so what began before `end` was over soon after, where the index on ends finds it.
+        `longest_s`, so those that began before `end` were over soon after it, where the index on ends finds them.
         """
         query = """
             SELECT app, tenant, sum(part * (min(end, :end) - max(start, :start))),
@@ -409,7 +409,7 @@ class Ledger:
             self._database.backup(target)
 
     def losses_of(self, app: AppId) -> Sequence[LossRecord]:
-        """Return what an app has lost, in the order of time."""
+        """Return the losses of an app, in the order of time."""
         query = "SELECT task, at, app, tenant, node, gpus, lost_gpu_s FROM losses WHERE app = ? ORDER BY at, task"
         with self._using():
             rows = self._database.execute(query, (app,)).fetchall()

@@ -21,7 +21,7 @@ from protocol.messages import Answer, Party, Query, QueryKind
 
 #: The arbiter may write while its journal is copied; a torn copy is noticed, and another one made.
 COPIES_MAX = 5
-#: Who asks.
+#: The party that asks.
 READER = Party("app", "reader")
 
 

@@ -166,7 +166,7 @@ class Queries:
     def tell_report(
         self, sender: Party, query: Query, report: reports.Report, rows: Sequence[reports.ReportRow]
     ) -> Sequence[Send]:
-        """Return what to send so that `sender` hears of a report that was summed."""
+        """Return the answer to `sender` on a report that was summed."""
         page = _page("report", query, map(reports.document, rows[query.offset :]))
         document = {"schema": "report/v1", "by": report.by, "at": instant(report.now), **page}
         return [_answer(sender, query, document)]
@@ -582,7 +582,7 @@ class Queries:
         return _answer(sender, query, document)
 
     def _receipts(self, app: AppId, now: float) -> list[dict[str, Any]]:
-        """Return the newest preemptions of an app, with what each has cost and what the app got back; oldest first."""
+        """Return the receipts of the newest preemptions of an app, oldest first."""
         live = list(reports.live_stretches(self._arbiter.state, now))
         return [receipts.document(each) for each in receipts.receipts(self._ledger, app, live)]
 
@@ -938,7 +938,7 @@ def _event(number: int, record: EventRecord) -> dict[str, Any]:
 
 
 def _held(gpu: model.Gpu, now: float, book: LeaseBook | None) -> dict[str, Any]:
-    """Return a lease that is not over; `part` of the GPU is what it has been worth since `since`."""
+    """Return a lease that is not over; since `since` it has been worth the `part` of the GPU."""
     assert not isinstance(gpu.state, Free)
     lease = gpu.state.lease
     told = {"lease": lease.id, "gpu": gpu.id, "node": gpu.node, "app": lease.app, "from": lease.granted_at, "to": now}

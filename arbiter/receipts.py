@@ -1,4 +1,4 @@
-"""Receipts of preemptions: for which app GPUs were taken, why, what that cost, and what the app has got back since.
+"""Receipts of preemptions: the app that won the GPUs, the reason, the cost, and the GPUs that came back since.
 
 They follow from the ledger: from an app's events ``preempted`` and ``granted``, the stretches in which its GPUs
 drained, and its losses. So they outlive the arbiter's state, and nothing new has to be kept in it.
@@ -108,7 +108,7 @@ def receipts_of(
 
 
 def _moment(change: Change) -> tuple[float, int]:
-    """Return by what changes are ordered; a preemption comes before all that follows from it at the same moment."""
+    """Return the place of a change in the order; a preemption comes before its consequences of the same moment."""
     match change:
         case EventRecord(kind="preempted"):
             return change.at, 0
@@ -155,7 +155,7 @@ def _give_back(told: list[Receipt], event: EventRecord) -> None:
 
 
 def document(receipt: Receipt) -> dict[str, Any]:
-    """Return a receipt for those who ask."""
+    """Return a receipt as a part of an answer."""
     return {
         "at": instant(receipt.at),
         "at_s": receipt.at,

@@ -1,8 +1,8 @@
-"""GPU time by tenant, owner or app, in the periods of a calendar: sums over the ledger, and over what is held now.
+"""GPU time by tenant, owner or app, in the periods of a calendar: sums over the ledger, and over the leases of now.
 
-What is summed are stretches (`StretchRecord`), each of which is worth the same part of a GPU from its start to its end.
+The sums are over stretches (`StretchRecord`): each is worth the same part of a GPU from its start to its end.
 So a period has exactly its part of a lease that goes beyond it, and periods that follow each other add up to the whole:
-to what the arbiter's state has counted for its tenants (`state.gpu_time`).
+to the time that the arbiter's state has counted for its tenants (`state.gpu_time`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class ReportRow(Struct, frozen=True):
     """The GPU time of one tenant, owner or app in one period, in GPU-seconds.
 
     `draining_gpu_s` is of `had_gpu_s`: from the end of a lease until the GPU was proven empty. `lost_gpu_s` is work
-    that has to be done again, in the period in which its attempt ended. What was summed over several is None.
+    that has to be done again, in the period in which its attempt ended. A name is None in a
+    sum over several.
     """
 
     start: float
@@ -52,7 +53,7 @@ class Report(Struct, frozen=True):
     live: tuple[StretchRecord, ...]
 
     def rows(self, ledger: Ledger) -> list[ReportRow]:
-        """Return its rows, by period and name: of those who had GPU time, or lost some. It may take a second."""
+        """Return its rows, by period and name: one for each name with GPU time or losses. It may take a second."""
         edges = self.edges or (ledger.first_stretch(default=self.now, live=self.live), inf)
         live = [each for each in self.live if not ledger.has(each)]  # one may have ended at that very moment
         longest_s = ledger.longest_stretch_s() + 1.0
@@ -86,7 +87,7 @@ class Report(Struct, frozen=True):
 
 
 def document(row: ReportRow) -> dict[str, Any]:
-    """Return a row for those who ask."""
+    """Return a row as a part of an answer."""
     return {
         "id": f"{row.start:.3f}/{row.app or row.owner or row.tenant}",
         "from": instant(row.start),

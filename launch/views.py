@@ -177,7 +177,7 @@ def _tenant_row(tenant: Document) -> tuple[str, ...]:
     )
 
 
-#: The columns of a report that say whose GPU time a row is of.
+#: The columns of a report that name the tenant, owner or app of a row.
 _WHOSE = {"tenant": ("tenant",), "owner": ("owner",), "app": ("app", "owner", "tenant")}
 
 
@@ -461,11 +461,11 @@ def _receipts(document: Document, now: float) -> str:
     if not newest:
         return ""
     lines = [f"  {_ago(each['at'], now)}: {receipt(each)}" for each in reversed(newest)]
-    return "\n".join(["What was taken from it, newest first:", *lines])
+    return "\n".join(["GPUs taken from it, newest first:", *lines])
 
 
 def receipt(told: Document) -> str:
-    """Return one preemption in a sentence: what was taken, for which app and why, what it cost, what has come back."""
+    """Return one preemption in a sentence: the GPUs, the winner, the reason, the cost, and the return of GPUs."""
     winners = f" for {', '.join(map(str, told['for']))}" if told["for"] else ""
     taken = f"{plural(len(told['gpus']), 'GPU')} on {', '.join(map(str, told['nodes']))}{winners} ({told['why']})"
     costs = (("draining", "until they were empty"), ("lost", "of work to do again"))

@@ -174,7 +174,7 @@ class Turn:
         return book
 
     def _record_stretch(self, lease: model.Lease, before: LeaseBook | None) -> None:
-        """Record the time that a lease was worth what it was `before`."""
+        """Record the stretch of a lease that its book `before` tells of, up to now."""
         if before is not None and before.had.rate > 0.0 and before.had.since < self.now:
             node, drained = self.state.gpus[lease.gpu].node, before.draining.rate > 0.0
             self.effects.append(

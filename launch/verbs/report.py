@@ -12,7 +12,7 @@ from launch.client import open_client
 from launch.faults import usage
 from launch.surface import answering, comma_separated, emit, say, wants_json
 
-#: What GPU time is summed by.
+#: GPU time is summed by one of these.
 SUMMED_BY = ("tenant", "owner", "app")
 
 

@@ -17,7 +17,7 @@ def check_libraries() -> None:
     Raises
     ------
     Fault
-        With the extra that has what is missing.
+        With the extra that brings them.
     """
     missing = [name for name in LIBRARIES if find_spec(name) is None]
     if missing:

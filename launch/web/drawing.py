@@ -1,7 +1,7 @@
 """The timeline as SVG: a row for each GPU, a bar for each stretch of an app, parks and preemptions on top.
 
-A week of leases fits on one screen because bars are made in pixels, not in leases: what is narrower than half a pixel
-joins its neighbour. All bars of one app are one path with one title, so the browser has little to draw.
+A week of leases fits on one screen because bars are made in pixels, not in leases: a bar that is narrower than half a
+pixel joins its neighbour. All bars of one app are one path with one title, so the browser has little to draw.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def timeline(gpus: Sequence[tuple[str, str]], bars: Sequence[Bar], marks: Sequen
 
 
 def _axis(scale: Scale, height: int) -> Iterator[str]:
-    days = scale.end - scale.start > 2 * 86400
+    form = "%d %b %H:%M" if scale.end - scale.start > 60.0 * TICKS else "%H:%M:%S"
     for tick in range(TICKS + 1):
         moment = scale.start + (scale.end - scale.start) * tick / TICKS
         x = scale.x(moment)
-        text = datetime.fromtimestamp(moment).strftime("%a %d %b %H:%M" if days else "%d %b %H:%M")  # noqa: DTZ006 - this host's time
+        text = datetime.fromtimestamp(moment).strftime(form)  # noqa: DTZ006 - this host's time
         anchor = "start" if tick == 0 else "end" if tick == TICKS else "middle"
         yield f'<path class="grid" d="M{x:.1f} {TOP - 4}V{height}"/>'
         yield f'<text class="tick" x="{x:.1f}" y="12" text-anchor="{anchor}">{text}</text>'
@@ -108,7 +108,7 @@ def _bars(bars: Sequence[Bar], places: dict[str, int], scale: Scale) -> Iterator
 
 
 def _lanes(bars: Sequence[Bar]) -> Sequence[Sequence[Bar]]:
-    """Divide the bars of one GPU into lanes in which none overlaps another; what fits in none is in the last."""
+    """Divide the bars of one GPU into lanes in which none overlaps another; the last lane takes all the rest."""
     lanes: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start, bar.end)):
         free = next((lane for lane in lanes if lane[-1].end <= bar.start + 1e-6), None)

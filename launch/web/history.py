@@ -1,4 +1,4 @@
-"""What pages need beside the tables of the ledger: what is held now, marks, a report without the arbiter."""
+"""Pieces of pages beside the tables of the ledger: leases of now, marks, a report without the arbiter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIVE_MAX = 5_000
 
 
 def live(sources: Sources) -> Sequence[StretchRecord]:
-    """Return what apps hold now, as bars of a timeline; nothing if the arbiter does not answer."""
+    """Return the leases of now, as stretches up to now; none if the arbiter does not answer."""
     try:
         held = sources.ask("leases", limit=LIVE_MAX)["leases"]
     except Fault:
@@ -73,6 +73,6 @@ def _parked(began: EventRecord, until: float, held: dict[tuple[str, str], list[S
 
 
 def report(ledger: Ledger, by: Any, edges: Sequence[float], now: float) -> dict[str, Any]:
-    """Return a report without what is held now, as ``report/v1``."""
+    """Return a report without the leases of now, as ``report/v1``."""
     rows = reports.Report(by, tuple(edges), now, ()).rows(ledger)
     return {"by": by, "report": [reports.document(row) for row in rows]}

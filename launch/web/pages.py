@@ -1,6 +1,6 @@
-"""The pages: what each address shows, from the ledger and from the arbiter's answers. They change nothing.
+"""The pages, one for each address, from the ledger and from the arbiter's answers. They change nothing.
 
-No page shows the output of a task: that is for its owner only, and this page does not know who reads it.
+No page shows the output of a task: that is for its owner only, and this page does not know its reader.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DAY_S = 86400.0
 
 
 class Wanted(Struct, frozen=True):
-    """What is asked of a page: the number of the page, from 1 on, and what follows the question mark of its address."""
+    """The wishes for a page: its number, from 1 on, and the words after the question mark of its address."""
 
     number: int = 1
     wishes: Mapping[str, str] = {}
@@ -152,7 +152,7 @@ def one_round(sources: Sources, name: str, number: int) -> Page:
 
 
 def one_app(sources: Sources, name: str, number: int) -> Page:
-    """Return why an app waits, with the words of `explain`; its rounds; what was taken from it; and its GPU time."""
+    """Return why an app waits, with the words of `explain`; its rounds; its receipts; and its GPU time."""
     app = AppId(name)
     told, why = _explained(sources, name)
     with sources.ledger() as ledger:
@@ -165,7 +165,7 @@ def one_app(sources: Sources, name: str, number: int) -> Page:
     own = (_own_round(record, app) for record in found)
     bids = sheet("rounds", "Round by round, newest first", columns, own, number)
     newest = map(_receipt, reversed(taken))
-    lost = sheet("receipts", "What was taken from it, newest first", RECEIPT_COLUMNS, newest, number)
+    lost = sheet("receipts", "GPUs taken from it, newest first", RECEIPT_COLUMNS, newest, number)
     held = sheet("gpu_time", "Its GPU time, newest first", STRETCH_COLUMNS, map(_stretch, stretches[::-1]), number)
     text = views.explanation(told, time.time()) if told else ""
     return Page("app", name, (bids, lost, held), number, text=text, notes=(why,) if why else ())
@@ -176,7 +176,7 @@ def _explained(sources: Sources, name: str) -> tuple[Document | None, str]:
     try:
         return sources.ask("explain", name), ""
     except Fault as fault:
-        return None, "" if fault.code == NOT_FOUND else f"{fault.sentence}. What is shown is from the ledger."
+        return None, "" if fault.code == NOT_FOUND else f"{fault.sentence}. This page shows the ledger."
 
 
 def _own_round(record: RoundRecord, app: AppId) -> tuple[Cell, ...]:
@@ -229,7 +229,9 @@ def over_time(sources: Sources, wanted: Wanted) -> Page:
     shown = [each for each in (*over, *live) if each.gpu in names]
     bars = [Bar(each.gpu, each.app, each.start, each.end, each.draining) for each in shown]
     skipped: list[tuple[Cell, ...]] = [()] * ((wanted.number - 1) * ROWS_MAX)
-    table = sheet("stretches", "Who had what", STRETCH_COLUMNS, [*skipped, *map(_stretch, listed)], wanted.number)
+    table = sheet(
+        "stretches", "Stretches of GPU time", STRETCH_COLUMNS, [*skipped, *map(_stretch, listed)], wanted.number
+    )
     text = f"{instant(start)} to {instant(end)}; {len(drawn)} of {len(known)} GPUs are drawn."
     drawing = timeline(drawn, bars, marks, Scale(start, end)) if drawn else ""
     return Page("timeline", "Timeline", (table,), wanted.number, text=text, drawing=drawing)
@@ -270,7 +272,7 @@ def fairness(sources: Sources, wanted: Wanted) -> Page:
 
 
 def _weeks(ledger: Ledger) -> Iterator[tuple[Cell, ...]]:
-    """Yield what each tenant had and was due in each week (from Monday on, local time), newest week first.
+    """Yield the GPU time of each tenant, had and due, in each week (from Monday on, local time), newest week first.
 
     It is the difference between samples, which are an hour apart; an hour counts for the week in which it ends.
     """

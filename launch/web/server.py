@@ -1,4 +1,4 @@
-"""The server of the pages: addresses, forms (HTML, JSON, CSV), and who may read."""
+"""The server of the pages: addresses, forms (HTML, JSON, CSV), and the right to read."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from launch.faults import Fault
 
 #: How long a page waits for the arbiter.
 PATIENCE_S = 10.0
-#: So long one look at the present serves all who look: many browsers ask the arbiter no more than one.
+#: One look at the present serves all browsers for so long: many ask the arbiter no more than one does.
 FRESH_S = 1.0
 
 
@@ -69,4 +69,4 @@ class Sources:
         try:
             return look(), ""
         except Fault as fault:
-            return None, f"{fault.sentence}. What is shown is from the ledger."
+            return None, f"{fault.sentence}. This page shows the ledger."

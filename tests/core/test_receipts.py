@@ -84,7 +84,7 @@ def test_a_receipt_tells_what_leaving_and_lost_work_cost_and_when_as_many_gpus_w
     sentence = views.receipt(receipt)
     assert "it cost 6s until they were empty and 12s of work to do again of GPU time" in sentence
     assert "; it had one again after " in sentence
-    assert views.explanation(explained(site), site.now).count("What was taken from it, newest first:") == 1
+    assert views.explanation(explained(site), site.now).count("GPUs taken from it, newest first:") == 1
 
 
 def test_each_preemption_has_its_own_receipt_and_an_act_has_no_winner() -> None:

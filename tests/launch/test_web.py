@@ -230,7 +230,7 @@ def test_the_page_of_an_app_has_the_words_of_explain(
         page = Browser(make_app(asked)).read("/apps/ana-1")
         sentences = views.explanation(asked.ask("explain", "ana-1"), site.now)
     assert sentences in page.text
-    assert "What was taken from it, newest first:" in sentences
+    assert "GPUs taken from it, newest first:" in sentences
     (receipt,) = page.rows("receipts")
     assert (receipt["for"], receipt["missing"]) == ("bob-1", "1")
     assert [row["round"] for row in page.rows("rounds")] == [
@@ -276,7 +276,7 @@ def test_tables_have_pages_of_two_hundred_rows(browser: Browser, asked: Asked) -
 def test_without_the_arbiter_pages_say_so_and_show_the_ledger(browser: Browser, asked: Asked) -> None:
     asked.away = True
     for address in ("/", "/fairness", "/report", "/apps/ana-1"):
-        assert "the arbiter does not answer. What is shown is from the ledger." in browser.read(address).text
+        assert "the arbiter does not answer. This page shows the ledger." in browser.read(address).text
     rows = browser.read("/report").rows("report")
     assert [(row["tenant"], row["gpu seconds"]) for row in rows] == [("team", "25.00")], "what ben holds is not over"
 

@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import pytest
 
@@ -576,6 +578,24 @@ def test_up_takes_tenants_and_settings_from_an_arbiters_file(environment: dict[s
         assert cli("wait", "--timeout", "30s", app).returncode != 0
         explained = cli("explain", app).stdout
         assert "tenant visoin is not among the tenants of this site (vision); name one: --tenant" in explained
+
+
+@pytest.mark.full
+def test_up_shows_the_site_in_a_browser_until_it_ends(environment: dict[str, str], tmp_path: Path) -> None:
+    own = environment | {"GPU_ARBITER_URL": f"unix://{tmp_path}/control.sock", "XDG_STATE_HOME": str(tmp_path)}
+    command = [*PROGRAM, "up", "--fresh", "--gpus", "simulated:2", "--web"]
+    with subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        address = next(line.split()[-1] for line in process.stderr if line.startswith("the site is at "))
+        app = _runner(own, tmp_path)("submit", *script("pass")).stdout.strip()
+        _runner(own, tmp_path)("wait", "--timeout", "60s", app)
+        for page in ("now.json", f"apps/{app}.json", "report.json", "metrics", "readyz"):
+            with urlopen(f"{address}{page}", timeout=PATIENCE_S) as answer:
+                assert answer.status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE_S) == 0
+    with pytest.raises(URLError):
+        urlopen(address, timeout=PATIENCE_S)
 
 
 def _up(environment: dict[str, str], *options: str) -> _Up:

@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from arbiter.ledger import Ledger
 from launch import demo
 from tests.support.rabbitmq import PrivateRabbitMQ, available
 
@@ -67,6 +69,9 @@ def test_the_summary_and_the_picture_are_left_behind(outcome: tuple[demo.Result,
     assert all(app.keys() >= FIGURES for app in summary["apps"])
     assert all(app["final_accuracy"] > 0.8 for app in summary["apps"])
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    with closing(Ledger.reader(out / "ledger.db")) as ledger:
+        had_s = sum(seconds for _, _, seconds, _ in ledger.gpu_time(0.0, 1e12, known=1e12))
+    assert had_s >= sum(app["gpu_seconds"] for app in summary["apps"]) - 1.0
 
 
 @pytest.mark.full
