@@ -35,7 +35,8 @@ from protocol import config, warrants
 from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.core import Connected, Received, Send, Tick
-from protocol.exit_codes import NOT_PERMITTED
+from protocol.exit_codes import FAILED, NOT_PERMITTED
+from protocol.journal import JournalError
 from protocol.messages import AppId, AppReport, JobId, JobWish, LaunchSpec, Party, Warrant
 from protocol.private import state_folder
 from protocol.shell import Shell
@@ -145,8 +146,6 @@ async def run_gateway(
     ------
     ConfigError
         If the key, the socket or the state folder cannot be had.
-    JournalError
-        If a journal belongs to another process or cannot be read.
     """
     folder = state_folder(Path(gateway.state_dir))
     signer = Signer(gateway.name, _key(gateway, folder))
@@ -155,7 +154,7 @@ async def run_gateway(
         async with asyncio.TaskGroup() as group:
             hosts = Hosts(gateway, bus, signer, folder, journals, group)
             for owner in known:
-                hosts.of(owner)
+                hosts.of(owner)  # one whose journal cannot be read is told so, and harms no other
             server = await control_server.serve(listener, hosts.asked_by, group)
             _log.info("control.listening", socket=gateway.socket, gateway=gateway.name, owners=len(hosts))
             if on_ready is not None:
@@ -223,10 +222,14 @@ class Hosts:
             return f"the gateway {gateway.name} does not serve {name}; an administrator adds names to its `owners`", ""
         return "", name
 
-    def of(self, owner: str) -> ControlServer:
-        """Return the control server of an owner, whose host is started if it is not running."""
+    def of(self, owner: str) -> ControlServer | control_server.Refusal:
+        """Return the control server of an owner, whose host is started if it is not running; or why it cannot be."""
         if owner not in self._controls:
-            self._controls[owner] = self._started(owner)
+            try:
+                self._controls[owner] = self._started(owner)
+            except JournalError as error:
+                _log.error("owner.unhosted", owner=owner, reason=str(error))
+                return control_server.Refusal(f"your apps cannot be hosted: {error}; tell an administrator", FAILED)
         return self._controls[owner]
 
     def _started(self, owner: str) -> ControlServer:

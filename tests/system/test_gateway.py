@@ -23,7 +23,15 @@ pytest.importorskip("cryptography", reason="the package cryptography, in the ext
 
 import arbiter.config
 from app_agent import gateway
-from app_agent.control import NotPermittedError, PingRequest, Request, SubmitRequest, decode_reply, encode_line
+from app_agent.control import (
+    FailedError,
+    NotPermittedError,
+    PingRequest,
+    Request,
+    SubmitRequest,
+    decode_reply,
+    encode_line,
+)
 from app_agent.core.spec import AppSpec
 from app_agent.gateway import GatewayConfig, Signer, run_gateway
 from arbiter.config import owners_by_gateway
@@ -176,6 +184,17 @@ async def test_a_user_whom_the_gateway_does_not_serve_gets_one_sentence(reachabl
         with pytest.raises(NotPermittedError, match=r"serves users from number 1000 on, and yours is 0"):
             await site.asked(PingRequest(), 0)
         assert list((reachable / "state").glob("app-*")) == []
+
+
+@needs_root
+async def test_a_journal_that_cannot_be_read_harms_no_other_owner_and_is_told_to_its_own(reachable: Path) -> None:
+    (reachable / "state").mkdir(mode=0o700)
+    (reachable / "state/app-nobody.db").write_bytes(b"no database at all" * 1000)
+    async with gateway_site(reachable, MemoryBroker()) as site:
+        with pytest.raises(FailedError, match=r"your apps cannot be hosted: .*app-nobody\.db.*; tell an administrator"):
+            await site.asked(PingRequest())
+        with pytest.raises(NotPermittedError, match="yours is 0"):  # the gateway lives on
+            await site.asked(PingRequest(), 0)
 
 
 # --- the arbiter and the broker -------------------------------------------------------------------------------------
