@@ -135,11 +135,22 @@ def _clear_away(path: Path) -> None:
     raise ConfigError(f"another daemon listens at {path}; stop it, or give this one a socket of its own")
 
 
-async def serve(listener: socket.socket, server: ControlServer, group: asyncio.TaskGroup) -> asyncio.Server:
-    """Serve each connection in a task of `group`, which also ends it."""
+class Refusal(Struct, frozen=True):
+    """The answer to a user who may ask nothing here: a sentence and an exit code."""
+
+    sentence: str
+    code: int
+
+
+async def serve(
+    listener: socket.socket,
+    server_of: Callable[[socket.socket], ControlServer | Refusal],
+    group: asyncio.TaskGroup,
+) -> asyncio.Server:
+    """Serve each connection in a task of `group`, which also ends it, by the server of the user who has connected."""
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        conversation = _converse(reader, writer, server)
+        conversation = _converse(reader, writer, server_of(writer.get_extra_info("socket")))
         try:
             task = group.create_task(conversation)
         except RuntimeError:  # the group is ending: hang up, or the client would wait for an answer
@@ -152,7 +163,9 @@ async def serve(listener: socket.socket, server: ControlServer, group: asyncio.T
     return await asyncio.start_unix_server(accept, sock=listener, limit=REQUEST_BYTES_MAX)
 
 
-async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: ControlServer) -> None:
+async def _converse(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, server: ControlServer | Refusal
+) -> None:
     """Answer one client's requests until it hangs up."""
     with suppress(ConnectionError):  # the client went away
         while True:
@@ -168,7 +181,9 @@ async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
             await writer.drain()
 
 
-async def _reply(line: bytes, server: ControlServer, reader: asyncio.StreamReader) -> bytes:
+async def _reply(line: bytes, server: ControlServer | Refusal, reader: asyncio.StreamReader) -> bytes:
+    if isinstance(server, Refusal):
+        return _refusal(server.sentence, server.code)
     try:
         return encode_line({"ok": True, **await server.serve(decode_request(line), hung_up=reader.at_eof)})
     except ControlError as error:

@@ -63,8 +63,8 @@ async def run_app_host(
         If the state folder belongs to another process or cannot be read.
     """
     path = Path(config.socket) if config.socket else default_socket()
-    with closing(_journal(config)) as journal, control_server.listen(path) as listener:
-        host = _restore(journal, config)
+    with closing(open_journal(config)) as journal, control_server.listen(path) as listener:
+        host = restored(journal, config)
         control = ControlServer(host, config)
         shell: Shell[OwnEvent, OwnEffect] = Shell(
             host,
@@ -100,7 +100,7 @@ async def _run(
         async with asyncio.TaskGroup() as group:
             group.create_task(shell.run())
             group.create_task(control.introduce())
-            server = await control_server.serve(listener, control, group)
+            server = await control_server.serve(listener, lambda _: control, group)
             _log.info("control.listening", socket=listener.getsockname(), owner=owner)
             if on_ready is not None:
                 on_ready()
@@ -109,11 +109,12 @@ async def _run(
             server.close()
 
 
-def _journal(config: AppConfig) -> Journal[Event]:
+def open_journal(config: AppConfig) -> Journal[Event]:
+    """Return the journal of an owner's apps; raises `ConfigError` or `JournalError`."""
     return Journal.of(state_folder(Path(config.state_dir)) / f"app-{config.owner}.db", Event)
 
 
-def _restore(journal: Journal[Event], config: AppConfig) -> AppHost:
+def restored(journal: Journal[Event], config: AppConfig) -> AppHost:
     """Return the host as its journal tells, with the settings of today."""
     loaded = journal.load()
     host = AppHost.restore(loaded.snapshot) if loaded.snapshot is not None else AppHost(OwnerId(config.owner))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from math import inf
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +17,11 @@ from arbiter.core.seam import Setting
 from arbiter.core.state.model import ArbiterSettings
 from protocol import config
 from protocol.config import ConfigError
+from protocol.messages import OwnerId, PartyId
 
 HistoryMode = Literal["auto", "resume", "begin"]
+#: As an owner of a gateway: all owners.
+ALL = "*"
 #: The most seats that a plan can give a GPU.
 SEATS_MAX = 64
 #: Fields of the state's settings that no file sets: the first comes from the tables of policies.
@@ -27,12 +30,31 @@ _HIDDEN = {"policies", "decide_grace_s"}
 FIELDS = tuple(name for name in ArbiterSettings.__struct_fields__ if name not in _HIDDEN)
 
 
+class Gateway(Struct, frozen=True, forbid_unknown_fields=True):
+    """A gateway, and the owners for whose apps it speaks; ``*``: all whom no other gateway names."""
+
+    name: PartyId
+    owners: tuple[str, ...] = (ALL,)
+
+
+class _AllBut:
+    """All owners but some."""
+
+    def __init__(self, others: frozenset[str]) -> None:
+        self._others = others
+
+    def __contains__(self, owner: object) -> bool:
+        return owner not in self._others
+
+
 class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Where the arbiter runs and how it decides.
 
     `bus` is ``amqp[s]://user:password@host:port/vhost``; when empty, the daemon reads it from the file `bus_file`
     (systemd credential). `state_dir` holds the journal and the ledger. `shared_users` lists broker users that may
     speak for anyone: only for brokers where all daemons share one user.
+
+    `gateways` lists the gateways of login hosts, each with the owners for whose apps it speaks as ``gateway-<name>``.
 
     `history` says what is expected of the history of GPU time, which decides who is served next: ``auto`` resumes it,
     and refuses to start where the ledger tells of a past that the journal has not; ``resume`` refuses to start without
@@ -47,6 +69,7 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     bus_file: str = ""
     prefix: str = ""  #: of queue and exchange names; the same in all daemons of a site
     shared_users: tuple[str, ...] = ()
+    gateways: tuple[Gateway, ...] = ()
     arbiter: ArbiterSettings = ArbiterSettings()
     policy: Mapping[str, Mapping[str, Any]] = {}  #: a table for each policy that has settings: ``[policy.las]``
     history: HistoryMode = "auto"
@@ -126,6 +149,24 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
         With `source`, the field and the mend.
     """
     check_settings(arbiter.arbiter, source)
+    told = Counter(owner for gateway in arbiter.gateways for owner in gateway.owners)
+    twice = [owner for owner, count in told.items() if count > 1]
+    if twice:
+        raise ConfigError(f"{source}: gateways name {twice[0]!r} twice; an owner's apps are at one gateway only")
+    for owner in told:
+        if owner != ALL:
+            config.require_id(owner, "gateways.owners", "alice", source)
+
+
+def owners_by_gateway(arbiter: ArbiterConfig) -> dict[str, Container[OwnerId]]:
+    """Return by the broker user of each gateway the owners for whose apps it speaks."""
+    named = frozenset(owner for gateway in arbiter.gateways for owner in gateway.owners)
+    return {
+        f"gateway-{gateway.name}": _AllBut(named - set(gateway.owners))
+        if ALL in gateway.owners
+        else frozenset(map(OwnerId, gateway.owners))
+        for gateway in arbiter.gateways
+    }
 
 
 def check_settings(settings: ArbiterSettings, source: str) -> None:

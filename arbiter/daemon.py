@@ -13,7 +13,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from arbiter.config import ArbiterConfig, HistoryMode, check
+from arbiter.config import ArbiterConfig, HistoryMode, check, owners_by_gateway
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event, MissingHistory, SolverReady
 from arbiter.core.dry_run import may_begin
 from arbiter.core.effects import (
@@ -125,6 +125,7 @@ class _Performer:
             snapshot_every=SNAPSHOT_EVERY,
             clock=self._clock,
             shared_users=frozenset(config.shared_users),
+            gateways=owners_by_gateway(config),
             answer=self._answer,
             on_alive=on_alive,
         )

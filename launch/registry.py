@@ -34,7 +34,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "auction": ("auction",),
     "simulation": ("simulate", "compare", "sweep"),
     "worlds": ("worlds",),
-    "daemons": ("up", "arbiter", "node-agent", "app-agent", "launcher"),
+    "daemons": ("up", "arbiter", "node-agent", "app-agent", "gateway", "launcher"),
     "demo": ("demo",),
     "about": ("version",),
 }

@@ -21,7 +21,7 @@ import asyncio
 import itertools
 import secrets
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Generic, TypeVar, get_args
 
@@ -33,7 +33,7 @@ from protocol.clock import steady_clock
 from protocol.codec import WireError, decode, encode
 from protocol.core import Connected, Core, Received, Send, Tick
 from protocol.journal import Journal
-from protocol.messages import ARBITER, AnyMessage, Party, Role, ToApp, ToArbiter, ToNode
+from protocol.messages import ARBITER, AnyMessage, OwnerId, Party, Role, ToApp, ToArbiter, ToNode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -57,6 +57,7 @@ SENDERS_MAX = 4096
 ANSWERS_MAX = 4
 #: The loop's own pulse, for the watchdog.
 PULSE_S = 1.0
+NO_GATEWAYS: Mapping[str, Container[OwnerId]] = {}
 LAST_BATCH_S = 3.0  #: how long a batch may still take once the daemon is to end
 BACKOFF_S_MIN, BACKOFF_S_MAX = 0.1, 2.0
 CONSUME_RETRY_S_MIN, CONSUME_RETRY_S_MAX = 0.2, 2.0
@@ -129,7 +130,7 @@ class Waiting(Generic[EventT]):
         """Add a message, behind those of the same sender."""
         self._deliveries += 1
         user = item.delivery.user
-        if user.startswith("app-"):
+        if user.startswith(("app-", "gateway-")):
             self._owners.setdefault(user, deque()).append(item)
         else:
             self._nodes.append(item)
@@ -173,6 +174,8 @@ class Shell(Generic[EventT, EffectT]):
         restarts with a journal.
     shared_users
         Broker users that several participants use (single-user brokers); their messages are believed.
+    gateways
+        By broker user of a gateway, the owners for whose apps it speaks.
     answer
         Asked first of every message: a sequence of `Send` if the message is a question that changes nothing (it is
         then neither journalled nor given to the core), None otherwise. An answer that takes its time is a coroutine;
@@ -193,6 +196,7 @@ class Shell(Generic[EventT, EffectT]):
         snapshot_every: int = 20_000,
         clock: Callable[[], float] | None = None,
         shared_users: frozenset[str] = frozenset(),
+        gateways: Mapping[str, Container[OwnerId]] = NO_GATEWAYS,
         answer: Callable[[Party, AnyMessage], Answers | Coroutine[None, None, Answers] | None] | None = None,
         on_alive: Callable[[], None] | None = None,
     ) -> None:
@@ -205,6 +209,7 @@ class Shell(Generic[EventT, EffectT]):
         self._snapshot_every = snapshot_every
         self._clock = steady_clock(journal.last_now if journal is not None else 0.0) if clock is None else clock
         self._shared_users = shared_users
+        self._gateways = gateways
         self._answer = answer
         self._on_alive = on_alive
 
@@ -456,13 +461,17 @@ class Shell(Generic[EventT, EffectT]):
         delivery = item.delivery
         envelope = decode(delivery.data)
         sender = envelope.sender
-        if delivery.user != sender.user and delivery.user not in self._shared_users:
+        if delivery.user != sender.user and not self._may_speak_for(delivery.user, sender):
             raise WireError(f"the message says it is from {sender.user!r}, the broker says {delivery.user!r}")
         if not self._leads and sender != ARBITER:
             raise WireError(f"only the arbiter may speak to an agent, not {sender.user!r}")
         if not isinstance(envelope.body, _UNDERSTOOD[self._party.role]):
             raise WireError(f"{type(envelope.body).__name__} is not for {self._party.user!r}")
         return _Admitted(item, sender, envelope.id, envelope.body)
+
+    def _may_speak_for(self, user: str, sender: Party) -> bool:
+        owners = self._gateways.get(user, ())
+        return user in self._shared_users or (sender.role == "app" and OwnerId(sender.id) in owners)
 
     def _is_repeated(self, sender: Party, identity: str) -> bool:
         seen = self._seen.setdefault(sender, OrderedDict())

@@ -128,7 +128,7 @@ def private_key(path: Path) -> Ed25519PrivateKey:
     except (ValueError, TypeError) as error:
         raise WarrantError(f"{path} holds no private key in PEM without a password; {error}") from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise WarrantError(f"{path} holds no Ed25519 key; make one with: gpu-arbiter provision key {path}")
+        raise WarrantError(f"{path} holds no Ed25519 key; move it away, and the gateway makes one at its next start")
     return key
 
 

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from protocol.codec import WireError
-from protocol.messages import Count, Seconds, Sentence, Step
+from protocol.messages import Count, Label, Metrics, Seconds, Sentence, Step
 
 PROTO = 1
 #: Longest line either side sends or accepts.
@@ -80,8 +80,8 @@ class Hello(Struct, frozen=True, tag="hello"):
     rank: Count = 0
     world: Annotated[int, Meta(ge=1, le=1024)] = 1
     state_bytes: Count = 0  #: the bytes that parking this process would move; 0 while unknown
-    metrics: dict[str, float] = {}
-    diverged: tuple[str, ...] = ()
+    metrics: Metrics = {}
+    diverged: tuple[Label, ...] = ()
 
 
 class Progress(Struct, frozen=True, tag="progress", omit_defaults=True):
@@ -101,14 +101,14 @@ class Progress(Struct, frozen=True, tag="progress", omit_defaults=True):
     can_park: bool
     can_checkpoint: bool
     saved_step: Step
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     state_bytes: Count = 0
     arena_bytes: Count = 0
     peak_bytes: Count = 0
     trough_bytes: Count = 0
     samples: Count = 0  #: samples consumed, where the script says so
     seq: Count = 0  #: of the order to `tell` that this answers; 0: unasked
-    diverged: tuple[str, ...] = ()
+    diverged: tuple[Label, ...] = ()
     reserved_bytes: Count = 0
 
 
@@ -151,8 +151,8 @@ class Finished(Struct, frozen=True, tag="finished", omit_defaults=True):
     """Training reached its end. Said explicitly: exit code 0 alone is not success. Metrics as in `Progress`."""
 
     step: Step
-    metrics: dict[str, float] = {}
-    diverged: tuple[str, ...] = ()
+    metrics: Metrics = {}
+    diverged: tuple[Label, ...] = ()
 
 
 class Stacks(Struct, frozen=True, tag="stacks"):

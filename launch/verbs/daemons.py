@@ -31,6 +31,7 @@ def add(app: typer.Typer) -> None:
     app.command()(arbiter)
     app.command("node-agent")(node_agent)
     app.command("app-agent")(app_agent)
+    app.command()(gateway)
     app.command()(launcher)
 
 
@@ -170,6 +171,20 @@ def app_agent(config: Config, log_level: LogLevel = "info") -> None:
         chosen = load(config)
         bus = open_bus(chosen.bus, file=chosen.bus_file, prefix=chosen.prefix)
         serve(lambda: (run_app_host(chosen, bus, on_alive=feeder()),))
+
+
+def gateway(config: Config, log_level: LogLevel = "info") -> None:
+    """Run a login host's gateway: all its users submit there, and it signs what they launch."""
+    from app_agent.gateway import load, run_gateway
+    from launch.buses import open_bus
+    from launch.notify import feeder
+    from launch.site.service import faults, serve
+
+    with answering(as_json=False), faults():
+        _set_log_level(log_level)
+        chosen = load(config)
+        bus = open_bus(chosen.bus, file=chosen.bus_file, prefix=chosen.prefix)
+        serve(lambda: (run_gateway(chosen, bus, on_alive=feeder()),))
 
 
 def launcher(config: Config) -> None:

@@ -10,7 +10,7 @@ import typer
 from launch.faults import usage
 from launch.surface import answering, emit, note, say, table, wants_json
 from protocol import exit_codes
-from protocol.bus.provision import broker_config, user_commands
+from protocol.bus.provision import broker_config, gateway_commands, user_commands
 from protocol.messages import ARBITER, Party
 from protocol.topology import Topology
 
@@ -45,7 +45,9 @@ def doctor(
 
 
 def provision(
-    party: Annotated[str, typer.Argument(help="arbiter, node-<id>, app-<owner>, or broker for rabbitmq.conf")],
+    party: Annotated[
+        str, typer.Argument(help="arbiter, node-<id>, app-<owner>, gateway-<name>, or broker for rabbitmq.conf")
+    ],
     vhost: Annotated[str, typer.Option(help="the broker's virtual host")] = "gpu",
     prefix: Annotated[str, typer.Option(help="of queue names; the same in all daemons of a site")] = "",
 ) -> None:
@@ -53,6 +55,9 @@ def provision(
     with answering(as_json=False):
         if party == "broker":
             say(broker_config())
+        elif party.startswith("gateway-"):
+            name = _party(party.replace("gateway-", "app-", 1)).id
+            say("\n".join(gateway_commands(name, Topology(prefix=prefix), vhost)))
         else:
             say("\n".join(user_commands(_party(party), Topology(prefix=prefix), vhost)))
 
@@ -67,5 +72,5 @@ def _party(user: str) -> Party:
     except msgspec.ValidationError:
         raise usage(
             f"{user!r} is no participant",
-            "write arbiter, node-<id> or app-<owner>; ids are lower-case letters, digits, dashes",
+            "write arbiter, node-<id>, app-<owner> or gateway-<name>; ids are lower-case letters, digits, dashes",
         ) from None

@@ -760,7 +760,7 @@ def finished_of(spec: Spec, ended: Exit | None = None) -> FinishedFile | None:
     Of a task of another user it is what its supervisor has read there as that user, and told with the end.
     """
     path = Path(spec.checkpoint_dir) / "finished.json"
-    found = read_json(path, FinishedFile) if spec.uid < 0 else ended.finished if ended is not None else None
+    found = read_json(path, FinishedFile) if spec.uid < 0 else ended.finish if ended is not None else None
     if found is not None and found.run != spec.run:
         log.warning("finish.foreign", task=spec.task, run=spec.run, file=str(path), of=found.run)
         return None

@@ -13,15 +13,15 @@ import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 from urllib.parse import quote
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from node_agent import procfs
 from node_agent.core.events import WorkerNote
-from protocol.messages import AppId, GpuId, JobId, TaskId
+from protocol.messages import AppId, Count, GpuId, JobId, Label, Metrics, Seconds, Step, TaskId
 
 T = TypeVar("T", bound=Struct)
 
@@ -76,24 +76,32 @@ class FinishedFile(Struct, frozen=True):
 
     task: str
     run: str = ""
-    step: int = -1
-    metrics: dict[str, float] = {}
-    diverged: tuple[str, ...] = ()
+    step: Step = -1
+    metrics: Metrics = {}
+    diverged: tuple[Label, ...] = ()
 
 
 class Exit(Struct, frozen=True):
     """How the main process ended; `error`: it was never started. `survivors` would not die.
 
-    `finished` is the word of a worker that finished, read by a supervisor that is of the task's user.
+    `finished` is the word of a worker that finished, read by a supervisor that is of the task's user. Such a user may
+    write anything here, so each value is bounded as a report to the arbiter is.
     """
 
-    code: int | None = None
-    signal: int | None = None
+    code: Annotated[int, Meta(ge=0, le=255)] | None = None
+    signal: Annotated[int, Meta(ge=1, le=64)] | None = None
     survivors: tuple[int, ...] = ()
     error: str = ""
-    oom_kills: int = 0  #: of its processes, by the kernel, at the limit of its cgroup
-    lived_s: float = 0.0
-    finished: FinishedFile | None = None
+    oom_kills: Count = 0  #: of its processes, by the kernel, at the limit of its cgroup
+    lived_s: Seconds = 0.0
+    finished: msgspec.Raw = msgspec.Raw(b"null")
+
+    @property
+    def finish(self) -> FinishedFile | None:
+        """The word of a worker that finished; None if there is none, or it is no such word."""
+        with suppress(msgspec.DecodeError, RecursionError):
+            return msgspec.json.decode(self.finished, type=FinishedFile | None)
+        return None
 
 
 class Record:
@@ -115,7 +123,7 @@ class Record:
     @property
     def exit(self) -> Exit | None:
         """Its end, once it has ended; of no more bytes than a supervisor writes, as its user may write others."""
-        with suppress(OSError):
+        with suppress(OSError, RecursionError):
             if (self.path / "exit.json").stat().st_size <= EXIT_BYTES_MAX:
                 return read_json(self.path / "exit.json", Exit)
         return None

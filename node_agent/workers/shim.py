@@ -294,6 +294,7 @@ def finished(checkpoint_dir: str) -> Json | None:
         with os.fdopen(fd, "rb") as file:
             if stat.S_ISREG(os.fstat(fd).st_mode):
                 found = json.loads(file.read(FINISHED_BYTES_MAX))
+                json.dumps(found, allow_nan=False)  # the record of the end is read strictly
                 return found if isinstance(found, dict) else None
     return None
 

@@ -120,7 +120,8 @@ class Launcher:
             line = read_line(out.fileno(), START_S)
         if not line:
             ended = record.exit
-            raise CannotStart(ended.error if ended and ended.error else "its supervisor ended at once")
+            why = ended.error[:COMPLAINT_BYTES_MAX] if ended is not None else ""
+            raise CannotStart(why or "its supervisor ended at once")
         started = _believed(line, reply)
         write_json(record.path / "started.json", started)
         return started

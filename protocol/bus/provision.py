@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from protocol.messages import Party
@@ -10,6 +11,8 @@ from protocol.topology import CONSUMER_TIMEOUT_MS, Topology
 #: A daemon has one connection; more for the moment in which the broker has not noticed the first's death.
 CONNECTIONS_MAX = 3
 CHANNELS_MAX = 16
+#: A gateway has a connection for each of its owners.
+GATEWAY_CONNECTIONS_MAX = 2000
 
 
 def user_commands(party: Party, topology: Topology | None = None, vhost: str = "/") -> list[str]:
@@ -29,6 +32,29 @@ def user_commands(party: Party, topology: Topology | None = None, vhost: str = "
             for exchange in topology.exchanges
             if exchange.kind == "topic"
             for write in (rights.topic_write if exchange.name == topology.up else "^$",)
+        ),
+    ]
+    return [shlex.join(row) for row in rows]
+
+
+def gateway_commands(name: str, topology: Topology | None = None, vhost: str = "/") -> list[str]:
+    """Return the `rabbitmqctl` lines that create the broker user of a gateway, which speaks for many app agents.
+
+    The broker lets it speak for every owner. The arbiter's configuration says for which it may.
+    """
+    topology = topology or Topology()
+    user, prefix = f"gateway-{name}", re.escape(topology.prefix)
+    limits = f'{{"max-connections":{GATEWAY_CONNECTIONS_MAX},"max-channels":{GATEWAY_CONNECTIONS_MAX * 4}}}'
+    read = rf"^{prefix}app\.[a-z0-9-]+$"
+    rows: list[list[str]] = [
+        ["rabbitmqctl", "add_user", user],
+        ["rabbitmqctl", "set_user_limits", user, limits],
+        ["rabbitmqctl", "set_permissions", "-p", vhost, user, "^$", rf"^{prefix}ga\.agents$", read],
+        *(
+            ["rabbitmqctl", "set_topic_permissions", "-p", vhost, user, exchange.name, write, "^$"]
+            for exchange in topology.exchanges
+            if exchange.kind == "topic"
+            for write in (r"^(bid|hb)\.app-[a-z0-9-]+$" if exchange.name == topology.up else "^$",)
         ),
     ]
     return [shlex.join(row) for row in rows]

@@ -24,6 +24,7 @@ from node_agent.launcher.config import LauncherConfig
 from node_agent.launcher.requests import Reply, Start
 from node_agent.launcher.service import Launcher, Refused
 from node_agent.launcher.units import UnitError, Units, device_files
+from node_agent.workers.records import EXIT_BYTES_MAX, FinishedFile, Record, Records
 from node_agent.workers.supervisors import _believed
 from protocol import warrants
 from protocol.config import ConfigError
@@ -345,6 +346,38 @@ def test_a_supervisor_can_name_no_process_but_its_child(site: Site) -> None:
     finally:
         child.kill()
         child.wait()
+
+
+def test_what_a_user_writes_into_the_record_of_an_end_cannot_harm_the_node(tmp_path: Path) -> None:
+    path = tmp_path / "exit.json"
+    path.write_text('{"code": 0, "finished": {"task": "nobody-1.0-a2", "step": 9, "metrics": {"loss": 0.5}}}')
+    ended = Record(tmp_path).exit
+    assert ended is not None
+    assert ended.finish == FinishedFile("nobody-1.0-a2", step=9, metrics={"loss": 0.5})
+    # What no report could carry: the number would end the node agent, and the arbiter would refuse its reports.
+    for forged in (
+        f'{{"code": {10**30}}}',
+        '{"code": 0, "lived_s": -1e400}',
+        '{"signal": 999}',
+        f'{{"code": 0, "x": {"[" * 10**5}',
+    ):
+        path.write_text(forged)
+        assert Record(tmp_path).exit is None
+    for word in ('{"task": "a", "step": 1e30}', f'{{"task": "a", "metrics": {{"{"m" * 300}": 1}}}}', "7"):
+        path.write_text(f'{{"code": 0, "finished": {word}}}')
+        assert Record(tmp_path).exit is not None
+        assert Record(tmp_path).exit.finish is None
+    path.write_bytes(bytes(EXIT_BYTES_MAX + 1))
+    assert Record(tmp_path).exit is None
+
+
+def test_a_record_of_an_end_that_a_user_fills_is_emptied(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    for name, size in (("a", EXIT_BYTES_MAX), ("b", EXIT_BYTES_MAX + 1)):
+        (tmp_path / "workers" / name).mkdir()
+        (tmp_path / "workers" / name / "exit.json").write_bytes(bytes(size))
+    records.bound()
+    assert [(tmp_path / f"workers/{name}/exit.json").stat().st_size for name in "ab"] == [EXIT_BYTES_MAX, 0]
 
 
 # --- the service itself ---------------------------------------------------------------------------------------------

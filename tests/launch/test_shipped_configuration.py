@@ -12,6 +12,7 @@ import pytest
 from msgspec import Struct
 
 from app_agent.config import AppConfig
+from app_agent.gateway import GatewayConfig
 from arbiter.config import FIELDS, ArbiterConfig, parse
 from arbiter.core.registry import tables
 from arbiter.core.state.model import ArbiterSettings
@@ -29,6 +30,7 @@ SYSTEMD = Path(__file__).resolve().parents[2] / "launch/site/systemd"
         ("node.toml", NodeConfig),
         ("app.toml", AppConfig),
         ("launcher.toml", LauncherConfig),
+        ("gateway.toml", GatewayConfig),
     ],
 )
 def test_every_field_of_a_configuration_is_named_in_its_file(name: str, kind: type[Struct]) -> None:

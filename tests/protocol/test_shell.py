@@ -25,6 +25,7 @@ from protocol.messages import (
     LogChunk,
     NodeId,
     NodePlan,
+    OwnerId,
     Party,
     ProbeReply,
     Query,
@@ -256,6 +257,22 @@ async def test_a_shared_user_is_believed_if_the_site_says_so(rig: Rig, logs: lis
         await say(await rig.bus.connect(APP), ARBITER, frame(reply(1), name="x"))
         await rig.core.until(lambda: rig.core.heard == [reply(1)])
     assert said(logs, "wire.refused") == []
+
+
+async def test_a_gateway_is_believed_for_the_owners_that_the_site_says_and_for_no_other_participant(
+    rig: Rig, logs: list[dict[str, object]]
+) -> None:
+    rig.bus = MemoryBus(rig.broker, user="gateway-login1")
+    gateways = {"gateway-login1": frozenset({OwnerId(APP.id)})}
+    other, namesake = Party("app", "a2"), Party("node", APP.id)
+    own_bus = MemoryBus(rig.broker)
+    shell = Shell[Poke, Shout](rig.core, own_bus, ARBITER, perform=rig.shout, gateways=gateways)
+    async with rig.running(shell):
+        await patiently(shell.wait_connected())
+        for party, number in ((other, 1), (namesake, 2), (APP, 3)):
+            await say(await rig.bus.connect(party), ARBITER, frame(reply(number), party, name=f"x{number}"))
+        await rig.core.until(lambda: rig.core.heard == [reply(3)])
+    assert len(said(logs, "wire.refused")) == 2
 
 
 async def test_an_agent_hears_only_the_arbiter(rig: Rig, logs: list[dict[str, object]]) -> None:

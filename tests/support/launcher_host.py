@@ -18,11 +18,13 @@ from pathlib import Path
 
 from launch.site import shipped
 from tests.support.node_site import NodeProcess
+from tests.support.patience import PATIENCE_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BOOT = Path(__file__).with_name("boot_systemd.sh")
 UIDS = {"alice": 2001, "bob": 2002, "gpu-node": 993}
 RUNTIME = "/run/gpu-arbiter-node"
+GATEWAY_SOCKET = "/run/gpu-arbiter-gateway/control.sock"
 LAUNCHER = "/run/gpu-arbiter-launcher/launcher.sock"
 UNIT = "gpu-arbiter-launcher.service"
 #: The interpreter of this test run may be in a home folder, which the unit hides.
@@ -110,6 +112,36 @@ class Host:
                 process.kill()
             await process.wait()
             process._transport.close()  # type: ignore[attr-defined] - closes the pipes before the loop ends
+
+    @asynccontextmanager
+    async def whole_site(self) -> AsyncIterator[None]:
+        """The daemons of `whole_site.py` as the user gpu-node; the launcher knows the gateway's key."""
+        for folder in (RUNTIME, str(Path(GATEWAY_SOCKET).parent), "/srv/whole"):
+            self.run("install", "-d", "-o", "gpu-node", "-m", "711", folder)
+        process = await asyncio.create_subprocess_exec(
+            *self.enter,
+            *as_user("gpu-node"),
+            *("env", "-C", str(REPOSITORY), "PYTHONDONTWRITEBYTECODE=1"),
+            *(sys.executable, "-m", "tests.support.whole_site", "/srv/whole"),
+        )
+        try:
+            public = "/srv/whole/gateway/gateway.key.pub"
+            there = (
+                f"for n in $(seq {PATIENCE_S * 5:.0f}); do test -S {GATEWAY_SOCKET} && exit; sleep 0.2; done; exit 1"
+            )
+            await asyncio.to_thread(self.run, "sh", "-c", there)
+            self.write("/etc/gpu-arbiter/gateways/login2.pub", self.run("cat", public))
+            yield
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    def as_owner(self, user: str, *words: str, check: bool = True) -> str:
+        """What `gpu-arbiter` prints to a user of this host."""
+        program = ("env", "-C", f"/home/{user}", f"PYTHONPATH={REPOSITORY}", "PYTHONDONTWRITEBYTECODE=1")
+        url = f"GPU_ARBITER_URL=unix://{GATEWAY_SOCKET}"
+        return self.run(*program, url, sys.executable, "-m", "gpu_arbiter", *words, user=user, check=check)
 
 
 def as_user(name: str) -> Sequence[str]:

@@ -7,7 +7,9 @@ The systemd is one of its own, in namespaces, on an overlay of this host in memo
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -333,3 +335,23 @@ async def test_nothing_of_a_task_outlives_it_also_if_its_user_kills_the_supervis
     for user in ("alice", "bob"):
         assert bench.host.run("pgrep", "-u", user, "-c", ".", check=False).strip() == "0"
     assert "gpu-arbiter-" not in bench.host.run("systemctl", "list-units", "--plain", "gpu-arbiter-*-*.service")
+
+
+# --- from submit to the task ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.full
+async def test_what_two_users_submit_at_a_gateway_runs_as_each_of_them(host: tuple[Host, Hand]) -> None:
+    there, _ = host
+    program = "import os; open('ckpt.txt', 'w').write('mine'); print('I am', os.getuid(), os.environ['USER'])"
+    async with there.whole_site():
+        for user in ("alice", "bob"):
+            told = await asyncio.to_thread(there.as_owner, user, "run", "--", sys.executable, "-c", program)
+            assert f"I am {UIDS[user]} {user}" in told
+            assert there.run("stat", "-c", "%U", f"/home/{user}/ckpt.txt").strip() == user
+        listed = await asyncio.to_thread(there.as_owner, "alice", "ps", "--all")
+        (hers,) = set(re.findall(r"alice-[a-z]+\d+", listed))
+        words = ("logs", hers)
+        assert "I am 2001 alice" in await asyncio.to_thread(there.as_owner, "alice", *words)
+        refused = await asyncio.to_thread(lambda: there.as_owner("bob", *words, check=False))
+        assert "I am" not in refused

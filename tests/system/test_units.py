@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import app_agent.config
+import app_agent.gateway
 import arbiter.config
 import node_agent.config
 import node_agent.launcher.config
@@ -67,6 +68,7 @@ def test_the_example_configurations_are_accepted() -> None:
     assert node_agent.config.load(SYSTEMD / "node.toml").gpus == "nvml"
     assert app_agent.config.load(SYSTEMD / "app.toml").owner == "alice"
     assert node_agent.launcher.config.load(SYSTEMD / "launcher.toml").node_user == "gpu-node"
+    assert app_agent.gateway.load(SYSTEMD / "gateway.toml").name == "login1"
 
 
 @pytest.mark.parametrize(
@@ -76,10 +78,13 @@ def test_the_example_configurations_are_accepted() -> None:
         ("node", node_agent.config.NodeConfig, {"node", "gpus", "bus_file", "runtime_dir"}),
         ("app", app_agent.config.AppConfig, {"owner", "bus_file", "state_dir", "socket"}),
         ("launcher", node_agent.launcher.config.LauncherConfig, set()),
+        ("gateway", app_agent.gateway.GatewayConfig, {"name", "bus_file"}),
     ],
 )
 def test_what_an_example_calls_a_default_is_one(name: str, kind: type[msgspec.Struct], chosen: set[str]) -> None:
-    required = {"node": {"node": "n1", "gpus": "nvml"}, "app": {"owner": "alice"}}.get(name, {})
+    required = {"node": {"node": "n1", "gpus": "nvml"}, "app": {"owner": "alice"}, "gateway": {"name": "login1"}}.get(
+        name, {}
+    )
     defaults = msgspec.json.decode(msgspec.json.encode(kind(**required)))
     if name == "arbiter":
         tables = {policy: msgspec.to_builtins(entry.settings()) for policy, entry in POLICIES.items()}
