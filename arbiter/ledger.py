@@ -2,15 +2,16 @@
 
 Of the newest auctions it keeps the inputs, too, from which they are explained (`rounds.losses`).
 Writing the same record twice changes nothing, so a crash between deciding and recording is mended by performing the
-last records again. It shares the state folder with the journal, for the same user, but any SQLite can read it.
+last records again. It lies beside the journal: in the same folder as a file that any SQLite can read, for the same
+user, or in the same database.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, assert_never
 
 import msgspec
 
@@ -26,30 +27,32 @@ from arbiter.core.effects import (
     RoundRecord,
 )
 from arbiter.core.state.model import Claim
+from arbiter.tables import MEND, PostgresTables, SqliteTables, Statement, Tables
 from protocol.journal import JournalError
+from protocol.journal.postgres import PostgresJournal
 from protocol.messages import AppId, EventFilter
-from protocol.private import private_file
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS rounds (round INTEGER PRIMARY KEY, at REAL NOT NULL, record BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS outcomes (app TEXT NOT NULL, round INTEGER NOT NULL, PRIMARY KEY (app, round));
-CREATE TABLE IF NOT EXISTS inputs (round INTEGER PRIMARY KEY, packed BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS claims (app TEXT NOT NULL, round INTEGER NOT NULL, what TEXT NOT NULL, claimed REAL NOT NULL,
-                                   measured REAL NOT NULL, ratio REAL NOT NULL, source TEXT NOT NULL,
-                                   confidence REAL NOT NULL, PRIMARY KEY (app, round, what));
+CREATE TABLE IF NOT EXISTS rounds (round {COUNT} PRIMARY KEY, at {NUMBER} NOT NULL, record {BYTES} NOT NULL);
+CREATE TABLE IF NOT EXISTS outcomes (app TEXT NOT NULL, round {COUNT} NOT NULL, PRIMARY KEY (app, round));
+CREATE TABLE IF NOT EXISTS inputs (round {COUNT} PRIMARY KEY, packed {BYTES} NOT NULL);
+CREATE TABLE IF NOT EXISTS claims (app TEXT NOT NULL, round {COUNT} NOT NULL, what TEXT NOT NULL,
+                                   claimed {NUMBER} NOT NULL, measured {NUMBER} NOT NULL, ratio {NUMBER} NOT NULL,
+                                   source TEXT NOT NULL, confidence {NUMBER} NOT NULL, PRIMARY KEY (app, round, what));
 CREATE TABLE IF NOT EXISTS leases (lease TEXT PRIMARY KEY, app TEXT NOT NULL, gpu TEXT NOT NULL, node TEXT NOT NULL,
-                                   start REAL NOT NULL, end REAL NOT NULL, reason TEXT NOT NULL,
-                                   had_gpu_s REAL NOT NULL DEFAULT 0, draining_gpu_s REAL NOT NULL DEFAULT 0);
-CREATE TABLE IF NOT EXISTS apps (app TEXT PRIMARY KEY, tenant TEXT NOT NULL, ended_at REAL NOT NULL,
-                                 record BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS acts (act TEXT NOT NULL, at REAL NOT NULL, actor TEXT NOT NULL, kind TEXT NOT NULL,
+                                   start {NUMBER} NOT NULL, "end" {NUMBER} NOT NULL, reason TEXT NOT NULL,
+                                   had_gpu_s {NUMBER} NOT NULL DEFAULT 0,
+                                   draining_gpu_s {NUMBER} NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS apps (app TEXT PRIMARY KEY, tenant TEXT NOT NULL, ended_at {NUMBER} NOT NULL,
+                                 record {BYTES} NOT NULL);
+CREATE TABLE IF NOT EXISTS acts (act TEXT NOT NULL, at {NUMBER} NOT NULL, actor TEXT NOT NULL, kind TEXT NOT NULL,
                                  target TEXT NOT NULL, outcome TEXT NOT NULL, PRIMARY KEY (act, actor));
-CREATE TABLE IF NOT EXISTS failures (at REAL NOT NULL, round INTEGER NOT NULL, policy TEXT NOT NULL,
+CREATE TABLE IF NOT EXISTS failures (at {NUMBER} NOT NULL, round {COUNT} NOT NULL, policy TEXT NOT NULL,
                                      doing TEXT NOT NULL, error TEXT NOT NULL, trace TEXT NOT NULL,
                                      PRIMARY KEY (at, round, doing));
-CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, number INTEGER NOT NULL, at REAL NOT NULL,
+CREATE TABLE IF NOT EXISTS events (id {IDENTITY}, number {COUNT} NOT NULL, at {NUMBER} NOT NULL,
                                    kind TEXT NOT NULL, app TEXT, tenant TEXT, node TEXT, task TEXT,
-                                   record BLOB NOT NULL, UNIQUE (at, number));
+                                   record {BYTES} NOT NULL, UNIQUE (at, number));
 CREATE INDEX IF NOT EXISTS leases_by_app ON leases (app);
 CREATE INDEX IF NOT EXISTS events_by_app ON events (app);
 CREATE INDEX IF NOT EXISTS events_by_node ON events (node);
@@ -57,97 +60,81 @@ CREATE INDEX IF NOT EXISTS events_by_tenant ON events (tenant);
 CREATE INDEX IF NOT EXISTS events_by_time ON events (at);
 CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind);
 """
+#: Columns that the first versions of the file had not.
+_ADDED = {"leases": {"had_gpu_s": "REAL NOT NULL DEFAULT 0", "draining_gpu_s": "REAL NOT NULL DEFAULT 0"}}
 
 #: Rounds whose inputs are kept, the newest: one has about a megabyte of a thousand apps.
 INPUTS_MAX = 8
 
+_LEASE = ("lease", "app", "gpu", "node", "start", "end", "reason", "had_gpu_s", "draining_gpu_s")
 _INSERT_LEASE = """
-INSERT OR IGNORE INTO leases (lease, app, gpu, node, start, end, reason, had_gpu_s, draining_gpu_s)
-VALUES (:lease, :app, :gpu, :node, :start, :end, :reason, :had_gpu_s, :draining_gpu_s)
+INSERT INTO leases (lease, app, gpu, node, start, "end", reason, had_gpu_s, draining_gpu_s)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING
 """
 _INSERT_EVENT = """
-INSERT OR IGNORE INTO events (number, at, kind, app, tenant, node, task, record) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO events (number, at, kind, app, tenant, node, task, record) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO NOTHING
+"""
+_INSERT_APP = """
+INSERT INTO apps (app, tenant, ended_at, record) VALUES (?, ?, ?, ?)
+ON CONFLICT (app) DO UPDATE SET tenant = excluded.tenant, ended_at = excluded.ended_at, record = excluded.record
+"""
+_INSERT_ROUND = """
+INSERT INTO rounds (round, at, record) VALUES (?, ?, ?)
+ON CONFLICT (round) DO UPDATE SET at = excluded.at, record = excluded.record
+"""
+_INSERT_OUTCOME = "INSERT INTO outcomes (app, round) VALUES (?, ?) ON CONFLICT DO NOTHING"
+_INSERT_CLAIM = """
+INSERT INTO claims (app, round, what, claimed, measured, ratio, source, confidence) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO NOTHING
+"""
+_INSERT_ACT = """
+INSERT INTO acts (act, at, actor, kind, target, outcome) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING
+"""
+_INSERT_FAILURE = """
+INSERT INTO failures (at, round, policy, doing, error, trace) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING
+"""
+_INSERT_INPUTS = """
+INSERT INTO inputs (round, packed) VALUES (?, ?) ON CONFLICT (round) DO UPDATE SET packed = excluded.packed
 """
 
 
 class Ledger:
-    """Rounds and leases in one SQLite file; whatever finds that it cannot be used raises `JournalError`."""
+    """Rounds, leases and what else is over; whatever finds that it cannot be used raises `JournalError`."""
 
-    def __init__(self, path: Path | str) -> None:
-        """Open or make the ledger at `path` (``:memory:`` for one that is not kept).
+    def __init__(self, place: Path | str | PostgresJournal[Any]) -> None:
+        """Open or make the ledger in a file (``:memory:`` for one that is not kept), or in a journal's database.
 
         Raises
         ------
         JournalError
-            If the file cannot be opened, or is damaged.
+            If it cannot be opened, or is damaged.
         """
-        self._path = path
-        with self._using():
-            if path != ":memory:":
-                private_file(Path(path))
-            self._database = sqlite3.connect(path)
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = NORMAL")  # the journal is the truth; this is its record
-            self._database.executescript(_SCHEMA)
-            there = {row[1] for row in self._database.execute("PRAGMA table_info(leases)")}
-            for column in ("had_gpu_s", "draining_gpu_s"):  # which the first versions of this file had not
-                if column not in there:
-                    self._database.execute(f"ALTER TABLE leases ADD COLUMN {column} REAL NOT NULL DEFAULT 0")
+        self._tables: Tables
+        if isinstance(place, PostgresJournal):
+            self._tables = PostgresTables(place, _SCHEMA)
+        else:
+            self._tables = SqliteTables(place, _SCHEMA, _ADDED)
 
     @contextmanager
-    def _using(self) -> Iterator[None]:
+    def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, msgspec.MsgspecError, OSError) as error:
-            raise JournalError(
-                f"cannot use {self._path}: {error}; check that its folder is writable and the disk not full, or stop "
-                "the arbiter and move the file away if it is damaged: the present is in the journal, and only the "
-                "record of past rounds and leases is lost"
-            ) from error
+        except msgspec.MsgspecError as error:
+            raise JournalError(f"cannot use {self._tables.place}: {error}; {MEND}") from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._database.close()
+        """Let go of the tables."""
+        self._tables.close()
 
     def used(self) -> bool:
         """Whether anything was ever recorded."""
-        query = "SELECT EXISTS (SELECT 1 FROM rounds) OR EXISTS (SELECT 1 FROM leases)"
-        with self._using():
-            return bool(self._database.execute(query).fetchone()[0])
+        (row,) = self._tables.read("SELECT EXISTS (SELECT 1 FROM rounds) OR EXISTS (SELECT 1 FROM leases)")
+        return bool(row[0])
 
     def write(self, record: Record) -> None:
         """Add one record; writing it again changes nothing."""
-        with self._using(), self._database:
-            if isinstance(record, RoundRecord):
-                self._write_round(record)
-            elif isinstance(record, AppRecord):
-                told = (record.app, record.tenant, record.ended_at, msgspec.msgpack.encode(record))
-                self._database.execute("INSERT OR REPLACE INTO apps VALUES (?, ?, ?, ?)", told)
-            elif isinstance(record, ActRecord):
-                done = (record.act, record.at, record.actor, record.kind, record.target, record.outcome)
-                self._database.execute("INSERT OR IGNORE INTO acts VALUES (?, ?, ?, ?, ?, ?)", done)
-            elif isinstance(record, EventRecord):
-                about = (record.kind, record.app, record.tenant, record.node, record.task)
-                event = (record.number, record.at, *about, msgspec.msgpack.encode(record))
-                self._database.execute(_INSERT_EVENT, event)
-            elif isinstance(record, PolicyFailed):
-                what = (record.failure.policy, record.failure.doing, record.failure.error, record.failure.trace)
-                failed = (record.at, record.round, *what)
-                self._database.execute("INSERT OR IGNORE INTO failures VALUES (?, ?, ?, ?, ?, ?)", failed)
-            else:
-                row = {name: getattr(record, name) for name in record.__struct_fields__}
-                self._database.execute(_INSERT_LEASE, row)
-
-    def _write_round(self, record: RoundRecord) -> None:
-        packed = msgspec.msgpack.encode(record)
-        self._database.execute("INSERT OR REPLACE INTO rounds VALUES (?, ?, ?)", (record.round, record.at, packed))
-        rows = [(outcome.app, record.round) for outcome in record.outcomes]
-        self._database.executemany("INSERT OR IGNORE INTO outcomes VALUES (?, ?)", rows)
-        claims = [
-            (each.app, record.round, each.what, each.claimed, each.measured, each.ratio, each.source, each.confidence)
-            for each in record.claims
-        ]
-        self._database.executemany("INSERT OR IGNORE INTO claims VALUES (?, ?, ?, ?, ?, ?, ?, ?)", claims)
+        self._tables.write(*_statements(record))
 
     def keep(self, asked: Decide) -> None:
         """Keep the inputs of an auction, from which it is explained when a person asks; those of old rounds go."""
@@ -157,17 +144,16 @@ class Ledger:
             packed = msgspec.msgpack.encode(asked)
         except OverflowError:  # of a number that a user gave, as a seed; such a round is told without
             return
-        with self._using(), self._database:
-            self._database.execute("INSERT OR REPLACE INTO inputs VALUES (?, ?)", (asked.round, packed))
-            beyond = (asked.round - INPUTS_MAX, asked.round)  # numbers begin anew with a new journal
-            self._database.execute("DELETE FROM inputs WHERE round <= ? OR round > ?", beyond)
+        beyond = (asked.round - INPUTS_MAX, asked.round)  # numbers begin anew with a new journal
+        self._tables.write(
+            (_INSERT_INPUTS, [(asked.round, packed)]), ("DELETE FROM inputs WHERE round <= ? OR round > ?", [beyond])
+        )
 
     def inputs(self, round_: int) -> Decide | None:
         """Return the inputs of a round; None if they are not kept, or another version has written them."""
-        with self._using():
-            row = self._database.execute("SELECT packed FROM inputs WHERE round = ?", (round_,)).fetchone()
+        rows = self._tables.read("SELECT packed FROM inputs WHERE round = ?", (round_,))
         try:
-            return None if row is None else msgspec.msgpack.decode(row[0], type=Decide)
+            return msgspec.msgpack.decode(rows[0][0], type=Decide) if rows else None
         except msgspec.MsgspecError:
             return None
 
@@ -178,15 +164,14 @@ class Ledger:
             "SELECT record FROM rounds JOIN outcomes USING (round) WHERE app = ? ORDER BY round DESC LIMIT ? OFFSET ?"
         )
         page = (limit, offset)
-        with self._using():
-            rows = self._database.execute(*((query, page) if app is None else (of_app, (app, *page))))
+        rows = self._tables.read(query, page) if app is None else self._tables.read(of_app, (app, *page))
+        with self._reading():
             return [msgspec.msgpack.decode(packed, type=RoundRecord) for (packed,) in rows]
 
     def round_count(self) -> int:
         """Return how many rounds there were."""
-        with self._using():
-            (count,) = self._database.execute("SELECT count(*) FROM rounds").fetchone()
-            return int(count)
+        ((count,),) = self._tables.read("SELECT count(*) FROM rounds")
+        return int(count)
 
     def claims(self, *, limit: int) -> Sequence[tuple[int, Claim]]:
         """Return the newest `limit` claims that were off, oldest first, each with its round."""
@@ -194,22 +179,19 @@ class Ledger:
             "SELECT round, app, what, claimed, measured, ratio, source, confidence FROM claims "
             "ORDER BY round DESC, app DESC, what DESC LIMIT ?"
         )
-        with self._using():
-            rows = self._database.execute(query, (limit,)).fetchall()
+        rows = self._tables.read(query, (limit,))
         return [(int(row[0]), Claim(*row[1:])) for row in reversed(rows)]
 
     def apps(self, *, limit: int) -> Sequence[AppRecord]:
         """Return the newest `limit` apps that are over, oldest first."""
-        query = "SELECT record FROM apps ORDER BY ended_at DESC, app DESC LIMIT ?"
-        with self._using():
-            rows = self._database.execute(query, (limit,)).fetchall()
+        rows = self._tables.read("SELECT record FROM apps ORDER BY ended_at DESC, app DESC LIMIT ?", (limit,))
+        with self._reading():
             return [msgspec.msgpack.decode(packed, type=AppRecord) for (packed,) in reversed(rows)]
 
     def acts(self, *, limit: int) -> Sequence[ActRecord]:
         """Return the newest `limit` acts of owners and administrators, oldest first."""
         query = "SELECT act, at, actor, kind, target, outcome FROM acts ORDER BY at DESC, act DESC LIMIT ?"
-        with self._using():
-            return [ActRecord(*row) for row in reversed(self._database.execute(query, (limit,)).fetchall())]
+        return [ActRecord(*row) for row in reversed(self._tables.read(query, (limit,)))]
 
     def events(
         self, among: EventFilter, *, after: int = 0, since: float = 0.0, limit: int
@@ -217,33 +199,65 @@ class Ledger:
         """Return events with their ids, oldest first: the first `limit` of those with an id above `after`."""
         condition, values = _among(among, since)
         query = f"SELECT id, record FROM events WHERE id > ? AND {condition} ORDER BY id LIMIT ?"  # noqa: S608 - our words
-        with self._using():
-            rows = self._database.execute(query, (after, *values, limit))
+        rows = self._tables.read(query, (after, *values, limit))
+        with self._reading():
             return [(int(id_), msgspec.msgpack.decode(packed, type=EventRecord)) for id_, packed in rows]
 
     def newest_event(self, among: EventFilter | None = None, *, since: float = 0.0, number: int = 1) -> int:
         """Return the id of the `number`-th event from the end; of the first if there are fewer, 0 if none."""
         condition, values = _among(among or EventFilter(), since)
         newest = f"SELECT id FROM events WHERE {condition} ORDER BY id DESC LIMIT ?"  # noqa: S608 - our words
-        with self._using():
-            (found,) = self._database.execute(f"SELECT min(id) FROM ({newest})", (*values, number)).fetchone()  # noqa: S608
-            return int(found or 0)
+        ((found,),) = self._tables.read(f"SELECT min(id) FROM ({newest}) AS newest", (*values, number))  # noqa: S608
+        return int(found or 0)
 
     def failures(self, *, limit: int) -> Sequence[PolicyFailed]:
         """Return the newest `limit` failures of policies, oldest first."""
         query = "SELECT at, round, policy, doing, error, trace FROM failures ORDER BY at DESC, round DESC LIMIT ?"
-        with self._using():
-            rows = self._database.execute(query, (limit,)).fetchall()
+        rows = self._tables.read(query, (limit,))
         return [PolicyFailed(at, number, Failure(*what)) for at, number, *what in reversed(rows)]
 
     def leases(self, *, limit: int, offset: int = 0) -> Sequence[LeaseRecord]:
         """Return `limit` leases that are over, the last to end first, without the first `offset` of these."""
         query = (
-            "SELECT lease, app, gpu, node, start, end, reason, had_gpu_s, draining_gpu_s FROM leases "
-            "ORDER BY end DESC, lease LIMIT ? OFFSET ?"
+            'SELECT lease, app, gpu, node, start, "end", reason, had_gpu_s, draining_gpu_s FROM leases '
+            'ORDER BY "end" DESC, lease LIMIT ? OFFSET ?'
         )
-        with self._using():
-            return [LeaseRecord(*row) for row in self._database.execute(query, (limit, offset))]
+        return [LeaseRecord(*row) for row in self._tables.read(query, (limit, offset))]
+
+
+def _statements(record: Record) -> list[Statement]:
+    """Return the statements that add a record."""
+    match record:
+        case RoundRecord():
+            return _of_round(record)
+        case AppRecord():
+            told = (record.app, record.tenant, record.ended_at, msgspec.msgpack.encode(record))
+            return [(_INSERT_APP, [told])]
+        case ActRecord():
+            done = (record.act, record.at, record.actor, record.kind, record.target, record.outcome)
+            return [(_INSERT_ACT, [done])]
+        case EventRecord():
+            about = (record.kind, record.app, record.tenant, record.node, record.task)
+            return [(_INSERT_EVENT, [(record.number, record.at, *about, msgspec.msgpack.encode(record))])]
+        case PolicyFailed():
+            what = (record.failure.policy, record.failure.doing, record.failure.error, record.failure.trace)
+            return [(_INSERT_FAILURE, [(record.at, record.round, *what)])]
+        case LeaseRecord():
+            return [(_INSERT_LEASE, [tuple(getattr(record, name) for name in _LEASE)])]
+        case _ as never:
+            assert_never(never)
+
+
+def _of_round(record: RoundRecord) -> list[Statement]:
+    claims = [
+        (each.app, record.round, each.what, each.claimed, each.measured, each.ratio, each.source, each.confidence)
+        for each in record.claims
+    ]
+    return [
+        (_INSERT_ROUND, [(record.round, record.at, msgspec.msgpack.encode(record))]),
+        (_INSERT_OUTCOME, [(outcome.app, record.round) for outcome in record.outcomes]),
+        (_INSERT_CLAIM, claims),
+    ]
 
 
 def _among(among: EventFilter, since: float) -> tuple[str, list[object]]:
@@ -260,7 +274,7 @@ def _among(among: EventFilter, since: float) -> tuple[str, list[object]]:
         ids = [_of_id(each) for each in among.ids]
         conditions.append(f"({' OR '.join(condition for condition, _ in ids)})")
         values += [value for _, several in ids for value in several]
-    return " AND ".join(conditions) or "1", values
+    return " AND ".join(conditions) or "TRUE", values
 
 
 def _of_id(name: str) -> tuple[str, Sequence[object]]:
