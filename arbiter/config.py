@@ -17,7 +17,10 @@ from arbiter.core.seam import Setting
 from arbiter.core.state.model import ArbiterSettings
 from protocol import config
 from protocol.config import ConfigError
+from protocol.journal.database import EXAMPLE, is_database, without_password
 
+#: Files of the state folder.
+JOURNAL, LEDGER = "journal.db", "ledger.db"
 HistoryMode = Literal["auto", "resume", "begin"]
 #: The most seats that a plan can give a GPU.
 SEATS_MAX = 64
@@ -31,8 +34,9 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Where the arbiter runs and how it decides.
 
     `bus` is ``amqp[s]://user:password@host:port/vhost``; when empty, the daemon reads it from the file `bus_file`
-    (systemd credential). `state_dir` holds the journal and the ledger. `shared_users` lists broker users that may
-    speak for anyone: only for brokers where all daemons share one user.
+    (systemd credential). `state_dir` holds the journal and the ledger, unless `journal` is the address of a database
+    for both, ``postgresql://user:password@host1,host2/database``; `journal_file` is a file with that address.
+    `shared_users` lists broker users that may speak for anyone: only for brokers where all daemons share one user.
 
     `history` says what is expected of the history of GPU time, which decides who is served next: ``auto`` resumes it,
     and refuses to start where the ledger tells of a past that the journal has not; ``resume`` refuses to start without
@@ -45,6 +49,8 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     state_dir: str = "/var/lib/gpu-arbiter"
     bus: str = ""
     bus_file: str = ""
+    journal: str = ""
+    journal_file: str = ""
     prefix: str = ""  #: of queue and exchange names; the same in all daemons of a site
     shared_users: tuple[str, ...] = ()
     arbiter: ArbiterSettings = ArbiterSettings()
@@ -78,6 +84,29 @@ def written(found: ArbiterConfig) -> dict[str, Any]:
     fields["policy"] = {**fields["policy"], **fields["arbiter"]["policies"]}
     fields["arbiter"] = {name: fields["arbiter"][name] for name in FIELDS}
     return fields
+
+
+def database_url(found: ArbiterConfig) -> str:
+    """Return the address of the database that holds journal and ledger; empty: the state folder holds them.
+
+    Raises
+    ------
+    ConfigError
+        If `journal_file` cannot be read, or has no such address.
+    """
+    if found.journal or not found.journal_file:
+        return found.journal
+    try:
+        url = Path(found.journal_file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"journal_file {found.journal_file} cannot be read: {why}; put {EXAMPLE} there") from error
+    if not is_database(url):
+        raise ConfigError(
+            f"journal_file {found.journal_file} has {without_password(url)!r}, which is no address of a database; "
+            f"write it like {EXAMPLE}"
+        )
+    return url
 
 
 def _refuse_unknown(table: object, source: str) -> None:
@@ -126,6 +155,8 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
         With `source`, the field and the mend.
     """
     check_settings(arbiter.arbiter, source)
+    if arbiter.journal and not is_database(arbiter.journal):
+        raise ConfigError(f"{source}: journal is {without_password(arbiter.journal)!r}; write it like {EXAMPLE}")
 
 
 def check_settings(settings: ArbiterSettings, source: str) -> None:

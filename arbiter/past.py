@@ -16,7 +16,8 @@ from arbiter.core.effects import Record
 from arbiter.ledger import Ledger
 from arbiter.queries import Queries
 from protocol.core import Send
-from protocol.journal import Journal, JournalError
+from protocol.journal import JournalError
+from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import Answer, Party, Query, QueryKind
 
 #: The arbiter may write while its journal is copied; a torn copy is noticed, and another one made.
@@ -99,7 +100,7 @@ class Past:
         self.now = max(moment, self._arbiter.state.now)
 
 
-def _copied(path: Path, folder: Path) -> Journal[Event]:
+def _copied(path: Path, folder: Path) -> SqliteJournal[Event]:
     """Return a copy of a journal that is whole.
 
     Raises
@@ -115,7 +116,7 @@ def _copied(path: Path, folder: Path) -> Journal[Event]:
                 copy.with_name(copy.name + name).unlink(missing_ok=True)
                 if source.is_file():
                     shutil.copyfile(source, copy.with_name(copy.name + name))
-            return Journal.of(copy, Event)
+            return SqliteJournal.of(copy, Event)
         except OSError as error:
             raise JournalError(f"cannot read {path}: {error}; read it as the arbiter's user, or as root") from error
         except JournalError as error:
