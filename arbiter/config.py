@@ -94,16 +94,25 @@ def database_url(found: ArbiterConfig) -> str:
     ConfigError
         If `journal_file` cannot be read, or has no such address.
     """
-    if found.journal or not found.journal_file:
-        return found.journal
+    return found.journal or (address_in(Path(found.journal_file)) if found.journal_file else "")
+
+
+def address_in(journal_file: Path) -> str:
+    """Return the address of a database that a `journal_file` has.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be read, or has no such address.
+    """
     try:
-        url = Path(found.journal_file).read_text().strip()
+        url = journal_file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"journal_file {found.journal_file} cannot be read: {why}; put {EXAMPLE} there") from error
+        raise ConfigError(f"journal_file {journal_file} cannot be read: {why}; put {EXAMPLE} there") from error
     if not is_database(url):
         raise ConfigError(
-            f"journal_file {found.journal_file} has {without_password(url)!r}, which is no address of a database; "
+            f"journal_file {journal_file} has {without_password(url)!r}, which is no address of a database; "
             f"write it like {EXAMPLE}"
         )
     return url

@@ -93,6 +93,8 @@ class PostgresJournal(Generic[EventT]):
         How long one statement may take.
     snapshots_kept
         How many snapshots to keep, and the events since the oldest of them, for looking back at an incident.
+    read_only
+        Look at what an arbiter has written, and have the server refuse whatever would change something.
 
     Raises
     ------
@@ -114,6 +116,7 @@ class PostgresJournal(Generic[EventT]):
         program: str = "",
         snapshots_kept: int = 2,
         limit_s: float = LIMIT_S,
+        read_only: bool = False,
     ) -> None:
         assert snapshots_kept >= 1, "without a snapshot the events before it cannot be pruned"
         self._url = url
@@ -125,7 +128,8 @@ class PostgresJournal(Generic[EventT]):
         self._attached: list[Statement] = []
         self._epoch = NOT_LEADING  #: in which this process leads
         self._closed = False
-        self._database = Postgres(url, limit_s=limit_s)
+        self._read_only = read_only
+        self._database = Postgres(url, limit_s=limit_s, read_only=read_only)
         try:
             self._made = self._prepare()
             self.last_seq, self.last_now, self._snapshot_seq = self._last()
@@ -395,6 +399,8 @@ class PostgresJournal(Generic[EventT]):
         with self._database.unit() as cursor:
             cursor.execute("SELECT pg_advisory_xact_lock(%s)", (_MAKING,))
             if cursor.execute("SELECT to_regclass('journal.site')").fetchone() == (None,):
+                if self._read_only:
+                    raise JournalError(f"{self.place} has no journal; name the `journal_file` of an arbiter")
                 cursor.execute(_SCHEMA.encode())
                 new = "INSERT INTO journal.site (version, epoch, leader, program, made) VALUES (%s, 0, '', '', %s)"
                 cursor.execute(new, (VERSION, secrets.token_hex(8)))

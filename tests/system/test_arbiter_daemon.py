@@ -245,7 +245,7 @@ def test_every_policy_can_be_chosen_and_set_in_the_file(tmp_path: Path, policy: 
     )
     loaded = load(path).arbiter
     assert loaded.policy == policy
-    assert loaded.policies["las"] == {"threshold_gpu_s": 7200.0}
+    assert loaded.policies["las"]["threshold_gpu_s"] == 7200.0
     assert set(loaded.policy_settings) == set(entry.settings.__struct_fields__)
     assert type(policy_of(loaded.policy, loaded.policy_settings)) is entry.kind
 
