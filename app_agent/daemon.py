@@ -23,7 +23,7 @@ from app_agent.core.host import (
     OwnEvent,
 )
 from protocol.bus import Bus
-from protocol.journal import Journal
+from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import OwnerId, Party
 from protocol.private import state_folder
 from protocol.shell import Shell
@@ -109,12 +109,12 @@ async def _run(
             server.close()
 
 
-def open_journal(config: AppConfig) -> Journal[Event]:
+def open_journal(config: AppConfig) -> SqliteJournal[Event]:
     """Return the journal of an owner's apps; raises `ConfigError` or `JournalError`."""
-    return Journal.of(state_folder(Path(config.state_dir)) / f"app-{config.owner}.db", Event)
+    return SqliteJournal.of(state_folder(Path(config.state_dir)) / f"app-{config.owner}.db", Event)
 
 
-def restored(journal: Journal[Event], config: AppConfig) -> AppHost:
+def restored(journal: SqliteJournal[Event], config: AppConfig) -> AppHost:
     """Return the host as its journal tells, with the settings of today."""
     loaded = journal.load()
     host = AppHost.restore(loaded.snapshot) if loaded.snapshot is not None else AppHost(OwnerId(config.owner))
@@ -132,7 +132,7 @@ def restored(journal: Journal[Event], config: AppConfig) -> AppHost:
     return host
 
 
-def _tag(journal: Journal[Event]) -> str:
+def _tag(journal: SqliteJournal[Event]) -> str:
     """Return the letters that the ids of this journal's apps have: should it be lost, the next one has others."""
     tag = journal.get("tag")
     if tag is None:

@@ -17,8 +17,11 @@ from arbiter.core.seam import Setting
 from arbiter.core.state.model import ArbiterSettings
 from protocol import config
 from protocol.config import ConfigError
+from protocol.journal.database import EXAMPLE, is_database, without_password
 from protocol.messages import OwnerId, PartyId
 
+#: Files of the state folder.
+JOURNAL, LEDGER = "journal.db", "ledger.db"
 HistoryMode = Literal["auto", "resume", "begin"]
 #: As an owner of a gateway: all owners.
 ALL = "*"
@@ -51,8 +54,9 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Where the arbiter runs and how it decides.
 
     `bus` is ``amqp[s]://user:password@host:port/vhost``; when empty, the daemon reads it from the file `bus_file`
-    (systemd credential). `state_dir` holds the journal and the ledger. `shared_users` lists broker users that may
-    speak for anyone: only for brokers where all daemons share one user.
+    (systemd credential). `state_dir` holds the journal and the ledger, unless `journal` is the address of a database
+    for both, ``postgresql://user:password@host1,host2/database``; `journal_file` is a file with that address.
+    `shared_users` lists broker users that may speak for anyone: only for brokers where all daemons share one user.
 
     `gateways` lists the gateways of login hosts, each with the owners for whose apps it speaks as ``gateway-<name>``.
 
@@ -67,6 +71,8 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     state_dir: str = "/var/lib/gpu-arbiter"
     bus: str = ""
     bus_file: str = ""
+    journal: str = ""
+    journal_file: str = ""
     prefix: str = ""  #: of queue and exchange names; the same in all daemons of a site
     shared_users: tuple[str, ...] = ()
     gateways: tuple[Gateway, ...] = ()
@@ -101,6 +107,38 @@ def written(found: ArbiterConfig) -> dict[str, Any]:
     fields["policy"] = {**fields["policy"], **fields["arbiter"]["policies"]}
     fields["arbiter"] = {name: fields["arbiter"][name] for name in FIELDS}
     return fields
+
+
+def database_url(found: ArbiterConfig) -> str:
+    """Return the address of the database that holds journal and ledger; empty: the state folder holds them.
+
+    Raises
+    ------
+    ConfigError
+        If `journal_file` cannot be read, or has no such address.
+    """
+    return found.journal or (address_in(Path(found.journal_file)) if found.journal_file else "")
+
+
+def address_in(journal_file: Path) -> str:
+    """Return the address of a database that a `journal_file` has.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be read, or has no such address.
+    """
+    try:
+        url = journal_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise ConfigError(f"journal_file {journal_file} cannot be read: {why}; put {EXAMPLE} there") from error
+    if not is_database(url):
+        raise ConfigError(
+            f"journal_file {journal_file} has {without_password(url)!r}, which is no address of a database; "
+            f"write it like {EXAMPLE}"
+        )
+    return url
 
 
 def _refuse_unknown(table: object, source: str) -> None:
@@ -149,6 +187,8 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
         With `source`, the field and the mend.
     """
     check_settings(arbiter.arbiter, source)
+    if arbiter.journal and not is_database(arbiter.journal):
+        raise ConfigError(f"{source}: journal is {without_password(arbiter.journal)!r}; write it like {EXAMPLE}")
     told = Counter(owner for gateway in arbiter.gateways for owner in gateway.owners)
     twice = [owner for owner, count in told.items() if count > 1]
     if twice:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, closing
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import structlog
 
-from arbiter.config import ArbiterConfig, HistoryMode, check, owners_by_gateway
+from arbiter.config import JOURNAL, LEDGER, ArbiterConfig, HistoryMode, check, database_url, owners_by_gateway
 from arbiter.core.arbiter import Arbiter, Configured, Effect, Event, MissingHistory, SolverReady
 from arbiter.core.dry_run import may_begin
 from arbiter.core.effects import (
@@ -41,7 +45,9 @@ from protocol.bus import Bus
 from protocol.clock import Anchor, Clock, RecordedClock
 from protocol.config import ConfigError
 from protocol.core import Send
-from protocol.journal import Journal, JournalError
+from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway
+from protocol.journal.postgres import PostgresJournal
+from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import ARBITER, AnyMessage, AppId, LogChunk, NodeReport, Party, Query
 from protocol.private import state_folder
 from protocol.shell import Shell
@@ -56,6 +62,8 @@ SAMPLE_S = 3600.0
 TRIED_S = 3.0
 #: So long after a question auctions are held again for it; and so many outcomes that were found so are remembered.
 LOST_S, EXPLAINED_MAX = 5.0, 256
+#: Between two looks at a store that is away, or that another arbiter leads.
+RETRY_S = 1.0
 #: How long a dry run waits for the end of a round that is being decided, and how often it looks.
 ROUND_S, LOOK_S = 4.0, 0.02
 
@@ -87,16 +95,29 @@ async def run_arbiter(
         If the state folder belongs to another process or cannot be read.
     """
     check(config, "configuration")
-    folder = state_folder(Path(config.state_dir))
-    with (
-        closing(_journal(folder)) as journal,
-        closing(Ledger(folder / "ledger.db")) as ledger,
-    ):
+    standing_by = ""
+    while True:
+        try:
+            return await _run_once(config, bus, on_alive, wall)
+        except (StoreAway, Deposed, NewerStore) as error:
+            # What is in memory may be more than the store has, or less. It is begun anew from there.
+            if str(error) != standing_by:
+                _log.warning("arbiter.stands_by", why=str(error), meaning=_STANDING_BY)
+            standing_by = str(error)
+        if on_alive is not None:
+            on_alive()
+        await asyncio.sleep(RETRY_S)
+
+
+_STANDING_BY = "this arbiter decides nothing; training goes on, and it tries again by itself"
+
+
+async def _run_once(config: ArbiterConfig, bus: Bus, on_alive: Callable[[], None] | None, wall: Clock) -> None:
+    """Run until the store is away or another arbiter leads."""
+    async with _open_store(config) as (journal, ledger):
         arbiter = _restore(journal, ledger, config.history)
-        _configure(arbiter, journal, config, ledger, alone=bus.private)
-        performer = _Performer(arbiter, journal, ledger, _clock(journal, wall))
-        shell = performer.shell(bus, config, on_alive)
-        await _run(shell, performer.solver, holds_auctions=_holds_auctions(config))
+        performer = _Performer(arbiter, journal, ledger, config, wall, alone=bus.private)
+        await _run(performer.shell(bus, on_alive), performer)
 
 
 ArbiterShell = Shell[Configured | SolverReady | Decided | Sold, Performed]
@@ -105,33 +126,124 @@ ArbiterShell = Shell[Configured | SolverReady | Decided | Sold, Performed]
 class _Performer:
     """Performs the effects of an arbiter's core, and answers what is asked of it beside its core."""
 
-    def __init__(self, arbiter: Arbiter, journal: Journal[Event], ledger: Ledger, clock: RecordedClock) -> None:
-        self._arbiter, self._journal, self._ledger, self._clock = arbiter, journal, ledger, clock
+    def __init__(
+        self,
+        arbiter: Arbiter,
+        journal: Journal[Event],
+        ledger: Ledger,
+        config: ArbiterConfig,
+        wall: Clock = time.time,
+        *,
+        alone: bool = True,
+    ) -> None:
+        self._arbiter, self._journal, self._ledger = arbiter, journal, ledger
+        self._config, self._wall, self._alone = config, wall, alone
+        self._clock: RecordedClock | None = None  #: from when this arbiter first leads
         self._queries = Queries(arbiter, ledger)
         self._one_auction = asyncio.Lock()
         self._explained: dict[tuple[int, float, AppId], Outcome] = {}  #: by round, its time, and app; the oldest first
         self._sampled_at = 0.0
         self.solver = Solver()
+        self._ready = not _holds_auctions(config)
+        self._clock_moved = asyncio.Event()
 
-    def shell(self, bus: Bus, config: ArbiterConfig, on_alive: Callable[[], None] | None) -> ArbiterShell:
+    def shell(self, bus: Bus, on_alive: Callable[[], None] | None) -> ArbiterShell:
         """Return the shell around the core."""
+        shared = self._config.shared_users
         self._shell: ArbiterShell = Shell(
             self._arbiter,
             bus,
             ARBITER,
             perform=self._perform,
             journal=self._journal,
+            take_over=self._take_over,
             snapshot=self._arbiter.snapshot,
             snapshot_every=SNAPSHOT_EVERY,
-            clock=self._clock,
-            shared_users=frozenset(config.shared_users),
-            gateways=owners_by_gateway(config),
+            clock=self._time,
+            shared_users=frozenset(shared),
+            gateways=owners_by_gateway(self._config),
             answer=self._answer,
             on_alive=on_alive,
         )
-        if config.shared_users:
-            _log.warning("users.shared", users=config.shared_users, meaning="they may speak for every participant")
+        if shared:
+            _log.warning("users.shared", users=shared, meaning="they may speak for every participant")
         return self._shell
+
+    def start_beside(self, group: asyncio.TaskGroup) -> Sequence[asyncio.Task[None]]:
+        """Start what runs beside the shell; return its tasks."""
+        beside = [self.solver.run(self._shell.post), self._keep_anchor()]
+        if not self._ready:
+            beside.append(self.solver.prepare(self._take_ready))
+        return [group.create_task(each) for each in beside]
+
+    def _take_ready(self) -> None:
+        self._ready = True
+        self._shell.post(SolverReady())
+
+    async def _keep_anchor(self) -> None:
+        """Write the clock's record down each time the clock has gone forward."""
+        while True:
+            await self._clock_moved.wait()
+            self._clock_moved.clear()
+            await self._write_anchor()
+
+    def _time(self) -> float:
+        return self._journal.last_now if self._clock is None else self._clock()
+
+    async def _take_over(self, token: int) -> int:
+        """Begin to lead: depose all others, learn what they have decided, and take our own settings in.
+
+        `token` is the epoch of the leader token. Returns the epoch to lead in, newer than all that were given out.
+        """
+        state = self._arbiter.state
+        # Nodes and app agents may remember an arbiter whose journal was lost, and obey no epoch before its last.
+        least = 0 if self._journal.last_seq else int(self._wall())
+        epoch = await self._away(partial(self._journal.next_epoch, max(token, state.epoch + 1, least)))
+        followed = await self._follow()
+        if state.epoch >= epoch:
+            epoch = await self._away(partial(self._journal.next_epoch, state.epoch + 1))
+        if followed or self._clock is None:
+            await self._configure()
+        return epoch
+
+    async def _follow(self) -> bool:
+        """Take in what another leader has decided; return whether there was anything."""
+        news = await self._away(self._journal.news)
+        for _seq, now, event in news.events:
+            for effect in self._arbiter.handle(event, now):
+                if isinstance(effect, Record):
+                    self._ledger.write(effect)
+        return bool(news.events)
+
+    async def _configure(self) -> None:
+        """Take the settings into the state, at the time of the last event: until we lead no time passes for us."""
+        state = self._arbiter.state
+        written = await self._away(partial(self._journal.get, "clock"))
+        anchor = msgspec.json.decode(written, type=Anchor) if written else None
+        self._clock = RecordedClock(self._journal.last_now, anchor, wall=self._wall)
+        await self._write_anchor()
+        known = await self._away(partial(self._journal.get, "site"))
+        site = state.site or known or f"s-{secrets.token_hex(4)}"
+        if site != known:
+            await self._away(partial(self._journal.set, "site", site))
+        event = Configured(
+            self._config.arbiter, site, adopt=self._config.adopt_site, alone=self._alone, ready=self._ready
+        )
+        self._journal.append(state.now, event)
+        effects = self._arbiter.handle(event, state.now)
+        await self._away(self._journal.commit)
+        for effect in effects:
+            if isinstance(effect, Note | EventRecord):
+                _perform(effect, self._ledger)
+
+    async def _write_anchor(self) -> None:
+        assert self._clock is not None, "there is a clock from when it first leads"
+        anchor = msgspec.json.encode(self._clock.anchor).decode()
+        await self._away(partial(self._journal.set, "clock", anchor))
+
+    async def _away(self, work: Callable[[], FoundT]) -> FoundT:
+        """Have the journal do something, in a thread if another process is waited for."""
+        return await asyncio.to_thread(work) if self._journal.remote else work()
 
     async def _perform(self, effect: Performed) -> None:
         match effect:
@@ -140,8 +252,10 @@ class _Performer:
                 self._ledger.keep(effect)
             case Sell():
                 self.solver.ask(effect)
-            case EpochTaken():
-                _take_epoch(self._journal, effect)
+            case EpochTaken(epoch, site):
+                await self._away(partial(self._journal.take_epoch, epoch))
+                if await self._away(partial(self._journal.get, "site")) != site:
+                    await self._away(partial(self._journal.set, "site", site))
             case Resign(why):
                 raise ConfigError(why)
             case _:
@@ -171,8 +285,8 @@ class _Performer:
             case LogChunk():
                 return self._queries.deliver(sender, message)
             case NodeReport(node=node, boot_id=boot, wall_s=wall_s):
-                if self._clock.hear(node, boot, wall_s):
-                    _write_anchor(self._journal, self._clock)
+                if self._clock is not None and self._clock.hear(node, boot, wall_s):
+                    self._clock_moved.set()
                 return None
             case _:
                 return None
@@ -205,7 +319,7 @@ class _Performer:
             return [report]
 
         def sum_up() -> list[ReportRow]:
-            with closing(Ledger.reader(Path(self._ledger.path))) as ledger:
+            with closing(self._ledger.beside()) as ledger:
                 return report.rows(ledger)
 
         try:
@@ -259,40 +373,50 @@ def _holds_auctions(config: ArbiterConfig) -> bool:
     return policy_of(config.arbiter.policy, config.arbiter.policy_settings).traits.probes
 
 
-async def _run(
-    shell: Shell[Configured | SolverReady | Decided | Sold, Performed], solver: Solver, *, holds_auctions: bool
-) -> None:
+async def _run(shell: ArbiterShell, performer: _Performer) -> None:
     """Run both until the shell ends; an error in either ends both."""
     try:
         async with asyncio.TaskGroup() as group:
-            beside = [group.create_task(solver.run(shell.post))]
-            if holds_auctions:
-                beside.append(group.create_task(solver.prepare(lambda: shell.post(SolverReady()))))
+            beside = performer.start_beside(group)
             await shell.run()
             for task in beside:
                 task.cancel()
     except BaseExceptionGroup as errors:
-        # One cause reads better as itself, and the command line tells a full disk from a bug.
-        if len(errors.exceptions) == 1:
-            raise errors.exceptions[0] from None
+        # One cause reads better as itself, and the command line tells a full disk from a bug. A store that is away
+        # may be found out in several places at once.
+        causes = _leaves(errors)
+        if len(causes) == 1 or all(isinstance(cause, JournalError) for cause in causes):
+            raise causes[0] from None
         raise
 
 
-def _clock(journal: Journal[Event], wall: Clock) -> RecordedClock:
-    """Return a clock that goes on where the journal's last one stood."""
-    written = journal.get("clock")
-    anchor = msgspec.json.decode(written, type=Anchor) if written else None
-    clock = RecordedClock(journal.last_now, anchor, wall=wall)
-    _write_anchor(journal, clock)
-    return clock
+def _leaves(error: BaseException) -> Sequence[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    return [error]
 
 
-def _write_anchor(journal: Journal[Event], clock: RecordedClock) -> None:
-    journal.set("clock", msgspec.json.encode(clock.anchor).decode())
+@asynccontextmanager
+async def _open_store(config: ArbiterConfig) -> AsyncIterator[tuple[Journal[Event], Ledger]]:
+    """Open journal and ledger where the configuration says: in the state folder, or in a database.
 
-
-def _journal(folder: Path) -> Journal[Event]:
-    return Journal.of(folder / "journal.db", Event)
+    Raises
+    ------
+    ConfigError
+        If the address of a database cannot be read, or is none.
+    """
+    folder = state_folder(Path(config.state_dir))
+    url = database_url(config)
+    if url:
+        leader = f"{socket.gethostname()}, process {os.getpid()}"
+        connect = partial(PostgresJournal[Event].of, url, Event, leader=leader, program=version("gpu-arbiter"))
+        shared = await asyncio.to_thread(connect)
+        with closing(shared):
+            yield shared, Ledger(shared)
+        return
+    own: SqliteJournal[Event] = SqliteJournal.of(folder / JOURNAL, Event)
+    with closing(own), closing(Ledger(folder / LEDGER)) as ledger:
+        yield own, ledger
 
 
 def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "auto") -> Arbiter:
@@ -305,17 +429,14 @@ def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "au
     """
     mend = 'bring the state folder back, or set history = "begin" for one start, if it is to begin at nothing'
     if history != "begin" and journal.last_seq == 0 and (history == "resume" or ledger.used()):
-        why = "is to be resumed" if history == "resume" else "is told of by ledger.db"
-        raise ConfigError(f"{journal.path} is empty, but a history of GPU time {why}; {mend}")
-    if journal.last_seq == 0:
-        # Nodes and app agents may remember an arbiter whose journal was lost, and obey no epoch before its last.
-        journal.next_epoch(int(time.time()))
+        why = "is to be resumed" if history == "resume" else "is told of by the ledger"
+        raise ConfigError(f"{journal.place} is empty, but a history of GPU time {why}; {mend}")
     loaded = journal.load()
     try:
         begin = history == "begin"
         arbiter = Arbiter() if loaded.snapshot is None else Arbiter.restored(loaded.snapshot, begin_history=begin)
     except MissingHistory as error:
-        raise ConfigError(f"{journal.path}: {error}; {mend}") from error
+        raise ConfigError(f"{journal.place}: {error}; {mend}") from error
     count = 0
     for _seq, now, event in loaded.events:
         for effect in arbiter.handle(event, now):
@@ -325,32 +446,6 @@ def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "au
     arbiter.validate()
     _log.info("journal.replayed", events=count, apps=len(arbiter.state.apps), round=arbiter.state.round)
     return arbiter
-
-
-def _configure(
-    arbiter: Arbiter,
-    journal: Journal[Event],
-    config: ArbiterConfig,
-    ledger: Ledger | None = None,
-    *,
-    alone: bool = True,
-) -> None:
-    """Take the settings into the state, at the time of the last event: until we lead, no time has passed for us."""
-    taken = EpochTaken(arbiter.state.epoch, arbiter.state.site or journal.get("site") or f"s-{secrets.token_hex(4)}")
-    _take_epoch(journal, taken)
-    ready = not _holds_auctions(config)
-    event = Configured(config.arbiter, taken.site, adopt=config.adopt_site, alone=alone, ready=ready)
-    journal.append(arbiter.state.now, event)
-    journal.commit()
-    for effect in arbiter.handle(event, arbiter.state.now):
-        if isinstance(effect, Note | EventRecord):
-            _perform(effect, ledger)
-
-
-def _take_epoch(journal: Journal[Event], taken: EpochTaken) -> None:
-    journal.take_epoch(taken.epoch)
-    if journal.get("site") != taken.site:
-        journal.set("site", taken.site)
 
 
 def _perform(effect: Record | Note, ledger: Ledger | None) -> None:

@@ -6,17 +6,17 @@ GPU time is in two tables more: `stretches`, of which each has the same part of 
 
 Of the newest auctions it keeps the inputs, too, from which they are explained (`rounds.losses`).
 Writing the same record twice changes nothing, so a crash between deciding and recording is mended by performing the
-last records again. It shares the state folder with the journal, for the same user, but any SQLite can read it.
+last records again. It lies beside the journal: in the same folder as a file that any SQLite can read, for the same
+user, or in the same database.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, assert_never
 
 import msgspec
 
@@ -35,37 +35,45 @@ from arbiter.core.effects import (
 )
 from arbiter.core.state.gpu_time import Standing
 from arbiter.core.state.model import Claim
+from arbiter.tables import MEND, DatabaseReader, PostgresTables, SqliteTables, Statement, Tables
 from protocol.journal import JournalError
+from protocol.journal.database import READING_LIMIT_S, Postgres
+from protocol.journal.postgres import PostgresJournal
 from protocol.messages import AppId, EventFilter, TenantId
-from protocol.private import private_file
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS rounds (round INTEGER PRIMARY KEY, at REAL NOT NULL, record BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS outcomes (app TEXT NOT NULL, round INTEGER NOT NULL, PRIMARY KEY (app, round));
-CREATE TABLE IF NOT EXISTS inputs (round INTEGER PRIMARY KEY, packed BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS claims (app TEXT NOT NULL, round INTEGER NOT NULL, what TEXT NOT NULL, claimed REAL NOT NULL,
-                                   measured REAL NOT NULL, ratio REAL NOT NULL, source TEXT NOT NULL,
-                                   confidence REAL NOT NULL, PRIMARY KEY (app, round, what));
+CREATE TABLE IF NOT EXISTS rounds (round {COUNT} PRIMARY KEY, at {NUMBER} NOT NULL, record {BYTES} NOT NULL);
+CREATE TABLE IF NOT EXISTS outcomes (app TEXT NOT NULL, round {COUNT} NOT NULL, PRIMARY KEY (app, round));
+CREATE TABLE IF NOT EXISTS inputs (round {COUNT} PRIMARY KEY, packed {BYTES} NOT NULL);
+CREATE TABLE IF NOT EXISTS claims (app TEXT NOT NULL, round {COUNT} NOT NULL, what TEXT NOT NULL,
+                                   claimed {NUMBER} NOT NULL, measured {NUMBER} NOT NULL, ratio {NUMBER} NOT NULL,
+                                   source TEXT NOT NULL, confidence {NUMBER} NOT NULL, PRIMARY KEY (app, round, what));
 CREATE TABLE IF NOT EXISTS leases (lease TEXT PRIMARY KEY, app TEXT NOT NULL, gpu TEXT NOT NULL, node TEXT NOT NULL,
-                                   start REAL NOT NULL, end REAL NOT NULL, reason TEXT NOT NULL,
-                                   had_gpu_s REAL NOT NULL DEFAULT 0, draining_gpu_s REAL NOT NULL DEFAULT 0);
-CREATE TABLE IF NOT EXISTS losses (task TEXT NOT NULL, at REAL NOT NULL, app TEXT NOT NULL, tenant TEXT NOT NULL,
-                                   node TEXT NOT NULL, gpus TEXT NOT NULL, lost_gpu_s REAL NOT NULL,
+                                   start {NUMBER} NOT NULL, "end" {NUMBER} NOT NULL, reason TEXT NOT NULL,
+                                   had_gpu_s {NUMBER} NOT NULL DEFAULT 0,
+                                   draining_gpu_s {NUMBER} NOT NULL DEFAULT 0);
+CREATE TABLE IF NOT EXISTS stretches (lease TEXT NOT NULL, app TEXT NOT NULL, tenant TEXT NOT NULL, gpu TEXT NOT NULL,
+                                      node TEXT NOT NULL, start {NUMBER} NOT NULL, "end" {NUMBER} NOT NULL,
+                                      part {NUMBER} NOT NULL, draining {COUNT} NOT NULL, PRIMARY KEY (lease, start));
+CREATE TABLE IF NOT EXISTS losses (task TEXT NOT NULL, at {NUMBER} NOT NULL, app TEXT NOT NULL, tenant TEXT NOT NULL,
+                                   node TEXT NOT NULL, gpus TEXT NOT NULL, lost_gpu_s {NUMBER} NOT NULL,
                                    PRIMARY KEY (task, at));
-CREATE TABLE IF NOT EXISTS standings (at REAL NOT NULL, tenant TEXT NOT NULL, had_gpu_s REAL NOT NULL,
-                                      fair_gpu_s REAL NOT NULL, quota_gpu_s REAL NOT NULL, lost_gpu_s REAL NOT NULL,
-                                      PRIMARY KEY (at, tenant));
-CREATE TABLE IF NOT EXISTS apps (app TEXT PRIMARY KEY, tenant TEXT NOT NULL, ended_at REAL NOT NULL,
-                                 record BLOB NOT NULL);
-CREATE TABLE IF NOT EXISTS acts (act TEXT NOT NULL, at REAL NOT NULL, actor TEXT NOT NULL, kind TEXT NOT NULL,
+CREATE TABLE IF NOT EXISTS standings (at {NUMBER} NOT NULL, tenant TEXT NOT NULL, had_gpu_s {NUMBER} NOT NULL,
+                                      fair_gpu_s {NUMBER} NOT NULL, quota_gpu_s {NUMBER} NOT NULL,
+                                      lost_gpu_s {NUMBER} NOT NULL, PRIMARY KEY (at, tenant));
+CREATE TABLE IF NOT EXISTS apps (app TEXT PRIMARY KEY, tenant TEXT NOT NULL, ended_at {NUMBER} NOT NULL,
+                                 record {BYTES} NOT NULL);
+CREATE TABLE IF NOT EXISTS acts (act TEXT NOT NULL, at {NUMBER} NOT NULL, actor TEXT NOT NULL, kind TEXT NOT NULL,
                                  target TEXT NOT NULL, outcome TEXT NOT NULL, PRIMARY KEY (act, actor));
-CREATE TABLE IF NOT EXISTS failures (at REAL NOT NULL, round INTEGER NOT NULL, policy TEXT NOT NULL,
+CREATE TABLE IF NOT EXISTS failures (at {NUMBER} NOT NULL, round {COUNT} NOT NULL, policy TEXT NOT NULL,
                                      doing TEXT NOT NULL, error TEXT NOT NULL, trace TEXT NOT NULL,
                                      PRIMARY KEY (at, round, doing));
-CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, number INTEGER NOT NULL, at REAL NOT NULL,
+CREATE TABLE IF NOT EXISTS events (id {IDENTITY}, number {COUNT} NOT NULL, at {NUMBER} NOT NULL,
                                    kind TEXT NOT NULL, app TEXT, tenant TEXT, node TEXT, task TEXT,
-                                   record BLOB NOT NULL, UNIQUE (at, number));
+                                   record {BYTES} NOT NULL, UNIQUE (at, number));
 CREATE INDEX IF NOT EXISTS leases_by_app ON leases (app);
+CREATE INDEX IF NOT EXISTS stretches_by_app ON stretches (app);
+CREATE INDEX IF NOT EXISTS stretches_by_time ON stretches ("end");
 CREATE INDEX IF NOT EXISTS losses_by_app ON losses (app);
 CREATE INDEX IF NOT EXISTS losses_by_time ON losses (at);
 CREATE INDEX IF NOT EXISTS events_by_app ON events (app);
@@ -74,151 +82,154 @@ CREATE INDEX IF NOT EXISTS events_by_tenant ON events (tenant);
 CREATE INDEX IF NOT EXISTS events_by_time ON events (at);
 CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind);
 """
+#: Columns that the first versions of the file had not.
+_ADDED = {"leases": {"had_gpu_s": "REAL NOT NULL DEFAULT 0", "draining_gpu_s": "REAL NOT NULL DEFAULT 0"}}
 
-_STRETCHES = """
-CREATE TABLE stretches (lease TEXT NOT NULL, app TEXT NOT NULL, tenant TEXT NOT NULL, gpu TEXT NOT NULL,
-                        node TEXT NOT NULL, start REAL NOT NULL, end REAL NOT NULL, part REAL NOT NULL,
-                        draining INTEGER NOT NULL, PRIMARY KEY (lease, start));
-CREATE INDEX stretches_by_app ON stretches (app);
-CREATE INDEX stretches_by_time ON stretches (end);
+#: What fills tables that the first versions of the file had not: a lease of before counts as one stretch.
+_FILLED = {
+    "stretches": """
 INSERT INTO stretches
     SELECT lease, app,
            coalesce((SELECT tenant FROM apps WHERE apps.app = leases.app),
                     (SELECT tenant FROM events WHERE events.app = leases.app AND tenant IS NOT NULL LIMIT 1), ''),
-           gpu, node, start, end, had_gpu_s / (end - start), 0
-    FROM leases WHERE end > start AND had_gpu_s > 0;
+           gpu, node, start, "end", had_gpu_s / ("end" - start), 0
+    FROM leases WHERE "end" > start AND had_gpu_s > 0
 """
+}
+#: The tables that came last: a ledger that has them has all.
+_NEWEST = {"stretches", "losses", "standings"}
 
 #: Rounds whose inputs are kept, the newest: one has about a megabyte of a thousand apps.
 INPUTS_MAX = 8
+#: As many rows as there are.
+_ALL = 2**63 - 1
 
+_LEASE = ("lease", "app", "gpu", "node", "start", "end", "reason", "had_gpu_s", "draining_gpu_s")
 _INSERT_LEASE = """
-INSERT OR IGNORE INTO leases (lease, app, gpu, node, start, end, reason, had_gpu_s, draining_gpu_s)
-VALUES (:lease, :app, :gpu, :node, :start, :end, :reason, :had_gpu_s, :draining_gpu_s)
+INSERT INTO leases (lease, app, gpu, node, start, "end", reason, had_gpu_s, draining_gpu_s)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING
 """
 _INSERT_STRETCH = """
-INSERT OR IGNORE INTO stretches (lease, app, tenant, gpu, node, start, end, part, draining)
-VALUES (:lease, :app, :tenant, :gpu, :node, :start, :end, :part, :draining)
+INSERT INTO stretches (lease, app, tenant, gpu, node, start, "end", part, draining)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING
+"""
+_INSERT_LOSS = """
+INSERT INTO losses (task, at, app, tenant, node, gpus, lost_gpu_s) VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING
+"""
+_INSERT_STANDING = """
+INSERT INTO standings (at, tenant, had_gpu_s, fair_gpu_s, quota_gpu_s, lost_gpu_s) VALUES (?, ?, ?, ?, ?, ?)
+ON CONFLICT DO NOTHING
+"""
+_SELECT_STRETCHES = 'SELECT lease, app, tenant, gpu, node, start, "end", part, draining FROM stretches'
+#: GPU time of a period, which is named four times, and then the time of the question.
+_SELECT_GPU_TIME = """
+SELECT app, tenant, sum(part * seconds), sum(draining * part * seconds)
+FROM (SELECT app, tenant, part, draining,
+             CASE WHEN "end" < ? THEN "end" ELSE ? END - CASE WHEN start > ? THEN start ELSE ? END AS seconds
+      FROM stretches WHERE "end" > ? AND start < ? AND "end" <= ?) AS within
+GROUP BY app, tenant
 """
 _INSERT_EVENT = """
-INSERT OR IGNORE INTO events (number, at, kind, app, tenant, node, task, record) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO events (number, at, kind, app, tenant, node, task, record) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO NOTHING
+"""
+_INSERT_APP = """
+INSERT INTO apps (app, tenant, ended_at, record) VALUES (?, ?, ?, ?)
+ON CONFLICT (app) DO UPDATE SET tenant = excluded.tenant, ended_at = excluded.ended_at, record = excluded.record
+"""
+_INSERT_ROUND = """
+INSERT INTO rounds (round, at, record) VALUES (?, ?, ?)
+ON CONFLICT (round) DO UPDATE SET at = excluded.at, record = excluded.record
+"""
+_INSERT_OUTCOME = "INSERT INTO outcomes (app, round) VALUES (?, ?) ON CONFLICT DO NOTHING"
+_INSERT_CLAIM = """
+INSERT INTO claims (app, round, what, claimed, measured, ratio, source, confidence) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT DO NOTHING
+"""
+_INSERT_ACT = """
+INSERT INTO acts (act, at, actor, kind, target, outcome) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING
+"""
+_INSERT_FAILURE = """
+INSERT INTO failures (at, round, policy, doing, error, trace) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING
+"""
+_INSERT_INPUTS = """
+INSERT INTO inputs (round, packed) VALUES (?, ?) ON CONFLICT (round) DO UPDATE SET packed = excluded.packed
 """
 
 
 class Ledger:
-    """Rounds and leases in one SQLite file; whatever finds that it cannot be used raises `JournalError`."""
+    """Rounds, leases and what else is over; whatever finds that it cannot be used raises `JournalError`."""
 
-    def __init__(self, path: Path | str) -> None:
-        """Open or make the ledger at `path` (``:memory:`` for one that is not kept).
+    def __init__(self, place: Path | str | PostgresJournal[Any]) -> None:
+        """Open or make the ledger in a file (``:memory:`` for one that is not kept), or in a journal's database.
 
         Raises
         ------
         JournalError
-            If the file cannot be opened, or is damaged.
+            If it cannot be opened, or is damaged.
         """
-        self._path = path
-        with self._using():
-            if path != ":memory:":
-                private_file(Path(path))
-            self._database = sqlite3.connect(path)
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = NORMAL")  # the journal is the truth; this is its record
-            self._database.executescript(_SCHEMA)
-            there = {row[1] for row in self._database.execute("PRAGMA table_info(leases)")}
-            for column in ("had_gpu_s", "draining_gpu_s"):  # which the first versions of this file had not
-                if column not in there:
-                    self._database.execute(f"ALTER TABLE leases ADD COLUMN {column} REAL NOT NULL DEFAULT 0")
-            if not self._database.execute("SELECT 1 FROM sqlite_master WHERE name = 'stretches'").fetchone():
-                self._database.executescript(f"BEGIN; {_STRETCHES} COMMIT")  # of leases of before: each as one stretch
+        self._tables: Tables
+        if isinstance(place, PostgresJournal):
+            self._tables = PostgresTables(place, _SCHEMA)
+        else:
+            self._tables = SqliteTables(place, _SCHEMA, _ADDED, _FILLED)
 
     @classmethod
-    def reader(cls, path: Path) -> Self:
-        """Open the ledger at `path` only to read it, beside the arbiter that writes it; any thread may use it.
+    def reader(cls, place: Path | str) -> Self:
+        """Open the ledger in a file, or in the database at an address, only to read it; any thread may use it.
+
+        The arbiter may write it meanwhile.
 
         Raises
         ------
         JournalError
-            If there is no such file, it cannot be read, or an arbiter of an older version has written it.
+            If there is none, it cannot be read, or an arbiter of an older version has written it.
         """
-        if not path.is_file():
-            raise JournalError(f"there is no ledger at {path}; name the arbiter's ledger.db, which is in its state_dir")
-        ledger = cls.__new__(cls)
-        ledger._path = path
-        with ledger._using():
-            uri = f"{path.resolve().as_uri()}?mode=ro"
-            ledger._database = sqlite3.connect(uri, uri=True, check_same_thread=False)
-            there = {name for (name,) in ledger._database.execute("SELECT name FROM sqlite_master")}
-        if "stretches" not in there:
-            ledger.close()
+        tables: SqliteTables | DatabaseReader
+        if isinstance(place, str):
+            tables = DatabaseReader(Postgres(place, limit_s=READING_LIMIT_S, read_only=True))
+        elif place.is_file():
+            tables = SqliteTables.reader(place)
+        else:
             raise JournalError(
-                f"{path} is of an older arbiter, or no ledger; start an arbiter of this version on it once"
+                f"there is no ledger at {place}; name the arbiter's ledger.db, which is in its state_dir"
             )
+        if not tables.names() >= _NEWEST:
+            tables.close()
+            raise JournalError(
+                f"{tables.place} is of an older arbiter, or no ledger; start an arbiter of this version on it once"
+            )
+        return cls._of(tables)
+
+    @classmethod
+    def _of(cls, tables: Tables) -> Self:
+        ledger = cls.__new__(cls)
+        ledger._tables = tables
         return ledger
 
-    @property
-    def path(self) -> Path | str:
-        """The file, or ``:memory:``."""
-        return self._path
+    def beside(self) -> Self:
+        """Open the same ledger once more, only to read, for another thread: it has all that was written before."""
+        return self._of(self._tables.beside())
 
     @contextmanager
-    def _using(self) -> Iterator[None]:
+    def _reading(self) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, msgspec.MsgspecError, OSError) as error:
-            raise JournalError(
-                f"cannot use {self._path}: {error}; check that its folder is writable and the disk not full, or stop "
-                "the arbiter and move the file away if it is damaged: the present is in the journal, and only the "
-                "record of past rounds and leases is lost"
-            ) from error
+        except msgspec.MsgspecError as error:
+            raise JournalError(f"cannot use {self._tables.place}: {error}; {MEND}") from error
 
     def close(self) -> None:
-        """Close the file."""
-        self._database.close()
+        """Let go of the tables."""
+        self._tables.close()
 
     def used(self) -> bool:
         """Whether anything was ever recorded."""
-        query = "SELECT EXISTS (SELECT 1 FROM rounds) OR EXISTS (SELECT 1 FROM leases)"
-        with self._using():
-            return bool(self._database.execute(query).fetchone()[0])
+        (row,) = self._tables.read("SELECT EXISTS (SELECT 1 FROM rounds) OR EXISTS (SELECT 1 FROM leases)")
+        return bool(row[0])
 
     def write(self, record: Record) -> None:
         """Add one record; writing it again changes nothing."""
-        with self._using(), self._database:
-            if isinstance(record, RoundRecord):
-                self._write_round(record)
-            elif isinstance(record, AppRecord):
-                told = (record.app, record.tenant, record.ended_at, msgspec.msgpack.encode(record))
-                self._database.execute("INSERT OR REPLACE INTO apps VALUES (?, ?, ?, ?)", told)
-            elif isinstance(record, ActRecord):
-                done = (record.act, record.at, record.actor, record.kind, record.target, record.outcome)
-                self._database.execute("INSERT OR IGNORE INTO acts VALUES (?, ?, ?, ?, ?, ?)", done)
-            elif isinstance(record, EventRecord):
-                about = (record.kind, record.app, record.tenant, record.node, record.task)
-                event = (record.number, record.at, *about, msgspec.msgpack.encode(record))
-                self._database.execute(_INSERT_EVENT, event)
-            elif isinstance(record, PolicyFailed):
-                what = (record.failure.policy, record.failure.doing, record.failure.error, record.failure.trace)
-                failed = (record.at, record.round, *what)
-                self._database.execute("INSERT OR IGNORE INTO failures VALUES (?, ?, ?, ?, ?, ?)", failed)
-            elif isinstance(record, LossRecord):
-                loss = (record.task, record.at, record.app, record.tenant, record.node, " ".join(record.gpus))
-                self._database.execute(
-                    "INSERT OR IGNORE INTO losses VALUES (?, ?, ?, ?, ?, ?, ?)", (*loss, record.lost_gpu_s)
-                )
-            else:
-                row = {name: getattr(record, name) for name in record.__struct_fields__}
-                self._database.execute(_INSERT_LEASE if isinstance(record, LeaseRecord) else _INSERT_STRETCH, row)
-
-    def _write_round(self, record: RoundRecord) -> None:
-        packed = msgspec.msgpack.encode(record)
-        self._database.execute("INSERT OR REPLACE INTO rounds VALUES (?, ?, ?)", (record.round, record.at, packed))
-        rows = [(outcome.app, record.round) for outcome in record.outcomes]
-        self._database.executemany("INSERT OR IGNORE INTO outcomes VALUES (?, ?)", rows)
-        claims = [
-            (each.app, record.round, each.what, each.claimed, each.measured, each.ratio, each.source, each.confidence)
-            for each in record.claims
-        ]
-        self._database.executemany("INSERT OR IGNORE INTO claims VALUES (?, ?, ?, ?, ?, ?, ?, ?)", claims)
+        self._tables.write(*_statements(record))
 
     def keep(self, asked: Decide) -> None:
         """Keep the inputs of an auction, from which it is explained when a person asks; those of old rounds go."""
@@ -228,10 +239,10 @@ class Ledger:
             packed = msgspec.msgpack.encode(asked)
         except OverflowError:  # of a number that a user gave, as a seed; such a round is told without
             return
-        with self._using(), self._database:
-            self._database.execute("INSERT OR REPLACE INTO inputs VALUES (?, ?)", (asked.round, packed))
-            beyond = (asked.round - INPUTS_MAX, asked.round)  # numbers begin anew with a new journal
-            self._database.execute("DELETE FROM inputs WHERE round <= ? OR round > ?", beyond)
+        beyond = (asked.round - INPUTS_MAX, asked.round)  # numbers begin anew with a new journal
+        self._tables.write(
+            (_INSERT_INPUTS, [(asked.round, packed)]), ("DELETE FROM inputs WHERE round <= ? OR round > ?", [beyond])
+        )
 
     def sample(self, at: float, standings: Mapping[TenantId, Standing]) -> None:
         """Keep where each tenant stands at a moment: GPU-seconds since the arbiter began to count."""
@@ -239,8 +250,7 @@ class Ledger:
             (at, tenant, each.allocated_gpu_s, each.fair_gpu_s, each.other_gpu_s, each.lost_gpu_s)
             for tenant, each in standings.items()
         ]
-        with self._using(), self._database:
-            self._database.executemany("INSERT OR IGNORE INTO standings VALUES (?, ?, ?, ?, ?, ?)", rows)
+        self._tables.write((_INSERT_STANDING, rows))
 
     def standings(self, *, since: float = 0.0) -> Sequence[tuple[float, TenantId, Standing]]:
         """Return where tenants stood, by time and tenant, from `since` on."""
@@ -248,18 +258,16 @@ class Ledger:
             "SELECT at, tenant, had_gpu_s, fair_gpu_s, quota_gpu_s, lost_gpu_s FROM standings WHERE at >= ? "
             "ORDER BY at, tenant"
         )
-        with self._using():
-            rows = self._database.execute(query, (since,)).fetchall()
         return [
-            (at, tenant, Standing(had, fair, quota, lost_gpu_s=lost)) for at, tenant, had, fair, quota, lost in rows
+            (at, tenant, Standing(had, fair, quota, lost_gpu_s=lost))
+            for at, tenant, had, fair, quota, lost in self._tables.read(query, (since,))
         ]
 
     def inputs(self, round_: int) -> Decide | None:
         """Return the inputs of a round; None if they are not kept, or another version has written them."""
-        with self._using():
-            row = self._database.execute("SELECT packed FROM inputs WHERE round = ?", (round_,)).fetchone()
+        rows = self._tables.read("SELECT packed FROM inputs WHERE round = ?", (round_,))
         try:
-            return None if row is None else msgspec.msgpack.decode(row[0], type=Decide)
+            return msgspec.msgpack.decode(rows[0][0], type=Decide) if rows else None
         except msgspec.MsgspecError:
             return None
 
@@ -270,21 +278,20 @@ class Ledger:
             "SELECT record FROM rounds JOIN outcomes USING (round) WHERE app = ? ORDER BY round DESC LIMIT ? OFFSET ?"
         )
         page = (limit, offset)
-        with self._using():
-            rows = self._database.execute(*((query, page) if app is None else (of_app, (app, *page))))
+        rows = self._tables.read(query, page) if app is None else self._tables.read(of_app, (app, *page))
+        with self._reading():
             return [msgspec.msgpack.decode(packed, type=RoundRecord) for (packed,) in rows]
 
     def round(self, number: int) -> RoundRecord | None:
         """Return one round; None if there was none of that number."""
-        with self._using():
-            row = self._database.execute("SELECT record FROM rounds WHERE round = ?", (number,)).fetchone()
-            return None if row is None else msgspec.msgpack.decode(row[0], type=RoundRecord)
+        rows = self._tables.read("SELECT record FROM rounds WHERE round = ?", (number,))
+        with self._reading():
+            return msgspec.msgpack.decode(rows[0][0], type=RoundRecord) if rows else None
 
     def round_count(self) -> int:
         """Return how many rounds there were."""
-        with self._using():
-            (count,) = self._database.execute("SELECT count(*) FROM rounds").fetchone()
-            return int(count)
+        ((count,),) = self._tables.read("SELECT count(*) FROM rounds")
+        return int(count)
 
     def claims(self, *, limit: int) -> Sequence[tuple[int, Claim]]:
         """Return the newest `limit` claims that were off, oldest first, each with its round."""
@@ -292,22 +299,19 @@ class Ledger:
             "SELECT round, app, what, claimed, measured, ratio, source, confidence FROM claims "
             "ORDER BY round DESC, app DESC, what DESC LIMIT ?"
         )
-        with self._using():
-            rows = self._database.execute(query, (limit,)).fetchall()
+        rows = self._tables.read(query, (limit,))
         return [(int(row[0]), Claim(*row[1:])) for row in reversed(rows)]
 
     def apps(self, *, limit: int) -> Sequence[AppRecord]:
         """Return the newest `limit` apps that are over, oldest first."""
-        query = "SELECT record FROM apps ORDER BY ended_at DESC, app DESC LIMIT ?"
-        with self._using():
-            rows = self._database.execute(query, (limit,)).fetchall()
+        rows = self._tables.read("SELECT record FROM apps ORDER BY ended_at DESC, app DESC LIMIT ?", (limit,))
+        with self._reading():
             return [msgspec.msgpack.decode(packed, type=AppRecord) for (packed,) in reversed(rows)]
 
     def acts(self, *, limit: int) -> Sequence[ActRecord]:
         """Return the newest `limit` acts of owners and administrators, oldest first."""
         query = "SELECT act, at, actor, kind, target, outcome FROM acts ORDER BY at DESC, act DESC LIMIT ?"
-        with self._using():
-            return [ActRecord(*row) for row in reversed(self._database.execute(query, (limit,)).fetchall())]
+        return [ActRecord(*row) for row in reversed(self._tables.read(query, (limit,)))]
 
     def events(
         self, among: EventFilter, *, after: int = 0, since: float = 0.0, limit: int
@@ -315,23 +319,21 @@ class Ledger:
         """Return events with their ids, oldest first: the first `limit` of those with an id above `after`."""
         condition, values = _among(among, since)
         query = f"SELECT id, record FROM events WHERE id > ? AND {condition} ORDER BY id LIMIT ?"  # noqa: S608 - our words
-        with self._using():
-            rows = self._database.execute(query, (after, *values, limit))
+        rows = self._tables.read(query, (after, *values, limit))
+        with self._reading():
             return [(int(id_), msgspec.msgpack.decode(packed, type=EventRecord)) for id_, packed in rows]
 
     def newest_event(self, among: EventFilter | None = None, *, since: float = 0.0, number: int = 1) -> int:
         """Return the id of the `number`-th event from the end; of the first if there are fewer, 0 if none."""
         condition, values = _among(among or EventFilter(), since)
         newest = f"SELECT id FROM events WHERE {condition} ORDER BY id DESC LIMIT ?"  # noqa: S608 - our words
-        with self._using():
-            (found,) = self._database.execute(f"SELECT min(id) FROM ({newest})", (*values, number)).fetchone()  # noqa: S608
-            return int(found or 0)
+        ((found,),) = self._tables.read(f"SELECT min(id) FROM ({newest}) AS newest", (*values, number))  # noqa: S608
+        return int(found or 0)
 
     def failures(self, *, limit: int) -> Sequence[PolicyFailed]:
         """Return the newest `limit` failures of policies, oldest first."""
         query = "SELECT at, round, policy, doing, error, trace FROM failures ORDER BY at DESC, round DESC LIMIT ?"
-        with self._using():
-            rows = self._database.execute(query, (limit,)).fetchall()
+        rows = self._tables.read(query, (limit,))
         return [PolicyFailed(at, number, Failure(*what)) for at, number, *what in reversed(rows)]
 
     def gpu_time(
@@ -342,90 +344,119 @@ class Ledger:
         Stretches that ended after `known` are left out: at that time they were not over. No stretch is longer than
         `longest_s`, so those that began before `end` were over soon after it, where the index on ends finds them.
         """
-        query = """
-            SELECT app, tenant, sum(part * (min(end, :end) - max(start, :start))),
-                   sum(draining * part * (min(end, :end) - max(start, :start)))
-            FROM stretches WHERE end > :start AND start < :end AND end <= :last GROUP BY app, tenant
-        """
         last = min(known, end + longest_s)
-        with self._using():
-            return self._database.execute(query, {"start": start, "end": end, "last": last}).fetchall()
+        rows = self._tables.read(_SELECT_GPU_TIME, (end, end, start, start, start, end, last))
+        return [(app, tenant, had, draining) for app, tenant, had, draining in rows]
 
     def longest_stretch_s(self) -> float:
         """Return the length of the longest stretch that is over, in seconds. It reads all of them."""
-        with self._using():
-            (longest,) = self._database.execute("SELECT max(end - start) FROM stretches").fetchone()
+        ((longest,),) = self._tables.read('SELECT max("end" - start) FROM stretches')
         return float(longest or 0.0)
 
     def has(self, stretch: StretchRecord) -> bool:
         """Whether this stretch, or one that began as it did and ended no later, is recorded."""
-        query = "SELECT EXISTS (SELECT 1 FROM stretches WHERE lease = ? AND start = ? AND end <= ?)"
-        with self._using():
-            return bool(self._database.execute(query, (stretch.lease, stretch.start, stretch.end)).fetchone()[0])
+        query = 'SELECT EXISTS (SELECT 1 FROM stretches WHERE lease = ? AND start = ? AND "end" <= ?)'
+        ((found,),) = self._tables.read(query, (stretch.lease, stretch.start, stretch.end))
+        return bool(found)
 
     def lost(self, start: float, end: float) -> Sequence[tuple[AppId, TenantId, float]]:
         """Return each app whose attempts ended in a period with work to be done again: its tenant, and GPU-seconds."""
         query = "SELECT app, tenant, sum(lost_gpu_s) FROM losses WHERE at >= ? AND at < ? GROUP BY app, tenant"
-        with self._using():
-            return self._database.execute(query, (start, end)).fetchall()
+        return [(app, tenant, lost) for app, tenant, lost in self._tables.read(query, (start, end))]
 
     def first_stretch(self, *, default: float, live: Sequence[StretchRecord] = ()) -> float:
         """Return when the first stretch began, those that are `live` included; `default` if there is none."""
-        with self._using():
-            (first,) = self._database.execute("SELECT min(start) FROM stretches").fetchone()
+        ((first,),) = self._tables.read("SELECT min(start) FROM stretches")
         starts = [each.start for each in live] + ([] if first is None else [float(first)])
         return min(starts, default=default)
 
     def stretches_of(self, app: AppId) -> Sequence[StretchRecord]:
         """Return the stretches of an app that are over, in the order of time."""
-        query = (
-            "SELECT lease, app, tenant, gpu, node, start, end, part, draining FROM stretches WHERE app = ? "
-            "ORDER BY start, gpu"
-        )
-        with self._using():
-            return [_stretch(row) for row in self._database.execute(query, (app,))]
+        rows = self._tables.read(f"{_SELECT_STRETCHES} WHERE app = ? ORDER BY start, gpu", (app,))
+        return [_stretch(row) for row in rows]
 
     def stretches_between(
-        self, start: float, end: float, *, gpus: Sequence[str] = (), limit: int = -1, offset: int = 0
+        self, start: float, end: float, *, gpus: Sequence[str] = (), limit: int = _ALL, offset: int = 0
     ) -> Sequence[StretchRecord]:
         """Return stretches that are over and overlap a period, of all GPUs or of some, by their start."""
         chosen = f"AND gpu IN ({', '.join('?' * len(gpus))})" if gpus else ""
-        query = (
-            "SELECT lease, app, tenant, gpu, node, start, end, part, draining FROM stretches "  # noqa: S608 - our words
-            f"WHERE end > ? AND start < ? {chosen} ORDER BY start, gpu, lease LIMIT ? OFFSET ?"
-        )
-        with self._using():
-            return [_stretch(row) for row in self._database.execute(query, (start, end, *gpus, limit, offset))]
+        within = f'WHERE "end" > ? AND start < ? {chosen} ORDER BY start, gpu, lease LIMIT ? OFFSET ?'
+        rows = self._tables.read(f"{_SELECT_STRETCHES} {within}", (start, end, *gpus, limit, offset))
+        return [_stretch(row) for row in rows]
 
     def gpus_between(self, start: float, end: float) -> Sequence[tuple[str, str]]:
         """Return the nodes and GPUs that any app had in a period, sorted."""
-        query = "SELECT DISTINCT node, gpu FROM stretches WHERE end > ? AND start < ? ORDER BY node, gpu"
-        with self._using():
-            return self._database.execute(query, (start, end)).fetchall()
+        query = 'SELECT DISTINCT node, gpu FROM stretches WHERE "end" > ? AND start < ?'
+        return sorted((node, gpu) for node, gpu in self._tables.read(query, (start, end)))
 
     def copy(self, path: Path) -> None:
-        """Write a copy of the file to `path`, whole, while another process may write on."""
-        with self._using(), closing(sqlite3.connect(path)) as target:
-            self._database.backup(target)
+        """Write a copy of a ledger in a file to `path`, whole, while another process may write on.
+
+        Raises
+        ------
+        JournalError
+            If it cannot be written, or the ledger is in a database.
+        """
+        if not isinstance(self._tables, SqliteTables):
+            raise JournalError(f"{self._tables.place} is in a database; copy that with pg_dump")
+        self._tables.copy(path)
 
     def losses_of(self, app: AppId) -> Sequence[LossRecord]:
         """Return the losses of an app, in the order of time."""
         query = "SELECT task, at, app, tenant, node, gpus, lost_gpu_s FROM losses WHERE app = ? ORDER BY at, task"
-        with self._using():
-            rows = self._database.execute(query, (app,)).fetchall()
         return [
             LossRecord(task, at, app, tenant, node, tuple(gpus.split()), lost)
-            for task, at, app, tenant, node, gpus, lost in rows
+            for task, at, app, tenant, node, gpus, lost in self._tables.read(query, (app,))
         ]
 
     def leases(self, *, limit: int, offset: int = 0) -> Sequence[LeaseRecord]:
         """Return `limit` leases that are over, the last to end first, without the first `offset` of these."""
         query = (
-            "SELECT lease, app, gpu, node, start, end, reason, had_gpu_s, draining_gpu_s FROM leases "
-            "ORDER BY end DESC, lease LIMIT ? OFFSET ?"
+            'SELECT lease, app, gpu, node, start, "end", reason, had_gpu_s, draining_gpu_s FROM leases '
+            'ORDER BY "end" DESC, lease LIMIT ? OFFSET ?'
         )
-        with self._using():
-            return [LeaseRecord(*row) for row in self._database.execute(query, (limit, offset))]
+        return [LeaseRecord(*row) for row in self._tables.read(query, (limit, offset))]
+
+
+def _statements(record: Record) -> list[Statement]:
+    """Return the statements that add a record."""
+    match record:
+        case RoundRecord():
+            return _of_round(record)
+        case AppRecord():
+            told = (record.app, record.tenant, record.ended_at, msgspec.msgpack.encode(record))
+            return [(_INSERT_APP, [told])]
+        case ActRecord():
+            done = (record.act, record.at, record.actor, record.kind, record.target, record.outcome)
+            return [(_INSERT_ACT, [done])]
+        case EventRecord():
+            about = (record.kind, record.app, record.tenant, record.node, record.task)
+            return [(_INSERT_EVENT, [(record.number, record.at, *about, msgspec.msgpack.encode(record))])]
+        case PolicyFailed():
+            what = (record.failure.policy, record.failure.doing, record.failure.error, record.failure.trace)
+            return [(_INSERT_FAILURE, [(record.at, record.round, *what)])]
+        case LeaseRecord():
+            return [(_INSERT_LEASE, [tuple(getattr(record, name) for name in _LEASE)])]
+        case StretchRecord():
+            whose = (record.lease, record.app, record.tenant, record.gpu, record.node)
+            return [(_INSERT_STRETCH, [(*whose, record.start, record.end, record.part, int(record.draining))])]
+        case LossRecord():
+            loss = (record.task, record.at, record.app, record.tenant, record.node, " ".join(record.gpus))
+            return [(_INSERT_LOSS, [(*loss, record.lost_gpu_s)])]
+        case _ as never:
+            assert_never(never)
+
+
+def _of_round(record: RoundRecord) -> list[Statement]:
+    claims = [
+        (each.app, record.round, each.what, each.claimed, each.measured, each.ratio, each.source, each.confidence)
+        for each in record.claims
+    ]
+    return [
+        (_INSERT_ROUND, [(record.round, record.at, msgspec.msgpack.encode(record))]),
+        (_INSERT_OUTCOME, [(outcome.app, record.round) for outcome in record.outcomes]),
+        (_INSERT_CLAIM, claims),
+    ]
 
 
 def _stretch(row: tuple[Any, ...]) -> StretchRecord:
@@ -447,7 +478,7 @@ def _among(among: EventFilter, since: float) -> tuple[str, list[object]]:
         ids = [_of_id(each) for each in among.ids]
         conditions.append(f"({' OR '.join(condition for condition, _ in ids)})")
         values += [value for _, several in ids for value in several]
-    return " AND ".join(conditions) or "1", values
+    return " AND ".join(conditions) or "TRUE", values
 
 
 def _of_id(name: str) -> tuple[str, Sequence[object]]:

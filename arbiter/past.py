@@ -1,10 +1,11 @@
-"""The arbiter as it was at a moment of the past, by a copy of its journal, and the answers that it would have given."""
+"""The arbiter as it was at a moment of the past, by its journal, and the answers that it would have given."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -17,6 +18,9 @@ from arbiter.ledger import Ledger
 from arbiter.queries import Queries
 from protocol.core import Send
 from protocol.journal import Journal, JournalError
+from protocol.journal.database import READING_LIMIT_S
+from protocol.journal.postgres import PostgresJournal
+from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import Answer, Party, Query, QueryKind
 
 #: The arbiter may write while its journal is copied; a torn copy is noticed, and another one made.
@@ -34,15 +38,18 @@ class Past:
         If there is no journal, or it cannot be read; the message names the mend.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Read the journal at `path`, or in that folder. The file is copied first: nothing is written to it."""
-        if path.is_dir():
-            path /= "journal.db"
-        if not path.is_file():
-            raise JournalError(f"there is no journal at {path}; name the arbiter's state_dir, or its journal.db")
+    def __init__(self, place: Path | str) -> None:
+        """Read the journal in a file, or in that folder; or in the database at an address.
+
+        A file is copied first, and the database is only read: nothing is written to either.
+        """
+        if isinstance(place, Path) and place.is_dir():
+            place /= "journal.db"
+        if isinstance(place, Path) and not place.is_file():
+            raise JournalError(f"there is no journal at {place}; name the arbiter's state_dir, or its journal.db")
         self._folder = Path(tempfile.mkdtemp(prefix="gpu-arbiter-past-"))
         try:
-            self._journal = _copied(path, self._folder)
+            self._journal: Journal[Event] = _copied(place, self._folder) if isinstance(place, Path) else _shared(place)
             self.begin, self.end = self._journal.span()
             self._go_back(self.end)
         except BaseException:
@@ -99,7 +106,12 @@ class Past:
         self.now = max(moment, self._arbiter.state.now)
 
 
-def _copied(path: Path, folder: Path) -> Journal[Event]:
+def _shared(url: str) -> PostgresJournal[Event]:
+    program = version("gpu-arbiter")
+    return PostgresJournal.of(url, Event, program=program, limit_s=READING_LIMIT_S, read_only=True)
+
+
+def _copied(path: Path, folder: Path) -> SqliteJournal[Event]:
     """Return a copy of a journal that is whole.
 
     Raises
@@ -115,7 +127,7 @@ def _copied(path: Path, folder: Path) -> Journal[Event]:
                 copy.with_name(copy.name + name).unlink(missing_ok=True)
                 if source.is_file():
                     shutil.copyfile(source, copy.with_name(copy.name + name))
-            return Journal.of(copy, Event)
+            return SqliteJournal.of(copy, Event)
         except OSError as error:
             raise JournalError(f"cannot read {path}: {error}; read it as the arbiter's user, or as root") from error
         except JournalError as error:

@@ -53,7 +53,7 @@ from arbiter.ledger import Ledger
 from protocol.bus import Link, NotProvisioned, Outgoing
 from protocol.bus.amqp import AmqpBus
 from protocol.codec import decode, encode
-from protocol.journal import Journal
+from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import (
     ARBITER,
     AnyMessage,
@@ -193,7 +193,7 @@ async def together(some: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 async def start_agent(work: Work, owner: str, group: asyncio.TaskGroup, sizes: dict[str, list[int]]) -> None:
     host = AppHost(owner, beat_s=NEVER_S)
-    journal = Journal.of(Path(work.folder, f"app-{owner}.db"), app_host.Event)
+    journal = SqliteJournal.of(Path(work.folder, f"app-{owner}.db"), app_host.Event)
 
     def watch(_: Party, message: AnyMessage) -> None:
         if isinstance(message, Holdings) and message.leases:
@@ -363,7 +363,7 @@ class Site:
         self.workers: list[asyncio.subprocess.Process] = []
         self.processes: list[int] = []
         self._ledger = Ledger(Path(folder, "ledger.db"))
-        self._journal: Journal[Event] = Journal.of(Path(folder, "journal.db"), Event)
+        self._journal: SqliteJournal[Event] = SqliteJournal.of(Path(folder, "journal.db"), Event)
         self.shell: Shell[Configured, RoundRecord | LeaseRecord | Note] = Shell(
             self.arbiter,
             AmqpBus(broker.url(ARBITER.user), timeout_s=60.0),

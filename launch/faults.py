@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from app_agent.control import ControlError
 from protocol import exit_codes
@@ -29,6 +30,17 @@ class Fault(ControlError):  # noqa: N818 - not always an error, and not always t
     def document(self) -> dict[str, object]:
         """Return the document for `--json`."""
         return {"schema": "error/v1", "error": self.sentence, "next": self.next_step, "code": self.code} | self.done
+
+
+def address_of(journal_file: Path) -> str:
+    """Return the address of the database that an arbiter's `journal_file` has; raises `Fault`."""
+    from arbiter.config import address_in
+    from protocol.config import ConfigError
+
+    try:
+        return address_in(journal_file)
+    except ConfigError as error:
+        raise Fault(str(error)) from None
 
 
 def usage(sentence: str, next_step: str = "") -> Fault:

@@ -23,7 +23,8 @@ import secrets
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Container, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Generic, TypeVar, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
 import structlog
 from msgspec import Struct
@@ -32,7 +33,7 @@ from protocol.bus import Bus, BusError, ConnectionLost, Delivery, Link, NotPermi
 from protocol.clock import steady_clock
 from protocol.codec import WireError, decode, encode
 from protocol.core import Connected, Core, Received, Send, Tick
-from protocol.journal import Journal
+from protocol.journal import Deposed, Journal
 from protocol.messages import ARBITER, AnyMessage, OwnerId, Party, Role, ToApp, ToArbiter, ToNode
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ Answers = Sequence[Send]
 
 EventT = TypeVar("EventT")
 EffectT = TypeVar("EffectT")
+ResultT = TypeVar("ResultT")
 
 #: Events handled between two commits; bounds how long one batch keeps the loop.
 BATCH_MAX = 128
@@ -167,6 +169,10 @@ class Shell(Generic[EventT, EffectT]):
         outcome posted as an event. An exception is our own bug and ends `run`.
     journal
         Every event is written to it before it is handled.
+    take_over
+        Of an arbiter: called with the leader token's epoch once it has the token, before anything is decided. It brings
+        core and journal up to what the last leader has decided, and returns the epoch to lead in; by default the
+        journal gives that.
     snapshot, snapshot_every
         The core's state as bytes, taken after so many journalled events.
     clock
@@ -192,6 +198,7 @@ class Shell(Generic[EventT, EffectT]):
         *,
         perform: Callable[[EffectT], Awaitable[None]],
         journal: Journal[EventT | Received | Tick | Connected] | None = None,
+        take_over: Callable[[int], Awaitable[int]] | None = None,
         snapshot: Callable[[], bytes] | None = None,
         snapshot_every: int = 20_000,
         clock: Callable[[], float] | None = None,
@@ -205,9 +212,10 @@ class Shell(Generic[EventT, EffectT]):
         self._party = party
         self._perform = perform
         self._journal = journal
+        self._take_over = self._next_epoch if take_over is None else take_over
         self._snapshot = snapshot
         self._snapshot_every = snapshot_every
-        self._clock = steady_clock(journal.last_now if journal is not None else 0.0) if clock is None else clock
+        self._clock = steady_clock(self._recorded_s) if clock is None else clock
         self._shared_users = shared_users
         self._gateways = gateways
         self._answer = answer
@@ -225,7 +233,7 @@ class Shell(Generic[EventT, EffectT]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._epoch = 0
-        self._now = journal.last_now if journal is not None else 0.0
+        self._now = self._recorded_s
         self._backoff_s = BACKOFF_S_MIN
         self._seen: OrderedDict[Party, OrderedDict[str, None]] = OrderedDict()
         self._known: set[Party] = set()  # whose inbox exists, as far as this link knows
@@ -334,7 +342,9 @@ class Shell(Generic[EventT, EffectT]):
             await self._wait_for_work()
             if self._may_decide and not self._stopping.is_set() and (self._waiting or self._is_due()):
                 await self._decide()
-        self._take_snapshot(after=1)  # another version may start next, and would decide otherwise in a replay
+        # Another version may start next, and would decide otherwise in a replay. Who was deposed has no say.
+        with suppress(Deposed):
+            await self._take_snapshot(after=1)
 
     async def _wait_for_work(self) -> None:
         self._wake.clear()
@@ -369,10 +379,10 @@ class Shell(Generic[EventT, EffectT]):
                 self._handle(item, effects)
         self._tick(effects)  # last: no deadline may overtake an older message that may answer it
         if self._journal is not None:
-            self._journal.commit()
+            await self._wait_for(self._journal, self._journal.commit)
         whole = await self._carry_out(effects)
         await self._settle(settling, whole=whole)
-        self._take_snapshot(after=self._snapshot_every)
+        await self._take_snapshot(after=self._snapshot_every)
         await asyncio.sleep(0)  # an in-process bus never waits, and others live on this loop
 
     def _tick(self, effects: list[EffectT | Send]) -> None:
@@ -389,10 +399,19 @@ class Shell(Generic[EventT, EffectT]):
             self._journal.append(now, event)
         effects.extend(self._core.handle(event, now))
 
-    def _take_snapshot(self, *, after: int) -> None:
+    async def _take_snapshot(self, *, after: int) -> None:
         """Store the state, if so many events have come since that was last done."""
-        if self._journal is not None and self._snapshot is not None and self._journal.since_snapshot >= after:
-            self._journal.snapshot(self._snapshot())
+        journal = self._journal
+        if journal is not None and self._snapshot is not None and journal.writable and journal.since_snapshot >= after:
+            await self._wait_for(journal, partial(journal.snapshot, self._snapshot()))
+
+    async def _wait_for(self, journal: Journal[Any], work: Callable[[], ResultT]) -> ResultT:
+        """Have the journal do something; in a thread if another process is waited for, as others live on this loop."""
+        return await asyncio.to_thread(work) if journal.remote else work()
+
+    @property
+    def _recorded_s(self) -> float:
+        return self._journal.last_now if self._journal is not None else 0.0
 
     # --- admitting --------------------------------------------------------------------------------------------------
 
@@ -608,11 +627,15 @@ class Shell(Generic[EventT, EffectT]):
             self._put(_Arrived(link, await link.receive()))
 
     async def _lead(self, link: Link) -> None:
-        epoch = await link.lead()
-        self._epoch = epoch if self._journal is None else self._journal.next_epoch(epoch)
+        self._epoch = await self._take_over(await link.lead())
+        self._now = max(self._now, self._recorded_s)
         self._link = link
         # Before all that waited: the core must not speak in the name of its former incarnation.
         self._put(Connected(self._epoch), first=True)
+
+    async def _next_epoch(self, token: int) -> int:
+        journal = self._journal
+        return token if journal is None else await self._wait_for(journal, partial(journal.next_epoch, token))
 
     async def _enrol(self, link: Link) -> None:
         """Introduce this participant until the arbiter has given it an inbox."""

@@ -14,7 +14,7 @@ import typer
 
 from launch import keys, overview, spec
 from launch.client import open_client
-from launch.faults import Fault, usage
+from launch.faults import Fault, address_of, usage
 from launch.pictures import Picture, cut_to_terminal, show_changes
 from launch.surface import answering, emit, say, wants_json
 from protocol import exit_codes
@@ -36,6 +36,10 @@ def top(
         Path | None,
         typer.Option(metavar="FOLDER", help="look at the past that the journal in an arbiter's state_dir tells of"),
     ] = None,
+    journal_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="the same of a journal in a database: the arbiter's journal_file"),
+    ] = None,
     at: Annotated[
         str | None,
         typer.Option(metavar="WHEN", help="with --journal: 10m before its end, or 2026-11-25T18:00 (its end)"),
@@ -50,8 +54,11 @@ def top(
     """
     as_json = wants_json(json)
     with answering(as_json=as_json):
-        if journal is not None:
-            _show_past(journal, at, as_json=as_json)
+        if journal is not None and journal_file is not None:
+            raise usage("--journal and --journal-file are two places of one journal", "name the one where it is")
+        place = journal if journal_file is None else address_of(journal_file)
+        if place is not None:
+            _show_past(place, at, as_json=as_json)
             return
         if at is not None:
             raise usage("--at needs a --journal", "the present is shown without both")
@@ -77,7 +84,7 @@ def _interruptible(act: Callable[[], None]) -> None:
         raise SystemExit(exit_codes.INTERRUPTED) from None
 
 
-def _show_past(journal: Path, at: str | None, *, as_json: bool) -> None:
+def _show_past(journal: Path | str, at: str | None, *, as_json: bool) -> None:
     from arbiter.past import Past
     from protocol.journal import JournalError
 

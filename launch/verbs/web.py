@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from launch.faults import Fault, usage
+from launch.faults import Fault, address_of, usage
 from launch.surface import answering, note
 from launch.web import PORT, check_libraries
 
@@ -28,6 +28,10 @@ def web(
     ledger: Annotated[
         Path | None, typer.Option(help="the arbiter's ledger.db  [default: that of `gpu-arbiter up`]")
     ] = None,
+    journal_file: Annotated[
+        Path | None,
+        typer.Option(help="instead of --ledger: the arbiter's journal_file, if its ledger is in a database"),
+    ] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="a file with the token, for your user only  [default: a new one at each start]")
     ] = None,
@@ -44,8 +48,11 @@ def web(
         from launch.site.site import user_folder
         from launch.web.process import serve_pages
 
+        if ledger is not None and journal_file is not None:
+            raise usage("--ledger and --journal-file are two places of one ledger", "name the one where it is")
         default = user_folder("XDG_STATE_HOME", ".local/state") / "gpu-arbiter" / "up" / "arbiter" / "ledger.db"
-        serve_pages(ledger or default, host=host, port=port, token=token, told=note)
+        place = ledger or default if journal_file is None else address_of(journal_file)
+        serve_pages(place, host=host, port=port, token=token, told=note)
 
 
 def _token(file: Path | None) -> str:

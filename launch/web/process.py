@@ -18,7 +18,7 @@ from protocol.journal import JournalError
 REQUESTS_MAX = 64
 
 
-def serve_pages(ledger: Path, *, host: str, port: int, token: str, told: Callable[[str], None]) -> None:
+def serve_pages(ledger: Path | str, *, host: str, port: int, token: str, told: Callable[[str], None]) -> None:
     """Listen, tell the address by `told`, and answer until SIGINT or SIGTERM.
 
     Raises

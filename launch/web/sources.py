@@ -21,10 +21,13 @@ FRESH_S = 1.0
 
 
 class Sources:
-    """The ledger at `ledger`, and the app agent's daemon at `socket` (None: the usual one). Any thread may ask."""
+    """The ledger in a file or at an address, and the app agent's daemon at `socket` (None: the usual one).
 
-    def __init__(self, ledger: Path, socket: Path | None = None) -> None:
-        self.path, self._socket = ledger, socket
+    Any thread may ask.
+    """
+
+    def __init__(self, ledger: Path | str, socket: Path | None = None) -> None:
+        self.place, self._socket = ledger, socket
         self._looking = threading.Lock()
         self._seen: tuple[float, dict[str, Any]] | None = None
 
@@ -37,7 +40,7 @@ class Sources:
         JournalError
             If it cannot be read; the message names the mend.
         """
-        with closing(Ledger.reader(self.path)) as ledger:
+        with closing(Ledger.reader(self.place)) as ledger:
             yield ledger
 
     def ask(self, *question: Any, **more: Any) -> dict[str, Any]:

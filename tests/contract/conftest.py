@@ -16,8 +16,10 @@ from protocol.bus.amqp import AmqpBus
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.messages import ARBITER, Party
 from protocol.topology import Topology
+from tests.support import postgres as postgres_support
 from tests.support import rabbitmq
 from tests.support.patience import PATIENCE_S
+from tests.support.postgres import PrivatePostgres
 from tests.support.proxy import Proxy
 
 T = TypeVar("T")
@@ -171,3 +173,13 @@ async def arbiter(site: Site) -> Link:
     for party in PARTIES[1:]:
         await link.provision(party)
     return link
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PrivatePostgres]:
+    """One private PostgreSQL for the whole run; each test has a database of its own."""
+    reason = postgres_support.missing()
+    if reason:
+        pytest.skip(reason)
+    with PrivatePostgres() as server:
+        yield server

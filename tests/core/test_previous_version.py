@@ -15,7 +15,7 @@ from arbiter.core.arbiter import Configured as ArbiterConfigured
 from protocol import previous_version
 from protocol.codec import VERSION, decode, encode
 from protocol.core import Received
-from protocol.journal import Journal
+from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import AppId, AppReport, OwnerId, Party, Requirements, Utility
 from tests.support.app_harness import spec_of
 from tests.support.arbiter_site import Site, wish
@@ -106,7 +106,7 @@ def test_a_snapshot_of_an_app_agent_of_the_version_before_holds_the_same_apps() 
 
 
 def test_events_that_the_version_before_left_in_a_journal_are_read(tmp_path: Path) -> None:
-    journal = Journal.of(tmp_path / "j.db", Received | ArbiterConfigured)
+    journal = SqliteJournal.of(tmp_path / "j.db", Received | ArbiterConfigured)
     event = Received(Party("app", "ana"), report())
     journal._encode = lambda kept: former_bytes(msgspec.msgpack.encode(kept))
     journal.append(1.0, event)

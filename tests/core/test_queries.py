@@ -18,6 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter import daemon, ledger, queries
+from arbiter.config import ArbiterConfig
 from arbiter.core import seam
 from arbiter.core.arbiter import Configured, Event
 from arbiter.core.effects import AppRecord, Decide, LeaseRecord, RoundRecord
@@ -29,10 +30,9 @@ from arbiter.core.state.model import ArbiterSettings
 from arbiter.ledger import Ledger
 from arbiter.queries import Queries
 from launch import views
-from protocol.clock import RecordedClock
 from protocol.codec import encode
 from protocol.core import Send
-from protocol.journal import Journal
+from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import (
     ARBITER,
     Answer,
@@ -234,8 +234,8 @@ def the_daemon(counter: Counter) -> Iterator[daemon._Performer]:
     """The daemon's part beside the core, with the inputs and the record of the lost round."""
     asked, book = counter.ledger.inputs(1), Ledger(":memory:")
     assert asked is not None
-    with TemporaryDirectory() as folder, closing(Journal.of(f"{folder}/journal.sqlite", Event)) as journal:
-        performer = daemon._Performer(counter.site.arbiter, journal, book, RecordedClock(0.0, None, wall=lambda: 0.0))
+    with TemporaryDirectory() as folder, closing(SqliteJournal.of(f"{folder}/journal.sqlite", Event)) as journal:
+        performer = daemon._Performer(counter.site.arbiter, journal, book, ArbiterConfig())
         performer._shell = SimpleNamespace(now=lambda: counter.site.now)  # type: ignore[assignment]
         asyncio.run(performer._perform(asked))
         book.write(counter.ledger.rounds(limit=1)[0])

@@ -23,7 +23,7 @@ CODE = (".py", ".toml", ".service", ".csv", ".json", ".sh", "Makefile")
 FOREIGN = {
     "--install-completion",
     "NODE_FAIL NO_COLOR HF_HOME ID_3 wait_job",
-    "close_all_user_connections delete_user",
+    "close_all_user_connections delete_user synchronous_standby_names",
     "finished.json manifest.json tenant_shares.csv throughputs.csv two_weeks.csv",
 }
 KNOWN = frozenset(" ".join(FOREIGN).split()) | {f"--{name}" for name in FLAGS}

@@ -341,7 +341,7 @@ def test_the_verb_serves_a_ledger_at_the_address_that_it_prints_and_ends_by_a_si
     tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPU_ARBITER_URL", f"unix://{tmp_path}/no.sock")
-    command = [sys.executable, "-m", "launch.cli", "web", "--port", "0", "--ledger", str(asked.path)]
+    command = [sys.executable, "-m", "launch.cli", "web", "--port", "0", "--ledger", str(asked.place)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

@@ -15,7 +15,8 @@ from structlog.testing import capture_logs
 from arbiter.ledger import Ledger
 from protocol.config import ConfigError
 from protocol.core import Tick
-from protocol.journal import Journal, JournalError
+from protocol.journal import JournalError
+from protocol.journal.sqlite import SqliteJournal
 from protocol.private import state_folder
 
 
@@ -33,7 +34,7 @@ def mode(path: Path) -> int:
 
 def test_a_new_folder_and_all_databases_in_it_are_private(tmp_path: Path) -> None:
     folder = state_folder(tmp_path / "new" / "state")
-    with Journal[Tick].of(folder / "journal.db", Tick) as journal, closing(Ledger(folder / "ledger.db")):
+    with SqliteJournal[Tick].of(folder / "journal.db", Tick) as journal, closing(Ledger(folder / "ledger.db")):
         journal.append(1.0, Tick())
         journal.commit()
         files = {path.name: mode(path) for path in folder.iterdir()}
@@ -100,4 +101,4 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
         state_folder(tmp_path / "file" / "state")
     (tmp_path / "folder").mkdir()
     with pytest.raises(JournalError, match=r"cannot open .*/folder: "):
-        Journal[Tick].of(tmp_path / "folder", Tick)
+        SqliteJournal[Tick].of(tmp_path / "folder", Tick)

@@ -16,7 +16,7 @@ from protocol.bus import Link, NotPermitted, NotProvisioned, Outgoing
 from protocol.bus.memory import MemoryBroker, MemoryBus, MemoryLink
 from protocol.codec import decode, encode
 from protocol.core import Connected, Received, Send, Tick
-from protocol.journal import Journal
+from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import (
     ARBITER,
     Answer,
@@ -340,7 +340,7 @@ async def test_an_arbiter_whose_link_dies_leads_again_with_a_higher_epoch(rig: R
 async def test_the_journals_epoch_wins_over_a_broker_that_forgot(rig: Rig, tmp_path: Path) -> None:
     for expected in (1, 2):
         rig = Rig()  # a new broker, as after `up` is started again
-        with Journal[Event].of(tmp_path / "journal", Event) as journal:
+        with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
             async with rig.arbiter(journal=journal) as shell:
                 assert shell.epoch == expected
 
@@ -537,7 +537,7 @@ async def test_time_never_goes_back_also_not_over_a_restart(rig: Rig, tmp_path: 
     for readings in ([5.0, 3.0, 8.0, 7.0], [1.0, 2.0]):
         clock = iter(readings)
         last = readings[-1]
-        with Journal[Event].of(tmp_path / "journal", Event) as journal:
+        with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
             shell = rig.shell(APP, journal=journal, clock=lambda clock=clock, last=last: next(clock, last))
             async with rig.running(shell):
                 for _ in readings:
@@ -548,7 +548,7 @@ async def test_time_never_goes_back_also_not_over_a_restart(rig: Rig, tmp_path: 
 
 
 async def test_every_event_is_in_the_journal_before_its_effects_happen(rig: Rig, tmp_path: Path) -> None:
-    journal = Journal[Event].of(tmp_path / "journal", Event)
+    journal = SqliteJournal[Event].of(tmp_path / "journal", Event)
     seen: list[int] = []
 
     async def look(effect: Shout) -> None:
@@ -569,7 +569,7 @@ async def test_every_event_is_in_the_journal_before_its_effects_happen(rig: Rig,
 
 
 async def test_snapshots_are_taken_every_so_many_events(rig: Rig, tmp_path: Path) -> None:
-    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+    with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
         options = {"snapshot": lambda: b"%d events" % len(rig.core.events), "snapshot_every": 10}
         async with rig.running(rig.shell(APP, journal=journal, **options)) as shell:
             for number in range(25):
@@ -585,7 +585,7 @@ async def test_snapshots_are_taken_every_so_many_events(rig: Rig, tmp_path: Path
 @pytest.mark.parametrize("how", ["stop", "cancel"])
 async def test_a_shell_that_ends_leaves_nothing_to_replay(rig: Rig, tmp_path: Path, how: str) -> None:
     """Another version may start from there, and would decide otherwise what was decided then."""
-    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+    with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
         options = {"snapshot": lambda: b"%d events" % len(rig.core.events), "snapshot_every": 1000}
         shell = rig.shell(APP, journal=journal, **options)
         async with asyncio.TaskGroup() as group:
@@ -614,7 +614,7 @@ async def test_a_batch_in_hand_ends_first_or_is_replayed(
         await may_end.wait()
 
     rig.core.answers = lambda event: [Shout("x")] if isinstance(event, Poke) else ()
-    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+    with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
         options = {"snapshot": lambda: b"state", "snapshot_every": 1000}
         shell = Shell[Poke, Shout](rig.core, rig.bus, APP, perform=slowly, journal=journal, **options)
         async with asyncio.TaskGroup() as group:
@@ -633,17 +633,17 @@ async def test_a_batch_in_hand_ends_first_or_is_replayed(
 
 async def test_what_was_replayed_counts_as_not_yet_in_a_snapshot(rig: Rig, tmp_path: Path) -> None:
     """After a crash, too, the version that wrote the journal leaves nothing to replay once it is stopped."""
-    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+    with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
         for number in range(5):
             journal.append(float(number), Poke(str(number)))
         journal.commit()
         assert journal.since_snapshot == 5
-    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+    with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
         async with rig.running(rig.shell(ARBITER, journal=journal, snapshot=lambda: b"state")):
             pass
         assert journal.since_snapshot == 0
         assert journal.load().snapshot == b"state"
-    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+    with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
         assert journal.since_snapshot == 0
 
 
@@ -654,7 +654,7 @@ async def test_a_shell_that_fails_takes_no_snapshot_that_would_prune_the_inciden
         return ()
 
     rig.core.answers = fail
-    with Journal[Event].of(tmp_path / "journal", Event) as journal:
+    with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
         shell = rig.shell(APP, journal=journal, snapshot=lambda: b"state", snapshot_every=1000)
         shell.post(Poke("a"))
         shell.post(Poke("b"))

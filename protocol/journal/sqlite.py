@@ -1,34 +1,45 @@
-"""The journal, written before events are handled: events, snapshots and a few facts in one SQLite file.
+"""The journal in one SQLite file: events, snapshots and a few facts. The promises are those of `protocol.journal`.
 
-State is rebuilt bit for bit from the newest snapshot and the events after it; their effects are not repeated. Events
-written since the last `commit` are lost in a crash together with the state they led to, which is why the shell commits
-before it performs effects and acknowledges deliveries only after.
+One process writes: it holds a lock on a file beside the database until it ends, however it ends. Others may read
+meanwhile, as `gpu-arbiter backup` does.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
 import sqlite3
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self
 
 import msgspec
 
 from protocol import previous_version
+from protocol.journal import (
+    ANEW,
+    DAMAGED,
+    Decode,
+    Encode,
+    EventT,
+    JournalError,
+    Loaded,
+    News,
+    checked,
+    checksum,
+    compare,
+    digest,
+)
 from protocol.private import private_file
-
-EventT = TypeVar("EventT")
 
 APPLICATION_ID = 0x47414A31  #: "GAJ1": says that a SQLite file is one of ours
 VERSION = 2  #: of the tables below; 1 had no checksums
-#: The mend for one that cannot be used.
-ANEW = 'move it away to begin anew (the arbiter\'s with history = "begin" and --adopt-site for one start)'
-DAMAGED = f"bring a copy of the folder back, or {ANEW}"
+#: Another process that only reads holds the file for moments, as when it opens it.
+READER_S = 5.0
 
 _SCHEMA = """
 CREATE TABLE events (seq INTEGER PRIMARY KEY, now REAL NOT NULL, event BLOB NOT NULL, sum INTEGER);
@@ -38,20 +49,8 @@ CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 _FROM_VERSION_1 = ("ALTER TABLE events ADD COLUMN sum INTEGER", "ALTER TABLE snapshots ADD COLUMN sum INTEGER")
 
 
-class JournalError(Exception):
-    """The journal cannot be used; the message names the file and the mend."""
-
-
-class Loaded(Generic[EventT]):
-    """The records to rebuild the state from: `snapshot`, None in the beginning, then `events` as (seq, now, event)."""
-
-    def __init__(self, snapshot: bytes | None, events: Iterator[tuple[int, float, EventT]]) -> None:
-        self.snapshot = snapshot
-        self.events = events
-
-
-class Journal(Generic[EventT]):
-    """One daemon's journal; only one process can have it open.
+class SqliteJournal(Generic[EventT]):
+    """One daemon's journal in a file; only one process can have it open.
 
     Parameters
     ----------
@@ -71,8 +70,8 @@ class Journal(Generic[EventT]):
     def __init__(
         self,
         path: Path | str,
-        encode: Callable[[EventT], bytes],
-        decode: Callable[[bytes], EventT],
+        encode: Encode[EventT],
+        decode: Decode[EventT],
         *,
         snapshots_kept: int = 2,
     ) -> None:
@@ -83,11 +82,14 @@ class Journal(Generic[EventT]):
         self._snapshots_kept = snapshots_kept
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._closed = False
-        self._database = self._open()
-        self.last_seq, self.last_now = self._last()  #: seq and time (seconds) of the newest event, 0 before the first
-        self._snapshot_seq = self._newest_snapshot()
-        self.starts = self._number("starts") + 1  #: how often this journal was opened, now included
-        self.set("starts", str(self.starts))
+        self._lock = self._hold()
+        try:
+            self._database = self._open()
+            self.last_seq, self.last_now = self._last()
+            self._snapshot_seq = self._newest_snapshot()
+        except BaseException:
+            os.close(self._lock)
+            raise
 
     @classmethod
     def of(cls, path: Path | str, union: Any, *, snapshots_kept: int = 2) -> Self:
@@ -96,14 +98,29 @@ class Journal(Generic[EventT]):
         decoder = msgspec.msgpack.Decoder(union)
         return cls(path, encoder.encode, partial(previous_version.decode, kind=decoder), snapshots_kept=snapshots_kept)
 
+    @property
+    def place(self) -> str:
+        """The file."""
+        return str(self.path)
+
+    @property
+    def remote(self) -> bool:
+        """No other process is waited for."""
+        return False
+
+    @property
+    def writable(self) -> bool:
+        """The file is this process's own."""
+        return True
+
     # --- events -----------------------------------------------------------------------------------------------------
 
     def append(self, now: float, event: EventT) -> int:
         """Write that `event` comes at `now`; return its number. Durable after `commit`."""
-        with self._writing():
+        with self._using():
             self._begin()
             seq, packed = self.last_seq + 1, self._encode(event)
-            row = (seq, now, packed, _sum(seq, now, packed))
+            row = (seq, now, packed, checksum(seq, now, packed))
             self._database.execute("INSERT INTO events (seq, now, event, sum) VALUES (?, ?, ?, ?)", row)
         self.last_seq += 1
         self.last_now = now
@@ -112,14 +129,14 @@ class Journal(Generic[EventT]):
     def commit(self) -> None:
         """Make all appended events durable."""
         if self._database.in_transaction:
-            with self._writing():
+            with self._using():
                 self._database.execute("COMMIT")
 
     def snapshot(self, blob: bytes) -> None:
         """Store the state after the newest event, and prune the rows that no restart needs any more."""
-        with self._writing():
+        with self._using():
             self._begin()
-            row = (self.last_seq, self.last_now, blob, _sum(self.last_seq, self.last_now, blob))
+            row = (self.last_seq, self.last_now, blob, checksum(self.last_seq, self.last_now, blob))
             self._database.execute("INSERT OR REPLACE INTO snapshots (seq, now, state, sum) VALUES (?, ?, ?, ?)", row)
             self._prune()
             self._database.execute("COMMIT")
@@ -140,43 +157,36 @@ class Journal(Generic[EventT]):
     def span(self) -> tuple[float, float]:
         """Return the first and the last moment that the journal tells of, by its snapshots and events; seconds."""
         first = "SELECT min(now) FROM (SELECT now FROM events UNION ALL SELECT now FROM snapshots)"
-        with self._writing():
+        with self._using():
             (begin,) = self._database.execute(first).fetchone()
         return (self.last_now if begin is None else float(begin)), self.last_now
 
-    def load(self, before: float | None = None) -> Loaded[EventT]:
-        """Return the newest snapshot, or the newest that was made no later than `before`, and the events after it."""
-        with self._writing():
-            newest = "SELECT seq, now, state, sum FROM snapshots WHERE now <= ? ORDER BY seq DESC LIMIT 1"
+    def load(self, before: float | None = None, *, oldest: bool = False) -> Loaded[EventT]:
+        """Return the newest snapshot (made no later than `before`, if any), or the oldest, and the events after it."""
+        order = "ASC" if oldest else "DESC"
+        newest = f"SELECT seq, now, state, sum FROM snapshots WHERE now <= ? ORDER BY seq {order} LIMIT 1"  # noqa: S608 - our words
+        with self._using():
             row = self._database.execute(newest, (inf if before is None else before,)).fetchone()
         if row is None:
-            return Loaded(None, self._events_after(0))
+            return Loaded(None, 0, self._events_after(0))
         seq, now, blob, written = row
-        self._compare(f"the snapshot after event {seq}", written, _sum(seq, now, blob))
-        return Loaded(blob, self._events_after(seq))
+        compare(self.place, f"the snapshot after event {seq}", written, checksum(seq, now, blob))
+        return Loaded(blob, seq, self._events_after(seq))
 
-    def _compare(self, subject: str, written: int | None, read: int) -> None:
-        """Raise JournalError unless the bytes read are those written; None: a version without checksums wrote it."""
-        if written not in (None, read):
-            raise JournalError(f"{self.path}: {subject} is not as it was written; {DAMAGED}")
+    def marks(self) -> Mapping[int, str]:
+        """Return the digest of each snapshot that is kept, by the number of the event before it."""
+        with self._using():
+            rows = self._database.execute("SELECT seq, state FROM snapshots ORDER BY seq").fetchall()
+        return {seq: digest(state) for seq, state in rows}
+
+    def news(self) -> News[EventT]:
+        """Return nothing: no other process can write here."""
+        return News()
 
     def _events_after(self, seq: int) -> Iterator[tuple[int, float, EventT]]:
-        with self._writing():
+        with self._using():
             rows = self._database.execute("SELECT seq, now, event, sum FROM events WHERE seq > ? ORDER BY seq", (seq,))
-            expected = seq + 1 if seq else None  # without a snapshot the first event is number 1, or the oldest kept
-            for number, now, data, written in rows:
-                if number != (expected or number):
-                    raise JournalError(f"{self.path}: event {expected} is missing; {DAMAGED}")
-                expected = number + 1
-                self._compare(f"event {number}", written, _sum(number, now, data))
-                try:
-                    event = self._decode(data)
-                except (ValueError, TypeError, KeyError, EOFError) as error:
-                    raise JournalError(
-                        f"{self.path}: event {number} cannot be read ({error}); "
-                        f"use the version that wrote it, or {ANEW}"
-                    ) from error
-                yield number, now, event
+            yield from checked(rows, self.place, seq, self._decode)
 
     # --- facts ------------------------------------------------------------------------------------------------------
 
@@ -200,7 +210,7 @@ class Journal(Generic[EventT]):
 
     def get(self, key: str) -> str | None:
         """Return a fact."""
-        with self._writing():
+        with self._using():
             row = self._database.execute("SELECT value FROM facts WHERE key = ?", (key,)).fetchone()
         return None if row is None else str(row[0])
 
@@ -210,7 +220,7 @@ class Journal(Generic[EventT]):
         Others act on facts at once: an epoch that was given out and forgotten would be given out again.
         """
         self.commit()
-        with self._writing():
+        with self._using():
             self._database.execute("PRAGMA synchronous = FULL")
             try:
                 self._begin()
@@ -226,8 +236,11 @@ class Journal(Generic[EventT]):
         """Commit and let go of the file; closing twice is harmless."""
         if not self._closed:
             self._closed = True
-            self.commit()
-            self._database.close()
+            try:
+                self.commit()
+            finally:
+                self._database.close()
+                os.close(self._lock)
 
     def __enter__(self) -> Self:
         return self
@@ -237,10 +250,26 @@ class Journal(Generic[EventT]):
     ) -> None:
         self.close()
 
+    def _hold(self) -> int:
+        """Return the descriptor of the lock that says that this process writes; the kernel lets go with its end."""
+        path = self.path.with_name(f"{self.path.name}.lock")
+        try:
+            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise JournalError(f"cannot open {self.path}: {error}; check that its folder is writable") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(lock)
+            if isinstance(error, BlockingIOError):
+                raise JournalError(f"{self.path} {_IN_USE}") from error
+            raise JournalError(f"cannot lock {path}: {error}; give a state folder on a local disk") from error
+        return lock
+
     def _open(self) -> sqlite3.Connection:
         try:
             private_file(self.path)
-            database = sqlite3.connect(self.path, timeout=0.0, isolation_level=None)
+            database = sqlite3.connect(self.path, timeout=READER_S, isolation_level=None)
         except (sqlite3.Error, OSError) as error:
             raise JournalError(f"cannot open {self.path}: {error}; check that its folder is writable") from error
         try:
@@ -248,9 +277,7 @@ class Journal(Generic[EventT]):
         except sqlite3.OperationalError as error:
             database.close()
             if "locked" in str(error):
-                raise JournalError(
-                    f"{self.path} is in use by another process; stop it, or give this one a state folder of its own"
-                ) from error
+                raise JournalError(f"{self.path} {_IN_USE}") from error
             raise JournalError(f"cannot use {self.path}: {error}; check the folder's permissions and space") from error
         except sqlite3.DatabaseError as error:
             database.close()
@@ -262,8 +289,6 @@ class Journal(Generic[EventT]):
 
     def _prepare(self, database: sqlite3.Connection) -> None:
         self._check_identity(database)
-        # Exclusive: a second process is refused at once, and SQLite needs no shared memory file.
-        database.execute("PRAGMA locking_mode = EXCLUSIVE")
         database.execute("PRAGMA journal_mode = WAL")
         # NORMAL: kill -9 loses nothing that was committed, a power cut perhaps the last moments. Those come again,
         # since every participant restates its whole state; FULL would cost a disk flush for each batch of events.
@@ -294,12 +319,12 @@ class Journal(Generic[EventT]):
 
     def _last(self) -> tuple[int, float]:
         newest = "SELECT seq, now FROM events UNION ALL SELECT seq, now FROM snapshots ORDER BY seq DESC LIMIT 1"
-        with self._writing():
+        with self._using():
             row = self._database.execute(newest).fetchone()
         return (0, 0.0) if row is None else (int(row[0]), float(row[1]))
 
     def _newest_snapshot(self) -> int:
-        with self._writing():
+        with self._using():
             (seq,) = self._database.execute("SELECT coalesce(max(seq), 0) FROM snapshots").fetchone()
         return int(seq)
 
@@ -308,7 +333,7 @@ class Journal(Generic[EventT]):
             self._database.execute("BEGIN IMMEDIATE")
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _using(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.Error as error:
@@ -319,11 +344,7 @@ class Journal(Generic[EventT]):
             raise JournalError(f"cannot use {self.path}: {error}; {mend}") from error
 
 
-def _sum(seq: int, now: float, blob: bytes) -> int:
-    """Return the checksum of a row."""
-    return zlib.crc32(blob, zlib.crc32(f"{seq} {now!r} ".encode()))
-
-
+_IN_USE = "is in use by another process; stop it, or give this one a state folder of its own"
 _COUNT_TABLES = "SELECT count(*) FROM sqlite_master"
 _IDENTITY = ("application_id", "user_version")
 

@@ -1,0 +1,598 @@
+"""The promises of `protocol.journal`, kept in a file and in a database; and of the ledger, which lies beside it."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from math import inf
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+from msgspec import Struct
+
+from arbiter.core.effects import (
+    ActRecord,
+    AppRecord,
+    EventRecord,
+    LeaseRecord,
+    LossRecord,
+    PolicyFailed,
+    RoundRecord,
+    StretchRecord,
+)
+from arbiter.core.effects import Failure as PolicyFailure
+from arbiter.core.seam import Outcome
+from arbiter.core.state.gpu_time import Standing
+from arbiter.ledger import Ledger
+from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway, digest
+from protocol.journal.postgres import PostgresJournal, numbers
+from protocol.journal.sqlite import SqliteJournal
+from protocol.messages import AppId, EventFilter, GpuId, LeaseId, NodeId, TaskId, TenantId
+from tests.support.postgres import PrivatePostgres
+
+
+class Came(Struct, frozen=True, tag=True):
+    app: str
+    weight: float = 1.0
+
+
+class Left(Struct, frozen=True, tag=True):
+    app: str
+
+
+Event = Came | Left
+
+
+class Store(Protocol):
+    """Where a journal is, and what can happen to it."""
+
+    def open(self, union: object = Event, *, snapshots_kept: int = 2) -> Journal[Event]: ...
+    def ledger(self, journal: Journal[Event]) -> Ledger: ...
+    @property
+    def ledger_place(self) -> Path | str: ...
+    def sql(self, statement: str) -> list[tuple[object, ...]]: ...
+    def drop(self, table: str) -> None: ...
+
+
+class FileStore:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def open(self, union: object = Event, *, snapshots_kept: int = 2) -> Journal[Event]:
+        return SqliteJournal.of(self.folder / "journal.db", union, snapshots_kept=snapshots_kept)
+
+    def ledger(self, journal: Journal[Event]) -> Ledger:
+        return Ledger(self.ledger_place)
+
+    @property
+    def ledger_place(self) -> Path:
+        return self.folder / "ledger.db"
+
+    def sql(self, statement: str) -> list[tuple[object, ...]]:
+        with closing(sqlite3.connect(self.folder / "journal.db")) as database, database:
+            return database.execute(statement.replace("journal.", "")).fetchall()
+
+    def drop(self, table: str) -> None:
+        with closing(sqlite3.connect(self.ledger_place)) as database, database:
+            database.execute(f"DROP TABLE {table}")
+
+
+class DatabaseStore:
+    def __init__(self, server: PrivatePostgres) -> None:
+        self.server, self.url = server, server.database()
+        self.opened: list[Journal[Event]] = []
+
+    def open(
+        self, union: object = Event, *, snapshots_kept: int = 2, leader: str = "host-a", program: str = "0.1.0"
+    ) -> PostgresJournal[Event]:
+        options = {"leader": leader, "program": program, "snapshots_kept": snapshots_kept}
+        journal: PostgresJournal[Event] = PostgresJournal.of(self.url, union, **options)
+        self.opened.append(journal)
+        return journal
+
+    def ledger(self, journal: Journal[Event]) -> Ledger:
+        assert isinstance(journal, PostgresJournal)
+        return Ledger(journal)
+
+    @property
+    def ledger_place(self) -> str:
+        return self.url
+
+    def sql(self, statement: str) -> list[tuple[object, ...]]:
+        return self.server.sql(self.url.rpartition("/")[2], statement)
+
+    def drop(self, table: str) -> None:
+        self.sql(f"DROP TABLE ledger.{table}")
+
+
+@pytest.fixture(params=["file", "database"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    if request.param == "file":
+        yield FileStore(tmp_path)
+        return
+    yield from _database(request)
+
+
+@pytest.fixture
+def database(request: pytest.FixtureRequest) -> Iterator[DatabaseStore]:
+    yield from _database(request)
+
+
+def _database(request: pytest.FixtureRequest) -> Iterator[DatabaseStore]:
+    made = DatabaseStore(request.getfixturevalue("postgres"))
+    yield made
+    for journal in made.opened:
+        journal.close()
+
+
+def leading(store: Store, **options: int) -> Journal[Event]:
+    """A journal that may be written."""
+    journal = store.open(**options)  # type: ignore[arg-type]
+    journal.next_epoch(1)
+    return journal
+
+
+# --- both stores ----------------------------------------------------------------------------------------------------
+
+
+def test_events_come_back_in_order_with_their_times_bit_for_bit(store: Store) -> None:
+    written = [(1, 0.1 + 0.2, Came("a", 1e-300)), (2, 1.7e9 + 1 / 3, Left("a")), (3, 1.8e9, Came("b\0ä"))]
+    journal = leading(store)
+    for seq, now, event in written:
+        assert journal.append(now, event) == seq
+    journal.close()
+    with closing(leading(store)) as again:
+        loaded = again.load()
+        assert loaded.snapshot is None
+        assert list(loaded.events) == written
+        assert (again.last_seq, again.last_now) == (3, 1.8e9)
+        assert again.append(2e9, Left("b")) == 4
+
+
+def test_a_snapshot_replaces_the_events_before_it(store: Store) -> None:
+    journal = leading(store)
+    journal.append(1.0, Came("a"))
+    journal.snapshot(b"one app")
+    journal.append(2.0, Came("b"))
+    assert journal.since_snapshot == 1
+    journal.close()
+    with closing(store.open()) as again:
+        loaded = again.load()
+        assert (loaded.snapshot, loaded.seq) == (b"one app", 1)
+        assert list(loaded.events) == [(2, 2.0, Came("b"))]
+        assert again.since_snapshot == 1
+
+
+def test_a_snapshot_has_all_that_was_appended_before_it(store: Store) -> None:
+    with closing(leading(store)) as journal:
+        journal.append(1.0, Came("a"))
+        journal.append(2.0, Came("b"))
+        journal.snapshot(b"two apps")
+        assert journal.since_snapshot == 0
+        assert journal.load().seq == 2
+        journal.snapshot(b"two apps, again")  # another state of the same moment takes its place
+        assert journal.load().snapshot == b"two apps, again"
+
+
+def test_numbers_and_times_go_on_after_everything_was_pruned(store: Store) -> None:
+    with closing(leading(store, snapshots_kept=1)) as journal:
+        for turn in range(3):
+            journal.append(float(turn), Came("a"))
+            journal.snapshot(b"%d" % turn)
+    with closing(leading(store, snapshots_kept=1)) as again:
+        assert list(again.load().events) == []
+        assert (again.last_seq, again.last_now) == (3, 2.0)
+        assert again.append(3.0, Left("a")) == 4
+
+
+def test_events_since_the_oldest_kept_snapshot_stay_for_looking_back(store: Store) -> None:
+    journal = leading(store)
+    for turn in range(5):
+        journal.append(float(turn), Came("a"))
+        journal.snapshot(b"%d" % turn)
+    journal.append(9.0, Left("a"))
+    journal.close()
+    assert store.sql("SELECT seq FROM journal.snapshots ORDER BY seq") == [(4,), (5,)]
+    assert store.sql("SELECT seq FROM journal.events ORDER BY seq") == [(5,), (6,)]
+    with closing(store.open()) as again:
+        loaded = again.load(oldest=True)
+        assert (loaded.snapshot, loaded.seq) == (b"3", 4)
+        assert [seq for seq, _now, _event in loaded.events] == [5, 6]
+        assert again.marks() == {4: digest(b"3"), 5: digest(b"4")}
+
+
+def test_the_past_is_told_from_the_newest_snapshot_before_a_moment(store: Store) -> None:
+    with closing(leading(store)) as journal:
+        assert journal.span() == (0.0, 0.0)
+        journal.append(10.0, Came("a"))
+        journal.commit()
+        assert (journal.span(), journal.load(9.0).snapshot) == ((10.0, 10.0), None)
+        for turn in (20.0, 30.0):
+            journal.append(turn, Came("b"))
+            journal.snapshot(b"%d" % turn)
+        journal.append(40.0, Left("a"))
+        journal.commit()
+        assert journal.span() == (20.0, 40.0), "what was before the oldest snapshot is pruned"
+        for before, (snapshot, seqs) in {29.9: (b"20", [3, 4]), 30.0: (b"30", [4]), 99.0: (b"30", [4])}.items():
+            loaded = journal.load(before)
+            assert (loaded.snapshot, [seq for seq, _now, _event in loaded.events]) == (snapshot, seqs)
+        assert (journal.last_seq, journal.append(50.0, Left("b"))) == (4, 5)
+
+
+def test_epochs_grow_over_restarts_even_if_the_broker_forgot_its_own(store: Store) -> None:
+    with closing(store.open()) as journal:
+        assert journal.next_epoch(1) == 1
+        assert journal.next_epoch(7) == 7
+        journal.take_epoch(5)
+        assert journal.next_epoch(1) == 8
+        journal.take_epoch(20)
+    with closing(store.open()) as again:
+        assert again.next_epoch(1) == 21
+
+
+def test_facts_are_kept_and_with_them_what_was_appended(store: Store) -> None:
+    journal = leading(store)
+    journal.append(1.0, Came("a"))
+    journal.set("color", "red")
+    journal.set("color", "blue")
+    with closing(journal):
+        assert store.sql("SELECT seq FROM journal.events") == [(1,)]
+    with closing(store.open()) as again:
+        assert again.get("color") == "blue"
+        assert again.get("size") is None
+        assert len(list(again.load().events)) == 1
+
+
+def test_an_event_that_has_gone_is_missed(store: Store) -> None:
+    with closing(leading(store)) as journal:
+        for number in range(5):
+            journal.append(float(number), Came(str(number)))
+        journal.commit()
+    store.sql("DELETE FROM journal.events WHERE seq = 3")
+    with closing(store.open()) as journal, pytest.raises(JournalError, match="event 3 is missing; bring"):
+        list(journal.load().events)
+
+
+def test_a_row_that_has_changed_is_noticed(store: Store) -> None:
+    with closing(leading(store)) as journal:
+        journal.append(1.0, Came("a"))
+        journal.commit()
+    store.sql("UPDATE journal.events SET now = 2.0")
+    with closing(store.open()) as journal, pytest.raises(JournalError, match="event 1 is not as it was written; bring"):
+        list(journal.load().events)
+
+
+def test_an_event_that_this_version_does_not_know_is_named(store: Store) -> None:
+    with closing(leading(store)) as journal:
+        journal.append(1.0, Came("a"))
+    with closing(store.open(Left)) as narrower, pytest.raises(JournalError, match="event 1 cannot be read"):
+        list(narrower.load().events)
+
+
+def test_a_closed_journal_says_so_in_its_own_words(store: Store) -> None:
+    journal = leading(store)
+    journal.close()
+    journal.close()
+    with pytest.raises(JournalError):
+        journal.append(1.0, Came("a"))
+
+
+ANA = AppId("ana-1")
+ROUND = RoundRecord(
+    7, 100.0, 0.5, (ANA,), (ANA,), (), (GpuId("g"),), (Outcome(ANA, (), "lost"),), proven=True, facts={"gap": 0.5}
+)
+LEASE = LeaseRecord(LeaseId("l1"), AppId("ana-1"), GpuId("g"), NodeId("n1"), 0.0, 60.0, "over", 60.0, 1.0)
+APP = AppRecord(AppId("ana-1"), TenantId("vision"), 2.0, 0.0, 60.0, 50.0, 40.0, 30.0)
+ACT = ActRecord("act-1", 5.0, "ops", "cancel", "ana-1\0", "done")
+LOSS = LossRecord(TaskId("ana-1.0-a1"), 50.0, ANA, TenantId("vision"), NodeId("n1"), (GpuId("g"), GpuId("h")), 7.5)
+FAILED = PolicyFailed(6.0, 7, PolicyFailure("themis", "allocate", "ValueError", "trace"))
+
+
+def stretch(
+    lease: str,
+    start: float,
+    end: float,
+    *,
+    app: str = "ana-1",
+    gpu: str = "g",
+    part: float = 1.0,
+    draining: bool = False,
+) -> StretchRecord:
+    whose = (LeaseId(lease), AppId(app), TenantId(f"of {app}"), GpuId(gpu), NodeId("n1"))
+    return StretchRecord(*whose, start, end, part, draining)
+
+
+def happened(number: int, at: float, app: str = "ana-1", task: str | None = None) -> EventRecord:
+    return EventRecord(
+        number=number, at=at, kind="granted", what="it was", app=AppId(app), task=TaskId(task) if task else None
+    )
+
+
+def test_the_ledger_tells_each_record_once_however_often_it_was_written(store: Store) -> None:
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        assert not ledger.used()
+        for _ in range(2):
+            for record in (ROUND, LEASE, APP, FAILED, LOSS, happened(1, 3.0), happened(2, 4.0, "bob-1")):
+                ledger.write(record)
+            ledger.write(stretch("l1", 0.0, 60.0, part=0.5, draining=True))
+        assert ledger.used()
+        assert ledger.rounds(limit=5) == [ROUND]
+        assert ledger.rounds(limit=5, app=AppId("ana-1")) == [ROUND]
+        assert ledger.rounds(limit=5, app=AppId("bob-1")) == []
+        assert (ledger.round(7), ledger.round(8)) == (ROUND, None)
+        assert ledger.round_count() == 1
+        assert ledger.losses_of(ANA) == [LOSS]
+        assert ledger.stretches_of(ANA) == [stretch("l1", 0.0, 60.0, part=0.5, draining=True)]
+        assert ledger.leases(limit=5) == [LEASE]
+        assert ledger.apps(limit=5) == [APP]
+        assert ledger.failures(limit=5) == [FAILED]
+        found = ledger.events(EventFilter(), limit=5)
+        assert [record.number for _id, record in found] == [1, 2]
+        assert found[0][0] < found[1][0]
+        assert ledger.newest_event() == found[1][0]
+
+
+def test_the_ledger_finds_events_by_what_they_are_about(store: Store) -> None:
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        for record in (happened(1, 3.0, task="ana-1.0-a1"), happened(2, 4.0, "bob-1"), happened(3, 5.0)):
+            ledger.write(record)
+
+        def numbers_of(among: EventFilter, since: float = 0.0) -> list[int]:
+            return [record.number for _id, record in ledger.events(among, since=since, limit=9)]
+
+        assert numbers_of(EventFilter(ids=("ana-1",))) == [1, 3]
+        assert numbers_of(EventFilter(ids=("ana-1.0", "bob-1"))) == [1, 2]
+        assert numbers_of(EventFilter(kinds=("granted",)), since=4.0) == [2, 3]
+        assert numbers_of(EventFilter(nodes=("n1",))) == []
+        assert ledger.newest_event(EventFilter(ids=("ana-1",)), number=2) == ledger.events(EventFilter(), limit=1)[0][0]
+
+
+def test_the_ledger_sums_gpu_time_of_any_period(store: Store) -> None:
+    first, last = stretch("l1", 10.0, 20.0), stretch("l1", 20.0, 26.0, part=0.5, draining=True)
+    other = stretch("l2", 12.0, 30.0, app="bob-1", gpu="f")
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        assert ledger.first_stretch(default=5.0) == 5.0
+        for record in (last, other, first, LOSS):
+            ledger.write(record)
+        ana, bob = ("ana-1", "of ana-1"), ("bob-1", "of bob-1")
+        assert sorted(ledger.gpu_time(0, inf, known=99)) == [(*ana, 13.0, 3.0), (*bob, 18.0, 0.0)]
+        assert sorted(ledger.gpu_time(15.0, 22.0, known=99.0)) == [(*ana, 6.0, 1.0), (*bob, 7.0, 0.0)]
+        assert ledger.gpu_time(15.0, 22.0, known=20.0) == [(*ana, 5.0, 0.0)], "the others were not over then"
+        assert ledger.gpu_time(30.0, 40.0, known=99.0) == []
+        assert ledger.lost(0.0, 50.0) == []
+        assert ledger.lost(50.0, inf) == [("ana-1", "vision", 7.5)]
+        assert ledger.first_stretch(default=5.0) == 10.0
+        assert ledger.first_stretch(default=5.0, live=[stretch("l3", 8.0, 9.0)]) == 8.0
+        assert ledger.has(stretch("l1", 20.0, 27.0))
+        assert not ledger.has(stretch("l1", 20.0, 25.0))
+        assert ledger.stretches_between(0.0, inf) == [first, other, last]
+        assert ledger.stretches_between(20.0, 26.0, limit=1, offset=1) == [last]
+        assert ledger.stretches_between(0.0, 99.0, gpus=("g",)) == [first, last]
+        assert ledger.gpus_between(0.0, 99.0) == [("n1", "f"), ("n1", "g")]
+        assert ledger.gpus_between(26.0, 99.0) == [("n1", "f")]
+
+
+def test_the_ledger_keeps_where_tenants_stood(store: Store) -> None:
+    stood = Standing(5.0, 4.0, 3.0, lost_gpu_s=1.0)
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        ledger.sample(3600.0, {})
+        for _ in range(2):
+            ledger.sample(7200.0, {TenantId("vision"): stood, TenantId("audio"): Standing(0.0, 0.0, 0.0)})
+        ledger.sample(9000.0, {TenantId("vision"): stood})
+        assert [(at, tenant) for at, tenant, _ in ledger.standings()] == [
+            *((7200.0, "audio"), (7200.0, "vision"), (9000.0, "vision"))
+        ]
+        assert ledger.standings(since=7201.0) == [(9000.0, "vision", stood)]
+
+
+def test_a_ledger_is_read_beside_its_arbiter_and_not_written(store: Store) -> None:
+    """A report is summed in a thread: it has what was recorded up to the question, and holds up no commit."""
+    told = list[object]()
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        ledger.write(stretch("l1", 0.0, 60.0))
+
+        def read() -> None:
+            with closing(ledger.beside()) as beside:
+                told.extend(beside.gpu_time(0.0, inf, known=99.0))
+
+        reading = threading.Thread(target=read)
+        reading.start()
+        reading.join()
+        assert told == [("ana-1", "of ana-1", 60.0, 0.0)]
+        with closing(Ledger.reader(store.ledger_place)) as reader:
+            assert reader.stretches_of(ANA) == [stretch("l1", 0.0, 60.0)]
+            with pytest.raises(JournalError, match=r"read-?only"):
+                reader.write(stretch("l2", 0.0, 60.0))
+        assert ledger.leases(limit=1) == []
+        assert ledger.stretches_of(ANA) == [stretch("l1", 0.0, 60.0)]
+
+
+def test_a_ledger_that_is_not_there_or_older_is_not_read(store: Store) -> None:
+    with closing(leading(store)) as journal:
+        with pytest.raises(JournalError, match=r"no ledger"):
+            Ledger.reader(store.ledger_place)
+        with closing(store.ledger(journal)):
+            pass
+    store.drop("standings")
+    with pytest.raises(JournalError, match="of an older arbiter, or no ledger; start an arbiter of this version"):
+        Ledger.reader(store.ledger_place)
+
+
+def test_the_ledger_takes_texts_with_zero_characters(store: Store) -> None:
+    """An owner may send them, and that must not end the arbiter."""
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        ledger.write(ACT)
+        (told,) = ledger.acts(limit=1)
+        assert told.act == "act-1"
+        assert told.target.startswith("ana-1")
+
+
+# --- a database: several processes, one leader ----------------------------------------------------------------------
+
+
+def test_a_journal_that_does_not_lead_writes_nothing(database: DatabaseStore) -> None:
+    journal = database.open()
+    assert not journal.writable
+    journal.append(1.0, Came("a"))
+    with pytest.raises(Deposed, match="does not lead"):
+        journal.commit()
+    for write in (lambda: journal.set("a", "b"), lambda: journal.snapshot(b"x"), lambda: journal.take_epoch(9)):
+        with pytest.raises(Deposed, match="does not lead"):
+            write()
+    assert database.sql("SELECT count(*) FROM journal.events") == [(0,)]
+    assert database.sql("SELECT count(*) FROM journal.snapshots") == [(0,)]
+    assert database.sql("SELECT epoch FROM journal.site") == [(0,)]
+
+
+def test_a_deposed_leader_writes_nothing_more_and_is_told_who_leads(database: DatabaseStore) -> None:
+    first, second = database.open(leader="host-a"), database.open(leader="host-b")
+    ledger = Ledger(first)
+    first.next_epoch(1)
+    first.append(1.0, Came("a"))
+    first.commit()
+    assert second.next_epoch(1) == 2
+    first.append(2.0, Came("late"))
+    ledger.write(LEASE)
+    writes: list[Callable[[], object]] = [
+        first.commit,
+        lambda: first.set("color", "red"),
+        lambda: first.snapshot(b"state"),
+        lambda: first.take_epoch(9),
+    ]
+    for write in writes:
+        with pytest.raises(Deposed, match="host-b leads in epoch 2, and ours was 1"):
+            write()
+    first.append(3.0, Came("late"))
+    with pytest.raises(Deposed):  # a batch without records is one statement
+        first.commit()
+    assert database.sql("SELECT seq FROM journal.events") == [(1,)]
+    assert database.sql("SELECT count(*) FROM ledger.leases") == [(0,)]
+    assert database.sql("SELECT count(*) FROM journal.snapshots") == [(0,)]
+    assert second.get("color") is None
+
+
+def test_a_commit_in_the_moment_of_a_takeover_is_either_read_by_the_next_leader_or_refused(
+    database: DatabaseStore,
+) -> None:
+    """The next leader takes its epoch while the old one's batch is on its way: it waits for the batch, and has it."""
+    first, second = database.open(leader="host-a"), database.open(leader="host-b")
+    first.next_epoch(1)
+    first.append(1.0, Came("a"))
+    columns = first._columns(first._batch)
+    with first._database.unit() as cursor:
+        first._fenced(cursor)
+        taking = threading.Thread(target=second.next_epoch, args=(1,))
+        taking.start()
+        taking.join(0.3)
+        assert taking.is_alive(), "an epoch was given out in the midst of a batch"
+        cursor.execute(
+            "INSERT INTO journal.events (seq, now, event, sum) SELECT * FROM "
+            "unnest(%s::bigint[], %s::double precision[], %s::bytea[], %s::bigint[])",
+            columns[1:],
+        )
+    taking.join()
+    assert [event for _seq, _now, event in second.news().events] == [Came("a")]
+
+
+def test_a_follower_reads_what_the_leader_has_committed_and_nothing_else(database: DatabaseStore) -> None:
+    leader = database.open()
+    leader.next_epoch(1)
+    leader.append(1.0, Came("a"))
+    leader.snapshot(b"a")
+    follower = database.open()
+    assert list(follower.news().events) == []
+    leader.append(2.0, Came("b"))
+    assert list(follower.news().events) == []
+    leader.snapshot(b"both")
+    leader.append(3.0, Left("a"))
+    leader.commit()
+    news = follower.news()
+    assert list(news.events) == [(2, 2.0, Came("b")), (3, 3.0, Left("a"))]
+    assert news.marks == {2: digest(b"both")}
+    assert (follower.last_seq, follower.last_now, follower.since_snapshot) == (3, 3.0, 1)
+    assert (list(follower.news().events), follower.news().marks) == ([], {})
+    leader.snapshot(b"one")
+    assert follower.news().marks == {3: digest(b"one")}
+    assert follower.next_epoch(1) == 2
+    assert follower.append(4.0, Left("b")) == 4
+    follower.commit()
+    assert [event for _seq, _now, event in database.open().load().events] == [Left("b")]
+
+
+def test_a_follower_that_has_missed_events_has_to_begin_anew(database: DatabaseStore) -> None:
+    leader, follower = database.open(snapshots_kept=1), database.open()
+    leader.next_epoch(1)
+    leader.append(1.0, Came("a"))
+    leader.snapshot(b"one")
+    leader.append(2.0, Came("b"))
+    leader.commit()
+    with pytest.raises(Deposed, match="another arbiter has led since event 0"):
+        follower.news()
+    loaded = follower.load()
+    assert (loaded.snapshot, [seq for seq, *_ in loaded.events]) == (b"one", [2])
+    assert (list(follower.news().events), follower.last_seq) == ([], 2)
+
+
+def test_a_newer_program_or_newer_tables_are_not_read(database: DatabaseStore) -> None:
+    old = database.open(program="0.1.0")
+    database.open(program="0.10.0", leader="host-b").next_epoch(1)
+    for read in (old.news, lambda: old.next_epoch(1), lambda: database.open(program="0.9.3")):
+        with pytest.raises(NewerStore, match=r"host-b has led with gpu-arbiter 0\.10\.0, newer than 0\.[19]\.. here"):
+            read()
+    assert database.sql("SELECT epoch FROM journal.site") == [(1,)]
+    database.sql("UPDATE journal.site SET version = 99")
+    with pytest.raises(NewerStore, match="of version 99, newer than 1; upgrade gpu-arbiter"):
+        database.open(program="0.10.0")
+    assert numbers("0.10.0") > numbers("0.9.3") > numbers("0.9")
+
+
+def test_a_database_that_was_restored_is_not_followed(database: DatabaseStore) -> None:
+    follower = database.open()
+    database.sql("UPDATE journal.site SET made = 'anew'")
+    with pytest.raises(Deposed, match="was restored from a backup"):
+        follower.news()
+
+
+def test_a_password_is_never_said(database: DatabaseStore) -> None:
+    url = database.url.replace("://arbiter@", "://nobody-there:hunter2@")
+    with pytest.raises(JournalError) as error:
+        PostgresJournal.of(url, Event)
+    assert "hunter2" not in str(error.value)
+    assert 'role "nobody-there" does not exist' in str(error.value)
+    with pytest.raises(JournalError, match=r"write `journal` like postgresql://") as error:
+        PostgresJournal.of(f"{url}?colour=hunter2", Event)
+    assert "hunter2" not in str(error.value)
+
+
+def test_a_server_that_is_gone_is_said_at_once_and_the_next_opening_has_all(postgres: PrivatePostgres) -> None:
+    store = DatabaseStore(postgres)
+    journal = store.open()
+    journal.next_epoch(1)
+    journal.append(1.0, Came("a"))
+    journal.commit()
+    journal.append(2.0, Came("b"))
+    postgres.kill()
+    for _ in range(2):
+        with pytest.raises(StoreAway):
+            journal.commit() or journal.get("color")
+    with pytest.raises(StoreAway, match="does not answer"):
+        store.open()
+    postgres.start()
+    with closing(store.open()) as again:
+        assert [event for _seq, _now, event in again.load().events] == [Came("a")]
+
+
+def test_a_server_that_stands_still_is_given_up(postgres: PrivatePostgres, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DatabaseStore(postgres)
+    journal: PostgresJournal[Event] = PostgresJournal.of(store.url, Event, limit_s=0.1)
+    journal.next_epoch(1)
+    journal.append(1.0, Came("a"))
+    postgres.freeze()
+    try:
+        with pytest.raises(StoreAway, match=r"no answer within 1\.1 s"):
+            journal.commit()
+    finally:
+        postgres.thaw()
