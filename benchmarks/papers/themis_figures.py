@@ -35,6 +35,8 @@ COLOURS = {
     "fluid-fair-share": "#999999",
     "floor": "#CC79A7",
 }
+#: Values of rho that logarithmic axes name.
+TICKS = (0.25, 0.5, 1, 2, 4)
 #: The columns of a table of policies that the sweeps show.
 MAX_RHO, GPU_HOURS = 1, 6
 
@@ -66,6 +68,8 @@ def _distributions(tables: Mapping[str, Table], target: Path) -> None:
             axes.step(rhos, parts, where="post", color=COLOURS[policy], linewidth=_width(policy), label=policy)
         axes.axvline(1.0, color="black", linewidth=0.6, linestyle=":")
         axes.set_xscale("log")
+        axes.set_xticks(TICKS, list(map(str, TICKS)))
+        axes.minorticks_off()
         axes.set_title(name.removeprefix(f"{RHOS}, "), fontsize=8)
         axes.set_xlabel("finish-time fairness rho")
     panels[0][0].set_ylabel("part of the apps")
@@ -86,6 +90,8 @@ def _contention(table: Table, target: Path) -> None:
     axes.set_xlabel("contention")
     axes.set_ylabel("greatest rho")
     axes.set_yscale("log")
+    axes.set_yticks(TICKS, list(map(str, TICKS)))
+    axes.minorticks_off()
     _finish(figure, [axes], target)
 
 
@@ -115,7 +121,9 @@ def _sweeps(tables: Mapping[str, Table], target: Path) -> None:
 def _finish(figure: Figure, panels: Sequence[Axes], target: Path) -> None:
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3 + len(panels), frameon=False
+    )
     figure.savefig(target, metadata={"Date": None})
 
 
