@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, closing
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -62,6 +63,8 @@ SNAPSHOT_EVERY = 5_000
 TRIED_S = 3.0
 #: So long after a question auctions are held again for it; and so many outcomes that were found so are remembered.
 LOST_S, EXPLAINED_MAX = 5.0, 256
+#: So many old records of a kind are deleted at a time, with a pause in between; and so often it is looked for some.
+PRUNED_MAX, PRUNE_PAUSE_S, PRUNE_EVERY_S = 500, 1.0, 3600.0
 #: Between two looks at a store that is away, or that another arbiter leads.
 RETRY_S = 1.0
 #: How long a dry run waits for the end of a round that is being decided, and how often it looks.
@@ -169,7 +172,7 @@ class _Performer:
 
     def start_beside(self, group: asyncio.TaskGroup) -> Sequence[asyncio.Task[None]]:
         """Start what runs beside the shell; return its tasks."""
-        beside = [self.solver.run(self._shell.post), self._keep_anchor()]
+        beside = [self.solver.run(self._shell.post), self._keep_anchor(), self._prune_ledger()]
         if not self._ready:
             beside.append(self.solver.prepare(self._take_ready))
         return [group.create_task(each) for each in beside]
@@ -184,6 +187,16 @@ class _Performer:
             await self._clock_moved.wait()
             self._clock_moved.clear()
             await self._write_anchor()
+
+    async def _prune_ledger(self) -> None:
+        """Delete old records, a few at a time, while this arbiter leads."""
+        if not self._config.ledger_days:
+            return
+        while True:
+            await self._shell.wait_connected()
+            before = self._shell.now() - self._config.ledger_days * 86_400.0
+            found = self._ledger.prune(before, most=PRUNED_MAX)
+            await asyncio.sleep(PRUNE_PAUSE_S if found else PRUNE_EVERY_S)
 
     def _time(self) -> float:
         return self._journal.last_now if self._clock is None else self._clock()
@@ -224,12 +237,20 @@ class _Performer:
         site = state.site or known or f"s-{secrets.token_hex(4)}"
         if site != known:
             await self._away(partial(self._journal.set, "site", site))
+        restored = await self._away(partial(self._journal.get, "restored"))
         event = Configured(
-            self._config.arbiter, site, adopt=self._config.adopt_site, alone=self._alone, ready=self._ready
+            self._config.arbiter,
+            site,
+            adopt=self._config.adopt_site,
+            alone=self._alone,
+            ready=self._ready,
+            restored=backup_in_words(float(restored), self._clock()) if restored else "",
         )
         self._journal.append(state.now, event)
         effects = self._arbiter.handle(event, state.now)
         await self._away(self._journal.commit)
+        if restored:
+            await self._away(partial(self._journal.set, "restored", ""))
         for effect in effects:
             if isinstance(effect, Note | EventRecord):
                 _perform(effect, self._ledger)
@@ -417,6 +438,12 @@ def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "au
     arbiter.validate()
     _log.info("journal.replayed", events=count, apps=len(arbiter.state.apps), round=arbiter.state.round)
     return arbiter
+
+
+def backup_in_words(at: float, now: float) -> str:
+    """Return ``the backup of 2026-11-25 19:00 UTC, 3.2 hours old`` for its newest event's time, in seconds."""
+    made = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"the backup of {made}, {max(0.0, now - at) / 3600.0:.1f} hours old"
 
 
 def _perform(effect: Record | Note, ledger: Ledger | None) -> None:

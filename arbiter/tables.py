@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from protocol.journal import JournalError
+from protocol.journal.database import as_taken
 from protocol.journal.postgres import PostgresJournal
 from protocol.private import private_file
 
@@ -114,7 +115,9 @@ class PostgresTables:
 
     def write(self, *statements: Statement) -> None:
         """Keep the statements for the journal's next commit."""
-        told = [(sql.replace("?", "%s"), [[_told(value) for value in row] for row in rows]) for sql, rows in statements]
+        told = [
+            (sql.replace("?", "%s"), [[as_taken(value) for value in row] for row in rows]) for sql, rows in statements
+        ]
         self._journal.attach([(sql, rows) for sql, rows in told if rows])
 
     def close(self) -> None:
@@ -126,8 +129,3 @@ MEND = (
     "check that its folder is writable and the disk not full, or stop the arbiter and move the file away if it is "
     "damaged: the present is in the journal, and only the record of past rounds and leases is lost"
 )
-
-
-def _told(value: Any) -> Any:
-    """Return a value as PostgreSQL takes it: its texts have no zero characters, and owners may send such."""
-    return value.replace("\0", "\ufffd") if isinstance(value, str) else value

@@ -87,7 +87,7 @@ class PostgresJournal(Generic[EventT]):
     leader
         The name of this process, for the messages of others: its host and number.
     program
-        The version of gpu-arbiter that this process runs.
+        The version of this program, as `version` prints it.
     limit_s
         How long one statement may take.
     snapshots_kept
@@ -395,11 +395,11 @@ class PostgresJournal(Generic[EventT]):
             raise JournalError(f"{self.place}: the table journal.site is empty; {DAMAGED}")
         version, leader, program, made = found[0]
         if version > VERSION:
-            raise NewerStore(f"{self.place} is of version {version}, newer than {VERSION}; upgrade gpu-arbiter here")
+            raise NewerStore(f"{self.place} is of version {version}, newer than {VERSION}; upgrade gpu-arbiter")
         if numbers(program) > numbers(self._program):
             raise NewerStore(
-                f"{self.place}: {leader} has led with gpu-arbiter {program}, newer than {self._program} here; this "
-                "arbiter waits: upgrade it"
+                f"{self.place}: {leader} has led with version {program}, newer than {self._program} here; this arbiter "
+                "waits: upgrade gpu-arbiter"
             )
         if made != getattr(self, "_made", made):
             raise Deposed(f"{self.place} was restored from a backup")
