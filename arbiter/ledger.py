@@ -152,6 +152,10 @@ class Ledger:
         """Add one record; writing it again changes nothing."""
         self._tables.write(*_statements(record))
 
+    def forget_unwritten(self) -> None:
+        """Forget records that wait for a commit of ours, where another arbiter has written them."""
+        self._tables.forget_unwritten()
+
     def prune(self, before: float, *, most: int) -> bool:
         """Delete records from before that time (seconds), so many of each kind at most; return whether any was there.
 

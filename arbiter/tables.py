@@ -46,6 +46,10 @@ class Tables(Protocol):
         """Do all statements, or none."""
         ...
 
+    def forget_unwritten(self) -> None:
+        """Forget statements that wait to be done."""
+        ...
+
     def close(self) -> None:
         """Let go; closing twice is harmless."""
         ...
@@ -89,6 +93,9 @@ class SqliteTables:
             for statement, rows in statements:
                 self._database.executemany(statement, rows)
 
+    def forget_unwritten(self) -> None:
+        """Nothing waits."""
+
     def close(self) -> None:
         """Close the file."""
         self._database.close()
@@ -119,6 +126,10 @@ class PostgresTables:
             (sql.replace("?", "%s"), [[as_taken(value) for value in row] for row in rows]) for sql, rows in statements
         ]
         self._journal.attach([(sql, rows) for sql, rows in told if rows])
+
+    def forget_unwritten(self) -> None:
+        """Forget what waits for the next commit."""
+        self._journal.drop_attached()
 
     def close(self) -> None:
         """The journal hangs up."""

@@ -119,6 +119,7 @@ class PostgresJournal(Generic[EventT]):
         self._leader, self._program = leader, program
         self._snapshots_kept = snapshots_kept
         self._buffer_lock = threading.Lock()  # `append` may come while another thread commits
+        self._turn = threading.RLock()  # a commit and a look at what others have written do not overlap
         self._batch: list[tuple[int, float, bytes, int]] = []
         self._attached: list[Statement] = []
         self._epoch = NOT_LEADING  #: in which this process leads
@@ -188,6 +189,10 @@ class PostgresJournal(Generic[EventT]):
         Deposed
             If another process has taken a newer epoch; nothing is written then.
         """
+        with self._turn:
+            self._commit()
+
+    def _commit(self) -> None:
         with self._buffer_lock:
             batch, self._batch = self._batch, []
             attached, self._attached = self._attached, []
@@ -274,6 +279,10 @@ class PostgresJournal(Generic[EventT]):
         Deposed
             If events are missing in between, or our own have been overtaken.
         """
+        with self._turn:
+            return self._news()
+
+    def _news(self) -> News[EventT]:
         _count, found = self._database.one(_SITE)
         program = self._permitted(found)[1]
         # Events first: a snapshot that is not seen yet comes before the next event, and so with the next news.

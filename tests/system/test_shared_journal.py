@@ -79,6 +79,52 @@ async def test_leadership_goes_to_and_fro_and_no_arbiter_forgets_anything(
     assert told == list(range(1, arbiter.state.events + 1)), "the ledger has a gap"
 
 
+async def test_a_standby_follows_all_that_the_leader_writes_and_finds_its_own_state_different(
+    server: PrivatePostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arbiter.daemon.SNAPSHOT_EVERY", 20)
+    monkeypatch.setattr("arbiter.daemon.FOLLOW_S", 0.05)
+    arbiters: list[Arbiter] = []
+    made = Arbiter.__init__
+
+    def noted(arbiter: Arbiter, *words: Any) -> None:
+        made(arbiter, *words)
+        arbiters.append(arbiter)
+
+    monkeypatch.setattr(Arbiter, "__init__", noted)
+    async with playing(tmp_path, server.database()) as site:
+        site.arbiter()
+        await site.until_led(1)
+        await site.enrol_node()
+        leader = arbiters[0]
+        site.arbiter()
+
+        async def agreed(times: int) -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                while len(site.said("standby.agrees")) < times:
+                    await site.report()
+                    await asyncio.sleep(0.02)
+
+        await agreed(3)
+        assert site.said("standby.differs") == []
+        standby = arbiters[-1]
+        assert standby is not leader
+        async with asyncio.timeout(PATIENCE_S):
+            while standby.state.now < leader.state.now - 1.0:  # noqa: ASYNC110 - a core tells no one
+                await asyncio.sleep(0.02)
+        standby.state.leases_made += 1  # a decision that the leader did not make
+        async with asyncio.timeout(PATIENCE_S):
+            while not site.said("arbiter.stands_by"):
+                await site.report()
+                await asyncio.sleep(0.02)
+        (line,) = site.said("standby.differs")
+        assert "bug of gpu-arbiter" in line["meaning"]
+        agreements = len(site.said("standby.agrees"))
+        await agreed(agreements + 2)  # it has begun anew with the leader's snapshot
+        assert len(site.said("standby.differs")) == 1
+        assert len(site.epochs()) == 1, "the leader led on all the time"
+
+
 async def test_a_deposed_arbiter_says_so_and_leads_again_in_a_newer_epoch(
     server: PrivatePostgres, tmp_path: Path
 ) -> None:
