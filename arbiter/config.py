@@ -65,7 +65,8 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     one; ``begin`` accepts that it begins at nothing.
 
     `adopt_site` says, for one start after the journal was lost, that the site which is first heard becomes this one's:
-    what runs there goes on (`arbiter.core.members.site`).
+    what runs there goes on (`arbiter.core.members.site`). Records of the ledger that are older than `ledger_days` are
+    deleted; 0: none are.
     """
 
     state_dir: str = "/var/lib/gpu-arbiter"
@@ -80,6 +81,7 @@ class ArbiterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     policy: Mapping[str, Mapping[str, Any]] = {}  #: a table for each policy that has settings: ``[policy.las]``
     history: HistoryMode = "auto"
     adopt_site: bool = False
+    ledger_days: float = 0.0
 
 
 def load(path: Path) -> ArbiterConfig:
@@ -187,6 +189,7 @@ def check(arbiter: ArbiterConfig, source: str) -> None:
         With `source`, the field and the mend.
     """
     check_settings(arbiter.arbiter, source)
+    config.require_not_negative(arbiter, ("ledger_days",), source)
     if arbiter.journal and not is_database(arbiter.journal):
         raise ConfigError(f"{source}: journal is {without_password(arbiter.journal)!r}; write it like {EXAMPLE}")
     told = Counter(owner for gateway in arbiter.gateways for owner in gateway.owners)

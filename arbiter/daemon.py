@@ -7,8 +7,9 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -45,7 +46,7 @@ from protocol.bus import Bus
 from protocol.clock import Anchor, Clock, RecordedClock
 from protocol.config import ConfigError
 from protocol.core import Send
-from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway
+from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway, digest
 from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import ARBITER, AnyMessage, AppId, LogChunk, NodeReport, Party, Query
@@ -62,6 +63,10 @@ SAMPLE_S = 3600.0
 TRIED_S = 3.0
 #: So long after a question auctions are held again for it; and so many outcomes that were found so are remembered.
 LOST_S, EXPLAINED_MAX = 5.0, 256
+#: Between two looks of a standby at the journal of the leader.
+FOLLOW_S = 0.5
+#: So many old records of a kind are deleted at a time, with a pause in between; and so often it is looked for some.
+PRUNED_MAX, PRUNE_PAUSE_S, PRUNE_EVERY_S = 500, 1.0, 3600.0
 #: Between two looks at a store that is away, or that another arbiter leads.
 RETRY_S = 1.0
 #: How long a dry run waits for the end of a round that is being decided, and how often it looks.
@@ -109,6 +114,7 @@ async def run_arbiter(
         await asyncio.sleep(RETRY_S)
 
 
+_DIFFERS = "this is a bug of gpu-arbiter; the standby begins anew with the leader's snapshot"
 _STANDING_BY = "this arbiter decides nothing; training goes on, and it tries again by itself"
 
 
@@ -146,6 +152,8 @@ class _Performer:
         self.solver = Solver()
         self._ready = not _holds_auctions(config)
         self._clock_moved = asyncio.Event()
+        self._one_follower = asyncio.Lock()
+        self._is_news = True  #: others have led since our settings were taken in
 
     def shell(self, bus: Bus, on_alive: Callable[[], None] | None) -> ArbiterShell:
         """Return the shell around the core."""
@@ -171,7 +179,9 @@ class _Performer:
 
     def start_beside(self, group: asyncio.TaskGroup) -> Sequence[asyncio.Task[None]]:
         """Start what runs beside the shell; return its tasks."""
-        beside = [self.solver.run(self._shell.post), self._keep_anchor()]
+        beside = [self.solver.run(self._shell.post), self._keep_anchor(), self._prune_ledger()]
+        if self._journal.remote:
+            beside.append(self._stand_by())
         if not self._ready:
             beside.append(self.solver.prepare(self._take_ready))
         return [group.create_task(each) for each in beside]
@@ -187,6 +197,23 @@ class _Performer:
             self._clock_moved.clear()
             await self._write_anchor()
 
+    async def _stand_by(self) -> None:
+        """Follow what another arbiter decides, as long as this one does not lead."""
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            if not self._shell.connected:
+                await self._follow()
+
+    async def _prune_ledger(self) -> None:
+        """Delete old records, a few at a time, while this arbiter leads."""
+        if not self._config.ledger_days:
+            return
+        while True:
+            await self._shell.wait_connected()
+            before = self._shell.now() - self._config.ledger_days * 86_400.0
+            found = self._ledger.prune(before, most=PRUNED_MAX)
+            await asyncio.sleep(PRUNE_PAUSE_S if found else PRUNE_EVERY_S)
+
     def _time(self) -> float:
         return self._journal.last_now if self._clock is None else self._clock()
 
@@ -199,21 +226,42 @@ class _Performer:
         # Nodes and app agents may remember an arbiter whose journal was lost, and obey no epoch before its last.
         least = 0 if self._journal.last_seq else int(self._wall())
         epoch = await self._away(partial(self._journal.next_epoch, max(token, state.epoch + 1, least)))
-        followed = await self._follow()
+        await self._follow()
         if state.epoch >= epoch:
             epoch = await self._away(partial(self._journal.next_epoch, state.epoch + 1))
-        if followed or self._clock is None:
+        if self._is_news:
             await self._configure()
+            self._is_news = False
         return epoch
 
-    async def _follow(self) -> bool:
-        """Take in what another leader has decided; return whether there was anything."""
-        news = await self._away(self._journal.news)
-        for _seq, now, event in news.events:
-            for effect in self._arbiter.handle(event, now):
-                if isinstance(effect, Record):
-                    self._ledger.write(effect)
-        return bool(news.events)
+    async def _follow(self) -> None:
+        """Take in what another leader has decided, and compare our state with its snapshots.
+
+        Raises
+        ------
+        Deposed
+            If our state differs, which is a bug of ours, or events are missing: we begin anew with its snapshot.
+        """
+        async with self._one_follower:
+            news = await self._away(self._journal.news)
+            at = self._journal.last_seq - len(news.events)
+            self._compare(at, news.marks)
+            for seq, now, event in news.events:
+                self._is_news = True
+                for effect in self._arbiter.handle(event, now):
+                    if isinstance(effect, Record):
+                        self._ledger.write(effect)
+                self._compare(seq, news.marks)
+
+    def _compare(self, seq: int, marks: Mapping[int, str]) -> None:
+        """Compare our state after an event with the leader's, if it took a snapshot then."""
+        if seq not in marks:
+            return
+        if digest(self._arbiter.snapshot()) != marks[seq]:
+            _log.error("standby.differs", event_seq=seq, meaning=_DIFFERS)
+            raise Deposed(f"{self._journal.place}: after event {seq} our state is not the leader's; {_DIFFERS}")
+        self._ledger.forget_unwritten()  # the leader has written all records up to there
+        _log.debug("standby.agrees", event_seq=seq)
 
     async def _configure(self) -> None:
         """Take the settings into the state, at the time of the last event: until we lead no time passes for us."""
@@ -226,12 +274,20 @@ class _Performer:
         site = state.site or known or f"s-{secrets.token_hex(4)}"
         if site != known:
             await self._away(partial(self._journal.set, "site", site))
+        restored = await self._away(partial(self._journal.get, "restored"))
         event = Configured(
-            self._config.arbiter, site, adopt=self._config.adopt_site, alone=self._alone, ready=self._ready
+            self._config.arbiter,
+            site,
+            adopt=self._config.adopt_site,
+            alone=self._alone,
+            ready=self._ready,
+            restored=backup_in_words(float(restored), self._clock()) if restored else "",
         )
         self._journal.append(state.now, event)
         effects = self._arbiter.handle(event, state.now)
         await self._away(self._journal.commit)
+        if restored:
+            await self._away(partial(self._journal.set, "restored", ""))
         for effect in effects:
             if isinstance(effect, Note | EventRecord):
                 _perform(effect, self._ledger)
@@ -446,6 +502,12 @@ def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "au
     arbiter.validate()
     _log.info("journal.replayed", events=count, apps=len(arbiter.state.apps), round=arbiter.state.round)
     return arbiter
+
+
+def backup_in_words(at: float, now: float) -> str:
+    """Return ``the backup of 2026-11-25 19:00 UTC, 3.2 hours old`` for its newest event's time, in seconds."""
+    made = datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return f"the backup of {made}, {max(0.0, now - at) / 3600.0:.1f} hours old"
 
 
 def _perform(effect: Record | Note, ledger: Ledger | None) -> None:

@@ -71,6 +71,12 @@ CREATE TABLE IF NOT EXISTS failures (at {NUMBER} NOT NULL, round {COUNT} NOT NUL
 CREATE TABLE IF NOT EXISTS events (id {IDENTITY}, number {COUNT} NOT NULL, at {NUMBER} NOT NULL,
                                    kind TEXT NOT NULL, app TEXT, tenant TEXT, node TEXT, task TEXT,
                                    record {BYTES} NOT NULL, UNIQUE (at, number));
+CREATE INDEX IF NOT EXISTS rounds_by_time ON rounds (at);
+CREATE INDEX IF NOT EXISTS outcomes_by_round ON outcomes (round);
+CREATE INDEX IF NOT EXISTS claims_by_round ON claims (round);
+CREATE INDEX IF NOT EXISTS leases_by_end ON leases ("end");
+CREATE INDEX IF NOT EXISTS apps_by_end ON apps (ended_at);
+CREATE INDEX IF NOT EXISTS acts_by_time ON acts (at);
 CREATE INDEX IF NOT EXISTS leases_by_app ON leases (app);
 CREATE INDEX IF NOT EXISTS stretches_by_app ON stretches (app);
 CREATE INDEX IF NOT EXISTS stretches_by_time ON stretches ("end");
@@ -157,6 +163,21 @@ INSERT INTO inputs (round, packed) VALUES (?, ?) ON CONFLICT (round) DO UPDATE S
 """
 
 
+#: Tables that are pruned by age: the key of a record, and its time.
+_AGED = (
+    ("leases", ("lease",), "end"),
+    ("stretches", ("lease", "start"), "end"),
+    ("losses", ("task", "at"), "at"),
+    ("standings", ("at", "tenant"), "at"),
+    ("apps", ("app",), "ended_at"),
+    ("acts", ("act", "actor"), "at"),
+    ("failures", ("at", "round", "doing"), "at"),
+    ("events", ("id",), "at"),
+)
+#: The column with the time of a record, by table; other tables go with the round that they name.
+TIMES = {"rounds": "at"} | {table: at for table, _key, at in _AGED}
+
+
 class Ledger:
     """Rounds, leases and what else is over; whatever finds that it cannot be used raises `JournalError`."""
 
@@ -230,6 +251,27 @@ class Ledger:
     def write(self, record: Record) -> None:
         """Add one record; writing it again changes nothing."""
         self._tables.write(*_statements(record))
+
+    def forget_unwritten(self) -> None:
+        """Forget records that wait for a commit of ours, where another arbiter has written them."""
+        self._tables.forget_unwritten()
+
+    def prune(self, before: float, *, most: int) -> bool:
+        """Delete records from before that time (seconds), so many of each kind at most; return whether any was there.
+
+        A round goes with its outcomes and claims.
+        """
+        rounds = self._tables.read("SELECT round FROM rounds WHERE at < ? ORDER BY at LIMIT ?", (before, most))
+        of_round = ("outcomes", "claims", "inputs", "rounds")
+        gone: list[Statement] = [(f"DELETE FROM {table} WHERE round = ?", rounds) for table in of_round]  # noqa: S608
+        for table, key, at in _AGED:
+            query = f'SELECT {", ".join(key)} FROM {table} WHERE "{at}" < ? ORDER BY "{at}" LIMIT ?'  # noqa: S608
+            rows = self._tables.read(query, (before, most))
+            gone.append((f"DELETE FROM {table} WHERE {' AND '.join(f'{name} = ?' for name in key)}", rows))  # noqa: S608
+        found = any(rows for _statement, rows in gone)
+        if found:
+            self._tables.write(*gone)
+        return found
 
     def keep(self, asked: Decide) -> None:
         """Keep the inputs of an auction, from which it is explained when a person asks; those of old rounds go."""
@@ -416,6 +458,15 @@ class Ledger:
             'ORDER BY "end" DESC, lease LIMIT ? OFFSET ?'
         )
         return [LeaseRecord(*row) for row in self._tables.read(query, (limit, offset))]
+
+
+def columns_of_tables() -> dict[str, list[str]]:
+    """Return the columns of each table of a ledger, for those who copy one."""
+    tables = SqliteTables(":memory:", _SCHEMA, _ADDED, {})
+    names = [name for (name,) in tables.read("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+    found = {name: [row[1] for row in tables.read(f"PRAGMA table_info({name})")] for name in names}
+    tables.close()
+    return found
 
 
 def _statements(record: Record) -> list[Statement]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from protocol.journal import JournalError
-from protocol.journal.database import Postgres
+from protocol.journal.database import Postgres, as_taken
 from protocol.journal.postgres import PostgresJournal
 from protocol.private import private_file
 
@@ -49,6 +49,10 @@ class Tables(Protocol):
 
     def beside(self) -> Tables:
         """Open them once more, only to read, for another thread: with all that was written before."""
+        ...
+
+    def forget_unwritten(self) -> None:
+        """Forget statements that wait to be done."""
         ...
 
     def close(self) -> None:
@@ -127,6 +131,9 @@ class SqliteTables:
         with self._using(), closing(sqlite3.connect(path)) as target:
             self._database.backup(target)
 
+    def forget_unwritten(self) -> None:
+        """Nothing waits."""
+
     def close(self) -> None:
         """Close the file."""
         self._database.close()
@@ -164,6 +171,9 @@ class DatabaseReader:
         """Return these: any thread may read them."""
         return self
 
+    def forget_unwritten(self) -> None:
+        """Nothing waits."""
+
     def close(self) -> None:
         """Hang up."""
         self._connection.close()
@@ -183,12 +193,16 @@ class PostgresTables:
 
     def write(self, *statements: Statement) -> None:
         """Keep the statements for the journal's next commit."""
-        told = [(_of_postgres(sql), [[_told(value) for value in row] for row in rows]) for sql, rows in statements]
+        told = [(_of_postgres(sql), [[as_taken(value) for value in row] for row in rows]) for sql, rows in statements]
         self._journal.attach([(sql, rows) for sql, rows in told if rows])
 
     def beside(self) -> DatabaseReader:
         """Open them once more, only to read; what waits for the next commit is written first."""
         return DatabaseReader(self._journal.beside())
+
+    def forget_unwritten(self) -> None:
+        """Forget what waits for the next commit."""
+        self._journal.drop_attached()
 
     def close(self) -> None:
         """The journal hangs up."""
@@ -204,8 +218,3 @@ MEND = (
 def _of_postgres(statement: str) -> str:
     """Return a statement with the placeholders that psycopg knows."""
     return statement.replace("?", "%s")
-
-
-def _told(value: Any) -> Any:
-    """Return a value as PostgreSQL takes it: its texts have no zero characters, and owners may send such."""
-    return value.replace("\0", "\ufffd") if isinstance(value, str) else value

@@ -30,6 +30,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "cleaning": ("clean",),
     "administration": ("drain", "undrain"),
     "doctor": ("doctor", "provision"),
+    "backups": ("backup", "restore", "journal"),
     "installation": ("init", "units"),
     "auction": ("auction",),
     "simulation": ("simulate", "compare", "sweep"),

@@ -70,7 +70,8 @@ class Configured(Struct, frozen=True, tag=True):
     """Event: these settings hold from now on. Journaled, so that a replay decides as it was decided then.
 
     `site` is the journal's; `adopt` says that the first site which is heard is to take its place, `alone` that nobody
-    else can be on the bus. See `arbiter.core.members.site`. Unless the solver is `ready`, `SolverReady` follows.
+    else can be on the bus. `restored` names the backup that the journal was restored from, with its age. See
+    `arbiter.core.members.site`. Unless the solver is `ready`, `SolverReady` follows.
     """
 
     settings: ArbiterSettings
@@ -78,6 +79,7 @@ class Configured(Struct, frozen=True, tag=True):
     adopt: bool = False
     alone: bool = False
     ready: bool = True
+    restored: str = ""
 
 
 class SolverReady(Struct, frozen=True, tag=True):
@@ -230,6 +232,7 @@ class Arbiter:
                 self.state.site = event.site or self.state.site
                 self.state.adopting, self.state.alone = event.adopt, event.alone
                 self.state.solver_ready = event.ready
+                self.state.restored = event.restored or self.state.restored
                 if settings != self.state.settings:
                     before, self.state.settings = self.state.settings, settings
                     sales.rebook_all(turn, before)
@@ -263,7 +266,7 @@ class Arbiter:
         """Begin a new incarnation: no node is overdue yet, no lease ends before a round could renew it."""
         state = self.state
         assert epoch > state.epoch, f"epoch {epoch} is not newer than {state.epoch}"
-        state.epoch = epoch
+        before, state.epoch = state.epoch, epoch
         state.started_at = turn.now
         state.news = True
         phases.abort(turn, "the arbiter started anew")
@@ -275,7 +278,7 @@ class Arbiter:
         turn.apps |= state.apps.keys()
         turn.tell("rounds", f"leading in epoch {epoch}")
         turn.happen("led", f"the arbiter leads, in epoch {epoch}")
-        site.begin(turn)
+        site.begin(turn, before)
 
     def _excuse_absence(self, turn: Turn) -> None:
         """Forgive all silence if the arbiter was not ticked for several beats: then it was away itself."""

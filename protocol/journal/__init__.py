@@ -31,7 +31,7 @@ EventT = TypeVar("EventT")
 
 #: The mend for a journal that cannot be used.
 ANEW = 'move it away to begin anew (the arbiter\'s with history = "begin" and --adopt-site for one start)'
-DAMAGED = f"bring a backup back (an arbiter's: `gpu-arbiter restore`), or {ANEW}"
+DAMAGED = f"bring a backup back, or {ANEW}"
 #: Bytes of events and back again.
 Encode = Callable[[EventT], bytes]
 Decode = Callable[[bytes], EventT]

@@ -174,6 +174,11 @@ def _in_words(error: Exception, place: str, password: str, *, is_usage: bool) ->
     return StoreAway(f"the store at {place} does not answer as it should: {said}")
 
 
+def as_taken(value: Any) -> Any:
+    """Return a value as PostgreSQL takes it: its texts have no zero characters, and owners may send such."""
+    return value.replace("\0", "\ufffd") if isinstance(value, str) else value
+
+
 def is_database(url: str) -> bool:
     """Whether an address is one of a PostgreSQL database."""
     return url.startswith(("postgresql://", "postgres://"))

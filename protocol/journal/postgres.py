@@ -88,7 +88,7 @@ class PostgresJournal(Generic[EventT]):
     leader
         The name of this process, for the messages of others: its host and number.
     program
-        The version of gpu-arbiter that this process runs.
+        The version of this program, as `version` prints it.
     limit_s
         How long one statement may take.
     snapshots_kept
@@ -124,6 +124,7 @@ class PostgresJournal(Generic[EventT]):
         self._leader, self._program = leader, program
         self._snapshots_kept = snapshots_kept
         self._buffer_lock = threading.Lock()  # `append` may come while another thread commits
+        self._turn = threading.RLock()  # a commit and a look at what others have written do not overlap
         self._batch: list[tuple[int, float, bytes, int]] = []
         self._attached: list[Statement] = []
         self._epoch = NOT_LEADING  #: in which this process leads
@@ -194,6 +195,10 @@ class PostgresJournal(Generic[EventT]):
         Deposed
             If another process has taken a newer epoch; nothing is written then.
         """
+        with self._turn:
+            self._commit()
+
+    def _commit(self) -> None:
         with self._buffer_lock:
             batch, self._batch = self._batch, []
             attached, self._attached = self._attached, []
@@ -291,6 +296,10 @@ class PostgresJournal(Generic[EventT]):
         Deposed
             If events are missing in between, or our own have been overtaken.
         """
+        with self._turn:
+            return self._news()
+
+    def _news(self) -> News[EventT]:
         _count, found = self._database.one(_SITE)
         program = self._permitted(found)[1]
         # Events first: a snapshot that is not seen yet comes before the next event, and so with the next news.
@@ -421,11 +430,11 @@ class PostgresJournal(Generic[EventT]):
             raise JournalError(f"{self.place}: the table journal.site is empty; {DAMAGED}")
         version, leader, program, made = found[0]
         if version > VERSION:
-            raise NewerStore(f"{self.place} is of version {version}, newer than {VERSION}; upgrade gpu-arbiter here")
+            raise NewerStore(f"{self.place} is of version {version}, newer than {VERSION}; upgrade gpu-arbiter")
         if numbers(program) > numbers(self._program):
             raise NewerStore(
-                f"{self.place}: {leader} has led with gpu-arbiter {program}, newer than {self._program} here; this "
-                "arbiter waits: upgrade it"
+                f"{self.place}: {leader} has led with version {program}, newer than {self._program} here; this arbiter "
+                "waits: upgrade gpu-arbiter"
             )
         if made != getattr(self, "_made", made):
             raise Deposed(f"{self.place} was restored from a backup")

@@ -1,7 +1,7 @@
 """The journal in one SQLite file: events, snapshots and a few facts. The promises are those of `protocol.journal`.
 
 One process writes: it holds a lock on a file beside the database until it ends, however it ends. Others may read
-meanwhile, as `gpu-arbiter backup` does.
+meanwhile, to make a backup.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class SqliteJournal(Generic[EventT]):
         self._snapshots_kept = snapshots_kept
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._closed = False
-        self._lock = self._hold()
+        self._lock = hold(self.path)
         try:
             self._database = self._open()
             self.last_seq, self.last_now = self._last()
@@ -250,22 +250,6 @@ class SqliteJournal(Generic[EventT]):
     ) -> None:
         self.close()
 
-    def _hold(self) -> int:
-        """Return the descriptor of the lock that says that this process writes; the kernel lets go with its end."""
-        path = self.path.with_name(f"{self.path.name}.lock")
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise JournalError(f"cannot open {self.path}: {error}; check that its folder is writable") from error
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(lock)
-            if isinstance(error, BlockingIOError):
-                raise JournalError(f"{self.path} {_IN_USE}") from error
-            raise JournalError(f"cannot lock {path}: {error}; give a state folder on a local disk") from error
-        return lock
-
     def _open(self) -> sqlite3.Connection:
         try:
             private_file(self.path)
@@ -342,6 +326,29 @@ class SqliteJournal(Generic[EventT]):
             else:
                 mend = "check the disk's space and health"
             raise JournalError(f"cannot use {self.path}: {error}; {mend}") from error
+
+
+def hold(journal: Path) -> int:
+    """Return the descriptor of the lock that says who writes a journal's file; the kernel lets go with its end.
+
+    Raises
+    ------
+    JournalError
+        If another process has it, or it cannot be made.
+    """
+    path = journal.with_name(f"{journal.name}.lock")
+    try:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise JournalError(f"cannot open {journal}: {error}; check that its folder is writable") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(lock)
+        if isinstance(error, BlockingIOError):
+            raise JournalError(f"{journal} {_IN_USE}") from error
+        raise JournalError(f"cannot lock {path}: {error}; give a state folder on a local disk") from error
+    return lock
 
 
 _IN_USE = "is in use by another process; stop it, or give this one a state folder of its own"

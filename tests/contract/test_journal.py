@@ -540,7 +540,7 @@ def test_a_newer_program_or_newer_tables_are_not_read(database: DatabaseStore) -
     old = database.open(program="0.1.0")
     database.open(program="0.10.0", leader="host-b").next_epoch(1)
     for read in (old.news, lambda: old.next_epoch(1), lambda: database.open(program="0.9.3")):
-        with pytest.raises(NewerStore, match=r"host-b has led with gpu-arbiter 0\.10\.0, newer than 0\.[19]\.. here"):
+        with pytest.raises(NewerStore, match=r"host-b has led with version 0\.10\.0, newer than 0\.[19]\.. here"):
             read()
     assert database.sql("SELECT epoch FROM journal.site") == [(1,)]
     database.sql("UPDATE journal.site SET version = 99")

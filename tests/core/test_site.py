@@ -166,6 +166,57 @@ def test_an_older_journal_leads_on_beyond_what_nodes_have_seen_and_keeps_what_ru
         assert {(order.task, order.want) for order in plan.tasks} == {("ana-1.0-a0", "run"), ("bob-1.0-a0", "run")}
 
 
+def test_a_restored_backup_says_nothing_before_it_has_listened_and_keeps_what_runs() -> None:
+    """The arbiter of the backup led on in the same epoch, so no node would refuse the plans of the restored one."""
+    site = a_site_at_work()
+    backup = site.arbiter.snapshot()
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"})
+    second = running(site, "bob-1", index=1)
+    newest = site.plans["n1"]
+    assert newest.epoch == 1
+
+    site.arbiter = Arbiter.restored(backup)
+    site.now += 30.0
+    site.journal.clear()
+    site.handle(Configured(SETTINGS, OURS, restored="a backup of yesterday"))
+    effects = site.lead()
+    assert site.arbiter.state.epoch == 2
+    effects += report(site, "n1", {second: "bob-1"}, plan=(newest.epoch, newest.seq))
+    effects += site.app("bob-1", jobs=[wish("bob-1", 0, [second])], run="r", site=OURS)
+    effects += site.app("ana-1", run="r", site=OURS)
+    assert sent(effects, NodePlan) == [], "it spoke before it had listened"
+    assert "restored from a backup of yesterday; it listens before it says anything" in notes(effects)
+    assert "ana-1.0-a0" not in site.arbiter.state.tasks, "its node has obeyed later plans, and has it no more"
+    effects = site.wait(12.0)
+    assert "1 leases go on that it did not know, 0 are over that it knew, 1 apps were new to it" in notes(effects)
+    assert site.held("bob-1") == [second]
+    plan = sent(effects, NodePlan)[0]
+    assert plan.epoch == 2
+    assert [(order.task, order.want) for order in plan.tasks] == [("bob-1.0-a0", "run")]
+    assert site.arbiter.state.restored == ""
+    site.lead()
+    assert site.arbiter.state.listens_until is None, "it has listened once"
+
+
+def test_a_restored_backup_gives_no_gpu_to_two_apps() -> None:
+    site = a_site_at_work()
+    gpu = gpu_id("n1", 0)
+    backup, sent_seq = site.arbiter.snapshot(), site.plans["n1"].seq
+    site.arbiter = Arbiter.restored(backup)
+    site.now += 30.0
+    site.journal.clear()
+    site.handle(Configured(SETTINGS, OURS, restored="a backup of yesterday"))
+    site.lead()
+    report(site, "n1", {gpu: "bob-1"}, plan=(1, sent_seq + 5))
+    site.app("bob-1", jobs=[wish("bob-1", 0, [gpu])], run="r", site=OURS)
+    site.app("ana-1", run="r", site=OURS)
+    effects = site.wait(12.0)
+    assert site.held("bob-1") == [gpu]
+    assert gpu not in site.held("ana-1")
+    assert "1 leases go on that it did not know, 1 are over that it knew" in notes(effects)
+    assert site.replayed(snapshot=backup) == site.arbiter.snapshot()
+
+
 @with_auction
 def test_a_gpu_that_has_changed_hands_since_the_backup_stays_with_who_is_on_it() -> None:
     site = a_site_at_work(AUCTION)

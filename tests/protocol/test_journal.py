@@ -89,7 +89,7 @@ def test_a_page_that_is_damaged_is_refused_with_the_mend_when_the_journal_is_ope
     middle = len(data) // 4096 // 2 * 4096
     data[middle : middle + 4096] = b"\xa5" * 4096
     path.write_bytes(data)
-    with pytest.raises(JournalError, match=r"is damaged .*; bring a backup back .*, or .* begin anew") as error:
+    with pytest.raises(JournalError, match=r"is damaged .*; bring a backup back, or .* begin anew") as error:
         SqliteJournal[Event].of(path, Event)
     assert "\n" not in str(error.value)
 

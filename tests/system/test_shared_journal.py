@@ -3,55 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from importlib.metadata import version
-from itertools import count
 from pathlib import Path
-from secrets import token_hex
 from typing import Any
 
-import msgspec
 import pytest
 from msgspec.structs import replace
-from structlog.testing import capture_logs
 
 from arbiter.config import ArbiterConfig
 from arbiter.core.arbiter import Arbiter, Event
 from arbiter.daemon import run_arbiter
 from arbiter.ledger import Ledger
-from protocol.bus import BusError, Link, NotProvisioned, Outgoing
 from protocol.bus.memory import MemoryBroker, MemoryBus
-from protocol.codec import decode, encode
 from protocol.config import ConfigError
 from protocol.core import Connected, Send, Tick
 from protocol.journal import Deposed, JournalError
 from protocol.journal.postgres import PostgresJournal
 from protocol.messages import (
     ARBITER,
-    Answer,
-    AppId,
-    AppReport,
     EventFilter,
-    GpuId,
-    GpuStatus,
-    NodeId,
-    NodePlan,
-    NodeReport,
-    Party,
-    Query,
-    Requirements,
-    TenantId,
 )
 from protocol.shell import Shell
 from tests.support import postgres
-from tests.support.arbiter_site import SETTINGS
+from tests.support.memory_site import playing
 from tests.support.patience import PATIENCE_S
 from tests.support.postgres import PrivatePostgres
 
 pytestmark = pytest.mark.slow
-APP, NODE = Party("app", "ana"), Party("node", "n1")
-QUICK = replace(SETTINGS, policy="fifo", admission_wait_s=0.0, beat_s=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -62,136 +42,21 @@ def server() -> Iterator[PrivatePostgres]:
         yield made
 
 
-class Site:
-    """A broker in this process, a database, arbiters, and a node and an owner that a test plays."""
-
-    def __init__(self, url: str, folder: Path, group: asyncio.TaskGroup, logs: list[Any]) -> None:
-        self.url, self.folder, self.group, self.logs = url, folder, group, logs
-        self.broker = MemoryBroker()
-        self.arbiters: list[asyncio.Task[None]] = []
-        self._seqs = count(1)
-        self._links: dict[Party, Link] = {}
-        self.plan = NodePlan(NodeId("n1"), 0, 0, (), ())
-
-    def arbiter(self) -> asyncio.Task[None]:
-        """Start one more arbiter, on a host of its own."""
-        folder = self.folder / f"host-{len(self.arbiters)}"
-        config = ArbiterConfig(state_dir=str(folder), journal=self.url, arbiter=QUICK)
-        self.arbiters.append(self.group.create_task(run_arbiter(config, MemoryBus(self.broker))))
-        return self.arbiters[-1]
-
-    def said(self, event: str) -> list[Any]:
-        return [line for line in self.logs if line["event"] == event]
-
-    def epochs(self) -> list[int]:
-        """The epochs that arbiters have led in."""
-        return [line["epoch"] for line in self.said("bus.connected") if line["party"] == "arbiter"]
-
-    async def until_led(self, times: int) -> int:
-        """Wait until arbiters have taken over so many times; return the newest epoch."""
-        async with asyncio.timeout(PATIENCE_S):
-            while len(self.epochs()) < times:  # noqa: ASYNC110 - a log has no event to wait for
-                await asyncio.sleep(0.02)
-        return self.epochs()[-1]
-
-    def drop_leader(self) -> None:
-        """Cut the connection of the arbiter that leads."""
-        (link,) = [link for link in self.broker._links if link.party == ARBITER and link._epoch]
-        self.broker.drop_link(link)
-
-    async def _link(self, party: Party) -> Link:
-        if party not in self._links:
-            self._links[party] = await MemoryBus(self.broker).connect(party)
-        return self._links[party]
-
-    async def say(self, party: Party, *messages: Any) -> None:
-        with suppress(BusError):
-            frames = [Outgoing(ARBITER, encode(each, sender=party, id=token_hex(8))) for each in messages]
-            await (await self._link(party)).send(frames)
-
-    async def submit(self, app: str) -> None:
-        """State an app, again and again until the arbiter knows it."""
-        report = AppReport(AppId(app), TenantId("team"), "train", 1, "active", 1, 1, (), Requirements())
-        while app not in [each["id"] for each in (await self.ask("apps"))["apps"]]:
-            await self.say(APP, replace(report, seq=next(self._seqs)))
-
-    async def ask(self, kind: str, target: str = "") -> Any:
-        """Ask until an arbiter answers."""
-        link = await self._link(APP)
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                query = Query(token_hex(4), kind, target)  # type: ignore[arg-type]
-                await self.say(APP, query)
-                with suppress(TimeoutError, NotProvisioned):
-                    await link.consume()
-                    async with asyncio.timeout(0.5):
-                        return await self._answer(link, query.query_id)
-                await asyncio.sleep(0.05)
-
-    async def _answer(self, link: Link, query: str) -> Any:
-        while True:
-            delivery = await link.receive()
-            await delivery.ack()
-            body = decode(delivery.data).body
-            if isinstance(body, Answer) and body.query_id == query:
-                assert not body.error, body.error
-                return msgspec.json.decode(body.document)
-
-    async def enrol_node(self) -> None:
-        """Have a node with one GPU report until it gets a plan."""
-        link = await self._link(NODE)
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                await self.report()
-                with suppress(NotProvisioned):
-                    await link.consume()
-                    break
-                await asyncio.sleep(0.05)
-        await self.next_plan()
-
-    async def report(self) -> None:
-        gpu = GpuStatus(GpuId("GPU-n1-0"), "H100", 80 << 30, "slot-0", healthy=True, empty=True)
-        plan = self.plan
-        await self.say(
-            NODE, NodeReport(NodeId("n1"), "r", "boot", 1, next(self._seqs), plan.epoch, plan.seq, (gpu,), ())
-        )
-
-    async def next_plan(self, *, newer_than: int = 0) -> NodePlan:
-        """Return the next plan that the node hears, of an epoch above `newer_than`."""
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                delivery = await self._links[NODE].receive()
-                await delivery.ack()
-                body = decode(delivery.data).body
-                if isinstance(body, NodePlan) and body.epoch > newer_than:
-                    self.plan = body
-                    return body
-
-    def replayed(self) -> Arbiter:
-        """The arbiter as the database tells it."""
-        with closing(PostgresJournal[Event].of(self.url, Event, program="99")) as journal:
-            loaded = journal.load()
-            arbiter = Arbiter() if loaded.snapshot is None else Arbiter.restored(loaded.snapshot)
-            for _seq, now, event in loaded.events:
-                arbiter.handle(event, now)
-            arbiter.validate()
-            return arbiter
-
-
-@asynccontextmanager
-async def playing(server: PrivatePostgres, folder: Path) -> AsyncIterator[Site]:
-    with capture_logs() as logs:
-        async with asyncio.TaskGroup() as group:
-            site = Site(server.database(), folder, group, logs)
-            yield site
-            for arbiter in site.arbiters:
-                arbiter.cancel()
+def replayed(url: str) -> Arbiter:
+    """The arbiter as the database tells it."""
+    with closing(PostgresJournal[Event].of(url, Event, program="99")) as journal:
+        loaded = journal.load()
+        arbiter = Arbiter() if loaded.snapshot is None else Arbiter.restored(loaded.snapshot)
+        for _seq, now, event in loaded.events:
+            arbiter.handle(event, now)
+        arbiter.validate()
+        return arbiter
 
 
 async def test_leadership_goes_to_and_fro_and_no_arbiter_forgets_anything(
     server: PrivatePostgres, tmp_path: Path
 ) -> None:
-    async with playing(server, tmp_path) as site:
+    async with playing(tmp_path, server.database()) as site:
         site.arbiter()
         epoch = await site.until_led(1)
         await site.enrol_node()
@@ -206,7 +71,7 @@ async def test_leadership_goes_to_and_fro_and_no_arbiter_forgets_anything(
             await site.submit(f"ana-{turn}")
         assert site.said("arbiter.stands_by") == []
     assert site.epochs() == sorted(set(site.epochs()))
-    arbiter = site.replayed()
+    arbiter = replayed(site.url)
     assert sorted(arbiter.state.apps) == [f"ana-{n}" for n in range(1, 6)]
     assert arbiter.state.epoch == epoch
     with closing(PostgresJournal[Event].of(site.url, Event, program="99")) as journal:
@@ -214,10 +79,56 @@ async def test_leadership_goes_to_and_fro_and_no_arbiter_forgets_anything(
     assert told == list(range(1, arbiter.state.events + 1)), "the ledger has a gap"
 
 
+async def test_a_standby_follows_all_that_the_leader_writes_and_finds_its_own_state_different(
+    server: PrivatePostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arbiter.daemon.SNAPSHOT_EVERY", 20)
+    monkeypatch.setattr("arbiter.daemon.FOLLOW_S", 0.05)
+    arbiters: list[Arbiter] = []
+    made = Arbiter.__init__
+
+    def noted(arbiter: Arbiter, *words: Any) -> None:
+        made(arbiter, *words)
+        arbiters.append(arbiter)
+
+    monkeypatch.setattr(Arbiter, "__init__", noted)
+    async with playing(tmp_path, server.database()) as site:
+        site.arbiter()
+        await site.until_led(1)
+        await site.enrol_node()
+        leader = arbiters[0]
+        site.arbiter()
+
+        async def agreed(times: int) -> None:
+            async with asyncio.timeout(PATIENCE_S):
+                while len(site.said("standby.agrees")) < times:
+                    await site.report()
+                    await asyncio.sleep(0.02)
+
+        await agreed(3)
+        assert site.said("standby.differs") == []
+        standby = arbiters[-1]
+        assert standby is not leader
+        async with asyncio.timeout(PATIENCE_S):
+            while standby.state.now < leader.state.now - 1.0:  # noqa: ASYNC110 - a core tells no one
+                await asyncio.sleep(0.02)
+        standby.state.leases_made += 1  # a decision that the leader did not make
+        async with asyncio.timeout(PATIENCE_S):
+            while not site.said("arbiter.stands_by"):
+                await site.report()
+                await asyncio.sleep(0.02)
+        (line,) = site.said("standby.differs")
+        assert "bug of gpu-arbiter" in line["meaning"]
+        agreements = len(site.said("standby.agrees"))
+        await agreed(agreements + 2)  # it has begun anew with the leader's snapshot
+        assert len(site.said("standby.differs")) == 1
+        assert len(site.epochs()) == 1, "the leader led on all the time"
+
+
 async def test_a_deposed_arbiter_says_so_and_leads_again_in_a_newer_epoch(
     server: PrivatePostgres, tmp_path: Path
 ) -> None:
-    async with playing(server, tmp_path) as site:
+    async with playing(tmp_path, server.database()) as site:
         site.arbiter()
         epoch = await site.until_led(1)
         await site.enrol_node()
@@ -235,7 +146,7 @@ async def test_a_deposed_arbiter_says_so_and_leads_again_in_a_newer_epoch(
 async def test_while_the_database_is_away_no_arbiter_decides_and_all_goes_on_when_it_is_back(
     server: PrivatePostgres, tmp_path: Path
 ) -> None:
-    async with playing(server, tmp_path) as site:
+    async with playing(tmp_path, server.database()) as site:
         site.arbiter()
         epoch = await site.until_led(1)
         await site.enrol_node()
@@ -291,14 +202,14 @@ async def _raised(shell: Shell[Any, Any]) -> Exception | None:
 
 
 async def test_an_arbiter_of_an_older_version_waits_and_says_why(server: PrivatePostgres, tmp_path: Path) -> None:
-    async with playing(server, tmp_path) as site:
+    async with playing(tmp_path, server.database()) as site:
         with closing(PostgresJournal[Event].of(site.url, Event, leader="host-b", program="99.0")) as other:
             other.next_epoch(1)
         site.arbiter()
         async with asyncio.timeout(PATIENCE_S):
             while not site.said("arbiter.stands_by"):  # noqa: ASYNC110 - a log has no event to wait for
                 await asyncio.sleep(0.02)
-        assert "host-b has led with gpu-arbiter 99.0, newer than" in site.said("arbiter.stands_by")[0]["why"]
+        assert "host-b has led with version 99.0, newer than" in site.said("arbiter.stands_by")[0]["why"]
         assert site.epochs() == []
 
 

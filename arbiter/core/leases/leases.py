@@ -289,13 +289,16 @@ def _align(turn: Turn, newest: Lease) -> None:
             turn.put_gpu(gpu, Leased(replace(lease, expires_at=end)))
 
 
-def adopt(turn: Turn) -> None:
+def adopt(turn: Turn) -> tuple[int, int]:
     """Lease to apps what their tasks run on, where the journal knows nothing of it, or something else.
+
+    Return how many leases were made for that, and how many of other apps ended for it.
 
     Only for an arbiter that has said nothing yet in this epoch. A task that its node reports, and that its app wishes
     on these very GPUs, was granted them by an arbiter of which the journal does not know. A lease that the journal
     tells of on such a GPU is over: nothing of its app is there, and nothing can be started there before we speak.
     """
+    made, ended = 0, 0
     for task in sorted(turn.state.tasks.values(), key=lambda task: task.id):
         app = turn.state.apps.get(task.app)
         if app is None or not app.active or not task.alive or task.phase == "suspended":
@@ -305,8 +308,10 @@ def adopt(turn: Turn) -> None:
         )
         gpus = [turn.state.gpus[gpu] for gpu in task.gpus if gpu in turn.state.gpus]
         if wished and len(gpus) == len(task.gpus) and all(_is_only_its(turn, gpu, task) for gpu in gpus):
-            for gpu in gpus:
-                _adopt(turn, gpu, task)
+            others = [isinstance(gpu.state, Leased) and gpu.state.lease.app != task.app for gpu in gpus]
+            made += sum(_adopt(turn, gpu, task) for gpu in gpus)
+            ended += sum(others)
+    return made, ended
 
 
 def _is_only_its(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
@@ -317,9 +322,10 @@ def _is_only_its(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
     return gpu.present and model.usable(turn.state, gpu) and alone and own <= {gpu.id}
 
 
-def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> None:
+def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
+    """Lease a GPU to the app of a task that was found on it; return whether it was not."""
     if isinstance(gpu.state, Leased) and gpu.state.lease.app == task.app:
-        return
+        return False
     if isinstance(gpu.state, Leased):
         revoke(turn, gpu, "it was another's by then, of which the journal does not know", preempted=True)
         gpu = turn.state.gpus[gpu.id]
@@ -330,6 +336,7 @@ def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> None:
     turn.tell(gpu.id, f"found with {task.id}: leased to {task.app} as {lease.id}")
     turn.tell(task.app, f"keeps {gpu.id} on {gpu.node}, where {task.id} was found")
     turn.happen("granted", f"where {task.id} was found", app=task.app, node=gpu.node, gpu=gpu.id)
+    return True
 
 
 def keep(turn: Turn) -> None:

@@ -256,7 +256,9 @@ def _makes_sense(known: model.Task | None, task: model.Task) -> bool:
 def _forget_tasks(turn: Turn, missing: set[TaskId], report: NodeReport) -> None:
     """Forget what the node no longer has, if it knows a plan later than the last that told it to run it."""
     # As long as we only listen, we have ordered nothing since the plan of a newer epoch that the node has obeyed.
-    obeyed_later = turn.state.listens_until is not None and report.epoch > turn.state.journal_epoch > 0
+    state, obeyed = turn.state, (report.epoch, report.plan_seq)
+    known = (state.journal_epoch, state.nodes[report.node].plan_seq)
+    obeyed_later = state.listens_until is not None and state.journal_epoch > 0 and obeyed > known
     if report.epoch != turn.state.epoch and not obeyed_later:
         return
     for task_id in sorted(missing):

@@ -8,8 +8,10 @@ is at work, is found out before it has said anything:
   another site then, or before the first node of its own: it resigns, and has touched nothing.
 - *Adoption* (`--adopt-site`, after a loss): the site that is first heard becomes its own, and the epoch goes beyond all
   that nodes have seen. It listens until all have spoken, and then leases to apps what their tasks are found running on.
-- *A journal that is older than what nodes have seen*, such as a backup: a report of a newer epoch says so. The epoch
-  goes beyond that, and what runs is adopted likewise.
+- *A journal that is older than what nodes have seen*, such as a copy of the folder: a report of a newer epoch says so.
+  The epoch goes beyond that, and what runs is adopted likewise.
+- *A journal that was restored from a backup* says so itself, also where nodes have seen no newer epoch: the arbiter of
+  the backup may have led on in its epoch. It listens first, as nodes would obey it, and adopts what runs.
 
 A node or an app agent of another site is refused, each by itself, and disturbs nothing else.
 
@@ -33,13 +35,20 @@ FOREIGN_MAX = 1000
 MEND = "bring the journal of that site back, or start this arbiter once with --adopt-site, if that journal is lost"
 
 
-def begin(turn: Turn) -> None:
-    """Begin to lead: as long as this arbiter has no nodes, or is to adopt a site, it listens first."""
+def begin(turn: Turn, before: int) -> None:
+    """Begin to lead: as long as this arbiter has no nodes, or is to adopt a site, it listens first.
+
+    So does one that was restored from a backup; `before` is the epoch in which that was made.
+    """
     state = turn.state
     state.heard_own = state.behind = False
     state.journal_epoch = 0
     state.foreign.clear()
-    if state.site and (state.adopting or not (state.nodes or state.alone)):
+    if state.site and state.restored:
+        state.behind, state.journal_epoch = True, before
+        turn.tell("rounds", f"restored from {state.restored}; it listens before it says anything", loudly=True)
+        _listen(turn)
+    elif state.site and (state.adopting or not (state.nodes or state.alone)):
         _listen(turn)
 
 
@@ -113,7 +122,7 @@ def note_epoch(turn: Turn, report: NodeReport) -> bool:
 def _overtake(turn: Turn, report: NodeReport) -> None:
     state = turn.state
     before, state.epoch = state.epoch, report.epoch + 1
-    state.journal_epoch = before
+    state.journal_epoch = state.journal_epoch if state.restored else before
     turn.effects.append(EpochTaken(state.epoch, state.site))
     turn.tell(
         "rounds",
@@ -142,8 +151,23 @@ def listens(turn: Turn) -> bool:
     if state.behind:
         leases.extend(turn)
         apps.admit_waiting(turn)
-        leases.adopt(turn)
+        found, over = leases.adopt(turn)
+        if state.restored:
+            _tell_forgotten(turn, found, over)
     return False
+
+
+def _tell_forgotten(turn: Turn, found: int, over: int) -> None:
+    """Say in one sentence what a restored journal did not know, now that all have spoken."""
+    state = turn.state
+    new = sum(app.arrived_at >= state.started_at for app in state.apps.values())
+    turn.tell(
+        "rounds",
+        f"restored from {state.restored}: what was decided since is forgotten, and with it the GPU time of each app; "
+        f"{found} leases go on that it did not know, {over} are over that it knew, {new} apps were new to it",
+        loudly=True,
+    )
+    state.restored = ""
 
 
 def deadline(state: State) -> float | None:

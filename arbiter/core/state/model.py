@@ -646,6 +646,7 @@ class State(Struct):
     foreign: dict[str, str] = field(default_factory=dict)  #: parties of other sites that have spoken in this epoch
     behind: bool = False  #: others have seen more, in this epoch, than the journal knows
     journal_epoch: int = 0  #: of an arbiter that is: the newest epoch in which it gave orders before it learnt so
+    restored: str = ""  #: the backup that the journal was restored from, until it has listened once
     listens_until: float | None = None  #: it only listens until then
     declarations: dict[str, Declared] = field(default_factory=dict)  #: by owner; see `members.declarations`
     drains: dict[NodeId, Drain] = field(default_factory=dict)  #: the nodes that are to be emptied, or are empty by that
