@@ -44,7 +44,10 @@ def why_not() -> str:
     missing = [name for name in needed if shutil.which(name) is None]
     if missing or not Path("/lib/systemd/systemd").exists():
         return f"booting a systemd in namespaces needs {', '.join(missing) or 'Debian systemd'}"
-    return ""
+    mounts = subprocess.run(
+        ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True, check=False
+    )
+    return "root may not mount here, as in most containers" if mounts.returncode else ""
 
 
 class Host:
