@@ -41,6 +41,8 @@ AT_ONCE = 25
 BUS_TIMEOUT_S = 60.0
 #: For what must come on a busy machine; no figure is taken from it.
 STEP_S = 1200.0
+#: After that an app for which GPUs are free counts as one that got none.
+TRY_S = 240.0
 #: A node's acts: quick ones, so that GPUs that change hands are free again well before the next round.
 COSTS = Costs(sample_s=0.05, start_s=0.5, restore_s=0.2, checkpoint_s=0.3, suspend_s=0.1, resume_s=0.1)
 #: The product's own times.
@@ -209,7 +211,7 @@ class AppAgents(Agents):
         self._spare.post(Submit(request, self.work.crowd.spare_spec, request))
         app = AppId(f"{SPARE_OWNER.id}-{self._tries}")
         try:
-            async with asyncio.timeout(STEP_S):
+            async with asyncio.timeout(TRY_S):
                 await self.record.until(lambda: app in self.record.granted)
         except TimeoutError:
             return {"grant_s": None}
