@@ -21,41 +21,29 @@ REPORT = replace(
 )  # fmt: skip
 
 
-def lied(lie: Any, by: float, *reports: AppReport) -> list[tuple[float | None, float | None, float, int]]:
-    """What is told of each report: run time and GPU-seconds left, T_cluster, demand."""
+def lied(lie: Any, by: float, *reports: AppReport) -> list[tuple[float | None, float | None, float]]:
+    """What is told of each report: run time and GPU-seconds left, T_cluster."""
     change = telling(lie, by)
     told = [change(report) for report in reports]
     assert all(isinstance(each, AppReport) for each in told)
-    return [(each.left_s, each.left_gpu_s, each.ideal_s, each.demand_max) for each in told]  # type: ignore[union-attr]
+    return [(each.left_s, each.left_gpu_s, each.ideal_s) for each in told]  # type: ignore[union-attr]
 
 
 LATER = replace(REPORT, left_s=25.0, left_gpu_s=100.0)
 
 
 def test_who_lies_about_what_is_left_tells_a_part_of_it() -> None:
-    assert lied("left", 0.5, REPORT, LATER) == [(50.0, 200.0, 50.0, 4), (12.5, 50.0, 50.0, 4)]
+    assert lied("left", 0.5, REPORT, LATER) == [(50.0, 200.0, 50.0), (12.5, 50.0, 50.0)]
 
 
 def test_who_lies_about_its_total_leaves_the_same_untold_to_the_end() -> None:
-    assert lied("total", 0.5, REPORT, LATER) == [(50.0, 200.0, 25.0, 4), (0.25, 1.0, 25.0, 4)]
-
-
-def test_who_lies_about_its_demand_would_end_sooner_and_gives_nothing_back() -> None:
-    assert lied("demand", 1.0, REPORT) == [(50.0, 400.0, 25.0, 8)]
-    change = telling("demand", 0.6)
-    told = change(replace(REPORT, releases=("l-1",)))  # type: ignore[arg-type]
-    assert isinstance(told, AppReport)
-    assert (told.demand_max, told.releases) == (6, ()), "whole gangs only"
-
-
-def test_who_lies_about_all_does_both() -> None:
-    assert lied("all", 0.5, REPORT) == [(50.0 / 1.5, 200.0, 25.0 / 1.5, 6)]
+    assert lied("total", 0.5, REPORT, LATER) == [(50.0, 200.0, 25.0), (0.25, 1.0, 25.0)]
 
 
 def test_other_messages_and_the_end_of_an_app_are_true() -> None:
     over, reply = replace(REPORT, state="finished"), ProbeReply(REPORT.app, RoundId(1), 2.0)
-    assert telling("all", 0.5)(over) is over
-    assert telling("all", 0.5)(reply) is reply
+    assert telling("total", 0.5)(over) is over
+    assert telling("total", 0.5)(reply) is reply
 
 
 def outcome(max_rho: float, *jct_s: float) -> Outcome:
@@ -73,7 +61,7 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[Cell, Outcome]:
 def test_the_claim_is_about_the_least_of_the_others_in_each_cell(known: dict[Cell, Outcome]) -> None:
     plan = replace(QUICK, seeds=(3, 4))
     for seed, ours in ((3, 1.0), (4, 3.0)):
-        cell = Cell(1, OURS, seed, 4.0, plan.apps, plan.scale)
+        cell = Cell(1, OURS, seed, 4.0, plan.apps, plan.scale, knobs=maxmin.SHORT)
         known[cell] = outcome(ours)
         for place, policy in enumerate(OTHERS):
             known[replace(cell, policy=policy)] = outcome(2.0 + place)
@@ -86,7 +74,7 @@ def test_the_claim_is_about_the_least_of_the_others_in_each_cell(known: dict[Cel
 def test_a_gain_is_the_part_of_its_time_that_a_liar_saves(known: dict[Cell, Outcome]) -> None:
     plan = replace(QUICK, lying_seeds=(3, 4))
     for seed, after in ((3, 40.0), (4, 60.0)):
-        true = Cell(1, OURS, seed, 4.0, plan.lying_apps, plan.lying_scale, maxmin.SMALL)
+        true = Cell(1, OURS, seed, 4.0, plan.lying_apps, plan.lying_scale, maxmin.SMALL, maxmin.SHORT)
         known[true] = outcome(1.0, 100.0, 100.0, 50.0, 100.0)
         known[replace(true, lie="total", by=0.6, liars=(2,))] = outcome(1.0, 1.0, 1.0, after, 1.0)
         known[replace(true, lie="total", by=0.6, liars=(1, 3))] = outcome(1.0, 1.0, 90.0, 1.0, 80.0)
