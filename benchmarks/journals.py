@@ -64,6 +64,8 @@ from tests.support import postgres  # noqa: E402
 GOAL = 1.3
 APPS_PER_GPU = 5
 SETTINGS = replace(QUIET, policy="themis", ask_max=10**6, probe_s=60.0, bid_s=60.0, renewal_lead_s=30.0, lease_s=600.0)
+#: At once, which no queue of the bus is too short for.
+ENROLLED_AT_A_TIME = 25
 STEP_S = 300.0  #: what must come, comes within
 
 
@@ -172,29 +174,34 @@ class Stage:
         self.ids += 1
         await self.links[sender].send([Outgoing(ARBITER, encode(message, sender=sender, id=f"i{self.ids}"))])
 
-    async def run(self, rounds: int, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+    async def run(self, group: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         """Start everything, and hold a first round, which is no round like others."""
         tasks = [group.create_task(self.shell.run())]
         await self.shell.wait_connected()
         reports = [self.play.node_report(node) for node in self.nodes]
         reports += [self.play._app_report(app, ()) for app in self.apps]  # type: ignore[misc]
-        for sender, report in reports:
-            self.links[sender] = await self.bus.connect(sender)
-            await self._enrol(sender, report)
-            tasks.append(group.create_task(self._serve(sender)))
+        for first in range(0, len(reports), ENROLLED_AT_A_TIME):
+            await self._enrol(reports[first : first + ENROLLED_AT_A_TIME])
+        tasks += [group.create_task(self._serve(party)) for party in self.links]
         await self._settle()
         await self.round()
         return tasks
 
-    async def _enrol(self, sender: Party, report: Any) -> None:
-        """Introduce a party until it has an inbox."""
+    async def _enrol(self, reports: Sequence[tuple[Party, Any]]) -> None:
+        """Introduce some parties until each has an inbox."""
+        missing = dict(reports)
         async with asyncio.timeout(STEP_S):
-            while True:
-                await self._say(sender, report)
+            for sender in missing:
+                self.links[sender] = await self.bus.connect(sender)
+            while missing:
+                for sender, report in missing.items():
+                    await self._say(sender, report)
                 await asyncio.sleep(0)
                 await self.shell.wait_idle()
-                with suppress(NotProvisioned):
-                    return await self.links[sender].consume()
+                for sender in list(missing):
+                    with suppress(NotProvisioned):
+                        await self.links[sender].consume()
+                        del missing[sender]
 
     async def round(self) -> dict[str, float]:
         """Hold one round in which every GPU is in play; return what it took."""
@@ -228,10 +235,11 @@ async def measure(url: str, folder: Path, agents: int, rounds: int) -> dict[str,
     with closing(file), closing(database), closing(Ledger(folder / "ledger.db")) as ledger:
         stages = {"sqlite": Stage(file, ledger, agents), "postgres": Stage(database, Ledger(database), agents)}
         async with asyncio.TaskGroup() as group:
-            tasks = [task for stage in stages.values() for task in await stage.run(rounds, group)]
+            tasks = [task for stage in stages.values() for task in await stage.run(group)]
             for _ in range(rounds):
                 for name, stage in stages.items():
                     told[name].append(await stage.round())
+                    print(f"{name}: {told[name][-1]}", file=sys.stderr, flush=True)
             for task in tasks:
                 task.cancel()
     return told
