@@ -158,7 +158,7 @@ async def test_what_is_no_full_disk_is_a_bug_that_is_not_hidden(tmp_path: Path) 
 def test_the_shim_writes_its_exit_into_the_room_that_it_took(tmp_path: Path) -> None:
     from node_agent.workers import shim
 
-    shim.reserve(str(tmp_path), "exit.json")
+    shim.reserve(shim.exit_file(str(tmp_path), by_launcher=False))
     before = (tmp_path / "exit.json.tmp").stat()
     shim.write(str(tmp_path), "exit.json", {"code": 3})
     after = (tmp_path / "exit.json").stat()
