@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Self
@@ -100,10 +101,20 @@ class PrivatePostgres:
             time.sleep(0.02)
 
     def kill(self) -> None:
-        """SIGKILL, and no process of the server is left."""
-        self._signal(signal.SIGKILL)
+        """SIGKILL, and no process of the server is left: the next one finds no shared memory in use."""
+        import psutil
+
         assert self._process is not None
+        family: list[psutil.Process] = []
+        with suppress(psutil.NoSuchProcess):  # it has ended by itself
+            server = psutil.Process(self._process.pid)
+            server.suspend()  # so that it starts no child any more
+            family = [server, *server.children(recursive=True)]
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self._process.wait()
+        psutil.wait_procs(family[1:], timeout=START_TIMEOUT_S)
         (self.folder / "data" / "postmaster.pid").unlink(missing_ok=True)
 
     def freeze(self) -> None:

@@ -121,6 +121,7 @@ WHO = "import os, sys; print(os.getuid(), os.getgroups(), os.environ['HOME'], os
 # --- each as its own user ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full  # it boots a systemd; tests/core/test_launcher.py has the launcher without one
 async def test_tasks_of_two_users_run_as_themselves_train_park_and_write_their_own_files(bench: Bench) -> None:
     alice = bench.task("alice", "work")
     bob = bench.task("bob", sys.executable, "-c", f"{WHO}; open('mine', 'w')")
