@@ -40,7 +40,7 @@ def why_not() -> str:
     """Why no host can be made here; empty if one can."""
     if os.geteuid():
         return "booting a systemd in namespaces needs root"
-    if REPOSITORY.is_relative_to("/tmp"):  # noqa: S108 - it has a /tmp of its own
+    if REPOSITORY.is_relative_to("/tmp"):
         return "the booted host does not see this checkout, which lies below /tmp"
     needed = ("unshare", "nsenter", "setpriv", "useradd", "systemd-run", "pgrep")
     missing = [name for name in needed if shutil.which(name) is None]
