@@ -105,7 +105,7 @@ async def run_arbiter(
         try:
             return await _run_once(config, bus, on_alive, wall)
         except (StoreAway, Deposed, NewerStore) as error:
-            # What is in memory may be more than the store has, or less. It is begun anew from there.
+            # Memory may hold more than the store, or less, so the arbiter begins anew from the store.
             if str(error) != standing_by:
                 _log.warning("arbiter.stands_by", why=str(error), meaning=_STANDING_BY)
             standing_by = str(error)

@@ -180,7 +180,7 @@ class DatabaseReader:
 
 
 class PostgresTables:
-    """Tables in the database of a journal. What is written goes with the journal's next commit, under its fence."""
+    """Tables in the database of a journal. Rows go with the journal's next commit, under its fence."""
 
     def __init__(self, journal: PostgresJournal[Any], schema: str) -> None:
         self._journal = journal

@@ -342,7 +342,7 @@ class Shell(Generic[EventT, EffectT]):
             await self._wait_for_work()
             if self._may_decide and not self._stopping.is_set() and (self._waiting or self._is_due()):
                 await self._decide()
-        # Another version may start next, and would decide otherwise in a replay. Who was deposed has no say.
+        # Another version may start next, and would decide otherwise in a replay. A deposed arbiter has no say.
         with suppress(Deposed):
             await self._take_snapshot(after=1)
 

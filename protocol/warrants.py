@@ -1,6 +1,6 @@
 """Signed launches: how a gateway signs a launch, and how a launcher checks that it did.
 
-What is signed is one line of JSON with sorted keys, made anew from the fields on both sides. So a launcher has checked
+The signed text is one line of JSON with sorted keys, made anew from the fields on both sides. So a launcher has checked
 every field that it uses, and no field can be altered, added or left out on the way. Ed25519 (RFC 8032) by the package
 `cryptography`, in the extra ``users``.
 """

@@ -385,7 +385,7 @@ class PostgresJournal(Generic[EventT]):
     # --- the database -----------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Commit and hang up; closing twice is harmless. What cannot be committed is lost, as in a crash."""
+        """Commit and hang up; closing twice is harmless. Rows that cannot be committed are lost, as in a crash."""
         if self._closed:
             return
         self._closed = True

@@ -544,8 +544,8 @@ class HoldingsNews(Struct, frozen=True):
 def holdings_news(app: model.App, holdings: Holdings, *, lost: Collection[LeaseId] = ()) -> HoldingsNews:
     """Return what an app must hear at once: leases, phases and metrics of attempts, not steps and times.
 
-    Leases that are `lost` count as held: it hears of them by a `Preempt`. What leaves is told when it begins to leave,
-    and not again when it is gone.
+    Leases that are `lost` count as held: it hears of them by a `Preempt`. A task that leaves is told
+    when it begins to leave, and not again when it is gone.
     """
     parts: dict[tuple[JobId, int], list[TaskStatus]] = {}
     for task in holdings.tasks:
