@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,14 +45,16 @@ def test_every_app_finishes_and_nobody_loses_a_step(outcome: tuple[demo.Result, 
     assert all(app["grants"] >= 1 and app["gpu_seconds"] > 0 for app in apps)
 
 
-def test_gpus_change_hands_and_leases_are_renewed(outcome: tuple[demo.Result, Path]) -> None:
+def test_gpus_change_hands_and_leases_end(outcome: tuple[demo.Result, Path]) -> None:
+    spans = _spans(outcome[1])
+    holders = {gpu: {span["app"] for span in spans if span["gpu"] == gpu} for gpu in {span["gpu"] for span in spans}}
+    assert max(map(len, holders.values())) >= 2, "eleven GPUs are wanted, eight are there"
     apps = outcome[0].summary["apps"]
-    assert sum(app["preemptions"] for app in apps) >= 1
-    assert sum(app["renewals"] for app in apps) >= 1
+    assert sum(app["renewals"] + app["preemptions"] for app in apps) >= 1, "training takes longer than a lease"
 
 
 def test_no_gpu_is_held_by_two_apps_at_any_time(outcome: tuple[demo.Result, Path]) -> None:
-    spans = json.loads((outcome[1] / "rounds.json").read_text())["spans"]
+    spans = _spans(outcome[1])
     assert spans
     for gpu in {span["gpu"] for span in spans}:
         held = sorted((span["from"], span["to"], span["app"]) for span in spans if span["gpu"] == gpu)
@@ -80,16 +83,21 @@ def test_the_ledger_is_left_behind_with_the_gpu_time_of_all_apps(outcome: tuple[
 
 
 @pytest.mark.full
-def test_weights_are_those_of_the_same_script_run_alone(outcome: tuple[demo.Result, Path], tmp_path: Path) -> None:
-    apps = {app["name"]: app for app in outcome[0].summary["apps"]}
-    for spec in demo.apps(demo.Options(**QUICK), tmp_path, tmp_path):
+@pytest.mark.timeout(600)
+def test_weights_are_those_of_the_same_script_run_alone(tmp_path: Path) -> None:
+    # Training takes four leases, so that preemptions are certain on a quick machine as on a slow one.
+    options = demo.Options(out=tmp_path / "demo", quiet=True, steps=480, step_ms=25.0, lease_s=3.0)
+    result = demo.run(options)
+    apps = {app["name"]: app for app in result.summary["apps"]}
+    single = [spec for spec in demo.apps(options, tmp_path, tmp_path) if len(spec.trials) == 1]
+    preempted = [spec for spec in single if apps[spec.name]["preemptions"]]
+    assert preempted
+    for spec in preempted:
         app = apps[spec.name]
-        if len(spec.trials) > 1 or not app["preemptions"]:
-            continue
         alone = subprocess.run(
             [*spec.trials[0], "--step-ms", "0"], cwd=tmp_path, capture_output=True, text=True, check=True
         )
-        assert _digest(outcome[0].outputs[app["id"]]) == _digest(alone.stdout), app
+        assert _digest(result.outputs[app["id"]]) == _digest(alone.stdout), app
 
 
 @pytest.mark.full
@@ -111,6 +119,11 @@ def test_over_rabbitmq_with_daemons_of_their_own_it_gives_the_same_kind_of_resul
 def broker() -> Iterator[PrivateRabbitMQ]:
     with PrivateRabbitMQ() as private:
         yield private
+
+
+def _spans(out: Path) -> list[dict[str, Any]]:
+    spans: list[dict[str, Any]] = json.loads((out / "rounds.json").read_text())["spans"]
+    return spans
 
 
 def _digest(output: str) -> str:
