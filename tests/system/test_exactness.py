@@ -72,6 +72,7 @@ async def test_suspended_preempted_and_migrated_the_weights_are_those_of_the_sam
     assert (tmp_path / "shared.sha256").read_text() == alone("digits.py", tmp_path)
 
 
+@pytest.mark.full
 async def test_an_unchanged_script_suspended_and_resumed_ends_with_the_weights_of_a_run_alone(tmp_path: Path) -> None:
     async with node_site(tmp_path, bootstrap_dir=str(bootstrap_dir())) as site:
         only = order(tmp_path, "plain.py", 0, gpu=0)

@@ -32,7 +32,9 @@ FAST = ("--steps", "300", "--seed", "3", "--threads", "1")
 OPTIONS = (*FAST, "--step-ms", "15")
 #: Lightning and transformers take some ten seconds to be imported on an idle core.
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+#: `make check` disturbs a plain script in test_exactness.py, DDP in test_several_nodes.py, and the callbacks in
+#: tests/core/test_integrations.py.
+pytestmark = [pytest.mark.full, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
@@ -48,16 +50,8 @@ FRAMEWORKS = {
     "DDP": ((*TORCHRUN, str(EXAMPLES / "ddp.py")), 2, ("torch",)),
     "FSDP2": ((*TORCHRUN, str(EXAMPLES / "fsdp.py")), 2, ("torch",)),
 }
-#: What `make check` disturbs; test_exactness.py has a plain script, tests/core/test_integrations.py the callbacks.
-QUICK = ("DDP",)
-
-
-def marks_of(framework: str) -> list[pytest.MarkDecorator]:
-    return [needs(*FRAMEWORKS[framework][2]), *(() if framework in QUICK else (pytest.mark.full,))]
-
-
 every_framework = pytest.mark.parametrize(
-    "framework", [pytest.param(name, marks=marks_of(name), id=name) for name in FRAMEWORKS]
+    "framework", [pytest.param(name, marks=needs(*FRAMEWORKS[name][2]), id=name) for name in FRAMEWORKS]
 )
 
 #: What a framework is left with that was never told of us: the example's callback is replaced by one that does nothing.
@@ -231,7 +225,6 @@ async def test_suspended_orphaned_preempted_and_moved_the_weights_are_those_of_t
     assert it.out.read_text() == solo.weights()
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("framework", [pytest.param(f, marks=needs(*FRAMEWORKS[f][2])) for f in WITHOUT_CALLBACK])
 async def test_a_framework_without_our_callback_is_suspended_at_its_optimizer_steps_and_ends_with_the_same_weights(
     tmp_path: Path, alone: Callable[[str], Alone], framework: str

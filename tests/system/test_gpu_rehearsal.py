@@ -46,6 +46,7 @@ def read(out: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 def test_a_call_that_is_killed_keeps_the_sections_that_had_ended_and_the_next_one_goes_on(
     lent: LentHost, tmp_path: Path
 ) -> None:

@@ -63,6 +63,7 @@ def submitted(site: PageSite, *flags: str, state: str = "running") -> str:
     return app
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("theirs", "ours"), ROWS, ids=[" and ".join(ours) for _, ours in ROWS])
 def test_what_slurm_can_do_is_done_by_the_command_beside_it(site: PageSite, theirs: str, ours: list[str]) -> None:
     app = ""

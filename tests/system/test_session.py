@@ -96,6 +96,7 @@ def test_a_script_suspended_and_resumed_twice_ends_with_the_weights_of_an_undist
     agent.wait(Finished, step=59)
 
 
+@pytest.mark.full
 def test_a_script_that_left_and_restarted_ends_with_the_weights_of_an_undisturbed_run(
     agent: WorkerAgent, tmp_path: Path, solo: str
 ) -> None:
@@ -623,7 +624,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], lis
     return run
 
 
-@pytest.mark.full  # tests/system/test_exactness_frameworks.py has one of them in each run
+@pytest.mark.full  # tests/system/test_several_nodes.py has ranks in each run
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
@@ -951,6 +952,7 @@ def test_a_script_that_trains_itself_stays_the_training_process_whatever_it_spaw
     agent.wait(Finished, step=8)
 
 
+@pytest.mark.full
 def test_a_spawned_rank_that_fails_fails_the_script_and_nobody_says_that_it_finished(
     agent: WorkerAgent, tmp_path: Path
 ) -> None:

@@ -118,7 +118,6 @@ def two_nodes(
         check()
 
 
-@pytest.mark.full
 def test_both_parts_are_parked_after_the_same_mini_batch_and_go_on_there(
     two_nodes: Callable[[Literal["suspend", "checkpoint"]], TwoNodes], alone: list[str]
 ) -> None:
@@ -136,6 +135,7 @@ def test_both_parts_are_parked_after_the_same_mini_batch_and_go_on_there(
     assert digests(site.folder) == alone
 
 
+@pytest.mark.full
 def test_both_parts_leave_after_the_same_mini_batch_and_start_again_from_there(
     two_nodes: Callable[[Literal["suspend", "checkpoint"]], TwoNodes], alone: list[str]
 ) -> None:

@@ -25,6 +25,7 @@ from tests.support.traces import ROOT
 APP = AppId("o0-1")
 
 
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.broker
 def test_a_tiny_site_tells_of_its_rounds_its_daemons_and_its_queues() -> None:

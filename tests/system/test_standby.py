@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from tests.support.cluster import Cluster, DaemonProcess, until
 
-pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full, pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS = 400
 
@@ -55,7 +55,6 @@ def test_a_second_arbiter_with_a_journal_of_its_own_ends_with_a_sentence_and_the
     finish_as_begun(cluster, workers)
 
 
-@pytest.mark.full
 def test_an_arbiter_that_adopts_the_site_after_a_loss_disturbs_nothing_that_trains(cluster: Cluster) -> None:
     cluster.fill(STEPS)
     workers = cluster.pids()
@@ -66,7 +65,6 @@ def test_an_arbiter_that_adopts_the_site_after_a_loss_disturbs_nothing_that_trai
     finish_as_begun(cluster, workers)
 
 
-@pytest.mark.full
 def test_an_older_backup_leads_on_at_once_and_keeps_what_runs(cluster: Cluster) -> None:
     """It was refused by every node for two further restarts, and called ended jobs running."""
     cluster.submit(100)

@@ -214,6 +214,7 @@ def look(watch: GpuWatch, *, samples: int) -> None:
 BUSY = "import time\nwhile True:\n    sum(range(100_000)); time.sleep(0.01)"
 
 
+@pytest.mark.full
 def test_the_watch_of_these_tests_sees_two_that_train_on_one_gpu(tmp_path: Path) -> None:
     def train(task: str, gpus: str, program: str) -> subprocess.Popen[bytes]:
         env = {"GPU_ARBITER_TASK": task, "CUDA_VISIBLE_DEVICES": gpus, "GPU_ARBITER_CHECKPOINT_DIR": str(tmp_path)}

@@ -114,11 +114,13 @@ def test_it_depends_on_no_test_tool_and_not_on_torch(wheel: Path) -> None:
     assert always & unwanted == set()
 
 
+@pytest.mark.full
 def test_a_program_runs_on_it(site: Program, python: Path) -> None:
     done = site("run", "--", str(python), "-c", "print(42)")
     assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
 
 
+@pytest.mark.full
 def test_an_app_is_queued_and_listed(site: Program, python: Path) -> None:
     submitted = site("submit", "--", str(python), "-c", "pass")
     assert (submitted.returncode, submitted.stderr) == (0, "")
@@ -126,6 +128,7 @@ def test_an_app_is_queued_and_listed(site: Program, python: Path) -> None:
     assert submitted.stdout.strip() in [app["id"] for app in json.loads(listed.stdout)["apps"]]
 
 
+@pytest.mark.full
 def test_doctor_finds_the_site_and_tells_which_extra_the_demo_needs(site: Program) -> None:
     checks = {check["name"]: check for check in json.loads(site("doctor", "--json").stdout)["checks"]}
     assert checks["arbiter"]["verdict"] == "ok"

@@ -20,6 +20,8 @@ except ImportError:
     COMPILED = False
 else:
     COMPILED = not numba.config.DISABLE_JIT
+    # The loops hold branches, which no vector instruction takes: to look for some is a third of the compilation.
+    numba.config.LOOP_VECTORIZE = 0
 
 
 class _Loop(NamedTuple):
