@@ -1,8 +1,8 @@
 """Apps from Python: submit a command or a function, wait for it, read its output, cancel it; docs/python.md.
 
 `Client` is for threads, of which any number may share one; `AsyncClient` has the same names for an event loop. Neither
-keeps a connection: both go on when the app agent was started again. What fails raises the error of its exit code's
-meaning (`app_agent.control.ERRORS`), with one sentence.
+keeps a connection: both go on when the app agent was started again. A call that fails raises the error
+of its exit code's meaning (`app_agent.control.ERRORS`), with one sentence.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind);
 #: Columns that the first versions of the file had not.
 _ADDED = {"leases": {"had_gpu_s": "REAL NOT NULL DEFAULT 0", "draining_gpu_s": "REAL NOT NULL DEFAULT 0"}}
 
-#: What fills tables that the first versions of the file had not: a lease of before counts as one stretch.
+#: Statements that fill tables which the first versions of the file had not: a lease of before counts as one stretch.
 _FILLED = {
     "stretches": """
 INSERT INTO stretches

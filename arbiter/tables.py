@@ -21,7 +21,7 @@ from protocol.private import private_file
 Row = tuple[Any, ...]
 #: A statement, and the rows to do it for.
 Statement = tuple[str, Sequence[Sequence[Any]]]
-#: What types and keys are called in a schema, by the names that it has for them.
+#: The names of types and keys in each database, by those that our schemas have.
 _SQLITE_WORDS = {"BYTES": "BLOB", "NUMBER": "REAL", "COUNT": "INTEGER", "IDENTITY": "INTEGER PRIMARY KEY"}
 _POSTGRES_WORDS = {
     "BYTES": "BYTEA",

@@ -1,8 +1,7 @@
 """What shells complete: ids of apps with their states, names of nodes and tenants, and the words that a flag may take.
 
-Each function here stands at a parameter as its `autocompletion`, and is called only when a shell asks. What the site
-knows is asked of the user's own app agent, which may ask the arbiter; where none answers soon, nothing is offered and
-nothing is said.
+Each function here stands at a parameter as its `autocompletion`, and is called only when a shell asks. The user's own
+app agent is asked, which may ask the arbiter; where none answers soon, nothing is offered and nothing is said.
 """
 
 from __future__ import annotations

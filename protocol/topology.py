@@ -14,8 +14,8 @@
 Agents declare nothing and may write to `ga.agents` only, with their own user name as the last word of the routing key.
 
 A lane is the leader's own: it goes with the leader's connection, and its messages are restated or asked again. So an
-owner whose agent floods the arbiter fills one lane, and the other owners' are read in turn with it. What an app agent
-restates is dropped from its lane after some seconds, so that an arbiter that lags does not fall behind for ever.
+owner whose agent floods the arbiter fills one lane, and the other owners' are read in turn with it. A message that an
+app agent restates is dropped from its lane after some seconds, so that an arbiter that lags catches up.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ def observe(
 def with_older_attempts(job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) -> Job:
     """Return `job` after news of attempts before its present one: an earlier one may have gone on, on a silent node.
 
-    The steps it made there are made again, as the present attempt knows nothing of them. What it reported there counts
-    with these steps: a search judges by both.
+    The steps it made there are made again, as the present attempt knows nothing of them. The values that it reported
+    there count with these steps: a search judges by both.
     """
     present = present_attempt(job)
     for (of, attempt), parts in tasks.items():

@@ -26,7 +26,7 @@ def report(app: App, now: float, *, restate: bool) -> list[Send]:
     state = app.state
     said = wish(app)
     new = state.said is None or _urgent(said) != _urgent(state.said)
-    # What replies for the app in a round is told at once, too, but may be lost: the next beat says it again.
+    # A statement that replies for the app in a round is told at once, too. It may be lost: the next beat repeats it.
     stated = state.said is not None and said.standing != state.said.standing
     if not (new or stated or restate):
         return []

@@ -8,8 +8,8 @@ before it began, so that no clock is compared with another.
 On a device with several seats, a seat is empty when nothing of its own task is left there. Starting or resuming takes
 the whole device, but for a task that is to run beside this one.
 
-The server of the node agent's own MPS daemon stays on a GPU without a client. What it holds is no worker's memory, up
-to one context: `parked_bytes_max`.
+The server of the node agent's own MPS daemon stays on a GPU without a client. The memory that it holds is no
+worker's, up to one context: `parked_bytes_max`.
 
 The driver may err about a GPU, or hang, and answer again in a moment. Meanwhile nothing is proven, and the GPU counts
 as healthy for `TOLERATED_S`, so that such a moment costs no lease.

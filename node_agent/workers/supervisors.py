@@ -1,7 +1,7 @@
 """Starting the supervisor of a task: as a child of the node agent, or by the launcher as the user of the task.
 
-A supervisor (`shim`) that the launcher starts is no child of the node agent. What the user could forge is taken from
-the launcher: the supervisor's process. What the supervisor says of its child is believed if the kernel says so, too.
+A supervisor (`shim`) that the launcher starts is no child of the node agent. The user could forge its
+process id, so that comes from the launcher. Its word on its child is believed if the kernel says so, too.
 """
 
 from __future__ import annotations

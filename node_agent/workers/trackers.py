@@ -1,7 +1,7 @@
 """What makes the attempts of a job one run of an experiment tracker: variables that WandB and MLflow read.
 
 WandB goes on with the run of a given id. MLflow goes on only with a run that exists, so its runs get tags by which a
-script finds its former one (docs/training.md, "Trackers"). What a user sets is left as it is.
+script finds its former one (docs/training.md, "Trackers"). A variable that a user sets is left as it is.
 """
 
 from __future__ import annotations

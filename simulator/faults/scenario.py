@@ -408,7 +408,7 @@ def _maybe_driven(dice: Random, options: Options) -> Options:
     """Return the same world, in some draws with many helpless apps that drivers suspend, and move within a node."""
     if options.settings.sharing != "exclusive" or dice.random() >= 0.25:
         return options
-    # What a helpless job has done is gone if its driver will not suspend it: with short leases it would never end.
+    # The work of a helpless job is gone if its driver will not suspend it: with short leases it would never end.
     traits = tuple(
         (node, replace(each, driver=True, move_refuses=_equipped(dice, each).driver_refuses))
         for node, each in options.traits

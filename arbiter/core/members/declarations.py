@@ -18,7 +18,7 @@ from arbiter.core.leases import leases
 from arbiter.core.state.model import App, Declared, Leased, State
 from arbiter.core.turn import Turn
 
-#: What an owner's apps declared and took counts this part less with each app that finishes later.
+#: An owner's sums, declared and taken, count this part less with each app that finishes later.
 KEPT: Final = 0.8
 #: No owner's apps are taken to need more than so many times what they declare.
 OVERRUN_MAX: Final = 4.0

@@ -1,4 +1,4 @@
-"""Apps that are held, or put to the end of the queue. What is held wants no GPU until it is released.
+"""Apps that are held, or put to the end of the queue. A held app wants no GPU until it is released.
 
 It leaves its GPUs as under preemption: its jobs save, or rest where only the driver can suspend them. Its wish is kept
 beside, as its app agent goes on to state it. Nothing is due to it meanwhile.

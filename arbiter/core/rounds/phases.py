@@ -48,7 +48,7 @@ def advance(turn: Turn, *, may_start: bool) -> None:
             if may_start and _due(turn):
                 _try(turn)
         case Probing(deadline=deadline, awaited=awaited, stated=told):
-            # What is stated takes in the news of the same moment, as an app that is asked does.
+            # A stated valuation takes in the news of the same moment, as an app that is asked does.
             if turn.now >= deadline or (not awaited and (may_start or not told)):
                 _offer(turn)
         case Bidding(deadline=deadline, awaited=awaited):

@@ -145,7 +145,8 @@ def prices(sold: Floats, capacity: Floats, bounds: Bounds) -> Floats:
     sold
         Amounts sold already, shape (slots, servers, resources).
     capacity
-        What there is, shape (servers, resources) or that of `sold`. What a server has none of counts as sold out.
+        The amounts that there are, shape (servers, resources) or that of `sold`. A resource that a server lacks
+        counts as sold out.
     bounds
         U of each resource, and L.
     """

@@ -6,8 +6,9 @@ job that comes starts at 0 of its own, wherever the others are. No debt is ever 
 worth of others' tickets stands still, once those want it again, until that is paid back.
 
 *Source:* Gandiva_fair (EuroSys 2020), split stride and gang-aware scheduling, as Astraea (Ye et al., TPDS 2021) uses it
-as a baseline. Its trading of fast GPUs for slow ones has no meaning where GPUs are equal. What tickets are worth is cut
-to what a job can use, and what a tenant cannot use is nobody's, as in Eq. 8 and 15 of Astraea; that is ours.
+as a baseline. Its trading of fast GPUs for slow ones has no meaning where GPUs are equal. The worth of tickets is cut
+to the GPUs that a job can use, and those that a tenant cannot use belong to no tenant, as in Eq. 8 and 15 of Astraea;
+that is ours.
 """
 
 from __future__ import annotations

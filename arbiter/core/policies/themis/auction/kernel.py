@@ -2028,7 +2028,7 @@ def best_pattern(
     for used in range(total + 1):
         if sums[machines, used] + wide[total - used] > best + 1e-12:
             best, best_used = sums[machines, used] + wide[total - used], used
-    # What earned the most is read back: blocks and single GPUs of the rack, then each machine's pieces.
+    # The best choice is read back: blocks and single GPUs of the rack, then each machine's pieces.
     pieces_out[:] = 0
     blocks_out[:] = 0
     home_out[:] = 0

@@ -294,7 +294,7 @@ class _Solver:
         if row not in self._priced:
             if row != out.whole:
                 whole = self._prices(out.whole, pricing, steps)
-                # What the last one cost is the guess; the whole one's says little, as the others start from it.
+                # The cost of the last one is the guess; that of the whole one says little, as the others start from it.
                 guess = pricing.steps() if self._others_priced else pricing.steps() // 2
                 if guess > steps:
                     out.uppers[row] = min(out.uppers[row], whole.bound(row))
