@@ -83,7 +83,9 @@ alone: $(LOOPS)
 
 full: export GPU_ARBITER_FULL = 1
 full: $(LOOPS) broker ## what `make check` leaves out, since quicker tests cover most of it (an hour)
-	$(BIN)/python -m pytest -m "full or hypothesis"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "full or hypothesis" --ignore tests/system --ignore tests/contract
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(full or hypothesis) and not alone" tests/system tests/contract
+	$(BIN)/python -m pytest -m "(full or hypothesis) and alone" tests/system
 	$(MAKE) --no-print-directory forged SEEDS=$(FULL_SEEDS)
 	$(MAKE) --no-print-directory reasons SITES=$(FULL_SITES)
 	$(MAKE) --no-print-directory dryruns QUIET=$(FULL_SITES)
