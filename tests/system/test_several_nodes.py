@@ -101,8 +101,9 @@ class TwoNodes:
         self.client.act("release", self.app)
 
 
-#: It trains slowly there: it must not be done before it has had its GPUs for a lease's time.
-SHARED = replace(SETTINGS, policy="gandiva", sharing="timeslice", seats=2, lease_s=8.0, quantum_s=2.0)
+#: It trains slowly there: it must not be done before it has had its GPUs for a lease's time. A lease is longer than a
+#: busy machine takes to start a job.
+SHARED = replace(SETTINGS, policy="gandiva", sharing="timeslice", seats=2, lease_s=20.0, quantum_s=2.0)
 
 
 @pytest.fixture
@@ -169,7 +170,7 @@ def test_on_shared_gpus_it_makes_room_at_one_step_and_goes_on_from_there(
     left = site.until(lambda tasks: all(task["phase"] in ("suspended", "exited") for task in tasks), "both make room")
     assert len({(task["phase"], max(task["step"], task["saved_step"])) for task in left}) <= 1, "the same step"
     for other in others:
-        assert site.client.wait(other, until="done", timeout_s=PATIENCE_S).state == "finished"
+        assert site.client.wait(other, until="done", timeout_s=3 * PATIENCE_S).state == "finished"
     assert site.client.wait(site.app, until="done", timeout_s=PATIENCE_S).state == "finished", site.logs()
     assert site.client.query("explain", site.app)["preemptions"] >= 2, "it made room on both nodes"
     assert digests(site.folder) == alone
