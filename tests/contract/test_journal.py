@@ -587,12 +587,13 @@ def test_a_server_that_is_gone_is_said_at_once_and_the_next_opening_has_all(post
 
 def test_a_server_that_stands_still_is_given_up(postgres: PrivatePostgres, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DatabaseStore(postgres)
-    journal: PostgresJournal[Event] = PostgresJournal.of(store.url, Event, limit_s=0.1)
+    # A busy machine must make the tables within the limit.
+    journal: PostgresJournal[Event] = PostgresJournal.of(store.url, Event, limit_s=9.0)
     journal.next_epoch(1)
     journal.append(1.0, Came("a"))
     postgres.freeze()
     try:
-        with pytest.raises(StoreAway, match=r"no answer within 1\.1 s"):
+        with pytest.raises(StoreAway, match="no answer within 10 s"):
             journal.commit()
     finally:
         postgres.thaw()
