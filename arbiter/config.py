@@ -217,11 +217,6 @@ def check_settings(settings: ArbiterSettings, source: str) -> None:
     if settings.policy not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"{source}: arbiter.policy is {settings.policy!r}; choose one of {known}")
-    if settings.sharing != "exclusive" and POLICIES[settings.policy].kind.traits.exclusive_only:
-        raise ConfigError(
-            f"{source}: arbiter.sharing is {settings.sharing!r}, and {settings.policy} has faults where jobs share a "
-            'GPU; write sharing = "exclusive", or choose another policy'
-        )
     names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s")
     config.require_positive(settings, (*names, "quantum_s"), f"{source}: arbiter")
     pauses = ("renewal_lead_s", "round_pause_s", "admission_wait_s", "ask_max")

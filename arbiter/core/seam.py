@@ -418,8 +418,6 @@ class Traits(Struct, frozen=True):
     together: bool = False
     #: Its view shows apps that hold GPUs and want no more, too, also while no GPU of theirs is in play.
     all_holders: bool = False
-    #: It has known faults where jobs share a GPU, so a site that shares GPUs cannot choose it.
-    exclusive_only: bool = False
 
 
 class PolicySettings(Struct, frozen=True, forbid_unknown_fields=True):

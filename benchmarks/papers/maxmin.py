@@ -5,6 +5,8 @@ Parts:
 *fairness*: `maxmin-ftf` beside `themis`, `srtf`, `gandiva-placement`, `optimus` and `las` on the workloads that are
 drawn from Themis's published medians (`simulator.workload.themis`), at several contentions: greatest and mean rho, GPU
 time, mean JCT, preemptions; and of each cell the greatest rho of `maxmin-ftf` over the least of the others.
+*knowing*: the same cells where apps know their work exactly (`simulator.foreknowledge`), `maxmin-ftf` beside itself and
+`themis` where they report what they estimate; and the course of the app with the greatest rho.
 *lying*: how much sooner a liar is done than if it had told the truth, all else being equal. It lies in its reports:
 about what is left, or about its total, of which it takes more than it declared; once as an app of an owner without a
 past, and once as one whose owner's earlier apps have all lied alike. Several of the apps may lie.
@@ -34,13 +36,14 @@ from msgspec.structs import replace
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
 from arbiter.core.members import declarations
-from benchmarks.papers.cases import Change, Knobs, simulate, workload_of
+from benchmarks.papers.cases import Change, Knobs, simulate, story_of, workload_of
 from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, report_of, said, show
 from benchmarks.truth.spread import estimate
 from protocol.messages import AnyMessage, AppReport
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
 from simulator.figures.results import summary
+from simulator.foreknowledge import host_of
 from simulator.workload.themis import Kind
 
 SCHEMA = "maxmin-evaluation/v1"
@@ -54,7 +57,7 @@ class Cell(Struct, frozen=True):
     """One run: a drawn workload, a cluster, a policy and its settings; of the apps, by number, those in `liars` lie.
 
     A lie is `by` a part: 0.5 of what is left, or of the total, is not told. `past`: the finished apps of a liar's owner
-    are known to have taken so many times what they declared.
+    are known to have taken so many times what they declared. `exact`: apps know their work, and estimate nothing.
     """
 
     kind: Kind
@@ -69,6 +72,7 @@ class Cell(Struct, frozen=True):
     by: float = 0.0
     liars: tuple[int, ...] = ()
     past: float = 1.0
+    exact: bool = False
 
 
 class Outcome(Struct, frozen=True):
@@ -82,6 +86,7 @@ class Outcome(Struct, frozen=True):
     unfinished: int
     cpu_s: float
     jct_s: tuple[float | None, ...]
+    worst: str = ""  #: the course of the app with the greatest rho, in words
 
 
 class Plan(Struct, frozen=True):
@@ -139,7 +144,8 @@ def run(cell: Cell) -> Outcome:
 
 def _name(cell: Cell) -> str:
     lie = f", {cell.lie} by {cell.by:g} of apps {cell.liars}, past {cell.past:g}" if cell.lie else ""
-    return f"workload {cell.kind}, contention {cell.contention:g}, seed {cell.seed}, {cell.policy}{lie}"
+    knows = ", apps know their work" if cell.exact else ""
+    return f"workload {cell.kind}, contention {cell.contention:g}, seed {cell.seed}, {cell.policy}{lie}{knows}"
 
 
 def _simulated(cell: Cell) -> Outcome:
@@ -151,7 +157,8 @@ def _simulated(cell: Cell) -> Outcome:
         return telling(cell.lie, cell.by) if app in lying else None
 
     with _pasts(cell):
-        found = simulate(workload, cluster, cell.policy, cell.seed, cell.knobs, change_of)
+        knows = host_of if cell.exact else None
+        found = simulate(workload, cluster, cell.policy, cell.seed, cell.knobs, change_of, host_of=knows)
     whole, jct_s = summary(found), {row.app: row.jct_s for row in found.apps}
     return Outcome(
         max_rho=whole["max_rho"],
@@ -162,6 +169,7 @@ def _simulated(cell: Cell) -> Outcome:
         unfinished=whole["jobs_unfinished"],
         cpu_s=found.cpu_s,
         jct_s=tuple(jct_s[app.id] for app in workload.apps),
+        worst=story_of(max(found.apps, key=lambda app: app.rho or 0.0)),
     )
 
 
@@ -255,6 +263,23 @@ def _means(runs: dict[str, list[Outcome]]) -> Table:
     return Table("all cells", columns, tuple(rows))
 
 
+def knowing(plan: Plan) -> Part:
+    """Compare ours where apps know their work with itself, and `themis`, where they estimate it."""
+    rows: list[tuple[str, ...]] = []
+    ratios: list[float] = []
+    for seed, contention, kind in product(plan.seeds, plan.contentions, plan.kinds):
+        estimated = Cell(kind, OURS, seed, contention, plan.apps, plan.scale, knobs=SHORT)
+        cells = (estimated, replace(estimated, exact=True), replace(estimated, policy="themis"))
+        found = [run(cell) for cell in cells]
+        ratios.append(found[1].max_rho / found[0].max_rho)
+        rows += [(_name(cell), f"{each.max_rho:.2f}", each.worst) for cell, each in zip(cells, found, strict=True)]
+    claim = Claim(
+        f"greatest rho of {OURS} where apps know their work over that where they estimate it",
+        "", said(ratios), "at most 1 in each cell", max(ratios) <= 1.0,
+    )  # fmt: skip
+    return (claim,), (Table("what apps know", ("run", "greatest rho", "the app that has it"), tuple(rows)),)
+
+
 def lying(plan: Plan) -> Part:
     """Compare liars with themselves telling the truth."""
     rows, paying = [], []
@@ -287,7 +312,7 @@ def _gains(plan: Plan, lie: Lie, by: float, past: float, *, together: bool) -> I
                 yield 1.0 - after / before
 
 
-PARTS = {"fairness": fairness, "lying": lying}
+PARTS = {"fairness": fairness, "knowing": knowing, "lying": lying}
 
 
 def evaluate(plan: Plan, parts: Sequence[str]) -> Report:
@@ -306,7 +331,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 def main() -> int:
     parser = keeping(arguments(__doc__, PARTS, quick="half a minute"))
-    parser.add_argument("--seeds", type=_seeds, metavar="SEED,...", help="the seeds of the part fairness")
+    parser.add_argument("--seeds", type=_seeds, metavar="SEED,...", help="the seeds of the parts fairness and knowing")
     options = parser.parse_args()
     if options.keep:
         MEMORY.use(options.keep)

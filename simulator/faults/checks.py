@@ -45,6 +45,8 @@ is up, and a job that a fault struck among others is a client on that node no mo
 *Whole GPUs for jobs on several nodes.* Where GPUs are shared, no other app has a seat, or is promised one, of a GPU
 that an app has whose jobs may lie on several nodes.
 
+*No job further apart than its user accepts.* The GPUs on which one attempt of a job has processes lie within its level.
+
 *No more jobs of an array than its bound.* At no time do more of its jobs have an unparked process.
 
 *GPU time adds up.* The GPU time that a tenant had, parked, lost and was leaving is the sum over its apps. The GPU time
@@ -64,13 +66,14 @@ from app_agent.core.model import Done
 from arbiter.core.effects import AppRecord, Decide, LeaseRecord, LossRecord, Sell, Sold, StretchRecord
 from arbiter.core.seam import Booking
 from arbiter.core.state.gpu_time import Standing
-from arbiter.core.state.model import AppState, Draining, Free, Leased, Lost, State, is_first
+from arbiter.core.state.model import AppState, Draining, Free, Gpu, Leased, Lost, State, is_first
 from node_agent.core.events import PARK_PROOF_S
 from node_agent.core.model import Suspended, Task, Waiting
 from node_agent.core.slicing import QUANTUM_S_MAX
 from protocol.core import Send
 from protocol.gpu_kinds import in_words, suits, wishes_kind
 from protocol.messages import (
+    LEVELS,
     AppId,
     GpuId,
     JobId,
@@ -82,6 +85,7 @@ from protocol.messages import (
     TaskOrder,
     TenantId,
     device_of,
+    locality,
 )
 from simulator.driver import DRIVER_TIMES
 from simulator.nodes import SimNode
@@ -152,6 +156,7 @@ class Checks:
         states = world.arbiter.core.state.gpus
         attempts: dict[JobId, int] = {}
         running: defaultdict[AppId, set[JobId]] = defaultdict(set)
+        used: defaultdict[tuple[AppId, JobId, int], list[Gpu]] = defaultdict(list)
         for worker in _live_workers(world):
             job, attempt = worker.spec.job, worker.spec.attempt
             if attempts.setdefault(job, attempt) != attempt:
@@ -168,13 +173,22 @@ class Checks:
                     raise Violation(
                         f"{worker.task} is {worker.phase} on {gpu}, which to the arbiter is {holder}", gpu, worker.task
                     )
+                used[worker.spec.app, job, attempt].append(known)
         self._judge_arrays(world, running)
+        self._judge_levels(world, used)
 
     def _judge_arrays(self, world: World, running: Mapping[AppId, set[JobId]]) -> None:
         for sim_app in world.apps.values():
             jobs, most = running.get(sim_app.id, set()), sim_app.spec.at_once
             if len(jobs) > most:
                 raise Violation(f"{sim_app.id} runs {sorted(jobs)} at once, and may run {most}", sim_app.id, *jobs)
+
+    def _judge_levels(self, world: World, used: Mapping[tuple[AppId, JobId, int], Sequence[Gpu]]) -> None:
+        for (app, job, _), gpus in used.items():
+            level = world.arbiter.core.state.apps[app].level_max
+            if LEVELS.index(locality(gpus)) > LEVELS.index(level):
+                names = sorted(gpu.id for gpu in gpus)
+                raise Violation(f"{job} is on {names}, and its user accepts no more than one {level}", app, job, *names)
 
     # --- devices ----------------------------------------------------------------------------------------------------
 

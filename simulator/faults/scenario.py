@@ -195,20 +195,7 @@ def draw(seed: int, *, policy: str = "") -> Options:
     if policy:
         options = replace(options, settings=replace(options.settings, policy=policy))
         faults = [replace(fault, policy=policy) if fault.policy else fault for fault in faults]
-    options = _with_policies_that_share(replace(options, faults=tuple(faults)))
-    return replace(options, clocks=tuple(_clocks(dice, options)))
-
-
-def _with_policies_that_share(options: Options) -> Options:
-    """Return a world of shared GPUs under the default policy wherever its own may be chosen without sharing only."""
-    if options.settings.sharing == "exclusive" and all(fault.kind != "sharing" for fault in options.faults):
-        return options
-
-    def chosen(policy: str) -> str:
-        return DEFAULT_POLICY if policy and POLICIES[policy].kind.traits.exclusive_only else policy
-
-    faults = tuple(replace(fault, policy=chosen(fault.policy)) for fault in options.faults)
-    return replace(options, faults=faults, settings=replace(options.settings, policy=chosen(options.settings.policy)))
+    return replace(options, faults=tuple(faults), clocks=tuple(_clocks(dice, options)))
 
 
 # --- the site -------------------------------------------------------------------------------------------------------

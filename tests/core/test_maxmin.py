@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from itertools import chain, combinations, pairwise
 from typing import Any
@@ -13,14 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arbiter.config import parse
 from arbiter.core.policies.maxmin.fluid import PRECISION, Works, can_be_met, due_s, least_ratio, mean_apps
 from arbiter.core.policies.maxmin.policy import Settings, outlook_of
-from arbiter.core.seam import DEFAULT_POLICY, AppView, GpuView, View
+from arbiter.core.seam import AppView, GpuView, View
 from arbiter.core.state.model import Leased
-from protocol.config import ConfigError
 from protocol.messages import GpuId, JobId, JobWish, TenantId
-from simulator.faults.scenario import draw
 from tests.core.test_policies_ordered import counts, decided, job, names, round_of
 from tests.support.arbiter_site import LAUNCH, SETTINGS, Site, gpu_id
 from tests.support.auctions import app_of, gpus_of, view_of
@@ -325,23 +321,3 @@ def test_n_avg_in_the_view_is_the_mean_number_of_apps_since_the_app_came() -> No
     view = replace(round_of(gpus, old), now=300.0, apps_integral=650.0)
     assert view.apps_mean(old) == 3.0
     assert view.apps_mean(replace(old, arrived_at=300.0)) == 1.0
-
-
-def test_a_site_that_shares_gpus_cannot_choose_it_and_is_told_the_mend() -> None:
-    shared = {"arbiter": {"policy": "maxmin-ftf", "sharing": "pack"}}
-    with pytest.raises(
-        ConfigError, match=r'sharing is \'pack\', and maxmin-ftf has faults .* write sharing = "exclusive"'
-    ):
-        parse(shared, "a file")
-    assert parse({"arbiter": {"policy": "maxmin-ftf"}}, "a file").arbiter.policy == "maxmin-ftf"
-
-
-def test_no_fault_world_has_it_where_gpus_are_or_come_to_be_shared() -> None:
-    kinds = Counter[bool]()
-    for seed in range(60):
-        options = draw(seed, policy="maxmin-ftf")
-        shared = options.settings.sharing != "exclusive" or any(fault.kind == "sharing" for fault in options.faults)
-        chosen = {options.settings.policy, *(fault.policy for fault in options.faults if fault.policy)}
-        assert chosen == ({DEFAULT_POLICY} if shared else {"maxmin-ftf"})
-        kinds[shared] += 1
-    assert min(kinds.values()) >= 10, kinds

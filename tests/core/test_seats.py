@@ -35,6 +35,7 @@ from protocol.messages import (
     Party,
     Probe,
     Query,
+    Requirements,
     TaskStatus,
     TenantId,
     device_of,
@@ -716,6 +717,19 @@ def test_an_app_that_loses_its_seat_of_a_gpu_does_not_come_back_there_as_a_guest
     assert (found.assign, found.freed) == ({}, (places[2].gpu,))
 
 
+def test_a_guest_leaves_a_seat_that_lies_too_far_from_the_gpu_that_it_gets_for_its_own() -> None:
+    """Its job would take both, and once parked there it could go on nowhere (fault world 8117 of maxmin-ftf)."""
+    own = GpuView(GpuId("near"), NodeId("n"), "", "s0", AppId("own"))
+    places = [GpuView(seat(GpuId("far"), n), NodeId("n"), "", "s1", holder) for n, holder in enumerate(("own", "app"))]
+    seats = tuple(SeatView(gpu, guest=gpu.holder == "app", cooperative=True) for gpu in (own, *places))
+    levels: dict[Level, tuple[GpuId, ...]] = {"slot": (places[1].gpu,), "machine": ()}
+    for level, left in levels.items():
+        app = AppView(AppId("app"), TenantId("t"), 1, 3, level, 0.0, None, (), (), cooperative=True)
+        view = View(1, 0, 60.0, 2, (own,), (app,), 0.0, seats=seats, shared=True)
+        found = with_guests(view, Allocation({own.gpu: AppId("app")}, (), unnamed="holder"))
+        assert (found.assign, found.freed) == ({own.gpu: AppId("app")}, left)
+
+
 # --- jobs that may lie on several nodes: whole GPUs -----------------------------------------------------------------
 
 
@@ -749,6 +763,20 @@ def test_guests_leave_gpus_that_go_to_a_job_that_may_lie_on_several_nodes() -> N
         times += len(mine) == 2
         assert not (len(mine) == 2 and others), "whole GPUs"
     assert 0 < times < 40, "it has its turns, and the others theirs"
+
+
+def test_a_guest_that_wants_nothing_more_leaves_such_a_gpu_too() -> None:
+    """No round need look at an app that is held, or silent; elsewhere its lease ends by itself (fault world 8027)."""
+    gpus = [GpuId("g0"), GpuId("g1")]
+    own = [GpuView(gpu, NodeId("n"), "", "s", AppId("own")) for gpu in gpus]
+    guests = [GpuView(seat(gpu, 1), NodeId("n"), "", "s", AppId("held")) for gpu in gpus]
+    seats = tuple(SeatView(gpu, guest=gpu in guests, cooperative=True) for gpu in (*own, *guests))
+    wide = AppView(AppId("w"), TenantId("t"), 2, 2, "cluster", 0.0, None, (), (), requirements=Requirements(spans=True))
+    view = View(1, 0, 60.0, 2, tuple(own), (wide,), 0.0, seats=seats, shared=True)
+    for won, left in ((gpus, [gpu.gpu for gpu in guests]), (gpus[:1], [guests[0].gpu]), ([], [])):
+        assign = dict.fromkeys(won, wide.app)
+        found = with_guests(view, Allocation(assign, (), unnamed="holder"))
+        assert (found.assign, sorted(found.freed)) == (assign, left)
 
 
 def test_a_gpu_that_only_guests_are_on_is_counted_as_open_when_leases_are_aligned_for_it() -> None:

@@ -71,6 +71,18 @@ def test_the_claim_is_about_the_least_of_the_others_in_each_cell(known: dict[Cel
     assert [row[-1] for row in cells.rows] == ["0.50", "1.50"]
 
 
+def test_what_apps_know_is_judged_cell_by_cell(known: dict[Cell, Outcome]) -> None:
+    plan = replace(QUICK, seeds=(3, 4))
+    for seed, exact in ((3, 1.0), (4, 3.0)):
+        cell = Cell(1, OURS, seed, 4.0, plan.apps, plan.scale, knobs=maxmin.SHORT)
+        known |= {cell: outcome(2.0), replace(cell, exact=True): outcome(exact)}
+        known[replace(cell, policy="themis")] = outcome(4.0)
+    (claim,), (table,) = maxmin.knowing(plan)
+    assert [row[1] for row in table.rows] == ["2.00", "1.00", "4.00", "2.00", "3.00", "4.00"]
+    assert claim.ours.startswith("1.00 ")
+    assert not claim.met
+
+
 def test_a_gain_is_the_part_of_its_time_that_a_liar_saves(known: dict[Cell, Outcome]) -> None:
     plan = replace(QUICK, lying_seeds=(3, 4))
     for seed, after in ((3, 40.0), (4, 60.0)):
@@ -91,6 +103,13 @@ def test_a_small_run_says_the_same_twice_and_a_past_changes_it() -> None:
     again = run(cell)
     assert replace(first, cpu_s=0.0) == replace(again, cpu_s=0.0)
     assert run(replace(cell, past=4.0)).jct_s[2] != first.jct_s[2]
+
+
+def test_apps_that_know_their_work_are_served_otherwise_than_those_that_estimate_it() -> None:
+    cell = Cell(2, OURS, 3, 4.0, 6, 0.05, maxmin.SMALL)
+    estimated, exact = run(cell), run(replace(cell, exact=True))
+    assert estimated.jct_s != exact.jct_s
+    assert estimated.worst.startswith("app-")
 
 
 def test_the_document_has_the_parts_that_were_asked_for(known: dict[Cell, Outcome]) -> None:

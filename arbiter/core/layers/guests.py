@@ -4,7 +4,8 @@ The policy's decision stands. After it, apps that still want GPUs get seats on G
 how the jobs on one GPU then take turns is its node agent's. `rounds.seats` says which seat of a GPU is its owner's.
 
 - A guest's seat counts as nothing that its app holds: the app still wants GPUs of its own, and leaves the seat when it
-  gets them. Otherwise it keeps the seat until its lease ends, and then is the first to have it again.
+  gets all that it wants, or one so far away that its job may not lie on both. Otherwise it keeps the seat until its
+  lease ends, and then is the first to have it again.
 - New guests come gang by gang, in the policy's order, to the least shared GPUs of one node, where the training of
   every app can be suspended and no app has a higher priority. No app has two seats of one GPU.
 - An app whose jobs may lie on several nodes has its GPUs to itself: it is no guest, and has none. While it waits, no
@@ -153,11 +154,16 @@ class _Guests:
                 self._devices[seat.seat.device].sitting.setdefault(seat.seat.holder, seat)
         for app_id, seats in guests.items():
             app = self._apps.get(app_id)
-            if app is not None:  # of one that is silent, or wants nothing, leases end by themselves
+            if app is not None:
                 self._settle(app, seats)
+                continue
+            for seat in seats:  # of an app that is silent, or wants nothing, leases end by themselves elsewhere
+                if self._devices[seat.seat.device].taken:
+                    self._unseat(app_id, seat)
 
     def _settle(self, app: AppView, seats: Sequence[SeatView]) -> None:
-        room = app.demand_max - len(self._own[app.app])
+        own = self._own[app.app]
+        room = app.demand_max - len(own)
         why = "it has GPUs of its own"
         able = [seat for seat in seats if self._devices[seat.seat.device].bears(app)]
         if app.cooperative is False:
@@ -166,14 +172,13 @@ class _Guests:
             why = "a job that may lie on several nodes has its GPUs to itself"
         elif len(able) < len(seats):
             why = "another's training there cannot be suspended"
-        staying = _whole_gangs(app, self._own[app.app], [seat.seat for seat in able], room)
+        near = [seat.seat for seat in able if _lie_close(app, [*own, seat.seat])]  # its job would take both
+        staying = _whole_gangs(app, own, near, room)
         names = {gpu.gpu for gpu in staying}
         for seat in seats:
             gpu = seat.seat
             if gpu.gpu not in names:
-                self._freed.add(gpu.gpu)
-                self._devices[gpu.device].sitting.pop(app.app, None)
-                self._devices[gpu.device].leaving.add(app.app)
+                self._unseat(app.app, seat)
             elif seat.due:
                 self._assign[gpu.gpu] = app.app
                 self._guests.add(gpu.gpu)
@@ -183,6 +188,13 @@ class _Guests:
         if staying:
             self._seated[app.app] = staying
             self._say(app.app, f"goes on sharing {self._with(app.app, staying)}")
+
+    def _unseat(self, app: AppId, seat: SeatView) -> None:
+        """Let a guest leave a seat."""
+        device = self._devices[seat.seat.device]
+        self._freed.add(seat.seat.gpu)
+        device.sitting.pop(app, None)
+        device.leaving.add(app)
 
     def answer(self) -> Allocation:
         """Seat new guests, and return everything."""
@@ -345,8 +357,11 @@ def _least_shared(app: AppView, devices: Iterable[_Device]) -> list[GpuView]:
 def _fits(app: AppView, has: Sequence[GpuView], bundle: Sequence[GpuView]) -> bool:
     """Whether `app` may have these seats beside what it has: close enough, and no part of a gang on that node."""
     here = sum(gpu.node == bundle[0].node for gpu in has)
-    close = LOOSENESS[locality([*has, *bundle])] <= LOOSENESS[app.level_max]
-    return close and (here + len(bundle)) % app.chunk == 0
+    return _lie_close(app, [*has, *bundle]) and (here + len(bundle)) % app.chunk == 0
+
+
+def _lie_close(app: AppView, gpus: Sequence[GpuView]) -> bool:
+    return LOOSENESS[locality(gpus)] <= LOOSENESS[app.level_max]
 
 
 def _names(seats: Sequence[GpuView]) -> str:

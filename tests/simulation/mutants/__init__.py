@@ -20,6 +20,7 @@ from app_agent.core.tuning import array
 from app_agent.core.tuning.array import Array
 from arbiter.core import outbox
 from arbiter.core.arbiter import Arbiter
+from arbiter.core.layers import guests
 from arbiter.core.leases import leases, plans
 from arbiter.core.members import apps, nodes, sales
 from arbiter.core.rounds import phases
@@ -421,4 +422,10 @@ def the_driver_suspends_clients_of_mps() -> Iterator[None]:
 @mutant
 def a_gpu_of_a_job_on_several_nodes_has_guests() -> Iterator[None]:
     with patch.object(AppView, "whole_gpus", property(lambda _: False)):
+        yield
+
+
+@mutant
+def guests_stay_however_far_their_own_gpus_lie() -> Iterator[None]:
+    with patch.object(guests, "_lie_close", lambda *_: True):
         yield

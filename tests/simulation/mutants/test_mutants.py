@@ -52,6 +52,7 @@ FOUND_AT: dict[str, tuple[str, int]] = {
     "a_start_does_not_wait_until_the_gpu_is_free": ("themis", 3),
     "a_task_lost_by_the_driver_counts_as_refused": ("themis", 32),
     "a_gpu_of_a_job_on_several_nodes_has_guests": ("fifo", 3),
+    "guests_stay_however_far_their_own_gpus_lie": ("maxmin-ftf", 8117),
     "a_job_of_a_fatal_fault_is_a_client_of_mps_again": ("fifo", 3),
     "the_driver_suspends_clients_of_mps": ("fifo", 3),
 }

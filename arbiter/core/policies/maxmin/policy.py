@@ -70,7 +70,7 @@ DEFAULTS = Settings()
 class MaxMinFtf(Ranked):
     """The apps that must run now to end in time first."""
 
-    traits = Traits("lease", together=True, all_holders=True, exclusive_only=True)
+    traits = Traits("lease", together=True, all_holders=True)
     migrates: ClassVar[bool] = True
     by = "by time to spare"
 
