@@ -17,7 +17,8 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from launch.faults import Fault
-from launch.web import metrics, pages
+from launch.web import pages
+from launch.web.metrics import CONTENT_TYPE, Metrics
 from launch.web.sheets import Cell, Page, as_csv, as_json
 from launch.web.sources import Sources
 from protocol.exit_codes import UNREACHABLE, USAGE
@@ -125,12 +126,12 @@ class _Shown:
     """Shows pages. Its handlers are called in threads, as they read a file and wait for an answer."""
 
     def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+        self._sources, self._metrics = sources, Metrics(sources)
         self._template = _environment().get_template("page.html")
 
     def metrics(self, _: Request) -> Response:
         """Answer Prometheus."""
-        return Response(metrics.exposition(self._sources), media_type=metrics.CONTENT_TYPE)
+        return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
 
     def readiness(self, _: Request) -> Response:
         """Answer whether the ledger can be read and the arbiter answers."""
