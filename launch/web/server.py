@@ -39,7 +39,7 @@ HEADERS = {
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 COOKIE = "gpu_arbiter_token"
 #: Addresses that tell nothing of the site, and need no token.
-OPEN = frozenset({"/healthz", "/style.css"})
+OPEN = frozenset({"/healthz", "/style.css", "/favicon.ico"})
 PAGE_MAX = 1_000_000
 NAME_CHARS_MAX = 200
 
@@ -110,6 +110,7 @@ def make_app(sources: Sources, *, token: str = "") -> AsgiApp:
     shown = _Shown(sources)
     routes = [
         Route("/style.css", _style),
+        Route("/favicon.ico", _no_icon),
         Route("/healthz", _health),
         Route("/readyz", shown.readiness),
         Route("/metrics", shown.metrics),
@@ -215,6 +216,11 @@ def _sentence(text: str, status: int) -> Response:
 
 async def _health(_: Request) -> Response:
     return _sentence("ok", 200)
+
+
+async def _no_icon(_: Request) -> Response:
+    """Answer browsers, which ask for an icon by themselves: an error would stand in their console."""
+    return Response(status_code=204)
 
 
 async def _style(_: Request) -> Response:
