@@ -12,6 +12,7 @@ from typing import Protocol
 
 import pytest
 from msgspec import Struct
+from msgspec.structs import replace
 
 from arbiter.core.effects import (
     ActRecord,
@@ -348,6 +349,30 @@ def test_the_ledger_finds_events_by_what_they_are_about(store: Store) -> None:
         assert numbers_of(EventFilter(kinds=("granted",)), since=4.0) == [2, 3]
         assert numbers_of(EventFilter(nodes=("n1",))) == []
         assert ledger.newest_event(EventFilter(ids=("ana-1",)), number=2) == ledger.events(EventFilter(), limit=1)[0][0]
+
+
+def test_the_ledger_tells_how_long_apps_waited_for_their_first_gpu_and_each_new_round(store: Store) -> None:
+    ana, bob, eve = (AppId(name) for name in ("ana-1", "bob-1", "eve-1"))
+    told = [(3.0, "submitted", ana), (4.0, "submitted", bob), (5.0, "granted", ana), (6.0, "granted", eve)]
+    told += [(7.0, "granted", ana), (7.5, "granted", bob), (9.0, "granted", bob)]
+    team = TenantId("vision")
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        assert (ledger.newest_round_at(), ledger.rounds_after(0.0), ledger.first_grants(0, 0)) == (0.0, [], [])
+        for number, (at, kind, app) in enumerate(told):
+            ledger.write(EventRecord(number, at, kind, "it was", app, team))  # type: ignore[arg-type]
+        ids = [id_ for id_, _ in ledger.events(EventFilter(), limit=9)]
+        assert sorted(ledger.first_grants(0, ids[-1])) == [(ana, team, 2.0), (bob, team, 3.5)], (
+            "eve's begin is forgotten"
+        )
+        assert ledger.first_grants(ids[2], ids[-1]) == [(bob, team, 3.5)], "ana had a GPU before"
+        assert ledger.first_grants(0, ids[4]) == [(ana, team, 2.0)]
+        assert ledger.first_grants(ids[5], ids[-1]) == []
+        later = replace(ROUND, round=8, at=101.0, phases_s={"decision": 0.5})
+        ledger.write(later)
+        ledger.write(ROUND)
+        assert ledger.rounds_after(0.0) == [ROUND, later]
+        assert ledger.rounds_after(100.0) == [later]
+        assert ledger.newest_round_at() == 101.0
 
 
 def test_the_ledger_sums_gpu_time_of_any_period(store: Store) -> None:
