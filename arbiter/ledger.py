@@ -57,7 +57,7 @@ CREATE TABLE IF NOT EXISTS stretches (lease TEXT NOT NULL, app TEXT NOT NULL, te
                                       part {NUMBER} NOT NULL, draining {COUNT} NOT NULL, PRIMARY KEY (lease, start));
 CREATE TABLE IF NOT EXISTS losses (task TEXT NOT NULL, at {NUMBER} NOT NULL, app TEXT NOT NULL, tenant TEXT NOT NULL,
                                    node TEXT NOT NULL, gpus TEXT NOT NULL, lost_gpu_s {NUMBER} NOT NULL,
-                                   PRIMARY KEY (task, at));
+                                   PRIMARY KEY (task, at, lost_gpu_s));
 CREATE TABLE IF NOT EXISTS standings (at {NUMBER} NOT NULL, tenant TEXT NOT NULL, had_gpu_s {NUMBER} NOT NULL,
                                       fair_gpu_s {NUMBER} NOT NULL, quota_gpu_s {NUMBER} NOT NULL,
                                       lost_gpu_s {NUMBER} NOT NULL, PRIMARY KEY (at, tenant));

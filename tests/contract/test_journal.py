@@ -400,6 +400,15 @@ def test_the_ledger_sums_gpu_time_of_any_period(store: Store) -> None:
         assert ledger.gpus_between(26.0, 99.0) == [("n1", "f")]
 
 
+def test_two_losses_of_a_task_at_one_moment_both_count(store: Store) -> None:
+    """Two reports of a node may be handled at the same moment (found by fault world 5329)."""
+    more = replace(LOSS, lost_gpu_s=0.5)
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        for record in (LOSS, more, LOSS, more):
+            ledger.write(record)
+        assert ledger.lost(0.0, inf) == [("ana-1", "vision", 8.0)]
+
+
 def test_the_ledger_keeps_where_tenants_stood(store: Store) -> None:
     stood = Standing(5.0, 4.0, 3.0, lost_gpu_s=1.0)
     with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
