@@ -57,7 +57,7 @@ CREATE TABLE IF NOT EXISTS stretches (lease TEXT NOT NULL, app TEXT NOT NULL, te
                                       part {NUMBER} NOT NULL, draining {COUNT} NOT NULL, PRIMARY KEY (lease, start));
 CREATE TABLE IF NOT EXISTS losses (task TEXT NOT NULL, at {NUMBER} NOT NULL, app TEXT NOT NULL, tenant TEXT NOT NULL,
                                    node TEXT NOT NULL, gpus TEXT NOT NULL, lost_gpu_s {NUMBER} NOT NULL,
-                                   PRIMARY KEY (task, at));
+                                   PRIMARY KEY (task, at, lost_gpu_s));
 CREATE TABLE IF NOT EXISTS standings (at {NUMBER} NOT NULL, tenant TEXT NOT NULL, had_gpu_s {NUMBER} NOT NULL,
                                       fair_gpu_s {NUMBER} NOT NULL, quota_gpu_s {NUMBER} NOT NULL,
                                       lost_gpu_s {NUMBER} NOT NULL, PRIMARY KEY (at, tenant));
@@ -134,6 +134,14 @@ FROM (SELECT app, tenant, part, draining,
              CASE WHEN "end" < ? THEN "end" ELSE ? END - CASE WHEN start > ? THEN start ELSE ? END AS seconds
       FROM stretches WHERE "end" > ? AND start < ? AND "end" <= ?) AS within
 GROUP BY app, tenant
+"""
+#: Its values: the last id of an event, the id before the first, and both again.
+_SELECT_FIRST_GRANTS = """
+SELECT granted.app, granted.tenant, min(granted.at) - min(submitted.at)
+FROM events AS granted JOIN events AS submitted ON submitted.app = granted.app AND submitted.kind = 'submitted'
+WHERE granted.kind = 'granted' AND granted.id <= ? AND granted.app IN
+      (SELECT app FROM events WHERE id > ? AND id <= ? AND kind = 'granted')
+GROUP BY granted.app, granted.tenant HAVING min(granted.id) > ?
 """
 _INSERT_EVENT = """
 INSERT INTO events (number, at, kind, app, tenant, node, task, record) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
@@ -324,6 +332,17 @@ class Ledger:
         with self._reading():
             return [msgspec.msgpack.decode(packed, type=RoundRecord) for (packed,) in rows]
 
+    def rounds_after(self, at: float) -> Sequence[RoundRecord]:
+        """Return the rounds that began after that time, oldest first."""
+        rows = self._tables.read("SELECT record FROM rounds WHERE at > ? ORDER BY at", (at,))
+        with self._reading():
+            return [msgspec.msgpack.decode(packed, type=RoundRecord) for (packed,) in rows]
+
+    def newest_round_at(self) -> float:
+        """Return when the newest round began; 0 if there was none."""
+        ((at,),) = self._tables.read("SELECT max(at) FROM rounds")
+        return float(at or 0.0)
+
     def round(self, number: int) -> RoundRecord | None:
         """Return one round; None if there was none of that number."""
         rows = self._tables.read("SELECT record FROM rounds WHERE round = ?", (number,))
@@ -371,6 +390,14 @@ class Ledger:
         newest = f"SELECT id FROM events WHERE {condition} ORDER BY id DESC LIMIT ?"  # noqa: S608 - our words
         ((found,),) = self._tables.read(f"SELECT min(id) FROM ({newest}) AS newest", (*values, number))  # noqa: S608
         return int(found or 0)
+
+    def first_grants(self, after: int, until: int) -> Sequence[tuple[AppId, TenantId, float]]:
+        """Return each app whose first GPU was granted by an event with an id above `after`, up to `until`.
+
+        With each its tenant, and the seconds from its submission on; an app whose submission is forgotten is left out.
+        """
+        rows = self._tables.read(_SELECT_FIRST_GRANTS, (until, after, until, after))
+        return [(app, tenant, float(wait_s)) for app, tenant, wait_s in rows]
 
     def failures(self, *, limit: int) -> Sequence[PolicyFailed]:
         """Return the newest `limit` failures of policies, oldest first."""

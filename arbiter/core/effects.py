@@ -117,6 +117,8 @@ class RoundRecord(Struct, frozen=True, tag=True):
     facts: dict[str, float]
     claims: tuple[model.Claim, ...] = ()  #: claims of apps that differ from what was measured of their tasks
     failure: str = ""  #: why nothing was decided, and all was left as it is
+    #: The seconds of `took_s` by phase: probe and bids, where the policy asks apps, and decision. Empty: not known.
+    phases_s: dict[Literal["probe", "bids", "decision"], float] = {}
 
 
 class LeaseRecord(Struct, frozen=True, tag=True):

@@ -3,14 +3,19 @@
 Ids of apps are labels of `gpu_arbiter_gpu_info` only, which has one series for each GPU, or seat that an app has; so
 there are never more series than GPUs, nodes and tenants make. It can be joined with the metrics of NVIDIA's DCGM
 exporter by the GPU's id. While the arbiter does not answer there is `gpu_arbiter_up` alone, and it is 0.
+
+Two histograms, of waits and of the phases of rounds, count what the ledger has got since the first look of this
+process: Prometheus takes a new beginning of them for what it is.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, disable_created_metrics
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -19,6 +24,7 @@ from app_agent.streams import OVER
 from launch import overview, views
 from launch.surface import Document
 from launch.web.sources import Sources
+from protocol.journal import JournalError
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 #: States of apps that wait for GPUs.
@@ -33,16 +39,64 @@ _GPU_SECONDS = (
 )
 
 
-def exposition(sources: Sources) -> bytes:
-    """Return all metrics in Prometheus's text format."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Collected(sources))
-    return generate_latest(registry)
+#: Upper bounds, in seconds: from a second to two days, and from a hundredth of a second to a minute.
+WAITS_S = (1.0, 10.0, 60.0, 300.0, 1800.0, 7200.0, 43200.0, 172800.0)
+PHASES_S = (0.01, 0.05, 0.2, 1.0, 5.0, 15.0, 60.0)
+
+
+class Metrics:
+    """All metrics of a site; any thread may ask for them."""
+
+    def __init__(self, sources: Sources) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a series more for each set of labels
+        self._asking = threading.Lock()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Collected(sources))
+
+    def exposition(self) -> bytes:
+        """Return them in Prometheus's text format."""
+        with self._asking:
+            return generate_latest(self._registry)
+
+
+class _Followed:
+    """Histograms of what comes into the ledger between two looks."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._seen: tuple[float, int] | None = None  #: the begin of the newest round, the id of the newest event
+        words = "from the submission of an app to its first GPU"
+        labels = ("tenant", "class")
+        self._waits = Histogram("gpu_arbiter_wait_seconds", words, labels, buckets=WAITS_S, registry=None)
+        words = "each phase of a round: probe and bids, where the policy asks apps, and decision"
+        self._phases = Histogram("gpu_arbiter_round_seconds", words, ("phase",), buckets=PHASES_S, registry=None)
+
+    def collect(self, apps: Iterable[Document]) -> Iterator[Metric]:
+        """Take in what is new, and yield both histograms; while the ledger cannot be read they stay as they were.
+
+        The class of an app that the arbiter has forgotten by now is ``unknown``.
+        """
+        with suppress(JournalError):  # /readyz tells of it
+            self._follow({str(app["id"]): str(app["class"]) for app in apps})
+        yield from self._waits.collect()
+        yield from self._phases.collect()
+
+    def _follow(self, classes: Mapping[str, str]) -> None:
+        with self._sources.ledger() as ledger:
+            newest = ledger.newest_event()
+            round_at, event = self._seen or (ledger.newest_round_at(), newest)
+            rounds, waits = ledger.rounds_after(round_at), ledger.first_grants(event, newest)
+        self._seen = max((each.at for each in rounds), default=round_at), newest
+        for each in rounds:
+            for phase, took_s in each.phases_s.items():
+                self._phases.labels(phase).observe(took_s)
+        for app, tenant, wait_s in waits:
+            self._waits.labels(tenant, classes.get(app, "unknown")).observe(wait_s)
 
 
 class _Collected(Collector):
     def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+        self._sources, self._followed = sources, _Followed(sources)
 
     def describe(self) -> Iterable[Metric]:
         """Describe nothing before it is asked for: a look costs the arbiter answers."""
@@ -57,6 +111,7 @@ class _Collected(Collector):
             yield from _apps(present)
             yield from _gpus(present)
             yield from _tenants(present["shares"])
+            yield from self._followed.collect(present["apps"])
 
 
 def _gauge(name: str, words: str, value: float | None = None) -> GaugeMetricFamily:
@@ -81,7 +136,7 @@ def _rounds(present: Document) -> Iterator[Metric]:
     for newest in present["rounds"]:
         since_s = max(0.0, present["at_s"] - views.seconds_of(newest["at"]))
         yield _gauge("seconds_since_round", "since the newest round was decided", since_s)
-        yield _gauge("round_seconds", "from the start of the newest round to its decision", newest["took_s"])
+        yield _gauge("newest_round_seconds", "from the start of the newest round to its decision", newest["took_s"])
 
 
 def _apps(present: Document) -> Iterator[Metric]:

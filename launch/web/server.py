@@ -17,7 +17,8 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from launch.faults import Fault
-from launch.web import metrics, pages
+from launch.web import pages
+from launch.web.metrics import CONTENT_TYPE, Metrics
 from launch.web.sheets import Cell, Page, as_csv, as_json
 from launch.web.sources import Sources
 from protocol.exit_codes import UNREACHABLE, USAGE
@@ -38,7 +39,7 @@ HEADERS = {
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 COOKIE = "gpu_arbiter_token"
 #: Addresses that tell nothing of the site, and need no token.
-OPEN = frozenset({"/healthz", "/style.css"})
+OPEN = frozenset({"/healthz", "/style.css", "/favicon.ico"})
 PAGE_MAX = 1_000_000
 NAME_CHARS_MAX = 200
 
@@ -109,6 +110,7 @@ def make_app(sources: Sources, *, token: str = "") -> AsgiApp:
     shown = _Shown(sources)
     routes = [
         Route("/style.css", _style),
+        Route("/favicon.ico", _no_icon),
         Route("/healthz", _health),
         Route("/readyz", shown.readiness),
         Route("/metrics", shown.metrics),
@@ -125,12 +127,12 @@ class _Shown:
     """Shows pages. Its handlers are called in threads, as they read a file and wait for an answer."""
 
     def __init__(self, sources: Sources) -> None:
-        self._sources = sources
+        self._sources, self._metrics = sources, Metrics(sources)
         self._template = _environment().get_template("page.html")
 
     def metrics(self, _: Request) -> Response:
         """Answer Prometheus."""
-        return Response(metrics.exposition(self._sources), media_type=metrics.CONTENT_TYPE)
+        return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
 
     def readiness(self, _: Request) -> Response:
         """Answer whether the ledger can be read and the arbiter answers."""
@@ -214,6 +216,11 @@ def _sentence(text: str, status: int) -> Response:
 
 async def _health(_: Request) -> Response:
     return _sentence("ok", 200)
+
+
+async def _no_icon(_: Request) -> Response:
+    """Answer browsers, which ask for an icon by themselves: an error would stand in their console."""
+    return Response(status_code=204)
 
 
 async def _style(_: Request) -> Response:

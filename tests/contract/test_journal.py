@@ -12,6 +12,7 @@ from typing import Protocol
 
 import pytest
 from msgspec import Struct
+from msgspec.structs import replace
 
 from arbiter.core.effects import (
     ActRecord,
@@ -350,6 +351,30 @@ def test_the_ledger_finds_events_by_what_they_are_about(store: Store) -> None:
         assert ledger.newest_event(EventFilter(ids=("ana-1",)), number=2) == ledger.events(EventFilter(), limit=1)[0][0]
 
 
+def test_the_ledger_tells_how_long_apps_waited_for_their_first_gpu_and_each_new_round(store: Store) -> None:
+    ana, bob, eve = (AppId(name) for name in ("ana-1", "bob-1", "eve-1"))
+    told = [(3.0, "submitted", ana), (4.0, "submitted", bob), (5.0, "granted", ana), (6.0, "granted", eve)]
+    told += [(7.0, "granted", ana), (7.5, "granted", bob), (9.0, "granted", bob)]
+    team = TenantId("vision")
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        assert (ledger.newest_round_at(), ledger.rounds_after(0.0), ledger.first_grants(0, 0)) == (0.0, [], [])
+        for number, (at, kind, app) in enumerate(told):
+            ledger.write(EventRecord(number, at, kind, "it was", app, team))  # type: ignore[arg-type]
+        ids = [id_ for id_, _ in ledger.events(EventFilter(), limit=9)]
+        assert sorted(ledger.first_grants(0, ids[-1])) == [(ana, team, 2.0), (bob, team, 3.5)], (
+            "eve's begin is forgotten"
+        )
+        assert ledger.first_grants(ids[2], ids[-1]) == [(bob, team, 3.5)], "ana had a GPU before"
+        assert ledger.first_grants(0, ids[4]) == [(ana, team, 2.0)]
+        assert ledger.first_grants(ids[5], ids[-1]) == []
+        later = replace(ROUND, round=8, at=101.0, phases_s={"decision": 0.5})
+        ledger.write(later)
+        ledger.write(ROUND)
+        assert ledger.rounds_after(0.0) == [ROUND, later]
+        assert ledger.rounds_after(100.0) == [later]
+        assert ledger.newest_round_at() == 101.0
+
+
 def test_the_ledger_sums_gpu_time_of_any_period(store: Store) -> None:
     first, last = stretch("l1", 10.0, 20.0), stretch("l1", 20.0, 26.0, part=0.5, draining=True)
     other = stretch("l2", 12.0, 30.0, app="bob-1", gpu="f")
@@ -373,6 +398,15 @@ def test_the_ledger_sums_gpu_time_of_any_period(store: Store) -> None:
         assert ledger.stretches_between(0.0, 99.0, gpus=("g",)) == [first, last]
         assert ledger.gpus_between(0.0, 99.0) == [("n1", "f"), ("n1", "g")]
         assert ledger.gpus_between(26.0, 99.0) == [("n1", "f")]
+
+
+def test_two_losses_of_a_task_at_one_moment_both_count(store: Store) -> None:
+    """Two reports of a node may be handled at the same moment (found by fault world 5329)."""
+    more = replace(LOSS, lost_gpu_s=0.5)
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        for record in (LOSS, more, LOSS, more):
+            ledger.write(record)
+        assert ledger.lost(0.0, inf) == [("ana-1", "vision", 8.0)]
 
 
 def test_the_ledger_keeps_where_tenants_stood(store: Store) -> None:

@@ -78,6 +78,27 @@ def test_a_lone_app_gets_the_free_gpu_through_probe_offer_bid_and_grant() -> Non
     assert record.outcomes[0].gpus == (gpu_id("n1", 0),)
 
 
+@with_auction
+def test_the_record_of_a_round_tells_how_long_each_phase_took() -> None:
+    site = Site(AUCTION)
+    site.node("n1", 1)
+    site.app("ana-1")
+    site.wait(0)
+    site.now += 0.25
+    site.rho("ana-1", 3.0)
+    site.now += 0.5
+    (record,) = records(site.bid("ana-1", {1: 0.5}))
+    assert record.phases_s == {"probe": 0.25, "bids": 0.5, "decision": 0.0}
+    assert sum(record.phases_s.values()) == record.took_s
+
+
+def test_a_policy_that_asks_no_app_has_rounds_of_one_phase() -> None:
+    site = Site(ArbiterSettings(policy="fifo"))
+    site.node("n1", 1)
+    (record,) = records(site.app("ana-1") + site.wait(0))
+    assert record.phases_s == {"decision": 0.0}
+
+
 def test_a_granted_gpu_runs_the_job_its_app_divides_it_to() -> None:
     site, gpu = one_app_running()
     (order,) = site.plans["n1"].tasks

@@ -191,6 +191,7 @@ def test_a_page_loads_nothing_but_our_style_and_says_so_to_the_browser(browser: 
     assert all(each.startswith("/") and not each.startswith("//") for each in leads)
     assert sum(tag == "h1" for tag, _ in page.tags) == 1
     assert browser.get("/style.css")[0] == 200
+    assert browser.get("/favicon.ico")[0] == 204, "browsers ask for it by themselves"
 
 
 def test_names_that_users_choose_are_text(browser: Browser) -> None:

@@ -17,6 +17,8 @@ import yaml
 pytest.importorskip("starlette", reason="the extra `web` is not installed")
 
 from launch.web.server import make_app
+from protocol.journal import JournalError
+from protocol.messages import AppId, EventFilter
 from tests.core.test_reports import Books
 from tests.launch.test_web import Asked, Browser, at
 from tests.support.arbiter_site import gpu_id
@@ -77,6 +79,43 @@ def test_the_figures_are_those_of_the_arbiter(browser: Browser, asked: Asked) ->
     assert told["gpu_arbiter_rounds_total", ""] == asked.books.ledger.round_count() > 0
 
 
+def test_the_wait_of_an_app_and_the_phases_of_rounds_are_counted_once(browser: Browser, asked: Asked) -> None:
+    waits = 'class="batch",tenant="team"'
+    before = samples(browser)
+    assert ("gpu_arbiter_wait_seconds_count", waits) not in before, "what was granted before the first look"
+    assert ("gpu_arbiter_round_seconds_count", 'phase="decision"') not in before
+    books = asked.books
+    rounds, submitted = books.ledger.round_count(), books.site.arbiter.state.apps[AppId("eve-1")].arrived_at
+    books.note(books.site.wait(2.0) + books.site.node("n2", 2) + books.site.wait(1.0))
+    (granted,) = [each.at for _, each in books.ledger.events(EventFilter(kinds=("granted",), ids=("eve-1",)), limit=9)]
+    for _ in range(2):
+        told = samples(browser)
+        assert told["gpu_arbiter_wait_seconds_count", waits] == 1.0
+        assert told["gpu_arbiter_wait_seconds_sum", waits] == granted - submitted > 1.0
+        assert told["gpu_arbiter_wait_seconds_bucket", 'class="batch",le="1.0",tenant="team"'] == 0.0
+        assert told["gpu_arbiter_wait_seconds_bucket", 'class="batch",le="10.0",tenant="team"'] == 1.0
+        new = books.ledger.round_count() - rounds
+        assert told["gpu_arbiter_round_seconds_count", 'phase="decision"'] == new > 0
+
+
+def test_a_ledger_that_is_away_leaves_the_histograms_as_they_were(
+    browser: Browser, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples(browser)
+    books = asked.books
+    books.note(books.site.node("n2", 2) + books.site.wait(1.0))
+    key = ("gpu_arbiter_round_seconds_count", 'phase="decision"')
+    counted, present = samples(browser)[key], asked.present()
+
+    def away() -> None:
+        raise JournalError("the database does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asked, "ledger", away)
+        patch.setattr(asked, "present", lambda: present)
+        assert samples(browser)[key] == counted
+
+
 def test_ids_of_apps_are_on_one_metric_only(browser: Browser, asked: Asked) -> None:
     told = samples(browser)
     assert {name for name, labels in told if 'app="' in labels or "ben-1" in labels} == {"gpu_arbiter_gpu_info"}
@@ -96,7 +135,8 @@ def test_while_the_arbiter_is_away_only_that_is_told(browser: Browser, asked: As
 
 def test_each_name_in_a_rule_or_a_panel_is_exposed(browser: Browser) -> None:
     exposed = set(re.findall(r"^# TYPE (\w+) ", browser.get("/metrics")[2], re.MULTILINE))
-    used = {name for expression in expressions() for name in NAME.findall(expression)}
+    part = re.compile(r"_seconds_(bucket|sum|count)$")
+    used = {part.sub("_seconds", name) for expression in expressions() for name in NAME.findall(expression)}
     assert used <= exposed, sorted(used - exposed)
     assert len(used) > 12
 
@@ -112,14 +152,16 @@ def test_ten_rules_and_the_dashboard_are_served(browser: Browser) -> None:
 def test_a_hundred_gpus_and_fifty_owners_make_fewer_than_two_thousand_series(browser: Browser, asked: Asked) -> None:
     site = asked.books.site
     for number in range(50):
-        site.app(f"zoe{number}-1", tenant=f"t{number}", demand=2)  # type: ignore[arg-type]
+        asked.books.note(site.app(f"zoe{number}-1", tenant=f"t{number}", demand=2))  # type: ignore[arg-type]
+    samples(browser)
     for node in range(2, 14):
-        site.node(f"n{node}", 8)
+        asked.books.note(site.node(f"n{node}", 8))
     for _ in range(4):
-        site.wait(1.5)
+        asked.books.note(site.wait(1.5))
     told = samples(browser)
     assert sum('tenant="t' in labels for name, labels in told if name == "gpu_arbiter_gpu_info") >= 80
-    assert len(told) < 2000
+    assert sum(name == "gpu_arbiter_wait_seconds_count" for name, _ in told) >= 40
+    assert len(told) < 1500, "a second class of each tenant has room, too"
 
 
 # --- Prometheus's own word on it ------------------------------------------------------------------------------------

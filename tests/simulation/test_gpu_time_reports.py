@@ -109,7 +109,8 @@ def _check_receipts(state: State, keeper: Bookkeeper, now: float) -> int:
 
 
 def test_reports_and_receipts_of_worlds_full_of_faults_add_up() -> None:
-    assert sum(map(check, range(4100, 4103))) > 10, "these worlds have preemptions"
+    # World 5329 has two losses of a task at one moment.
+    assert sum(map(check, (*range(4100, 4103), 5329))) > 10, "these worlds have preemptions"
 
 
 @pytest.mark.full

@@ -114,19 +114,28 @@ class PageSite:
 
 
 @contextmanager
-def page_site(folder: Path) -> Iterator[PageSite]:
+def site_process(folder: Path) -> Iterator[Path]:
+    """Run the site of a folder, the same again if it ran before; give its socket."""
     command = (sys.executable, "-m", "tests.support.page_site", str(folder / "site"))
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        socket = process.stdout.readline().strip()
-        assert socket, "the site did not start"
-        site = PageSite(folder / "user", Path(socket))
+        try:
+            socket = process.stdout.readline().strip()
+            assert socket, "the site did not start"
+            yield Path(socket)
+        finally:
+            process.stdin.close()
+
+
+@contextmanager
+def page_site(folder: Path) -> Iterator[PageSite]:
+    with site_process(folder) as socket:
+        site = PageSite(folder / "user", socket)
         try:
             yield site
         finally:
             site.begin_anew()
-            process.stdin.close()
 
 
 def main(folder: Path) -> None:

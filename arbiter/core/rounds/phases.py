@@ -13,7 +13,7 @@ decision no longer than to its deadline.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import assert_never
+from typing import Literal, assert_never
 
 from msgspec.structs import replace
 
@@ -272,6 +272,7 @@ def _offer(turn: Turn) -> None:
         bidders=bidders,
         awaited=set(bidders) - bids.keys(),
         bids=bids,
+        offered_at=turn.now,
     )
     if not state.phase.awaited:  # nothing has changed since the view was made
         _ask_policy(turn, replace(view, offered=bidders), _as_seen(turn, view, bids), state.phase)
@@ -345,6 +346,8 @@ def _ask_policy(turn: Turn, view: View, bids: dict[AppId, Bid], phase: Bidding) 
         seats=tuple([seat.seat.gpu for seat in view.seats]),
         takeable=tuple(gpu.gpu for gpu in view.takeable),
         epoch=state.epoch,
+        offered_at=phase.offered_at,
+        asked_at=turn.now,
     )
 
 
@@ -367,4 +370,19 @@ def _record(
         proven=allocation.proven,
         facts=dict(allocation.facts),
         claims=off,
+        phases_s=_phases(phase, turn.now),
     )
+
+
+def _phases(phase: Deciding, now: float) -> dict[Literal["probe", "bids", "decision"], float]:
+    """Return how long each phase took, in seconds."""
+    if phase.asked_at is None:
+        return {}
+    decision_s = now - phase.asked_at
+    if phase.offered_at is None:
+        return {"decision": decision_s}
+    return {
+        "probe": phase.offered_at - phase.started_at,
+        "bids": phase.asked_at - phase.offered_at,
+        "decision": decision_s,
+    }

@@ -546,6 +546,7 @@ class Bidding(Struct, frozen=True, tag=True):
     bidders: tuple[AppId, ...]
     awaited: set[AppId]
     bids: dict[AppId, Bid]
+    offered_at: float | None = None  #: when the first phase closed; None: there was none
 
 
 class Deciding(Struct, frozen=True, tag=True):
@@ -562,6 +563,8 @@ class Deciding(Struct, frozen=True, tag=True):
     takeable: tuple[GpuId, ...] = ()  #: those not in play that an interactive app may be given
     rhos_none: dict[AppId, float] = {}  #: as bid, by those of whose GPUs none was in play
     epoch: int = 0  #: in which it was asked
+    offered_at: float | None = None  #: when the first phase closed; None: there was none
+    asked_at: float | None = None  #: when the policy was asked; None: a version that did not note it has asked
 
 
 RoundState = Idle | Probing | Bidding | Deciding

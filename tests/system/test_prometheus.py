@@ -1,0 +1,169 @@
+"""A real Prometheus scrapes `gpu-arbiter web` over a small site, and evaluates the alert rules and panels we ship."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+from urllib.request import urlopen
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra `web` is not installed")
+
+from tests.support.page_site import page_site, site_process
+from tests.support.pages import ROOT
+from tests.support.patience import PATIENCE_S
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not (shutil.which("prometheus") and shutil.which("promtool")),
+        reason="prometheus and promtool are not here: apt-get install prometheus",
+    ),
+]
+
+#: Series of a site, at most.
+SERIES_MAX = 2000
+
+
+@dataclass(frozen=True)
+class Prometheus:
+    """The answers of a private Prometheus."""
+
+    address: str
+
+    def ask(self, what: str, **wishes: str) -> Any:
+        with urlopen(f"{self.address}/api/v1/{what}?{urlencode(wishes)}", timeout=PATIENCE_S) as answer:
+            told = json.load(answer)
+        assert told["status"] == "success", told
+        return told["data"]
+
+    def value(self, expression: str) -> float | None:
+        """Return the value of an expression that has one at most; None if it has none."""
+        found = self.ask("query", query=expression)["result"]
+        assert len(found) <= 1, found
+        return float(found[0]["value"][1]) if found else None
+
+    def firing(self) -> set[str]:
+        return {each["labels"]["alertname"] for each in self.ask("alerts")["alerts"] if each["state"] == "firing"}
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.1)
+
+
+def matched(pattern: str, log: Path) -> str:
+    """Wait for a line of a log, and return the group of the pattern."""
+    wait_until(lambda: re.search(pattern, log.read_text()) is not None, f"{log} has {pattern}")
+    found = re.search(pattern, log.read_text())
+    assert found is not None
+    return found[1]
+
+
+@contextmanager
+def started(log: Path, *command: str, **more: Any) -> Iterator[None]:
+    """Run a process whose output goes to a log, until the end of the block."""
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **more) as process,
+    ):
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def web(folder: Path, socket: Path) -> Iterator[str]:
+    """Serve the pages of the site in a folder; give their host and port."""
+    log = folder / "web.log"
+    ledger = next((folder / "site").rglob("ledger.db"))
+    command = (sys.executable, "-m", "launch.cli", "web", "--port", "0", "--ledger", str(ledger))
+    with started(log, *command, cwd=ROOT, env=os.environ | {"GPU_ARBITER_URL": f"unix://{socket}"}):
+        yield matched(r"the site is at http://(\S+)/", log)
+
+
+@contextmanager
+def prometheus(folder: Path, target: str, rules: str) -> Iterator[Prometheus]:
+    """Have a Prometheus scrape a target every second, and evaluate rules as often."""
+    (folder / "rules.yml").write_text(rules)
+    (folder / "prometheus.yml").write_text(
+        json.dumps(
+            {
+                "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+                "rule_files": ["rules.yml"],
+                "scrape_configs": [{"job_name": "gpu-arbiter", "static_configs": [{"targets": [target]}]}],
+            }
+        )
+    )
+    promtool("check", "config", str(folder / "prometheus.yml"))
+    log = folder / "prometheus.log"
+    command = ("prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/tsdb")
+    with started(log, *command, "--web.listen-address=127.0.0.1:0"):
+        port = matched(r'msg="Listening on" address=127.0.0.1:(\d+)', log)
+        matched(r"(Server is ready to receive web requests)", log)
+        yield Prometheus(f"http://127.0.0.1:{port}")
+
+
+def promtool(*words: str, told: str | None = None) -> str:
+    done = subprocess.run(
+        ("promtool", *words), input=told, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def get(address: str) -> str:
+    with urlopen(address, timeout=PATIENCE_S) as answer:
+        return str(answer.read().decode())
+
+
+def test_prometheus_scrapes_a_site_and_an_alert_comes_and_goes(tmp_path: Path) -> None:
+    with ExitStack() as running:
+        site = running.enter_context(page_site(tmp_path))
+        for gpus in (1, 4, 4):  # the last one waits
+            assert site.type(f"gpu-arbiter submit --gpus {gpus} -- python train.py").code == 0
+        with web(tmp_path, site.socket) as target:
+            shipped = get(f"http://{target}/alerts.yml")
+            (tmp_path / "shipped.yml").write_text(shipped)
+            assert "SUCCESS: 10 rules found" in promtool("check", "rules", str(tmp_path / "shipped.yml"))
+            assert promtool("check", "metrics", told=get(f"http://{target}/metrics")) == ""
+            quick = re.sub(r"\bfor: \w+", "for: 1s", shipped)
+            with prometheus(tmp_path, target, quick) as eyes:
+                wait_until(lambda: eyes.value("up") == 1.0, "the target is up")
+                wait_until(lambda: eyes.value("gpu_arbiter_up") == 1.0, "the arbiter is seen")
+                wait_until(lambda: eyes.value('sum(gpu_arbiter_gpus{state="leased"})') == 5.0, "five GPUs are held")
+                assert 20 < (eyes.value('count({job="gpu-arbiter"})') or 0) <= SERIES_MAX
+                (group,) = eyes.ask("rules")["groups"]
+                wait_until(
+                    lambda: {each["health"] for each in eyes.ask("rules")["groups"][0]["rules"]} == {"ok"},
+                    "each rule was evaluated",
+                )
+                assert len(group["rules"]) == 10
+                for panel in json.loads(get(f"http://{target}/dashboard.json"))["panels"]:
+                    for each in panel["targets"]:
+                        eyes.ask("query", query=each["expr"])
+                # Before the first scrape there was no sample.
+                wait_until(lambda: "ArbiterAway" not in eyes.firing(), "no alert is left of the beginning")
+
+                running.close()
+                wait_until(lambda: "ArbiterAway" in eyes.firing(), "the alert is raised")
+                assert eyes.value("gpu_arbiter_up") == 0.0
+                with site_process(tmp_path):
+                    wait_until(lambda: "ArbiterAway" not in eyes.firing(), "the alert goes away")
+                    assert eyes.value("gpu_arbiter_up") == 1.0
