@@ -36,10 +36,10 @@ KILLS, QUICK_KILLS = 20, 3
 GOAL_S = 3.0
 #: What others say of themselves; nothing of it was measured here.
 OTHERS = (
-    "Slurm: a backup takes over once the primary has been silent for SlurmctldTimeout, by default 120 s "
-    "(slurm.conf(5), SlurmctldTimeout).",
-    "Nomad: a raft of three or five servers elects anew once the leader's heartbeats stay out, within seconds; of two "
-    "servers none may be lost (developer.hashicorp.com/nomad, Consensus Protocol, Deployment Table).",
+    "Slurm: a backup controller waits SlurmctldTimeout for the primary one before it takes over, by default 120 s "
+    "(slurm.conf(5)).",
+    "Nomad: its servers elect a new leader by raft; no time is promised (its page on the consensus protocol). Of two "
+    "servers none may be lost.",
 )
 
 
