@@ -38,7 +38,7 @@ LONG, SHORT = 400, 3
 #: In a standby's log, once it is one.
 FOLLOWS = "journal.replayed"
 
-_WITNESSES = """
+WITNESSES = """
 CREATE SCHEMA witness;
 CREATE TABLE witness.epochs (epoch BIGINT, pid INTEGER);
 CREATE TABLE witness.events (seq BIGINT, epoch BIGINT, pid INTEGER);
@@ -246,7 +246,7 @@ def running_pair(folder: Path, broker: PrivateRabbitMQ, vhost: str, server: Priv
     with started(Pair(folder, broker, vhost, server.database())) as pair:
         for arbiter in pair.arbiters:
             pair.wait_follows(arbiter, 1)
-        server.sql(pair.url.rpartition("/")[2], _WITNESSES)
+        server.sql(pair.url.rpartition("/")[2], WITNESSES)
         pair.keep_busy()
         pair.wait_training(processes=2)
         yield pair

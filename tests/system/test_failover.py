@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from arbiter.core.arbiter import Event
+from protocol.core import Tick
+from protocol.journal.postgres import PostgresJournal
 from tests.support import postgres
 from tests.support.cluster import until
-from tests.support.failover import Pair, running_pair
+from tests.support.failover import WITNESSES, Pair, look_at, running_pair
 from tests.support.postgres import PrivatePostgres
 from tests.support.rabbitmq import PrivateRabbitMQ
 
@@ -36,6 +39,28 @@ def assert_whole(pair: Pair) -> None:
     assert audit.whole, audit
     assert audit.hand_overs > 0, "no GPU changed hands, so nothing was shown"
     assert [line for arbiter in pair.arbiters for line in arbiter.lines("standby.differs")] == []
+
+
+def test_the_witnesses_see_events_of_a_connection_that_does_not_lead(
+    server: PrivatePostgres,
+) -> None:
+    url = server.database()
+    with (
+        PostgresJournal[Event].of(url, Event) as first,
+        PostgresJournal[Event].of(url, Event) as second,
+    ):
+        server.sql(url.rpartition("/")[2], WITNESSES)
+        for journal in (first, second):
+            epoch = journal.next_epoch(1)
+            journal.news()
+            journal.append(1.0, Tick())
+            journal.commit()
+        assert look_at(url) == (0, 0, 2)
+        first._epoch = epoch  # as if nothing fenced it
+        first.news()
+        first.append(1.0, Tick())
+        first.commit()
+        assert look_at(url) == (1, 0, 3)
 
 
 def test_a_leader_that_is_killed_is_followed_by_the_standby_and_nothing_is_lost(pair: Pair) -> None:
